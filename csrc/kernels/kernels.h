@@ -1,0 +1,55 @@
+/* Memory in, memory out: copy, cast and reduce over flat arrays.
+ *
+ * One table per instruction set; fc_kern() is the best one that this CPU runs, chosen once.
+ * Kernels allocate nothing, keep no state and never fail; sources and destination do not overlap.
+ * No alignment is required. Threading: multi.
+ */
+#ifndef FC_KERNELS_KERNELS_H
+#define FC_KERNELS_KERNELS_H
+
+#include "base/dtype.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* dst[i] = src[i] rounded to nearest even; NaN stays NaN, denormals are kept. */
+typedef void (*fc_cast_fn)(void *dst, const void *src, size_t numel);
+
+/* dst[i] = (accumulate ? dst[i] : 0) + (srcs[0][i] + srcs[1][i] + ...) / divisor
+ *
+ * Sources are added in index order, in float for F32, BF16 and F16 and in double for F64 (whenever
+ * source or destination is F64); integers wrap and ignore the divisor. The result is rounded once.
+ * n_srcs >= 1. divisor 1 means no division. */
+typedef void (*fc_reduce_fn)(void *dst, const void *const *srcs, size_t n_srcs, size_t numel,
+                             double divisor, bool accumulate);
+
+typedef struct fc_kern_table {
+    const char *name; /* "ref", "avx2", "avx512", "avx512_bf16" */
+    /* Streams past the cache where that is faster (large sizes). */
+    void (*copy)(void *dst, const void *src, size_t bytes);
+    fc_cast_fn cast[FC_FLOAT_COUNT][FC_FLOAT_COUNT];     /* [from][to]; all set, same type copies */
+    fc_reduce_fn reduce[FC_FLOAT_COUNT][FC_FLOAT_COUNT]; /* [source][destination]; all set */
+    fc_reduce_fn reduce_int[FC_DTYPE_COUNT]; /* U8..I64: source type == destination type */
+} fc_kern_table;
+
+/* The table in use. */
+const fc_kern_table *fc_kern(void);
+
+/* Every table that this CPU can run, the plain C reference first. */
+size_t fc_kern_tables(const fc_kern_table *const **tables_out);
+
+/* Uses the table called `name` from now on; false if this CPU lacks it. For tests and FSDP_C_KERNELS. */
+bool fc_kern_use(const char *name);
+
+/* The kernel from table fc_kern(), or NULL where the pair of types has none. Same types copy. */
+fc_cast_fn fc_kern_cast(fc_dtype from, fc_dtype to);
+fc_reduce_fn fc_kern_reduce(fc_dtype src, fc_dtype dst);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,141 @@
+/* Moves bytes between the ranks of one process group. Knows nothing of parameters.
+ *
+ * Two kinds. A *mapped* transport (shm) gives every rank the same memory and lets it wait for what
+ * peers publish there. A *message* transport (callback) runs collectives of somebody else's process
+ * group. Callers ask fc_transport_is_mapped() once, at set-up.
+ *
+ * Threading: serialized per transport object. Creation, map_region and close are collective.
+ * After a failure other than FC_AGAIN or FC_ERR_INTERRUPTED the transport is broken for good: each later call
+ * fails at once with the first failure's text.
+ */
+#ifndef FC_TRANSPORT_TRANSPORT_H
+#define FC_TRANSPORT_TRANSPORT_H
+
+#include "base/dtype.h"
+#include "base/status.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct fc_transport fc_transport;
+
+/* What the embedding program supplies. All borrowed until the transport is destroyed. */
+typedef struct fc_host_ops {
+    void *context;
+    /* Set-up only: every rank gives `bytes` bytes and gets all ranks', in rank order. `what` names
+     * the step; ranks that name different steps must all fail. Optional when n_ranks is 1. */
+    fc_status (*exchange)(void *context, const char *what, const void *mine, size_t bytes,
+                          void *all_out);
+    /* Around a wait that sleeps: give up and take back the interpreter's lock. Optional. */
+    void (*enter_wait)(void *context);
+    void (*leave_wait)(void *context);
+    /* Every 50 ms of a wait, between leave_wait and enter_wait: FC_ERR_INTERRUPTED to stop it (Ctrl-C). Optional. */
+    fc_status (*poll)(void *context);
+    /* Once per wait that outlasts 5 s: one line of text for stderr. Optional. */
+    void (*notice)(void *context, const char *line);
+} fc_host_ops;
+
+typedef struct fc_transport_config {
+    const char *name; /* of the process group, for messages; copied */
+    int rank;
+    int n_ranks;
+    const int *global_ranks; /* n_ranks entries for messages: "rank 3"; copied */
+    int64_t timeout_ns;      /* deadline of each wait */
+    fc_host_ops host;
+} fc_transport_config;
+
+/* Memory that every rank maps. Owned by the caller; destroyed when the last reference goes. */
+typedef struct fc_region {
+    char *shared; /* read and write; all ranks see the writes */
+    char *view;   /* same bytes for reading; a write to it stays private until discarded */
+    size_t bytes;
+} fc_region;
+
+/* What a rank waits for, told to people when it takes long or fails. */
+typedef struct fc_wait_info {
+    const char *op;   /* "reduce-scatter" */
+    const char *unit; /* "layers.3"; NULL if none */
+    uint64_t sequence;
+} fc_wait_info;
+
+/* ---- shared memory ---- */
+
+/* Attaches all ranks of one host. FC_ERR_UNSUPPORTED on every rank when some of them cannot share memory
+ * (other host, other pid namespace, ranks that are threads of one process). */
+FC_MUST_CHECK fc_status fc_shm_create(const fc_transport_config *config, fc_transport **out);
+
+/* ---- callback: collectives of another process group ---- */
+
+typedef struct fc_message_ops {
+    void *context;
+    /* recv holds n_ranks * send_bytes. */
+    fc_status (*all_gather)(void *context, void *recv, const void *send, size_t send_bytes);
+    /* SUM; send holds n_ranks * recv_numel elements. send may be overwritten. */
+    fc_status (*reduce_scatter)(void *context, void *recv, void *send, size_t recv_numel,
+                                fc_dtype dtype);
+    fc_status (*all_reduce)(void *context, void *data, size_t numel, fc_dtype dtype); /* SUM, in place */
+    fc_status (*broadcast)(void *context, void *data, size_t bytes, int root);
+    fc_status (*barrier)(void *context);
+    void (*release)(void *context); /* when the transport is destroyed */
+} fc_message_ops;
+
+FC_MUST_CHECK fc_status fc_callback_create(const fc_transport_config *config, const fc_message_ops *ops,
+                                           fc_transport **out);
+
+/* ---- both kinds ---- */
+
+void fc_transport_destroy(fc_transport *transport); /* local; NULL is fine */
+int fc_transport_rank(const fc_transport *transport);
+int fc_transport_n_ranks(const fc_transport *transport);
+int fc_transport_global_rank(const fc_transport *transport, int rank);
+const char *fc_transport_name(const fc_transport *transport); /* of the process group; borrowed */
+bool fc_transport_is_mapped(const fc_transport *transport);
+const fc_message_ops *fc_transport_messages(const fc_transport *transport); /* NULL if mapped */
+
+/* FC_OK, or why this transport is broken. */
+FC_MUST_CHECK fc_status fc_transport_check(fc_transport *transport);
+
+/* Breaks the transport on every rank: peers' waits end with this rank and `text` in their message. Returns
+ * `status` after recording `text` here too. */
+fc_status fc_transport_abort(fc_transport *transport, fc_status status, const char *text);
+
+/* ---- mapped kind only ---- */
+
+/* Collective. Zeroed memory of `bytes` (equal on all ranks, else FC_ERR_MISMATCH on all of them);
+ * fingerprint must be equal too: `what` says in the error what differs. Failure on one rank (no memory, no
+ * descriptors) is FC_ERR_* on all, naming it, and leaves the transport usable. */
+FC_MUST_CHECK fc_status fc_transport_map_region(fc_transport *transport, const char *what, size_t bytes,
+                                                uint64_t fingerprint, fc_region **out);
+void fc_region_retain(fc_region *region);
+void fc_region_release(fc_region *region);
+/* Drops this rank's private writes to view[offset, offset + bytes), widened to pages. */
+void fc_region_discard_writes(fc_region *region, size_t offset, size_t bytes);
+
+/* A word that one rank writes and others wait for; 8-byte aligned, in a region. Only grows. */
+typedef struct fc_word {
+    uint64_t value;
+} fc_word;
+
+uint64_t fc_word_load(const fc_word *word); /* acquire */
+/* Release store, then wakes peers that sleep on this rank. No system call while nobody sleeps. */
+void fc_transport_publish(fc_transport *transport, fc_word *word, uint64_t value);
+
+/* Blocks until ready(arg), which reads words that `peer` publishes. Yields first, then sleeps; ends early when
+ * the peer's process is gone (ready() is asked once more first), when any rank aborted, on the deadline, on
+ * Ctrl-C. The message names the ranks, `info` and what the peer did last. */
+typedef bool (*fc_ready_fn)(void *arg);
+FC_MUST_CHECK fc_status fc_transport_wait(fc_transport *transport, int peer, fc_ready_fn ready, void *arg,
+                                          const fc_wait_info *info);
+
+/* Waits so far (those that did not find ready() true at once) and nanoseconds spent in them. */
+void fc_transport_wait_stats(const fc_transport *transport, uint64_t *waits_out, uint64_t *wait_ns_out);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
