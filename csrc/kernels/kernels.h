@@ -23,7 +23,8 @@ typedef void (*fc_cast_fn)(void *dst, const void *src, size_t numel);
  *
  * Sources are added in index order, in float for F32, BF16 and F16 and in double for F64 (whenever
  * source or destination is F64); integers wrap and ignore the divisor. The result is rounded once.
- * n_srcs >= 1. divisor 1 means no division. */
+ * n_srcs >= 1. divisor 1 means no division. Without accumulate nothing is added to the quotient: a
+ * sum of -0 stays -0. Tables agree bit by bit, but for the payload of a NaN made of several NaN. */
 typedef void (*fc_reduce_fn)(void *dst, const void *const *srcs, size_t n_srcs, size_t numel,
                              double divisor, bool accumulate);
 
@@ -42,7 +43,8 @@ const fc_kern_table *fc_kern(void);
 /* Every table that this CPU can run, the plain C reference first. */
 size_t fc_kern_tables(const fc_kern_table *const **tables_out);
 
-/* Uses the table called `name` from now on; false if this CPU lacks it. For tests and FSDP_C_KERNELS. */
+/* Uses the table called `name` from now on; false if this CPU lacks it. For tests and
+ * FSDP_C_KERNELS. */
 bool fc_kern_use(const char *name);
 
 /* The kernel from table fc_kern(), or NULL where the pair of types has none. Same types copy. */

@@ -1,0 +1,69 @@
+# Developer targets; `make` alone lists them.
+
+TORCH ?= 2.13.0
+PYTHON ?= python3
+ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv-$(TORCH)
+READY := $(VENV)/.ready
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-build-isolation
+C_FILES = $(shell find csrc tests/c benchmarks -name '*.[ch]' -o -name '*.cpp')
+PARITY := tests/test_parity.py tests/test_fully_shard_*.py
+
+.DEFAULT_GOAL := help
+.PHONY: help build demo test test-parity test-c bench sanitize lint format gpu-check clean
+
+help:  ## list the targets
+	@echo "make TARGET [TORCH=$(TORCH)] [PYTHON=$(PYTHON)]"
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
+
+$(READY): pyproject.toml requirements-dev.txt
+	@echo "Making $(VENV): torch $(TORCH), a download of 0.2 to 3 GB"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) "torch==$(TORCH)" "setuptools>=77"
+	@echo "Building fsdp_c; fetching what its tests and examples need meanwhile"
+	@$(PIP) -r requirements-dev.txt & $(PY) setup.py -q build_ext --inplace; \
+	    built=$$?; wait $$! && exit $$built
+	@$(PIP) --no-deps -e .
+	@touch $@
+
+build: $(READY)  ## make the environment and build the extension in place
+	@$(PY) setup.py -q build_ext --inplace
+
+demo: build  ## train a small GPT on 2 ranks, beside torch; ARGS="--ranks 4 ..."
+	@$(PY) examples/demo.py $(ARGS)
+
+test: build lint  ## lint, C tests and Python tests; PYTEST_ARGS="-k name"
+	@$(PY) -m pytest $(PYTEST_ARGS)
+
+test-parity: build  ## only the tests that compare with torch's own fully_shard
+	@$(PY) -m pytest $(PARITY) $(PYTEST_ARGS)
+
+test-c: $(READY)  ## only the programs that test the C core
+	@$(PY) -m pytest tests/test_c.py $(PYTEST_ARGS)
+
+bench: build  ## compare with torch's own fully_shard; ARGS="--quick"
+	@$(PY) benchmarks/run.py $(ARGS)
+
+sanitize: $(READY)  ## C tests under address and undefined, then under thread
+	@FSDP_C_SANITIZE=address,undefined $(PY) -m pytest tests/test_c.py $(PYTEST_ARGS)
+	@FSDP_C_SANITIZE=thread $(PY) -m pytest tests/test_c.py $(PYTEST_ARGS)
+
+lint: $(READY)  ## check style and warnings; changes nothing
+	@$(VENV)/bin/ruff check --quiet .
+	@$(VENV)/bin/ruff format --quiet --check .
+	@$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
+
+format: $(READY)  ## rewrite all files in the project's style
+	@$(VENV)/bin/ruff check --quiet --fix .
+	@$(VENV)/bin/ruff format .
+	@$(VENV)/bin/clang-format -i $(C_FILES)
+
+gpu-check:  ## check the CUDA part on a GPU
+	@echo "gpu-check: fsdp_c has no CUDA part yet, so there is nothing to check." >&2; exit 1
+
+clean:  ## remove what was built; environments stay
+	@rm -rf build dist *.egg-info fsdp_c/_build.py fsdp_c/*.so .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

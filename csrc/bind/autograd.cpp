@@ -1,0 +1,140 @@
+// Autograd's side of the hooks: identity node on inputs, pre-hook on outputs' nodes, final callback.
+#include "bind/compat.h"
+#include "bind/state.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+
+namespace fc {
+
+namespace {
+
+using torch::autograd::variable_list;
+
+// Keeps a state alive from autograd's threads.
+class StateHandle {
+public:
+    explicit StateHandle(StateObject *state) : state_(state) { Py_INCREF(state); }
+    StateHandle(const StateHandle &) = delete;
+    StateHandle &operator=(const StateHandle &) = delete;
+    ~StateHandle()
+    {
+        if (Py_IsInitialized()) {
+            Gil gil;
+            Py_DECREF(state_);
+        }
+    }
+    StateObject *get() const { return state_; }
+
+private:
+    StateObject *state_;
+};
+
+// Identity on a unit's inputs. Its backward runs when the unit's own backward is through.
+struct PostBackward : public torch::autograd::Node {
+    StateHandle state;
+
+    PostBackward(StateObject *s, torch::autograd::edge_list &&next) : Node(std::move(next)), state(s) {}
+    variable_list apply(variable_list &&grads) override
+    {
+        Gil gil;
+        StateObject *s = state.get();
+        if (s->tree != nullptr && s->group != nullptr) {
+            group_post_backward(s->tree, s->group);
+        }
+        return std::move(grads);
+    }
+    std::string name() const override { return "RegisterPostBackwardFunctionBackward"; }
+};
+
+// On the node, not the tensor: an in-place operation on a view of the output cannot lose it.
+struct PreBackward : public torch::autograd::FunctionPreHook {
+    StateHandle state;
+
+    explicit PreBackward(StateObject *s) : state(s) {}
+    variable_list operator()(const variable_list &grads) override
+    {
+        Gil gil;
+        state_pre_backward(state.get());
+        return grads;
+    }
+};
+
+// Lives in the graph task's list of final callbacks. If it goes without having run, backward has failed.
+class FinalCallback {
+public:
+    explicit FinalCallback(TreeObject *tree) : tree_(tree) { Py_INCREF(tree); }
+    FinalCallback(const FinalCallback &) = delete;
+    FinalCallback &operator=(const FinalCallback &) = delete;
+    ~FinalCallback()
+    {
+        if (!Py_IsInitialized()) {
+            return;
+        }
+        Gil gil;
+        if (!has_run_) {
+            tree_fail(tree_);
+        }
+        Py_DECREF(tree_);
+    }
+    void run()
+    {
+        Gil gil;
+        has_run_ = true;
+        tree_end_backward(tree_);
+    }
+
+private:
+    TreeObject *tree_;
+    bool has_run_ = false;
+};
+
+} // namespace
+
+std::vector<at::Tensor> route_through_node(StateObject *state, const std::vector<at::Tensor> &tensors)
+{
+    torch::autograd::edge_list edges;
+    for (const at::Tensor &tensor : tensors) {
+        edges.push_back(torch::autograd::impl::gradient_edge(tensor));
+    }
+    NodePtr node = make_node<PostBackward>(state, std::move(edges));
+    std::vector<at::Tensor> routed;
+    for (const at::Tensor &tensor : tensors) {
+        at::Tensor out;
+        {
+            at::NoGradGuard no_grad;
+            out = tensor.view_as(tensor);
+        }
+        torch::autograd::set_history(out, node);
+        // In-place changes of an input inside the unit would escape the graph outside of it: refuse them, as torch does.
+        if (auto *view = torch::autograd::impl::get_view_autograd_meta(out)) {
+            view->set_creation_meta(tensors.size() > 1 ? torch::autograd::CreationMeta::MULTI_OUTPUT_NODE
+                                                       : torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION);
+        }
+        routed.push_back(std::move(out));
+    }
+    return routed;
+}
+
+void hook_outputs(StateObject *state, const std::vector<at::Tensor> &tensors)
+{
+    for (const at::Tensor &tensor : tensors) {
+        if (const auto &node = tensor.grad_fn()) {
+            node->add_pre_hook(std::make_unique<PreBackward>(state));
+        } else {
+            torch::autograd::impl::add_hook(tensor, std::make_unique<PreBackward>(state));
+        }
+    }
+}
+
+void queue_final_callback(TreeObject *tree)
+{
+    tree->callback_queued = true;
+    auto callback = std::make_shared<FinalCallback>(tree);
+    torch::autograd::Engine::get_default_engine().queue_callback([callback] { callback->run(); });
+}
+
+} // namespace fc

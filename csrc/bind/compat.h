@@ -1,0 +1,58 @@
+// All differences between torch versions that the binding meets.
+#ifndef FC_BIND_COMPAT_H
+#define FC_BIND_COMPAT_H
+
+#include <c10/core/StorageImpl.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/version.h>
+
+#include <string>
+#include <utility>
+
+#define FC_TORCH_AT_LEAST(major, minor) \
+    (TORCH_VERSION_MAJOR > (major) ||   \
+     (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
+
+namespace fc {
+
+// Autograd nodes are counted by intrusive_ptr from 2.13, by shared_ptr before.
+#if FC_TORCH_AT_LEAST(2, 13)
+using NodePtr = c10::intrusive_ptr<torch::autograd::Node>;
+template <typename N, typename... Args>
+c10::intrusive_ptr<N> make_node(Args &&...args)
+{
+    return c10::make_intrusive<N>(std::forward<Args>(args)...);
+}
+#else
+using NodePtr = std::shared_ptr<torch::autograd::Node>;
+template <typename N, typename... Args>
+std::shared_ptr<N> make_node(Args &&...args)
+{
+    return std::shared_ptr<N>(new N(std::forward<Args>(args)...), torch::autograd::deleteNode);
+}
+#endif
+
+// Makes reading the storage possible again after mark_unreadable.
+inline void mark_readable(c10::StorageImpl *storage)
+{
+#if FC_TORCH_AT_LEAST(2, 13)
+    storage->clear_data_ptr_access_error_msg_();
+#else
+    (void)storage; // before 2.13 the error cannot be taken back, so it is never set
+#endif
+}
+
+// From now on reading the storage's data raises RuntimeError with `text`.
+inline void mark_unreadable(c10::StorageImpl *storage, const std::string &text)
+{
+#if FC_TORCH_AT_LEAST(2, 13)
+    storage->release_data_and_set_meta_custom_data_ptr_error_msg_(text);
+#else
+    (void)storage;
+    (void)text;
+#endif
+}
+
+} // namespace fc
+
+#endif

@@ -1,0 +1,173 @@
+// _C.Domain(transport, kind, units, shard_rank, n_shards): builds fc_domain from plain Python data.
+#include "bind/domain.h"
+
+#include "bind/python.h"
+#include "bind/tensors.h"
+#include "bind/transport.h"
+#include "group/unit.h"
+
+#include <torch/csrc/Dtype.h>
+
+#include <string>
+#include <vector>
+
+namespace fc {
+
+namespace {
+
+struct DomainObject {
+    PyObject_HEAD
+    PyObject *transport; // owned; outlives the domain
+    fc_domain *domain;   // owned
+};
+
+at::ScalarType scalar_type(PyObject *object)
+{
+    if (!THPDtype_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "expected a torch.dtype, not %.100s", Py_TYPE(object)->tp_name);
+        throw_python();
+    }
+    return reinterpret_cast<THPDtype *>(object)->scalar_type;
+}
+
+// (outer, rows, inner, orig dtype, compute dtype, reduce dtype, gradient dtype, has_grad, trainable)
+fc_param parse_param(PyObject *row)
+{
+    Py_ssize_t outer, rows, inner;
+    PyObject *orig, *compute, *reduce, *grad;
+    int has_grad, trainable;
+    if (!PyArg_ParseTuple(row, "nnnOOOOpp", &outer, &rows, &inner, &orig, &compute, &reduce, &grad,
+                          &has_grad, &trainable)) {
+        throw_python();
+    }
+    fc_param param = {};
+    param.outer = static_cast<size_t>(outer);
+    param.rows = static_cast<size_t>(rows);
+    param.inner = static_cast<size_t>(inner);
+    param.orig = dtype_of(scalar_type(orig));
+    param.compute = dtype_of(scalar_type(compute));
+    param.reduce = dtype_of(scalar_type(reduce));
+    param.grad = dtype_of(scalar_type(grad));
+    param.has_grad = has_grad != 0;
+    param.trainable = trainable != 0;
+    return param;
+}
+
+PyObject *domain_new(PyTypeObject *type, PyObject *args, PyObject *)
+{
+    return guarded([&]() -> PyObject * {
+        PyObject *transport, *units;
+        int is_replicate, shard_rank, n_shards;
+        if (!PyArg_ParseTuple(args, "OpO!ii", &transport, &is_replicate, &PyList_Type, &units, &shard_rank,
+                              &n_shards)) {
+            return nullptr;
+        }
+        const size_t n = static_cast<size_t>(PyList_GET_SIZE(units));
+        std::vector<std::string> names(n);
+        std::vector<std::vector<fc_param>> params(n);
+        std::vector<fc_unit_desc> descs(n);
+        for (size_t i = 0; i < n; i++) {
+            const char *name;
+            PyObject *rows;
+            if (!PyArg_ParseTuple(PyList_GET_ITEM(units, static_cast<Py_ssize_t>(i)), "sO!", &name,
+                                  &PyList_Type, &rows)) {
+                return nullptr;
+            }
+            names[i] = name;
+            for (Py_ssize_t j = 0; j < PyList_GET_SIZE(rows); j++) {
+                params[i].push_back(parse_param(PyList_GET_ITEM(rows, j)));
+            }
+            descs[i] = {names[i].c_str(), params[i].data(), params[i].size()};
+        }
+        Ref self = checked(type->tp_alloc(type, 0));
+        auto *object = reinterpret_cast<DomainObject *>(self.get());
+        check(fc_domain_create(fc_transport_from_object(transport),
+                               is_replicate ? FC_DOMAIN_REPLICATE : FC_DOMAIN_SHARD, descs.data(), n,
+                               shard_rank, n_shards, &object->domain));
+        object->transport = Py_NewRef(transport);
+        return self.release();
+    });
+}
+
+void domain_dealloc(PyObject *self)
+{
+    auto *object = reinterpret_cast<DomainObject *>(self);
+    PyTypeObject *type = Py_TYPE(self);
+    fc_domain_destroy(object->domain);
+    Py_XDECREF(object->transport);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+PyObject *domain_layout(PyObject *self, PyObject *arg)
+{
+    return guarded([&]() -> PyObject * {
+        const size_t index = PyLong_AsSize_t(arg);
+        fc_domain *domain = domain_of(self);
+        if (PyErr_Occurred() || index >= fc_domain_n_units(domain)) {
+            return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_IndexError, "unit %zu", index);
+        }
+        const fc_layout *layout = fc_unit_layout(fc_domain_unit(domain, index));
+        Ref offsets = checked(PyList_New(0));
+        for (size_t i = 0; i < layout->n_params; i++) {
+            Ref row = checked(Py_BuildValue("nO", static_cast<Py_ssize_t>(layout->params[i].full_at),
+                                            layout->params[i].is_aliased ? Py_True : Py_False));
+            check(PyList_Append(offsets.get(), row.get()));
+        }
+        return Py_BuildValue("nO", static_cast<Py_ssize_t>(layout->full_bytes), offsets.get());
+    });
+}
+
+PyObject *domain_bytes(PyObject *self, PyObject *)
+{
+    return guarded([&]() -> PyObject * {
+        fc_domain *domain = domain_of(self);
+        return Py_BuildValue("{s:n,s:n}", "region", static_cast<Py_ssize_t>(fc_domain_region_bytes(domain)),
+                             "arena", static_cast<Py_ssize_t>(fc_domain_arena_bytes(domain)));
+    });
+}
+
+PyMethodDef methods[] = {
+    {"layout", domain_layout, METH_O, "layout(unit) -> (unsharded bytes, [(offset, is aliased), ...])"},
+    {"bytes", domain_bytes, METH_NOARGS, "bytes() -> {'region': mapped bytes, 'arena': reduce slots of a rank}"},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot slots_of_type[] = {{Py_tp_new, reinterpret_cast<void *>(domain_new)},
+                               {Py_tp_dealloc, reinterpret_cast<void *>(domain_dealloc)},
+                               {Py_tp_methods, methods},
+                               {Py_tp_doc, const_cast<char *>("Units that travel over one process group.")},
+                               {0, nullptr}};
+PyType_Spec spec = {"fsdp_c._C.Domain", sizeof(DomainObject), 0, Py_TPFLAGS_DEFAULT, slots_of_type};
+PyTypeObject *domain_type = nullptr;
+
+} // namespace
+
+fc_domain *domain_of(PyObject *object)
+{
+    if (!PyObject_TypeCheck(object, domain_type)) {
+        PyErr_SetString(PyExc_TypeError, "expected a Domain");
+        throw_python();
+    }
+    return reinterpret_cast<DomainObject *>(object)->domain;
+}
+
+fc_slots *slots()
+{
+    static fc_slots *pool = [] {
+        fc_slots *made = nullptr;
+        check(fc_slots_create(&made));
+        return made;
+    }();
+    return pool;
+}
+
+} // namespace fc
+
+int fc_register_domain(PyObject *module)
+{
+    fc::domain_type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&fc::spec));
+    if (fc::domain_type == nullptr) {
+        return -1;
+    }
+    return PyModule_AddObjectRef(module, "Domain", reinterpret_cast<PyObject *>(fc::domain_type));
+}

@@ -1,0 +1,22 @@
+// The Python object that owns an fc_domain: _C.Domain.
+#ifndef FC_BIND_DOMAIN_H
+#define FC_BIND_DOMAIN_H
+
+#include <Python.h>
+
+#include "group/domain.h"
+#include "group/slots.h"
+
+namespace fc {
+
+// Borrowed from the object; TypeError as an exception for anything else.
+fc_domain *domain_of(PyObject *object);
+
+// The pool of private memory for unsharded units, one for the process.
+fc_slots *slots();
+
+} // namespace fc
+
+int fc_register_domain(PyObject *module);
+
+#endif

@@ -1,0 +1,270 @@
+// The hooks of a module: what happens before and after forward, and before backward.
+#include "bind/hooks.h"
+
+#include "bind/tree.h"
+#include "bind/walk.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+namespace fc {
+
+struct Range::Record {
+    at::RecordFunction function{at::RecordScope::USER_SCOPE};
+};
+
+Range::Range(const char *label, const Unit *unit)
+{
+    if (!at::hasCallbacks()) {
+        return;
+    }
+    record_ = std::make_unique<Record>();
+    if (unit != nullptr && !unit->name().empty()) {
+        record_->function.before(std::string(label) + " (" + unit->name() + ")");
+    } else {
+        record_->function.before(label);
+    }
+}
+
+Range::~Range() = default;
+
+namespace {
+
+Unit *unit_of(const StateObject *state)
+{
+    return state->group != nullptr ? state->group->unit : nullptr;
+}
+
+bool is_training(int value, Training training)
+{
+    return value == static_cast<int>(training);
+}
+
+bool in_autograd_backward()
+{
+    return torch::autograd::get_current_graph_task_id() != -1;
+}
+
+bool is_grouped(const StateObject *state)
+{
+    return PyTuple_GET_SIZE(state->modules) > 1;
+}
+
+// torch's cast for containers that walk.cpp does not open.
+Ref cast_any(const StateObject *state, const char *method)
+{
+    return checked(PyObject_GetAttrString(
+        reinterpret_cast<PyObject *>(const_cast<StateObject *>(state)), method));
+}
+
+void cast_inputs(const StateObject *state, Ref &args, Ref &kwargs)
+{
+    if (!state->casts_inputs || !state->param_dtype->has_value()) {
+        return;
+    }
+    Range range("FSDP::cast_forward_inputs");
+    const Ref any = cast_any(state, "_cast_any_input");
+    for (Ref *object : {&args, &kwargs}) {
+        if (Ref cast = cast_tensors(object->get(), **state->param_dtype, any.get())) {
+            *object = std::move(cast);
+        }
+    }
+}
+
+Ref cast_output(const StateObject *state, PyObject *output)
+{
+    if (!state->output_dtype->has_value()) {
+        return Ref::borrow(output);
+    }
+    Range range("FSDP::cast_forward_outputs");
+    const Ref any = cast_any(state, "_cast_any_output");
+    Ref cast = cast_tensors(output, **state->output_dtype, any.get());
+    return cast ? std::move(cast) : Ref::borrow(output);
+}
+
+void register_post_backward(StateObject *state, Ref &args, Ref &kwargs)
+{
+    if (!at::GradMode::is_enabled()) {
+        return;
+    }
+    if (!in_autograd_backward()) {
+        state->group->forwards++;
+    }
+    std::vector<at::Tensor> tensors;
+    collect_grad_tensors(args.get(), tensors);
+    const size_t n_args = tensors.size();
+    if (PyDict_GET_SIZE(kwargs.get()) > 0) {
+        collect_grad_tensors(kwargs.get(), tensors);
+    }
+    if (tensors.empty()) {
+        return;
+    }
+    const std::vector<at::Tensor> routed = route_through_node(state, tensors);
+    const auto middle = routed.begin() + static_cast<std::ptrdiff_t>(n_args);
+    if (n_args > 0) {
+        args = replace_grad_tensors(args.get(), {routed.begin(), middle});
+    }
+    if (n_args < routed.size()) {
+        kwargs = replace_grad_tensors(kwargs.get(), {middle, routed.end()});
+    }
+}
+
+void register_pre_backward(StateObject *state, PyObject *output)
+{
+    if (!at::GradMode::is_enabled()) {
+        return;
+    }
+    std::vector<at::Tensor> tensors;
+    collect_grad_tensors(output, tensors);
+    hook_outputs(state, tensors);
+}
+
+// After forward: give the parameters up unless they are to stay.
+void group_post_forward(GroupObject *group)
+{
+    Range range("FSDP::post_forward", group->unit);
+    const bool in_forward = is_training(group->training, Training::forward);
+    const bool keeps = group->post_forward_mesh_info == nullptr || group->post_forward_mesh_info == Py_None;
+    // Recomputation inside backward leaves the parameters to the backward that needs them.
+    if (!in_autograd_backward() && !(in_forward && keeps)) {
+        group->unit->reshard();
+    }
+    group->training = static_cast<int>(Training::idle);
+}
+
+// A grouped unit whose members did not all run ends with the root's forward; its backward hangs on the root's output.
+void complete_partial_groups(TreeObject *tree, const StateObject *root, Ref &output)
+{
+    for (Py_ssize_t i = PyList_GET_SIZE(tree->states); i-- > 0;) {
+        auto *state = reinterpret_cast<StateObject *>(PyList_GET_ITEM(tree->states, i));
+        if (state == root || PySet_GET_SIZE(state->to_run) == 0) {
+            continue;
+        }
+        if (unit_of(state) != nullptr) {
+            group_post_forward(state->group);
+        }
+        register_pre_backward(state, output.get());
+        state->training = static_cast<int>(Training::idle);
+        output = cast_output(state, output.get());
+        check(PySet_Clear(state->to_run));
+    }
+}
+
+void begin_forward(StateObject *state)
+{
+    TreeObject *tree = state->tree;
+    // A forward that is entered anew from its outside was left by an exception before.
+    const bool is_root = reinterpret_cast<PyObject *>(state) == PyList_GET_ITEM(tree->states, 0);
+    const bool began_it = tree->iteration_root == state && is_training(state->training, Training::forward);
+    if (tree->iteration_root != nullptr && !is_grouped(state) && (is_root || began_it)) {
+        tree_reset(tree, false);
+    }
+    const bool is_first = !is_grouped(state) || !is_training(state->training, Training::forward);
+    if (is_first && tree->iteration_root == nullptr) {
+        tree_root_pre_forward(tree, state);
+    }
+    state->training = static_cast<int>(Training::forward);
+}
+
+} // namespace
+
+Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_kwargs)
+{
+    Ref args = Ref::borrow(given_args), kwargs = Ref::borrow(given_kwargs);
+    Unit *unit = unit_of(state);
+    if (is_training(state->training, Training::pre_backward)) {
+        // Recomputation: the pre-backward hook has gathered the parameters, or they are gathered again.
+        if (unit != nullptr) {
+            unit->unshard();
+        }
+        cast_inputs(state, args, kwargs);
+    } else {
+        begin_forward(state);
+        cast_inputs(state, args, kwargs);
+        unit = unit_of(state); // set-up may have been repeated
+        if (unit != nullptr) {
+            Range range("FSDP::pre_forward", unit);
+            GroupObject *group = state->group;
+            const bool is_entry = !is_grouped(state) || !is_training(group->training, Training::forward);
+            group->training = static_cast<int>(Training::forward);
+            unit->unshard();
+            if (is_entry) {
+                register_post_backward(state, args, kwargs);
+            }
+        }
+    }
+    if (args.get() == given_args && kwargs.get() == given_kwargs) {
+        return Ref::borrow(Py_None);
+    }
+    return checked(PyTuple_Pack(2, args.get(), kwargs.get()));
+}
+
+Ref state_post_forward(StateObject *state, PyObject *given_output)
+{
+    if (is_training(state->training, Training::pre_backward)) {
+        return cast_output(state, given_output);
+    }
+    Ref output = Ref::borrow(given_output);
+    if (unit_of(state) != nullptr) {
+        group_post_forward(state->group);
+    }
+    register_pre_backward(state, output.get());
+    state->training = static_cast<int>(Training::idle);
+    TreeObject *tree = state->tree;
+    if (tree->iteration_root == state) {
+        complete_partial_groups(tree, state, output);
+        tree_root_post_forward(tree);
+    }
+    return cast_output(state, output.get());
+}
+
+Ref state_pre_forward_member(StateObject *state, PyObject *args, PyObject *kwargs)
+{
+    if (is_grouped(state) && PySet_GET_SIZE(state->to_run) == 0) {
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(state->modules); i++) {
+            check(PySet_Add(state->to_run, PyTuple_GET_ITEM(state->modules, i)));
+        }
+    }
+    return state_pre_forward(state, args, kwargs);
+}
+
+Ref state_post_forward_member(StateObject *state, PyObject *module, PyObject *output)
+{
+    if (is_grouped(state)) {
+        const int was_to_run = PySet_Discard(state->to_run, module);
+        check(was_to_run);
+        if (was_to_run == 0 || PySet_GET_SIZE(state->to_run) > 0) {
+            return cast_output(state, output);
+        }
+    }
+    return state_post_forward(state, output);
+}
+
+void state_pre_backward(StateObject *state)
+{
+    TreeObject *tree = state->tree;
+    if (tree == nullptr) {
+        return;
+    }
+    state->training = static_cast<int>(Training::pre_backward);
+    if (tree->is_failed) {
+        tree_reset(tree, true);
+        state->training = static_cast<int>(Training::pre_backward);
+    }
+    tree_begin_backward(tree);
+    if (!tree->callback_queued) {
+        queue_final_callback(tree);
+    }
+    GroupObject *group = state->group;
+    if (group == nullptr || group->unit == nullptr || is_training(group->training, Training::pre_backward)) {
+        return;
+    }
+    Range range("FSDP::pre_backward", group->unit);
+    group->training = static_cast<int>(Training::pre_backward);
+    if (group->unshard_in_backward) {
+        group->unit->unshard();
+    }
+}
+
+} // namespace fc

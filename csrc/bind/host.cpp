@@ -1,0 +1,96 @@
+/* Host operations in terms of Python. The core may call them with or without the GIL held. */
+#include "bind/host.h"
+
+#include <cstring>
+
+/* Of this thread while it waits without the GIL; nullptr otherwise. */
+static thread_local PyThreadState *waiting_state = nullptr;
+
+static void enter_wait(void *)
+{
+    if (waiting_state == nullptr && PyGILState_Check()) {
+        waiting_state = PyEval_SaveThread();
+    }
+}
+
+static void leave_wait(void *)
+{
+    if (waiting_state != nullptr) {
+        PyThreadState *state = waiting_state;
+
+        waiting_state = nullptr;
+        PyEval_RestoreThread(state);
+    }
+}
+
+static fc_status poll(void *)
+{
+    PyGILState_STATE gil = PyGILState_Ensure();
+    bool is_interrupted = PyErr_CheckSignals() != 0;
+
+    PyGILState_Release(gil);
+    return is_interrupted ? fc_fail(FC_ERR_INTERRUPTED, "interrupted by a signal") : FC_OK;
+}
+
+static void notice(void *, const char *line)
+{
+    PyGILState_STATE gil = PyGILState_Ensure();
+
+    PySys_FormatStderr("%s\n", line);
+    PyGILState_Release(gil);
+}
+
+/* Copies what all ranks gave; false with a Python exception set. */
+static bool unpack_answers(PyObject *answers, int n_ranks, size_t bytes, void *all_out)
+{
+    if (!PyList_Check(answers) || PyList_GET_SIZE(answers) != n_ranks) {
+        PyErr_Format(PyExc_TypeError, "exchange must return a list of %d bytes objects", n_ranks);
+        return false;
+    }
+    for (int r = 0; r < n_ranks; r++) {
+        PyObject *item = PyList_GET_ITEM(answers, r); /* borrowed */
+
+        if (!PyBytes_Check(item) || PyBytes_GET_SIZE(item) != (Py_ssize_t)bytes) {
+            PyErr_Format(
+                PyExc_RuntimeError,
+                "rank %d runs another version of fsdp_c, or exchange did not return %zu bytes", r,
+                bytes);
+            return false;
+        }
+        std::memcpy(static_cast<char *>(all_out) + (size_t)r * bytes, PyBytes_AS_STRING(item),
+                    bytes);
+    }
+    return true;
+}
+
+/* An exception of the callable stays set and travels as FC_ERR_INTERRUPTED. */
+static fc_status exchange(void *context, const char *what, const void *mine, size_t bytes,
+                          void *all_out)
+{
+    auto *host = static_cast<fc_host *>(context);
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *bytes_object =
+        PyBytes_FromStringAndSize(static_cast<const char *>(mine), (Py_ssize_t)bytes);
+    PyObject *answers = bytes_object == nullptr
+                            ? nullptr
+                            : PyObject_CallFunction(host->exchange, "sO", what, bytes_object);
+    bool is_good = answers != nullptr && unpack_answers(answers, host->n_ranks, bytes, all_out);
+
+    Py_XDECREF(bytes_object);
+    Py_XDECREF(answers);
+    PyGILState_Release(gil);
+    return is_good ? FC_OK : fc_fail(FC_ERR_INTERRUPTED, "exchange of %s failed", what);
+}
+
+fc_host_ops fc_host_get_ops(fc_host *host)
+{
+    fc_host_ops ops{};
+
+    ops.context = host;
+    ops.exchange = exchange;
+    ops.enter_wait = enter_wait;
+    ops.leave_wait = leave_wait;
+    ops.poll = poll;
+    ops.notice = notice;
+    return ops;
+}

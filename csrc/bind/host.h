@@ -1,0 +1,17 @@
+/* What a transport asks of the Python process it lives in: exchange, the GIL, signals, stderr. */
+#ifndef FC_BIND_HOST_H
+#define FC_BIND_HOST_H
+
+#include <Python.h>
+
+#include "transport/transport.h"
+
+struct fc_host {
+    PyObject *exchange; /* owned: exchange(what: str, mine: bytes) -> list[bytes] */
+    int n_ranks;
+};
+
+/* The operations over `host`, which outlives their use. */
+fc_host_ops fc_host_get_ops(fc_host *host);
+
+#endif

@@ -1,0 +1,41 @@
+// fsdp_c._C: an index of what the binding registers.
+#include <Python.h>
+
+#include "bind/comm.h"
+#include "bind/domain.h"
+#include "bind/state.h"
+#include "bind/transport.h"
+#include "kernels/kernels.h"
+
+static PyObject *kernels(PyObject *, PyObject *)
+{
+    return PyUnicode_FromString(fc_kern()->name);
+}
+
+static PyObject *use_kernels(PyObject *, PyObject *arg)
+{
+    const char *name = PyUnicode_AsUTF8(arg);
+    return name == nullptr ? nullptr : PyBool_FromLong(fc_kern_use(name));
+}
+
+static PyMethodDef functions[] = {
+    {"kernels", kernels, METH_NOARGS, "kernels() -> str: the instruction set in use."},
+    {"use_kernels", use_kernels, METH_O, "use_kernels(name) -> bool: False if this CPU lacks it."},
+    {nullptr, nullptr, 0, nullptr}};
+
+static int exec(PyObject *module)
+{
+    return fc_register_transport(module) < 0 || fc_register_comm(module) < 0 ||
+                   fc_register_domain(module) < 0 || fc_register_state(module) < 0
+               ? -1
+               : 0;
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void *>(exec)}, {0, nullptr}};
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "fsdp_c._C", nullptr, 0, functions, slots,
+                                 nullptr, nullptr, nullptr};
+
+PyMODINIT_FUNC PyInit__C(void)
+{
+    return PyModuleDef_Init(&definition);
+}

@@ -1,0 +1,113 @@
+// Owned Python references and the bridge between C statuses, Python errors and C++ exceptions.
+#ifndef FC_BIND_PYTHON_H
+#define FC_BIND_PYTHON_H
+
+#include <Python.h>
+
+#include "base/status.h"
+#include "bind/status.h"
+
+#include <torch/csrc/Exceptions.h>
+
+#include <exception>
+#include <utility>
+
+namespace fc {
+
+// An owned reference; null is allowed. Needs the GIL wherever it changes.
+class Ref {
+public:
+    Ref() = default;
+    Ref(Ref &&other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+    Ref(const Ref &other) : object_(other.object_) { Py_XINCREF(object_); }
+    Ref &operator=(Ref other) noexcept
+    {
+        std::swap(object_, other.object_);
+        return *this;
+    }
+    ~Ref() { Py_XDECREF(object_); }
+
+    static Ref take(PyObject *owned)
+    {
+        Ref ref;
+        ref.object_ = owned;
+        return ref;
+    }
+    static Ref borrow(PyObject *borrowed)
+    {
+        Py_XINCREF(borrowed);
+        return take(borrowed);
+    }
+    PyObject *get() const { return object_; }
+    PyObject *release() { return std::exchange(object_, nullptr); }
+    explicit operator bool() const { return object_ != nullptr; }
+
+private:
+    PyObject *object_ = nullptr;
+};
+
+// Throws the Python error that is set; it survives the way through autograd's threads.
+[[noreturn]] inline void throw_python()
+{
+    python_error error;
+    error.persist();
+    throw error;
+}
+
+// A new reference, or the Python error as an exception.
+inline Ref checked(PyObject *owned)
+{
+    if (owned == nullptr) {
+        throw_python();
+    }
+    return Ref::take(owned);
+}
+
+inline void check(int result)
+{
+    if (result < 0) {
+        throw_python();
+    }
+}
+
+inline void check(fc_status status)
+{
+    if (status != FC_OK) {
+        fc_raise(status);
+        throw_python();
+    }
+}
+
+// Runs `body` and turns C++ exceptions into Python errors; for functions that Python calls.
+template <typename Body>
+PyObject *guarded(Body &&body)
+{
+    try {
+        return body();
+    } catch (python_error &error) {
+        error.restore();
+    } catch (const c10::Error &error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
+    } catch (const std::bad_alloc &) {
+        PyErr_NoMemory();
+    } catch (const std::exception &error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+    return nullptr;
+}
+
+// Holds the GIL; for callbacks from autograd.
+class Gil {
+public:
+    Gil() : state_(PyGILState_Ensure()) {}
+    ~Gil() { PyGILState_Release(state_); }
+    Gil(const Gil &) = delete;
+    Gil &operator=(const Gil &) = delete;
+
+private:
+    PyGILState_STATE state_;
+};
+
+} // namespace fc
+
+#endif

@@ -1,0 +1,515 @@
+// Gradients of a unit: from autograd's tensors to the sharded gradients.
+#include "bind/unit.h"
+
+#include "bind/domain.h"
+#include "bind/tensors.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstring>
+
+namespace fc {
+
+namespace {
+
+// Scratch memory from the slot pool.
+class Scratch {
+public:
+    explicit Scratch(size_t bytes) { check(fc_slots_acquire(slots(), bytes, &memory_)); }
+    ~Scratch() { fc_slots_release(slots(), memory_); }
+    Scratch(const Scratch &) = delete;
+    Scratch &operator=(const Scratch &) = delete;
+    char *data() const { return static_cast<char *>(memory_); }
+
+private:
+    void *memory_ = nullptr;
+};
+
+void set_bit(std::vector<uint64_t> &mask, size_t i)
+{
+    mask[i / 64] |= uint64_t{1} << (i % 64);
+}
+
+bool has_bit(const uint64_t *mask, size_t i)
+{
+    return (mask[i / 64] >> (i % 64) & 1) != 0;
+}
+
+std::string parameter_name(const Param &param)
+{
+    Ref fqn = Ref::take(PyObject_GetAttrString(param.owner.get(), "_param_fqn"));
+    const char *text = fqn && PyUnicode_Check(fqn.get()) ? PyUnicode_AsUTF8(fqn.get()) : nullptr;
+    PyErr_Clear();
+    return text != nullptr ? text : "?";
+}
+
+// A gradient that the core can read: dense, contiguous, real floating point, on the CPU.
+at::Tensor readable(const at::Tensor &grad, const Param &param)
+{
+    if (grad.layout() != at::kStrided) {
+        PyErr_Format(PyExc_ValueError,
+                     "the gradient of parameter '%s' is sparse, which cannot be reduced: build the module "
+                     "with sparse=False",
+                     parameter_name(param).c_str());
+        throw_python();
+    }
+    return grad.contiguous();
+}
+
+} // namespace
+
+bool Gradient::is_free() const
+{
+    return Py_REFCNT(object.get()) == object_refs && Py_REFCNT(local_object.get()) == local_refs &&
+           tensor.use_count() == tensor_uses && local.use_count() == local_uses;
+}
+
+// ---- from autograd ----
+
+std::vector<at::Tensor> Unit::take_gradients(bool with_unused)
+{
+    const fc_layout *layout = fc_unit_layout(shard_);
+    std::vector<at::Tensor> grads(params_.size());
+    at::NoGradGuard no_grad;
+    for (size_t i = 0; i < params_.size(); i++) {
+        Param &p = params_[i];
+        at::Tensor &fresh = p.unsharded_tensor.mutable_grad();
+        if (!layout->params[i].has_grad) {
+            continue;
+        }
+        if (p.held.defined()) {
+            if (fresh.defined()) {
+                p.held.add_(fresh);
+            }
+            grads[i] = std::move(p.held);
+            p.held = at::Tensor();
+        } else if (fresh.defined()) {
+            grads[i] = readable(fresh, p);
+        } else if (with_unused && p.sharded_tensor.requires_grad()) {
+            grads[i] = at::zeros(p.unsharded_tensor.sizes(), p.unsharded_tensor.options());
+        }
+        fresh = at::Tensor();
+    }
+    return grads;
+}
+
+void Unit::hold()
+{
+    bool any = false;
+    at::NoGradGuard no_grad;
+    for (Param &p : params_) {
+        at::Tensor &fresh = p.unsharded_tensor.mutable_grad();
+        if (!fresh.defined()) {
+            continue;
+        }
+        any = true;
+        if (p.held.defined()) {
+            p.held.add_(fresh);
+            fresh = at::Tensor();
+        } else if (fresh.scalar_type() != p.reduce_type) {
+            p.held = readable(fresh, p).to(p.reduce_type);
+            fresh = at::Tensor();
+        } // else autograd adds the next one to it where it is
+    }
+    if (any && fc_domain_is_mapped(domain_) && fc_domain_n_ranks(domain_) > 1) {
+        fc_exchange_hold(shard_);
+    }
+}
+
+void Unit::drop_gradients()
+{
+    for (Param &p : params_) {
+        p.held = at::Tensor();
+        p.unsharded_tensor.mutable_grad() = at::Tensor();
+    }
+    std::fill(partial_mask_.begin(), partial_mask_.end(), 0);
+    deferred_hooks_.clear();
+}
+
+void Unit::post(bool with_unused, const ReduceOptions &options, const Progress &progress)
+{
+    std::vector<at::Tensor> grads = take_gradients(with_unused);
+    bool any = false;
+    for (const at::Tensor &grad : grads) {
+        any = any || grad.defined();
+    }
+    if (!any) {
+        return;
+    }
+    if (fc_domain_n_ranks(domain_) == 1) {
+        post_own(grads, options, progress);
+    } else if (fc_domain_is_mapped(domain_)) {
+        post_mapped(grads, progress);
+        if (replicate_ != nullptr && !fc_domain_is_mapped(replicate_domain_)) {
+            // The replicas' collectives order the ranks, so every rank must reach them in posting order.
+            check(fc_exchange_await(shard_));
+            finish(shard_, options, progress);
+        }
+    } else {
+        post_messages(grads, options, progress);
+    }
+}
+
+void Unit::post_mapped(const std::vector<at::Tensor> &grads, const Progress &progress)
+{
+    for (size_t i = 0; i < grads.size(); i++) {
+        if (grads[i].defined()) {
+            fc_exchange_set_present(shard_, i);
+        }
+    }
+    const size_t part_bytes = fc_unit_part_bytes(shard_);
+    char *parts = nullptr;
+    fc_status status;
+    while ((status = fc_exchange_reserve(shard_, part_bytes, &parts)) == FC_AGAIN) {
+        progress(domain_);
+        status = fc_exchange_reserve(shard_, part_bytes, &parts);
+        if (status != FC_AGAIN) {
+            break;
+        }
+        check(fc_exchange_make_way(shard_));
+    }
+    check(status);
+    for (size_t i = 0; i < grads.size(); i++) {
+        if (grads[i].defined()) {
+            fc_unit_stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()), parts,
+                          part_bytes);
+        }
+    }
+    fc_exchange_commit(shard_);
+}
+
+// One rank: its gradient is the sum.
+void Unit::post_own(const std::vector<at::Tensor> &grads, const ReduceOptions &options,
+                    const Progress &progress)
+{
+    const fc_layout *layout = fc_unit_layout(shard_);
+    bool needs_stage = replicate_ != nullptr;
+    for (size_t i = 0; i < grads.size(); i++) {
+        needs_stage = needs_stage || (grads[i].defined() && grads[i].scalar_type() != params_[i].reduce_type);
+    }
+    if (!needs_stage) {
+        make_gradients(false);
+        for (size_t i = 0; i < grads.size(); i++) {
+            if (grads[i].defined()) {
+                const fc_dtype from = dtype_of(grads[i].scalar_type());
+                const fc_dtype to = dtype_of(params_[i].grad_type);
+                write_gradient(i, options, [&](void *dst, bool accumulate) {
+                    fc_unit_reduce_own(shard_, i, grads[i].const_data_ptr(), from, dst, to, options.divisor,
+                                       accumulate);
+                });
+            }
+        }
+        return;
+    }
+    Scratch part(layout->part_bytes);
+    std::vector<uint64_t> mask(layout->mask_words);
+    for (size_t i = 0; i < grads.size(); i++) {
+        if (grads[i].defined()) {
+            set_bit(mask, i);
+            fc_unit_stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()), part.data(),
+                          layout->part_bytes);
+        }
+    }
+    const std::vector<fc_source> sources = {{part.data(), mask.data()}};
+    if (replicate_ != nullptr) {
+        reduce_replicas(sources, options, progress);
+    } else {
+        write_gradients(shard_, sources, options);
+    }
+}
+
+void Unit::post_messages(const std::vector<at::Tensor> &grads, const ReduceOptions &options,
+                         const Progress &progress)
+{
+    const fc_layout *layout = fc_unit_layout(shard_);
+    const fc_message_ops *messages = fc_transport_messages(fc_domain_transport(domain_));
+    const size_t n_ranks = static_cast<size_t>(layout->n_ranks);
+    Scratch parts(n_ranks * layout->part_bytes);
+    Scratch part(layout->part_bytes);
+    std::vector<uint64_t> mask(layout->mask_words);
+    // Every rank sends the whole layout, zeros for what it has no gradient of: sizes always agree.
+    std::memset(parts.data(), 0, n_ranks * layout->part_bytes);
+    for (size_t i = 0; i < grads.size(); i++) {
+        if (grads[i].defined()) {
+            set_bit(mask, i);
+            fc_unit_stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()),
+                          parts.data(), layout->part_bytes);
+        }
+    }
+    if (layout->is_uniform && layout->part_bytes == layout->trainable_part_bytes) {
+        const fc_dtype dtype = dtype_of(params_[0].reduce_type);
+        check(messages->reduce_scatter(messages->context, part.data(), parts.data(),
+                                       layout->part_bytes / fc_dtype_bytes(dtype), dtype));
+    } else {
+        for (size_t i = 0; i < grads.size(); i++) {
+            const fc_param &p = layout->params[i];
+            if (!p.has_grad) {
+                continue;
+            }
+            const size_t bytes = p.chunk_numel * fc_dtype_bytes(p.reduce);
+            Scratch chunks(n_ranks * bytes);
+            for (size_t r = 0; r < n_ranks; r++) {
+                std::memcpy(chunks.data() + r * bytes, parts.data() + r * layout->part_bytes + p.part_at,
+                            bytes);
+            }
+            check(messages->reduce_scatter(messages->context, part.data() + p.part_at, chunks.data(),
+                                           p.chunk_numel, p.reduce));
+        }
+    }
+    const std::vector<fc_source> sources = {{part.data(), mask.data()}};
+    if (replicate_ != nullptr) {
+        reduce_replicas(sources, options, progress);
+    } else {
+        write_gradients(shard_, sources, options);
+    }
+}
+
+// ---- between replicas (HSDP) ----
+
+// Adds the shard group's sum to what earlier backwards kept, and keeps it or posts it to the replicas.
+void Unit::reduce_replicas(const std::vector<fc_source> &sources, const ReduceOptions &options,
+                           const Progress &progress)
+{
+    const fc_layout *layout = fc_unit_layout(shard_);
+    if (partial_.size() < layout->part_bytes) {
+        partial_.resize(layout->part_bytes);
+    }
+    for (size_t i = 0; i < params_.size(); i++) {
+        if (layout->params[i].has_grad &&
+            fc_unit_reduce(shard_, sources.data(), static_cast<int>(sources.size()), i,
+                           partial_.data() + layout->params[i].part_at, layout->params[i].reduce, 1,
+                           has_bit(partial_mask_.data(), i))) {
+            set_bit(partial_mask_, i);
+        }
+    }
+    if (!options.all_reduce) {
+        if (fc_domain_is_mapped(replicate_domain_) && fc_domain_n_ranks(replicate_domain_) > 1) {
+            fc_exchange_hold(replicate_);
+        }
+        return;
+    }
+    const std::vector<fc_source> kept = {{partial_.data(), partial_mask_.data()}};
+    if (fc_domain_n_ranks(replicate_domain_) == 1) {
+        write_gradients(replicate_, kept, options);
+    } else if (!fc_domain_is_mapped(replicate_domain_)) {
+        const fc_message_ops *messages = fc_transport_messages(fc_domain_transport(replicate_domain_));
+        for (size_t i = 0; i < params_.size(); i++) {
+            const fc_param &p = layout->params[i];
+            if (has_bit(partial_mask_.data(), i)) {
+                check(messages->all_reduce(messages->context, partial_.data() + p.part_at, p.chunk_numel,
+                                           p.reduce));
+            }
+        }
+        write_gradients(replicate_, kept, options);
+    } else {
+        for (size_t i = 0; i < params_.size(); i++) {
+            if (has_bit(partial_mask_.data(), i)) {
+                fc_exchange_set_present(replicate_, i);
+            }
+        }
+        const size_t part_bytes = fc_unit_part_bytes(replicate_);
+        char *part = nullptr;
+        fc_status status;
+        while ((status = fc_exchange_reserve(replicate_, part_bytes, &part)) == FC_AGAIN) {
+            progress(replicate_domain_);
+            status = fc_exchange_reserve(replicate_, part_bytes, &part);
+            if (status != FC_AGAIN) {
+                break;
+            }
+            check(fc_exchange_make_way(replicate_));
+        }
+        check(status);
+        std::memcpy(part, partial_.data(), part_bytes);
+        fc_exchange_commit(replicate_);
+    }
+    std::fill(partial_mask_.begin(), partial_mask_.end(), 0);
+}
+
+void Unit::finish(fc_unit *lane, const ReduceOptions &options, const Progress &progress)
+{
+    const bool is_shard = lane == shard_;
+    std::vector<fc_source> sources(
+        static_cast<size_t>(fc_domain_n_ranks(is_shard ? domain_ : replicate_domain_)));
+    fc_exchange_sources(lane, sources.data());
+    if (is_shard && replicate_ != nullptr) {
+        reduce_replicas(sources, options, progress);
+    } else {
+        write_gradients(lane, sources, options);
+    }
+    fc_exchange_consume(lane);
+}
+
+// ---- into the sharded gradients ----
+
+bool Unit::can_share_flat() const
+{
+    if (!grads_share_flat_ || grads_flat_.storage().use_count() != flat_uses_) {
+        return false;
+    }
+    for (const Param &p : params_) {
+        if (p.grad.object && !p.grad.is_free()) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// Makes a gradient for every parameter without one (`all`: for every parameter), in one new buffer. A gradient that
+// somebody else holds is left to its holder.
+void Unit::make_gradients(bool all)
+{
+    const fc_layout *layout = fc_unit_layout(shard_);
+    std::vector<size_t> wanted;
+    bool flat_is_ours = grads_flat_.defined() && grads_flat_.storage().use_count() == flat_uses_;
+    for (size_t i = 0; i < params_.size(); i++) {
+        const Param &p = params_[i];
+        const bool assigned = p.grad.object && p.sharded_tensor.grad().defined() &&
+                              p.sharded_tensor.grad().is_same(p.grad.tensor);
+        const bool reusable = p.grad.object && flat_is_ours && p.grad.local.is_alias_of(grads_flat_) &&
+                              p.grad.is_free();
+        if (layout->params[i].has_grad && (all || (!assigned && !reusable))) {
+            wanted.push_back(i);
+        }
+    }
+    if (wanted.empty()) {
+        return;
+    }
+    at::NoGradGuard no_grad;
+    grads_flat_ = at::empty({static_cast<int64_t>(layout->grad_bytes)}, at::dtype(at::kByte));
+    for (size_t i : wanted) {
+        Param &p = params_[i];
+        const int64_t item = static_cast<int64_t>(c10::elementSize(p.grad_type));
+        at::Tensor local = at::empty({0}, at::dtype(p.grad_type));
+        std::vector<int64_t> strides(p.local_size.size(), 1);
+        for (size_t d = p.local_size.size(); d-- > 1;) {
+            strides[d - 1] = strides[d] * std::max<int64_t>(p.local_size[d], 1);
+        }
+        local.set_(grads_flat_.storage(), static_cast<int64_t>(layout->params[i].grad_at) / item, p.local_size,
+                   strides);
+        p.grad = Gradient();
+        p.grad.local_object = checked(THPVariable_Wrap(local));
+        p.grad.object = checked(
+            PyObject_CallMethod(p.owner.get(), "to_sharded_dtensor", "O", p.grad.local_object.get()));
+        p.grad.local = local;
+        p.grad.tensor = tensor_of(p.grad.object.get());
+        local = at::Tensor();
+        p.grad.object_refs = Py_REFCNT(p.grad.object.get());
+        p.grad.local_refs = Py_REFCNT(p.grad.local_object.get());
+        p.grad.tensor_uses = p.grad.tensor.use_count();
+        p.grad.local_uses = p.grad.local.use_count();
+    }
+    grads_share_flat_ = true;
+    for (size_t i = 0; i < params_.size(); i++) {
+        const Gradient &g = params_[i].grad;
+        grads_share_flat_ = grads_share_flat_ &&
+                            (!layout->params[i].has_grad || (g.object && g.local.is_alias_of(grads_flat_)));
+    }
+    flat_uses_ = grads_flat_.storage().use_count();
+}
+
+// Runs the post-accumulate hooks of a parameter whose gradient is final, now or at the end of the phase.
+void Unit::after_write(size_t index, const ReduceOptions &options)
+{
+    Param &p = params_[index];
+    if (!torch::autograd::impl::post_acc_grad_hooks(p.sharded_tensor)) {
+        return;
+    }
+    if (options.defer_hooks) {
+        deferred_hooks_.push_back(index);
+        return;
+    }
+    at::NoGradGuard no_grad;
+    (*torch::autograd::impl::post_acc_grad_hooks(p.sharded_tensor))(p.sharded_tensor);
+}
+
+void Unit::run_deferred_hooks()
+{
+    std::vector<size_t> indices = std::exchange(deferred_hooks_, {});
+    for (size_t i : indices) {
+        after_write(i, {1, true, false});
+    }
+}
+
+// Lets `reduce(memory, accumulate)` write one parameter's gradient where it belongs.
+template <typename Reduce>
+void Unit::write_gradient(size_t index, const ReduceOptions &options, const Reduce &reduce)
+{
+    Param &p = params_[index];
+    const at::Tensor present = p.sharded_tensor.grad();
+    if (!present.defined()) {
+        reduce(p.grad.local.mutable_data_ptr(), false);
+        p.sharded_tensor.mutable_grad() = p.grad.tensor;
+    } else if (present.is_same(p.grad.tensor)) {
+        reduce(p.grad.local.mutable_data_ptr(), true);
+    } else {
+        // A gradient that the user put there: add to it as torch would.
+        at::NoGradGuard no_grad;
+        Ref object = checked(THPVariable_Wrap(present));
+        Ref local = checked(PyObject_GetAttrString(object.get(), "_local_tensor"));
+        at::Tensor sum = at::empty(p.local_size, at::dtype(p.grad_type));
+        reduce(sum.mutable_data_ptr(), false);
+        tensor_of(local.get()).add_(sum);
+    }
+    after_write(index, options);
+}
+
+// The common case: all gradients are None, all ranks used all parameters. One kernel call.
+bool Unit::write_all_gradients(fc_unit *lane, const std::vector<fc_source> &sources,
+                               const ReduceOptions &options)
+{
+    const fc_layout *layout = fc_unit_layout(lane);
+    for (const Param &p : params_) {
+        if (p.sharded_tensor.grad().defined()) {
+            return false;
+        }
+    }
+    if (!layout->is_uniform) {
+        return false;
+    }
+    if (!can_share_flat()) {
+        make_gradients(true);
+    }
+    if (!fc_unit_reduce_all(lane, sources.data(), static_cast<int>(sources.size()),
+                            grads_flat_.mutable_data_ptr(), options.divisor)) {
+        return false;
+    }
+    for (size_t i = 0; i < params_.size(); i++) {
+        if (layout->params[i].has_grad && layout->params[i].trainable) {
+            params_[i].sharded_tensor.mutable_grad() = params_[i].grad.tensor;
+        }
+    }
+    for (size_t i = 0; i < params_.size(); i++) {
+        if (layout->params[i].has_grad && layout->params[i].trainable) {
+            after_write(i, options);
+        }
+    }
+    return true;
+}
+
+void Unit::write_gradients(fc_unit *lane, const std::vector<fc_source> &sources, const ReduceOptions &options)
+{
+    if (write_all_gradients(lane, sources, options)) {
+        return;
+    }
+    make_gradients(false);
+    const fc_layout *layout = fc_unit_layout(lane);
+    for (size_t i = 0; i < params_.size(); i++) {
+        const fc_dtype to = dtype_of(params_[i].grad_type);
+        bool used = false;
+        for (const fc_source &source : sources) {
+            used = used || (source.part != nullptr && has_bit(source.mask, i));
+        }
+        if (used && layout->params[i].has_grad) {
+            write_gradient(i, options, [&](void *dst, bool accumulate) {
+                fc_unit_reduce(lane, sources.data(), static_cast<int>(sources.size()), i, dst, to,
+                               options.divisor, accumulate);
+            });
+        }
+    }
+}
+
+} // namespace fc

@@ -1,0 +1,522 @@
+// The Python types State, Group and Tree: fields, lifetime, methods. What they do is in hooks.cpp and tree.cpp.
+#include "bind/state.h"
+
+#include "bind/hooks.h"
+#include "bind/tensors.h"
+#include "bind/tree.h"
+
+#include <structmember.h>
+#include <torch/csrc/Dtype.h>
+
+namespace fc {
+
+namespace {
+
+PyTypeObject *state_type = nullptr, *group_type = nullptr, *tree_type = nullptr;
+
+template <typename Object>
+Object *as(PyObject *self)
+{
+    return reinterpret_cast<Object *>(self);
+}
+
+void free_object(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+template <typename Object>
+PyCFunction fastcall(PyObject *(*function)(PyObject *, PyObject *const *, Py_ssize_t))
+{
+    return reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(function));
+}
+
+bool has_arguments(Py_ssize_t n, Py_ssize_t wanted)
+{
+    if (n != wanted) {
+        PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", wanted, n);
+    }
+    return n == wanted;
+}
+
+// ---- Group ----
+
+PyObject *group_new(PyTypeObject *type, PyObject *, PyObject *)
+{
+    PyObject *self = type->tp_alloc(type, 0);
+    if (self != nullptr) {
+        auto *group = as<GroupObject>(self);
+        group->training = static_cast<int>(Training::idle);
+        group->reduce_grads = group->all_reduce_grads = group->reshard_after_backward = 1;
+        group->unshard_in_backward = 1;
+    }
+    return self;
+}
+
+void unbind(GroupObject *group)
+{
+    if (group->unit != nullptr) {
+        fc_unit_set_owner(group->unit->shard_lane(), nullptr);
+        if (group->unit->replicate_lane() != nullptr) {
+            fc_unit_set_owner(group->unit->replicate_lane(), nullptr);
+        }
+        delete std::exchange(group->unit, nullptr);
+    }
+}
+
+int group_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    auto *group = as<GroupObject>(self);
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(group->post_forward_mesh_info);
+    Py_VISIT(group->gradient_divide_factor);
+    return group->unit != nullptr ? group->unit->traverse(visit, arg) : 0;
+}
+
+int group_clear(PyObject *self)
+{
+    auto *group = as<GroupObject>(self);
+    unbind(group);
+    Py_CLEAR(group->post_forward_mesh_info);
+    Py_CLEAR(group->gradient_divide_factor);
+    return 0;
+}
+
+void group_dealloc(PyObject *self)
+{
+    PyObject_GC_UnTrack(self);
+    group_clear(self);
+    free_object(self);
+}
+
+// _bind(domain, index, replicate_domain or None, rows, flat)
+PyObject *group_bind(PyObject *self, PyObject *args)
+{
+    return guarded([&]() -> PyObject * {
+        PyObject *domain, *replicate, *rows, *flat;
+        Py_ssize_t index;
+        if (!PyArg_ParseTuple(args, "OnOO!O", &domain, &index, &replicate, &PyList_Type, &rows, &flat)) {
+            return nullptr;
+        }
+        auto *group = as<GroupObject>(self);
+        auto unit =
+            std::make_unique<Unit>(domain, static_cast<size_t>(index), replicate, rows, tensor_of(flat));
+        unbind(group);
+        group->unit = unit.release();
+        fc_unit_set_owner(group->unit->shard_lane(), group);
+        if (group->unit->replicate_lane() != nullptr) {
+            fc_unit_set_owner(group->unit->replicate_lane(), group);
+        }
+        Py_RETURN_NONE;
+    });
+}
+
+PyObject *group_unbind(PyObject *self, PyObject *)
+{
+    return guarded([&]() -> PyObject * {
+        auto *group = as<GroupObject>(self);
+        if (group->unit != nullptr) {
+            group->unit->reshard();
+        }
+        unbind(group);
+        Py_RETURN_NONE;
+    });
+}
+
+// Runs `body` on the bound unit; nothing happens without one.
+template <typename Body>
+PyObject *with_unit(PyObject *self, Body &&body)
+{
+    return guarded([&]() -> PyObject * {
+        if (Unit *unit = as<GroupObject>(self)->unit) {
+            body(unit);
+        }
+        Py_RETURN_NONE;
+    });
+}
+
+PyObject *group_unshard_async(PyObject *self, PyObject *)
+{
+    return with_unit(self, [](Unit *unit) { unit->unshard_private(); });
+}
+
+PyObject *group_unshard(PyObject *self, PyObject *)
+{
+    return with_unit(self, [](Unit *unit) { unit->unshard(); });
+}
+
+PyObject *group_reshard(PyObject *self, PyObject *)
+{
+    return with_unit(self, [](Unit *unit) { unit->reshard(); });
+}
+
+PyObject *group_drop(PyObject *self, PyObject *)
+{
+    return with_unit(self, [](Unit *unit) { unit->drop_gradients(); });
+}
+
+PyObject *group_is_bound(PyObject *self, void *)
+{
+    return PyBool_FromLong(as<GroupObject>(self)->unit != nullptr);
+}
+
+PyObject *group_is_unsharded(PyObject *self, void *)
+{
+    const Unit *unit = as<GroupObject>(self)->unit;
+    return PyBool_FromLong(unit != nullptr && unit->is_unsharded());
+}
+
+PyObject *group_is_pending(PyObject *self, void *)
+{
+    const Unit *unit = as<GroupObject>(self)->unit;
+    return PyBool_FromLong(unit != nullptr && unit->is_pending());
+}
+
+PyMemberDef group_members[] = {
+    {"_training", T_INT, offsetof(GroupObject, training), 0, "TrainingState, as its index"},
+    {"reduce_grads", T_BOOL, offsetof(GroupObject, reduce_grads), 0, nullptr},
+    {"all_reduce_grads", T_BOOL, offsetof(GroupObject, all_reduce_grads), 0, nullptr},
+    {"reshard_after_backward", T_BOOL, offsetof(GroupObject, reshard_after_backward), 0, nullptr},
+    {"reduce_scatter_unused_params", T_BOOL, offsetof(GroupObject, reduce_scatter_unused_params), 0, nullptr},
+    {"unshard_in_backward", T_BOOL, offsetof(GroupObject, unshard_in_backward), 0, nullptr},
+    {"post_forward_mesh_info", T_OBJECT, offsetof(GroupObject, post_forward_mesh_info), 0, nullptr},
+    {"gradient_divide_factor", T_OBJECT, offsetof(GroupObject, gradient_divide_factor), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+
+PyGetSetDef group_properties[] = {
+    {"_is_bound", group_is_bound, nullptr, "whether the unit runs on the core", nullptr},
+    {"_core_is_unsharded", group_is_unsharded, nullptr, nullptr, nullptr},
+    {"_core_is_pending", group_is_pending, nullptr, "unshard(async_op=True) that was not waited for", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyMethodDef group_methods[] = {
+    {"_bind", group_bind, METH_VARARGS, "_bind(domain, index, replicate_domain, rows, flat)"},
+    {"_unbind", group_unbind, METH_NOARGS, "Reshards and leaves the core."},
+    {"_core_unshard_async", group_unshard_async, METH_NOARGS, "Gathers; registration is left to _core_unshard."},
+    {"_core_unshard", group_unshard, METH_NOARGS, "Gathers if needed and registers the unsharded parameters."},
+    {"_core_reshard", group_reshard, METH_NOARGS, "Registers the sharded parameters."},
+    {"_core_drop_gradients", group_drop, METH_NOARGS, "Drops gradients that were not reduced."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot group_slots[] = {{Py_tp_new, reinterpret_cast<void *>(group_new)},
+                             {Py_tp_dealloc, reinterpret_cast<void *>(group_dealloc)},
+                             {Py_tp_traverse, reinterpret_cast<void *>(group_traverse)},
+                             {Py_tp_clear, reinterpret_cast<void *>(group_clear)},
+                             {Py_tp_members, group_members},
+                             {Py_tp_getset, group_properties},
+                             {Py_tp_methods, group_methods},
+                             {Py_tp_doc, const_cast<char *>("Base of FSDPParamGroup: one unit of the core.")},
+                             {0, nullptr}};
+PyType_Spec group_spec = {"fsdp_c._C.Group", sizeof(GroupObject), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, group_slots};
+
+// ---- Tree ----
+
+PyObject *tree_new(PyTypeObject *type, PyObject *args, PyObject *)
+{
+    PyObject *states, *domains;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &states, &PyList_Type, &domains)) {
+        return nullptr;
+    }
+    PyObject *self = type->tp_alloc(type, 0);
+    if (self != nullptr) {
+        as<TreeObject>(self)->states = Py_NewRef(states);
+        as<TreeObject>(self)->domains = Py_NewRef(domains);
+    }
+    return self;
+}
+
+int tree_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(as<TreeObject>(self)->states);
+    Py_VISIT(as<TreeObject>(self)->domains);
+    return 0;
+}
+
+int tree_clear(PyObject *self)
+{
+    as<TreeObject>(self)->iteration_root = nullptr;
+    Py_CLEAR(as<TreeObject>(self)->states);
+    Py_CLEAR(as<TreeObject>(self)->domains);
+    return 0;
+}
+
+void tree_dealloc(PyObject *self)
+{
+    PyObject_GC_UnTrack(self);
+    tree_clear(self);
+    free_object(self);
+}
+
+PyObject *tree_call_post_backward(PyObject *self, PyObject *arg)
+{
+    return guarded([&]() -> PyObject * {
+        group_post_backward(as<TreeObject>(self), group_of(arg));
+        Py_RETURN_NONE;
+    });
+}
+
+PyObject *tree_call_end_backward(PyObject *self, PyObject *)
+{
+    return guarded([&]() -> PyObject * {
+        tree_begin_backward(as<TreeObject>(self));
+        tree_end_backward(as<TreeObject>(self));
+        Py_RETURN_NONE;
+    });
+}
+
+PyObject *tree_call_reset(PyObject *self, PyObject *)
+{
+    return guarded([&]() -> PyObject * {
+        tree_reset(as<TreeObject>(self), true);
+        Py_RETURN_NONE;
+    });
+}
+
+PyObject *tree_get_iteration_root(PyObject *self, void *)
+{
+    StateObject *root = as<TreeObject>(self)->iteration_root;
+    return Py_NewRef(root != nullptr ? reinterpret_cast<PyObject *>(root) : Py_None);
+}
+
+PyMemberDef tree_members[] = {
+    {"states", T_OBJECT, offsetof(TreeObject, states), READONLY, "in named_modules order"},
+    {"domains", T_OBJECT, offsetof(TreeObject, domains), READONLY, nullptr},
+    {"callback_queued", T_BOOL, offsetof(TreeObject, callback_queued), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+
+PyGetSetDef tree_properties[] = {
+    {"iteration_root", tree_get_iteration_root, nullptr, "the state that began the current forward", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyMethodDef tree_methods[] = {
+    {"post_backward", tree_call_post_backward, METH_O, "post_backward(group): reshards it and posts its gradients."},
+    {"end_backward", tree_call_end_backward, METH_NOARGS, "Finishes all reductions and closes the phase."},
+    {"reset", tree_call_reset, METH_NOARGS, "Drops everything of the running step."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot tree_slots[] = {{Py_tp_new, reinterpret_cast<void *>(tree_new)},
+                            {Py_tp_dealloc, reinterpret_cast<void *>(tree_dealloc)},
+                            {Py_tp_traverse, reinterpret_cast<void *>(tree_traverse)},
+                            {Py_tp_clear, reinterpret_cast<void *>(tree_clear)},
+                            {Py_tp_members, tree_members},
+                            {Py_tp_getset, tree_properties},
+                            {Py_tp_methods, tree_methods},
+                            {Py_tp_doc, const_cast<char *>("Tree(states, domains): a root and all below it.")},
+                            {0, nullptr}};
+PyType_Spec tree_spec = {"fsdp_c._C.Tree", sizeof(TreeObject), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, tree_slots};
+
+// ---- State ----
+
+PyObject *state_new(PyTypeObject *type, PyObject *, PyObject *)
+{
+    PyObject *self = type->tp_alloc(type, 0);
+    if (self == nullptr) {
+        return nullptr;
+    }
+    auto *state = as<StateObject>(self);
+    state->training = static_cast<int>(Training::idle);
+    state->param_dtype = new std::optional<at::ScalarType>();
+    state->output_dtype = new std::optional<at::ScalarType>();
+    return self;
+}
+
+int state_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    auto *state = as<StateObject>(self);
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(reinterpret_cast<PyObject *>(state->tree));
+    Py_VISIT(reinterpret_cast<PyObject *>(state->group));
+    Py_VISIT(state->modules);
+    Py_VISIT(state->to_run);
+    return 0;
+}
+
+int state_clear(PyObject *self)
+{
+    auto *state = as<StateObject>(self);
+    Py_CLEAR(state->tree);
+    Py_CLEAR(state->group);
+    Py_CLEAR(state->modules);
+    Py_CLEAR(state->to_run);
+    return 0;
+}
+
+void state_dealloc(PyObject *self)
+{
+    PyObject_GC_UnTrack(self);
+    state_clear(self);
+    delete as<StateObject>(self)->param_dtype;
+    delete as<StateObject>(self)->output_dtype;
+    free_object(self);
+}
+
+// _set_casts(cast_inputs, param_dtype or None, output_dtype or None)
+PyObject *state_set_casts(PyObject *self, PyObject *args)
+{
+    PyObject *param, *output;
+    int casts;
+    if (!PyArg_ParseTuple(args, "pOO", &casts, &param, &output)) {
+        return nullptr;
+    }
+    auto *state = as<StateObject>(self);
+    const auto set = [](std::optional<at::ScalarType> *slot, PyObject *dtype) {
+        slot->reset();
+        if (THPDtype_Check(dtype)) {
+            *slot = reinterpret_cast<THPDtype *>(dtype)->scalar_type;
+        }
+    };
+    state->casts_inputs = casts != 0;
+    set(state->param_dtype, param);
+    set(state->output_dtype, output);
+    Py_RETURN_NONE;
+}
+
+// _join(tree or None, group or None, on_torch_road)
+PyObject *state_join(PyObject *self, PyObject *args)
+{
+    return guarded([&]() -> PyObject * {
+        PyObject *tree, *group;
+        int on_torch_road;
+        if (!PyArg_ParseTuple(args, "OOp", &tree, &group, &on_torch_road)) {
+            return nullptr;
+        }
+        if (tree != Py_None && !PyObject_TypeCheck(tree, tree_type)) {
+            return PyErr_Format(PyExc_TypeError, "expected a Tree");
+        }
+        auto *state = as<StateObject>(self);
+        GroupObject *new_group = group == Py_None ? nullptr : group_of(group);
+        Py_XSETREF(state->tree, reinterpret_cast<TreeObject *>(tree == Py_None ? nullptr : Py_NewRef(tree)));
+        Py_XINCREF(reinterpret_cast<PyObject *>(new_group));
+        Py_XSETREF(state->group, new_group);
+        state->on_torch_road = on_torch_road != 0;
+        Py_RETURN_NONE;
+    });
+}
+
+// Decides, before the first forward, whether the state runs here. False: torch's road.
+bool is_ours(StateObject *state)
+{
+    if (state->tree == nullptr && !state->on_torch_road) {
+        checked(PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_choose_road", nullptr));
+    }
+    return state->tree != nullptr;
+}
+
+// (module, args, kwargs) -> None or (args, kwargs)
+PyObject *state_hook_pre_forward(PyObject *self, PyObject *const *a, Py_ssize_t n)
+{
+    return guarded([&]() -> PyObject * {
+        if (!has_arguments(n, 3)) {
+            return nullptr;
+        }
+        if (!is_ours(as<StateObject>(self))) {
+            return PyObject_CallMethod(self, "_torch_pre_forward", "OOO", a[0], a[1], a[2]);
+        }
+        return state_pre_forward_member(as<StateObject>(self), a[1], a[2]).release();
+    });
+}
+
+// (module, args, output) -> output
+PyObject *state_hook_post_forward(PyObject *self, PyObject *const *a, Py_ssize_t n)
+{
+    return guarded([&]() -> PyObject * {
+        if (!has_arguments(n, 3)) {
+            return nullptr;
+        }
+        if (as<StateObject>(self)->tree == nullptr) {
+            return PyObject_CallMethod(self, "_torch_post_forward", "OOO", a[0], a[1], a[2]);
+        }
+        return state_post_forward_member(as<StateObject>(self), a[0], a[2]).release();
+    });
+}
+
+// (args, kwargs) -> (args, kwargs); a whole pass, whatever the members of a grouped unit do
+PyObject *state_enter(PyObject *self, PyObject *const *a, Py_ssize_t n)
+{
+    return guarded([&]() -> PyObject * {
+        if (!has_arguments(n, 2)) {
+            return nullptr;
+        }
+        Ref changed = state_pre_forward(as<StateObject>(self), a[0], a[1]);
+        return changed.get() == Py_None ? PyTuple_Pack(2, a[0], a[1]) : changed.release();
+    });
+}
+
+PyObject *state_leave(PyObject *self, PyObject *output)
+{
+    return guarded([&]() -> PyObject * {
+        return state_post_forward(as<StateObject>(self), output).release();
+    });
+}
+
+PyObject *state_call_pre_backward(PyObject *self, PyObject *)
+{
+    return guarded([&]() -> PyObject * {
+        state_pre_backward(as<StateObject>(self));
+        Py_RETURN_NONE;
+    });
+}
+
+PyMemberDef state_members[] = {
+    {"_training", T_INT, offsetof(StateObject, training), 0, "TrainingState, as its index"},
+    {"_tree", T_OBJECT, offsetof(StateObject, tree), READONLY, "the Tree, or None on torch's road"},
+    {"_on_torch_road", T_BOOL, offsetof(StateObject, on_torch_road), READONLY, nullptr},
+    {"_modules", T_OBJECT_EX, offsetof(StateObject, modules), 0, nullptr},
+    {"_modules_to_run_forward", T_OBJECT_EX, offsetof(StateObject, to_run), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+
+PyMethodDef state_methods[] = {
+    {"_set_casts", state_set_casts, METH_VARARGS, "_set_casts(cast_inputs, param_dtype, output_dtype)"},
+    {"_join", state_join, METH_VARARGS, "_join(tree, group, on_torch_road)"},
+    {"_hook_pre_forward", fastcall<StateObject>(state_hook_pre_forward), METH_FASTCALL,
+     "The forward pre-hook: (module, args, kwargs) -> None or (args, kwargs)."},
+    {"_hook_post_forward", fastcall<StateObject>(state_hook_post_forward), METH_FASTCALL,
+     "The forward hook: (module, args, output) -> output."},
+    {"_enter", fastcall<StateObject>(state_enter), METH_FASTCALL, "(args, kwargs) -> (args, kwargs)"},
+    {"_leave", state_leave, METH_O, "(output) -> output"},
+    {"_core_pre_backward", state_call_pre_backward, METH_NOARGS, "What a gradient of an output sets off."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot state_slots[] = {{Py_tp_new, reinterpret_cast<void *>(state_new)},
+                             {Py_tp_dealloc, reinterpret_cast<void *>(state_dealloc)},
+                             {Py_tp_traverse, reinterpret_cast<void *>(state_traverse)},
+                             {Py_tp_clear, reinterpret_cast<void *>(state_clear)},
+                             {Py_tp_members, state_members},
+                             {Py_tp_methods, state_methods},
+                             {Py_tp_doc, const_cast<char *>("Base of FSDPState: the hooks of one fully_shard call.")},
+                             {0, nullptr}};
+PyType_Spec state_spec = {"fsdp_c._C.State", sizeof(StateObject), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, state_slots};
+
+int add_type(PyObject *module, const char *name, PyType_Spec *spec, PyTypeObject **out)
+{
+    *out = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(spec));
+    return *out == nullptr ? -1 : PyModule_AddObjectRef(module, name, reinterpret_cast<PyObject *>(*out));
+}
+
+} // namespace
+
+GroupObject *group_of(PyObject *object)
+{
+    if (!PyObject_TypeCheck(object, group_type)) {
+        PyErr_SetString(PyExc_TypeError, "expected a Group");
+        throw_python();
+    }
+    return as<GroupObject>(object);
+}
+
+} // namespace fc
+
+int fc_register_state(PyObject *module)
+{
+    if (fc::add_type(module, "Group", &fc::group_spec, &fc::group_type) < 0 ||
+        fc::add_type(module, "Tree", &fc::tree_spec, &fc::tree_type) < 0) {
+        return -1;
+    }
+    return fc::add_type(module, "State", &fc::state_spec, &fc::state_type);
+}

@@ -1,0 +1,97 @@
+// _C.State: what fsdp_c's FSDPState is built on; the hooks of one fully_shard call, and its unit.
+#ifndef FC_BIND_STATE_H
+#define FC_BIND_STATE_H
+
+#include <Python.h>
+
+#include "bind/unit.h"
+
+#include <memory>
+#include <optional>
+#include <string>
+
+namespace fc {
+
+struct TreeObject;
+
+// torch's TrainingState, in its order.
+enum class Training : int { forward = 0, pre_backward = 1, post_backward = 2, idle = 3 };
+
+// The base of FSDPParamGroup: flags that Python sets and the hooks read, and the bound unit.
+struct GroupObject {
+    PyObject_HEAD
+    Unit *unit; // owned; null until bound, and on torch's road
+    int training;
+    char reduce_grads, all_reduce_grads, reshard_after_backward, reduce_scatter_unused_params,
+        unshard_in_backward;
+    PyObject *post_forward_mesh_info; // owned; None: keep the parameters after forward
+    PyObject *gradient_divide_factor; // owned; None: the number of ranks
+    // Forward passes of this step whose backward is still to come, and backwards that went by in this phase.
+    int forwards, backwards;
+    char defers_hooks; // post-accumulate hooks run at the end of the phase
+};
+
+// The base of FSDPState.
+struct StateObject {
+    PyObject_HEAD
+    TreeObject *tree;  // owned; null while undecided or on torch's road
+    GroupObject *group; // owned; null without parameters
+    PyObject *modules;  // owned; a tuple
+    PyObject *to_run;   // owned; the set of modules of a grouped unit that are still to run
+    int training;
+    char on_torch_road;
+    char casts_inputs;
+    std::optional<at::ScalarType> *param_dtype, *output_dtype; // owned
+};
+
+// One root and everything below it: shared by its states.
+struct TreeObject {
+    PyObject_HEAD
+    PyObject *states;        // owned; a list, in named_modules order
+    PyObject *domains;       // owned; a list
+    StateObject *iteration_root; // borrowed; the unit that began the current forward
+    bool callback_queued, is_failed;
+};
+
+GroupObject *group_of(PyObject *object); // borrowed; TypeError as an exception
+
+
+// ---- phases and backward; tree.cpp ----
+void tree_root_pre_forward(TreeObject *tree, StateObject *state);
+void tree_root_post_forward(TreeObject *tree);
+void tree_begin_backward(TreeObject *tree);
+void tree_end_backward(TreeObject *tree);
+// The running phase ended in an exception: tells peers at once; this rank's own state is put right at its next use.
+void tree_fail(TreeObject *tree);
+// Drops everything of the running step: after exceptions and on reset_iter_state().
+void tree_reset(TreeObject *tree, bool drop_gradients);
+void group_post_backward(TreeObject *tree, GroupObject *group);
+
+// ---- autograd; autograd.cpp ----
+// Routes the tensors through one identity node whose backward is the group's post-backward.
+std::vector<at::Tensor> route_through_node(StateObject *state, const std::vector<at::Tensor> &tensors);
+// Calls state_pre_backward when the gradient of any of the tensors is about to be used.
+void hook_outputs(StateObject *state, const std::vector<at::Tensor> &tensors);
+void queue_final_callback(TreeObject *tree);
+
+// ---- hooks.cpp ----
+void state_pre_backward(StateObject *state);
+
+// Labels a range for the profiler as torch does, if a profiler is listening.
+class Range {
+public:
+    explicit Range(const char *label, const Unit *unit = nullptr);
+    ~Range();
+    Range(const Range &) = delete;
+    Range &operator=(const Range &) = delete;
+
+private:
+    struct Record;
+    std::unique_ptr<Record> record_;
+};
+
+} // namespace fc
+
+int fc_register_state(PyObject *module);
+
+#endif

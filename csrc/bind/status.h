@@ -1,0 +1,14 @@
+/* The one place where a status of the core becomes a Python exception. */
+#ifndef FC_BIND_STATUS_H
+#define FC_BIND_STATUS_H
+
+#include <Python.h>
+
+#include "base/status.h"
+
+/* Raises the exception for `status` with this thread's last message; always returns nullptr. For
+ * FC_ERR_INTERRUPTED an exception that a callback or a signal handler has set is kept. The GIL is
+ * held. */
+PyObject *fc_raise(fc_status status);
+
+#endif

@@ -1,0 +1,82 @@
+// Element types and storages.
+#include "bind/tensors.h"
+
+#include "bind/compat.h"
+#include "bind/python.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstring>
+
+namespace fc {
+
+fc_dtype dtype_of(at::ScalarType type)
+{
+    switch (type) {
+    case at::kFloat:
+        return FC_F32;
+    case at::kDouble:
+        return FC_F64;
+    case at::kBFloat16:
+        return FC_BF16;
+    case at::kHalf:
+        return FC_F16;
+    default:
+        break;
+    }
+    switch (c10::elementSize(type)) {
+    case 1:
+        return FC_RAW1;
+    case 2:
+        return FC_RAW2;
+    case 4:
+        return FC_RAW4;
+    case 8:
+        return FC_RAW8;
+    case 16:
+        return FC_RAW16;
+    default:
+        PyErr_Format(PyExc_NotImplementedError, "fsdp_c: parameters of type %s are not supported",
+                     c10::toString(type));
+        throw_python();
+    }
+}
+
+const at::Tensor &tensor_of(PyObject *object)
+{
+    if (!THPVariable_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "expected a tensor, not %.100s", Py_TYPE(object)->tp_name);
+        throw_python();
+    }
+    return THPVariable_Unpack(object);
+}
+
+void show(c10::StorageImpl *storage, void *memory, size_t bytes)
+{
+    mark_readable(storage);
+    storage->set_data_ptr_noswap(at::DataPtr(memory, c10::Device(c10::kCPU)));
+    storage->set_nbytes(bytes);
+}
+
+void hide(c10::StorageImpl *storage, const std::string &text)
+{
+    storage->set_data_ptr_noswap(at::DataPtr(nullptr, c10::Device(c10::kCPU)));
+    storage->set_nbytes(0);
+    mark_unreadable(storage, text);
+}
+
+static void release_region(void *region)
+{
+    fc_region_release(static_cast<fc_region *>(region));
+}
+
+void move_to(c10::StorageImpl *storage, void *home, fc_region *region)
+{
+    if (storage->nbytes() > 0) {
+        std::memcpy(home, storage->data(), storage->nbytes());
+    }
+    fc_region_retain(region);
+    storage->set_data_ptr_noswap(at::DataPtr(home, region, release_region, c10::Device(c10::kCPU)));
+}
+
+} // namespace fc

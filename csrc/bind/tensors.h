@@ -1,0 +1,34 @@
+// Tensors as the core sees them: element types, storages that point elsewhere.
+#ifndef FC_BIND_TENSORS_H
+#define FC_BIND_TENSORS_H
+
+#include <Python.h>
+
+#include "base/dtype.h"
+#include "transport/transport.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+namespace fc {
+
+// The element type, RAW of its size for those without arithmetic; throws for types of other sizes.
+fc_dtype dtype_of(at::ScalarType type);
+
+// The tensor inside a Python object; TypeError as an exception if it is none.
+const at::Tensor &tensor_of(PyObject *object);
+
+// Makes the storage show `bytes` of memory that it does not own.
+void show(c10::StorageImpl *storage, void *memory, size_t bytes);
+
+// Takes the memory away; reading the storage raises `text`.
+void hide(c10::StorageImpl *storage, const std::string &text);
+
+// Copies the storage's bytes to `home` (in `region`, which it then keeps alive) and points the storage, hence every tensor on
+// it, there.
+void move_to(c10::StorageImpl *storage, void *home, fc_region *region);
+
+} // namespace fc
+
+#endif

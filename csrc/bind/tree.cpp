@@ -1,0 +1,241 @@
+// The course of a step: opening and closing phases, post-backward, the end of backward, recovery.
+#include "bind/tree.h"
+
+#include "bind/tensors.h"
+
+#include <torch/csrc/autograd/graph_task.h>
+
+namespace fc {
+
+namespace {
+
+ReduceOptions reduce_options(const GroupObject *group)
+{
+    const Unit *unit = group->unit;
+    double divisor = fc_domain_n_ranks(unit->domain());
+    if (unit->replicate_domain() != nullptr) {
+        divisor *= fc_domain_n_ranks(unit->replicate_domain());
+    }
+    if (group->gradient_divide_factor != nullptr && group->gradient_divide_factor != Py_None) {
+        divisor = PyFloat_AsDouble(group->gradient_divide_factor);
+        if (divisor == -1.0 && PyErr_Occurred()) {
+            throw_python();
+        }
+    }
+    return {divisor, group->all_reduce_grads != 0, group->defers_hooks != 0};
+}
+
+void finish_ready(TreeObject *tree, fc_domain *domain, fc_search search);
+
+Progress progress_of(TreeObject *tree)
+{
+    return [tree](fc_domain *domain) { finish_ready(tree, domain, FC_SEARCH_OWN); };
+}
+
+// Finishes what the exchange offers.
+void finish_ready(TreeObject *tree, fc_domain *domain, fc_search search)
+{
+    if (!fc_domain_is_mapped(domain)) {
+        return;
+    }
+    for (;;) {
+        fc_unit *lane = nullptr;
+        check(fc_exchange_next(domain, search, &lane));
+        if (lane == nullptr) {
+            return;
+        }
+        auto *group = static_cast<GroupObject *>(fc_unit_owner(lane));
+        if (group == nullptr || group->unit == nullptr) {
+            fc_exchange_consume(lane); // its module is gone
+            continue;
+        }
+        group->unit->finish(lane, reduce_options(group), progress_of(tree));
+    }
+}
+
+// Runs `body`; if it throws, peers learn that this rank has left the phase.
+template <typename Body>
+void or_fail(TreeObject *tree, Body &&body)
+{
+    try {
+        body();
+    } catch (...) {
+        tree_fail(tree);
+        throw;
+    }
+}
+
+// A shard that was replaced or moved since set-up is taken over before it is read.
+void rebuild_if_changed(TreeObject *tree, StateObject *state)
+{
+    bool is_intact = true;
+    each_state(tree, [&](StateObject *s) {
+        is_intact = is_intact && (s->group == nullptr || s->group->unit == nullptr || s->group->unit->is_intact());
+    });
+    if (!is_intact) {
+        checked(PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_rebuild_units", nullptr));
+    }
+}
+
+void close(TreeObject *tree)
+{
+    each_domain(tree, [](fc_domain *domain) { fc_domain_mark_closed(domain); });
+    each_domain(tree, [](fc_domain *domain) { check(fc_domain_close(domain)); });
+}
+
+} // namespace
+
+void tree_fail(TreeObject *tree)
+{
+    tree->callback_queued = false;
+    tree->is_failed = true;
+    each_domain(tree, [](fc_domain *domain) { fc_domain_fail(domain); });
+}
+
+void tree_root_pre_forward(TreeObject *tree, StateObject *state)
+{
+    if (tree->is_failed) {
+        check(PyErr_WarnEx(PyExc_UserWarning,
+                           "the previous backward ended in an exception: its gradients, and those kept from earlier "
+                           "backwards without synchronisation, are dropped",
+                           1));
+        tree_reset(tree, true);
+    }
+    if (tree_in_backward(tree)) {
+        tree->iteration_root = state; // recomputation: the backward's phase covers it
+        return;
+    }
+    Range range("FSDP::root_pre_forward");
+    rebuild_if_changed(tree, state);
+    each_state(tree, [](StateObject *s) {
+        if (s->group != nullptr && s->group->unit != nullptr) {
+            s->group->unit->publish();
+        }
+    });
+    each_domain(tree, [](fc_domain *domain) { fc_domain_open(domain, false); });
+    tree->iteration_root = state;
+}
+
+void tree_root_post_forward(TreeObject *tree)
+{
+    tree->iteration_root = nullptr;
+    if (!tree_in_backward(tree) && tree_is_open(tree)) {
+        or_fail(tree, [&] { close(tree); });
+    }
+}
+
+void tree_begin_backward(TreeObject *tree)
+{
+    if (tree_in_backward(tree)) {
+        return;
+    }
+    or_fail(tree, [&] {
+        if (tree_is_open(tree)) {
+            close(tree);
+        }
+        each_state(tree, [](StateObject *s) {
+            if (s->group != nullptr && s->group->unit != nullptr && s->group->unit->was_written()) {
+                s->group->unit->publish();
+            }
+        });
+    });
+    each_domain(tree, [](fc_domain *domain) { fc_domain_open(domain, true); });
+}
+
+void group_post_backward(TreeObject *tree, GroupObject *group)
+{
+    group->training = static_cast<int>(Training::post_backward);
+    Unit *unit = group->unit;
+    if (unit == nullptr) {
+        return;
+    }
+    or_fail(tree, [&] {
+        tree_begin_backward(tree);
+        if (!tree->callback_queued && torch::autograd::get_current_graph_task_id() != -1) {
+            queue_final_callback(tree);
+        }
+        group->backwards++;
+        // A module that ran several times may be read again by peers in this phase: an optimizer in one of its
+        // post-accumulate hooks must not write its shards before the end.
+        group->defers_hooks |= group->forwards > 1;
+        if (group->reshard_after_backward) {
+            Range range("FSDP::post_backward_reshard", unit);
+            unit->reshard();
+        }
+        if (!group->reduce_grads) {
+            unit->hold();
+        } else if (group->backwards >= group->forwards) {
+            // A module that ran several times is reduced once, after its last backward.
+            Range range("FSDP::post_backward_reduce", unit);
+            unit->post(group->reduce_scatter_unused_params != 0, reduce_options(group), progress_of(tree));
+        }
+        finish_ready(tree, unit->domain(), FC_SEARCH_OLDEST);
+        if (unit->replicate_domain() != nullptr) {
+            finish_ready(tree, unit->replicate_domain(), FC_SEARCH_OLDEST);
+        }
+    });
+}
+
+void tree_end_backward(TreeObject *tree)
+{
+    Range range("FSDP::root_post_backward_callback");
+    tree->iteration_root = nullptr;
+    or_fail(tree, [&] {
+        each_state(tree, [&](StateObject *state) {
+            PySet_Clear(state->to_run);
+            GroupObject *group = state->group;
+            if (group != nullptr && group->unit != nullptr) {
+                // Inputs that need no gradient have no node; and what is not reduced by now is reduced here.
+                group->defers_hooks |= group->forwards > 1;
+                group->forwards = 0;
+                group_post_backward(tree, group);
+                group->training = static_cast<int>(Training::idle);
+                group->backwards = 0;
+            }
+            state->training = static_cast<int>(Training::idle);
+        });
+        // Shards' sums first: finishing them posts to the replicas.
+        for (const bool replicas : {false, true}) {
+            each_domain(tree, [&](fc_domain *domain) {
+                if (fc_domain_is_replicate(domain) == replicas) {
+                    fc_domain_mark_closed(domain);
+                    finish_ready(tree, domain, FC_SEARCH_ALL);
+                    check(fc_domain_close(domain));
+                }
+            });
+        }
+        each_state(tree, [](StateObject *state) {
+            if (state->group != nullptr && state->group->unit != nullptr) {
+                state->group->defers_hooks = false;
+                state->group->unit->run_deferred_hooks();
+            }
+        });
+    });
+    tree->callback_queued = false;
+}
+
+void tree_reset(TreeObject *tree, bool drop_gradients)
+{
+    each_domain(tree, [](fc_domain *domain) {
+        fc_domain_fail(domain);
+        fc_exchange_reset(domain);
+    });
+    each_state(tree, [&](StateObject *state) {
+        PySet_Clear(state->to_run);
+        state->training = static_cast<int>(Training::idle);
+        if (GroupObject *group = state->group; group != nullptr && group->unit != nullptr) {
+            group->training = static_cast<int>(Training::idle);
+            group->forwards = group->backwards = 0;
+            group->defers_hooks = false;
+            group->unit->reshard();
+            if (drop_gradients) {
+                group->unit->drop_gradients();
+            }
+        }
+    });
+    tree->iteration_root = nullptr;
+    tree->callback_queued = false;
+    tree->is_failed = false;
+}
+
+} // namespace fc

@@ -1,0 +1,270 @@
+// Parameters of a unit: registration, unshard and reshard, watching the shards.
+#include "bind/unit.h"
+
+#include "bind/domain.h"
+#include "bind/tensors.h"
+
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace fc {
+
+namespace {
+
+PyObject *local_tensor_name()
+{
+    static PyObject *name = PyUnicode_InternFromString("_local_tensor");
+    return name;
+}
+
+Param parse_row(PyObject *row)
+{
+    PyObject *places, *sharded, *unsharded, *owner, *reduce, *grad, *size;
+    if (!PyArg_ParseTuple(row, "O!OOOOOO!", &PyList_Type, &places, &sharded, &unsharded, &owner, &reduce,
+                          &grad, &PyTuple_Type, &size)) {
+        throw_python();
+    }
+    Param param;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(places); i++) {
+        PyObject *dict, *key, *module;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(places, i), "O!OO", &PyDict_Type, &dict, &key, &module)) {
+            throw_python();
+        }
+        param.places.push_back({Ref::borrow(dict), Ref::borrow(key),
+                                module == Py_None ? Ref() : Ref::borrow(module)});
+    }
+    param.sharded = Ref::borrow(sharded);
+    param.unsharded = Ref::borrow(unsharded);
+    param.owner = Ref::borrow(owner);
+    param.sharded_tensor = tensor_of(sharded);
+    param.unsharded_tensor = tensor_of(unsharded);
+    param.local = tensor_of(checked(PyObject_GetAttr(sharded, local_tensor_name())).get());
+    param.reduce_type = reinterpret_cast<THPDtype *>(reduce)->scalar_type;
+    param.grad_type = reinterpret_cast<THPDtype *>(grad)->scalar_type;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(size); i++) {
+        param.local_size.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(size, i)));
+    }
+    return param;
+}
+
+} // namespace
+
+Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject *rows, const at::Tensor &flat)
+    : domain_object_(Ref::borrow(domain)), domain_(domain_of(domain)), replicate_domain_(nullptr),
+      shard_(fc_domain_unit(domain_, index)), replicate_(nullptr), name_(fc_unit_name(shard_)),
+      storage_owner_(flat), storage_(flat.storage().unsafeGetStorageImpl()),
+      bytes_(fc_unit_layout(shard_)->full_bytes)
+{
+    if (replicate_domain != Py_None) {
+        replicate_object_ = Ref::borrow(replicate_domain);
+        replicate_domain_ = domain_of(replicate_domain);
+        replicate_ = fc_domain_unit(replicate_domain_, index);
+    }
+    unreadable_text_ =
+        "a parameter of FSDP unit '" + name_ +
+        "' is sharded now, so its full weight cannot be read: the unit is not in forward or backward. Read it inside "
+        "the unit's forward, call unshard() on the unit first, or use register_fsdp_forward_method() "
+        "for the method that needs it";
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(rows); i++) {
+        params_.push_back(parse_row(PyList_GET_ITEM(rows, i)));
+    }
+    const fc_layout *layout = fc_unit_layout(shard_);
+    for (size_t i = 0; i < params_.size(); i++) {
+        Param &p = params_[i];
+        if (fc_domain_is_mapped(domain_) && layout->params[i].is_aliased) {
+            move_to(p.local.storage().unsafeGetStorageImpl(), fc_unit_shard_home(shard_, i),
+                    fc_unit_region(shard_));
+        }
+    }
+    shard_versions_.resize(params_.size());
+    partial_mask_.resize(layout->mask_words);
+    hide(storage_, unreadable_text_);
+}
+
+Unit::~Unit()
+{
+    // Whoever still holds an unsharded parameter gets an error instead of freed memory.
+    hide(storage_, unreadable_text_);
+    release_slot();
+}
+
+int Unit::traverse(visitproc visit, void *arg)
+{
+    for (const Param &p : params_) {
+        for (const Place &place : p.places) {
+            Py_VISIT(place.dict.get());
+            Py_VISIT(place.module.get());
+        }
+        Py_VISIT(p.owner.get());
+    }
+    return 0;
+}
+
+void Unit::register_params(bool unsharded)
+{
+    for (Param &p : params_) {
+        PyObject *object = unsharded ? p.unsharded.get() : p.sharded.get();
+        for (const Place &place : p.places) {
+            if (place.module) {
+                check(PyObject_SetAttr(place.module.get(), place.key.get(), object));
+            } else {
+                check(PyDict_SetItem(place.dict.get(), place.key.get(), object));
+            }
+        }
+    }
+}
+
+void Unit::take_slot()
+{
+    if (slot_ == nullptr) {
+        check(fc_slots_acquire(slots(), bytes_, &slot_));
+    }
+}
+
+void Unit::release_slot()
+{
+    if (slot_ != nullptr) {
+        fc_slots_release(slots(), std::exchange(slot_, nullptr));
+    }
+}
+
+void Unit::gather_messages()
+{
+    const fc_layout *layout = fc_unit_layout(shard_);
+    std::vector<const void *> shards;
+    for (const Param &p : params_) {
+        shards.push_back(p.local.const_data_ptr());
+    }
+    take_slot();
+    void *pack = nullptr;
+    check(fc_slots_acquire(slots(), (static_cast<size_t>(layout->n_ranks) + 1) * layout->pack_bytes, &pack));
+    const fc_status status = fc_unit_gather(shard_, shards.data(), slot_, static_cast<char *>(pack));
+    fc_slots_release(slots(), pack);
+    check(status);
+}
+
+void Unit::unshard_private()
+{
+    if (unsharded_ || pending_) {
+        return;
+    }
+    if (!fc_domain_is_mapped(domain_)) {
+        gather_messages();
+    } else if (fc_domain_is_open(domain_)) {
+        return; // the phase keeps the shards still: unshard() shows them as they are
+    } else {
+        take_slot();
+        publish();
+        fc_domain_open(domain_, false);
+        fc_status status = fc_domain_ready(domain_, shard_);
+        if (status == FC_OK) {
+            fc_unit_copy_out(shard_, slot_);
+            status = fc_domain_close(domain_);
+        } else {
+            fc_domain_fail(domain_);
+        }
+        check(status);
+    }
+    pending_ = true;
+}
+
+void Unit::unshard()
+{
+    if (unsharded_) {
+        if (fc_domain_is_open(domain_)) {
+            check(fc_domain_ready(domain_, shard_));
+        }
+        return;
+    }
+    if (!pending_) {
+        unshard_private();
+    }
+    void *memory = slot_;
+    if (!pending_) {
+        check(fc_domain_ready(domain_, shard_));
+        memory = fc_unit_view(shard_);
+    }
+    show(storage_, memory, bytes_);
+    for (Param &p : params_) {
+        if (p.sharded_tensor.requires_grad() != p.unsharded_tensor.requires_grad()) {
+            p.unsharded_tensor.set_requires_grad(p.sharded_tensor.requires_grad());
+        }
+        p.version = p.unsharded_tensor.unsafeGetTensorImpl()->version_counter().current_version();
+    }
+    pending_ = false;
+    unsharded_ = true;
+    register_params(true);
+}
+
+void Unit::reshard()
+{
+    if (!unsharded_) {
+        return;
+    }
+    register_params(false);
+    for (size_t i = 0; i < params_.size() && slot_ == nullptr; i++) {
+        Param &p = params_[i];
+        if (p.version != p.unsharded_tensor.unsafeGetTensorImpl()->version_counter().current_version()) {
+            fc_unit_discard_writes(shard_, i); // a write to an unsharded parameter lasts until here
+        }
+    }
+    hide(storage_, unreadable_text_);
+    release_slot();
+    unsharded_ = false;
+}
+
+bool Unit::is_intact() const
+{
+    const fc_layout *layout = fc_unit_layout(shard_);
+    for (size_t i = 0; i < params_.size(); i++) {
+        const Param &p = params_[i];
+        const Place &place = p.places.front();
+        PyObject *registered = PyDict_GetItem(place.dict.get(), place.key.get());
+        if (registered != (unsharded_ ? p.unsharded.get() : p.sharded.get())) {
+            return false;
+        }
+        Ref local = Ref::take(PyObject_GetAttr(p.sharded.get(), local_tensor_name()));
+        if (!local) {
+            PyErr_Clear();
+            return false;
+        }
+        if (!THPVariable_Check(local.get()) || !THPVariable_Unpack(local.get()).is_same(p.local)) {
+            return false;
+        }
+        if (layout->params[i].is_aliased &&
+            p.local.storage().unsafeGetStorageImpl()->data() != fc_unit_shard_home(shard_, i)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void Unit::publish()
+{
+    if (!fc_domain_is_mapped(domain_)) {
+        return;
+    }
+    const fc_layout *layout = fc_unit_layout(shard_);
+    for (size_t i = 0; i < params_.size(); i++) {
+        const Param &p = params_[i];
+        if (!layout->params[i].is_aliased) {
+            fc_unit_publish(shard_, i, p.local.const_data_ptr());
+            shard_versions_[i] = p.local.unsafeGetTensorImpl()->version_counter().current_version();
+        }
+    }
+}
+
+bool Unit::was_written() const
+{
+    const fc_layout *layout = fc_unit_layout(shard_);
+    for (size_t i = 0; i < params_.size(); i++) {
+        if (!layout->params[i].is_aliased &&
+            shard_versions_[i] != params_[i].local.unsafeGetTensorImpl()->version_counter().current_version()) {
+            return true;
+        }
+    }
+    return false;
+}
+
+} // namespace fc

@@ -1,0 +1,148 @@
+// One unit's tensors: what Python registers on modules, and how it follows the core's buffers.
+#ifndef FC_BIND_UNIT_H
+#define FC_BIND_UNIT_H
+
+#include "bind/python.h"
+#include "group/domain.h"
+#include "group/exchange.h"
+#include "group/unit.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace fc {
+
+// A place where a parameter is registered.
+struct Place {
+    Ref dict;   // module._parameters
+    Ref key;    // its name there
+    Ref module; // set only if the module overrides __setattr__, which is then called instead
+};
+
+// A gradient of a shard: made once, assigned again in every step while nobody else holds it.
+struct Gradient {
+    Ref object, local_object; // the DTensor and its local tensor
+    at::Tensor tensor, local;
+    // Counts right after construction: more means that somebody keeps the gradient.
+    Py_ssize_t object_refs = 0, local_refs = 0;
+    size_t tensor_uses = 0, local_uses = 0;
+
+    bool is_free() const;
+};
+
+struct Param {
+    std::vector<Place> places;
+    Ref sharded, unsharded;         // the two nn.Parameter objects
+    Ref owner;                      // fsdp_c's FSDPParam: makes DTensors, names the parameter
+    at::Tensor sharded_tensor;      // a DTensor
+    at::Tensor unsharded_tensor;    // a view of the unit's unsharded storage
+    at::Tensor local;               // the shard: sharded_tensor's local tensor
+    at::ScalarType reduce_type, grad_type;
+    std::vector<int64_t> local_size; // of the shard and of its gradient
+    uint32_t version = 0;           // of unsharded_tensor when it was filled
+    Gradient grad;
+    at::Tensor held; // unreduced, in the reduce dtype (gradient accumulation)
+};
+
+// Called while a post waits for room: finishes what can be finished.
+using Progress = std::function<void(fc_domain *)>;
+
+// How gradients are divided and where they stop.
+struct ReduceOptions {
+    double divisor;   // of the sum over all ranks
+    bool all_reduce;  // false: keep the sum over the shard group (HSDP)
+    bool defer_hooks; // post-accumulate hooks run at the end of the phase
+};
+
+class Unit {
+public:
+    // rows: one per parameter, see fsdp_c/_unit.py; flat: owns the storage that the unsharded parameters are views of.
+    Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject *rows,
+         const at::Tensor &flat);
+    ~Unit();
+    Unit(const Unit &) = delete;
+    Unit &operator=(const Unit &) = delete;
+
+    const std::string &name() const { return name_; }
+    fc_domain *domain() const { return domain_; }
+    fc_domain *replicate_domain() const { return replicate_domain_; }
+    bool is_unsharded() const { return unsharded_; }
+    bool is_pending() const { return pending_; }
+    const std::vector<Param> &params() const { return params_; }
+    int traverse(visitproc visit, void *arg);
+
+    // ---- parameters ----
+    // Registers and shows the unsharded parameters. Inside a phase they are the shared ones.
+    void unshard();
+    // The private copy of an explicit unshard: data now, registration by unshard().
+    void unshard_private();
+    void reshard();
+    // True while every shard is where set-up put it; false asks for a rebuild.
+    bool is_intact() const;
+    // Makes this rank's shards readable by peers; at the opening of a phase.
+    void publish();
+    // True if a shard was written since the last publish.
+    bool was_written() const;
+
+    // ---- gradients ----
+    // Keeps gradients for a later backward; peers that reduce the unit meanwhile get an error.
+    void hold();
+    // Hands what there is to the reduction, zeros for unused parameters if `with_unused`.
+    void post(bool with_unused, const ReduceOptions &options, const Progress &progress);
+    // Adds up what `lane` (the shard's or the replicas') has ready.
+    void finish(fc_unit *lane, const ReduceOptions &options, const Progress &progress);
+    // Drops gradients that were not reduced.
+    void drop_gradients();
+    void run_deferred_hooks();
+    fc_unit *shard_lane() const { return shard_; }
+    fc_unit *replicate_lane() const { return replicate_; }
+
+private:
+    void register_params(bool unsharded);
+    void gather_messages();
+    void take_slot();
+    void release_slot();
+
+    std::vector<at::Tensor> take_gradients(bool with_unused);
+    void post_mapped(const std::vector<at::Tensor> &grads, const Progress &progress);
+    void post_messages(const std::vector<at::Tensor> &grads, const ReduceOptions &options,
+                       const Progress &progress);
+    void post_own(const std::vector<at::Tensor> &grads, const ReduceOptions &options,
+                  const Progress &progress);
+    void reduce_replicas(const std::vector<fc_source> &sources, const ReduceOptions &options,
+                         const Progress &progress);
+    void write_gradients(fc_unit *lane, const std::vector<fc_source> &sources, const ReduceOptions &options);
+    bool write_all_gradients(fc_unit *lane, const std::vector<fc_source> &sources,
+                             const ReduceOptions &options);
+    template <typename Reduce>
+    void write_gradient(size_t index, const ReduceOptions &options, const Reduce &reduce);
+    void make_gradients(bool all);
+    bool can_share_flat() const;
+    void after_write(size_t index, const ReduceOptions &options);
+
+    Ref domain_object_, replicate_object_; // keep the domains alive
+    fc_domain *domain_, *replicate_domain_;
+    fc_unit *shard_, *replicate_;
+    std::string name_, unreadable_text_;
+    std::vector<Param> params_;
+    at::Tensor storage_owner_; // its storage is that of all unsharded parameters
+    c10::StorageImpl *storage_;
+    size_t bytes_;
+    void *slot_ = nullptr; // private memory, from the pool
+    bool unsharded_ = false, pending_ = false;
+    std::vector<uint32_t> shard_versions_; // at the last publish
+    // Gradients.
+    at::Tensor grads_flat_;
+    size_t flat_uses_ = 0;          // of its storage, right after construction
+    bool grads_share_flat_ = false; // every cached gradient lies in grads_flat_
+    std::vector<char> partial_;     // HSDP sums that were not all-reduced yet: a part
+    std::vector<uint64_t> partial_mask_;
+    std::vector<size_t> deferred_hooks_;
+};
+
+} // namespace fc
+
+#endif

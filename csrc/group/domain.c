@@ -1,0 +1,349 @@
+/* Shared memory and clock of the units of one process group.
+ *
+ * Region: clock lines | lanes (rank major) | unsharded buffers | arenas (one per rank).
+ */
+#include "group/domain.h"
+
+#include "group/domain_private.h"
+
+#include <assert.h>
+#include <string.h>
+
+/* Reductions of units up to this size in all are never held up by a full arena. */
+#define ARENA_SMALL_BYTES ((size_t)8 << 20)
+
+static_assert(sizeof(fc_word) == 8 && sizeof(lane) == 32, "the lanes' layout is shared memory");
+
+/* ---- set-up ---- */
+
+static char *copy_text(const char *text)
+{
+    size_t bytes = strlen(text) + 1;
+    char *copy = fc_alloc(1, bytes);
+
+    if (copy != NULL) {
+        memcpy(copy, text, bytes);
+    }
+    return copy;
+}
+
+static void unit_fini(fc_unit *unit)
+{
+    int r;
+
+    if (unit->drained != NULL) {
+        for (r = 0; r < unit->domain->n_ranks; r++) {
+            fc_free(unit->drained[r].bytes);
+        }
+    }
+    fc_free(unit->drained);
+    fc_free(unit->mask);
+    fc_free(unit->params);
+    fc_free(unit->name);
+}
+
+static fc_status unit_init(fc_unit *unit, fc_domain *domain, const fc_unit_desc *desc, int shard_rank,
+                           int n_shards)
+{
+    size_t words = (desc->n_params + 63) / 64;
+
+    unit->domain = domain;
+    unit->name = copy_text(desc->name);
+    unit->params = fc_alloc(desc->n_params, sizeof(fc_param));
+    unit->mask = fc_alloc(words, sizeof(uint64_t));
+    unit->drained = fc_alloc((size_t)domain->n_ranks, sizeof(drained));
+    if (unit->name == NULL || unit->params == NULL || unit->mask == NULL || unit->drained == NULL) {
+        return fc_fail(FC_ERR_NOMEM, "unit %s: %zu parameters", desc->name, desc->n_params);
+    }
+    if (desc->n_params > 0) {
+        memcpy(unit->params, desc->params, desc->n_params * sizeof(fc_param));
+    }
+    return fc_layout_init(&unit->layout, unit->params, desc->n_params, shard_rank, n_shards,
+                          domain->is_mapped);
+}
+
+/* Copies of a part that one post stages: one for each receiver, or one for all. */
+static size_t copies_staged(const fc_domain *domain)
+{
+    return domain->kind == FC_DOMAIN_SHARD ? (size_t)domain->n_ranks : 1;
+}
+
+/* Two of the largest reductions, or all of them if they are small; any single one must fit. */
+static size_t arena_bytes_needed(const fc_domain *domain)
+{
+    size_t i, largest = 0, any = 0, sum = 0;
+
+    if (domain->n_ranks == 1) {
+        return 0;
+    }
+    for (i = 0; i < domain->n_units; i++) {
+        size_t usual = copies_staged(domain) * domain->units[i].layout.trainable_part_bytes;
+        size_t most = copies_staged(domain) * domain->units[i].layout.part_bytes;
+
+        largest = usual > largest ? usual : largest;
+        any = most > any ? most : any;
+        sum += fc_round_up(usual, FC_ALIGN);
+    }
+    sum = sum < ARENA_SMALL_BYTES ? sum : ARENA_SMALL_BYTES;
+    largest = 2 * largest > sum ? 2 * largest : sum;
+    return fc_round_up(largest > any ? largest : any, FC_PAGE);
+}
+
+/* Decides where everything lies and maps it; collective. */
+static fc_status map(fc_domain *domain)
+{
+    size_t i, at, words = 1;
+    uint64_t print = (uint64_t)domain->kind;
+
+    for (i = 0; i < domain->n_units; i++) {
+        words = domain->units[i].layout.mask_words > words ? domain->units[i].layout.mask_words : words;
+        print = fc_fingerprint(print, domain->units[i].layout.fingerprint);
+    }
+    domain->lanes_at = (size_t)domain->n_ranks * FC_CACHE_LINE;
+    domain->lane_bytes = fc_round_up(
+        sizeof(lane) + ((size_t)domain->n_ranks + words) * sizeof(uint64_t), FC_CACHE_LINE);
+    at = fc_round_up(domain->lanes_at + (size_t)domain->n_ranks * domain->n_units * domain->lane_bytes,
+                     FC_PAGE);
+    for (i = 0; i < domain->n_units; i++) {
+        domain->units[i].full_at = at;
+        at += domain->kind == FC_DOMAIN_SHARD ? domain->units[i].layout.full_bytes : 0;
+    }
+    domain->arenas_at = at;
+    domain->arena_bytes = arena_bytes_needed(domain);
+    at += (size_t)domain->n_ranks * domain->arena_bytes;
+    return fc_transport_map_region(domain->transport,
+                                   domain->n_units > 0 ? domain->units[0].name : "", at, print,
+                                   &domain->region);
+}
+
+fc_status fc_domain_create(fc_transport *transport, fc_domain_kind kind, const fc_unit_desc *units,
+                           size_t n_units, int shard_rank, int n_shards, fc_domain **out)
+{
+    fc_domain *domain = fc_alloc(1, sizeof(*domain));
+    fc_status st = FC_OK;
+    size_t i;
+
+    if (domain == NULL) {
+        return fc_fail(FC_ERR_NOMEM, "domain of %zu units", n_units);
+    }
+    if (fc_transport_n_ranks(transport) > FC_MAX_RANKS) {
+        fc_free(domain);
+        return fc_fail(FC_ERR_UNSUPPORTED, "process group %s has %d ranks; at most %d are supported",
+                       fc_transport_name(transport), fc_transport_n_ranks(transport), FC_MAX_RANKS);
+    }
+    domain->transport = transport;
+    domain->kind = kind;
+    domain->rank = fc_transport_rank(transport);
+    domain->n_ranks = fc_transport_n_ranks(transport);
+    domain->is_mapped = fc_transport_is_mapped(transport);
+    domain->clock = (uint64_t)PHASE_CLOSED;
+    domain->ring_capacity = n_units + 1;
+    domain->units = fc_alloc(n_units, sizeof(fc_unit));
+    domain->ring = fc_alloc(domain->ring_capacity, sizeof(ring_entry));
+    if (domain->units == NULL || domain->ring == NULL) {
+        st = fc_fail(FC_ERR_NOMEM, "domain of %zu units", n_units);
+    }
+    for (i = 0; i < n_units && st == FC_OK; i++) {
+        domain->n_units = i + 1;
+        domain->units[i].index = i;
+        st = unit_init(&domain->units[i], domain, &units[i], shard_rank, n_shards);
+    }
+    if (st == FC_OK && domain->is_mapped) {
+        st = map(domain);
+    }
+    if (st != FC_OK) {
+        fc_domain_destroy(domain);
+        return st;
+    }
+    *out = domain;
+    return FC_OK;
+}
+
+void fc_domain_destroy(fc_domain *domain)
+{
+    size_t i;
+
+    if (domain == NULL) {
+        return;
+    }
+    for (i = 0; i < domain->n_units; i++) {
+        unit_fini(&domain->units[i]);
+    }
+    if (domain->region != NULL) {
+        fc_region_release(domain->region);
+    }
+    fc_free(domain->units);
+    fc_free(domain->ring);
+    fc_free(domain);
+}
+
+fc_unit *fc_domain_unit(fc_domain *domain, size_t index)
+{
+    return &domain->units[index];
+}
+
+size_t fc_domain_n_units(const fc_domain *domain)
+{
+    return domain->n_units;
+}
+
+fc_transport *fc_domain_transport(fc_domain *domain)
+{
+    return domain->transport;
+}
+
+bool fc_domain_is_mapped(const fc_domain *domain)
+{
+    return domain->is_mapped;
+}
+
+bool fc_domain_is_replicate(const fc_domain *domain)
+{
+    return domain->kind == FC_DOMAIN_REPLICATE;
+}
+
+int fc_domain_rank(const fc_domain *domain)
+{
+    return domain->rank;
+}
+
+int fc_domain_n_ranks(const fc_domain *domain)
+{
+    return domain->n_ranks;
+}
+
+size_t fc_domain_region_bytes(const fc_domain *domain)
+{
+    return domain->region != NULL ? domain->region->bytes : 0;
+}
+
+size_t fc_domain_arena_bytes(const fc_domain *domain)
+{
+    return domain->arena_bytes;
+}
+
+/* ---- the clock ---- */
+
+static void set_clock(fc_domain *domain, uint64_t value)
+{
+    domain->clock = value;
+    if (domain->is_mapped) {
+        fc_transport_publish(domain->transport, &domain_clock(domain, domain->rank)->clock, value);
+    }
+}
+
+bool fc_domain_is_open(const fc_domain *domain)
+{
+    return (domain->clock & STATE_MASK) == PHASE_OPEN;
+}
+
+bool fc_domain_in_backward(const fc_domain *domain)
+{
+    return fc_domain_is_open(domain) && (phase_of(domain->clock) & PHASE_MASK) != 0;
+}
+
+void fc_domain_open(fc_domain *domain, bool is_backward)
+{
+    uint64_t phase;
+
+    if (fc_domain_is_open(domain)) {
+        fc_domain_fail(domain);
+    }
+    phase = phase_of(domain->clock);
+    phase = is_backward ? phase + 1 : (phase | PHASE_MASK) + 1;
+    domain->is_ready = domain->n_ranks == 1;
+    set_clock(domain, phase << PHASE_SHIFT);
+}
+
+typedef struct clock_wait {
+    const fc_domain *domain;
+    int peer;
+    uint64_t target;
+} clock_wait;
+
+static bool clock_reached(void *arg)
+{
+    const clock_wait *wait = arg;
+
+    return fc_word_load(&domain_clock(wait->domain, wait->peer)->clock) >= wait->target;
+}
+
+fc_status domain_check_peer(const fc_domain *domain, int peer, const char *op, const char *unit)
+{
+    if (fc_word_load(&domain_clock(domain, peer)->failed) < phase_of(domain->clock)) {
+        return FC_OK;
+    }
+    return fc_fail(FC_ERR_PEER,
+                   "rank %d left the %s of step %llu by an exception while rank %d was in %s%s%s; the "
+                   "gradients of this step are not complete",
+                   fc_transport_global_rank(domain->transport, peer),
+                   (phase_of(domain->clock) & PHASE_MASK) != 0 ? "backward" : "forward",
+                   (unsigned long long)(domain->clock >> STEP_SHIFT),
+                   fc_transport_global_rank(domain->transport, domain->rank), op,
+                   unit != NULL ? " of unit " : "", unit != NULL ? unit : "");
+}
+
+/* Waits until every peer's clock is at least `target`. */
+static fc_status await_clocks(fc_domain *domain, uint64_t target, const char *op, const char *unit)
+{
+    const fc_wait_info info = {op, unit, domain->clock >> STEP_SHIFT};
+    int peer;
+
+    for (peer = 0; peer < domain->n_ranks; peer++) {
+        clock_wait wait = {domain, peer, target};
+
+        if (peer == domain->rank) {
+            continue;
+        }
+        if (!clock_reached(&wait)) {
+            FC_TRY(fc_transport_wait(domain->transport, peer, clock_reached, &wait, &info));
+        }
+        FC_TRY(domain_check_peer(domain, peer, op, unit));
+    }
+    return FC_OK;
+}
+
+fc_status fc_domain_ready(fc_domain *domain, const fc_unit *unit)
+{
+    if (domain->is_ready || !domain->is_mapped) {
+        return FC_OK;
+    }
+    FC_TRY(fc_transport_check(domain->transport));
+    FC_TRY(await_clocks(domain, domain->clock & ~STATE_MASK, "all-gather", unit->name));
+    domain->is_ready = true;
+    return FC_OK;
+}
+
+void fc_domain_mark_closed(fc_domain *domain)
+{
+    if (fc_domain_is_open(domain)) {
+        set_clock(domain, domain->clock | PHASE_CLOSED);
+    }
+}
+
+fc_status fc_domain_close(fc_domain *domain)
+{
+    fc_status st;
+
+    fc_domain_mark_closed(domain);
+    if (!domain->is_mapped || domain->n_ranks == 1) {
+        return FC_OK;
+    }
+    st = await_clocks(domain, domain->clock, "the end of the step", NULL);
+    if (st == FC_OK) {
+        exchange_reclaim(domain);
+    }
+    return st;
+}
+
+void fc_domain_fail(fc_domain *domain)
+{
+    if (!fc_domain_is_open(domain)) {
+        return;
+    }
+    if (domain->is_mapped) {
+        fc_transport_publish(domain->transport, &domain_clock(domain, domain->rank)->failed,
+                             phase_of(domain->clock));
+    }
+    set_clock(domain, domain->clock | PHASE_CLOSED);
+}

@@ -1,0 +1,83 @@
+/* Units that travel over one process group: their shared memory and their common clock.
+ *
+ * [Note: the clock] torch waits for its peers three times per unit and step. Here a shard is final once its owner's
+ * optimizer is done, so one announcement per *phase* makes every gather of that phase a read without a wait.
+ * A phase is one forward or one backward of the tree. Each rank has one growing word,
+ *
+ *     step << 24 | phase << 8 | state        phase 0: forward, 1..: backwards of that step; state: OPEN, CLOSED
+ *
+ * Opening a phase announces "my shards are final". A rank reads peers' shards in a phase only after every peer
+ * has reached it (fc_domain_ready), and closing it waits until every peer has closed it (fc_domain_close), hence
+ * has read its last byte: between phases an owner may write its shards. A rank that skips a phase is seen by its
+ * later word. A second word names the last phase that an exception ended; peers that were still in it get an error.
+ *
+ * Over a message transport there is no clock: the collectives order the ranks.
+ *
+ * Ownership: the domain owns its units' layouts, borrows the transport. Threading: serialized.
+ */
+#ifndef FC_GROUP_DOMAIN_H
+#define FC_GROUP_DOMAIN_H
+
+#include "base/status.h"
+#include "group/layout.h"
+#include "transport/transport.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The most ranks whose gradients one unit adds up. */
+#define FC_MAX_RANKS 1024
+
+typedef struct fc_domain fc_domain;
+typedef struct fc_unit fc_unit;
+
+/* What travels in a reduction: a part per rank (reduce-scatter), or one part for all (all-reduce). */
+typedef enum fc_domain_kind { FC_DOMAIN_SHARD, FC_DOMAIN_REPLICATE } fc_domain_kind;
+
+typedef struct fc_unit_desc {
+    const char *name; /* for messages; copied */
+    fc_param *params; /* copied */
+    size_t n_params;
+} fc_unit_desc;
+
+/* Collective over the transport. In a REPLICATE domain the parameters' layouts are those of the shard domain
+ * (shard_rank of n_shards): only their parts are used. Failure leaves nothing behind. */
+FC_MUST_CHECK fc_status fc_domain_create(fc_transport *transport, fc_domain_kind kind,
+                                         const fc_unit_desc *units, size_t n_units, int shard_rank,
+                                         int n_shards, fc_domain **out);
+void fc_domain_destroy(fc_domain *domain); /* local; NULL is fine */
+
+fc_unit *fc_domain_unit(fc_domain *domain, size_t index);
+size_t fc_domain_n_units(const fc_domain *domain);
+fc_transport *fc_domain_transport(fc_domain *domain);
+bool fc_domain_is_mapped(const fc_domain *domain);
+bool fc_domain_is_replicate(const fc_domain *domain);
+int fc_domain_rank(const fc_domain *domain);
+int fc_domain_n_ranks(const fc_domain *domain);
+
+/* Opens the next forward (a new step) or the next backward of the current step. An open phase is failed first. */
+void fc_domain_open(fc_domain *domain, bool is_backward);
+/* Before the first read of peers' shards in a phase; waits once per phase. */
+FC_MUST_CHECK fc_status fc_domain_ready(fc_domain *domain, const fc_unit *unit);
+/* Says that this rank reads and posts no more in this phase. */
+void fc_domain_mark_closed(fc_domain *domain);
+/* Waits until every peer has closed the phase. After fc_domain_mark_closed. */
+FC_MUST_CHECK fc_status fc_domain_close(fc_domain *domain);
+/* Ends an open phase as failed; local. */
+void fc_domain_fail(fc_domain *domain);
+bool fc_domain_is_open(const fc_domain *domain);
+bool fc_domain_in_backward(const fc_domain *domain);
+
+/* Bytes of shared memory mapped by this domain: all of it, and the reduce slots of one rank. */
+size_t fc_domain_region_bytes(const fc_domain *domain);
+size_t fc_domain_arena_bytes(const fc_domain *domain);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,127 @@
+/* Inside of a domain, shared by domain.c, exchange.c and unit.c only. */
+#ifndef FC_GROUP_DOMAIN_PRIVATE_H
+#define FC_GROUP_DOMAIN_PRIVATE_H
+
+#include "base/alloc.h"
+#include "group/domain.h"
+#include "group/layout.h"
+
+enum { PHASE_OPEN = 0, PHASE_CLOSED = 1 };
+#define PHASE_SHIFT 8
+#define STEP_SHIFT 24
+#define PHASE_MASK ((UINT64_C(1) << (STEP_SHIFT - PHASE_SHIFT)) - 1)
+#define STATE_MASK ((UINT64_C(1) << PHASE_SHIFT) - 1)
+
+/* What one rank says about its phases. Written by that rank alone. */
+typedef struct clock_line {
+    fc_word clock;
+    fc_word failed; /* the last phase that it left by an exception */
+} clock_line;
+
+/* What one rank publishes about one unit's reduction. Written by that rank alone; peers read. */
+typedef struct lane {
+    fc_word tag;       /* phase | number of the post in it; published last */
+    uint64_t stage_at; /* bytes, in that rank's arena */
+    uint64_t part_bytes;
+    uint64_t is_held;  /* tag's phase in which this rank kept its gradients (no synchronisation) */
+    /* fc_word consumed[n_ranks]: tag up to which this rank has read rank r's posts
+     * uint64_t mask[mask_words]: parameters present */
+} lane;
+
+/* Bytes that a peer staged and that were copied away to let it go on; see exchange.c. */
+typedef struct drained {
+    uint64_t tag;
+    char *bytes;
+    size_t capacity;
+} drained;
+
+struct fc_unit {
+    /* Constant after create. */
+    fc_domain *domain; /* borrowed */
+    size_t index;
+    char *name;       /* owned */
+    fc_param *params; /* owned */
+    fc_layout layout;
+    size_t full_at; /* bytes, in the region */
+    void *owner;    /* the caller's, see fc_unit_set_owner */
+    /* Reduction of this rank. */
+    uint64_t posted;    /* tag of the last post */
+    uint64_t finished;  /* tag up to which reductions are done */
+    uint64_t *mask;     /* owned; the post under construction */
+    drained *drained;   /* owned; one per rank */
+};
+
+/* A post's room in this rank's arena; a queue, oldest first. */
+typedef struct ring_entry {
+    size_t at, bytes;
+    size_t unit;
+    uint64_t tag;
+} ring_entry;
+
+struct fc_domain {
+    /* Constant after create. */
+    fc_transport *transport; /* borrowed */
+    fc_domain_kind kind;
+    int rank, n_ranks;
+    bool is_mapped;
+    fc_unit *units; /* owned */
+    size_t n_units;
+    fc_region *region; /* owned; NULL over messages */
+    size_t lanes_at, lane_bytes, arenas_at, arena_bytes;
+    /* This rank's phase. */
+    uint64_t clock;
+    bool is_ready;
+    /* This rank's arena. */
+    ring_entry *ring; /* owned; entry of sequence s at s % ring_capacity */
+    size_t ring_capacity;
+    size_t oldest, newest; /* sequences: entries in use are [oldest, newest) */
+    size_t unfinished;     /* this rank has finished all entries before it */
+    size_t next_at;        /* bytes; where the next post goes */
+    size_t cursor;         /* where the search for finishable units goes on */
+};
+
+static inline clock_line *domain_clock(const fc_domain *domain, int rank)
+{
+    return (clock_line *)(void *)(domain->region->shared + (size_t)rank * FC_CACHE_LINE);
+}
+
+static inline lane *domain_lane(const fc_domain *domain, int rank, size_t unit)
+{
+    size_t row = (size_t)rank * domain->n_units + unit;
+
+    return (lane *)(void *)(domain->region->shared + domain->lanes_at + row * domain->lane_bytes);
+}
+
+static inline fc_word *lane_consumed(lane *l, int of_rank)
+{
+    return (fc_word *)(void *)(l + 1) + of_rank;
+}
+
+static inline uint64_t *lane_mask(const fc_domain *domain, lane *l)
+{
+    return (uint64_t *)(void *)((fc_word *)(void *)(l + 1) + domain->n_ranks);
+}
+
+static inline char *domain_arena(const fc_domain *domain, int rank)
+{
+    return domain->region->shared + domain->arenas_at + (size_t)rank * domain->arena_bytes;
+}
+
+/* The part of a tag or clock that names the phase. */
+static inline uint64_t phase_of(uint64_t word)
+{
+    return word >> PHASE_SHIFT;
+}
+
+static inline ring_entry *domain_entry(const fc_domain *domain, size_t sequence)
+{
+    return &domain->ring[sequence % domain->ring_capacity];
+}
+
+/* FC_ERR_PEER if `peer` left the phase that this rank is in by an exception. */
+fc_status domain_check_peer(const fc_domain *domain, int peer, const char *op, const char *unit);
+
+/* Collects what peers have read from this rank's arena; exchange.c. */
+void exchange_reclaim(fc_domain *domain);
+
+#endif

@@ -1,0 +1,70 @@
+/* What one unit does with its memory: publish, gather, stage, reduce.
+ *
+ * All functions work on plain memory and keep no state between calls. Threading: serialized per domain.
+ */
+#ifndef FC_GROUP_UNIT_H
+#define FC_GROUP_UNIT_H
+
+#include "base/status.h"
+#include "group/domain.h"
+#include "group/exchange.h"
+#include "group/layout.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+const fc_layout *fc_unit_layout(const fc_unit *unit);
+const char *fc_unit_name(const fc_unit *unit);
+/* A pointer kept for the caller; NULL at first. */
+void fc_unit_set_owner(fc_unit *unit, void *owner);
+void *fc_unit_owner(const fc_unit *unit);
+
+/* ---- parameters, mapped domains ---- */
+
+/* The unsharded buffer as this rank reads it; a write to it stays private until it is discarded. */
+void *fc_unit_view(const fc_unit *unit);
+/* Where the chunk of an aliased parameter lives, with room for chunk_numel elements. */
+void *fc_unit_shard_home(const fc_unit *unit, size_t param);
+/* Holds the domain's memory beyond the domain. */
+fc_region *fc_unit_region(const fc_unit *unit);
+/* Copies (and casts) this rank's chunk of a parameter that is not aliased to where peers read it. */
+void fc_unit_publish(fc_unit *unit, size_t param, const void *shard);
+/* A private copy of the whole unsharded buffer. */
+void fc_unit_copy_out(const fc_unit *unit, void *dst);
+/* Takes back this rank's private writes to a parameter in the view. */
+void fc_unit_discard_writes(fc_unit *unit, size_t param);
+
+/* ---- parameters, message domains ---- */
+
+/* All-gathers `shards` (one per parameter, own_rows each) into dst, laid out as the unsharded buffer.
+ * pack holds (n_ranks + 1) * pack_bytes of scratch memory. */
+FC_MUST_CHECK fc_status fc_unit_gather(fc_unit *unit, const void *const *shards, void *dst, char *pack);
+
+/* ---- gradients ---- */
+
+/* Casts a full gradient to the reduce dtype and writes every receiver's chunk into its part. */
+void fc_unit_stage(const fc_unit *unit, size_t param, const void *grad, fc_dtype dtype, char *parts,
+                   size_t part_bytes);
+
+/* The bytes that a part needs to hold the parameters present in the post under construction. */
+size_t fc_unit_part_bytes(const fc_unit *unit);
+
+/* dst = (accumulate ? dst : 0) + sum of the sources that hold `param`, divided. False if none does. dst holds chunk_numel
+ * elements of type `dtype`; sources are in the reduce dtype. */
+bool fc_unit_reduce(const fc_unit *unit, const fc_source *sources, int n_sources, size_t param, void *dst,
+                    fc_dtype dtype, double divisor, bool accumulate);
+
+/* The same for one rank without a detour: dst = (accumulate ? dst : 0) + grad / divisor, for a gradient of type `from`. */
+void fc_unit_reduce_own(const fc_unit *unit, size_t param, const void *grad, fc_dtype from, void *dst,
+                        fc_dtype dtype, double divisor, bool accumulate);
+
+/* All trainable parameters into a gradient buffer at once; false (nothing done) unless the layout is uniform and every
+ * source holds exactly the trainable parameters. */
+bool fc_unit_reduce_all(const fc_unit *unit, const fc_source *sources, int n_sources, void *grads,
+                        double divisor);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

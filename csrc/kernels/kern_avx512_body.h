@@ -1,0 +1,146 @@
+/* Register operations in AVX-512: sixteen floats at a time. store_bf16 is left to the including
+ * file. */
+#ifndef FC_KERNELS_KERN_AVX512_BODY_H
+#define FC_KERNELS_KERN_AVX512_BODY_H
+
+#include "kernels/kern_x86.h"
+
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+typedef __m512 vf;
+typedef __m512d vd;
+
+#define zero_f32 _mm512_setzero_ps
+#define zero_f64 _mm512_setzero_pd
+#define set_f32 _mm512_set1_ps
+#define set_f64 _mm512_set1_pd
+#define add_f32 _mm512_add_ps
+#define add_f64 _mm512_add_pd
+#define mul_f32 _mm512_mul_ps
+#define mul_f64 _mm512_mul_pd
+#define div_f32 _mm512_div_ps
+#define div_f64 _mm512_div_pd
+
+static inline vf load_f32(const void *memory)
+{
+    return _mm512_loadu_ps(memory);
+}
+
+static inline vd load_f64(const void *memory)
+{
+    return _mm512_loadu_pd(memory);
+}
+
+static inline vf load_bf16(const void *memory)
+{
+    __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(memory));
+
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+
+static inline vf load_f16(const void *memory)
+{
+    return _mm512_cvtph_ps(_mm256_loadu_si256(memory));
+}
+
+static inline void store_f32(void *memory, vf x, bool stream)
+{
+    if (stream) {
+        _mm512_stream_ps(memory, x);
+    } else {
+        _mm512_storeu_ps(memory, x);
+    }
+}
+
+static inline void store_f64(void *memory, vd x, bool stream)
+{
+    if (stream) {
+        _mm512_stream_pd(memory, x);
+    } else {
+        _mm512_storeu_pd(memory, x);
+    }
+}
+
+static inline void store_half(void *memory, __m256i x, bool stream)
+{
+    if (stream) {
+        _mm256_stream_si256(memory, x);
+    } else {
+        _mm256_storeu_si256(memory, x);
+    }
+}
+
+/* Rounds in integer arithmetic, which keeps denormals. */
+static inline __m256i bf16_bits(vf x)
+{
+    __m512i bits = _mm512_castps_si512(x);
+    __m512i is_odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i bias = _mm512_add_epi32(is_odd, _mm512_set1_epi32(0x7fff));
+    __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    __m512i rounded = _mm512_add_epi32(bits, bias);
+    __m512i quiet = _mm512_set1_epi32(0x00400000);
+    __m512i top = _mm512_mask_or_epi32(rounded, is_nan, bits, quiet);
+
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(top, 16));
+}
+
+static inline void store_f16(void *memory, vf x, bool stream)
+{
+    __mmask16 all = 0xffff;
+
+    store_half(memory, _mm512_maskz_cvtps_ph(all, x, _MM_FROUND_TO_NEAREST_INT), stream);
+}
+
+static inline vd wide_f32(vf x, int half)
+{
+    return _mm512_cvtps_pd(half == 0 ? _mm512_castps512_ps256(x) : _mm512_extractf32x8_ps(x, 1));
+}
+
+static inline vf narrow_f32(vd lo, vd hi)
+{
+    __m512 low = _mm512_castps256_ps512(_mm512_cvtpd_ps(lo));
+
+    return _mm512_insertf32x8(low, _mm512_cvtpd_ps(hi), 1);
+}
+
+/* Towards zero, then odd where that is not `x`. */
+static inline __m256 odd_half(vd x)
+{
+    __m256 cut = _mm512_cvt_roundpd_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+    __mmask8 is_inexact = _mm512_cmp_pd_mask(_mm512_cvtps_pd(cut), x, _CMP_NEQ_OQ);
+    __m256i bits = _mm256_castps_si256(cut);
+
+    bits = _mm256_mask_or_epi32(bits, is_inexact, bits, _mm256_set1_epi32(1));
+    return _mm256_castsi256_ps(bits);
+}
+
+static inline vf narrow_odd_f32(vd lo, vd hi)
+{
+    return _mm512_insertf32x8(_mm512_castps256_ps512(odd_half(lo)), odd_half(hi), 1);
+}
+
+static void stream_bytes(char *dst, const char *src, size_t bytes)
+{
+    size_t ahead = (size_t)(-(uintptr_t)dst) % 64;
+
+    memcpy(dst, src, ahead);
+    for (; ahead + 256 <= bytes; ahead += 256) {
+        for (size_t k = 0; k < 256; k += sizeof(vf)) {
+            store_f32(dst + ahead + k, load_f32(src + ahead + k), true);
+        }
+    }
+    stream_fence();
+    memcpy(dst + ahead, src + ahead, bytes - ahead);
+}
+
+static inline bool cpu_has_avx512(void)
+{
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           cpu_has_f16c();
+}
+
+#endif

@@ -1,0 +1,37 @@
+/* Which process this is, and whether another one still lives.
+ *
+ * Threading: multi, fc_process_open and fc_process_close serialized per object.
+ */
+#ifndef FC_TRANSPORT_PROCESS_H
+#define FC_TRANSPORT_PROCESS_H
+
+#include "base/status.h"
+
+#include <stdbool.h>
+#include <stdint.h>
+
+/* Told to peers; the start time keeps a reused pid apart from the process that had it before. */
+typedef struct fc_process_id {
+    int32_t pid;
+    uint32_t pid_namespace; /* inode number; 0 if unknown */
+    uint64_t start_ticks;
+} fc_process_id;
+
+/* A process that is watched. */
+typedef struct fc_process {
+    fc_process_id id;
+    int pidfd; /* owned; -1: watched through /proc */
+} fc_process;
+
+/* Differs between a process and its forked children; no system call. */
+unsigned fc_process_generation(void);
+
+FC_MUST_CHECK fc_status fc_process_self(fc_process_id *out);
+
+/* FC_ERR_UNSUPPORTED when the process cannot be seen from here. Close is idempotent. */
+FC_MUST_CHECK fc_status fc_process_open(const fc_process_id *id, fc_process *out);
+void fc_process_close(fc_process *process);
+
+bool fc_process_is_alive(const fc_process *process);
+
+#endif

@@ -1,0 +1,100 @@
+/* The control segment of a shared memory transport: layout, and what its files share.
+ *
+ * One block per rank, one writer per cache line. Text in it is for people: it is cut to its field
+ * and may be torn when read while its owner writes.
+ */
+#ifndef FC_TRANSPORT_SHM_IMPL_H
+#define FC_TRANSPORT_SHM_IMPL_H
+
+#include "base/alloc.h"
+#include "transport/process.h"
+#include "transport/transport_impl.h"
+
+#include <assert.h>
+#include <stdalign.h>
+#include <stdatomic.h>
+
+#define FC_SHM_MAIL_BYTES 1024
+#define FC_SHM_OP_BYTES 24
+#define FC_SHM_UNIT_BYTES 88
+
+/* The last wait of a rank. */
+typedef struct fc_shm_activity {
+    _Atomic uint64_t sequence;
+    _Atomic uint32_t is_waiting;
+    char op[FC_SHM_OP_BYTES];
+    char unit[FC_SHM_UNIT_BYTES];
+} fc_shm_activity;
+
+typedef struct fc_shm_rank {
+    /* Written by the owner. The bell is a futex: it changes with every publication. */
+    alignas(FC_CACHE_LINE) _Atomic uint32_t bell;
+    _Atomic uint32_t is_closed;
+    /* Written by peers that sleep on the bell. */
+    alignas(FC_CACHE_LINE) _Atomic uint32_t n_sleepers;
+    /* Written by the owner. */
+    alignas(FC_CACHE_LINE) fc_shm_activity activity;
+    alignas(FC_CACHE_LINE) fc_word mail_sequence;
+    char mail[2][FC_SHM_MAIL_BYTES];
+} fc_shm_rank;
+
+enum {
+    FC_SHM_ABORT_NONE,
+    FC_SHM_ABORT_WRITING,
+    FC_SHM_ABORT_WRITTEN
+};
+
+typedef struct fc_shm_control {
+    /* Written once by the rank that moves `abort_state` away from NONE. */
+    alignas(FC_CACHE_LINE) _Atomic uint32_t abort_state;
+    int32_t abort_rank;
+    int32_t abort_status;
+    char abort_text[FC_MESSAGE_BYTES];
+    fc_shm_rank ranks[];
+} fc_shm_control;
+
+static_assert(ATOMIC_INT_LOCK_FREE == 2 && ATOMIC_LLONG_LOCK_FREE == 2, "shared between processes");
+static_assert(sizeof(fc_shm_activity) <= FC_CACHE_LINE, "one line");
+static_assert(sizeof(fc_shm_rank) % FC_CACHE_LINE == 0, "lines of neighbours stay apart");
+static_assert(offsetof(fc_shm_control, ranks) % FC_CACHE_LINE == 0, "blocks are aligned");
+
+struct fc_shm {
+    /* Constant after create. */
+    size_t control_bytes;
+    bool may_spin; /* as many cpus as ranks: nobody is kept from running */
+
+    /* Owned. */
+    fc_shm_control *control;
+    fc_process *peers; /* n_ranks */
+    char *mail_in;     /* n_ranks boxes: what fc_transport_map_region hears from its peers */
+
+    /* Serialized like the calls. */
+    uint64_t mail_sequence;
+};
+
+static inline fc_shm_rank *fc_shm_rank_of(const fc_transport *t, int rank)
+{
+    return &t->shm->control->ranks[rank];
+}
+
+/* All ranks give `bytes` (at most FC_SHM_MAIL_BYTES) and get everybody's in rank order, through the
+ * control segment: waits end like every wait. A failure breaks the transport. */
+FC_MUST_CHECK fc_status fc_shm_exchange(fc_transport *transport, const char *what, const void *mine,
+                                        size_t bytes, void *all_out);
+
+/* How a rank's local step of a collective set-up went. Travels between processes. */
+typedef struct fc_shm_outcome {
+    int32_t status;
+    int32_t rank; /* global, for people */
+    char text[FC_MESSAGE_BYTES / 4];
+} fc_shm_outcome;
+
+/* The outcome of `status`, with this thread's last message if it is a failure. */
+void fc_shm_outcome_set(fc_shm_outcome *outcome, const fc_transport *transport, fc_status status);
+
+/* FC_OK if all went well, else the first failure in rank order: the same error on all ranks. The
+ * outcomes lie `stride` bytes apart. */
+FC_MUST_CHECK fc_status fc_shm_outcome_agree(const fc_transport *transport, const char *what,
+                                             const void *outcomes, size_t stride);
+
+#endif

@@ -1,0 +1,298 @@
+/* Waiting for a peer: ask, yield, sleep; and find out why it does not come.
+ *
+ * Yielding first beats spinning when ranks share cores, and a futex wake costs some 25 us across
+ * cores: so a wait yields for about a millisecond and only then sleeps. All checks that cost a
+ * system call are made between two sleeps.
+ */
+#include "transport/shm_futex.h"
+#include "transport/shm_impl.h"
+
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+
+#define SPINS 20
+#define YIELD_NS FC_NS_PER_MS
+#define SLICE_MIN_NS FC_NS_PER_MS
+#define SLICE_MAX_NS (20 * FC_NS_PER_MS)
+#define POLL_NS (50 * FC_NS_PER_MS)
+#define NOTICE_NS (5 * FC_NS_PER_S)
+
+typedef struct shm_wait {
+    fc_transport *transport;
+    int peer;
+    fc_ready_fn ready;
+    void *arg;
+    const fc_wait_info *info;
+    int64_t start_ns;
+    int64_t next_poll_ns;
+    bool is_noticed;
+} shm_wait;
+
+static void pause_cpu(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#endif
+}
+
+static void copy_text(char *to, const char *from, size_t bytes)
+{
+    size_t n = from == NULL ? 0 : strnlen(from, bytes - 1);
+
+    if (n > 0) {
+        memcpy(to, from, n);
+    }
+    to[n] = '\0';
+}
+
+static void note_activity(fc_transport *t, const fc_wait_info *info, bool is_waiting)
+{
+    fc_shm_activity *mine = &fc_shm_rank_of(t, t->rank)->activity;
+
+    copy_text(mine->op, info->op, sizeof(mine->op));
+    copy_text(mine->unit, info->unit, sizeof(mine->unit));
+    atomic_store_explicit(&mine->sequence, info->sequence, memory_order_relaxed);
+    atomic_store_explicit(&mine->is_waiting, is_waiting, memory_order_relaxed);
+}
+
+static void describe(char *out, size_t bytes, const char *op, const char *unit, uint64_t sequence)
+{
+    if (unit != NULL && unit[0] != '\0') {
+        (void)snprintf(out, bytes, "%s of unit %s (step %llu)", op, unit,
+                       (unsigned long long)sequence);
+    } else {
+        (void)snprintf(out, bytes, "%s (step %llu)", op, (unsigned long long)sequence);
+    }
+}
+
+static void describe_peer(char *out, size_t bytes, const fc_transport *t, int peer)
+{
+    fc_shm_activity last = {0};
+    const fc_shm_activity *theirs = &fc_shm_rank_of(t, peer)->activity;
+    char what[192];
+
+    copy_text(last.op, theirs->op, sizeof(last.op));
+    copy_text(last.unit, theirs->unit, sizeof(last.unit));
+    if (last.op[0] == '\0') {
+        (void)snprintf(out, bytes, "rank %d has not waited for anybody yet", t->global_ranks[peer]);
+        return;
+    }
+    describe(what, sizeof(what), last.op, last.unit,
+             atomic_load_explicit(&theirs->sequence, memory_order_relaxed));
+    (void)snprintf(out, bytes, "rank %d %s %s", t->global_ranks[peer],
+                   atomic_load_explicit(&theirs->is_waiting, memory_order_relaxed) ? "waits in"
+                                                                                   : "last did",
+                   what);
+}
+
+static fc_status fail_adopted(fc_transport *t)
+{
+    return fc_fail(t->broken, "process group %s: %s", t->name, t->broken_text);
+}
+
+/* Breaks the transport because of what was found out about the peer. */
+static fc_status fail_wait(shm_wait *w, fc_status status, const char *found)
+{
+    fc_transport *t = w->transport;
+    char what[192];
+    char last[256];
+    char text[FC_MESSAGE_BYTES];
+
+    fc_shm_adopt_abort(t);
+    if (t->broken != FC_OK) {
+        return fail_adopted(t);
+    }
+    describe(what, sizeof(what), w->info->op, w->info->unit, w->info->sequence);
+    describe_peer(last, sizeof(last), t, w->peer);
+    (void)snprintf(text, sizeof(text),
+                   "%s while rank %d waited for it in %s of process group %s; %s", found,
+                   t->global_ranks[t->rank], what, t->name, last);
+    return fc_transport_abort(t, status, text);
+}
+
+static fc_status fail_gone(shm_wait *w)
+{
+    fc_transport *t = w->transport;
+    const fc_shm_rank *peer = fc_shm_rank_of(t, w->peer);
+    char found[128];
+
+    if (atomic_load_explicit(&peer->is_closed, memory_order_acquire)) {
+        (void)snprintf(found, sizeof(found), "rank %d (pid %d) finished", t->global_ranks[w->peer],
+                       (int)t->shm->peers[w->peer].id.pid);
+    } else {
+        (void)snprintf(found, sizeof(found), "rank %d (pid %d) exited or was killed",
+                       t->global_ranks[w->peer], (int)t->shm->peers[w->peer].id.pid);
+    }
+    return fail_wait(w, FC_ERR_PEER, found);
+}
+
+static fc_status fail_late(shm_wait *w)
+{
+    fc_transport *t = w->transport;
+    char found[128];
+
+    (void)snprintf(found, sizeof(found), "rank %d did not come within %.3g s",
+                   t->global_ranks[w->peer], (double)t->timeout_ns / (double)FC_NS_PER_S);
+    return fail_wait(w, FC_ERR_TIMEOUT, found);
+}
+
+static void give_notice(shm_wait *w, int64_t waited_ns)
+{
+    fc_transport *t = w->transport;
+    char what[192];
+    char last[256];
+    char line[FC_MESSAGE_BYTES];
+
+    w->is_noticed = true;
+    if (t->host.notice == NULL) {
+        return;
+    }
+    describe(what, sizeof(what), w->info->op, w->info->unit, w->info->sequence);
+    describe_peer(last, sizeof(last), t, w->peer);
+    (void)snprintf(line, sizeof(line), "[fsdp_c] rank %d has waited %d s for rank %d in %s; %s",
+                   t->global_ranks[t->rank], (int)(waited_ns / FC_NS_PER_S),
+                   t->global_ranks[w->peer], what, last);
+    t->host.notice(t->host.context, line);
+}
+
+/* What the embedding program wants to do and say while this rank waits; it holds its lock here. */
+static fc_status visit_host(shm_wait *w, int64_t now_ns)
+{
+    fc_transport *t = w->transport;
+    fc_status st = FC_OK;
+
+    w->next_poll_ns = now_ns + POLL_NS;
+    if (t->host.leave_wait != NULL) {
+        t->host.leave_wait(t->host.context);
+    }
+    if (t->host.poll != NULL) {
+        st = t->host.poll(t->host.context);
+    }
+    if (st == FC_OK && !w->is_noticed && now_ns - w->start_ns >= NOTICE_NS) {
+        give_notice(w, now_ns - w->start_ns);
+    }
+    if (t->host.enter_wait != NULL) {
+        t->host.enter_wait(t->host.context);
+    }
+    return st;
+}
+
+/* FC_AGAIN: keep waiting. */
+static fc_status look_around(shm_wait *w)
+{
+    fc_transport *t = w->transport;
+    int64_t now_ns = fc_now_ns();
+
+    fc_shm_adopt_abort(t);
+    if (t->broken != FC_OK) {
+        return fail_adopted(t);
+    }
+    if (atomic_load_explicit(&fc_shm_rank_of(t, w->peer)->is_closed, memory_order_acquire) ||
+        !fc_process_is_alive(&t->shm->peers[w->peer])) {
+        /* It may have published as its last act. */
+        return w->ready(w->arg) ? FC_OK : fail_gone(w);
+    }
+    if (now_ns - w->start_ns >= t->timeout_ns) {
+        return fail_late(w);
+    }
+    if (now_ns >= w->next_poll_ns) {
+        FC_TRY(visit_host(w, now_ns));
+    }
+    return FC_AGAIN;
+}
+
+static bool yield_until_ready(shm_wait *w)
+{
+    int64_t end_ns = w->start_ns + YIELD_NS;
+
+    if (w->transport->shm->may_spin) {
+        for (int i = 0; i < SPINS; i++) {
+            pause_cpu();
+            if (w->ready(w->arg)) {
+                return true;
+            }
+        }
+    }
+    do {
+        (void)sched_yield();
+        if (w->ready(w->arg)) {
+            return true;
+        }
+    } while (fc_now_ns() < end_ns);
+    return false;
+}
+
+static fc_status sleep_until_ready(shm_wait *w)
+{
+    fc_shm_rank *peer = fc_shm_rank_of(w->transport, w->peer);
+    int64_t slice_ns = SLICE_MIN_NS;
+
+    for (;;) {
+        fc_status st = look_around(w);
+        bool is_ready;
+        uint32_t bell;
+
+        if (st != FC_AGAIN) {
+            return st;
+        }
+        /* [Note: bell and sleepers] in shm.c. */
+        atomic_fetch_add_explicit(&peer->n_sleepers, 1, memory_order_seq_cst);
+        bell = atomic_load_explicit(&peer->bell, memory_order_seq_cst);
+        is_ready = w->ready(w->arg);
+        if (!is_ready && fc_futex_sleep(&peer->bell, bell, slice_ns)) {
+            w->next_poll_ns = 0; /* the signal may be a Ctrl-C */
+        }
+        atomic_fetch_sub_explicit(&peer->n_sleepers, 1, memory_order_seq_cst);
+        if (is_ready || w->ready(w->arg)) {
+            return FC_OK;
+        }
+        slice_ns = slice_ns * 2 < SLICE_MAX_NS ? slice_ns * 2 : SLICE_MAX_NS;
+    }
+}
+
+static fc_status wait_slowly(shm_wait *w)
+{
+    fc_transport *t = w->transport;
+    fc_status st = FC_OK;
+
+    note_activity(t, w->info, true);
+    if (!yield_until_ready(w)) {
+        if (t->host.enter_wait != NULL) {
+            t->host.enter_wait(t->host.context);
+        }
+        st = sleep_until_ready(w);
+        if (t->host.leave_wait != NULL) {
+            t->host.leave_wait(t->host.context);
+        }
+    }
+    t->n_waits++;
+    t->wait_ns += (uint64_t)(fc_now_ns() - w->start_ns);
+    return st;
+}
+
+fc_status fc_transport_wait(fc_transport *transport, int peer, fc_ready_fn ready, void *arg,
+                            const fc_wait_info *info)
+{
+    if (fc_transport_is_forked(transport) || transport->broken != FC_OK) {
+        return fc_transport_check(transport);
+    }
+    if (!ready(arg)) {
+        shm_wait w = {
+            .transport = transport, .peer = peer, .ready = ready, .arg = arg, .info = info};
+
+        if (transport->shm == NULL || peer < 0 || peer >= transport->n_ranks ||
+            peer == transport->rank) {
+            return fc_fail(FC_ERR_INVALID,
+                           "rank %d of process group %s cannot wait for rank %d here",
+                           transport->rank, transport->name, peer);
+        }
+        w.start_ns = fc_now_ns();
+        w.next_poll_ns = w.start_ns + POLL_NS;
+        FC_TRY(wait_slowly(&w));
+    }
+    if (transport->shm != NULL) {
+        note_activity(transport, info, false);
+    }
+    return FC_OK;
+}

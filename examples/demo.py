@@ -1,0 +1,138 @@
+"""The demo: trains a GPT under fsdp_c, then under torch's own fully_shard, and compares the two.
+
+  python examples/demo.py --ranks 2
+
+Ctrl-C saves a checkpoint; the same command with --resume goes on from it.
+"""
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from runlog import Run, log_path, read
+from settings import positive, to_arguments, training_options
+
+SCRIPT = Path(__file__).resolve().parent / "train_gpt.py"
+INTERRUPTED = 128 + signal.SIGINT
+
+
+class Launcher:
+    """Runs one training at a time under torchrun and hands signals on to it."""
+
+    def __init__(self) -> None:
+        self.stopped = 0  # how often the user asked to stop
+        self._process: subprocess.Popen | None = None
+        self._log: Path | None = None
+        self._began = 0.0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Trains to the end and returns torchrun's exit code."""
+        self._log = log_path(options.out, options.impl)
+        if not options.resume:
+            self._log.unlink(missing_ok=True)
+        self._began = time.time()
+        launch = ["-m", "torch.distributed.run", "--standalone"]
+        launch += ["--nproc_per_node", str(options.ranks), str(SCRIPT), *to_arguments(options)]
+        # One thread a rank, unless the user says otherwise. A session of its own keeps a Ctrl-C
+        # of the terminal from torchrun, which would end with a traceback.
+        self._process = subprocess.Popen(
+            [sys.executable, *launch],
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            start_new_session=True,
+        )
+        code = self._process.wait()
+        self._process = None
+        return code
+
+    def _stop(self, number: int, frame: object) -> None:
+        self.stopped += 1
+        if self._process is None or self._process.poll() is not None:
+            return
+        rank_0 = self._rank_0()
+        if self.stopped == 1 and rank_0:
+            # One rank is enough: the ranks agree on the step to stop after.
+            os.kill(rank_0, signal.SIGINT)
+        else:
+            self._process.send_signal(signal.SIGTERM)
+
+    def _rank_0(self) -> int | None:
+        """The process of rank 0, if training has begun and not ended."""
+        try:
+            if self._log.stat().st_mtime < self._began:
+                return None  # the log of an earlier run, whose process is gone
+            run = read(self._log)
+        except (OSError, ValueError):
+            return None
+        return None if run.end else run.start.get("pid")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[training_options()],
+    )
+    parser.add_argument("--ranks", type=positive, default=2, help="processes to train with")
+    parser.add_argument("--no-compare", action="store_true", help="leave out the run under torch")
+    return parser.parse_args(arguments)
+
+
+def train_all(launcher: Launcher, options: argparse.Namespace) -> dict[str, Run] | None:
+    """Runs each implementation in turn. None if a run was interrupted or failed."""
+    runs: dict[str, Run] = {}
+    names = [options.impl]
+    if not options.no_compare and options.impl != "torch":
+        names.append("torch")
+    for name in names:
+        mine = argparse.Namespace(**{**vars(options), "impl": name})
+        if runs:
+            mine.sample_bytes = 0
+        print(f"\nTraining under {name} on {options.ranks} ranks", flush=True)
+        code = launcher.run(mine)
+        if launcher.stopped:
+            return None
+        if code:
+            sys.exit(f"training under {name} failed with exit code {code}; its output is above")
+        runs[name] = read(log_path(options.out, name))
+        if not runs[name].steps:
+            sys.exit(f"{log_path(options.out, name)} has no steps: run again without --resume")
+    return runs
+
+
+def how_to_resume(options: argparse.Namespace) -> str:
+    saved = sorted(options.out.glob("*/checkpoints/step-*"))
+    if not saved:
+        return "\nInterrupted before there was anything to save."
+    given = [a for a in sys.argv[1:] if a != "--resume"] + ["--resume"]
+    return (
+        f"\nInterrupted. The last checkpoint is {saved[-1]}. To go on:\n"
+        f"  make demo ARGS={shlex.quote(shlex.join(given))}\n"
+        f"  {shlex.join([Path(sys.executable).name, *sys.argv[:1], *given])}"
+    )
+
+
+def main() -> int:
+    options = parse()
+    launcher = Launcher()
+    runs = train_all(launcher, options)
+    if runs is None:
+        print(how_to_resume(options), flush=True)
+        return INTERRUPTED
+    import report
+
+    report.show(runs)
+    picture = options.out / "demo.png"
+    report.draw(runs, picture)
+    print(f"Picture: {picture.resolve()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

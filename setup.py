@@ -1,0 +1,281 @@
+"""Builds fsdp_c: the core as plain C, then the binding as C++ against the torch installed here.
+
+The core is compiled with csrc as its only include path of ours, so it cannot see Python or torch.
+Only what changed is compiled again. Switches, all from the environment:
+  FSDP_C_DEBUG=1         no optimisation, assertions, symbols
+  FSDP_C_SANITIZE=LIST   address, undefined, thread; joined by commas
+  FSDP_C_WERROR=1        warnings are errors
+  CC, CXX, MAX_JOBS      compilers (gcc, g++) and how many run at once (one per CPU, at most 4)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shlex
+import subprocess
+import sysconfig
+from collections.abc import Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from setuptools import Command, Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+
+
+def found(pattern: str) -> list[str]:
+    return sorted(str(p.relative_to(ROOT)) for p in ROOT.glob(pattern))
+
+
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512cd", "-mf16c", "-mfma"]
+
+# Flags of single files; the CPU is asked at run time whether a kernel of theirs may be called.
+FILE_FLAGS = {
+    "csrc/kernels/kern_avx2.c": ["-mavx2", "-mfma", "-mf16c"],
+    "csrc/kernels/kern_avx512.c": AVX512,
+    "csrc/kernels/kern_avx512_bf16.c": [*AVX512, "-mavx512bf16"],
+}
+X86_ONLY = list(FILE_FLAGS)
+NO_X86 = ["csrc/kernels/no_x86.c"]
+
+CORE_SOURCES = [
+    source
+    for layer in ("base", "kernels", "transport", "comm", "group")
+    for source in found(f"csrc/{layer}/*.c")
+    if source not in (NO_X86 if IS_X86 else X86_ONLY)
+]
+BIND_SOURCES = found("csrc/bind/*.cpp")
+C_TESTS = found("tests/c/test_*.c")
+
+C_WARNINGS = shlex.split(
+    "-Wall -Wextra -Wpedantic -Wshadow -Wundef -Wconversion -Wsign-conversion -Wstrict-prototypes"
+    " -Wmissing-prototypes -Wwrite-strings -Wvla"
+)
+CXX_WARNINGS = shlex.split("-Wall -Wextra -Wshadow -Wno-missing-field-initializers")
+LINK_FLAGS = ["-pthread", "-lm"]
+EXPORTS = "{ global: PyInit__C; local: *; };\n"
+BUILD_NOTE = '''"""Written by setup.py: the torch that fsdp_c._C was built against."""
+
+TORCH_VERSION = "{}"
+'''
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The torch of this environment, read without importing it."""
+
+    version: str
+    root: Path
+
+    @classmethod
+    def installed(cls) -> Torch:
+        spec = importlib.util.find_spec("torch")
+        if spec is None or not spec.submodule_search_locations:
+            raise SystemExit(
+                "fsdp_c is built against the torch of your environment, and none is installed here:"
+                " install torch, then run `pip install --no-build-isolation .`"
+            )
+        return cls(importlib.metadata.version("torch"), Path(spec.submodule_search_locations[0]))
+
+    def compile_flags(self) -> list[str]:
+        include = self.root / "include"
+        paths = (include, include / "torch/csrc/api/include", sysconfig.get_path("include"))
+        return [
+            f'-DFSDP_C_TORCH_VERSION="{self.version}"',
+            "-D_GLIBCXX_USE_CXX11_ABI=1",
+            *(f"-isystem{path}" for path in paths),
+        ]
+
+    def link_flags(self) -> list[str]:
+        # No run path: fsdp_c/_native.py imports torch first, so its libraries are loaded already.
+        libraries = ("torch_python", "torch", "torch_cpu", "c10")
+        return [f"-L{self.root / 'lib'}", *(f"-l{name}" for name in libraries)]
+
+
+@dataclass
+class Toolchain:
+    """Compilers and flags of one variant; objects of different variants never mix."""
+
+    is_test: bool = False
+    is_debug: bool = os.environ.get("FSDP_C_DEBUG") == "1"
+    is_strict: bool = os.environ.get("FSDP_C_WERROR") == "1"
+    sanitize: str = os.environ.get("FSDP_C_SANITIZE", "")
+    cc: list[str] = field(default_factory=lambda: shlex.split(os.environ.get("CC", "gcc")))
+    cxx: list[str] = field(default_factory=lambda: shlex.split(os.environ.get("CXX", "g++")))
+
+    def mode_flags(self) -> list[str]:
+        flags = ["-O0", "-g3"] if self.is_debug else ["-O2", "-g1" if self.sanitize else "-g0"]
+        if not self.is_debug and not self.is_test:
+            flags.append("-DNDEBUG")
+        if self.sanitize:
+            flags += [f"-fsanitize={self.sanitize}", "-fno-omit-frame-pointer"]
+            flags.append("-fno-sanitize-recover=all")
+        if self.is_strict:
+            flags.append("-Werror")
+        return flags
+
+    def c_command(self, source: str) -> list[str]:
+        flags = ["-std=gnu11", *C_WARNINGS, *self.mode_flags(), "-fPIC", "-fvisibility=hidden"]
+        if source.startswith("csrc/kernels/"):
+            flags += ["-ffp-contract=off", *([] if self.is_debug else ["-O3"])]
+        return [*self.cc, *flags, *FILE_FLAGS.get(source, []), "-pthread", "-Icsrc"]
+
+    def cxx_command(self, torch: Torch) -> list[str]:
+        flags = ["-std=c++20", *CXX_WARNINGS, *self.mode_flags(), "-fPIC", "-fvisibility=hidden"]
+        return [*self.cxx, *flags, *torch.compile_flags(), "-pthread", "-Icsrc"]
+
+    def folder(self, kind: str, *facts: str) -> Path:
+        key = repr((self, sysconfig.get_platform(), facts)).encode()
+        return Path("build", kind, hashlib.sha256(key).hexdigest()[:12])
+
+
+def is_stale(target: Path, command: list[str], inputs: list[Path]) -> bool:
+    """Whether `target` is missing, older than an input, or made by another command."""
+    note = target.with_name(target.name + ".cmd")
+    if not target.exists() or not note.exists() or note.read_text() != shlex.join(command):
+        return True
+    made = target.stat().st_mtime_ns
+    return any(not p.exists() or p.stat().st_mtime_ns > made for p in inputs)
+
+
+def make(target: Path, command: list[str]) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    note = target.with_name(target.name + ".cmd")
+    note.unlink(missing_ok=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.stdout or done.stderr:
+        print(f"{target.name}:\n{done.stdout}{done.stderr}", end="", flush=True)
+    if done.returncode != 0:
+        raise SystemExit(f"fsdp_c: this command failed:\n{shlex.join(command)}")
+    note.write_text(shlex.join(command))
+
+
+def compile_object(source: str, command: list[str], folder: Path) -> Path:
+    """Compiles one file unless its object is newer than it and every header of ours it read."""
+    target = folder / f"{source}.o"
+    deps = target.with_suffix(".d")
+    command = [*command, "-MMD", "-MF", str(deps), "-c", source, "-o", str(target)]
+    inputs = [Path(source)]
+    if deps.exists():
+        names = deps.read_text().replace("\\\n", " ").partition(":")[2].split()
+        inputs += [Path(name) for name in names]
+    if is_stale(target, command, inputs):
+        print(f"compiling {source}", flush=True)
+        make(target, command)
+    return target
+
+
+def compile_all(commands: dict[str, list[str]], folder: Path) -> list[Path]:
+    jobs = int(os.environ.get("MAX_JOBS") or min(os.cpu_count() or 1, 4))
+    with ThreadPoolExecutor(jobs) as pool:
+        work = [pool.submit(compile_object, s, command, folder) for s, command in commands.items()]
+        wait(work, return_when=FIRST_EXCEPTION)
+        pool.shutdown(cancel_futures=True)
+    for item in work:
+        if not item.cancelled() and item.exception() is not None:
+            raise item.exception()
+    return [item.result() for item in work]
+
+
+def link(target: Path, command: list[str], objects: list[Path], libraries: list[str]) -> None:
+    command = [*command, "-o", str(target), *map(str, objects), *libraries]
+    if is_stale(target, command, objects):
+        print(f"linking {target}", flush=True)
+        make(target, command)
+
+
+def replace(target: Path, content: bytes) -> None:
+    """Writes a file in one step: programs that have the old one mapped keep it."""
+    if target.exists() and target.read_bytes() == content:
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = target.with_name(f".{target.name}.{os.getpid()}")
+    fresh.write_bytes(content)
+    fresh.chmod(0o755 if target.suffix == ".so" else 0o644)
+    fresh.replace(target)
+
+
+@contextmanager
+def build_lock() -> Iterator[None]:
+    """One build at a time in this tree: objects are shared."""
+    os.chdir(ROOT)
+    Path("build").mkdir(exist_ok=True)
+    with open("build/lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+class BuildExtension(build_ext):
+    """Compiles core and binding, links fsdp_c._C, and notes for which torch it was made."""
+
+    def run(self) -> None:
+        with build_lock():
+            super().run()
+
+    def build_extension(self, ext: Extension) -> None:
+        torch, tools = Torch.installed(), Toolchain()
+        folder = tools.folder("objects", str(torch), sysconfig.get_config_var("EXT_SUFFIX"))
+        # The slow C++ files first, so that both ends of the list finish together.
+        commands = {source: tools.cxx_command(torch) for source in BIND_SOURCES}
+        commands |= {source: tools.c_command(source) for source in CORE_SOURCES}
+        objects = compile_all(commands, folder)
+        exports = folder / "exports.map"
+        exports.write_text(EXPORTS)
+        library = folder / "_C.so"
+        flags = [*tools.mode_flags(), "-shared", f"-Wl,--version-script={exports}"]
+        link(library, [*tools.cxx, *flags], objects, [*torch.link_flags(), *LINK_FLAGS])
+        target = Path(self.get_ext_fullpath(ext.name))
+        replace(target, library.read_bytes())
+        replace(target.with_name("_build.py"), BUILD_NOTE.format(torch.version).encode())
+
+    def copy_extensions_to_source(self) -> None:
+        for ext in self.extensions:
+            built = Path(self.build_lib, self.get_ext_filename(ext.name))
+            for path in (built, built.with_name("_build.py")):
+                replace(ROOT / "fsdp_c" / path.name, path.read_bytes())
+
+    def get_outputs(self) -> list[str]:
+        outputs = super().get_outputs()
+        return [*outputs, *(str(Path(path).with_name("_build.py")) for path in outputs)]
+
+
+class BuildCTests(Command):
+    """Builds tests/c/test_*.c, each linked with the core alone, and prints the folder."""
+
+    description = "build the programs that test the C core"
+    user_options: list[tuple[str, str | None, str]] = [("build-dir=", "d", "where to put them")]
+
+    def initialize_options(self) -> None:
+        self.build_dir = "build/c-tests"
+
+    def finalize_options(self) -> None:
+        pass
+
+    def run(self) -> None:
+        with build_lock():
+            self.build()
+
+    def build(self) -> None:
+        tools = Toolchain(is_test=True)
+        folder = tools.folder("objects")
+        core = compile_all({s: tools.c_command(s) for s in CORE_SOURCES}, folder)
+        tests = compile_all({s: [*tools.c_command(s), "-Itests/c"] for s in C_TESTS}, folder)
+        for test in tests:
+            program = Path(self.build_dir, test.name.removesuffix(".c.o"))
+            link(program, [*tools.cc, *tools.mode_flags()], [test, *core], LINK_FLAGS)
+
+
+if __name__ == "__main__":
+    setup(
+        ext_modules=[Extension("fsdp_c._C", sources=[])],
+        cmdclass={"build_ext": BuildExtension, "build_c_tests": BuildCTests},
+    )

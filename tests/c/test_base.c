@@ -1,0 +1,204 @@
+/* The base layer: status texts, messages per thread, allocations that are counted and fail on
+ * demand. */
+#include "check.h"
+
+#include "base/alloc.h"
+#include "base/clock.h"
+#include "base/dtype.h"
+#include "base/status.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdbool.h>
+
+/* Called by the sanitizers: a request that is too large is answered with NULL, as without them. */
+const char *__asan_default_options(void);
+const char *__tsan_default_options(void);
+
+__attribute__((visibility("default"))) const char *__asan_default_options(void)
+{
+    return "allocator_may_return_null=1";
+}
+
+__attribute__((visibility("default"))) const char *__tsan_default_options(void)
+{
+    return "allocator_may_return_null=1";
+}
+
+static fc_status answer(fc_status status)
+{
+    return status;
+}
+
+static fc_status pass_on(fc_status status)
+{
+    FC_TRY(answer(status));
+    return FC_ERR_STATE; /* only reached after success */
+}
+
+static void test_status(void)
+{
+    CHECK_EQ(FC_OK, 0);
+    CHECK_STR(fc_status_text(FC_OK), "success");
+    CHECK_STR(fc_status_text(FC_ERR_TIMEOUT), "peer did not arrive in time");
+    CHECK_STR(fc_status_text((fc_status)77), "unknown status");
+#define CHECK_STATUS(name, value, text)                                                            \
+    CHECK_EQ(FC_##name, value);                                                                    \
+    CHECK_STR(fc_status_text(FC_##name), text);
+    FC_STATUS_MAP(CHECK_STATUS)
+#undef CHECK_STATUS
+    CHECK_EQ(pass_on(FC_OK), FC_ERR_STATE);
+    CHECK_EQ(pass_on(FC_ERR_PEER), FC_ERR_PEER);
+    CHECK_EQ(pass_on(FC_AGAIN), FC_AGAIN);
+}
+
+static void test_messages(void)
+{
+    char fill[2 * FC_MESSAGE_BYTES];
+
+    CHECK_STR(fc_last_message(), "");
+    CHECK_EQ(fc_fail(FC_ERR_INVALID, "rank %d of %d", 3, 2), FC_ERR_INVALID);
+    CHECK_STR(fc_last_message(), "rank 3 of 2");
+    CHECK_EQ(fc_fail_errno(FC_ERR_SYSTEM, ENOENT, "open %s", "it"), FC_ERR_SYSTEM);
+    CHECK_STR(fc_last_message(), "open it: No such file or directory");
+    (void)fc_fail_errno(FC_ERR_SYSTEM, 123456, "open");
+    CHECK_HAS(fc_last_message(), "123456");
+
+    memset(fill, 'x', sizeof(fill) - 1);
+    fill[sizeof(fill) - 1] = '\0';
+    (void)fc_fail(FC_ERR_INVALID, "%s", fill);
+    CHECK_EQ(strlen(fc_last_message()), FC_MESSAGE_BYTES - 1);
+    (void)fc_fail_errno(FC_ERR_INVALID, ENOENT, "%s", fill);
+    CHECK_EQ(strlen(fc_last_message()), FC_MESSAGE_BYTES - 1);
+}
+
+static void *fail_elsewhere(void *unused)
+{
+    (void)unused;
+    CHECK_STR(fc_last_message(), "");
+    (void)fc_fail(FC_ERR_PEER, "there");
+    CHECK_STR(fc_last_message(), "there");
+    return NULL;
+}
+
+static void test_messages_of_threads(void)
+{
+    pthread_t thread;
+
+    (void)fc_fail(FC_ERR_INVALID, "here");
+    CHECK_OR_EXIT(pthread_create(&thread, NULL, fail_elsewhere, NULL) == 0);
+    CHECK_OR_EXIT(pthread_join(thread, NULL) == 0);
+    CHECK_STR(fc_last_message(), "here");
+}
+
+static bool is_zero(const void *memory, size_t bytes)
+{
+    const unsigned char *byte = memory;
+
+    for (size_t i = 0; i < bytes; i++) {
+        if (byte[i] != 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static void test_alloc(void)
+{
+    int64_t live = fc_alloc_live();
+    volatile size_t many =
+        SIZE_MAX / 2; /* hidden from the compiler, which warns of such requests */
+    size_t bytes = 5 << 20;
+    void *small = fc_alloc(3, 100);
+    void *empty = fc_alloc(0, 8);
+    void *pages = fc_pages_alloc(bytes);
+    void *no_pages = fc_pages_alloc(0);
+
+    CHECK_OR_EXIT(small != NULL && empty != NULL && pages != NULL && no_pages != NULL);
+    CHECK(is_zero(small, 300) && is_zero(pages, bytes));
+    CHECK_EQ((uintptr_t)pages % FC_PAGE, 0);
+    CHECK_EQ(fc_alloc_live(), live + 4);
+    CHECK(fc_alloc(many, 3) == NULL);
+    CHECK_EQ(fc_alloc_live(), live + 4);
+    fc_free(small);
+    fc_free(empty);
+    fc_free(NULL);
+    fc_pages_free(pages, bytes);
+    fc_pages_free(no_pages, 0);
+    fc_pages_free(NULL, 10);
+    CHECK_EQ(fc_alloc_live(), live);
+}
+
+/* Exactly the n-th request fails, whichever kind it is. */
+static void test_fail_after(void)
+{
+    int64_t live = fc_alloc_live();
+
+    for (int64_t n = 0; n < 4; n++) {
+        fc_alloc_fail_after(n);
+        for (int64_t i = 0; i < 4; i++) {
+            void *memory = i % 2 == 0 ? fc_alloc(1, 8) : fc_pages_alloc(8);
+
+            CHECK_MSG((memory == NULL) == (i == n), "request %" PRId64 " with fail_after %" PRId64,
+                      i, n);
+            if (i % 2 == 0) {
+                fc_free(memory);
+            } else {
+                fc_pages_free(memory, 8);
+            }
+        }
+    }
+    fc_alloc_fail_after(0);
+    fc_alloc_fail_after(-1);
+    fc_free(fc_alloc(1, 1));
+    CHECK_EQ(fc_alloc_live(), live);
+}
+
+static void test_round_up(void)
+{
+    CHECK_EQ(fc_round_up(0, 64), 0);
+    CHECK_EQ(fc_round_up(1, 64), 64);
+    CHECK_EQ(fc_round_up(64, 64), 64);
+    CHECK_EQ(fc_round_up(7, 3), 9);
+}
+
+static void test_dtype(void)
+{
+#define CHECK_DTYPE(name, bytes, is_float)                                                         \
+    CHECK_EQ(fc_dtype_bytes(FC_##name), bytes);                                                    \
+    CHECK_STR(fc_dtype_name(FC_##name), #name);                                                    \
+    CHECK_EQ(fc_dtype_is_float(FC_##name), is_float);
+    FC_DTYPE_MAP(CHECK_DTYPE)
+#undef CHECK_DTYPE
+    CHECK_EQ(fc_dtype_bytes(FC_F64), sizeof(double));
+    CHECK_EQ(fc_dtype_bytes(FC_BF16), 2);
+    CHECK(fc_dtype_is_float(FC_F16) && !fc_dtype_is_float(FC_RAW2));
+    for (int i = 0; i < FC_DTYPE_COUNT; i++) {
+        CHECK_EQ(fc_dtype_is_float((fc_dtype)i), i < FC_FLOAT_COUNT);
+    }
+}
+
+static void test_clock(void)
+{
+    int64_t first = fc_now_ns();
+    int64_t deadline = fc_deadline_ns(FC_NS_PER_S);
+
+    CHECK(first > 0 && fc_now_ns() >= first);
+    CHECK(deadline >= first + FC_NS_PER_S && deadline <= fc_now_ns() + FC_NS_PER_S);
+    CHECK_EQ(fc_deadline_ns(INT64_MAX), INT64_MAX);
+    CHECK_EQ(fc_deadline_ns(INT64_MAX - first + 1), INT64_MAX);
+    CHECK(fc_deadline_ns(-FC_NS_PER_S) < fc_now_ns());
+}
+
+int main(void)
+{
+    test_status();
+    test_messages();
+    test_messages_of_threads();
+    test_alloc();
+    test_fail_after();
+    test_round_up();
+    test_dtype();
+    test_clock();
+    return check_result();
+}

@@ -1,0 +1,477 @@
+/* Collectives against sums and copies made in plain loops, on 1 to 4 ranks, over both kinds of
+ * transport. */
+#define _GNU_SOURCE
+
+#include "ranks.h"
+
+#include "base/alloc.h"
+#include "comm/comm.h"
+#include "kernels/kernels.h"
+
+#define TIMEOUT_NS (30 * FC_NS_PER_S)
+#define GUARD_BYTES 64
+#define MIB ((size_t)1 << 20)
+
+static const size_t sizes[] = {0, 1, 7, 1000, MIB / 4 + 3};
+
+#define N_SIZES (sizeof(sizes) / sizeof(sizes[0]))
+
+/* ---- a message transport whose collectives are those of a mapped one ---- */
+
+static fc_status forward_all_gather(void *context, void *recv, const void *send, size_t send_bytes)
+{
+    return fc_comm_all_gather(context, recv, send, send_bytes);
+}
+
+static fc_status forward_reduce_scatter(void *context, void *recv, void *send, size_t recv_numel,
+                                        fc_dtype dtype)
+{
+    fc_status st = fc_comm_reduce_scatter(context, recv, send, recv_numel, dtype, 1.0);
+
+    /* It may overwrite what it was given. */
+    memset(send, 0x55, recv_numel * fc_dtype_bytes(dtype));
+    return st;
+}
+
+static fc_status forward_all_reduce(void *context, void *data, size_t numel, fc_dtype dtype)
+{
+    return fc_comm_all_reduce(context, data, numel, dtype, 1.0);
+}
+
+static fc_status forward_broadcast(void *context, void *data, size_t bytes, int root)
+{
+    return fc_comm_broadcast(context, data, bytes, root);
+}
+
+static fc_status forward_barrier(void *context)
+{
+    return fc_comm_barrier(context);
+}
+
+static void forward_release(void *context)
+{
+    fc_comm_destroy(context);
+}
+
+typedef struct fixture {
+    ranks_host host;
+    fc_transport *mapped;
+    fc_transport *message; /* over a communicator of `mapped`; NULL if not asked for */
+    fc_comm *comm;
+} fixture;
+
+static void open_fixture(fixture *f, int board, int rank, int n_ranks, bool is_message)
+{
+    fc_transport_config config = ranks_config(&f->host, board, rank, n_ranks, TIMEOUT_NS);
+    fc_message_ops ops = {.all_gather = forward_all_gather,
+                          .reduce_scatter = forward_reduce_scatter,
+                          .all_reduce = forward_all_reduce,
+                          .broadcast = forward_broadcast,
+                          .barrier = forward_barrier,
+                          .release = forward_release};
+
+    f->message = NULL;
+    CHECK_OR_EXIT(fc_shm_create(&config, &f->mapped) == FC_OK);
+    CHECK_OR_EXIT(fc_comm_create(f->mapped, &f->comm) == FC_OK);
+    if (is_message) {
+        ops.context = f->comm;
+        CHECK_OR_EXIT(fc_callback_create(&config, &ops, &f->message) == FC_OK);
+        CHECK(!fc_transport_is_mapped(f->message));
+        CHECK(fc_transport_messages(f->message) != NULL);
+        CHECK_OR_EXIT(fc_comm_create(f->message, &f->comm) == FC_OK);
+    }
+}
+
+static void close_fixture(fixture *f)
+{
+    fc_comm_destroy(f->comm);
+    fc_transport_destroy(f->message);
+    fc_transport_destroy(f->mapped);
+    CHECK_EQ(fc_alloc_live(), 0);
+    CHECK_EQ(count_segments(), 0);
+}
+
+/* ---- values: small integers, so that sums and halves are exact in every type ---- */
+
+static double value_of(int rank, size_t i)
+{
+    return (double)((i * 7 + (size_t)rank * 5) % 13) * 2.0;
+}
+
+static void store(char *to, fc_dtype dtype, size_t i, double value)
+{
+    char *at = to + i * fc_dtype_bytes(dtype);
+    int64_t integer = (int64_t)value;
+
+    if (fc_dtype_is_float(dtype)) {
+        fc_kern_cast(FC_F64, dtype)(at, &value, 1);
+    } else {
+        memcpy(at, &integer, fc_dtype_bytes(dtype)); /* little-endian */
+    }
+}
+
+/* A buffer with guards on both sides, `offset` bytes away from alignment. */
+typedef struct buffer {
+    char *memory;
+    char *data;
+    size_t bytes;
+} buffer;
+
+static buffer make_buffer(size_t bytes, size_t offset)
+{
+    buffer b = {.memory = fc_alloc(1, bytes + 2 * GUARD_BYTES + offset), .bytes = bytes};
+
+    CHECK_OR_EXIT(b.memory != NULL);
+    memset(b.memory, 0xab, bytes + 2 * GUARD_BYTES + offset);
+    b.data = b.memory + GUARD_BYTES + offset;
+    return b;
+}
+
+static bool is_filled(const char *data, size_t bytes, char value)
+{
+    for (size_t i = 0; i < bytes; i++) {
+        if (data[i] != value) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static void drop_buffer(buffer *b)
+{
+    CHECK(is_filled(b->data - GUARD_BYTES, GUARD_BYTES, (char)0xab));
+    CHECK(is_filled(b->data + b->bytes, GUARD_BYTES, (char)0xab));
+    fc_free(b->memory);
+}
+
+static void check_same(const char *what, const char *got, const char *expected, size_t bytes,
+                       size_t numel, fc_dtype dtype)
+{
+    CHECK_MSG(bytes == 0 || memcmp(got, expected, bytes) == 0, "%s of %zu %s", what, numel,
+              fc_dtype_name(dtype));
+}
+
+static void check_all_gather(fc_comm *comm, int rank, int n, size_t bytes, bool in_place)
+{
+    buffer recv = make_buffer(bytes * (size_t)n, 3);
+    buffer send = make_buffer(bytes, 1);
+    buffer expected = make_buffer(bytes * (size_t)n, 0);
+    char *from = in_place ? recv.data + (size_t)rank * bytes : send.data;
+
+    for (int r = 0; r < n; r++) {
+        for (size_t i = 0; i < bytes; i++) {
+            expected.data[(size_t)r * bytes + i] = (char)(i * 31 + (size_t)r * 101 + i / 256);
+        }
+    }
+    if (bytes > 0) {
+        memcpy(from, expected.data + (size_t)rank * bytes, bytes);
+    }
+    CHECK_EQ(fc_comm_all_gather(comm, recv.data, from, bytes), FC_OK);
+    check_same("all_gather", recv.data, expected.data, recv.bytes, bytes, FC_U8);
+    drop_buffer(&recv);
+    drop_buffer(&send);
+    drop_buffer(&expected);
+}
+
+static void check_reduce_scatter(fc_comm *comm, int rank, int n, size_t numel, fc_dtype dtype,
+                                 double divisor, bool in_place)
+{
+    size_t bytes = numel * fc_dtype_bytes(dtype);
+    buffer send = make_buffer(bytes * (size_t)n, 2);
+    buffer recv = make_buffer(bytes, 0);
+    buffer expected = make_buffer(bytes, 0);
+    char *to = in_place ? send.data + (size_t)rank * bytes : recv.data;
+
+    for (size_t i = 0; i < numel * (size_t)n; i++) {
+        store(send.data, dtype, i, value_of(rank, i));
+    }
+    for (size_t i = 0; i < numel; i++) {
+        double sum = 0;
+
+        for (int r = 0; r < n; r++) {
+            sum += value_of(r, (size_t)rank * numel + i);
+        }
+        store(expected.data, dtype, i, sum / divisor);
+    }
+    CHECK_EQ(fc_comm_reduce_scatter(comm, to, send.data, numel, dtype, divisor), FC_OK);
+    check_same("reduce_scatter", to, expected.data, bytes, numel, dtype);
+    drop_buffer(&recv);
+    drop_buffer(&send);
+    drop_buffer(&expected);
+}
+
+static void check_all_reduce(fc_comm *comm, int rank, int n, size_t numel, fc_dtype dtype,
+                             double divisor)
+{
+    size_t bytes = numel * fc_dtype_bytes(dtype);
+    buffer data = make_buffer(bytes, 4);
+    buffer expected = make_buffer(bytes, 0);
+
+    for (size_t i = 0; i < numel; i++) {
+        double sum = 0;
+
+        for (int r = 0; r < n; r++) {
+            sum += value_of(r, i);
+        }
+        store(data.data, dtype, i, value_of(rank, i));
+        store(expected.data, dtype, i, sum / divisor);
+    }
+    CHECK_EQ(fc_comm_all_reduce(comm, data.data, numel, dtype, divisor), FC_OK);
+    check_same("all_reduce", data.data, expected.data, bytes, numel, dtype);
+    drop_buffer(&data);
+    drop_buffer(&expected);
+}
+
+static void check_broadcast(fc_comm *comm, int rank, size_t bytes, int root)
+{
+    buffer data = make_buffer(bytes, 1);
+
+    memset(data.data, rank == root ? 42 + root : 1, bytes);
+    CHECK_EQ(fc_comm_broadcast(comm, data.data, bytes, root), FC_OK);
+    CHECK(is_filled(data.data, bytes, (char)(42 + root)));
+    drop_buffer(&data);
+}
+
+static void body_matrix(int rank, int n, void *arg)
+{
+    bool is_message = *(const bool *)arg;
+    fixture f;
+
+    open_fixture(&f, 0, rank, n, is_message);
+    for (size_t s = 0; s < N_SIZES; s++) {
+        check_all_gather(f.comm, rank, n, sizes[s], false);
+        check_all_gather(f.comm, rank, n, sizes[s], true);
+        for (int dtype = 0; dtype <= FC_I64; dtype++) {
+            double divisor = fc_dtype_is_float((fc_dtype)dtype) ? 2.0 : 1.0;
+
+            check_reduce_scatter(f.comm, rank, n, sizes[s], (fc_dtype)dtype, 1.0, false);
+            check_reduce_scatter(f.comm, rank, n, sizes[s], (fc_dtype)dtype, divisor, true);
+            check_all_reduce(f.comm, rank, n, sizes[s], (fc_dtype)dtype, divisor);
+        }
+        for (int root = 0; root < n; root++) {
+            check_broadcast(f.comm, rank, sizes[s], root);
+        }
+        CHECK_EQ(fc_comm_barrier(f.comm), FC_OK);
+    }
+    close_fixture(&f);
+}
+
+/* Beyond one staging slot: several steps. */
+static void body_large(int rank, int n, void *arg)
+{
+    fixture f;
+
+    (void)arg;
+    open_fixture(&f, 0, rank, n, false);
+    check_all_gather(f.comm, rank, n, 33 * MIB + 5, true);
+    check_reduce_scatter(f.comm, rank, n, (17 * MIB + 12) / 4, FC_F32, 2.0, false);
+    check_all_reduce(f.comm, rank, n, (33 * MIB + 8) / 4, FC_F32, 1.0);
+    check_broadcast(f.comm, rank, 33 * MIB + 1, n - 1);
+    close_fixture(&f);
+}
+
+/* Sums that round: added in rank order, so every rank has the bits of the plain loop. */
+static void body_order(int rank, int n, void *arg)
+{
+    static const size_t numels[] = {1001, 100003};
+    fixture f;
+
+    (void)arg;
+    open_fixture(&f, 0, rank, n, false);
+    for (int k = 0; k < 2; k++) {
+        size_t numel = numels[k];
+        float *data = fc_alloc(numel, sizeof(float));
+        float *expected = fc_alloc(numel, sizeof(float));
+
+        CHECK_OR_EXIT(data != NULL && expected != NULL);
+        for (int r = 0; r < n; r++) {
+            for (size_t i = 0; i < numel; i++) {
+                float value = (float)((i * 2654435761U + (size_t)r * 40503U) % 100003U) / 977.0F;
+
+                expected[i] = r == 0 ? value : expected[i] + value;
+                if (r == rank) {
+                    data[i] = value;
+                }
+            }
+        }
+        for (size_t i = 0; i < numel; i++) {
+            expected[i] = expected[i] / 3.0F;
+        }
+        CHECK_EQ(fc_comm_all_reduce(f.comm, data, numel, FC_F32, 3.0), FC_OK);
+        CHECK(memcmp(data, expected, numel * sizeof(float)) == 0);
+        fc_free(data);
+        fc_free(expected);
+    }
+    close_fixture(&f);
+}
+
+/* A grid of 2 x 2: each rank is in a row, a column and the whole, and uses them in turn. */
+static void body_grid(int rank, int n, void *arg)
+{
+    fixture whole;
+    fixture row;
+    fixture column;
+
+    (void)arg;
+    open_fixture(&whole, 0, rank, n, false);
+    open_fixture(&row, 1 + rank / 2, rank % 2, 2, false);
+    for (int i = 0; i < 100; i++) {
+        check_all_reduce(row.comm, rank % 2, 2, 10, FC_F32, 1.0);
+        check_all_gather(whole.comm, rank, n, 100, false);
+        check_reduce_scatter(row.comm, rank % 2, 2, 50, FC_BF16, 2.0, false);
+    }
+    /* The columns meet on one board after the other: a board holds one group at a time. */
+    for (int c = 0; c < 2; c++) {
+        if (rank % 2 == c) {
+            open_fixture(&column, 3, rank / 2, 2, false);
+            check_all_reduce(column.comm, rank / 2, 2, 10, FC_F32, 1.0);
+            fc_comm_destroy(column.comm);
+            fc_transport_destroy(column.mapped);
+        }
+        CHECK_EQ(fc_comm_barrier(whole.comm), FC_OK);
+    }
+    fc_comm_destroy(row.comm);
+    fc_transport_destroy(row.mapped);
+    close_fixture(&whole);
+}
+
+/* The last rank calls something else: all learn of it, nobody's memory is written. */
+enum {
+    OTHER_SIZE,
+    OTHER_GROWTH,
+    OTHER_OP,
+    OTHER_DTYPE,
+    OTHER_DIVISOR,
+    OTHER_ROOT,
+    OTHER_COUNT
+};
+
+static fc_status call_differently(fc_comm *comm, int kind, bool is_other, char *out, char *in)
+{
+    switch (kind) {
+    case OTHER_SIZE:
+        return fc_comm_all_gather(comm, out, in, is_other ? 16 : 8);
+    case OTHER_GROWTH:
+        return fc_comm_all_gather(comm, out, in, is_other ? MIB : 8);
+    case OTHER_OP:
+        return is_other ? fc_comm_barrier(comm) : fc_comm_all_gather(comm, out, in, 8);
+    case OTHER_DTYPE:
+        return fc_comm_reduce_scatter(comm, out, in, 8, is_other ? FC_I32 : FC_F32, 1.0);
+    case OTHER_DIVISOR:
+        return fc_comm_all_reduce(comm, out, 8, FC_F32, is_other ? 2.0 : 1.0);
+    default:
+        return fc_comm_broadcast(comm, out, 8, is_other ? 0 : 1);
+    }
+}
+
+static void body_mismatch(int rank, int n, void *arg)
+{
+    int kind = *(const int *)arg;
+    bool is_other = rank == n - 1;
+    buffer out = make_buffer((size_t)n * MIB, 0);
+    buffer in = make_buffer((size_t)n * MIB, 0);
+    char text[FC_MESSAGE_BYTES];
+    fixture f;
+
+    open_fixture(&f, 0, rank, n, false);
+    check_all_gather(f.comm, rank, n, 100, false);
+    CHECK_EQ(call_differently(f.comm, kind, is_other, out.data, in.data), FC_ERR_MISMATCH);
+    (void)snprintf(text, sizeof(text), "%s", fc_last_message());
+    CHECK_HAS(text, "rank 10");
+    CHECK_HAS(text, n == 2 ? "rank 11" : n == 3 ? "rank 12" : "rank 13");
+    CHECK_HAS(text, "call different collectives");
+    CHECK(is_filled(out.data, out.bytes, (char)0xab));
+    /* Broken for good, and it says why. */
+    CHECK_EQ(fc_comm_barrier(f.comm), FC_ERR_BROKEN);
+    CHECK_HAS(fc_last_message(), "call different collectives");
+    drop_buffer(&out);
+    drop_buffer(&in);
+    close_fixture(&f);
+}
+
+/* A child made by fork may neither use nor disturb the communicator. */
+static void body_fork(int rank, int n, void *arg)
+{
+    fixture f;
+    int status;
+    pid_t child;
+
+    (void)arg;
+    open_fixture(&f, 0, rank, n, false);
+    check_all_gather(f.comm, rank, n, 100, false);
+    child = fork();
+    if (child == 0) {
+        CHECK_EQ(fc_comm_barrier(f.comm), FC_ERR_STATE);
+        CHECK_HAS(fc_last_message(), "forked child");
+        CHECK_EQ(fc_transport_abort(f.mapped, FC_ERR_PEER, "not for the parent"), FC_ERR_PEER);
+        close_fixture(&f);
+        _exit(check_result());
+    }
+    CHECK_EQ(waitpid(child, &status, 0), child);
+    CHECK_EQ(status, 0);
+    check_all_gather(f.comm, rank, n, 1000, false);
+    CHECK_EQ(fc_comm_barrier(f.comm), FC_OK);
+    close_fixture(&f);
+}
+
+/* Growth of the staging memory fails on one rank: all say so, and smaller calls go on. */
+static void body_no_memory(int rank, int n, void *arg)
+{
+    char in[8] = {0};
+    char *out;
+    fixture f;
+
+    (void)arg;
+    open_fixture(&f, 0, rank, n, false);
+    check_all_gather(f.comm, rank, n, 100, false);
+    out = calloc((size_t)n, MIB);
+    CHECK_OR_EXIT(out != NULL);
+    fc_alloc_fail_after(rank == n - 1 ? 0 : -1);
+    CHECK_EQ(fc_comm_all_gather(f.comm, out, out + (size_t)rank * MIB, MIB), FC_ERR_NOMEM);
+    fc_alloc_fail_after(-1);
+    CHECK_EQ(fc_comm_all_gather(f.comm, out, in, sizeof(in)), FC_OK);
+    check_all_gather(f.comm, rank, n, MIB, false);
+    free(out);
+    close_fixture(&f);
+}
+
+static void body_invalid(int rank, int n, void *arg)
+{
+    float data[8] = {0};
+    fixture f;
+
+    (void)arg;
+    open_fixture(&f, 0, rank, n, false);
+    CHECK_EQ(fc_comm_all_reduce(f.comm, data, 8, FC_RAW4, 1.0), FC_ERR_INVALID);
+    CHECK_EQ(fc_comm_all_reduce(f.comm, data, 8, FC_I32, 2.0), FC_ERR_INVALID);
+    CHECK_EQ(fc_comm_all_reduce(f.comm, data, 8, FC_F32, 0.0), FC_ERR_INVALID);
+    CHECK_EQ(fc_comm_all_reduce(f.comm, data, SIZE_MAX / 2, FC_F32, 1.0), FC_ERR_INVALID);
+    CHECK_EQ(fc_comm_all_reduce(f.comm, data, 8, (fc_dtype)99, 1.0), FC_ERR_INVALID);
+    CHECK_EQ(fc_comm_broadcast(f.comm, data, 8, n), FC_ERR_INVALID);
+    CHECK_EQ(fc_comm_broadcast(f.comm, data, 8, -1), FC_ERR_INVALID);
+    CHECK_EQ(fc_comm_all_gather(f.comm, data, data, SIZE_MAX), FC_ERR_INVALID);
+    CHECK_EQ(fc_comm_barrier(f.comm), FC_OK);
+    close_fixture(&f);
+}
+
+int main(void)
+{
+    bool kinds[] = {false, true};
+
+    for (int n = 1; n <= RANKS_MAX; n++) {
+        ranks_check(n, body_matrix, &kinds[0]);
+        ranks_check(n, body_matrix, &kinds[1]);
+        ranks_check(n, body_order, NULL);
+        ranks_check(n, body_fork, NULL);
+        ranks_check(n, body_no_memory, NULL);
+        ranks_check(n, body_invalid, NULL);
+    }
+    ranks_check(2, body_large, NULL);
+    ranks_check(4, body_grid, NULL);
+    for (int n = 2; n <= RANKS_MAX; n++) {
+        for (int kind = 0; kind < OTHER_COUNT; kind++) {
+            ranks_check(n, body_mismatch, &kind);
+        }
+    }
+    return check_result();
+}

@@ -1,0 +1,442 @@
+/* What happens to the others when a rank dies, stops, comes late, fails or is interrupted.
+ *
+ * Survivors must end with the reason long before the time limit: a status other than FC_ERR_TIMEOUT
+ * proves that.
+ */
+#define _GNU_SOURCE
+
+#include "ranks.h"
+
+#include "base/alloc.h"
+#include "comm/comm.h"
+
+#define TIMEOUT_NS (20 * FC_NS_PER_S)
+#define ROUNDS 60
+#define DEATH_ROUND 30
+#define RANDOM_KILLS 24
+
+/* Where the victim dies, and how. */
+typedef enum fault_point {
+    BEFORE_PUBLISH,
+    AFTER_PUBLISH,
+    WHILE_YIELDING,
+    BEFORE_SLEEP,
+    AFTER_SLEEP,
+    BEFORE_MAPPING,
+    AFTER_MAPPING,
+    POINT_COUNT
+} fault_point;
+
+typedef enum fault_kind {
+    KILLED,
+    EXITED,
+    FINISHED,
+    KIND_COUNT
+} fault_kind;
+
+typedef struct fault {
+    fault_point point;
+    fault_kind kind;
+} fault;
+
+/* Values in ranks_common. */
+enum {
+    PIDS = 0,
+    ROUNDS_DONE = 8,
+    STARTED = 16
+};
+
+static fault_point armed = POINT_COUNT;
+static fault_kind armed_kind;
+static fc_transport *armed_transport;
+
+static void die_at(fault_point point)
+{
+    if (point != armed) {
+        return;
+    }
+    switch (armed_kind) {
+    case FINISHED:
+        fc_transport_destroy(armed_transport);
+        _exit(0);
+    case EXITED:
+        _exit(0);
+    default:
+        (void)kill(getpid(), SIGKILL);
+    }
+}
+
+typedef struct word_wait {
+    const fc_word *word;
+    uint64_t at_least;
+    bool was_asked;
+} word_wait;
+
+static bool word_ready(void *arg)
+{
+    word_wait *w = arg;
+    bool is_ready = fc_word_load(w->word) >= w->at_least;
+
+    if (!is_ready && w->was_asked) {
+        die_at(WHILE_YIELDING);
+    }
+    w->was_asked = true;
+    return is_ready;
+}
+
+static void enter_wait(void *context)
+{
+    (void)context;
+    die_at(BEFORE_SLEEP);
+}
+
+static void leave_wait(void *context)
+{
+    (void)context;
+    die_at(AFTER_SLEEP);
+}
+
+static fc_word *word_of(fc_region *region, int rank)
+{
+    return (fc_word *)(void *)(region->shared + (size_t)rank * FC_CACHE_LINE);
+}
+
+static fc_status wait_for(fc_transport *t, fc_region *region, int peer, uint64_t at_least)
+{
+    word_wait w = {.word = word_of(region, peer), .at_least = at_least};
+    fc_wait_info info = {.op = "reduce-scatter", .unit = "layers.3", .sequence = at_least};
+
+    return fc_transport_wait(t, peer, word_ready, &w, &info);
+}
+
+/* One round: publish, wait for everybody. */
+static fc_status play_round(fc_transport *t, fc_region *region, uint64_t round)
+{
+    die_at(BEFORE_PUBLISH);
+    fc_transport_publish(t, word_of(region, fc_transport_rank(t)), round);
+    die_at(AFTER_PUBLISH);
+    for (int r = 0; r < fc_transport_n_ranks(t); r++) {
+        FC_TRY(wait_for(t, region, r, round));
+    }
+    return FC_OK;
+}
+
+static fc_transport *create(ranks_host *host, int rank, int n_ranks, int64_t timeout_ns)
+{
+    fc_transport_config config = ranks_config(host, 0, rank, n_ranks, timeout_ns);
+    fc_transport *t = NULL;
+
+    config.host.enter_wait = enter_wait;
+    config.host.leave_wait = leave_wait;
+    CHECK_OR_EXIT(fc_shm_create(&config, &t) == FC_OK);
+    return t;
+}
+
+/* The text is there, names the victim, and later calls repeat it at once. */
+static void check_broken(fc_transport *t, fc_status st, const char *part)
+{
+    char first[FC_MESSAGE_BYTES];
+
+    (void)snprintf(first, sizeof(first), "%s", fc_last_message());
+    CHECK_EQ(st, FC_ERR_PEER);
+    CHECK_HAS(first, part);
+    CHECK_HAS(first, "test group");
+    CHECK_EQ(fc_transport_check(t), FC_ERR_BROKEN);
+    CHECK_HAS(fc_last_message(), part);
+}
+
+static fc_status play_with_mapping(fc_transport *t, fc_region **region)
+{
+    fc_status st;
+
+    die_at(BEFORE_MAPPING);
+    st = fc_transport_map_region(t, "test memory", FC_PAGE, 7, region);
+    die_at(AFTER_MAPPING);
+    return st;
+}
+
+/* The last rank dies; FINISHED also ends in order, which is the same error to those who still wait.
+ */
+static void body_death(int rank, int n, void *arg)
+{
+    const fault *f = arg;
+    bool is_victim = rank == n - 1;
+    ranks_host host;
+    fc_transport *t = create(&host, rank, n, TIMEOUT_NS);
+    fc_region *region = NULL;
+    fc_status st;
+    char name[48];
+
+    armed_kind = f->kind;
+    armed_transport = t;
+    if (is_victim && f->point >= BEFORE_MAPPING) {
+        armed = f->point;
+    }
+    st = play_with_mapping(t, &region);
+    for (uint64_t i = 1; i <= ROUNDS && st == FC_OK; i++) {
+        if (i == DEATH_ROUND) {
+            armed = is_victim ? f->point : POINT_COUNT;
+            /* Sleeping needs somebody to wait for. */
+            if (!is_victim && (f->point == BEFORE_SLEEP || f->point == AFTER_SLEEP ||
+                               f->point == WHILE_YIELDING)) {
+                (void)usleep(20000);
+            }
+        }
+        st = play_round(t, region, i);
+    }
+    CHECK_MSG(!is_victim, "the victim lives on: point %d", (int)f->point);
+    (void)snprintf(name, sizeof(name), "rank %d (pid ", 10 + n - 1);
+    check_broken(t, st, name);
+    CHECK_HAS(fc_last_message(), f->kind == FINISHED ? "finished" : "exited or was killed");
+    if (f->point < BEFORE_MAPPING) {
+        CHECK_HAS(fc_last_message(), "layers.3");
+    }
+    CHECK_EQ(fc_transport_map_region(t, "more", FC_PAGE, 7, &region), FC_ERR_BROKEN);
+    fc_region_release(region);
+    fc_transport_destroy(t);
+    CHECK_EQ(fc_alloc_live(), 0);
+    CHECK_EQ(count_segments(), 0);
+}
+
+static void test_deaths(int n)
+{
+    for (int point = 0; point < POINT_COUNT; point++) {
+        for (int kind = 0; kind < KIND_COUNT; kind++) {
+            fault f = {.point = (fault_point)point, .kind = (fault_kind)kind};
+            int statuses[RANKS_MAX];
+
+            /* Leaving in order in the middle of its own wait is not something a rank can do. */
+            if (kind == FINISHED &&
+                (point == WHILE_YIELDING || point == BEFORE_SLEEP || point == AFTER_SLEEP)) {
+                continue;
+            }
+            ranks_run(n, body_death, &f, statuses);
+            for (int r = 0; r < n - 1; r++) {
+                CHECK_MSG(statuses[r] == 0, "rank %d of %d, point %d, kind %d: %#x", r, n, point,
+                          kind, (unsigned)statuses[r]);
+            }
+        }
+    }
+}
+
+/* A stopped rank is not a dead one. */
+static void body_stop(int rank, int n, void *arg)
+{
+    ranks_host host;
+    fc_transport *t = create(&host, rank, n, TIMEOUT_NS);
+    fc_region *region = NULL;
+
+    (void)arg;
+    CHECK_OR_EXIT(fc_transport_map_region(t, "test memory", FC_PAGE, 7, &region) == FC_OK);
+    atomic_store(&ranks_common->values[PIDS + rank], (int64_t)getpid());
+    for (uint64_t i = 1; i <= 200; i++) {
+        if (rank == 0 && (i == 50 || i == 100)) {
+            pid_t peer = (pid_t)atomic_load(&ranks_common->values[PIDS + n - 1]);
+            pid_t helper = fork();
+
+            if (helper == 0) {
+                (void)kill(peer, SIGSTOP);
+                (void)usleep(150000);
+                (void)kill(peer, SIGCONT);
+                _exit(0);
+            }
+            CHECK_EQ(play_round(t, region, i), FC_OK);
+            CHECK_EQ(waitpid(helper, NULL, 0), helper);
+        } else {
+            CHECK_EQ(play_round(t, region, i), FC_OK);
+        }
+    }
+    fc_region_release(region);
+    fc_transport_destroy(t);
+}
+
+/* A rank that comes too late: those who waited say so, and it learns why it is alone. */
+static void body_late(int rank, int n, void *arg)
+{
+    ranks_host host;
+    fc_transport *t = create(&host, rank, n, FC_NS_PER_S / 4);
+    fc_region *region = NULL;
+    fc_status st;
+
+    (void)arg;
+    CHECK_OR_EXIT(fc_transport_map_region(t, "test memory", FC_PAGE, 7, &region) == FC_OK);
+    CHECK_EQ(play_round(t, region, 1), FC_OK);
+    if (rank == n - 1) {
+        /* Long enough for the others to have given up. */
+        CHECK(ranks_await(ROUNDS_DONE, n - 1));
+    }
+    st = play_round(t, region, 2);
+    CHECK_EQ(st, rank == n - 1 ? (fc_status)FC_OK : FC_ERR_TIMEOUT);
+    if (rank == n - 1) {
+        /* Everybody had published: only the next wait finds the abort. */
+        st = play_round(t, region, 3);
+        CHECK_EQ(st, FC_ERR_TIMEOUT);
+    }
+    CHECK_HAS(fc_last_message(), "did not come within 0.25 s");
+    CHECK_HAS(fc_last_message(), "reduce-scatter of unit layers.3 (step 2)");
+    CHECK_HAS(fc_last_message(), n == 2 ? "rank 11 last did" : "last did");
+    atomic_fetch_add(&ranks_common->values[ROUNDS_DONE], 1);
+    fc_region_release(region);
+    fc_transport_destroy(t);
+}
+
+/* Who waits long tells people once; and a host that wants to stop a wait can, and go on later. */
+static fc_status poll_and_interrupt(void *context)
+{
+    ranks_host *host = context;
+
+    (void)host;
+    return atomic_load(&ranks_common->values[STARTED]) == 1 ? fc_fail(FC_ERR_INTERRUPTED, "Ctrl-C")
+                                                            : FC_OK;
+}
+
+static void body_interrupt(int rank, int n, void *arg)
+{
+    ranks_host host;
+    fc_transport_config config = ranks_config(&host, 0, rank, n, TIMEOUT_NS);
+    fc_transport *t = NULL;
+    fc_region *region = NULL;
+    fc_comm *comm = NULL;
+
+    (void)arg;
+    config.host.poll = poll_and_interrupt;
+    CHECK_OR_EXIT(fc_shm_create(&config, &t) == FC_OK);
+    CHECK_OR_EXIT(fc_transport_map_region(t, "test memory", FC_PAGE, 7, &region) == FC_OK);
+    CHECK_OR_EXIT(fc_comm_create(t, &comm) == FC_OK);
+    if (rank == 0) {
+        atomic_store(&ranks_common->values[STARTED], 1);
+        CHECK_EQ(wait_for(t, region, 1, 1), FC_ERR_INTERRUPTED);
+        CHECK_STR(fc_last_message(), "Ctrl-C");
+        CHECK_EQ(fc_transport_check(t), FC_OK);
+        atomic_store(&ranks_common->values[STARTED], 2);
+        CHECK_EQ(wait_for(t, region, 1, 1), FC_OK);
+        CHECK_EQ(host.notices, 1);
+        /* A collective cannot be taken up again: all ranks are told. */
+        atomic_store(&ranks_common->values[STARTED], 1);
+        CHECK_EQ(fc_comm_barrier(comm), FC_ERR_INTERRUPTED);
+        CHECK_EQ(fc_comm_barrier(comm), FC_ERR_BROKEN);
+        atomic_store(&ranks_common->values[STARTED], 3);
+    } else {
+        CHECK(ranks_await(STARTED, 2));
+        /* Long enough for the notice, which comes after 5 s. */
+        (void)usleep(5300000);
+        fc_transport_publish(t, word_of(region, rank), 1);
+        CHECK(ranks_await(STARTED, 3));
+        CHECK_EQ(fc_comm_barrier(comm), FC_ERR_BROKEN);
+        CHECK_HAS(fc_last_message(), "rank 10 failed: Ctrl-C");
+    }
+    CHECK_EQ(host.entered, 0);
+    fc_comm_destroy(comm);
+    fc_region_release(region);
+    fc_transport_destroy(t);
+    CHECK_EQ(fc_alloc_live(), 0);
+}
+
+/* A rank that fails on its own account ends its peers' waits with its text. */
+static void body_abort(int rank, int n, void *arg)
+{
+    ranks_host host;
+    fc_transport *t = create(&host, rank, n, TIMEOUT_NS);
+    fc_region *region = NULL;
+
+    (void)arg;
+    CHECK_OR_EXIT(fc_transport_map_region(t, "test memory", FC_PAGE, 7, &region) == FC_OK);
+    if (rank == 1) {
+        (void)usleep(20000);
+        CHECK_EQ(fc_transport_abort(t, FC_ERR_NOMEM, "no room in unit layers.3"), FC_ERR_NOMEM);
+        CHECK_STR(fc_last_message(), "no room in unit layers.3");
+        /* Without publishing: a peer that finds what it waits for goes on. */
+        CHECK_EQ(wait_for(t, region, 0, 1), FC_ERR_BROKEN);
+    } else {
+        CHECK_EQ(play_round(t, region, 1), FC_ERR_PEER);
+        CHECK_HAS(fc_last_message(), "rank 11 failed: no room in unit layers.3");
+    }
+    fc_region_release(region);
+    fc_transport_destroy(t);
+}
+
+/* Collectives of all sizes until somebody kills the last rank: at any instant, also within copies.
+ */
+static void body_collectives(int rank, int n, void *arg)
+{
+    static const size_t numels[] = {0, 5, 1000, 100000, 700000};
+    ranks_host host;
+    fc_transport *t = create(&host, rank, n, TIMEOUT_NS);
+    fc_comm *comm = NULL;
+    float *data = fc_alloc((size_t)n * 700000, sizeof(float));
+    fc_status st = FC_OK;
+    char name[48];
+
+    (void)arg;
+    atomic_store(&ranks_common->values[PIDS + rank], (int64_t)getpid());
+    atomic_fetch_add(&ranks_common->values[STARTED], 1);
+    CHECK_OR_EXIT(data != NULL);
+    st = fc_comm_create(t, &comm);
+    for (size_t i = 0; st == FC_OK; i++) {
+        size_t numel = numels[i % 5];
+
+        st = fc_comm_all_gather(comm, data, data + (size_t)rank * numel, numel * sizeof(float));
+        if (st == FC_OK) {
+            st =
+                fc_comm_reduce_scatter(comm, data + (size_t)rank * numel, data, numel, FC_F32, 2.0);
+        }
+        if (st == FC_OK) {
+            st = fc_comm_all_reduce(comm, data, numel, FC_F32, (double)n);
+        }
+    }
+    (void)snprintf(name, sizeof(name), "rank %d (pid ", 10 + n - 1);
+    check_broken(t, st == FC_ERR_BROKEN ? FC_ERR_PEER : st, name);
+    fc_comm_destroy(comm);
+    fc_free(data);
+    fc_transport_destroy(t);
+    CHECK_EQ(fc_alloc_live(), 0);
+}
+
+static void body_killer_and_ranks(int rank, int n, void *arg)
+{
+    useconds_t delay_us = *(const useconds_t *)arg;
+
+    if (rank < n - 1) {
+        body_collectives(rank, n - 1, arg);
+        return;
+    }
+    CHECK(ranks_await(STARTED, n - 1));
+    (void)usleep(delay_us);
+    CHECK_EQ(kill((pid_t)atomic_load(&ranks_common->values[PIDS + n - 2]), SIGKILL), 0);
+}
+
+static void test_random_kills(void)
+{
+    uint32_t seed = 12345;
+
+    for (int i = 0; i < RANDOM_KILLS; i++) {
+        useconds_t delay_us;
+        int n = 3 + i % 2; /* one of them is the killer */
+        int statuses[RANKS_MAX];
+
+        seed = seed * 1664525U + 1013904223U;
+        delay_us = seed >> 17; /* up to 33 ms */
+        ranks_run(n, body_killer_and_ranks, &delay_us, statuses);
+        CHECK_EQ(statuses[n - 2], SIGKILL);
+        for (int r = 0; r < n; r++) {
+            CHECK_MSG(r == n - 2 || statuses[r] == 0, "rank %d of %d, %u us: %#x", r, n - 1,
+                      (unsigned)delay_us, (unsigned)statuses[r]);
+        }
+    }
+}
+
+int main(void)
+{
+    int in_shm = count_entries("/dev/shm");
+
+    for (int n = 2; n <= RANKS_MAX; n++) {
+        test_deaths(n);
+        ranks_check(n, body_late, NULL);
+        ranks_check(n, body_abort, NULL);
+    }
+    ranks_check(3, body_stop, NULL);
+    ranks_check(2, body_interrupt, NULL);
+    test_random_kills();
+    CHECK_EQ(count_entries("/dev/shm"), in_shm);
+    return check_result();
+}

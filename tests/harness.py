@@ -1,0 +1,501 @@
+"""Runs a test function on several ranks, each a process, and keeps the processes alive between
+tests.
+
+`run_ranks(fn, n_ranks, *args)` is what tests call. One helper process imports torch once and forks the ranks, so that
+new ranks cost milliseconds. A pool of ranks per world size is reused until a call fails; then it is
+thrown away.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import datetime
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+GROUP_TIMEOUT_S = 60
+START_TIMEOUT_S = 120
+STOP_TIMEOUT_S = 10
+# After the first rank failed the others get this long to fail too: their reasons are often telling.
+GRACE_S = 4
+SEED = int(os.environ.get("FSDP_C_TEST_SEED", "0"))
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not finish. `rank` and `exc_type` name the first one."""
+
+    def __init__(self, text: str, rank: int | None = None, exc_type: str = "") -> None:
+        super().__init__(text)
+        self.rank = rank
+        self.exc_type = exc_type
+
+
+@dataclass
+class RankOutcome:
+    """What became of one rank of a call with `fresh=True`."""
+
+    rank: int
+    value: Any = None
+    exc_type: str = ""
+    error: str = ""  # the traceback, if it raised
+    exit_code: int | None = None  # negative: the signal that ended it
+    output: str = ""  # what it wrote to stdout and stderr
+    timed_out: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return not self.error and not self.timed_out and self.exit_code in (0, None)
+
+    @property
+    def stderr(self) -> str:
+        return self.output
+
+
+# --- the caller's side ----------------------------------------------------------------------------
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    n_ranks: int,
+    *args: Any,
+    timeout: float = 60,
+    fresh: bool = False,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """Call `fn(rank, n_ranks, *args)` on every rank and return what each returned, by rank.
+
+    `fn` is a module-level function; it, the arguments and the results travel by pickle.
+    torch.distributed is up (gloo) and torch runs one thread. A rank that raises makes this raise
+    `RankFailure` with all ranks' tracebacks.
+
+    `fresh=True` uses new processes for this call alone and returns a `RankOutcome` per rank
+    instead: nothing is raised for a rank that raised, exited or was killed, but a rank still
+    running after `timeout` seconds raises. `env` is set before torch is imported, in a process of
+    its own; it implies new processes, but not outcomes.
+    """
+    if fresh or env:
+        launcher = Launcher(env) if env else default_launcher()
+        pool = Pool(launcher, n_ranks)
+        try:
+            outcomes = pool.call(fn, args, timeout, timeout if fresh else GRACE_S)
+            pool.close(outcomes)
+        finally:
+            pool.kill()
+            if env:
+                launcher.close()
+        if any(outcome.timed_out for outcome in outcomes):
+            raise_failure(fn, outcomes)
+        if fresh:
+            return outcomes
+    else:
+        pool = Pool.of(n_ranks)
+        outcomes = pool.call(fn, args, timeout)
+    if not all(outcome.ok for outcome in outcomes):
+        pool.kill()
+        skipped = next((o for o in outcomes if o.exc_type == "Skipped"), None)
+        if skipped:
+            import pytest
+
+            pytest.skip(skipped.value)
+        raise_failure(fn, outcomes)
+    return [outcome.value for outcome in outcomes]
+
+
+def raise_failure(fn: Callable[..., Any], outcomes: list[RankOutcome]) -> None:
+    bad = [outcome for outcome in outcomes if not outcome.ok]
+    first = min(bad, key=lambda outcome: (not outcome.error, outcome.timed_out))
+    parts = [f"{fn.__module__}.{fn.__qualname__} on {len(outcomes)} ranks, seed {SEED}"]
+    for outcome in sorted(bad, key=lambda outcome: outcome is not first):
+        fate = outcome.error or (
+            "did not finish" if outcome.timed_out else f"exit code {outcome.exit_code}"
+        )
+        parts.append(f"--- rank {outcome.rank}: {fate.rstrip()}")
+        if outcome.output.strip():
+            parts.append(f"--- rank {outcome.rank} wrote:\n{outcome.output[-6000:].rstrip()}")
+    raise RankFailure("\n".join(parts), first.rank, first.exc_type)
+
+
+class Launcher:
+    """The process that imported torch and forks ranks; the only one that signals and reaps them."""
+
+    def __init__(self, env: dict[str, str] | None = None) -> None:
+        ours, theirs = socket.socketpair()
+        settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno())],
+            env={**os.environ, **settings, **(env or {})},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        self.socket = ours
+        self.exit_codes: dict[int, int] = {}
+
+    def ask(self, request: tuple[Any, ...], fds: list[int] | None = None) -> Any:
+        send_message(self.socket, request, fds)
+        reply, exit_codes = receive_message(self.socket)[0]
+        self.exit_codes.update(exit_codes)
+        return reply
+
+    def fork(self, rank: int, n_ranks: int, output: int) -> tuple[int, Connection]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            request = ("fork", rank, n_ranks, list(sys.path), os.getcwd())
+            pid = self.ask(request, [theirs.fileno(), output])
+        return pid, Connection(ours.detach())
+
+    def exit_code(self, pid: int) -> int | None:
+        if pid not in self.exit_codes:
+            self.ask(("poll",))
+        return self.exit_codes.get(pid)
+
+    def signal(self, pid: int, number: int) -> None:
+        self.ask(("signal", pid, int(number)))
+
+    def close(self) -> None:
+        self.socket.close()
+        self.process.wait(STOP_TIMEOUT_S)
+
+
+class Pool:
+    """The ranks of one world."""
+
+    pools: dict[int, "Pool"] = {}
+
+    def __init__(self, launcher: Launcher, n_ranks: int) -> None:
+        self.launcher = launcher
+        self.n_ranks = n_ranks
+        self.alive = True
+        self.files = [tempfile.TemporaryFile("w+b") for _ in range(n_ranks)]
+        ranks = [launcher.fork(r, n_ranks, f.fileno()) for r, f in enumerate(self.files)]
+        self.pids = [pid for pid, _ in ranks]
+        self.pipes = [pipe for _, pipe in ranks]
+        port = None
+        # Rank 0 binds a free port itself; one that was chosen here could be taken before it is
+        # bound.
+        for pipe in self.pipes:
+            if port is None:
+                send(pipe, "host")
+                port = self.receive_started(pipe)
+            else:
+                send(pipe, port)
+        for pipe in self.pipes:
+            self.receive_started(pipe)
+
+    @classmethod
+    def of(cls, n_ranks: int) -> "Pool":
+        pool = cls.pools.get(n_ranks)
+        if pool is None or not pool.alive:
+            pool = cls.pools[n_ranks] = cls(default_launcher(), n_ranks)
+        return pool
+
+    def receive_started(self, pipe: Connection) -> Any:
+        try:
+            if pipe.poll(START_TIMEOUT_S):
+                return receive(pipe)
+            why = "in time"
+        except EOFError:
+            why = "at all"
+        texts = [self.output(rank, 0) for rank in range(self.n_ranks)]
+        self.kill()
+        raise RankFailure(f"the ranks did not start {why}:\n" + "\n".join(texts))
+
+    def call(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, grace: float = GRACE_S
+    ) -> list[RankOutcome]:
+        """Run one function on all ranks and gather the outcomes; hung ranks leave their stacks in
+        `output`.
+        """
+        starts = [os.fstat(file.fileno()).st_size for file in self.files]
+        request = (fn.__module__, fn.__qualname__, args)
+        for pipe in self.pipes:
+            send(pipe, request)
+        outcomes = [RankOutcome(rank) for rank in range(self.n_ranks)]
+        pending = dict(enumerate(self.pipes))
+        deadline = time.monotonic() + timeout
+        while pending and (left := deadline - time.monotonic()) > 0:
+            ready = wait(list(pending.values()), left)
+            for rank in [rank for rank, pipe in pending.items() if pipe in ready]:
+                self.take(rank, outcomes[rank])
+                del pending[rank]
+                if not outcomes[rank].ok:
+                    deadline = min(deadline, time.monotonic() + grace)
+        if pending:
+            self.dump_stacks(pending)
+        for rank, outcome in enumerate(outcomes):
+            outcome.timed_out = rank in pending
+            outcome.output = self.output(rank, starts[rank])
+        return outcomes
+
+    def take(self, rank: int, outcome: RankOutcome) -> None:
+        """Fill the outcome of a rank that answered or ended."""
+        try:
+            outcome.value, outcome.exc_type, outcome.error = receive(self.pipes[rank])
+        except (EOFError, ConnectionError):
+            outcome.exit_code = self.await_exit(rank)
+
+    def await_exit(self, rank: int) -> int:
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while (code := self.launcher.exit_code(self.pids[rank])) is None:
+            if time.monotonic() > deadline:
+                self.launcher.signal(self.pids[rank], signal.SIGKILL)
+                deadline += STOP_TIMEOUT_S
+            time.sleep(0.01)
+        return code
+
+    def dump_stacks(self, ranks: dict[int, Connection]) -> None:
+        for rank in ranks:
+            self.launcher.signal(self.pids[rank], signal.SIGUSR1)
+        time.sleep(0.5)
+
+    def output(self, rank: int, start: int) -> str:
+        fd = self.files[rank].fileno()
+        return os.pread(fd, os.fstat(fd).st_size - start, start).decode(errors="replace")
+
+    def close(self, outcomes: list[RankOutcome] | None = None) -> None:
+        """Let the ranks end as a script does: leave the process group, then the interpreter."""
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):
+                send(pipe, None)
+        for rank, outcome in enumerate(outcomes or []):
+            if not outcome.timed_out:
+                outcome.exit_code = self.await_exit(rank)
+                outcome.output = self.output(rank, 0)
+
+    def kill(self) -> None:
+        if not self.alive:
+            return
+        self.alive = False
+        for pid, pipe, file in zip(self.pids, self.pipes, self.files, strict=True):
+            self.launcher.signal(pid, signal.SIGKILL)
+            pipe.close()
+            file.close()
+
+
+_launcher: Launcher | None = None
+
+
+def default_launcher() -> Launcher:
+    global _launcher
+    if _launcher is None:
+        _launcher = Launcher()
+        atexit.register(stop)
+    return _launcher
+
+
+def stop() -> None:
+    """End all ranks; the next call starts new ones."""
+    global _launcher
+    for pool in Pool.pools.values():
+        if pool.alive:
+            pool.close()
+            for rank in range(pool.n_ranks):
+                pool.await_exit(rank)
+            pool.kill()
+    Pool.pools.clear()
+    if _launcher is not None:
+        _launcher.close()
+        _launcher = None
+
+
+# --- messages -------------------------------------------------------------------------------------
+# Plain pickle, because the pickler of multiprocessing would move torch tensors through shared
+# memory.
+
+
+def send(pipe: Connection, message: Any) -> None:
+    pipe.send_bytes(pickle.dumps(message))
+
+
+def receive(pipe: Connection) -> Any:
+    return pickle.loads(pipe.recv_bytes())
+
+
+def send_message(sock: socket.socket, message: Any, fds: list[int] | None = None) -> None:
+    data = pickle.dumps(message)
+    socket.send_fds(sock, [len(data).to_bytes(4, "little")], fds or [])
+    sock.sendall(data)
+
+
+def receive_message(sock: socket.socket) -> tuple[Any, list[int]]:
+    head, fds, _, _ = socket.recv_fds(sock, 4, 2)
+    if not head:
+        raise EOFError
+    n_bytes = int.from_bytes(head, "little")
+    data = b""
+    while len(data) < n_bytes:
+        data += sock.recv(n_bytes - len(data))
+    return pickle.loads(data), fds
+
+
+# --- the launcher's side --------------------------------------------------------------------------
+
+
+def launch(fd: int) -> None:
+    """Serve fork and signal requests until the caller goes; returns in each forked rank when that
+    is done.
+    """
+    # What ranks need, once; without these three each rank would take seconds for them at its first
+    # use.
+    import torch._dynamo
+    import torch.distributed.fsdp
+    import torch.distributed.tensor  # noqa: F401
+
+    # A collection after every call then looks at what tests made only.
+    gc.collect()
+    gc.freeze()
+
+    sock = socket.socket(fileno=fd)
+    children: set[int] = set()
+    while True:
+        try:
+            request, fds = receive_message(sock)
+        except (EOFError, ConnectionError):
+            break
+        exit_codes: dict[int, int] = {}
+        while children and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            children.discard(ended[0])
+            exit_codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+        reply = None
+        if request[0] == "fork":
+            reply = os.fork()
+            if reply == 0:
+                sock.close()
+                serve_rank(Connection(fds[0]), fds[1], *request[1:])
+                return
+            children.add(reply)
+            for received in fds:
+                os.close(received)
+        elif request[0] == "signal" and request[1] in children:
+            os.kill(request[1], request[2])
+        send_message(sock, (reply, exit_codes))
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+
+
+# --- a rank's side --------------------------------------------------------------------------------
+
+
+def serve_rank(
+    pipe: Connection, output: int, rank: int, n_ranks: int, path: list[str], directory: str
+) -> None:
+    """Join the process group, then answer calls until told to stop."""
+    import torch
+    import torch.distributed as dist
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.enable()
+    sys.path[:] = path
+    os.chdir(directory)
+    torch.set_num_threads(1)
+
+    limit = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+    port = receive(pipe)
+    if port == "host":
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+        send(pipe, port := store.port)
+    else:
+        store = dist.TCPStore("127.0.0.1", port, timeout=limit)
+    # What torchrun sets: code under test may look at it.
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        WORLD_SIZE=str(n_ranks),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(n_ranks),
+    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=n_ranks, timeout=limit)
+    send(pipe, "ready")
+    while (request := receive_or_none(pipe)) is not None:
+        send(pipe, answer(rank, n_ranks, *request))
+    dist.destroy_process_group()
+
+
+def receive_or_none(pipe: Connection) -> Any:
+    with contextlib.suppress(EOFError, ConnectionError):
+        return receive(pipe)
+
+
+def answer(
+    rank: int, n_ranks: int, module: str, name: str, args: tuple[Any, ...]
+) -> tuple[Any, str, str]:
+    """Run one test function; gives (value, exception type, traceback)."""
+    import torch
+
+    seed_everything(SEED)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    try:
+        fn: Any = importlib.import_module(module)
+        for part in name.split("."):
+            fn = getattr(fn, part)
+        value = fn(rank, n_ranks, *args)
+        pickle.dumps(value)
+        return value, "", ""
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
+        reason = str(error) if type(error).__name__ == "Skipped" else None
+        return reason, type(error).__name__, traceback.format_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        gc.collect()
+
+
+def seed_everything(seed: int) -> None:
+    import torch
+
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+_meshes: dict[tuple[Any, ...], Any] = {}
+
+
+def cached_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> Any:
+    """A CPU device mesh, made once per rank process: each new one would open more connections."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    key = (shape, names)
+    if key not in _meshes:
+        _meshes[key] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return _meshes[key]
+
+
+def implementation() -> Any:
+    """The module under test. FSDP_C_TEST_IMPL=torch puts torch's own there, to check the tests
+    themselves.
+    """
+    if os.environ.get("FSDP_C_TEST_IMPL", "fsdp_c") == "torch":
+        return importlib.import_module("torch.distributed.fsdp")
+    return importlib.import_module("fsdp_c")
+
+
+if __name__ == "__main__":
+    # Through the import system, so that tests in the ranks find the same module object.
+    import harness
+
+    harness.launch(int(sys.argv[1]))

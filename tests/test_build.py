@@ -1,0 +1,117 @@
+"""What the build hands out: symbols, the note about torch, make's targets, the source archive."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import fsdp_c
+from fsdp_c import _native
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def build_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fsdp_c_setup", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_extension_exports_its_entry_alone():
+    command = ["nm", "--dynamic", "--defined-only", _native._C.__file__]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [line.split()[-1] for line in lines] == ["PyInit__C"]
+
+
+def note(version: str) -> ModuleType:
+    module = ModuleType("fsdp_c._build")
+    module.TORCH_VERSION = version
+    return module
+
+
+def test_other_torch_minor_is_refused(monkeypatch: pytest.MonkeyPatch):
+    import torch
+
+    monkeypatch.setitem(sys.modules, "fsdp_c._build", note("2.9.1+cpu"))
+    with pytest.raises(ImportError) as error:
+        _native.load()
+    text = str(error.value)
+    assert "torch 2.9.1+cpu" in text and f"torch {torch.__version__}" in text
+    assert "pip install --no-build-isolation" in text
+
+
+def test_other_torch_patch_is_accepted(monkeypatch: pytest.MonkeyPatch):
+    import torch
+
+    minor = ".".join(torch.__version__.split(".")[:2])
+    monkeypatch.setitem(sys.modules, "fsdp_c._build", note(f"{minor}.99"))
+    assert _native.load() is _native._C
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"), [("_build", "has not been built"), ("_C", "is missing or was built for")]
+)
+def test_missing_extension_is_explained(missing: str, words: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, f"fsdp_c.{missing}", None)
+    with pytest.raises(ImportError, match=f"{words}.*pip install --no-build-isolation"):
+        _native.load()
+
+
+def test_no_source_is_forgotten(build_script: ModuleType):
+    named = {*build_script.CORE_SOURCES, *build_script.X86_ONLY, *build_script.NO_X86}
+    named |= {*build_script.BIND_SOURCES, *build_script.C_TESTS}
+    globs = ("csrc/**/*.c", "csrc/**/*.cpp", "tests/c/*.c")
+    assert named == {str(p.relative_to(ROOT)) for glob in globs for p in ROOT.glob(glob)}
+
+
+def test_source_lists_are_sorted(build_script: ModuleType):
+    assert build_script.BIND_SOURCES == sorted(build_script.BIND_SOURCES)
+    assert build_script.C_TESTS == sorted(build_script.C_TESTS)
+
+
+def test_core_cannot_see_python(build_script: ModuleType, tmp_path: Path):
+    source = tmp_path / "sees_python.c"
+    source.write_text("#include <Python.h>\n")
+    command = build_script.Toolchain().c_command("csrc/base/status.c")
+    done = subprocess.run(
+        [*command, "-fsyntax-only", str(source)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode != 0 and "Python.h: No such file" in done.stderr
+
+
+def test_make_lists_every_target():
+    rules = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    shown = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = re.findall(r"^  ([a-z-]+) +\S", shown, re.MULTILINE)
+    assert listed == rules
+    wanted = "build demo test test-c bench sanitize lint format gpu-check clean".split()
+    assert set(wanted) <= set(listed)
+
+
+def test_source_archive_can_be_built_and_tested(tmp_path: Path):
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    command += ["sdist", "--dist-dir", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    patterns = ("csrc/**/*.[ch]", "csrc/**/*.cpp", "tests/**/*.py", "tests/c/*", "fsdp_c/*.py")
+    files = {str(path.relative_to(ROOT)) for glob in patterns for path in ROOT.glob(glob)}
+    files |= {"Makefile", "LICENSE", "README.md", "pyproject.toml", "fsdp_c/py.typed"}
+    assert files - names == {"fsdp_c/_build.py"}
+
+
+def test_version_is_the_package_s():
+    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version is not None
+    assert importlib.metadata.version("fsdp_c") == version[1]
+    assert fsdp_c.__name__ == "fsdp_c"

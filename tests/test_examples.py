@@ -1,0 +1,162 @@
+"""Runs the examples and the demo through torchrun, and stops and resumes a training run."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+sys.path.append(str(EXAMPLES))
+import corpus  # noqa: E402
+import runlog  # noqa: E402
+
+TIMEOUT_S = 120
+TINY = ["--layers", "1", "--dim", "32", "--seq", "16", "--batch", "2", "--sample-bytes", "8"]
+NUMBERED = [
+    ("01_minimal.py", 2, "rank 1 holds (32, 64) of (64, 64)"),
+    ("02_mixed_precision.py", 2, "gradients torch.float32"),
+    ("03_hsdp.py", 4, "rank 3 holds (32, 64) of (64, 64)"),
+    ("04_gradient_accumulation.py", 2, "gradient norm"),
+]
+
+
+@contextlib.contextmanager
+def started(arguments: list[str]) -> Iterator[subprocess.Popen]:
+    """A Python process with all that it starts in a session, which does not outlive the block."""
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+def torchrun(script: str, n_ranks: int, *arguments: str) -> list[str]:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(n_ranks)]
+    return [*launch, str(EXAMPLES / script), *arguments]
+
+
+def run(arguments: list[str]) -> str:
+    """What the command prints; fails if it fails."""
+    with started(arguments) as process:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0, output
+    return output
+
+
+def wait_for_steps(log: Path, n_steps: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not log.exists() or log.read_text().count('"kind": "step"') < n_steps:
+        assert time.monotonic() < deadline, f"{log} did not reach step {n_steps}"
+        time.sleep(0.005)
+
+
+def trajectory(log: Path) -> list[tuple[int, float, float]]:
+    return [(s["step"], s["loss"], s["grad_norm"]) for s in runlog.read(log).steps]
+
+
+@pytest.mark.parametrize(("script", "n_ranks", "expected"), NUMBERED)
+def test_numbered_example(script: str, n_ranks: int, expected: str) -> None:
+    assert expected in run(torchrun(script, n_ranks))
+
+
+def test_checkpoint_example_goes_on_with_more_ranks(tmp_path: Path) -> None:
+    assert "saved after step 20" in run(torchrun("05_checkpoint.py", 2, str(tmp_path)))
+    output = run(torchrun("05_checkpoint.py", 3, str(tmp_path)))
+    assert "goes on after step 20" in output and "saved after step 40" in output
+
+
+def test_demo_compares_and_draws(tmp_path: Path) -> None:
+    command = [str(EXAMPLES / "demo.py"), *TINY, "--steps", "6", "--out", str(tmp_path)]
+    output = run(command)
+    assert "fsdp_c / torch" in output and "tokens/s" in output and "peak memory" in output
+    assert "THEY DISAGREE" not in output
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    losses = [
+        [loss for _, loss, _ in trajectory(runlog.log_path(tmp_path, i))]
+        for i in ("fsdp_c", "torch")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert len(losses[0]) == 6
+
+
+@pytest.mark.parametrize("impl", ["torch", "fsdp_c"])
+def test_interrupted_run_resumes_bit_exactly(tmp_path: Path, impl: str) -> None:
+    """SIGINT to torchrun and all ranks, as from a terminal, then --resume."""
+    options = ["--impl", impl, "--steps", "60", *TINY]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(torchrun("train_gpt.py", 2, *options, "--out", str(whole)))
+
+    log = runlog.log_path(parts, impl)
+    with started(torchrun("train_gpt.py", 2, *options, "--out", str(parts))) as process:
+        wait_for_steps(log, 5)
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert runlog.read(log).end.get("interrupted"), output
+    done = len(runlog.read(log).steps)
+    assert 5 <= done < 60
+
+    output = run(torchrun("train_gpt.py", 2, *options, "--out", str(parts), "--resume"))
+    assert f"at step {done}" in output
+    assert trajectory(log) == trajectory(runlog.log_path(whole, impl))
+    assert runlog.read(log).end == runlog.read(runlog.log_path(whole, impl)).end
+    kept = sorted(p.name for p in (parts / impl / "checkpoints").iterdir())
+    assert len(kept) == 2 and kept[-1] == "step-0000060"
+
+
+def test_demo_says_how_to_resume(tmp_path: Path) -> None:
+    command = [str(EXAMPLES / "demo.py"), *TINY, "--impl", "torch", "--steps", "5000"]
+    command += ["--out", str(tmp_path)]
+    with started(command) as process:
+        wait_for_steps(runlog.log_path(tmp_path, "torch"), 2)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130, output
+    assert "Interrupted" in output and "--resume" in output and "Traceback" not in output
+    assert list((tmp_path / "torch" / "checkpoints").glob("step-*/.metadata"))
+
+
+def test_resume_without_and_with_another_checkpoint(tmp_path: Path) -> None:
+    """Nothing to resume from is no error; a checkpoint of another model is."""
+    options = ["--impl", "torch", "--steps", "2", *TINY, "--out", str(tmp_path), "--resume"]
+    assert "no checkpoint" in run(torchrun("train_gpt.py", 1, *options))
+    assert len(trajectory(runlog.log_path(tmp_path, "torch"))) == 2
+    with started(torchrun("train_gpt.py", 1, *options, "--dim", "64")) as process:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode != 0
+    assert "was written with --dim 32, not 64" in output
+
+
+def test_corpus_keeps_validation_apart() -> None:
+    text = corpus.Corpus()
+    files = {p.read_bytes() for p in corpus.library_files(Path(os.__file__).parent)}
+    kept = {content for content in files if corpus.is_validation(content)}
+    assert 0.05 < len(kept) / len(files) < 0.2
+    assert not any(content in text.train.tobytes() for content in kept if len(content) > 1000)
+    assert all(content in text.validation.tobytes() for content in kept)
+
+
+def test_batches_depend_on_their_key_alone() -> None:
+    first, second = corpus.Corpus(), corpus.Corpus()
+    second.batch((9, 9, 9), 4, 16)
+    (x, y), (again, _) = first.batch((0, 7, 1), 4, 16), second.batch((0, 7, 1), 4, 16)
+    assert x.equal(again) and x[:, 1:].equal(y[:, :-1])
+    assert not x.equal(first.batch((0, 8, 1), 4, 16)[0])

@@ -1,0 +1,230 @@
+"""Memory of parameters and gradients: released, guarded after that, never changed under a user."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from harness import cached_mesh, implementation, run_ranks
+from snapshots import Net, batch, check_gradients
+from torch.distributed.tensor import DTensor
+
+MIB = 1 << 20
+
+
+class KeepingNet(Net):
+    """Keeps what it sees of its own weights in forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        self.kept = self.first.seen
+        return self.second(torch.tanh(hidden)) + self.offset
+
+
+class KeepingLinear(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = {"parameter": self.weight, "view": self.weight.detach()[1:]}
+        return super().forward(x)
+
+
+def keeping_net() -> KeepingNet:
+    net = KeepingNet()
+    linear = KeepingLinear(4, 5)
+    linear.load_state_dict(net.first.state_dict())
+    net.first = linear
+    return net
+
+
+def sharded(net: Net | None = None) -> Net:
+    net = net or Net()
+    api, mesh = implementation(), cached_mesh((dist.get_world_size(),))
+    api.fully_shard(net.first, mesh=mesh)
+    return api.fully_shard(net, mesh=mesh)
+
+
+READS: dict[str, Callable[[torch.Tensor], object]] = {
+    "sum": lambda t: t.sum(),
+    "clone": lambda t: t.clone(),
+    "tolist": lambda t: t.tolist(),
+    "write": lambda t: t.detach().zero_(),
+    "matmul": lambda t: t @ torch.ones(4),
+}
+
+
+def read_late(rank: int, n_ranks: int) -> None:
+    net, reference = sharded(keeping_net()), Net()
+    for _ in range(2):
+        net.zero_grad()
+        net(batch(rank)).square().sum().backward()
+        for what, kept in net.kept.items():
+            assert kept.untyped_storage().nbytes() == 0, what
+            for read in READS.values():
+                with pytest.raises(RuntimeError, match=r"(?s)first.*unshard"):
+                    read(kept)
+        # The refused reads did no harm.
+        check_gradients(net, reference, n_ranks)
+    # The same objects work again while the unit is unsharded.
+    net.first.unshard()
+    assert net.first.weight is net.kept["parameter"]
+    assert torch.equal(net.kept["parameter"], reference.first.weight)
+    assert torch.equal(net.kept["view"], reference.first.weight[1:])
+    net.first.reshard()
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_late_reads_are_refused(n_ranks: int) -> None:
+    run_ranks(read_late, n_ranks)
+
+
+def use_outside_forward(rank: int, n_ranks: int) -> None:
+    net = sharded()
+    net(batch(rank)).sum().backward()
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        net.first.weight @ torch.ones(4)
+
+
+def test_sharded_weight_outside_forward() -> None:
+    run_ranks(use_outside_forward, 2)
+
+
+# --- gradients ---
+
+HOLDERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gradient": lambda grad: grad,
+    "detached": lambda grad: grad.detach(),
+    "local": lambda grad: grad.to_local(),
+    "view": lambda grad: grad.to_local()[:1],
+    "flat": lambda grad: grad.to_local().view(-1)[1:],
+}
+
+
+def keep_gradients(rank: int, n_ranks: int, holder: str) -> None:
+    net, reference = sharded(), Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def values(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+
+    for step in range(5):
+        optimizer.zero_grad()
+        assert all(param.grad is None for param in net.parameters())
+        net(batch(rank, step)).square().sum().backward()
+        optimizer.step()
+        check_gradients(net, reference, n_ranks, step)
+        # Steps without a holder in between, so that memory may be used again.
+        if step % 2 == 0:
+            for param in net.parameters():
+                kept = HOLDERS[holder](param.grad)
+                held.append((kept, values(kept)))
+        for kept, expected in held:
+            assert torch.equal(values(kept), expected)
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_kept_gradients_do_not_change(holder: str) -> None:
+    run_ranks(keep_gradients, 2, holder)
+
+
+def keep_gradients_alone(rank: int, n_ranks: int) -> None:
+    """As above on one rank, where shards and gathered parameters may share memory."""
+    for holder in HOLDERS:
+        keep_gradients(rank, n_ranks, holder)
+
+
+def test_kept_gradients_do_not_change_on_one_rank() -> None:
+    run_ranks(keep_gradients_alone, 1)
+
+
+def zero_in_place(rank: int, n_ranks: int) -> None:
+    net, reference = sharded(), Net()
+    net(batch(rank)).square().sum().backward()
+    objects = [(param.grad, param.grad.to_local().data_ptr()) for param in net.parameters()]
+    for step in range(1, 4):
+        # Through the shards: an unsharded root does not show their gradients.
+        torch.optim.SGD(net.parameters(), lr=0.1).zero_grad(set_to_none=False)
+        assert not any(param.grad.full_tensor().any() for param in net.parameters())
+        net(batch(rank, step)).square().sum().backward()
+        check_gradients(net, reference, n_ranks, step)
+        for param, (grad, pointer) in zip(net.parameters(), objects, strict=True):
+            assert param.grad is grad and grad.to_local().data_ptr() == pointer
+
+
+def accumulate(rank: int, n_ranks: int) -> None:
+    net = sharded()
+    net(batch(rank)).square().sum().backward()
+    objects = [param.grad for param in net.parameters()]
+    once = [grad.to_local().clone() for grad in objects]
+    net(batch(rank)).square().sum().backward()
+    for param, grad, before in zip(net.parameters(), objects, once, strict=True):
+        assert param.grad is grad
+        torch.testing.assert_close(grad.to_local(), 2 * before)
+
+
+def assign_gradients(rank: int, n_ranks: int) -> None:
+    """Gradients that the user made are added to, in the user's own object."""
+    net, reference = sharded(), Net()
+    mine = {}
+    for name, param in net.named_parameters():
+        param.grad = mine[name] = torch.ones_like(param)
+    net(batch(rank)).square().sum().backward()
+    for name, param in net.named_parameters():
+        assert param.grad is mine[name]
+        param.grad.to_local().sub_(1)
+    check_gradients(net, reference, n_ranks, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3])
+@pytest.mark.parametrize("fn", [zero_in_place, accumulate, assign_gradients])
+def test_gradient_objects(fn: Callable, n_ranks: int) -> None:
+    run_ranks(fn, n_ranks)
+
+
+# --- how much ---
+
+
+def resident() -> int:
+    """Bytes of this process, shared pages counted by the part that is its own."""
+    with open("/proc/self/smaps_rollup") as f:
+        return next(int(line.split()[1]) * 1024 for line in f if line.startswith("Pss:"))
+
+
+def measure_depth(rank: int, n_ranks: int, depth: int, side: int) -> int:
+    api, mesh = implementation(), cached_mesh((n_ranks,))
+    peak = 0
+
+    def watch(module: nn.Module, args: object) -> None:
+        nonlocal peak
+        peak = max(peak, resident())
+
+    warm = api.fully_shard(nn.Linear(side, side, bias=False), mesh=mesh)
+    warm(torch.ones(1, side)).sum().backward()
+    before = resident()
+    net = nn.Sequential(*[nn.Linear(side, side, bias=False) for _ in range(depth)])
+    for layer in net:
+        layer.register_forward_pre_hook(watch)
+        layer.register_full_backward_pre_hook(lambda module, grad: watch(module, grad))
+        api.fully_shard(layer, mesh=mesh)
+    api.fully_shard(net, mesh=mesh)
+    peak = 0
+    for _ in range(2):
+        net.zero_grad()
+        net(torch.ones(1, side)).sum().backward()
+        watch(net, None)
+    return peak - before
+
+
+def test_memory_is_flat_in_depth() -> None:
+    """Twice the units may cost twice the shards and gradients, and nothing else."""
+    side, n_ranks = 1024, 2
+    unit = side * side * 4
+    peaks = {}
+    for depth in (8, 16):
+        outcomes = run_ranks(measure_depth, n_ranks, depth, side, fresh=True)
+        assert all(outcome.ok for outcome in outcomes), outcomes[0].error
+        peaks[depth] = sum(outcome.value for outcome in outcomes)
+    print({depth: f"{peak / MIB:.1f} MiB" for depth, peak in peaks.items()})
+    shards_and_gradients = 8 * unit * 2
+    # One unit's worth of slack for what allocators keep.
+    assert peaks[16] - peaks[8] <= shards_and_gradients + 2 * unit

@@ -1,0 +1,199 @@
+"""Who may include and import whom: the core's layers, its headers, and the Python modules."""
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+PACKAGE = ROOT / "fsdp_c"
+
+# Headers that other layers may include; base's are all public, every other one is private.
+PUBLIC = {
+    "base": sorted(path.name for path in (CSRC / "base").glob("*.h")),
+    "kernels": ["kernels.h"],
+    "transport": ["transport.h"],
+    "comm": ["comm.h"],
+    "group": ["domain.h", "exchange.h", "layout.h", "slots.h", "unit.h"],
+    "bind": [],
+}
+
+# Layers whose public headers a layer may include, beside its own headers.
+MAY_INCLUDE = {
+    "base": [],
+    "kernels": ["base"],
+    "transport": ["base"],
+    "comm": ["base", "kernels", "transport"],
+    "group": ["base", "kernels", "transport", "comm"],
+    "bind": ["base", "kernels", "transport", "comm", "group"],
+}
+
+# Downward: a module imports only what stands before it.
+MODULES = [
+    "_build",
+    "_env",
+    "_native",
+    "_api",
+    "_compat",
+    "_comm",
+    "_mesh",
+    "_param",
+    "_unit",
+    "_state",
+    "_init",
+    "_fully_shard",
+    "_install",
+    "__init__",
+    "__main__",
+]
+
+SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".c", ".h", ".cpp"))
+PYTHON = sorted(PACKAGE.glob("*.py"))
+PUBLIC_HEADERS = [f"{layer}/{name}" for layer, names in PUBLIC.items() for name in names]
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.MULTILINE)
+ENVIRONMENT = re.compile(r"\b(secure_getenv|getenv|setenv|putenv|environ)\b")
+
+
+def includes(path: Path) -> Iterator[tuple[str, str]]:
+    for match in INCLUDE.finditer(path.read_text()):
+        yield match[1], match[2]
+
+
+def include_fault(path: Path, quote: str, name: str) -> str | None:
+    layer = path.relative_to(CSRC).parts[0]
+    target, _, header = name.partition("/")
+    if quote == "<":
+        is_foreign = name == "Python.h" or target in ("torch", "ATen", "c10", "pybind11")
+        return "sees Python or torch" if is_foreign and layer != "bind" else None
+    if not (CSRC / name).is_file():
+        return "is not written from csrc, or does not exist"
+    if target == layer:
+        is_leak = path.name in PUBLIC[layer] and header not in PUBLIC[layer]
+        return "is private, in a public header" if is_leak else None
+    if target not in MAY_INCLUDE[layer]:
+        return f"lies above {layer}"
+    return None if header in PUBLIC[target] else f"is private to {target}"
+
+
+def test_every_layer_is_known():
+    assert {path.relative_to(CSRC).parts[0] for path in SOURCES} == MAY_INCLUDE.keys()
+    assert [name for name in PUBLIC_HEADERS if not (CSRC / name).exists()] == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(CSRC)))
+def test_includes_go_downward(path: Path):
+    faults = [
+        f"{name} {fault}"
+        for quote, name in includes(path)
+        if (fault := include_fault(path, quote, name)) is not None
+    ]
+    assert not faults
+
+
+@pytest.mark.parametrize(
+    ("path", "quote", "name", "fault"),
+    [
+        ("base/status.c", '"', "kernels/kernels.h", "lies above base"),
+        ("kernels/kern_ref.c", '"', "transport/transport.h", "lies above kernels"),
+        ("comm/comm.c", '"', "kernels/kern_tables.h", "is private to kernels"),
+        ("base/dtype.h", '"', "dtype.h", "is not written from csrc, or does not exist"),
+        ("kernels/kernels.h", '"', "kernels/kern_tables.h", "is private, in a public header"),
+        ("group/layout.c", "<", "torch/torch.h", "sees Python or torch"),
+        ("bind/module.cpp", "<", "Python.h", None),
+        ("comm/comm.c", '"', "kernels/kernels.h", None),
+    ],
+)
+def test_the_rule_itself(path: str, quote: str, name: str, fault: str | None):
+    assert include_fault(CSRC / path, quote, name) == fault
+
+
+@pytest.mark.parametrize("language", ["c", "c++"])
+@pytest.mark.parametrize("header", PUBLIC_HEADERS)
+def test_public_header_stands_alone(header: str, language: str):
+    compiler, standard = {"c": ("gcc", "gnu11"), "c++": ("g++", "c++20")}[language]
+    command = [compiler, f"-std={standard}", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
+    done = subprocess.run(
+        [*command, f"-I{CSRC}", "-fsyntax-only", "-x", language, "-"],
+        input=f'#include "{header}"\n#include "{header}"\n',
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(CSRC)))
+def test_core_reads_no_environment(path: Path):
+    assert not ENVIRONMENT.findall(path.read_text())
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Names of the modules of fsdp_c that a file imports, wherever in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "fsdp_c":
+                    yield (alias.name.split(".") + ["__init__"])[1]
+        elif isinstance(node, ast.ImportFrom):
+            parts = (node.module or "").split(".")
+            if node.level == 0 and parts[0] != "fsdp_c":
+                continue
+            parts = [part for part in parts if part][0 if node.level else 1 :]
+            yield from [parts[0]] if parts else (alias.name for alias in node.names)
+
+
+def reads_environment(tree: ast.AST) -> bool:
+    names = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in names:
+            return True
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            if any(alias.name in names for alias in node.names):
+                return True
+    return False
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda path: path.name)
+def test_imports_go_downward(path: Path):
+    assert path.stem in MODULES, "give the new module its place in MODULES"
+    below = MODULES[: MODULES.index(path.stem)]
+    extension = ["_C"] if path.stem == "_native" else []
+    names = set(imported(ast.parse(path.read_text())))
+    modules = {name for name in names if name == "_C" or (PACKAGE / f"{name}.py").exists()}
+    assert modules <= {*below, *extension}
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda path: path.name)
+def test_environment_is_read_in_one_file(path: Path):
+    assert reads_environment(ast.parse(path.read_text())) == (path.stem == "_env")
+
+
+def test_only_native_names_the_extension():
+    pattern = re.compile(r"fsdp_c\._C\b[\"']")
+    assert [p.stem for p in PYTHON if pattern.search(p.read_text())] == ["_native"]
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("import fsdp_c", ["__init__"]),
+        ("import fsdp_c._C as native", ["_C"]),
+        ("from fsdp_c import _C, _env", ["_C", "_env"]),
+        ("from . import _param", ["_param"]),
+        ("from ._state import State", ["_state"]),
+        ("def late():\n    from fsdp_c._unit import Unit", ["_unit"]),
+        ("import os\nfrom torch import _C", []),
+    ],
+)
+def test_imports_are_seen(code: str, names: list[str]):
+    assert list(imported(ast.parse(code))) == names
+
+
+@pytest.mark.parametrize(
+    "code", ["import os\nos.environ['X']", "from os import getenv", "import os as o\no.getenv('X')"]
+)
+def test_environment_reads_are_seen(code: str):
+    assert reads_environment(ast.parse(code))
