@@ -31,11 +31,24 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 
 
-def found(pattern: str) -> list[str]:
-    return sorted(str(p.relative_to(ROOT)) for p in ROOT.glob(pattern))
+# Every source, by folder; a file that is not named here is an error.
+C_SOURCES = {
+    "csrc/base": "alloc clock dtype status",
+    "csrc/kernels": "kern_avx2 kern_avx512 kern_avx512_bf16 kern_ref kern_select no_x86",
+    "csrc/transport": "callback process shm shm_region shm_segment shm_wait transport",
+    "csrc/comm": "comm mapped message step",
+    "csrc/group": "domain exchange layout slots unit",
+}
+CXX_SOURCES = {
+    "csrc/bind": (
+        "autograd comm domain hooks host messages module reduce state status tensors "
+        "transport tree unit walk"
+    ),
+}
+C_TEST_SOURCES = {
+    "tests/c": "test_base test_comm test_faults test_kernels test_transport",
+}
 
-
-IS_X86 = platform.machine() in ("x86_64", "AMD64")
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512cd", "-mf16c", "-mfma"]
 
 # Flags of single files; the CPU is asked at run time whether a kernel of theirs may be called.
@@ -44,17 +57,8 @@ FILE_FLAGS = {
     "csrc/kernels/kern_avx512.c": AVX512,
     "csrc/kernels/kern_avx512_bf16.c": [*AVX512, "-mavx512bf16"],
 }
-X86_ONLY = list(FILE_FLAGS)
-NO_X86 = ["csrc/kernels/no_x86.c"]
-
-CORE_SOURCES = [
-    source
-    for layer in ("base", "kernels", "transport", "comm", "group")
-    for source in found(f"csrc/{layer}/*.c")
-    if source not in (NO_X86 if IS_X86 else X86_ONLY)
-]
-BIND_SOURCES = found("csrc/bind/*.cpp")
-C_TESTS = found("tests/c/test_*.c")
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+OTHER_CPU = {"csrc/kernels/no_x86.c"} if IS_X86 else set(FILE_FLAGS)
 
 C_WARNINGS = shlex.split(
     "-Wall -Wextra -Wpedantic -Wshadow -Wundef -Wconversion -Wsign-conversion -Wstrict-prototypes"
@@ -67,6 +71,24 @@ BUILD_NOTE = '''"""Written by setup.py: the torch that fsdp_c._C was built again
 
 TORCH_VERSION = "{}"
 '''
+
+
+def sources(table: dict[str, str], suffix: str) -> list[str]:
+    """The paths that a table names, after a check that they are the files that exist."""
+    named = {
+        f"{folder}/{name}{suffix}" for folder, names in table.items() for name in names.split()
+    }
+    there = {
+        str(path.relative_to(ROOT))
+        for folder in table
+        for path in (ROOT / folder).glob(f"*{suffix}")
+    }
+    if named != there:
+        raise SystemExit(
+            f"setup.py names files that do not exist: {sorted(named - there)},"
+            f" or misses files that do: {sorted(there - named)}"
+        )
+    return sorted(named - OTHER_CPU)
 
 
 @dataclass(frozen=True)
@@ -225,8 +247,8 @@ class BuildExtension(build_ext):
         torch, tools = Torch.installed(), Toolchain()
         folder = tools.folder("objects", str(torch), sysconfig.get_config_var("EXT_SUFFIX"))
         # The slow C++ files first, so that both ends of the list finish together.
-        commands = {source: tools.cxx_command(torch) for source in BIND_SOURCES}
-        commands |= {source: tools.c_command(source) for source in CORE_SOURCES}
+        commands = {source: tools.cxx_command(torch) for source in sources(CXX_SOURCES, ".cpp")}
+        commands |= {source: tools.c_command(source) for source in sources(C_SOURCES, ".c")}
         objects = compile_all(commands, folder)
         exports = folder / "exports.map"
         exports.write_text(EXPORTS)
@@ -267,8 +289,9 @@ class BuildCTests(Command):
     def build(self) -> None:
         tools = Toolchain(is_test=True)
         folder = tools.folder("objects")
-        core = compile_all({s: tools.c_command(s) for s in CORE_SOURCES}, folder)
-        tests = compile_all({s: [*tools.c_command(s), "-Itests/c"] for s in C_TESTS}, folder)
+        core = compile_all({s: tools.c_command(s) for s in sources(C_SOURCES, ".c")}, folder)
+        programs = sources(C_TEST_SOURCES, ".c")
+        tests = compile_all({s: [*tools.c_command(s), "-Itests/c"] for s in programs}, folder)
         for test in tests:
             program = Path(self.build_dir, test.name.removesuffix(".c.o"))
             link(program, [*tools.cc, *tools.mode_flags()], [test, *core], LINK_FLAGS)

@@ -1,6 +1,6 @@
 """Peak memory of a rank in training over the model's depth, above the same process without a model.
 
-A unit is eight bias-free linear layers, 32 MiB of fp32 together. What must be held is 1/ranks of
+A unit is two bias-free linear layers of 16 MiB in fp32. What must be held is 1/ranks of
 parameters and gradients; the figure is what comes on top of that, and whether it grows with depth.
 Memory of two implementations cannot be told apart in one process, so each runs in fresh ones, in
 turn, depth by depth.
@@ -28,8 +28,8 @@ GOALS = {(16, 2): 680}
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depths", type=harness.int_list, help="units; default 2,4,8,16,32")
     parser.add_argument("--ranks", type=harness.int_list, default=[2])
-    parser.add_argument("--width", type=int, default=1024, help="a layer is width x width")
-    parser.add_argument("--layers", type=int, default=8, help="layers of a unit")
+    parser.add_argument("--width", type=int, default=2048, help="a layer is width x width")
+    parser.add_argument("--layers", type=int, default=2, help="layers of a unit")
     parser.add_argument("--batch", type=int, default=8, help="rows of input per rank")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--interval-s", type=float, default=0.005, help="between two samples")

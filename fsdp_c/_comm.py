@@ -300,3 +300,17 @@ class Communicator:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def exchange_for(group: dist.ProcessGroup) -> Callable[[str, bytes], list[bytes]] | None:
+    """Exchanges bytes between the ranks of a group that has a transport, as `Rendezvous.exchange`.
+
+    None where the ranks have no store in common (or nobody to talk to).
+    """
+    rendezvous = _rendezvous.get(group)
+    return None if rendezvous is None else rendezvous.exchange
+
+
+def global_ranks(group: dist.ProcessGroup) -> list[int]:
+    """The ranks of the group, as numbered in the world."""
+    return _global_ranks(group)

@@ -1,6 +1,4 @@
-"""Makes the source tree importable, adds the options of the suite and ends the ranks after the last
-test.
-"""
+"""Makes the source tree importable, adds the suite's options and ends the ranks at the end."""
 
 import sys
 from pathlib import Path

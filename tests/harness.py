@@ -1,9 +1,8 @@
-"""Runs a test function on several ranks, each a process, and keeps the processes alive between
-tests.
+"""Runs a test function on several ranks, which are processes that stay alive between tests.
 
-`run_ranks(fn, n_ranks, *args)` is what tests call. One helper process imports torch once and forks the ranks, so that
-new ranks cost milliseconds. A pool of ranks per world size is reused until a call fails; then it is
-thrown away.
+`run_ranks(fn, n_ranks, *args)` is what tests call. One helper process imports torch once and forks
+the ranks, so that new ranks cost milliseconds. A pool of ranks per world size is reused until a
+call fails; then it is thrown away.
 """
 
 import atexit
@@ -219,9 +218,7 @@ class Pool:
     def call(
         self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, grace: float = GRACE_S
     ) -> list[RankOutcome]:
-        """Run one function on all ranks and gather the outcomes; hung ranks leave their stacks in
-        `output`.
-        """
+        """Run one function on all ranks; ranks that hang leave their stacks in `output`."""
         starts = [os.fstat(file.fileno()).st_size for file in self.files]
         request = (fn.__module__, fn.__qualname__, args)
         for pipe in self.pipes:
@@ -348,9 +345,7 @@ def receive_message(sock: socket.socket) -> tuple[Any, list[int]]:
 
 
 def launch(fd: int) -> None:
-    """Serve fork and signal requests until the caller goes; returns in each forked rank when that
-    is done.
-    """
+    """Serve requests until the caller goes; returns in each forked rank when that is done."""
     # What ranks need, once; without these three each rank would take seconds for them at its first
     # use.
     import torch._dynamo
@@ -486,12 +481,8 @@ def cached_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) ->
 
 
 def implementation() -> Any:
-    """The module under test. FSDP_C_TEST_IMPL=torch puts torch's own there, to check the tests
-    themselves.
-    """
-    if os.environ.get("FSDP_C_TEST_IMPL", "fsdp_c") == "torch":
-        return importlib.import_module("torch.distributed.fsdp")
-    return importlib.import_module("fsdp_c")
+    """The module under test; FSDP_C_TEST_IMPL names another, such as torch.distributed.fsdp."""
+    return importlib.import_module(os.environ.get("FSDP_C_TEST_IMPL", "fsdp_c"))
 
 
 if __name__ == "__main__":

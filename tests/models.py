@@ -1,6 +1,4 @@
-"""Small models for the tests, ways to shard them, and data that is the same in every process that
-asks for it.
-"""
+"""Small models for the tests, ways to shard them, and data that every process can compute."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,9 +28,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks between an input and an output layer; with `own`, the root holds parameters of its
-    own.
-    """
+    """A chain of blocks; with `own`, the root holds parameters of its own around them."""
 
     def __init__(self, n_blocks: int = 3, own: bool = True, **block: Any) -> None:
         super().__init__()

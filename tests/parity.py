@@ -1,6 +1,4 @@
-"""Runs a model under torch's `fully_shard` and under the one tested, call by call, and compares all
-that users see.
-"""
+"""Runs a model under torch's `fully_shard` and under the tested one, comparing after each call."""
 
 import dataclasses
 import functools
@@ -18,9 +16,7 @@ from torch.distributed.tensor import DTensor
 
 
 def on_ranks(*worlds: int, timeout: float = 60) -> Callable[[Callable[..., None]], Any]:
-    """Make a test of `fn(rank, n_ranks, ...)`: it runs on the ranks of each world, with the test's
-    parameters.
-    """
+    """Make a test of `fn(rank, n_ranks, ...)`, which runs on the ranks of each of the worlds."""
 
     def decorate(fn: Callable[..., None]) -> Any:
         names = list(inspect.signature(fn).parameters)[2:]
@@ -47,9 +43,7 @@ def on_ranks(*worlds: int, timeout: float = 60) -> Callable[[Callable[..., None]
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """How far two values may be apart: `relative` to each value, `scaled` to the largest of its
-    tensor.
-    """
+    """How far values may be apart: `relative` to each, `scaled` to the largest of the tensor."""
 
     relative: float = 0.0
     scaled: float = 0.0
@@ -59,9 +53,7 @@ class Tolerance:
 
     @staticmethod
     def of(n_ranks: int, dtype: torch.dtype = torch.float32) -> "Tolerance":
-        """Sums of two numbers do not depend on their order. Of more they do, by one rounding per
-        addition.
-        """
+        """Sums of two do not depend on their order; of more they do, by a rounding per addition."""
         if dtype is torch.float32 and n_ranks <= 2:
             return Tolerance()
         if dtype in (torch.float32, torch.float64):
@@ -123,9 +115,7 @@ class Pair:
             pytest.skip("torch fails here")
 
     def both(self, fn: Callable[[Side], Any], where: str = "") -> Any:
-        """Call `fn` with torch's side, then with ours, and compare what they return and leave;
-        gives our result.
-        """
+        """Call `fn` on each side; compare what they return and leave. Gives our result."""
         self.n_checks += 1
         where = f"{where or getattr(fn, '__name__', '')} (check {self.n_checks})"
         results = []
@@ -208,8 +198,7 @@ class Pair:
             side.shards = dict(side.model.named_parameters())
 
     def realign(self) -> None:
-        """Let our shards start the next step from torch's, where roundings would add up over steps.
-        """
+        """Let our shards start the next step from torch's where roundings would add up."""
         if not self.tolerance.realign:
             return
         with torch.no_grad():
@@ -309,9 +298,7 @@ def leaves(tree: Any) -> list[Tensor]:
 
 
 def copies(tree: Any) -> Any:
-    """The same tree with tensors of its own, so that one side cannot see what the other does to its
-    inputs.
-    """
+    """The same tree with tensors of its own: no side sees what the other does to its inputs."""
     if isinstance(tree, Tensor):
         return tree.detach().clone().requires_grad_(tree.requires_grad)
     if dataclasses.is_dataclass(tree):
@@ -329,8 +316,7 @@ def copies(tree: Any) -> Any:
 
 
 class Plain:
-    """The model on one process, with the losses of all ranks: what sharded training has to equal.
-    """
+    """The model on one process, with the losses of all ranks: what sharded training has to equal."""
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         harness.seed_everything(1)
@@ -344,8 +330,7 @@ class Plain:
                 (loss / divisor).backward()
 
     def check(self, side: "Side", tolerance: Tolerance) -> None:
-        """Gather the side's shards and gradients and compare them with these; all ranks call this.
-        """
+        """Gather the side's shards and gradients and compare them with these; all ranks call this."""
         for name, parameter in self.model.named_parameters():
             shard = side.shards[name]
             compare_values(full(shard), parameter.detach(), tolerance, name)

@@ -66,16 +66,26 @@ def test_missing_extension_is_explained(missing: str, words: str, monkeypatch: p
         _native.load()
 
 
-def test_no_source_is_forgotten(build_script: ModuleType):
-    named = {*build_script.CORE_SOURCES, *build_script.X86_ONLY, *build_script.NO_X86}
-    named |= {*build_script.BIND_SOURCES, *build_script.C_TESTS}
-    globs = ("csrc/**/*.c", "csrc/**/*.cpp", "tests/c/*.c")
-    assert named == {str(p.relative_to(ROOT)) for glob in globs for p in ROOT.glob(glob)}
+TABLES = [("C_SOURCES", ".c"), ("CXX_SOURCES", ".cpp"), ("C_TEST_SOURCES", ".c")]
 
 
-def test_source_lists_are_sorted(build_script: ModuleType):
-    assert build_script.BIND_SOURCES == sorted(build_script.BIND_SOURCES)
-    assert build_script.C_TESTS == sorted(build_script.C_TESTS)
+@pytest.mark.parametrize(("name", "suffix"), TABLES)
+def test_source_lists_are_whole_and_sorted(build_script: ModuleType, name: str, suffix: str):
+    table: dict[str, str] = getattr(build_script, name)
+    assert build_script.sources(table, suffix)
+    assert all(names.split() == sorted(names.split()) for names in table.values())
+
+
+def test_every_folder_is_named(build_script: ModuleType):
+    folders = {*build_script.C_SOURCES, *build_script.CXX_SOURCES, *build_script.C_TEST_SOURCES}
+    paths = [path for glob in ("csrc/**/*.c*", "tests/c/*.c") for path in ROOT.glob(glob)]
+    assert {str(path.parent.relative_to(ROOT)) for path in paths} == folders
+
+
+def test_source_list_is_held_to_the_files(build_script: ModuleType):
+    for names in ("alloc clock dtype", "alloc clock dtype status strings"):
+        with pytest.raises(SystemExit, match="status|strings"):
+            build_script.sources({"csrc/base": names}, ".c")
 
 
 def test_core_cannot_see_python(build_script: ModuleType, tmp_path: Path):

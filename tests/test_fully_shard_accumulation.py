@@ -1,6 +1,4 @@
-"""Gradient accumulation beside torch: without synchronisation, with partial reductions, and what is
-held meanwhile.
-"""
+"""Gradient accumulation beside torch: micro-batches without synchronisation, and their hooks."""
 
 from typing import Any
 

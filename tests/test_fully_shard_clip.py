@@ -1,6 +1,4 @@
-"""clip_grad_norm_, clip_grad_value_ and the gradient scaler beside torch, on one and two mesh
-dimensions.
-"""
+"""clip_grad_norm_, clip_grad_value_ and the gradient scaler beside torch."""
 
 import math
 from typing import Any

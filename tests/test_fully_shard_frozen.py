@@ -1,5 +1,4 @@
-"""Frozen parameters beside torch: inside units, whole units, and flags that change between steps.
-"""
+"""Frozen parameters beside torch: in units, whole units, and flags that change between steps."""
 
 import models
 import pytest

@@ -1,6 +1,4 @@
-"""Two-dimensional meshes and the scaling of gradients, beside torch and beside a model that is not
-sharded.
-"""
+"""Two-dimensional meshes and the scaling of gradients, beside torch and a plain model."""
 
 from typing import Any
 
@@ -63,8 +61,7 @@ def test_int_reshard(rank: int, n_ranks: int) -> None:
 
 @on_ranks(2, 4)
 def test_partial_reductions(rank: int, n_ranks: int) -> None:
-    """Reduced over shards only, held, and brought together over replicas with the last micro-batch.
-    """
+    """Reduced over shards only, held, and brought together over replicas with the last micro-batch."""
     for shape in mesh_shapes(n_ranks):
         pair = Pair(Net, sharding(shape))
         for step in range(2):

@@ -1,6 +1,4 @@
-"""What forwards may take and give: nested containers, keywords, no inputs, outputs changed in
-place.
-"""
+"""What forwards may take and give: containers, keywords, nothing, outputs changed in place."""
 
 import collections
 import dataclasses

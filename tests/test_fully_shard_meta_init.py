@@ -31,8 +31,7 @@ def full_state() -> dict[str, Tensor]:
 
 
 def fill_reset(side: Side) -> None:
-    """Layers initialise themselves, block by block of each rank; parameters of the root are filled.
-    """
+    """Layers initialise themselves, block by block of each rank; parameters of the root are filled."""
     side.model.to_empty(device="cpu")
     with torch.no_grad():
         side.model.offset.fill_(0.25)
@@ -132,8 +131,7 @@ def test_mixed_precision(rank: int, n_ranks: int) -> None:
 
 @on_ranks(1, 2)
 def test_not_filled(rank: int, n_ranks: int) -> None:
-    """A forward with parameters that are still on meta is refused, and works once they are filled.
-    """
+    """A forward with parameters that are still on meta is refused, and works once they are filled."""
     pair = Pair(build_meta, models.shard_blocks, optimizer=None)
 
     def forward(side: Side) -> None:

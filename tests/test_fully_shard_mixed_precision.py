@@ -1,6 +1,4 @@
-"""MixedPrecisionPolicy beside torch: every dtype combination, casts of inputs and outputs,
-parameters of many dtypes.
-"""
+"""MixedPrecisionPolicy beside torch: dtype combinations, casts, parameters of many dtypes."""
 
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""Stock optimizers over several steps beside torch: every implementation, states, groups, and
-resumed runs.
-"""
+"""Stock optimizers over several steps beside torch: implementations, states, groups, resuming."""
 
 import copy
 from collections.abc import Callable

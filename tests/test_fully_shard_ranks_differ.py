@@ -1,5 +1,4 @@
-"""Ranks that do different things in one step: gradients are the mean over all, with zeros from who
-skipped.
+"""Ranks that do different things in one step get the mean gradients, zeros from who skipped.
 
 Torch hangs, aborts or mixes gradients up here, so an unsharded model with every rank's loss is the
 reference.

@@ -1,6 +1,4 @@
-"""Training beside torch: forwards without backward, several forwards or backwards, unshard and
-reshard by hand.
-"""
+"""Training beside torch: several forwards or backwards, none, and unsharding by hand."""
 
 import models
 import pytest

@@ -1,6 +1,4 @@
-"""Random models, policies and call sequences beside torch; a seed makes the same test on every
-machine.
-"""
+"""Random models, policies and call sequences beside torch, each made from its seed alone."""
 
 import random
 from collections.abc import Callable
@@ -19,9 +17,7 @@ N_ITERATIONS = 6
 
 @dataclass
 class Plan:
-    """All that is random in one test. Whatever torch itself gets wrong is left out, each with its
-    reason.
-    """
+    """All that is random in one test; what torch itself gets wrong is left out."""
 
     width: int
     hidden: list[int]
@@ -98,17 +94,15 @@ class RandomNet(nn.Module):
         for name, parameter in self.named_parameters():
             if any(part in name for part in plan.frozen):
                 parameter.requires_grad_(False)
+        self.twin = nn.LayerNorm(plan.width)
         if plan.tie:
-            # Both ends are in one unit: the root, or the first block's.
-            self.blocks[0].tied = self.blocks[0].norm
+            self.twin.weight = self.scale
 
     def forward(self, x: Tensor, use: tuple[int, ...]) -> Tensor:
         x = self.stem(x)
         for index in use:
             x = self.blocks[index](x)
-            if hasattr(self.blocks[index], "tied"):
-                x = x + self.scale.sum()
-        return x * self.scale
+        return self.twin(x) * self.scale
 
 
 def shard(model: RandomNet, fsdp: Any, plan: Plan) -> None:
@@ -141,9 +135,7 @@ def make_optimizer(plan: Plan) -> Callable[[Any], torch.optim.Optimizer]:
 
 
 def run_call(pair: Pair, plan: Plan, rank: int, call: tuple[Any, ...]) -> None:
-    """One iteration: what the action says, and at its end an optimizer step with everything sharded
-    again.
-    """
+    """One iteration: what the action says, then a training step that leaves all sharded."""
     action, step, use, zero, target = call
     x = [data(rank, 10 * step + micro, 3, plan.width) for micro in range(3)]
     block = f"blocks.{target}"

@@ -189,6 +189,7 @@ void tree_end_backward(TreeObject *tree)
                 group->defers_hooks |= group->forwards > 1;
                 group->forwards = 0;
                 group_post_backward(tree, group);
+                group->unit->drop_pending();
                 group->training = static_cast<int>(Training::idle);
                 group->backwards = 0;
             }
@@ -228,6 +229,7 @@ void tree_reset(TreeObject *tree, bool drop_gradients)
             group->forwards = group->backwards = 0;
             group->defers_hooks = false;
             group->unit->reshard();
+            group->unit->drop_pending();
             if (drop_gradients) {
                 group->unit->drop_gradients();
             }

@@ -149,6 +149,7 @@ void Unit::unshard_private()
     if (unsharded_ || pending_) {
         return;
     }
+    requested_ = true;
     if (!fc_domain_is_mapped(domain_)) {
         gather_messages();
     } else if (fc_domain_is_open(domain_)) {
@@ -192,9 +193,17 @@ void Unit::unshard()
         }
         p.version = p.unsharded_tensor.unsafeGetTensorImpl()->version_counter().current_version();
     }
-    pending_ = false;
+    pending_ = requested_ = false;
     unsharded_ = true;
     register_params(true);
+}
+
+void Unit::drop_pending()
+{
+    if (!unsharded_) {
+        pending_ = requested_ = false;
+        release_slot();
+    }
 }
 
 void Unit::reshard()

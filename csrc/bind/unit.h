@@ -70,7 +70,7 @@ public:
     fc_domain *domain() const { return domain_; }
     fc_domain *replicate_domain() const { return replicate_domain_; }
     bool is_unsharded() const { return unsharded_; }
-    bool is_pending() const { return pending_; }
+    bool is_pending() const { return requested_; }
     const std::vector<Param> &params() const { return params_; }
     int traverse(visitproc visit, void *arg);
 
@@ -80,6 +80,8 @@ public:
     // The private copy of an explicit unshard: data now, registration by unshard().
     void unshard_private();
     void reshard();
+    // Forgets an unshard that nobody waited for.
+    void drop_pending();
     // True while every shard is where set-up put it; false asks for a rebuild.
     bool is_intact() const;
     // Makes this rank's shards readable by peers; at the opening of a phase.
@@ -132,7 +134,9 @@ private:
     c10::StorageImpl *storage_;
     size_t bytes_;
     void *slot_ = nullptr; // private memory, from the pool
-    bool unsharded_ = false, pending_ = false;
+    bool unsharded_ = false;
+    bool pending_ = false;   // slot_ holds data that is not registered yet
+    bool requested_ = false; // unshard was called and not waited for
     std::vector<uint32_t> shard_versions_; // at the last publish
     // Gradients.
     at::Tensor grads_flat_;

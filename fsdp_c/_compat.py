@@ -1,0 +1,45 @@
+"""All differences between torch versions that the package meets, each behind one name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
+
+TORCH: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
+
+# From 2.15 a parameter may say in which dtype its gradients are kept (Tensor.grad_dtype), and
+# reductions without reduce_dtype run in the original dtype instead of the compute dtype.
+HAS_GRAD_DTYPE = hasattr(torch.Tensor, "_has_grad_dtype_override")
+# From 2.15 the end of a backward may be left to the caller.
+HAS_MANUAL_FINALIZATION = hasattr(_fsdp_state.FSDPState, "finalize_backward")
+
+
+def compute_dtype(fsdp_param: Any) -> torch.dtype:
+    """The dtype of the unsharded parameter."""
+    return fsdp_param.param_dtype or fsdp_param.orig_dtype
+
+
+def reduce_dtype(fsdp_param: Any) -> torch.dtype:
+    """The dtype in which the parameter's gradients are summed."""
+    if HAS_GRAD_DTYPE:
+        return fsdp_param.unsharded_grad_dtype or compute_dtype(fsdp_param)
+    return fsdp_param.reduce_dtype or compute_dtype(fsdp_param)
+
+
+def grad_dtype(fsdp_param: Any) -> torch.dtype:
+    """The dtype of the sharded gradient."""
+    if HAS_GRAD_DTYPE:
+        return fsdp_param.sharded_grad_dtype or reduce_dtype(fsdp_param)
+    return fsdp_param.orig_dtype
+
+
+def is_typed_spmd(fsdp_param: Any) -> bool:
+    """Whether the parameter carries spmd_types annotations (from 2.15)."""
+    return bool(getattr(fsdp_param, "is_spmd_types", False))
+
+
+def default_comms() -> tuple[type, type]:
+    """The classes of the collectives that a group has unless the user replaces them."""
+    return _fsdp_param_group.DefaultAllGather, _fsdp_param_group.DefaultReduceScatter

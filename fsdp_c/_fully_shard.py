@@ -1,0 +1,154 @@
+"""fully_shard: torch's FSDP2, run by the core."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed._composable.contract import contract
+from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.distributed.fsdp._fully_shard import _fully_shard as _torch
+from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.utils import _get_root_modules
+
+from fsdp_c import _init
+from fsdp_c._state import FSDPState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> Any:
+    """Shards the parameters, gradients and optimizer states of ``module`` over the ranks of ``mesh``.
+
+    A replacement of ``torch.distributed.fsdp.fully_shard`` with its arguments, defaults and
+    results: call it bottom-up, on each block of a model and then on the model. Before forward a
+    unit's parameters are gathered, afterwards given up again; backward gathers them once more,
+    then averages the gradients and leaves every rank its part in ``.grad`` of the sharded
+    parameters, which are DTensors. A call that raises leaves the modules as they were.
+
+    Args:
+        module: a module, or a list of modules that form one unit. Changed in place.
+        mesh: 1-D: shard over it. 2-D with names: replicate over dim 0, shard over dim 1 (HSDP).
+            Default: all ranks.
+        reshard_after_forward: True gives the parameters up after forward, False keeps them for
+            backward, None is True but for the root; an int reshards to groups of that many ranks.
+        shard_placement_fn: parameter -> ``Shard(dim)`` or None for ``Shard(0)``. Called more than
+            once per parameter.
+        mp_policy: dtypes of parameters in forward and backward, of reductions, of outputs.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards on the CPU.
+        ignored_params: parameters to leave alone; any collection.
+        dp_mesh_dims: names of the data-parallel dims if ``mesh`` is a whole SPMD mesh.
+
+    Returns:
+        ``module``, whose class now also is ``FSDPModule``.
+
+    Raises:
+        ValueError, TypeError, AssertionError, NotImplementedError: as torch's, and before
+            anything is changed.
+    """
+    torch._C._log_api_usage_once("torch.distributed.fsdp.fully_shard")
+    _init.check_arguments(module, mesh, mp_policy, offload_policy)
+    if ignored_params is not None and not isinstance(ignored_params, (set, frozenset)):
+        ignored_params = set(ignored_params)
+    modules = [module] if isinstance(module, nn.Module) else _get_root_modules(list(module))
+    with _init.undone_on_error(modules):
+        return _contracted(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=shard_placement_fn,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            ignored_params=ignored_params,
+            dp_mesh_dims=dp_mesh_dims,
+        )
+
+
+def _apply(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None,
+    reshard_after_forward: bool | int | None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    ignored_params: set[nn.Parameter] | None,
+    dp_mesh_dims: DataParallelMeshDims | None,
+) -> Any:
+    _fsdp_init._validate_module(module, "fully_shard")
+    mesh = mesh or _fsdp_init._init_default_mesh()
+    _fsdp_init._validate_mesh(mesh, dp_mesh_dims)
+    mesh_info = _fsdp_init._get_mesh_info(mesh, dp_mesh_dims)
+    device = _fsdp_init._get_device_from_mesh(mesh)
+    is_auto = reshard_after_forward is None
+    reshard = True if reshard_after_forward is None else reshard_after_forward
+    post_forward_mesh_info = None
+    if isinstance(mesh_info, FSDPMeshInfo):
+        if mesh_info.is_spmd_mesh and isinstance(reshard, int) and not isinstance(reshard, bool):
+            raise NotImplementedError(
+                "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)"
+            )
+        post_forward_mesh_info = _fsdp_init._get_post_forward_mesh_info(reshard, mesh_info)
+    _, modules, managed_modules, params, _ = _fsdp_init._get_modules_and_states(
+        module, device, ignored_params
+    )
+    _init.check_params(params, managed_modules)
+    state: FSDPState = fully_shard.state(modules[0])  # type: ignore[attr-defined]
+    state.init(modules, device, mp_policy, is_auto)
+    _init.make_groups(
+        state,
+        params,
+        modules,
+        mesh_info,
+        post_forward_mesh_info,
+        device,
+        shard_placement_fn,
+        mp_policy,
+        offload_policy,
+        reshard,
+    )
+    for managed_module in managed_modules:  # for Dynamo
+        managed_module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        managed_module._fsdp_use_orig_params = True  # type: ignore[assignment]
+    _fsdp_init._apply_to_module(
+        modules,
+        _torch.get_cls_to_fsdp_cls(),
+        _torch.FSDPModule,
+        "FSDP",
+        _torch._unimplemented_deepcopy,
+    )
+    _remember_owners(state)
+    return module
+
+
+def _remember_owners(state: FSDPState) -> None:
+    """Lets a later call on a submodule name the call that came too early."""
+    for group in state._fsdp_param_groups:
+        owner = weakref.ref(group)
+        for fsdp_param in group.fsdp_params:
+            fsdp_param.sharded_param._fsdp_c_owner = lambda owner=owner: (
+                group.modules if (group := owner()) is not None else None
+            )
+
+
+_apply.__name__ = _apply.__qualname__ = "fully_shard"  # the key in the modules' registries
+_contracted = contract(state_cls=FSDPState)(_apply)  # type: ignore[arg-type]
+fully_shard.state = _contracted.state  # type: ignore[attr-defined]
+fully_shard.__module__ = "torch.distributed.fsdp"

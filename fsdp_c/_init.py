@@ -1,0 +1,184 @@
+"""Set-up of a fully_shard call: checking arguments, and undoing a call that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.distributed.fsdp._fully_shard._fsdp_api import (
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    resolve_shard_placement,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+from torch.distributed.tensor import DTensor
+
+from fsdp_c._unit import FSDPParamGroup
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from fsdp_c._state import FSDPState
+
+
+def check_arguments(
+    module: Any, mesh: DeviceMesh | None, mp_policy: Any, offload_policy: Any
+) -> None:
+    """What torch would only notice later, or not at all."""
+    if not isinstance(module, nn.Module):
+        try:
+            members = list(module)
+        except TypeError:
+            raise TypeError(
+                f"fully_shard expects a module or a list of modules, but {type(module).__name__}"
+                " object is not iterable"
+            ) from None
+        if not members:
+            raise ValueError("fully_shard got an empty list for argument `module`")
+        for member in members:
+            if not isinstance(member, nn.Module):
+                raise TypeError(f"fully_shard expects modules, not {type(member).__name__}")
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise TypeError(
+            f"offload_policy must be an OffloadPolicy instance, not {offload_policy!r}:"
+            " write CPUOffloadPolicy() with parentheses"
+        )
+    if isinstance(mp_policy, MixedPrecisionPolicy):
+        for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(mp_policy, field)
+            is_dtype = isinstance(dtype, torch.dtype)
+            if dtype is not None and not (
+                is_dtype and (dtype.is_floating_point or dtype.is_complex)
+            ):
+                raise ValueError(
+                    f"MixedPrecisionPolicy.{field} must be a floating-point torch.dtype or None,"
+                    f" not {dtype!r}"
+                )
+    if mesh is None and not dist.is_initialized() and not _can_initialise():
+        raise RuntimeError(
+            "fully_shard needs a process group: launch the script with torchrun, call"
+            " torch.distributed.init_process_group() first, or pass `mesh`"
+        )
+
+
+def _can_initialise() -> bool:
+    return dist.is_torchelastic_launched()
+
+
+def check_params(params: Sequence[nn.Parameter], managed: Sequence[nn.Module]) -> None:
+    """A parameter that an enclosing call has sharded already cannot be sharded again."""
+    for module in managed:
+        for name, param in module.named_parameters(recurse=False):
+            if isinstance(param, DTensor) and hasattr(param, "_fsdp_c_owner"):
+                owner = param._fsdp_c_owner()
+                unit = _owner_name(owner)
+                raise ValueError(
+                    f"parameter '{name}' of {type(module).__name__} is already sharded by the"
+                    f" fully_shard call on its enclosing module {unit}. Call fully_shard bottom-up:"
+                    " first on submodules, then on the modules that contain them"
+                )
+
+
+def _owner_name(modules: tuple[nn.Module, ...] | None) -> str:
+    if not modules:
+        return "(deleted)"
+    return ", ".join(type(module).__mro__[2].__name__ for module in modules)
+
+
+@contextmanager
+def undone_on_error(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Puts modules, and all below them, back as they were if the body raises."""
+    everything = {id(m): m for root in modules for m in root.modules()}
+    saved = [(m, m.__class__, _copy_fields(m)) for m in everything.values()]
+    data = {
+        id(t): (t, t.data)
+        for m in everything.values()
+        for t in (*m._parameters.values(), *m._buffers.values())
+        if t is not None and not isinstance(t, DTensor)
+    }
+    try:
+        yield
+    except BaseException:
+        for module, cls, fields in saved:
+            module.__class__ = cls
+            module.__dict__.clear()
+            module.__dict__.update(fields)
+        for tensor, original in data.values():
+            if tensor.data_ptr() != original.data_ptr():
+                tensor.data = original
+        raise
+
+
+def _copy_fields(module: nn.Module) -> dict[str, Any]:
+    """The module's fields; its own dicts (parameters, hooks, registries) copied one level deep."""
+    return {
+        key: value.copy() if isinstance(value, dict) else value
+        for key, value in module.__dict__.items()
+    }
+
+
+def make_groups(
+    state: FSDPState,
+    params: list[nn.Parameter],
+    modules: tuple[nn.Module, ...],
+    mesh_info: Any,
+    post_forward_mesh_info: Any,
+    device: torch.device,
+    shard_placement_fn: Any,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    reshard_after_forward: bool | int,
+) -> None:
+    """One group of parameters per pair of shard and replicate process groups, in parameter order."""
+    if not params:
+        return
+    by_mesh: dict[tuple[Any, Any], tuple[Any, list[nn.Parameter]]] = {}
+    if shard_placement_fn is None:
+        by_mesh[None, None] = (mesh_info, params)
+    elif not isinstance(mesh_info, FSDPMeshInfo):
+        raise ValueError(
+            "Per-param mesh via shard_placement_fn is not supported with"
+            f" {type(mesh_info).__name__}; it requires FSDPMeshInfo (or subclass)"
+        )
+    else:
+        for param in params:
+            info = resolve_shard_placement(shard_placement_fn(param), mesh_info).mesh_info
+            replicas = info.replicate_process_group if isinstance(info, HSDPMeshInfo) else None
+            first, members = by_mesh.setdefault((info.shard_process_group, replicas), (info, []))
+            if first is not info:
+                raise ValueError(
+                    "Params sharing the same process group must use the same FSDPMeshInfo object,"
+                    f" but got different objects: {first} vs {info}"
+                )
+            members.append(param)
+    for info, members in by_mesh.values():
+        if info is not mesh_info:
+            after = _fsdp_init._get_post_forward_mesh_info(reshard_after_forward, info)
+        else:
+            after = post_forward_mesh_info
+        state._fsdp_param_groups.append(
+            FSDPParamGroup(
+                members,
+                modules,
+                info,
+                after,
+                device,
+                shard_placement_fn,
+                mp_policy,
+                offload_policy,
+            )
+        )
+
+
+def is_sharded_module(module: nn.Module) -> bool:
+    """Whether a fully_shard call manages the module itself."""
+    return _get_module_fsdp_state(module) is not None

@@ -1,0 +1,256 @@
+"""Set-up of units: which of them the core can run, their layout, and binding them to it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_api import CPUOffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+
+from fsdp_c import _comm, _compat
+from fsdp_c._native import _C
+
+if TYPE_CHECKING:
+    from fsdp_c._unit import FSDPParamGroup
+
+_SUMMABLE = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+
+
+def runs_on_core(group: FSDPParamGroup) -> bool:
+    """Whether the core can run the unit. Otherwise torch's own implementation does.
+
+    Not on the core: other devices than the CPU, tensor-parallel parameters, tensor subclasses and
+    all-gather extensions, several meshes in a unit, replicate units, resharding to a smaller
+    mesh after forward, custom collectives and all-reduce hooks.
+    """
+    mesh_info = group.mesh_info
+    offload = group.offload_policy
+    return (
+        group.device.type == "cpu"
+        and isinstance(mesh_info, FSDPMeshInfo)
+        and not mesh_info.is_spmd_mesh
+        and mesh_info.mesh.device_type == "cpu"
+        and group._num_param_groups == 1
+        and group.post_forward_mesh_info in (None, mesh_info)
+        and not (isinstance(offload, CPUOffloadPolicy) and offload.pin_memory)
+        and group._all_reduce_hook is None
+        and (type(group._all_gather_comm), type(group._reduce_scatter_comm))
+        == _compat.default_comms()
+        and dist.get_backend(mesh_info.shard_process_group) != "fake"
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and all(map(_is_plain, group.fsdp_params))
+    )
+
+
+def _is_plain(fsdp_param: Any) -> bool:
+    local = fsdp_param._sharded_local_tensor
+    is_trainable = fsdp_param.sharded_param.requires_grad
+    return (
+        not fsdp_param.is_dtensor
+        and type(local) is torch.Tensor
+        and not hasattr(local, "fsdp_pre_all_gather")
+        and not _compat.is_typed_spmd(fsdp_param)
+        and (not is_trainable or _compat.reduce_dtype(fsdp_param) in _SUMMABLE)
+        and (not is_trainable or _compat.grad_dtype(fsdp_param) in _SUMMABLE)
+    )
+
+
+def _param_row(fsdp_param: Any) -> tuple[Any, ...]:
+    """What the core needs to know: see parse_param in csrc/bind/domain.cpp."""
+    size = fsdp_param._orig_size
+    dim = fsdp_param.fsdp_placement.dim
+    orig = fsdp_param.orig_dtype
+    has_grad = orig in _SUMMABLE and _compat.reduce_dtype(fsdp_param) in _SUMMABLE
+    reduce = _compat.reduce_dtype(fsdp_param) if has_grad else orig
+    grad = _compat.grad_dtype(fsdp_param) if has_grad else orig
+    return (
+        math.prod(size[:dim]),
+        size[dim],
+        math.prod(size[dim + 1 :]),
+        orig,
+        _compat.compute_dtype(fsdp_param),
+        reduce,
+        grad,
+        has_grad,
+        bool(fsdp_param.sharded_param.requires_grad),
+    )
+
+
+def _unit_name(group: FSDPParamGroup) -> str:
+    if group._module_fqn is None:  # unsharded before the root's first forward
+        return ", ".join(type(module).__name__ for module in group.modules)
+    return group._module_fqn
+
+
+def _describe(groups: Sequence[FSDPParamGroup]) -> list[list[str]]:
+    """One line per parameter: unit, name, size, dtypes."""
+    lines = []
+    for group in groups:
+        for fsdp_param in group.fsdp_params:
+            _, _, _, orig, compute, reduce, grad, _, trainable = _param_row(fsdp_param)
+            lines.append(
+                [
+                    _unit_name(group),
+                    fsdp_param._module_info.param_name,
+                    f"size {tuple(fsdp_param._orig_size)}, {fsdp_param.fsdp_placement}",
+                    f"parameter {orig}, compute {compute}, reduce {reduce}, gradient {grad}",
+                    "trainable" if trainable else "frozen",
+                ]
+            )
+    return lines
+
+
+def _check_same_model(process_group: dist.ProcessGroup, groups: Sequence[FSDPParamGroup]) -> None:
+    """RuntimeError on every rank, naming the first difference, unless all describe the same units."""
+    exchange = _comm.exchange_for(process_group)
+    if exchange is None:
+        return
+    mine = json.dumps(_describe(groups)).encode()
+    digests = exchange("model", hashlib.sha256(mine).digest())
+    if len(set(digests)) == 1:
+        return
+    models = [json.loads(text) for text in exchange("model in full", mine)]
+    ranks = _comm.global_ranks(process_group)
+    other = next(r for r in range(len(models)) if models[r] != models[0])
+    ours, theirs = models[0], models[other]
+    for a, b in zip(ours, theirs):
+        if a != b:
+            difference = (
+                f"rank {ranks[0]} has '{a[1]}' of unit '{a[0]}' ({', '.join(a[2:])}) where rank"
+                f" {ranks[other]} has '{b[1]}' of unit '{b[0]}' ({', '.join(b[2:])})"
+            )
+            break
+    else:
+        longer, extra = (0, ours) if len(ours) > len(theirs) else (other, theirs)
+        unit, name = extra[min(len(ours), len(theirs))][:2]
+        difference = (
+            f"rank {ranks[0]} shards {len(ours)} parameters and rank {ranks[other]} {len(theirs)};"
+            f" only rank {ranks[longer]} has '{name}' of unit '{unit}'"
+        )
+    raise RuntimeError(
+        f"ranks call fully_shard with different models: {difference}. Build the same model, with the"
+        " same policies and the same parameters frozen, on every rank"
+    )
+
+
+def bind_units(groups: Sequence[FSDPParamGroup]) -> list[_C.Domain]:
+    """Binds units to the core; collective over each of their process groups. Returns the domains.
+
+    All ranks must pass the same units in the same order. On failure no unit is bound and every
+    rank raises.
+    """
+    by_mesh: dict[tuple[Any, Any], list[FSDPParamGroup]] = {}
+    for group in groups:
+        mesh_info = group.mesh_info
+        replicas = (
+            mesh_info.replicate_process_group if isinstance(mesh_info, HSDPMeshInfo) else None
+        )
+        by_mesh.setdefault((mesh_info.shard_process_group, replicas), []).append(group)
+    domains: list[_C.Domain] = []
+    placed = []
+    for (shard_pg, replicate_pg), members in by_mesh.items():
+        shard, replicate = _make_domains(shard_pg, replicate_pg, members)
+        domains += [domain for domain in (shard, replicate) if domain is not None]
+        placed += [(group, shard, i, replicate) for i, group in enumerate(members)]
+    for group, shard, index, replicate in placed:
+        bind_unit(group, shard, index, replicate)
+    return domains
+
+
+def _make_domains(
+    shard_pg: dist.ProcessGroup,
+    replicate_pg: dist.ProcessGroup | None,
+    groups: Sequence[FSDPParamGroup],
+) -> tuple[_C.Domain, _C.Domain | None]:
+    transport = _comm.transport_for(shard_pg)
+    _check_same_model(shard_pg, groups)
+    units = [(_unit_name(g), [_param_row(p) for p in g.fsdp_params]) for g in groups]
+    rank, size = shard_pg.rank(), shard_pg.size()
+    shard = _C.Domain(transport, False, units, rank, size)
+    if replicate_pg is None:
+        return shard, None
+    transport = _comm.transport_for(replicate_pg)
+    _check_same_model(replicate_pg, groups)
+    return shard, _C.Domain(transport, True, units, rank, size)
+
+
+@torch.no_grad()
+def bind_unit(
+    group: FSDPParamGroup, shard: _C.Domain, index: int, replicate: _C.Domain | None
+) -> None:
+    """Gives the unit's shards their place in the domain and makes its unsharded parameters; local."""
+    full_bytes, offsets = shard.layout(index)
+    with torch.inference_mode(False):
+        # Never touched: its memory is taken away when the unit is bound.
+        flat = torch.empty(full_bytes, dtype=torch.uint8)
+        seen: set[int] = set()
+        rows = []
+        for fsdp_param, (offset, _) in zip(group.fsdp_params, offsets):
+            _own_storage(fsdp_param, seen)
+            dtype = _compat.compute_dtype(fsdp_param)
+            data = torch.empty(0, dtype=dtype).set_(
+                flat.untyped_storage(),
+                offset // dtype.itemsize,
+                fsdp_param._orig_size,
+                fsdp_param._contiguous_orig_stride,
+            )
+            unsharded = nn.Parameter(data, requires_grad=fsdp_param.sharded_param.requires_grad)
+            fsdp_param._unsharded_param = unsharded
+            _, _, _, _, _, reduce, grad, _, _ = _param_row(fsdp_param)
+            rows.append(
+                (
+                    _places(fsdp_param),
+                    fsdp_param.sharded_param,
+                    unsharded,
+                    fsdp_param,
+                    reduce,
+                    grad,
+                    tuple(fsdp_param.sharded_size),
+                )
+            )
+        group._bind(shard, index, replicate, rows, flat)
+    group._binding = (shard, index, replicate)
+    group._bound_rows = [_param_row(p) for p in group.fsdp_params]
+
+
+def _places(fsdp_param: Any) -> list[tuple[dict[str, Any], str, nn.Module | None]]:
+    """Where the parameter is registered; the module only where it overrides __setattr__."""
+    info = fsdp_param._module_info
+    places = []
+    for module, name in zip(
+        (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
+    ):
+        is_plain = getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__
+        places.append((module._parameters, name, None if is_plain else module))
+    return places
+
+
+def _own_storage(fsdp_param: Any, seen: set[int]) -> None:
+    """Makes the shard the only tensor of a storage of exactly its padded size."""
+    local = fsdp_param._sharded_local_tensor
+    storage = local.untyped_storage()
+    padded = fsdp_param.padded_sharded_param_size
+    wanted_bytes = math.prod(padded) * local.itemsize
+    if (
+        local.storage_offset() == 0
+        and local.is_contiguous()
+        and storage.nbytes() == wanted_bytes
+        and storage._cdata not in seen
+    ):
+        seen.add(storage._cdata)
+        return
+    dim = fsdp_param.fsdp_placement.dim
+    data = local.new_zeros(padded)
+    own = data.narrow(dim, 0, local.size(dim) if local.numel() > 0 else 0)
+    own.copy_(local)
+    fsdp_param._sharded_param_data = data.view(-1)
+    fsdp_param.sharded_param._local_tensor = own
+    seen.add(data.untyped_storage()._cdata)

@@ -1,0 +1,198 @@
+"""The state of one fully_shard call: torch's FSDPState whose hooks run in the core."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import _MultiHandle
+from torch.distributed.fsdp._fully_shard import _fsdp_state
+from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
+from torch.distributed.utils import _apply_to_tensors
+
+from fsdp_c import _plan
+from fsdp_c._native import _C
+from fsdp_c._unit import TRAINING_STATES, FSDPParamGroup
+
+
+class FSDPState(_C.State, _fsdp_state.FSDPState):
+    """Hooks, root and units of one call.
+
+    The module's hooks are functions of the core. In the first forward of a root the road is
+    chosen for its whole tree: the core, or torch's own implementation if one of its units needs that.
+    """
+
+    _fsdp_param_groups: list[FSDPParamGroup]
+
+    @property
+    def _training_state(self) -> TrainingState:
+        return TRAINING_STATES[self._training]
+
+    @_training_state.setter
+    def _training_state(self, state: TrainingState) -> None:
+        self._training = TRAINING_STATES.index(state)
+
+    # ---- set-up ----
+
+    def init(
+        self,
+        modules: tuple[nn.Module, ...],
+        device: torch.device,
+        mp_policy: MixedPrecisionPolicy,
+        auto_reshard_after_forward: bool,
+    ) -> None:
+        super().init(modules, device, mp_policy, auto_reshard_after_forward)
+        self._pre_forward_hook_handle.remove()
+        self._post_forward_hook_handle.remove()
+        is_grouped = len(modules) > 1
+        pre = [
+            module.register_forward_pre_hook(
+                self._hook_pre_forward, prepend=True, with_kwargs=True
+            )
+            for module in modules
+        ]
+        post = [
+            module.register_forward_hook(self._hook_post_forward, always_call=is_grouped)
+            for module in modules
+        ]
+        if is_grouped:
+            handle = _MultiHandle((*pre, *post))
+            self._pre_forward_hook_handle = self._post_forward_hook_handle = handle
+        else:
+            self._pre_forward_hook_handle, self._post_forward_hook_handle = pre[0], post[0]
+        policy = self._mp_policy
+        self._set_casts(policy.cast_forward_inputs, policy.param_dtype, policy.output_dtype)
+
+    def _choose_road(self) -> None:
+        """Called by the first forward. Collective if the tree runs on the core."""
+        self._lazy_init()
+        states = self._state_ctx.all_states
+        groups = [group for state in states for group in state._fsdp_param_groups]
+        try:
+            is_ours = (
+                self._is_root is True
+                and all(isinstance(state, FSDPState) for state in states)
+                and all(isinstance(group, FSDPParamGroup) for group in groups)
+                and not any(group._on_torch_road for group in groups)
+                and all(group._is_bound or _plan.runs_on_core(group) for group in groups)
+            )
+            if is_ours:
+                self._join_core(states, groups)
+            else:
+                self._take_torch_road(states, groups)
+        except BaseException:
+            self._undo_lazy_init(states)
+            raise
+
+    def _join_core(self, states: list[FSDPState], groups: list[FSDPParamGroup]) -> None:
+        domains = []
+        for group in groups:
+            # Units that were unsharded before the first forward have a domain already.
+            for domain in (group._binding[0], group._binding[2]) if group._binding else ():
+                if domain is not None and domain not in domains:
+                    domains.append(domain)
+        domains += _plan.bind_units([group for group in groups if not group._is_bound])
+        tree = _C.Tree(list(states), domains)
+        for state in states:
+            group = state._fsdp_param_groups[0] if state._fsdp_param_groups else None
+            if group is not None:
+                group._tree = tree
+            state._join(tree, group, False)
+
+    def _take_torch_road(self, states: list[Any], groups: list[Any]) -> None:
+        for group in groups:
+            if isinstance(group, FSDPParamGroup):
+                group.leave_core()
+        for state in states:
+            if isinstance(state, FSDPState):
+                state._join(None, None, True)
+
+    def _undo_lazy_init(self, states: list[FSDPState]) -> None:
+        """After a failed set-up: the next forward tries again."""
+        for state in list(states):
+            state._is_root = None
+            state._state_ctx = _fsdp_state.FSDPStateContext()
+            state._comm_ctx = _fsdp_state.FSDPCommContext()
+            for group in state._fsdp_param_groups:
+                group.comm_ctx = state._comm_ctx
+
+    def _rebuild_units(self) -> None:
+        """Called when a shard is not where set-up put it. Collective if a layout changed."""
+        assert self._tree is not None
+        states = self._tree.states
+        groups = [group for state in states for group in state._fsdp_param_groups]
+        changed = [group for group in groups if group.rebuild()]
+        if changed:
+            self._join_core(states, groups)
+
+    # ---- entered from Python: register_fsdp_forward_method, pipelines, tools ----
+
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._tree is None and not self._on_torch_road:
+            self._choose_road()
+        if self._tree is None:
+            return super()._pre_forward(module, args, kwargs)
+        return self._enter(args, kwargs)
+
+    def _post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
+        if self._tree is None:
+            return super()._post_forward(module, input, output)
+        return self._leave(output)
+
+    def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
+        if self._tree is None:
+            return super()._pre_backward(grad)
+        self._core_pre_backward()
+        return grad
+
+    def _root_post_backward_final_callback(self) -> None:
+        if self._tree is None:
+            super()._root_post_backward_final_callback()
+        else:
+            self._tree.end_backward()
+
+    def finalize_backward(self, *, wait_for_gradient_reduction: bool = True) -> None:
+        if self._tree is None:
+            super().finalize_backward(wait_for_gradient_reduction=wait_for_gradient_reduction)
+        else:
+            self._tree.end_backward()
+
+    def _reset_iter_state(self) -> None:
+        if self._tree is None:
+            if self._is_root is not None:
+                super()._reset_iter_state()
+            return
+        if self._is_root is False:
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        self._tree.reset()
+
+    # ---- entered from the core ----
+
+    def _torch_pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if len(self._modules) > 1 and not self._modules_to_run_forward:
+            self._modules_to_run_forward.update(self._modules)
+        return _fsdp_state.FSDPState._pre_forward(self, module, args, kwargs)
+
+    def _torch_post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
+        if len(self._modules) > 1:
+            if module not in self._modules_to_run_forward:
+                return self._cast_output_dtype(output)
+            self._modules_to_run_forward.remove(module)
+            if self._modules_to_run_forward:
+                return self._cast_output_dtype(output)
+        return _fsdp_state.FSDPState._post_forward(self, module, input, output)
+
+    def _cast_any_input(self, value: Any) -> Any:
+        cast = functools.partial(_cast_fp_tensor, self._mp_policy.param_dtype)
+        return _apply_to_tensors(cast, value)
+
+    def _cast_any_output(self, value: Any) -> Any:
+        cast = functools.partial(_cast_fp_tensor, self._mp_policy.output_dtype)
+        return _apply_to_tensors(cast, value)

@@ -1,0 +1,149 @@
+"""One unit: torch's FSDPParamGroup whose transitions and reductions run in the core."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+
+from fsdp_c import _plan
+from fsdp_c._native import _C
+
+# In the order of the core's enum Training.
+TRAINING_STATES = (
+    TrainingState.FORWARD,
+    TrainingState.PRE_BACKWARD,
+    TrainingState.POST_BACKWARD,
+    TrainingState.IDLE,
+)
+
+
+class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
+    """The parameters of one ``fully_shard`` call on one mesh.
+
+    Bound to the core, its methods are those of the core's unit; otherwise it behaves as torch's
+    class does. Flags such as ``reduce_grads`` are fields of the core and take effect at the next hook.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # (domain, index in it, domain of the replicas) once bound.
+        self._binding: tuple[_C.Domain, int, _C.Domain | None] | None = None
+        self._bound_rows: list[tuple[Any, ...]] | None = None
+        self._tree: _C.Tree | None = None
+        self._on_torch_road = False
+        super().__init__(*args, **kwargs)
+
+    # ---- state, as torch spells it ----
+
+    @property
+    def _training_state(self) -> TrainingState:
+        return TRAINING_STATES[self._training]
+
+    @_training_state.setter
+    def _training_state(self, state: TrainingState) -> None:
+        self._training = TRAINING_STATES.index(state)
+
+    @property
+    def _sharded_state(self) -> ShardedState:
+        if self._is_bound:
+            return ShardedState.UNSHARDED if self._core_is_unsharded else ShardedState.SHARDED
+        return self.__dict__["_sharded_state"]
+
+    @_sharded_state.setter
+    def _sharded_state(self, state: ShardedState) -> None:
+        self.__dict__["_sharded_state"] = state
+
+    # ---- set-up ----
+
+    def leave_core(self) -> None:
+        """Goes back to torch's implementation, sharded; local."""
+        self._unbind()
+        self._binding = self._tree = None
+        self._on_torch_road = True
+        for fsdp_param in self.fsdp_params:
+            fsdp_param.__dict__.pop("_unsharded_param", None)
+            fsdp_param.sharded_state = ShardedState.SHARDED
+        self._sharded_state = ShardedState.SHARDED
+
+    def rebuild(self) -> bool:
+        """Takes over shards that were replaced, moved or cast since set-up.
+
+        Returns whether the layout changed, in which case the unit is left unbound.
+        """
+        self._core_reshard()
+        for fsdp_param in self.fsdp_params:
+            info = fsdp_param._module_info
+            registered = info.module._parameters.get(info.param_name)
+            if not hasattr(registered, "_local_tensor"):
+                raise ValueError(
+                    f"parameter '{fsdp_param._param_fqn}' of FSDP unit '{self._module_fqn}' was"
+                    f" replaced by a {type(registered).__name__} that is not sharded: assign a"
+                    " DTensor with the parameter's mesh and placements (distribute_tensor), or"
+                    " copy into the parameter in place"
+                )
+            fsdp_param.reset_sharded_param()
+        self._init_mp_dtypes()
+        assert self._binding is not None
+        if [_plan._param_row(p) for p in self.fsdp_params] == self._bound_rows:
+            _plan.bind_unit(self, *self._binding)
+            return False
+        self._unbind()
+        return True
+
+    # ---- transitions ----
+
+    def unshard(self, async_op: bool = False) -> None:
+        if not self._is_bound and not self._on_torch_road and not self._in_slow_context():
+            if _plan.runs_on_core(self):
+                domains = _plan.bind_units([self])
+                self._tree = _C.Tree([], domains)
+            else:
+                self._on_torch_road = True
+        if not self._is_bound:
+            return super().unshard(async_op)
+        if not self.unshard_in_backward and self._training_state == TrainingState.PRE_BACKWARD:
+            return None
+        self._core_unshard_async()
+        return None
+
+    def _in_slow_context(self) -> bool:
+        return torch._C._are_functorch_transforms_active()
+
+    def wait_for_unshard(self) -> None:
+        if not self._is_bound:
+            return super().wait_for_unshard()
+        if self._core_is_pending:
+            self._core_unshard()
+        return None
+
+    def reshard(self) -> None:
+        if not self._is_bound:
+            return super().reshard()
+        if self._training_state == TrainingState.FORWARD and not self._reshard_after_forward:
+            return None
+        self._core_reshard()
+        return None
+
+    def _to_sharded(self) -> None:
+        if not self._is_bound:
+            return super()._to_sharded()
+        self._core_reshard()
+        return None
+
+    def post_backward(self, *unused: Any) -> None:
+        if not self._is_bound:
+            return super().post_backward(*unused)
+        if self._tree is not None:
+            self._tree.post_backward(self)
+        return None
+
+    def finalize_backward(self) -> None:
+        if not self._is_bound:
+            super().finalize_backward()
+
+    def _reset_iter_state(self) -> None:
+        if not self._is_bound:
+            super()._reset_iter_state()
