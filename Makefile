@@ -65,5 +65,5 @@ gpu-check:  ## check the CUDA part on a GPU
 	@echo "gpu-check: fsdp_c has no CUDA part yet, so there is nothing to check." >&2; exit 1
 
 clean:  ## remove what was built; environments stay
-	@rm -rf build dist *.egg-info fsdp_c/_build.py fsdp_c/*.so .pytest_cache .ruff_cache .hypothesis
+	@rm -rf build dist *.egg-info fsdp_c/*.so .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

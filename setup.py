@@ -67,10 +67,6 @@ C_WARNINGS = shlex.split(
 CXX_WARNINGS = shlex.split("-Wall -Wextra -Wshadow -Wno-missing-field-initializers")
 LINK_FLAGS = ["-pthread", "-lm"]
 EXPORTS = "{ global: PyInit__C; local: *; };\n"
-BUILD_NOTE = '''"""Written by setup.py: the torch that fsdp_c._C was built against."""
-
-TORCH_VERSION = "{}"
-'''
 
 
 def sources(table: dict[str, str], suffix: str) -> list[str]:
@@ -112,7 +108,6 @@ class Torch:
         include = self.root / "include"
         paths = (include, include / "torch/csrc/api/include", sysconfig.get_path("include"))
         return [
-            f'-DFSDP_C_TORCH_VERSION="{self.version}"',
             "-D_GLIBCXX_USE_CXX11_ABI=1",
             *(f"-isystem{path}" for path in paths),
         ]
@@ -183,7 +178,8 @@ def make(target: Path, command: list[str]) -> None:
 
 def compile_object(source: str, command: list[str], folder: Path) -> Path:
     """Compiles one file unless its object is newer than it and every header of ours it read."""
-    target = folder / f"{source}.o"
+    name = source.removeprefix(f"{folder}/")
+    target = folder / f"{name}.o"
     deps = target.with_suffix(".d")
     command = [*command, "-MMD", "-MF", str(deps), "-c", source, "-o", str(target)]
     inputs = [Path(source)]
@@ -216,13 +212,13 @@ def link(target: Path, command: list[str], objects: list[Path], libraries: list[
 
 
 def replace(target: Path, content: bytes) -> None:
-    """Writes a file in one step: programs that have the old one mapped keep it."""
+    """Writes a library in one step: programs that have the old one mapped keep it."""
     if target.exists() and target.read_bytes() == content:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = target.with_name(f".{target.name}.{os.getpid()}")
     fresh.write_bytes(content)
-    fresh.chmod(0o755 if target.suffix == ".so" else 0o644)
+    fresh.chmod(0o755)
     fresh.replace(target)
 
 
@@ -237,7 +233,16 @@ def build_lock() -> Iterator[None]:
 
 
 class BuildExtension(build_ext):
-    """Compiles core and binding, links fsdp_c._C, and notes for which torch it was made."""
+    """Compiles core and binding and links fsdp_c._C.
+
+    The file is named after the torch it was built against, so that environments with different
+    torches share one source tree; fsdp_c/_native.py loads the one that fits.
+    """
+
+    def get_ext_filename(self, fullname: str) -> str:
+        path = Path(super().get_ext_filename(fullname))
+        minor = ".".join(Torch.installed().version.split(".")[:2])
+        return str(path.with_name(path.name.replace("_C", f"_C-torch{minor}", 1)))
 
     def run(self) -> None:
         with build_lock():
@@ -246,8 +251,7 @@ class BuildExtension(build_ext):
     def build_extension(self, ext: Extension) -> None:
         torch, tools = Torch.installed(), Toolchain()
         folder = tools.folder("objects", str(torch), sysconfig.get_config_var("EXT_SUFFIX"))
-        # The slow C++ files first, so that both ends of the list finish together.
-        commands = {source: tools.cxx_command(torch) for source in sources(CXX_SOURCES, ".cpp")}
+        commands = {self.join_binding(folder): tools.cxx_command(torch)}
         commands |= {source: tools.c_command(source) for source in sources(C_SOURCES, ".c")}
         objects = compile_all(commands, folder)
         exports = folder / "exports.map"
@@ -256,18 +260,28 @@ class BuildExtension(build_ext):
         flags = [*tools.mode_flags(), "-shared", f"-Wl,--version-script={exports}"]
         link(library, [*tools.cxx, *flags], objects, [*torch.link_flags(), *LINK_FLAGS])
         target = Path(self.get_ext_fullpath(ext.name))
+        for other in target.parent.glob("_C*"):
+            if other != target:
+                other.unlink()
         replace(target, library.read_bytes())
-        replace(target.with_name("_build.py"), BUILD_NOTE.format(torch.version).encode())
+
+    def join_binding(self, folder: Path) -> str:
+        """One file that includes the binding's: reading torch's headers is most of their time.
+
+        Fifteen files took 120 s of CPU one by one and take 16 s together.
+        """
+        joined = folder / "bind.cpp"
+        names = [source.removeprefix("csrc/") for source in sources(CXX_SOURCES, ".cpp")]
+        text = "".join(f'#include "{name}"\n' for name in names)
+        if not joined.exists() or joined.read_text() != text:
+            joined.parent.mkdir(parents=True, exist_ok=True)
+            joined.write_text(text)
+        return str(joined)
 
     def copy_extensions_to_source(self) -> None:
         for ext in self.extensions:
-            built = Path(self.build_lib, self.get_ext_filename(ext.name))
-            for path in (built, built.with_name("_build.py")):
-                replace(ROOT / "fsdp_c" / path.name, path.read_bytes())
-
-    def get_outputs(self) -> list[str]:
-        outputs = super().get_outputs()
-        return [*outputs, *(str(Path(path).with_name("_build.py")) for path in outputs)]
+            name = self.get_ext_filename(ext.name)
+            replace(ROOT / name, Path(self.build_lib, name).read_bytes())
 
 
 class BuildCTests(Command):

@@ -102,7 +102,7 @@ def run(bench: Bench, args: argparse.Namespace, argv: list[str]) -> tuple[Row, l
     rows: list[Row] = []
     for launch in bench.launches(args):
         extra = " ".join(launch.argv)
-        say(f"{bench.name}: {launch.ranks} rank{'s' * (launch.ranks > 1)} {extra}".rstrip())
+        say(f"{bench.name}: {ranks_text(launch.ranks)} {extra}".rstrip())
         rows += launch_ranks(bench, launch, argv, args.limit_s)
     bench.check(rows)
     facts = report.record(bench.name, args, rows)
@@ -114,6 +114,10 @@ def run(bench: Bench, args: argparse.Namespace, argv: list[str]) -> tuple[Row, l
     report.write_json(path, facts)
     say(f"{bench.name}: wrote {path}")
     return facts, tables
+
+
+def ranks_text(n_ranks: int) -> str:
+    return f"{n_ranks} rank{'s' * (n_ranks > 1)}"
 
 
 def say(text: str) -> None:
@@ -135,11 +139,11 @@ def launch_ranks(bench: Bench, launch: Launch, argv: list[str], limit_s: float) 
         try:
             code = process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"{launch.ranks} ranks took more than {limit_s:g} s") from None
+            raise RuntimeError(f"{ranks_text(launch.ranks)} took more than {limit_s:g} s") from None
         finally:
             _end(process)
         if code != 0:
-            raise RuntimeError(f"{launch.ranks} ranks ended with exit code {code}, see above")
+            raise RuntimeError(f"{ranks_text(launch.ranks)} ended with exit code {code}, see above")
         return json.loads(rows_file.read_text())
 
 
@@ -177,7 +181,7 @@ def be_a_rank(bench: Bench, args: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     try:
         rows = bench.work(args)
-    except VerificationError as error:
+    except (VerificationError, ImportError) as error:
         raise SystemExit(str(error)) from None  # torchrun ends the other ranks
     if dist.get_rank() == 0:
         Path(os.environ[ROWS_VARIABLE]).write_text(json.dumps(rows))

@@ -1,39 +1,48 @@
-"""The only importer of fsdp_c._C: checks first that it was built for the installed torch."""
+"""The only importer of fsdp_c._C: takes the file that was built for the installed torch."""
 
 from __future__ import annotations
 
-import importlib
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from types import ModuleType
 
 import torch
 
-_REBUILD = "rebuild it with `pip install --no-build-isolation --force-reinstall --no-deps .`"
+_NAME = "fsdp_c._C"
+_PREFIX = "_C-torch"
+_REBUILD = (
+    "from its source folder, run `pip install --no-build-isolation --force-reinstall --no-deps .`"
+)
 
 
-def _minor(version: str) -> tuple[str, ...]:
-    return tuple(version.split(".")[:2])
+def find(folder: Path) -> Path:
+    """The extension's file in `folder`; ImportError with the cure if none fits."""
+    minor = ".".join(torch.__version__.split(".")[:2])
+    suffix = EXTENSION_SUFFIXES[0]
+    path = folder / f"{_PREFIX}{minor}{suffix}"
+    if path.exists():
+        return path
+    files = folder.glob(f"{_PREFIX}*{suffix}")
+    others = sorted(file.name[len(_PREFIX) : -len(suffix)] for file in files)
+    if others:
+        raise ImportError(
+            f"fsdp_c was built against torch {' and '.join(others)},"
+            f" but torch {torch.__version__} is installed; {_REBUILD}"
+        )
+    raise ImportError(f"fsdp_c's extension has not been built for this Python; {_REBUILD}")
 
 
 def load() -> ModuleType:
-    """The extension; ImportError with the cure if it is missing or made for another torch."""
-    try:
-        built_for: str = importlib.import_module("fsdp_c._build").TORCH_VERSION
-    except ModuleNotFoundError:
-        raise ImportError(
-            f"fsdp_c's extension has not been built; from its source folder, {_REBUILD}"
-        ) from None
-    if _minor(built_for) != _minor(torch.__version__):
-        raise ImportError(
-            f"fsdp_c was built against torch {built_for}, but torch {torch.__version__} is"
-            f" installed; from its source folder, {_REBUILD}"
-        )
-    try:
-        return importlib.import_module("fsdp_c._C")
-    except ModuleNotFoundError:
-        raise ImportError(
-            "fsdp_c's extension is missing or was built for another Python;"
-            f" from its source folder, {_REBUILD}"
-        ) from None
+    spec = spec_from_file_location(
+        _NAME, loader=ExtensionFileLoader(_NAME, str(find(Path(__file__).parent)))
+    )
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[_NAME] = module
+    return module
 
 
 _C = load()

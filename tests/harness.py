@@ -382,6 +382,8 @@ def launch(fd: int) -> None:
         send_message(sock, (reply, exit_codes))
     for pid in children:
         os.kill(pid, signal.SIGKILL)
+    # Libraries that torch loads complain at a regular exit.
+    os._exit(0)
 
 
 # --- a rank's side --------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class Tolerance:
         if dtype is torch.float32 and n_ranks <= 2:
             return Tolerance()
         if dtype in (torch.float32, torch.float64):
-            return Tolerance(relative=1e-5, scaled=1e-6)
+            return Tolerance(relative=1e-5, scaled=1e-5, realign=True)
         # Torch rounds each addition to `dtype`, and the quotient; the tested one may round once, or
         # only at the end.
         return Tolerance(scaled=(n_ranks + 1) * torch.finfo(dtype).eps, realign=True)
@@ -155,6 +155,7 @@ class Pair:
         def optimize(side: Side) -> None:
             side.optimizer.step()
 
+        self.realign()
         self.both(optimize)
         self.realign()
         self.both(lambda side: side.optimizer.zero_grad(set_to_none), "zero_grad")
@@ -198,12 +199,14 @@ class Pair:
             side.shards = dict(side.model.named_parameters())
 
     def realign(self) -> None:
-        """Let our shards start the next step from torch's where roundings would add up."""
+        """Go on from torch's shards and gradients, where roundings would add up."""
         if not self.tolerance.realign:
             return
         with torch.no_grad():
             for name, theirs in self.theirs.shards.items():
                 local(self.ours.shards[name]).copy_(local(theirs))
+                if theirs.grad is not None:
+                    local(self.ours.shards[name].grad).copy_(local(theirs.grad))
 
 
 # --- comparison -----------------------------------------------------------------------------------
@@ -316,7 +319,7 @@ def copies(tree: Any) -> Any:
 
 
 class Plain:
-    """The model on one process, with the losses of all ranks: what sharded training has to equal."""
+    """The model unsharded, with the losses of all ranks: what sharded training has to equal."""
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         harness.seed_everything(1)
@@ -330,7 +333,7 @@ class Plain:
                 (loss / divisor).backward()
 
     def check(self, side: "Side", tolerance: Tolerance) -> None:
-        """Gather the side's shards and gradients and compare them with these; all ranks call this."""
+        """Compare the side's gathered shards and gradients with these; all ranks call this."""
         for name, parameter in self.model.named_parameters():
             shard = side.shards[name]
             compare_values(full(shard), parameter.detach(), tolerance, name)

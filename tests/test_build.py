@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
-import fsdp_c
 from fsdp_c import _native
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,38 +32,27 @@ def test_extension_exports_its_entry_alone():
     assert [line.split()[-1] for line in lines] == ["PyInit__C"]
 
 
-def note(version: str) -> ModuleType:
-    module = ModuleType("fsdp_c._build")
-    module.TORCH_VERSION = version
-    return module
-
-
 def test_other_torch_minor_is_refused(monkeypatch: pytest.MonkeyPatch):
-    import torch
-
-    monkeypatch.setitem(sys.modules, "fsdp_c._build", note("2.9.1+cpu"))
+    built_for = re.search(r"_C-torch(\d+\.\d+)\.", _native._C.__file__)
+    assert built_for is not None
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
     with pytest.raises(ImportError) as error:
-        _native.load()
+        _native.find(Path(_native._C.__file__).parent)
     text = str(error.value)
-    assert "torch 2.9.1+cpu" in text and f"torch {torch.__version__}" in text
+    assert built_for[1] in text and "torch 2.9.1+cpu is installed" in text
     assert "pip install --no-build-isolation" in text
 
 
 def test_other_torch_patch_is_accepted(monkeypatch: pytest.MonkeyPatch):
-    import torch
-
     minor = ".".join(torch.__version__.split(".")[:2])
-    monkeypatch.setitem(sys.modules, "fsdp_c._build", note(f"{minor}.99"))
-    assert _native.load() is _native._C
+    monkeypatch.setattr(torch, "__version__", f"{minor}.99+other")
+    path = Path(_native._C.__file__)
+    assert _native.find(path.parent) == path
 
 
-@pytest.mark.parametrize(
-    ("missing", "words"), [("_build", "has not been built"), ("_C", "is missing or was built for")]
-)
-def test_missing_extension_is_explained(missing: str, words: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, f"fsdp_c.{missing}", None)
-    with pytest.raises(ImportError, match=f"{words}.*pip install --no-build-isolation"):
-        _native.load()
+def test_missing_extension_is_explained(tmp_path: Path):
+    with pytest.raises(ImportError, match="has not been built.*pip install --no-build-isolation"):
+        _native.find(tmp_path)
 
 
 TABLES = [("C_SOURCES", ".c"), ("CXX_SOURCES", ".cpp"), ("C_TEST_SOURCES", ".c")]
@@ -117,11 +106,4 @@ def test_source_archive_can_be_built_and_tested(tmp_path: Path):
     patterns = ("csrc/**/*.[ch]", "csrc/**/*.cpp", "tests/**/*.py", "tests/c/*", "fsdp_c/*.py")
     files = {str(path.relative_to(ROOT)) for glob in patterns for path in ROOT.glob(glob)}
     files |= {"Makefile", "LICENSE", "README.md", "pyproject.toml", "fsdp_c/py.typed"}
-    assert files - names == {"fsdp_c/_build.py"}
-
-
-def test_version_is_the_package_s():
-    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert version is not None
-    assert importlib.metadata.version("fsdp_c") == version[1]
-    assert fsdp_c.__name__ == "fsdp_c"
+    assert files <= names

@@ -247,9 +247,11 @@ def check_threads(rank, n_ranks):
     from torch.testing._internal.distributed.multi_threaded_pg import (
         ProcessLocalGroup,
         _install_threaded_pg,
+        _uninstall_threaded_pg,
     )
 
     dist.destroy_process_group()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
     _install_threaded_pg()
     store = dist.HashStore()
     done = []
@@ -270,6 +272,10 @@ def check_threads(rank, n_ranks):
         item.start()
     for item in threads:
         item.join()
+    _uninstall_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    # The harness leaves a world at the end.
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     assert sorted(done) == [0, 1, 2]
 
 
@@ -295,20 +301,20 @@ def test_threads():
 
 
 def check_init_again(rank, n_ranks):
-    """The world is destroyed and made again: a new transport, over new keys."""
+    """The world is destroyed and made again: a new transport."""
     from fsdp_c._comm import Communicator
 
-    for _ in range(3):
+    for again in range(3):
         comm = Communicator()
         data = torch.ones(10)
         comm.all_reduce(data)
         assert torch.equal(data, torch.full((10,), float(n_ranks)))
         del comm
         store = dist.distributed_c10d._world.pg_map[dist.group.WORLD][1]
-        plain = store.underlying_store
+        fresh = dist.PrefixStore(f"again {again}", store._underlying_non_prefix_store)
         dist.barrier()
         dist.destroy_process_group()
-        dist.init_process_group("gloo", rank=rank, world_size=n_ranks, store=plain)
+        dist.init_process_group("gloo", rank=rank, world_size=n_ranks, store=fresh)
 
 
 def test_init_again():

@@ -61,7 +61,7 @@ def test_int_reshard(rank: int, n_ranks: int) -> None:
 
 @on_ranks(2, 4)
 def test_partial_reductions(rank: int, n_ranks: int) -> None:
-    """Reduced over shards only, held, and brought together over replicas with the last micro-batch."""
+    """Reduced over shards only and held; the last micro-batch brings the replicas together."""
     for shape in mesh_shapes(n_ranks):
         pair = Pair(Net, sharding(shape))
         for step in range(2):
@@ -80,7 +80,11 @@ def test_partial_reductions_of_other_parameters(rank: int, n_ranks: int) -> None
     """Torch 2.13 adds the held sum of one parameter to another here; an unsharded model is the
     reference.
     """
-    pair = Pair(Branches, sharding((2, 2)))
+
+    def shard(model: nn.Module, fsdp: Any) -> None:
+        fsdp.fully_shard(model, mesh=cached_mesh((2, 2), NAMES))
+
+    pair = Pair(Branches, shard)
     pair.skip_if_same()
     plain = Plain(Branches)
     side = pair.ours

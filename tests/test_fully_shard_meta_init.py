@@ -31,7 +31,7 @@ def full_state() -> dict[str, Tensor]:
 
 
 def fill_reset(side: Side) -> None:
-    """Layers initialise themselves, block by block of each rank; parameters of the root are filled."""
+    """Layers initialise their shards themselves; parameters of the root are filled."""
     side.model.to_empty(device="cpu")
     with torch.no_grad():
         side.model.offset.fill_(0.25)
@@ -131,7 +131,7 @@ def test_mixed_precision(rank: int, n_ranks: int) -> None:
 
 @on_ranks(1, 2)
 def test_not_filled(rank: int, n_ranks: int) -> None:
-    """A forward with parameters that are still on meta is refused, and works once they are filled."""
+    """A forward with parameters still on meta is refused, and works once they are filled."""
     pair = Pair(build_meta, models.shard_blocks, optimizer=None)
 
     def forward(side: Side) -> None:
@@ -164,7 +164,7 @@ def test_sharded_under_a_meta_context(rank: int, n_ranks: int) -> None:
 @on_ranks(1, 2, 3)
 def test_state_dicts_between_both(rank: int, n_ranks: int) -> None:
     """What torch's side saves ours loads, and the other way round, sharded or whole."""
-    pair = Pair(Net, models.shard_blocks)
+    pair = Pair(Net, models.shard_blocks, optimizer=lambda p: torch.optim.SGD(p, lr=0.005))
     pair.step(data(rank))
     for _ in range(2):
         saved = {key: value.clone() for key, value in pair.theirs.model.state_dict().items()}

@@ -108,24 +108,3 @@ def test_held_micro_batches_differ(rank: int, n_ranks: int) -> None:
         losses = [total(plain.model(data(r, micro), use=use[r % 2])) for r in range(n_ranks)]
         plain.backward(losses, n_ranks)
     plain.check(side, tolerance())
-
-
-@on_ranks(2)
-def test_evaluation_on_one_rank(rank: int, n_ranks: int) -> None:
-    """A forward without gradient that other ranks do not run needs only their shards."""
-    side = make(Branches, models.shard_blocks)
-    plain = Plain(Branches)
-    for step in range(2):
-        total(side.model(data(rank, step))).backward()
-        losses = [total(plain.model(data(r, step))) for r in range(n_ranks)]
-        plain.backward(losses, n_ranks)
-        for optimizer in (side.optimizer, plain.optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
-        if rank == 0:
-            with torch.no_grad():
-                torch.testing.assert_close(
-                    side.model(data(0, 9)), plain.model(data(0, 9)), rtol=1e-4, atol=1e-5
-                )
-    side.model.reshard()
-    plain.check(side, tolerance())

@@ -133,7 +133,10 @@ def read_on_one_rank(rank: int, n_ranks: int) -> None:
         net(batch(rank))  # leaves the root unsharded
     if rank == 0:
         assert isinstance(net.state_dict()["second.weight"], DTensor)
-    check_trains(net, reference)
+    for step in range(2):
+        net.zero_grad()
+        net(batch(rank, step)).square().sum().backward()
+        check_gradients(net, reference, n_ranks, step)
 
 
 def test_on_one_rank_only() -> None:

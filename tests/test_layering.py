@@ -33,23 +33,7 @@ MAY_INCLUDE = {
 }
 
 # Downward: a module imports only what stands before it.
-MODULES = [
-    "_build",
-    "_env",
-    "_native",
-    "_api",
-    "_compat",
-    "_comm",
-    "_mesh",
-    "_param",
-    "_unit",
-    "_state",
-    "_init",
-    "_fully_shard",
-    "_install",
-    "__init__",
-    "__main__",
-]
+MODULES = "_env _native _compat _comm _plan _unit _state _init _fully_shard __init__".split()
 
 SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".c", ".h", ".cpp"))
 PYTHON = sorted(PACKAGE.glob("*.py"))
@@ -130,19 +114,35 @@ def test_core_reads_no_environment(path: Path):
     assert not ENVIRONMENT.findall(path.read_text())
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
-    """Names of the modules of fsdp_c that a file imports, wherever in it."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "fsdp_c":
-                    yield (alias.name.split(".") + ["__init__"])[1]
-        elif isinstance(node, ast.ImportFrom):
-            parts = (node.module or "").split(".")
-            if node.level == 0 and parts[0] != "fsdp_c":
-                continue
-            parts = [part for part in parts if part][0 if node.level else 1 :]
-            yield from [parts[0]] if parts else (alias.name for alias in node.names)
+class Imports(ast.NodeVisitor):
+    """Names of the modules of fsdp_c that a file imports at run time, wherever in it."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def visit_If(self, node: ast.If) -> None:
+        is_for_types = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for child in node.orelse if is_for_types else ast.iter_child_nodes(node):
+            self.visit(child)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            if alias.name.split(".")[0] == "fsdp_c":
+                self.names.append((alias.name.split(".") + ["__init__"])[1])
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        parts = [part for part in (node.module or "").split(".") if part]
+        if node.level == 0:
+            if parts[0] != "fsdp_c":
+                return
+            parts = parts[1:]
+        self.names += parts[:1] or [alias.name for alias in node.names]
+
+
+def imported(code: str) -> list[str]:
+    imports = Imports()
+    imports.visit(ast.parse(code))
+    return imports.names
 
 
 def reads_environment(tree: ast.AST) -> bool:
@@ -161,7 +161,7 @@ def test_imports_go_downward(path: Path):
     assert path.stem in MODULES, "give the new module its place in MODULES"
     below = MODULES[: MODULES.index(path.stem)]
     extension = ["_C"] if path.stem == "_native" else []
-    names = set(imported(ast.parse(path.read_text())))
+    names = set(imported(path.read_text()))
     modules = {name for name in names if name == "_C" or (PACKAGE / f"{name}.py").exists()}
     assert modules <= {*below, *extension}
 
@@ -186,10 +186,12 @@ def test_only_native_names_the_extension():
         ("from ._state import State", ["_state"]),
         ("def late():\n    from fsdp_c._unit import Unit", ["_unit"]),
         ("import os\nfrom torch import _C", []),
+        ("if TYPE_CHECKING:\n    from fsdp_c._unit import Unit", []),
+        ("if TYPE_CHECKING:\n    pass\nelse:\n    from fsdp_c import _unit", ["_unit"]),
     ],
 )
 def test_imports_are_seen(code: str, names: list[str]):
-    assert list(imported(ast.parse(code))) == names
+    assert imported(code) == names
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,7 @@ struct gil_guard {
     gil_guard() = default;
     gil_guard(const gil_guard &) = delete;
     gil_guard &operator=(const gil_guard &) = delete;
-    ~gil_guard()
-    {
-        PyGILState_Release(state);
-    }
+    ~gil_guard() { PyGILState_Release(state); }
 };
 
 } // namespace

@@ -501,15 +501,17 @@ static unsigned char *large_src;
 /* Compares the destination, guards on both sides included. */
 static void check_large(const char *name, const char *what, size_t start, size_t bytes)
 {
-    size_t differs = 0;
+    size_t end = start + bytes + GUARD_BYTES;
+    size_t at = 0;
 
-    while (differs < bytes + GUARD_BYTES &&
-           large_dst[start + differs] == large_expected[start + differs]) {
-        differs++;
+    if (memcmp(large_dst, large_expected, end) == 0) {
+        return;
     }
-    CHECK_MSG(differs == bytes + GUARD_BYTES, "%s: %s at %zu: byte %zu of %zu differs", name, what,
-              start, differs, bytes);
-    CHECK(memcmp(large_dst, large_expected, start) == 0);
+    while (large_dst[at] == large_expected[at]) {
+        at++;
+    }
+    CHECK_MSG(at == end, "%s: %s of %zu bytes at %zu: byte %zu differs", name, what, bytes, start,
+              at);
 }
 
 /* Streaming begins at an aligned address, so starts differ; 1 can never be aligned for 4 bytes. */
