@@ -64,7 +64,7 @@ C_WARNINGS = shlex.split(
     "-Wall -Wextra -Wpedantic -Wshadow -Wundef -Wconversion -Wsign-conversion -Wstrict-prototypes"
     " -Wmissing-prototypes -Wwrite-strings -Wvla"
 )
-CXX_WARNINGS = shlex.split("-Wall -Wextra -Wshadow -Wno-missing-field-initializers")
+CXX_WARNINGS = shlex.split("-Wall -Wextra -Wshadow=local -Wno-missing-field-initializers")
 LINK_FLAGS = ["-pthread", "-lm"]
 EXPORTS = "{ global: PyInit__C; local: *; };\n"
 

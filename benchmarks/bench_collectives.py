@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import harness
@@ -74,50 +76,68 @@ def rank_values(numel: int, rank: int) -> Any:
     return (torch.arange(numel, dtype=torch.float32) + 7 * rank).remainder_(251)
 
 
-def measure_size(
-    args: argparse.Namespace, comms: dict[str, Any], n_bytes: int, rank: int, ranks: int
-) -> list[Row]:
-    """Runs each operation once for its result, compares, and only then times it."""
+@dataclass
+class Problem:
+    """One operation at one size: `source` goes in, `wanted` must come out."""
+
+    operation: str
+    source: Any
+    wanted: Any
+    # What one more in every element of every rank's source adds to every element of the result.
+    per_increment: int
+
+
+def problems(numel: int, rank: int, ranks: int) -> Iterator[Problem]:
     import torch
 
-    numel = n_bytes // 4
-    whole = rank_values(numel, rank)
     part = numel // ranks
-    shard = whole[rank * part : (rank + 1) * part].clone()
-    gathered, summed = [], torch.zeros(part)
+    mine = slice(rank * part, (rank + 1) * part)
+    whole = rank_values(numel, rank)
+    gathered, summed = torch.empty(numel), torch.zeros(part)
     for peer in range(ranks):
         values = rank_values(numel, peer)
-        gathered.append(values[peer * part : (peer + 1) * part].clone())
-        summed += values[rank * part : (rank + 1) * part]
-    wanted = {"all_gather": torch.cat(gathered), "reduce_scatter": summed}
-    rows = []
-    for operation, found in (
-        ("all_gather", cases_of("all_gather", comms, shard, numel)),
-        ("reduce_scatter", cases_of("reduce_scatter", comms, whole, part)),
-    ):
-        cases = {}
-        for name in (name for name in found if name in args.impl):
-            cases[name], output = found[name]
-            cases[name].step()
-            what = f"{name}, {operation} of {report.size_text(n_bytes)}"
-            harness.same(what, output, wanted[operation], rtol=0, atol=0)
-        cases["memcpy"] = copy_case(n_bytes)
-        rounds = args.rounds or (8 if args.quick else 12)
-        times = harness.measure(
-            cases, rounds, block_s=0.01, budget_s=1.5 if args.quick else 5, most_steps=100
-        )
-        rows.append({"operation": operation, "bytes": n_bytes, "ranks": ranks, "times": times})
-    return rows
+        theirs = slice(peer * part, (peer + 1) * part)
+        gathered[theirs] = values[theirs]
+        summed += values[mine]
+    yield Problem("all_gather", whole[mine].clone(), gathered, 1)
+    yield Problem("reduce_scatter", whole, summed, ranks)
 
 
-def work(args: argparse.Namespace) -> list[Row]:
+def verify(cases: dict[str, Any], problem: Problem, when: str) -> None:
+    size = report.size_text(4 * max(problem.source.numel(), problem.wanted.numel()))
+    for name, (case, output) in cases.items():
+        output.fill_(-1)
+        case.step()
+        what = f"{name}, {problem.operation} of {size} {when}"
+        harness.same(what, output, problem.wanted, rtol=0, atol=0)
+
+
+def measure_size(args: argparse.Namespace, comms: dict[str, Any], n_bytes: int) -> Iterator[Row]:
+    """Verifies before timing, and after it with other values, in case a later call does less."""
     import torch.distributed as dist
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    rounds = args.rounds or (8 if args.quick else 12)
+    for problem in problems(n_bytes // 4, rank, ranks):
+        cases = cases_of(problem.operation, comms, problem.source, problem.wanted.numel())
+        cases = {name: cases[name] for name in args.impl}
+        verify(cases, problem, "before timing")
+        timed = {name: case for name, (case, _) in cases.items()} | {"memcpy": copy_case(n_bytes)}
+        times = harness.measure(
+            timed, rounds, block_s=0.01, budget_s=1.5 if args.quick else 5, most_steps=100
+        )
+        problem.source += 1
+        problem.wanted += problem.per_increment
+        verify(cases, problem, "after timing")
+        facts = {"operation": problem.operation, "bytes": n_bytes, "ranks": ranks}
+        yield {**facts, "times": times}
+
+
+def work(args: argparse.Namespace) -> list[Row]:
     comms = communicators(args.impl)
     rows: list[Row] = []
     for n_bytes in args.sizes or (QUICK_SIZES if args.quick else SIZES):
-        rows += measure_size(args, comms, n_bytes, rank, ranks)
+        rows += measure_size(args, comms, n_bytes)
     for comm in comms.values():
         comm.close()
     return rows

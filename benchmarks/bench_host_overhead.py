@@ -131,9 +131,9 @@ def work(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def per_unit(row: Row, name: str) -> float:
+def per_unit(row: Row, name: str, statistic: str = "median_us") -> float:
     times = row["times"]
-    return (times[name]["median_us"] - times["plain"]["median_us"]) / row["units"]
+    return (times[name][statistic] - times["plain"][statistic]) / row["units"]
 
 
 def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
@@ -144,21 +144,18 @@ def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
             f"Host us per unit and step over the plain module: {title}, n x Linear(16, 16)",
             ["units", "ranks", "plain", *args.impl, "ratio", "goal", "min", "p90", "samples"],
             note="plain: us per unit of the unsharded module. ratio: first over last "
-            "implementation. min, p90, samples: of the last.",
+            "implementation. min, p90, samples: of the last; each less the plain module's own.",
         )
         for row in (row for row in rows if row["mode"] == mode):
             added = [per_unit(row, name) for name in args.impl]
-            last, plain = row["times"][args.impl[-1]], row["times"]["plain"]["median_us"]
+            plain = row["times"]["plain"]["median_us"]
             goal = GOALS.get((mode, row["units"], row["ranks"]))
             table.rows.append(
                 [str(row["units"]), str(row["ranks"]), report.number(plain / row["units"])]
                 + [report.number(value) for value in added]
                 + [report.ratio(added[0], added[-1], 1), f"<= {goal}" if goal else ""]
-                + [
-                    report.number((last[key] - plain) / row["units"])
-                    for key in ("min_us", "p90_us")
-                ]
-                + [str(last["samples"])]
+                + [report.number(per_unit(row, args.impl[-1], key)) for key in ("min_us", "p90_us")]
+                + [str(row["times"][args.impl[-1]]["samples"])]
             )
         found.append(table)
     return found

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -18,9 +20,32 @@ from fsdp_c._native import _C
 _POLL_MIN_S = 0.0005
 _POLL_MAX_S = 0.02
 _NOTICE_S = 5.0
+_LOOK_S = 0.25  # between looks at whether awaited ranks still live
 
 # Groups whose ranks are no processes of their own.
 _NO_PROCESSES = frozenset({"fake", "threaded"})
+
+
+def _this_process() -> str:
+    """Which process this is, as a peer on the same host can check: host, pid, start time."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    return f"{boot}/{namespace} {os.getpid()} {_start_ticks(os.getpid())}"
+
+
+def _start_ticks(pid: int) -> str | None:
+    """When the process began; None if it is gone or only waits to be reaped."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _is_gone(process: str) -> bool:
+    """Whether a process of this host, as told by `_this_process`, has ended."""
+    host, pid, start = process.split()
+    return _this_process().split()[0] == host and _start_ticks(int(pid)) != start
 
 
 class Rendezvous:
@@ -59,6 +84,7 @@ class Rendezvous:
     def _await(self, what: str, keys: list[str]) -> None:
         start = time.monotonic()
         pause = _POLL_MIN_S
+        next_look = start + _LOOK_S
         is_noticed = False
         while missing := [rank for rank, key in enumerate(keys) if not self.store.check([key])]:
             waited = time.monotonic() - start
@@ -75,8 +101,41 @@ class Rendezvous:
                     f" {waited:.0f} s for ranks [{names}] of it in {what}",
                     file=sys.stderr,
                 )
+            if time.monotonic() > next_look:
+                next_look = time.monotonic() + _LOOK_S
+                self._check_alive(what, missing)
             time.sleep(pause)
             pause = min(pause * 2, _POLL_MAX_S)
+
+
+    def _check_alive(self, what: str, ranks: list[int]) -> None:
+        for rank in ranks:
+            key = _process_key(rank)
+            if self.store.check([key]) and _is_gone(self.store.get(key).decode()):
+                raise RuntimeError(
+                    f"rank {rank} of process group {self.label} has exited or was killed while"
+                    f" rank {self.rank} waited for it in the set-up of fsdp_c ({what})"
+                )
+
+
+def _process_key(rank: int) -> str:
+    return f"fsdp_c/process/{rank}"
+
+
+_announced: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def announce(group: dist.ProcessGroup) -> None:
+    """Tells the group's ranks which process this is, so that they notice if it dies before set-up.
+
+    Local, once per group.
+    """
+    if group.size() == 1 or group in _announced or group not in c10d._world.pg_map:
+        return
+    _announced.add(group)
+    store = c10d._world.pg_map[group][1]
+    if store is not None and dist.get_backend(group) not in _NO_PROCESSES:
+        store.set(_process_key(group.rank()), _this_process())
 
 
 class _Messages:

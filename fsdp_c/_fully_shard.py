@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy, 
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.utils import _get_root_modules
 
-from fsdp_c import _init
+from fsdp_c import _init, _plan
 from fsdp_c._state import FSDPState
 
 if TYPE_CHECKING:
@@ -65,8 +65,7 @@ def fully_shard(
     """
     torch._C._log_api_usage_once("torch.distributed.fsdp.fully_shard")
     _init.check_arguments(module, mesh, mp_policy, offload_policy)
-    if ignored_params is not None and not isinstance(ignored_params, (set, frozenset)):
-        ignored_params = set(ignored_params)
+    ignored_params = _init.ignored_set(ignored_params)
     modules = [module] if isinstance(module, nn.Module) else _get_root_modules(list(module))
     with _init.undone_on_error(modules):
         return _contracted(
@@ -135,6 +134,8 @@ def _apply(
         _torch._unimplemented_deepcopy,
     )
     _remember_owners(state)
+    if device.type == "cpu":
+        _plan.announce(mesh_info)
     return module
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _composable_state
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.fsdp._fully_shard._fsdp_api import (
     MixedPrecisionPolicy,
@@ -25,8 +27,6 @@ from torch.distributed.tensor import DTensor
 from fsdp_c._unit import FSDPParamGroup
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from fsdp_c._state import FSDPState
 
 
@@ -47,31 +47,47 @@ def check_arguments(
         for member in members:
             if not isinstance(member, nn.Module):
                 raise TypeError(f"fully_shard expects modules, not {type(member).__name__}")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh or None, not {mesh!r}")
+    if mesh is not None and mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not part of the mesh {mesh}: only its ranks may call fully_shard"
+        )
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy must be a MixedPrecisionPolicy instance, not {mp_policy!r}")
     if not isinstance(offload_policy, OffloadPolicy):
         raise TypeError(
             f"offload_policy must be an OffloadPolicy instance, not {offload_policy!r}:"
             " write CPUOffloadPolicy() with parentheses"
         )
-    if isinstance(mp_policy, MixedPrecisionPolicy):
-        for field in ("param_dtype", "reduce_dtype", "output_dtype"):
-            dtype = getattr(mp_policy, field)
-            is_dtype = isinstance(dtype, torch.dtype)
-            if dtype is not None and not (
-                is_dtype and (dtype.is_floating_point or dtype.is_complex)
-            ):
-                raise ValueError(
-                    f"MixedPrecisionPolicy.{field} must be a floating-point torch.dtype or None,"
-                    f" not {dtype!r}"
-                )
-    if mesh is None and not dist.is_initialized() and not _can_initialise():
-        raise RuntimeError(
-            "fully_shard needs a process group: launch the script with torchrun, call"
-            " torch.distributed.init_process_group() first, or pass `mesh`"
-        )
+    for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(mp_policy, field)
+        is_dtype = isinstance(dtype, torch.dtype)
+        if dtype is not None and not (is_dtype and (dtype.is_floating_point or dtype.is_complex)):
+            raise ValueError(
+                f"MixedPrecisionPolicy.{field} must be a floating-point torch.dtype or None,"
+                f" not {dtype!r}"
+            )
+    if mesh is None and not dist.is_initialized():
+        try:
+            dist.init_process_group()
+        except (ValueError, RuntimeError) as error:
+            raise RuntimeError(
+                "fully_shard needs a process group: launch the script with torchrun, call"
+                f" torch.distributed.init_process_group() first, or pass `mesh` ({error})"
+            ) from error
 
 
-def _can_initialise() -> bool:
-    return dist.is_torchelastic_launched()
+def ignored_set(ignored_params: Any) -> set[nn.Parameter] | None:
+    """The argument as a set; any collection of parameters will do."""
+    if ignored_params is None or isinstance(ignored_params, set):
+        return ignored_params
+    try:
+        return set(ignored_params)
+    except TypeError:
+        raise TypeError(
+            f"ignored_params must be a collection of parameters, not {ignored_params!r}"
+        ) from None
 
 
 def check_params(params: Sequence[nn.Parameter], managed: Sequence[nn.Module]) -> None:
@@ -99,12 +115,14 @@ def undone_on_error(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Puts modules, and all below them, back as they were if the body raises."""
     everything = {id(m): m for root in modules for m in root.modules()}
     saved = [(m, m.__class__, _copy_fields(m)) for m in everything.values()]
-    data = {
-        id(t): (t, t.data)
+    tensors = {
+        id(t): (t, None if isinstance(t, DTensor) else t.data, t.__dict__.copy())
         for m in everything.values()
         for t in (*m._parameters.values(), *m._buffers.values())
-        if t is not None and not isinstance(t, DTensor)
+        if t is not None
     }
+    mapping = _composable_state._module_state_mapping
+    states = [(m, mapping[m]) for m in everything.values() if m in mapping]
     try:
         yield
     except BaseException:
@@ -112,9 +130,14 @@ def undone_on_error(modules: Sequence[nn.Module]) -> Iterator[None]:
             module.__class__ = cls
             module.__dict__.clear()
             module.__dict__.update(fields)
-        for tensor, original in data.values():
-            if tensor.data_ptr() != original.data_ptr():
-                tensor.data = original
+            _composable_state._module_state_mapping.pop(module, None)
+        for module, state in states:
+            _composable_state._module_state_mapping[module] = state
+        for tensor, data, fields in tensors.values():
+            if data is not None and data.device != tensor.device:
+                tensor.data = data
+            tensor.__dict__.clear()
+            tensor.__dict__.update(fields)
         raise
 
 

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import torch
 
+from fsdp_c import _env
+
 _NAME = "fsdp_c._C"
 _PREFIX = "_C-torch"
 _REBUILD = (
@@ -45,4 +47,13 @@ def load() -> ModuleType:
     return module
 
 
+def choose_kernels(module: ModuleType, name: str) -> None:
+    if name and not module.use_kernels(name):
+        raise ImportError(
+            f"{_env.KERNELS.name}={name}: this CPU lacks these kernels; the best it runs are"
+            f" {module.kernels()}"
+        )
+
+
 _C = load()
+choose_kernels(_C, _env.KERNELS.get())

@@ -50,6 +50,14 @@ def runs_on_core(group: FSDPParamGroup) -> bool:
     )
 
 
+def announce(mesh_info: Any) -> None:
+    """Lets the ranks of a mesh watch one another from now on."""
+    if isinstance(mesh_info, FSDPMeshInfo):
+        _comm.announce(mesh_info.shard_process_group)
+    if isinstance(mesh_info, HSDPMeshInfo):
+        _comm.announce(mesh_info.replicate_process_group)
+
+
 def _is_plain(fsdp_param: Any) -> bool:
     local = fsdp_param._sharded_local_tensor
     is_trainable = fsdp_param.sharded_param.requires_grad

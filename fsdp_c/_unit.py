@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
@@ -93,6 +94,26 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
         self._unbind()
         return True
 
+    def _register_state_dict_hooks(self) -> None:
+        is_new = not self._module_to_pre_save_state_dict_hook_handle
+        super()._register_state_dict_hooks()
+        if is_new:
+            for module in self._module_to_pre_save_state_dict_hook_handle:
+                module._register_state_dict_hook(self._put_shards)
+
+    def _put_shards(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """After a module's state_dict: shards in place of parameters that are unsharded now."""
+        if not (self._is_bound and self._core_is_unsharded):
+            return
+        for fsdp_param in self.fsdp_params:
+            info = fsdp_param._module_info
+            for owner, name in zip(
+                (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
+            ):
+                if owner is module and (found := state.get(prefix + name)) is not None:
+                    shard = fsdp_param.sharded_param
+                    state[prefix + name] = shard if found.requires_grad else shard.detach()
+
     # ---- transitions ----
 
     def unshard(self, async_op: bool = False) -> None:
@@ -125,12 +146,16 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
         if self._training_state == TrainingState.FORWARD and not self._reshard_after_forward:
             return None
         self._core_reshard()
+        if not self._core_in_phase:
+            # nn.Module._apply reshards first and then swaps parameters and gradients.
+            self._core_release_gradients()
         return None
 
     def _to_sharded(self) -> None:
         if not self._is_bound:
             return super()._to_sharded()
-        self._core_reshard()
+        if not self._core_in_phase:  # else a forward or backward still needs the parameters
+            self._core_reshard()
         return None
 
     def post_backward(self, *unused: Any) -> None:

@@ -19,7 +19,7 @@ TINY = {
 # What a rank's part of the work is called in the rows, and how many rows the tiny sizes give.
 N_ROWS = {"host_overhead": 4, "collectives": 4, "step": 2, "memory": 2}
 
-# Gradients flow back through each unit three times too large, and the last gathered value is wrong.
+# Gradients flow back through each unit three times too large; gathered values are right only once.
 WRONG = '''
 """An implementation that computes something else."""
 import torch.distributed as dist
@@ -36,9 +36,12 @@ def fully_shard(module, **options):
     return module
 
 class Communicator:
+    calls = 0
     def all_gather(self, output, input):
         dist.all_gather_into_tensor(output, input)
-        output[-1] += 1
+        self.calls += 1
+        if self.calls > 1:
+            output[-1] += 1
     def reduce_scatter(self, output, input, divisor=1.0):
         dist.reduce_scatter_tensor(output, input)
     def close(self):

@@ -1,12 +1,13 @@
 """What the build hands out: symbols, the note about torch, make's targets, the source archive."""
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +54,22 @@ def test_other_torch_patch_is_accepted(monkeypatch: pytest.MonkeyPatch):
 def test_missing_extension_is_explained(tmp_path: Path):
     with pytest.raises(ImportError, match="has not been built.*pip install --no-build-isolation"):
         _native.find(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["ref", ""])
+def test_kernels_are_chosen_by_name(name: str):
+    code = "from fsdp_c._native import _C; print(_C.kernels())"
+    env = {**os.environ, "FSDP_C_KERNELS": name}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == (name or _native._C.kernels())
+
+
+def test_kernels_that_the_cpu_lacks_are_refused():
+    lacking = SimpleNamespace(use_kernels=lambda name: False, kernels=lambda: "avx2")
+    with pytest.raises(ImportError, match="FSDP_C_KERNELS=avx512: this CPU lacks .* avx2"):
+        _native.choose_kernels(lacking, "avx512")
 
 
 TABLES = [("C_SOURCES", ".c"), ("CXX_SOURCES", ".cpp"), ("C_TEST_SOURCES", ".c")]

@@ -162,7 +162,7 @@ void begin_forward(StateObject *state)
     }
     const bool is_first = !is_grouped(state) || !is_training(state->training, Training::forward);
     if (is_first && tree->iteration_root == nullptr) {
-        tree_root_pre_forward(tree, state);
+        tree_root_pre_forward(state);
     }
     state->training = static_cast<int>(Training::forward);
 }

@@ -89,7 +89,7 @@ std::vector<at::Tensor> Unit::take_gradients(bool with_unused)
             p.held = at::Tensor();
         } else if (fresh.defined()) {
             grads[i] = readable(fresh, p);
-        } else if (with_unused && p.sharded_tensor.requires_grad()) {
+        } else if (with_unused && p.sharded_tensor().requires_grad()) {
             grads[i] = at::zeros(p.unsharded_tensor.sizes(), p.unsharded_tensor.options());
         }
         fresh = at::Tensor();
@@ -118,6 +118,15 @@ void Unit::hold()
     if (any && fc_domain_is_mapped(domain_) && fc_domain_n_ranks(domain_) > 1) {
         fc_exchange_hold(shard_);
     }
+}
+
+void Unit::release_gradients()
+{
+    for (Param &p : params_) {
+        p.grad = Gradient();
+    }
+    grads_flat_ = at::Tensor();
+    grads_share_flat_ = false;
 }
 
 void Unit::drop_gradients()
@@ -367,8 +376,8 @@ void Unit::make_gradients(bool all)
     bool flat_is_ours = grads_flat_.defined() && grads_flat_.storage().use_count() == flat_uses_;
     for (size_t i = 0; i < params_.size(); i++) {
         const Param &p = params_[i];
-        const bool assigned = p.grad.object && p.sharded_tensor.grad().defined() &&
-                              p.sharded_tensor.grad().is_same(p.grad.tensor);
+        const at::Tensor &present = p.sharded_tensor().grad();
+        const bool assigned = p.grad.object && present.defined() && present.is_same(p.grad.tensor);
         const bool reusable = p.grad.object && flat_is_ours && p.grad.local.is_alias_of(grads_flat_) &&
                               p.grad.is_free();
         if (layout->params[i].has_grad && (all || (!assigned && !reusable))) {
@@ -415,7 +424,7 @@ void Unit::make_gradients(bool all)
 void Unit::after_write(size_t index, const ReduceOptions &options)
 {
     Param &p = params_[index];
-    if (!torch::autograd::impl::post_acc_grad_hooks(p.sharded_tensor)) {
+    if (!torch::autograd::impl::post_acc_grad_hooks(p.sharded_tensor())) {
         return;
     }
     if (options.defer_hooks) {
@@ -423,7 +432,7 @@ void Unit::after_write(size_t index, const ReduceOptions &options)
         return;
     }
     at::NoGradGuard no_grad;
-    (*torch::autograd::impl::post_acc_grad_hooks(p.sharded_tensor))(p.sharded_tensor);
+    (*torch::autograd::impl::post_acc_grad_hooks(p.sharded_tensor()))(p.sharded_tensor());
 }
 
 void Unit::run_deferred_hooks()
@@ -439,11 +448,11 @@ template <typename Reduce>
 void Unit::write_gradient(size_t index, const ReduceOptions &options, const Reduce &reduce)
 {
     Param &p = params_[index];
-    const at::Tensor present = p.sharded_tensor.grad();
+    const at::Tensor present = p.sharded_tensor().grad();
     if (!present.defined()) {
         reduce(p.grad.local.mutable_data_ptr(), false);
-        p.sharded_tensor.mutable_grad() = p.grad.tensor;
-    } else if (present.is_same(p.grad.tensor)) {
+        p.sharded_tensor().mutable_grad() = p.grad.tensor;
+    } else if (p.grad.object && present.is_same(p.grad.tensor)) {
         reduce(p.grad.local.mutable_data_ptr(), true);
     } else {
         // A gradient that the user put there: add to it as torch would.
@@ -463,7 +472,7 @@ bool Unit::write_all_gradients(fc_unit *lane, const std::vector<fc_source> &sour
 {
     const fc_layout *layout = fc_unit_layout(lane);
     for (const Param &p : params_) {
-        if (p.sharded_tensor.grad().defined()) {
+        if (p.sharded_tensor().grad().defined()) {
             return false;
         }
     }
@@ -479,7 +488,7 @@ bool Unit::write_all_gradients(fc_unit *lane, const std::vector<fc_source> &sour
     }
     for (size_t i = 0; i < params_.size(); i++) {
         if (layout->params[i].has_grad && layout->params[i].trainable) {
-            params_[i].sharded_tensor.mutable_grad() = params_[i].grad.tensor;
+            params_[i].sharded_tensor().mutable_grad() = params_[i].grad.tensor;
         }
     }
     for (size_t i = 0; i < params_.size(); i++) {

@@ -152,6 +152,11 @@ PyObject *group_reshard(PyObject *self, PyObject *)
     return with_unit(self, [](Unit *unit) { unit->reshard(); });
 }
 
+PyObject *group_release(PyObject *self, PyObject *)
+{
+    return with_unit(self, [](Unit *unit) { unit->release_gradients(); });
+}
+
 PyObject *group_drop(PyObject *self, PyObject *)
 {
     return with_unit(self, [](Unit *unit) { unit->drop_gradients(); });
@@ -166,6 +171,12 @@ PyObject *group_is_unsharded(PyObject *self, void *)
 {
     const Unit *unit = as<GroupObject>(self)->unit;
     return PyBool_FromLong(unit != nullptr && unit->is_unsharded());
+}
+
+PyObject *group_in_phase(PyObject *self, void *)
+{
+    const Unit *unit = as<GroupObject>(self)->unit;
+    return PyBool_FromLong(unit != nullptr && fc_domain_is_open(unit->domain()));
 }
 
 PyObject *group_is_pending(PyObject *self, void *)
@@ -188,6 +199,7 @@ PyMemberDef group_members[] = {
 PyGetSetDef group_properties[] = {
     {"_is_bound", group_is_bound, nullptr, "whether the unit runs on the core", nullptr},
     {"_core_is_unsharded", group_is_unsharded, nullptr, nullptr, nullptr},
+    {"_core_in_phase", group_in_phase, nullptr, "whether a forward or backward is going on", nullptr},
     {"_core_is_pending", group_is_pending, nullptr, "unshard(async_op=True) that was not waited for", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
@@ -197,6 +209,7 @@ PyMethodDef group_methods[] = {
     {"_core_unshard_async", group_unshard_async, METH_NOARGS, "Gathers; registration is left to _core_unshard."},
     {"_core_unshard", group_unshard, METH_NOARGS, "Gathers if needed and registers the unsharded parameters."},
     {"_core_reshard", group_reshard, METH_NOARGS, "Registers the sharded parameters."},
+    {"_core_release_gradients", group_release, METH_NOARGS, "Forgets gradients that are kept for reuse."},
     {"_core_drop_gradients", group_drop, METH_NOARGS, "Drops gradients that were not reduced."},
     {nullptr, nullptr, 0, nullptr}};
 

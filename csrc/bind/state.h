@@ -57,7 +57,7 @@ GroupObject *group_of(PyObject *object); // borrowed; TypeError as an exception
 
 
 // ---- phases and backward; tree.cpp ----
-void tree_root_pre_forward(TreeObject *tree, StateObject *state);
+void tree_root_pre_forward(StateObject *state);
 void tree_root_post_forward(TreeObject *tree);
 void tree_begin_backward(TreeObject *tree);
 void tree_end_backward(TreeObject *tree);

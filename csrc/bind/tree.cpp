@@ -66,10 +66,10 @@ void or_fail(TreeObject *tree, Body &&body)
 }
 
 // A shard that was replaced or moved since set-up is taken over before it is read.
-void rebuild_if_changed(TreeObject *tree, StateObject *state)
+void rebuild_if_changed(StateObject *state)
 {
     bool is_intact = true;
-    each_state(tree, [&](StateObject *s) {
+    each_state(state->tree, [&](StateObject *s) {
         is_intact = is_intact && (s->group == nullptr || s->group->unit == nullptr || s->group->unit->is_intact());
     });
     if (!is_intact) {
@@ -92,8 +92,9 @@ void tree_fail(TreeObject *tree)
     each_domain(tree, [](fc_domain *domain) { fc_domain_fail(domain); });
 }
 
-void tree_root_pre_forward(TreeObject *tree, StateObject *state)
+void tree_root_pre_forward(StateObject *state)
 {
+    TreeObject *tree = state->tree;
     if (tree->is_failed) {
         check(PyErr_WarnEx(PyExc_UserWarning,
                            "the previous backward ended in an exception: its gradients, and those kept from earlier "
@@ -106,7 +107,8 @@ void tree_root_pre_forward(TreeObject *tree, StateObject *state)
         return;
     }
     Range range("FSDP::root_pre_forward");
-    rebuild_if_changed(tree, state);
+    rebuild_if_changed(state);
+    tree = state->tree; // a rebuild may have made a new one
     each_state(tree, [](StateObject *s) {
         if (s->group != nullptr && s->group->unit != nullptr) {
             s->group->unit->publish();

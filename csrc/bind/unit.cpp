@@ -37,7 +37,6 @@ Param parse_row(PyObject *row)
     param.sharded = Ref::borrow(sharded);
     param.unsharded = Ref::borrow(unsharded);
     param.owner = Ref::borrow(owner);
-    param.sharded_tensor = tensor_of(sharded);
     param.unsharded_tensor = tensor_of(unsharded);
     param.local = tensor_of(checked(PyObject_GetAttr(sharded, local_tensor_name())).get());
     param.reduce_type = reinterpret_cast<THPDtype *>(reduce)->scalar_type;
@@ -49,6 +48,11 @@ Param parse_row(PyObject *row)
 }
 
 } // namespace
+
+const at::Tensor &Param::sharded_tensor() const
+{
+    return THPVariable_Unpack(sharded.get());
+}
 
 Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject *rows, const at::Tensor &flat)
     : domain_object_(Ref::borrow(domain)), domain_(domain_of(domain)), replicate_domain_(nullptr),
@@ -188,8 +192,8 @@ void Unit::unshard()
     }
     show(storage_, memory, bytes_);
     for (Param &p : params_) {
-        if (p.sharded_tensor.requires_grad() != p.unsharded_tensor.requires_grad()) {
-            p.unsharded_tensor.set_requires_grad(p.sharded_tensor.requires_grad());
+        if (p.sharded_tensor().requires_grad() != p.unsharded_tensor.requires_grad()) {
+            p.unsharded_tensor.set_requires_grad(p.sharded_tensor().requires_grad());
         }
         p.version = p.unsharded_tensor.unsafeGetTensorImpl()->version_counter().current_version();
     }

@@ -37,14 +37,16 @@ struct Param {
     std::vector<Place> places;
     Ref sharded, unsharded;         // the two nn.Parameter objects
     Ref owner;                      // fsdp_c's FSDPParam: makes DTensors, names the parameter
-    at::Tensor sharded_tensor;      // a DTensor
     at::Tensor unsharded_tensor;    // a view of the unit's unsharded storage
-    at::Tensor local;               // the shard: sharded_tensor's local tensor
+    at::Tensor local;               // the shard: the DTensor's local tensor
     at::ScalarType reduce_type, grad_type;
     std::vector<int64_t> local_size; // of the shard and of its gradient
     uint32_t version = 0;           // of unsharded_tensor when it was filled
     Gradient grad;
     at::Tensor held; // unreduced, in the reduce dtype (gradient accumulation)
+
+    // The DTensor. Only Python's reference is kept: torch swaps tensors that nobody else refers to.
+    const at::Tensor &sharded_tensor() const;
 };
 
 // Called while a post waits for room: finishes what can be finished.
@@ -96,6 +98,8 @@ public:
     void post(bool with_unused, const ReduceOptions &options, const Progress &progress);
     // Adds up what `lane` (the shard's or the replicas') has ready.
     void finish(fc_unit *lane, const ReduceOptions &options, const Progress &progress);
+    // Forgets the gradients that are kept for reuse, so that torch may swap them.
+    void release_gradients();
     // Drops gradients that were not reduced.
     void drop_gradients();
     void run_deferred_hooks();

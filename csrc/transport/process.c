@@ -87,6 +87,11 @@ static bool read_stat(int32_t pid, char *state_out, uint64_t *start_ticks_out)
     return true;
 }
 
+fc_status fc_open_status(int code)
+{
+    return code == EMFILE || code == ENFILE ? FC_ERR_SYSTEM : FC_ERR_UNSUPPORTED;
+}
+
 fc_status fc_process_self(fc_process_id *out)
 {
     struct stat namespace_stat;
@@ -94,8 +99,10 @@ fc_status fc_process_self(fc_process_id *out)
     char state;
 
     (void)pthread_once(&generation_once, watch_forks);
+    errno = 0;
     if (!read_stat(id.pid, &state, &id.start_ticks)) {
-        return fc_fail(FC_ERR_UNSUPPORTED, "cannot read /proc/%d/stat", (int)id.pid);
+        return fc_fail_errno(fc_open_status(errno), errno, "cannot read /proc/%d/stat",
+                             (int)id.pid);
     }
     if (stat("/proc/self/ns/pid", &namespace_stat) == 0) {
         id.pid_namespace = (uint32_t)namespace_stat.st_ino;
@@ -112,9 +119,16 @@ fc_status fc_process_open(const fc_process_id *id, fc_process *out)
 
     /* Read after the pidfd is held: a match proves that the pidfd means the process that told us
      * its id. */
+    errno = 0;
     if (!read_stat(id->pid, &state, &start_ticks) || start_ticks != id->start_ticks) {
+        fc_status st = fc_open_status(errno);
+
         if (pidfd >= 0) {
             (void)close(pidfd);
+        }
+        if (st == FC_ERR_SYSTEM) {
+            return fc_fail_errno(st, EMFILE, "cannot look at process %d: raise the limit of open "
+                                 "files (ulimit -n)", (int)id->pid);
         }
         return fc_fail(FC_ERR_UNSUPPORTED, "process %d cannot be seen from process %d",
                        (int)id->pid, (int)getpid());

@@ -4,6 +4,7 @@
 #include "transport/shm_segment.h"
 
 #include "base/alloc.h"
+#include "transport/process.h"
 
 #include <assert.h>
 #include <errno.h>
@@ -135,7 +136,7 @@ fc_status fc_segment_open(const fc_segment_id *id, int *fd_out)
         fd = open(path, O_RDWR | O_CLOEXEC);
     } while (fd < 0 && errno == EINTR);
     if (fd < 0) {
-        return fc_fail_errno(FC_ERR_UNSUPPORTED, errno, "cannot open the memory of process %d",
+        return fc_fail_errno(fc_open_status(errno), errno, "cannot open the memory of process %d",
                              (int)id->pid);
     }
     do {
