@@ -95,7 +95,7 @@ def _param_row(fsdp_param: Any) -> tuple[Any, ...]:
 def _unit_name(group: FSDPParamGroup) -> str:
     if group._module_fqn is None:  # unsharded before the root's first forward
         return ", ".join(type(module).__name__ for module in group.modules)
-    return group._module_fqn
+    return group._module_fqn or "(root)"
 
 
 def _describe(groups: Sequence[FSDPParamGroup]) -> list[list[str]]:

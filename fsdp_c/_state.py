@@ -68,10 +68,11 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
 
     def _choose_road(self) -> None:
         """Called by the first forward. Collective if the tree runs on the core."""
-        self._lazy_init()
-        states = self._state_ctx.all_states
-        groups = [group for state in states for group in state._fsdp_param_groups]
+        was_root = self._is_root
         try:
+            self._lazy_init()
+            states = self._state_ctx.all_states
+            groups = [group for state in states for group in state._fsdp_param_groups]
             is_ours = (
                 self._is_root is True
                 and all(isinstance(state, FSDPState) for state in states)
@@ -84,7 +85,8 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
             else:
                 self._take_torch_road(states, groups)
         except BaseException:
-            self._undo_lazy_init(states)
+            if was_root is None:
+                self._undo_lazy_init([*self._state_ctx.all_states, self])
             raise
 
     def _join_core(self, states: list[FSDPState], groups: list[FSDPParamGroup]) -> None:
@@ -112,7 +114,7 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
 
     def _undo_lazy_init(self, states: list[FSDPState]) -> None:
         """After a failed set-up: the next forward tries again."""
-        for state in list(states):
+        for state in states:
             state._is_root = None
             state._state_ctx = _fsdp_state.FSDPStateContext()
             state._comm_ctx = _fsdp_state.FSDPCommContext()

@@ -124,6 +124,12 @@ void hook_outputs(StateObject *state, const std::vector<at::Tensor> &tensors)
     for (const at::Tensor &tensor : tensors) {
         if (const auto &node = tensor.grad_fn()) {
             node->add_pre_hook(std::make_unique<PreBackward>(state));
+            // Changing a view in place goes around its node: then the base's node is the first of this unit's.
+            const bool is_view = tensor.is_view();
+            const NodePtr base = is_view ? tensor._base().grad_fn() : NodePtr();
+            if (base && base->sequence_nr() >= state->entry_sequence) {
+                base->add_pre_hook(std::make_unique<PreBackward>(state));
+            }
         } else {
             torch::autograd::impl::add_hook(tensor, std::make_unique<PreBackward>(state));
         }

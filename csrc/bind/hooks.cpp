@@ -5,6 +5,7 @@
 #include "bind/walk.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -165,6 +166,7 @@ void begin_forward(StateObject *state)
         tree_root_pre_forward(state);
     }
     state->training = static_cast<int>(Training::forward);
+    state->entry_sequence = at::sequence_number::peek();
 }
 
 } // namespace

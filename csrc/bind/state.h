@@ -39,6 +39,7 @@ struct StateObject {
     PyObject *modules;  // owned; a tuple
     PyObject *to_run;   // owned; the set of modules of a grouped unit that are still to run
     int training;
+    uint64_t entry_sequence; // of the autograd nodes made since forward was entered
     char on_torch_road;
     char casts_inputs;
     std::optional<at::ScalarType> *param_dtype, *output_dtype; // owned

@@ -12,6 +12,8 @@ namespace fc {
 
 namespace {
 
+constexpr const char *root_name = "(root)"; // as fsdp_c/_plan.py calls it
+
 PyObject *local_tensor_name()
 {
     static PyObject *name = PyUnicode_InternFromString("_local_tensor");
@@ -70,6 +72,9 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
         "' is sharded now, so its full weight cannot be read: the unit is not in forward or backward. Read it inside "
         "the unit's forward, call unshard() on the unit first, or use register_fsdp_forward_method() "
         "for the method that needs it";
+    if (name_ == root_name) {
+        name_.clear(); // profiler ranges of the root have no name
+    }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(rows); i++) {
         params_.push_back(parse_row(PyList_GET_ITEM(rows, i)));
     }
