@@ -1,4 +1,4 @@
-"""PyTorch FSDP2 with a C core: ``from fsdp_c import fully_shard`` and keep the rest of the script."""
+"""PyTorch FSDP2 with a C core: ``from fsdp_c import fully_shard``, the rest as before."""
 
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,

@@ -107,7 +107,6 @@ class Rendezvous:
             time.sleep(pause)
             pause = min(pause * 2, _POLL_MAX_S)
 
-
     def _check_alive(self, what: str, ranks: list[int]) -> None:
         for rank in ranks:
             key = _process_key(rank)

@@ -42,10 +42,11 @@ def _one_of(*words: str) -> Callable[[str], str]:
     return parse
 
 
-def _flag(text: str) -> bool:
-    if text not in ("0", "1"):
+def _size(text: str) -> int:
+    size = int(text)
+    if not 0 <= size < 1 << 31:
         raise ValueError(text)
-    return text == "1"
+    return size
 
 
 TRANSPORT = Variable(
@@ -59,14 +60,6 @@ TRANSPORT = Variable(
     parse=_one_of("auto", "shm", "callback"),
 )
 
-STRICT = Variable(
-    name="FSDP_C_STRICT",
-    accepted="0 or 1",
-    default=False,
-    meaning="Refuse what torch's fully_shard refuses, also where fsdp_c could do it.",
-    parse=_flag,
-)
-
 KERNELS = Variable(
     name="FSDP_C_KERNELS",
     accepted="ref, avx2, avx512 or avx512_bf16",
@@ -75,4 +68,15 @@ KERNELS = Variable(
     parse=_one_of("ref", "avx2", "avx512", "avx512_bf16"),
 )
 
-VARIABLES: tuple[Variable[str] | Variable[bool], ...] = (TRANSPORT, STRICT, KERNELS)
+MMAP_THRESHOLD = Variable(
+    name="FSDP_C_MMAP_THRESHOLD",
+    accepted="a number of bytes",
+    default=8 << 20,
+    meaning=(
+        "Allocations of this many bytes and more are kept off malloc's heap, which would grow with"
+        " every unit; 0 leaves malloc as it is."
+    ),
+    parse=_size,
+)
+
+VARIABLES: tuple[Variable[str] | Variable[int], ...] = (TRANSPORT, KERNELS, MMAP_THRESHOLD)

@@ -24,18 +24,23 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
 
 
+# Shared by all calls: policies are never changed.
+_DEFAULT_POLICY = MixedPrecisionPolicy()
+_NO_OFFLOAD = OffloadPolicy()
+
+
 def fully_shard(
     module: Any,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    mp_policy: MixedPrecisionPolicy = _DEFAULT_POLICY,
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
-    """Shards the parameters, gradients and optimizer states of ``module`` over the ranks of ``mesh``.
+    """Shards parameters, gradients and optimizer states of ``module`` over the ranks of ``mesh``.
 
     A replacement of ``torch.distributed.fsdp.fully_shard`` with its arguments, defaults and
     results: call it bottom-up, on each block of a model and then on the model. Before forward a

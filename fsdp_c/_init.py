@@ -51,7 +51,8 @@ def check_arguments(
         raise TypeError(f"mesh must be a DeviceMesh or None, not {mesh!r}")
     if mesh is not None and mesh.get_coordinate() is None:
         raise ValueError(
-            f"rank {dist.get_rank()} is not part of the mesh {mesh}: only its ranks may call fully_shard"
+            f"rank {dist.get_rank()} is not part of the mesh {mesh}: only its ranks may call"
+            " fully_shard"
         )
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy instance, not {mp_policy!r}")
@@ -161,7 +162,7 @@ def make_groups(
     offload_policy: OffloadPolicy,
     reshard_after_forward: bool | int,
 ) -> None:
-    """One group of parameters per pair of shard and replicate process groups, in parameter order."""
+    """One group of parameters per pair of shard and replicate process groups, in order."""
     if not params:
         return
     by_mesh: dict[tuple[Any, Any], tuple[Any, list[nn.Parameter]]] = {}

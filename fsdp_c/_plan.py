@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
-from fsdp_c import _comm, _compat
+from fsdp_c import _comm, _compat, _env
 from fsdp_c._native import _C
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _describe(groups: Sequence[FSDPParamGroup]) -> list[list[str]]:
 
 
 def _check_same_model(process_group: dist.ProcessGroup, groups: Sequence[FSDPParamGroup]) -> None:
-    """RuntimeError on every rank, naming the first difference, unless all describe the same units."""
+    """RuntimeError on every rank, naming the first difference, unless all have the same units."""
     exchange = _comm.exchange_for(process_group)
     if exchange is None:
         return
@@ -129,7 +129,7 @@ def _check_same_model(process_group: dist.ProcessGroup, groups: Sequence[FSDPPar
     ranks = _comm.global_ranks(process_group)
     other = next(r for r in range(len(models)) if models[r] != models[0])
     ours, theirs = models[0], models[other]
-    for a, b in zip(ours, theirs):
+    for a, b in zip(ours, theirs, strict=False):
         if a != b:
             difference = (
                 f"rank {ranks[0]} has '{a[1]}' of unit '{a[0]}' ({', '.join(a[2:])}) where rank"
@@ -144,8 +144,8 @@ def _check_same_model(process_group: dist.ProcessGroup, groups: Sequence[FSDPPar
             f" only rank {ranks[longer]} has '{name}' of unit '{unit}'"
         )
     raise RuntimeError(
-        f"ranks call fully_shard with different models: {difference}. Build the same model, with the"
-        " same policies and the same parameters frozen, on every rank"
+        f"ranks call fully_shard with different models: {difference}. Build the same model, with"
+        " the same policies and the same parameters frozen, on every rank"
     )
 
 
@@ -170,6 +170,7 @@ def bind_units(groups: Sequence[FSDPParamGroup]) -> list[_C.Domain]:
         placed += [(group, shard, i, replicate) for i, group in enumerate(members)]
     for group, shard, index, replicate in placed:
         bind_unit(group, shard, index, replicate)
+    _C.Domain.tune_heap(_env.MMAP_THRESHOLD.get())
     return domains
 
 
@@ -194,14 +195,14 @@ def _make_domains(
 def bind_unit(
     group: FSDPParamGroup, shard: _C.Domain, index: int, replicate: _C.Domain | None
 ) -> None:
-    """Gives the unit's shards their place in the domain and makes its unsharded parameters; local."""
+    """Gives the unit's shards their place and makes its unsharded parameters; local."""
     full_bytes, offsets = shard.layout(index)
     with torch.inference_mode(False):
         # Never touched: its memory is taken away when the unit is bound.
         flat = torch.empty(full_bytes, dtype=torch.uint8)
         seen: set[int] = set()
         rows = []
-        for fsdp_param, (offset, _) in zip(group.fsdp_params, offsets):
+        for fsdp_param, (offset, _) in zip(group.fsdp_params, offsets, strict=True):
             _own_storage(fsdp_param, seen)
             dtype = _compat.compute_dtype(fsdp_param)
             data = torch.empty(0, dtype=dtype).set_(
@@ -229,13 +230,19 @@ def bind_unit(
     group._bound_rows = [_param_row(p) for p in group.fsdp_params]
 
 
+def registrations(fsdp_param: Any) -> list[tuple[nn.Module, str]]:
+    """The modules, and the names there, that a parameter is registered under."""
+    info = fsdp_param._module_info
+    return [
+        (info.module, info.param_name),
+        *zip(info.shared_modules, info.shared_param_names, strict=True),
+    ]
+
+
 def _places(fsdp_param: Any) -> list[tuple[dict[str, Any], str, nn.Module | None]]:
     """Where the parameter is registered; the module only where it overrides __setattr__."""
-    info = fsdp_param._module_info
     places = []
-    for module, name in zip(
-        (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
-    ):
+    for module, name in registrations(fsdp_param):
         is_plain = getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__
         places.append((module._parameters, name, None if is_plain else module))
     return places

@@ -22,7 +22,7 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
     """Hooks, root and units of one call.
 
     The module's hooks are functions of the core. In the first forward of a root the road is
-    chosen for its whole tree: the core, or torch's own implementation if one of its units needs that.
+    chosen for its whole tree: the core, or torch's own implementation if one unit needs that.
     """
 
     _fsdp_param_groups: list[FSDPParamGroup]
@@ -49,9 +49,7 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
         self._post_forward_hook_handle.remove()
         is_grouped = len(modules) > 1
         pre = [
-            module.register_forward_pre_hook(
-                self._hook_pre_forward, prepend=True, with_kwargs=True
-            )
+            module.register_forward_pre_hook(self._hook_pre_forward, prepend=True, with_kwargs=True)
             for module in modules
         ]
         post = [

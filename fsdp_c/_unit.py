@@ -26,7 +26,7 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
     """The parameters of one ``fully_shard`` call on one mesh.
 
     Bound to the core, its methods are those of the core's unit; otherwise it behaves as torch's
-    class does. Flags such as ``reduce_grads`` are fields of the core and take effect at the next hook.
+    class does. Flags such as ``reduce_grads`` are the core's; they take effect at the next hook.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -106,10 +106,7 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
         if not (self._is_bound and self._core_is_unsharded):
             return
         for fsdp_param in self.fsdp_params:
-            info = fsdp_param._module_info
-            for owner, name in zip(
-                (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
-            ):
+            for owner, name in _plan.registrations(fsdp_param):
                 if owner is module and (found := state.get(prefix + name)) is not None:
                     shard = fsdp_param.sharded_param
                     state[prefix + name] = shard if found.requires_grad else shard.detach()

@@ -31,7 +31,7 @@ typedef enum fc_dtype {
 #define FC_DTYPE_ENUM(name, bytes, is_float) FC_##name,
     FC_DTYPE_MAP(FC_DTYPE_ENUM)
 #undef FC_DTYPE_ENUM
-        FC_DTYPE_COUNT
+    FC_DTYPE_COUNT
 } fc_dtype;
 
 #define FC_FLOAT_COUNT 4

@@ -46,7 +46,8 @@ const char *fc_last_message(void);
 /* Static text of a status. */
 const char *fc_status_text(fc_status status);
 
-/* Returns the status of `call` to the caller unless it is FC_OK. Only where nothing needs undoing. */
+/* Returns the status of `call` to the caller unless it is FC_OK. Only where nothing needs undoing.
+ */
 #define FC_TRY(call)                                                                               \
     do {                                                                                           \
         fc_status fc_try_status_ = (call);                                                         \

@@ -1,4 +1,5 @@
-// Autograd's side of the hooks: identity node on inputs, pre-hook on outputs' nodes, final callback.
+// Autograd's side of the hooks: identity node on inputs, pre-hook on outputs' nodes, final
+// callback.
 #include "bind/compat.h"
 #include "bind/state.h"
 
@@ -37,7 +38,10 @@ private:
 struct PostBackward : public torch::autograd::Node {
     StateHandle state;
 
-    PostBackward(StateObject *s, torch::autograd::edge_list &&next) : Node(std::move(next)), state(s) {}
+    PostBackward(StateObject *s, torch::autograd::edge_list &&next)
+        : Node(std::move(next)), state(s)
+    {
+    }
     variable_list apply(variable_list &&grads) override
     {
         Gil gil;
@@ -63,7 +67,8 @@ struct PreBackward : public torch::autograd::FunctionPreHook {
     }
 };
 
-// Lives in the graph task's list of final callbacks. If it goes without having run, backward has failed.
+// Lives in the graph task's list of final callbacks. If it goes without having run, backward has
+// failed.
 class FinalCallback {
 public:
     explicit FinalCallback(TreeObject *tree) : tree_(tree) { Py_INCREF(tree); }
@@ -94,7 +99,8 @@ private:
 
 } // namespace
 
-std::vector<at::Tensor> route_through_node(StateObject *state, const std::vector<at::Tensor> &tensors)
+std::vector<at::Tensor> route_through_node(StateObject *state,
+                                           const std::vector<at::Tensor> &tensors)
 {
     torch::autograd::edge_list edges;
     for (const at::Tensor &tensor : tensors) {
@@ -109,10 +115,12 @@ std::vector<at::Tensor> route_through_node(StateObject *state, const std::vector
             out = tensor.view_as(tensor);
         }
         torch::autograd::set_history(out, node);
-        // In-place changes of an input inside the unit would escape the graph outside of it: refuse them, as torch does.
+        // In-place changes of an input inside the unit would escape the graph outside of it: refuse
+        // them, as torch does.
         if (auto *view = torch::autograd::impl::get_view_autograd_meta(out)) {
-            view->set_creation_meta(tensors.size() > 1 ? torch::autograd::CreationMeta::MULTI_OUTPUT_NODE
-                                                       : torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION);
+            view->set_creation_meta(tensors.size() > 1
+                                        ? torch::autograd::CreationMeta::MULTI_OUTPUT_NODE
+                                        : torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION);
         }
         routed.push_back(std::move(out));
     }
@@ -124,7 +132,8 @@ void hook_outputs(StateObject *state, const std::vector<at::Tensor> &tensors)
     for (const at::Tensor &tensor : tensors) {
         if (const auto &node = tensor.grad_fn()) {
             node->add_pre_hook(std::make_unique<PreBackward>(state));
-            // Changing a view in place goes around its node: then the base's node is the first of this unit's.
+            // Changing a view in place goes around its node: then the base's node is the first of
+            // this unit's.
             const bool is_view = tensor.is_view();
             const NodePtr base = is_view ? tensor._base().grad_fn() : NodePtr();
             if (base && base->sequence_nr() >= state->entry_sequence) {

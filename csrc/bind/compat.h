@@ -9,8 +9,8 @@
 #include <string>
 #include <utility>
 
-#define FC_TORCH_AT_LEAST(major, minor) \
-    (TORCH_VERSION_MAJOR > (major) ||   \
+#define FC_TORCH_AT_LEAST(major, minor)                                                            \
+    (TORCH_VERSION_MAJOR > (major) ||                                                              \
      (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
 
 namespace fc {
@@ -18,15 +18,13 @@ namespace fc {
 // Autograd nodes are counted by intrusive_ptr from 2.13, by shared_ptr before.
 #if FC_TORCH_AT_LEAST(2, 13)
 using NodePtr = c10::intrusive_ptr<torch::autograd::Node>;
-template <typename N, typename... Args>
-c10::intrusive_ptr<N> make_node(Args &&...args)
+template <typename N, typename... Args> c10::intrusive_ptr<N> make_node(Args &&...args)
 {
     return c10::make_intrusive<N>(std::forward<Args>(args)...);
 }
 #else
 using NodePtr = std::shared_ptr<torch::autograd::Node>;
-template <typename N, typename... Args>
-std::shared_ptr<N> make_node(Args &&...args)
+template <typename N, typename... Args> std::shared_ptr<N> make_node(Args &&...args)
 {
     return std::shared_ptr<N>(new N(std::forward<Args>(args)...), torch::autograd::deleteNode);
 }

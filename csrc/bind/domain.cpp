@@ -8,6 +8,8 @@
 
 #include <torch/csrc/Dtype.h>
 
+#include <malloc.h>
+
 #include <string>
 #include <vector>
 
@@ -24,13 +26,15 @@ struct DomainObject {
 at::ScalarType scalar_type(PyObject *object)
 {
     if (!THPDtype_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "expected a torch.dtype, not %.100s", Py_TYPE(object)->tp_name);
+        PyErr_Format(PyExc_TypeError, "expected a torch.dtype, not %.100s",
+                     Py_TYPE(object)->tp_name);
         throw_python();
     }
     return reinterpret_cast<THPDtype *>(object)->scalar_type;
 }
 
-// (outer, rows, inner, orig dtype, compute dtype, reduce dtype, gradient dtype, has_grad, trainable)
+// (outer, rows, inner, orig dtype, compute dtype, reduce dtype, gradient dtype, has_grad,
+// trainable)
 fc_param parse_param(PyObject *row)
 {
     Py_ssize_t outer, rows, inner;
@@ -58,8 +62,8 @@ PyObject *domain_new(PyTypeObject *type, PyObject *args, PyObject *)
     return guarded([&]() -> PyObject * {
         PyObject *transport, *units;
         int is_replicate, shard_rank, n_shards;
-        if (!PyArg_ParseTuple(args, "OpO!ii", &transport, &is_replicate, &PyList_Type, &units, &shard_rank,
-                              &n_shards)) {
+        if (!PyArg_ParseTuple(args, "OpO!ii", &transport, &is_replicate, &PyList_Type, &units,
+                              &shard_rank, &n_shards)) {
             return nullptr;
         }
         const size_t n = static_cast<size_t>(PyList_GET_SIZE(units));
@@ -82,8 +86,8 @@ PyObject *domain_new(PyTypeObject *type, PyObject *args, PyObject *)
         Ref self = checked(type->tp_alloc(type, 0));
         auto *object = reinterpret_cast<DomainObject *>(self.get());
         check(fc_domain_create(fc_transport_from_object(transport),
-                               is_replicate ? FC_DOMAIN_REPLICATE : FC_DOMAIN_SHARD, descs.data(), n,
-                               shard_rank, n_shards, &object->domain));
+                               is_replicate ? FC_DOMAIN_REPLICATE : FC_DOMAIN_SHARD, descs.data(),
+                               n, shard_rank, n_shards, &object->domain));
         object->transport = Py_NewRef(transport);
         return self.release();
     });
@@ -110,8 +114,9 @@ PyObject *domain_layout(PyObject *self, PyObject *arg)
         const fc_layout *layout = fc_unit_layout(fc_domain_unit(domain, index));
         Ref offsets = checked(PyList_New(0));
         for (size_t i = 0; i < layout->n_params; i++) {
-            Ref row = checked(Py_BuildValue("nO", static_cast<Py_ssize_t>(layout->params[i].full_at),
-                                            layout->params[i].is_aliased ? Py_True : Py_False));
+            Ref row =
+                checked(Py_BuildValue("nO", static_cast<Py_ssize_t>(layout->params[i].full_at),
+                                      layout->params[i].is_aliased ? Py_True : Py_False));
             check(PyList_Append(offsets.get(), row.get()));
         }
         return Py_BuildValue("nO", static_cast<Py_ssize_t>(layout->full_bytes), offsets.get());
@@ -122,21 +127,43 @@ PyObject *domain_bytes(PyObject *self, PyObject *)
 {
     return guarded([&]() -> PyObject * {
         fc_domain *domain = domain_of(self);
-        return Py_BuildValue("{s:n,s:n}", "region", static_cast<Py_ssize_t>(fc_domain_region_bytes(domain)),
-                             "arena", static_cast<Py_ssize_t>(fc_domain_arena_bytes(domain)));
+        return Py_BuildValue("{s:n,s:n}", "region",
+                             static_cast<Py_ssize_t>(fc_domain_region_bytes(domain)), "arena",
+                             static_cast<Py_ssize_t>(fc_domain_arena_bytes(domain)));
     });
 }
 
+// Gives back what set-up freed (shards that moved, placeholders of unsharded parameters), and keeps large tensors off
+// the heap from now on: glibc's aligned allocation cannot reuse a hole of exactly the size asked for, so a heap of
+// gradients grows with every unit.
+PyObject *tune_heap(PyObject *, PyObject *arg)
+{
+    const int threshold = static_cast<int>(PyLong_AsLong(arg));
+    if (threshold == -1 && PyErr_Occurred()) {
+        return nullptr;
+    }
+    if (threshold > 0) {
+        mallopt(M_MMAP_THRESHOLD, threshold);
+    }
+    malloc_trim(0);
+    Py_RETURN_NONE;
+}
+
 PyMethodDef methods[] = {
-    {"layout", domain_layout, METH_O, "layout(unit) -> (unsharded bytes, [(offset, is aliased), ...])"},
-    {"bytes", domain_bytes, METH_NOARGS, "bytes() -> {'region': mapped bytes, 'arena': reduce slots of a rank}"},
+    {"tune_heap", tune_heap, METH_O | METH_STATIC,
+     "tune_heap(n): trims the heap; allocations of n bytes and more (0: no change) stay off it."},
+    {"layout", domain_layout, METH_O,
+     "layout(unit) -> (unsharded bytes, [(offset, is aliased), ...])"},
+    {"bytes", domain_bytes, METH_NOARGS,
+     "bytes() -> {'region': mapped bytes, 'arena': reduce slots of a rank}"},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot slots_of_type[] = {{Py_tp_new, reinterpret_cast<void *>(domain_new)},
-                               {Py_tp_dealloc, reinterpret_cast<void *>(domain_dealloc)},
-                               {Py_tp_methods, methods},
-                               {Py_tp_doc, const_cast<char *>("Units that travel over one process group.")},
-                               {0, nullptr}};
+PyType_Slot slots_of_type[] = {
+    {Py_tp_new, reinterpret_cast<void *>(domain_new)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(domain_dealloc)},
+    {Py_tp_methods, methods},
+    {Py_tp_doc, const_cast<char *>("Units that travel over one process group.")},
+    {0, nullptr}};
 PyType_Spec spec = {"fsdp_c._C.Domain", sizeof(DomainObject), 0, Py_TPFLAGS_DEFAULT, slots_of_type};
 PyTypeObject *domain_type = nullptr;
 

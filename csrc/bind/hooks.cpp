@@ -4,8 +4,8 @@
 #include "bind/tree.h"
 #include "bind/walk.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/SequenceNumber.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -126,7 +126,8 @@ void group_post_forward(GroupObject *group)
 {
     Range range("FSDP::post_forward", group->unit);
     const bool in_forward = is_training(group->training, Training::forward);
-    const bool keeps = group->post_forward_mesh_info == nullptr || group->post_forward_mesh_info == Py_None;
+    const bool keeps =
+        group->post_forward_mesh_info == nullptr || group->post_forward_mesh_info == Py_None;
     // Recomputation inside backward leaves the parameters to the backward that needs them.
     if (!in_autograd_backward() && !(in_forward && keeps)) {
         group->unit->reshard();
@@ -134,7 +135,8 @@ void group_post_forward(GroupObject *group)
     group->training = static_cast<int>(Training::idle);
 }
 
-// A grouped unit whose members did not all run ends with the root's forward; its backward hangs on the root's output.
+// A grouped unit whose members did not all run ends with the root's forward; its backward hangs on
+// the root's output.
 void complete_partial_groups(TreeObject *tree, const StateObject *root, Ref &output)
 {
     for (Py_ssize_t i = PyList_GET_SIZE(tree->states); i-- > 0;) {
@@ -157,7 +159,8 @@ void begin_forward(StateObject *state)
     TreeObject *tree = state->tree;
     // A forward that is entered anew from its outside was left by an exception before.
     const bool is_root = reinterpret_cast<PyObject *>(state) == PyList_GET_ITEM(tree->states, 0);
-    const bool began_it = tree->iteration_root == state && is_training(state->training, Training::forward);
+    const bool began_it =
+        tree->iteration_root == state && is_training(state->training, Training::forward);
     if (tree->iteration_root != nullptr && !is_grouped(state) && (is_root || began_it)) {
         tree_reset(tree, false);
     }
@@ -176,7 +179,8 @@ Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_
     Ref args = Ref::borrow(given_args), kwargs = Ref::borrow(given_kwargs);
     Unit *unit = unit_of(state);
     if (is_training(state->training, Training::pre_backward)) {
-        // Recomputation: the pre-backward hook has gathered the parameters, or they are gathered again.
+        // Recomputation: the pre-backward hook has gathered the parameters, or they are gathered
+        // again.
         if (unit != nullptr) {
             unit->unshard();
         }
@@ -188,7 +192,8 @@ Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_
         if (unit != nullptr) {
             Range range("FSDP::pre_forward", unit);
             GroupObject *group = state->group;
-            const bool is_entry = !is_grouped(state) || !is_training(group->training, Training::forward);
+            const bool is_entry =
+                !is_grouped(state) || !is_training(group->training, Training::forward);
             group->training = static_cast<int>(Training::forward);
             unit->unshard();
             if (is_entry) {
@@ -259,7 +264,8 @@ void state_pre_backward(StateObject *state)
         queue_final_callback(tree);
     }
     GroupObject *group = state->group;
-    if (group == nullptr || group->unit == nullptr || is_training(group->training, Training::pre_backward)) {
+    if (group == nullptr || group->unit == nullptr ||
+        is_training(group->training, Training::pre_backward)) {
         return;
     }
     Range range("FSDP::pre_backward", group->unit);

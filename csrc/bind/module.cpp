@@ -32,8 +32,8 @@ static int exec(PyObject *module)
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void *>(exec)}, {0, nullptr}};
-static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "fsdp_c._C", nullptr, 0, functions, slots,
-                                 nullptr, nullptr, nullptr};
+static PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "fsdp_c._C", nullptr, 0, functions, slots, nullptr, nullptr, nullptr};
 
 PyMODINIT_FUNC PyInit__C(void)
 {

@@ -79,8 +79,7 @@ inline void check(fc_status status)
 }
 
 // Runs `body` and turns C++ exceptions into Python errors; for functions that Python calls.
-template <typename Body>
-PyObject *guarded(Body &&body)
+template <typename Body> PyObject *guarded(Body &&body)
 {
     try {
         return body();

@@ -1,11 +1,13 @@
 // Gradients of a unit: from autograd's tensors to the sharded gradients.
 #include "bind/unit.h"
 
+#include "base/alloc.h"
 #include "bind/domain.h"
 #include "bind/tensors.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
@@ -51,13 +53,28 @@ std::string parameter_name(const Param &param)
 at::Tensor readable(const at::Tensor &grad, const Param &param)
 {
     if (grad.layout() != at::kStrided) {
-        PyErr_Format(PyExc_ValueError,
-                     "the gradient of parameter '%s' is sparse, which cannot be reduced: build the module "
-                     "with sparse=False",
-                     parameter_name(param).c_str());
+        PyErr_Format(
+            PyExc_ValueError,
+            "the gradient of parameter '%s' is sparse, which cannot be reduced: build the module "
+            "with sparse=False",
+            parameter_name(param).c_str());
         throw_python();
     }
     return grad.contiguous();
+}
+
+// Bytes in pages of their own. Gradients live long among autograd's short-lived large tensors: on
+// the heap they would pin the holes between those.
+at::Tensor page_buffer(size_t bytes)
+{
+    void *memory = fc_pages_alloc(bytes);
+    if (memory == nullptr) {
+        PyErr_Format(PyExc_MemoryError, "%zu bytes for sharded gradients", bytes);
+        throw_python();
+    }
+    return at::from_blob(
+        memory, {static_cast<int64_t>(bytes)}, [bytes](void *p) { fc_pages_free(p, bytes); },
+        at::dtype(at::kByte));
 }
 
 } // namespace
@@ -154,7 +171,8 @@ void Unit::post(bool with_unused, const ReduceOptions &options, const Progress &
     } else if (fc_domain_is_mapped(domain_)) {
         post_mapped(grads, progress);
         if (replicate_ != nullptr && !fc_domain_is_mapped(replicate_domain_)) {
-            // The replicas' collectives order the ranks, so every rank must reach them in posting order.
+            // The replicas' collectives order the ranks, so every rank must reach them in posting
+            // order.
             check(fc_exchange_await(shard_));
             finish(shard_, options, progress);
         }
@@ -184,8 +202,8 @@ void Unit::post_mapped(const std::vector<at::Tensor> &grads, const Progress &pro
     check(status);
     for (size_t i = 0; i < grads.size(); i++) {
         if (grads[i].defined()) {
-            fc_unit_stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()), parts,
-                          part_bytes);
+            fc_unit_stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()),
+                          parts, part_bytes);
         }
     }
     fc_exchange_commit(shard_);
@@ -198,7 +216,8 @@ void Unit::post_own(const std::vector<at::Tensor> &grads, const ReduceOptions &o
     const fc_layout *layout = fc_unit_layout(shard_);
     bool needs_stage = replicate_ != nullptr;
     for (size_t i = 0; i < grads.size(); i++) {
-        needs_stage = needs_stage || (grads[i].defined() && grads[i].scalar_type() != params_[i].reduce_type);
+        needs_stage =
+            needs_stage || (grads[i].defined() && grads[i].scalar_type() != params_[i].reduce_type);
     }
     if (!needs_stage) {
         make_gradients(false);
@@ -207,8 +226,8 @@ void Unit::post_own(const std::vector<at::Tensor> &grads, const ReduceOptions &o
                 const fc_dtype from = dtype_of(grads[i].scalar_type());
                 const fc_dtype to = dtype_of(params_[i].grad_type);
                 write_gradient(i, options, [&](void *dst, bool accumulate) {
-                    fc_unit_reduce_own(shard_, i, grads[i].const_data_ptr(), from, dst, to, options.divisor,
-                                       accumulate);
+                    fc_unit_reduce_own(shard_, i, grads[i].const_data_ptr(), from, dst, to,
+                                       options.divisor, accumulate);
                 });
             }
         }
@@ -219,8 +238,8 @@ void Unit::post_own(const std::vector<at::Tensor> &grads, const ReduceOptions &o
     for (size_t i = 0; i < grads.size(); i++) {
         if (grads[i].defined()) {
             set_bit(mask, i);
-            fc_unit_stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()), part.data(),
-                          layout->part_bytes);
+            fc_unit_stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()),
+                          part.data(), layout->part_bytes);
         }
     }
     const std::vector<fc_source> sources = {{part.data(), mask.data()}};
@@ -262,11 +281,11 @@ void Unit::post_messages(const std::vector<at::Tensor> &grads, const ReduceOptio
             const size_t bytes = p.chunk_numel * fc_dtype_bytes(p.reduce);
             Scratch chunks(n_ranks * bytes);
             for (size_t r = 0; r < n_ranks; r++) {
-                std::memcpy(chunks.data() + r * bytes, parts.data() + r * layout->part_bytes + p.part_at,
-                            bytes);
+                std::memcpy(chunks.data() + r * bytes,
+                            parts.data() + r * layout->part_bytes + p.part_at, bytes);
             }
-            check(messages->reduce_scatter(messages->context, part.data() + p.part_at, chunks.data(),
-                                           p.chunk_numel, p.reduce));
+            check(messages->reduce_scatter(messages->context, part.data() + p.part_at,
+                                           chunks.data(), p.chunk_numel, p.reduce));
         }
     }
     const std::vector<fc_source> sources = {{part.data(), mask.data()}};
@@ -279,7 +298,8 @@ void Unit::post_messages(const std::vector<at::Tensor> &grads, const ReduceOptio
 
 // ---- between replicas (HSDP) ----
 
-// Adds the shard group's sum to what earlier backwards kept, and keeps it or posts it to the replicas.
+// Adds the shard group's sum to what earlier backwards kept, and keeps it or posts it to the
+// replicas.
 void Unit::reduce_replicas(const std::vector<fc_source> &sources, const ReduceOptions &options,
                            const Progress &progress)
 {
@@ -305,12 +325,13 @@ void Unit::reduce_replicas(const std::vector<fc_source> &sources, const ReduceOp
     if (fc_domain_n_ranks(replicate_domain_) == 1) {
         write_gradients(replicate_, kept, options);
     } else if (!fc_domain_is_mapped(replicate_domain_)) {
-        const fc_message_ops *messages = fc_transport_messages(fc_domain_transport(replicate_domain_));
+        const fc_message_ops *messages =
+            fc_transport_messages(fc_domain_transport(replicate_domain_));
         for (size_t i = 0; i < params_.size(); i++) {
             const fc_param &p = layout->params[i];
             if (has_bit(partial_mask_.data(), i)) {
-                check(messages->all_reduce(messages->context, partial_.data() + p.part_at, p.chunk_numel,
-                                           p.reduce));
+                check(messages->all_reduce(messages->context, partial_.data() + p.part_at,
+                                           p.chunk_numel, p.reduce));
             }
         }
         write_gradients(replicate_, kept, options);
@@ -367,8 +388,8 @@ bool Unit::can_share_flat() const
     return true;
 }
 
-// Makes a gradient for every parameter without one (`all`: for every parameter), in one new buffer. A gradient that
-// somebody else holds is left to its holder.
+// Makes a gradient for every parameter without one (`all`: for every parameter), in one new buffer.
+// A gradient that somebody else holds is left to its holder.
 void Unit::make_gradients(bool all)
 {
     const fc_layout *layout = fc_unit_layout(shard_);
@@ -378,8 +399,8 @@ void Unit::make_gradients(bool all)
         const Param &p = params_[i];
         const at::Tensor &present = p.sharded_tensor().grad();
         const bool assigned = p.grad.object && present.defined() && present.is_same(p.grad.tensor);
-        const bool reusable = p.grad.object && flat_is_ours && p.grad.local.is_alias_of(grads_flat_) &&
-                              p.grad.is_free();
+        const bool reusable = p.grad.object && flat_is_ours &&
+                              p.grad.local.is_alias_of(grads_flat_) && p.grad.is_free();
         if (layout->params[i].has_grad && (all || (!assigned && !reusable))) {
             wanted.push_back(i);
         }
@@ -388,7 +409,7 @@ void Unit::make_gradients(bool all)
         return;
     }
     at::NoGradGuard no_grad;
-    grads_flat_ = at::empty({static_cast<int64_t>(layout->grad_bytes)}, at::dtype(at::kByte));
+    grads_flat_ = page_buffer(layout->grad_bytes);
     for (size_t i : wanted) {
         Param &p = params_[i];
         const int64_t item = static_cast<int64_t>(c10::elementSize(p.grad_type));
@@ -397,12 +418,12 @@ void Unit::make_gradients(bool all)
         for (size_t d = p.local_size.size(); d-- > 1;) {
             strides[d - 1] = strides[d] * std::max<int64_t>(p.local_size[d], 1);
         }
-        local.set_(grads_flat_.storage(), static_cast<int64_t>(layout->params[i].grad_at) / item, p.local_size,
-                   strides);
+        local.set_(grads_flat_.storage(), static_cast<int64_t>(layout->params[i].grad_at) / item,
+                   p.local_size, strides);
         p.grad = Gradient();
         p.grad.local_object = checked(THPVariable_Wrap(local));
-        p.grad.object = checked(
-            PyObject_CallMethod(p.owner.get(), "to_sharded_dtensor", "O", p.grad.local_object.get()));
+        p.grad.object = checked(PyObject_CallMethod(p.owner.get(), "to_sharded_dtensor", "O",
+                                                    p.grad.local_object.get()));
         p.grad.local = local;
         p.grad.tensor = tensor_of(p.grad.object.get());
         local = at::Tensor();
@@ -414,13 +435,14 @@ void Unit::make_gradients(bool all)
     grads_share_flat_ = true;
     for (size_t i = 0; i < params_.size(); i++) {
         const Gradient &g = params_[i].grad;
-        grads_share_flat_ = grads_share_flat_ &&
-                            (!layout->params[i].has_grad || (g.object && g.local.is_alias_of(grads_flat_)));
+        grads_share_flat_ = grads_share_flat_ && (!layout->params[i].has_grad ||
+                                                  (g.object && g.local.is_alias_of(grads_flat_)));
     }
     flat_uses_ = grads_flat_.storage().use_count();
 }
 
-// Runs the post-accumulate hooks of a parameter whose gradient is final, now or at the end of the phase.
+// Runs the post-accumulate hooks of a parameter whose gradient is final, now or at the end of the
+// phase.
 void Unit::after_write(size_t index, const ReduceOptions &options)
 {
     Param &p = params_[index];
@@ -499,7 +521,8 @@ bool Unit::write_all_gradients(fc_unit *lane, const std::vector<fc_source> &sour
     return true;
 }
 
-void Unit::write_gradients(fc_unit *lane, const std::vector<fc_source> &sources, const ReduceOptions &options)
+void Unit::write_gradients(fc_unit *lane, const std::vector<fc_source> &sources,
+                           const ReduceOptions &options)
 {
     if (write_all_gradients(lane, sources, options)) {
         return;

@@ -1,4 +1,5 @@
-// The Python types State, Group and Tree: fields, lifetime, methods. What they do is in hooks.cpp and tree.cpp.
+// The Python types State, Group and Tree: fields, lifetime, methods. What they do is in hooks.cpp
+// and tree.cpp.
 #include "bind/state.h"
 
 #include "bind/hooks.h"
@@ -14,8 +15,7 @@ namespace {
 
 PyTypeObject *state_type = nullptr, *group_type = nullptr, *tree_type = nullptr;
 
-template <typename Object>
-Object *as(PyObject *self)
+template <typename Object> Object *as(PyObject *self)
 {
     return reinterpret_cast<Object *>(self);
 }
@@ -97,12 +97,13 @@ PyObject *group_bind(PyObject *self, PyObject *args)
     return guarded([&]() -> PyObject * {
         PyObject *domain, *replicate, *rows, *flat;
         Py_ssize_t index;
-        if (!PyArg_ParseTuple(args, "OnOO!O", &domain, &index, &replicate, &PyList_Type, &rows, &flat)) {
+        if (!PyArg_ParseTuple(args, "OnOO!O", &domain, &index, &replicate, &PyList_Type, &rows,
+                              &flat)) {
             return nullptr;
         }
         auto *group = as<GroupObject>(self);
-        auto unit =
-            std::make_unique<Unit>(domain, static_cast<size_t>(index), replicate, rows, tensor_of(flat));
+        auto unit = std::make_unique<Unit>(domain, static_cast<size_t>(index), replicate, rows,
+                                           tensor_of(flat));
         unbind(group);
         group->unit = unit.release();
         fc_unit_set_owner(group->unit->shard_lane(), group);
@@ -126,8 +127,7 @@ PyObject *group_unbind(PyObject *self, PyObject *)
 }
 
 // Runs `body` on the bound unit; nothing happens without one.
-template <typename Body>
-PyObject *with_unit(PyObject *self, Body &&body)
+template <typename Body> PyObject *with_unit(PyObject *self, Body &&body)
 {
     return guarded([&]() -> PyObject * {
         if (Unit *unit = as<GroupObject>(self)->unit) {
@@ -190,7 +190,8 @@ PyMemberDef group_members[] = {
     {"reduce_grads", T_BOOL, offsetof(GroupObject, reduce_grads), 0, nullptr},
     {"all_reduce_grads", T_BOOL, offsetof(GroupObject, all_reduce_grads), 0, nullptr},
     {"reshard_after_backward", T_BOOL, offsetof(GroupObject, reshard_after_backward), 0, nullptr},
-    {"reduce_scatter_unused_params", T_BOOL, offsetof(GroupObject, reduce_scatter_unused_params), 0, nullptr},
+    {"reduce_scatter_unused_params", T_BOOL, offsetof(GroupObject, reduce_scatter_unused_params), 0,
+     nullptr},
     {"unshard_in_backward", T_BOOL, offsetof(GroupObject, unshard_in_backward), 0, nullptr},
     {"post_forward_mesh_info", T_OBJECT, offsetof(GroupObject, post_forward_mesh_info), 0, nullptr},
     {"gradient_divide_factor", T_OBJECT, offsetof(GroupObject, gradient_divide_factor), 0, nullptr},
@@ -199,31 +200,38 @@ PyMemberDef group_members[] = {
 PyGetSetDef group_properties[] = {
     {"_is_bound", group_is_bound, nullptr, "whether the unit runs on the core", nullptr},
     {"_core_is_unsharded", group_is_unsharded, nullptr, nullptr, nullptr},
-    {"_core_in_phase", group_in_phase, nullptr, "whether a forward or backward is going on", nullptr},
-    {"_core_is_pending", group_is_pending, nullptr, "unshard(async_op=True) that was not waited for", nullptr},
+    {"_core_in_phase", group_in_phase, nullptr, "whether a forward or backward is going on",
+     nullptr},
+    {"_core_is_pending", group_is_pending, nullptr,
+     "unshard(async_op=True) that was not waited for", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyMethodDef group_methods[] = {
     {"_bind", group_bind, METH_VARARGS, "_bind(domain, index, replicate_domain, rows, flat)"},
     {"_unbind", group_unbind, METH_NOARGS, "Reshards and leaves the core."},
-    {"_core_unshard_async", group_unshard_async, METH_NOARGS, "Gathers; registration is left to _core_unshard."},
-    {"_core_unshard", group_unshard, METH_NOARGS, "Gathers if needed and registers the unsharded parameters."},
+    {"_core_unshard_async", group_unshard_async, METH_NOARGS,
+     "Gathers; registration is left to _core_unshard."},
+    {"_core_unshard", group_unshard, METH_NOARGS,
+     "Gathers if needed and registers the unsharded parameters."},
     {"_core_reshard", group_reshard, METH_NOARGS, "Registers the sharded parameters."},
-    {"_core_release_gradients", group_release, METH_NOARGS, "Forgets gradients that are kept for reuse."},
+    {"_core_release_gradients", group_release, METH_NOARGS,
+     "Forgets gradients that are kept for reuse."},
     {"_core_drop_gradients", group_drop, METH_NOARGS, "Drops gradients that were not reduced."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot group_slots[] = {{Py_tp_new, reinterpret_cast<void *>(group_new)},
-                             {Py_tp_dealloc, reinterpret_cast<void *>(group_dealloc)},
-                             {Py_tp_traverse, reinterpret_cast<void *>(group_traverse)},
-                             {Py_tp_clear, reinterpret_cast<void *>(group_clear)},
-                             {Py_tp_members, group_members},
-                             {Py_tp_getset, group_properties},
-                             {Py_tp_methods, group_methods},
-                             {Py_tp_doc, const_cast<char *>("Base of FSDPParamGroup: one unit of the core.")},
-                             {0, nullptr}};
+PyType_Slot group_slots[] = {
+    {Py_tp_new, reinterpret_cast<void *>(group_new)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(group_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void *>(group_traverse)},
+    {Py_tp_clear, reinterpret_cast<void *>(group_clear)},
+    {Py_tp_members, group_members},
+    {Py_tp_getset, group_properties},
+    {Py_tp_methods, group_methods},
+    {Py_tp_doc, const_cast<char *>("Base of FSDPParamGroup: one unit of the core.")},
+    {0, nullptr}};
 PyType_Spec group_spec = {"fsdp_c._C.Group", sizeof(GroupObject), 0,
-                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, group_slots};
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+                          group_slots};
 
 // ---- Tree ----
 
@@ -301,25 +309,28 @@ PyMemberDef tree_members[] = {
     {"callback_queued", T_BOOL, offsetof(TreeObject, callback_queued), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 
-PyGetSetDef tree_properties[] = {
-    {"iteration_root", tree_get_iteration_root, nullptr, "the state that began the current forward", nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyGetSetDef tree_properties[] = {{"iteration_root", tree_get_iteration_root, nullptr,
+                                  "the state that began the current forward", nullptr},
+                                 {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyMethodDef tree_methods[] = {
-    {"post_backward", tree_call_post_backward, METH_O, "post_backward(group): reshards it and posts its gradients."},
-    {"end_backward", tree_call_end_backward, METH_NOARGS, "Finishes all reductions and closes the phase."},
+    {"post_backward", tree_call_post_backward, METH_O,
+     "post_backward(group): reshards it and posts its gradients."},
+    {"end_backward", tree_call_end_backward, METH_NOARGS,
+     "Finishes all reductions and closes the phase."},
     {"reset", tree_call_reset, METH_NOARGS, "Drops everything of the running step."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot tree_slots[] = {{Py_tp_new, reinterpret_cast<void *>(tree_new)},
-                            {Py_tp_dealloc, reinterpret_cast<void *>(tree_dealloc)},
-                            {Py_tp_traverse, reinterpret_cast<void *>(tree_traverse)},
-                            {Py_tp_clear, reinterpret_cast<void *>(tree_clear)},
-                            {Py_tp_members, tree_members},
-                            {Py_tp_getset, tree_properties},
-                            {Py_tp_methods, tree_methods},
-                            {Py_tp_doc, const_cast<char *>("Tree(states, domains): a root and all below it.")},
-                            {0, nullptr}};
+PyType_Slot tree_slots[] = {
+    {Py_tp_new, reinterpret_cast<void *>(tree_new)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(tree_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void *>(tree_traverse)},
+    {Py_tp_clear, reinterpret_cast<void *>(tree_clear)},
+    {Py_tp_members, tree_members},
+    {Py_tp_getset, tree_properties},
+    {Py_tp_methods, tree_methods},
+    {Py_tp_doc, const_cast<char *>("Tree(states, domains): a root and all below it.")},
+    {0, nullptr}};
 PyType_Spec tree_spec = {"fsdp_c._C.Tree", sizeof(TreeObject), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, tree_slots};
 
@@ -403,7 +414,8 @@ PyObject *state_join(PyObject *self, PyObject *args)
         }
         auto *state = as<StateObject>(self);
         GroupObject *new_group = group == Py_None ? nullptr : group_of(group);
-        Py_XSETREF(state->tree, reinterpret_cast<TreeObject *>(tree == Py_None ? nullptr : Py_NewRef(tree)));
+        Py_XSETREF(state->tree,
+                   reinterpret_cast<TreeObject *>(tree == Py_None ? nullptr : Py_NewRef(tree)));
         Py_XINCREF(reinterpret_cast<PyObject *>(new_group));
         Py_XSETREF(state->group, new_group);
         state->on_torch_road = on_torch_road != 0;
@@ -484,32 +496,39 @@ PyMemberDef state_members[] = {
     {nullptr, 0, 0, 0, nullptr}};
 
 PyMethodDef state_methods[] = {
-    {"_set_casts", state_set_casts, METH_VARARGS, "_set_casts(cast_inputs, param_dtype, output_dtype)"},
+    {"_set_casts", state_set_casts, METH_VARARGS,
+     "_set_casts(cast_inputs, param_dtype, output_dtype)"},
     {"_join", state_join, METH_VARARGS, "_join(tree, group, on_torch_road)"},
     {"_hook_pre_forward", fastcall<StateObject>(state_hook_pre_forward), METH_FASTCALL,
      "The forward pre-hook: (module, args, kwargs) -> None or (args, kwargs)."},
     {"_hook_post_forward", fastcall<StateObject>(state_hook_post_forward), METH_FASTCALL,
      "The forward hook: (module, args, output) -> output."},
-    {"_enter", fastcall<StateObject>(state_enter), METH_FASTCALL, "(args, kwargs) -> (args, kwargs)"},
+    {"_enter", fastcall<StateObject>(state_enter), METH_FASTCALL,
+     "(args, kwargs) -> (args, kwargs)"},
     {"_leave", state_leave, METH_O, "(output) -> output"},
-    {"_core_pre_backward", state_call_pre_backward, METH_NOARGS, "What a gradient of an output sets off."},
+    {"_core_pre_backward", state_call_pre_backward, METH_NOARGS,
+     "What a gradient of an output sets off."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot state_slots[] = {{Py_tp_new, reinterpret_cast<void *>(state_new)},
-                             {Py_tp_dealloc, reinterpret_cast<void *>(state_dealloc)},
-                             {Py_tp_traverse, reinterpret_cast<void *>(state_traverse)},
-                             {Py_tp_clear, reinterpret_cast<void *>(state_clear)},
-                             {Py_tp_members, state_members},
-                             {Py_tp_methods, state_methods},
-                             {Py_tp_doc, const_cast<char *>("Base of FSDPState: the hooks of one fully_shard call.")},
-                             {0, nullptr}};
+PyType_Slot state_slots[] = {
+    {Py_tp_new, reinterpret_cast<void *>(state_new)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(state_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void *>(state_traverse)},
+    {Py_tp_clear, reinterpret_cast<void *>(state_clear)},
+    {Py_tp_members, state_members},
+    {Py_tp_methods, state_methods},
+    {Py_tp_doc, const_cast<char *>("Base of FSDPState: the hooks of one fully_shard call.")},
+    {0, nullptr}};
 PyType_Spec state_spec = {"fsdp_c._C.State", sizeof(StateObject), 0,
-                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, state_slots};
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+                          state_slots};
 
 int add_type(PyObject *module, const char *name, PyType_Spec *spec, PyTypeObject **out)
 {
     *out = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(spec));
-    return *out == nullptr ? -1 : PyModule_AddObjectRef(module, name, reinterpret_cast<PyObject *>(*out));
+    return *out == nullptr
+               ? -1
+               : PyModule_AddObjectRef(module, name, reinterpret_cast<PyObject *>(*out));
 }
 
 } // namespace

@@ -15,7 +15,12 @@ namespace fc {
 struct TreeObject;
 
 // torch's TrainingState, in its order.
-enum class Training : int { forward = 0, pre_backward = 1, post_backward = 2, idle = 3 };
+enum class Training : int {
+    forward = 0,
+    pre_backward = 1,
+    post_backward = 2,
+    idle = 3
+};
 
 // The base of FSDPParamGroup: flags that Python sets and the hooks read, and the bound unit.
 struct GroupObject {
@@ -26,7 +31,8 @@ struct GroupObject {
         unshard_in_backward;
     PyObject *post_forward_mesh_info; // owned; None: keep the parameters after forward
     PyObject *gradient_divide_factor; // owned; None: the number of ranks
-    // Forward passes of this step whose backward is still to come, and backwards that went by in this phase.
+    // Forward passes of this step whose backward is still to come, and backwards that went by in
+    // this phase.
     int forwards, backwards;
     char defers_hooks; // post-accumulate hooks run at the end of the phase
 };
@@ -34,7 +40,7 @@ struct GroupObject {
 // The base of FSDPState.
 struct StateObject {
     PyObject_HEAD
-    TreeObject *tree;  // owned; null while undecided or on torch's road
+    TreeObject *tree;   // owned; null while undecided or on torch's road
     GroupObject *group; // owned; null without parameters
     PyObject *modules;  // owned; a tuple
     PyObject *to_run;   // owned; the set of modules of a grouped unit that are still to run
@@ -48,21 +54,21 @@ struct StateObject {
 // One root and everything below it: shared by its states.
 struct TreeObject {
     PyObject_HEAD
-    PyObject *states;        // owned; a list, in named_modules order
-    PyObject *domains;       // owned; a list
+    PyObject *states;            // owned; a list, in named_modules order
+    PyObject *domains;           // owned; a list
     StateObject *iteration_root; // borrowed; the unit that began the current forward
     bool callback_queued, is_failed;
 };
 
 GroupObject *group_of(PyObject *object); // borrowed; TypeError as an exception
 
-
 // ---- phases and backward; tree.cpp ----
 void tree_root_pre_forward(StateObject *state);
 void tree_root_post_forward(TreeObject *tree);
 void tree_begin_backward(TreeObject *tree);
 void tree_end_backward(TreeObject *tree);
-// The running phase ended in an exception: tells peers at once; this rank's own state is put right at its next use.
+// The running phase ended in an exception: tells peers at once; this rank's own state is put right
+// at its next use.
 void tree_fail(TreeObject *tree);
 // Drops everything of the running step: after exceptions and on reset_iter_state().
 void tree_reset(TreeObject *tree, bool drop_gradients);
@@ -70,7 +76,8 @@ void group_post_backward(TreeObject *tree, GroupObject *group);
 
 // ---- autograd; autograd.cpp ----
 // Routes the tensors through one identity node whose backward is the group's post-backward.
-std::vector<at::Tensor> route_through_node(StateObject *state, const std::vector<at::Tensor> &tensors);
+std::vector<at::Tensor> route_through_node(StateObject *state,
+                                           const std::vector<at::Tensor> &tensors);
 // Calls state_pre_backward when the gradient of any of the tensors is about to be used.
 void hook_outputs(StateObject *state, const std::vector<at::Tensor> &tensors);
 void queue_final_callback(TreeObject *tree);

@@ -25,8 +25,8 @@ void show(c10::StorageImpl *storage, void *memory, size_t bytes);
 // Takes the memory away; reading the storage raises `text`.
 void hide(c10::StorageImpl *storage, const std::string &text);
 
-// Copies the storage's bytes to `home` (in `region`, which it then keeps alive) and points the storage, hence every tensor on
-// it, there.
+// Copies the storage's bytes to `home` (in `region`, which it then keeps alive) and points the
+// storage, hence every tensor on it, there.
 void move_to(c10::StorageImpl *storage, void *home, fc_region *region);
 
 } // namespace fc

@@ -54,8 +54,7 @@ void finish_ready(TreeObject *tree, fc_domain *domain, fc_search search)
 }
 
 // Runs `body`; if it throws, peers learn that this rank has left the phase.
-template <typename Body>
-void or_fail(TreeObject *tree, Body &&body)
+template <typename Body> void or_fail(TreeObject *tree, Body &&body)
 {
     try {
         body();
@@ -70,10 +69,12 @@ void rebuild_if_changed(StateObject *state)
 {
     bool is_intact = true;
     each_state(state->tree, [&](StateObject *s) {
-        is_intact = is_intact && (s->group == nullptr || s->group->unit == nullptr || s->group->unit->is_intact());
+        is_intact = is_intact && (s->group == nullptr || s->group->unit == nullptr ||
+                                  s->group->unit->is_intact());
     });
     if (!is_intact) {
-        checked(PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_rebuild_units", nullptr));
+        checked(
+            PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_rebuild_units", nullptr));
     }
 }
 
@@ -97,7 +98,8 @@ void tree_root_pre_forward(StateObject *state)
     TreeObject *tree = state->tree;
     if (tree->is_failed) {
         check(PyErr_WarnEx(PyExc_UserWarning,
-                           "the previous backward ended in an exception: its gradients, and those kept from earlier "
+                           "the previous backward ended in an exception: its gradients, and those "
+                           "kept from earlier "
                            "backwards without synchronisation, are dropped",
                            1));
         tree_reset(tree, true);
@@ -157,8 +159,8 @@ void group_post_backward(TreeObject *tree, GroupObject *group)
             queue_final_callback(tree);
         }
         group->backwards++;
-        // A module that ran several times may be read again by peers in this phase: an optimizer in one of its
-        // post-accumulate hooks must not write its shards before the end.
+        // A module that ran several times may be read again by peers in this phase: an optimizer in
+        // one of its post-accumulate hooks must not write its shards before the end.
         group->defers_hooks |= group->forwards > 1;
         if (group->reshard_after_backward) {
             Range range("FSDP::post_backward_reshard", unit);
@@ -169,7 +171,8 @@ void group_post_backward(TreeObject *tree, GroupObject *group)
         } else if (group->backwards >= group->forwards) {
             // A module that ran several times is reduced once, after its last backward.
             Range range("FSDP::post_backward_reduce", unit);
-            unit->post(group->reduce_scatter_unused_params != 0, reduce_options(group), progress_of(tree));
+            unit->post(group->reduce_scatter_unused_params != 0, reduce_options(group),
+                       progress_of(tree));
         }
         finish_ready(tree, unit->domain(), FC_SEARCH_OLDEST);
         if (unit->replicate_domain() != nullptr) {
@@ -187,7 +190,8 @@ void tree_end_backward(TreeObject *tree)
             PySet_Clear(state->to_run);
             GroupObject *group = state->group;
             if (group != nullptr && group->unit != nullptr) {
-                // Inputs that need no gradient have no node; and what is not reduced by now is reduced here.
+                // Inputs that need no gradient have no node; and what is not reduced by now is
+                // reduced here.
                 group->defers_hooks |= group->forwards > 1;
                 group->forwards = 0;
                 group_post_backward(tree, group);

@@ -7,16 +7,14 @@
 
 namespace fc {
 
-template <typename Body>
-void each_state(const TreeObject *tree, Body &&body)
+template <typename Body> void each_state(const TreeObject *tree, Body &&body)
 {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tree->states); i++) {
         body(reinterpret_cast<StateObject *>(PyList_GET_ITEM(tree->states, i)));
     }
 }
 
-template <typename Body>
-void each_domain(const TreeObject *tree, Body &&body)
+template <typename Body> void each_domain(const TreeObject *tree, Body &&body)
 {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tree->domains); i++) {
         body(domain_of(PyList_GET_ITEM(tree->domains, i)));

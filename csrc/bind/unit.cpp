@@ -23,18 +23,19 @@ PyObject *local_tensor_name()
 Param parse_row(PyObject *row)
 {
     PyObject *places, *sharded, *unsharded, *owner, *reduce, *grad, *size;
-    if (!PyArg_ParseTuple(row, "O!OOOOOO!", &PyList_Type, &places, &sharded, &unsharded, &owner, &reduce,
-                          &grad, &PyTuple_Type, &size)) {
+    if (!PyArg_ParseTuple(row, "O!OOOOOO!", &PyList_Type, &places, &sharded, &unsharded, &owner,
+                          &reduce, &grad, &PyTuple_Type, &size)) {
         throw_python();
     }
     Param param;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(places); i++) {
         PyObject *dict, *key, *module;
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(places, i), "O!OO", &PyDict_Type, &dict, &key, &module)) {
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(places, i), "O!OO", &PyDict_Type, &dict, &key,
+                              &module)) {
             throw_python();
         }
-        param.places.push_back({Ref::borrow(dict), Ref::borrow(key),
-                                module == Py_None ? Ref() : Ref::borrow(module)});
+        param.places.push_back(
+            {Ref::borrow(dict), Ref::borrow(key), module == Py_None ? Ref() : Ref::borrow(module)});
     }
     param.sharded = Ref::borrow(sharded);
     param.unsharded = Ref::borrow(unsharded);
@@ -56,7 +57,8 @@ const at::Tensor &Param::sharded_tensor() const
     return THPVariable_Unpack(sharded.get());
 }
 
-Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject *rows, const at::Tensor &flat)
+Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject *rows,
+           const at::Tensor &flat)
     : domain_object_(Ref::borrow(domain)), domain_(domain_of(domain)), replicate_domain_(nullptr),
       shard_(fc_domain_unit(domain_, index)), replicate_(nullptr), name_(fc_unit_name(shard_)),
       storage_owner_(flat), storage_(flat.storage().unsafeGetStorageImpl()),
@@ -67,11 +69,12 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
         replicate_domain_ = domain_of(replicate_domain);
         replicate_ = fc_domain_unit(replicate_domain_, index);
     }
-    unreadable_text_ =
-        "a parameter of FSDP unit '" + name_ +
-        "' is sharded now, so its full weight cannot be read: the unit is not in forward or backward. Read it inside "
-        "the unit's forward, call unshard() on the unit first, or use register_fsdp_forward_method() "
-        "for the method that needs it";
+    unreadable_text_ = "a parameter of FSDP unit '" + name_ +
+                       "' is sharded now, so its full weight cannot be read: the unit is not in "
+                       "forward or backward. Read it inside "
+                       "the unit's forward, call unshard() on the unit first, or use "
+                       "register_fsdp_forward_method() "
+                       "for the method that needs it";
     if (name_ == root_name) {
         name_.clear(); // profiler ranges of the root have no name
     }
@@ -147,8 +150,10 @@ void Unit::gather_messages()
     }
     take_slot();
     void *pack = nullptr;
-    check(fc_slots_acquire(slots(), (static_cast<size_t>(layout->n_ranks) + 1) * layout->pack_bytes, &pack));
-    const fc_status status = fc_unit_gather(shard_, shards.data(), slot_, static_cast<char *>(pack));
+    check(fc_slots_acquire(slots(), (static_cast<size_t>(layout->n_ranks) + 1) * layout->pack_bytes,
+                           &pack));
+    const fc_status status =
+        fc_unit_gather(shard_, shards.data(), slot_, static_cast<char *>(pack));
     fc_slots_release(slots(), pack);
     check(status);
 }
@@ -223,7 +228,8 @@ void Unit::reshard()
     register_params(false);
     for (size_t i = 0; i < params_.size() && slot_ == nullptr; i++) {
         Param &p = params_[i];
-        if (p.version != p.unsharded_tensor.unsafeGetTensorImpl()->version_counter().current_version()) {
+        if (p.version !=
+            p.unsharded_tensor.unsafeGetTensorImpl()->version_counter().current_version()) {
             fc_unit_discard_writes(shard_, i); // a write to an unsharded parameter lasts until here
         }
     }
@@ -278,7 +284,8 @@ bool Unit::was_written() const
     const fc_layout *layout = fc_unit_layout(shard_);
     for (size_t i = 0; i < params_.size(); i++) {
         if (!layout->params[i].is_aliased &&
-            shard_versions_[i] != params_[i].local.unsafeGetTensorImpl()->version_counter().current_version()) {
+            shard_versions_[i] !=
+                params_[i].local.unsafeGetTensorImpl()->version_counter().current_version()) {
             return true;
         }
     }

@@ -35,13 +35,13 @@ struct Gradient {
 
 struct Param {
     std::vector<Place> places;
-    Ref sharded, unsharded;         // the two nn.Parameter objects
-    Ref owner;                      // fsdp_c's FSDPParam: makes DTensors, names the parameter
-    at::Tensor unsharded_tensor;    // a view of the unit's unsharded storage
-    at::Tensor local;               // the shard: the DTensor's local tensor
+    Ref sharded, unsharded;      // the two nn.Parameter objects
+    Ref owner;                   // fsdp_c's FSDPParam: makes DTensors, names the parameter
+    at::Tensor unsharded_tensor; // a view of the unit's unsharded storage
+    at::Tensor local;            // the shard: the DTensor's local tensor
     at::ScalarType reduce_type, grad_type;
     std::vector<int64_t> local_size; // of the shard and of its gradient
-    uint32_t version = 0;           // of unsharded_tensor when it was filled
+    uint32_t version = 0;            // of unsharded_tensor when it was filled
     Gradient grad;
     at::Tensor held; // unreduced, in the reduce dtype (gradient accumulation)
 
@@ -61,7 +61,8 @@ struct ReduceOptions {
 
 class Unit {
 public:
-    // rows: one per parameter, see fsdp_c/_unit.py; flat: owns the storage that the unsharded parameters are views of.
+    // rows: one per parameter, see fsdp_c/_unit.py; flat: owns the storage that the unsharded
+    // parameters are views of.
     Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject *rows,
          const at::Tensor &flat);
     ~Unit();
@@ -120,7 +121,8 @@ private:
                   const Progress &progress);
     void reduce_replicas(const std::vector<fc_source> &sources, const ReduceOptions &options,
                          const Progress &progress);
-    void write_gradients(fc_unit *lane, const std::vector<fc_source> &sources, const ReduceOptions &options);
+    void write_gradients(fc_unit *lane, const std::vector<fc_source> &sources,
+                         const ReduceOptions &options);
     bool write_all_gradients(fc_unit *lane, const std::vector<fc_source> &sources,
                              const ReduceOptions &options);
     template <typename Reduce>
@@ -139,8 +141,8 @@ private:
     size_t bytes_;
     void *slot_ = nullptr; // private memory, from the pool
     bool unsharded_ = false;
-    bool pending_ = false;   // slot_ holds data that is not registered yet
-    bool requested_ = false; // unshard was called and not waited for
+    bool pending_ = false;                 // slot_ holds data that is not registered yet
+    bool requested_ = false;               // unshard was called and not waited for
     std::vector<uint32_t> shard_versions_; // at the last publish
     // Gradients.
     at::Tensor grads_flat_;

@@ -7,7 +7,12 @@ namespace fc {
 
 namespace {
 
-enum class Shape { leaf, tensor, simple, opaque };
+enum class Shape {
+    leaf,
+    tensor,
+    simple,
+    opaque
+};
 
 bool is_scalar(PyObject *object)
 {
@@ -166,8 +171,8 @@ Ref replace_grad_tensors(PyObject *object, const std::vector<at::Tensor> &tensor
         check(PyList_Append(list.get(), checked(THPVariable_Wrap(tensor)).get()));
     }
     Ref iterator = checked(PyObject_GetIter(list.get()));
-    return checked(PyObject_CallFunctionObjArgs(torch_traversal("replace_grad_tensors").get(), object,
-                                                iterator.get(), nullptr));
+    return checked(PyObject_CallFunctionObjArgs(torch_traversal("replace_grad_tensors").get(),
+                                                object, iterator.get(), nullptr));
 }
 
 Ref cast_tensors(PyObject *object, at::ScalarType dtype, PyObject *cast_any)

@@ -10,15 +10,16 @@
 
 namespace fc {
 
-// Appends the tensors that require grad, in order. Plain tensors, tuples, lists and dicts are opened here; anything else that may
-// hold tensors (dataclasses, subclasses of containers) is left to torch's own traversal.
+// Appends the tensors that require grad, in order. Plain tensors, tuples, lists and dicts are
+// opened here; anything else that may hold tensors (dataclasses, subclasses of containers) is left
+// to torch's own traversal.
 void collect_grad_tensors(PyObject *object, std::vector<at::Tensor> &out);
 
 // The same object with the collected tensors replaced, in order, by `tensors`; a new reference.
 Ref replace_grad_tensors(PyObject *object, const std::vector<at::Tensor> &tensors);
 
-// Casts floating-point tensors of a tuple or a dict to `dtype`. Null if nothing has to change; opaque containers go to
-// `cast_any(object)`.
+// Casts floating-point tensors of a tuple or a dict to `dtype`. Null if nothing has to change;
+// opaque containers go to `cast_any(object)`.
 Ref cast_tensors(PyObject *object, at::ScalarType dtype, PyObject *cast_any);
 
 } // namespace fc

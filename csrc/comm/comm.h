@@ -1,9 +1,10 @@
 /* Collectives of one process group over a transport, on plain memory.
  *
- * Every call is blocking and collective: all ranks make the same calls in the same order. Before data moves each rank
- * publishes (sequence, operation, bytes, dtype) and compares what its peers published; a difference is FC_ERR_MISMATCH on
- * every rank, with both sides in the text, before any user memory is written. A communicator of one rank is a real
- * object with the same code path. Over a message transport the calls go to its process group.
+ * Every call is blocking and collective: all ranks make the same calls in the same order. Before
+ * data moves each rank publishes (sequence, operation, bytes, dtype) and compares what its peers
+ * published; a difference is FC_ERR_MISMATCH on every rank, with both sides in the text, before any
+ * user memory is written. A communicator of one rank is a real object with the same code path. Over
+ * a message transport the calls go to its process group.
  *
  * Buffers are borrowed for the duration of the call. Threading: serialized.
  */
@@ -24,15 +25,18 @@ typedef struct fc_comm fc_comm;
 FC_MUST_CHECK fc_status fc_comm_create(fc_transport *transport, fc_comm **out);
 void fc_comm_destroy(fc_comm *comm);
 
-/* recv holds n_ranks blocks of send_bytes, block r from rank r; send may be recv + rank * send_bytes. */
-FC_MUST_CHECK fc_status fc_comm_all_gather(fc_comm *comm, void *recv, const void *send, size_t send_bytes);
+/* recv holds n_ranks blocks of send_bytes, block r from rank r; send may be recv + rank *
+ * send_bytes. */
+FC_MUST_CHECK fc_status fc_comm_all_gather(fc_comm *comm, void *recv, const void *send,
+                                           size_t send_bytes);
 
-/* recv[i] = (sum over ranks of send[rank * recv_numel + i]) / divisor, added in rank order (kernels.h); recv may lie
- * inside send at this rank's block. */
-FC_MUST_CHECK fc_status fc_comm_reduce_scatter(fc_comm *comm, void *recv, const void *send, size_t recv_numel,
-                                               fc_dtype dtype, double divisor);
+/* recv[i] = (sum over ranks of send[rank * recv_numel + i]) / divisor, added in rank order
+ * (kernels.h); recv may lie inside send at this rank's block. */
+FC_MUST_CHECK fc_status fc_comm_reduce_scatter(fc_comm *comm, void *recv, const void *send,
+                                               size_t recv_numel, fc_dtype dtype, double divisor);
 /* In place; the same bits on every rank. */
-FC_MUST_CHECK fc_status fc_comm_all_reduce(fc_comm *comm, void *data, size_t numel, fc_dtype dtype, double divisor);
+FC_MUST_CHECK fc_status fc_comm_all_reduce(fc_comm *comm, void *data, size_t numel, fc_dtype dtype,
+                                           double divisor);
 FC_MUST_CHECK fc_status fc_comm_broadcast(fc_comm *comm, void *data, size_t bytes, int root);
 FC_MUST_CHECK fc_status fc_comm_barrier(fc_comm *comm);
 

@@ -42,8 +42,8 @@ static void unit_fini(fc_unit *unit)
     fc_free(unit->name);
 }
 
-static fc_status unit_init(fc_unit *unit, fc_domain *domain, const fc_unit_desc *desc, int shard_rank,
-                           int n_shards)
+static fc_status unit_init(fc_unit *unit, fc_domain *domain, const fc_unit_desc *desc,
+                           int shard_rank, int n_shards)
 {
     size_t words = (desc->n_params + 63) / 64;
 
@@ -96,14 +96,15 @@ static fc_status map(fc_domain *domain)
     uint64_t print = (uint64_t)domain->kind;
 
     for (i = 0; i < domain->n_units; i++) {
-        words = domain->units[i].layout.mask_words > words ? domain->units[i].layout.mask_words : words;
+        words =
+            domain->units[i].layout.mask_words > words ? domain->units[i].layout.mask_words : words;
         print = fc_fingerprint(print, domain->units[i].layout.fingerprint);
     }
     domain->lanes_at = (size_t)domain->n_ranks * FC_CACHE_LINE;
     domain->lane_bytes = fc_round_up(
         sizeof(lane) + ((size_t)domain->n_ranks + words) * sizeof(uint64_t), FC_CACHE_LINE);
-    at = fc_round_up(domain->lanes_at + (size_t)domain->n_ranks * domain->n_units * domain->lane_bytes,
-                     FC_PAGE);
+    at = fc_round_up(
+        domain->lanes_at + (size_t)domain->n_ranks * domain->n_units * domain->lane_bytes, FC_PAGE);
     for (i = 0; i < domain->n_units; i++) {
         domain->units[i].full_at = at;
         at += domain->kind == FC_DOMAIN_SHARD ? domain->units[i].layout.full_bytes : 0;
@@ -128,7 +129,8 @@ fc_status fc_domain_create(fc_transport *transport, fc_domain_kind kind, const f
     }
     if (fc_transport_n_ranks(transport) > FC_MAX_RANKS) {
         fc_free(domain);
-        return fc_fail(FC_ERR_UNSUPPORTED, "process group %s has %d ranks; at most %d are supported",
+        return fc_fail(FC_ERR_UNSUPPORTED,
+                       "process group %s has %d ranks; at most %d are supported",
                        fc_transport_name(transport), fc_transport_n_ranks(transport), FC_MAX_RANKS);
     }
     domain->transport = transport;
@@ -273,18 +275,20 @@ fc_status domain_check_peer(const fc_domain *domain, int peer, const char *op, c
     if (fc_word_load(&domain_clock(domain, peer)->failed) < phase_of(domain->clock)) {
         return FC_OK;
     }
-    return fc_fail(FC_ERR_PEER,
-                   "rank %d left the %s of step %llu by an exception while rank %d was in %s%s%s; the "
-                   "gradients of this step are not complete",
-                   fc_transport_global_rank(domain->transport, peer),
-                   (phase_of(domain->clock) & PHASE_MASK) != 0 ? "backward" : "forward",
-                   (unsigned long long)(domain->clock >> STEP_SHIFT),
-                   fc_transport_global_rank(domain->transport, domain->rank), op,
-                   unit != NULL ? " of unit " : "", unit != NULL ? unit : "");
+    return fc_fail(
+        FC_ERR_PEER,
+        "rank %d left the %s of step %llu by an exception while rank %d was in %s%s%s; the "
+        "gradients of this step are not complete",
+        fc_transport_global_rank(domain->transport, peer),
+        (phase_of(domain->clock) & PHASE_MASK) != 0 ? "backward" : "forward",
+        (unsigned long long)(domain->clock >> STEP_SHIFT),
+        fc_transport_global_rank(domain->transport, domain->rank), op,
+        unit != NULL ? " of unit " : "", unit != NULL ? unit : "");
 }
 
-/* Waits until every peer's clock is at least `target`. A peer that has left the phase by an exception is an error
- * only at its end: until then this rank may be about to raise the same exception. */
+/* Waits until every peer's clock is at least `target`. A peer that has left the phase by an
+ * exception is an error only at its end: until then this rank may be about to raise the same
+ * exception. */
 static fc_status await_clocks(fc_domain *domain, uint64_t target, const char *op, const char *unit)
 {
     const fc_wait_info info = {op, unit, domain->clock >> STEP_SHIFT};

@@ -1,15 +1,18 @@
 /* Units that travel over one process group: their shared memory and their common clock.
  *
- * [Note: the clock] torch waits for its peers three times per unit and step. Here a shard is final once its owner's
- * optimizer is done, so one announcement per *phase* makes every gather of that phase a read without a wait.
- * A phase is one forward or one backward of the tree. Each rank has one growing word,
+ * [Note: the clock] torch waits for its peers three times per unit and step. Here a shard is final
+ * once its owner's optimizer is done, so one announcement per *phase* makes every gather of that
+ * phase a read without a wait. A phase is one forward or one backward of the tree. Each rank has
+ * one growing word,
  *
- *     step << 24 | phase << 8 | state        phase 0: forward, 1..: backwards of that step; state: OPEN, CLOSED
+ *     step << 24 | phase << 8 | state        phase 0: forward, 1..: backwards of that step; state:
+ * OPEN, CLOSED
  *
- * Opening a phase announces "my shards are final". A rank reads peers' shards in a phase only after every peer
- * has reached it (fc_domain_ready), and closing it waits until every peer has closed it (fc_domain_close), hence
- * has read its last byte: between phases an owner may write its shards. A rank that skips a phase is seen by its
- * later word. A second word names the last phase that an exception ended; peers that were still in it get an error.
+ * Opening a phase announces "my shards are final". A rank reads peers' shards in a phase only after
+ * every peer has reached it (fc_domain_ready), and closing it waits until every peer has closed it
+ * (fc_domain_close), hence has read its last byte: between phases an owner may write its shards. A
+ * rank that skips a phase is seen by its later word. A second word names the last phase that an
+ * exception ended; peers that were still in it get an error.
  *
  * Over a message transport there is no clock: the collectives order the ranks.
  *
@@ -36,8 +39,12 @@ extern "C" {
 typedef struct fc_domain fc_domain;
 typedef struct fc_unit fc_unit;
 
-/* What travels in a reduction: a part per rank (reduce-scatter), or one part for all (all-reduce). */
-typedef enum fc_domain_kind { FC_DOMAIN_SHARD, FC_DOMAIN_REPLICATE } fc_domain_kind;
+/* What travels in a reduction: a part per rank (reduce-scatter), or one part for all (all-reduce).
+ */
+typedef enum fc_domain_kind {
+    FC_DOMAIN_SHARD,
+    FC_DOMAIN_REPLICATE
+} fc_domain_kind;
 
 typedef struct fc_unit_desc {
     const char *name; /* for messages; copied */
@@ -45,8 +52,9 @@ typedef struct fc_unit_desc {
     size_t n_params;
 } fc_unit_desc;
 
-/* Collective over the transport. In a REPLICATE domain the parameters' layouts are those of the shard domain
- * (shard_rank of n_shards): only their parts are used. Failure leaves nothing behind. */
+/* Collective over the transport. In a REPLICATE domain the parameters' layouts are those of the
+ * shard domain (shard_rank of n_shards): only their parts are used. Failure leaves nothing behind.
+ */
 FC_MUST_CHECK fc_status fc_domain_create(fc_transport *transport, fc_domain_kind kind,
                                          const fc_unit_desc *units, size_t n_units, int shard_rank,
                                          int n_shards, fc_domain **out);
@@ -60,7 +68,8 @@ bool fc_domain_is_replicate(const fc_domain *domain);
 int fc_domain_rank(const fc_domain *domain);
 int fc_domain_n_ranks(const fc_domain *domain);
 
-/* Opens the next forward (a new step) or the next backward of the current step. An open phase is failed first. */
+/* Opens the next forward (a new step) or the next backward of the current step. An open phase is
+ * failed first. */
 void fc_domain_open(fc_domain *domain, bool is_backward);
 /* Before the first read of peers' shards in a phase; waits once per phase. */
 FC_MUST_CHECK fc_status fc_domain_ready(fc_domain *domain, const fc_unit *unit);

@@ -6,7 +6,10 @@
 #include "group/domain.h"
 #include "group/layout.h"
 
-enum { PHASE_OPEN = 0, PHASE_CLOSED = 1 };
+enum {
+    PHASE_OPEN = 0,
+    PHASE_CLOSED = 1
+};
 #define PHASE_SHIFT 8
 #define STEP_SHIFT 24
 #define PHASE_MASK ((UINT64_C(1) << (STEP_SHIFT - PHASE_SHIFT)) - 1)
@@ -23,7 +26,7 @@ typedef struct lane {
     fc_word tag;       /* phase | number of the post in it; published last */
     uint64_t stage_at; /* bytes, in that rank's arena */
     uint64_t part_bytes;
-    uint64_t is_held;  /* tag's phase in which this rank kept its gradients (no synchronisation) */
+    uint64_t is_held; /* tag's phase in which this rank kept its gradients (no synchronisation) */
     /* fc_word consumed[n_ranks]: tag up to which this rank has read rank r's posts
      * uint64_t mask[mask_words]: parameters present */
 } lane;
@@ -45,10 +48,10 @@ struct fc_unit {
     size_t full_at; /* bytes, in the region */
     void *owner;    /* the caller's, see fc_unit_set_owner */
     /* Reduction of this rank. */
-    uint64_t posted;    /* tag of the last post */
-    uint64_t finished;  /* tag up to which reductions are done */
-    uint64_t *mask;     /* owned; the post under construction */
-    drained *drained;   /* owned; one per rank */
+    uint64_t posted;   /* tag of the last post */
+    uint64_t finished; /* tag up to which reductions are done */
+    uint64_t *mask;    /* owned; the post under construction */
+    drained *drained;  /* owned; one per rank */
 };
 
 /* A post's room in this rank's arena; a queue, oldest first. */

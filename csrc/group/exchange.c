@@ -33,8 +33,8 @@ static uint64_t next_tag(const fc_unit *unit)
 
 /* ---- the arena ---- */
 
-/* True when rank r != own has read this rank's post `tag` of a unit, or never will: a phase that was left by an exception
- * leaves posts unread. */
+/* True when rank r != own has read this rank's post `tag` of a unit, or never will: a phase that
+ * was left by an exception leaves posts unread. */
 static bool has_read(const fc_domain *domain, int r, size_t unit, uint64_t tag)
 {
     return fc_word_load(lane_consumed(domain_lane(domain, r, unit), domain->rank)) >= tag ||
@@ -65,7 +65,8 @@ static bool is_released(const fc_domain *domain, const ring_entry *entry)
 
 void exchange_reclaim(fc_domain *domain)
 {
-    while (domain->oldest < domain->newest && is_released(domain, domain_entry(domain, domain->oldest))) {
+    while (domain->oldest < domain->newest &&
+           is_released(domain, domain_entry(domain, domain->oldest))) {
         domain->oldest++;
     }
     if (domain->unfinished < domain->oldest) {
@@ -99,7 +100,8 @@ static bool find_room(const fc_domain *domain, size_t bytes, size_t *at_out)
     return oldest_at >= bytes;
 }
 
-/* True when the unit's lane may carry a new post: it has one header, so the last post must be over. */
+/* True when the unit's lane may carry a new post: it has one header, so the last post must be over.
+ */
 static bool is_lane_free(const fc_unit *unit)
 {
     return unit->finished >= unit->posted &&
@@ -115,7 +117,8 @@ fc_status fc_exchange_reserve(fc_unit *unit, size_t part_bytes, char **parts_out
     size_t at;
 
     FC_TRY(fc_transport_check(domain->transport));
-    if ((unit->posted & NUMBER_MASK) == NUMBER_MASK && tag_of(domain, domain->rank, unit->index) != 0) {
+    if ((unit->posted & NUMBER_MASK) == NUMBER_MASK &&
+        tag_of(domain, domain->rank, unit->index) != 0) {
         return fc_fail(FC_ERR_STATE, "unit %s was reduced 255 times in one backward", unit->name);
     }
     exchange_reclaim(domain);
@@ -153,7 +156,8 @@ void fc_exchange_commit(fc_unit *unit)
     memcpy(lane_mask(domain, own), unit->mask, unit->layout.mask_words * sizeof(uint64_t));
     memset(unit->mask, 0, unit->layout.mask_words * sizeof(uint64_t));
     unit->posted = previous + 1;
-    *domain_entry(domain, domain->newest) = (ring_entry){own->stage_at, bytes, unit->index, unit->posted};
+    *domain_entry(domain, domain->newest) =
+        (ring_entry){own->stage_at, bytes, unit->index, unit->posted};
     domain->newest++;
     domain->next_at = own->stage_at + bytes;
     fc_transport_publish(domain->transport, &own->tag, unit->posted);
@@ -170,7 +174,11 @@ void fc_exchange_hold(fc_unit *unit)
 /* ---- finishing ---- */
 
 /* What keeps the unit's next reduction from being finished. */
-typedef enum readiness { NOTHING_POSTED, NOT_YET, READY } readiness;
+typedef enum readiness {
+    NOTHING_POSTED,
+    NOT_YET,
+    READY
+} readiness;
 
 static readiness look_at(fc_domain *domain, size_t index, int *missing_out)
 {
@@ -212,12 +220,13 @@ static fc_status check_held(const fc_domain *domain, const fc_unit *unit)
         lane *l = domain_lane(domain, r, unit->index);
 
         if (__atomic_load_n(&l->is_held, __ATOMIC_ACQUIRE) == phase_of(domain->clock)) {
-            return fc_fail(FC_ERR_MISMATCH,
-                           "rank %d keeps the gradients of unit %s for a later backward "
-                           "(set_requires_gradient_sync(False)) while other ranks reduce them in step %llu; "
-                           "call it with the same value on every rank",
-                           fc_transport_global_rank(domain->transport, r), unit->name,
-                           (unsigned long long)(domain->clock >> STEP_SHIFT));
+            return fc_fail(
+                FC_ERR_MISMATCH,
+                "rank %d keeps the gradients of unit %s for a later backward "
+                "(set_requires_gradient_sync(False)) while other ranks reduce them in step %llu; "
+                "call it with the same value on every rank",
+                fc_transport_global_rank(domain->transport, r), unit->name,
+                (unsigned long long)(domain->clock >> STEP_SHIFT));
         }
     }
     for (r = 0; r < domain->n_ranks; r++) {
@@ -385,7 +394,8 @@ void fc_exchange_consume(fc_unit *unit)
 
 /* ---- a full arena ---- */
 
-/* Copies a post's part for this rank away, so that its poster can go on. The poster may be this rank. */
+/* Copies a post's part for this rank away, so that its poster can go on. The poster may be this
+ * rank. */
 static fc_status drain(fc_unit *unit, int rank)
 {
     fc_domain *domain = unit->domain;
@@ -400,8 +410,8 @@ static fc_status drain(fc_unit *unit, int rank)
         char *memory = fc_alloc(1, bytes);
 
         if (memory == NULL) {
-            return fc_fail(FC_ERR_NOMEM, "unit %s: %zu bytes to copy rank %d's gradients away", unit->name,
-                           bytes, fc_transport_global_rank(domain->transport, rank));
+            return fc_fail(FC_ERR_NOMEM, "unit %s: %zu bytes to copy rank %d's gradients away",
+                           unit->name, bytes, fc_transport_global_rank(domain->transport, rank));
         }
         fc_free(away->bytes);
         away->bytes = memory;
@@ -465,7 +475,8 @@ static bool way_was_made(void *arg)
     return false;
 }
 
-/* Whom the unit's busy lane waits for: a reader of its last post, or who has not posted yet; -1 if it is free. */
+/* Whom the unit's busy lane waits for: a reader of its last post, or who has not posted yet; -1 if
+ * it is free. */
 static int lane_blocker(fc_unit *unit)
 {
     int reader = slowest_reader(unit->domain, unit->index, unit->posted);
@@ -494,7 +505,8 @@ fc_status fc_exchange_make_way(fc_unit *unit)
 
         wait.unit = NULL;
         if (domain->oldest == domain->newest) {
-            return fc_fail(FC_ERR_STATE, "unit %s: its reduction does not fit an arena of %zu bytes", unit->name,
+            return fc_fail(FC_ERR_STATE,
+                           "unit %s: its reduction does not fit an arena of %zu bytes", unit->name,
                            domain->arena_bytes);
         }
         rank = slowest_reader(domain, oldest->unit, oldest->tag);

@@ -41,14 +41,16 @@ static void measure(fc_param *param, int rank, int n_ranks, bool may_alias)
     param->is_aliased = may_alias && param->outer == 1 && param->orig == param->compute;
 }
 
-/* Elements a chunk takes in parts and gradient buffers: a multiple of 64 bytes in any type of two bytes or more,
- * so that neighbours of equal types lie at equal element offsets in both and are reduced in one go. */
+/* Elements a chunk takes in parts and gradient buffers: a multiple of 64 bytes in any type of two
+ * bytes or more, so that neighbours of equal types lie at equal element offsets in both and are
+ * reduced in one go. */
 static size_t padded_numel(const fc_param *param)
 {
     return fc_round_up(param->chunk_numel, FC_ALIGN / 2);
 }
 
-/* Parts hold the parameters that were trainable at set-up first, so that frozen ones cost nothing. */
+/* Parts hold the parameters that were trainable at set-up first, so that frozen ones cost nothing.
+ */
 static void place_parts(fc_layout *layout, bool trainable)
 {
     size_t i;
@@ -83,8 +85,8 @@ static bool is_uniform(const fc_layout *layout)
     return first != NULL;
 }
 
-fc_status fc_layout_init(fc_layout *layout, fc_param *params, size_t n_params, int rank, int n_ranks,
-                         bool may_alias)
+fc_status fc_layout_init(fc_layout *layout, fc_param *params, size_t n_params, int rank,
+                         int n_ranks, bool may_alias)
 {
     size_t i;
     uint64_t print = 0;
@@ -98,8 +100,8 @@ fc_status fc_layout_init(fc_layout *layout, fc_param *params, size_t n_params, i
         /* A padded buffer: the last chunks of an uneven parameter may reach past its end. */
         if (__builtin_mul_overflow(p->chunk_numel, (size_t)n_ranks, &full_numel) ||
             full_numel > SIZE_MAX / 64) {
-            return fc_fail(FC_ERR_INVALID, "parameter %zu is too large: %zu x %zu x %zu", i, p->outer,
-                           p->rows, p->inner);
+            return fc_fail(FC_ERR_INVALID, "parameter %zu is too large: %zu x %zu x %zu", i,
+                           p->outer, p->rows, p->inner);
         }
         p->full_at = place(&layout->full_bytes, full_numel * fc_dtype_bytes(p->compute));
         p->pack_at = place(&layout->pack_bytes, p->chunk_numel * fc_dtype_bytes(p->compute));

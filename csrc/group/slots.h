@@ -1,7 +1,8 @@
 /* Private memory for unsharded units: a small pool, reused across units and steps.
  *
- * acquire returns the smallest free slot that is large enough; otherwise free ones make place for a new one, so that the
- * pool never holds more than what was in use at once. The caller gives slots back; the pool owns them. Threading: serialized.
+ * acquire returns the smallest free slot that is large enough; otherwise free ones make place for a
+ * new one, so that the pool never holds more than what was in use at once. The caller gives slots
+ * back; the pool owns them. Threading: serialized.
  */
 #ifndef FC_GROUP_SLOTS_H
 #define FC_GROUP_SLOTS_H

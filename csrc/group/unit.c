@@ -62,7 +62,8 @@ void *fc_unit_shard_home(const fc_unit *unit, size_t param)
            chunk_offset(p, unit->layout.rank, p->compute);
 }
 
-/* Moves a rank's chunk [outer, rows, inner] from contiguous memory into its place in a full parameter. */
+/* Moves a rank's chunk [outer, rows, inner] from contiguous memory into its place in a full
+ * parameter. */
 static void scatter_chunk(const fc_param *p, int rank, size_t rows, char *full, const char *chunk,
                           fc_dtype from)
 {
@@ -108,7 +109,8 @@ fc_status fc_unit_gather(fc_unit *unit, const void *const *shards, void *dst, ch
     for (i = 0; i < layout->n_params; i++) {
         const fc_param *p = &unit->params[i];
 
-        convert(pack + p->pack_at, p->compute, shards[i], p->orig, p->outer * p->own_rows * p->inner);
+        convert(pack + p->pack_at, p->compute, shards[i], p->orig,
+                p->outer * p->own_rows * p->inner);
     }
     FC_TRY(messages->all_gather(messages->context, received, pack, layout->pack_bytes));
     for (r = 0; r < layout->n_ranks; r++) {
@@ -165,8 +167,8 @@ static bool holds(const fc_source *source, size_t param)
     return source->part != NULL && (source->mask[param / 64] >> (param % 64) & 1) != 0;
 }
 
-bool fc_unit_reduce(const fc_unit *unit, const fc_source *sources, int n_sources, size_t param, void *dst,
-                    fc_dtype dtype, double divisor, bool accumulate)
+bool fc_unit_reduce(const fc_unit *unit, const fc_source *sources, int n_sources, size_t param,
+                    void *dst, fc_dtype dtype, double divisor, bool accumulate)
 {
     const fc_param *p = &unit->params[param];
     const void *parts[FC_MAX_RANKS];
@@ -181,17 +183,18 @@ bool fc_unit_reduce(const fc_unit *unit, const fc_source *sources, int n_sources
     if (n_parts == 0) {
         return false;
     }
-    fc_kern_reduce(p->reduce, dtype)(dst, parts, n_parts, p->outer * p->own_rows * p->inner, divisor,
-                                     accumulate);
+    fc_kern_reduce(p->reduce, dtype)(dst, parts, n_parts, p->outer * p->own_rows * p->inner,
+                                     divisor, accumulate);
     return true;
 }
 
-void fc_unit_reduce_own(const fc_unit *unit, size_t param, const void *grad, fc_dtype from, void *dst,
-                        fc_dtype dtype, double divisor, bool accumulate)
+void fc_unit_reduce_own(const fc_unit *unit, size_t param, const void *grad, fc_dtype from,
+                        void *dst, fc_dtype dtype, double divisor, bool accumulate)
 {
     const fc_param *p = &unit->params[param];
 
-    fc_kern_reduce(from, dtype)(dst, &grad, 1, p->outer * p->own_rows * p->inner, divisor, accumulate);
+    fc_kern_reduce(from, dtype)(dst, &grad, 1, p->outer * p->own_rows * p->inner, divisor,
+                                accumulate);
 }
 
 bool fc_unit_reduce_all(const fc_unit *unit, const fc_source *sources, int n_sources, void *grads,
@@ -219,8 +222,8 @@ bool fc_unit_reduce_all(const fc_unit *unit, const fc_source *sources, int n_sou
     for (r = 0; r < n_sources; r++) {
         parts[r] = sources[r].part;
     }
-    fc_kern_reduce(first->reduce, first->grad)(grads, parts, (size_t)n_sources,
-                                               layout->trainable_part_bytes / fc_dtype_bytes(first->reduce),
-                                               divisor, false);
+    fc_kern_reduce(first->reduce, first->grad)(
+        grads, parts, (size_t)n_sources,
+        layout->trainable_part_bytes / fc_dtype_bytes(first->reduce), divisor, false);
     return true;
 }

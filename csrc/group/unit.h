@@ -1,6 +1,7 @@
 /* What one unit does with its memory: publish, gather, stage, reduce.
  *
- * All functions work on plain memory and keep no state between calls. Threading: serialized per domain.
+ * All functions work on plain memory and keep no state between calls. Threading: serialized per
+ * domain.
  */
 #ifndef FC_GROUP_UNIT_H
 #define FC_GROUP_UNIT_H
@@ -28,7 +29,8 @@ void *fc_unit_view(const fc_unit *unit);
 void *fc_unit_shard_home(const fc_unit *unit, size_t param);
 /* Holds the domain's memory beyond the domain. */
 fc_region *fc_unit_region(const fc_unit *unit);
-/* Copies (and casts) this rank's chunk of a parameter that is not aliased to where peers read it. */
+/* Copies (and casts) this rank's chunk of a parameter that is not aliased to where peers read it.
+ */
 void fc_unit_publish(fc_unit *unit, size_t param, const void *shard);
 /* A private copy of the whole unsharded buffer. */
 void fc_unit_copy_out(const fc_unit *unit, void *dst);
@@ -37,9 +39,10 @@ void fc_unit_discard_writes(fc_unit *unit, size_t param);
 
 /* ---- parameters, message domains ---- */
 
-/* All-gathers `shards` (one per parameter, own_rows each) into dst, laid out as the unsharded buffer.
- * pack holds (n_ranks + 1) * pack_bytes of scratch memory. */
-FC_MUST_CHECK fc_status fc_unit_gather(fc_unit *unit, const void *const *shards, void *dst, char *pack);
+/* All-gathers `shards` (one per parameter, own_rows each) into dst, laid out as the unsharded
+ * buffer. pack holds (n_ranks + 1) * pack_bytes of scratch memory. */
+FC_MUST_CHECK fc_status fc_unit_gather(fc_unit *unit, const void *const *shards, void *dst,
+                                       char *pack);
 
 /* ---- gradients ---- */
 
@@ -50,17 +53,18 @@ void fc_unit_stage(const fc_unit *unit, size_t param, const void *grad, fc_dtype
 /* The bytes that a part needs to hold the parameters present in the post under construction. */
 size_t fc_unit_part_bytes(const fc_unit *unit);
 
-/* dst = (accumulate ? dst : 0) + sum of the sources that hold `param`, divided. False if none does. dst holds chunk_numel
- * elements of type `dtype`; sources are in the reduce dtype. */
-bool fc_unit_reduce(const fc_unit *unit, const fc_source *sources, int n_sources, size_t param, void *dst,
-                    fc_dtype dtype, double divisor, bool accumulate);
+/* dst = (accumulate ? dst : 0) + sum of the sources that hold `param`, divided. False if none does.
+ * dst holds chunk_numel elements of type `dtype`; sources are in the reduce dtype. */
+bool fc_unit_reduce(const fc_unit *unit, const fc_source *sources, int n_sources, size_t param,
+                    void *dst, fc_dtype dtype, double divisor, bool accumulate);
 
-/* The same for one rank without a detour: dst = (accumulate ? dst : 0) + grad / divisor, for a gradient of type `from`. */
-void fc_unit_reduce_own(const fc_unit *unit, size_t param, const void *grad, fc_dtype from, void *dst,
-                        fc_dtype dtype, double divisor, bool accumulate);
+/* The same for one rank without a detour: dst = (accumulate ? dst : 0) + grad / divisor, for a
+ * gradient of type `from`. */
+void fc_unit_reduce_own(const fc_unit *unit, size_t param, const void *grad, fc_dtype from,
+                        void *dst, fc_dtype dtype, double divisor, bool accumulate);
 
-/* All trainable parameters into a gradient buffer at once; false (nothing done) unless the layout is uniform and every
- * source holds exactly the trainable parameters. */
+/* All trainable parameters into a gradient buffer at once; false (nothing done) unless the layout
+ * is uniform and every source holds exactly the trainable parameters. */
 bool fc_unit_reduce_all(const fc_unit *unit, const fc_source *sources, int n_sources, void *grads,
                         double divisor);
 

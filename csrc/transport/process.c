@@ -127,8 +127,10 @@ fc_status fc_process_open(const fc_process_id *id, fc_process *out)
             (void)close(pidfd);
         }
         if (st == FC_ERR_SYSTEM) {
-            return fc_fail_errno(st, EMFILE, "cannot look at process %d: raise the limit of open "
-                                 "files (ulimit -n)", (int)id->pid);
+            return fc_fail_errno(st, EMFILE,
+                                 "cannot look at process %d: raise the limit of open "
+                                 "files (ulimit -n)",
+                                 (int)id->pid);
         }
         return fc_fail(FC_ERR_UNSUPPORTED, "process %d cannot be seen from process %d",
                        (int)id->pid, (int)getpid());

@@ -32,8 +32,8 @@ FC_MUST_CHECK fc_status fc_process_self(fc_process_id *out);
 FC_MUST_CHECK fc_status fc_process_open(const fc_process_id *id, fc_process *out);
 void fc_process_close(fc_process *process);
 
-/* What failing to open a peer's file means: no descriptors left is an error, all else that memory cannot be
- * shared with it. */
+/* What failing to open a peer's file means: no descriptors left is an error, all else that memory
+ * cannot be shared with it. */
 fc_status fc_open_status(int code);
 
 bool fc_process_is_alive(const fc_process *process);

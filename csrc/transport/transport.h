@@ -5,8 +5,8 @@
  * group. Callers ask fc_transport_is_mapped() once, at set-up.
  *
  * Threading: serialized per transport object. Creation, map_region and close are collective.
- * After a failure other than FC_AGAIN or FC_ERR_INTERRUPTED the transport is broken for good: each later call
- * fails at once with the first failure's text.
+ * After a failure other than FC_AGAIN or FC_ERR_INTERRUPTED the transport is broken for good: each
+ * later call fails at once with the first failure's text.
  */
 #ifndef FC_TRANSPORT_TRANSPORT_H
 #define FC_TRANSPORT_TRANSPORT_H
@@ -34,7 +34,8 @@ typedef struct fc_host_ops {
     /* Around a wait that sleeps: give up and take back the interpreter's lock. Optional. */
     void (*enter_wait)(void *context);
     void (*leave_wait)(void *context);
-    /* Every 50 ms of a wait, between leave_wait and enter_wait: FC_ERR_INTERRUPTED to stop it (Ctrl-C). Optional. */
+    /* Every 50 ms of a wait, between leave_wait and enter_wait: FC_ERR_INTERRUPTED to stop it
+     * (Ctrl-C). Optional. */
     fc_status (*poll)(void *context);
     /* Once per wait that outlasts 5 s: one line of text for stderr. Optional. */
     void (*notice)(void *context, const char *line);
@@ -65,8 +66,8 @@ typedef struct fc_wait_info {
 
 /* ---- shared memory ---- */
 
-/* Attaches all ranks of one host. FC_ERR_UNSUPPORTED on every rank when some of them cannot share memory
- * (other host, other pid namespace, ranks that are threads of one process). */
+/* Attaches all ranks of one host. FC_ERR_UNSUPPORTED on every rank when some of them cannot share
+ * memory (other host, other pid namespace, ranks that are threads of one process). */
 FC_MUST_CHECK fc_status fc_shm_create(const fc_transport_config *config, fc_transport **out);
 
 /* ---- callback: collectives of another process group ---- */
@@ -78,14 +79,15 @@ typedef struct fc_message_ops {
     /* SUM; send holds n_ranks * recv_numel elements. send may be overwritten. */
     fc_status (*reduce_scatter)(void *context, void *recv, void *send, size_t recv_numel,
                                 fc_dtype dtype);
-    fc_status (*all_reduce)(void *context, void *data, size_t numel, fc_dtype dtype); /* SUM, in place */
+    fc_status (*all_reduce)(void *context, void *data, size_t numel,
+                            fc_dtype dtype); /* SUM, in place */
     fc_status (*broadcast)(void *context, void *data, size_t bytes, int root);
     fc_status (*barrier)(void *context);
     void (*release)(void *context); /* when the transport is destroyed */
 } fc_message_ops;
 
-FC_MUST_CHECK fc_status fc_callback_create(const fc_transport_config *config, const fc_message_ops *ops,
-                                           fc_transport **out);
+FC_MUST_CHECK fc_status fc_callback_create(const fc_transport_config *config,
+                                           const fc_message_ops *ops, fc_transport **out);
 
 /* ---- both kinds ---- */
 
@@ -100,17 +102,18 @@ const fc_message_ops *fc_transport_messages(const fc_transport *transport); /* N
 /* FC_OK, or why this transport is broken. */
 FC_MUST_CHECK fc_status fc_transport_check(fc_transport *transport);
 
-/* Breaks the transport on every rank: peers' waits end with this rank and `text` in their message. Returns
- * `status` after recording `text` here too. */
+/* Breaks the transport on every rank: peers' waits end with this rank and `text` in their message.
+ * Returns `status` after recording `text` here too. */
 fc_status fc_transport_abort(fc_transport *transport, fc_status status, const char *text);
 
 /* ---- mapped kind only ---- */
 
 /* Collective. Zeroed memory of `bytes` (equal on all ranks, else FC_ERR_MISMATCH on all of them);
- * fingerprint must be equal too: `what` says in the error what differs. Failure on one rank (no memory, no
- * descriptors) is FC_ERR_* on all, naming it, and leaves the transport usable. */
-FC_MUST_CHECK fc_status fc_transport_map_region(fc_transport *transport, const char *what, size_t bytes,
-                                                uint64_t fingerprint, fc_region **out);
+ * fingerprint must be equal too: `what` says in the error what differs. Failure on one rank (no
+ * memory, no descriptors) is FC_ERR_* on all, naming it, and leaves the transport usable. */
+FC_MUST_CHECK fc_status fc_transport_map_region(fc_transport *transport, const char *what,
+                                                size_t bytes, uint64_t fingerprint,
+                                                fc_region **out);
 void fc_region_retain(fc_region *region);
 void fc_region_release(fc_region *region);
 /* Drops this rank's private writes to view[offset, offset + bytes), widened to pages. */
@@ -125,15 +128,16 @@ uint64_t fc_word_load(const fc_word *word); /* acquire */
 /* Release store, then wakes peers that sleep on this rank. No system call while nobody sleeps. */
 void fc_transport_publish(fc_transport *transport, fc_word *word, uint64_t value);
 
-/* Blocks until ready(arg), which reads words that `peer` publishes. Yields first, then sleeps; ends early when
- * the peer's process is gone (ready() is asked once more first), when any rank aborted, on the deadline, on
- * Ctrl-C. The message names the ranks, `info` and what the peer did last. */
+/* Blocks until ready(arg), which reads words that `peer` publishes. Yields first, then sleeps; ends
+ * early when the peer's process is gone (ready() is asked once more first), when any rank aborted,
+ * on the deadline, on Ctrl-C. The message names the ranks, `info` and what the peer did last. */
 typedef bool (*fc_ready_fn)(void *arg);
-FC_MUST_CHECK fc_status fc_transport_wait(fc_transport *transport, int peer, fc_ready_fn ready, void *arg,
-                                          const fc_wait_info *info);
+FC_MUST_CHECK fc_status fc_transport_wait(fc_transport *transport, int peer, fc_ready_fn ready,
+                                          void *arg, const fc_wait_info *info);
 
 /* Waits so far (those that did not find ready() true at once) and nanoseconds spent in them. */
-void fc_transport_wait_stats(const fc_transport *transport, uint64_t *waits_out, uint64_t *wait_ns_out);
+void fc_transport_wait_stats(const fc_transport *transport, uint64_t *waits_out,
+                             uint64_t *wait_ns_out);
 
 #ifdef __cplusplus
 }
