@@ -10,18 +10,15 @@ from torch.distributed.fsdp import (
     share_comm_ctx,
 )
 
+from fsdp_c import _compat
 from fsdp_c._comm import Communicator
 from fsdp_c._fully_shard import fully_shard
 
-try:
-    from torch.distributed.fsdp import DataParallelMeshDims
-except ImportError:  # torch before 2.12
-    pass
+globals().update(_compat.OPTIONAL_NAMES)
 
 __all__ = [
     "CPUOffloadPolicy",
     "Communicator",
-    "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -29,4 +26,5 @@ __all__ = [
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    *_compat.OPTIONAL_NAMES,
 ]

@@ -5,15 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
+import torch.distributed.fsdp
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 TORCH: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
 
 # From 2.15 a parameter may say in which dtype its gradients are kept (Tensor.grad_dtype), and
 # reductions without reduce_dtype run in the original dtype instead of the compute dtype.
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "_has_grad_dtype_override")
-# From 2.15 the end of a backward may be left to the caller.
-HAS_MANUAL_FINALIZATION = hasattr(_fsdp_state.FSDPState, "finalize_backward")
+# Names of torch.distributed.fsdp that only some versions have.
+OPTIONAL_NAMES = {
+    name: getattr(torch.distributed.fsdp, name)
+    for name in ("DataParallelMeshDims", "GradientReductionHandle")
+    if hasattr(torch.distributed.fsdp, name)
+}
 
 
 def compute_dtype(fsdp_param: Any) -> torch.dtype:
@@ -33,6 +38,12 @@ def grad_dtype(fsdp_param: Any) -> torch.dtype:
     if HAS_GRAD_DTYPE:
         return fsdp_param.sharded_grad_dtype or reduce_dtype(fsdp_param)
     return fsdp_param.orig_dtype
+
+
+def accept_any_grad_dtype(unsharded: torch.nn.Parameter) -> None:
+    """Lets autograd add gradients in the reduce dtype on the unsharded parameter (from 2.15)."""
+    if HAS_GRAD_DTYPE and unsharded.is_floating_point():
+        unsharded.grad_dtype = None  # type: ignore[attr-defined]
 
 
 def is_typed_spmd(fsdp_param: Any) -> bool:

@@ -80,3 +80,10 @@ MMAP_THRESHOLD = Variable(
 )
 
 VARIABLES: tuple[Variable[str] | Variable[int], ...] = (TRANSPORT, KERNELS, MMAP_THRESHOLD)
+
+
+def mmap_threshold() -> int:
+    """FSDP_C_MMAP_THRESHOLD, or 0 where the user has told glibc a threshold already."""
+    if "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap" in os.environ.get("GLIBC_TUNABLES", ""):
+        return 0
+    return MMAP_THRESHOLD.get()

@@ -170,7 +170,7 @@ def bind_units(groups: Sequence[FSDPParamGroup]) -> list[_C.Domain]:
         placed += [(group, shard, i, replicate) for i, group in enumerate(members)]
     for group, shard, index, replicate in placed:
         bind_unit(group, shard, index, replicate)
-    _C.Domain.tune_heap(_env.MMAP_THRESHOLD.get())
+    _C.Domain.tune_heap(_env.mmap_threshold())
     return domains
 
 
@@ -212,6 +212,7 @@ def bind_unit(
                 fsdp_param._contiguous_orig_stride,
             )
             unsharded = nn.Parameter(data, requires_grad=fsdp_param.sharded_param.requires_grad)
+            _compat.accept_any_grad_dtype(unsharded)
             fsdp_param._unsharded_param = unsharded
             _, _, _, _, _, reduce, grad, _, _ = _param_row(fsdp_param)
             rows.append(

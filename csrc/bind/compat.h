@@ -30,6 +30,10 @@ template <typename N, typename... Args> std::shared_ptr<N> make_node(Args &&...a
 }
 #endif
 
+// From 2.15 gradients that are kept without synchronisation stay in .grad of the unsharded
+// parameter, in the reduce dtype; before, in a tensor beside it.
+constexpr bool holds_gradients_on_leaf = FC_TORCH_AT_LEAST(2, 15);
+
 // Makes reading the storage possible again after mark_unreadable.
 inline void mark_readable(c10::StorageImpl *storage)
 {

@@ -133,9 +133,9 @@ PyObject *domain_bytes(PyObject *self, PyObject *)
     });
 }
 
-// Gives back what set-up freed (shards that moved, placeholders of unsharded parameters), and keeps large tensors off
-// the heap from now on: glibc's aligned allocation cannot reuse a hole of exactly the size asked for, so a heap of
-// gradients grows with every unit.
+// Gives back what set-up freed (shards that moved, placeholders of unsharded parameters), and keeps
+// large tensors off the heap from now on: glibc's aligned allocation cannot reuse a hole of exactly
+// the size asked for, so a heap of gradients grows with every unit.
 PyObject *tune_heap(PyObject *, PyObject *arg)
 {
     const int threshold = static_cast<int>(PyLong_AsLong(arg));

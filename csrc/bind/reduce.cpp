@@ -2,6 +2,7 @@
 #include "bind/unit.h"
 
 #include "base/alloc.h"
+#include "bind/compat.h"
 #include "bind/domain.h"
 #include "bind/tensors.h"
 
@@ -128,8 +129,9 @@ void Unit::hold()
             p.held.add_(fresh);
             fresh = at::Tensor();
         } else if (fresh.scalar_type() != p.reduce_type) {
-            p.held = readable(fresh, p).to(p.reduce_type);
-            fresh = at::Tensor();
+            at::Tensor kept = readable(fresh, p).to(p.reduce_type);
+            fresh = holds_gradients_on_leaf ? kept : at::Tensor();
+            p.held = holds_gradients_on_leaf ? at::Tensor() : kept;
         } // else autograd adds the next one to it where it is
     }
     if (any && fc_domain_is_mapped(domain_) && fc_domain_n_ranks(domain_) > 1) {
