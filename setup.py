@@ -46,7 +46,10 @@ CXX_SOURCES = {
     ),
 }
 C_TEST_SOURCES = {
-    "tests/c": "test_base test_comm test_faults test_kernels test_transport",
+    "tests/c": (
+        "test_base test_comm test_exchange test_faults test_group_history test_kernels test_layout "
+        "test_slots test_transport"
+    ),
 }
 
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512cd", "-mf16c", "-mfma"]

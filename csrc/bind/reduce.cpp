@@ -64,6 +64,23 @@ at::Tensor readable(const at::Tensor &grad, const Param &param)
     return grad.contiguous();
 }
 
+// Room for a post; finishes and copies away other posts until there is some.
+char *reserve(fc_unit *lane, size_t part_bytes, fc_domain *domain, const Progress &progress)
+{
+    char *parts = nullptr;
+    fc_status status;
+    while ((status = fc_exchange_reserve(lane, part_bytes, &parts)) == FC_AGAIN) {
+        progress(domain);
+        status = fc_exchange_reserve(lane, part_bytes, &parts);
+        if (status != FC_AGAIN) {
+            break;
+        }
+        check(fc_exchange_make_way(lane));
+    }
+    check(status);
+    return parts;
+}
+
 // Bytes in pages of their own. Gradients live long among autograd's short-lived large tensors: on
 // the heap they would pin the holes between those.
 at::Tensor page_buffer(size_t bytes)
@@ -191,17 +208,7 @@ void Unit::post_mapped(const std::vector<at::Tensor> &grads, const Progress &pro
         }
     }
     const size_t part_bytes = fc_unit_part_bytes(shard_);
-    char *parts = nullptr;
-    fc_status status;
-    while ((status = fc_exchange_reserve(shard_, part_bytes, &parts)) == FC_AGAIN) {
-        progress(domain_);
-        status = fc_exchange_reserve(shard_, part_bytes, &parts);
-        if (status != FC_AGAIN) {
-            break;
-        }
-        check(fc_exchange_make_way(shard_));
-    }
-    check(status);
+    char *parts = reserve(shard_, part_bytes, domain_, progress);
     for (size_t i = 0; i < grads.size(); i++) {
         if (grads[i].defined()) {
             fc_unit_stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()),
@@ -344,17 +351,7 @@ void Unit::reduce_replicas(const std::vector<fc_source> &sources, const ReduceOp
             }
         }
         const size_t part_bytes = fc_unit_part_bytes(replicate_);
-        char *part = nullptr;
-        fc_status status;
-        while ((status = fc_exchange_reserve(replicate_, part_bytes, &part)) == FC_AGAIN) {
-            progress(replicate_domain_);
-            status = fc_exchange_reserve(replicate_, part_bytes, &part);
-            if (status != FC_AGAIN) {
-                break;
-            }
-            check(fc_exchange_make_way(replicate_));
-        }
-        check(status);
+        char *part = reserve(replicate_, part_bytes, replicate_domain_, progress);
         std::memcpy(part, partial_.data(), part_bytes);
         fc_exchange_commit(replicate_);
     }

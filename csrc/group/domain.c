@@ -5,6 +5,7 @@
 #include "group/domain.h"
 
 #include "group/domain_private.h"
+#include "group/exchange.h"
 
 #include <assert.h>
 #include <string.h>
@@ -29,12 +30,14 @@ static char *copy_text(const char *text)
 
 static void unit_fini(fc_unit *unit)
 {
-    int r;
-
     if (unit->drained != NULL) {
-        for (r = 0; r < unit->domain->n_ranks; r++) {
-            fc_free(unit->drained[r].bytes);
-        }
+        exchange_drop_drained(unit, UINT64_MAX);
+    }
+    while (unit->spare != NULL) {
+        drained *next = unit->spare->next;
+
+        fc_free(unit->spare);
+        unit->spare = next;
     }
     fc_free(unit->drained);
     fc_free(unit->mask);
@@ -51,7 +54,7 @@ static fc_status unit_init(fc_unit *unit, fc_domain *domain, const fc_unit_desc 
     unit->name = copy_text(desc->name);
     unit->params = fc_alloc(desc->n_params, sizeof(fc_param));
     unit->mask = fc_alloc(words, sizeof(uint64_t));
-    unit->drained = fc_alloc((size_t)domain->n_ranks, sizeof(drained));
+    unit->drained = fc_alloc((size_t)domain->n_ranks, sizeof(drained *));
     if (unit->name == NULL || unit->params == NULL || unit->mask == NULL || unit->drained == NULL) {
         return fc_fail(FC_ERR_NOMEM, "unit %s: %zu parameters", desc->name, desc->n_params);
     }
@@ -251,6 +254,7 @@ void fc_domain_open(fc_domain *domain, bool is_backward)
     if (fc_domain_is_open(domain)) {
         fc_domain_fail(domain);
     }
+    fc_exchange_reset(domain);
     phase = phase_of(domain->clock);
     phase = is_backward ? phase + 1 : (phase | PHASE_MASK) + 1;
     domain->is_ready = domain->n_ranks == 1;
@@ -272,7 +276,12 @@ static bool clock_reached(void *arg)
 
 fc_status domain_check_peer(const fc_domain *domain, int peer, const char *op, const char *unit)
 {
-    if (fc_word_load(&domain_clock(domain, peer)->failed) < phase_of(domain->clock)) {
+    const clock_line *line = domain_clock(domain, peer);
+    uint64_t phase = phase_of(domain->clock);
+
+    /* In this order: who completed this phase before it failed a later one did nothing wrong here.
+     */
+    if (fc_word_load(&line->failed) < phase || fc_word_load(&line->completed) >= phase) {
         return FC_OK;
     }
     return fc_fail(
@@ -338,6 +347,8 @@ fc_status fc_domain_close(fc_domain *domain)
     }
     st = await_clocks(domain, domain->clock, "the end of the step", NULL);
     if (st == FC_OK) {
+        __atomic_store_n(&domain_clock(domain, domain->rank)->completed.value,
+                         phase_of(domain->clock), __ATOMIC_RELEASE);
         exchange_reclaim(domain);
     }
     return st;

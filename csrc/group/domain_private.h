@@ -18,7 +18,9 @@ enum {
 /* What one rank says about its phases. Written by that rank alone. */
 typedef struct clock_line {
     fc_word clock;
-    fc_word failed; /* the last phase that it left by an exception */
+    fc_word failed;    /* the last phase that it left by an exception */
+    fc_word completed; /* the last phase that all ranks closed; plain store, nobody waits for it */
+    fc_word stuck;     /* odd while it waits for room in its arena */
 } clock_line;
 
 /* What one rank publishes about one unit's reduction. Written by that rank alone; peers read. */
@@ -31,11 +33,12 @@ typedef struct lane {
      * uint64_t mask[mask_words]: parameters present */
 } lane;
 
-/* Bytes that a peer staged and that were copied away to let it go on; see exchange.c. */
+/* A rank's post for this rank that was copied away to let the poster go on; see exchange.c. */
 typedef struct drained {
+    struct drained *next; /* newer */
     uint64_t tag;
-    char *bytes;
-    size_t capacity;
+    size_t capacity;  /* words that follow */
+    uint64_t words[]; /* mask, then part */
 } drained;
 
 struct fc_unit {
@@ -51,7 +54,8 @@ struct fc_unit {
     uint64_t posted;   /* tag of the last post */
     uint64_t finished; /* tag up to which reductions are done */
     uint64_t *mask;    /* owned; the post under construction */
-    drained *drained;  /* owned; one per rank */
+    drained **drained; /* owned; a list per rank, oldest first */
+    drained *spare;    /* owned; for reuse */
 };
 
 /* A post's room in this rank's arena; a queue, oldest first. */
@@ -126,5 +130,8 @@ fc_status domain_check_peer(const fc_domain *domain, int peer, const char *op, c
 
 /* Collects what peers have read from this rank's arena; exchange.c. */
 void exchange_reclaim(fc_domain *domain);
+
+/* Drops the copies of posts up to `tag`; exchange.c. */
+void exchange_drop_drained(fc_unit *unit, uint64_t tag);
 
 #endif

@@ -18,6 +18,25 @@ static uint64_t tag_of(const fc_domain *domain, int rank, size_t unit)
     return phase_of(tag) == phase_of(domain->clock) ? tag : 0;
 }
 
+/* The copy of a rank's post, or NULL. */
+static const drained *find_drained(const fc_unit *unit, int rank, uint64_t tag)
+{
+    const drained *copy = unit->drained[rank];
+
+    while (copy != NULL && copy->tag != tag) {
+        copy = copy->next;
+    }
+    return copy;
+}
+
+/* True when `rank` has posted `wanted` or a later tag of this phase. A post that was copied away
+ * may have been followed by one of the next phase. */
+static bool has_posted(const fc_unit *unit, int rank, uint64_t wanted)
+{
+    return tag_of(unit->domain, rank, unit->index) >= wanted ||
+           find_drained(unit, rank, wanted) != NULL;
+}
+
 static bool has_left_phase(const fc_domain *domain, int rank)
 {
     return fc_word_load(&domain_clock(domain, rank)->clock) >= (domain->clock | PHASE_CLOSED);
@@ -54,19 +73,23 @@ static int slowest_reader(const fc_domain *domain, size_t unit, uint64_t tag)
     return -1;
 }
 
-/* True when nobody needs the entry's room; this rank's own part lies there too. */
-static bool is_released(const fc_domain *domain, const ring_entry *entry)
+/* True when nobody needs a post of this rank any more; its own part lies there too. */
+static bool is_over(const fc_unit *unit, uint64_t tag)
 {
-    const fc_unit *unit = &domain->units[entry->unit];
+    const fc_domain *domain = unit->domain;
 
-    return (unit->finished >= entry->tag || unit->drained[domain->rank].tag == entry->tag) &&
-           slowest_reader(domain, entry->unit, entry->tag) < 0;
+    return (unit->finished >= tag || find_drained(unit, domain->rank, tag) != NULL) &&
+           slowest_reader(domain, unit->index, tag) < 0;
 }
 
 void exchange_reclaim(fc_domain *domain)
 {
-    while (domain->oldest < domain->newest &&
-           is_released(domain, domain_entry(domain, domain->oldest))) {
+    while (domain->oldest < domain->newest) {
+        const ring_entry *entry = domain_entry(domain, domain->oldest);
+
+        if (!is_over(&domain->units[entry->unit], entry->tag)) {
+            break;
+        }
         domain->oldest++;
     }
     if (domain->unfinished < domain->oldest) {
@@ -100,12 +123,10 @@ static bool find_room(const fc_domain *domain, size_t bytes, size_t *at_out)
     return oldest_at >= bytes;
 }
 
-/* True when the unit's lane may carry a new post: it has one header, so the last post must be over.
- */
+/* True when the unit's lane, which has one header, may carry a new post. */
 static bool is_lane_free(const fc_unit *unit)
 {
-    return unit->finished >= unit->posted &&
-           slowest_reader(unit->domain, unit->index, unit->posted) < 0;
+    return is_over(unit, unit->posted);
 }
 
 fc_status fc_exchange_reserve(fc_unit *unit, size_t part_bytes, char **parts_out)
@@ -171,6 +192,126 @@ void fc_exchange_hold(fc_unit *unit)
     __atomic_store_n(&own->is_held, phase_of(domain->clock), __ATOMIC_RELEASE);
 }
 
+/* ---- copying posts away ---- */
+
+/* Where this rank's part of a post of `rank` lies. */
+static const char *part_in_arena(const fc_domain *domain, int rank, const lane *l)
+{
+    size_t offset = domain->kind == FC_DOMAIN_SHARD ? (size_t)domain->rank * l->part_bytes : 0;
+
+    return domain_arena(domain, rank) + l->stage_at + offset;
+}
+
+/* Room for a copy; the caller links it. */
+static drained *take_spare(fc_unit *unit, size_t words)
+{
+    drained *copy = unit->spare;
+
+    if (copy != NULL) {
+        unit->spare = copy->next;
+        if (copy->capacity >= words) {
+            return copy;
+        }
+        fc_free(copy);
+    }
+    copy = fc_alloc(1, sizeof(*copy) + words * sizeof(uint64_t));
+    if (copy != NULL) {
+        copy->capacity = words;
+    }
+    return copy;
+}
+
+/* Copies a post's part for this rank away, so that its poster can go on. The poster may be this
+ * rank. */
+static fc_status drain(fc_unit *unit, int rank)
+{
+    fc_domain *domain = unit->domain;
+    lane *l = domain_lane(domain, rank, unit->index);
+    lane *own = domain_lane(domain, domain->rank, unit->index);
+    size_t mask_words = unit->layout.mask_words;
+    drained *copy = take_spare(unit, mask_words + l->part_bytes / sizeof(uint64_t));
+    drained **link = &unit->drained[rank];
+
+    if (copy == NULL) {
+        return fc_fail(FC_ERR_NOMEM, "unit %s: %zu bytes to copy rank %d's gradients away",
+                       unit->name, (size_t)l->part_bytes,
+                       fc_transport_global_rank(domain->transport, rank));
+    }
+    memcpy(copy->words, lane_mask(domain, l), mask_words * sizeof(uint64_t));
+    memcpy(copy->words + mask_words, part_in_arena(domain, rank, l), l->part_bytes);
+    copy->tag = tag_of(domain, rank, unit->index);
+    copy->next = NULL;
+    while (*link != NULL) {
+        link = &(*link)->next;
+    }
+    *link = copy;
+    if (rank != domain->rank) {
+        fc_transport_publish(domain->transport, lane_consumed(own, rank), copy->tag);
+    }
+    return FC_OK;
+}
+
+void exchange_drop_drained(fc_unit *unit, uint64_t tag)
+{
+    int r;
+
+    for (r = 0; r < unit->domain->n_ranks; r++) {
+        while (unit->drained[r] != NULL && unit->drained[r]->tag <= tag) {
+            drained *copy = unit->drained[r];
+
+            unit->drained[r] = copy->next;
+            copy->next = unit->spare;
+            unit->spare = copy;
+        }
+    }
+}
+
+/* True when this rank could copy the last post of a rank away. */
+static bool is_drainable(const fc_unit *unit, int rank)
+{
+    uint64_t tag = tag_of(unit->domain, rank, unit->index);
+
+    return tag > unit->finished && find_drained(unit, rank, tag) == NULL;
+}
+
+/* The first post of a peer that this rank could copy away. */
+static bool find_drainable(const fc_domain *domain, size_t *unit_out, int *rank_out)
+{
+    size_t i;
+    int r;
+
+    for (i = 0; i < domain->n_units; i++) {
+        for (r = 0; r < domain->n_ranks; r++) {
+            if (r != domain->rank && is_drainable(&domain->units[i], r)) {
+                *unit_out = i;
+                *rank_out = r;
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+static bool is_a_peer_stuck(const fc_domain *domain)
+{
+    int r;
+
+    for (r = 0; r < domain->n_ranks; r++) {
+        if (r != domain->rank && (fc_word_load(&domain_clock(domain, r)->stuck) & 1) != 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Called in pairs: begins and ends this rank's being stuck. */
+static void toggle_stuck(fc_domain *domain)
+{
+    fc_word *word = &domain_clock(domain, domain->rank)->stuck;
+
+    fc_transport_publish(domain->transport, word, fc_word_load(word) + 1);
+}
+
 /* ---- finishing ---- */
 
 /* What keeps the unit's next reduction from being finished. */
@@ -194,8 +335,8 @@ static readiness look_at(fc_domain *domain, size_t index, int *missing_out)
         }
         /* In this order: a peer posts before it leaves, so having left it shows its last tag. */
         if (has_left_phase(domain, r)) {
-            any = any || tag_of(domain, r, index) >= wanted;
-        } else if (tag_of(domain, r, index) >= wanted) {
+            any = any || has_posted(unit, r, wanted);
+        } else if (has_posted(unit, r, wanted)) {
             any = true;
         } else {
             missing = r;
@@ -248,74 +389,100 @@ static bool peer_answered(void *arg)
     const post_wait *wait = arg;
     const fc_unit *unit = &wait->domain->units[wait->unit];
 
-    return has_left_phase(wait->domain, wait->peer) ||
-           tag_of(wait->domain, wait->peer, wait->unit) >= next_tag(unit);
+    return has_left_phase(wait->domain, wait->peer) || has_posted(unit, wait->peer, next_tag(unit));
 }
 
-/* Among this rank's unfinished posts, the first that can be finished. */
-static fc_status next_own(fc_domain *domain, bool oldest_only, fc_unit **unit_out)
+/* Among this rank's unfinished posts, the first that can be finished; NULL if none. */
+static fc_unit *find_own(fc_domain *domain, bool oldest_only)
 {
-    size_t s;
+    size_t s, i;
     int missing;
 
-    *unit_out = NULL;
     for (s = domain->unfinished; s < domain->newest; s++) {
         const ring_entry *entry = domain_entry(domain, s);
-        fc_unit *unit = &domain->units[entry->unit];
 
-        if (unit->finished >= entry->tag) {
+        if (domain->units[entry->unit].finished >= entry->tag) {
             domain->unfinished += s == domain->unfinished;
             continue;
         }
         if (look_at(domain, entry->unit, &missing) == READY) {
-            *unit_out = unit;
-            return check_held(domain, unit);
+            return &domain->units[entry->unit];
         }
         if (oldest_only) {
-            break;
+            return NULL;
         }
     }
-    return FC_OK;
+    /* A post that was copied away by everybody has left the arena. */
+    for (i = 0; i < domain->n_units && !oldest_only; i++) {
+        if (domain->units[i].finished < domain->units[i].posted &&
+            look_at(domain, i, &missing) == READY) {
+            return &domain->units[i];
+        }
+    }
+    return NULL;
+}
+
+/* The next unit whose reduction can be finished; else wait_out names the first that is not settled
+ * and whom it waits for, -1 if all are. */
+static fc_unit *find_ready(fc_domain *domain, post_wait *wait_out)
+{
+    size_t n;
+    int missing;
+
+    *wait_out = (post_wait){domain, 0, -1};
+    for (n = 0; n < domain->n_units; n++) {
+        size_t i = (domain->cursor + n) % domain->n_units;
+        readiness ready = look_at(domain, i, &missing);
+
+        if (ready == READY) {
+            domain->cursor = i;
+            return &domain->units[i];
+        }
+        if (ready == NOT_YET && wait_out->peer < 0) {
+            wait_out->unit = i;
+            wait_out->peer = missing;
+        }
+    }
+    return NULL;
+}
+
+/* Any unit will do: a peer with a full arena may wait for this rank to read another one first. */
+static bool any_progress(void *arg)
+{
+    const post_wait *wait = arg;
+    post_wait ignored;
+    size_t unit;
+    int rank;
+
+    return peer_answered(arg) || find_ready(wait->domain, &ignored) != NULL ||
+           (is_a_peer_stuck(wait->domain) && find_drainable(wait->domain, &unit, &rank));
 }
 
 /* Among all units, the next that can be finished; waits as long as one is not settled. */
 static fc_status next_of_all(fc_domain *domain, fc_unit **unit_out)
 {
-    size_t looked_at = 0;
+    for (;;) {
+        post_wait wait;
+        size_t unit;
+        int rank;
 
-    *unit_out = NULL;
-    while (looked_at < domain->n_units) {
-        size_t n, blocked = SIZE_MAX;
-        int missing, blocking_peer = -1;
-
-        for (n = looked_at; n < domain->n_units; n++) {
-            size_t i = (domain->cursor + n) % domain->n_units;
-            readiness ready = look_at(domain, i, &missing);
-
-            if (ready == READY) {
-                domain->cursor = i;
-                *unit_out = &domain->units[i];
-                return check_held(domain, *unit_out);
-            }
-            if (ready == NOT_YET && blocked == SIZE_MAX) {
-                blocked = i;
-                blocking_peer = missing;
-            }
+        *unit_out = find_ready(domain, &wait);
+        if (*unit_out != NULL) {
+            return check_held(domain, *unit_out);
         }
-        if (blocked == SIZE_MAX) {
+        if (wait.peer < 0) {
             return FC_OK;
+        }
+        if (is_a_peer_stuck(domain) && find_drainable(domain, &unit, &rank)) {
+            FC_TRY(drain(&domain->units[unit], rank));
         } else {
-            post_wait arg = {domain, blocked, blocking_peer};
-            const fc_wait_info info = {"reduce-scatter", domain->units[blocked].name,
+            const fc_wait_info info = {"reduce-scatter", domain->units[wait.unit].name,
                                        domain->clock >> STEP_SHIFT};
 
-            FC_TRY(fc_transport_wait(domain->transport, blocking_peer, peer_answered, &arg, &info));
-            FC_TRY(domain_check_peer(domain, blocking_peer, info.op, info.unit));
-            domain->cursor = blocked;
-            looked_at = 0;
+            FC_TRY(fc_transport_wait(domain->transport, wait.peer, any_progress, &wait, &info));
+            FC_TRY(domain_check_peer(domain, wait.peer, info.op, info.unit));
         }
     }
-    return FC_OK;
 }
 
 fc_status fc_exchange_next(fc_domain *domain, fc_search search, fc_unit **unit_out)
@@ -327,7 +494,8 @@ fc_status fc_exchange_next(fc_domain *domain, fc_search search, fc_unit **unit_o
     if (search == FC_SEARCH_ALL) {
         return next_of_all(domain, unit_out);
     }
-    return next_own(domain, search == FC_SEARCH_OLDEST, unit_out);
+    *unit_out = find_own(domain, search == FC_SEARCH_OLDEST);
+    return *unit_out != NULL ? check_held(domain, *unit_out) : FC_OK;
 }
 
 fc_status fc_exchange_await(fc_unit *unit)
@@ -345,14 +513,6 @@ fc_status fc_exchange_await(fc_unit *unit)
     return check_held(domain, unit);
 }
 
-/* Where this rank's part of a post of `rank` lies. */
-static const char *part_in_arena(const fc_domain *domain, int rank, const lane *l)
-{
-    size_t offset = domain->kind == FC_DOMAIN_SHARD ? (size_t)domain->rank * l->part_bytes : 0;
-
-    return domain_arena(domain, rank) + l->stage_at + offset;
-}
-
 void fc_exchange_sources(fc_unit *unit, fc_source *sources_out)
 {
     fc_domain *domain = unit->domain;
@@ -361,16 +521,13 @@ void fc_exchange_sources(fc_unit *unit, fc_source *sources_out)
 
     for (r = 0; r < domain->n_ranks; r++) {
         lane *l = domain_lane(domain, r, unit->index);
-        const drained *away = &unit->drained[r];
+        const drained *copy = find_drained(unit, r, wanted);
 
         sources_out[r] = (fc_source){NULL, NULL};
-        if (tag_of(domain, r, unit->index) < wanted) {
-            continue;
-        }
-        if (away->tag == wanted) {
-            sources_out[r].part = away->bytes + unit->layout.mask_words * sizeof(uint64_t);
-            sources_out[r].mask = (const uint64_t *)(const void *)away->bytes;
-        } else {
+        if (copy != NULL) {
+            sources_out[r].part = (const char *)(copy->words + unit->layout.mask_words);
+            sources_out[r].mask = copy->words;
+        } else if (tag_of(domain, r, unit->index) >= wanted) {
             sources_out[r].part = part_in_arena(domain, r, l);
             sources_out[r].mask = lane_mask(domain, l);
         }
@@ -385,8 +542,10 @@ void fc_exchange_consume(fc_unit *unit)
     int r;
 
     unit->finished = tag;
+    exchange_drop_drained(unit, tag);
     for (r = 0; r < domain->n_ranks; r++) {
-        if (r != domain->rank) {
+        /* A later post may have been copied away already. */
+        if (r != domain->rank && fc_word_load(lane_consumed(own, r)) < tag) {
             fc_transport_publish(domain->transport, lane_consumed(own, r), tag);
         }
     }
@@ -394,130 +553,59 @@ void fc_exchange_consume(fc_unit *unit)
 
 /* ---- a full arena ---- */
 
-/* Copies a post's part for this rank away, so that its poster can go on. The poster may be this
- * rank. */
-static fc_status drain(fc_unit *unit, int rank)
-{
-    fc_domain *domain = unit->domain;
-    lane *l = domain_lane(domain, rank, unit->index);
-    lane *own = domain_lane(domain, domain->rank, unit->index);
-    drained *away = &unit->drained[rank];
-    size_t mask_bytes = unit->layout.mask_words * sizeof(uint64_t);
-    size_t bytes = mask_bytes + l->part_bytes;
-    uint64_t tag = tag_of(domain, rank, unit->index);
-
-    if (away->capacity < bytes) {
-        char *memory = fc_alloc(1, bytes);
-
-        if (memory == NULL) {
-            return fc_fail(FC_ERR_NOMEM, "unit %s: %zu bytes to copy rank %d's gradients away",
-                           unit->name, bytes, fc_transport_global_rank(domain->transport, rank));
-        }
-        fc_free(away->bytes);
-        away->bytes = memory;
-        away->capacity = bytes;
-    }
-    memcpy(away->bytes, lane_mask(domain, l), mask_bytes);
-    memcpy(away->bytes + mask_bytes, part_in_arena(domain, rank, l), l->part_bytes);
-    away->tag = tag;
-    if (rank != domain->rank) {
-        fc_transport_publish(domain->transport, lane_consumed(own, rank), tag);
-    }
-    return FC_OK;
-}
-
-/* The first post of a peer that this rank could copy away. */
-static bool find_drainable(const fc_domain *domain, size_t *unit_out, int *rank_out)
-{
-    size_t i;
-    int r;
-
-    for (i = 0; i < domain->n_units; i++) {
-        const fc_unit *unit = &domain->units[i];
-
-        for (r = 0; r < domain->n_ranks; r++) {
-            if (r != domain->rank && tag_of(domain, r, i) == next_tag(unit) &&
-                unit->drained[r].tag != next_tag(unit)) {
-                *unit_out = i;
-                *rank_out = r;
-                return true;
-            }
-        }
-    }
-    return false;
-}
-
+/* The post of this rank that is in the way, and who has not read it. */
 typedef struct way_wait {
     fc_domain *domain;
-    const fc_unit *unit; /* whose busy lane is waited for; NULL if it is free */
+    size_t unit;
+    uint64_t tag;
+    int reader;
 } way_wait;
 
 static bool way_was_made(void *arg)
 {
     const way_wait *wait = arg;
-    fc_domain *domain = wait->domain;
-    size_t s, unit, before = domain->oldest;
-    int rank, missing;
+    size_t unit;
+    int rank;
 
-    exchange_reclaim(domain);
-    if (domain->oldest > before || find_drainable(domain, &unit, &rank) ||
-        (wait->unit != NULL && is_lane_free(wait->unit))) {
-        return true;
-    }
-    for (s = domain->unfinished; s < domain->newest; s++) {
-        const ring_entry *entry = domain_entry(domain, s);
-
-        if (domain->units[entry->unit].finished < entry->tag &&
-            look_at(domain, entry->unit, &missing) == READY) {
-            return true;
-        }
-    }
-    return false;
-}
-
-/* Whom the unit's busy lane waits for: a reader of its last post, or who has not posted yet; -1 if
- * it is free. */
-static int lane_blocker(fc_unit *unit)
-{
-    int reader = slowest_reader(unit->domain, unit->index, unit->posted);
-    int missing = -1;
-
-    if (unit->finished < unit->posted) {
-        (void)look_at(unit->domain, unit->index, &missing);
-    }
-    return missing >= 0 ? missing : reader;
+    return has_read(wait->domain, wait->reader, wait->unit, wait->tag) ||
+           find_drainable(wait->domain, &unit, &rank) || find_own(wait->domain, false) != NULL;
 }
 
 fc_status fc_exchange_make_way(fc_unit *unit)
 {
     fc_domain *domain = unit->domain;
-    way_wait wait = {domain, unit};
+    way_wait wait = {domain, unit->index, unit->posted, -1};
     const fc_wait_info info = {"reduce-scatter", unit->name, domain->clock >> STEP_SHIFT};
     size_t other;
     int rank;
+    fc_status st;
 
     if (find_drainable(domain, &other, &rank)) {
         return drain(&domain->units[other], rank);
     }
-    rank = lane_blocker(unit);
-    if (rank < 0) {
+    if (is_lane_free(unit)) {
         const ring_entry *oldest = domain_entry(domain, domain->oldest);
 
-        wait.unit = NULL;
         if (domain->oldest == domain->newest) {
             return fc_fail(FC_ERR_STATE,
                            "unit %s: its reduction does not fit an arena of %zu bytes", unit->name,
                            domain->arena_bytes);
         }
-        rank = slowest_reader(domain, oldest->unit, oldest->tag);
-        if (rank < 0) {
-            return drain(&domain->units[oldest->unit], domain->rank);
-        }
+        wait.unit = oldest->unit;
+        wait.tag = oldest->tag;
     }
-    if (!way_was_made(&wait)) {
-        FC_TRY(fc_transport_wait(domain->transport, rank, way_was_made, &wait, &info));
+    wait.reader = slowest_reader(domain, wait.unit, wait.tag);
+    if (wait.reader < 0) {
+        /* Only this rank's own part is left in it, if that. */
+        return is_drainable(&domain->units[wait.unit], domain->rank)
+                   ? drain(&domain->units[wait.unit], domain->rank)
+                   : FC_OK;
     }
-    return domain_check_peer(domain, rank, info.op, info.unit);
+    toggle_stuck(domain);
+    st = fc_transport_wait(domain->transport, wait.reader, way_was_made, &wait, &info);
+    toggle_stuck(domain);
+    FC_TRY(st);
+    return domain_check_peer(domain, wait.reader, info.op, info.unit);
 }
 
 void fc_exchange_reset(fc_domain *domain)
@@ -528,6 +616,7 @@ void fc_exchange_reset(fc_domain *domain)
         fc_unit *unit = &domain->units[i];
 
         unit->finished = unit->posted > unit->finished ? unit->posted : unit->finished;
+        exchange_drop_drained(unit, UINT64_MAX);
         memset(unit->mask, 0, unit->layout.mask_words * sizeof(uint64_t));
     }
     if (domain->is_mapped && domain->n_ranks > 1) {

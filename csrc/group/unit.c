@@ -30,7 +30,7 @@ void *fc_unit_owner(const fc_unit *unit)
 static void convert(void *dst, fc_dtype to, const void *src, fc_dtype from, size_t numel)
 {
     if (from == to || !fc_dtype_is_float(from) || !fc_dtype_is_float(to)) {
-        fc_kern()->copy(dst, src, numel * fc_dtype_bytes(from));
+        fc_kern()->copy_away(dst, src, numel * fc_dtype_bytes(from));
     } else {
         fc_kern_cast(from, to)(dst, src, numel);
     }
@@ -203,7 +203,7 @@ bool fc_unit_reduce_all(const fc_unit *unit, const fc_source *sources, int n_sou
     const fc_layout *layout = &unit->layout;
     const fc_param *first = NULL;
     const void *parts[FC_MAX_RANKS];
-    size_t i;
+    size_t i, end = 0;
     int r;
 
     if (!layout->is_uniform) {
@@ -212,7 +212,13 @@ bool fc_unit_reduce_all(const fc_unit *unit, const fc_source *sources, int n_sou
     for (i = 0; i < layout->n_params; i++) {
         bool wanted = unit->params[i].has_grad && unit->params[i].trainable;
 
-        first = wanted && first == NULL ? &unit->params[i] : first;
+        if (wanted) {
+            const fc_param *p = &unit->params[i];
+
+            first = first == NULL ? p : first;
+            /* Up to the last element: a post carries no padding behind it. */
+            end = p->part_at + p->chunk_numel * fc_dtype_bytes(p->reduce);
+        }
         for (r = 0; r < n_sources; r++) {
             if (holds(&sources[r], i) != wanted) {
                 return false;
@@ -222,8 +228,7 @@ bool fc_unit_reduce_all(const fc_unit *unit, const fc_source *sources, int n_sou
     for (r = 0; r < n_sources; r++) {
         parts[r] = sources[r].part;
     }
-    fc_kern_reduce(first->reduce, first->grad)(
-        grads, parts, (size_t)n_sources,
-        layout->trainable_part_bytes / fc_dtype_bytes(first->reduce), divisor, false);
+    fc_kern_reduce(first->reduce, first->grad)(grads, parts, (size_t)n_sources,
+                                               end / fc_dtype_bytes(first->reduce), divisor, false);
     return true;
 }

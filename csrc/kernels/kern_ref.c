@@ -139,6 +139,7 @@ DEFINE_REDUCE(F16, F16, float)
 static const fc_kern_table table = {
     .name = "ref",
     .copy = copy,
+    .copy_away = copy,
     .cast = {[FC_F32] = ROW(cast, F32),
              [FC_F64] = ROW(cast, F64),
              [FC_BF16] = ROW(cast, BF16),

@@ -33,6 +33,9 @@
  * third-level cache lost up to half of its speed at 1 MiB and won as much at 8 MiB. */
 #define STREAM_BYTES ((size_t)4 << 20)
 
+/* The same for casts and sums. What they write, gradients and shards, is not read again soon. */
+#define STREAM_SUM_BYTES ((size_t)1 << 20)
+
 /* A running sum of LANES elements: one vector of floats, or two of doubles. */
 typedef struct lanes {
     vf f;
@@ -147,7 +150,7 @@ INLINE size_t elements_to_alignment(const void *dst, size_t bytes, size_t numel)
 {
     size_t ahead = (size_t)(-(uintptr_t)dst) % STREAM_ALIGN;
 
-    return numel >= STREAM_BYTES / bytes && ahead % bytes == 0 ? ahead / bytes : numel;
+    return numel >= STREAM_SUM_BYTES / bytes && ahead % bytes == 0 ? ahead / bytes : numel;
 }
 
 /* ---- Cast ---- */
@@ -306,6 +309,18 @@ static void copy(void *dst, const void *src, size_t bytes)
     }
 }
 
+/* Below this the fixed cost of a fence and the odd ends counts. */
+#define AWAY_BYTES ((size_t)64 << 10)
+
+static void copy_away(void *dst, const void *src, size_t bytes)
+{
+    if (bytes >= AWAY_BYTES) {
+        stream_bytes(dst, src, bytes);
+    } else {
+        copy(dst, src, bytes);
+    }
+}
+
 #define DEFINE_REDUCE(from, to)                                                                    \
     static void reduce_##from##_##to(void *dst, const void *const *srcs, size_t n_srcs,            \
                                      size_t numel, double divisor, bool accumulate)                \
@@ -356,6 +371,7 @@ DEFINE_PAIR(F16, BF16)
     {                                                                                              \
         .name = (table_name),                                                                      \
         .copy = copy,                                                                              \
+        .copy_away = copy_away,                                                                    \
         .cast = {[FC_F32] = ROW(cast, F32),                                                        \
                  [FC_F64] = ROW(cast, F64),                                                        \
                  [FC_BF16] = ROW(cast, BF16),                                                      \

@@ -32,6 +32,9 @@ typedef struct fc_kern_table {
     const char *name; /* "ref", "avx2", "avx512", "avx512_bf16" */
     /* Streams past the cache where that is faster (large sizes). */
     void (*copy)(void *dst, const void *src, size_t bytes);
+    /* The same for a destination that this core does not read soon: streams from smaller sizes on.
+     */
+    void (*copy_away)(void *dst, const void *src, size_t bytes);
     fc_cast_fn cast[FC_FLOAT_COUNT][FC_FLOAT_COUNT];     /* [from][to]; all set, same type copies */
     fc_reduce_fn reduce[FC_FLOAT_COUNT][FC_FLOAT_COUNT]; /* [source][destination]; all set */
     fc_reduce_fn reduce_int[FC_DTYPE_COUNT]; /* U8..I64: source type == destination type */

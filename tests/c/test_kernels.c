@@ -485,6 +485,10 @@ static void test_copy(const fc_kern_table *table)
             table->copy(dst, src, numels[n]);
             CHECK(memcmp(dst, pool[0], numels[n]) == 0);
             CHECK(room_is_intact(dst_room, dst, numels[n]));
+            dst = room_put(dst_room, before, numels[n], gaps[COUNT(gaps) - 1 - g]);
+            table->copy_away(dst, src, numels[n]);
+            CHECK(memcmp(dst, pool[0], numels[n]) == 0);
+            CHECK(room_is_intact(dst_room, dst, numels[n]));
         }
     }
     table->copy(NULL, NULL, 0);
@@ -542,6 +546,9 @@ static void test_large(const fc_kern_table *ref, const fc_kern_table *table)
         memcpy(large_expected + start, large_src, bytes);
         table->copy(large_dst + start, large_src, bytes);
         check_large(table->name, "copy", start, bytes);
+        memset(large_dst, GUARD_FILL, LARGE_BYTES);
+        table->copy_away(large_dst + start, large_src, bytes);
+        check_large(table->name, "copy_away", start, bytes);
     }
 }
 

@@ -1,0 +1,269 @@
+/* Layouts against brute force over elements: chunks, offsets, order, fingerprints. */
+#include "check.h"
+
+#include "base/alloc.h"
+#include "group/layout.h"
+
+#define MAX_PARAMS 80
+#define ROUNDS 1500
+
+static uint64_t state = 1;
+
+static uint64_t draw(uint64_t below)
+{
+    state = state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+    return (state >> 33) % below;
+}
+
+static fc_dtype draw_float(void)
+{
+    static const fc_dtype types[] = {FC_F32, FC_F64, FC_BF16, FC_F16};
+
+    return types[draw(4)];
+}
+
+static void draw_param(fc_param *p)
+{
+    memset(p, (int)draw(256), sizeof(*p)); /* whatever stands in the computed fields */
+    p->outer = draw(3) == 0 ? 1 + draw(4) : 1;
+    p->rows = draw(14);
+    p->inner = draw(6) == 0 ? draw(2) : 1 + draw(20);
+    p->has_grad = draw(5) != 0;
+    p->trainable = p->has_grad && draw(4) != 0;
+    p->orig = p->has_grad ? draw_float() : (draw(2) == 0 ? FC_I64 : FC_U8);
+    p->compute = p->has_grad && draw(2) == 0 ? draw_float() : p->orig;
+    p->reduce = p->has_grad ? draw_float() : p->orig;
+    p->grad = p->has_grad ? draw_float() : p->orig;
+}
+
+/* Who owns each row: rank after rank takes up to chunk_rows of those that are left. */
+static void check_rows(const fc_param *p, int n_ranks)
+{
+    size_t taken = 0;
+
+    for (int r = 0; r < n_ranks; r++) {
+        size_t rows = 0;
+
+        while (rows * (size_t)n_ranks < p->rows && taken < p->rows) {
+            rows++;
+            taken++;
+        }
+        CHECK_EQ(fc_layout_rows(p, r, n_ranks), rows);
+        CHECK(rows <= p->chunk_rows);
+        CHECK(rows == p->chunk_rows || taken == p->rows);
+    }
+    CHECK_EQ(taken, p->rows);
+}
+
+/* One buffer: pieces are aligned, do not overlap and end within it. */
+typedef struct piece {
+    size_t at, bytes;
+} piece;
+
+static void check_pieces(const piece *pieces, size_t n, size_t total)
+{
+    for (size_t i = 0; i < n; i++) {
+        CHECK_EQ(pieces[i].at % FC_ALIGN, 0);
+        CHECK(pieces[i].at + pieces[i].bytes <= total);
+        for (size_t j = i + 1; j < n; j++) {
+            CHECK(pieces[i].at + pieces[i].bytes <= pieces[j].at ||
+                  pieces[j].at + pieces[j].bytes <= pieces[i].at);
+        }
+    }
+}
+
+static void check_buffers(const fc_layout *l)
+{
+    piece full[MAX_PARAMS], pack[MAX_PARAMS], part[MAX_PARAMS], grad[MAX_PARAMS];
+    size_t n = 0, trainable_end = 0;
+
+    for (size_t i = 0; i < l->n_params; i++) {
+        const fc_param *p = &l->params[i];
+        size_t chunk = p->outer * p->chunk_rows * p->inner;
+
+        /* A chunk of a rank ends where the next begins, also for the last rank with its padding. */
+        full[i] = (piece){p->full_at, (size_t)l->n_ranks * chunk * fc_dtype_bytes(p->compute)};
+        pack[i] = (piece){p->pack_at, chunk * fc_dtype_bytes(p->compute)};
+        CHECK_EQ(p->chunk_numel, chunk);
+        if (p->has_grad) {
+            part[n] = (piece){p->part_at, chunk * fc_dtype_bytes(p->reduce)};
+            grad[n] = (piece){p->grad_at, chunk * fc_dtype_bytes(p->grad)};
+            if (p->trainable) {
+                CHECK(part[n].at + part[n].bytes <= l->trainable_part_bytes);
+                trainable_end = part[n].at + part[n].bytes > trainable_end
+                                    ? part[n].at + part[n].bytes
+                                    : trainable_end;
+            } else {
+                CHECK(part[n].at >= l->trainable_part_bytes);
+            }
+            n++;
+        }
+    }
+    check_pieces(full, l->n_params, l->full_bytes);
+    check_pieces(pack, l->n_params, l->pack_bytes);
+    check_pieces(part, n, l->part_bytes);
+    check_pieces(grad, n, l->grad_bytes);
+    CHECK_EQ(l->full_bytes % FC_PAGE, 0);
+    CHECK(l->trainable_part_bytes >= trainable_end);
+    CHECK(l->part_bytes >= l->trainable_part_bytes);
+}
+
+/* One kernel call over all trainable parameters needs equal types at equal element offsets. */
+static void check_uniform(const fc_layout *l)
+{
+    const fc_param *first = NULL;
+    bool is_uniform = true;
+
+    for (size_t i = 0; i < l->n_params; i++) {
+        const fc_param *p = &l->params[i];
+
+        if (!p->has_grad || !p->trainable) {
+            continue;
+        }
+        first = first == NULL ? p : first;
+        is_uniform = is_uniform && p->reduce == first->reduce && p->grad == first->grad;
+    }
+    CHECK_EQ(l->is_uniform, first != NULL && is_uniform);
+    for (size_t i = 0; i < l->n_params && l->is_uniform; i++) {
+        const fc_param *p = &l->params[i];
+
+        if (p->has_grad && p->trainable) {
+            CHECK_EQ(p->part_at / fc_dtype_bytes(p->reduce), p->grad_at / fc_dtype_bytes(p->grad));
+        }
+    }
+}
+
+static void test_random(void)
+{
+    static fc_param params[MAX_PARAMS], copy[MAX_PARAMS];
+
+    for (int round = 0; round < ROUNDS; round++) {
+        size_t n = round % 50 == 0 ? draw(MAX_PARAMS) : draw(9);
+        int n_ranks = 1 + (int)draw(round % 3 == 0 ? 17 : 5);
+        bool may_alias = draw(2) == 0;
+        bool is_plain = draw(3) == 0;
+        uint64_t print = 0;
+
+        for (size_t i = 0; i < n; i++) {
+            draw_param(&params[i]);
+            if (is_plain && params[i].has_grad) {
+                params[i].reduce = FC_BF16;
+                params[i].grad = FC_F32;
+            }
+        }
+        for (int rank = 0; rank < n_ranks; rank++) {
+            fc_layout l;
+
+            memcpy(copy, params, sizeof(params));
+            CHECK_EQ(fc_layout_init(&l, copy, n, rank, n_ranks, may_alias), FC_OK);
+            CHECK_EQ(l.rank, rank);
+            CHECK_EQ(l.n_ranks, n_ranks);
+            CHECK_EQ(l.mask_words, n / 64 + (n % 64 != 0));
+            CHECK(rank == 0 || l.fingerprint == print);
+            print = l.fingerprint;
+            for (size_t i = 0; i < n; i++) {
+                check_rows(&copy[i], n_ranks);
+                CHECK_EQ(copy[i].own_rows, fc_layout_rows(&copy[i], rank, n_ranks));
+                CHECK_EQ(copy[i].is_aliased,
+                         may_alias && copy[i].outer == 1 && copy[i].orig == copy[i].compute);
+            }
+            check_buffers(&l);
+            check_uniform(&l);
+        }
+    }
+}
+
+static uint64_t print_of(const fc_param *params, size_t n, int n_ranks, bool may_alias)
+{
+    fc_param copy[4];
+    fc_layout l;
+
+    memcpy(copy, params, n * sizeof(*params));
+    CHECK_EQ(fc_layout_init(&l, copy, n, 0, n_ranks, may_alias), FC_OK);
+    return l.fingerprint;
+}
+
+/* Ranks whose layouts differ in anything must notice. */
+static void test_fingerprint(void)
+{
+    fc_param base[3], other[3];
+    uint64_t prints[64];
+    size_t n = 0;
+
+    for (size_t i = 0; i < 3; i++) {
+        base[i] = (fc_param){.outer = 1,
+                             .rows = 4 + i,
+                             .inner = 3,
+                             .orig = FC_F32,
+                             .compute = FC_F32,
+                             .reduce = FC_F32,
+                             .grad = FC_F32,
+                             .has_grad = true,
+                             .trainable = true};
+    }
+    prints[n++] = print_of(base, 3, 2, true);
+    prints[n++] = print_of(base, 2, 2, true);
+    prints[n++] = print_of(base, 0, 2, true);
+    prints[n++] = print_of(base, 3, 2, false);
+    for (size_t i = 0; i < 3; i++) {
+        for (int change = 0; change < 10; change++) {
+            memcpy(other, base, sizeof(base));
+            other[i].outer += change == 0;
+            other[i].rows += change == 1 ? 10 : 0;
+            other[i].inner += change == 2;
+            other[i].orig = change == 3 ? FC_BF16 : FC_F32;
+            other[i].compute = change == 4 ? FC_BF16 : FC_F32;
+            other[i].reduce = change == 5 ? FC_BF16 : FC_F32;
+            other[i].grad = change == 6 ? FC_BF16 : FC_F32;
+            other[i].has_grad = change != 7;
+            other[i].trainable = change != 8;
+            if (change == 9) {
+                fc_param swapped = other[i];
+
+                other[i] = other[(i + 1) % 3];
+                other[(i + 1) % 3] = swapped;
+            }
+            prints[n++] = print_of(other, 3, 2, true);
+        }
+    }
+    CHECK_EQ(print_of(base, 3, 2, true), prints[0]);
+    for (size_t i = 0; i < n; i++) {
+        for (size_t j = i + 1; j < n; j++) {
+            CHECK_MSG(prints[i] != prints[j], "layouts %zu and %zu", i, j);
+        }
+    }
+}
+
+static void test_too_large(void)
+{
+    fc_param p = {.outer = 1,
+                  .rows = (size_t)1 << 60,
+                  .inner = 1,
+                  .orig = FC_F64,
+                  .compute = FC_F64,
+                  .reduce = FC_F64,
+                  .grad = FC_F64,
+                  .has_grad = true,
+                  .trainable = true};
+    fc_layout l;
+
+    CHECK_EQ(fc_layout_init(&l, &p, 1, 0, 3, true), FC_ERR_INVALID);
+    CHECK_HAS(fc_last_message(), "parameter 0 is too large");
+    p.rows = (size_t)1 << 63;
+    CHECK_EQ(fc_layout_init(&l, &p, 1, 0, 3, true), FC_ERR_INVALID);
+    p.rows = (size_t)1 << 40;
+    CHECK_EQ(fc_layout_init(&l, &p, 1, 0, 3, true), FC_OK);
+    p.rows = 1;
+    CHECK_EQ(fc_layout_init(&l, &p, 1, 1023, 1024, true), FC_OK);
+    CHECK_EQ(p.own_rows, 0);
+    CHECK_EQ(p.chunk_rows, 1);
+}
+
+int main(void)
+{
+    test_random();
+    test_fingerprint();
+    test_too_large();
+    CHECK_EQ(fc_alloc_live(), 0);
+    return check_result();
+}
