@@ -20,7 +20,7 @@ SKIPPED = {
 VALIDATION_SHARE = 10  # one file in so many is kept for validation
 
 
-def library_files(root: Path) -> list[Path]:
+def stdlib_files(root: Path) -> list[Path]:
     """Every source file of the library below `root`, sorted by name."""
     found = (p for p in root.rglob("*.py") if not SKIPPED & set(p.relative_to(root).parts))
     return sorted(found, key=lambda p: p.relative_to(root).as_posix())
@@ -37,7 +37,7 @@ class Corpus:
     def __init__(self, root: Path | None = None):
         root = root or Path(sysconfig.get_path("stdlib"))
         sides: dict[bool, list[bytes]] = {False: [], True: []}
-        for path in library_files(root):
+        for path in stdlib_files(root):
             content = path.read_bytes()
             sides[is_validation(content)].append(content)
         if not sides[False] or not sides[True]:

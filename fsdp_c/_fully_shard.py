@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,7 +112,7 @@ def _apply(
     _, modules, managed_modules, params, _ = _fsdp_init._get_modules_and_states(
         module, device, ignored_params
     )
-    _init.check_params(params, managed_modules)
+    _init.check_params(managed_modules)
     state: FSDPState = fully_shard.state(modules[0])  # type: ignore[attr-defined]
     state.init(modules, device, mp_policy, is_auto)
     _init.make_groups(
@@ -138,20 +137,9 @@ def _apply(
         "FSDP",
         _torch._unimplemented_deepcopy,
     )
-    _remember_owners(state)
     if device.type == "cpu":
         _plan.announce(mesh_info)
     return module
-
-
-def _remember_owners(state: FSDPState) -> None:
-    """Lets a later call on a submodule name the call that came too early."""
-    for group in state._fsdp_param_groups:
-        owner = weakref.ref(group)
-        for fsdp_param in group.fsdp_params:
-            fsdp_param.sharded_param._fsdp_c_owner = lambda owner=owner: (
-                group.modules if (group := owner()) is not None else None
-            )
 
 
 _apply.__name__ = _apply.__qualname__ = "fully_shard"  # the key in the modules' registries

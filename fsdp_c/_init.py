@@ -91,24 +91,26 @@ def ignored_set(ignored_params: Any) -> set[nn.Parameter] | None:
         ) from None
 
 
-def check_params(params: Sequence[nn.Parameter], managed: Sequence[nn.Module]) -> None:
+def check_params(managed: Sequence[nn.Module]) -> None:
     """A parameter that an enclosing call has sharded already cannot be sharded again."""
     for module in managed:
         for name, param in module.named_parameters(recurse=False):
-            if isinstance(param, DTensor) and hasattr(param, "_fsdp_c_owner"):
-                owner = param._fsdp_c_owner()
-                unit = _owner_name(owner)
+            if isinstance(param, DTensor) and (owner := _owner_of(param)) is not None:
+                names = ", ".join(type(member).__mro__[2].__name__ for member in owner)
                 raise ValueError(
                     f"parameter '{name}' of {type(module).__name__} is already sharded by the"
-                    f" fully_shard call on its enclosing module {unit}. Call fully_shard bottom-up:"
+                    f" fully_shard call on its enclosing module {names}. Call it bottom-up,"
                     " first on submodules, then on the modules that contain them"
                 )
 
 
-def _owner_name(modules: tuple[nn.Module, ...] | None) -> str:
-    if not modules:
-        return "(deleted)"
-    return ", ".join(type(module).__mro__[2].__name__ for module in modules)
+def _owner_of(param: nn.Parameter) -> tuple[nn.Module, ...] | None:
+    """The modules of the call that shards the parameter, of all that live in this process."""
+    for ref in list(_composable_state._module_state_mapping.values()):
+        for group in getattr(ref(), "_fsdp_param_groups", ()):
+            if any(fsdp_param.sharded_param is param for fsdp_param in group.fsdp_params):
+                return group.modules
+    return None
 
 
 @contextmanager

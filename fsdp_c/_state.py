@@ -110,6 +110,10 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
             if isinstance(state, FSDPState):
                 state._join(None, None, True)
 
+    def leave_core(self) -> None:
+        """From now on torch's implementation runs this state; between two steps only."""
+        self._take_torch_road([self], [g for g in self._fsdp_param_groups if g._is_bound])
+
     def _undo_lazy_init(self, states: list[FSDPState]) -> None:
         """After a failed set-up: the next forward tries again."""
         for state in states:

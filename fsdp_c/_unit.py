@@ -22,6 +22,9 @@ TRAINING_STATES = (
 )
 
 
+_TORCH_ONLY = frozenset({"_all_reduce_hook", "_all_gather_comm", "_reduce_scatter_comm"})
+
+
 class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
     """The parameters of one ``fully_shard`` call on one mesh.
 
@@ -56,6 +59,16 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
     @_sharded_state.setter
     def _sharded_state(self, state: ShardedState) -> None:
         self.__dict__["_sharded_state"] = state
+
+    # ---- what only torch's implementation knows: setting it later takes the tree there ----
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in _TORCH_ONLY and self._is_bound and not _plan.runs_on_core(self):
+            tree = self._tree
+            self.leave_core()
+            for state in tree.states if tree is not None else ():
+                state.leave_core()
 
     # ---- set-up ----
 

@@ -147,7 +147,7 @@ def test_resume_without_and_with_another_checkpoint(tmp_path: Path) -> None:
 
 def test_corpus_keeps_validation_apart() -> None:
     text = corpus.Corpus()
-    files = {p.read_bytes() for p in corpus.library_files(Path(os.__file__).parent)}
+    files = {p.read_bytes() for p in corpus.stdlib_files(Path(os.__file__).parent)}
     kept = {content for content in files if corpus.is_validation(content)}
     assert 0.05 < len(kept) / len(files) < 0.2
     assert not any(content in text.train.tobytes() for content in kept if len(content) > 1000)

@@ -1,0 +1,63 @@
+"""Trees that the core leaves to torch's own implementation, from the start or from some step on."""
+
+import copy
+import io
+
+import harness
+import models
+import torch
+from models import Net, data
+from parity import Pair, Side, on_ranks
+
+
+def double(reduced: torch.Tensor) -> None:
+    reduced.mul_(2)
+
+
+def set_hook(side: Side) -> None:
+    side.model.blocks[1].set_all_reduce_hook(double)
+
+
+def runs_on_core(side: Side) -> bool:
+    return side.model.blocks[0]._get_fsdp_state()._tree is not None
+
+
+@on_ranks(1, 2)
+def test_hook_before_the_first_forward(rank: int, n_ranks: int) -> None:
+    pair = Pair(Net, models.shard_blocks)
+    pair.do(set_hook)
+    for step in range(3):
+        pair.step(data(rank, step))
+    pair.skip_if_same()
+    assert not runs_on_core(pair.ours)
+
+
+@on_ranks(1, 2)
+def test_hook_between_steps(rank: int, n_ranks: int) -> None:
+    """Set after the first forward, a hook takes the whole tree to torch's implementation."""
+    pair = Pair(Net, models.shard_blocks)
+    pair.step(data(rank, 0))
+    is_torch = pair.ours.fsdp is pair.theirs.fsdp
+    assert is_torch or runs_on_core(pair.ours)
+    pair.do(set_hook)
+    assert is_torch or not runs_on_core(pair.ours)
+    for step in range(1, 4):
+        pair.step(data(rank, step))
+
+
+@on_ranks(2)
+def test_reshard_to_an_int(rank: int, n_ranks: int) -> None:
+    pair = Pair(Net, lambda model, fsdp: models.shard_blocks(model, fsdp, reshard_after_forward=2))
+    for step in range(2):
+        pair.step(data(rank, step))
+
+
+@on_ranks(1, 2)
+def test_parameters_can_be_copied_and_saved(rank: int, n_ranks: int) -> None:
+    net = Net()
+    models.shard_blocks(net, harness.implementation())
+    net(data(rank, 0)).sum().backward()
+    net.reshard()
+    weight = next(net.blocks[0].parameters())
+    torch.testing.assert_close(copy.deepcopy(weight).to_local(), weight.to_local())
+    torch.save({"weight": weight}, io.BytesIO())
