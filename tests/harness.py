@@ -402,6 +402,8 @@ def serve_rank(
     os.dup2(output, 2)
     os.close(output)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # Started in the background of a shell, processes inherit that Ctrl-C is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable()
     sys.path[:] = path
     os.chdir(directory)
