@@ -71,7 +71,9 @@ static size_t copies_staged(const fc_domain *domain)
     return domain->kind == FC_DOMAIN_SHARD ? (size_t)domain->n_ranks : 1;
 }
 
-/* Two of the largest reductions, or all of them if they are small; any single one must fit. */
+/* Between shards: two of the largest reductions, or all of them if they are small; any single one
+ * must fit. Between replicas: all of them. A rank that waited for room there, while its shard group
+ * waits for it and the replica's group for the replica, could close a circle of waits. */
 static size_t arena_bytes_needed(const fc_domain *domain)
 {
     size_t i, largest = 0, any = 0, sum = 0;
@@ -87,7 +89,9 @@ static size_t arena_bytes_needed(const fc_domain *domain)
         any = most > any ? most : any;
         sum += fc_round_up(usual, FC_ALIGN);
     }
-    sum = sum < ARENA_SMALL_BYTES ? sum : ARENA_SMALL_BYTES;
+    if (domain->kind == FC_DOMAIN_SHARD) {
+        sum = sum < ARENA_SMALL_BYTES ? sum : ARENA_SMALL_BYTES;
+    }
     largest = 2 * largest > sum ? 2 * largest : sum;
     return fc_round_up(largest > any ? largest : any, FC_PAGE);
 }
