@@ -349,7 +349,10 @@ fc_status fc_domain_close(fc_domain *domain)
     if (!domain->is_mapped || domain->n_ranks == 1) {
         return FC_OK;
     }
-    st = await_clocks(domain, domain->clock, "the end of the step", NULL);
+    st = await_clocks(domain, domain->clock,
+                      (phase_of(domain->clock) & PHASE_MASK) != 0 ? "the end of backward"
+                                                                  : "the end of forward",
+                      NULL);
     if (st == FC_OK) {
         __atomic_store_n(&domain_clock(domain, domain->rank)->completed.value,
                          phase_of(domain->clock), __ATOMIC_RELEASE);
