@@ -49,6 +49,12 @@ def _size(text: str) -> int:
     return size
 
 
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(text)
+    return text == "1"
+
+
 TRANSPORT = Variable(
     name="FSDP_C_TRANSPORT",
     accepted="auto, shm or callback",
@@ -79,7 +85,27 @@ MMAP_THRESHOLD = Variable(
     parse=_size,
 )
 
-VARIABLES: tuple[Variable[str] | Variable[int], ...] = (TRANSPORT, KERNELS, MMAP_THRESHOLD)
+STRICT = Variable(
+    name="FSDP_C_STRICT",
+    accepted="0 or 1",
+    default=False,
+    meaning=(
+        "1: refuse what torch's fully_shard refuses, with its errors, also where fsdp_c could go on."
+    ),
+    parse=_switch,
+)
+
+VARIABLES: tuple[Variable[str] | Variable[int] | Variable[bool], ...] = (
+    TRANSPORT,
+    KERNELS,
+    MMAP_THRESHOLD,
+    STRICT,
+)
+
+
+def is_strict() -> bool:
+    """Whether FSDP_C_STRICT asks for torch's refusals."""
+    return STRICT.get()
 
 
 def mmap_threshold() -> int:

@@ -13,7 +13,7 @@ BY_NAME = {variable.name: variable for variable in _env.VARIABLES}
 
 
 def shown(default: object) -> str:
-    return str(default) or "empty"
+    return str(int(default) if isinstance(default, bool) else default) or "empty"
 
 
 def test_readme_lists_every_variable():
@@ -43,6 +43,9 @@ def test_value_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch):
     for text in ("0", "4096"):
         monkeypatch.setenv("FSDP_C_MMAP_THRESHOLD", text)
         assert _env.MMAP_THRESHOLD.get() == int(text)
+    for text, strict in (("1", True), ("0", False)):
+        monkeypatch.setenv("FSDP_C_STRICT", text)
+        assert _env.is_strict() is strict
 
 
 @pytest.mark.parametrize("name", BY_NAME)
