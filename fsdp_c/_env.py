@@ -90,7 +90,8 @@ STRICT = Variable(
     accepted="0 or 1",
     default=False,
     meaning=(
-        "1: refuse what torch's fully_shard refuses, with its errors, also where fsdp_c could go on."
+        "1: refuse what torch's `fully_shard` refuses, with its errors, also where fsdp_c could go"
+        " on."
     ),
     parse=_switch,
 )
