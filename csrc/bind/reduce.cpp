@@ -65,13 +65,14 @@ at::Tensor readable(const at::Tensor &grad, const Param &param)
 }
 
 // Room for a post; finishes and copies away other posts until there is some.
-char *reserve(fc_unit *lane, size_t part_bytes, fc_domain *domain, const Progress &progress)
+char *reserve(fc_unit *lane, size_t part_bytes, fc_wire wire, fc_domain *domain,
+              const Progress &progress)
 {
     char *parts = nullptr;
     fc_status status;
-    while ((status = fc_exchange_reserve(lane, part_bytes, &parts)) == FC_AGAIN) {
+    while ((status = fc_exchange_reserve(lane, part_bytes, wire, &parts)) == FC_AGAIN) {
         progress(domain);
-        status = fc_exchange_reserve(lane, part_bytes, &parts);
+        status = fc_exchange_reserve(lane, part_bytes, wire, &parts);
         if (status != FC_AGAIN) {
             break;
         }
@@ -95,7 +96,47 @@ at::Tensor page_buffer(size_t bytes)
         at::dtype(at::kByte));
 }
 
+// Lent gradients of more bytes are not kept while backward goes on: they would add to its peak.
+constexpr size_t lent_bytes_max = size_t{16} << 20;
+// Up to here one sum over whole parts is worth more than the copy of the own part.
+constexpr size_t lent_bytes_min = size_t{64} << 10;
+
+// The type in which to send gradients: their own where all are alike and the reduction allows it.
+fc_wire wire_for(const fc_layout *layout, const std::vector<at::Tensor> &grads)
+{
+    const at::Tensor *first = nullptr;
+    for (const at::Tensor &grad : grads) {
+        if (!grad.defined()) {
+            continue;
+        }
+        first = first == nullptr ? &grad : first;
+        if (grad.scalar_type() != first->scalar_type()) {
+            return FC_WIRE_REDUCE;
+        }
+    }
+    return fc_layout_wire(layout, dtype_of(first->scalar_type()));
+}
+
+// True if nobody else can write to the gradients, which are then read later than posted.
+bool may_lend(const fc_layout *layout, const std::vector<at::Tensor> &grads, fc_wire wire)
+{
+    size_t bytes = 0;
+    for (size_t i = 0; i < grads.size(); i++) {
+        if (!grads[i].defined()) {
+            continue;
+        }
+        bytes += grads[i].nbytes();
+        if (dtype_of(grads[i].scalar_type()) != fc_wire_dtype(&layout->params[i], wire) ||
+            grads[i].use_count() != 1 || grads[i].storage().use_count() != 1) {
+            return false;
+        }
+    }
+    return bytes > lent_bytes_min;
+}
+
 } // namespace
+
+Unit *Unit::lender_ = nullptr;
 
 bool Gradient::is_free() const
 {
@@ -188,7 +229,7 @@ void Unit::post(bool with_unused, const ReduceOptions &options, const Progress &
     if (fc_domain_n_ranks(domain_) == 1) {
         post_own(grads, options, progress);
     } else if (fc_domain_is_mapped(domain_)) {
-        post_mapped(grads, progress);
+        post_mapped(std::move(grads), progress);
         if (replicate_ != nullptr && !fc_domain_is_mapped(replicate_domain_)) {
             // The replicas' collectives order the ranks, so every rank must reach them in posting
             // order.
@@ -200,22 +241,68 @@ void Unit::post(bool with_unused, const ReduceOptions &options, const Progress &
     }
 }
 
-void Unit::post_mapped(const std::vector<at::Tensor> &grads, const Progress &progress)
+void Unit::post_mapped(std::vector<at::Tensor> grads, const Progress &progress)
 {
+    settle_lent();
     for (size_t i = 0; i < grads.size(); i++) {
         if (grads[i].defined()) {
             fc_exchange_set_present(shard_, i);
         }
     }
-    const size_t part_bytes = fc_unit_part_bytes(shard_);
-    char *parts = reserve(shard_, part_bytes, domain_, progress);
+    const fc_wire wire = wire_for(fc_unit_layout(shard_), grads);
+    const bool lends = may_lend(fc_unit_layout(shard_), grads, wire);
+    const size_t part_bytes = fc_unit_part_bytes(shard_, wire);
+    char *parts = reserve(shard_, part_bytes, wire, domain_, progress);
     for (size_t i = 0; i < grads.size(); i++) {
         if (grads[i].defined()) {
             fc_unit_stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()),
-                          parts, part_bytes);
+                          wire, lends ? FC_TO_PEERS : FC_TO_ALL, parts, part_bytes);
         }
     }
     fc_exchange_commit(shard_);
+    if (!lends) {
+        return;
+    }
+    lent_ = {std::move(grads), {}, 0, wire, parts, part_bytes};
+    for (const at::Tensor &grad : lent_.tensors) {
+        lent_.data.push_back(grad.defined() ? grad.const_data_ptr() : nullptr);
+        lent_.bytes += grad.defined() ? grad.nbytes() : 0;
+    }
+    lender_ = this;
+}
+
+void Unit::settle()
+{
+    for (size_t i = 0; i < lent_.data.size(); i++) {
+        if (lent_.data[i] != nullptr) {
+            fc_unit_stage(shard_, i, lent_.data[i], dtype_of(lent_.tensors[i].scalar_type()),
+                          lent_.wire, FC_TO_SELF, lent_.parts, lent_.part_bytes);
+        }
+    }
+    lent_ = Lent();
+    lender_ = nullptr;
+}
+
+void Unit::settle_lent()
+{
+    if (lender_ != nullptr) {
+        lender_->settle();
+    }
+}
+
+void Unit::settle_large()
+{
+    if (lender_ != nullptr && lender_->lent_.bytes > lent_bytes_max) {
+        lender_->settle();
+    }
+}
+
+void Unit::forget_lent(const fc_domain *domain)
+{
+    if (lender_ != nullptr && lender_->domain_ == domain) {
+        Unit *unit = std::exchange(lender_, nullptr);
+        unit->lent_ = Lent();
+    }
 }
 
 // One rank: its gradient is the sum.
@@ -248,10 +335,10 @@ void Unit::post_own(const std::vector<at::Tensor> &grads, const ReduceOptions &o
         if (grads[i].defined()) {
             set_bit(mask, i);
             fc_unit_stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()),
-                          part.data(), layout->part_bytes);
+                          FC_WIRE_REDUCE, FC_TO_ALL, part.data(), layout->part_bytes);
         }
     }
-    const std::vector<fc_source> sources = {{part.data(), mask.data()}};
+    const std::vector<fc_source> sources = {{part.data(), mask.data(), FC_WIRE_REDUCE, nullptr}};
     if (replicate_ != nullptr) {
         reduce_replicas(sources, options, progress);
     } else {
@@ -274,7 +361,7 @@ void Unit::post_messages(const std::vector<at::Tensor> &grads, const ReduceOptio
         if (grads[i].defined()) {
             set_bit(mask, i);
             fc_unit_stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()),
-                          parts.data(), layout->part_bytes);
+                          FC_WIRE_REDUCE, FC_TO_ALL, parts.data(), layout->part_bytes);
         }
     }
     if (layout->is_uniform && layout->part_bytes == layout->trainable_part_bytes) {
@@ -297,7 +384,7 @@ void Unit::post_messages(const std::vector<at::Tensor> &grads, const ReduceOptio
                                            chunks.data(), p.chunk_numel, p.reduce));
         }
     }
-    const std::vector<fc_source> sources = {{part.data(), mask.data()}};
+    const std::vector<fc_source> sources = {{part.data(), mask.data(), FC_WIRE_REDUCE, nullptr}};
     if (replicate_ != nullptr) {
         reduce_replicas(sources, options, progress);
     } else {
@@ -330,7 +417,8 @@ void Unit::reduce_replicas(const std::vector<fc_source> &sources, const ReduceOp
         }
         return;
     }
-    const std::vector<fc_source> kept = {{partial_.data(), partial_mask_.data()}};
+    const std::vector<fc_source> kept = {
+        {partial_.data(), partial_mask_.data(), FC_WIRE_REDUCE, nullptr}};
     if (fc_domain_n_ranks(replicate_domain_) == 1) {
         write_gradients(replicate_, kept, options);
     } else if (!fc_domain_is_mapped(replicate_domain_)) {
@@ -350,8 +438,8 @@ void Unit::reduce_replicas(const std::vector<fc_source> &sources, const ReduceOp
                 fc_exchange_set_present(replicate_, i);
             }
         }
-        const size_t part_bytes = fc_unit_part_bytes(replicate_);
-        char *part = reserve(replicate_, part_bytes, replicate_domain_, progress);
+        const size_t part_bytes = fc_unit_part_bytes(replicate_, FC_WIRE_REDUCE);
+        char *part = reserve(replicate_, part_bytes, FC_WIRE_REDUCE, replicate_domain_, progress);
         std::memcpy(part, partial_.data(), part_bytes);
         fc_exchange_commit(replicate_);
     }
@@ -364,6 +452,13 @@ void Unit::finish(fc_unit *lane, const ReduceOptions &options, const Progress &p
     std::vector<fc_source> sources(
         static_cast<size_t>(fc_domain_n_ranks(is_shard ? domain_ : replicate_domain_)));
     fc_exchange_sources(lane, sources.data());
+    Lent lent;
+    if (is_shard && lender_ == this) {
+        // Taken: hooks that run below may let another thread post.
+        lent = std::exchange(lent_, Lent());
+        lender_ = nullptr;
+        sources[static_cast<size_t>(fc_domain_rank(domain_))].grads = lent.data.data();
+    }
     if (is_shard && replicate_ != nullptr) {
         reduce_replicas(sources, options, progress);
     } else {

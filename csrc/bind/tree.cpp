@@ -78,6 +78,14 @@ void rebuild_if_changed(StateObject *state)
     }
 }
 
+void open(TreeObject *tree, bool is_backward)
+{
+    each_domain(tree, [&](fc_domain *domain) {
+        Unit::forget_lent(domain);
+        fc_domain_open(domain, is_backward);
+    });
+}
+
 void close(TreeObject *tree)
 {
     each_domain(tree, [](fc_domain *domain) { fc_domain_mark_closed(domain); });
@@ -90,7 +98,10 @@ void tree_fail(TreeObject *tree)
 {
     tree->callback_queued = false;
     tree->is_failed = true;
-    each_domain(tree, [](fc_domain *domain) { fc_domain_fail(domain); });
+    each_domain(tree, [](fc_domain *domain) {
+        Unit::forget_lent(domain);
+        fc_domain_fail(domain);
+    });
 }
 
 void tree_root_pre_forward(StateObject *state)
@@ -116,7 +127,7 @@ void tree_root_pre_forward(StateObject *state)
             s->group->unit->publish();
         }
     });
-    each_domain(tree, [](fc_domain *domain) { fc_domain_open(domain, false); });
+    open(tree, false);
     tree->iteration_root = state;
 }
 
@@ -143,10 +154,11 @@ void tree_begin_backward(TreeObject *tree)
             }
         });
     });
-    each_domain(tree, [](fc_domain *domain) { fc_domain_open(domain, true); });
+    open(tree, true);
 }
 
-void group_post_backward(TreeObject *tree, GroupObject *group)
+// What a group does once its gradients are there; at the end of backward, or while it goes on.
+void reduce_group(TreeObject *tree, GroupObject *group)
 {
     group->training = static_cast<int>(Training::post_backward);
     Unit *unit = group->unit;
@@ -170,6 +182,7 @@ void group_post_backward(TreeObject *tree, GroupObject *group)
             unit->hold();
         } else if (group->backwards >= group->forwards) {
             // A module that ran several times is reduced once, after its last backward.
+            finish_ready(tree, unit->domain(), FC_SEARCH_OLDEST);
             Range range("FSDP::post_backward_reduce", unit);
             unit->post(group->reduce_scatter_unused_params != 0, reduce_options(group),
                        progress_of(tree));
@@ -179,6 +192,12 @@ void group_post_backward(TreeObject *tree, GroupObject *group)
             finish_ready(tree, unit->replicate_domain(), FC_SEARCH_OLDEST);
         }
     });
+}
+
+void group_post_backward(TreeObject *tree, GroupObject *group)
+{
+    reduce_group(tree, group);
+    Unit::settle_large();
 }
 
 void tree_end_backward(TreeObject *tree)
@@ -194,7 +213,7 @@ void tree_end_backward(TreeObject *tree)
                 // reduced here.
                 group->defers_hooks |= group->forwards > 1;
                 group->forwards = 0;
-                group_post_backward(tree, group);
+                reduce_group(tree, group);
                 group->unit->drop_pending();
                 group->training = static_cast<int>(Training::idle);
                 group->backwards = 0;
@@ -224,6 +243,7 @@ void tree_end_backward(TreeObject *tree)
 void tree_reset(TreeObject *tree, bool drop_gradients)
 {
     each_domain(tree, [](fc_domain *domain) {
+        Unit::forget_lent(domain);
         fc_domain_fail(domain);
         fc_exchange_reset(domain);
     });

@@ -96,6 +96,9 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
 
 Unit::~Unit()
 {
+    if (lender_ == this) {
+        lender_ = nullptr;
+    }
     // Whoever still holds an unsharded parameter gets an error instead of freed memory.
     hide(storage_, unreadable_text_);
     release_slot();

@@ -59,6 +59,16 @@ struct ReduceOptions {
     bool defer_hooks; // post-accumulate hooks run at the end of the phase
 };
 
+// Gradients of a post whose part for this rank itself is not written.
+struct Lent {
+    std::vector<at::Tensor> tensors;
+    std::vector<const void *> data; // of each tensor; empty: nothing is lent
+    size_t bytes = 0;
+    fc_wire wire = FC_WIRE_REDUCE;
+    char *parts = nullptr; // where the post lies
+    size_t part_bytes = 0;
+};
+
 class Unit {
 public:
     // rows: one per parameter, see fsdp_c/_unit.py; flat: owns the storage that the unsharded
@@ -104,6 +114,13 @@ public:
     // Drops gradients that were not reduced.
     void drop_gradients();
     void run_deferred_hooks();
+    // At most one unit of the process lends its last post its gradients, to be added up without a
+    // copy. Writes their part after all, so that they can go; called before the next post.
+    static void settle_lent();
+    // The same, if they are large: the backward that goes on needs the memory.
+    static void settle_large();
+    // Forgets lent gradients of a phase of `domain` that has ended.
+    static void forget_lent(const fc_domain *domain);
     fc_unit *shard_lane() const { return shard_; }
     fc_unit *replicate_lane() const { return replicate_; }
 
@@ -114,7 +131,8 @@ private:
     void release_slot();
 
     std::vector<at::Tensor> take_gradients(bool with_unused);
-    void post_mapped(const std::vector<at::Tensor> &grads, const Progress &progress);
+    void post_mapped(std::vector<at::Tensor> grads, const Progress &progress);
+    void settle();
     void post_messages(const std::vector<at::Tensor> &grads, const ReduceOptions &options,
                        const Progress &progress);
     void post_own(const std::vector<at::Tensor> &grads, const ReduceOptions &options,
@@ -151,6 +169,8 @@ private:
     std::vector<char> partial_;     // HSDP sums that were not all-reduced yet: a part
     std::vector<uint64_t> partial_mask_;
     std::vector<size_t> deferred_hooks_;
+    Lent lent_;
+    static Unit *lender_; // whose lent_ is not empty
 };
 
 } // namespace fc

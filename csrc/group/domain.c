@@ -13,7 +13,7 @@
 /* Reductions of units up to this size in all are never held up by a full arena. */
 #define ARENA_SMALL_BYTES ((size_t)8 << 20)
 
-static_assert(sizeof(fc_word) == 8 && sizeof(lane) == 32, "the lanes' layout is shared memory");
+static_assert(sizeof(fc_word) == 8 && sizeof(lane) == 40, "the lanes' layout is shared memory");
 
 /* ---- set-up ---- */
 

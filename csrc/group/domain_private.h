@@ -28,6 +28,7 @@ typedef struct lane {
     fc_word tag;       /* phase | number of the post in it; published last */
     uint64_t stage_at; /* bytes, in that rank's arena */
     uint64_t part_bytes;
+    uint64_t wire;    /* fc_wire */
     uint64_t is_held; /* tag's phase in which this rank kept its gradients (no synchronisation) */
     /* fc_word consumed[n_ranks]: tag up to which this rank has read rank r's posts
      * uint64_t mask[mask_words]: parameters present */
@@ -37,6 +38,7 @@ typedef struct lane {
 typedef struct drained {
     struct drained *next; /* newer */
     uint64_t tag;
+    fc_wire wire;
     size_t capacity;  /* words that follow */
     uint64_t words[]; /* mask, then part */
 } drained;

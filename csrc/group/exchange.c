@@ -129,7 +129,7 @@ static bool is_lane_free(const fc_unit *unit)
     return is_over(unit, unit->posted);
 }
 
-fc_status fc_exchange_reserve(fc_unit *unit, size_t part_bytes, char **parts_out)
+fc_status fc_exchange_reserve(fc_unit *unit, size_t part_bytes, fc_wire wire, char **parts_out)
 {
     fc_domain *domain = unit->domain;
     lane *own = domain_lane(domain, domain->rank, unit->index);
@@ -148,6 +148,7 @@ fc_status fc_exchange_reserve(fc_unit *unit, size_t part_bytes, char **parts_out
     }
     own->stage_at = at;
     own->part_bytes = part_bytes;
+    own->wire = (uint64_t)wire;
     *parts_out = domain_arena(domain, domain->rank) + at;
     return FC_OK;
 }
@@ -240,6 +241,7 @@ static fc_status drain(fc_unit *unit, int rank)
     memcpy(copy->words, lane_mask(domain, l), mask_words * sizeof(uint64_t));
     memcpy(copy->words + mask_words, part_in_arena(domain, rank, l), l->part_bytes);
     copy->tag = tag_of(domain, rank, unit->index);
+    copy->wire = (fc_wire)l->wire;
     copy->next = NULL;
     while (*link != NULL) {
         link = &(*link)->next;
@@ -523,13 +525,15 @@ void fc_exchange_sources(fc_unit *unit, fc_source *sources_out)
         lane *l = domain_lane(domain, r, unit->index);
         const drained *copy = find_drained(unit, r, wanted);
 
-        sources_out[r] = (fc_source){NULL, NULL};
+        sources_out[r] = (fc_source){.part = NULL};
         if (copy != NULL) {
             sources_out[r].part = (const char *)(copy->words + unit->layout.mask_words);
             sources_out[r].mask = copy->words;
+            sources_out[r].wire = copy->wire;
         } else if (tag_of(domain, r, unit->index) >= wanted) {
             sources_out[r].part = part_in_arena(domain, r, l);
             sources_out[r].mask = lane_mask(domain, l);
+            sources_out[r].wire = (fc_wire)l->wire;
         }
     }
 }

@@ -22,15 +22,18 @@ extern "C" {
 #endif
 
 /* Room for the unit's parts in this rank's arena: one part per receiver (or one for all),
- * part_bytes apart. FC_AGAIN when there is none yet: finish what fc_exchange_next(OWN) offers,
- * fc_exchange_make_way, and try again. */
-FC_MUST_CHECK fc_status fc_exchange_reserve(fc_unit *unit, size_t part_bytes, char **parts_out);
+ * part_bytes apart, in the types of `wire`. FC_AGAIN when there is none yet: finish what
+ * fc_exchange_next(OWN) offers, fc_exchange_make_way, and try again. */
+FC_MUST_CHECK fc_status fc_exchange_reserve(fc_unit *unit, size_t part_bytes, fc_wire wire,
+                                            char **parts_out);
 
 /* The parameters present in the post under construction. Cleared by commit. */
 void fc_exchange_set_present(fc_unit *unit, size_t param);
 bool fc_exchange_is_present(const fc_unit *unit, size_t param);
 
-/* Publishes the post; after reserve and the writes. */
+/* Publishes the post; after reserve and the writes. The part for this rank itself may be written
+ * later, up to the next reserve in this domain, or never if fc_exchange_next offers the reduction
+ * before that: then the source's `grads` take its place. */
 void fc_exchange_commit(fc_unit *unit);
 
 /* Says that this rank keeps the unit's gradients for a later backward: a peer that reduces it now
@@ -58,6 +61,10 @@ FC_MUST_CHECK fc_status fc_exchange_make_way(fc_unit *unit);
 typedef struct fc_source {
     const char *part;     /* NULL: it posted nothing, which counts as zero */
     const uint64_t *mask; /* the parameters present in it */
+    fc_wire wire;
+    /* NULL, or by parameter this rank's full gradients in the wire's types, read instead of the
+     * part. Set by the caller. */
+    const void *const *grads;
 } fc_source;
 void fc_exchange_sources(fc_unit *unit, fc_source *sources_out);
 

@@ -85,18 +85,42 @@ static bool is_uniform(const fc_layout *layout)
     return first != NULL;
 }
 
+fc_wire fc_layout_wire(const fc_layout *layout, fc_dtype grads)
+{
+    if (!layout->may_narrow) {
+        return FC_WIRE_REDUCE;
+    }
+    return grads == FC_BF16 ? FC_WIRE_BF16 : grads == FC_F16 ? FC_WIRE_F16 : FC_WIRE_REDUCE;
+}
+
+fc_dtype fc_wire_dtype(const fc_param *param, fc_wire wire)
+{
+    return wire == FC_WIRE_REDUCE ? param->reduce : wire == FC_WIRE_BF16 ? FC_BF16 : FC_F16;
+}
+
+size_t fc_wire_at(const fc_param *param, fc_wire wire)
+{
+    return param->part_at / fc_dtype_bytes(param->reduce) *
+           fc_dtype_bytes(fc_wire_dtype(param, wire));
+}
+
 fc_status fc_layout_init(fc_layout *layout, fc_param *params, size_t n_params, int rank,
                          int n_ranks, bool may_alias)
 {
     size_t i;
     uint64_t print = 0;
 
-    *layout = (fc_layout){.params = params, .n_params = n_params, .rank = rank, .n_ranks = n_ranks};
+    *layout = (fc_layout){.params = params,
+                          .n_params = n_params,
+                          .rank = rank,
+                          .n_ranks = n_ranks,
+                          .may_narrow = true};
     for (i = 0; i < n_params; i++) {
         fc_param *p = &params[i];
         size_t full_numel;
 
         measure(p, rank, n_ranks, may_alias);
+        layout->may_narrow = layout->may_narrow && (!p->has_grad || p->reduce == FC_F32);
         /* A padded buffer: the last chunks of an uneven parameter may reach past its end. */
         if (__builtin_mul_overflow(p->chunk_numel, (size_t)n_ranks, &full_numel) ||
             full_numel > SIZE_MAX / 64) {

@@ -2,9 +2,9 @@
  *
  * Four buffers. The *unsharded buffer* holds the full parameters in the compute dtype, each at a
  * 64-byte aligned offset, its ranks' chunks next to each other along the shard dim. A *part* is
- * what one rank receives in a reduction: its chunk of every gradient in the reduce dtype. The
- * *gradient buffer* holds the reduced chunks in the gradient dtype. A *pack* is a rank's chunks in
- * the compute dtype, as message transports carry them.
+ * what one rank receives in a reduction: its chunk of every gradient in the reduce dtype (narrower
+ * on the wire where that is exact). The *gradient buffer* holds the reduced chunks in the gradient
+ * dtype. A *pack* is a rank's chunks in the compute dtype, as message transports carry them.
  *
  * [Note: aliased shards] A chunk of a parameter sharded on dim 0 is contiguous inside the full
  * parameter. Without a cast the shard therefore *is* a piece of the unsharded buffer: in shared
@@ -24,6 +24,14 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* The type in which the gradients of one post travel: each parameter's reduce dtype, or for all of
+ * them a narrower one, which float32 holds exactly. */
+typedef enum fc_wire {
+    FC_WIRE_REDUCE,
+    FC_WIRE_BF16,
+    FC_WIRE_F16
+} fc_wire;
 
 typedef struct fc_param {
     /* Given. The full tensor is [outer, rows, inner], contiguous, sharded along rows in chunks of
@@ -52,6 +60,7 @@ typedef struct fc_layout {
     size_t trainable_part_bytes;
     size_t grad_bytes;
     size_t pack_bytes;
+    bool may_narrow;      /* every gradient is reduced in float32 */
     bool is_uniform;      /* trainable parameters share their reduce and gradient dtypes */
     size_t mask_words;    /* 64 parameters a word */
     uint64_t fingerprint; /* equal on ranks with equal layouts; rank itself excluded */
@@ -63,6 +72,12 @@ FC_MUST_CHECK fc_status fc_layout_init(fc_layout *layout, fc_param *params, size
 
 /* Rows of `rank` without padding. */
 size_t fc_layout_rows(const fc_param *param, int rank, int n_ranks);
+
+/* The wire for gradients that are all of type `grads`. */
+fc_wire fc_layout_wire(const fc_layout *layout, fc_dtype grads);
+/* A parameter's type on the wire, and where its chunk lies in a part: bytes. */
+fc_dtype fc_wire_dtype(const fc_param *param, fc_wire wire);
+size_t fc_wire_at(const fc_param *param, fc_wire wire);
 
 /* Mixes `value` into a fingerprint. */
 uint64_t fc_fingerprint(uint64_t seed, uint64_t value);

@@ -4,6 +4,8 @@
 #include "group/domain_private.h"
 #include "kernels/kernels.h"
 
+#include <assert.h>
+#include <stdalign.h>
 #include <string.h>
 
 const fc_layout *fc_unit_layout(const fc_unit *unit)
@@ -126,27 +128,31 @@ fc_status fc_unit_gather(fc_unit *unit, const void *const *shards, void *dst, ch
 
 /* ---- gradients ---- */
 
-void fc_unit_stage(const fc_unit *unit, size_t param, const void *grad, fc_dtype dtype, char *parts,
-                   size_t part_bytes)
+void fc_unit_stage(const fc_unit *unit, size_t param, const void *grad, fc_dtype dtype,
+                   fc_wire wire, fc_receivers receivers, char *parts, size_t part_bytes)
 {
     const fc_param *p = &unit->params[param];
+    fc_dtype to = fc_wire_dtype(p, wire);
     size_t in_stride = p->rows * p->inner * fc_dtype_bytes(dtype);
     int r;
 
     for (r = 0; r < unit->layout.n_ranks; r++) {
         size_t rows = fc_layout_rows(p, r, unit->layout.n_ranks);
-        size_t out_stride = rows * p->inner * fc_dtype_bytes(p->reduce);
-        char *out = parts + (size_t)r * part_bytes + p->part_at;
+        size_t out_stride = rows * p->inner * fc_dtype_bytes(to);
+        char *out = parts + (size_t)r * part_bytes + fc_wire_at(p, wire);
         const char *in = (const char *)grad + chunk_offset(p, r, dtype);
         size_t o;
 
+        if (receivers != FC_TO_ALL && (r == unit->layout.rank) != (receivers == FC_TO_SELF)) {
+            continue;
+        }
         for (o = 0; o < p->outer; o++) {
-            convert(out + o * out_stride, p->reduce, in + o * in_stride, dtype, rows * p->inner);
+            convert(out + o * out_stride, to, in + o * in_stride, dtype, rows * p->inner);
         }
     }
 }
 
-size_t fc_unit_part_bytes(const fc_unit *unit)
+size_t fc_unit_part_bytes(const fc_unit *unit, fc_wire wire)
 {
     size_t i, bytes = 0;
 
@@ -154,7 +160,8 @@ size_t fc_unit_part_bytes(const fc_unit *unit)
         const fc_param *p = &unit->params[i];
 
         if (fc_exchange_is_present(unit, i)) {
-            size_t end = p->part_at + p->chunk_numel * fc_dtype_bytes(p->reduce);
+            size_t end =
+                fc_wire_at(p, wire) + p->chunk_numel * fc_dtype_bytes(fc_wire_dtype(p, wire));
 
             bytes = end > bytes ? end : bytes;
         }
@@ -167,24 +174,104 @@ static bool holds(const fc_source *source, size_t param)
     return source->part != NULL && (source->mask[param / 64] >> (param % 64) & 1) != 0;
 }
 
+/* What is added up for one parameter: `n` runs of elements, of one type or of several. */
+typedef struct operands {
+    const void *at[FC_MAX_RANKS];
+    size_t stride[FC_MAX_RANKS]; /* bytes from one outer index to the next */
+    fc_dtype type[FC_MAX_RANKS];
+    size_t n;
+    bool is_mixed;
+    bool is_strided; /* some run ends at each outer index */
+} operands;
+
+static void collect(operands *out, const fc_unit *unit, const fc_source *sources, int n_sources,
+                    size_t param)
+{
+    const fc_param *p = &unit->params[param];
+    int r;
+
+    out->n = 0;
+    out->is_mixed = false;
+    out->is_strided = false;
+    for (r = 0; r < n_sources; r++) {
+        const fc_source *source = &sources[r];
+        fc_dtype type = fc_wire_dtype(p, source->wire);
+        size_t n = out->n;
+
+        if (!holds(source, param)) {
+            continue;
+        }
+        out->type[n] = type;
+        if (source->grads != NULL) {
+            out->at[n] =
+                (const char *)source->grads[param] + chunk_offset(p, unit->layout.rank, type);
+            out->stride[n] = p->rows * p->inner * fc_dtype_bytes(type);
+            out->is_strided = out->is_strided || p->outer > 1;
+        } else {
+            out->at[n] = source->part + fc_wire_at(p, source->wire);
+            out->stride[n] = p->own_rows * p->inner * fc_dtype_bytes(type);
+        }
+        out->is_mixed = out->is_mixed || type != out->type[0];
+        out->n++;
+    }
+}
+
+/* Bytes of the stack for operands that are narrower than others. */
+#define WIDENED_BYTES ((size_t)64 << 10)
+static_assert(WIDENED_BYTES / FC_MAX_RANKS >= 16 * sizeof(float), "room for some of each rank");
+
+/* Operands of several types: the narrower ones are widened to float32, a block at a time. */
+static void sum_mixed(void *dst, fc_dtype to, const operands *from, size_t numel, double divisor,
+                      bool accumulate)
+{
+    alignas(FC_ALIGN) char widened[WIDENED_BYTES];
+    const void *at[FC_MAX_RANKS];
+    size_t block_max = WIDENED_BYTES / from->n / FC_ALIGN * FC_ALIGN / sizeof(float);
+    size_t done, block, i;
+
+    for (done = 0; done < numel; done += block) {
+        block = numel - done < block_max ? numel - done : block_max;
+        for (i = 0; i < from->n; i++) {
+            const char *in = (const char *)from->at[i] + done * fc_dtype_bytes(from->type[i]);
+            char *wide = widened + i * block_max * sizeof(float);
+
+            at[i] = in;
+            if (from->type[i] != FC_F32) {
+                fc_kern_cast(from->type[i], FC_F32)(wide, in, block);
+                at[i] = wide;
+            }
+        }
+        fc_kern_reduce(FC_F32, to)((char *)dst + done * fc_dtype_bytes(to), at, from->n, block,
+                                   divisor, accumulate);
+    }
+}
+
 bool fc_unit_reduce(const fc_unit *unit, const fc_source *sources, int n_sources, size_t param,
                     void *dst, fc_dtype dtype, double divisor, bool accumulate)
 {
     const fc_param *p = &unit->params[param];
-    const void *parts[FC_MAX_RANKS];
-    size_t n_parts = 0;
-    int r;
+    size_t numel = p->outer * p->own_rows * p->inner;
+    operands from;
+    size_t runs, o, i;
 
-    for (r = 0; r < n_sources; r++) {
-        if (holds(&sources[r], param)) {
-            parts[n_parts++] = sources[r].part + p->part_at;
-        }
-    }
-    if (n_parts == 0) {
+    collect(&from, unit, sources, n_sources, param);
+    if (from.n == 0) {
         return false;
     }
-    fc_kern_reduce(p->reduce, dtype)(dst, parts, n_parts, p->outer * p->own_rows * p->inner,
-                                     divisor, accumulate);
+    runs = from.is_strided ? p->outer : 1;
+    numel /= runs;
+    for (o = 0; o < runs; o++) {
+        char *out = (char *)dst + o * numel * fc_dtype_bytes(dtype);
+
+        if (from.is_mixed) {
+            sum_mixed(out, dtype, &from, numel, divisor, accumulate);
+        } else {
+            fc_kern_reduce(from.type[0], dtype)(out, from.at, from.n, numel, divisor, accumulate);
+        }
+        for (i = 0; i < from.n; i++) {
+            from.at[i] = (const char *)from.at[i] + from.stride[i];
+        }
+    }
     return true;
 }
 
@@ -197,38 +284,84 @@ void fc_unit_reduce_own(const fc_unit *unit, size_t param, const void *grad, fc_
                                 accumulate);
 }
 
-bool fc_unit_reduce_all(const fc_unit *unit, const fc_source *sources, int n_sources, void *grads,
-                        double divisor)
+static bool is_wanted(const fc_param *param)
 {
-    const fc_layout *layout = &unit->layout;
-    const fc_param *first = NULL;
-    const void *parts[FC_MAX_RANKS];
-    size_t i, end = 0;
+    return param->has_grad && param->trainable;
+}
+
+/* True when all sources hold exactly the trainable parameters. */
+static bool are_complete(const fc_unit *unit, const fc_source *sources, int n_sources)
+{
+    size_t i;
     int r;
 
-    if (!layout->is_uniform) {
-        return false;
-    }
-    for (i = 0; i < layout->n_params; i++) {
-        bool wanted = unit->params[i].has_grad && unit->params[i].trainable;
-
-        if (wanted) {
-            const fc_param *p = &unit->params[i];
-
-            first = first == NULL ? p : first;
-            /* Up to the last element: a post carries no padding behind it. */
-            end = p->part_at + p->chunk_numel * fc_dtype_bytes(p->reduce);
-        }
+    for (i = 0; i < unit->layout.n_params; i++) {
         for (r = 0; r < n_sources; r++) {
-            if (holds(&sources[r], i) != wanted) {
+            if (holds(&sources[r], i) != is_wanted(&unit->params[i])) {
                 return false;
             }
+        }
+    }
+    return true;
+}
+
+/* True when the trainable chunks of every source lie in one row, all of the same types. */
+static bool are_parallel(const fc_source *sources, int n_sources)
+{
+    int r;
+
+    for (r = 0; r < n_sources; r++) {
+        if (sources[r].grads != NULL || sources[r].wire != sources[0].wire) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Once from the first trainable parameter to the last. */
+static void reduce_row(const fc_unit *unit, const fc_source *sources, int n_sources, void *grads,
+                       double divisor)
+{
+    const fc_param *first = NULL;
+    const void *parts[FC_MAX_RANKS];
+    size_t i, numel = 0;
+    int r;
+
+    for (i = 0; i < unit->layout.n_params; i++) {
+        const fc_param *p = &unit->params[i];
+
+        if (is_wanted(p)) {
+            first = first == NULL ? p : first;
+            /* Up to the last element: a post carries no padding behind it. */
+            numel = p->part_at / fc_dtype_bytes(p->reduce) + p->chunk_numel;
         }
     }
     for (r = 0; r < n_sources; r++) {
         parts[r] = sources[r].part;
     }
-    fc_kern_reduce(first->reduce, first->grad)(grads, parts, (size_t)n_sources,
-                                               end / fc_dtype_bytes(first->reduce), divisor, false);
+    fc_kern_reduce(fc_wire_dtype(first, sources[0].wire),
+                   first->grad)(grads, parts, (size_t)n_sources, numel, divisor, false);
+}
+
+bool fc_unit_reduce_all(const fc_unit *unit, const fc_source *sources, int n_sources, void *grads,
+                        double divisor)
+{
+    size_t i;
+
+    if (!unit->layout.is_uniform || !are_complete(unit, sources, n_sources)) {
+        return false;
+    }
+    if (are_parallel(sources, n_sources)) {
+        reduce_row(unit, sources, n_sources, grads, divisor);
+        return true;
+    }
+    for (i = 0; i < unit->layout.n_params; i++) {
+        const fc_param *p = &unit->params[i];
+
+        if (is_wanted(p)) {
+            (void)fc_unit_reduce(unit, sources, n_sources, i, (char *)grads + p->grad_at, p->grad,
+                                 divisor, false);
+        }
+    }
     return true;
 }

@@ -46,15 +46,22 @@ FC_MUST_CHECK fc_status fc_unit_gather(fc_unit *unit, const void *const *shards,
 
 /* ---- gradients ---- */
 
-/* Casts a full gradient to the reduce dtype and writes every receiver's chunk into its part. */
-void fc_unit_stage(const fc_unit *unit, size_t param, const void *grad, fc_dtype dtype, char *parts,
-                   size_t part_bytes);
+/* Whose parts are written. */
+typedef enum fc_receivers {
+    FC_TO_ALL,
+    FC_TO_PEERS,
+    FC_TO_SELF
+} fc_receivers;
+
+/* Casts a full gradient to the wire's type and writes the receivers' chunks into their parts. */
+void fc_unit_stage(const fc_unit *unit, size_t param, const void *grad, fc_dtype dtype,
+                   fc_wire wire, fc_receivers receivers, char *parts, size_t part_bytes);
 
 /* The bytes that a part needs to hold the parameters present in the post under construction. */
-size_t fc_unit_part_bytes(const fc_unit *unit);
+size_t fc_unit_part_bytes(const fc_unit *unit, fc_wire wire);
 
 /* dst = (accumulate ? dst : 0) + sum of the sources that hold `param`, divided. False if none does.
- * dst holds chunk_numel elements of type `dtype`; sources are in the reduce dtype. */
+ * dst holds chunk_numel elements of type `dtype`; sums are those of sources in the reduce dtype. */
 bool fc_unit_reduce(const fc_unit *unit, const fc_source *sources, int n_sources, size_t param,
                     void *dst, fc_dtype dtype, double divisor, bool accumulate);
 

@@ -6,11 +6,13 @@
 
 #include "base/alloc.h"
 #include "group/unit.h"
+#include "kernels/kernels.h"
 #include "ranks.h"
 
 #define DOMAINS_TIMEOUT_NS (20 * FC_NS_PER_S)
 #define DOMAINS_WATCHDOG_S 50
 #define DOMAINS_MAX_UNITS 48
+#define DOMAINS_MAX_PARAMS 4
 
 /* One rank. */
 typedef struct member {
@@ -24,6 +26,17 @@ typedef struct member {
     int finishes[DOMAINS_MAX_UNITS];
     /* Posts of each rank in this phase; what finish() expects. */
     int planned[RANKS_MAX][DOMAINS_MAX_UNITS];
+    /* The last post, if its part for this rank itself is not written; by parameter. */
+    struct {
+        size_t unit;
+        int post; /* 0: none */
+        float *full[DOMAINS_MAX_PARAMS];
+        char *narrow[DOMAINS_MAX_PARAMS];
+        const void *data[DOMAINS_MAX_PARAMS];
+        char *parts;
+        size_t part_bytes;
+        fc_wire wire;
+    } lent;
 } member;
 
 static inline uint64_t mix(uint64_t a, uint64_t b)
@@ -71,8 +84,18 @@ static inline void member_make_domain(member *m, fc_domain_kind kind, const fc_u
     }
 }
 
+static inline void forget_lent(member *m)
+{
+    for (size_t i = 0; i < DOMAINS_MAX_PARAMS; i++) {
+        free(m->lent.full[i]);
+        free(m->lent.narrow[i]);
+    }
+    memset(&m->lent, 0, sizeof(m->lent));
+}
+
 static inline void member_leave(member *m)
 {
+    forget_lent(m);
     fc_domain_destroy(m->domain);
     fc_transport_destroy(m->transport);
     CHECK_EQ(fc_alloc_live(), 0);
@@ -97,17 +120,30 @@ static inline bool is_present(const member *m, int rank, size_t unit, int post, 
     return h % 2 == 0 || (h >> 8) % n_params == param || mix(h, param) % 4 != 0;
 }
 
+/* In what types a post travels: ranks differ. */
+static inline fc_wire wire_of(const member *m, int rank, size_t unit, int post,
+                              const fc_layout *layout)
+{
+    static const fc_dtype types[] = {FC_F32, FC_F32, FC_BF16, FC_F16};
+
+    return fc_layout_wire(layout,
+                          types[mix(m->seed, unit * 64 + (uint64_t)post * 8 + (uint64_t)rank) % 4]);
+}
+
 /* An element of a full gradient. Sums of BF16 are exact, those of other types depend on the order.
  */
 static inline float gradient(const member *m, int rank, size_t unit, int post, size_t param,
-                             size_t index, fc_dtype reduce)
+                             size_t index, const fc_layout *layout)
 {
+    bool is_narrow = layout->params[param].reduce == FC_BF16 ||
+                     wire_of(m, rank, unit, post, layout) != FC_WIRE_REDUCE;
+
     uint64_t h = m->seed + (uint64_t)rank * 7919 + unit * 104729 + (uint64_t)post * 1299709 +
                  param * 15485863 + index * 179424673;
 
     h = (h ^ (h >> 29)) * UINT64_C(0xbf58476d1ce4e5b9);
     h >>= 33;
-    return reduce == FC_BF16 ? (float)(h % 65) - 32.0F : ((float)(h % 20001) - 10000.0F) / 7.0F;
+    return is_narrow ? (float)(h % 65) - 32.0F : ((float)(h % 20001) - 10000.0F) / 7.0F;
 }
 
 /* What reduction number `post` of an element must give. */
@@ -126,7 +162,7 @@ static inline float expected_sum(const member *m, size_t unit, int post, size_t 
         if (m->planned[r][unit] < post || !is_present(m, r, unit, post, param, layout->n_params)) {
             continue;
         }
-        value = gradient(m, r, unit, post, param, index, reduce);
+        value = gradient(m, r, unit, post, param, index, layout);
         wide = is_first ? (double)value : wide + (double)value;
         narrow = is_first ? value : narrow + value;
         is_first = false;
@@ -189,6 +225,9 @@ static inline void member_finish(member *m, fc_unit *unit)
     post = ++m->finishes[index];
     CHECK_OR_EXIT(all != NULL);
     fc_exchange_sources(unit, sources);
+    if (m->lent.post == post && m->lent.unit == index) {
+        sources[m->rank].grads = m->lent.data;
+    }
     for (int r = 0; r < m->n_ranks; r++) {
         CHECK_MSG((sources[r].part != NULL) == (m->planned[r][index] >= post),
                   "unit %zu post %d of rank %d", index, post, r);
@@ -224,6 +263,9 @@ static inline void member_finish(member *m, fc_unit *unit)
         free(chunk);
     }
     fc_exchange_consume(unit);
+    if (m->lent.post == post && m->lent.unit == index) {
+        forget_lent(m);
+    }
 }
 
 static inline fc_status member_finish_ready(member *m, fc_search search)
@@ -239,21 +281,41 @@ static inline fc_status member_finish_ready(member *m, fc_search search)
     }
 }
 
-/* Writes one parameter's gradient into the parts. */
-static inline void stage(member *m, size_t index, int post, size_t param, char *parts,
-                         size_t part_bytes)
+/* Makes a parameter's gradient, writes it into the receivers' parts and keeps it as lent. */
+static inline void stage(member *m, size_t index, int post, size_t param, fc_wire wire,
+                         fc_receivers receivers, char *parts, size_t part_bytes)
 {
     fc_unit *unit = fc_domain_unit(m->domain, index);
-    const fc_param *p = &fc_unit_layout(unit)->params[param];
+    const fc_layout *layout = fc_unit_layout(unit);
+    const fc_param *p = &layout->params[param];
+    fc_dtype type = fc_wire_dtype(p, wire);
     size_t numel = p->outer * p->rows * p->inner;
     float *full = malloc(numel * sizeof(float) + 1);
+    char *narrow = malloc(numel * fc_dtype_bytes(type) + 1);
 
-    CHECK_OR_EXIT(full != NULL);
+    CHECK_OR_EXIT(full != NULL && narrow != NULL);
     for (size_t i = 0; i < numel; i++) {
-        full[i] = gradient(m, m->rank, index, post, param, i, p->reduce);
+        full[i] = gradient(m, m->rank, index, post, param, i, layout);
     }
-    fc_unit_stage(unit, param, full, FC_F32, parts, part_bytes);
-    free(full);
+    fc_kern_cast(FC_F32, type)(narrow, full, numel);
+    fc_unit_stage(unit, param, full, FC_F32, wire, receivers, parts, part_bytes);
+    m->lent.full[param] = full;
+    m->lent.narrow[param] = narrow;
+    m->lent.data[param] = narrow;
+}
+
+/* Writes the part for this rank itself after all. */
+static inline void settle_lent(member *m)
+{
+    fc_unit *unit = fc_domain_unit(m->domain, m->lent.unit);
+
+    for (size_t i = 0; i < DOMAINS_MAX_PARAMS && m->lent.post != 0; i++) {
+        if (m->lent.full[i] != NULL) {
+            fc_unit_stage(unit, i, m->lent.full[i], FC_F32, m->lent.wire, FC_TO_SELF, m->lent.parts,
+                          m->lent.part_bytes);
+        }
+    }
+    forget_lent(m);
 }
 
 static inline fc_status member_post(member *m, size_t index)
@@ -261,10 +323,16 @@ static inline fc_status member_post(member *m, size_t index)
     fc_unit *unit = fc_domain_unit(m->domain, index);
     const fc_layout *layout = fc_unit_layout(unit);
     int post = m->posts[index] + 1;
+    fc_wire wire = wire_of(m, m->rank, index, post, layout);
+    bool is_shard = !fc_domain_is_replicate(m->domain);
+    bool lends = is_shard && mix(m->seed, index + 31 * (size_t)post) % 2 == 0;
     size_t part_bytes;
     char *parts = NULL;
     char *target;
     fc_status st;
+
+    CHECK_OR_EXIT(layout->n_params <= DOMAINS_MAX_PARAMS);
+    settle_lent(m);
 
     for (size_t i = 0; i < layout->n_params; i++) {
         if (layout->params[i].has_grad &&
@@ -272,10 +340,10 @@ static inline fc_status member_post(member *m, size_t index)
             fc_exchange_set_present(unit, i);
         }
     }
-    part_bytes = fc_unit_part_bytes(unit);
-    while ((st = fc_exchange_reserve(unit, part_bytes, &parts)) == FC_AGAIN) {
+    part_bytes = fc_unit_part_bytes(unit, wire);
+    while ((st = fc_exchange_reserve(unit, part_bytes, wire, &parts)) == FC_AGAIN) {
         FC_TRY(member_finish_ready(m, FC_SEARCH_OWN));
-        st = fc_exchange_reserve(unit, part_bytes, &parts);
+        st = fc_exchange_reserve(unit, part_bytes, wire, &parts);
         if (st != FC_AGAIN) {
             break;
         }
@@ -284,13 +352,13 @@ static inline fc_status member_post(member *m, size_t index)
     FC_TRY(st);
     /* Replicas send the part of their own shard only. */
     target = parts;
-    if (fc_domain_is_replicate(m->domain)) {
+    if (!is_shard) {
         target = calloc((size_t)layout->n_ranks, part_bytes);
         CHECK_OR_EXIT(target != NULL);
     }
     for (size_t i = 0; i < layout->n_params; i++) {
         if (fc_exchange_is_present(unit, i)) {
-            stage(m, index, post, i, target, part_bytes);
+            stage(m, index, post, i, wire, lends ? FC_TO_PEERS : FC_TO_ALL, target, part_bytes);
         }
     }
     if (target != parts) {
@@ -299,6 +367,15 @@ static inline fc_status member_post(member *m, size_t index)
     }
     fc_exchange_commit(unit);
     m->posts[index] = post;
+    if (!lends) {
+        forget_lent(m);
+        return FC_OK;
+    }
+    m->lent.unit = index;
+    m->lent.post = post;
+    m->lent.parts = parts;
+    m->lent.part_bytes = part_bytes;
+    m->lent.wire = wire;
     return FC_OK;
 }
 
@@ -306,6 +383,7 @@ static inline fc_status member_post(member *m, size_t index)
 static inline void member_open(member *m, bool is_backward, uint64_t seed)
 {
     m->seed = seed;
+    forget_lent(m);
     memset(m->posts, 0, sizeof(m->posts));
     memset(m->finishes, 0, sizeof(m->finishes));
     memset(m->planned, 0, sizeof(m->planned));

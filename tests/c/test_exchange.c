@@ -263,7 +263,7 @@ static void body_too_large(int rank, int n_ranks, void *arg)
     unit = fc_domain_unit(m.domain, 0);
     CHECK_OK(member_forward(&m));
     member_open(&m, true, 1);
-    CHECK_EQ(fc_exchange_reserve(unit, FC_PAGE, &parts), FC_AGAIN);
+    CHECK_EQ(fc_exchange_reserve(unit, FC_PAGE, FC_WIRE_REDUCE, &parts), FC_AGAIN);
     CHECK_EQ(fc_exchange_make_way(unit), FC_ERR_STATE);
     CHECK_HAS(fc_last_message(), "does not fit");
     CHECK_OK(member_close(&m));
@@ -288,7 +288,8 @@ static void body_too_often(int rank, int n_ranks, void *arg)
     for (int i = 0; i < 255; i++) {
         CHECK_OK(member_post(&m, 0));
     }
-    CHECK_EQ(fc_exchange_reserve(fc_domain_unit(m.domain, 0), 64, &parts), FC_ERR_STATE);
+    CHECK_EQ(fc_exchange_reserve(fc_domain_unit(m.domain, 0), 64, FC_WIRE_REDUCE, &parts),
+             FC_ERR_STATE);
     CHECK_HAS(fc_last_message(), "255 times");
     CHECK_OK(member_close(&m));
     member_leave(&m);
