@@ -13,7 +13,7 @@ from harness import cached_mesh
 from parity import EXACT, Tolerance, compare, total
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # What the installed torch does, where versions differ.
 features = SimpleNamespace(
@@ -146,14 +146,36 @@ def full(tensor: Tensor | None) -> Tensor | None:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
+class Collectives(TorchDispatchMode):
+    """Notes the names of all collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.names.append(func._schema.name.removeprefix("c10d::"))
+        return func(*args, **(kwargs or {}))
+
+
 def counts(call: Callable[[], Any]) -> list[int]:
-    """How many all-gathers, reduce-scatters and all-reduces `call` makes."""
-    with CommDebugMode() as mode:
+    """How many all-gathers, reduce-scatters and all-reduces `call` makes.
+
+    Only for models that have not run yet: a tree that goes through shared memory by then makes no
+    collectives that could be counted.
+    """
+    with Collectives() as mode:
         call()
-    by_name: dict[str, int] = {}
-    for op, n in mode.get_comm_counts().items():
-        by_name[str(op)] = n
     names = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_")
-    found = [sum(n for op, n in by_name.items() if name in op) for name in names]
-    assert sum(found) == sum(by_name.values()), by_name
+    found = [mode.names.count(name) for name in names]
+    assert sum(found) == len(mode.names), mode.names
     return found
+
+
+def ranges(call: Callable[[], Any]) -> list[str]:
+    """The profiler ranges of FSDP that `call` opens, in order of their beginnings."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    found = [event for event in profile.events() if event.name.startswith("FSDP::")]
+    return [event.name for event in sorted(found, key=lambda event: event.time_range.start)]
