@@ -41,9 +41,7 @@ def listed_without_test() -> list[list[str]]:
 
 
 def test_ids_are_those_of_the_tests() -> None:
-    listed = listed_here()
-    assert set(listed) == {p.name for p in HERE.glob("test_*.py")} - {Path(__file__).name}
-    for file, ids in listed.items():
+    for file, ids in listed_here().items():
         found = set()
         for name in names_in(HERE / file):
             leading = re.match(r"(?:[a-z]+\d+_)+", name)
@@ -64,6 +62,6 @@ def test_every_id_has_one_place() -> None:
     ids = [id for found in listed_here().values() for id in found]
     ids += [id for id, *_ in listed_elsewhere() + listed_without_test()]
     assert len(ids) == len(set(ids)), sorted(id for id in ids if ids.count(id) > 1)
-    for letter in {id[0] for id in ids}:
-        numbers = {int(id[1:]) for id in ids if id[0] == letter}
+    for letter in {id[0] for id in ids if id[1:].isdigit()}:
+        numbers = {int(id[1:]) for id in ids if id[0] == letter and id[1:].isdigit()}
         assert numbers == set(range(1, max(numbers) + 1)), letter
