@@ -74,6 +74,8 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
 
     def leave_core(self) -> None:
         """Goes back to torch's implementation, sharded; local."""
+        if self._on_torch_road:  # it may be unsharded there, for instance by an early unshard()
+            return
         self._unbind()
         self._binding = self._tree = None
         self._on_torch_road = True

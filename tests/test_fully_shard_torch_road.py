@@ -53,6 +53,31 @@ def test_reshard_to_an_int(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(1, 2)
+def test_unsharded_before_the_first_forward(rank: int, n_ranks: int) -> None:
+    """The parameters that an early unshard() gave, and hooks on them, are those of the forward."""
+    pair = Pair(Net, models.shard_blocks)
+    pair.do(set_hook)
+
+    def unshard(side: Side) -> None:
+        block = side.model.blocks[1]
+        block.unshard()
+        side.hooked = block.up.weight
+        side.hooked.register_hook(lambda grad: grad * 3)
+
+    pair.do(unshard)
+    pair.forward(data(rank))
+    pair.backward()
+
+    def still_the_same(side: Side) -> bool:
+        side.model.blocks[1].unshard()
+        found = side.model.blocks[1].up.weight
+        side.model.blocks[1].reshard()
+        return found is side.hooked
+
+    assert pair.both(still_the_same) is True
+
+
+@on_ranks(1, 2)
 def test_parameters_can_be_copied_and_saved(rank: int, n_ranks: int) -> None:
     net = Net()
     models.shard_blocks(net, harness.implementation())
