@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import contract
+from torch.distributed._composable.contract import STATE_KEY, contract
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.fsdp._fully_shard import _fully_shard as _torch
 from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy, OffloadPolicy
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
 
 
+# What torch's fully_shard finds a module's state under.
+_TORCH_KEY = _torch.fully_shard.__wrapped__  # type: ignore[attr-defined]
 # Shared by all calls: policies are never changed.
 _DEFAULT_POLICY = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
@@ -114,6 +116,8 @@ def _apply(
     )
     _init.check_params(managed_modules)
     state: FSDPState = fully_shard.state(modules[0])  # type: ignore[attr-defined]
+    for member in modules:  # pipelines ask torch's fully_shard.state(module)
+        member.__dict__[STATE_KEY][_TORCH_KEY] = state
     state.init(modules, device, mp_policy, is_auto)
     _init.make_groups(
         state,

@@ -1,0 +1,188 @@
+"""RP: replicated units, which torch's `replicate` builds on the same classes."""
+
+from typing import Any
+
+import pytest
+import torch
+from harness import cached_mesh
+from models import Block, Net, data
+from parity import Pair, Plain, Side, Tolerance, on_ranks, total
+from torch import nn
+from torch.distributed._composable import replicate_with_fsdp
+from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
+from torch.distributed.tensor import DTensor, Replicate
+
+from behaviour.records import collectives, names
+
+CLOSE = Tolerance(relative=1e-5, scaled=1e-5)
+
+
+def replicate_all(model: nn.Module, fsdp: Any, **options: Any) -> None:
+    """Both sides the same; a script that only replicates meets fsdp_c nowhere."""
+    for block in model.blocks:
+        replicate(block, **options)
+    replicate(model, **options)
+
+
+def replicate_blocks(model: nn.Module, fsdp: Any) -> None:
+    """Replicated blocks in a sharded root."""
+    for block in model.blocks:
+        replicate(block)
+    fsdp.fully_shard(model)
+
+
+def shard_blocks_in_replicated_root(model: nn.Module, fsdp: Any) -> None:
+    for block in model.blocks:
+        fsdp.fully_shard(block)
+    replicate(model)
+
+
+@on_ranks(2)
+def test_rp1_classes_of_the_state(rank: int, n_ranks: int) -> None:
+    def states(side: Side) -> list[str]:
+        state = replicate.state(side.model.blocks[0])
+        assert isinstance(state, FSDPState)
+        assert isinstance(state._state_ctx, FSDPStateContext)
+        return [type(state).__name__, type(state._state_ctx).__name__]
+
+    pair = Pair(Net, replicate_blocks)
+    assert pair.both(states) == ["_ReplicateState", "_ReplicateStateContext"]
+
+
+@on_ranks(2)
+def test_rp2_class_of_the_module(rank: int, n_ranks: int) -> None:
+    pair = Pair(Net, replicate_blocks)
+
+    def bases(side: Side) -> list[str]:
+        block = side.model.blocks[0]
+        assert isinstance(block, ReplicateModule) and isinstance(block, FSDPModule)
+        assert not hasattr(block, "_is_fsdp_managed_module")
+        return [cls.__name__ for cls in type(block).__mro__[:4]]
+
+    assert pair.both(bases) == ["ReplicateBlock", "ReplicateModule", "FSDPModule", "Block"]
+    assert replicate_with_fsdp.cls_to_replicate_cls[Block].__name__ == "ReplicateBlock"
+
+
+@on_ranks(2)
+def test_rp4_not_on_a_sharded_module(rank: int, n_ranks: int) -> None:
+    """Nor the other way round, nor on a mesh of two dims."""
+    pair = Pair(Net, replicate_blocks)
+
+    def refuse(side: Side) -> None:
+        block = Block()
+        side.fsdp.fully_shard(block)
+        with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+            replicate(block)
+        block = Block()
+        replicate(block)
+        with pytest.raises(AssertionError, match="more than once"):
+            side.fsdp.fully_shard(block)
+        with pytest.raises(ValueError, match="1D DeviceMesh"):
+            replicate(Block(), mesh=cached_mesh((2, 1), ("a", "b")))
+
+    pair.do(refuse)
+    pair.step(data(rank))
+
+
+@on_ranks(2)
+def test_rp5_replicated_when_idle_plain_while_unsharded(rank: int, n_ranks: int) -> None:
+    pair = Pair(Net, replicate_blocks)
+
+    def kinds(side: Side) -> Any:
+        block = side.model.blocks[0]
+        idle = block.up.weight.placements
+        state = side.model.state_dict()["blocks.0.up.weight"]
+        block.unshard()
+        unsharded = isinstance(block.up.weight, DTensor)
+        block.reshard()
+        return idle, state.placements, unsharded
+
+    assert pair.both(kinds) == ((Replicate(),), (Replicate(),), False)
+    pair.step(data(rank))
+
+
+@on_ranks(2)
+def test_rp6_one_all_reduce_per_unit(rank: int, n_ranks: int) -> None:
+    """Never resharded after forward, always after backward; in the reduce dtype."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def shard(model: nn.Module, fsdp: Any) -> None:
+        for block in model.blocks:
+            replicate(block, mp_policy=policy)
+        fsdp.fully_shard(model, mp_policy=policy)
+
+    pair = Pair(lambda: Net(own=False), shard, tolerance=Tolerance.of(2, torch.bfloat16))
+
+    def issued(side: Side) -> Any:
+        with collectives() as seen:
+            out = side.model(data(rank))
+            unsharded = not isinstance(side.model.blocks[0].up.weight, DTensor)
+            total(out).backward()
+        assert isinstance(side.model.blocks[0].up.weight, DTensor)
+        return names(seen), {str(dtype) for _, dtype, _ in seen}, unsharded
+
+    assert pair.both(issued) == (["AR"] * 3, {"torch.float32"}, True)
+
+
+@on_ranks(2)
+def test_rp7_accumulation_without_sync(rank: int, n_ranks: int) -> None:
+    pair = Pair(Net, replicate_blocks, tolerance=CLOSE)
+    plain = Plain(Net)
+    for step, is_last in ((0, False), (1, True)):
+        pair.do(lambda side: side.model.set_requires_gradient_sync(is_last))
+        pair.forward(data(rank, step))
+        pair.backward()
+        assert (pair.ours.shards["blocks.0.up.weight"].grad is not None) is is_last
+        plain.backward([total(plain.model(data(r, step))) for r in range(2)], 2)
+    plain.check(pair.ours, CLOSE)
+
+
+@on_ranks(2)
+def test_rp7_partial_sums_factor_and_hook(rank: int, n_ranks: int) -> None:
+    pair = Pair(lambda: Net(own=False), replicate_blocks, tolerance=CLOSE)
+    plain = Plain(lambda: Net(own=False))
+
+    def prepare(side: Side) -> None:
+        for block in side.model.blocks:
+            block.set_requires_all_reduce(False)
+            block.set_gradient_divide_factor(4.0)
+
+    pair.do(prepare)
+    for step, is_last in ((0, False), (1, True)):
+        for side in (pair.theirs, pair.ours):
+            for block in side.model.blocks:
+                block.set_requires_all_reduce(is_last)
+        pair.forward(data(rank, step))
+        pair.backward()
+        assert (pair.ours.shards["blocks.0.up.weight"].grad is not None) is is_last
+        plain.backward([total(plain.model(data(r, step))) for r in range(2)], 4)
+    plain.check(pair.ours, CLOSE)
+
+
+@pytest.mark.parametrize("is_inside", [True, False], ids=["replicated in sharded", "reverse"])
+@on_ranks(2)
+def test_rp9_nested(rank: int, n_ranks: int, is_inside: bool) -> None:
+    """Replicated units join a sharded root; sharded units in a replicated one are roots."""
+    shard = replicate_blocks if is_inside else shard_blocks_in_replicated_root
+    pair = Pair(Net, shard, tolerance=CLOSE)
+    plain = Plain(Net)
+    for step in range(2):
+        pair.forward(data(rank, step))
+        pair.backward()
+        plain.backward([total(plain.model(data(r, step))) for r in range(2)], 2)
+        plain.check(pair.ours, CLOSE)
+
+    def roots(side: Side) -> list[bool]:
+        return [unit._get_fsdp_state()._is_root for unit in (side.model, side.model.blocks[0])]
+
+    assert pair.both(roots) == [True, not is_inside]
+
+
+@on_ranks(2)
+def test_rp9_replicated_only(rank: int, n_ranks: int) -> None:
+    pair = Pair(Net, replicate_all)
+    for step in range(2):
+        pair.step(data(rank, step))
+    pair.check_state_dict()
