@@ -1,7 +1,9 @@
 /* Collectives over mapped memory.
  *
  * n ranks, F bytes in the gathered or unreduced buffer; copied per rank (one step if it fits a
- * slot): all_gather      stages F/n, pulls F(n-1)/n, keeps its own F/n unless in place
+ * slot):
+ *   all_gather      stages F/n, pulls F(n-1)/n, keeps its own F/n unless in place (large: in one
+ *                   read with the staging, after a step of headers alone)
  *   reduce_scatter  stages F(n-1)/n, reads n parts of F/n, its own from private memory
  *   all_reduce      small: stages F, everybody adds up all of it. Large: reduce_scatter into the
  * next slot, then pull broadcast       the root stages F, the others pull F
@@ -29,18 +31,31 @@ static size_t smaller(size_t a, size_t b)
     return a < b ? a : b;
 }
 
+/* From here on a read of the own block costs more than one more step. */
+#define GATHER_LARGE_BYTES ((size_t)1 << 20)
+
 static fc_status all_gather(fc_comm *comm, void *recv, const void *send, size_t send_bytes)
 {
     fc_comm_call call = fc_comm_start(comm, FC_COMM_ALL_GATHER, send_bytes, FC_U8, 1.0, -1);
     size_t chunk_max = smaller(send_bytes, FC_COMM_SLOT_MAX);
     char *own = (char *)recv + (size_t)comm->rank * send_bytes;
+    bool keeps_both = own != send && send_bytes >= GATHER_LARGE_BYTES;
     size_t done = 0;
 
     FC_TRY(fc_comm_reserve(comm, &call, chunk_max));
+    if (keeps_both) {
+        /* Nothing is written to `recv` before all calls are known to be the same. */
+        FC_TRY(fc_comm_meet(comm, &call));
+    }
     do {
         size_t chunk = smaller(chunk_max, send_bytes - done);
 
-        copy(fc_comm_next_slot(comm), (const char *)send + done, chunk);
+        if (keeps_both) {
+            fc_kern()->copy_both(fc_comm_next_slot(comm), own + done, (const char *)send + done,
+                                 chunk);
+        } else {
+            copy(fc_comm_next_slot(comm), (const char *)send + done, chunk);
+        }
         FC_TRY(fc_comm_meet(comm, &call));
         for (int i = 1; i < comm->n_ranks; i++) {
             int peer = (comm->rank + i) % comm->n_ranks;
@@ -49,7 +64,7 @@ static fc_status all_gather(fc_comm *comm, void *recv, const void *send, size_t 
         }
         done += chunk;
     } while (done < send_bytes);
-    if (own != send) {
+    if (own != send && !keeps_both) {
         copy(own, send, send_bytes);
     }
     return FC_OK;

@@ -264,6 +264,8 @@ static void body_large(int rank, int n, void *arg)
     (void)arg;
     open_fixture(&f, 0, rank, n, false);
     check_all_gather(f.comm, rank, n, 33 * MIB + 5, true);
+    check_all_gather(f.comm, rank, n, 33 * MIB + 5, false);
+    check_all_gather(f.comm, rank, n, 5 * MIB, false);
     check_reduce_scatter(f.comm, rank, n, (17 * MIB + 12) / 4, FC_F32, 2.0, false);
     check_all_reduce(f.comm, rank, n, (33 * MIB + 8) / 4, FC_F32, 1.0);
     check_broadcast(f.comm, rank, 33 * MIB + 1, n - 1);
@@ -339,6 +341,7 @@ static void body_grid(int rank, int n, void *arg)
 enum {
     OTHER_SIZE,
     OTHER_GROWTH,
+    OTHER_LARGE,
     OTHER_OP,
     OTHER_DTYPE,
     OTHER_DIVISOR,
@@ -353,6 +356,8 @@ static fc_status call_differently(fc_comm *comm, int kind, bool is_other, char *
         return fc_comm_all_gather(comm, out, in, is_other ? 16 : 8);
     case OTHER_GROWTH:
         return fc_comm_all_gather(comm, out, in, is_other ? MIB : 8);
+    case OTHER_LARGE: /* the slots are large enough: nothing but the call itself can tell */
+        return fc_comm_all_gather(comm, out, in, is_other ? MIB + 64 : MIB);
     case OTHER_OP:
         return is_other ? fc_comm_barrier(comm) : fc_comm_all_gather(comm, out, in, 8);
     case OTHER_DTYPE:
@@ -368,13 +373,13 @@ static void body_mismatch(int rank, int n, void *arg)
 {
     int kind = *(const int *)arg;
     bool is_other = rank == n - 1;
-    buffer out = make_buffer((size_t)n * MIB, 0);
-    buffer in = make_buffer((size_t)n * MIB, 0);
+    buffer out = make_buffer((size_t)n * 2 * MIB, 0);
+    buffer in = make_buffer((size_t)n * 2 * MIB, 0);
     char text[FC_MESSAGE_BYTES];
     fixture f;
 
     open_fixture(&f, 0, rank, n, false);
-    check_all_gather(f.comm, rank, n, 100, false);
+    check_all_gather(f.comm, rank, n, kind == OTHER_LARGE ? 2 * MIB : 100, false);
     CHECK_EQ(call_differently(f.comm, kind, is_other, out.data, in.data), FC_ERR_MISMATCH);
     (void)snprintf(text, sizeof(text), "%s", fc_last_message());
     CHECK_HAS(text, "rank 10");
