@@ -145,6 +145,16 @@ void hook_outputs(StateObject *state, const std::vector<at::Tensor> &tensors)
     }
 }
 
+void hook_params(StateObject *state)
+{
+    for (const Param &param : state->group->unit->params()) {
+        if (param.unsharded_tensor.requires_grad()) {
+            torch::autograd::impl::add_hook(param.unsharded_tensor,
+                                            std::make_unique<PreBackward>(state));
+        }
+    }
+}
+
 void queue_final_callback(TreeObject *tree)
 {
     tree->callback_queued = true;

@@ -121,15 +121,54 @@ void register_pre_backward(StateObject *state, PyObject *output)
     hook_outputs(state, tensors);
 }
 
+bool is_trainable(const Unit *unit)
+{
+    for (const Param &param : unit->params()) {
+        if (param.unsharded_tensor.requires_grad()) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// An output without a tensor that a hook could be put on says nothing about the start of backward:
+// then the unit keeps its parameters for it, and the gradients of those start its end. True if so.
+bool keep_for_hidden_output(StateObject *state, PyObject *output)
+{
+    GroupObject *group = state->group;
+    if (!at::GradMode::is_enabled() || in_autograd_backward() || is_transparent(output) ||
+        !is_trainable(group->unit)) {
+        return false;
+    }
+    std::vector<at::Tensor> tensors;
+    collect_grad_tensors(output, tensors);
+    if (!tensors.empty()) {
+        return false;
+    }
+    if (!group->hides_outputs) {
+        const std::string &name = group->unit->name();
+        check(PyErr_WarnFormat(
+            PyExc_UserWarning, 1,
+            "FSDP unit '%s' has no tensor in its output that needs a gradient and that FSDP can "
+            "find (it looks into tuples, lists, dicts and dataclasses). If one is hidden there, "
+            "return it in one of these; until then the unit keeps its full parameters from "
+            "forward to backward",
+            name.empty() ? "(root)" : name.c_str()));
+        hook_params(state);
+        group->hides_outputs = true;
+    }
+    return true;
+}
+
 // After forward: give the parameters up unless they are to stay.
-void group_post_forward(GroupObject *group)
+void group_post_forward(GroupObject *group, bool is_needed = false)
 {
     Range range("FSDP::post_forward", group->unit);
     const bool in_forward = is_training(group->training, Training::forward);
     const bool keeps =
         group->post_forward_mesh_info == nullptr || group->post_forward_mesh_info == Py_None;
     // Recomputation inside backward leaves the parameters to the backward that needs them.
-    if (!in_autograd_backward() && !(in_forward && keeps)) {
+    if (!in_autograd_backward() && !(in_forward && keeps) && !is_needed) {
         group->unit->reshard();
     }
     group->training = static_cast<int>(Training::idle);
@@ -214,7 +253,7 @@ Ref state_post_forward(StateObject *state, PyObject *given_output)
     }
     Ref output = Ref::borrow(given_output);
     if (unit_of(state) != nullptr) {
-        group_post_forward(state->group);
+        group_post_forward(state->group, keep_for_hidden_output(state, given_output));
     }
     register_pre_backward(state, output.get());
     state->training = static_cast<int>(Training::idle);
@@ -242,6 +281,10 @@ Ref state_post_forward_member(StateObject *state, PyObject *module, PyObject *ou
         const int was_to_run = PySet_Discard(state->to_run, module);
         check(was_to_run);
         if (was_to_run == 0 || PySet_GET_SIZE(state->to_run) > 0) {
+            if (is_training(state->training, Training::forward)) {
+                // The others may never run, and the root need not return what this one computed.
+                register_pre_backward(state, output);
+            }
             return cast_output(state, output);
         }
     }

@@ -63,6 +63,7 @@ void unbind(GroupObject *group)
             fc_unit_set_owner(group->unit->replicate_lane(), nullptr);
         }
         delete std::exchange(group->unit, nullptr);
+        group->hides_outputs = false; // the next unit has parameters of its own
     }
 }
 

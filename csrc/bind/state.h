@@ -34,7 +34,8 @@ struct GroupObject {
     // Forward passes of this step whose backward is still to come, and backwards that went by in
     // this phase.
     int forwards, backwards;
-    char defers_hooks; // post-accumulate hooks run at the end of the phase
+    char hides_outputs; // pre-backward hangs on the parameters, see keep_for_hidden_output
+    char defers_hooks;  // post-accumulate hooks run at the end of the phase
 };
 
 // The base of FSDPState.
@@ -80,6 +81,8 @@ std::vector<at::Tensor> route_through_node(StateObject *state,
                                            const std::vector<at::Tensor> &tensors);
 // Calls state_pre_backward when the gradient of any of the tensors is about to be used.
 void hook_outputs(StateObject *state, const std::vector<at::Tensor> &tensors);
+// The same for the gradients of the unit's parameters; for good.
+void hook_params(StateObject *state);
 void queue_final_callback(TreeObject *tree);
 
 // ---- hooks.cpp ----

@@ -149,6 +149,11 @@ Ref cast_one(PyObject *object, at::ScalarType dtype, PyObject *cast_any, bool &c
 
 } // namespace
 
+bool is_transparent(PyObject *object)
+{
+    return object != Py_None && is_simple(object, max_depth);
+}
+
 void collect_grad_tensors(PyObject *object, std::vector<at::Tensor> &out)
 {
     if (is_simple(object, max_depth)) {

@@ -13,6 +13,9 @@ namespace fc {
 // Appends the tensors that require grad, in order. Plain tensors, tuples, lists and dicts are
 // opened here; anything else that may hold tensors (dataclasses, subclasses of containers) is left
 // to torch's own traversal.
+// True if nothing in `object` can hide a tensor from the traversal. None counts as hiding: what a
+// module computes without returning it went somewhere else.
+bool is_transparent(PyObject *object);
 void collect_grad_tensors(PyObject *object, std::vector<at::Tensor> &out);
 
 // The same object with the collected tensors replaced, in order, by `tensors`; a new reference.
