@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import fsdp_c
 import harness
 import models
 import pytest
@@ -19,6 +18,8 @@ import torch.distributed.fsdp as torch_fsdp
 from models import Net, data
 from parity import Plain, Side, Tolerance, sgd, total
 from torch import Tensor, nn
+
+import fsdp_c
 
 CLOSE = Tolerance(relative=1e-5, scaled=1e-5)
 RESET_DROPS_GRADIENTS = hasattr(torch.Tensor, "_has_grad_dtype_override")  # torch does too, then

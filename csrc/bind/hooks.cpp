@@ -217,9 +217,9 @@ Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_
 {
     Ref args = Ref::borrow(given_args), kwargs = Ref::borrow(given_kwargs);
     Unit *unit = unit_of(state);
-    if (is_training(state->training, Training::pre_backward)) {
+    if (is_training(state->training, Training::pre_backward) && !state->tree->is_failed) {
         // Recomputation: the pre-backward hook has gathered the parameters, or they are gathered
-        // again.
+        // again. (After a failed backward the state is a leftover, and this a new forward.)
         if (unit != nullptr) {
             unit->unshard();
         }
