@@ -58,7 +58,8 @@ def exception_in_backward(fsdp: Any, rank: int, n_ranks: int) -> None:
         output.register_hook(fail)
 
     handle = side.model.blocks[0].register_forward_hook(spoil)
-    with pytest.raises(Trouble):
+    # Who is still in a collective when a peer has raised is told so.
+    with pytest.raises((Trouble, RuntimeError)):
         total(side.model(data(rank, 1))).backward()
     handle.remove()
     with warnings.catch_warnings(record=True) as caught:
