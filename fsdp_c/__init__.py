@@ -1,30 +1,26 @@
-"""PyTorch FSDP2 with a C core: ``from fsdp_c import fully_shard``, the rest as before."""
+"""PyTorch FSDP2 with a C core: ``from fsdp_c import fully_shard``, the rest as before.
 
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
+Importing the package alone loads nothing, not even torch: ``python -m fsdp_c script.py`` leaves it
+to the script when torch is imported.
+"""
 
-from fsdp_c import _compat
-from fsdp_c._comm import Communicator
-from fsdp_c._fully_shard import fully_shard
+from typing import TYPE_CHECKING, Any
 
-globals().update(_compat.OPTIONAL_NAMES)
+if TYPE_CHECKING:
+    from fsdp_c._api import *  # noqa: F403
 
-__all__ = [
-    "CPUOffloadPolicy",
-    "Communicator",
-    "FSDPModule",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "UnshardHandle",
-    "fully_shard",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-    *_compat.OPTIONAL_NAMES,
-]
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") and name != "__all__":  # submodules, and what the import system asks
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fsdp_c import _api
+
+    names = {public: getattr(_api, public) for public in _api.__all__}
+    globals().update(names, __all__=_api.__all__)
+    if name not in globals():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

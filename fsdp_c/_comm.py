@@ -200,6 +200,12 @@ def transport_for(group: dist.ProcessGroup | None = None) -> _C.Transport:
     return transport
 
 
+def transport_kind(group: dist.ProcessGroup) -> str:
+    """Over what the group's ranks talk; empty if it has no transport yet."""
+    transport = _transports.get(group)
+    return "" if transport is None else transport.kind
+
+
 def _make_transport(group: dist.ProcessGroup) -> _C.Transport:
     wanted = _env.TRANSPORT.get()
     store = c10d._world.pg_map[group][1] if group in c10d._world.pg_map else None

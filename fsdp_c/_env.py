@@ -96,11 +96,20 @@ STRICT = Variable(
     parse=_switch,
 )
 
+QUIET = Variable(
+    name="FSDP_C_QUIET",
+    accepted="0 or 1",
+    default=False,
+    meaning="1: rank 0 does not say at a model's first forward what runs it.",
+    parse=_switch,
+)
+
 VARIABLES: tuple[Variable[str] | Variable[int] | Variable[bool], ...] = (
     TRANSPORT,
     KERNELS,
     MMAP_THRESHOLD,
     STRICT,
+    QUIET,
 )
 
 

@@ -17,14 +17,15 @@ from fsdp_c import _init, _optim, _plan
 from fsdp_c._state import FSDPState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import DataParallelMeshDims
 
 
-# What torch's fully_shard finds a module's state under.
-_TORCH_KEY = _torch.fully_shard.__wrapped__  # type: ignore[attr-defined]
+# The function behind torch's decorator: the key of its states.
+_TORCHS_KEY: Any = _torch.fully_shard.__wrapped__  # type: ignore[attr-defined]
+
 # Shared by all calls: policies are never changed.
 _DEFAULT_POLICY = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
@@ -115,9 +116,7 @@ def _apply(
         module, device, ignored_params
     )
     _init.check_params(managed_modules)
-    state: FSDPState = fully_shard.state(modules[0])  # type: ignore[attr-defined]
-    for member in modules:  # pipelines ask torch's fully_shard.state(module)
-        member.__dict__[STATE_KEY][_TORCH_KEY] = state
+    state = _file_under_torchs_name(modules)
     state.init(modules, device, mp_policy, is_auto)
     _init.make_groups(
         state,
@@ -147,7 +146,20 @@ def _apply(
     return module
 
 
+def _file_under_torchs_name(modules: Sequence[nn.Module]) -> FSDPState:
+    """Moves the call's state to where torch's `fully_shard.state(module)` looks for it."""
+    for module in modules:
+        states = module.__dict__[STATE_KEY]
+        states[_TORCHS_KEY] = states.pop(_apply)
+    return states[_TORCHS_KEY]
+
+
+def _state(module: nn.Module) -> Any:
+    """What `fully_shard`, this one or torch's, keeps about the module; None if nothing."""
+    return module.__dict__.setdefault(STATE_KEY, {}).get(_TORCHS_KEY)
+
+
 _apply.__name__ = _apply.__qualname__ = "fully_shard"  # the key in the modules' registries
 _contracted = contract(state_cls=FSDPState)(_apply)  # type: ignore[arg-type]
-fully_shard.state = _contracted.state  # type: ignore[attr-defined]
+fully_shard.state = _state  # type: ignore[attr-defined]
 fully_shard.__module__ = "torch.distributed.fsdp"

@@ -23,31 +23,40 @@ if TYPE_CHECKING:
 _SUMMABLE = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
 
-def runs_on_core(group: FSDPParamGroup) -> bool:
-    """Whether the core can run the unit. Otherwise torch's own implementation does.
-
-    Not on the core: other devices than the CPU, tensor-parallel parameters, tensor subclasses and
-    all-gather extensions, several meshes in a unit, replicate units, resharding to a smaller
-    mesh after forward, custom collectives and all-reduce hooks.
-    """
+def why_torch(group: FSDPParamGroup) -> str:
+    """What the unit has that only torch's own implementation can run; empty: the core runs it."""
     mesh_info = group.mesh_info
-    offload = group.offload_policy
-    return (
-        group.device.type == "cpu"
-        and isinstance(mesh_info, FSDPMeshInfo)
-        and not mesh_info.is_spmd_mesh
-        and mesh_info.mesh.device_type == "cpu"
-        and group._num_param_groups == 1
-        and group.post_forward_mesh_info in (None, mesh_info)
-        and not (isinstance(offload, CPUOffloadPolicy) and offload.pin_memory)
-        and group._all_reduce_hook is None
-        and (type(group._all_gather_comm), type(group._reduce_scatter_comm))
-        == _compat.default_comms()
-        and dist.get_backend(mesh_info.shard_process_group) != "fake"
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and all(map(_is_plain, group.fsdp_params))
-    )
+    if group.device.type != "cpu":
+        return f"it is on {group.device.type}"
+    if not isinstance(mesh_info, FSDPMeshInfo):
+        return "it is replicated, not sharded"
+    if mesh_info.is_spmd_mesh:
+        return "dp_mesh_dims of a larger mesh"
+    if mesh_info.mesh.device_type != "cpu":
+        return f"its mesh is on {mesh_info.mesh.device_type}"
+    if group._num_param_groups != 1:
+        return "several meshes in one unit"
+    if group.post_forward_mesh_info not in (None, mesh_info):
+        return "reshard_after_forward is an int"
+    if isinstance(group.offload_policy, CPUOffloadPolicy) and group.offload_policy.pin_memory:
+        return "offloading to pinned memory"
+    if group._all_reduce_hook is not None:
+        return "an all-reduce hook"
+    comms = type(group._all_gather_comm), type(group._reduce_scatter_comm)
+    if comms != _compat.default_comms():
+        return "custom collectives"
+    if dist.get_backend(mesh_info.shard_process_group) == "fake":
+        return "a fake process group"
+    if torch._C._len_torch_dispatch_stack() != 0:
+        return "a dispatch mode was active in the first forward"
+    if torch._C._are_functorch_transforms_active():
+        return "a functorch transform was active in the first forward"
+    return next(filter(None, map(_why_not_plain, group.fsdp_params)), "")
+
+
+def runs_on_core(group: FSDPParamGroup) -> bool:
+    """Whether the core can run the unit. Otherwise torch's own implementation does."""
+    return not why_torch(group)
 
 
 def announce(mesh_info: Any) -> None:
@@ -58,17 +67,21 @@ def announce(mesh_info: Any) -> None:
         _comm.announce(mesh_info.replicate_process_group)
 
 
-def _is_plain(fsdp_param: Any) -> bool:
+def _why_not_plain(fsdp_param: Any) -> str:
     local = fsdp_param._sharded_local_tensor
-    is_trainable = fsdp_param.sharded_param.requires_grad
-    return (
-        not fsdp_param.is_dtensor
-        and type(local) is torch.Tensor
-        and not hasattr(local, "fsdp_pre_all_gather")
-        and not _compat.is_typed_spmd(fsdp_param)
-        and (not is_trainable or _compat.reduce_dtype(fsdp_param) in _SUMMABLE)
-        and (not is_trainable or _compat.grad_dtype(fsdp_param) in _SUMMABLE)
-    )
+    name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
+    if fsdp_param.is_dtensor:
+        return f"{name} is a DTensor of its own (tensor parallel)"
+    if type(local) is not torch.Tensor:
+        return f"{name} is a {type(local).__name__}"
+    if hasattr(local, "fsdp_pre_all_gather"):
+        return f"{name} has an all-gather extension"
+    if _compat.is_typed_spmd(fsdp_param):
+        return f"{name} has spmd types"
+    dtypes = {_compat.reduce_dtype(fsdp_param), _compat.grad_dtype(fsdp_param)}
+    if fsdp_param.sharded_param.requires_grad and not dtypes <= _SUMMABLE:
+        return f"gradients of {name} are of another dtype than floating point"
+    return ""
 
 
 def _param_row(fsdp_param: Any) -> tuple[Any, ...]:

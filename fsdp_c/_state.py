@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
 from torch.distributed.utils import _apply_to_tensors
 
-from fsdp_c import _plan
+from fsdp_c import _plan, _status
 from fsdp_c._native import _C
 from fsdp_c._unit import TRAINING_STATES, FSDPParamGroup
 
@@ -71,21 +71,28 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
             self._lazy_init()
             states = self._state_ctx.all_states
             groups = [group for state in states for group in state._fsdp_param_groups]
-            is_ours = (
-                self._is_root is True
-                and all(isinstance(state, FSDPState) for state in states)
-                and all(isinstance(group, FSDPParamGroup) for group in groups)
-                and not any(group._on_torch_road for group in groups)
-                and all(group._is_bound or _plan.runs_on_core(group) for group in groups)
-            )
-            if is_ours:
-                self._join_core(states, groups)
+            reason = self._why_torch(states, groups)
+            if reason:
+                self._take_torch_road(states, groups, reason)
             else:
-                self._take_torch_road(states, groups)
+                self._join_core(states, groups)
+            _status.note(self, reason)
         except BaseException:
             if was_root is None:
                 self._undo_lazy_init([*self._state_ctx.all_states, self])
             raise
+
+    def _why_torch(self, states: list[Any], groups: list[Any]) -> str:
+        """What keeps the tree from the core; empty if nothing does."""
+        if self._is_root is not True:
+            return "its units ran forward without their root"
+        if not all(isinstance(part, FSDPState | FSDPParamGroup) for part in (*states, *groups)):
+            return "some of its units were sharded by torch's fully_shard"
+        for group in groups:
+            reason = group.left_because or ("" if group._is_bound else _plan.why_torch(group))
+            if reason:
+                return f"unit {group._module_fqn or '(root)'}: {reason}"
+        return ""
 
     def _join_core(self, states: list[FSDPState], groups: list[FSDPParamGroup]) -> None:
         domains = []
@@ -102,17 +109,18 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
                 group._tree = tree
             state._join(tree, group, False)
 
-    def _take_torch_road(self, states: list[Any], groups: list[Any]) -> None:
+    def _take_torch_road(self, states: list[Any], groups: list[Any], reason: str) -> None:
         for group in groups:
             if isinstance(group, FSDPParamGroup):
-                group.leave_core()
+                group.leave_core(reason)
         for state in states:
             if isinstance(state, FSDPState):
                 state._join(None, None, True)
 
-    def leave_core(self) -> None:
+    def leave_core(self, reason: str) -> None:
         """From now on torch's implementation runs this state; between two steps only."""
-        self._take_torch_road([self], [g for g in self._fsdp_param_groups if g._is_bound])
+        groups = [group for group in self._fsdp_param_groups if group._is_bound]
+        self._take_torch_road([self], groups, reason)
 
     def _undo_lazy_init(self, states: list[FSDPState]) -> None:
         """After a failed set-up: the next forward tries again."""

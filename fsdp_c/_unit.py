@@ -10,7 +10,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-from fsdp_c import _plan
+from fsdp_c import _plan, _status
 from fsdp_c._native import _C
 
 # In the order of the core's enum Training.
@@ -38,6 +38,7 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
         self._bound_rows: list[tuple[Any, ...]] | None = None
         self._tree: _C.Tree | None = None
         self._on_torch_road = False
+        self.left_because = ""  # what took the unit to torch's road
         super().__init__(*args, **kwargs)
 
     # ---- state, as torch spells it ----
@@ -64,21 +65,28 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in _TORCH_ONLY and self._is_bound and not _plan.runs_on_core(self):
-            tree = self._tree
-            self.leave_core()
-            for state in tree.states if tree is not None else ():
-                state.leave_core()
+        if name in _TORCH_ONLY and self._is_bound and (reason := _plan.why_torch(self)):
+            self.take_tree_to_torch(reason)
+
+    def take_tree_to_torch(self, reason: str) -> None:
+        """From now on torch's implementation runs the whole tree; between two steps only."""
+        tree = self._tree
+        self.leave_core(reason)
+        for state in tree.states if tree is not None else ():
+            state.leave_core(reason)
+        if tree is not None and tree.states:
+            _status.note(tree.states[0], f"unit {self._module_fqn or '(root)'}: {reason}")
 
     # ---- set-up ----
 
-    def leave_core(self) -> None:
+    def leave_core(self, reason: str) -> None:
         """Goes back to torch's implementation, sharded; local."""
         if self._on_torch_road:  # it may be unsharded there, for instance by an early unshard()
             return
         self._unbind()
         self._binding = self._tree = None
         self._on_torch_road = True
+        self.left_because = self.left_because or reason
         for fsdp_param in self.fsdp_params:
             fsdp_param.__dict__.pop("_unsharded_param", None)
             fsdp_param.sharded_state = ShardedState.SHARDED
@@ -130,11 +138,10 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
 
     def unshard(self, async_op: bool = False) -> None:
         if not self._is_bound and not self._on_torch_road and not self._in_slow_context():
-            if _plan.runs_on_core(self):
-                domains = _plan.bind_units([self])
-                self._tree = _C.Tree([], domains)
-            else:
-                self._on_torch_road = True
+            self.left_because = _plan.why_torch(self)
+            self._on_torch_road = bool(self.left_because)
+            if not self._on_torch_road:
+                self._tree = _C.Tree([], _plan.bind_units([self]))
         if not self._is_bound:
             return super().unshard(async_op)
         if not self.unshard_in_backward and self._training_state == TrainingState.PRE_BACKWARD:

@@ -1,0 +1,67 @@
+"""Makes torch's own fully_shard, the very function object, run another implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CellType
+from typing import Any
+
+# What torch's functions had before: (the decorated function, the attribute `state`).
+_replaced: dict[Any, tuple[Any, Any]] = {}
+
+
+def _decorated(function: Any) -> CellType | None:
+    """Where torch's `contract` decorator keeps the function that its wrapper calls."""
+    names = function.__code__.co_freevars
+    return function.__closure__[names.index("func")] if "func" in names else None
+
+
+def redirect(function: Any, implementation: Callable[..., Any]) -> None:
+    """From now on `function`, torch's fully_shard, calls `implementation`.
+
+    Whoever holds the function (default arguments, closures, `functools.partial`) gets it too.
+    Under a torch whose decorator is built differently only names can be replaced.
+    """
+    cell = _decorated(function)
+    if cell is None:
+        return
+    original = function.__wrapped__
+
+    def fully_shard(module: Any, *args: Any, **options: Any) -> Any:
+        _unmark(module, fully_shard)
+        return implementation(module, *args, **options)
+
+    def state(module: Any) -> Any:
+        return _states(module).get(original)
+
+    _replaced.setdefault(function, (cell.cell_contents, function.state))
+    cell.cell_contents = fully_shard
+    function.state = state
+
+
+def restore(function: Any) -> None:
+    """Undoes `redirect`."""
+    if function in _replaced:
+        cell = _decorated(function)
+        assert cell is not None
+        cell.cell_contents, function.state = _replaced.pop(function)
+
+
+def _states(module: Any) -> dict[Any, Any]:
+    # Late: torch's import is for the user's script to time.
+    from torch.distributed._composable.contract import STATE_KEY
+
+    return module.__dict__.setdefault(STATE_KEY, {})
+
+
+def _unmark(module: Any, mark: Any) -> None:
+    """Takes away what the decorator has noted on the modules: the implementation does so anew."""
+    from torch import nn
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    for member in [module] if isinstance(module, nn.Module) else module:
+        if _states(member).pop(mark, None) is not None:
+            member.__dict__[REGISTRY_KEY].pop(mark.__name__)
+        for key in (STATE_KEY, REGISTRY_KEY):
+            if not member.__dict__.get(key, True):
+                del member.__dict__[key]
