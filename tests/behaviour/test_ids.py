@@ -29,7 +29,10 @@ def names_in(path: Path) -> list[str]:
 
 
 def listed_here() -> dict[str, set[str]]:
-    return {file: {f"{letter}{n}" for n in spans(ids)} for letter, _, file, ids in section("Here")}
+    listed: dict[str, set[str]] = {}
+    for letter, _, file, ids in section("Here"):
+        listed.setdefault(file, set()).update(f"{letter}{n}" for n in spans(ids))
+    return listed
 
 
 def listed_elsewhere() -> list[list[str]]:
