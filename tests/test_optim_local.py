@@ -46,7 +46,7 @@ def make(name: str, **options: Any) -> Callable[[Any], optim.Optimizer]:
 @contextlib.contextmanager
 def seen_types(cls: type[optim.Optimizer]) -> Iterator[set[str]]:
     """Collects the types of parameters that the functional form of an optimizer gets."""
-    home = "torch.optim.adam" if cls is optim.AdamW else cls.__module__
+    home = cls.step.__module__  # AdamW's is Adam's
     module, name = sys.modules[home], home.rpartition(".")[2].lstrip("_")
     original, types = getattr(module, name), set()
 
