@@ -177,7 +177,7 @@ def test_stopped_rank() -> None:
     outcomes = run_ranks(stop_for_a_while, 2, fresh=True)
     assert all(outcome.ok for outcome in outcomes), [outcome.error for outcome in outcomes]
     # Other libraries may write at exit.
-    lines = [[line for line in o.output.splitlines() if "fsdp_c" in line] for o in outcomes]
+    lines = [[line for line in o.output.splitlines() if "has waited" in line] for o in outcomes]
     print(*lines[0], sep="\n")
     assert len(lines[0]) == 1
     assert re.search(r"rank 1\b", lines[0][0])
