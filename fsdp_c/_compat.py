@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed.fsdp
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
 TORCH: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
 
@@ -44,6 +44,49 @@ def accept_any_grad_dtype(unsharded: torch.nn.Parameter) -> None:
     """Lets autograd add gradients in the reduce dtype on the unsharded parameter (from 2.15)."""
     if HAS_GRAD_DTYPE and unsharded.is_floating_point():
         unsharded.grad_dtype = None  # type: ignore[attr-defined]
+
+
+def copy_grad_dtype(source: torch.nn.Parameter, target: torch.nn.Parameter) -> None:
+    """Gives `target` the gradient dtype that was set on `source`, if one was."""
+    if HAS_GRAD_DTYPE and source._has_grad_dtype_override:  # type: ignore[attr-defined]
+        target.grad_dtype = source.grad_dtype  # type: ignore[attr-defined]
+
+
+def take_grad_dtype(fsdp_param: Any, param: torch.nn.Parameter) -> None:
+    """Settles the gradient dtype where `param` may have replaced the sharded parameter."""
+    if not HAS_GRAD_DTYPE:
+        return
+    fsdp_param._capture_grad_dtype_policy(fsdp_param.sharded_param)
+    if param is not fsdp_param.sharded_param:
+        fsdp_param._capture_grad_dtype_policy(param)
+    if not fsdp_param._has_sharded_grad_dtype_override:
+        fsdp_param.sharded_grad_dtype = param.dtype
+    elif not param._has_grad_dtype_override:  # type: ignore[attr-defined]
+        param.grad_dtype = fsdp_param.sharded_grad_dtype  # type: ignore[attr-defined]
+
+
+def forget_specs(fsdp_param: Any) -> None:
+    """To be called where the spec of the sharded parameter changes."""
+    if HAS_GRAD_DTYPE:
+        fsdp_param._sharding_spec_by_dtype.clear()
+
+
+def policy_for(mp_policy: Any, param: torch.nn.Parameter) -> Any:
+    """The policy of one parameter: from 2.15 it may differ from its unit's."""
+    resolve = getattr(mp_policy, "_resolve_for_param", None)
+    return mp_policy if resolve is None else resolve(param)
+
+
+def allow_mixed_dtypes(group: Any) -> None:
+    """What torch's group would know about its parameters' dtypes if they were all alike."""
+    group._orig_dtype = group._reduce_dtype = None
+    group._fsdp_params_with_wider_grad_dtype = []
+
+
+def is_annotated(param: torch.nn.Parameter) -> bool:
+    """Whether a parameter carries spmd_types annotations (from 2.15, with that package)."""
+    spmd = getattr(_fsdp_param, "spmd", None)
+    return spmd is not None and bool(spmd.get_local_type(param))
 
 
 def is_typed_spmd(fsdp_param: Any) -> bool:

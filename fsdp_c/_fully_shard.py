@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy, 
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.utils import _get_root_modules
 
-from fsdp_c import _init, _optim, _plan
+from fsdp_c import _init, _optim, _plan, _ties
 from fsdp_c._state import FSDPState
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def fully_shard(
     _init.check_arguments(module, mesh, mp_policy, offload_policy)
     ignored_params = _init.ignored_set(ignored_params)
     modules = [module] if isinstance(module, nn.Module) else _get_root_modules(list(module))
-    with _init.undone_on_error(modules):
+    with _init.undone_on_error(modules), _ties.settled(modules, ignored_params) as ties:
         return _contracted(
             module,
             mesh=mesh,
@@ -84,6 +84,7 @@ def fully_shard(
             offload_policy=offload_policy,
             ignored_params=ignored_params,
             dp_mesh_dims=dp_mesh_dims,
+            ties=ties,
         )
 
 
@@ -97,6 +98,7 @@ def _apply(
     offload_policy: OffloadPolicy,
     ignored_params: set[nn.Parameter] | None,
     dp_mesh_dims: DataParallelMeshDims | None,
+    ties: _ties.Ties,
 ) -> Any:
     _fsdp_init._validate_module(module, "fully_shard")
     mesh = mesh or _fsdp_init._init_default_mesh()
@@ -112,22 +114,23 @@ def _apply(
                 "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)"
             )
         post_forward_mesh_info = _fsdp_init._get_post_forward_mesh_info(reshard, mesh_info)
-    _, modules, managed_modules, params, _ = _fsdp_init._get_modules_and_states(
-        module, device, ignored_params
-    )
+    modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(module))
+    managed_modules = _fsdp_init._get_managed_modules(modules, ignored_params)
     _init.check_params(managed_modules)
+    params, buffers = _init.managed_states(managed_modules, ignored_params)
+    _fsdp_init._move_states_to_device(params, buffers, device)
     state = _file_under_torchs_name(modules)
     state.init(modules, device, mp_policy, is_auto)
     _init.make_groups(
         state,
-        params,
+        ties.settle(params),
         modules,
         mesh_info,
         post_forward_mesh_info,
         device,
         shard_placement_fn,
         mp_policy,
-        offload_policy,
+        _init.offload_for(device, offload_policy),
         reshard,
     )
     for managed_module in managed_modules:  # for Dynamo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.fsdp._fully_shard._fsdp_api import (
+    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
@@ -24,6 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor
 
+from fsdp_c import _env
 from fsdp_c._unit import FSDPParamGroup
 
 if TYPE_CHECKING:
@@ -81,7 +84,7 @@ def check_arguments(
 
 def ignored_set(ignored_params: Any) -> set[nn.Parameter] | None:
     """The argument as a set; any collection of parameters will do."""
-    if ignored_params is None or isinstance(ignored_params, set):
+    if ignored_params is None or isinstance(ignored_params, set) or _env.is_strict():
         return ignored_params
     try:
         return set(ignored_params)
@@ -89,6 +92,30 @@ def ignored_set(ignored_params: Any) -> set[nn.Parameter] | None:
         raise TypeError(
             f"ignored_params must be a collection of parameters, not {ignored_params!r}"
         ) from None
+
+
+def managed_states(
+    managed: Sequence[nn.Module], ignored_params: set[nn.Parameter] | None
+) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
+    """Parameters and buffers of the managed modules, each once, in order of discovery."""
+    ignored = ignored_params or ()
+    params: dict[nn.Parameter, None] = {}
+    buffers: dict[torch.Tensor, None] = {}
+    for module in managed:
+        for name, param in module.named_parameters(recurse=False):
+            if param not in ignored:
+                if _env.is_strict():
+                    _fsdp_init._verify_managed_param(name, param)
+                params[param] = None
+        buffers.update(dict.fromkeys(module.buffers(recurse=False)))
+    return list(params), list(buffers)
+
+
+def offload_for(device: torch.device, policy: OffloadPolicy) -> OffloadPolicy:
+    """The policy to follow: on the CPU there is no transfer that pinned memory could speed up."""
+    if device.type == "cpu" and isinstance(policy, CPUOffloadPolicy) and policy.pin_memory:
+        return dataclasses.replace(policy, pin_memory=False)
+    return policy
 
 
 def check_params(managed: Sequence[nn.Module]) -> None:
@@ -131,8 +158,7 @@ def undone_on_error(modules: Sequence[nn.Module]) -> Iterator[None]:
     except BaseException:
         for module, cls, fields in saved:
             module.__class__ = cls
-            module.__dict__.clear()
-            module.__dict__.update(fields)
+            _put_fields(module, fields)
             _composable_state._module_state_mapping.pop(module, None)
         for module, state in states:
             _composable_state._module_state_mapping[module] = state
@@ -144,12 +170,22 @@ def undone_on_error(modules: Sequence[nn.Module]) -> Iterator[None]:
         raise
 
 
-def _copy_fields(module: nn.Module) -> dict[str, Any]:
-    """The module's fields; its own dicts (parameters, hooks, registries) copied one level deep."""
+def _copy_fields(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """The module's fields; its own dicts (parameters, hooks, registries) with a copy of each."""
     return {
-        key: value.copy() if isinstance(value, dict) else value
+        key: (value, value.copy() if isinstance(value, dict) else None)
         for key, value in module.__dict__.items()
     }
+
+
+def _put_fields(module: nn.Module, fields: dict[str, tuple[Any, Any]]) -> None:
+    """Dicts stay the same objects: the core of a unit that runs already writes into them."""
+    module.__dict__.clear()
+    for key, (value, copy) in fields.items():
+        if copy is not None:
+            value.clear()
+            value.update(copy)
+        module.__dict__[key] = value
 
 
 def make_groups(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +13,11 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
-from fsdp_c import _comm, _compat, _env
+from fsdp_c import _comm, _compat, _env, _param
 from fsdp_c._native import _C
 
 if TYPE_CHECKING:
+    from fsdp_c._param import FSDPParam
     from fsdp_c._unit import FSDPParamGroup
 
 _SUMMABLE = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
@@ -86,16 +86,12 @@ def _why_not_plain(fsdp_param: Any) -> str:
 
 def _param_row(fsdp_param: Any) -> tuple[Any, ...]:
     """What the core needs to know: see parse_param in csrc/bind/domain.cpp."""
-    size = fsdp_param._orig_size
-    dim = fsdp_param.fsdp_placement.dim
     orig = fsdp_param.orig_dtype
     has_grad = orig in _SUMMABLE and _compat.reduce_dtype(fsdp_param) in _SUMMABLE
     reduce = _compat.reduce_dtype(fsdp_param) if has_grad else orig
     grad = _compat.grad_dtype(fsdp_param) if has_grad else orig
     return (
-        math.prod(size[:dim]),
-        size[dim],
-        math.prod(size[dim + 1 :]),
+        *fsdp_param.geometry(),
         orig,
         _compat.compute_dtype(fsdp_param),
         reduce,
@@ -218,13 +214,16 @@ def bind_unit(
         for fsdp_param, (offset, _) in zip(group.fsdp_params, offsets, strict=True):
             _own_storage(fsdp_param, seen)
             dtype = _compat.compute_dtype(fsdp_param)
+            # Of a parameter that is held once per rank each rank reads its own.
+            own = fsdp_param.mesh_info.shard_mesh_rank if fsdp_param.copies > 1 else 0
             data = torch.empty(0, dtype=dtype).set_(
                 flat.untyped_storage(),
-                offset // dtype.itemsize,
+                offset // dtype.itemsize + own,
                 fsdp_param._orig_size,
-                fsdp_param._contiguous_orig_stride,
+                fsdp_param.unsharded_stride,
             )
             unsharded = nn.Parameter(data, requires_grad=fsdp_param.sharded_param.requires_grad)
+            _param.copy_attributes(fsdp_param.sharded_param, unsharded)
             _compat.accept_any_grad_dtype(unsharded)
             fsdp_param._unsharded_param = unsharded
             _, _, _, _, _, reduce, grad, _, _ = _param_row(fsdp_param)
@@ -237,6 +236,8 @@ def bind_unit(
                     reduce,
                     grad,
                     tuple(fsdp_param.sharded_size),
+                    fsdp_param.local_stride,
+                    fsdp_param.copies,
                 )
             )
         group._bind(shard, index, replicate, rows, flat)
@@ -262,24 +263,10 @@ def _places(fsdp_param: Any) -> list[tuple[dict[str, Any], str, nn.Module | None
     return places
 
 
-def _own_storage(fsdp_param: Any, seen: set[int]) -> None:
+def _own_storage(fsdp_param: FSDPParam, seen: set[int]) -> None:
     """Makes the shard the only tensor of a storage of exactly its padded size."""
     local = fsdp_param._sharded_local_tensor
-    storage = local.untyped_storage()
-    padded = fsdp_param.padded_sharded_param_size
-    wanted_bytes = math.prod(padded) * local.itemsize
-    if (
-        local.storage_offset() == 0
-        and local.is_contiguous()
-        and storage.nbytes() == wanted_bytes
-        and storage._cdata not in seen
-    ):
-        seen.add(storage._cdata)
-        return
-    dim = fsdp_param.fsdp_placement.dim
-    data = local.new_zeros(padded)
-    own = data.narrow(dim, 0, local.size(dim) if local.numel() > 0 else 0)
-    own.copy_(local)
-    fsdp_param._sharded_param_data = data.view(-1)
-    fsdp_param.sharded_param._local_tensor = own
-    seen.add(data.untyped_storage()._cdata)
+    if not fsdp_param.is_placed(local) or local.untyped_storage()._cdata in seen:
+        local = fsdp_param.place(local)
+        fsdp_param.sharded_param._local_tensor = local  # type: ignore[attr-defined]
+    seen.add(local.untyped_storage()._cdata)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
 from torch.distributed.utils import _apply_to_tensors
 
-from fsdp_c import _plan, _status
+from fsdp_c import _plan, _status, _ties
 from fsdp_c._native import _C
 from fsdp_c._unit import TRAINING_STATES, FSDPParamGroup
 
@@ -68,6 +68,7 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
         """Called by the first forward. Collective if the tree runs on the core."""
         was_root = self._is_root
         try:
+            _ties.check(self._modules[0])
             self._lazy_init()
             states = self._state_ctx.all_states
             groups = [group for state in states for group in state._fsdp_param_groups]
@@ -110,6 +111,9 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
             state._join(tree, group, False)
 
     def _take_torch_road(self, states: list[Any], groups: list[Any], reason: str) -> None:
+        for group in groups:
+            if isinstance(group, FSDPParamGroup):
+                group.check_torch_road()
         for group in groups:
             if isinstance(group, FSDPParamGroup):
                 group.leave_core(reason)

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-from fsdp_c import _plan, _status
+from fsdp_c import _compat, _env, _plan, _status
 from fsdp_c._native import _C
+from fsdp_c._param import FSDPParam
 
 # In the order of the core's enum Training.
 TRAINING_STATES = (
@@ -32,14 +34,50 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
     class does. Flags such as ``reduce_grads`` are the core's; they take effect at the next hook.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    fsdp_params: list[FSDPParam]
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        modules: tuple[nn.Module, ...],
+        mesh_info: Any,
+        post_forward_mesh_info: Any,
+        device: torch.device,
+        shard_placement_fn: Any,
+        mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+    ) -> None:
         # (domain, index in it, domain of the replicas) once bound.
         self._binding: tuple[_C.Domain, int, _C.Domain | None] | None = None
         self._bound_rows: list[tuple[Any, ...]] | None = None
         self._tree: _C.Tree | None = None
         self._on_torch_road = False
         self.left_because = ""  # what took the unit to torch's road
-        super().__init__(*args, **kwargs)
+        # Without parameters: torch's class would make them of its own kind.
+        super().__init__(
+            [],
+            modules,
+            mesh_info,
+            post_forward_mesh_info,
+            device,
+            shard_placement_fn,
+            mp_policy,
+            offload_policy,
+        )
+        infos = _fsdp_param_group._get_param_module_infos(params, modules)
+        self.fsdp_params = [
+            FSDPParam(
+                param,
+                info,
+                mesh_info,
+                post_forward_mesh_info,
+                device,
+                shard_placement_fn,
+                _compat.policy_for(mp_policy, param),
+                offload_policy,
+            )
+            for param, info in zip(params, infos, strict=True)
+        ]
 
     # ---- state, as torch spells it ----
 
@@ -64,20 +102,51 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
     # ---- what only torch's implementation knows: setting it later takes the tree there ----
 
     def __setattr__(self, name: str, value: Any) -> None:
+        old = self.__dict__.get(name)
         super().__setattr__(name, value)
         if name in _TORCH_ONLY and self._is_bound and (reason := _plan.why_torch(self)):
-            self.take_tree_to_torch(reason)
+            try:
+                self.take_tree_to_torch(reason)
+            except BaseException:
+                super().__setattr__(name, old)
+                raise
 
     def take_tree_to_torch(self, reason: str) -> None:
         """From now on torch's implementation runs the whole tree; between two steps only."""
         tree = self._tree
+        states = tree.states if tree is not None else []
+        for group in (self, *(group for state in states for group in state._fsdp_param_groups)):
+            group.check_torch_road()
         self.leave_core(reason)
-        for state in tree.states if tree is not None else ():
+        for state in states:
             state.leave_core(reason)
-        if tree is not None and tree.states:
-            _status.note(tree.states[0], f"unit {self._module_fqn or '(root)'}: {reason}")
+        if states:
+            _status.note(states[0], f"unit {self._module_fqn or '(root)'}: {reason}")
 
     # ---- set-up ----
+
+    def _init_mp_dtypes(self) -> None:
+        dtypes = {p.sharded_param.dtype for p in self.fsdp_params if p.sharded_param.requires_grad}
+        if len(dtypes) <= 1 or self._on_torch_road or _env.is_strict():
+            super()._init_mp_dtypes()
+            return
+        for fsdp_param in self.fsdp_params:
+            fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
+        _compat.allow_mixed_dtypes(self)
+
+    def check_torch_road(self) -> None:
+        """Raises if the unit holds what only the core can run."""
+        for fsdp_param in self.fsdp_params:
+            if fsdp_param.is_special:
+                raise NotImplementedError(
+                    f"parameter '{fsdp_param._param_fqn}' of FSDP unit '{self._module_fqn}', with"
+                    f" size {tuple(fsdp_param._orig_size)}, strides {fsdp_param.unsharded_stride}"
+                    f" and placement {fsdp_param.fsdp_placement}, can only be run by the core, but"
+                    " its model also needs what only torch's implementation has (README, Not"
+                    " supported). Use a contiguous parameter with at least one dim that the ranks"
+                    " divide evenly, or put it into ignored_params"
+                )
+        super()._init_mp_dtypes()  # its own error for mixed dtypes
 
     def leave_core(self, reason: str) -> None:
         """Goes back to torch's implementation, sharded; local."""
@@ -139,8 +208,10 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
     def unshard(self, async_op: bool = False) -> None:
         if not self._is_bound and not self._on_torch_road and not self._in_slow_context():
             self.left_because = _plan.why_torch(self)
-            self._on_torch_road = bool(self.left_because)
-            if not self._on_torch_road:
+            if self.left_because:
+                self.check_torch_road()
+                self._on_torch_road = True
+            else:
                 self._tree = _C.Tree([], _plan.bind_units([self]))
         if not self._is_bound:
             return super().unshard(async_op)

@@ -8,8 +8,9 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -50,7 +51,8 @@ std::string parameter_name(const Param &param)
     return text != nullptr ? text : "?";
 }
 
-// A gradient that the core can read: dense, contiguous, real floating point, on the CPU.
+// A gradient that the core can read: dense, real floating point, on the CPU, in memory as its
+// parameter is.
 at::Tensor readable(const at::Tensor &grad, const Param &param)
 {
     if (grad.layout() != at::kStrided) {
@@ -61,7 +63,14 @@ at::Tensor readable(const at::Tensor &grad, const Param &param)
             parameter_name(param).c_str());
         throw_python();
     }
-    return grad.contiguous();
+    const at::Tensor &full = param.unsharded_tensor;
+    if (full.is_contiguous()) {
+        return grad.contiguous();
+    }
+    if (grad.strides() == full.strides()) {
+        return grad;
+    }
+    return at::empty_strided(full.sizes(), full.strides(), grad.options()).copy_(grad);
 }
 
 // Room for a post; finishes and copies away other posts until there is some.
@@ -166,7 +175,10 @@ std::vector<at::Tensor> Unit::take_gradients(bool with_unused)
         } else if (fresh.defined()) {
             grads[i] = readable(fresh, p);
         } else if (with_unused && p.sharded_tensor().requires_grad()) {
-            grads[i] = at::zeros(p.unsharded_tensor.sizes(), p.unsharded_tensor.options());
+            grads[i] = at::zeros_like(p.unsharded_tensor);
+        }
+        if (p.copies > 1 && grads[i].defined()) {
+            grads[i] = grads[i].expand({p.copies}).contiguous(); // every rank gets all of it
         }
         fresh = at::Tensor();
     }
@@ -508,12 +520,8 @@ void Unit::make_gradients(bool all)
         Param &p = params_[i];
         const int64_t item = static_cast<int64_t>(c10::elementSize(p.grad_type));
         at::Tensor local = at::empty({0}, at::dtype(p.grad_type));
-        std::vector<int64_t> strides(p.local_size.size(), 1);
-        for (size_t d = p.local_size.size(); d-- > 1;) {
-            strides[d - 1] = strides[d] * std::max<int64_t>(p.local_size[d], 1);
-        }
         local.set_(grads_flat_.storage(), static_cast<int64_t>(layout->params[i].grad_at) / item,
-                   p.local_size, strides);
+                   p.local_size, p.local_stride);
         p.grad = Gradient();
         p.grad.local_object = checked(THPVariable_Wrap(local));
         p.grad.object = checked(PyObject_CallMethod(p.owner.get(), "to_sharded_dtensor", "O",
@@ -575,7 +583,7 @@ void Unit::write_gradient(size_t index, const ReduceOptions &options, const Redu
         at::NoGradGuard no_grad;
         Ref object = checked(THPVariable_Wrap(present));
         Ref local = checked(PyObject_GetAttrString(object.get(), "_local_tensor"));
-        at::Tensor sum = at::empty(p.local_size, at::dtype(p.grad_type));
+        at::Tensor sum = at::empty_strided(p.local_size, p.local_stride, at::dtype(p.grad_type));
         reduce(sum.mutable_data_ptr(), false);
         tensor_of(local.get()).add_(sum);
     }

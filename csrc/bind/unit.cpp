@@ -22,12 +22,14 @@ PyObject *local_tensor_name()
 
 Param parse_row(PyObject *row)
 {
-    PyObject *places, *sharded, *unsharded, *owner, *reduce, *grad, *size;
-    if (!PyArg_ParseTuple(row, "O!OOOOOO!", &PyList_Type, &places, &sharded, &unsharded, &owner,
-                          &reduce, &grad, &PyTuple_Type, &size)) {
+    PyObject *places, *sharded, *unsharded, *owner, *reduce, *grad, *size, *stride;
+    Py_ssize_t copies;
+    if (!PyArg_ParseTuple(row, "O!OOOOOO!O!n", &PyList_Type, &places, &sharded, &unsharded, &owner,
+                          &reduce, &grad, &PyTuple_Type, &size, &PyTuple_Type, &stride, &copies)) {
         throw_python();
     }
     Param param;
+    param.copies = copies;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(places); i++) {
         PyObject *dict, *key, *module;
         if (!PyArg_ParseTuple(PyList_GET_ITEM(places, i), "O!OO", &PyDict_Type, &dict, &key,
@@ -46,6 +48,7 @@ Param parse_row(PyObject *row)
     param.grad_type = reinterpret_cast<THPDtype *>(grad)->scalar_type;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(size); i++) {
         param.local_size.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(size, i)));
+        param.local_stride.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(stride, i)));
     }
     return param;
 }

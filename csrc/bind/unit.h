@@ -40,8 +40,9 @@ struct Param {
     at::Tensor unsharded_tensor; // a view of the unit's unsharded storage
     at::Tensor local;            // the shard: the DTensor's local tensor
     at::ScalarType reduce_type, grad_type;
-    std::vector<int64_t> local_size; // of the shard and of its gradient
-    uint32_t version = 0;            // of unsharded_tensor when it was filled
+    std::vector<int64_t> local_size, local_stride; // of the shard and of its gradient
+    int64_t copies = 1;                            // a replicated parameter is held once per rank
+    uint32_t version = 0;                          // of unsharded_tensor when it was filled
     Gradient grad;
     at::Tensor held; // unreduced, in the reduce dtype (gradient accumulation)
 
