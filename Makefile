@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-build-isolation
 C_FILES = $(shell find csrc tests/c benchmarks -name '*.[ch]' -o -name '*.cpp')
-PARITY := tests/test_parity.py tests/test_fully_shard_*.py tests/behaviour
+PARITY := tests/test_parity.py tests/test_differential*.py tests/test_fully_shard_*.py tests/behaviour
 
 .DEFAULT_GOAL := help
 .PHONY: help build demo test test-parity test-c bench sanitize lint format gpu-check clean

@@ -11,17 +11,8 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--seeds", type=int, default=40, help="how many random models to try")
-    parser.addoption(
-        "--first-seed", type=int, default=0, help="the first seed of the random models"
-    )
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "random_seed" in metafunc.fixturenames:
-        first = metafunc.config.getoption("--first-seed")
-        seeds = range(first, first + metafunc.config.getoption("--seeds"))
-        metafunc.parametrize("random_seed", seeds)
+    parser.addoption("--seeds", type=int, help="how many random programs to run")
+    parser.addoption("--first-seed", type=int, default=0, help="the seed of the first of them")
 
 
 def pytest_sessionfinish() -> None:

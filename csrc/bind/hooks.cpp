@@ -133,11 +133,12 @@ bool is_trainable(const Unit *unit)
 
 // An output without a tensor that a hook could be put on says nothing about the start of backward:
 // then the unit keeps its parameters for it, and the gradients of those start its end. True if so.
+// A grouped unit's hooks also run when forward raised, with None.
 bool keep_for_hidden_output(StateObject *state, PyObject *output)
 {
     GroupObject *group = state->group;
     if (!at::GradMode::is_enabled() || in_autograd_backward() || is_transparent(output) ||
-        !is_trainable(group->unit)) {
+        !is_trainable(group->unit) || (output == Py_None && is_grouped(state))) {
         return false;
     }
     std::vector<at::Tensor> tensors;

@@ -1,0 +1,102 @@
+"""Runs seeds and reports what they found; for tests and for the command line."""
+
+import argparse
+import collections
+import time
+from dataclasses import dataclass, field
+
+import harness
+
+from differential import execute, shrink
+from differential.execute import Failure
+from differential.program import WORLDS
+
+CHUNK = 20
+SEED_TIMEOUT_S = 6
+
+
+@dataclass
+class Result:
+    n_lines: int = 0
+    failures: dict[int, Failure] = field(default_factory=dict)
+    ends: collections.Counter[str] = field(default_factory=collections.Counter)
+
+
+def run(seeds: list[int], world: int, fault: str = "", chunk: int = CHUNK) -> Result:
+    """Run seeds on ranks that stay alive; new ones after a seed whose ranks raised apart."""
+    result = Result()
+    left = list(seeds)
+    while left and not (fault and result.failures):
+        n_done = run_some(left[:chunk], world, fault, result)
+        left = left[n_done:]
+    return result
+
+
+def run_some(seeds: list[int], world: int, fault: str, result: Result) -> int:
+    """Run seeds up to the first whose ranks raised; gives how many."""
+    try:
+        reports = harness.run_ranks(
+            execute.run_seeds, world, seeds, fault, timeout=20 + SEED_TIMEOUT_S * len(seeds)
+        )
+    except harness.RankFailure as error:
+        line = shrink.last_line(str(error))
+        seed = int(line.split()[1].strip(",")) if line.startswith("seed ") else seeds[0]
+        result.failures[seed] = Failure(seed, "hangs", line, str(error)[-4000:])
+        return seeds.index(seed) + 1
+    n_done = min(report.n_programs for report in reports)
+    result.n_lines += reports[0].n_lines
+    result.ends.update(reports[0].ends)
+    failures = [failure for report in reports for failure in report.failures]
+    for failure in failures:
+        result.failures.setdefault(failure.seed, failure)
+    if any(failure.kind != "differs" for failure in failures):
+        harness.Pool.of(world).kill()
+    return n_done
+
+
+def by_world(seeds: range) -> dict[int, list[int]]:
+    """Which seeds run on how many ranks."""
+    found: dict[int, list[int]] = {}
+    for seed in seeds:
+        found.setdefault(WORLDS[seed % len(WORLDS)], []).append(seed)
+    return found
+
+
+def parse_seeds(text: str) -> range:
+    first, _, last = text.partition(":")
+    return range(int(first), int(last) if last else int(first) + 1)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.differential",
+        description="Runs random programs under torch's fully_shard and fsdp_c's and compares.",
+    )
+    parser.add_argument("--seeds", type=parse_seeds, default=range(100), help="N or FIRST:LAST")
+    parser.add_argument("--ranks", type=int, help="ranks of all seeds; default: 1 to 4, by seed")
+    parser.add_argument("--fault", default="", help="a mistake to plant; see faults.py")
+    parser.add_argument("--show", type=int, default=1, help="how many failures to make small")
+    options = parser.parse_args(arguments)
+    start = time.monotonic()
+    worlds = {options.ranks: list(options.seeds)} if options.ranks else by_world(options.seeds)
+    total = Result()
+    for world, seeds in sorted(worlds.items()):
+        result = run(seeds, world, options.fault)
+        total.n_lines += result.n_lines
+        total.ends.update(result.ends)
+        total.failures.update(result.failures)
+        for seed, failure in list(result.failures.items()):
+            print(f"seed {seed} on {world} ranks {failure.kind} at {failure.line}")
+            print("    " + failure.text[:500].replace("\n", "\n    "))
+            if options.show > 0:
+                options.show -= 1
+                print(shrink.explain(seed, world, options.fault))
+    seconds = time.monotonic() - start
+    print(
+        f"{len(options.seeds)} seeds, {total.n_lines} lines, {len(total.failures)} failures,"
+        f" {sum(total.ends.values())} ended early, {seconds:.0f} s"
+    )
+    for reason, count in total.ends.most_common():
+        print(f"{count:4} ended with {reason}")
+    harness.stop()
+    return 1 if total.failures else 0

@@ -1,0 +1,213 @@
+"""Runs a program on both sides, line by line, and compares what each line leaves; on a rank."""
+
+import ast
+import collections
+import contextlib
+import gc
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from parity import compare, local
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from differential import faults, nets
+from differential.generate import make_program
+from differential.program import Program
+
+
+@dataclass
+class Failure:
+    """Where the sides differ, or one of them raised."""
+
+    seed: int
+    kind: str  # "differs", "only torch raises", "only fsdp_c raises", "exceptions differ", "hangs"
+    line: str
+    text: str
+
+
+@dataclass
+class Report:
+    """What a rank found in some programs."""
+
+    failures: list[Failure]
+    n_programs: int = 0
+    n_lines: int = 0
+    # Programs that ended early because both sides raised the same, by exception.
+    ends: list[str] = field(default_factory=list)
+
+
+class Counting(TorchDispatchMode):
+    """Counts collectives by operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # its own dispatch comes back with plain tensors
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Side:
+    """One implementation and the names of its program."""
+
+    def __init__(self, fsdp: Any, rank: int, program: Program) -> None:
+        self.fsdp = fsdp
+        self.names: dict[str, Any] = {
+            **nets.NAMES,
+            "fsdp": fsdp,
+            "rank": rank,
+            "world": program.world,
+        }
+        self.counting = Counting() if program.counted else None
+
+    def run(self, line: str, number: int) -> Exception | None:
+        # torch.manual_seed would format a stack for each device.
+        torch.default_generator.manual_seed(number + 1)
+        try:
+            with self.counting or contextlib.nullcontext():
+                exec(compile(line, f"<line {number}>", "exec"), self.names)
+        except Exception as error:
+            return error
+        return None
+
+    def see(self, line: str) -> dict[str, Any]:
+        """All that a user sees after a line."""
+        seen = {name: self.names[name] for name in assigned(line) if name in self.names}
+        if self.counting is not None:
+            seen["collectives"] = dict(sorted(self.counting.counts.items()))
+        model = self.names.get("model")
+        if model is None:
+            return seen
+        registered = dict(model.named_parameters())
+        seen["registered"] = registered
+        seen["registered gradient"] = {name: p.grad for name, p in registered.items()}
+        seen["buffer"] = dict(model.named_buffers())
+        if "shards" in self.names:
+            shards = self.names["shards"]
+            seen["shard"] = shards
+            seen["gradient"] = {name: p.grad for name, p in shards.items()}
+        return seen
+
+
+def assigned(line: str) -> list[str]:
+    """The names that a line gives values to."""
+    names = []
+    for node in ast.walk(ast.parse(line)):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return names
+
+
+def align(ours: Side, theirs: Side) -> None:
+    """Go on from torch's shards and gradients where bits differ within the tolerance."""
+    for name, other in theirs.names.get("shards", {}).items():
+        mine = ours.names["shards"][name]
+        for to, source in ((mine, other), (mine.grad, other.grad)):
+            if source is not None and not torch.equal(local(to), local(source)):
+                with torch.no_grad():
+                    local(to).copy_(local(source))
+
+
+def judge(ours: Exception | None, theirs: Exception | None) -> str:
+    """What is wrong with what the sides raised, if anything."""
+    if (ours is None) == (theirs is None):
+        if ours is None or isinstance(ours, type(theirs)):
+            return ""
+        return "exceptions differ"
+    return "only torch raises" if ours is None else "only fsdp_c raises"
+
+
+def describe(error: Exception | None) -> str:
+    if error is None:
+        return "nothing was raised"
+    text = "".join(traceback.format_exception(error)[-6:]).rstrip()
+    return f"{type(error).__name__}: {str(error)[:300]}\n{text}"
+
+
+def run_program(rank: int, program: Program, report: Report, fault: str = "") -> None:
+    """Adds to the report; all ranks stop after the same block."""
+    theirs = Side(torch_fsdp, rank, program)
+    ours = Side(harness.implementation(), rank, program)
+    number = 0
+    for block in (program.setup, *program.blocks):
+        failure, ends = None, ""
+        for line in block:
+            print(f"seed {program.seed}, line {number}: {line}", flush=True)
+            found, ends = run_line(theirs, ours, line, number, program, fault)
+            failure = failure or found
+            number += 1
+            if ends or (found is not None and found.kind != "differs"):
+                break
+        report.n_lines = report.n_lines + len(block)
+        if failure is not None:
+            report.failures.append(failure)
+        elif ends:
+            report.ends.append(ends)
+        if is_over(failure is not None or bool(ends), program.world):
+            return
+
+
+def is_over(mine: bool, world: int) -> bool:
+    """Whether a rank stops. Between blocks, because each exchange costs about as much as a line."""
+    flag = torch.tensor([float(mine)])
+    if world > 1:
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+def run_line(
+    theirs: Side, ours: Side, line: str, number: int, program: Program, fault: str
+) -> tuple[Failure | None, str]:
+    """The failure of a line, and the name of the exception that ends the program."""
+    error = theirs.run(line, number)
+    with faults.planted(fault, ours, line):
+        our_error = ours.run(line, number)
+    kind = judge(our_error, error)
+    if kind:
+        text = f"torch: {describe(error)}\nfsdp_c: {describe(our_error)}"
+        return Failure(program.seed, kind, line, text), ""
+    try:
+        compare(ours.see(line), theirs.see(line), program.tolerance, "")
+    except AssertionError as difference:
+        return Failure(program.seed, "differs", line, str(difference)), ""
+    if program.tolerance.realign:
+        align(ours, theirs)
+    if error is not None and not is_expected(line, error):
+        return None, f"{type(error).__name__} at {line.splitlines()[0][:60]}: {str(error)[:90]}"
+    return None, ""
+
+
+def is_expected(line: str, error: Exception) -> bool:
+    """Whether the program goes on: a call that is refused before it does anything."""
+    from differential.generate import REFUSED
+
+    return line in REFUSED
+
+
+def run_seeds(rank: int, n_ranks: int, seeds: list[int], fault: str = "") -> Report:
+    """The body of the ranks."""
+    return run_programs(rank, n_ranks, [make_program(seed, n_ranks) for seed in seeds], fault)
+
+
+def run_programs(rank: int, n_ranks: int, programs: list[Program], fault: str = "") -> Report:
+    report = Report([])
+    with faults.installed(fault):
+        for index, program in enumerate(programs):
+            run_program(rank, program, report, fault)
+            if index % 4 == 3:
+                gc.collect()
+            report.n_programs += 1
+            # Ranks that raised apart have no common state to go on from.
+            if report.failures and (fault or report.failures[-1].kind != "differs"):
+                break
+    return report

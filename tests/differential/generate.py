@@ -1,0 +1,388 @@
+"""Writes a random program for a seed: a model, how it is sharded, and what is done with it.
+
+Left out is what torch itself gets wrong, silently or not, where fsdp_c gives the right result:
+each place says what.
+"""
+
+from differential.program import WORLDS, Program
+from differential.setting import Setting
+
+REFUSED = [
+    "fsdp.fully_shard(model)",
+    "fsdp.fully_shard(nn.ModuleList([nn.Linear(2, 2)]))",
+    "fsdp.fully_shard(nn.Linear(2, 2), reshard_after_forward='x')",
+    "fsdp.fully_shard(nn.Linear(2, 2), reshard_after_forward=1.5)",
+    "fsdp.fully_shard(nn.Linear(2, 2), reshard_after_forward=7)",
+    "fsdp.fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: 'x')",
+    "model.set_reshard_after_forward(1)",
+    "model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])",
+    "model.set_modules_to_backward_prefetch([nn.Linear(2, 2)])",
+    "model.set_reduce_scatter_max_input_buffers(0)",
+    "model.set_reduce_scatter_max_input_buffers(True)",
+    "fsdp.register_fsdp_forward_method(model, 'nothing')",
+    "__import__('copy').deepcopy(model)",
+    "model(1, 2, 3)",
+    "model.load_state_dict({'nothing': 1})",
+    "fsdp.MixedPrecisionPolicy(nothing=1)",
+    "fsdp.fully_shard(3)",
+]
+
+
+def make_program(seed: int, world: int | None = None) -> Program:
+    return Writer(seed, world or WORLDS[seed % len(WORLDS)]).write()
+
+
+class Writer(Setting):
+    """Writes blocks of lines; each chooses freely among what the setting allows."""
+
+    def write(self) -> Program:
+        self.write_setup()
+        blocks = [block for block, weight in BLOCKS.items() for _ in range(weight)]
+        for _ in range(self.rng.randint(2, 5)):
+            written = self.rng.choice(blocks)(self)
+            if written:
+                self.program.blocks.append(written)
+        self.program.blocks.append(self.train())
+        self.program.tolerance = self.tolerance()
+        return self.program
+
+    # --- what lines are made of -------------------------------------------------------------------
+
+    def x(self) -> str:
+        self.n_inputs += 1
+        if self.stem == "embedding":
+            return f"tokens(rank, {self.n_inputs})"
+        dtype = ", dtype=torch.float64" if self.is_double else ""
+        return f"data(rank, {self.n_inputs}, {self.rng.randint(1, 4)}, {self.width}{dtype})"
+
+    def use(self) -> str:
+        """Which layers run. Torch fails where a module of a group runs twice or not at all."""
+        if self.groups or self.around == "reentrant" or not self.chance(0.3):
+            return ""
+        order = range(len(self.layers))
+        chosen = self.rng.sample(order, self.rng.randint(1, len(self.layers)))
+        if not self.has_hooks and self.chance(0.4):
+            chosen.append(self.rng.choice(chosen))
+            self.adds_many = True
+        return f", use={tuple(chosen)}"
+
+    def forward(self, use: str | None = None) -> str:
+        keyword = "x=" if self.chance(0.1) else ""
+        return f"model({keyword}{self.x()}{self.use() if use is None else use})"
+
+    def finish(self) -> list[str]:
+        """Optimizer step and clearing of gradients; at times nothing, so that they add up."""
+        if self.chance(0.12):
+            self.adds_many = True
+            return []
+        lines = ["scaled = halve_gradients(shards)"] if self.chance(0.1) else []
+        if self.program.has("set_reshard_after_backward(False"):
+            # Torch goes on with old weights where a unit is unsharded while its shards change.
+            lines.append("reshard(model, fsdp)")
+        if not self.ignores and self.chance(0.25):
+            norm = self.rng.choice(["", "", ", norm_type=1", ", norm_type=3", ", foreach=True"])
+            lines.append(f"norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5{norm})")
+        elif not self.ignores and self.chance(0.05):
+            lines.append("norm = nn.utils.clip_grad_value_(model.parameters(), 0.1)")
+        lines.append("optimizer.step()")
+        lines.append(
+            self.rng.choice(
+                [
+                    "optimizer.zero_grad()",
+                    "optimizer.zero_grad(set_to_none=False)",
+                    "model.zero_grad()",
+                    "model.zero_grad(set_to_none=False)",
+                ]
+            )
+        )
+        return lines
+
+    def hook_lines(self) -> list[str]:
+        return ["hooked = sorted(log, key=str)", "log.clear()"] if self.has_hooks else []
+
+    # --- blocks -----------------------------------------------------------------------------------
+
+    def train(self) -> list[str]:
+        return [
+            f"out = {self.forward()}",
+            *self.meanwhile(),
+            self.backward(),
+            *self.hook_lines(),
+            *self.finish(),
+        ]
+
+    def meanwhile(self) -> list[str]:
+        """Something between forward and backward."""
+        if not self.chance(0.2):
+            return []
+        unit = self.unit()
+        choices = [
+            f"{unit}.unshard()",
+            f"handle = {unit}.unshard(async_op=True)",
+            "reshard(model, fsdp)",
+            f"with torch.no_grad():\n    other = {self.forward()}",
+            "model.eval()",
+            "model.train()",
+        ]
+        return [self.rng.choice(choices)]
+
+    def backward(self) -> str:
+        """Of the whole output, or of its first tensor."""
+        if self.output != "tensor" and self.chance(0.2):
+            return "loss = backward(leaves(out)[:1])"
+        return "loss = backward(out)"
+
+    def evaluate(self) -> list[str]:
+        forward = self.forward()
+        # Torch makes what it lacks in inference mode, and cannot use it elsewhere.
+        may_infer = self.program.has("loss = backward") and not self.program.has("columns(")
+        mode = "inference_mode" if may_infer and self.chance(0.3) else "no_grad"
+        return self.rng.choice(
+            [
+                [f"with torch.{mode}():\n    out = {forward}"],
+                [
+                    "model.eval()",
+                    f"with torch.no_grad():\n    out = {forward}",
+                    "model.train()",
+                ],
+                [f"out = {forward}"],  # a graph that is dropped
+            ]
+        )
+
+    def two_forwards(self) -> list[str]:
+        self.adds_many = True
+        if self.has_hooks or self.around == "reentrant":
+            return []  # torch leaves units unsharded that ran twice in reentrant checkpoints
+        if self.chance(0.5):
+            return [
+                f"out = [{self.forward()}, {self.forward()}]",
+                "loss = backward(out)",
+                *self.finish(),
+            ]
+        first = self.rng.choice(["first", "second"])
+        second = {"first": "second", "second": "first"}[first]
+        return [
+            f"first = {self.forward()}",
+            f"second = {self.forward()}",
+            f"loss = backward({first})",
+            f"loss = backward({second})",
+            *self.finish(),
+        ]
+
+    def hold(self) -> list[str]:
+        """Micro-batches without reduction. With a reduce dtype torch refuses held gradients of
+        some parameters and fresh ones of others."""
+        self.adds_many = True
+        same = "" if self.mixes or self.is_hsdp else None
+        recurse = ", recurse=False" if self.chance(0.2) else ""
+        setter = "set_requires_gradient_sync"
+        if self.is_hsdp and self.chance(0.6):
+            setter = "set_requires_all_reduce"
+            # Torch adds partial sums by position: the same parameters must take part each time.
+            if self.program.has("requires_grad_("):
+                return []
+        last = self.chance(0.3)
+        lines = [f"model.{setter}(False{recurse})"]
+        if last:
+            lines.append("model.set_is_last_backward(False)")
+        for _ in range(self.rng.randint(1, 2)):
+            lines += [f"out = {self.forward(same)}", "loss = backward(out)"]
+        lines.append(f"model.{setter}(True{recurse})")
+        if last:
+            lines.append("model.set_is_last_backward(True)")
+        lines += [f"out = {self.forward(same)}", "loss = backward(out)"]
+        return lines + self.hook_lines() + self.finish()
+
+    def unshard(self) -> list[str]:
+        unit = self.unit()
+        lines = [f"{unit}.unshard()"]
+        if self.chance(0.5):
+            lines = [f"handle = {unit}.unshard(async_op=True)", "handle.wait()"]
+        if self.chance(0.3):
+            lines.append("held = {n: p.detach().clone() for n, p in model.named_parameters()}")
+        if self.chance(0.5):
+            return [*lines, f"{unit}.reshard()"]
+        return [*lines, *self.train()]
+
+    def save(self) -> list[str]:
+        """State dicts; only while sharded, where torch's own does not reshard."""
+        lines = ["reshard(model, fsdp)", "state = model.state_dict()"]
+        if self.chance(0.5):
+            lines += [
+                "state = {name: value.detach().clone() * 1.5 if value.is_floating_point() else"
+                " value.clone() for name, value in state.items()}",
+                "result = model.load_state_dict(state)",
+            ]
+        elif not self.has_hooks and not self.ignores and self.chance(0.4):
+            lines += [
+                "state = {name: value.detach().clone() for name, value in state.items()}",
+                "result = model.load_state_dict(state, assign=True)",
+                "shards = dict(model.named_parameters())",
+                self.optimizer(),
+            ]
+        elif self.chance(0.5):
+            lines.append("state = optimizer.state_dict()")
+            if self.chance(0.5):
+                lines.append("optimizer.load_state_dict(copies(state))")
+        return lines
+
+    def save_full(self) -> list[str]:
+        """Through torch's functions for whole state dicts."""
+        lines = [
+            "reshard(model, fsdp)",
+            "full = StateDictOptions(full_state_dict=True)",
+            "state = get_model_state_dict(model, options=full)",
+        ]
+        if self.chance(0.5):
+            lines.append("result = set_model_state_dict(model, state, options=full)")
+        return lines
+
+    def set_something(self) -> list[str]:
+        unit = self.unit()
+        boolean = self.rng.choice(["True", "False"])
+        recurse = self.rng.choice(["", ", recurse=False"])
+        lines = [
+            [f"{unit}.set_reshard_after_forward({boolean}{recurse})"],
+            [f"{unit}.set_reshard_after_backward({boolean}{recurse})"],
+            [f"model.set_modules_to_forward_prefetch([{unit}])"],
+            [f"model.set_modules_to_backward_prefetch([{unit}])"],
+            [f"model._set_unshard_async_op({boolean})"],
+            [f"model.set_reduce_scatter_max_input_buffers({self.rng.randint(1, 3)})"],
+            [f"{unit}.set_force_sum_reduction_for_comms({boolean})"],
+        ]
+        # Over gloo torch takes the factor of its own average, or any with plain sums; it divides
+        # twice where a shard group has one rank.
+        if self.shard_size > 1:
+            lines.append([f"{unit}.set_gradient_divide_factor({float(self.shard_size)})"])
+            factor = self.rng.choice(["1.0", "3.0", "0.5"])
+            lines.append(
+                [
+                    f"{unit}.set_force_sum_reduction_for_comms(True)",
+                    f"{unit}.set_gradient_divide_factor({factor})",
+                    *self.train(),
+                    f"{unit}.set_gradient_divide_factor({float(self.shard_size)})",
+                ]
+            )
+        return ["reshard(model, fsdp)", *self.rng.choice(lines)]
+
+    def toggle(self) -> list[str]:
+        """Freezes or frees parameters. Torch loses what is done to unsharded ones, and has no
+        dtypes for a unit that was all frozen in its first forward."""
+        if self.program.has("set_requires_all_reduce"):
+            return []
+        names = {"block": "up.weight", "nested": "outer.down.bias", "tuple": "left.weight"}
+        found = [i for i, name in enumerate(self.layers) if name in names]
+        if not found:
+            return []
+        index = self.rng.choice(found)
+        name = f"layers.{index}.{names[self.layers[index]]}"
+        return [
+            "reshard(model, fsdp)",
+            f"shards[{name!r}].requires_grad_(not shards[{name!r}].requires_grad)",
+        ]
+
+    def refuse(self) -> list[str]:
+        return [self.rng.choice(REFUSED), "reshard(model, fsdp)"]
+
+    def fail(self) -> list[str]:
+        """An exception of the model. What a failed pass leaves is torch's affair until a reset;
+        what of its gradients has arrived, too."""
+        position = self.rng.randrange(len(self.layers))
+        where = self.rng.choice(["forward", "backward"])
+        call = f"model({self.x()}, fail_in_{where}={position})"
+        fn = f"backward({call})" if where == "backward" else call
+        return [
+            # The reset of torch 2.13 keeps gradients of parameters that are unsharded.
+            f"where = planned(lambda: {fn})\nmodel.zero_grad()\nmodel.reset_iter_state()\n"
+            "optimizer.zero_grad()",
+            *(["log.clear()"] if self.has_hooks else []),
+        ]
+
+    def retain(self) -> list[str]:
+        if self.has_hooks or self.around or set(self.layers) & {"reentrant"}:
+            return []
+        self.adds_many = True
+        return [
+            f"out = {self.forward()}",
+            "loss = backward(out, retain_graph=True)",
+            "loss = backward(out)",
+            *self.finish(),
+        ]
+
+    def twice(self) -> list[str]:
+        """The model's output is its input again."""
+        is_fit = self.output == "tensor" and self.stem != "embedding"
+        if not is_fit or self.has_hooks or self.groups or self.around:
+            return []
+        self.adds_many = True
+        use = self.use()
+        return [
+            f"out = model(model({self.x()}{use}){use})",
+            "loss = backward(out)",
+            *self.finish(),
+        ]
+
+    def input_gradient(self) -> list[str]:
+        if self.stem == "embedding":
+            return []
+        lines = [f"x = {self.x()}.requires_grad_()", f"out = model(x{self.use()})"]
+        if self.chance(0.3):
+            return [*lines, "grad = torch.autograd.grad(total(out), x)"]
+        return [*lines, "loss = backward(out)", "grad = x.grad", *self.hook_lines(), *self.finish()]
+
+    def autocast(self) -> list[str]:
+        if self.mixes or self.around or self.is_double:
+            return []
+        return [
+            f"with torch.autocast('cpu', torch.bfloat16):\n    out = {self.forward()}",
+            "loss = backward(out)",
+            *self.hook_lines(),
+            *self.finish(),
+        ]
+
+    def alone(self) -> list[str]:
+        """A unit, or a registered method of the model, called by itself; after the root has run."""
+        if not self.program.has("out = model("):
+            return []
+        if self.program.has("register_fsdp_forward_method(model, 'encode')"):
+            call = f"model.encode({self.x()})"
+        else:
+            dtype = ", dtype=torch.float64" if self.is_double else ""
+            self.n_inputs += 1
+            call = f"{self.unit()}(data(rank, {self.n_inputs}, 2, {self.width}{dtype}))"
+            if self.stem == "embedding" and call.startswith("model("):
+                return []
+        if self.chance(0.3):
+            return [f"with torch.no_grad():\n    out = {call}"]
+        return [f"out = {call}", "loss = backward(out)", *self.hook_lines(), *self.finish()]
+
+    def clear_late(self) -> list[str]:
+        """Gradients are cleared between forward and backward."""
+        return [
+            f"out = {self.forward()}",
+            "optimizer.zero_grad()",
+            "loss = backward(out)",
+            *self.hook_lines(),
+            *self.finish(),
+        ]
+
+
+BLOCKS = {
+    Writer.train: 6,
+    Writer.evaluate: 3,
+    Writer.two_forwards: 2,
+    Writer.hold: 4,
+    Writer.unshard: 2,
+    Writer.save: 2,
+    Writer.set_something: 4,
+    Writer.toggle: 2,
+    Writer.refuse: 1,
+    Writer.fail: 1,
+    Writer.retain: 1,
+    Writer.twice: 1,
+    Writer.input_gradient: 1,
+    Writer.autocast: 1,
+    Writer.clear_late: 1,
+    Writer.alone: 1,
+    Writer.save_full: 1,
+}

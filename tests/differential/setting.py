@@ -1,0 +1,211 @@
+"""The random model of a program, and how it is sharded."""
+
+import random
+
+import torch
+from parity import Tolerance
+
+from differential.program import Program
+
+# Few, because DTensor thinks long about each new shape.
+WIDTHS = (1, 2, 3, 3, 4, 4)
+# (param_dtype, reduce_dtype) of a policy.
+DTYPES: list[tuple[str, str]] = [
+    ("None", "None"),
+    ("torch.bfloat16", "torch.float32"),
+    ("torch.bfloat16", "None"),
+    ("None", "torch.bfloat16"),
+    ("torch.float64", "torch.float32"),
+    ("torch.float16", "torch.float32"),
+    ("None", "torch.float64"),
+]
+OPTIMIZERS = [
+    "SGD({}, lr=0.05)",
+    "SGD({}, lr=0.05)",
+    "SGD({}, lr=0.02, momentum=0.9, weight_decay=0.01)",
+    "SGD({}, lr=0.02, momentum=0.5, foreach=False)",
+    "SGD({}, lr=0.02, momentum=0.5, nesterov=True, foreach=True)",
+    "SGD({}, lr=0.02, maximize=True)",
+    "AdamW({}, lr=0.01)",
+    "AdamW({}, lr=0.01, foreach=False)",
+    "AdamW({}, lr=0.01, fused=True)",
+    "Adam({}, lr=0.01, foreach=True, amsgrad=True)",
+    "RMSprop({}, lr=0.01)",
+    "Adagrad({}, lr=0.01, foreach=False)",
+]
+LAYER_NAMES = (
+    "block block block linear linear norm tied tiny unused frozen buffered recurrent nested nested"
+    " tuple dict dataclass thin recompute reentrant tanh dropout again"
+).split()
+HOOKS = [
+    "register_forward_pre_hook(lambda module, args: (args[0] * 2,))",
+    "register_forward_hook(lambda module, args, out: args[0] + leaves(out)[0])",
+    "register_full_backward_hook(lambda module, grad_in, grad_out: None)",
+]
+
+
+class Setting:
+    """What the lines of set-up decide."""
+
+    def __init__(self, seed: int, world: int) -> None:
+        self.rng = random.Random(seed)
+        self.program = Program(seed, world, counted=self.chance(0.06))
+        self.n_inputs = 0
+        choose = self.rng.choice
+        self.width = choose(WIDTHS)
+        self.layers = [choose(LAYER_NAMES) for _ in range(self.rng.randint(1, 4))]
+        self.around = choose(["", "", "", "", "recompute", "reentrant"])
+        for index, name in enumerate(self.layers):
+            # Torch leaves units unsharded that ran twice in reentrant checkpoints.
+            if name == "again" and (index == 0 or self.around == "reentrant"):
+                self.layers[index] = "linear"
+        self.stem = choose(["linear", "linear", "identity", "embedding"])
+        self.output = choose(["tensor", "tensor", "tuple", "dict", "dataclass"])
+        self.has_own = not self.chance(0.15)
+        self.pick_units()
+        self.dtypes = [choose([DTYPES[0]] * 5 + DTYPES)]
+        # A layer only takes another dtype where its own unit casts.
+        self.is_split = len(self.singles) == len(self.layers) and not self.inner
+        if self.is_split and self.chance(0.3):
+            self.dtypes = self.rng.sample([pair for pair in DTYPES if pair[0] != "None"], 2)
+        self.mesh = self.pick_mesh()
+        self.is_double = not self.mixes and self.chance(0.08)
+        self.has_hooks = self.ignores = self.adds_many = False
+        if "recurrent" in self.layers or "tied" in self.layers:
+            self.adds_many = True
+
+    def chance(self, probability: float) -> bool:
+        return self.rng.random() < probability
+
+    def pick_units(self) -> None:
+        """Layers are units of their own, share one, or belong to the root's."""
+        free = [index for index, name in enumerate(self.layers) if name != "again"]
+        self.groups: list[list[int]] = []
+        while len(free) > 1 and self.chance(0.15):
+            group = sorted(self.rng.sample(free, self.rng.randint(2, min(3, len(free)))))
+            self.groups.append(group)
+            free = [index for index in free if index not in group]
+        self.singles = [index for index in free if self.chance(0.75)]
+        self.inner = [
+            index for index, name in enumerate(self.layers) if name == "nested" and self.chance(0.5)
+        ]
+
+    def pick_mesh(self) -> tuple[int, ...]:
+        world = self.program.world
+        shapes = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 3: [(3, 1)], 4: [(2, 2), (2, 2), (4, 1)]}
+        return self.rng.choice([*shapes[world], (world,)]) if self.chance(0.35) else ()
+
+    @property
+    def is_hsdp(self) -> bool:
+        return len(self.mesh) == 2
+
+    @property
+    def shard_size(self) -> int:
+        return self.mesh[-1] if self.mesh else self.program.world
+
+    @property
+    def mixes(self) -> bool:
+        return any(dtypes != DTYPES[0] for dtypes in self.dtypes)
+
+    def tolerance(self) -> Tolerance:
+        names = {name for pair in self.dtypes for name in pair}
+        if "torch.float16" in names or "torch.bfloat16" in names:
+            # Torch rounds each addition to the dtype, and the quotient; held gradients add more.
+            eps = torch.finfo(torch.bfloat16).eps
+            return Tolerance(scaled=4 * (self.program.world + 1) * eps, realign=True)
+        if self.program.world > 2 or self.adds_many:
+            # The order of three and more addends is free.
+            return Tolerance(relative=1e-4, scaled=1e-4, realign=True)
+        return Tolerance()
+
+    # --- lines ------------------------------------------------------------------------------------
+
+    def write_setup(self) -> None:
+        add = self.program.setup.append
+        defaults = {"stem": "linear", "output": "tensor", "around": "", "has_own": True}
+        given = {name: getattr(self, name) for name in defaults}
+        words = [str(self.width), repr(" ".join(self.layers))]
+        words += [f"{name}={value!r}" for name, value in given.items() if value != defaults[name]]
+        add(f"model = Net({', '.join(words)})")
+        # Before the first forward only: torch keeps the dtypes that it finds there.
+        double_at = self.rng.choice(["before", "after"]) if self.is_double else ""
+        if double_at == "before":
+            add("model.double()")
+        hook = f"model.layers[{self.rng.randrange(len(self.layers))}].{self.rng.choice(HOOKS)}"
+        hook_at = self.rng.choice(["before", "after"]) if self.chance(0.1) else ""
+        if hook_at == "before":
+            add(hook)
+        options = self.unit_options()
+        for module in self.units():
+            add(f"fsdp.fully_shard({module}{options()})")
+        add(f"fsdp.fully_shard(model{options(is_root=True)})")
+        if hook_at == "after":
+            add(hook)
+        if double_at == "after":
+            add("model.double()")
+        if self.chance(0.15):
+            add("fsdp.register_fsdp_forward_method(model, 'encode')")
+        add("shards = dict(model.named_parameters())")
+        add(self.optimizer())
+        # A module that ran several times is reduced once, by torch each time: so are its hooks.
+        if not self.around and "again" not in self.layers and self.chance(0.1):
+            self.has_hooks = True
+            add("log = []")
+            add("log_gradients(shards, log)")
+
+    def optimizer(self) -> str:
+        choices = OPTIMIZERS
+        if self.ignores:  # foreach takes tensors of one kind
+            choices = [words for words in choices if "foreach=False" in words]
+        if "frozen" in self.layers:  # fused takes no integers
+            choices = [words for words in choices if "fused=True" not in words]
+        parameters = "two_groups(model)" if self.chance(0.15) else "model.parameters()"
+        return f"optimizer = torch.optim.{self.rng.choice(choices).format(parameters)}"
+
+    def unit_options(self):  # noqa: ANN201
+        """What all units of the model are given; gives a function that adds the rest."""
+        rng = self.rng
+        common = ""
+        if self.mesh:
+            names = ("r", "s")[-len(self.mesh) :]
+            common = f", mesh=cached_mesh({self.mesh}, {names})"
+        output = ""
+        if self.chance(0.15):
+            output = rng.choice([", torch.float32", ", torch.float64", ", torch.bfloat16"])
+        outputs_all = self.is_split and all(param != "None" for param, _ in self.dtypes)
+        if self.chance(0.12):
+            common += ", offload_policy=fsdp.CPUOffloadPolicy(pin_memory=False)"
+        if self.chance(0.15):
+            common += f", shard_placement_fn=columns({self.shard_size})"
+        # Ignored parameters are not cast, and clipping refuses them beside sharded ones.
+        if not self.mixes and self.stem == "linear" and self.chance(0.12):
+            self.ignores = True
+        ignored = ", ignored_params={model.stem.weight}" if self.ignores else ""
+        # Torch registers wrong shards for an int where rows do not divide, and fails for dim 1.
+        int_ok = self.shard_size == 4 and self.width % 4 == 0 and "columns" not in common
+
+        def options(is_root: bool = False) -> str:
+            value = rng.choice(["None", "True", "False", "True"])
+            if int_ok and self.chance(0.1):
+                value = "2"
+            words = common
+            param, reduce = rng.choice(self.dtypes)
+            out_dtype = output if is_root or outputs_all else ""
+            if self.mixes or out_dtype:
+                words += f", mp_policy=fsdp.MixedPrecisionPolicy({param}, {reduce}{out_dtype})"
+            words += "" if value == "None" else f", reshard_after_forward={value}"
+            return words + (ignored if is_root else "")
+
+        return options
+
+    def units(self) -> list[str]:
+        """The modules to shard before the root, innermost first."""
+        found = ["model.stem"] if self.stem == "embedding" and self.chance(0.3) else []
+        found += [f"model.layers[{index}].inner" for index in self.inner]
+        lists = [[f"model.layers[{index}]" for index in group] for group in self.groups]
+        found += [f"[{', '.join(names)}]" for names in lists]
+        return found + [f"model.layers[{index}]" for index in self.singles]
+
+    def unit(self) -> str:
+        """Some unit, by name; units of several modules are none."""
+        return self.rng.choice([f"model.layers[{index}]" for index in self.singles] + ["model"])

@@ -1,0 +1,99 @@
+"""Random programs under torch's fully_shard and fsdp_c's; mistakes that this must notice."""
+
+import harness
+import pytest
+import torch
+from differential import cli, execute, faults, shrink
+from differential.generate import make_program
+from differential.program import WORLDS, Program
+
+# Under the torch that development uses; another one gets a tenth.
+N_SEEDS = 100
+CHUNK = 25
+
+
+def n_seeds() -> int:
+    return N_SEEDS if torch.__version__.startswith("2.13.") else N_SEEDS // 10
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "chunk" not in metafunc.fixturenames:
+        return
+    first = metafunc.config.getoption("--first-seed")
+    n = metafunc.config.getoption("--seeds")
+    seeds = range(first, first + (n_seeds() if n is None else n))
+    chunks = [
+        (world, mine[start : start + CHUNK])
+        for world, mine in sorted(cli.by_world(seeds).items())
+        for start in range(0, len(mine), CHUNK)
+    ]
+    ids = [f"{world} ranks from {seeds[0]}" for world, seeds in chunks]
+    metafunc.parametrize("chunk", chunks, ids=ids)
+
+
+def test_same_as_torch(chunk: tuple[int, list[int]]) -> None:
+    world, seeds = chunk
+    result = cli.run(seeds, world)
+    if result.failures:
+        seed, failure = next(iter(result.failures.items()))
+        text = shrink.explain(seed, world) or f"not seen again when seed {seed} ran alone"
+        pytest.fail(f"seeds {sorted(result.failures)} fail\n{failure}\n{text}", pytrace=False)
+    # Most programs run to their end.
+    assert sum(result.ends.values()) <= 0.2 * len(seeds) + 2, result.ends
+
+
+@pytest.mark.parametrize("fault", [*faults.PATCHES, *faults.TAMPERS])
+def test_planted_mistake_is_found(fault: str) -> None:
+    if harness.implementation().__name__ != "fsdp_c":
+        pytest.skip("mistakes are planted into fsdp_c")
+    world = 2
+    result = cli.run(list(range(1000, 1060)), world, fault, chunk=20)
+    assert result.failures, f"{fault} was not noticed"
+
+
+def test_small_script_for_a_failure() -> None:
+    """The program shrinks to what the mistake needs, and the script can be compiled."""
+    program = make_program(1003, 2)
+
+    def fails(candidate: Program) -> execute.Failure | None:
+        return shrink.fails(candidate, "stale_shard")
+
+    failure = fails(program)
+    assert failure is not None and failure.kind == "differs"
+    small, failure = shrink.shrink(program, failure, fails, n_tries=30)
+    assert len(small.lines) < len(program.lines)
+    text = shrink.script(small, failure)
+    compile(text, "script", "exec")
+    assert "optimizer.step()" in text and "torchrun --nproc_per_node 2" in text
+
+
+def test_hanging_ranks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shrink, "CASE_TIMEOUT_S", 1)
+    program = Program(77, 2, ["x = 1", "torch.distributed.barrier() if rank == 0 else None"])
+    program.blocks = [["import os\nos.read(os.pipe()[0], 1)"]]
+    failure = shrink.fails(program)
+    assert failure is not None and failure.kind == "hangs"
+    assert failure.line.startswith("seed 77, line "), failure
+
+
+def test_an_exception_of_one_side_is_a_failure() -> None:
+    line = "1 / (fsdp.__name__ == 'torch.distributed.fsdp')"
+    failure = shrink.fails(Program(1, 1, [line]))
+    assert failure is not None and failure.kind == "only fsdp_c raises" and failure.line == line
+
+
+def test_programs_depend_on_their_seed_alone() -> None:
+    for seed in range(50):
+        world = WORLDS[seed % len(WORLDS)]
+        assert make_program(seed) == make_program(seed, world)
+        assert make_program(seed).lines != make_program(seed + 1).lines
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(cli.parse_seeds("3:6")) == [3, 4, 5]
+    assert list(cli.parse_seeds("3")) == [3]
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(harness, "stop", lambda: None)
+    with monkey.context():
+        assert cli.main(["--seeds", "2:4", "--ranks", "1"]) == 0
+    assert "2 seeds, " in capsys.readouterr().out

@@ -1,0 +1,32 @@
+"""Short programs that once ran otherwise under fsdp_c than under torch; each named by its cause."""
+
+import harness
+import pytest
+from differential import execute
+from differential.program import Program
+
+SHARDS = "shards = dict(model.named_parameters())"
+FOUND: dict[str, tuple[int, list[str], list[list[str]]]] = {
+    # The hook after forward runs then too, with None: taken for an output that hides tensors.
+    "the last member of a grouped unit raises": (
+        1,
+        [
+            "model = Net(3, 'block linear')",
+            "model.layers[1] = nn.Linear(4, 4)",
+            "fsdp.fully_shard([model.layers[0], model.layers[1]])",
+            "fsdp.fully_shard(model)",
+            SHARDS,
+        ],
+        [["what = attempt(lambda: model(data(rank, 1, 2, 3)))"]],
+    ),
+}
+
+
+@pytest.mark.parametrize("cause", FOUND)
+def test_found(cause: str) -> None:
+    world, setup, blocks = FOUND[cause]
+    reports = harness.run_ranks(
+        execute.run_programs, world, [Program(0, world, setup, blocks)], timeout=30
+    )
+    assert not [report.failures for report in reports if report.failures]
+    assert reports[0].n_lines == len(setup) + sum(map(len, blocks)), reports[0].ends
