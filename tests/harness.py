@@ -429,7 +429,8 @@ def serve_rank(
     send(pipe, "ready")
     while (request := receive_or_none(pipe)) is not None:
         send(pipe, answer(rank, n_ranks, *request))
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def receive_or_none(pipe: Connection) -> Any:

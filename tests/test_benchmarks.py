@@ -2,11 +2,14 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from harness import run_ranks
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 TINY = {
@@ -76,13 +79,22 @@ def table_lines(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", TINY)
 def test_table_and_json(name: str, tmp_path: Path) -> None:
-    done = run_bench(f"bench_{name}.py", *TINY[name], "--out", str(tmp_path))
+    script = f"bench_{name}.py"
+    command = [script]
+    if name == "collectives":
+        script, command = "run.py", ["run.py", "--quick", "--only", name]
+    done = run_bench(*command, *TINY[name], "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     record = only_json(tmp_path)
     assert record["bench"] == name
+    assert record["quick"] == (script == "run.py")
     assert {"python", "torch", "fsdp_c"} <= set(record["versions"])
     assert record["hardware"]["cores"] >= 1 and record["hardware"]["cpu_model"]
-    assert f"bench_{name}.py" in record["command"] and record["date"]
+    assert script in record["command"] and record["date"]
+    if script == "run.py":  # it writes the tables too
+        (path,) = tmp_path.glob("collectives_*_quick.md")
+        assert "run.py --quick" in path.read_text()
+        assert table_lines(path.read_text()) == table_lines(done.stdout) != []
     assert len(record["rows"]) == N_ROWS[name]
     header = table_lines(done.stdout)[0]
     assert "fsdp_c" in header and ("gloo" if name == "collectives" else "torch") in header
@@ -96,15 +108,33 @@ def test_table_and_json(name: str, tmp_path: Path) -> None:
                 assert 0 < times["min_us"] <= times["median_us"] <= times["p90_us"]
 
 
-@pytest.mark.parametrize("name", ["host_overhead", "collectives", "step"])
-def test_wrong_results_are_refused(name: str, tmp_path: Path) -> None:
+def test_wrong_results_are_refused(tmp_path: Path) -> None:
     (tmp_path / "wrong_results.py").write_text(WRONG)
     out = tmp_path / "out"
-    arguments = [*TINY[name], "--ranks", "1", "--impl", "torch,wrong_results", "--out", str(out)]
-    done = run_bench(f"bench_{name}.py", *arguments, path=tmp_path)
+    arguments = [*TINY["step"], "--ranks", "1", "--impl", "torch,wrong_results", "--out", str(out)]
+    done = run_bench("bench_step.py", *arguments, path=tmp_path)
     assert done.returncode != 0
     assert "verification failed: wrong_results" in done.stderr, done.stderr
     assert not table_lines(done.stdout) and not out.exists()
+
+
+def be_a_bench_rank(rank: int, n_ranks: int, name: str, folder: Path) -> None:
+    """What torchrun starts for a benchmark, in a process that has imported torch already."""
+    dist.destroy_process_group()
+    sys.path[:0] = [str(BENCHMARKS), str(folder)]
+    del sys.modules["harness"]  # the benchmarks have a module of that name too
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", BENCH_ROWS_FILE=str(folder / "rows"))
+    sys.argv[1:] = [*TINY[name], "--ranks", str(n_ranks), "--impl", "torch,wrong_results"]
+    runpy.run_path(str(BENCHMARKS / f"bench_{name}.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize("name", ["host_overhead", "collectives"])
+def test_wrong_results_stop_a_rank(name: str, tmp_path: Path) -> None:
+    (tmp_path / "wrong_results.py").write_text(WRONG)
+    (outcome,) = run_ranks(be_a_bench_rank, 1, name, tmp_path, fresh=True)
+    assert outcome.exit_code != 0
+    assert "verification failed: wrong_results" in outcome.error + outcome.output
+    assert not (tmp_path / "rows").exists()
 
 
 def test_memory_of_runs_that_differ_is_refused() -> None:
@@ -122,17 +152,6 @@ def test_memory_of_runs_that_differ_is_refused() -> None:
     assert check(0.5).returncode == 0
     for wrong in (0.5001, float("nan")):
         assert "verification failed: 2 units, rank 0, step 1" in check(wrong).stderr
-
-
-def test_run_writes_the_tables_too(tmp_path: Path) -> None:
-    arguments = ["--quick", "--only", "collectives", "--impl", "torch", "--out", str(tmp_path)]
-    done = run_bench("run.py", *arguments, "--sizes", "1024", "--rounds", "1")
-    assert done.returncode == 0, done.stderr
-    (path,) = tmp_path.glob("collectives_*_quick.md")
-    written = path.read_text()
-    assert "run.py --quick" in written
-    assert table_lines(written) == table_lines(done.stdout) != []
-    assert only_json(tmp_path)["quick"] is True
 
 
 def test_missing_implementation_is_one_sentence(tmp_path: Path) -> None:

@@ -1,15 +1,23 @@
-"""Runs the examples and the demo through torchrun, and stops and resumes a training run."""
+"""Runs the examples and the demo, and stops and resumes a training run.
+
+Most runs are in forked ranks of the harness, which have imported torch already; those through
+torchrun show that it starts them too, and what it does with signals.
+"""
 
 import contextlib
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
+from harness import RankOutcome, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -62,6 +70,37 @@ def run(arguments: list[str]) -> str:
     return output
 
 
+def be_a_script(rank: int, n_ranks: int, script: str, arguments: list[str], stop_at: int) -> None:
+    """Runs a script as torchrun would; rank 0 gets SIGINT after step `stop_at` of the log."""
+    dist.destroy_process_group()
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already
+    sys.path.insert(0, str(EXAMPLES))
+    sys.argv[:] = [str(EXAMPLES / script), *arguments]
+    write = runlog.Writer.write
+
+    def write_and_stop(log: runlog.Writer, kind: str, **facts: Any) -> None:
+        write(log, kind, **facts)
+        if kind == "step" and facts["step"] == stop_at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    runlog.Writer.write = write_and_stop
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def outcomes(script: str, n_ranks: int, *arguments: str, stop_at: int = -1) -> list[RankOutcome]:
+    """How the ranks of a script ended."""
+    settings = (script, list(arguments), stop_at)
+    return run_ranks(be_a_script, n_ranks, *settings, fresh=True, timeout=TIMEOUT_S)
+
+
+def run_script(script: str, n_ranks: int, *arguments: str, stop_at: int = -1) -> str:
+    """What the ranks print; fails if one fails."""
+    ended = outcomes(script, n_ranks, *arguments, stop_at=stop_at)
+    for outcome in ended:
+        assert outcome.ok, f"{outcome.error}\n{outcome.output}"
+    return "".join(outcome.output for outcome in ended)
+
+
 def wait_for_steps(log: Path, n_steps: int) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not log.exists() or log.read_text().count('"kind": "step"') < n_steps:
@@ -75,12 +114,12 @@ def trajectory(log: Path) -> list[tuple[int, float, float]]:
 
 @pytest.mark.parametrize(("script", "n_ranks", "expected"), NUMBERED)
 def test_numbered_example(script: str, n_ranks: int, expected: str) -> None:
-    assert expected in run(torchrun(script, n_ranks))
+    assert expected in run_script(script, n_ranks)
 
 
 def test_checkpoint_example_goes_on_with_more_ranks(tmp_path: Path) -> None:
-    assert "saved after step 20" in run(torchrun("05_checkpoint.py", 2, str(tmp_path)))
-    output = run(torchrun("05_checkpoint.py", 3, str(tmp_path)))
+    assert "saved after step 20" in run_script("05_checkpoint.py", 2, str(tmp_path))
+    output = run_script("05_checkpoint.py", 3, str(tmp_path))
     assert "goes on after step 20" in output and "saved after step 40" in output
 
 
@@ -100,31 +139,41 @@ def test_demo_compares_and_draws(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("impl", ["torch", "fsdp_c"])
 def test_interrupted_run_resumes_bit_exactly(tmp_path: Path, impl: str) -> None:
-    """SIGINT to torchrun and all ranks, as from a terminal, then --resume."""
-    options = ["--impl", impl, "--steps", "60", *TINY]
+    options = ["--impl", impl, "--steps", "14", *TINY]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(torchrun("train_gpt.py", 2, *options, "--out", str(whole)))
+    run_script("train_gpt.py", 2, *options, "--out", str(whole))
 
     log = runlog.log_path(parts, impl)
-    with started(torchrun("train_gpt.py", 2, *options, "--out", str(parts))) as process:
-        wait_for_steps(log, 5)
-        os.killpg(process.pid, signal.SIGINT)
-        output, _ = process.communicate(timeout=TIMEOUT_S)
+    output = run_script("train_gpt.py", 2, *options, "--out", str(parts), stop_at=4)
     assert runlog.read(log).end.get("interrupted"), output
     done = len(runlog.read(log).steps)
-    assert 5 <= done < 60
+    assert 5 <= done < 14
 
-    output = run(torchrun("train_gpt.py", 2, *options, "--out", str(parts), "--resume"))
+    output = run_script("train_gpt.py", 2, *options, "--out", str(parts), "--resume")
     assert f"at step {done}" in output
     assert trajectory(log) == trajectory(runlog.log_path(whole, impl))
     assert runlog.read(log).end == runlog.read(runlog.log_path(whole, impl)).end
     kept = sorted(p.name for p in (parts / impl / "checkpoints").iterdir())
-    assert len(kept) == 2 and kept[-1] == "step-0000060"
+    assert len(kept) == 2 and kept[-1] == "step-0000014"
+
+
+def test_interrupted_torchrun_saves(tmp_path: Path) -> None:
+    """SIGINT to torchrun and all ranks, as from a terminal."""
+    log = runlog.log_path(tmp_path, "fsdp_c")
+    command = torchrun("train_gpt.py", 2, *TINY, "--steps", "5000", "--out", str(tmp_path))
+    with started(command) as process:
+        wait_for_steps(log, 5)
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    end = runlog.read(log).end
+    assert end.get("interrupted"), output
+    saved = tmp_path / "fsdp_c" / "checkpoints" / f"step-{end['n_steps']:07d}" / ".metadata"
+    assert saved.exists(), output
 
 
 def test_demo_says_how_to_resume(tmp_path: Path) -> None:
     command = [str(EXAMPLES / "demo.py"), *TINY, "--impl", "torch", "--steps", "5000"]
-    command += ["--out", str(tmp_path)]
+    command += ["--ranks", "1", "--out", str(tmp_path)]
     with started(command) as process:
         wait_for_steps(runlog.log_path(tmp_path, "torch"), 2)
         process.send_signal(signal.SIGINT)
@@ -137,12 +186,11 @@ def test_demo_says_how_to_resume(tmp_path: Path) -> None:
 def test_resume_without_and_with_another_checkpoint(tmp_path: Path) -> None:
     """Nothing to resume from is no error; a checkpoint of another model is."""
     options = ["--impl", "torch", "--steps", "2", *TINY, "--out", str(tmp_path), "--resume"]
-    assert "no checkpoint" in run(torchrun("train_gpt.py", 1, *options))
+    assert "no checkpoint" in run_script("train_gpt.py", 1, *options)
     assert len(trajectory(runlog.log_path(tmp_path, "torch"))) == 2
-    with started(torchrun("train_gpt.py", 1, *options, "--dim", "64")) as process:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode != 0
-    assert "was written with --dim 32, not 64" in output
+    (refused,) = outcomes("train_gpt.py", 1, *options, "--dim", "64")
+    assert not refused.ok
+    assert "was written with --dim 32, not 64" in refused.error + refused.output
 
 
 def test_corpus_keeps_validation_apart() -> None:
