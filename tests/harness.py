@@ -469,7 +469,8 @@ def seed_everything(seed: int) -> None:
     import torch
 
     random.seed(seed)
-    torch.manual_seed(seed)
+    # torch.manual_seed would keep a stack trace for each kind of device that is not in use yet.
+    torch.default_generator.manual_seed(seed)
 
 
 _meshes: dict[tuple[Any, ...], Any] = {}
