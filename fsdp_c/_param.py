@@ -6,6 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     resolve_shard_placement,
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp_c import _compat, _env
 
@@ -61,6 +62,13 @@ class FSDPParam(_fsdp_param.FSDPParam):
     is_special = False
     # Dims in memory order, outermost first; None: contiguous.
     memory_order: tuple[int, ...] | None = None
+    _inputs: Sequence[torch.Tensor] = ()  # of the all-gather that is being made
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # An extension's methods that hang on the one tensor object, and whether they are bound to
+        # it: `module.to()` makes another one.
+        self._attached: dict[str, tuple[Any, bool]] = {}
+        super().__init__(*args, **kwargs)
 
     # ---- set-up ----
 
@@ -130,14 +138,92 @@ class FSDPParam(_fsdp_param.FSDPParam):
         self._setattr_on_modules(self.sharded_param)
 
     def _init_sharded_post_forward_param_metadata(self, param: torch.Tensor) -> None:
-        if not self.is_special:  # these are never resharded to another mesh
-            super()._init_sharded_post_forward_param_metadata(param)
+        if self.is_special:  # these are never resharded to another mesh
+            return
+        super()._init_sharded_post_forward_param_metadata(param)
+        dim, mesh_info = self.fsdp_placement.dim, self.post_forward_mesh_info
+        if dim > 0 and mesh_info is not self.mesh_info:
+            size = list(self._orig_size)
+            size[dim] //= mesh_info.shard_mesh_size
+            self.sharded_post_forward_size = torch.Size(size)
+            self.contiguous_sharded_post_forward_stride = strides_for(size, None)
 
     def init_unsharded_param(self) -> None:
         is_new = not hasattr(self, "_unsharded_param")
         super().init_unsharded_param()
         if is_new:
             copy_attributes(self.sharded_param, self._unsharded_param)
+
+    # ---- resharded to a smaller mesh after forward; on torch's road only ----
+
+    def check_post_forward(self) -> None:
+        """NotImplementedError at set-up for what torch's class finds out in mid-step."""
+        has_extension = hasattr(self._sharded_local_tensor, "fsdp_pre_all_gather")
+        if self.is_dtensor or has_extension:
+            what = "has an all-gather extension" if has_extension else "is a DTensor of its own"
+            raise NotImplementedError(
+                f"reshard_after_forward is an int, and parameter '{self._param_fqn}' {what}, which"
+                " cannot be resharded to a smaller mesh: pass True or False"
+            )
+
+    @torch.no_grad()
+    def to_sharded_post_forward(self) -> None:
+        dim = self.fsdp_placement.dim
+        if dim == 0 and self._orig_size[0] % self.mesh_info.shard_mesh_size == 0:
+            super().to_sharded_post_forward()
+            return
+        # torch's class cuts the padded buffer in pieces, which here are not those of the mesh.
+        info = self.post_forward_mesh_info
+        parts = _fsdp_param._chunk_with_empty(
+            self._unsharded_param.detach(), info.shard_mesh_size, dim=dim
+        )
+        own = parts[info.shard_mesh_rank].clone(memory_format=torch.contiguous_format)
+        super().to_sharded_post_forward()
+        self._sharded_post_forward_param._local_tensor = own
+        if dim > 0:
+            self._sharded_post_forward_param_data = own
+
+    def to_sharded_post_forward_dtensor(self, tensor: torch.Tensor) -> DTensor:
+        shard = super().to_sharded_post_forward_dtensor(tensor)
+        if self.fsdp_placement.dim > 0:
+            shard._spec = DTensorSpec(
+                shard.device_mesh,
+                (Replicate(), self.fsdp_placement),
+                tensor_meta=shard._spec.tensor_meta,
+            )
+        return shard
+
+    # ---- what is gathered; on torch's road only ----
+
+    def _init_extensions(self) -> None:
+        super()._init_extensions()
+        inner = self._sharded_local_tensor
+        for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+            method = inner.__dict__.get(name)
+            is_bound = getattr(method, "__self__", None) is inner
+            if method is not None:
+                self._attached[name] = (method.__func__ if is_bound else method, is_bound)
+
+    @property
+    def all_gather_inputs(self) -> list[torch.Tensor]:
+        self._inputs = [tensor.view(-1) for tensor in super().all_gather_inputs]
+        return self._inputs
+
+    def init_all_gather_outputs(
+        self, numels: list[int], dtypes: list[torch.dtype], world_size: int, device: torch.device
+    ) -> None:
+        inputs, self._inputs = self._inputs, []
+        if world_size > 1 or len(inputs) < 2:
+            super().init_all_gather_outputs(numels, dtypes, world_size, device)
+            return
+        # Of an extension's inputs torch's group copies only the first if there is nobody to ask.
+        super().init_all_gather_outputs(
+            [tensor.numel() for tensor in inputs], [tensor.dtype for tensor in inputs], 1, device
+        )
+        self.alloc_all_gather_outputs()
+        for output, tensor in zip(self.all_gather_outputs[1:], inputs[1:], strict=True):
+            with torch.autograd._unsafe_preserve_version_counter(output):
+                output.copy_(tensor)
 
     # ---- layout ----
 
@@ -187,6 +273,10 @@ class FSDPParam(_fsdp_param.FSDPParam):
     def reset_sharded_param(self) -> None:
         if not self.is_special:
             super().reset_sharded_param()
+            inner = self._sharded_local_tensor
+            for name, (function, is_bound) in self._attached.items():
+                if not hasattr(inner, name):
+                    setattr(inner, name, MethodType(function, inner) if is_bound else function)
             return
         param = getattr(self._module_info.module, self._module_info.param_name)
         if not isinstance(param, DTensor) or param._local_tensor.size() != self.sharded_size:

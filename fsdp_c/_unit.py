@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy, OffloadPolicy
@@ -134,6 +137,12 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
             fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
         _compat.allow_mixed_dtypes(self)
 
+    def lazy_init(self) -> None:
+        super().lazy_init()
+        if self.post_forward_mesh_info not in (None, self.mesh_info):
+            for fsdp_param in self.fsdp_params:
+                fsdp_param.check_post_forward()
+
     def check_torch_road(self) -> None:
         """Raises if the unit holds what only the core can run."""
         for fsdp_param in self.fsdp_params:
@@ -250,10 +259,28 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
 
     def post_backward(self, *unused: Any) -> None:
         if not self._is_bound:
-            return super().post_backward(*unused)
+            with self._summed_as_backend_can():
+                super().post_backward(*unused)
+            return
         if self._tree is not None:
             self._tree.post_backward(self)
-        return None
+
+    @contextmanager
+    def _summed_as_backend_can(self) -> Iterator[None]:
+        """Only NCCL can scale while it sums; elsewhere a gradient divide factor comes after."""
+        forced = self.force_sum_reduction_for_comms
+        shards = getattr(self.mesh_info, "shard_process_group", None)
+        if (
+            self.gradient_divide_factor is not None
+            and shards is not None
+            and dist.get_backend(shards) != "nccl"
+        ):
+            # With one rank there is nothing to scatter, and torch's code divides on its own.
+            self.force_sum_reduction_for_comms = shards.size() > 1
+        try:
+            yield
+        finally:
+            self.force_sum_reduction_for_comms = forced
 
     def finalize_backward(self) -> None:
         if not self._is_bound:
