@@ -26,7 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor
 
-from fsdp_c import _env
+from fsdp_c import _env, _stale
 from fsdp_c._unit import FSDPParamGroup
 
 if TYPE_CHECKING:
@@ -167,6 +167,7 @@ def undone_on_error(modules: Sequence[nn.Module]) -> Iterator[None]:
                 tensor.data = data
             tensor.__dict__.clear()
             tensor.__dict__.update(fields)
+            _stale.forget(tensor)
         raise
 
 

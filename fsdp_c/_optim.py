@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
-from fsdp_c import _env
+from fsdp_c import _env, _stale
 
 # By exact type: what a subclass does with parameters is not known.
 CLASSES: tuple[type[optim.Optimizer], ...] = (
@@ -58,6 +58,14 @@ def watch(units: Iterable[Any]) -> None:
     """Lets optimizers see the local tensors of these units' parameters."""
     _units.update(units)
     _install()
+    _stale.watch(_unsharded)
+
+
+def _unsharded() -> Iterable[tuple[Tensor, str]]:
+    for unit in _units:
+        for fsdp_param in unit.fsdp_params:
+            if hasattr(fsdp_param, "_unsharded_param"):
+                yield fsdp_param._unsharded_param, fsdp_param._name
 
 
 def _install() -> None:

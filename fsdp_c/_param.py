@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fsdp_c import _compat, _env
+from fsdp_c import _compat, _env, _stale
 
 # Attributes of parameters that belong to torch, not to the user.
 _TORCHS_OWN = frozenset({"_fsdp_orig_uid", "_is_param", "_local_tensor", "_spec"})
@@ -69,6 +69,7 @@ class FSDPParam(_fsdp_param.FSDPParam):
         # it: `module.to()` makes another one.
         self._attached: dict[str, tuple[Any, bool]] = {}
         super().__init__(*args, **kwargs)
+        _stale.note(args[0], self._module_info.param_name, "fully_shard replaced by its shard")
 
     # ---- set-up ----
 
@@ -271,6 +272,28 @@ class FSDPParam(_fsdp_param.FSDPParam):
     # ---- parameters that were replaced, moved or cast ----
 
     def reset_sharded_param(self) -> None:
+        old = self.sharded_param
+        self._check_registered()
+        self._adopt_registered()
+        if self.sharded_param is not old:
+            _stale.forget(self.sharded_param)
+            _stale.note(old, self._name, "was replaced, by load_state_dict(assign=True) or by hand")
+
+    @property
+    def _name(self) -> str:
+        return self._param_fqn or self._module_info.param_name
+
+    def _check_registered(self) -> None:
+        param = getattr(self._module_info.module, self._module_info.param_name)
+        sizes = (self.sharded_size, self.padded_sharded_param_size)
+        if not isinstance(param, DTensor) or param._local_tensor.size() not in sizes:
+            raise ValueError(
+                f"parameter '{self._name}' was replaced by a {type(param).__name__} of another"
+                " layout: assign a DTensor with the parameter's mesh and placements"
+                f" {self._sharding_spec.placements} (distribute_tensor), or copy into it in place"
+            )
+
+    def _adopt_registered(self) -> None:
         if not self.is_special:
             super().reset_sharded_param()
             inner = self._sharded_local_tensor
@@ -279,12 +302,6 @@ class FSDPParam(_fsdp_param.FSDPParam):
                     setattr(inner, name, MethodType(function, inner) if is_bound else function)
             return
         param = getattr(self._module_info.module, self._module_info.param_name)
-        if not isinstance(param, DTensor) or param._local_tensor.size() != self.sharded_size:
-            raise ValueError(
-                f"parameter '{self._param_fqn or self._module_info.param_name}' was replaced by a"
-                f" {type(param).__name__} of another layout: assign a DTensor with the parameter's"
-                f" mesh and placements {self._sharding_spec.placements}"
-            )
         _compat.take_grad_dtype(self, param)
         self.sharded_param = param
         if param._local_tensor.is_meta:

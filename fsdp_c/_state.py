@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
 from torch.distributed.utils import _apply_to_tensors
 
-from fsdp_c import _plan, _status, _ties
+from fsdp_c import _guards, _plan, _status, _ties
 from fsdp_c._native import _C
 from fsdp_c._unit import TRAINING_STATES, FSDPParamGroup
 
@@ -69,6 +69,7 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
         was_root = self._is_root
         try:
             _ties.check(self._modules[0])
+            _guards.warn_of_empty_buffers(self._modules[0])
             self._lazy_init()
             states = self._state_ctx.all_states
             groups = [group for state in states for group in state._fsdp_param_groups]
@@ -125,6 +126,14 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
         """From now on torch's implementation runs this state; between two steps only."""
         groups = [group for group in self._fsdp_param_groups if group._is_bound]
         self._take_torch_road([self], groups, reason)
+
+    def _init_shared_state(self) -> None:
+        """What was set below the root before the units came together counts for all of them."""
+        context = self._state_ctx
+        for other in (state._state_ctx for state in context.all_states):
+            context.is_last_backward = context.is_last_backward and other.is_last_backward
+            context.post_optim_event = context.post_optim_event or other.post_optim_event
+        super()._init_shared_state()
 
     def _undo_lazy_init(self, states: list[FSDPState]) -> None:
         """After a failed set-up: the next forward tries again."""

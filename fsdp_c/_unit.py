@@ -265,6 +265,10 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
         if self._tree is not None:
             self._tree.post_backward(self)
 
+    def _record_post_forward(self) -> None:
+        if torch.is_grad_enabled():  # a forward that no backward follows has no place in the order
+            super()._record_post_forward()
+
     @contextmanager
     def _summed_as_backend_can(self) -> Iterator[None]:
         """Only NCCL can scale while it sums; elsewhere a gradient divide factor comes after."""

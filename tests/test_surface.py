@@ -136,7 +136,7 @@ def compare_sharded_modules(rank: int, n_ranks: int) -> None:
         seen.append(
             (
                 [cls.__qualname__ for cls in type(model).__mro__],
-                [sorted(dir(thing)) for thing in objects],
+                [sorted(set(dir(thing)) - {"__copy__"}) for thing in objects],  # ours says why not
                 [set(dir(thing)) for thing in (state, group, group.fsdp_params[0])],
                 [sorted(vars(module)) for module in model.modules()],
             )

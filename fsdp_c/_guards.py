@@ -1,0 +1,57 @@
+"""What the classes of sharded modules refuse or tell beyond torch's FSDPModule."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.weak import WeakIdKeyDictionary
+
+# Buffers that to_empty made -> their version then: nobody has written them while it is the same.
+_empty: Any = WeakIdKeyDictionary()
+
+
+def equip(modules: Sequence[nn.Module]) -> None:
+    """Adds to the modules' classes, which fully_shard has made, what this module defines."""
+    for module in modules:
+        cls: Any = type(module)
+        if "__copy__" not in cls.__dict__:
+            cls.__copy__ = _refuse_copy
+            cls._apply = _apply
+
+
+def _refuse_copy(self: nn.Module) -> Any:
+    raise TypeError(
+        f"{type(self).__name__} does not support copy.copy: both modules would swap the same"
+        " parameters. Build and shard a second module, and load this one's state_dict into it"
+    )
+
+
+def _apply(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """nn.Module's way to move, cast and convert."""
+    name = getattr(function, "__qualname__", "")
+    if name.startswith("Module.share_memory."):
+        raise RuntimeError(
+            f"share_memory() cannot be called on {type(self).__name__}: its parameters are sharded,"
+            " each rank holds its own part"
+        )
+    result = FSDPModule._apply(self, function, *args, **kwargs)
+    if name.startswith("Module.to_empty."):
+        for buffer in self.buffers():
+            _empty[buffer] = buffer._version
+    return result
+
+
+def warn_of_empty_buffers(root: nn.Module) -> None:
+    """Names the buffers that hold what happened to be in memory; each once."""
+    names = [name for name, buffer in root.named_buffers() if _empty.get(buffer) == buffer._version]
+    _empty.clear()
+    if names:
+        warnings.warn(
+            f"buffers of {type(root).__name__} were made by to_empty() and never written since:"
+            f" {', '.join(names)}. Initialize or load them",
+            stacklevel=2,
+        )

@@ -1,0 +1,198 @@
+"""Mistakes that torch passes over in silence, or answers oddly, and that fsdp_c names.
+
+Each body runs under fsdp_c and, expected to fail, under torch: a torch that does better is noticed.
+"""
+
+import copy
+import traceback
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from harness import cached_mesh, run_ranks
+from parity import full
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import fsdp_c
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+        self.down = nn.Linear(6, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x))) * self.scale
+
+
+def sharded(fsdp: Any, n_ranks: int, **options: Any) -> Any:
+    torch.manual_seed(1)
+    model = Net()
+    fsdp.fully_shard(model.up, mesh=cached_mesh((n_ranks,)), **options)
+    return fsdp.fully_shard(model, mesh=cached_mesh((n_ranks,)), **options)
+
+
+def train(model: Any, optimizer: Any = None) -> None:
+    model(torch.ones(2, 4)).square().sum().backward()
+    if optimizer is not None:
+        optimizer.step()
+
+
+def i37_optimizer_of_the_originals(fsdp: Any, rank: int, n_ranks: int) -> None:
+    torch.manual_seed(1)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fsdp.fully_shard(model, mesh=cached_mesh((n_ranks,)))
+    with pytest.raises(RuntimeError, match=r"AdamW holds parameter 'weight'.*after fully_shard"):
+        train(model, optimizer)
+    # What accelerate does: the optimizer is given the shards.
+    model.zero_grad()
+    for group in optimizer.param_groups:
+        group["params"] = list(model.parameters())
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    before = full(model.up.weight)
+    train(model, optimizer)
+    assert not torch.equal(full(model.up.weight), before)
+
+
+def i37_optimizer_of_unsharded_parameters(fsdp: Any, rank: int, n_ranks: int) -> None:
+    model = sharded(fsdp, n_ranks)
+    model(torch.ones(2, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"'down\.weight'.*unsharded copy"):
+        train(model, optimizer)
+
+
+def y13_optimizer_of_shards_that_were_replaced(fsdp: Any, rank: int, n_ranks: int) -> None:
+    model = sharded(fsdp, n_ranks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    optimizer.zero_grad()
+    model.load_state_dict(
+        {k: v.detach().clone() for k, v in model.state_dict().items()}, assign=True
+    )
+    with pytest.raises(RuntimeError, match=r"SGD holds parameter 'up\.weight'.*assign=True"):
+        train(model, optimizer)
+
+
+def y14_assignment_of_another_layout(fsdp: Any, rank: int, n_ranks: int) -> None:
+    for make in (
+        lambda p: torch.zeros(p.shape),
+        lambda p: distribute_tensor(torch.zeros(p.shape), p.device_mesh, [Replicate()]),
+    ):
+        model = sharded(fsdp, n_ranks)
+        state = model.state_dict()
+        state["up.weight"] = make(model.up.weight)
+        with pytest.raises(ValueError, match=r"'(up\.)?weight' was replaced by a.*Shard\(dim=0\)"):
+            model.load_state_dict(state, assign=True)
+
+
+def y16_shards_replaced_between_steps(fsdp: Any, rank: int, n_ranks: int) -> None:
+    """They count."""
+    model = sharded(fsdp, n_ranks)
+    train(model)
+    model.reshard()
+    spec = model.up.weight
+    zeros = distribute_tensor(torch.zeros(6, 4), spec.device_mesh, [Shard(0)])
+    model.up.weight = nn.Parameter(zeros)
+    output = model(torch.ones(2, 4))
+    model.reshard()
+    expected = torch.tanh(full(model.up.bias)) @ full(model.down.weight).t() + full(model.down.bias)
+    torch.testing.assert_close(output, expected.expand(2, 4))
+    model.up.weight._local_tensor = torch.ones_like(model.up.weight._local_tensor)
+    again = model(torch.ones(2, 4))
+    assert not torch.equal(again, output)
+    model.reshard()
+    assert torch.equal(full(model.up.weight), torch.ones(6, 4))
+
+
+def y26_share_memory(fsdp: Any, rank: int, n_ranks: int) -> None:
+    model = sharded(fsdp, n_ranks)
+    for module in (model, nn.Sequential(model)):
+        with pytest.raises(RuntimeError, match="share_memory"):
+            module.share_memory()
+    train(model)
+
+
+def i29_shallow_copy(fsdp: Any, rank: int, n_ranks: int) -> None:
+    model = sharded(fsdp, n_ranks)
+    with pytest.raises(TypeError, match=r"FSDPNet does not support copy\.copy"):
+        copy.copy(model)
+    with pytest.raises(AssertionError, match="does not support deepcopy"):
+        copy.deepcopy(model)
+
+
+def i21_buffers_after_to_empty(fsdp: Any, rank: int, n_ranks: int) -> None:
+    for write in (False, True):
+        with torch.device("meta"):
+            model = Net()
+        fsdp.fully_shard(model, mesh=cached_mesh((n_ranks,)))
+        model.to_empty(device="cpu")
+        for param in model.parameters():
+            nn.init.ones_(param)
+        if write:
+            model.scale.fill_(1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(model)
+            train(model)
+        texts = [str(item.message) for item in caught if "to_empty" in str(item.message)]
+        assert len(texts) == (not write) and all("scale" in text for text in texts)
+
+
+def m27_set_below_the_root_before_the_first_forward(fsdp: Any, rank: int, n_ranks: int) -> None:
+    model = sharded(fsdp, n_ranks)
+    model.up.set_is_last_backward(False)
+    train(model)
+    context = model._get_fsdp_state()._state_ctx
+    assert context is model.up._get_fsdp_state()._state_ctx and not context.is_last_backward
+
+
+BODIES = [
+    i37_optimizer_of_the_originals,
+    i37_optimizer_of_unsharded_parameters,
+    y13_optimizer_of_shards_that_were_replaced,
+    y14_assignment_of_another_layout,
+    y16_shards_replaced_between_steps,
+    y26_share_memory,
+    i29_shallow_copy,
+    i21_buffers_after_to_empty,
+    m27_set_below_the_root_before_the_first_forward,
+]
+
+
+def attempt(rank: int, n_ranks: int, fsdp: Any, name: str) -> str:
+    try:
+        globals()[name](fsdp, rank, n_ranks)
+    except BaseException:
+        return traceback.format_exc()
+    return ""
+
+
+def run_ours(rank: int, n_ranks: int, name: str) -> str:
+    return attempt(rank, n_ranks, fsdp_c, name)
+
+
+def run_torch(rank: int, n_ranks: int) -> dict[str, str]:
+    return {
+        body.__name__: attempt(rank, n_ranks, torch_fsdp, body.__name__)
+        for body in BODIES
+        if body is not y26_share_memory  # ends the process
+    }
+
+
+@pytest.mark.parametrize("name", [body.__name__ for body in BODIES])
+def test_is_named(name: str) -> None:
+    errors = run_ranks(run_ours, 2, name)
+    assert not any(errors), "\n".join(errors)
+
+
+def test_torch_does_not() -> None:
+    for outcome in run_ranks(run_torch, 2, fresh=True):
+        assert outcome.ok, outcome
+        assert [name for name, error in outcome.value.items() if not error] == []
