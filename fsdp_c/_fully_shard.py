@@ -103,6 +103,7 @@ def _apply(
     _fsdp_init._validate_module(module, "fully_shard")
     mesh = mesh or _fsdp_init._init_default_mesh()
     _fsdp_init._validate_mesh(mesh, dp_mesh_dims)
+    _init.check_dims(mesh, dp_mesh_dims)
     mesh_info = _fsdp_init._get_mesh_info(mesh, dp_mesh_dims)
     device = _fsdp_init._get_device_from_mesh(mesh)
     is_auto = reshard_after_forward is None

@@ -45,6 +45,17 @@ def _apply(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
+def warn_of_double_backward(unit: str) -> None:
+    """Called by a backward that itself is differentiated."""
+    warnings.warn(
+        f"backward with create_graph=True through FSDP unit '{unit}': a second backward through"
+        " that graph is not supported. It fails where parameters have been resharded (an error"
+        " about setStorage), and elsewhere leaves gradients out. Compute what needs it on modules"
+        " without fully_shard",
+        stacklevel=2,
+    )
+
+
 def warn_of_empty_buffers(root: nn.Module) -> None:
     """Names the buffers that hold what happened to be in memory; each once."""
     names = [name for name, buffer in root.named_buffers() if _empty.get(buffer) == buffer._version]

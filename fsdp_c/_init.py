@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import (
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     HSDPMeshInfo,
+    ShardPlacementResult,
     resolve_shard_placement,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
@@ -30,6 +31,8 @@ from fsdp_c import _env, _stale
 from fsdp_c._unit import FSDPParamGroup
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import DataParallelMeshDims
+
     from fsdp_c._state import FSDPState
 
 
@@ -207,14 +210,16 @@ def make_groups(
     by_mesh: dict[tuple[Any, Any], tuple[Any, list[nn.Parameter]]] = {}
     if shard_placement_fn is None:
         by_mesh[None, None] = (mesh_info, params)
+        place = None
     elif not isinstance(mesh_info, FSDPMeshInfo):
         raise ValueError(
             "Per-param mesh via shard_placement_fn is not supported with"
             f" {type(mesh_info).__name__}; it requires FSDPMeshInfo (or subclass)"
         )
     else:
+        place = _with_equal_meshes_as_one(shard_placement_fn, mesh_info)
         for param in params:
-            info = resolve_shard_placement(shard_placement_fn(param), mesh_info).mesh_info
+            info = place(param).mesh_info
             replicas = info.replicate_process_group if isinstance(info, HSDPMeshInfo) else None
             first, members = by_mesh.setdefault((info.shard_process_group, replicas), (info, []))
             if first is not info:
@@ -235,10 +240,49 @@ def make_groups(
                 info,
                 after,
                 device,
-                shard_placement_fn,
+                place,
                 mp_policy,
                 offload_policy,
             )
+        )
+
+
+def _with_equal_meshes_as_one(
+    shard_placement_fn: Callable[[nn.Parameter], Any], mesh_info: FSDPMeshInfo
+) -> Callable[[nn.Parameter], ShardPlacementResult]:
+    """The function with complete results, in which equal mesh infos are the same object."""
+    infos = [mesh_info]
+
+    def place(param: nn.Parameter) -> ShardPlacementResult:
+        result = resolve_shard_placement(shard_placement_fn(param), mesh_info)
+        info = result.mesh_info
+        if not isinstance(info, FSDPMeshInfo):
+            raise ValueError(
+                "shard_placement_fn must name an FSDPMeshInfo or HSDPMeshInfo, not a"
+                f" {type(info).__name__}, for a parameter of size {tuple(param.shape)}: to"
+                " replicate parameters, put them into ignored_params or give them a unit of"
+                " their own"
+            )
+        if _env.is_strict():
+            return result
+        known = next((other for other in infos if other == info), None)
+        if known is None:
+            infos.append(info)
+        return ShardPlacementResult(result.placement, known or info)
+
+    return place
+
+
+def check_dims(mesh: DeviceMesh, dp_mesh_dims: DataParallelMeshDims | None) -> None:
+    """Dims that parameters are sharded over become one: they have to lie side by side."""
+    if dp_mesh_dims is None:
+        return
+    assert mesh.mesh_dim_names is not None
+    at = sorted(mesh.mesh_dim_names.index(name) for name in dp_mesh_dims.shard_names)
+    if at and at[-1] - at[0] >= len(at):
+        raise ValueError(
+            f"dp_mesh_dims.shard={dp_mesh_dims.shard_names} must be neighbours in the mesh, whose"
+            f" dims are {mesh.mesh_dim_names}: put them side by side when the mesh is made"
         )
 
 

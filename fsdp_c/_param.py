@@ -138,6 +138,28 @@ class FSDPParam(_fsdp_param.FSDPParam):
         _compat.copy_grad_dtype(param, self.sharded_param)
         self._setattr_on_modules(self.sharded_param)
 
+    def _init_sharding_spec_tp(self, param: Any, *args: Any) -> torch.Tensor:
+        try:
+            return super()._init_sharding_spec_tp(param, *args)
+        except NotImplementedError:
+            raise
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"parameter '{self._module_info.param_name}' is a DTensor on {param.device_mesh},"
+                f" and fully_shard uses {self.mesh_info.mesh}: both meshes need dim names and may"
+                f" not have a dim in common ({error})"
+            ) from error
+
+    def _init_sharding_spec_spmd(self, param: Any, *args: Any) -> torch.Tensor:
+        mesh = self.mesh_info.spmd_mesh
+        if param.device_mesh is not mesh and param.device_mesh == mesh and not _env.is_strict():
+            param = DTensor(  # an equal mesh is as good
+                param._local_tensor,
+                dataclasses.replace(param._spec, mesh=mesh),
+                requires_grad=param.requires_grad,
+            )
+        return super()._init_sharding_spec_spmd(param, *args)
+
     def _init_sharded_post_forward_param_metadata(self, param: torch.Tensor) -> None:
         if self.is_special:  # these are never resharded to another mesh
             return

@@ -171,6 +171,8 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
 
     def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
         if self._tree is None:
+            if torch.is_grad_enabled():
+                self._tell_of_double_backward()
             return super()._pre_backward(grad)
         self._core_pre_backward()
         return grad
@@ -197,6 +199,11 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
         self._tree.reset()
 
     # ---- entered from the core ----
+
+    def _tell_of_double_backward(self) -> None:
+        names = [group._module_fqn or "(root)" for group in self._fsdp_param_groups]
+        if names:
+            _guards.warn_of_double_backward(names[0])
 
     def _torch_pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -296,7 +296,7 @@ def placement_function_that_raises(api: Any, mesh: DeviceMesh) -> Attempt:
     return attempt(api, mesh, shard_placement_fn=lambda p: 1 / 0 if p.shape == (3,) else None)
 
 
-@case(ValueError, "same FSDPMeshInfo object")
+@case(ValueError, "same FSDPMeshInfo object", is_strict=True)
 def equal_groups_of_two_mesh_infos(api: Any, mesh: DeviceMesh) -> Attempt:
     def place(param: nn.Parameter) -> ShardPlacementResult:
         return ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh, shard_mesh_dim=0))

@@ -14,6 +14,12 @@ import torch.distributed.fsdp as torch_fsdp
 from harness import cached_mesh, run_ranks
 from parity import full
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    ShardPlacementResult,
+)
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp_c
@@ -153,7 +159,83 @@ def m27_set_below_the_root_before_the_first_forward(fsdp: Any, rank: int, n_rank
     assert context is model.up._get_fsdp_state()._state_ctx and not context.is_last_backward
 
 
+def df28_equal_mesh_infos_are_one(fsdp: Any, rank: int, n_ranks: int) -> None:
+    mesh = cached_mesh((n_ranks,))
+    model = Net()
+    fsdp.fully_shard(
+        model,
+        mesh=mesh,
+        shard_placement_fn=lambda p: (
+            ShardPlacementResult(None, FSDPMeshInfo(mesh, 0)) if p.ndim > 1 else None
+        ),
+    )
+    train(model)
+    assert len(model._get_fsdp_state()._fsdp_param_groups) == 1
+
+
+def df28_replicated_info_for_a_parameter(fsdp: Any, rank: int, n_ranks: int) -> None:
+    info = DDPMeshInfo(cached_mesh((n_ranks,)), replicate_mesh_dim=0)
+    with pytest.raises(ValueError, match=r"not a DDPMeshInfo.*\(6, 4\)"):
+        sharded(fsdp, n_ranks, shard_placement_fn=lambda p: ShardPlacementResult(None, info))
+
+
+def df28_meshes_that_overlap(fsdp: Any, rank: int, n_ranks: int) -> None:
+    named = cached_mesh((n_ranks,), ("tp",))
+    for mesh in (named, cached_mesh((n_ranks,))):
+        model = nn.Linear(4, 4)
+        model.weight = nn.Parameter(distribute_tensor(model.weight, mesh, [Shard(0)]))
+        with pytest.raises(ValueError, match="'weight' is a DTensor on .* need dim names"):
+            fsdp.fully_shard(model, mesh=named)
+
+
+def spmd(whole: Any) -> nn.Module:
+    model = nn.Linear(4, 4, bias=False)
+    weight = distribute_tensor(model.weight.detach(), whole, [Replicate()] * whole.ndim)
+    model.weight = nn.Parameter(weight)
+    return model
+
+
+def df28_dims_that_are_no_neighbours(fsdp: Any, rank: int, n_ranks: int) -> None:
+    whole = cached_mesh((n_ranks, 1, 1), ("dp", "tp", "cp"))
+    dims = fsdp.DataParallelMeshDims(shard=("dp", "cp"))
+    with pytest.raises(ValueError, match="must be neighbours"):
+        fsdp.fully_shard(spmd(whole), mesh=whole, dp_mesh_dims=dims)
+
+
+def df28_equal_mesh_made_again(fsdp: Any, rank: int, n_ranks: int) -> None:
+    names = ("dp", "tp")
+    first, second = (init_device_mesh("cpu", (n_ranks, 1), mesh_dim_names=names) for _ in "ab")
+    assert first is not second
+    model = spmd(first)
+    fsdp.fully_shard(model, mesh=second, dp_mesh_dims=fsdp.DataParallelMeshDims(shard="dp"))
+    inputs = distribute_tensor(torch.ones(2, 4), second, [Replicate()] * 2)
+    model(inputs).sum().backward()
+    assert full(model.weight.grad).shape == (4, 4)
+
+
+def b13_double_backward(fsdp: Any, rank: int, n_ranks: int) -> None:
+    for is_on_core in (True, False):
+        model = sharded(fsdp, n_ranks)
+        if not is_on_core:
+            model.set_all_reduce_hook(lambda output: None)
+        x = torch.ones(2, 4, requires_grad=True)
+        with pytest.warns(UserWarning, match=r"unit '\(root\)': a second backward"):
+            (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(sharded(fsdp, n_ranks))
+        with pytest.raises(RuntimeError, match="setStorage"):
+            grad.square().sum().backward()
+        model.reset_iter_state()
+
+
 BODIES = [
+    b13_double_backward,
+    df28_equal_mesh_infos_are_one,
+    df28_replicated_info_for_a_parameter,
+    df28_meshes_that_overlap,
+    df28_dims_that_are_no_neighbours,
+    df28_equal_mesh_made_again,
     i37_optimizer_of_the_originals,
     i37_optimizer_of_unsharded_parameters,
     y13_optimizer_of_shards_that_were_replaced,

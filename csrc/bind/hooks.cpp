@@ -312,6 +312,10 @@ void state_pre_backward(StateObject *state)
         is_training(group->training, Training::pre_backward)) {
         return;
     }
+    if (at::GradMode::is_enabled()) { // create_graph=True
+        checked(PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_tell_of_double_backward",
+                                    nullptr));
+    }
     Range range("FSDP::pre_backward", group->unit);
     group->training = static_cast<int>(Training::pre_backward);
     if (group->unshard_in_backward) {
