@@ -55,7 +55,7 @@ def _check(optimizer: optim.Optimizer) -> None:
     unsharded = {id(param): name for param, name in _unsharded[0]()}
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if param.grad is not None:  # somebody trains it
+            if param.grad is not None or not param.requires_grad:  # trained elsewhere, or never
                 continue
             if id(param) in unsharded:
                 name, by = unsharded[id(param)], "is only its unsharded copy during a step"

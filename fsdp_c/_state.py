@@ -155,6 +155,15 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
 
     # ---- entered from Python: register_fsdp_forward_method, pipelines, tools ----
 
+    def _root_pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        result = super()._root_pre_forward(module, args, kwargs)
+        if self._state_ctx.iter_forward_root is self:
+            # A forward that no backward follows has no place in the order of prefetches.
+            self._comm_ctx.is_backward_expected = torch.is_grad_enabled()
+        return result
+
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -266,7 +266,7 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
             self._tree.post_backward(self)
 
     def _record_post_forward(self) -> None:
-        if torch.is_grad_enabled():  # a forward that no backward follows has no place in the order
+        if getattr(self.comm_ctx, "is_backward_expected", True):
             super()._record_post_forward()
 
     @contextmanager

@@ -66,6 +66,31 @@ def df31_divide_factor_over_gloo(fsdp: Any, rank: int, n_ranks: int) -> None:
         assert not group.force_sum_reduction_for_comms
 
 
+def df31_offload_without_accelerator(fsdp: Any, rank: int, n_ranks: int) -> None:
+    """There is nothing that pinned memory could speed up."""
+    for is_on_core in (True, False):
+        model, plain = pair()
+        policy = fsdp.CPUOffloadPolicy()
+        fsdp.fully_shard(model, mesh=cached_mesh((n_ranks,)), offload_policy=policy)
+        if not is_on_core:
+            model.set_all_reduce_hook(lambda output: None)
+        model(batch(rank)).square().sum().backward()
+        check_gradients(model, plain, n_ranks)
+
+
+def df38_no_order_of_forwards_without_backward(fsdp: Any, rank: int, n_ranks: int) -> None:
+    model, plain = pair()
+    for module in (model.up, model):
+        fsdp.fully_shard(module, mesh=cached_mesh((n_ranks,)))
+    model.set_all_reduce_hook(lambda output: None)
+    for _ in range(3):
+        with torch.no_grad():
+            model(batch(rank))
+    assert model._get_fsdp_state()._comm_ctx.post_forward_order == []
+    model(batch(rank)).square().sum().backward()
+    check_gradients(model, plain, n_ranks)
+
+
 def train_resharded(
     fsdp: Any, rank: int, n_ranks: int, rows: int, place: Callable[[Tensor], Shard] | None
 ) -> None:
@@ -195,6 +220,7 @@ def df29_clip_grad_norm_over_meshes(fsdp: Any, rank: int, n_ranks: int) -> None:
 
 BODIES = [
     df31_divide_factor_over_gloo,
+    df38_no_order_of_forwards_without_backward,
     df17_int_reshard_on_dim_1,
     df5_int_reshard_of_uneven_rows,
     df18_int_reshard_of_an_extension,
@@ -202,6 +228,8 @@ BODIES = [
     df27_ex15_all_inputs_in_a_group_of_one,
     df29_clip_grad_norm_over_meshes,
 ]
+if not torch.accelerator.is_available():
+    BODIES.append(df31_offload_without_accelerator)
 
 
 def attempt(rank: int, n_ranks: int, fsdp: Any, name: str) -> str:
