@@ -58,8 +58,11 @@ def warn_of_double_backward(unit: str) -> None:
 
 def warn_of_empty_buffers(root: nn.Module) -> None:
     """Names the buffers that hold what happened to be in memory; each once."""
-    names = [name for name, buffer in root.named_buffers() if _empty.get(buffer) == buffer._version]
-    _empty.clear()
+    if not _empty:
+        return
+    names = [
+        name for name, buffer in root.named_buffers() if _empty.pop(buffer, None) == buffer._version
+    ]
     if names:
         warnings.warn(
             f"buffers of {type(root).__name__} were made by to_empty() and never written since:"
