@@ -101,7 +101,7 @@ def _param_row(fsdp_param: Any) -> tuple[Any, ...]:
     )
 
 
-def _unit_name(group: FSDPParamGroup) -> str:
+def unit_name(group: FSDPParamGroup) -> str:
     if group._module_fqn is None:  # unsharded before the root's first forward
         return ", ".join(type(module).__name__ for module in group.modules)
     return group._module_fqn or "(root)"
@@ -115,7 +115,7 @@ def _describe(groups: Sequence[FSDPParamGroup]) -> list[list[str]]:
             _, _, _, orig, compute, reduce, grad, _, trainable = _param_row(fsdp_param)
             lines.append(
                 [
-                    _unit_name(group),
+                    unit_name(group),
                     fsdp_param._module_info.param_name,
                     f"size {tuple(fsdp_param._orig_size)}, {fsdp_param.fsdp_placement}",
                     f"parameter {orig}, compute {compute}, reduce {reduce}, gradient {grad}",
@@ -190,7 +190,7 @@ def _make_domains(
 ) -> tuple[_C.Domain, _C.Domain | None]:
     transport = _comm.transport_for(shard_pg)
     _check_same_model(shard_pg, groups)
-    units = [(_unit_name(g), [_param_row(p) for p in g.fsdp_params]) for g in groups]
+    units = [(unit_name(g), [_param_row(p) for p in g.fsdp_params]) for g in groups]
     rank, size = shard_pg.rank(), shard_pg.size()
     shard = _C.Domain(transport, False, units, rank, size)
     if replicate_pg is None:

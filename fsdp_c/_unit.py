@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -258,12 +259,25 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
         return None
 
     def post_backward(self, *unused: Any) -> None:
+        """Not called by autograd, but by pipelines, after their last micro-batch."""
         if not self._is_bound:
             with self._summed_as_backend_can():
                 super().post_backward(*unused)
             return
         if self._tree is not None:
             self._tree.post_backward(self)
+            if self.reduce_grads and self._core_awaits_gradients:
+                self._tell_of_missing_gradients()
+
+    def _tell_of_missing_gradients(self) -> None:
+        if any(p.sharded_param.requires_grad for p in self.fsdp_params):
+            warnings.warn(
+                f"backward went through FSDP unit '{_plan.unit_name(self)}', but none of its"
+                " parameters got a gradient. Schedules that split backward in two ask for"
+                " parameters before it, when a unit that was resharded shows its shards: call"
+                " set_reshard_after_forward(False) on the stage's units",
+                stacklevel=3,
+            )
 
     def _record_post_forward(self) -> None:
         if getattr(self.comm_ctx, "is_backward_expected", True):

@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     ShardPlacementResult,
 )
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp_c
@@ -229,7 +230,42 @@ def b13_double_backward(fsdp: Any, rank: int, n_ranks: int) -> None:
         model.reset_iter_state()
 
 
+def split_backward(model: Any, x: Tensor) -> None:
+    """As schedules of torch.distributed.pipelining do that delay the gradients of weights."""
+    model.set_is_last_backward(False)
+    model.set_reshard_after_backward(False)
+    model.set_requires_gradient_sync(False)
+    output = model(x)
+    _, groups = stage_backward_input([output], [torch.ones_like(output)], [x], model.parameters())
+    stage_backward_weight(model.parameters(), groups)
+    model.set_is_last_backward(True)
+    model.set_reshard_after_backward(True)
+    model.set_requires_gradient_sync(True)
+    root = model._get_fsdp_state()
+    for state in root._state_ctx.all_states:
+        for group in state._fsdp_param_groups:
+            group.post_backward()
+    root._root_post_backward_final_callback()
+
+
+def pp7_split_backward_of_resharded_units(fsdp: Any, rank: int, n_ranks: int) -> None:
+    x = torch.ones(2, 4, requires_grad=True)
+    model = sharded(fsdp, n_ranks)
+    with pytest.warns(UserWarning, match=r"unit 'up', but none of its parameters"):
+        split_backward(model, x)
+    model = sharded(fsdp, n_ranks, reshard_after_forward=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        split_backward(model, x)
+    torch.manual_seed(1)
+    plain = Net()
+    plain(x).sum().backward()
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(full(model.get_parameter(name).grad), param.grad, msg=name)
+
+
 BODIES = [
+    pp7_split_backward_of_resharded_units,
     b13_double_backward,
     df28_equal_mesh_infos_are_one,
     df28_replicated_info_for_a_parameter,

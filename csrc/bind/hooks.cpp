@@ -318,6 +318,7 @@ void state_pre_backward(StateObject *state)
     }
     Range range("FSDP::pre_backward", group->unit);
     group->training = static_cast<int>(Training::pre_backward);
+    group->unit->await_gradients();
     if (group->unshard_in_backward) {
         group->unit->unshard();
     }

@@ -166,6 +166,9 @@ std::vector<at::Tensor> Unit::take_gradients(bool with_unused)
         if (!layout->params[i].has_grad) {
             continue;
         }
+        if (p.held.defined() || fresh.defined()) {
+            awaits_gradients_ = false;
+        }
         if (p.held.defined()) {
             if (fresh.defined()) {
                 p.held.add_(fresh);
@@ -195,6 +198,7 @@ void Unit::hold()
             continue;
         }
         any = true;
+        awaits_gradients_ = false;
         if (p.held.defined()) {
             p.held.add_(fresh);
             fresh = at::Tensor();

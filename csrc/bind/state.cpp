@@ -186,6 +186,12 @@ PyObject *group_is_pending(PyObject *self, void *)
     return PyBool_FromLong(unit != nullptr && unit->is_pending());
 }
 
+PyObject *group_awaits_gradients(PyObject *self, void *)
+{
+    const Unit *unit = as<GroupObject>(self)->unit;
+    return PyBool_FromLong(unit != nullptr && unit->awaits_gradients());
+}
+
 PyMemberDef group_members[] = {
     {"_training", T_INT, offsetof(GroupObject, training), 0, "TrainingState, as its index"},
     {"reduce_grads", T_BOOL, offsetof(GroupObject, reduce_grads), 0, nullptr},
@@ -205,6 +211,8 @@ PyGetSetDef group_properties[] = {
      nullptr},
     {"_core_is_pending", group_is_pending, nullptr,
      "unshard(async_op=True) that was not waited for", nullptr},
+    {"_core_awaits_gradients", group_awaits_gradients, nullptr,
+     "whether a backward went through the unit and gave its parameters nothing", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyMethodDef group_methods[] = {

@@ -104,6 +104,10 @@ public:
     bool was_written() const;
 
     // ---- gradients ----
+    // A backward goes through the unit.
+    void await_gradients() { awaits_gradients_ = true; }
+    // True if none of its parameters has had a gradient since.
+    bool awaits_gradients() const { return awaits_gradients_; }
     // Keeps gradients for a later backward; peers that reduce the unit meanwhile get an error.
     void hold();
     // Hands what there is to the reduction, zeros for unused parameters if `with_unused`.
@@ -160,6 +164,7 @@ private:
     size_t bytes_;
     void *slot_ = nullptr; // private memory, from the pool
     bool unsharded_ = false;
+    bool awaits_gradients_ = false;
     bool pending_ = false;                 // slot_ holds data that is not registered yet
     bool requested_ = false;               // unshard was called and not waited for
     std::vector<uint32_t> shard_versions_; // at the last publish
