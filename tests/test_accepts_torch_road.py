@@ -55,15 +55,20 @@ def check_gradients(model: nn.Module, plain: nn.Module, divisor: float, step: in
 
 
 def df31_divide_factor_over_gloo(fsdp: Any, rank: int, n_ranks: int) -> None:
-    for mesh in (cached_mesh((n_ranks,)), cached_mesh((2, n_ranks // 2), ("r", "s"))):
+    for mesh, is_forced in (
+        (cached_mesh((n_ranks,)), False),
+        (cached_mesh((2, n_ranks // 2), ("r", "s")), False),
+        (cached_mesh((n_ranks, 1), ("r", "s")), True),  # divided once, too
+    ):
         model, plain = pair()
         fsdp.fully_shard(model, mesh=mesh)
+        model.set_force_sum_reduction_for_comms(is_forced)
         model.set_all_reduce_hook(lambda output: None)
         model.set_gradient_divide_factor(3.0)
         model(batch(rank)).square().sum().backward()
         check_gradients(model, plain, 3.0)
         (group,) = model._get_fsdp_state()._fsdp_param_groups
-        assert not group.force_sum_reduction_for_comms
+        assert group.force_sum_reduction_for_comms == is_forced
 
 
 def df31_offload_without_accelerator(fsdp: Any, rank: int, n_ranks: int) -> None:
