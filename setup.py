@@ -34,14 +34,14 @@ ROOT = Path(__file__).resolve().parent
 # Every source, by folder; a file that is not named here is an error.
 C_SOURCES = {
     "csrc/base": "alloc clock dtype status",
-    "csrc/kernels": "kern_avx2 kern_avx512 kern_avx512_bf16 kern_ref kern_select no_x86",
+    "csrc/kernels": "kern_avx2 kern_avx512 kern_avx512_bf16 kern_optim kern_ref kern_select no_x86",
     "csrc/transport": "callback process shm shm_region shm_segment shm_wait transport",
     "csrc/comm": "comm mapped message step",
     "csrc/group": "domain exchange layout slots unit",
 }
 CXX_SOURCES = {
     "csrc/bind": (
-        "autograd comm domain hooks host messages module reduce state status tensors "
+        "autograd comm domain hooks host messages module optim reduce state status tensors "
         "transport tree unit walk"
     ),
 }
@@ -151,6 +151,7 @@ class Toolchain:
 
     def cxx_command(self, torch: Torch) -> list[str]:
         flags = ["-std=c++20", *CXX_WARNINGS, *self.mode_flags(), "-fPIC", "-fvisibility=hidden"]
+        flags.append("-fopenmp")  # for at::parallel_for; torch brings the library
         return [*self.cxx, *flags, *torch.compile_flags(), "-pthread", "-Icsrc"]
 
     def folder(self, kind: str, *facts: str) -> Path:

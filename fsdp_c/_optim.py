@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
 from fsdp_c import _env, _stale
+from fsdp_c._native import _C
 
 # By exact type: what a subclass does with parameters is not known.
 CLASSES: tuple[type[optim.Optimizer], ...] = (
@@ -35,6 +36,11 @@ CLASSES: tuple[type[optim.Optimizer], ...] = (
     optim.SGD,
 )
 
+# What an optimizer keeps here, an attribute of it: pickles, copies and state_dict do not see it.
+_KNOWN = "_fsdp_c_members"
+# With one of these Adam computes otherwise.
+_ADAM_SWITCHES = ("amsgrad", "maximize", "capturable", "differentiable")
+
 _units: weakref.WeakSet[Any] = weakref.WeakSet()
 _originals: dict[type[optim.Optimizer], Callable[..., Any]] = {}
 
@@ -42,16 +48,10 @@ _originals: dict[type[optim.Optimizer], Callable[..., Any]] = {}
 class _Members:
     """Which parameters of a group are sharded by fsdp_c; looked up once."""
 
-    def __init__(self, params: list[Tensor], ids: list[int]) -> None:
+    def __init__(self, params: list[Tensor]) -> None:
         sharded = {id(p.sharded_param) for unit in _units for p in unit.fsdp_params}
-        self.ids = ids
-        self.sharded = sharded.intersection(ids)
-        self.params = params  # kept, so that the ids stay theirs
-
-
-_members: weakref.WeakKeyDictionary[optim.Optimizer, dict[int, _Members]] = (
-    weakref.WeakKeyDictionary()
-)
+        self.sharded = sharded.intersection(map(id, params))
+        self.plan = _C.Adam(params, self.sharded)  # keeps params, so that the ids stay theirs
 
 
 def watch(units: Iterable[Any]) -> None:
@@ -82,34 +82,78 @@ def uninstall() -> None:
     for cls, original in _originals.items():
         cls._init_group = original  # type: ignore[attr-defined]
     _originals.clear()
-    _members.clear()
 
 
 def _replacement(cls: type[optim.Optimizer], original: Callable[..., Any]) -> Callable[..., Any]:
     localize = _step_momentum if cls is optim.SGD else _localize
+    is_adam = cls in (optim.Adam, optim.AdamW)
 
     @functools.wraps(original)
     def _init_group(
         self: optim.Optimizer, group: dict[str, Any], *lists: list[Any], **named: list[Any]
     ) -> Any:
-        result = original(self, group, *lists, **named)
+        members = None
         if not named and type(self) in CLASSES and not torch.compiler.is_compiling():
-            sharded = _sharded_of(self, group)
-            if sharded and not group["differentiable"]:
-                localize(self, group, sharded, lists)
+            members = _members_of(self, group)
+            if members is not None and is_adam and _step_adam(self, group, members.plan):
+                return False  # nothing is complex; the lists stay empty
+        result = original(self, group, *lists, **named)
+        if members is not None and not group["differentiable"]:
+            localize(self, group, members.sharded, lists)
         return result
 
     return _init_group
 
 
-def _sharded_of(optimizer: optim.Optimizer, group: dict[str, Any]) -> set[int]:
+def _members_of(optimizer: optim.Optimizer, group: dict[str, Any]) -> _Members | None:
+    """What is known of the group; None if nothing in it is sharded by fsdp_c."""
     params = group["params"]
-    ids = list(map(id, params))
-    known = _members.setdefault(optimizer, {})
+    known = optimizer.__dict__.setdefault(_KNOWN, {})
     members = known.get(id(group))
-    if members is None or members.ids != ids:
-        members = known[id(group)] = _Members(list(params), ids)
-    return members.sharded
+    if members is None or not members.plan.is_for(params):
+        members = known[id(group)] = _Members(params)
+    return members if members.sharded else None
+
+
+def _step_adam(optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Adam) -> bool:
+    """Steps the whole group in one pass over memory; False if torch has to."""
+    if any(group[name] for name in _ADAM_SWITCHES) or torch._C._len_torch_dispatch_stack() != 0:
+        return False
+    numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+    if not all(type(number) is float for number in numbers):
+        return False
+    lanes = _fused_lanes() if group["fused"] else 0
+    if lanes is None or getattr(optimizer, "grad_scale", None) is not None or not _agrees(lanes):
+        return False
+    return plan.step(optimizer.state, *numbers, group["decoupled_weight_decay"], lanes)
+
+
+def _fused_lanes() -> int | None:
+    """How many floats torch's fused kernel takes at a time; None: not known."""
+    return next(filter(_agrees, (16, 8)), None)
+
+
+@functools.cache
+def _agrees(fused_lanes: int) -> bool:
+    """Whether the pass gives this torch's bits on this CPU, tried on a few numbers."""
+    for numel, is_decoupled in ((75, True), (1035, False)):
+        for weight_decay in (0.0, 0.01):
+            param = nn.Parameter(torch.arange(float(numel), device="cpu", dtype=torch.float32).cos())
+            other = param.detach().clone()
+            cls = optim.AdamW if is_decoupled else optim.Adam
+            fused = fused_lanes != 0
+            adam = cls([param], lr=0.01, weight_decay=weight_decay, foreach=False, fused=fused)
+            state = {name: torch.zeros_like(other) for name in ("exp_avg", "exp_avg_sq")}
+            state["step"] = torch.zeros((), device="cpu", dtype=torch.float32)
+            numbers = (0.01, 0.9, 0.999, 1e-8, weight_decay)
+            plan = _C.Adam([other], {id(other)})
+            for scale in (1.0, 1e-3, 7.0):
+                param.grad = other.grad = (param.detach() * scale * numel).sin()
+                adam.step()
+                plan.step({other: state}, *numbers, is_decoupled, fused_lanes)
+                if not torch.equal(param, other):
+                    return False
+    return True
 
 
 def _local(tensor: Any, spec: Any, shape: torch.Size) -> Tensor | None:

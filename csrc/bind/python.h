@@ -107,6 +107,18 @@ private:
     PyGILState_STATE state_;
 };
 
+// Lets other Python threads run; for long work on memory.
+class NoGil {
+public:
+    NoGil() : state_(PyEval_SaveThread()) {}
+    ~NoGil() { PyEval_RestoreThread(state_); }
+    NoGil(const NoGil &) = delete;
+    NoGil &operator=(const NoGil &) = delete;
+
+private:
+    PyThreadState *state_;
+};
+
 } // namespace fc
 
 #endif

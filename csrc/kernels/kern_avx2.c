@@ -1,4 +1,4 @@
-/* The kernels in AVX2 and F16C: eight floats at a time. */
+/* The kernels in AVX2, FMA and F16C: eight floats at a time. */
 #include "kernels/kern_x86.h"
 
 #include <stdint.h>
@@ -14,6 +14,9 @@ typedef __m256d vd;
 #define set_f64 _mm256_set1_pd
 #define add_f32 _mm256_add_ps
 #define add_f64 _mm256_add_pd
+#define sqrt_f32 _mm256_sqrt_ps
+#define sub_f32 _mm256_sub_ps
+#define fma_f32 _mm256_fmadd_ps
 #define mul_f32 _mm256_mul_ps
 #define mul_f64 _mm256_mul_pd
 #define div_f32 _mm256_div_ps
@@ -149,5 +152,7 @@ static const fc_kern_table table = VECTOR_TABLE("avx2");
 const fc_kern_table *fc_kern_table_avx2(void)
 {
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && cpu_has_f16c() ? &table : NULL;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && cpu_has_f16c()
+               ? &table
+               : NULL;
 }

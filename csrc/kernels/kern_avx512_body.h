@@ -18,6 +18,9 @@ typedef __m512d vd;
 #define set_f64 _mm512_set1_pd
 #define add_f32 _mm512_add_ps
 #define add_f64 _mm512_add_pd
+#define sqrt_f32 _mm512_sqrt_ps
+#define sub_f32 _mm512_sub_ps
+#define fma_f32 _mm512_fmadd_ps
 #define mul_f32 _mm512_mul_ps
 #define mul_f64 _mm512_mul_pd
 #define div_f32 _mm512_div_ps

@@ -4,6 +4,7 @@
  * terms of one sum are NaN, the result is a NaN, but whose payload it has is left to the compiler.
  */
 #include "kernels/kern_int.h"
+#include "kernels/kern_optim_scalar.h"
 #include "kernels/kern_scalar.h"
 #include "kernels/kern_tables.h"
 
@@ -134,6 +135,54 @@ DEFINE_REDUCE(F16, F64, double)
 DEFINE_REDUCE(F16, BF16, float)
 DEFINE_REDUCE(F16, F16, float)
 
+static void adam_moments(const fc_adam *a, const float *param, const float *grad, float *exp_avg,
+                         float *exp_avg_sq, float *squares, size_t numel)
+{
+    for (size_t i = 0; i < numel; i++) {
+        adam_moments_one(a, param, grad, exp_avg, exp_avg_sq, squares, i);
+    }
+}
+
+static void adam_update(const fc_adam *a, float *param, const float *exp_avg, const float *roots,
+                        size_t numel)
+{
+    for (size_t i = 0; i < numel; i++) {
+        adam_update_one(a, param, exp_avg, roots, i);
+    }
+}
+
+static void adam_fused(const fc_adam *a, float *param, const float *grad, float *exp_avg,
+                       float *exp_avg_sq, size_t numel, size_t n_tail)
+{
+    for (size_t i = 0; i < numel; i++) {
+        adam_fused_one(a, i + n_tail >= numel, param, grad, exp_avg, exp_avg_sq, i);
+    }
+}
+
+static float norm(const float *x, size_t numel)
+{
+    float partial[NORM_LANES] = {0};
+    size_t whole = numel - numel % NORM_LANES;
+
+    for (size_t i = 0; i < whole; i++) {
+        partial[i % NORM_LANES] += x[i] * x[i];
+    }
+    for (size_t k = 1; k < NORM_LANES; k++) {
+        partial[0] += partial[k];
+    }
+    for (size_t i = whole; i < numel; i++) {
+        norm_add_one(partial, x[i]);
+    }
+    return sqrtf(partial[0]);
+}
+
+static void multiply(float *x, float by, size_t numel)
+{
+    for (size_t i = 0; i < numel; i++) {
+        x[i] *= by;
+    }
+}
+
 #define ROW(op, from)                                                                              \
     {                                                                                              \
         [FC_F32] = op##_##from##_F32,                                                              \
@@ -156,6 +205,11 @@ static const fc_kern_table table = {
                [FC_BF16] = ROW(reduce, BF16),
                [FC_F16] = ROW(reduce, F16)},
     .reduce_int = REDUCE_INT_TABLE,
+    .adam_moments = adam_moments,
+    .adam_update = adam_update,
+    .adam_fused = adam_fused,
+    .norm = norm,
+    .multiply = multiply,
 };
 
 const fc_kern_table *fc_kern_table_ref(void)

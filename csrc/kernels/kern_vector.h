@@ -350,6 +350,8 @@ static void copy_both(void *first, void *second, const void *src, size_t bytes)
     memcpy((char *)second + at, (const char *)src + at, bytes - at);
 }
 
+#include "kernels/kern_optim_vector.h"
+
 #define DEFINE_REDUCE(from, to)                                                                    \
     static void reduce_##from##_##to(void *dst, const void *const *srcs, size_t n_srcs,            \
                                      size_t numel, double divisor, bool accumulate)                \
@@ -411,6 +413,11 @@ DEFINE_PAIR(F16, BF16)
                    [FC_BF16] = ROW(reduce, BF16),                                                  \
                    [FC_F16] = ROW(reduce, F16)},                                                   \
         .reduce_int = REDUCE_INT_TABLE,                                                            \
+        .adam_moments = adam_moments,                                                              \
+        .adam_update = adam_update,                                                                \
+        .adam_fused = adam_fused,                                                                  \
+        .norm = norm,                                                                              \
+        .multiply = multiply,                                                                      \
     }
 
 #endif

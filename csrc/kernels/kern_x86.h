@@ -8,6 +8,14 @@
 #include <stdbool.h>
 #include <stddef.h>
 
+/* Eight floats, whatever the width of the other vectors. */
+typedef __m256 v8;
+#define zero_v8 _mm256_setzero_ps
+#define load_v8 _mm256_loadu_ps
+#define store_v8 _mm256_storeu_ps
+#define add_v8 _mm256_add_ps
+#define mul_v8 _mm256_mul_ps
+
 #define CPUID_BF16 (1u << 5) /* leaf 7, subleaf 1, EAX */
 
 /* Some compilers cannot ask for F16C by name; the caller has asked for AVX2 and the system's

@@ -1,4 +1,4 @@
-/* Memory in, memory out: copy, cast and reduce over flat arrays.
+/* Memory in, memory out: copy, cast, reduce and optimizer arithmetic over flat arrays.
  *
  * One table per instruction set; fc_kern() is the best one that this CPU runs, chosen once.
  * Kernels allocate nothing, keep no state and never fail; sources and destination do not overlap.
@@ -28,6 +28,26 @@ typedef void (*fc_cast_fn)(void *dst, const void *src, size_t numel);
 typedef void (*fc_reduce_fn)(void *dst, const void *const *srcs, size_t n_srcs, size_t numel,
                              double divisor, bool accumulate);
 
+/* One step of Adam, over F32. PyTorch's element-wise operations round as these kernels do. */
+typedef struct fc_adam {
+    float decay;   /* multiplies the parameter first; 1: nothing */
+    float l2;      /* times the parameter is added to the gradient; 0: nothing */
+    float weight1; /* 1 - beta1 */
+    float beta2;
+    float weight2;    /* 1 - beta2 */
+    float correction; /* square root of 1 - beta2^step */
+    float eps;
+    float step_size; /* -lr / (1 - beta1^step) */
+} fc_adam;
+
+typedef struct fc_adam_options {
+    double lr, beta1, beta2, eps, weight_decay;
+    bool is_decoupled; /* AdamW: the decay is not part of the gradient */
+} fc_adam_options;
+
+/* The numbers of step `step`, counted from 1. */
+void fc_adam_set(fc_adam *adam, const fc_adam_options *options, double step);
+
 typedef struct fc_kern_table {
     const char *name; /* "ref", "avx2", "avx512", "avx512_bf16" */
     /* Streams past the cache where that is faster (large sizes). */
@@ -40,6 +60,23 @@ typedef struct fc_kern_table {
     fc_cast_fn cast[FC_FLOAT_COUNT][FC_FLOAT_COUNT];     /* [from][to]; all set, same type copies */
     fc_reduce_fn reduce[FC_FLOAT_COUNT][FC_FLOAT_COUNT]; /* [source][destination]; all set */
     fc_reduce_fn reduce_int[FC_DTYPE_COUNT]; /* U8..I64: source type == destination type */
+
+    /* exp_avg = lerp(exp_avg, grad, weight1);
+     * squares = exp_avg_sq = beta2 * exp_avg_sq + weight2 * grad^2.
+     * The caller takes the square roots of `squares` before it calls adam_update: they are to be
+     * those of PyTorch, which are not always the nearest numbers. */
+    void (*adam_moments)(const fc_adam *adam, const float *param, const float *grad, float *exp_avg,
+                         float *exp_avg_sq, float *squares, size_t numel);
+    /* param = decay * param + step_size * exp_avg / (roots / correction + eps) */
+    void (*adam_update)(const fc_adam *adam, float *param, const float *exp_avg, const float *roots,
+                        size_t numel);
+    /* The same in one pass, as PyTorch's fused kernel rounds: its own square root, and another
+     * order of rounding in the last `n_tail` elements. */
+    void (*adam_fused)(const fc_adam *adam, float *param, const float *grad, float *exp_avg,
+                       float *exp_avg_sq, size_t numel, size_t n_tail);
+    /* The square root of the sum of squares, added up in eight lanes as PyTorch does. */
+    float (*norm)(const float *x, size_t numel);
+    void (*multiply)(float *x, float by, size_t numel); /* x[i] *= by */
 } fc_kern_table;
 
 /* The table in use. */

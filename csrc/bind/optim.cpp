@@ -1,0 +1,661 @@
+// _C.Adam and _C.Layout: passes over the local tensors of many DTensors at once.
+//
+// Both first look at everything they were given. Unless all of it is plain float32 memory laid out
+// alike, they refuse, touch nothing, and torch's own code runs.
+#include "bind/optim.h"
+
+#include "bind/python.h"
+#include "bind/tensors.h"
+#include "kernels/kernels.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <unordered_set>
+#include <vector>
+
+namespace fc {
+
+namespace {
+
+// ---- local tensors of DTensors ----
+
+PyTypeObject *dtensor_type = nullptr;
+
+struct Names {
+    PyObject *local_tensor, *spec, *mesh, *placements, *step, *exp_avg, *exp_avg_sq;
+} names;
+
+// DTensors on one mesh with the same placements. Specs that were compared once are known again.
+class Layout {
+public:
+    explicit Layout(PyObject *spec)
+        : mesh_(checked(PyObject_GetAttr(spec, names.mesh))),
+          placements_(checked(PyObject_GetAttr(spec, names.placements)))
+    {
+        remember(spec);
+    }
+
+    bool has(PyObject *spec)
+    {
+        if (known_.count(spec) != 0) {
+            return true;
+        }
+        Ref mesh = checked(PyObject_GetAttr(spec, names.mesh));
+        Ref placements = checked(PyObject_GetAttr(spec, names.placements));
+        const int same_mesh = PyObject_RichCompareBool(mesh.get(), mesh_.get(), Py_EQ);
+        check(same_mesh);
+        const int same = PyObject_RichCompareBool(placements.get(), placements_.get(), Py_EQ);
+        check(same);
+        if (same_mesh != 1 || same != 1) {
+            return false;
+        }
+        remember(spec);
+        return true;
+    }
+
+private:
+    static constexpr size_t max_known = size_t{1} << 16;
+
+    void remember(PyObject *spec)
+    {
+        if (known_.size() == max_known) { // somebody makes new ones in every step
+            known_.clear();
+            kept_.clear();
+        }
+        known_.insert(spec);
+        kept_.push_back(Ref::borrow(spec));
+    }
+
+    Ref mesh_, placements_;
+    std::unordered_set<PyObject *> known_;
+    std::vector<Ref> kept_;
+};
+
+bool is_plain(PyObject *object)
+{
+    if (!THPVariable_CheckExact(object)) {
+        return false;
+    }
+    const at::Tensor &t = THPVariable_Unpack(object);
+    return t.device().is_cpu() && t.scalar_type() == at::kFloat && t.layout() == at::kStrided &&
+           !t.is_inference() && !t.is_neg() &&
+           !t.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::FuncTorchGradWrapper,
+                                                     c10::DispatchKey::FuncTorchBatched,
+                                                     c10::DispatchKey::Functionalize}));
+}
+
+at::Tensor contiguous_or_none(PyObject *object)
+{
+    const bool is_usable = is_plain(object) && THPVariable_Unpack(object).is_contiguous();
+    return is_usable ? THPVariable_Unpack(object) : at::Tensor();
+}
+
+// The local tensor of `object`, a DTensor in the layout, or without a layout the tensor that it is;
+// undefined if it is another thing.
+at::Tensor local_of(PyObject *object, Layout *layout)
+{
+    if (layout == nullptr) {
+        return contiguous_or_none(object);
+    }
+    if (Py_TYPE(object) != dtensor_type) {
+        return {};
+    }
+    Ref spec = checked(PyObject_GetAttr(object, names.spec));
+    if (!layout->has(spec.get())) {
+        return {};
+    }
+    return contiguous_or_none(checked(PyObject_GetAttr(object, names.local_tensor)).get());
+}
+
+void bump_version(const at::Tensor &tensor)
+{
+    tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+// ---- Adam ----
+
+// Elements between two calls for square roots: their numbers stay in the second-level cache.
+constexpr size_t block_numel = size_t{1} << 14;
+
+struct Job {
+    at::Tensor param, grad, exp_avg, exp_avg_sq;
+    fc_adam numbers;
+};
+
+struct Segment {
+    const Job *job;
+    size_t start, numel;
+};
+
+struct Block {
+    size_t first, count; // segments
+};
+
+struct AdamRow {
+    Ref param;
+    bool is_ours;   // to step
+    Layout *layout; // null: a plain tensor
+};
+
+class AdamPlan {
+public:
+    AdamPlan(PyObject *params, PyObject *sharded);
+    bool is_for(PyObject *params) const;
+    // Steps every parameter that has a gradient, or none: then false. `fused_lanes`: 0, or how many
+    // floats torch's fused kernel takes at a time, for its way of rounding.
+    bool step(PyObject *state, const fc_adam_options &options, size_t fused_lanes);
+    int traverse(visitproc visit, void *arg);
+
+private:
+    Layout *layout_of(PyObject *param);
+    bool collect(PyObject *state, const fc_adam_options &options);
+    bool collect_row(const AdamRow &row, PyObject *state, const fc_adam_options &options);
+    void cut();
+    void forget();
+    void run(const Block &block, float *scratch);
+    void run_fused(const Block &block, size_t lanes);
+    void run_all(size_t fused_lanes);
+
+    std::vector<AdamRow> rows_;
+    std::vector<std::unique_ptr<Layout>> layouts_;
+    // Of the running step; empty between steps, so that nobody's tensors are kept.
+    std::vector<Job> jobs_;
+    std::vector<at::Tensor> steps_, written_; // counters; DTensors whose version counts
+    double last_step_ = 0;                    // that `numbers_` belong to
+    fc_adam numbers_{};
+    std::vector<Segment> segments_;
+    std::vector<Block> blocks_;
+    std::vector<at::Tensor> scratch_; // one per thread
+};
+
+AdamPlan::AdamPlan(PyObject *params, PyObject *sharded)
+{
+    const Py_ssize_t n = PyList_GET_SIZE(params);
+    rows_.reserve(static_cast<size_t>(n));
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *param = PyList_GET_ITEM(params, i);
+        Ref id = checked(PyLong_FromVoidPtr(param));
+        const int is_ours = PySet_Contains(sharded, id.get());
+        check(is_ours);
+        rows_.push_back({Ref::borrow(param), is_ours == 1, layout_of(param)});
+    }
+}
+
+Layout *AdamPlan::layout_of(PyObject *param)
+{
+    if (Py_TYPE(param) != dtensor_type) {
+        return nullptr;
+    }
+    Ref spec = checked(PyObject_GetAttr(param, names.spec));
+    for (const auto &layout : layouts_) {
+        if (layout->has(spec.get())) {
+            return layout.get();
+        }
+    }
+    layouts_.push_back(std::make_unique<Layout>(spec.get()));
+    return layouts_.back().get();
+}
+
+bool AdamPlan::is_for(PyObject *params) const
+{
+    if (PyList_GET_SIZE(params) != static_cast<Py_ssize_t>(rows_.size())) {
+        return false;
+    }
+    for (size_t i = 0; i < rows_.size(); i++) {
+        if (PyList_GET_ITEM(params, static_cast<Py_ssize_t>(i)) != rows_[i].param.get()) {
+            return false;
+        }
+    }
+    return true;
+}
+
+int AdamPlan::traverse(visitproc visit, void *arg)
+{
+    for (const AdamRow &row : rows_) {
+        Py_VISIT(row.param.get());
+    }
+    return 0;
+}
+
+PyObject *item(PyObject *dict, PyObject *key)
+{
+    PyObject *found = PyDict_GetItemWithError(dict, key);
+    if (found == nullptr && PyErr_Occurred() != nullptr) {
+        throw_python();
+    }
+    return found;
+}
+
+bool AdamPlan::collect_row(const AdamRow &row, PyObject *state, const fc_adam_options &options)
+{
+    const at::Tensor &param = THPVariable_Unpack(row.param.get());
+    const at::Tensor &grad = param.grad();
+    if (!grad.defined()) {
+        return true;
+    }
+    PyObject *own = row.is_ours ? item(state, row.param.get()) : nullptr;
+    if (own == nullptr || !PyDict_CheckExact(own)) {
+        return false;
+    }
+    PyObject *step = item(own, names.step);
+    PyObject *exp_avg = item(own, names.exp_avg);
+    PyObject *exp_avg_sq = item(own, names.exp_avg_sq);
+    if (step == nullptr || exp_avg == nullptr || exp_avg_sq == nullptr || !is_plain(step) ||
+        THPVariable_Unpack(step).dim() != 0) {
+        return false;
+    }
+    Ref grad_object = Ref::take(THPVariable_Wrap(grad));
+    Job job{local_of(row.param.get(), row.layout),
+            local_of(grad_object.get(), row.layout),
+            local_of(exp_avg, row.layout),
+            local_of(exp_avg_sq, row.layout),
+            {}};
+    const at::Tensor *all[] = {&job.param, &job.grad, &job.exp_avg, &job.exp_avg_sq};
+    for (const at::Tensor *one : all) {
+        if (!one->defined() || one->sizes() != job.param.sizes()) {
+            return false;
+        }
+    }
+    const double count = static_cast<double>(*THPVariable_Unpack(step).const_data_ptr<float>()) + 1;
+    if (count != last_step_) {
+        fc_adam_set(&numbers_, &options, count);
+        last_step_ = count;
+    }
+    job.numbers = numbers_;
+    jobs_.push_back(std::move(job));
+    steps_.push_back(THPVariable_Unpack(step));
+    written_.push_back(param);
+    written_.push_back(THPVariable_Unpack(exp_avg));
+    written_.push_back(THPVariable_Unpack(exp_avg_sq));
+    return true;
+}
+
+bool AdamPlan::collect(PyObject *state, const fc_adam_options &options)
+{
+    last_step_ = 0;
+    for (const AdamRow &row : rows_) {
+        if (!collect_row(row, state, options)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// Lays the jobs out in blocks; small ones share a block.
+void AdamPlan::cut()
+{
+    size_t room = 0;
+    for (const Job &job : jobs_) {
+        const size_t numel = static_cast<size_t>(job.param.numel());
+        for (size_t start = 0; start < numel;) {
+            if (room == 0) {
+                blocks_.push_back({segments_.size(), 0});
+                room = block_numel;
+            }
+            const size_t n = std::min(room, numel - start);
+            segments_.push_back({&job, start, n});
+            blocks_.back().count++;
+            start += n;
+            room -= n;
+        }
+    }
+}
+
+void AdamPlan::run(const Block &block, float *scratch)
+{
+    const fc_kern_table *kern = fc_kern();
+    size_t filled = 0;
+    for (size_t i = block.first; i < block.first + block.count; i++) {
+        const Segment &s = segments_[i];
+        kern->adam_moments(&s.job->numbers, s.job->param.const_data_ptr<float>() + s.start,
+                           s.job->grad.const_data_ptr<float>() + s.start,
+                           static_cast<float *>(s.job->exp_avg.data_ptr()) + s.start,
+                           static_cast<float *>(s.job->exp_avg_sq.data_ptr()) + s.start,
+                           scratch + filled, s.numel);
+        filled += s.numel;
+    }
+    at::Tensor roots = at::from_blob(scratch, {static_cast<int64_t>(filled)}, at::kFloat);
+    at::sqrt_out(roots, roots);
+    filled = 0;
+    for (size_t i = block.first; i < block.first + block.count; i++) {
+        const Segment &s = segments_[i];
+        kern->adam_update(&s.job->numbers, static_cast<float *>(s.job->param.data_ptr()) + s.start,
+                          s.job->exp_avg.const_data_ptr<float>() + s.start, scratch + filled,
+                          s.numel);
+        filled += s.numel;
+    }
+}
+
+void AdamPlan::run_fused(const Block &block, size_t lanes)
+{
+    const fc_kern_table *kern = fc_kern();
+    for (size_t i = block.first; i < block.first + block.count; i++) {
+        const Segment &s = segments_[i];
+        const bool is_last = s.start + s.numel == static_cast<size_t>(s.job->param.numel());
+        kern->adam_fused(&s.job->numbers, static_cast<float *>(s.job->param.data_ptr()) + s.start,
+                         s.job->grad.const_data_ptr<float>() + s.start,
+                         static_cast<float *>(s.job->exp_avg.data_ptr()) + s.start,
+                         static_cast<float *>(s.job->exp_avg_sq.data_ptr()) + s.start, s.numel,
+                         is_last ? s.numel % lanes : 0);
+    }
+}
+
+void AdamPlan::run_all(size_t fused_lanes)
+{
+    const auto n_threads = static_cast<size_t>(at::get_num_threads());
+    while (scratch_.size() < n_threads) {
+        scratch_.push_back(at::empty({static_cast<int64_t>(block_numel)}, at::kFloat));
+    }
+    at::parallel_for(0, static_cast<int64_t>(blocks_.size()), 1, [&](int64_t begin, int64_t end) {
+        at::AutoDispatchBelowADInplaceOrView no_autograd;
+        const at::Tensor &scratch = scratch_[static_cast<size_t>(at::get_thread_num())];
+        for (int64_t i = begin; i < end; i++) {
+            const Block &block = blocks_[static_cast<size_t>(i)];
+            if (fused_lanes != 0) {
+                run_fused(block, fused_lanes);
+            } else {
+                run(block, static_cast<float *>(scratch.data_ptr()));
+            }
+        }
+    });
+}
+
+bool AdamPlan::step(PyObject *state, const fc_adam_options &options, size_t fused_lanes)
+{
+    const std::shared_ptr<void> at_exit(nullptr, [this](void *) { forget(); });
+    if (!collect(state, options)) {
+        return false;
+    }
+    cut();
+    for (const at::Tensor &step : steps_) {
+        *static_cast<float *>(step.data_ptr()) += 1;
+        bump_version(step);
+    }
+    for (const at::Tensor &dtensor : written_) {
+        bump_version(dtensor);
+    }
+    for (const Job &job : jobs_) {
+        bump_version(job.param);
+        bump_version(job.exp_avg);
+        bump_version(job.exp_avg_sq);
+    }
+    NoGil no_gil;
+    run_all(fused_lanes);
+    return true;
+}
+
+void AdamPlan::forget()
+{
+    jobs_.clear();
+    steps_.clear();
+    written_.clear();
+    segments_.clear();
+    blocks_.clear();
+}
+
+struct AdamObject {
+    PyObject_HEAD
+    AdamPlan *plan; // owned
+};
+
+AdamPlan *plan_of(PyObject *self)
+{
+    return reinterpret_cast<AdamObject *>(self)->plan;
+}
+
+PyObject *adam_new(PyTypeObject *type, PyObject *args, PyObject *)
+{
+    PyObject *params, *sharded;
+    if (!PyArg_ParseTuple(args, "O!O!:Adam", &PyList_Type, &params, &PySet_Type, &sharded)) {
+        return nullptr;
+    }
+    return guarded([&]() -> PyObject * {
+        auto plan = std::make_unique<AdamPlan>(params, sharded);
+        Ref self = checked(type->tp_alloc(type, 0));
+        reinterpret_cast<AdamObject *>(self.get())->plan = plan.release();
+        return self.release();
+    });
+}
+
+int adam_clear(PyObject *self)
+{
+    AdamPlan *plan = std::exchange(reinterpret_cast<AdamObject *>(self)->plan, nullptr);
+    delete plan;
+    return 0;
+}
+
+void adam_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    adam_clear(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+int adam_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    return plan_of(self) == nullptr ? 0 : plan_of(self)->traverse(visit, arg);
+}
+
+PyObject *adam_is_for(PyObject *self, PyObject *params)
+{
+    return PyBool_FromLong(PyList_Check(params) && plan_of(self)->is_for(params));
+}
+
+PyObject *adam_step(PyObject *self, PyObject *args)
+{
+    fc_adam_options options;
+    PyObject *state;
+    int is_decoupled;
+    Py_ssize_t fused_lanes;
+    if (!PyArg_ParseTuple(args, "Odddddpn:step", &state, &options.lr, &options.beta1,
+                          &options.beta2, &options.eps, &options.weight_decay, &is_decoupled,
+                          &fused_lanes)) {
+        return nullptr;
+    }
+    if (!PyDict_Check(state)) {
+        Py_RETURN_FALSE;
+    }
+    options.is_decoupled = is_decoupled != 0;
+    return guarded([&] {
+        return PyBool_FromLong(
+            plan_of(self)->step(state, options, static_cast<size_t>(fused_lanes)));
+    });
+}
+
+PyMethodDef adam_methods[] = {
+    {"is_for", adam_is_for, METH_O, "is_for(params) -> bool: whether it was made for this list."},
+    {"step", adam_step, METH_VARARGS,
+     "step(state, lr, beta1, beta2, eps, weight_decay, decoupled, fused_lanes) -> bool\n\nOne step "
+     "of Adam for\n"
+     "every parameter that has a gradient. False: torch must do it, nothing was touched."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot adam_slots[] = {
+    {Py_tp_doc, const_cast<char *>("Adam(params, sharded)\n--\n\nSteps a list of DTensors; "
+                                   "`sharded` has the ids of those that it may step.")},
+    {Py_tp_new, reinterpret_cast<void *>(adam_new)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(adam_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void *>(adam_traverse)},
+    {Py_tp_clear, reinterpret_cast<void *>(adam_clear)},
+    {Py_tp_methods, adam_methods},
+    {0, nullptr}};
+
+PyType_Spec adam_spec = {"fsdp_c._C.Adam", sizeof(AdamObject), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, adam_slots};
+
+// ---- gradients ----
+
+struct LayoutObject {
+    PyObject_HEAD
+    Layout *layout; // owned; null: plain tensors
+};
+
+PyObject *layout_new(PyTypeObject *type, PyObject *args, PyObject *)
+{
+    PyObject *spec;
+    if (!PyArg_ParseTuple(args, "O:Layout", &spec)) {
+        return nullptr;
+    }
+    return guarded([&]() -> PyObject * {
+        auto layout = spec == Py_None ? nullptr : std::make_unique<Layout>(spec);
+        Ref self = checked(type->tp_alloc(type, 0));
+        reinterpret_cast<LayoutObject *>(self.get())->layout = layout.release();
+        return self.release();
+    });
+}
+
+void layout_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    delete reinterpret_cast<LayoutObject *>(self)->layout;
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+// The local tensors of a list of DTensors; false if one of them is another thing.
+bool locals_of(PyObject *self, PyObject *list, std::vector<at::Tensor> &locals)
+{
+    if (!PyList_Check(list)) {
+        return false;
+    }
+    Layout *layout = reinterpret_cast<LayoutObject *>(self)->layout;
+    const Py_ssize_t n = PyList_GET_SIZE(list);
+    locals.reserve(static_cast<size_t>(n));
+    for (Py_ssize_t i = 0; i < n; i++) {
+        at::Tensor local = local_of(PyList_GET_ITEM(list, i), layout);
+        if (!local.defined()) {
+            return false;
+        }
+        locals.push_back(std::move(local));
+    }
+    return true;
+}
+
+float norm_of(const at::Tensor &tensor)
+{
+    const auto numel = static_cast<size_t>(tensor.numel());
+    const float *data = tensor.const_data_ptr<float>();
+    return numel == 1 ? std::fabs(*data) : fc_kern()->norm(data, numel);
+}
+
+PyObject *layout_norms(PyObject *self, PyObject *list)
+{
+    return guarded([&]() -> PyObject * {
+        std::vector<at::Tensor> locals;
+        if (!locals_of(self, list, locals)) {
+            Py_RETURN_NONE;
+        }
+        at::AutoDispatchBelowADInplaceOrView no_autograd;
+        at::Tensor norms = at::empty({static_cast<int64_t>(locals.size())}, at::kFloat);
+        float *out = static_cast<float *>(norms.data_ptr());
+        {
+            NoGil no_gil;
+            at::parallel_for(0, static_cast<int64_t>(locals.size()), 64,
+                             [&](int64_t begin, int64_t end) {
+                                 for (int64_t i = begin; i < end; i++) {
+                                     out[i] = norm_of(locals[static_cast<size_t>(i)]);
+                                 }
+                             });
+        }
+        return THPVariable_Wrap(norms);
+    });
+}
+
+PyObject *layout_multiply(PyObject *self, PyObject *args)
+{
+    PyObject *list;
+    float factor;
+    if (!PyArg_ParseTuple(args, "Of:multiply", &list, &factor)) {
+        return nullptr;
+    }
+    return guarded([&]() -> PyObject * {
+        std::vector<at::Tensor> locals;
+        if (!locals_of(self, list, locals)) {
+            Py_RETURN_FALSE;
+        }
+        for (size_t i = 0; i < locals.size(); i++) {
+            bump_version(THPVariable_Unpack(PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i))));
+            bump_version(locals[i]);
+        }
+        NoGil no_gil;
+        at::parallel_for(0, static_cast<int64_t>(locals.size()), 64, [&](int64_t i, int64_t end) {
+            for (; i < end; i++) {
+                const at::Tensor &local = locals[static_cast<size_t>(i)];
+                fc_kern()->multiply(static_cast<float *>(local.data_ptr()), factor,
+                                    static_cast<size_t>(local.numel()));
+            }
+        });
+        Py_RETURN_TRUE;
+    });
+}
+
+PyMethodDef layout_methods[] = {
+    {"norms", layout_norms, METH_O,
+     "norms(tensors) -> Tensor | None\n\nThe 2-norm of each local tensor; float32, [n]. None: one "
+     "of them is laid out otherwise."},
+    {"multiply", layout_multiply, METH_VARARGS,
+     "multiply(tensors, factor) -> bool\n\nMultiplies local tensors in place. False: one of them "
+     "is laid out otherwise, nothing was touched."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot layout_slots[] = {
+    {Py_tp_doc, const_cast<char *>("Layout(spec)\n--\n\nfloat32 DTensors on one CPU mesh with the "
+                                   "placements of `spec`; plain tensors if it is None.")},
+    {Py_tp_new, reinterpret_cast<void *>(layout_new)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(layout_dealloc)},
+    {Py_tp_methods, layout_methods},
+    {0, nullptr}};
+
+PyType_Spec layout_spec = {"fsdp_c._C.Layout", sizeof(LayoutObject), 0, Py_TPFLAGS_DEFAULT,
+                           layout_slots};
+
+int add_type(PyObject *module, PyType_Spec *spec, const char *name)
+{
+    PyObject *type = PyType_FromSpec(spec);
+    const int result = type == nullptr ? -1 : PyModule_AddObjectRef(module, name, type);
+    Py_XDECREF(type);
+    return result;
+}
+
+bool load_names()
+{
+    const std::pair<PyObject **, const char *> all[] = {
+        {&names.local_tensor, "_local_tensor"}, {&names.spec, "_spec"}, {&names.mesh, "mesh"},
+        {&names.placements, "placements"},      {&names.step, "step"},  {&names.exp_avg, "exp_avg"},
+        {&names.exp_avg_sq, "exp_avg_sq"}};
+    for (const auto &[place, text] : all) {
+        *place = PyUnicode_InternFromString(text);
+        if (*place == nullptr) {
+            return false;
+        }
+    }
+    return true;
+}
+
+} // namespace
+
+} // namespace fc
+
+int fc_register_optim(PyObject *module)
+{
+    using namespace fc;
+    PyObject *tensors = PyImport_ImportModule("torch.distributed.tensor");
+    PyObject *dtensor = tensors == nullptr ? nullptr : PyObject_GetAttrString(tensors, "DTensor");
+    Py_XDECREF(tensors);
+    if (dtensor == nullptr || !load_names()) {
+        return -1;
+    }
+    dtensor_type = reinterpret_cast<PyTypeObject *>(dtensor);
+    return add_type(module, &adam_spec, "Adam") < 0 || add_type(module, &layout_spec, "Layout") < 0
+               ? -1
+               : 0;
+}

@@ -1,0 +1,61 @@
+/* Optimizer arithmetic on one element, and as plain loops: the reference of kern_optim_vector.h.
+ *
+ * Where a product and a sum are rounded once (fmaf) and where twice is part of the result.
+ */
+#ifndef FC_KERNELS_KERN_OPTIM_SCALAR_H
+#define FC_KERNELS_KERN_OPTIM_SCALAR_H
+
+#include "kernels/kernels.h"
+
+#include <math.h>
+
+#define NORM_LANES 8 /* partial sums of a norm, whatever the width of a vector */
+
+static inline float lerp_one(float from, float to, float weight)
+{
+    float way = to - from;
+
+    return fabsf(weight) < 0.5f ? fmaf(weight, way, from) : fmaf(weight - 1.0f, way, to);
+}
+
+static inline void adam_moments_one(const fc_adam *a, const float *param, const float *grad,
+                                    float *exp_avg, float *exp_avg_sq, float *squares, size_t i)
+{
+    float g = a->l2 == 0.0f ? grad[i] : fmaf(param[i], a->l2, grad[i]);
+    float square = fmaf(a->weight2 * g, g, exp_avg_sq[i] * a->beta2);
+
+    exp_avg[i] = lerp_one(exp_avg[i], g, a->weight1);
+    exp_avg_sq[i] = square;
+    squares[i] = square;
+}
+
+static inline void adam_update_one(const fc_adam *a, float *param, const float *exp_avg,
+                                   const float *roots, size_t i)
+{
+    float denominator = roots[i] / a->correction + a->eps;
+
+    param[i] = param[i] * a->decay + a->step_size * exp_avg[i] / denominator;
+}
+
+/* `is_tail`: torch's fused kernel rounds otherwise in what is left after its last vector. */
+static inline void adam_fused_one(const fc_adam *a, bool is_tail, float *param, const float *grad,
+                                  float *exp_avg, float *exp_avg_sq, size_t i)
+{
+    float p = param[i] * a->decay;
+    float g = a->l2 == 0.0f ? grad[i] : fmaf(p, a->l2, grad[i]);
+    float m = lerp_one(exp_avg[i], g, a->weight1);
+    float scaled = a->weight2 * g;
+    float v = is_tail ? fmaf(exp_avg_sq[i], a->beta2, scaled * g)
+                      : fmaf(scaled, g, exp_avg_sq[i] * a->beta2);
+
+    exp_avg[i] = m;
+    exp_avg_sq[i] = v;
+    param[i] = p + a->step_size * m / (sqrtf(v) / a->correction + a->eps);
+}
+
+static inline void norm_add_one(float *sum, float x)
+{
+    *sum = fmaf(x, x, *sum);
+}
+
+#endif

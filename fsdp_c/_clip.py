@@ -1,0 +1,149 @@
+"""Gradient clipping over the local tensors of sharded gradients, with torch's own collectives.
+
+`torch.nn.utils.clip_grad_norm_` takes the norm of every gradient, stacks them, takes the norm of
+that, and multiplies every gradient. The first and the last are done here in one pass each; what
+lies between is torch's code on one DTensor, so that results have torch's bits and type.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.nn.utils import clip_grad
+
+from fsdp_c._native import _C
+
+# Name in torch.nn.utils.clip_grad, name in torch.nn.utils.
+_NAMES = {
+    "_get_total_norm": "get_total_norm",
+    "_clip_grads_with_norm_": "clip_grads_with_norm_",
+}
+_originals: dict[str, Callable[..., Any]] = {}
+
+
+class _Layout:
+    """Gradients on one mesh with the same placements."""
+
+    def __init__(self, grad: DTensor) -> None:
+        self.locals = _C.Layout(grad._spec)
+        self.mesh = grad._spec.mesh
+        self.placements = torch.linalg.vector_norm(grad, 2.0).placements  # of its norm
+
+    def stacked_norms(self, grads: list[Any]) -> DTensor | None:
+        norms = self.locals.norms(grads)
+        if norms is None:
+            return None
+        meta = TensorMeta(norms.shape, norms.stride(), norms.dtype)
+        spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
+        return DTensor(norms, spec, requires_grad=False)
+
+
+_layouts: dict[tuple[Any, Any], _Layout] = {}
+
+
+def install() -> None:
+    """Lets torch's clipping use the passes below; once."""
+    if _originals:
+        return
+    for name, replace in (
+        ("_get_total_norm", _with_norms),
+        ("_clip_grads_with_norm_", _with_multiply),
+    ):
+        _originals[name] = getattr(clip_grad, name)
+        _set(name, replace(_originals[name]))
+
+
+def uninstall() -> None:
+    """Gives torch's functions back, until the next fully_shard."""
+    for name, original in _originals.items():
+        _set(name, original)
+    _originals.clear()
+    _layouts.clear()
+
+
+def _set(name: str, function: Callable[..., Any]) -> None:
+    setattr(clip_grad, name, function)
+    setattr(nn.utils, _NAMES[name], function)
+
+
+def _layout_of(grads: list[Any]) -> _Layout | None:
+    """The layout of the first gradient; None if torch has to do it all."""
+    if not grads or type(grads[0]) is not DTensor or torch._C._len_torch_dispatch_stack() != 0:
+        return None
+    spec = grads[0]._spec
+    if any(placement.is_partial() for placement in spec.placements) or not _agrees():
+        return None
+    key = (spec.mesh, spec.placements)
+    if key not in _layouts:
+        _layouts[key] = _Layout(grads[0])
+    return _layouts[key]
+
+
+def _with_norms(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def _get_total_norm(
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if float(norm_type) == 2.0 and not error_if_nonfinite:
+            layout = _layout_of(grads)
+            norms = None if layout is None else layout.stacked_norms(grads)
+            if norms is not None:
+                with torch.no_grad():
+                    return torch.linalg.vector_norm(norms, 2.0)
+        return original(grads, norm_type, error_if_nonfinite, foreach)
+
+    return _get_total_norm
+
+
+def _with_multiply(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def _clip_grads_with_norm_(
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        total_norm: Tensor,
+        foreach: bool | None = None,
+    ) -> None:
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        grads = [p.grad for p in params if p.grad is not None]
+        layout = _layout_of(grads)
+        factor = None if layout is None else _factor(float(max_norm), total_norm)
+        if factor is None or not layout.locals.multiply(grads, factor):
+            original(params, max_norm, total_norm, foreach)
+
+    return _clip_grads_with_norm_
+
+
+@torch.no_grad()
+def _factor(max_norm: float, total_norm: Tensor) -> float | None:
+    """What gradients are multiplied by, as torch computes it; None if this rank does not know."""
+    if total_norm.dtype != torch.float32:
+        return None
+    factor: Any = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+    if type(factor) is DTensor:
+        if not all(placement.is_replicate() for placement in factor.placements):
+            return None
+        factor = factor._local_tensor
+    return float(factor) if type(factor) is Tensor else None
+
+
+@functools.cache
+def _agrees() -> bool:
+    """Whether norms have this torch's bits on this CPU, tried on a few numbers."""
+    layout = _C.Layout(None)
+    for numel in (0, 1, 7, 8, 75, 4099):
+        values = torch.arange(float(numel), device="cpu", dtype=torch.float32).add(1).sin()
+        for scale in (1.0, 1e-30):
+            tensor = values * scale
+            if not torch.equal(layout.norms([tensor])[0], torch.linalg.vector_norm(tensor)):
+                return False
+    return True
