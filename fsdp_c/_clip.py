@@ -33,15 +33,33 @@ class _Layout:
     def __init__(self, grad: DTensor) -> None:
         self.locals = _C.Layout(grad._spec)
         self.mesh = grad._spec.mesh
-        self.placements = torch.linalg.vector_norm(grad, 2.0).placements  # of its norm
+        self.placements = grad._spec.placements
+        self._norm_placements: dict[float, tuple[Any, ...]] = {}
 
-    def stacked_norms(self, grads: list[Any]) -> DTensor | None:
-        norms = self.locals.norms(grads)
+    def stacked_norms(self, grads: list[Any], norm_type: float) -> DTensor | None:
+        norms = self._norms(grads, norm_type)
         if norms is None:
             return None
+        if norm_type not in self._norm_placements:
+            one = DTensor.from_local(
+                torch.ones((1,) * grads[0].dim()), self.mesh, self.placements, run_check=False
+            )
+            placements = torch.linalg.vector_norm(one, norm_type).placements
+            self._norm_placements[norm_type] = placements
         meta = TensorMeta(norms.shape, norms.stride(), norms.dtype)
-        spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
+        placements = self._norm_placements[norm_type]
+        spec = DTensorSpec(self.mesh, placements, tensor_meta=meta)
         return DTensor(norms, spec, requires_grad=False)
+
+    def _norms(self, grads: list[Any], norm_type: float) -> Tensor | None:
+        if norm_type == 2.0:
+            return self.locals.norms(grads)
+        tensors = self.locals.locals(grads)
+        if tensors is None:
+            return None
+        # The largest of no elements is refused by torch, on the ranks that have none.
+        found = [t if t.numel() > 0 else t.new_zeros(1) for t in tensors]
+        return torch.stack([torch.linalg.vector_norm(t, norm_type) for t in found])
 
 
 _layouts: dict[tuple[Any, Any], _Layout] = {}
@@ -94,12 +112,12 @@ def _with_norms(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         foreach: bool | None = None,
     ) -> Tensor:
         grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if float(norm_type) == 2.0 and not error_if_nonfinite:
-            layout = _layout_of(grads)
-            norms = None if layout is None else layout.stacked_norms(grads)
+        norm_type = float(norm_type)
+        layout = None if error_if_nonfinite else _layout_of(grads)
+        with torch.no_grad():
+            norms = None if layout is None else layout.stacked_norms(grads, norm_type)
             if norms is not None:
-                with torch.no_grad():
-                    return torch.linalg.vector_norm(norms, 2.0)
+                return torch.linalg.vector_norm(norms, norm_type)
         return original(grads, norm_type, error_if_nonfinite, foreach)
 
     return _get_total_norm

@@ -120,7 +120,7 @@ def _step_adam(optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Adam)
     if any(group[name] for name in _ADAM_SWITCHES) or torch._C._len_torch_dispatch_stack() != 0:
         return False
     numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
-    if not all(type(number) is float for number in numbers):
+    if not all(type(number) in (float, int) for number in numbers):
         return False
     lanes = _fused_lanes() if group["fused"] else 0
     if lanes is None or getattr(optimizer, "grad_scale", None) is not None or not _agrees(lanes):
@@ -138,7 +138,9 @@ def _agrees(fused_lanes: int) -> bool:
     """Whether the pass gives this torch's bits on this CPU, tried on a few numbers."""
     for numel, is_decoupled in ((75, True), (1035, False)):
         for weight_decay in (0.0, 0.01):
-            param = nn.Parameter(torch.arange(float(numel), device="cpu", dtype=torch.float32).cos())
+            param = nn.Parameter(
+                torch.arange(float(numel), device="cpu", dtype=torch.float32).cos()
+            )
             other = param.detach().clone()
             cls = optim.AdamW if is_decoupled else optim.Adam
             fused = fused_lanes != 0

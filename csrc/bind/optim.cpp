@@ -337,12 +337,14 @@ void AdamPlan::run_fused(const Block &block, size_t lanes)
     const fc_kern_table *kern = fc_kern();
     for (size_t i = block.first; i < block.first + block.count; i++) {
         const Segment &s = segments_[i];
-        const bool is_last = s.start + s.numel == static_cast<size_t>(s.job->param.numel());
+        const auto numel = static_cast<size_t>(s.job->param.numel());
+        const size_t tail = std::max(s.start, numel - numel % lanes);
+        const size_t end = s.start + s.numel;
         kern->adam_fused(&s.job->numbers, static_cast<float *>(s.job->param.data_ptr()) + s.start,
                          s.job->grad.const_data_ptr<float>() + s.start,
                          static_cast<float *>(s.job->exp_avg.data_ptr()) + s.start,
                          static_cast<float *>(s.job->exp_avg_sq.data_ptr()) + s.start, s.numel,
-                         is_last ? s.numel % lanes : 0);
+                         end > tail ? end - tail : 0);
     }
 }
 
@@ -540,6 +542,21 @@ bool locals_of(PyObject *self, PyObject *list, std::vector<at::Tensor> &locals)
     return true;
 }
 
+PyObject *layout_locals(PyObject *self, PyObject *list)
+{
+    return guarded([&]() -> PyObject * {
+        std::vector<at::Tensor> locals;
+        if (!locals_of(self, list, locals)) {
+            Py_RETURN_NONE;
+        }
+        Ref result = checked(PyList_New(static_cast<Py_ssize_t>(locals.size())));
+        for (size_t i = 0; i < locals.size(); i++) {
+            PyList_SET_ITEM(result.get(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(locals[i]));
+        }
+        return result.release();
+    });
+}
+
 float norm_of(const at::Tensor &tensor)
 {
     const auto numel = static_cast<size_t>(tensor.numel());
@@ -599,6 +616,9 @@ PyObject *layout_multiply(PyObject *self, PyObject *args)
 }
 
 PyMethodDef layout_methods[] = {
+    {"locals", layout_locals, METH_O,
+     "locals(tensors) -> list[Tensor] | None\n\nTheir local tensors. None: one of them is laid out "
+     "otherwise."},
     {"norms", layout_norms, METH_O,
      "norms(tensors) -> Tensor | None\n\nThe 2-norm of each local tensor; float32, [n]. None: one "
      "of them is laid out otherwise."},

@@ -1,0 +1,314 @@
+"""Adam and clipping in one pass over local tensors, with torch's bits; torch's code elsewhere."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import models
+import pytest
+import torch
+from harness import cached_mesh
+from models import Net, Tiny, data
+from parity import EXACT, Pair, Side, on_ranks, total
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+KINDS = {"default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+class Odd(nn.Module):
+    """Sizes around those of vectors and blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [(1,), (7,), (33, 5), (64, 64), (1031, 37), (3, 1)]
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(size)) for size in sizes])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((w * x.mean()).sin().sum() * 10.0**i for i, w in enumerate(self.weights))
+
+
+@contextlib.contextmanager
+def passes() -> Iterator[list[bool]]:
+    """Collects whether groups were stepped in one pass."""
+    from fsdp_c import _optim
+
+    original, results = _optim._step_adam, []
+
+    def spy(*args: Any) -> bool:
+        results.append(original(*args))
+        return results[-1]
+
+    with mock.patch.object(_optim, "_step_adam", spy):
+        yield results
+
+
+def make(cls: type[optim.Optimizer] = optim.AdamW, **options: Any) -> Callable[..., Any]:
+    return lambda params: cls(list(params), **{"lr": 0.01, **options})
+
+
+def train(pair: Pair, rank: int, n_steps: int = 3) -> list[bool]:
+    """Steps both sides; says which steps of ours took the pass, but the first that makes state."""
+    with passes() as results:
+        for step in range(n_steps):
+            pair.step(data(rank, step))
+            pair.both(lambda side: side.optimizer.state_dict(), "optimizer state")
+    return results[1:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(1, 2)
+def test_bits(rank: int, n_ranks: int, kind: str) -> None:
+    for cls in (optim.AdamW, optim.Adam):
+        for options in ({}, {"weight_decay": 0.1, "betas": (0.3, 0.8), "eps": 1e-3}):
+            optimizer = make(cls, **options, **KINDS[kind])
+            pair = Pair(Odd, models.shard_root, optimizer=optimizer, tolerance=EXACT)
+            results = train(pair, rank)
+            assert results == [True] * len(results) and results
+
+
+@on_ranks(4)
+def test_replicas_and_empty_shards(rank: int, n_ranks: int) -> None:
+    mesh = cached_mesh((2, 2), ("replicate", "shard"))
+    shard = functools.partial(models.shard_blocks, mesh=mesh)
+    for build, how in ((Net, shard), (Tiny, models.shard_root)):
+        pair = Pair(build, how, optimizer=make(weight_decay=0.1))
+        assert all(train(pair, rank))
+
+
+@on_ranks(2)
+def test_groups_and_what_changes_between_steps(rank: int, n_ranks: int) -> None:
+    """Decay and no decay, a schedule, missing gradients, loaded state, a group added late."""
+
+    def groups(params: Any) -> optim.Optimizer:
+        params = list(params)
+        decayed = [p for p in params if p.ndim > 1]
+        plain = [p for p in params if p.ndim <= 1]
+        return optim.AdamW([{"params": decayed}, {"params": plain[1:], "weight_decay": 0.0}])
+
+    pair = Pair(Net, models.shard_blocks, optimizer=groups, tolerance=EXACT)
+    assert any(train(pair, rank, 2))
+
+    def change(side: Side) -> None:
+        side.optimizer.param_groups[0]["lr"] = 0.003
+        missing = side.optimizer.param_groups[0]["params"].pop()
+        side.optimizer.add_param_group({"params": [missing], "betas": (0.5, 0.7)})
+        side.optimizer.load_state_dict(side.optimizer.state_dict())
+
+    pair.do(change)
+    with passes() as results:
+        for step in range(3):
+            pair.forward(data(rank, step))
+            pair.backward()
+            if step == 1:
+                pair.do(lambda side: setattr(next(iter(side.shards.values())), "grad", None))
+            pair.optimize()
+            pair.both(lambda side: side.optimizer.state_dict(), "optimizer state")
+    # Three groups; their state was all there.
+    assert results == [True] * 9
+
+
+class Watch(TorchDispatchMode):
+    """Counts operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Watch.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(1)
+def test_where_torch_has_to_step(rank: int, n_ranks: int) -> None:
+    """Each of these is torch's own arithmetic; results are torch's all the same."""
+    for options in (
+        {"amsgrad": True},
+        {"maximize": True},
+        {"lr": torch.tensor(0.01)},
+    ):
+        pair = Pair(Tiny, models.shard_root, optimizer=make(**options), tolerance=EXACT)
+        assert not any(train(pair, rank)), options
+    pair = Pair(Tiny, models.shard_root, optimizer=make(), tolerance=EXACT)
+    train(pair, rank, 2)
+    pair.forward(data(rank))
+    pair.backward()
+
+    def watched(side: Side) -> None:
+        Watch.count = 0
+        with Watch():
+            side.optimizer.step()
+        assert Watch.count > len(side.shards)
+
+    with passes() as results:
+        pair.do(watched)
+    assert results == [False]
+
+
+@on_ranks(1)
+def test_refused_rows_touch_nothing(rank: int, n_ranks: int) -> None:
+    """One row that cannot be stepped here leaves the whole group to torch, before any write."""
+    import fsdp_c
+
+    model = Net(n_blocks=1)
+    models.shard_blocks(model, fsdp_c)
+    optimizer = make()(model.parameters())
+    for _ in range(2):
+        total(model(data(rank))).backward()
+        optimizer.step()
+    params = optimizer.param_groups[0]["params"]
+    from fsdp_c import _optim
+
+    def attempt(break_it: Callable[[], None], mend: Callable[[], None]) -> None:
+        plan = _optim._Members(params).plan
+        copies = [p.to_local().clone() for p in params]
+        steps = [optimizer.state[p]["step"].item() for p in params]
+        break_it()
+        assert not plan.step(optimizer.state, 0.1, 0.9, 0.99, 1e-8, 0.0, True, 0)
+        mend()
+        assert all(torch.equal(p.to_local(), copy) for p, copy in zip(params, copies, strict=True))
+        assert steps == [optimizer.state[p]["step"].item() for p in params]
+        assert plan.step(optimizer.state, 0.0, 0.9, 0.99, 1e-8, 0.0, True, 0)
+
+    last = params[-1]
+    state = optimizer.state[last]
+    kept = dict(state)
+    attempt(lambda: state.pop("exp_avg"), lambda: state.update(kept))
+    for key in ("exp_avg", "step"):
+        attempt(lambda: state.update({key: kept[key].double()}), lambda: state.update(kept))
+    attempt(lambda: optimizer.state.pop(last), lambda: optimizer.state.update({last: state}))
+    plan = _optim._Members(params).plan
+    assert plan.is_for(params) and not plan.is_for(params[:-1]) and not plan.is_for(params[::-1])
+
+
+@on_ranks(1)
+def test_versions_count(rank: int, n_ranks: int) -> None:
+    """Autograd sees that parameters and state were written."""
+    import fsdp_c
+
+    model = Net(n_blocks=1)
+    models.shard_blocks(model, fsdp_c)
+    optimizer = make()(model.parameters())
+
+    def versions() -> list[int]:
+        state = [v for s in optimizer.state.values() for v in s.values()]
+        tensors = [*model.parameters(), *state]
+        tensors += [t.to_local() for t in tensors if isinstance(t, DTensor)]
+        return [t._version for t in tensors]
+
+    for step in range(3):
+        total(model(data(rank))).backward()
+        before = versions()
+        with passes() as results:
+            optimizer.step()
+        if step > 0:
+            assert results == [True]
+            assert all(a > b for a, b in zip(versions(), before, strict=True))
+
+
+# ---- clipping ----
+
+
+def clip_like_torch(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """torch's own clip_grad_norm_."""
+    from fsdp_c import _clip
+
+    _clip.uninstall()
+    try:
+        return nn.utils.clip_grad_norm_(model.parameters(), *args, **kwargs)
+    finally:
+        _clip.install()
+
+
+@contextlib.contextmanager
+def counted(name: str) -> Iterator[list[Any]]:
+    """Collects what torch's own function in torch.nn.utils.clip_grad returns."""
+    from fsdp_c import _clip
+
+    original, results = getattr(torch.nn.utils.clip_grad, name), []
+    _clip.uninstall()
+    torchs = getattr(torch.nn.utils.clip_grad, name)
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        results.append(torchs(*args, **kwargs))
+        return results[-1]
+
+    with mock.patch.object(torch.nn.utils.clip_grad, name, spy):
+        _clip.install()
+        yield results
+        _clip.uninstall()
+    _clip.install()
+    assert getattr(torch.nn.utils.clip_grad, name) is not original  # wrapped anew
+
+
+def check_clip(
+    shard: Callable[..., None], rank: int, *args: Any, ours: bool = True, **kw: Any
+) -> None:
+    import fsdp_c
+
+    norms, grads = [], []
+    for clip in (clip_like_torch, None):
+        torch.manual_seed(1)
+        model = Odd()
+        shard(model, fsdp_c)
+        model(data(rank)).backward()
+        if clip is None:
+            with counted("_get_total_norm") as first, counted("_clip_grads_with_norm_") as second:
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), *args, **kw))
+            assert (first == []) is ours and second == []
+        else:
+            norms.append(clip(model, *args, **kw))
+        grads.append([p.grad.to_local() for p in model.parameters()])
+    assert type(norms[0]) is type(norms[1]) is DTensor
+    assert norms[0].placements == norms[1].placements
+    assert torch.equal(norms[0].full_tensor(), norms[1].full_tensor())
+    assert all(map(torch.equal, *grads))
+
+
+@on_ranks(1, 2)
+def test_clipping_has_torchs_bits(rank: int, n_ranks: int) -> None:
+    for max_norm in (0.1, 1e9):
+        check_clip(models.shard_root, rank, max_norm)
+        check_clip(models.shard_root, rank, max_norm, foreach=True)
+        check_clip(models.shard_root, rank, max_norm, norm_type=1)
+    check_clip(models.shard_root, rank, 0.1, ours=False, error_if_nonfinite=True)
+
+
+@on_ranks(2)
+def test_largest_where_a_rank_has_no_rows(rank: int, n_ranks: int) -> None:
+    """torch refuses this on the rank without rows and leaves the others waiting."""
+    import fsdp_c
+
+    torch.manual_seed(1)
+    model, plain = Odd(), Odd()
+    plain.load_state_dict(model.state_dict())
+    models.shard_root(model, fsdp_c)
+    norms = []
+    for m in (model, plain):
+        m(data(0)).backward()
+        norms.append(nn.utils.clip_grad_norm_(m.parameters(), 0.1, norm_type=math.inf))
+    assert norms[0].full_tensor() == norms[1]
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad.full_tensor(), b.grad)
+
+
+@on_ranks(4)
+def test_clipping_on_two_dimensions(rank: int, n_ranks: int) -> None:
+    mesh = cached_mesh((2, 2), ("replicate", "shard"))
+    for norm_type in (2.0, 1.0):
+        check_clip(functools.partial(models.shard_root, mesh=mesh), rank, 0.1, norm_type)
+
+
+@on_ranks(1)
+def test_clipping_of_plain_tensors_is_torchs(rank: int, n_ranks: int) -> None:
+    import fsdp_c
+
+    models.shard_root(Tiny(), fsdp_c)
+    model = Net(n_blocks=1)
+    total(model(data(rank))).backward()
+    with counted("_get_total_norm") as first, counted("_clip_grads_with_norm_") as second:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert len(first) == 1 and len(second) == 1
