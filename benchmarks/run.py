@@ -10,12 +10,14 @@ from pathlib import Path
 import bench_collectives
 import bench_host_overhead
 import bench_memory
+import bench_optim
 import bench_step
 import harness
 import report
 
 BENCHES = [
-    bench.BENCH for bench in (bench_host_overhead, bench_collectives, bench_step, bench_memory)
+    bench.BENCH
+    for bench in (bench_host_overhead, bench_collectives, bench_step, bench_optim, bench_memory)
 ]
 
 

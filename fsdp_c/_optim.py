@@ -51,7 +51,7 @@ class _Members:
     def __init__(self, params: list[Tensor]) -> None:
         sharded = {id(p.sharded_param) for unit in _units for p in unit.fsdp_params}
         self.sharded = sharded.intersection(map(id, params))
-        self.plan = _C.Adam(params, self.sharded)  # keeps params, so that the ids stay theirs
+        self.plan = _C.Params(params, self.sharded)  # keeps params, so that the ids stay theirs
 
 
 def watch(units: Iterable[Any]) -> None:
@@ -99,7 +99,7 @@ def _replacement(cls: type[optim.Optimizer], original: Callable[..., Any]) -> Ca
                 return False  # nothing is complex; the lists stay empty
         result = original(self, group, *lists, **named)
         if members is not None and not group["differentiable"]:
-            localize(self, group, members.sharded, lists)
+            localize(self, group, members.plan, lists)
         return result
 
     return _init_group
@@ -115,7 +115,7 @@ def _members_of(optimizer: optim.Optimizer, group: dict[str, Any]) -> _Members |
     return members if members.sharded else None
 
 
-def _step_adam(optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Adam) -> bool:
+def _step_adam(optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Params) -> bool:
     """Steps the whole group in one pass over memory; False if torch has to."""
     if any(group[name] for name in _ADAM_SWITCHES) or torch._C._len_torch_dispatch_stack() != 0:
         return False
@@ -125,7 +125,7 @@ def _step_adam(optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Adam)
     lanes = _fused_lanes() if group["fused"] else 0
     if lanes is None or getattr(optimizer, "grad_scale", None) is not None or not _agrees(lanes):
         return False
-    return plan.step(optimizer.state, *numbers, group["decoupled_weight_decay"], lanes)
+    return plan.step_adam(optimizer.state, *numbers, group["decoupled_weight_decay"], lanes)
 
 
 def _fused_lanes() -> int | None:
@@ -148,104 +148,58 @@ def _agrees(fused_lanes: int) -> bool:
             state = {name: torch.zeros_like(other) for name in ("exp_avg", "exp_avg_sq")}
             state["step"] = torch.zeros((), device="cpu", dtype=torch.float32)
             numbers = (0.01, 0.9, 0.999, 1e-8, weight_decay)
-            plan = _C.Adam([other], {id(other)})
+            plan = _C.Params([other], {id(other)})
             for scale in (1.0, 1e-3, 7.0):
                 param.grad = other.grad = (param.detach() * scale * numel).sin()
                 adam.step()
-                plan.step({other: state}, *numbers, is_decoupled, fused_lanes)
+                plan.step_adam({other: state}, *numbers, is_decoupled, fused_lanes)
                 if not torch.equal(param, other):
                     return False
     return True
 
 
-def _local(tensor: Any, spec: Any, shape: torch.Size) -> Tensor | None:
-    """The tensor's local part if it is laid out as `spec` says."""
-    if type(tensor) is not DTensor:
-        return None
-    own = tensor._spec
-    if own is not spec and (own.mesh != spec.mesh or own.placements != spec.placements):
-        return None
-    local = tensor._local_tensor
-    is_plain = type(local) is Tensor and local.device.type == "cpu" and local.shape == shape
-    return local if is_plain else None
-
-
-def _locals(values: tuple[Any, ...]) -> list[Any] | None:
-    """Local tensors of a parameter, its gradient and state; None if one is laid out otherwise.
-
-    Scalars of the state (a step, a product) and what is missing stay as they are.
-    """
-    spec = values[0]._spec
-    if any(placement.is_partial() for placement in spec.placements):
-        return None
-    shape = values[0]._local_tensor.shape
-    result = []
-    for i, value in enumerate(values):
-        if i < 2 or type(value) is DTensor:
-            local = _local(value, spec, shape)
-            if local is None:
-                return None
-            result.append(local)
-        elif value is None or (isinstance(value, Tensor) and value.dim() == 0):
-            result.append(value)
-        else:
-            return None
-    return result if result[0].dtype == result[1].dtype else None
-
-
 def _find(
-    group: dict[str, Any], sharded: set[int], lists: tuple[list[Any], ...]
-) -> dict[int, list[Any]]:
-    """The rows of `lists` that can be replaced, with what to put there."""
+    group: dict[str, Any], plan: _C.Params, lists: tuple[list[Any], ...]
+) -> tuple[list[int], list[list[Any]]]:
+    """The rows of `lists` that can be replaced, and column by column what to put there."""
     n_rows = len(lists[0])
-    filled = [column for column in lists if len(column) == n_rows]
-    found = {}
-    for i, row in enumerate(zip(*filled, strict=True)):
-        if id(row[0]) in sharded:
-            row_locals = _locals(row)
-            if row_locals is not None:
-                found[i] = row_locals
+    found, columns = plan.locals([column for column in lists if len(column) == n_rows])
     is_listwise = bool(group.get("foreach") or group.get("fused"))
-    if is_listwise:
+    if is_listwise and found:
         # These take lists of one kind only; torch refuses some that would work here.
         n_dtensors = sum(type(param) is DTensor for param in lists[0])
         if n_dtensors > len(found) or _env.is_strict():
-            return {}
-    return found
+            return [], []
+    return found, columns
 
 
 def _localize(
-    optimizer: optim.Optimizer,
-    group: dict[str, Any],
-    sharded: set[int],
-    lists: tuple[list[Any], ...],
+    optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Params, lists: tuple[list[Any], ...]
 ) -> None:
-    found = _find(group, sharded, lists)
+    n_rows = len(lists[0])
+    found, columns = _find(group, plan, lists)
     if not found:
         return
-    n_rows = len(lists[0])
-    filled = [column for column in lists if len(column) == n_rows]
     torch.autograd.graph.increment_version([lists[0][i] for i in found])
-    for i, row in found.items():
-        for column, value in zip(filled, row, strict=True):
-            column[i] = value
+    for column, values in zip((c for c in lists if len(c) == n_rows), columns, strict=True):
+        if len(found) == n_rows:
+            column[:] = values
+        else:
+            for i, value in zip(found, values, strict=True):
+                column[i] = value
 
 
 def _step_momentum(
-    optimizer: optim.Optimizer,
-    group: dict[str, Any],
-    sharded: set[int],
-    lists: tuple[list[Any], ...],
+    optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Params, lists: tuple[list[Any], ...]
 ) -> None:
     """SGD keeps its buffers under the parameters it is given, so these are stepped here."""
     if group["momentum"] == 0:
-        _localize(optimizer, group, sharded, lists)
+        _localize(optimizer, group, plan, lists)
         return
-    found = _find(group, sharded, lists)
+    found, columns = _find(group, plan, lists)
     if not found:
         return
     params = [lists[0][i] for i in found]
-    columns = [list(column) for column in zip(*found.values(), strict=True)]
     torch.autograd.graph.increment_version(params)
     sys.modules[optim.SGD.__module__].sgd(
         *columns,
@@ -264,5 +218,6 @@ def _step_momentum(
         state = optimizer.state[param]
         if state.get("momentum_buffer") is None:
             state["momentum_buffer"] = DTensor(buffer, param._spec, requires_grad=False)
+    is_found = set(found)
     for column in lists:
-        column[:] = [value for i, value in enumerate(column) if i not in found]
+        column[:] = [value for i, value in enumerate(column) if i not in is_found]

@@ -17,10 +17,11 @@ TINY = {
     "collectives": ["--sizes", "1024,4096", "--ranks", "2", "--rounds", "2"],
     "step": ["--layers", "1", "--width", "32", "--heads", "2", "--vocabulary", "50"]
     + ["--batch", "2", "--tokens", "8", "--rounds", "2"],
+    "optim": ["--units", "1", "--layers", "2", "--ranks", "2", "--rounds", "2"],
     "memory": ["--depths", "2", "--width", "64", "--layers", "2", "--steps", "3"],
 }
 # What a rank's part of the work is called in the rows, and how many rows the tiny sizes give.
-N_ROWS = {"host_overhead": 4, "collectives": 4, "step": 2, "memory": 2}
+N_ROWS = {"host_overhead": 4, "collectives": 4, "step": 2, "optim": 7, "memory": 2}
 
 # Gradients flow back through each unit three times too large; gathered values are right only once.
 WRONG = '''

@@ -167,11 +167,11 @@ def test_refused_rows_touch_nothing(rank: int, n_ranks: int) -> None:
         copies = [p.to_local().clone() for p in params]
         steps = [optimizer.state[p]["step"].item() for p in params]
         break_it()
-        assert not plan.step(optimizer.state, 0.1, 0.9, 0.99, 1e-8, 0.0, True, 0)
+        assert not plan.step_adam(optimizer.state, 0.1, 0.9, 0.99, 1e-8, 0.0, True, 0)
         mend()
         assert all(torch.equal(p.to_local(), copy) for p, copy in zip(params, copies, strict=True))
         assert steps == [optimizer.state[p]["step"].item() for p in params]
-        assert plan.step(optimizer.state, 0.0, 0.9, 0.99, 1e-8, 0.0, True, 0)
+        assert plan.step_adam(optimizer.state, 0.0, 0.9, 0.99, 1e-8, 0.0, True, 0)
 
     last = params[-1]
     state = optimizer.state[last]

@@ -1,4 +1,4 @@
-// _C.Adam and _C.Layout: passes over the local tensors of many DTensors at once.
+// _C.Params and _C.Layout: passes over the local tensors of many DTensors at once.
 //
 // Both first look at everything they were given. Unless all of it is plain float32 memory laid out
 // alike, they refuse, touch nothing, and torch's own code runs.
@@ -77,40 +77,44 @@ private:
     std::vector<Ref> kept_;
 };
 
+// A tensor that is memory of this process and nothing more.
 bool is_plain(PyObject *object)
 {
     if (!THPVariable_CheckExact(object)) {
         return false;
     }
     const at::Tensor &t = THPVariable_Unpack(object);
-    return t.device().is_cpu() && t.scalar_type() == at::kFloat && t.layout() == at::kStrided &&
-           !t.is_inference() && !t.is_neg() &&
+    return t.device().is_cpu() && t.layout() == at::kStrided && !t.is_inference() && !t.is_neg() &&
            !t.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::FuncTorchGradWrapper,
                                                      c10::DispatchKey::FuncTorchBatched,
                                                      c10::DispatchKey::Functionalize}));
 }
 
-at::Tensor contiguous_or_none(PyObject *object)
+// The tensor that a DTensor in the layout has here, or without a layout `object` itself; null if it
+// is another thing.
+Ref local_of(PyObject *object, Layout *layout)
 {
-    const bool is_usable = is_plain(object) && THPVariable_Unpack(object).is_contiguous();
-    return is_usable ? THPVariable_Unpack(object) : at::Tensor();
+    Ref local;
+    if (layout == nullptr) {
+        local = Ref::borrow(object);
+    } else if (Py_TYPE(object) == dtensor_type) {
+        Ref spec = checked(PyObject_GetAttr(object, names.spec));
+        if (layout->has(spec.get())) {
+            local = checked(PyObject_GetAttr(object, names.local_tensor));
+        }
+    }
+    return local && is_plain(local.get()) ? local : Ref();
 }
 
-// The local tensor of `object`, a DTensor in the layout, or without a layout the tensor that it is;
-// undefined if it is another thing.
-at::Tensor local_of(PyObject *object, Layout *layout)
+// The same where it is flat float32 memory; else undefined.
+at::Tensor floats_of(PyObject *object, Layout *layout)
 {
-    if (layout == nullptr) {
-        return contiguous_or_none(object);
-    }
-    if (Py_TYPE(object) != dtensor_type) {
+    Ref local = local_of(object, layout);
+    if (!local) {
         return {};
     }
-    Ref spec = checked(PyObject_GetAttr(object, names.spec));
-    if (!layout->has(spec.get())) {
-        return {};
-    }
-    return contiguous_or_none(checked(PyObject_GetAttr(object, names.local_tensor)).get());
+    const at::Tensor &t = THPVariable_Unpack(local.get());
+    return t.scalar_type() == at::kFloat && t.is_contiguous() ? t : at::Tensor();
 }
 
 void bump_version(const at::Tensor &tensor)
@@ -137,32 +141,38 @@ struct Block {
     size_t first, count; // segments
 };
 
-struct AdamRow {
+struct Member {
     Ref param;
     bool is_ours;   // to step
     Layout *layout; // null: a plain tensor
 };
 
-class AdamPlan {
+class GroupPlan {
 public:
-    AdamPlan(PyObject *params, PyObject *sharded);
+    GroupPlan(PyObject *params, PyObject *sharded);
     bool is_for(PyObject *params) const;
     // Steps every parameter that has a gradient, or none: then false. `fused_lanes`: 0, or how many
     // floats torch's fused kernel takes at a time, for its way of rounding.
-    bool step(PyObject *state, const fc_adam_options &options, size_t fused_lanes);
+    bool step_adam(PyObject *state, const fc_adam_options &options, size_t fused_lanes);
+    // Fills `rows` with the rows of `columns` (lists of one length, the parameters first) that have
+    // local tensors throughout, and `locals` with these, column by column.
+    void locals(const std::vector<PyObject *> &columns, PyObject *rows,
+                const std::vector<Ref> &locals) const;
     int traverse(visitproc visit, void *arg);
 
 private:
+    bool row_locals(const Member &member, const std::vector<PyObject *> &columns, Py_ssize_t row,
+                    std::vector<Ref> &values) const;
     Layout *layout_of(PyObject *param);
     bool collect(PyObject *state, const fc_adam_options &options);
-    bool collect_row(const AdamRow &row, PyObject *state, const fc_adam_options &options);
+    bool collect_row(const Member &row, PyObject *state, const fc_adam_options &options);
     void cut();
     void forget();
     void run(const Block &block, float *scratch);
     void run_fused(const Block &block, size_t lanes);
     void run_all(size_t fused_lanes);
 
-    std::vector<AdamRow> rows_;
+    std::vector<Member> rows_;
     std::vector<std::unique_ptr<Layout>> layouts_;
     // Of the running step; empty between steps, so that nobody's tensors are kept.
     std::vector<Job> jobs_;
@@ -174,7 +184,7 @@ private:
     std::vector<at::Tensor> scratch_; // one per thread
 };
 
-AdamPlan::AdamPlan(PyObject *params, PyObject *sharded)
+GroupPlan::GroupPlan(PyObject *params, PyObject *sharded)
 {
     const Py_ssize_t n = PyList_GET_SIZE(params);
     rows_.reserve(static_cast<size_t>(n));
@@ -187,7 +197,7 @@ AdamPlan::AdamPlan(PyObject *params, PyObject *sharded)
     }
 }
 
-Layout *AdamPlan::layout_of(PyObject *param)
+Layout *GroupPlan::layout_of(PyObject *param)
 {
     if (Py_TYPE(param) != dtensor_type) {
         return nullptr;
@@ -202,7 +212,7 @@ Layout *AdamPlan::layout_of(PyObject *param)
     return layouts_.back().get();
 }
 
-bool AdamPlan::is_for(PyObject *params) const
+bool GroupPlan::is_for(PyObject *params) const
 {
     if (PyList_GET_SIZE(params) != static_cast<Py_ssize_t>(rows_.size())) {
         return false;
@@ -215,9 +225,9 @@ bool AdamPlan::is_for(PyObject *params) const
     return true;
 }
 
-int AdamPlan::traverse(visitproc visit, void *arg)
+int GroupPlan::traverse(visitproc visit, void *arg)
 {
-    for (const AdamRow &row : rows_) {
+    for (const Member &row : rows_) {
         Py_VISIT(row.param.get());
     }
     return 0;
@@ -232,7 +242,7 @@ PyObject *item(PyObject *dict, PyObject *key)
     return found;
 }
 
-bool AdamPlan::collect_row(const AdamRow &row, PyObject *state, const fc_adam_options &options)
+bool GroupPlan::collect_row(const Member &row, PyObject *state, const fc_adam_options &options)
 {
     const at::Tensor &param = THPVariable_Unpack(row.param.get());
     const at::Tensor &grad = param.grad();
@@ -247,14 +257,15 @@ bool AdamPlan::collect_row(const AdamRow &row, PyObject *state, const fc_adam_op
     PyObject *exp_avg = item(own, names.exp_avg);
     PyObject *exp_avg_sq = item(own, names.exp_avg_sq);
     if (step == nullptr || exp_avg == nullptr || exp_avg_sq == nullptr || !is_plain(step) ||
-        THPVariable_Unpack(step).dim() != 0) {
+        THPVariable_Unpack(step).dim() != 0 ||
+        THPVariable_Unpack(step).scalar_type() != at::kFloat) {
         return false;
     }
     Ref grad_object = Ref::take(THPVariable_Wrap(grad));
-    Job job{local_of(row.param.get(), row.layout),
-            local_of(grad_object.get(), row.layout),
-            local_of(exp_avg, row.layout),
-            local_of(exp_avg_sq, row.layout),
+    Job job{floats_of(row.param.get(), row.layout),
+            floats_of(grad_object.get(), row.layout),
+            floats_of(exp_avg, row.layout),
+            floats_of(exp_avg_sq, row.layout),
             {}};
     const at::Tensor *all[] = {&job.param, &job.grad, &job.exp_avg, &job.exp_avg_sq};
     for (const at::Tensor *one : all) {
@@ -276,10 +287,10 @@ bool AdamPlan::collect_row(const AdamRow &row, PyObject *state, const fc_adam_op
     return true;
 }
 
-bool AdamPlan::collect(PyObject *state, const fc_adam_options &options)
+bool GroupPlan::collect(PyObject *state, const fc_adam_options &options)
 {
     last_step_ = 0;
-    for (const AdamRow &row : rows_) {
+    for (const Member &row : rows_) {
         if (!collect_row(row, state, options)) {
             return false;
         }
@@ -288,7 +299,7 @@ bool AdamPlan::collect(PyObject *state, const fc_adam_options &options)
 }
 
 // Lays the jobs out in blocks; small ones share a block.
-void AdamPlan::cut()
+void GroupPlan::cut()
 {
     size_t room = 0;
     for (const Job &job : jobs_) {
@@ -307,7 +318,7 @@ void AdamPlan::cut()
     }
 }
 
-void AdamPlan::run(const Block &block, float *scratch)
+void GroupPlan::run(const Block &block, float *scratch)
 {
     const fc_kern_table *kern = fc_kern();
     size_t filled = 0;
@@ -332,7 +343,7 @@ void AdamPlan::run(const Block &block, float *scratch)
     }
 }
 
-void AdamPlan::run_fused(const Block &block, size_t lanes)
+void GroupPlan::run_fused(const Block &block, size_t lanes)
 {
     const fc_kern_table *kern = fc_kern();
     for (size_t i = block.first; i < block.first + block.count; i++) {
@@ -348,7 +359,7 @@ void AdamPlan::run_fused(const Block &block, size_t lanes)
     }
 }
 
-void AdamPlan::run_all(size_t fused_lanes)
+void GroupPlan::run_all(size_t fused_lanes)
 {
     const auto n_threads = static_cast<size_t>(at::get_num_threads());
     while (scratch_.size() < n_threads) {
@@ -368,7 +379,7 @@ void AdamPlan::run_all(size_t fused_lanes)
     });
 }
 
-bool AdamPlan::step(PyObject *state, const fc_adam_options &options, size_t fused_lanes)
+bool GroupPlan::step_adam(PyObject *state, const fc_adam_options &options, size_t fused_lanes)
 {
     const std::shared_ptr<void> at_exit(nullptr, [this](void *) { forget(); });
     if (!collect(state, options)) {
@@ -392,7 +403,7 @@ bool AdamPlan::step(PyObject *state, const fc_adam_options &options, size_t fuse
     return true;
 }
 
-void AdamPlan::forget()
+void GroupPlan::forget()
 {
     jobs_.clear();
     steps_.clear();
@@ -401,64 +412,142 @@ void AdamPlan::forget()
     blocks_.clear();
 }
 
-struct AdamObject {
-    PyObject_HEAD
-    AdamPlan *plan; // owned
-};
-
-AdamPlan *plan_of(PyObject *self)
+bool GroupPlan::row_locals(const Member &member, const std::vector<PyObject *> &columns,
+                           Py_ssize_t row, std::vector<Ref> &values) const
 {
-    return reinterpret_cast<AdamObject *>(self)->plan;
+    values.clear();
+    for (size_t c = 0; c < columns.size(); c++) {
+        PyObject *value = PyList_GET_ITEM(columns[c], row);
+        if (c < 2 || Py_TYPE(value) == dtensor_type) {
+            values.push_back(local_of(value, member.layout));
+        } else if (value == Py_None ||
+                   (THPVariable_Check(value) && THPVariable_Unpack(value).dim() == 0)) {
+            values.push_back(Ref::borrow(value));
+            continue;
+        } else {
+            return false;
+        }
+        if (!values.back() || THPVariable_Unpack(values.back().get()).sizes() !=
+                                  THPVariable_Unpack(values.front().get()).sizes()) {
+            return false;
+        }
+    }
+    return THPVariable_Unpack(values[0].get()).scalar_type() ==
+           THPVariable_Unpack(values[1].get()).scalar_type();
 }
 
-PyObject *adam_new(PyTypeObject *type, PyObject *args, PyObject *)
+void GroupPlan::locals(const std::vector<PyObject *> &columns, PyObject *rows,
+                       const std::vector<Ref> &locals) const
+{
+    std::vector<Ref> values;
+    auto member = rows_.begin();
+    for (Py_ssize_t row = 0; row < PyList_GET_SIZE(columns[0]); row++) {
+        PyObject *param = PyList_GET_ITEM(columns[0], row);
+        while (member != rows_.end() && member->param.get() != param) {
+            member++; // it has no gradient
+        }
+        if (member == rows_.end()) {
+            return;
+        }
+        if (!member->is_ours || member->layout == nullptr ||
+            !row_locals(*member, columns, row, values)) {
+            continue;
+        }
+        check(PyList_Append(rows, checked(PyLong_FromSsize_t(row)).get()));
+        for (size_t c = 0; c < columns.size(); c++) {
+            check(PyList_Append(locals[c].get(), values[c].get()));
+        }
+    }
+}
+
+struct PlanObject {
+    PyObject_HEAD
+    GroupPlan *plan; // owned
+};
+
+GroupPlan *plan_of(PyObject *self)
+{
+    return reinterpret_cast<PlanObject *>(self)->plan;
+}
+
+PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *)
 {
     PyObject *params, *sharded;
-    if (!PyArg_ParseTuple(args, "O!O!:Adam", &PyList_Type, &params, &PySet_Type, &sharded)) {
+    if (!PyArg_ParseTuple(args, "O!O!:Params", &PyList_Type, &params, &PySet_Type, &sharded)) {
         return nullptr;
     }
     return guarded([&]() -> PyObject * {
-        auto plan = std::make_unique<AdamPlan>(params, sharded);
+        auto plan = std::make_unique<GroupPlan>(params, sharded);
         Ref self = checked(type->tp_alloc(type, 0));
-        reinterpret_cast<AdamObject *>(self.get())->plan = plan.release();
+        reinterpret_cast<PlanObject *>(self.get())->plan = plan.release();
         return self.release();
     });
 }
 
-int adam_clear(PyObject *self)
+int plan_clear(PyObject *self)
 {
-    AdamPlan *plan = std::exchange(reinterpret_cast<AdamObject *>(self)->plan, nullptr);
+    GroupPlan *plan = std::exchange(reinterpret_cast<PlanObject *>(self)->plan, nullptr);
     delete plan;
     return 0;
 }
 
-void adam_dealloc(PyObject *self)
+void plan_dealloc(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
-    adam_clear(self);
+    plan_clear(self);
     type->tp_free(self);
     Py_DECREF(type);
 }
 
-int adam_traverse(PyObject *self, visitproc visit, void *arg)
+int plan_traverse(PyObject *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
     return plan_of(self) == nullptr ? 0 : plan_of(self)->traverse(visit, arg);
 }
 
-PyObject *adam_is_for(PyObject *self, PyObject *params)
+PyObject *plan_is_for(PyObject *self, PyObject *params)
 {
     return PyBool_FromLong(PyList_Check(params) && plan_of(self)->is_for(params));
 }
 
-PyObject *adam_step(PyObject *self, PyObject *args)
+PyObject *plan_locals(PyObject *self, PyObject *lists)
+{
+    return guarded([&]() -> PyObject * {
+        Ref all = checked(PySequence_Fast(lists, "expected a list of lists"));
+        std::vector<PyObject *> columns;
+        std::vector<Ref> locals;
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(all.get()); i++) {
+            PyObject *column = PySequence_Fast_GET_ITEM(all.get(), i);
+            if (!PyList_Check(column) ||
+                (i > 0 && PyList_GET_SIZE(column) != PyList_GET_SIZE(columns[0]))) {
+                PyErr_SetString(PyExc_TypeError, "expected lists of one length");
+                throw_python();
+            }
+            columns.push_back(column);
+            locals.push_back(checked(PyList_New(0)));
+        }
+        if (columns.size() < 2) {
+            PyErr_SetString(PyExc_TypeError, "expected parameters and gradients");
+            throw_python();
+        }
+        Ref rows = checked(PyList_New(0));
+        plan_of(self)->locals(columns, rows.get(), locals);
+        Ref result = checked(PyList_New(0));
+        for (Ref &column : locals) {
+            check(PyList_Append(result.get(), column.get()));
+        }
+        return checked(PyTuple_Pack(2, rows.get(), result.get())).release();
+    });
+}
+
+PyObject *plan_step_adam(PyObject *self, PyObject *args)
 {
     fc_adam_options options;
     PyObject *state;
     int is_decoupled;
     Py_ssize_t fused_lanes;
-    if (!PyArg_ParseTuple(args, "Odddddpn:step", &state, &options.lr, &options.beta1,
+    if (!PyArg_ParseTuple(args, "Odddddpn:step_adam", &state, &options.lr, &options.beta1,
                           &options.beta2, &options.eps, &options.weight_decay, &is_decoupled,
                           &fused_lanes)) {
         return nullptr;
@@ -469,30 +558,35 @@ PyObject *adam_step(PyObject *self, PyObject *args)
     options.is_decoupled = is_decoupled != 0;
     return guarded([&] {
         return PyBool_FromLong(
-            plan_of(self)->step(state, options, static_cast<size_t>(fused_lanes)));
+            plan_of(self)->step_adam(state, options, static_cast<size_t>(fused_lanes)));
     });
 }
 
-PyMethodDef adam_methods[] = {
-    {"is_for", adam_is_for, METH_O, "is_for(params) -> bool: whether it was made for this list."},
-    {"step", adam_step, METH_VARARGS,
-     "step(state, lr, beta1, beta2, eps, weight_decay, decoupled, fused_lanes) -> bool\n\nOne step "
+PyMethodDef plan_methods[] = {
+    {"is_for", plan_is_for, METH_O, "is_for(params) -> bool: whether it was made for this list."},
+    {"locals", plan_locals, METH_O,
+     "locals(columns) -> (rows, columns)\n\nLocal tensors for the rows of an optimizer's lists "
+     "(parameters, gradients, state ...)\nwhose DTensors are laid out alike. Scalars and None "
+     "stay as they are."},
+    {"step_adam", plan_step_adam, METH_VARARGS,
+     "step_adam(state, lr, beta1, beta2, eps, weight_decay, decoupled, fused_lanes) -> bool\n\nOne "
+     "step "
      "of Adam for\n"
      "every parameter that has a gradient. False: torch must do it, nothing was touched."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot adam_slots[] = {
-    {Py_tp_doc, const_cast<char *>("Adam(params, sharded)\n--\n\nSteps a list of DTensors; "
-                                   "`sharded` has the ids of those that it may step.")},
-    {Py_tp_new, reinterpret_cast<void *>(adam_new)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(adam_dealloc)},
-    {Py_tp_traverse, reinterpret_cast<void *>(adam_traverse)},
-    {Py_tp_clear, reinterpret_cast<void *>(adam_clear)},
-    {Py_tp_methods, adam_methods},
+PyType_Slot plan_slots[] = {
+    {Py_tp_doc, const_cast<char *>("Params(params, sharded)\n--\n\nThe parameters of a group; "
+                                   "`sharded` has the ids of those to step here.")},
+    {Py_tp_new, reinterpret_cast<void *>(plan_new)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(plan_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void *>(plan_traverse)},
+    {Py_tp_clear, reinterpret_cast<void *>(plan_clear)},
+    {Py_tp_methods, plan_methods},
     {0, nullptr}};
 
-PyType_Spec adam_spec = {"fsdp_c._C.Adam", sizeof(AdamObject), 0,
-                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, adam_slots};
+PyType_Spec plan_spec = {"fsdp_c._C.Params", sizeof(PlanObject), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, plan_slots};
 
 // ---- gradients ----
 
@@ -533,7 +627,7 @@ bool locals_of(PyObject *self, PyObject *list, std::vector<at::Tensor> &locals)
     const Py_ssize_t n = PyList_GET_SIZE(list);
     locals.reserve(static_cast<size_t>(n));
     for (Py_ssize_t i = 0; i < n; i++) {
-        at::Tensor local = local_of(PyList_GET_ITEM(list, i), layout);
+        at::Tensor local = floats_of(PyList_GET_ITEM(list, i), layout);
         if (!local.defined()) {
             return false;
         }
@@ -675,7 +769,8 @@ int fc_register_optim(PyObject *module)
         return -1;
     }
     dtensor_type = reinterpret_cast<PyTypeObject *>(dtensor);
-    return add_type(module, &adam_spec, "Adam") < 0 || add_type(module, &layout_spec, "Layout") < 0
+    return add_type(module, &plan_spec, "Params") < 0 ||
+                   add_type(module, &layout_spec, "Layout") < 0
                ? -1
                : 0;
 }

@@ -569,6 +569,88 @@ static void test_large(const fc_kern_table *ref, const fc_kern_table *table)
     }
 }
 
+/* ---- Optimizer arithmetic ---- */
+
+enum {
+    PARAM,
+    GRAD,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    SQUARES,
+    N_ARRAYS
+};
+
+typedef float optim_arrays[N_ARRAYS][MAX_NUMEL + 1];
+
+static void fill_optim(optim_arrays arrays)
+{
+    for (size_t a = 0; a < N_ARRAYS; a++) {
+        for (size_t i = 0; i <= MAX_NUMEL; i++) {
+            arrays[a][i] = (float)ordinary();
+            if (a >= EXP_AVG_SQ) {
+                arrays[a][i] = fabsf(arrays[a][i]);
+            }
+        }
+    }
+}
+
+static void run_optim(const fc_kern_table *table, const fc_adam *adam, optim_arrays x, size_t numel,
+                      size_t n_tail)
+{
+    table->adam_moments(adam, x[PARAM], x[GRAD], x[EXP_AVG], x[EXP_AVG_SQ], x[SQUARES], numel);
+    table->adam_update(adam, x[PARAM], x[EXP_AVG], x[SQUARES], numel);
+    table->adam_fused(adam, x[PARAM], x[GRAD], x[EXP_AVG], x[EXP_AVG_SQ], numel, n_tail);
+    table->multiply(x[GRAD], 0.3f, numel);
+    x[SQUARES][MAX_NUMEL] = table->norm(x[PARAM], numel);
+}
+
+static void test_optim(const fc_kern_table *ref, const fc_kern_table *table)
+{
+    static optim_arrays start;
+    static optim_arrays wanted;
+    static optim_arrays found;
+    fc_adam_options options = {0.01, 0.9, 0.999, 1e-8, 0.1, true};
+    fc_adam adam;
+
+    for (size_t n = 0; n < COUNT(numels); n++) {
+        size_t numel = numels[n] < MAX_NUMEL ? numels[n] : MAX_NUMEL - 1;
+
+        for (int round = 0; round < 4; round++) {
+            options.is_decoupled = round % 2 == 0;
+            options.beta1 = round < 2 ? 0.9 : 0.3; /* both forms of the interpolation */
+            fc_adam_set(&adam, &options, 3);
+            fill_optim(start);
+            memcpy(wanted, start, sizeof(start));
+            memcpy(found, start, sizeof(start));
+            run_optim(ref, &adam, wanted, numel, numel < 5 ? numel : 5);
+            run_optim(table, &adam, found, numel, numel < 5 ? numel : 5);
+            CHECK_MSG(memcmp(wanted, found, sizeof(found)) == 0, "%s: %zu elements, round %d",
+                      table->name, numel, round);
+        }
+    }
+}
+
+/* One number after the other, as the formulas say. */
+static void test_optim_meaning(const fc_kern_table *table)
+{
+    const fc_adam_options options = {0.5, 0.5, 0.75, 1.0, 0.25, true};
+    fc_adam adam;
+    float x[] = {8, 2, 4, 4, 0}; /* parameter, gradient, averages, squares */
+
+    fc_adam_set(&adam, &options, 1);
+    CHECK(adam.decay == 0.875f && adam.correction == 0.5f && adam.step_size == -1.0f);
+    table->adam_moments(&adam, &x[PARAM], &x[GRAD], &x[EXP_AVG], &x[EXP_AVG_SQ], &x[SQUARES], 1);
+    CHECK(x[EXP_AVG] == 3 && x[EXP_AVG_SQ] == 4 && x[SQUARES] == 4);
+    x[SQUARES] = 2;
+    table->adam_update(&adam, &x[PARAM], &x[EXP_AVG], &x[SQUARES], 1);
+    CHECK_MSG(x[PARAM] == 7 - 3.0f / 5, "%g", (double)x[PARAM]);
+    x[PARAM] = 8;
+    x[EXP_AVG] = 4;
+    table->adam_fused(&adam, &x[PARAM], &x[GRAD], &x[EXP_AVG], &x[EXP_AVG_SQ], 1, 0);
+    CHECK_MSG(x[PARAM] == 7 - 3.0f / 5, "%g", (double)x[PARAM]);
+    CHECK(table->norm((const float[]){3, 4}, 2) == 5 && table->norm(NULL, 0) == 0);
+}
+
 /* ---- What the reference must do, by hand ---- */
 
 static void test_meaning(const fc_kern_table *table)
@@ -663,6 +745,7 @@ static void make_rooms(void)
 static void test_table(const fc_kern_table *ref, const fc_kern_table *table)
 {
     test_meaning(table);
+    test_optim_meaning(table);
     test_widening(table, &bf16);
     test_widening(table, &f16);
     test_halfway_cases(table, &bf16);
@@ -680,6 +763,7 @@ static void test_table(const fc_kern_table *ref, const fc_kern_table *table)
     }
     test_integers(ref, table);
     test_large(ref, table);
+    test_optim(ref, table);
 }
 
 int main(void)

@@ -1,0 +1,142 @@
+"""Optimizer steps and gradient clipping over many small sharded parameters, beside plain tensors.
+
+`plain` are tensors of the sizes that a rank's shards have, stepped by the same optimizer: what the
+arithmetic costs without sharding. Each implementation's updates are first compared with its bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import report
+from harness import Bench, Case, Launch, Row
+
+WIDTH = 64
+NORM = 1e-3
+# What fsdp_c is built to stay under, as a multiple of plain tensors.
+GOALS = {"AdamW": 0.3, "AdamW, 2 groups": 0.5, "clip_grad_norm_": 0.3}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=harness.int_list, help="default 1,2")
+    parser.add_argument("--units", type=int, default=10)
+    parser.add_argument("--layers", type=int, default=30, help="of a unit")
+    parser.add_argument("--rounds", type=int, help="most rounds of each case")
+
+
+def launches(args: argparse.Namespace) -> list[Launch]:
+    return [Launch(ranks) for ranks in args.ranks or [1, 2]]
+
+
+def net(n_units: int, n_layers: int) -> Any:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    units = [[nn.Linear(WIDTH, WIDTH) for _ in range(n_layers)] for _ in range(n_units)]
+    return nn.Sequential(*[nn.Sequential(*layers) for layers in units])
+
+
+def parameters_of(name: str, args: argparse.Namespace) -> list[Any]:
+    """Parameters with gradients; plain ones are copies of the shards of torch's."""
+    import torch
+    from torch import nn
+
+    model = net(args.units, args.layers)
+    api = harness.implementations(["torch" if name == "plain" else name]).popitem()[1]
+    for block in model:
+        api.fully_shard(block)
+    api.fully_shard(model)
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    model(x).square().sum().backward()
+    if name != "plain":
+        return list(model.parameters())
+    plain = []
+    for parameter in model.parameters():
+        plain.append(nn.Parameter(parameter.to_local().detach().clone()))
+        plain[-1].grad = parameter.grad.to_local().clone()
+    return plain
+
+
+def groups(parameters: list[Any]) -> list[dict[str, Any]]:
+    """Decay for matrices, none for the rest, as language models are trained."""
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def makers() -> dict[str, Callable[[list[Any]], Callable[[], Any]]]:
+    """Name of a row to what makes its step from parameters."""
+    from torch import nn, optim
+
+    return {
+        "AdamW": lambda p: optim.AdamW(p, lr=1e-4).step,
+        "AdamW, 2 groups": lambda p: optim.AdamW(groups(p), lr=1e-4).step,
+        "AdamW, foreach": lambda p: optim.AdamW(p, lr=1e-4, foreach=True).step,
+        "AdamW, fused": lambda p: optim.AdamW(p, lr=1e-4, fused=True).step,
+        "SGD, momentum": lambda p: optim.SGD(p, lr=1e-4, momentum=0.9).step,
+        "RMSprop": lambda p: optim.RMSprop(p, lr=1e-4).step,
+        "clip_grad_norm_": lambda p: lambda: nn.utils.clip_grad_norm_(p, NORM),
+    }
+
+
+def verify(row: str, everyone: dict[str, list[Any]], judge: str) -> None:
+    """After the same calls all have the judge's bits; a norm over ranks is not plain tensors'."""
+    names = [name for name in everyone if name not in (judge, "plain")]
+    for name in names:
+        what = f"{name}, {row}"
+        values = [[p.detach() for p in everyone[n]] for n in (name, judge)]
+        grads = [[p.grad for p in everyone[n]] for n in (name, judge)]
+        harness.same(f"{what}, parameters", *values, rtol=0, atol=0)
+        harness.same(f"{what}, gradients", *grads, rtol=0, atol=0)
+
+
+def work(args: argparse.Namespace) -> list[Row]:
+    import torch.distributed as dist
+
+    rows: list[Row] = []
+    for row, make in makers().items():
+        everyone = {name: parameters_of(name, args) for name in ("plain", *args.impl)}
+        cases = {name: Case(make(parameters)) for name, parameters in everyone.items()}
+        for case in cases.values():
+            for _ in range(3):
+                case.step()
+        is_local = row != "clip_grad_norm_" or dist.get_world_size() == 1
+        verify(row, everyone, "plain" if is_local else args.impl[0])
+        times = harness.measure(
+            cases, args.rounds or 12, block_s=0.1, budget_s=3 if args.quick else 12
+        )
+        rows.append({"row": row, "ranks": dist.get_world_size(), "times": times})
+    return rows
+
+
+def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
+    last = args.impl[-1]
+    table = report.Table(
+        f"{2 * args.units * args.layers} parameters, {WIDTH} x {WIDTH} and {WIDTH}, fp32, median",
+        ["call", "ranks", "plain", *args.impl]
+        + [f"{name} / plain" for name in args.impl]
+        + ["goal", "min", "p90"],
+        note="min, p90: of the last implementation.",
+    )
+    for row in rows:
+        times = {name: values["median_us"] for name, values in row["times"].items()}
+        goal = GOALS.get(row["row"])
+        table.rows.append(
+            [row["row"], str(row["ranks"])]
+            + [report.duration(times[name]) for name in ("plain", *args.impl)]
+            + [report.ratio(times[name], times["plain"]) for name in args.impl]
+            + [f"<= {goal}" if goal else ""]
+            + [report.duration(row["times"][last][key]) for key in ("min_us", "p90_us")]
+        )
+    return [table]
+
+
+BENCH = Bench("optim", __file__, __doc__ or "", launches, work, tables, arguments=arguments)
+
+if __name__ == "__main__":
+    harness.main(BENCH)
