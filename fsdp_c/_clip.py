@@ -8,23 +8,15 @@ lies between is torch's code on one DTensor, so that results have torch's bits a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.nn.utils import clip_grad
 
 from fsdp_c._native import _C
-
-# Name in torch.nn.utils.clip_grad, name in torch.nn.utils.
-_NAMES = {
-    "_get_total_norm": "get_total_norm",
-    "_clip_grads_with_norm_": "clip_grads_with_norm_",
-}
-_originals: dict[str, Callable[..., Any]] = {}
 
 
 class _Layout:
@@ -65,31 +57,6 @@ class _Layout:
 _layouts: dict[tuple[Any, Any], _Layout] = {}
 
 
-def install() -> None:
-    """Lets torch's clipping use the passes below; once."""
-    if _originals:
-        return
-    for name, replace in (
-        ("_get_total_norm", _with_norms),
-        ("_clip_grads_with_norm_", _with_multiply),
-    ):
-        _originals[name] = getattr(clip_grad, name)
-        _set(name, replace(_originals[name]))
-
-
-def uninstall() -> None:
-    """Gives torch's functions back, until the next fully_shard."""
-    for name, original in _originals.items():
-        _set(name, original)
-    _originals.clear()
-    _layouts.clear()
-
-
-def _set(name: str, function: Callable[..., Any]) -> None:
-    setattr(clip_grad, name, function)
-    setattr(nn.utils, _NAMES[name], function)
-
-
 def _layout_of(grads: list[Any]) -> _Layout | None:
     """The layout of the first gradient; None if torch has to do it all."""
     if not grads or type(grads[0]) is not DTensor or torch._C._len_torch_dispatch_stack() != 0:
@@ -103,50 +70,42 @@ def _layout_of(grads: list[Any]) -> _Layout | None:
     return _layouts[key]
 
 
-def _with_norms(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(original)
-    def _get_total_norm(
-        tensors: Tensor | Iterable[Tensor],
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> Tensor:
-        grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        norm_type = float(norm_type)
-        layout = None if error_if_nonfinite else _layout_of(grads)
-        with torch.no_grad():
-            norms = None if layout is None else layout.stacked_norms(grads, norm_type)
-            if norms is not None:
-                return torch.linalg.vector_norm(norms, norm_type)
+def total_norm(
+    original: Callable[..., Tensor],
+    grads: list[Tensor],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> Tensor:
+    """`original`, torch's `_get_total_norm`, or the same in one pass; without autograd."""
+    norm_type = float(norm_type)
+    layout = None if error_if_nonfinite else _layout_of(grads)
+    norms = None if layout is None else layout.stacked_norms(grads, norm_type)
+    if norms is None:
         return original(grads, norm_type, error_if_nonfinite, foreach)
-
-    return _get_total_norm
-
-
-def _with_multiply(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def _clip_grads_with_norm_(
-        parameters: Tensor | Iterable[Tensor],
-        max_norm: float,
-        total_norm: Tensor,
-        foreach: bool | None = None,
-    ) -> None:
-        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        grads = [p.grad for p in params if p.grad is not None]
-        layout = _layout_of(grads)
-        factor = None if layout is None else _factor(float(max_norm), total_norm)
-        if factor is None or not layout.locals.multiply(grads, factor):
-            original(params, max_norm, total_norm, foreach)
-
-    return _clip_grads_with_norm_
+    return torch.linalg.vector_norm(norms, norm_type)
 
 
-@torch.no_grad()
-def _factor(max_norm: float, total_norm: Tensor) -> float | None:
+def clip_with_norm(
+    original: Callable[..., None],
+    params: list[Tensor],
+    max_norm: float,
+    norm: Tensor,
+    foreach: bool | None,
+) -> None:
+    """`original`, torch's `_clip_grads_with_norm_`, or the same in one pass; without autograd."""
+    grads = [param.grad for param in params if param.grad is not None]
+    layout = _layout_of(grads)
+    factor = None if layout is None else _factor(float(max_norm), norm)
+    if factor is None or not layout.locals.multiply(grads, factor):
+        original(params, max_norm, norm, foreach)
+
+
+def _factor(max_norm: float, norm: Tensor) -> float | None:
     """What gradients are multiplied by, as torch computes it; None if this rank does not know."""
-    if total_norm.dtype != torch.float32:
+    if norm.dtype != torch.float32:
         return None
-    factor: Any = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+    factor: Any = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     if type(factor) is DTensor:
         if not all(placement.is_replicate() for placement in factor.placements):
             return None

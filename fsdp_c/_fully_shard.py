@@ -149,7 +149,6 @@ def _apply(
     if device.type == "cpu":
         _plan.announce(mesh_info)
         _optim.watch(state._fsdp_param_groups)
-        _clip.install()
     return module
 
 

@@ -15,19 +15,28 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
-from fsdp_c import _env
+from fsdp_c import _clip, _env
 
 _FUNCTIONS: tuple[Any, ...] = (clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_)
-_replaced: set[Any] = set()
+_originals: dict[Any, Callable[..., Any]] = {}  # what torch's functions have inside
 
 
 def install() -> None:
     """Everybody who holds torch's functions gets these: the decorated functions change inside."""
-    for function, over_meshes in zip(_FUNCTIONS, (_total_norm, _clip_with_norm), strict=True):
+    replacements = ((_total_norm, _clip.total_norm), (_clip_with_norm, _clip.clip_with_norm))
+    for function, (over_meshes, in_one_pass) in zip(_FUNCTIONS, replacements, strict=True):
         cell = _decorated(function)
-        if cell is not None and function not in _replaced:
-            _replaced.add(function)
-            cell.cell_contents = functools.partial(over_meshes, cell.cell_contents)
+        if cell is not None and function not in _originals:
+            original = _originals[function] = cell.cell_contents
+            one_mesh = functools.partial(in_one_pass, original)
+            cell.cell_contents = functools.partial(over_meshes, one_mesh)
+
+
+def uninstall() -> None:
+    """Gives torch's functions back, until the next fully_shard."""
+    for function, original in _originals.items():
+        _decorated(function).cell_contents = original
+    _originals.clear()
 
 
 def _decorated(function: Any) -> Any:
@@ -65,7 +74,7 @@ def _total_norm(
     ]
     if float(norm_type) == 0:  # counts tensors
         return torch.stack(norms).sum()
-    return original(norms, norm_type, error_if_nonfinite)
+    return original(norms, norm_type, error_if_nonfinite, None)
 
 
 def _clip_with_norm(

@@ -214,34 +214,42 @@ def test_versions_count(rank: int, n_ranks: int) -> None:
 
 def clip_like_torch(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """torch's own clip_grad_norm_."""
-    from fsdp_c import _clip
+    from fsdp_c import _norms
 
-    _clip.uninstall()
+    _norms.uninstall()
     try:
         return nn.utils.clip_grad_norm_(model.parameters(), *args, **kwargs)
     finally:
-        _clip.install()
+        _norms.install()
 
 
 @contextlib.contextmanager
-def counted(name: str) -> Iterator[list[Any]]:
-    """Collects what torch's own function in torch.nn.utils.clip_grad returns."""
-    from fsdp_c import _clip
+def calls_of_torch() -> Iterator[list[str]]:
+    """Collects the names of torch's own functions of clipping that are called."""
+    from fsdp_c import _norms
 
-    original, results = getattr(torch.nn.utils.clip_grad, name), []
-    _clip.uninstall()
-    torchs = getattr(torch.nn.utils.clip_grad, name)
+    _norms.uninstall()
+    cells = [_norms._decorated(function) for function in _norms._FUNCTIONS]
+    originals, called = [cell.cell_contents for cell in cells], []
 
-    def spy(*args: Any, **kwargs: Any) -> Any:
-        results.append(torchs(*args, **kwargs))
-        return results[-1]
+    def spy(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.append(original.__name__)
+            return original(*args, **kwargs)
 
-    with mock.patch.object(torch.nn.utils.clip_grad, name, spy):
-        _clip.install()
-        yield results
-        _clip.uninstall()
-    _clip.install()
-    assert getattr(torch.nn.utils.clip_grad, name) is not original  # wrapped anew
+        return call
+
+    for cell, original in zip(cells, originals, strict=True):
+        cell.cell_contents = spy(original)
+    _norms.install()
+    try:
+        yield called
+    finally:
+        _norms.uninstall()
+        for cell, original in zip(cells, originals, strict=True):
+            cell.cell_contents = original
+        _norms.install()
 
 
 def check_clip(
@@ -256,9 +264,9 @@ def check_clip(
         shard(model, fsdp_c)
         model(data(rank)).backward()
         if clip is None:
-            with counted("_get_total_norm") as first, counted("_clip_grads_with_norm_") as second:
+            with calls_of_torch() as called:
                 norms.append(nn.utils.clip_grad_norm_(model.parameters(), *args, **kw))
-            assert (first == []) is ours and second == []
+            assert called == ([] if ours else ["_get_total_norm"])
         else:
             norms.append(clip(model, *args, **kw))
         grads.append([p.grad.to_local() for p in model.parameters()])
@@ -309,6 +317,6 @@ def test_clipping_of_plain_tensors_is_torchs(rank: int, n_ranks: int) -> None:
     models.shard_root(Tiny(), fsdp_c)
     model = Net(n_blocks=1)
     total(model(data(rank))).backward()
-    with counted("_get_total_norm") as first, counted("_clip_grads_with_norm_") as second:
+    with calls_of_torch() as called:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    assert len(first) == 1 and len(second) == 1
+    assert called == ["_get_total_norm", "_clip_grads_with_norm_"]
