@@ -20,7 +20,10 @@ class ProbedNet(Net):
         self.probe("in_forward")
         if hidden.requires_grad:
             hidden.register_hook(lambda grad: self.probe("in_backward"))
-        return self.second(hidden) + self.offset
+        out = self.second(hidden)
+        if out.requires_grad:
+            out.register_hook(lambda grad: self.probe("before_second"))
+        return out + self.offset
 
 
 def sharded(net: Net) -> Net:

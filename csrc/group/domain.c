@@ -278,14 +278,19 @@ static bool clock_reached(void *arg)
     return fc_word_load(&domain_clock(wait->domain, wait->peer)->clock) >= wait->target;
 }
 
-fc_status domain_check_peer(const fc_domain *domain, int peer, const char *op, const char *unit)
+bool domain_has_failed(const fc_domain *domain, int peer)
 {
     const clock_line *line = domain_clock(domain, peer);
     uint64_t phase = phase_of(domain->clock);
 
     /* In this order: who completed this phase before it failed a later one did nothing wrong here.
      */
-    if (fc_word_load(&line->failed) < phase || fc_word_load(&line->completed) >= phase) {
+    return fc_word_load(&line->failed) >= phase && fc_word_load(&line->completed) < phase;
+}
+
+fc_status domain_check_peer(const fc_domain *domain, int peer, const char *op, const char *unit)
+{
+    if (!domain_has_failed(domain, peer)) {
         return FC_OK;
     }
     return fc_fail(

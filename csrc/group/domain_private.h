@@ -127,7 +127,8 @@ static inline ring_entry *domain_entry(const fc_domain *domain, size_t sequence)
     return &domain->ring[sequence % domain->ring_capacity];
 }
 
-/* FC_ERR_PEER if `peer` left the phase that this rank is in by an exception. */
+/* True if `peer` left the phase that this rank is in by an exception; then FC_ERR_PEER. */
+bool domain_has_failed(const fc_domain *domain, int peer);
 fc_status domain_check_peer(const fc_domain *domain, int peer, const char *op, const char *unit);
 
 /* Collects what peers have read from this rank's arena; exchange.c. */

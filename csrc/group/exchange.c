@@ -56,8 +56,11 @@ static uint64_t next_tag(const fc_unit *unit)
  * was left by an exception leaves posts unread. */
 static bool has_read(const fc_domain *domain, int r, size_t unit, uint64_t tag)
 {
+    const clock_line *line = domain_clock(domain, r);
+
     return fc_word_load(lane_consumed(domain_lane(domain, r, unit), domain->rank)) >= tag ||
-           fc_word_load(&domain_clock(domain, r)->clock) >= (tag | STATE_MASK);
+           fc_word_load(&line->clock) >= (tag | STATE_MASK) ||
+           fc_word_load(&line->failed) >= phase_of(tag);
 }
 
 /* A peer that has yet to read a post of this rank; -1 if none. */
@@ -354,6 +357,18 @@ static readiness look_at(fc_domain *domain, size_t index, int *missing_out)
     return own_done ? READY : NOT_YET;
 }
 
+static bool has_a_peer_failed(const fc_domain *domain)
+{
+    int r;
+
+    for (r = 0; r < domain->n_ranks; r++) {
+        if (r != domain->rank && domain_has_failed(domain, r)) {
+            return true;
+        }
+    }
+    return false;
+}
+
 /* A peer that keeps its gradients while others reduce theirs is a mistake of the script. */
 static fc_status check_held(const fc_domain *domain, const fc_unit *unit)
 {
@@ -497,6 +512,9 @@ fc_status fc_exchange_next(fc_domain *domain, fc_search search, fc_unit **unit_o
         return next_of_all(domain, unit_out);
     }
     *unit_out = find_own(domain, search == FC_SEARCH_OLDEST);
+    if (*unit_out != NULL && has_a_peer_failed(domain)) {
+        *unit_out = NULL; /* an error at the end: this rank may be about to raise the same */
+    }
     return *unit_out != NULL ? check_held(domain, *unit_out) : FC_OK;
 }
 
@@ -608,8 +626,7 @@ fc_status fc_exchange_make_way(fc_unit *unit)
     toggle_stuck(domain);
     st = fc_transport_wait(domain->transport, wait.reader, way_was_made, &wait, &info);
     toggle_stuck(domain);
-    FC_TRY(st);
-    return domain_check_peer(domain, wait.reader, info.op, info.unit);
+    return st;
 }
 
 void fc_exchange_reset(fc_domain *domain)
