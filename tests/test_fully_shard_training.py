@@ -3,8 +3,9 @@
 import models
 import pytest
 import torch
+import torch.distributed as dist
 from models import WIDTH, Block, Branches, Net, data
-from parity import Pair, Side, Tolerance, on_ranks, total
+from parity import Pair, Side, Tolerance, compare, local, on_ranks, total
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -221,6 +222,39 @@ def test_reshard_setters(rank: int, n_ranks: int, first: bool) -> None:
     pair.both(lambda side: side.model.set_reshard_after_backward(True), "after backward again")
     pair.both(lambda side: side.model.set_reshard_after_forward(not first, recurse=False), "root")
     pair.step(data(rank, 4))
+
+
+@on_ranks(1, 2)
+def test_kept_units_keep_their_values(rank: int, n_ranks: int) -> None:
+    """Writes to shards, the peers' included, show in the next forward and not before."""
+    pair = Pair(Net, models.shard_blocks)
+    pair.do(lambda side: side.model.set_reshard_after_backward(False), "after backward")
+    pair.forward(data(rank))
+    pair.backward()
+
+    def write(side: Side) -> None:
+        dist.barrier()
+        for shard in side.shards.values():
+            local(shard).add_(1)
+        dist.barrier()
+
+    pair.do(write)
+    # Torch goes on with stale weights until it is told to reshard.
+    pair.theirs.model.reshard()
+    for block in pair.theirs.model.blocks:
+        block.reshard()
+    outputs = [side.model(data(rank, 1)) for side in (pair.theirs, pair.ours)]
+    compare(outputs[1], outputs[0], pair.tolerance, "outputs")
+    pair.do(lambda side: [unit.reshard() for unit in units(side)], "reshard all")
+    pair.forward(data(rank, 1))
+    pair.backward()
+
+    def write_full(side: Side) -> None:
+        with torch.no_grad():
+            side.model.stem.weight.add_(1)
+
+    pair.do(write_full)
+    pair.forward(data(rank, 2))
 
 
 def units(side: Side) -> list[nn.Module]:

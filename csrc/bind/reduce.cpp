@@ -4,6 +4,7 @@
 #include "base/alloc.h"
 #include "bind/compat.h"
 #include "bind/domain.h"
+#include "bind/state.h"
 #include "bind/tensors.h"
 
 #include <ATen/core/grad_mode.h>
@@ -242,6 +243,7 @@ void Unit::post(bool with_unused, const ReduceOptions &options, const Progress &
     if (!any) {
         return;
     }
+    Range range("FSDP::post_backward_reduce", this);
     if (fc_domain_n_ranks(domain_) == 1) {
         post_own(grads, options, progress);
     } else if (fc_domain_is_mapped(domain_)) {
@@ -586,7 +588,15 @@ void Unit::write_gradient(size_t index, const ReduceOptions &options, const Redu
         // A gradient that the user put there: add to it as torch would.
         at::NoGradGuard no_grad;
         Ref object = checked(THPVariable_Wrap(present));
-        Ref local = checked(PyObject_GetAttrString(object.get(), "_local_tensor"));
+        Ref local = Ref::take(PyObject_GetAttrString(object.get(), "_local_tensor"));
+        if (!local) {
+            PyErr_Clear();
+            PyErr_Format(PyExc_AssertionError,
+                         "expected the gradient of sharded parameter '%s' to be DTensor, got a "
+                         "plain tensor: set it to None, or to a DTensor placed as its parameter",
+                         parameter_name(p).c_str());
+            throw_python();
+        }
         at::Tensor sum = at::empty_strided(p.local_size, p.local_stride, at::dtype(p.grad_type));
         reduce(sum.mutable_data_ptr(), false);
         tensor_of(local.get()).add_(sum);

@@ -21,6 +21,13 @@ ReduceOptions reduce_options(const GroupObject *group)
         if (divisor == -1.0 && PyErr_Occurred()) {
             throw_python();
         }
+        if (divisor == 0.0) {
+            PyErr_Format(PyExc_ZeroDivisionError,
+                         "set_gradient_divide_factor(0) on unit '%s': its gradients cannot be "
+                         "divided by zero",
+                         unit->name().c_str());
+            throw_python();
+        }
     }
     return {divisor, group->all_reduce_grads != 0, group->defers_hooks != 0};
 }
@@ -92,6 +99,18 @@ void close(TreeObject *tree)
     each_domain(tree, [](fc_domain *domain) { check(fc_domain_close(domain)); });
 }
 
+// set_post_optim_event counts for one forward. Nothing runs in streams here that could wait for it.
+void drop_post_optim_event(StateObject *state)
+{
+    static PyObject *const context_name = PyUnicode_InternFromString("_state_ctx");
+    static PyObject *const event_name = PyUnicode_InternFromString("post_optim_event");
+    Ref context = checked(PyObject_GetAttr(reinterpret_cast<PyObject *>(state), context_name));
+    Ref event = checked(PyObject_GetAttr(context.get(), event_name));
+    if (event.get() != Py_None) {
+        check(PyObject_SetAttr(context.get(), event_name, Py_None));
+    }
+}
+
 } // namespace
 
 void tree_fail(TreeObject *tree)
@@ -120,6 +139,7 @@ void tree_root_pre_forward(StateObject *state)
         return;
     }
     Range range("FSDP::root_pre_forward");
+    drop_post_optim_event(state);
     rebuild_if_changed(state);
     tree = state->tree; // a rebuild may have made a new one
     each_state(tree, [](StateObject *s) {
@@ -183,7 +203,6 @@ void reduce_group(TreeObject *tree, GroupObject *group)
         } else if (group->backwards >= group->forwards) {
             // A module that ran several times is reduced once, after its last backward.
             finish_ready(tree, unit->domain(), FC_SEARCH_OLDEST);
-            Range range("FSDP::post_backward_reduce", unit);
             unit->post(group->reduce_scatter_unused_params != 0, reduce_options(group),
                        progress_of(tree));
         }
@@ -214,6 +233,7 @@ void tree_end_backward(TreeObject *tree)
                 group->defers_hooks |= group->forwards > 1;
                 group->forwards = 0;
                 reduce_group(tree, group);
+                group->unit->keep();
                 group->unit->drop_pending();
                 group->training = static_cast<int>(Training::idle);
                 group->backwards = 0;

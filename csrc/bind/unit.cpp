@@ -8,6 +8,9 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
+#include <cstring>
+
 namespace fc {
 
 namespace {
@@ -145,6 +148,7 @@ void Unit::release_slot()
     if (slot_ != nullptr) {
         fc_slots_release(slots(), std::exchange(slot_, nullptr));
     }
+    is_kept_ = false;
 }
 
 void Unit::gather_messages()
@@ -196,6 +200,9 @@ void Unit::unshard()
         if (fc_domain_is_open(domain_)) {
             check(fc_domain_ready(domain_, shard_));
         }
+        if (is_kept_ && fc_domain_is_open(domain_) && !fc_domain_in_backward(domain_)) {
+            show_shards();
+        }
         return;
     }
     if (!pending_) {
@@ -232,16 +239,49 @@ void Unit::reshard()
         return;
     }
     register_params(false);
-    for (size_t i = 0; i < params_.size() && slot_ == nullptr; i++) {
-        Param &p = params_[i];
-        if (p.version !=
-            p.unsharded_tensor.unsafeGetTensorImpl()->version_counter().current_version()) {
-            fc_unit_discard_writes(shard_, i); // a write to an unsharded parameter lasts until here
-        }
+    if (slot_ == nullptr) {
+        discard_writes(); // a write to an unsharded parameter lasts until here
     }
     hide(storage_, unreadable_text_);
     release_slot();
     unsharded_ = false;
+}
+
+bool Unit::is_written(const Param &p)
+{
+    return p.version !=
+           p.unsharded_tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+void Unit::discard_writes()
+{
+    for (size_t i = 0; i < params_.size(); i++) {
+        if (is_written(params_[i])) {
+            fc_unit_discard_writes(shard_, i);
+        }
+    }
+}
+
+void Unit::keep()
+{
+    if (!unsharded_ || slot_ != nullptr) {
+        return;
+    }
+    check(fc_domain_ready(domain_, shard_));
+    take_slot();
+    std::memcpy(slot_, fc_unit_view(shard_), bytes_);
+    discard_writes();
+    show(storage_, slot_, bytes_);
+    is_kept_ = true;
+}
+
+void Unit::show_shards()
+{
+    if (std::any_of(params_.begin(), params_.end(), is_written)) {
+        return; // writes to an unsharded parameter last until it is resharded
+    }
+    show(storage_, fc_unit_view(shard_), bytes_);
+    release_slot();
 }
 
 bool Unit::is_intact() const

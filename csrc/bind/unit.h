@@ -94,6 +94,9 @@ public:
     // The private copy of an explicit unshard: data now, registration by unshard().
     void unshard_private();
     void reshard();
+    // At the end of backward: a unit that stays unsharded gets memory of its own until the next
+    // forward, since peers may write their shards then.
+    void keep();
     // Forgets an unshard that nobody waited for.
     void drop_pending();
     // True while every shard is where set-up put it; false asks for a rebuild.
@@ -131,6 +134,9 @@ public:
 
 private:
     void register_params(bool unsharded);
+    static bool is_written(const Param &param);
+    void discard_writes();
+    void show_shards();
     void gather_messages();
     void take_slot();
     void release_slot();
@@ -165,6 +171,7 @@ private:
     void *slot_ = nullptr; // private memory, from the pool
     bool unsharded_ = false;
     bool awaits_gradients_ = false;
+    bool is_kept_ = false;                 // slot_ holds what was gathered before the phase
     bool pending_ = false;                 // slot_ holds data that is not registered yet
     bool requested_ = false;               // unshard was called and not waited for
     std::vector<uint32_t> shard_versions_; // at the last publish

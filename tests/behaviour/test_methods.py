@@ -431,7 +431,6 @@ class Event:
     """Stands for an event; here nothing runs in streams."""
 
 
-@pytest.mark.xfail(strict=True, reason="the core keeps the event until the next one is set")
 @on_ranks(2)
 def test_m14_post_optim_event_is_used_once(rank: int, n_ranks: int) -> None:
     def see(fsdp: Any) -> Any:
