@@ -27,7 +27,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for world, mine in sorted(cli.by_world(seeds).items())
         for start in range(0, len(mine), CHUNK)
     ]
-    ids = [f"{world} ranks from {seeds[0]}" for world, seeds in chunks]
+    ids = [f"{world}-ranks-from-{seeds[0]}" for world, seeds in chunks]
     metafunc.parametrize("chunk", chunks, ids=ids)
 
 

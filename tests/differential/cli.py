@@ -21,6 +21,11 @@ class Result:
     failures: dict[int, Failure] = field(default_factory=dict)
     ends: collections.Counter[str] = field(default_factory=collections.Counter)
 
+    def add(self, other: "Result") -> None:
+        self.n_lines += other.n_lines
+        self.failures.update(other.failures)
+        self.ends.update(other.ends)
+
 
 def run(seeds: list[int], world: int, fault: str = "", chunk: int = CHUNK) -> Result:
     """Run seeds on ranks that stay alive; new ones after a seed whose ranks raised apart."""
@@ -62,6 +67,11 @@ def by_world(seeds: range) -> dict[int, list[int]]:
     return found
 
 
+def show(seed: int, world: int, failure: Failure) -> None:
+    print(f"seed {seed} on {world} ranks {failure.kind} at {failure.line}")
+    print("    " + failure.text[:500].replace("\n", "\n    "), flush=True)
+
+
 def parse_seeds(text: str) -> range:
     first, _, last = text.partition(":")
     return range(int(first), int(last) if last else int(first) + 1)
@@ -81,16 +91,20 @@ def main(arguments: list[str] | None = None) -> int:
     worlds = {options.ranks: list(options.seeds)} if options.ranks else by_world(options.seeds)
     total = Result()
     for world, seeds in sorted(worlds.items()):
-        result = run(seeds, world, options.fault)
-        total.n_lines += result.n_lines
-        total.ends.update(result.ends)
-        total.failures.update(result.failures)
-        for seed, failure in list(result.failures.items()):
-            print(f"seed {seed} on {world} ranks {failure.kind} at {failure.line}")
-            print("    " + failure.text[:500].replace("\n", "\n    "))
-            if options.show > 0:
-                options.show -= 1
-                print(shrink.explain(seed, world, options.fault))
+        for first in range(0, len(seeds), CHUNK):
+            chunk = seeds[first : first + CHUNK]
+            result = run(chunk, world, options.fault)
+            total.add(result)
+            print(
+                f"{world} ranks, seeds {chunk[0]} to {chunk[-1]}: {len(result.failures)} failures,"
+                f" {time.monotonic() - start:.0f} s",
+                flush=True,
+            )
+            for seed, failure in result.failures.items():
+                show(seed, world, failure)
+                if options.show > 0:
+                    options.show -= 1
+                    print(shrink.explain(seed, world, options.fault), flush=True)
     seconds = time.monotonic() - start
     print(
         f"{len(options.seeds)} seeds, {total.n_lines} lines, {len(total.failures)} failures,"

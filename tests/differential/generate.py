@@ -282,7 +282,10 @@ class Writer(Setting):
         ]
 
     def refuse(self) -> list[str]:
-        return [self.rng.choice(REFUSED), "reshard(model, fsdp)"]
+        line = self.rng.choice(REFUSED)
+        # A forward that failed leaves things until a reset, as in `fail`.
+        resets = ["model.reset_iter_state()"] if line == "model(1, 2, 3)" else []
+        return [line, "reshard(model, fsdp)", *resets]
 
     def fail(self) -> list[str]:
         """An exception of the model. What a failed pass leaves is torch's affair until a reset;
@@ -344,7 +347,9 @@ class Writer(Setting):
         """A unit, or a registered method of the model, called by itself; after the root has run."""
         if not self.program.has("out = model("):
             return []
-        if self.program.has("register_fsdp_forward_method(model, 'encode')"):
+        # A reentrant checkpoint hides the gradients of containers.
+        is_hidden = self.around == "reentrant"
+        if self.program.has("register_fsdp_forward_method(model, 'encode')") and not is_hidden:
             call = f"model.encode({self.x()})"
         else:
             dtype = ", dtype=torch.float64" if self.is_double else ""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from parity import Tolerance
 
 # By seed; the more ranks, the more a seed costs.
-WORLDS = (1, 2, 1, 2, 1, 2, 1, 2, 3, 4)
+WORLDS = (1, 2, 1, 1, 2, 1, 1, 2, 1, 3, 1, 2, 1, 1, 2, 1, 1, 2, 1, 4)
 
 
 @dataclass
