@@ -42,7 +42,7 @@ C_SOURCES = {
 CXX_SOURCES = {
     "csrc/bind": (
         "autograd comm domain hooks host messages module optim reduce state status tensors "
-        "transport tree unit walk"
+        "transport tree unit walk watch"
     ),
 }
 C_TEST_SOURCES = {

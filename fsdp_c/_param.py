@@ -63,6 +63,7 @@ class FSDPParam(_fsdp_param.FSDPParam):
     # Dims in memory order, outermost first; None: contiguous.
     memory_order: tuple[int, ...] | None = None
     _inputs: Sequence[torch.Tensor] = ()  # of the all-gather that is being made
+    unit: Any = None  # the FSDPParamGroup, while that is bound to the core
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # An extension's methods that hang on the one tensor object, and whether they are bound to
@@ -70,6 +71,16 @@ class FSDPParam(_fsdp_param.FSDPParam):
         self._attached: dict[str, tuple[Any, bool]] = {}
         super().__init__(*args, **kwargs)
         _stale.note(args[0], self._module_info.param_name, "fully_shard replaced by its shard")
+
+    @property
+    def sharded_state(self) -> _fsdp_param.ShardedState:
+        if self.unit is not None and self.unit._is_bound:
+            return self.unit._sharded_state
+        return self.__dict__["sharded_state"]
+
+    @sharded_state.setter
+    def sharded_state(self, state: _fsdp_param.ShardedState) -> None:
+        self.__dict__["sharded_state"] = state
 
     # ---- set-up ----
 

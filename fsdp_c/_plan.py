@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
-from fsdp_c import _comm, _compat, _env, _param
+from fsdp_c import _comm, _compat, _env, _param, _patches
 from fsdp_c._native import _C
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ def why_torch(group: FSDPParamGroup) -> str:
     comms = type(group._all_gather_comm), type(group._reduce_scatter_comm)
     if comms != _compat.default_comms():
         return "custom collectives"
+    if reason := _patches.replaced_on(group):
+        return reason
     if dist.get_backend(mesh_info.shard_process_group) == "fake":
         return "a fake process group"
     if torch._C._len_torch_dispatch_stack() != 0:
@@ -226,6 +228,7 @@ def bind_unit(
             _param.copy_attributes(fsdp_param.sharded_param, unsharded)
             _compat.accept_any_grad_dtype(unsharded)
             fsdp_param._unsharded_param = unsharded
+            fsdp_param.unit = group
             _, _, _, _, _, reduce, grad, _, _ = _param_row(fsdp_param)
             rows.append(
                 (

@@ -11,11 +11,32 @@ from torch.autograd.graph import _MultiHandle
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
-from torch.distributed.utils import _apply_to_tensors
 
-from fsdp_c import _guards, _plan, _status, _ties
+from fsdp_c import _containers, _guards, _patches, _plan, _status, _ties
 from fsdp_c._native import _C
 from fsdp_c._unit import TRAINING_STATES, FSDPParamGroup
+
+
+class _CoreContext(_fsdp_state.FSDPStateContext):
+    """The context that a tree's states share, while the core knows what goes on."""
+
+    _tree: _C.Tree
+
+    @property
+    def iter_forward_root(self) -> Any:
+        return self._tree.iteration_root
+
+    @iter_forward_root.setter
+    def iter_forward_root(self, state: Any) -> None:
+        self.__dict__["iter_forward_root"] = state
+
+    @property
+    def post_backward_final_callback_queued(self) -> bool:
+        return self._tree.callback_queued
+
+    @post_backward_final_callback_queued.setter
+    def post_backward_final_callback_queued(self, is_queued: bool) -> None:
+        self.__dict__["post_backward_final_callback_queued"] = is_queued
 
 
 class FSDPState(_C.State, _fsdp_state.FSDPState):
@@ -90,6 +111,8 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
             return "its units ran forward without their root"
         if not all(isinstance(part, FSDPState | FSDPParamGroup) for part in (*states, *groups)):
             return "some of its units were sharded by torch's fully_shard"
+        if reason := _patches.replaced():
+            return reason
         for group in groups:
             reason = group.left_because or ("" if group._is_bound else _plan.why_torch(group))
             if reason:
@@ -105,6 +128,8 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
                     domains.append(domain)
         domains += _plan.bind_units([group for group in groups if not group._is_bound])
         tree = _C.Tree(list(states), domains)
+        context: Any = states[0]._state_ctx
+        context.__class__, context._tree = _CoreContext, tree
         for state in states:
             group = state._fsdp_param_groups[0] if state._fsdp_param_groups else None
             if group is not None:
@@ -118,9 +143,21 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
         for group in groups:
             if isinstance(group, FSDPParamGroup):
                 group.leave_core(reason)
+        for context in {id(state._state_ctx): state._state_ctx for state in states}.values():
+            context.__class__ = _fsdp_state.FSDPStateContext
+            context.__dict__.pop("_tree", None)
         for state in states:
             if isinstance(state, FSDPState):
                 state._join(None, None, True)
+
+    def _leave_replaced(self) -> None:
+        """Called by a forward that finds a function of torch's implementation replaced."""
+        assert self._tree is not None
+        reason = _patches.replaced()
+        states = list(self._tree.states)
+        for state in states:
+            state.leave_core(reason)
+        _status.note(states[0], reason)
 
     def leave_core(self, reason: str) -> None:
         """From now on torch's implementation runs this state; between two steps only."""
@@ -232,8 +269,8 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
 
     def _cast_any_input(self, value: Any) -> Any:
         cast = functools.partial(_cast_fp_tensor, self._mp_policy.param_dtype)
-        return _apply_to_tensors(cast, value)
+        return _containers.apply_to_tensors(cast, value)
 
     def _cast_any_output(self, value: Any) -> Any:
         cast = functools.partial(_cast_fp_tensor, self._mp_policy.output_dtype)
-        return _apply_to_tensors(cast, value)
+        return _containers.apply_to_tensors(cast, value)

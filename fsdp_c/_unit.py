@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy, 
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-from fsdp_c import _compat, _env, _plan, _status
+from fsdp_c import _compat, _env, _patches, _plan, _status
 from fsdp_c._native import _C
 from fsdp_c._param import FSDPParam
 
@@ -28,7 +28,11 @@ TRAINING_STATES = (
 )
 
 
-_TORCH_ONLY = frozenset({"_all_reduce_hook", "_all_gather_comm", "_reduce_scatter_comm"})
+_TORCH_ONLY = _patches.GROUP_METHODS | {
+    "_all_reduce_hook",
+    "_all_gather_comm",
+    "_reduce_scatter_comm",
+}
 
 
 class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
@@ -103,16 +107,36 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
     def _sharded_state(self, state: ShardedState) -> None:
         self.__dict__["_sharded_state"] = state
 
+    @property
+    def _all_gather_result(self) -> Any:
+        """Not None while an unshard waits to be waited for."""
+        if self._is_bound:
+            return self if self._core_is_pending else None
+        return self.__dict__["_all_gather_result"]
+
+    @_all_gather_result.setter
+    def _all_gather_result(self, result: Any) -> None:
+        self.__dict__["_all_gather_result"] = result
+
     # ---- what only torch's implementation knows: setting it later takes the tree there ----
 
     def __setattr__(self, name: str, value: Any) -> None:
-        old = self.__dict__.get(name)
+        if name in _TORCH_ONLY and self._core_holds_gradients:
+            raise RuntimeError(
+                f"{name} of FSDP unit '{self._module_fqn or '(root)'}' was set while gradients of"
+                " backward passes without synchronization are held: set it before the first of"
+                " them, or after the backward that synchronizes"
+            )
+        was_set, old = name in self.__dict__, self.__dict__.get(name)
         super().__setattr__(name, value)
         if name in _TORCH_ONLY and self._is_bound and (reason := _plan.why_torch(self)):
             try:
                 self.take_tree_to_torch(reason)
             except BaseException:
-                super().__setattr__(name, old)
+                if was_set:
+                    super().__setattr__(name, old)
+                else:
+                    super().__delattr__(name)
                 raise
 
     def take_tree_to_torch(self, reason: str) -> None:
@@ -168,6 +192,7 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
         self.left_because = self.left_because or reason
         for fsdp_param in self.fsdp_params:
             fsdp_param.__dict__.pop("_unsharded_param", None)
+            fsdp_param.unit = None
             fsdp_param.sharded_state = ShardedState.SHARDED
         self._sharded_state = ShardedState.SHARDED
 

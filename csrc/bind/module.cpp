@@ -6,6 +6,7 @@
 #include "bind/optim.h"
 #include "bind/state.h"
 #include "bind/transport.h"
+#include "bind/watch.h"
 #include "kernels/kernels.h"
 
 static PyObject *kernels(PyObject *, PyObject *)
@@ -22,6 +23,8 @@ static PyObject *use_kernels(PyObject *, PyObject *arg)
 static PyMethodDef functions[] = {
     {"kernels", kernels, METH_NOARGS, "kernels() -> str: the instruction set in use."},
     {"use_kernels", use_kernels, METH_O, "use_kernels(name) -> bool: False if this CPU lacks it."},
+    {"watch_functions", fc_watch_functions, METH_O,
+     "watch_functions([(owner, name, function)]): trees leave the core when one is replaced."},
     {nullptr, nullptr, 0, nullptr}};
 
 static int exec(PyObject *module)

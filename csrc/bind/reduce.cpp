@@ -15,6 +15,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <cstring>
 
 namespace fc {
@@ -221,6 +222,17 @@ void Unit::release_gradients()
     }
     grads_flat_ = at::Tensor();
     grads_share_flat_ = false;
+}
+
+bool Unit::holds_gradients() const
+{
+    for (const Param &p : params_) {
+        if (p.held.defined() || p.unsharded_tensor.grad().defined()) {
+            return true;
+        }
+    }
+    return std::any_of(partial_mask_.begin(), partial_mask_.end(),
+                       [](uint64_t bits) { return bits != 0; });
 }
 
 void Unit::drop_gradients()

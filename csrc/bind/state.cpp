@@ -5,6 +5,7 @@
 #include "bind/hooks.h"
 #include "bind/tensors.h"
 #include "bind/tree.h"
+#include "bind/watch.h"
 
 #include <structmember.h>
 #include <torch/csrc/Dtype.h>
@@ -180,6 +181,12 @@ PyObject *group_in_phase(PyObject *self, void *)
     return PyBool_FromLong(unit != nullptr && fc_domain_is_open(unit->domain()));
 }
 
+PyObject *group_holds_gradients(PyObject *self, void *)
+{
+    const Unit *unit = as<GroupObject>(self)->unit;
+    return PyBool_FromLong(unit != nullptr && unit->holds_gradients());
+}
+
 PyObject *group_is_pending(PyObject *self, void *)
 {
     const Unit *unit = as<GroupObject>(self)->unit;
@@ -213,6 +220,8 @@ PyGetSetDef group_properties[] = {
      "unshard(async_op=True) that was not waited for", nullptr},
     {"_core_awaits_gradients", group_awaits_gradients, nullptr,
      "whether a backward went through the unit and gave its parameters nothing", nullptr},
+    {"_core_holds_gradients", group_holds_gradients, nullptr,
+     "whether gradients wait for a later reduction", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyMethodDef group_methods[] = {
@@ -432,11 +441,27 @@ PyObject *state_join(PyObject *self, PyObject *args)
     });
 }
 
+// Whether nothing of a forward, or of a backward that is still to come, would be lost.
+bool is_between_steps(const TreeObject *tree)
+{
+    bool is_free = tree->iteration_root == nullptr && !tree_in_backward(tree);
+    each_state(tree, [&](const StateObject *state) {
+        const GroupObject *group = state->group;
+        is_free = is_free && (group == nullptr || group->unit == nullptr ||
+                              (group->forwards == 0 && !group->unit->holds_gradients()));
+    });
+    return is_free;
+}
+
 // Decides, before the first forward, whether the state runs here. False: torch's road.
 bool is_ours(StateObject *state)
 {
+    auto *self = reinterpret_cast<PyObject *>(state);
     if (state->tree == nullptr && !state->on_torch_road) {
-        checked(PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_choose_road", nullptr));
+        checked(PyObject_CallMethod(self, "_choose_road", nullptr));
+    } else if (state->tree != nullptr && state->tree->iteration_root == nullptr &&
+               functions_replaced() && is_between_steps(state->tree)) {
+        checked(PyObject_CallMethod(self, "_leave_replaced", nullptr));
     }
     return state->tree != nullptr;
 }

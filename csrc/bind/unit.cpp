@@ -215,8 +215,9 @@ void Unit::unshard()
     }
     show(storage_, memory, bytes_);
     for (Param &p : params_) {
-        if (p.sharded_tensor().requires_grad() != p.unsharded_tensor.requires_grad()) {
-            p.unsharded_tensor.set_requires_grad(p.sharded_tensor().requires_grad());
+        p.is_trained = p.sharded_tensor().requires_grad();
+        if (p.is_trained != p.unsharded_tensor.requires_grad()) {
+            p.unsharded_tensor.set_requires_grad(p.is_trained);
         }
         p.version = p.unsharded_tensor.unsafeGetTensorImpl()->version_counter().current_version();
     }
@@ -239,6 +240,11 @@ void Unit::reshard()
         return;
     }
     register_params(false);
+    for (const Param &p : params_) {
+        if (p.unsharded_tensor.requires_grad() != p.is_trained) { // the user has changed it
+            p.sharded_tensor().set_requires_grad(!p.is_trained);
+        }
+    }
     if (slot_ == nullptr) {
         discard_writes(); // a write to an unsharded parameter lasts until here
     }

@@ -43,6 +43,7 @@ struct Param {
     std::vector<int64_t> local_size, local_stride; // of the shard and of its gradient
     int64_t copies = 1;                            // a replicated parameter is held once per rank
     uint32_t version = 0;                          // of unsharded_tensor when it was filled
+    bool is_trained = false;                       // its requires_grad at that time
     Gradient grad;
     at::Tensor held; // unreduced, in the reduce dtype (gradient accumulation)
 
@@ -119,6 +120,8 @@ public:
     void finish(fc_unit *lane, const ReduceOptions &options, const Progress &progress);
     // Forgets the gradients that are kept for reuse, so that torch may swap them.
     void release_gradients();
+    // True while gradients of earlier backwards wait for a reduction.
+    bool holds_gradients() const;
     // Drops gradients that were not reduced.
     void drop_gradients();
     void run_deferred_hooks();

@@ -1,0 +1,17 @@
+// Functions of torch's implementation that the core does not call: notices when one is replaced.
+#ifndef FC_BIND_WATCH_H
+#define FC_BIND_WATCH_H
+
+#include <Python.h>
+
+namespace fc {
+
+// True if a watched name is no longer bound to the function that it was watched with.
+bool functions_replaced();
+
+} // namespace fc
+
+// watch_functions([(owner, name, function)]): replaces what was watched before.
+PyObject *fc_watch_functions(PyObject *module, PyObject *rows);
+
+#endif
