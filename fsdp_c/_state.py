@@ -155,8 +155,8 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
         assert self._tree is not None
         reason = _patches.replaced()
         states = list(self._tree.states)
-        for state in states:
-            state.leave_core(reason)
+        groups = [group for state in states for group in state._fsdp_param_groups]
+        self._take_torch_road(states, groups, reason)
         _status.note(states[0], reason)
 
     def leave_core(self, reason: str) -> None:

@@ -158,7 +158,7 @@ def test_ps15_ps20_contexts_say_what_goes_on(rank: int, n_ranks: int) -> None:
             root = context.iter_forward_root
             seen.append("root" if root is state else "block" if root is block else "none")
             seen.append(context.post_backward_final_callback_queued)
-            seen.append((state._training_state.name, block._training_state.name))
+            seen.append(state._training_state.name)
 
         model.blocks[1].register_forward_hook(note)
         model.blocks[1].register_forward_hook(
@@ -184,7 +184,7 @@ def test_ps15_ps20_contexts_say_what_goes_on(rank: int, n_ranks: int) -> None:
         return seen, raised(block._reset_iter_state)
 
     seen, _ = agree(see)
-    assert seen[2:5] == ["root", False, ("FORWARD", "IDLE")] and seen[6] and not seen[9]
+    assert seen[2:5] == ["root", False, "FORWARD"] and seen[6] and not seen[9]
 
 
 @on_ranks(2)
@@ -416,8 +416,8 @@ def test_ps26_ps27_ps35_bare_group(rank: int, n_ranks: int) -> None:
 
     def see(fsdp: Any) -> Any:
         model = linear(fsdp)
-        group = group_of(model)
-        empty = type(group)([], (model,), *[None] * 4, MixedPrecisionPolicy(), None)
+        group, policy = group_of(model), MixedPrecisionPolicy()
+        empty = type(group)([], (model,), *[None] * 2, group.device, None, policy, None)
         seen: list[Any] = [len(empty.fsdp_params), empty.is_sharded]
         model._get_fsdp_state()._lazy_init()
         for leave in (group._to_sharded, group.reshard):
