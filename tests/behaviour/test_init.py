@@ -316,10 +316,9 @@ def test_i29_i30_copies_are_refused(rank: int, n_ranks: int) -> None:
             raised(lambda: copy.deepcopy(model), text),
             raised(lambda: copy.deepcopy(nn.Sequential(model)), text),
             raised(lambda: pickle.dumps(model)),
-            raised(lambda: copy.copy(model)),
         ]
 
-    assert "nothing" not in agree(see)[:3]
+    assert "nothing" not in agree(see)
 
 
 @on_ranks(1)
