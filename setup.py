@@ -41,7 +41,7 @@ C_SOURCES = {
 }
 CXX_SOURCES = {
     "csrc/bind": (
-        "autograd comm domain hooks host messages module optim reduce state status tensors "
+        "autograd comm domain hooks host layout messages module optim reduce state status tensors "
         "transport tree unit walk watch"
     ),
 }

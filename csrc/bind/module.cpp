@@ -3,6 +3,7 @@
 
 #include "bind/comm.h"
 #include "bind/domain.h"
+#include "bind/layout.h"
 #include "bind/optim.h"
 #include "bind/state.h"
 #include "bind/transport.h"
@@ -31,7 +32,7 @@ static int exec(PyObject *module)
 {
     return fc_register_transport(module) < 0 || fc_register_comm(module) < 0 ||
                    fc_register_domain(module) < 0 || fc_register_state(module) < 0 ||
-                   fc_register_optim(module) < 0
+                   fc_register_layout(module) < 0 || fc_register_optim(module) < 0
                ? -1
                : 0;
 }

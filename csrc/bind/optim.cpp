@@ -1,11 +1,11 @@
-// _C.Params and _C.Layout: passes over the local tensors of many DTensors at once.
+// _C.Params: the parameters of an optimizer's group, and steps over their local tensors.
 //
-// Both first look at everything they were given. Unless all of it is plain float32 memory laid out
-// alike, they refuse, touch nothing, and torch's own code runs.
+// A step first looks at everything. Unless all of it is plain float32 memory laid out alike, it
+// touches nothing, and torch's own code runs.
 #include "bind/optim.h"
 
+#include "bind/layout.h"
 #include "bind/python.h"
-#include "bind/tensors.h"
 #include "kernels/kernels.h"
 
 #include <ATen/ATen.h>
@@ -14,115 +14,14 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
-#include <cmath>
 #include <memory>
-#include <unordered_set>
 #include <vector>
 
 namespace fc {
 
 namespace {
 
-// ---- local tensors of DTensors ----
-
-PyTypeObject *dtensor_type = nullptr;
-
-struct Names {
-    PyObject *local_tensor, *spec, *mesh, *placements, *step, *exp_avg, *exp_avg_sq;
-} names;
-
-// DTensors on one mesh with the same placements. Specs that were compared once are known again.
-class Layout {
-public:
-    explicit Layout(PyObject *spec)
-        : mesh_(checked(PyObject_GetAttr(spec, names.mesh))),
-          placements_(checked(PyObject_GetAttr(spec, names.placements)))
-    {
-        remember(spec);
-    }
-
-    bool has(PyObject *spec)
-    {
-        if (known_.count(spec) != 0) {
-            return true;
-        }
-        Ref mesh = checked(PyObject_GetAttr(spec, names.mesh));
-        Ref placements = checked(PyObject_GetAttr(spec, names.placements));
-        const int same_mesh = PyObject_RichCompareBool(mesh.get(), mesh_.get(), Py_EQ);
-        check(same_mesh);
-        const int same = PyObject_RichCompareBool(placements.get(), placements_.get(), Py_EQ);
-        check(same);
-        if (same_mesh != 1 || same != 1) {
-            return false;
-        }
-        remember(spec);
-        return true;
-    }
-
-private:
-    static constexpr size_t max_known = size_t{1} << 16;
-
-    void remember(PyObject *spec)
-    {
-        if (known_.size() == max_known) { // somebody makes new ones in every step
-            known_.clear();
-            kept_.clear();
-        }
-        known_.insert(spec);
-        kept_.push_back(Ref::borrow(spec));
-    }
-
-    Ref mesh_, placements_;
-    std::unordered_set<PyObject *> known_;
-    std::vector<Ref> kept_;
-};
-
-// A tensor that is memory of this process and nothing more.
-bool is_plain(PyObject *object)
-{
-    if (!THPVariable_CheckExact(object)) {
-        return false;
-    }
-    const at::Tensor &t = THPVariable_Unpack(object);
-    return t.device().is_cpu() && t.layout() == at::kStrided && !t.is_inference() && !t.is_neg() &&
-           !t.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::FuncTorchGradWrapper,
-                                                     c10::DispatchKey::FuncTorchBatched,
-                                                     c10::DispatchKey::Functionalize}));
-}
-
-// The tensor that a DTensor in the layout has here, or without a layout `object` itself; null if it
-// is another thing.
-Ref local_of(PyObject *object, Layout *layout)
-{
-    Ref local;
-    if (layout == nullptr) {
-        local = Ref::borrow(object);
-    } else if (Py_TYPE(object) == dtensor_type) {
-        Ref spec = checked(PyObject_GetAttr(object, names.spec));
-        if (layout->has(spec.get())) {
-            local = checked(PyObject_GetAttr(object, names.local_tensor));
-        }
-    }
-    return local && is_plain(local.get()) ? local : Ref();
-}
-
-// The same where it is flat float32 memory; else undefined.
-at::Tensor floats_of(PyObject *object, Layout *layout)
-{
-    Ref local = local_of(object, layout);
-    if (!local) {
-        return {};
-    }
-    const at::Tensor &t = THPVariable_Unpack(local.get());
-    return t.scalar_type() == at::kFloat && t.is_contiguous() ? t : at::Tensor();
-}
-
-void bump_version(const at::Tensor &tensor)
-{
-    tensor.unsafeGetTensorImpl()->bump_version();
-}
-
-// ---- Adam ----
+PyObject *step_name, *exp_avg_name, *exp_avg_sq_name;
 
 // Elements between two calls for square roots: their numbers stay in the second-level cache.
 constexpr size_t block_numel = size_t{1} << 14;
@@ -174,6 +73,7 @@ private:
 
     std::vector<Member> rows_;
     std::vector<std::unique_ptr<Layout>> layouts_;
+    bool is_running_ = false;
     // Of the running step; empty between steps, so that nobody's tensors are kept.
     std::vector<Job> jobs_;
     std::vector<at::Tensor> steps_, written_; // counters; DTensors whose version counts
@@ -199,10 +99,10 @@ GroupPlan::GroupPlan(PyObject *params, PyObject *sharded)
 
 Layout *GroupPlan::layout_of(PyObject *param)
 {
-    if (Py_TYPE(param) != dtensor_type) {
+    if (!is_dtensor(param)) {
         return nullptr;
     }
-    Ref spec = checked(PyObject_GetAttr(param, names.spec));
+    Ref spec = spec_of(param);
     for (const auto &layout : layouts_) {
         if (layout->has(spec.get())) {
             return layout.get();
@@ -253,9 +153,9 @@ bool GroupPlan::collect_row(const Member &row, PyObject *state, const fc_adam_op
     if (own == nullptr || !PyDict_CheckExact(own)) {
         return false;
     }
-    PyObject *step = item(own, names.step);
-    PyObject *exp_avg = item(own, names.exp_avg);
-    PyObject *exp_avg_sq = item(own, names.exp_avg_sq);
+    PyObject *step = item(own, step_name);
+    PyObject *exp_avg = item(own, exp_avg_name);
+    PyObject *exp_avg_sq = item(own, exp_avg_sq_name);
     if (step == nullptr || exp_avg == nullptr || exp_avg_sq == nullptr || !is_plain(step) ||
         THPVariable_Unpack(step).dim() != 0 ||
         THPVariable_Unpack(step).scalar_type() != at::kFloat) {
@@ -381,6 +281,10 @@ void GroupPlan::run_all(size_t fused_lanes)
 
 bool GroupPlan::step_adam(PyObject *state, const fc_adam_options &options, size_t fused_lanes)
 {
+    if (is_running_) { // in another thread
+        return false;
+    }
+    is_running_ = true;
     const std::shared_ptr<void> at_exit(nullptr, [this](void *) { forget(); });
     if (!collect(state, options)) {
         return false;
@@ -410,6 +314,7 @@ void GroupPlan::forget()
     written_.clear();
     segments_.clear();
     blocks_.clear();
+    is_running_ = false;
 }
 
 bool GroupPlan::row_locals(const Member &member, const std::vector<PyObject *> &columns,
@@ -418,7 +323,7 @@ bool GroupPlan::row_locals(const Member &member, const std::vector<PyObject *> &
     values.clear();
     for (size_t c = 0; c < columns.size(); c++) {
         PyObject *value = PyList_GET_ITEM(columns[c], row);
-        if (c < 2 || Py_TYPE(value) == dtensor_type) {
+        if (c < 2 || is_dtensor(value)) {
             values.push_back(local_of(value, member.layout));
         } else if (value == Py_None ||
                    (THPVariable_Check(value) && THPVariable_Unpack(value).dim() == 0)) {
@@ -569,10 +474,9 @@ PyMethodDef plan_methods[] = {
      "(parameters, gradients, state ...)\nwhose DTensors are laid out alike. Scalars and None "
      "stay as they are."},
     {"step_adam", plan_step_adam, METH_VARARGS,
-     "step_adam(state, lr, beta1, beta2, eps, weight_decay, decoupled, fused_lanes) -> bool\n\nOne "
-     "step "
-     "of Adam for\n"
-     "every parameter that has a gradient. False: torch must do it, nothing was touched."},
+     "step_adam(state, lr, beta1, beta2, eps, weight_decay, decoupled, fused_lanes) -> bool\n\n"
+     "One step of Adam for every parameter that has a gradient. False: torch must do it, nothing "
+     "was touched."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot plan_slots[] = {
@@ -588,165 +492,11 @@ PyType_Slot plan_slots[] = {
 PyType_Spec plan_spec = {"fsdp_c._C.Params", sizeof(PlanObject), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, plan_slots};
 
-// ---- gradients ----
-
-struct LayoutObject {
-    PyObject_HEAD
-    Layout *layout; // owned; null: plain tensors
-};
-
-PyObject *layout_new(PyTypeObject *type, PyObject *args, PyObject *)
+bool load_state_names()
 {
-    PyObject *spec;
-    if (!PyArg_ParseTuple(args, "O:Layout", &spec)) {
-        return nullptr;
-    }
-    return guarded([&]() -> PyObject * {
-        auto layout = spec == Py_None ? nullptr : std::make_unique<Layout>(spec);
-        Ref self = checked(type->tp_alloc(type, 0));
-        reinterpret_cast<LayoutObject *>(self.get())->layout = layout.release();
-        return self.release();
-    });
-}
-
-void layout_dealloc(PyObject *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    delete reinterpret_cast<LayoutObject *>(self)->layout;
-    type->tp_free(self);
-    Py_DECREF(type);
-}
-
-// The local tensors of a list of DTensors; false if one of them is another thing.
-bool locals_of(PyObject *self, PyObject *list, std::vector<at::Tensor> &locals)
-{
-    if (!PyList_Check(list)) {
-        return false;
-    }
-    Layout *layout = reinterpret_cast<LayoutObject *>(self)->layout;
-    const Py_ssize_t n = PyList_GET_SIZE(list);
-    locals.reserve(static_cast<size_t>(n));
-    for (Py_ssize_t i = 0; i < n; i++) {
-        at::Tensor local = floats_of(PyList_GET_ITEM(list, i), layout);
-        if (!local.defined()) {
-            return false;
-        }
-        locals.push_back(std::move(local));
-    }
-    return true;
-}
-
-PyObject *layout_locals(PyObject *self, PyObject *list)
-{
-    return guarded([&]() -> PyObject * {
-        std::vector<at::Tensor> locals;
-        if (!locals_of(self, list, locals)) {
-            Py_RETURN_NONE;
-        }
-        Ref result = checked(PyList_New(static_cast<Py_ssize_t>(locals.size())));
-        for (size_t i = 0; i < locals.size(); i++) {
-            PyList_SET_ITEM(result.get(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(locals[i]));
-        }
-        return result.release();
-    });
-}
-
-float norm_of(const at::Tensor &tensor)
-{
-    const auto numel = static_cast<size_t>(tensor.numel());
-    const float *data = tensor.const_data_ptr<float>();
-    return numel == 1 ? std::fabs(*data) : fc_kern()->norm(data, numel);
-}
-
-PyObject *layout_norms(PyObject *self, PyObject *list)
-{
-    return guarded([&]() -> PyObject * {
-        std::vector<at::Tensor> locals;
-        if (!locals_of(self, list, locals)) {
-            Py_RETURN_NONE;
-        }
-        at::AutoDispatchBelowADInplaceOrView no_autograd;
-        at::Tensor norms = at::empty({static_cast<int64_t>(locals.size())}, at::kFloat);
-        float *out = static_cast<float *>(norms.data_ptr());
-        {
-            NoGil no_gil;
-            at::parallel_for(0, static_cast<int64_t>(locals.size()), 64,
-                             [&](int64_t begin, int64_t end) {
-                                 for (int64_t i = begin; i < end; i++) {
-                                     out[i] = norm_of(locals[static_cast<size_t>(i)]);
-                                 }
-                             });
-        }
-        return THPVariable_Wrap(norms);
-    });
-}
-
-PyObject *layout_multiply(PyObject *self, PyObject *args)
-{
-    PyObject *list;
-    float factor;
-    if (!PyArg_ParseTuple(args, "Of:multiply", &list, &factor)) {
-        return nullptr;
-    }
-    return guarded([&]() -> PyObject * {
-        std::vector<at::Tensor> locals;
-        if (!locals_of(self, list, locals)) {
-            Py_RETURN_FALSE;
-        }
-        for (size_t i = 0; i < locals.size(); i++) {
-            bump_version(THPVariable_Unpack(PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i))));
-            bump_version(locals[i]);
-        }
-        NoGil no_gil;
-        at::parallel_for(0, static_cast<int64_t>(locals.size()), 64, [&](int64_t i, int64_t end) {
-            for (; i < end; i++) {
-                const at::Tensor &local = locals[static_cast<size_t>(i)];
-                fc_kern()->multiply(static_cast<float *>(local.data_ptr()), factor,
-                                    static_cast<size_t>(local.numel()));
-            }
-        });
-        Py_RETURN_TRUE;
-    });
-}
-
-PyMethodDef layout_methods[] = {
-    {"locals", layout_locals, METH_O,
-     "locals(tensors) -> list[Tensor] | None\n\nTheir local tensors. None: one of them is laid out "
-     "otherwise."},
-    {"norms", layout_norms, METH_O,
-     "norms(tensors) -> Tensor | None\n\nThe 2-norm of each local tensor; float32, [n]. None: one "
-     "of them is laid out otherwise."},
-    {"multiply", layout_multiply, METH_VARARGS,
-     "multiply(tensors, factor) -> bool\n\nMultiplies local tensors in place. False: one of them "
-     "is laid out otherwise, nothing was touched."},
-    {nullptr, nullptr, 0, nullptr}};
-
-PyType_Slot layout_slots[] = {
-    {Py_tp_doc, const_cast<char *>("Layout(spec)\n--\n\nfloat32 DTensors on one CPU mesh with the "
-                                   "placements of `spec`; plain tensors if it is None.")},
-    {Py_tp_new, reinterpret_cast<void *>(layout_new)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(layout_dealloc)},
-    {Py_tp_methods, layout_methods},
-    {0, nullptr}};
-
-PyType_Spec layout_spec = {"fsdp_c._C.Layout", sizeof(LayoutObject), 0, Py_TPFLAGS_DEFAULT,
-                           layout_slots};
-
-int add_type(PyObject *module, PyType_Spec *spec, const char *name)
-{
-    PyObject *type = PyType_FromSpec(spec);
-    const int result = type == nullptr ? -1 : PyModule_AddObjectRef(module, name, type);
-    Py_XDECREF(type);
-    return result;
-}
-
-bool load_names()
-{
-    const std::pair<PyObject **, const char *> all[] = {
-        {&names.local_tensor, "_local_tensor"}, {&names.spec, "_spec"}, {&names.mesh, "mesh"},
-        {&names.placements, "placements"},      {&names.step, "step"},  {&names.exp_avg, "exp_avg"},
-        {&names.exp_avg_sq, "exp_avg_sq"}};
-    for (const auto &[place, text] : all) {
+    const std::pair<PyObject **, const char *> names[] = {
+        {&step_name, "step"}, {&exp_avg_name, "exp_avg"}, {&exp_avg_sq_name, "exp_avg_sq"}};
+    for (const auto &[place, text] : names) {
         *place = PyUnicode_InternFromString(text);
         if (*place == nullptr) {
             return false;
@@ -762,15 +512,8 @@ bool load_names()
 int fc_register_optim(PyObject *module)
 {
     using namespace fc;
-    PyObject *tensors = PyImport_ImportModule("torch.distributed.tensor");
-    PyObject *dtensor = tensors == nullptr ? nullptr : PyObject_GetAttrString(tensors, "DTensor");
-    Py_XDECREF(tensors);
-    if (dtensor == nullptr || !load_names()) {
-        return -1;
-    }
-    dtensor_type = reinterpret_cast<PyTypeObject *>(dtensor);
-    return add_type(module, &plan_spec, "Params") < 0 ||
-                   add_type(module, &layout_spec, "Layout") < 0
-               ? -1
-               : 0;
+    PyObject *type = load_state_names() ? PyType_FromSpec(&plan_spec) : nullptr;
+    const int result = type == nullptr ? -1 : PyModule_AddObjectRef(module, "Params", type);
+    Py_XDECREF(type);
+    return result;
 }

@@ -1,4 +1,4 @@
-// Optimizer steps and gradient norms over the local tensors of DTensors.
+// _C.Params: optimizer steps over the local tensors of DTensors.
 #ifndef FC_BIND_OPTIM_H
 #define FC_BIND_OPTIM_H
 

@@ -1,0 +1,47 @@
+// _C.Layout: how DTensors are laid out, and the plain memory that they have on this rank.
+#ifndef FC_BIND_LAYOUT_H
+#define FC_BIND_LAYOUT_H
+
+#include "bind/python.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <unordered_set>
+#include <vector>
+
+namespace fc {
+
+// DTensors on one mesh with the same placements. Specs that were compared once are known again.
+class Layout {
+public:
+    explicit Layout(PyObject *spec);
+    bool has(PyObject *spec);
+
+private:
+    void remember(PyObject *spec);
+
+    Ref mesh_, placements_;
+    std::unordered_set<PyObject *> known_;
+    std::vector<Ref> kept_;
+};
+
+// A tensor that is memory of this process and nothing more.
+bool is_plain(PyObject *object);
+
+bool is_dtensor(PyObject *object); // and no subclass
+Ref spec_of(PyObject *dtensor);
+
+// The tensor that a DTensor in the layout has here, or without a layout `object` itself; null if it
+// is another thing.
+Ref local_of(PyObject *object, Layout *layout);
+
+// The same where it is flat float32 memory; else undefined.
+at::Tensor floats_of(PyObject *object, Layout *layout);
+
+void bump_version(const at::Tensor &tensor);
+
+} // namespace fc
+
+int fc_register_layout(PyObject *module);
+
+#endif
