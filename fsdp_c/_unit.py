@@ -252,8 +252,20 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
             return super().unshard(async_op)
         if not self.unshard_in_backward and self._training_state == TrainingState.PRE_BACKWARD:
             return None
+        self._take_over_shards()
         self._core_unshard_async()
         return None
+
+    def _take_over_shards(self) -> None:
+        """Outside of a step shards that were replaced since set-up count from here on."""
+        if self._core_in_phase or self._core_is_unsharded or self._core_is_intact:
+            return
+        assert self._tree is not None
+        root = next((state for state in self._tree.states if state._is_root), None)
+        if root is not None:
+            root._rebuild_units()
+        elif self.rebuild():  # before the first forward a unit stands alone
+            self._tree = _C.Tree([], _plan.bind_units([self]))
 
     def _in_slow_context(self) -> bool:
         return torch._C._are_functorch_transforms_active()

@@ -288,6 +288,12 @@ def assign(rank: int, n_ranks: int, after_forward: bool) -> None:
     for name, param in net.named_parameters():
         assert param is not old[name]
         assert param.requires_grad == (name != "first.bias")
+    expected = whole(state)
+    for unit, name in ((net.first, "first.weight"), (net, "second.weight")):
+        unit.unshard()  # shows what was loaded, and leaves it in place
+        assert torch.equal(net.get_parameter(name), expected[name])
+        unit.reshard()
+    assert_equal_states(net.state_dict(), expected)
     net.first.bias.requires_grad_(True)
     reference = Net()
     reference.load_state_dict(whole(state))

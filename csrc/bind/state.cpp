@@ -175,6 +175,12 @@ PyObject *group_is_unsharded(PyObject *self, void *)
     return PyBool_FromLong(unit != nullptr && unit->is_unsharded());
 }
 
+PyObject *group_is_intact(PyObject *self, void *)
+{
+    const Unit *unit = as<GroupObject>(self)->unit;
+    return PyBool_FromLong(unit != nullptr && unit->is_intact());
+}
+
 PyObject *group_in_phase(PyObject *self, void *)
 {
     const Unit *unit = as<GroupObject>(self)->unit;
@@ -214,6 +220,8 @@ PyMemberDef group_members[] = {
 PyGetSetDef group_properties[] = {
     {"_is_bound", group_is_bound, nullptr, "whether the unit runs on the core", nullptr},
     {"_core_is_unsharded", group_is_unsharded, nullptr, nullptr, nullptr},
+    {"_core_is_intact", group_is_intact, nullptr, "whether every shard is where set-up put it",
+     nullptr},
     {"_core_in_phase", group_in_phase, nullptr, "whether a forward or backward is going on",
      nullptr},
     {"_core_is_pending", group_is_pending, nullptr,
