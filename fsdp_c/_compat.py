@@ -13,6 +13,8 @@ TORCH: tuple[int, int] = tuple(int(part) for part in torch.__version__.split("."
 # From 2.15 a parameter may say in which dtype its gradients are kept (Tensor.grad_dtype), and
 # reductions without reduce_dtype run in the original dtype instead of the compute dtype.
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "_has_grad_dtype_override")
+# From 2.15 reset_iter_state() drops the gradients of shards too.
+RESET_DROPS_GRADIENTS = HAS_GRAD_DTYPE
 # Names of torch.distributed.fsdp that only some versions have.
 OPTIONAL_NAMES = {
     name: getattr(torch.distributed.fsdp, name)

@@ -17,26 +17,26 @@ from fsdp_c._native import _C
 from fsdp_c._unit import TRAINING_STATES, FSDPParamGroup
 
 
-class _CoreContext(_fsdp_state.FSDPStateContext):
-    """The context that a tree's states share, while the core knows what goes on."""
+class FSDPStateContext(_C.Context, _fsdp_state.FSDPStateContext):
+    """What a root and the units below it share; its flags are the core's."""
 
-    _tree: _C.Tree
+    _tree: _C.Tree | None = None  # while the core runs it
 
     @property
     def iter_forward_root(self) -> Any:
-        return self._tree.iteration_root
+        return self._forward_root if self._tree is None else self._tree.iteration_root
 
     @iter_forward_root.setter
     def iter_forward_root(self, state: Any) -> None:
-        self.__dict__["iter_forward_root"] = state
+        self._forward_root = state
 
-    @property
-    def post_backward_final_callback_queued(self) -> bool:
-        return self._tree.callback_queued
-
-    @post_backward_final_callback_queued.setter
-    def post_backward_final_callback_queued(self, is_queued: bool) -> None:
-        self.__dict__["post_backward_final_callback_queued"] = is_queued
+    def renewed(self) -> FSDPStateContext:
+        """Another one with what the user has set."""
+        context = FSDPStateContext()
+        context.is_last_backward = self.is_last_backward
+        context.manual_backward_finalization = self.manual_backward_finalization
+        context.post_optim_event = self.post_optim_event
+        return context
 
 
 class FSDPState(_C.State, _fsdp_state.FSDPState):
@@ -47,6 +47,11 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
     """
 
     _fsdp_param_groups: list[FSDPParamGroup]
+    _state_ctx: FSDPStateContext
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state_ctx = FSDPStateContext()
 
     @property
     def _training_state(self) -> TrainingState:
@@ -127,9 +132,8 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
                 if domain is not None and domain not in domains:
                     domains.append(domain)
         domains += _plan.bind_units([group for group in groups if not group._is_bound])
-        tree = _C.Tree(list(states), domains)
-        context: Any = states[0]._state_ctx
-        context.__class__, context._tree = _CoreContext, tree
+        tree = _C.Tree(list(states), domains, self._state_ctx)
+        self._state_ctx._tree = tree
         for state in states:
             group = state._fsdp_param_groups[0] if state._fsdp_param_groups else None
             if group is not None:
@@ -144,7 +148,6 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
             if isinstance(group, FSDPParamGroup):
                 group.leave_core(reason)
         for context in {id(state._state_ctx): state._state_ctx for state in states}.values():
-            context.__class__ = _fsdp_state.FSDPStateContext
             context.__dict__.pop("_tree", None)
         for state in states:
             if isinstance(state, FSDPState):
@@ -176,7 +179,7 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
         """After a failed set-up: the next forward tries again."""
         for state in states:
             state._is_root = None
-            state._state_ctx = _fsdp_state.FSDPStateContext()
+            state._state_ctx = state._state_ctx.renewed()
             state._comm_ctx = _fsdp_state.FSDPCommContext()
             for group in state._fsdp_param_groups:
                 group.comm_ctx = state._comm_ctx
@@ -233,16 +236,22 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
         if self._tree is None:
             super().finalize_backward(wait_for_gradient_reduction=wait_for_gradient_reduction)
         else:
-            self._tree.end_backward()
+            self._validate_finalize_backward()
+            self._tree.finalize_backward()
+            if wait_for_gradient_reduction:
+                self.wait_for_gradient_reduction()
+
+    def _validate_finalize_backward(self) -> None:
+        super()._validate_finalize_backward()
+        if torch._C._current_graph_task_id() != -1:  # the first hook is still to come
+            raise RuntimeError("FSDP finalize_backward must be called after backward completes")
 
     def _reset_iter_state(self) -> None:
-        if self._tree is None:
-            if self._is_root is not None:
-                super()._reset_iter_state()
+        if self._is_root is None:  # nothing has run
             return
-        if self._is_root is False:
-            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
-        self._tree.reset()
+        super()._reset_iter_state()
+        if self._tree is not None:
+            self._tree.reset()
 
     # ---- entered from the core ----
 
@@ -250,6 +259,12 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
         names = [group._module_fqn or "(root)" for group in self._fsdp_param_groups]
         if names:
             _guards.warn_of_double_backward(names[0])
+
+    def _refuse_unless_waited(self) -> None:
+        """Called by a forward while any tree of this process has a handle to be waited for."""
+        in_shared_context = getattr(self._comm_ctx, "active_gradient_reduction", None)
+        if self._state_ctx.gradient_reduction_pending or in_shared_context is not None:
+            raise RuntimeError("The previous gradient reduction must be waited on before forward")
 
     def _torch_pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -247,7 +247,7 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
                 self.check_torch_road()
                 self._on_torch_road = True
             else:
-                self._tree = _C.Tree([], _plan.bind_units([self]))
+                self._tree = _C.Tree([], _plan.bind_units([self]), _C.Context())
         if not self._is_bound:
             return super().unshard(async_op)
         if not self.unshard_in_backward and self._training_state == TrainingState.PRE_BACKWARD:
@@ -344,3 +344,6 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
     def _reset_iter_state(self) -> None:
         if not self._is_bound:
             super()._reset_iter_state()
+        elif _compat.RESET_DROPS_GRADIENTS:  # the core drops those that were not reduced
+            for fsdp_param in self.fsdp_params:
+                fsdp_param.sharded_param.grad = None

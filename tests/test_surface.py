@@ -132,18 +132,19 @@ def compare_sharded_modules(rank: int, n_ranks: int) -> None:
         handle.wait()
         state = model._get_fsdp_state()
         (group,) = model[0]._get_fsdp_state()._fsdp_param_groups
-        objects = (model, model[0], handle, state._state_ctx, state._comm_ctx)
+        objects = (model, model[0], handle, state._comm_ctx)
+        extended = (state, state._state_ctx, group, group.fsdp_params[0])
         seen.append(
             (
                 [cls.__qualname__ for cls in type(model).__mro__],
                 [sorted(set(dir(thing)) - {"__copy__"}) for thing in objects],  # ours says why not
-                [set(dir(thing)) for thing in (state, group, group.fsdp_params[0])],
+                [set(dir(thing)) for thing in extended],
                 [sorted(vars(module)) for module in model.modules()],
             )
         )
     (*theirs, names, attributes), (*ours, our_names, our_attributes) = seen
     assert ours == theirs and our_attributes == attributes
-    assert [a - b for a, b in zip(names, our_names, strict=True)] == [set()] * 3
+    assert [a - b for a, b in zip(names, our_names, strict=True)] == [set()] * 4
 
 
 def test_sharded_modules_show_the_same() -> None:
@@ -228,6 +229,8 @@ def wrong_calls(fsdp: Any, model: Any) -> dict[str, Callable[[], Any]]:
             calls[f"prefetch {way} {value}"] = lambda value=value, setter=setter: setter(value)
     if hasattr(fsdp.FSDPModule, "finalize_backward"):
         calls |= {
+            "finalize": lambda: model.finalize_backward(),
+            "finalize child": lambda: model[0].finalize_backward(async_op=True),
             "finalize by position": lambda: model.finalize_backward(True),
             "manual of a child": lambda: model[0].set_manual_backward_finalization(True),
             "manual by name": lambda: model.set_manual_backward_finalization(on=True),

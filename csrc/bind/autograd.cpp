@@ -157,7 +157,8 @@ void hook_params(StateObject *state)
 
 void queue_final_callback(TreeObject *tree)
 {
-    tree->callback_queued = true;
+    tree->context->callback_queued = true;
+    context_begin_backward(tree->context);
     auto callback = std::make_shared<FinalCallback>(tree);
     torch::autograd::Engine::get_default_engine().queue_callback([callback] { callback->run(); });
 }

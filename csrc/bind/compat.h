@@ -34,6 +34,10 @@ template <typename N, typename... Args> std::shared_ptr<N> make_node(Args &&...a
 // parameter, in the reduce dtype; before, in a tensor beside it.
 constexpr bool holds_gradients_on_leaf = FC_TORCH_AT_LEAST(2, 15);
 
+// From 2.15 a sum that the replicas have not seen yet reaches them in the next backward with
+// all-reduce, also if that one has nothing to add.
+constexpr bool flushes_partial_sums = FC_TORCH_AT_LEAST(2, 15);
+
 // Makes reading the storage possible again after mark_unreadable.
 inline void mark_readable(c10::StorageImpl *storage)
 {

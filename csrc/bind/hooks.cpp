@@ -216,9 +216,13 @@ void begin_forward(StateObject *state)
 
 Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_kwargs)
 {
+    if (any_awaits_handle()) {
+        checked(PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_refuse_unless_waited",
+                                    nullptr));
+    }
     Ref args = Ref::borrow(given_args), kwargs = Ref::borrow(given_kwargs);
     Unit *unit = unit_of(state);
-    if (is_training(state->training, Training::pre_backward) && !state->tree->is_failed) {
+    if (is_training(state->training, Training::pre_backward) && !state->tree->context->is_failed) {
         // Recomputation: the pre-backward hook has gathered the parameters, or they are gathered
         // again. (After a failed backward the state is a leftover, and this a new forward.)
         if (unit != nullptr) {
@@ -299,12 +303,12 @@ void state_pre_backward(StateObject *state)
         return;
     }
     state->training = static_cast<int>(Training::pre_backward);
-    if (tree->is_failed) {
+    if (tree->context->is_failed) {
         tree_reset(tree, true);
         state->training = static_cast<int>(Training::pre_backward);
     }
     tree_begin_backward(tree);
-    if (!tree->callback_queued) {
+    if (!tree->context->callback_queued) {
         queue_final_callback(tree);
     }
     GroupObject *group = state->group;

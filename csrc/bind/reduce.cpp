@@ -157,7 +157,7 @@ bool Gradient::is_free() const
 
 // ---- from autograd ----
 
-std::vector<at::Tensor> Unit::take_gradients(bool with_unused)
+std::vector<at::Tensor> Unit::take_gradients(bool with_unused, bool with_partial_sums)
 {
     const fc_layout *layout = fc_unit_layout(shard_);
     std::vector<at::Tensor> grads(params_.size());
@@ -179,7 +179,8 @@ std::vector<at::Tensor> Unit::take_gradients(bool with_unused)
             p.held = at::Tensor();
         } else if (fresh.defined()) {
             grads[i] = readable(fresh, p);
-        } else if (with_unused && p.sharded_tensor().requires_grad()) {
+        } else if ((with_unused && p.sharded_tensor().requires_grad()) ||
+                   (with_partial_sums && has_bit(partial_mask_.data(), i))) {
             grads[i] = at::zeros_like(p.unsharded_tensor);
         }
         if (p.copies > 1 && grads[i].defined()) {
@@ -215,6 +216,12 @@ void Unit::hold()
     }
 }
 
+bool Unit::has_partial_sums() const
+{
+    return std::any_of(partial_mask_.begin(), partial_mask_.end(),
+                       [](uint64_t word) { return word != 0; });
+}
+
 void Unit::release_gradients()
 {
     for (Param &p : params_) {
@@ -247,7 +254,8 @@ void Unit::drop_gradients()
 
 void Unit::post(bool with_unused, const ReduceOptions &options, const Progress &progress)
 {
-    std::vector<at::Tensor> grads = take_gradients(with_unused);
+    std::vector<at::Tensor> grads =
+        take_gradients(with_unused, flushes_partial_sums && options.all_reduce);
     bool any = false;
     for (const at::Tensor &grad : grads) {
         any = any || grad.defined();

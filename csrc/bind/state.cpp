@@ -207,17 +207,18 @@ PyObject *group_awaits_gradients(PyObject *self, void *)
 
 PyMemberDef group_members[] = {
     {"_training", T_INT, offsetof(GroupObject, training), 0, "TrainingState, as its index"},
-    {"reduce_grads", T_BOOL, offsetof(GroupObject, reduce_grads), 0, nullptr},
-    {"all_reduce_grads", T_BOOL, offsetof(GroupObject, all_reduce_grads), 0, nullptr},
-    {"reshard_after_backward", T_BOOL, offsetof(GroupObject, reshard_after_backward), 0, nullptr},
-    {"reduce_scatter_unused_params", T_BOOL, offsetof(GroupObject, reduce_scatter_unused_params), 0,
-     nullptr},
-    {"unshard_in_backward", T_BOOL, offsetof(GroupObject, unshard_in_backward), 0, nullptr},
     {"post_forward_mesh_info", T_OBJECT, offsetof(GroupObject, post_forward_mesh_info), 0, nullptr},
     {"gradient_divide_factor", T_OBJECT, offsetof(GroupObject, gradient_divide_factor), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 
 PyGetSetDef group_properties[] = {
+    FC_FLAG("reduce_grads", GroupObject, reduce_grads, nullptr),
+    FC_FLAG("all_reduce_grads", GroupObject, all_reduce_grads, nullptr),
+    FC_FLAG("reshard_after_backward", GroupObject, reshard_after_backward, nullptr),
+    FC_FLAG("reduce_scatter_unused_params", GroupObject, reduce_scatter_unused_params, nullptr),
+    FC_FLAG("unshard_in_backward", GroupObject, unshard_in_backward, nullptr),
+    FC_FLAG("_post_backward_pending", GroupObject, post_backward_pending,
+            "whether gradients of a backward that went by are still to be reduced"),
     {"_is_bound", group_is_bound, nullptr, "whether the unit runs on the core", nullptr},
     {"_core_is_unsharded", group_is_unsharded, nullptr, nullptr, nullptr},
     {"_core_is_intact", group_is_intact, nullptr, "whether every shard is where set-up put it",
@@ -263,16 +264,19 @@ PyType_Spec group_spec = {"fsdp_c._C.Group", sizeof(GroupObject), 0,
 
 PyObject *tree_new(PyTypeObject *type, PyObject *args, PyObject *)
 {
-    PyObject *states, *domains;
-    if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &states, &PyList_Type, &domains)) {
-        return nullptr;
-    }
-    PyObject *self = type->tp_alloc(type, 0);
-    if (self != nullptr) {
-        as<TreeObject>(self)->states = Py_NewRef(states);
-        as<TreeObject>(self)->domains = Py_NewRef(domains);
-    }
-    return self;
+    return guarded([&]() -> PyObject * {
+        PyObject *states, *domains, *context;
+        if (!PyArg_ParseTuple(args, "O!O!O", &PyList_Type, &states, &PyList_Type, &domains,
+                              &context)) {
+            return nullptr;
+        }
+        context_of(context);
+        Ref self = checked(type->tp_alloc(type, 0));
+        as<TreeObject>(self.get())->states = Py_NewRef(states);
+        as<TreeObject>(self.get())->domains = Py_NewRef(domains);
+        as<TreeObject>(self.get())->context = context_of(Py_NewRef(context));
+        return self.release();
+    });
 }
 
 int tree_traverse(PyObject *self, visitproc visit, void *arg)
@@ -280,6 +284,7 @@ int tree_traverse(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(as<TreeObject>(self)->states);
     Py_VISIT(as<TreeObject>(self)->domains);
+    Py_VISIT(reinterpret_cast<PyObject *>(as<TreeObject>(self)->context));
     return 0;
 }
 
@@ -288,6 +293,7 @@ int tree_clear(PyObject *self)
     as<TreeObject>(self)->iteration_root = nullptr;
     Py_CLEAR(as<TreeObject>(self)->states);
     Py_CLEAR(as<TreeObject>(self)->domains);
+    Py_CLEAR(as<TreeObject>(self)->context);
     return 0;
 }
 
@@ -315,6 +321,14 @@ PyObject *tree_call_end_backward(PyObject *self, PyObject *)
     });
 }
 
+PyObject *tree_call_finalize_backward(PyObject *self, PyObject *)
+{
+    return guarded([&]() -> PyObject * {
+        tree_finalize_backward(as<TreeObject>(self));
+        Py_RETURN_NONE;
+    });
+}
+
 PyObject *tree_call_reset(PyObject *self, PyObject *)
 {
     return guarded([&]() -> PyObject * {
@@ -332,7 +346,6 @@ PyObject *tree_get_iteration_root(PyObject *self, void *)
 PyMemberDef tree_members[] = {
     {"states", T_OBJECT, offsetof(TreeObject, states), READONLY, "in named_modules order"},
     {"domains", T_OBJECT, offsetof(TreeObject, domains), READONLY, nullptr},
-    {"callback_queued", T_BOOL, offsetof(TreeObject, callback_queued), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 
 PyGetSetDef tree_properties[] = {{"iteration_root", tree_get_iteration_root, nullptr,
@@ -344,6 +357,8 @@ PyMethodDef tree_methods[] = {
      "post_backward(group): reshards it and posts its gradients."},
     {"end_backward", tree_call_end_backward, METH_NOARGS,
      "Finishes all reductions and closes the phase."},
+    {"finalize_backward", tree_call_finalize_backward, METH_NOARGS,
+     "Reduces what the backwards of a manual ending left."},
     {"reset", tree_call_reset, METH_NOARGS, "Drops everything of the running step."},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -355,7 +370,7 @@ PyType_Slot tree_slots[] = {
     {Py_tp_members, tree_members},
     {Py_tp_getset, tree_properties},
     {Py_tp_methods, tree_methods},
-    {Py_tp_doc, const_cast<char *>("Tree(states, domains): a root and all below it.")},
+    {Py_tp_doc, const_cast<char *>("Tree(states, domains, context): a root and all below it.")},
     {0, nullptr}};
 PyType_Spec tree_spec = {"fsdp_c._C.Tree", sizeof(TreeObject), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, tree_slots};

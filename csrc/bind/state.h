@@ -4,6 +4,7 @@
 
 #include <Python.h>
 
+#include "bind/context.h"
 #include "bind/unit.h"
 
 #include <memory>
@@ -29,6 +30,7 @@ struct GroupObject {
     int training;
     char reduce_grads, all_reduce_grads, reshard_after_backward, reduce_scatter_unused_params,
         unshard_in_backward;
+    char post_backward_pending; // gradients of a backward that went by are still to be reduced
     PyObject *post_forward_mesh_info; // owned; None: keep the parameters after forward
     PyObject *gradient_divide_factor; // owned; None: the number of ranks
     // Forward passes of this step whose backward is still to come, and backwards that went by in
@@ -57,8 +59,8 @@ struct TreeObject {
     PyObject_HEAD
     PyObject *states;            // owned; a list, in named_modules order
     PyObject *domains;           // owned; a list
+    ContextObject *context;      // owned
     StateObject *iteration_root; // borrowed; the unit that began the current forward
-    bool callback_queued, is_failed;
 };
 
 GroupObject *group_of(PyObject *object); // borrowed; TypeError as an exception
@@ -68,6 +70,8 @@ void tree_root_pre_forward(StateObject *state);
 void tree_root_post_forward(TreeObject *tree);
 void tree_begin_backward(TreeObject *tree);
 void tree_end_backward(TreeObject *tree);
+// Reduces what the backwards of a manual ending left.
+void tree_finalize_backward(TreeObject *tree);
 // The running phase ended in an exception: tells peers at once; this rank's own state is put right
 // at its next use.
 void tree_fail(TreeObject *tree);

@@ -111,12 +111,82 @@ void drop_post_optim_event(StateObject *state)
     }
 }
 
+void warn_if_unfinalized(ContextObject *context)
+{
+    if (context->is_unfinalized && !context->has_warned) {
+        context->has_warned = true;
+        check(PyErr_WarnEx(PyExc_UserWarning,
+                           "backward was left to finalize_backward(), which was not called before "
+                           "this forward: gradients of some FSDP units are not reduced yet, and an "
+                           "optimizer step in between has not used them",
+                           1));
+    }
+}
+
+// What a group does once its gradients are there; at the end of backward, or while it goes on.
+void reduce_group(TreeObject *tree, GroupObject *group, bool at_end)
+{
+    group->training = static_cast<int>(Training::post_backward);
+    Unit *unit = group->unit;
+    if (unit == nullptr) {
+        return;
+    }
+    or_fail(tree, [&] {
+        tree_begin_backward(tree);
+        if (!tree->context->callback_queued && torch::autograd::get_current_graph_task_id() != -1) {
+            queue_final_callback(tree);
+        }
+        group->backwards++;
+        // A module that ran several times may be read again by peers in this phase: an optimizer in
+        // one of its post-accumulate hooks must not write its shards before the end.
+        group->defers_hooks |= group->forwards > 1;
+        if (group->reshard_after_backward) {
+            Range range("FSDP::post_backward_reshard", unit);
+            unit->reshard();
+        }
+        group->post_backward_pending = !group->reduce_grads;
+        if (!group->reduce_grads) {
+            unit->hold();
+        } else if (at_end || group->backwards >= group->forwards) {
+            // A module that ran several times is reduced once, after its last backward.
+            finish_ready(tree, unit->domain(), FC_SEARCH_OLDEST);
+            unit->post(group->reduce_scatter_unused_params != 0, reduce_options(group),
+                       progress_of(tree));
+        }
+        finish_ready(tree, unit->domain(), FC_SEARCH_OLDEST);
+        if (unit->replicate_domain() != nullptr) {
+            finish_ready(tree, unit->replicate_domain(), FC_SEARCH_OLDEST);
+        }
+    });
+}
+
+// Finishes all reductions of a backward phase and closes it.
+void close_backward(TreeObject *tree)
+{
+    // Shards' sums first: finishing them posts to the replicas.
+    for (const bool replicas : {false, true}) {
+        each_domain(tree, [&](fc_domain *domain) {
+            if (fc_domain_is_replicate(domain) == replicas) {
+                fc_domain_mark_closed(domain);
+                finish_ready(tree, domain, FC_SEARCH_ALL);
+                check(fc_domain_close(domain));
+            }
+        });
+    }
+    each_state(tree, [](StateObject *state) {
+        if (state->group != nullptr && state->group->unit != nullptr) {
+            state->group->defers_hooks = false;
+            state->group->unit->run_deferred_hooks();
+        }
+    });
+}
+
 } // namespace
 
 void tree_fail(TreeObject *tree)
 {
-    tree->callback_queued = false;
-    tree->is_failed = true;
+    tree->context->callback_queued = false;
+    tree->context->is_failed = true;
     each_domain(tree, [](fc_domain *domain) {
         Unit::forget_lent(domain);
         fc_domain_fail(domain);
@@ -126,7 +196,7 @@ void tree_fail(TreeObject *tree)
 void tree_root_pre_forward(StateObject *state)
 {
     TreeObject *tree = state->tree;
-    if (tree->is_failed) {
+    if (tree->context->is_failed) {
         check(PyErr_WarnEx(PyExc_UserWarning,
                            "the previous backward ended in an exception: its gradients, and those "
                            "kept from earlier "
@@ -138,6 +208,7 @@ void tree_root_pre_forward(StateObject *state)
         tree->iteration_root = state; // recomputation: the backward's phase covers it
         return;
     }
+    warn_if_unfinalized(tree->context);
     Range range("FSDP::root_pre_forward");
     drop_post_optim_event(state);
     rebuild_if_changed(state);
@@ -177,87 +248,75 @@ void tree_begin_backward(TreeObject *tree)
     open(tree, true);
 }
 
-// What a group does once its gradients are there; at the end of backward, or while it goes on.
-void reduce_group(TreeObject *tree, GroupObject *group)
-{
-    group->training = static_cast<int>(Training::post_backward);
-    Unit *unit = group->unit;
-    if (unit == nullptr) {
-        return;
-    }
-    or_fail(tree, [&] {
-        tree_begin_backward(tree);
-        if (!tree->callback_queued && torch::autograd::get_current_graph_task_id() != -1) {
-            queue_final_callback(tree);
-        }
-        group->backwards++;
-        // A module that ran several times may be read again by peers in this phase: an optimizer in
-        // one of its post-accumulate hooks must not write its shards before the end.
-        group->defers_hooks |= group->forwards > 1;
-        if (group->reshard_after_backward) {
-            Range range("FSDP::post_backward_reshard", unit);
-            unit->reshard();
-        }
-        if (!group->reduce_grads) {
-            unit->hold();
-        } else if (group->backwards >= group->forwards) {
-            // A module that ran several times is reduced once, after its last backward.
-            finish_ready(tree, unit->domain(), FC_SEARCH_OLDEST);
-            unit->post(group->reduce_scatter_unused_params != 0, reduce_options(group),
-                       progress_of(tree));
-        }
-        finish_ready(tree, unit->domain(), FC_SEARCH_OLDEST);
-        if (unit->replicate_domain() != nullptr) {
-            finish_ready(tree, unit->replicate_domain(), FC_SEARCH_OLDEST);
-        }
-    });
-}
-
 void group_post_backward(TreeObject *tree, GroupObject *group)
 {
-    reduce_group(tree, group);
+    reduce_group(tree, group, false);
     Unit::settle_large();
 }
 
 void tree_end_backward(TreeObject *tree)
 {
     Range range("FSDP::root_post_backward_callback");
+    ContextObject *context = tree->context;
+    const bool is_manual = context->ending == Ending::manual;
     tree->iteration_root = nullptr;
     or_fail(tree, [&] {
         each_state(tree, [&](StateObject *state) {
             PySet_Clear(state->to_run);
             GroupObject *group = state->group;
             if (group != nullptr && group->unit != nullptr) {
-                // Inputs that need no gradient have no node; and what is not reduced by now is
-                // reduced here.
-                group->defers_hooks |= group->forwards > 1;
-                group->forwards = 0;
-                reduce_group(tree, group);
+                // Inputs that need no gradient have no node, and what is not reduced by now is
+                // reduced here; or by finalize_backward().
+                const bool is_through =
+                    group->training == static_cast<int>(Training::post_backward);
+                if (is_manual && !is_through && group->reduce_grads) {
+                    group->post_backward_pending = true;
+                    context->is_unfinalized = true;
+                } else {
+                    reduce_group(tree, group, true);
+                }
                 group->unit->keep();
-                group->unit->drop_pending();
+                if (!is_manual) {
+                    group->unit->drop_pending();
+                }
                 group->training = static_cast<int>(Training::idle);
-                group->backwards = 0;
+                group->forwards = group->backwards = 0;
             }
             state->training = static_cast<int>(Training::idle);
         });
-        // Shards' sums first: finishing them posts to the replicas.
-        for (const bool replicas : {false, true}) {
-            each_domain(tree, [&](fc_domain *domain) {
-                if (fc_domain_is_replicate(domain) == replicas) {
-                    fc_domain_mark_closed(domain);
-                    finish_ready(tree, domain, FC_SEARCH_ALL);
-                    check(fc_domain_close(domain));
-                }
-            });
-        }
-        each_state(tree, [](StateObject *state) {
-            if (state->group != nullptr && state->group->unit != nullptr) {
-                state->group->defers_hooks = false;
-                state->group->unit->run_deferred_hooks();
-            }
-        });
+        close_backward(tree);
     });
-    tree->callback_queued = false;
+    context->callback_queued = false;
+    if (!is_manual && context->is_last_backward) {
+        context->ending = Ending::open;
+    }
+}
+
+void tree_finalize_backward(TreeObject *tree)
+{
+    Range range("FSDP::finalize_backward");
+    or_fail(tree, [&] {
+        tree_begin_backward(tree);
+        for (Py_ssize_t i = PyList_GET_SIZE(tree->states); i-- > 0;) {
+            GroupObject *group =
+                reinterpret_cast<StateObject *>(PyList_GET_ITEM(tree->states, i))->group;
+            if (group == nullptr || group->unit == nullptr) {
+                continue;
+            }
+            const bool has_sums =
+                group->reduce_grads && group->all_reduce_grads && group->unit->has_partial_sums();
+            if (group->post_backward_pending || has_sums) {
+                reduce_group(tree, group, true);
+            } else if (group->reshard_after_backward) {
+                group->unit->reshard();
+            }
+            group->unit->drop_pending();
+            group->training = static_cast<int>(Training::idle);
+            group->backwards = 0;
+        }
+        close_backward(tree);
+    });
+    tree->context->is_unfinalized = false;
 }
 
 void tree_reset(TreeObject *tree, bool drop_gradients)
@@ -278,12 +337,17 @@ void tree_reset(TreeObject *tree, bool drop_gradients)
             group->unit->drop_pending();
             if (drop_gradients) {
                 group->unit->drop_gradients();
+                group->post_backward_pending = false;
             }
         }
     });
+    ContextObject *context = tree->context;
+    if (drop_gradients) {
+        context->ending = Ending::open;
+        context->is_unfinalized = false;
+    }
     tree->iteration_root = nullptr;
-    tree->callback_queued = false;
-    tree->is_failed = false;
+    context->callback_queued = context->is_failed = false;
 }
 
 } // namespace fc

@@ -118,6 +118,8 @@ public:
     void post(bool with_unused, const ReduceOptions &options, const Progress &progress);
     // Adds up what `lane` (the shard's or the replicas') has ready.
     void finish(fc_unit *lane, const ReduceOptions &options, const Progress &progress);
+    // Sums over shards that the replicas have not seen yet (HSDP).
+    bool has_partial_sums() const;
     // Forgets the gradients that are kept for reuse, so that torch may swap them.
     void release_gradients();
     // True while gradients of earlier backwards wait for a reduction.
@@ -144,7 +146,7 @@ private:
     void take_slot();
     void release_slot();
 
-    std::vector<at::Tensor> take_gradients(bool with_unused);
+    std::vector<at::Tensor> take_gradients(bool with_unused, bool with_partial_sums);
     void post_mapped(std::vector<at::Tensor> grads, const Progress &progress);
     void settle();
     void post_messages(const std::vector<at::Tensor> &grads, const ReduceOptions &options,

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from models import data
 from parity import on_ranks, total
@@ -106,7 +105,6 @@ def test_x4_reset_after_a_failed_backward(rank: int, n_ranks: int) -> None:
     assert None not in grads.values()
 
 
-@pytest.mark.xfail(features.grad_dtype, reason="the core's reset keeps .grad of the shards")
 @on_ranks(2)
 def test_x7_gradients_of_earlier_backwards_and_reset(rank: int, n_ranks: int) -> None:
     def see(fsdp: Any) -> Any:

@@ -65,6 +65,7 @@ def test_every_id_has_one_place() -> None:
     ids = [id for found in listed_here().values() for id in found]
     ids += [id for id, *_ in listed_elsewhere() + listed_without_test()]
     assert len(ids) == len(set(ids)), sorted(id for id in ids if ids.count(id) > 1)
-    for letter in {id[0] for id in ids if id[1:].isdigit()}:
+    # T counts all that 2.15 changes, and much of that is no behaviour of a model.
+    for letter in {id[0] for id in ids if id[1:].isdigit()} - {"T"}:
         numbers = {int(id[1:]) for id in ids if id[0] == letter and id[1:].isdigit()}
         assert numbers == set(range(1, max(numbers) + 1)), letter
