@@ -7,6 +7,8 @@ arithmetic costs without sharding. Each implementation's updates are first compa
 from __future__ import annotations
 
 import argparse
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -40,8 +42,11 @@ def net(n_units: int, n_layers: int) -> Any:
     return nn.Sequential(*[nn.Sequential(*layers) for layers in units])
 
 
-def parameters_of(name: str, args: argparse.Namespace) -> list[Any]:
-    """Parameters with gradients; plain ones are copies of the shards of torch's."""
+def parameters_of(name: str, args: argparse.Namespace, models: list[Any]) -> list[Any]:
+    """Parameters with gradients; plain ones are copies of the shards of torch's.
+
+    Their model goes to `models`, to be kept as long as they are used.
+    """
     import torch
     from torch import nn
 
@@ -52,6 +57,7 @@ def parameters_of(name: str, args: argparse.Namespace) -> list[Any]:
     api.fully_shard(model)
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
     model(x).square().sum().backward()
+    models.append(model)
     if name != "plain":
         return list(model.parameters())
     plain = []
@@ -84,6 +90,13 @@ def makers() -> dict[str, Callable[[list[Any]], Callable[[], Any]]]:
     }
 
 
+def use_clipping_of(name: str) -> None:
+    """torch's functions as they are, or as fsdp_c changes them for everyone."""
+    norms = sys.modules.get("fsdp_c._norms")
+    if norms is not None:
+        (norms.install if name == "fsdp_c" else norms.uninstall)()
+
+
 def verify(row: str, everyone: dict[str, list[Any]], judge: str) -> None:
     """After the same calls all have the judge's bits; a norm over ranks is not plain tensors'."""
     names = [name for name in everyone if name not in (judge, "plain")]
@@ -100,10 +113,15 @@ def work(args: argparse.Namespace) -> list[Row]:
 
     rows: list[Row] = []
     for row, make in makers().items():
-        everyone = {name: parameters_of(name, args) for name in ("plain", *args.impl)}
-        cases = {name: Case(make(parameters)) for name, parameters in everyone.items()}
+        models: list[Any] = []
+        everyone = {name: parameters_of(name, args, models) for name in ("plain", *args.impl)}
+        cases = {
+            name: Case(make(parameters), functools.partial(use_clipping_of, name))
+            for name, parameters in everyone.items()
+        }
         for case in cases.values():
             for _ in range(3):
+                case.before()
                 case.step()
         is_local = row != "clip_grad_norm_" or dist.get_world_size() == 1
         verify(row, everyone, "plain" if is_local else args.impl[0])

@@ -354,7 +354,7 @@ def test_m11_m12_m13_refuse_several_meshes(rank: int, n_ranks: int, name: str) -
         from torch.distributed.tensor import Shard
 
         group = other_group()
-        mesh = dist.DeviceMesh.from_group(group, "cpu")
+        mesh = dist.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("other",))
         info = FSDPMeshInfo(mesh, shard_mesh_dim=0)
 
         def place(parameter: nn.Parameter) -> Any:
