@@ -116,6 +116,7 @@ def work(args: argparse.Namespace) -> list[Row]:
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     api = harness.implementations([args.case])[args.case]
+    assert callable(api.fully_shard)  # loads what an import puts off: code is not what is measured
     mesh = init_device_mesh("cpu", (ranks,))
     dist.barrier()
     sampler = Sampler(args.interval_s)
