@@ -137,9 +137,5 @@ bool any_awaits_handle()
 
 int fc_register_context(PyObject *module)
 {
-    fc::context_type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&fc::context_spec));
-    if (fc::context_type == nullptr) {
-        return -1;
-    }
-    return PyModule_AddObjectRef(module, "Context", reinterpret_cast<PyObject *>(fc::context_type));
+    return fc::add_type(module, "Context", &fc::context_spec, &fc::context_type);
 }

@@ -192,9 +192,5 @@ fc_slots *slots()
 
 int fc_register_domain(PyObject *module)
 {
-    fc::domain_type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&fc::spec));
-    if (fc::domain_type == nullptr) {
-        return -1;
-    }
-    return PyModule_AddObjectRef(module, "Domain", reinterpret_cast<PyObject *>(fc::domain_type));
+    return fc::add_type(module, "Domain", &fc::spec, &fc::domain_type);
 }

@@ -253,21 +253,6 @@ PyType_Slot layout_slots[] = {
 PyType_Spec layout_spec = {"fsdp_c._C.Layout", sizeof(LayoutObject), 0, Py_TPFLAGS_DEFAULT,
                            layout_slots};
 
-bool load_names()
-{
-    const std::pair<PyObject **, const char *> all[] = {{&names.local_tensor, "_local_tensor"},
-                                                        {&names.spec, "_spec"},
-                                                        {&names.mesh, "mesh"},
-                                                        {&names.placements, "placements"}};
-    for (const auto &[place, text] : all) {
-        *place = PyUnicode_InternFromString(text);
-        if (*place == nullptr) {
-            return false;
-        }
-    }
-    return true;
-}
-
 } // namespace
 
 } // namespace fc
@@ -275,15 +260,16 @@ bool load_names()
 int fc_register_layout(PyObject *module)
 {
     using namespace fc;
+    PyTypeObject *layout_type;
+    if (intern({{&names.local_tensor, "_local_tensor"},
+                {&names.spec, "_spec"},
+                {&names.mesh, "mesh"},
+                {&names.placements, "placements"}}) < 0) {
+        return -1;
+    }
     PyObject *tensors = PyImport_ImportModule("torch.distributed.tensor");
     PyObject *dtensor = tensors == nullptr ? nullptr : PyObject_GetAttrString(tensors, "DTensor");
     Py_XDECREF(tensors);
-    if (dtensor == nullptr || !load_names()) {
-        return -1;
-    }
     dtensor_type = reinterpret_cast<PyTypeObject *>(dtensor);
-    PyObject *type = PyType_FromSpec(&layout_spec);
-    const int result = type == nullptr ? -1 : PyModule_AddObjectRef(module, "Layout", type);
-    Py_XDECREF(type);
-    return result;
+    return dtensor == nullptr ? -1 : add_type(module, "Layout", &layout_spec, &layout_type);
 }

@@ -492,19 +492,6 @@ PyType_Slot plan_slots[] = {
 PyType_Spec plan_spec = {"fsdp_c._C.Params", sizeof(PlanObject), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, plan_slots};
 
-bool load_state_names()
-{
-    const std::pair<PyObject **, const char *> names[] = {
-        {&step_name, "step"}, {&exp_avg_name, "exp_avg"}, {&exp_avg_sq_name, "exp_avg_sq"}};
-    for (const auto &[place, text] : names) {
-        *place = PyUnicode_InternFromString(text);
-        if (*place == nullptr) {
-            return false;
-        }
-    }
-    return true;
-}
-
 } // namespace
 
 } // namespace fc
@@ -512,8 +499,8 @@ bool load_state_names()
 int fc_register_optim(PyObject *module)
 {
     using namespace fc;
-    PyObject *type = load_state_names() ? PyType_FromSpec(&plan_spec) : nullptr;
-    const int result = type == nullptr ? -1 : PyModule_AddObjectRef(module, "Params", type);
-    Py_XDECREF(type);
-    return result;
+    PyTypeObject *plan_type;
+    const int result = intern(
+        {{&step_name, "step"}, {&exp_avg_name, "exp_avg"}, {&exp_avg_sq_name, "exp_avg_sq"}});
+    return result < 0 ? -1 : add_type(module, "Params", &plan_spec, &plan_type);
 }

@@ -10,6 +10,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include <exception>
+#include <initializer_list>
 #include <utility>
 
 namespace fc {
@@ -93,6 +94,27 @@ template <typename Body> PyObject *guarded(Body &&body)
         PyErr_SetString(PyExc_RuntimeError, error.what());
     }
     return nullptr;
+}
+
+// Makes a type and shows it in the module; -1 with the Python error set.
+inline int add_type(PyObject *module, const char *name, PyType_Spec *spec, PyTypeObject **out)
+{
+    *out = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(spec));
+    return *out == nullptr
+               ? -1
+               : PyModule_AddObjectRef(module, name, reinterpret_cast<PyObject *>(*out));
+}
+
+// Interned strings for attributes and keys that are looked up often; -1 with the error set.
+inline int intern(std::initializer_list<std::pair<PyObject **, const char *>> names)
+{
+    for (const auto &[place, text] : names) {
+        *place = PyUnicode_InternFromString(text);
+        if (*place == nullptr) {
+            return -1;
+        }
+    }
+    return 0;
 }
 
 // Holds the GIL; for callbacks from autograd.

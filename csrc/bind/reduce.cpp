@@ -238,8 +238,7 @@ bool Unit::holds_gradients() const
             return true;
         }
     }
-    return std::any_of(partial_mask_.begin(), partial_mask_.end(),
-                       [](uint64_t bits) { return bits != 0; });
+    return has_partial_sums();
 }
 
 void Unit::drop_gradients()

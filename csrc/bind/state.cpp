@@ -580,14 +580,6 @@ PyType_Spec state_spec = {"fsdp_c._C.State", sizeof(StateObject), 0,
                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
                           state_slots};
 
-int add_type(PyObject *module, const char *name, PyType_Spec *spec, PyTypeObject **out)
-{
-    *out = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(spec));
-    return *out == nullptr
-               ? -1
-               : PyModule_AddObjectRef(module, name, reinterpret_cast<PyObject *>(*out));
-}
-
 } // namespace
 
 GroupObject *group_of(PyObject *object)
