@@ -10,8 +10,8 @@ from typing import Any
 _replaced: dict[Any, tuple[Any, Any]] = {}
 
 
-def _decorated(function: Any) -> CellType | None:
-    """Where torch's `contract` decorator keeps the function that its wrapper calls."""
+def decorated(function: Any) -> CellType | None:
+    """Where a decorator of torch keeps the function `func` that its wrapper calls."""
     names = function.__code__.co_freevars
     return function.__closure__[names.index("func")] if "func" in names else None
 
@@ -22,7 +22,7 @@ def redirect(function: Any, implementation: Callable[..., Any]) -> None:
     Whoever holds the function (default arguments, closures, `functools.partial`) gets it too.
     Under a torch whose decorator is built differently only names can be replaced.
     """
-    cell = _decorated(function)
+    cell = decorated(function)
     if cell is None:
         return
     original = function.__wrapped__
@@ -42,7 +42,7 @@ def redirect(function: Any, implementation: Callable[..., Any]) -> None:
 def restore(function: Any) -> None:
     """Undoes `redirect`."""
     if function in _replaced:
-        cell = _decorated(function)
+        cell = decorated(function)
         assert cell is not None
         cell.cell_contents, function.state = _replaced.pop(function)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
-from fsdp_c import _clip, _env
+from fsdp_c import _clip, _delegate, _env
 
 _FUNCTIONS: tuple[Any, ...] = (clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_)
 _originals: dict[Any, Callable[..., Any]] = {}  # what torch's functions have inside
@@ -25,7 +25,7 @@ def install() -> None:
     """Everybody who holds torch's functions gets these: the decorated functions change inside."""
     replacements = ((_total_norm, _clip.total_norm), (_clip_with_norm, _clip.clip_with_norm))
     for function, (over_meshes, in_one_pass) in zip(_FUNCTIONS, replacements, strict=True):
-        cell = _decorated(function)
+        cell = _delegate.decorated(function)
         if cell is not None and function not in _originals:
             original = _originals[function] = cell.cell_contents
             one_mesh = functools.partial(in_one_pass, original)
@@ -35,14 +35,8 @@ def install() -> None:
 def uninstall() -> None:
     """Gives torch's functions back, until the next fully_shard."""
     for function, original in _originals.items():
-        _decorated(function).cell_contents = original
+        _delegate.decorated(function).cell_contents = original
     _originals.clear()
-
-
-def _decorated(function: Any) -> Any:
-    """Where torch's `_no_grad` decorator keeps the function that its wrapper calls."""
-    names = function.__code__.co_freevars
-    return function.__closure__[names.index("func")] if "func" in names else None
 
 
 def _by_mesh(tensors: list[Tensor]) -> list[list[int]]:

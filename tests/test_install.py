@@ -171,7 +171,7 @@ def ask_torchs_function(rank: int, n_ranks: int) -> None:
 
 def test_decorators_built_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names are replaced where torch's function itself cannot be told."""
-    monkeypatch.setattr(_delegate, "_decorated", lambda function: None)
+    monkeypatch.setattr(_delegate, "decorated", lambda function: None)
     try:
         fsdp_c.install()
         assert torch_fsdp.fully_shard is fsdp_c.fully_shard

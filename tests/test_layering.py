@@ -34,8 +34,8 @@ MAY_INCLUDE = {
 
 # Downward: a module imports only what stands before it.
 MODULES = (
-    "_env _native _compat _stale _guards _param _comm _containers _clip _norms _optim _patches"
-    " _plan _status _ties _unit _state _init _fully_shard _delegate _spawn _install _api __init__"
+    "_env _native _compat _delegate _stale _guards _param _comm _containers _clip _norms _optim"
+    " _patches _plan _status _ties _unit _state _init _fully_shard _spawn _install _api __init__"
     " _launch _child __main__"
 ).split()
 

@@ -226,10 +226,10 @@ def clip_like_torch(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 @contextlib.contextmanager
 def calls_of_torch() -> Iterator[list[str]]:
     """Collects the names of torch's own functions of clipping that are called."""
-    from fsdp_c import _norms
+    from fsdp_c import _delegate, _norms
 
     _norms.uninstall()
-    cells = [_norms._decorated(function) for function in _norms._FUNCTIONS]
+    cells = [_delegate.decorated(function) for function in _norms._FUNCTIONS]
     originals, called = [cell.cell_contents for cell in cells], []
 
     def spy(original: Callable[..., Any]) -> Callable[..., Any]:
