@@ -36,6 +36,15 @@ GRACE_S = 4
 SEED = int(os.environ.get("FSDP_C_TEST_SEED", "0"))
 
 
+def failure_of(body: Callable[..., Any], *args: Any) -> str:
+    """The traceback if the body fails, else nothing; the ranks live on."""
+    try:
+        body(*args)
+    except BaseException:
+        return traceback.format_exc()
+    return ""
+
+
 class RankFailure(AssertionError):
     """A rank raised, died or did not finish. `rank` and `exc_type` name the first one."""
 

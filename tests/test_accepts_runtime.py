@@ -5,7 +5,6 @@ An unsharded model is the judge.
 """
 
 import functools
-import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -212,21 +211,12 @@ def shared_context_before_the_first_forward(fsdp: Any, rank: int, n_ranks: int) 
         plain.check(side, CLOSE)
 
 
-def run(rank: int, n_ranks: int, name: str, fsdp: Any) -> str:
-    """The traceback, if the body fails; the ranks live on."""
-    try:
-        globals()[name](fsdp, rank, n_ranks)
-    except Exception:
-        return traceback.format_exc()
-    return ""
-
-
 def run_ours(rank: int, n_ranks: int, name: str) -> str:
-    return run(rank, n_ranks, name, fsdp_c)
+    return harness.failure_of(globals()[name], fsdp_c, rank, n_ranks)
 
 
 def run_torch(rank: int, n_ranks: int, name: str) -> str:
-    return run(rank, n_ranks, name, torch_fsdp)
+    return harness.failure_of(globals()[name], torch_fsdp, rank, n_ranks)
 
 
 BODIES = [

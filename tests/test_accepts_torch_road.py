@@ -5,7 +5,6 @@ An unsharded model is the judge.
 """
 
 import copy
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from harness import cached_mesh, run_ranks
+from harness import cached_mesh, failure_of, run_ranks
 from parity import full
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
@@ -237,20 +236,12 @@ if not torch.accelerator.is_available():
     BODIES.append(df31_offload_without_accelerator)
 
 
-def attempt(rank: int, n_ranks: int, fsdp: Any, name: str) -> str:
-    try:
-        globals()[name](fsdp, rank, n_ranks)
-    except Exception:
-        return traceback.format_exc()
-    return ""
-
-
 def run_ours(rank: int, n_ranks: int, name: str) -> str:
-    return attempt(rank, n_ranks, fsdp_c, name)
+    return failure_of(globals()[name], fsdp_c, rank, n_ranks)
 
 
 def run_torch(rank: int, n_ranks: int) -> dict[str, str]:
-    return {body.__name__: attempt(rank, n_ranks, torch_fsdp, body.__name__) for body in BODIES}
+    return {body.__name__: failure_of(body, torch_fsdp, rank, n_ranks) for body in BODIES}
 
 
 @pytest.mark.parametrize("name", [body.__name__ for body in BODIES])

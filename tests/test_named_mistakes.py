@@ -4,14 +4,13 @@ Each body runs under fsdp_c and, expected to fail, under torch: a torch that doe
 """
 
 import copy
-import traceback
 import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
-from harness import cached_mesh, run_ranks
+from harness import cached_mesh, failure_of, run_ranks
 from parity import full
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -284,21 +283,13 @@ BODIES = [
 ]
 
 
-def attempt(rank: int, n_ranks: int, fsdp: Any, name: str) -> str:
-    try:
-        globals()[name](fsdp, rank, n_ranks)
-    except BaseException:
-        return traceback.format_exc()
-    return ""
-
-
 def run_ours(rank: int, n_ranks: int, name: str) -> str:
-    return attempt(rank, n_ranks, fsdp_c, name)
+    return failure_of(globals()[name], fsdp_c, rank, n_ranks)
 
 
 def run_torch(rank: int, n_ranks: int) -> dict[str, str]:
     return {
-        body.__name__: attempt(rank, n_ranks, torch_fsdp, body.__name__)
+        body.__name__: failure_of(body, torch_fsdp, rank, n_ranks)
         for body in BODIES
         if body is not y26_share_memory  # ends the process
     }

@@ -121,13 +121,18 @@ def test_overridden_methods_are_called_as_torchs(ours: type, theirs: type) -> No
 # --- a sharded module ---
 
 
+def after_a_backward(fsdp: Any, n_ranks: int) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fsdp.fully_shard(model[0], mesh=cached_mesh((n_ranks,)))
+    fsdp.fully_shard(model, mesh=cached_mesh((n_ranks,)))
+    model(torch.ones(2, 4)).sum().backward()
+    return model
+
+
 def compare_sharded_modules(rank: int, n_ranks: int) -> None:
     seen = []
     for fsdp in (torch_fsdp, implementation()):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        fsdp.fully_shard(model[0], mesh=cached_mesh((n_ranks,)))
-        fsdp.fully_shard(model, mesh=cached_mesh((n_ranks,)))
-        model(torch.ones(2, 4)).sum().backward()
+        model = after_a_backward(fsdp, n_ranks)
         handle = model.unshard(async_op=True)
         handle.wait()
         state = model._get_fsdp_state()
@@ -242,10 +247,7 @@ def wrong_calls(fsdp: Any, model: Any) -> dict[str, Callable[[], Any]]:
 def compare_wrong_calls(rank: int, n_ranks: int) -> None:
     seen = []
     for fsdp in (torch_fsdp, implementation()):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        fsdp.fully_shard(model[0], mesh=cached_mesh((n_ranks,)))
-        fsdp.fully_shard(model, mesh=cached_mesh((n_ranks,)))
-        model(torch.ones(2, 4)).sum().backward()
+        model = after_a_backward(fsdp, n_ranks)
         outcomes = {}
         for name, call in wrong_calls(fsdp, model).items():
             try:

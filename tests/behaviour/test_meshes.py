@@ -11,7 +11,7 @@ from models import data
 from parity import Pair, Plain, Side, Tolerance, compare_values, full, on_ranks, total
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import DataParallelMeshDims
+from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     HSDPMeshInfo,
@@ -21,6 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from behaviour.accumulation import micro_batches
 from behaviour.records import collectives, names
 
 CLOSE = Tolerance(relative=1e-5, scaled=1e-5)
@@ -362,14 +363,8 @@ def test_dm8_partial_sums_over_the_replicas(rank: int, n_ranks: int) -> None:
     """Without the all-reduce the gradient stays away and is added at the next one."""
     mesh = cached_mesh((2, 2), ("replica", "shard"))
     pair = Pair(Local, lambda model, fsdp: fsdp.fully_shard(model, mesh=mesh), tolerance=CLOSE)
-    plain = Plain(Local)
-    for step, is_last in ((0, False), (1, True)):
-        pair.do(lambda side: side.model.set_requires_all_reduce(is_last))
-        pair.forward(data(rank, step))
-        pair.backward()
+    for is_last in micro_batches(pair, Local, rank, FSDPModule.set_requires_all_reduce, CLOSE):
         assert (pair.ours.shards["weight"].grad is not None) is is_last
-        plain.backward([total(plain.model(data(r, step))) for r in range(4)], 4)
-    plain.check(pair.ours, CLOSE)
 
 
 @on_ranks(2)
@@ -377,12 +372,6 @@ def test_dm9_zero_grad_keeps_what_is_held(rank: int, n_ranks: int) -> None:
     """A micro-batch without sync comes back in the next reduction, whatever zero_grad does."""
     mesh = cached_mesh((2, 1), ("replica", "shard"))
     pair = Pair(Local, lambda model, fsdp: fsdp.fully_shard(model, mesh=mesh), tolerance=CLOSE)
-    plain = Plain(Local)
-    for step, is_last in ((0, False), (1, True)):
-        pair.do(lambda side: side.model.set_requires_all_reduce(is_last))
-        pair.forward(data(rank, step))
-        pair.backward()
+    for is_last in micro_batches(pair, Local, rank, FSDPModule.set_requires_all_reduce, CLOSE):
         if not is_last:
             pair.do(lambda side: side.optimizer.zero_grad())
-        plain.backward([total(plain.model(data(r, step))) for r in range(2)], 2)
-    plain.check(pair.ours, CLOSE)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 from torch.distributed.tensor import DTensor, Replicate
 
+from behaviour.accumulation import micro_batches
 from behaviour.records import collectives, names
 
 CLOSE = Tolerance(relative=1e-5, scaled=1e-5)
@@ -129,14 +130,8 @@ def test_rp6_one_all_reduce_per_unit(rank: int, n_ranks: int) -> None:
 @on_ranks(2)
 def test_rp7_accumulation_without_sync(rank: int, n_ranks: int) -> None:
     pair = Pair(Net, replicate_blocks, tolerance=CLOSE)
-    plain = Plain(Net)
-    for step, is_last in ((0, False), (1, True)):
-        pair.do(lambda side: side.model.set_requires_gradient_sync(is_last))
-        pair.forward(data(rank, step))
-        pair.backward()
+    for is_last in micro_batches(pair, Net, rank, FSDPModule.set_requires_gradient_sync, CLOSE):
         assert (pair.ours.shards["blocks.0.up.weight"].grad is not None) is is_last
-        plain.backward([total(plain.model(data(r, step))) for r in range(2)], 2)
-    plain.check(pair.ours, CLOSE)
 
 
 @on_ranks(2)
