@@ -2,8 +2,7 @@
  *
  * n ranks, F bytes in the gathered or unreduced buffer; copied per rank (one step if it fits a
  * slot):
- *   all_gather      stages F/n, pulls F(n-1)/n, keeps its own F/n unless in place (large: in one
- *                   read with the staging, after a step of headers alone)
+ *   all_gather      stages F/n, pulls F(n-1)/n, keeps its own F/n unless in place
  *   reduce_scatter  stages F(n-1)/n, reads n parts of F/n, its own from private memory
  *   all_reduce      small: stages F, everybody adds up all of it. Large: reduce_scatter into the
  * next slot, then pull broadcast       the root stages F, the others pull F
@@ -31,42 +30,36 @@ static size_t smaller(size_t a, size_t b)
     return a < b ? a : b;
 }
 
-/* From here on a read of the own block costs more than one more step. */
-#define GATHER_LARGE_BYTES ((size_t)1 << 20)
+/* Blocks go in pieces that stay in a core's cache until the peers have read them. */
+#define GATHER_PIECE_BYTES ((size_t)512 << 10)
+/* From here on a result would push its own beginning out of the cache: it goes past it. */
+#define GATHER_STREAM_BYTES ((size_t)8 << 20)
 
 static fc_status all_gather(fc_comm *comm, void *recv, const void *send, size_t send_bytes)
 {
     fc_comm_call call = fc_comm_start(comm, FC_COMM_ALL_GATHER, send_bytes, FC_U8, 1.0, -1);
-    size_t chunk_max = smaller(send_bytes, FC_COMM_SLOT_MAX);
+    size_t piece_max = smaller(send_bytes, GATHER_PIECE_BYTES);
     char *own = (char *)recv + (size_t)comm->rank * send_bytes;
-    bool keeps_both = own != send && send_bytes >= GATHER_LARGE_BYTES;
+    bool streams = send_bytes * (size_t)comm->n_ranks >= GATHER_STREAM_BYTES;
+    void (*keep)(void *, const void *, size_t) = streams ? fc_kern()->copy_away : fc_kern()->copy;
     size_t done = 0;
 
-    FC_TRY(fc_comm_reserve(comm, &call, chunk_max));
-    if (keeps_both) {
-        /* Nothing is written to `recv` before all calls are known to be the same. */
-        FC_TRY(fc_comm_meet(comm, &call));
-    }
+    FC_TRY(fc_comm_reserve(comm, &call, piece_max));
     do {
-        size_t chunk = smaller(chunk_max, send_bytes - done);
+        size_t piece = smaller(piece_max, send_bytes - done);
 
-        if (keeps_both) {
-            fc_kern()->copy_both(fc_comm_next_slot(comm), own + done, (const char *)send + done,
-                                 chunk);
-        } else {
-            copy(fc_comm_next_slot(comm), (const char *)send + done, chunk);
-        }
+        copy(fc_comm_next_slot(comm), (const char *)send + done, piece);
         FC_TRY(fc_comm_meet(comm, &call));
+        if (own != send) {
+            keep(own + done, (const char *)send + done, piece);
+        }
         for (int i = 1; i < comm->n_ranks; i++) {
             int peer = (comm->rank + i) % comm->n_ranks;
 
-            copy((char *)recv + (size_t)peer * send_bytes + done, fc_comm_slot(comm, peer), chunk);
+            keep((char *)recv + (size_t)peer * send_bytes + done, fc_comm_slot(comm, peer), piece);
         }
-        done += chunk;
+        done += piece;
     } while (done < send_bytes);
-    if (own != send && !keeps_both) {
-        copy(own, send, send_bytes);
-    }
     return FC_OK;
 }
 

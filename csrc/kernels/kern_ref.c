@@ -88,12 +88,6 @@ static void copy(void *dst, const void *src, size_t bytes)
     }
 }
 
-static void copy_both(void *first, void *second, const void *src, size_t bytes)
-{
-    copy(first, src, bytes);
-    copy(second, src, bytes);
-}
-
 #define DEFINE_SAME(name, bytes)                                                                   \
     static void cast_##name##_##name(void *dst, const void *src, size_t numel)                     \
     {                                                                                              \
@@ -195,7 +189,6 @@ static const fc_kern_table table = {
     .name = "ref",
     .copy = copy,
     .copy_away = copy,
-    .copy_both = copy_both,
     .cast = {[FC_F32] = ROW(cast, F32),
              [FC_F64] = ROW(cast, F64),
              [FC_BF16] = ROW(cast, BF16),

@@ -321,35 +321,6 @@ static void copy_away(void *dst, const void *src, size_t bytes)
     }
 }
 
-static void copy_both(void *first, void *second, const void *src, size_t bytes)
-{
-    size_t at = (size_t)(-(uintptr_t)first) % STREAM_ALIGN;
-
-    if (bytes < STREAM_BYTES || ((uintptr_t)first - (uintptr_t)second) % STREAM_ALIGN != 0) {
-        copy(first, src, bytes);
-        copy(second, src, bytes);
-        return;
-    }
-    memcpy(first, src, at);
-    memcpy(second, src, at);
-    for (; at + STEP * sizeof(float) <= bytes; at += STEP * sizeof(float)) {
-        vf x[UNROLL];
-
-        for (size_t k = 0; k < UNROLL; k++) {
-            x[k] = load_f32((const char *)src + at + k * sizeof(vf));
-        }
-        for (size_t k = 0; k < UNROLL; k++) {
-            store_f32((char *)first + at + k * sizeof(vf), x[k], true);
-        }
-        for (size_t k = 0; k < UNROLL; k++) {
-            store_f32((char *)second + at + k * sizeof(vf), x[k], true);
-        }
-    }
-    stream_fence();
-    memcpy((char *)first + at, (const char *)src + at, bytes - at);
-    memcpy((char *)second + at, (const char *)src + at, bytes - at);
-}
-
 #include "kernels/kern_optim_vector.h"
 
 #define DEFINE_REDUCE(from, to)                                                                    \
@@ -403,7 +374,6 @@ DEFINE_PAIR(F16, BF16)
         .name = (table_name),                                                                      \
         .copy = copy,                                                                              \
         .copy_away = copy_away,                                                                    \
-        .copy_both = copy_both,                                                                    \
         .cast = {[FC_F32] = ROW(cast, F32),                                                        \
                  [FC_F64] = ROW(cast, F64),                                                        \
                  [FC_BF16] = ROW(cast, BF16),                                                      \

@@ -55,8 +55,6 @@ typedef struct fc_kern_table {
     /* The same for a destination that this core does not read soon: streams from smaller sizes on.
      */
     void (*copy_away)(void *dst, const void *src, size_t bytes);
-    /* Two copies for one read. */
-    void (*copy_both)(void *first, void *second, const void *src, size_t bytes);
     fc_cast_fn cast[FC_FLOAT_COUNT][FC_FLOAT_COUNT];     /* [from][to]; all set, same type copies */
     fc_reduce_fn reduce[FC_FLOAT_COUNT][FC_FLOAT_COUNT]; /* [source][destination]; all set */
     fc_reduce_fn reduce_int[FC_DTYPE_COUNT]; /* U8..I64: source type == destination type */

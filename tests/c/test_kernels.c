@@ -489,11 +489,6 @@ static void test_copy(const fc_kern_table *table)
             table->copy_away(dst, src, numels[n]);
             CHECK(memcmp(dst, pool[0], numels[n]) == 0);
             CHECK(room_is_intact(dst_room, dst, numels[n]));
-            dst = room_put(dst_room, before, numels[n], gaps[COUNT(gaps) - 1 - g]);
-            table->copy_both(dst, pool[1], src, numels[n]);
-            CHECK(memcmp(dst, pool[0], numels[n]) == 0);
-            CHECK(memcmp(pool[1], pool[0], numels[n]) == 0);
-            CHECK(room_is_intact(dst_room, dst, numels[n]));
         }
     }
     table->copy(NULL, NULL, 0);
@@ -505,7 +500,6 @@ static void test_copy(const fc_kern_table *table)
 
 static unsigned char *large_dst;
 static unsigned char *large_expected;
-static unsigned char *large_second;
 static unsigned char *large_src;
 
 /* Compares the destination, guards on both sides included. */
@@ -555,17 +549,6 @@ static void test_large(const fc_kern_table *ref, const fc_kern_table *table)
         memset(large_dst, GUARD_FILL, LARGE_BYTES);
         table->copy_away(large_dst + start, large_src, bytes);
         check_large(table->name, "copy_away", start, bytes);
-        for (size_t shift = 0; shift < 2;
-             shift++) { /* the second destination, aligned alike or not */
-            unsigned char *second = large_second + start + shift;
-
-            memset(large_dst, GUARD_FILL, LARGE_BYTES);
-            memset(large_second, GUARD_FILL, LARGE_BYTES);
-            table->copy_both(large_dst + start, second, large_src, bytes);
-            check_large(table->name, "copy_both", start, bytes);
-            CHECK(memcmp(second, large_src, bytes) == 0);
-            CHECK(second[bytes] == GUARD_FILL && (start + shift == 0 || second[-1] == GUARD_FILL));
-        }
     }
 }
 
@@ -734,10 +717,8 @@ static void make_rooms(void)
     }
     large_dst = fc_pages_alloc(LARGE_BYTES);
     large_expected = fc_pages_alloc(LARGE_BYTES);
-    large_second = fc_pages_alloc(LARGE_BYTES);
     large_src = fc_pages_alloc(LARGE_BYTES);
-    CHECK_OR_EXIT(large_dst != NULL && large_expected != NULL && large_second != NULL &&
-                  large_src != NULL);
+    CHECK_OR_EXIT(large_dst != NULL && large_expected != NULL && large_src != NULL);
     fill_finite(large_src, LARGE_BYTES);
 }
 
