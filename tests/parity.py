@@ -43,10 +43,14 @@ def on_ranks(*worlds: int, timeout: float = 60) -> Callable[[Callable[..., None]
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """How far values may be apart: `relative` to each, `scaled` to the largest of the tensor."""
+    """How far values may be apart.
+
+    `relative` to each, `scaled` to the largest of the tensor, and `absolute`.
+    """
 
     relative: float = 0.0
     scaled: float = 0.0
+    absolute: float = 0.0
     # Set when values of one step feed the next with a rounding of their own: then ours start each
     # step from torch's.
     realign: bool = False
@@ -227,14 +231,7 @@ def describe(tensor: Tensor) -> tuple[Any, ...]:
     spec: tuple[Any, ...] = ("plain",)
     if isinstance(tensor, DTensor):
         part = tensor._local_tensor
-        mesh = tensor.device_mesh
-        spec = (
-            tensor.placements,
-            tuple(mesh.shape),
-            mesh.mesh_dim_names,
-            part.shape,
-            part.stride(),
-        )
+        spec = (tensor.placements, tensor.device_mesh, part.shape, part.stride())
     return kind, tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad, spec
 
 
@@ -274,7 +271,7 @@ def compare_values(ours: Tensor, theirs: Tensor, tolerance: Tolerance, where: st
         ours,
         theirs,
         rtol=tolerance.relative,
-        atol=tolerance.scaled * largest,
+        atol=tolerance.scaled * largest + tolerance.absolute,
         equal_nan=True,
         msg=lambda text: f"{where}: {text}\nours {ours}\ntorch {theirs}",
     )

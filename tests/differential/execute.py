@@ -3,8 +3,11 @@
 import ast
 import collections
 import contextlib
+import dataclasses
 import gc
+import math
 import traceback
+import types
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +15,7 @@ import harness
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from parity import compare, local
+from parity import Tolerance, compare, local
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -70,42 +73,56 @@ class Side:
         }
         self.counting = Counting() if program.counted else None
 
-    def run(self, line: str, number: int) -> Exception | None:
+    def run(self, code: types.CodeType, number: int) -> Exception | None:
         # torch.manual_seed would format a stack for each device.
         torch.default_generator.manual_seed(number + 1)
         try:
             with self.counting or contextlib.nullcontext():
-                exec(compile(line, f"<line {number}>", "exec"), self.names)
+                exec(code, self.names)
         except Exception as error:
             return error
         return None
 
-    def see(self, line: str) -> dict[str, Any]:
-        """All that a user sees after a line."""
-        seen = {name: self.names[name] for name in assigned(line) if name in self.names}
+    def see(self, new: list[str]) -> dict[str, Any]:
+        """All that a user sees after a line that gave values to the `new` names."""
+        seen = {name: self.names[name] for name in new if name in self.names}
         if self.counting is not None:
             seen["collectives"] = dict(sorted(self.counting.counts.items()))
         model = self.names.get("model")
         if model is None:
             return seen
-        registered = dict(model.named_parameters())
+        shards = self.names.get("shards", {})
+        # What is a shard as well is seen once.
+        registered = {
+            name: "shard" if p is shards.get(name) else p for name, p in model.named_parameters()
+        }
         seen["registered"] = registered
-        seen["registered gradient"] = {name: p.grad for name, p in registered.items()}
+        others = [p for p in registered.values() if not isinstance(p, str)]
+        seen["registered gradient"] = [p.grad for p in others]
         seen["buffer"] = dict(model.named_buffers())
-        if "shards" in self.names:
-            shards = self.names["shards"]
-            seen["shard"] = shards
-            seen["gradient"] = {name: p.grad for name, p in shards.items()}
+        seen["shard"] = shards
+        seen["gradient"] = {name: p.grad for name, p in shards.items()}
         return seen
 
 
-def assigned(line: str) -> list[str]:
+def assigned(tree: ast.AST) -> list[str]:
     """The names that a line gives values to."""
     names = []
-    for node in ast.walk(ast.parse(line)):
+    for node in ast.walk(tree):
         targets = node.targets if isinstance(node, ast.Assign) else []
         names += [target.id for target in targets if isinstance(target, ast.Name)]
     return names
+
+
+def tolerance_of(program: Program, theirs: Side) -> Tolerance:
+    """Gradients that cancel are small, and may be off by what their addends were rounded by: about
+    what the largest gradient of the model is rounded by."""
+    if not program.rounds:
+        return program.tolerance
+    grads = [local(p.grad) for p in theirs.names.get("shards", {}).values() if p.grad is not None]
+    largest = max((grad.abs().max().item() for grad in grads if grad.numel()), default=0.0)
+    absolute = program.tolerance.scaled * largest if math.isfinite(largest) else 0.0
+    return dataclasses.replace(program.tolerance, absolute=absolute)
 
 
 def align(ours: Side, theirs: Side) -> None:
@@ -169,9 +186,11 @@ def run_line(
     theirs: Side, ours: Side, line: str, number: int, program: Program, fault: str
 ) -> tuple[Failure | None, str]:
     """The failure of a line, and the name of the exception that ends the program."""
-    error = theirs.run(line, number)
+    tree = ast.parse(line)
+    code = compile(tree, f"<line {number}>", "exec")
+    error = theirs.run(code, number)
     with faults.planted(fault, ours, line):
-        our_error = ours.run(line, number)
+        our_error = ours.run(code, number)
     kind = judge(our_error, error)
     if kind:
         text = f"torch: {describe(error)}\nfsdp_c: {describe(our_error)}"
@@ -180,7 +199,8 @@ def run_line(
         # What a pass leaves that failed half-way is each side's own affair.
         return None, f"{type(error).__name__} at {line.splitlines()[0][:60]}: {str(error)[:90]}"
     try:
-        compare(ours.see(line), theirs.see(line), program.tolerance, "")
+        new = assigned(tree)
+        compare(ours.see(new), theirs.see(new), tolerance_of(program, theirs), "")
     except AssertionError as difference:
         return Failure(program.seed, "differs", line, str(difference)), ""
     if program.tolerance.realign:
@@ -205,7 +225,7 @@ def run_programs(rank: int, n_ranks: int, programs: list[Program], fault: str = 
     with faults.installed(fault):
         for index, program in enumerate(programs):
             run_program(rank, program, report, fault)
-            if index % 4 == 3:
+            if index % 8 == 7:
                 gc.collect()
             report.n_programs += 1
             # Ranks that raised apart have no common state to go on from.

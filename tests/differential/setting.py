@@ -115,6 +115,7 @@ class Setting:
         names = {name for pair in self.dtypes for name in pair}
         if "torch.float16" in names or "torch.bfloat16" in names:
             # Torch rounds each addition to the dtype, and the quotient; held gradients add more.
+            self.program.rounds = True
             eps = torch.finfo(torch.bfloat16).eps
             return Tolerance(scaled=4 * (self.program.world + 1) * eps, realign=True)
         if self.program.world > 2 or self.adds_many:
