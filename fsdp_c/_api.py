@@ -14,6 +14,7 @@ from fsdp_c import _compat
 from fsdp_c._comm import Communicator
 from fsdp_c._fully_shard import fully_shard
 from fsdp_c._install import install, uninstall
+from fsdp_c._owner import Owned, gather_to_owner, scatter_from_owner
 from fsdp_c._status import Status, TreeStatus, status
 
 globals().update(_compat.OPTIONAL_NAMES)
@@ -24,12 +25,15 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Owned",
     "Status",
     "TreeStatus",
     "UnshardHandle",
     "fully_shard",
+    "gather_to_owner",
     "install",
     "register_fsdp_forward_method",
+    "scatter_from_owner",
     "share_comm_ctx",
     "status",
     "uninstall",

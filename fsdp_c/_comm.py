@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -167,6 +167,11 @@ class _Messages:
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         dist.broadcast(tensor, group=self._live_group(), group_src=src)
+
+    def all_to_all(
+        self, received: tuple[torch.Tensor, list[int]], sent: tuple[torch.Tensor, list[int]]
+    ) -> None:
+        dist.all_to_all_single(received[0], sent[0], received[1], sent[1], group=self._live_group())
 
     def barrier(self) -> None:
         dist.barrier(group=self._live_group())
@@ -341,6 +346,16 @@ class Communicator:
         """`tensor` of every rank becomes that of rank `src` of the group."""
         self._open().broadcast(tensor, src)
 
+    def all_to_all(
+        self, output: torch.Tensor, input: torch.Tensor, counts: Sequence[Sequence[int]]
+    ) -> None:
+        """Rank s sends ``counts[s][r]`` elements to rank r; all ranks pass the same table.
+
+        `input` holds what this rank sends, to rank 0, 1, ..., one after another; `output` gets what
+        it receives from rank 0, 1, ... Same dtype; they may not overlap.
+        """
+        self._open().all_to_all(output, input, counts)
+
     def barrier(self) -> None:
         """Returns when all ranks have called it."""
         self._open().barrier()
@@ -364,6 +379,18 @@ class Communicator:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def communicator_for(group: dist.ProcessGroup) -> Communicator:
+    """The package's own communicator over the group; collective on first use."""
+    if group not in _communicators:
+        _communicators[group] = Communicator(group)
+    return _communicators[group]
 
 
 def exchange_for(group: dist.ProcessGroup) -> Callable[[str, bytes], list[bytes]] | None:

@@ -70,6 +70,13 @@ def check_one(comm, rank, n_ranks, numel, dtype):
     comm.reduce_scatter(whole.view(n_ranks, numel)[rank], whole, divisor)
     assert torch.equal(whole.view(n_ranks, numel)[rank], reduced)
 
+    counts = [[numel + 3 * s + r if s != r else 0 for r in range(n_ranks)] for s in range(n_ranks)]
+    sent = torch.cat([values(counts[rank][r], dtype, rank + r) for r in range(n_ranks)])
+    received = torch.full((sum(row[rank] for row in counts),), 3, dtype=dtype)
+    comm.all_to_all(received, sent, counts)
+    expected = [values(counts[s][rank], dtype, s + rank) for s in range(n_ranks)]
+    assert torch.equal(received, torch.cat(expected))
+
     comm.all_reduce(before, divisor)
     assert torch.equal(before, total)
     for src in range(n_ranks):
@@ -125,6 +132,17 @@ def check_arguments(rank, n_ranks):
             comm.all_reduce(torch.zeros(4, dtype=torch.complex64))
         with pytest.raises(ValueError, match="divisor"):
             comm.all_reduce(torch.zeros(4, dtype=torch.int32), 2.0)
+        table = [[2, 2], [2, 2]]
+        for output, input, counts, text in [
+            (good[:4], part[:3], table, "row of counts"),
+            (good[:3], part, table, "column"),
+            (good[:4].double(), part, table, "one dtype"),
+            (good[:4], good[2:6], table, "overlaps"),
+            (good[:4], part, [[2, 2]], "2 rows of 2"),
+            (good[:4], part, [[2], [2]], "2 rows of 2"),
+        ]:
+            with pytest.raises(ValueError, match=text):
+                comm.all_to_all(output, input, counts)
         with pytest.raises(ValueError, match="root 9"):
             comm.broadcast(part, 9)
         assert not good.any()

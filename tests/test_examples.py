@@ -117,6 +117,18 @@ def test_numbered_example(script: str, n_ranks: int, expected: str) -> None:
     assert expected in run_script(script, n_ranks)
 
 
+def test_muon_example_equals_one_process() -> None:
+    """Step by step, up to the order in which gradients are added (and Muon's bfloat16)."""
+    outputs = [run_script("06_muon.py", n_ranks) for n_ranks in (1, 2)]
+    assert "rank 1 owns 3 of 6 matrices" in outputs[1]
+    losses = [
+        [float(line.split()[-1]) for line in output.splitlines() if line.startswith("step")]
+        for output in outputs
+    ]
+    assert len(losses[0]) == 6 and losses[0][-1] < 0.7 * losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
 def test_checkpoint_example_goes_on_with_more_ranks(tmp_path: Path) -> None:
     assert "saved after step 20" in run_script("05_checkpoint.py", 2, str(tmp_path))
     output = run_script("05_checkpoint.py", 3, str(tmp_path))

@@ -8,6 +8,8 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <vector>
+
 namespace {
 
 struct py_comm {
@@ -211,6 +213,75 @@ static PyObject *comm_broadcast(PyObject *object, PyObject *args)
     return finish(self, fc_comm_broadcast(self->comm, tensor.data, tensor.bytes, src), &tensor);
 }
 
+/* The table of elements between ranks, a list of n_ranks rows, in bytes. */
+static bool read_table(PyObject *object, size_t n_ranks, size_t item_bytes,
+                       std::vector<size_t> &out)
+{
+    PyObject *rows = PySequence_Fast(object, "counts must be a list of rows");
+    bool is_fine = rows != nullptr && (size_t)PySequence_Fast_GET_SIZE(rows) == n_ranks;
+
+    out.reserve(n_ranks * n_ranks);
+    for (size_t s = 0; is_fine && s < n_ranks; s++) {
+        PyObject *row = PySequence_Fast(PySequence_Fast_GET_ITEM(rows, (Py_ssize_t)s),
+                                        "a row of counts must be a list");
+
+        is_fine = row != nullptr && (size_t)PySequence_Fast_GET_SIZE(row) == n_ranks;
+        for (size_t r = 0; is_fine && r < n_ranks; r++) {
+            size_t count = PyLong_AsSize_t(PySequence_Fast_GET_ITEM(row, (Py_ssize_t)r));
+
+            is_fine = PyErr_Occurred() == nullptr && count <= (size_t)PTRDIFF_MAX / item_bytes;
+            out.push_back(count * item_bytes);
+        }
+        Py_XDECREF(row);
+    }
+    Py_XDECREF(rows);
+    if (!is_fine && PyErr_Occurred() == nullptr) {
+        PyErr_Format(PyExc_ValueError, "counts must be %zu rows of %zu numbers", n_ranks, n_ranks);
+    }
+    return is_fine;
+}
+
+static PyObject *comm_all_to_all(PyObject *object, PyObject *args)
+{
+    auto *self = reinterpret_cast<py_comm *>(object);
+    const fc_transport *t = fc_transport_from_object(self->transport);
+    auto n_ranks = (size_t)fc_transport_n_ranks(t);
+    auto own = (size_t)fc_transport_rank(t);
+    PyObject *output_object, *input_object, *counts;
+    operand output, input;
+    std::vector<size_t> table;
+    size_t sent = 0, received = 0;
+
+    if (!PyArg_ParseTuple(args, "OOO:all_to_all", &output_object, &input_object, &counts) ||
+        !read_operand(output_object, "output", output) ||
+        !read_operand(input_object, "input", input) ||
+        !read_table(counts, n_ranks, input.tensor.itemsize(), table)) {
+        return nullptr;
+    }
+    for (size_t r = 0; r < n_ranks; r++) {
+        sent += table[own * n_ranks + r];
+        received += table[r * n_ranks + own];
+    }
+    if (output.tensor.scalar_type() != input.tensor.scalar_type() || sent != input.bytes ||
+        received != output.bytes) {
+        return PyErr_Format(
+            PyExc_ValueError,
+            "output and input must have one dtype and the elements of this rank's "
+            "column and row of counts: %zu and %zu bytes, got %zu of %s and %zu of %s",
+            received, sent, output.bytes, at::toString(output.tensor.scalar_type()), input.bytes,
+            at::toString(input.tensor.scalar_type()));
+    }
+    if (output.data < input.data + input.bytes && input.data < output.data + output.bytes) {
+        PyErr_SetString(PyExc_ValueError, "output overlaps input");
+        return nullptr;
+    }
+    if (!enter(self)) {
+        return nullptr;
+    }
+    return finish(self, fc_comm_all_to_all(self->comm, output.data, input.data, table.data()),
+                  &output);
+}
+
 static PyObject *comm_barrier(PyObject *object, PyObject *)
 {
     auto *self = reinterpret_cast<py_comm *>(object);
@@ -271,6 +342,7 @@ static PyMethodDef comm_methods[] = {
      "reduce_scatter(output, input, divisor=1.0)"},
     {"all_reduce", comm_all_reduce, METH_VARARGS, "all_reduce(tensor, divisor=1.0)"},
     {"broadcast", comm_broadcast, METH_VARARGS, "broadcast(tensor, src)"},
+    {"all_to_all", comm_all_to_all, METH_VARARGS, "all_to_all(output, input, counts)"},
     {"barrier", comm_barrier, METH_NOARGS, "barrier()"},
     {nullptr, nullptr, 0, nullptr},
 };

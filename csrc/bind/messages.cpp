@@ -118,6 +118,44 @@ static fc_status broadcast(void *context, void *data, size_t bytes, int root)
     return call(context, "broadcast", wrap(data, bytes, FC_U8), PyLong_FromLong(root), 2);
 }
 
+/* New reference; nullptr with an exception set. */
+static PyObject *sizes(const size_t *bytes, int64_t n, size_t *total)
+{
+    PyObject *list = PyList_New((Py_ssize_t)n);
+
+    *total = 0;
+    for (int64_t i = 0; list != nullptr && i < n; i++) {
+        PyObject *size = PyLong_FromSize_t(bytes[i]);
+
+        if (size == nullptr) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, (Py_ssize_t)i, size);
+        *total += bytes[i];
+    }
+    return list;
+}
+
+static fc_status all_to_all(void *context, void *recv, const size_t *recv_bytes, const void *send,
+                            const size_t *send_bytes)
+{
+    gil_guard gil;
+    int64_t n_ranks = static_cast<messages_context *>(context)->n_ranks;
+    size_t recv_total, send_total;
+    PyObject *recv_sizes = sizes(recv_bytes, n_ranks, &recv_total);
+    PyObject *send_sizes = sizes(send_bytes, n_ranks, &send_total);
+    PyObject *first = nullptr, *second = nullptr;
+
+    if (recv_sizes != nullptr && send_sizes != nullptr) {
+        first = Py_BuildValue("NO", wrap(recv, recv_total, FC_U8), recv_sizes);
+        second = Py_BuildValue("NO", wrap(send, send_total, FC_U8), send_sizes);
+    }
+    Py_XDECREF(recv_sizes);
+    Py_XDECREF(send_sizes);
+    return call(context, "all_to_all", first, second, 2);
+}
+
 static fc_status barrier(void *context)
 {
     gil_guard gil;
@@ -144,6 +182,7 @@ fc_message_ops fc_messages_get_ops(PyObject *messages, int n_ranks)
     ops.reduce_scatter = reduce_scatter;
     ops.all_reduce = all_reduce;
     ops.broadcast = broadcast;
+    ops.all_to_all = all_to_all;
     ops.barrier = barrier;
     ops.release = release;
     return ops;

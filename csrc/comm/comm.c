@@ -10,9 +10,10 @@ fc_status fc_comm_create(fc_transport *transport, fc_comm **out)
     int n_ranks = fc_transport_n_ranks(transport);
     fc_comm *c = fc_alloc(1, sizeof(*c));
     const void **sources = (const void **)fc_alloc((size_t)n_ranks, sizeof(*sources));
+    size_t *columns = fc_alloc((size_t)n_ranks, sizeof(*columns));
     fc_status st = FC_OK;
 
-    if (c == NULL || sources == NULL) {
+    if (c == NULL || sources == NULL || columns == NULL) {
         /* Peers would wait for this rank in the mapping below. */
         st = fc_transport_abort(transport, FC_ERR_NOMEM,
                                 "out of memory while a communicator was made");
@@ -22,6 +23,7 @@ fc_status fc_comm_create(fc_transport *transport, fc_comm **out)
     c->rank = fc_transport_rank(transport);
     c->n_ranks = n_ranks;
     c->sources = sources;
+    c->columns = columns;
     c->ops = &fc_comm_message_ops;
     if (fc_transport_is_mapped(transport)) {
         c->ops = &fc_comm_mapped_ops;
@@ -35,6 +37,7 @@ fc_status fc_comm_create(fc_transport *transport, fc_comm **out)
     return FC_OK;
 
 free_comm:
+    fc_free(columns);
     fc_free((void *)sources);
     fc_free(c);
     return st;
@@ -46,6 +49,7 @@ void fc_comm_destroy(fc_comm *comm)
         fc_region_release(comm->staging);
         fc_region_release(comm->headers);
         fc_pages_free(comm->scratch, comm->scratch_bytes);
+        fc_free(comm->columns);
         fc_free((void *)comm->sources);
         fc_free(comm);
     }
@@ -112,6 +116,22 @@ fc_status fc_comm_broadcast(fc_comm *comm, void *data, size_t bytes, int root)
     }
     FC_TRY(fc_transport_check(comm->transport));
     return comm->ops->broadcast(comm, data, bytes, root);
+}
+
+fc_status fc_comm_all_to_all(fc_comm *comm, void *recv, const void *send, const size_t *bytes)
+{
+    size_t n_blocks = (size_t)comm->n_ranks * (size_t)comm->n_ranks;
+    size_t total = 0;
+
+    for (size_t i = 0; i < n_blocks; i++) {
+        if (bytes[i] > (size_t)PTRDIFF_MAX - total) {
+            return fc_fail(FC_ERR_INVALID, "all_to_all: blocks of %zu bytes are too many",
+                           bytes[i]);
+        }
+        total += bytes[i];
+    }
+    FC_TRY(fc_transport_check(comm->transport));
+    return comm->ops->all_to_all(comm, recv, send, bytes);
 }
 
 fc_status fc_comm_barrier(fc_comm *comm)

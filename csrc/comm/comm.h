@@ -38,6 +38,11 @@ FC_MUST_CHECK fc_status fc_comm_reduce_scatter(fc_comm *comm, void *recv, const 
 FC_MUST_CHECK fc_status fc_comm_all_reduce(fc_comm *comm, void *data, size_t numel, fc_dtype dtype,
                                            double divisor);
 FC_MUST_CHECK fc_status fc_comm_broadcast(fc_comm *comm, void *data, size_t bytes, int root);
+/* bytes[s * n_ranks + r] go from rank s to rank r; the same table on every rank. send holds this
+ * rank's row, recv gets its column: blocks in rank order, one after another. They may not overlap.
+ */
+FC_MUST_CHECK fc_status fc_comm_all_to_all(fc_comm *comm, void *recv, const void *send,
+                                           const size_t *bytes);
 FC_MUST_CHECK fc_status fc_comm_barrier(fc_comm *comm);
 
 #ifdef __cplusplus

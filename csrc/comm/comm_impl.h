@@ -21,6 +21,7 @@ typedef enum fc_comm_op {
     FC_COMM_REDUCE_SCATTER,
     FC_COMM_ALL_REDUCE,
     FC_COMM_BROADCAST,
+    FC_COMM_ALL_TO_ALL,
     FC_COMM_BARRIER,
     FC_COMM_OP_COUNT
 } fc_comm_op;
@@ -28,12 +29,13 @@ typedef enum fc_comm_op {
 /* What all ranks must agree on before data moves. Travels between processes. */
 typedef struct fc_comm_call {
     uint64_t sequence; /* of the collective */
-    uint64_t bytes; /* all_gather: of one block; reduce_scatter: of the result; else of the data */
+    uint64_t bytes; /* all_gather: of one block; reduce_scatter: of the result; all_to_all: of all
+                       blocks of all ranks; else of the data */
     double divisor;
     uint32_t op;
     uint32_t dtype;
-    int32_t root; /* -1 if none */
-    uint32_t reserved;
+    int32_t root;   /* -1 if none */
+    uint32_t table; /* all_to_all: digest of the table of bytes; else 0 */
 } fc_comm_call;
 
 typedef struct fc_comm_ops {
@@ -43,6 +45,7 @@ typedef struct fc_comm_ops {
     fc_status (*all_reduce)(fc_comm *comm, void *data, size_t numel, fc_dtype dtype,
                             double divisor);
     fc_status (*broadcast)(fc_comm *comm, void *data, size_t bytes, int root);
+    fc_status (*all_to_all)(fc_comm *comm, void *recv, const void *send, const size_t *bytes);
     fc_status (*barrier)(fc_comm *comm);
 } fc_comm_ops;
 
@@ -56,6 +59,7 @@ struct fc_comm {
     fc_region *headers;   /* mapped kind: one line per rank */
     fc_region *staging;   /* mapped kind: two slots per rank; NULL until data moves */
     const void **sources; /* n_ranks entries of scratch for the reduction */
+    size_t *columns;      /* n_ranks entries of scratch for what all_to_all receives */
     char *scratch;        /* message kind: what the process group may overwrite */
     size_t scratch_bytes;
 

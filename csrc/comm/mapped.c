@@ -6,6 +6,7 @@
  *   reduce_scatter  stages F(n-1)/n, reads n parts of F/n, its own from private memory
  *   all_reduce      small: stages F, everybody adds up all of it. Large: reduce_scatter into the
  * next slot, then pull broadcast       the root stages F, the others pull F
+ *   all_to_all      stages what it sends to others, pulls what they send to it
  */
 #include "comm/comm_impl.h"
 
@@ -193,6 +194,80 @@ static fc_status broadcast(fc_comm *comm, void *data, size_t bytes, int root)
     return FC_OK;
 }
 
+/* FNV-1a, folded: ranks with different tables find out when their headers are compared. */
+static uint32_t digest_of(const size_t *values, size_t n)
+{
+    uint64_t hash = UINT64_C(0xcbf29ce484222325);
+
+    for (size_t i = 0; i < n; i++) {
+        hash = (hash ^ values[i]) * UINT64_C(0x100000001b3);
+        hash ^= hash >> 32;
+    }
+    return (uint32_t)(hash ^ hash >> 32);
+}
+
+/* One step: the piece from `done` on of each block. Rank r's lies at r * stride in a slot. */
+static fc_status all_to_all_step(fc_comm *comm, const fc_comm_call *call, char *recv,
+                                 const char *send, const size_t *bytes, size_t stride, size_t done)
+{
+    size_t n_ranks = (size_t)comm->n_ranks;
+    size_t own = (size_t)comm->rank;
+    char *slot = fc_comm_next_slot(comm);
+
+    for (size_t r = 0; r < n_ranks; r++) {
+        size_t block = bytes[own * n_ranks + r];
+
+        if (r != own && done < block) {
+            copy(slot + r * stride, send + done, smaller(stride, block - done));
+        }
+        send += block;
+    }
+    FC_TRY(fc_comm_meet(comm, call));
+    for (size_t r = 0; r < n_ranks; r++) {
+        size_t block = bytes[r * n_ranks + own];
+
+        if (r != own && done < block) {
+            copy(recv + done, fc_comm_slot(comm, (int)r) + own * stride,
+                 smaller(stride, block - done));
+        }
+        recv += block;
+    }
+    return FC_OK;
+}
+
+static fc_status all_to_all(fc_comm *comm, void *recv, const void *send, const size_t *bytes)
+{
+    size_t n_ranks = (size_t)comm->n_ranks;
+    size_t own = (size_t)comm->rank;
+    size_t total = 0, largest = 0, send_at = 0, recv_at = 0, stride;
+    fc_comm_call call;
+
+    for (size_t i = 0; i < n_ranks * n_ranks; i++) {
+        total += bytes[i];
+        if (i / n_ranks != i % n_ranks && bytes[i] > largest) {
+            largest = bytes[i];
+        }
+    }
+    call = fc_comm_start(comm, FC_COMM_ALL_TO_ALL, total, FC_U8, 1.0, -1);
+    call.table = digest_of(bytes, n_ranks * n_ranks);
+    stride = smaller(fc_round_up(largest, PART_BYTES),
+                     FC_COMM_SLOT_MAX / n_ranks / PART_BYTES * PART_BYTES);
+    FC_TRY(fc_comm_reserve(comm, &call, stride * n_ranks));
+    /* At least one step, which compares the calls. */
+    for (size_t done = 0; done == 0 || done < largest; done += stride) {
+        FC_TRY(all_to_all_step(comm, &call, recv, send, bytes, stride, done));
+        if (stride == 0) {
+            break;
+        }
+    }
+    for (size_t r = 0; r < own; r++) {
+        send_at += bytes[own * n_ranks + r];
+        recv_at += bytes[r * n_ranks + own];
+    }
+    copy((char *)recv + recv_at, (const char *)send + send_at, bytes[own * n_ranks + own]);
+    return FC_OK;
+}
+
 static fc_status barrier(fc_comm *comm)
 {
     fc_comm_call call = fc_comm_start(comm, FC_COMM_BARRIER, 0, FC_U8, 1.0, -1);
@@ -205,5 +280,6 @@ const fc_comm_ops fc_comm_mapped_ops = {
     .reduce_scatter = reduce_scatter,
     .all_reduce = all_reduce,
     .broadcast = broadcast,
+    .all_to_all = all_to_all,
     .barrier = barrier,
 };

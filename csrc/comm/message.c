@@ -83,6 +83,18 @@ static fc_status broadcast(fc_comm *comm, void *data, size_t bytes, int root)
     return ops->broadcast(ops->context, data, bytes, root);
 }
 
+static fc_status all_to_all(fc_comm *comm, void *recv, const void *send, const size_t *bytes)
+{
+    const fc_message_ops *ops = fc_transport_messages(comm->transport);
+    size_t n_ranks = (size_t)comm->n_ranks;
+    size_t own = (size_t)comm->rank;
+
+    for (size_t r = 0; r < n_ranks; r++) {
+        comm->columns[r] = bytes[r * n_ranks + own];
+    }
+    return ops->all_to_all(ops->context, recv, comm->columns, send, bytes + own * n_ranks);
+}
+
 static fc_status barrier(fc_comm *comm)
 {
     const fc_message_ops *ops = fc_transport_messages(comm->transport);
@@ -95,5 +107,6 @@ const fc_comm_ops fc_comm_message_ops = {
     .reduce_scatter = reduce_scatter,
     .all_reduce = all_reduce,
     .broadcast = broadcast,
+    .all_to_all = all_to_all,
     .barrier = barrier,
 };

@@ -19,7 +19,7 @@ static_assert(sizeof(fc_comm_call) == 40, "read by other processes");
 static_assert(sizeof(header_line) <= FC_CACHE_LINE, "one line per rank");
 
 static const char *const op_names[FC_COMM_OP_COUNT] = {"all_gather", "reduce_scatter", "all_reduce",
-                                                       "broadcast", "barrier"};
+                                                       "broadcast",  "all_to_all",     "barrier"};
 
 typedef struct step_wait {
     const fc_word *word;

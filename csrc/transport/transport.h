@@ -82,6 +82,10 @@ typedef struct fc_message_ops {
     fc_status (*all_reduce)(void *context, void *data, size_t numel,
                             fc_dtype dtype); /* SUM, in place */
     fc_status (*broadcast)(void *context, void *data, size_t bytes, int root);
+    /* Blocks in rank order, one after another: recv_bytes[r] come from rank r, send_bytes[r] go to
+     * it. */
+    fc_status (*all_to_all)(void *context, void *recv, const size_t *recv_bytes, const void *send,
+                            const size_t *send_bytes);
     fc_status (*barrier)(void *context);
     void (*release)(void *context); /* when the transport is destroyed */
 } fc_message_ops;

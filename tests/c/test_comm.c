@@ -12,6 +12,7 @@
 #define GUARD_BYTES 64
 #define MIB ((size_t)1 << 20)
 
+static size_t row_bytes; /* of a table of all_to_all */
 static const size_t sizes[] = {0, 1, 7, 1000, MIB / 4 + 3};
 
 #define N_SIZES (sizeof(sizes) / sizeof(sizes[0]))
@@ -43,6 +44,17 @@ static fc_status forward_broadcast(void *context, void *data, size_t bytes, int 
     return fc_comm_broadcast(context, data, bytes, root);
 }
 
+/* The table is the same on all ranks only if it is made of all rows: gathered first. */
+static fc_status forward_all_to_all(void *context, void *recv, const size_t *recv_bytes,
+                                    const void *send, const size_t *send_bytes)
+{
+    size_t table[RANKS_MAX * RANKS_MAX];
+
+    (void)recv_bytes;
+    FC_TRY(fc_comm_all_gather(context, table, send_bytes, row_bytes));
+    return fc_comm_all_to_all(context, recv, send, table);
+}
+
 static fc_status forward_barrier(void *context)
 {
     return fc_comm_barrier(context);
@@ -67,6 +79,7 @@ static void open_fixture(fixture *f, int board, int rank, int n_ranks, bool is_m
                           .reduce_scatter = forward_reduce_scatter,
                           .all_reduce = forward_all_reduce,
                           .broadcast = forward_broadcast,
+                          .all_to_all = forward_all_to_all,
                           .barrier = forward_barrier,
                           .release = forward_release};
 
@@ -232,6 +245,46 @@ static void check_broadcast(fc_comm *comm, int rank, size_t bytes, int root)
     drop_buffer(&data);
 }
 
+static size_t block_of(size_t bytes, int from, int to)
+{
+    return (from + to) % 3 == 2 ? 0 : bytes + (size_t)(from * 5 + to);
+}
+
+static void check_all_to_all(fc_comm *comm, int rank, int n, size_t bytes)
+{
+    size_t table[RANKS_MAX * RANKS_MAX];
+    size_t sent = 0, received = 0, at = 0;
+    buffer recv, send, expected;
+
+    for (int s = 0; s < n; s++) {
+        for (int r = 0; r < n; r++) {
+            table[s * n + r] = block_of(bytes, s, r);
+            sent += s == rank ? table[s * n + r] : 0;
+            received += r == rank ? table[s * n + r] : 0;
+        }
+    }
+    recv = make_buffer(received, 3);
+    send = make_buffer(sent, 1);
+    expected = make_buffer(received, 0);
+    for (int r = 0; r < n; r++) {
+        for (size_t i = 0; i < table[rank * n + r]; i++) {
+            send.data[at++] = (char)(i * 31 + i / 256 + (size_t)(rank * 16 + r));
+        }
+    }
+    at = 0;
+    for (int s = 0; s < n; s++) {
+        for (size_t i = 0; i < table[s * n + rank]; i++) {
+            expected.data[at++] = (char)(i * 31 + i / 256 + (size_t)(s * 16 + rank));
+        }
+    }
+    row_bytes = (size_t)n * sizeof(size_t);
+    CHECK_EQ(fc_comm_all_to_all(comm, recv.data, send.data, table), FC_OK);
+    check_same("all_to_all", recv.data, expected.data, received, bytes, FC_U8);
+    drop_buffer(&recv);
+    drop_buffer(&send);
+    drop_buffer(&expected);
+}
+
 static void body_matrix(int rank, int n, void *arg)
 {
     bool is_message = *(const bool *)arg;
@@ -251,6 +304,7 @@ static void body_matrix(int rank, int n, void *arg)
         for (int root = 0; root < n; root++) {
             check_broadcast(f.comm, rank, sizes[s], root);
         }
+        check_all_to_all(f.comm, rank, n, sizes[s]);
         CHECK_EQ(fc_comm_barrier(f.comm), FC_OK);
     }
     close_fixture(&f);
@@ -269,6 +323,7 @@ static void body_large(int rank, int n, void *arg)
     check_reduce_scatter(f.comm, rank, n, (17 * MIB + 12) / 4, FC_F32, 2.0, false);
     check_all_reduce(f.comm, rank, n, (33 * MIB + 8) / 4, FC_F32, 1.0);
     check_broadcast(f.comm, rank, 33 * MIB + 1, n - 1);
+    check_all_to_all(f.comm, rank, n, 17 * MIB + 1);
     close_fixture(&f);
 }
 
@@ -346,11 +401,15 @@ enum {
     OTHER_DTYPE,
     OTHER_DIVISOR,
     OTHER_ROOT,
+    OTHER_TABLE,
     OTHER_COUNT
 };
 
 static fc_status call_differently(fc_comm *comm, int kind, bool is_other, char *out, char *in)
 {
+    static const size_t to_first[RANKS_MAX * RANKS_MAX] = {8, 0},
+                                             to_last[RANKS_MAX * RANKS_MAX] = {0, 8};
+
     switch (kind) {
     case OTHER_SIZE:
         return fc_comm_all_gather(comm, out, in, is_other ? 16 : 8);
@@ -364,6 +423,8 @@ static fc_status call_differently(fc_comm *comm, int kind, bool is_other, char *
         return fc_comm_reduce_scatter(comm, out, in, 8, is_other ? FC_I32 : FC_F32, 1.0);
     case OTHER_DIVISOR:
         return fc_comm_all_reduce(comm, out, 8, FC_F32, is_other ? 2.0 : 1.0);
+    case OTHER_TABLE: /* the same bytes in all, for another rank */
+        return fc_comm_all_to_all(comm, out, in, is_other ? to_last : to_first);
     default:
         return fc_comm_broadcast(comm, out, 8, is_other ? 0 : 1);
     }
@@ -442,6 +503,7 @@ static void body_no_memory(int rank, int n, void *arg)
 
 static void body_invalid(int rank, int n, void *arg)
 {
+    static const size_t too_much[RANKS_MAX * RANKS_MAX] = {SIZE_MAX};
     float data[8] = {0};
     fixture f;
 
@@ -455,6 +517,7 @@ static void body_invalid(int rank, int n, void *arg)
     CHECK_EQ(fc_comm_broadcast(f.comm, data, 8, n), FC_ERR_INVALID);
     CHECK_EQ(fc_comm_broadcast(f.comm, data, 8, -1), FC_ERR_INVALID);
     CHECK_EQ(fc_comm_all_gather(f.comm, data, data, SIZE_MAX), FC_ERR_INVALID);
+    CHECK_EQ(fc_comm_all_to_all(f.comm, data, data, too_much), FC_ERR_INVALID);
     CHECK_EQ(fc_comm_barrier(f.comm), FC_OK);
     close_fixture(&f);
 }

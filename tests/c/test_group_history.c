@@ -496,6 +496,13 @@ static fc_status refuse_broadcast(void *context, void *data, size_t bytes, int r
     return FC_ERR_UNSUPPORTED;
 }
 
+static fc_status refuse_all_to_all(void *context, void *recv, const size_t *recv_bytes,
+                                   const void *send, const size_t *send_bytes)
+{
+    (void)context, (void)recv, (void)recv_bytes, (void)send, (void)send_bytes;
+    return FC_ERR_UNSUPPORTED;
+}
+
 static fc_status refuse_barrier(void *context)
 {
     (void)context;
@@ -523,6 +530,7 @@ static void body_messages(int rank, int n_ranks, void *arg)
                            .reduce_scatter = refuse_reduce_scatter,
                            .all_reduce = refuse_all_reduce,
                            .broadcast = refuse_broadcast,
+                           .all_to_all = refuse_all_to_all,
                            .barrier = refuse_barrier};
     CHECK_OR_EXIT(fc_callback_create(&config, &ops, &m.transport) == FC_OK);
     member_make_domain(&m, FC_DOMAIN_SHARD, units, 1, rank, n_ranks);
