@@ -41,8 +41,8 @@ C_SOURCES = {
 }
 CXX_SOURCES = {
     "csrc/bind": (
-        "autograd comm context domain hooks host layout messages module optim reduce state status "
-        "tensors transport tree unit walk watch"
+        "autograd comm context domain events hooks host layout messages module optim reduce state "
+        "status tensors transport tree unit walk watch"
     ),
 }
 C_TEST_SOURCES = {

@@ -28,10 +28,11 @@ TRAINING_STATES = (
 )
 
 
+# Attributes that hold collectives; in the order of _compat.default_comms().
+_COMMS = ("_all_gather_comm", "_reduce_scatter_comm")
 _TORCH_ONLY = _patches.GROUP_METHODS | {
     "_all_reduce_hook",
-    "_all_gather_comm",
-    "_reduce_scatter_comm",
+    *_COMMS,
 }
 
 
@@ -61,6 +62,7 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
         self._tree: _C.Tree | None = None
         self._on_torch_road = False
         self.left_because = ""  # what took the unit to torch's road
+        self._separate_group: Any = None  # that reductions had of their own
         # Without parameters: torch's class would make them of its own kind.
         super().__init__(
             [],
@@ -127,6 +129,8 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
                 " backward passes without synchronization are held: set it before the first of"
                 " them, or after the backward that synchronizes"
             )
+        if name in _COMMS:
+            value = self._checked_comm(name, value)
         was_set, old = name in self.__dict__, self.__dict__.get(name)
         super().__setattr__(name, value)
         if name in _TORCH_ONLY and self._is_bound and (reason := _plan.why_torch(self)):
@@ -138,6 +142,37 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
                 else:
                     super().__delattr__(name)
                 raise
+
+    def _checked_comm(self, name: str, comm: Any) -> Any:
+        """A user's collective, or torch's own for None."""
+        if comm is None:
+            return _compat.default_comms()[_COMMS.index(name)]()
+        if not (callable(comm) and callable(getattr(comm, "allocate", None))) and (
+            not _env.is_strict()
+        ):
+            raise TypeError(
+                f"{name} of FSDP unit '{_plan.unit_name(self)}' needs an object with allocate() and"
+                f" __call__(), such as a subclass of AllGather or ReduceScatter, not"
+                f" {type(comm).__name__}"
+            )
+        return comm
+
+    def set_allocate_memory_from_process_group(self, enable: bool) -> None:
+        gather = self._all_gather_comm
+        try:
+            super().set_allocate_memory_from_process_group(enable)
+        except AssertionError:
+            self._all_gather_comm = gather  # torch's class has switched that one already
+            raise
+
+    def _set_separate_reduce_scatter_group(self, enable: bool, new_groups: Any) -> None:
+        """Switched off and on again, the process group is that of before."""
+        mesh_info = self.mesh_info
+        if enable and self._separate_group is not None:
+            mesh_info.reduce_scatter_process_group = self._separate_group
+        super()._set_separate_reduce_scatter_group(enable, new_groups)
+        if enable:
+            self._separate_group = mesh_info.reduce_scatter_process_group
 
     def take_tree_to_torch(self, reason: str) -> None:
         """From now on torch's implementation runs the whole tree; between two steps only."""

@@ -1,34 +1,15 @@
 // The hooks of a module: what happens before and after forward, and before backward.
 #include "bind/hooks.h"
 
+#include "bind/events.h"
 #include "bind/tree.h"
 #include "bind/walk.h"
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/record_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 namespace fc {
-
-struct Range::Record {
-    at::RecordFunction function{at::RecordScope::USER_SCOPE};
-};
-
-Range::Range(const char *label, const Unit *unit)
-{
-    if (!at::hasCallbacks()) {
-        return;
-    }
-    record_ = std::make_unique<Record>();
-    if (unit != nullptr && !unit->name().empty()) {
-        record_->function.before(std::string(label) + " (" + unit->name() + ")");
-    } else {
-        record_->function.before(label);
-    }
-}
-
-Range::~Range() = default;
 
 namespace {
 
@@ -164,6 +145,7 @@ bool keep_for_hidden_output(StateObject *state, PyObject *output)
 // After forward: give the parameters up unless they are to stay.
 void group_post_forward(GroupObject *group, bool is_needed = false)
 {
+    log_event("FSDP::post_forward", group->unit);
     Range range("FSDP::post_forward", group->unit);
     const bool in_forward = is_training(group->training, Training::forward);
     const bool keeps =
@@ -184,6 +166,7 @@ void complete_partial_groups(TreeObject *tree, const StateObject *root, Ref &out
         if (state == root || PySet_GET_SIZE(state->to_run) == 0) {
             continue;
         }
+        log_event("FSDP::force_complete_post_forward");
         if (unit_of(state) != nullptr) {
             group_post_forward(state->group);
         }
@@ -234,6 +217,7 @@ Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_
         cast_inputs(state, args, kwargs);
         unit = unit_of(state); // set-up may have been repeated
         if (unit != nullptr) {
+            log_event("FSDP::pre_forward", unit);
             Range range("FSDP::pre_forward", unit);
             GroupObject *group = state->group;
             const bool is_entry =
@@ -320,11 +304,14 @@ void state_pre_backward(StateObject *state)
         checked(PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_tell_of_double_backward",
                                     nullptr));
     }
+    log_event("FSDP::pre_backward", group->unit);
     Range range("FSDP::pre_backward", group->unit);
     group->training = static_cast<int>(Training::pre_backward);
     group->unit->await_gradients();
     if (group->unshard_in_backward) {
         group->unit->unshard();
+    } else {
+        group->unit->withhold();
     }
 }
 

@@ -4,7 +4,7 @@
 #include "base/alloc.h"
 #include "bind/compat.h"
 #include "bind/domain.h"
-#include "bind/state.h"
+#include "bind/events.h"
 #include "bind/tensors.h"
 
 #include <ATen/core/grad_mode.h>
@@ -76,12 +76,13 @@ at::Tensor readable(const at::Tensor &grad, const Param &param)
 }
 
 // Room for a post; finishes and copies away other posts until there is some.
-char *reserve(fc_unit *lane, size_t part_bytes, fc_wire wire, fc_domain *domain,
+char *reserve(const Unit *unit, fc_unit *lane, size_t part_bytes, fc_wire wire, fc_domain *domain,
               const Progress &progress)
 {
     char *parts = nullptr;
     fc_status status;
     while ((status = fc_exchange_reserve(lane, part_bytes, wire, &parts)) == FC_AGAIN) {
+        Range range("FSDP::post_backward_rs_wait", unit);
         progress(domain);
         status = fc_exchange_reserve(lane, part_bytes, wire, &parts);
         if (status != FC_AGAIN) {
@@ -289,7 +290,7 @@ void Unit::post_mapped(std::vector<at::Tensor> grads, const Progress &progress)
     const fc_wire wire = wire_for(fc_unit_layout(shard_), grads);
     const bool lends = may_lend(fc_unit_layout(shard_), grads, wire);
     const size_t part_bytes = fc_unit_part_bytes(shard_, wire);
-    char *parts = reserve(shard_, part_bytes, wire, domain_, progress);
+    char *parts = reserve(this, shard_, part_bytes, wire, domain_, progress);
     for (size_t i = 0; i < grads.size(); i++) {
         if (grads[i].defined()) {
             fc_unit_stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()),
@@ -476,7 +477,8 @@ void Unit::reduce_replicas(const std::vector<fc_source> &sources, const ReduceOp
             }
         }
         const size_t part_bytes = fc_unit_part_bytes(replicate_, FC_WIRE_REDUCE);
-        char *part = reserve(replicate_, part_bytes, FC_WIRE_REDUCE, replicate_domain_, progress);
+        char *part =
+            reserve(this, replicate_, part_bytes, FC_WIRE_REDUCE, replicate_domain_, progress);
         std::memcpy(part, partial_.data(), part_bytes);
         fc_exchange_commit(replicate_);
     }

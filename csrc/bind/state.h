@@ -7,7 +7,6 @@
 #include "bind/context.h"
 #include "bind/unit.h"
 
-#include <memory>
 #include <optional>
 #include <string>
 
@@ -91,19 +90,6 @@ void queue_final_callback(TreeObject *tree);
 
 // ---- hooks.cpp ----
 void state_pre_backward(StateObject *state);
-
-// Labels a range for the profiler as torch does, if a profiler is listening.
-class Range {
-public:
-    explicit Range(const char *label, const Unit *unit = nullptr);
-    ~Range();
-    Range(const Range &) = delete;
-    Range &operator=(const Range &) = delete;
-
-private:
-    struct Record;
-    std::unique_ptr<Record> record_;
-};
 
 } // namespace fc
 

@@ -1,6 +1,7 @@
 // The course of a step: opening and closing phases, post-backward, the end of backward, recovery.
 #include "bind/tree.h"
 
+#include "bind/events.h"
 #include "bind/tensors.h"
 
 #include <torch/csrc/autograd/graph_task.h>
@@ -126,7 +127,9 @@ void warn_if_unfinalized(ContextObject *context)
 // What a group does once its gradients are there; at the end of backward, or while it goes on.
 void reduce_group(TreeObject *tree, GroupObject *group, bool at_end)
 {
-    group->training = static_cast<int>(Training::post_backward);
+    constexpr int through = static_cast<int>(Training::post_backward);
+    const bool is_news = !at_end || group->training != through;
+    group->training = through;
     Unit *unit = group->unit;
     if (unit == nullptr) {
         return;
@@ -136,16 +139,20 @@ void reduce_group(TreeObject *tree, GroupObject *group, bool at_end)
         if (!tree->context->callback_queued && torch::autograd::get_current_graph_task_id() != -1) {
             queue_final_callback(tree);
         }
+        if (is_news) {
+            log_event("FSDP::post_backward", unit);
+        }
         group->backwards++;
         // A module that ran several times may be read again by peers in this phase: an optimizer in
         // one of its post-accumulate hooks must not write its shards before the end.
         group->defers_hooks |= group->forwards > 1;
         if (group->reshard_after_backward) {
-            Range range("FSDP::post_backward_reshard", unit);
+            Range range(is_news ? "FSDP::post_backward_reshard" : nullptr, unit);
             unit->reshard();
         }
         group->post_backward_pending = !group->reduce_grads;
         if (!group->reduce_grads) {
+            Range range(is_news ? "FSDP::post_backward_accumulate" : nullptr, unit);
             unit->hold();
         } else if (at_end || group->backwards >= group->forwards) {
             // A module that ran several times is reduced once, after its last backward.
@@ -209,6 +216,8 @@ void tree_root_pre_forward(StateObject *state)
         return;
     }
     warn_if_unfinalized(tree->context);
+    log_look_up_level();
+    log_event("FSDP::root_pre_forward");
     Range range("FSDP::root_pre_forward");
     drop_post_optim_event(state);
     rebuild_if_changed(state);
@@ -256,6 +265,7 @@ void group_post_backward(TreeObject *tree, GroupObject *group)
 
 void tree_end_backward(TreeObject *tree)
 {
+    log_event("FSDP::root_post_backward");
     Range range("FSDP::root_post_backward_callback");
     ContextObject *context = tree->context;
     const bool is_manual = context->ending == Ending::manual;
@@ -294,6 +304,7 @@ void tree_end_backward(TreeObject *tree)
 
 void tree_finalize_backward(TreeObject *tree)
 {
+    log_event("FSDP::finalize_backward");
     Range range("FSDP::finalize_backward");
     or_fail(tree, [&] {
         tree_begin_backward(tree);

@@ -1,7 +1,9 @@
 // Parameters of a unit: registration, unshard and reshard, watching the shards.
 #include "bind/unit.h"
 
+#include "bind/compat.h"
 #include "bind/domain.h"
+#include "bind/events.h"
 #include "bind/tensors.h"
 
 #include <c10/core/InferenceMode.h>
@@ -173,6 +175,8 @@ void Unit::unshard_private()
     if (unsharded_ || pending_) {
         return;
     }
+    // What moves nothing has no range: a unit on one rank, and a second call before the wait.
+    Range range(is_gathered() && !requested_ ? "FSDP::all_gather" : nullptr, this);
     requested_ = true;
     if (!fc_domain_is_mapped(domain_)) {
         gather_messages();
@@ -208,6 +212,7 @@ void Unit::unshard()
     if (!pending_) {
         unshard_private();
     }
+    Range range(is_gathered() ? "FSDP::all_gather_copy_out" : nullptr, this);
     void *memory = slot_;
     if (!pending_) {
         check(fc_domain_ready(domain_, shard_));
@@ -234,9 +239,23 @@ void Unit::drop_pending()
     }
 }
 
+void Unit::withhold()
+{
+    if (!unsharded_) {
+        storage_->set_nbytes(bytes_); // else autograd's views of it would say less
+        mark_unreadable(storage_, "backward needs a parameter of FSDP unit '" +
+                                      std::string(fc_unit_name(shard_)) +
+                                      "', which was told to do without: call "
+                                      "set_unshard_in_backward(True) on it");
+    }
+}
+
 void Unit::reshard()
 {
     if (!unsharded_) {
+        if (storage_->nbytes() > 0) {
+            hide(storage_, unreadable_text_); // it was withheld
+        }
         return;
     }
     register_params(false);

@@ -95,6 +95,9 @@ public:
     // The private copy of an explicit unshard: data now, registration by unshard().
     void unshard_private();
     void reshard();
+    // Until the next reshard: backward goes on without the parameters, and reading them tells why
+    // they are not there.
+    void withhold();
     // At the end of backward: a unit that stays unsharded gets memory of its own until the next
     // forward, since peers may write their shards then.
     void keep();
@@ -138,6 +141,7 @@ public:
     fc_unit *replicate_lane() const { return replicate_; }
 
 private:
+    bool is_gathered() const { return fc_domain_n_ranks(domain_) > 1; }
     void register_params(bool unsharded);
     static bool is_written(const Param &param);
     void discard_writes();
