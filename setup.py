@@ -42,7 +42,7 @@ C_SOURCES = {
 CXX_SOURCES = {
     "csrc/bind": (
         "autograd comm context domain events hooks host layout messages module optim reduce state "
-        "status tensors transport tree unit walk watch"
+        "status tensors transport tree unit untraced walk watch"
     ),
 }
 C_TEST_SOURCES = {

@@ -2,6 +2,7 @@
 // callback.
 #include "bind/compat.h"
 #include "bind/state.h"
+#include "bind/untraced.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
@@ -45,6 +46,7 @@ struct PostBackward : public torch::autograd::Node {
     variable_list apply(variable_list &&grads) override
     {
         Gil gil;
+        const Untraced untraced;
         StateObject *s = state.get();
         if (s->tree != nullptr && s->group != nullptr) {
             group_post_backward(s->tree, s->group);
@@ -62,6 +64,7 @@ struct PreBackward : public torch::autograd::FunctionPreHook {
     variable_list operator()(const variable_list &grads) override
     {
         Gil gil;
+        const Untraced untraced;
         state_pre_backward(state.get());
         return grads;
     }
@@ -88,6 +91,7 @@ public:
     void run()
     {
         Gil gil;
+        const Untraced untraced;
         has_run_ = true;
         tree_end_backward(tree_);
     }

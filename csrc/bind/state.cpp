@@ -5,6 +5,7 @@
 #include "bind/hooks.h"
 #include "bind/tensors.h"
 #include "bind/tree.h"
+#include "bind/untraced.h"
 #include "bind/watch.h"
 
 #include <structmember.h>
@@ -496,6 +497,7 @@ PyObject *state_hook_pre_forward(PyObject *self, PyObject *const *a, Py_ssize_t 
         if (!has_arguments(n, 3)) {
             return nullptr;
         }
+        const Untraced untraced;
         if (!is_ours(as<StateObject>(self))) {
             return PyObject_CallMethod(self, "_torch_pre_forward", "OOO", a[0], a[1], a[2]);
         }
@@ -510,6 +512,7 @@ PyObject *state_hook_post_forward(PyObject *self, PyObject *const *a, Py_ssize_t
         if (!has_arguments(n, 3)) {
             return nullptr;
         }
+        const Untraced untraced;
         if (as<StateObject>(self)->tree == nullptr) {
             return PyObject_CallMethod(self, "_torch_post_forward", "OOO", a[0], a[1], a[2]);
         }
