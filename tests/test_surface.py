@@ -1,7 +1,9 @@
 """The public surface equals the installed torch's: names, signatures, classes, what is refused."""
 
+import copy
 import importlib
 import inspect
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -213,6 +215,9 @@ def wrong_calls(fsdp: Any, model: Any) -> dict[str, Callable[[], Any]]:
         "dims": lambda: fsdp.DataParallelMeshDims(),
         "policy": lambda: fsdp.MixedPrecisionPolicy(None, None, None, True, None),
         "state": lambda: plain._get_fsdp_state(),
+        "deepcopy": lambda: copy.deepcopy(model),
+        "deepcopy of a unit": lambda: copy.deepcopy(model[0]),
+        "pickle": lambda: pickle.dumps(model[0]),
         "child reset": lambda: model[0].reset_iter_state(),
         "stream": lambda: model.set_all_reduce_hook(print, stream=1, more=2),
         "no hook": lambda: model.set_all_reduce_hook(),
