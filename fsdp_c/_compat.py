@@ -42,10 +42,10 @@ def grad_dtype(fsdp_param: Any) -> torch.dtype:
     return fsdp_param.orig_dtype
 
 
-def accept_any_grad_dtype(unsharded: torch.nn.Parameter) -> None:
-    """Lets autograd add gradients in the reduce dtype on the unsharded parameter (from 2.15)."""
+def set_grad_dtype(fsdp_param: Any, unsharded: torch.nn.Parameter) -> None:
+    """Tells autograd in which dtype to add up gradients on the unsharded parameter (from 2.15)."""
     if HAS_GRAD_DTYPE and unsharded.is_floating_point():
-        unsharded.grad_dtype = None  # type: ignore[attr-defined]
+        unsharded.grad_dtype = fsdp_param.unsharded_grad_dtype  # type: ignore[attr-defined]
 
 
 def copy_grad_dtype(source: torch.nn.Parameter, target: torch.nn.Parameter) -> None:

@@ -82,6 +82,17 @@ class FSDPParam(_fsdp_param.FSDPParam):
     def sharded_state(self, state: _fsdp_param.ShardedState) -> None:
         self.__dict__["sharded_state"] = state
 
+    @property
+    def keep_unsharded_storage(self) -> bool:
+        """Whether reshard leaves the unsharded parameter's memory as it is (torch 2.15)."""
+        return self.__dict__.get("_keeps_storage", False)
+
+    @keep_unsharded_storage.setter
+    def keep_unsharded_storage(self, keeps: bool) -> None:
+        self.__dict__["_keeps_storage"] = bool(keeps)
+        if self.unit is not None and self.unit._is_bound:
+            self.unit.keep_storage()
+
     # ---- set-up ----
 
     def _init_sharded_param(
@@ -184,9 +195,30 @@ class FSDPParam(_fsdp_param.FSDPParam):
 
     def init_unsharded_param(self) -> None:
         is_new = not hasattr(self, "_unsharded_param")
-        super().init_unsharded_param()
+        if hasattr(self._sharded_local_tensor, "fsdp_post_all_gather"):
+            self._run_extension(is_new)
+        else:
+            super().init_unsharded_param()
         if is_new:
             copy_attributes(self.sharded_param, self._unsharded_param)
+
+    @torch.no_grad()  # what the user's code computes there is no part of the model's graph
+    def _run_extension(self, is_new: bool) -> None:
+        try:
+            super().init_unsharded_param()
+        except RuntimeError as error:
+            if is_new or self.fsdp_placement != Shard(0):
+                raise
+            rows = self._orig_size[0]
+            padded = self.padded_sharded_param_size[0] * self.mesh_info.shard_mesh_size
+            if padded == rows:
+                raise
+            name = self._param_fqn or self._module_info.param_name
+            raise RuntimeError(
+                f"{error}\nThis was raised by fsdp_post_all_gather of parameter '{name}', which"
+                f" has {rows} rows, as has `out`, while the gathered tensors have {padded}, the"
+                " last of them padding: narrow them to the rows of `out`"
+            ) from error
 
     # ---- resharded to a smaller mesh after forward; on torch's road only ----
 

@@ -226,7 +226,7 @@ def bind_unit(
             )
             unsharded = nn.Parameter(data, requires_grad=fsdp_param.sharded_param.requires_grad)
             _param.copy_attributes(fsdp_param.sharded_param, unsharded)
-            _compat.accept_any_grad_dtype(unsharded)
+            _compat.set_grad_dtype(fsdp_param, unsharded)
             fsdp_param._unsharded_param = unsharded
             fsdp_param.unit = group
             _, _, _, _, _, reduce, grad, _, _ = _param_row(fsdp_param)
@@ -244,6 +244,7 @@ def bind_unit(
                 )
             )
         group._bind(shard, index, replicate, rows, flat)
+        group.keep_storage()
     group._binding = (shard, index, replicate)
     group._bound_rows = [_param_row(p) for p in group.fsdp_params]
 

@@ -231,6 +231,10 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
             fsdp_param.sharded_state = ShardedState.SHARDED
         self._sharded_state = ShardedState.SHARDED
 
+    def keep_storage(self) -> None:
+        """Passes on whether the memory of a parameter is to stay over reshards: then all of it."""
+        self._core_keep_storage(any(p.keep_unsharded_storage for p in self.fsdp_params))
+
     def rebuild(self) -> bool:
         """Takes over shards that were replaced, moved or cast since set-up.
 

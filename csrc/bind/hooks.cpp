@@ -313,6 +313,7 @@ void state_pre_backward(StateObject *state)
     } else {
         group->unit->withhold();
     }
+    group->unit->defer_upcasts(group->reduce_grads != 0);
 }
 
 } // namespace fc

@@ -192,6 +192,46 @@ std::vector<at::Tensor> Unit::take_gradients(bool with_unused, bool with_partial
     return grads;
 }
 
+void Unit::defer_upcasts(bool reduces)
+{
+    for (size_t i = 0; has_widened_ && i < params_.size(); i++) {
+        const at::Tensor &unsharded = params_[i].unsharded_tensor;
+        if (params_[i].is_widened && unsharded.requires_grad() &&
+            (reduces || unsharded.grad().defined())) {
+            unsharded.set_grad_dtype(std::nullopt);
+        }
+    }
+}
+
+void Unit::end_deferral()
+{
+    for (size_t i = 0; has_widened_ && i < params_.size(); i++) {
+        const Param &p = params_[i];
+        if (p.is_widened && p.unsharded_tensor.requires_grad()) {
+            at::Tensor &grad = p.unsharded_tensor.mutable_grad();
+            if (grad.defined() && grad.scalar_type() != *p.leaf_grad_type) {
+                grad = grad.detach().to(*p.leaf_grad_type);
+            }
+            p.unsharded_tensor.set_grad_dtype(p.leaf_grad_type);
+        }
+    }
+}
+
+void Unit::check_unused() const
+{
+    for (const Param &p : params_) {
+        if (holds_gradients_on_leaf && !p.leaf_grad_type && p.sharded_tensor().requires_grad()) {
+            PyErr_Format(PyExc_ValueError,
+                         "Reducing unused parameters with grad_dtype=None requires an explicit "
+                         "MixedPrecisionPolicy.reduce_dtype so every rank can build zero gradients "
+                         "of the same dtype: %s. Set reduce_dtype to the dtype its gradients "
+                         "already have.",
+                         parameter_name(p).c_str());
+            throw_python();
+        }
+    }
+}
+
 void Unit::hold()
 {
     bool any = false;
@@ -248,6 +288,7 @@ void Unit::drop_gradients()
         p.held = at::Tensor();
         p.unsharded_tensor.mutable_grad() = at::Tensor();
     }
+    end_deferral();
     std::fill(partial_mask_.begin(), partial_mask_.end(), 0);
     deferred_hooks_.clear();
 }

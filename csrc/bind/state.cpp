@@ -155,6 +155,11 @@ PyObject *group_reshard(PyObject *self, PyObject *)
     return with_unit(self, [](Unit *unit) { unit->reshard(); });
 }
 
+PyObject *group_keep_storage(PyObject *self, PyObject *arg)
+{
+    return with_unit(self, [arg](Unit *unit) { unit->keep_storage(arg == Py_True); });
+}
+
 PyObject *group_release(PyObject *self, PyObject *)
 {
     return with_unit(self, [](Unit *unit) { unit->release_gradients(); });
@@ -242,6 +247,8 @@ PyMethodDef group_methods[] = {
     {"_core_unshard", group_unshard, METH_NOARGS,
      "Gathers if needed and registers the unsharded parameters."},
     {"_core_reshard", group_reshard, METH_NOARGS, "Registers the sharded parameters."},
+    {"_core_keep_storage", group_keep_storage, METH_O,
+     "Whether reshard leaves the unsharded parameters' memory as it is."},
     {"_core_release_gradients", group_release, METH_NOARGS,
      "Forgets gradients that are kept for reuse."},
     {"_core_drop_gradients", group_drop, METH_NOARGS, "Drops gradients that were not reduced."},

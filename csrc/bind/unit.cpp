@@ -51,6 +51,13 @@ Param parse_row(PyObject *row)
     param.local = tensor_of(checked(PyObject_GetAttr(sharded, local_tensor_name())).get());
     param.reduce_type = reinterpret_cast<THPDtype *>(reduce)->scalar_type;
     param.grad_type = reinterpret_cast<THPDtype *>(grad)->scalar_type;
+    if (holds_gradients_on_leaf) {
+        const at::ScalarType compute = param.unsharded_tensor.scalar_type();
+        param.leaf_grad_type = param.unsharded_tensor.grad_dtype();
+        param.is_widened = param.leaf_grad_type && at::isFloatingType(compute) &&
+                           at::isFloatingType(*param.leaf_grad_type) &&
+                           c10::elementSize(*param.leaf_grad_type) > c10::elementSize(compute);
+    }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(size); i++) {
         param.local_size.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(size, i)));
         param.local_stride.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(stride, i)));
@@ -88,6 +95,7 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(rows); i++) {
         params_.push_back(parse_row(PyList_GET_ITEM(rows, i)));
+        has_widened_ = has_widened_ || params_.back().is_widened;
     }
     const fc_layout *layout = fc_unit_layout(shard_);
     for (size_t i = 0; i < params_.size(); i++) {
@@ -205,7 +213,7 @@ void Unit::unshard()
             check(fc_domain_ready(domain_, shard_));
         }
         if (is_kept_ && fc_domain_is_open(domain_) && !fc_domain_in_backward(domain_)) {
-            show_shards();
+            refresh();
         }
         return;
     }
@@ -216,7 +224,13 @@ void Unit::unshard()
     void *memory = slot_;
     if (!pending_) {
         check(fc_domain_ready(domain_, shard_));
-        memory = fc_unit_view(shard_);
+        if (keeps_storage_) {
+            take_slot();
+            fc_unit_copy_out(shard_, slot_);
+            memory = slot_;
+        } else {
+            memory = fc_unit_view(shard_);
+        }
     }
     show(storage_, memory, bytes_);
     for (Param &p : params_) {
@@ -235,7 +249,9 @@ void Unit::drop_pending()
 {
     if (!unsharded_) {
         pending_ = requested_ = false;
-        release_slot();
+        if (!keeps_storage_) {
+            release_slot();
+        }
     }
 }
 
@@ -267,8 +283,11 @@ void Unit::reshard()
     if (slot_ == nullptr) {
         discard_writes(); // a write to an unsharded parameter lasts until here
     }
-    hide(storage_, unreadable_text_);
-    release_slot();
+    if (!keeps_storage_ || slot_ == nullptr) {
+        hide(storage_, unreadable_text_);
+        release_slot();
+    }
+    is_kept_ = false;
     unsharded_ = false;
 }
 
@@ -289,24 +308,40 @@ void Unit::discard_writes()
 
 void Unit::keep()
 {
-    if (!unsharded_ || slot_ != nullptr) {
+    if (!unsharded_ || (slot_ != nullptr && !keeps_storage_)) {
         return;
     }
-    check(fc_domain_ready(domain_, shard_));
-    take_slot();
-    std::memcpy(slot_, fc_unit_view(shard_), bytes_);
-    discard_writes();
-    show(storage_, slot_, bytes_);
+    if (slot_ == nullptr) {
+        check(fc_domain_ready(domain_, shard_));
+        take_slot();
+        std::memcpy(slot_, fc_unit_view(shard_), bytes_);
+        discard_writes();
+        show(storage_, slot_, bytes_);
+    }
     is_kept_ = true;
 }
 
-void Unit::show_shards()
+void Unit::refresh()
 {
     if (std::any_of(params_.begin(), params_.end(), is_written)) {
         return; // writes to an unsharded parameter last until it is resharded
     }
-    show(storage_, fc_unit_view(shard_), bytes_);
-    release_slot();
+    if (keeps_storage_) {
+        fc_unit_copy_out(shard_, slot_);
+        is_kept_ = false;
+    } else {
+        show(storage_, fc_unit_view(shard_), bytes_);
+        release_slot();
+    }
+}
+
+void Unit::keep_storage(bool keeps)
+{
+    keeps_storage_ = keeps;
+    if (!keeps && !unsharded_ && !pending_ && slot_ != nullptr) {
+        hide(storage_, unreadable_text_);
+        release_slot();
+    }
 }
 
 bool Unit::is_intact() const

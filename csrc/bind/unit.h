@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -44,6 +45,9 @@ struct Param {
     int64_t copies = 1;                            // a replicated parameter is held once per rank
     uint32_t version = 0;                          // of unsharded_tensor when it was filled
     bool is_trained = false;                       // its requires_grad at that time
+    // The dtype in which autograd keeps the unsharded gradient, none: any; from torch 2.15.
+    std::optional<at::ScalarType> leaf_grad_type;
+    bool is_widened = false; // that is wider than the parameter
     Gradient grad;
     at::Tensor held; // unreduced, in the reduce dtype (gradient accumulation)
 
@@ -101,6 +105,9 @@ public:
     // At the end of backward: a unit that stays unsharded gets memory of its own until the next
     // forward, since peers may write their shards then.
     void keep();
+    // Whether the unsharded parameters have memory of their own, which reshard leaves as it is and
+    // the next unshard fills again; from the next unshard on.
+    void keep_storage(bool keeps);
     // Forgets an unshard that nobody waited for.
     void drop_pending();
     // True while every shard is where set-up put it; false asks for a rebuild.
@@ -115,6 +122,12 @@ public:
     void await_gradients() { awaits_gradients_ = true; }
     // True if none of its parameters has had a gradient since.
     bool awaits_gradients() const { return awaits_gradients_; }
+    // Fresh gradients stay as narrow as they are, unless they are the first of several to be added
+    // up; from pre-backward to post-backward.
+    void defer_upcasts(bool reduces);
+    void end_deferral();
+    // ValueError if ranks cannot agree on the dtype of zeros for unused parameters.
+    void check_unused() const;
     // Keeps gradients for a later backward; peers that reduce the unit meanwhile get an error.
     void hold();
     // Hands what there is to the reduction, zeros for unused parameters if `with_unused`.
@@ -145,7 +158,7 @@ private:
     void register_params(bool unsharded);
     static bool is_written(const Param &param);
     void discard_writes();
-    void show_shards();
+    void refresh();
     void gather_messages();
     void take_slot();
     void release_slot();
@@ -181,6 +194,8 @@ private:
     bool unsharded_ = false;
     bool awaits_gradients_ = false;
     bool is_kept_ = false;                 // slot_ holds what was gathered before the phase
+    bool keeps_storage_ = false;           // slot_ stays over reshards
+    bool has_widened_ = false;             // a parameter whose gradients are wider than it is
     bool pending_ = false;                 // slot_ holds data that is not registered yet
     bool requested_ = false;               // unshard was called and not waited for
     std::vector<uint32_t> shard_versions_; // at the last publish

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import cached_mesh
+from harness import cached_mesh, implementation
 from models import Block, data
 from parity import Pair, Side, Tolerance, on_ranks
 from torch import Tensor, nn
@@ -563,3 +563,41 @@ def test_ex13_a_failed_post_is_called_again(rank: int, n_ranks: int) -> None:
 
     # The gather of the failed call is still there: it is not asked for again.
     assert pair.both(n_calls) == ["pre", "post", "post", "pre", "post"]
+
+
+@on_ranks(2)
+def test_ex13_the_users_code_records_no_history(rank: int, n_ranks: int) -> None:
+    """Torch calls the second method with gradients enabled in a training forward."""
+    pair = extended()
+    pair.step(line_data(rank))
+    theirs, ours = (side.model.extension.grad_modes for side in (pair.theirs, pair.ours))
+    assert ("post", True) in theirs
+    assert ours == [("pre", False), ("post", False)] * 2
+
+
+class Careless(Extension):
+    """Copies all of what was gathered, padding too."""
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        if out is None:
+            return outputs[0].clone(), ()
+        return out.copy_(outputs[0])
+
+
+@on_ranks(2)
+def test_ex12_padded_rows_in_the_second_gather(rank: int, n_ranks: int) -> None:
+    """The error is torch's; ours says whose rows they are and what to do."""
+
+    def see(fsdp: Any) -> str:
+        model = fsdp.fully_shard(Line(UNEVEN))
+        Careless(model.linear.weight._local_tensor).attach()
+        model(line_data(rank))
+        model.reshard()
+        with torch.no_grad(), pytest.raises(RuntimeError, match="must match the size") as caught:
+            model(line_data(rank))
+        return str(caught.value)
+
+    text = see(torch.distributed.fsdp)
+    ours = see(implementation())
+    assert text.splitlines()[0] in ours
+    assert "'linear.weight'" in ours and "narrow" in ours

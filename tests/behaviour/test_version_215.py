@@ -9,7 +9,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from harness import implementation
 from models import data
-from parity import EXACT, compare, on_ranks, total
+from parity import EXACT, Tolerance, compare, on_ranks, total
 from test_surface import kind_of
 from torch import Tensor, nn
 
@@ -570,3 +570,108 @@ def lose_a_model(rank: int, n_ranks: int) -> None:
     del model
     gc.collect()
     backward(other, data(rank, 0, 2, 4))
+
+
+@on_ranks(2)
+def test_t17_t18_t41_gradient_dtypes_of_parameters(rank: int, n_ranks: int) -> None:
+    """A parameter's own `grad_dtype` is the dtype of its shard's gradient."""
+
+    def see(fsdp: Any) -> Any:
+        seen = []
+        for policy in ({}, {"param_dtype": torch.bfloat16}, {"reduce_dtype": torch.float64}):
+            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(0.5)
+            model[0].weight.grad_dtype = torch.float64
+            model[1].weight.grad_dtype = torch.bfloat16
+            fsdp.fully_shard(model, mp_policy=fsdp.MixedPrecisionPolicy(**policy))
+            parameters = shards(model)
+            kept = [p.grad_dtype for p in parameters.values()]
+            for step in range(2):
+                backward(model, data(rank, step, 2, 4))
+            grads = gradients(parameters)
+            seen.append((kept, [g.dtype for g in grads.values()], grads))
+        return seen
+
+    kept, dtypes, _ = agree(see, Tolerance(scaled=2**-7))[0]
+    assert kept[0] is torch.float64 and kept[2] is torch.bfloat16
+    assert dtypes == [torch.float64, torch.float32, torch.bfloat16, torch.float32]
+
+
+@on_ranks(2)
+def test_t32_what_hooks_on_unsharded_parameters_see(rank: int, n_ranks: int) -> None:
+    def see(fsdp: Any) -> Any:
+        seen: list[Any] = []
+
+        class Spy(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                if not seen:
+                    weight = self.weight
+                    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.dtype))
+                    seen.append(weight.grad_dtype)
+                return super().forward(x)
+
+        model = Spy(4, 4)
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        fsdp.fully_shard(model, mp_policy=policy)
+        for sync in (True, False, False, True, True):
+            model.set_requires_gradient_sync(sync)
+            backward(model, data(rank, 0, 2, 4))
+        return seen
+
+    narrow, wide = torch.bfloat16, torch.float32
+    assert agree(see) == [wide, narrow, wide, wide, wide, narrow]
+
+
+@on_ranks(2)
+def test_t16_unused_parameters_of_any_gradient_dtype(rank: int, n_ranks: int) -> None:
+    def see(fsdp: Any) -> Any:
+        model = Either()
+        model.b.grad_dtype = None
+        fsdp.fully_shard(model)
+        model.set_reduce_scatter_unused_params(True)
+        text = "Reducing unused parameters with grad_dtype=None"
+        kind = raised(lambda: backward(model, torch.ones(4), "a"), text, "reduce_dtype", "b")
+        model.reset_iter_state()
+        model.set_reduce_scatter_unused_params(False)
+        parameters = shards(model)
+        backward(model, torch.ones(4), "a")
+        return kind, gradients(parameters)
+
+    kind, grads = agree(see)
+    assert kind == "ValueError" and grads["b"] is None
+
+
+@on_ranks(2)
+def test_t5_storage_that_is_kept(rank: int, n_ranks: int) -> None:
+    def see(fsdp: Any) -> Any:
+        model = sharded(fsdp)
+        unit = model.blocks[0]
+        parameters = shards(model)
+        backward(model, data(rank))
+        seen = []
+
+        def pointer() -> tuple[Tensor, int]:
+            unit.unshard()
+            return unit.up.weight, unit.up.weight.data_ptr()
+
+        model.set_keep_unsharded_storage(True)
+        weight, before = pointer()
+        backward(model, data(rank, 1))
+        seen += [weight.untyped_storage().nbytes() > 0, weight.data_ptr() == before]
+        with torch.no_grad():
+            for parameter in parameters.values():
+                parameter.add_(1)
+        backward(model, data(rank, 2))
+        again, after = pointer()
+        seen += [again is weight, after == before, weight.detach().clone()]
+        model.set_keep_unsharded_storage(False, recurse=False)
+        unit.set_keep_unsharded_storage(False)
+        unit.reshard()
+        seen.append(weight.untyped_storage().nbytes())
+        backward(model, data(rank, 3))
+        return seen, gradients(parameters)
+
+    seen, _ = agree(see)
+    assert seen[:4] == [True] * 4 and seen[-1] == 0
