@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from parity import Tolerance, compare, local
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -83,26 +84,35 @@ class Side:
             return error
         return None
 
-    def see(self, new: list[str]) -> dict[str, Any]:
-        """All that a user sees after a line that gave values to the `new` names."""
+    def see(self, new: list[str], is_optimizer: bool) -> dict[str, Any]:
+        """All that a user sees after a line that gave values to the `new` names.
+
+        An optimizer's state is looked at after lines that name it.
+        """
         seen = {name: self.names[name] for name in new if name in self.names}
+        if is_optimizer and "optimizer" in self.names:
+            seen["state"] = list(self.names["optimizer"].state.values())
         if self.counting is not None:
             seen["collectives"] = dict(sorted(self.counting.counts.items()))
-        model = self.names.get("model")
-        if model is None:
-            return seen
-        shards = self.names.get("shards", {})
-        # What is a shard as well is seen once.
-        registered = {
-            name: "shard" if p is shards.get(name) else p for name, p in model.named_parameters()
-        }
-        seen["registered"] = registered
-        others = [p for p in registered.values() if not isinstance(p, str)]
-        seen["registered gradient"] = [p.grad for p in others]
-        seen["buffer"] = dict(model.named_buffers())
-        seen["shard"] = shards
-        seen["gradient"] = {name: p.grad for name, p in shards.items()}
+        for prefix in ("", "second_"):
+            if f"{prefix}model" in self.names:
+                shards = self.names.get(f"{prefix}shards", {})
+                seen[f"{prefix}model"] = see_model(self.names[f"{prefix}model"], shards)
         return seen
+
+
+def see_model(model: nn.Module, shards: dict[str, nn.Parameter]) -> dict[str, Any]:
+    # What is a shard as well is seen once.
+    registered = {
+        name: "shard" if p is shards.get(name) else p for name, p in model.named_parameters()
+    }
+    return {
+        "registered": registered,
+        "registered gradient": [p.grad for p in registered.values() if not isinstance(p, str)],
+        "buffer": dict(model.named_buffers()),
+        "shard": shards,
+        "gradient": {name: p.grad for name, p in shards.items()},
+    }
 
 
 def assigned(tree: ast.AST) -> list[str]:
@@ -127,12 +137,13 @@ def tolerance_of(program: Program, theirs: Side) -> Tolerance:
 
 def align(ours: Side, theirs: Side) -> None:
     """Go on from torch's shards and gradients where bits differ within the tolerance."""
-    for name, other in theirs.names.get("shards", {}).items():
-        mine = ours.names["shards"][name]
-        for to, source in ((mine, other), (mine.grad, other.grad)):
-            if source is not None and not torch.equal(local(to), local(source)):
-                with torch.no_grad():
-                    local(to).copy_(local(source))
+    for group in ("shards", "second_shards"):
+        for name, other in theirs.names.get(group, {}).items():
+            mine = ours.names[group][name]
+            for to, source in ((mine, other), (mine.grad, other.grad)):
+                if source is not None and not torch.equal(local(to), local(source)):
+                    with torch.no_grad():
+                        local(to).copy_(local(source))
 
 
 def judge(ours: Exception | None, theirs: Exception | None) -> str:
@@ -155,6 +166,7 @@ def run_program(rank: int, program: Program, report: Report, fault: str = "") ->
     """Adds to the report; all ranks stop after the same block."""
     theirs = Side(torch_fsdp, rank, program)
     ours = Side(harness.implementation(), rank, program)
+    ours.names["elsewhere"], theirs.names["elsewhere"] = theirs.names, ours.names
     number = 0
     for block in (program.setup, *program.blocks):
         failure, ends = None, ""
@@ -199,8 +211,13 @@ def run_line(
         # What a pass leaves that failed half-way is each side's own affair.
         return None, f"{type(error).__name__} at {line.splitlines()[0][:60]}: {str(error)[:90]}"
     try:
-        new = assigned(tree)
-        compare(ours.see(new), theirs.see(new), tolerance_of(program, theirs), "")
+        new, is_optimizer = assigned(tree), "optimizer" in line
+        compare(
+            ours.see(new, is_optimizer),
+            theirs.see(new, is_optimizer),
+            tolerance_of(program, theirs),
+            "",
+        )
     except AssertionError as difference:
         return Failure(program.seed, "differs", line, str(difference)), ""
     if program.tolerance.realign:

@@ -5,7 +5,7 @@ each place says what.
 """
 
 from differential.program import WORLDS, Program
-from differential.setting import Setting
+from differential.steps import STEP_BLOCKS, Steps
 
 REFUSED = [
     "fsdp.fully_shard(model)",
@@ -32,7 +32,7 @@ def make_program(seed: int, world: int | None = None) -> Program:
     return Writer(seed, world or WORLDS[seed % len(WORLDS)]).write()
 
 
-class Writer(Setting):
+class Writer(Steps):
     """Writes blocks of lines; each chooses freely among what the setting allows."""
 
     def write(self) -> Program:
@@ -46,91 +46,7 @@ class Writer(Setting):
         self.program.tolerance = self.tolerance()
         return self.program
 
-    # --- what lines are made of -------------------------------------------------------------------
-
-    def x(self) -> str:
-        self.n_inputs += 1
-        if self.stem == "embedding":
-            return f"tokens(rank, {self.n_inputs})"
-        dtype = ", dtype=torch.float64" if self.is_double else ""
-        return f"data(rank, {self.n_inputs}, {self.rng.randint(1, 4)}, {self.width}{dtype})"
-
-    def use(self) -> str:
-        """Which layers run. Torch fails where a module of a group runs twice or not at all."""
-        if self.groups or self.around == "reentrant" or not self.chance(0.3):
-            return ""
-        order = range(len(self.layers))
-        chosen = self.rng.sample(order, self.rng.randint(1, len(self.layers)))
-        if not self.has_hooks and self.chance(0.4):
-            chosen.append(self.rng.choice(chosen))
-            self.adds_many = True
-        return f", use={tuple(chosen)}"
-
-    def forward(self, use: str | None = None) -> str:
-        keyword = "x=" if self.chance(0.1) else ""
-        return f"model({keyword}{self.x()}{self.use() if use is None else use})"
-
-    def finish(self) -> list[str]:
-        """Optimizer step and clearing of gradients; at times nothing, so that they add up."""
-        if self.chance(0.12):
-            self.adds_many = True
-            return []
-        lines = ["scaled = halve_gradients(shards)"] if self.chance(0.1) else []
-        if self.program.has("set_reshard_after_backward(False"):
-            # Torch goes on with old weights where a unit is unsharded while its shards change.
-            lines.append("reshard(model, fsdp)")
-        if not self.ignores and self.chance(0.25):
-            norm = self.rng.choice(["", "", ", norm_type=1", ", norm_type=3", ", foreach=True"])
-            lines.append(f"norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5{norm})")
-        elif not self.ignores and self.chance(0.05):
-            lines.append("norm = nn.utils.clip_grad_value_(model.parameters(), 0.1)")
-        lines.append("optimizer.step()")
-        lines.append(
-            self.rng.choice(
-                [
-                    "optimizer.zero_grad()",
-                    "optimizer.zero_grad(set_to_none=False)",
-                    "model.zero_grad()",
-                    "model.zero_grad(set_to_none=False)",
-                ]
-            )
-        )
-        return lines
-
-    def hook_lines(self) -> list[str]:
-        return ["hooked = sorted(log, key=str)", "log.clear()"] if self.has_hooks else []
-
     # --- blocks -----------------------------------------------------------------------------------
-
-    def train(self) -> list[str]:
-        return [
-            f"out = {self.forward()}",
-            *self.meanwhile(),
-            self.backward(),
-            *self.hook_lines(),
-            *self.finish(),
-        ]
-
-    def meanwhile(self) -> list[str]:
-        """Something between forward and backward."""
-        if not self.chance(0.2):
-            return []
-        unit = self.unit()
-        choices = [
-            f"{unit}.unshard()",
-            f"handle = {unit}.unshard(async_op=True)",
-            "reshard(model, fsdp)",
-            f"with torch.no_grad():\n    other = {self.forward()}",
-            "model.eval()",
-            "model.train()",
-        ]
-        return [self.rng.choice(choices)]
-
-    def backward(self) -> str:
-        """Of the whole output, or of its first tensor."""
-        if self.output != "tensor" and self.chance(0.2):
-            return "loss = backward(leaves(out)[:1])"
-        return "loss = backward(out)"
 
     def evaluate(self) -> list[str]:
         forward = self.forward()
@@ -373,7 +289,8 @@ class Writer(Setting):
 
 
 BLOCKS = {
-    Writer.train: 6,
+    **STEP_BLOCKS,
+    Writer.train: 8,
     Writer.evaluate: 3,
     Writer.two_forwards: 2,
     Writer.hold: 4,

@@ -248,13 +248,29 @@ class FailInBackward(torch.autograd.Function):
         raise Planned("backward")
 
 
-def backward(out: Any, **options: Any) -> Tensor | None:
+def backward(out: Any, scaler: Any = None, **options: Any) -> Tensor | None:
     """Backward of a loss over all outputs; gives the loss."""
     if not any(leaf.requires_grad for leaf in leaves(out)):
         return None
     loss = total(out)
-    loss.backward(**options)
+    (loss if scaler is None else scaler.scale(loss)).backward(**options)
     return loss.detach()
+
+
+def floating(shards: dict[str, nn.Parameter]) -> list[nn.Parameter]:
+    return [shard for shard in shards.values() if shard.is_floating_point()]
+
+
+def step_in_backward(shards: dict[str, nn.Parameter], kind: Any) -> list[Any]:
+    """Steps each parameter in a hook of its own; gives what removes the hooks."""
+
+    def hook(shard: nn.Parameter) -> None:
+        optimizers[shard].step()
+        optimizers[shard].zero_grad()
+
+    trained = [shard for shard in shards.values() if shard.requires_grad]
+    optimizers = {shard: kind([shard], lr=0.01) for shard in trained}
+    return [shard.register_post_accumulate_grad_hook(hook) for shard in trained]
 
 
 def log_gradients(shards: dict[str, nn.Parameter], log: list[Any]) -> None:
@@ -333,6 +349,7 @@ NAMES: dict[str, Any] = {
     "columns": columns,
     "copies": copies,
     "data": data,
+    "floating": floating,
     "get_model_state_dict": get_model_state_dict,
     "halve_gradients": halve_gradients,
     "leaves": leaves,
@@ -340,6 +357,7 @@ NAMES: dict[str, Any] = {
     "planned": planned,
     "reshard": reshard,
     "set_model_state_dict": set_model_state_dict,
+    "step_in_backward": step_in_backward,
     "tokens": tokens,
     "total": total,
     "two_groups": two_groups,

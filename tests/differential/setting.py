@@ -20,6 +20,7 @@ DTYPES: list[tuple[str, str]] = [
     ("None", "torch.float64"),
 ]
 N_CHEAP_OPTIMIZERS = 3
+# DTensor cannot step Rprop, Adafactor and fused SGD.
 OPTIMIZERS = [
     "SGD({}, lr=0.05, foreach=False)",
     "SGD({}, lr=0.02, momentum=0.9, weight_decay=0.01, foreach=False)",
@@ -32,6 +33,21 @@ OPTIMIZERS = [
     "Adam({}, lr=0.01, foreach=True, amsgrad=True)",
     "RMSprop({}, lr=0.01)",
     "Adagrad({}, lr=0.01, foreach=False)",
+    "Adam({}, lr=0.01, weight_decay=0.1, foreach=False)",
+    "Adam({}, lr=0.01, maximize=True)",
+    "Adam({}, lr=torch.tensor(0.01), foreach=False)",
+    "AdamW({}, lr=torch.tensor(0.01), fused=True)",
+    "Adam({}, lr=0.01, betas=(0.0, 0.5), eps=1e-4)",
+    "AdamW({}, lr=0.01, amsgrad=True, foreach=False)",
+    "SGD({}, lr=0.02, momentum=0.9, dampening=0.5, foreach=False)",
+    "SGD({}, lr=torch.tensor(0.02), foreach=False)",
+    "RMSprop({}, lr=0.01, momentum=0.5, centered=True, foreach=False)",
+    "Adagrad({}, lr=0.01, lr_decay=0.1)",
+    "NAdam({}, lr=0.01)",
+    "RAdam({}, lr=0.01, foreach=False)",
+    "Adamax({}, lr=0.01, foreach=False)",
+    "Adadelta({}, lr=0.1, foreach=False)",
+    "ASGD({}, lr=0.01, foreach=False)",
 ]
 LAYER_NAMES = (
     "block block block linear linear norm tied tiny unused frozen buffered recurrent nested nested"
@@ -158,9 +174,9 @@ class Setting:
             add("log = []")
             add("log_gradients(shards, log)")
 
-    def optimizer(self) -> str:
+    def optimizer(self, is_any: bool = False) -> str:
         # Each rank's DTensor has to learn each optimizer anew.
-        is_any = self.chance(0.5 / self.program.world)
+        is_any = is_any or self.chance(0.5 / self.program.world)
         choices = OPTIMIZERS if is_any else OPTIMIZERS[:N_CHEAP_OPTIMIZERS]
         if self.ignores:  # foreach takes tensors of one kind
             choices = [words for words in choices if "foreach=False" in words]

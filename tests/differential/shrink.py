@@ -94,6 +94,7 @@ globals().update(NAMES)
 fsdp = importlib.import_module(os.environ.get("SIDE", "fsdp_c"))
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
+elsewhere = globals()
 torch.manual_seed(1)
 
 {body}
