@@ -132,8 +132,8 @@ def announce(group: dist.ProcessGroup) -> None:
     if group.size() == 1 or group in _announced or group not in c10d._world.pg_map:
         return
     _announced.add(group)
-    store = c10d._world.pg_map[group][1]
-    if store is not None and dist.get_backend(group) not in _NO_PROCESSES:
+    store = _store_of(group)
+    if store is not None:
         store.set(_process_key(group.rank()), _this_process())
 
 
@@ -213,8 +213,7 @@ def transport_kind(group: dist.ProcessGroup) -> str:
 
 def _make_transport(group: dist.ProcessGroup) -> _C.Transport:
     wanted = _env.TRANSPORT.get()
-    store = c10d._world.pg_map[group][1] if group in c10d._world.pg_map else None
-    is_reachable = store is not None and dist.get_backend(group) not in _NO_PROCESSES
+    is_reachable = _store_of(group) is not None
     if not is_reachable and (wanted != "shm" or group.size() > 1):
         if wanted == "shm":
             raise NotImplementedError(
@@ -224,11 +223,8 @@ def _make_transport(group: dist.ProcessGroup) -> _C.Transport:
         return _new_transport(group, "callback", _no_exchange)
     if group.size() == 1:
         return _new_transport(group, "callback" if wanted == "callback" else "shm", _no_exchange)
-    if group not in _rendezvous:
-        _rendezvous[group] = Rendezvous(
-            store, group.rank(), group.size(), _timeout_s(group), _label(group)
-        )
-    exchange = _rendezvous[group].exchange
+    exchange = exchange_for(group)
+    assert exchange is not None
     _agree(group, exchange, wanted)
     if wanted == "callback":
         return _new_transport(group, "callback", exchange)
@@ -394,12 +390,25 @@ def communicator_for(group: dist.ProcessGroup) -> Communicator:
 
 
 def exchange_for(group: dist.ProcessGroup) -> Callable[[str, bytes], list[bytes]] | None:
-    """Exchanges bytes between the ranks of a group that has a transport, as `Rendezvous.exchange`.
+    """Exchanges bytes between the ranks of a group, as `Rendezvous.exchange`.
 
     None where the ranks have no store in common (or nobody to talk to).
     """
-    rendezvous = _rendezvous.get(group)
-    return None if rendezvous is None else rendezvous.exchange
+    store = _store_of(group)
+    if store is None or group.size() == 1:
+        return None
+    if group not in _rendezvous:
+        _rendezvous[group] = Rendezvous(
+            store, group.rank(), group.size(), _timeout_s(group), _label(group)
+        )
+    return _rendezvous[group].exchange
+
+
+def _store_of(group: dist.ProcessGroup) -> dist.Store | None:
+    """The store that the group's ranks, as processes, have in common."""
+    if group not in c10d._world.pg_map or dist.get_backend(group) in _NO_PROCESSES:
+        return None
+    return c10d._world.pg_map[group][1]
 
 
 def global_ranks(group: dist.ProcessGroup) -> list[int]:

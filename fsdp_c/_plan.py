@@ -25,6 +25,11 @@ _SUMMABLE = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float
 
 def why_torch(group: FSDPParamGroup) -> str:
     """What the unit has that only torch's own implementation can run; empty: the core runs it."""
+    return why_torch_everywhere(group) or why_torch_here(group)
+
+
+def why_torch_everywhere(group: FSDPParamGroup) -> str:
+    """What of that comes with the arguments of fully_shard: alike on all ranks."""
     mesh_info = group.mesh_info
     if group.device.type != "cpu":
         return f"it is on {group.device.type}"
@@ -40,6 +45,13 @@ def why_torch(group: FSDPParamGroup) -> str:
         return "reshard_after_forward is an int"
     if isinstance(group.offload_policy, CPUOffloadPolicy) and group.offload_policy.pin_memory:
         return "offloading to pinned memory"
+    if dist.get_backend(mesh_info.shard_process_group) == "fake":
+        return "a fake process group"
+    return next(filter(None, map(_why_not_plain, group.fsdp_params)), "")
+
+
+def why_torch_here(group: FSDPParamGroup) -> str:
+    """What of that is set later, perhaps by a tool that runs on one rank alone."""
     if group._all_reduce_hook is not None:
         return "an all-reduce hook"
     comms = type(group._all_gather_comm), type(group._reduce_scatter_comm)
@@ -47,13 +59,25 @@ def why_torch(group: FSDPParamGroup) -> str:
         return "custom collectives"
     if reason := _patches.replaced_on(group):
         return reason
-    if dist.get_backend(mesh_info.shard_process_group) == "fake":
-        return "a fake process group"
     if torch._C._len_torch_dispatch_stack() != 0:
         return "a dispatch mode was active in the first forward"
     if torch._C._are_functorch_transforms_active():
         return "a functorch transform was active in the first forward"
-    return next(filter(None, map(_why_not_plain, group.fsdp_params)), "")
+    return ""
+
+
+def agreed_reason(groups: Sequence[FSDPParamGroup], mine: str) -> str:
+    """A reason for torch's road that some rank has, this one's first; collective."""
+    meshes = [group.mesh_info for group in groups]
+    process_groups = [mesh_info.shard_process_group for mesh_info in meshes]
+    process_groups += [m.replicate_process_group for m in meshes if isinstance(m, HSDPMeshInfo)]
+    for process_group in dict.fromkeys(process_groups):
+        exchange = _comm.exchange_for(process_group)
+        if exchange is not None:
+            answers = exchange("choice of implementation", mine.encode())
+            others = zip(_comm.global_ranks(process_group), answers, strict=True)
+            mine = mine or next((f"{text.decode()} on rank {r}" for r, text in others if text), "")
+    return mine
 
 
 def runs_on_core(group: FSDPParamGroup) -> bool:

@@ -111,17 +111,23 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
             raise
 
     def _why_torch(self, states: list[Any], groups: list[Any]) -> str:
-        """What keeps the tree from the core; empty if nothing does."""
+        """What keeps the tree from the core, on this rank or another; empty if nothing does."""
         if self._is_root is not True:
             return "its units ran forward without their root"
         if not all(isinstance(part, FSDPState | FSDPParamGroup) for part in (*states, *groups)):
             return "some of its units were sharded by torch's fully_shard"
+        for group in groups:
+            if not group._is_bound and (reason := _plan.why_torch_everywhere(group)):
+                return f"unit {_plan.unit_name(group)}: {reason}"
+        return _plan.agreed_reason(groups, self._why_torch_here(groups))
+
+    def _why_torch_here(self, groups: list[Any]) -> str:
         if reason := _patches.replaced():
             return reason
         for group in groups:
-            reason = group.left_because or ("" if group._is_bound else _plan.why_torch(group))
+            reason = group.left_because or ("" if group._is_bound else _plan.why_torch_here(group))
             if reason:
-                return f"unit {group._module_fqn or '(root)'}: {reason}"
+                return f"unit {_plan.unit_name(group)}: {reason}"
         return ""
 
     def _join_core(self, states: list[FSDPState], groups: list[FSDPParamGroup]) -> None:

@@ -222,6 +222,9 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
         if self._on_torch_road:  # it may be unsharded there, for instance by an early unshard()
             return
         self._unbind()
+        for domain in self._binding or ():
+            if isinstance(domain, _C.Domain):
+                domain.leave()
         self._binding = self._tree = None
         self._on_torch_road = True
         self.left_because = self.left_because or reason

@@ -5,7 +5,9 @@ import io
 
 import harness
 import models
+import pytest
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from models import Net, data
 from parity import Pair, Side, on_ranks
 
@@ -86,3 +88,40 @@ def test_parameters_can_be_copied_and_saved(rank: int, n_ranks: int) -> None:
     weight = next(net.blocks[0].parameters())
     torch.testing.assert_close(copy.deepcopy(weight).to_local(), weight.to_local())
     torch.save({"weight": weight}, io.BytesIO())
+
+
+@on_ranks(2, 3)
+def test_hook_of_one_rank_before_the_first_forward(rank: int, n_ranks: int) -> None:
+    """The others learn of it and take torch's road too."""
+    pair = Pair(Net, models.shard_blocks)
+    if rank == n_ranks - 1:
+        pair.do(lambda side: side.model.blocks[0].set_all_reduce_hook(lambda reduced: None))
+    for step in range(2):
+        pair.step(data(rank, step))
+    pair.skip_if_same()
+    assert not runs_on_core(pair.ours)
+    reason = pair.ours.model._get_fsdp_state()._fsdp_param_groups[0].left_because
+    assert "blocks.0" in reason and "hook" in reason
+    assert (f"on rank {n_ranks - 1}" in reason) == (rank < n_ranks - 1)
+
+
+@on_ranks(2)
+def test_hook_of_one_rank_between_steps(rank: int, n_ranks: int) -> None:
+    """Then the others are in their forward already, and are told at once."""
+    fsdp = harness.implementation()
+    if fsdp is torch_fsdp:
+        return
+    model = Net()
+    models.shard_blocks(model, fsdp)
+    model(data(rank)).sum().backward()
+    if rank == 0:
+        model.blocks[0].set_all_reduce_hook(lambda reduced: None)
+        return
+    model.reshard()
+    before = [parameter._local_tensor.clone() for parameter in model.parameters()]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="rank 0 no longer runs.*set on all ranks"):
+            model(data(rank))
+    model.reshard()
+    after = [parameter._local_tensor for parameter in model.parameters()]
+    assert all(map(torch.equal, before, after))

@@ -133,6 +133,14 @@ PyObject *domain_bytes(PyObject *self, PyObject *)
     });
 }
 
+PyObject *domain_leave(PyObject *self, PyObject *)
+{
+    return guarded([&]() -> PyObject * {
+        fc_domain_leave(domain_of(self));
+        Py_RETURN_NONE;
+    });
+}
+
 // Gives back what set-up freed (shards that moved, placeholders of unsharded parameters), and keeps
 // large tensors off the heap from now on: glibc's aligned allocation cannot reuse a hole of exactly
 // the size asked for, so a heap of gradients grows with every unit.
@@ -154,6 +162,8 @@ PyMethodDef methods[] = {
      "tune_heap(n): trims the heap; allocations of n bytes and more (0: no change) stay off it."},
     {"layout", domain_layout, METH_O,
      "layout(unit) -> (unsharded bytes, [(offset, is aliased), ...])"},
+    {"leave", domain_leave, METH_NOARGS,
+     "leave(): peers that wait for this rank get an error from now on."},
     {"bytes", domain_bytes, METH_NOARGS,
      "bytes() -> {'region': mapped bytes, 'arena': reduce slots of a rank}"},
     {nullptr, nullptr, 0, nullptr}};

@@ -304,6 +304,24 @@ fc_status domain_check_peer(const fc_domain *domain, int peer, const char *op, c
         unit != NULL ? " of unit " : "", unit != NULL ? unit : "");
 }
 
+/* FC_ERR_PEER if `peer` has left the domain and never ended the phase that this rank is in. */
+static fc_status check_present(const fc_domain *domain, int peer, const char *op, const char *unit)
+{
+    const clock_line *line = domain_clock(domain, peer);
+
+    if (fc_word_load(&line->clock) != CLOCK_LEFT ||
+        fc_word_load(&line->completed) >= phase_of(domain->clock)) {
+        return FC_OK;
+    }
+    return fc_fail(FC_ERR_PEER,
+                   "rank %d no longer runs this model on the core, and rank %d waits for it in "
+                   "%s%s%s: hooks, collectives or replaced functions that only torch's "
+                   "implementation has must be set on all ranks",
+                   fc_transport_global_rank(domain->transport, peer),
+                   fc_transport_global_rank(domain->transport, domain->rank), op,
+                   unit != NULL ? " of unit " : "", unit != NULL ? unit : "");
+}
+
 /* Waits until every peer's clock is at least `target`. A peer that has left the phase by an
  * exception is an error only at its end: until then this rank may be about to raise the same
  * exception. */
@@ -324,6 +342,7 @@ static fc_status await_clocks(fc_domain *domain, uint64_t target, const char *op
         if (!fc_domain_is_open(domain)) {
             FC_TRY(domain_check_peer(domain, peer, op, unit));
         }
+        FC_TRY(check_present(domain, peer, op, unit));
     }
     return FC_OK;
 }
@@ -376,4 +395,10 @@ void fc_domain_fail(fc_domain *domain)
                              phase_of(domain->clock));
     }
     set_clock(domain, domain->clock | PHASE_CLOSED);
+}
+
+void fc_domain_leave(fc_domain *domain)
+{
+    fc_domain_fail(domain);
+    set_clock(domain, CLOCK_LEFT);
 }

@@ -12,7 +12,8 @@
  * every peer has reached it (fc_domain_ready), and closing it waits until every peer has closed it
  * (fc_domain_close), hence has read its last byte: between phases an owner may write its shards. A
  * rank that skips a phase is seen by its later word. A second word names the last phase that an
- * exception ended; peers that were still in it get an error.
+ * exception ended; peers that were still in it get an error. The largest clock says that the rank
+ * has left for good.
  *
  * Over a message transport there is no clock: the collectives order the ranks.
  *
@@ -79,6 +80,8 @@ void fc_domain_mark_closed(fc_domain *domain);
 FC_MUST_CHECK fc_status fc_domain_close(fc_domain *domain);
 /* Ends an open phase as failed; local. */
 void fc_domain_fail(fc_domain *domain);
+/* Says that this rank opens no more phases: who waits for it gets an error instead. Local. */
+void fc_domain_leave(fc_domain *domain);
 bool fc_domain_is_open(const fc_domain *domain);
 bool fc_domain_in_backward(const fc_domain *domain);
 

@@ -14,6 +14,8 @@ enum {
 #define STEP_SHIFT 24
 #define PHASE_MASK ((UINT64_C(1) << (STEP_SHIFT - PHASE_SHIFT)) - 1)
 #define STATE_MASK ((UINT64_C(1) << PHASE_SHIFT) - 1)
+/* The clock of a rank that has left: later than every phase, and closed. */
+#define CLOCK_LEFT UINT64_MAX
 
 /* What one rank says about its phases. Written by that rank alone. */
 typedef struct clock_line {
