@@ -380,8 +380,11 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
             self.force_sum_reduction_for_comms = forced
 
     def finalize_backward(self) -> None:
+        """Not called by the core, but by who calls post_backward() himself."""
         if not self._is_bound:
             super().finalize_backward()
+        elif self._tree is not None and self._tree.awaits_end:
+            self._tree.end_backward()  # of all units: a phase ends for all of them at once
 
     def _reset_iter_state(self) -> None:
         if not self._is_bound:

@@ -56,7 +56,8 @@ struct PostBackward : public torch::autograd::Node {
     std::string name() const override { return "RegisterPostBackwardFunctionBackward"; }
 };
 
-// On the node, not the tensor: an in-place operation on a view of the output cannot lose it.
+// On the node, not the tensor: an in-place operation on a view of the output cannot lose it. Among
+// the node's hooks for tensors: those that a user puts on the output afterwards run after it.
 struct PreBackward : public torch::autograd::FunctionPreHook {
     StateHandle state;
 
@@ -135,13 +136,13 @@ void hook_outputs(StateObject *state, const std::vector<at::Tensor> &tensors)
 {
     for (const at::Tensor &tensor : tensors) {
         if (const auto &node = tensor.grad_fn()) {
-            node->add_pre_hook(std::make_unique<PreBackward>(state));
+            node->add_tensor_pre_hook(std::make_unique<PreBackward>(state));
             // Changing a view in place goes around its node: then the base's node is the first of
             // this unit's.
             const bool is_view = tensor.is_view();
             const NodePtr base = is_view ? tensor._base().grad_fn() : NodePtr();
             if (base && base->sequence_nr() >= state->entry_sequence) {
-                base->add_pre_hook(std::make_unique<PreBackward>(state));
+                base->add_tensor_pre_hook(std::make_unique<PreBackward>(state));
             }
         } else {
             torch::autograd::impl::add_hook(tensor, std::make_unique<PreBackward>(state));

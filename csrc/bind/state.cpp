@@ -10,6 +10,7 @@
 
 #include <structmember.h>
 #include <torch/csrc/Dtype.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 namespace fc {
 
@@ -351,6 +352,12 @@ PyObject *tree_get_iteration_root(PyObject *self, void *)
     return Py_NewRef(root != nullptr ? reinterpret_cast<PyObject *>(root) : Py_None);
 }
 
+PyObject *tree_awaits_end(PyObject *self, void *)
+{
+    const bool by_autograd = torch::autograd::get_current_graph_task_id() != -1;
+    return PyBool_FromLong(tree_in_backward(as<TreeObject>(self)) && !by_autograd);
+}
+
 PyMemberDef tree_members[] = {
     {"states", T_OBJECT, offsetof(TreeObject, states), READONLY, "in named_modules order"},
     {"domains", T_OBJECT, offsetof(TreeObject, domains), READONLY, nullptr},
@@ -358,6 +365,8 @@ PyMemberDef tree_members[] = {
 
 PyGetSetDef tree_properties[] = {{"iteration_root", tree_get_iteration_root, nullptr,
                                   "the state that began the current forward", nullptr},
+                                 {"awaits_end", tree_awaits_end, nullptr,
+                                  "whether a backward is open that autograd will not end", nullptr},
                                  {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyMethodDef tree_methods[] = {

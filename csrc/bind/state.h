@@ -74,7 +74,8 @@ void tree_finalize_backward(TreeObject *tree);
 // The running phase ended in an exception: tells peers at once; this rank's own state is put right
 // at its next use.
 void tree_fail(TreeObject *tree);
-// Drops everything of the running step: after exceptions and on reset_iter_state().
+// Drops everything of the running step: after exceptions and on reset_iter_state(). A forward that
+// was left by an exception leaves gradients, and units that were unsharded by hand, alone.
 void tree_reset(TreeObject *tree, bool drop_gradients);
 void group_post_backward(TreeObject *tree, GroupObject *group);
 

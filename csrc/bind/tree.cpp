@@ -348,8 +348,10 @@ void tree_reset(TreeObject *tree, bool drop_gradients)
             group->training = static_cast<int>(Training::idle);
             group->forwards = group->backwards = 0;
             group->defers_hooks = false;
-            group->unit->reshard();
-            group->unit->drop_pending();
+            if (drop_gradients || !group->unit->has_own_memory()) {
+                group->unit->reshard();
+                group->unit->drop_pending();
+            }
             if (drop_gradients) {
                 group->unit->drop_gradients();
                 group->post_backward_pending = false;

@@ -90,6 +90,8 @@ public:
     fc_domain *replicate_domain() const { return replicate_domain_; }
     bool is_unsharded() const { return unsharded_; }
     bool is_pending() const { return requested_; }
+    // True if what is unsharded outlives the phase.
+    bool has_own_memory() const { return slot_ != nullptr; }
     const std::vector<Param> &params() const { return params_; }
     int traverse(visitproc visit, void *arg);
 

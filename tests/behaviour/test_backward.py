@@ -66,6 +66,26 @@ def test_b1_a_gradient_of_an_output_unshards(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(2)
+def test_b1_hooks_of_the_user_on_an_output_run_later(rank: int, n_ranks: int) -> None:
+    def see(fsdp: Any) -> Any:
+        model = chain(fsdp)
+        seen = []
+
+        def look(module: nn.Module, args: Any, output: Tensor) -> None:
+            output.register_hook(lambda grad: seen.append(own(module)))
+
+        for unit in model:  # after fully_shard, so they see what FSDP has hooked
+            unit.register_forward_hook(look)
+        backward(model, torch.ones(2, 4))
+        x = model[0](torch.ones(2, 4))
+        torch.autograd.grad(x.sum(), x)  # a gradient that goes no further
+        return seen, own(model[0])
+
+    seen, after = agree(see)
+    assert seen == ["unsharded"] * 3 and after == "sharded"
+
+
+@on_ranks(2)
 def test_b4_a_gather_for_nothing_is_dropped(rank: int, n_ranks: int) -> None:
     def see(fsdp: Any) -> Any:
         model = sharded(fsdp, Branches)

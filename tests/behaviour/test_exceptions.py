@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from models import data
+from models import Branches, data
 from parity import on_ranks, total
 from torch import Tensor, nn
 
@@ -66,6 +66,29 @@ def test_x1_gradients_are_right_after_a_failed_forward(rank: int, n_ranks: int) 
 
     kind, grads = agree(see)
     assert kind == "ValueError" and None not in grads.values()
+
+
+@on_ranks(2)
+def test_x1_units_unsharded_by_hand_stay_so(rank: int, n_ranks: int) -> None:
+    def see(fsdp: Any) -> Any:
+        model = sharded(fsdp, Branches)
+        parameters = shards(model)
+        backward(model, data(rank))
+        for parameter in parameters.values():
+            parameter.grad = None
+        model.blocks[2].unshard()
+        with torch.no_grad():
+            model.blocks[2].up.bias.fill_(3.0)  # lasts until the unit is resharded
+        fail_once(model.blocks[1])
+        kind = raised(lambda: model(data(rank)), "on purpose")
+        output = model(data(rank, 1), use=(0, 1))
+        kept = registered(model)[-1], model.blocks[2].up.bias.max().item()
+        total(output).backward()
+        return kind, *kept, gradients(parameters)
+
+    kind, state, value, grads = agree(see)
+    assert (kind, state, value) == ("ValueError", "unsharded", 3.0)
+    assert grads["blocks.2.up.weight"] is None and grads["blocks.1.up.weight"] is not None
 
 
 @on_ranks(2)

@@ -411,6 +411,32 @@ def test_ps24_ps25_ps28_ps31_what_a_group_says(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(2)
+def test_ps27_a_backward_that_is_ended_by_hand(rank: int, n_ranks: int) -> None:
+    """Micro-batches without synchronization, then each unit's end, as schedules of old did."""
+
+    def see(fsdp: Any) -> Any:
+        model = sharded(fsdp)
+        parameters = shards(model)
+        groups = [group_of(unit) for unit in (model, *model.blocks)]
+        seen = []
+        for step in range(2):
+            model.set_requires_gradient_sync(False)
+            model.set_reshard_after_backward(False)
+            backward(model, data(rank, step))
+            model.set_requires_gradient_sync(True)
+            model.set_reshard_after_backward(True)
+            for group in groups:
+                group.post_backward()
+                group.finalize_backward()
+                group._training_state = TrainingState.IDLE
+            seen += [gradients(parameters), own(model.stem)]
+        return seen
+
+    seen = agree(see)
+    assert None not in seen[0].values() and seen[1] == "sharded"
+
+
+@on_ranks(2)
 def test_ps26_ps27_ps35_bare_group(rank: int, n_ranks: int) -> None:
     """A group made by its constructor, and the steps of a forward by hand."""
 
