@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,17 +30,41 @@ def compute_dtype(fsdp_param: Any) -> torch.dtype:
     return fsdp_param.param_dtype or fsdp_param.orig_dtype
 
 
-def reduce_dtype(fsdp_param: Any) -> torch.dtype:
-    """The dtype in which the parameter's gradients are summed."""
+def held_dtype(fsdp_param: Any) -> torch.dtype:
+    """The dtype in which micro-batches without synchronization are added up."""
     if HAS_GRAD_DTYPE:
         return fsdp_param.unsharded_grad_dtype or compute_dtype(fsdp_param)
     return fsdp_param.reduce_dtype or compute_dtype(fsdp_param)
 
 
+def settle_reduce_dtypes(fsdp_params: Sequence[Any]) -> None:
+    """One dtype for the sums of a unit's gradients: the widest that one of them is held in.
+
+    Parameters of another original dtype, which torch refuses, keep to themselves.
+    """
+    held: dict[torch.dtype, set[torch.dtype]] = {}
+    for fsdp_param in fsdp_params:
+        if fsdp_param.sharded_param.requires_grad:
+            held.setdefault(fsdp_param.orig_dtype, set()).add(held_dtype(fsdp_param))
+    for fsdp_param in fsdp_params:
+        dtypes = held.get(fsdp_param.orig_dtype, set()) | {held_dtype(fsdp_param)}
+        fsdp_param.sum_dtype = functools.reduce(torch.promote_types, dtypes)
+
+
+def reduce_dtype(fsdp_param: Any) -> torch.dtype:
+    """The dtype in which the parameter's gradients are summed over ranks."""
+    return fsdp_param.sum_dtype
+
+
+def takes_any_gradient(fsdp_param: Any) -> bool:
+    """Whether sums are of the dtype that a gradient happens to have (from 2.15)."""
+    return HAS_GRAD_DTYPE and fsdp_param.unsharded_grad_dtype is None
+
+
 def grad_dtype(fsdp_param: Any) -> torch.dtype:
     """The dtype of the sharded gradient."""
     if HAS_GRAD_DTYPE:
-        return fsdp_param.sharded_grad_dtype or reduce_dtype(fsdp_param)
+        return fsdp_param.sharded_grad_dtype or held_dtype(fsdp_param)
     return fsdp_param.orig_dtype
 
 

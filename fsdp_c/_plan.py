@@ -104,6 +104,8 @@ def _why_not_plain(fsdp_param: Any) -> str:
         return f"{name} has an all-gather extension"
     if _compat.is_typed_spmd(fsdp_param):
         return f"{name} has spmd types"
+    if fsdp_param.sharded_param.requires_grad and _compat.takes_any_gradient(fsdp_param):
+        return f"gradients of {name} may be of any dtype (grad_dtype=None)"
     dtypes = {_compat.reduce_dtype(fsdp_param), _compat.grad_dtype(fsdp_param)}
     if fsdp_param.sharded_param.requires_grad and not dtypes <= _SUMMABLE:
         return f"gradients of {name} are of another dtype than floating point"

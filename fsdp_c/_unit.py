@@ -192,10 +192,11 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
         dtypes = {p.sharded_param.dtype for p in self.fsdp_params if p.sharded_param.requires_grad}
         if len(dtypes) <= 1 or self._on_torch_road or _env.is_strict():
             super()._init_mp_dtypes()
-            return
-        for fsdp_param in self.fsdp_params:
-            fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
-        _compat.allow_mixed_dtypes(self)
+        else:
+            for fsdp_param in self.fsdp_params:
+                fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
+            _compat.allow_mixed_dtypes(self)
+        _compat.settle_reduce_dtypes(self.fsdp_params)
 
     def lazy_init(self) -> None:
         super().lazy_init()

@@ -217,21 +217,6 @@ void Unit::end_deferral()
     }
 }
 
-void Unit::check_unused() const
-{
-    for (const Param &p : params_) {
-        if (holds_gradients_on_leaf && !p.leaf_grad_type && p.sharded_tensor().requires_grad()) {
-            PyErr_Format(PyExc_ValueError,
-                         "Reducing unused parameters with grad_dtype=None requires an explicit "
-                         "MixedPrecisionPolicy.reduce_dtype so every rank can build zero gradients "
-                         "of the same dtype: %s. Set reduce_dtype to the dtype its gradients "
-                         "already have.",
-                         parameter_name(p).c_str());
-            throw_python();
-        }
-    }
-}
-
 void Unit::hold()
 {
     bool any = false;
@@ -246,10 +231,9 @@ void Unit::hold()
         if (p.held.defined()) {
             p.held.add_(fresh);
             fresh = at::Tensor();
-        } else if (fresh.scalar_type() != p.reduce_type) {
-            at::Tensor kept = readable(fresh, p).to(p.reduce_type);
-            fresh = holds_gradients_on_leaf ? kept : at::Tensor();
-            p.held = holds_gradients_on_leaf ? at::Tensor() : kept;
+        } else if (!holds_gradients_on_leaf && fresh.scalar_type() != p.reduce_type) {
+            p.held = readable(fresh, p).to(p.reduce_type);
+            fresh = at::Tensor();
         } // else autograd adds the next one to it where it is
     }
     if (any && fc_domain_is_mapped(domain_) && fc_domain_n_ranks(domain_) > 1) {

@@ -156,9 +156,6 @@ void reduce_group(TreeObject *tree, GroupObject *group, bool at_end)
             unit->hold();
         } else if (at_end || group->backwards >= group->forwards) {
             // A module that ran several times is reduced once, after its last backward.
-            if (group->reduce_scatter_unused_params) {
-                unit->check_unused();
-            }
             finish_ready(tree, unit->domain(), FC_SEARCH_OLDEST);
             unit->post(group->reduce_scatter_unused_params != 0, reduce_options(group),
                        progress_of(tree));

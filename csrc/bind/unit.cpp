@@ -249,7 +249,7 @@ void Unit::drop_pending()
 {
     if (!unsharded_) {
         pending_ = requested_ = false;
-        if (!keeps_storage_) {
+        if (!stays()) {
             release_slot();
         }
     }
@@ -257,7 +257,7 @@ void Unit::drop_pending()
 
 void Unit::withhold()
 {
-    if (!unsharded_) {
+    if (!unsharded_ && !stays()) {
         storage_->set_nbytes(bytes_); // else autograd's views of it would say less
         mark_unreadable(storage_, "backward needs a parameter of FSDP unit '" +
                                       std::string(fc_unit_name(shard_)) +
@@ -269,7 +269,7 @@ void Unit::withhold()
 void Unit::reshard()
 {
     if (!unsharded_) {
-        if (storage_->nbytes() > 0) {
+        if (storage_->nbytes() > 0 && !stays()) {
             hide(storage_, unreadable_text_); // it was withheld
         }
         return;
@@ -283,7 +283,7 @@ void Unit::reshard()
     if (slot_ == nullptr) {
         discard_writes(); // a write to an unsharded parameter lasts until here
     }
-    if (!keeps_storage_ || slot_ == nullptr) {
+    if (!stays()) {
         hide(storage_, unreadable_text_);
         release_slot();
     }

@@ -128,8 +128,6 @@ public:
     // up; from pre-backward to post-backward.
     void defer_upcasts(bool reduces);
     void end_deferral();
-    // ValueError if ranks cannot agree on the dtype of zeros for unused parameters.
-    void check_unused() const;
     // Keeps gradients for a later backward; peers that reduce the unit meanwhile get an error.
     void hold();
     // Hands what there is to the reduction, zeros for unused parameters if `with_unused`.
@@ -164,6 +162,8 @@ private:
     void gather_messages();
     void take_slot();
     void release_slot();
+    // True if reshard leaves the memory.
+    bool stays() const { return keeps_storage_ && slot_ != nullptr; }
 
     std::vector<at::Tensor> take_gradients(bool with_unused, bool with_partial_sums);
     void post_mapped(std::vector<at::Tensor> grads, const Progress &progress);

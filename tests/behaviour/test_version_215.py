@@ -599,6 +599,34 @@ def test_t17_t18_t41_gradient_dtypes_of_parameters(rank: int, n_ranks: int) -> N
     assert dtypes == [torch.float64, torch.float32, torch.bfloat16, torch.float32]
 
 
+@pytest.mark.parametrize("wide", [torch.float64, torch.float32], ids=str)
+@on_ranks(3, 4)
+def test_t38_a_unit_is_reduced_in_one_dtype(rank: int, n_ranks: int, wide: torch.dtype) -> None:
+    """The widest of its parameters', also where the sum of the shards waits for the replicas."""
+
+    def see(fsdp: Any) -> Any:
+        model = Either()
+        model.a.grad_dtype = wide
+        model.b.grad_dtype = torch.bfloat16
+        mesh = hsdp_mesh() if n_ranks == 4 else None
+        fsdp.fully_shard(model, mesh=mesh)
+        parameters = shards(model)
+        seen = []
+        for sync, all_reduce in ((True, True), (True, False), (False, True), (True, True)):
+            model.set_requires_gradient_sync(sync)
+            if mesh is not None:
+                model.set_requires_all_reduce(all_reduce)
+            sum_backward(model, data(rank, len(seen), 4), "ab")
+            seen.append(gradients(parameters))
+            for parameter in parameters.values():
+                parameter.grad = None
+        return seen
+
+    # Sums of three depend on their order.
+    grads = agree(see, CLOSE if n_ranks == 3 and wide is torch.float32 else EXACT)
+    assert grads[0]["b"].dtype is torch.bfloat16
+
+
 @on_ranks(2)
 def test_t32_what_hooks_on_unsharded_parameters_see(rank: int, n_ranks: int) -> None:
     def see(fsdp: Any) -> Any:
@@ -613,15 +641,17 @@ def test_t32_what_hooks_on_unsharded_parameters_see(rank: int, n_ranks: int) -> 
                 return super().forward(x)
 
         model = Spy(4, 4)
-        policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        fsdp.fully_shard(model, mp_policy=policy)
+        fsdp.fully_shard(model, mp_policy=fsdp.MixedPrecisionPolicy(**policy))
         for sync in (True, False, False, True, True):
             model.set_requires_gradient_sync(sync)
             backward(model, data(rank, 0, 2, 4))
         return seen
 
     narrow, wide = torch.bfloat16, torch.float32
+    policy = {"param_dtype": narrow}
     assert agree(see) == [wide, narrow, wide, wide, wide, narrow]
+    policy = {"reduce_dtype": narrow}
+    assert agree(see) == [narrow] * 6
 
 
 @on_ranks(2)
