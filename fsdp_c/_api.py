@@ -12,8 +12,11 @@ from torch.distributed.fsdp import (
 
 from fsdp_c import _compat
 from fsdp_c._comm import Communicator
+from fsdp_c._dump import load_shards, save_shards
 from fsdp_c._fully_shard import fully_shard
 from fsdp_c._install import install, uninstall
+from fsdp_c._iterate import iter_full_params
+from fsdp_c._load import IncompatibleKeys, load_full
 from fsdp_c._owner import Owned, gather_to_owner, scatter_from_owner
 from fsdp_c._status import Status, TreeStatus, status
 
@@ -23,6 +26,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "Communicator",
     "FSDPModule",
+    "IncompatibleKeys",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Owned",
@@ -32,7 +36,11 @@ __all__ = [
     "fully_shard",
     "gather_to_owner",
     "install",
+    "iter_full_params",
+    "load_full",
+    "load_shards",
     "register_fsdp_forward_method",
+    "save_shards",
     "scatter_from_owner",
     "share_comm_ctx",
     "status",

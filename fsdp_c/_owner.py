@@ -13,9 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from fsdp_c import _comm, _pieces
-
-DEFAULT_BUCKET_BYTES = 32 << 20
+from fsdp_c import _buckets, _comm, _pieces
 
 # What a plan depends on: size, dtype and placements.
 _Row = tuple[tuple[int, ...], torch.dtype, tuple[Placement, ...]]
@@ -62,7 +60,8 @@ def _make_plan(
             )
         )
     buckets = []
-    for members in _fill(rows, bucket_bytes):
+    sizes = [math.prod(size) * dtype.itemsize for size, dtype, _ in rows]
+    for members in _buckets.fill([dtype for _, dtype, _ in rows], sizes, bucket_bytes):
         there = [[0] * n_ranks for _ in range(n_ranks)]
         back = [[0] * n_ranks for _ in range(n_ranks)]
         for member in members:
@@ -95,20 +94,6 @@ def _copy_of(
         coordinate.append(at)
     pairs = zip(reversed(coordinate), placements, strict=True)
     return tuple(at for at, placement in pairs if isinstance(placement, Replicate))
-
-
-def _fill(rows: Sequence[_Row], bucket_bytes: int) -> list[tuple[int, ...]]:
-    """Indices in order, by dtype; a bucket closes before it would exceed its bytes."""
-    full: list[tuple[int, ...]] = []
-    opened: dict[torch.dtype, tuple[list[int], int]] = {}
-    for index, (size, dtype, _) in enumerate(rows):
-        n_bytes = math.prod(size) * dtype.itemsize
-        members, held = opened.get(dtype, ([], 0))
-        if members and held + n_bytes > bucket_bytes:
-            full.append(tuple(members))
-            members, held = [], 0
-        opened[dtype] = [*members, index], held + n_bytes
-    return [*full, *(tuple(members) for members, _ in opened.values())]
 
 
 class Owned(Mapping[Any, torch.Tensor]):
@@ -153,7 +138,7 @@ class Owned(Mapping[Any, torch.Tensor]):
 
 @torch.no_grad()
 def gather_to_owner(
-    tensors: Sequence[Any] | Mapping[Any, Any], *, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    tensors: Sequence[Any] | Mapping[Any, Any], *, bucket_bytes: int = _buckets.DEFAULT_BYTES
 ) -> Owned:
     """Gathers each sharded tensor, whole, on exactly one rank of its mesh.
 
@@ -177,8 +162,7 @@ def gather_to_owner(
             the tensor and the rank. Nothing has been sent then.
         RuntimeError: ranks disagree about the tensors (over shared memory), or a rank is gone.
     """
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+    _buckets.check(bucket_bytes)
     named = dict(tensors) if isinstance(tensors, Mapping) else dict(enumerate(tensors))
     meshes = _by_mesh(named, "gather_to_owner")
     owned = Owned(named, bucket_bytes)

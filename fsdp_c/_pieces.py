@@ -25,6 +25,19 @@ def box_numel(box: Box) -> int:
     return math.prod(box_size(box))
 
 
+def overlap(a: Box, b: Box) -> Box | None:
+    """What two parts have in common; None if that is nothing."""
+    common = tuple(
+        slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True)
+    )
+    return common if all(part.start < part.stop for part in common) else None
+
+
+def within(part: Box, box: Box) -> Box:
+    """A part of a box, as seen from its beginning."""
+    return tuple(slice(p.start - b.start, p.stop - b.start) for p, b in zip(part, box, strict=True))
+
+
 @functools.lru_cache(maxsize=4096)
 def boxes(
     size: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]

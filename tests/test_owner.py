@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import fsdp_c
-from fsdp_c import _owner, _pieces
+from fsdp_c import _buckets, _owner, _pieces
 
 
 def whole(index: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -153,9 +153,7 @@ def test_collectives_and_bytes(rank: int, n_ranks: int) -> None:
 def test_balanced_by_size() -> None:
     assert _owner._balance([1, 8, 3, 3, 2], 2) == [0, 0, 1, 1, 1]
     assert _owner._balance([5, 5, 5], 2) == [0, 1, 0]
-    row = (4,), torch.float32, (Shard(0),)
-    other = (2,), torch.bfloat16, (Shard(0),)
-    assert _owner._fill([row, other, row, row, other], 32) == [(0, 2), (3,), (1, 4)]
+    assert _buckets.fill("aba" + "ab", [16, 4, 16, 16, 4], 32) == [(0, 2), (3,), (1, 4)]
 
 
 @on_ranks(2)

@@ -206,6 +206,8 @@ static uint32_t digest_of(const size_t *values, size_t n)
     return (uint32_t)(hash ^ hash >> 32);
 }
 
+#define EXCHANGE_PIECE_MIN ((size_t)32 << 10)
+
 /* One step: the piece from `done` on of each block. Rank r's lies at r * stride in a slot. */
 static fc_status all_to_all_step(fc_comm *comm, const fc_comm_call *call, char *recv,
                                  const char *send, const size_t *bytes, size_t stride, size_t done)
@@ -250,8 +252,12 @@ static fc_status all_to_all(fc_comm *comm, void *recv, const void *send, const s
     }
     call = fc_comm_start(comm, FC_COMM_ALL_TO_ALL, total, FC_U8, 1.0, -1);
     call.table = digest_of(bytes, n_ranks * n_ranks);
-    stride = smaller(fc_round_up(largest, PART_BYTES),
-                     FC_COMM_SLOT_MAX / n_ranks / PART_BYTES * PART_BYTES);
+    /* A slot stays in cache, but for many ranks, whose pieces would be small. */
+    stride = GATHER_PIECE_BYTES / n_ranks;
+    if (stride < EXCHANGE_PIECE_MIN) {
+        stride = smaller(EXCHANGE_PIECE_MIN, FC_COMM_SLOT_MAX / n_ranks);
+    }
+    stride = smaller(fc_round_up(largest, PART_BYTES), stride / PART_BYTES * PART_BYTES);
     FC_TRY(fc_comm_reserve(comm, &call, stride * n_ranks));
     /* At least one step, which compares the calls. */
     for (size_t done = 0; done == 0 || done < largest; done += stride) {

@@ -1,0 +1,48 @@
+"""A model's tensors by the names that its checkpoints use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+# What torch.compile and activation checkpointing put into names.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@dataclass
+class Named:
+    """A parameter (its shard, if it is sharded) or a buffer that state dicts hold."""
+
+    names: list[str]  # more than one if it is tied
+    tensor: torch.Tensor
+
+
+def clean(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def tensors_of(model: nn.Module) -> list[Named]:
+    """All of the model's, in the order of its state dict; units are resharded first. Local."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    found: dict[int, Named] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = [*module._parameters.items()]
+        own += [
+            (name, buffer)
+            for name, buffer in module._buffers.items()
+            if name not in module._non_persistent_buffers_set
+        ]
+        for name, tensor in own:
+            if tensor is not None:
+                full = clean(f"{prefix}.{name}" if prefix else name)
+                named = found.setdefault(id(tensor), Named([], tensor))
+                if full not in named.names:
+                    named.names.append(full)
+    return list(found.values())
