@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 from typing import Any
 
@@ -10,7 +11,7 @@ import models
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from harness import cached_mesh
+from harness import cached_mesh, implementation
 from models import Block, Net, data
 from parity import on_ranks
 from torch import nn
@@ -165,6 +166,30 @@ def test_i7_parameters_that_come_later(rank: int, n_ranks: int) -> None:
         return local(model.late.grad), local(model.weight.grad), full(model.weight)
 
     assert (agree(see)[2] == 3).all()
+
+
+@on_ranks(2)
+def test_i9_attributes_and_hooks_of_the_originals(rank: int, n_ranks: int) -> None:
+    """Torch makes new parameters without either; ours keeps attributes and warns of hooks."""
+
+    def see(fsdp: Any) -> Any:
+        model = nn.Linear(4, 4)
+        model.weight.mark = "mine"
+        model.bias.register_hook(lambda grad: fired.append(grad))
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            fsdp.fully_shard(model)
+        kept = [getattr(model.weight, "mark", None)]
+        backward(model, torch.ones(2, 4))
+        model.unshard()
+        kept.append(getattr(model.weight, "mark", None))
+        model.reshard()
+        return kept, ["bias" in str(w.message) for w in seen], len(fired)
+
+    fired: list[Any] = []
+    assert see(torch_fsdp) == ([None, None], [], 0)
+    if (ours := implementation()) is not torch_fsdp:
+        assert see(ours) == (["mine", "mine"], [True], 0)
 
 
 @on_ranks(2)
