@@ -57,6 +57,7 @@ def parameters_of(name: str, args: argparse.Namespace, models: list[Any]) -> lis
     api.fully_shard(model)
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
     model(x).square().sum().backward()
+    ordinary_gradients(model)
     models.append(model)
     if name != "plain":
         return list(model.parameters())
@@ -65,6 +66,15 @@ def parameters_of(name: str, args: argparse.Namespace, models: list[Any]) -> lis
         plain.append(nn.Parameter(parameter.to_local().detach().clone()))
         plain[-1].grad = parameter.grad.to_local().clone()
     return plain
+
+
+def ordinary_gradients(model: Any) -> None:
+    """Those of so deep a net vanish, and arithmetic on denormal numbers takes far longer."""
+    import torch
+
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        parameter.grad.to_local().normal_(0, 1e-3, generator=generator)
 
 
 def groups(parameters: list[Any]) -> list[dict[str, Any]]:

@@ -1,14 +1,17 @@
-"""Gradient clipping over the local tensors of sharded gradients, with torch's own collectives.
+"""Gradient clipping over the local tensors of sharded gradients.
 
-`torch.nn.utils.clip_grad_norm_` takes the norm of every gradient, stacks them, takes the norm of
-that, and multiplies every gradient. The first and the last are done here in one pass each; what
-lies between is torch's code on one DTensor, so that results have torch's bits and type.
+`torch.nn.utils.clip_grad_norm_` takes the norm of every gradient, stacks them, adds up squares over
+ranks, takes the norm of that, and multiplies every gradient. Here the first and the last are one
+pass each. What lies between is torch's code on one DTensor the first time, and then the same
+arithmetic on its local tensor, so that results have torch's type and bits; over more than two ranks
+sums are added in rank order instead of the backend's.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from fsdp_c import _comm
 from fsdp_c._native import _C
 
 
@@ -23,88 +27,125 @@ class _Layout:
     """Gradients on one mesh with the same placements."""
 
     def __init__(self, grad: DTensor) -> None:
-        self.locals = _C.Layout(grad._spec)
-        self.mesh = grad._spec.mesh
-        self.placements = grad._spec.placements
+        spec = grad._spec
+        self.locals = _C.Layout(spec)
+        self._mesh = spec.mesh
+        self._placements = spec.placements
+        self._shard_dims = [
+            dim for dim, placement in enumerate(spec.placements) if not placement.is_replicate()
+        ]
         self._norm_placements: dict[float, tuple[Any, ...]] = {}
+        self._total_specs: dict[float, DTensorSpec] = {}  # as torch lays results out
 
-    def stacked_norms(self, grads: list[Any], norm_type: float) -> DTensor | None:
-        norms = self._norms(grads, norm_type)
-        if norms is None:
+    def total(self, found: Any, norm_type: float) -> Tensor | None:
+        """The norm of all gradients; None if torch has to find it. Collective, like torch's."""
+        is_ready = found is not None and norm_type in self._total_specs
+        if norm_type > 0 and math.isfinite(norm_type) and self._all_are(is_ready):
+            return self._short_total(found, norm_type)
+        return None if found is None else self._total_by_torch(found, norm_type)
+
+    def _all_are(self, is_ready: bool) -> bool:
+        """Whether the short way is open to all ranks."""
+        if all(self._mesh.size(dim) == 1 for dim in self._shard_dims):
+            return is_ready
+        comm = self._comm()
+        return comm is not None and comm.all_agree(is_ready)
+
+    def _comm(self) -> Any:
+        if len(self._shard_dims) != 1:
             return None
+        return _comm.shared_comm_for(self._mesh.get_group(self._shard_dims[0]))
+
+    def _short_total(self, found: Any, norm_type: float) -> Tensor:
+        """What torch computes, without its dispatch, and over shared memory."""
+        norms = self._norms(found, norm_type)
+        if any(self._mesh.size(dim) > 1 for dim in self._shard_dims):
+            sums = norms**norm_type
+            self._comm().all_reduce(sums)
+            norms = sums ** (1.0 / norm_type)
+        total = torch.linalg.vector_norm(norms, norm_type)
+        return DTensor(total, self._total_specs[norm_type], requires_grad=False)
+
+    def _total_by_torch(self, found: Any, norm_type: float) -> Tensor:
+        norms = self._norms(found, norm_type)
+        meta = TensorMeta(norms.shape, norms.stride(), norms.dtype)
+        spec = DTensorSpec(self._mesh, self._placements_of_norms(norm_type), tensor_meta=meta)
+        total = torch.linalg.vector_norm(DTensor(norms, spec, requires_grad=False), norm_type)
+        if all(placement.is_replicate() for placement in total.placements):
+            self._total_specs[norm_type] = total._spec
+        return total
+
+    def _placements_of_norms(self, norm_type: float) -> tuple[Any, ...]:
         if norm_type not in self._norm_placements:
+            n_dims = 1 + max((placement.dim for placement in self._sharded()), default=0)
             one = DTensor.from_local(
-                torch.ones((1,) * grads[0].dim()), self.mesh, self.placements, run_check=False
+                torch.ones((1,) * n_dims), self._mesh, self._placements, run_check=False
             )
             placements = torch.linalg.vector_norm(one, norm_type).placements
             self._norm_placements[norm_type] = placements
-        meta = TensorMeta(norms.shape, norms.stride(), norms.dtype)
-        placements = self._norm_placements[norm_type]
-        spec = DTensorSpec(self.mesh, placements, tensor_meta=meta)
-        return DTensor(norms, spec, requires_grad=False)
+        return self._norm_placements[norm_type]
 
-    def _norms(self, grads: list[Any], norm_type: float) -> Tensor | None:
+    def _sharded(self) -> list[Any]:
+        return [self._placements[dim] for dim in self._shard_dims]
+
+    @staticmethod
+    def _norms(found: Any, norm_type: float) -> Tensor:
         if norm_type == 2.0:
-            return self.locals.norms(grads)
-        tensors = self.locals.locals(grads)
-        if tensors is None:
-            return None
+            return found.norms()
         # The largest of no elements is refused by torch, on the ranks that have none.
-        found = [t if t.numel() > 0 else t.new_zeros(1) for t in tensors]
-        return torch.stack([torch.linalg.vector_norm(t, norm_type) for t in found])
+        parts = [t if t.numel() > 0 else t.new_zeros(1) for t in found.tensors()]
+        return torch.stack([torch.linalg.vector_norm(part, norm_type) for part in parts])
 
 
 _layouts: dict[tuple[Any, Any], _Layout] = {}
 
 
-def _layout_of(grads: list[Any]) -> _Layout | None:
+def layout_of(grads: Iterable[Tensor | None]) -> _Layout | None:
     """The layout of the first gradient; None if torch has to do it all."""
-    if not grads or type(grads[0]) is not DTensor or torch._C._len_torch_dispatch_stack() != 0:
+    first: Any = next((grad for grad in grads if grad is not None), None)
+    if type(first) is not DTensor or torch.compiler.is_compiling():
         return None
-    spec = grads[0]._spec
-    if any(placement.is_partial() for placement in spec.placements) or not _agrees():
+    spec = first._spec
+    # A fake tensor has nothing to send, and other ranks may have real ones.
+    if type(first._local_tensor) is not Tensor or any(
+        placement.is_partial() for placement in spec.placements
+    ):
         return None
     key = (spec.mesh, spec.placements)
     if key not in _layouts:
-        _layouts[key] = _Layout(grads[0])
+        _layouts[key] = _Layout(first)
     return _layouts[key]
 
 
-def total_norm(
-    original: Callable[..., Tensor],
-    grads: list[Tensor],
-    norm_type: float,
-    error_if_nonfinite: bool,
-    foreach: bool | None,
-) -> Tensor:
-    """`original`, torch's `_get_total_norm`, or the same in one pass; without autograd."""
-    norm_type = float(norm_type)
-    layout = None if error_if_nonfinite else _layout_of(grads)
-    norms = None if layout is None else layout.stacked_norms(grads, norm_type)
-    if norms is None:
-        return original(grads, norm_type, error_if_nonfinite, foreach)
-    return torch.linalg.vector_norm(norms, norm_type)
+def collect(layout: _Layout | None, grads: list[Tensor]) -> Any:
+    """Local tensors of the gradients; None unless all of them have the layout and are float32."""
+    return layout.locals.collect(grads) if _may_collect(layout) else None
 
 
-def clip_with_norm(
-    original: Callable[..., None],
-    params: list[Tensor],
-    max_norm: float,
-    norm: Tensor,
-    foreach: bool | None,
-) -> None:
-    """`original`, torch's `_clip_grads_with_norm_`, or the same in one pass; without autograd."""
-    grads = [param.grad for param in params if param.grad is not None]
-    layout = _layout_of(grads)
-    factor = None if layout is None else _factor(float(max_norm), norm)
-    if factor is None or not layout.locals.multiply(grads, factor):
-        original(params, max_norm, norm, foreach)
+def collect_gradients(layout: _Layout | None, params: list[Tensor]) -> Any:
+    """`collect` for the gradients that the parameters have."""
+    return layout.locals.collect_gradients(params) if _may_collect(layout) else None
 
 
-def _factor(max_norm: float, norm: Tensor) -> float | None:
+def _may_collect(layout: _Layout | None) -> bool:
+    return layout is not None and torch._C._len_torch_dispatch_stack() == 0 and _agrees()
+
+
+def multiply(found: Any, max_norm: float, norm: Tensor) -> bool:
+    """Clips the collected gradients; False if torch has to."""
+    factor = None if found is None else _factor(float(max_norm), norm)
+    if factor is None:
+        return False
+    found.multiply(factor)
+    return True
+
+
+def _factor(max_norm: float, norm: Any) -> float | None:
     """What gradients are multiplied by, as torch computes it; None if this rank does not know."""
     if norm.dtype != torch.float32:
         return None
+    if type(norm) is DTensor and all(placement.is_replicate() for placement in norm.placements):
+        norm = norm._local_tensor
     factor: Any = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     if type(factor) is DTensor:
         if not all(placement.is_replicate() for placement in factor.placements):
@@ -121,6 +162,8 @@ def _agrees() -> bool:
         values = torch.arange(float(numel), device="cpu", dtype=torch.float32).add(1).sin()
         for scale in (1.0, 1e-30):
             tensor = values * scale
-            if not torch.equal(layout.norms([tensor])[0], torch.linalg.vector_norm(tensor)):
+            if not torch.equal(
+                layout.collect([tensor]).norms()[0], torch.linalg.vector_norm(tensor)
+            ):
                 return False
     return True

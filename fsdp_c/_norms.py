@@ -17,19 +17,21 @@ from torch.nn.utils import clip_grad
 
 from fsdp_c import _clip, _delegate, _env
 
-_FUNCTIONS: tuple[Any, ...] = (clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_)
+_FUNCTIONS: tuple[Any, ...] = (
+    clip_grad._get_total_norm,
+    clip_grad._clip_grads_with_norm_,
+    clip_grad.clip_grad_norm_,
+)
 _originals: dict[Any, Callable[..., Any]] = {}  # what torch's functions have inside
 
 
 def install() -> None:
     """Everybody who holds torch's functions gets these: the decorated functions change inside."""
-    replacements = ((_total_norm, _clip.total_norm), (_clip_with_norm, _clip.clip_with_norm))
-    for function, (over_meshes, in_one_pass) in zip(_FUNCTIONS, replacements, strict=True):
+    for function, inside in zip(_FUNCTIONS, _INSIDES, strict=True):
         cell = _delegate.decorated(function)
         if cell is not None and function not in _originals:
             original = _originals[function] = cell.cell_contents
-            one_mesh = functools.partial(in_one_pass, original)
-            cell.cell_contents = functools.partial(over_meshes, one_mesh)
+            cell.cell_contents = functools.partial(inside, original)
 
 
 def uninstall() -> None:
@@ -60,13 +62,18 @@ def _total_norm(
     foreach: bool | None = None,
 ) -> Tensor:
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    parts = _by_mesh(tensors)
-    if len(parts) < 2 or _env.is_strict():
-        return original(tensors, norm_type, error_if_nonfinite, foreach)
+    norm_type = float(norm_type)
+    layout = None if error_if_nonfinite else _clip.layout_of(tensors)
+    found = _clip.collect(layout, tensors)
+    parts = [] if found is not None or _env.is_strict() else _by_mesh(tensors)
+    if len(parts) < 2:
+        total = None if layout is None else layout.total(found, norm_type)
+        return original(tensors, norm_type, error_if_nonfinite, foreach) if total is None else total
     norms = [
-        _whole(original([tensors[i] for i in part], norm_type, False, foreach)) for part in parts
+        _whole(_total_norm(original, [tensors[i] for i in part], norm_type, False, foreach))
+        for part in parts
     ]
-    if float(norm_type) == 0:  # counts tensors
+    if norm_type == 0:  # counts tensors
         return torch.stack(norms).sum()
     return original(norms, norm_type, error_if_nonfinite, None)
 
@@ -79,10 +86,48 @@ def _clip_with_norm(
     foreach: bool | None = None,
 ) -> None:
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    layout = _clip.layout_of(param.grad for param in parameters)
+    if _clip.multiply(_clip.collect_gradients(layout, parameters), max_norm, total_norm):
+        return None
     with_grad = [param for param in parameters if param.grad is not None]
-    parts = _by_mesh([param.grad for param in with_grad])
-    if len(parts) < 2 or _env.is_strict():
+    parts = [] if _env.is_strict() else _by_mesh([param.grad for param in with_grad])
+    if len(parts) < 2:
         return original(parameters, max_norm, total_norm, foreach)
     for part in parts:
-        original([with_grad[i] for i in part], max_norm, _whole(total_norm), foreach)
+        _clip_with_norm(
+            original, [with_grad[i] for i in part], max_norm, _whole(total_norm), foreach
+        )
     return None
+
+
+def _clip_grad_norm(
+    original: Callable[..., Tensor],
+    parameters: Any,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Both of the above with one look at the gradients; `original` calls the two one by one."""
+    if not isinstance(parameters, Tensor | list):
+        parameters = list(parameters) or parameters  # torch warns of an exhausted generator
+    if isinstance(parameters, list) and not error_if_nonfinite and _are_ours():
+        layout = _clip.layout_of(param.grad for param in parameters)
+        found = _clip.collect_gradients(layout, parameters)
+        if found is not None:
+            total = layout.total(found, float(norm_type))
+            if not _clip.multiply(found, max_norm, total):
+                clip_grad._clip_grads_with_norm_(parameters, max_norm, total, foreach)
+            return total
+    return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+def _are_ours() -> bool:
+    """Whether torch's clip_grad_norm_ would come here with both of its steps."""
+    return (
+        clip_grad._get_total_norm is _FUNCTIONS[0]
+        and clip_grad._clip_grads_with_norm_ is _FUNCTIONS[1]
+    )
+
+
+_INSIDES = (_total_norm, _clip_with_norm, _clip_grad_norm)

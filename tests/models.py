@@ -140,3 +140,15 @@ def data(rank: int, step: int = 0, *shape: int, dtype: torch.dtype = torch.float
 def tokens(rank: int, step: int = 0, n_tokens: int = 11) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank + 1)
     return torch.randint(n_tokens, (2, 5), generator=generator)
+
+
+class Odd(nn.Module):
+    """Sizes around those of vectors and blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [(1,), (7,), (33, 5), (64, 64), (1031, 37), (3, 1)]
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(size)) for size in sizes])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((w * x.mean()).sin().sum() * 10.0**i for i, w in enumerate(self.weights))

@@ -1,8 +1,7 @@
-"""Adam and clipping in one pass over local tensors, with torch's bits; torch's code elsewhere."""
+"""Adam in one pass over local tensors, with torch's bits; torch's code elsewhere."""
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -11,25 +10,13 @@ import models
 import pytest
 import torch
 from harness import cached_mesh
-from models import Net, Tiny, data
+from models import Net, Odd, Tiny, data
 from parity import EXACT, Pair, Side, on_ranks, total
-from torch import Tensor, nn, optim
+from torch import optim
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 KINDS = {"default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-
-
-class Odd(nn.Module):
-    """Sizes around those of vectors and blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = [(1,), (7,), (33, 5), (64, 64), (1031, 37), (3, 1)]
-        self.weights = nn.ParameterList([nn.Parameter(torch.randn(size)) for size in sizes])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum((w * x.mean()).sin().sum() * 10.0**i for i, w in enumerate(self.weights))
 
 
 @contextlib.contextmanager
@@ -207,116 +194,3 @@ def test_versions_count(rank: int, n_ranks: int) -> None:
         if step > 0:
             assert results == [True]
             assert all(a > b for a, b in zip(versions(), before, strict=True))
-
-
-# ---- clipping ----
-
-
-def clip_like_torch(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """torch's own clip_grad_norm_."""
-    from fsdp_c import _norms
-
-    _norms.uninstall()
-    try:
-        return nn.utils.clip_grad_norm_(model.parameters(), *args, **kwargs)
-    finally:
-        _norms.install()
-
-
-@contextlib.contextmanager
-def calls_of_torch() -> Iterator[list[str]]:
-    """Collects the names of torch's own functions of clipping that are called."""
-    from fsdp_c import _delegate, _norms
-
-    _norms.uninstall()
-    cells = [_delegate.decorated(function) for function in _norms._FUNCTIONS]
-    originals, called = [cell.cell_contents for cell in cells], []
-
-    def spy(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            called.append(original.__name__)
-            return original(*args, **kwargs)
-
-        return call
-
-    for cell, original in zip(cells, originals, strict=True):
-        cell.cell_contents = spy(original)
-    _norms.install()
-    try:
-        yield called
-    finally:
-        _norms.uninstall()
-        for cell, original in zip(cells, originals, strict=True):
-            cell.cell_contents = original
-        _norms.install()
-
-
-def check_clip(
-    shard: Callable[..., None], rank: int, *args: Any, ours: bool = True, **kw: Any
-) -> None:
-    import fsdp_c
-
-    norms, grads = [], []
-    for clip in (clip_like_torch, None):
-        torch.manual_seed(1)
-        model = Odd()
-        shard(model, fsdp_c)
-        model(data(rank)).backward()
-        if clip is None:
-            with calls_of_torch() as called:
-                norms.append(nn.utils.clip_grad_norm_(model.parameters(), *args, **kw))
-            assert called == ([] if ours else ["_get_total_norm"])
-        else:
-            norms.append(clip(model, *args, **kw))
-        grads.append([p.grad.to_local() for p in model.parameters()])
-    assert type(norms[0]) is type(norms[1]) is DTensor
-    assert norms[0].placements == norms[1].placements
-    assert torch.equal(norms[0].full_tensor(), norms[1].full_tensor())
-    assert all(map(torch.equal, *grads))
-
-
-@on_ranks(1, 2)
-def test_clipping_has_torchs_bits(rank: int, n_ranks: int) -> None:
-    for max_norm in (0.1, 1e9):
-        check_clip(models.shard_root, rank, max_norm)
-        check_clip(models.shard_root, rank, max_norm, foreach=True)
-        check_clip(models.shard_root, rank, max_norm, norm_type=1)
-    check_clip(models.shard_root, rank, 0.1, ours=False, error_if_nonfinite=True)
-
-
-@on_ranks(2)
-def test_largest_where_a_rank_has_no_rows(rank: int, n_ranks: int) -> None:
-    """torch refuses this on the rank without rows and leaves the others waiting."""
-    import fsdp_c
-
-    torch.manual_seed(1)
-    model, plain = Odd(), Odd()
-    plain.load_state_dict(model.state_dict())
-    models.shard_root(model, fsdp_c)
-    norms = []
-    for m in (model, plain):
-        m(data(0)).backward()
-        norms.append(nn.utils.clip_grad_norm_(m.parameters(), 0.1, norm_type=math.inf))
-    assert norms[0].full_tensor() == norms[1]
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a.grad.full_tensor(), b.grad)
-
-
-@on_ranks(4)
-def test_clipping_on_two_dimensions(rank: int, n_ranks: int) -> None:
-    mesh = cached_mesh((2, 2), ("replicate", "shard"))
-    for norm_type in (2.0, 1.0):
-        check_clip(functools.partial(models.shard_root, mesh=mesh), rank, 0.1, norm_type)
-
-
-@on_ranks(1)
-def test_clipping_of_plain_tensors_is_torchs(rank: int, n_ranks: int) -> None:
-    import fsdp_c
-
-    models.shard_root(Tiny(), fsdp_c)
-    model = Net(n_blocks=1)
-    total(model(data(rank))).backward()
-    with calls_of_torch() as called:
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    assert called == ["_get_total_norm", "_clip_grads_with_norm_"]

@@ -282,6 +282,24 @@ static PyObject *comm_all_to_all(PyObject *object, PyObject *args)
                   &output);
 }
 
+static PyObject *comm_all_agree(PyObject *object, PyObject *argument)
+{
+    auto *self = reinterpret_cast<py_comm *>(object);
+    const int is_true = PyObject_IsTrue(argument);
+    int32_t n_against = is_true == 0;
+
+    if (is_true < 0 || !enter(self)) {
+        return nullptr;
+    }
+    PyObject *done =
+        finish(self, fc_comm_all_reduce(self->comm, &n_against, 1, FC_I32, 1.0), nullptr);
+    if (done == nullptr) {
+        return nullptr;
+    }
+    Py_DECREF(done);
+    return PyBool_FromLong(n_against == 0);
+}
+
 static PyObject *comm_barrier(PyObject *object, PyObject *)
 {
     auto *self = reinterpret_cast<py_comm *>(object);
@@ -343,6 +361,8 @@ static PyMethodDef comm_methods[] = {
     {"all_reduce", comm_all_reduce, METH_VARARGS, "all_reduce(tensor, divisor=1.0)"},
     {"broadcast", comm_broadcast, METH_VARARGS, "broadcast(tensor, src)"},
     {"all_to_all", comm_all_to_all, METH_VARARGS, "all_to_all(output, input, counts)"},
+    {"all_agree", comm_all_agree, METH_O,
+     "all_agree(bool) -> bool\n\nWhether it is true on all ranks."},
     {"barrier", comm_barrier, METH_NOARGS, "barrier()"},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -8,8 +8,10 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
+#include <numeric>
 
 namespace fc {
 
@@ -138,32 +140,95 @@ void layout_dealloc(PyObject *self)
     Py_DECREF(type);
 }
 
-// The local tensors of a list of DTensors; false if one of them is another thing.
-bool locals_of(PyObject *self, PyObject *list, std::vector<at::Tensor> &locals)
+// Tensors of one layout, and their memory on this rank.
+struct Locals {
+    std::vector<at::Tensor> tensors; // as users have them
+    std::vector<at::Tensor> locals;
+};
+
+struct LocalsObject {
+    PyObject_HEAD
+    Locals *held; // owned
+};
+
+PyTypeObject *locals_type;
+
+// False if the tensor is laid out otherwise.
+bool take(Locals &held, const at::Tensor &tensor, Layout *layout)
 {
-    if (!PyList_Check(list)) {
+    Ref object = checked(THPVariable_Wrap(tensor));
+    at::Tensor local = floats_of(object.get(), layout);
+    if (!local.defined()) {
         return false;
     }
-    Layout *layout = reinterpret_cast<LayoutObject *>(self)->layout;
-    const Py_ssize_t n = PyList_GET_SIZE(list);
-    locals.reserve(static_cast<size_t>(n));
-    for (Py_ssize_t i = 0; i < n; i++) {
-        at::Tensor local = floats_of(PyList_GET_ITEM(list, i), layout);
-        if (!local.defined()) {
-            return false;
-        }
-        locals.push_back(std::move(local));
-    }
+    held.tensors.push_back(tensor);
+    held.locals.push_back(std::move(local));
     return true;
 }
 
-PyObject *layout_locals(PyObject *self, PyObject *list)
+// None if one of them is another thing.
+PyObject *collect(PyObject *self, PyObject *list, bool gradients)
 {
     return guarded([&]() -> PyObject * {
-        std::vector<at::Tensor> locals;
-        if (!locals_of(self, list, locals)) {
+        if (!PyList_Check(list)) {
             Py_RETURN_NONE;
         }
+        Layout *layout = reinterpret_cast<LayoutObject *>(self)->layout;
+        auto held = std::make_unique<Locals>();
+        const Py_ssize_t n = PyList_GET_SIZE(list);
+        held->tensors.reserve(static_cast<size_t>(n));
+        held->locals.reserve(static_cast<size_t>(n));
+        for (Py_ssize_t i = 0; i < n; i++) {
+            PyObject *item = PyList_GET_ITEM(list, i);
+            if (!THPVariable_Check(item)) {
+                Py_RETURN_NONE;
+            }
+            const at::Tensor &tensor = THPVariable_Unpack(item);
+            const at::Tensor &wanted = gradients ? tensor.grad() : tensor;
+            if (wanted.defined() && !take(*held, wanted, layout)) {
+                Py_RETURN_NONE;
+            }
+        }
+        Ref result = checked(locals_type->tp_alloc(locals_type, 0));
+        reinterpret_cast<LocalsObject *>(result.get())->held = held.release();
+        return result.release();
+    });
+}
+
+PyObject *layout_collect(PyObject *self, PyObject *list)
+{
+    return collect(self, list, false);
+}
+
+PyObject *layout_collect_gradients(PyObject *self, PyObject *list)
+{
+    return collect(self, list, true);
+}
+
+PyMethodDef layout_methods[] = {
+    {"collect", layout_collect, METH_O,
+     "collect(tensors) -> Locals | None\n\nNone: one of them is laid out otherwise."},
+    {"collect_gradients", layout_collect_gradients, METH_O,
+     "collect_gradients(tensors) -> Locals | None\n\nThe same of the gradients that tensors have."},
+    {nullptr, nullptr, 0, nullptr}};
+
+const Locals &held_by(PyObject *self)
+{
+    return *reinterpret_cast<LocalsObject *>(self)->held;
+}
+
+void locals_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    delete reinterpret_cast<LocalsObject *>(self)->held;
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+PyObject *locals_tensors(PyObject *self, PyObject *)
+{
+    return guarded([&]() -> PyObject * {
+        const std::vector<at::Tensor> &locals = held_by(self).locals;
         Ref result = checked(PyList_New(static_cast<Py_ssize_t>(locals.size())));
         for (size_t i = 0; i < locals.size(); i++) {
             PyList_SET_ITEM(result.get(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(locals[i]));
@@ -172,75 +237,98 @@ PyObject *layout_locals(PyObject *self, PyObject *list)
     });
 }
 
-float norm_of(const at::Tensor &tensor)
+// Numbers of the tensors, those of one length one after the other.
+std::vector<size_t> by_length(const std::vector<at::Tensor> &tensors)
 {
-    const auto numel = static_cast<size_t>(tensor.numel());
-    const float *data = tensor.const_data_ptr<float>();
-    return numel == 1 ? std::fabs(*data) : fc_kern()->norm(data, numel);
+    std::vector<size_t> order(tensors.size());
+    std::iota(order.begin(), order.end(), size_t{0});
+    std::stable_sort(order.begin(), order.end(),
+                     [&](size_t a, size_t b) { return tensors[a].numel() > tensors[b].numel(); });
+    return order;
 }
 
-PyObject *layout_norms(PyObject *self, PyObject *list)
+constexpr int64_t norm_grain = 64;
+
+void find_norms(const std::vector<at::Tensor> &tensors, float *out)
+{
+    const std::vector<size_t> order = by_length(tensors);
+    at::parallel_for(0, static_cast<int64_t>(order.size()), norm_grain,
+                     [&](int64_t i, int64_t end) {
+                         const float *data[norm_grain];
+                         size_t numels[norm_grain];
+                         float found[norm_grain];
+                         while (i < end) {
+                             const auto n = static_cast<size_t>(std::min(norm_grain, end - i));
+                             const size_t *numbers = order.data() + i;
+                             for (size_t k = 0; k < n; k++) {
+                                 const at::Tensor &tensor = tensors[numbers[k]];
+                                 data[k] = tensor.const_data_ptr<float>();
+                                 numels[k] = static_cast<size_t>(tensor.numel());
+                             }
+                             fc_kern()->norms(found, data, numels, n);
+                             for (size_t k = 0; k < n; k++) {
+                                 // PyTorch squares nothing where there is only one.
+                                 out[numbers[k]] = numels[k] == 1 ? std::fabs(*data[k]) : found[k];
+                             }
+                             i += static_cast<int64_t>(n);
+                         }
+                     });
+}
+
+PyObject *locals_norms(PyObject *self, PyObject *)
 {
     return guarded([&]() -> PyObject * {
-        std::vector<at::Tensor> locals;
-        if (!locals_of(self, list, locals)) {
-            Py_RETURN_NONE;
-        }
+        const std::vector<at::Tensor> &locals = held_by(self).locals;
         at::AutoDispatchBelowADInplaceOrView no_autograd;
         at::Tensor norms = at::empty({static_cast<int64_t>(locals.size())}, at::kFloat);
-        float *out = static_cast<float *>(norms.data_ptr());
         {
             NoGil no_gil;
-            at::parallel_for(0, static_cast<int64_t>(locals.size()), 64,
-                             [&](int64_t begin, int64_t end) {
-                                 for (int64_t i = begin; i < end; i++) {
-                                     out[i] = norm_of(locals[static_cast<size_t>(i)]);
-                                 }
-                             });
+            find_norms(locals, static_cast<float *>(norms.data_ptr()));
         }
         return THPVariable_Wrap(norms);
     });
 }
 
-PyObject *layout_multiply(PyObject *self, PyObject *args)
+PyObject *locals_multiply(PyObject *self, PyObject *argument)
 {
-    PyObject *list;
-    float factor;
-    if (!PyArg_ParseTuple(args, "Of:multiply", &list, &factor)) {
+    const auto factor = static_cast<float>(PyFloat_AsDouble(argument));
+    if (PyErr_Occurred() != nullptr) {
         return nullptr;
     }
     return guarded([&]() -> PyObject * {
-        std::vector<at::Tensor> locals;
-        if (!locals_of(self, list, locals)) {
-            Py_RETURN_FALSE;
-        }
-        for (size_t i = 0; i < locals.size(); i++) {
-            bump_version(THPVariable_Unpack(PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i))));
-            bump_version(locals[i]);
+        const Locals &held = held_by(self);
+        for (size_t i = 0; i < held.locals.size(); i++) {
+            bump_version(held.tensors[i]);
+            bump_version(held.locals[i]);
         }
         NoGil no_gil;
-        at::parallel_for(0, static_cast<int64_t>(locals.size()), 64, [&](int64_t i, int64_t end) {
+        const auto n = static_cast<int64_t>(held.locals.size());
+        at::parallel_for(0, n, 64, [&](int64_t i, int64_t end) {
             for (; i < end; i++) {
-                const at::Tensor &local = locals[static_cast<size_t>(i)];
+                const at::Tensor &local = held.locals[static_cast<size_t>(i)];
                 fc_kern()->multiply(static_cast<float *>(local.data_ptr()), factor,
                                     static_cast<size_t>(local.numel()));
             }
         });
-        Py_RETURN_TRUE;
+        Py_RETURN_NONE;
     });
 }
 
-PyMethodDef layout_methods[] = {
-    {"locals", layout_locals, METH_O,
-     "locals(tensors) -> list[Tensor] | None\n\nTheir local tensors. None: one of them is laid out "
-     "otherwise."},
-    {"norms", layout_norms, METH_O,
-     "norms(tensors) -> Tensor | None\n\nThe 2-norm of each local tensor; float32, [n]. None: one "
-     "of them is laid out otherwise."},
-    {"multiply", layout_multiply, METH_VARARGS,
-     "multiply(tensors, factor) -> bool\n\nMultiplies local tensors in place. False: one of them "
-     "is laid out otherwise, nothing was touched."},
+PyMethodDef locals_methods[] = {
+    {"tensors", locals_tensors, METH_NOARGS, "tensors() -> list[Tensor]"},
+    {"norms", locals_norms, METH_NOARGS,
+     "norms() -> Tensor\n\nThe 2-norm of each local tensor; float32, [n]."},
+    {"multiply", locals_multiply, METH_O, "multiply(factor)\n\nMultiplies them in place."},
     {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot locals_slots[] = {
+    {Py_tp_doc, const_cast<char *>("The local tensors of a list of tensors of one layout.")},
+    {Py_tp_dealloc, reinterpret_cast<void *>(locals_dealloc)},
+    {Py_tp_methods, locals_methods},
+    {0, nullptr}};
+
+PyType_Spec locals_spec = {"fsdp_c._C.Locals", sizeof(LocalsObject), 0,
+                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, locals_slots};
 
 PyType_Slot layout_slots[] = {
     {Py_tp_doc, const_cast<char *>("Layout(spec)\n--\n\nfloat32 DTensors on one CPU mesh with the "
@@ -271,5 +359,7 @@ int fc_register_layout(PyObject *module)
     PyObject *dtensor = tensors == nullptr ? nullptr : PyObject_GetAttrString(tensors, "DTensor");
     Py_XDECREF(tensors);
     dtensor_type = reinterpret_cast<PyTypeObject *>(dtensor);
-    return dtensor == nullptr ? -1 : add_type(module, "Layout", &layout_spec, &layout_type);
+    return dtensor == nullptr || add_type(module, "Locals", &locals_spec, &locals_type) < 0
+               ? -1
+               : add_type(module, "Layout", &layout_spec, &layout_type);
 }

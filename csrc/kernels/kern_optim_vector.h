@@ -114,11 +114,11 @@ static void adam_fused(const fc_adam *a, float *param, const float *grad, float 
     }
 }
 
-static float norm(const float *x, size_t numel)
+/* The norm of x, of which `sums` holds the first `start` elements. */
+static float norm_from(v8 sums, const float *x, size_t start, size_t numel)
 {
     float partial[NORM_LANES];
-    v8 sums = zero_v8();
-    size_t i = 0;
+    size_t i = start;
 
     for (; i + NORM_LANES <= numel; i += NORM_LANES) {
         v8 values = load_v8(x + i);
@@ -133,6 +133,43 @@ static float norm(const float *x, size_t numel)
         norm_add_one(partial, x[i]);
     }
     return sqrtf(partial[0]);
+}
+
+/* Additions of one norm wait for each other; those of several do not. */
+#define NORM_PACK 4
+
+static void norms_of_pack(float *out, const float *const *xs, const size_t *numels)
+{
+    v8 sums[NORM_PACK];
+    size_t common = numels[0];
+    size_t i = 0;
+
+    for (size_t k = 0; k < NORM_PACK; k++) {
+        sums[k] = zero_v8();
+        common = numels[k] < common ? numels[k] : common;
+    }
+    for (; i + NORM_LANES <= common; i += NORM_LANES) {
+        for (size_t k = 0; k < NORM_PACK; k++) {
+            v8 values = load_v8(xs[k] + i);
+
+            sums[k] = add_v8(sums[k], mul_v8(values, values));
+        }
+    }
+    for (size_t k = 0; k < NORM_PACK; k++) {
+        out[k] = norm_from(sums[k], xs[k], i, numels[k]);
+    }
+}
+
+static void norms(float *out, const float *const *xs, const size_t *numels, size_t n)
+{
+    size_t i = 0;
+
+    for (; i + NORM_PACK <= n; i += NORM_PACK) {
+        norms_of_pack(out + i, xs + i, numels + i);
+    }
+    for (; i < n; i++) {
+        out[i] = norm_from(zero_v8(), xs[i], 0, numels[i]);
+    }
 }
 
 static void multiply(float *x, float by, size_t numel)

@@ -170,6 +170,13 @@ static float norm(const float *x, size_t numel)
     return sqrtf(partial[0]);
 }
 
+static void norms(float *out, const float *const *xs, const size_t *numels, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        out[i] = norm(xs[i], numels[i]);
+    }
+}
+
 static void multiply(float *x, float by, size_t numel)
 {
     for (size_t i = 0; i < numel; i++) {
@@ -201,7 +208,7 @@ static const fc_kern_table table = {
     .adam_moments = adam_moments,
     .adam_update = adam_update,
     .adam_fused = adam_fused,
-    .norm = norm,
+    .norms = norms,
     .multiply = multiply,
 };
 

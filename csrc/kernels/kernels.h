@@ -72,8 +72,9 @@ typedef struct fc_kern_table {
      * order of rounding in the last `n_tail` elements. */
     void (*adam_fused)(const fc_adam *adam, float *param, const float *grad, float *exp_avg,
                        float *exp_avg_sq, size_t numel, size_t n_tail);
-    /* The square root of the sum of squares, added up in eight lanes as PyTorch does. */
-    float (*norm)(const float *x, size_t numel);
+    /* out[i] = square root of the sum of squares of xs[i], added up in eight lanes as PyTorch does.
+     * Fastest where neighbours are equally long. */
+    void (*norms)(float *out, const float *const *xs, const size_t *numels, size_t n);
     void (*multiply)(float *x, float by, size_t numel); /* x[i] *= by */
 } fc_kern_table;
 
