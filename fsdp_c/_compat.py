@@ -17,6 +17,15 @@ TORCH: tuple[int, int] = tuple(int(part) for part in torch.__version__.split("."
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "_has_grad_dtype_override")
 # From 2.15 reset_iter_state() drops the gradients of shards too.
 RESET_DROPS_GRADIENTS = HAS_GRAD_DTYPE
+# From 2.15 a unit has two functions that lay out what its collectives move.
+LAYOUT_FUNCTIONS = {
+    name: getattr(_fsdp_param_group, default)
+    for name, default in (
+        ("_all_gather_output_fn", "_default_all_gather_output_fn"),
+        ("_prepare_reduce_scatter_inputs", "_default_reduce_scatter_input_fn"),
+    )
+    if hasattr(_fsdp_param_group, default)
+}
 # Names of torch.distributed.fsdp that only some versions have.
 OPTIONAL_NAMES = {
     name: getattr(torch.distributed.fsdp, name)

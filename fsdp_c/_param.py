@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fsdp_c import _compat, _env, _stale
+from fsdp_c import _compat, _env, _extension, _stale
 
 # Attributes of parameters that belong to torch, not to the user.
 _TORCHS_OWN = frozenset({"_fsdp_orig_uid", "_is_param", "_local_tensor", "_spec"})
@@ -63,6 +63,7 @@ class FSDPParam(_fsdp_param.FSDPParam):
     # Dims in memory order, outermost first; None: contiguous.
     memory_order: tuple[int, ...] | None = None
     _inputs: Sequence[torch.Tensor] = ()  # of the all-gather that is being made
+    inputs_agree = False  # those of an extension, over ranks
     unit: Any = None  # the FSDPParamGroup, while that is bound to the core
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -272,7 +273,8 @@ class FSDPParam(_fsdp_param.FSDPParam):
 
     @property
     def all_gather_inputs(self) -> list[torch.Tensor]:
-        self._inputs = [tensor.view(-1) for tensor in super().all_gather_inputs]
+        with _extension.checked(self):
+            self._inputs = [tensor.view(-1) for tensor in super().all_gather_inputs]
         return self._inputs
 
     def init_all_gather_outputs(

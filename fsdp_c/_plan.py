@@ -57,6 +57,9 @@ def why_torch_here(group: FSDPParamGroup) -> str:
     comms = type(group._all_gather_comm), type(group._reduce_scatter_comm)
     if comms != _compat.default_comms():
         return "custom collectives"
+    for name, default in _compat.LAYOUT_FUNCTIONS.items():
+        if getattr(group, name) is not default:
+            return f"its {name} was replaced"
     if reason := _patches.replaced_on(group):
         return reason
     if torch._C._len_torch_dispatch_stack() != 0:

@@ -30,7 +30,9 @@ TRAINING_STATES = (
 
 # Attributes that hold collectives; in the order of _compat.default_comms().
 _COMMS = ("_all_gather_comm", "_reduce_scatter_comm")
-_TORCH_ONLY = _patches.GROUP_METHODS | {
+_TORCH_ONLY = {
+    *_patches.GROUP_METHODS,
+    *_compat.LAYOUT_FUNCTIONS,
     "_all_reduce_hook",
     *_COMMS,
 }

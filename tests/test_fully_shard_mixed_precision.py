@@ -5,6 +5,8 @@ from typing import Any
 import models
 import pytest
 import torch
+import torch.distributed.fsdp as torch_fsdp
+from harness import implementation
 from models import WIDTH, Block, Net, data
 from parity import EXACT, Pair, Side, Tolerance, on_ranks
 from torch import Tensor, nn
@@ -234,3 +236,27 @@ def test_conversion_before_first_forward(rank: int, n_ranks: int) -> None:
     for step in range(2):
         pair.forward(data(rank, step, dtype=BF16))
         pair.backward()
+
+
+@pytest.mark.parametrize("original", [F32, BF16], ids=name_of)
+@on_ranks(2, 3)
+def test_sums_in_bf16_are_nearer(rank: int, n_ranks: int, original: torch.dtype) -> None:
+    """Torch rounds sums to `reduce_dtype` on the way; here they are rounded once, at the end."""
+
+    def gradient(fsdp: Any) -> Tensor:
+        model = nn.Linear(256, n_ranks, bias=False, dtype=original)
+        fsdp.fully_shard(model, mp_policy=fsdp.MixedPrecisionPolicy(BF16, BF16))
+        model(inputs[rank]).sum().backward()
+        return model.weight.grad.to_local()
+
+    inputs = [data(r, 0, 1, 256, dtype=BF16) for r in range(n_ranks)]
+    exact = torch.cat(inputs).to(F64).sum(0, keepdim=True) / n_ranks
+    theirs, ours = gradient(torch_fsdp), gradient(implementation())
+    assert ours.dtype is theirs.dtype is original
+    their_error, our_error = ((grad.to(F64) - exact).abs() for grad in (theirs, ours))
+    assert bool((our_error <= their_error + exact.abs() * 2**-22).all())
+    if n_ranks == 2:
+        assert torch.equal(ours, exact.to(original))
+        assert torch.equal(ours.to(BF16), theirs.to(BF16))
+    if original is F32 or n_ranks == 3:
+        assert our_error.sum() < their_error.sum()

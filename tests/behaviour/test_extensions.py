@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import cached_mesh, implementation
+from harness import cached_mesh, implementation, seed_everything
 from models import Block, data
 from parity import Pair, Side, Tolerance, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from behaviour.records import collectives
@@ -601,3 +601,72 @@ def test_ex12_padded_rows_in_the_second_gather(rank: int, n_ranks: int) -> None:
     ours = see(implementation())
     assert text.splitlines()[0] in ours
     assert "'linear.weight'" in ours and "narrow" in ours
+
+
+@on_ranks(2)
+def test_ex5_what_the_first_method_may_return(rank: int, n_ranks: int) -> None:
+    """Torch fails later and elsewhere: with no tensors, a bare one, one that is not contiguous."""
+
+    def see(fsdp: Any, pre: Any) -> str:
+        model = fsdp.fully_shard(Line())
+        extension = Extension(model.linear.weight._local_tensor).attach()
+        extension.inner.fsdp_pre_all_gather = lambda mesh: pre(extension.inner)
+        try:
+            model(line_data(rank)).sum().backward()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "works"
+
+    who = "fsdp_pre_all_gather of parameter 'linear.weight' returned"
+    for pre, ours in (
+        (lambda inner: inner, f"TypeError: {who} a Tensor"),
+        (lambda inner: (inner, None), f"TypeError: {who} a Tensor as inputs"),
+        (lambda inner: ((), None), f"ValueError: {who} no inputs"),
+        (lambda inner: ((inner.t().contiguous().t(),), None), "works"),
+    ):
+        assert see(torch.distributed.fsdp, pre) != "works"
+        assert see(implementation(), pre).startswith(ours)
+    assert see(implementation(), lambda inner: ([inner.clone()], None)) == "works"
+
+
+@on_ranks(2)
+def test_ex6_inputs_that_differ_over_ranks(rank: int, n_ranks: int) -> None:
+    """Torch hangs, or fails on the ranks with padding alone: all say so."""
+
+    def fails(pre: Any, *texts: str) -> None:
+        model = implementation().fully_shard(Line(UNEVEN))
+        inner = model.linear.weight._local_tensor
+        Extension(inner).attach()
+        inner.fsdp_pre_all_gather = pre(inner)
+        with pytest.raises((RuntimeError, AssertionError)) as caught:
+            model(line_data(rank))
+        assert all(text in str(caught.value) for text in ("'linear.weight'", *texts))
+
+    fails(lambda inner: lambda mesh: ((inner,), None), "on every rank", "[[[3, 6]")
+    fails(lambda inner: lambda mesh: ((inner.new_ones(4, 6).to(DTYPES[rank]),), None), "float64")
+    fails(lambda inner: lambda mesh, size, stride, module, policy: ((inner,), None), "padded")
+
+
+DTYPES = (torch.float32, torch.float64)
+
+
+@on_ranks(2)
+def test_ex17_another_dim_needs_inputs_of_the_shards_size(rank: int, n_ranks: int) -> None:
+    def see(fsdp: Any, change: Any) -> Any:
+        seed_everything(1)
+        model = Line()
+        fsdp.fully_shard(model, shard_placement_fn=lambda p: Shard(p.dim() - 1))
+        weight = model.linear.weight
+        extension = Extension(weight._local_tensor).attach()
+        extension.inner.fsdp_pre_all_gather = lambda mesh: ((change(extension.inner),), None)
+        x = line_data(rank)
+        model(x).sum().backward()
+        return weight.grad.to_local()
+
+    both = (torch.distributed.fsdp, implementation())
+    theirs, ours = (see(fsdp, lambda inner: inner.clone()) for fsdp in both)
+    assert torch.equal(ours, theirs)
+    with pytest.raises(RuntimeError):
+        see(torch.distributed.fsdp, lambda inner: inner.repeat(2, 1))
+    with pytest.raises(ValueError, match="'linear.weight'.*sharded on dim 1"):
+        see(implementation(), lambda inner: inner.repeat(2, 1))

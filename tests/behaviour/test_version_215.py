@@ -12,6 +12,7 @@ from models import data
 from parity import EXACT, Tolerance, compare, on_ranks, total
 from test_surface import kind_of
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 
 from behaviour.pairs import (
     CLOSE,
@@ -24,11 +25,14 @@ from behaviour.pairs import (
     linear,
     local,
     raised,
+    ranges,
     registered,
     sharded,
     shards,
+    weights,
 )
 from behaviour.test_exceptions import fail_backward
+from behaviour.test_extensions import Extension
 
 pytestmark = pytest.mark.skipif(
     not features.manual_finalization, reason="this version of torch has none of it"
@@ -705,3 +709,137 @@ def test_t5_storage_that_is_kept(rank: int, n_ranks: int) -> None:
 
     seen, _ = agree(see)
     assert seen[:4] == [True] * 4 and seen[-1] == 0
+
+
+# --- names and what they say ---
+
+
+@on_ranks(2)
+def test_t3_t4_t53_names(rank: int, n_ranks: int) -> None:
+    """Messages of replicated units, what is still missing, the range of a backward's end."""
+
+    def see(fsdp: Any) -> Any:
+        model = chain(fsdp)
+        replicated = replicate(nn.Linear(4, 4))
+        for each in (model, replicated):
+            each(data(rank, 0, 2, 4))
+        texts = []
+        for each in (model, replicated):
+            with pytest.raises(RuntimeError) as caught:
+                each.finalize_backward()
+            texts.append(str(caught.value).split()[0])
+        by_hand(fsdp, model)
+        backward(model, data(rank, 0, 2, 4))
+        opened = ranges(model.finalize_backward)
+        return texts, [name for name in opened if "rs_wait" not in name]
+
+    texts, opened = agree(see)
+    assert texts == ["FSDP", "Replicate"] and "FSDP::finalize_backward" in opened
+    for name in ("get_pending_gradients", "synchronize_gradients", "set_all_gather_layout"):
+        assert not hasattr(implementation().FSDPModule, name)
+    with pytest.raises(TypeError):
+        implementation().MixedPrecisionPolicy(grad_dtype=torch.float32)
+
+
+@on_ranks(2)
+def test_t14_whose_policy_it_is(rank: int, n_ranks: int) -> None:
+    def see(fsdp: Any) -> Any:
+        model = nn.Linear(4, 4)
+        policy = fsdp.MixedPrecisionPolicy(
+            torch.bfloat16, param_dtype_override_fn=lambda p: p.dtype if p.dim() == 1 else None
+        )
+        state = fsdp.fully_shard(model, mp_policy=policy)._get_fsdp_state()
+        (group,) = state._fsdp_param_groups
+        kept = [p.mp_policy.param_dtype for p in group.fsdp_params]
+        return kept, state._mp_policy.param_dtype_override_fn, hasattr(group, "mp_policy")
+
+    assert agree(see) == ([torch.bfloat16, torch.float32], None, False)
+
+
+@on_ranks(2)
+def test_t25_t54_functions_that_lay_out_what_travels(rank: int, n_ranks: int) -> None:
+    """A unit that has one of its own is torch's, from then on."""
+
+    def see(fsdp: Any) -> Any:
+        model = chain(fsdp)
+        parameters = shards(model)
+        backward(model, data(rank, 0, 2, 4))
+        called = []
+        (group,) = model[0]._get_fsdp_state()._fsdp_param_groups
+        for name in ("_all_gather_output_fn", "_prepare_reduce_scatter_inputs"):
+            default = getattr(group, name)
+
+            def spy(*args: Any, name: str = name, default: Any = default) -> Any:
+                called.append((name, len(args)))
+                return default(*args)
+
+            setattr(group, name, spy)
+        backward(model, data(rank, 1, 2, 4))
+        return called, gradients(parameters)
+
+    called, _ = agree(see, CLOSE)
+    assert {name for name, _ in called} == {
+        "_all_gather_output_fn",
+        "_prepare_reduce_scatter_inputs",
+    }
+
+
+@on_ranks(2)
+def test_t23_outputs_that_go_after_the_second_method(rank: int, n_ranks: int) -> None:
+    def see(fsdp: Any) -> Any:
+        seen = []
+        for answer in (True, 1):
+            model = nn.Sequential(nn.Linear(4, 4))
+            fsdp.fully_shard(model)
+            inner = model[0].weight._local_tensor
+            extension = Extension(inner, alias=False).attach()
+            inner.fsdp_should_release_all_gather_outputs_after_post_all_gather = lambda a=answer: a
+            text = "" if answer is True else "must return a bool"
+            seen.append(raised(lambda m=model: m(data(rank, 0, 2, 4)), text))
+            seen += [outputs[0].untyped_storage().nbytes() for outputs, *_ in extension.post]
+        return seen
+
+    assert agree(see) == ["nothing", 0, "AssertionError"]
+
+
+@on_ranks(2)
+def test_t22_t40_gradients_of_any_dtype(rank: int, n_ranks: int) -> None:
+    """A parameter whose `grad_dtype` is None keeps the dtype of the reduction, also in the spec."""
+
+    def see(fsdp: Any) -> Any:
+        seen = []
+        for policy in ({}, {"param_dtype": torch.bfloat16}, {"reduce_dtype": torch.float64}):
+            model = nn.Linear(4, 4)
+            model.weight.grad_dtype = None
+            fsdp.fully_shard(model, mp_policy=fsdp.MixedPrecisionPolicy(**policy))
+            parameters = shards(model)
+            backward(model, data(rank, 0, 2, 4))
+            specs = [p.grad._spec.tensor_meta.dtype for p in parameters.values()]
+            seen.append((specs, gradients(parameters)))
+        return seen
+
+    specs = [spec for spec, _ in agree(see, Tolerance(scaled=2**-7))]
+    assert specs[0][0] is torch.float32 and specs[2][0] is torch.float64
+    assert [spec[1] for spec in specs] == [torch.float32] * 3
+
+
+@on_ranks(2)
+def test_t86_adamw_of_gradients_that_are_wider(rank: int, n_ranks: int) -> None:
+    """It refuses them, also of plain tensors; SGD and clipping take them."""
+
+    def see(fsdp: Any) -> Any:
+        model = nn.Linear(4, 4)
+        model.weight.grad_dtype = torch.float64
+        fsdp.fully_shard(model)
+        parameters = shards(model)
+        backward(model, data(rank, 0, 2, 4))
+        kinds = [
+            raised(torch.optim.AdamW(model.parameters(), foreach=foreach).step)
+            for foreach in (False, True, None)
+        ]
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        return kinds, norm.full_tensor(), weights(parameters)
+
+    kinds, _, _ = agree(see, CLOSE)
+    assert "nothing" not in kinds
