@@ -38,8 +38,9 @@ CLASSES: tuple[type[optim.Optimizer], ...] = (
 
 # What an optimizer keeps here, an attribute of it: pickles, copies and state_dict do not see it.
 _KNOWN = "_fsdp_c_members"
-# With one of these Adam computes otherwise.
+# With one of these they compute otherwise.
 _ADAM_SWITCHES = ("amsgrad", "maximize", "capturable", "differentiable")
+_SGD_SWITCHES = ("maximize", "differentiable", "fused")
 
 _units: weakref.WeakSet[Any] = weakref.WeakSet()
 _originals: dict[type[optim.Optimizer], Callable[..., Any]] = {}
@@ -86,7 +87,6 @@ def uninstall() -> None:
 
 def _replacement(cls: type[optim.Optimizer], original: Callable[..., Any]) -> Callable[..., Any]:
     localize = _step_momentum if cls is optim.SGD else _localize
-    is_adam = cls in (optim.Adam, optim.AdamW)
 
     @functools.wraps(original)
     def _init_group(
@@ -95,7 +95,8 @@ def _replacement(cls: type[optim.Optimizer], original: Callable[..., Any]) -> Ca
         members = None
         if not named and type(self) in CLASSES and not torch.compiler.is_compiling():
             members = _members_of(self, group)
-            if members is not None and is_adam and _step_adam(self, group, members.plan):
+            step = _STEPS.get(cls)
+            if members is not None and step is not None and step(self, group, members.plan):
                 return False  # nothing is complex; the lists stay empty
         result = original(self, group, *lists, **named)
         if members is not None and not group["differentiable"]:
@@ -117,15 +118,31 @@ def _members_of(optimizer: optim.Optimizer, group: dict[str, Any]) -> _Members |
 
 def _step_adam(optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Params) -> bool:
     """Steps the whole group in one pass over memory; False if torch has to."""
-    if any(group[name] for name in _ADAM_SWITCHES) or torch._C._len_torch_dispatch_stack() != 0:
-        return False
     numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
-    if not all(type(number) in (float, int) for number in numbers):
+    if any(group[name] for name in _ADAM_SWITCHES) or not _are_plain(numbers):
         return False
     lanes = _fused_lanes() if group["fused"] else 0
     if lanes is None or getattr(optimizer, "grad_scale", None) is not None or not _agrees(lanes):
         return False
     return plan.step_adam(optimizer.state, *numbers, group["decoupled_weight_decay"], lanes)
+
+
+def _step_sgd(optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Params) -> bool:
+    """The same for SGD."""
+    numbers = (group["lr"], group["momentum"], group["dampening"], group["weight_decay"])
+    if any(group[name] for name in _SGD_SWITCHES) or not _are_plain(numbers):
+        return False
+    # torch writes the look ahead into the gradients then.
+    writes_gradients = group["foreach"] and group["nesterov"]
+    if writes_gradients or not _sgd_agrees():
+        return False
+    return plan.step_sgd(optimizer.state, *numbers, group["nesterov"])
+
+
+def _are_plain(numbers: Iterable[Any]) -> bool:
+    """Whether nobody wants to see what is done with these numbers."""
+    is_watched = torch._C._len_torch_dispatch_stack() != 0
+    return not is_watched and all(type(number) in (float, int) for number in numbers)
 
 
 def _fused_lanes() -> int | None:
@@ -138,9 +155,7 @@ def _agrees(fused_lanes: int) -> bool:
     """Whether the pass gives this torch's bits on this CPU, tried on a few numbers."""
     for numel, is_decoupled in ((75, True), (1035, False)):
         for weight_decay in (0.0, 0.01):
-            param = nn.Parameter(
-                torch.arange(float(numel), device="cpu", dtype=torch.float32).cos()
-            )
+            param = nn.Parameter(_wave(numel))
             other = param.detach().clone()
             cls = optim.AdamW if is_decoupled else optim.Adam
             fused = fused_lanes != 0
@@ -156,6 +171,43 @@ def _agrees(fused_lanes: int) -> bool:
                 if not torch.equal(param, other):
                     return False
     return True
+
+
+@functools.cache
+def _sgd_agrees() -> bool:
+    """The same for SGD."""
+    kinds = ((0.0, 0.0, False), (0.9, 0.3, False), (0.9, 0.0, True))
+    for momentum, dampening, nesterov in kinds:
+        for weight_decay in (0.0, 0.01):
+            param = nn.Parameter(_wave(1035))
+            other = param.detach().clone()
+            numbers = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+            sgd = optim.SGD([param], lr=0.01, nesterov=nesterov, foreach=False, **numbers)
+            plan = _C.Params([other], {id(other)})
+            for step, scale in enumerate((1.0, 1e-3, 7.0)):
+                param.grad = other.grad = (param.detach() * scale * 1035).sin()
+                if step == 1:  # the first one has made the buffer
+                    buffer = sgd.state[param].get("momentum_buffer")
+                    state = {other: {"momentum_buffer": None if buffer is None else buffer.clone()}}
+                sgd.step()
+                if step == 0:
+                    other.copy_(param.detach())
+                elif not plan.step_sgd(state, 0.01, *numbers.values(), nesterov):
+                    return False
+                if not torch.equal(param, other):
+                    return False
+    return True
+
+
+def _wave(numel: int) -> Tensor:
+    return torch.arange(float(numel), device="cpu", dtype=torch.float32).cos()
+
+
+_STEPS: dict[type[optim.Optimizer], Callable[..., bool]] = {
+    optim.Adam: _step_adam,
+    optim.AdamW: _step_adam,
+    optim.SGD: _step_sgd,
+}
 
 
 def _find(

@@ -1,4 +1,4 @@
-"""Adam in one pass over local tensors, with torch's bits; torch's code elsewhere."""
+"""Adam and SGD in one pass over local tensors, with torch's bits; torch's code elsewhere."""
 
 import contextlib
 import functools
@@ -24,13 +24,17 @@ def passes() -> Iterator[list[bool]]:
     """Collects whether groups were stepped in one pass."""
     from fsdp_c import _optim
 
-    original, results = _optim._step_adam, []
+    results: list[bool] = []
 
-    def spy(*args: Any) -> bool:
-        results.append(original(*args))
-        return results[-1]
+    def spy(step: Callable[..., bool]) -> Callable[..., bool]:
+        def call(*args: Any) -> bool:
+            results.append(step(*args))
+            return results[-1]
 
-    with mock.patch.object(_optim, "_step_adam", spy):
+        return call
+
+    steps = {cls: spy(step) for cls, step in _optim._STEPS.items()}
+    with mock.patch.dict(_optim._STEPS, steps):
         yield results
 
 
@@ -56,6 +60,21 @@ def test_bits(rank: int, n_ranks: int, kind: str) -> None:
             pair = Pair(Odd, models.shard_root, optimizer=optimizer, tolerance=EXACT)
             results = train(pair, rank)
             assert results == [True] * len(results) and results
+
+
+@pytest.mark.parametrize("kind", ["default", "foreach"])
+@on_ranks(1, 2)
+def test_bits_of_sgd(rank: int, n_ranks: int, kind: str) -> None:
+    for options in (
+        {},
+        {"weight_decay": 0.1},
+        {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
+        {"momentum": 0.5, "nesterov": kind == "default"},
+    ):
+        optimizer = make(optim.SGD, **options, **KINDS[kind])
+        pair = Pair(Odd, models.shard_root, optimizer=optimizer, tolerance=EXACT)
+        results = train(pair, rank)
+        assert results == [True] * len(results) and results
 
 
 @on_ranks(4)
@@ -116,6 +135,9 @@ def test_where_torch_has_to_step(rank: int, n_ranks: int) -> None:
         {"amsgrad": True},
         {"maximize": True},
         {"lr": torch.tensor(0.01)},
+        {"cls": optim.SGD, "maximize": True},
+        {"cls": optim.SGD, "momentum": 0.9, "nesterov": True, "foreach": True},
+        {"cls": optim.SGD, "momentum": 0.9, "lr": torch.tensor(0.01)},
     ):
         pair = Pair(Tiny, models.shard_root, optimizer=make(**options), tolerance=EXACT)
         assert not any(train(pair, rank)), options

@@ -21,15 +21,21 @@ namespace fc {
 
 namespace {
 
-PyObject *step_name, *exp_avg_name, *exp_avg_sq_name;
+PyObject *step_name, *exp_avg_name, *exp_avg_sq_name, *momentum_buffer_name; // interned
 
 // Elements between two calls for square roots: their numbers stay in the second-level cache.
 constexpr size_t block_numel = size_t{1} << 14;
 
+// A parameter to step. Adam's state is exp_avg and exp_avg_sq, SGD's momentum_buffer or nothing.
 struct Job {
-    at::Tensor param, grad, exp_avg, exp_avg_sq;
+    at::Tensor param, grad, first, second;
     fc_adam numbers;
 };
+
+float *data_of(const at::Tensor &tensor, size_t start)
+{
+    return tensor.defined() ? static_cast<float *>(tensor.data_ptr()) + start : nullptr;
+}
 
 struct Segment {
     const Job *job;
@@ -53,6 +59,7 @@ public:
     // Steps every parameter that has a gradient, or none: then false. `fused_lanes`: 0, or how many
     // floats torch's fused kernel takes at a time, for its way of rounding.
     bool step_adam(PyObject *state, const fc_adam_options &options, size_t fused_lanes);
+    bool step_sgd(PyObject *state, const fc_sgd &sgd, bool has_momentum);
     // Fills `rows` with the rows of `columns` (lists of one length, the parameters first) that have
     // local tensors throughout, and `locals` with these, column by column.
     void locals(const std::vector<PyObject *> &columns, PyObject *rows,
@@ -63,13 +70,16 @@ private:
     bool row_locals(const Member &member, const std::vector<PyObject *> &columns, Py_ssize_t row,
                     std::vector<Ref> &values) const;
     Layout *layout_of(PyObject *param);
-    bool collect(PyObject *state, const fc_adam_options &options);
-    bool collect_row(const Member &row, PyObject *state, const fc_adam_options &options);
+    template <typename Collect, typename Run>
+    bool step(PyObject *state, Collect collect_row, Run run);
+    bool collect_adam(const Member &row, PyObject *own, const fc_adam_options &options);
+    bool collect_sgd(const Member &row, PyObject *own);
+    bool add(const Member &row, PyObject *first, PyObject *second);
     void cut();
     void forget();
-    void run(const Block &block, float *scratch);
-    void run_fused(const Block &block, size_t lanes);
-    void run_all(size_t fused_lanes);
+    void run_adam(const Block &block);
+    void run_fused_adam(const Block &block, size_t lanes);
+    void run_sgd(const Block &block, const fc_sgd &sgd);
 
     std::vector<Member> rows_;
     std::vector<std::unique_ptr<Layout>> layouts_;
@@ -142,60 +152,54 @@ PyObject *item(PyObject *dict, PyObject *key)
     return found;
 }
 
-bool GroupPlan::collect_row(const Member &row, PyObject *state, const fc_adam_options &options)
+// The parameter with its gradient and two of its states, or null for those that it has not.
+bool GroupPlan::add(const Member &row, PyObject *first, PyObject *second)
 {
     const at::Tensor &param = THPVariable_Unpack(row.param.get());
-    const at::Tensor &grad = param.grad();
-    if (!grad.defined()) {
-        return true;
-    }
-    PyObject *own = row.is_ours ? item(state, row.param.get()) : nullptr;
-    if (own == nullptr || !PyDict_CheckExact(own)) {
+    Ref grad = Ref::take(THPVariable_Wrap(param.grad()));
+    Job job{floats_of(row.param.get(), row.layout), floats_of(grad.get(), row.layout), {}, {}, {}};
+    if (!job.param.defined() || !job.grad.defined() || job.grad.sizes() != job.param.sizes()) {
         return false;
     }
-    PyObject *step = item(own, step_name);
-    PyObject *exp_avg = item(own, exp_avg_name);
-    PyObject *exp_avg_sq = item(own, exp_avg_sq_name);
-    if (step == nullptr || exp_avg == nullptr || exp_avg_sq == nullptr || !is_plain(step) ||
-        THPVariable_Unpack(step).dim() != 0 ||
-        THPVariable_Unpack(step).scalar_type() != at::kFloat) {
-        return false;
-    }
-    Ref grad_object = Ref::take(THPVariable_Wrap(grad));
-    Job job{floats_of(row.param.get(), row.layout),
-            floats_of(grad_object.get(), row.layout),
-            floats_of(exp_avg, row.layout),
-            floats_of(exp_avg_sq, row.layout),
-            {}};
-    const at::Tensor *all[] = {&job.param, &job.grad, &job.exp_avg, &job.exp_avg_sq};
-    for (const at::Tensor *one : all) {
-        if (!one->defined() || one->sizes() != job.param.sizes()) {
+    written_.push_back(param);
+    for (auto [object, place] : {std::pair{first, &job.first}, std::pair{second, &job.second}}) {
+        if (object == nullptr) {
+            continue;
+        }
+        *place = floats_of(object, row.layout);
+        if (!place->defined() || place->sizes() != job.param.sizes()) {
             return false;
         }
+        written_.push_back(THPVariable_Unpack(object));
+    }
+    jobs_.push_back(std::move(job));
+    return true;
+}
+
+bool GroupPlan::collect_adam(const Member &row, PyObject *own, const fc_adam_options &options)
+{
+    PyObject *step = own == nullptr ? nullptr : item(own, step_name);
+    PyObject *exp_avg = own == nullptr ? nullptr : item(own, exp_avg_name);
+    PyObject *exp_avg_sq = own == nullptr ? nullptr : item(own, exp_avg_sq_name);
+    if (step == nullptr || exp_avg == nullptr || exp_avg_sq == nullptr || !is_plain(step) ||
+        THPVariable_Unpack(step).dim() != 0 ||
+        THPVariable_Unpack(step).scalar_type() != at::kFloat || !add(row, exp_avg, exp_avg_sq)) {
+        return false;
     }
     const double count = static_cast<double>(*THPVariable_Unpack(step).const_data_ptr<float>()) + 1;
     if (count != last_step_) {
         fc_adam_set(&numbers_, &options, count);
         last_step_ = count;
     }
-    job.numbers = numbers_;
-    jobs_.push_back(std::move(job));
+    jobs_.back().numbers = numbers_;
     steps_.push_back(THPVariable_Unpack(step));
-    written_.push_back(param);
-    written_.push_back(THPVariable_Unpack(exp_avg));
-    written_.push_back(THPVariable_Unpack(exp_avg_sq));
     return true;
 }
 
-bool GroupPlan::collect(PyObject *state, const fc_adam_options &options)
+bool GroupPlan::collect_sgd(const Member &row, PyObject *own)
 {
-    last_step_ = 0;
-    for (const Member &row : rows_) {
-        if (!collect_row(row, state, options)) {
-            return false;
-        }
-    }
-    return true;
+    PyObject *buffer = own == nullptr ? nullptr : item(own, momentum_buffer_name);
+    return buffer != nullptr && add(row, buffer, nullptr);
 }
 
 // Lays the jobs out in blocks; small ones share a block.
@@ -218,16 +222,18 @@ void GroupPlan::cut()
     }
 }
 
-void GroupPlan::run(const Block &block, float *scratch)
+void GroupPlan::run_adam(const Block &block)
 {
+    auto *scratch =
+        static_cast<float *>(scratch_[static_cast<size_t>(at::get_thread_num())].data_ptr());
     const fc_kern_table *kern = fc_kern();
     size_t filled = 0;
     for (size_t i = block.first; i < block.first + block.count; i++) {
         const Segment &s = segments_[i];
         kern->adam_moments(&s.job->numbers, s.job->param.const_data_ptr<float>() + s.start,
                            s.job->grad.const_data_ptr<float>() + s.start,
-                           static_cast<float *>(s.job->exp_avg.data_ptr()) + s.start,
-                           static_cast<float *>(s.job->exp_avg_sq.data_ptr()) + s.start,
+                           static_cast<float *>(s.job->first.data_ptr()) + s.start,
+                           static_cast<float *>(s.job->second.data_ptr()) + s.start,
                            scratch + filled, s.numel);
         filled += s.numel;
     }
@@ -237,13 +243,13 @@ void GroupPlan::run(const Block &block, float *scratch)
     for (size_t i = block.first; i < block.first + block.count; i++) {
         const Segment &s = segments_[i];
         kern->adam_update(&s.job->numbers, static_cast<float *>(s.job->param.data_ptr()) + s.start,
-                          s.job->exp_avg.const_data_ptr<float>() + s.start, scratch + filled,
+                          s.job->first.const_data_ptr<float>() + s.start, scratch + filled,
                           s.numel);
         filled += s.numel;
     }
 }
 
-void GroupPlan::run_fused(const Block &block, size_t lanes)
+void GroupPlan::run_fused_adam(const Block &block, size_t lanes)
 {
     const fc_kern_table *kern = fc_kern();
     for (size_t i = block.first; i < block.first + block.count; i++) {
@@ -253,41 +259,39 @@ void GroupPlan::run_fused(const Block &block, size_t lanes)
         const size_t end = s.start + s.numel;
         kern->adam_fused(&s.job->numbers, static_cast<float *>(s.job->param.data_ptr()) + s.start,
                          s.job->grad.const_data_ptr<float>() + s.start,
-                         static_cast<float *>(s.job->exp_avg.data_ptr()) + s.start,
-                         static_cast<float *>(s.job->exp_avg_sq.data_ptr()) + s.start, s.numel,
+                         static_cast<float *>(s.job->first.data_ptr()) + s.start,
+                         static_cast<float *>(s.job->second.data_ptr()) + s.start, s.numel,
                          end > tail ? end - tail : 0);
     }
 }
 
-void GroupPlan::run_all(size_t fused_lanes)
+void GroupPlan::run_sgd(const Block &block, const fc_sgd &sgd)
 {
-    const auto n_threads = static_cast<size_t>(at::get_num_threads());
-    while (scratch_.size() < n_threads) {
-        scratch_.push_back(at::empty({static_cast<int64_t>(block_numel)}, at::kFloat));
+    for (size_t i = block.first; i < block.first + block.count; i++) {
+        const Segment &s = segments_[i];
+        fc_kern()->sgd(&sgd, data_of(s.job->param, s.start), data_of(s.job->grad, s.start),
+                       data_of(s.job->first, s.start), s.numel);
     }
-    at::parallel_for(0, static_cast<int64_t>(blocks_.size()), 1, [&](int64_t begin, int64_t end) {
-        at::AutoDispatchBelowADInplaceOrView no_autograd;
-        const at::Tensor &scratch = scratch_[static_cast<size_t>(at::get_thread_num())];
-        for (int64_t i = begin; i < end; i++) {
-            const Block &block = blocks_[static_cast<size_t>(i)];
-            if (fused_lanes != 0) {
-                run_fused(block, fused_lanes);
-            } else {
-                run(block, static_cast<float *>(scratch.data_ptr()));
-            }
-        }
-    });
 }
 
-bool GroupPlan::step_adam(PyObject *state, const fc_adam_options &options, size_t fused_lanes)
+// `collect_row` adds a job for a parameter of which it gets the state, a dict or null. `run` steps
+// a block.
+template <typename Collect, typename Run>
+bool GroupPlan::step(PyObject *state, Collect collect_row, Run run)
 {
     if (is_running_) { // in another thread
         return false;
     }
     is_running_ = true;
     const std::shared_ptr<void> at_exit(nullptr, [this](void *) { forget(); });
-    if (!collect(state, options)) {
-        return false;
+    for (const Member &row : rows_) {
+        if (!THPVariable_Unpack(row.param.get()).grad().defined()) {
+            continue;
+        }
+        PyObject *own = row.is_ours ? item(state, row.param.get()) : nullptr;
+        if (!row.is_ours || (own != nullptr && !PyDict_CheckExact(own)) || !collect_row(row, own)) {
+            return false;
+        }
     }
     cut();
     for (const at::Tensor &step : steps_) {
@@ -298,13 +302,44 @@ bool GroupPlan::step_adam(PyObject *state, const fc_adam_options &options, size_
         bump_version(dtensor);
     }
     for (const Job &job : jobs_) {
-        bump_version(job.param);
-        bump_version(job.exp_avg);
-        bump_version(job.exp_avg_sq);
+        for (const at::Tensor *written : {&job.param, &job.first, &job.second}) {
+            if (written->defined()) {
+                bump_version(*written);
+            }
+        }
     }
     NoGil no_gil;
-    run_all(fused_lanes);
+    const auto n_threads = static_cast<size_t>(at::get_num_threads());
+    while (scratch_.size() < n_threads) {
+        scratch_.push_back(at::empty({static_cast<int64_t>(block_numel)}, at::kFloat));
+    }
+    at::parallel_for(0, static_cast<int64_t>(blocks_.size()), 1, [&](int64_t begin, int64_t end) {
+        at::AutoDispatchBelowADInplaceOrView no_autograd;
+        for (int64_t i = begin; i < end; i++) {
+            run(blocks_[static_cast<size_t>(i)]);
+        }
+    });
     return true;
+}
+
+bool GroupPlan::step_adam(PyObject *state, const fc_adam_options &options, size_t fused_lanes)
+{
+    last_step_ = 0;
+    return step(
+        state, [&](const Member &row, PyObject *own) { return collect_adam(row, own, options); },
+        [&](const Block &block) {
+            fused_lanes == 0 ? run_adam(block) : run_fused_adam(block, fused_lanes);
+        });
+}
+
+bool GroupPlan::step_sgd(PyObject *state, const fc_sgd &sgd, bool has_momentum)
+{
+    return step(
+        state,
+        [&](const Member &row, PyObject *own) {
+            return has_momentum ? collect_sgd(row, own) : add(row, nullptr, nullptr);
+        },
+        [&](const Block &block) { run_sgd(block, sgd); });
 }
 
 void GroupPlan::forget()
@@ -467,6 +502,25 @@ PyObject *plan_step_adam(PyObject *self, PyObject *args)
     });
 }
 
+PyObject *plan_step_sgd(PyObject *self, PyObject *args)
+{
+    double lr, momentum, dampening, weight_decay;
+    PyObject *state;
+    int is_nesterov;
+    if (!PyArg_ParseTuple(args, "Oddddp:step_sgd", &state, &lr, &momentum, &dampening,
+                          &weight_decay, &is_nesterov)) {
+        return nullptr;
+    }
+    if (!PyDict_Check(state)) {
+        Py_RETURN_FALSE;
+    }
+    const fc_sgd sgd = {static_cast<float>(weight_decay), static_cast<float>(momentum),
+                        static_cast<float>(1 - dampening), static_cast<float>(-lr),
+                        is_nesterov != 0};
+    return guarded(
+        [&] { return PyBool_FromLong(plan_of(self)->step_sgd(state, sgd, momentum != 0)); });
+}
+
 PyMethodDef plan_methods[] = {
     {"is_for", plan_is_for, METH_O, "is_for(params) -> bool: whether it was made for this list."},
     {"locals", plan_locals, METH_O,
@@ -477,6 +531,9 @@ PyMethodDef plan_methods[] = {
      "step_adam(state, lr, beta1, beta2, eps, weight_decay, decoupled, fused_lanes) -> bool\n\n"
      "One step of Adam for every parameter that has a gradient. False: torch must do it, nothing "
      "was touched."},
+    {"step_sgd", plan_step_sgd, METH_VARARGS,
+     "step_sgd(state, lr, momentum, dampening, weight_decay, nesterov) -> bool\n\nThe same for "
+     "SGD."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot plan_slots[] = {
@@ -500,7 +557,9 @@ int fc_register_optim(PyObject *module)
 {
     using namespace fc;
     PyTypeObject *plan_type;
-    const int result = intern(
-        {{&step_name, "step"}, {&exp_avg_name, "exp_avg"}, {&exp_avg_sq_name, "exp_avg_sq"}});
+    const int result = intern({{&step_name, "step"},
+                               {&exp_avg_name, "exp_avg"},
+                               {&exp_avg_sq_name, "exp_avg_sq"},
+                               {&momentum_buffer_name, "momentum_buffer"}});
     return result < 0 ? -1 : add_type(module, "Params", &plan_spec, &plan_type);
 }

@@ -53,6 +53,20 @@ static inline void adam_fused_one(const fc_adam *a, bool is_tail, float *param, 
     param[i] = p + a->step_size * m / (sqrtf(v) / a->correction + a->eps);
 }
 
+static inline void sgd_one(const fc_sgd *s, float *param, const float *grad, float *buffer,
+                           size_t i)
+{
+    float g = s->decay == 0.0f ? grad[i] : fmaf(param[i], s->decay, grad[i]);
+
+    if (buffer != NULL) {
+        float kept = buffer[i] * s->momentum;
+
+        buffer[i] = fmaf(g, s->weight, kept);
+        g = s->is_nesterov ? fmaf(buffer[i], s->momentum, g) : buffer[i];
+    }
+    param[i] = fmaf(g, s->step_size, param[i]);
+}
+
 static inline void norm_add_one(float *sum, float x)
 {
     *sum = fmaf(x, x, *sum);

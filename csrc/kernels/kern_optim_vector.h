@@ -114,6 +114,48 @@ static void adam_fused(const fc_adam *a, float *param, const float *grad, float 
     }
 }
 
+INLINE void sgd_of(const fc_sgd *s, bool has_decay, bool has_buffer, bool is_nesterov, float *param,
+                   const float *grad, float *buffer, size_t numel)
+{
+    const vf decay = set_f32(s->decay);
+    const vf momentum = set_f32(s->momentum);
+    const vf weight = set_f32(s->weight);
+    const vf step_size = set_f32(s->step_size);
+    size_t i = 0;
+
+    for (; i + LANES <= numel; i += LANES) {
+        vf p = load_f32(param + i);
+        vf g = load_f32(grad + i);
+
+        if (has_decay) {
+            g = fma_f32(p, decay, g);
+        }
+        if (has_buffer) {
+            vf b = fma_f32(g, weight, mul_f32(load_f32(buffer + i), momentum));
+
+            store_f32(buffer + i, b, false);
+            g = is_nesterov ? fma_f32(b, momentum, g) : b;
+        }
+        store_f32(param + i, fma_f32(g, step_size, p), false);
+    }
+    for (; i < numel; i++) {
+        sgd_one(s, param, grad, buffer, i);
+    }
+}
+
+static void sgd(const fc_sgd *s, float *param, const float *grad, float *buffer, size_t numel)
+{
+    const bool has_decay = s->decay != 0.0f;
+
+    if (buffer == NULL) {
+        sgd_of(s, has_decay, false, false, param, grad, buffer, numel);
+    } else if (s->is_nesterov) {
+        sgd_of(s, has_decay, true, true, param, grad, buffer, numel);
+    } else {
+        sgd_of(s, has_decay, true, false, param, grad, buffer, numel);
+    }
+}
+
 /* The norm of x, of which `sums` holds the first `start` elements. */
 static float norm_from(v8 sums, const float *x, size_t start, size_t numel)
 {

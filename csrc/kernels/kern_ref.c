@@ -153,6 +153,13 @@ static void adam_fused(const fc_adam *a, float *param, const float *grad, float 
     }
 }
 
+static void sgd(const fc_sgd *s, float *param, const float *grad, float *buffer, size_t numel)
+{
+    for (size_t i = 0; i < numel; i++) {
+        sgd_one(s, param, grad, buffer, i);
+    }
+}
+
 static float norm(const float *x, size_t numel)
 {
     float partial[NORM_LANES] = {0};
@@ -208,6 +215,7 @@ static const fc_kern_table table = {
     .adam_moments = adam_moments,
     .adam_update = adam_update,
     .adam_fused = adam_fused,
+    .sgd = sgd,
     .norms = norms,
     .multiply = multiply,
 };

@@ -386,6 +386,7 @@ DEFINE_PAIR(F16, BF16)
         .adam_moments = adam_moments,                                                              \
         .adam_update = adam_update,                                                                \
         .adam_fused = adam_fused,                                                                  \
+        .sgd = sgd,                                                                                \
         .norms = norms,                                                                            \
         .multiply = multiply,                                                                      \
     }

@@ -48,6 +48,14 @@ typedef struct fc_adam_options {
 /* The numbers of step `step`, counted from 1. */
 void fc_adam_set(fc_adam *adam, const fc_adam_options *options, double step);
 
+typedef struct fc_sgd {
+    float decay;     /* times the parameter is added to the gradient; 0: nothing is */
+    float momentum;  /* of the buffer */
+    float weight;    /* of the gradient in the buffer: 1 - dampening */
+    float step_size; /* -lr */
+    bool is_nesterov;
+} fc_sgd;
+
 typedef struct fc_kern_table {
     const char *name; /* "ref", "avx2", "avx512", "avx512_bf16" */
     /* Streams past the cache where that is faster (large sizes). */
@@ -72,6 +80,9 @@ typedef struct fc_kern_table {
      * order of rounding in the last `n_tail` elements. */
     void (*adam_fused)(const fc_adam *adam, float *param, const float *grad, float *exp_avg,
                        float *exp_avg_sq, size_t numel, size_t n_tail);
+    /* buffer = momentum * buffer + weight * grad; param += step_size * buffer, or with Nesterov's
+     * look ahead. Without momentum `buffer` is null. */
+    void (*sgd)(const fc_sgd *sgd, float *param, const float *grad, float *buffer, size_t numel);
     /* out[i] = square root of the sum of squares of xs[i], added up in eight lanes as PyTorch does.
      * Fastest where neighbours are equally long. */
     void (*norms)(float *out, const float *const *xs, const size_t *numels, size_t n);
