@@ -274,13 +274,15 @@ void Unit::drop_gradients()
     }
     end_deferral();
     std::fill(partial_mask_.begin(), partial_mask_.end(), 0);
+    forget_posts();
     deferred_hooks_.clear();
 }
 
 void Unit::post(bool with_unused, const ReduceOptions &options, const Progress &progress)
 {
-    std::vector<at::Tensor> grads =
-        take_gradients(with_unused, flushes_partial_sums && options.all_reduce);
+    // A post that waits for the peers takes the partial sums along.
+    const bool takes_sums = flushes_partial_sums && options.all_reduce && !sums_are_posted_;
+    std::vector<at::Tensor> grads = take_gradients(with_unused, takes_sums);
     bool any = false;
     for (const at::Tensor &grad : grads) {
         any = any || grad.defined();
@@ -289,6 +291,7 @@ void Unit::post(bool with_unused, const ReduceOptions &options, const Progress &
         return;
     }
     Range range("FSDP::post_backward_reduce", this);
+    sums_are_posted_ = options.all_reduce;
     if (fc_domain_n_ranks(domain_) == 1) {
         post_own(grads, options, progress);
     } else if (fc_domain_is_mapped(domain_)) {
@@ -508,6 +511,7 @@ void Unit::reduce_replicas(const std::vector<fc_source> &sources, const ReduceOp
         fc_exchange_commit(replicate_);
     }
     std::fill(partial_mask_.begin(), partial_mask_.end(), 0);
+    sums_are_posted_ = false;
 }
 
 void Unit::finish(fc_unit *lane, const ReduceOptions &options, const Progress &progress)

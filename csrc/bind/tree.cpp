@@ -349,6 +349,7 @@ void tree_reset(TreeObject *tree, bool drop_gradients)
                 group->unit->reshard();
                 group->unit->drop_pending();
             }
+            group->unit->forget_posts();
             if (drop_gradients) {
                 group->unit->drop_gradients();
                 group->post_backward_pending = false;

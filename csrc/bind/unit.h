@@ -150,6 +150,7 @@ public:
     static void settle_large();
     // Forgets lent gradients of a phase of `domain` that has ended.
     static void forget_lent(const fc_domain *domain);
+    void forget_posts() { sums_are_posted_ = false; } // they were lost
     fc_unit *shard_lane() const { return shard_; }
     fc_unit *replicate_lane() const { return replicate_; }
 
@@ -207,6 +208,7 @@ private:
     bool grads_share_flat_ = false; // every cached gradient lies in grads_flat_
     std::vector<char> partial_;     // HSDP sums that were not all-reduced yet: a part
     std::vector<uint64_t> partial_mask_;
+    bool sums_are_posted_ = false; // a post of this backward carries them
     std::vector<size_t> deferred_hooks_;
     Lent lent_;
     static Unit *lender_; // whose lent_ is not empty

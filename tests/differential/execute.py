@@ -8,6 +8,7 @@ import gc
 import math
 import traceback
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,10 +66,11 @@ class Side:
     """One implementation and the names of its program."""
 
     def __init__(self, fsdp: Any, rank: int, program: Program) -> None:
+        self.is_installed = program.installed and fsdp is not torch_fsdp
         self.fsdp = fsdp
         self.names: dict[str, Any] = {
             **nets.NAMES,
-            "fsdp": fsdp,
+            "fsdp": torch_fsdp if self.is_installed else fsdp,
             "rank": rank,
             "world": program.world,
         }
@@ -78,11 +80,23 @@ class Side:
         # torch.manual_seed would format a stack for each device.
         torch.default_generator.manual_seed(number + 1)
         try:
-            with self.counting or contextlib.nullcontext():
+            with self.counting or contextlib.nullcontext(), self.installed(code):
                 exec(code, self.names)
         except Exception as error:
             return error
         return None
+
+    @contextlib.contextmanager
+    def installed(self, code: types.CodeType) -> Iterator[None]:
+        """Only while something is sharded: it looks through all modules."""
+        if not self.is_installed or "fully_shard" not in code.co_names:
+            yield
+            return
+        self.fsdp.install()
+        try:
+            yield
+        finally:
+            self.fsdp.uninstall()
 
     def see(self, new: list[str], is_optimizer: bool) -> dict[str, Any]:
         """All that a user sees after a line that gave values to the `new` names.

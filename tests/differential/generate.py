@@ -38,7 +38,7 @@ class Writer(Steps):
     def write(self) -> Program:
         self.write_setup()
         blocks = [block for block, weight in BLOCKS.items() for _ in range(weight)]
-        for _ in range(self.rng.randint(2, 5)):
+        for _ in range(self.rng.randint(1, 4)):
             written = self.rng.choice(blocks)(self)
             if written:
                 self.program.blocks.append(written)
@@ -98,12 +98,13 @@ class Writer(Steps):
             if self.program.has("requires_grad_("):
                 return []
         last = self.chance(0.3)
-        lines = [f"model.{setter}(False{recurse})"]
+        part = self.unit() if self.chance(0.3) else "model"
+        lines = [f"{part}.{setter}(False{recurse})"]
         if last:
             lines.append("model.set_is_last_backward(False)")
         for _ in range(self.rng.randint(1, 2)):
             lines += [f"out = {self.forward(same)}", "loss = backward(out)"]
-        lines.append(f"model.{setter}(True{recurse})")
+        lines.append(f"{part}.{setter}(True{recurse})")
         if last:
             lines.append("model.set_is_last_backward(True)")
         lines += [f"out = {self.forward(same)}", "loss = backward(out)"]
@@ -184,7 +185,7 @@ class Writer(Steps):
     def toggle(self) -> list[str]:
         """Freezes or frees parameters. Torch loses what is done to unsharded ones, and has no
         dtypes for a unit that was all frozen in its first forward."""
-        if self.program.has("set_requires_all_reduce"):
+        if self.program.has("set_requires_all_reduce") or self.freezes:
             return []
         names = {"block": "up.weight", "nested": "outer.down.bias", "tuple": "left.weight"}
         found = [i for i, name in enumerate(self.layers) if name in names]
@@ -217,8 +218,20 @@ class Writer(Steps):
             *(["log.clear()"] if self.has_hooks else []),
         ]
 
+    def fail_and_go_on(self) -> list[str]:
+        """An exception in forward that the script passes over."""
+        if self.has_hooks:
+            return []
+        position = self.rng.randrange(len(self.layers))
+        return [
+            f"where = planned(lambda: model({self.x()}, fail_in_forward={position}))\n"
+            f"out = {self.forward('')}\nloss = backward(out)",
+            *self.finish(),
+        ]
+
     def retain(self) -> list[str]:
-        if self.has_hooks or self.around or set(self.layers) & {"reentrant"}:
+        # Torch's second backward does not find the weight of a convolution.
+        if self.has_hooks or self.around or {"reentrant", "convolved"}.intersection(self.layers):
             return []
         self.adds_many = True
         return [
@@ -230,7 +243,7 @@ class Writer(Steps):
 
     def twice(self) -> list[str]:
         """The model's output is its input again."""
-        is_fit = self.output == "tensor" and self.stem != "embedding"
+        is_fit = self.output == "tensor" and not self.takes_tokens
         if not is_fit or self.has_hooks or self.groups or self.around:
             return []
         self.adds_many = True
@@ -242,11 +255,13 @@ class Writer(Steps):
         ]
 
     def input_gradient(self) -> list[str]:
-        if self.stem == "embedding":
+        if self.takes_tokens:
             return []
         lines = [f"x = {self.x()}.requires_grad_()", f"out = model(x{self.use()})"]
         if self.chance(0.3):
             return [*lines, "grad = torch.autograd.grad(total(out), x)"]
+        if self.chance(0.2):
+            return [*lines, "total(out).backward(inputs=[x])\ngrad = x.grad"]
         return [*lines, "loss = backward(out)", "grad = x.grad", *self.hook_lines(), *self.finish()]
 
     def autocast(self) -> list[str]:
@@ -271,7 +286,7 @@ class Writer(Steps):
             dtype = ", dtype=torch.float64" if self.is_double else ""
             self.n_inputs += 1
             call = f"{self.unit()}(data(rank, {self.n_inputs}, 2, {self.width}{dtype}))"
-            if self.stem == "embedding" and call.startswith("model("):
+            if self.takes_tokens and call.startswith("model("):
                 return []
         if self.chance(0.3):
             return [f"with torch.no_grad():\n    out = {call}"]
@@ -300,6 +315,7 @@ BLOCKS = {
     Writer.toggle: 2,
     Writer.refuse: 1,
     Writer.fail: 1,
+    Writer.fail_and_go_on: 1,
     Writer.retain: 1,
     Writer.twice: 1,
     Writer.input_gradient: 1,

@@ -8,7 +8,7 @@ class Lines(Setting):
 
     def x(self) -> str:
         self.n_inputs += 1
-        if self.stem == "embedding":
+        if self.takes_tokens:
             return f"tokens(rank, {self.n_inputs})"
         dtype = ", dtype=torch.float64" if self.is_double else ""
         return f"data(rank, {self.n_inputs}, {self.rng.randint(1, 4)}, {self.width}{dtype})"
@@ -73,7 +73,7 @@ class Lines(Setting):
     @property
     def stays_unsharded(self) -> bool:
         """Torch goes on with old weights where a unit is unsharded while its shards change."""
-        return self.program.has("set_reshard_after_backward(False")
+        return self.steps_others or self.program.has("set_reshard_after_backward(False")
 
     def hook_lines(self) -> list[str]:
         return ["hooked = sorted(log, key=str)", "log.clear()"] if self.has_hooks else []
@@ -96,9 +96,16 @@ class Lines(Setting):
             f"{unit}.unshard()",
             f"handle = {unit}.unshard(async_op=True)",
             "reshard(model, fsdp)",
-            f"with torch.no_grad():\n    other = {self.forward()}",
+            # Torch's road then unshards in another order; collectives differ by one.
+            *(
+                []
+                if self.program.counted
+                else [f"with torch.no_grad():\n    other = {self.forward()}"]
+            ),
             "model.eval()",
             "model.train()",
+            "for leaf in leaves(out):\n"
+            "    leaf.requires_grad and leaf.register_hook(lambda grad: grad * 2)",
         ]
         return [self.rng.choice(choices)]
 

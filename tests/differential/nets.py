@@ -7,14 +7,16 @@ from typing import Any
 import torch
 from harness import cached_mesh
 from models import Block, data, tokens
-from parity import copies, leaves, total
+from parity import copies, leaves, local, total
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
 )
 from torch.distributed.tensor import Shard
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 N_TOKENS = 11
@@ -151,6 +153,40 @@ class Checkpointed(nn.Module):
         return checkpoint(self.body, x, use_reentrant=self.reentrant)
 
 
+class Rows(nn.Module):
+    """Gives a layer its input as one batch of rows, as `shape` says."""
+
+    def __init__(self, layer: nn.Module, *shape: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x.reshape(*self.shape, x.size(-1)))
+        return (out[0] if isinstance(out, tuple) else out).reshape(x.shape)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Listed(nn.Module):
+    """Parameters in a list and in a dict."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.some = nn.ParameterList([torch.randn(width), torch.randn(2, width)])
+        self.named = nn.ParameterDict({"gain": torch.randn(width), "unused": torch.randn(3)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.named["gain"] + self.some[0]) + self.some[1].sum(0)
+
+
 # What a layer of a `Net` can be, by the name that programs use.
 LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "block": lambda width: Block(width, 7),
@@ -171,6 +207,13 @@ LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "reentrant": lambda width: Checkpointed(width, True),
     "tanh": lambda width: nn.Tanh(),
     "dropout": lambda width: nn.Dropout(0.25),
+    "convolved": lambda width: Rows(nn.Conv1d(1, 1, 3, padding=1), -1, 1),
+    "attention": lambda width: Rows(Attention(width), 1, -1),
+    "lstm": lambda width: Rows(nn.LSTM(width, width), -1, 1),
+    "listed": Listed,
+    "weighted": lambda width: weight_norm(nn.Linear(width, width)),
+    "wrapped": lambda width: checkpoint_wrapper(Block(width, 4)),
+    "inplace": lambda width: nn.LeakyReLU(0.5, inplace=True),
 }
 
 
@@ -193,8 +236,9 @@ class Net(nn.Module):
         super().__init__()
         self.output = output
         self.around = around
-        if stem == "embedding":
-            self.stem: nn.Module = nn.Embedding(N_TOKENS, width)
+        if stem in ("embedding", "bounded"):
+            max_norm = 1.0 if stem == "bounded" else None  # written to in forward
+            self.stem: nn.Module = nn.Embedding(N_TOKENS, width, max_norm=max_norm)
         else:
             self.stem = nn.Linear(width, width) if stem == "linear" else nn.Identity()
         self.layers = nn.ModuleList()
@@ -259,6 +303,15 @@ def backward(out: Any, scaler: Any = None, **options: Any) -> Tensor | None:
 
 def floating(shards: dict[str, nn.Parameter]) -> list[nn.Parameter]:
     return [shard for shard in shards.values() if shard.is_floating_point()]
+
+
+def fill(model: nn.Module) -> None:
+    """Values for all that `to_empty` left without."""
+    generator = torch.Generator().manual_seed(1)
+    for tensor in (*model.parameters(), *model.buffers()):
+        mine = local(tensor)
+        values = torch.randn(mine.shape, generator=generator)
+        mine.copy_(values if mine.is_floating_point() else torch.ones(mine.shape))
 
 
 def step_in_backward(shards: dict[str, nn.Parameter], kind: Any) -> list[Any]:
@@ -349,10 +402,12 @@ NAMES: dict[str, Any] = {
     "columns": columns,
     "copies": copies,
     "data": data,
+    "fill": fill,
     "floating": floating,
     "get_model_state_dict": get_model_state_dict,
     "halve_gradients": halve_gradients,
     "leaves": leaves,
+    "local": local,
     "log_gradients": log_gradients,
     "planned": planned,
     "reshard": reshard,

@@ -21,6 +21,8 @@ class Program:
     rounds: bool = False
     # Whether collectives are counted, which takes both sides over torch's own implementation.
     counted: bool = False
+    # Whether our side shards through torch's names, with install() before and uninstall() after.
+    installed: bool = False
 
     @property
     def lines(self) -> list[str]:

@@ -51,7 +51,8 @@ OPTIMIZERS = [
 ]
 LAYER_NAMES = (
     "block block block linear linear norm tied tiny unused frozen buffered recurrent nested nested"
-    " tuple dict dataclass thin recompute reentrant tanh dropout again"
+    " tuple dict dataclass thin recompute reentrant tanh dropout again convolved attention lstm"
+    " listed weighted wrapped inplace"
 ).split()
 # Layers all of whose parameters have as many rows as the model is wide.
 EVEN_ROWS = frozenset(
@@ -79,10 +80,13 @@ class Setting:
             # Torch leaves units unsharded that ran twice in reentrant checkpoints.
             if name == "again" and (index == 0 or self.around == "reentrant"):
                 self.layers[index] = "linear"
-        self.stem = choose(["linear", "linear", "identity", "embedding"])
+        self.stem = choose(["linear", "linear", "linear", "identity", "embedding", "bounded"])
         self.output = choose(["tensor", "tensor", "tuple", "dict", "dataclass"])
         self.has_own = not self.chance(0.15)
         self.pick_units()
+        if self.around or self.singles or self.groups or self.inner:
+            # Torch loses the hook on a unit's output that is written to; so do checkpoints.
+            self.layers = ["tanh" if name == "inplace" else name for name in self.layers]
         self.dtypes = [choose([DTYPES[0]] * 5 + DTYPES)]
         # A layer only takes another dtype where its own unit casts.
         self.is_split = len(self.singles) == len(self.layers) and not self.inner
@@ -91,6 +95,16 @@ class Setting:
         self.mesh = self.pick_mesh()
         self.is_double = not self.mixes and self.chance(0.08)
         self.has_hooks = self.ignores = self.adds_many = False
+        self.program.installed = self.chance(0.1)
+        # to_empty unties what was tied.
+        self.is_meta = "tied" not in self.layers and self.chance(0.1)
+        self.freezes = self.chance(0.15)
+        self.steps_others = False  # parameters that backward has not reached
+        hidden = {"tuple", "dict", "dataclass"}.intersection(self.layers)
+        if self.around == "reentrant" and hidden:
+            # Such a checkpoint hides the gradients of containers. A root all of whose outputs are
+            # hidden stays unsharded, where torch would fail in backward.
+            self.has_own = True
         if "recurrent" in self.layers or "tied" in self.layers:
             self.adds_many = True
 
@@ -127,6 +141,10 @@ class Setting:
     def mixes(self) -> bool:
         return any(dtypes != DTYPES[0] for dtypes in self.dtypes)
 
+    @property
+    def takes_tokens(self) -> bool:
+        return self.stem in ("embedding", "bounded")
+
     def tolerance(self) -> Tolerance:
         names = {name for pair in self.dtypes for name in pair}
         if "torch.float16" in names or "torch.bfloat16" in names:
@@ -147,7 +165,7 @@ class Setting:
         given = {name: getattr(self, name) for name in defaults}
         words = [str(self.width), repr(" ".join(self.layers))]
         words += [f"{name}={value!r}" for name, value in given.items() if value != defaults[name]]
-        add(f"model = Net({', '.join(words)})")
+        self.write_model(f"model = Net({', '.join(words)})")
         # Before the first forward only: torch keeps the dtypes that it finds there.
         double_at = self.rng.choice(["before", "after"]) if self.is_double else ""
         if double_at == "before":
@@ -164,6 +182,8 @@ class Setting:
             add(hook)
         if double_at == "after":
             add("model.double()")
+        if self.is_meta:
+            add("model.to_empty(device='cpu')\nfill(model)")
         if self.chance(0.15):
             add("fsdp.register_fsdp_forward_method(model, 'encode')")
         add("shards = dict(model.named_parameters())")
@@ -174,9 +194,21 @@ class Setting:
             add("log = []")
             add("log_gradients(shards, log)")
 
+    def write_model(self, line: str) -> None:
+        add = self.program.setup.append
+        if self.is_meta:
+            add(f"with torch.device('meta'):\n    {line}")
+            return
+        add(line)
+        if self.chance(0.1):
+            add("model = __import__('copy').deepcopy(model)")
+        if self.freezes:
+            index = self.rng.randrange(len(self.layers))
+            add(f"model.layers[{index}].requires_grad_(False)")
+
     def optimizer(self, is_any: bool = False) -> str:
         # Each rank's DTensor has to learn each optimizer anew.
-        is_any = is_any or self.chance(0.5 / self.program.world)
+        is_any = is_any or self.chance(0.35 / self.program.world)
         choices = OPTIMIZERS if is_any else OPTIMIZERS[:N_CHEAP_OPTIMIZERS]
         if self.ignores:  # foreach takes tensors of one kind
             choices = [words for words in choices if "foreach=False" in words]
@@ -201,12 +233,12 @@ class Setting:
         if self.chance(0.15):
             common += f", shard_placement_fn=columns({self.shard_size})"
         # Ignored parameters are not cast, and clipping refuses them beside sharded ones.
-        if not self.mixes and self.stem == "linear" and self.chance(0.12):
+        if not self.mixes and self.stem == "linear" and not self.is_meta and self.chance(0.12):
             self.ignores = True
         ignored = ", ignored_params={model.stem.weight}" if self.ignores else ""
         # Torch registers wrong shards for an int where rows do not divide, and fails for dim 1.
         int_ok = self.shard_size == 4 and self.width % 4 == 0 and "columns" not in common
-        rows_divide = self.stem != "embedding" and EVEN_ROWS.issuperset(self.layers)
+        rows_divide = not self.takes_tokens and EVEN_ROWS.issuperset(self.layers)
 
         def options(is_root: bool = False) -> str:
             value = rng.choice(["None", "True", "False", "True"])
@@ -224,7 +256,7 @@ class Setting:
 
     def units(self) -> list[str]:
         """The modules to shard before the root, innermost first."""
-        found = ["model.stem"] if self.stem == "embedding" and self.chance(0.3) else []
+        found = ["model.stem"] if self.takes_tokens and self.chance(0.3) else []
         found += [f"model.layers[{index}].inner" for index in self.inner]
         lists = [[f"model.layers[{index}]" for index in group] for group in self.groups]
         found += [f"[{', '.join(names)}]" for names in lists]

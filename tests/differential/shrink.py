@@ -58,7 +58,7 @@ def smaller(program: Program) -> Iterator[Program]:
     for index, line in enumerate(program.setup):
         before, after = program.setup[:index], program.setup[index + 1 :]
         if "shard_placement" in line or "fully_shard(model," not in line:
-            is_optional = line.startswith(("fsdp.fully_shard(", "model.double", "for name"))
+            is_optional = line.startswith(("fsdp.fully_shard(", "model.double", "model = __"))
             if is_optional and "fully_shard(model)" not in line:
                 yield program.with_parts(before + after, blocks)
         for shorter in without_keywords(line):
@@ -81,6 +81,11 @@ def without_keywords(line: str) -> Iterator[str]:
 def script(program: Program, failure: Failure) -> str:
     """The program as a script; `SIDE` chooses the implementation."""
     body = "\n".join(program.lines)
+    if program.installed:
+        body = (
+            "if fsdp.__name__ == 'fsdp_c':\n    fsdp.install()\n"
+            f"    fsdp = importlib.import_module('torch.distributed.fsdp')\n{body}"
+        )
     return f'''"""Seed {program.seed}: {failure.kind} at `{failure.line.splitlines()[0]}`.
 
 In the source tree: SIDE=torch.distributed.fsdp torchrun --nproc_per_node {program.world} FILE,

@@ -35,7 +35,7 @@ WEIGHTS_BY_HAND = [
         "torch._foreach_mul_(floating(shards), 0.9)",
         "nn.init.constant_(next(iter(shards.values())), 1)",
     )
-] + [EACH_WEIGHT + "p.data.mul_(0.9)", EACH_WEIGHT + "p.detach().to_local().add_(0.125)"]
+] + [EACH_WEIGHT + "p.data.mul_(0.9)", EACH_WEIGHT + "local(p).add_(0.125)"]
 
 
 class Steps(Lines):
@@ -43,6 +43,7 @@ class Steps(Lines):
 
     def own_gradients(self) -> list[str]:
         """Gradients that the script writes, before or after a backward."""
+        self.steps_others = True
         line = self.rng.choice(GRADIENTS_BY_HAND)
         if self.chance(0.5):
             return ["reshard(model, fsdp)", line, *self.train()]
@@ -187,6 +188,7 @@ class Steps(Lines):
             return []
         if not self.program.has("out = model("):
             return []
+        self.steps_others = True
         part = self.rng.choice(["[::2]", "[1::2]", "[:1]", "[-1:]", "[:]"])
         return [
             "reshard(model, fsdp)",
@@ -230,7 +232,7 @@ STEP_BLOCKS = {
     Steps.average: 1,
     Steps.schedule: 1,
     Steps.exchange: 2,
-    Steps.new_optimizer: 2,
+    Steps.new_optimizer: 1,
     Steps.step_in_closure: 1,
     Steps.step_in_backward: 1,
     Steps.step_oddly: 1,
