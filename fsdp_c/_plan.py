@@ -74,13 +74,13 @@ def agreed_reason(groups: Sequence[FSDPParamGroup], mine: str) -> str:
     meshes = [group.mesh_info for group in groups]
     process_groups = [mesh_info.shard_process_group for mesh_info in meshes]
     process_groups += [m.replicate_process_group for m in meshes if isinstance(m, HSDPMeshInfo)]
+    told = f"{mine} on rank {dist.get_rank()}" if mine else ""
     for process_group in dict.fromkeys(process_groups):
         exchange = _comm.exchange_for(process_group)
         if exchange is not None:
-            answers = exchange("choice of implementation", mine.encode())
-            others = zip(_comm.global_ranks(process_group), answers, strict=True)
-            mine = mine or next((f"{text.decode()} on rank {r}" for r, text in others if text), "")
-    return mine
+            answers = exchange("choice of implementation", told.encode())
+            told = told or next((answer.decode() for answer in answers if answer), "")
+    return mine or told
 
 
 def runs_on_core(group: FSDPParamGroup) -> bool:
