@@ -155,7 +155,7 @@ static void bench_table(const fc_kern_table *ref, const fc_kern_table *table, bo
 /* Numbers from 1 to 2, whether read as F32 or as BF16. */
 static void *create_source(uint32_t seed)
 {
-    uint16_t *halves = fc_pages_alloc(MAX_BYTES);
+    uint16_t *halves = fc_pages_alloc(FC_FOR_SLOTS, MAX_BYTES);
 
     if (halves == NULL) {
         exit(2);
@@ -172,8 +172,8 @@ static void bench(const char *only, bool shows)
     const fc_kern_table *const *tables;
     size_t n_tables = fc_kern_tables(&tables);
 
-    dst = fc_pages_alloc(MAX_BYTES);
-    expected = fc_pages_alloc(MAX_BYTES);
+    dst = fc_pages_alloc(FC_FOR_SLOTS, MAX_BYTES);
+    expected = fc_pages_alloc(FC_FOR_SLOTS, MAX_BYTES);
     if (dst == NULL || expected == NULL) {
         exit(2);
     }
@@ -185,10 +185,10 @@ static void bench(const char *only, bool shows)
             bench_table(tables[0], tables[i], shows, (int)(i * COUNT(jobs) * COUNT(sizes)));
         }
     }
-    fc_pages_free(dst, MAX_BYTES);
-    fc_pages_free(expected, MAX_BYTES);
+    fc_pages_free(FC_FOR_SLOTS, dst, MAX_BYTES);
+    fc_pages_free(FC_FOR_SLOTS, expected, MAX_BYTES);
     for (size_t s = 0; s < MAX_SRCS; s++) {
-        fc_pages_free((void *)(uintptr_t)srcs[s], MAX_BYTES);
+        fc_pages_free(FC_FOR_SLOTS, (void *)(uintptr_t)srcs[s], MAX_BYTES);
     }
 }
 

@@ -17,7 +17,9 @@ from fsdp_c._fully_shard import fully_shard
 from fsdp_c._install import install, uninstall
 from fsdp_c._iterate import iter_full_params
 from fsdp_c._load import IncompatibleKeys, load_full
+from fsdp_c._memory_plan import MemoryPlan, memory_plan
 from fsdp_c._owner import Owned, gather_to_owner, scatter_from_owner
+from fsdp_c._stats import MemoryStats, release_buffers, stats
 from fsdp_c._status import Status, TreeStatus, status
 
 globals().update(_compat.OPTIONAL_NAMES)
@@ -27,6 +29,8 @@ __all__ = [
     "Communicator",
     "FSDPModule",
     "IncompatibleKeys",
+    "MemoryPlan",
+    "MemoryStats",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Owned",
@@ -39,10 +43,13 @@ __all__ = [
     "iter_full_params",
     "load_full",
     "load_shards",
+    "memory_plan",
     "register_fsdp_forward_method",
+    "release_buffers",
     "save_shards",
     "scatter_from_owner",
     "share_comm_ctx",
+    "stats",
     "status",
     "uninstall",
     *_compat.OPTIONAL_NAMES,

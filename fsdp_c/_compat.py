@@ -70,6 +70,11 @@ def takes_any_gradient(fsdp_param: Any) -> bool:
     return HAS_GRAD_DTYPE and fsdp_param.unsharded_grad_dtype is None
 
 
+def unset_reduce_dtype(orig: torch.dtype, compute: torch.dtype) -> torch.dtype:
+    """The same where a policy names no reduce_dtype."""
+    return orig if HAS_GRAD_DTYPE else compute
+
+
 def grad_dtype(fsdp_param: Any) -> torch.dtype:
     """The dtype of the sharded gradient."""
     if HAS_GRAD_DTYPE:

@@ -36,8 +36,8 @@ MAY_INCLUDE = {
 MODULES = (
     "_env _native _compat _delegate _stale _guards _comm _extension _param _buckets _pieces"
     " _owner _files _names _load _dump _iterate _containers _clip _norms _optim _patches"
-    " _plan _status _ties _unit _state _init _fully_shard _spawn _install _api __init__"
-    " _launch _child __main__"
+    " _plan _status _ties _unit _state _init _stats _memory_plan _fully_shard _spawn _install"
+    " _api __init__ _launch _child __main__"
 ).split()
 
 SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".c", ".h", ".cpp"))

@@ -1,6 +1,7 @@
 /* Counting allocator over calloc and mmap. */
 #include "base/alloc.h"
 
+#include <malloc.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -8,7 +9,18 @@
 #define LARGE_PAGE_BYTES ((size_t)2 << 20)
 
 static _Atomic int64_t live;
+static _Atomic int64_t account[FC_PURPOSE_COUNT];
 static _Atomic int64_t fail_after = -1;
+
+void fc_account_add(fc_purpose purpose, int64_t bytes)
+{
+    atomic_fetch_add_explicit(&account[purpose], bytes, memory_order_relaxed);
+}
+
+int64_t fc_account_bytes(fc_purpose purpose)
+{
+    return atomic_load_explicit(&account[purpose], memory_order_relaxed);
+}
 
 /* True when the test aid wants this request to fail. */
 static int must_fail(void)
@@ -28,6 +40,7 @@ void *fc_alloc(size_t count, size_t bytes)
 
     if (memory != NULL) {
         atomic_fetch_add_explicit(&live, 1, memory_order_relaxed);
+        fc_account_add(FC_FOR_OBJECTS, (int64_t)malloc_usable_size(memory));
     }
     return memory;
 }
@@ -35,12 +48,13 @@ void *fc_alloc(size_t count, size_t bytes)
 void fc_free(void *memory)
 {
     if (memory != NULL) {
+        fc_account_add(FC_FOR_OBJECTS, -(int64_t)malloc_usable_size(memory));
         atomic_fetch_sub_explicit(&live, 1, memory_order_relaxed);
         free(memory);
     }
 }
 
-void *fc_pages_alloc(size_t bytes)
+void *fc_pages_alloc(fc_purpose purpose, size_t bytes)
 {
     void *memory;
 
@@ -56,14 +70,17 @@ void *fc_pages_alloc(size_t bytes)
         (void)madvise(memory, bytes, MADV_HUGEPAGE); /* a hint: refusal costs only speed */
     }
     atomic_fetch_add_explicit(&live, 1, memory_order_relaxed);
+    fc_account_add(purpose, (int64_t)bytes);
     return memory;
 }
 
-void fc_pages_free(void *memory, size_t bytes)
+void fc_pages_free(fc_purpose purpose, void *memory, size_t bytes)
 {
     if (memory != NULL) {
+        bytes = fc_round_up(bytes ? bytes : 1, FC_PAGE);
+        fc_account_add(purpose, -(int64_t)bytes);
         atomic_fetch_sub_explicit(&live, 1, memory_order_relaxed);
-        (void)munmap(memory, fc_round_up(bytes ? bytes : 1, FC_PAGE));
+        (void)munmap(memory, bytes);
     }
 }
 

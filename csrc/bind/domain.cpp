@@ -1,6 +1,7 @@
 // _C.Domain(transport, kind, units, shard_rank, n_shards): builds fc_domain from plain Python data.
 #include "bind/domain.h"
 
+#include "base/alloc.h"
 #include "bind/python.h"
 #include "bind/tensors.h"
 #include "bind/transport.h"
@@ -11,6 +12,7 @@
 #include <malloc.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace fc {
@@ -57,6 +59,33 @@ fc_param parse_param(PyObject *row)
     return param;
 }
 
+// [(name, [parameter, ...]), ...] as the core takes it.
+struct UnitList {
+    std::vector<std::string> names;
+    std::vector<std::vector<fc_param>> params;
+    std::vector<fc_unit_desc> descs;
+
+    explicit UnitList(PyObject *units)
+    {
+        const size_t n = static_cast<size_t>(PyList_GET_SIZE(units));
+        names.resize(n);
+        params.resize(n);
+        for (size_t i = 0; i < n; i++) {
+            const char *name;
+            PyObject *rows;
+            if (!PyArg_ParseTuple(PyList_GET_ITEM(units, static_cast<Py_ssize_t>(i)), "sO!", &name,
+                                  &PyList_Type, &rows)) {
+                throw_python();
+            }
+            names[i] = name;
+            for (Py_ssize_t j = 0; j < PyList_GET_SIZE(rows); j++) {
+                params[i].push_back(parse_param(PyList_GET_ITEM(rows, j)));
+            }
+            descs.push_back({names[i].c_str(), params[i].data(), params[i].size()});
+        }
+    }
+};
+
 PyObject *domain_new(PyTypeObject *type, PyObject *args, PyObject *)
 {
     return guarded([&]() -> PyObject * {
@@ -66,28 +95,13 @@ PyObject *domain_new(PyTypeObject *type, PyObject *args, PyObject *)
                               &shard_rank, &n_shards)) {
             return nullptr;
         }
-        const size_t n = static_cast<size_t>(PyList_GET_SIZE(units));
-        std::vector<std::string> names(n);
-        std::vector<std::vector<fc_param>> params(n);
-        std::vector<fc_unit_desc> descs(n);
-        for (size_t i = 0; i < n; i++) {
-            const char *name;
-            PyObject *rows;
-            if (!PyArg_ParseTuple(PyList_GET_ITEM(units, static_cast<Py_ssize_t>(i)), "sO!", &name,
-                                  &PyList_Type, &rows)) {
-                return nullptr;
-            }
-            names[i] = name;
-            for (Py_ssize_t j = 0; j < PyList_GET_SIZE(rows); j++) {
-                params[i].push_back(parse_param(PyList_GET_ITEM(rows, j)));
-            }
-            descs[i] = {names[i].c_str(), params[i].data(), params[i].size()};
-        }
+        const UnitList list(units);
         Ref self = checked(type->tp_alloc(type, 0));
         auto *object = reinterpret_cast<DomainObject *>(self.get());
         check(fc_domain_create(fc_transport_from_object(transport),
-                               is_replicate ? FC_DOMAIN_REPLICATE : FC_DOMAIN_SHARD, descs.data(),
-                               n, shard_rank, n_shards, &object->domain));
+                               is_replicate ? FC_DOMAIN_REPLICATE : FC_DOMAIN_SHARD,
+                               list.descs.data(), list.descs.size(), shard_rank, n_shards,
+                               &object->domain));
         object->transport = Py_NewRef(transport);
         return self.release();
     });
@@ -141,6 +155,65 @@ PyObject *domain_leave(PyObject *self, PyObject *)
     });
 }
 
+PyObject *sizes_dict(const fc_domain_sizes &sizes)
+{
+    const std::pair<const char *, size_t> entries[] = {
+        {"control", sizes.control}, {"full", sizes.full},       {"aliased", sizes.aliased},
+        {"arena", sizes.arena},     {"gradients", sizes.grads}, {"largest", sizes.largest},
+        {"pack", sizes.pack},       {"part", sizes.part}};
+    Ref dict = checked(PyDict_New());
+    for (const auto &[name, bytes] : entries) {
+        Ref value = checked(PyLong_FromSize_t(bytes));
+        check(PyDict_SetItemString(dict.get(), name, value.get()));
+    }
+    return dict.release();
+}
+
+PyObject *domain_sizes(PyObject *self, PyObject *)
+{
+    return guarded([&]() { return sizes_dict(fc_domain_measure(domain_of(self))); });
+}
+
+PyObject *domain_plan(PyObject *, PyObject *args)
+{
+    return guarded([&]() -> PyObject * {
+        PyObject *units;
+        int is_replicate, n_shards, n_ranks, is_mapped;
+        if (!PyArg_ParseTuple(args, "pO!iip", &is_replicate, &PyList_Type, &units, &n_shards,
+                              &n_ranks, &is_mapped)) {
+            return nullptr;
+        }
+        const UnitList list(units);
+        fc_domain_sizes sizes;
+        check(fc_domain_plan(is_replicate ? FC_DOMAIN_REPLICATE : FC_DOMAIN_SHARD,
+                             list.descs.data(), list.descs.size(), n_shards, n_ranks, is_mapped,
+                             &sizes));
+        return sizes_dict(sizes);
+    });
+}
+
+PyObject *domain_trim(PyObject *self, PyObject *)
+{
+    return guarded(
+        [&]() -> PyObject * { return PyLong_FromSize_t(fc_domain_trim(domain_of(self))); });
+}
+
+PyObject *trim_slots(PyObject *, PyObject *)
+{
+    return guarded([&]() -> PyObject * {
+        fc_slots_trim(slots());
+        Py_RETURN_NONE;
+    });
+}
+
+PyObject *domain_account(PyObject *, PyObject *)
+{
+    return Py_BuildValue(
+        "{s:L,s:L,s:L,s:L,s:L}", "objects", fc_account_bytes(FC_FOR_OBJECTS), "slots",
+        fc_account_bytes(FC_FOR_SLOTS), "gradients", fc_account_bytes(FC_FOR_GRADIENTS), "messages",
+        fc_account_bytes(FC_FOR_MESSAGES), "shared", fc_account_bytes(FC_FOR_SHARED));
+}
+
 // Gives back what set-up freed (shards that moved, placeholders of unsharded parameters), and keeps
 // large tensors off the heap from now on: glibc's aligned allocation cannot reuse a hole of exactly
 // the size asked for, so a heap of gradients grows with every unit.
@@ -160,6 +233,15 @@ PyObject *tune_heap(PyObject *, PyObject *arg)
 PyMethodDef methods[] = {
     {"tune_heap", tune_heap, METH_O | METH_STATIC,
      "tune_heap(n): trims the heap; allocations of n bytes and more (0: no change) stay off it."},
+    {"sizes", domain_sizes, METH_NOARGS, "sizes() -> {purpose: bytes}"},
+    {"plan", domain_plan, METH_VARARGS | METH_STATIC,
+     "plan(is_replicate, units, n_shards, n_ranks, is_mapped) -> sizes of such a domain"},
+    {"trim", domain_trim, METH_NOARGS,
+     "trim() -> bytes of reduce slots: gives back what is held for speed alone."},
+    {"trim_slots", trim_slots, METH_NOARGS | METH_STATIC,
+     "trim_slots(): gives back the free slots of all domains."},
+    {"account", domain_account, METH_NOARGS | METH_STATIC,
+     "account() -> {purpose: bytes that the core holds in this process}"},
     {"layout", domain_layout, METH_O,
      "layout(unit) -> (unsharded bytes, [(offset, is aliased), ...])"},
     {"leave", domain_leave, METH_NOARGS,

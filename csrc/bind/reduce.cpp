@@ -98,14 +98,14 @@ char *reserve(const Unit *unit, fc_unit *lane, size_t part_bytes, fc_wire wire, 
 // the heap they would pin the holes between those.
 at::Tensor page_buffer(size_t bytes)
 {
-    void *memory = fc_pages_alloc(bytes);
+    void *memory = fc_pages_alloc(FC_FOR_GRADIENTS, bytes);
     if (memory == nullptr) {
         PyErr_Format(PyExc_MemoryError, "%zu bytes for sharded gradients", bytes);
         throw_python();
     }
     return at::from_blob(
-        memory, {static_cast<int64_t>(bytes)}, [bytes](void *p) { fc_pages_free(p, bytes); },
-        at::dtype(at::kByte));
+        memory, {static_cast<int64_t>(bytes)},
+        [bytes](void *p) { fc_pages_free(FC_FOR_GRADIENTS, p, bytes); }, at::dtype(at::kByte));
 }
 
 // Lent gradients of more bytes are not kept while backward goes on: they would add to its peak.

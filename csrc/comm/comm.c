@@ -48,7 +48,7 @@ void fc_comm_destroy(fc_comm *comm)
     if (comm != NULL) {
         fc_region_release(comm->staging);
         fc_region_release(comm->headers);
-        fc_pages_free(comm->scratch, comm->scratch_bytes);
+        fc_pages_free(FC_FOR_MESSAGES, comm->scratch, comm->scratch_bytes);
         fc_free(comm->columns);
         fc_free((void *)comm->sources);
         fc_free(comm);

@@ -14,12 +14,12 @@ static fc_status reserve_scratch(fc_comm *comm, size_t bytes)
     if (comm->scratch != NULL && bytes <= comm->scratch_bytes) {
         return FC_OK;
     }
-    scratch = fc_pages_alloc(bytes);
+    scratch = fc_pages_alloc(FC_FOR_MESSAGES, bytes);
     if (scratch == NULL) {
         return fc_fail(FC_ERR_NOMEM, "%zu bytes for a collective of process group %s", bytes,
                        fc_transport_name(comm->transport));
     }
-    fc_pages_free(comm->scratch, comm->scratch_bytes);
+    fc_pages_free(FC_FOR_MESSAGES, comm->scratch, comm->scratch_bytes);
     comm->scratch = scratch;
     comm->scratch_bytes = bytes;
     return FC_OK;

@@ -96,16 +96,14 @@ static size_t arena_bytes_needed(const fc_domain *domain)
     return fc_round_up(largest > any ? largest : any, FC_PAGE);
 }
 
-/* Decides where everything lies and maps it; collective. */
-static fc_status map(fc_domain *domain)
+/* Decides where everything lies; returns the bytes of it all. */
+static size_t lay_out(fc_domain *domain)
 {
     size_t i, at, words = 1;
-    uint64_t print = (uint64_t)domain->kind;
 
     for (i = 0; i < domain->n_units; i++) {
         words =
             domain->units[i].layout.mask_words > words ? domain->units[i].layout.mask_words : words;
-        print = fc_fingerprint(print, domain->units[i].layout.fingerprint);
     }
     domain->lanes_at = (size_t)domain->n_ranks * FC_CACHE_LINE;
     domain->lane_bytes = fc_round_up(
@@ -118,18 +116,128 @@ static fc_status map(fc_domain *domain)
     }
     domain->arenas_at = at;
     domain->arena_bytes = arena_bytes_needed(domain);
-    at += (size_t)domain->n_ranks * domain->arena_bytes;
+    return at + (size_t)domain->n_ranks * domain->arena_bytes;
+}
+
+/* Collective. */
+static fc_status map(fc_domain *domain)
+{
+    uint64_t print = (uint64_t)domain->kind;
+
+    for (size_t i = 0; i < domain->n_units; i++) {
+        print = fc_fingerprint(print, domain->units[i].layout.fingerprint);
+    }
     return fc_transport_map_region(domain->transport,
-                                   domain->n_units > 0 ? domain->units[0].name : "", at, print,
-                                   &domain->region);
+                                   domain->n_units > 0 ? domain->units[0].name : "",
+                                   lay_out(domain), print, &domain->region);
+}
+
+/* Units, and what a domain has without a transport. */
+static fc_status build(fc_domain *domain, const fc_unit_desc *units, size_t n_units, int shard_rank,
+                       int n_shards)
+{
+    domain->ring_capacity = n_units + 1;
+    domain->units = fc_alloc(n_units, sizeof(fc_unit));
+    domain->ring = fc_alloc(domain->ring_capacity, sizeof(ring_entry));
+    if (domain->units == NULL || domain->ring == NULL) {
+        return fc_fail(FC_ERR_NOMEM, "domain of %zu units", n_units);
+    }
+    for (size_t i = 0; i < n_units; i++) {
+        domain->n_units = i + 1;
+        domain->units[i].index = i;
+        FC_TRY(unit_init(&domain->units[i], domain, &units[i], shard_rank, n_shards));
+    }
+    return FC_OK;
+}
+
+static size_t larger(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
+fc_domain_sizes fc_domain_measure(const fc_domain *domain)
+{
+    fc_domain_sizes sizes = {0};
+
+    for (size_t i = 0; i < domain->n_units; i++) {
+        const fc_layout *layout = &domain->units[i].layout;
+
+        sizes.grads += fc_round_up(layout->trainable_grad_bytes, FC_PAGE);
+        sizes.largest = larger(layout->full_bytes, sizes.largest);
+        sizes.pack = larger(layout->pack_bytes, sizes.pack);
+        sizes.part = larger(layout->part_bytes, sizes.part);
+        if (!domain->is_mapped || domain->kind != FC_DOMAIN_SHARD) {
+            continue;
+        }
+        sizes.full += layout->full_bytes;
+        for (size_t k = 0; k < layout->n_params; k++) {
+            const fc_param *p = &layout->params[k];
+
+            sizes.aliased += p->is_aliased ? p->chunk_numel * fc_dtype_bytes(p->orig) : 0;
+        }
+    }
+    if (domain->is_mapped) {
+        sizes.control = fc_round_up(domain->lanes_at + (size_t)domain->n_ranks * domain->n_units *
+                                                           domain->lane_bytes,
+                                    FC_PAGE);
+        sizes.arena = domain->arena_bytes;
+    }
+    return sizes;
+}
+
+fc_status fc_domain_plan(fc_domain_kind kind, const fc_unit_desc *units, size_t n_units,
+                         int n_shards, int n_ranks, bool is_mapped, fc_domain_sizes *out)
+{
+    fc_domain *domain = fc_alloc(1, sizeof(*domain));
+    fc_status st;
+
+    if (domain == NULL) {
+        return fc_fail(FC_ERR_NOMEM, "plan of %zu units", n_units);
+    }
+    domain->kind = kind;
+    domain->n_ranks = n_ranks;
+    domain->is_mapped = is_mapped;
+    st = build(domain, units, n_units, 0, n_shards);
+    if (st == FC_OK) {
+        if (is_mapped) {
+            (void)lay_out(domain);
+        }
+        *out = fc_domain_measure(domain);
+    }
+    fc_domain_destroy(domain);
+    return st;
+}
+
+size_t fc_domain_trim(fc_domain *domain)
+{
+    for (size_t i = 0; i < domain->n_units; i++) {
+        fc_unit *unit = &domain->units[i];
+
+        while (unit->spare != NULL) {
+            drained *next = unit->spare->next;
+
+            fc_free(unit->spare);
+            unit->spare = next;
+        }
+    }
+    if (domain->region == NULL) {
+        return 0;
+    }
+    exchange_reclaim(domain);
+    if (domain->oldest != domain->newest) {
+        return 0;
+    }
+    fc_region_give_back(domain->region,
+                        domain->arenas_at + (size_t)domain->rank * domain->arena_bytes,
+                        domain->arena_bytes);
+    return domain->arena_bytes;
 }
 
 fc_status fc_domain_create(fc_transport *transport, fc_domain_kind kind, const fc_unit_desc *units,
                            size_t n_units, int shard_rank, int n_shards, fc_domain **out)
 {
     fc_domain *domain = fc_alloc(1, sizeof(*domain));
-    fc_status st = FC_OK;
-    size_t i;
+    fc_status st;
 
     if (domain == NULL) {
         return fc_fail(FC_ERR_NOMEM, "domain of %zu units", n_units);
@@ -146,17 +254,7 @@ fc_status fc_domain_create(fc_transport *transport, fc_domain_kind kind, const f
     domain->n_ranks = fc_transport_n_ranks(transport);
     domain->is_mapped = fc_transport_is_mapped(transport);
     domain->clock = (uint64_t)PHASE_CLOSED;
-    domain->ring_capacity = n_units + 1;
-    domain->units = fc_alloc(n_units, sizeof(fc_unit));
-    domain->ring = fc_alloc(domain->ring_capacity, sizeof(ring_entry));
-    if (domain->units == NULL || domain->ring == NULL) {
-        st = fc_fail(FC_ERR_NOMEM, "domain of %zu units", n_units);
-    }
-    for (i = 0; i < n_units && st == FC_OK; i++) {
-        domain->n_units = i + 1;
-        domain->units[i].index = i;
-        st = unit_init(&domain->units[i], domain, &units[i], shard_rank, n_shards);
-    }
+    st = build(domain, units, n_units, shard_rank, n_shards);
     if (st == FC_OK && domain->is_mapped) {
         st = map(domain);
     }

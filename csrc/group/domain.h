@@ -85,6 +85,27 @@ void fc_domain_leave(fc_domain *domain);
 bool fc_domain_is_open(const fc_domain *domain);
 bool fc_domain_in_backward(const fc_domain *domain);
 
+/* Bytes of a domain. Over messages only the gradients are not 0. */
+typedef struct fc_domain_sizes {
+    size_t control; /* shared by all ranks: clocks, lanes */
+    size_t full;    /* shared by all ranks: unsharded buffers, with the shards that lie in them */
+    size_t aliased; /* shards of one rank that do */
+    size_t arena;   /* shared memory for one rank's outgoing gradients */
+    size_t grads;   /* gradients of one rank's trainable shards, in pages */
+    size_t largest; /* unsharded buffer of the largest unit */
+    size_t pack;    /* largest of the units' packs, and of their parts */
+    size_t part;
+} fc_domain_sizes;
+
+fc_domain_sizes fc_domain_measure(const fc_domain *domain);
+/* What a domain of `n_ranks` would take, of which none has to exist; local. */
+FC_MUST_CHECK fc_status fc_domain_plan(fc_domain_kind kind, const fc_unit_desc *units,
+                                       size_t n_units, int n_shards, int n_ranks, bool is_mapped,
+                                       fc_domain_sizes *out);
+/* Gives back what this rank holds for speed alone: copies of posts, and its arena if no peer still
+ * reads there. Between phases. Returns the bytes of the arena that may have been in use. */
+size_t fc_domain_trim(fc_domain *domain);
+
 /* Bytes of shared memory mapped by this domain: all of it, and the reduce slots of one rank. */
 size_t fc_domain_region_bytes(const fc_domain *domain);
 size_t fc_domain_arena_bytes(const fc_domain *domain);

@@ -139,6 +139,7 @@ fc_status fc_layout_init(fc_layout *layout, fc_param *params, size_t n_params, i
     }
     place_parts(layout, true);
     layout->trainable_part_bytes = layout->part_bytes;
+    layout->trainable_grad_bytes = layout->grad_bytes;
     layout->is_uniform = is_uniform(layout);
     place_parts(layout, false);
     layout->full_bytes = fc_round_up(layout->full_bytes, FC_PAGE);

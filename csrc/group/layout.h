@@ -59,6 +59,7 @@ typedef struct fc_layout {
     size_t part_bytes; /* all parameters that may have a gradient */
     size_t trainable_part_bytes;
     size_t grad_bytes;
+    size_t trainable_grad_bytes; /* of those that were trainable at set-up, which come first */
     size_t pack_bytes;
     bool may_narrow;      /* every gradient is reduced in float32 */
     bool is_uniform;      /* trainable parameters share their reduce and gradient dtypes */

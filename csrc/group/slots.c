@@ -40,7 +40,7 @@ void fc_slots_trim(fc_slots *slots)
         } else {
             *link = s->next;
             slots->bytes -= s->bytes;
-            fc_pages_free(s->memory, s->bytes);
+            fc_pages_free(FC_FOR_SLOTS, s->memory, s->bytes);
             fc_free(s);
         }
     }
@@ -70,7 +70,7 @@ fc_status fc_slots_acquire(fc_slots *slots, size_t bytes, void **out)
             return fc_fail(FC_ERR_NOMEM, "slot of %zu bytes", bytes);
         }
         best->bytes = fc_round_up(bytes ? bytes : 1, FC_PAGE);
-        best->memory = fc_pages_alloc(best->bytes);
+        best->memory = fc_pages_alloc(FC_FOR_SLOTS, best->bytes);
         if (best->memory == NULL) {
             fc_free(best);
             return fc_fail(FC_ERR_NOMEM, "slot of %zu bytes for an unsharded unit", bytes);

@@ -92,6 +92,7 @@ static fc_status map_both(const fc_segment_id *id, size_t bytes, fc_region *regi
     FC_TRY(fc_segment_open(id, &fd));
     st = fc_segment_map(fd, bytes, false, &region->shared);
     if (st == FC_OK) {
+        fc_account_add(FC_FOR_SHARED, (int64_t)bytes);
         st = fc_segment_map(fd, bytes, true, &region->view);
     }
     fc_segment_close(fd);
@@ -101,6 +102,9 @@ static fc_status map_both(const fc_segment_id *id, size_t bytes, fc_region *regi
 static void free_region(shm_region *r)
 {
     if (r != NULL) {
+        if (r->region.shared != NULL) {
+            fc_account_add(FC_FOR_SHARED, -(int64_t)r->region.bytes);
+        }
         fc_segment_unmap(r->region.view, r->region.bytes);
         fc_segment_unmap(r->region.shared, r->region.bytes);
         fc_free(r);
@@ -181,6 +185,16 @@ void fc_region_release(fc_region *region)
     /* Release and acquire: all uses of the memory come before it is unmapped. */
     if (r != NULL && atomic_fetch_sub_explicit(&r->n_references, 1, memory_order_acq_rel) == 1) {
         free_region(r);
+    }
+}
+
+void fc_region_give_back(fc_region *region, size_t offset, size_t bytes)
+{
+    size_t begin = fc_round_up(offset, FC_PAGE);
+    size_t end = (offset + bytes) / FC_PAGE * FC_PAGE;
+
+    if (begin < end && end <= region->bytes) {
+        (void)madvise(region->shared + begin, end - begin, MADV_REMOVE);
     }
 }
 

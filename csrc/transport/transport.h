@@ -122,6 +122,8 @@ void fc_region_retain(fc_region *region);
 void fc_region_release(fc_region *region);
 /* Drops this rank's private writes to view[offset, offset + bytes), widened to pages. */
 void fc_region_discard_writes(fc_region *region, size_t offset, size_t bytes);
+/* Gives the memory of whole pages in the range back, on all ranks; they read as zeros then. */
+void fc_region_give_back(fc_region *region, size_t offset, size_t bytes);
 
 /* A word that one rank writes and others wait for; 8-byte aligned, in a region. Only grows. */
 typedef struct fc_word {

@@ -111,8 +111,8 @@ static void test_alloc(void)
     size_t bytes = 5 << 20;
     void *small = fc_alloc(3, 100);
     void *empty = fc_alloc(0, 8);
-    void *pages = fc_pages_alloc(bytes);
-    void *no_pages = fc_pages_alloc(0);
+    void *pages = fc_pages_alloc(FC_FOR_SLOTS, bytes);
+    void *no_pages = fc_pages_alloc(FC_FOR_SLOTS, 0);
 
     CHECK_OR_EXIT(small != NULL && empty != NULL && pages != NULL && no_pages != NULL);
     CHECK(is_zero(small, 300) && is_zero(pages, bytes));
@@ -123,9 +123,9 @@ static void test_alloc(void)
     fc_free(small);
     fc_free(empty);
     fc_free(NULL);
-    fc_pages_free(pages, bytes);
-    fc_pages_free(no_pages, 0);
-    fc_pages_free(NULL, 10);
+    fc_pages_free(FC_FOR_SLOTS, pages, bytes);
+    fc_pages_free(FC_FOR_SLOTS, no_pages, 0);
+    fc_pages_free(FC_FOR_SLOTS, NULL, 10);
     CHECK_EQ(fc_alloc_live(), live);
 }
 
@@ -137,14 +137,14 @@ static void test_fail_after(void)
     for (int64_t n = 0; n < 4; n++) {
         fc_alloc_fail_after(n);
         for (int64_t i = 0; i < 4; i++) {
-            void *memory = i % 2 == 0 ? fc_alloc(1, 8) : fc_pages_alloc(8);
+            void *memory = i % 2 == 0 ? fc_alloc(1, 8) : fc_pages_alloc(FC_FOR_SLOTS, 8);
 
             CHECK_MSG((memory == NULL) == (i == n), "request %" PRId64 " with fail_after %" PRId64,
                       i, n);
             if (i % 2 == 0) {
                 fc_free(memory);
             } else {
-                fc_pages_free(memory, 8);
+                fc_pages_free(FC_FOR_SLOTS, memory, 8);
             }
         }
     }

@@ -747,9 +747,9 @@ static void make_rooms(void)
     for (size_t s = 0; s < MAX_SRCS; s++) {
         src_rooms[s] = room_create();
     }
-    large_dst = fc_pages_alloc(LARGE_BYTES);
-    large_expected = fc_pages_alloc(LARGE_BYTES);
-    large_src = fc_pages_alloc(LARGE_BYTES);
+    large_dst = fc_pages_alloc(FC_FOR_SLOTS, LARGE_BYTES);
+    large_expected = fc_pages_alloc(FC_FOR_SLOTS, LARGE_BYTES);
+    large_src = fc_pages_alloc(FC_FOR_SLOTS, LARGE_BYTES);
     CHECK_OR_EXIT(large_dst != NULL && large_expected != NULL && large_src != NULL);
     fill_finite(large_src, LARGE_BYTES);
 }

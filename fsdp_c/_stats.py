@@ -1,0 +1,144 @@
+"""What a model holds in memory now, by purpose, and giving back what it holds for speed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_c import _init, _plan
+from fsdp_c._native import _C
+from fsdp_c._unit import FSDPParamGroup
+
+MIB = 1 << 20
+
+PURPOSES = {
+    "parameters": "shards, and parameters and buffers that are not sharded",
+    "gradients": "of the shards",
+    "optimizer": "its state",
+    "unsharded": "units in another dtype or layout than the shards', one copy per host",
+    "gather slots": "private copies of unsharded units",
+    "reduce slots": "outgoing gradients",
+    "control": "clocks and headers of the ranks",
+}
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """What `stats` counts, in bytes."""
+
+    rank: dict[str, int]  # this model's, by the purposes of `MemoryPlan`
+    process: dict[str, int] = field(default_factory=dict)  # of the core, for all models
+
+    @property
+    def rank_total(self) -> int:
+        return sum(self.rank.values())
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                *(f"{name:14}{n / MIB:12.2f} MiB" for name, n in self.rank.items()),
+                *(f"core, {name:8}{n / MIB:12.2f} MiB" for name, n in self.process.items()),
+            ]
+        )
+
+
+def groups_of(model: nn.Module) -> list[FSDPParamGroup]:
+    groups = []
+    for module in model.modules():
+        for group in _init.groups_of(module):
+            if isinstance(group, FSDPParamGroup) and group not in groups:
+                groups.append(group)
+    return groups
+
+
+def tensors_of(model: nn.Module) -> list[torch.Tensor]:
+    """Shards, whatever is registered for them now, other parameters and buffers."""
+    managed = [p for group in groups_of(model) for p in group.fsdp_params]
+    wholes = {id(p.__dict__.get("_unsharded_param")) for p in managed}
+    found: dict[int, torch.Tensor] = {id(p.sharded_param): p.sharded_param for p in managed}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in wholes:
+            found[id(tensor)] = tensor
+    return list(found.values())
+
+
+def _stored(tensors: Iterable[Any]) -> int:
+    """Bytes of the storages of tensors, each storage once."""
+    storages = {}
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _domains_of(groups: Iterable[FSDPParamGroup]) -> list[tuple[Any, int, bool]]:
+    """Each domain with its ranks, and whether it is between replicas."""
+    found: dict[int, tuple[Any, int, bool]] = {}
+    for group in groups:
+        if group._binding is None:
+            continue
+        shard, _, replicate = group._binding
+        info = group.mesh_info
+        found[id(shard)] = shard, info.shard_mesh_size, False
+        if replicate is not None:
+            found[id(replicate)] = replicate, info.replicate_mesh_size, True
+    return list(found.values())
+
+
+def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryStats:
+    """What the model holds in this rank's memory now, by the purposes of `memory_plan`. Local.
+
+    ``.process`` is the core's own account, over all models of the process: bytes that it holds for
+    small objects, gather slots, gradients of shards, messages, and shared mappings (whole, with the
+    parts of all ranks).
+    """
+    groups = groups_of(model)
+    params = tensors_of(model)
+    grads = [t.grad for t in params if t.grad is not None]
+    state = optimizer.state.values() if optimizer is not None else ()
+    rank = dict.fromkeys(PURPOSES, 0)
+    rank["parameters"] = _stored(params)
+    rank["gradients"] = _stored(grads)
+    rank["optimizer"] = _stored(value for one in state for value in one.values())
+    for domain, n_ranks, is_replicate in _domains_of(groups):
+        sizes = domain.sizes()
+        rank["reduce slots"] += sizes["arena"]
+        rank["control"] += sizes["control"] // n_ranks
+        if not is_replicate:
+            rank["unsharded"] += max(sizes["full"] - n_ranks * sizes["aliased"], 0) // n_ranks
+    account = _C.Domain.account()
+    rank["gather slots"] = account["slots"]
+    return MemoryStats(rank, account)
+
+
+def release_buffers(model: nn.Module) -> int:
+    """Gives back what the model's units hold for speed alone, between two steps; local.
+
+    Free gather slots, memory of gradients that were set to None, copies of peers' gradients, and
+    the pages of this rank's reduce slots, unless a peer has not read them yet. The next step takes
+    them again. Returns the bytes (of reduce slots: at most so many).
+
+    Raises:
+        RuntimeError: in a forward or backward.
+    """
+    groups = [group for group in groups_of(model) if group._is_bound]
+    for group in groups:
+        if group._core_in_phase:
+            raise RuntimeError(
+                f"release_buffers in a forward or backward of unit '{_plan.unit_name(group)}': call"
+                " it between two steps"
+            )
+    before = sum(_C.Domain.account().values())
+    for group in groups:
+        group._core_release_gradients()
+    released = sum(domain.trim() for domain, _, _ in _domains_of(groups))
+    _C.Domain.trim_slots()
+    return released + before - sum(_C.Domain.account().values())
