@@ -39,6 +39,25 @@ def compute_dtype(fsdp_param: Any) -> torch.dtype:
     return fsdp_param.param_dtype or fsdp_param.orig_dtype
 
 
+class AccumulatedGradient:
+    """Base of FSDPParam; before 2.15 it has a place beside the leaf, which is the core's."""
+
+    if not HAS_GRAD_DTYPE:
+
+        @property
+        def unsharded_accumulated_grad(self) -> torch.Tensor | None:
+            if self.unit is None:  # type: ignore[attr-defined]
+                return self.__dict__.get("unsharded_accumulated_grad")
+            return self.unit._core_held(self.unit.fsdp_params.index(self))  # type: ignore[attr-defined]
+
+        @unsharded_accumulated_grad.setter
+        def unsharded_accumulated_grad(self, grad: torch.Tensor | None) -> None:
+            if self.unit is None:  # type: ignore[attr-defined]
+                self.__dict__["unsharded_accumulated_grad"] = grad
+            else:
+                self.unit._core_set_held(self.unit.fsdp_params.index(self), grad)  # type: ignore[attr-defined]
+
+
 def held_dtype(fsdp_param: Any) -> torch.dtype:
     """The dtype in which micro-batches without synchronization are added up."""
     if HAS_GRAD_DTYPE:

@@ -51,7 +51,7 @@ def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
             target.__dict__.setdefault(name, value)
 
 
-class FSDPParam(_fsdp_param.FSDPParam):
+class FSDPParam(_compat.AccumulatedGradient, _fsdp_param.FSDPParam):
     """Sharding of one parameter.
 
     What torch refuses is *special* here, and only the core can run it: parameters without dims are

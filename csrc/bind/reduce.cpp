@@ -217,6 +217,20 @@ void Unit::end_deferral()
     }
 }
 
+void Unit::set_held(size_t param, const at::Tensor &tensor)
+{
+    Param &p = params_[param];
+    if (tensor.defined() &&
+        (tensor.sizes() != p.unsharded_tensor.sizes() || tensor.scalar_type() != p.reduce_type)) {
+        PyErr_Format(PyExc_ValueError,
+                     "an accumulated gradient of parameter '%s' must have the size of the whole "
+                     "parameter and the dtype %s",
+                     parameter_name(p).c_str(), c10::toString(p.reduce_type));
+        throw_python();
+    }
+    p.held = tensor.defined() ? readable(tensor, p) : tensor;
+}
+
 void Unit::hold()
 {
     bool any = false;

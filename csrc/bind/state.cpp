@@ -161,6 +161,37 @@ PyObject *group_keep_storage(PyObject *self, PyObject *arg)
     return with_unit(self, [arg](Unit *unit) { unit->keep_storage(arg == Py_True); });
 }
 
+// _core_held(index) -> Tensor or None
+PyObject *group_held(PyObject *self, PyObject *arg)
+{
+    return guarded([&]() -> PyObject * {
+        const size_t index = PyLong_AsSize_t(arg);
+        const Unit *unit = as<GroupObject>(self)->unit;
+        if (unit == nullptr || index >= unit->params().size() || !unit->held(index).defined()) {
+            return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
+        }
+        return THPVariable_Wrap(unit->held(index));
+    });
+}
+
+// _core_set_held(index, Tensor or None)
+PyObject *group_set_held(PyObject *self, PyObject *args)
+{
+    Py_ssize_t index;
+    PyObject *tensor;
+    if (!PyArg_ParseTuple(args, "nO", &index, &tensor)) {
+        return nullptr;
+    }
+    return with_unit(self, [&](Unit *unit) {
+        if (static_cast<size_t>(index) >= unit->params().size()) {
+            PyErr_SetString(PyExc_IndexError, "no such parameter");
+            throw_python();
+        }
+        unit->set_held(static_cast<size_t>(index),
+                       tensor == Py_None ? at::Tensor() : tensor_of(tensor));
+    });
+}
+
 PyObject *group_release(PyObject *self, PyObject *)
 {
     return with_unit(self, [](Unit *unit) { unit->release_gradients(); });
@@ -250,6 +281,8 @@ PyMethodDef group_methods[] = {
     {"_core_reshard", group_reshard, METH_NOARGS, "Registers the sharded parameters."},
     {"_core_keep_storage", group_keep_storage, METH_O,
      "Whether reshard leaves the unsharded parameters' memory as it is."},
+    {"_core_held", group_held, METH_O, "(index) -> what is accumulated beside a parameter"},
+    {"_core_set_held", group_set_held, METH_VARARGS, "(index, tensor or None)"},
     {"_core_release_gradients", group_release, METH_NOARGS,
      "Forgets gradients that are kept for reuse."},
     {"_core_drop_gradients", group_drop, METH_NOARGS, "Drops gradients that were not reduced."},

@@ -128,6 +128,10 @@ public:
     // up; from pre-backward to post-backward.
     void defer_upcasts(bool reduces);
     void end_deferral();
+    // What micro-batches have left beside the unsharded parameter (before torch 2.15).
+    const at::Tensor &held(size_t param) const { return params_[param].held; }
+    // ValueError unless it is the parameter's size in the reduce dtype; an undefined one clears.
+    void set_held(size_t param, const at::Tensor &tensor);
     // Keeps gradients for a later backward; peers that reduce the unit meanwhile get an error.
     void hold();
     // Hands what there is to the reduction, zeros for unused parameters if `with_unused`.

@@ -7,6 +7,7 @@ from typing import Any
 
 import harness
 import models
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
@@ -31,6 +32,7 @@ import fsdp_c
 from behaviour.pairs import (
     agree,
     backward,
+    features,
     gradients,
     hsdp_mesh,
     linear,
@@ -558,6 +560,36 @@ def test_ps36_gradients_between_micro_batches(rank: int, n_ranks: int) -> None:
         return seen, local(param._unsharded_param.grad), gradients(parameters)
 
     assert agree(see)[0][1] is not None
+
+
+@pytest.mark.skipif(features.grad_dtype, reason="nothing is kept beside the parameter any more")
+@on_ranks(2)
+def test_ps36_gradients_kept_beside_the_parameter(rank: int, n_ranks: int) -> None:
+    """With a wider `reduce_dtype`; tools read, add to and clear them between micro-batches."""
+
+    def see(fsdp: Any) -> Any:
+        policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        model = linear(fsdp, mp_policy=policy)
+        parameters = shards(model)
+        (param,) = group_of(model).fsdp_params
+        seen = [param.unsharded_accumulated_grad]
+        model.set_requires_gradient_sync(False)
+        for step in range(3):
+            backward(model, data(rank, step, 2, 4))
+            seen.append(param.unsharded_accumulated_grad.clone())
+            if step == 1:
+                param.unsharded_accumulated_grad = None
+        param.unsharded_accumulated_grad += 1
+        param._unsharded_param.grad = torch.full((4, 4), 0.5, dtype=torch.bfloat16)
+        model.unshard()
+        param.accumulate_unsharded_grad_if_needed()
+        seen.append(param._unsharded_param.grad)
+        model.set_requires_gradient_sync(True)
+        backward(model, data(rank, 3, 2, 4))
+        return seen, param.unsharded_accumulated_grad, gradients(parameters)
+
+    held, after, _ = agree(see)
+    assert held[0] is None and held[1].dtype is torch.float32 and held[-1] is after is None
 
 
 @on_ranks(2)
