@@ -392,13 +392,14 @@ static void body_failed_phase(int rank, int n_ranks, void *arg)
         for (size_t i = 0; i < (is_victim ? n_by_victim : 4) && st == FC_OK; i++) {
             st = member_post(&m, is_victim ? i : 3 - i);
         }
-        CHECK_OK(st);
+        /* A slow rank may need room when the last one has failed already. */
+        CHECK_MSG(st == FC_OK || (!is_victim && st == FC_ERR_PEER), "%s", fc_last_message());
         if (is_victim) {
             fc_domain_fail(m.domain);
             CHECK(!fc_domain_is_open(m.domain));
         } else {
             fc_domain_mark_closed(m.domain);
-            st = member_finish_ready(&m, FC_SEARCH_ALL);
+            st = st == FC_OK ? member_finish_ready(&m, FC_SEARCH_ALL) : st;
             st = st == FC_OK ? fc_domain_close(m.domain) : st;
             CHECK_EQ(st, FC_ERR_PEER);
             CHECK_HAS(fc_last_message(), n_ranks == 2 ? "rank 11 left the backward of step "
