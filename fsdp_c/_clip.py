@@ -48,20 +48,22 @@ class _Layout:
         """Whether the short way is open to all ranks."""
         if all(self._mesh.size(dim) == 1 for dim in self._shard_dims):
             return is_ready
-        comm = self._comm()
+        comm = self._communicator()
         return comm is not None and comm.all_agree(is_ready)
 
-    def _comm(self) -> Any:
+    def _communicator(self) -> _comm.Communicator | None:
+        """Between the ranks that hold parts; None unless these share memory already."""
         if len(self._shard_dims) != 1:
             return None
-        return _comm.shared_comm_for(self._mesh.get_group(self._shard_dims[0]))
+        group = self._mesh.get_group(self._shard_dims[0])
+        return _comm.communicator_for(group) if _comm.transport_kind(group) == "shm" else None
 
     def _short_total(self, found: Any, norm_type: float) -> Tensor:
         """What torch computes, without its dispatch, and over shared memory."""
         norms = self._norms(found, norm_type)
         if any(self._mesh.size(dim) > 1 for dim in self._shard_dims):
             sums = norms**norm_type
-            self._comm().all_reduce(sums)
+            self._communicator().all_reduce(sums)
             norms = sums ** (1.0 / norm_type)
         total = torch.linalg.vector_norm(norms, norm_type)
         return DTensor(total, self._total_specs[norm_type], requires_grad=False)

@@ -205,22 +205,6 @@ def transport_for(group: dist.ProcessGroup | None = None) -> _C.Transport:
     return transport
 
 
-_comms: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.Comm] = weakref.WeakKeyDictionary()
-
-
-def shared_comm_for(group: dist.ProcessGroup) -> _C.Comm | None:
-    """The package's own communicator over a group that shares memory already; None otherwise.
-
-    Collective on first use, but only among ranks that have it.
-    """
-    transport = _transports.get(group)
-    if transport is None or transport.kind != "shm":
-        return None
-    if group not in _comms:
-        _comms[group] = _C.Comm(transport)
-    return _comms[group]
-
-
 def transport_kind(group: dist.ProcessGroup) -> str:
     """Over what the group's ranks talk; empty if it has no transport yet."""
     transport = _transports.get(group)
@@ -367,6 +351,10 @@ class Communicator:
         it receives from rank 0, 1, ... Same dtype; they may not overlap.
         """
         self._open().all_to_all(output, input, counts)
+
+    def all_agree(self, is_true: bool) -> bool:
+        """Whether it is true on all ranks."""
+        return self._open().all_agree(is_true)
 
     def barrier(self) -> None:
         """Returns when all ranks have called it."""

@@ -46,6 +46,8 @@ def check_collectives(rank, n_ranks, kind):
         for dtype in DTYPES:
             for numel in NUMELS:
                 check_one(comm, rank, n_ranks, numel, dtype)
+        for against in (None, 0, n_ranks - 1):
+            assert comm.all_agree(rank != against) == (against is None)
         comm.barrier()
 
 
