@@ -14,9 +14,11 @@ fc_status fc_comm_create(fc_transport *transport, fc_comm **out)
     fc_status st = FC_OK;
 
     if (c == NULL || sources == NULL || columns == NULL) {
-        /* Peers would wait for this rank in the mapping below. */
-        st = fc_transport_abort(transport, FC_ERR_NOMEM,
-                                "out of memory while a communicator was made");
+        st = fc_fail(FC_ERR_NOMEM, "communicator of %d ranks", n_ranks);
+        if (fc_transport_is_mapped(transport)) {
+            /* Peers would wait for this rank in the mapping below. */
+            st = fc_transport_refuse_region(transport, "communicator", st);
+        }
         goto free_comm;
     }
     c->transport = transport;

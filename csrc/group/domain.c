@@ -233,30 +233,40 @@ size_t fc_domain_trim(fc_domain *domain)
     return domain->arena_bytes;
 }
 
+static const char *first_name(const fc_unit_desc *units, size_t n_units)
+{
+    return n_units > 0 ? units[0].name : "";
+}
+
 fc_status fc_domain_create(fc_transport *transport, fc_domain_kind kind, const fc_unit_desc *units,
                            size_t n_units, int shard_rank, int n_shards, fc_domain **out)
 {
-    fc_domain *domain = fc_alloc(1, sizeof(*domain));
+    bool is_mapped = fc_transport_is_mapped(transport);
+    fc_domain *domain;
     fc_status st;
 
-    if (domain == NULL) {
-        return fc_fail(FC_ERR_NOMEM, "domain of %zu units", n_units);
-    }
     if (fc_transport_n_ranks(transport) > FC_MAX_RANKS) {
-        fc_free(domain);
         return fc_fail(FC_ERR_UNSUPPORTED,
                        "process group %s has %d ranks; at most %d are supported",
                        fc_transport_name(transport), fc_transport_n_ranks(transport), FC_MAX_RANKS);
     }
-    domain->transport = transport;
-    domain->kind = kind;
-    domain->rank = fc_transport_rank(transport);
-    domain->n_ranks = fc_transport_n_ranks(transport);
-    domain->is_mapped = fc_transport_is_mapped(transport);
-    domain->clock = (uint64_t)PHASE_CLOSED;
-    st = build(domain, units, n_units, shard_rank, n_shards);
-    if (st == FC_OK && domain->is_mapped) {
-        st = map(domain);
+    FC_TRY(fc_transport_check(transport));
+    domain = fc_alloc(1, sizeof(*domain));
+    if (domain == NULL) {
+        st = fc_fail(FC_ERR_NOMEM, "domain of %zu units", n_units);
+    } else {
+        domain->transport = transport;
+        domain->kind = kind;
+        domain->rank = fc_transport_rank(transport);
+        domain->n_ranks = fc_transport_n_ranks(transport);
+        domain->is_mapped = is_mapped;
+        domain->clock = (uint64_t)PHASE_CLOSED;
+        st = build(domain, units, n_units, shard_rank, n_shards);
+    }
+    if (is_mapped) {
+        /* A rank that has failed tells the others, who would wait for it in the mapping. */
+        st = st == FC_OK ? map(domain)
+                         : fc_transport_refuse_region(transport, first_name(units, n_units), st);
     }
     if (st != FC_OK) {
         fc_domain_destroy(domain);

@@ -119,8 +119,9 @@ static fc_status agree_on_region(fc_transport *t, const region_offer *mine, shm_
     fc_shm_outcome outcome;
 
     FC_TRY(fc_shm_exchange(t, "set-up of shared memory", mine, sizeof(*mine), answers));
-    FC_TRY(compare_offers(t, answers));
+    /* Who has failed before may not know what it would have wanted. */
     FC_TRY(fc_shm_outcome_agree(t, mine->what, answers, sizeof(*mine)));
+    FC_TRY(compare_offers(t, answers));
     segment = ((const region_offer *)answers)[0].segment;
     fc_shm_outcome_set(&outcome, t, map_both(&segment, region->region.bytes, &region->region));
     FC_TRY(fc_shm_exchange(t, "set-up of shared memory", &outcome, sizeof(outcome), answers));
@@ -171,6 +172,18 @@ fc_status fc_transport_map_region(fc_transport *transport, const char *what, siz
     }
     *out = &region->region;
     return FC_OK;
+}
+
+fc_status fc_transport_refuse_region(fc_transport *transport, const char *what, fc_status status)
+{
+    region_offer mine;
+
+    memset(&mine, 0, sizeof(mine));
+    (void)snprintf(mine.what, sizeof(mine.what), "%s", what);
+    fc_shm_outcome_set(&mine.outcome, transport, status);
+    FC_TRY(fc_shm_exchange(transport, "set-up of shared memory", &mine, sizeof(mine),
+                           transport->shm->mail_in));
+    return fc_shm_outcome_agree(transport, what, transport->shm->mail_in, sizeof(mine));
 }
 
 void fc_region_retain(fc_region *region)

@@ -118,6 +118,11 @@ fc_status fc_transport_abort(fc_transport *transport, fc_status status, const ch
 FC_MUST_CHECK fc_status fc_transport_map_region(fc_transport *transport, const char *what,
                                                 size_t bytes, uint64_t fingerprint,
                                                 fc_region **out);
+
+/* Collective, in the place of fc_transport_map_region on a rank that failed before it: all ranks
+ * get `status` and this rank's last message, and the transport stays as it was. */
+FC_MUST_CHECK fc_status fc_transport_refuse_region(fc_transport *transport, const char *what,
+                                                   fc_status status);
 void fc_region_retain(fc_region *region);
 void fc_region_release(fc_region *region);
 /* Drops this rank's private writes to view[offset, offset + bytes), widened to pages. */

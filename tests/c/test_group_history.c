@@ -406,6 +406,34 @@ static void body_no_memory(int rank, int n_ranks, void *arg)
     member_leave(&m);
 }
 
+/* One rank has no memory: all of them are told, and can try again. */
+static void body_one_without_memory(int rank, int n_ranks, void *arg)
+{
+    bool is_victim = rank == n_ranks - 1;
+    fc_status st = FC_ERR_NOMEM;
+    char victim[32];
+    member m;
+
+    (void)arg;
+    (void)snprintf(victim, sizeof(victim), "rank %d", 10 + n_ranks - 1);
+    make_shapes();
+    member_join(&m, rank, n_ranks);
+    for (int n = 0; st != FC_OK; n++) {
+        CHECK_OR_EXIT(n < 100);
+        fc_alloc_fail_after(is_victim ? n : -1);
+        st = fc_domain_create(m.transport, FC_DOMAIN_SHARD, units, N_UNITS, rank, n_ranks,
+                              &m.domain);
+        fc_alloc_fail_after(-1);
+        CHECK_EQ(st, st == FC_OK ? FC_OK : FC_ERR_NOMEM);
+        if (st != FC_OK) {
+            CHECK_HAS(fc_last_message(), victim);
+        }
+        CHECK((m.domain == NULL) == (st != FC_OK));
+    }
+    CHECK_OK(member_forward(&m));
+    member_leave(&m);
+}
+
 static void body_accessors(int rank, int n_ranks, void *arg)
 {
     int mark = 0;
@@ -586,5 +614,7 @@ int main(void)
         }
     }
     ranks_check(1, body_no_memory, NULL);
+    ranks_check(2, body_one_without_memory, NULL);
+    ranks_check(3, body_one_without_memory, NULL);
     return check_result();
 }
