@@ -179,3 +179,7 @@ def ranges(call: Callable[[], Any]) -> list[str]:
         call()
     found = [event for event in profile.events() if event.name.startswith("FSDP::")]
     return [event.name for event in sorted(found, key=lambda event: event.time_range.start)]
+
+
+def sum_backward(model: Any, *args: Any) -> None:
+    model(*args).sum().backward()
