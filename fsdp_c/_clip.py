@@ -34,6 +34,7 @@ class _Layout:
         self._shard_dims = [
             dim for dim, placement in enumerate(spec.placements) if not placement.is_replicate()
         ]
+        self._is_whole = all(spec.mesh.size(dim) == 1 for dim in self._shard_dims)
         self._norm_placements: dict[float, tuple[Any, ...]] = {}
         self._total_specs: dict[float, DTensorSpec] = {}  # as torch lays results out
 
@@ -46,7 +47,7 @@ class _Layout:
 
     def _all_are(self, is_ready: bool) -> bool:
         """Whether the short way is open to all ranks."""
-        if all(self._mesh.size(dim) == 1 for dim in self._shard_dims):
+        if self._is_whole:
             return is_ready
         comm = self._communicator()
         return comm is not None and comm.all_agree(is_ready)
@@ -61,7 +62,7 @@ class _Layout:
     def _short_total(self, found: Any, norm_type: float) -> Tensor:
         """What torch computes, without its dispatch, and over shared memory."""
         norms = self._norms(found, norm_type)
-        if any(self._mesh.size(dim) > 1 for dim in self._shard_dims):
+        if not self._is_whole:
             sums = norms**norm_type
             self._communicator().all_reduce(sums)
             norms = sums ** (1.0 / norm_type)

@@ -262,7 +262,7 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
     # ---- entered from the core ----
 
     def _tell_of_double_backward(self) -> None:
-        names = [group._module_fqn or "(root)" for group in self._fsdp_param_groups]
+        names = [_plan.unit_name(group) for group in self._fsdp_param_groups]
         if names:
             _guards.warn_of_double_backward(names[0])
 

@@ -127,7 +127,7 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _TORCH_ONLY and self._core_holds_gradients:
             raise RuntimeError(
-                f"{name} of FSDP unit '{self._module_fqn or '(root)'}' was set while gradients of"
+                f"{name} of FSDP unit '{_plan.unit_name(self)}' was set while gradients of"
                 " backward passes without synchronization are held: set it before the first of"
                 " them, or after the backward that synchronizes"
             )
@@ -186,7 +186,7 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
         for state in states:
             state.leave_core(reason)
         if states:
-            _status.note(states[0], f"unit {self._module_fqn or '(root)'}: {reason}")
+            _status.note(states[0], f"unit {_plan.unit_name(self)}: {reason}")
 
     # ---- set-up ----
 
