@@ -120,7 +120,7 @@ def test_source_archive_can_be_built_and_tested(tmp_path: Path):
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
-    patterns = ("csrc/**/*.[ch]", "csrc/**/*.cpp", "tests/**/*.py", "tests/c/*", "fsdp_c/*.py")
+    patterns = ("csrc/**/*.[ch]", "csrc/**/*.cpp", "tests/**/*.py", "tests/c/*", "fsdp_c/**/*.py")
     files = {str(path.relative_to(ROOT)) for glob in patterns for path in ROOT.glob(glob)}
     files |= {"Makefile", "LICENSE", "README.md", "pyproject.toml", "fsdp_c/py.typed"}
     assert files <= names

@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +33,7 @@ MAY_INCLUDE = {
     "bind": ["base", "kernels", "transport", "comm", "group"],
 }
 
-# Downward: a module imports only what stands before it.
+# Downward: a module imports only what stands before it. One in a folder: `folder.module`.
 MODULES = (
     "_env _native _compat _delegate _stale _guards _comm _extension _param _buckets _pieces"
     " _owner _files _names _load _dump _iterate _containers _clip _norms _optim _patches"
@@ -41,7 +42,7 @@ MODULES = (
 ).split()
 
 SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".c", ".h", ".cpp"))
-PYTHON = sorted(PACKAGE.glob("*.py"))
+PYTHON = sorted(PACKAGE.rglob("*.py"))
 PUBLIC_HEADERS = [f"{layer}/{name}" for layer, names in PUBLIC.items() for name in names]
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.MULTILINE)
 ENVIRONMENT = re.compile(r"\b(secure_getenv|getenv|setenv|putenv|environ)\b")
@@ -119,11 +120,28 @@ def test_core_reads_no_environment(path: Path):
     assert not ENVIRONMENT.findall(path.read_text())
 
 
-class Imports(ast.NodeVisitor):
-    """Names of the modules of fsdp_c that a file imports at run time, wherever in it."""
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
+
+def known_module(parts: list[str]) -> str | None:
+    """The module that an import of ``fsdp_c.<parts>`` loads; a last part may be a name in it."""
+    for end in (len(parts), len(parts) - 1):
+        name = ".".join(parts[:end])
+        if name in (*MODULES, "_C"):
+            return name
+        package = ".".join([*parts[:end], "__init__"])
+        if package in MODULES:
+            return package
+    return None
+
+
+class Imports(ast.NodeVisitor):
+    """Modules of fsdp_c that a file in `folder` imports at run time, wherever in it."""
+
+    def __init__(self, folder: list[str]) -> None:
+        self.folder = folder
+        self.names: list[str | None] = []
 
     def visit_If(self, node: ast.If) -> None:
         is_for_types = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
@@ -132,20 +150,23 @@ class Imports(ast.NodeVisitor):
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
-            if alias.name.split(".")[0] == "fsdp_c":
-                self.names.append((alias.name.split(".") + ["__init__"])[1])
+            first, *parts = alias.name.split(".")
+            if first == "fsdp_c":
+                self.names.append(known_module(parts))
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         parts = [part for part in (node.module or "").split(".") if part]
-        if node.level == 0:
-            if parts[0] != "fsdp_c":
-                return
+        if node.level:
+            parts = self.folder[: len(self.folder) - node.level + 1] + parts
+        elif parts[0] == "fsdp_c":
             parts = parts[1:]
-        self.names += parts[:1] or [alias.name for alias in node.names]
+        else:
+            return
+        self.names += [known_module([*parts, alias.name]) for alias in node.names]
 
 
-def imported(code: str) -> list[str]:
-    imports = Imports()
+def imported(code: str, folder: list[str]) -> list[str | None]:
+    imports = Imports(folder)
     imports.visit(ast.parse(code))
     return imports.names
 
@@ -161,17 +182,21 @@ def reads_environment(tree: ast.AST) -> bool:
     return False
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=lambda path: path.name)
+def test_every_listed_module_exists():
+    assert sorted(MODULES) == sorted(map(module_of, PYTHON))
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=module_of)
 def test_imports_go_downward(path: Path):
-    assert path.stem in MODULES, "give the new module its place in MODULES"
-    below = MODULES[: MODULES.index(path.stem)]
-    extension = ["_C"] if path.stem == "_native" else []
-    names = set(imported(path.read_text()))
-    modules = {name for name in names if name == "_C" or (PACKAGE / f"{name}.py").exists()}
-    assert modules <= {*below, *extension}
+    module = module_of(path)
+    assert module in MODULES, "give the new module its place in MODULES"
+    below = MODULES[: MODULES.index(module)]
+    extension = ["_C"] if module == "_native" else []
+    folder = list(path.parent.relative_to(PACKAGE).parts)
+    assert set(imported(path.read_text(), folder)) <= {*below, *extension}
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PYTHON, ids=module_of)
 def test_environment_is_read_in_one_file(path: Path):
     assert reads_environment(ast.parse(path.read_text())) == (path.stem == "_env")
 
@@ -190,13 +215,36 @@ def test_only_native_names_the_extension():
         ("from . import _param", ["_param"]),
         ("from ._state import State", ["_state"]),
         ("def late():\n    from fsdp_c._unit import Unit", ["_unit"]),
+        ("from fsdp_c import fully_shard", ["__init__"]),
+        ("from fsdp_c._unit.nowhere import Unit", [None]),
         ("import os\nfrom torch import _C", []),
         ("if TYPE_CHECKING:\n    from fsdp_c._unit import Unit", []),
         ("if TYPE_CHECKING:\n    pass\nelse:\n    from fsdp_c import _unit", ["_unit"]),
     ],
 )
-def test_imports_are_seen(code: str, names: list[str]):
-    assert imported(code) == names
+def test_imports_are_seen(code: str, names: list[str | None]):
+    assert imported(code, []) == names
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("from fsdp_c.folder import _a", "folder._a"),
+        ("from fsdp_c.folder._a import Name", "folder._a"),
+        ("import fsdp_c.folder._a", "folder._a"),
+        ("from fsdp_c.folder import Name", "folder.__init__"),
+        ("from fsdp_c import folder", "folder.__init__"),
+        ("from ._a import Name", "folder._a"),
+        ("from . import Name", "folder.__init__"),
+        ("from .. import _env", "_env"),
+        ("from .._env import Name", "_env"),
+    ],
+)
+def test_imports_are_seen_in_folders(monkeypatch, code: str, name: str):
+    monkeypatch.setattr(
+        sys.modules[__name__], "MODULES", [*MODULES, "folder._a", "folder.__init__"]
+    )
+    assert imported(code, ["folder"]) == [name]
 
 
 @pytest.mark.parametrize(
