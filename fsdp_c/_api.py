@@ -21,7 +21,7 @@ from fsdp_c._memory_plan import MemoryPlan, memory_plan
 from fsdp_c._owner import Owned, gather_to_owner, scatter_from_owner
 from fsdp_c._stats import MemoryStats, release_buffers, stats
 from fsdp_c._status import Status, TreeStatus, status
-from fsdp_c.strategy import STRATEGIES, Strategy, Units, find_units
+from fsdp_c.strategy import STRATEGIES, Strategy, Units, find_units, no_sync, shard
 
 globals().update(_compat.OPTIONAL_NAMES)
 
@@ -49,10 +49,12 @@ __all__ = [
     "load_full",
     "load_shards",
     "memory_plan",
+    "no_sync",
     "register_fsdp_forward_method",
     "release_buffers",
     "save_shards",
     "scatter_from_owner",
+    "shard",
     "share_comm_ctx",
     "stats",
     "status",

@@ -123,3 +123,9 @@ def mmap_threshold() -> int:
     if "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap" in os.environ.get("GLIBC_TUNABLES", ""):
         return 0
     return MMAP_THRESHOLD.get()
+
+
+def ranks_per_host() -> int | None:
+    """How many ranks torchrun started on this host (LOCAL_WORLD_SIZE); None if nobody says."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdigit() else None

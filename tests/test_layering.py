@@ -38,7 +38,8 @@ MODULES = (
     "_env _native _compat _delegate _stale _guards _comm _extension _param _buckets _pieces"
     " _owner _files _names _load _dump _iterate _containers _clip _norms _optim _patches"
     " _plan _status _ties _unit _state _init _stats _memory_plan _fully_shard _spawn _install"
-    " strategy._strategies strategy._units strategy.__init__"
+    " strategy._strategies strategy._units strategy._chosen strategy._mesh strategy._checkpoint"
+    " strategy._advice strategy._shard strategy.__init__"
     " _api __init__ _launch _child __main__"
 ).split()
 
