@@ -37,7 +37,7 @@ C_SOURCES = {
     "csrc/kernels": "kern_avx2 kern_avx512 kern_avx512_bf16 kern_optim kern_ref kern_select no_x86",
     "csrc/transport": "callback process shm shm_region shm_segment shm_wait transport",
     "csrc/comm": "comm mapped message step",
-    "csrc/group": "domain exchange layout slots unit",
+    "csrc/group": "domain exchange layout slots unit waits",
 }
 CXX_SOURCES = {
     "csrc/bind": (

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_c import _init, _plan
+from fsdp_c import _init, _plan, _waits
 from fsdp_c._native import _C
 from fsdp_c._unit import FSDPParamGroup
 
@@ -29,10 +29,11 @@ PURPOSES = {
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """What `stats` counts, in bytes."""
+    """What `stats` counts, in bytes; and this rank's waits."""
 
     rank: dict[str, int]  # this model's, by the purposes of `MemoryPlan`
     process: dict[str, int] = field(default_factory=dict)  # of the core, for all models
+    waits: _waits.WaitStats = field(default_factory=_waits.WaitStats)
 
     @property
     def rank_total(self) -> int:
@@ -43,6 +44,7 @@ class MemoryStats:
             [
                 *(f"{name:14}{n / MIB:12.2f} MiB" for name, n in self.rank.items()),
                 *(f"core, {name:8}{n / MIB:12.2f} MiB" for name, n in self.process.items()),
+                str(self.waits),
             ]
         )
 
@@ -93,12 +95,18 @@ def _domains_of(groups: Iterable[FSDPParamGroup]) -> list[tuple[Any, int, bool]]
     return list(found.values())
 
 
-def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryStats:
+def stats(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, reset: bool = False
+) -> MemoryStats:
     """What the model holds in this rank's memory now, by the purposes of `memory_plan`. Local.
 
     ``.process`` is the core's own account, over all models of the process: bytes that it holds for
     small objects, gather slots, gradients of shards, messages, and shared mappings (whole, with the
     parts of all ranks).
+
+    ``.waits`` says how often and how long this rank waited for others since the first forward, unit
+    by unit: for the shards of a forward or backward, for gradients to add up, and at the ends of
+    both. With ``reset`` it is counted from here on. Empty where torch's implementation runs.
     """
     groups = groups_of(model)
     params = tensors_of(model)
@@ -108,7 +116,8 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> M
     rank["parameters"] = _stored(params)
     rank["gradients"] = _stored(grads)
     rank["optimizer"] = _stored(value for one in state for value in one.values())
-    for domain, n_ranks, is_replicate in _domains_of(groups):
+    domains = _domains_of(groups)
+    for domain, n_ranks, is_replicate in domains:
         sizes = domain.sizes()
         rank["reduce slots"] += sizes["arena"]
         rank["control"] += sizes["control"] // n_ranks
@@ -116,7 +125,8 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> M
             rank["unsharded"] += max(sizes["full"] - n_ranks * sizes["aliased"], 0) // n_ranks
     account = _C.Domain.account()
     rank["gather slots"] = account["slots"]
-    return MemoryStats(rank, account)
+    waits = _waits.collect(((domain, is_replicate) for domain, _, is_replicate in domains), reset)
+    return MemoryStats(rank, account, waits)
 
 
 def release_buffers(model: nn.Module) -> int:

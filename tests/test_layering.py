@@ -19,7 +19,7 @@ PUBLIC = {
     "kernels": ["kernels.h"],
     "transport": ["transport.h"],
     "comm": ["comm.h"],
-    "group": ["domain.h", "exchange.h", "layout.h", "slots.h", "unit.h"],
+    "group": ["domain.h", "exchange.h", "layout.h", "slots.h", "unit.h", "waits.h"],
     "bind": [],
 }
 
@@ -35,7 +35,7 @@ MAY_INCLUDE = {
 
 # Downward: a module imports only what stands before it. One in a folder: `folder.module`.
 MODULES = (
-    "_env _native _compat _delegate _stale _guards _comm _extension _param _buckets _pieces"
+    "_env _native _compat _delegate _stale _guards _comm _extension _param _buckets _pieces _waits"
     " _owner _files _names _load _dump _iterate _containers _clip _norms _optim _patches"
     " _plan _status _ties _unit _state _init _stats _memory_plan _fully_shard _spawn _install"
     " strategy._strategies strategy._units strategy._chosen strategy._mesh strategy._checkpoint"

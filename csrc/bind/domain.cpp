@@ -6,6 +6,7 @@
 #include "bind/tensors.h"
 #include "bind/transport.h"
 #include "group/unit.h"
+#include "group/waits.h"
 
 #include <torch/csrc/Dtype.h>
 
@@ -214,6 +215,53 @@ PyObject *domain_account(PyObject *, PyObject *)
         fc_account_bytes(FC_FOR_MESSAGES), "shared", fc_account_bytes(FC_FOR_SHARED));
 }
 
+int global_rank(fc_domain *domain, int rank)
+{
+    return rank < 0 ? -1 : fc_transport_global_rank(fc_domain_transport(domain), rank);
+}
+
+// Appends (unit name, kind, waits, ns, longest ns, for whom) for each kind that `unit` waited in.
+void append_waits(PyObject *rows, fc_domain *domain, const fc_unit *unit)
+{
+    for (int kind = 0; kind < FC_WAIT_KIND_COUNT; kind++) {
+        const fc_waits w = fc_waits_of(domain, unit, static_cast<fc_wait_kind>(kind));
+        if (w.n > 0) {
+            const char *name = unit != nullptr ? fc_unit_name(unit) : nullptr;
+            Ref row =
+                checked(Py_BuildValue("ziKKKi", name, kind, static_cast<unsigned long long>(w.n),
+                                      static_cast<unsigned long long>(w.ns),
+                                      static_cast<unsigned long long>(w.longest_ns),
+                                      global_rank(domain, w.longest_peer)));
+            check(PyList_Append(rows, row.get()));
+        }
+    }
+}
+
+PyObject *domain_waits(PyObject *self, PyObject *arg)
+{
+    return guarded([&]() -> PyObject * {
+        fc_domain *domain = domain_of(self);
+        Ref rows = checked(PyList_New(0)), peers = checked(PyDict_New());
+        for (size_t i = 0; i < fc_domain_n_units(domain); i++) {
+            append_waits(rows.get(), domain, fc_domain_unit(domain, i));
+        }
+        append_waits(rows.get(), domain, nullptr);
+        for (int peer = 0; peer < fc_domain_n_ranks(domain); peer++) {
+            Ref key = checked(PyLong_FromLong(global_rank(domain, peer)));
+            Ref ns = checked(PyLong_FromUnsignedLongLong(fc_waits_for(domain, peer)));
+            check(PyDict_SetItem(peers.get(), key.get(), ns.get()));
+        }
+        Ref result = checked(
+            Py_BuildValue("KKOO", static_cast<unsigned long long>(fc_waits_phases(domain, false)),
+                          static_cast<unsigned long long>(fc_waits_phases(domain, true)),
+                          rows.get(), peers.get()));
+        if (arg == Py_True) {
+            fc_waits_reset(domain);
+        }
+        return result.release();
+    });
+}
+
 // Gives back what set-up freed (shards that moved, placeholders of unsharded parameters), and keeps
 // large tensors off the heap from now on: glibc's aligned allocation cannot reuse a hole of exactly
 // the size asked for, so a heap of gradients grows with every unit.
@@ -242,6 +290,8 @@ PyMethodDef methods[] = {
      "trim_slots(): gives back the free slots of all domains."},
     {"account", domain_account, METH_NOARGS | METH_STATIC,
      "account() -> {purpose: bytes that the core holds in this process}"},
+    {"waits", domain_waits, METH_O,
+     "waits(reset) -> (forwards, backwards, [(unit, kind, n, ns, longest ns, rank)], {rank: ns})"},
     {"layout", domain_layout, METH_O,
      "layout(unit) -> (unsharded bytes, [(offset, is aliased), ...])"},
     {"leave", domain_leave, METH_NOARGS,

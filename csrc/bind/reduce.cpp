@@ -6,6 +6,7 @@
 #include "bind/domain.h"
 #include "bind/events.h"
 #include "bind/tensors.h"
+#include "group/waits.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -430,7 +431,6 @@ void Unit::post_messages(const std::vector<at::Tensor> &grads, const ReduceOptio
                          const Progress &progress)
 {
     const fc_layout *layout = fc_unit_layout(shard_);
-    const fc_message_ops *messages = fc_transport_messages(fc_domain_transport(domain_));
     const size_t n_ranks = static_cast<size_t>(layout->n_ranks);
     Scratch parts(n_ranks * layout->part_bytes);
     Scratch part(layout->part_bytes);
@@ -446,8 +446,8 @@ void Unit::post_messages(const std::vector<at::Tensor> &grads, const ReduceOptio
     }
     if (layout->is_uniform && layout->part_bytes == layout->trainable_part_bytes) {
         const fc_dtype dtype = dtype_of(params_[0].reduce_type);
-        check(messages->reduce_scatter(messages->context, part.data(), parts.data(),
-                                       layout->part_bytes / fc_dtype_bytes(dtype), dtype));
+        check(fc_waits_reduce_scatter(shard_, part.data(), parts.data(),
+                                      layout->part_bytes / fc_dtype_bytes(dtype), dtype));
     } else {
         for (size_t i = 0; i < grads.size(); i++) {
             const fc_param &p = layout->params[i];
@@ -460,8 +460,8 @@ void Unit::post_messages(const std::vector<at::Tensor> &grads, const ReduceOptio
                 std::memcpy(chunks.data() + r * bytes,
                             parts.data() + r * layout->part_bytes + p.part_at, bytes);
             }
-            check(messages->reduce_scatter(messages->context, part.data() + p.part_at,
-                                           chunks.data(), p.chunk_numel, p.reduce));
+            check(fc_waits_reduce_scatter(shard_, part.data() + p.part_at, chunks.data(),
+                                          p.chunk_numel, p.reduce));
         }
     }
     const std::vector<fc_source> sources = {{part.data(), mask.data(), FC_WIRE_REDUCE, nullptr}};
@@ -502,13 +502,11 @@ void Unit::reduce_replicas(const std::vector<fc_source> &sources, const ReduceOp
     if (fc_domain_n_ranks(replicate_domain_) == 1) {
         write_gradients(replicate_, kept, options);
     } else if (!fc_domain_is_mapped(replicate_domain_)) {
-        const fc_message_ops *messages =
-            fc_transport_messages(fc_domain_transport(replicate_domain_));
         for (size_t i = 0; i < params_.size(); i++) {
             const fc_param &p = layout->params[i];
             if (has_bit(partial_mask_.data(), i)) {
-                check(messages->all_reduce(messages->context, partial_.data() + p.part_at,
-                                           p.chunk_numel, p.reduce));
+                check(fc_waits_all_reduce(replicate_, partial_.data() + p.part_at, p.chunk_numel,
+                                          p.reduce));
             }
         }
         write_gradients(replicate_, kept, options);

@@ -147,7 +147,7 @@ static fc_status build(fc_domain *domain, const fc_unit_desc *units, size_t n_un
         domain->units[i].index = i;
         FC_TRY(unit_init(&domain->units[i], domain, &units[i], shard_rank, n_shards));
     }
-    return FC_OK;
+    return waits_init(domain);
 }
 
 static size_t larger(size_t a, size_t b)
@@ -289,6 +289,8 @@ void fc_domain_destroy(fc_domain *domain)
     if (domain->region != NULL) {
         fc_region_release(domain->region);
     }
+    fc_free(domain->waits);
+    fc_free(domain->wait_ns);
     fc_free(domain->units);
     fc_free(domain->ring);
     fc_free(domain);
@@ -370,6 +372,7 @@ void fc_domain_open(fc_domain *domain, bool is_backward)
     phase = phase_of(domain->clock);
     phase = is_backward ? phase + 1 : (phase | PHASE_MASK) + 1;
     domain->is_ready = domain->n_ranks == 1;
+    domain->phases[is_backward]++;
     set_clock(domain, phase << PHASE_SHIFT);
 }
 
@@ -433,8 +436,9 @@ static fc_status check_present(const fc_domain *domain, int peer, const char *op
 /* Waits until every peer's clock is at least `target`. A peer that has left the phase by an
  * exception is an error only at its end: until then this rank may be about to raise the same
  * exception. */
-static fc_status await_clocks(fc_domain *domain, uint64_t target, const char *op, const char *unit)
+static fc_status await_clocks(fc_domain *domain, uint64_t target, const char *op, const fc_unit *of)
 {
+    const char *unit = of != NULL ? of->name : NULL;
     const fc_wait_info info = {op, unit, domain->clock >> STEP_SHIFT};
     int peer;
 
@@ -445,7 +449,8 @@ static fc_status await_clocks(fc_domain *domain, uint64_t target, const char *op
             continue;
         }
         if (!clock_reached(&wait)) {
-            FC_TRY(fc_transport_wait(domain->transport, peer, clock_reached, &wait, &info));
+            FC_TRY(waits_await(domain, of, waits_gather_kind(domain), peer, clock_reached, &wait,
+                               &info));
         }
         if (!fc_domain_is_open(domain)) {
             FC_TRY(domain_check_peer(domain, peer, op, unit));
@@ -461,7 +466,7 @@ fc_status fc_domain_ready(fc_domain *domain, const fc_unit *unit)
         return FC_OK;
     }
     FC_TRY(fc_transport_check(domain->transport));
-    FC_TRY(await_clocks(domain, domain->clock & ~STATE_MASK, "all-gather", unit->name));
+    FC_TRY(await_clocks(domain, domain->clock & ~STATE_MASK, "all-gather", unit));
     domain->is_ready = true;
     return FC_OK;
 }

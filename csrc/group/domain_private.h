@@ -1,10 +1,11 @@
-/* Inside of a domain, shared by domain.c, exchange.c and unit.c only. */
+/* Inside of a domain, shared by the files of this folder only. */
 #ifndef FC_GROUP_DOMAIN_PRIVATE_H
 #define FC_GROUP_DOMAIN_PRIVATE_H
 
 #include "base/alloc.h"
 #include "group/domain.h"
 #include "group/layout.h"
+#include "group/waits.h"
 
 enum {
     PHASE_OPEN = 0,
@@ -89,6 +90,10 @@ struct fc_domain {
     size_t unfinished;     /* this rank has finished all entries before it */
     size_t next_at;        /* bytes; where the next post goes */
     size_t cursor;         /* where the search for finishable units goes on */
+    /* This rank's waits; waits.c. */
+    fc_waits *waits;    /* owned; units, then the ends of phases, by fc_wait_kind */
+    uint64_t *wait_ns;  /* owned; by peer */
+    uint64_t phases[2]; /* forwards, backwards */
 };
 
 static inline clock_line *domain_clock(const fc_domain *domain, int rank)
@@ -132,6 +137,18 @@ static inline ring_entry *domain_entry(const fc_domain *domain, size_t sequence)
 /* True if `peer` left the phase that this rank is in by an exception; then FC_ERR_PEER. */
 bool domain_has_failed(const fc_domain *domain, int peer);
 fc_status domain_check_peer(const fc_domain *domain, int peer, const char *op, const char *unit);
+
+/* Waits and counts it; `unit` may be NULL. waits.c. */
+fc_status waits_init(fc_domain *domain);
+fc_status waits_await(fc_domain *domain, const fc_unit *unit, fc_wait_kind kind, int peer,
+                      fc_ready_fn ready, void *arg, const fc_wait_info *info);
+/* A collective of a message transport. */
+fc_status waits_all_gather(fc_unit *unit, void *recv, const void *send, size_t send_bytes);
+
+static inline fc_wait_kind waits_gather_kind(const fc_domain *domain)
+{
+    return (phase_of(domain->clock) & PHASE_MASK) != 0 ? FC_WAIT_BACKWARD : FC_WAIT_FORWARD;
+}
 
 /* Collects what peers have read from this rank's arena; exchange.c. */
 void exchange_reclaim(fc_domain *domain);

@@ -322,6 +322,7 @@ static void toggle_stuck(fc_domain *domain)
 /* What keeps the unit's next reduction from being finished. */
 typedef enum readiness {
     NOTHING_POSTED,
+    MAY_COME, /* nothing posted, but this rank has left the phase and a peer has not */
     NOT_YET,
     READY
 } readiness;
@@ -349,7 +350,10 @@ static readiness look_at(fc_domain *domain, size_t index, int *missing_out)
     }
     *missing_out = missing;
     if (missing >= 0) {
-        return any || !fc_domain_is_open(domain) ? NOT_YET : NOTHING_POSTED;
+        if (any) {
+            return NOT_YET;
+        }
+        return fc_domain_is_open(domain) ? NOTHING_POSTED : MAY_COME;
     }
     if (!any) {
         return NOTHING_POSTED;
@@ -439,10 +443,11 @@ static fc_unit *find_own(fc_domain *domain, bool oldest_only)
     return NULL;
 }
 
-/* The next unit whose reduction can be finished; else wait_out names the first that is not settled
- * and whom it waits for, -1 if all are. */
+/* The next unit whose reduction can be finished; else wait_out names the first that is not settled,
+ * of those that somebody posted if there is one, and whom it waits for, -1 if all are. */
 static fc_unit *find_ready(fc_domain *domain, post_wait *wait_out)
 {
+    readiness awaited = NOTHING_POSTED;
     size_t n;
     int missing;
 
@@ -455,7 +460,8 @@ static fc_unit *find_ready(fc_domain *domain, post_wait *wait_out)
             domain->cursor = i;
             return &domain->units[i];
         }
-        if (ready == NOT_YET && wait_out->peer < 0) {
+        if (ready > awaited) {
+            awaited = ready;
             wait_out->unit = i;
             wait_out->peer = missing;
         }
@@ -496,7 +502,8 @@ static fc_status next_of_all(fc_domain *domain, fc_unit **unit_out)
             const fc_wait_info info = {"reduce-scatter", domain->units[wait.unit].name,
                                        domain->clock >> STEP_SHIFT};
 
-            FC_TRY(fc_transport_wait(domain->transport, wait.peer, any_progress, &wait, &info));
+            FC_TRY(waits_await(domain, &domain->units[wait.unit], FC_WAIT_REDUCE, wait.peer,
+                               any_progress, &wait, &info));
             FC_TRY(domain_check_peer(domain, wait.peer, info.op, info.unit));
         }
     }
@@ -527,7 +534,7 @@ fc_status fc_exchange_await(fc_unit *unit)
     while (look_at(domain, unit->index, &missing) == NOT_YET) {
         post_wait arg = {domain, unit->index, missing};
 
-        FC_TRY(fc_transport_wait(domain->transport, missing, peer_answered, &arg, &info));
+        FC_TRY(waits_await(domain, unit, FC_WAIT_REDUCE, missing, peer_answered, &arg, &info));
         FC_TRY(domain_check_peer(domain, missing, info.op, info.unit));
     }
     return check_held(domain, unit);
@@ -624,7 +631,7 @@ fc_status fc_exchange_make_way(fc_unit *unit)
                    : FC_OK;
     }
     toggle_stuck(domain);
-    st = fc_transport_wait(domain->transport, wait.reader, way_was_made, &wait, &info);
+    st = waits_await(domain, unit, FC_WAIT_REDUCE, wait.reader, way_was_made, &wait, &info);
     toggle_stuck(domain);
     return st;
 }

@@ -102,7 +102,6 @@ void fc_unit_discard_writes(fc_unit *unit, size_t param)
 
 fc_status fc_unit_gather(fc_unit *unit, const void *const *shards, void *dst, char *pack)
 {
-    const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
     const fc_layout *layout = &unit->layout;
     char *received = pack + layout->pack_bytes;
     size_t i;
@@ -114,7 +113,7 @@ fc_status fc_unit_gather(fc_unit *unit, const void *const *shards, void *dst, ch
         convert(pack + p->pack_at, p->compute, shards[i], p->orig,
                 p->outer * p->own_rows * p->inner);
     }
-    FC_TRY(messages->all_gather(messages->context, received, pack, layout->pack_bytes));
+    FC_TRY(waits_all_gather(unit, received, pack, layout->pack_bytes));
     for (r = 0; r < layout->n_ranks; r++) {
         for (i = 0; i < layout->n_params; i++) {
             const fc_param *p = &unit->params[i];

@@ -1,0 +1,120 @@
+/* Counters of waits, and the waits themselves. */
+#include "group/waits.h"
+
+#include "base/clock.h"
+#include "group/domain_private.h"
+
+#include <string.h>
+
+static fc_waits *entry_of(fc_domain *domain, size_t unit, fc_wait_kind kind)
+{
+    return &domain->waits[unit * FC_WAIT_KIND_COUNT + kind];
+}
+
+static size_t row_of(const fc_domain *domain, const fc_unit *unit)
+{
+    return unit != NULL ? unit->index : domain->n_units;
+}
+
+static void count(fc_domain *domain, size_t unit, fc_wait_kind kind, int peer, uint64_t n,
+                  uint64_t ns)
+{
+    fc_waits *w = entry_of(domain, unit, kind);
+
+    w->n += n;
+    w->ns += ns;
+    if (ns > w->longest_ns) {
+        w->longest_ns = ns;
+        w->longest_peer = peer;
+    }
+    if (peer >= 0) {
+        domain->wait_ns[peer] += ns;
+    }
+}
+
+fc_status waits_init(fc_domain *domain)
+{
+    domain->waits = fc_alloc((domain->n_units + 1) * FC_WAIT_KIND_COUNT, sizeof(fc_waits));
+    domain->wait_ns = fc_alloc((size_t)domain->n_ranks, sizeof(uint64_t));
+    if (domain->waits == NULL || domain->wait_ns == NULL) {
+        return fc_fail(FC_ERR_NOMEM, "domain of %zu units", domain->n_units);
+    }
+    fc_waits_reset(domain);
+    return FC_OK;
+}
+
+fc_status waits_await(fc_domain *domain, const fc_unit *unit, fc_wait_kind kind, int peer,
+                      fc_ready_fn ready, void *arg, const fc_wait_info *info)
+{
+    uint64_t n_before, ns_before, n, ns;
+    fc_status st;
+
+    fc_transport_wait_stats(domain->transport, &n_before, &ns_before);
+    st = fc_transport_wait(domain->transport, peer, ready, arg, info);
+    fc_transport_wait_stats(domain->transport, &n, &ns);
+    if (n != n_before) {
+        count(domain, row_of(domain, unit), kind, peer, n - n_before, ns - ns_before);
+    }
+    return st;
+}
+
+fc_waits fc_waits_of(const fc_domain *domain, const fc_unit *unit, fc_wait_kind kind)
+{
+    return domain->waits[row_of(domain, unit) * FC_WAIT_KIND_COUNT + kind];
+}
+
+uint64_t fc_waits_for(const fc_domain *domain, int peer)
+{
+    return domain->wait_ns[peer];
+}
+
+uint64_t fc_waits_phases(const fc_domain *domain, bool is_backward)
+{
+    return domain->phases[is_backward];
+}
+
+void fc_waits_reset(fc_domain *domain)
+{
+    for (size_t i = 0; i < (domain->n_units + 1) * FC_WAIT_KIND_COUNT; i++) {
+        domain->waits[i] = (fc_waits){.longest_peer = -1};
+    }
+    memset(domain->wait_ns, 0, (size_t)domain->n_ranks * sizeof(uint64_t));
+    memset(domain->phases, 0, sizeof(domain->phases));
+}
+
+/* ---- messages ---- */
+
+/* Counts a collective that began at `start_ns`; passes its status on. */
+static fc_status counted(fc_unit *unit, fc_wait_kind kind, int64_t start_ns, fc_status st)
+{
+    count(unit->domain, unit->index, kind, -1, 1, (uint64_t)(fc_now_ns() - start_ns));
+    return st;
+}
+
+fc_status waits_all_gather(fc_unit *unit, void *recv, const void *send, size_t send_bytes)
+{
+    const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
+    int64_t start_ns = fc_now_ns();
+
+    return counted(unit, waits_gather_kind(unit->domain), start_ns,
+                   messages->all_gather(messages->context, recv, send, send_bytes));
+}
+
+fc_status fc_waits_reduce_scatter(fc_unit *unit, void *recv, void *send, size_t recv_numel,
+                                  fc_dtype dtype)
+{
+    const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
+    int64_t start_ns = fc_now_ns();
+
+    return counted(unit, FC_WAIT_REDUCE, start_ns,
+                   messages->reduce_scatter(messages->context, recv, send, recv_numel, dtype));
+}
+
+fc_status fc_waits_all_reduce(fc_unit *unit, void *data, size_t numel, fc_dtype dtype)
+{
+    const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
+    int64_t start_ns = fc_now_ns();
+
+    return counted(unit, FC_WAIT_REDUCE, start_ns,
+                   messages->all_reduce(messages->context, data, numel, dtype));
+}
