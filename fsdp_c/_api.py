@@ -22,6 +22,7 @@ from fsdp_c._owner import Owned, gather_to_owner, scatter_from_owner
 from fsdp_c._stats import MemoryStats, release_buffers, stats
 from fsdp_c._status import Status, TreeStatus, status
 from fsdp_c._waits import Wait, WaitStats
+from fsdp_c.fsdp1 import FullyShardedDataParallel
 from fsdp_c.strategy import STRATEGIES, Strategy, Units, find_units, no_sync, shard
 
 globals().update(_compat.OPTIONAL_NAMES)
@@ -30,6 +31,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "Communicator",
     "FSDPModule",
+    "FullyShardedDataParallel",
     "IncompatibleKeys",
     "MemoryPlan",
     "MemoryStats",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,12 +35,22 @@ def iter_full_params(
     Raises:
         ValueError: a parameter is on the meta device or is neither Shard nor Replicate; names it.
     """
-    _buckets.check(bucket_bytes)
     entries = [
         (named.names[0], named.tensor)
         for named in _names.tensors_of(model)
         if isinstance(named.tensor, nn.Parameter)
     ]
+    yield from whole_of(entries, bucket_bytes, dtype)
+
+
+@torch.no_grad()
+def whole_of(
+    entries: Sequence[tuple[Any, torch.Tensor]],
+    bucket_bytes: int = _buckets.DEFAULT_BYTES,
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yields each key with the whole of its tensor; see `iter_full_params`."""
+    _buckets.check(bucket_bytes)
     dtypes = [_travels_as(tensor, dtype) for _, tensor in entries]
     groups = [_group_of(name, tensor) for name, tensor in entries]
     kinds = list(zip(groups, dtypes, strict=True))
@@ -61,7 +72,7 @@ def _travels_as(tensor: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype
     return wanted if wanted is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def _group_of(name: str, tensor: torch.Tensor) -> dist.ProcessGroup | None:
+def _group_of(name: Any, tensor: torch.Tensor) -> dist.ProcessGroup | None:
     """The ranks among which the tensor is sharded; None if each has all of it."""
     if not isinstance(tensor, DTensor):
         return None
@@ -104,9 +115,9 @@ class _Memory:
 def _gathered(
     group: dist.ProcessGroup,
     dtype: torch.dtype,
-    members: Sequence[tuple[str, torch.Tensor]],
+    members: Sequence[tuple[Any, torch.Tensor]],
     memory: _Memory,
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[Any, torch.Tensor]]:
     boxes = [_boxes_of(tensor, group) for _, tensor in members]  # type: ignore[arg-type]
     n_ranks = group.size()
     each = max(sum(_pieces.box_numel(of[rank]) for of in boxes) for rank in range(n_ranks))

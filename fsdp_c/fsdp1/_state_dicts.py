@@ -1,0 +1,75 @@
+"""State dicts of FullyShardedDataParallel: full, sharded and local, under clean names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp._common_utils import FSDP_PREFIX, clean_tensor_name
+from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _replace_by_prefix
+
+from fsdp_c import _iterate, _load
+from fsdp_c.fsdp1 import _convert
+
+
+def register(wrapper: nn.Module) -> None:
+    wrapper._register_state_dict_hook(_after_saving)
+    wrapper.register_load_state_dict_pre_hook(_before_loading)
+
+
+def _after_saving(wrapper: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Called from the inside out: what wrapped modules below hold is done already."""
+    _replace_by_prefix(state_dict, prefix + FSDP_PREFIX, prefix)
+    kind, config = wrapper._state_dict_type, wrapper._state_dict_config
+    shards = {
+        key: value
+        for key, value in state_dict.items()
+        if key.startswith(prefix) and isinstance(value, DTensor)
+    }
+    buffers = _buffers_of(wrapper, state_dict, prefix)
+    if kind is StateDictType.FULL_STATE_DICT:
+        is_kept = not config.rank0_only or wrapper.rank == 0
+        for key, whole in _iterate.whole_of(list(shards.items())):
+            if is_kept:
+                state_dict[key] = whole.to(
+                    "cpu" if config.offload_to_cpu else whole.device, copy=True
+                )
+        if not is_kept:
+            for key in (*shards, *buffers):
+                del state_dict[key]
+            return
+    elif kind is StateDictType.LOCAL_STATE_DICT:
+        state_dict.update({key: _load.local_part(shard) for key, shard in shards.items()})
+    for key, dtype in buffers.items():
+        if wrapper.mixed_precision.buffer_dtype is not None:
+            state_dict[key] = state_dict[key].to(dtype, copy=True)
+    if config.offload_to_cpu:
+        for key in (*shards, *buffers):
+            state_dict[key] = state_dict[key].cpu()
+
+
+def _buffers_of(wrapper: Any, state_dict: dict[str, Any], prefix: str) -> dict[str, torch.dtype]:
+    """Keys of the module's buffers in the dict, and the dtypes that they had at first."""
+    return {
+        prefix + name: dtype
+        for name, dtype in wrapper._buffer_name_to_orig_dtype.items()
+        if prefix + name in state_dict and name not in wrapper._ignored_buffer_names
+    }
+
+
+def _before_loading(wrapper: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Called from the outside in: each wrapper names and cuts what it holds itself."""
+    _replace_by_prefix(state_dict, prefix, prefix + FSDP_PREFIX)
+    module = wrapper._fsdp_wrapped_module
+    for name, param in module.named_parameters(remove_duplicate=False):
+        key = prefix + FSDP_PREFIX + name
+        if FSDP_PREFIX in name or not isinstance(param, DTensor) or key not in state_dict:
+            continue
+        value = state_dict[key]
+        if wrapper._state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            state_dict[key] = _convert.local_like(param, value)
+        else:
+            state_dict[key] = _convert.shard_like(param, value, clean_tensor_name(key))

@@ -1,0 +1,142 @@
+"""summon_full_params: whole parameters in the place of shards for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp._common_utils import TrainingState
+
+from fsdp_c import _compat, _iterate, _load, _plan
+
+
+def check(writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
+    if with_grads and offload_to_cpu:
+        raise NotImplementedError("with_grads=True and offload_to_cpu=True is not supported")
+    if writeback and rank0_only:
+        raise NotImplementedError(
+            "writeback=True and rank0_only=True is not supported: what rank 0 writes cannot be"
+            " told from what the other ranks keep; pass writeback=False"
+        )
+    if offload_to_cpu and not rank0_only:
+        warnings.warn(
+            "offload_to_cpu=True without rank0_only=True makes a copy of all parameters for each"
+            " rank of a host",
+            stacklevel=4,
+        )
+
+
+@contextlib.contextmanager
+def summoned(
+    units: Sequence[Any], writeback: bool, rank0_only: bool = False, with_grads: bool = False
+) -> Iterator[None]:
+    """Whole parameters in the modules of the units (wrappers); collective."""
+    for unit in units:
+        if unit.training_state is not TrainingState.IDLE:
+            raise AssertionError(
+                "Cannot manually unshard parameters when already unsharding parameters"
+            )
+        unit._fsdp_wrapped_module.reshard()
+    loans = [_Loan(fsdp_param) for unit in units for fsdp_param in _params_of(unit)]
+    _fetch(loans, with_grads)
+    for unit in units:
+        unit._fsdp_wrapped_module.unshard()
+        unit.training_state = TrainingState.SUMMON_FULL_PARAMS
+    is_shown = not rank0_only or all(unit.rank == 0 for unit in units)
+    try:
+        with contextlib.ExitStack() as stack:
+            if is_shown:
+                for unit in units:
+                    stack.enter_context(_without_hooks(unit))
+                for loan in loans:
+                    stack.enter_context(loan.shown(writeback))
+            else:
+                _reshard(units)
+            yield
+    finally:
+        _reshard(units)
+        for unit in units:
+            unit.training_state = TrainingState.IDLE
+
+
+def _reshard(units: Sequence[Any]) -> None:
+    for unit in units:
+        unit._fsdp_wrapped_module.reshard()
+
+
+class _Loan:
+    """A parameter that is whole for a while."""
+
+    def __init__(self, fsdp_param: Any) -> None:
+        self.places = _plan.registrations(fsdp_param)
+        module, name = self.places[0]
+        self.shard: Any = module._parameters[name]
+        # The unit's own unsharded parameter is of the compute dtype.
+        self.is_cast = _compat.compute_dtype(fsdp_param) != self.shard.dtype
+        self.whole: torch.Tensor | None = None  # where it is cast
+        self.grad: torch.Tensor | None = None
+
+    @contextlib.contextmanager
+    def shown(self, writeback: bool) -> Iterator[None]:
+        """The unit is unsharded."""
+        module, name = self.places[0]
+        unsharded: Any = module._parameters[name]
+        before = unsharded.grad
+        if self.whole is not None:
+            self._register(nn.Parameter(self.whole, requires_grad=self.shard.requires_grad))
+        module._parameters[name].grad = self.grad  # type: ignore[union-attr]
+        try:
+            yield
+        finally:
+            if writeback:
+                self._write(module._parameters[name])
+            unsharded.grad = before
+            self._register(unsharded)
+
+    def _register(self, param: nn.Parameter) -> None:
+        for module, name in self.places:
+            module._parameters[name] = param
+
+    @torch.no_grad()
+    def _write(self, whole: Any) -> None:
+        _load.copy_into(self.shard, _load.Stored.of(whole.detach()))
+        if self.grad is not None and whole.grad is not None:
+            _load.copy_into(self.shard.grad, _load.Stored.of(whole.grad))
+
+
+def _params_of(unit: Any) -> Iterator[Any]:
+    for group in unit._unit._fsdp_param_groups:
+        yield from group.fsdp_params
+
+
+def _fetch(loans: Sequence[_Loan], with_grads: bool) -> None:
+    """Gathers what unsharding the units does not bring."""
+    cast = [(loan, loan.shard.detach()) for loan in loans if loan.is_cast]
+    for loan, whole in _iterate.whole_of(cast):
+        loan.whole = whole.clone()
+    grads = [(loan, loan.shard.grad) for loan in loans if loan.shard.grad is not None]
+    for loan, whole in _iterate.whole_of(grads if with_grads else []):
+        loan.grad = whole.clone()
+
+
+@contextlib.contextmanager
+def _without_hooks(wrapper: Any) -> Iterator[None]:
+    """The wrapped module runs as it is: there is nothing to gather."""
+    module, unit = wrapper._fsdp_wrapped_module, wrapper._unit
+    own = unit._pre_forward_hook_handle.id, unit._post_forward_hook_handle.id
+    kinds = module._forward_pre_hooks, module._forward_hooks
+    before = [list(hooks.items()) for hooks in kinds]
+    for hooks, key in zip(kinds, own, strict=True):
+        del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, key, kept in zip(kinds, own, before, strict=True):
+            there = dict(hooks)
+            hooks.clear()
+            hooks.update((k, hook) for k, hook in kept if k in there or k == key)
+            hooks.update(there)

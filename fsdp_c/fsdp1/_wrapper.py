@@ -1,0 +1,292 @@
+"""FullyShardedDataParallel: the class of FSDP1 whose wrapped modules are units of fully_shard."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    _init_utils,
+    _runtime_utils,
+)
+from torch.distributed.fsdp import fully_sharded_data_parallel as _torch
+from torch.distributed.fsdp._common_utils import TrainingState, _set_fsdp_flattened
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.fsdp._wrap_utils import _auto_wrap
+
+from fsdp_c._fully_shard import fully_shard
+from fsdp_c.fsdp1 import (
+    _bridge,
+    _clip,
+    _materialize,
+    _meshes,
+    _optim_states,
+    _state_dicts,
+    _summon,
+)
+
+_TORCHS: Any = _torch.FullyShardedDataParallel
+_KEEPS = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+class FullyShardedDataParallel(_TORCHS):
+    """FSDP1's wrapper, with the arguments of ``torch.distributed.fsdp.FullyShardedDataParallel``.
+
+    The wrapped module becomes a unit of ``fully_shard`` and runs where that runs. Parameters have
+    the names that FSDP1 gives them under ``use_orig_params=True``, whatever that argument is, and
+    are DTensors: each keeps its own shape and is sharded on dim 0, where FSDP1 cuts a flat
+    parameter into 1-D pieces. So local shapes differ from FSDP1's, state dicts do not. Works on CPU
+    ranks without ``device_id``. ``backward_prefetch``, ``forward_prefetch`` and
+    ``limit_all_gathers`` are taken and have nothing to order over shared memory.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[Any] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        _bridge.connect(FullyShardedDataParallel)
+        _check(module, mixed_precision)
+        _init_utils._init_ignored_module_states(self, module, ignored_modules, ignored_states)
+        device = _materialize.device_of(module, self._ignored_params, device_id)
+        _init_utils._init_device_handle(self, module, self._ignored_params, device)
+        self._init_groups(process_group, sharding_strategy, auto_wrap_policy, device_mesh, device)
+        if auto_wrap_policy is not None:
+            options = {
+                "process_group": process_group,
+                "sharding_strategy": sharding_strategy,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": mixed_precision,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": True,  # frozen and trainable parameters may share a unit
+                "ignored_states": self._ignored_params,
+                "device_mesh": device_mesh,
+            }
+            if self._inter_node_pg is not None and device_mesh is None:
+                options["process_group"] = (self.process_group, self._inter_node_pg)
+            _auto_wrap(
+                module,
+                auto_wrap_policy,
+                self._ignored_modules,
+                self._ignored_params,
+                options,
+                FullyShardedDataParallel,
+            )
+        _init_utils._init_core_state(
+            self, sharding_strategy, mixed_precision, cpu_offload, limit_all_gathers, True, 1, 1
+        )
+        _init_utils._init_runtime_state(self)
+        _init_utils._init_prefetching_state(self, backward_prefetch, forward_prefetch)
+        _init_utils._init_buffer_state(self, module)
+        self.compute_device = device
+        for unit in self.fsdp_modules(module):
+            unit._become_nested()
+        _materialize.prepare(self, module, device, param_init_fn, sync_module_states)
+        self._fsdp_wrapped_module = module
+        self._shard(device_mesh)
+        self._is_root = True
+        self._has_cast_buffers = False
+        _init_utils._init_state_dict_state(self)
+        _state_dicts.register(self)
+
+    # ---- set-up ----
+
+    def _init_groups(
+        self,
+        process_group: Any,
+        strategy: ShardingStrategy | None,
+        policy: Any,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+    ) -> None:
+        self._device_mesh = mesh
+        self._inter_node_pg: dist.ProcessGroup | None = None
+        if (
+            strategy is not None
+            and _meshes.is_hybrid(strategy)
+            and policy is not None
+            and process_group is None
+            and mesh is None
+        ):
+            process_group = _meshes.host_groups(device.type)
+        _init_utils._init_process_group_state(self, process_group, strategy, policy, mesh)
+
+    def _shard(self, given: DeviceMesh | None) -> None:
+        """Makes the wrapped module a unit."""
+        module, strategy, device = (
+            self._fsdp_wrapped_module,
+            self.sharding_strategy,
+            self.compute_device,
+        )
+        mesh = _meshes.mesh_for(
+            strategy, self.process_group, self._inter_node_pg, given, device.type
+        )
+        precision = self.mixed_precision
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=False if strategy in _KEEPS else None,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=precision.param_dtype,
+                reduce_dtype=precision.reduce_dtype or precision.param_dtype,
+                cast_forward_inputs=precision.cast_root_forward_inputs,
+            ),
+            offload_policy=(
+                CPUOffloadPolicy(pin_memory=device.type != "cpu")
+                if self.cpu_offload.offload_params
+                else OffloadPolicy()
+            ),
+            ignored_params=self._ignored_params,
+        )
+        for group in self._unit._fsdp_param_groups:
+            for fsdp_param in group.fsdp_params:
+                _set_fsdp_flattened(fsdp_param.sharded_param)
+
+    @property
+    def _unit(self) -> FSDPState:
+        return self._fsdp_wrapped_module._get_fsdp_state()
+
+    def _become_nested(self) -> None:
+        """A wrapper around this one casts the inputs of the root."""
+        if self._is_root:
+            self._is_root = False
+            unit, policy = self._unit, self._unit._mp_policy
+            is_cast = self.mixed_precision.cast_forward_inputs
+            unit._mp_policy = dataclasses.replace(policy, cast_forward_inputs=is_cast)
+            unit._set_casts(is_cast, policy.param_dtype, policy.output_dtype)
+
+    # ---- running ----
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training_state is not TrainingState.IDLE and torch.is_grad_enabled():
+            raise RuntimeError(
+                "training inside of summon_full_params: gradients of whole parameters would be lost"
+                " with them; leave the context before, or run forward under torch.no_grad()"
+            )
+        if self._is_root and not self._has_cast_buffers:
+            self._cast_buffers()
+        return self._fsdp_wrapped_module(*args, **kwargs)
+
+    def _cast_buffers(self) -> None:
+        buffers, dtypes = _runtime_utils._get_buffers_and_dtypes_for_computation(self, self)
+        _runtime_utils._cast_buffers_to_dtype_and_device(buffers, dtypes, self.compute_device)
+        self._has_cast_buffers = True
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside leave gradients on this rank; the first one after adds them up."""
+        if not self._is_root:
+            raise RuntimeError(
+                "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on"
+                " root FSDP module."
+            )
+        units = [unit for unit in self.fsdp_modules(self) if unit._sync_gradients]
+        for unit in units:
+            unit._set_sync(False)
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit._set_sync(True)
+
+    def _set_sync(self, is_on: bool) -> None:
+        self._sync_gradients = is_on
+        self._fsdp_wrapped_module.set_requires_gradient_sync(is_on, recurse=False)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clips the gradients of all parameters; returns their norm before, a plain tensor."""
+        if not self._is_root:
+            raise RuntimeError(
+                "`clip_grad_norm_()` should only be called on the root FSDP instance"
+            )
+        return _clip.clip(list(self.parameters()), float(max_norm), float(norm_type))
+
+    def check_is_root(self) -> bool:
+        return self._is_root
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Calls the function on all modules, whose parameters are whole meanwhile."""
+        with _summon.summoned([self], writeback=True):
+            return nn.Module.apply(self, fn)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        return nn.Module._apply(self, *args, **kwargs)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Whole parameters (and gradients) while the context lasts; collective on both ends."""
+        units = FullyShardedDataParallel.fsdp_modules(module)
+        if not recurse:
+            units = [unit for unit in units if unit is module]
+        _summon.check(writeback, rank0_only, offload_to_cpu, with_grads)
+        with _summon.summoned(units, writeback, rank0_only, with_grads):
+            yield
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Not kept: hooks of FSDP1 see flat parameters, which do not exist here."""
+        raise NotImplementedError(
+            "register_comm_hook: there is no flat gradient to hand to a hook. Set"
+            " MixedPrecision(reduce_dtype=...) to send gradients in another dtype, or"
+            " .module.set_all_reduce_hook() for copies"
+        )
+
+    _optim_state_dict_impl = staticmethod(_optim_states.saved)
+    _optim_state_dict_to_load_impl = staticmethod(_optim_states.to_load)
+
+
+def _check(module: nn.Module, precision: MixedPrecision | None) -> None:
+    if isinstance(module, _TORCHS):
+        raise ValueError("the module is a FullyShardedDataParallel already: wrap it once")
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise ValueError(
+            f"FullyShardedDataParallel got a {type(module).__name__}, which has no forward: wrap"
+            " its members, or the module that calls them"
+        )
+    if precision is not None and precision.keep_low_precision_grads:
+        warnings.warn(
+            "keep_low_precision_grads=True has no effect: gradients have the parameters' dtype;"
+            " with fully_shard and torch 2.15 set param.grad_dtype",
+            stacklevel=3,
+        )
