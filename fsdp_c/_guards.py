@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.utils.weak import WeakIdKeyDictionary
 
 # Buffers that to_empty made -> their version then: nobody has written them while it is the same.
@@ -21,6 +23,8 @@ def equip(modules: Sequence[nn.Module]) -> None:
         if "__copy__" not in cls.__dict__:
             cls.__copy__ = _refuse_copy
             cls._apply = _apply
+            for name, setter in _SETTERS.items():
+                setattr(cls, name, setter)
 
 
 def _refuse_copy(self: nn.Module) -> Any:
@@ -43,6 +47,43 @@ def _apply(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         for buffer in self.buffers():
             _empty[buffer] = buffer._version
     return result
+
+
+class ReplicatedError(ValueError, AssertionError):
+    """A setter about shards on a unit that has none; torch's is an AssertionError without text."""
+
+
+def _refused_if_replicated(name: str, recurse_by_default: bool) -> Callable[..., Any]:
+    """torch's setter, which changes nothing where it would meet a replicated unit."""
+    setter = getattr(FSDPModule, name)
+
+    @functools.wraps(setter)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recurse = kwargs.get("recurse", args[1] if len(args) > 1 else recurse_by_default)
+        for path, module in self.named_modules() if recurse else [("", self)]:
+            is_unit = isinstance(module, FSDPModule)
+            groups = module._get_fsdp_state()._fsdp_param_groups if is_unit else ()
+            if not all(isinstance(group.mesh_info, FSDPMeshInfo) for group in groups):
+                raise ReplicatedError(
+                    f"{name}() is not for replicated units, and module '{path or '(root)'}'"
+                    f" ({type(module).__name__}) is one: its parameters are whole on every rank,"
+                    " nothing of them is gathered, resharded or scattered. Call it on sharded"
+                    " units only, with recurse=False where it has that argument"
+                )
+        return setter(self, *args, **kwargs)
+
+    return checked
+
+
+_SETTERS = {
+    "set_reshard_after_forward": _refused_if_replicated("set_reshard_after_forward", True),
+    "set_separate_reduce_scatter_group": _refused_if_replicated(
+        "set_separate_reduce_scatter_group", True
+    ),
+    "set_allocate_memory_from_process_group_for_comm": _refused_if_replicated(
+        "set_allocate_memory_from_process_group_for_comm", False
+    ),
+}
 
 
 def warn_of_double_backward(unit: str) -> None:

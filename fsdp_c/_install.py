@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.fsdp._fully_shard import _fully_shard as _torch
 
-from fsdp_c import _delegate, _spawn
+from fsdp_c import _delegate, _replicate, _spawn
 from fsdp_c._fully_shard import fully_shard
 
 _TORCHS: Any = _torch.fully_shard
@@ -33,6 +33,7 @@ def install() -> None:
     for module, name in _holders(_TORCHS):
         _rebound.append((module, name))
         setattr(module, name, fully_shard)
+    _replicate.install()
     _spawn.carry()
 
 
@@ -46,6 +47,7 @@ def uninstall() -> None:
         return
     _is_installed = False
     _spawn.stop()
+    _replicate.uninstall()
     in_torch = [(m, n) for m, n in _holders(fully_shard) if m.__name__.startswith("torch.")]
     for module, name in (*_rebound, *in_torch):
         if module.__dict__.get(name) is fully_shard:

@@ -64,6 +64,8 @@ class FSDPParam(_compat.AccumulatedGradient, _fsdp_param.FSDPParam):
     memory_order: tuple[int, ...] | None = None
     _inputs: Sequence[torch.Tensor] = ()  # of the all-gather that is being made
     inputs_agree = False  # those of an extension, over ranks
+    is_recast = False  # the shard's dtype has changed since set-up
+    _is_alias = False  # what is gathered is the shard's own memory
     unit: Any = None  # the FSDPParamGroup, while that is bound to the core
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -273,6 +275,9 @@ class FSDPParam(_compat.AccumulatedGradient, _fsdp_param.FSDPParam):
 
     @property
     def all_gather_inputs(self) -> list[torch.Tensor]:
+        self._settle_alias()
+        if self._is_alias:
+            return self.all_gather_outputs  # torch's group copies it onto itself: nothing
         with _extension.checked(self):
             self._inputs = [tensor.view(-1) for tensor in super().all_gather_inputs]
         return self._inputs
@@ -292,6 +297,48 @@ class FSDPParam(_compat.AccumulatedGradient, _fsdp_param.FSDPParam):
         for output, tensor in zip(self.all_gather_outputs[1:], inputs[1:], strict=True):
             with torch.autograd._unsafe_preserve_version_counter(output):
                 output.copy_(tensor)
+
+    # ---- a rank that holds all of it: the unsharded parameter is the shard's memory ----
+
+    def _can_alias(self) -> bool:
+        info, local = self.mesh_info, self._sharded_local_tensor
+        return (
+            (not isinstance(info, FSDPMeshInfo) or info.shard_mesh_size == 1)
+            and self.param_dtype is None
+            and not (self.offload_to_cpu or self.is_special or _env.is_strict())
+            and type(local) is torch.Tensor
+            and not hasattr(local, "fsdp_pre_all_gather")
+            and local.is_contiguous()
+            # Torch's group would cut storage of another size.
+            and local.untyped_storage().nbytes() == math.prod(self._orig_size) * local.itemsize
+        )
+
+    def _settle_alias(self) -> None:
+        """Before a gather: shows the shard, as it is now, as what was gathered; or no longer."""
+        was_alias, self._is_alias = self._is_alias, self._can_alias()
+        local = self._sharded_local_tensor
+        if self._is_alias:
+            outputs = self.all_gather_outputs
+            if was_alias and outputs[0].data_ptr() == local.data_ptr():
+                return
+            # Not a view: writes to the shard are none to what autograd has saved of this one.
+            output = torch.empty(0, dtype=local.dtype).set_(
+                local.untyped_storage(), 0, (local.numel(),)
+            )
+        elif was_alias:
+            output = torch.empty(local.numel(), dtype=self.param_dtype or local.dtype)
+        else:
+            return
+        self.all_gather_outputs = [output]
+        if hasattr(self, "_unsharded_param"):
+            shown: Any = self._unsharded_param
+            shown = shown._local_tensor if isinstance(shown, DTensor) else shown
+            with torch.autograd._unsafe_preserve_version_counter(shown):
+                shown.data = output.view(self._orig_size)
+
+    def free_unsharded_param(self) -> None:
+        if not self._is_alias:
+            super().free_unsharded_param()
 
     # ---- layout ----
 
@@ -342,9 +389,17 @@ class FSDPParam(_compat.AccumulatedGradient, _fsdp_param.FSDPParam):
         old = self.sharded_param
         self._check_registered()
         self._adopt_registered()
+        if self.sharded_param.dtype != getattr(self, "orig_dtype", self.sharded_param.dtype):
+            self.is_recast = True
         if self.sharded_param is not old:
             _stale.forget(self.sharded_param)
             _stale.note(old, self._name, "was replaced, by load_state_dict(assign=True) or by hand")
+
+    def forget_gathered(self) -> None:
+        """What was gathered has another dtype than what will be: the next gather makes it anew."""
+        self.is_recast = self._is_alias = False
+        self.all_gather_outputs = []
+        self.__dict__.pop("_unsharded_param", None)
 
     @property
     def _name(self) -> str:

@@ -294,6 +294,8 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
             else:
                 self._tree = _C.Tree([], _plan.bind_units([self]), _C.Context())
         if not self._is_bound:
+            if any(fsdp_param.is_recast for fsdp_param in self.fsdp_params):
+                self._take_over_dtypes()
             return super().unshard(async_op)
         if not self.unshard_in_backward and self._training_state == TrainingState.PRE_BACKWARD:
             return None
@@ -311,6 +313,13 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
             root._rebuild_units()
         elif self.rebuild():  # before the first forward a unit stands alone
             self._tree = _C.Tree([], _plan.bind_units([self]))
+
+    def _take_over_dtypes(self) -> None:
+        """After module.to() on torch's road, where set-up has fixed them."""
+        self._init_mp_dtypes()
+        for fsdp_param in self.fsdp_params:
+            if fsdp_param.is_recast:
+                fsdp_param.forget_gathered()
 
     def _in_slow_context(self) -> bool:
         return torch._C._are_functorch_transforms_active()

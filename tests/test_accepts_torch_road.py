@@ -95,6 +95,28 @@ def df38_no_order_of_forwards_without_backward(fsdp: Any, rank: int, n_ranks: in
     check_gradients(model, plain, n_ranks)
 
 
+def df19_another_dtype_after_the_first_forward(fsdp: Any, rank: int, n_ranks: int) -> None:
+    """With and without a policy; gradients follow the parameters."""
+    for dtype in (None, torch.bfloat16):
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
+        model, plain = pair()
+        for module in (model.up, model):
+            fsdp.fully_shard(module, mesh=cached_mesh((n_ranks,)), mp_policy=policy)
+        model.set_all_reduce_hook(lambda output: None)
+        model(batch(rank)).square().sum().backward()
+        for to in (torch.float64, torch.float32):
+            for module in (model, plain):
+                module.zero_grad()
+                module.to(to)
+            model(batch(rank).to(to)).square().sum().backward()
+            assert {p.grad.dtype for p in model.parameters()} == {to}
+            if dtype is None:
+                for peer in range(n_ranks):
+                    (plain(batch(peer).to(to)).square().sum() / n_ranks).backward()
+                for name, param in plain.named_parameters():
+                    torch.testing.assert_close(full(model.get_parameter(name).grad), param.grad)
+
+
 def train_resharded(
     fsdp: Any, rank: int, n_ranks: int, rows: int, place: Callable[[Tensor], Shard] | None
 ) -> None:
@@ -223,6 +245,7 @@ def df29_clip_grad_norm_over_meshes(fsdp: Any, rank: int, n_ranks: int) -> None:
 
 
 BODIES = [
+    df19_another_dtype_after_the_first_forward,
     df31_divide_factor_over_gloo,
     df38_no_order_of_forwards_without_backward,
     df17_int_reshard_on_dim_1,

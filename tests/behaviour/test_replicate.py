@@ -1,12 +1,17 @@
 """RP: replicated units, which torch's `replicate` builds on the same classes."""
 
+import contextlib
+import os
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
+import harness
 import pytest
 import torch
 from harness import cached_mesh
 from models import Block, Net, data
-from parity import Pair, Plain, Side, Tolerance, on_ranks, total
+from parity import Pair, Plain, Side, Tolerance, compare_values, full, on_ranks, total
 from torch import nn
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
@@ -14,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 from torch.distributed.tensor import DTensor, Replicate
 
+import fsdp_c
 from behaviour.accumulation import micro_batches
 from behaviour.records import collectives, names
 
@@ -38,6 +44,23 @@ def shard_blocks_in_replicated_root(model: nn.Module, fsdp: Any) -> None:
     for block in model.blocks:
         fsdp.fully_shard(block)
     replicate(model)
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """In here torch's `replicate` makes units of fsdp_c."""
+    fsdp_c.install()
+    try:
+        yield
+    finally:
+        fsdp_c.uninstall()
+
+
+def replicated(**options: Any) -> nn.Module:
+    harness.seed_everything(1)
+    model = Net(own=False)
+    replicate_all(model, None, **options)
+    return model
 
 
 @on_ranks(2)
@@ -102,6 +125,96 @@ def test_rp5_replicated_when_idle_plain_while_unsharded(rank: int, n_ranks: int)
 
     assert pair.both(kinds) == ((Replicate(),), (Replicate(),), False)
     pair.step(data(rank))
+
+
+def gathers_copy(model: Any) -> bool:
+    """Whether the unsharded parameters of a block have memory of their own."""
+    block = model.blocks[0]
+    shard = block.up.weight._local_tensor
+    block.unshard()
+    copies = block.up.weight.untyped_storage().data_ptr() != shard.untyped_storage().data_ptr()
+    block.reshard()
+    assert shard.untyped_storage().nbytes() > 0
+    return copies
+
+
+@on_ranks(2)
+def test_rp5_no_second_copy(rank: int, n_ranks: int) -> None:
+    """Unless there is a cast, or FSDP_C_STRICT; shards that are replaced or moved are followed."""
+    assert gathers_copy(replicated())  # torch's own
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    with installed():
+        model = replicated()
+        assert gathers_copy(replicated(mp_policy=policy))
+        with mock.patch.dict(os.environ, FSDP_C_STRICT="1"):
+            assert gathers_copy(replicated())
+    plain = Plain(lambda: Net(own=False))
+    for step in range(6):
+        assert gathers_copy(model) == (step == 4)
+        before = list(model.parameters())
+        if step == 2:  # into memory of others
+            old = {name: t.clone() for name, t in model.state_dict().items()}
+            model.load_state_dict(old, assign=True)
+        elif step == 3:  # parts of larger storages: these are copied
+            old = {
+                name: DTensor.from_local(
+                    torch.stack([p.to_local()] * 2)[1], p.device_mesh, p.placements
+                )
+                for name, p in model.named_parameters()
+            }
+            model.load_state_dict(old, assign=True, strict=False)
+        elif step == 4:
+            for module in (model, plain.model):
+                module.to(torch.float64)
+        x = [data(r, step).to(next(model.parameters()).dtype) for r in range(n_ranks)]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain.model)]
+        total(model(x[rank])).backward()
+        plain.backward([total(plain.model(each)) for each in x], n_ranks)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        assert (list(model.parameters())[0] is before[0]) == (step not in (2, 3))
+        for name, parameter in plain.model.named_parameters():
+            found = model.get_parameter(name)
+            compare_values(full(found), parameter.detach(), CLOSE, name)
+            compare_values(full(found.grad), parameter.grad, CLOSE, name)
+            found.grad = parameter.grad = None
+
+
+@on_ranks(2)
+def test_rp8_setters_about_shards_are_refused(rank: int, n_ranks: int) -> None:
+    """Before any unit has changed, and with a text; torch raises in the middle, without one."""
+    calls = {
+        "set_reshard_after_forward": (False,),
+        "set_separate_reduce_scatter_group": (),
+        "set_allocate_memory_from_process_group_for_comm": (True,),
+    }
+    model: Any = replicated()
+    for name, args in calls.items():
+        with pytest.raises(AssertionError):
+            getattr(model.blocks[0], name)(*args)
+    with installed():
+        replicated_model: Any = replicated()
+        mixed: Any = Net()
+        replicate(mixed.blocks[1])
+        for module in (mixed.blocks[0], mixed):
+            harness.implementation().fully_shard(module)
+    for name, args in calls.items():
+        refused = [replicated_model.blocks[0], mixed.blocks[1]]
+        if "allocate" not in name:
+            refused.append(mixed)  # reaches the replicated unit below
+        for module in refused:
+            with pytest.raises(ValueError, match=f"{name}.. is not for replicated units") as error:
+                getattr(module, name)(*args)
+            assert isinstance(error.value, AssertionError)  # for who expects torch's
+            assert (module is mixed) == ("'blocks.1'" in str(error.value))
+    (group,) = mixed.blocks[0]._get_fsdp_state()._fsdp_param_groups
+    assert group.post_forward_mesh_info is not None
+    mixed.set_reshard_after_forward(False, recurse=False)
+    mixed.blocks[0].set_reshard_after_forward(reshard_after_forward=False)
+    assert group.post_forward_mesh_info is None
+    total(mixed(data(rank))).backward()
+    assert all(p.grad is not None for p in mixed.parameters())
 
 
 @on_ranks(2)
