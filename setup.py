@@ -39,6 +39,10 @@ C_SOURCES = {
     "csrc/comm": "comm mapped message step",
     "csrc/group": "domain exchange layout slots unit waits",
 }
+# Linked with the programs that test the core, and with nothing else.
+C_SIM_SOURCES = {
+    "csrc/device/sim": "sim_collective sim_memory sim_ops sim_queue sim_run",
+}
 CXX_SOURCES = {
     "csrc/bind": (
         "autograd comm context domain events hooks host layout messages module optim reduce state "
@@ -47,8 +51,8 @@ CXX_SOURCES = {
 }
 C_TEST_SOURCES = {
     "tests/c": (
-        "test_base test_comm test_exchange test_faults test_group_history test_kernels test_layout "
-        "test_slots test_transport"
+        "test_base test_comm test_device_sim test_exchange test_faults test_group_history "
+        "test_kernels test_layout test_slots test_transport"
     ),
 }
 
@@ -307,7 +311,8 @@ class BuildCTests(Command):
     def build(self) -> None:
         tools = Toolchain(is_test=True)
         folder = tools.folder("objects")
-        core = compile_all({s: tools.c_command(s) for s in sources(C_SOURCES, ".c")}, folder)
+        names = sources(C_SOURCES, ".c") + sources(C_SIM_SOURCES, ".c")
+        core = compile_all({s: tools.c_command(s) for s in names}, folder)
         programs = sources(C_TEST_SOURCES, ".c")
         tests = compile_all({s: [*tools.c_command(s), "-Itests/c"] for s in programs}, folder)
         for test in tests:

@@ -17,6 +17,7 @@ PACKAGE = ROOT / "fsdp_c"
 PUBLIC = {
     "base": sorted(path.name for path in (CSRC / "base").glob("*.h")),
     "kernels": ["kernels.h"],
+    "device": ["device.h"],
     "transport": ["transport.h"],
     "comm": ["comm.h"],
     "group": ["domain.h", "exchange.h", "layout.h", "slots.h", "unit.h", "waits.h"],
@@ -27,9 +28,10 @@ PUBLIC = {
 MAY_INCLUDE = {
     "base": [],
     "kernels": ["base"],
+    "device": ["base", "kernels"],
     "transport": ["base"],
     "comm": ["base", "kernels", "transport"],
-    "group": ["base", "kernels", "transport", "comm"],
+    "group": ["base", "kernels", "device", "transport", "comm"],
     "bind": ["base", "kernels", "transport", "comm", "group"],
 }
 
