@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdp_c._native import _C
+
 # Buffers that to_empty made -> their version then: nobody has written them while it is the same.
 _empty: Any = WeakIdKeyDictionary()
 
@@ -25,6 +27,7 @@ def equip(modules: Sequence[nn.Module]) -> None:
             cls._apply = _apply
             for name, setter in _SETTERS.items():
                 setattr(cls, name, setter)
+            _C.call_directly(cls)
 
 
 def _refuse_copy(self: nn.Module) -> Any:

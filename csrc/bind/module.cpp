@@ -1,6 +1,7 @@
 // fsdp_c._C: an index of what the binding registers.
 #include <Python.h>
 
+#include "bind/call.h"
 #include "bind/comm.h"
 #include "bind/context.h"
 #include "bind/domain.h"
@@ -27,6 +28,8 @@ static PyMethodDef functions[] = {
     {"use_kernels", use_kernels, METH_O, "use_kernels(name) -> bool: False if this CPU lacks it."},
     {"watch_functions", fc_watch_functions, METH_O,
      "watch_functions([(owner, name, function)]): trees leave the core when one is replaced."},
+    {"call_directly", fc_call_directly, METH_O,
+     "call_directly(cls): modules of it run their unit's hooks around forward in C."},
     {nullptr, nullptr, 0, nullptr}};
 
 static int exec(PyObject *module)

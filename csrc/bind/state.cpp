@@ -539,7 +539,8 @@ bool is_ours(StateObject *state)
     return state->tree != nullptr;
 }
 
-// (module, args, kwargs) -> None or (args, kwargs)
+} // namespace
+
 PyObject *state_hook_pre_forward(PyObject *self, PyObject *const *a, Py_ssize_t n)
 {
     return guarded([&]() -> PyObject * {
@@ -554,7 +555,6 @@ PyObject *state_hook_pre_forward(PyObject *self, PyObject *const *a, Py_ssize_t 
     });
 }
 
-// (module, args, output) -> output
 PyObject *state_hook_post_forward(PyObject *self, PyObject *const *a, Py_ssize_t n)
 {
     return guarded([&]() -> PyObject * {
@@ -568,6 +568,8 @@ PyObject *state_hook_post_forward(PyObject *self, PyObject *const *a, Py_ssize_t
         return state_post_forward_member(as<StateObject>(self), a[0], a[2]).release();
     });
 }
+
+namespace {
 
 // (args, kwargs) -> (args, kwargs); a whole pass, whatever the members of a grouped unit do
 PyObject *state_enter(PyObject *self, PyObject *const *a, Py_ssize_t n)

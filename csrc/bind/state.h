@@ -64,6 +64,12 @@ struct TreeObject {
 
 GroupObject *group_of(PyObject *object); // borrowed; TypeError as an exception
 
+// ---- what is registered with the modules; `self`: a state ----
+// (module, args, kwargs) -> None or (args, kwargs)
+PyObject *state_hook_pre_forward(PyObject *self, PyObject *const *arguments, Py_ssize_t n);
+// (module, args, output) -> output
+PyObject *state_hook_post_forward(PyObject *self, PyObject *const *arguments, Py_ssize_t n);
+
 // ---- phases and backward; tree.cpp ----
 void tree_root_pre_forward(StateObject *state);
 void tree_root_post_forward(TreeObject *tree);

@@ -6,13 +6,19 @@
 
 namespace fc {
 
+// Whether torch.compile, or who else, looks at each Python frame before it runs.
+inline bool is_frame_evaluation_replaced()
+{
+    return _PyInterpreterState_GetEvalFrameFunc(PyInterpreterState_Get()) !=
+           _PyEval_EvalFrameDefault;
+}
+
 // While it lives, Python code runs as it is written; a comparison where nothing is compiled.
 class Untraced {
 public:
     Untraced()
     {
-        if (_PyInterpreterState_GetEvalFrameFunc(PyInterpreterState_Get()) !=
-            _PyEval_EvalFrameDefault) {
+        if (is_frame_evaluation_replaced()) {
             before_ = set_tracer(Py_None);
         }
     }
