@@ -21,6 +21,7 @@ from fsdp_c._memory_plan import MemoryPlan, memory_plan
 from fsdp_c._owner import Owned, gather_to_owner, scatter_from_owner
 from fsdp_c._stats import MemoryStats, release_buffers, stats
 from fsdp_c._status import Status, TreeStatus, status
+from fsdp_c._traffic import Traffic
 from fsdp_c._waits import Wait, WaitStats
 from fsdp_c.fsdp1 import FullyShardedDataParallel
 from fsdp_c.strategy import STRATEGIES, Strategy, Units, find_units, no_sync, shard
@@ -41,6 +42,7 @@ __all__ = [
     "STRATEGIES",
     "Status",
     "Strategy",
+    "Traffic",
     "TreeStatus",
     "Units",
     "UnshardHandle",

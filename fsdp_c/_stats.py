@@ -1,4 +1,4 @@
-"""What a model holds in memory now, by purpose, and giving back what it holds for speed alone."""
+"""What a model holds in memory now and what it has moved; giving back what is for speed alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_c import _init, _plan, _waits
+from fsdp_c import _init, _plan, _traffic, _waits
 from fsdp_c._native import _C
 from fsdp_c._unit import FSDPParamGroup
 
@@ -34,16 +34,29 @@ class MemoryStats:
     rank: dict[str, int]  # this model's, by the purposes of `MemoryPlan`
     process: dict[str, int] = field(default_factory=dict)  # of the core, for all models
     waits: _waits.WaitStats = field(default_factory=_waits.WaitStats)
+    traffic: tuple[_traffic.Traffic, ...] = ()  # of this model's units, since they were made
 
     @property
     def rank_total(self) -> int:
         return sum(self.rank.values())
 
+    @property
+    def traffic_total(self) -> _traffic.Traffic:
+        return _traffic.total(self.traffic)
+
     def __str__(self) -> str:
+        moved = self.traffic_total
+        rows = {
+            f"{moved.gathers} all-gathers": moved.gathered,
+            f"{moved.reductions} reduce-scatters": moved.reduced,
+            f"{moved.all_reductions} all-reduces": moved.all_reduced,
+            "really copied": moved.copied,
+        }
         return "\n".join(
             [
                 *(f"{name:14}{n / MIB:12.2f} MiB" for name, n in self.rank.items()),
                 *(f"core, {name:8}{n / MIB:12.2f} MiB" for name, n in self.process.items()),
+                *(f"{name:22}{n / MIB:12.2f} MiB moved" for name, n in rows.items()),
                 str(self.waits),
             ]
         )
@@ -100,6 +113,9 @@ def stats(
 ) -> MemoryStats:
     """What the model holds in this rank's memory now, by the purposes of `memory_plan`. Local.
 
+    ``.traffic`` has a row per unit of what its collectives have moved so far, ``.traffic_total``
+    the sum; subtract an earlier one for what happened since.
+
     ``.process`` is the core's own account, over all models of the process: bytes that it holds for
     small objects, gather slots, gradients of shards, messages, and shared mappings (whole, with the
     parts of all ranks).
@@ -126,7 +142,7 @@ def stats(
     account = _C.Domain.account()
     rank["gather slots"] = account["slots"]
     waits = _waits.collect(((domain, is_replicate) for domain, _, is_replicate in domains), reset)
-    return MemoryStats(rank, account, waits)
+    return MemoryStats(rank, account, waits, _traffic.traffic_of(groups))
 
 
 def release_buffers(model: nn.Module) -> int:

@@ -306,6 +306,7 @@ void Unit::post(bool with_unused, const ReduceOptions &options, const Progress &
         return;
     }
     Range range("FSDP::post_backward_reduce", this);
+    count_reduction(grads);
     sums_are_posted_ = options.all_reduce;
     if (fc_domain_n_ranks(domain_) == 1) {
         post_own(grads, options, progress);
@@ -322,6 +323,37 @@ void Unit::post(bool with_unused, const ReduceOptions &options, const Progress &
     }
 }
 
+void Unit::count_reduction(const std::vector<at::Tensor> &grads)
+{
+    const fc_layout *layout = fc_unit_layout(shard_);
+    const size_t n_peers = static_cast<size_t>(layout->n_ranks - 1);
+    traffic_.reductions += n_peers > 0;
+    for (size_t i = 0; i < grads.size(); i++) {
+        const fc_param &p = layout->params[i];
+        if (grads[i].defined()) {
+            traffic_.reduced += n_peers * p.outer * p.own_rows * p.inner * fc_dtype_bytes(p.reduce);
+        }
+    }
+}
+
+// Of a parameter that the replicas sum up.
+void Unit::count_summed(size_t param)
+{
+    const fc_param &p = fc_unit_layout(shard_)->params[param];
+    traffic_.summed += p.outer * p.own_rows * p.inner * fc_dtype_bytes(p.reduce);
+}
+
+void Unit::stage(fc_unit *lane, size_t param, const void *grad, fc_dtype type, fc_wire wire,
+                 fc_receivers receivers, char *parts, size_t part_bytes)
+{
+    const fc_param &p = fc_unit_layout(lane)->params[param];
+    const size_t rows = receivers == FC_TO_ALL     ? p.rows
+                        : receivers == FC_TO_PEERS ? p.rows - p.own_rows
+                                                   : p.own_rows;
+    traffic_.copied += p.outer * rows * p.inner * fc_dtype_bytes(fc_wire_dtype(&p, wire));
+    fc_unit_stage(lane, param, grad, type, wire, receivers, parts, part_bytes);
+}
+
 void Unit::post_mapped(std::vector<at::Tensor> grads, const Progress &progress)
 {
     settle_lent();
@@ -336,8 +368,8 @@ void Unit::post_mapped(std::vector<at::Tensor> grads, const Progress &progress)
     char *parts = reserve(this, shard_, part_bytes, wire, domain_, progress);
     for (size_t i = 0; i < grads.size(); i++) {
         if (grads[i].defined()) {
-            fc_unit_stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()),
-                          wire, lends ? FC_TO_PEERS : FC_TO_ALL, parts, part_bytes);
+            stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()), wire,
+                  lends ? FC_TO_PEERS : FC_TO_ALL, parts, part_bytes);
         }
     }
     fc_exchange_commit(shard_);
@@ -356,8 +388,8 @@ void Unit::settle()
 {
     for (size_t i = 0; i < lent_.data.size(); i++) {
         if (lent_.data[i] != nullptr) {
-            fc_unit_stage(shard_, i, lent_.data[i], dtype_of(lent_.tensors[i].scalar_type()),
-                          lent_.wire, FC_TO_SELF, lent_.parts, lent_.part_bytes);
+            stage(shard_, i, lent_.data[i], dtype_of(lent_.tensors[i].scalar_type()), lent_.wire,
+                  FC_TO_SELF, lent_.parts, lent_.part_bytes);
         }
     }
     lent_ = Lent();
@@ -386,6 +418,29 @@ void Unit::forget_lent(const fc_domain *domain)
     }
 }
 
+// One rank in the shard group and no sums that wait: the gradients go where the replicas read them.
+void Unit::post_to_replicas(const std::vector<at::Tensor> &grads, const Progress &progress)
+{
+    traffic_.all_reductions++;
+    for (size_t i = 0; i < grads.size(); i++) {
+        if (grads[i].defined()) {
+            fc_exchange_set_present(replicate_, i);
+            count_summed(i);
+        }
+    }
+    const fc_wire wire = wire_for(fc_unit_layout(replicate_), grads);
+    const size_t part_bytes = fc_unit_part_bytes(replicate_, wire);
+    char *part = reserve(this, replicate_, part_bytes, wire, replicate_domain_, progress);
+    for (size_t i = 0; i < grads.size(); i++) {
+        if (grads[i].defined()) {
+            stage(replicate_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()), wire,
+                  FC_TO_ALL, part, part_bytes);
+        }
+    }
+    fc_exchange_commit(replicate_);
+    sums_are_posted_ = false;
+}
+
 // One rank: its gradient is the sum.
 void Unit::post_own(const std::vector<at::Tensor> &grads, const ReduceOptions &options,
                     const Progress &progress)
@@ -410,13 +465,18 @@ void Unit::post_own(const std::vector<at::Tensor> &grads, const ReduceOptions &o
         }
         return;
     }
+    if (replicate_ != nullptr && options.all_reduce && !has_partial_sums() &&
+        fc_domain_is_mapped(replicate_domain_) && fc_domain_n_ranks(replicate_domain_) > 1) {
+        post_to_replicas(grads, progress);
+        return;
+    }
     Scratch part(layout->part_bytes);
     std::vector<uint64_t> mask(layout->mask_words);
     for (size_t i = 0; i < grads.size(); i++) {
         if (grads[i].defined()) {
             set_bit(mask, i);
-            fc_unit_stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()),
-                          FC_WIRE_REDUCE, FC_TO_ALL, part.data(), layout->part_bytes);
+            stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()),
+                  FC_WIRE_REDUCE, FC_TO_ALL, part.data(), layout->part_bytes);
         }
     }
     const std::vector<fc_source> sources = {{part.data(), mask.data(), FC_WIRE_REDUCE, nullptr}};
@@ -440,8 +500,8 @@ void Unit::post_messages(const std::vector<at::Tensor> &grads, const ReduceOptio
     for (size_t i = 0; i < grads.size(); i++) {
         if (grads[i].defined()) {
             set_bit(mask, i);
-            fc_unit_stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()),
-                          FC_WIRE_REDUCE, FC_TO_ALL, parts.data(), layout->part_bytes);
+            stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()),
+                  FC_WIRE_REDUCE, FC_TO_ALL, parts.data(), layout->part_bytes);
         }
     }
     if (layout->is_uniform && layout->part_bytes == layout->trainable_part_bytes) {
@@ -489,6 +549,8 @@ void Unit::reduce_replicas(const std::vector<fc_source> &sources, const ReduceOp
                            partial_.data() + layout->params[i].part_at, layout->params[i].reduce, 1,
                            has_bit(partial_mask_.data(), i))) {
             set_bit(partial_mask_, i);
+            traffic_.copied +=
+                layout->params[i].chunk_numel * fc_dtype_bytes(layout->params[i].reduce);
         }
     }
     if (!options.all_reduce) {
@@ -496,6 +558,12 @@ void Unit::reduce_replicas(const std::vector<fc_source> &sources, const ReduceOp
             fc_exchange_hold(replicate_);
         }
         return;
+    }
+    traffic_.all_reductions += fc_domain_n_ranks(replicate_domain_) > 1;
+    for (size_t i = 0; i < params_.size(); i++) {
+        if (has_bit(partial_mask_.data(), i)) {
+            count_summed(i);
+        }
     }
     const std::vector<fc_source> kept = {
         {partial_.data(), partial_mask_.data(), FC_WIRE_REDUCE, nullptr}};
@@ -520,6 +588,7 @@ void Unit::reduce_replicas(const std::vector<fc_source> &sources, const ReduceOp
         char *part =
             reserve(this, replicate_, part_bytes, FC_WIRE_REDUCE, replicate_domain_, progress);
         std::memcpy(part, partial_.data(), part_bytes);
+        traffic_.copied += part_bytes;
         fc_exchange_commit(replicate_);
     }
     std::fill(partial_mask_.begin(), partial_mask_.end(), 0);

@@ -65,6 +65,7 @@ void unbind(GroupObject *group)
         if (group->unit->replicate_lane() != nullptr) {
             fc_unit_set_owner(group->unit->replicate_lane(), nullptr);
         }
+        group->past.add(group->unit->traffic());
         delete std::exchange(group->unit, nullptr);
         group->hides_outputs = false; // the next unit has parameters of its own
     }
@@ -192,6 +193,21 @@ PyObject *group_set_held(PyObject *self, PyObject *args)
     });
 }
 
+// _core_traffic() -> (gathers, gathered, reductions, reduced, all-reductions, summed, copied)
+PyObject *group_traffic(PyObject *self, PyObject *)
+{
+    const auto *group = as<GroupObject>(self);
+    Traffic total = group->past;
+    if (group->unit != nullptr) {
+        total.add(group->unit->traffic());
+    }
+    return Py_BuildValue("KKKKKKK", (unsigned long long)total.gathers,
+                         (unsigned long long)total.gathered, (unsigned long long)total.reductions,
+                         (unsigned long long)total.reduced,
+                         (unsigned long long)total.all_reductions, (unsigned long long)total.summed,
+                         (unsigned long long)total.copied);
+}
+
 PyObject *group_release(PyObject *self, PyObject *)
 {
     return with_unit(self, [](Unit *unit) { unit->release_gradients(); });
@@ -285,6 +301,8 @@ PyMethodDef group_methods[] = {
     {"_core_set_held", group_set_held, METH_VARARGS, "(index, tensor or None)"},
     {"_core_release_gradients", group_release, METH_NOARGS,
      "Forgets gradients that are kept for reuse."},
+    {"_core_traffic", group_traffic, METH_NOARGS,
+     "What the unit has moved, see Traffic in unit.h."},
     {"_core_drop_gradients", group_drop, METH_NOARGS, "Drops gradients that were not reduced."},
     {nullptr, nullptr, 0, nullptr}};
 

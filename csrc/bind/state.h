@@ -37,6 +37,7 @@ struct GroupObject {
     int forwards, backwards;
     char hides_outputs; // pre-backward hangs on the parameters, see keep_for_hidden_output
     char defers_hooks;  // post-accumulate hooks run at the end of the phase
+    Traffic past;       // of the units that were bound before this one
 };
 
 // The base of FSDPState.

@@ -105,6 +105,12 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
                     fc_unit_region(shard_));
         }
     }
+    for (size_t i = 0; i < params_.size(); i++) {
+        const fc_param &p = layout->params[i];
+        const size_t row = p.outer * p.inner * fc_dtype_bytes(p.compute);
+        gather_bytes_ += (p.rows - p.own_rows) * row;
+        publish_bytes_ += p.is_aliased ? 0 : p.own_rows * row;
+    }
     shard_versions_.resize(params_.size());
     partial_mask_.resize(layout->mask_words);
     hide(storage_, unreadable_text_);
@@ -146,6 +152,23 @@ void Unit::register_params(bool unsharded)
     }
 }
 
+void Traffic::add(const Traffic &other)
+{
+    gathers += other.gathers;
+    gathered += other.gathered;
+    reductions += other.reductions;
+    reduced += other.reduced;
+    all_reductions += other.all_reductions;
+    summed += other.summed;
+    copied += other.copied;
+}
+
+void Unit::count_gather()
+{
+    traffic_.gathers += is_gathered();
+    traffic_.gathered += gather_bytes_;
+}
+
 void Unit::take_slot()
 {
     if (slot_ == nullptr) {
@@ -176,6 +199,7 @@ void Unit::gather_messages()
         fc_unit_gather(shard_, shards.data(), slot_, static_cast<char *>(pack));
     fc_slots_release(slots(), pack);
     check(status);
+    traffic_.copied += layout->pack_bytes + bytes_;
 }
 
 void Unit::unshard_private()
@@ -197,6 +221,7 @@ void Unit::unshard_private()
         fc_status status = fc_domain_ready(domain_, shard_);
         if (status == FC_OK) {
             fc_unit_copy_out(shard_, slot_);
+            traffic_.copied += bytes_;
             status = fc_domain_close(domain_);
         } else {
             fc_domain_fail(domain_);
@@ -227,11 +252,13 @@ void Unit::unshard()
         if (keeps_storage_) {
             take_slot();
             fc_unit_copy_out(shard_, slot_);
+            traffic_.copied += bytes_;
             memory = slot_;
         } else {
             memory = fc_unit_view(shard_);
         }
     }
+    count_gather();
     show(storage_, memory, bytes_);
     for (Param &p : params_) {
         p.is_trained = p.sharded_tensor().requires_grad();
@@ -315,6 +342,7 @@ void Unit::keep()
         check(fc_domain_ready(domain_, shard_));
         take_slot();
         std::memcpy(slot_, fc_unit_view(shard_), bytes_);
+        traffic_.copied += bytes_;
         discard_writes();
         show(storage_, slot_, bytes_);
     }
@@ -328,6 +356,7 @@ void Unit::refresh()
     }
     if (keeps_storage_) {
         fc_unit_copy_out(shard_, slot_);
+        traffic_.copied += bytes_;
         is_kept_ = false;
     } else {
         show(storage_, fc_unit_view(shard_), bytes_);
@@ -375,6 +404,7 @@ void Unit::publish()
     if (!fc_domain_is_mapped(domain_)) {
         return;
     }
+    traffic_.copied += publish_bytes_;
     const fc_layout *layout = fc_unit_layout(shard_);
     for (size_t i = 0; i < params_.size(); i++) {
         const Param &p = params_[i];

@@ -75,6 +75,17 @@ struct Lent {
     size_t part_bytes = 0;
 };
 
+// Bytes that a unit has moved, since it was made. The payload is what a collective would bring to
+// this rank over any transport; what was copied is what this rank really wrote to move it.
+struct Traffic {
+    uint64_t gathers = 0, gathered = 0;   // all-gathers: the peers' chunks, in the compute dtype
+    uint64_t reductions = 0, reduced = 0; // reduce-scatters: a chunk per peer, in the reduce dtype
+    uint64_t all_reductions = 0, summed = 0; // between replicas: the part that they sum up, once
+    uint64_t copied = 0;
+
+    void add(const Traffic &other);
+};
+
 class Unit {
 public:
     // rows: one per parameter, see fsdp_c/_unit.py; flat: owns the storage that the unsharded
@@ -157,6 +168,7 @@ public:
     void forget_posts() { sums_are_posted_ = false; } // they were lost
     fc_unit *shard_lane() const { return shard_; }
     fc_unit *replicate_lane() const { return replicate_; }
+    const Traffic &traffic() const { return traffic_; }
 
 private:
     bool is_gathered() const { return fc_domain_n_ranks(domain_) > 1; }
@@ -177,6 +189,12 @@ private:
                        const Progress &progress);
     void post_own(const std::vector<at::Tensor> &grads, const ReduceOptions &options,
                   const Progress &progress);
+    void post_to_replicas(const std::vector<at::Tensor> &grads, const Progress &progress);
+    void stage(fc_unit *lane, size_t param, const void *grad, fc_dtype type, fc_wire wire,
+               fc_receivers receivers, char *parts, size_t part_bytes);
+    void count_gather();
+    void count_reduction(const std::vector<at::Tensor> &grads);
+    void count_summed(size_t param);
     void reduce_replicas(const std::vector<fc_source> &sources, const ReduceOptions &options,
                          const Progress &progress);
     void write_gradients(fc_unit *lane, const std::vector<fc_source> &sources,
@@ -206,6 +224,8 @@ private:
     bool pending_ = false;                 // slot_ holds data that is not registered yet
     bool requested_ = false;               // unshard was called and not waited for
     std::vector<uint32_t> shard_versions_; // at the last publish
+    Traffic traffic_;
+    uint64_t gather_bytes_ = 0, publish_bytes_ = 0; // that an all-gather brings, a publish writes
     // Gradients.
     at::Tensor grads_flat_;
     size_t flat_uses_ = 0;          // of its storage, right after construction
