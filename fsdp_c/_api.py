@@ -13,6 +13,7 @@ from torch.distributed.fsdp import (
 from fsdp_c import _compat
 from fsdp_c._comm import Communicator
 from fsdp_c._dump import load_shards, save_shards
+from fsdp_c._estimate import Estimate, Hardware, estimate
 from fsdp_c._fully_shard import fully_shard
 from fsdp_c._install import install, uninstall
 from fsdp_c._iterate import iter_full_params
@@ -31,8 +32,10 @@ globals().update(_compat.OPTIONAL_NAMES)
 __all__ = [
     "CPUOffloadPolicy",
     "Communicator",
+    "Estimate",
     "FSDPModule",
     "FullyShardedDataParallel",
+    "Hardware",
     "IncompatibleKeys",
     "MemoryPlan",
     "MemoryStats",
@@ -48,6 +51,7 @@ __all__ = [
     "UnshardHandle",
     "Wait",
     "WaitStats",
+    "estimate",
     "find_units",
     "fully_shard",
     "gather_to_owner",

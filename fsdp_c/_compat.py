@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -158,3 +158,15 @@ def is_typed_spmd(fsdp_param: Any) -> bool:
 def default_comms() -> tuple[type, type]:
     """The classes of the collectives that a group has unless the user replaces them."""
     return _fsdp_param_group.DefaultAllGather, _fsdp_param_group.DefaultReduceScatter
+
+
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """torch.utils.flop_counter's formulas; 2.13 has none for attention on the CPU."""
+    from torch.utils import flop_counter
+
+    aten = torch.ops.aten
+    return {
+        aten._scaled_dot_product_flash_attention_for_cpu: flop_counter.sdpa_flop,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_counter.sdpa_backward_flop,
+        **flop_counter.flop_registry,
+    }

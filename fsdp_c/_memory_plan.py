@@ -181,14 +181,22 @@ def _row_of(fsdp_param: Any, n_shards: int) -> tuple[Any, ...]:
 def _rows_of_modules(
     model: nn.Module, units: Sequence[nn.Module], policy: MixedPrecisionPolicy, n_shards: int
 ) -> Rows:
-    rows: Rows = []
+    by_module = rows_by_module(model, units, policy, n_shards)
+    return [(type(unit).__name__, rows) for unit, rows in by_module]
+
+
+def rows_by_module(
+    model: nn.Module, units: Sequence[nn.Module], policy: MixedPrecisionPolicy, n_shards: int
+) -> list[tuple[nn.Module, list[tuple[Any, ...]]]]:
+    """Rows of the units' own parameters; units without any are left out."""
+    found = []
     seen: set[nn.Parameter] = set()
     for unit in [*units, model]:
         params = [param for param in unit.parameters() if param not in seen]
         seen.update(params)
         if params:
-            rows.append((type(unit).__name__, [_planned_row(p, policy, n_shards) for p in params]))
-    return rows
+            found.append((unit, [_planned_row(p, policy, n_shards) for p in params]))
+    return found
 
 
 def _planned_row(

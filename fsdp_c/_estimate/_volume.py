@@ -1,0 +1,112 @@
+"""Units as estimates see them: bytes in each form, and what collectives move per step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_c import _memory_plan
+from fsdp_c.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Bytes of one unit on a rank. `whole_*` with the padding that equal shards need."""
+
+    name: str  # dotted name of its module; "" is the model itself
+    numel: int
+    rows: list[tuple[Any, ...]]  # as fsdp_c._memory_plan makes them
+    shard: int  # in the original dtype
+    shard_gradient: int
+    whole_compute: int  # gathered
+    whole_reduce: int  # sent to a reduction
+    casts: bool  # computes in another dtype than the original
+    is_root: bool  # runs from the beginning to the end
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One kind of collective in a step of one rank."""
+
+    kind: str
+    over: str  # "shard" or "replicate": the mesh dim
+    count: int
+    received: int  # bytes a rank receives, whatever the algorithm
+
+
+def units_of(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    policy: MixedPrecisionPolicy,
+    n_shards: int,
+    stored: torch.dtype | None = None,
+) -> list[Unit]:
+    """Units in the order given, the model itself last if it has parameters of its own.
+
+    `stored`: the dtype of all floating-point parameters, if it is not the one that they have now.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    found = []
+    for module, rows in _memory_plan.rows_by_module(model, units, policy, n_shards):
+        if stored is not None:
+            rows = [(*row[:3], *(stored,) * 4, *row[7:]) if row[7] else row for row in rows]
+        found.append(_unit(names[module], rows, n_shards, module is model))
+    return found
+
+
+def _unit(name: str, rows: list[tuple[Any, ...]], n_shards: int, is_root: bool) -> Unit:
+    numels = [_memory_plan._shard_numel(row, n_shards) for row in rows]
+    trained = [(n, row) for n, row in zip(numels, rows, strict=True) if row[8]]
+    return Unit(
+        name,
+        sum(n * n_shards for n in numels),
+        rows,
+        shard=sum(n * row[3].itemsize for n, row in zip(numels, rows, strict=True)),
+        shard_gradient=sum(n * row[6].itemsize for n, row in trained),
+        whole_compute=sum(
+            n * n_shards * row[4].itemsize for n, row in zip(numels, rows, strict=True)
+        ),
+        whole_reduce=sum(n * n_shards * row[5].itemsize for n, row in trained),
+        casts=any(row[3] != row[4] for row in rows),
+        is_root=is_root,
+    )
+
+
+def traffic_of(
+    units: Sequence[Unit],
+    strategy: Strategy,
+    n_shards: int,
+    n_replicas: int,
+    micro_batches: int = 1,
+) -> list[Traffic]:
+    """What a rank takes part in during one optimizer step; an all-reduce counts twice its part."""
+    gathers = reduces = gathered = scattered = summed = replicas = 0
+    n_reduced = 1 if strategy.keeps_whole_gradients else micro_batches
+    for unit in units:
+        if n_shards > 1:
+            n = micro_batches * strategy.gathers
+            gathers += n
+            gathered += n * unit.whole_compute * (n_shards - 1) // n_shards
+        if unit.whole_reduce:
+            if n_shards > 1:
+                reduces += n_reduced
+                scattered += n_reduced * unit.whole_reduce * (n_shards - 1) // n_shards
+            if n_replicas > 1:  # once per step: until then sums over shards wait
+                replicas += 1
+                part = unit.whole_reduce // n_shards
+                summed += 2 * part * (n_replicas - 1) // n_replicas
+    rows = [
+        Traffic("all-gather", "shard", gathers, gathered),
+        Traffic("reduce-scatter", "shard", reduces, scattered),
+        Traffic("all-reduce", "replicate", replicas, summed),
+    ]
+    return [row for row in rows if row.count]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
