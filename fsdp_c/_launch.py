@@ -22,6 +22,7 @@ from fsdp_c import _delegate, _spawn
 USAGE = """usage: python -m fsdp_c SCRIPT [ARG ...]
        python -m fsdp_c -m MODULE [ARG ...]
        torchrun [OPTION ...] -m fsdp_c SCRIPT [ARG ...]
+       python -m fsdp_c estimate --help
 
 Runs a script or a module with fsdp_c in the place of torch.distributed.fsdp.fully_shard.
 """
@@ -89,6 +90,11 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(2)
     if arguments[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
+        return
+    if arguments[0] == "estimate":  # a script of that name: ./estimate
+        from fsdp_c._estimate import _command
+
+        _command.main(arguments[1:])
         return
     watch()
     if arguments[0] == "-m":

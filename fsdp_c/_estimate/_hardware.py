@@ -56,6 +56,7 @@ def _gpu(
     network_gb: float,
     host_link_gb: float,
     per_host: int,
+    efficiency: float,
     *sources: str,
 ) -> Hardware:
     flops = {"bfloat16": half * 1e12, "float16": half * 1e12, "float32": single * 1e12}
@@ -70,40 +71,54 @@ def _gpu(
         link_kind,
         network_gb * GB,
         host_link_gb * GB,
+        efficiency,
         sources=sources,
     )
 
 
 _NVLINK = "NVLink: links of the data sheet at the bandwidth of NCCL 2.x, src/graph/topo.h"
+_H100_RUN = (
+    "Matrix products at 0.45 of the peak: 5,762 tokens/s per GPU that torchtitan published of Llama"
+    " 3.1 8B on 8 H100 (500 W) with selective checkpointing then lie between this model's with"
+    " checkpointing and without"
+)
+_A100_RUN = (
+    "Matrix products at 0.6 of the peak: PyTorch FSDP paper (Zhao et al., 2023), GPT-175B, batch 2,"
+    " 186 TFLOPS per GPU, recomputation counted"
+)
 
 # float32: plain, as torch does by default, not TF32.
 HARDWARE = {
     one.name: one
     for one in (
         _gpu(
-            *("h100", 80, 989.4, 66.9, 3350, 18 * 20.6, "nvlink", 50, 64, 8),
+            *("h100", 80, 989.4, 66.9, 3350, 18 * 20.6, "nvlink", 50, 64, 8, 0.45),
             "NVIDIA H100 SXM data sheet: 80 GB, 989.4 TFLOPS bf16 dense, 66.9 fp32, 3.35 TB/s",
             _NVLINK + " (18 links, 20.6 GB/s)",
             "NVIDIA DGX H100 data sheet: 8 GPUs, 8 network ports of 400 Gb/s, PCIe 5.0 x16",
+            _H100_RUN,
         ),
         _gpu(
-            *("h200", 141, 989.4, 66.9, 4800, 18 * 20.6, "nvlink", 50, 64, 8),
+            *("h200", 141, 989.4, 66.9, 4800, 18 * 20.6, "nvlink", 50, 64, 8, 0.45),
             "NVIDIA H200 SXM data sheet: 141 GB, 989.4 TFLOPS bf16 dense, 66.9 fp32, 4.8 TB/s",
             _NVLINK + " (18 links, 20.6 GB/s)",
             "NVIDIA DGX H200 data sheet: 8 GPUs, 8 network ports of 400 Gb/s, PCIe 5.0 x16",
+            _H100_RUN + "; assumed here too",
         ),
         _gpu(
-            *("a100", 80, 312, 19.5, 2039, 12 * 20.0, "nvlink", 25, 32, 8),
+            *("a100", 80, 312, 19.5, 2039, 12 * 20.0, "nvlink", 25, 32, 8, 0.6),
             "NVIDIA A100 80GB SXM data sheet: 80 GB, 312 TFLOPS bf16 dense, 19.5 fp32, 2,039 GB/s",
             _NVLINK + " (12 links, 20.0 GB/s)",
             "NVIDIA DGX A100 data sheet: 8 GPUs, 8 network ports of 200 Gb/s, PCIe 4.0 x16",
+            _A100_RUN,
         ),
         _gpu(
-            *("rtx4090", 24, 165.2, 82.6, 1008, 24, "pcie", 1.25, 32, 4),
+            *("rtx4090", 24, 165.2, 82.6, 1008, 24, "pcie", 1.25, 32, 4, 0.6),
             "NVIDIA Ada GPU architecture whitepaper, RTX 4090: 24 GB, 165.2 TFLOPS bf16 with fp32"
             " sums, 82.6 fp32, 1,008 GB/s, PCIe 4.0 x16, no NVLink",
             "PCIe: NCCL 2.x, src/graph/topo.h, 12 GB/s for 3.0 x16, twice that for 4.0",
-            "Network: one port of 10 Gb/s per card (assumed)",
+            "Network: 10 Gb/s per card (assumed)",
+            _A100_RUN + "; assumed here too",
         ),
     )
 }

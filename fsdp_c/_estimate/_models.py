@@ -45,7 +45,7 @@ def build(config: Config) -> nn.Module:
         return GPT(config) if config.kind == "gpt" else Llama(config)
 
 
-class _GPTBlock(nn.Module):
+class GPTBlock(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         width, mlp = config.hidden, config.mlp or 4 * config.hidden
@@ -73,7 +73,7 @@ class GPT(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(config.vocabulary, config.hidden)
         self.positions = nn.Parameter(torch.empty(config.sequence, config.hidden))
-        self.blocks = nn.ModuleList(_GPTBlock(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden)
         self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
 
@@ -84,7 +84,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-class _LlamaBlock(nn.Module):
+class LlamaBlock(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         width, mlp = config.hidden, config.mlp or 4 * config.hidden
@@ -127,7 +127,7 @@ class Llama(nn.Module):
         super().__init__()
         self.size = config.hidden // config.heads
         self.embedding = nn.Embedding(config.vocabulary, config.hidden)
-        self.blocks = nn.ModuleList(_LlamaBlock(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(LlamaBlock(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden)
         self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ class Traffic:
     kind: str
     over: str  # "shard" or "replicate": the mesh dim
     count: int
-    received: int  # bytes a rank receives, whatever the algorithm
+    received: int  # bytes that it brings to the rank, whatever the algorithm
 
 
 def units_of(
@@ -83,29 +84,46 @@ def traffic_of(
     n_shards: int,
     n_replicas: int,
     micro_batches: int = 1,
+    rank: int = 0,
 ) -> list[Traffic]:
-    """What a rank takes part in during one optimizer step; an all-reduce counts twice its part."""
-    gathers = reduces = gathered = scattered = summed = replicas = 0
+    """What a rank of a shard group takes part in during one optimizer step.
+
+    As `fsdp_c._traffic.Traffic` counts: peers' chunks of an all-gather, a chunk per peer of a
+    reduce-scatter, twice (n-1)/n of what replicas all-reduce; without padding.
+    """
+    gathers = reduces = gathered = scattered = replicas = summed = 0
+    n_gathers = micro_batches * strategy.gathers
     n_reduced = 1 if strategy.keeps_whole_gradients else micro_batches
     for unit in units:
         if n_shards > 1:
-            n = micro_batches * strategy.gathers
-            gathers += n
-            gathered += n * unit.whole_compute * (n_shards - 1) // n_shards
+            gathers += n_gathers
+            gathered += n_gathers * sum(
+                (math.prod(row[:3]) - own_numel(row, n_shards, rank)) * row[4].itemsize
+                for row in unit.rows
+            )
         if unit.whole_reduce:
+            chunk = sum(
+                own_numel(row, n_shards, rank) * row[5].itemsize for row in unit.rows if row[8]
+            )
             if n_shards > 1:
                 reduces += n_reduced
-                scattered += n_reduced * unit.whole_reduce * (n_shards - 1) // n_shards
+                scattered += n_reduced * chunk * (n_shards - 1)
             if n_replicas > 1:  # once per step: until then sums over shards wait
                 replicas += 1
-                part = unit.whole_reduce // n_shards
-                summed += 2 * part * (n_replicas - 1) // n_replicas
+                summed += 2 * (n_replicas - 1) * chunk // n_replicas
     rows = [
         Traffic("all-gather", "shard", gathers, gathered),
         Traffic("reduce-scatter", "shard", reduces, scattered),
         Traffic("all-reduce", "replicate", replicas, summed),
     ]
     return [row for row in rows if row.count]
+
+
+def own_numel(row: tuple[Any, ...], n_shards: int, rank: int) -> int:
+    """Elements of a rank's chunk, without padding: later ranks may have less, or nothing."""
+    outer, n_rows, inner = row[:3]
+    chunk = -(-n_rows // n_shards)
+    return outer * inner * max(0, min(chunk, n_rows - chunk * rank))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
