@@ -9,7 +9,7 @@ VENV := .venv-$(TORCH)
 READY := $(VENV)/.ready
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-build-isolation
-C_FILES = $(shell find csrc tests/c benchmarks -name '*.[ch]' -o -name '*.cpp')
+C_FILES = $(shell find csrc tests/c benchmarks -name "*.[ch]" -o -name "*.cpp" -o -name "*.cu")
 PARITY := tests/test_parity.py tests/test_differential*.py tests/test_fully_shard_*.py tests/behaviour
 
 .DEFAULT_GOAL := help

@@ -35,9 +35,10 @@ ROOT = Path(__file__).resolve().parent
 C_SOURCES = {
     "csrc/base": "alloc clock dtype status",
     "csrc/kernels": "kern_avx2 kern_avx512 kern_avx512_bf16 kern_optim kern_ref kern_select no_x86",
+    "csrc/kernels/cuda": "load runs",
     "csrc/transport": "callback process shm shm_region shm_segment shm_wait transport",
     "csrc/comm": "comm mapped message step",
-    "csrc/group": "domain exchange layout slots unit waits",
+    "csrc/group": "domain exchange layout layout_runs slots unit waits",
 }
 # Linked with the programs that test the core, and with nothing else.
 C_SIM_SOURCES = {
@@ -51,8 +52,8 @@ CXX_SOURCES = {
 }
 C_TEST_SOURCES = {
     "tests/c": (
-        "test_base test_comm test_device_sim test_exchange test_faults test_group_history "
-        "test_kernels test_layout test_slots test_transport"
+        "test_base test_comm test_cuda_index test_device_sim test_exchange test_faults "
+        "test_group_history test_kernels test_layout test_slots test_transport"
     ),
 }
 

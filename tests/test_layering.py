@@ -16,11 +16,19 @@ PACKAGE = ROOT / "fsdp_c"
 # Headers that other layers may include; base's are all public, every other one is private.
 PUBLIC = {
     "base": sorted(path.name for path in (CSRC / "base").glob("*.h")),
-    "kernels": ["kernels.h"],
+    "kernels": ["kernels.h", "cuda/kern_cuda.h", "cuda/runs.h"],
     "device": ["device.h"],
     "transport": ["transport.h"],
     "comm": ["comm.h"],
-    "group": ["domain.h", "exchange.h", "layout.h", "slots.h", "unit.h", "waits.h"],
+    "group": [
+        "domain.h",
+        "exchange.h",
+        "layout.h",
+        "layout_runs.h",
+        "slots.h",
+        "unit.h",
+        "waits.h",
+    ],
     "bind": [],
 }
 
@@ -51,7 +59,8 @@ MODULES = (
     " _api __init__ _launch _child __main__"
 ).split()
 
-SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".c", ".h", ".cpp"))
+SUFFIXES = (".c", ".h", ".cpp", ".cu")
+SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in SUFFIXES)
 PYTHON = sorted(PACKAGE.rglob("*.py"))
 PUBLIC_HEADERS = [f"{layer}/{name}" for layer, names in PUBLIC.items() for name in names]
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.MULTILINE)
@@ -72,7 +81,8 @@ def include_fault(path: Path, quote: str, name: str) -> str | None:
     if not (CSRC / name).is_file():
         return "is not written from csrc, or does not exist"
     if target == layer:
-        is_leak = path.name in PUBLIC[layer] and header not in PUBLIC[layer]
+        own = path.relative_to(CSRC / layer).as_posix()
+        is_leak = own in PUBLIC[layer] and header not in PUBLIC[layer]
         return "is private, in a public header" if is_leak else None
     if target not in MAY_INCLUDE[layer]:
         return f"lies above {layer}"

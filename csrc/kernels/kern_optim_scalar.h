@@ -5,21 +5,22 @@
 #ifndef FC_KERNELS_KERN_OPTIM_SCALAR_H
 #define FC_KERNELS_KERN_OPTIM_SCALAR_H
 
+#include "kernels/kern_both.h"
 #include "kernels/kernels.h"
 
 #include <math.h>
 
 #define NORM_LANES 8 /* partial sums of a norm, whatever the width of a vector */
 
-static inline float lerp_one(float from, float to, float weight)
+FC_BOTH float lerp_one(float from, float to, float weight)
 {
     float way = to - from;
 
     return fabsf(weight) < 0.5f ? fmaf(weight, way, from) : fmaf(weight - 1.0f, way, to);
 }
 
-static inline void adam_moments_one(const fc_adam *a, const float *param, const float *grad,
-                                    float *exp_avg, float *exp_avg_sq, float *squares, size_t i)
+FC_BOTH void adam_moments_one(const fc_adam *a, const float *param, const float *grad,
+                              float *exp_avg, float *exp_avg_sq, float *squares, size_t i)
 {
     float g = a->l2 == 0.0f ? grad[i] : fmaf(param[i], a->l2, grad[i]);
     float square = fmaf(a->weight2 * g, g, exp_avg_sq[i] * a->beta2);
@@ -29,8 +30,8 @@ static inline void adam_moments_one(const fc_adam *a, const float *param, const 
     squares[i] = square;
 }
 
-static inline void adam_update_one(const fc_adam *a, float *param, const float *exp_avg,
-                                   const float *roots, size_t i)
+FC_BOTH void adam_update_one(const fc_adam *a, float *param, const float *exp_avg,
+                             const float *roots, size_t i)
 {
     float denominator = roots[i] / a->correction + a->eps;
 
@@ -38,8 +39,8 @@ static inline void adam_update_one(const fc_adam *a, float *param, const float *
 }
 
 /* `is_tail`: torch's fused kernel rounds otherwise in what is left after its last vector. */
-static inline void adam_fused_one(const fc_adam *a, bool is_tail, float *param, const float *grad,
-                                  float *exp_avg, float *exp_avg_sq, size_t i)
+FC_BOTH void adam_fused_one(const fc_adam *a, bool is_tail, float *param, const float *grad,
+                            float *exp_avg, float *exp_avg_sq, size_t i)
 {
     float p = param[i] * a->decay;
     float g = a->l2 == 0.0f ? grad[i] : fmaf(p, a->l2, grad[i]);
@@ -53,8 +54,7 @@ static inline void adam_fused_one(const fc_adam *a, bool is_tail, float *param, 
     param[i] = p + a->step_size * m / (sqrtf(v) / a->correction + a->eps);
 }
 
-static inline void sgd_one(const fc_sgd *s, float *param, const float *grad, float *buffer,
-                           size_t i)
+FC_BOTH void sgd_one(const fc_sgd *s, float *param, const float *grad, float *buffer, size_t i)
 {
     float g = s->decay == 0.0f ? grad[i] : fmaf(param[i], s->decay, grad[i]);
 
@@ -67,7 +67,7 @@ static inline void sgd_one(const fc_sgd *s, float *param, const float *grad, flo
     param[i] = fmaf(g, s->step_size, param[i]);
 }
 
-static inline void norm_add_one(float *sum, float x)
+FC_BOTH void norm_add_one(float *sum, float x)
 {
     *sum = fmaf(x, x, *sum);
 }

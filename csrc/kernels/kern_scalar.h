@@ -6,6 +6,8 @@
 #ifndef FC_KERNELS_KERN_SCALAR_H
 #define FC_KERNELS_KERN_SCALAR_H
 
+#include "kernels/kern_both.h"
+
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -14,7 +16,7 @@
 #define F32_INFINITY UINT32_C(0x7f800000)
 #define F32_QUIET UINT32_C(0x00400000)
 
-static inline uint32_t bits_of_f32(float value)
+FC_BOTH uint32_t bits_of_f32(float value)
 {
     uint32_t bits;
 
@@ -22,7 +24,7 @@ static inline uint32_t bits_of_f32(float value)
     return bits;
 }
 
-static inline float f32_of_bits(uint32_t bits)
+FC_BOTH float f32_of_bits(uint32_t bits)
 {
     float value;
 
@@ -30,12 +32,12 @@ static inline float f32_of_bits(uint32_t bits)
     return value;
 }
 
-static inline float f32_from_bf16(uint16_t half)
+FC_BOTH float f32_from_bf16(uint16_t half)
 {
     return f32_of_bits((uint32_t)half << 16);
 }
 
-static inline uint16_t bf16_from_f32(float value)
+FC_BOTH uint16_t bf16_from_f32(float value)
 {
     uint32_t bits = bits_of_f32(value);
     uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -44,7 +46,7 @@ static inline uint16_t bf16_from_f32(float value)
     return (uint16_t)((bits & ~F32_SIGN) > F32_INFINITY ? quiet : rounded);
 }
 
-static inline float f32_from_f16(uint16_t half)
+FC_BOTH float f32_from_f16(uint16_t half)
 {
     uint32_t sign = (uint32_t)(half & 0x8000) << 16;
     uint32_t exponent = (half >> 10) & 0x1f;
@@ -56,7 +58,7 @@ static inline float f32_from_f16(uint16_t half)
     return f32_of_bits(sign | (exponent == 0 ? denormal : exponent == 31 ? special : normal));
 }
 
-static inline uint16_t f16_from_f32(float value)
+FC_BOTH uint16_t f16_from_f32(float value)
 {
     uint32_t bits = bits_of_f32(value);
     uint32_t sign = (bits & F32_SIGN) >> 16;
@@ -72,7 +74,7 @@ static inline uint16_t f16_from_f32(float value)
 }
 
 /* Rounded to odd: what is rounded once more, to at most 22 bits, is then rounded as if once. */
-static inline float f32_odd_from_f64(double value)
+FC_BOTH float f32_odd_from_f64(double value)
 {
     float near = (float)value;
     uint32_t bits = bits_of_f32(near);

@@ -1,0 +1,165 @@
+/* Up to 16 bytes of elements in registers: loads, stores, conversions. Host and device.
+ *
+ * `type`, `k` (elements) and `n` (words) are constants wherever these are called, so that one of
+ * the branches is left. Little endian. On the host an access that a device would refuse (an address
+ * that is no multiple of the width) ends the program.
+ */
+#ifndef FC_KERNELS_CUDA_VECTORS_H
+#define FC_KERNELS_CUDA_VECTORS_H
+
+#include "base/dtype.h"
+#include "kernels/kern_both.h"
+#include "kernels/kern_scalar.h"
+
+#include <assert.h>
+#include <stdint.h>
+#include <string.h>
+
+#define FC_WORDS 4
+
+typedef struct fc_vector {
+    uint32_t word[FC_WORDS];
+} fc_vector;
+
+FC_BOTH_INLINE int fc_element_bytes(int type)
+{
+    return type == FC_F64 || type == FC_RAW8   ? 8
+           : type == FC_F32 || type == FC_RAW4 ? 4
+           : type == FC_RAW1                   ? 1
+                                               : 2;
+}
+
+/* ---- memory ---- */
+
+/* `bytes`: 1, 2, 4, 8 or 16. */
+FC_BOTH_INLINE fc_vector fc_load(const char *at, int bytes)
+{
+    fc_vector v = {{0, 0, 0, 0}};
+
+#ifdef __CUDA_ARCH__
+    if (bytes == 16) {
+        const uint4 all = *(const uint4 *)at;
+
+        v.word[0] = all.x;
+        v.word[1] = all.y;
+        v.word[2] = all.z;
+        v.word[3] = all.w;
+    } else if (bytes == 8) {
+        const uint2 both = *(const uint2 *)at;
+
+        v.word[0] = both.x;
+        v.word[1] = both.y;
+    } else if (bytes == 4) {
+        v.word[0] = *(const uint32_t *)at;
+    } else if (bytes == 2) {
+        v.word[0] = *(const uint16_t *)at;
+    } else {
+        v.word[0] = *(const uint8_t *)at;
+    }
+#else
+    assert((uintptr_t)at % (uintptr_t)bytes == 0);
+    memcpy(v.word, at, (size_t)bytes);
+#endif
+    return v;
+}
+
+FC_BOTH_INLINE void fc_store(char *at, fc_vector v, int bytes)
+{
+#ifdef __CUDA_ARCH__
+    if (bytes == 16) {
+        *(uint4 *)at = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
+    } else if (bytes == 8) {
+        *(uint2 *)at = make_uint2(v.word[0], v.word[1]);
+    } else if (bytes == 4) {
+        *(uint32_t *)at = v.word[0];
+    } else if (bytes == 2) {
+        *(uint16_t *)at = (uint16_t)v.word[0];
+    } else {
+        *(uint8_t *)at = (uint8_t)v.word[0];
+    }
+#else
+    assert((uintptr_t)at % (uintptr_t)bytes == 0);
+    memcpy(at, v.word, (size_t)bytes);
+#endif
+}
+
+/* ---- narrowing ---- */
+
+/* As the plain kernels narrow, but that a device writes its own NaN. */
+FC_BOTH_INLINE uint32_t fc_narrow(int type, float value)
+{
+#ifdef __CUDA_ARCH__
+    uint16_t half;
+
+    if (type == FC_BF16) {
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(value));
+    } else {
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
+    }
+    return half;
+#else
+    return type == FC_BF16 ? bf16_from_f32(value) : f16_from_f32(value);
+#endif
+}
+
+FC_BOTH_INLINE float fc_widen(int type, uint32_t half)
+{
+#ifdef __CUDA_ARCH__
+    if (type == FC_F16) {
+        float value;
+
+        asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((uint16_t)half));
+        return value;
+    }
+    return f32_from_bf16((uint16_t)half);
+#else
+    return type == FC_BF16 ? f32_from_bf16((uint16_t)half) : f32_from_f16((uint16_t)half);
+#endif
+}
+
+/* ---- elements of a vector ---- */
+
+FC_BOTH_INLINE float fc_get_f32(int type, fc_vector v, int i)
+{
+    if (type == FC_F32) {
+        return f32_of_bits(v.word[i]);
+    }
+    return fc_widen(type, v.word[i / 2] >> (16 * (i % 2)) & 0xffff);
+}
+
+FC_BOTH_INLINE double fc_get_f64(int type, fc_vector v, int i)
+{
+    if (type == FC_F64) {
+        uint64_t bits = (uint64_t)v.word[2 * i + 1] << 32 | v.word[2 * i];
+        double value;
+
+        memcpy(&value, &bits, sizeof(value));
+        return value;
+    }
+    return fc_get_f32(type, v, i);
+}
+
+/* Elements are put in order, into a vector that was zero. */
+FC_BOTH_INLINE void fc_put_f32(int type, fc_vector *v, int i, float value)
+{
+    if (type == FC_F32) {
+        v->word[i] = bits_of_f32(value);
+    } else {
+        v->word[i / 2] |= fc_narrow(type, value) << (16 * (i % 2));
+    }
+}
+
+FC_BOTH_INLINE void fc_put_f64(int type, fc_vector *v, int i, double value)
+{
+    if (type == FC_F64) {
+        uint64_t bits;
+
+        memcpy(&bits, &value, sizeof(bits));
+        v->word[2 * i] = (uint32_t)bits;
+        v->word[2 * i + 1] = (uint32_t)(bits >> 32);
+    } else {
+        fc_put_f32(type, v, i, type == FC_F32 ? (float)value : f32_odd_from_f64(value));
+    }
+}
+
+#endif

@@ -1,0 +1,690 @@
+/* GPU kernels run thread by thread on the host, over random plans, against plain loops over
+ * elements: every byte of every destination is compared. */
+#include "check.h"
+#include "emulated_cuda.h"
+
+#include "base/alloc.h"
+#include "group/layout_runs.h"
+
+#include <math.h>
+
+#define BLOCKS_MAX 6
+#define ROUNDS 2500
+
+static uint64_t state = 7;
+
+static uint64_t draw(uint64_t below)
+{
+    state = state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+    return (state >> 33) % below;
+}
+
+static fc_dtype draw_float(void)
+{
+    static const fc_dtype types[] = {FC_F32, FC_F64, FC_BF16, FC_F16};
+
+    return types[draw(4)];
+}
+
+/* Any bits: NaN, infinities and denormals among them. */
+static void fill_bits(char *at, size_t bytes)
+{
+    for (size_t i = 0; i < bytes; i++) {
+        at[i] = (char)draw(256);
+    }
+}
+
+/* Numbers around 1, of either sign. */
+static void fill_numbers(char *at, fc_dtype type, size_t numel)
+{
+    for (size_t i = 0; i < numel; i++) {
+        double x = ((double)draw(4001) - 2000) / 997;
+
+        if (type == FC_F64) {
+            memcpy(at + i * 8, &x, 8);
+        } else {
+            fc_kern_cast(FC_F64, type)(at + i * fc_dtype_bytes(type), &x, 1);
+        }
+    }
+}
+
+static void *take(size_t bytes)
+{
+    void *memory = malloc(bytes == 0 ? 1 : bytes);
+
+    CHECK_OR_EXIT(memory != NULL);
+    return memory;
+}
+
+/* ---- division ---- */
+
+static void check_division(void)
+{
+    for (int i = 0; i < 20000; i++) {
+        uint32_t d = 1 + (uint32_t)draw(UINT64_C(1) << (1 + draw(30)));
+        uint32_t n = (uint32_t)draw(UINT64_C(1) << (1 + draw(31)));
+        size_t room = d;
+        fc_runs plan;
+        const fc_block block = {1, 2, room, {1, FC_U8, 0, 2 * room, 0}, {2, FC_U8, 0, 3 * room, 0}};
+
+        fc_runs_init(&plan);
+        plan.numel_max = UINT64_MAX;
+        CHECK_EQ(fc_runs_add(&plan, &block), FC_OK);
+        CHECK_MSG(fc_divide(n, plan.runs[0].by_line) == n / d, "%u / %u", n, d);
+        CHECK_EQ(plan.n_runs, 1);
+        fc_runs_clear(&plan);
+    }
+}
+
+/* ---- blocks ---- */
+
+/* One side's memory: the base lies `shift` bytes into it. */
+typedef struct memory {
+    char *bytes, *expected;
+    size_t size, shift;
+} memory;
+
+/* Strides for the block's lines and planes, the one inside of the other; returns the extent. */
+static size_t draw_side(fc_side *side, const fc_block *block, uint32_t base, fc_dtype type)
+{
+    const size_t bytes = fc_dtype_bytes(type);
+    const size_t gap = draw(2) == 0 ? 0 : draw(2) == 0 ? 16 * draw(3) : bytes * draw(5);
+    const bool planes_inside = draw(2) == 0;
+    const size_t inner = block->numel * bytes + gap;
+    const size_t outer = inner * (planes_inside ? block->planes : block->lines) +
+                         (draw(3) == 0 ? bytes * draw(40) : 0);
+
+    side->base = base;
+    side->type = type;
+    side->at = draw(2) == 0 ? FC_ALIGN * draw(2) : bytes * draw(20);
+    side->plane_stride = planes_inside ? inner : outer;
+    side->line_stride = planes_inside ? outer : inner;
+    return side->at + (block->planes - 1) * side->plane_stride +
+           (block->lines - 1) * side->line_stride + block->numel * bytes;
+}
+
+static void draw_memory(memory *m, const fc_side *side, size_t extent)
+{
+    m->shift = draw(3) == 0 ? fc_dtype_bytes(side->type) * draw(16) : 16 * draw(2);
+    m->size = m->shift + extent;
+    m->bytes = take(m->size);
+    m->expected = take(m->size);
+}
+
+static size_t draw_numel(void)
+{
+    switch (draw(4)) {
+    case 0:
+        return 1 + draw(12);
+    case 1:
+        return 8 * (1 + draw(30));
+    case 2:
+        return 1 + draw(400);
+    default:
+        return 1 + draw(3000);
+    }
+}
+
+/* Line by line, element by element. */
+static void plain_block(const fc_block *block, const fc_sum *sum, char *to, const char *from)
+{
+    const size_t to_bytes = fc_dtype_bytes(block->to.type);
+    const size_t from_bytes = fc_dtype_bytes(block->from.type);
+
+    for (size_t n = 0; n < block->planes * block->lines; n++) {
+        const size_t plane = n / block->lines, line = n % block->lines;
+        char *dst =
+            to + block->to.at + plane * block->to.plane_stride + line * block->to.line_stride;
+        const char *src = from == NULL ? NULL
+                                       : from + block->from.at + plane * block->from.plane_stride +
+                                             line * block->from.line_stride;
+
+        if (src == NULL) {
+            memset(dst, 0, block->numel * to_bytes);
+        } else if (sum != NULL) {
+            const void *srcs[] = {src};
+
+            fc_kern_reduce(block->from.type, block->to.type)(dst, srcs, 1, block->numel,
+                                                             sum->divisor, sum->accumulate);
+        } else if (block->from.type == block->to.type) {
+            memcpy(dst, src, block->numel * to_bytes);
+        } else {
+            for (size_t i = 0; i < block->numel; i++) {
+                fc_kern_cast(block->from.type, block->to.type)(dst + i * to_bytes,
+                                                               src + i * from_bytes, 1);
+            }
+        }
+    }
+}
+
+static void draw_block(fc_block *block, bool is_sum)
+{
+    block->planes = 1 + draw(4);
+    block->lines = 1 + draw(draw(4) == 0 ? 40 : 4);
+    block->numel = draw_numel() / (block->lines > 8 ? 8 : 1) + 1;
+    block->to.type = draw_float();
+    block->from.type = draw(3) == 0 ? block->to.type : draw_float();
+    if (!is_sum && draw(3) == 0) {
+        block->to.type = block->from.type = (fc_dtype)(FC_U8 + draw(FC_DTYPE_COUNT - FC_U8));
+    }
+}
+
+static void fill(memory *m, bool is_sum, fc_dtype type)
+{
+    if (is_sum) {
+        fill_numbers(m->bytes, type, m->size / fc_dtype_bytes(type));
+        memset(m->bytes + m->size / fc_dtype_bytes(type) * fc_dtype_bytes(type), 0,
+               m->size % fc_dtype_bytes(type));
+    } else {
+        fill_bits(m->bytes, m->size);
+    }
+    memcpy(m->expected, m->bytes, m->size);
+}
+
+/* A plan of several blocks, each in memory of its own, moved or summed. */
+static void check_blocks(bool is_sum)
+{
+    const fc_sum sum = {draw(2) == 0 ? 1 : (double)(1 + draw(7)), draw(2) == 0};
+    const size_t n = 1 + draw(BLOCKS_MAX);
+    fc_block blocks[BLOCKS_MAX];
+    memory to[BLOCKS_MAX], from[BLOCKS_MAX];
+    uint64_t addresses[2 * BLOCKS_MAX];
+    fc_runs plan;
+
+    fc_runs_init(&plan);
+    plan.numel_max = draw(3) == 0 ? 64 + draw(700) : FC_RUN_NUMEL_MAX;
+    emulated_warps = 1 + (uint32_t)draw(5);
+    for (size_t i = 0; i < n; i++) {
+        fc_block *b = &blocks[i];
+
+        draw_block(b, is_sum);
+        draw_memory(&to[i], &b->to, draw_side(&b->to, b, (uint32_t)(2 * i), b->to.type));
+        draw_memory(&from[i], &b->from,
+                    draw_side(&b->from, b, (uint32_t)(2 * i + 1), b->from.type));
+        fill(&to[i], is_sum, b->to.type);
+        fill(&from[i], is_sum, b->from.type);
+        addresses[2 * i] = (uintptr_t)(to[i].bytes + to[i].shift);
+        addresses[2 * i + 1] =
+            draw(8) == 0 && !is_sum ? 0 : (uintptr_t)(from[i].bytes + from[i].shift);
+        plain_block(b, is_sum ? &sum : NULL, to[i].expected + to[i].shift,
+                    addresses[2 * i + 1] == 0 ? NULL : from[i].bytes + from[i].shift);
+        CHECK_EQ(fc_runs_add(&plan, b), FC_OK);
+    }
+    const fc_cuda_launch launch = {&plan, plan.runs, NULL, addresses, NULL};
+    CHECK_EQ(is_sum ? emulated_kernels.finish(&launch, sum.divisor, sum.accumulate)
+                    : emulated_kernels.move(&launch),
+             0);
+    for (size_t i = 0; i < n; i++) {
+        CHECK_MSG(memcmp(to[i].bytes, to[i].expected, to[i].size) == 0,
+                  "block %zu of %zu: %zu x %zu x %zu, %s to %s", i, n, blocks[i].planes,
+                  blocks[i].lines, blocks[i].numel, fc_dtype_name(blocks[i].from.type),
+                  fc_dtype_name(blocks[i].to.type));
+        CHECK(memcmp(from[i].bytes, from[i].expected, from[i].size) == 0);
+        free(to[i].bytes);
+        free(to[i].expected);
+        free(from[i].bytes);
+        free(from[i].expected);
+    }
+    fc_runs_clear(&plan);
+}
+
+/* More bases than one launch can carry, in an order that comes back to the first. */
+static void check_many_bases(void)
+{
+    enum {
+        N = 3 * FC_RUNS_BASES,
+        NUMEL = 5
+    };
+    static float from[N][NUMEL], to[N][NUMEL];
+    static uint64_t addresses[2 * N];
+    fc_runs plan;
+
+    fc_runs_init(&plan);
+    for (uint32_t i = 0; i < N; i++) {
+        const fc_block block = {
+            1, 1, NUMEL, {0, FC_F32, i * sizeof(to[0]), 0, 0}, {1 + i, FC_F32, 0, 0, 0}};
+
+        CHECK_EQ(fc_runs_add(&plan, &block), FC_OK);
+        addresses[1 + i] = (uintptr_t)from[i];
+        for (uint32_t k = 0; k < NUMEL; k++) {
+            from[i][k] = (float)(i * NUMEL + k);
+        }
+    }
+    addresses[0] = (uintptr_t)to;
+    CHECK_EQ(plan.n_batches, 4);
+    CHECK_EQ(plan.n_tiles, N);
+    const fc_cuda_launch launch = {&plan, plan.runs, NULL, addresses, NULL};
+    CHECK_EQ(emulated_kernels.move(&launch), 0);
+    CHECK(memcmp(from, to, sizeof(to)) == 0);
+    fc_runs_clear(&plan);
+}
+
+/* ---- units ---- */
+
+#define PARAMS_MAX 5
+#define RANKS_MAX 5
+
+typedef struct unit {
+    fc_param params[PARAMS_MAX];
+    fc_layout layout[RANKS_MAX];
+    fc_param of_rank[RANKS_MAX][PARAMS_MAX];
+    fc_dtype grads[PARAMS_MAX];
+    size_t n_params;
+    int n_ranks;
+} unit;
+
+static void draw_unit(unit *u)
+{
+    u->n_params = 1 + draw(PARAMS_MAX);
+    u->n_ranks = 1 + (int)draw(RANKS_MAX);
+    for (size_t i = 0; i < u->n_params; i++) {
+        fc_param *p = &u->params[i];
+
+        *p = (fc_param){.outer = draw(3) == 0 ? 1 + draw(4) : 1,
+                        .rows = draw(14),
+                        .inner = draw(4) == 0 ? 8 * (1 + draw(20)) : 1 + draw(20),
+                        .has_grad = draw(5) != 0};
+        p->trainable = p->has_grad && draw(4) != 0;
+        p->orig = p->has_grad ? draw_float() : (draw(2) == 0 ? FC_I64 : FC_U8);
+        p->compute = p->has_grad && draw(2) == 0 ? draw_float() : p->orig;
+        p->reduce = p->has_grad ? draw_float() : p->orig;
+        p->grad = p->has_grad ? draw_float() : p->orig;
+        u->grads[i] = p->has_grad ? draw_float() : p->orig;
+    }
+    for (int r = 0; r < u->n_ranks; r++) {
+        memcpy(u->of_rank[r], u->params, sizeof(u->params));
+        CHECK_EQ(fc_layout_init(&u->layout[r], u->of_rank[r], u->n_params, r, u->n_ranks, false),
+                 FC_OK);
+    }
+}
+
+/* Bytes of element [o, row, k] of a full parameter. */
+static size_t whole_at(const fc_param *p, size_t o, size_t row, size_t k, fc_dtype type)
+{
+    return ((o * p->rows + row) * p->inner + k) * fc_dtype_bytes(type);
+}
+
+/* The same element in its owner's chunk; says who owns it. */
+static size_t chunk_at(const fc_param *p, int n_ranks, size_t o, size_t row, size_t k,
+                       fc_dtype type, int *owner_out)
+{
+    const int owner = (int)(row / p->chunk_rows);
+    const size_t rows = fc_layout_rows(p, owner, n_ranks);
+
+    *owner_out = owner;
+    return ((o * rows + row % p->chunk_rows) * p->inner + k) * fc_dtype_bytes(type);
+}
+
+static void convert_one(char *dst, fc_dtype to, const char *src, fc_dtype from)
+{
+    if (from == to) {
+        memcpy(dst, src, fc_dtype_bytes(to));
+    } else {
+        fc_kern_cast(from, to)(dst, src, 1);
+    }
+}
+
+typedef fc_status (*visit)(const fc_layout *layout, fc_runs *plan);
+
+static void run_plan(visit make, const fc_layout *layout, const uint64_t *addresses,
+                     const fc_sum *sum)
+{
+    fc_runs plan;
+
+    fc_runs_init(&plan);
+    CHECK_EQ(make(layout, &plan), FC_OK);
+    const fc_cuda_launch launch = {&plan, plan.runs, NULL, addresses, NULL};
+    if (sum != NULL) {
+        CHECK_EQ(emulated_kernels.finish(&launch, sum->divisor, sum->accumulate), 0);
+    } else {
+        CHECK_EQ(emulated_kernels.move(&launch), 0);
+    }
+    /* Up to two runs per parameter, whatever the number of ranks. */
+    CHECK(plan.n_runs <= 2 * layout->n_params);
+    fc_runs_clear(&plan);
+}
+
+/* Every rank packs its shards; one takes the packs apart. */
+static void check_gather(const unit *u)
+{
+    const fc_layout *layout = &u->layout[0];
+    char *shards[RANKS_MAX][PARAMS_MAX], *packs, *full, *expected;
+    uint64_t addresses[FC_BASE_PARAMS + PARAMS_MAX];
+
+    packs = take((size_t)u->n_ranks * layout->pack_bytes);
+    full = take(layout->full_bytes);
+    expected = take(layout->full_bytes);
+    memset(full, 0x5a, layout->full_bytes);
+    memset(expected, 0x5a, layout->full_bytes);
+    for (int r = 0; r < u->n_ranks; r++) {
+        addresses[FC_BASE_WIRE] = (uintptr_t)(packs + (size_t)r * layout->pack_bytes);
+        for (size_t i = 0; i < u->n_params; i++) {
+            const fc_param *p = &u->of_rank[r][i];
+            size_t bytes = p->outer * p->own_rows * p->inner * fc_dtype_bytes(p->orig);
+
+            shards[r][i] = take(bytes);
+            fill_bits(shards[r][i], bytes);
+            addresses[FC_BASE_PARAMS + i] = (uintptr_t)shards[r][i];
+        }
+        run_plan(fc_layout_plan_pack, &u->layout[r], addresses, NULL);
+    }
+    addresses[FC_BASE_WIRE] = (uintptr_t)packs;
+    addresses[FC_BASE_UNIT] = (uintptr_t)full;
+    run_plan(fc_layout_plan_unpack, layout, addresses, NULL);
+    for (size_t i = 0; i < u->n_params; i++) {
+        const fc_param *p = &u->of_rank[0][i];
+
+        for (size_t n = 0; n < p->outer * p->rows * p->inner; n++) {
+            const size_t o = n / (p->rows * p->inner), row = n / p->inner % p->rows;
+            int owner;
+            size_t at = chunk_at(p, u->n_ranks, o, row, n % p->inner, p->orig, &owner);
+
+            convert_one(expected + p->full_at + whole_at(p, o, row, n % p->inner, p->compute),
+                        p->compute, shards[owner][i] + at, p->orig);
+        }
+    }
+    CHECK(memcmp(full, expected, layout->full_bytes) == 0);
+    for (int r = 0; r < u->n_ranks; r++) {
+        for (size_t i = 0; i < u->n_params; i++) {
+            free(shards[r][i]);
+        }
+    }
+    free(packs);
+    free(full);
+    free(expected);
+}
+
+static const fc_dtype *grads_of_unit;
+static fc_wire wire_of_unit;
+
+static fc_status plan_stage(const fc_layout *layout, fc_runs *plan)
+{
+    return fc_layout_plan_stage(layout, grads_of_unit, wire_of_unit, layout->part_bytes, plan);
+}
+
+static fc_status plan_finish(const fc_layout *layout, fc_runs *plan)
+{
+    return fc_layout_plan_finish(layout, wire_of_unit, plan);
+}
+
+static void check_finish(const unit *u, int rank, char *parts, const char *expected_parts)
+{
+    const fc_layout *layout = &u->layout[rank];
+    const fc_sum sum = {(double)u->n_ranks, draw(2) == 0};
+    char *reduced = take(layout->grad_bytes), *expected = take(layout->grad_bytes);
+    uint64_t addresses[2];
+
+    memset(reduced, 0, layout->grad_bytes);
+    memset(expected, 0, layout->grad_bytes);
+    addresses[FC_BASE_WIRE] = (uintptr_t)(parts + (size_t)rank * layout->part_bytes);
+    addresses[FC_BASE_UNIT] = (uintptr_t)reduced;
+    run_plan(plan_finish, layout, addresses, &sum);
+    for (size_t i = 0; i < u->n_params; i++) {
+        const fc_param *p = &u->of_rank[rank][i];
+        const void *src =
+            expected_parts + (size_t)rank * layout->part_bytes + fc_wire_at(p, wire_of_unit);
+
+        if (p->has_grad && p->trainable) {
+            fc_kern_reduce(fc_wire_dtype(p, wire_of_unit),
+                           p->grad)(expected + p->grad_at, &src, 1,
+                                    p->outer * p->own_rows * p->inner, sum.divisor, sum.accumulate);
+        }
+    }
+    CHECK(memcmp(reduced, expected, layout->grad_bytes) == 0);
+    free(reduced);
+    free(expected);
+}
+
+/* One rank stages full gradients for all; then a rank finishes what it got. */
+static void check_reduce(const unit *u)
+{
+    const fc_layout *layout = &u->layout[0];
+    const size_t bytes = (size_t)u->n_ranks * layout->part_bytes;
+    char *grads[PARAMS_MAX], *parts = take(bytes), *expected = take(bytes);
+    uint64_t addresses[FC_BASE_PARAMS + PARAMS_MAX];
+
+    grads_of_unit = u->grads;
+    wire_of_unit = layout->may_narrow ? (fc_wire)draw(3) : FC_WIRE_REDUCE;
+    memset(parts, 0x5a, bytes);
+    memset(expected, 0x5a, bytes);
+    addresses[FC_BASE_WIRE] = (uintptr_t)parts;
+    for (size_t i = 0; i < u->n_params; i++) {
+        const fc_param *p = &u->of_rank[0][i];
+        const fc_dtype type = fc_wire_dtype(p, wire_of_unit);
+        const size_t numel = p->outer * p->rows * p->inner;
+
+        grads[i] = take(numel * fc_dtype_bytes(u->grads[i]));
+        addresses[FC_BASE_PARAMS + i] = (uintptr_t)grads[i];
+        if (!p->has_grad || !p->trainable) {
+            continue;
+        }
+        fill_numbers(grads[i], u->grads[i], numel);
+        for (size_t n = 0; n < numel; n++) {
+            const size_t o = n / (p->rows * p->inner), row = n / p->inner % p->rows;
+            int owner;
+            size_t at = chunk_at(p, u->n_ranks, o, row, n % p->inner, type, &owner);
+
+            convert_one(expected + (size_t)owner * layout->part_bytes +
+                            fc_wire_at(p, wire_of_unit) + at,
+                        type, grads[i] + n * fc_dtype_bytes(u->grads[i]), u->grads[i]);
+        }
+    }
+    run_plan(plan_stage, layout, addresses, NULL);
+    CHECK(memcmp(parts, expected, bytes) == 0);
+    check_finish(u, (int)draw((uint64_t)u->n_ranks), parts, expected);
+    for (size_t i = 0; i < u->n_params; i++) {
+        free(grads[i]);
+    }
+    free(parts);
+    free(expected);
+}
+
+/* ---- flat runs ---- */
+
+static double value_at(const char *at, fc_dtype type, size_t i)
+{
+    double x;
+
+    if (type == FC_F64) {
+        memcpy(&x, at + i * 8, 8);
+    } else {
+        fc_kern_cast(type, FC_F64)(&x, at + i * fc_dtype_bytes(type), 1);
+    }
+    return x;
+}
+
+static void check_squares(void)
+{
+    enum {
+        SLOTS = 4
+    };
+    const fc_dtype type = draw_float();
+    const size_t bytes = fc_dtype_bytes(type);
+    char *values[SLOTS];
+    double expected[SLOTS], sums[SLOTS], again[SLOTS], *tiles;
+    uint64_t addresses[SLOTS];
+    fc_runs plan;
+
+    fc_runs_init(&plan);
+    plan.numel_max = draw(3) == 0 ? 64 + draw(700) : FC_RUN_NUMEL_MAX;
+    for (uint32_t s = 0; s < SLOTS; s++) {
+        const size_t numel = draw(6) == 0 ? 0 : draw_numel(), at = bytes * draw(20);
+
+        values[s] = take(at + numel * bytes);
+        fill_numbers(values[s] + at, type, numel);
+        addresses[s] = (uintptr_t)values[s];
+        expected[s] = 0;
+        for (size_t i = 0; i < numel; i++) {
+            const double x = value_at(values[s] + at, type, i);
+
+            expected[s] += x * x;
+        }
+        CHECK_EQ(fc_runs_add_flat(&plan, type, numel, 1, &s, &at), FC_OK);
+    }
+    tiles = take(plan.n_tiles * sizeof(*tiles));
+    const fc_cuda_launch launch = {&plan, plan.runs, plan.slots, addresses, NULL};
+    emulated_warps = 1;
+    CHECK_EQ(emulated_kernels.sum_squares(&launch, tiles, sums), 0);
+    emulated_warps = 2 + (uint32_t)draw(4);
+    CHECK_EQ(emulated_kernels.sum_squares(&launch, tiles, again), 0);
+    CHECK(memcmp(sums, again, sizeof(sums)) == 0);
+    for (size_t s = 0; s < SLOTS; s++) {
+        /* A lane adds up a few dozen floats; all else is double. */
+        const double bound = (type == FC_F64 ? 1e-13 : 5e-6) * (1 + expected[s]);
+
+        CHECK_MSG(fabs(sums[s] - expected[s]) <= bound, "%.17g, expected %.17g", sums[s],
+                  expected[s]);
+        free(values[s]);
+    }
+    free(tiles);
+    fc_runs_clear(&plan);
+}
+
+enum {
+    STATES = FC_RUN_OPERANDS
+};
+
+/* The optimizer written out once more, beside fc_adam_one. */
+static void plain_adam(const fc_adam *a, float *const *x, size_t i)
+{
+    const float g = fmaf(a->l2, x[FC_PARAM][i], x[FC_GRAD][i]);
+    const float way = g - x[FC_EXP_AVG][i];
+    const float square = g * g;
+    const float kept = x[FC_EXP_AVG_SQ][i] * a->beta2;
+
+    x[FC_EXP_AVG][i] =
+        a->weight1 < 0.5f ? fmaf(a->weight1, way, x[FC_EXP_AVG][i]) : g - way * (1.0f - a->weight1);
+    x[FC_EXP_AVG_SQ][i] = fmaf(a->weight2, square, kept);
+    const float root = sqrtf(x[FC_EXP_AVG_SQ][i]) / a->correction;
+    const float step = x[FC_EXP_AVG][i] / (root + a->eps);
+    const float decayed = x[FC_PARAM][i] * a->decay;
+
+    x[FC_PARAM][i] = fmaf(a->step_size, step, decayed);
+}
+
+static void check_adam(void)
+{
+    const fc_adam_options options = {0.01, draw(4) == 0 ? 0.25 : 0.9, 0.95,
+                                     1e-8, 0.1 * (double)draw(2),     draw(2) == 0};
+    const size_t numel = draw_numel();
+    float *values[STATES], *expected[STATES], *cpu[STATES];
+    uint32_t bases[STATES];
+    size_t ats[STATES], shift = draw(4);
+    uint64_t addresses[STATES];
+    fc_adam adam;
+    fc_runs plan;
+
+    fc_adam_set(&adam, &options, 1 + (double)draw(5));
+    emulated_warps = 1 + (uint32_t)draw(4);
+    for (uint32_t s = 0; s < STATES; s++) {
+        shift = draw(6) == 0 ? draw(4) : shift; /* mostly all alike */
+        values[s] = take((shift + numel) * sizeof(float));
+        expected[s] = take((shift + numel) * sizeof(float));
+        fill_numbers((char *)values[s], FC_F32, shift + numel);
+        for (size_t i = 0; i < shift + numel && s == FC_EXP_AVG_SQ; i++) {
+            values[s][i] = fabsf(values[s][i]);
+        }
+        memcpy(expected[s], values[s], (shift + numel) * sizeof(float));
+        bases[s] = s;
+        ats[s] = shift * sizeof(float);
+        addresses[s] = (uintptr_t)values[s];
+        cpu[s] = expected[s] + shift;
+    }
+    fc_runs_init(&plan);
+    plan.numel_max = draw(3) == 0 ? 64 + draw(700) : FC_RUN_NUMEL_MAX;
+    CHECK_EQ(fc_runs_add_flat(&plan, FC_F32, numel, STATES, bases, ats), FC_OK);
+    const fc_cuda_launch launch = {&plan, plan.runs, NULL, addresses, NULL};
+    CHECK_EQ(emulated_kernels.adam(&launch, &adam), 0);
+    for (size_t i = 0; i < numel; i++) {
+        plain_adam(&adam, cpu, i);
+    }
+    for (size_t s = 0; s < STATES; s++) {
+        const size_t total = ats[s] + numel * sizeof(float);
+
+        if (adam.weight1 < 0.5f) {
+            CHECK_MSG(memcmp(values[s], expected[s], total) == 0, "state %zu", s);
+        }
+        for (size_t i = 0; i < total / sizeof(float); i++) {
+            CHECK(fabsf(values[s][i] - expected[s][i]) <= 1e-5f);
+        }
+        free(values[s]);
+        free(expected[s]);
+    }
+    fc_runs_clear(&plan);
+}
+
+/* ---- what is refused ---- */
+
+static void check_errors(void)
+{
+    const fc_block cast = {1, 1, 4, {0, FC_F32, 0, 0, 0}, {1, FC_I32, 0, 0, 0}};
+    const fc_block copy = {1, 1, 4, {0, FC_I32, 0, 0, 0}, {1, FC_I32, 0, 0, 0}};
+    const uint32_t base = 0;
+    const size_t at = 0;
+    const fc_cuda_kernels *kernels = NULL;
+    fc_runs plan;
+
+    fc_runs_init(&plan);
+    CHECK_EQ(fc_runs_add(&plan, &cast), FC_ERR_INVALID);
+    CHECK_HAS(fc_last_message(), "no GPU kernel casts I32 to F32");
+    CHECK_EQ(fc_runs_add_flat(&plan, FC_I64, 4, 1, &base, &at), FC_ERR_INVALID);
+    CHECK_HAS(fc_last_message(), "1 operands of I64");
+    CHECK_EQ(plan.n_runs, 0);
+    CHECK_EQ(fc_runs_add(&plan, &copy), FC_OK);
+    const fc_cuda_launch launch = {&plan, plan.runs, NULL, NULL, NULL};
+    CHECK(emulated_kernels.finish(&launch, 1, false) != 0);
+    fc_runs_clear(&plan);
+    CHECK_EQ(fc_cuda_open("/nowhere/kernels.so", &kernels), FC_ERR_UNSUPPORTED);
+    CHECK_HAS(fc_last_message(), "/nowhere/kernels.so");
+    CHECK(kernels == NULL);
+}
+
+/* Every request for memory fails once. */
+static void check_lack_of_memory(void)
+{
+    const uint32_t bases[] = {0, 1};
+    const size_t ats[] = {0, 0};
+    int64_t live = fc_alloc_live();
+    int n_failed = 0;
+
+    for (int64_t nth = 0;; nth++) {
+        fc_runs plan;
+        fc_status st = FC_OK;
+
+        fc_runs_init(&plan);
+        fc_alloc_fail_after(nth);
+        for (uint32_t i = 0; i < 20 && st == FC_OK; i++) {
+            st = fc_runs_add_flat(&plan, FC_F32, 8, 2, bases, ats);
+        }
+        fc_alloc_fail_after(-1);
+        fc_runs_clear(&plan);
+        CHECK_EQ(fc_alloc_live(), live);
+        if (st == FC_OK) {
+            break;
+        }
+        CHECK_EQ(st, FC_ERR_NOMEM);
+        n_failed++;
+    }
+    CHECK(n_failed >= 4);
+}
+
+int main(void)
+{
+    unit u;
+
+    check_division();
+    for (int round = 0; round < ROUNDS; round++) {
+        check_blocks(round % 2 == 1);
+        if (round % 4 == 0) {
+            draw_unit(&u);
+            check_gather(&u);
+            check_reduce(&u);
+            check_squares();
+            check_adam();
+        }
+    }
+    check_many_bases();
+    check_errors();
+    check_lack_of_memory();
+    return check_result();
+}
