@@ -39,7 +39,8 @@ def change_that_fits(setting: Setting, estimator: Estimator) -> str:
 
 def _said(words: list[str], found: Estimate) -> str:
     seconds = seconds_text(found.times.step)
-    return f"{' + '.join(words)}: {found.total / GB:,.1f} GB, {seconds} s per step"
+    host = f" and {found.host_memory / GB:,.1f} GB on the host" if found.host_memory else ""
+    return f"{' + '.join(words)}: {found.total / GB:,.1f} GB{host}, {seconds} s per step"
 
 
 def _checkpointing(setting: Setting) -> Variations:

@@ -22,8 +22,11 @@ class Estimator:
     def evaluate(self, setting: Setting) -> Estimate:
         modules = list(find_units(setting.model, setting.units))
         n_shards, n_replicas = setting.n_shards, setting.n_replicas
-        units = _volume.units_of(setting.model, modules, setting.policy, n_shards, setting.stored)
-        trace = self._traced(setting, modules, setting.checkpointed(modules))
+        checkpointed = setting.checkpointed(modules)
+        units = _volume.units_of(
+            setting.model, modules, setting.policy, n_shards, setting.stored, checkpointed
+        )
+        trace = self._traced(setting, modules, checkpointed)
         hardware = setting.hardware
         memory = _memory.memory_of(
             hardware.engine,

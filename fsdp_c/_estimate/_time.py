@@ -149,7 +149,10 @@ def _on_streams(
     def gather(key: tuple[str, str], ready: float) -> None:
         nonlocal comm, total
         if key not in gathered:
-            took = _shard_seconds(by_name[key[1]].whole_compute, world)
+            unit = by_name[key[1]]
+            took = _shard_seconds(unit.whole_compute, world)
+            if unit.is_recomputed and key[0] == "backward":
+                took *= 2
             comm = max(comm, ready) + took
             total += took
             gathered[key] = comm

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,11 @@ class Unit:
     whole_reduce: int  # sent to a reduction
     casts: bool  # computes in another dtype than the original
     is_root: bool  # runs from the beginning to the end
+    is_recomputed: bool = False  # inside a checkpointed module: gathered to compute it again too
+
+    def gathers(self, strategy: Strategy) -> int:
+        """Per micro-batch."""
+        return strategy.gathers + (self.is_recomputed and strategy.reshard_after_forward)
 
 
 @dataclass(frozen=True)
@@ -46,17 +51,20 @@ def units_of(
     policy: MixedPrecisionPolicy,
     n_shards: int,
     stored: torch.dtype | None = None,
+    checkpointed: Iterable[nn.Module] = (),
 ) -> list[Unit]:
     """Units in the order given, the model itself last if it has parameters of its own.
 
     `stored`: the dtype of all floating-point parameters, if it is not the one that they have now.
     """
     names = {module: name for name, module in model.named_modules()}
+    recomputed = {m for outer in checkpointed for m in outer.modules() if m is not outer}
     found = []
     for module, rows in _memory_plan.rows_by_module(model, units, policy, n_shards):
         if stored is not None:
             rows = [(*row[:3], *(stored,) * 4, *row[7:]) if row[7] else row for row in rows]
-        found.append(_unit(names[module], rows, n_shards, module is model))
+        unit = _unit(names[module], rows, n_shards, module is model)
+        found.append(replace(unit, is_recomputed=module in recomputed))
     return found
 
 
@@ -92,10 +100,10 @@ def traffic_of(
     reduce-scatter, twice (n-1)/n of what replicas all-reduce; without padding.
     """
     gathers = reduces = gathered = scattered = replicas = summed = 0
-    n_gathers = micro_batches * strategy.gathers
     n_reduced = 1 if strategy.keeps_whole_gradients else micro_batches
     for unit in units:
         if n_shards > 1:
+            n_gathers = micro_batches * unit.gathers(strategy)
             gathers += n_gathers
             gathered += n_gathers * sum(
                 (math.prod(row[:3]) - own_numel(row, n_shards, rank)) * row[4].itemsize
