@@ -38,7 +38,10 @@ C_SOURCES = {
     "csrc/kernels/cuda": "load runs",
     "csrc/transport": "callback process shm shm_region shm_segment shm_wait transport",
     "csrc/comm": "comm mapped message step",
-    "csrc/group": "domain exchange layout layout_runs slots unit waits",
+    "csrc/group": (
+        "domain exchange layout layout_runs schedule schedule_moves schedule_reduce "
+        "schedule_setup schedule_slots slots unit waits"
+    ),
 }
 # Linked with the programs that test the core, and with nothing else.
 C_SIM_SOURCES = {
@@ -53,7 +56,8 @@ CXX_SOURCES = {
 C_TEST_SOURCES = {
     "tests/c": (
         "test_base test_comm test_cuda_index test_device_sim test_exchange test_faults "
-        "test_group_history test_kernels test_layout test_slots test_transport"
+        "test_group_history test_kernels test_layout test_schedule test_schedule_order test_slots "
+        "test_transport"
     ),
 }
 

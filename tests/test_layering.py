@@ -25,6 +25,7 @@ PUBLIC = {
         "exchange.h",
         "layout.h",
         "layout_runs.h",
+        "schedule.h",
         "slots.h",
         "unit.h",
         "waits.h",

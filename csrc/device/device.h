@@ -48,7 +48,7 @@ typedef struct fc_piece {
 /* One launch over pieces: to = (accumulate ? to : 0) + from / divisor, rounded once. Types without
  * arithmetic are copied. A null `from` address stands for zeros. */
 typedef struct fc_move {
-    const fc_moves *pieces;
+    fc_moves *pieces;
     void *const *to;         /* read before the call returns */
     const void *const *from; /* the same */
     double divisor;

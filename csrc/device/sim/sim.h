@@ -47,6 +47,9 @@ FC_MUST_CHECK fc_status fc_sim_comm_create(fc_sim *sim, const char *name, const 
 FC_MUST_CHECK fc_status fc_sim_host_alloc(fc_device *device, fc_label label, size_t bytes,
                                           void **out);
 
+/* Test aid: the n-th allocation on the device from now fails (0: the next one); negative: none. */
+void fc_sim_fail_alloc(fc_device *device, int64_t n);
+
 /* ---- what a program does besides ---- */
 
 typedef struct fc_sim_range {

@@ -10,11 +10,13 @@ struct fc_moves {
     fc_piece *pieces; /* owned */
     size_t n_pieces;
     size_t n_to, n_from; /* addresses of a launch */
+    size_t n_queued;     /* launches that have not run */
+    fc_moves *next;
 };
 
 /* Arguments of a move; the addresses follow, those of `to` first. */
 typedef struct move_args {
-    const fc_moves *moves;
+    fc_moves *moves;
     double divisor;
     bool accumulate;
     const void *addresses[];
@@ -36,8 +38,19 @@ fc_status fc_sim_host_alloc(fc_device *device, fc_label label, size_t bytes, voi
 static fc_status device_alloc(fc_device *device, fc_stream *stream, fc_label label, size_t bytes,
                               void **out)
 {
-    fc_sim_pause((fc_sim_rank *)device);
+    fc_sim_rank *rank = (fc_sim_rank *)device;
+
+    fc_sim_pause(rank);
+    if (rank->allocs_left >= 0 && rank->allocs_left-- == 0) {
+        return fc_fail(FC_ERR_NOMEM, "simulated device %d: no %zu bytes for '%s' of '%s'",
+                       rank->rank, bytes, label.what, label.unit);
+    }
     return fc_sim_block_take(stream, label, bytes, out);
+}
+
+void fc_sim_fail_alloc(fc_device *device, int64_t n)
+{
+    ((fc_sim_rank *)device)->allocs_left = n;
 }
 
 static void poison(const void *args)
@@ -177,10 +190,10 @@ static fc_status copy(fc_device *device, fc_stream *stream, fc_label label, void
 static fc_status moves_create(fc_device *device, const fc_piece *pieces, size_t n_pieces,
                               fc_moves **out)
 {
+    fc_sim *sim = ((fc_sim_rank *)device)->sim;
     fc_moves *moves = fc_alloc(1, sizeof(*moves));
     size_t i;
 
-    (void)device;
     if (moves == NULL) {
         return fc_fail(FC_ERR_NOMEM, "simulator: moves");
     }
@@ -197,16 +210,31 @@ static fc_status moves_create(fc_device *device, const fc_piece *pieces, size_t 
         moves->n_from = p->from_base >= moves->n_from ? p->from_base + 1 : moves->n_from;
     }
     moves->n_pieces = n_pieces;
+    moves->next = sim->moves;
+    sim->moves = moves;
     *out = moves;
     return FC_OK;
 }
 
-static void moves_destroy(fc_device *device, fc_moves *moves)
+/* Queues may still hold launches: the pieces live as long as the simulation. */
+static void moves_destroy(fc_device *base, fc_moves *moves)
 {
-    (void)device;
-    if (moves != NULL) {
+    fc_sim_rank *device = (fc_sim_rank *)base;
+
+    if (moves != NULL && moves->n_queued > 0 && !device->sim->is_stuck) {
+        fc_sim_report(device->sim, "rank %d destroys moves that %zu launches still need",
+                      device->rank, moves->n_queued);
+    }
+}
+
+void fc_sim_moves_free(fc_moves *moves)
+{
+    while (moves != NULL) {
+        fc_moves *next = moves->next;
+
         fc_free(moves->pieces);
         fc_free(moves);
+        moves = next;
     }
 }
 
@@ -233,6 +261,7 @@ static void move_pieces(const void *args)
     const move_args *m = args;
     size_t i, run;
 
+    m->moves->n_queued--;
     for (i = 0; i < m->moves->n_pieces; i++) {
         const fc_piece *p = &m->moves->pieces[i];
         const char *from = m->addresses[m->moves->n_to + p->from_base];
@@ -279,7 +308,7 @@ static void touch_pieces(fc_stream *stream, fc_label label, const fc_move *move)
 
 static fc_status move(fc_device *device, fc_stream *stream, fc_label label, const fc_move *move)
 {
-    const fc_moves *moves = move->pieces;
+    fc_moves *moves = move->pieces;
     size_t bytes = sizeof(move_args) + (moves->n_to + moves->n_from) * sizeof(void *);
     move_args *args;
     fc_status st;
@@ -296,6 +325,7 @@ static fc_status move(fc_device *device, fc_stream *stream, fc_label label, cons
     memcpy(args->addresses + moves->n_to, move->from, moves->n_from * sizeof(void *));
     touch_pieces(stream, label, move);
     st = fc_sim_kernel_enqueue(stream, label, move_pieces, args, bytes);
+    moves->n_queued += st == FC_OK;
     fc_free(args);
     return st;
 }

@@ -111,6 +111,7 @@ struct fc_sim_rank {
     fc_sim_block **blocks; /* owned, by address */
     size_t n_blocks, capacity;
     size_t bytes, peak_bytes;
+    int64_t allocs_left; /* until one fails; negative: none does */
     bool is_finished;
     const fc_sim_mark *waits_for; /* the host does; NULL: runs */
     fc_status status;
@@ -120,6 +121,7 @@ struct fc_sim {
     int n_ranks;
     fc_sim_rank devices[FC_SIM_RANKS];
     fc_device_comm *comms; /* owned */
+    fc_moves *moves;       /* owned; all that were ever made */
     uint64_t random;
     unsigned haste;     /* of 8 calls, how many let the devices work */
     unsigned jumpiness; /* of 32 calls, how many change the rank */
@@ -135,6 +137,7 @@ struct fc_sim {
 };
 
 extern const fc_device_ops fc_sim_ops;
+void fc_sim_moves_free(fc_moves *moves);
 
 /* ---- sim_memory.c ---- */
 

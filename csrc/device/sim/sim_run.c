@@ -55,6 +55,7 @@ fc_status fc_sim_create(int n_ranks, uint64_t seed, fc_sim **out)
         device->base.ops = &fc_sim_ops;
         device->sim = sim;
         device->rank = rank;
+        device->allocs_left = -1;
         st = fc_sim_stream_create(sim, rank, "host", &host);
         if (st != FC_OK) {
             fc_sim_destroy(sim);
@@ -95,6 +96,7 @@ void fc_sim_destroy(fc_sim *sim)
         fc_sim_comm_destroy(sim->comms);
         sim->comms = next;
     }
+    fc_sim_moves_free(sim->moves);
     pthread_cond_destroy(&sim->turned);
     pthread_mutex_destroy(&sim->lock);
     fc_free(sim);
@@ -257,6 +259,9 @@ static void *run_rank(void *arg)
     pthread_mutex_lock(&sim->lock);
     await_turn(sim, device->rank);
     device->status = sim->body(&device->base, device->rank, sim->arg);
+    if (device->status != FC_OK) {
+        fc_sim_report(sim, "rank %d fails: %s", device->rank, fc_last_message());
+    }
     device->is_finished = true;
     leave(sim, device->rank);
     pthread_mutex_unlock(&sim->lock);

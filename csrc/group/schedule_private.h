@@ -1,0 +1,120 @@
+/* What the files of the schedule share. */
+#ifndef FC_GROUP_SCHEDULE_PRIVATE_H
+#define FC_GROUP_SCHEDULE_PRIVATE_H
+
+#include "group/schedule.h"
+
+/* Device memory that outlives one use. Its event marks the end of the newest use. */
+typedef struct fc_stream_slot {
+    void *memory; /* owned, on `home`'s stream */
+    size_t bytes;
+    fc_event *event;      /* owned */
+    fc_stream *last;      /* where the event was recorded; NULL: never */
+    uint64_t released_at; /* the pool's clock; the oldest is reused first */
+    bool is_used;
+    struct fc_stream_slot *next;
+} fc_stream_slot;
+
+typedef struct fc_stream_pool {
+    const char *what; /* for labels */
+    size_t n_spare;   /* so many may exist before one is reused */
+    fc_schedule_wait reuse, drop;
+    fc_stream *home;       /* who acquires and frees */
+    fc_stream_slot *first; /* owned */
+    size_t n_free, n_used;
+    uint64_t clock;
+} fc_stream_pool;
+
+typedef enum fc_schedule_state {
+    FC_STATE_SHARDED,
+    FC_STATE_GATHERING,
+    FC_STATE_UNSHARDED
+} fc_schedule_state;
+
+/* Entry of the order of forwards; the same unit's entry before it, or -1. */
+typedef struct fc_schedule_entry {
+    fc_schedule_unit *unit;
+    ptrdiff_t before;
+} fc_schedule_entry;
+
+typedef struct fc_schedule_list {
+    fc_schedule_unit **units; /* owned */
+    size_t n_units;
+    bool is_set;
+} fc_schedule_list;
+
+struct fc_schedule {
+    fc_schedule_options options;
+    const fc_device_ops *ops;
+    fc_stream *compute; /* NULL before the first begin */
+    fc_event *event;    /* owned; recorded and waited for in one go */
+    fc_stream_pool gathers, inputs, outputs;
+    fc_schedule_unit *units;  /* owned */
+    fc_schedule_entry *order; /* owned */
+    size_t n_order, order_capacity;
+    size_t n_gathering;
+    bool is_all_reducing, has_uploads, has_downloads; /* since the last end of backward */
+};
+
+struct fc_schedule_unit {
+    fc_schedule *schedule;
+    fc_schedule_unit_options options;
+    char *name;                                                           /* owned */
+    fc_moves *pack, *unpack, *slice, *post_unpack, *stage, *finish, *add; /* owned */
+    size_t part_bytes; /* of what is reduced; 0: nothing ever */
+    fc_dtype reduce;
+    const void **addresses; /* owned; one per parameter, for one launch */
+    size_t *staging_at;     /* owned; offloaded shards on the device */
+    size_t staging_bytes;
+    const void *const *shards;    /* borrowed */
+    fc_schedule_list prefetch[2]; /* forward, backward */
+    fc_schedule_state state;
+    bool is_from_slice;       /* what is being gathered */
+    fc_stream_slot *gathered; /* while GATHERING */
+    void *full;               /* while UNSHARDED */
+    void *kept;               /* slice of a reshard to a smaller group */
+    fc_event *kept_event;     /* owned; the slice is there */
+    fc_stream_slot *held;     /* staged gradients not yet reduced */
+    fc_stream_slot *partial;  /* scattered, not yet all-reduced */
+    ptrdiff_t last_entry;
+    fc_schedule_unit *next;
+};
+
+static inline fc_label fc_schedule_label(const fc_schedule_unit *unit, const char *what)
+{
+    return (fc_label){unit->name, what};
+}
+
+/* ---- schedule_slots.c ---- */
+
+/* `stream` goes on only after what was recorded last, unless that wait is left out. */
+FC_MUST_CHECK fc_status fc_schedule_order(fc_schedule *schedule, fc_schedule_wait wait,
+                                          fc_stream *stream, fc_event *event);
+/* `second` waits for all that is in `first` now. */
+FC_MUST_CHECK fc_status fc_schedule_chain(fc_schedule *schedule, fc_schedule_wait wait,
+                                          fc_stream *first, fc_stream *second);
+/* The host waits for an event. */
+FC_MUST_CHECK fc_status fc_schedule_host_wait(fc_schedule *schedule, fc_schedule_wait wait,
+                                              fc_event *event);
+/* A slot that the pool's home may write. */
+FC_MUST_CHECK fc_status fc_stream_pool_acquire(fc_schedule *schedule, fc_stream_pool *pool,
+                                               fc_label label, size_t bytes, fc_stream_slot **out);
+/* Its event says: up to here in `stream`. */
+FC_MUST_CHECK fc_status fc_stream_slot_mark(fc_schedule *schedule, fc_stream_slot *slot,
+                                            fc_stream *stream);
+void fc_stream_pool_release(fc_stream_pool *pool, fc_stream_slot *slot);
+/* Frees the slots that are not in use. */
+FC_MUST_CHECK fc_status fc_stream_pool_drop(fc_schedule *schedule, fc_stream_pool *pool);
+void fc_stream_pool_destroy(fc_schedule *schedule, fc_stream_pool *pool);
+
+/* ---- schedule_moves.c ---- */
+
+/* The pieces of all that a unit moves; undone by fc_schedule_moves_destroy, on failure too. */
+FC_MUST_CHECK fc_status fc_schedule_moves_create(fc_schedule_unit *unit);
+void fc_schedule_moves_destroy(fc_schedule_unit *unit);
+
+/* ---- schedule.c ---- */
+
+FC_MUST_CHECK fc_status fc_schedule_unit_fail(const fc_schedule_unit *unit, const char *call);
+
+#endif

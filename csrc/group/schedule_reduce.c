@@ -1,0 +1,169 @@
+/* Gradients of a unit on their way: staged, scattered, added up over replicas, finished.
+ *
+ * A unit's gradients pass through two slots. *input* holds a part per rank, staged by compute and
+ * read by the reduce-scatter; *output* holds the own part, from the scatter to the last cast. Held
+ * gradients stay where they are: staged ones in their input slot, scattered ones in their output.
+ */
+#include "group/schedule_private.h"
+
+/* Adds the gradients to what the unit holds, or to nothing: `*held` is an input slot afterwards. */
+static fc_status stage(fc_schedule_unit *unit, const fc_schedule_grads *grads)
+{
+    fc_schedule *s = unit->schedule;
+    const fc_layout *l = unit->options.layout;
+    bool is_new = unit->held == NULL;
+    fc_move move = {.pieces = unit->stage, .divisor = unit->options.pre_divisor};
+    size_t i;
+
+    if (is_new) {
+        FC_TRY(fc_stream_pool_acquire(s, &s->inputs, fc_schedule_label(unit, ""),
+                                      unit->part_bytes * (size_t)l->n_ranks, &unit->held));
+    }
+    for (i = 0; i < l->n_params; i++) {
+        unit->addresses[i] = grads->full != NULL ? grads->full[i] : NULL;
+    }
+    move.to = &unit->held->memory;
+    move.from = unit->addresses;
+    move.accumulate = !is_new;
+    return s->ops->move(s->options.device, s->compute, fc_schedule_label(unit, "stage"), &move);
+}
+
+/* The own part of the sum over the shard group, and of what was scattered before. */
+static fc_status scatter(fc_schedule_unit *unit, fc_stream_slot **out)
+{
+    fc_schedule *s = unit->schedule;
+    fc_stream *reduce = s->options.reduce;
+    fc_stream_slot *input = unit->held, *output, *partial = unit->partial;
+    size_t numel = unit->part_bytes / fc_dtype_bytes(unit->reduce);
+
+    FC_TRY(fc_stream_pool_acquire(s, &s->outputs, fc_schedule_label(unit, ""), unit->part_bytes,
+                                  &output));
+    *out = output;
+    FC_TRY(s->ops->reduce_scatter(s->options.device, unit->options.reduce, reduce,
+                                  fc_schedule_label(unit, "reduce-scatter"), output->memory,
+                                  input->memory, numel, unit->reduce));
+    FC_TRY(fc_stream_slot_mark(s, input, reduce));
+    fc_stream_pool_release(&s->inputs, input);
+    unit->held = NULL;
+    if (partial != NULL) {
+        const void *from = partial->memory;
+        const fc_move move = {unit->add, &output->memory, &from, 1.0, true};
+
+        FC_TRY(s->ops->move(s->options.device, reduce, fc_schedule_label(unit, "add"), &move));
+        FC_TRY(fc_stream_slot_mark(s, partial, reduce));
+        fc_stream_pool_release(&s->outputs, partial);
+        unit->partial = NULL;
+    }
+    return FC_OK;
+}
+
+/* Divides and casts into the gradients; host gradients pass through device memory. */
+static fc_status finish(fc_schedule_unit *unit, const fc_schedule_grads *grads,
+                        const fc_stream_slot *output, fc_stream *stream)
+{
+    fc_schedule *s = unit->schedule;
+    fc_device *device = s->options.device;
+    size_t bytes = unit->options.layout->trainable_grad_bytes;
+    const void *from = output->memory;
+    void *to = grads->out;
+    fc_move move = {unit->finish, &to, &from, unit->options.divisor, grads->accumulate};
+    fc_status st = FC_OK;
+
+    if (!unit->options.is_offloaded) {
+        return s->ops->move(device, stream, fc_schedule_label(unit, "finish"), &move);
+    }
+    FC_TRY(s->ops->alloc(device, stream, fc_schedule_label(unit, "gradients"), bytes, &to));
+    if (grads->accumulate) {
+        st = s->ops->copy(device, stream, fc_schedule_label(unit, "gradients to device"), to,
+                          grads->out, bytes);
+    }
+    if (st == FC_OK) {
+        st = s->ops->move(device, stream, fc_schedule_label(unit, "finish"), &move);
+    }
+    if (st == FC_OK) {
+        st = s->ops->copy(device, stream, fc_schedule_label(unit, "gradients to host"), grads->out,
+                          to, bytes);
+        s->has_downloads = true;
+    }
+    s->ops->free(device, to);
+    return st;
+}
+
+/* From the scattered part on. */
+static fc_status complete(fc_schedule_unit *unit, const fc_schedule_grads *grads,
+                          fc_stream_slot *output)
+{
+    fc_schedule *s = unit->schedule;
+    fc_stream *stream = s->options.reduce;
+
+    if (unit->options.replicas != NULL) {
+        stream = s->options.all_reduce;
+        s->is_all_reducing = true;
+        FC_TRY(fc_schedule_chain(s, FC_ORDER_SCATTERED, s->options.reduce, stream));
+        FC_TRY(s->ops->all_reduce(s->options.device, unit->options.replicas, stream,
+                                  fc_schedule_label(unit, "all-reduce"), output->memory,
+                                  unit->part_bytes / fc_dtype_bytes(unit->reduce), unit->reduce));
+    }
+    FC_TRY(finish(unit, grads, output, stream));
+    return fc_stream_slot_mark(s, output, stream);
+}
+
+static bool has_any(const fc_schedule_unit *unit, const fc_schedule_grads *grads)
+{
+    const fc_layout *l = unit->options.layout;
+    size_t i;
+
+    for (i = 0; grads->full != NULL && i < l->n_params; i++) {
+        if (grads->full[i] != NULL && l->params[i].has_grad && l->params[i].trainable) {
+            return true;
+        }
+    }
+    return false;
+}
+
+fc_status fc_schedule_post_backward(fc_schedule_unit *unit, const fc_schedule_grads *grads,
+                                    bool *reduced_out)
+{
+    fc_schedule *s = unit->schedule;
+    bool is_partial = grads->sync == FC_SYNC_SCATTER && unit->options.replicas != NULL;
+    bool is_fresh = has_any(unit, grads);
+    fc_stream_slot *output = NULL;
+    fc_status st;
+
+    if (s->compute == NULL) {
+        return fc_schedule_unit_fail(unit, "post_backward");
+    }
+    *reduced_out = false;
+    if (is_fresh) {
+        FC_TRY(stage(unit, grads));
+    }
+    if (!grads->keep_unsharded) {
+        fc_schedule_reshard(unit);
+    }
+    if (grads->sync == FC_SYNC_NONE || (unit->held == NULL && unit->partial == NULL)) {
+        return FC_OK;
+    }
+    if (unit->held == NULL && is_partial) {
+        return FC_OK;
+    }
+    FC_TRY(fc_schedule_chain(s, FC_ORDER_STAGED, s->compute, s->options.reduce));
+    if (unit->held == NULL) { /* only the sum over replicas is missing */
+        output = unit->partial;
+        unit->partial = NULL;
+        st = FC_OK;
+    } else {
+        st = scatter(unit, &output);
+    }
+    if (st == FC_OK && is_partial) {
+        unit->partial = output;
+        return FC_OK;
+    }
+    if (st == FC_OK) {
+        st = complete(unit, grads, output);
+    }
+    if (output != NULL) {
+        fc_stream_pool_release(&s->outputs, output);
+    }
+    *reduced_out = st == FC_OK;
+    return st;
+}

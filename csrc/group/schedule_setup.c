@@ -1,0 +1,181 @@
+/* Making and unmaking schedules and their units. */
+#include "group/schedule_private.h"
+
+#include "base/alloc.h"
+
+#include <string.h>
+
+fc_status fc_schedule_create(const fc_schedule_options *options, fc_schedule **out)
+{
+    fc_schedule *s = fc_alloc(1, sizeof(*s));
+    fc_status st;
+
+    if (s == NULL) {
+        return fc_fail(FC_ERR_NOMEM, "schedule");
+    }
+    s->options = *options;
+    s->ops = options->device->ops;
+    s->gathers = (fc_stream_pool){.what = "gather slot",
+                                  .n_spare = 2,
+                                  .reuse = FC_ORDER_GATHER_SLOT,
+                                  .drop = FC_ORDER_DROP_GATHER,
+                                  .home = options->copy_in};
+    s->inputs = (fc_stream_pool){.what = "reduce input",
+                                 .n_spare = options->n_reduce_inputs,
+                                 .reuse = FC_ORDER_REDUCE_INPUT,
+                                 .drop = FC_ORDER_REDUCED};
+    s->outputs = (fc_stream_pool){.what = "reduce output",
+                                  .n_spare = 1,
+                                  .reuse = FC_ORDER_REDUCE_OUTPUT,
+                                  .drop = FC_ORDER_DROP_OUTPUT,
+                                  .home = options->reduce};
+    st = s->ops->event_create(options->device, &s->event);
+    if (st != FC_OK) {
+        fc_free(s);
+        return st;
+    }
+    *out = s;
+    return FC_OK;
+}
+
+static void unit_destroy(fc_schedule_unit *unit)
+{
+    fc_schedule *s = unit->schedule;
+
+    s->ops->free(s->options.device, unit->full);
+    s->ops->free(s->options.device, unit->kept);
+    s->ops->event_destroy(s->options.device, unit->kept_event);
+    fc_schedule_moves_destroy(unit);
+    fc_free(unit->addresses);
+    fc_free(unit->staging_at);
+    fc_free(unit->prefetch[0].units);
+    fc_free(unit->prefetch[1].units);
+    fc_free(unit->name);
+    fc_free(unit);
+}
+
+void fc_schedule_destroy(fc_schedule *s)
+{
+    if (s == NULL) {
+        return;
+    }
+    while (s->units != NULL) {
+        fc_schedule_unit *next = s->units->next;
+
+        unit_destroy(s->units);
+        s->units = next;
+    }
+    fc_stream_pool_destroy(s, &s->gathers);
+    fc_stream_pool_destroy(s, &s->inputs);
+    fc_stream_pool_destroy(s, &s->outputs);
+    s->ops->event_destroy(s->options.device, s->event);
+    fc_free(s->order);
+    fc_free(s);
+}
+
+static fc_status check(const fc_schedule_unit_options *o)
+{
+    const fc_layout *l = o->layout;
+    size_t i;
+
+    if (l->trainable_part_bytes > 0 && !l->is_uniform) {
+        return fc_fail(FC_ERR_UNSUPPORTED,
+                       "unit '%s': its gradients are reduced in more than one type; put parameters"
+                       " of different types into units of their own",
+                       o->name);
+    }
+    for (i = 0; i < l->n_params; i++) {
+        if (l->params[i].is_aliased) {
+            return fc_fail(FC_ERR_INVALID, "unit '%s': parameter %zu is aliased", o->name, i);
+        }
+    }
+    return FC_OK;
+}
+
+/* Where offloaded shards lie on the device, and the type of what is reduced. */
+static void measure(fc_schedule_unit *unit)
+{
+    const fc_layout *l = unit->options.layout;
+    size_t i;
+
+    for (i = 0; i < l->n_params; i++) {
+        const fc_param *p = &l->params[i];
+        size_t bytes = p->outer * p->own_rows * p->inner * fc_dtype_bytes(p->orig);
+
+        unit->staging_at[i] = unit->staging_bytes;
+        unit->staging_bytes = fc_round_up(unit->staging_bytes + bytes, FC_ALIGN);
+        if (p->has_grad && p->trainable) {
+            unit->reduce = p->reduce;
+        }
+    }
+    unit->part_bytes = l->trainable_part_bytes;
+}
+
+fc_status fc_schedule_add(fc_schedule *s, const fc_schedule_unit_options *options,
+                          fc_schedule_unit **out)
+{
+    size_t n = options->layout->n_params;
+    size_t name_bytes = strlen(options->name) + 1;
+    fc_schedule_unit *unit;
+    fc_status st;
+
+    FC_TRY(check(options));
+    unit = fc_alloc(1, sizeof(*unit));
+    if (unit == NULL) {
+        return fc_fail(FC_ERR_NOMEM, "unit '%s'", options->name);
+    }
+    unit->schedule = s;
+    unit->options = *options;
+    unit->last_entry = -1;
+    unit->name = fc_alloc(1, name_bytes);
+    unit->addresses = fc_alloc(n ? n : 1, sizeof(*unit->addresses));
+    unit->staging_at = fc_alloc(n ? n : 1, sizeof(*unit->staging_at));
+    if (unit->name == NULL || unit->addresses == NULL || unit->staging_at == NULL) {
+        st = fc_fail(FC_ERR_NOMEM, "unit '%s'", options->name);
+        goto destroy_unit;
+    }
+    memcpy(unit->name, options->name, name_bytes);
+    unit->options.name = unit->name;
+    measure(unit);
+    st = s->ops->event_create(s->options.device, &unit->kept_event);
+    if (st == FC_OK) {
+        st = fc_schedule_moves_create(unit);
+    }
+    if (st != FC_OK) {
+        goto destroy_unit;
+    }
+    if (options->replicas != NULL) {
+        s->outputs.n_spare = 2; /* one is scattered while another is all-reduced */
+    }
+    unit->next = s->units;
+    s->units = unit;
+    *out = unit;
+    return FC_OK;
+
+destroy_unit:
+    unit_destroy(unit);
+    return st;
+}
+
+void fc_schedule_set_shards(fc_schedule_unit *unit, const void *const *shards)
+{
+    unit->shards = shards;
+}
+
+fc_status fc_schedule_set_prefetch(fc_schedule_unit *unit, bool in_backward,
+                                   fc_schedule_unit *const *units, size_t n_units)
+{
+    fc_schedule_list *list = &unit->prefetch[in_backward ? 1 : 0];
+    fc_schedule_unit **copy = fc_alloc(n_units ? n_units : 1, sizeof(fc_schedule_unit *));
+
+    if (copy == NULL) {
+        return fc_fail(FC_ERR_NOMEM, "unit '%s': list of %zu units to prefetch", unit->name,
+                       n_units);
+    }
+    if (n_units > 0) {
+        memcpy(copy, units, n_units * sizeof(fc_schedule_unit *));
+    }
+    fc_free(list->units);
+    *list = (fc_schedule_list){copy, n_units, true};
+    return FC_OK;
+}

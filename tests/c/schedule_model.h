@@ -1,0 +1,410 @@
+/* Random programs of units on devices, and what they give when computed plainly on whole tensors.
+ *
+ * A program is drawn from a seed: ranks, units, steps, forwards and how gradients are accumulated.
+ */
+#ifndef FC_TESTS_SCHEDULE_MODEL_H
+#define FC_TESTS_SCHEDULE_MODEL_H
+
+#include "check.h"
+#include "device/device.h"
+#include "group/schedule.h"
+#include "kernels/kernels.h"
+
+#include <stdbool.h>
+
+#define MUST(call) CHECK_EQ(call, FC_OK)
+
+#define UNITS 5
+#define PARAMS 3
+#define ELEMENTS 96 /* of a parameter at most */
+#define STEPS 3
+#define MICROS 3
+#define CALLS 8
+
+#define MUST(call) CHECK_EQ(call, FC_OK)
+
+/* ---- a random program, the same on all ranks ---- */
+
+typedef struct value {
+    char bytes[ELEMENTS * 4];
+} value;
+
+typedef enum reshard_kind {
+    RESHARD_NEVER,
+    RESHARD_TO_ALL,
+    RESHARD_TO_FEW
+} reshard_kind;
+
+typedef struct unit_model {
+    char name[16];
+    fc_param params[PARAMS]; /* the given fields */
+    size_t n_params;
+    bool is_frozen, is_offloaded;
+    reshard_kind reshard;
+    double pre_divisor, divisor;
+    bool has_list[2];
+    int list[2][2]; /* two units to prefetch, in forward and in backward */
+    /* What a plain computation gives. */
+    value start[PARAMS];         /* original type */
+    value judged[STEPS][PARAMS]; /* compute type, what an evaluation sees */
+    value seen[STEPS][PARAMS];   /* compute type, what training sees */
+    value grads[STEPS][PARAMS];  /* gradient type, after its last reduction */
+    bool is_stepped[STEPS];
+    value last[PARAMS]; /* original type */
+} unit_model;
+
+typedef struct micro_model {
+    int calls[CALLS]; /* units in the order of forwards; the first one encloses the others */
+    int n_calls;
+    bool is_used[UNITS]; /* its gradients are given */
+    fc_schedule_sync sync;
+    bool is_last;
+} micro_model;
+
+typedef struct step_model {
+    bool has_eval, ends_eval, gives_event;
+    bool halves; /* after the evaluation somebody halves all shards */
+    micro_model micros[MICROS];
+    int n_micros;
+} step_model;
+
+typedef struct program {
+    uint64_t random;
+    int n_shards, n_replicas, n_few;
+    unit_model units[UNITS];
+    int n_units;
+    step_model steps[STEPS];
+    int n_steps;
+    size_t n_reduce_inputs, max_gathers;
+    uint64_t without;
+    int64_t fail_at; /* which allocation fails on each rank; negative: none */
+    bool has_failed;
+    size_t peak_bytes[4];
+    fc_device_comm *gather[4], *reduce[4], *replicas[4], *few[4]; /* by rank */
+    fc_stream *streams[4][5];
+    _Atomic int n_wrong;
+    void *shards[4][UNITS][PARAMS];
+} program;
+
+static uint64_t mix(uint64_t x)
+{
+    x += UINT64_C(0x9e3779b97f4a7c15);
+    x = (x ^ (x >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    x = (x ^ (x >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return x ^ (x >> 31);
+}
+
+static uint64_t draw(program *p, uint64_t below)
+{
+    return mix(p->random++) % below;
+}
+
+static inline size_t numel_of(const fc_param *p)
+{
+    return p->outer * p->rows * p->inner;
+}
+
+static inline void make_unit(program *p, int index)
+{
+    static const fc_dtype computes[] = {FC_F32, FC_BF16, FC_F16};
+    unit_model *u = &p->units[index];
+    fc_dtype compute = computes[draw(p, 3)];
+    fc_dtype orig = draw(p, 4) == 0 ? FC_BF16 : FC_F32;
+    fc_dtype reduce = draw(p, 2) == 0 ? FC_F32 : compute;
+    size_t i, j;
+
+    (void)snprintf(u->name, sizeof(u->name), "unit%d", index);
+    u->n_params = 1 + draw(p, PARAMS);
+    u->is_frozen = draw(p, 5) == 0;
+    u->is_offloaded = draw(p, 4) == 0;
+    u->reshard = (reshard_kind)draw(p, 3);
+    u->pre_divisor = draw(p, 3) == 0 ? 2 : 1;
+    u->divisor = (double)(p->n_shards * p->n_replicas);
+    for (i = 0; i < u->n_params; i++) {
+        bool is_frozen = u->is_frozen || (i > 0 && draw(p, 4) == 0);
+
+        u->params[i] = (fc_param){.outer = 1 + draw(p, 2),
+                                  .rows = 1 + draw(p, 7),
+                                  .inner = 1 + draw(p, 6),
+                                  .orig = orig,
+                                  .compute = compute,
+                                  .reduce = reduce,
+                                  .grad = orig,
+                                  .has_grad = true,
+                                  .trainable = !is_frozen};
+        for (j = 0; j < numel_of(&u->params[i]); j++) {
+            float x = (float)(int)draw(p, 64) - 32;
+
+            fc_kern_cast(FC_F32, orig)(u->start[i].bytes + j * fc_dtype_bytes(orig), &x, 1);
+        }
+    }
+    for (i = 0; i < 2; i++) {
+        u->has_list[i] = draw(p, 3) == 0;
+        for (j = 0; j < 2; j++) {
+            u->list[i][j] = (int)draw(p, (uint64_t)p->n_units);
+        }
+    }
+}
+
+static inline void make_micro(program *p, micro_model *m, bool is_newest)
+{
+    int i;
+
+    m->n_calls = 2 + (int)draw(p, CALLS - 2);
+    for (i = 1; i < m->n_calls; i++) {
+        m->calls[i] = p->n_units > 1 ? 1 + (int)draw(p, (uint64_t)p->n_units - 1) : 0;
+    }
+    if (p->n_units == 1) {
+        m->n_calls = 1;
+    }
+    for (i = 0; i < p->n_units; i++) {
+        m->is_used[i] = draw(p, 6) != 0;
+    }
+    m->sync = is_newest ? FC_SYNC_ALL : (fc_schedule_sync)draw(p, 3);
+    m->is_last = is_newest || draw(p, 2) == 0;
+}
+
+static inline void make_program(program *p, uint64_t seed)
+{
+    static const int shapes[][2] = {{1, 1}, {2, 1}, {3, 1}, {4, 1}, {2, 2}, {1, 2}, {2, 2}};
+    int i, j, shape;
+
+    memset(p, 0, sizeof(*p));
+    p->fail_at = -1;
+    p->random = mix(seed);
+    shape = (int)draw(p, sizeof(shapes) / sizeof(shapes[0]));
+    p->n_shards = shapes[shape][0];
+    p->n_replicas = shapes[shape][1];
+    p->n_few = p->n_shards == 4 ? 2 : 1;
+    p->n_units = 1 + (int)draw(p, UNITS);
+    p->n_reduce_inputs = draw(p, 4);
+    p->max_gathers = draw(p, 4);
+    for (i = 0; i < p->n_units; i++) {
+        make_unit(p, i);
+    }
+    p->n_steps = 1 + (int)draw(p, STEPS);
+    for (i = 0; i < p->n_steps; i++) {
+        step_model *s = &p->steps[i];
+
+        s->has_eval = draw(p, 3) == 0;
+        s->ends_eval = draw(p, 2) == 0;
+        s->halves = s->has_eval && s->ends_eval && draw(p, 2) == 0;
+        s->gives_event = draw(p, 2) == 0;
+        s->n_micros = 1 + (int)draw(p, MICROS);
+        for (j = 0; j < s->n_micros; j++) {
+            make_micro(p, &s->micros[j], j == s->n_micros - 1);
+        }
+    }
+}
+
+/* ---- gradients ---- */
+
+typedef struct grad_key {
+    int step, micro, call, rank, unit, param;
+} grad_key;
+
+/* Every rank gives a gradient to the first parameter, and to most others. */
+static inline bool has_gradient(const unit_model *u, const grad_key *k)
+{
+    const fc_param *p = &u->params[k->param];
+    uint64_t x = mix((uint64_t)(k->step * 7 + k->micro * 5 + k->rank * 3 + k->param));
+
+    return p->trainable && (k->param == 0 || x % 5 != 0);
+}
+
+static inline void write_gradient(const unit_model *u, const grad_key *k, void *to)
+{
+    const fc_param *p = &u->params[k->param];
+    uint64_t seed =
+        mix((uint64_t)(((k->step * 8 + k->micro) * 16 + k->call) * 64 + k->rank * 8 + k->unit) * 8 +
+            (uint64_t)k->param);
+    size_t j;
+
+    for (j = 0; j < numel_of(p); j++) {
+        float x = (float)(int)(mix(seed + j) % 255) / 8 - 16;
+
+        fc_kern_cast(FC_F32, p->compute)((char *)to + j * fc_dtype_bytes(p->compute), &x, 1);
+    }
+}
+
+/* ---- the plain computation, on whole tensors ---- */
+
+static inline void add(fc_dtype from, fc_dtype to, value *sum, const value *x, size_t numel,
+                       double divisor, bool accumulate)
+{
+    const void *source = x->bytes;
+
+    if (divisor == 1 && !accumulate) {
+        fc_kern_cast(from, to)(sum->bytes, x->bytes, numel);
+    } else {
+        fc_kern_reduce(from, to)(sum->bytes, &source, 1, numel, divisor, accumulate);
+    }
+}
+
+static inline void halve(fc_dtype dtype, void *at, size_t numel)
+{
+    value old;
+    const void *from = old.bytes;
+
+    memcpy(old.bytes, at, numel * fc_dtype_bytes(dtype));
+    fc_kern_reduce(dtype, dtype)(at, &from, 1, numel, 2, false);
+}
+
+/* Sums over ranks, each of them held or not. */
+typedef struct sums {
+    value staged[4][PARAMS];
+    value partial[4][PARAMS]; /* by replica */
+    bool is_held, is_partial, is_reduced;
+} sums;
+
+static inline void stage_plainly(const program *p, const unit_model *u, sums *s, grad_key k)
+{
+    value grad;
+    int i;
+
+    for (k.rank = 0; k.rank < p->n_shards * p->n_replicas; k.rank++) {
+        for (i = 0; i < (int)u->n_params; i++) {
+            const fc_param *q = &u->params[i];
+
+            k.param = i;
+            if (has_gradient(u, &k)) {
+                write_gradient(u, &k, grad.bytes);
+                add(q->compute, q->reduce, &s->staged[k.rank][i], &grad, numel_of(q),
+                    u->pre_divisor, s->is_held);
+            } else if (!s->is_held) {
+                memset(&s->staged[k.rank][i], 0, sizeof(value));
+            }
+        }
+    }
+    s->is_held = true;
+}
+
+static inline void sum_ranks(const fc_param *q, value *to, const void *const *from, int n)
+{
+    fc_kern_reduce(q->reduce, q->reduce)(to->bytes, from, (size_t)n, numel_of(q), 1.0, false);
+}
+
+static inline void reduce_plainly(const program *p, unit_model *u, sums *s, int step,
+                                  bool is_partial)
+{
+    const void *from[4];
+    value own[4], sum;
+    size_t i;
+    int replica, r;
+
+    for (i = 0; i < u->n_params; i++) {
+        const fc_param *q = &u->params[i];
+
+        for (replica = 0; replica < p->n_replicas; replica++) {
+            for (r = 0; r < p->n_shards; r++) {
+                from[r] = &s->staged[replica * p->n_shards + r][i];
+            }
+            if (!s->is_held) {
+                own[replica] = s->partial[replica][i];
+            } else {
+                sum_ranks(q, &own[replica], from, p->n_shards);
+                if (s->is_partial) {
+                    add(q->reduce, q->reduce, &own[replica], &s->partial[replica][i], numel_of(q),
+                        1, true);
+                }
+            }
+            s->partial[replica][i] = own[replica];
+        }
+        if (!is_partial) {
+            for (r = 0; r < p->n_replicas; r++) {
+                from[r] = &own[r];
+            }
+            sum = own[0];
+            if (p->n_replicas > 1) {
+                sum_ranks(q, &sum, from, p->n_replicas);
+            }
+            add(q->reduce, q->grad, &u->grads[step][i], &sum, numel_of(q), u->divisor,
+                s->is_reduced);
+        }
+    }
+    s->is_held = false;
+    s->is_partial = is_partial;
+    s->is_reduced = s->is_reduced || !is_partial;
+}
+
+static inline void post_backward_plainly(const program *p, unit_model *u, sums *s, grad_key k,
+                                         const micro_model *m, bool is_called)
+{
+    bool is_partial = m->sync == FC_SYNC_SCATTER && p->n_replicas > 1;
+
+    if (is_called && m->is_used[k.unit] && u->params[0].trainable) {
+        stage_plainly(p, u, s, k);
+    }
+    if (m->sync == FC_SYNC_NONE || (!s->is_held && (is_partial || !s->is_partial))) {
+        return;
+    }
+    reduce_plainly(p, u, s, k.step, is_partial);
+}
+
+static inline bool is_called(const micro_model *m, int unit)
+{
+    int i;
+
+    for (i = 0; i < m->n_calls; i++) {
+        if (m->calls[i] == unit) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static inline void train_plainly(program *p)
+{
+    static sums all[UNITS];
+    int step, micro, call, unit;
+    size_t i;
+
+    memset(all, 0, sizeof(all));
+    for (unit = 0; unit < p->n_units; unit++) {
+        memcpy(p->units[unit].last, p->units[unit].start, sizeof(p->units[unit].last));
+    }
+    for (step = 0; step < p->n_steps; step++) {
+        for (unit = 0; unit < p->n_units; unit++) {
+            unit_model *u = &p->units[unit];
+
+            for (i = 0; i < u->n_params; i++) {
+                const fc_param *q = &u->params[i];
+
+                add(q->orig, q->compute, &u->judged[step][i], &u->last[i], numel_of(q), 1, false);
+                if (p->steps[step].halves) {
+                    halve(q->orig, u->last[i].bytes, numel_of(q));
+                }
+                add(q->orig, q->compute, &u->seen[step][i], &u->last[i], numel_of(q), 1, false);
+            }
+        }
+        for (micro = 0; micro < p->steps[step].n_micros; micro++) {
+            const micro_model *m = &p->steps[step].micros[micro];
+
+            for (call = m->n_calls - 1; call >= 0; call--) {
+                unit = m->calls[call];
+                post_backward_plainly(p, &p->units[unit], &all[unit],
+                                      (grad_key){step, micro, call, 0, unit, 0}, m, true);
+            }
+            for (unit = 0; unit < p->n_units; unit++) {
+                if (!is_called(m, unit)) {
+                    post_backward_plainly(p, &p->units[unit], &all[unit],
+                                          (grad_key){step, micro, 0, 0, unit, 0}, m, false);
+                }
+            }
+        }
+        for (unit = 0; unit < p->n_units; unit++) {
+            unit_model *u = &p->units[unit];
+
+            u->is_stepped[step] = all[unit].is_reduced;
+            for (i = 0; all[unit].is_reduced && i < u->n_params; i++) {
+                if (u->params[i].trainable) {
+                    add(u->params[i].grad, u->params[i].orig, &u->last[i], &u->grads[step][i],
+                        numel_of(&u->params[i]), -64, true);
+                }
+            }
+            all[unit].is_reduced = false;
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,601 @@
+/* Runs a random program on simulated devices and compares all it sees with the plain computation.
+ */
+#ifndef FC_TESTS_SCHEDULE_WORLD_H
+#define FC_TESTS_SCHEDULE_WORLD_H
+
+#include "base/alloc.h"
+#include "device/sim/sim.h"
+#include "schedule_model.h"
+
+typedef struct device_unit {
+    fc_schedule_unit *unit;
+    fc_param params[PARAMS], few_params[PARAMS];
+    fc_layout layout, few_layout;
+    const void *shards[PARAMS];
+    void *out; /* reduced gradients; NULL: none yet */
+} device_unit;
+
+typedef struct worker {
+    program *p;
+    fc_device *device;
+    const fc_device_ops *ops;
+    int rank;
+    fc_stream *compute, *copy_in, *gather, *reduce, *all_reduce;
+    fc_schedule *schedule;
+    fc_event *optimizer;
+    size_t rest_bytes; /* of shards */
+    device_unit units[UNITS];
+} worker;
+
+/* Arguments of the test's own kernels. */
+typedef struct kernel_args {
+    program *p;
+    const device_unit *unit;
+    const unit_model *model;
+    const void *memory;
+    const value *expected;
+    void *to;
+    grad_key key;
+} kernel_args;
+
+/* Compares this rank's rows of a full tensor with a chunk. */
+static inline bool is_chunk(const fc_param *q, const fc_layout *l, const value *full,
+                            const char *chunk, fc_dtype dtype)
+{
+    size_t bytes = q->own_rows * q->inner * fc_dtype_bytes(dtype), o;
+    size_t row = q->inner * fc_dtype_bytes(dtype);
+
+    for (o = 0; o < q->outer; o++) {
+        const char *at = full->bytes + (o * q->rows + (size_t)l->rank * q->chunk_rows) * row;
+
+        if (bytes > 0 && memcmp(at, chunk + o * bytes, bytes) != 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* The model's own work: looks at the unsharded parameters. */
+static inline void look(const void *args)
+{
+    const kernel_args *a = args;
+    size_t i;
+
+    for (i = 0; i < a->model->n_params; i++) {
+        const fc_param *q = &a->unit->params[i];
+
+        if (memcmp((const char *)a->memory + q->full_at, a->expected[i].bytes,
+                   numel_of(q) * fc_dtype_bytes(q->compute)) != 0) {
+            a->p->n_wrong++;
+        }
+    }
+}
+
+static inline void give_gradient(const void *args)
+{
+    const kernel_args *a = args;
+
+    write_gradient(a->model, &a->key, a->to);
+}
+
+/* The optimizer of one unit: looks at the gradients and changes the shards. */
+static inline void step_unit(const void *args)
+{
+    const kernel_args *a = args;
+    size_t i;
+
+    for (i = 0; i < a->model->n_params; i++) {
+        const fc_param *q = &a->unit->params[i];
+        const char *grad = (const char *)a->memory + q->grad_at;
+        const void *from = grad;
+
+        if (!q->trainable) {
+            continue;
+        }
+        if (!is_chunk(q, &a->unit->layout, &a->model->grads[a->key.step][i], grad, q->grad)) {
+            a->p->n_wrong++;
+        }
+        fc_kern_reduce(q->grad, q->orig)(a->p->shards[a->key.rank][a->key.unit][i], &from, 1,
+                                         q->outer * q->own_rows * q->inner, -64, true);
+    }
+}
+
+static inline fc_label label(const worker *w, int unit, const char *what)
+{
+    return (fc_label){w->p->units[unit].name, what};
+}
+
+static inline fc_status look_at(worker *w, int unit, const value *expected, const void *full,
+                                const char *what)
+{
+    const device_unit *d = &w->units[unit];
+    kernel_args args = {
+        .p = w->p, .unit = d, .model = &w->p->units[unit], .memory = full, .expected = expected};
+    fc_sim_range range = {full, d->layout.full_bytes, false};
+
+    return fc_sim_launch(w->device, w->compute, label(w, unit, what), &range, 1, look, &args,
+                         sizeof(args));
+}
+
+static inline fc_status post_backward(worker *w, grad_key k, const micro_model *m, bool called)
+{
+    const unit_model *u = &w->p->units[k.unit];
+    device_unit *d = &w->units[k.unit];
+    void *grads[PARAMS] = {NULL};
+    const void *full[PARAMS] = {NULL};
+    bool is_reduced = false;
+    fc_schedule_grads given = {.accumulate = d->out != NULL, .sync = m->sync};
+    void *out = d->out;
+    int i;
+
+    for (i = 0; called && m->is_used[k.unit] && i < (int)u->n_params; i++) {
+        size_t bytes = numel_of(&u->params[i]) * fc_dtype_bytes(u->params[i].compute);
+        kernel_args args = {.p = w->p, .model = u};
+
+        k.param = i;
+        if (!has_gradient(u, &k)) {
+            continue;
+        }
+        FC_TRY(
+            w->ops->alloc(w->device, w->compute, label(w, k.unit, "gradient"), bytes, &grads[i]));
+        args.key = k;
+        args.to = grads[i];
+        FC_TRY(fc_sim_launch(w->device, w->compute, label(w, k.unit, "backward"),
+                             &(fc_sim_range){grads[i], bytes, true}, 1, give_gradient, &args,
+                             sizeof(args)));
+        full[i] = grads[i];
+        given.full = full;
+    }
+    if (out == NULL && u->is_offloaded) {
+        FC_TRY(fc_sim_host_alloc(w->device, label(w, k.unit, "reduced gradients"),
+                                 d->layout.grad_bytes, &out));
+    } else if (out == NULL) {
+        FC_TRY(w->ops->alloc(w->device, w->compute, label(w, k.unit, "reduced gradients"),
+                             d->layout.grad_bytes, &out));
+    }
+    given.out = out;
+    FC_TRY(fc_schedule_post_backward(d->unit, &given, &is_reduced));
+    for (i = 0; i < PARAMS; i++) {
+        w->ops->free(w->device, grads[i]);
+    }
+    if (is_reduced || d->out != NULL) {
+        d->out = out;
+    } else {
+        w->ops->free(w->device, out);
+    }
+    return FC_OK;
+}
+
+static inline fc_status forward(worker *w, int step, const micro_model *m, bool is_eval)
+{
+    void *full;
+    int i;
+
+    for (i = 0; i < m->n_calls; i++) {
+        device_unit *d = &w->units[m->calls[i]];
+        const unit_model *u = &w->p->units[m->calls[i]];
+
+        FC_TRY(fc_schedule_pre_forward(d->unit, &full));
+        FC_TRY(look_at(w, m->calls[i], is_eval ? u->judged[step] : u->seen[step], full, "forward"));
+        if (i > 0) {
+            FC_TRY(fc_schedule_post_forward(d->unit));
+        }
+    }
+    return fc_schedule_post_forward(w->units[m->calls[0]].unit);
+}
+
+static inline fc_status backward(worker *w, int step, int micro)
+{
+    const micro_model *m = &w->p->steps[step].micros[micro];
+    grad_key k = {.step = step, .micro = micro, .rank = w->rank};
+    void *full;
+    int i;
+
+    FC_TRY(fc_schedule_pre_backward(w->units[m->calls[0]].unit, &full));
+    FC_TRY(look_at(w, m->calls[0], w->p->units[m->calls[0]].seen[step], full, "backward"));
+    for (i = m->n_calls - 1; i >= 0; i--) {
+        k.unit = m->calls[i];
+        k.call = i;
+        if (i > 0) {
+            FC_TRY(fc_schedule_pre_backward(w->units[k.unit].unit, &full));
+            FC_TRY(look_at(w, k.unit, w->p->units[k.unit].seen[step], full, "backward"));
+        }
+        FC_TRY(post_backward(w, k, m, true));
+    }
+    for (k.unit = 0, k.call = 0; k.unit < w->p->n_units; k.unit++) {
+        if (!is_called(m, k.unit)) {
+            FC_TRY(post_backward(w, k, m, false));
+        }
+    }
+    return fc_schedule_end_backward(w->schedule, m->is_last);
+}
+
+static inline void touch_shards(worker *w, int unit)
+{
+    const fc_layout *l = &w->units[unit].layout;
+    size_t i;
+
+    for (i = 0; i < l->n_params; i++) {
+        const fc_param *q = &l->params[i];
+        size_t bytes = q->outer * q->own_rows * q->inner * fc_dtype_bytes(q->orig);
+
+        fc_sim_host_access(w->device, label(w, unit, "write by the host"),
+                           (fc_sim_range){w->units[unit].shards[i], bytes, true});
+    }
+}
+
+static inline fc_status step_units(worker *w, int step)
+{
+    int unit;
+
+    for (unit = 0; unit < w->p->n_units; unit++) {
+        device_unit *d = &w->units[unit];
+        const unit_model *u = &w->p->units[unit];
+        kernel_args args = {.p = w->p, .unit = d, .model = u, .memory = d->out};
+        fc_sim_range ranges[1 + PARAMS] = {{d->out, d->layout.grad_bytes, false}};
+        size_t i;
+
+        args.key.rank = w->rank;
+        args.key.unit = unit;
+        args.key.step = step;
+        if ((d->out != NULL) != u->is_stepped[step]) {
+            w->p->n_wrong++;
+        }
+        if (u->is_offloaded) { /* frozen ones too: somebody may load them */
+            touch_shards(w, unit);
+        }
+        if (d->out == NULL) {
+            continue;
+        }
+        for (i = 0; i < u->n_params; i++) {
+            const fc_param *q = &d->params[i];
+
+            ranges[1 + i] = (fc_sim_range){
+                d->shards[i], q->outer * q->own_rows * q->inner * fc_dtype_bytes(q->orig), true};
+        }
+        if (u->is_offloaded) {
+            fc_sim_host_access(w->device, label(w, unit, "optimizer"), ranges[0]);
+            step_unit(&args);
+        } else {
+            FC_TRY(fc_sim_launch(w->device, w->compute, label(w, unit, "optimizer"), ranges,
+                                 1 + u->n_params, step_unit, &args, sizeof(args)));
+        }
+        w->ops->free(w->device, d->out);
+        d->out = NULL;
+    }
+    return FC_OK;
+}
+
+static inline void halve_shards(const void *args)
+{
+    const kernel_args *a = args;
+    size_t i;
+
+    for (i = 0; i < a->model->n_params; i++) {
+        const fc_param *q = &a->unit->params[i];
+
+        halve(q->orig, a->p->shards[a->key.rank][a->key.unit][i],
+              q->outer * q->own_rows * q->inner);
+    }
+}
+
+/* Somebody loads a checkpoint, say. Units that evaluation left unsharded are told so; slices and
+ * prefetches are not used again anyway. */
+static inline fc_status change_shards(worker *w, int unit)
+{
+    const unit_model *u = &w->p->units[unit];
+    device_unit *d = &w->units[unit];
+    kernel_args args = {.p = w->p, .unit = d, .model = u};
+    fc_sim_range ranges[PARAMS];
+    size_t i;
+
+    args.key.rank = w->rank;
+    args.key.unit = unit;
+    if (u->reshard == RESHARD_NEVER || unit == 0) {
+        fc_schedule_reshard(d->unit);
+    }
+    if (u->is_offloaded) {
+        touch_shards(w, unit);
+        halve_shards(&args);
+        return FC_OK;
+    }
+    for (i = 0; i < u->n_params; i++) {
+        const fc_param *q = &d->params[i];
+
+        ranges[i] = (fc_sim_range){
+            d->shards[i], q->outer * q->own_rows * q->inner * fc_dtype_bytes(q->orig), true};
+    }
+    return fc_sim_launch(w->device, w->compute, label(w, unit, "change"), ranges, u->n_params,
+                         halve_shards, &args, sizeof(args));
+}
+
+/* A forward without a backward; afterwards somebody may write shards. */
+static inline fc_status evaluate(worker *w, int step)
+{
+    const step_model *s = &w->p->steps[step];
+    int unit;
+
+    FC_TRY(fc_schedule_begin(w->schedule, w->compute, NULL));
+    FC_TRY(forward(w, step, &s->micros[0], true));
+    if (s->ends_eval) {
+        FC_TRY(fc_schedule_end_backward(w->schedule, true));
+    }
+    for (unit = 0; s->halves && unit < w->p->n_units; unit++) {
+        FC_TRY(change_shards(w, unit));
+    }
+    return FC_OK;
+}
+
+/* No unit stays unsharded, keeps a slice or holds gradients after a step. */
+static inline bool is_all_sharded(const program *p, int step)
+{
+    const step_model *s = &p->steps[step];
+    int unit, i;
+
+    for (unit = 0; unit < p->n_units; unit++) {
+        if (p->units[unit].reshard == RESHARD_TO_FEW) {
+            return false;
+        }
+    }
+    for (i = 0; i < s->n_micros; i++) {
+        if (s->micros[i].sync != FC_SYNC_ALL) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static inline fc_status train(worker *w)
+{
+    int step, micro;
+
+    for (step = 0; step < w->p->n_steps; step++) {
+        const step_model *s = &w->p->steps[step];
+
+        if (s->has_eval) {
+            FC_TRY(evaluate(w, step));
+        }
+        for (micro = 0; micro < s->n_micros; micro++) {
+            bool gives = s->gives_event && micro == 0 && step > 0 && !s->has_eval;
+
+            FC_TRY(fc_schedule_begin(w->schedule, w->compute, gives ? w->optimizer : NULL));
+            FC_TRY(forward(w, step, &s->micros[micro], false));
+            FC_TRY(backward(w, step, micro));
+        }
+        FC_TRY(step_units(w, step));
+        FC_TRY(w->ops->record(w->device, w->optimizer, w->compute));
+        if (w->p->fail_at < 0 && is_all_sharded(w->p, step)) {
+            CHECK_EQ(fc_sim_bytes(w->device), w->rest_bytes);
+        }
+    }
+    return FC_OK;
+}
+
+/* ---- set-up ---- */
+
+static inline fc_status make_shards(worker *w, int unit)
+{
+    const unit_model *u = &w->p->units[unit];
+    device_unit *d = &w->units[unit];
+    size_t i, o;
+
+    for (i = 0; i < u->n_params; i++) {
+        const fc_param *q = &d->params[i];
+        size_t row = q->inner * fc_dtype_bytes(q->orig), bytes = q->own_rows * row;
+        size_t all_bytes = q->outer * bytes;
+        void *memory;
+
+        FC_TRY(u->is_offloaded
+                   ? fc_sim_host_alloc(w->device, label(w, unit, "shard"), all_bytes, &memory)
+                   : w->ops->alloc(w->device, w->compute, label(w, unit, "shard"), all_bytes,
+                                   &memory));
+        for (o = 0; o < q->outer && bytes > 0; o++) {
+            memcpy((char *)memory + o * bytes,
+                   u->start[i].bytes + (o * q->rows + (size_t)d->layout.rank * q->chunk_rows) * row,
+                   bytes);
+        }
+        d->shards[i] = memory;
+        w->p->shards[w->rank][unit][i] = memory;
+    }
+    return FC_OK;
+}
+
+static inline fc_status make_device_unit(worker *w, int unit)
+{
+    program *p = w->p;
+    const unit_model *u = &p->units[unit];
+    device_unit *d = &w->units[unit];
+    int shard = w->rank % p->n_shards;
+    fc_schedule_unit_options options = {.name = u->name,
+                                        .layout = &d->layout,
+                                        .gather = p->gather[w->rank],
+                                        .reduce = p->reduce[w->rank],
+                                        .replicas = p->n_replicas > 1 ? p->replicas[w->rank] : NULL,
+                                        .reshard_after_forward = u->reshard != RESHARD_NEVER,
+                                        .is_offloaded = u->is_offloaded,
+                                        .pre_divisor = u->pre_divisor,
+                                        .divisor = u->divisor};
+    size_t i;
+
+    memcpy(d->params, u->params, sizeof(d->params));
+    memcpy(d->few_params, u->params, sizeof(d->few_params));
+    for (i = 0; i < u->n_params; i++) {
+        d->few_params[i].orig = d->few_params[i].compute;
+    }
+    FC_TRY(fc_layout_init(&d->layout, d->params, u->n_params, shard, p->n_shards, false));
+    FC_TRY(fc_layout_init(&d->few_layout, d->few_params, u->n_params, shard % p->n_few, p->n_few,
+                          false));
+    if (u->reshard == RESHARD_TO_FEW) {
+        options.post_layout = &d->few_layout;
+        options.post_gather = p->few[w->rank];
+    }
+    FC_TRY(fc_schedule_add(w->schedule, &options, &d->unit));
+    FC_TRY(make_shards(w, unit));
+    fc_schedule_set_shards(d->unit, d->shards);
+    return FC_OK;
+}
+
+static inline fc_status make_lists(worker *w)
+{
+    int unit, i;
+
+    for (unit = 0; unit < w->p->n_units; unit++) {
+        const unit_model *u = &w->p->units[unit];
+
+        for (i = 0; i < 2; i++) {
+            fc_schedule_unit *const list[2] = {w->units[u->list[i][0]].unit,
+                                               w->units[u->list[i][1]].unit};
+
+            if (u->has_list[i]) {
+                FC_TRY(fc_schedule_set_prefetch(w->units[unit].unit, i == 1, list, 2));
+            }
+        }
+    }
+    return FC_OK;
+}
+
+/* An allocation has failed: the same program from its beginning, which has to work. */
+static inline fc_status begin_anew(worker *w)
+{
+    int unit;
+
+    CHECK_HAS(fc_last_message(), "simulated device");
+    w->p->has_failed = true;
+    FC_TRY(fc_schedule_reset(w->schedule));
+    for (unit = 0; unit < w->p->n_units; unit++) {
+        w->units[unit].out = NULL;
+    }
+    return train(w);
+}
+
+static inline fc_status work(fc_device *device, int rank, void *arg)
+{
+    program *p = arg;
+    fc_stream **streams = p->streams[rank];
+    worker w = {.p = p,
+                .device = device,
+                .ops = device->ops,
+                .rank = rank,
+                .compute = streams[0],
+                .copy_in = streams[1],
+                .gather = streams[2],
+                .reduce = streams[3],
+                .all_reduce = streams[4]};
+    const fc_schedule_options options = {device,         w.copy_in,    w.gather,
+                                         w.reduce,       w.all_reduce, p->n_reduce_inputs,
+                                         p->max_gathers, p->without};
+    fc_event *event;
+    fc_status st;
+    int unit, i;
+
+    FC_TRY(fc_schedule_create(&options, &w.schedule));
+    FC_TRY(w.ops->event_create(device, &w.optimizer));
+    for (unit = 0; unit < p->n_units; unit++) {
+        FC_TRY(make_device_unit(&w, unit));
+    }
+    FC_TRY(make_lists(&w));
+    w.rest_bytes = fc_sim_bytes(device);
+    fc_sim_fail_alloc(device, p->fail_at);
+    st = train(&w);
+    if (st == FC_ERR_NOMEM && p->fail_at >= 0) {
+        st = begin_anew(&w);
+    }
+    fc_sim_fail_alloc(device, -1);
+    p->peak_bytes[rank] = fc_sim_peak_bytes(device) - w.rest_bytes;
+    FC_TRY(w.ops->event_create(device, &event));
+    for (i = 0; i < 5 && st == FC_OK; i++) {
+        FC_TRY(w.ops->record(device, event, streams[i]));
+        st = w.ops->synchronize(device, event);
+    }
+    w.ops->event_destroy(device, event);
+    w.ops->event_destroy(device, w.optimizer);
+    fc_schedule_destroy(w.schedule);
+    return st;
+}
+
+/* Communicators over ranks first, first + step, ... */
+static inline fc_status make_comm(fc_sim *sim, const char *name, int first, int n, int stride,
+                                  fc_device_comm **by_rank)
+{
+    fc_device_comm *comm;
+    int ranks[4] = {0}, i;
+
+    for (i = 0; i < n; i++) {
+        ranks[i] = first + i * stride;
+    }
+    FC_TRY(fc_sim_comm_create(sim, name, ranks, n, &comm));
+    for (i = 0; i < n; i++) {
+        by_rank[ranks[i]] = comm;
+    }
+    return FC_OK;
+}
+
+static inline void make_world(program *p, fc_sim *sim)
+{
+    static const char *const names[] = {"compute", "copy-in", "gather", "reduce", "all-reduce"};
+    int n = p->n_shards * p->n_replicas, i, j;
+
+    for (i = 0; i < p->n_replicas; i++) {
+        MUST(make_comm(sim, "gathers", i * p->n_shards, p->n_shards, 1, p->gather));
+        MUST(make_comm(sim, "reductions", i * p->n_shards, p->n_shards, 1, p->reduce));
+    }
+    for (i = 0; i < p->n_shards; i++) {
+        MUST(make_comm(sim, "replicas", i, p->n_replicas, p->n_shards, p->replicas));
+    }
+    for (i = 0; i < n; i += p->n_few) {
+        MUST(make_comm(sim, "few", i, p->n_few, 1, p->few));
+    }
+    for (i = 0; i < n; i++) {
+        for (j = 0; j < 5; j++) {
+            MUST(fc_sim_stream_create(sim, i, names[j], &p->streams[i][j]));
+        }
+    }
+}
+
+static inline void check_shards(program *p)
+{
+    int rank, unit;
+    size_t i;
+
+    for (rank = 0; rank < p->n_shards * p->n_replicas; rank++) {
+        for (unit = 0; unit < p->n_units; unit++) {
+            const unit_model *u = &p->units[unit];
+            fc_param params[PARAMS];
+            fc_layout layout;
+
+            memcpy(params, u->params, sizeof(params));
+            MUST(fc_layout_init(&layout, params, u->n_params, rank % p->n_shards, p->n_shards,
+                                false));
+            for (i = 0; i < u->n_params; i++) {
+                p->n_wrong += !is_chunk(&params[i], &layout, &u->last[i], p->shards[rank][unit][i],
+                                        params[i].orig);
+            }
+        }
+    }
+}
+
+/* Mistakes found; the first is written to `first`. */
+static inline int run(program *p, uint64_t seed, char *first, size_t first_bytes)
+{
+    fc_sim *sim = NULL;
+    fc_status st;
+    int n;
+
+    train_plainly(p);
+    MUST(fc_sim_create(p->n_shards * p->n_replicas, seed, &sim));
+    CHECK_OR_EXIT(sim != NULL);
+    make_world(p, sim);
+    st = fc_sim_run(sim, work, p);
+    n = fc_sim_faults(sim);
+    (void)snprintf(first, first_bytes, "%s", fc_sim_fault(sim, 0));
+    if (p->without == 0) {
+        CHECK_MSG(st == FC_OK && n == 0, "seed %d: %d faults: %s", (int)seed, n, first);
+        check_shards(p);
+        CHECK_MSG(p->n_wrong == 0, "seed %d: %d values are wrong", (int)seed, p->n_wrong);
+    }
+    fc_sim_destroy(sim);
+    CHECK_EQ(fc_alloc_live(), 0);
+    return n;
+}
+
+#endif

@@ -1,0 +1,78 @@
+/* Units on simulated devices: random programs against a plain computation, every wait of the
+ * schedule left out in turn, and every allocation failing. */
+#include "schedule_world.h"
+
+static program the_program;
+
+static int play(uint64_t seed, uint64_t without, char *first, size_t first_bytes)
+{
+    make_program(&the_program, seed);
+    the_program.without = without;
+    return run(&the_program, seed, first, first_bytes);
+}
+
+static void test_random_programs(uint64_t n_seeds)
+{
+    char first[512];
+    uint64_t seed;
+
+    for (seed = 0; seed < n_seeds; seed++) {
+        (void)play(seed, 0, first, sizeof(first));
+    }
+}
+
+/* Without any one of its waits the schedule is wrong, and the simulator says so. */
+static void test_every_wait_is_needed(bool is_verbose)
+{
+    char first[512] = "";
+    uint64_t seed;
+    int wait;
+
+    for (wait = 0; wait < (int)FC_ORDER_COUNT; wait++) {
+        for (seed = 0; seed < 400; seed++) {
+            if (play(seed, UINT64_C(1) << wait, first, sizeof(first)) > 0) {
+                break;
+            }
+        }
+        CHECK_MSG(seed < 400, "nobody misses %s", fc_schedule_wait_name((fc_schedule_wait)wait));
+        CHECK_HAS(seed < 400 ? first : "race", "race on rank");
+        if (is_verbose) {
+            (void)printf("%s\n  seed %d: %s\n", fc_schedule_wait_name((fc_schedule_wait)wait),
+                         (int)seed, first);
+        }
+    }
+}
+
+/* Any allocation may fail; after a reset the same program gives the same numbers. */
+static void test_failed_allocations(void)
+{
+    char first[512];
+    uint64_t seed;
+    int64_t n;
+
+    for (seed = 0; seed < 12; seed++) {
+        for (n = 0;; n++) {
+            make_program(&the_program, seed);
+            /* Several ranks would fail at different places. */
+            the_program.n_shards = the_program.n_replicas = the_program.n_few = 1;
+            the_program.n_steps = 1;
+            the_program.steps[0].halves = false; /* it would happen twice */
+            the_program.fail_at = n;
+            (void)run(&the_program, seed, first, sizeof(first));
+            if (!the_program.has_failed) {
+                break;
+            }
+        }
+        CHECK(n > 0);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    uint64_t n_seeds = argc > 1 ? (uint64_t)strtoul(argv[1], NULL, 10) : 1000;
+
+    test_random_programs(n_seeds);
+    test_every_wait_is_needed(argc > 1);
+    test_failed_allocations();
+    return check_result();
+}

@@ -1,0 +1,241 @@
+/* What the schedule gathers when, how much memory that takes, and what it refuses. */
+#include "schedule_world.h"
+
+static program the_program;
+
+/* What was gathered, in order: the last letters of units' names. */
+static char gathered[64];
+static fc_device_ops tracing_ops;
+static const fc_device_ops *real_ops;
+
+static fc_status trace_all_gather(fc_device *device, fc_device_comm *comm, fc_stream *stream,
+                                  fc_label what, void *buffer, size_t part_bytes)
+{
+    size_t at = strlen(gathered);
+
+    gathered[at] = what.unit[strlen(what.unit) - 1];
+    gathered[at + 1] = 0;
+    return real_ops->all_gather(device, comm, stream, what, buffer, part_bytes);
+}
+
+static void mark(const char *what)
+{
+    (void)strncat(gathered, what, sizeof(gathered) - strlen(gathered) - 1);
+}
+
+/* Four units in a row, forward and backward; marks are where the next unit is entered. */
+static const char *order_of(size_t max_gathers, const int lists[2][4])
+{
+    static const char *const names[4] = {"a", "b", "c", "d"};
+    fc_param params[1] = {{.outer = 1, .rows = 2, .inner = 1, .has_grad = true, .trainable = true}};
+    const int ranks[1] = {0};
+    fc_schedule_unit *units[4];
+    fc_schedule *schedule = NULL;
+    fc_device_comm *comm = NULL;
+    fc_layout layout;
+    fc_sim *sim = NULL;
+    fc_stream *s = NULL;
+    void *full, *shard = NULL;
+    const void *shards[1];
+    fc_device *device;
+    fc_event *event = NULL;
+    int i, k;
+
+    gathered[0] = 0;
+    MUST(fc_sim_create(1, 1, &sim));
+    device = fc_sim_device(sim, 0);
+    real_ops = device->ops;
+    tracing_ops = *real_ops;
+    tracing_ops.all_gather = trace_all_gather;
+    device->ops = &tracing_ops;
+    MUST(fc_sim_comm_create(sim, "comm", ranks, 1, &comm));
+    MUST(fc_sim_stream_create(sim, 0, "s", &s));
+    MUST(fc_schedule_create(&(fc_schedule_options){device, s, s, s, s, 1, max_gathers, 0},
+                            &schedule));
+    MUST(fc_layout_init(&layout, params, 1, 0, 1, false));
+    MUST(device->ops->alloc(device, s, (fc_label){"", "shard"}, 8, &shard));
+    shards[0] = shard;
+    for (i = 0; i < 4; i++) {
+        MUST(fc_schedule_add(schedule,
+                             &(fc_schedule_unit_options){.name = names[i],
+                                                         .layout = &layout,
+                                                         .gather = comm,
+                                                         .reduce = comm,
+                                                         .reshard_after_forward = true,
+                                                         .pre_divisor = 1,
+                                                         .divisor = 1},
+                             &units[i]));
+        fc_schedule_set_shards(units[i], shards);
+    }
+    for (i = 0; i < 4; i++) { /* each takes the next so many in its direction */
+        fc_schedule_unit *list[2][4];
+
+        for (k = 0; k < 4; k++) {
+            list[0][k] = units[(i + 1 + k) % 4];
+            list[1][k] = units[(i + 3 - k) % 4];
+        }
+        for (k = 0; k < 2; k++) {
+            if (lists[k][i] >= 0) {
+                MUST(fc_schedule_set_prefetch(units[i], k == 1, list[k], (size_t)lists[k][i]));
+            }
+        }
+    }
+    MUST(fc_schedule_begin(schedule, s, NULL));
+    for (i = 0; i < 4; i++) {
+        MUST(fc_schedule_pre_forward(units[i], &full));
+        MUST(fc_schedule_post_forward(units[i]));
+        mark(" ");
+    }
+    mark("| ");
+    for (i = 3; i >= 0; i--) {
+        bool is_reduced;
+
+        MUST(fc_schedule_pre_backward(units[i], &full));
+        MUST(fc_schedule_post_backward(units[i], &(fc_schedule_grads){.sync = FC_SYNC_ALL},
+                                       &is_reduced));
+        mark(" ");
+    }
+    MUST(fc_schedule_end_backward(schedule, true));
+    MUST(device->ops->event_create(device, &event));
+    MUST(device->ops->record(device, event, s));
+    MUST(device->ops->synchronize(device, event));
+    device->ops->event_destroy(device, event);
+    fc_schedule_destroy(schedule);
+    CHECK_EQ(fc_sim_faults(sim), 0);
+    fc_sim_destroy(sim);
+    return gathered;
+}
+
+static void test_prefetch_order(void)
+{
+    static const int none[2][4] = {{-1, -1, -1, -1}, {-1, -1, -1, -1}};
+    static const int forward_one[2][4] = {{1, 1, 1, 0}, {-1, -1, -1, -1}};
+    static const int two[2][4] = {{2, 2, 1, 0}, {0, 1, 2, 2}};
+    static const int off[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+
+    CHECK_STR(order_of(0, none), "a b c d | dc b a  ");
+    CHECK_STR(order_of(0, forward_one), "ab c d  | dc b a  ");
+    CHECK_STR(order_of(0, two), "abc d   | dcb a   ");
+    CHECK_STR(order_of(1, two), "ab c d  | dc b a  ");
+    CHECK_STR(order_of(0, off), "a b c d | d c b a ");
+}
+
+/* Equal units one after the other: what there is at once does not grow with their number. */
+static size_t peak_of(int n_units, size_t n_inputs)
+{
+    char first[512];
+    program *p = &the_program;
+    int i;
+
+    memset(p, 0, sizeof(*p));
+    p->fail_at = -1;
+    p->n_shards = 2;
+    p->n_replicas = 1;
+    p->n_few = 1;
+    p->n_units = n_units;
+    p->n_steps = 1;
+    p->n_reduce_inputs = n_inputs;
+    p->steps[0].n_micros = 1;
+    p->steps[0].micros[0] = (micro_model){.n_calls = n_units, .sync = FC_SYNC_ALL, .is_last = true};
+    for (i = 0; i < n_units; i++) {
+        unit_model *u = &p->units[i];
+
+        (void)snprintf(u->name, sizeof(u->name), "unit%d", i);
+        u->n_params = 1;
+        u->reshard = RESHARD_TO_ALL;
+        u->pre_divisor = u->divisor = 1;
+        u->params[0] = (fc_param){.outer = 1,
+                                  .rows = 8,
+                                  .inner = 8,
+                                  .compute = FC_F32,
+                                  .reduce = FC_F32,
+                                  .grad = FC_F32,
+                                  .orig = FC_F32,
+                                  .has_grad = true,
+                                  .trainable = true};
+        p->steps[0].micros[0].calls[i] = i;
+        p->steps[0].micros[0].is_used[i] = true;
+    }
+    (void)run(p, 1, first, sizeof(first));
+    /* Reduced gradients are the user's. */
+    return p->peak_bytes[0] - (size_t)n_units * 8 * 8 * sizeof(float) / 2;
+}
+
+static void test_memory_is_flat_in_depth(void)
+{
+    const size_t gather = 8 * 8 * sizeof(float), full = FC_PAGE;
+
+    CHECK_EQ(peak_of(5, 1), peak_of(4, 1));
+    CHECK_EQ(peak_of(5, 2), peak_of(4, 2));
+    CHECK(peak_of(5, 2) > peak_of(5, 1)); /* another reduce input */
+    /* The root and one more are unsharded; two gather slots, a reduce input, a gradient, and an
+     * output of half of it. */
+    CHECK(peak_of(5, 1) <= 2 * full + 2 * gather + gather + gather + gather / 2);
+}
+
+static void test_mistakes_are_named(void)
+{
+    fc_param params[2] = {
+        {.outer = 1, .rows = 2, .inner = 1, .reduce = FC_F32, .has_grad = true, .trainable = true}};
+    fc_stream *s = NULL, *t = NULL;
+    fc_schedule *schedule = NULL;
+    fc_schedule_unit *unit = NULL, *other = NULL;
+    const fc_schedule_grads grads = {.sync = FC_SYNC_ALL};
+    fc_schedule_unit_options options = {.name = "layer", .pre_divisor = 1, .divisor = 1};
+    fc_layout layout;
+    fc_sim *sim = NULL;
+    bool is_reduced;
+    void *full = NULL;
+
+    MUST(fc_sim_create(1, 1, &sim));
+    MUST(fc_sim_stream_create(sim, 0, "s", &s));
+    MUST(fc_sim_stream_create(sim, 0, "t", &t));
+    MUST(fc_schedule_create(&(fc_schedule_options){fc_sim_device(sim, 0), s, s, s, s, 1, 0, 0},
+                            &schedule));
+    MUST(fc_layout_init(&layout, params, 1, 0, 1, true));
+    options.layout = &layout;
+    CHECK_EQ(fc_schedule_add(schedule, &options, &unit), FC_ERR_INVALID);
+    CHECK_HAS(fc_last_message(), "unit 'layer': parameter 0 is aliased");
+    params[1] = params[0];
+    params[1].reduce = FC_F64;
+    MUST(fc_layout_init(&layout, params, 2, 0, 1, false));
+    CHECK_EQ(fc_schedule_add(schedule, &options, &unit), FC_ERR_UNSUPPORTED);
+    CHECK_HAS(fc_last_message(), "units of their own");
+    MUST(fc_layout_init(&layout, params, 1, 0, 1, false));
+    MUST(fc_schedule_add(schedule, &options, &unit));
+    CHECK_EQ(fc_schedule_unshard(unit, &full), FC_ERR_STATE);
+    CHECK_HAS(fc_last_message(), "unit 'layer': unshard without shards before the iteration");
+    CHECK_EQ(fc_schedule_post_backward(unit, &grads, &is_reduced), FC_ERR_STATE);
+    CHECK_EQ(fc_schedule_end_backward(schedule, true), FC_ERR_STATE);
+    MUST(fc_schedule_reset(schedule));
+    MUST(fc_schedule_begin(schedule, s, NULL));
+    CHECK_EQ(fc_schedule_post_forward(unit), FC_ERR_STATE);
+    CHECK_HAS(fc_last_message(), "unit 'layer': post_forward while it is sharded");
+    MUST(fc_schedule_post_backward(unit, &grads, &is_reduced));
+    CHECK(!is_reduced);
+    MUST(fc_schedule_begin(schedule, t, NULL)); /* nothing is left on the other stream */
+    MUST(fc_schedule_set_prefetch(unit, false, &unit, 1));
+    MUST(fc_schedule_set_prefetch(unit, false, NULL, 0));
+    for (int64_t n = 0; n < 64; n++) {
+        fc_alloc_fail_after(n);
+        if (fc_schedule_add(schedule, &options, &other) == FC_OK) {
+            break;
+        }
+        CHECK(other == NULL);
+    }
+    fc_alloc_fail_after(-1);
+    CHECK(other != NULL);
+    fc_schedule_destroy(schedule);
+    fc_schedule_destroy(NULL);
+    CHECK_EQ(fc_sim_faults(sim), 0);
+    fc_sim_destroy(sim);
+    CHECK_EQ(fc_alloc_live(), 0);
+}
+
+int main(void)
+{
+    test_prefetch_order();
+    test_memory_is_flat_in_depth();
+    test_mistakes_are_named();
+    return check_result();
+}
