@@ -182,7 +182,7 @@ static fc_status enqueue(fc_device *base, fc_device_comm *comm, fc_stream *strea
     fc_sim_rank *device = (fc_sim_rank *)base;
     int i, place = place_of(comm, device->rank);
     fc_sim_meeting *m = NULL;
-    fc_sim_op *op;
+    fc_sim_op *op = NULL;
     fc_status st;
 
     if (place < 0) {

@@ -109,7 +109,7 @@ static void event_destroy(fc_device *device, fc_event *event)
 static fc_status record(fc_device *device, fc_event *event, fc_stream *stream)
 {
     fc_sim_mark *mark;
-    fc_sim_op *op;
+    fc_sim_op *op = NULL;
 
     fc_sim_pause((fc_sim_rank *)device);
     mark = fc_alloc(1, sizeof(*mark));
@@ -133,7 +133,7 @@ static fc_status record(fc_device *device, fc_event *event, fc_stream *stream)
 
 static fc_status wait_event(fc_device *device, fc_stream *stream, fc_event *event)
 {
-    fc_sim_op *op;
+    fc_sim_op *op = NULL;
 
     fc_sim_pause((fc_sim_rank *)device);
     if (event->mark == NULL) {

@@ -76,7 +76,7 @@ void fc_sim_enqueue(fc_stream *stream, fc_sim_op *op)
 fc_status fc_sim_kernel_enqueue(fc_stream *stream, fc_label label, fc_sim_kernel kernel,
                                 const void *args, size_t args_bytes)
 {
-    fc_sim_op *op;
+    fc_sim_op *op = NULL;
 
     FC_TRY(fc_sim_op_create(FC_SIM_KERNEL, label, &op));
     op->kernel = kernel;
