@@ -16,9 +16,11 @@
 
 #include "base/dtype.h"
 #include "base/status.h"
+#include "kernels/cuda/runs.h"
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -28,7 +30,7 @@ typedef struct fc_device fc_device;           /* one rank's accelerator */
 typedef struct fc_stream fc_stream;           /* borrowed from the device's owner */
 typedef struct fc_event fc_event;             /* a place in a stream */
 typedef struct fc_device_comm fc_device_comm; /* ranks that talk, in an order all of them keep */
-typedef struct fc_moves fc_moves;             /* pieces where the device can read them */
+typedef struct fc_moves fc_moves;             /* a plan where the device can read it */
 
 /* Whom messages and traces name; both texts outlive the work. */
 typedef struct fc_label {
@@ -36,21 +38,11 @@ typedef struct fc_label {
     const char *what;
 } fc_label;
 
-/* Runs of contiguous elements that go from one place to another, cast on the way. */
-typedef struct fc_piece {
-    size_t to_base, from_base; /* which address of the launch */
-    size_t to_at, from_at;     /* bytes from there to the first run */
-    size_t n_runs, run_numel;
-    size_t to_step, from_step; /* elements from the beginning of a run to that of the next */
-    fc_dtype to, from;
-} fc_piece;
-
-/* One launch over pieces: to = (accumulate ? to : 0) + from / divisor, rounded once. Types without
- * arithmetic are copied. A null `from` address stands for zeros. */
+/* One launch over a plan: to = (accumulate ? to : 0) + from / divisor, rounded once. Types without
+ * arithmetic are copied. A source whose address is 0 stands for zeros. */
 typedef struct fc_move {
-    fc_moves *pieces;
-    void *const *to;         /* read before the call returns */
-    const void *const *from; /* the same */
+    fc_moves *moves;
+    const uint64_t *addresses; /* by base number; read before the call returns */
     double divisor;
     bool accumulate;
 } fc_move;
@@ -74,9 +66,8 @@ typedef struct fc_device_ops {
     FC_MUST_CHECK fc_status (*copy)(fc_device *device, fc_stream *stream, fc_label label, void *to,
                                     const void *from, size_t bytes);
 
-    /* Made once, launched often. */
-    FC_MUST_CHECK fc_status (*moves_create)(fc_device *device, const fc_piece *pieces,
-                                            size_t n_pieces, fc_moves **out);
+    /* Made once, launched often. Takes the plan over: it is empty afterwards. */
+    FC_MUST_CHECK fc_status (*moves_create)(fc_device *device, fc_runs *plan, fc_moves **out);
     void (*moves_destroy)(fc_device *device, fc_moves *moves);
     FC_MUST_CHECK fc_status (*move)(fc_device *device, fc_stream *stream, fc_label label,
                                     const fc_move *move);

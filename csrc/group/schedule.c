@@ -45,7 +45,7 @@ static fc_status upload(fc_schedule_unit *unit, void **staging_out)
         size_t bytes = p->outer * p->own_rows * p->inner * fc_dtype_bytes(p->orig);
         void *to = (char *)*staging_out + unit->staging_at[i];
 
-        unit->addresses[i] = to;
+        unit->uploaded[i] = to;
         if (bytes > 0) {
             FC_TRY(s->ops->copy(s->options.device, s->options.copy_in,
                                 fc_schedule_label(unit, "shards to device"), to, unit->shards[i],
@@ -60,18 +60,19 @@ static fc_status pack_shards(fc_schedule_unit *unit, fc_stream_slot *slot)
 {
     fc_schedule *s = unit->schedule;
     const fc_layout *l = unit->options.layout;
-    void *to = (char *)slot->memory + (size_t)l->rank * l->pack_bytes;
-    fc_move move = {unit->pack, &to, unit->shards, 1.0, false};
+    fc_schedule_launch launch = {.moves = unit->pack,
+                                 .wire = (char *)slot->memory + (size_t)l->rank * l->pack_bytes,
+                                 .params = unit->shards,
+                                 .divisor = 1};
     void *staging = NULL;
     fc_status st = FC_OK;
 
     if (unit->options.is_offloaded) {
         st = upload(unit, &staging);
-        move.from = unit->addresses;
+        launch.params = unit->uploaded;
     }
     if (st == FC_OK) {
-        st = s->ops->move(s->options.device, s->options.copy_in, fc_schedule_label(unit, "pack"),
-                          &move);
+        st = fc_schedule_move(unit, s->options.copy_in, "pack", &launch);
     }
     s->ops->free(s->options.device, staging);
     return st;
@@ -80,7 +81,7 @@ static fc_status pack_shards(fc_schedule_unit *unit, fc_stream_slot *slot)
 static fc_status pack_slice(fc_schedule_unit *unit, fc_stream_slot *slot)
 {
     fc_schedule *s = unit->schedule;
-    const fc_layout *l = unit->options.post_layout;
+    const fc_layout *l = &unit->post;
 
     FC_TRY(fc_schedule_order(s, FC_ORDER_RESHARDED, s->options.copy_in, unit->kept_event));
     return s->ops->copy(
@@ -93,7 +94,7 @@ static fc_status start_gather(fc_schedule_unit *unit)
 {
     fc_schedule *s = unit->schedule;
     bool from_slice = unit->kept != NULL;
-    const fc_layout *l = from_slice ? unit->options.post_layout : unit->options.layout;
+    const fc_layout *l = from_slice ? &unit->post : unit->options.layout;
     fc_stream_slot *slot;
     fc_status st;
 
@@ -141,12 +142,14 @@ static fc_status copy_out(fc_schedule_unit *unit)
 {
     fc_schedule *s = unit->schedule;
     fc_stream_slot *slot = unit->gathered;
-    const void *from = slot->memory;
-    fc_move move = {unit->is_from_slice ? unit->post_unpack : unit->unpack, &unit->full, &from, 1.0,
-                    false};
+    const fc_schedule_launch launch = {.moves =
+                                           unit->is_from_slice ? unit->post_unpack : unit->unpack,
+                                       .wire = slot->memory,
+                                       .unit = unit->full,
+                                       .divisor = 1};
 
     FC_TRY(fc_schedule_order(s, FC_ORDER_GATHERED, s->compute, slot->event));
-    FC_TRY(s->ops->move(s->options.device, s->compute, fc_schedule_label(unit, "copy-out"), &move));
+    FC_TRY(fc_schedule_move(unit, s->compute, "copy-out", &launch));
     return fc_stream_slot_mark(s, slot, s->compute);
 }
 
@@ -292,14 +295,13 @@ static fc_status note(fc_schedule_unit *unit)
 static fc_status keep_slice(fc_schedule_unit *unit)
 {
     fc_schedule *s = unit->schedule;
-    const fc_layout *l = unit->options.post_layout;
-    const void *from = unit->full;
-    fc_move move = {unit->slice, &unit->kept, &from, 1.0, false};
+    fc_schedule_launch launch = {.moves = unit->slice, .unit = unit->full, .divisor = 1};
     fc_status st;
 
     FC_TRY(s->ops->alloc(s->options.device, s->compute, fc_schedule_label(unit, "kept slice"),
-                         l->pack_bytes, &unit->kept));
-    st = s->ops->move(s->options.device, s->compute, fc_schedule_label(unit, "slice"), &move);
+                         unit->post.pack_bytes, &unit->kept));
+    launch.wire = unit->kept;
+    st = fc_schedule_move(unit, s->compute, "slice", &launch);
     if (st == FC_OK) {
         st = s->ops->record(s->options.device, unit->kept_event, s->compute);
     }

@@ -70,9 +70,9 @@ typedef struct fc_schedule_unit_options {
     fc_device_comm *gather, *reduce;
     fc_device_comm *replicas; /* NULL: there are none */
     bool reshard_after_forward;
-    /* A reshard to a smaller group: its layout of the same parameters, of type `compute` already,
-     * and its communicator. NULL: to the whole group. */
-    const fc_layout *post_layout;
+    /* A reshard to a smaller group: its size, the place in it, its communicator. 0: to the whole
+     * group. */
+    int n_post_ranks, post_rank;
     fc_device_comm *post_gather;
     bool is_offloaded;  /* shards and reduced gradients are pinned host memory */
     double pre_divisor; /* of gradients before they are added up, for narrow types; else 1 */

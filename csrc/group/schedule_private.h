@@ -63,8 +63,11 @@ struct fc_schedule_unit {
     fc_moves *pack, *unpack, *slice, *post_unpack, *stage, *finish, *add; /* owned */
     size_t part_bytes; /* of what is reduced; 0: nothing ever */
     fc_dtype reduce;
-    const void **addresses; /* owned; one per parameter, for one launch */
-    size_t *staging_at;     /* owned; offloaded shards on the device */
+    uint64_t *addresses;   /* owned; of one launch */
+    const void **uploaded; /* owned; offloaded shards on the device, for one launch */
+    fc_layout post;        /* of the smaller group; post_params is NULL without one */
+    fc_param *post_params; /* owned */
+    size_t *staging_at;    /* owned; offloaded shards on the device */
     size_t staging_bytes;
     const void *const *shards;    /* borrowed */
     fc_schedule_list prefetch[2]; /* forward, backward */
@@ -112,6 +115,18 @@ void fc_stream_pool_destroy(fc_schedule *schedule, fc_stream_pool *pool);
 /* The pieces of all that a unit moves; undone by fc_schedule_moves_destroy, on failure too. */
 FC_MUST_CHECK fc_status fc_schedule_moves_create(fc_schedule_unit *unit);
 void fc_schedule_moves_destroy(fc_schedule_unit *unit);
+
+/* What one launch of a unit's plan works on. */
+typedef struct fc_schedule_launch {
+    fc_moves *moves;
+    const void *wire;          /* a slot, or a part of it */
+    const void *unit;          /* the unsharded buffer, or the gradient buffer */
+    const void *const *params; /* shards, or full gradients; NULL: none of them */
+    double divisor;
+    bool accumulate;
+} fc_schedule_launch;
+FC_MUST_CHECK fc_status fc_schedule_move(fc_schedule_unit *unit, fc_stream *stream,
+                                         const char *what, const fc_schedule_launch *launch);
 
 /* ---- schedule.c ---- */
 

@@ -6,26 +6,22 @@
  */
 #include "group/schedule_private.h"
 
-/* Adds the gradients to what the unit holds, or to nothing: `*held` is an input slot afterwards. */
+/* Adds the gradients to what the unit holds, or to nothing: `held` is an input slot afterwards. */
 static fc_status stage(fc_schedule_unit *unit, const fc_schedule_grads *grads)
 {
     fc_schedule *s = unit->schedule;
-    const fc_layout *l = unit->options.layout;
-    bool is_new = unit->held == NULL;
-    fc_move move = {.pieces = unit->stage, .divisor = unit->options.pre_divisor};
-    size_t i;
+    fc_schedule_launch launch = {.moves = unit->stage,
+                                 .params = grads->full,
+                                 .divisor = unit->options.pre_divisor,
+                                 .accumulate = unit->held != NULL};
 
-    if (is_new) {
+    if (unit->held == NULL) {
         FC_TRY(fc_stream_pool_acquire(s, &s->inputs, fc_schedule_label(unit, ""),
-                                      unit->part_bytes * (size_t)l->n_ranks, &unit->held));
+                                      unit->part_bytes * (size_t)unit->options.layout->n_ranks,
+                                      &unit->held));
     }
-    for (i = 0; i < l->n_params; i++) {
-        unit->addresses[i] = grads->full != NULL ? grads->full[i] : NULL;
-    }
-    move.to = &unit->held->memory;
-    move.from = unit->addresses;
-    move.accumulate = !is_new;
-    return s->ops->move(s->options.device, s->compute, fc_schedule_label(unit, "stage"), &move);
+    launch.wire = unit->held->memory;
+    return fc_schedule_move(unit, s->compute, "stage", &launch);
 }
 
 /* The own part of the sum over the shard group, and of what was scattered before. */
@@ -46,10 +42,12 @@ static fc_status scatter(fc_schedule_unit *unit, fc_stream_slot **out)
     fc_stream_pool_release(&s->inputs, input);
     unit->held = NULL;
     if (partial != NULL) {
-        const void *from = partial->memory;
-        const fc_move move = {unit->add, &output->memory, &from, 1.0, true};
-
-        FC_TRY(s->ops->move(s->options.device, reduce, fc_schedule_label(unit, "add"), &move));
+        FC_TRY(fc_schedule_move(unit, reduce, "add",
+                                &(fc_schedule_launch){.moves = unit->add,
+                                                      .wire = partial->memory,
+                                                      .unit = output->memory,
+                                                      .divisor = 1,
+                                                      .accumulate = true}));
         FC_TRY(fc_stream_slot_mark(s, partial, reduce));
         fc_stream_pool_release(&s->outputs, partial);
         unit->partial = NULL;
@@ -64,21 +62,25 @@ static fc_status finish(fc_schedule_unit *unit, const fc_schedule_grads *grads,
     fc_schedule *s = unit->schedule;
     fc_device *device = s->options.device;
     size_t bytes = unit->options.layout->trainable_grad_bytes;
-    const void *from = output->memory;
-    void *to = grads->out;
-    fc_move move = {unit->finish, &to, &from, unit->options.divisor, grads->accumulate};
+    fc_schedule_launch launch = {.moves = unit->finish,
+                                 .wire = output->memory,
+                                 .unit = grads->out,
+                                 .divisor = unit->options.divisor,
+                                 .accumulate = grads->accumulate};
+    void *to = NULL;
     fc_status st = FC_OK;
 
     if (!unit->options.is_offloaded) {
-        return s->ops->move(device, stream, fc_schedule_label(unit, "finish"), &move);
+        return fc_schedule_move(unit, stream, "finish", &launch);
     }
     FC_TRY(s->ops->alloc(device, stream, fc_schedule_label(unit, "gradients"), bytes, &to));
+    launch.unit = to;
     if (grads->accumulate) {
         st = s->ops->copy(device, stream, fc_schedule_label(unit, "gradients to device"), to,
                           grads->out, bytes);
     }
     if (st == FC_OK) {
-        st = s->ops->move(device, stream, fc_schedule_label(unit, "finish"), &move);
+        st = fc_schedule_move(unit, stream, "finish", &launch);
     }
     if (st == FC_OK) {
         st = s->ops->copy(device, stream, fc_schedule_label(unit, "gradients to host"), grads->out,

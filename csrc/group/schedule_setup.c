@@ -2,6 +2,7 @@
 #include "group/schedule_private.h"
 
 #include "base/alloc.h"
+#include "group/layout_runs.h"
 
 #include <string.h>
 
@@ -46,7 +47,9 @@ static void unit_destroy(fc_schedule_unit *unit)
     s->ops->free(s->options.device, unit->kept);
     s->ops->event_destroy(s->options.device, unit->kept_event);
     fc_schedule_moves_destroy(unit);
+    fc_free(unit->post_params);
     fc_free(unit->addresses);
+    fc_free(unit->uploaded);
     fc_free(unit->staging_at);
     fc_free(unit->prefetch[0].units);
     fc_free(unit->prefetch[1].units);
@@ -111,10 +114,52 @@ static void measure(fc_schedule_unit *unit)
     unit->part_bytes = l->trainable_part_bytes;
 }
 
+/* The layout of the smaller group; it fills the same unsharded buffer. */
+static fc_status lay_out_post(fc_schedule_unit *unit)
+{
+    const fc_layout *l = unit->options.layout;
+    size_t i;
+
+    if (unit->options.n_post_ranks == 0) {
+        return FC_OK;
+    }
+    unit->post_params = fc_alloc(l->n_params ? l->n_params : 1, sizeof(fc_param));
+    if (unit->post_params == NULL) {
+        return fc_fail(FC_ERR_NOMEM, "unit '%s'", unit->name);
+    }
+    for (i = 0; i < l->n_params; i++) {
+        unit->post_params[i] = l->params[i];
+        unit->post_params[i].orig = l->params[i].compute;
+    }
+    FC_TRY(fc_layout_init(&unit->post, unit->post_params, l->n_params, unit->options.post_rank,
+                          unit->options.n_post_ranks, false));
+    for (i = 0; i < l->n_params; i++) {
+        unit->post_params[i].full_at = l->params[i].full_at;
+    }
+    return FC_OK;
+}
+
+/* Everything but the name. */
+static fc_status fill(fc_schedule_unit *unit)
+{
+    fc_schedule *s = unit->schedule;
+    size_t n = unit->options.layout->n_params;
+
+    unit->addresses = fc_alloc(FC_BASE_PARAMS + n, sizeof(*unit->addresses));
+    unit->uploaded = fc_alloc(n ? n : 1, sizeof(*unit->uploaded));
+    unit->staging_at = fc_alloc(n ? n : 1, sizeof(*unit->staging_at));
+    if (unit->addresses == NULL || unit->uploaded == NULL || unit->staging_at == NULL) {
+        return fc_fail(FC_ERR_NOMEM, "unit '%s'", unit->name);
+    }
+    measure(unit);
+    FC_TRY(lay_out_post(unit));
+    FC_TRY(s->ops->event_create(s->options.device, &unit->kept_event));
+    return fc_schedule_moves_create(unit);
+}
+
 fc_status fc_schedule_add(fc_schedule *s, const fc_schedule_unit_options *options,
                           fc_schedule_unit **out)
 {
-    size_t n = options->layout->n_params;
     size_t name_bytes = strlen(options->name) + 1;
     fc_schedule_unit *unit;
     fc_status st;
@@ -128,19 +173,13 @@ fc_status fc_schedule_add(fc_schedule *s, const fc_schedule_unit_options *option
     unit->options = *options;
     unit->last_entry = -1;
     unit->name = fc_alloc(1, name_bytes);
-    unit->addresses = fc_alloc(n ? n : 1, sizeof(*unit->addresses));
-    unit->staging_at = fc_alloc(n ? n : 1, sizeof(*unit->staging_at));
-    if (unit->name == NULL || unit->addresses == NULL || unit->staging_at == NULL) {
+    if (unit->name == NULL) {
         st = fc_fail(FC_ERR_NOMEM, "unit '%s'", options->name);
         goto destroy_unit;
     }
     memcpy(unit->name, options->name, name_bytes);
     unit->options.name = unit->name;
-    measure(unit);
-    st = s->ops->event_create(s->options.device, &unit->kept_event);
-    if (st == FC_OK) {
-        st = fc_schedule_moves_create(unit);
-    }
+    st = fill(unit);
     if (st != FC_OK) {
         goto destroy_unit;
     }

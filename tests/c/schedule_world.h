@@ -9,8 +9,8 @@
 
 typedef struct device_unit {
     fc_schedule_unit *unit;
-    fc_param params[PARAMS], few_params[PARAMS];
-    fc_layout layout, few_layout;
+    fc_param params[PARAMS];
+    fc_layout layout;
     const void *shards[PARAMS];
     void *out; /* reduced gradients; NULL: none yet */
 } device_unit;
@@ -415,18 +415,12 @@ static inline fc_status make_device_unit(worker *w, int unit)
                                         .is_offloaded = u->is_offloaded,
                                         .pre_divisor = u->pre_divisor,
                                         .divisor = u->divisor};
-    size_t i;
 
     memcpy(d->params, u->params, sizeof(d->params));
-    memcpy(d->few_params, u->params, sizeof(d->few_params));
-    for (i = 0; i < u->n_params; i++) {
-        d->few_params[i].orig = d->few_params[i].compute;
-    }
     FC_TRY(fc_layout_init(&d->layout, d->params, u->n_params, shard, p->n_shards, false));
-    FC_TRY(fc_layout_init(&d->few_layout, d->few_params, u->n_params, shard % p->n_few, p->n_few,
-                          false));
     if (u->reshard == RESHARD_TO_FEW) {
-        options.post_layout = &d->few_layout;
+        options.n_post_ranks = p->n_few;
+        options.post_rank = shard % p->n_few;
         options.post_gather = p->few[w->rank];
     }
     FC_TRY(fc_schedule_add(w->schedule, &options, &d->unit));

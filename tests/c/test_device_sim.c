@@ -304,42 +304,42 @@ static void test_freed_memory_is_overwritten(void)
 
 static void test_moves(void)
 {
-    /* Two runs of two, transposed into one run of four halves apart; then with arithmetic. */
-    const fc_piece pieces[2] = {{.to_base = 0,
-                                 .from_base = 1,
-                                 .to_at = 4,
-                                 .from_at = 8,
-                                 .n_runs = 2,
-                                 .run_numel = 2,
-                                 .to_step = 2,
-                                 .from_step = 4,
-                                 .to = FC_F32,
-                                 .from = FC_F32},
-                                {.to_base = 0,
-                                 .from_base = 0,
-                                 .to_at = 0,
-                                 .n_runs = 1,
-                                 .run_numel = 1,
-                                 .to = FC_F32,
-                                 .from = FC_BF16}};
+    /* Two lines of two, from four apart to next to each other; and one element of nothing. */
+    const fc_block blocks[2] = {{.planes = 1,
+                                 .lines = 2,
+                                 .numel = 2,
+                                 .to = {.base = 0, .type = FC_F32, .at = 4, .line_stride = 8},
+                                 .from = {.base = 2, .type = FC_F32, .at = 8, .line_stride = 16}},
+                                {.planes = 1,
+                                 .lines = 1,
+                                 .numel = 1,
+                                 .to = {.base = 0, .type = FC_F32},
+                                 .from = {.base = 1, .type = FC_BF16}}};
     bench x = bench_create(6);
     float *from = take(&x, x.a, "source"), *to = take(&x, x.a, "target");
-    void *const tos[1] = {to};
-    const void *froms[2] = {NULL, from};
+    const uint64_t addresses[3] = {(uintptr_t)to, 0, (uintptr_t)from};
     fc_moves *moves = NULL;
+    fc_runs plan;
     int i;
 
     finish(&x);
     for (i = 0; i < N; i++) {
         from[i] = (float)i;
     }
-    MUST(x.ops->moves_create(x.device, pieces, 2, &moves));
-    MUST(x.ops->move(x.device, x.a, label("plain"), &(fc_move){moves, tos, froms, 1.0, false}));
-    MUST(x.ops->move(x.device, x.a, label("add"), &(fc_move){moves, tos, froms, 2.0, true}));
+    fc_runs_init(&plan);
+    MUST(fc_runs_add(&plan, &blocks[0]));
+    MUST(fc_runs_add(&plan, &blocks[1]));
+    MUST(x.ops->moves_create(x.device, &plan, &moves));
+    CHECK_EQ(plan.n_runs, 0);
+    MUST(x.ops->move(x.device, x.a, label("plain"), &(fc_move){moves, addresses, 1.0, false}));
+    MUST(x.ops->move(x.device, x.a, label("add"), &(fc_move){moves, addresses, 2.0, true}));
     finish(&x);
     CHECK(to[0] == 0 && to[1] == 2 + 1 && to[2] == 3 + 1.5f && to[3] == 6 + 3 && to[4] == 7 + 3.5f);
     CHECK_EQ(fc_sim_faults(x.sim), 0);
-    MUST(x.ops->move(x.device, x.b, label("other"), &(fc_move){moves, tos, froms, 1.0, false}));
+    set(&x, x.a, "set", from, 1);
+    MUST(x.ops->move(x.device, x.b, label("other"), &(fc_move){moves, addresses, 1.0, false}));
+    CHECK_EQ(fc_sim_faults(x.sim), 1);
+    CHECK_HAS(fc_sim_fault(x.sim, 0), "'other' of 'unit' on stream 'b' reads bytes 8 to 32");
     finish(&x);
     x.ops->moves_destroy(x.device, moves);
     bench_destroy(&x);

@@ -7,19 +7,17 @@
 #include <string.h>
 
 struct fc_moves {
-    fc_piece *pieces; /* owned */
-    size_t n_pieces;
-    size_t n_to, n_from; /* addresses of a launch */
-    size_t n_queued;     /* launches that have not run */
+    fc_runs plan;       /* owned */
+    size_t n_addresses; /* of a launch */
+    size_t n_queued;    /* launches that have not run */
     fc_moves *next;
 };
 
-/* Arguments of a move; the addresses follow, those of `to` first. */
 typedef struct move_args {
     fc_moves *moves;
     double divisor;
     bool accumulate;
-    const void *addresses[];
+    uint64_t addresses[];
 } move_args;
 
 typedef struct span {
@@ -187,8 +185,7 @@ static fc_status copy(fc_device *device, fc_stream *stream, fc_label label, void
                          sizeof(span));
 }
 
-static fc_status moves_create(fc_device *device, const fc_piece *pieces, size_t n_pieces,
-                              fc_moves **out)
+static fc_status moves_create(fc_device *device, fc_runs *plan, fc_moves **out)
 {
     fc_sim *sim = ((fc_sim_rank *)device)->sim;
     fc_moves *moves = fc_alloc(1, sizeof(*moves));
@@ -197,19 +194,13 @@ static fc_status moves_create(fc_device *device, const fc_piece *pieces, size_t 
     if (moves == NULL) {
         return fc_fail(FC_ERR_NOMEM, "simulator: moves");
     }
-    moves->pieces = fc_alloc(n_pieces ? n_pieces : 1, sizeof(*pieces));
-    if (moves->pieces == NULL) {
-        fc_free(moves);
-        return fc_fail(FC_ERR_NOMEM, "simulator: %zu pieces", n_pieces);
-    }
-    for (i = 0; i < n_pieces; i++) {
-        const fc_piece *p = &pieces[i];
+    for (i = 0; i < plan->n_bases; i++) {
+        size_t n = plan->bases[i] + (size_t)1;
 
-        moves->pieces[i] = *p;
-        moves->n_to = p->to_base >= moves->n_to ? p->to_base + 1 : moves->n_to;
-        moves->n_from = p->from_base >= moves->n_from ? p->from_base + 1 : moves->n_from;
+        moves->n_addresses = n > moves->n_addresses ? n : moves->n_addresses;
     }
-    moves->n_pieces = n_pieces;
+    moves->plan = *plan;
+    fc_runs_init(plan);
     moves->next = sim->moves;
     sim->moves = moves;
     *out = moves;
@@ -232,84 +223,119 @@ void fc_sim_moves_free(fc_moves *moves)
     while (moves != NULL) {
         fc_moves *next = moves->next;
 
-        fc_free(moves->pieces);
+        fc_runs_clear(&moves->plan);
         fc_free(moves);
         moves = next;
     }
 }
 
-static void move_run(const fc_piece *p, const move_args *m, char *to, const char *from)
-{
-    bool is_plain = m->divisor == 1.0 && !m->accumulate;
-    const void *source = from;
+/* One operand of a run: its first byte and where its last line ends. A base may be 0. */
+typedef struct operand {
+    char *first;
+    size_t line_stride, plane_stride, bytes;
+} operand;
 
-    if (from == NULL) {
-        if (!m->accumulate) {
-            memset(to, 0, p->run_numel * fc_dtype_bytes(p->to));
+static operand operand_of(const fc_runs *plan, const fc_batch *batch, const fc_run *run, int side,
+                          fc_dtype dtype, const uint64_t *addresses)
+{
+    uint64_t base = addresses[plan->bases[batch->first_base + run->base[side]]];
+    size_t n_planes = run->n_lines / run->lines_per_plane;
+    operand o = {.line_stride = run->line_stride[side], .plane_stride = run->plane_stride[side]};
+
+    if (base != 0) {
+        o.first = (char *)(uintptr_t)(base + run->at[side]);
+        o.bytes = (n_planes - 1) * o.plane_stride + (run->lines_per_plane - 1) * o.line_stride +
+                  run->line_numel * fc_dtype_bytes(dtype);
+    }
+    return o;
+}
+
+static void move_line(const move_args *m, const fc_run *run, char *to, const char *from)
+{
+    static const double zeros[64] = {0};
+    fc_dtype to_type = (fc_dtype)run->to, from_type = (fc_dtype)run->from;
+    size_t numel = run->line_numel, done, part;
+
+    for (done = 0; done < numel; done += part) {
+        const void *source =
+            from == NULL ? (const char *)zeros : from + done * fc_dtype_bytes(from_type);
+        char *target = to + done * fc_dtype_bytes(to_type);
+
+        part = from == NULL && numel - done > 64 ? 64 : numel - done;
+        if (!fc_dtype_is_float(to_type)) {
+            memcpy(target, source, part * fc_dtype_bytes(to_type));
+        } else if (m->divisor == 1.0 && !m->accumulate) {
+            fc_kern_cast(from_type, to_type)(target, source, part);
+        } else {
+            fc_kern_reduce(from_type, to_type)(target, &source, 1, part, m->divisor, m->accumulate);
         }
-    } else if (!fc_dtype_is_float(p->to) || !fc_dtype_is_float(p->from)) {
-        memcpy(to, from, p->run_numel * fc_dtype_bytes(p->to));
-    } else if (is_plain) {
-        fc_kern_cast(p->from, p->to)(to, from, p->run_numel);
-    } else {
-        fc_kern_reduce(p->from, p->to)(to, &source, 1, p->run_numel, m->divisor, m->accumulate);
     }
 }
 
-static void move_pieces(const void *args)
+/* What is done with each run of a launch: it is moved, or its bytes are touched. */
+typedef void (*run_visitor)(const void *arg, const fc_run *run, operand to, operand from);
+
+static void visit_runs(const fc_runs *plan, const uint64_t *addresses, run_visitor visit,
+                       const void *arg)
+{
+    size_t b, i;
+
+    for (b = 0; b < plan->n_batches; b++) {
+        const fc_batch *batch = &plan->batches[b];
+
+        for (i = 0; i < batch->n_runs; i++) {
+            const fc_run *run = &plan->runs[batch->first_run + i];
+
+            visit(arg, run, operand_of(plan, batch, run, 0, (fc_dtype)run->to, addresses),
+                  operand_of(plan, batch, run, 1, (fc_dtype)run->from, addresses));
+        }
+    }
+}
+
+static size_t line_at(const operand *o, const fc_run *run, size_t line)
+{
+    return line / run->lines_per_plane * o->plane_stride +
+           line % run->lines_per_plane * o->line_stride;
+}
+
+static void move_run(const void *arg, const fc_run *run, operand to, operand from)
+{
+    const move_args *m = arg;
+    size_t line;
+
+    for (line = 0; line < run->n_lines; line++) {
+        move_line(m, run, to.first + line_at(&to, run, line),
+                  from.first == NULL ? NULL : from.first + line_at(&from, run, line));
+    }
+}
+
+static void run_move(const void *args)
 {
     const move_args *m = args;
-    size_t i, run;
 
     m->moves->n_queued--;
-    for (i = 0; i < m->moves->n_pieces; i++) {
-        const fc_piece *p = &m->moves->pieces[i];
-        const char *from = m->addresses[m->moves->n_to + p->from_base];
-        const void *address = m->addresses[p->to_base];
-        char *to;
-
-        memcpy(&to, &address, sizeof(to));
-        for (run = 0; run < p->n_runs; run++) {
-            size_t to_at = p->to_at + run * p->to_step * fc_dtype_bytes(p->to);
-            size_t from_at = p->from_at + run * p->from_step * fc_dtype_bytes(p->from);
-
-            move_run(p, m, to + to_at, from == NULL ? NULL : from + from_at);
-        }
-    }
+    visit_runs(&m->moves->plan, m->addresses, move_run, m);
 }
 
-/* From the beginning of the first run to the end of the last. */
-static size_t extent(const fc_piece *p, size_t step, fc_dtype dtype)
+typedef struct toucher {
+    fc_stream *stream;
+    fc_label label;
+} toucher;
+
+static void touch_run(const void *arg, const fc_run *run, operand to, operand from)
 {
-    bool is_empty = p->n_runs == 0 || p->run_numel == 0;
+    const toucher *t = arg;
 
-    return is_empty ? 0 : ((p->n_runs - 1) * step + p->run_numel) * fc_dtype_bytes(dtype);
-}
-
-static void touch_pieces(fc_stream *stream, fc_label label, const fc_move *move)
-{
-    size_t i;
-
-    fc_sim_tick(stream);
-    for (i = 0; i < move->pieces->n_pieces; i++) {
-        const fc_piece *p = &move->pieces->pieces[i];
-        const char *from = move->from[p->from_base];
-        const char *to = move->to[p->to_base];
-
-        if (from != NULL) {
-            fc_sim_touch(
-                stream, label,
-                (fc_sim_range){from + p->from_at, extent(p, p->from_step, p->from), false});
-        }
-        fc_sim_touch(stream, label,
-                     (fc_sim_range){to + p->to_at, extent(p, p->to_step, p->to), true});
-    }
+    (void)run;
+    fc_sim_touch(t->stream, t->label, (fc_sim_range){from.first, from.bytes, false});
+    fc_sim_touch(t->stream, t->label, (fc_sim_range){to.first, to.bytes, true});
 }
 
 static fc_status move(fc_device *device, fc_stream *stream, fc_label label, const fc_move *move)
 {
-    fc_moves *moves = move->pieces;
-    size_t bytes = sizeof(move_args) + (moves->n_to + moves->n_from) * sizeof(void *);
+    fc_moves *moves = move->moves;
+    size_t bytes = sizeof(move_args) + moves->n_addresses * sizeof(uint64_t);
+    toucher t = {stream, label};
     move_args *args;
     fc_status st;
 
@@ -321,10 +347,10 @@ static fc_status move(fc_device *device, fc_stream *stream, fc_label label, cons
     args->moves = moves;
     args->divisor = move->divisor;
     args->accumulate = move->accumulate;
-    memcpy(args->addresses, move->to, moves->n_to * sizeof(void *));
-    memcpy(args->addresses + moves->n_to, move->from, moves->n_from * sizeof(void *));
-    touch_pieces(stream, label, move);
-    st = fc_sim_kernel_enqueue(stream, label, move_pieces, args, bytes);
+    memcpy(args->addresses, move->addresses, moves->n_addresses * sizeof(uint64_t));
+    fc_sim_tick(stream);
+    visit_runs(&moves->plan, args->addresses, touch_run, &t);
+    st = fc_sim_kernel_enqueue(stream, label, run_move, args, bytes);
     moves->n_queued += st == FC_OK;
     fc_free(args);
     return st;
