@@ -153,7 +153,7 @@ def _planned(
     )
     largest = wholes[0] if wholes else 0
     lent = min(largest, _LENT_BYTES) if n_shards > 1 and len(wholes) > 1 else 0
-    if n_shards == 1 and (replicas > 1 or any(_casts(row) for _, unit in rows for row in unit)):
+    if world == 1 and any(_casts(row) for _, unit in rows for row in unit):
         rank["gather slots"] = -(-shard["part"] // mmap.PAGESIZE) * mmap.PAGESIZE
     if not mapped:
         rank["gather slots"] = shard["largest"] + (n_shards + 1) * shard["pack"]

@@ -23,8 +23,9 @@ class Estimator:
         modules = list(find_units(setting.model, setting.units))
         n_shards, n_replicas = setting.n_shards, setting.n_replicas
         checkpointed = setting.checkpointed(modules)
+        again = () if setting.hardware.engine == "core" else checkpointed
         units = _volume.units_of(
-            setting.model, modules, setting.policy, n_shards, setting.stored, checkpointed
+            setting.model, modules, setting.policy, n_shards, setting.stored, again
         )
         trace = self._traced(setting, modules, checkpointed)
         hardware = setting.hardware

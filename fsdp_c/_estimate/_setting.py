@@ -175,7 +175,7 @@ def _output_of(output: Any) -> torch.Tensor:
 def token_loss(output: Any) -> torch.Tensor:
     """Cross-entropy over the last dimension, in float32."""
     logits = _output_of(output).flatten(0, -2).float()
-    targets = torch.empty(logits.shape[0], dtype=torch.long)
+    targets = torch.zeros(logits.shape[0], dtype=torch.long)
     return nn.functional.cross_entropy(logits, targets)
 
 

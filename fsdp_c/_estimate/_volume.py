@@ -51,14 +51,15 @@ def units_of(
     policy: MixedPrecisionPolicy,
     n_shards: int,
     stored: torch.dtype | None = None,
-    checkpointed: Iterable[nn.Module] = (),
+    gathered_again: Iterable[nn.Module] = (),
 ) -> list[Unit]:
     """Units in the order given, the model itself last if it has parameters of its own.
 
     `stored`: the dtype of all floating-point parameters, if it is not the one that they have now.
+    `gathered_again`: modules that are computed again, and the units inside gathered for it.
     """
     names = {module: name for name, module in model.named_modules()}
-    recomputed = {m for outer in checkpointed for m in outer.modules() if m is not outer}
+    recomputed = {m for outer in gathered_again for m in outer.modules() if m is not outer}
     found = []
     for module, rows in _memory_plan.rows_by_module(model, units, policy, n_shards):
         if stored is not None:

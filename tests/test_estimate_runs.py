@@ -1,0 +1,124 @@
+"""Estimates beside runs: what `stats` counts of memory and collectives is what was estimated."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from models import WIDTH, Block, Net, data
+from parity import on_ranks
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_c
+from fsdp_c._estimate import HARDWARE, _volume
+from fsdp_c.strategy import find_units
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+MESHES = {1: None, 2: None, 3: None, 4: (2, 2)}
+
+
+def hardware(n_ranks: int) -> fsdp_c.Hardware:
+    return replace(HARDWARE["a100"], engine="core", per_host=n_ranks, cores=2)
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    model = Net(n_blocks=5, hidden=50)
+    model.blocks[1].up.weight.requires_grad_(False)
+    return model
+
+
+def trained(model: nn.Module, rank: int, n_steps: int = 2, micro_batches: int = 1) -> Any:
+    """The optimizer, and what collectives moved in the last step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    before: Any = None
+    for step in range(n_steps):
+        before = fsdp_c.stats(model).traffic_total
+        optimizer.zero_grad()
+        for _ in range(micro_batches):
+            model(data(rank, step)).float().square().sum().backward()
+        optimizer.step()
+    return optimizer, fsdp_c.stats(model).traffic_total - before
+
+
+def counted(traffic: Any) -> dict[str, tuple[int, int]]:
+    found = {
+        "all-gather": (traffic.gathers, traffic.gathered),
+        "reduce-scatter": (traffic.reductions, traffic.reduced),
+        "all-reduce": (traffic.all_reductions, traffic.all_reduced),
+    }
+    return {kind: numbers for kind, numbers in found.items() if numbers[1]}
+
+
+@on_ranks(1, 2, 3, 4)
+def test_runs_hold_and_move_what_was_estimated(rank: int, n_ranks: int) -> None:
+    plain = MixedPrecisionPolicy()
+    cases: list[tuple[Any, ...]] = [("zero3", plain, 1), ("zero3", BF16, 2), ("zero2", BF16, 1)]
+    if n_ranks == 2:
+        cases += [("ddp", plain, 1), ("ddp", BF16, 1)]
+        cases += [("zero3", plain, 1, {"units": nn.Linear, "checkpoint": Block})]
+    if n_ranks == 4:
+        cases = [("hybrid", plain, 1), ("hybrid_zero2", BF16, 1)]
+    for strategy, policy, micro_batches, *more in cases:
+        options = more[0] if more else {}
+        fsdp_c.release_buffers(nn.Linear(1, 1))  # free slots of other models
+        with torch.device("meta"):
+            unsharded = net()
+        found = fsdp_c.estimate(
+            unsharded,
+            world_size=n_ranks,
+            strategy=strategy,
+            hardware=hardware(n_ranks),
+            inputs=torch.zeros(4, WIDTH),
+            precision=policy,
+            shards=2 if n_ranks == 4 else None,
+            micro_batches=micro_batches,
+            **options,
+        )
+        model = net()
+        fsdp_c.shard(model, strategy, mesh=MESHES[n_ranks], precision=policy, **options)
+        optimizer, moved = trained(model, rank, micro_batches=micro_batches)
+        setting = found.setting
+        modules = find_units(unsharded, setting.units)
+        units = _volume.units_of(unsharded, modules, policy, setting.n_shards)
+        traffic = _volume.traffic_of(
+            units,
+            setting.strategy,
+            setting.n_shards,
+            setting.n_replicas,
+            micro_batches,
+            rank % setting.n_shards,
+        )
+        expected = {one.kind: (one.count, one.received) for one in traffic}
+        assert counted(moved) == expected, (strategy, options)
+        if rank == 0:
+            assert traffic == found.traffic
+        held = fsdp_c.stats(model, optimizer).rank
+        for name, n_bytes in held.items():
+            if name in ("gradients", "optimizer", "parameters"):
+                # The last ranks hold less of uneven parameters; states are not padded.
+                slack = 4096 * found.n_units  # gradients of a unit begin a page
+                assert 0.4 * found.memory[name] - slack <= n_bytes <= found.memory[name], name
+            else:
+                assert n_bytes == found.memory[name], (strategy, name)
+
+
+def test_activations_are_what_autograd_saves() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+    x = torch.randn(32, 64)
+    saved: dict[int, int] = {}
+    own = {p.untyped_storage()._cdata for p in model.parameters()} | {x.untyped_storage()._cdata}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(x).sum()
+    expected = (
+        sum(n for key, n in saved.items() if key not in own) + loss.untyped_storage().nbytes()
+    )
+    found = fsdp_c.estimate(
+        model, world_size=1, inputs=x, loss=torch.Tensor.sum, precision="fp32", units=None
+    )
+    assert found.memory["activations"] == expected
