@@ -36,6 +36,7 @@ C_SOURCES = {
     "csrc/base": "alloc clock dtype status",
     "csrc/kernels": "kern_avx2 kern_avx512 kern_avx512_bf16 kern_optim kern_ref kern_select no_x86",
     "csrc/kernels/cuda": "load runs",
+    "csrc/device/cuda": "device runtime",
     "csrc/transport": "callback process shm shm_region shm_segment shm_wait transport",
     "csrc/comm": "comm mapped message step",
     "csrc/group": (
@@ -55,9 +56,9 @@ CXX_SOURCES = {
 }
 C_TEST_SOURCES = {
     "tests/c": (
-        "test_base test_comm test_cuda_index test_device_sim test_exchange test_faults "
-        "test_group_history test_kernels test_layout test_schedule test_schedule_order test_slots "
-        "test_transport"
+        "test_base test_comm test_cuda_index test_device_cuda test_device_sim test_exchange "
+        "test_faults test_group_history test_kernels test_layout test_schedule "
+        "test_schedule_order test_slots test_transport"
     ),
 }
 

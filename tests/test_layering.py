@@ -17,7 +17,7 @@ PACKAGE = ROOT / "fsdp_c"
 PUBLIC = {
     "base": sorted(path.name for path in (CSRC / "base").glob("*.h")),
     "kernels": ["kernels.h", "cuda/kern_cuda.h", "cuda/runs.h"],
-    "device": ["device.h"],
+    "device": ["device.h", "cuda/cuda.h"],
     "transport": ["transport.h"],
     "comm": ["comm.h"],
     "group": [

@@ -79,6 +79,8 @@ typedef struct program {
     uint64_t without;
     int64_t fail_at; /* which allocation fails on each rank; negative: none */
     bool has_failed;
+    fc_status (*wrap)(fc_device *simulated, fc_device **out); /* NULL: units use it as it is */
+    void (*unwrap)(fc_device *device);
     size_t peak_bytes[4];
     fc_device_comm *gather[4], *reduce[4], *replicas[4], *few[4]; /* by rank */
     fc_stream *streams[4][5];

@@ -475,13 +475,15 @@ static inline fc_status work(fc_device *device, int rank, void *arg)
                 .gather = streams[2],
                 .reduce = streams[3],
                 .all_reduce = streams[4]};
-    const fc_schedule_options options = {device,         w.copy_in,    w.gather,
-                                         w.reduce,       w.all_reduce, p->n_reduce_inputs,
-                                         p->max_gathers, p->without};
+    fc_schedule_options options = {device,       w.copy_in,          w.gather,       w.reduce,
+                                   w.all_reduce, p->n_reduce_inputs, p->max_gathers, p->without};
     fc_event *event;
     fc_status st;
     int unit, i;
 
+    if (p->wrap != NULL) {
+        FC_TRY(p->wrap(device, &options.device));
+    }
     FC_TRY(fc_schedule_create(&options, &w.schedule));
     FC_TRY(w.ops->event_create(device, &w.optimizer));
     for (unit = 0; unit < p->n_units; unit++) {
@@ -504,6 +506,9 @@ static inline fc_status work(fc_device *device, int rank, void *arg)
     w.ops->event_destroy(device, event);
     w.ops->event_destroy(device, w.optimizer);
     fc_schedule_destroy(w.schedule);
+    if (p->unwrap != NULL) {
+        p->unwrap(options.device);
+    }
     return st;
 }
 

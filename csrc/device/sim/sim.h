@@ -64,6 +64,12 @@ FC_MUST_CHECK fc_status fc_sim_launch(fc_device *device, fc_stream *stream, fc_l
                                       const fc_sim_range *ranges, size_t n_ranges,
                                       fc_sim_kernel kernel, const void *args, size_t args_bytes);
 
+/* The same over all that a plan moves. */
+FC_MUST_CHECK fc_status fc_sim_launch_plan(fc_device *device, fc_stream *stream, fc_label label,
+                                           const fc_runs *plan, const uint64_t *addresses,
+                                           fc_sim_kernel kernel, const void *args,
+                                           size_t args_bytes);
+
 /* Says that the host touches memory now. */
 void fc_sim_host_access(fc_device *device, fc_label label, fc_sim_range range);
 

@@ -331,16 +331,25 @@ static void touch_run(const void *arg, const fc_run *run, operand to, operand fr
     fc_sim_touch(t->stream, t->label, (fc_sim_range){to.first, to.bytes, true});
 }
 
+fc_status fc_sim_launch_plan(fc_device *device, fc_stream *stream, fc_label label,
+                             const fc_runs *plan, const uint64_t *addresses, fc_sim_kernel kernel,
+                             const void *args, size_t args_bytes)
+{
+    const toucher t = {stream, label};
+
+    fc_sim_pause((fc_sim_rank *)device);
+    fc_sim_tick(stream);
+    visit_runs(plan, addresses, touch_run, &t);
+    return fc_sim_kernel_enqueue(stream, label, kernel, args, args_bytes);
+}
+
 static fc_status move(fc_device *device, fc_stream *stream, fc_label label, const fc_move *move)
 {
     fc_moves *moves = move->moves;
     size_t bytes = sizeof(move_args) + moves->n_addresses * sizeof(uint64_t);
-    toucher t = {stream, label};
-    move_args *args;
+    move_args *args = fc_alloc(1, bytes);
     fc_status st;
 
-    fc_sim_pause((fc_sim_rank *)device);
-    args = fc_alloc(1, bytes);
     if (args == NULL) {
         return fc_fail(FC_ERR_NOMEM, "simulator: arguments of a move");
     }
@@ -348,10 +357,10 @@ static fc_status move(fc_device *device, fc_stream *stream, fc_label label, cons
     args->divisor = move->divisor;
     args->accumulate = move->accumulate;
     memcpy(args->addresses, move->addresses, moves->n_addresses * sizeof(uint64_t));
-    fc_sim_tick(stream);
-    visit_runs(&moves->plan, args->addresses, touch_run, &t);
-    st = fc_sim_kernel_enqueue(stream, label, run_move, args, bytes);
-    moves->n_queued += st == FC_OK;
+    moves->n_queued++;
+    st = fc_sim_launch_plan(device, stream, label, &moves->plan, args->addresses, run_move, args,
+                            bytes);
+    moves->n_queued -= st != FC_OK;
     fc_free(args);
     return st;
 }
