@@ -25,6 +25,7 @@ def equip(modules: Sequence[nn.Module]) -> None:
         if "__copy__" not in cls.__dict__:
             cls.__copy__ = _refuse_copy
             cls._apply = _apply
+            cls.zero_grad = _zero_grad_of(cls)
             for name, setter in _SETTERS.items():
                 setattr(cls, name, setter)
             _C.call_directly(cls)
@@ -50,6 +51,53 @@ def _apply(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         for buffer in self.buffers():
             _empty[buffer] = buffer._version
     return result
+
+
+def _zero_grad_of(cls: Any) -> Callable[..., None]:
+    @functools.wraps(nn.Module.zero_grad)
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        super(cls, self).zero_grad(set_to_none)
+        # Units that are unsharded show parameters that have no gradients of their own.
+        for module in self.modules():
+            if not isinstance(module, FSDPModule):
+                continue
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                if not hasattr(group, "_is_bound"):
+                    continue  # torch's own; classes are made once per class of modules
+                for param in (p.sharded_param for p in group.fsdp_params):
+                    if param.grad is not None and set_to_none:
+                        param.grad = None
+                    elif param.grad is not None:
+                        param.grad.detach_().zero_()
+
+    return zero_grad
+
+
+def warn_of_lost_settings(groups: Sequence[Any], names: Sequence[str]) -> None:
+    """In a first forward: what the user has set and nothing will follow."""
+    for group in groups:
+        for fsdp_param in group.fsdp_params:
+            if fsdp_param.sharded_param._backward_hooks:
+                warnings.warn(
+                    f"hooks of parameter '{fsdp_param._param_fqn}' never run: FSDP writes gradients"
+                    " of sharded parameters itself. Use register_post_accumulate_grad_hook, or"
+                    " register the hook while the parameter is unsharded",
+                    stacklevel=2,
+                )
+    root = next((group for group in groups if group._module_fqn == ""), None)
+    factor = None if root is None else root.gradient_divide_factor
+    others = [
+        name
+        for group, name in zip(groups, names, strict=True)
+        if factor is not None and group.gradient_divide_factor != factor
+    ]
+    if others:
+        warnings.warn(
+            f"set_gradient_divide_factor({factor}) was called on the root, and is not recursive:"
+            f" the gradients of {len(others)} other units, such as '{others[0]}', are divided by"
+            " factors of their own. Call it on each FSDPModule",
+            stacklevel=2,
+        )
 
 
 class ReplicatedError(ValueError, AssertionError):

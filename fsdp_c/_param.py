@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fsdp_c import _compat, _env, _extension, _stale
+from fsdp_c import _compat, _env, _extension, _road, _stale
 
 # Attributes of parameters that belong to torch, not to the user.
 _TORCHS_OWN = frozenset({"_fsdp_orig_uid", "_is_param", "_local_tensor", "_spec"})
@@ -51,7 +51,7 @@ def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
             target.__dict__.setdefault(name, value)
 
 
-class FSDPParam(_compat.AccumulatedGradient, _fsdp_param.FSDPParam):
+class FSDPParam(_compat.AccumulatedGradient, _road.RoadParam):
     """Sharding of one parameter.
 
     What torch refuses is *special* here, and only the core can run it: parameters without dims are

@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_state
 from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
 
-from fsdp_c import _containers, _guards, _patches, _plan, _status, _ties
+from fsdp_c import _containers, _guards, _patches, _plan, _road, _status, _ties
 from fsdp_c._native import _C
 from fsdp_c._unit import TRAINING_STATES, FSDPParamGroup
 
@@ -39,7 +39,7 @@ class FSDPStateContext(_C.Context, _fsdp_state.FSDPStateContext):
         return context
 
 
-class FSDPState(_C.State, _fsdp_state.FSDPState):
+class FSDPState(_C.State, _road.RoadState):
     """Hooks, root and units of one call.
 
     The module's hooks are functions of the core. In the first forward of a root the road is
@@ -99,6 +99,7 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
             self._lazy_init()
             states = self._state_ctx.all_states
             groups = [group for state in states for group in state._fsdp_param_groups]
+            _guards.warn_of_lost_settings(groups, [_plan.unit_name(group) for group in groups])
             reason = self._why_torch(states, groups)
             if reason:
                 self._take_torch_road(states, groups, reason)
@@ -277,7 +278,7 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if len(self._modules) > 1 and not self._modules_to_run_forward:
             self._modules_to_run_forward.update(self._modules)
-        return _fsdp_state.FSDPState._pre_forward(self, module, args, kwargs)
+        return _road.RoadState._pre_forward(self, module, args, kwargs)
 
     def _torch_post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
         if len(self._modules) > 1:
@@ -285,8 +286,11 @@ class FSDPState(_C.State, _fsdp_state.FSDPState):
                 return self._cast_output_dtype(output)
             self._modules_to_run_forward.remove(module)
             if self._modules_to_run_forward:
+                if self._training_state == TrainingState.FORWARD:
+                    # The others may never run, and the root need not return what this computed.
+                    output = self._register_pre_backward_hook(output)
                 return self._cast_output_dtype(output)
-        return _fsdp_state.FSDPState._post_forward(self, module, input, output)
+        return _road.RoadState._post_forward(self, module, input, output)
 
     def _cast_any_input(self, value: Any) -> Any:
         cast = functools.partial(_cast_fp_tensor, self._mp_policy.param_dtype)

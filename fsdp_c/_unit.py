@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy, 
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-from fsdp_c import _compat, _env, _patches, _plan, _status
+from fsdp_c import _compat, _env, _patches, _plan, _road, _status
 from fsdp_c._native import _C
 from fsdp_c._param import FSDPParam
 
@@ -38,7 +38,7 @@ _TORCH_ONLY = {
 }
 
 
-class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
+class FSDPParamGroup(_C.Group, _road.RoadGroup):
     """The parameters of one ``fully_shard`` call on one mesh.
 
     Bound to the core, its methods are those of the core's unit; otherwise it behaves as torch's
@@ -270,12 +270,22 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
         is_new = not self._module_to_pre_save_state_dict_hook_handle
         super()._register_state_dict_hooks()
         if is_new:
-            for module in self._module_to_pre_save_state_dict_hook_handle:
+            for module, handle in self._module_to_pre_save_state_dict_hook_handle.items():
+                handle.remove()
+                self._module_to_pre_save_state_dict_hook_handle[module] = (
+                    module.register_state_dict_pre_hook(self._before_state_dict)
+                )
                 module._register_state_dict_hook(self._put_shards)
+
+    def _before_state_dict(self, *_: Any) -> None:
+        if self._is_bound:
+            self._to_sharded()
+        else:
+            self.show_shards()
 
     def _put_shards(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """After a module's state_dict: shards in place of parameters that are unsharded now."""
-        if not (self._is_bound and self._core_is_unsharded):
+        if not self.is_unsharded:
             return
         for fsdp_param in self.fsdp_params:
             for owner, name in _plan.registrations(fsdp_param):
@@ -294,8 +304,6 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
             else:
                 self._tree = _C.Tree([], _plan.bind_units([self]), _C.Context())
         if not self._is_bound:
-            if any(fsdp_param.is_recast for fsdp_param in self.fsdp_params):
-                self._take_over_dtypes()
             return super().unshard(async_op)
         if not self.unshard_in_backward and self._training_state == TrainingState.PRE_BACKWARD:
             return None
@@ -313,13 +321,6 @@ class FSDPParamGroup(_C.Group, _fsdp_param_group.FSDPParamGroup):
             root._rebuild_units()
         elif self.rebuild():  # before the first forward a unit stands alone
             self._tree = _C.Tree([], _plan.bind_units([self]))
-
-    def _take_over_dtypes(self) -> None:
-        """After module.to() on torch's road, where set-up has fixed them."""
-        self._init_mp_dtypes()
-        for fsdp_param in self.fsdp_params:
-            if fsdp_param.is_recast:
-                fsdp_param.forget_gathered()
 
     def _in_slow_context(self) -> bool:
         return torch._C._are_functorch_transforms_active()

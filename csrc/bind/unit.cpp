@@ -246,6 +246,11 @@ void Unit::unshard()
         unshard_private();
     }
     Range range(is_gathered() ? "FSDP::all_gather_copy_out" : nullptr, this);
+    const bool is_shared = fc_domain_is_mapped(domain_) && !keeps_storage_;
+    if (is_shared && fc_domain_is_open(domain_) && pending_) {
+        release_slot(); // the copy is of before the phase: shards may have been written since
+        pending_ = false;
+    }
     void *memory = slot_;
     if (!pending_) {
         check(fc_domain_ready(domain_, shard_));
@@ -267,6 +272,7 @@ void Unit::unshard()
         }
         p.version = p.unsharded_tensor.unsafeGetTensorImpl()->version_counter().current_version();
     }
+    is_kept_ = is_shared && pending_;
     pending_ = requested_ = false;
     unsharded_ = true;
     register_params(true);
