@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import bench_collectives
+import bench_estimate
 import bench_host_overhead
 import bench_memory
 import bench_optim
@@ -17,7 +18,14 @@ import report
 
 BENCHES = [
     bench.BENCH
-    for bench in (bench_host_overhead, bench_collectives, bench_step, bench_optim, bench_memory)
+    for bench in (
+        bench_host_overhead,
+        bench_collectives,
+        bench_step,
+        bench_optim,
+        bench_memory,
+        bench_estimate,
+    )
 ]
 
 

@@ -1,6 +1,9 @@
 """Estimates beside runs: what `stats` counts of memory and collectives is what was estimated."""
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,3 +125,40 @@ def test_activations_are_what_autograd_saves() -> None:
         model, world_size=1, inputs=x, loss=torch.Tensor.sum, precision="fp32", units=None
     )
     assert found.memory["activations"] == expected
+
+
+BENCH = """
+import bench_estimate as bench
+prices = [2e-11, 1e-10, 5e-6]
+rows = []
+for name in ("gpt", "mlp", "convolutions"):
+    for ranks in (2, 4):
+        row = {"model": name, "ranks": ranks, "scale": 1}
+        estimate = bench.estimated(name, ranks, 1)
+        seconds = sum(a * b for a, b in zip(bench.features(row), prices, strict=True))
+        one = {"held": bench.held(estimate), "peak_mib": estimate.total / bench.MIB}
+        one["traffic"] = {each.kind: each.received for each in estimate.traffic}
+        one |= {"messages": sum(e.count for e in estimate.traffic), "seconds": seconds}
+        rows.append(row | {"by_rank": [one] * ranks})
+bench.check(rows)
+memory, times = bench.tables(None, rows)
+assert all(row[4] == row[8] == "1.000" and row[10] == "equal" for row in memory.rows), memory
+assert all(row[4] == "1.00" for row in times.rows), times
+assert bench.fitted([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]], [3.0, 2.0, 1.0])[1] == 0
+rows[0]["by_rank"][0]["traffic"]["all-gather"] += 1
+try:
+    bench.check(rows)
+except AssertionError as error:
+    assert "gpt on 2 ranks: collectives brought" in str(error)
+else:
+    raise SystemExit("not refused")
+"""
+
+
+def test_the_benchmark_recovers_what_made_its_rows() -> None:
+    """Rows that the time model itself made give its constants back; wrong bytes are refused."""
+    folder = Path(__file__).resolve().parent.parent / "benchmarks"
+    done = subprocess.run(
+        [sys.executable, "-c", BENCH], cwd=folder, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,341 @@
+"""Estimates made before a run against the run: memory, bytes of collectives, time of a step.
+
+Each model is estimated on the meta device and then trained on 1 to 4 ranks. Memory is what
+`stats` counts between two steps, and the peak of the process (PSS) above the same process without
+a model. The time model has three constants (seconds per FLOP, per byte of memory, per operation),
+fitted to the runs on 2 ranks; those on 4 ranks share the same cores, and take turns on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+import harness
+import report
+from bench_memory import Sampler
+from harness import Bench, Launch, Row
+
+MIB = 1 << 20
+FITTED_ON, PREDICTED = 2, 4
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=harness.int_list, default=[1, 2, 4])
+    parser.add_argument("--models", type=harness.name_list, default=list(MODELS))
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--scale", type=int, default=4, help="of widths; 1 is tiny")
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+
+
+def launches(args: argparse.Namespace) -> list[Launch]:
+    return [Launch(ranks, ["--model", name]) for name in args.models for ranks in args.ranks]
+
+
+# ---- models: a function of the scale gives the module, its inputs on the meta device, options ----
+
+
+def gpt(scale: int) -> tuple[Any, Any, Row]:
+    import torch
+
+    from fsdp_c._estimate import _models
+
+    sizes = {"layers": 6, "hidden": 128 * scale, "heads": 8, "vocabulary": 2048 * scale}
+    model = _models.build(_models.CONFIGS["gpt"].replaced(**sizes, sequence=128))
+    return model, torch.empty(2 * scale, 128, dtype=torch.long, device="meta"), {}
+
+
+def gpt_frozen(scale: int) -> tuple[Any, Any, Row]:
+    """The embedding and half of the blocks do not learn."""
+    model, tokens, options = gpt(scale)
+    for part in (model.embedding, *model.blocks[:3]):
+        part.requires_grad_(False)
+    return model, tokens, options
+
+
+def gpt_checkpointed(scale: int) -> tuple[Any, Any, Row]:
+    model, tokens, _ = gpt(scale)
+    return model, tokens, {"checkpoint": True}
+
+
+def mlp(scale: int) -> tuple[Any, Any, Row]:
+    import torch
+    from torch import nn
+
+    width = 512 * scale
+    with torch.device("meta"):
+        blocks = [
+            nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+            for _ in range(5)
+        ]
+        return nn.Sequential(*blocks), torch.empty(64 * scale, width), {}
+
+
+def convolutions(scale: int) -> tuple[Any, Any, Row]:
+    import torch
+    from torch import nn
+
+    def block(inputs: int, outputs: int) -> nn.Module:
+        convolution = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        return nn.Sequential(convolution, nn.GroupNorm(4, outputs), nn.ReLU())
+
+    width = 16 * scale
+    with torch.device("meta"):
+        widths = [3, width, width, 2 * width, 2 * width, 4 * width]
+        pairs = zip(widths, widths[1:], strict=False)
+        model = nn.Sequential(*(block(*pair) for pair in pairs))
+        return model, torch.empty(2 * scale, 3, 8 * scale, 8 * scale), {}
+
+
+MODELS = {
+    "gpt": gpt,
+    "gpt_frozen": gpt_frozen,
+    "gpt_checkpointed": gpt_checkpointed,
+    "mlp": mlp,
+    "convolutions": convolutions,
+}
+
+
+# ---- a rank ----
+
+
+def host(ranks: int) -> Any:
+    """What an estimate of this machine needs for memory; times are fitted."""
+    import fsdp_c
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return fsdp_c.Hardware(
+        "this host",
+        engine="core",
+        memory=memory,
+        flops={"float32": 1e11},
+        bandwidth=1e10,
+        per_host=ranks,
+        link=1e10,
+        link_kind="memory",
+        network=1e9,
+        host_link=1e10,
+        cores=len(os.sched_getaffinity(0)),
+    )
+
+
+@functools.cache
+def estimated(name: str, ranks: int, scale: int) -> Any:
+    import torch
+
+    import fsdp_c
+
+    model, inputs, options = MODELS[name](scale)
+    return fsdp_c.estimate(
+        model,
+        world_size=ranks,
+        hardware=host(ranks),
+        inputs=inputs,
+        loss=loss_of(inputs),
+        precision="fp32",
+        optimizer=torch.optim.AdamW,
+        **options,
+    )
+
+
+def loss_of(inputs: Any) -> Any:
+    from fsdp_c._estimate import _setting
+
+    return _setting.square_loss if inputs.is_floating_point() else _setting.token_loss
+
+
+def trained(name: str, scale: int, n_steps: int, sampler: Sampler | None = None) -> Row:
+    """Trains the model for some steps; what was held, moved and how long the steps took."""
+    import torch
+    import torch.distributed as dist
+
+    import fsdp_c
+
+    model, inputs, options = MODELS[name](scale)
+    fsdp_c.shard(model, "zero3", precision="fp32", **options)
+    model.to_empty(device="cpu")
+    torch.manual_seed(dist.get_rank())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().normal_(std=0.02)
+    is_tokens = not inputs.is_floating_point()
+    data = torch.zeros(inputs.shape, dtype=inputs.dtype) if is_tokens else torch.randn(inputs.shape)
+    loss = loss_of(inputs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    seconds, before = [], None
+    for step in range(n_steps):
+        if step == n_steps - 1:
+            before = fsdp_c.stats(model).traffic_total
+        dist.barrier()
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        loss(model(data)).backward()
+        optimizer.step()
+        dist.barrier()
+        seconds.append(time.perf_counter() - began)
+    held = fsdp_c.stats(model, optimizer)
+    moved = held.traffic_total - before
+    peak = sampler.peak() if sampler is not None else (0.0, 0)
+    return {
+        "held": held.rank,
+        "traffic": {
+            "all-gather": moved.gathered,
+            "reduce-scatter": moved.reduced,
+            "all-reduce": moved.all_reduced,
+        },
+        "messages": moved.gathers + moved.reductions + moved.all_reductions,
+        "peak_mib": peak[0],
+        "samples": peak[1],
+        "seconds": min(seconds[1:]),
+    }
+
+
+def work(args: argparse.Namespace) -> list[Row]:
+    import torch.distributed as dist
+
+    ranks = dist.get_world_size()
+    trained(args.model, 1, 2)  # loads code and makes pools, which are not what is measured
+    sampler = Sampler(0.002)
+    sampler.peak()
+    empty, _ = sampler.peak()
+    found = trained(args.model, args.scale, args.steps, sampler)
+    sampler.close()
+    found["peak_mib"] -= empty
+    gathered: list[Any] = [None] * ranks
+    dist.all_gather_object(gathered, found)
+    return [{"model": args.model, "ranks": ranks, "scale": args.scale, "by_rank": gathered}]
+
+
+# ---- tables ----
+
+
+def held(estimate: Any) -> dict[str, int]:
+    purposes = [name for name in estimate.memory if name not in ("activations", "in backward")]
+    return {name: estimate.memory[name] for name in purposes}
+
+
+def memory_row(row: Row) -> list[str]:
+    estimate = estimated(row["model"], row["ranks"], row["scale"])
+    first = row["by_rank"][0]
+    between = sum(first["held"].values())
+    peak = max(one["peak_mib"] for one in row["by_rank"])
+    planned = sum(held(estimate).values())
+    received = {one.kind: one.received for one in estimate.traffic}
+    counted = {kind: n for kind, n in first["traffic"].items() if n}
+    messages = sum(one.count for one in estimate.traffic)
+    exact = received == counted and messages == first["messages"]
+    return [
+        row["model"],
+        str(row["ranks"]),
+        report.number(planned / MIB),
+        report.number(between / MIB),
+        report.ratio(planned, between, 3),
+        report.number(estimate.memory["activations"] / MIB),
+        report.number(estimate.total / MIB),
+        report.number(peak),
+        report.ratio(estimate.total / MIB, peak, 3),
+        report.number(sum(counted.values()) / MIB),
+        "equal" if exact else f"{sum(received.values()) / MIB:.3f}",
+    ]
+
+
+Features = list[float]
+
+
+def features(row: Row) -> Features:
+    """FLOPs, bytes through memory and operations of a step, as often as ranks take turns."""
+    from fsdp_c._estimate._evaluate import Estimator
+
+    setting = estimated(row["model"], row["ranks"], row["scale"]).setting
+    evaluator = Estimator()
+    found = []
+    for flops, bandwidth, per_op in ((1, math.inf, 0), (math.inf, 1, 0), (math.inf, math.inf, 1)):
+        rates = {"flops": {"float32": flops}, "bandwidth": bandwidth, "per_op": per_op}
+        hardware = replace(setting.hardware, **rates)
+        found.append(evaluator.evaluate(setting.replaced(hardware=hardware)).times.step)
+    return found
+
+
+def fitted(rows: list[Features], seconds: list[float]) -> list[float]:
+    """Least squares of relative errors, without negative constants."""
+    import torch
+
+    used = list(range(len(rows[0])))
+    while True:
+        scaled = [[row[i] / s for i in used] for row, s in zip(rows, seconds, strict=True)]
+        units = [max(line[i] for line in scaled) or 1.0 for i in range(len(used))]
+        table = torch.tensor([[x / u for x, u in zip(line, units, strict=True)] for line in scaled])
+        found = torch.linalg.lstsq(
+            table.double(), torch.ones(len(rows), 1).double(), driver="gelsd"
+        ).solution[:, 0]
+        if float(found.min()) >= 0 or len(used) == 1:
+            values = [0.0] * len(rows[0])
+            for i, value, unit in zip(used, found.tolist(), units, strict=True):
+                values[i] = value / unit
+            return values
+        used.pop(int(found.argmin()))
+
+
+def time_table(rows: list[Row]) -> report.Table | None:
+    on = [row for row in rows if row["ranks"] == FITTED_ON]
+    if not on or all(row["ranks"] != PREDICTED for row in rows):
+        return None
+    per_flop, per_byte, per_op = fitted([features(row) for row in on], [took(row) for row in on])
+    table = report.Table(
+        "Time of a step, seconds: the model fitted to 2 ranks, then asked for 4",
+        ["model", "ranks", "estimated", "measured", "estimated / measured"],
+        note=f"fitted: {report.number(1e-9 / per_flop if per_flop else None)} GFLOP/s, "
+        f"{report.number(1e-9 / per_byte if per_byte else None)} GB/s, {per_op * 1e6:.1f} us per"
+        " operation of a rank. measured: fastest step of the slowest rank. 4 ranks take turns on"
+        " 2 cores: their work counts twice.",
+    )
+    for row in rows:
+        if row["ranks"] in (FITTED_ON, PREDICTED):
+            parts = zip(features(row), (per_flop, per_byte, per_op), strict=True)
+            estimate = sum(amount * price for amount, price in parts)
+            table.rows.append(
+                [row["model"], str(row["ranks"]), report.number(estimate, 3)]
+                + [report.number(took(row), 3), report.ratio(estimate, took(row))]
+            )
+    return table
+
+
+def took(row: Row) -> float:
+    return max(one["seconds"] for one in row["by_rank"])
+
+
+def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
+    table = report.Table(
+        "Memory of a rank, MiB, and bytes that collectives bring it in a step, MiB",
+        ["model", "ranks", "estimated", "stats", "ratio", "activations", "peak estimated"]
+        + ["peak PSS", "ratio", "received", "estimated"],
+        note="estimated, stats: between two steps, with gradients, rank 0. peak: with activations, "
+        "above the same process before the model was made, largest of the ranks. received: by the "
+        "core's own count; equal: the estimate has the same bytes and messages.",
+    )
+    table.rows = [memory_row(row) for row in rows]
+    times = time_table(rows)
+    return [table] if times is None else [table, times]
+
+
+def check(rows: list[Row]) -> None:
+    for row in rows:
+        estimate = estimated(row["model"], row["ranks"], row["scale"])
+        received = {one.kind: one.received for one in estimate.traffic}
+        counted = {kind: n for kind, n in row["by_rank"][0]["traffic"].items() if n}
+        if received != counted:
+            raise harness.VerificationError(
+                f"verification failed: {row['model']} on {row['ranks']} ranks: collectives brought"
+                f" {counted}, estimated were {received}"
+            )
+
+
+BENCH = Bench("estimate", __file__, __doc__ or "", launches, work, tables, arguments, check)
+
+if __name__ == "__main__":
+    harness.main(BENCH)
