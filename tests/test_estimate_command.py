@@ -42,6 +42,8 @@ def test_other_models_and_mistakes(capsys, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     _command.main("--model my_model:make --world-size 2 --seq 4 --optimizer none".split())
     text = capsys.readouterr().out
+    _command.main("--world-size 2 --hardware here --sources".split() + SMALL[:-2])
+    assert "2 x here on 1 host" in (here := capsys.readouterr().out) and "by one thread" in here
     assert "Net of 170 parameters" in text and "optimizer  " not in text.partition("time")[0]
     for words, message in (
         ("--model my_model:word", "module my_model has no function word"),

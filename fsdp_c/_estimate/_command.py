@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks-per-host", type=int)
     parser.add_argument("--shards", type=int, help="ranks of a shard group of hybrid strategies")
     parser.add_argument("--strategy", default="zero3", help=", ".join(STRATEGIES))
-    parser.add_argument("--hardware", default="h100", help=", ".join(HARDWARE))
+    parser.add_argument("--hardware", default="h100", help=f"{', '.join(HARDWARE)}, here")
     parser.add_argument("--precision", default="bf16", help="fp32, bf16, fp16, bf16-true")
     parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim, or none")
     parser.add_argument("--units", default="auto", help="auto, a class name, or a size as 200MB")
@@ -66,7 +66,6 @@ def _estimated(args: argparse.Namespace) -> str:
     import torch
 
     from fsdp_c._estimate import estimate
-    from fsdp_c._estimate._hardware import hardware_named
 
     optimizer = None if args.optimizer == "none" else getattr(torch.optim, args.optimizer, None)
     if optimizer is None and args.optimizer != "none":
@@ -90,7 +89,7 @@ def _estimated(args: argparse.Namespace) -> str:
     )
     lines = [str(found)]
     if args.sources:
-        lines += ["", *hardware_named(args.hardware).sources]
+        lines += ["", *found.setting.hardware.sources]
     return "\n".join(lines)
 
 

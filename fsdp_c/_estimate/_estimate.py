@@ -43,7 +43,8 @@ def estimate(
 
     Args:
         strategy, units, checkpoint: as of ``shard``.
-        hardware: a name ("h100", "h200", "a100", "rtx4090"), or a ``Hardware``.
+        hardware: a name ("h100", "h200", "a100", "rtx4090"), "here" (CPU ranks of this host, whose
+            rates are measured first), or a ``Hardware``.
         batch, seq: token ids of a rank, as input; or
         inputs: what forward takes (tensors, on any device), of one rank's batch.
         loss: of what forward returns; default: cross-entropy (seq), or a mean of squares.

@@ -131,6 +131,6 @@ def hardware_named(name: str | Hardware) -> Hardware:
     found = HARDWARE.get(str(name).lower())
     if found is None:
         raise ValueError(
-            f"unknown hardware {name!r}: use one of {', '.join(HARDWARE)}, or make a Hardware"
+            f"unknown hardware {name!r}: use one of {', '.join(HARDWARE)}, here, or a Hardware"
         )
     return found

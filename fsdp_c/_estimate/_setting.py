@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from fsdp_c._estimate import _measure
 from fsdp_c._estimate._hardware import Hardware, hardware_named
 from fsdp_c.strategy import Strategy, _checkpoint, strategy_named
 
@@ -127,7 +128,7 @@ def make(
         model,
         world_size=world_size,
         strategy=strategy_named(strategy),
-        hardware=hardware_named(hardware),
+        hardware=_measure.this_host() if hardware == "here" else hardware_named(hardware),
         inputs=inputs,
         loss=loss or (token_loss if seq is not None else square_loss),
         precision=precision,
