@@ -50,8 +50,8 @@ C_SIM_SOURCES = {
 }
 CXX_SOURCES = {
     "csrc/bind": (
-        "autograd call comm context domain events hooks host layout messages module optim reduce "
-        "state status tensors transport tree unit untraced walk watch"
+        "autograd call comm context domain events hooks host layout messages mixed module optim "
+        "reduce state status tensors transport tree unit untraced walk watch"
     ),
 }
 C_TEST_SOURCES = {

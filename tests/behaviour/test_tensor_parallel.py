@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import fsdp_c
 from behaviour.records import collectives, names
 
 CLOSE = Tolerance(relative=1e-5, scaled=1e-5)
@@ -351,6 +352,21 @@ def test_tp10_full_state_dict(rank: int, n_ranks: int) -> None:
     pair.recapture()
     assert torch.equal(pair.both(save)["head.bias"], saved["head.bias"] + 1)
     pair.step(dp_data(mesh))
+
+
+@pytest.mark.parametrize("hidden", [9, 10])
+@on_ranks(4)
+def test_tp11_a_whole_state_dict_into_uneven_rows(rank: int, n_ranks: int, hidden: int) -> None:
+    """Where torch.distributed.checkpoint fails, load_full computes the rows."""
+    torch.manual_seed(3)
+    state = {name: value + 1 for name, value in Mlps(hidden=hidden).state_dict().items()}
+    model = Mlps(hidden=hidden)
+    shard_2d(mesh_2d(2, 2))(model, fsdp_c)
+    with pytest.raises(AssertionError):
+        set_model_state_dict(model, dict(state), options=StateDictOptions(full_state_dict=True))
+    fsdp_c.load_full(model, state)
+    for name, param in model.named_parameters():
+        assert torch.equal(full(param), state[name]), name
 
 
 @on_ranks(2)
