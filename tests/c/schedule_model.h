@@ -79,6 +79,10 @@ typedef struct program {
     uint64_t without;
     int64_t fail_at; /* which allocation fails on each rank; negative: none */
     bool has_failed;
+    bool may_fail;     /* the test looks at the faults itself */
+    bool shares_comm;  /* reductions use the communicator of gathers */
+    bool turns_around; /* the last rank calls its units in another order */
+    int n_at_once;     /* collectives on a device; 0: any number */
     fc_status (*wrap)(fc_device *simulated, fc_device **out); /* NULL: units use it as it is */
     void (*unwrap)(fc_device *device);
     size_t peak_bytes[4];

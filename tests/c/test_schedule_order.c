@@ -120,10 +120,9 @@ static void test_prefetch_order(void)
     CHECK_STR(order_of(0, off), "a b c d | d c b a ");
 }
 
-/* Equal units one after the other: what there is at once does not grow with their number. */
-static size_t peak_of(int n_units, size_t n_inputs)
+/* Equal units one after the other, on two ranks. */
+static program *make_row(int n_units)
 {
-    char first[512];
     program *p = &the_program;
     int i;
 
@@ -134,7 +133,6 @@ static size_t peak_of(int n_units, size_t n_inputs)
     p->n_few = 1;
     p->n_units = n_units;
     p->n_steps = 1;
-    p->n_reduce_inputs = n_inputs;
     p->steps[0].n_micros = 1;
     p->steps[0].micros[0] = (micro_model){.n_calls = n_units, .sync = FC_SYNC_ALL, .is_last = true};
     for (i = 0; i < n_units; i++) {
@@ -156,6 +154,16 @@ static size_t peak_of(int n_units, size_t n_inputs)
         p->steps[0].micros[0].calls[i] = i;
         p->steps[0].micros[0].is_used[i] = true;
     }
+    return p;
+}
+
+/* What there is at once does not grow with the number of units. */
+static size_t peak_of(int n_units, size_t n_inputs)
+{
+    char first[512];
+    program *p = make_row(n_units);
+
+    p->n_reduce_inputs = n_inputs;
     (void)run(p, 1, first, sizeof(first));
     /* Reduced gradients are the user's. */
     return p->peak_bytes[0] - (size_t)n_units * 8 * 8 * sizeof(float) / 2;
@@ -171,6 +179,49 @@ static void test_memory_is_flat_in_depth(void)
     /* The root and one more are unsharded; two gather slots, a reduce input, a gradient, and an
      * output of half of it. */
     CHECK(peak_of(5, 1) <= 2 * full + 2 * gather + gather + gather + gather / 2);
+}
+
+/* How many of the seeds end in a deadlock. */
+static int deadlocks(bool shares_comm, int n_at_once)
+{
+    char first[512];
+    int seed, n = 0;
+
+    for (seed = 0; seed < 100; seed++) {
+        program *p = make_row(5);
+
+        p->may_fail = true;
+        p->shares_comm = shares_comm;
+        p->n_at_once = n_at_once;
+        if (run(p, (uint64_t)seed, first, sizeof(first)) > 0) {
+            CHECK_HAS(first, "deadlock; rank 0, stream '");
+            n++;
+        }
+    }
+    return n;
+}
+
+/* Gathers and reductions in communicators of their own come in any order on a device: it needs room
+ * for both. In one communicator they come in the order of the calls. */
+static void test_collectives_need_room(void)
+{
+    CHECK_EQ(deadlocks(true, 1), 0);
+    CHECK(deadlocks(false, 1) > 0);
+    CHECK_EQ(deadlocks(false, 2), 0);
+}
+
+/* Ranks that call units in different orders are told which. */
+static void test_ranks_that_disagree(void)
+{
+    char first[512];
+    program *p = make_row(3);
+
+    p->may_fail = true;
+    p->turns_around = true;
+    CHECK(run(p, 1, first, sizeof(first)) > 0);
+    CHECK_HAS(first, "collective 1 of 'gathers': rank ");
+    CHECK_HAS(first, "calls all-gather ('all-gather' of 'unit1', 128 bytes)");
+    CHECK_HAS(first, "calls all-gather ('all-gather' of 'unit2', 128 bytes)");
 }
 
 static void test_mistakes_are_named(void)
@@ -236,6 +287,8 @@ int main(void)
 {
     test_prefetch_order();
     test_memory_is_flat_in_depth();
+    test_collectives_need_room();
+    test_ranks_that_disagree();
     test_mistakes_are_named();
     return check_result();
 }

@@ -43,6 +43,11 @@ FC_MUST_CHECK fc_status fc_sim_stream_create(fc_sim *sim, int rank, const char *
 FC_MUST_CHECK fc_status fc_sim_comm_create(fc_sim *sim, const char *name, const int *ranks,
                                            int n_ranks, fc_device_comm **out);
 
+/* A collective that has begun on a rank stays until all ranks are there, and a rank has room for so
+ * many at once, as GPUs have; 0, at first: for any number. Which begins first is up to the queues.
+ */
+void fc_sim_limit_collectives(fc_sim *sim, int n_at_once);
+
 /* Pinned memory of a rank; freed with ops->free once the host has waited for all uses. */
 FC_MUST_CHECK fc_status fc_sim_host_alloc(fc_device *device, fc_label label, size_t bytes,
                                           void **out);

@@ -101,7 +101,17 @@ static const char all_gather_name[] = "all-gather";
 static const char reduce_scatter_name[] = "reduce-scatter";
 static const char all_reduce_name[] = "all-reduce";
 
-bool fc_sim_meet(fc_sim_op *op, bool *is_over)
+void fc_sim_limit_collectives(fc_sim *sim, int n_at_once)
+{
+    sim->n_at_once = n_at_once;
+}
+
+static bool is_full(const fc_sim_rank *device)
+{
+    return device->sim->n_at_once > 0 && device->n_collectives >= device->sim->n_at_once;
+}
+
+bool fc_sim_meet(fc_sim_rank *device, fc_sim_op *op, bool *is_over)
 {
     fc_device_comm *comm = op->comm;
     fc_sim_meeting *m = op->meeting;
@@ -112,14 +122,17 @@ bool fc_sim_meet(fc_sim_op *op, bool *is_over)
             return false;
         }
         *is_over = true;
+        device->n_collectives--;
         m->n_left++;
         drop_left(comm);
         return true;
     }
-    if (comm->n_done != op->meeting_number) {
-        return false; /* a communicator does one thing after the other */
+    /* A communicator does one thing after the other. */
+    if (comm->n_done != op->meeting_number || is_full(device)) {
+        return false;
     }
     op->has_arrived = true;
+    device->n_collectives++;
     if (++m->n_arrived == comm->n_ranks) {
         if (m->kind == all_gather_name) {
             gather(comm, m);

@@ -111,6 +111,7 @@ struct fc_sim_rank {
     fc_sim_block **blocks; /* owned, by address */
     size_t n_blocks, capacity;
     size_t bytes, peak_bytes;
+    int n_collectives;   /* that have begun */
     int64_t allocs_left; /* until one fails; negative: none does */
     bool is_finished;
     const fc_sim_mark *waits_for; /* the host does; NULL: runs */
@@ -123,6 +124,7 @@ struct fc_sim {
     fc_device_comm *comms; /* owned */
     fc_moves *moves;       /* owned; all that were ever made */
     uint64_t random;
+    int n_at_once;      /* collectives of a rank; 0: any number */
     unsigned haste;     /* of 8 calls, how many let the devices work */
     unsigned jumpiness; /* of 32 calls, how many change the rank */
     int n_faults;
@@ -174,7 +176,7 @@ uint64_t fc_sim_draw(fc_sim *sim, uint64_t below);
 /* ---- sim_collective.c ---- */
 
 /* True if the operation at the head of a stream got further. */
-bool fc_sim_meet(fc_sim_op *op, bool *is_over);
+bool fc_sim_meet(fc_sim_rank *device, fc_sim_op *op, bool *is_over);
 void fc_sim_comm_destroy(fc_device_comm *comm);
 FC_MUST_CHECK fc_status fc_sim_all_gather(fc_device *device, fc_device_comm *comm,
                                           fc_stream *stream, fc_label label, void *buffer,

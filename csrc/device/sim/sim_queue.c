@@ -113,7 +113,7 @@ static bool advance(fc_stream *stream)
         }
         break;
     case FC_SIM_COLLECTIVE:
-        if (!fc_sim_meet(op, &is_over)) {
+        if (!fc_sim_meet(stream->device, op, &is_over)) {
             return false;
         }
         break;
