@@ -9,7 +9,7 @@ VENV := .venv-$(TORCH)
 READY := $(VENV)/.ready
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-build-isolation
-C_FILES = $(shell find csrc tests/c benchmarks -name "*.[ch]" -o -name "*.cpp" -o -name "*.cu")
+C_FILES = $(shell find csrc tests/c tests/gpu benchmarks -name "*.[ch]" -o -name "*.cpp" -o -name "*.cu")
 PARITY := tests/test_parity.py tests/test_differential*.py tests/test_fully_shard_*.py tests/behaviour
 
 .DEFAULT_GOAL := help
@@ -61,8 +61,8 @@ format: $(READY)  ## rewrite all files in the project's style
 	@$(VENV)/bin/ruff format .
 	@$(VENV)/bin/clang-format -i $(C_FILES)
 
-gpu-check:  ## check the CUDA part on a GPU
-	@echo "gpu-check: fsdp_c has no CUDA part yet, so there is nothing to check." >&2; exit 1
+gpu-check:  ## on a machine with a GPU and nvcc: check and time the GPU kernels, with PYTHON's torch
+	@$(PYTHON) tests/gpu/gpu_check.py $(ARGS)
 
 clean:  ## remove what was built; environments stay
 	@rm -rf build dist *.egg-info fsdp_c/*.so .pytest_cache .ruff_cache .hypothesis

@@ -5,6 +5,7 @@ Only what changed is compiled again. Switches, all from the environment:
   FSDP_C_DEBUG=1         no optimisation, assertions, symbols
   FSDP_C_SANITIZE=LIST   address, undefined, thread; joined by commas
   FSDP_C_WERROR=1        warnings are errors
+  FSDP_C_CUDA=auto|0|1   kernels for NVIDIA GPUs: where nvcc is found, never, or nvcc must be there
   CC, CXX, MAX_JOBS      compilers (gcc, g++) and how many run at once (one per CPU, at most 4)
 """
 
@@ -17,6 +18,7 @@ import importlib.util
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sysconfig
 from collections.abc import Iterator
@@ -62,6 +64,13 @@ C_TEST_SOURCES = {
     ),
 }
 
+# One library beside the extension, without a link to torch. One PTX for all: machine code for each
+# of these, and the driver's compiler for what is newer.
+CUDA_SOURCE = "csrc/kernels/cuda/kern_cuda.cu"
+CUDA_LIBRARY = "fsdp_c/libfsdp_c_cuda.so"
+CUDA_MACHINES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
+CUDA_EXPORTS = "{ global: fc_cuda_kernels_v1; local: *; };\n"
+
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512cd", "-mf16c", "-mfma"]
 
 # Flags of single files; the CPU is asked at run time whether a kernel of theirs may be called.
@@ -78,7 +87,7 @@ C_WARNINGS = shlex.split(
     " -Wmissing-prototypes -Wwrite-strings -Wvla"
 )
 CXX_WARNINGS = shlex.split("-Wall -Wextra -Wshadow=local -Wno-missing-field-initializers")
-LINK_FLAGS = ["-pthread", "-lm"]
+LINK_FLAGS = ["-pthread", "-lm", "-ldl"]
 EXPORTS = "{ global: PyInit__C; local: *; };\n"
 
 
@@ -169,6 +178,62 @@ class Toolchain:
         return Path("build", kind, hashlib.sha256(key).hexdigest()[:12])
 
 
+@dataclass(frozen=True)
+class Nvcc:
+    """CUDA's compiler. `-fmad=false`: where a product and a sum are rounded once is written out."""
+
+    path: str
+
+    @classmethod
+    def wanted(cls) -> Nvcc | None:
+        """As FSDP_C_CUDA says; a machine with a GPU and without nvcc is told what it lacks."""
+        choice = os.environ.get("FSDP_C_CUDA") or "auto"
+        if choice not in ("auto", "0", "1"):
+            raise SystemExit(f"FSDP_C_CUDA={choice!r}: expected auto, 0 or 1")
+        if choice == "0":
+            return None
+        folders = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+        places = [f"{folder}/bin/nvcc" for folder in folders if folder]
+        found = next(filter(None, map(shutil.which, [*places[:-1], "nvcc", places[-1]])), None)
+        if found is not None:
+            return cls(found)
+        if choice == "1":
+            raise SystemExit(
+                "FSDP_C_CUDA=1, but nvcc is neither on the PATH nor below CUDA_HOME: install CUDA's"
+                " toolkit, or set CUDA_HOME"
+            )
+        if Path("/proc/driver/nvidia/version").exists():
+            print(
+                "fsdp_c: this machine has a GPU but no nvcc, so the GPU kernels are not built and"
+                " tensors on GPUs go through the process group's own collectives; install CUDA's"
+                " toolkit (or set CUDA_HOME) and build again",
+                flush=True,
+            )
+        return None
+
+    def machines(self) -> list[str]:
+        """Those of CUDA_MACHINES that this nvcc knows."""
+        done = subprocess.run([self.path, "--list-gpu-code"], capture_output=True, text=True)
+        known = done.stdout.split()
+        return [name for name in CUDA_MACHINES if name in known]
+
+    def command(self, tools: Toolchain) -> list[str]:
+        machines = self.machines()
+        if not machines:
+            raise SystemExit(
+                f"{self.path} compiles for none of {', '.join(CUDA_MACHINES)}: install a newer"
+                " toolkit, or set FSDP_C_CUDA=0"
+            )
+        ptx = machines[0].replace("sm", "compute")
+        codes = ",".join([*machines, ptx])
+        flags = ["-std=c++17", "-O3", "-fmad=false", f"-gencode=arch={ptx},code=[{codes}]"]
+        flags += [f"--threads={job_count()}", "-Xptxas=-v"]
+        flags.append("-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wno-unknown-pragmas")
+        if tools.is_strict:
+            flags.append("-Werror=all-warnings")
+        return [self.path, *flags, "-Icsrc"]
+
+
 def is_stale(target: Path, command: list[str], inputs: list[Path]) -> bool:
     """Whether `target` is missing, older than an input, or made by another command."""
     note = target.with_name(target.name + ".cmd")
@@ -178,19 +243,24 @@ def is_stale(target: Path, command: list[str], inputs: list[Path]) -> bool:
     return any(not p.exists() or p.stat().st_mtime_ns > made for p in inputs)
 
 
-def make(target: Path, command: list[str]) -> None:
+def make(target: Path, command: list[str], report: Path | None = None) -> None:
+    """Runs a command that writes `target`; what it prints goes into `report` if all went well."""
     target.parent.mkdir(parents=True, exist_ok=True)
     note = target.with_name(target.name + ".cmd")
     note.unlink(missing_ok=True)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.stdout or done.stderr:
+    if report is not None and done.returncode == 0:
+        report.write_text(done.stdout + done.stderr)
+    elif done.stdout or done.stderr:
         print(f"{target.name}:\n{done.stdout}{done.stderr}", end="", flush=True)
     if done.returncode != 0:
         raise SystemExit(f"fsdp_c: this command failed:\n{shlex.join(command)}")
     note.write_text(shlex.join(command))
 
 
-def compile_object(source: str, command: list[str], folder: Path) -> Path:
+def compile_object(
+    source: str, command: list[str], folder: Path, report: Path | None = None
+) -> Path:
     """Compiles one file unless its object is newer than it and every header of ours it read."""
     name = source.removeprefix(f"{folder}/")
     target = folder / f"{name}.o"
@@ -202,13 +272,16 @@ def compile_object(source: str, command: list[str], folder: Path) -> Path:
         inputs += [Path(name) for name in names]
     if is_stale(target, command, inputs):
         print(f"compiling {source}", flush=True)
-        make(target, command)
+        make(target, command, report)
     return target
 
 
+def job_count() -> int:
+    return int(os.environ.get("MAX_JOBS") or min(os.cpu_count() or 1, 4))
+
+
 def compile_all(commands: dict[str, list[str]], folder: Path) -> list[Path]:
-    jobs = int(os.environ.get("MAX_JOBS") or min(os.cpu_count() or 1, 4))
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(job_count()) as pool:
         work = [pool.submit(compile_object, s, command, folder) for s, command in commands.items()]
         wait(work, return_when=FIRST_EXCEPTION)
         pool.shutdown(cancel_futures=True)
@@ -223,6 +296,26 @@ def link(target: Path, command: list[str], objects: list[Path], libraries: list[
     if is_stale(target, command, objects):
         print(f"linking {target}", flush=True)
         make(target, command)
+
+
+@dataclass(frozen=True)
+class CudaBuild:
+    library: Path
+    report: Path  # of the assembler: registers, stack and spills of each kernel
+
+
+def build_cuda(nvcc: Nvcc, tools: Toolchain) -> CudaBuild:
+    """The library of GPU kernels, in the build folder. It depends on no torch and no Python."""
+    command = nvcc.command(tools)
+    folder = tools.folder("cuda", *command)
+    folder.mkdir(parents=True, exist_ok=True)
+    built = CudaBuild(folder / Path(CUDA_LIBRARY).name, folder / "kern_cuda.report")
+    objects = [compile_object(CUDA_SOURCE, command, folder, built.report)]
+    exports = folder / "exports.map"
+    exports.write_text(CUDA_EXPORTS)
+    flags = ["-shared", "-cudart=static", "-Xlinker", f"--version-script={exports}"]
+    link(built.library, [nvcc.path, *flags], objects, [])
+    return built
 
 
 def replace(target: Path, content: bytes) -> None:
@@ -278,6 +371,14 @@ class BuildExtension(build_ext):
             if other != target:
                 other.unlink()
         replace(target, library.read_bytes())
+        self.place_cuda(Path(self.build_lib, CUDA_LIBRARY))
+
+    def place_cuda(self, target: Path) -> None:
+        nvcc = Nvcc.wanted()
+        if nvcc is None:
+            target.unlink(missing_ok=True)
+        else:
+            replace(target, build_cuda(nvcc, Toolchain()).library.read_bytes())
 
     def join_binding(self, folder: Path) -> str:
         """One file that includes the binding's: reading torch's headers is most of their time.
@@ -296,6 +397,11 @@ class BuildExtension(build_ext):
         for ext in self.extensions:
             name = self.get_ext_filename(ext.name)
             replace(ROOT / name, Path(self.build_lib, name).read_bytes())
+        library = Path(self.build_lib, CUDA_LIBRARY)
+        if library.exists():
+            replace(ROOT / CUDA_LIBRARY, library.read_bytes())
+        else:
+            (ROOT / CUDA_LIBRARY).unlink(missing_ok=True)
 
 
 class BuildCTests(Command):

@@ -72,7 +72,8 @@ def test_kernels_that_the_cpu_lacks_are_refused():
         _native.choose_kernels(lacking, "avx512")
 
 
-TABLES = [("C_SOURCES", ".c"), ("CXX_SOURCES", ".cpp"), ("C_TEST_SOURCES", ".c")]
+TABLES = [("C_SOURCES", ".c"), ("C_SIM_SOURCES", ".c"), ("CXX_SOURCES", ".cpp")]
+TABLES += [("C_TEST_SOURCES", ".c")]
 
 
 @pytest.mark.parametrize(("name", "suffix"), TABLES)
@@ -83,7 +84,7 @@ def test_source_lists_are_whole_and_sorted(build_script: ModuleType, name: str, 
 
 
 def test_every_folder_is_named(build_script: ModuleType):
-    folders = {*build_script.C_SOURCES, *build_script.CXX_SOURCES, *build_script.C_TEST_SOURCES}
+    folders = {folder for name, _ in TABLES for folder in getattr(build_script, name)}
     paths = [path for glob in ("csrc/**/*.c*", "tests/c/*.c") for path in ROOT.glob(glob)]
     assert {str(path.parent.relative_to(ROOT)) for path in paths} == folders
 
@@ -120,7 +121,8 @@ def test_source_archive_can_be_built_and_tested(tmp_path: Path):
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
-    patterns = ("csrc/**/*.[ch]", "csrc/**/*.cpp", "tests/**/*.py", "tests/c/*", "fsdp_c/**/*.py")
+    patterns = ("csrc/**/*.[ch]", "csrc/**/*.c*", "tests/**/*.py", "tests/c/*", "fsdp_c/**/*.py")
     files = {str(path.relative_to(ROOT)) for glob in patterns for path in ROOT.glob(glob)}
     files |= {"Makefile", "LICENSE", "README.md", "pyproject.toml", "fsdp_c/py.typed"}
+    files |= {"tests/gpu/helper.c", "benchmarks/bench_cuda_kernels.py"}
     assert files <= names

@@ -635,7 +635,9 @@ static void check_errors(void)
     CHECK(emulated_kernels.finish(&launch, 1, false) != 0);
     fc_runs_clear(&plan);
     CHECK_EQ(fc_cuda_open("/nowhere/kernels.so", &kernels), FC_ERR_UNSUPPORTED);
-    CHECK_HAS(fc_last_message(), "/nowhere/kernels.so");
+    CHECK_HAS(fc_last_message(), "no GPU kernels at /nowhere/kernels.so: nvcc was missing");
+    CHECK_EQ(fc_cuda_open("/dev/null", &kernels), FC_ERR_UNSUPPORTED);
+    CHECK_HAS(fc_last_message(), "cannot be opened: /dev/null");
     CHECK(kernels == NULL);
 }
 

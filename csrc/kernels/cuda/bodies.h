@@ -12,7 +12,9 @@
 #include "kernels/cuda/vectors.h"
 #include "kernels/kern_optim_scalar.h"
 
-#define FC_DEPTH 4 /* vectors of a lane whose loads are in flight together */
+/* Vectors of a lane whose loads are in flight together; sums have two loads each. */
+#define FC_DEPTH 4
+#define FC_SUM_DEPTH 2
 
 /* What is done with an element on its way. */
 typedef struct fc_sum {
@@ -22,7 +24,7 @@ typedef struct fc_sum {
 
 /* ---- move and finish: dst = src, dst = (accumulate ? dst : 0) + src / divisor ---- */
 
-FC_BOTH_INLINE fc_vector fc_cast_vector(int from, int to, int k, fc_vector in)
+FC_BOTH fc_vector fc_cast_vector(int from, int to, int k, fc_vector in)
 {
     fc_vector out = {{0, 0, 0, 0}};
 
@@ -38,8 +40,8 @@ FC_BOTH_INLINE fc_vector fc_cast_vector(int from, int to, int k, fc_vector in)
 }
 
 /* Without accumulate nothing is added to the quotient: -0 stays -0. */
-FC_BOTH_INLINE fc_vector fc_sum_vector(const fc_sum *sum, int from, int to, int k, fc_vector in,
-                                       fc_vector old)
+FC_BOTH fc_vector fc_sum_vector(const fc_sum *sum, int from, int to, int k, fc_vector in,
+                                fc_vector old)
 {
     fc_vector out = {{0, 0, 0, 0}};
 
@@ -60,16 +62,17 @@ FC_BOTH_INLINE fc_vector fc_sum_vector(const fc_sum *sum, int from, int to, int 
     return out;
 }
 
-/* `n` of FC_DEPTH vectors of k elements: all loads first, then all stores. A source of zeros has no
- * memory. `sum` is null where elements are only cast. */
-FC_BOTH_INLINE void fc_transfer(const fc_sum *sum, int from, int to, int k, const uint64_t *dst,
-                                const uint64_t *src, bool is_zero, int n)
+/* Up to FC_DEPTH (`n`) vectors of k elements: all loads first, then all stores. A source of zeros
+ * has no memory. `sum` is null where elements are only cast. */
+FC_BOTH void fc_transfer(const fc_sum *sum, int from, int to, int k, const uint64_t *dst,
+                         const uint64_t *src, bool is_zero, int n)
 {
     const int in_bytes = k * fc_element_bytes(from), out_bytes = k * fc_element_bytes(to);
+    const int depth = sum != NULL ? FC_SUM_DEPTH : FC_DEPTH;
     fc_vector in[FC_DEPTH], old[FC_DEPTH];
 
     FC_UNROLL
-    for (int j = 0; j < FC_DEPTH; j++) {
+    for (int j = 0; j < depth; j++) {
         in[j] = old[j] = (fc_vector){{0, 0, 0, 0}};
         if (j < n && !is_zero) {
             in[j] = fc_load((const char *)(uintptr_t)src[j], in_bytes);
@@ -79,7 +82,7 @@ FC_BOTH_INLINE void fc_transfer(const fc_sum *sum, int from, int to, int k, cons
         }
     }
     FC_UNROLL
-    for (int j = 0; j < FC_DEPTH; j++) {
+    for (int j = 0; j < depth; j++) {
         if (j < n) {
             fc_vector out = sum != NULL  ? fc_sum_vector(sum, from, to, k, in[j], old[j])
                             : from == to ? in[j]
@@ -97,8 +100,8 @@ typedef struct fc_place {
     bool is_zero;
 } fc_place;
 
-FC_BOTH_INLINE void fc_locate(const fc_place *place, uint32_t element, uint32_t dst_bytes,
-                              uint32_t src_bytes, uint64_t *dst, uint64_t *src)
+FC_BOTH void fc_locate(const fc_place *place, uint32_t element, uint32_t dst_bytes,
+                       uint32_t src_bytes, uint64_t *dst, uint64_t *src)
 {
     *dst = place->dst;
     *src = place->src;
@@ -114,17 +117,18 @@ FC_BOTH_INLINE void fc_locate(const fc_place *place, uint32_t element, uint32_t 
 }
 
 /* The tile's vectors (k > 1) or its edges (k = 1). */
-FC_BOTH_INLINE void fc_move_units(const fc_sum *sum, int from, int to, int k, const fc_place *place,
-                                  const fc_tile *tile, uint32_t lane)
+FC_BOTH void fc_move_units(const fc_sum *sum, int from, int to, int k, const fc_place *place,
+                           const fc_tile *tile, uint32_t lane)
 {
     const uint32_t count = k > 1 ? tile->n_vectors : tile->n_edges;
+    const uint32_t depth = sum != NULL ? FC_SUM_DEPTH : FC_DEPTH;
 
-    for (uint32_t first = lane; first < count; first += FC_WARP * FC_DEPTH) {
+    for (uint32_t first = lane; first < count; first += FC_WARP * depth) {
         uint64_t dst[FC_DEPTH] = {0}, src[FC_DEPTH] = {0};
         int n = 0;
 
         FC_UNROLL
-        for (uint32_t j = 0; j < FC_DEPTH; j++) {
+        for (uint32_t j = 0; j < depth; j++) {
             const uint32_t unit = first + FC_WARP * j;
 
             if (unit < count) {
@@ -140,108 +144,114 @@ FC_BOTH_INLINE void fc_move_units(const fc_sum *sum, int from, int to, int k, co
     }
 }
 
-FC_BOTH_INLINE void fc_move_tile(const fc_sum *sum, int from, int to, fc_place place,
-                                 uint32_t index, uint32_t lane)
+/* Cuts the tile and moves `place` to its line. */
+FC_BOTH fc_tile fc_place_tile(fc_place *place, uint32_t dst_bytes, uint32_t src_bytes,
+                              uint32_t index)
 {
-    const fc_run *run = place.run;
-    const uint32_t dst_bytes = (uint32_t)fc_element_bytes(to);
-    const uint32_t src_bytes = (uint32_t)fc_element_bytes(from);
+    const fc_run *run = place->run;
     const uint32_t k = FC_VECTOR_BYTES / (dst_bytes > src_bytes ? dst_bytes : src_bytes);
-    fc_tile tile;
+    const uint64_t mask = FC_VECTOR_BYTES - 1;
 
     if (run->tiles_per_line != 0) {
         const uint32_t line = index / run->tiles_per_line;
 
-        place.dst += fc_line_offset(run, line, 0);
-        place.src += fc_line_offset(run, line, 1);
-        tile =
-            fc_cut_line(run, index - line * run->tiles_per_line, k,
-                        fc_lead(place.dst, dst_bytes, place.is_zero ? 0 : place.src, src_bytes, k));
-    } else {
-        const uint64_t mask = FC_VECTOR_BYTES - 1;
-
-        tile = fc_cut_run(run, index, k,
-                          run->is_regular && ((place.dst - run->at[0]) & mask) == 0 &&
-                              (place.is_zero || ((place.src - run->at[1]) & mask) == 0));
+        place->dst += fc_line_offset(run, line, 0);
+        place->src += fc_line_offset(run, line, 1);
+        return fc_cut_line(
+            run, index - line * run->tiles_per_line, k,
+            fc_lead(place->dst, dst_bytes, place->is_zero ? 0 : place->src, src_bytes, k));
     }
-    fc_move_units(sum, from, to, (int)k, &place, &tile, lane);
-    fc_move_units(sum, from, to, 1, &place, &tile, lane);
+    return fc_cut_run(run, index, k,
+                      run->is_regular && ((place->dst - run->at[0]) & mask) == 0 &&
+                          (place->is_zero || ((place->src - run->at[1]) & mask) == 0));
 }
 
 #define FC_PAIR(from, to) ((from) << 4 | (to))
 #define FC_PAIR_MAP(X)                                                                             \
     X(F32, F64)                                                                                    \
     X(F32, BF16)                                                                                   \
-    X(F32, F16) X(F64, F32) X(F64, BF16) X(F64, F16) X(BF16, F32) X(BF16, F64) X(BF16, F16)        \
-        X(F16, F32) X(F16, F64) X(F16, BF16)
-#define FC_SAME_MAP(X) X(F32, F32) X(F64, F64) X(BF16, BF16) X(F16, F16)
+    X(F32, F16)                                                                                    \
+    X(F64, F32)                                                                                    \
+    X(F64, BF16)                                                                                   \
+    X(F64, F16)                                                                                    \
+    X(BF16, F32)                                                                                   \
+    X(BF16, F64)                                                                                   \
+    X(BF16, F16)                                                                                   \
+    X(F16, F32)                                                                                    \
+    X(F16, F64)                                                                                    \
+    X(F16, BF16)
+#define FC_SAME_MAP(X)                                                                             \
+    X(F32, F32)                                                                                    \
+    X(F64, F64)                                                                                    \
+    X(BF16, BF16)                                                                                  \
+    X(F16, F16)
 
-/* The types of a run become constants. */
-FC_BOTH void fc_move_typed(fc_place place, uint32_t index, uint32_t lane)
+/* A tile's vectors: the types of its run become constants. */
+FC_BOTH void fc_move_vectors(const fc_sum *sum, const fc_place *place, const fc_tile *tile,
+                             uint32_t lane)
 {
-    const int from = place.run->from;
+    const int from = place->run->from, to = place->run->to;
 
-    switch (FC_PAIR(from, place.run->to)) {
+#define FC_WIDER(a, b) (fc_element_bytes(a) > fc_element_bytes(b) ? (a) : (b))
+#define FC_UNITS(a, b)                                                                             \
+    fc_move_units(sum, a, b, FC_VECTOR_BYTES / fc_element_bytes(FC_WIDER(a, b)), place, tile, lane)
 #define FC_CASE(a, b)                                                                              \
     case FC_PAIR(FC_##a, FC_##b):                                                                  \
-        fc_move_tile(NULL, FC_##a, FC_##b, place, index, lane);                                    \
-        break;
+        FC_UNITS(FC_##a, FC_##b);                                                                  \
+        return;
+    switch (FC_PAIR(from, to)) {
         FC_PAIR_MAP(FC_CASE)
-#undef FC_CASE
-    default: /* a copy, by size */
-        switch (fc_element_bytes(from)) {
-        case 1:
-            fc_move_tile(NULL, FC_RAW1, FC_RAW1, place, index, lane);
-            break;
-        case 2:
-            fc_move_tile(NULL, FC_RAW2, FC_RAW2, place, index, lane);
-            break;
-        case 4:
-            fc_move_tile(NULL, FC_RAW4, FC_RAW4, place, index, lane);
-            break;
-        default:
-            fc_move_tile(NULL, FC_RAW8, FC_RAW8, place, index, lane);
-            break;
+    default:
+        break;
+    }
+    if (sum != NULL) {
+        switch (FC_PAIR(from, to)) {
+            FC_SAME_MAP(FC_CASE)
+        default: /* launches refuse other types */
+            return;
         }
-        break;
     }
-}
-
-FC_BOTH void fc_finish_typed(const fc_sum *sum, fc_place place, uint32_t index, uint32_t lane)
-{
-    switch (FC_PAIR(place.run->from, place.run->to)) {
-#define FC_CASE(a, b)                                                                              \
-    case FC_PAIR(FC_##a, FC_##b):                                                                  \
-        fc_move_tile(sum, FC_##a, FC_##b, place, index, lane);                                     \
-        break;
-        FC_PAIR_MAP(FC_CASE)
-        FC_SAME_MAP(FC_CASE)
 #undef FC_CASE
-    default: /* launches refuse other types */
+    switch (fc_element_bytes(from)) { /* a copy, by size */
+    case 1:
+        FC_UNITS(FC_RAW1, FC_RAW1);
+        break;
+    case 2:
+        FC_UNITS(FC_RAW2, FC_RAW2);
+        break;
+    case 4:
+        FC_UNITS(FC_RAW4, FC_RAW4);
+        break;
+    default:
+        FC_UNITS(FC_RAW8, FC_RAW8);
         break;
     }
+#undef FC_UNITS
+#undef FC_WIDER
 }
 
 /* All tiles of one thread; `sum` is null for the kernel that moves. */
-FC_BOTH_INLINE void fc_move_thread(const fc_table *table, const fc_bases *bases, const fc_sum *sum,
-                                   fc_thread thread)
+FC_BOTH void fc_move_thread(const fc_table *table, const fc_bases *bases, const fc_sum *sum,
+                            fc_thread thread)
 {
     uint32_t at = 0;
 
     for (uint32_t tile = table->first_tile + thread.warp; tile < table->end_tile;
          tile += thread.n_warps) {
         fc_place place;
+        fc_tile cut;
 
         at = fc_find_run(table, tile, at);
         place.run = &table->runs[at];
         place.dst = fc_operand(place.run, bases, 0);
         place.src = fc_operand(place.run, bases, 1);
         place.is_zero = place.src == 0;
-        if (sum == NULL) {
-            fc_move_typed(place, tile - place.run->first_tile, thread.lane);
-        } else {
-            fc_finish_typed(sum, place, tile - place.run->first_tile, thread.lane);
-        }
+        cut = fc_place_tile(&place, (uint32_t)fc_element_bytes(place.run->to),
+                            (uint32_t)fc_element_bytes(place.run->from),
+                            tile - place.run->first_tile);
+        fc_move_vectors(sum, &place, &cut, thread.lane);
+        /* Once for all types: edges are few, or the operands do not lie alike. */
+        fc_move_units(sum, place.run->from, place.run->to, 1, &place, &cut, thread.lane);
     }
 }
 
@@ -273,8 +283,7 @@ FC_BOTH double fc_tree(double *lanes)
     return lanes[0];
 }
 
-FC_BOTH_INLINE double fc_squares_units(int type, int k, uint64_t at, const fc_tile *tile,
-                                       uint32_t lane)
+FC_BOTH double fc_squares_units(int type, int k, uint64_t at, const fc_tile *tile, uint32_t lane)
 {
     const uint32_t count = k > 1 ? tile->n_vectors : tile->n_edges;
     const uint32_t bytes = (uint32_t)fc_element_bytes(type);
@@ -298,8 +307,8 @@ FC_BOTH_INLINE double fc_squares_units(int type, int k, uint64_t at, const fc_ti
     return type == FC_F64 ? wide : sum;
 }
 
-FC_BOTH_INLINE double fc_squares_typed(int type, const fc_run *run, uint64_t at, uint32_t index,
-                                       uint32_t lane)
+FC_BOTH double fc_squares_typed(int type, const fc_run *run, uint64_t at, uint32_t index,
+                                uint32_t lane)
 {
     const int k = FC_VECTOR_BYTES / fc_element_bytes(type);
     const fc_tile tile = fc_flat_tile(run, index, &at, 1, type);
@@ -348,8 +357,8 @@ enum {
 
 /* In the order of torch's foreach operators, fused multiply-adds where their kernels have them.
  * It differs from the order on CPUs: there torch multiplies the gradient twice, here it squares. */
-FC_BOTH_INLINE void fc_adam_one(const fc_adam *a, float *param, float grad, float *exp_avg,
-                                float *exp_avg_sq)
+FC_BOTH void fc_adam_one(const fc_adam *a, float *param, float grad, float *exp_avg,
+                         float *exp_avg_sq)
 {
     const float g = a->l2 == 0.0f ? grad : fmaf(*param, a->l2, grad);
     const float m = lerp_one(*exp_avg, g, a->weight1);
@@ -361,8 +370,8 @@ FC_BOTH_INLINE void fc_adam_one(const fc_adam *a, float *param, float grad, floa
     *param = fmaf(a->step_size, m / denominator, *param * a->decay);
 }
 
-FC_BOTH_INLINE void fc_adam_units(const fc_adam *a, int k, const uint64_t *at, const fc_tile *tile,
-                                  uint32_t lane)
+FC_BOTH void fc_adam_units(const fc_adam *a, int k, const uint64_t *at, const fc_tile *tile,
+                           uint32_t lane)
 {
     const uint32_t count = k > 1 ? tile->n_vectors : tile->n_edges;
     const int bytes = k * (int)sizeof(float);
@@ -397,8 +406,8 @@ FC_BOTH_INLINE void fc_adam_units(const fc_adam *a, int k, const uint64_t *at, c
     }
 }
 
-FC_BOTH_INLINE void fc_adam_thread(const fc_table *table, const fc_bases *bases, const fc_adam *a,
-                                   fc_thread thread)
+FC_BOTH void fc_adam_thread(const fc_table *table, const fc_bases *bases, const fc_adam *a,
+                            fc_thread thread)
 {
     uint32_t known = 0;
 

@@ -2,6 +2,7 @@
 #include "kernels/cuda/kern_cuda.h"
 
 #include <dlfcn.h>
+#include <unistd.h>
 
 #define SYMBOL "fc_cuda_kernels_v1"
 
@@ -16,6 +17,12 @@ fc_status fc_cuda_open(const char *path, const fc_cuda_kernels **kernels_out)
     if (kernels != NULL) {
         *kernels_out = kernels;
         return FC_OK;
+    }
+    if (access(path, F_OK) != 0) {
+        return fc_fail(FC_ERR_UNSUPPORTED,
+                       "there are no GPU kernels at %s: nvcc was missing when fsdp_c was built; "
+                       "collectives go through the process group",
+                       path);
     }
     library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (library == NULL) {

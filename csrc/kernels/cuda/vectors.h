@@ -1,7 +1,7 @@
 /* Up to 16 bytes of elements in registers: loads, stores, conversions. Host and device.
  *
- * `type`, `k` (elements) and `n` (words) are constants wherever these are called, so that one of
- * the branches is left. Little endian. On the host an access that a device would refuse (an address
+ * `type` and `k` (elements) are constants where vectors are called for, so that one of the branches
+ * is left. Little endian. On the host an access that a device would refuse (an address
  * that is no multiple of the width) ends the program.
  */
 #ifndef FC_KERNELS_CUDA_VECTORS_H
@@ -21,7 +21,7 @@ typedef struct fc_vector {
     uint32_t word[FC_WORDS];
 } fc_vector;
 
-FC_BOTH_INLINE int fc_element_bytes(int type)
+FC_BOTH int fc_element_bytes(int type)
 {
     return type == FC_F64 || type == FC_RAW8   ? 8
            : type == FC_F32 || type == FC_RAW4 ? 4
@@ -32,7 +32,7 @@ FC_BOTH_INLINE int fc_element_bytes(int type)
 /* ---- memory ---- */
 
 /* `bytes`: 1, 2, 4, 8 or 16. */
-FC_BOTH_INLINE fc_vector fc_load(const char *at, int bytes)
+FC_BOTH fc_vector fc_load(const char *at, int bytes)
 {
     fc_vector v = {{0, 0, 0, 0}};
 
@@ -63,7 +63,7 @@ FC_BOTH_INLINE fc_vector fc_load(const char *at, int bytes)
     return v;
 }
 
-FC_BOTH_INLINE void fc_store(char *at, fc_vector v, int bytes)
+FC_BOTH void fc_store(char *at, fc_vector v, int bytes)
 {
 #ifdef __CUDA_ARCH__
     if (bytes == 16) {
@@ -86,7 +86,7 @@ FC_BOTH_INLINE void fc_store(char *at, fc_vector v, int bytes)
 /* ---- narrowing ---- */
 
 /* As the plain kernels narrow, but that a device writes its own NaN. */
-FC_BOTH_INLINE uint32_t fc_narrow(int type, float value)
+FC_BOTH uint32_t fc_narrow(int type, float value)
 {
 #ifdef __CUDA_ARCH__
     uint16_t half;
@@ -102,7 +102,7 @@ FC_BOTH_INLINE uint32_t fc_narrow(int type, float value)
 #endif
 }
 
-FC_BOTH_INLINE float fc_widen(int type, uint32_t half)
+FC_BOTH float fc_widen(int type, uint32_t half)
 {
 #ifdef __CUDA_ARCH__
     if (type == FC_F16) {
@@ -119,7 +119,7 @@ FC_BOTH_INLINE float fc_widen(int type, uint32_t half)
 
 /* ---- elements of a vector ---- */
 
-FC_BOTH_INLINE float fc_get_f32(int type, fc_vector v, int i)
+FC_BOTH float fc_get_f32(int type, fc_vector v, int i)
 {
     if (type == FC_F32) {
         return f32_of_bits(v.word[i]);
@@ -127,7 +127,7 @@ FC_BOTH_INLINE float fc_get_f32(int type, fc_vector v, int i)
     return fc_widen(type, v.word[i / 2] >> (16 * (i % 2)) & 0xffff);
 }
 
-FC_BOTH_INLINE double fc_get_f64(int type, fc_vector v, int i)
+FC_BOTH double fc_get_f64(int type, fc_vector v, int i)
 {
     if (type == FC_F64) {
         uint64_t bits = (uint64_t)v.word[2 * i + 1] << 32 | v.word[2 * i];
@@ -140,7 +140,7 @@ FC_BOTH_INLINE double fc_get_f64(int type, fc_vector v, int i)
 }
 
 /* Elements are put in order, into a vector that was zero. */
-FC_BOTH_INLINE void fc_put_f32(int type, fc_vector *v, int i, float value)
+FC_BOTH void fc_put_f32(int type, fc_vector *v, int i, float value)
 {
     if (type == FC_F32) {
         v->word[i] = bits_of_f32(value);
@@ -149,7 +149,7 @@ FC_BOTH_INLINE void fc_put_f32(int type, fc_vector *v, int i, float value)
     }
 }
 
-FC_BOTH_INLINE void fc_put_f64(int type, fc_vector *v, int i, double value)
+FC_BOTH void fc_put_f64(int type, fc_vector *v, int i, double value)
 {
     if (type == FC_F64) {
         uint64_t bits;
