@@ -62,15 +62,15 @@ void fc_schedule_destroy(fc_schedule *s)
     if (s == NULL) {
         return;
     }
+    fc_stream_pool_destroy(s, &s->gathers);
+    fc_stream_pool_destroy(s, &s->inputs);
+    fc_stream_pool_destroy(s, &s->outputs);
     while (s->units != NULL) {
         fc_schedule_unit *next = s->units->next;
 
         unit_destroy(s->units);
         s->units = next;
     }
-    fc_stream_pool_destroy(s, &s->gathers);
-    fc_stream_pool_destroy(s, &s->inputs);
-    fc_stream_pool_destroy(s, &s->outputs);
     s->ops->event_destroy(s->options.device, s->event);
     fc_free(s->order);
     fc_free(s);

@@ -226,7 +226,7 @@ fc_status fc_sim_all_gather(fc_device *device, fc_device_comm *comm, fc_stream *
                             fc_label label, void *buffer, size_t part_bytes)
 {
     fc_sim_meeting mine = {.kind = all_gather_name,
-                           .label = label,
+                           .label = fc_sim_keep(device, label),
                            .first_rank = ((fc_sim_rank *)device)->rank,
                            .bytes = part_bytes,
                            .to = {buffer},
@@ -242,7 +242,7 @@ fc_status fc_sim_reduce_scatter(fc_device *device, fc_device_comm *comm, fc_stre
                                 fc_dtype dtype)
 {
     fc_sim_meeting mine = {.kind = reduce_scatter_name,
-                           .label = label,
+                           .label = fc_sim_keep(device, label),
                            .first_rank = ((fc_sim_rank *)device)->rank,
                            .bytes = numel * fc_dtype_bytes(dtype),
                            .dtype = dtype,
@@ -258,7 +258,7 @@ fc_status fc_sim_all_reduce(fc_device *device, fc_device_comm *comm, fc_stream *
                             fc_label label, void *buffer, size_t numel, fc_dtype dtype)
 {
     fc_sim_meeting mine = {.kind = all_reduce_name,
-                           .label = label,
+                           .label = fc_sim_keep(device, label),
                            .first_rank = ((fc_sim_rank *)device)->rank,
                            .bytes = numel * fc_dtype_bytes(dtype),
                            .dtype = dtype,

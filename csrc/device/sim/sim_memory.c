@@ -22,6 +22,33 @@ void fc_sim_report(fc_sim *sim, const char *format, ...)
     va_end(args);
 }
 
+static const char *keep_text(fc_sim *sim, const char *text)
+{
+    size_t bytes = strlen(text) + 1;
+    fc_sim_text *t;
+
+    for (t = sim->texts; t != NULL; t = t->next) {
+        if (strcmp(t->text, text) == 0) {
+            return t->text;
+        }
+    }
+    t = fc_alloc(1, sizeof(*t) + bytes);
+    if (t == NULL) {
+        return "(no memory for its name)";
+    }
+    memcpy(t->text, text, bytes);
+    t->next = sim->texts;
+    sim->texts = t;
+    return t->text;
+}
+
+fc_label fc_sim_keep(fc_device *device, fc_label label)
+{
+    fc_sim *sim = ((fc_sim_rank *)device)->sim;
+
+    return (fc_label){keep_text(sim, label.unit), keep_text(sim, label.what)};
+}
+
 int fc_sim_faults(const fc_sim *sim)
 {
     return sim->n_faults;
@@ -263,5 +290,5 @@ void fc_sim_host_access(fc_device *device, fc_label label, fc_sim_range range)
 
     fc_sim_pause((fc_sim_rank *)device);
     fc_sim_tick(host);
-    fc_sim_touch(host, label, range);
+    fc_sim_touch(host, fc_sim_keep(device, label), range);
 }

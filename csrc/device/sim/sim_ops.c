@@ -30,7 +30,8 @@ typedef struct span {
 
 fc_status fc_sim_host_alloc(fc_device *device, fc_label label, size_t bytes, void **out)
 {
-    return fc_sim_block_take(((fc_sim_rank *)device)->streams[FC_SIM_HOST], label, bytes, out);
+    return fc_sim_block_take(((fc_sim_rank *)device)->streams[FC_SIM_HOST],
+                             fc_sim_keep(device, label), bytes, out);
 }
 
 static fc_status device_alloc(fc_device *device, fc_stream *stream, fc_label label, size_t bytes,
@@ -43,7 +44,7 @@ static fc_status device_alloc(fc_device *device, fc_stream *stream, fc_label lab
         return fc_fail(FC_ERR_NOMEM, "simulated device %d: no %zu bytes for '%s' of '%s'",
                        rank->rank, bytes, label.what, label.unit);
     }
-    return fc_sim_block_take(stream, label, bytes, out);
+    return fc_sim_block_take(stream, fc_sim_keep(device, label), bytes, out);
 }
 
 void fc_sim_fail_alloc(fc_device *device, int64_t n)
@@ -168,6 +169,7 @@ fc_status fc_sim_launch(fc_device *device, fc_stream *stream, fc_label label,
 {
     size_t i;
 
+    label = fc_sim_keep(device, label);
     fc_sim_pause((fc_sim_rank *)device);
     fc_sim_tick(stream);
     for (i = 0; i < n_ranges; i++) {
@@ -335,12 +337,12 @@ fc_status fc_sim_launch_plan(fc_device *device, fc_stream *stream, fc_label labe
                              const fc_runs *plan, const uint64_t *addresses, fc_sim_kernel kernel,
                              const void *args, size_t args_bytes)
 {
-    const toucher t = {stream, label};
+    const toucher t = {stream, fc_sim_keep(device, label)};
 
     fc_sim_pause((fc_sim_rank *)device);
     fc_sim_tick(stream);
     visit_runs(plan, addresses, touch_run, &t);
-    return fc_sim_kernel_enqueue(stream, label, kernel, args, args_bytes);
+    return fc_sim_kernel_enqueue(stream, t.label, kernel, args, args_bytes);
 }
 
 static fc_status move(fc_device *device, fc_stream *stream, fc_label label, const fc_move *move)

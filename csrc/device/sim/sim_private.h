@@ -118,8 +118,15 @@ struct fc_sim_rank {
     fc_status status;
 };
 
+/* A copy of a label's text: reports come when its owner may be gone. */
+typedef struct fc_sim_text {
+    struct fc_sim_text *next;
+    char text[];
+} fc_sim_text;
+
 struct fc_sim {
     int n_ranks;
+    fc_sim_text *texts; /* owned */
     fc_sim_rank devices[FC_SIM_RANKS];
     fc_device_comm *comms; /* owned */
     fc_moves *moves;       /* owned; all that were ever made */
@@ -143,6 +150,8 @@ void fc_sim_moves_free(fc_moves *moves);
 
 /* ---- sim_memory.c ---- */
 
+/* The same label, valid as long as the simulation. */
+fc_label fc_sim_keep(fc_device *device, fc_label label);
 /* Checks one access of the stream's newest operation against all before it and keeps it. */
 void fc_sim_touch(fc_stream *stream, fc_label label, fc_sim_range range);
 /* A block of `bytes` that belongs to `stream`, reused where it can be. */

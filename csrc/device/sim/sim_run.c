@@ -97,6 +97,12 @@ void fc_sim_destroy(fc_sim *sim)
         sim->comms = next;
     }
     fc_sim_moves_free(sim->moves);
+    while (sim->texts != NULL) {
+        fc_sim_text *next = sim->texts->next;
+
+        fc_free(sim->texts);
+        sim->texts = next;
+    }
     pthread_cond_destroy(&sim->turned);
     pthread_mutex_destroy(&sim->lock);
     fc_free(sim);
