@@ -53,7 +53,7 @@ C_SIM_SOURCES = {
 CXX_SOURCES = {
     "csrc/bind": (
         "autograd call comm context domain events hooks host layout messages mixed module optim "
-        "reduce state status tensors transport tree unit untraced walk watch"
+        "parking reduce state status tensors transport tree unit untraced walk watch"
     ),
 }
 C_TEST_SOURCES = {

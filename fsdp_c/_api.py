@@ -19,6 +19,7 @@ from fsdp_c._install import install, uninstall
 from fsdp_c._iterate import iter_full_params
 from fsdp_c._load import IncompatibleKeys, load_full
 from fsdp_c._memory_plan import MemoryPlan, memory_plan
+from fsdp_c._offload import offload, onload
 from fsdp_c._owner import Owned, gather_to_owner, scatter_from_owner
 from fsdp_c._stats import MemoryStats, release_buffers, stats
 from fsdp_c._status import Status, TreeStatus, status
@@ -60,6 +61,8 @@ __all__ = [
     "load_full",
     "load_shards",
     "memory_plan",
+    "offload",
+    "onload",
     "no_sync",
     "register_fsdp_forward_method",
     "release_buffers",

@@ -18,6 +18,12 @@ from fsdp_c._native import _C
 _empty: Any = WeakIdKeyDictionary()
 
 
+OFFLOADED = (
+    "the model's memory was moved away by fsdp_c.offload(): call fsdp_c.onload(model) on all ranks"
+    " before it is used"
+)
+
+
 def equip(modules: Sequence[nn.Module]) -> None:
     """Adds to the modules' classes, which fully_shard has made, what this module defines."""
     for module in modules:

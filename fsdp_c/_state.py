@@ -48,6 +48,7 @@ class FSDPState(_C.State, _road.RoadState):
 
     _fsdp_param_groups: list[FSDPParamGroup]
     _state_ctx: FSDPStateContext
+    parked: Any = None  # while the memory is away: see _offload
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,6 +93,7 @@ class FSDPState(_C.State, _road.RoadState):
 
     def _choose_road(self) -> None:
         """Called by the first forward. Collective if the tree runs on the core."""
+        self._refuse_if_offloaded()
         was_root = self._is_root
         try:
             _ties.check(self._modules[0])
@@ -217,6 +219,7 @@ class FSDPState(_C.State, _road.RoadState):
         if self._tree is None and not self._on_torch_road:
             self._choose_road()
         if self._tree is None:
+            self._refuse_if_offloaded()
             return super()._pre_forward(module, args, kwargs)
         return self._enter(args, kwargs)
 
@@ -273,9 +276,14 @@ class FSDPState(_C.State, _road.RoadState):
         if self._state_ctx.gradient_reduction_pending or in_shared_context is not None:
             raise RuntimeError("The previous gradient reduction must be waited on before forward")
 
+    def _refuse_if_offloaded(self) -> None:
+        if self.parked is not None:
+            raise RuntimeError(f"forward of {type(self._modules[0]).__name__}: {_guards.OFFLOADED}")
+
     def _torch_pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._refuse_if_offloaded()
         if len(self._modules) > 1 and not self._modules_to_run_forward:
             self._modules_to_run_forward.update(self._modules)
         return _road.RoadState._pre_forward(self, module, args, kwargs)

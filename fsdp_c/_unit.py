@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy, 
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-from fsdp_c import _compat, _env, _patches, _plan, _road, _status
+from fsdp_c import _compat, _env, _guards, _patches, _plan, _road, _status
 from fsdp_c._native import _C
 from fsdp_c._param import FSDPParam
 
@@ -46,6 +46,7 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
     """
 
     fsdp_params: list[FSDPParam]
+    is_offloaded = False
 
     def __init__(
         self,
@@ -296,6 +297,8 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
     # ---- transitions ----
 
     def unshard(self, async_op: bool = False) -> None:
+        if self.is_offloaded:
+            raise RuntimeError(f"unshard of unit '{_plan.unit_name(self)}': {_guards.OFFLOADED}")
         if not self._is_bound and not self._on_torch_road and not self._in_slow_context():
             self.left_because = _plan.why_torch(self)
             if self.left_because:

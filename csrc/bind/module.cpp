@@ -8,6 +8,7 @@
 #include "bind/layout.h"
 #include "bind/mixed.h"
 #include "bind/optim.h"
+#include "bind/parking.h"
 #include "bind/state.h"
 #include "bind/transport.h"
 #include "bind/watch.h"
@@ -33,6 +34,10 @@ static PyMethodDef functions[] = {
      "watch_functions([(owner, name, function)]): trees leave the core when one is replaced."},
     {"call_directly", fc_call_directly, METH_O,
      "call_directly(cls): modules of it run their unit's hooks around forward in C."},
+    {"take_memory", fc_take_memory, METH_VARARGS,
+     "take_memory(tensor, text) -> bytes: its storage has none from now on; reading raises text."},
+    {"give_memory", fc_give_memory, METH_VARARGS,
+     "give_memory(tensor, bytes): gives its storage memory again."},
     {nullptr, nullptr, 0, nullptr}};
 
 static int exec(PyObject *module)

@@ -403,6 +403,11 @@ PyObject *tree_get_iteration_root(PyObject *self, void *)
     return Py_NewRef(root != nullptr ? reinterpret_cast<PyObject *>(root) : Py_None);
 }
 
+PyObject *tree_get_between_steps(PyObject *self, void *)
+{
+    return PyBool_FromLong(tree_is_between_steps(as<TreeObject>(self)));
+}
+
 PyObject *tree_awaits_end(PyObject *self, void *)
 {
     const bool by_autograd = torch::autograd::get_current_graph_task_id() != -1;
@@ -416,6 +421,10 @@ PyMemberDef tree_members[] = {
 
 PyGetSetDef tree_properties[] = {{"iteration_root", tree_get_iteration_root, nullptr,
                                   "the state that began the current forward", nullptr},
+                                 {"is_between_steps", tree_get_between_steps, nullptr,
+                                  "whether no forward or backward is going on or to come, and no "
+                                  "gradient waits for a reduction",
+                                  nullptr},
                                  {"awaits_end", tree_awaits_end, nullptr,
                                   "whether a backward is open that autograd will not end", nullptr},
                                  {nullptr, nullptr, nullptr, nullptr, nullptr}};
@@ -532,18 +541,6 @@ PyObject *state_join(PyObject *self, PyObject *args)
     });
 }
 
-// Whether nothing of a forward, or of a backward that is still to come, would be lost.
-bool is_between_steps(const TreeObject *tree)
-{
-    bool is_free = tree->iteration_root == nullptr && !tree_in_backward(tree);
-    each_state(tree, [&](const StateObject *state) {
-        const GroupObject *group = state->group;
-        is_free = is_free && (group == nullptr || group->unit == nullptr ||
-                              (group->forwards == 0 && !group->unit->holds_gradients()));
-    });
-    return is_free;
-}
-
 // Decides, before the first forward, whether the state runs here. False: torch's road.
 bool is_ours(StateObject *state)
 {
@@ -551,7 +548,7 @@ bool is_ours(StateObject *state)
     if (state->tree == nullptr && !state->on_torch_road) {
         checked(PyObject_CallMethod(self, "_choose_road", nullptr));
     } else if (state->tree != nullptr && state->tree->iteration_root == nullptr &&
-               functions_replaced() && is_between_steps(state->tree)) {
+               functions_replaced() && tree_is_between_steps(state->tree)) {
         checked(PyObject_CallMethod(self, "_leave_replaced", nullptr));
     }
     return state->tree != nullptr;

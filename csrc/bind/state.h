@@ -84,6 +84,8 @@ void tree_fail(TreeObject *tree);
 // Drops everything of the running step: after exceptions and on reset_iter_state(). A forward that
 // was left by an exception leaves gradients, and units that were unsharded by hand, alone.
 void tree_reset(TreeObject *tree, bool drop_gradients);
+// Whether nothing of a forward, or of a backward that is still to come, would be lost.
+bool tree_is_between_steps(const TreeObject *tree);
 void group_post_backward(TreeObject *tree, GroupObject *group);
 
 // ---- autograd; autograd.cpp ----

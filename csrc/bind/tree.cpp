@@ -258,6 +258,17 @@ void tree_begin_backward(TreeObject *tree)
     open(tree, true);
 }
 
+bool tree_is_between_steps(const TreeObject *tree)
+{
+    bool is_free = tree->iteration_root == nullptr && !tree_in_backward(tree);
+    each_state(tree, [&](const StateObject *state) {
+        const GroupObject *group = state->group;
+        is_free = is_free && (group == nullptr || group->unit == nullptr ||
+                              (group->forwards == 0 && !group->unit->holds_gradients()));
+    });
+    return is_free;
+}
+
 void group_post_backward(TreeObject *tree, GroupObject *group)
 {
     reduce_group(tree, group, false);
