@@ -1,7 +1,9 @@
-"""Optimizer steps and gradient clipping over many small sharded parameters, beside plain tensors.
+"""Optimizer steps and gradient clipping over sharded parameters, beside plain tensors.
 
 `plain` are tensors of the sizes that a rank's shards have, stepped by the same optimizer: what the
 arithmetic costs without sharding. Each implementation's updates are first compared with its bits.
+Many small parameters show the cost of each, a large one that of its bytes: there torch's fused CPU
+kernels step the plain tensor, and `copy` copies as many bytes as a step has to read and write.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from harness import Bench, Case, Launch, Row
 WIDTH = 64
 NORM = 1e-3
 # What fsdp_c is built to stay under, as a multiple of plain tensors.
+# Bytes that are read or written for an element of one large parameter.
+LARGE_BYTES = {"AdamW": 28, "SGD, momentum": 20, "clip_grad_norm_": 12}
 GOALS = {"AdamW": 0.3, "AdamW, 2 groups": 0.5, "clip_grad_norm_": 0.3}
 
 
@@ -26,6 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=harness.int_list, help="default 1,2")
     parser.add_argument("--units", type=int, default=10)
     parser.add_argument("--layers", type=int, default=30, help="of a unit")
+    parser.add_argument("--large", type=int, default=8 << 20, help="elements of a large shard")
     parser.add_argument("--rounds", type=int, help="most rounds of each case")
 
 
@@ -47,10 +52,22 @@ def parameters_of(name: str, args: argparse.Namespace, models: list[Any]) -> lis
 
     Their model goes to `models`, to be kept as long as they are used.
     """
+    return with_gradients(name, net(args.units, args.layers), models)
+
+
+def large_parameters_of(name: str, args: argparse.Namespace, models: list[Any]) -> list[Any]:
+    """The same of one matrix, whose shards have `--large` elements."""
+    import torch.distributed as dist
+    from torch import nn
+
+    rows = max(args.large // WIDTH, 1) * dist.get_world_size()
+    return with_gradients(name, nn.Sequential(nn.Linear(WIDTH, rows, bias=False)), models)
+
+
+def with_gradients(name: str, model: Any, models: list[Any]) -> list[Any]:
     import torch
     from torch import nn
 
-    model = net(args.units, args.layers)
     api = harness.implementations(["torch" if name == "plain" else name]).popitem()[1]
     for block in model:
         api.fully_shard(block)
@@ -100,6 +117,45 @@ def makers() -> dict[str, Callable[[list[Any]], Callable[[], Any]]]:
     }
 
 
+def large_makers() -> dict[str, Callable[[list[Any], str], Callable[[], Any]]]:
+    from torch import nn, optim
+
+    def options(name: str) -> dict[str, Any]:
+        return {"fused": True} if name == "plain" else {}
+
+    return {
+        "AdamW": lambda p, name: optim.AdamW(p, lr=1e-4, **options(name)).step,
+        "SGD, momentum": lambda p, name: optim.SGD(p, lr=1e-4, momentum=0.9, **options(name)).step,
+        "clip_grad_norm_": lambda p, name: lambda: nn.utils.clip_grad_norm_(p, NORM),
+    }
+
+
+def copying(n_bytes: int) -> Callable[[], Any]:
+    """Reads half of them and writes half."""
+    import torch
+
+    source, target = (torch.ones(n_bytes // 2, dtype=torch.uint8) for _ in range(2))
+    return lambda: target.copy_(source)
+
+
+def large_work(args: argparse.Namespace) -> list[Row]:
+    import torch.distributed as dist
+
+    rows: list[Row] = []
+    for row, make in large_makers().items():
+        models: list[Any] = []
+        cases = {"copy": Case(copying(LARGE_BYTES[row] * args.large))}
+        for name in ("plain", args.impl[-1]):
+            step = make(large_parameters_of(name, args, models), name)
+            cases[name] = Case(step, functools.partial(use_clipping_of, name))
+        times = harness.measure(
+            cases, args.rounds or 12, block_s=0.1, budget_s=2 if args.quick else 8
+        )
+        facts = {"row": row, "ranks": dist.get_world_size(), "large": args.large}
+        rows.append({**facts, "times": times})
+    return rows
+
+
 def use_clipping_of(name: str) -> None:
     """torch's functions as they are, or as fsdp_c changes them for everyone."""
     norms = sys.modules.get("fsdp_c._norms")
@@ -139,7 +195,7 @@ def work(args: argparse.Namespace) -> list[Row]:
             cases, args.rounds or 12, block_s=0.1, budget_s=3 if args.quick else 12
         )
         rows.append({"row": row, "ranks": dist.get_world_size(), "times": times})
-    return rows
+    return rows + large_work(args)
 
 
 def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
@@ -151,7 +207,7 @@ def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
         + ["goal", "min", "p90"],
         note="min, p90: of the last implementation.",
     )
-    for row in rows:
+    for row in (row for row in rows if "large" not in row):
         times = {name: values["median_us"] for name, values in row["times"].items()}
         goal = GOALS.get(row["row"])
         table.rows.append(
@@ -161,7 +217,27 @@ def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
             + [f"<= {goal}" if goal else ""]
             + [report.duration(row["times"][last][key]) for key in ("min_us", "p90_us")]
         )
-    return [table]
+    return [table, large_table(args, [row for row in rows if "large" in row])]
+
+
+def large_table(args: argparse.Namespace, rows: list[Row]) -> report.Table:
+    last = args.impl[-1]
+    table = report.Table(
+        f"One parameter with {args.large} elements of fp32 on each rank, median",
+        ["call", "ranks", "copy", "torch", last, f"{last} / torch", f"{last} / copy", "GB/s"],
+        note="torch: its fused CPU kernel over a plain tensor, or clip_grad_norm_ of one. copy: of"
+        " as many bytes as have to be read and written. GB/s: of these, on each rank.",
+    )
+    for row in rows:
+        times = {name: values["median_us"] for name, values in row["times"].items()}
+        speed = LARGE_BYTES[row["row"]] * row["large"] / times[last] / 1e3
+        table.rows.append(
+            [row["row"], str(row["ranks"])]
+            + [report.duration(times[name]) for name in ("copy", "plain", last)]
+            + [report.ratio(times[last], times[name]) for name in ("plain", "copy")]
+            + [report.number(speed)]
+        )
+    return table
 
 
 BENCH = Bench("optim", __file__, __doc__ or "", launches, work, tables, arguments=arguments)

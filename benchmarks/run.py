@@ -12,7 +12,9 @@ import bench_estimate
 import bench_host_overhead
 import bench_memory
 import bench_optim
+import bench_owner
 import bench_step
+import bench_waits
 import harness
 import report
 
@@ -22,7 +24,9 @@ BENCHES = [
         bench_host_overhead,
         bench_collectives,
         bench_step,
+        bench_waits,
         bench_optim,
+        bench_owner,
         bench_memory,
         bench_estimate,
     )

@@ -17,11 +17,23 @@ TINY = {
     "collectives": ["--sizes", "1024,4096", "--ranks", "2", "--rounds", "2"],
     "step": ["--layers", "1", "--width", "32", "--heads", "2", "--vocabulary", "50"]
     + ["--batch", "2", "--tokens", "8", "--rounds", "2"],
-    "optim": ["--units", "1", "--layers", "2", "--ranks", "2", "--rounds", "2"],
+    "optim": ["--units", "1", "--layers", "2", "--ranks", "2", "--rounds", "2"]
+    + ["--large", "4096"],
     "memory": ["--depths", "2", "--width", "64", "--layers", "2", "--steps", "3"],
+    "owner": ["--layers", "1", "--width", "32", "--rounds", "2"],
+    "waits": ["--layers", "1", "--width", "32", "--heads", "2", "--vocabulary", "50"]
+    + ["--tokens", "8", "--ranks", "2", "--precisions", "fp32", "--steps", "2"],
 }
 # What a rank's part of the work is called in the rows, and how many rows the tiny sizes give.
-N_ROWS = {"host_overhead": 4, "collectives": 4, "step": 2, "optim": 7, "memory": 2}
+N_ROWS = {
+    "host_overhead": 4,
+    "collectives": 4,
+    "step": 2,
+    "optim": 10,
+    "memory": 2,
+    "owner": 3,
+    "waits": 3,
+}
 
 # Gradients flow back through each unit three times too large; gathered values are right only once.
 WRONG = '''
@@ -98,11 +110,15 @@ def test_table_and_json(name: str, tmp_path: Path) -> None:
         assert table_lines(path.read_text()) == table_lines(done.stdout) != []
     assert len(record["rows"]) == N_ROWS[name]
     header = table_lines(done.stdout)[0]
-    assert "fsdp_c" in header and ("gloo" if name == "collectives" else "torch") in header
+    others = {"collectives": "gloo", "owner": "full_tensor", "waits": "waited"}
+    assert others.get(name, "torch") in header
+    assert "fsdp_c" in header or name in ("owner", "waits")
     for row in record["rows"]:
         if name == "memory":
             assert row["above_empty_mib"] > 0 and row["steps"] == 3
             assert all(one["samples"] >= 1 for one in row["by_rank"])
+        elif name == "waits":
+            assert row["step_us"] > 0 and row["due_us"] >= 0
         else:
             for times in row["times"].values():
                 assert times["samples"] >= 2
