@@ -52,7 +52,7 @@ C_SIM_SOURCES = {
 }
 CXX_SOURCES = {
     "csrc/bind": (
-        "autograd call comm context domain events hooks host layout messages mixed module optim "
+        "autograd call comm context domain events hooks host layout messages module optim "
         "parking reduce state status tensors transport tree unit untraced walk watch"
     ),
 }

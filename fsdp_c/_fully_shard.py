@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy, 
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.utils import _get_root_modules
 
-from fsdp_c import _guards, _init, _mixed, _norms, _optim, _plan, _ties
+from fsdp_c import _guards, _init, _norms, _optim, _plan, _ties
 from fsdp_c._state import FSDPState
 
 if TYPE_CHECKING:
@@ -146,7 +146,6 @@ def _apply(
     )
     _guards.equip(modules)
     _norms.install()
-    _mixed.install()
     if device.type == "cpu":
         _plan.announce(mesh_info)
         _optim.watch(state._fsdp_param_groups)

@@ -30,9 +30,6 @@ template <typename N, typename... Args> std::shared_ptr<N> make_node(Args &&...a
 }
 #endif
 
-// The interpreter's table of what tensor subclasses call has the functions that mixed.cpp knows.
-#define FC_KNOWS_INTERPRETER_TABLE (FC_TORCH_AT_LEAST(2, 13) && !FC_TORCH_AT_LEAST(2, 16))
-
 // From 2.15 gradients that are kept without synchronisation stay in .grad of the unsharded
 // parameter, in the reduce dtype; before, in a tensor beside it.
 constexpr bool holds_gradients_on_leaf = FC_TORCH_AT_LEAST(2, 15);

@@ -6,7 +6,6 @@
 #include "bind/context.h"
 #include "bind/domain.h"
 #include "bind/layout.h"
-#include "bind/mixed.h"
 #include "bind/optim.h"
 #include "bind/parking.h"
 #include "bind/state.h"
@@ -28,8 +27,6 @@ static PyObject *use_kernels(PyObject *, PyObject *arg)
 static PyMethodDef functions[] = {
     {"kernels", kernels, METH_NOARGS, "kernels() -> str: the instruction set in use."},
     {"use_kernels", use_kernels, METH_O, "use_kernels(name) -> bool: False if this CPU lacks it."},
-    {"name_mixed", fc_name_mixed, METH_O,
-     "name_mixed(describe): describe(tensors) -> text, for torch's error about mixed tensors."},
     {"watch_functions", fc_watch_functions, METH_O,
      "watch_functions([(owner, name, function)]): trees leave the core when one is replaced."},
     {"call_directly", fc_call_directly, METH_O,

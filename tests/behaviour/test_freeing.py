@@ -2,13 +2,9 @@
 
 from typing import Any
 
-import harness
-import pytest
 import torch
 from models import Branches, data
 from parity import on_ranks, total
-from torch import nn
-from torch.distributed.tensor import Replicate, distribute_tensor
 
 from behaviour.pairs import agree, backward, chain, linear, own, raised, sharded
 
@@ -88,31 +84,3 @@ def test_z4_sharded_weights_do_not_mix_with_tensors(rank: int, n_ranks: int) -> 
         return seen, own(model.stem)
 
     assert agree(see) == (["RuntimeError"] * 2, "sharded")
-
-
-@on_ranks(2)
-def test_z4_the_error_names_parameter_unit_and_cures(rank: int, n_ranks: int) -> None:
-    """Also for views and in lists; DTensors of others are not named."""
-    fsdp = harness.implementation()
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
-    for unit in (model[1], model):
-        fsdp.fully_shard(unit)
-    weight, x = model[1].weight, torch.ones(2, 4)
-    calls = [
-        lambda: torch.mm(x, weight),
-        lambda: nn.functional.linear(x, weight),
-        lambda: torch.stack([weight, torch.ones(4, 4)]),
-        lambda: torch.mm(x, weight.detach().t()),
-    ]
-    for call in calls:
-        text = raised_text(call)
-        for part in ("got mixed", "weight' is", "register_fsdp_forward_method()", "unshard()"):
-            assert part in text, text
-    other = distribute_tensor(torch.ones(4, 4), weight.device_mesh, [Replicate()])
-    assert "parameter" not in raised_text(lambda: torch.mm(x, other))
-
-
-def raised_text(call: Any) -> str:
-    with pytest.raises(RuntimeError) as error:
-        call()
-    return str(error.value)
