@@ -14,6 +14,7 @@ import bench_memory
 import bench_optim
 import bench_owner
 import bench_step
+import bench_strategies
 import bench_waits
 import harness
 import report
@@ -29,6 +30,7 @@ BENCHES = [
         bench_owner,
         bench_memory,
         bench_estimate,
+        bench_strategies,
     )
 ]
 

@@ -14,6 +14,7 @@ from fsdp_c import _compat
 from fsdp_c._comm import Communicator
 from fsdp_c._dump import load_shards, save_shards
 from fsdp_c._estimate import Estimate, Hardware, estimate
+from fsdp_c._explain import Explanation, UnitRow, explain
 from fsdp_c._fully_shard import fully_shard
 from fsdp_c._install import install, uninstall
 from fsdp_c._iterate import iter_full_params
@@ -34,6 +35,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "Communicator",
     "Estimate",
+    "Explanation",
     "FSDPModule",
     "FullyShardedDataParallel",
     "Hardware",
@@ -48,11 +50,13 @@ __all__ = [
     "Strategy",
     "Traffic",
     "TreeStatus",
+    "UnitRow",
     "Units",
     "UnshardHandle",
     "Wait",
     "WaitStats",
     "estimate",
+    "explain",
     "find_units",
     "fully_shard",
     "gather_to_owner",

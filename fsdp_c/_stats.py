@@ -82,6 +82,16 @@ def tensors_of(model: nn.Module) -> list[torch.Tensor]:
     return list(found.values())
 
 
+def _waiting(groups: Iterable[FSDPParamGroup]) -> list[torch.Tensor]:
+    """Whole gradients of backwards without synchronization."""
+    found = []
+    for group in groups:
+        for index, fsdp_param in enumerate(group.fsdp_params):
+            unsharded = fsdp_param.__dict__.get("_unsharded_param")
+            found += [group._core_held(index), None if unsharded is None else unsharded.grad]
+    return [grad for grad in found if grad is not None]
+
+
 def _stored(tensors: Iterable[Any]) -> int:
     """Bytes of the storages of tensors, each storage once."""
     storages = {}
@@ -126,7 +136,7 @@ def stats(
     """
     groups = groups_of(model)
     params = tensors_of(model)
-    grads = [t.grad for t in params if t.grad is not None]
+    grads = [t.grad for t in params if t.grad is not None] + _waiting(groups)
     state = optimizer.state.values() if optimizer is not None else ()
     rank = dict.fromkeys(PURPOSES, 0)
     rank["parameters"] = _stored(params)

@@ -19,6 +19,8 @@ TINY = {
     + ["--batch", "2", "--tokens", "8", "--rounds", "2"],
     "optim": ["--units", "1", "--layers", "2", "--ranks", "2", "--rounds", "2"]
     + ["--large", "4096"],
+    "strategies": ["--layers", "1", "--width", "32", "--heads", "2", "--vocabulary", "64"]
+    + ["--ranks", "2", "--rounds", "2"],
     "memory": ["--depths", "2", "--width", "64", "--layers", "2", "--steps", "3"],
     "owner": ["--layers", "1", "--width", "32", "--rounds", "2"],
     "waits": ["--layers", "1", "--width", "32", "--heads", "2", "--vocabulary", "50"]
@@ -30,6 +32,7 @@ N_ROWS = {
     "collectives": 4,
     "step": 2,
     "optim": 10,
+    "strategies": 6,
     "memory": 2,
     "owner": 3,
     "waits": 3,

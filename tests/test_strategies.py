@@ -125,6 +125,7 @@ def test_equals_ddp_step_by_step(rank: int, n_ranks: int) -> None:
 def test_no_sync_holds_back_what_the_strategy_allows(rank: int, n_ranks: int) -> None:
     """Whole gradients and none of shards, or shards at once; the sums are the same."""
     sums = {}
+    whole = sum(4 * p.numel() for p in make_gpt().parameters())
     for name in STRATEGIES:
         model = make_gpt()
         fsdp_c.shard(model, name, mesh=mesh_for(name, n_ranks))
@@ -133,6 +134,9 @@ def test_no_sync_holds_back_what_the_strategy_allows(rank: int, n_ranks: int) ->
             model(tokens(rank, 0)).backward()
         is_held = name in ("ddp", "zero1", "hybrid", "hybrid_zero2")
         assert all((p.grad is None) is is_held for p in shards), name
+        held = fsdp_c.stats(model).rank["gradients"]
+        n_bytes = {"ddp": whole, "zero1": whole, "hybrid": 0, "hybrid_zero2": 0}.get(name)
+        assert held == n_bytes if n_bytes is not None else held > 0, name
         model(tokens(rank, 1)).backward()
         sums[name] = [p.grad.full_tensor() for p in shards]
     for name, grads in sums.items():
@@ -166,6 +170,9 @@ def test_what_is_set(rank: int, n_ranks: int) -> None:
         ]
 
     names = ["", "blocks.0", "blocks.1", "blocks.2"]
+    pairs = cached_mesh((2, 1), ("replicate", "shard"))
+    for given in (pairs, cached_mesh((2,))):
+        assert calls(fsdp_c.shard(Net(), "ddp", mesh=given))[0][1] == (2, 1)
     for name, mesh, reshards in [
         ("ddp", (2, 1), False),
         ("zero1", (2,), False),
@@ -242,6 +249,7 @@ def test_mistakes_come_before_changes(rank: int, n_ranks: int) -> None:
         ({"strategy": "hybrid"}, ValueError, r"needs a second mesh dim.*mesh=\(replicas, shards\)"),
         ({"strategy": "hybrid", "mesh": cached_mesh((2,))}, ValueError, "a mesh of two dims"),
         ({"strategy": "zero2", "mesh": (1, 2)}, ValueError, "a mesh of one dim"),
+        ({"strategy": "ddp", "mesh": cached_mesh((1, 2))}, ValueError, "a mesh of all ranks"),
         ({"strategy": "ddp", "mesh": 3}, ValueError, "is for 3 ranks, but 2 are running"),
         ({"mesh": "2"}, TypeError, "mesh must be a DeviceMesh"),
         ({"strategy": "ddp", "offload": True}, ValueError, "strategy 'ddp' has none"),
