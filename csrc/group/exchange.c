@@ -198,6 +198,10 @@ void fc_exchange_hold(fc_unit *unit)
 
 /* ---- copying posts away ---- */
 
+/* Copies up to here are kept for the next time: larger ones take longer to fill than to allocate,
+ * and would add up over the units. */
+#define SPARE_BYTES_MAX ((size_t)64 << 10)
+
 /* Where this rank's part of a post of `rank` lies. */
 static const char *part_in_arena(const fc_domain *domain, int rank, const lane *l)
 {
@@ -265,6 +269,10 @@ void exchange_drop_drained(fc_unit *unit, uint64_t tag)
             drained *copy = unit->drained[r];
 
             unit->drained[r] = copy->next;
+            if (copy->capacity * sizeof(uint64_t) > SPARE_BYTES_MAX) {
+                fc_free(copy);
+                continue;
+            }
             copy->next = unit->spare;
             unit->spare = copy;
         }
