@@ -9,4 +9,4 @@ if _ROOT not in sys.path:  # the parent's path comes later
 
 from fsdp_c import _launch  # noqa: E402
 
-_launch.watch()
+_launch.watch(globals()["fsdp1"])  # given by the parent

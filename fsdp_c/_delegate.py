@@ -1,4 +1,4 @@
-"""Makes torch's own fully_shard, the very function object, run another implementation."""
+"""Makes torch's own fully_shard and FSDP1's class, the very objects, run another implementation."""
 
 from __future__ import annotations
 
@@ -45,6 +45,33 @@ def restore(function: Any) -> None:
         cell = decorated(function)
         assert cell is not None
         cell.cell_contents, function.state = _replaced.pop(function)
+
+
+def redirect_class(cls: Any, implementation: Callable[[], type]) -> None:
+    """From now on `cls(...)`, torch's FSDP1, makes an object of the subclass that is returned.
+
+    Who holds the class has the new one too: objects are instances of both. A user's subclass gets
+    the implementation between itself and torch's class.
+    """
+    between: dict[type, type] = {}
+
+    def new(made: type, *args: Any, **options: Any) -> Any:
+        target = implementation()
+        if made is cls:
+            made = target
+        elif not issubclass(made, target):
+            if made not in between:
+                names = {"__module__": made.__module__, "__qualname__": made.__qualname__}
+                between[made] = type(made.__name__, (made, target), names)
+            made = between[made]
+        return object.__new__(made)
+
+    cls.__new__ = new
+
+
+def restore_class(cls: Any) -> None:
+    """Undoes `redirect_class`. (Without an own __new__ Python would refuse the arguments.)"""
+    cls.__new__ = lambda made, *args, **options: object.__new__(made)
 
 
 def _states(module: Any) -> dict[Any, Any]:

@@ -1,4 +1,4 @@
-"""install() and uninstall(): fsdp_c's fully_shard in the place of torch's, and back."""
+"""install() and uninstall(): fsdp_c's functions in the place of torch's, and back."""
 
 from __future__ import annotations
 
@@ -7,34 +7,46 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+from torch.distributed.fsdp import fully_sharded_data_parallel as _fsdp1
 from torch.distributed.fsdp._fully_shard import _fully_shard as _torch
 
-from fsdp_c import _delegate, _replicate, _spawn
+from fsdp_c import _delegate, _libraries, _replicate, _spawn
 from fsdp_c._fully_shard import fully_shard
+from fsdp_c.fsdp1 import FullyShardedDataParallel
 
 _TORCHS: Any = _torch.fully_shard
+_TORCHS_FSDP1: Any = _fsdp1.FullyShardedDataParallel
 _rebound: list[tuple[ModuleType, str]] = []
 _is_installed = False
+_has_fsdp1 = False
 
 
-def install() -> None:
+def install(*, fsdp1: bool = False) -> None:
     """Makes every ``fully_shard`` of torch fsdp_c's, for scripts that must stay as they are.
 
     The names in torch's modules and in all modules that imported the function by name are bound
     anew; torch's function itself delegates, for those who hold it in another way. Processes that
     `multiprocessing` spawns do the same. Models that are sharded already stay with torch.
     Calling it again does nothing.
+
+    Args:
+        fsdp1: the same for torch's ``FullyShardedDataParallel``: also the class itself, however it
+            is held, makes fsdp_c's objects, which are instances of it.
     """
-    global _is_installed
+    global _is_installed, _has_fsdp1
+    if fsdp1 and not _has_fsdp1:
+        _has_fsdp1 = True
+        _delegate.redirect_class(_TORCHS_FSDP1, lambda: FullyShardedDataParallel)
+        FullyShardedDataParallel.stands_for_torchs = True
+        _bind_anew(_TORCHS_FSDP1, FullyShardedDataParallel)
+    _spawn.carry(_has_fsdp1)
+    _libraries.watch(_has_fsdp1)
     if _is_installed:
         return
     _is_installed = True
     _delegate.redirect(_TORCHS, fully_shard)
-    for module, name in _holders(_TORCHS):
-        _rebound.append((module, name))
-        setattr(module, name, fully_shard)
+    _bind_anew(_TORCHS, fully_shard)
     _replicate.install()
-    _spawn.carry()
 
 
 def uninstall() -> None:
@@ -42,22 +54,38 @@ def uninstall() -> None:
 
     A module outside of torch that imported the name in between keeps fsdp_c's function.
     """
-    global _is_installed
+    global _is_installed, _has_fsdp1
     if not _is_installed:
         return
     _is_installed = False
     _spawn.stop()
     _replicate.uninstall()
-    in_torch = [(m, n) for m, n in _holders(fully_shard) if m.__name__.startswith("torch.")]
-    for module, name in (*_rebound, *in_torch):
-        if module.__dict__.get(name) is fully_shard:
-            setattr(module, name, _TORCHS)
+    _libraries.stop()
+    if _has_fsdp1:
+        _has_fsdp1 = False
+        _delegate.restore_class(_TORCHS_FSDP1)
+        FullyShardedDataParallel.stands_for_torchs = False
+        _bind_back(FullyShardedDataParallel, _TORCHS_FSDP1)
+    _bind_back(fully_shard, _TORCHS)
     _rebound.clear()
     _delegate.restore(_TORCHS)
 
 
 def is_installed() -> bool:
     return _is_installed
+
+
+def _bind_anew(torchs: Any, ours: Any) -> None:
+    for module, name in _holders(torchs):
+        _rebound.append((module, name))
+        setattr(module, name, ours)
+
+
+def _bind_back(ours: Any, torchs: Any) -> None:
+    in_torch = [(m, n) for m, n in _holders(ours) if m.__name__.startswith("torch.")]
+    for module, name in (*_rebound, *in_torch):
+        if module.__dict__.get(name) is ours:
+            setattr(module, name, torchs)
 
 
 def _holders(function: Any) -> Iterator[tuple[ModuleType, str]]:

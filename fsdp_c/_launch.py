@@ -6,25 +6,26 @@ environment variables first.
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import io
 import os
 import runpy
 import sys
 import zipfile
 from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any, NoReturn
 
-from fsdp_c import _delegate, _spawn
+from fsdp_c import _delegate, _libraries, _spawn, _watch
 
-USAGE = """usage: python -m fsdp_c SCRIPT [ARG ...]
-       python -m fsdp_c -m MODULE [ARG ...]
-       torchrun [OPTION ...] -m fsdp_c SCRIPT [ARG ...]
+USAGE = """usage: python -m fsdp_c [--fsdp1] SCRIPT [ARG ...]
+       python -m fsdp_c [--fsdp1] -m MODULE [ARG ...]
+       torchrun [OPTION ...] -m fsdp_c [--fsdp1] SCRIPT [ARG ...]
        python -m fsdp_c estimate --help
 
 Runs a script or a module with fsdp_c in the place of torch.distributed.fsdp.fully_shard.
+--fsdp1: and of torch.distributed.fsdp.FullyShardedDataParallel.
 """
 _WATCHED = "torch.distributed.fsdp"
 
@@ -32,52 +33,28 @@ _WATCHED = "torch.distributed.fsdp"
 # ---- the replacement, as soon as torch's function exists ----
 
 
-def watch() -> None:
-    """Replaces torch's fully_shard as soon as it is imported."""
-    _spawn.carry()
-    if _WATCHED in sys.modules:
-        _redirect(sys.modules[_WATCHED])
-    else:
-        sys.meta_path.insert(0, _Finder())
+def watch(fsdp1: bool = False) -> None:
+    """Replaces torch's fully_shard as soon as it is imported; with `fsdp1` FSDP1's class too."""
+    _spawn.carry(fsdp1)
+    _libraries.watch(fsdp1)
+    _watch.when_loaded(_WATCHED, functools.partial(_redirect, fsdp1))
 
 
-def _redirect(module: Any) -> None:
-    _delegate.redirect(module.fully_shard, _first_call)
-
-
-def _first_call(*args: Any, **options: Any) -> Any:
+def _redirect(fsdp1: bool, module: Any) -> None:
     # Late: importing it in the middle of torch's own import would be circular.
-    from fsdp_c import _install
+    def installed() -> Any:
+        from fsdp_c import _install
 
-    _install.install()
-    return _install.fully_shard(*args, **options)
+        _install.install(fsdp1=fsdp1)
+        return _install
 
+    def first_call(*args: Any, **options: Any) -> Any:
+        return installed().fully_shard(*args, **options)
 
-class _Finder:
-    """Leaves finding to the others and looks at the watched module once it has been loaded."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != _WATCHED:
-            return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
-        return spec
-
-
-class _Loader:
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        _redirect(module)
+    _delegate.redirect(module.fully_shard, first_call)
+    if fsdp1:
+        wrapper = module.FullyShardedDataParallel
+        _delegate.redirect_class(wrapper, lambda: installed().FullyShardedDataParallel)
 
 
 # ---- running ----
@@ -85,6 +62,8 @@ class _Loader:
 
 def main(arguments: Sequence[str]) -> None:
     """`arguments`: what follows `python -m fsdp_c`."""
+    has_fsdp1 = list(arguments[:1]) == ["--fsdp1"]
+    arguments = arguments[has_fsdp1:]
     if list(arguments) in ([], ["-m"]):
         sys.stderr.write(USAGE)
         sys.exit(2)
@@ -96,7 +75,7 @@ def main(arguments: Sequence[str]) -> None:
 
         _command.main(arguments[1:])
         return
-    watch()
+    watch(has_fsdp1)
     if arguments[0] == "-m":
         name, *rest = arguments[1:]
         sys.argv[:] = ["-m", *rest]

@@ -10,11 +10,15 @@ from typing import Any
 _get_preparation_data = spawn.get_preparation_data
 
 
+_has_fsdp1 = False
+
+
 class _InChild:
     """Unpickled in a child before it imports the parent's main module."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return runpy.run_path, (str(Path(__file__).with_name("_child.py")),)
+        path = str(Path(__file__).with_name("_child.py"))
+        return runpy.run_path, (path, {"fsdp1": _has_fsdp1})
 
 
 def _with_child(name: str) -> dict[str, Any]:
@@ -23,8 +27,10 @@ def _with_child(name: str) -> dict[str, Any]:
     return data
 
 
-def carry() -> None:
+def carry(fsdp1: bool) -> None:
     """Children that are spawned from now on replace torch's fully_shard, too."""
+    global _has_fsdp1
+    _has_fsdp1 = fsdp1
     spawn.get_preparation_data = _with_child
 
 

@@ -80,7 +80,9 @@ def test_cannot_start_as_python_cannot(arguments: tuple[str, ...], tmp_path: Pat
 
 
 def test_usage() -> None:
-    assert start("-m", "fsdp_c", "--help").stdout.startswith("usage: python -m fsdp_c SCRIPT")
+    assert start("-m", "fsdp_c", "--help").stdout.startswith(
+        "usage: python -m fsdp_c [--fsdp1] SCRIPT"
+    )
     for arguments in ((), ("-m",)):
         done = start("-m", "fsdp_c", *arguments)
         assert done.returncode == 2 and "usage: " in done.stderr

@@ -34,8 +34,9 @@ def saved(
     is_kept = not full_state_dict or not rank0_only or dist.get_rank(group) == 0
     state: dict[str, Any] = {}
     shards = []
-    for key, values in optim_state_dict["state"].items():
-        name = names.get(key, key)
+    found = optim_state_dict["state"]
+    for key in sorted(found, key=lambda key: (key not in names, str(names.get(key, key)))):
+        name, values = names.get(key, key), found[key]
         if isinstance(name, int):
             raise ValueError(f"the optimizer's state of parameter {key} is not the model's")
         if key not in names and not isinstance(values, dict):
@@ -47,7 +48,8 @@ def saved(
             if isinstance(value, DTensor) and full_state_dict:
                 shards.append(((name, what), value))
             elif isinstance(value, torch.Tensor):
-                state[name][what] = value.cpu() if cpu_offload else value
+                kept = value.detach().clone()
+                state[name][what] = kept.cpu() if cpu_offload else kept
     for (name, what), whole in _iterate.whole_of(shards):
         if is_kept:
             state[name][what] = whole.to("cpu" if cpu_offload else whole.device, copy=True)

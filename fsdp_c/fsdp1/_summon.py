@@ -9,12 +9,31 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_sharded_data_parallel as _torch
 from torch.distributed.fsdp._common_utils import TrainingState
 
-from fsdp_c import _compat, _iterate, _load, _plan
+from fsdp_c import _iterate, _load, _plan
 
 
-def check(writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
+@contextlib.contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Whole parameters (and gradients) while the context lasts; collective on both ends."""
+    _check(writeback, rank0_only, offload_to_cpu, with_grads)
+    units: list[Any] = _torch.FullyShardedDataParallel.fsdp_modules(module)
+    if not recurse:
+        units = [unit for unit in units if unit is module]
+    with summoned(units, writeback, rank0_only, with_grads):
+        yield
+
+
+def _check(writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
     if with_grads and offload_to_cpu:
         raise NotImplementedError("with_grads=True and offload_to_cpu=True is not supported")
     if writeback and rank0_only:
@@ -26,7 +45,7 @@ def check(writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: b
         warnings.warn(
             "offload_to_cpu=True without rank0_only=True makes a copy of all parameters for each"
             " rank of a host",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -42,10 +61,10 @@ def summoned(
             )
         unit._fsdp_wrapped_module.reshard()
     loans = [_Loan(fsdp_param) for unit in units for fsdp_param in _params_of(unit)]
-    _fetch(loans, with_grads)
     for unit in units:
         unit._fsdp_wrapped_module.unshard()
         unit.training_state = TrainingState.SUMMON_FULL_PARAMS
+    _fetch(loans, with_grads)
     is_shown = not rank0_only or all(unit.rank == 0 for unit in units)
     try:
         with contextlib.ExitStack() as stack:
@@ -73,27 +92,28 @@ class _Loan:
 
     def __init__(self, fsdp_param: Any) -> None:
         self.places = _plan.registrations(fsdp_param)
-        module, name = self.places[0]
-        self.shard: Any = module._parameters[name]
-        # The unit's own unsharded parameter is of the compute dtype.
-        self.is_cast = _compat.compute_dtype(fsdp_param) != self.shard.dtype
-        self.whole: torch.Tensor | None = None  # where it is cast
+        self.shard = self.registered
+        self.whole: torch.Tensor | None = None  # where the unit's own is of another dtype
         self.grad: torch.Tensor | None = None
+
+    @property
+    def registered(self) -> Any:
+        module, name = self.places[0]
+        return module._parameters[name]
 
     @contextlib.contextmanager
     def shown(self, writeback: bool) -> Iterator[None]:
         """The unit is unsharded."""
-        module, name = self.places[0]
-        unsharded: Any = module._parameters[name]
+        unsharded = self.registered
         before = unsharded.grad
         if self.whole is not None:
             self._register(nn.Parameter(self.whole, requires_grad=self.shard.requires_grad))
-        module._parameters[name].grad = self.grad  # type: ignore[union-attr]
+        self.registered.grad = self.grad
         try:
             yield
         finally:
             if writeback:
-                self._write(module._parameters[name])
+                self._write(self.registered)
             unsharded.grad = before
             self._register(unsharded)
 
@@ -115,7 +135,9 @@ def _params_of(unit: Any) -> Iterator[Any]:
 
 def _fetch(loans: Sequence[_Loan], with_grads: bool) -> None:
     """Gathers what unsharding the units does not bring."""
-    cast = [(loan, loan.shard.detach()) for loan in loans if loan.is_cast]
+    cast = [
+        (loan, loan.shard.detach()) for loan in loans if loan.registered.dtype != loan.shard.dtype
+    ]
     for loan, whole in _iterate.whole_of(cast):
         loan.whole = whole.clone()
     grads = [(loan, loan.shard.grad) for loan in loans if loan.shard.grad is not None]

@@ -34,7 +34,6 @@ from fsdp_c.fsdp1 import (
     _clip,
     _materialize,
     _meshes,
-    _optim_states,
     _state_dicts,
     _summon,
 )
@@ -43,7 +42,17 @@ _TORCHS: Any = _torch.FullyShardedDataParallel
 _KEEPS = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
-class FullyShardedDataParallel(_TORCHS):
+class _InTorchsPlace(type):
+    """While names of torch's class are bound to ours, torch's own objects are found by them."""
+
+    stands_for_torchs = False
+
+    def __instancecheck__(cls, module: Any) -> bool:
+        is_for_all = cls.stands_for_torchs and cls is FullyShardedDataParallel
+        return type.__instancecheck__(_TORCHS if is_for_all else cls, module)
+
+
+class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
     """FSDP1's wrapper, with the arguments of ``torch.distributed.fsdp.FullyShardedDataParallel``.
 
     The wrapped module becomes a unit of ``fully_shard`` and runs where that runs. Parameters have
@@ -163,7 +172,9 @@ class FullyShardedDataParallel(_TORCHS):
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=precision.param_dtype,
                 reduce_dtype=precision.reduce_dtype or precision.param_dtype,
-                cast_forward_inputs=precision.cast_root_forward_inputs,
+                cast_forward_inputs=(
+                    precision.cast_root_forward_inputs or precision.cast_forward_inputs
+                ),
             ),
             offload_policy=(
                 CPUOffloadPolicy(pin_memory=device.type != "cpu")
@@ -246,24 +257,6 @@ class FullyShardedDataParallel(_TORCHS):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         return nn.Module._apply(self, *args, **kwargs)
 
-    @staticmethod
-    @contextlib.contextmanager
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> Iterator[None]:
-        """Whole parameters (and gradients) while the context lasts; collective on both ends."""
-        units = FullyShardedDataParallel.fsdp_modules(module)
-        if not recurse:
-            units = [unit for unit in units if unit is module]
-        _summon.check(writeback, rank0_only, offload_to_cpu, with_grads)
-        with _summon.summoned(units, writeback, rank0_only, with_grads):
-            yield
-
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Not kept: hooks of FSDP1 see flat parameters, which do not exist here."""
         raise NotImplementedError(
@@ -271,9 +264,6 @@ class FullyShardedDataParallel(_TORCHS):
             " MixedPrecision(reduce_dtype=...) to send gradients in another dtype, or"
             " .module.set_all_reduce_hook() for copies"
         )
-
-    _optim_state_dict_impl = staticmethod(_optim_states.saved)
-    _optim_state_dict_to_load_impl = staticmethod(_optim_states.to_load)
 
 
 def _check(module: nn.Module, precision: MixedPrecision | None) -> None:
