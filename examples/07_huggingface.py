@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 try:
+    import accelerate  # noqa: F401
     import peft
     import transformers
 except ImportError as error:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-# What torch.compile and activation checkpointing put into names.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+# What torch.compile, activation checkpointing and FSDP1's class put into names.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 @dataclass

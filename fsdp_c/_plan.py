@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
-from fsdp_c import _comm, _compat, _env, _param, _patches
+from fsdp_c import _comm, _compat, _env, _names, _param, _patches
 from fsdp_c._native import _C
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _param_row(fsdp_param: Any) -> tuple[Any, ...]:
 def unit_name(group: FSDPParamGroup) -> str:
     if group._module_fqn is None:  # unsharded before the root's first forward
         return ", ".join(type(module).__name__ for module in group.modules)
-    return group._module_fqn or "(root)"
+    return _names.clean(group._module_fqn + ".")[:-1] or "(root)"
 
 
 def _describe(groups: Sequence[FSDPParamGroup]) -> list[list[str]]:

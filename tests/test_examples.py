@@ -5,6 +5,7 @@ torchrun show that it starts them too, and what it does with signals.
 """
 
 import contextlib
+import importlib.util
 import os
 import runpy
 import signal
@@ -115,6 +116,16 @@ def trajectory(log: Path) -> list[tuple[int, float, float]]:
 @pytest.mark.parametrize(("script", "n_ranks", "expected"), NUMBERED)
 def test_numbered_example(script: str, n_ranks: int, expected: str) -> None:
     assert expected in run_script(script, n_ranks)
+
+
+def test_hugging_face_example() -> None:
+    """Where its libraries are installed; elsewhere it says that they are not."""
+    if all(importlib.util.find_spec(name) for name in ("transformers", "peft", "accelerate")):
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        output = run([*launch, "-m", "fsdp_c", str(EXAMPLES / "07_huggingface.py")])
+        assert "runs as FSDPLlamaForCausalLM" in output and "LoRA: loss" in output
+    else:
+        assert "skipped: No module named" in run_script("07_huggingface.py", 1)
 
 
 def test_muon_example_equals_one_process() -> None:

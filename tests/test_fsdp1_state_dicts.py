@@ -31,6 +31,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from fsdp_c import _plan
+
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,
     StateDictType.SHARDED_STATE_DICT,
@@ -277,3 +279,20 @@ def test_summon_full_params(rank: int, n_ranks: int) -> None:
 def doubled(module: torch.nn.Module) -> None:
     if isinstance(module, torch.nn.Linear):
         module.weight.mul_(2.0)
+
+
+@on_ranks(2)
+def test_our_own_functions(rank: int, n_ranks: int) -> None:
+    """They name parameters and units as checkpoints do."""
+    api = implementation()
+    pair = Sides()
+    model = pair.ours.model
+    whole = {name: value.clone() for name, value in api.iter_full_params(model)}
+    assert set(whole) == {name for name, _ in Net().named_parameters()}
+    api.load_full(model, {name: value + 1 for name, value in whole.items()}, strict=False)
+    compare(model.state_dict()["blocks.1.up.bias"], whole["blocks.1.up.bias"] + 1, EXACT, "loaded")
+    with pytest.raises(RuntimeError, match="'blocks.0.norm.weight' has shape"):
+        api.load_full(model, {**whole, "blocks.0.norm.weight": torch.ones(1)}, strict=False)
+    unit = model.blocks[1]._unit
+    model(sides.batch(0))
+    assert _plan.unit_name(unit._fsdp_param_groups[0]) == "blocks.1"
