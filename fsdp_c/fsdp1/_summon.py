@@ -105,16 +105,16 @@ class _Loan:
     def shown(self, writeback: bool) -> Iterator[None]:
         """The unit is unsharded."""
         unsharded = self.registered
-        before = unsharded.grad
-        if self.whole is not None:
-            self._register(nn.Parameter(self.whole, requires_grad=self.shard.requires_grad))
-        self.registered.grad = self.grad
+        # Of its own: the unit's may accept gradients of another dtype only.
+        data = unsharded.detach() if self.whole is None else self.whole
+        param = nn.Parameter(data, requires_grad=self.shard.requires_grad)
+        param.grad = self.grad
+        self._register(param)
         try:
             yield
         finally:
             if writeback:
                 self._write(self.registered)
-            unsharded.grad = before
             self._register(unsharded)
 
     def _register(self, param: nn.Parameter) -> None:
