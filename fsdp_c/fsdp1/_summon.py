@@ -105,11 +105,12 @@ class _Loan:
     def shown(self, writeback: bool) -> Iterator[None]:
         """The unit is unsharded."""
         unsharded = self.registered
-        # Of its own: the unit's may accept gradients of another dtype only.
-        data = unsharded.detach() if self.whole is None else self.whole
-        param = nn.Parameter(data, requires_grad=self.shard.requires_grad)
-        param.grad = self.grad
-        self._register(param)
+        if self.whole is not None or self.grad is not None:
+            # Of its own: the unit's may accept gradients of another dtype only.
+            data = unsharded.detach() if self.whole is None else self.whole
+            param = nn.Parameter(data, requires_grad=self.shard.requires_grad)
+            param.grad = self.grad
+            self._register(param)
         try:
             yield
         finally:
