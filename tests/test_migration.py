@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint.state_dict as state_dict
+import torch.distributed.fsdp
 from models import Block, Net, data
 from parity import on_ranks
+from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, wrap
 
@@ -37,6 +40,7 @@ def code_of(cell: str) -> str:
 
 
 def scope() -> dict[str, Any]:
+    """What the cells may name."""
     torch.manual_seed(0)
     model = Net()
     names: dict[str, Any] = {name: getattr(fsdp_c, name) for name in fsdp_c.__all__}
@@ -45,7 +49,7 @@ def scope() -> dict[str, Any]:
         "model": model,
         "Block": Block,
         "world": torch.distributed.get_world_size(),
-        "loss": lambda: model(data(torch.distributed.get_rank())).float().square().sum(),
+        "loss": lambda: loss_of(model),
         "init_device_mesh": init_device_mesh,
         "checkpoint": checkpoint,
         "partial": partial,
@@ -55,6 +59,41 @@ def scope() -> dict[str, Any]:
         "get_optimizer_state_dict": state_dict.get_optimizer_state_dict,
         "StateDictOptions": state_dict.StateDictOptions,
     }
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return model(data(torch.distributed.get_rank())).float().square().sum()
+
+
+def fsdp1_scope() -> dict[str, Any]:
+    names = scope()
+    return names | {
+        "FSDP": fsdp_c.FullyShardedDataParallel,
+        "checkpoint_wrapper": checkpoint_wrapper,
+        "size_based_auto_wrap_policy": wrap.size_based_auto_wrap_policy,
+        **{
+            name: getattr(torch.distributed.fsdp, name)
+            for name in ("ShardingStrategy", "MixedPrecision", "CPUOffload", "StateDictType")
+        },
+    }
+
+
+def fsdp1_loss(code: str) -> Tensor:
+    """That of a model which the code wraps; its backward runs."""
+    loss = loss_of(eval(code, fsdp1_scope()))
+    loss.backward()
+    return loss
+
+
+def run_fsdp1(code: str) -> None:
+    """On a wrapped model after a backward."""
+    names = fsdp1_scope()
+    model = names["model"] = fsdp_c.FullyShardedDataParallel(names["model"])
+    names["loss"] = lambda: loss_of(model)
+    names["optimizer"] = torch.optim.AdamW(model.parameters())
+    names["loss"]().backward()
+    names["optimizer"].step()
+    exec(code, names)
 
 
 def run(code: str, sharded: bool = False) -> Any:
@@ -78,10 +117,11 @@ def test_rows_run_and_agree(rank: int, n_ranks: int) -> None:
     fsdp1, calls, ddp, deepspeed, _ = tables()
     assert min(map(len, (fsdp1, calls, ddp, deepspeed))) > 4
     for old, by_hand, by_name in fsdp1[1:]:
-        ast.parse(code_of(old))
-        assert units(run(code_of(by_hand))) == units(run(code_of(by_name))), by_name
+        model = run(code_of(by_name))
+        assert units(run(code_of(by_hand))) == units(model), by_name
+        assert torch.allclose(fsdp1_loss(code_of(old)), loss_of(model)), old
     for old, new in calls[1:]:
-        ast.parse(code_of(old))
+        run_fsdp1(code_of(old))
         run(code_of(new), sharded=True)
     for old, new in ddp[1:]:
         ast.parse(code_of(old))
