@@ -303,7 +303,8 @@ class FSDPParam(_compat.AccumulatedGradient, _road.RoadParam):
     def _can_alias(self) -> bool:
         info, local = self.mesh_info, self._sharded_local_tensor
         return (
-            (not isinstance(info, FSDPMeshInfo) or info.shard_mesh_size == 1)
+            # A shard mesh of one rank keeps torch's rule: what forward writes is dropped.
+            not isinstance(info, FSDPMeshInfo)
             and self.param_dtype is None
             and not (self.offload_to_cpu or self.is_special or _env.is_strict())
             and type(local) is torch.Tensor
