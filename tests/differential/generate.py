@@ -4,8 +4,9 @@ Left out is what torch itself gets wrong, silently or not, where fsdp_c gives th
 each place says what.
 """
 
+from differential.changes import CHANGE_BLOCKS, Changes
 from differential.program import WORLDS, Program
-from differential.steps import STEP_BLOCKS, Steps
+from differential.steps import STEP_BLOCKS
 
 REFUSED = [
     "fsdp.fully_shard(model)",
@@ -32,12 +33,14 @@ def make_program(seed: int, world: int | None = None) -> Program:
     return Writer(seed, world or WORLDS[seed % len(WORLDS)]).write()
 
 
-class Writer(Steps):
+class Writer(Changes):
     """Writes blocks of lines; each chooses freely among what the setting allows."""
 
     def write(self) -> Program:
         self.write_setup()
         blocks = [block for block, weight in BLOCKS.items() for _ in range(weight)]
+        if self.chance(0.06) and (written := self.replace()):
+            self.program.blocks.append(written)
         for _ in range(self.rng.randint(1, 4)):
             written = self.rng.choice(blocks)(self)
             if written:
@@ -305,6 +308,7 @@ class Writer(Steps):
 
 BLOCKS = {
     **STEP_BLOCKS,
+    **CHANGE_BLOCKS,
     Writer.train: 8,
     Writer.evaluate: 3,
     Writer.two_forwards: 2,

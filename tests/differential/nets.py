@@ -9,6 +9,7 @@ from harness import cached_mesh
 from models import Block, data, tokens
 from parity import copies, leaves, local, total
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -213,6 +214,7 @@ LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "listed": Listed,
     "weighted": lambda width: weight_norm(nn.Linear(width, width)),
     "wrapped": lambda width: checkpoint_wrapper(Block(width, 4)),
+    "composed": lambda width: composable_checkpoint(Block(width, 4)),
     "inplace": lambda width: nn.LeakyReLU(0.5, inplace=True),
 }
 

@@ -52,7 +52,7 @@ OPTIMIZERS = [
 LAYER_NAMES = (
     "block block block linear linear norm tied tiny unused frozen buffered recurrent nested nested"
     " tuple dict dataclass thin recompute reentrant tanh dropout again convolved attention lstm"
-    " listed weighted wrapped inplace"
+    " listed weighted wrapped composed inplace"
 ).split()
 # Layers all of whose parameters have as many rows as the model is wide.
 EVEN_ROWS = frozenset(
@@ -248,7 +248,10 @@ class Setting:
             param, reduce = rng.choice(self.dtypes)
             out_dtype = output if is_root or outputs_all else ""
             if self.mixes or out_dtype:
-                words += f", mp_policy=fsdp.MixedPrecisionPolicy({param}, {reduce}{out_dtype})"
+                policy = f"fsdp.MixedPrecisionPolicy({param}, {reduce}{out_dtype})"
+                # Some scripts take copies of a configuration.
+                policy = f"__import__('copy').deepcopy({policy})" if self.chance(0.1) else policy
+                words += f", mp_policy={policy}"
             words += "" if value == "None" else f", reshard_after_forward={value}"
             return words + (ignored if is_root else "")
 

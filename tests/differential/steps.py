@@ -198,6 +198,10 @@ class Steps(Lines):
             "for p in floating(shards):\n    p.requires_grad_(True)",
         ]
 
+    def second_call(self) -> str:
+        self.n_inputs += 1
+        return f"second_model(data(rank, {self.n_inputs}, 2, {self.width}))"
+
     def second_root(self) -> list[str]:
         """Another sharded model beside the first, with an optimizer of its own."""
         if self.has_hooks or self.is_double:
@@ -211,8 +215,7 @@ class Steps(Lines):
                 "second_shards = dict(second_model.named_parameters())",
                 f"second_optimizer = torch.optim.{kind}(second_model.parameters(), lr=0.01)",
             ]
-        self.n_inputs += 1
-        call = f"second_model(data(rank, {self.n_inputs}, 2, {self.width}))"
+        call = self.second_call()
         ways = [[f"out = {call}"], [f"out = [{self.forward()}, {call}]"]]
         if self.output == "tensor" and not self.mixes and not self.program.has("Policy("):
             ways.append([f"out = second_model({self.forward()})"])
