@@ -57,7 +57,8 @@ class Lines(Setting):
         """A line that clips. Torch cannot take the largest of a rank's empty part."""
         choices = ["", "", ", norm_type=1", ", norm_type=3", ", foreach=True", ", foreach=False"]
         choices.append(", error_if_nonfinite=True")
-        has_rows = self.shard_size == 1 or (self.width >= 2 and "tiny" not in self.layers)
+        has_few_rows = not {"tiny", "convolved", "thin"}.isdisjoint(self.layers)
+        has_rows = self.shard_size == 1 or (self.width >= 2 and not has_few_rows)
         if self.shard_size <= 2 and has_rows:
             choices.append(", norm_type=float('inf')")
         options = self.rng.choice(choices)
