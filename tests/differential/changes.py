@@ -59,6 +59,8 @@ class Changes(Steps):
             return []
         if self.program.has("set_requires_all_reduce", "set_is_last_backward"):
             return []
+        if "again" in self.layers:  # the core reduces a module that ran twice once, at the end
+            return []
         self.adds_many = True
         lines = ["reshard(model, fsdp)", "model.set_manual_backward_finalization(True)"]
         holds = self.chance(0.4)
