@@ -300,7 +300,7 @@ def link(target: Path, command: list[str], objects: list[Path], libraries: list[
 
 @dataclass(frozen=True)
 class CudaBuild:
-    library: Path
+    shared_object: Path
     report: Path  # of the assembler: registers, stack and spills of each kernel
 
 
@@ -314,7 +314,7 @@ def build_cuda(nvcc: Nvcc, tools: Toolchain) -> CudaBuild:
     exports = folder / "exports.map"
     exports.write_text(CUDA_EXPORTS)
     flags = ["-shared", "-cudart=static", "-Xlinker", f"--version-script={exports}"]
-    link(built.library, [nvcc.path, *flags], objects, [])
+    link(built.shared_object, [nvcc.path, *flags], objects, [])
     return built
 
 
@@ -378,7 +378,7 @@ class BuildExtension(build_ext):
         if nvcc is None:
             target.unlink(missing_ok=True)
         else:
-            replace(target, build_cuda(nvcc, Toolchain()).library.read_bytes())
+            replace(target, build_cuda(nvcc, Toolchain()).shared_object.read_bytes())
 
     def join_binding(self, folder: Path) -> str:
         """One file that includes the binding's: reading torch's headers is most of their time.

@@ -1,6 +1,5 @@
 """What the build hands out: symbols, the note about torch, make's targets, the source archive."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -9,6 +8,7 @@ import tarfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import build_script
 import pytest
 import torch
 
@@ -17,14 +17,9 @@ from fsdp_c import _native
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="module")
-def build_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fsdp_c_setup", ROOT / "setup.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="module", name="build_script")
+def loaded_build_script() -> ModuleType:
+    return build_script.load()
 
 
 def test_extension_exports_its_entry_alone():

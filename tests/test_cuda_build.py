@@ -1,6 +1,5 @@
 """The library of GPU kernels: symbols, registers, spills; and what a build without nvcc says."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import build_script
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,14 +19,9 @@ from gpu_kernels import KernelError, Kernels, build_helper  # noqa: E402
 KERNELS = ["adam_kernel", "finish_kernel", "move_kernel", "slots_kernel", "squares_kernel"]
 
 
-@pytest.fixture(scope="module")
-def build_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fsdp_c_setup_cuda", ROOT / "setup.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="module", name="build_script")
+def loaded_build_script() -> ModuleType:
+    return build_script.load()
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +44,12 @@ def dynamic(path: Path, *flags: str) -> list[str]:
 
 
 def test_library_exports_one_symbol(built: Any):
-    assert dynamic(ROOT / built.library, "--defined-only") == ["fc_cuda_kernels_v1"]
+    assert dynamic(ROOT / built.shared_object, "--defined-only") == ["fc_cuda_kernels_v1"]
 
 
 def test_library_needs_the_c_library_alone(built: Any):
     """CUDA's runtime is inside; the driver is found by it at run time."""
-    command = ["readelf", "--dynamic", str(ROOT / built.library)]
+    command = ["readelf", "--dynamic", str(ROOT / built.shared_object)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", text)
     system = r"(lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+)|ld-linux.*)\.so\.\d+"
@@ -84,7 +79,7 @@ def test_core_opens_the_library(built: Any, tmp_path: Path):
         Kernels(helper, tmp_path / "libfsdp_c_cuda.so")
     with pytest.raises(KernelError, match="holds GPU kernels of another version"):
         Kernels(helper, helper)
-    kernels = Kernels(helper, ROOT / built.library)
+    kernels = Kernels(helper, ROOT / built.shared_object)
     kernels.check(0)
     with pytest.raises(KernelError, match="invalid argument"):
         kernels.check(1)

@@ -7,29 +7,29 @@ everything, says so and fails. `--emulate` runs the same cases over the kernels'
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
-from gpu_cases import CASES
-from gpu_kernels import LIBRARY, ROOT, Kernels, build_helper
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+import build_script  # noqa: E402
+from gpu_cases import CASES  # noqa: E402
+from gpu_kernels import LIBRARY, ROOT, Kernels, build_helper  # noqa: E402
 
 
 def build_library() -> None:
-    """As the extension's build does it, by its functions: any setuptools will do."""
-    spec = importlib.util.spec_from_file_location("fsdp_c_setup", ROOT / "setup.py")
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = script
-    spec.loader.exec_module(script)
+    """As the extension's build does it."""
+    script = build_script.load()
     os.environ["FSDP_C_CUDA"] = "1"
     nvcc = script.Nvcc.wanted()
     with script.build_lock():
         built = script.build_cuda(nvcc, script.Toolchain())
-        script.replace(LIBRARY, built.library.read_bytes())
+        script.replace(LIBRARY, built.shared_object.read_bytes())
 
 
 def run_cases(kernels: Kernels) -> int:

@@ -1,0 +1,18 @@
+"""setup.py as a module: tests call the build's own functions, with any setuptools."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load() -> ModuleType:
+    """A module of its own each time: what a caller changes in it stays there."""
+    spec = importlib.util.spec_from_file_location("fsdp_c_setup", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
