@@ -104,18 +104,35 @@ QUIET = Variable(
     parse=_switch,
 )
 
+KEEP_UNSHARDED = Variable(
+    name="FSDP_C_KEEP_UNSHARDED",
+    accepted="0 or 1",
+    default=False,
+    meaning=(
+        "1: what `unshard()` was called on stays unsharded until `reshard()`, or resharding after"
+        " backward; resharding after forward leaves it alone."
+    ),
+    parse=_switch,
+)
+
 VARIABLES: tuple[Variable[str] | Variable[int] | Variable[bool], ...] = (
     TRANSPORT,
     KERNELS,
     MMAP_THRESHOLD,
     STRICT,
     QUIET,
+    KEEP_UNSHARDED,
 )
 
 
 def is_strict() -> bool:
     """Whether FSDP_C_STRICT asks for torch's refusals."""
     return STRICT.get()
+
+
+def keeps_unsharded() -> bool:
+    """Whether an explicit unshard outlasts forward; torch's never does."""
+    return KEEP_UNSHARDED.get() and not is_strict()
 
 
 def mmap_threshold() -> int:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdp_c import _env
 from fsdp_c._native import _C
 
 # Buffers that to_empty made -> their version then: nobody has written them while it is the same.
@@ -31,6 +32,7 @@ def equip(modules: Sequence[nn.Module]) -> None:
         if "__copy__" not in cls.__dict__:
             cls.__copy__ = _refuse_copy
             cls._apply = _apply
+            cls.unshard = _unshard
             cls.zero_grad = _zero_grad_of(cls)
             for name, setter in _SETTERS.items():
                 setattr(cls, name, setter)
@@ -57,6 +59,16 @@ def _apply(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         for buffer in self.buffers():
             _empty[buffer] = buffer._version
     return result
+
+
+@functools.wraps(FSDPModule.unshard)
+def _unshard(self: Any, async_op: bool = False) -> Any:
+    handle = FSDPModule.unshard(self, async_op)
+    if _env.keeps_unsharded():
+        for group in self._get_fsdp_state()._fsdp_param_groups:
+            if hasattr(group, "_is_bound"):
+                group.keep_unsharded()
+    return handle
 
 
 def _zero_grad_of(cls: Any) -> Callable[..., None]:

@@ -225,6 +225,7 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
         """Goes back to torch's implementation, sharded; local."""
         if self._on_torch_road:  # it may be unsharded there, for instance by an early unshard()
             return
+        self._outlasts_forward = self._core_outlasts_forward
         self._unbind()
         for domain in self._binding or ():
             if isinstance(domain, _C.Domain):
@@ -313,6 +314,13 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
         self._take_over_shards()
         self._core_unshard_async()
         return None
+
+    def keep_unsharded(self) -> None:
+        """From an explicit unshard on forward leaves the unit alone, until it is resharded."""
+        if self._is_bound:
+            self._core_outlast_forward()
+        else:
+            self._outlasts_forward = True
 
     def _take_over_shards(self) -> None:
         """Outside of a step shards that were replaced since set-up count from here on."""

@@ -5,9 +5,11 @@ better is noticed. An all-reduce hook that does nothing takes a tree to torch's 
 """
 
 import copy
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -307,6 +309,40 @@ def y16_shard_that_was_replaced(case: Case) -> None:
     case.check_training(model, plain)
 
 
+def pp9_unshard_by_hand_outlasts_forward(case: Case) -> None:
+    """As pipelines do around their micro-batches; split backwards then find the parameters."""
+    model, plain = case.build()
+    units = [model.a, model.b, model]
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
+    for step in range(2):
+        with mock.patch.dict(os.environ, FSDP_C_KEEP_UNSHARDED="1"):
+            for unit in units:
+                unit.unshard()
+        for is_last in (False, True):
+            model.set_reshard_after_backward(is_last)
+            model.set_requires_gradient_sync(is_last)
+            loss = model(batch(case.rank, 2 * step + is_last)).square().sum()
+            assert not any(isinstance(param, DTensor) for param in model.parameters())
+            loss.backward()
+            case.refer(plain, 2 * step + is_last)
+        case.check(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    case.check_training(model, plain)
+    for strict in ("0", "1"):
+        names = {"FSDP_C_KEEP_UNSHARDED": "1", "FSDP_C_STRICT": strict}
+        with mock.patch.dict(os.environ, names):
+            model.a.unshard()
+        with torch.no_grad():
+            torch.testing.assert_close(model(batch(0)), plain(batch(0)), rtol=1e-4, atol=1e-4)
+        assert isinstance(model.a.weight, DTensor) == (strict == "1")
+        model.a.reshard()
+        assert isinstance(model.a.weight, DTensor)
+        model(batch(case.rank))
+        assert isinstance(model.a.weight, DTensor)
+
+
 def x9_two_roots_in_one_context(case: Case) -> None:
     (first, plain), (second, _) = case.build(), case.build()
     case.fsdp.share_comm_ctx([first, second])
@@ -384,6 +420,7 @@ BODIES = [
     y4_state_dict_inside_forward,
     y5_state_dict_on_one_rank,
     y16_shard_that_was_replaced,
+    pp9_unshard_by_hand_outlasts_forward,
     x9_two_roots_in_one_context,
     g3_sparse_gradient_is_named,
     d11_packed_sequence_is_cast,

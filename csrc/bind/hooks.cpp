@@ -151,7 +151,8 @@ void group_post_forward(GroupObject *group, bool is_needed = false)
     const bool keeps =
         group->post_forward_mesh_info == nullptr || group->post_forward_mesh_info == Py_None;
     // Recomputation inside backward leaves the parameters to the backward that needs them.
-    if (!in_autograd_backward() && !(in_forward && keeps) && !is_needed) {
+    if (!in_autograd_backward() && !(in_forward && keeps) && !is_needed &&
+        !(in_forward && group->unit->outlasts_forward())) {
         group->unit->reshard();
     }
     group->training = static_cast<int>(Training::idle);

@@ -157,6 +157,11 @@ PyObject *group_reshard(PyObject *self, PyObject *)
     return with_unit(self, [](Unit *unit) { unit->reshard(); });
 }
 
+PyObject *group_outlast_forward(PyObject *self, PyObject *)
+{
+    return with_unit(self, [](Unit *unit) { unit->outlast_forward(); });
+}
+
 PyObject *group_keep_storage(PyObject *self, PyObject *arg)
 {
     return with_unit(self, [arg](Unit *unit) { unit->keep_storage(arg == Py_True); });
@@ -259,6 +264,12 @@ PyObject *group_awaits_gradients(PyObject *self, void *)
     return PyBool_FromLong(unit != nullptr && unit->awaits_gradients());
 }
 
+PyObject *group_outlasts_forward(PyObject *self, void *)
+{
+    const Unit *unit = as<GroupObject>(self)->unit;
+    return PyBool_FromLong(unit != nullptr && unit->outlasts_forward());
+}
+
 PyMemberDef group_members[] = {
     {"_training", T_INT, offsetof(GroupObject, training), 0, "TrainingState, as its index"},
     {"post_forward_mesh_info", T_OBJECT, offsetof(GroupObject, post_forward_mesh_info), 0, nullptr},
@@ -283,6 +294,8 @@ PyGetSetDef group_properties[] = {
      "unshard(async_op=True) that was not waited for", nullptr},
     {"_core_awaits_gradients", group_awaits_gradients, nullptr,
      "whether a backward went through the unit and gave its parameters nothing", nullptr},
+    {"_core_outlasts_forward", group_outlasts_forward, nullptr,
+     "whether forward leaves the unsharded parameters registered", nullptr},
     {"_core_holds_gradients", group_holds_gradients, nullptr,
      "whether gradients wait for a later reduction", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
@@ -295,6 +308,8 @@ PyMethodDef group_methods[] = {
     {"_core_unshard", group_unshard, METH_NOARGS,
      "Gathers if needed and registers the unsharded parameters."},
     {"_core_reshard", group_reshard, METH_NOARGS, "Registers the sharded parameters."},
+    {"_core_outlast_forward", group_outlast_forward, METH_NOARGS,
+     "Forward leaves the unsharded parameters registered, until the next reshard."},
     {"_core_keep_storage", group_keep_storage, METH_O,
      "Whether reshard leaves the unsharded parameters' memory as it is."},
     {"_core_held", group_held, METH_O, "(index) -> what is accumulated beside a parameter"},

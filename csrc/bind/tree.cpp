@@ -236,7 +236,15 @@ void tree_root_post_forward(TreeObject *tree)
 {
     tree->iteration_root = nullptr;
     if (!tree_in_backward(tree) && tree_is_open(tree)) {
-        or_fail(tree, [&] { close(tree); });
+        or_fail(tree, [&] {
+            each_state(tree, [](StateObject *s) {
+                if (s->group != nullptr && s->group->unit != nullptr &&
+                    s->group->unit->outlasts_forward()) {
+                    s->group->unit->keep();
+                }
+            });
+            close(tree);
+        });
     }
 }
 

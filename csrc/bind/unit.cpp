@@ -301,6 +301,7 @@ void Unit::withhold()
 
 void Unit::reshard()
 {
+    outlasts_forward_ = false;
     if (!unsharded_) {
         if (storage_->nbytes() > 0 && !stays()) {
             hide(storage_, unreadable_text_); // it was withheld

@@ -112,10 +112,13 @@ public:
     // The private copy of an explicit unshard: data now, registration by unshard().
     void unshard_private();
     void reshard();
+    // Until the next reshard forward leaves the unsharded parameters registered.
+    void outlast_forward() { outlasts_forward_ = true; }
+    bool outlasts_forward() const { return outlasts_forward_; }
     // Until the next reshard: backward goes on without the parameters, and reading them tells why
     // they are not there.
     void withhold();
-    // At the end of backward: a unit that stays unsharded gets memory of its own until the next
+    // At the end of a phase: a unit that stays unsharded gets memory of its own until the next
     // forward, since peers may write their shards then.
     void keep();
     // Whether the unsharded parameters have memory of their own, which reshard leaves as it is and
@@ -218,6 +221,7 @@ private:
     void *slot_ = nullptr; // private memory, from the pool
     bool unsharded_ = false;
     bool awaits_gradients_ = false;
+    bool outlasts_forward_ = false;
     bool is_kept_ = false;                 // slot_ holds what was gathered before the phase
     bool keeps_storage_ = false;           // slot_ stays over reshards
     bool has_widened_ = false;             // a parameter whose gradients are wider than it is

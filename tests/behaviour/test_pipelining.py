@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from harness import cached_mesh
-from models import Block, Net, data
+from models import Block, Net, data, shard_blocks
 from parity import Pair, Plain, Side, Tolerance, compare_values, full, on_ranks, total
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
+
+from behaviour.pairs import registered
 
 CLOSE = Tolerance(relative=1e-5, scaled=1e-5)
 N_MICRO, ROWS, WIDTH = 4, 8, 6
@@ -208,6 +210,27 @@ def test_pp6_replicated_and_unwrapped_stages(rank: int, n_ranks: int, shard: Any
     pair.both(lambda side: train(side, Schedule1F1B))
     check_gradients(pair.theirs)
     check_gradients(pair.ours)
+
+
+@on_ranks(2)
+def test_pp9_forward_reshards_what_was_unsharded_by_hand(rank: int, n_ranks: int) -> None:
+    """So every micro-batch gathers again; what is unsharded by hand changes no results."""
+    pair = Pair(Net, shard_blocks, tolerance=CLOSE)
+    pair.step(data(rank))
+
+    def micro_batch(side: Side, step: int) -> Any:
+        units = [m for m in side.model.modules() if isinstance(m, FSDPModule)]
+        for handle in [unit.unshard(async_op=True) for unit in units]:
+            handle.wait()
+        before = registered(side.model)
+        side.kept = side.model(data(rank, step))
+        return before, registered(side.model), side.kept
+
+    for step in (1, 2):
+        before, after, _ = pair.both(lambda side, step=step: micro_batch(side, step))
+        assert before == ["unsharded"] * 4 and after == ["unsharded", *["sharded"] * 3]
+        pair.backward()
+        pair.optimize()
 
 
 @on_ranks(2)
