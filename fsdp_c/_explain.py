@@ -169,7 +169,7 @@ def _road_of(group: Any) -> str:
 def _on_unused(found: Iterable[tuple[str, Any, Any]]) -> list[str]:
     """Units that no forward has used though the model has run."""
     bound = [(name, group) for name, _, group in found if getattr(group, "_is_bound", False)]
-    idle = [name for name, group in bound if group._core_traffic()[0] == 0]
+    idle = [name for name, group in bound if not group._core_was_used]
     if not idle or len(idle) == len(bound):
         return []
     more = f" and {len(idle) - 3} more" if len(idle) > 3 else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import mmap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,7 @@ def memory_plan(
     """
     groups = _stats.groups_of(model)
     mesh = groups[0].mesh_info if groups else None
+    has_replicas = isinstance(mesh, HSDPMeshInfo) or (replicas or 1) > 1
     replicas = replicas or (mesh.replicate_mesh_size if isinstance(mesh, HSDPMeshInfo) else 1)
     if world_size is None:
         if mesh is None:
@@ -117,6 +118,7 @@ def memory_plan(
         per_host,
         _StateSize(optimizer),
         () if groups or units else ("One unit was assumed: name others with units=",),
+        has_replicas,
     )
 
 
@@ -128,13 +130,17 @@ def _planned(
     per_host: int,
     state_size: _StateSize,
     notes: tuple[str, ...],
+    has_replicas: bool = False,
 ) -> MemoryPlan:
+    """`has_replicas`: the mesh has a dim of them, if only of one: sums over shards have room."""
     world = n_shards * replicas
     mapped = per_host >= world
     shard = _C.Domain.plan(False, rows, n_shards, n_shards, mapped)
     params = sum(_shard_bytes(row, n_shards) for _, unit in rows for row in unit)
     reduce = shard["arena"]
     control = shard["control"] // n_shards
+    if has_replicas and (n_shards > 1 or replicas == 1):
+        reduce += shard["parts"]
     if replicas > 1:
         lanes = _C.Domain.plan(True, rows, n_shards, replicas, mapped)
         reduce += lanes["arena"]
@@ -186,31 +192,40 @@ def _rows_of_modules(
 
 
 def rows_by_module(
-    model: nn.Module, units: Sequence[nn.Module], policy: MixedPrecisionPolicy, n_shards: int
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    policy: MixedPrecisionPolicy,
+    n_shards: int,
+    without_gradient: Container[nn.Parameter] = (),
 ) -> list[tuple[nn.Module, list[tuple[Any, ...]]]]:
-    """Rows of the units' own parameters; units without any are left out."""
+    """Rows of the units' own parameters; units without any are left out.
+
+    `without_gradient`: parameters that get none though they want one.
+    """
     found = []
     seen: set[nn.Parameter] = set()
     for unit in [*units, model]:
         params = [param for param in unit.parameters() if param not in seen]
         seen.update(params)
         if params:
-            found.append((unit, [_planned_row(p, policy, n_shards) for p in params]))
+            rows = [_planned_row(p, policy, n_shards) for p in params]
+            trained = [p.requires_grad and p not in without_gradient for p in params]
+            pairs = zip(rows, trained, strict=True)
+            found.append((unit, [(*row, is_trained) for row, is_trained in pairs]))
     return found
 
 
 def _planned_row(
     param: nn.Parameter, policy: MixedPrecisionPolicy, n_shards: int
 ) -> tuple[Any, ...]:
+    """All of a row but whether the parameter is trained."""
     orig = param.dtype
     is_float = orig.is_floating_point
     compute = policy.param_dtype if is_float and policy.param_dtype is not None else orig
     reduce = policy.reduce_dtype or _compat.unset_reduce_dtype(orig, compute)
     size = tuple(param.shape)
     geometry = (1, size[0], math.prod(size[1:])) if size else (1, n_shards, 1)
-    return (*geometry, orig, compute, reduce if is_float else orig, orig, is_float) + (
-        param.requires_grad,
-    )
+    return (*geometry, orig, compute, reduce if is_float else orig, orig, is_float)
 
 
 def _shard_numel(row: tuple[Any, ...], n_shards: int) -> int:

@@ -22,7 +22,7 @@ PURPOSES = {
     "optimizer": "its state",
     "unsharded": "units in another dtype or layout than the shards', one copy per host",
     "gather slots": "private copies of unsharded units",
-    "reduce slots": "outgoing gradients",
+    "reduce slots": "outgoing gradients, and sums of shards that replicas add up",
     "control": "clocks and headers of the ranks",
 }
 
@@ -141,6 +141,9 @@ def stats(
     rank = dict.fromkeys(PURPOSES, 0)
     rank["parameters"] = _stored(params)
     rank["gradients"] = _stored(grads)
+    for group in groups:  # sums over shards: gradients while they wait for the replicas
+        name = "gradients" if group._core_has_partial_sums else "reduce slots"
+        rank[name] += group._core_partial_bytes
     rank["optimizer"] = _stored(value for one in state for value in one.values())
     domains = _domains_of(groups)
     for domain, n_ranks, is_replicate in domains:
@@ -158,9 +161,10 @@ def stats(
 def release_buffers(model: nn.Module) -> int:
     """Gives back what the model's units hold for speed alone, between two steps; local.
 
-    Free gather slots, memory of gradients that were set to None, copies of peers' gradients, and
-    the pages of this rank's reduce slots, unless a peer has not read them yet. The next step takes
-    them again. Returns the bytes (of reduce slots: at most so many).
+    Free gather slots, memory of gradients that were set to None, copies of peers' gradients, room
+    for sums that replicas add up, and the pages of this rank's reduce slots, unless a peer has not
+    read them yet. The next step takes them again. Returns the bytes (of reduce slots: at most so
+    many).
 
     Raises:
         RuntimeError: in a forward or backward.
@@ -172,9 +176,15 @@ def release_buffers(model: nn.Module) -> int:
                 f"release_buffers in a forward or backward of unit '{_plan.unit_name(group)}': call"
                 " it between two steps"
             )
-    before = sum(_C.Domain.account().values())
+    before = sum(_C.Domain.account().values()) + _bytes_of_sums(groups)
     for group in groups:
         group._core_release_gradients()
+        group._core_release_sums()
     released = sum(domain.trim() for domain, _, _ in _domains_of(groups))
     _C.Domain.trim_slots()
-    return released + before - sum(_C.Domain.account().values())
+    return released + before - sum(_C.Domain.account().values()) - _bytes_of_sums(groups)
+
+
+def _bytes_of_sums(groups: Iterable[FSDPParamGroup]) -> int:
+    """Of the room for sums over shards, whether or not some wait in it."""
+    return sum(group._core_partial_bytes for group in groups)

@@ -94,6 +94,9 @@ def test_warnings(rank: int, n_ranks: int) -> None:
     assert "no forward has used unit blocks.1:" in advice(model)
     model(data(rank))
     assert advice(model) == ""
+    replicas = fsdp_c.shard(Branches(), "ddp")
+    replicas(data(rank), use=(0, 2))
+    assert "no forward has used unit blocks.1:" in advice(replicas)
 
     def huge() -> nn.Module:
         layers = [nn.Linear(512, 512, bias=False) for _ in range(3)]

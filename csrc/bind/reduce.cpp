@@ -271,6 +271,13 @@ void Unit::release_gradients()
     grads_share_flat_ = false;
 }
 
+void Unit::release_sums()
+{
+    if (!has_partial_sums()) {
+        std::vector<char>().swap(partial_);
+    }
+}
+
 bool Unit::holds_gradients() const
 {
     for (const Param &p : params_) {

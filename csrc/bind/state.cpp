@@ -218,6 +218,11 @@ PyObject *group_release(PyObject *self, PyObject *)
     return with_unit(self, [](Unit *unit) { unit->release_gradients(); });
 }
 
+PyObject *group_release_sums(PyObject *self, PyObject *)
+{
+    return with_unit(self, [](Unit *unit) { unit->release_sums(); });
+}
+
 PyObject *group_drop(PyObject *self, PyObject *)
 {
     return with_unit(self, [](Unit *unit) { unit->drop_gradients(); });
@@ -250,6 +255,25 @@ PyObject *group_holds_gradients(PyObject *self, void *)
 {
     const Unit *unit = as<GroupObject>(self)->unit;
     return PyBool_FromLong(unit != nullptr && unit->holds_gradients());
+}
+
+PyObject *group_has_partial_sums(PyObject *self, void *)
+{
+    const Unit *unit = as<GroupObject>(self)->unit;
+    return PyBool_FromLong(unit != nullptr && unit->has_partial_sums());
+}
+
+PyObject *group_partial_bytes(PyObject *self, void *)
+{
+    const Unit *unit = as<GroupObject>(self)->unit;
+    return PyLong_FromSize_t(unit != nullptr ? unit->partial_bytes() : 0);
+}
+
+PyObject *group_was_used(PyObject *self, void *)
+{
+    const auto *group = as<GroupObject>(self);
+    return PyBool_FromLong(group->past.unshards > 0 ||
+                           (group->unit != nullptr && group->unit->traffic().unshards > 0));
 }
 
 PyObject *group_is_pending(PyObject *self, void *)
@@ -298,6 +322,10 @@ PyGetSetDef group_properties[] = {
      "whether forward leaves the unsharded parameters registered", nullptr},
     {"_core_holds_gradients", group_holds_gradients, nullptr,
      "whether gradients wait for a later reduction", nullptr},
+    {"_core_has_partial_sums", group_has_partial_sums, nullptr,
+     "whether sums over shards wait for the replicas", nullptr},
+    {"_core_partial_bytes", group_partial_bytes, nullptr, "of the memory for such sums", nullptr},
+    {"_core_was_used", group_was_used, nullptr, "whether it was ever unsharded", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyMethodDef group_methods[] = {
@@ -316,6 +344,8 @@ PyMethodDef group_methods[] = {
     {"_core_set_held", group_set_held, METH_VARARGS, "(index, tensor or None)"},
     {"_core_release_gradients", group_release, METH_NOARGS,
      "Forgets gradients that are kept for reuse."},
+    {"_core_release_sums", group_release_sums, METH_NOARGS,
+     "Frees the memory for sums over shards, unless some wait in it."},
     {"_core_traffic", group_traffic, METH_NOARGS,
      "What the unit has moved, see Traffic in unit.h."},
     {"_core_drop_gradients", group_drop, METH_NOARGS, "Drops gradients that were not reduced."},

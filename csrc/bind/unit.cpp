@@ -161,10 +161,12 @@ void Traffic::add(const Traffic &other)
     all_reductions += other.all_reductions;
     summed += other.summed;
     copied += other.copied;
+    unshards += other.unshards;
 }
 
 void Unit::count_gather()
 {
+    traffic_.unshards++;
     traffic_.gathers += is_gathered();
     traffic_.gathered += gather_bytes_;
 }

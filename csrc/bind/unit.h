@@ -82,6 +82,7 @@ struct Traffic {
     uint64_t reductions = 0, reduced = 0; // reduce-scatters: a chunk per peer, in the reduce dtype
     uint64_t all_reductions = 0, summed = 0; // between replicas: the part that they sum up, once
     uint64_t copied = 0;
+    uint64_t unshards = 0; // of which those over several ranks are gathers
 
     void add(const Traffic &other);
 };
@@ -154,6 +155,9 @@ public:
     void finish(fc_unit *lane, const ReduceOptions &options, const Progress &progress);
     // Sums over shards that the replicas have not seen yet (HSDP).
     bool has_partial_sums() const;
+    // Of the memory for them, which stays.
+    void release_sums(); // that memory, unless something waits in it
+    size_t partial_bytes() const { return partial_.size(); }
     // Forgets the gradients that are kept for reuse, so that torch may swap them.
     void release_gradients();
     // True while gradients of earlier backwards wait for a reduction.

@@ -166,6 +166,7 @@ fc_domain_sizes fc_domain_measure(const fc_domain *domain)
         sizes.largest = larger(layout->full_bytes, sizes.largest);
         sizes.pack = larger(layout->pack_bytes, sizes.pack);
         sizes.part = larger(layout->part_bytes, sizes.part);
+        sizes.parts += layout->trainable_part_bytes > 0 ? layout->part_bytes : 0;
         if (!domain->is_mapped || domain->kind != FC_DOMAIN_SHARD) {
             continue;
         }

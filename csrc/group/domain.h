@@ -95,6 +95,7 @@ typedef struct fc_domain_sizes {
     size_t largest; /* unsharded buffer of the largest unit */
     size_t pack;    /* largest of the units' packs, and of their parts */
     size_t part;
+    size_t parts; /* of all units that are trained: sums that wait for the replicas */
 } fc_domain_sizes;
 
 fc_domain_sizes fc_domain_measure(const fc_domain *domain);

@@ -24,10 +24,10 @@ class Estimator:
         n_shards, n_replicas = setting.n_shards, setting.n_replicas
         checkpointed = setting.checkpointed(modules)
         again = () if setting.hardware.engine == "core" else checkpointed
-        units = _volume.units_of(
-            setting.model, modules, setting.policy, n_shards, setting.stored, again
-        )
         trace = self._traced(setting, modules, checkpointed)
+        units = _volume.units_of(
+            setting.model, modules, setting.policy, n_shards, setting.stored, again, trace
+        )
         hardware = setting.hardware
         memory = _memory.memory_of(
             hardware.engine,
@@ -61,7 +61,12 @@ class Estimator:
             memory.host,
             int(per_rank),
             _volume.traffic_of(
-                units, setting.strategy, n_shards, n_replicas, setting.micro_batches
+                units,
+                hardware.engine,
+                setting.strategy,
+                n_shards,
+                n_replicas,
+                setting.micro_batches,
             ),
             times,
             self._traced(setting, modules, []).flops * setting.micro_batches,

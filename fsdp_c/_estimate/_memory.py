@@ -8,22 +8,18 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_c import _memory_plan
+from fsdp_c import _memory_plan, _stats
 from fsdp_c._estimate._trace import Rules, Segment, Trace
 from fsdp_c._estimate._volume import Unit
+from fsdp_c._native import _C
 from fsdp_c.strategy import Strategy
+from fsdp_c.strategy._strategies import REPLICATE
 
-PURPOSES = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "unsharded",
-    "gather slots",
-    "reduce slots",
-    "control",
-    "activations",
-    "in backward",
-)
+PURPOSES = {
+    **_stats.PURPOSES,
+    "activations": "kept from forward for backward",
+    "in backward": "on top: whole gradients and temporaries",
+}
 
 
 @dataclass(frozen=True)
@@ -64,14 +60,22 @@ def memory_of(
 ) -> Memory:
     state_size = _memory_plan._StateSize(optimizer)
     outside = _memory_plan._outside(model, ())
-    if engine == "core":
-        rows = [(unit.name, unit.rows) for unit in units]
-        plan = _memory_plan._planned(
-            rows, outside, n_shards, n_replicas, ranks_per_host, state_size, ()
-        )
-        device = {**plan.rank, **_of_trace(trace, trace.peak)}
-        return Memory(_ordered(device), 0, plan.rank["optimizer"], plan.notes)
     state = sum(state_size(row, n_shards) for unit in units for row in unit.rows)
+    if engine == "core":
+        rows = [(unit.name, unit.planned) for unit in units]
+        plan = _memory_plan._planned(
+            rows,
+            outside,
+            n_shards,
+            n_replicas,
+            ranks_per_host,
+            state_size,
+            (),
+            has_replicas=REPLICATE in strategy.dims,
+        )
+        device = {**plan.rank, "optimizer": state, **_of_trace(trace, trace.peak)}
+        device["gradients"] -= _never_made(units, n_shards, n_replicas)
+        return Memory(_ordered(device), 0, state, (*plan.notes, *_on_unreached(trace)))
     held = {
         "parameters": sum(unit.shard for unit in units),
         "gradients": sum(unit.shard_gradient for unit in units),
@@ -88,8 +92,24 @@ def memory_of(
     held["reduce slots"] = largest if n_shards * n_replicas > 1 else 0
     slots, live = _worst_moment(trace.segments, units, strategy, n_shards)
     device = {**held, "gather slots": slots, **_of_trace(trace, live)}
-    notes = (state_size.note,) if state_size.note else ()
+    notes = (*((state_size.note,) if state_size.note else ()), *_on_unreached(trace))
     return Memory(_ordered(device), host, state, notes)
+
+
+def _never_made(units: Sequence[Unit], n_shards: int, n_replicas: int) -> int:
+    """Planned gradients of units of which no parameter gets one."""
+    rows = [(u.name, u.planned) for u in units if not u.whole_reduce]
+    if not rows:
+        return 0
+    return _C.Domain.plan(False, rows, n_shards, n_shards * n_replicas, True)["gradients"]
+
+
+def _on_unreached(trace: Trace) -> tuple[str, ...]:
+    names = sorted(trace.unreached)
+    if not names:
+        return ()
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (f"No gradient reaches {', '.join(names[:3])}{more}: counted without one",)
 
 
 def _ordered(device: dict[str, int]) -> dict[str, int]:

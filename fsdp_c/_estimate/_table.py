@@ -5,26 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_c._estimate._hardware import GB
+from fsdp_c._estimate._memory import PURPOSES
 from fsdp_c._estimate._volume import dtype_name
-
-WHAT = {
-    "parameters": "shards, and what is not sharded",
-    "gradients": "of the shards",
-    "optimizer": "its state",
-    "unsharded": "units in another dtype than the shards', one copy per host",
-    "gather slots": "private copies of unsharded units",
-    "reduce slots": "outgoing gradients",
-    "control": "clocks and headers of the ranks",
-    "activations": "kept from forward for backward",
-    "in backward": "on top: whole gradients and temporaries",
-}
 
 
 def text_of(estimate: Any) -> str:
     lines = [_head(estimate), "", "memory of a rank at the worst moment, GB"]
     for name, n_bytes in estimate.memory.items():
         if n_bytes:
-            lines.append(f"  {name:14}{n_bytes / GB:12.3f}  {WHAT[name]}")
+            lines.append(f"  {name:14}{n_bytes / GB:12.3f}  {PURPOSES[name]}")
     verdict = "fits" if estimate.fits else "does NOT fit"
     lines.append(
         f"  {'in all':14}{estimate.total / GB:12.3f}  of {estimate.limit / GB:.1f}: {verdict}"

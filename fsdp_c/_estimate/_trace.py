@@ -38,12 +38,14 @@ class Segment:
     n_ops: int = 0
     peak: int = 0  # bytes alive at most: activations and whole gradients, without parameters
     end: int = 0  # bytes alive at its end
+    calls: int = 0  # how often the module's forward or backward begins with it
 
 
 @dataclass(frozen=True)
 class Trace:
     segments: list[Segment]
     kept: int  # bytes alive between forward and backward
+    unreached: frozenset[str] = frozenset()  # parameters that want a gradient and get none
 
     @property
     def peak(self) -> int:
@@ -53,8 +55,9 @@ class Trace:
     def flops(self) -> int:
         return sum(segment.flops for segment in self.segments)
 
-    def of(self, phase: str) -> list[Segment]:
-        return [segment for segment in self.segments if segment.phase == phase]
+    def calls(self, phase: str, module: str) -> int:
+        """How often that module runs, or its gradients do."""
+        return sum(s.calls for s in self.segments if (s.phase, s.module) == (phase, module))
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ def _shortened(stacks: dict[str, nn.Module]) -> Iterator[None]:
 
 def _grown(short: Trace, model: nn.Module, stacks: dict[str, nn.Module]) -> Trace | None:
     """The trace of the whole model; None if the middle blocks are not alike after all."""
-    segments, kept = short.segments, short.kept
+    segments, kept, unreached = short.segments, short.kept, short.unreached
     for name, stack in stacks.items():
         names = [f"{name}.{key}".lstrip(".") for key in stack._modules]
         added = _repeat(segments, names)
@@ -153,7 +156,17 @@ def _grown(short: Trace, model: nn.Module, stacks: dict[str, nn.Module]) -> Trac
             return None
         segments, per_block = added
         kept += per_block * (len(names) - _KEPT)
-    return Trace(segments, kept)
+        unreached = _spread(unreached, names)
+    return Trace(segments, kept, unreached)
+
+
+def _spread(parameters: frozenset[str], names: list[str]) -> frozenset[str]:
+    """Names in blocks that ran, as names in all blocks: those that did not are like the third."""
+    found = {p for p in parameters if not any(p.startswith(f"{n}.") for n in names[:_KEPT])}
+    for i, name in enumerate(names):
+        like = names[3 if name == names[-1] else min(i, 2)]
+        found |= {name + p[len(like) :] for p in parameters if p.startswith(f"{like}.")}
+    return frozenset(found)
 
 
 def _is_in(segment: Segment, block: str) -> bool:
@@ -207,8 +220,8 @@ def _repeat(segments: list[Segment], names: list[str]) -> tuple[list[Segment], i
 def _alike(segments: list[Segment], a: tuple[int, int], b: tuple[int, int]) -> bool:
     left, right = segments[slice(*a)], segments[slice(*b)]
     return len(left) == len(right) and all(
-        (x.flops, x.matrix_bytes, x.other_bytes, x.n_ops)
-        == (y.flops, y.matrix_bytes, y.other_bytes, y.n_ops)
+        (x.flops, x.matrix_bytes, x.other_bytes, x.n_ops, x.calls)
+        == (y.flops, y.matrix_bytes, y.other_bytes, y.n_ops, y.calls)
         for x, y in zip(left, right, strict=True)
     )
 
@@ -251,7 +264,7 @@ def _run(
         recorder.turn()
         out.backward()
         recorder.finish()
-    return Trace(recorder.segments, recorder.kept)
+    return Trace(recorder.segments, recorder.kept, recorder.unreached)
 
 
 def _fake(value: Any, dtype: torch.dtype | None) -> Any:
@@ -331,11 +344,14 @@ class _Recorder(TorchDispatchMode):
         self.kept = 0
         self.known: dict[int, int] = {}
         self.stack = [""]
-        self.segments = [Segment("forward", "")]
+        self.segments = [Segment("forward", "", calls=1)]
         self.names = {m: name for name, m in model.named_modules() if m in boundaries}
         self.units = units
         self.model = model
         self.lent: list[nn.Parameter] = []
+        self.begun: set[object] = set()  # calls whose backward has begun
+        self.reached: set[nn.Parameter] = set()  # that have had a gradient
+        self.unreached: frozenset[str] = frozenset()
 
     # -- boundaries
 
@@ -364,6 +380,7 @@ class _Recorder(TorchDispatchMode):
             return None
         self.stack.append(name)
         self._enter("forward", name)
+        self.segments[-1].calls += 1
         flat, spec = _pytree.tree_flatten((args, kwargs))
         places = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor) and x.requires_grad]
         if places:
@@ -379,7 +396,7 @@ class _Recorder(TorchDispatchMode):
         if self._phase == "backward":
             return
         self.stack.pop()
-        begin = functools.partial(self._begin_backward, name)
+        begin = functools.partial(self._begin_backward, name, object())
         for tensor in _pytree.tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(begin)
@@ -392,10 +409,14 @@ class _Recorder(TorchDispatchMode):
     def turn(self) -> None:
         """From forward to backward."""
         self.segments[-1].end = self.kept = self.live
-        self.segments.append(Segment("backward", "", peak=self.live))
+        self.segments.append(Segment("backward", "", peak=self.live, calls=1))
 
-    def _begin_backward(self, name: str, gradient: torch.Tensor) -> None:
+    def _begin_backward(self, name: str, call: object, gradient: torch.Tensor) -> None:
+        """Of each of a call's outputs; the first one counts."""
         self._enter("backward", name)
+        if call not in self.begun:
+            self.begun.add(call)
+            self.segments[-1].calls += 1
 
     def _end_backward(self, name: str, module: nn.Module) -> None:
         if module in self.units:
@@ -413,6 +434,7 @@ class _Recorder(TorchDispatchMode):
         inner = [u for u in self.units if u is not module and u in set(module.modules())]
         nested = {id(p) for unit in inner for p in unit.parameters()}
         own = [p for p in module.parameters() if p.grad is not None and id(p) not in nested]
+        self.reached.update(own)
         size = sum(p.grad.numel() * p.grad.itemsize for p in own if p.grad is not None)
         self.lent = own if size <= self.rules.lent_bytes else []
         if not self.lent:
@@ -421,6 +443,12 @@ class _Recorder(TorchDispatchMode):
 
     def finish(self) -> None:
         self.segments[-1].end = self.live
+        self.reached.update(p for p in self.model.parameters() if p.grad is not None)
+        self.unreached = frozenset(
+            name
+            for name, param in self.model.named_parameters()
+            if param.requires_grad and param not in self.reached
+        )
         for param in self.model.parameters():
             param.grad = None
 

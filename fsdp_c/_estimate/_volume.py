@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_c import _memory_plan
+from fsdp_c._estimate._trace import Trace
 from fsdp_c.strategy import Strategy
+
+Rows = list[tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,8 @@ class Unit:
 
     name: str  # dotted name of its module; "" is the model itself
     numel: int
-    rows: list[tuple[Any, ...]]  # as fsdp_c._memory_plan makes them
+    rows: Rows  # as fsdp_c._memory_plan makes them; trained: gets a gradient
+    planned: Rows  # the same; trained: wants one
     shard: int  # in the original dtype
     shard_gradient: int
     whole_compute: int  # gathered
@@ -29,10 +34,20 @@ class Unit:
     casts: bool  # computes in another dtype than the original
     is_root: bool  # runs from the beginning to the end
     is_recomputed: bool = False  # inside a checkpointed module: gathered to compute it again too
+    forwards: int = 1  # per micro-batch
+    backwards: int = 1
 
     def gathers(self, strategy: Strategy) -> int:
-        """Per micro-batch."""
-        return strategy.gathers + (self.is_recomputed and strategy.reshard_after_forward)
+        """Per micro-batch. Each backward gives the parameters up, also if more are to come."""
+        if strategy.reshard_after_forward:
+            return self.forwards + self.backwards + (self.is_recomputed and self.forwards)
+        return min(self.forwards, 1) + max(self.backwards - 1, 0)
+
+    def reductions(self, engine: str) -> int:
+        """Per backward: the core adds up what a unit's calls leave, torch sends each."""
+        if not self.whole_reduce:
+            return 0
+        return 1 if engine == "core" else max(self.backwards, 1)
 
 
 @dataclass(frozen=True)
@@ -52,29 +67,42 @@ def units_of(
     n_shards: int,
     stored: torch.dtype | None = None,
     gathered_again: Iterable[nn.Module] = (),
+    trace: Trace | None = None,
 ) -> list[Unit]:
     """Units in the order given, the model itself last if it has parameters of its own.
 
     `stored`: the dtype of all floating-point parameters, if it is not the one that they have now.
     `gathered_again`: modules that are computed again, and the units inside gathered for it.
+    `trace`: how often units run, and what gets no gradient; default: each once, and all do.
     """
     names = {module: name for name, module in model.named_modules()}
     recomputed = {m for outer in gathered_again for m in outer.modules() if m is not outer}
     found = []
-    for module, rows in _memory_plan.rows_by_module(model, units, policy, n_shards):
+    unreached = {model.get_parameter(name) for name in trace.unreached} if trace else set()
+    rows_given = functools.partial(_memory_plan.rows_by_module, model, units, policy, n_shards)
+    for (module, planned), (_, rows) in zip(rows_given(), rows_given(unreached), strict=True):
         if stored is not None:
-            rows = [(*row[:3], *(stored,) * 4, *row[7:]) if row[7] else row for row in rows]
+            planned, rows = _stored_in(stored, planned), _stored_in(stored, rows)
         unit = _unit(names[module], rows, n_shards, module is model)
-        found.append(replace(unit, is_recomputed=module in recomputed))
+        unit = replace(unit, planned=planned, is_recomputed=module in recomputed)
+        if trace is not None:
+            calls = [trace.calls(phase, unit.name) for phase in ("forward", "backward")]
+            unit = replace(unit, forwards=calls[0], backwards=calls[1])
+        found.append(unit)
     return found
 
 
-def _unit(name: str, rows: list[tuple[Any, ...]], n_shards: int, is_root: bool) -> Unit:
+def _stored_in(dtype: torch.dtype, rows: Rows) -> Rows:
+    return [(*row[:3], *(dtype,) * 4, *row[7:]) if row[7] else row for row in rows]
+
+
+def _unit(name: str, rows: Rows, n_shards: int, is_root: bool) -> Unit:
     numels = [_memory_plan._shard_numel(row, n_shards) for row in rows]
     trained = [(n, row) for n, row in zip(numels, rows, strict=True) if row[8]]
     return Unit(
         name,
         sum(n * n_shards for n in numels),
+        rows,
         rows,
         shard=sum(n * row[3].itemsize for n, row in zip(numels, rows, strict=True)),
         shard_gradient=sum(n * row[6].itemsize for n, row in trained),
@@ -89,6 +117,7 @@ def _unit(name: str, rows: list[tuple[Any, ...]], n_shards: int, is_root: bool) 
 
 def traffic_of(
     units: Sequence[Unit],
+    engine: str,
     strategy: Strategy,
     n_shards: int,
     n_replicas: int,
@@ -101,7 +130,6 @@ def traffic_of(
     reduce-scatter, twice (n-1)/n of what replicas all-reduce; without padding.
     """
     gathers = reduces = gathered = scattered = replicas = summed = 0
-    n_reduced = 1 if strategy.keeps_whole_gradients else micro_batches
     for unit in units:
         if n_shards > 1:
             n_gathers = micro_batches * unit.gathers(strategy)
@@ -111,6 +139,8 @@ def traffic_of(
                 for row in unit.rows
             )
         if unit.whole_reduce:
+            n_reduced = 1 if strategy.keeps_whole_gradients else micro_batches
+            n_reduced *= unit.reductions(engine)
             chunk = sum(
                 own_numel(row, n_shards, rank) * row[5].itemsize for row in unit.rows if row[8]
             )
