@@ -4,16 +4,20 @@ Torch hangs, aborts or mixes gradients up here, so an unsharded model with every
 reference.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import harness
 import models
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from models import Branches, data
 from parity import Plain, Side, Tolerance, on_ranks, sgd, total
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 # Blocks that each rank uses, by step; rank r of more ranks than listed takes entry r modulo their
 # number.
@@ -108,3 +112,46 @@ def test_held_micro_batches_differ(rank: int, n_ranks: int) -> None:
         losses = [total(plain.model(data(r, micro), use=use[r % 2])) for r in range(n_ranks)]
         plain.backward(losses, n_ranks)
     plain.check(side, tolerance())
+
+
+class TwoMeshes(nn.Module):
+    """Units so large that a rank cannot post three of a mesh before the other has read one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(850, 850, bias=False) for _ in range(6))
+
+    def forward(self, x: Tensor, use: tuple[int, ...]) -> Tensor:
+        for index in use:
+            x = self.units[index](x)
+        return x
+
+
+@functools.cache
+def other_mesh() -> DeviceMesh:
+    """Over the same ranks, in a process group of its own."""
+    return DeviceMesh.from_group(dist.new_group(), "cpu")
+
+
+def shard_two_meshes(model: nn.Module, fsdp: Any) -> None:
+    meshes = [harness.cached_mesh((dist.get_world_size(),)), other_mesh()]
+    for index, unit in enumerate(model.units):
+        fsdp.fully_shard(unit, mesh=meshes[index // 3])
+    fsdp.fully_shard(model, mesh=meshes[0])
+
+
+@on_ranks(2, timeout=20)
+def test_meshes_in_different_orders(rank: int, n_ranks: int) -> None:
+    """A rank that waits in one mesh does not keep the other from going on in another."""
+    side = make(TwoMeshes, shard_two_meshes)
+    plain = Plain(TwoMeshes)
+    for step, use in enumerate(
+        [((0, 1, 2, 3, 4, 5), (3, 4, 5, 0, 1, 2)), ((0,), (5, 3, 4)), ((3,), (2, 1, 0))]
+    ):
+        loss = side.model(data(rank, step, 2, 850), use=use[rank]).square().mean()
+        loss.backward()
+        losses = [plain.model(data(r, step, 2, 850), use=use[r]).square().mean() for r in range(2)]
+        plain.backward(losses, 2)
+        plain.check(side, tolerance())
+        for one in (side.model, plain.model):
+            one.zero_grad()

@@ -376,6 +376,11 @@ PyObject *tree_new(PyTypeObject *type, PyObject *args, PyObject *)
             return nullptr;
         }
         context_of(context);
+        std::vector<fc_domain *> linked;
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(domains); i++) {
+            linked.push_back(domain_of(PyList_GET_ITEM(domains, i)));
+        }
+        fc_domain_link(linked.data(), linked.size());
         Ref self = checked(type->tp_alloc(type, 0));
         as<TreeObject>(self.get())->states = Py_NewRef(states);
         as<TreeObject>(self.get())->domains = Py_NewRef(domains);

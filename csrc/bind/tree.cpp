@@ -171,16 +171,20 @@ void reduce_group(TreeObject *tree, GroupObject *group, bool at_end)
 // Finishes all reductions of a backward phase and closes it.
 void close_backward(TreeObject *tree)
 {
-    // Shards' sums first: finishing them posts to the replicas.
+    // Shards' sums first: finishing them posts to the replicas. This rank has left all domains of a
+    // kind before it waits in one, whichever its peers wait in.
     for (const bool replicas : {false, true}) {
-        each_domain(tree, [&](fc_domain *domain) {
-            if (fc_domain_is_replicate(domain) == replicas) {
-                fc_domain_mark_closed(domain);
-                finish_ready(tree, domain, FC_SEARCH_ALL);
-                check(fc_domain_close(domain));
-            }
-        });
+        const auto each = [&](auto &&body) {
+            each_domain(tree, [&](fc_domain *domain) {
+                if (fc_domain_is_replicate(domain) == replicas) {
+                    body(domain);
+                }
+            });
+        };
+        each([](fc_domain *domain) { fc_domain_mark_closed(domain); });
+        each([&](fc_domain *domain) { finish_ready(tree, domain, FC_SEARCH_ALL); });
     }
+    each_domain(tree, [](fc_domain *domain) { check(fc_domain_close(domain)); });
     each_state(tree, [](StateObject *state) {
         if (state->group != nullptr && state->group->unit != nullptr) {
             state->group->defers_hooks = false;

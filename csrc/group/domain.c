@@ -136,6 +136,7 @@ static fc_status map(fc_domain *domain)
 static fc_status build(fc_domain *domain, const fc_unit_desc *units, size_t n_units, int shard_rank,
                        int n_shards)
 {
+    domain->next = domain;
     domain->ring_capacity = n_units + 1;
     domain->units = fc_alloc(n_units, sizeof(fc_unit));
     domain->ring = fc_alloc(domain->ring_capacity, sizeof(ring_entry));
@@ -234,6 +235,28 @@ size_t fc_domain_trim(fc_domain *domain)
     return domain->arena_bytes;
 }
 
+static void unlink_from_ring(fc_domain *domain)
+{
+    fc_domain *before = domain;
+
+    while (before->next != domain) {
+        before = before->next;
+    }
+    before->next = domain->next;
+    domain->next = domain;
+}
+
+void fc_domain_link(fc_domain *const *domains, size_t n_domains)
+{
+    for (size_t i = 0; i < n_domains; i++) {
+        unlink_from_ring(domains[i]);
+        if (i > 0) {
+            domains[i]->next = domains[0]->next;
+            domains[0]->next = domains[i];
+        }
+    }
+}
+
 static const char *first_name(const fc_unit_desc *units, size_t n_units)
 {
     return n_units > 0 ? units[0].name : "";
@@ -283,6 +306,9 @@ void fc_domain_destroy(fc_domain *domain)
 
     if (domain == NULL) {
         return;
+    }
+    if (domain->next != NULL) {
+        unlink_from_ring(domain);
     }
     for (i = 0; i < domain->n_units; i++) {
         unit_fini(&domain->units[i]);

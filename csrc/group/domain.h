@@ -61,6 +61,10 @@ FC_MUST_CHECK fc_status fc_domain_create(fc_transport *transport, fc_domain_kind
                                          int n_shards, fc_domain **out);
 void fc_domain_destroy(fc_domain *domain); /* local; NULL is fine */
 
+/* Makes them the domains of one tree, whose phases open and close together: a rank that waits in
+ * one of them copies away what is in its peers' way in the others. Local. */
+void fc_domain_link(fc_domain *const *domains, size_t n_domains);
+
 fc_unit *fc_domain_unit(fc_domain *domain, size_t index);
 size_t fc_domain_n_units(const fc_domain *domain);
 fc_transport *fc_domain_transport(fc_domain *domain);

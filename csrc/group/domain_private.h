@@ -90,6 +90,7 @@ struct fc_domain {
     size_t unfinished;     /* this rank has finished all entries before it */
     size_t next_at;        /* bytes; where the next post goes */
     size_t cursor;         /* where the search for finishable units goes on */
+    fc_domain *next;       /* of the same tree, in a ring */
     /* This rank's waits; waits.c. */
     fc_waits *waits;    /* owned; units, then the ends of phases, by fc_wait_kind */
     uint64_t *wait_ns;  /* owned; by peer */

@@ -287,8 +287,13 @@ static bool is_drainable(const fc_unit *unit, int rank)
     return tag > unit->finished && find_drained(unit, rank, tag) == NULL;
 }
 
-/* The first post of a peer that this rank could copy away. */
-static bool find_drainable(const fc_domain *domain, size_t *unit_out, int *rank_out)
+/* A peer's post that this rank could copy away. */
+typedef struct drainable {
+    fc_unit *unit;
+    int rank;
+} drainable;
+
+static bool find_drainable_in(const fc_domain *domain, drainable *out)
 {
     size_t i;
     int r;
@@ -296,8 +301,7 @@ static bool find_drainable(const fc_domain *domain, size_t *unit_out, int *rank_
     for (i = 0; i < domain->n_units; i++) {
         for (r = 0; r < domain->n_ranks; r++) {
             if (r != domain->rank && is_drainable(&domain->units[i], r)) {
-                *unit_out = i;
-                *rank_out = r;
+                *out = (drainable){&domain->units[i], r};
                 return true;
             }
         }
@@ -305,7 +309,22 @@ static bool find_drainable(const fc_domain *domain, size_t *unit_out, int *rank_
     return false;
 }
 
-static bool is_a_peer_stuck(const fc_domain *domain)
+/* The first in this domain or another one of its tree: where ranks use two domains in different
+ * orders, each may wait for room in the one that the other has not come to. */
+static bool find_drainable(const fc_domain *domain, drainable *out)
+{
+    const fc_domain *d = domain;
+
+    do {
+        if (d->region != NULL && find_drainable_in(d, out)) {
+            return true;
+        }
+        d = d->next;
+    } while (d != domain);
+    return false;
+}
+
+static bool is_a_peer_stuck_in(const fc_domain *domain)
 {
     int r;
 
@@ -314,6 +333,20 @@ static bool is_a_peer_stuck(const fc_domain *domain)
             return true;
         }
     }
+    return false;
+}
+
+/* In this domain or another one of its tree. */
+static bool is_a_peer_stuck(const fc_domain *domain)
+{
+    const fc_domain *d = domain;
+
+    do {
+        if (d->region != NULL && is_a_peer_stuck_in(d)) {
+            return true;
+        }
+        d = d->next;
+    } while (d != domain);
     return false;
 }
 
@@ -482,11 +515,10 @@ static bool any_progress(void *arg)
 {
     const post_wait *wait = arg;
     post_wait ignored;
-    size_t unit;
-    int rank;
+    drainable post;
 
     return peer_answered(arg) || find_ready(wait->domain, &ignored) != NULL ||
-           (is_a_peer_stuck(wait->domain) && find_drainable(wait->domain, &unit, &rank));
+           (is_a_peer_stuck(wait->domain) && find_drainable(wait->domain, &post));
 }
 
 /* Among all units, the next that can be finished; waits as long as one is not settled. */
@@ -494,8 +526,7 @@ static fc_status next_of_all(fc_domain *domain, fc_unit **unit_out)
 {
     for (;;) {
         post_wait wait;
-        size_t unit;
-        int rank;
+        drainable post;
 
         *unit_out = find_ready(domain, &wait);
         if (*unit_out != NULL) {
@@ -504,8 +535,8 @@ static fc_status next_of_all(fc_domain *domain, fc_unit **unit_out)
         if (wait.peer < 0) {
             return FC_OK;
         }
-        if (is_a_peer_stuck(domain) && find_drainable(domain, &unit, &rank)) {
-            FC_TRY(drain(&domain->units[unit], rank));
+        if (is_a_peer_stuck(domain) && find_drainable(domain, &post)) {
+            FC_TRY(drain(post.unit, post.rank));
         } else {
             const fc_wait_info info = {"reduce-scatter", domain->units[wait.unit].name,
                                        domain->clock >> STEP_SHIFT};
@@ -601,11 +632,10 @@ typedef struct way_wait {
 static bool way_was_made(void *arg)
 {
     const way_wait *wait = arg;
-    size_t unit;
-    int rank;
+    drainable post;
 
     return has_read(wait->domain, wait->reader, wait->unit, wait->tag) ||
-           find_drainable(wait->domain, &unit, &rank) || find_own(wait->domain, false) != NULL;
+           find_drainable(wait->domain, &post) || find_own(wait->domain, false) != NULL;
 }
 
 fc_status fc_exchange_make_way(fc_unit *unit)
@@ -613,12 +643,11 @@ fc_status fc_exchange_make_way(fc_unit *unit)
     fc_domain *domain = unit->domain;
     way_wait wait = {domain, unit->index, unit->posted, -1};
     const fc_wait_info info = {"reduce-scatter", unit->name, domain->clock >> STEP_SHIFT};
-    size_t other;
-    int rank;
+    drainable post;
     fc_status st;
 
-    if (find_drainable(domain, &other, &rank)) {
-        return drain(&domain->units[other], rank);
+    if (find_drainable(domain, &post)) {
+        return drain(post.unit, post.rank);
     }
     if (is_lane_free(unit)) {
         const ring_entry *oldest = domain_entry(domain, domain->oldest);
