@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -130,6 +131,13 @@ def settle_reduce_dtypes(fsdp_params: Sequence[Any]) -> None:
     for fsdp_param in fsdp_params:
         dtypes = held.get(fsdp_param.orig_dtype, set()) | {held_dtype(fsdp_param)}
         fsdp_param.sum_dtype = functools.reduce(torch.promote_types, dtypes)
+
+
+def set_reduce_dtype(group: Any, dtype: torch.dtype) -> None:
+    """Gradients of the unit are summed in it from the next set-up on."""
+    for owner in (group, *group.fsdp_params):
+        if hasattr(owner, "mp_policy"):  # from 2.15 on only parameters have one
+            owner.mp_policy = dataclasses.replace(owner.mp_policy, reduce_dtype=dtype)
 
 
 def reduce_dtype(fsdp_param: Any) -> torch.dtype:

@@ -198,7 +198,7 @@ class FSDPState(_C.State, _road.RoadState):
         assert self._tree is not None
         states = self._tree.states
         groups = [group for state in states for group in state._fsdp_param_groups]
-        changed = [group for group in groups if group.rebuild()]
+        changed = [group for group in groups if not group.is_lent and group.rebuild()]
         if changed:
             self._join_core(states, groups)
 

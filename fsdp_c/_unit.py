@@ -47,6 +47,7 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
 
     fsdp_params: list[FSDPParam]
     is_offloaded = False
+    is_lent = False  # unsharded, and other tensors stand where its parameters were
 
     def __init__(
         self,

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
+    always_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
@@ -149,6 +150,15 @@ def test_hybrid(rank: int, n_ranks: int) -> None:
             assert pair.ours.model.stem.weight._local_tensor.shape[0] == WIDTH // 2
 
 
+@on_ranks(2)
+def test_containers(rank: int, n_ranks: int) -> None:
+    """A list whose members are all wrapped is wrapped as well, and does nothing."""
+    pair = Sides(wrap=sides.wrap_root, auto_wrap_policy=always_wrap_policy)
+    pair.both(lambda side: len(side.fsdp.fsdp_modules(side.model)))
+    pair.step(n_micro=2, clip=0.5)
+    pair.both(lambda side: side.model.state_dict())
+
+
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05)
 
@@ -238,8 +248,9 @@ def test_bad_arguments(rank: int, n_ranks: int) -> None:
         fsdp(model)
     with pytest.raises(ValueError, match="ModuleList"):
         fsdp(nn.ModuleList([nn.Linear(2, 2)]))
-    with pytest.raises(NotImplementedError, match="reduce_dtype"):
-        model.register_comm_hook(None, print)
+    for name in ("_flat_param", "flat_param"):
+        with pytest.raises(AttributeError, match="named_parameters"):
+            getattr(model, name)
     with pytest.raises(ValueError, match="not already have"):
         fsdp(nn.Sequential(fsdp(Net())), auto_wrap_policy=BLOCKS)
     with pytest.warns(UserWarning, match="keep_low_precision_grads"):

@@ -266,10 +266,15 @@ def test_summon_full_params(rank: int, n_ranks: int) -> None:
 
         pair.both(write)
         fsdp, model = pair.ours.fsdp, pair.ours.model
-        if precision is None:  # forward of the part that is not summoned, as text generation does
-            with fsdp.summon_full_params(model, recurse=False, writeback=False), torch.no_grad():
-                inside = model.module(sides.batch(0))
-            assert torch.equal(inside, model(sides.batch(0)))
+        for with_grads in (False, True):  # as text generation does
+            options = {"writeback": False, "recurse": False, "with_grads": with_grads}
+            if precision is None:  # forward of the part that is not summoned, too
+                with fsdp.summon_full_params(model, **options), torch.no_grad():
+                    inside = model.module(sides.batch(0))
+                assert torch.equal(inside, model(sides.batch(0)))
+            options["recurse"] = True
+            with fsdp.summon_full_params(model, **options), torch.no_grad():
+                assert model(sides.batch(0)).dtype is torch.float32
         with pytest.raises(NotImplementedError, match="rank0_only"):
             fsdp.summon_full_params(model, rank0_only=True).__enter__()
         pair.step()

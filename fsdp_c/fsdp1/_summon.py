@@ -55,22 +55,23 @@ def summoned(
 ) -> Iterator[None]:
     """Whole parameters in the modules of the units (wrappers); collective."""
     for unit in units:
-        if unit.training_state is not TrainingState.IDLE:
-            raise AssertionError(
-                "Cannot manually unshard parameters when already unsharding parameters"
-            )
-        unit._fsdp_wrapped_module.reshard()
+        _check_idle(unit)
+    _reshard(units)
     loans = [_Loan(fsdp_param) for unit in units for fsdp_param in _params_of(unit)]
     for unit in units:
-        unit._fsdp_wrapped_module.unshard()
+        for module in unit._unit_modules:
+            module.unshard()
         unit.training_state = TrainingState.SUMMON_FULL_PARAMS
     _fetch(loans, with_grads)
+    groups = [group for unit in units for group in unit._groups]
     is_shown = not rank0_only or all(unit.rank == 0 for unit in units)
     try:
         with contextlib.ExitStack() as stack:
             if is_shown:
+                stack.enter_context(_lent(groups))
                 for unit in units:
-                    stack.enter_context(_without_hooks(unit))
+                    for module in unit._unit_modules:
+                        stack.enter_context(_without_hooks(module, unit._unit))
                 for loan in loans:
                     stack.enter_context(loan.shown(writeback))
             else:
@@ -82,9 +83,31 @@ def summoned(
             unit.training_state = TrainingState.IDLE
 
 
+@contextlib.contextmanager
+def _lent(groups: Sequence[Any]) -> Iterator[None]:
+    """A forward of units that are not summoned takes nothing here for a shard that was replaced."""
+    for group in groups:
+        group.is_lent = True
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.is_lent = False
+
+
+def _check_idle(unit: Any) -> None:
+    if unit.training_state is not TrainingState.IDLE:
+        raise AssertionError(
+            "Cannot manually unshard parameters when already unsharding parameters"
+        )
+    if any(group._training_state.name != "IDLE" for group in unit._groups):
+        raise AssertionError("Cannot manually unshard parameters during forward/backward")
+
+
 def _reshard(units: Sequence[Any]) -> None:
     for unit in units:
-        unit._fsdp_wrapped_module.reshard()
+        for module in unit._unit_modules:
+            module.reshard()
 
 
 class _Loan:
@@ -130,7 +153,7 @@ class _Loan:
 
 
 def _params_of(unit: Any) -> Iterator[Any]:
-    for group in unit._unit._fsdp_param_groups:
+    for group in unit._groups:
         yield from group.fsdp_params
 
 
@@ -147,9 +170,8 @@ def _fetch(loans: Sequence[_Loan], with_grads: bool) -> None:
 
 
 @contextlib.contextmanager
-def _without_hooks(wrapper: Any) -> Iterator[None]:
+def _without_hooks(module: nn.Module, unit: Any) -> Iterator[None]:
     """The wrapped module runs as it is: there is nothing to gather."""
-    module, unit = wrapper._fsdp_wrapped_module, wrapper._unit
     own = unit._pre_forward_hook_handle.id, unit._post_forward_hook_handle.id
     kinds = module._forward_pre_hooks, module._forward_hooks
     before = [list(hooks.items()) for hooks in kinds]

@@ -24,7 +24,11 @@ from torch.distributed.fsdp import (
     _runtime_utils,
 )
 from torch.distributed.fsdp import fully_sharded_data_parallel as _torch
-from torch.distributed.fsdp._common_utils import TrainingState, _set_fsdp_flattened
+from torch.distributed.fsdp._common_utils import (
+    TrainingState,
+    _is_fsdp_flattened,
+    _set_fsdp_flattened,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.fsdp._wrap_utils import _auto_wrap
 
@@ -32,6 +36,7 @@ from fsdp_c._fully_shard import fully_shard
 from fsdp_c.fsdp1 import (
     _bridge,
     _clip,
+    _hooks,
     _materialize,
     _meshes,
     _state_dicts,
@@ -39,6 +44,7 @@ from fsdp_c.fsdp1 import (
 )
 
 _TORCHS: Any = _torch.FullyShardedDataParallel
+_FLAT = ("_flat_param", "flat_param", "flat_params", "_flat_params")  # not there
 _KEEPS = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
@@ -122,11 +128,14 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
         _init_utils._init_prefetching_state(self, backward_prefetch, forward_prefetch)
         _init_utils._init_buffer_state(self, module)
         self.compute_device = device
+        _check_container(self, module)
         for unit in self.fsdp_modules(module):
             unit._become_nested()
         _materialize.prepare(self, module, device, param_init_fn, sync_module_states)
         self._fsdp_wrapped_module = module
-        self._shard(device_mesh)
+        self._unit: FSDPState | None = None
+        if not _is_container(module):
+            self._shard(device_mesh)
         self._is_root = True
         self._has_cast_buffers = False
         _init_utils._init_state_dict_state(self)
@@ -183,18 +192,24 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
             ),
             ignored_params=self._ignored_params,
         )
-        for group in self._unit._fsdp_param_groups:
+        self._unit = module._get_fsdp_state()
+        for group in self._groups:
             for fsdp_param in group.fsdp_params:
                 _set_fsdp_flattened(fsdp_param.sharded_param)
 
     @property
-    def _unit(self) -> FSDPState:
-        return self._fsdp_wrapped_module._get_fsdp_state()
+    def _groups(self) -> list[Any]:
+        return self._unit._fsdp_param_groups if self._unit is not None else []
+
+    @property
+    def _unit_modules(self) -> tuple[Any, ...]:
+        """The module that was sharded; activation checkpointing may stand before it now."""
+        return self._unit._modules if self._unit is not None else ()
 
     def _become_nested(self) -> None:
         """A wrapper around this one casts the inputs of the root."""
-        if self._is_root:
-            self._is_root = False
+        was_root, self._is_root = self._is_root, False
+        if was_root and self._unit is not None:
             unit, policy = self._unit, self._unit._mp_policy
             is_cast = self.mixed_precision.cast_forward_inputs
             unit._mp_policy = dataclasses.replace(policy, cast_forward_inputs=is_cast)
@@ -236,7 +251,8 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
 
     def _set_sync(self, is_on: bool) -> None:
         self._sync_gradients = is_on
-        self._fsdp_wrapped_module.set_requires_gradient_sync(is_on, recurse=False)
+        for module in self._unit_modules:
+            module.set_requires_gradient_sync(is_on, recurse=False)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips the gradients of all parameters; returns their norm before, a plain tensor."""
@@ -257,26 +273,57 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         return nn.Module._apply(self, *args, **kwargs)
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Shards, also of units that the last forward has left whole; whole ones if summoned."""
+        for wrapper in self.fsdp_modules(self):
+            if wrapper.training_state is TrainingState.IDLE:
+                for group in wrapper._groups:
+                    group._before_state_dict()
+        yield from super().named_parameters(*args, **kwargs)
+
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Not kept: hooks of FSDP1 see flat parameters, which do not exist here."""
-        raise NotImplementedError(
-            "register_comm_hook: there is no flat gradient to hand to a hook. Set"
-            " MixedPrecision(reduce_dtype=...) to send gradients in another dtype, or"
-            " .module.set_all_reduce_hook() for copies"
-        )
+        """Lets the hook add gradients up, for all units; see `_hooks.register`."""
+        if not self._is_root:
+            raise AssertionError("register_comm_hook can only be called on a root instance.")
+        _hooks.register(self.fsdp_modules(self), state, hook)
+
+    @property
+    def _flat_param(self) -> Any:
+        raise AttributeError
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _FLAT:
+            raise AttributeError(
+                f"{type(self).__name__} has no '{name}': there are no flat parameters. Each"
+                " parameter keeps its name and shape and is a DTensor: use named_parameters()"
+            )
+        return super().__getattr__(name)
 
 
 def _check(module: nn.Module, precision: MixedPrecision | None) -> None:
     if isinstance(module, _TORCHS):
         raise ValueError("the module is a FullyShardedDataParallel already: wrap it once")
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        raise ValueError(
-            f"FullyShardedDataParallel got a {type(module).__name__}, which has no forward: wrap"
-            " its members, or the module that calls them"
-        )
     if precision is not None and precision.keep_low_precision_grads:
         warnings.warn(
             "keep_low_precision_grads=True has no effect: gradients have the parameters' dtype;"
             " with fully_shard and torch 2.15 set param.grad_dtype",
             stacklevel=3,
+        )
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether it has no forward to gather anything for."""
+    return (
+        isinstance(module, nn.ModuleList | nn.ModuleDict)
+        and type(module).forward is nn.Module.forward
+    )
+
+
+def _check_container(wrapper: Any, module: nn.Module) -> None:
+    """Containers can be wrapped if the parameters in them all belong to wrappers of their own."""
+    rest = _init_utils._get_orig_params(module, wrapper._ignored_params)
+    if _is_container(module) and any(not _is_fsdp_flattened(param) for param in rest):
+        raise ValueError(
+            f"FullyShardedDataParallel got a {type(module).__name__}, which has no forward: wrap"
+            " its members, or the module that calls them"
         )
