@@ -39,7 +39,10 @@ C_SOURCES = {
     "csrc/kernels": "kern_avx2 kern_avx512 kern_avx512_bf16 kern_optim kern_ref kern_select no_x86",
     "csrc/kernels/cuda": "load runs",
     "csrc/device/cuda": "device runtime",
-    "csrc/transport": "callback process shm shm_region shm_segment shm_wait transport",
+    "csrc/transport": (
+        "callback nccl_board nccl_collectives nccl_group nccl_library nccl_wait process shm "
+        "shm_region shm_segment shm_wait transport"
+    ),
     "csrc/comm": "comm mapped message step",
     "csrc/group": (
         "domain exchange layout layout_runs schedule schedule_moves schedule_reduce "
@@ -59,10 +62,13 @@ CXX_SOURCES = {
 C_TEST_SOURCES = {
     "tests/c": (
         "test_base test_comm test_cuda_index test_device_cuda test_device_sim test_exchange "
-        "test_faults test_group_history test_kernels test_layout test_schedule "
+        "test_faults test_group_history test_kernels test_layout test_nccl test_schedule "
         "test_schedule_order test_slots test_transport"
     ),
 }
+# Libraries that the test programs open: NCCL's newest interface, and an old one.
+NCCL_STAND_IN = "tests/c/nccl/stand_in.c"
+C_TEST_LIBRARIES = {"libnccl_stand_in.so": [], "libnccl_stand_in_old.so": ["-DSTAND_IN_OLD"]}
 
 # One library beside the extension, without a link to torch. One PTX for all: machine code for each
 # of these, and the driver's compiler for what is newer.
@@ -430,6 +436,11 @@ class BuildCTests(Command):
         for test in tests:
             program = Path(self.build_dir, test.name.removesuffix(".c.o"))
             link(program, [*tools.cc, *tools.mode_flags()], [test, *core], LINK_FLAGS)
+        for name, flags in C_TEST_LIBRARIES.items():
+            command = [*tools.c_command(NCCL_STAND_IN), *flags, "-Itests/c"]
+            (made,) = compile_all({NCCL_STAND_IN: command}, folder / name)
+            library = Path(self.build_dir, name)
+            link(library, [*tools.cc, *tools.mode_flags(), "-shared"], [made, *core], LINK_FLAGS)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ PUBLIC = {
     "base": sorted(path.name for path in (CSRC / "base").glob("*.h")),
     "kernels": ["kernels.h", "cuda/kern_cuda.h", "cuda/runs.h"],
     "device": ["device.h", "cuda/cuda.h"],
-    "transport": ["transport.h"],
+    "transport": ["nccl.h", "transport.h"],
     "comm": ["comm.h"],
     "group": [
         "domain.h",
@@ -38,7 +38,7 @@ MAY_INCLUDE = {
     "base": [],
     "kernels": ["base"],
     "device": ["base", "kernels"],
-    "transport": ["base"],
+    "transport": ["base", "device"],
     "comm": ["base", "kernels", "transport"],
     "group": ["base", "kernels", "device", "transport", "comm"],
     "bind": ["base", "kernels", "transport", "comm", "group"],

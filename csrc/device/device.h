@@ -47,6 +47,14 @@ typedef struct fc_move {
     bool accumulate;
 } fc_move;
 
+/* One all-gather of several: every rank's `bytes` at `from` become its part of `to`, in rank order.
+ * `from` may be that part. */
+typedef struct fc_gather {
+    void *to;
+    const void *from;
+    size_t bytes;
+} fc_gather;
+
 typedef struct fc_device_ops {
     const char *name;
 
@@ -85,6 +93,10 @@ typedef struct fc_device_ops {
     FC_MUST_CHECK fc_status (*all_reduce)(fc_device *device, fc_device_comm *comm,
                                           fc_stream *stream, fc_label label, void *buffer,
                                           size_t numel, fc_dtype dtype);
+    /* All of them as one piece of work. NULL: the device has no such thing. */
+    FC_MUST_CHECK fc_status (*all_gather_each)(fc_device *device, fc_device_comm *comm,
+                                               fc_stream *stream, fc_label label,
+                                               const fc_gather *gathers, size_t n_gathers);
 } fc_device_ops;
 
 /* First member of every device. */

@@ -1,0 +1,286 @@
+/* Waiting for NCCL and looking after its ranks: errors, deadlines, deaths, and the end of a group.
+ *
+ * The host waits in two places: for a call that NCCL goes on with in the background, and for work
+ * on the device (fc_nccl_wait). Whoever waits also looks around; nobody else does, so there is no
+ * thread of our own.
+ */
+#include "transport/nccl_private.h"
+
+#include "base/clock.h"
+
+#include <sched.h>
+#include <stdio.h>
+#include <time.h>
+
+#define YIELD_NS (FC_NS_PER_MS / 5)
+#define SLEEP_NS (FC_NS_PER_MS / 2)
+#define LOOK_NS FC_NS_PER_MS
+#define POLL_NS (50 * FC_NS_PER_MS)
+#define NOTICE_NS (5 * FC_NS_PER_S)
+
+typedef struct nccl_wait {
+    fc_nccl_group *const *groups;
+    size_t n_groups;
+    fc_ready_fn ready;
+    void *arg;
+    const fc_wait_info *info;
+    int64_t start_ns, next_look_ns, next_poll_ns;
+    bool is_noticed;
+} nccl_wait;
+
+/* ---- failing ---- */
+
+void fc_nccl_abort_comms(fc_nccl_group *group)
+{
+    int i;
+
+    for (i = group->n_comms - 1; i >= 0; i--) {
+        if (group->comms[i].handle != NULL) {
+            /* Whatever it answers, the handle is gone. */
+            (void)group->nccl->call.comm_abort(group->comms[i].handle);
+            group->comms[i].handle = NULL;
+        }
+    }
+}
+
+static fc_status end_group(fc_nccl_group *group, fc_status status, const char *text, bool is_known)
+{
+    bool is_first = group->base->broken == FC_OK && !fc_transport_is_forked(group->base);
+
+    status = fc_transport_abort(group->base, status, text);
+    if (is_first && !is_known) {
+        fc_nccl_board_give_up(group->board, status, group->base->broken_text);
+    }
+    if (is_first) {
+        fc_nccl_abort_comms(group);
+    }
+    return status;
+}
+
+fc_status fc_nccl_abort(fc_nccl_group *group, fc_status status, const char *text)
+{
+    return end_group(group, status, text, false);
+}
+
+static void describe(const fc_wait_info *info, char *out, size_t bytes)
+{
+    if (info->unit != NULL && info->unit[0] != '\0') {
+        (void)snprintf(out, bytes, "%s of unit %s", info->op, info->unit);
+    } else {
+        (void)snprintf(out, bytes, "%s", info->op);
+    }
+}
+
+/* `found` is what happened; the place where this rank was is added. What the board said is known to
+ * all who see it, and not told again. */
+static fc_status fail_at(fc_nccl_group *group, fc_status status, const fc_wait_info *info,
+                         const char *found, bool is_known)
+{
+    const fc_transport *base = group->base;
+    char what[160];
+    char text[FC_MESSAGE_BYTES];
+
+    describe(info, what, sizeof(what));
+    (void)snprintf(text, sizeof(text), "%.600s; rank %d was in %s of process group %s over NCCL",
+                   found, base->global_ranks[base->rank], what, base->name);
+    return end_group(group, status, text, is_known);
+}
+
+static fc_status fail_result(fc_nccl_comm *comm, int result, const fc_wait_info *info)
+{
+    const fc_nccl_functions *call = &comm->group->nccl->call;
+    const char *more = call->last_error == NULL ? NULL : call->last_error(comm->handle);
+    char found[512];
+
+    (void)snprintf(found, sizeof(found), "NCCL reports '%s'%s%.300s", call->error_text(result),
+                   more == NULL || more[0] == '\0' ? "" : ": ", more == NULL ? "" : more);
+    return fail_at(comm->group, result == FC_NCCL_REMOTE_ERROR ? FC_ERR_PEER : FC_ERR_SYSTEM, info,
+                   found, false);
+}
+
+/* Who is late in which communicator. */
+static fc_status fail_late(const nccl_wait *w, fc_nccl_group *group)
+{
+    char found[640];
+    char who[400];
+    int i;
+
+    who[0] = '\0';
+    for (i = 0; i < group->n_comms && who[0] == '\0'; i++) {
+        fc_nccl_board_tell(group->board, i, group->comms[i].sequence, who, sizeof(who));
+    }
+    (void)snprintf(found, sizeof(found), "nothing came of it within %.3g s: %s",
+                   (double)group->base->timeout_ns / (double)FC_NS_PER_S, who);
+    return fail_at(group, FC_ERR_TIMEOUT, w->info, found, false);
+}
+
+/* ---- looking around ---- */
+
+fc_status fc_nccl_look(fc_nccl_group *group, const fc_wait_info *info)
+{
+    fc_status st;
+    int i, result, error = FC_NCCL_SUCCESS;
+
+    FC_TRY(fc_transport_check(group->base));
+    for (i = 0; i < group->n_comms; i++) {
+        if (group->comms[i].handle == NULL) {
+            continue;
+        }
+        result = group->nccl->call.comm_async_error(group->comms[i].handle, &error);
+        if (result == FC_NCCL_SUCCESS) {
+            result = error;
+        }
+        if (result != FC_NCCL_SUCCESS && result != FC_NCCL_IN_PROGRESS) {
+            return fail_result(&group->comms[i], result, info);
+        }
+    }
+    st = fc_nccl_board_look(group->board);
+    return st == FC_OK ? FC_OK : fail_at(group, st, info, fc_last_message(), true);
+}
+
+fc_status fc_nccl_watch(fc_nccl_group *group)
+{
+    const fc_wait_info info = {.op = "a look around"};
+
+    return fc_nccl_look(group, &info);
+}
+
+static void give_notice(nccl_wait *w, const fc_transport *base, int64_t waited_ns)
+{
+    char what[160];
+    char line[FC_MESSAGE_BYTES];
+
+    w->is_noticed = true;
+    if (base->host.notice == NULL) {
+        return;
+    }
+    describe(w->info, what, sizeof(what));
+    (void)snprintf(
+        line, sizeof(line), "[fsdp_c] rank %d has waited %d s in %s of process group %s over NCCL",
+        base->global_ranks[base->rank], (int)(waited_ns / FC_NS_PER_S), what, base->name);
+    base->host.notice(base->host.context, line);
+}
+
+/* What the embedding program wants to do and say while this rank waits; it holds its lock here. */
+static fc_status visit_host(nccl_wait *w, int64_t now_ns)
+{
+    const fc_transport *base = w->groups[0]->base;
+    fc_status st = FC_OK;
+
+    w->next_poll_ns = now_ns + POLL_NS;
+    if (base->host.leave_wait != NULL) {
+        base->host.leave_wait(base->host.context);
+    }
+    if (base->host.poll != NULL) {
+        st = base->host.poll(base->host.context);
+    }
+    if (st == FC_OK && !w->is_noticed && now_ns - w->start_ns >= NOTICE_NS) {
+        give_notice(w, base, now_ns - w->start_ns);
+    }
+    if (base->host.enter_wait != NULL) {
+        base->host.enter_wait(base->host.context);
+    }
+    return st;
+}
+
+static fc_status look_around(nccl_wait *w)
+{
+    int64_t now_ns = fc_now_ns();
+    size_t i;
+
+    if (now_ns < w->next_look_ns) {
+        return FC_OK;
+    }
+    w->next_look_ns = now_ns + LOOK_NS;
+    for (i = 0; i < w->n_groups; i++) {
+        FC_TRY(fc_nccl_look(w->groups[i], w->info));
+        if (now_ns - w->start_ns >= w->groups[i]->base->timeout_ns) {
+            return fail_late(w, w->groups[i]);
+        }
+    }
+    return now_ns < w->next_poll_ns ? FC_OK : visit_host(w, now_ns);
+}
+
+/* ---- waiting ---- */
+
+static fc_status sleep_until_ready(nccl_wait *w)
+{
+    const struct timespec pause = {.tv_nsec = SLEEP_NS};
+    int64_t yield_until_ns = w->start_ns + YIELD_NS;
+
+    while (!w->ready(w->arg)) {
+        FC_TRY(look_around(w));
+        if (fc_now_ns() < yield_until_ns) {
+            (void)sched_yield();
+        } else {
+            (void)nanosleep(&pause, NULL);
+        }
+    }
+    return FC_OK;
+}
+
+fc_status fc_nccl_wait(fc_nccl_group *const *groups, size_t n_groups, fc_ready_fn ready, void *arg,
+                       const fc_wait_info *info)
+{
+    nccl_wait w = {
+        .groups = groups, .n_groups = n_groups, .ready = ready, .arg = arg, .info = info};
+    const fc_host_ops *host;
+    fc_status st;
+    size_t i;
+
+    if (n_groups == 0) {
+        return fc_fail(FC_ERR_INVALID, "a wait for %s without a group to watch", info->op);
+    }
+    for (i = 0; i < n_groups; i++) {
+        FC_TRY(fc_transport_check(groups[i]->base));
+    }
+    if (ready(arg)) {
+        return FC_OK;
+    }
+    host = &groups[0]->base->host;
+    w.start_ns = fc_now_ns();
+    w.next_look_ns = w.start_ns + LOOK_NS;
+    w.next_poll_ns = w.start_ns + POLL_NS;
+    if (host->enter_wait != NULL) {
+        host->enter_wait(host->context);
+    }
+    st = sleep_until_ready(&w);
+    if (host->leave_wait != NULL) {
+        host->leave_wait(host->context);
+    }
+    return st;
+}
+
+typedef struct progress {
+    fc_nccl_comm *comm;
+    int result;
+} progress;
+
+/* Also when the communicator is gone: then the wait ends with why. */
+static bool has_ended(void *arg)
+{
+    progress *p = arg;
+    int error = FC_NCCL_SUCCESS;
+
+    if (p->comm->handle == NULL) {
+        return false;
+    }
+    p->result = p->comm->group->nccl->call.comm_async_error(p->comm->handle, &error);
+    if (p->result == FC_NCCL_SUCCESS) {
+        p->result = error;
+    }
+    return p->result != FC_NCCL_IN_PROGRESS;
+}
+
+fc_status fc_nccl_settle(fc_nccl_comm *comm, int result, const fc_wait_info *info)
+{
+    fc_nccl_group *groups[1] = {comm->group};
+    progress p = {.comm = comm, .result = result};
+
+    comm->is_pending = result == FC_NCCL_IN_PROGRESS;
+    if (comm->is_pending) {
+        FC_TRY(fc_nccl_wait(groups, 1, has_ended, &p, info));
+        comm->is_pending = false;
+    }
+    return p.result == FC_NCCL_SUCCESS ? FC_OK : fail_result(comm, p.result, info);
+}

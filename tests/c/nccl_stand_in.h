@@ -1,0 +1,32 @@
+/* What tests ask of the stand-in for NCCL (tests/c/nccl/stand_in.c) and learn from it.
+ *
+ * Found by dlsym: `fc_stand_in_control()` gives this process's struct,
+ * `fc_stand_in_is_idle(stream)` tells whether the work of a stream is done, and goes on with it.
+ */
+#ifndef FC_TESTS_NCCL_STAND_IN_H
+#define FC_TESTS_NCCL_STAND_IN_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+typedef struct stand_in {
+    /* Asked for. */
+    int version;
+    int polls;          /* a call stays in progress until it was asked about so often */
+    bool hangs_in_init; /* communicators never get ready */
+    bool dies_in_init;  /* SIGKILL */
+    bool hangs;         /* no collective ends */
+    int error_at;       /* the collective, from 1, after which `error` is reported; 0: none */
+    int error;
+    int fail_calls;  /* result of every collective's call; 0: they work */
+    bool no_windows; /* registering gives none, and success */
+
+    /* Seen. */
+    int n_inits, n_splits, n_collectives, n_groups, n_aborts, n_destroyed, n_live;
+    int n_windows;        /* now */
+    int max_ctas, policy; /* of the last communicator */
+    int n_faults;
+    char fault[256]; /* the first breach of NCCL's rules of use */
+} stand_in;
+
+#endif

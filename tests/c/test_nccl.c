@@ -1,0 +1,603 @@
+/* NCCL's communicators, collectives and failures, over the stand-in library, on 1 to 4 ranks that
+ * are processes. */
+#define _GNU_SOURCE
+
+#include "nccl_stand_in.h"
+#include "ranks.h"
+
+#include "base/alloc.h"
+#include "transport/nccl.h"
+
+#include <dlfcn.h>
+#include <limits.h>
+
+#define TIMEOUT_NS (20 * FC_NS_PER_S)
+#define SHORT_NS (300 * FC_NS_PER_MS)
+#define PART 96
+#define MUST(call) CHECK_MSG((call) == FC_OK, "%s", fc_last_message())
+
+typedef struct setting {
+    int polls;
+    bool is_one, is_old;
+    int version; /* 0: the library's own */
+} setting;
+
+/* A rank of a test: its group and the library behind it. */
+typedef struct world {
+    ranks_host host;
+    fc_nccl_options options;
+    stand_in *control;
+    bool (*is_idle)(void *stream);
+    fc_nccl_group *group;
+    int64_t live;
+} world;
+
+static int stream_memory[2];
+
+static fc_stream *stream_of(int number)
+{
+    return (fc_stream *)(void *)&stream_memory[number];
+}
+
+static void library_path(const char *name, char *out)
+{
+    char folder[PATH_MAX - 64];
+    ssize_t n = readlink("/proc/self/exe", folder, sizeof(folder) - 1);
+
+    CHECK_OR_EXIT(n > 0);
+    folder[n] = '\0';
+    *strrchr(folder, '/') = '\0';
+    (void)snprintf(out, PATH_MAX, "%s/%s", folder, name);
+}
+
+/* The control of the library, which it may open for the first time. */
+static stand_in *open_stand_in(world *w, const char *name, char *path)
+{
+    void *library, *symbol;
+    stand_in *(*get)(void);
+
+    library_path(name, path);
+    library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    CHECK_OR_EXIT(library != NULL);
+    symbol = dlsym(library, "fc_stand_in_control");
+    memcpy(&get, &symbol, sizeof(get));
+    symbol = dlsym(library, "fc_stand_in_is_idle");
+    if (w != NULL) {
+        memcpy(&w->is_idle, &symbol, sizeof(w->is_idle));
+    }
+    return get();
+}
+
+static void start(world *w, const setting *s)
+{
+    char path[PATH_MAX];
+
+    memset(w, 0, sizeof(*w));
+    w->control =
+        open_stand_in(w, s->is_old ? "libnccl_stand_in_old.so" : "libnccl_stand_in.so", path);
+    w->control->polls = s->polls;
+    w->control->version = s->version != 0 ? s->version : s->is_old ? 21602 : 23007;
+    MUST(fc_nccl_open(path, false, &w->options.library));
+    w->options.use = FC_NCCL_BOTH;
+    w->options.is_one = s->is_one;
+    w->live = fc_alloc_live();
+}
+
+static fc_status create(world *w, int rank, int n_ranks, int64_t timeout_ns)
+{
+    fc_transport_config config = ranks_config(&w->host, 0, rank, n_ranks, timeout_ns);
+
+    return fc_nccl_group_create(&config, &w->options, &w->group);
+}
+
+/* Nothing may be left, and no rule of NCCL broken. */
+static void finish(world *w)
+{
+    fc_nccl_group_destroy(w->group);
+    w->group = NULL;
+    CHECK_EQ(w->control->n_live, 0);
+    CHECK_EQ(w->control->n_windows, 0);
+    CHECK_EQ(fc_alloc_live(), w->live);
+    CHECK_EQ(count_segments(), 0);
+    CHECK_STR(w->control->fault, "");
+}
+
+typedef struct idle_args {
+    const world *w;
+    int stream;
+} idle_args;
+
+static bool is_idle(void *arg)
+{
+    const idle_args *a = arg;
+
+    return a->w->is_idle(stream_of(a->stream));
+}
+
+static fc_status wait_idle(world *w, fc_nccl_group *group, int stream)
+{
+    const fc_wait_info info = {.op = "synchronize", .unit = "layers.0"};
+    idle_args args = {w, stream};
+
+    return fc_nccl_wait(&group, 1, is_idle, &args, &info);
+}
+
+static const fc_label layer = {"layers.0", "test"};
+
+/* ---- what works ---- */
+
+static void fill(float *to, size_t n, int rank, int step)
+{
+    for (size_t i = 0; i < n; i++) {
+        to[i] = (float)((int)i % 7 + rank * 10 + step);
+    }
+}
+
+static void gather_and_check(world *w, fc_nccl_group *group, int rank, int n, int step)
+{
+    float all[RANKS_MAX * PART], expected[PART], small[RANKS_MAX * 3], own[3];
+    fc_gather each[2] = {{all, all + (size_t)rank * PART, PART * sizeof(float)},
+                         {small, own, sizeof(own)}};
+
+    memset(all, 0, sizeof(all));
+    fill(all + (size_t)rank * PART, PART, rank, step);
+    fill(own, 3, rank, step + 1);
+    if (step % 2 == 0) {
+        MUST(fc_nccl_all_gather(fc_nccl_gathers(group), stream_of(0), layer, all,
+                                PART * sizeof(float)));
+    } else {
+        MUST(fc_nccl_all_gather_each(fc_nccl_gathers(group), stream_of(0), layer, each, 2));
+    }
+    MUST(wait_idle(w, group, 0));
+    for (int r = 0; r < n; r++) {
+        fill(expected, PART, r, step);
+        CHECK(memcmp(all + (size_t)r * PART, expected, sizeof(expected)) == 0);
+        fill(expected, 3, r, step + 1);
+        CHECK(step % 2 == 0 || memcmp(small + (size_t)r * 3, expected, sizeof(own)) == 0);
+    }
+}
+
+static void reduce_and_check(world *w, fc_nccl_group *group, int rank, int n, int step)
+{
+    float from[RANKS_MAX * PART], to[PART], sum[2] = {(float)rank, 1};
+    uint16_t bf16[RANKS_MAX], bf16_sum = 0;
+    int32_t ints[1] = {1 << rank};
+
+    fill(from, (size_t)n * PART, rank, step);
+    for (int r = 0; r < n; r++) {
+        bf16[r] = 0x3f80; /* 1.0 */
+    }
+    MUST(fc_nccl_reduce_scatter(fc_nccl_reductions(group), stream_of(1), layer, to, from, PART,
+                                FC_F32));
+    MUST(fc_nccl_reduce_scatter(fc_nccl_reductions(group), stream_of(1), layer, &bf16_sum, bf16, 1,
+                                FC_BF16));
+    MUST(fc_nccl_all_reduce(fc_nccl_reductions(group), stream_of(1), layer, sum, 2, FC_F32));
+    MUST(fc_nccl_all_reduce(fc_nccl_reductions(group), stream_of(1), layer, ints, 1, FC_I32));
+    MUST(wait_idle(w, group, 1));
+    for (int i = 0; i < PART; i++) {
+        CHECK(to[i] == (float)(n * ((rank * PART + i) % 7) + 10 * n * (n - 1) / 2 + n * step));
+    }
+    CHECK(bf16_sum == (n == 1 ? 0x3f80 : n == 2 ? 0x4000 : n == 3 ? 0x4040 : 0x4080));
+    CHECK(sum[0] == (float)(n * (n - 1) / 2) && sum[1] == (float)n);
+    CHECK_EQ(ints[0], (1 << n) - 1);
+}
+
+static void work(int rank, int n, void *arg)
+{
+    const setting *s = arg;
+    world w;
+
+    start(&w, s);
+    for (int round = 0; round < 2; round++) {
+        MUST(create(&w, rank, n, TIMEOUT_NS));
+        CHECK_EQ(fc_nccl_gathers(w.group) == fc_nccl_reductions(w.group), s->is_one);
+        for (int step = 0; step < 6; step++) {
+            gather_and_check(&w, w.group, rank, n, step);
+            reduce_and_check(&w, w.group, rank, n, step);
+        }
+        MUST(fc_nccl_watch(w.group));
+        MUST(fc_nccl_group_close(w.group));
+        CHECK_EQ(
+            fc_nccl_all_gather(fc_nccl_gathers(w.group), stream_of(0), layer, stream_memory, 4),
+            FC_ERR_STATE);
+        CHECK_HAS(fc_last_message(), "all-gather of unit layers.0: NCCL's part of process group");
+        MUST(fc_nccl_group_close(w.group)); /* once more is fine */
+        finish(&w);
+    }
+    /* The second communicator is split off where that can be done. */
+    CHECK_EQ(w.control->n_inits, s->is_one || !s->is_old ? 2 : 4);
+    CHECK_EQ(w.control->n_splits, s->is_one || s->is_old ? 0 : 2);
+    CHECK_EQ(w.control->n_aborts, 0);
+    CHECK_EQ(w.control->n_destroyed, s->is_one ? 2 : 4);
+}
+
+static void test_collectives(void)
+{
+    static const setting settings[] = {
+        {0, false, false, 0}, {3, false, false, 0}, {2, true, false, 0}, {1, false, true, 0}};
+
+    for (size_t i = 0; i < sizeof(settings) / sizeof(settings[0]); i++) {
+        for (int n = 1; n <= RANKS_MAX; n++) {
+            setting s = settings[i];
+
+            ranks_check(n, work, &s);
+        }
+    }
+}
+
+/* Two shards times two replicas out of four ranks, as a mesh has them, and a rank left out. */
+static void split(int rank, int n, void *arg)
+{
+    fc_nccl_group *shards = NULL, *replicas = NULL, *some = NULL;
+    world w;
+
+    start(&w, arg);
+    MUST(create(&w, rank, n, TIMEOUT_NS));
+    MUST(fc_nccl_group_split(w.group, rank / 2, "shards", FC_NCCL_BOTH, &shards));
+    MUST(fc_nccl_group_split(w.group, rank % 2, "replicas", FC_NCCL_REDUCTIONS, &replicas));
+    MUST(fc_nccl_group_split(w.group, rank == 1 ? -1 : 3, "all but one", FC_NCCL_GATHERS, &some));
+    CHECK(fc_nccl_gathers(replicas) == NULL && fc_nccl_reductions(replicas) != NULL);
+    for (int step = 0; step < 3; step++) {
+        gather_and_check(&w, shards, rank % 2, 2, step);
+        reduce_and_check(&w, shards, rank % 2, 2, step);
+        reduce_and_check(&w, replicas, rank / 2, 2, step);
+        gather_and_check(&w, w.group, rank, n, step);
+    }
+    CHECK_EQ(some == NULL, rank == 1);
+    if (some != NULL) {
+        gather_and_check(&w, some, rank == 0 ? 0 : rank - 1, 3, 0);
+        MUST(fc_nccl_group_close(some));
+    }
+    CHECK_EQ(fc_nccl_group_split(shards, 0, "more", FC_NCCL_BOTH, &some), FC_ERR_INVALID);
+    MUST(fc_nccl_group_close(replicas));
+    MUST(fc_nccl_group_close(shards));
+    MUST(fc_nccl_group_close(w.group));
+    fc_nccl_group_destroy(rank == 1 ? NULL : some);
+    fc_nccl_group_destroy(replicas);
+    fc_nccl_group_destroy(shards);
+    finish(&w);
+}
+
+static void test_split(void)
+{
+    setting newest = {2, false, false, 0}, old = {2, false, true, 0};
+
+    ranks_check(4, split, &newest);
+    ranks_check(4, split, &old);
+}
+
+/* What options ask for arrives, as far as the version knows it. */
+static void configure(int rank, int n, void *arg)
+{
+    int version = *(int *)arg;
+    world w;
+
+    start(&w, &(setting){0, true, false, version});
+    w.options.max_ctas = 4;
+    w.options.by_copy_engines = true;
+    MUST(create(&w, rank, n, TIMEOUT_NS));
+    CHECK_EQ(w.control->max_ctas, version >= 21700 ? 4 : 0);
+    CHECK_EQ(w.control->policy, version >= 22803 ? 2 : version >= 22700 ? INT_MIN : -1);
+    CHECK_HAS(fc_nccl_group_describe(w.group), "1 rank over NCCL 2.");
+    MUST(fc_nccl_group_close(w.group));
+    finish(&w);
+}
+
+static void test_options(void)
+{
+    static const int versions[] = {21602, 21703, 21805, 22703, 22809, 23007};
+
+    for (size_t i = 0; i < sizeof(versions) / sizeof(versions[0]); i++) {
+        int version = versions[i];
+
+        ranks_check(1, configure, &version);
+    }
+}
+
+/* ---- failures ---- */
+
+enum {
+    DIES,
+    DIES_IN_INIT,
+    LATE,
+    HANGS,
+    HANGS_IN_INIT,
+    ASYNC_ERROR,
+    CALL_FAILS,
+    MISMATCH,
+    GIVES_UP,
+    LEAVES,
+    N_FAILURES
+};
+
+typedef struct failure {
+    int kind;
+    fc_status mine, theirs; /* statuses of the rank that fails, and of the others */
+    const char *my_text, *their_text;
+} failure;
+
+static const failure failures[N_FAILURES] = {
+    {DIES, FC_OK, FC_ERR_PEER, "", "rank 11 (pid "},
+    {DIES_IN_INIT, FC_OK, FC_ERR_PEER, "", "was in the set-up of a communicator"},
+    {LATE, FC_ERR_TIMEOUT, FC_ERR_TIMEOUT, "rank 11 called 1,",
+     "rank 11 called 1, last all-gather of 'layers.0'"},
+    {HANGS, FC_ERR_TIMEOUT, FC_ERR_TIMEOUT, "nothing came of it within 0.3 s",
+     "nothing came of it within 0.3 s: "},
+    {HANGS_IN_INIT, FC_ERR_TIMEOUT, FC_ERR_TIMEOUT, "in the ", "nothing came of it within 0.3 s: "},
+    {ASYNC_ERROR, FC_ERR_PEER, FC_ERR_PEER, "NCCL reports 'remote process exited'",
+     "rank 11 failed: "},
+    {CALL_FAILS, FC_ERR_SYSTEM, FC_ERR_PEER, "NCCL reports 'unhandled cuda error'",
+     "was in all-gather of unit layers.1"},
+    {MISMATCH, FC_ERR_MISMATCH, FC_ERR_MISMATCH, "layers.9", "layers.9"},
+    {GIVES_UP, FC_ERR_INVALID, FC_ERR_PEER, "no more of this", "rank 11 failed: no more of this"},
+    {LEAVES, FC_OK, FC_ERR_PEER, "", "rank 11 has left the group"},
+};
+
+static fc_status gather(world *w, const char *unit)
+{
+    static char memory[RANKS_MAX * PART];
+    const fc_label label = {unit, "test"};
+
+    return fc_nccl_all_gather(fc_nccl_gathers(w->group), stream_of(0), label, memory, PART);
+}
+
+/* The rank that fails: what it does instead of its part. */
+static fc_status misbehave(world *w, int kind)
+{
+    switch (kind) {
+    case DIES:
+        (void)raise(SIGKILL);
+        break;
+    case LATE:
+        (void)usleep(2 * SHORT_NS / 1000);
+        break;
+    case HANGS:
+        w->control->hangs = true;
+        break;
+    case ASYNC_ERROR:
+        w->control->error = 6;
+        w->control->error_at = w->control->n_collectives + 1;
+        break;
+    case CALL_FAILS:
+        w->control->fail_calls = 1;
+        break;
+    case MISMATCH:
+        FC_TRY(gather(w, "layers.9"));
+        return wait_idle(w, w->group, 0);
+    case GIVES_UP:
+        return fc_nccl_abort(w->group, FC_ERR_INVALID, "no more of this");
+    case LEAVES:
+        fc_nccl_group_destroy(w->group);
+        w->group = NULL;
+        return FC_OK;
+    default:
+        break;
+    }
+    FC_TRY(gather(w, "layers.1"));
+    return wait_idle(w, w->group, 0);
+}
+
+static fc_status try_all(world *w, int rank, int n, const failure *f)
+{
+    bool is_short = f->kind == LATE || f->kind == HANGS || f->kind == HANGS_IN_INIT;
+
+    w->control->hangs_in_init = f->kind == HANGS_IN_INIT && rank == 1;
+    w->control->dies_in_init = f->kind == DIES_IN_INIT && rank == 1;
+    FC_TRY(create(w, rank, n, is_short ? SHORT_NS : TIMEOUT_NS));
+    FC_TRY(gather(w, "layers.0"));
+    FC_TRY(wait_idle(w, w->group, 0));
+    if (rank == 1) {
+        return misbehave(w, f->kind);
+    }
+    FC_TRY(gather(w, "layers.1"));
+    return wait_idle(w, w->group, 0);
+}
+
+static void fail(int rank, int n, void *arg)
+{
+    const failure *f = arg;
+    fc_status st, expected = rank == 1 ? f->mine : f->theirs;
+    world w;
+
+    start(&w, &(setting){2, false, false, 0});
+    st = try_all(&w, rank, n, f);
+    CHECK_MSG(st == expected, "failure %d: rank %d got %d (%s), expected %d", f->kind, rank, st,
+              fc_last_message(), expected);
+    if (st != FC_OK) {
+        CHECK_HAS(fc_last_message(), rank == 1 ? f->my_text : f->their_text);
+    }
+    if (st != FC_OK && w.group != NULL) {
+        /* It stays broken, and says the same. */
+        CHECK_EQ(gather(&w, "layers.2"), FC_ERR_BROKEN);
+        CHECK_HAS(fc_last_message(), rank == 1 ? f->my_text : f->their_text);
+        CHECK_EQ(fc_nccl_group_close(w.group), FC_ERR_BROKEN);
+        CHECK_EQ(w.control->n_aborts, 2);
+    }
+    finish(&w);
+}
+
+static void test_failures(void)
+{
+    for (int i = 0; i < N_FAILURES; i++) {
+        failure f = failures[i];
+        int statuses[RANKS_MAX];
+
+        for (int n = 2; n <= 3; n++) {
+            ranks_run(n, fail, &f, statuses);
+            for (int r = 0; r < n; r++) {
+                bool is_killed = r == 1 && (f.kind == DIES || f.kind == DIES_IN_INIT);
+
+                CHECK_MSG(is_killed ? WIFSIGNALED(statuses[r]) : statuses[r] == 0,
+                          "failure %d, rank %d of %d: status %#x", f.kind, r, n,
+                          (unsigned)statuses[r]);
+            }
+        }
+    }
+}
+
+static fc_status interrupt(void *context)
+{
+    (void)context;
+    return fc_fail(FC_ERR_INTERRUPTED, "interrupted on purpose");
+}
+
+/* A wait that Ctrl-C ended is gone on with by the next call. */
+static void go_on_after_interrupt(int rank, int n, void *arg)
+{
+    fc_transport_config config;
+    world w;
+
+    (void)arg;
+    start(&w, &(setting){0, true, false, 0});
+    config = ranks_config(&w.host, 0, rank, n, TIMEOUT_NS);
+    config.host.poll = interrupt;
+    MUST(fc_nccl_group_create(&config, &w.options, &w.group));
+    w.control->polls = 2000;
+    CHECK_EQ(gather(&w, "layers.0"), FC_ERR_INTERRUPTED);
+    w.control->polls = 0;
+    while (gather(&w, "layers.1") == FC_ERR_INTERRUPTED) {
+    }
+    MUST(wait_idle(&w, w.group, 0));
+    CHECK_EQ(w.host.entered, 0);
+    CHECK_EQ(w.control->n_collectives, 2);
+    MUST(fc_nccl_group_close(w.group));
+    finish(&w);
+}
+
+/* Each allocation in turn; and ranks whose exchange fails. */
+static void run_out(int rank, int n, void *arg)
+{
+    fc_transport_config config;
+    fc_status st = FC_ERR_NOMEM;
+    world w;
+
+    (void)arg;
+    start(&w, &(setting){1, false, false, 0});
+    for (int64_t i = 0; st == FC_ERR_NOMEM && i < 50; i++) {
+        fc_alloc_fail_after(i);
+        st = create(&w, rank, n, TIMEOUT_NS);
+        fc_alloc_fail_after(-1);
+        if (st != FC_OK) {
+            CHECK_EQ(st, FC_ERR_NOMEM);
+            finish(&w);
+        } else {
+            CHECK(i > 3);
+            MUST(fc_nccl_group_close(w.group));
+        }
+    }
+    finish(&w);
+    config = ranks_config(&w.host, 0, rank, n, TIMEOUT_NS);
+    w.options.use = 0;
+    CHECK_EQ(fc_nccl_group_create(&config, &w.options, &w.group), FC_ERR_INVALID);
+    w.options.use = FC_NCCL_BOTH;
+    config.n_ranks = 2;
+    config.host.exchange = NULL;
+    CHECK_EQ(fc_nccl_group_create(&config, &w.options, &w.group), FC_ERR_INVALID);
+    finish(&w);
+}
+
+static void fail_to_exchange(int rank, int n, void *arg)
+{
+    fc_transport_config config;
+    world w;
+
+    start(&w, &(setting){0, false, false, 0});
+    config = ranks_config(&w.host, 0, rank, n, TIMEOUT_NS);
+    w.host.fail_at = *(int *)arg;
+    CHECK_EQ(fc_nccl_group_create(&config, &w.options, &w.group), FC_ERR_SYSTEM);
+    finish(&w);
+}
+
+/* A forked child neither uses nor ends what its parent made. */
+static void fork_away(int rank, int n, void *arg)
+{
+    int status = 0;
+    world w;
+    pid_t pid;
+
+    (void)arg;
+    start(&w, &(setting){0, true, false, 0});
+    MUST(create(&w, rank, n, TIMEOUT_NS));
+    pid = fork();
+    if (pid == 0) {
+        CHECK_EQ(gather(&w, "layers.0"), FC_ERR_STATE);
+        CHECK_HAS(fc_last_message(), "forked child");
+        CHECK_EQ(fc_nccl_watch(w.group), FC_ERR_STATE);
+        CHECK_EQ(fc_nccl_abort(w.group, FC_ERR_INVALID, "child"), FC_ERR_INVALID);
+        fc_nccl_group_destroy(w.group);
+        CHECK_EQ(w.control->n_aborts, 0);
+        _exit(check_result());
+    }
+    CHECK(waitpid(pid, &status, 0) == pid && status == 0);
+    MUST(gather(&w, "layers.0"));
+    MUST(wait_idle(&w, w.group, 0));
+    CHECK_EQ(
+        fc_nccl_all_reduce(fc_nccl_reductions(w.group), stream_of(0), layer, &status, 1, FC_I16),
+        FC_ERR_UNSUPPORTED);
+    CHECK_HAS(fc_last_message(), "all-reduce of unit layers.0 on rank 1");
+    CHECK_HAS(fc_last_message(), "NCCL does not add up elements of type I16");
+    MUST(fc_nccl_group_close(w.group));
+    finish(&w);
+}
+
+static void test_the_rest(void)
+{
+    int at;
+
+    ranks_check(2, go_on_after_interrupt, NULL);
+    ranks_check(1, run_out, NULL);
+    ranks_check(2, fork_away, NULL);
+    for (at = 1; at <= 2; at++) {
+        ranks_check(2, fail_to_exchange, &at);
+    }
+}
+
+/* ---- libraries ---- */
+
+static void look_at_libraries(int rank, int n, void *arg)
+{
+    const fc_nccl *nccl = NULL, *again = NULL;
+    char path[PATH_MAX];
+    stand_in *control;
+
+    (void)rank;
+    (void)n;
+    (void)arg;
+    CHECK_EQ(fc_nccl_open("/nowhere/libnccl.so.2", false, &nccl), FC_ERR_UNSUPPORTED);
+    CHECK_HAS(fc_last_message(), "NCCL cannot be opened: /nowhere/libnccl.so.2");
+    CHECK_EQ(fc_nccl_open("libnowhere.so", true, &nccl), FC_ERR_UNSUPPORTED);
+    CHECK_HAS(fc_last_message(), "libnowhere.so has not been loaded by this process");
+    CHECK_EQ(fc_nccl_open("libm.so.6", false, &nccl), FC_ERR_UNSUPPORTED);
+    CHECK_HAS(fc_last_message(), "libm.so.6 cannot be used as NCCL: it lacks ncclGetVersion");
+
+    control = open_stand_in(NULL, "libnccl_stand_in.so", path);
+    control->version = 21205;
+    CHECK_EQ(fc_nccl_open(path, true, &nccl), FC_ERR_UNSUPPORTED);
+    CHECK_HAS(fc_last_message(), "is NCCL 2.12.5; communicators that can be aborted need 2.14");
+    control->version = 23007;
+    MUST(fc_nccl_open(path, true, &nccl));
+    MUST(fc_nccl_open(path, false, &again));
+    CHECK(nccl == again);
+    CHECK_EQ(fc_nccl_version(nccl), 23007);
+    CHECK_HAS(fc_nccl_describe(nccl), "NCCL 2.30.7 (");
+    CHECK(strchr(fc_nccl_describe(nccl), ';') == NULL);
+
+    control = open_stand_in(NULL, "libnccl_stand_in_old.so", path);
+    control->version = 21602;
+    MUST(fc_nccl_open(path, false, &nccl));
+    CHECK_HAS(fc_nccl_describe(nccl), "NCCL 2.16.2 (");
+    CHECK_HAS(fc_nccl_describe(nccl), "no ncclCommSplit (2.18)");
+    CHECK_HAS(fc_nccl_describe(nccl), "no symmetric memory (2.27.3)");
+    CHECK_HAS(fc_nccl_describe(nccl), "no gathers by copy engines (2.28.3)");
+}
+
+int main(void)
+{
+    ranks_check(1, look_at_libraries, NULL);
+    test_collectives();
+    test_split();
+    test_options();
+    test_failures();
+    test_the_rest();
+    return check_result();
+}
