@@ -103,12 +103,12 @@ typedef struct fc_nccl_config {
 
 /* The functions of one library. */
 typedef struct fc_nccl_functions {
+    const char *(*error_text)(int error);
+    const char *(*last_error)(void *comm); /* 2.13 */
 #define FC_NCCL_MEMBER(name, symbol, version, parameters) int(*name) parameters;
     FC_NCCL_NEEDED(FC_NCCL_MEMBER)
     FC_NCCL_OPTIONAL(FC_NCCL_MEMBER)
 #undef FC_NCCL_MEMBER
-        const char *(*error_text)(int error);
-    const char *(*last_error)(void *comm); /* 2.13 */
 } fc_nccl_functions;
 
 #endif

@@ -12,7 +12,7 @@
 typedef struct stand_in {
     /* Asked for. */
     int version;
-    int polls;          /* a call stays in progress until it was asked about so often */
+    int polls; /* a call stays in progress until it was asked about so often, or this is 0 */
     bool hangs_in_init; /* communicators never get ready */
     bool dies_in_init;  /* SIGKILL */
     bool hangs;         /* no collective ends */

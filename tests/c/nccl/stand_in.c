@@ -358,7 +358,7 @@ static void go_on(comm *c)
 
 static bool is_busy(const comm *c)
 {
-    return !c->is_ready || c->polls_left > 0 || c->split_out != NULL ||
+    return !c->is_ready || (c->polls_left > 0 && control.polls > 0) || c->split_out != NULL ||
            (c->is_final && !all_are(c, offsetof(world_rank, is_final)));
 }
 
