@@ -39,6 +39,7 @@ C_SOURCES = {
     "csrc/kernels": "kern_avx2 kern_avx512 kern_avx512_bf16 kern_optim kern_ref kern_select no_x86",
     "csrc/kernels/cuda": "load runs",
     "csrc/device/cuda": "device runtime",
+    "csrc/device/host": "device moves",
     "csrc/transport": (
         "callback nccl_board nccl_collectives nccl_group nccl_library nccl_wait process shm "
         "shm_region shm_segment shm_wait transport"
@@ -55,15 +56,16 @@ C_SIM_SOURCES = {
 }
 CXX_SOURCES = {
     "csrc/bind": (
-        "autograd call comm context domain events hooks host layout messages module optim "
-        "parking reduce state status tensors transport tree unit untraced walk watch"
+        "autograd call comm context device device_comm device_unit domain events gradients "
+        "hooks host layout messages module optim parking reduce state status tensors transport "
+        "tree unit untraced walk watch"
     ),
 }
 C_TEST_SOURCES = {
     "tests/c": (
-        "test_base test_comm test_cuda_index test_device_cuda test_device_sim test_exchange "
-        "test_faults test_group_history test_kernels test_layout test_nccl test_schedule "
-        "test_schedule_order test_slots test_transport"
+        "test_base test_comm test_cuda_index test_device_cuda test_device_host test_device_sim "
+        "test_exchange test_faults test_group_history test_kernels test_layout test_nccl "
+        "test_schedule test_schedule_order test_slots test_transport"
     ),
 }
 # Libraries that the test programs open: NCCL's newest interface, and an old one.

@@ -205,6 +205,11 @@ def transport_for(group: dist.ProcessGroup | None = None) -> _C.Transport:
     return transport
 
 
+def messages_for(group: dist.ProcessGroup) -> _C.Transport:
+    """A transport that only names the group's ranks: units on a device move nothing over it."""
+    return _new_transport(group, "callback", _no_exchange)
+
+
 def transport_kind(group: dist.ProcessGroup) -> str:
     """Over what the group's ranks talk; empty if it has no transport yet."""
     transport = _transports.get(group)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
-from fsdp_c import _comm, _compat, _env, _names, _param, _patches
+from fsdp_c import _comm, _compat, _device, _env, _names, _param, _patches
 from fsdp_c._native import _C
 
 if TYPE_CHECKING:
@@ -47,7 +47,9 @@ def why_torch_everywhere(group: FSDPParamGroup) -> str:
         return "offloading to pinned memory"
     if dist.get_backend(mesh_info.shard_process_group) == "fake":
         return "a fake process group"
-    return next(filter(None, map(_why_not_plain, group.fsdp_params)), "")
+    if reason := next(filter(None, map(_why_not_plain, group.fsdp_params)), ""):
+        return reason
+    return _device.why_not(group) if _device.is_wanted(group) else ""
 
 
 def why_torch_here(group: FSDPParamGroup) -> str:
@@ -189,12 +191,15 @@ def _check_same_model(process_group: dist.ProcessGroup, groups: Sequence[FSDPPar
     )
 
 
-def bind_units(groups: Sequence[FSDPParamGroup]) -> list[_C.Domain]:
+def bind_units(
+    groups: Sequence[FSDPParamGroup], streams: _C.Streams | None = None
+) -> list[_C.Domain]:
     """Binds units to the core; collective over each of their process groups. Returns the domains.
 
     All ranks must pass the same units in the same order. On failure no unit is bound and every
-    rank raises.
+    rank raises. Units on a device share the schedule of those in `streams`.
     """
+    streams = _device.streams_for(groups, streams)
     by_mesh: dict[tuple[Any, Any], list[FSDPParamGroup]] = {}
     for group in groups:
         mesh_info = group.mesh_info
@@ -205,12 +210,13 @@ def bind_units(groups: Sequence[FSDPParamGroup]) -> list[_C.Domain]:
     domains: list[_C.Domain] = []
     placed = []
     for (shard_pg, replicate_pg), members in by_mesh.items():
-        shard, replicate = _make_domains(shard_pg, replicate_pg, members)
+        shard, replicate = _make_domains(shard_pg, replicate_pg, members, streams)
         domains += [domain for domain in (shard, replicate) if domain is not None]
         placed += [(group, shard, i, replicate) for i, group in enumerate(members)]
     for group, shard, index, replicate in placed:
         bind_unit(group, shard, index, replicate)
-    _C.Domain.tune_heap(_env.mmap_threshold())
+    if streams is None:
+        _C.Domain.tune_heap(_env.mmap_threshold())
     return domains
 
 
@@ -218,17 +224,21 @@ def _make_domains(
     shard_pg: dist.ProcessGroup,
     replicate_pg: dist.ProcessGroup | None,
     groups: Sequence[FSDPParamGroup],
+    streams: _C.Streams | None,
 ) -> tuple[_C.Domain, _C.Domain | None]:
-    transport = _comm.transport_for(shard_pg)
-    _check_same_model(shard_pg, groups)
     units = [(unit_name(g), [_param_row(p) for p in g.fsdp_params]) for g in groups]
-    rank, size = shard_pg.rank(), shard_pg.size()
-    shard = _C.Domain(transport, False, units, rank, size)
-    if replicate_pg is None:
-        return shard, None
-    transport = _comm.transport_for(replicate_pg)
-    _check_same_model(replicate_pg, groups)
-    return shard, _C.Domain(transport, True, units, rank, size)
+
+    def make(process_group: dist.ProcessGroup, is_replicate: bool) -> _C.Domain:
+        get = _comm.transport_for if streams is None else _comm.messages_for
+        transport = get(process_group)
+        _check_same_model(process_group, groups)
+        unit_args = (units, shard_pg.rank(), shard_pg.size())
+        return _C.Domain(
+            transport, is_replicate, *unit_args, streams, str(process_group.group_name)
+        )
+
+    shard = make(shard_pg, False)
+    return shard, None if replicate_pg is None else make(replicate_pg, True)
 
 
 @torch.no_grad()
@@ -239,7 +249,7 @@ def bind_unit(
     full_bytes, offsets = shard.layout(index)
     with torch.inference_mode(False):
         # Never touched: its memory is taken away when the unit is bound.
-        flat = torch.empty(full_bytes, dtype=torch.uint8)
+        flat = torch.empty(full_bytes, dtype=torch.uint8, device=group.device)
         seen: set[int] = set()
         rows = []
         for fsdp_param, (offset, _) in zip(group.fsdp_params, offsets, strict=True):
@@ -247,7 +257,7 @@ def bind_unit(
             dtype = _compat.compute_dtype(fsdp_param)
             # Of a parameter that is held once per rank each rank reads its own.
             own = fsdp_param.mesh_info.shard_mesh_rank if fsdp_param.copies > 1 else 0
-            data = torch.empty(0, dtype=dtype).set_(
+            data = torch.empty(0, dtype=dtype, device=group.device).set_(
                 flat.untyped_storage(),
                 offset // dtype.itemsize + own,
                 fsdp_param._orig_size,

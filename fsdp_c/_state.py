@@ -134,13 +134,17 @@ class FSDPState(_C.State, _road.RoadState):
         return ""
 
     def _join_core(self, states: list[FSDPState], groups: list[FSDPParamGroup]) -> None:
+        if self._tree is None:
+            for group in groups:
+                group.leave_early_streams()
         domains = []
         for group in groups:
             # Units that were unsharded before the first forward have a domain already.
             for domain in (group._binding[0], group._binding[2]) if group._binding else ():
                 if domain is not None and domain not in domains:
                     domains.append(domain)
-        domains += _plan.bind_units([group for group in groups if not group._is_bound])
+        streams = domains[0].streams if domains else None
+        domains += _plan.bind_units([group for group in groups if not group._is_bound], streams)
         tree = _C.Tree(list(states), domains, self._state_ctx)
         self._state_ctx._tree = tree
         for state in states:

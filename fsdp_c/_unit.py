@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy, 
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-from fsdp_c import _compat, _env, _guards, _patches, _plan, _road, _status
+from fsdp_c import _compat, _device, _env, _guards, _patches, _plan, _road, _status
 from fsdp_c._native import _C
 from fsdp_c._param import FSDPParam
 
@@ -240,9 +240,19 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
             fsdp_param.sharded_state = ShardedState.SHARDED
         self._sharded_state = ShardedState.SHARDED
 
+    def leave_early_streams(self) -> None:
+        """A unit that was unsharded before the first forward joins the schedule of its tree."""
+        if self._binding is not None and self._binding[0].streams is not None:
+            self._unbind()
+            self._binding = self._tree = None
+
     def keep_storage(self) -> None:
         """Passes on whether the memory of a parameter is to stay over reshards: then all of it."""
-        self._core_keep_storage(any(p.keep_unsharded_storage for p in self.fsdp_params))
+        keeps = any(p.keep_unsharded_storage for p in self.fsdp_params)
+        if keeps and self._binding is not None and self._binding[0].streams is not None:
+            self.take_tree_to_torch(_device.KEEPS_STORAGE)
+            return
+        self._core_keep_storage(keeps)
 
     def rebuild(self) -> bool:
         """Takes over shards that were replaced, moved or cast since set-up.
@@ -332,7 +342,7 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
         if root is not None:
             root._rebuild_units()
         elif self.rebuild():  # before the first forward a unit stands alone
-            self._tree = _C.Tree([], _plan.bind_units([self]))
+            self._tree = _C.Tree([], _plan.bind_units([self]), _C.Context())
 
     def _in_slow_context(self) -> bool:
         return torch._C._are_functorch_transforms_active()

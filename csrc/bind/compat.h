@@ -4,6 +4,7 @@
 
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/version.h>
 
 #include <string>
@@ -37,6 +38,32 @@ constexpr bool holds_gradients_on_leaf = FC_TORCH_AT_LEAST(2, 15);
 // From 2.15 a sum that the replicas have not seen yet reaches them in the next backward with
 // all-reduce, also if that one has nothing to add.
 constexpr bool flushes_partial_sums = FC_TORCH_AT_LEAST(2, 15);
+
+// Collectives on whole tensors have their names since 2.13. They are enqueued, and return null or
+// what to wait for.
+inline c10::intrusive_ptr<c10d::Work> gather_into(c10d::ProcessGroup &group, at::Tensor &all,
+                                                  at::Tensor &own)
+{
+    c10d::AllgatherOptions options;
+    options.asyncOp = false;
+#if FC_TORCH_AT_LEAST(2, 13)
+    return group.all_gather_single(all, own, options);
+#else
+    return group._allgather_base(all, own, options);
+#endif
+}
+
+inline c10::intrusive_ptr<c10d::Work> scatter_sums(c10d::ProcessGroup &group, at::Tensor &part,
+                                                   at::Tensor &all)
+{
+    c10d::ReduceScatterOptions options;
+    options.asyncOp = false;
+#if FC_TORCH_AT_LEAST(2, 13)
+    return group.reduce_scatter_single(part, all, options);
+#else
+    return group._reduce_scatter_base(part, all, options);
+#endif
+}
 
 // Makes reading the storage possible again after mark_unreadable.
 inline void mark_readable(c10::StorageImpl *storage)

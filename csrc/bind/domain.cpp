@@ -1,4 +1,5 @@
-// _C.Domain(transport, kind, units, shard_rank, n_shards): builds fc_domain from plain Python data.
+// _C.Domain(transport, kind, units, shard_rank, n_shards, streams, group): builds fc_domain from
+// plain Python data.
 #include "bind/domain.h"
 
 #include "base/alloc.h"
@@ -22,8 +23,10 @@ namespace {
 
 struct DomainObject {
     PyObject_HEAD
-    PyObject *transport; // owned; outlives the domain
-    fc_domain *domain;   // owned
+    PyObject *transport;  // owned; outlives the domain
+    fc_domain *domain;    // owned
+    PyObject *streams;    // owned; null without a device
+    fc_device_comm *comm; // borrowed from the streams
 };
 
 at::ScalarType scalar_type(PyObject *object)
@@ -90,10 +93,11 @@ struct UnitList {
 PyObject *domain_new(PyTypeObject *type, PyObject *args, PyObject *)
 {
     return guarded([&]() -> PyObject * {
-        PyObject *transport, *units;
+        PyObject *transport, *units, *streams = Py_None;
+        const char *group = "";
         int is_replicate, shard_rank, n_shards;
-        if (!PyArg_ParseTuple(args, "OpO!ii", &transport, &is_replicate, &PyList_Type, &units,
-                              &shard_rank, &n_shards)) {
+        if (!PyArg_ParseTuple(args, "OpO!ii|Os", &transport, &is_replicate, &PyList_Type, &units,
+                              &shard_rank, &n_shards, &streams, &group)) {
             return nullptr;
         }
         const UnitList list(units);
@@ -104,6 +108,10 @@ PyObject *domain_new(PyTypeObject *type, PyObject *args, PyObject *)
                                list.descs.data(), list.descs.size(), shard_rank, n_shards,
                                &object->domain));
         object->transport = Py_NewRef(transport);
+        if (streams != Py_None) {
+            object->comm = streams_of(streams)->comm(group);
+            object->streams = Py_NewRef(streams);
+        }
         return self.release();
     });
 }
@@ -114,6 +122,7 @@ void domain_dealloc(PyObject *self)
     PyTypeObject *type = Py_TYPE(self);
     fc_domain_destroy(object->domain);
     Py_XDECREF(object->transport);
+    Py_XDECREF(object->streams);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -278,6 +287,16 @@ PyObject *tune_heap(PyObject *, PyObject *arg)
     Py_RETURN_NONE;
 }
 
+PyObject *domain_get_streams(PyObject *self, void *)
+{
+    PyObject *streams = reinterpret_cast<DomainObject *>(self)->streams;
+    return Py_NewRef(streams != nullptr ? streams : Py_None);
+}
+
+PyGetSetDef properties[] = {
+    {"streams", domain_get_streams, nullptr, "what the units run in on a device, or None", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
 PyMethodDef methods[] = {
     {"tune_heap", tune_heap, METH_O | METH_STATIC,
      "tune_heap(n): trims the heap; allocations of n bytes and more (0: no change) stay off it."},
@@ -304,6 +323,7 @@ PyType_Slot slots_of_type[] = {
     {Py_tp_new, reinterpret_cast<void *>(domain_new)},
     {Py_tp_dealloc, reinterpret_cast<void *>(domain_dealloc)},
     {Py_tp_methods, methods},
+    {Py_tp_getset, properties},
     {Py_tp_doc, const_cast<char *>("Units that travel over one process group.")},
     {0, nullptr}};
 PyType_Spec spec = {"fsdp_c._C.Domain", sizeof(DomainObject), 0, Py_TPFLAGS_DEFAULT, slots_of_type};
@@ -318,6 +338,19 @@ fc_domain *domain_of(PyObject *object)
         throw_python();
     }
     return reinterpret_cast<DomainObject *>(object)->domain;
+}
+
+Streams *domain_streams(PyObject *object)
+{
+    (void)domain_of(object);
+    PyObject *streams = reinterpret_cast<DomainObject *>(object)->streams;
+    return streams != nullptr ? streams_of(streams) : nullptr;
+}
+
+fc_device_comm *domain_device_comm(PyObject *object)
+{
+    (void)domain_of(object);
+    return reinterpret_cast<DomainObject *>(object)->comm;
 }
 
 fc_slots *slots()

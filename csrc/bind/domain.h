@@ -4,6 +4,7 @@
 
 #include <Python.h>
 
+#include "bind/device.h"
 #include "group/domain.h"
 #include "group/slots.h"
 
@@ -11,6 +12,11 @@ namespace fc {
 
 // Borrowed from the object; TypeError as an exception for anything else.
 fc_domain *domain_of(PyObject *object);
+
+// What the domain's units run on, and its communicator there; null for units in shared memory or
+// over messages.
+Streams *domain_streams(PyObject *object);
+fc_device_comm *domain_device_comm(PyObject *object);
 
 // The pool of private memory for unsharded units, one for the process.
 fc_slots *slots();

@@ -147,6 +147,10 @@ void group_post_forward(GroupObject *group, bool is_needed = false)
 {
     log_event("FSDP::post_forward", group->unit);
     Range range("FSDP::post_forward", group->unit);
+    if (DeviceUnit *device = group->unit->device();
+        device != nullptr && at::GradMode::is_enabled() && !in_autograd_backward()) {
+        device->note_forward();
+    }
     const bool in_forward = is_training(group->training, Training::forward);
     const bool keeps =
         group->post_forward_mesh_info == nullptr || group->post_forward_mesh_info == Py_None;

@@ -4,6 +4,7 @@
 #include "bind/call.h"
 #include "bind/comm.h"
 #include "bind/context.h"
+#include "bind/device.h"
 #include "bind/domain.h"
 #include "bind/layout.h"
 #include "bind/optim.h"
@@ -40,9 +41,9 @@ static PyMethodDef functions[] = {
 static int exec(PyObject *module)
 {
     return fc_register_transport(module) < 0 || fc_register_comm(module) < 0 ||
-                   fc_register_domain(module) < 0 || fc_register_context(module) < 0 ||
-                   fc_register_state(module) < 0 || fc_register_layout(module) < 0 ||
-                   fc_register_optim(module) < 0
+                   fc_register_streams(module) < 0 || fc_register_domain(module) < 0 ||
+                   fc_register_context(module) < 0 || fc_register_state(module) < 0 ||
+                   fc_register_layout(module) < 0 || fc_register_optim(module) < 0
                ? -1
                : 0;
 }

@@ -1,17 +1,15 @@
 // Gradients of a unit: from autograd's tensors to the sharded gradients.
 #include "bind/unit.h"
 
-#include "base/alloc.h"
 #include "bind/compat.h"
 #include "bind/domain.h"
 #include "bind/events.h"
+#include "bind/gradients.h"
 #include "bind/tensors.h"
 #include "group/waits.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
@@ -35,24 +33,6 @@ public:
 private:
     void *memory_ = nullptr;
 };
-
-void set_bit(std::vector<uint64_t> &mask, size_t i)
-{
-    mask[i / 64] |= uint64_t{1} << (i % 64);
-}
-
-bool has_bit(const uint64_t *mask, size_t i)
-{
-    return (mask[i / 64] >> (i % 64) & 1) != 0;
-}
-
-std::string parameter_name(const Param &param)
-{
-    Ref fqn = Ref::take(PyObject_GetAttrString(param.owner.get(), "_param_fqn"));
-    const char *text = fqn && PyUnicode_Check(fqn.get()) ? PyUnicode_AsUTF8(fqn.get()) : nullptr;
-    PyErr_Clear();
-    return text != nullptr ? text : "?";
-}
 
 // A gradient that the core can read: dense, real floating point, on the CPU, in memory as its
 // parameter is.
@@ -93,20 +73,6 @@ char *reserve(const Unit *unit, fc_unit *lane, size_t part_bytes, fc_wire wire, 
     }
     check(status);
     return parts;
-}
-
-// Bytes in pages of their own. Gradients live long among autograd's short-lived large tensors: on
-// the heap they would pin the holes between those.
-at::Tensor page_buffer(size_t bytes)
-{
-    void *memory = fc_pages_alloc(FC_FOR_GRADIENTS, bytes);
-    if (memory == nullptr) {
-        PyErr_Format(PyExc_MemoryError, "%zu bytes for sharded gradients", bytes);
-        throw_python();
-    }
-    return at::from_blob(
-        memory, {static_cast<int64_t>(bytes)},
-        [bytes](void *p) { fc_pages_free(FC_FOR_GRADIENTS, p, bytes); }, at::dtype(at::kByte));
 }
 
 // Lent gradients of more bytes are not kept while backward goes on: they would add to its peak.
@@ -150,12 +116,6 @@ bool may_lend(const fc_layout *layout, const std::vector<at::Tensor> &grads, fc_
 } // namespace
 
 Unit *Unit::lender_ = nullptr;
-
-bool Gradient::is_free() const
-{
-    return Py_REFCNT(object.get()) == object_refs && Py_REFCNT(local_object.get()) == local_refs &&
-           tensor.use_count() == tensor_uses && local.use_count() == local_uses;
-}
 
 // ---- from autograd ----
 
@@ -295,6 +255,9 @@ void Unit::drop_gradients()
         p.unsharded_tensor.mutable_grad() = at::Tensor();
     }
     end_deferral();
+    if (device_ != nullptr) {
+        device_->drop_gradients();
+    }
     std::fill(partial_mask_.begin(), partial_mask_.end(), 0);
     forget_posts();
     deferred_hooks_.clear();
@@ -315,7 +278,9 @@ void Unit::post(bool with_unused, const ReduceOptions &options, const Progress &
     Range range("FSDP::post_backward_reduce", this);
     count_reduction(grads);
     sums_are_posted_ = options.all_reduce;
-    if (fc_domain_n_ranks(domain_) == 1) {
+    if (device_ != nullptr) {
+        post_device(grads, options);
+    } else if (fc_domain_n_ranks(domain_) == 1) {
         post_own(grads, options, progress);
     } else if (fc_domain_is_mapped(domain_)) {
         post_mapped(std::move(grads), progress);
@@ -625,92 +590,6 @@ void Unit::finish(fc_unit *lane, const ReduceOptions &options, const Progress &p
 
 // ---- into the sharded gradients ----
 
-bool Unit::can_share_flat() const
-{
-    if (!grads_share_flat_ || grads_flat_.storage().use_count() != flat_uses_) {
-        return false;
-    }
-    for (const Param &p : params_) {
-        if (p.grad.object && !p.grad.is_free()) {
-            return false;
-        }
-    }
-    return true;
-}
-
-// Makes a gradient for every parameter without one (`all`: for every parameter), in one new buffer.
-// A gradient that somebody else holds is left to its holder.
-void Unit::make_gradients(bool all)
-{
-    const fc_layout *layout = fc_unit_layout(shard_);
-    std::vector<size_t> wanted;
-    bool flat_is_ours = grads_flat_.defined() && grads_flat_.storage().use_count() == flat_uses_;
-    for (size_t i = 0; i < params_.size(); i++) {
-        const Param &p = params_[i];
-        const at::Tensor &present = p.sharded_tensor().grad();
-        const bool assigned = p.grad.object && present.defined() && present.is_same(p.grad.tensor);
-        const bool reusable = p.grad.object && flat_is_ours &&
-                              p.grad.local.is_alias_of(grads_flat_) && p.grad.is_free();
-        if (layout->params[i].has_grad && (all || (!assigned && !reusable))) {
-            wanted.push_back(i);
-        }
-    }
-    if (wanted.empty()) {
-        return;
-    }
-    at::NoGradGuard no_grad;
-    grads_flat_ = page_buffer(layout->grad_bytes);
-    for (size_t i : wanted) {
-        Param &p = params_[i];
-        const int64_t item = static_cast<int64_t>(c10::elementSize(p.grad_type));
-        at::Tensor local = at::empty({0}, at::dtype(p.grad_type));
-        local.set_(grads_flat_.storage(), static_cast<int64_t>(layout->params[i].grad_at) / item,
-                   p.local_size, p.local_stride);
-        p.grad = Gradient();
-        p.grad.local_object = checked(THPVariable_Wrap(local));
-        p.grad.object = checked(PyObject_CallMethod(p.owner.get(), "to_sharded_dtensor", "O",
-                                                    p.grad.local_object.get()));
-        p.grad.local = local;
-        p.grad.tensor = tensor_of(p.grad.object.get());
-        local = at::Tensor();
-        p.grad.object_refs = Py_REFCNT(p.grad.object.get());
-        p.grad.local_refs = Py_REFCNT(p.grad.local_object.get());
-        p.grad.tensor_uses = p.grad.tensor.use_count();
-        p.grad.local_uses = p.grad.local.use_count();
-    }
-    grads_share_flat_ = true;
-    for (size_t i = 0; i < params_.size(); i++) {
-        const Gradient &g = params_[i].grad;
-        grads_share_flat_ = grads_share_flat_ && (!layout->params[i].has_grad ||
-                                                  (g.object && g.local.is_alias_of(grads_flat_)));
-    }
-    flat_uses_ = grads_flat_.storage().use_count();
-}
-
-// Runs the post-accumulate hooks of a parameter whose gradient is final, now or at the end of the
-// phase.
-void Unit::after_write(size_t index, const ReduceOptions &options)
-{
-    Param &p = params_[index];
-    if (!torch::autograd::impl::post_acc_grad_hooks(p.sharded_tensor())) {
-        return;
-    }
-    if (options.defer_hooks) {
-        deferred_hooks_.push_back(index);
-        return;
-    }
-    at::NoGradGuard no_grad;
-    (*torch::autograd::impl::post_acc_grad_hooks(p.sharded_tensor()))(p.sharded_tensor());
-}
-
-void Unit::run_deferred_hooks()
-{
-    std::vector<size_t> indices = std::exchange(deferred_hooks_, {});
-    for (size_t i : indices) {
-        after_write(i, {1, true, false});
-    }
-}
-
 // Lets `reduce(memory, accumulate)` write one parameter's gradient where it belongs.
 template <typename Reduce>
 void Unit::write_gradient(size_t index, const ReduceOptions &options, const Reduce &reduce)
@@ -725,16 +604,7 @@ void Unit::write_gradient(size_t index, const ReduceOptions &options, const Redu
     } else {
         // A gradient that the user put there: add to it as torch would.
         at::NoGradGuard no_grad;
-        Ref object = checked(THPVariable_Wrap(present));
-        Ref local = Ref::take(PyObject_GetAttrString(object.get(), "_local_tensor"));
-        if (!local) {
-            PyErr_Clear();
-            PyErr_Format(PyExc_AssertionError,
-                         "expected the gradient of sharded parameter '%s' to be DTensor, got a "
-                         "plain tensor: set it to None, or to a DTensor placed as its parameter",
-                         parameter_name(p).c_str());
-            throw_python();
-        }
+        const Ref local = local_gradient(p);
         at::Tensor sum = at::empty_strided(p.local_size, p.local_stride, at::dtype(p.grad_type));
         reduce(sum.mutable_data_ptr(), false);
         tensor_of(local.get()).add_(sum);

@@ -385,6 +385,9 @@ PyObject *tree_new(PyTypeObject *type, PyObject *args, PyObject *)
         as<TreeObject>(self.get())->states = Py_NewRef(states);
         as<TreeObject>(self.get())->domains = Py_NewRef(domains);
         as<TreeObject>(self.get())->context = context_of(Py_NewRef(context));
+        if (PyList_GET_SIZE(domains) > 0) {
+            as<TreeObject>(self.get())->streams = domain_streams(PyList_GET_ITEM(domains, 0));
+        }
         return self.release();
     });
 }
@@ -401,6 +404,7 @@ int tree_traverse(PyObject *self, visitproc visit, void *arg)
 int tree_clear(PyObject *self)
 {
     as<TreeObject>(self)->iteration_root = nullptr;
+    as<TreeObject>(self)->streams = nullptr;
     Py_CLEAR(as<TreeObject>(self)->states);
     Py_CLEAR(as<TreeObject>(self)->domains);
     Py_CLEAR(as<TreeObject>(self)->context);

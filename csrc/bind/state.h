@@ -60,6 +60,7 @@ struct TreeObject {
     PyObject *states;            // owned; a list, in named_modules order
     PyObject *domains;           // owned; a list
     ContextObject *context;      // owned
+    Streams *streams;            // borrowed from the domains; null without a device
     StateObject *iteration_root; // borrowed; the unit that began the current forward
 };
 

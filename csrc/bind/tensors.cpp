@@ -54,13 +54,13 @@ const at::Tensor &tensor_of(PyObject *object)
 void show(c10::StorageImpl *storage, void *memory, size_t bytes)
 {
     mark_readable(storage);
-    storage->set_data_ptr_noswap(at::DataPtr(memory, c10::Device(c10::kCPU)));
+    storage->set_data_ptr_noswap(at::DataPtr(memory, storage->device()));
     storage->set_nbytes(bytes);
 }
 
 void hide(c10::StorageImpl *storage, const std::string &text)
 {
-    storage->set_data_ptr_noswap(at::DataPtr(nullptr, c10::Device(c10::kCPU)));
+    storage->set_data_ptr_noswap(at::DataPtr(nullptr, storage->device()));
     storage->set_nbytes(0);
     mark_unreadable(storage, text);
 }

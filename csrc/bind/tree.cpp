@@ -4,6 +4,7 @@
 #include "bind/events.h"
 #include "bind/tensors.h"
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 namespace fc {
@@ -100,14 +101,18 @@ void close(TreeObject *tree)
     each_domain(tree, [](fc_domain *domain) { check(fc_domain_close(domain)); });
 }
 
-// set_post_optim_event counts for one forward. Nothing runs in streams here that could wait for it.
-void drop_post_optim_event(StateObject *state)
+// set_post_optim_event counts for one forward. On a device the current stream waits for it, and
+// all that reads shards comes behind that.
+void take_post_optim_event(StateObject *state)
 {
     static PyObject *const context_name = PyUnicode_InternFromString("_state_ctx");
     static PyObject *const event_name = PyUnicode_InternFromString("post_optim_event");
     Ref context = checked(PyObject_GetAttr(reinterpret_cast<PyObject *>(state), context_name));
     Ref event = checked(PyObject_GetAttr(context.get(), event_name));
     if (event.get() != Py_None) {
+        if (state->tree->streams != nullptr) {
+            checked(PyObject_CallMethod(event.get(), "wait", nullptr));
+        }
         check(PyObject_SetAttr(context.get(), event_name, Py_None));
     }
 }
@@ -168,6 +173,14 @@ void reduce_group(TreeObject *tree, GroupObject *group, bool at_end)
     });
 }
 
+// On a device: after the last backward what the caller does next comes behind all reductions.
+void end_reductions(TreeObject *tree, bool is_last)
+{
+    if (tree->streams != nullptr) {
+        check(fc_schedule_end_backward(tree->streams->schedule(), is_last));
+    }
+}
+
 // Finishes all reductions of a backward phase and closes it.
 void close_backward(TreeObject *tree)
 {
@@ -224,7 +237,7 @@ void tree_root_pre_forward(StateObject *state)
     log_look_up_level();
     log_event("FSDP::root_pre_forward");
     Range range("FSDP::root_pre_forward");
-    drop_post_optim_event(state);
+    take_post_optim_event(state);
     rebuild_if_changed(state);
     tree = state->tree; // a rebuild may have made a new one
     each_state(tree, [](StateObject *s) {
@@ -233,6 +246,9 @@ void tree_root_pre_forward(StateObject *state)
         }
     });
     open(tree, false);
+    if (tree->streams != nullptr) {
+        tree->streams->begin();
+    }
     tree->iteration_root = state;
 }
 
@@ -249,6 +265,9 @@ void tree_root_post_forward(TreeObject *tree)
             });
             close(tree);
         });
+        if (tree->streams != nullptr && !at::GradMode::is_enabled()) {
+            check(fc_schedule_end_forward(tree->streams->schedule()));
+        }
     }
 }
 
@@ -318,6 +337,7 @@ void tree_end_backward(TreeObject *tree)
             }
             state->training = static_cast<int>(Training::idle);
         });
+        end_reductions(tree, !is_manual && context->is_last_backward);
         close_backward(tree);
     });
     context->callback_queued = false;
@@ -349,6 +369,7 @@ void tree_finalize_backward(TreeObject *tree)
             group->training = static_cast<int>(Training::idle);
             group->backwards = 0;
         }
+        end_reductions(tree, true);
         close_backward(tree);
     });
     tree->context->is_unfinalized = false;
@@ -380,6 +401,10 @@ void tree_reset(TreeObject *tree, bool drop_gradients)
         }
     });
     ContextObject *context = tree->context;
+    if (tree->streams != nullptr) {
+        fc_schedule *schedule = tree->streams->schedule();
+        check(drop_gradients ? fc_schedule_reset(schedule) : fc_schedule_end_forward(schedule));
+    }
     if (drop_gradients) {
         context->ending = Ending::open;
         context->is_unfinalized = false;

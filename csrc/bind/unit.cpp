@@ -111,6 +111,13 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
         gather_bytes_ += (p.rows - p.own_rows) * row;
         publish_bytes_ += p.is_aliased ? 0 : p.own_rows * row;
     }
+    if (Streams *streams = domain_streams(domain)) {
+        const DeviceComms comms = {domain_device_comm(domain),
+                                   replicate_ != nullptr ? domain_device_comm(replicate_domain)
+                                                         : nullptr};
+        device_ = std::make_unique<DeviceUnit>(streams, layout, fc_unit_name(shard_), comms);
+        device_->set_shards(params_);
+    }
     shard_versions_.resize(params_.size());
     partial_mask_.resize(layout->mask_words);
     hide(storage_, unreadable_text_);
@@ -180,7 +187,10 @@ void Unit::take_slot()
 
 void Unit::release_slot()
 {
-    if (slot_ != nullptr) {
+    if (device_ != nullptr) {
+        device_->reshard();
+        slot_ = nullptr;
+    } else if (slot_ != nullptr) {
         fc_slots_release(slots(), std::exchange(slot_, nullptr));
     }
     is_kept_ = false;
@@ -212,7 +222,9 @@ void Unit::unshard_private()
     // What moves nothing has no range: a unit on one rank, and a second call before the wait.
     Range range(is_gathered() && !requested_ ? "FSDP::all_gather" : nullptr, this);
     requested_ = true;
-    if (!fc_domain_is_mapped(domain_)) {
+    if (device_ != nullptr) {
+        device_->start(fc_domain_is_open(domain_));
+    } else if (!fc_domain_is_mapped(domain_)) {
         gather_messages();
     } else if (fc_domain_is_open(domain_)) {
         return; // the phase keeps the shards still: unshard() shows them as they are
@@ -238,6 +250,9 @@ void Unit::unshard()
     if (unsharded_) {
         if (fc_domain_is_open(domain_)) {
             check(fc_domain_ready(domain_, shard_));
+            if (device_ != nullptr) { // for what is prefetched from here
+                (void)device_->take(true, fc_domain_in_backward(domain_));
+            }
         }
         if (is_kept_ && fc_domain_is_open(domain_) && !fc_domain_in_backward(domain_)) {
             refresh();
@@ -252,6 +267,9 @@ void Unit::unshard()
     if (is_shared && fc_domain_is_open(domain_) && pending_) {
         release_slot(); // the copy is of before the phase: shards may have been written since
         pending_ = false;
+    }
+    if (device_ != nullptr) {
+        slot_ = device_->take(fc_domain_is_open(domain_), fc_domain_in_backward(domain_));
     }
     void *memory = slot_;
     if (!pending_) {
@@ -274,7 +292,7 @@ void Unit::unshard()
         }
         p.version = p.unsharded_tensor.unsafeGetTensorImpl()->version_counter().current_version();
     }
-    is_kept_ = is_shared && pending_;
+    is_kept_ = device_ != nullptr ? !fc_domain_is_open(domain_) : is_shared && pending_;
     pending_ = requested_ = false;
     unsharded_ = true;
     register_params(true);
@@ -345,6 +363,7 @@ void Unit::discard_writes()
 void Unit::keep()
 {
     if (!unsharded_ || (slot_ != nullptr && !keeps_storage_)) {
+        is_kept_ = is_kept_ || (unsharded_ && device_ != nullptr);
         return;
     }
     if (slot_ == nullptr) {
@@ -362,6 +381,15 @@ void Unit::refresh()
 {
     if (std::any_of(params_.begin(), params_.end(), is_written)) {
         return; // writes to an unsharded parameter last until it is resharded
+    }
+    if (device_ != nullptr) {
+        if (device_->is_outdated()) {
+            device_->reshard();
+            device_->start(true);
+            slot_ = device_->take(true, false);
+            show(storage_, slot_, bytes_);
+        }
+        return;
     }
     if (keeps_storage_) {
         fc_unit_copy_out(shard_, slot_);
@@ -400,6 +428,10 @@ bool Unit::is_intact() const
         if (!THPVariable_Check(local.get()) || !THPVariable_Unpack(local.get()).is_same(p.local)) {
             return false;
         }
+        if (device_ != nullptr && layout->params[i].has_grad && !layout->params[i].trainable &&
+            p.sharded_tensor().requires_grad()) {
+            return false; // the plan stages no gradient of it
+        }
         if (layout->params[i].is_aliased &&
             p.local.storage().unsafeGetStorageImpl()->data() != fc_unit_shard_home(shard_, i)) {
             return false;
@@ -410,6 +442,9 @@ bool Unit::is_intact() const
 
 void Unit::publish()
 {
+    if (device_ != nullptr) {
+        device_->set_shards(params_);
+    }
     if (!fc_domain_is_mapped(domain_)) {
         return;
     }

@@ -2,6 +2,7 @@
 #ifndef FC_BIND_UNIT_H
 #define FC_BIND_UNIT_H
 
+#include "bind/device.h"
 #include "bind/python.h"
 #include "group/domain.h"
 #include "group/exchange.h"
@@ -10,6 +11,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -103,7 +105,8 @@ public:
     bool is_unsharded() const { return unsharded_; }
     bool is_pending() const { return requested_; }
     // True if what is unsharded outlives the phase.
-    bool has_own_memory() const { return slot_ != nullptr; }
+    bool has_own_memory() const { return device_ ? is_kept_ : slot_ != nullptr; }
+    DeviceUnit *device() const { return device_.get(); }
     const std::vector<Param> &params() const { return params_; }
     int traverse(visitproc visit, void *arg);
 
@@ -190,6 +193,10 @@ private:
     bool stays() const { return keeps_storage_ && slot_ != nullptr; }
 
     std::vector<at::Tensor> take_gradients(bool with_unused, bool with_partial_sums);
+    void post_device(const std::vector<at::Tensor> &grads, const ReduceOptions &options);
+    void add_apart(const std::vector<at::Tensor> &grads, const std::vector<size_t> &present,
+                   const ReduceOptions &options);
+    at::Tensor make_grad_buffer(size_t bytes) const;
     void post_mapped(std::vector<at::Tensor> grads, const Progress &progress);
     void settle();
     void post_messages(const std::vector<at::Tensor> &grads, const ReduceOptions &options,
@@ -222,7 +229,8 @@ private:
     at::Tensor storage_owner_; // its storage is that of all unsharded parameters
     c10::StorageImpl *storage_;
     size_t bytes_;
-    void *slot_ = nullptr; // private memory, from the pool
+    std::unique_ptr<DeviceUnit> device_; // null in shared memory and over messages
+    void *slot_ = nullptr;               // private memory, from the pool or the device
     bool unsharded_ = false;
     bool awaits_gradients_ = false;
     bool outlasts_forward_ = false;

@@ -128,6 +128,7 @@ static void end_gather(fc_schedule_unit *unit, fc_schedule_state state)
     fc_stream_pool_release(&unit->schedule->gathers, unit->gathered);
     unit->schedule->n_gathering--;
     unit->gathered = NULL;
+    unit->is_asked = false;
     unit->state = state;
 }
 
@@ -197,6 +198,19 @@ fc_status fc_schedule_unshard(fc_schedule_unit *unit, void **full_out)
     return FC_OK;
 }
 
+fc_status fc_schedule_start(fc_schedule_unit *unit)
+{
+    if (unit->schedule->compute == NULL || unit->shards == NULL) {
+        return fc_schedule_unit_fail(unit,
+                                     unit->shards == NULL ? "gather without shards" : "gather");
+    }
+    if (unit->state == FC_STATE_SHARDED) {
+        FC_TRY(start_gather(unit));
+        unit->is_asked = true;
+    }
+    return FC_OK;
+}
+
 static void free_full(fc_schedule_unit *unit)
 {
     if (unit->state == FC_STATE_UNSHARDED) {
@@ -237,20 +251,27 @@ static fc_status prefetch_list(const fc_schedule_list *list)
 
 /* ---- an iteration ---- */
 
-fc_status fc_schedule_begin(fc_schedule *s, fc_stream *compute, fc_event *optimizer)
+static fc_status set_compute(fc_schedule *s, fc_stream *compute)
 {
-    fc_schedule_unit *u;
-
     if (s->compute != NULL && s->compute != compute &&
-        (s->gathers.first != NULL || s->inputs.first != NULL || s->outputs.first != NULL)) {
+        (fc_stream_pool_has_memory(&s->gathers) || fc_stream_pool_has_memory(&s->inputs) ||
+         fc_stream_pool_has_memory(&s->outputs))) {
         return fc_fail(FC_ERR_STATE, "an iteration begins on another stream than the one before it,"
                                      " whose last backward has not ended");
     }
     s->compute = compute;
     s->inputs.home = compute;
-    /* What was gathered or kept before may be out of date. */
+    return FC_OK;
+}
+
+fc_status fc_schedule_begin(fc_schedule *s, fc_stream *compute, fc_event *optimizer)
+{
+    fc_schedule_unit *u;
+
+    FC_TRY(set_compute(s, compute));
+    /* What was prefetched or kept before may be out of date. */
     for (u = s->units; u != NULL; u = u->next) {
-        if (u->state == FC_STATE_GATHERING) {
+        if (u->state == FC_STATE_GATHERING && !u->is_asked) {
             FC_TRY(drop_gather(u));
         }
         free_kept(u);
@@ -261,6 +282,12 @@ fc_status fc_schedule_begin(fc_schedule *s, fc_stream *compute, fc_event *optimi
     return fc_schedule_chain(s, FC_ORDER_OPTIMIZER, compute, s->options.copy_in);
 }
 
+fc_status fc_schedule_read_shards(fc_schedule *s, fc_stream *compute)
+{
+    FC_TRY(set_compute(s, compute));
+    return fc_schedule_chain(s, FC_ORDER_OPTIMIZER, compute, s->options.copy_in);
+}
+
 fc_status fc_schedule_pre_forward(fc_schedule_unit *unit, void **full_out)
 {
     FC_TRY(fc_schedule_unshard(unit, full_out));
@@ -268,7 +295,7 @@ fc_status fc_schedule_pre_forward(fc_schedule_unit *unit, void **full_out)
 }
 
 /* The order of forwards, for the prefetch of backward. */
-static fc_status note(fc_schedule_unit *unit)
+fc_status fc_schedule_note_forward(fc_schedule_unit *unit)
 {
     fc_schedule *s = unit->schedule;
     size_t capacity = s->order_capacity == 0 ? 64 : s->order_capacity * 2;
@@ -316,7 +343,7 @@ fc_status fc_schedule_post_forward(fc_schedule_unit *unit)
     if (unit->schedule->compute == NULL || unit->state != FC_STATE_UNSHARDED) {
         return fc_schedule_unit_fail(unit, "post_forward");
     }
-    FC_TRY(note(unit));
+    FC_TRY(fc_schedule_note_forward(unit));
     if (unit->options.reshard_after_forward) {
         if (unit->slice != NULL && unit->kept == NULL) {
             FC_TRY(keep_slice(unit));
@@ -376,9 +403,27 @@ static fc_status await_transfers(fc_schedule *s)
     return FC_OK;
 }
 
+/* Of gathers in flight, nobody needs any. */
+static fc_status drop_gathers(fc_schedule *s)
+{
+    fc_schedule_unit *u;
+
+    for (u = s->units; u != NULL; u = u->next) {
+        if (u->state == FC_STATE_GATHERING) {
+            FC_TRY(drop_gather(u));
+        }
+    }
+    return fc_stream_pool_drop(s, &s->gathers);
+}
+
+fc_status fc_schedule_end_forward(fc_schedule *s)
+{
+    return s->compute != NULL ? drop_gathers(s) : FC_OK;
+}
+
 static fc_status drop_slots(fc_schedule *s)
 {
-    FC_TRY(fc_stream_pool_drop(s, &s->gathers));
+    FC_TRY(drop_gathers(s));
     FC_TRY(fc_stream_pool_drop(s, &s->inputs)); /* compute has waited for all reductions */
     return fc_stream_pool_drop(s, &s->outputs);
 }
@@ -398,9 +443,6 @@ fc_status fc_schedule_end_backward(fc_schedule *s, bool is_last)
         FC_TRY(fc_schedule_chain(s, FC_ORDER_ALL_REDUCED, s->options.all_reduce, s->compute));
     }
     for (u = s->units; u != NULL; u = u->next) {
-        if (u->state == FC_STATE_GATHERING) {
-            FC_TRY(drop_gather(u));
-        }
         u->last_entry = -1;
     }
     s->n_order = 0;
@@ -426,14 +468,7 @@ fc_status fc_schedule_reset(fc_schedule *s)
             FC_TRY(drop_gather(u));
         }
         fc_schedule_reshard(u);
-        if (u->held != NULL) {
-            fc_stream_pool_release(&s->inputs, u->held);
-        }
-        if (u->partial != NULL) {
-            fc_stream_pool_release(&s->outputs, u->partial);
-        }
-        u->held = NULL;
-        u->partial = NULL;
+        fc_schedule_drop_gradients(u);
     }
     return fc_schedule_end_backward(s, true);
 }

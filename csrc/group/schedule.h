@@ -88,6 +88,9 @@ FC_MUST_CHECK fc_status fc_schedule_add(fc_schedule *schedule,
 
 /* Shards in the order of the layout's parameters, own_rows each; borrowed while they are set. */
 void fc_schedule_set_shards(fc_schedule_unit *unit, const void *const *shards);
+/* Local; the unit's memory is freed in the order of compute. Nobody may prefetch it any more. NULL
+ * is fine. */
+void fc_schedule_remove(fc_schedule_unit *unit);
 /* Whom to gather after the unit's own copy-out; without, backward takes the unit before it in the
  * order of forwards. `units` is copied. */
 FC_MUST_CHECK fc_status fc_schedule_set_prefetch(fc_schedule_unit *unit, bool in_backward,
@@ -101,6 +104,12 @@ FC_MUST_CHECK fc_status fc_schedule_begin(fc_schedule *schedule, fc_stream *comp
 /* The unsharded buffer is there for what compute does next. */
 FC_MUST_CHECK fc_status fc_schedule_pre_forward(fc_schedule_unit *unit, void **full_out);
 FC_MUST_CHECK fc_status fc_schedule_post_forward(fc_schedule_unit *unit);
+/* What it begins with: the unit takes its place in the order of forwards. For callers that reshard
+ * by themselves. */
+FC_MUST_CHECK fc_status fc_schedule_note_forward(fc_schedule_unit *unit);
+/* Ends a forward that no backward follows: gathers that nobody used are dropped, and their memory.
+ */
+FC_MUST_CHECK fc_status fc_schedule_end_forward(fc_schedule *schedule);
 FC_MUST_CHECK fc_status fc_schedule_pre_backward(fc_schedule_unit *unit, void **full_out);
 
 typedef enum fc_schedule_sync {
@@ -110,10 +119,12 @@ typedef enum fc_schedule_sync {
 } fc_schedule_sync;
 
 typedef struct fc_schedule_grads {
-    /* Full gradients of type `compute`, in compute's order; NULL entries: none, taken as zero.
-     * NULL: of no parameter. */
+    /* Full gradients, in compute's order; NULL entries: none, taken as zero. NULL: of no parameter.
+     */
     const void *const *full;
-    void *out; /* laid out as the layout's gradient buffer; FC_SYNC_ALL only */
+    const fc_dtype *types;       /* of each; NULL: of type `compute` */
+    double pre_divisor, divisor; /* 0: those of the unit */
+    void *out;                   /* laid out as the layout's gradient buffer; FC_SYNC_ALL only */
     bool accumulate;
     fc_schedule_sync sync;
     bool keep_unsharded;
@@ -129,9 +140,15 @@ FC_MUST_CHECK fc_status fc_schedule_end_backward(fc_schedule *schedule, bool is_
 
 /* ---- beside it ---- */
 
-/* Outside of forward and backward, inside of an iteration. */
+/* Outside of an iteration: shards may be read as compute leaves them by now. */
+FC_MUST_CHECK fc_status fc_schedule_read_shards(fc_schedule *schedule, fc_stream *compute);
+/* Outside of forward and backward, inside of an iteration or after fc_schedule_read_shards. */
 FC_MUST_CHECK fc_status fc_schedule_unshard(fc_schedule_unit *unit, void **full_out);
+/* Gathers ahead of fc_schedule_unshard; the beginning of an iteration keeps what was asked for. */
+FC_MUST_CHECK fc_status fc_schedule_start(fc_schedule_unit *unit);
 void fc_schedule_reshard(fc_schedule_unit *unit);
+/* Forgets what is held for later reductions. */
+void fc_schedule_drop_gradients(fc_schedule_unit *unit);
 /* After a failure: everything is sharded, nothing is held or in flight. */
 FC_MUST_CHECK fc_status fc_schedule_reset(fc_schedule *schedule);
 

@@ -5,6 +5,8 @@
 #include "base/alloc.h"
 #include "group/layout_runs.h"
 
+#include <string.h>
+
 /* This rank's chunks of the unsharded buffer, into a pack of the smaller group. */
 static fc_status plan_slice(const fc_layout *post, fc_runs *plan)
 {
@@ -39,7 +41,8 @@ static fc_status plan_add(const fc_schedule_unit *unit, fc_runs *plan)
     return fc_runs_add(plan, &block);
 }
 
-static fc_status plan_stage(const fc_schedule_unit *unit, fc_runs *plan)
+/* Of gradients that are all of type `compute`; of `types` if they are given. */
+static fc_status plan_stage(const fc_schedule_unit *unit, const fc_dtype *types, fc_runs *plan)
 {
     const fc_layout *l = unit->options.layout;
     fc_dtype *grads = fc_alloc(l->n_params ? l->n_params : 1, sizeof(*grads));
@@ -50,7 +53,7 @@ static fc_status plan_stage(const fc_schedule_unit *unit, fc_runs *plan)
         return fc_fail(FC_ERR_NOMEM, "unit '%s': %zu types", unit->name, l->n_params);
     }
     for (i = 0; i < l->n_params; i++) {
-        grads[i] = l->params[i].compute;
+        grads[i] = types != NULL ? types[i] : l->params[i].compute;
     }
     st = fc_layout_plan_stage(l, grads, FC_WIRE_REDUCE, unit->part_bytes, plan);
     fc_free(grads);
@@ -77,7 +80,7 @@ fc_status fc_schedule_moves_create(fc_schedule_unit *unit)
     fc_runs_init(&plan);
     FC_TRY(finish(unit, fc_layout_plan_pack(l, &plan), &plan, &unit->pack));
     FC_TRY(finish(unit, fc_layout_plan_unpack(l, &plan), &plan, &unit->unpack));
-    FC_TRY(finish(unit, plan_stage(unit, &plan), &plan, &unit->stage));
+    FC_TRY(finish(unit, plan_stage(unit, NULL, &plan), &plan, &unit->stage));
     FC_TRY(finish(unit, fc_layout_plan_finish(l, FC_WIRE_REDUCE, &plan), &plan, &unit->finish));
     FC_TRY(finish(unit, plan_add(unit, &plan), &plan, &unit->add));
     if (unit->post_params == NULL) {
@@ -85,6 +88,65 @@ fc_status fc_schedule_moves_create(fc_schedule_unit *unit)
     }
     FC_TRY(finish(unit, plan_slice(&unit->post, &plan), &plan, &unit->slice));
     return finish(unit, fc_layout_plan_unpack(&unit->post, &plan), &plan, &unit->post_unpack);
+}
+
+static bool are_compute_types(const fc_layout *l, const fc_dtype *types)
+{
+    size_t i;
+
+    for (i = 0; i < l->n_params; i++) {
+        if (types[i] != l->params[i].compute) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static fc_status staging_create(fc_schedule_unit *unit, const fc_dtype *types,
+                                fc_schedule_staging *staging)
+{
+    size_t bytes = unit->options.layout->n_params * sizeof(*types);
+    fc_runs plan;
+
+    staging->types = fc_alloc(1, bytes);
+    if (staging->types == NULL) {
+        return fc_fail(FC_ERR_NOMEM, "unit '%s': types of gradients", unit->name);
+    }
+    memcpy(staging->types, types, bytes);
+    fc_runs_init(&plan);
+    return finish(unit, plan_stage(unit, types, &plan), &plan, &staging->moves);
+}
+
+fc_status fc_schedule_staging_for(fc_schedule_unit *unit, const fc_dtype *types, fc_moves **out)
+{
+    const fc_layout *l = unit->options.layout;
+    fc_schedule_staging *staging;
+    fc_status st;
+
+    if (types == NULL || are_compute_types(l, types)) {
+        *out = unit->stage;
+        return FC_OK;
+    }
+    for (staging = unit->stagings; staging != NULL; staging = staging->next) {
+        if (memcmp(staging->types, types, l->n_params * sizeof(*types)) == 0) {
+            *out = staging->moves;
+            return FC_OK;
+        }
+    }
+    staging = fc_alloc(1, sizeof(*staging));
+    if (staging == NULL) {
+        return fc_fail(FC_ERR_NOMEM, "unit '%s': plan of gradients", unit->name);
+    }
+    st = staging_create(unit, types, staging);
+    if (st != FC_OK) {
+        fc_free(staging->types);
+        fc_free(staging);
+        return st;
+    }
+    staging->next = unit->stagings;
+    unit->stagings = staging;
+    *out = staging->moves;
+    return FC_OK;
 }
 
 void fc_schedule_moves_destroy(fc_schedule_unit *unit)
@@ -96,6 +158,14 @@ void fc_schedule_moves_destroy(fc_schedule_unit *unit)
 
     for (i = 0; i < sizeof(all) / sizeof(all[0]); i++) {
         s->ops->moves_destroy(s->options.device, all[i]);
+    }
+    while (unit->stagings != NULL) {
+        fc_schedule_staging *next = unit->stagings->next;
+
+        s->ops->moves_destroy(s->options.device, unit->stagings->moves);
+        fc_free(unit->stagings->types);
+        fc_free(unit->stagings);
+        unit->stagings = next;
     }
 }
 

@@ -56,11 +56,19 @@ struct fc_schedule {
     bool is_all_reducing, has_uploads, has_downloads; /* since the last end of backward */
 };
 
+/* Staging of gradients that are not all of type `compute`. */
+typedef struct fc_schedule_staging {
+    fc_dtype *types; /* owned */
+    fc_moves *moves; /* owned */
+    struct fc_schedule_staging *next;
+} fc_schedule_staging;
+
 struct fc_schedule_unit {
     fc_schedule *schedule;
     fc_schedule_unit_options options;
     char *name;                                                           /* owned */
     fc_moves *pack, *unpack, *slice, *post_unpack, *stage, *finish, *add; /* owned */
+    fc_schedule_staging *stagings;                                        /* owned */
     size_t part_bytes; /* of what is reduced; 0: nothing ever */
     fc_dtype reduce;
     uint64_t *addresses;   /* owned; of one launch */
@@ -73,6 +81,7 @@ struct fc_schedule_unit {
     fc_schedule_list prefetch[2]; /* forward, backward */
     fc_schedule_state state;
     bool is_from_slice;       /* what is being gathered */
+    bool is_asked;            /* a gather that the caller has started */
     fc_stream_slot *gathered; /* while GATHERING */
     void *full;               /* while UNSHARDED */
     void *kept;               /* slice of a reshard to a smaller group */
@@ -106,8 +115,9 @@ FC_MUST_CHECK fc_status fc_stream_pool_acquire(fc_schedule *schedule, fc_stream_
 FC_MUST_CHECK fc_status fc_stream_slot_mark(fc_schedule *schedule, fc_stream_slot *slot,
                                             fc_stream *stream);
 void fc_stream_pool_release(fc_stream_pool *pool, fc_stream_slot *slot);
-/* Frees the slots that are not in use. */
+/* Frees the memory of slots that are not in use. Slots and their events stay: a step makes none. */
 FC_MUST_CHECK fc_status fc_stream_pool_drop(fc_schedule *schedule, fc_stream_pool *pool);
+bool fc_stream_pool_has_memory(const fc_stream_pool *pool);
 void fc_stream_pool_destroy(fc_schedule *schedule, fc_stream_pool *pool);
 
 /* ---- schedule_moves.c ---- */
@@ -115,6 +125,9 @@ void fc_stream_pool_destroy(fc_schedule *schedule, fc_stream_pool *pool);
 /* The pieces of all that a unit moves; undone by fc_schedule_moves_destroy, on failure too. */
 FC_MUST_CHECK fc_status fc_schedule_moves_create(fc_schedule_unit *unit);
 void fc_schedule_moves_destroy(fc_schedule_unit *unit);
+/* The plan that stages gradients of these types (NULL: all of type `compute`), made once. */
+FC_MUST_CHECK fc_status fc_schedule_staging_for(fc_schedule_unit *unit, const fc_dtype *types,
+                                                fc_moves **out);
 
 /* What one launch of a unit's plan works on. */
 typedef struct fc_schedule_launch {

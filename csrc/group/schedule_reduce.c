@@ -10,11 +10,12 @@
 static fc_status stage(fc_schedule_unit *unit, const fc_schedule_grads *grads)
 {
     fc_schedule *s = unit->schedule;
-    fc_schedule_launch launch = {.moves = unit->stage,
-                                 .params = grads->full,
-                                 .divisor = unit->options.pre_divisor,
+    fc_schedule_launch launch = {.params = grads->full,
+                                 .divisor = grads->pre_divisor > 0 ? grads->pre_divisor
+                                                                   : unit->options.pre_divisor,
                                  .accumulate = unit->held != NULL};
 
+    FC_TRY(fc_schedule_staging_for(unit, grads->types, &launch.moves));
     if (unit->held == NULL) {
         FC_TRY(fc_stream_pool_acquire(s, &s->inputs, fc_schedule_label(unit, ""),
                                       unit->part_bytes * (size_t)unit->options.layout->n_ranks,
@@ -65,7 +66,8 @@ static fc_status finish(fc_schedule_unit *unit, const fc_schedule_grads *grads,
     fc_schedule_launch launch = {.moves = unit->finish,
                                  .wire = output->memory,
                                  .unit = grads->out,
-                                 .divisor = unit->options.divisor,
+                                 .divisor =
+                                     grads->divisor != 0 ? grads->divisor : unit->options.divisor,
                                  .accumulate = grads->accumulate};
     void *to = NULL;
     fc_status st = FC_OK;
@@ -121,6 +123,18 @@ static bool has_any(const fc_schedule_unit *unit, const fc_schedule_grads *grads
         }
     }
     return false;
+}
+
+void fc_schedule_drop_gradients(fc_schedule_unit *unit)
+{
+    if (unit->held != NULL) {
+        fc_stream_pool_release(&unit->schedule->inputs, unit->held);
+        unit->held = NULL;
+    }
+    if (unit->partial != NULL) {
+        fc_stream_pool_release(&unit->schedule->outputs, unit->partial);
+        unit->partial = NULL;
+    }
 }
 
 fc_status fc_schedule_post_backward(fc_schedule_unit *unit, const fc_schedule_grads *grads,

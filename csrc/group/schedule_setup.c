@@ -196,6 +196,37 @@ destroy_unit:
     return st;
 }
 
+/* Entries of the order of forwards name units. */
+static void forget(fc_schedule *s)
+{
+    fc_schedule_unit *u;
+
+    for (u = s->units; u != NULL; u = u->next) {
+        u->last_entry = -1;
+    }
+    s->n_order = 0;
+}
+
+void fc_schedule_remove(fc_schedule_unit *unit)
+{
+    fc_schedule_unit **link;
+
+    if (unit == NULL) {
+        return;
+    }
+    fc_schedule_drop_gradients(unit);
+    if (unit->gathered != NULL) {
+        fc_stream_pool_release(&unit->schedule->gathers, unit->gathered);
+        unit->schedule->n_gathering--;
+    }
+    for (link = &unit->schedule->units; *link != unit;) {
+        link = &(*link)->next;
+    }
+    *link = unit->next;
+    forget(unit->schedule);
+    unit_destroy(unit);
+}
+
 void fc_schedule_set_shards(fc_schedule_unit *unit, const void *const *shards)
 {
     unit->shards = shards;

@@ -124,21 +124,29 @@ static void slot_destroy(fc_schedule *schedule, fc_stream_slot *slot)
     fc_free(slot);
 }
 
+bool fc_stream_pool_has_memory(const fc_stream_pool *pool)
+{
+    const fc_stream_slot *slot = pool->first;
+
+    while (slot != NULL && slot->memory == NULL) {
+        slot = slot->next;
+    }
+    return slot != NULL;
+}
+
 fc_status fc_stream_pool_drop(fc_schedule *schedule, fc_stream_pool *pool)
 {
-    fc_stream_slot **link = &pool->first;
+    fc_stream_slot *slot;
 
-    while (*link != NULL) {
-        fc_stream_slot *slot = *link;
-
-        if (slot->is_used) {
-            link = &slot->next;
+    for (slot = pool->first; slot != NULL; slot = slot->next) {
+        if (slot->is_used || slot->memory == NULL) {
             continue;
         }
         FC_TRY(order_after(schedule, pool, pool->drop, slot));
-        *link = slot->next;
-        pool->n_free--;
-        slot_destroy(schedule, slot);
+        schedule->ops->free(schedule->options.device, slot->memory);
+        slot->memory = NULL;
+        slot->bytes = 0;
+        slot->last = NULL;
     }
     return FC_OK;
 }

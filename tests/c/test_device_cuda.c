@@ -179,15 +179,15 @@ static fc_status caller_all_reduce(void *context, fc_device_comm *comm, fc_strea
     return device->ops->all_reduce(device, comm, stream, cuda_label, buffer, numel, dtype);
 }
 
-static fc_cuda_caller caller_of(fc_device *simulated)
+static fc_device_caller caller_of(fc_device *simulated)
 {
-    return (fc_cuda_caller){simulated,         caller_alloc,          caller_free,
-                            caller_all_gather, caller_reduce_scatter, caller_all_reduce};
+    return (fc_device_caller){simulated,         caller_alloc,          caller_free,
+                              caller_all_gather, caller_reduce_scatter, caller_all_reduce};
 }
 
 static fc_status wrap(fc_device *simulated, fc_device **out)
 {
-    const fc_cuda_caller caller = caller_of(simulated);
+    const fc_device_caller caller = caller_of(simulated);
 
     current = simulated;
     return fc_cuda_device_create(&simulated_runtime, &queued_kernels, &caller, out);
@@ -245,7 +245,7 @@ static void test_errors(void)
     const fc_label label = {"layer", "pack"};
     fc_cuda_runtime runtime = simulated_runtime;
     fc_cuda_kernels kernels = queued_kernels;
-    fc_cuda_caller caller = caller_of(NULL);
+    fc_device_caller caller = caller_of(NULL);
     fc_device *device = NULL;
     fc_moves *moves = NULL;
     fc_runs plan;

@@ -8,7 +8,7 @@
 #ifndef FC_DEVICE_CUDA_CUDA_H
 #define FC_DEVICE_CUDA_CUDA_H
 
-#include "device/device.h"
+#include "device/caller.h"
 #include "kernels/cuda/kern_cuda.h"
 
 #ifdef __cplusplus
@@ -40,23 +40,10 @@ typedef struct fc_cuda_runtime {
  * sentence if it cannot be opened or lacks a function. */
 FC_MUST_CHECK fc_status fc_cuda_runtime_open(const char *path, fc_cuda_runtime *out);
 
-/* Functions of the caller; as the members of fc_device_ops that have their names. */
-typedef struct fc_cuda_caller {
-    void *context; /* passed first */
-    fc_status (*alloc)(void *context, fc_stream *stream, size_t bytes, void **out);
-    void (*free)(void *context, void *memory);
-    fc_status (*all_gather)(void *context, fc_device_comm *comm, fc_stream *stream, void *buffer,
-                            size_t part_bytes);
-    fc_status (*reduce_scatter)(void *context, fc_device_comm *comm, fc_stream *stream, void *to,
-                                const void *from, size_t numel, fc_dtype dtype);
-    fc_status (*all_reduce)(void *context, fc_device_comm *comm, fc_stream *stream, void *buffer,
-                            size_t numel, fc_dtype dtype);
-} fc_cuda_caller;
-
 /* All three tables are copied. */
 FC_MUST_CHECK fc_status fc_cuda_device_create(const fc_cuda_runtime *runtime,
                                               const fc_cuda_kernels *kernels,
-                                              const fc_cuda_caller *caller, fc_device **out);
+                                              const fc_device_caller *caller, fc_device **out);
 /* NULL is fine. */
 void fc_cuda_device_destroy(fc_device *device);
 

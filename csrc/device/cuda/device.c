@@ -11,7 +11,7 @@ typedef struct cuda_device {
     fc_device base;
     fc_cuda_runtime runtime;
     fc_cuda_kernels kernels;
-    fc_cuda_caller caller;
+    fc_device_caller caller;
 } cuda_device;
 
 struct fc_moves {
@@ -40,7 +40,7 @@ static const fc_label no_label = {"", ""};
 static fc_status device_alloc(fc_device *device, fc_stream *stream, fc_label label, size_t bytes,
                               void **out)
 {
-    const fc_cuda_caller *caller = &cuda(device)->caller;
+    const fc_device_caller *caller = &cuda(device)->caller;
 
     (void)label;
     return caller->alloc(caller->context, stream, bytes, out);
@@ -48,7 +48,7 @@ static fc_status device_alloc(fc_device *device, fc_stream *stream, fc_label lab
 
 static void device_free(fc_device *device, void *memory)
 {
-    const fc_cuda_caller *caller = &cuda(device)->caller;
+    const fc_device_caller *caller = &cuda(device)->caller;
 
     if (memory != NULL) {
         caller->free(caller->context, memory);
@@ -181,7 +181,7 @@ static fc_status move(fc_device *device, fc_stream *stream, fc_label label, cons
 static fc_status all_gather(fc_device *device, fc_device_comm *comm, fc_stream *stream,
                             fc_label label, void *buffer, size_t part_bytes)
 {
-    const fc_cuda_caller *caller = &cuda(device)->caller;
+    const fc_device_caller *caller = &cuda(device)->caller;
 
     (void)label;
     return caller->all_gather(caller->context, comm, stream, buffer, part_bytes);
@@ -191,7 +191,7 @@ static fc_status reduce_scatter(fc_device *device, fc_device_comm *comm, fc_stre
                                 fc_label label, void *to, const void *from, size_t numel,
                                 fc_dtype dtype)
 {
-    const fc_cuda_caller *caller = &cuda(device)->caller;
+    const fc_device_caller *caller = &cuda(device)->caller;
 
     (void)label;
     return caller->reduce_scatter(caller->context, comm, stream, to, from, numel, dtype);
@@ -200,7 +200,7 @@ static fc_status reduce_scatter(fc_device *device, fc_device_comm *comm, fc_stre
 static fc_status all_reduce(fc_device *device, fc_device_comm *comm, fc_stream *stream,
                             fc_label label, void *buffer, size_t numel, fc_dtype dtype)
 {
-    const fc_cuda_caller *caller = &cuda(device)->caller;
+    const fc_device_caller *caller = &cuda(device)->caller;
 
     (void)label;
     return caller->all_reduce(caller->context, comm, stream, buffer, numel, dtype);
@@ -225,7 +225,7 @@ static const fc_device_ops cuda_ops = {
 };
 
 fc_status fc_cuda_device_create(const fc_cuda_runtime *runtime, const fc_cuda_kernels *kernels,
-                                const fc_cuda_caller *caller, fc_device **out)
+                                const fc_device_caller *caller, fc_device **out)
 {
     cuda_device *d = fc_alloc(1, sizeof(*d));
 

@@ -2,7 +2,7 @@
 #include "device/sim/sim_private.h"
 
 #include "base/alloc.h"
-#include "kernels/kernels.h"
+#include "device/host/moves.h"
 
 #include <string.h>
 
@@ -231,92 +231,12 @@ void fc_sim_moves_free(fc_moves *moves)
     }
 }
 
-/* One operand of a run: its first byte and where its last line ends. A base may be 0. */
-typedef struct operand {
-    char *first;
-    size_t line_stride, plane_stride, bytes;
-} operand;
-
-static operand operand_of(const fc_runs *plan, const fc_batch *batch, const fc_run *run, int side,
-                          fc_dtype dtype, const uint64_t *addresses)
-{
-    uint64_t base = addresses[plan->bases[batch->first_base + run->base[side]]];
-    size_t n_planes = run->n_lines / run->lines_per_plane;
-    operand o = {.line_stride = run->line_stride[side], .plane_stride = run->plane_stride[side]};
-
-    if (base != 0) {
-        o.first = (char *)(uintptr_t)(base + run->at[side]);
-        o.bytes = (n_planes - 1) * o.plane_stride + (run->lines_per_plane - 1) * o.line_stride +
-                  run->line_numel * fc_dtype_bytes(dtype);
-    }
-    return o;
-}
-
-static void move_line(const move_args *m, const fc_run *run, char *to, const char *from)
-{
-    static const double zeros[64] = {0};
-    fc_dtype to_type = (fc_dtype)run->to, from_type = (fc_dtype)run->from;
-    size_t numel = run->line_numel, done, part;
-
-    for (done = 0; done < numel; done += part) {
-        const void *source =
-            from == NULL ? (const char *)zeros : from + done * fc_dtype_bytes(from_type);
-        char *target = to + done * fc_dtype_bytes(to_type);
-
-        part = from == NULL && numel - done > 64 ? 64 : numel - done;
-        if (!fc_dtype_is_float(to_type)) {
-            memcpy(target, source, part * fc_dtype_bytes(to_type));
-        } else if (m->divisor == 1.0 && !m->accumulate) {
-            fc_kern_cast(from_type, to_type)(target, source, part);
-        } else {
-            fc_kern_reduce(from_type, to_type)(target, &source, 1, part, m->divisor, m->accumulate);
-        }
-    }
-}
-
-/* What is done with each run of a launch: it is moved, or its bytes are touched. */
-typedef void (*run_visitor)(const void *arg, const fc_run *run, operand to, operand from);
-
-static void visit_runs(const fc_runs *plan, const uint64_t *addresses, run_visitor visit,
-                       const void *arg)
-{
-    size_t b, i;
-
-    for (b = 0; b < plan->n_batches; b++) {
-        const fc_batch *batch = &plan->batches[b];
-
-        for (i = 0; i < batch->n_runs; i++) {
-            const fc_run *run = &plan->runs[batch->first_run + i];
-
-            visit(arg, run, operand_of(plan, batch, run, 0, (fc_dtype)run->to, addresses),
-                  operand_of(plan, batch, run, 1, (fc_dtype)run->from, addresses));
-        }
-    }
-}
-
-static size_t line_at(const operand *o, const fc_run *run, size_t line)
-{
-    return line / run->lines_per_plane * o->plane_stride +
-           line % run->lines_per_plane * o->line_stride;
-}
-
-static void move_run(const void *arg, const fc_run *run, operand to, operand from)
-{
-    const move_args *m = arg;
-    size_t line;
-
-    for (line = 0; line < run->n_lines; line++) {
-        move_line(m, run, to.first + line_at(&to, run, line),
-                  from.first == NULL ? NULL : from.first + line_at(&from, run, line));
-    }
-}
-
 static void run_move(const void *args)
 {
     const move_args *m = args;
 
     m->moves->n_queued--;
-    visit_runs(&m->moves->plan, m->addresses, move_run, m);
+    fc_host_move(&m->moves->plan, m->addresses, m->divisor, m->accumulate);
 }
 
 typedef struct toucher {
@@ -324,7 +244,7 @@ typedef struct toucher {
     fc_label label;
 } toucher;
 
-static void touch_run(const void *arg, const fc_run *run, operand to, operand from)
+static void touch_run(const void *arg, const fc_run *run, fc_host_operand to, fc_host_operand from)
 {
     const toucher *t = arg;
 
@@ -341,7 +261,7 @@ fc_status fc_sim_launch_plan(fc_device *device, fc_stream *stream, fc_label labe
 
     fc_sim_pause((fc_sim_rank *)device);
     fc_sim_tick(stream);
-    visit_runs(plan, addresses, touch_run, &t);
+    fc_host_visit(plan, addresses, touch_run, &t);
     return fc_sim_kernel_enqueue(stream, t.label, kernel, args, args_bytes);
 }
 

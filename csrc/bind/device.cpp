@@ -1,0 +1,248 @@
+// _C.Streams: the schedule of a tree whose units are on a device.
+#include "bind/device.h"
+
+#include "bind/device_comm.h"
+#include "bind/tensors.h"
+#include "bind/unit.h"
+#include "device/host/host.h"
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <cmath>
+
+namespace fc {
+
+uint64_t Streams::n_steps_ = 0;
+
+namespace {
+
+fc_stream *handle_of(const c10::Stream &stream)
+{
+    return reinterpret_cast<fc_stream *>(const_cast<c10::Stream *>(&stream));
+}
+
+constexpr size_t n_streams = 4;
+
+} // namespace
+
+// ---- Streams ----
+
+Streams::Streams(c10::Device device) : device_(device)
+{
+    const c10::impl::VirtualGuardImpl impl(device.type());
+    for (size_t i = 0; i < n_streams; i++) {
+        streams_.push_back(impl.getStream(device));
+    }
+    const fc_device_caller caller = device_caller(&device_);
+    check(fc_host_device_create(&caller, &core_));
+    const fc_schedule_options options = {core_,
+                                         handle_of(streams_[0]),
+                                         handle_of(streams_[1]),
+                                         handle_of(streams_[2]),
+                                         handle_of(streams_[3]),
+                                         1,
+                                         0,
+                                         0};
+    const fc_status status = fc_schedule_create(&options, &schedule_);
+    if (status != FC_OK) {
+        fc_host_device_destroy(core_);
+    }
+    check(status);
+}
+
+Streams::~Streams()
+{
+    fc_schedule_destroy(schedule_);
+    fc_host_device_destroy(core_);
+}
+
+fc_device_comm *Streams::comm(const std::string &group)
+{
+    std::unique_ptr<fc_device_comm> &comm = comms_[group];
+    if (!comm) {
+        comm = std::make_unique<fc_device_comm>(c10d::resolve_process_group(group));
+    }
+    return comm.get();
+}
+
+fc_stream *Streams::current()
+{
+    const c10::Stream stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+    for (const c10::Stream &known : computing_) {
+        if (known == stream) {
+            return handle_of(known);
+        }
+    }
+    computing_.push_back(stream);
+    return handle_of(computing_.back());
+}
+
+void Streams::begin()
+{
+    check(fc_schedule_begin(schedule_, current(), nullptr));
+}
+
+void Streams::read_shards()
+{
+    check(fc_schedule_read_shards(schedule_, current()));
+}
+
+// ---- DeviceUnit ----
+
+namespace {
+
+// float16 overflows where sums are large: a part of the division comes before, as in torch.
+double pre_divisor_of(fc_dtype reduce, double divisor)
+{
+    double factor = 1;
+    while (reduce == FC_F16 && std::fmod(divisor, factor) == 0 && divisor / factor > factor) {
+        factor *= 2;
+    }
+    return factor;
+}
+
+} // namespace
+
+DeviceUnit::DeviceUnit(Streams *streams, const fc_layout *layout, const char *name,
+                       const DeviceComms &comms)
+    : streams_(streams), layout_(layout), has_replicas_(comms.replicas != nullptr),
+      shards_(layout->n_params), full_(layout->n_params), types_(layout->n_params)
+{
+    fc_schedule_unit_options options = {};
+    options.name = name;
+    options.layout = layout;
+    options.gather = options.reduce = comms.shards;
+    options.replicas = comms.replicas;
+    options.pre_divisor = options.divisor = 1; // given with the gradients
+    check(fc_schedule_add(streams->schedule(), &options, &unit_));
+}
+
+DeviceUnit::~DeviceUnit()
+{
+    fc_schedule_remove(unit_);
+}
+
+void DeviceUnit::set_shards(const std::vector<Param> &params)
+{
+    for (size_t i = 0; i < params.size(); i++) {
+        shards_[i] = params[i].local.const_data_ptr();
+    }
+    fc_schedule_set_shards(unit_, shards_.data());
+}
+
+void DeviceUnit::start(bool is_in_phase)
+{
+    if (!is_in_phase) {
+        streams_->read_shards();
+    }
+    gathered_at_ = Streams::n_steps();
+    check(fc_schedule_start(unit_));
+}
+
+void *DeviceUnit::take(bool is_in_phase, bool in_backward)
+{
+    void *full = nullptr;
+    check(!is_in_phase  ? fc_schedule_unshard(unit_, &full)
+          : in_backward ? fc_schedule_pre_backward(unit_, &full)
+                        : fc_schedule_pre_forward(unit_, &full));
+    return full;
+}
+
+void DeviceUnit::post(const std::vector<at::Tensor> &grads, double divisor, void *out,
+                      bool accumulate)
+{
+    fc_dtype reduce = FC_F32;
+    for (size_t i = 0; i < grads.size(); i++) {
+        const fc_param &p = layout_->params[i];
+        const bool is_given = grads[i].defined();
+        full_[i] = is_given ? grads[i].const_data_ptr() : nullptr;
+        types_[i] = is_given ? dtype_of(grads[i].scalar_type()) : p.compute;
+        reduce = p.has_grad && p.trainable ? p.reduce : reduce;
+    }
+    const double pre_divisor = pre_divisor_of(reduce, divisor);
+    const fc_schedule_grads given = {.full = full_.data(),
+                                     .types = types_.data(),
+                                     .pre_divisor = pre_divisor,
+                                     .divisor = divisor / pre_divisor,
+                                     .out = out,
+                                     .accumulate = accumulate,
+                                     .sync = out != nullptr ? FC_SYNC_ALL : FC_SYNC_SCATTER,
+                                     .keep_unsharded = true};
+    bool is_reduced = false;
+    check(fc_schedule_post_backward(unit_, &given, &is_reduced));
+}
+
+// ---- the Python type ----
+
+namespace {
+
+struct StreamsObject {
+    PyObject_HEAD
+    Streams *streams; // owned
+};
+
+PyTypeObject *streams_type = nullptr;
+
+PyObject *streams_new(PyTypeObject *type, PyObject *args, PyObject *)
+{
+    return guarded([&]() -> PyObject * {
+        PyObject *device;
+        if (!PyArg_ParseTuple(args, "O!", &THPDeviceType, &device)) {
+            return nullptr;
+        }
+        auto made = std::make_unique<Streams>(reinterpret_cast<THPDevice *>(device)->device);
+        Ref self = checked(type->tp_alloc(type, 0));
+        reinterpret_cast<StreamsObject *>(self.get())->streams = made.release();
+        return self.release();
+    });
+}
+
+void streams_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    delete reinterpret_cast<StreamsObject *>(self)->streams;
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+PyObject *streams_count_step(PyObject *, PyObject *)
+{
+    Streams::count_step();
+    Py_RETURN_NONE;
+}
+
+PyMethodDef streams_methods[] = {
+    {"count_step", streams_count_step, METH_NOARGS | METH_STATIC,
+     "count_step(): an optimizer has stepped; what was gathered is out of date."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot streams_slots[] = {
+    {Py_tp_new, reinterpret_cast<void *>(streams_new)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(streams_dealloc)},
+    {Py_tp_methods, streams_methods},
+    {Py_tp_doc, const_cast<char *>("Streams(device): the schedule of units on a device.")},
+    {0, nullptr}};
+PyType_Spec streams_spec = {"fsdp_c._C.Streams", sizeof(StreamsObject), 0, Py_TPFLAGS_DEFAULT,
+                            streams_slots};
+
+} // namespace
+
+Streams *streams_of(PyObject *object)
+{
+    if (!PyObject_TypeCheck(object, streams_type)) {
+        PyErr_SetString(PyExc_TypeError, "expected Streams");
+        throw_python();
+    }
+    return reinterpret_cast<StreamsObject *>(object)->streams;
+}
+
+} // namespace fc
+
+int fc_register_streams(PyObject *module)
+{
+    return fc::add_type(module, "Streams", &fc::streams_spec, &fc::streams_type);
+}

@@ -1,0 +1,104 @@
+// Units on a device: a tree's streams and schedule, and each unit's part in them.
+#ifndef FC_BIND_DEVICE_H
+#define FC_BIND_DEVICE_H
+
+#include "bind/python.h"
+#include "group/schedule.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace fc {
+
+struct Param;
+
+// One schedule for the units of a tree, with what it runs on. CPU tensors have a device, too: there
+// all work is done at once.
+class Streams {
+public:
+    explicit Streams(c10::Device device);
+    ~Streams();
+    Streams(const Streams &) = delete;
+    Streams &operator=(const Streams &) = delete;
+
+    c10::Device device() const { return device_; }
+    fc_schedule *schedule() const { return schedule_; }
+    // Of a process group that is registered under this name; kept.
+    fc_device_comm *comm(const std::string &group);
+    // Where a unit's gradients are finished.
+    c10::Stream finishing(bool has_replicas) const { return streams_[has_replicas ? 3 : 2]; }
+    c10::Stream reducing() const { return streams_[2]; }
+
+    // A forward begins in the current stream: shards may be read behind what is in it.
+    void begin();
+    // The same for an unshard outside of forward and backward.
+    void read_shards();
+    // Optimizer steps of this process: what was gathered before the last one is out of date.
+    static uint64_t n_steps() { return n_steps_; }
+    static void count_step() { n_steps_++; }
+
+private:
+    fc_stream *current();
+
+    c10::Device device_;
+    std::vector<c10::Stream> streams_;  // copy-in, gather, reduce, all-reduce
+    std::deque<c10::Stream> computing_; // the callers' own; places stay
+    std::map<std::string, std::unique_ptr<fc_device_comm>> comms_;
+    fc_device *core_ = nullptr;       // owned
+    fc_schedule *schedule_ = nullptr; // owned
+    static uint64_t n_steps_;
+};
+
+Streams *streams_of(PyObject *object); // borrowed; TypeError as an exception
+
+// Who talks about a unit.
+struct DeviceComms {
+    fc_device_comm *shards = nullptr, *replicas = nullptr; // without replicas: null
+};
+
+// One unit in the schedule of its tree.
+class DeviceUnit {
+public:
+    DeviceUnit(Streams *streams, const fc_layout *layout, const char *name,
+               const DeviceComms &comms);
+    ~DeviceUnit();
+    DeviceUnit(const DeviceUnit &) = delete;
+    DeviceUnit &operator=(const DeviceUnit &) = delete;
+
+    const Streams &streams() const { return *streams_; }
+    bool has_replicas() const { return has_replicas_; }
+    void set_shards(const std::vector<Param> &params);
+    // Begins to gather; outside of a phase behind what the current stream does now.
+    void start(bool is_in_phase);
+    // The unsharded buffer, for what the current stream does next. In a phase it brings prefetches
+    // with it.
+    void *take(bool is_in_phase, bool in_backward);
+    void reshard() { fc_schedule_reshard(unit_); }
+    // True if an optimizer has stepped since the unit was gathered.
+    bool is_outdated() const { return gathered_at_ != Streams::n_steps(); }
+    void note_forward() { check(fc_schedule_note_forward(unit_)); }
+    void drop_gradients() { fc_schedule_drop_gradients(unit_); }
+    // Full gradients, undefined ones: none. The sum, divided, goes to `out`; held without it.
+    void post(const std::vector<at::Tensor> &grads, double divisor, void *out, bool accumulate);
+
+private:
+    Streams *streams_;
+    const fc_layout *layout_;
+    fc_schedule_unit *unit_ = nullptr; // owned
+    bool has_replicas_;
+    uint64_t gathered_at_ = 0;
+    std::vector<const void *> shards_, full_;
+    std::vector<fc_dtype> types_;
+};
+
+} // namespace fc
+
+int fc_register_streams(PyObject *module);
+
+#endif

@@ -1,0 +1,99 @@
+// Gradients of a unit on a device: where its reductions write.
+#include "bind/device.h"
+#include "bind/domain.h"
+#include "bind/gradients.h"
+#include "bind/tensors.h"
+#include "bind/unit.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/StreamGuard.h>
+
+#include <algorithm>
+
+namespace fc {
+
+namespace {
+
+// Parameters that were frozen at set-up have no place in what is staged.
+void refuse_frozen(const Unit &unit, const Param &param)
+{
+    PyErr_Format(PyExc_RuntimeError,
+                 "parameter '%s' of FSDP unit '%s' was frozen when this forward began and has a "
+                 "gradient now: call requires_grad_(True) before the forward",
+                 parameter_name(param).c_str(), unit.name().c_str());
+    throw_python();
+}
+
+} // namespace
+
+void Unit::post_device(const std::vector<at::Tensor> &grads, const ReduceOptions &options)
+{
+    const fc_layout *layout = fc_unit_layout(shard_);
+    bool is_first = true, is_ours = grads_share_flat_;
+    std::vector<size_t> present;
+    for (size_t i = 0; i < params_.size(); i++) {
+        if (grads[i].defined() && !layout->params[i].trainable) {
+            refuse_frozen(*this, params_[i]);
+        }
+        if (!grads[i].defined() && !has_bit(partial_mask_.data(), i)) {
+            continue;
+        }
+        const Param &p = params_[i];
+        const at::Tensor &old = p.sharded_tensor().grad();
+        is_first = is_first && !old.defined();
+        is_ours = is_ours && p.grad.object && old.defined() && old.is_same(p.grad.tensor);
+        present.push_back(i);
+        set_bit(partial_mask_, i);
+    }
+    if (replicate_ != nullptr && !options.all_reduce) {
+        device_->post(grads, options.divisor, nullptr, false);
+        return;
+    }
+    std::fill(partial_mask_.begin(), partial_mask_.end(), 0);
+    sums_are_posted_ = false;
+    if (!is_first && !is_ours) {
+        add_apart(grads, present, options);
+        return;
+    }
+    if (is_first && !can_share_flat()) {
+        make_gradients(true);
+    }
+    device_->post(grads, options.divisor, grads_flat_.mutable_data_ptr(), is_ours);
+    for (size_t i : present) {
+        params_[i].sharded_tensor().mutable_grad() = params_[i].grad.tensor;
+    }
+    for (size_t i : present) {
+        after_write(i, options);
+    }
+}
+
+// Some shards have gradients and others do not, or the user's own.
+void Unit::add_apart(const std::vector<at::Tensor> &grads, const std::vector<size_t> &present,
+                     const ReduceOptions &options)
+{
+    const fc_layout *layout = fc_unit_layout(shard_);
+    const at::Tensor sums = make_grad_buffer(layout->grad_bytes);
+    device_->post(grads, options.divisor, sums.mutable_data_ptr(), false);
+    make_gradients(false);
+    at::NoGradGuard no_grad;
+    const c10::StreamGuard guard(device_->streams().finishing(device_->has_replicas()));
+    for (size_t i : present) {
+        Param &p = params_[i];
+        const auto item = static_cast<int64_t>(c10::elementSize(p.grad_type));
+        at::Tensor sum = at::empty({0}, sums.options().dtype(p.grad_type));
+        sum.set_(sums.storage(), static_cast<int64_t>(layout->params[i].grad_at) / item,
+                 p.local_size, p.local_stride);
+        if (p.sharded_tensor().grad().defined()) {
+            tensor_of(local_gradient(p).get()).add_(sum);
+        } else {
+            p.grad.local.copy_(sum);
+            p.sharded_tensor().mutable_grad() = p.grad.tensor;
+        }
+    }
+    for (size_t i : present) {
+        after_write(i, options);
+    }
+}
+
+} // namespace fc

@@ -1,0 +1,27 @@
+/* What devices leave to their caller: memory, and the collectives of somebody's communicators. */
+#ifndef FC_DEVICE_CALLER_H
+#define FC_DEVICE_CALLER_H
+
+#include "device/device.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* As the members of fc_device_ops that have their names. */
+typedef struct fc_device_caller {
+    void *context; /* passed first */
+    fc_status (*alloc)(void *context, fc_stream *stream, size_t bytes, void **out);
+    void (*free)(void *context, void *memory);
+    fc_status (*all_gather)(void *context, fc_device_comm *comm, fc_stream *stream, void *buffer,
+                            size_t part_bytes);
+    fc_status (*reduce_scatter)(void *context, fc_device_comm *comm, fc_stream *stream, void *to,
+                                const void *from, size_t numel, fc_dtype dtype);
+    fc_status (*all_reduce)(void *context, fc_device_comm *comm, fc_stream *stream, void *buffer,
+                            size_t numel, fc_dtype dtype);
+} fc_device_caller;
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,181 @@
+/* The table of functions of host devices: each does its work and returns. */
+#include "device/host/host.h"
+
+#include "base/alloc.h"
+#include "device/host/moves.h"
+
+#include <string.h>
+
+typedef struct host_device {
+    fc_device base;
+    fc_device_caller caller;
+} host_device;
+
+struct fc_moves {
+    fc_runs plan; /* owned */
+};
+
+static const fc_device_caller *caller_of(fc_device *device)
+{
+    return &((host_device *)device)->caller;
+}
+
+/* ---- memory and events ---- */
+
+static fc_status device_alloc(fc_device *device, fc_stream *stream, fc_label label, size_t bytes,
+                              void **out)
+{
+    const fc_device_caller *caller = caller_of(device);
+
+    (void)label;
+    return caller->alloc(caller->context, stream, bytes, out);
+}
+
+static void device_free(fc_device *device, void *memory)
+{
+    const fc_device_caller *caller = caller_of(device);
+
+    if (memory != NULL) {
+        caller->free(caller->context, memory);
+    }
+}
+
+static fc_status event_create(fc_device *device, fc_event **out)
+{
+    *out = (fc_event *)device; /* a name: nothing is ever behind */
+    return FC_OK;
+}
+
+static void event_destroy(fc_device *device, fc_event *event)
+{
+    (void)device;
+    (void)event;
+}
+
+static fc_status record(fc_device *device, fc_event *event, fc_stream *stream)
+{
+    (void)device;
+    (void)event;
+    (void)stream;
+    return FC_OK;
+}
+
+static fc_status wait_event(fc_device *device, fc_stream *stream, fc_event *event)
+{
+    return record(device, event, stream);
+}
+
+static fc_status synchronize(fc_device *device, fc_event *event)
+{
+    return record(device, event, NULL);
+}
+
+/* ---- copies and moves ---- */
+
+static fc_status copy(fc_device *device, fc_stream *stream, fc_label label, void *to,
+                      const void *from, size_t bytes)
+{
+    (void)device;
+    (void)stream;
+    (void)label;
+    memcpy(to, from, bytes);
+    return FC_OK;
+}
+
+static fc_status moves_create(fc_device *device, fc_runs *plan, fc_moves **out)
+{
+    fc_moves *moves = fc_alloc(1, sizeof(*moves));
+
+    (void)device;
+    if (moves == NULL) {
+        return fc_fail(FC_ERR_NOMEM, "plan of %zu runs", plan->n_runs);
+    }
+    moves->plan = *plan;
+    fc_runs_init(plan);
+    *out = moves;
+    return FC_OK;
+}
+
+static void moves_destroy(fc_device *device, fc_moves *moves)
+{
+    (void)device;
+    if (moves != NULL) {
+        fc_runs_clear(&moves->plan);
+        fc_free(moves);
+    }
+}
+
+static fc_status move(fc_device *device, fc_stream *stream, fc_label label, const fc_move *move)
+{
+    (void)device;
+    (void)stream;
+    (void)label;
+    fc_host_move(&move->moves->plan, move->addresses, move->divisor, move->accumulate);
+    return FC_OK;
+}
+
+/* ---- collectives ---- */
+
+static fc_status all_gather(fc_device *device, fc_device_comm *comm, fc_stream *stream,
+                            fc_label label, void *buffer, size_t part_bytes)
+{
+    const fc_device_caller *caller = caller_of(device);
+
+    (void)label;
+    return caller->all_gather(caller->context, comm, stream, buffer, part_bytes);
+}
+
+static fc_status reduce_scatter(fc_device *device, fc_device_comm *comm, fc_stream *stream,
+                                fc_label label, void *to, const void *from, size_t numel,
+                                fc_dtype dtype)
+{
+    const fc_device_caller *caller = caller_of(device);
+
+    (void)label;
+    return caller->reduce_scatter(caller->context, comm, stream, to, from, numel, dtype);
+}
+
+static fc_status all_reduce(fc_device *device, fc_device_comm *comm, fc_stream *stream,
+                            fc_label label, void *buffer, size_t numel, fc_dtype dtype)
+{
+    const fc_device_caller *caller = caller_of(device);
+
+    (void)label;
+    return caller->all_reduce(caller->context, comm, stream, buffer, numel, dtype);
+}
+
+static const fc_device_ops host_ops = {
+    .name = "host",
+    .alloc = device_alloc,
+    .free = device_free,
+    .event_create = event_create,
+    .event_destroy = event_destroy,
+    .record = record,
+    .wait = wait_event,
+    .synchronize = synchronize,
+    .copy = copy,
+    .moves_create = moves_create,
+    .moves_destroy = moves_destroy,
+    .move = move,
+    .all_gather = all_gather,
+    .reduce_scatter = reduce_scatter,
+    .all_reduce = all_reduce,
+};
+
+fc_status fc_host_device_create(const fc_device_caller *caller, fc_device **out)
+{
+    host_device *d = fc_alloc(1, sizeof(*d));
+
+    if (d == NULL) {
+        return fc_fail(FC_ERR_NOMEM, "host device");
+    }
+    d->base.ops = &host_ops;
+    d->caller = *caller;
+    *out = &d->base;
+    return FC_OK;
+}
+
+void fc_host_device_destroy(fc_device *device)
+{
+    fc_free(device);
+}

@@ -1,0 +1,81 @@
+"""Units on a device: which of them the core's stream schedule carries, and what it is given."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import CPUOffloadPolicy
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fsdp_c import _compat
+from fsdp_c._native import _C
+
+KEEPS_STORAGE = "unsharded parameters keep their storage"
+
+_takes_cpu = False  # CPU tensors too are run as those of a device
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Models that run their first forward in here go by the road of devices; for tests."""
+    global _takes_cpu
+    before, _takes_cpu = _takes_cpu, True
+    try:
+        yield
+    finally:
+        _takes_cpu = before
+
+
+def is_wanted(group: Any) -> bool:
+    """Whether the unit goes by the road of devices, if the core runs it at all."""
+    return _takes_cpu
+
+
+def why_not(group: Any) -> str:
+    """What the unit has that the schedule does not carry; alike on all ranks."""
+    mesh_info = group.mesh_info
+    if group.post_forward_mesh_info not in (None, mesh_info):
+        return "reshard_after_forward is an int"
+    if isinstance(group.offload_policy, CPUOffloadPolicy):
+        return "offloading from a device"
+    for process_group in process_groups(group):
+        if not _is_registered(process_group):
+            return "a process group without a registered name"
+    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+    if len({(_compat.reduce_dtype(p), _compat.grad_dtype(p)) for p in trained}) > 1:
+        return "gradients of several dtypes in one unit"
+    if any(p.keep_unsharded_storage for p in group.fsdp_params):
+        return KEEPS_STORAGE
+    return ""
+
+
+def process_groups(group: Any) -> list[dist.ProcessGroup]:
+    info = group.mesh_info
+    found = (info.shard_process_group, getattr(info, "replicate_process_group", None))
+    return [process_group for process_group in found if process_group is not None]
+
+
+def _is_registered(process_group: dist.ProcessGroup) -> bool:
+    try:
+        found = torch._C._distributed_c10d._resolve_process_group(process_group.group_name)
+    except (RuntimeError, ValueError, AttributeError):
+        return False
+    return bool(found == process_group)
+
+
+@functools.cache
+def _count_steps() -> None:
+    register_optimizer_step_post_hook(lambda *_: _C.Streams.count_step())
+
+
+def streams_for(groups: Sequence[Any], known: _C.Streams | None) -> _C.Streams | None:
+    """What units that are bound together run in; None if they run in shared memory."""
+    if not groups or not is_wanted(groups[0]):
+        return None
+    _count_steps()
+    return known if known is not None else _C.Streams(groups[0].device)

@@ -1,0 +1,257 @@
+/* The host device: a unit through its iterations, what a step asks of a device, errors. */
+#include "check.h"
+
+#include "base/alloc.h"
+#include "device/host/host.h"
+#include "group/schedule.h"
+
+#define MUST(call) CHECK_EQ(call, FC_OK)
+#define ROWS 5
+#define WIDTH 3
+#define NUMEL (ROWS * WIDTH)
+#define STEPS 4
+
+/* One rank: what a communicator does is little, and counted. */
+typedef struct counts {
+    size_t allocs, collectives;
+    size_t plans, events, synchronizations; /* nothing that may happen in a step */
+    bool fails;
+} counts;
+
+static fc_status caller_alloc(void *context, fc_stream *stream, size_t bytes, void **out)
+{
+    counts *c = context;
+
+    (void)stream;
+    if (c->fails) {
+        return fc_fail(FC_ERR_NOMEM, "no %zu bytes", bytes);
+    }
+    c->allocs++;
+    *out = fc_alloc(1, bytes);
+    return FC_OK;
+}
+
+static void caller_free(void *context, void *memory)
+{
+    (void)context;
+    fc_free(memory);
+}
+
+static fc_status caller_all_gather(void *context, fc_device_comm *comm, fc_stream *stream,
+                                   void *buffer, size_t part_bytes)
+{
+    (void)comm;
+    (void)stream;
+    CHECK(buffer != NULL && part_bytes > 0);
+    ((counts *)context)->collectives++;
+    return FC_OK;
+}
+
+static fc_status caller_reduce_scatter(void *context, fc_device_comm *comm, fc_stream *stream,
+                                       void *to, const void *from, size_t numel, fc_dtype dtype)
+{
+    (void)comm;
+    (void)stream;
+    memcpy(to, from, numel * fc_dtype_bytes(dtype));
+    ((counts *)context)->collectives++;
+    return FC_OK;
+}
+
+static fc_status caller_all_reduce(void *context, fc_device_comm *comm, fc_stream *stream,
+                                   void *buffer, size_t numel, fc_dtype dtype)
+{
+    (void)comm;
+    (void)stream;
+    CHECK(buffer != NULL && numel > 0 && dtype == FC_F32);
+    ((counts *)context)->collectives++;
+    return FC_OK;
+}
+
+/* ---- a table that counts what must not happen in a step ---- */
+
+static fc_device_ops recorded;
+static const fc_device_ops *host_ops;
+static counts *recorder;
+
+static fc_status record_event_create(fc_device *device, fc_event **out)
+{
+    recorder->events++;
+    return host_ops->event_create(device, out);
+}
+
+static fc_status record_synchronize(fc_device *device, fc_event *event)
+{
+    recorder->synchronizations++;
+    return host_ops->synchronize(device, event);
+}
+
+static fc_status record_moves_create(fc_device *device, fc_runs *plan, fc_moves **out)
+{
+    recorder->plans++;
+    return host_ops->moves_create(device, plan, out);
+}
+
+static fc_device *make_device(counts *c)
+{
+    const fc_device_caller caller = {
+        c, caller_alloc, caller_free, caller_all_gather, caller_reduce_scatter, caller_all_reduce};
+    fc_device *device = NULL;
+
+    MUST(fc_host_device_create(&caller, &device));
+    host_ops = device->ops;
+    recorded = *host_ops;
+    recorded.event_create = record_event_create;
+    recorded.synchronize = record_synchronize;
+    recorded.moves_create = record_moves_create;
+    device->ops = &recorded;
+    recorder = c;
+    return device;
+}
+
+/* ---- tests ---- */
+
+typedef struct world {
+    counts counts;
+    fc_device *device;
+    fc_schedule *schedule;
+    fc_schedule_unit *unit;
+    fc_param param;
+    fc_dtype given; /* the type of gradients */
+    fc_layout layout;
+    float shard[NUMEL], out[64];
+    double grad[NUMEL]; /* of any type */
+    const void *shards[1];
+} world;
+
+static char streams[4];
+
+static fc_stream *stream(int i)
+{
+    return (fc_stream *)&streams[i];
+}
+
+static void make_world(world *w, fc_dtype compute, fc_dtype given, bool has_replicas)
+{
+    fc_schedule_options options = {.copy_in = stream(0),
+                                   .gather = stream(1),
+                                   .reduce = stream(2),
+                                   .all_reduce = stream(3),
+                                   .n_reduce_inputs = 1};
+    fc_schedule_unit_options unit = {.name = "layer",
+                                     .layout = &w->layout,
+                                     .replicas = has_replicas ? (fc_device_comm *)streams : NULL,
+                                     .reshard_after_forward = true,
+                                     .pre_divisor = 1,
+                                     .divisor = 4};
+
+    memset(w, 0, sizeof(*w));
+    w->given = given;
+    w->param = (fc_param){.outer = 1,
+                          .rows = ROWS,
+                          .inner = WIDTH,
+                          .orig = FC_F32,
+                          .compute = compute,
+                          .reduce = FC_F32,
+                          .grad = FC_F32,
+                          .has_grad = true,
+                          .trainable = true};
+    MUST(fc_layout_init(&w->layout, &w->param, 1, 0, 1, false));
+    options.device = w->device = make_device(&w->counts);
+    MUST(fc_schedule_create(&options, &w->schedule));
+    MUST(fc_schedule_add(w->schedule, &unit, &w->unit));
+    w->shards[0] = w->shard;
+    fc_schedule_set_shards(w->unit, w->shards);
+    for (int i = 0; i < NUMEL; i++) {
+        w->shard[i] = (float)i / 2;
+    }
+}
+
+static void unmake(world *w)
+{
+    fc_schedule_destroy(w->schedule);
+    fc_host_device_destroy(w->device);
+    CHECK_EQ(fc_alloc_live(), 0);
+}
+
+/* A forward, a backward whose gradients are all `value`, and the end. */
+static void step(world *w, double value, bool accumulate)
+{
+    const void *full[1] = {w->grad};
+    const fc_schedule_grads grads = {.full = full,
+                                     .types = &w->given,
+                                     .out = w->out,
+                                     .accumulate = accumulate,
+                                     .sync = FC_SYNC_ALL};
+    bool is_reduced = false;
+    void *memory = NULL;
+
+    MUST(fc_schedule_begin(w->schedule, stream(3), NULL));
+    MUST(fc_schedule_pre_forward(w->unit, &memory));
+    for (int i = 0; i < NUMEL; i++) {
+        if (w->param.compute == FC_F64) {
+            CHECK(((const double *)memory)[i] == w->shard[i]);
+        } else {
+            CHECK(((const float *)memory)[i] == w->shard[i]);
+        }
+        if (w->given == FC_F64) {
+            w->grad[i] = value;
+        } else {
+            ((float *)w->grad)[i] = (float)value;
+        }
+    }
+    MUST(fc_schedule_post_forward(w->unit));
+    MUST(fc_schedule_pre_backward(w->unit, &memory));
+    MUST(fc_schedule_post_backward(w->unit, &grads, &is_reduced));
+    CHECK(is_reduced);
+    MUST(fc_schedule_end_backward(w->schedule, true));
+}
+
+static void test_steps(fc_dtype compute, fc_dtype given, bool has_replicas)
+{
+    world w;
+    counts before = {0};
+
+    make_world(&w, compute, given, has_replicas);
+    step(&w, 1, false);
+    for (int i = 0; i < STEPS; i++) {
+        w.shard[i]++;
+        step(&w, i, true);
+        before = i == 0 ? w.counts : before; /* by now there is all that steps use again */
+    }
+    for (int i = 0; i < NUMEL; i++) {
+        CHECK(w.out[i] == (1 + 0 + 1 + 2 + 3) / 4.0F);
+    }
+    /* Nothing that a graph of the step could not hold. */
+    CHECK_EQ(w.counts.plans, before.plans);
+    CHECK_EQ(w.counts.events, before.events);
+    CHECK_EQ(w.counts.synchronizations, 0);
+    CHECK_EQ(w.counts.collectives, (1 + STEPS) * (has_replicas ? 4U : 3U));
+    unmake(&w);
+}
+
+static void test_errors(void)
+{
+    world w;
+    void *memory = NULL;
+
+    make_world(&w, FC_F32, FC_F32, false);
+    MUST(fc_schedule_begin(w.schedule, stream(3), NULL));
+    w.counts.fails = true;
+    CHECK_EQ(fc_schedule_pre_forward(w.unit, &memory), FC_ERR_NOMEM);
+    CHECK_HAS(fc_last_message(), "no ");
+    w.counts.fails = false;
+    MUST(fc_schedule_reset(w.schedule));
+    step(&w, 8, false);
+    CHECK(w.out[0] == 2);
+    unmake(&w);
+    fc_host_device_destroy(NULL);
+}
+
+int main(void)
+{
+    test_steps(FC_F32, FC_F32, false);
+    test_steps(FC_F32, FC_F64, true);
+    test_steps(FC_F64, FC_F64, true);
+    test_errors();
+    return check_result();
+}

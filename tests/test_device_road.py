@@ -1,0 +1,132 @@
+"""Units on a device, run by a device over host memory, beside torch's fully_shard.
+
+`_device.on_cpu()` around a first forward takes a model's CPU tensors by the road of devices.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import models
+import pytest
+import torch
+from harness import cached_mesh
+from models import Net, data
+from parity import Pair, Side, Tolerance, on_ranks
+from torch import nn
+
+import fsdp_c
+from fsdp_c import _device
+
+
+def shard_blocks(**options: Any) -> Any:
+    return lambda model, fsdp: models.shard_blocks(model, fsdp, **options)
+
+
+def groups_of(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, fsdp_c.FSDPModule):
+            yield from module._get_fsdp_state()._fsdp_param_groups
+
+
+def is_on_device(pair: Pair) -> bool:
+    bindings = [group._binding for group in groups_of(pair.ours.model)]
+    return bool(bindings) and all(b is not None and b[0].streams is not None for b in bindings)
+
+
+@pytest.mark.parametrize("reshard", [True, False, None])
+@on_ranks(1, 3)
+def test_steps_and_forwards_without_backward(rank: int, n_ranks: int, reshard: bool | None) -> None:
+    with _device.on_cpu():
+        pair = Pair(Net, shard_blocks(reshard_after_forward=reshard))
+        for step in range(2):
+            pair.step(data(rank, step))
+            pair.eval_forward(data(rank, 10 + step))
+        assert is_on_device(pair)
+
+
+@on_ranks(2)
+def test_accumulation_and_gradients_that_stay(rank: int, n_ranks: int) -> None:
+    def sync(is_synced: bool) -> Any:
+        return lambda side: side.model.set_requires_gradient_sync(is_synced)
+
+    def drop_one(side: Side) -> None:
+        next(iter(side.shards.values())).grad = None
+
+    with _device.on_cpu():
+        pair = Pair(Net, shard_blocks())
+        for step in range(2):
+            pair.do(sync(False), "no sync")
+            pair.forward(data(rank, step))
+            pair.backward()
+            pair.do(sync(True), "sync")
+            pair.forward(data(rank, 5 + step))
+            pair.backward()
+        pair.do(drop_one, "one gradient less")
+        pair.step(data(rank, 9))
+        assert is_on_device(pair)
+
+
+@on_ranks(4)
+def test_replicas(rank: int, n_ranks: int) -> None:
+    def all_reduce(is_reduced: bool) -> Any:
+        return lambda side: side.model.set_requires_all_reduce(is_reduced)
+
+    with _device.on_cpu():
+        mesh = cached_mesh((2, 2), ("replicate", "shard"))
+        pair = Pair(Net, shard_blocks(mesh=mesh))
+        for step in range(2):
+            pair.do(all_reduce(False), "scatter")
+            pair.forward(data(rank, step))
+            pair.backward()
+            pair.do(all_reduce(True), "all-reduce")
+            pair.step(data(rank, 5 + step))
+        assert is_on_device(pair)
+
+
+@on_ranks(2)
+def test_mixed_precision_and_other_dims(rank: int, n_ranks: int) -> None:
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+    def placement(param: nn.Parameter) -> Any:
+        return torch.distributed.tensor.Shard(1 if param.ndim == 2 and param.size(1) == 6 else 0)
+
+    with _device.on_cpu():
+        tolerance = Tolerance.of(n_ranks, torch.bfloat16)
+        pair = Pair(
+            Net, shard_blocks(mp_policy=policy, shard_placement_fn=placement), tolerance=tolerance
+        )
+        for step in range(2):
+            pair.step(data(rank, step))
+        assert is_on_device(pair)
+
+
+@on_ranks(2)
+def test_exceptions_and_units_unsharded_by_hand(rank: int, n_ranks: int) -> None:
+    def fail_in_backward(side: Side) -> None:
+        def raise_error(*_: Any) -> None:
+            raise ValueError("on purpose")
+
+        hook = side.model.blocks[1].register_forward_hook(
+            lambda module, args, out: out.register_hook(raise_error) and None
+        )
+        with pytest.raises(ValueError, match="on purpose"):
+            side.model(data(rank)).sum().backward()
+        hook.remove()
+
+    def unshard(side: Side) -> None:
+        handle = side.model.blocks[0].unshard(async_op=True)
+        side.model.blocks[1].unshard()
+        handle.wait()
+
+    with _device.on_cpu():
+        pair = Pair(Net, shard_blocks())
+        pair.do(unshard, "before the first forward")
+        pair.do(lambda side: side.model.blocks[0].reshard(), "reshard")
+        pair.step(data(rank))
+        fail_in_backward(pair.ours)
+        with pytest.warns(UserWarning, match="previous backward ended in an exception"):
+            pair.ours.model(data(rank)).sum().backward()
+        pair.ours.model.zero_grad()
+        pair.do(unshard, "by hand")
+        pair.step(data(rank, 1))
+        assert is_on_device(pair)
