@@ -66,6 +66,7 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
         self._tree: _C.Tree | None = None
         self._on_torch_road = False
         self.left_because = ""  # what took the unit to torch's road
+        self._left: list[_C.Domain] = []  # on the way there, until all ranks have
         self._separate_group: Any = None  # that reductions had of their own
         # Without parameters: torch's class would make them of its own kind.
         super().__init__(
@@ -228,9 +229,9 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
             return
         self._outlasts_forward = self._core_outlasts_forward
         self._unbind()
-        for domain in self._binding or ():
-            if isinstance(domain, _C.Domain):
-                domain.leave()
+        self._left = [part for part in self._binding or () if isinstance(part, _C.Domain)]
+        for domain in self._left:
+            domain.leave()
         self._binding = self._tree = None
         self._on_torch_road = True
         self.left_because = self.left_because or reason
@@ -312,13 +313,19 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
         if self.is_offloaded:
             raise RuntimeError(f"unshard of unit '{_plan.unit_name(self)}': {_guards.OFFLOADED}")
         if not self._is_bound and not self._on_torch_road and not self._in_slow_context():
-            self.left_because = _plan.why_torch(self)
+            self.left_because = _plan.why_torch_everywhere(self) or _plan.agreed_reason(
+                [self], _plan.why_torch_here(self)
+            )
             if self.left_because:
                 self.check_torch_road()
                 self._on_torch_road = True
             else:
                 self._tree = _C.Tree([], _plan.bind_units([self]), _C.Context())
         if not self._is_bound:
+            if self._left:  # a rank that left alone would wait in collectives that nobody joins
+                for domain in self._left:
+                    domain.await_left()
+                self._left = []
             return super().unshard(async_op)
         if not self.unshard_in_backward and self._training_state == TrainingState.PRE_BACKWARD:
             return None

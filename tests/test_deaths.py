@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -271,3 +272,24 @@ def train_with_loader(rank: int, n_ranks: int) -> None:
 
 def test_data_loader_workers() -> None:
     run_ranks(train_with_loader, 2)
+
+
+def leave_a_thread_in_backward(rank: int, n_ranks: int) -> None:
+    """Rank 0's thread waits for the others, which do not come, while the process ends."""
+    net = sharded(Net())
+    net(batch(rank)).sum().backward()
+    if rank != 0:
+        with torch.no_grad():
+            net(batch(rank))
+        return
+    loss = net(batch(rank)).sum()
+    thread = threading.Thread(target=loss.backward, daemon=True)
+    thread.start()
+    while "_engine_run_backward" not in str(sys._current_frames()[thread.ident]):
+        time.sleep(0.01)
+
+
+def test_exit_while_a_thread_waits() -> None:
+    """The thread asks for the interpreter's lock when there is none left to have."""
+    for outcome in run_ranks(leave_a_thread_in_backward, 2, fresh=True):
+        assert outcome.ok, outcome

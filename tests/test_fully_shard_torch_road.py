@@ -1,15 +1,20 @@
 """Trees that the core leaves to torch's own implementation, from the start or from some step on."""
 
+import contextlib
 import copy
 import io
+from types import SimpleNamespace
+from typing import Any
 
 import harness
 import models
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
+from behaviour.pairs import Collectives
 from models import Net, data
-from parity import Pair, Side, on_ranks
+from parity import Pair, Plain, Side, full, on_ranks
 
 
 def double(reduced: torch.Tensor) -> None:
@@ -107,15 +112,22 @@ def test_hook_of_one_rank_before_the_first_forward(rank: int, n_ranks: int) -> N
 
 @on_ranks(2)
 def test_hook_of_one_rank_between_steps(rank: int, n_ranks: int) -> None:
-    """Then the others are in their forward already, and are told at once."""
+    """Then the others are in their forward already, and are told at once; so is that rank."""
     fsdp = harness.implementation()
     if fsdp is torch_fsdp:
         return
+    harness.seed_everything(1)
     model = Net()
     models.shard_blocks(model, fsdp)
     model(data(rank)).sum().backward()
     if rank == 0:
         model.blocks[0].set_all_reduce_hook(lambda reduced: None)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="rank 0 no longer runs.*and rank 1 does"):
+                model(data(rank))
+        dist.barrier()
+        dist.barrier()
+        check_torch_road(model, rank)
         return
     model.reshard()
     before = [parameter._local_tensor.clone() for parameter in model.parameters()]
@@ -125,3 +137,32 @@ def test_hook_of_one_rank_between_steps(rank: int, n_ranks: int) -> None:
     model.reshard()
     after = [parameter._local_tensor for parameter in model.parameters()]
     assert all(map(torch.equal, before, after))
+    dist.barrier()
+    model.blocks[1].set_all_reduce_hook(lambda reduced: None)
+    dist.barrier()
+    check_torch_road(model, rank)
+
+
+def check_torch_road(model: Any, rank: int) -> None:
+    """Once all ranks have left the core they go on."""
+    plain = Plain(Net)
+    model.zero_grad()
+    model(data(rank)).sum().backward()
+    plain.backward([plain.model(data(r)).sum() for r in range(2)], 2)
+    for name, parameter in plain.model.named_parameters():
+        torch.testing.assert_close(full(model.get_parameter(name).grad), parameter.grad, msg=name)
+
+
+@on_ranks(2)
+def test_mode_of_one_rank_and_an_early_unshard(rank: int, n_ranks: int) -> None:
+    """All ranks take the road that one of them has to take."""
+    fsdp = harness.implementation()
+    if fsdp is torch_fsdp:
+        return
+    harness.seed_everything(1)
+    model = Net()
+    models.shard_blocks(model, fsdp)
+    with Collectives() if rank == 1 else contextlib.nullcontext():
+        model.blocks[1].unshard()
+    assert not runs_on_core(SimpleNamespace(model=model))
+    check_torch_road(model, rank)

@@ -24,7 +24,7 @@ public:
     StateHandle &operator=(const StateHandle &) = delete;
     ~StateHandle()
     {
-        if (Py_IsInitialized()) {
+        if (Py_IsInitialized() && !is_left_behind()) {
             Gil gil;
             Py_DECREF(state_);
         }
@@ -80,7 +80,7 @@ public:
     FinalCallback &operator=(const FinalCallback &) = delete;
     ~FinalCallback()
     {
-        if (!Py_IsInitialized()) {
+        if (!Py_IsInitialized() || is_left_behind()) {
             return;
         }
         Gil gil;

@@ -165,6 +165,14 @@ PyObject *domain_leave(PyObject *self, PyObject *)
     });
 }
 
+PyObject *domain_await_left(PyObject *self, PyObject *)
+{
+    return guarded([&]() -> PyObject * {
+        check(fc_domain_await_left(domain_of(self)));
+        Py_RETURN_NONE;
+    });
+}
+
 PyObject *sizes_dict(const fc_domain_sizes &sizes)
 {
     const std::pair<const char *, size_t> entries[] = {
@@ -315,6 +323,8 @@ PyMethodDef methods[] = {
      "layout(unit) -> (unsharded bytes, [(offset, is aliased), ...])"},
     {"leave", domain_leave, METH_NOARGS,
      "leave(): peers that wait for this rank get an error from now on."},
+    {"await_left", domain_await_left, METH_NOARGS,
+     "await_left(): waits until all peers have left too; RuntimeError if one goes on."},
     {"bytes", domain_bytes, METH_NOARGS,
      "bytes() -> {'region': mapped bytes, 'arena': reduce slots of a rank}"},
     {nullptr, nullptr, 0, nullptr}};

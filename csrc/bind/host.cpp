@@ -1,6 +1,8 @@
 /* Host operations in terms of Python. The core may call them with or without the GIL held. */
 #include "bind/host.h"
 
+#include "bind/python.h"
+
 #include <cstring>
 
 /* Of this thread while it waits without the GIL; nullptr otherwise. */
@@ -18,6 +20,7 @@ static void leave_wait(void *)
     if (waiting_state != nullptr) {
         PyThreadState *state = waiting_state;
 
+        fc::stay_if_left_behind();
         waiting_state = nullptr;
         PyEval_RestoreThread(state);
     }
@@ -25,19 +28,17 @@ static void leave_wait(void *)
 
 static fc_status poll(void *)
 {
-    PyGILState_STATE gil = PyGILState_Ensure();
-    bool is_interrupted = PyErr_CheckSignals() != 0;
+    const fc::Gil gil;
+    const bool is_interrupted = PyErr_CheckSignals() != 0;
 
-    PyGILState_Release(gil);
     return is_interrupted ? fc_fail(FC_ERR_INTERRUPTED, "interrupted by a signal") : FC_OK;
 }
 
 static void notice(void *, const char *line)
 {
-    PyGILState_STATE gil = PyGILState_Ensure();
+    const fc::Gil gil;
 
     PySys_FormatStderr("%s\n", line);
-    PyGILState_Release(gil);
 }
 
 /* Copies what all ranks gave; false with a Python exception set. */

@@ -8,6 +8,7 @@
 #include "bind/status.h"
 
 #include <torch/csrc/Exceptions.h>
+#include <unistd.h>
 
 #include <exception>
 #include <initializer_list>
@@ -117,15 +118,41 @@ inline int intern(std::initializer_list<std::pair<PyObject **, const char *>> na
     return 0;
 }
 
+// True in a thread that the interpreter, which is shutting down in the main thread, would end if it
+// asked for the lock: by an exception that no C++ destructor lets through.
+inline bool is_left_behind()
+{
+#if PY_VERSION_HEX >= 0x030D0000
+    const bool is_closing = Py_IsFinalizing() != 0;
+#else
+    const bool is_closing = _Py_IsFinalizing() != 0;
+#endif
+    return is_closing && getpid() != gettid();
+}
+
+// Such a thread waits for the end of the process instead, as CPython has it from 3.14 on.
+inline void stay_if_left_behind()
+{
+    while (is_left_behind()) {
+        (void)pause();
+    }
+}
+
 // Holds the GIL; for callbacks from autograd.
 class Gil {
 public:
-    Gil() : state_(PyGILState_Ensure()) {}
+    Gil() : state_(ensure()) {}
     ~Gil() { PyGILState_Release(state_); }
     Gil(const Gil &) = delete;
     Gil &operator=(const Gil &) = delete;
 
 private:
+    static PyGILState_STATE ensure()
+    {
+        stay_if_left_behind();
+        return PyGILState_Ensure();
+    }
+
     PyGILState_STATE state_;
 };
 
@@ -133,7 +160,11 @@ private:
 class NoGil {
 public:
     NoGil() : state_(PyEval_SaveThread()) {}
-    ~NoGil() { PyEval_RestoreThread(state_); }
+    ~NoGil()
+    {
+        stay_if_left_behind();
+        PyEval_RestoreThread(state_);
+    }
     NoGil(const NoGil &) = delete;
     NoGil &operator=(const NoGil &) = delete;
 

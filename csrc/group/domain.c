@@ -539,6 +539,55 @@ void fc_domain_fail(fc_domain *domain)
 
 void fc_domain_leave(fc_domain *domain)
 {
+    if (domain->clock == CLOCK_LEFT) {
+        return;
+    }
     fc_domain_fail(domain);
+    domain->left_after = domain->clock;
     set_clock(domain, CLOCK_LEFT);
+}
+
+/* True when the peer has begun a phase that this rank, which has left, did not see. */
+static bool went_on(const fc_domain *domain, int peer)
+{
+    const clock_line *line = domain_clock(domain, peer);
+    uint64_t clock = fc_word_load(&line->clock);
+    uint64_t last = phase_of(domain->left_after);
+
+    return clock != CLOCK_LEFT && ((phase_of(clock) > last && (clock & STATE_MASK) == PHASE_OPEN) ||
+                                   fc_word_load(&line->failed) > last);
+}
+
+static bool left_or_went_on(void *arg)
+{
+    const clock_wait *wait = arg;
+
+    return clock_reached(arg) || went_on(wait->domain, wait->peer);
+}
+
+fc_status fc_domain_await_left(fc_domain *domain)
+{
+    const fc_wait_info info = {"the change to torch's implementation", NULL,
+                               domain->left_after >> STEP_SHIFT};
+
+    if (!domain->is_mapped) {
+        return FC_OK;
+    }
+    for (int peer = 0; peer < domain->n_ranks; peer++) {
+        clock_wait wait = {domain, peer, CLOCK_LEFT};
+
+        if (peer == domain->rank) {
+            continue;
+        }
+        FC_TRY(fc_transport_wait(domain->transport, peer, left_or_went_on, &wait, &info));
+        if (went_on(domain, peer)) {
+            return fc_fail(FC_ERR_PEER,
+                           "rank %d no longer runs this model on the core, and rank %d does: "
+                           "hooks, collectives or replaced functions that only torch's "
+                           "implementation has must be set on all ranks",
+                           fc_transport_global_rank(domain->transport, domain->rank),
+                           fc_transport_global_rank(domain->transport, peer));
+        }
+    }
+    return FC_OK;
 }

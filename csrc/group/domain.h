@@ -86,6 +86,9 @@ FC_MUST_CHECK fc_status fc_domain_close(fc_domain *domain);
 void fc_domain_fail(fc_domain *domain);
 /* Says that this rank opens no more phases: who waits for it gets an error instead. Local. */
 void fc_domain_leave(fc_domain *domain);
+/* After fc_domain_leave: waits until every peer has left too. A peer that goes on instead is an
+ * error. */
+FC_MUST_CHECK fc_status fc_domain_await_left(fc_domain *domain);
 bool fc_domain_is_open(const fc_domain *domain);
 bool fc_domain_in_backward(const fc_domain *domain);
 

@@ -82,6 +82,7 @@ struct fc_domain {
     size_t lanes_at, lane_bytes, arenas_at, arena_bytes;
     /* This rank's phase. */
     uint64_t clock;
+    uint64_t left_after; /* the last clock before CLOCK_LEFT */
     bool is_ready;
     /* This rank's arena. */
     ring_entry *ring; /* owned; entry of sequence s at s % ring_capacity */
