@@ -76,8 +76,8 @@ def test_ids_are_those_of_the_tests() -> None:
 def test_other_tests_exist() -> None:
     for id, _, place in listed_elsewhere():
         file, _, name = place.partition("::")
-        names = names_in(ROOT / file)
-        assert not name or name.removeprefix("test_") in names, f"{id}: {place}"
+        functions = re.findall(r"^def (\w+)", (ROOT / file).read_text(), re.MULTILINE)
+        assert name in functions, f"{id}: {place}"
 
 
 def test_every_id_has_one_place() -> None:

@@ -380,3 +380,25 @@ def test_tp13_no_collective_for_one_shard(rank: int, n_ranks: int) -> None:
         return names(seen)
 
     assert pair.both(issued) == []
+
+
+@on_ranks(4)
+def test_r3_tp9_int_reshard_is_refused_in_the_first_forward(rank: int, n_ranks: int) -> None:
+    """With the parameter's name, and before anything is gathered; True is taken then."""
+    mesh = mesh_2d(4, 1)
+    torch.manual_seed(1)
+    model = Mlp()
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fsdp_c.fully_shard(model, mesh=mesh["dp"], reshard_after_forward=2)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=r"'up.weight' is a DTensor.*pass True"):
+            model(data(rank))
+        assert all(p.device_mesh.ndim == 2 for p in model.parameters())
+    model.set_reshard_after_forward(True)
+    total(model(data(rank))).backward()
+    torch.manual_seed(1)
+    plain = Mlp()
+    for r in range(n_ranks):
+        (total(plain(data(r))) / n_ranks).backward()
+    for name, parameter in plain.named_parameters():
+        compare_values(full(model.get_parameter(name).grad), parameter.grad, CLOSE, name)

@@ -1,0 +1,80 @@
+"""FSDP_C_STRICT=1: what torch refuses is refused again, where no other test says so."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from harness import cached_mesh, failure_of, implementation, run_ranks
+from test_named_mistakes import df28_equal_mesh_infos_are_one, df28_equal_mesh_made_again
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
+
+
+def list_of_ignored_parameters(fsdp: Any, rank: int, n_ranks: int) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fsdp.fully_shard(net, ignored_params=[net[0].weight])
+
+
+def foreach_over_plain_and_sharded(fsdp: Any, rank: int, n_ranks: int) -> None:
+    net = nn.Linear(4, 4)
+    fsdp.fully_shard(net, ignored_params={net.bias})
+    net(torch.ones(2, 4)).sum().backward()
+    net.reshard()
+    torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=True).step()
+
+
+def clipping_over_plain_and_sharded(fsdp: Any, rank: int, n_ranks: int) -> None:
+    net = nn.Linear(4, 4)
+    fsdp.fully_shard(net, ignored_params={net.bias})
+    net(torch.ones(2, 4)).sum().backward()
+    net.reshard()
+    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+
+
+def clipping_over_two_meshes(fsdp: Any, rank: int, n_ranks: int) -> None:
+    info = FSDPMeshInfo(DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("x",)), 0)
+    net = nn.Linear(4, 4)
+    fsdp.fully_shard(
+        net,
+        mesh=cached_mesh((n_ranks,)),
+        shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), info) if p.ndim == 1 else None,
+    )
+    net(torch.ones(2, 4)).sum().backward()
+    net.reshard()
+    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+
+
+BODIES: dict[Callable[..., None], str] = {
+    list_of_ignored_parameters: "RuntimeError",
+    foreach_over_plain_and_sharded: "RuntimeError",
+    clipping_over_plain_and_sharded: "RuntimeError",
+    clipping_over_two_meshes: "RuntimeError",
+    df28_equal_mesh_infos_are_one: "ValueError",
+    df28_equal_mesh_made_again: "ValueError",
+}
+
+
+def run_all(rank: int, n_ranks: int, is_strict: bool, is_torch: bool) -> dict[str, str]:
+    fsdp = torch_fsdp if is_torch else implementation()
+    with mock.patch.dict(os.environ, FSDP_C_STRICT=str(int(is_strict))):
+        return {body.__name__: failure_of(body, fsdp, rank, n_ranks) for body in BODIES}
+
+
+@pytest.mark.parametrize("who", ["torch", "strict", "fsdp_c"])
+def test_refusals(who: str) -> None:
+    """In processes of their own: torch's clipping changes with the first model of fsdp_c."""
+    for outcome in run_ranks(run_all, 2, who == "strict", who == "torch", fresh=True):
+        assert outcome.ok, outcome
+        for body, error in BODIES.items():
+            failure = outcome.value[body.__name__]
+            if who == "fsdp_c":
+                assert not failure, failure
+            else:
+                assert f"\n{error}: " in failure, (body.__name__, failure)
