@@ -8,6 +8,12 @@ from fsdp_c._estimate._hardware import GB
 from fsdp_c._estimate._memory import PURPOSES
 from fsdp_c._estimate._volume import dtype_name
 
+# What a process takes beside its tensors, by engine.
+_NOT_COUNTED = {
+    "nccl": "the CUDA context, NCCL's buffers, fragmentation",
+    "core": "the interpreter, code and scratch of libraries, what malloc keeps of freed tensors",
+}
+
 
 def text_of(estimate: Any) -> str:
     lines = [_head(estimate), "", "memory of a rank at the worst moment, GB"]
@@ -18,6 +24,7 @@ def text_of(estimate: Any) -> str:
     lines.append(
         f"  {'in all':14}{estimate.total / GB:12.3f}  of {estimate.limit / GB:.1f}: {verdict}"
     )
+    lines.append(f"  not in it: {_NOT_COUNTED[estimate.setting.hardware.engine]}")
     if estimate.host_memory:
         lines.append(f"  {'on the host':14}{estimate.host_memory / GB:12.3f}  offloaded")
     if not estimate.fits:

@@ -257,10 +257,10 @@ def _run(
             if module in inside:
                 stack.enter_context(_checkpointed(module))
         stack.enter_context(recorder.hooks())
-        arguments = _pytree.tree_map(lambda x: _fake(x, rules.compute_dtype), inputs)
+        arguments = _pytree.tree_map(lambda x: _fake(x, None), inputs)
         recorder.own(t for t in _pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor))
         stack.enter_context(recorder)
-        out = loss(model(*arguments))
+        out = loss(model(*_cast(arguments, rules.compute_dtype)))
         recorder.turn()
         out.backward()
         recorder.finish()
@@ -273,6 +273,13 @@ def _fake(value: Any, dtype: torch.dtype | None) -> Any:
         return value
     wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
     return torch.empty(value.shape, dtype=wanted)
+
+
+def _cast(inputs: Any, dtype: torch.dtype | None) -> Any:
+    """As units do before forward: what it takes is the step's, not the caller's."""
+    return _pytree.tree_map_only(
+        torch.Tensor, lambda t: t.to(dtype) if dtype and t.is_floating_point() else t, inputs
+    )
 
 
 @contextlib.contextmanager
