@@ -41,8 +41,8 @@ C_SOURCES = {
     "csrc/device/cuda": "device runtime",
     "csrc/device/host": "device moves",
     "csrc/transport": (
-        "callback nccl_board nccl_collectives nccl_group nccl_library nccl_wait process shm "
-        "shm_region shm_segment shm_wait transport"
+        "callback nccl_board nccl_collectives nccl_group nccl_library nccl_paths nccl_wait "
+        "nccl_window process shm shm_region shm_segment shm_wait transport"
     ),
     "csrc/comm": "comm mapped message step",
     "csrc/group": (

@@ -86,7 +86,7 @@ void free_memory(void *context, void *memory)
     c10::GetAllocator(device_in(context).type())->raw_deallocate(memory);
 }
 
-fc_status all_gather(void *context, fc_device_comm *comm, fc_stream *stream, void *buffer,
+fc_status all_gather(void *context, fc_device_comm *comm, fc_stream *stream, fc_label, void *buffer,
                      size_t part_bytes)
 {
     const auto n_ranks = static_cast<size_t>(comm->group->getSize());
@@ -102,7 +102,7 @@ fc_status all_gather(void *context, fc_device_comm *comm, fc_stream *stream, voi
     });
 }
 
-fc_status reduce_scatter(void *context, fc_device_comm *comm, fc_stream *stream, void *to,
+fc_status reduce_scatter(void *context, fc_device_comm *comm, fc_stream *stream, fc_label, void *to,
                          const void *from, size_t numel, fc_dtype dtype)
 {
     const auto n_ranks = static_cast<size_t>(comm->group->getSize());
@@ -118,7 +118,7 @@ fc_status reduce_scatter(void *context, fc_device_comm *comm, fc_stream *stream,
     });
 }
 
-fc_status all_reduce(void *context, fc_device_comm *comm, fc_stream *stream, void *buffer,
+fc_status all_reduce(void *context, fc_device_comm *comm, fc_stream *stream, fc_label, void *buffer,
                      size_t numel, fc_dtype dtype)
 {
     if (comm->group->getSize() == 1) {

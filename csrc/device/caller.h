@@ -13,12 +13,19 @@ typedef struct fc_device_caller {
     void *context; /* passed first */
     fc_status (*alloc)(void *context, fc_stream *stream, size_t bytes, void **out);
     void (*free)(void *context, void *memory);
-    fc_status (*all_gather)(void *context, fc_device_comm *comm, fc_stream *stream, void *buffer,
-                            size_t part_bytes);
-    fc_status (*reduce_scatter)(void *context, fc_device_comm *comm, fc_stream *stream, void *to,
-                                const void *from, size_t numel, fc_dtype dtype);
-    fc_status (*all_reduce)(void *context, fc_device_comm *comm, fc_stream *stream, void *buffer,
-                            size_t numel, fc_dtype dtype);
+    fc_status (*all_gather)(void *context, fc_device_comm *comm, fc_stream *stream, fc_label label,
+                            void *buffer, size_t part_bytes);
+    fc_status (*reduce_scatter)(void *context, fc_device_comm *comm, fc_stream *stream,
+                                fc_label label, void *to, const void *from, size_t numel,
+                                fc_dtype dtype);
+    fc_status (*all_reduce)(void *context, fc_device_comm *comm, fc_stream *stream, fc_label label,
+                            void *buffer, size_t numel, fc_dtype dtype);
+    /* Optional. */
+    fc_status (*all_gather_each)(void *context, fc_device_comm *comm, fc_stream *stream,
+                                 fc_label label, const fc_gather *gathers, size_t n_gathers);
+    /* Until ready(arg), in place of a wait in the driver, which nothing but the device can end: not
+     * the death of a rank, and not Ctrl-C. Optional. */
+    fc_status (*wait)(void *context, bool (*ready)(void *arg), void *arg);
 } fc_device_caller;
 
 #ifdef __cplusplus

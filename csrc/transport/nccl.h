@@ -104,6 +104,51 @@ FC_MUST_CHECK fc_status fc_nccl_reduce_scatter(fc_device_comm *comm, fc_stream *
 FC_MUST_CHECK fc_status fc_nccl_all_reduce(fc_device_comm *comm, fc_stream *stream, fc_label label,
                                            void *buffer, size_t numel, fc_dtype dtype);
 
+/* ---- memory that all ranks have registered ---- */
+
+typedef struct fc_nccl_window fc_nccl_window;
+
+/* Collective. `memory`, or if it is NULL memory of NCCL's own (which no allocator of torch's
+ * counts), as a window of the communicator: collectives in it need no buffers between.
+ * FC_ERR_UNSUPPORTED on all ranks where the library or the memory of one of them does not allow it.
+ */
+FC_MUST_CHECK fc_status fc_nccl_window_create(fc_device_comm *comm, void *memory, size_t bytes,
+                                              fc_nccl_window **out);
+/* Before the group is closed, when no work uses it any more. NULL is fine. */
+void fc_nccl_window_destroy(fc_nccl_window *window);
+void *fc_nccl_window_memory(const fc_nccl_window *window); /* borrowed */
+
+/* ---- how a unit is gathered ---- */
+
+/* X(name, what it means) */
+#define FC_NCCL_PATHS(X)                                                                           \
+    X(STAGED, "one all-gather into a slot, then a kernel that copies out")                         \
+    X(DIRECT, "an all-gather per parameter, straight into it, as one group")                       \
+    X(SYMMETRIC, "one all-gather in symmetric memory, then a kernel that copies out")              \
+    X(COPY_ENGINE, "one all-gather by copy engines, then a kernel that copies out")
+
+typedef enum fc_nccl_path {
+#define FC_NCCL_PATH_ENUM(name, text) FC_NCCL_##name,
+    FC_NCCL_PATHS(FC_NCCL_PATH_ENUM)
+#undef FC_NCCL_PATH_ENUM
+} fc_nccl_path;
+
+typedef struct fc_nccl_shape {
+    const size_t *part_bytes; /* of each parameter on each rank, as it is gathered */
+    size_t n_params;
+    /* Each parameter is its ranks' parts one after another: sharded on dim 0, without padding. */
+    bool is_in_order;
+    const fc_nccl_window *window; /* of the slot; NULL: none */
+} fc_nccl_shape;
+
+/* The same on all ranks that give the same; kept under the unit's name, which is copied. */
+FC_MUST_CHECK fc_status fc_nccl_choose(fc_device_comm *comm, const char *unit,
+                                       const fc_nccl_shape *shape, fc_nccl_path *out);
+
+/* What was chosen and why, for people; false: there is no unit of that number. Borrowed. */
+bool fc_nccl_chosen(const fc_nccl_group *group, size_t number, const char **unit_out,
+                    const char **why_out);
+
 #ifdef __cplusplus
 }
 #endif

@@ -368,6 +368,11 @@ fc_status fc_nccl_group_close(fc_nccl_group *group)
         return FC_OK;
     }
     FC_TRY(fc_transport_check(group->base));
+    if (group->n_windows > 0) {
+        return fc_fail(FC_ERR_STATE,
+                       "process group %s has %d windows of NCCL's that are not destroyed",
+                       group->base->name, group->n_windows);
+    }
     for (i = group->n_comms - 1; i >= 0; i--) {
         FC_TRY(close_comm(&group->comms[i]));
     }
@@ -387,6 +392,7 @@ void fc_nccl_group_destroy(fc_nccl_group *group)
         }
         fc_nccl_abort_comms(group);
     }
+    fc_nccl_forget_choices(group);
     fc_nccl_board_destroy(group->board);
     fc_transport_destroy(group->base);
     fc_free(group);

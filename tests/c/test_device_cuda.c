@@ -45,6 +45,14 @@ static int run_event_synchronize(void *event)
     return error_of(current->ops->synchronize(current, event));
 }
 
+/* As busy devices do, it is not over when it is asked about first. */
+static int run_event_query(void *event)
+{
+    static _Thread_local unsigned n_queries;
+
+    return n_queries++ % 2 == 0 ? 600 : run_event_synchronize(event);
+}
+
 static int run_stream_wait_event(void *stream, void *event, unsigned flags)
 {
     CHECK_EQ(flags, 0);
@@ -76,15 +84,11 @@ static int run_free(void *memory)
     return 0;
 }
 
-static const fc_cuda_runtime simulated_runtime = {run_event_create,
-                                                  run_event_destroy,
-                                                  run_event_record,
-                                                  run_event_synchronize,
-                                                  run_stream_wait_event,
-                                                  run_copy_async,
-                                                  run_copy,
-                                                  run_alloc,
-                                                  run_free,
+static const fc_cuda_runtime simulated_runtime = {run_event_create,   run_event_destroy,
+                                                  run_event_record,   run_event_synchronize,
+                                                  run_event_query,    run_stream_wait_event,
+                                                  run_copy_async,     run_copy,
+                                                  run_alloc,          run_free,
                                                   emulated_error_text};
 
 /* ---- kernels that wait for their turn in a simulated stream ---- */
@@ -156,33 +160,53 @@ static void caller_free(void *context, void *memory)
 }
 
 static fc_status caller_all_gather(void *context, fc_device_comm *comm, fc_stream *stream,
-                                   void *buffer, size_t part_bytes)
+                                   fc_label label, void *buffer, size_t part_bytes)
 {
     fc_device *device = context;
 
-    return device->ops->all_gather(device, comm, stream, cuda_label, buffer, part_bytes);
+    return device->ops->all_gather(device, comm, stream, label, buffer, part_bytes);
 }
 
 static fc_status caller_reduce_scatter(void *context, fc_device_comm *comm, fc_stream *stream,
-                                       void *to, const void *from, size_t numel, fc_dtype dtype)
+                                       fc_label label, void *to, const void *from, size_t numel,
+                                       fc_dtype dtype)
 {
     fc_device *device = context;
 
-    return device->ops->reduce_scatter(device, comm, stream, cuda_label, to, from, numel, dtype);
+    return device->ops->reduce_scatter(device, comm, stream, label, to, from, numel, dtype);
 }
 
 static fc_status caller_all_reduce(void *context, fc_device_comm *comm, fc_stream *stream,
-                                   void *buffer, size_t numel, fc_dtype dtype)
+                                   fc_label label, void *buffer, size_t numel, fc_dtype dtype)
 {
     fc_device *device = context;
 
-    return device->ops->all_reduce(device, comm, stream, cuda_label, buffer, numel, dtype);
+    return device->ops->all_reduce(device, comm, stream, label, buffer, numel, dtype);
 }
 
+static fc_status caller_wait(void *context, bool (*ready)(void *arg), void *arg)
+{
+    (void)context;
+    while (!ready(arg)) {
+    }
+    return FC_OK;
+}
+
+/* With a wait of its own on every second device. */
 static fc_device_caller caller_of(fc_device *simulated)
 {
-    return (fc_device_caller){simulated,         caller_alloc,          caller_free,
-                              caller_all_gather, caller_reduce_scatter, caller_all_reduce};
+    static _Thread_local unsigned n_devices;
+    fc_device_caller caller = {.context = simulated,
+                               .alloc = caller_alloc,
+                               .free = caller_free,
+                               .all_gather = caller_all_gather,
+                               .reduce_scatter = caller_reduce_scatter,
+                               .all_reduce = caller_all_reduce};
+
+    if (n_devices++ % 2 == 0) {
+        caller.wait = caller_wait;
+    }
+    return caller;
 }
 
 static fc_status wrap(fc_device *simulated, fc_device **out)
@@ -231,6 +255,53 @@ static int fail_move(const fc_cuda_launch *launch)
 {
     (void)launch;
     return 1;
+}
+
+static fc_status refuse_each(void *context, fc_device_comm *comm, fc_stream *stream, fc_label label,
+                             const fc_gather *gathers, size_t n_gathers)
+{
+    (void)context;
+    (void)comm;
+    (void)stream;
+    return fc_fail(FC_ERR_BROKEN, "%s: %zu, the first with %zu bytes", label.unit, n_gathers,
+                   gathers[0].bytes);
+}
+
+static fc_status give_up_waiting(void *context, bool (*ready)(void *arg), void *arg)
+{
+    (void)context;
+    return ready(arg) ? FC_OK : fc_fail(FC_ERR_PEER, "a rank is gone");
+}
+
+static int query_fails(void *event)
+{
+    return event == NULL ? 1 : 600;
+}
+
+/* What only some callers have. */
+static void test_options(void)
+{
+    fc_cuda_runtime runtime = simulated_runtime;
+    fc_device_caller caller = caller_of(NULL);
+    const fc_gather gathers[2] = {{NULL, NULL, 12}, {NULL, NULL, 8}};
+    int event = 0;
+    fc_device *device = NULL;
+
+    runtime.event_query = query_fails;
+    MUST(fc_cuda_device_create(&runtime, &queued_kernels, &caller, &device));
+    CHECK(device->ops->all_gather_each == NULL);
+    fc_cuda_device_destroy(device);
+    caller.all_gather_each = refuse_each;
+    caller.wait = give_up_waiting;
+    MUST(fc_cuda_device_create(&runtime, &queued_kernels, &caller, &device));
+    CHECK_EQ(device->ops->all_gather_each(device, NULL, NULL, cuda_label, gathers, 2),
+             FC_ERR_BROKEN);
+    CHECK_STR(fc_last_message(), "cuda: 2, the first with 12 bytes");
+    CHECK_EQ(device->ops->synchronize(device, (fc_event *)(void *)&event), FC_ERR_PEER);
+    CHECK_EQ(device->ops->synchronize(device, NULL), FC_ERR_SYSTEM);
+    CHECK_HAS(fc_last_message(), "cudaEventQuery");
+    fc_cuda_device_destroy(device);
+    CHECK_EQ(fc_alloc_live(), 0);
 }
 
 /* The library's own words, and nothing is left behind. */
@@ -300,6 +371,7 @@ int main(int argc, char **argv)
     }
     test_random_programs();
     test_errors();
+    test_options();
     test_libraries();
     return check_result();
 }

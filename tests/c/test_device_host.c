@@ -38,9 +38,10 @@ static void caller_free(void *context, void *memory)
 }
 
 static fc_status caller_all_gather(void *context, fc_device_comm *comm, fc_stream *stream,
-                                   void *buffer, size_t part_bytes)
+                                   fc_label label, void *buffer, size_t part_bytes)
 {
     (void)comm;
+    (void)label;
     (void)stream;
     CHECK(buffer != NULL && part_bytes > 0);
     ((counts *)context)->collectives++;
@@ -48,9 +49,11 @@ static fc_status caller_all_gather(void *context, fc_device_comm *comm, fc_strea
 }
 
 static fc_status caller_reduce_scatter(void *context, fc_device_comm *comm, fc_stream *stream,
-                                       void *to, const void *from, size_t numel, fc_dtype dtype)
+                                       fc_label label, void *to, const void *from, size_t numel,
+                                       fc_dtype dtype)
 {
     (void)comm;
+    (void)label;
     (void)stream;
     memcpy(to, from, numel * fc_dtype_bytes(dtype));
     ((counts *)context)->collectives++;
@@ -58,9 +61,10 @@ static fc_status caller_reduce_scatter(void *context, fc_device_comm *comm, fc_s
 }
 
 static fc_status caller_all_reduce(void *context, fc_device_comm *comm, fc_stream *stream,
-                                   void *buffer, size_t numel, fc_dtype dtype)
+                                   fc_label label, void *buffer, size_t numel, fc_dtype dtype)
 {
     (void)comm;
+    (void)label;
     (void)stream;
     CHECK(buffer != NULL && numel > 0 && dtype == FC_F32);
     ((counts *)context)->collectives++;
@@ -93,8 +97,12 @@ static fc_status record_moves_create(fc_device *device, fc_runs *plan, fc_moves 
 
 static fc_device *make_device(counts *c)
 {
-    const fc_device_caller caller = {
-        c, caller_alloc, caller_free, caller_all_gather, caller_reduce_scatter, caller_all_reduce};
+    const fc_device_caller caller = {.context = c,
+                                     .alloc = caller_alloc,
+                                     .free = caller_free,
+                                     .all_gather = caller_all_gather,
+                                     .reduce_scatter = caller_reduce_scatter,
+                                     .all_reduce = caller_all_reduce};
     fc_device *device = NULL;
 
     MUST(fc_host_device_create(&caller, &device));

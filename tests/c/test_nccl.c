@@ -294,6 +294,112 @@ static void test_options(void)
     }
 }
 
+/* ---- windows and ways ---- */
+
+static void check_choice(world *w, const char *unit, fc_nccl_shape shape, fc_nccl_path path,
+                         const char *why)
+{
+    fc_nccl_path chosen = FC_NCCL_STAGED;
+    const char *name, *text;
+    size_t i = 0;
+
+    MUST(fc_nccl_choose(fc_nccl_gathers(w->group), unit, &shape, &chosen));
+    CHECK_EQ(chosen, path);
+    while (fc_nccl_chosen(w->group, i, &name, &text) && strcmp(name, unit) != 0) {
+        i++;
+    }
+    CHECK_STR(name, unit);
+    CHECK_HAS(text, why);
+}
+
+static void choose_ways(world *w, const fc_nccl_window *window, fc_nccl_path in_window)
+{
+    static const size_t alike[] = {1024, 2048, 1024}, odd[] = {1024, 1028}, one[] = {4096};
+    static size_t many[40], skewed[8];
+    const char *name, *text;
+    size_t i;
+
+    for (i = 0; i < 40; i++) {
+        many[i] = 16;
+        skewed[i % 8] = i % 8 == 0 ? 16 << 10 : 16;
+    }
+    check_choice(w, "a", (fc_nccl_shape){alike, 3, true, NULL}, FC_NCCL_DIRECT,
+                 "an all-gather per parameter");
+    check_choice(w, "b", (fc_nccl_shape){odd, 2, true, NULL}, FC_NCCL_STAGED,
+                 "(a part is no multiple of 16 bytes)");
+    check_choice(w, "c", (fc_nccl_shape){many, 40, true, NULL}, FC_NCCL_STAGED,
+                 "(it has many parameters)");
+    check_choice(w, "d", (fc_nccl_shape){skewed, 8, true, NULL}, FC_NCCL_STAGED,
+                 "(its parameters differ much in size)");
+    check_choice(w, "e", (fc_nccl_shape){one, 1, true, NULL}, FC_NCCL_DIRECT, "straight into it");
+    check_choice(w, "a", (fc_nccl_shape){alike, 3, false, NULL}, FC_NCCL_STAGED,
+                 "(a parameter is not its ranks' parts one after another)");
+    if (window != NULL) {
+        check_choice(w, "f", (fc_nccl_shape){skewed, 8, false, window}, in_window,
+                     "one all-gather");
+    }
+    CHECK_EQ(fc_nccl_chosen(w->group, window == NULL ? 5 : 6, &name, &text), false);
+}
+
+static void use_windows(int rank, int n, void *arg)
+{
+    const setting *s = arg;
+    bool has_windows = !s->is_old && s->version != 22606;
+    fc_nccl_window *window = NULL, *other = NULL;
+    static char elsewhere[8192] __attribute__((aligned(4096)));
+    world w;
+
+    start(&w, s);
+    w.options.by_copy_engines = s->is_one;
+    MUST(create(&w, rank, n, TIMEOUT_NS));
+    CHECK_EQ(fc_nccl_window_create(fc_nccl_gathers(w.group), NULL, 5000, &window),
+             has_windows ? FC_OK : FC_ERR_UNSUPPORTED);
+    if (!has_windows) {
+        CHECK_HAS(fc_last_message(), "symmetric memory needs NCCL 2.27.3: NCCL 2.");
+    } else {
+        CHECK_EQ(w.control->n_windows, 1);
+        memset(fc_nccl_window_memory(window), rank + 1, 5000);
+        MUST(fc_nccl_all_gather(fc_nccl_gathers(w.group), stream_of(0), layer,
+                                fc_nccl_window_memory(window), 512));
+        MUST(wait_idle(&w, w.group, 0));
+        for (int r = 0; r < n; r++) {
+            CHECK_EQ(((char *)fc_nccl_window_memory(window))[512 * r + 511], r + 1);
+        }
+        /* One rank has memory of another kind: none gets a window. */
+        CHECK_EQ(fc_nccl_window_create(fc_nccl_gathers(w.group), rank == n - 1 ? elsewhere : NULL,
+                                       8192, &other),
+                 FC_ERR_UNSUPPORTED);
+        CHECK_HAS(fc_last_message(), "no symmetric memory between these ranks");
+        CHECK_EQ(w.control->n_windows, 1);
+        CHECK_EQ(fc_nccl_group_close(w.group), FC_ERR_STATE);
+        CHECK_HAS(fc_last_message(), "1 windows");
+    }
+    choose_ways(&w, window,
+                s->is_one && w.options.library != NULL &&
+                        fc_nccl_version(w.options.library) >= 22803
+                    ? FC_NCCL_COPY_ENGINE
+                    : FC_NCCL_SYMMETRIC);
+    fc_nccl_window_destroy(window);
+    MUST(fc_nccl_group_close(w.group));
+    finish(&w);
+}
+
+static void test_windows(void)
+{
+    static const setting settings[] = {{2, false, false, 0},
+                                       {0, true, false, 0},
+                                       {0, true, false, 22703},
+                                       {0, false, true, 0},
+                                       {0, true, false, 22606}};
+
+    for (size_t i = 0; i < sizeof(settings) / sizeof(settings[0]); i++) {
+        setting s = settings[i];
+
+        ranks_check(1, use_windows, &s);
+        ranks_check(3, use_windows, &s);
+    }
+}
+
 /* ---- failures ---- */
 
 enum {
@@ -602,6 +708,7 @@ int main(void)
     test_collectives();
     test_split();
     test_options();
+    test_windows();
     test_failures();
     test_the_rest();
     return check_result();

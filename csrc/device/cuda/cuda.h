@@ -22,6 +22,7 @@ extern "C" {
     X(event_destroy, "cudaEventDestroy", (void *event))                                            \
     X(event_record, "cudaEventRecord", (void *event, void *stream))                                \
     X(event_synchronize, "cudaEventSynchronize", (void *event))                                    \
+    X(event_query, "cudaEventQuery", (void *event))                                                \
     X(stream_wait_event, "cudaStreamWaitEvent", (void *stream, void *event, unsigned flags))       \
     X(copy_async, "cudaMemcpyAsync",                                                               \
       (void *to, const void *from, size_t bytes, int kind, void *stream))                          \

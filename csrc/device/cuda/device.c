@@ -5,10 +5,12 @@
 #include "base/alloc.h"
 
 #define EVENT_WITHOUT_TIMING 2 /* cudaEventDisableTiming */
+#define NOT_READY 600          /* cudaErrorNotReady */
 #define COPY_DEFAULT 4         /* cudaMemcpyDefault: the addresses tell where they are */
 
 typedef struct cuda_device {
     fc_device base;
+    fc_device_ops ops; /* without what the caller has not */
     fc_cuda_runtime runtime;
     fc_cuda_kernels kernels;
     fc_device_caller caller;
@@ -88,10 +90,29 @@ static fc_status wait_event(fc_device *device, fc_stream *stream, fc_event *even
                  no_label);
 }
 
+typedef struct query {
+    cuda_device *device;
+    void *event;
+    int error;
+} query;
+
+static bool is_over(void *arg)
+{
+    query *q = arg;
+
+    q->error = q->device->runtime.event_query(q->event);
+    return q->error != NOT_READY;
+}
+
 static fc_status synchronize(fc_device *device, fc_event *event)
 {
     cuda_device *d = cuda(device);
+    query q = {.device = d, .event = event};
 
+    if (d->caller.wait != NULL) {
+        FC_TRY(d->caller.wait(d->caller.context, is_over, &q));
+        return check(d, q.error, "cudaEventQuery", no_label);
+    }
     return check(d, d->runtime.event_synchronize(event), "cudaEventSynchronize", no_label);
 }
 
@@ -183,8 +204,7 @@ static fc_status all_gather(fc_device *device, fc_device_comm *comm, fc_stream *
 {
     const fc_device_caller *caller = &cuda(device)->caller;
 
-    (void)label;
-    return caller->all_gather(caller->context, comm, stream, buffer, part_bytes);
+    return caller->all_gather(caller->context, comm, stream, label, buffer, part_bytes);
 }
 
 static fc_status reduce_scatter(fc_device *device, fc_device_comm *comm, fc_stream *stream,
@@ -193,8 +213,7 @@ static fc_status reduce_scatter(fc_device *device, fc_device_comm *comm, fc_stre
 {
     const fc_device_caller *caller = &cuda(device)->caller;
 
-    (void)label;
-    return caller->reduce_scatter(caller->context, comm, stream, to, from, numel, dtype);
+    return caller->reduce_scatter(caller->context, comm, stream, label, to, from, numel, dtype);
 }
 
 static fc_status all_reduce(fc_device *device, fc_device_comm *comm, fc_stream *stream,
@@ -202,8 +221,15 @@ static fc_status all_reduce(fc_device *device, fc_device_comm *comm, fc_stream *
 {
     const fc_device_caller *caller = &cuda(device)->caller;
 
-    (void)label;
-    return caller->all_reduce(caller->context, comm, stream, buffer, numel, dtype);
+    return caller->all_reduce(caller->context, comm, stream, label, buffer, numel, dtype);
+}
+
+static fc_status all_gather_each(fc_device *device, fc_device_comm *comm, fc_stream *stream,
+                                 fc_label label, const fc_gather *gathers, size_t n_gathers)
+{
+    const fc_device_caller *caller = &cuda(device)->caller;
+
+    return caller->all_gather_each(caller->context, comm, stream, label, gathers, n_gathers);
 }
 
 static const fc_device_ops cuda_ops = {
@@ -222,6 +248,7 @@ static const fc_device_ops cuda_ops = {
     .all_gather = all_gather,
     .reduce_scatter = reduce_scatter,
     .all_reduce = all_reduce,
+    .all_gather_each = all_gather_each,
 };
 
 fc_status fc_cuda_device_create(const fc_cuda_runtime *runtime, const fc_cuda_kernels *kernels,
@@ -232,7 +259,11 @@ fc_status fc_cuda_device_create(const fc_cuda_runtime *runtime, const fc_cuda_ke
     if (d == NULL) {
         return fc_fail(FC_ERR_NOMEM, "CUDA device");
     }
-    d->base.ops = &cuda_ops;
+    d->ops = cuda_ops;
+    if (caller->all_gather_each == NULL) {
+        d->ops.all_gather_each = NULL;
+    }
+    d->base.ops = &d->ops;
     d->runtime = *runtime;
     d->kernels = *kernels;
     d->caller = *caller;

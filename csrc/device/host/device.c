@@ -121,8 +121,7 @@ static fc_status all_gather(fc_device *device, fc_device_comm *comm, fc_stream *
 {
     const fc_device_caller *caller = caller_of(device);
 
-    (void)label;
-    return caller->all_gather(caller->context, comm, stream, buffer, part_bytes);
+    return caller->all_gather(caller->context, comm, stream, label, buffer, part_bytes);
 }
 
 static fc_status reduce_scatter(fc_device *device, fc_device_comm *comm, fc_stream *stream,
@@ -131,8 +130,7 @@ static fc_status reduce_scatter(fc_device *device, fc_device_comm *comm, fc_stre
 {
     const fc_device_caller *caller = caller_of(device);
 
-    (void)label;
-    return caller->reduce_scatter(caller->context, comm, stream, to, from, numel, dtype);
+    return caller->reduce_scatter(caller->context, comm, stream, label, to, from, numel, dtype);
 }
 
 static fc_status all_reduce(fc_device *device, fc_device_comm *comm, fc_stream *stream,
@@ -140,8 +138,7 @@ static fc_status all_reduce(fc_device *device, fc_device_comm *comm, fc_stream *
 {
     const fc_device_caller *caller = caller_of(device);
 
-    (void)label;
-    return caller->all_reduce(caller->context, comm, stream, buffer, numel, dtype);
+    return caller->all_reduce(caller->context, comm, stream, label, buffer, numel, dtype);
 }
 
 static const fc_device_ops host_ops = {
