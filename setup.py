@@ -57,8 +57,8 @@ C_SIM_SOURCES = {
 CXX_SOURCES = {
     "csrc/bind": (
         "autograd call comm context device device_comm device_unit domain events gradients "
-        "hooks host layout messages module optim parking reduce state status tensors transport "
-        "tree unit untraced walk watch"
+        "hooks host layout messages module nccl optim parking reduce state status tensors "
+        "transport tree unit untraced walk watch"
     ),
 }
 C_TEST_SOURCES = {
@@ -416,10 +416,15 @@ class BuildCTests(Command):
     """Builds tests/c/test_*.c, each linked with the core alone, and prints the folder."""
 
     description = "build the programs that test the C core"
-    user_options: list[tuple[str, str | None, str]] = [("build-dir=", "d", "where to put them")]
+    user_options: list[tuple[str, str | None, str]] = [
+        ("build-dir=", "d", "where to put them"),
+        ("only-libraries", None, "not the programs, but what they open"),
+    ]
+    boolean_options = ["only-libraries"]
 
     def initialize_options(self) -> None:
         self.build_dir = "build/c-tests"
+        self.only_libraries = False
 
     def finalize_options(self) -> None:
         pass
@@ -433,16 +438,20 @@ class BuildCTests(Command):
         folder = tools.folder("objects")
         names = sources(C_SOURCES, ".c") + sources(C_SIM_SOURCES, ".c")
         core = compile_all({s: tools.c_command(s) for s in names}, folder)
-        programs = sources(C_TEST_SOURCES, ".c")
-        tests = compile_all({s: [*tools.c_command(s), "-Itests/c"] for s in programs}, folder)
-        for test in tests:
-            program = Path(self.build_dir, test.name.removesuffix(".c.o"))
-            link(program, [*tools.cc, *tools.mode_flags()], [test, *core], LINK_FLAGS)
         for name, flags in C_TEST_LIBRARIES.items():
             command = [*tools.c_command(NCCL_STAND_IN), *flags, "-Itests/c"]
             (made,) = compile_all({NCCL_STAND_IN: command}, folder / name)
             library = Path(self.build_dir, name)
             link(library, [*tools.cc, *tools.mode_flags(), "-shared"], [made, *core], LINK_FLAGS)
+        if not self.only_libraries:
+            self.build_programs(tools, core, folder)
+
+    def build_programs(self, tools: Toolchain, core: list[Path], folder: Path) -> None:
+        programs = sources(C_TEST_SOURCES, ".c")
+        tests = compile_all({s: [*tools.c_command(s), "-Itests/c"] for s in programs}, folder)
+        for test in tests:
+            program = Path(self.build_dir, test.name.removesuffix(".c.o"))
+            link(program, [*tools.cc, *tools.mode_flags()], [test, *core], LINK_FLAGS)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ _POLL_MAX_S = 0.02
 _NOTICE_S = 5.0
 _LOOK_S = 0.25  # between looks at whether awaited ranks still live
 
+_CPU = torch.device("cpu")
+
 # Groups whose ranks are no processes of their own.
 _NO_PROCESSES = frozenset({"fake", "threaded"})
 
@@ -222,7 +224,7 @@ def _make_transport(group: dist.ProcessGroup) -> _C.Transport:
     if not is_reachable and (wanted != "shm" or group.size() > 1):
         if wanted == "shm":
             raise NotImplementedError(
-                f"FSDP_C_TRANSPORT=shm: ranks of process group {_label(group)}"
+                f"FSDP_C_TRANSPORT=shm: ranks of process group {label(group)}"
                 f" ({dist.get_backend(group)}) are not processes that can share memory"
             )
         return _new_transport(group, "callback", _no_exchange)
@@ -250,7 +252,7 @@ def _agree(
         if answer != answers[0]:
             raise RuntimeError(
                 f"{_env.TRANSPORT.name} must be the same on all ranks of process group"
-                f" {_label(group)}: rank 0 has {answers[0]!r}, rank {rank} has {answer!r}"
+                f" {label(group)}: rank 0 has {answers[0]!r}, rank {rank} has {answer!r}"
             )
 
 
@@ -262,18 +264,19 @@ def _new_transport(
     group: dist.ProcessGroup, kind: str, exchange: Callable[[str, bytes], list[bytes]]
 ) -> _C.Transport:
     return _C.Transport(
-        _label(group),
+        label(group),
         group.rank(),
         group.size(),
         _global_ranks(group),
-        _timeout_s(group),
+        timeout_s(group, _CPU),
         exchange,
         _Messages(group),
         kind,
     )
 
 
-def _label(group: dist.ProcessGroup) -> str:
+def label(group: dist.ProcessGroup) -> str:
+    """How messages name the group."""
     name = str(getattr(group, "group_name", "") or "?")
     desc = str(getattr(group, "group_desc", "") or "undefined")
     return name if desc == "undefined" else f"{name} ({desc})"
@@ -286,10 +289,10 @@ def _global_ranks(group: dist.ProcessGroup) -> list[int]:
         return list(range(group.size()))
 
 
-def _timeout_s(group: dist.ProcessGroup) -> float:
-    """The timeout of the group's CPU backend, else torch's default."""
+def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
+    """The timeout of the group's backend for the device, else torch's default."""
     try:
-        options = group._get_backend(torch.device("cpu")).options
+        options = group._get_backend(device).options
         return options._timeout.total_seconds()
     except (AttributeError, RuntimeError):
         return c10d.default_pg_timeout.total_seconds()
@@ -408,7 +411,7 @@ def exchange_for(group: dist.ProcessGroup) -> Callable[[str, bytes], list[bytes]
         return None
     if group not in _rendezvous:
         _rendezvous[group] = Rendezvous(
-            store, group.rank(), group.size(), _timeout_s(group), _label(group)
+            store, group.rank(), group.size(), timeout_s(group, _CPU), label(group)
         )
     return _rendezvous[group].exchange
 

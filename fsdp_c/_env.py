@@ -55,6 +55,12 @@ def _switch(text: str) -> bool:
     return text == "1"
 
 
+def _absolute(text: str) -> str:
+    if not os.path.isabs(text):
+        raise ValueError(text)
+    return text
+
+
 TRANSPORT = Variable(
     name="FSDP_C_TRANSPORT",
     accepted="auto, shm or callback",
@@ -115,6 +121,14 @@ KEEP_UNSHARDED = Variable(
     parse=_switch,
 )
 
+NCCL = Variable(
+    name="FSDP_C_NCCL",
+    accepted="an absolute path",
+    default="",
+    meaning="The NCCL to use on GPUs in place of the one that torch has loaded.",
+    parse=_absolute,
+)
+
 VARIABLES: tuple[Variable[str] | Variable[int] | Variable[bool], ...] = (
     TRANSPORT,
     KERNELS,
@@ -122,6 +136,7 @@ VARIABLES: tuple[Variable[str] | Variable[int] | Variable[bool], ...] = (
     STRICT,
     QUIET,
     KEEP_UNSHARDED,
+    NCCL,
 )
 
 
@@ -145,4 +160,10 @@ def mmap_threshold() -> int:
 def ranks_per_host() -> int | None:
     """How many ranks torchrun started on this host (LOCAL_WORLD_SIZE); None if nobody says."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdigit() else None
+
+
+def device_connections() -> int | None:
+    """How many queues CUDA gives a process (CUDA_DEVICE_MAX_CONNECTIONS); None: its default."""
+    text = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return int(text) if text.isdigit() else None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_c import _comm, _env
+from fsdp_c import _comm, _env, _nccl
 from fsdp_c._native import _C
 
 
@@ -42,10 +42,11 @@ class Status:
     torch: str  # version
     kernels: str  # instruction set
     trees: tuple[TreeStatus, ...]  # models that have run forward and still live
+    nccl: str = ""  # the library that has been opened, and what it cannot do
 
     def __str__(self) -> str:
         lines = [f"torch {self.torch}, {self.kernels} kernels", *map(str, self.trees)]
-        return "\n".join(lines)
+        return "\n".join([*lines, self.nccl] if self.nccl else lines)
 
 
 # Root states by which road they took: state -> why torch's, empty for the core.
@@ -56,7 +57,7 @@ _told: set[str] = set()
 def status() -> Status:
     """Which implementation runs each model that has run forward, why, and over which transport."""
     trees = tuple(_describe(root, reason) for root, reason in list(_roots.items()))
-    return Status(torch.__version__, _C.kernels(), trees)
+    return Status(torch.__version__, _C.kernels(), trees, _nccl.describe())
 
 
 def note(root: Any, reason: str) -> None:

@@ -7,6 +7,7 @@
 #include "bind/device.h"
 #include "bind/domain.h"
 #include "bind/layout.h"
+#include "bind/nccl.h"
 #include "bind/optim.h"
 #include "bind/parking.h"
 #include "bind/state.h"
@@ -32,6 +33,8 @@ static PyMethodDef functions[] = {
      "watch_functions([(owner, name, function)]): trees leave the core when one is replaced."},
     {"call_directly", fc_call_directly, METH_O,
      "call_directly(cls): modules of it run their unit's hooks around forward in C."},
+    {"nccl_open", fc_nccl_open_library, METH_VARARGS,
+     "nccl_open(path, is_loaded) -> (library, version, text); is_loaded: only if it is already."},
     {"take_memory", fc_take_memory, METH_VARARGS,
      "take_memory(tensor, text) -> bytes: its storage has none from now on; reading raises text."},
     {"give_memory", fc_give_memory, METH_VARARGS,
@@ -43,7 +46,8 @@ static int exec(PyObject *module)
     return fc_register_transport(module) < 0 || fc_register_comm(module) < 0 ||
                    fc_register_streams(module) < 0 || fc_register_domain(module) < 0 ||
                    fc_register_context(module) < 0 || fc_register_state(module) < 0 ||
-                   fc_register_layout(module) < 0 || fc_register_optim(module) < 0
+                   fc_register_layout(module) < 0 || fc_register_optim(module) < 0 ||
+                   fc_register_nccl(module) < 0
                ? -1
                : 0;
 }

@@ -34,7 +34,7 @@ static void transport_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-static bool read_ranks(PyObject *sequence, int n_ranks, std::vector<int> &out)
+bool fc_read_ranks(PyObject *sequence, int n_ranks, std::vector<int> &out)
 {
     PyObject *fast = PySequence_Fast(sequence, "global_ranks must be a sequence of ints");
 
@@ -59,7 +59,7 @@ static bool read_ranks(PyObject *sequence, int n_ranks, std::vector<int> &out)
     return true;
 }
 
-static int64_t timeout_ns_of(double seconds)
+int64_t fc_timeout_ns(double seconds)
 {
     if (std::isnan(seconds) || seconds <= 0) {
         return 0; /* refused by the core */
@@ -103,7 +103,7 @@ static PyObject *transport_new(PyTypeObject *type, PyObject *args, PyObject *kwa
                                      const_cast<char **>(names), &config.name, &config.rank,
                                      &config.n_ranks, &global_ranks, &timeout_seconds, &exchange,
                                      &messages, &kind) ||
-        !read_ranks(global_ranks, config.n_ranks, ranks)) {
+        !fc_read_ranks(global_ranks, config.n_ranks, ranks)) {
         return nullptr;
     }
     auto *self = reinterpret_cast<py_transport *>(type->tp_alloc(type, 0));
@@ -114,7 +114,7 @@ static PyObject *transport_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     self->host.exchange = exchange;
     self->host.n_ranks = config.n_ranks;
     config.global_ranks = ranks.data();
-    config.timeout_ns = timeout_ns_of(timeout_seconds);
+    config.timeout_ns = fc_timeout_ns(timeout_seconds);
     config.host = fc_host_get_ops(&self->host);
     fc_status st = make(self, &config, kind, messages);
     if (st != FC_OK) {

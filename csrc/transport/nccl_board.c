@@ -27,10 +27,14 @@ enum {
     LEFT
 };
 
+#define DEED_WORDS (sizeof(fc_nccl_deed) / sizeof(uint64_t))
+
 typedef struct board_slot {
     _Atomic uint64_t sequence;
-    fc_nccl_deed deed;
+    _Atomic uint64_t words[DEED_WORDS];
 } board_slot;
+
+static_assert(sizeof(fc_nccl_deed) == DEED_WORDS * sizeof(uint64_t), "copied by words");
 
 typedef struct board_page {
     _Atomic uint32_t state;
@@ -249,31 +253,37 @@ static void describe(const fc_nccl_deed *deed, char *out, size_t bytes)
                    FC_NCCL_UNIT_BYTES - 1, deed->unit, (unsigned long long)deed->bytes);
 }
 
-/* False: the page does not hold it (any more). */
-static bool read_deed(const board_page *page, int comm, uint64_t sequence, fc_nccl_deed *out)
+/* False: the page does not hold it (any more). Words are acquired, so that the sequence is read
+ * again after them. */
+static bool read_deed(board_page *page, int comm, uint64_t sequence, fc_nccl_deed *out)
 {
-    const board_slot *slot = &page->ring[comm][sequence % RING];
+    board_slot *slot = &page->ring[comm][sequence % RING];
+    uint64_t words[DEED_WORDS];
 
-    if (atomic_load_explicit(&slot->sequence, memory_order_acquire) != sequence) {
+    if (atomic_load_explicit(&slot->sequence, memory_order_seq_cst) != sequence) {
         return false;
     }
-    *out = slot->deed;
-    atomic_thread_fence(memory_order_acquire);
+    for (size_t i = 0; i < DEED_WORDS; i++) {
+        words[i] = atomic_load_explicit(&slot->words[i], memory_order_acquire);
+    }
+    memcpy(out, words, sizeof(words));
     return atomic_load_explicit(&slot->sequence, memory_order_relaxed) == sequence;
 }
 
+/* Of two ranks that do different things at least one sees the other's: each writes its sequence
+ * first, then reads, in the one order of sequentially consistent accesses. */
 static void write_deed(board_page *page, int comm, const fc_nccl_deed *deed)
 {
     board_slot *slot = &page->ring[comm][deed->sequence % RING];
+    uint64_t words[DEED_WORDS];
 
+    memcpy(words, deed, sizeof(words));
     atomic_store_explicit(&slot->sequence, 0, memory_order_relaxed);
-    atomic_thread_fence(memory_order_release);
-    slot->deed = *deed;
-    atomic_store_explicit(&slot->sequence, deed->sequence, memory_order_release);
-    /* Of two ranks that do different things at least one sees the other's: each writes first, then
-     * reads. */
-    atomic_store_explicit(&page->last[comm], deed->sequence, memory_order_seq_cst);
-    atomic_thread_fence(memory_order_seq_cst);
+    for (size_t i = 0; i < DEED_WORDS; i++) {
+        atomic_store_explicit(&slot->words[i], words[i], memory_order_release);
+    }
+    atomic_store_explicit(&page->last[comm], deed->sequence, memory_order_release);
+    atomic_store_explicit(&slot->sequence, deed->sequence, memory_order_seq_cst);
 }
 
 static bool is_same(const fc_nccl_deed *a, const fc_nccl_deed *b)
@@ -291,7 +301,7 @@ fc_status fc_nccl_board_post(fc_nccl_board *board, int comm, const fc_nccl_deed 
 
     write_deed(board->peers[base->rank].page, comm, deed);
     for (int r = 0; r < base->n_ranks; r++) {
-        const board_page *page = board->peers[r].page;
+        board_page *page = board->peers[r].page;
 
         if (page != NULL && atomic_load_explicit(&page->state, memory_order_acquire) == GAVE_UP) {
             return FC_AGAIN;
@@ -314,7 +324,7 @@ fc_status fc_nccl_board_post(fc_nccl_board *board, int comm, const fc_nccl_deed 
 /* What rank r did last in `comm`. */
 static void tell_last(const fc_nccl_board *board, int r, int comm, char *out, size_t bytes)
 {
-    const board_page *page = board->peers[r].page;
+    board_page *page = board->peers[r].page;
     uint64_t last = atomic_load_explicit(&page->last[comm], memory_order_acquire);
     fc_nccl_deed deed;
     char what[160];

@@ -1,0 +1,258 @@
+"""NCCL from Python: its header, the copy that torch has, groups of ranks over a stand-in."""
+
+import ctypes
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+
+from fsdp_c import _nccl
+
+ROOT = Path(__file__).resolve().parent.parent
+API = ROOT / "csrc" / "transport" / "nccl_api.h"
+CPU = torch.device("cpu")
+FOLDER = "build/c-tests"
+
+
+def installed() -> Path:
+    """The folder of the NCCL that pip installed."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("no nvidia-nccl package is installed here: there is no header to compare with")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+@pytest.fixture(scope="module")
+def stand_in() -> str:
+    command = [sys.executable, "setup.py", "-q", "build_c_tests", "--only-libraries"]
+    env = {**os.environ, "FSDP_C_WERROR": "1", "FSDP_C_SANITIZE": ""}
+    command += ["--build-dir", FOLDER]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return str(ROOT / FOLDER / "libnccl_stand_in.so")
+
+
+# --- declarations ---------------------------------------------------------------------------------
+
+
+def kind_of(parameter: str) -> str:
+    """How a parameter is passed: by what decides between ABIs."""
+    words = parameter.replace("*", " * ").split()
+    if "*" in words or words[0] == "const":
+        return "pointer"
+    type_name = words[0]
+    kinds = {
+        "void": "",
+        "int": "int",
+        "size_t": "size_t",
+        "fc_nccl_id": "id",
+        "ncclUniqueId": "id",
+        "ncclDataType_t": "int",  # an enum
+        "ncclRedOp_t": "int",  # an enum
+        "ncclComm_t": "pointer",
+        "ncclWindow_t": "pointer",
+        "cudaStream_t": "pointer",
+    }
+    return kinds[type_name]
+
+
+def kinds_of(parameters: str) -> list[str]:
+    flat = re.sub(r"const (ncclComm_t)", r"\1", " ".join(parameters.split()))
+    return [kind for kind in map(kind_of, flat.split(",")) if kind]
+
+
+def test_functions_have_the_parameters_of_the_header():
+    header = (installed() / "include" / "nccl.h").read_text()
+    ours = API.read_text().replace("\\\n", "")
+    found = re.findall(r'X\(\w+, "(\w+)", \d+,\s*\(([^()]*)\)\)', ours)
+    assert len(found) == 17
+    for name, parameters in found:
+        theirs = re.search(rf"^ncclResult_t +{name}\(([^)]*)\)", header, re.MULTILINE)
+        assert theirs is not None, name
+        assert kinds_of(parameters) == kinds_of(theirs[1]), name
+
+
+CHECK = """
+#include "nccl.h"
+#include "transport/nccl_api.h"
+#define SAME(a, b) _Static_assert((long long)(a) == (long long)(b), #a)
+#define PLACE(ours, theirs) SAME(offsetof(fc_nccl_config, ours), offsetof(ncclConfig_t, theirs))
+PLACE(size, size); PLACE(magic, magic); PLACE(version, version); PLACE(blocking, blocking);
+PLACE(cga_cluster_size, cgaClusterSize); PLACE(min_ctas, minCTAs); PLACE(max_ctas, maxCTAs);
+PLACE(net_name, netName); PLACE(split_share, splitShare); PLACE(traffic_class, trafficClass);
+PLACE(comm_name, commName); PLACE(collnet_enable, collnetEnable); PLACE(cta_policy, CTAPolicy);
+PLACE(shrink_share, shrinkShare);
+SAME(sizeof(fc_nccl_id), sizeof(ncclUniqueId)); SAME(sizeof(ncclDataType_t), sizeof(int));
+SAME(FC_NCCL_SUCCESS, ncclSuccess); SAME(FC_NCCL_REMOTE_ERROR, ncclRemoteError);
+SAME(FC_NCCL_IN_PROGRESS, ncclInProgress); SAME(FC_NCCL_INT8, ncclInt8);
+SAME(FC_NCCL_UINT8, ncclUint8); SAME(FC_NCCL_INT32, ncclInt32); SAME(FC_NCCL_INT64, ncclInt64);
+SAME(FC_NCCL_FLOAT16, ncclFloat16); SAME(FC_NCCL_FLOAT32, ncclFloat32);
+SAME(FC_NCCL_FLOAT64, ncclFloat64); SAME(FC_NCCL_BFLOAT16, ncclBfloat16);
+SAME(FC_NCCL_SUM, ncclSum); SAME(FC_NCCL_NO_COLOR, NCCL_SPLIT_NOCOLOR);
+SAME(FC_NCCL_MAGIC, NCCL_API_MAGIC); SAME(FC_NCCL_UNDEFINED, NCCL_CONFIG_UNDEF_INT);
+SAME(FC_NCCL_POLICY_ZERO, NCCL_CTA_POLICY_ZERO);
+SAME(FC_NCCL_WINDOW_SYMMETRIC, NCCL_WIN_COLL_SYMMETRIC);
+SAME(FC_NCCL_WINDOW_ALIGN, NCCL_WIN_REQUIRED_ALIGNMENT);
+"""
+
+
+def test_layouts_and_constants_are_those_of_the_header(tmp_path: Path):
+    """Without CUDA's headers: NCCL's uses their types as handles alone."""
+    (tmp_path / "cuda_runtime.h").write_text("typedef struct CUstream_st *cudaStream_t;\n")
+    (tmp_path / "cuda_fp16.h").write_text("")
+    command = ["gcc", "-std=gnu11", "-fsyntax-only", "-w", f"-I{tmp_path}", "-Icsrc", "-x", "c"]
+    command += [f"-I{installed() / 'include'}", "-include", "stddef.h", "-"]
+    done = subprocess.run(command, cwd=ROOT, input=CHECK, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# --- libraries ------------------------------------------------------------------------------------
+
+
+def test_the_installed_copy_is_taken_whole(monkeypatch: pytest.MonkeyPatch):
+    """No GPU is needed for that. A torch that is built for CUDA has it loaded."""
+    header = (installed() / "include" / "nccl.h").read_text()
+    code = re.search(r"#define NCCL_VERSION_CODE (\d+)", header)
+    assert code is not None
+    monkeypatch.delenv("FSDP_C_NCCL", raising=False)
+    monkeypatch.setattr(_nccl, "_library", None)
+    places = _nccl.candidates()
+    assert places[0] == ("libnccl.so.2", True) and places[-1] == ("libnccl.so.2", False)
+    assert str(installed() / "lib" / "libnccl.so.2") in [path for path, _ in places]
+    library = _nccl.library()
+    assert library.version == int(code[1])
+    assert library.text.startswith("NCCL 2.") and str(installed() / "lib") in library.text
+    assert (";" in library.text) == (library.version < 23003)
+    assert _nccl.describe() == library.text and _nccl.library() is library
+
+
+def test_without_a_library_each_place_is_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_nccl, "_library", None)
+    monkeypatch.setattr(
+        _nccl, "candidates", lambda: [("libnowhere.so", True), ("libm.so.6", False)]
+    )
+    assert _nccl.describe() == ""
+    with pytest.raises(NotImplementedError) as caught:
+        _nccl.library()
+    assert "libnowhere.so has not been loaded by this process; libm.so.6" in str(caught.value)
+
+
+def test_room_for_two_communicators(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert not _nccl._needs_one(23007, CPU)
+    assert _nccl._needs_one(22505, CPU)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert _nccl._needs_one(23007, CPU)
+
+
+# --- groups ---------------------------------------------------------------------------------------
+
+
+def open_group(path: str):
+    """A group of all ranks over the library, and what waits for a stream's work."""
+    os.environ["FSDP_C_NCCL"] = path
+    _nccl._library = None
+    try:
+        process_group = dist.new_group(list(range(dist.get_world_size())))
+        group = _nccl.group_for(process_group, CPU)
+        assert _nccl.group_for(process_group, CPU) is group
+    finally:
+        del os.environ["FSDP_C_NCCL"]
+    is_idle = ctypes.CDLL(path).fc_stand_in_is_idle
+    is_idle.restype, is_idle.argtypes = ctypes.c_bool, [ctypes.c_void_p]
+    return group, lambda stream: group.wait(lambda: is_idle(stream), "synchronize")
+
+
+def check_collectives(rank: int, n_ranks: int, path: str):
+    import fsdp_c
+
+    group, wait = open_group(path)
+    assert group.text.startswith(f"{n_ranks} ranks over NCCL 2.30.7, a communicator each")
+    assert "NCCL 2.30.7" in str(fsdp_c.status())
+    whole = torch.zeros(n_ranks, 5)
+    whole[rank] = rank + 1
+    group.all_gather(whole, 7, "layers.0", n_ranks)
+    outputs = [torch.zeros(n_ranks, 3), torch.zeros(n_ranks, dtype=torch.int64)]
+    inputs = [torch.full((3,), rank + 0.5), torch.tensor([rank])]
+    group.all_gather_each(outputs, inputs, 7, "layers.1")
+    part = torch.zeros(4, dtype=torch.bfloat16)
+    summands = torch.arange(4 * n_ranks, dtype=torch.bfloat16)
+    group.reduce_scatter(part, summands, 8, "layers.1")
+    total = torch.tensor([1.0, rank], dtype=torch.float64)
+    group.all_reduce(total, 8, "layers.0")
+    wait(7)
+    wait(8)
+    assert torch.equal(whole, torch.arange(1.0, n_ranks + 1)[:, None].expand(n_ranks, 5))
+    assert torch.equal(outputs[0], torch.arange(n_ranks)[:, None].expand(n_ranks, 3) + 0.5)
+    assert torch.equal(outputs[1], torch.arange(n_ranks))
+    assert torch.equal(part, n_ranks * summands[4 * rank : 4 * rank + 4])
+    assert total.tolist() == [n_ranks, n_ranks * (n_ranks - 1) / 2]
+    alone = group.split(rank, "alone", _nccl.Use.REDUCTIONS)
+    alone.all_reduce(total, 8, "layers.0")
+    alone.watch()
+    with pytest.raises(ValueError, match="this group was not made for gathers"):
+        alone.all_gather(whole, 7, "layers.0", 1)
+    alone.close()
+    assert group.ways == {}
+    with pytest.raises(ValueError, match="needs contiguous tensors"):
+        group.all_reduce(whole.T, 7, "layers.0")
+    with pytest.raises(NotImplementedError, match="does not add up elements of type"):
+        group.all_reduce(torch.tensor([True]), 7, "layers.0")
+    group.close()
+    with pytest.raises(RuntimeError, match="all-reduce of unit layers.0: NCCL's part of process"):
+        group.all_reduce(total, 7, "layers.0")
+
+
+def check_abort(rank: int, n_ranks: int, path: str):
+    group, wait = open_group(path)
+    buffer = torch.zeros(n_ranks)
+    if rank == 1:
+        group.abort("the loss is not a number")
+    with pytest.raises(RuntimeError, match="the loss is not a number"):
+        group.all_gather(buffer, 0, "layers.0", n_ranks)
+        wait(0)
+    with pytest.raises(RuntimeError, match="cannot be used any more"):
+        group.close()
+
+
+def check_choice(rank: int, n_ranks: int, path: str):
+    """One rank lacks the library: none uses it."""
+    with pytest.raises(NotImplementedError, match="rank 1 cannot use NCCL: NCCL cannot be opened"):
+        open_group("/nowhere/libnccl.so.2" if rank == 1 else path)
+
+
+def check_all(rank: int, n_ranks: int, path: str):
+    for body in (check_collectives, check_abort, check_choice):
+        body(rank, n_ranks, path)
+    _nccl._library = None
+
+
+def test_groups_over_the_store_of_a_process_group(stand_in: str):
+    run_ranks(check_all, 2, stand_in)
+
+
+def die(rank: int, n_ranks: int, path: str):
+    group, wait = open_group(path)
+    buffer = torch.zeros(n_ranks)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.all_gather(buffer, 0, "layers.0", n_ranks)
+    wait(0)
+
+
+def test_the_death_of_a_rank_ends_a_wait(stand_in: str):
+    survivor, dead = run_ranks(die, 2, stand_in, fresh=True)
+    assert dead.exit_code == -signal.SIGKILL
+    assert survivor.exc_type == "RuntimeError"
+    assert re.search(r"rank 1 \(pid \d+\) exited or was killed; rank 0 was in", survivor.error)
