@@ -17,6 +17,10 @@ from harness import run_ranks
 from fsdp_c import _nccl
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests" / "gpu"))
+
+import gpu_nccl  # noqa: E402
+
 API = ROOT / "csrc" / "transport" / "nccl_api.h"
 CPU = torch.device("cpu")
 FOLDER = "build/c-tests"
@@ -154,6 +158,13 @@ def test_room_for_two_communicators(monkeypatch: pytest.MonkeyPatch):
     assert _nccl._needs_one(22505, CPU)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert _nccl._needs_one(23007, CPU)
+
+
+def test_gpu_check_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here: `make gpu-check` runs it")
+    assert gpu_nccl.check() == 0
+    assert capsys.readouterr().out.startswith("NCCL was not checked: ")
 
 
 # --- groups ---------------------------------------------------------------------------------------

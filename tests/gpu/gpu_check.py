@@ -1,6 +1,6 @@
-"""`make gpu-check`: the GPU kernels beside torch, under compute-sanitizer, and their speed.
+"""`make gpu-check`: GPU kernels beside torch, under compute-sanitizer; NCCL; the kernels' speed.
 
-Needs nvcc, gcc and torch, and no build of the extension. Without a GPU it builds and loads
+Needs nvcc, gcc and torch; NCCL also a build of the extension. Without a GPU it builds and loads
 everything, says so and fails. `--emulate` runs the same cases over the kernels' bodies on the host.
 """
 
@@ -18,6 +18,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import build_script  # noqa: E402
+import gpu_nccl  # noqa: E402
 from gpu_cases import CASES  # noqa: E402
 from gpu_kernels import LIBRARY, ROOT, Kernels, build_helper  # noqa: E402
 
@@ -79,6 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
     failed = run_cases(kernels)
     if failed == 0 and not options.cases:
         failed = run_sanitizer()
+    if not options.cases:
+        failed += gpu_nccl.check()
     if failed == 0 and not options.cases:
         bench = [sys.executable, "benchmarks/bench_cuda_kernels.py"]
         failed = subprocess.run(bench, cwd=ROOT).returncode
