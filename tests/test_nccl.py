@@ -52,10 +52,9 @@ def stand_in() -> str:
 
 def kind_of(parameter: str) -> str:
     """How a parameter is passed: by what decides between ABIs."""
-    words = parameter.replace("*", " * ").split()
-    if "*" in words or words[0] == "const":
+    words = [word for word in parameter.replace("*", " * ").split() if word != "const"]
+    if "*" in words:
         return "pointer"
-    type_name = words[0]
     kinds = {
         "void": "",
         "int": "int",
@@ -68,12 +67,11 @@ def kind_of(parameter: str) -> str:
         "ncclWindow_t": "pointer",
         "cudaStream_t": "pointer",
     }
-    return kinds[type_name]
+    return kinds[words[0]] if words else ""
 
 
 def kinds_of(parameters: str) -> list[str]:
-    flat = re.sub(r"const (ncclComm_t)", r"\1", " ".join(parameters.split()))
-    return [kind for kind in map(kind_of, flat.split(",")) if kind]
+    return [kind for kind in map(kind_of, parameters.split(",")) if kind]
 
 
 def test_functions_have_the_parameters_of_the_header():
