@@ -18,7 +18,6 @@ from fsdp_c._native import _C
 # Buffers that to_empty made -> their version then: nobody has written them while it is the same.
 _empty: Any = WeakIdKeyDictionary()
 
-
 OFFLOADED = (
     "the model's memory was moved away by fsdp_c.offload(): call fsdp_c.onload(model) on all ranks"
     " before it is used"

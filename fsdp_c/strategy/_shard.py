@@ -217,11 +217,11 @@ def _send_states(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter])
     """Rank 0's values to all ranks of the mesh; tensors without values stay as they are."""
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         return
+    names = {name for name, param in model.named_parameters() if param in ignored}
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
         if group.size() > 1:
             source = dist.get_global_rank(group, 0)
-            names = {name for name, param in model.named_parameters() if param in ignored}
             _sync_module_states(
                 model, group, _SYNC_BUCKET_BYTES, source, params_and_buffers_to_ignore=names
             )
