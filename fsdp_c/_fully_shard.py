@@ -120,6 +120,8 @@ def _apply(
     _init.check_params(managed_modules)
     params, buffers = _init.managed_states(managed_modules, ignored_params)
     _fsdp_init._move_states_to_device(params, buffers, device)
+    if device.type == "cpu":
+        _plan.HEAP.before_shards()
     state = _file_under_torchs_name(modules)
     state.init(modules, device, mp_policy, is_auto)
     _init.make_groups(

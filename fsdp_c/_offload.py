@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor
 
-from fsdp_c import _comm, _env, _files, _guards, _names, _plan
+from fsdp_c import _comm, _files, _guards, _names, _plan
 from fsdp_c._native import _C
 from fsdp_c._state import FSDPState
 from fsdp_c._unit import FSDPParamGroup
@@ -104,7 +104,7 @@ def offload(
             parked.memory.setdefault(name, memory)
         del memory
     _C.Domain.trim_slots()
-    _C.Domain.tune_heap(_env.mmap_threshold())
+    _C.Domain.trim_heap()
     return n_bytes
 
 

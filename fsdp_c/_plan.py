@@ -191,6 +191,38 @@ def _check_same_model(process_group: dist.ProcessGroup, groups: Sequence[FSDPPar
     )
 
 
+class _Heap:
+    """What malloc keeps on its heap, in this process.
+
+    Large shards and gradients of the core leave holes there. torch's road allocates what it
+    gathers in each step, and would pay for new pages each time.
+    """
+
+    # What glibc's own, moving thresholds end at (DEFAULT_MMAP_THRESHOLD_MAX, and twice that).
+    LEARNED = (32 << 20, 64 << 20)
+
+    def __init__(self) -> None:
+        self.is_set = self.serves_core = False
+
+    def before_shards(self) -> None:
+        """Shards leave the heap again when they move to shared memory."""
+        if threshold := _env.mmap_threshold():
+            _C.Domain.set_heap(threshold, 0)
+            self.is_set = True
+
+    def for_core(self) -> None:
+        self.serves_core = True
+        self.before_shards()
+        _C.Domain.trim_heap()
+
+    def for_torchs_road(self) -> None:
+        if self.is_set and not self.serves_core:
+            _C.Domain.set_heap(*self.LEARNED)
+
+
+HEAP = _Heap()
+
+
 def bind_units(
     groups: Sequence[FSDPParamGroup], streams: _C.Streams | None = None
 ) -> list[_C.Domain]:
@@ -216,7 +248,7 @@ def bind_units(
     for group, shard, index, replicate in placed:
         bind_unit(group, shard, index, replicate)
     if streams is None:
-        _C.Domain.tune_heap(_env.mmap_threshold())
+        HEAP.for_core()
     return domains
 
 

@@ -160,6 +160,7 @@ class FSDPState(_C.State, _road.RoadState):
         for group in groups:
             if isinstance(group, FSDPParamGroup):
                 group.leave_core(reason)
+        _plan.HEAP.for_torchs_road()
         for context in {id(state._state_ctx): state._state_ctx for state in states}.values():
             context.__dict__.pop("_tree", None)
         for state in states:

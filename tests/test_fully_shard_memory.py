@@ -1,6 +1,9 @@
 """Memory of parameters and gradients: released, guarded after that, never changed under a user."""
 
+import ctypes
+import platform
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness import cached_mesh, implementation, run_ranks
 from snapshots import Net, batch, check_gradients
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
 
 MIB = 1 << 20
@@ -232,3 +236,57 @@ def test_memory_is_flat_in_depth() -> None:
     shards_and_gradients = 8 * unit * 2
     # One unit's worth of slack for what allocators keep.
     assert peaks[16] - peaks[8] <= shards_and_gradients + 2 * unit
+
+
+class MallocCounts(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
+        ("others", ctypes.c_size_t * 5),
+    ]
+
+
+def is_off_heap(n_bytes: int) -> bool:
+    """Whether malloc maps a tensor of this size instead of taking it from its heap."""
+    count = ctypes.CDLL(None).mallinfo2
+    count.restype = MallocCounts
+    before = count().hblks
+    tensor = torch.empty(n_bytes, dtype=torch.uint8)
+    return count().hblks == before + 1 and tensor.numel() == n_bytes
+
+
+class OwnAllGather(DefaultAllGather):
+    """Only torch's road calls it."""
+
+
+def heap_by_road(rank: int, n_ranks: int) -> list[tuple[bool, bool]]:
+    """Of 20 and 40 MiB: before, after set-up, then after a tree on torch's road and on the core."""
+    sizes = 20 * MIB, 40 * MIB
+    torch.empty(30 * MIB, dtype=torch.uint8)  # frees it: glibc's threshold rises
+    seen = [tuple(map(is_off_heap, sizes))]
+    api = implementation()
+    on_torch, on_core = (nn.Linear(4, 4) for _ in range(2))
+    api.fully_shard(on_torch)
+    seen.append(tuple(map(is_off_heap, sizes)))
+    on_torch.set_custom_all_gather(OwnAllGather())
+    for net in (on_torch, on_core, on_torch):
+        if net is on_core:
+            api.fully_shard(net)
+        net(torch.ones(1, 4)).sum().backward()
+        seen.append(tuple(map(is_off_heap, sizes)))
+        on_torch.set_custom_all_gather(OwnAllGather())
+    return seen
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="other allocators have no heap to tune"
+)
+def test_large_tensors_are_off_the_heap_unless_torchs_road_allocates_them() -> None:
+    for outcome in run_ranks(heap_by_road, 2, fresh=True):
+        assert outcome.ok, outcome.error
+        before, set_up, torchs_road, core, both = outcome.value
+        assert before == (False, True)
+        assert set_up == (True, True)
+        assert torchs_road == (False, True)
+        assert core == both == (True, True)

@@ -279,18 +279,24 @@ PyObject *domain_waits(PyObject *self, PyObject *arg)
     });
 }
 
-// Gives back what set-up freed (shards that moved, placeholders of unsharded parameters), and keeps
-// large tensors off the heap from now on: glibc's aligned allocation cannot reuse a hole of exactly
-// the size asked for, so a heap of gradients grows with every unit.
-PyObject *tune_heap(PyObject *, PyObject *arg)
+// glibc's aligned allocation cannot reuse a hole of exactly the size asked for, so a heap of large
+// gradients grows with every unit.
+PyObject *set_heap(PyObject *, PyObject *args)
 {
-    const int threshold = static_cast<int>(PyLong_AsLong(arg));
-    if (threshold == -1 && PyErr_Occurred()) {
+    int largest, slack;
+    if (!PyArg_ParseTuple(args, "ii", &largest, &slack)) {
         return nullptr;
     }
-    if (threshold > 0) {
-        mallopt(M_MMAP_THRESHOLD, threshold);
+    mallopt(M_MMAP_THRESHOLD, largest);
+    if (slack > 0) {
+        mallopt(M_TRIM_THRESHOLD, slack);
     }
+    Py_RETURN_NONE;
+}
+
+// Gives back what set-up freed: shards that moved, placeholders of unsharded parameters.
+PyObject *trim_heap(PyObject *, PyObject *)
+{
     malloc_trim(0);
     Py_RETURN_NONE;
 }
@@ -306,8 +312,10 @@ PyGetSetDef properties[] = {
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyMethodDef methods[] = {
-    {"tune_heap", tune_heap, METH_O | METH_STATIC,
-     "tune_heap(n): trims the heap; allocations of n bytes and more (0: no change) stay off it."},
+    {"set_heap", set_heap, METH_VARARGS | METH_STATIC,
+     "set_heap(largest, slack): allocations of `largest` bytes and more stay off the heap, which"
+     " keeps up to `slack` free bytes at its end (0: no change)."},
+    {"trim_heap", trim_heap, METH_NOARGS | METH_STATIC, "trim_heap(): gives back what is free."},
     {"sizes", domain_sizes, METH_NOARGS, "sizes() -> {purpose: bytes}"},
     {"plan", domain_plan, METH_VARARGS | METH_STATIC,
      "plan(is_replicate, units, n_shards, n_ranks, is_mapped) -> sizes of such a domain"},
