@@ -65,21 +65,26 @@ inline c10::intrusive_ptr<c10d::Work> scatter_sums(c10d::ProcessGroup &group, at
 #endif
 }
 
-// Makes reading the storage possible again after mark_unreadable.
-inline void mark_readable(c10::StorageImpl *storage)
+// Makes reading the storage possible again after mark_unreadable; returns the text given there.
+inline std::string mark_readable(c10::StorageImpl *storage)
 {
+    std::string text;
 #if FC_TORCH_AT_LEAST(2, 13)
+    if (auto &message = storage->get_extra_meta().custom_data_ptr_error_msg_) {
+        text = std::move(*message);
+    }
     storage->clear_data_ptr_access_error_msg_();
 #else
     (void)storage; // before 2.13 the error cannot be taken back, so it is never set
 #endif
+    return text;
 }
 
 // From now on reading the storage's data raises RuntimeError with `text`.
-inline void mark_unreadable(c10::StorageImpl *storage, const std::string &text)
+inline void mark_unreadable(c10::StorageImpl *storage, std::string text)
 {
 #if FC_TORCH_AT_LEAST(2, 13)
-    storage->release_data_and_set_meta_custom_data_ptr_error_msg_(text);
+    storage->release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(text));
 #else
     (void)storage;
     (void)text;

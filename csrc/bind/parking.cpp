@@ -26,7 +26,8 @@ PyObject *fc_take_memory(PyObject *, PyObject *args)
             storage->set_data_ptr(at::DataPtr(nullptr, c10::Device(c10::kCPU))));
         home->set_nbytes(bytes);
         home->set_resizable(false);
-        fc::hide(storage, text);
+        fc::set_memory(storage, nullptr, 0);
+        fc::mark_unreadable(storage, text);
         taken.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(bytes)});
         return THPVariable_Wrap(taken);
     });
@@ -51,7 +52,8 @@ PyObject *fc_give_memory(PyObject *, PyObject *args)
         storage->set_data_ptr_noswap(
             from->set_data_ptr(at::DataPtr(nullptr, c10::Device(c10::kCPU))));
         storage->set_nbytes(n_bytes);
-        fc::hide(from, "this memory was given back to its tensor");
+        fc::set_memory(from, nullptr, 0);
+        fc::mark_unreadable(from, "this memory was given back to its tensor");
         Py_RETURN_NONE;
     });
 }

@@ -385,6 +385,7 @@ PyObject *tree_new(PyTypeObject *type, PyObject *args, PyObject *)
         as<TreeObject>(self.get())->states = Py_NewRef(states);
         as<TreeObject>(self.get())->domains = Py_NewRef(domains);
         as<TreeObject>(self.get())->context = context_of(Py_NewRef(context));
+        as<TreeObject>(self.get())->publishes = true;
         if (PyList_GET_SIZE(domains) > 0) {
             as<TreeObject>(self.get())->streams = domain_streams(PyList_GET_ITEM(domains, 0));
         }

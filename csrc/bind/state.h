@@ -62,6 +62,8 @@ struct TreeObject {
     ContextObject *context;      // owned
     Streams *streams;            // borrowed from the domains; null without a device
     StateObject *iteration_root; // borrowed; the unit that began the current forward
+    bool publishes;              // some unit's shards are not where peers read them
+    bool defers_hooks;           // some group does, in this phase
 };
 
 GroupObject *group_of(PyObject *object); // borrowed; TypeError as an exception

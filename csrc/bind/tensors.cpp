@@ -51,18 +51,10 @@ const at::Tensor &tensor_of(PyObject *object)
     return THPVariable_Unpack(object);
 }
 
-void show(c10::StorageImpl *storage, void *memory, size_t bytes)
+void set_memory(c10::StorageImpl *storage, void *memory, size_t bytes)
 {
-    mark_readable(storage);
     storage->set_data_ptr_noswap(at::DataPtr(memory, storage->device()));
     storage->set_nbytes(bytes);
-}
-
-void hide(c10::StorageImpl *storage, const std::string &text)
-{
-    storage->set_data_ptr_noswap(at::DataPtr(nullptr, storage->device()));
-    storage->set_nbytes(0);
-    mark_unreadable(storage, text);
 }
 
 static void release_region(void *region)

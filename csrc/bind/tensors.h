@@ -19,11 +19,8 @@ fc_dtype dtype_of(at::ScalarType type);
 // The tensor inside a Python object; TypeError as an exception if it is none.
 const at::Tensor &tensor_of(PyObject *object);
 
-// Makes the storage show `bytes` of memory that it does not own.
-void show(c10::StorageImpl *storage, void *memory, size_t bytes);
-
-// Takes the memory away; reading the storage raises `text`.
-void hide(c10::StorageImpl *storage, const std::string &text);
+// Makes the storage `bytes` of memory that it does not own; it can be read as before.
+void set_memory(c10::StorageImpl *storage, void *memory, size_t bytes);
 
 // Copies the storage's bytes to `home` (in `region`, which it then keeps alive) and points the
 // storage, hence every tensor on it, there.

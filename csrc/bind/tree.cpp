@@ -7,6 +7,8 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <utility>
+
 namespace fc {
 
 namespace {
@@ -73,17 +75,34 @@ template <typename Body> void or_fail(TreeObject *tree, Body &&body)
     }
 }
 
+template <typename Body> void each_unit(const TreeObject *tree, Body &&body)
+{
+    each_state(tree, [&](StateObject *state) {
+        if (state->group != nullptr && state->group->unit != nullptr) {
+            body(state->group->unit);
+        }
+    });
+}
+
+// Also finds out whether anything is to be published.
+bool check_shards(TreeObject *tree)
+{
+    bool is_intact = true;
+    tree->publishes = false;
+    each_unit(tree, [&](const Unit *unit) {
+        tree->publishes = tree->publishes || unit->publishes();
+        is_intact = is_intact && unit->is_intact();
+    });
+    return is_intact;
+}
+
 // A shard that was replaced or moved since set-up is taken over before it is read.
 void rebuild_if_changed(StateObject *state)
 {
-    bool is_intact = true;
-    each_state(state->tree, [&](StateObject *s) {
-        is_intact = is_intact && (s->group == nullptr || s->group->unit == nullptr ||
-                                  s->group->unit->is_intact());
-    });
-    if (!is_intact) {
+    if (!check_shards(state->tree)) {
         checked(
             PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_rebuild_units", nullptr));
+        check_shards(state->tree); // it may be a new one
     }
 }
 
@@ -150,7 +169,9 @@ void reduce_group(TreeObject *tree, GroupObject *group, bool at_end)
         group->backwards++;
         // A module that ran several times may be read again by peers in this phase: an optimizer in
         // one of its post-accumulate hooks must not write its shards before the end.
-        group->defers_hooks |= group->forwards > 1;
+        if (group->forwards > 1) {
+            group->defers_hooks = tree->defers_hooks = true;
+        }
         if (group->reshard_after_backward) {
             Range range(is_news ? "FSDP::post_backward_reshard" : nullptr, unit);
             unit->reshard();
@@ -181,6 +202,13 @@ void end_reductions(TreeObject *tree, bool is_last)
     }
 }
 
+// Whether a group whose post-backward has run has something left for the end of backward.
+bool is_late(const GroupObject *group)
+{
+    return group->backwards < group->forwards || group->unit->holds_gradients() ||
+           (group->unit->is_unsharded() && group->reshard_after_backward);
+}
+
 // Finishes all reductions of a backward phase and closes it.
 void close_backward(TreeObject *tree)
 {
@@ -198,12 +226,14 @@ void close_backward(TreeObject *tree)
         each([&](fc_domain *domain) { finish_ready(tree, domain, FC_SEARCH_ALL); });
     }
     each_domain(tree, [](fc_domain *domain) { check(fc_domain_close(domain)); });
-    each_state(tree, [](StateObject *state) {
-        if (state->group != nullptr && state->group->unit != nullptr) {
-            state->group->defers_hooks = false;
-            state->group->unit->run_deferred_hooks();
-        }
-    });
+    if (std::exchange(tree->defers_hooks, false)) {
+        each_state(tree, [](StateObject *state) {
+            if (state->group != nullptr && state->group->unit != nullptr) {
+                state->group->defers_hooks = false;
+                state->group->unit->run_deferred_hooks();
+            }
+        });
+    }
 }
 
 } // namespace
@@ -239,12 +269,10 @@ void tree_root_pre_forward(StateObject *state)
     Range range("FSDP::root_pre_forward");
     take_post_optim_event(state);
     rebuild_if_changed(state);
-    tree = state->tree; // a rebuild may have made a new one
-    each_state(tree, [](StateObject *s) {
-        if (s->group != nullptr && s->group->unit != nullptr) {
-            s->group->unit->publish();
-        }
-    });
+    tree = state->tree;
+    if (tree->publishes) {
+        each_unit(tree, [](Unit *unit) { unit->publish(); });
+    }
     open(tree, false);
     if (tree->streams != nullptr) {
         tree->streams->begin();
@@ -280,11 +308,13 @@ void tree_begin_backward(TreeObject *tree)
         if (tree_is_open(tree)) {
             close(tree);
         }
-        each_state(tree, [](StateObject *s) {
-            if (s->group != nullptr && s->group->unit != nullptr && s->group->unit->was_written()) {
-                s->group->unit->publish();
-            }
-        });
+        if (tree->publishes) {
+            each_unit(tree, [](Unit *unit) {
+                if (unit->was_written()) {
+                    unit->publish();
+                }
+            });
+        }
     });
     open(tree, true);
 }
@@ -325,7 +355,7 @@ void tree_end_backward(TreeObject *tree)
                 if (is_manual && !is_through && group->reduce_grads) {
                     group->post_backward_pending = true;
                     context->is_unfinalized = true;
-                } else {
+                } else if (!is_through || is_late(group)) {
                     reduce_group(tree, group, true);
                 }
                 group->unit->keep();

@@ -120,7 +120,7 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
     }
     shard_versions_.resize(params_.size());
     partial_mask_.resize(layout->mask_words);
-    hide(storage_, unreadable_text_);
+    hide();
 }
 
 Unit::~Unit()
@@ -129,7 +129,7 @@ Unit::~Unit()
         lender_ = nullptr;
     }
     // Whoever still holds an unsharded parameter gets an error instead of freed memory.
-    hide(storage_, unreadable_text_);
+    hide();
     release_slot();
 }
 
@@ -143,6 +143,28 @@ int Unit::traverse(visitproc visit, void *arg)
         Py_VISIT(p.owner.get());
     }
     return 0;
+}
+
+void Unit::show(void *memory)
+{
+    take_text();
+    set_memory(storage_, memory, bytes_);
+}
+
+void Unit::hide()
+{
+    set_memory(storage_, nullptr, 0);
+    if (!unreadable_text_.empty()) {
+        mark_unreadable(storage_, std::exchange(unreadable_text_, {}));
+    }
+}
+
+void Unit::take_text()
+{
+    std::string text = mark_readable(storage_);
+    if (unreadable_text_.empty()) {
+        unreadable_text_ = std::move(text);
+    }
 }
 
 void Unit::register_params(bool unsharded)
@@ -284,7 +306,7 @@ void Unit::unshard()
         }
     }
     count_gather();
-    show(storage_, memory, bytes_);
+    show(memory);
     for (Param &p : params_) {
         p.is_trained = p.sharded_tensor().requires_grad();
         if (p.is_trained != p.unsharded_tensor.requires_grad()) {
@@ -311,6 +333,7 @@ void Unit::drop_pending()
 void Unit::withhold()
 {
     if (!unsharded_ && !stays()) {
+        take_text();
         storage_->set_nbytes(bytes_); // else autograd's views of it would say less
         mark_unreadable(storage_, "backward needs a parameter of FSDP unit '" +
                                       std::string(fc_unit_name(shard_)) +
@@ -324,7 +347,7 @@ void Unit::reshard()
     outlasts_forward_ = false;
     if (!unsharded_) {
         if (storage_->nbytes() > 0 && !stays()) {
-            hide(storage_, unreadable_text_); // it was withheld
+            hide(); // it was withheld
         }
         return;
     }
@@ -338,7 +361,7 @@ void Unit::reshard()
         discard_writes(); // a write to an unsharded parameter lasts until here
     }
     if (!stays()) {
-        hide(storage_, unreadable_text_);
+        hide();
         release_slot();
     }
     is_kept_ = false;
@@ -372,7 +395,7 @@ void Unit::keep()
         std::memcpy(slot_, fc_unit_view(shard_), bytes_);
         traffic_.copied += bytes_;
         discard_writes();
-        show(storage_, slot_, bytes_);
+        show(slot_);
     }
     is_kept_ = true;
 }
@@ -387,7 +410,7 @@ void Unit::refresh()
             device_->reshard();
             device_->start(true);
             slot_ = device_->take(true, false);
-            show(storage_, slot_, bytes_);
+            show(slot_);
         }
         return;
     }
@@ -396,7 +419,7 @@ void Unit::refresh()
         traffic_.copied += bytes_;
         is_kept_ = false;
     } else {
-        show(storage_, fc_unit_view(shard_), bytes_);
+        show(fc_unit_view(shard_));
         release_slot();
     }
 }
@@ -405,7 +428,7 @@ void Unit::keep_storage(bool keeps)
 {
     keeps_storage_ = keeps;
     if (!keeps && !unsharded_ && !pending_ && slot_ != nullptr) {
-        hide(storage_, unreadable_text_);
+        hide();
         release_slot();
     }
 }

@@ -132,6 +132,8 @@ public:
     void drop_pending();
     // True while every shard is where set-up put it; false asks for a rebuild.
     bool is_intact() const;
+    // Whether publish() has something to copy.
+    bool publishes() const { return publish_bytes_ > 0; }
     // Makes this rank's shards readable by peers; at the opening of a phase.
     void publish();
     // True if a shard was written since the last publish.
@@ -183,6 +185,10 @@ public:
 private:
     bool is_gathered() const { return fc_domain_n_ranks(domain_) > 1; }
     void register_params(bool unsharded);
+    void show(void *memory);
+    void hide();
+    // The storage has it while it cannot be read: a copy for each time would cost an allocation.
+    void take_text();
     static bool is_written(const Param &param);
     void discard_writes();
     void refresh();

@@ -677,6 +677,9 @@ void fc_exchange_reset(fc_domain *domain)
 {
     size_t i;
 
+    if (domain->n_ranks == 1) {
+        return; /* nothing was posted */
+    }
     for (i = 0; i < domain->n_units; i++) {
         fc_unit *unit = &domain->units[i];
 
@@ -684,7 +687,7 @@ void fc_exchange_reset(fc_domain *domain)
         exchange_drop_drained(unit, UINT64_MAX);
         memset(unit->mask, 0, unit->layout.mask_words * sizeof(uint64_t));
     }
-    if (domain->is_mapped && domain->n_ranks > 1) {
+    if (domain->is_mapped) {
         exchange_reclaim(domain);
     }
 }
