@@ -25,7 +25,7 @@ class _Bucket:
 
     dtype: torch.dtype
     members: tuple[int, ...]
-    to_owner: tuple[tuple[int, ...], ...]  # elements from rank (row) to rank
+    to_owner: tuple[tuple[int, ...], ...]  # elements from rank (row) to another rank
     from_owner: tuple[tuple[int, ...], ...]
 
 
@@ -67,6 +67,8 @@ def _make_plan(
         for member in members:
             owner = owners[member]
             for rank, box in enumerate(boxes[member]):
+                if rank == owner:
+                    continue  # copied where it is
                 back[owner][rank] += _pieces.box_numel(box)
                 if rank in sources[member]:
                     there[rank][owner] += _pieces.box_numel(box)
@@ -266,21 +268,25 @@ def _gather(
     locals_: Sequence[torch.Tensor],
     wholes: Sequence[torch.Tensor | None],
 ) -> None:
-    own, n_ranks = group.rank(), group.size()
+    own, others = group.rank(), _others(group)
 
     def sent() -> Iterator[torch.Tensor]:
-        for owner in range(n_ranks):
+        for owner in others:
             for member in bucket.members:
                 if plan.owners[member] == owner and own in plan.sources[member]:
                     yield locals_[member]
 
     def received() -> Iterator[torch.Tensor]:
-        for rank in range(n_ranks):
+        for rank in others:
             for member in bucket.members:
                 whole = wholes[member]
                 if whole is not None and rank in plan.sources[member]:
                     yield whole[plan.boxes[member][rank]]
 
+    for member in bucket.members:
+        whole = wholes[member]
+        if whole is not None and own in plan.sources[member]:
+            whole[plan.boxes[member][own]].copy_(locals_[member])
     _exchange(group, bucket.to_owner, bucket, locals_, sent, received)
 
 
@@ -291,22 +297,30 @@ def _scatter(
     locals_: Sequence[torch.Tensor],
     wholes: Sequence[torch.Tensor | None],
 ) -> None:
-    n_ranks = group.size()
+    own, others = group.rank(), _others(group)
 
     def sent() -> Iterator[torch.Tensor]:
-        for rank in range(n_ranks):
+        for rank in others:
             for member in bucket.members:
                 whole = wholes[member]
                 if whole is not None:
                     yield whole[plan.boxes[member][rank]]
 
     def received() -> Iterator[torch.Tensor]:
-        for owner in range(n_ranks):
+        for owner in others:
             for member in bucket.members:
                 if plan.owners[member] == owner:
                     yield locals_[member]
 
     _exchange(group, bucket.from_owner, bucket, locals_, sent, received)
+    for member in bucket.members:
+        whole = wholes[member]
+        if whole is not None:
+            locals_[member].copy_(whole[plan.boxes[member][own]])
+
+
+def _others(group: dist.ProcessGroup) -> list[int]:
+    return [rank for rank in range(group.size()) if rank != group.rank()]
 
 
 def _exchange(
