@@ -219,7 +219,7 @@ def test_f6_states_after_forward(rank: int, n_ranks: int) -> None:
     assert inside == ["FORWARD", "IDLE", "FORWARD", "IDLE"] and after == ["IDLE"] * 4
 
 
-@pytest.mark.parametrize("end", ["backward", "reshard", "to"])
+@pytest.mark.parametrize("end", ["backward", "reshard", "to", "state_dict"])
 @on_ranks(2)
 def test_f7_kept_parameters_stay_until(rank: int, n_ranks: int, end: str) -> None:
     def see(fsdp: Any) -> Any:
@@ -230,6 +230,8 @@ def test_f7_kept_parameters_stay_until(rank: int, n_ranks: int, end: str) -> Non
             output.sum().backward()
         elif end == "reshard":
             model.reshard()
+        elif end == "state_dict":
+            model.state_dict()
         else:
             model.to(torch.float32)
         return before, own(model)
