@@ -150,6 +150,28 @@ def test_hybrid(rank: int, n_ranks: int) -> None:
             assert pair.ours.model.stem.weight._local_tensor.shape[0] == WIDTH // 2
 
 
+class Partly(nn.Module):
+    """A parameter that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(WIDTH, 4)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+@on_ranks(2)
+def test_unused_parameters(rank: int, n_ranks: int) -> None:
+    """Their gradients are zero, so that decay reaches them."""
+    trained(Sides(Partly, sides.wrap_root, optimizer=decaying))
+
+
+def decaying(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.05, weight_decay=0.5)
+
+
 @on_ranks(2)
 def test_containers(rank: int, n_ranks: int) -> None:
     """A list whose members are all wrapped is wrapped as well, and does nothing."""
@@ -244,8 +266,10 @@ def test_one_rank(rank: int, n_ranks: int) -> None:
 def test_bad_arguments(rank: int, n_ranks: int) -> None:
     fsdp = implementation().FullyShardedDataParallel
     model = fsdp(Net())
+    assert fsdp(model)._unit is None  # as torch's: nothing is left to do
     with pytest.raises(ValueError, match="already"):
-        fsdp(model)
+        fsdp(sides.Torchs(nn.Linear(2, 2)))
+    model = fsdp(Net())
     with pytest.raises(ValueError, match="ModuleList"):
         fsdp(nn.ModuleList([nn.Linear(2, 2)]))
     for name in ("_flat_param", "flat_param"):

@@ -209,6 +209,20 @@ def test_buffers_are_saved_as_they_were(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(2)
+def test_keys_that_do_not_fit(rank: int, n_ranks: int) -> None:
+    pair = Sides()
+
+    def load(side: Side) -> Any:
+        state = side.model.state_dict()
+        del state["stem.weight"], state["blocks.1.up.bias"]
+        state["blocks.0.other"] = torch.ones(1)
+        found = side.model.load_state_dict(state, strict=False)
+        return [sorted(found.missing_keys), sorted(found.unexpected_keys)]
+
+    pair.both(load)
+
+
+@on_ranks(2)
 def test_settings(rank: int, n_ranks: int) -> None:
     pair = Sides()
 

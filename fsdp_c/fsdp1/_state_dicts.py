@@ -18,6 +18,7 @@ from fsdp_c.fsdp1 import _convert
 def register(wrapper: nn.Module) -> None:
     wrapper._register_state_dict_hook(_after_saving)
     wrapper.register_load_state_dict_pre_hook(_before_loading)
+    wrapper.register_load_state_dict_post_hook(_after_loading)
 
 
 def _after_saving(wrapper: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -73,3 +74,8 @@ def _before_loading(wrapper: Any, state_dict: dict[str, Any], prefix: str, *args
             state_dict[key] = _convert.local_like(param, value)
         else:
             state_dict[key] = _convert.shard_like(param, value, clean_tensor_name(key))
+
+
+def _after_loading(wrapper: Any, incompatible: Any) -> None:
+    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+        keys[:] = [clean_tensor_name(key) for key in keys]

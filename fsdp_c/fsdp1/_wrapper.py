@@ -134,7 +134,7 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
         _materialize.prepare(self, module, device, param_init_fn, sync_module_states)
         self._fsdp_wrapped_module = module
         self._unit: FSDPState | None = None
-        if not _is_container(module):
+        if not (_is_container(module) or isinstance(module, FullyShardedDataParallel)):
             self._shard(device_mesh)
         self._is_root = True
         self._has_cast_buffers = False
@@ -193,6 +193,7 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
             ignored_params=self._ignored_params,
         )
         self._unit = module._get_fsdp_state()
+        module.set_reduce_scatter_unused_params(True)  # the flat gradient has zeros there
         for group in self._groups:
             for fsdp_param in group.fsdp_params:
                 _set_fsdp_flattened(fsdp_param.sharded_param)
@@ -301,8 +302,8 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
 
 
 def _check(module: nn.Module, precision: MixedPrecision | None) -> None:
-    if isinstance(module, _TORCHS):
-        raise ValueError("the module is a FullyShardedDataParallel already: wrap it once")
+    if isinstance(module, _TORCHS) and not isinstance(module, FullyShardedDataParallel):
+        raise ValueError("the module is one of torch's FullyShardedDataParallel already")
     if precision is not None and precision.keep_low_precision_grads:
         warnings.warn(
             "keep_low_precision_grads=True has no effect: gradients have the parameters' dtype;"

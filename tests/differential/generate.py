@@ -98,7 +98,8 @@ class Writer(Changes):
         if self.is_hsdp and self.chance(0.6):
             setter = "set_requires_all_reduce"
             # Torch adds partial sums by position: the same parameters must take part each time.
-            if self.program.has("requires_grad_("):
+            # Reentrant checkpoints reduce the modules of a unit one by one.
+            if self.program.has("requires_grad_(") or (self.groups and self.around == "reentrant"):
                 return []
         last = self.chance(0.3)
         part = self.unit() if self.chance(0.3) else "model"
