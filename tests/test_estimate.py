@@ -240,7 +240,10 @@ def test_mistakes() -> None:
         ({"precision": "int3"}, "precision='int3': use one of fp32"),
         ({"inputs": torch.ones(1)}, "either seq= .* or inputs="),
         ({"seq": None}, "either seq= .* or inputs="),
-        ({"world_size": 0}, "at least 1"),
+        ({"world_size": 0}, "world_size=0: pass a whole number, at least 1"),
+        ({"world_size": 2.0}, "world_size=2.0: pass a whole number"),
+        ({"strategy": "hybrid", "shards": 0}, "shards=0: pass a whole number"),
+        ({"checkpoint": "Blok"}, "checkpoint='Blok' matches no module"),
         ({"shards": 4}, "for hybrid strategies, not zero3"),
         ({"strategy": "hybrid", "shards": 3}, "do not divide into shard groups of 3"),
         ({"strategy": "ddp", "offload": True}, '"ddp" has no shards'),
@@ -249,6 +252,10 @@ def test_mistakes() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             fsdp_c.estimate(model, **(good | options))
+    with pytest.raises(ValueError, match="no parameter of ReLU requires a gradient"):
+        fsdp_c.estimate(nn.ReLU(), world_size=1, inputs=torch.ones(1))
+    with pytest.raises(TypeError, match="optimizer='adam': pass a class"):
+        fsdp_c.estimate(model, **good, optimizer="adam")
     with pytest.raises(TypeError, match="expects a module, not str"):
         fsdp_c.estimate("gpt", **good)
     with pytest.raises(TypeError, match="no tensor"):

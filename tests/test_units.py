@@ -162,6 +162,11 @@ def test_mistakes() -> None:
         ([3], TypeError, "neither a class"),
         (True, TypeError, "no rule for units"),
         (object(), TypeError, "no rule for units"),
+        ("0MB", ValueError, "at least one byte"),
+        ("", ValueError, "matches no module"),
+        (10**12, ValueError, "matches no module"),
+        (wrap.ModuleWrapPolicy({nn.Conv2d}), ValueError, "matches no module"),
+        (wrap.CustomPolicy(lambda module: False), ValueError, "matches no module"),
     ]:
         with pytest.raises(error, match=text):
             find_units(model, units)

@@ -135,6 +135,18 @@ def make(
         **rest,
     )
     check(setting)
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ValueError(
+            f"estimate: no parameter of {type(model).__name__} requires a gradient, so that there"
+            " is no step of training: call requires_grad_() on what is to learn"
+        )
+    if not (rest["optimizer"] is None or callable(rest["optimizer"])) and not isinstance(
+        rest["optimizer"], torch.optim.Optimizer
+    ):
+        raise TypeError(
+            f"estimate: optimizer={rest['optimizer']!r}: pass a class such as torch.optim.AdamW, a"
+            " partial of one, an optimizer or None"
+        )
     return setting
 
 
@@ -147,8 +159,10 @@ def check(setting: Setting) -> None:
             f"precision={setting.precision!r}: use one of {', '.join(_POLICIES)} or a"
             " MixedPrecisionPolicy"
         )
-    if world < 1 or setting.micro_batches < 1 or setting.per_host < 1:
-        raise ValueError("estimate: world_size, micro_batches and ranks_per_host are at least 1")
+    for name in ("world_size", "micro_batches", "shards", "ranks_per_host"):
+        value = getattr(setting, name)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"estimate: {name}={value!r}: pass a whole number, at least 1")
     if shards is not None and not setting.strategy.is_hybrid:
         raise ValueError(f"estimate: shards= is for hybrid strategies, not {setting.strategy.name}")
     if world % setting.n_shards:

@@ -18,7 +18,11 @@ def modules_for(
     if rule is None or rule is False:
         return []
     if rule is not True:
-        return list(find_units(model, rule, ignored=ignored))
+        try:
+            return list(find_units(model, rule, ignored=ignored))
+        except (ValueError, TypeError) as error:  # which begins with the argument's name
+            said = str(error).replace("units=", "checkpoint=").replace('"auto"', "True")
+            raise type(error)(said) from None
     if not units:
         raise ValueError(
             "checkpoint=True recomputes unit by unit, but the model is one unit: choose units, or"

@@ -56,7 +56,7 @@ def _check_replicas(strategy: Strategy, mesh: DeviceMesh) -> tuple[int, ...]:
 def _given_sizes(strategy: Strategy, mesh: Any) -> tuple[int, ...]:
     sizes = (mesh,) if isinstance(mesh, int) else mesh
     if not isinstance(sizes, tuple | list) or not all(
-        isinstance(size, int) and size > 0 for size in sizes
+        isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes
     ):
         raise TypeError(f"mesh must be a DeviceMesh, a size, several sizes or None, not {mesh!r}")
     world = dist.get_world_size()

@@ -96,6 +96,8 @@ def _matching(
             return _automatic(model, modules)
         if size := _SIZE.fullmatch(units.strip()):
             n_bytes = float(size[1]) * _FACTORS[(size[2] or "").lower()]
+            if n_bytes < 1:
+                raise ValueError(f"units={units!r}: a unit has at least one byte")
             policy = functools.partial(size_based_auto_wrap_policy, min_num_params=n_bytes)
             return _recursive(model, policy, ignored, ignored_params, _n_bytes)
         return _by_class(modules, [units])
