@@ -261,6 +261,7 @@ def test_mistakes_come_before_changes(rank: int, n_ranks: int) -> None:
         ({"precision": "int8"}, ValueError, "precision='int8': use one of fp32, bf16, fp16"),
         ({"units": None, "checkpoint": True}, ValueError, "the model is one unit"),
         ({"checkpoint": nn.Conv2d}, ValueError, "checkpoint=Conv2d matches no module"),
+        ({"checkpoint": [Block, "Blok"]}, ValueError, "^checkpoint: 'Blok' matches no module"),
         ({"checkpoint": object()}, TypeError, "checkpoint=.* is no rule.* or True"),
         ({"units": lambda m: {"mixed_precision": 1}}, ValueError, "'mixed_precision' .*precision="),
         ({"units": lambda m: {"mesh": 1}}, ValueError, "'mesh' is no option of a unit"),

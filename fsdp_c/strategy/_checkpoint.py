@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,7 +22,7 @@ def modules_for(
         try:
             return list(find_units(model, rule, ignored=ignored))
         except (ValueError, TypeError) as error:  # which begins with the argument's name
-            said = str(error).replace("units=", "checkpoint=").replace('"auto"', "True")
+            said = re.sub(r"\bunits(?=[=:])", "checkpoint", str(error)).replace('"auto"', "True")
             raise type(error)(said) from None
     if not units:
         raise ValueError(
