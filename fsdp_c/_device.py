@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,23 +18,34 @@ from fsdp_c._native import _C
 
 KEEPS_STORAGE = "unsharded parameters keep their storage"
 
-_takes_cpu = False  # CPU tensors too are run as those of a device
+# Beside this file where nvcc was there.
+_KERNELS = Path(__file__).parent / "libfsdp_c_cuda.so"
+
+# Types of devices whose units go by this road. No accelerator yet: none has run it.
+_types: tuple[str, ...] = ()
+_by_torch = False  # what is on the CPU is moved by torch's operators, as on an accelerator
 
 
 @contextmanager
-def on_cpu() -> Iterator[None]:
+def on_cpu(by_torch: bool = False) -> Iterator[None]:
     """Models that run their first forward in here go by the road of devices; for tests."""
-    global _takes_cpu
-    before, _takes_cpu = _takes_cpu, True
+    global _types, _by_torch
+    before = _types, _by_torch
+    _types, _by_torch = (*_types, "cpu"), by_torch
     try:
         yield
     finally:
-        _takes_cpu = before
+        _types, _by_torch = before
 
 
 def is_wanted(group: Any) -> bool:
     """Whether the unit goes by the road of devices, if the core runs it at all."""
-    return _takes_cpu
+    return group.device.type in _types
+
+
+def is_taken(group: Any) -> bool:
+    """Whether a schedule runs the unit."""
+    return group._binding is not None and group._binding[0].streams is not None
 
 
 def why_not(group: Any) -> str:
@@ -78,4 +90,8 @@ def streams_for(groups: Sequence[Any], known: _C.Streams | None) -> _C.Streams |
     if not groups or not is_wanted(groups[0]):
         return None
     _count_steps()
-    return known if known is not None else _C.Streams(groups[0].device)
+    if known is not None:
+        return known
+    device = groups[0].device
+    has_kernels = device.type == "cuda" and torch.version.hip is None and _KERNELS.exists()
+    return _C.Streams(device, _by_torch, str(_KERNELS) if has_kernels else "")

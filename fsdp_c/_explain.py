@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_c import _comm, _compat, _names, _plan, _stats
+from fsdp_c import _comm, _compat, _device, _names, _plan, _stats
 from fsdp_c._param import FSDPParam
 from fsdp_c.strategy import _advice, _chosen
 
@@ -159,6 +159,8 @@ def _road_of(group: Any) -> str:
     if not getattr(group, "_is_bound", False):
         reason = reason or _plan.why_torch(group)
         return f"torch: {reason}" if reason else "core, from the first forward on"
+    if _device.is_taken(group):
+        return f"core, on streams of {group.device.type}, over {_WAYS['callback']}"
     info = group.mesh_info
     names = ("shard_process_group", "replicate_process_group")
     process_groups = [getattr(info, name, None) for name in names]

@@ -31,13 +31,13 @@ def why_torch(group: FSDPParamGroup) -> str:
 def why_torch_everywhere(group: FSDPParamGroup) -> str:
     """What of that comes with the arguments of fully_shard: alike on all ranks."""
     mesh_info = group.mesh_info
-    if group.device.type != "cpu":
+    if group.device.type != "cpu" and not _device.is_wanted(group):
         return f"it is on {group.device.type}"
     if not isinstance(mesh_info, FSDPMeshInfo):
         return "it is replicated, not sharded"
     if mesh_info.is_spmd_mesh:
         return "dp_mesh_dims of a larger mesh"
-    if mesh_info.mesh.device_type != "cpu":
+    if mesh_info.mesh.device_type != group.device.type:
         return f"its mesh is on {mesh_info.mesh.device_type}"
     if group._num_param_groups != 1:
         return "several meshes in one unit"

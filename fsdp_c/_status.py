@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_c import _comm, _env, _nccl
+from fsdp_c import _comm, _device, _env, _nccl
 from fsdp_c._native import _C
 
 
@@ -78,6 +78,8 @@ def _describe(root: Any, reason: str) -> TreeStatus:
     replicas = [getattr(m, "replicate_process_group", None) for m in meshes]
     process_groups = {id(p): p for p in (*sharding, *replicas) if p is not None}.values()
     kinds = {_comm.transport_kind(p) for p in process_groups if p.size() > 1}
+    if any(_device.is_taken(group) for group in groups if getattr(group, "_is_bound", False)):
+        kinds = {"callback"}
     return TreeStatus(
         root=type(root._modules[0]).__mro__[2].__name__,
         n_units=sum(bool(state._fsdp_param_groups) for state in root._state_ctx.all_states),

@@ -243,14 +243,14 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
 
     def leave_early_streams(self) -> None:
         """A unit that was unsharded before the first forward joins the schedule of its tree."""
-        if self._binding is not None and self._binding[0].streams is not None:
+        if _device.is_taken(self):
             self._unbind()
             self._binding = self._tree = None
 
     def keep_storage(self) -> None:
         """Passes on whether the memory of a parameter is to stay over reshards: then all of it."""
         keeps = any(p.keep_unsharded_storage for p in self.fsdp_params)
-        if keeps and self._binding is not None and self._binding[0].streams is not None:
+        if keeps and _device.is_taken(self):
             self.take_tree_to_torch(_device.KEEPS_STORAGE)
             return
         self._core_keep_storage(keeps)

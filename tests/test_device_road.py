@@ -29,8 +29,8 @@ def groups_of(model: nn.Module) -> Iterator[Any]:
 
 
 def is_on_device(pair: Pair) -> bool:
-    bindings = [group._binding for group in groups_of(pair.ours.model)]
-    return bool(bindings) and all(b is not None and b[0].streams is not None for b in bindings)
+    groups = list(groups_of(pair.ours.model))
+    return bool(groups) and all(group._is_bound and _device.is_taken(group) for group in groups)
 
 
 @pytest.mark.parametrize("reshard", [True, False, None])
@@ -83,14 +83,16 @@ def test_replicas(rank: int, n_ranks: int) -> None:
         assert is_on_device(pair)
 
 
+@pytest.mark.parametrize("by_torch", [False, True])
 @on_ranks(2)
-def test_mixed_precision_and_other_dims(rank: int, n_ranks: int) -> None:
+def test_mixed_precision_and_other_dims(rank: int, n_ranks: int, by_torch: bool) -> None:
+    """Also as accelerators do it, by torch's operators."""
     policy = torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
     def placement(param: nn.Parameter) -> Any:
         return torch.distributed.tensor.Shard(1 if param.ndim == 2 and param.size(1) == 6 else 0)
 
-    with _device.on_cpu():
+    with _device.on_cpu(by_torch):
         tolerance = Tolerance.of(n_ranks, torch.bfloat16)
         pair = Pair(
             Net, shard_blocks(mp_policy=policy, shard_placement_fn=placement), tolerance=tolerance

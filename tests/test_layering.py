@@ -17,7 +17,7 @@ PACKAGE = ROOT / "fsdp_c"
 PUBLIC = {
     "base": sorted(path.name for path in (CSRC / "base").glob("*.h")),
     "kernels": ["kernels.h", "cuda/kern_cuda.h", "cuda/runs.h"],
-    "device": ["device.h", "caller.h", "cuda/cuda.h", "host/host.h"],
+    "device": ["device.h", "caller.h", "cuda/cuda.h", "host/host.h", "host/moves.h"],
     "transport": ["nccl.h", "transport.h"],
     "comm": ["comm.h"],
     "group": [

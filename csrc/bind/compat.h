@@ -3,6 +3,7 @@
 #define FC_BIND_COMPAT_H
 
 #include <c10/core/StorageImpl.h>
+#include <c10/core/Stream.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/version.h>
@@ -62,6 +63,17 @@ inline c10::intrusive_ptr<c10d::Work> scatter_sums(c10d::ProcessGroup &group, at
     return group.reduce_scatter_single(part, all, options);
 #else
     return group._reduce_scatter_base(part, all, options);
+#endif
+}
+
+// The backend's own handle of a stream; null where torch does not tell.
+inline void *native_stream(const c10::Stream &stream)
+{
+#if FC_TORCH_AT_LEAST(2, 13)
+    return stream.native_handle();
+#else
+    (void)stream;
+    return nullptr;
 #endif
 }
 

@@ -1,6 +1,7 @@
 // _C.Streams: the schedule of a tree whose units are on a device.
 #include "bind/device.h"
 
+#include "bind/accelerator.h"
 #include "bind/device_comm.h"
 #include "bind/tensors.h"
 #include "bind/unit.h"
@@ -31,15 +32,28 @@ constexpr size_t n_streams = 4;
 
 // ---- Streams ----
 
-Streams::Streams(c10::Device device) : device_(device)
+Streams::Streams(c10::Device device, bool by_torch, const std::string &kernels)
+    : device_(device), core_(nullptr, fc_host_device_destroy)
 {
     const c10::impl::VirtualGuardImpl impl(device.type());
-    for (size_t i = 0; i < n_streams; i++) {
-        streams_.push_back(impl.getStream(device));
+    for (size_t i = 0; i < n_streams; i++) { // as torch's: all but the last of high priority
+        streams_.push_back(device.is_cpu()
+                               ? impl.getStream(device)
+                               : impl.getStreamFromGlobalPool(device, i + 1 < n_streams));
     }
     const fc_device_caller caller = device_caller(&device_);
-    check(fc_host_device_create(&caller, &core_));
-    const fc_schedule_options options = {core_,
+    if (device.is_cpu() && !by_torch) {
+        fc_device *host = nullptr;
+        check(fc_host_device_create(&caller, &host));
+        core_.reset(host);
+    } else {
+        const fc_cuda_kernels *found = nullptr;
+        if (!kernels.empty()) {
+            check(fc_cuda_open(kernels.c_str(), &found));
+        }
+        core_ = make_accelerator(device, caller, found);
+    }
+    const fc_schedule_options options = {core_.get(),
                                          handle_of(streams_[0]),
                                          handle_of(streams_[1]),
                                          handle_of(streams_[2]),
@@ -47,17 +61,12 @@ Streams::Streams(c10::Device device) : device_(device)
                                          1,
                                          0,
                                          0};
-    const fc_status status = fc_schedule_create(&options, &schedule_);
-    if (status != FC_OK) {
-        fc_host_device_destroy(core_);
-    }
-    check(status);
+    check(fc_schedule_create(&options, &schedule_));
 }
 
 Streams::~Streams()
 {
     fc_schedule_destroy(schedule_);
-    fc_host_device_destroy(core_);
 }
 
 fc_device_comm *Streams::comm(const std::string &group)
@@ -191,10 +200,13 @@ PyObject *streams_new(PyTypeObject *type, PyObject *args, PyObject *)
 {
     return guarded([&]() -> PyObject * {
         PyObject *device;
-        if (!PyArg_ParseTuple(args, "O!", &THPDeviceType, &device)) {
+        int by_torch;
+        const char *kernels;
+        if (!PyArg_ParseTuple(args, "O!ps", &THPDeviceType, &device, &by_torch, &kernels)) {
             return nullptr;
         }
-        auto made = std::make_unique<Streams>(reinterpret_cast<THPDevice *>(device)->device);
+        auto made = std::make_unique<Streams>(reinterpret_cast<THPDevice *>(device)->device,
+                                              by_torch != 0, kernels);
         Ref self = checked(type->tp_alloc(type, 0));
         reinterpret_cast<StreamsObject *>(self.get())->streams = made.release();
         return self.release();
@@ -224,7 +236,8 @@ PyType_Slot streams_slots[] = {
     {Py_tp_new, reinterpret_cast<void *>(streams_new)},
     {Py_tp_dealloc, reinterpret_cast<void *>(streams_dealloc)},
     {Py_tp_methods, streams_methods},
-    {Py_tp_doc, const_cast<char *>("Streams(device): the schedule of units on a device.")},
+    {Py_tp_doc,
+     const_cast<char *>("Streams(device, by_torch, kernels): the schedule of units on a device.")},
     {0, nullptr}};
 PyType_Spec streams_spec = {"fsdp_c._C.Streams", sizeof(StreamsObject), 0, Py_TPFLAGS_DEFAULT,
                             streams_slots};

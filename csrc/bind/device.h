@@ -22,7 +22,9 @@ struct Param;
 // all work is done at once.
 class Streams {
 public:
-    explicit Streams(c10::Device device);
+    // Host memory has a device of its own unless `by_torch`; there and on accelerators torch's
+    // operators move what `kernels` (a library's path, or empty) do not.
+    Streams(c10::Device device, bool by_torch, const std::string &kernels);
     ~Streams();
     Streams(const Streams &) = delete;
     Streams &operator=(const Streams &) = delete;
@@ -50,7 +52,7 @@ private:
     std::vector<c10::Stream> streams_;  // copy-in, gather, reduce, all-reduce
     std::deque<c10::Stream> computing_; // the callers' own; places stay
     std::map<std::string, std::unique_ptr<fc_device_comm>> comms_;
-    fc_device *core_ = nullptr;       // owned
+    std::unique_ptr<fc_device, void (*)(fc_device *)> core_;
     fc_schedule *schedule_ = nullptr; // owned
     static uint64_t n_steps_;
 };

@@ -4,6 +4,10 @@
 
 #include "kernels/cuda/runs.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 /* One operand of a run: its first byte and where its last line ends. A base may be 0. */
 typedef struct fc_host_operand {
     char *first;
@@ -20,5 +24,9 @@ void fc_host_visit(const fc_runs *plan, const uint64_t *addresses, fc_host_visit
 
 /* to = (accumulate ? to : 0) + from / divisor, see fc_move. */
 void fc_host_move(const fc_runs *plan, const uint64_t *addresses, double divisor, bool accumulate);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif
