@@ -54,6 +54,35 @@ class FSDPState(_C.State, _road.RoadState):
         super().__init__()
         self._state_ctx = FSDPStateContext()
 
+    # ---- whom to prefetch; over shared memory there is nothing to do ahead of time ----
+
+    @property
+    def _states_to_forward_prefetch(self) -> list[Any]:
+        return self._prefetched[False]
+
+    @_states_to_forward_prefetch.setter
+    def _states_to_forward_prefetch(self, states: list[Any]) -> None:
+        self._set_prefetched(False, states)
+
+    @property
+    def _states_to_backward_prefetch(self) -> list[Any]:
+        return self._prefetched[True]
+
+    @_states_to_backward_prefetch.setter
+    def _states_to_backward_prefetch(self, states: list[Any]) -> None:
+        self._set_prefetched(True, states)
+
+    def _set_prefetched(self, in_backward: bool, states: list[Any]) -> None:
+        self.__dict__.setdefault("_prefetched", {})[in_backward] = states
+        self._pass_prefetches()
+
+    def _pass_prefetches(self) -> None:
+        """Tells the schedule of a device; it forgets units that are bound anew."""
+        for group in self._fsdp_param_groups if self._tree is not None else ():
+            for in_backward, states in self._prefetched.items():
+                groups = [other for state in states for other in state._fsdp_param_groups]
+                group._core_set_prefetch(in_backward, groups)
+
     @property
     def _training_state(self) -> TrainingState:
         return TRAINING_STATES[self._training]
@@ -152,6 +181,8 @@ class FSDPState(_C.State, _road.RoadState):
             if group is not None:
                 group._tree = tree
             state._join(tree, group, False)
+        for state in states:
+            state._pass_prefetches()
 
     def _take_torch_road(self, states: list[Any], groups: list[Any], reason: str) -> None:
         for group in groups:
@@ -206,6 +237,9 @@ class FSDPState(_C.State, _road.RoadState):
         changed = [group for group in groups if not group.is_lent and group.rebuild()]
         if changed:
             self._join_core(states, groups)
+        else:
+            for state in states:
+                state._pass_prefetches()
 
     # ---- entered from Python: register_fsdp_forward_method, pipelines, tools ----
 

@@ -132,3 +132,42 @@ def test_exceptions_and_units_unsharded_by_hand(rank: int, n_ranks: int) -> None
         pair.do(unshard, "by hand")
         pair.step(data(rank, 1))
         assert is_on_device(pair)
+
+
+def gathers_before(model: nn.Module, block: nn.Module, run: Any) -> int:
+    """How many all-gathers `run` starts before the forward of `block`."""
+    mark = block.register_forward_pre_hook(
+        lambda *_: torch.autograd._record_function_with_args_exit(
+            torch.autograd._record_function_with_args_enter("here")
+        )
+    )
+    with torch.profiler.profile() as profile:
+        run(model)
+    mark.remove()
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    names = [event.name for event in events]
+    return sum("allgather_base" in name for name in names[: names.index("here")])
+
+
+@on_ranks(2)
+def test_prefetches(rank: int, n_ranks: int) -> None:
+    def ahead(side: Side) -> None:
+        first, second, third = side.model.blocks
+        first.set_modules_to_forward_prefetch([second, third])
+        third.set_modules_to_backward_prefetch([second, first])
+
+    def infer(model: nn.Module) -> None:
+        with torch.no_grad():
+            model(data(rank))
+
+    with _device.on_cpu():
+        pair = Pair(Net, shard_blocks())
+        pair.step(data(rank))
+        model = pair.ours.model
+        model.reshard()
+        alone = gathers_before(model, model.blocks[0], infer)
+        pair.do(ahead, "prefetch lists")
+        pair.step(data(rank, 1))
+        model.reshard()
+        assert gathers_before(model, model.blocks[0], infer) == alone + 2
+        assert is_on_device(pair)

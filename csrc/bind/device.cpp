@@ -161,6 +161,17 @@ void *DeviceUnit::take(bool is_in_phase, bool in_backward)
     return full;
 }
 
+void DeviceUnit::set_prefetch(bool in_backward, const std::vector<DeviceUnit *> &units)
+{
+    std::vector<fc_schedule_unit *> list;
+    for (const DeviceUnit *unit : units) {
+        if (unit->streams_ == streams_) {
+            list.push_back(unit->unit_);
+        }
+    }
+    check(fc_schedule_set_prefetch(unit_, in_backward, list.data(), list.size()));
+}
+
 void DeviceUnit::post(const std::vector<at::Tensor> &grads, double divisor, void *out,
                       bool accumulate)
 {

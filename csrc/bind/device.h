@@ -85,6 +85,8 @@ public:
     // True if an optimizer has stepped since the unit was gathered.
     bool is_outdated() const { return gathered_at_ != Streams::n_steps(); }
     void note_forward() { check(fc_schedule_note_forward(unit_)); }
+    // Whom to gather behind this one's gather; of the same tree.
+    void set_prefetch(bool in_backward, const std::vector<DeviceUnit *> &units);
     void drop_gradients() { fc_schedule_drop_gradients(unit_); }
     // Full gradients, undefined ones: none. The sum, divided, goes to `out`; held without it.
     void post(const std::vector<at::Tensor> &grads, double divisor, void *out, bool accumulate);

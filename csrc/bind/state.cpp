@@ -228,6 +228,28 @@ PyObject *group_drop(PyObject *self, PyObject *)
     return with_unit(self, [](Unit *unit) { unit->drop_gradients(); });
 }
 
+// _core_set_prefetch(in_backward, [Group, ...])
+PyObject *group_set_prefetch(PyObject *self, PyObject *args)
+{
+    int in_backward;
+    PyObject *groups;
+    if (!PyArg_ParseTuple(args, "pO!", &in_backward, &PyList_Type, &groups)) {
+        return nullptr;
+    }
+    return with_unit(self, [&](Unit *unit) {
+        std::vector<DeviceUnit *> units;
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(groups); i++) {
+            const Unit *other = group_of(PyList_GET_ITEM(groups, i))->unit;
+            if (other != nullptr && other->device() != nullptr) {
+                units.push_back(other->device());
+            }
+        }
+        if (unit->device() != nullptr) {
+            unit->device()->set_prefetch(in_backward != 0, units);
+        }
+    });
+}
+
 PyObject *group_is_bound(PyObject *self, void *)
 {
     return PyBool_FromLong(as<GroupObject>(self)->unit != nullptr);
@@ -342,6 +364,8 @@ PyMethodDef group_methods[] = {
      "Whether reshard leaves the unsharded parameters' memory as it is."},
     {"_core_held", group_held, METH_O, "(index) -> what is accumulated beside a parameter"},
     {"_core_set_held", group_set_held, METH_VARARGS, "(index, tensor or None)"},
+    {"_core_set_prefetch", group_set_prefetch, METH_VARARGS,
+     "(in_backward, groups): whom to gather behind this one on a device."},
     {"_core_release_gradients", group_release, METH_NOARGS,
      "Forgets gradients that are kept for reuse."},
     {"_core_release_sums", group_release_sums, METH_NOARGS,

@@ -88,11 +88,11 @@ FC_MUST_CHECK fc_status fc_schedule_add(fc_schedule *schedule,
 
 /* Shards in the order of the layout's parameters, own_rows each; borrowed while they are set. */
 void fc_schedule_set_shards(fc_schedule_unit *unit, const void *const *shards);
-/* Local; the unit's memory is freed in the order of compute. Nobody may prefetch it any more. NULL
- * is fine. */
+/* Local; the unit's memory is freed in the order of compute, and nobody prefetches it any more.
+ * NULL is fine. */
 void fc_schedule_remove(fc_schedule_unit *unit);
 /* Whom to gather after the unit's own copy-out; without, backward takes the unit before it in the
- * order of forwards. `units` is copied. */
+ * order of forwards. `units` is copied; none: as without. */
 FC_MUST_CHECK fc_status fc_schedule_set_prefetch(fc_schedule_unit *unit, bool in_backward,
                                                  fc_schedule_unit *const *units, size_t n_units);
 

@@ -196,12 +196,26 @@ destroy_unit:
     return st;
 }
 
-/* Entries of the order of forwards name units. */
-static void forget(fc_schedule *s)
+static void leave_out(fc_schedule_list *list, const fc_schedule_unit *gone)
+{
+    size_t i, n = 0;
+
+    for (i = 0; i < list->n_units; i++) {
+        if (list->units[i] != gone) {
+            list->units[n++] = list->units[i];
+        }
+    }
+    list->n_units = n;
+}
+
+/* Lists of prefetches and entries of the order of forwards name units. */
+static void forget(fc_schedule *s, const fc_schedule_unit *gone)
 {
     fc_schedule_unit *u;
 
     for (u = s->units; u != NULL; u = u->next) {
+        leave_out(&u->prefetch[0], gone);
+        leave_out(&u->prefetch[1], gone);
         u->last_entry = -1;
     }
     s->n_order = 0;
@@ -223,7 +237,7 @@ void fc_schedule_remove(fc_schedule_unit *unit)
         link = &(*link)->next;
     }
     *link = unit->next;
-    forget(unit->schedule);
+    forget(unit->schedule, unit);
     unit_destroy(unit);
 }
 
@@ -246,6 +260,6 @@ fc_status fc_schedule_set_prefetch(fc_schedule_unit *unit, bool in_backward,
         memcpy(copy, units, n_units * sizeof(fc_schedule_unit *));
     }
     fc_free(list->units);
-    *list = (fc_schedule_list){copy, n_units, true};
+    *list = (fc_schedule_list){copy, n_units, n_units > 0};
     return FC_OK;
 }
