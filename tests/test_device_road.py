@@ -166,6 +166,7 @@ def test_prefetches(rank: int, n_ranks: int) -> None:
         model = pair.ours.model
         model.reshard()
         alone = gathers_before(model, model.blocks[0], infer)
+        model.reshard()
         pair.do(ahead, "prefetch lists")
         pair.step(data(rank, 1))
         model.reshard()
