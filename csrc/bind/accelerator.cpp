@@ -288,25 +288,25 @@ fc_status accelerator_move(fc_device *device, fc_stream *stream, fc_label label,
 // ---- collectives ----
 
 fc_status accelerator_all_gather(fc_device *device, fc_device_comm *comm, fc_stream *stream,
-                                 fc_label, void *buffer, size_t part_bytes)
+                                 fc_label label, void *buffer, size_t part_bytes)
 {
     const fc_device_caller &caller = accelerator(device)->caller;
-    return caller.all_gather(caller.context, comm, stream, buffer, part_bytes);
+    return caller.all_gather(caller.context, comm, stream, label, buffer, part_bytes);
 }
 
 fc_status accelerator_reduce_scatter(fc_device *device, fc_device_comm *comm, fc_stream *stream,
-                                     fc_label, void *to, const void *from, size_t numel,
+                                     fc_label label, void *to, const void *from, size_t numel,
                                      fc_dtype dtype)
 {
     const fc_device_caller &caller = accelerator(device)->caller;
-    return caller.reduce_scatter(caller.context, comm, stream, to, from, numel, dtype);
+    return caller.reduce_scatter(caller.context, comm, stream, label, to, from, numel, dtype);
 }
 
 fc_status accelerator_all_reduce(fc_device *device, fc_device_comm *comm, fc_stream *stream,
-                                 fc_label, void *buffer, size_t numel, fc_dtype dtype)
+                                 fc_label label, void *buffer, size_t numel, fc_dtype dtype)
 {
     const fc_device_caller &caller = accelerator(device)->caller;
-    return caller.all_reduce(caller.context, comm, stream, buffer, numel, dtype);
+    return caller.all_reduce(caller.context, comm, stream, label, buffer, numel, dtype);
 }
 
 constexpr fc_device_ops accelerator_ops = {
