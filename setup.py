@@ -57,8 +57,8 @@ C_SIM_SOURCES = {
 CXX_SOURCES = {
     "csrc/bind": (
         "accelerator autograd call comm context device device_comm device_unit domain events "
-        "gradients hooks host layout messages module nccl optim parking reduce state status tensors "
-        "transport tree unit untraced walk watch"
+        "gradients hooks host layout messages module nccl optim parking reduce state status "
+        "tensors transport tree unit untraced walk watch"
     ),
 }
 C_TEST_SOURCES = {
