@@ -126,7 +126,7 @@ def work(args: argparse.Namespace) -> list[Row]:
         rounds = args.rounds or 12
         for mode, case in (("train", train_case), ("no_grad", no_grad_case)):
             cases = {name: case(model, x) for name, model in {"plain": plain, **models}.items()}
-            times = harness.measure(cases, rounds, block_s=0.05, budget_s=budget_s)
+            times = harness.measure(cases, rounds, block_s=0.05, budget_s=budget_s, least_steps=3)
             rows.append({"mode": mode, "units": n_units, "ranks": ranks, "times": times})
     return rows
 

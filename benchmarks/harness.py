@@ -239,16 +239,21 @@ def measure(
     block_s: float = 0.1,
     budget_s: float = math.inf,
     most_steps: int = 200,
+    least_steps: int = 1,
 ) -> dict[str, Row]:
     """Times the cases in turn, round after round, and returns statistics in microseconds.
 
     A round runs one block of every case, beginning with another case each time; a block is as many
-    steps as take `block_s`, `most_steps` at most. Ranks meet before a block, and a block of several
-    steps begins with one that is not counted, so that neither the ranks' skew nor the other case's
-    cache is charged. A sample is a step, or a block's mean step where nothing runs between steps,
+    steps as take `block_s`, `most_steps` at most, and `least_steps` at least unless one takes ten
+    times as long. Ranks meet before a block, and a block of several steps begins with one that is
+    not counted, so that neither the ranks' skew nor the other case's cache is charged. A sample is
+    a step, or a block's mean step where nothing runs between steps,
     averaged over ranks. After `budget_s` no new round begins, but one is always measured.
     """
-    steps = {name: _steps_per_block(case, block_s, most_steps) for name, case in cases.items()}
+    steps = {
+        name: _steps_per_block(case, block_s, least_steps, most_steps)
+        for name, case in cases.items()
+    }
     samples: dict[str, list[float]] = {name: [] for name in cases}
     order = list(cases)
     started = time.perf_counter()
@@ -260,11 +265,12 @@ def measure(
     return {name: statistics_of(mean_over_ranks(values)) for name, values in samples.items()}
 
 
-def _steps_per_block(case: Case, block_s: float, most_steps: int) -> int:
+def _steps_per_block(case: Case, block_s: float, least_steps: int, most_steps: int) -> int:
     seconds = agreed_max(_block(case, 1)[0] * 1e-6)
     if seconds < block_s:  # the first step pays for set-up; what follows is the better guess
         seconds = agreed_max(min(_block(case, 3)) * 1e-6)
-    return max(1, min(most_steps, round(block_s / max(seconds, 1e-9))))
+    least = least_steps if seconds < 10 * block_s else 1
+    return max(least, min(most_steps, round(block_s / max(seconds, 1e-9))))
 
 
 def _block(case: Case, n_steps: int) -> list[float]:
