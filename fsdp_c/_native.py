@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
@@ -57,3 +58,4 @@ def choose_kernels(module: ModuleType, name: str) -> None:
 
 _C = load()
 choose_kernels(_C, _env.KERNELS.get())
+atexit.register(_C.close)

@@ -6,6 +6,7 @@
 #include "bind/context.h"
 #include "bind/device.h"
 #include "bind/domain.h"
+#include "bind/host.h"
 #include "bind/layout.h"
 #include "bind/nccl.h"
 #include "bind/optim.h"
@@ -29,6 +30,9 @@ static PyObject *use_kernels(PyObject *, PyObject *arg)
 static PyMethodDef functions[] = {
     {"kernels", kernels, METH_NOARGS, "kernels() -> str: the instruction set in use."},
     {"use_kernels", use_kernels, METH_O, "use_kernels(name) -> bool: False if this CPU lacks it."},
+    {"close", fc_close, METH_NOARGS,
+     "close(): from now on other threads than the main one stay out of the interpreter, which "
+     "ends."},
     {"watch_functions", fc_watch_functions, METH_O,
      "watch_functions([(owner, name, function)]): trees leave the core when one is replaced."},
     {"call_directly", fc_call_directly, METH_O,

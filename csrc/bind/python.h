@@ -10,6 +10,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <exception>
 #include <initializer_list>
 #include <utility>
@@ -118,25 +119,34 @@ inline int intern(std::initializer_list<std::pair<PyObject **, const char *>> na
     return 0;
 }
 
-// True in a thread that the interpreter, which is shutting down in the main thread, would end if it
-// asked for the lock: by an exception that no C++ destructor lets through.
+// The interpreter's end: a thread that asks for its lock then is ended by an exception that no C++
+// destructor lets through. Threads other than the main one stay away from it instead, as CPython
+// has it from 3.14 on, and the end waits for those that have asked already.
+inline std::atomic<bool> is_closing{false};
+inline std::atomic<int> n_asking{0};
+
 inline bool is_left_behind()
 {
-#if PY_VERSION_HEX >= 0x030D0000
-    const bool is_closing = Py_IsFinalizing() != 0;
-#else
-    const bool is_closing = _Py_IsFinalizing() != 0;
-#endif
     return is_closing && getpid() != gettid();
 }
 
-// Such a thread waits for the end of the process instead, as CPython has it from 3.14 on.
-inline void stay_if_left_behind()
-{
-    while (is_left_behind()) {
-        (void)pause();
+// Around a request for the lock.
+class Request {
+public:
+    Request()
+    {
+        n_asking++;
+        if (is_left_behind()) {
+            n_asking--;
+            for (;;) {
+                (void)pause();
+            }
+        }
     }
-}
+    ~Request() { n_asking--; }
+    Request(const Request &) = delete;
+    Request &operator=(const Request &) = delete;
+};
 
 // Holds the GIL; for callbacks from autograd.
 class Gil {
@@ -149,7 +159,7 @@ public:
 private:
     static PyGILState_STATE ensure()
     {
-        stay_if_left_behind();
+        const Request request;
         return PyGILState_Ensure();
     }
 
@@ -162,7 +172,7 @@ public:
     NoGil() : state_(PyEval_SaveThread()) {}
     ~NoGil()
     {
-        stay_if_left_behind();
+        const Request request;
         PyEval_RestoreThread(state_);
     }
     NoGil(const NoGil &) = delete;

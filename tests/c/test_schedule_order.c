@@ -111,13 +111,13 @@ static void test_prefetch_order(void)
     static const int none[2][4] = {{-1, -1, -1, -1}, {-1, -1, -1, -1}};
     static const int forward_one[2][4] = {{1, 1, 1, 0}, {-1, -1, -1, -1}};
     static const int two[2][4] = {{2, 2, 1, 0}, {0, 1, 2, 2}};
-    static const int off[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+    static const int empty[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
 
     CHECK_STR(order_of(0, none), "a b c d | dc b a  ");
     CHECK_STR(order_of(0, forward_one), "ab c d  | dc b a  ");
     CHECK_STR(order_of(0, two), "abc d   | dcb a   ");
     CHECK_STR(order_of(1, two), "ab c d  | dc b a  ");
-    CHECK_STR(order_of(0, off), "a b c d | d c b a ");
+    CHECK_STR(order_of(0, empty), "a b c d | dc b a  ");
 }
 
 /* Equal units one after the other, on two ranks. */
