@@ -364,7 +364,7 @@ def time_table(rows: list[Row]) -> report.Table | None:
         f" GFLOP/s, {report.number(1e-9 / per_byte if per_byte else None)} GB/s,"
         f" {per_op * 1e6:.1f} us per operation of a rank. with its own factor: the estimate for 4"
         " ranks times what a run of the same model on 2 ranks took over its estimate. measured:"
-        " fastest step of the slowest rank. 4 ranks take turns on 2 cores: their work counts twice.",
+        " fastest step of the slowest rank. 4 ranks take turns on 2 cores: work counts twice.",
     )
     factors = {row["model"]: took(row) / priced(row, prices) for row in on}
     for row in rows:
