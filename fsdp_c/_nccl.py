@@ -63,7 +63,7 @@ def candidates() -> list[tuple[str, bool]]:
 _library: Library | None = None
 
 
-def library() -> Library:
+def opened() -> Library:
     """The copy of NCCL to use; opened once.
 
     Raises:
@@ -112,7 +112,7 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> _C.NcclGroup:
         )
     ranks = _comm.global_ranks(group)
     try:
-        mine, words = library(), ""
+        mine, words = opened(), ""
     except NotImplementedError as error:
         mine, words = None, f"!{error}"
     if mine is not None:

@@ -132,11 +132,11 @@ def test_the_installed_copy_is_taken_whole(monkeypatch: pytest.MonkeyPatch):
     places = _nccl.candidates()
     assert places[0] == ("libnccl.so.2", True) and places[-1] == ("libnccl.so.2", False)
     assert str(installed() / "lib" / "libnccl.so.2") in [path for path, _ in places]
-    library = _nccl.library()
+    library = _nccl.opened()
     assert library.version == int(code[1])
     assert library.text.startswith("NCCL 2.") and str(installed() / "lib") in library.text
     assert (";" in library.text) == (library.version < 23003)
-    assert _nccl.describe() == library.text and _nccl.library() is library
+    assert _nccl.describe() == library.text and _nccl.opened() is library
 
 
 def test_without_a_library_each_place_is_told(monkeypatch: pytest.MonkeyPatch):
@@ -146,7 +146,7 @@ def test_without_a_library_each_place_is_told(monkeypatch: pytest.MonkeyPatch):
     )
     assert _nccl.describe() == ""
     with pytest.raises(NotImplementedError) as caught:
-        _nccl.library()
+        _nccl.opened()
     assert "libnowhere.so has not been loaded by this process; libm.so.6" in str(caught.value)
 
 

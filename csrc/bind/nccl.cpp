@@ -87,8 +87,8 @@ static PyObject *nccl_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         !fc_read_ranks(global_ranks, config.n_ranks, ranks)) {
         return nullptr;
     }
-    options.library = static_cast<fc_nccl *>(PyCapsule_GetPointer(library, library_name));
-    if (options.library == nullptr) {
+    options.nccl = static_cast<fc_nccl *>(PyCapsule_GetPointer(library, library_name));
+    if (options.nccl == nullptr) {
         return nullptr;
     }
     options.use = static_cast<fc_nccl_use>(use);

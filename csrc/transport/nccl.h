@@ -45,8 +45,8 @@ typedef enum fc_nccl_use {
 } fc_nccl_use;
 
 typedef struct fc_nccl_options {
-    const fc_nccl *library; /* borrowed, as libraries live on */
-    fc_nccl_use use;        /* what there will be communicators for */
+    const fc_nccl *nccl; /* borrowed, as libraries live on */
+    fc_nccl_use use;     /* what there will be communicators for */
     /* Gathers and reductions in one communicator: they then run in the order of their calls.
      * Needed on a device with room for one collective at a time, where two communicators can
      * each occupy one rank and wait for the other. */

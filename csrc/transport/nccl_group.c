@@ -169,7 +169,7 @@ static fc_status alloc_group(const fc_transport_config *config, const fc_nccl_op
         return st;
     }
     group->options = *options;
-    group->nccl = options->library;
+    group->nccl = options->nccl;
     group->n_comms = options->use == FC_NCCL_BOTH && !options->is_one ? 2 : 1;
     for (i = 0; i < FC_NCCL_COMMS; i++) {
         group->comms[i].group = group;
@@ -211,7 +211,7 @@ static fc_status create(const fc_transport_config *config, const fc_nccl_options
 fc_status fc_nccl_group_create(const fc_transport_config *config, const fc_nccl_options *options,
                                fc_nccl_group **out)
 {
-    if (options->library == NULL || options->use < FC_NCCL_GATHERS || options->use > FC_NCCL_BOTH ||
+    if (options->nccl == NULL || options->use < FC_NCCL_GATHERS || options->use > FC_NCCL_BOTH ||
         options->max_ctas < 0) {
         return fc_fail(FC_ERR_INVALID, "process group %s: no library of NCCL, or no use for it",
                        config->name);

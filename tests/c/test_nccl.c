@@ -77,7 +77,7 @@ static void start(world *w, const setting *s)
         open_stand_in(w, s->is_old ? "libnccl_stand_in_old.so" : "libnccl_stand_in.so", path);
     w->control->polls = s->polls;
     w->control->version = s->version != 0 ? s->version : s->is_old ? 21602 : 23007;
-    MUST(fc_nccl_open(path, false, &w->options.library));
+    MUST(fc_nccl_open(path, false, &w->options.nccl));
     w->options.use = FC_NCCL_BOTH;
     w->options.is_one = s->is_one;
     w->live = fc_alloc_live();
@@ -375,8 +375,7 @@ static void use_windows(int rank, int n, void *arg)
         CHECK_HAS(fc_last_message(), "1 windows");
     }
     choose_ways(&w, window,
-                s->is_one && w.options.library != NULL &&
-                        fc_nccl_version(w.options.library) >= 22803
+                s->is_one && w.options.nccl != NULL && fc_nccl_version(w.options.nccl) >= 22803
                     ? FC_NCCL_COPY_ENGINE
                     : FC_NCCL_SYMMETRIC);
     fc_nccl_window_destroy(window);

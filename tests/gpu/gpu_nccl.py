@@ -93,7 +93,7 @@ def check() -> int:
     try:
         from fsdp_c import _nccl
 
-        library = _nccl.library()
+        library = _nccl.opened()
     except (ImportError, NotImplementedError) as error:
         print(f"NCCL was not checked: {error}")
         return 0
