@@ -3,6 +3,7 @@
 
 #include "base/status.h"
 #include "bind/compat.h"
+#include "bind/tensors.h"
 #include "device/host/moves.h"
 
 #include <ATen/Context.h>
@@ -189,34 +190,6 @@ void accelerator_moves_destroy(fc_device *, fc_moves *moves)
     delete moves;
 }
 
-at::ScalarType type_of_run(uint8_t dtype)
-{
-    switch (static_cast<fc_dtype>(dtype)) {
-    case FC_F32:
-        return at::kFloat;
-    case FC_F64:
-        return at::kDouble;
-    case FC_BF16:
-        return at::kBFloat16;
-    case FC_F16:
-        return at::kHalf;
-    default:
-        break;
-    }
-    switch (fc_dtype_bytes(static_cast<fc_dtype>(dtype))) {
-    case 1:
-        return at::kByte;
-    case 2:
-        return at::kShort;
-    case 4:
-        return at::kInt;
-    case 8:
-        return at::kLong;
-    default:
-        return at::kComplexDouble;
-    }
-}
-
 struct CopyArgs {
     c10::Device device;
     double divisor;
@@ -231,7 +204,7 @@ at::Tensor side_of(const CopyArgs &args, const fc_run *run, const fc_host_operan
     return memory_at(args.device, side.first, {run->n_lines / lines, lines, run->line_numel},
                      {static_cast<int64_t>(side.plane_stride) / item,
                       static_cast<int64_t>(side.line_stride) / item, 1},
-                     type_of_run(dtype));
+                     scalar_type_of(static_cast<fc_dtype>(dtype)));
 }
 
 // A run by torch's operators: rounded as the kernels do it, each step in float32 or wider.

@@ -3,6 +3,7 @@
 
 #include "bind/compat.h"
 #include "bind/python.h"
+#include "bind/tensors.h"
 
 #include <ATen/ops/from_blob.h>
 #include <c10/core/Allocator.h>
@@ -35,20 +36,6 @@ template <typename Body> fc_status in_stream(fc_stream *stream, const char *what
         return fc_fail(FC_ERR_SYSTEM, "%s: %s", what, error.what_without_backtrace());
     } catch (const std::exception &error) {
         return fc_fail(FC_ERR_SYSTEM, "%s: %s", what, error.what());
-    }
-}
-
-at::ScalarType scalar_type_of(fc_dtype dtype)
-{
-    switch (dtype) {
-    case FC_F64:
-        return at::kDouble;
-    case FC_BF16:
-        return at::kBFloat16;
-    case FC_F16:
-        return at::kHalf;
-    default:
-        return at::kFloat;
     }
 }
 

@@ -1,6 +1,8 @@
 /* Memory of the core as tensors for the collectives of Python. */
 #include "bind/messages.h"
 
+#include "bind/tensors.h"
+
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -24,35 +26,11 @@ struct gil_guard {
 
 } // namespace
 
-static at::ScalarType scalar_type(fc_dtype dtype)
-{
-    switch (dtype) {
-    case FC_F32:
-        return at::kFloat;
-    case FC_F64:
-        return at::kDouble;
-    case FC_BF16:
-        return at::kBFloat16;
-    case FC_F16:
-        return at::kHalf;
-    case FC_I8:
-        return at::kChar;
-    case FC_I16:
-        return at::kShort;
-    case FC_I32:
-        return at::kInt;
-    case FC_I64:
-        return at::kLong;
-    default:
-        return at::kByte;
-    }
-}
-
 /* New reference; nullptr with an exception set. */
 static PyObject *wrap(const void *data, size_t numel, fc_dtype dtype)
 {
     try {
-        auto options = at::TensorOptions().dtype(scalar_type(dtype));
+        auto options = at::TensorOptions().dtype(fc::scalar_type_of(dtype));
         at::Tensor tensor = at::from_blob(const_cast<void *>(data), {(int64_t)numel}, options);
 
         return THPVariable_Wrap(tensor);

@@ -42,6 +42,36 @@ fc_dtype dtype_of(at::ScalarType type)
     }
 }
 
+at::ScalarType scalar_type_of(fc_dtype dtype)
+{
+    switch (dtype) {
+    case FC_F32:
+        return at::kFloat;
+    case FC_F64:
+        return at::kDouble;
+    case FC_BF16:
+        return at::kBFloat16;
+    case FC_F16:
+        return at::kHalf;
+    case FC_I8:
+        return at::kChar;
+    default:
+        break;
+    }
+    switch (fc_dtype_bytes(dtype)) {
+    case 1:
+        return at::kByte;
+    case 2:
+        return at::kShort;
+    case 4:
+        return at::kInt;
+    case 8:
+        return at::kLong;
+    default:
+        return at::kComplexDouble;
+    }
+}
+
 const at::Tensor &tensor_of(PyObject *object)
 {
     if (!THPVariable_Check(object)) {

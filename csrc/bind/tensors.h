@@ -16,6 +16,9 @@ namespace fc {
 // The element type, RAW of its size for those without arithmetic; throws for types of other sizes.
 fc_dtype dtype_of(at::ScalarType type);
 
+// A type of that kind and size: the way back, except that RAW comes back as some type of its size.
+at::ScalarType scalar_type_of(fc_dtype dtype);
+
 // The tensor inside a Python object; TypeError as an exception if it is none.
 const at::Tensor &tensor_of(PyObject *object);
 
