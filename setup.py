@@ -69,7 +69,7 @@ C_TEST_SOURCES = {
     ),
 }
 # Libraries that the test programs open: NCCL's newest interface, and an old one.
-NCCL_STAND_IN = "tests/c/nccl/stand_in.c"
+NCCL_STAND_IN = ["tests/c/nccl/engine.c", "tests/c/nccl/stand_in.c"]
 C_TEST_LIBRARIES = {"libnccl_stand_in.so": [], "libnccl_stand_in_old.so": ["-DSTAND_IN_OLD"]}
 
 # One library beside the extension, without a link to torch. One PTX for all: machine code for each
@@ -439,10 +439,10 @@ class BuildCTests(Command):
         names = sources(C_SOURCES, ".c") + sources(C_SIM_SOURCES, ".c")
         core = compile_all({s: tools.c_command(s) for s in names}, folder)
         for name, flags in C_TEST_LIBRARIES.items():
-            command = [*tools.c_command(NCCL_STAND_IN), *flags, "-Itests/c"]
-            (made,) = compile_all({NCCL_STAND_IN: command}, folder / name)
+            commands = {s: [*tools.c_command(s), *flags, "-Itests/c"] for s in NCCL_STAND_IN}
+            made = compile_all(commands, folder / name)
             library = Path(self.build_dir, name)
-            link(library, [*tools.cc, *tools.mode_flags(), "-shared"], [made, *core], LINK_FLAGS)
+            link(library, [*tools.cc, *tools.mode_flags(), "-shared"], [*made, *core], LINK_FLAGS)
         if not self.only_libraries:
             self.build_programs(tools, core, folder)
 

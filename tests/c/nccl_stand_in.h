@@ -1,4 +1,4 @@
-/* What tests ask of the stand-in for NCCL (tests/c/nccl/stand_in.c) and learn from it.
+/* What tests ask of the stand-in for NCCL (tests/c/nccl) and learn from it.
  *
  * Found by dlsym: `fc_stand_in_control()` gives this process's struct,
  * `fc_stand_in_is_idle(stream)` tells whether the work of a stream is done, and goes on with it.
