@@ -99,11 +99,7 @@ DEATHS = [
 @pytest.fixture
 def no_shared_memory_left() -> Iterator[None]:
     def ours() -> set[str]:
-        return {
-            path.name
-            for path in SHARED_MEMORY.iterdir()
-            if "fsdp" in path.name or "fc" in path.name
-        }
+        return {path.name for path in SHARED_MEMORY.iterdir() if "fsdp" in path.name}
 
     before = ours()
     yield

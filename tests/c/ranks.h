@@ -197,14 +197,16 @@ static inline bool ranks_await(int index, int64_t at_least)
     return true;
 }
 
-static inline int count_entries(const char *folder)
+/* Whose names have `part` in them. */
+static inline int count_entries(const char *folder, const char *part)
 {
     DIR *dir = opendir(folder);
+    const struct dirent *entry;
     int n = 0;
 
     CHECK_OR_EXIT(dir != NULL);
-    while (readdir(dir) != NULL) {
-        n++;
+    while ((entry = readdir(dir)) != NULL) {
+        n += strstr(entry->d_name, part) != NULL;
     }
     (void)closedir(dir);
     return n;
@@ -212,7 +214,13 @@ static inline int count_entries(const char *folder)
 
 static inline int count_descriptors(void)
 {
-    return count_entries("/proc/self/fd");
+    return count_entries("/proc/self/fd", "");
+}
+
+/* Files of shared memory; other programs of this machine have theirs. */
+static inline int count_shm_files(void)
+{
+    return count_entries("/dev/shm", "fsdp");
 }
 
 /* Mappings of shared memory segments. */

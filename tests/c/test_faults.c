@@ -427,7 +427,7 @@ static void test_random_kills(void)
 
 int main(void)
 {
-    int in_shm = count_entries("/dev/shm");
+    int in_shm = count_shm_files();
 
     for (int n = 2; n <= RANKS_MAX; n++) {
         test_deaths(n);
@@ -437,6 +437,6 @@ int main(void)
     ranks_check(3, body_stop, NULL);
     ranks_check(2, body_interrupt, NULL);
     test_random_kills();
-    CHECK_EQ(count_entries("/dev/shm"), in_shm);
+    CHECK_EQ(count_shm_files(), in_shm);
     return check_result();
 }
