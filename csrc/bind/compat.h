@@ -5,6 +5,7 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/Stream.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/version.h>
 
@@ -77,29 +78,51 @@ inline void *native_stream(const c10::Stream &stream)
 #endif
 }
 
-// Makes reading the storage possible again after mark_unreadable; returns the text given there.
-inline std::string mark_readable(c10::StorageImpl *storage)
-{
-    std::string text;
-#if FC_TORCH_AT_LEAST(2, 13)
-    if (auto &message = storage->get_extra_meta().custom_data_ptr_error_msg_) {
-        text = std::move(*message);
-    }
-    storage->clear_data_ptr_access_error_msg_();
-#else
-    (void)storage; // before 2.13 the error cannot be taken back, so it is never set
-#endif
-    return text;
-}
-
 // From now on reading the storage's data raises RuntimeError with `text`.
-inline void mark_unreadable(c10::StorageImpl *storage, std::string text)
+inline void set_unreadable_text(c10::StorageImpl *storage, std::string text)
 {
 #if FC_TORCH_AT_LEAST(2, 13)
     storage->release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(text));
 #else
-    (void)storage;
+    (void)storage; // before 2.13 the error cannot be taken back, so it is never set
     (void)text;
+#endif
+}
+
+// Gives the storage other data, and says whether reading it raises, with the text that the storage
+// has for that. torch's way to take the error back drops the text. So all is exchanged with another
+// storage's, and the text is not even touched; needs the GIL.
+inline void set_data(c10::StorageImpl *storage, at::DataPtr &&data, size_t bytes, bool is_readable)
+{
+#if FC_TORCH_AT_LEAST(2, 13)
+    static c10::StorageImpl *const other =
+        new c10::StorageImpl(c10::StorageImpl::use_byte_size_t(), 0, at::DataPtr(), nullptr, false);
+    if (is_readable) {
+        other->clear_data_ptr_access_error_msg_();
+    } else {
+        other->release_data_and_set_meta_custom_data_ptr_error_msg_(std::nullopt);
+    }
+    other->set_data_ptr_noswap(std::move(data));
+    other->set_nbytes(bytes);
+    other->set_allocator(storage->allocator()); // it goes along, and so does what follows
+    other->set_resizable(storage->resizable());
+    storage->swap_data_ptr(*other);
+    other->set_data_ptr_noswap(at::DataPtr());
+#else
+    (void)is_readable;
+    storage->set_data_ptr_noswap(std::move(data));
+    storage->set_nbytes(bytes);
+#endif
+}
+
+// Whether `object`, which may be null, is the Python object of a tensor that has one.
+inline bool is_object_of(PyObject *object, const c10::TensorImpl *impl)
+{
+#if FC_TORCH_AT_LEAST(2, 13)
+    return object != nullptr && impl->pyobj_slot()->load_pyobj() == object;
+#else
+    return object != nullptr && THPVariable_Check(object) &&
+           THPVariable_Unpack(object).unsafeGetTensorImpl() == impl;
 #endif
 }
 

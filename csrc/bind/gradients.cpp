@@ -87,6 +87,9 @@ bool Unit::can_share_flat() const
 // A gradient that somebody else holds is left to its holder.
 void Unit::make_gradients(bool all)
 {
+    if (can_share_flat()) {
+        return;
+    }
     const fc_layout *layout = fc_unit_layout(shard_);
     std::vector<size_t> wanted;
     bool flat_is_ours = grads_flat_.defined() && grads_flat_.storage().use_count() == flat_uses_;
@@ -118,10 +121,10 @@ void Unit::make_gradients(bool all)
         p.grad.local = local;
         p.grad.tensor = tensor_of(p.grad.object.get());
         local = at::Tensor();
-        p.grad.object_refs = Py_REFCNT(p.grad.object.get());
-        p.grad.local_refs = Py_REFCNT(p.grad.local_object.get());
-        p.grad.tensor_uses = p.grad.tensor.use_count();
-        p.grad.local_uses = p.grad.local.use_count();
+        p.grad.object_refs = static_cast<uint32_t>(Py_REFCNT(p.grad.object.get()));
+        p.grad.local_refs = static_cast<uint32_t>(Py_REFCNT(p.grad.local_object.get()));
+        p.grad.tensor_uses = static_cast<uint32_t>(p.grad.tensor.use_count());
+        p.grad.local_uses = static_cast<uint32_t>(p.grad.local.use_count());
     }
     grads_share_flat_ = true;
     for (size_t i = 0; i < params_.size(); i++) {

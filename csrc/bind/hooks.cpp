@@ -42,13 +42,13 @@ Ref cast_any(const StateObject *state, const char *method)
 
 void cast_inputs(const StateObject *state, Ref &args, Ref &kwargs)
 {
-    if (!state->casts_inputs || !state->param_dtype->has_value()) {
+    if (!state->casts_inputs || state->param_dtype == at::ScalarType::Undefined) {
         return;
     }
     Range range("FSDP::cast_forward_inputs");
     const Ref any = cast_any(state, "_cast_any_input");
     for (Ref *object : {&args, &kwargs}) {
-        if (Ref cast = cast_tensors(object->get(), **state->param_dtype, any.get())) {
+        if (Ref cast = cast_tensors(object->get(), state->param_dtype, any.get())) {
             *object = std::move(cast);
         }
     }
@@ -56,12 +56,12 @@ void cast_inputs(const StateObject *state, Ref &args, Ref &kwargs)
 
 Ref cast_output(const StateObject *state, PyObject *output)
 {
-    if (!state->output_dtype->has_value()) {
+    if (state->output_dtype == at::ScalarType::Undefined) {
         return Ref::borrow(output);
     }
     Range range("FSDP::cast_forward_outputs");
     const Ref any = cast_any(state, "_cast_any_output");
-    Ref cast = cast_tensors(output, **state->output_dtype, any.get());
+    Ref cast = cast_tensors(output, state->output_dtype, any.get());
     return cast ? std::move(cast) : Ref::borrow(output);
 }
 

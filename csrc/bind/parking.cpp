@@ -27,7 +27,7 @@ PyObject *fc_take_memory(PyObject *, PyObject *args)
         home->set_nbytes(bytes);
         home->set_resizable(false);
         fc::set_memory(storage, nullptr, 0);
-        fc::mark_unreadable(storage, text);
+        fc::set_unreadable_text(storage, text);
         taken.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(bytes)});
         return THPVariable_Wrap(taken);
     });
@@ -48,12 +48,10 @@ PyObject *fc_give_memory(PyObject *, PyObject *args)
             return nullptr;
         }
         const size_t n_bytes = from->nbytes();
-        fc::mark_readable(storage);
-        storage->set_data_ptr_noswap(
-            from->set_data_ptr(at::DataPtr(nullptr, c10::Device(c10::kCPU))));
-        storage->set_nbytes(n_bytes);
+        fc::set_data(storage, from->set_data_ptr(at::DataPtr(nullptr, c10::Device(c10::kCPU))),
+                     n_bytes, true);
         fc::set_memory(from, nullptr, 0);
-        fc::mark_unreadable(from, "this memory was given back to its tensor");
+        fc::set_unreadable_text(from, "this memory was given back to its tensor");
         Py_RETURN_NONE;
     });
 }

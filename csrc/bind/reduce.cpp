@@ -121,13 +121,12 @@ Unit *Unit::lender_ = nullptr;
 
 std::vector<at::Tensor> Unit::take_gradients(bool with_unused, bool with_partial_sums)
 {
-    const fc_layout *layout = fc_unit_layout(shard_);
     std::vector<at::Tensor> grads(params_.size());
     at::NoGradGuard no_grad;
     for (size_t i = 0; i < params_.size(); i++) {
         Param &p = params_[i];
         at::Tensor &fresh = p.unsharded_tensor.mutable_grad();
-        if (!layout->params[i].has_grad) {
+        if (!p.has_grad) {
             continue;
         }
         if (p.held.defined() || fresh.defined()) {
@@ -218,8 +217,8 @@ void Unit::hold()
 
 bool Unit::has_partial_sums() const
 {
-    return std::any_of(partial_mask_.begin(), partial_mask_.end(),
-                       [](uint64_t word) { return word != 0; });
+    return replicate_ != nullptr && std::any_of(partial_mask_.begin(), partial_mask_.end(),
+                                                [](uint64_t word) { return word != 0; });
 }
 
 void Unit::release_gradients()
@@ -297,9 +296,12 @@ void Unit::post(bool with_unused, const ReduceOptions &options, const Progress &
 
 void Unit::count_reduction(const std::vector<at::Tensor> &grads)
 {
+    if (!is_gathered()) {
+        return;
+    }
     const fc_layout *layout = fc_unit_layout(shard_);
     const size_t n_peers = static_cast<size_t>(layout->n_ranks - 1);
-    traffic_.reductions += n_peers > 0;
+    traffic_.reductions++;
     for (size_t i = 0; i < grads.size(); i++) {
         const fc_param &p = layout->params[i];
         if (grads[i].defined()) {
@@ -417,7 +419,6 @@ void Unit::post_to_replicas(const std::vector<at::Tensor> &grads, const Progress
 void Unit::post_own(const std::vector<at::Tensor> &grads, const ReduceOptions &options,
                     const Progress &progress)
 {
-    const fc_layout *layout = fc_unit_layout(shard_);
     bool needs_stage = replicate_ != nullptr;
     for (size_t i = 0; i < grads.size(); i++) {
         needs_stage =
@@ -442,6 +443,7 @@ void Unit::post_own(const std::vector<at::Tensor> &grads, const ReduceOptions &o
         post_to_replicas(grads, progress);
         return;
     }
+    const fc_layout *layout = fc_unit_layout(shard_);
     Scratch part(layout->part_bytes);
     std::vector<uint64_t> mask(layout->mask_words);
     for (size_t i = 0; i < grads.size(); i++) {
@@ -625,9 +627,7 @@ bool Unit::write_all_gradients(fc_unit *lane, const std::vector<fc_source> &sour
     if (!layout->is_uniform) {
         return false;
     }
-    if (!can_share_flat()) {
-        make_gradients(true);
-    }
+    make_gradients(true);
     if (!fc_unit_reduce_all(lane, sources.data(), static_cast<int>(sources.size()),
                             grads_flat_.mutable_data_ptr(), options.divisor)) {
         return false;

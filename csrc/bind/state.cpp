@@ -541,8 +541,7 @@ PyObject *state_new(PyTypeObject *type, PyObject *, PyObject *)
     }
     auto *state = as<StateObject>(self);
     state->training = static_cast<int>(Training::idle);
-    state->param_dtype = new std::optional<at::ScalarType>();
-    state->output_dtype = new std::optional<at::ScalarType>();
+    state->param_dtype = state->output_dtype = at::ScalarType::Undefined;
     return self;
 }
 
@@ -571,8 +570,6 @@ void state_dealloc(PyObject *self)
 {
     PyObject_GC_UnTrack(self);
     state_clear(self);
-    delete as<StateObject>(self)->param_dtype;
-    delete as<StateObject>(self)->output_dtype;
     free_object(self);
 }
 
@@ -585,15 +582,13 @@ PyObject *state_set_casts(PyObject *self, PyObject *args)
         return nullptr;
     }
     auto *state = as<StateObject>(self);
-    const auto set = [](std::optional<at::ScalarType> *slot, PyObject *dtype) {
-        slot->reset();
-        if (THPDtype_Check(dtype)) {
-            *slot = reinterpret_cast<THPDtype *>(dtype)->scalar_type;
-        }
+    const auto type_of = [](PyObject *dtype) {
+        return THPDtype_Check(dtype) ? reinterpret_cast<THPDtype *>(dtype)->scalar_type
+                                     : at::ScalarType::Undefined;
     };
     state->casts_inputs = casts != 0;
-    set(state->param_dtype, param);
-    set(state->output_dtype, output);
+    state->param_dtype = type_of(param);
+    state->output_dtype = type_of(output);
     Py_RETURN_NONE;
 }
 

@@ -30,14 +30,14 @@ struct GroupObject {
     char reduce_grads, all_reduce_grads, reshard_after_backward, reduce_scatter_unused_params,
         unshard_in_backward;
     char post_backward_pending; // gradients of a backward that went by are still to be reduced
+    char hides_outputs;         // pre-backward hangs on the parameters, see keep_for_hidden_output
+    char defers_hooks;          // post-accumulate hooks run at the end of the phase
     PyObject *post_forward_mesh_info; // owned; None: keep the parameters after forward
     PyObject *gradient_divide_factor; // owned; None: the number of ranks
     // Forward passes of this step whose backward is still to come, and backwards that went by in
     // this phase.
     int forwards, backwards;
-    char hides_outputs; // pre-backward hangs on the parameters, see keep_for_hidden_output
-    char defers_hooks;  // post-accumulate hooks run at the end of the phase
-    Traffic past;       // of the units that were bound before this one
+    Traffic past; // of the units that were bound before this one
 };
 
 // The base of FSDPState.
@@ -51,7 +51,7 @@ struct StateObject {
     uint64_t entry_sequence; // of the autograd nodes made since forward was entered
     char on_torch_road;
     char casts_inputs;
-    std::optional<at::ScalarType> *param_dtype, *output_dtype; // owned
+    at::ScalarType param_dtype, output_dtype; // Undefined: as they are
 };
 
 // One root and everything below it: shared by its states.

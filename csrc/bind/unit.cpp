@@ -19,10 +19,31 @@ namespace {
 
 constexpr const char *root_name = "(root)"; // as fsdp_c/_plan.py calls it
 
-PyObject *local_tensor_name()
+// Where a DTensor object has its `_local_tensor`, one of its class's __slots__.
+uint16_t local_tensor_slot(PyObject *dtensor)
 {
-    static PyObject *name = PyUnicode_InternFromString("_local_tensor");
-    return name;
+    static PyObject *const name = PyUnicode_InternFromString("_local_tensor");
+    PyObject *slot = _PyType_Lookup(Py_TYPE(dtensor), name);
+    if (slot == nullptr || Py_TYPE(slot) != &PyMemberDescr_Type) {
+        PyErr_Format(PyExc_TypeError, "%.100s has no slot for its local tensor",
+                     Py_TYPE(dtensor)->tp_name);
+        throw_python();
+    }
+    return static_cast<uint16_t>(reinterpret_cast<PyMemberDescrObject *>(slot)->d_member->offset);
+}
+
+PyObject *local_object(const Param &param) // borrowed; null after `del`
+{
+    auto *object = reinterpret_cast<char *>(param.sharded.get());
+    return *reinterpret_cast<PyObject **>(object + param.local_slot);
+}
+
+std::string sharded_text(const fc_unit *unit)
+{
+    return "a parameter of FSDP unit '" + std::string(fc_unit_name(unit)) +
+           "' is sharded now, so its full weight cannot be read: the unit is not in forward or "
+           "backward. Read it inside the unit's forward, call unshard() on the unit first, or use "
+           "register_fsdp_forward_method() for the method that needs it";
 }
 
 Param parse_row(PyObject *row)
@@ -34,7 +55,7 @@ Param parse_row(PyObject *row)
         throw_python();
     }
     Param param;
-    param.copies = copies;
+    param.copies = static_cast<int32_t>(copies);
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(places); i++) {
         PyObject *dict, *key, *module;
         if (!PyArg_ParseTuple(PyList_GET_ITEM(places, i), "O!OO", &PyDict_Type, &dict, &key,
@@ -44,11 +65,15 @@ Param parse_row(PyObject *row)
         param.places.push_back(
             {Ref::borrow(dict), Ref::borrow(key), module == Py_None ? Ref() : Ref::borrow(module)});
     }
+    param.dict = param.places.front().dict.get();
+    param.key = param.places.front().key.get();
+    param.has_one_place = param.places.size() == 1 && !param.places.front().module;
+    param.local_slot = local_tensor_slot(sharded);
     param.sharded = Ref::borrow(sharded);
     param.unsharded = Ref::borrow(unsharded);
     param.owner = Ref::borrow(owner);
     param.unsharded_tensor = tensor_of(unsharded);
-    param.local = tensor_of(checked(PyObject_GetAttr(sharded, local_tensor_name())).get());
+    param.local = tensor_of(local_object(param));
     param.reduce_type = reinterpret_cast<THPDtype *>(reduce)->scalar_type;
     param.grad_type = reinterpret_cast<THPDtype *>(grad)->scalar_type;
     if (holds_gradients_on_leaf) {
@@ -72,27 +97,30 @@ const at::Tensor &Param::sharded_tensor() const
     return THPVariable_Unpack(sharded.get());
 }
 
+bool Param::is_in_place() const
+{
+    const c10::TensorImpl *impl = local.unsafeGetTensorImpl();
+    return is_object_of(local_object(*this), impl) &&
+           (home == nullptr || impl->unsafe_storage().data() == home);
+}
+
 Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject *rows,
            const at::Tensor &flat)
-    : domain_object_(Ref::borrow(domain)), domain_(domain_of(domain)), replicate_domain_(nullptr),
-      shard_(fc_domain_unit(domain_, index)), replicate_(nullptr), name_(fc_unit_name(shard_)),
-      storage_owner_(flat), storage_(flat.storage().unsafeGetStorageImpl()),
-      bytes_(fc_unit_layout(shard_)->full_bytes)
+    : domain_(domain_of(domain)), shard_(fc_domain_unit(domain_, index)),
+      storage_(flat.storage().unsafeGetStorageImpl()), bytes_(fc_unit_layout(shard_)->full_bytes),
+      replicate_domain_(nullptr), replicate_(nullptr), name_(fc_unit_name(shard_)),
+      storage_owner_(flat), domain_object_(Ref::borrow(domain))
 {
     if (replicate_domain != Py_None) {
         replicate_object_ = Ref::borrow(replicate_domain);
         replicate_domain_ = domain_of(replicate_domain);
         replicate_ = fc_domain_unit(replicate_domain_, index);
     }
-    unreadable_text_ = "a parameter of FSDP unit '" + name_ +
-                       "' is sharded now, so its full weight cannot be read: the unit is not in "
-                       "forward or backward. Read it inside "
-                       "the unit's forward, call unshard() on the unit first, or use "
-                       "register_fsdp_forward_method() "
-                       "for the method that needs it";
+    set_unreadable_text(storage_, sharded_text(shard_));
     if (name_ == root_name) {
         name_.clear(); // profiler ranges of the root have no name
     }
+    params_.reserve(static_cast<size_t>(PyList_GET_SIZE(rows)));
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(rows); i++) {
         params_.push_back(parse_row(PyList_GET_ITEM(rows, i)));
         has_widened_ = has_widened_ || params_.back().is_widened;
@@ -100,9 +128,10 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
     const fc_layout *layout = fc_unit_layout(shard_);
     for (size_t i = 0; i < params_.size(); i++) {
         Param &p = params_[i];
+        p.has_grad = layout->params[i].has_grad;
         if (fc_domain_is_mapped(domain_) && layout->params[i].is_aliased) {
-            move_to(p.local.storage().unsafeGetStorageImpl(), fc_unit_shard_home(shard_, i),
-                    fc_unit_region(shard_));
+            p.home = fc_unit_shard_home(shard_, i);
+            move_to(p.local.storage().unsafeGetStorageImpl(), p.home, fc_unit_region(shard_));
         }
     }
     for (size_t i = 0; i < params_.size(); i++) {
@@ -147,30 +176,25 @@ int Unit::traverse(visitproc visit, void *arg)
 
 void Unit::show(void *memory)
 {
-    take_text();
-    set_memory(storage_, memory, bytes_);
+    set_data(storage_, at::DataPtr(memory, storage_->device()), bytes_, true);
 }
 
 void Unit::hide()
 {
-    set_memory(storage_, nullptr, 0);
-    if (!unreadable_text_.empty()) {
-        mark_unreadable(storage_, std::exchange(unreadable_text_, {}));
+    if (std::exchange(is_withheld_, false)) {
+        set_unreadable_text(storage_, sharded_text(shard_));
     }
-}
-
-void Unit::take_text()
-{
-    std::string text = mark_readable(storage_);
-    if (unreadable_text_.empty()) {
-        unreadable_text_ = std::move(text);
-    }
+    set_data(storage_, at::DataPtr(nullptr, storage_->device()), 0, false);
 }
 
 void Unit::register_params(bool unsharded)
 {
     for (Param &p : params_) {
         PyObject *object = unsharded ? p.unsharded.get() : p.sharded.get();
+        if (p.has_one_place) {
+            check(PyDict_SetItem(p.dict, p.key, object));
+            continue;
+        }
         for (const Place &place : p.places) {
             if (place.module) {
                 check(PyObject_SetAttr(place.module.get(), place.key.get(), object));
@@ -333,12 +357,12 @@ void Unit::drop_pending()
 void Unit::withhold()
 {
     if (!unsharded_ && !stays()) {
-        take_text();
         storage_->set_nbytes(bytes_); // else autograd's views of it would say less
-        mark_unreadable(storage_, "backward needs a parameter of FSDP unit '" +
-                                      std::string(fc_unit_name(shard_)) +
-                                      "', which was told to do without: call "
-                                      "set_unshard_in_backward(True) on it");
+        set_unreadable_text(storage_, "backward needs a parameter of FSDP unit '" +
+                                          std::string(fc_unit_name(shard_)) +
+                                          "', which was told to do without: call "
+                                          "set_unshard_in_backward(True) on it");
+        is_withheld_ = true;
     }
 }
 
@@ -346,8 +370,8 @@ void Unit::reshard()
 {
     outlasts_forward_ = false;
     if (!unsharded_) {
-        if (storage_->nbytes() > 0 && !stays()) {
-            hide(); // it was withheld
+        if (is_withheld_ && !stays()) {
+            hide();
         }
         return;
     }
@@ -435,29 +459,15 @@ void Unit::keep_storage(bool keeps)
 
 bool Unit::is_intact() const
 {
-    const fc_layout *layout = fc_unit_layout(shard_);
     for (size_t i = 0; i < params_.size(); i++) {
         const Param &p = params_[i];
-        const Place &place = p.places.front();
-        PyObject *registered = PyDict_GetItem(place.dict.get(), place.key.get());
-        if (registered != (unsharded_ ? p.unsharded.get() : p.sharded.get())) {
+        PyObject *registered = PyDict_GetItem(p.dict, p.key);
+        if (registered != (unsharded_ ? p.unsharded : p.sharded).get() || !p.is_in_place()) {
             return false;
         }
-        Ref local = Ref::take(PyObject_GetAttr(p.sharded.get(), local_tensor_name()));
-        if (!local) {
-            PyErr_Clear();
-            return false;
-        }
-        if (!THPVariable_Check(local.get()) || !THPVariable_Unpack(local.get()).is_same(p.local)) {
-            return false;
-        }
-        if (device_ != nullptr && layout->params[i].has_grad && !layout->params[i].trainable &&
+        if (device_ != nullptr && p.has_grad && !fc_unit_layout(shard_)->params[i].trainable &&
             p.sharded_tensor().requires_grad()) {
             return false; // the plan stages no gradient of it
-        }
-        if (layout->params[i].is_aliased &&
-            p.local.storage().unsafeGetStorageImpl()->data() != fc_unit_shard_home(shard_, i)) {
-            return false;
         }
     }
     return true;

@@ -2,6 +2,7 @@
 #ifndef FC_BIND_UNIT_H
 #define FC_BIND_UNIT_H
 
+#include "base/alloc.h"
 #include "bind/device.h"
 #include "bind/python.h"
 #include "group/domain.h"
@@ -10,6 +11,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -30,32 +32,44 @@ struct Gradient {
     Ref object, local_object; // the DTensor and its local tensor
     at::Tensor tensor, local;
     // Counts right after construction: more means that somebody keeps the gradient.
-    Py_ssize_t object_refs = 0, local_refs = 0;
-    size_t tensor_uses = 0, local_uses = 0;
+    uint32_t object_refs = 0, local_refs = 0, tensor_uses = 0, local_uses = 0;
 
     bool is_free() const;
 };
 
-struct Param {
-    std::vector<Place> places;
-    Ref sharded, unsharded;      // the two nn.Parameter objects
-    Ref owner;                   // fsdp_c's FSDPParam: makes DTensors, names the parameter
-    at::Tensor unsharded_tensor; // a view of the unit's unsharded storage
-    at::Tensor local;            // the shard: the DTensor's local tensor
+// A step of a thousand units is as fast as their cache lines come from memory: the first line has
+// what forward and backward need, the second what gradients need.
+struct alignas(FC_CACHE_LINE) Param {
+    Ref sharded, unsharded;                   // the two nn.Parameter objects
+    at::Tensor unsharded_tensor;              // a view of the unit's unsharded storage
+    at::Tensor local;                         // the shard: the DTensor's local tensor
+    void *home = nullptr;                     // where an aliased shard lies, else null
+    PyObject *dict = nullptr, *key = nullptr; // borrowed from places.front()
+    uint32_t version = 0;                     // of unsharded_tensor when it was filled
+    uint16_t local_slot = 0;                  // offset of the DTensor's local tensor
+    bool is_trained = false;                  // requires_grad when it was filled
+    bool has_one_place = false;               // which needs no __setattr__
+
+    Gradient grad;
+    at::Tensor held;    // unreduced, in the reduce dtype (gradient accumulation)
+    int32_t copies = 1; // a replicated parameter is held once per rank
     at::ScalarType reduce_type, grad_type;
-    std::vector<int64_t> local_size, local_stride; // of the shard and of its gradient
-    int64_t copies = 1;                            // a replicated parameter is held once per rank
-    uint32_t version = 0;                          // of unsharded_tensor when it was filled
-    bool is_trained = false;                       // its requires_grad at that time
+    bool has_grad = false;   // may have one
+    bool is_widened = false; // leaf_grad_type is wider than the parameter
+
     // The dtype in which autograd keeps the unsharded gradient, none: any; from torch 2.15.
     std::optional<at::ScalarType> leaf_grad_type;
-    bool is_widened = false; // that is wider than the parameter
-    Gradient grad;
-    at::Tensor held; // unreduced, in the reduce dtype (gradient accumulation)
+    Ref owner; // fsdp_c's FSDPParam: makes DTensors, names the parameter
+    std::vector<Place> places;
+    std::vector<int64_t> local_size, local_stride; // of the shard and of its gradient
 
     // The DTensor. Only Python's reference is kept: torch swaps tensors that nobody else refers to.
     const at::Tensor &sharded_tensor() const;
+    // True while the DTensor's local tensor is the one that was found at set-up, in its place.
+    bool is_in_place() const;
 };
+static_assert(offsetof(Param, grad) == FC_CACHE_LINE / 2, "two lines make a pair");
+static_assert(offsetof(Param, leaf_grad_type) <= FC_CACHE_LINE, "what a step needs is in it");
 
 // Called while a post waits for room: finishes what can be finished.
 using Progress = std::function<void(fc_domain *)>;
@@ -89,7 +103,7 @@ struct Traffic {
     void add(const Traffic &other);
 };
 
-class Unit {
+class alignas(FC_CACHE_LINE) Unit {
 public:
     // rows: one per parameter, see fsdp_c/_unit.py; flat: owns the storage that the unsharded
     // parameters are views of.
@@ -187,8 +201,6 @@ private:
     void register_params(bool unsharded);
     void show(void *memory);
     void hide();
-    // The storage has it while it cannot be read: a copy for each time would cost an allocation.
-    void take_text();
     static bool is_written(const Param &param);
     void discard_writes();
     void refresh();
@@ -227,35 +239,39 @@ private:
     bool can_share_flat() const;
     void after_write(size_t index, const ReduceOptions &options);
 
-    Ref domain_object_, replicate_object_; // keep the domains alive
-    fc_domain *domain_, *replicate_domain_;
-    fc_unit *shard_, *replicate_;
-    std::string name_, unreadable_text_;
-    std::vector<Param> params_;
-    at::Tensor storage_owner_; // its storage is that of all unsharded parameters
-    c10::StorageImpl *storage_;
-    size_t bytes_;
+    // What every step needs comes first, in few cache lines.
+    fc_domain *domain_;
+    fc_unit *shard_;
     std::unique_ptr<DeviceUnit> device_; // null in shared memory and over messages
-    void *slot_ = nullptr;               // private memory, from the pool or the device
+    c10::StorageImpl *storage_;          // of all unsharded parameters
+    size_t bytes_;
+    void *slot_ = nullptr; // private memory, from the pool or the device
     bool unsharded_ = false;
     bool awaits_gradients_ = false;
     bool outlasts_forward_ = false;
-    bool is_kept_ = false;                 // slot_ holds what was gathered before the phase
-    bool keeps_storage_ = false;           // slot_ stays over reshards
-    bool has_widened_ = false;             // a parameter whose gradients are wider than it is
-    bool pending_ = false;                 // slot_ holds data that is not registered yet
-    bool requested_ = false;               // unshard was called and not waited for
-    std::vector<uint32_t> shard_versions_; // at the last publish
-    Traffic traffic_;
-    uint64_t gather_bytes_ = 0, publish_bytes_ = 0; // that an all-gather brings, a publish writes
-    // Gradients.
-    at::Tensor grads_flat_;
-    size_t flat_uses_ = 0;          // of its storage, right after construction
+    bool is_kept_ = false;          // slot_ holds what was gathered before the phase
+    bool keeps_storage_ = false;    // slot_ stays over reshards
+    bool has_widened_ = false;      // a parameter whose gradients are wider than it is
+    bool pending_ = false;          // slot_ holds data that is not registered yet
+    bool requested_ = false;        // unshard was called and not waited for
+    bool is_withheld_ = false;      // the storage says so
     bool grads_share_flat_ = false; // every cached gradient lies in grads_flat_
-    std::vector<char> partial_;     // HSDP sums that were not all-reduced yet: a part
-    std::vector<uint64_t> partial_mask_;
-    bool sums_are_posted_ = false; // a post of this backward carries them
+    bool sums_are_posted_ = false;  // a post of this backward carries them
+    std::vector<Param> params_;
+    uint64_t gather_bytes_ = 0, publish_bytes_ = 0; // that an all-gather brings, a publish writes
+    at::Tensor grads_flat_;
+    size_t flat_uses_ = 0; // of its storage, right after construction
+    Traffic traffic_;
+    std::vector<uint64_t> partial_mask_; // of partial_
+    fc_domain *replicate_domain_;
+    fc_unit *replicate_;
+
+    std::vector<char> partial_; // HSDP sums that were not all-reduced yet: a part
     std::vector<size_t> deferred_hooks_;
+    std::vector<uint32_t> shard_versions_; // at the last publish
+    std::string name_;
+    at::Tensor storage_owner_;             // keeps storage_ alive
+    Ref domain_object_, replicate_object_; // keep the domains alive
     Lent lent_;
     static Unit *lender_; // whose lent_ is not empty
 };
