@@ -4,19 +4,19 @@ Each model is estimated on the meta device and then trained on 1 to 4 ranks. Mem
 with what was counted in the run: what `stats` says is held between two steps, and the most that
 torch's allocator had lent out during one. The peak of the process (PSS) above the same process
 without a model stands beside it: it has what malloc keeps of freed tensors, and libraries' code.
-The time model has three constants (seconds per FLOP, per byte of memory, per operation), fitted to
-the runs on 2 ranks; those on 4 ranks share the same cores, and take turns on them.
+Times are estimated with rates that are measured on the spot, before the model is made, and with a
+step on 2 ranks as `measured=`; what it then says of 3 and 4 ranks, which take turns on 2 cores, is
+compared.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import harness
@@ -25,13 +25,17 @@ from bench_memory import Sampler
 from harness import Bench, Launch, Row
 
 MIB = 1 << 20
-FITTED_ON, PREDICTED = 2, 4
+MEASURED_ON = 2
+# Of `Hardware`, what a rank measures.
+RATES = ("flops", "bandwidth", "per_op")
 # Estimated over counted bytes; that a run moves exactly what was estimated has no tolerance.
 MEMORY_TOLERANCE = 0.03
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=harness.int_list, help="default: 1,2,4; of variants 2 or 4")
+    parser.add_argument(
+        "--ranks", type=harness.int_list, help="default: 1 to 4; of variants 2 or 4"
+    )
     parser.add_argument("--models", type=harness.name_list, default=[*MODELS, *VARIANTS])
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--scale", type=int, default=4, help="of widths; 1 is tiny")
@@ -48,7 +52,7 @@ def launches(args: argparse.Namespace) -> list[Launch]:
 
 def worlds(name: str) -> list[int]:
     if name in MODELS:
-        return [1, 2, 4]
+        return [1, 2, 3, 4]
     return [4] if "hybrid" in name else [2]
 
 
@@ -141,7 +145,7 @@ VARIANTS = {
 
 
 def host(ranks: int) -> Any:
-    """What an estimate of this machine needs for memory; times are fitted."""
+    """What an estimate of this machine needs for memory; its rates are placeholders."""
     import fsdp_c
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -216,19 +220,25 @@ def trained(name: str, scale: int, n_steps: int, sampler: Sampler | None = None)
         optimizer.zero_grad()
         loss(model(data)).backward()
 
-    seconds, before = [], None
-    for step in range(n_steps):
-        if step == n_steps - 1:
-            before = fsdp_c.stats(model).traffic_total
+    def step() -> float:
         dist.barrier()
         began = time.perf_counter()
         forward_backward()
         optimizer.step()
         dist.barrier()
-        seconds.append(time.perf_counter() - began)
+        return time.perf_counter() - began
+
+    step()
+    before = fsdp_c.stats(model).traffic_total
+    step()
     held = fsdp_c.stats(model, optimizer)
     moved = held.traffic_total - before
-    peak = sampler.peak() if sampler is not None else (0.0, 0)
+    peak = (0.0, 0)
+    if sampler is not None:
+        peak = sampler.peak()
+        sampler.close()  # it takes time from the ranks, and locks their memory as it looks
+        dist.barrier()
+    seconds = [step() for _ in range(n_steps)]
     return {
         "held": held.rank,
         "lent": most_lent(forward_backward) if sampler is not None else 0,
@@ -240,7 +250,7 @@ def trained(name: str, scale: int, n_steps: int, sampler: Sampler | None = None)
         "messages": moved.gathers + moved.reductions + moved.all_reductions,
         "peak_mib": peak[0],
         "samples": peak[1],
-        "seconds": min(seconds[1:]),
+        "seconds": min(seconds, default=0.0),
     }
 
 
@@ -263,16 +273,28 @@ def work(args: argparse.Namespace) -> list[Row]:
     import torch.distributed as dist
 
     ranks = dist.get_world_size()
-    trained(args.model, 1, 2)  # loads code and makes pools, which are not what is measured
+    rates = own_rates()
+    trained(args.model, 1, 0)  # loads code and makes pools, which are not what is measured
     sampler = Sampler(0.002)
     sampler.peak()
     empty, _ = sampler.peak()
     found = trained(args.model, args.scale, args.steps, sampler)
-    sampler.close()
     found["peak_mib"] -= empty
     gathered: list[Any] = [None] * ranks
     dist.all_gather_object(gathered, found)
-    return [{"model": args.model, "ranks": ranks, "scale": args.scale, "by_rank": gathered}]
+    row = {"model": args.model, "ranks": ranks, "scale": args.scale, "rates": rates}
+    return [row | {"by_rank": gathered}]
+
+
+def own_rates() -> Row:
+    """What one rank alone reaches."""
+    import torch.distributed as dist
+
+    from fsdp_c._estimate import _measure
+
+    rates = asdict(_measure.this_host()) if dist.get_rank() == 0 else {}
+    dist.barrier()
+    return {name: rates[name] for name in RATES if rates}
 
 
 # ---- tables ----
@@ -314,74 +336,51 @@ def memory_row(row: Row) -> list[str]:
     ]
 
 
-Features = list[float]
-
-
-def features(row: Row) -> Features:
-    """FLOPs, bytes through memory and operations of a step, as often as ranks take turns."""
-    from fsdp_c._estimate._evaluate import Estimator
+def step_seconds(row: Row, near: Row, measured: tuple[int, float] | None = None) -> float:
+    """Of a row's model and ranks, with the rates of another row."""
+    import fsdp_c
 
     setting = estimated(row["model"], row["ranks"], row["scale"]).setting
-    evaluator = Estimator()
-    found = []
-    for flops, bandwidth, per_op in ((1, math.inf, 0), (math.inf, 1, 0), (math.inf, math.inf, 1)):
-        rates = {"flops": {"float32": flops}, "bandwidth": bandwidth, "per_op": per_op}
-        hardware = replace(setting.hardware, **rates)
-        found.append(evaluator.evaluate(setting.replaced(hardware=hardware)).times.step)
-    return found
-
-
-def fitted(rows: list[Features], seconds: list[float]) -> list[float]:
-    """Least squares of relative errors, without negative constants."""
-    import torch
-
-    used = list(range(len(rows[0])))
-    while True:
-        scaled = [[row[i] / s for i in used] for row, s in zip(rows, seconds, strict=True)]
-        units = [max(line[i] for line in scaled) or 1.0 for i in range(len(used))]
-        table = torch.tensor([[x / u for x, u in zip(line, units, strict=True)] for line in scaled])
-        found = torch.linalg.lstsq(
-            table.double(), torch.ones(len(rows), 1).double(), driver="gelsd"
-        ).solution[:, 0]
-        if float(found.min()) >= 0 or len(used) == 1:
-            values = [0.0] * len(rows[0])
-            for i, value, unit in zip(used, found.tolist(), units, strict=True):
-                values[i] = value / unit
-            return values
-        used.pop(int(found.argmin()))
+    model, inputs, options = made(row["model"], row["scale"])
+    found = fsdp_c.estimate(
+        model,
+        world_size=row["ranks"],
+        hardware=replace(
+            setting.hardware, per_host=max(row["ranks"], MEASURED_ON), **near["rates"]
+        ),
+        inputs=inputs,
+        loss=setting.loss,
+        optimizer=setting.optimizer,
+        measured=measured,
+        **options,
+    )
+    return found.step_seconds
 
 
 def time_table(rows: list[Row]) -> report.Table | None:
-    on = [row for row in rows if row["ranks"] == FITTED_ON]
-    if not on or all(row["ranks"] != PREDICTED for row in rows):
+    on = {row["model"]: row for row in rows if row["ranks"] == MEASURED_ON}
+    timed = [row for row in rows if row["model"] in on and row["ranks"] >= MEASURED_ON]
+    if not timed:
         return None
-    prices = fitted([features(row) for row in on], [took(row) for row in on])
-    per_flop, per_byte, per_op = prices
     table = report.Table(
-        "Time of a step, seconds: the model fitted to 2 ranks, then asked for 4",
-        ["model", "ranks", "estimated", "measured", "estimated / measured", "with its own factor"],
-        note=f"fitted to all models at once: {report.number(1e-9 / per_flop if per_flop else None)}"
-        f" GFLOP/s, {report.number(1e-9 / per_byte if per_byte else None)} GB/s,"
-        f" {per_op * 1e6:.1f} us per operation of a rank. with its own factor: the estimate for 4"
-        " ranks times what a run of the same model on 2 ranks took over its estimate. measured:"
-        " fastest step of the slowest rank. 4 ranks take turns on 2 cores: work counts twice.",
+        "Time of a step, seconds, estimated for 2 ranks and more from rates, and from a run on 2",
+        ["model", "ranks", "measured", "from rates", "over measured", "from a run on 2"]
+        + ["over measured"],
+        note="from rates: those that a rank measured alone before it made the model. from a run on"
+        " 2: the same with measured=(2, seconds). measured: fastest step of the slowest rank."
+        " Ranks beyond the cores take turns.",
     )
-    factors = {row["model"]: took(row) / priced(row, prices) for row in on}
-    for row in rows:
-        if row["ranks"] in (FITTED_ON, PREDICTED):
-            estimate = priced(row, prices)
-            factor = factors.get(row["model"]) if row["ranks"] == PREDICTED else None
-            table.rows.append(
-                [row["model"], str(row["ranks"]), report.number(estimate, 3)]
-                + [report.number(took(row), 3), report.ratio(estimate, took(row))]
-                + [report.ratio(estimate * factor, took(row)) if factor else "-"]
-            )
+    for row in timed:
+        near = on[row["model"]]
+        from_rates, from_run = step_seconds(row, near), None
+        if row is not near:
+            from_run = step_seconds(row, near, (MEASURED_ON, took(near)))
+        table.rows.append(
+            [row["model"], str(row["ranks"]), report.number(took(row), 3)]
+            + [report.number(from_rates, 3), report.ratio(from_rates, took(row))]
+            + [report.number(from_run, 3), report.ratio(from_run, took(row))]
+        )
     return table
-
-
-def priced(row: Row, prices: list[float]) -> float:
-    """Seconds of a step."""
-    return sum(amount * price for amount, price in zip(features(row), prices, strict=True))
 
 
 def took(row: Row) -> float:

@@ -198,6 +198,57 @@ def test_rings_and_streams() -> None:
     assert alone.communication == alone.exposed == 0 and alone.step > alone.compute
 
 
+def test_a_run_on_few_ranks_scales_the_others() -> None:
+    """Its step comes out as measured; elsewhere work has that speed, and links have theirs."""
+    model = small_gpt(hidden=256)
+    core = replace(HARDWARE["a100"], engine="core", per_host=4, cores=2)
+    for hardware, strategy, precision in (
+        (HARDWARE["a100"], "zero3", "bf16"),
+        (HARDWARE["a100"], "hybrid", "fp32"),
+        (core, "zero3", "fp32"),
+    ):
+        make = functools.partial(
+            fsdp_c.estimate,
+            model,
+            seq=32,
+            batch=256,
+            hardware=hardware,
+            strategy=strategy,
+            precision=precision,
+            shards=8 if strategy == "hybrid" else None,
+        )
+        few = make(world_size=4, shards=4 if strategy == "hybrid" else None)
+        many = make(world_size=32)
+        for slower in (0.9, 3.0):
+            seconds = few.step_seconds * slower
+            again = make(world_size=4, shards=few.setting.shards, measured=(4, seconds))
+            assert again.step_seconds == pytest.approx(seconds, rel=1e-6)
+            there = make(world_size=32, measured=(4, seconds))
+            factor = again.times.compute / few.times.compute
+            assert f"work is taken to need {factor:.2f} of the time" in str(there)
+            assert there.times.compute == pytest.approx(many.times.compute * factor)
+            assert there.times.optimizer == pytest.approx(many.times.optimizer * factor)
+            links = factor if hardware is core else 1.0  # the core's copies are work
+            assert there.times.communication == pytest.approx(many.times.communication * links)
+            assert there.memory == many.memory and there.traffic == many.traffic
+    assert "measured" not in str(many)
+    # What makes it fit is priced at the same speed.
+    options: dict[str, Any] = {"world_size": 4, "seq": 32, "batch": 8, "precision": "fp32"}
+    memory = fsdp_c.estimate(model, **options).total - 1
+    options["hardware"] = replace(HARDWARE["a100"], memory=memory)
+    plain, slow = (fsdp_c.estimate(model, **options, measured=m) for m in (None, (4, 0.01)))
+    assert plain.advice.partition(",")[0] == slow.advice.partition(",")[0]
+    assert float(slow.advice.split()[-4]) > 10 * float(plain.advice.split()[-4])
+    for wrong in (3, (0, 1.0), (4, -1.0), (4, float("nan")), (True, 1.0), (4, "1 s"), (4.0, 1.0)):
+        with pytest.raises(ValueError, match=r"measured=.*: pass the ranks and the seconds"):
+            fsdp_c.estimate(model, **options, measured=wrong)
+    for wrong in ((4, 1e-9), (4, 1e9)):
+        with pytest.raises(
+            ValueError, match=r"takes .* and its collectives alone .*: no speed of work"
+        ):
+            fsdp_c.estimate(model, **options, measured=wrong)
+
+
 def test_models_as_they_come() -> None:
     """Real parameters are neither read nor changed; hooks, kwargs and ties work."""
 

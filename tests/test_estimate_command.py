@@ -53,12 +53,19 @@ def test_other_models_and_mistakes(capsys, tmp_path: Path, monkeypatch) -> None:
         ("--optimizer Best", "torch.optim has no Best"),
         ("--strategy zero9", "unknown strategy 'zero9'"),
         ("--strategy hybrid --shards 3", "do not divide"),
+        ("--measured 2:1e9", "no speed of work makes that 1e\\+09"),
     ):
         with pytest.raises(SystemExit, match=message):
             _command.main([*words.split(), "--world-size", "2"])
-    with pytest.raises(SystemExit):
-        _command.main(["--help"])
-    assert "--world-size" in capsys.readouterr().out
+    _command.main([*SMALL, "--measured", "2:0.0002"])
+    assert "0.0002 s were measured on 2 ranks" in capsys.readouterr().out
+    for words, text in (
+        ("--help", "--world-size"),
+        ("--measured 2", "'2': pass ranks and seconds"),
+    ):
+        with pytest.raises(SystemExit):
+            _command.main([*SMALL, *words.split()])
+        assert text in "".join(capsys.readouterr())
 
 
 def test_scripts_of_that_name(tmp_path: Path, capsys) -> None:

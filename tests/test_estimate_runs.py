@@ -213,13 +213,13 @@ def test_activations_are_what_autograd_saves() -> None:
 
 BENCH = """
 import bench_estimate as bench
-prices = [2e-11, 1e-10, 5e-6]
+rates = {"flops": {"float32": 5e10}, "bandwidth": 1e10, "per_op": 5e-6}
 rows = []
-for name in ("gpt", "mlp", "convolutions"):
+for name in ("mlp", "convolutions"):
     for ranks in (2, 4):
-        row = {"model": name, "ranks": ranks, "scale": 1}
+        row = {"model": name, "ranks": ranks, "scale": 1, "rates": rates}
         estimate = bench.estimated(name, ranks, 1)
-        seconds = sum(a * b for a, b in zip(bench.features(row), prices, strict=True))
+        seconds = 3 * bench.step_seconds(row, row)
         one = {"held": bench.held(estimate), "peak_mib": estimate.total / bench.MIB}
         one["lent"] = estimate.memory["activations"] + estimate.memory["in backward"]
         one["traffic"] = {each.kind: each.received for each in estimate.traffic}
@@ -228,27 +228,27 @@ for name in ("gpt", "mlp", "convolutions"):
 bench.check(rows)
 memory, times = bench.tables(None, rows)
 assert all(row[6] == row[8] == "1.000" and row[10] == "equal" for row in memory.rows), memory
-assert all(row[4] == "1.00" for row in times.rows), times
-assert bench.fitted([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]], [3.0, 2.0, 1.0])[1] == 0
+assert all(row[4] == "0.33" for row in times.rows), times
+assert [row[6] for row in times.rows] == ["-", "1.00"] * 2, times
 rows[0]["by_rank"][0]["traffic"]["all-gather"] += 1
 try:
     bench.check(rows)
 except AssertionError as error:
-    assert "gpt on 2 ranks: collectives brought" in str(error)
+    assert "mlp on 2 ranks: collectives brought" in str(error)
 else:
     raise SystemExit("not refused")
 rows[0]["by_rank"][0]["lent"] *= 2
 try:
     bench.check(rows)
 except AssertionError as error:
-    assert "gpt on 2 ranks: estimated memory is 0." in str(error)
+    assert "mlp on 2 ranks: estimated memory is 0." in str(error)
 else:
     raise SystemExit("not refused")
 """
 
 
 def test_the_benchmark_recovers_what_made_its_rows() -> None:
-    """Rows that the time model itself made give its constants back; wrong bytes are refused."""
+    """Rows of the model itself, on a machine three times as slow; wrong bytes are refused."""
     folder = Path(__file__).resolve().parent.parent / "benchmarks"
     done = subprocess.run(
         [sys.executable, "-c", BENCH], cwd=folder, capture_output=True, text=True, timeout=120

@@ -49,6 +49,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="CLASS",
         help="activation checkpointing: of each unit, or of a class of modules",
     )
+    parser.add_argument(
+        "--measured",
+        type=_measured,
+        metavar="RANKS:SECONDS",
+        help="of a step that was run, on few ranks and otherwise as described",
+    )
     parser.add_argument("--offload", action="store_true", help="shards live on the host")
     parser.add_argument("--sources", action="store_true", help="of the hardware's figures")
     return parser
@@ -86,11 +92,21 @@ def _estimated(args: argparse.Namespace) -> str:
         micro_batches=args.micro_batches,
         shards=args.shards,
         ranks_per_host=args.ranks_per_host,
+        measured=args.measured,
     )
     lines = [str(found)]
     if args.sources:
         lines += ["", *found.setting.hardware.sources]
     return "\n".join(lines)
+
+
+def _measured(text: str) -> tuple[int, float]:
+    ranks, _, seconds = text.partition(":")
+    try:
+        return int(ranks), float(seconds)
+    except ValueError:
+        message = f"{text!r}: pass ranks and seconds of a step, such as 8:2.9"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def _model(args: argparse.Namespace) -> tuple[Any, int]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_c._estimate import _advice, _setting
+from fsdp_c._estimate import _advice, _measured, _setting
 from fsdp_c._estimate._evaluate import Estimator
 from fsdp_c._estimate._hardware import Hardware
 from fsdp_c._estimate._result import Estimate
@@ -35,6 +35,7 @@ def estimate(
     micro_batches: int = 1,
     shards: int | None = None,
     ranks_per_host: int | None = None,
+    measured: tuple[int, float] | None = None,
 ) -> Estimate:
     """Memory, traffic and time of training the model on ranks and devices that need not exist.
 
@@ -55,6 +56,8 @@ def estimate(
         micro_batches: forwards and backwards per optimizer step.
         shards: ranks of a shard group of hybrid strategies; default: those of a host.
         ranks_per_host: default: the hardware's.
+        measured: (ranks, seconds) of a step of this training that was run, on few ranks and
+            otherwise as described here: work is taken to be as fast as it was there.
 
     Raises:
         ValueError, TypeError: arguments that do not fit each other, a model that cannot be traced.
@@ -78,7 +81,10 @@ def estimate(
         ranks_per_host=ranks_per_host,
     )
     estimator = Estimator()
+    notes: tuple[str, ...] = ()
+    if measured is not None:
+        setting, note = _measured.adjusted(setting, measured, estimator)
+        notes = (note,)
     found = estimator.evaluate(setting)
-    if not found.fits:
-        found = replace(found, advice=_advice.change_that_fits(setting, estimator))
-    return found
+    advice = "" if found.fits else _advice.change_that_fits(setting, estimator)
+    return replace(found, advice=advice, notes=(*found.notes, *notes))

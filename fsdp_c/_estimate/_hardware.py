@@ -6,7 +6,7 @@ collectives' own buffers. Links count one direction.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 GB = 10**9
 
@@ -43,6 +43,16 @@ class Hardware:
     def flops_of(self, dtype: str) -> float:
         """Reached in that dtype, or in float32 if the device knows no better."""
         return self.flops.get(dtype, self.flops["float32"]) * self.efficiency
+
+    def slowed(self, factor: float) -> Hardware:
+        """The same where work takes so many times as long; links are as they are."""
+        return replace(
+            self,
+            efficiency=self.efficiency / factor,
+            bandwidth=self.bandwidth / factor,
+            latency=self.latency * factor,
+            per_op=self.per_op * factor,
+        )
 
 
 def _gpu(
