@@ -143,14 +143,66 @@ def test_hook_of_one_rank_between_steps(rank: int, n_ranks: int) -> None:
     check_torch_road(model, rank)
 
 
-def check_torch_road(model: Any, rank: int) -> None:
+def check_torch_road(model: Any, rank: int, n_ranks: int = 2, build: Any = Net) -> None:
     """Once all ranks have left the core they go on."""
-    plain = Plain(Net)
+    plain = Plain(build)
     model.zero_grad()
     model(data(rank)).sum().backward()
-    plain.backward([plain.model(data(r)).sum() for r in range(2)], 2)
+    plain.backward([plain.model(data(r)).sum() for r in range(n_ranks)], n_ranks)
     for name, parameter in plain.model.named_parameters():
         torch.testing.assert_close(full(model.get_parameter(name).grad), parameter.grad, msg=name)
+
+
+class Picky(Net):
+    """A root without parameters that may fail before any unit runs."""
+
+    def __init__(self) -> None:
+        super().__init__(own=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.isnan().any():
+            raise ValueError("not a number")
+        return super().forward(x)
+
+
+@on_ranks(2, 3)
+def test_left_after_one_rank_failed(rank: int, n_ranks: int) -> None:
+    """A forward that failed on one rank alone, before all left, does not mean that it goes on."""
+    fsdp = harness.implementation()
+    if fsdp is torch_fsdp:
+        return
+    harness.seed_everything(1)
+    model = Picky()
+    models.shard_blocks(model, fsdp)
+    model(data(rank)).sum().backward()
+    if rank == 0:
+        for _ in range(3):
+            with pytest.raises(ValueError, match="not a number"):
+                model(data(rank).fill_(torch.nan))
+    model.blocks[0].set_all_reduce_hook(lambda reduced: None)
+    check_torch_road(model, rank, n_ranks, Picky)
+
+
+@on_ranks(2)
+def test_each_rank_tries_once_more(rank: int, n_ranks: int) -> None:
+    """A call that met the error waits, when it is repeated, for those that still have to leave."""
+    fsdp = harness.implementation()
+    if fsdp is torch_fsdp:
+        return
+    harness.seed_everything(1)
+    model = Net()
+    models.shard_blocks(model, fsdp)
+    model(data(rank)).sum().backward()
+    if rank == 0:
+        model.blocks[0].set_all_reduce_hook(lambda reduced: None)
+    try:
+        model(data(rank))
+    except RuntimeError as error:  # rank 0 may also come when the other one has left already
+        assert "rank 0 no longer runs" in str(error)
+        if rank == 1:
+            model.blocks[0].set_all_reduce_hook(lambda reduced: None)
+        model(data(rank))
+    check_torch_road(model, rank)
 
 
 @on_ranks(2)

@@ -442,14 +442,33 @@ fc_status domain_check_peer(const fc_domain *domain, int peer, const char *op, c
         unit != NULL ? " of unit " : "", unit != NULL ? unit : "");
 }
 
+/* In all domains of the tree: a peer may ask in any of them. */
+static void count_refused(fc_domain *domain)
+{
+    fc_domain *d = domain;
+
+    do {
+        if (d->is_mapped) {
+            fc_word *refused = &domain_clock(d, d->rank)->refused;
+
+            fc_transport_publish(d->transport, refused, fc_word_load(refused) + 1);
+        }
+        d->refused_in = phase_of(d->clock);
+        d = d->next;
+    } while (d != domain);
+}
+
 /* FC_ERR_PEER if `peer` has left the domain and never ended the phase that this rank is in. */
-static fc_status check_present(const fc_domain *domain, int peer, const char *op, const char *unit)
+static fc_status check_present(fc_domain *domain, int peer, const char *op, const char *unit)
 {
     const clock_line *line = domain_clock(domain, peer);
 
     if (fc_word_load(&line->clock) != CLOCK_LEFT ||
         fc_word_load(&line->completed) >= phase_of(domain->clock)) {
         return FC_OK;
+    }
+    if (domain->refused_in != phase_of(domain->clock)) {
+        count_refused(domain);
     }
     return fc_fail(FC_ERR_PEER,
                    "rank %d no longer runs this model on the core, and rank %d waits for it in "
@@ -547,22 +566,22 @@ void fc_domain_leave(fc_domain *domain)
     set_clock(domain, CLOCK_LEFT);
 }
 
-/* True when the peer has begun a phase that this rank, which has left, did not see. */
-static bool went_on(const fc_domain *domain, int peer)
+/* True when a call failed on the peer that this rank, which has left, has not joined: the n-th call
+ * that is refused here stands beside the n-th there. A phase that merely failed says nothing. */
+static bool goes_on(const fc_domain *domain, int peer)
 {
-    const clock_line *line = domain_clock(domain, peer);
-    uint64_t clock = fc_word_load(&line->clock);
-    uint64_t last = phase_of(domain->left_after);
+    const clock_line *theirs = domain_clock(domain, peer);
 
-    return clock != CLOCK_LEFT && ((phase_of(clock) > last && (clock & STATE_MASK) == PHASE_OPEN) ||
-                                   fc_word_load(&line->failed) > last);
+    return fc_word_load(&theirs->clock) != CLOCK_LEFT &&
+           fc_word_load(&theirs->refused) >
+               fc_word_load(&domain_clock(domain, domain->rank)->refused);
 }
 
-static bool left_or_went_on(void *arg)
+static bool left_or_goes_on(void *arg)
 {
     const clock_wait *wait = arg;
 
-    return clock_reached(arg) || went_on(wait->domain, wait->peer);
+    return clock_reached(arg) || goes_on(wait->domain, wait->peer);
 }
 
 fc_status fc_domain_await_left(fc_domain *domain)
@@ -579,8 +598,9 @@ fc_status fc_domain_await_left(fc_domain *domain)
         if (peer == domain->rank) {
             continue;
         }
-        FC_TRY(fc_transport_wait(domain->transport, peer, left_or_went_on, &wait, &info));
-        if (went_on(domain, peer)) {
+        FC_TRY(fc_transport_wait(domain->transport, peer, left_or_goes_on, &wait, &info));
+        if (goes_on(domain, peer)) {
+            count_refused(domain);
             return fc_fail(FC_ERR_PEER,
                            "rank %d no longer runs this model on the core, and rank %d does: "
                            "hooks, collectives or replaced functions that only torch's "

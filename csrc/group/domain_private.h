@@ -24,6 +24,7 @@ typedef struct clock_line {
     fc_word failed;    /* the last phase that it left by an exception */
     fc_word completed; /* the last phase that all ranks closed; plain store, nobody waits for it */
     fc_word stuck;     /* odd while it waits for room in its arena */
+    fc_word refused;   /* calls that failed because some ranks had left and others had not */
 } clock_line;
 
 /* What one rank publishes about one unit's reduction. Written by that rank alone; peers read. */
@@ -83,6 +84,7 @@ struct fc_domain {
     /* This rank's phase. */
     uint64_t clock;
     uint64_t left_after; /* the last clock before CLOCK_LEFT */
+    uint64_t refused_in; /* the last phase that failed because a peer had left */
     bool is_ready;
     /* This rank's arena. */
     ring_entry *ring; /* owned; entry of sequence s at s % ring_capacity */
