@@ -21,7 +21,7 @@ def checked(fsdp_param: Any) -> Iterator[None]:
     """While torch's code asks the parameter's shard for what to gather."""
     inner = fsdp_param._sharded_local_tensor
     method = getattr(inner, _PRE, None)
-    if method is None or _env.is_strict():
+    if method is None:
         yield
         return
 
@@ -49,7 +49,7 @@ def checked(fsdp_param: Any) -> Iterator[None]:
 
 
 def _validated(fsdp_param: Any, result: Any) -> tuple[list[torch.Tensor], Any]:
-    """Inputs and metadata; tensors that are not contiguous are copied."""
+    """Inputs and metadata; tensors that are not contiguous are copied, or refused as by torch."""
     who = f"{_PRE} of parameter '{fsdp_param._name}'"
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise TypeError(
@@ -74,6 +74,8 @@ def _validated(fsdp_param: Any, result: Any) -> tuple[list[torch.Tensor], Any]:
             f" put together if each has the size of the shard, {tuple(size)}"
         )
     _check_padding(fsdp_param, who, inputs)
+    if _env.is_strict() and not all(tensor.is_contiguous() for tensor in inputs):
+        raise RuntimeError(f"{who} returned a tensor that is not contiguous, which torch refuses")
     return [tensor.contiguous() for tensor in inputs], metadata
 
 

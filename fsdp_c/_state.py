@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_state
 from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
 
-from fsdp_c import _containers, _guards, _patches, _plan, _road, _status, _ties
+from fsdp_c import _containers, _env, _guards, _patches, _plan, _road, _status, _ties
 from fsdp_c._native import _C
 from fsdp_c._unit import TRAINING_STATES, FSDPParamGroup
 
@@ -119,6 +119,7 @@ class FSDPState(_C.State, _road.RoadState):
             self._pre_forward_hook_handle, self._post_forward_hook_handle = pre[0], post[0]
         policy = self._mp_policy
         self._set_casts(policy.cast_forward_inputs, policy.param_dtype, policy.output_dtype)
+        self._warns_of_views = _env.is_strict()
 
     def _choose_road(self) -> None:
         """Called by the first forward. Collective if the tree runs on the core."""
@@ -308,6 +309,9 @@ class FSDPState(_C.State, _road.RoadState):
         names = [_plan.unit_name(group) for group in self._fsdp_param_groups]
         if names:
             _guards.warn_of_double_backward(names[0])
+
+    def _warn_of_view(self) -> None:
+        _guards.warn_of_view([type(module).__name__ for module in self._modules])
 
     def _refuse_unless_waited(self) -> None:
         """Called by a forward while any tree of this process has a handle to be waited for."""

@@ -384,6 +384,13 @@ def move(rank: int, n_ranks: int) -> None:
     assert half.second.weight.dtype is torch.float16
     half.reshard()
     assert_equal_states(half.state_dict(), Net().half().state_dict())
+    early = sharded()
+    early.unshard()  # the unit stands alone in a domain of its own before the first forward
+    early.reshard()
+    early.half()
+    early.unshard()
+    assert early.second.weight.dtype is torch.float16
+    early.reshard()
 
 
 def test_moves_keep_the_parameters() -> None:

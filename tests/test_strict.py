@@ -1,6 +1,7 @@
 """FSDP_C_STRICT=1: what torch refuses is refused again, where no other test says so."""
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from harness import cached_mesh, failure_of, implementation, run_ranks
+from parity import on_ranks
 from test_named_mistakes import df28_equal_mesh_infos_are_one, df28_equal_mesh_made_again
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -59,6 +61,37 @@ BODIES: dict[Callable[..., None], str] = {
     df28_equal_mesh_infos_are_one: "ValueError",
     df28_equal_mesh_made_again: "ValueError",
 }
+
+
+class Viewing(nn.Linear):
+    """Its output is a view, whatever torch makes of linear layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).view(-1)
+
+
+def view_warnings(fsdp: Any, is_strict: bool) -> list[str]:
+    """Warnings about outputs of a unit that are views; without gradients there are none."""
+    net = Viewing(4, 4)
+    with mock.patch.dict(os.environ, FSDP_C_STRICT=str(int(is_strict))):
+        fsdp.fully_shard(net)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            net(torch.ones(2, 4)).sum().backward()
+            with torch.no_grad():
+                net(torch.ones(2, 4))
+    return [str(w.message) for w in caught if "returned a view tensor" in str(w.message)]
+
+
+@on_ranks(1)
+def test_df21_warning_of_views(rank: int, n_ranks: int) -> None:
+    assert len(view_warnings(torch_fsdp, False)) == 1
+    ours = implementation()
+    if ours is torch_fsdp:
+        return
+    (warning,) = view_warnings(ours, True)
+    assert "FSDP2-wrapped module (FSDPViewing)" in warning
+    assert not view_warnings(ours, False)
 
 
 def run_all(rank: int, n_ranks: int, is_strict: bool, is_torch: bool) -> dict[str, str]:

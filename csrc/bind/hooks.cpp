@@ -100,6 +100,14 @@ void register_pre_backward(StateObject *state, PyObject *output)
     std::vector<at::Tensor> tensors;
     collect_grad_tensors(output, tensors);
     hook_outputs(state, tensors);
+    if (state->warns_of_views) {
+        for (const at::Tensor &tensor : tensors) {
+            if (tensor.is_view()) {
+                checked(PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_warn_of_view",
+                                            nullptr));
+            }
+        }
+    }
 }
 
 bool is_trainable(const Unit *unit)

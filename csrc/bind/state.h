@@ -51,6 +51,7 @@ struct StateObject {
     uint64_t entry_sequence; // of the autograd nodes made since forward was entered
     char on_torch_road;
     char casts_inputs;
+    char warns_of_views; // as torch does: an output that is a view may be changed in place here
     at::ScalarType param_dtype, output_dtype; // Undefined: as they are
 };
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import math
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -627,6 +629,10 @@ def test_ex5_what_the_first_method_may_return(rank: int, n_ranks: int) -> None:
         assert see(torch.distributed.fsdp, pre) != "works"
         assert see(implementation(), pre).startswith(ours)
     assert see(implementation(), lambda inner: ([inner.clone()], None)) == "works"
+    with mock.patch.dict(os.environ, FSDP_C_STRICT="1"):
+        strict = see(implementation(), pre)
+    if implementation() is not torch.distributed.fsdp:
+        assert strict.startswith(f"RuntimeError: {who} a tensor that is not contiguous")
 
 
 @on_ranks(2)
@@ -642,7 +648,9 @@ def test_ex6_inputs_that_differ_over_ranks(rank: int, n_ranks: int) -> None:
             model(line_data(rank))
         assert all(text in str(caught.value) for text in ("'linear.weight'", *texts))
 
-    fails(lambda inner: lambda mesh: ((inner,), None), "on every rank", "[[[3, 6]")
+    for strict in "01":  # that all ranks raise stays
+        with mock.patch.dict(os.environ, FSDP_C_STRICT=strict):
+            fails(lambda inner: lambda mesh: ((inner,), None), "on every rank", "[[[3, 6]")
     fails(lambda inner: lambda mesh: ((inner.new_ones(4, 6).to(DTYPES[rank]),), None), "float64")
     fails(lambda inner: lambda mesh, size, stride, module, policy: ((inner,), None), "padded")
 
