@@ -16,8 +16,11 @@ NAMES = {
 
 
 @contextlib.contextmanager
-def collectives() -> Iterator[list[tuple[str, torch.dtype, int]]]:
-    """The collectives that torch's implementation issues: name, dtype, ranks in the group."""
+def collectives(sizes: bool = False) -> Iterator[list[tuple[str, torch.dtype, int]]]:
+    """The collectives that torch's implementation issues: name, dtype and ranks in the group.
+
+    With `sizes`, elements of the output in place of the ranks.
+    """
     seen: list[tuple[str, torch.dtype, int]] = []
     originals = {name: getattr(dist, name) for name in NAMES}
 
@@ -26,7 +29,7 @@ def collectives() -> Iterator[list[tuple[str, torch.dtype, int]]]:
             tensor = args[0] if args else kwargs.get("output", kwargs.get("output_tensor"))
             tensor = kwargs["tensor"] if tensor is None else tensor
             group = kwargs.get("group") or dist.group.WORLD
-            seen.append((NAMES[name], tensor.dtype, group.size()))
+            seen.append((NAMES[name], tensor.dtype, tensor.numel() if sizes else group.size()))
             return originals[name](*args, **kwargs)
 
         return call

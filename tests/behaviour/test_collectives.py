@@ -14,6 +14,7 @@ from models import data
 from parity import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
 
 from behaviour.pairs import (
     Collectives,
@@ -145,6 +146,35 @@ def test_w11_w13_w14_w15_w16_w17_w18_w20_w22_profiler_ranges(rank: int, n_ranks:
     assert "FSDP::post_backward_reduce (used, unused)" in first
     assert "FSDP::post_forward" in first  # the root has no name
     assert not any("reduce" in label for label in held)
+
+
+class Recomputed(nn.Module):
+    """A unit under activation checkpointing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@on_ranks(2)
+def test_w13_w15_ranges_of_recomputation_and_unshard(rank: int, n_ranks: int) -> None:
+    def see(fsdp: Any) -> Any:
+        policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+        model = Recomputed()
+        fsdp.fully_shard(model.inner, mp_policy=policy)
+        fsdp.fully_shard(model, mp_policy=policy)
+        step = ranges(lambda: backward(model, data(rank).requires_grad_()))
+        by_hand = ranges(lambda: model.inner.unshard(async_op=True).wait())
+        return sorted(without(step, "prefetch", "accumulate", "rs_wait")), by_hand
+
+    step, by_hand = agree(see)
+    # A recomputation ends as soon as it has what backward needs: before the cast of its output.
+    assert step.count("FSDP::cast_forward_inputs") == 3
+    assert step.count("FSDP::cast_forward_outputs") == 2
+    assert by_hand == ["FSDP::all_gather (inner)", "FSDP::all_gather_copy_out (inner)"]
 
 
 @on_ranks(2)

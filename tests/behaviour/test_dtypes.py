@@ -24,8 +24,10 @@ from behaviour.pairs import (
     raised,
     shards,
 )
+from behaviour.records import collectives
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+C64 = torch.complex64
 
 
 class Seen(nn.Module):
@@ -72,6 +74,11 @@ def test_d1_d2_d3_d4_d5_which_dtype_where(rank: int, n_ranks: int) -> None:
             (BF16, F32, None),
             (BF16, None, F32),
             (F64, None, F32),
+            (F32, BF16, F64),
+            (F32, F16, None),
+            (F32, F16, F32),
+            (F64, None, None),
+            (C64, BF16, None),  # never cast
         ):
             model = unit(
                 fsdp, lambda o=original: Seen().to(o), param_dtype=param, reduce_dtype=reduce
@@ -86,7 +93,8 @@ def test_d1_d2_d3_d4_d5_which_dtype_where(rank: int, n_ranks: int) -> None:
                     m.weight.register_hook(lambda g: i.append(str(g.dtype))) and None
                 )
             )
-            backward(model, torch.full((2, 4), rank + 1.0, dtype=original))
+            out = model(torch.full((2, 4), rank + 1.0, dtype=original))
+            (out.real if out.is_complex() else out).float().sum().backward()
             facts = params_of(model)[0]
             # From 2.15 autograd's gradient is in the dtype of the reduction already.
             inner = [] if features.grad_dtype else inner
@@ -97,6 +105,7 @@ def test_d1_d2_d3_d4_d5_which_dtype_where(rank: int, n_ranks: int) -> None:
     seen = agree(see, ROUGH)
     assert seen[2][0] == "torch.bfloat16" and seen[3]["linear.weight"].dtype is F32
     assert seen[12][0] == "torch.float32" and seen[13]["linear.weight"].dtype is BF16
+    assert seen[26][0] == "torch.complex64" and seen[27]["linear.weight"].dtype is C64
 
 
 @on_ranks(1)
@@ -291,7 +300,7 @@ class Mixed(nn.Module):
 
 
 @on_ranks(2)
-def test_d19_d20_d21_d22_d23_parameters_of_other_dtypes(rank: int, n_ranks: int) -> None:
+def test_d19_d21_parameters_of_other_dtypes(rank: int, n_ranks: int) -> None:
     def see(fsdp: Any) -> Any:
         seen: list[Any] = []
         for param in (None, BF16):
@@ -307,6 +316,48 @@ def test_d19_d20_d21_d22_d23_parameters_of_other_dtypes(rank: int, n_ranks: int)
     assert seen[0][0] == ["torch.float32", *kinds, "torch.float64", "torch.float32"]
     assert seen[3][0] == ["torch.bfloat16", *kinds, "torch.bfloat16", "torch.float32"]
     assert seen[1]["table"] is None and seen[1]["weight"].dtype is F32
+
+
+@on_ranks(2)
+def test_d20_d23_what_travels(rank: int, n_ranks: int) -> None:
+    """Differing dtypes are gathered as bytes, in one call; frozen parameters are not reduced."""
+
+    def see(fsdp: Any) -> Any:
+        model = unit(fsdp, Mixed, reduce_dtype=F32)
+        with collectives(sizes=True) as seen:
+            backward(model, data(rank, 0, 2, 4))
+        return [(name, str(dtype), size) for name, dtype, size in seen]
+
+    found = agree(see)
+    # Rows of each parameter, padded to the ranks: floats, 64-bit integers, booleans, doubles.
+    n_bytes = 2 * (2 * 4 * 4 + 3 * 2 * 8 + 2 * 1 + 2 * 8)
+    assert found[0] == ("AG", "torch.uint8", n_bytes)
+    assert found[-1] == ("RS", "torch.float32", 8)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x))
+
+
+@on_ranks(2)
+def test_d22_buffers_are_not_cast(rank: int, n_ranks: int) -> None:
+    def see(fsdp: Any) -> Any:
+        low = unit(fsdp, Normed, param_dtype=BF16)
+        failed = raised(lambda: low(torch.ones(3, 4)), "BFloat16", "Float")
+        torch.manual_seed(3)
+        model = unit(fsdp, Normed)
+        parameters = shards(model)
+        backward(model, data(rank, 0, 3, 4))
+        return failed, low.norm.running_mean, model.norm.running_mean, gradients(parameters)
+
+    failed, low, mean, _ = agree(see, ROUGH)
+    assert failed == "RuntimeError" and low.dtype is F32 and mean.any()
 
 
 @on_ranks(2)
@@ -335,7 +386,7 @@ def test_d24_d27_when_dtypes_are_read(rank: int, n_ranks: int) -> None:
 
 @pytest.mark.parametrize("reduce", [None, F32])
 @on_ranks(2)
-def test_d25_d26_d28_trained_after_a_frozen_first_forward(
+def test_d25_trained_after_a_frozen_first_forward(
     rank: int, n_ranks: int, reduce: torch.dtype | None
 ) -> None:
     """torch fails, or reduces in bfloat16 without a word; here dtypes follow requires_grad."""
@@ -358,6 +409,46 @@ def test_d25_d26_d28_trained_after_a_frozen_first_forward(
             assert parameter.grad.dtype is original, name
         if mean is not None:
             assert (local(parameters["linear.weight"].grad) == mean).all()
+
+
+@on_ranks(3)
+def test_d26_the_dtype_of_the_reduction(rank: int, n_ranks: int) -> None:
+    """256 + 1 + 1 is 256 in bfloat16, and 258 in float32."""
+    model = unit(fsdp_c, lambda: Seen().to(BF16).requires_grad_(False), reduce_dtype=F32)
+    model(torch.ones(1, 4, dtype=BF16))
+    model.reshard()
+    model.requires_grad_(True)
+    parameters = shards(model)
+    model(torch.full((1, 4), 1.0 if rank else 256.0, dtype=BF16)).sum().backward()
+    assert (local(parameters["linear.weight"].grad) == 86).all()
+
+
+class Late(nn.Module):
+    """A trainable parameter, and a frozen one of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.full((4, 4), 0.5))
+        self.b = nn.Parameter(torch.full((4, 4), 0.5, dtype=F64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.a + (x.to(self.b.dtype) @ self.b).to(x.dtype)
+
+
+@pytest.mark.parametrize("param", [None, BF16])
+@on_ranks(2)
+def test_d28_another_dtype_is_unfrozen(rank: int, n_ranks: int, param: torch.dtype | None) -> None:
+    """torch 2.13 finds gradients of two dtypes, or one that is not the shard's."""
+    model = unit(fsdp_c, Late, param_dtype=param)
+    backward(model, torch.ones(2, 4))
+    model.zero_grad()
+    model.reshard()
+    model.requires_grad_(True)
+    parameters = shards(model)
+    model(torch.full((2, 4), rank + 1.0)).sum().backward()
+    for name, dtype in (("a", F32), ("b", F64)):
+        grad = local(parameters[name].grad)
+        assert grad.dtype is dtype and (grad == 3).all(), name
 
 
 @on_ranks(2)
