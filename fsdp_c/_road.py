@@ -225,7 +225,7 @@ class RoadState(_fsdp_state.FSDPState):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         context = self._state_ctx
-        if context.post_backward_final_callback_queued and not _in_backward():
+        if context.post_backward_final_callback_queued and not in_backward():
             self._recover()
         return super()._pre_forward(module, args, kwargs)
 
@@ -262,7 +262,7 @@ class RoadState(_fsdp_state.FSDPState):
         return (
             self._training_state == TrainingState.FORWARD
             and torch.is_grad_enabled()
-            and not _in_backward()
+            and not in_backward()
             and any(p._unsharded_param.requires_grad for p in self._gathered_params())
             and not any(isinstance(x, Tensor) and x.requires_grad for x in _leaves(output))
             and not all(_is_transparent(x) for x in _leaves(output))
@@ -317,7 +317,7 @@ class RoadState(_fsdp_state.FSDPState):
             return _containers.apply_to_tensors(cast, output)
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 

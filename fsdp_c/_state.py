@@ -337,8 +337,9 @@ class FSDPState(_C.State, _road.RoadState):
                 return self._cast_output_dtype(output)
             self._modules_to_run_forward.remove(module)
             if self._modules_to_run_forward:
-                if self._training_state == TrainingState.FORWARD:
+                if self._training_state == TrainingState.FORWARD and not _road.in_backward():
                     # The others may never run, and the root need not return what this computed.
+                    # In a backward (a reentrant checkpoint) the end of it is known already.
                     output = self._register_pre_backward_hook(output)
                 return self._cast_output_dtype(output)
         return _road.RoadState._post_forward(self, module, input, output)

@@ -6,9 +6,10 @@ from differential import execute
 from differential.program import Program
 
 SHARDS = "shards = dict(model.named_parameters())"
-FOUND: dict[str, tuple[int, list[str], list[list[str]]]] = {
+FOUND = {
     # The hook after forward runs then too, with None: taken for an output that hides tensors.
-    "the last member of a grouped unit raises": (
+    "the last member of a grouped unit raises": Program(
+        0,
         1,
         [
             "model = Net(3, 'block linear')",
@@ -21,7 +22,8 @@ FOUND: dict[str, tuple[int, list[str], list[list[str]]]] = {
     ),
     # From torch 2.15 on the end of a backward posts what the replicas have not seen: here again,
     # while the post that carries it waited for a peer.
-    "gradient hooks after partial sums of replicas": (
+    "gradient hooks after partial sums of replicas": Program(
+        0,
         2,
         [
             "model = Net(3, 'block')",
@@ -41,14 +43,26 @@ FOUND: dict[str, tuple[int, list[str], list[list[str]]]] = {
             ]
         ],
     ),
+    # On torch's road a member that is computed again got a hook of its own, whose backward closed
+    # the unit to the members before it: their gradients were lost.
+    "a grouped unit in reentrant checkpoints": Program(
+        0,
+        2,
+        [
+            "model = Net(3, 'linear norm linear', around='reentrant')",
+            "fsdp.fully_shard(list(model.layers))",
+            "fsdp.fully_shard(model)",
+            SHARDS,
+        ],
+        [["loss = backward(model(data(rank, 1, 2, 3)))"]],
+        counted=True,
+    ),
 }
 
 
 @pytest.mark.parametrize("cause", FOUND)
 def test_found(cause: str) -> None:
-    world, setup, blocks = FOUND[cause]
-    reports = harness.run_ranks(
-        execute.run_programs, world, [Program(0, world, setup, blocks)], timeout=30
-    )
+    program = FOUND[cause]
+    reports = harness.run_ranks(execute.run_programs, program.world, [program], timeout=30)
     assert not [report.failures for report in reports if report.failures]
-    assert reports[0].n_lines == len(setup) + sum(map(len, blocks)), reports[0].ends
+    assert reports[0].n_lines == len(program.lines), reports[0].ends
