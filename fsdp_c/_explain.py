@@ -70,8 +70,10 @@ def explain(model: nn.Module) -> Explanation:
     with replicas and shards the wrong way round.
 
     Raises:
-        ValueError: a model without units.
+        ValueError, TypeError: a model without units, or no model.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"explain expects a module, not {type(model).__name__}: pass the model")
     found = list(_units_of(model))
     if not found:
         raise ValueError(

@@ -293,6 +293,11 @@ def test_mistakes() -> None:
         ({"seq": None}, "either seq= .* or inputs="),
         ({"world_size": 0}, "world_size=0: pass a whole number, at least 1"),
         ({"world_size": 2.0}, "world_size=2.0: pass a whole number"),
+        ({"world_size": True}, "world_size=True: pass a whole number"),
+        ({"batch": 0}, "batch=0: pass a whole number"),
+        ({"seq": -1}, "seq=-1: pass a whole number"),
+        ({"seq": 2.5}, "seq=2.5: pass a whole number"),
+        ({"loss": lambda logits: logits}, "cannot be traced .* a loss= that makes one number"),
         ({"strategy": "hybrid", "shards": 0}, "shards=0: pass a whole number"),
         ({"checkpoint": "Blok"}, "checkpoint='Blok' matches no module"),
         ({"shards": 4}, "for hybrid strategies, not zero3"),
@@ -309,5 +314,11 @@ def test_mistakes() -> None:
         fsdp_c.estimate(model, **good, optimizer="adam")
     with pytest.raises(TypeError, match="expects a module, not str"):
         fsdp_c.estimate("gpt", **good)
-    with pytest.raises(TypeError, match="no tensor"):
-        fsdp_c.estimate(model, world_size=1, inputs=3)
+    for options, text in (
+        ({"loss": 3}, "loss=3: pass a function"),
+        ({"offload": "cpu"}, "offload='cpu': pass True or False"),
+        ({"seq": None, "inputs": 3}, "no tensor, but int: pass the tensor"),
+        ({"seq": None, "inputs": {"x": torch.ones(1)}}, "no tensor, but dict: pass the tensor"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            fsdp_c.estimate(model, **(good | options))

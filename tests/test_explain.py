@@ -45,6 +45,8 @@ def test_table(rank: int, n_ranks: int) -> None:
     assert sum(row.local_bytes for row in rows) == 4 * local
     with pytest.raises(ValueError, match="Net has no units to explain: call fully_shard"):
         fsdp_c.explain(Net())
+    with pytest.raises(TypeError, match="explain expects a module, not SGD"):
+        fsdp_c.explain(torch.optim.SGD(model.parameters()))
 
 
 @on_ranks(4)

@@ -269,6 +269,22 @@ def test_bad_arguments(rank: int, n_ranks: int) -> None:
     assert fsdp(model)._unit is None  # as torch's: nothing is left to do
     with pytest.raises(ValueError, match="already"):
         fsdp(sides.Torchs(nn.Linear(2, 2)))
+    for name, value, wanted in (
+        ("module", [nn.Linear(2, 2)], "Module"),
+        ("process_group", "gloo", "ProcessGroup"),
+        ("sharding_strategy", "FULL_SHARD", "such as ShardingStrategy.FULL_SHARD"),
+        ("cpu_offload", True, "CPUOffload"),
+        ("backward_prefetch", "pre", "such as BackwardPrefetch.BACKWARD_PRE"),
+        ("mixed_precision", torch.bfloat16, "MixedPrecision"),
+        ("param_init_fn", 3, "a function"),
+        ("device_mesh", (2,), "DeviceMesh"),
+    ):
+        plain = Net()
+        with pytest.raises(
+            TypeError, match=f"^FullyShardedDataParallel: {name}=.*: pass .*{wanted}"
+        ):
+            fsdp(**({"module": plain} | {name: value}))
+        assert type(plain) is Net and not any(m._forward_pre_hooks for m in plain.modules())
     model = fsdp(Net())
     with pytest.raises(ValueError, match="ModuleList"):
         fsdp(nn.ModuleList([nn.Linear(2, 2)]))

@@ -14,7 +14,7 @@ from harness import cached_mesh, run_ranks
 from models import Block, Net, data
 from parity import on_ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -265,7 +265,16 @@ def test_mistakes_come_before_changes(rank: int, n_ranks: int) -> None:
         ({"checkpoint": object()}, TypeError, "checkpoint=.* is no rule.* or True"),
         ({"units": lambda m: {"mixed_precision": 1}}, ValueError, "'mixed_precision' .*precision="),
         ({"units": lambda m: {"mesh": 1}}, ValueError, "'mesh' is no option of a unit"),
-        ({"ignored": "stem"}, TypeError, "ignored"),
+        ({"strategy": ShardingStrategy.FULL_SHARD}, ValueError, "did you mean 'zero3'"),
+        ({"strategy": ShardingStrategy.SHARD_GRAD_OP}, ValueError, "did you mean 'zero2'"),
+        ({"units": {nn.Linear: {}}}, TypeError, "is no rule for units"),
+        ({"units": [nn.Linear(2, 2)]}, ValueError, r"^units=\[Linear\] matches no module"),
+        ({"ignored": "stem"}, TypeError, "ignored='stem': pass a list"),
+        ({"ignored": model.stem}, TypeError, "ignored=Linear: pass a list"),
+        ({"ignored": model.stem.weight}, TypeError, "ignored=a tensor of shape .* pass a list"),
+        ({"ignored": [nn.Linear(2, 2)]}, ValueError, "ignored: Linear is not in Net"),
+        ({"ignored": [nn.Parameter(torch.ones(3))]}, ValueError, "of shape .3,. is not in Net"),
+        ({"sync": "yes"}, TypeError, "sync='yes': use True"),
     ]:
         with pytest.raises(error, match=text):
             fsdp_c.shard(model, **options)

@@ -118,12 +118,21 @@ def make(
         )
     if (inputs is None) == (seq is None):
         raise ValueError("estimate: pass either seq= (token ids) or inputs= (tensors for forward)")
+    for name, value in (("batch", batch), ("seq", seq)):
+        if value is not None:
+            _check_whole(name, value)
+    if not (loss is None or callable(loss)):
+        raise TypeError(f"estimate: loss={loss!r}: pass a function of what forward returns")
     if seq is not None:
         inputs = (torch.empty(batch, seq, dtype=torch.long, device="meta"),)
     elif not isinstance(inputs, tuple):
         inputs = (inputs,)
     if not any(isinstance(value, torch.Tensor) for value in inputs):
-        raise TypeError("estimate: inputs= has no tensor")
+        kinds = ", ".join(type(value).__name__ for value in inputs) or "nothing"
+        raise TypeError(
+            f"estimate: inputs= has no tensor, but {kinds}: pass the tensor that forward takes, or"
+            " a tuple of its arguments"
+        )
     setting = Setting(
         model,
         world_size=world_size,
@@ -161,8 +170,10 @@ def check(setting: Setting) -> None:
         )
     for name in ("world_size", "micro_batches", "shards", "ranks_per_host"):
         value = getattr(setting, name)
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"estimate: {name}={value!r}: pass a whole number, at least 1")
+        if value is not None:
+            _check_whole(name, value)
+    if not isinstance(setting.offload, bool):
+        raise TypeError(f"estimate: offload={setting.offload!r}: pass True or False")
     if shards is not None and not setting.strategy.is_hybrid:
         raise ValueError(f"estimate: shards= is for hybrid strategies, not {setting.strategy.name}")
     if world % setting.n_shards:
@@ -172,6 +183,11 @@ def check(setting: Setting) -> None:
         )
     if setting.offload and not setting.strategy.is_sharded:
         raise ValueError('estimate: "ddp" has no shards to offload; use strategy="zero2"')
+
+
+def _check_whole(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"estimate: {name}={value!r}: pass a whole number, at least 1")
 
 
 # ---- losses ----

@@ -94,7 +94,8 @@ def trace_step(
     except Exception as error:  # whatever the model's code raises
         raise ValueError(
             f"estimate: {type(model).__name__} cannot be traced on fake tensors"
-            f" ({type(error).__name__}: {error}); give inputs= that its forward takes"
+            f" ({type(error).__name__}: {error}); give inputs= that its forward takes, and a loss="
+            " that makes one number of what it returns"
         ) from error
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from enum import EnumMeta
 from typing import Any
 
 import torch
@@ -90,6 +91,16 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
     ) -> None:
         nn.Module.__init__(self)
         _bridge.connect(FullyShardedDataParallel)
+        _check_types(
+            module=(module, nn.Module),
+            process_group=(process_group, dist.ProcessGroup | tuple),
+            sharding_strategy=(sharding_strategy, ShardingStrategy),
+            cpu_offload=(cpu_offload, CPUOffload),
+            backward_prefetch=(backward_prefetch, BackwardPrefetch),
+            mixed_precision=(mixed_precision, MixedPrecision),
+            param_init_fn=(param_init_fn, Callable),
+            device_mesh=(device_mesh, DeviceMesh),
+        )
         _check(module, mixed_precision)
         _init_utils._init_ignored_module_states(self, module, ignored_modules, ignored_states)
         device = _materialize.device_of(module, self._ignored_params, device_id)
@@ -299,6 +310,17 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
                 " parameter keeps its name and shape and is a DTensor: use named_parameters()"
             )
         return super().__getattr__(name)
+
+
+def _check_types(**given: tuple[Any, Any]) -> None:
+    """Before anything is made: torch says of most of these that some object lacks an attribute."""
+    for name, (value, kind) in given.items():
+        if not (isinstance(value, kind) or (value is None and name != "module")):
+            wanted = "a function" if kind is Callable else getattr(kind, "__name__", str(kind))
+            raise TypeError(
+                f"FullyShardedDataParallel: {name}={value!r}: pass {wanted}"
+                f"{', such as ' + str(next(iter(kind))) if isinstance(kind, EnumMeta) else ''}"
+            )
 
 
 def _check(module: nn.Module, precision: MixedPrecision | None) -> None:

@@ -24,7 +24,7 @@ from fsdp_c import _init
 from fsdp_c._fully_shard import fully_shard
 from fsdp_c.strategy import _advice, _checkpoint, _chosen, _mesh
 from fsdp_c.strategy._strategies import Strategy, strategy_named
-from fsdp_c.strategy._units import Units, find_units
+from fsdp_c.strategy._units import Units, find_units, listed
 
 _PRECISIONS = {
     "fp32": MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32),
@@ -95,9 +95,11 @@ def shard(
     """
     chosen = strategy_named(strategy)
     _check_model(model)
+    if sync not in (None, True, False):
+        raise TypeError(f"sync={sync!r}: use True (rank 0's states for all), False or None")
     if not dist.is_initialized():
         _init.check_arguments(model, None, MixedPrecisionPolicy(), OffloadPolicy())
-    ignored = list(ignored)
+    ignored = listed(ignored)
     found = find_units(model, units, ignored=ignored)
     options = _options_of(chosen, precision, offload)
     by_unit = {unit: _with_own(chosen, options, found.options.get(unit)) for unit in found}

@@ -137,6 +137,8 @@ def strategy_named(name: str | Strategy) -> Strategy:
         return name
     if isinstance(name, str) and (found := STRATEGIES.get(name.lower().replace("-", "_"))):
         return found
-    close = difflib.get_close_matches(str(name).lower(), STRATEGIES, n=1)
+    word = getattr(name, "name", str(name))  # of FSDP1's enumeration
+    of_fsdp1 = [one.name for one in STRATEGIES.values() if one.fsdp1 == word]
+    close = of_fsdp1[-1:] or difflib.get_close_matches(word.lower(), STRATEGIES, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ValueError(f"unknown strategy {name!r}: use one of {', '.join(STRATEGIES)}{hint}")

@@ -60,7 +60,7 @@ def find_units(model: nn.Module, units: Any, *, ignored: Iterable[Any] = ()) -> 
     Raises:
         ValueError, TypeError: a rule that matches nothing, or is none; "auto" may match nothing.
     """
-    ignored_modules, ignored_params = _ignored(ignored)
+    ignored_modules, ignored_params = _ignored(model, ignored)
     found = _matching(model, units, ignored_modules, ignored_params)
     order = list(dict.fromkeys(_post_order(model, ignored_modules)))
     chosen = [
@@ -114,7 +114,7 @@ def _matching(
         if _is_predicate(units):
             return _by_predicate(modules, units)
         return _recursive(model, units, ignored, ignored_params, torch.Tensor.numel)
-    if isinstance(units, Iterable):
+    if isinstance(units, Iterable) and not isinstance(units, dict | torch.Tensor):
         return _by_class(modules, list(units))
     raise TypeError(
         f"units={_shown(units)} is no rule for units: use classes, class names, a size,"
@@ -238,10 +238,23 @@ def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
 # ---- what a module is ----
 
 
-def _ignored(ignored: Iterable[Any]) -> tuple[set[nn.Module], set[nn.Parameter]]:
+def listed(ignored: Iterable[Any]) -> list[Any]:
+    """What is to be passed over, once; TypeError of what iterates over something else."""
+    if isinstance(ignored, str | torch.Tensor | nn.Module):
+        raise TypeError(f"ignored={_shown(ignored)}: pass a list of modules and parameters")
+    return list(ignored)
+
+
+def _ignored(model: nn.Module, ignored: Iterable[Any]) -> tuple[set[nn.Module], set[nn.Parameter]]:
     modules: set[nn.Module] = set()
     params: set[nn.Parameter] = set()
-    for one in ignored:
+    there = {*model.modules(), *model.parameters()}
+    for one in listed(ignored):
+        if isinstance(one, nn.Module | nn.Parameter) and one not in there:
+            raise ValueError(
+                f"ignored: {_shown(one)} is not in {_name(model)}: pass modules and parameters of"
+                " the model that is sharded"
+            )
         if isinstance(one, nn.Module):
             modules.update(one.modules())
             params.update(one.parameters())
@@ -310,4 +323,8 @@ def _is_predicate(function: Callable[..., Any]) -> bool:
 def _shown(value: Any) -> str:
     if isinstance(value, type):
         return value.__name__
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
     return repr(value) if not isinstance(value, nn.Module) else _name(value)
