@@ -106,10 +106,10 @@ bool Param::is_in_place() const
 
 Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject *rows,
            const at::Tensor &flat)
-    : domain_(domain_of(domain)), shard_(fc_domain_unit(domain_, index)),
-      storage_(flat.storage().unsafeGetStorageImpl()), bytes_(fc_unit_layout(shard_)->full_bytes),
-      replicate_domain_(nullptr), replicate_(nullptr), name_(fc_unit_name(shard_)),
-      storage_owner_(flat), domain_object_(Ref::borrow(domain))
+    : domain_object_(Ref::borrow(domain)), domain_(domain_of(domain)),
+      shard_(fc_domain_unit(domain_, index)), storage_(flat.storage().unsafeGetStorageImpl()),
+      bytes_(fc_unit_layout(shard_)->full_bytes), replicate_domain_(nullptr), replicate_(nullptr),
+      name_(fc_unit_name(shard_)), storage_owner_(flat)
 {
     if (replicate_domain != Py_None) {
         replicate_object_ = Ref::borrow(replicate_domain);

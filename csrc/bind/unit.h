@@ -239,7 +239,8 @@ private:
     bool can_share_flat() const;
     void after_write(size_t index, const ReduceOptions &options);
 
-    // What every step needs comes first, in few cache lines.
+    Ref domain_object_, replicate_object_; // keep the domains alive until all below is gone
+    // What every step needs, in few cache lines.
     fc_domain *domain_;
     fc_unit *shard_;
     std::unique_ptr<DeviceUnit> device_; // null in shared memory and over messages
@@ -270,8 +271,7 @@ private:
     std::vector<size_t> deferred_hooks_;
     std::vector<uint32_t> shard_versions_; // at the last publish
     std::string name_;
-    at::Tensor storage_owner_;             // keeps storage_ alive
-    Ref domain_object_, replicate_object_; // keep the domains alive
+    at::Tensor storage_owner_; // keeps storage_ alive
     Lent lent_;
     static Unit *lender_; // whose lent_ is not empty
 };
