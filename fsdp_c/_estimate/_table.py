@@ -11,7 +11,8 @@ from fsdp_c._estimate._volume import dtype_name
 # What a process takes beside its tensors, by engine.
 _NOT_COUNTED = {
     "nccl": "the CUDA context, NCCL's buffers, fragmentation",
-    "core": "the interpreter, code and scratch of libraries, what malloc keeps of freed tensors",
+    "core": "the interpreter, code and scratch of libraries, what malloc keeps of freed tensors (in"
+    " measured runs 2 to 25 % of all the above, 49 % for small convolutions)",
 }
 
 
