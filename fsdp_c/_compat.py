@@ -9,9 +9,44 @@ from typing import Any
 
 import torch
 import torch.distributed.fsdp
-from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_common,
+    _fsdp_init,
+    _fsdp_param,
+    _fsdp_param_group,
+    _fsdp_state,
+)
 
 TORCH: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
+
+# torch's classes and functions as of 2.13.
+if TORCH >= (2, 13):
+    TorchParam: Any = _fsdp_param.FSDPParam
+    TorchGroup: Any = _fsdp_param_group.FSDPParamGroup
+    TorchState: Any = _fsdp_state.FSDPState
+    ShardPlacementResult: Any = _fsdp_common.ShardPlacementResult
+    resolve_shard_placement = _fsdp_common.resolve_shard_placement
+    get_orig_param_uid = _fsdp_param._get_orig_param_uid
+    get_mesh_info = _fsdp_init._get_mesh_info
+    validate_mesh = _fsdp_init._validate_mesh
+else:
+    from fsdp_c import _older
+
+    TorchParam = _older.FSDPParam
+    TorchGroup = _older.FSDPParamGroup
+    TorchState = _older.FSDPState
+    ShardPlacementResult = _older.ShardPlacementResult
+    resolve_shard_placement = _older.resolve_shard_placement
+    get_orig_param_uid = _older.get_orig_param_uid
+    get_mesh_info = _older.get_mesh_info
+    validate_mesh = _older.validate_mesh
+
+# The collectives that units of torch's call.
+COLLECTIVES = (
+    ("all_gather_single", "reduce_scatter_single")
+    if TORCH >= (2, 13)
+    else ("all_gather_into_tensor", "reduce_scatter_tensor")
+)
 
 # From 2.15 a parameter may say in which dtype its gradients are kept (Tensor.grad_dtype), and
 # reductions without reduce_dtype run in the original dtype instead of the compute dtype.
@@ -35,6 +70,11 @@ OPTIONAL_NAMES = {
     for name in ("DataParallelMeshDims", "GradientReductionHandle")
     if hasattr(torch.distributed.fsdp, name)
 }
+
+
+def is_spmd(mesh_info: Any) -> bool:
+    """Whether a mesh is the data-parallel part of a larger one (dp_mesh_dims, from 2.13)."""
+    return getattr(mesh_info, "is_spmd_mesh", False)
 
 
 def compute_dtype(fsdp_param: Any) -> torch.dtype:

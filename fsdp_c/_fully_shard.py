@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy, 
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.utils import _get_root_modules
 
-from fsdp_c import _guards, _init, _norms, _optim, _plan, _ties
+from fsdp_c import _compat, _guards, _init, _norms, _optim, _plan, _ties
 from fsdp_c._state import FSDPState
 
 if TYPE_CHECKING:
@@ -102,15 +102,16 @@ def _apply(
 ) -> Any:
     _fsdp_init._validate_module(module, "fully_shard")
     mesh = mesh or _fsdp_init._init_default_mesh()
-    _fsdp_init._validate_mesh(mesh, dp_mesh_dims)
+    _compat.validate_mesh(mesh, dp_mesh_dims)
     _init.check_dims(mesh, dp_mesh_dims)
-    mesh_info = _fsdp_init._get_mesh_info(mesh, dp_mesh_dims)
+    mesh_info = _compat.get_mesh_info(mesh, dp_mesh_dims)
     device = _fsdp_init._get_device_from_mesh(mesh)
     is_auto = reshard_after_forward is None
     reshard = True if reshard_after_forward is None else reshard_after_forward
     post_forward_mesh_info = None
     if isinstance(mesh_info, FSDPMeshInfo):
-        if mesh_info.is_spmd_mesh and isinstance(reshard, int) and not isinstance(reshard, bool):
+        is_int = isinstance(reshard, int) and not isinstance(reshard, bool)
+        if is_int and _compat.is_spmd(mesh_info):
             raise NotImplementedError(
                 "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)"
             )

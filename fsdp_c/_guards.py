@@ -144,13 +144,13 @@ def _refused_if_replicated(name: str, recurse_by_default: bool) -> Callable[...,
 
 
 _SETTERS = {
-    "set_reshard_after_forward": _refused_if_replicated("set_reshard_after_forward", True),
-    "set_separate_reduce_scatter_group": _refused_if_replicated(
-        "set_separate_reduce_scatter_group", True
-    ),
-    "set_allocate_memory_from_process_group_for_comm": _refused_if_replicated(
-        "set_allocate_memory_from_process_group_for_comm", False
-    ),
+    name: _refused_if_replicated(name, recurse_by_default)
+    for name, recurse_by_default in (
+        ("set_reshard_after_forward", True),
+        ("set_separate_reduce_scatter_group", True),
+        ("set_allocate_memory_from_process_group_for_comm", False),
+    )
+    if hasattr(FSDPModule, name)
 }
 
 

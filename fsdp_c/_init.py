@@ -18,16 +18,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import (
-    FSDPMeshInfo,
-    HSDPMeshInfo,
-    ShardPlacementResult,
-    resolve_shard_placement,
-)
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor
 
 from fsdp_c import _env, _stale
+from fsdp_c._compat import ShardPlacementResult, resolve_shard_placement
 from fsdp_c._unit import FSDPParamGroup
 
 if TYPE_CHECKING:

@@ -12,15 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
-from torch.distributed.fsdp._fully_shard._fsdp_common import (
-    FSDPMeshInfo,
-    ShardPlacementResult,
-    resolve_shard_placement,
-)
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp_c import _compat, _env, _extension, _road, _stale
+from fsdp_c._compat import ShardPlacementResult, resolve_shard_placement
 
 # Attributes of parameters that belong to torch, not to the user.
 _TORCHS_OWN = frozenset({"_fsdp_orig_uid", "_is_param", "_local_tensor", "_spec"})
@@ -99,8 +96,13 @@ class FSDPParam(_compat.AccumulatedGradient, _road.RoadParam):
     # ---- set-up ----
 
     def _init_sharded_param(
-        self, param: nn.Parameter, device: torch.device, shard_placement_fn: Any, mesh_info: Any
+        self,
+        param: nn.Parameter,
+        device: torch.device,
+        shard_placement_fn: Any,
+        mesh_info: Any = None,
     ) -> None:
+        mesh_info = mesh_info or self.mesh_info  # before 2.13 torch has set it, and passes none
         wanted = ShardPlacementResult(None, mesh_info)
         if callable(shard_placement_fn):
             wanted = resolve_shard_placement(shard_placement_fn(param), mesh_info)
@@ -127,7 +129,7 @@ class FSDPParam(_compat.AccumulatedGradient, _road.RoadParam):
         dim = _shard_dim(param, wanted)
         rows = param.detach().movedim(dim, 0) if param.ndim else param.detach().view(1)
         stand_in = nn.Parameter(rows.contiguous(), requires_grad=param.requires_grad)
-        uid = _fsdp_param._get_orig_param_uid(param)
+        uid = _compat.get_orig_param_uid(param)
         stand_in._fsdp_orig_uid = uid  # type: ignore[attr-defined]
         _compat.copy_grad_dtype(param, stand_in)
         by_rows = ShardPlacementResult(Shard(0), wanted.mesh_info)
@@ -283,15 +285,24 @@ class FSDPParam(_compat.AccumulatedGradient, _road.RoadParam):
         return self._inputs
 
     def init_all_gather_outputs(
-        self, numels: list[int], dtypes: list[torch.dtype], world_size: int, device: torch.device
+        self,
+        numels: list[int],
+        dtypes: list[torch.dtype],
+        world_size: int,
+        device: torch.device,
+        **kwargs: Any,
     ) -> None:
         inputs, self._inputs = self._inputs, []
         if world_size > 1 or len(inputs) < 2:
-            super().init_all_gather_outputs(numels, dtypes, world_size, device)
+            super().init_all_gather_outputs(numels, dtypes, world_size, device, **kwargs)
             return
         # Of an extension's inputs torch's group copies only the first if there is nobody to ask.
         super().init_all_gather_outputs(
-            [tensor.numel() for tensor in inputs], [tensor.dtype for tensor in inputs], 1, device
+            [tensor.numel() for tensor in inputs],
+            [tensor.dtype for tensor in inputs],
+            1,
+            device,
+            **kwargs,
         )
         self.alloc_all_gather_outputs()
         for output, tensor in zip(self.all_gather_outputs[1:], inputs[1:], strict=True):
@@ -441,7 +452,7 @@ def is_special(param: nn.Parameter, wanted: ShardPlacementResult) -> bool:
     if (
         type(param) is not nn.Parameter
         or not isinstance(info, FSDPMeshInfo)
-        or info.is_spmd_mesh
+        or _compat.is_spmd(info)
         or not isinstance(wanted.placement or Shard(0), Shard)
         or _compat.is_annotated(param)
     ):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 
+from fsdp_c import _compat
 from fsdp_c._native import _C
 
 GROUP_METHODS = frozenset(
@@ -21,7 +22,7 @@ _NAMES: dict[Any, frozenset[str]] = {
     _fsdp_param_group: frozenset(
         {"foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce"}
     ),
-    dist: frozenset({"all_gather_single", "reduce_scatter_single"}),
+    dist: frozenset(_compat.COLLECTIVES),
 }
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 

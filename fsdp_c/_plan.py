@@ -35,7 +35,7 @@ def why_torch_everywhere(group: FSDPParamGroup) -> str:
         return f"it is on {group.device.type}"
     if not isinstance(mesh_info, FSDPMeshInfo):
         return "it is replicated, not sharded"
-    if mesh_info.is_spmd_mesh:
+    if _compat.is_spmd(mesh_info):
         return "dp_mesh_dims of a larger mesh"
     if mesh_info.mesh.device_type != group.device.type:
         return f"its mesh is on {mesh_info.mesh.device_type}"

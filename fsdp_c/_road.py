@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -34,15 +33,15 @@ def _count_step(*_: Any) -> None:
 register_optimizer_step_post_hook(_count_step)
 
 
-class RoadParam(_fsdp_param.FSDPParam):
+class RoadParam(_compat.TorchParam):
     """One parameter."""
 
     _was_trained = False  # the unsharded parameter, when it was registered
     _known_local: Tensor | None = None  # the shard that the last gather has read
 
-    def init_all_gather_outputs(self, *args: Any) -> None:
+    def init_all_gather_outputs(self, *args: Any, **kwargs: Any) -> None:
         with _outside_of_inference():
-            super().init_all_gather_outputs(*args)
+            super().init_all_gather_outputs(*args, **kwargs)
 
     def init_unsharded_param(self) -> None:
         with _outside_of_inference():
@@ -85,7 +84,7 @@ def _outside_of_inference() -> Iterator[None]:
         yield
 
 
-class RoadGroup(_fsdp_param_group.FSDPParamGroup):
+class RoadGroup(_compat.TorchGroup):
     """One unit."""
 
     fsdp_params: list[Any]
@@ -208,7 +207,7 @@ class RoadGroup(_fsdp_param_group.FSDPParamGroup):
         super()._to_sharded()
 
 
-class RoadState(_fsdp_state.FSDPState):
+class RoadState(_compat.TorchState):
     """One call of fully_shard."""
 
     def _init_shared_state(self) -> None:
