@@ -126,6 +126,22 @@ def test_input_gradients(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(1, 2)
+def test_unshard_after_its_own_backward(rank: int, n_ranks: int) -> None:
+    """The end of a backward passes over units that are through, but not if one came back."""
+    pair = Pair(Net, models.shard_blocks)
+    pair.skip_if_same()
+    model = pair.ours.model
+    unit = model.blocks[0]
+    for step in range(2):
+        x = data(rank, step).requires_grad_()
+        x.register_hook(lambda grad: unit.unshard())
+        total(model(x)).backward()
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+    pair.do(lambda side: side.model.zero_grad(), "zero_grad")
+    pair.step(data(rank, 2))
+
+
+@on_ranks(1, 2)
 def test_gradients_add_up_over_backwards(rank: int, n_ranks: int) -> None:
     """Without zero_grad, and then with zeroed gradients that stay the same objects."""
     pair = Pair(Net, models.shard_blocks)

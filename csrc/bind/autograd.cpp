@@ -8,31 +8,70 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <atomic>
+
 namespace fc {
+
+// Keeps a tree and its states alive for autograd's nodes, which die on any thread: one reference
+// of Python's for all nodes, so that the interpreter's lock is asked for once, after the last.
+class TreeHold {
+public:
+    static TreeHold *of(TreeObject *tree) // counted; needs the GIL
+    {
+        if (tree->hold == nullptr || !tree->hold->join()) {
+            tree->hold = new TreeHold(tree);
+        }
+        return tree->hold;
+    }
+    TreeHold(const TreeHold &) = delete;
+    TreeHold &operator=(const TreeHold &) = delete;
+    void leave()
+    {
+        if (n_holders_.fetch_sub(1) > 1 || !Py_IsInitialized() || is_left_behind()) {
+            return;
+        }
+        Gil gil;
+        if (tree_->hold == this) { // else the tree has found it empty before
+            tree_->hold = nullptr;
+        }
+        Py_DECREF(tree_);
+        delete this;
+    }
+
+private:
+    explicit TreeHold(TreeObject *tree) : tree_(tree) { Py_INCREF(tree); }
+    ~TreeHold() = default;
+    bool join() // false once the last has left
+    {
+        size_t n = n_holders_.load();
+        while (n > 0 && !n_holders_.compare_exchange_weak(n, n + 1)) {
+        }
+        return n > 0;
+    }
+
+    TreeObject *tree_;
+    std::atomic<size_t> n_holders_{1};
+};
 
 namespace {
 
 using torch::autograd::variable_list;
 
-// Keeps a state alive from autograd's threads.
+// Keeps a state alive; made with the GIL held.
 class StateHandle {
 public:
-    explicit StateHandle(StateObject *state) : state_(state) { Py_INCREF(state); }
+    explicit StateHandle(StateObject *state) : state_(state), hold_(TreeHold::of(state->tree)) {}
     StateHandle(const StateHandle &) = delete;
     StateHandle &operator=(const StateHandle &) = delete;
-    ~StateHandle()
-    {
-        if (Py_IsInitialized() && !is_left_behind()) {
-            Gil gil;
-            Py_DECREF(state_);
-        }
-    }
+    ~StateHandle() { hold_->leave(); }
     StateObject *get() const { return state_; }
 
 private:
-    StateObject *state_;
+    StateObject *state_; // of the tree
+    TreeHold *hold_;
 };
 
 // Identity on a unit's inputs. Its backward runs when the unit's own backward is through.
@@ -47,10 +86,7 @@ struct PostBackward : public torch::autograd::Node {
     {
         Gil gil;
         const Untraced untraced;
-        StateObject *s = state.get();
-        if (s->tree != nullptr && s->group != nullptr) {
-            group_post_backward(s->tree, s->group);
-        }
+        state_post_backward(state.get());
         return std::move(grads);
     }
     std::string name() const override { return "RegisterPostBackwardFunctionBackward"; }
@@ -104,16 +140,15 @@ private:
 
 } // namespace
 
-std::vector<at::Tensor> route_through_node(StateObject *state,
-                                           const std::vector<at::Tensor> &tensors)
+void route_through_node(StateObject *state, Tensors &tensors)
 {
     torch::autograd::edge_list edges;
+    edges.reserve(tensors.size());
     for (const at::Tensor &tensor : tensors) {
         edges.push_back(torch::autograd::impl::gradient_edge(tensor));
     }
     NodePtr node = make_node<PostBackward>(state, std::move(edges));
-    std::vector<at::Tensor> routed;
-    for (const at::Tensor &tensor : tensors) {
+    for (at::Tensor &tensor : tensors) {
         at::Tensor out;
         {
             at::NoGradGuard no_grad;
@@ -127,12 +162,11 @@ std::vector<at::Tensor> route_through_node(StateObject *state,
                                         ? torch::autograd::CreationMeta::MULTI_OUTPUT_NODE
                                         : torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION);
         }
-        routed.push_back(std::move(out));
+        tensor = std::move(out);
     }
-    return routed;
 }
 
-void hook_outputs(StateObject *state, const std::vector<at::Tensor> &tensors)
+void hook_outputs(StateObject *state, at::TensorList tensors)
 {
     for (const at::Tensor &tensor : tensors) {
         if (const auto &node = tensor.grad_fn()) {
@@ -163,6 +197,7 @@ void hook_params(StateObject *state)
 void queue_final_callback(TreeObject *tree)
 {
     tree->context->callback_queued = true;
+    tree->graph_task = torch::autograd::get_current_graph_task_id();
     context_begin_backward(tree->context);
     auto callback = std::make_shared<FinalCallback>(tree);
     torch::autograd::Engine::get_default_engine().queue_callback([callback] { callback->run(); });

@@ -28,11 +28,6 @@ bool in_autograd_backward()
     return torch::autograd::get_current_graph_task_id() != -1;
 }
 
-bool is_grouped(const StateObject *state)
-{
-    return PyTuple_GET_SIZE(state->modules) > 1;
-}
-
 // torch's cast for containers that walk.cpp does not open.
 Ref cast_any(const StateObject *state, const char *method)
 {
@@ -73,7 +68,7 @@ void register_post_backward(StateObject *state, Ref &args, Ref &kwargs)
     if (!in_autograd_backward()) {
         state->group->forwards++;
     }
-    std::vector<at::Tensor> tensors;
+    Tensors tensors;
     collect_grad_tensors(args.get(), tensors);
     const size_t n_args = tensors.size();
     if (PyDict_GET_SIZE(kwargs.get()) > 0) {
@@ -82,13 +77,13 @@ void register_post_backward(StateObject *state, Ref &args, Ref &kwargs)
     if (tensors.empty()) {
         return;
     }
-    const std::vector<at::Tensor> routed = route_through_node(state, tensors);
-    const auto middle = routed.begin() + static_cast<std::ptrdiff_t>(n_args);
+    route_through_node(state, tensors);
+    const at::TensorList routed = tensors;
     if (n_args > 0) {
-        args = replace_grad_tensors(args.get(), {routed.begin(), middle});
+        args = replace_grad_tensors(args.get(), routed.slice(0, n_args));
     }
     if (n_args < routed.size()) {
-        kwargs = replace_grad_tensors(kwargs.get(), {middle, routed.end()});
+        kwargs = replace_grad_tensors(kwargs.get(), routed.slice(n_args));
     }
 }
 
@@ -97,7 +92,7 @@ void register_pre_backward(StateObject *state, PyObject *output)
     if (!at::GradMode::is_enabled()) {
         return;
     }
-    std::vector<at::Tensor> tensors;
+    Tensors tensors;
     collect_grad_tensors(output, tensors);
     hook_outputs(state, tensors);
     if (state->warns_of_views) {
@@ -130,7 +125,7 @@ bool keep_for_hidden_output(StateObject *state, PyObject *output)
         !is_trainable(group->unit) || (output == Py_None && is_grouped(state))) {
         return false;
     }
-    std::vector<at::Tensor> tensors;
+    Tensors tensors;
     collect_grad_tensors(output, tensors);
     if (!tensors.empty()) {
         return false;
@@ -218,7 +213,7 @@ Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_
     }
     Ref args = Ref::borrow(given_args), kwargs = Ref::borrow(given_kwargs);
     Unit *unit = unit_of(state);
-    if (is_training(state->training, Training::pre_backward) && !state->tree->context->is_failed) {
+    if (training_of(state) == Training::pre_backward && !state->tree->context->is_failed) {
         // Recomputation: the pre-backward hook has gathered the parameters, or they are gathered
         // again. (After a failed backward the state is a leftover, and this a new forward.)
         if (unit != nullptr) {
@@ -250,7 +245,7 @@ Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_
 
 Ref state_post_forward(StateObject *state, PyObject *given_output)
 {
-    if (is_training(state->training, Training::pre_backward)) {
+    if (training_of(state) == Training::pre_backward) {
         return cast_output(state, given_output);
     }
     Ref output = Ref::borrow(given_output);
@@ -299,11 +294,11 @@ void state_pre_backward(StateObject *state)
     if (tree == nullptr) {
         return;
     }
-    state->training = static_cast<int>(Training::pre_backward);
     if (tree->context->is_failed) {
         tree_reset(tree, true);
-        state->training = static_cast<int>(Training::pre_backward);
     }
+    state->training = static_cast<int>(Training::pre_backward);
+    state->backward = tree->backward;
     tree_begin_backward(tree);
     if (!tree->context->callback_queued) {
         queue_final_callback(tree);

@@ -116,6 +116,7 @@ bool may_lend(const fc_layout *layout, const std::vector<at::Tensor> &grads, fc_
 } // namespace
 
 Unit *Unit::lender_ = nullptr;
+uint64_t Unit::n_reopened_ = 0;
 
 // ---- from autograd ----
 
@@ -123,12 +124,14 @@ std::vector<at::Tensor> Unit::take_gradients(bool with_unused, bool with_partial
 {
     std::vector<at::Tensor> grads(params_.size());
     at::NoGradGuard no_grad;
+    has_all_gradients_ = !std::exchange(has_held_, false);
     for (size_t i = 0; i < params_.size(); i++) {
         Param &p = params_[i];
         at::Tensor &fresh = p.unsharded_tensor.mutable_grad();
         if (!p.has_grad) {
             continue;
         }
+        has_all_gradients_ = has_all_gradients_ && (fresh.defined() || !p.is_trained);
         if (p.held.defined() || fresh.defined()) {
             awaits_gradients_ = false;
         }
@@ -200,7 +203,7 @@ void Unit::hold()
         if (!fresh.defined()) {
             continue;
         }
-        any = true;
+        any = has_held_ = true;
         awaits_gradients_ = false;
         if (p.held.defined()) {
             p.held.add_(fresh);
@@ -235,6 +238,17 @@ void Unit::release_sums()
     if (!has_partial_sums()) {
         std::vector<char>().swap(partial_);
     }
+}
+
+bool Unit::settle_step()
+{
+    if (is_settled_) {
+        n_reopened_++; // a second post-backward
+        return false;
+    }
+    is_settled_ = has_all_gradients_ && !unsharded_ && !pending_ && !requested_ && !is_kept_ &&
+                  device_ == nullptr && !has_partial_sums();
+    return is_settled_;
 }
 
 bool Unit::holds_gradients() const
@@ -431,8 +445,9 @@ void Unit::post_own(const std::vector<at::Tensor> &grads, const ReduceOptions &o
                 const fc_dtype from = dtype_of(grads[i].scalar_type());
                 const fc_dtype to = dtype_of(params_[i].grad_type);
                 write_gradient(i, options, [&](void *dst, bool accumulate) {
-                    fc_unit_reduce_own(shard_, i, grads[i].const_data_ptr(), from, dst, to,
-                                       options.divisor, accumulate);
+                    fc_reduce_own(grads[i].const_data_ptr(), from, dst, to,
+                                  static_cast<size_t>(grads[i].numel()), options.divisor,
+                                  accumulate);
                 });
             }
         }

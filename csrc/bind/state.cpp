@@ -410,6 +410,7 @@ PyObject *tree_new(PyTypeObject *type, PyObject *args, PyObject *)
         as<TreeObject>(self.get())->domains = Py_NewRef(domains);
         as<TreeObject>(self.get())->context = context_of(Py_NewRef(context));
         as<TreeObject>(self.get())->publishes = true;
+        as<TreeObject>(self.get())->backward = new_backward();
         if (PyList_GET_SIZE(domains) > 0) {
             as<TreeObject>(self.get())->streams = domain_streams(PyList_GET_ITEM(domains, 0));
         }
@@ -688,13 +689,34 @@ PyObject *state_call_pre_backward(PyObject *self, PyObject *)
 }
 
 PyMemberDef state_members[] = {
-    {"_training", T_INT, offsetof(StateObject, training), 0, "TrainingState, as its index"},
     {"_tree", T_OBJECT, offsetof(StateObject, tree), READONLY, "the Tree, or None on torch's road"},
     {"_on_torch_road", T_BOOL, offsetof(StateObject, on_torch_road), READONLY, nullptr},
     {"_warns_of_views", T_BOOL, offsetof(StateObject, warns_of_views), 0, nullptr},
     {"_modules", T_OBJECT_EX, offsetof(StateObject, modules), 0, nullptr},
     {"_modules_to_run_forward", T_OBJECT_EX, offsetof(StateObject, to_run), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
+
+PyObject *state_get_training(PyObject *self, void *)
+{
+    return PyLong_FromLong(static_cast<int>(training_of(as<StateObject>(self))));
+}
+
+int state_set_training(PyObject *self, PyObject *value, void *)
+{
+    auto *state = as<StateObject>(self);
+    const long index = value != nullptr ? PyLong_AsLong(value) : -1;
+    if (index < 0 || index > static_cast<int>(Training::idle)) {
+        PyErr_SetString(PyExc_ValueError, "expected the index of a TrainingState");
+        return -1;
+    }
+    state->training = static_cast<int>(index);
+    state->backward = state->tree != nullptr ? state->tree->backward : 0;
+    return 0;
+}
+
+PyGetSetDef state_properties[] = {
+    {"_training", state_get_training, state_set_training, "TrainingState, as its index", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyMethodDef state_methods[] = {
     {"_set_casts", state_set_casts, METH_VARARGS,
@@ -717,6 +739,7 @@ PyType_Slot state_slots[] = {
     {Py_tp_traverse, reinterpret_cast<void *>(state_traverse)},
     {Py_tp_clear, reinterpret_cast<void *>(state_clear)},
     {Py_tp_members, state_members},
+    {Py_tp_getset, state_properties},
     {Py_tp_methods, state_methods},
     {Py_tp_doc, const_cast<char *>("Base of FSDPState: the hooks of one fully_shard call.")},
     {0, nullptr}};

@@ -5,6 +5,7 @@
 #include <Python.h>
 
 #include "bind/context.h"
+#include "bind/tensors.h"
 #include "bind/unit.h"
 
 #include <optional>
@@ -13,6 +14,7 @@
 namespace fc {
 
 struct TreeObject;
+class TreeHold;
 
 // torch's TrainingState, in its order.
 enum class Training : int {
@@ -37,7 +39,8 @@ struct GroupObject {
     // Forward passes of this step whose backward is still to come, and backwards that went by in
     // this phase.
     int forwards, backwards;
-    Traffic past; // of the units that were bound before this one
+    uint64_t settled_in; // the tree's backward that has left nothing of it for its end
+    Traffic past;        // of the units that were bound before this one
 };
 
 // The base of FSDPState.
@@ -49,6 +52,7 @@ struct StateObject {
     PyObject *to_run;   // owned; the set of modules of a grouped unit that are still to run
     int training;
     uint64_t entry_sequence; // of the autograd nodes made since forward was entered
+    uint64_t backward;       // of the tree, in which pre-backward was entered
     char on_torch_road;
     char casts_inputs;
     char warns_of_views; // as torch does: an output that is a view may be changed in place here
@@ -63,11 +67,39 @@ struct TreeObject {
     ContextObject *context;      // owned
     Streams *streams;            // borrowed from the domains; null without a device
     StateObject *iteration_root; // borrowed; the unit that began the current forward
+    TreeHold *hold;              // borrowed; of autograd's nodes, null without any
+    size_t n_units;              // as the last forward found them
+    size_t n_settled;            // of them, in the running backward
+    uint64_t n_reopened;         // units in the process, when that began
+    uint64_t backward;           // the number of the running or next one
+    int64_t graph_task;          // autograd's number of it
+    bool has_grouped;            // some state has several modules
     bool publishes;              // some unit's shards are not where peers read them
     bool defers_hooks;           // some group does, in this phase
 };
 
 GroupObject *group_of(PyObject *object); // borrowed; TypeError as an exception
+
+// A number for a backward that no tree has had; never 0.
+inline uint64_t new_backward()
+{
+    static uint64_t n = 0;
+    return ++n;
+}
+
+inline bool is_grouped(const StateObject *state)
+{
+    return PyTuple_GET_SIZE(state->modules) > 1;
+}
+
+// Pre-backward lasts until the tree's backward ends, which does not go to each state to say so.
+inline Training training_of(const StateObject *state)
+{
+    const auto training = static_cast<Training>(state->training);
+    const bool is_over = training == Training::pre_backward && state->tree != nullptr &&
+                         state->backward != state->tree->backward;
+    return is_over ? Training::idle : training;
+}
 
 // ---- what is registered with the modules; `self`: a state ----
 // (module, args, kwargs) -> None or (args, kwargs)
@@ -91,13 +123,14 @@ void tree_reset(TreeObject *tree, bool drop_gradients);
 // Whether nothing of a forward, or of a backward that is still to come, would be lost.
 bool tree_is_between_steps(const TreeObject *tree);
 void group_post_backward(TreeObject *tree, GroupObject *group);
+// The same, from autograd; then nothing may be left of the unit for the end of backward.
+void state_post_backward(StateObject *state);
 
 // ---- autograd; autograd.cpp ----
 // Routes the tensors through one identity node whose backward is the group's post-backward.
-std::vector<at::Tensor> route_through_node(StateObject *state,
-                                           const std::vector<at::Tensor> &tensors);
+void route_through_node(StateObject *state, Tensors &tensors);
 // Calls state_pre_backward when the gradient of any of the tensors is about to be used.
-void hook_outputs(StateObject *state, const std::vector<at::Tensor> &tensors);
+void hook_outputs(StateObject *state, at::TensorList tensors);
 // The same for the gradients of the unit's parameters; for good.
 void hook_params(StateObject *state);
 void queue_final_callback(TreeObject *tree);

@@ -8,10 +8,14 @@
 #include "transport/transport.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 
 #include <string>
 
 namespace fc {
+
+// A few need no allocation.
+using Tensors = c10::SmallVector<at::Tensor, 4>;
 
 // The element type, RAW of its size for those without arithmetic; throws for types of other sizes.
 fc_dtype dtype_of(at::ScalarType type);

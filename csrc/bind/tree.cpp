@@ -84,14 +84,20 @@ template <typename Body> void each_unit(const TreeObject *tree, Body &&body)
     });
 }
 
-// Also finds out whether anything is to be published.
+// Also finds out what passes over all units can be left out.
 bool check_shards(TreeObject *tree)
 {
     bool is_intact = true;
-    tree->publishes = false;
-    each_unit(tree, [&](const Unit *unit) {
-        tree->publishes = tree->publishes || unit->publishes();
-        is_intact = is_intact && unit->is_intact();
+    tree->publishes = tree->has_grouped = false;
+    tree->n_units = 0;
+    each_state(tree, [&](const StateObject *state) {
+        tree->has_grouped = tree->has_grouped || is_grouped(state);
+        const Unit *unit = state->group != nullptr ? state->group->unit : nullptr;
+        if (unit != nullptr) {
+            tree->n_units++;
+            tree->publishes = tree->publishes || unit->publishes();
+            is_intact = is_intact && unit->is_intact();
+        }
     });
     return is_intact;
 }
@@ -209,6 +215,41 @@ bool is_late(const GroupObject *group)
            (group->unit->is_unsharded() && group->reshard_after_backward);
 }
 
+// Whether the end of backward would find nothing to do in any state.
+bool is_all_settled(const TreeObject *tree)
+{
+    return tree->n_units > 0 && tree->n_settled == tree->n_units && !tree->has_grouped &&
+           tree->n_reopened == Unit::n_reopened() && tree->context->ending == Ending::automatic;
+}
+
+// What the end of backward has to do in a state.
+void end_state(TreeObject *tree, StateObject *state)
+{
+    ContextObject *context = tree->context;
+    const bool is_manual = context->ending == Ending::manual;
+    PySet_Clear(state->to_run);
+    GroupObject *group = state->group;
+    if (group != nullptr && group->unit != nullptr) {
+        // Inputs that need no gradient have no node, and what is not reduced by now is
+        // reduced here; or by finalize_backward().
+        const bool is_through = group->training == static_cast<int>(Training::post_backward) ||
+                                group->settled_in == tree->backward;
+        if (is_manual && !is_through && group->reduce_grads) {
+            group->post_backward_pending = true;
+            context->is_unfinalized = true;
+        } else if (!is_through || is_late(group)) {
+            reduce_group(tree, group, true);
+        }
+        group->unit->keep();
+        if (!is_manual) {
+            group->unit->drop_pending();
+        }
+        group->training = static_cast<int>(Training::idle);
+        group->forwards = group->backwards = 0;
+    }
+    state->training = static_cast<int>(Training::idle);
+}
+
 // Finishes all reductions of a backward phase and closes it.
 void close_backward(TreeObject *tree)
 {
@@ -317,6 +358,8 @@ void tree_begin_backward(TreeObject *tree)
         }
     });
     open(tree, true);
+    tree->n_settled = 0;
+    tree->n_reopened = Unit::n_reopened();
 }
 
 bool tree_is_between_steps(const TreeObject *tree)
@@ -336,6 +379,26 @@ void group_post_backward(TreeObject *tree, GroupObject *group)
     Unit::settle_large();
 }
 
+void state_post_backward(StateObject *state)
+{
+    TreeObject *tree = state->tree;
+    GroupObject *group = state->group;
+    if (tree == nullptr || group == nullptr) {
+        return;
+    }
+    group_post_backward(tree, group);
+    // All gradients have come: autograd adds up those of a parameter before it hands them over, but
+    // does so anew in a backward within this one.
+    if (group->unit != nullptr && group->reduce_grads && group->backwards >= group->forwards &&
+        torch::autograd::get_current_graph_task_id() == tree->graph_task &&
+        group->unit->settle_step()) {
+        tree->n_settled++;
+        group->settled_in = tree->backward;
+        group->training = static_cast<int>(Training::idle);
+        group->forwards = group->backwards = 0;
+    }
+}
+
 void tree_end_backward(TreeObject *tree)
 {
     log_event("FSDP::root_post_backward");
@@ -344,29 +407,10 @@ void tree_end_backward(TreeObject *tree)
     const bool is_manual = context->ending == Ending::manual;
     tree->iteration_root = nullptr;
     or_fail(tree, [&] {
-        each_state(tree, [&](StateObject *state) {
-            PySet_Clear(state->to_run);
-            GroupObject *group = state->group;
-            if (group != nullptr && group->unit != nullptr) {
-                // Inputs that need no gradient have no node, and what is not reduced by now is
-                // reduced here; or by finalize_backward().
-                const bool is_through =
-                    group->training == static_cast<int>(Training::post_backward);
-                if (is_manual && !is_through && group->reduce_grads) {
-                    group->post_backward_pending = true;
-                    context->is_unfinalized = true;
-                } else if (!is_through || is_late(group)) {
-                    reduce_group(tree, group, true);
-                }
-                group->unit->keep();
-                if (!is_manual) {
-                    group->unit->drop_pending();
-                }
-                group->training = static_cast<int>(Training::idle);
-                group->forwards = group->backwards = 0;
-            }
-            state->training = static_cast<int>(Training::idle);
-        });
+        if (!is_all_settled(tree)) {
+            each_state(tree, [&](StateObject *state) { end_state(tree, state); });
+        }
+        tree->backward = new_backward();
         end_reductions(tree, !is_manual && context->is_last_backward);
         close_backward(tree);
     });

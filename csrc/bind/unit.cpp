@@ -111,6 +111,9 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
       bytes_(fc_unit_layout(shard_)->full_bytes), replicate_domain_(nullptr), replicate_(nullptr),
       name_(fc_unit_name(shard_)), storage_owner_(flat)
 {
+    if (fc_domain_is_mapped(domain_)) {
+        view_ = fc_unit_view(shard_);
+    }
     if (replicate_domain != Py_None) {
         replicate_object_ = Ref::borrow(replicate_domain);
         replicate_domain_ = domain_of(replicate_domain);
@@ -265,6 +268,7 @@ void Unit::unshard_private()
     if (unsharded_ || pending_) {
         return;
     }
+    n_reopened_ += std::exchange(is_settled_, false);
     // What moves nothing has no range: a unit on one rank, and a second call before the wait.
     Range range(is_gathered() && !requested_ ? "FSDP::all_gather" : nullptr, this);
     requested_ = true;
@@ -326,7 +330,7 @@ void Unit::unshard()
             traffic_.copied += bytes_;
             memory = slot_;
         } else {
-            memory = fc_unit_view(shard_);
+            memory = view_;
         }
     }
     count_gather();
@@ -416,7 +420,7 @@ void Unit::keep()
     if (slot_ == nullptr) {
         check(fc_domain_ready(domain_, shard_));
         take_slot();
-        std::memcpy(slot_, fc_unit_view(shard_), bytes_);
+        std::memcpy(slot_, view_, bytes_);
         traffic_.copied += bytes_;
         discard_writes();
         show(slot_);
@@ -443,7 +447,7 @@ void Unit::refresh()
         traffic_.copied += bytes_;
         is_kept_ = false;
     } else {
-        show(fc_unit_view(shard_));
+        show(view_);
         release_slot();
     }
 }

@@ -184,6 +184,10 @@ public:
     // Drops gradients that were not reduced.
     void drop_gradients();
     void run_deferred_hooks();
+    // After post(): true, once until the next unshard, if nothing of the unit is left for the end
+    // of backward. Reopened counts settled units that were unsharded again.
+    bool settle_step();
+    static uint64_t n_reopened() { return n_reopened_; }
     // At most one unit of the process lends its last post its gradients, to be added up without a
     // copy. Writes their part after all, so that they can go; called before the next post.
     static void settle_lent();
@@ -246,19 +250,23 @@ private:
     std::unique_ptr<DeviceUnit> device_; // null in shared memory and over messages
     c10::StorageImpl *storage_;          // of all unsharded parameters
     size_t bytes_;
+    void *view_ = nullptr; // of the unsharded unit in shared memory
     void *slot_ = nullptr; // private memory, from the pool or the device
     bool unsharded_ = false;
     bool awaits_gradients_ = false;
     bool outlasts_forward_ = false;
-    bool is_kept_ = false;          // slot_ holds what was gathered before the phase
-    bool keeps_storage_ = false;    // slot_ stays over reshards
-    bool has_widened_ = false;      // a parameter whose gradients are wider than it is
-    bool pending_ = false;          // slot_ holds data that is not registered yet
-    bool requested_ = false;        // unshard was called and not waited for
-    bool is_withheld_ = false;      // the storage says so
-    bool grads_share_flat_ = false; // every cached gradient lies in grads_flat_
-    bool sums_are_posted_ = false;  // a post of this backward carries them
+    bool is_kept_ = false;       // slot_ holds what was gathered before the phase
+    bool keeps_storage_ = false; // slot_ stays over reshards
+    bool has_widened_ = false;   // a parameter whose gradients are wider than it is
+    bool pending_ = false;       // slot_ holds data that is not registered yet
+    bool requested_ = false;     // unshard was called and not waited for
     std::vector<Param> params_;
+    bool is_withheld_ = false;       // the storage says so
+    bool grads_share_flat_ = false;  // every cached gradient lies in grads_flat_
+    bool sums_are_posted_ = false;   // a post of this backward carries them
+    bool has_held_ = false;          // micro-batches left gradients for the next post
+    bool has_all_gradients_ = false; // the last post had one of each parameter, of its backward
+    bool is_settled_ = false;
     uint64_t gather_bytes_ = 0, publish_bytes_ = 0; // that an all-gather brings, a publish writes
     at::Tensor grads_flat_;
     size_t flat_uses_ = 0; // of its storage, right after construction
@@ -274,6 +282,7 @@ private:
     at::Tensor storage_owner_; // keeps storage_ alive
     Lent lent_;
     static Unit *lender_; // whose lent_ is not empty
+    static uint64_t n_reopened_;
 };
 
 } // namespace fc

@@ -20,19 +20,17 @@ bool is_scalar(PyObject *object)
            PyUnicode_Check(object) || PyBytes_Check(object);
 }
 
-// What the traversal may do with an object. `simple`: an exact tuple, list or dict.
+// What the traversal may do with an object. `simple`: an exact tuple, list or dict. Tensors are
+// looked for last: for an object of another type torch asks its metaclass.
 Shape shape_of(PyObject *object)
 {
-    if (THPVariable_Check(object)) {
-        return Shape::tensor;
+    if (PyTuple_CheckExact(object) || PyList_CheckExact(object) || PyDict_CheckExact(object)) {
+        return Shape::simple;
     }
     if (is_scalar(object)) {
         return Shape::leaf;
     }
-    if (PyTuple_CheckExact(object) || PyList_CheckExact(object) || PyDict_CheckExact(object)) {
-        return Shape::simple;
-    }
-    return Shape::opaque;
+    return THPVariable_Check(object) ? Shape::tensor : Shape::opaque;
 }
 
 constexpr int max_depth = 100; // torch stops at 128 with an error of its own
@@ -71,14 +69,9 @@ bool is_simple(PyObject *object, int depth)
     return true;
 }
 
-void collect(PyObject *object, std::vector<at::Tensor> &out)
+void collect(PyObject *object, Tensors &out)
 {
-    if (THPVariable_Check(object)) {
-        const at::Tensor &tensor = THPVariable_Unpack(object);
-        if (tensor.requires_grad()) {
-            out.push_back(tensor);
-        }
-    } else if (PyDict_CheckExact(object)) {
+    if (PyDict_CheckExact(object)) {
         PyObject *key, *value;
         Py_ssize_t at = 0;
         while (PyDict_Next(object, &at, &key, &value)) {
@@ -89,16 +82,17 @@ void collect(PyObject *object, std::vector<at::Tensor> &out)
         for (Py_ssize_t i = 0; i < n; i++) {
             collect(PySequence_Fast_GET_ITEM(object, i), out);
         }
+    } else if (THPVariable_Check(object)) {
+        const at::Tensor &tensor = THPVariable_Unpack(object);
+        if (tensor.requires_grad()) {
+            out.push_back(tensor);
+        }
     }
 }
 
-Ref replace(PyObject *object, std::vector<at::Tensor>::const_iterator &next)
+Ref replace(PyObject *object, const at::Tensor *&next)
 {
-    if (THPVariable_Check(object)) {
-        if (THPVariable_Unpack(object).requires_grad()) {
-            return checked(THPVariable_Wrap(*next++));
-        }
-    } else if (PyDict_CheckExact(object)) {
+    if (PyDict_CheckExact(object)) {
         Ref copy = checked(PyDict_New());
         PyObject *key, *value;
         Py_ssize_t at = 0;
@@ -106,7 +100,8 @@ Ref replace(PyObject *object, std::vector<at::Tensor>::const_iterator &next)
             check(PyDict_SetItem(copy.get(), key, replace(value, next).get()));
         }
         return copy;
-    } else if (PyTuple_CheckExact(object) || PyList_CheckExact(object)) {
+    }
+    if (PyTuple_CheckExact(object) || PyList_CheckExact(object)) {
         const Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
         const bool is_tuple = PyTuple_CheckExact(object);
         Ref copy = checked(is_tuple ? PyTuple_New(n) : PyList_New(n));
@@ -119,6 +114,9 @@ Ref replace(PyObject *object, std::vector<at::Tensor>::const_iterator &next)
             }
         }
         return copy;
+    }
+    if (THPVariable_Check(object) && THPVariable_Unpack(object).requires_grad()) {
+        return checked(THPVariable_Wrap(*next++));
     }
     return Ref::borrow(object);
 }
@@ -154,7 +152,7 @@ bool is_transparent(PyObject *object)
     return object != Py_None && is_simple(object, max_depth);
 }
 
-void collect_grad_tensors(PyObject *object, std::vector<at::Tensor> &out)
+void collect_grad_tensors(PyObject *object, Tensors &out)
 {
     if (is_simple(object, max_depth)) {
         collect(object, out);
@@ -165,10 +163,10 @@ void collect_grad_tensors(PyObject *object, std::vector<at::Tensor> &out)
     collect(list.get(), out);
 }
 
-Ref replace_grad_tensors(PyObject *object, const std::vector<at::Tensor> &tensors)
+Ref replace_grad_tensors(PyObject *object, at::TensorList tensors)
 {
     if (is_simple(object, max_depth)) {
-        auto next = tensors.begin();
+        const at::Tensor *next = tensors.begin();
         return replace(object, next);
     }
     Ref list = checked(PyList_New(0));

@@ -3,10 +3,9 @@
 #define FC_BIND_WALK_H
 
 #include "bind/python.h"
+#include "bind/tensors.h"
 
 #include <ATen/core/Tensor.h>
-
-#include <vector>
 
 namespace fc {
 
@@ -16,10 +15,10 @@ namespace fc {
 // True if nothing in `object` can hide a tensor from the traversal. None counts as hiding: what a
 // module computes without returning it went somewhere else.
 bool is_transparent(PyObject *object);
-void collect_grad_tensors(PyObject *object, std::vector<at::Tensor> &out);
+void collect_grad_tensors(PyObject *object, Tensors &out);
 
 // The same object with the collected tensors replaced, in order, by `tensors`; a new reference.
-Ref replace_grad_tensors(PyObject *object, const std::vector<at::Tensor> &tensors);
+Ref replace_grad_tensors(PyObject *object, at::TensorList tensors);
 
 // Casts floating-point tensors of a tuple or a dict to `dtype`. Null if nothing has to change;
 // opaque containers go to `cast_any(object)`.

@@ -274,13 +274,10 @@ bool fc_unit_reduce(const fc_unit *unit, const fc_source *sources, int n_sources
     return true;
 }
 
-void fc_unit_reduce_own(const fc_unit *unit, size_t param, const void *grad, fc_dtype from,
-                        void *dst, fc_dtype dtype, double divisor, bool accumulate)
+void fc_reduce_own(const void *grad, fc_dtype from, void *dst, fc_dtype dtype, size_t numel,
+                   double divisor, bool accumulate)
 {
-    const fc_param *p = &unit->params[param];
-
-    fc_kern_reduce(from, dtype)(dst, &grad, 1, p->outer * p->own_rows * p->inner, divisor,
-                                accumulate);
+    fc_kern_reduce(from, dtype)(dst, &grad, 1, numel, divisor, accumulate);
 }
 
 static bool is_wanted(const fc_param *param)

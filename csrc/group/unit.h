@@ -67,8 +67,8 @@ bool fc_unit_reduce(const fc_unit *unit, const fc_source *sources, int n_sources
 
 /* The same for one rank without a detour: dst = (accumulate ? dst : 0) + grad / divisor, for a
  * gradient of type `from`. */
-void fc_unit_reduce_own(const fc_unit *unit, size_t param, const void *grad, fc_dtype from,
-                        void *dst, fc_dtype dtype, double divisor, bool accumulate);
+void fc_reduce_own(const void *grad, fc_dtype from, void *dst, fc_dtype dtype, size_t numel,
+                   double divisor, bool accumulate);
 
 /* All trainable parameters into a gradient buffer at once; false (nothing done) unless the layout
  * is uniform and every source holds exactly the trainable parameters. */
