@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed.fsdp
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_common,
     _fsdp_init,
@@ -64,6 +65,8 @@ LAYOUT_FUNCTIONS = {
     )
     if hasattr(_fsdp_param_group, default)
 }
+# Whether torch tells which stream of the device is behind one of its own.
+TELLS_STREAMS = TORCH >= (2, 13)
 # Names of torch.distributed.fsdp that only some versions have.
 OPTIONAL_NAMES = {
     name: getattr(torch.distributed.fsdp, name)
@@ -75,6 +78,20 @@ OPTIONAL_NAMES = {
 def is_spmd(mesh_info: Any) -> bool:
     """Whether a mesh is the data-parallel part of a larger one (dp_mesh_dims, from 2.13)."""
     return getattr(mesh_info, "is_spmd_mesh", False)
+
+
+class _AtDestroy:
+    """Stands among the communicators that destroy_process_group() ends with the default group."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self.finalize = end
+
+
+def at_destroy(end: Callable[[], None]) -> None:
+    """Calls `end` when the default process group is destroyed, before its backends are."""
+    ends = getattr(distributed_c10d._world, "comms", None)
+    if ends is not None and not any(isinstance(e, _AtDestroy) and e.finalize == end for e in ends):
+        ends.append(_AtDestroy(end))
 
 
 def compute_dtype(fsdp_param: Any) -> torch.dtype:

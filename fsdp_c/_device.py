@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import CPUOffloadPolicy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_c import _compat
+from fsdp_c import _compat, _nccl
 from fsdp_c._native import _C
 
 KEEPS_STORAGE = "unsharded parameters keep their storage"
@@ -24,18 +24,19 @@ _KERNELS = Path(__file__).parent / "libfsdp_c_cuda.so"
 # Types of devices whose units go by this road. No accelerator yet: none has run it.
 _types: tuple[str, ...] = ()
 _by_torch = False  # what is on the CPU is moved by torch's operators, as on an accelerator
+_by_nccl = False  # ranks on the CPU talk over an NCCL that takes host memory
 
 
 @contextmanager
-def on_cpu(by_torch: bool = False) -> Iterator[None]:
+def on_cpu(by_torch: bool = False, by_nccl: bool = False) -> Iterator[None]:
     """Models that run their first forward in here go by the road of devices; for tests."""
-    global _types, _by_torch
-    before = _types, _by_torch
-    _types, _by_torch = (*_types, "cpu"), by_torch
+    global _types, _by_torch, _by_nccl
+    before = _types, _by_torch, _by_nccl
+    _types, _by_torch, _by_nccl = (*_types, "cpu"), by_torch, by_nccl
     try:
         yield
     finally:
-        _types, _by_torch = before
+        _types, _by_torch, _by_nccl = before
 
 
 def is_wanted(group: Any) -> bool:
@@ -78,6 +79,43 @@ def _is_registered(process_group: dist.ProcessGroup) -> bool:
     except (RuntimeError, ValueError, AttributeError):
         return False
     return bool(found == process_group)
+
+
+def connect(streams: _C.Streams, process_group: dist.ProcessGroup, device: torch.device) -> None:
+    """Decides who does the collectives between a group's ranks: NCCL if all can use it, or else
+    the process group. Collective."""
+    nccl = None
+    if process_group.size() > 1 and _may_use_nccl(device):
+        with suppress(NotImplementedError):
+            nccl = _nccl.group_for(process_group, device)
+    streams.connect(str(process_group.group_name), nccl)
+
+
+def _may_use_nccl(device: torch.device) -> bool:
+    if device.type == "cpu":
+        return _by_nccl
+    return device.type == "cuda" and torch.version.hip is None and _compat.TELLS_STREAMS
+
+
+def ways(group: Any) -> dict[str, str]:
+    """Who does the collectives of a taken unit between which ranks, and why not NCCL."""
+    info = group.mesh_info
+    dims = {
+        "shards": info.shard_process_group,
+        "replicas": getattr(info, "replicate_process_group", None),
+    }
+    return {
+        dim: _way_of(process_group)
+        for dim, process_group in dims.items()
+        if process_group is not None and process_group.size() > 1
+    }
+
+
+def _way_of(process_group: dist.ProcessGroup) -> str:
+    if _nccl.find(process_group) is not None:
+        return "NCCL"
+    why = _nccl.why_not(process_group)
+    return f"messages ({why})" if why else "messages"
 
 
 @functools.cache

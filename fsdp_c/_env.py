@@ -163,6 +163,11 @@ def ranks_per_host() -> int | None:
     return int(text) if text.isdigit() else None
 
 
+def shares_gpus() -> bool:
+    """Whether NCCL lets two ranks use one GPU (NCCL_MULTI_RANK_GPU_ENABLE)."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "") == "1"
+
+
 def device_connections() -> int | None:
     """How many queues CUDA gives a process (CUDA_DEVICE_MAX_CONNECTIONS); None: its default."""
     text = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")

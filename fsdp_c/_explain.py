@@ -162,12 +162,19 @@ def _road_of(group: Any) -> str:
         reason = reason or _plan.why_torch(group)
         return f"torch: {reason}" if reason else "core, from the first forward on"
     if _device.is_taken(group):
-        return f"core, on streams of {group.device.type}, over {_WAYS['callback']}"
+        return f"core, on streams of {group.device.type}, over {_over(_device.ways(group))}"
     info = group.mesh_info
     names = ("shard_process_group", "replicate_process_group")
     process_groups = [getattr(info, name, None) for name in names]
     ways = {_comm.transport_kind(p) for p in process_groups if p is not None and p.size() > 1}
     return f"core over {' and '.join(_WAYS[way] for way in sorted(ways or {''}))}"
+
+
+def _over(ways: dict[str, str]) -> str:
+    """What carries collectives between ranks that hold shards, and between replicas."""
+    if len(set(ways.values())) < 2:
+        return next(iter(ways.values()), _WAYS[""])
+    return " and ".join(f"{way} for {dim}" for dim, way in ways.items())
 
 
 def _on_unused(found: Iterable[tuple[str, Any, Any]]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib.util
 import weakref
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_c import _comm, _env
+from fsdp_c import _comm, _compat, _env
 from fsdp_c._native import _C
 
 _SONAME = "libnccl.so.2"
@@ -21,6 +23,10 @@ _ORDERS_ITSELF = 22600
 # NCCL takes at most 32 multiprocessors per collective: gathers and reductions have room beside each
 # other on a GPU with twice as many.
 _ROOM_FOR_TWO = 64
+# From this version on two ranks may share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE says so.
+_MANY_RANKS = 23003
+# How long communicators may take to end what is under way, before they are aborted.
+_LEAVE_S = 5.0
 
 
 class Use(IntFlag):
@@ -84,11 +90,15 @@ def opened() -> Library:
 
 
 def describe() -> str:
-    """The library in use; empty if none has been asked for."""
-    return "" if _library is None else _library.text
+    """The library in use, and whose ranks cannot use it; empty if none has been asked for."""
+    text = "" if _library is None else _library.text
+    refused = [f"not for {_comm.label(g)}: {why}" for g, why in list(_refusals.items())]
+    return "; ".join([text, *refused] if text else refused)
 
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.NcclGroup] = weakref.WeakKeyDictionary()
+# Why a group has none; alike on all of its ranks.
+_refusals: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
 def group_for(group: dist.ProcessGroup, device: torch.device) -> _C.NcclGroup:
@@ -99,9 +109,44 @@ def group_for(group: dist.ProcessGroup, device: torch.device) -> _C.NcclGroup:
     Raises:
         NotImplementedError: on all ranks, if one of them cannot use NCCL; names it and says why.
     """
-    if group not in _groups:
-        _groups[group] = _make(group, device)
+    if group not in _groups and group not in _refusals:
+        _end_with_torch()
+        try:
+            _groups[group] = _make(group, device)
+        except NotImplementedError as error:
+            _refusals[group] = str(error)
+    if group in _refusals:
+        raise NotImplementedError(_refusals[group])
     return _groups[group]
+
+
+def find(group: dist.ProcessGroup) -> _C.NcclGroup | None:
+    """That of a process group, if it has one."""
+    return _groups.get(group)
+
+
+def why_not(group: dist.ProcessGroup) -> str:
+    """Why a process group has none; empty if it has, or if nobody has asked."""
+    return _refusals.get(group, "")
+
+
+def leave() -> None:
+    """Ends all communicators of this process, in order if the other ranks do so too."""
+    for group in list(_groups.values()):
+        group.leave(_LEAVE_S)
+    _groups.clear()
+    _refusals.clear()
+
+
+@functools.cache
+def _end_at_exit() -> None:
+    atexit.register(leave)
+
+
+def _end_with_torch() -> None:
+    """Communicators end with the process groups, and with the process."""
+    _end_at_exit()
+    _compat.at_destroy(leave)
 
 
 def _make(group: dist.ProcessGroup, device: torch.device) -> _C.NcclGroup:
@@ -111,34 +156,65 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> _C.NcclGroup:
             f"the ranks of process group {_comm.label(group)} have no store in common"
         )
     ranks = _comm.global_ranks(group)
+
+    def tell(what: str, words: str) -> list[str]:
+        """What all ranks say; none goes on if one of them says why it cannot."""
+        answers = [words]
+        if exchange is not None:
+            answers = [answer.decode() for answer in exchange(what, words.encode())]
+        for rank, answer in zip(ranks, answers, strict=True):
+            if answer.startswith("!"):
+                raise NotImplementedError(f"rank {rank} cannot use NCCL: {answer[1:]}")
+        return answers
+
     try:
         mine, words = opened(), ""
+        words = f"{mine.version} {int(_needs_one(mine.version, device))} {_place(device)}"
     except NotImplementedError as error:
         mine, words = None, f"!{error}"
-    if mine is not None:
-        words = f"{mine.version} {int(_needs_one(mine.version, device))}"
-    answers = [words]
-    if exchange is not None:
-        answers = [answer.decode() for answer in exchange("NCCL", words.encode())]
-    for rank, answer in zip(ranks, answers, strict=True):
-        if answer.startswith("!"):
-            raise NotImplementedError(f"rank {rank} cannot use NCCL: {answer[1:]}")
-        if answer.split()[0] != answers[0].split()[0]:
-            raise NotImplementedError(
-                f"rank {rank} has NCCL {answer.split()[0]}, rank {ranks[0]} has"
-                f" {answers[0].split()[0]}: all ranks need the same"
-            )
+    if _env.TRANSPORT.get() == "callback":
+        words = f"!{_env.TRANSPORT.name}=callback asks for the process group's own collectives"
+    answers = [answer.split() for answer in tell("NCCL", words)]
+    _check_alike(ranks, answers)
     assert mine is not None
-    return _C.NcclGroup(
-        mine.handle,
-        _comm.label(group),
-        group.rank(),
-        group.size(),
-        ranks,
-        _comm.timeout_s(group, device),
-        exchange,
-        is_one=any(answer.endswith(" 1") for answer in answers),
-    )
+    made, words = None, ""
+    try:
+        made = _C.NcclGroup(
+            mine.handle,
+            _comm.label(group),
+            group.rank(),
+            group.size(),
+            ranks,
+            _comm.timeout_s(group, device),
+            exchange,
+            is_one=any(answer[1] == "1" for answer in answers),
+        )
+    except (RuntimeError, OSError) as error:  # timeouts are of the second kind
+        words = f"!{error}"
+    tell("communicators of NCCL", words)
+    return made
+
+
+def _check_alike(ranks: list[int], answers: list[list[str]]) -> None:
+    """Ranks have one version, and a GPU each where NCCL wants that."""
+    seen: dict[str, int] = {}
+    for rank, (version, _, place) in zip(ranks, answers, strict=True):
+        if version != answers[0][0]:
+            raise NotImplementedError(
+                f"rank {rank} has NCCL {version}, rank {ranks[0]} has"
+                f" {answers[0][0]}: all ranks need the same"
+            )
+        if place in seen:
+            raise NotImplementedError(f"ranks {seen[place]} and {rank} use the same GPU")
+        if place != "-":
+            seen[place] = rank
+
+
+def _place(device: torch.device) -> str:
+    """Names the GPU where two ranks may not share one; else a dash."""
+    if device.type != "cuda" or (opened().version >= _MANY_RANKS and _env.shares_gpus()):
+        return "-"
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _needs_one(version: int, device: torch.device) -> bool:

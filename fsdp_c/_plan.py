@@ -263,6 +263,8 @@ def _make_domains(
     def make(process_group: dist.ProcessGroup, is_replicate: bool) -> _C.Domain:
         get = _comm.transport_for if streams is None else _comm.messages_for
         transport = get(process_group)
+        if streams is not None:
+            _device.connect(streams, process_group, groups[0].device)
         _check_same_model(process_group, groups)
         unit_args = (units, shard_pg.rank(), shard_pg.size())
         return _C.Domain(

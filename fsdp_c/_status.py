@@ -22,14 +22,18 @@ class TreeStatus:
     n_units: int
     runs_on: str  # "core" or "torch"
     reason: str  # why not on the core; empty if it is
-    transports: tuple[str, ...]  # of the core: "shm" or "callback" per process group
+    transports: tuple[str, ...]  # of the core: "shm", "callback" or "nccl" per process group
     n_ranks: int
 
     def __str__(self) -> str:
         what = f"{self.root} ({self.n_units} unit{'s' * (self.n_units != 1)})"
         if self.runs_on == "torch":
             return f"{what} runs on torch's own implementation: {self.reason}"
-        ways = {"shm": "shared memory", "callback": "the process group's collectives"}
+        ways = {
+            "shm": "shared memory",
+            "callback": "the process group's collectives",
+            "nccl": "NCCL",
+        }
         way = " and ".join(ways[kind] for kind in self.transports)
         over = f" over {way} between {self.n_ranks} ranks" if self.n_ranks > 1 else ""
         return f"{what} runs on the C core{over}"
@@ -78,8 +82,10 @@ def _describe(root: Any, reason: str) -> TreeStatus:
     replicas = [getattr(m, "replicate_process_group", None) for m in meshes]
     process_groups = {id(p): p for p in (*sharding, *replicas) if p is not None}.values()
     kinds = {_comm.transport_kind(p) for p in process_groups if p.size() > 1}
-    if any(_device.is_taken(group) for group in groups if getattr(group, "_is_bound", False)):
-        kinds = {"callback"}
+    taken = [g for g in groups if getattr(g, "_is_bound", False) and _device.is_taken(g)]
+    if taken:
+        ways = {way for group in taken for way in _device.ways(group).values()}
+        kinds = {"nccl" if way == "NCCL" else "callback" for way in ways}
     return TreeStatus(
         root=type(root._modules[0]).__mro__[2].__name__,
         n_units=sum(bool(state._fsdp_param_groups) for state in root._state_ctx.all_states),

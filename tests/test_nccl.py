@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
+from nccl_stand_in import built
 
 from fsdp_c import _nccl
 
@@ -23,7 +24,6 @@ import gpu_nccl  # noqa: E402
 
 API = ROOT / "csrc" / "transport" / "nccl_api.h"
 CPU = torch.device("cpu")
-FOLDER = "build/c-tests"
 
 
 def installed() -> Path:
@@ -39,12 +39,7 @@ def installed() -> Path:
 
 @pytest.fixture(scope="module")
 def stand_in() -> str:
-    command = [sys.executable, "setup.py", "-q", "build_c_tests", "--only-libraries"]
-    env = {**os.environ, "FSDP_C_WERROR": "1", "FSDP_C_SANITIZE": ""}
-    command += ["--build-dir", FOLDER]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return str(ROOT / FOLDER / "libnccl_stand_in.so")
+    return built()
 
 
 # --- declarations ---------------------------------------------------------------------------------

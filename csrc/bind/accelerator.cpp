@@ -3,6 +3,7 @@
 
 #include "base/status.h"
 #include "bind/compat.h"
+#include "bind/device_comm.h"
 #include "bind/tensors.h"
 #include "device/host/moves.h"
 
@@ -47,11 +48,6 @@ Accelerator *accelerator(fc_device *device)
 BackendEvent *backend_event(fc_event *event)
 {
     return reinterpret_cast<BackendEvent *>(event);
-}
-
-const c10::Stream &torch_stream(fc_stream *stream)
-{
-    return *reinterpret_cast<const c10::Stream *>(stream);
 }
 
 // Runs `body`; exceptions become a status.
@@ -124,14 +120,33 @@ fc_status accelerator_wait(fc_device *device, fc_stream *stream, fc_event *event
     });
 }
 
+struct Query {
+    const Accelerator *device;
+    void *event;
+    fc_status status;
+};
+
+bool is_over(void *arg)
+{
+    auto *query = static_cast<Query *>(arg);
+    bool is_there = false;
+    query->status = attempt({"a stream", "query"},
+                            [&] { is_there = query->device->impl.queryEvent(query->event); });
+    return is_there || query->status != FC_OK;
+}
+
 fc_status accelerator_synchronize(fc_device *device, fc_event *event)
 {
-    if (backend_event(event)->handle == nullptr) {
+    const Accelerator *self = accelerator(device);
+    Query query = {self, backend_event(event)->handle, FC_OK};
+    if (query.event == nullptr) {
         return FC_OK;
     }
-    return attempt({"a stream", "synchronize"}, [&] {
-        accelerator(device)->impl.synchronizeEvent(backend_event(event)->handle);
-    });
+    const fc_status st = self->caller.wait(self->caller.context, is_over, &query);
+    if (st != FC_AGAIN) {
+        return st == FC_OK ? query.status : st;
+    }
+    return attempt({"a stream", "synchronize"}, [&] { self->impl.synchronizeEvent(query.event); });
 }
 
 // ---- copies and moves ----

@@ -2,7 +2,6 @@
 #include "bind/device.h"
 
 #include "bind/accelerator.h"
-#include "bind/device_comm.h"
 #include "bind/tensors.h"
 #include "bind/unit.h"
 #include "device/host/host.h"
@@ -11,7 +10,6 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Device.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <cmath>
 
@@ -33,7 +31,7 @@ constexpr size_t n_streams = 4;
 // ---- Streams ----
 
 Streams::Streams(c10::Device device, bool by_torch, const std::string &kernels)
-    : device_(device), core_(nullptr, fc_host_device_destroy)
+    : device_(device), collectives_(device), core_(nullptr, fc_host_device_destroy)
 {
     const c10::impl::VirtualGuardImpl impl(device.type());
     for (size_t i = 0; i < n_streams; i++) { // as torch's: all but the last of high priority
@@ -41,7 +39,7 @@ Streams::Streams(c10::Device device, bool by_torch, const std::string &kernels)
                                ? impl.getStream(device)
                                : impl.getStreamFromGlobalPool(device, i + 1 < n_streams));
     }
-    const fc_device_caller caller = device_caller(&device_);
+    const fc_device_caller caller = collectives_.caller();
     if (device.is_cpu() && !by_torch) {
         fc_device *host = nullptr;
         check(fc_host_device_create(&caller, &host));
@@ -69,15 +67,6 @@ Streams::~Streams()
     fc_schedule_destroy(schedule_);
 }
 
-fc_device_comm *Streams::comm(const std::string &group)
-{
-    std::unique_ptr<fc_device_comm> &comm = comms_[group];
-    if (!comm) {
-        comm = std::make_unique<fc_device_comm>(c10d::resolve_process_group(group));
-    }
-    return comm.get();
-}
-
 fc_stream *Streams::current()
 {
     const c10::Stream stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
@@ -92,6 +81,7 @@ fc_stream *Streams::current()
 
 void Streams::begin()
 {
+    check(collectives_.watch());
     check(fc_schedule_begin(schedule_, current(), nullptr));
 }
 
@@ -238,7 +228,23 @@ PyObject *streams_count_step(PyObject *, PyObject *)
     Py_RETURN_NONE;
 }
 
+PyObject *streams_connect(PyObject *self, PyObject *args)
+{
+    return guarded([&]() -> PyObject * {
+        const char *name;
+        PyObject *nccl;
+        if (!PyArg_ParseTuple(args, "sO:connect", &name, &nccl)) {
+            return nullptr;
+        }
+        streams_of(self)->collectives().connect(name, nccl == Py_None ? nullptr : nccl);
+        Py_RETURN_NONE;
+    });
+}
+
 PyMethodDef streams_methods[] = {
+    {"connect", streams_connect, METH_VARARGS,
+     "connect(group, nccl): who does the collectives of the process group of that name, a NcclGroup"
+     " or, with None, the group itself."},
     {"count_step", streams_count_step, METH_NOARGS | METH_STATIC,
      "count_step(): an optimizer has stepped; what was gathered is out of date."},
     {nullptr, nullptr, 0, nullptr}};

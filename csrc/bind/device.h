@@ -2,6 +2,7 @@
 #ifndef FC_BIND_DEVICE_H
 #define FC_BIND_DEVICE_H
 
+#include "bind/device_comm.h"
 #include "bind/python.h"
 #include "group/schedule.h"
 
@@ -9,7 +10,6 @@
 #include <c10/core/Stream.h>
 
 #include <deque>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -31,13 +31,13 @@ public:
 
     c10::Device device() const { return device_; }
     fc_schedule *schedule() const { return schedule_; }
-    // Of a process group that is registered under this name; kept.
-    fc_device_comm *comm(const std::string &group);
+    Collectives &collectives() { return collectives_; }
     // Where a unit's gradients are finished.
     c10::Stream finishing(bool has_replicas) const { return streams_[has_replicas ? 3 : 2]; }
     c10::Stream reducing() const { return streams_[2]; }
 
-    // A forward begins in the current stream: shards may be read behind what is in it.
+    // A forward begins in the current stream: shards may be read behind what is in it. Raises if
+    // something is wrong with another rank.
     void begin();
     // The same for an unshard outside of forward and backward.
     void read_shards();
@@ -49,9 +49,9 @@ private:
     fc_stream *current();
 
     c10::Device device_;
+    Collectives collectives_;
     std::vector<c10::Stream> streams_;  // copy-in, gather, reduce, all-reduce
     std::deque<c10::Stream> computing_; // the callers' own; places stay
-    std::map<std::string, std::unique_ptr<fc_device_comm>> comms_;
     std::unique_ptr<fc_device, void (*)(fc_device *)> core_;
     fc_schedule *schedule_ = nullptr; // owned
     static uint64_t n_steps_;

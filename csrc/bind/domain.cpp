@@ -109,7 +109,7 @@ PyObject *domain_new(PyTypeObject *type, PyObject *args, PyObject *)
                                &object->domain));
         object->transport = Py_NewRef(transport);
         if (streams != Py_None) {
-            object->comm = streams_of(streams)->comm(group);
+            object->comm = streams_of(streams)->collectives().find(group);
             object->streams = Py_NewRef(streams);
         }
         return self.release();

@@ -154,6 +154,18 @@ static PyObject *nccl_close(PyObject *self, PyObject *)
     return none_or_raise(fc_nccl_group_close(nccl_of(self)->group));
 }
 
+static PyObject *nccl_leave(PyObject *self, PyObject *args)
+{
+    double seconds;
+
+    if (!PyArg_ParseTuple(args, "d:leave", &seconds)) {
+        return nullptr;
+    }
+    fc_nccl_group_leave(nccl_of(self)->group, fc_timeout_ns(seconds));
+    PyErr_Clear(); /* an interrupted wait was aborted */
+    Py_RETURN_NONE;
+}
+
 static PyObject *nccl_abort(PyObject *self, PyObject *text)
 {
     const char *why = PyUnicode_AsUTF8(text);
@@ -331,6 +343,8 @@ static PyMethodDef nccl_methods[] = {
     {"watch", nccl_watch, METH_NOARGS, "Raise if something is wrong with NCCL or a rank."},
     {"close", nccl_close, METH_NOARGS,
      "Wait until all work is done everywhere, and end. Collective."},
+    {"leave", nccl_leave, METH_VARARGS,
+     "leave(seconds): ends locally; aborts what does not end within so long."},
     {"abort", nccl_abort, METH_O, "End here, and on the ranks of this host, with this text."},
     {"split", nccl_split, METH_VARARGS,
      "split(color, name, use=3) -> a group of the ranks with that color; negative: None."},

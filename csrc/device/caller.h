@@ -24,7 +24,8 @@ typedef struct fc_device_caller {
     fc_status (*all_gather_each)(void *context, fc_device_comm *comm, fc_stream *stream,
                                  fc_label label, const fc_gather *gathers, size_t n_gathers);
     /* Until ready(arg), in place of a wait in the driver, which nothing but the device can end: not
-     * the death of a rank, and not Ctrl-C. Optional. */
+     * the death of a rank, and not Ctrl-C. FC_AGAIN: there is nothing to watch meanwhile, so wait
+     * in the driver. Optional. */
     fc_status (*wait)(void *context, bool (*ready)(void *arg), void *arg);
 } fc_device_caller;
 

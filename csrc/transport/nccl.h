@@ -68,6 +68,11 @@ FC_MUST_CHECK fc_status fc_nccl_group_split(fc_nccl_group *group, int color, con
 /* Waits until all work is done on all ranks and gives back everything but the object. */
 FC_MUST_CHECK fc_status fc_nccl_group_close(fc_nccl_group *group);
 
+/* Local, at the end of a process group or of the process: as close, but gives up after `limit_ns`
+ * and aborts. Other ranks learn that this one has left, which is no failure of what it did before.
+ */
+void fc_nccl_group_leave(fc_nccl_group *group, int64_t limit_ns);
+
 /* Local: what was not closed is aborted. NULL is fine. */
 void fc_nccl_group_destroy(fc_nccl_group *group);
 
@@ -87,6 +92,9 @@ FC_MUST_CHECK fc_status fc_nccl_watch(fc_nccl_group *group);
 /* Until ready(arg), watching all groups; ends with an error like every wait. */
 FC_MUST_CHECK fc_status fc_nccl_wait(fc_nccl_group *const *groups, size_t n_groups,
                                      fc_ready_fn ready, void *arg, const fc_wait_info *info);
+
+/* Whether a failure has ended it. */
+bool fc_nccl_is_broken(const fc_nccl_group *group);
 
 /* Aborts here, and on the ranks of this host when they look next. Returns `status` with `text`. */
 fc_status fc_nccl_abort(fc_nccl_group *group, fc_status status, const char *text);

@@ -381,6 +381,23 @@ fc_status fc_nccl_group_close(fc_nccl_group *group)
     return FC_OK;
 }
 
+void fc_nccl_group_leave(fc_nccl_group *group, int64_t limit_ns)
+{
+    fc_transport *base = group->base;
+    int64_t timeout_ns = base->timeout_ns;
+
+    if (group->is_closed || fc_transport_is_forked(base)) {
+        return;
+    }
+    fc_nccl_board_leave(group->board);
+    base->timeout_ns = limit_ns < timeout_ns ? limit_ns : timeout_ns;
+    if (fc_nccl_group_close(group) != FC_OK) {
+        fc_nccl_abort_comms(group);
+        group->is_closed = true;
+    }
+    base->timeout_ns = timeout_ns;
+}
+
 void fc_nccl_group_destroy(fc_nccl_group *group)
 {
     if (group == NULL) {

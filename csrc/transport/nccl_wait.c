@@ -62,6 +62,11 @@ fc_status fc_nccl_abort(fc_nccl_group *group, fc_status status, const char *text
     return end_group(group, status, text, false);
 }
 
+bool fc_nccl_is_broken(const fc_nccl_group *group)
+{
+    return group->base->broken != FC_OK;
+}
+
 static void describe(const fc_wait_info *info, char *out, size_t bytes)
 {
     if (info->unit != NULL && info->unit[0] != '\0') {

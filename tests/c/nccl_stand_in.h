@@ -20,6 +20,7 @@ typedef struct stand_in {
     int error;
     int fail_calls;  /* result of every collective's call; 0: they work */
     bool no_windows; /* registering gives none, and success */
+    bool ends_work;  /* a call is in progress until all work is done: for host memory */
 
     /* Seen. */
     int n_inits, n_splits, n_collectives, n_groups, n_aborts, n_destroyed, n_live;

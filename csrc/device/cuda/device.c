@@ -109,9 +109,14 @@ static fc_status synchronize(fc_device *device, fc_event *event)
     cuda_device *d = cuda(device);
     query q = {.device = d, .event = event};
 
-    if (d->caller.wait != NULL) {
-        FC_TRY(d->caller.wait(d->caller.context, is_over, &q));
+    fc_status st =
+        d->caller.wait == NULL ? FC_AGAIN : d->caller.wait(d->caller.context, is_over, &q);
+
+    if (st == FC_OK) {
         return check(d, q.error, "cudaEventQuery", no_label);
+    }
+    if (st != FC_AGAIN) {
+        return st;
     }
     return check(d, d->runtime.event_synchronize(event), "cudaEventSynchronize", no_label);
 }

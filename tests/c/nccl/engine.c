@@ -270,11 +270,16 @@ bool is_busy(const comm *c)
            (c->is_final && !all_are(c, offsetof(world_rank, is_final)));
 }
 
+bool is_in_progress(const comm *c)
+{
+    return is_busy(c) || (control.ends_work && c->first != NULL);
+}
+
 int answer(comm *c)
 {
     c->polls_left = control.polls;
     go_on(c);
-    return is_busy(c) ? FC_NCCL_IN_PROGRESS : FC_NCCL_SUCCESS;
+    return is_in_progress(c) ? FC_NCCL_IN_PROGRESS : FC_NCCL_SUCCESS;
 }
 
 /* ---- work ---- */

@@ -110,7 +110,9 @@ int append(comm *c, const work *what);
 
 /* As far as it gets now. */
 void go_on(comm *c);
+/* Whether calls of any kind would break the rules; and what callers are told. */
 bool is_busy(const comm *c);
+bool is_in_progress(const comm *c);
 /* What a call that does not block answers. */
 int answer(comm *c);
 

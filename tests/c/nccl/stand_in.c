@@ -147,7 +147,9 @@ API int ncclCommGetAsyncError(void *handle, int *error)
         result = FC_NCCL_INVALID_ARGUMENT;
     } else {
         go_on(c);
-        *error = c->error != 0 ? c->error : is_busy(c) ? FC_NCCL_IN_PROGRESS : FC_NCCL_SUCCESS;
+        *error = c->error != 0       ? c->error
+                 : is_in_progress(c) ? FC_NCCL_IN_PROGRESS
+                                     : FC_NCCL_SUCCESS;
         c->polls_left -= c->polls_left > 0;
     }
     (void)pthread_mutex_unlock(&lock);

@@ -1,0 +1,66 @@
+"""The stand-in for NCCL (tests/c/nccl) from Python: built once, chosen by FSDP_C_NCCL, watched."""
+
+import ctypes
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fsdp_c import _device, _nccl
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = "build/c-tests"
+
+
+class Control(ctypes.Structure):
+    """`stand_in` of tests/c/nccl_stand_in.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("version", "polls")),
+        *((name, ctypes.c_bool) for name in ("hangs_in_init", "dies_in_init", "hangs")),
+        *((name, ctypes.c_int) for name in ("error_at", "error", "fail_calls")),
+        *((name, ctypes.c_bool) for name in ("no_windows", "ends_work")),
+        *(
+            (f"n_{what}", ctypes.c_int)
+            for what in "inits splits collectives groups aborts destroyed live windows".split()
+        ),
+        *((name, ctypes.c_int) for name in ("max_ctas", "policy", "n_faults")),
+        ("fault", ctypes.c_char * 256),
+    )
+
+
+@functools.cache
+def built() -> str:
+    """The path of the library."""
+    command = [sys.executable, "setup.py", "-q", "build_c_tests", "--only-libraries"]
+    env = {**os.environ, "FSDP_C_WERROR": "1", "FSDP_C_SANITIZE": ""}
+    command += ["--build-dir", FOLDER]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return str(ROOT / FOLDER / "libnccl_stand_in.so")
+
+
+def control_of(path: str) -> Control:
+    get = ctypes.CDLL(path).fc_stand_in_control
+    get.restype = ctypes.POINTER(Control)
+    return get().contents
+
+
+@contextmanager
+def chosen(path: str) -> Iterator[Control]:
+    """Models that run their first forward in here go by the road of devices, over this NCCL."""
+    os.environ["FSDP_C_NCCL"] = path
+    _nccl._library = None
+    control = control_of(path) if Path(path).exists() else Control()
+    control.ends_work = True
+    try:
+        with _device.on_cpu(by_nccl=True):
+            yield control
+        assert control.fault == b"", control.fault
+    finally:
+        del os.environ["FSDP_C_NCCL"]
+        _nccl._library = None
+        control.ends_work = False
