@@ -125,13 +125,14 @@ def test_one_rank_without_it_is_all_without(rank: int, n_ranks: int, path: str) 
     with chosen(other if rank == 1 else path):
         check_fallback(rank, n_ranks, "rank 1 has NCCL 21805, rank 0 has 23007")
     with chosen(path) as control:
+        live = control.n_live
         os.environ["FSDP_C_TRANSPORT"] = "callback" if rank == 0 else "auto"
         check_fallback(rank, n_ranks, "rank 0 cannot use NCCL: FSDP_C_TRANSPORT=callback asks")
         del os.environ["FSDP_C_TRANSPORT"]
         control.hangs_in_init = True
-        check_fallback(rank, n_ranks, "rank [01] cannot use NCCL: nothing came of it within 1 s")
+        check_fallback(rank, n_ranks, "cannot use NCCL: .*nothing came of it within 1 s")
         control.hangs_in_init = False
-        assert control.n_live == 0
+        assert control.n_live == live
 
 
 # --- what fails -----------------------------------------------------------------------------------
