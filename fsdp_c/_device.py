@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import CPUOffloadPolicy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_c import _compat, _nccl
+from fsdp_c import _compat, _env, _nccl
 from fsdp_c._native import _C
 
 KEEPS_STORAGE = "unsharded parameters keep their storage"
@@ -21,7 +21,8 @@ KEEPS_STORAGE = "unsharded parameters keep their storage"
 # Beside this file where nvcc was there.
 _KERNELS = Path(__file__).parent / "libfsdp_c_cuda.so"
 
-# Types of devices whose units go by this road. No accelerator yet: none has run it.
+# Types of devices whose units go by this road without being asked to (FSDP_C_DEVICES). No
+# accelerator yet: none has run it.
 _types: tuple[str, ...] = ()
 _by_torch = False  # what is on the CPU is moved by torch's operators, as on an accelerator
 _by_nccl = False  # ranks on the CPU talk over an NCCL that takes host memory
@@ -41,7 +42,7 @@ def on_cpu(by_torch: bool = False, by_nccl: bool = False) -> Iterator[None]:
 
 def is_wanted(group: Any) -> bool:
     """Whether the unit goes by the road of devices, if the core runs it at all."""
-    return group.device.type in _types
+    return group.device.type in (*_types, *_env.DEVICES.get())
 
 
 def is_taken(group: Any) -> bool:
@@ -54,8 +55,6 @@ def why_not(group: Any) -> str:
     mesh_info = group.mesh_info
     if group.post_forward_mesh_info not in (None, mesh_info):
         return "reshard_after_forward is an int"
-    if isinstance(group.offload_policy, CPUOffloadPolicy):
-        return "offloading from a device"
     for process_group in process_groups(group):
         if not _is_registered(process_group):
             return "a process group without a registered name"
@@ -69,8 +68,26 @@ def why_not(group: Any) -> str:
 
 def process_groups(group: Any) -> list[dist.ProcessGroup]:
     info = group.mesh_info
-    found = (info.shard_process_group, getattr(info, "replicate_process_group", None))
+    found = (
+        info.shard_process_group,
+        getattr(info, "replicate_process_group", None),
+        reduce_group(group),
+    )
     return [process_group for process_group in found if process_group is not None]
+
+
+def reduce_group(group: Any) -> dist.ProcessGroup:
+    """Who sums gradients: the ranks of the shards, perhaps in a process group of their own."""
+    info = group.mesh_info
+    # Before torch 2.13 there is no such choice.
+    return getattr(info, "reduce_scatter_process_group", None) or info.shard_process_group
+
+
+def options_of(group: Any) -> tuple[bool, bool]:
+    """Whether shards and gradients are offloaded, and to pinned memory: see DeviceOptions."""
+    policy = group.offload_policy
+    is_offloaded = isinstance(policy, CPUOffloadPolicy)
+    return is_offloaded, is_offloaded and policy.pin_memory
 
 
 def _is_registered(process_group: dist.ProcessGroup) -> bool:
@@ -103,6 +120,7 @@ def ways(group: Any) -> dict[str, str]:
     dims = {
         "shards": info.shard_process_group,
         "replicas": getattr(info, "replicate_process_group", None),
+        "sums": getattr(info, "reduce_scatter_process_group", None),
     }
     return {
         dim: _way_of(process_group)

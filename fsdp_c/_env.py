@@ -42,6 +42,11 @@ def _one_of(*words: str) -> Callable[[str], str]:
     return parse
 
 
+def _some_of(*words: str) -> Callable[[str], tuple[str, ...]]:
+    parse = _one_of(*words)
+    return lambda text: tuple(parse(word.strip()) for word in text.split(","))
+
+
 def _size(text: str) -> int:
     size = int(text)
     if not 0 <= size < 1 << 31:
@@ -129,7 +134,20 @@ NCCL = Variable(
     parse=_absolute,
 )
 
-VARIABLES: tuple[Variable[str] | Variable[int] | Variable[bool], ...] = (
+DEVICES = Variable[tuple[str, ...]](
+    name="FSDP_C_DEVICES",
+    accepted="cuda, cpu or both, separated by commas",
+    default=(),
+    meaning=(
+        "Devices whose units the core's stream schedule runs; others go by torch's road. No GPU has"
+        " run it yet. cpu: host memory as if it were a device's, which is slow, for tests."
+    ),
+    parse=_some_of("cuda", "cpu"),
+)
+
+VARIABLES: tuple[
+    Variable[str] | Variable[int] | Variable[bool] | Variable[tuple[str, ...]], ...
+] = (
     TRANSPORT,
     KERNELS,
     MMAP_THRESHOLD,
@@ -137,6 +155,7 @@ VARIABLES: tuple[Variable[str] | Variable[int] | Variable[bool], ...] = (
     QUIET,
     KEEP_UNSHARDED,
     NCCL,
+    DEVICES,
 )
 
 

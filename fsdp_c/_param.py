@@ -389,7 +389,8 @@ class FSDPParam(_compat.AccumulatedGradient, _road.RoadParam):
 
     def place(self, local: torch.Tensor) -> torch.Tensor:
         """A copy of a shard in such a place."""
-        data = local.new_zeros(math.prod(self.padded_sharded_param_size))
+        size = math.prod(self.padded_sharded_param_size)
+        data = local.new_zeros(size, pin_memory=local.is_pinned())
         own = data.as_strided(local.size(), strides_for(local.size(), self.memory_order))
         own.copy_(local)
         self._sharded_param_data = data

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_api import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
 from fsdp_c import _comm, _compat, _device, _env, _names, _param, _patches
@@ -43,7 +42,7 @@ def why_torch_everywhere(group: FSDPParamGroup) -> str:
         return "several meshes in one unit"
     if group.post_forward_mesh_info not in (None, mesh_info):
         return "reshard_after_forward is an int"
-    if isinstance(group.offload_policy, CPUOffloadPolicy) and group.offload_policy.pin_memory:
+    if not _device.is_wanted(group) and _device.options_of(group)[1]:
         return "offloading to pinned memory"
     if dist.get_backend(mesh_info.shard_process_group) == "fake":
         return "a fake process group"
@@ -316,10 +315,11 @@ def bind_unit(
                     fsdp_param.copies,
                 )
             )
-        group._bind(shard, index, replicate, rows, flat)
+        group._bind(shard, index, replicate, rows, flat, _device.options_of(group))
         group.keep_storage()
     group._binding = (shard, index, replicate)
     group._bound_rows = [_param_row(p) for p in group.fsdp_params]
+    group.choose_reduce_group()
 
 
 def registrations(fsdp_param: Any) -> list[tuple[nn.Module, str]]:

@@ -164,9 +164,7 @@ class FSDPState(_C.State, _road.RoadState):
         return ""
 
     def _join_core(self, states: list[FSDPState], groups: list[FSDPParamGroup]) -> None:
-        if self._tree is None:
-            for group in groups:
-                group.leave_early_streams()
+        early = [group.leave_early_streams() for group in groups if self._tree is None]
         domains = []
         for group in groups:
             # Units that were unsharded before the first forward have a domain already.
@@ -184,6 +182,8 @@ class FSDPState(_C.State, _road.RoadState):
             state._join(tree, group, False)
         for state in states:
             state._pass_prefetches()
+        for come_back in early:
+            come_back()
 
     def _take_torch_road(self, states: list[Any], groups: list[Any], reason: str) -> None:
         for group in groups:

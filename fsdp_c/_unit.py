@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -178,6 +178,15 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
         super()._set_separate_reduce_scatter_group(enable, new_groups)
         if enable:
             self._separate_group = mesh_info.reduce_scatter_process_group
+        self.choose_reduce_group()
+
+    def choose_reduce_group(self) -> None:
+        """Tells the schedule of a device which process group sums gradients; collective there."""
+        if _device.is_taken(self):
+            assert self._binding is not None
+            process_group = _device.reduce_group(self)
+            _device.connect(self._binding[0].streams, process_group, self.device)
+            self._core_set_reduce_group(str(process_group.group_name))
 
     def take_tree_to_torch(self, reason: str) -> None:
         """From now on torch's implementation runs the whole tree; between two steps only."""
@@ -241,11 +250,27 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
             fsdp_param.sharded_state = ShardedState.SHARDED
         self._sharded_state = ShardedState.SHARDED
 
-    def leave_early_streams(self) -> None:
-        """A unit that was unsharded before the first forward joins the schedule of its tree."""
-        if _device.is_taken(self):
-            self._unbind()
-            self._binding = self._tree = None
+    def leave_early_streams(self) -> Callable[[], None]:
+        """A unit that was unsharded before the first forward joins the schedule of its tree.
+
+        What is returned brings it there as it was.
+        """
+        if not _device.is_taken(self):
+            return lambda: None
+        is_unsharded, outlasts = self._core_is_unsharded, self._core_outlasts_forward
+        is_asked = is_unsharded or self._core_is_pending
+        self._unbind()
+        self._binding = self._tree = None
+
+        def come_back() -> None:
+            if is_asked:
+                self._core_unshard_async()
+            if is_unsharded:
+                self._core_unshard()
+            if outlasts:
+                self._core_outlast_forward()
+
+        return come_back
 
     def keep_storage(self) -> None:
         """Passes on whether the memory of a parameter is to stay over reshards: then all of it."""

@@ -84,6 +84,62 @@ def test_replicas(rank: int, n_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("by_torch", [False, True])
+@on_ranks(4)
+def test_offload(rank: int, n_ranks: int, by_torch: bool) -> None:
+    """Shards and gradients stay on the host; hooks and later additions find them there."""
+
+    def drop_one(side: Side) -> None:
+        next(iter(side.shards.values())).grad = None
+
+    def step_in_backward(side: Side) -> None:
+        param = next(iter(side.model.blocks[1].parameters()))
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        param.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+
+    policy = torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=False)
+    mesh = cached_mesh((2, 2), ("replicate", "shard"))
+    with _device.on_cpu(by_torch):
+        pair = Pair(Net, shard_blocks(mesh=mesh, offload_policy=policy))
+        pair.step(data(rank))
+        pair.eval_forward(data(rank, 1))
+        for step in (2, 3):
+            pair.forward(data(rank, step))
+            pair.backward()
+        pair.do(drop_one, "one gradient less")
+        pair.step(data(rank, 4), set_to_none=False)
+        pair.do(step_in_backward, "hook")
+        pair.step(data(rank, 5))
+        assert is_on_device(pair)
+
+
+@on_ranks(2)
+def test_separate_group_of_reductions(rank: int, n_ranks: int) -> None:
+    """set_separate_reduce_scatter_group, before the first forward and after it."""
+    if not hasattr(fsdp_c.FSDPModule, "set_separate_reduce_scatter_group"):
+        pytest.skip("this torch has no such method")
+
+    def separate(is_enabled: bool) -> Any:
+        return lambda side: side.model.set_separate_reduce_scatter_group(is_enabled)
+
+    def n_reductions(group: Any) -> int:
+        before = group._get_sequence_number_for_group()
+        pair.step(data(rank))
+        return group._get_sequence_number_for_group() - before
+
+    with _device.on_cpu():
+        pair = Pair(Net, shard_blocks())
+        pair.do(separate(True), "on")
+        unit = next(groups_of(pair.ours.model))
+        group = unit.mesh_info.reduce_scatter_process_group
+        assert n_reductions(group) == 4  # three blocks and the root
+        pair.do(separate(False), "off")
+        assert n_reductions(group) == 0
+        pair.do(separate(True), "on again")
+        assert n_reductions(group) == 4
+        assert is_on_device(pair)
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
 @on_ranks(2)
 def test_mixed_precision_and_other_dims(rank: int, n_ranks: int, by_torch: bool) -> None:
     """Also as accelerators do it, by torch's operators."""
@@ -123,6 +179,8 @@ def test_exceptions_and_units_unsharded_by_hand(rank: int, n_ranks: int) -> None
     with _device.on_cpu():
         pair = Pair(Net, shard_blocks())
         pair.do(unshard, "before the first forward")
+        pair.eval_forward(data(rank, 2))
+        pair.do(unshard, "by hand")
         pair.do(lambda side: side.model.blocks[0].reshard(), "reshard")
         pair.step(data(rank))
         fail_in_backward(pair.ours)
@@ -172,3 +230,31 @@ def test_prefetches(rank: int, n_ranks: int) -> None:
         model.reshard()
         assert gathers_before(model, model.blocks[0], infer) == alone + 2
         assert is_on_device(pair)
+
+
+@on_ranks(2)
+def test_units_asked_for_before_the_first_forward(rank: int, n_ranks: int) -> None:
+    """They come along when the tree gets its schedule, also those that no forward uses."""
+
+    class OneOfThree(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[0](x)
+
+    def ask(side: Side) -> None:
+        side.kept = side.model.blocks[1].unshard(async_op=True)
+        side.model.blocks[2].unshard()
+
+    def wait(side: Side) -> None:
+        side.kept.wait()
+
+    with _device.on_cpu():
+        pair = Pair(OneOfThree, shard_blocks())
+        pair.do(ask, "ask")
+        pair.both(lambda side: side.model(torch.ones(2, 6)).sum().detach(), "forward")
+        pair.do(wait, "wait")
+        assert is_on_device(pair)
+        assert pair.ours.model.blocks[2].weight.shape == (6, 6)

@@ -13,7 +13,8 @@ BY_NAME = {variable.name: variable for variable in _env.VARIABLES}
 
 
 def shown(default: object) -> str:
-    return str(int(default) if isinstance(default, bool) else default) or "empty"
+    text = ",".join(default) if isinstance(default, tuple) else default
+    return str(int(text) if isinstance(text, bool) else text) or "empty"
 
 
 def test_readme_lists_every_variable():
@@ -46,6 +47,9 @@ def test_value_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch):
     for text, strict in (("1", True), ("0", False)):
         monkeypatch.setenv("FSDP_C_STRICT", text)
         assert _env.is_strict() is strict
+    for text, devices in (("cuda", ("cuda",)), ("CPU, cuda", ("cpu", "cuda"))):
+        monkeypatch.setenv("FSDP_C_DEVICES", text)
+        assert _env.DEVICES.get() == devices
 
 
 @pytest.mark.parametrize("name", BY_NAME)

@@ -7,7 +7,6 @@
 #include "bind/tensors.h"
 #include "device/host/moves.h"
 
-#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -161,25 +160,18 @@ at::Tensor memory_at(c10::Device device, const void *memory, at::IntArrayRef siz
         .make_tensor();
 }
 
-// Pinned host memory, or the device's.
-c10::Device home_of(const Accelerator *self, const void *memory)
-{
-    const bool is_host =
-        self->has_streams() &&
-        at::globalContext().getAcceleratorHooksInterface(self->device.type()).isPinnedPtr(memory);
-    return is_host ? c10::Device(c10::kCPU) : self->device;
-}
-
 fc_status accelerator_copy(fc_device *device, fc_stream *stream, fc_label label, void *to,
-                           const void *from, size_t bytes)
+                           const void *from, size_t bytes, fc_way way)
 {
     const Accelerator *self = accelerator(device);
+    const c10::Device host(c10::kCPU);
     return attempt(label, [&] {
         const c10::StreamGuard guard(torch_stream(stream));
         const at::NoGradGuard no_grad;
         const auto n = static_cast<int64_t>(bytes);
-        memory_at(home_of(self, to), to, {n}, {1}, at::kByte)
-            .copy_(memory_at(home_of(self, from), from, {n}, {1}, at::kByte), true);
+        memory_at(way == FC_TO_HOST ? host : self->device, to, {n}, {1}, at::kByte)
+            .copy_(memory_at(way == FC_TO_DEVICE ? host : self->device, from, {n}, {1}, at::kByte),
+                   /*non_blocking=*/true);
     });
 }
 

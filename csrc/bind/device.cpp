@@ -6,6 +6,7 @@
 #include "bind/unit.h"
 #include "device/host/host.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -106,23 +107,60 @@ double pre_divisor_of(fc_dtype reduce, double divisor)
 
 } // namespace
 
-DeviceUnit::DeviceUnit(Streams *streams, const fc_layout *layout, const char *name,
-                       const DeviceComms &comms)
-    : streams_(streams), layout_(layout), has_replicas_(comms.replicas != nullptr),
-      shards_(layout->n_params), full_(layout->n_params), types_(layout->n_params)
+DeviceOptions::DeviceOptions(PyObject *options)
 {
-    fc_schedule_unit_options options = {};
-    options.name = name;
-    options.layout = layout;
-    options.gather = options.reduce = comms.shards;
-    options.replicas = comms.replicas;
-    options.pre_divisor = options.divisor = 1; // given with the gradients
-    check(fc_schedule_add(streams->schedule(), &options, &unit_));
+    if (!PyArg_ParseTuple(options, "pp", &is_offloaded, &is_pinned)) {
+        throw_python();
+    }
+}
+
+DeviceUnit::DeviceUnit(Streams *streams, const fc_layout *layout, const char *name,
+                       const DeviceComms &comms, const DeviceOptions &options)
+    : streams_(streams), layout_(layout), has_replicas_(comms.replicas != nullptr),
+      options_(options), shards_(layout->n_params), full_(layout->n_params),
+      types_(layout->n_params)
+{
+    fc_schedule_unit_options plan = {};
+    plan.name = name;
+    plan.layout = layout;
+    plan.gather = plan.reduce = comms.shards;
+    plan.replicas = comms.replicas;
+    plan.is_offloaded = options.is_offloaded != 0;
+    plan.pre_divisor = plan.divisor = 1; // given with the gradients
+    check(fc_schedule_add(streams->schedule(), &plan, &unit_));
 }
 
 DeviceUnit::~DeviceUnit()
 {
     fc_schedule_remove(unit_);
+}
+
+at::Tensor DeviceUnit::make_buffer(size_t bytes) const
+{
+    const auto size = static_cast<int64_t>(bytes);
+    const at::TensorOptions options = at::dtype(at::kByte);
+    if (options_.is_offloaded) {
+        return at::empty({size}, options.pinned_memory(options_.is_pinned != 0));
+    }
+    const c10::StreamGuard guard(streams_->reducing());
+    return at::empty({size}, options.device(streams_->device()));
+}
+
+void DeviceUnit::await_gradients() const
+{
+    if (options_.is_offloaded) {
+        check(fc_schedule_await_gradients(streams_->schedule()));
+    }
+}
+
+GradientScope::GradientScope(const DeviceUnit &unit) : guard_(unit.finishing())
+{
+    unit.await_gradients();
+}
+
+void DeviceUnit::set_reduce_group(const std::string &group)
+{
+    fc_schedule_set_reduce(unit_, streams_->collectives().find(group));
 }
 
 void DeviceUnit::set_shards(const std::vector<Param> &params)
@@ -148,6 +186,9 @@ void *DeviceUnit::take(bool is_in_phase, bool in_backward)
     check(!is_in_phase  ? fc_schedule_unshard(unit_, &full)
           : in_backward ? fc_schedule_pre_backward(unit_, &full)
                         : fc_schedule_pre_forward(unit_, &full));
+    if (!is_in_phase) { // nothing tells of the end of what began here
+        check(fc_schedule_await_shards(streams_->schedule()));
+    }
     return full;
 }
 

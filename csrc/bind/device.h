@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
 
 #include <deque>
 #include <memory>
@@ -32,9 +33,8 @@ public:
     c10::Device device() const { return device_; }
     fc_schedule *schedule() const { return schedule_; }
     Collectives &collectives() { return collectives_; }
-    // Where a unit's gradients are finished.
-    c10::Stream finishing(bool has_replicas) const { return streams_[has_replicas ? 3 : 2]; }
     c10::Stream reducing() const { return streams_[2]; }
+    c10::Stream all_reducing() const { return streams_[3]; }
 
     // A forward begins in the current stream: shards may be read behind what is in it. Raises if
     // something is wrong with another rank.
@@ -64,17 +64,33 @@ struct DeviceComms {
     fc_device_comm *shards = nullptr, *replicas = nullptr; // without replicas: null
 };
 
+// What a unit's plan says of its device.
+struct DeviceOptions {
+    // (is offloaded, is pinned)
+    explicit DeviceOptions(PyObject *options);
+
+    int is_offloaded = 0; // shards and their gradients are host memory
+    int is_pinned = 0;
+};
+
 // One unit in the schedule of its tree.
 class DeviceUnit {
 public:
     DeviceUnit(Streams *streams, const fc_layout *layout, const char *name,
-               const DeviceComms &comms);
+               const DeviceComms &comms, const DeviceOptions &options);
     ~DeviceUnit();
     DeviceUnit(const DeviceUnit &) = delete;
     DeviceUnit &operator=(const DeviceUnit &) = delete;
 
-    const Streams &streams() const { return *streams_; }
-    bool has_replicas() const { return has_replicas_; }
+    // Where gradients are finished.
+    c10::Stream finishing() const
+    {
+        return has_replicas_ ? streams_->all_reducing() : streams_->reducing();
+    }
+    // For reduced gradients: bytes where the shards are.
+    at::Tensor make_buffer(size_t bytes) const;
+    // Gradients that are on their way to the host are there.
+    void await_gradients() const;
     void set_shards(const std::vector<Param> &params);
     // Begins to gather; outside of a phase behind what the current stream does now.
     void start(bool is_in_phase);
@@ -87,6 +103,8 @@ public:
     void note_forward() { check(fc_schedule_note_forward(unit_)); }
     // Whom to gather behind this one's gather; of the same tree.
     void set_prefetch(bool in_backward, const std::vector<DeviceUnit *> &units);
+    // Sums over the unit's ranks are those of this process group, which is connected, from now on.
+    void set_reduce_group(const std::string &group);
     void drop_gradients() { fc_schedule_drop_gradients(unit_); }
     // Full gradients, undefined ones: none. The sum, divided, goes to `out`; held without it.
     void post(const std::vector<at::Tensor> &grads, double divisor, void *out, bool accumulate);
@@ -96,9 +114,20 @@ private:
     const fc_layout *layout_;
     fc_schedule_unit *unit_ = nullptr; // owned
     bool has_replicas_;
+    DeviceOptions options_;
     uint64_t gathered_at_ = 0;
     std::vector<const void *> shards_, full_;
     std::vector<fc_dtype> types_;
+};
+
+// What runs in this scope uses a unit's reduced gradients: in the stream that writes them, and on
+// the host if they go there.
+class GradientScope {
+public:
+    explicit GradientScope(const DeviceUnit &unit);
+
+private:
+    c10::StreamGuard guard_;
 };
 
 } // namespace fc

@@ -77,7 +77,7 @@ void Unit::add_apart(const std::vector<at::Tensor> &grads, const std::vector<siz
     device_->post(grads, options.divisor, sums.mutable_data_ptr(), false);
     make_gradients(false);
     at::NoGradGuard no_grad;
-    const c10::StreamGuard guard(device_->streams().finishing(device_->has_replicas()));
+    const GradientScope scope(*device_);
     for (size_t i : present) {
         Param &p = params_[i];
         const auto item = static_cast<int64_t>(c10::elementSize(p.grad_type));

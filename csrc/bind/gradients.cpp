@@ -62,12 +62,7 @@ bool Gradient::is_free() const
 
 at::Tensor Unit::make_grad_buffer(size_t bytes) const
 {
-    if (device_ == nullptr) {
-        return page_buffer(bytes);
-    }
-    const c10::StreamGuard guard(device_->streams().reducing());
-    return at::empty({static_cast<int64_t>(bytes)},
-                     at::dtype(at::kByte).device(device_->streams().device()));
+    return device_ != nullptr ? device_->make_buffer(bytes) : page_buffer(bytes);
 }
 
 bool Unit::can_share_flat() const
@@ -148,9 +143,9 @@ void Unit::after_write(size_t index, const ReduceOptions &options)
         return;
     }
     at::NoGradGuard no_grad;
-    std::optional<c10::StreamGuard> guard;
-    if (device_ != nullptr) { // behind what writes the gradient
-        guard.emplace(device_->streams().finishing(device_->has_replicas()));
+    std::optional<GradientScope> scope;
+    if (device_ != nullptr) {
+        scope.emplace(*device_);
     }
     (*torch::autograd::impl::post_acc_grad_hooks(p.sharded_tensor()))(p.sharded_tensor());
 }

@@ -96,19 +96,19 @@ void group_dealloc(PyObject *self)
     free_object(self);
 }
 
-// _bind(domain, index, replicate_domain or None, rows, flat)
+// _bind(domain, index, replicate_domain or None, rows, flat, on_device)
 PyObject *group_bind(PyObject *self, PyObject *args)
 {
     return guarded([&]() -> PyObject * {
-        PyObject *domain, *replicate, *rows, *flat;
+        PyObject *domain, *replicate, *rows, *flat, *on_device;
         Py_ssize_t index;
-        if (!PyArg_ParseTuple(args, "OnOO!O", &domain, &index, &replicate, &PyList_Type, &rows,
-                              &flat)) {
+        if (!PyArg_ParseTuple(args, "OnOO!OO!", &domain, &index, &replicate, &PyList_Type, &rows,
+                              &flat, &PyTuple_Type, &on_device)) {
             return nullptr;
         }
         auto *group = as<GroupObject>(self);
         auto unit = std::make_unique<Unit>(domain, static_cast<size_t>(index), replicate, rows,
-                                           tensor_of(flat));
+                                           tensor_of(flat), on_device);
         unbind(group);
         group->unit = unit.release();
         fc_unit_set_owner(group->unit->shard_lane(), group);
@@ -250,6 +250,20 @@ PyObject *group_set_prefetch(PyObject *self, PyObject *args)
     });
 }
 
+// _core_set_reduce_group(name of a process group)
+PyObject *group_set_reduce_group(PyObject *self, PyObject *arg)
+{
+    return with_unit(self, [&](Unit *unit) {
+        const char *name = PyUnicode_AsUTF8(arg);
+        if (name == nullptr) {
+            throw_python();
+        }
+        if (unit->device() != nullptr) {
+            unit->device()->set_reduce_group(name);
+        }
+    });
+}
+
 PyObject *group_is_bound(PyObject *self, void *)
 {
     return PyBool_FromLong(as<GroupObject>(self)->unit != nullptr);
@@ -351,7 +365,8 @@ PyGetSetDef group_properties[] = {
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyMethodDef group_methods[] = {
-    {"_bind", group_bind, METH_VARARGS, "_bind(domain, index, replicate_domain, rows, flat)"},
+    {"_bind", group_bind, METH_VARARGS,
+     "_bind(domain, index, replicate_domain, rows, flat, on_device)"},
     {"_unbind", group_unbind, METH_NOARGS, "Reshards and leaves the core."},
     {"_core_unshard_async", group_unshard_async, METH_NOARGS,
      "Gathers; registration is left to _core_unshard."},
@@ -366,6 +381,8 @@ PyMethodDef group_methods[] = {
     {"_core_set_held", group_set_held, METH_VARARGS, "(index, tensor or None)"},
     {"_core_set_prefetch", group_set_prefetch, METH_VARARGS,
      "(in_backward, groups): whom to gather behind this one on a device."},
+    {"_core_set_reduce_group", group_set_reduce_group, METH_O,
+     "(name): the process group that sums gradients on a device."},
     {"_core_release_gradients", group_release, METH_NOARGS,
      "Forgets gradients that are kept for reuse."},
     {"_core_release_sums", group_release_sums, METH_NOARGS,

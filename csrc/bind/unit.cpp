@@ -105,7 +105,7 @@ bool Param::is_in_place() const
 }
 
 Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject *rows,
-           const at::Tensor &flat)
+           const at::Tensor &flat, PyObject *on_device)
     : domain_object_(Ref::borrow(domain)), domain_(domain_of(domain)),
       shard_(fc_domain_unit(domain_, index)), storage_(flat.storage().unsafeGetStorageImpl()),
       bytes_(fc_unit_layout(shard_)->full_bytes), replicate_domain_(nullptr), replicate_(nullptr),
@@ -147,7 +147,8 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
         const DeviceComms comms = {domain_device_comm(domain),
                                    replicate_ != nullptr ? domain_device_comm(replicate_domain)
                                                          : nullptr};
-        device_ = std::make_unique<DeviceUnit>(streams, layout, fc_unit_name(shard_), comms);
+        device_ = std::make_unique<DeviceUnit>(streams, layout, fc_unit_name(shard_), comms,
+                                               DeviceOptions(on_device));
         device_->set_shards(params_);
     }
     shard_versions_.resize(params_.size());

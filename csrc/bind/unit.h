@@ -106,9 +106,9 @@ struct Traffic {
 class alignas(FC_CACHE_LINE) Unit {
 public:
     // rows: one per parameter, see fsdp_c/_unit.py; flat: owns the storage that the unsharded
-    // parameters are views of.
+    // parameters are views of; on_device: see DeviceOptions.
     Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject *rows,
-         const at::Tensor &flat);
+         const at::Tensor &flat, PyObject *on_device);
     ~Unit();
     Unit(const Unit &) = delete;
     Unit &operator=(const Unit &) = delete;

@@ -47,6 +47,13 @@ typedef struct fc_move {
     bool accumulate;
 } fc_move;
 
+/* Where a copy goes. Host memory is pinned, or the calling thread may wait for the copy. */
+typedef enum fc_way {
+    FC_ON_DEVICE,
+    FC_TO_DEVICE,
+    FC_TO_HOST
+} fc_way;
+
 /* One all-gather of several: every rank's `bytes` at `from` become its part of `to`, in rank order.
  * `from` may be that part. */
 typedef struct fc_gather {
@@ -70,9 +77,8 @@ typedef struct fc_device_ops {
     /* Holds up the calling thread. */
     FC_MUST_CHECK fc_status (*synchronize)(fc_device *device, fc_event *event);
 
-    /* Between device and pinned host memory, or within one of them. */
     FC_MUST_CHECK fc_status (*copy)(fc_device *device, fc_stream *stream, fc_label label, void *to,
-                                    const void *from, size_t bytes);
+                                    const void *from, size_t bytes, fc_way way);
 
     /* Made once, launched often. Takes the plan over: it is empty afterwards. */
     FC_MUST_CHECK fc_status (*moves_create)(fc_device *device, fc_runs *plan, fc_moves **out);

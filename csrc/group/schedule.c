@@ -49,7 +49,7 @@ static fc_status upload(fc_schedule_unit *unit, void **staging_out)
         if (bytes > 0) {
             FC_TRY(s->ops->copy(s->options.device, s->options.copy_in,
                                 fc_schedule_label(unit, "shards to device"), to, unit->shards[i],
-                                bytes));
+                                bytes, FC_TO_DEVICE));
         }
     }
     return FC_OK;
@@ -84,9 +84,10 @@ static fc_status pack_slice(fc_schedule_unit *unit, fc_stream_slot *slot)
     const fc_layout *l = &unit->post;
 
     FC_TRY(fc_schedule_order(s, FC_ORDER_RESHARDED, s->options.copy_in, unit->kept_event));
-    return s->ops->copy(
-        s->options.device, s->options.copy_in, fc_schedule_label(unit, "pack of slice"),
-        (char *)slot->memory + (size_t)l->rank * l->pack_bytes, unit->kept, l->pack_bytes);
+    return s->ops->copy(s->options.device, s->options.copy_in,
+                        fc_schedule_label(unit, "pack of slice"),
+                        (char *)slot->memory + (size_t)l->rank * l->pack_bytes, unit->kept,
+                        l->pack_bytes, FC_ON_DEVICE);
 }
 
 /* Everything up to the all-gather; the slot's event is behind it. */
@@ -386,19 +387,23 @@ static fc_status await_stream(fc_schedule *s, fc_schedule_wait wait, fc_stream *
     return fc_schedule_host_wait(s, wait, s->event);
 }
 
-/* The host comes after offloaded shards were read and gradients on their way to it are there. */
-static fc_status await_transfers(fc_schedule *s)
+fc_status fc_schedule_await_shards(fc_schedule *s)
 {
     if (s->has_uploads) {
         FC_TRY(await_stream(s, FC_ORDER_HOST_SHARDS, s->options.copy_in));
     }
+    s->has_uploads = false;
+    return FC_OK;
+}
+
+fc_status fc_schedule_await_gradients(fc_schedule *s)
+{
     if (s->has_downloads && s->is_all_reducing) {
         FC_TRY(await_stream(s, FC_ORDER_HOST_GRADIENTS, s->options.all_reduce));
     }
     if (s->has_downloads) {
         FC_TRY(await_stream(s, FC_ORDER_HOST_GRADIENTS, s->options.reduce));
     }
-    s->has_uploads = false;
     s->has_downloads = false;
     return FC_OK;
 }
@@ -418,7 +423,11 @@ static fc_status drop_gathers(fc_schedule *s)
 
 fc_status fc_schedule_end_forward(fc_schedule *s)
 {
-    return s->compute != NULL ? drop_gathers(s) : FC_OK;
+    if (s->compute == NULL) {
+        return FC_OK;
+    }
+    FC_TRY(drop_gathers(s));
+    return fc_schedule_await_shards(s);
 }
 
 static fc_status drop_slots(fc_schedule *s)
@@ -447,7 +456,8 @@ fc_status fc_schedule_end_backward(fc_schedule *s, bool is_last)
     }
     s->n_order = 0;
     FC_TRY(drop_slots(s));
-    FC_TRY(await_transfers(s));
+    FC_TRY(fc_schedule_await_shards(s));
+    FC_TRY(fc_schedule_await_gradients(s));
     s->is_all_reducing = false;
     return FC_OK;
 }

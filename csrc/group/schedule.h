@@ -108,7 +108,7 @@ FC_MUST_CHECK fc_status fc_schedule_post_forward(fc_schedule_unit *unit);
  * by themselves. */
 FC_MUST_CHECK fc_status fc_schedule_note_forward(fc_schedule_unit *unit);
 /* Ends a forward that no backward follows: gathers that nobody used are dropped, and their memory.
- */
+ * The host may write offloaded shards. */
 FC_MUST_CHECK fc_status fc_schedule_end_forward(fc_schedule *schedule);
 FC_MUST_CHECK fc_status fc_schedule_pre_backward(fc_schedule_unit *unit, void **full_out);
 
@@ -140,6 +140,12 @@ FC_MUST_CHECK fc_status fc_schedule_end_backward(fc_schedule *schedule, bool is_
 
 /* ---- beside it ---- */
 
+/* Reductions go through another communicator from the next one on. */
+void fc_schedule_set_reduce(fc_schedule_unit *unit, fc_device_comm *reduce);
+/* The host may read offloaded gradients that were reduced by now. */
+FC_MUST_CHECK fc_status fc_schedule_await_gradients(fc_schedule *schedule);
+/* The host may write offloaded shards that were gathered by now. */
+FC_MUST_CHECK fc_status fc_schedule_await_shards(fc_schedule *schedule);
 /* Outside of an iteration: shards may be read as compute leaves them by now. */
 FC_MUST_CHECK fc_status fc_schedule_read_shards(fc_schedule *schedule, fc_stream *compute);
 /* Outside of forward and backward, inside of an iteration or after fc_schedule_read_shards. */

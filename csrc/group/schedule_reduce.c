@@ -79,14 +79,14 @@ static fc_status finish(fc_schedule_unit *unit, const fc_schedule_grads *grads,
     launch.unit = to;
     if (grads->accumulate) {
         st = s->ops->copy(device, stream, fc_schedule_label(unit, "gradients to device"), to,
-                          grads->out, bytes);
+                          grads->out, bytes, FC_TO_DEVICE);
     }
     if (st == FC_OK) {
         st = fc_schedule_move(unit, stream, "finish", &launch);
     }
     if (st == FC_OK) {
         st = s->ops->copy(device, stream, fc_schedule_label(unit, "gradients to host"), grads->out,
-                          to, bytes);
+                          to, bytes, FC_TO_HOST);
         s->has_downloads = true;
     }
     s->ops->free(device, to);

@@ -246,6 +246,11 @@ void fc_schedule_set_shards(fc_schedule_unit *unit, const void *const *shards)
     unit->shards = shards;
 }
 
+void fc_schedule_set_reduce(fc_schedule_unit *unit, fc_device_comm *reduce)
+{
+    unit->options.reduce = reduce;
+}
+
 fc_status fc_schedule_set_prefetch(fc_schedule_unit *unit, bool in_backward,
                                    fc_schedule_unit *const *units, size_t n_units)
 {

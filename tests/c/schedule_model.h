@@ -40,6 +40,7 @@ typedef struct unit_model {
     fc_param params[PARAMS]; /* the given fields */
     size_t n_params;
     bool is_frozen, is_offloaded;
+    bool is_peeked_at; /* hooks read reduced gradients at once */
     reshard_kind reshard;
     double pre_divisor, divisor;
     bool has_list[2];
@@ -62,8 +63,9 @@ typedef struct micro_model {
 } micro_model;
 
 typedef struct step_model {
-    bool has_eval, ends_eval, gives_event;
-    bool halves; /* after the evaluation somebody halves all shards */
+    bool has_eval, gives_event;
+    int ends_eval; /* 0: nobody says so, 1: as a backward, 2: as a forward alone */
+    bool halves;   /* after the evaluation somebody halves all shards */
     micro_model micros[MICROS];
     int n_micros;
 } step_model;
@@ -81,6 +83,7 @@ typedef struct program {
     bool has_failed;
     bool may_fail;     /* the test looks at the faults itself */
     bool shares_comm;  /* reductions use the communicator of gathers */
+    bool moves_sums;   /* which they do from the second step on */
     bool turns_around; /* the last rank calls its units in another order */
     int n_at_once;     /* collectives on a device; 0: any number */
     fc_status (*wrap)(fc_device *simulated, fc_device **out); /* NULL: units use it as it is */
@@ -123,6 +126,7 @@ static inline void make_unit(program *p, int index)
     u->n_params = 1 + draw(p, PARAMS);
     u->is_frozen = draw(p, 5) == 0;
     u->is_offloaded = draw(p, 4) == 0;
+    u->is_peeked_at = draw(p, 3) == 0;
     u->reshard = (reshard_kind)draw(p, 3);
     u->pre_divisor = draw(p, 3) == 0 ? 2 : 1;
     u->divisor = (double)(p->n_shards * p->n_replicas);
@@ -185,6 +189,7 @@ static inline void make_program(program *p, uint64_t seed)
     p->n_units = 1 + (int)draw(p, UNITS);
     p->n_reduce_inputs = draw(p, 4);
     p->max_gathers = draw(p, 4);
+    p->moves_sums = draw(p, 3) == 0;
     for (i = 0; i < p->n_units; i++) {
         make_unit(p, i);
     }
@@ -193,8 +198,8 @@ static inline void make_program(program *p, uint64_t seed)
         step_model *s = &p->steps[i];
 
         s->has_eval = draw(p, 3) == 0;
-        s->ends_eval = draw(p, 2) == 0;
-        s->halves = s->has_eval && s->ends_eval && draw(p, 2) == 0;
+        s->ends_eval = (int)draw(p, 3);
+        s->halves = s->has_eval && s->ends_eval > 0 && draw(p, 2) == 0;
         s->gives_event = draw(p, 2) == 0;
         s->n_micros = 1 + (int)draw(p, MICROS);
         for (j = 0; j < s->n_micros; j++) {

@@ -155,6 +155,11 @@ static inline fc_status post_backward(worker *w, grad_key k, const micro_model *
     }
     given.out = out;
     FC_TRY(fc_schedule_post_backward(d->unit, &given, &is_reduced));
+    if (is_reduced && u->is_offloaded && u->is_peeked_at) {
+        FC_TRY(fc_schedule_await_gradients(w->schedule));
+        fc_sim_host_access(w->device, label(w, k.unit, "hook"),
+                           (fc_sim_range){out, d->layout.grad_bytes, false});
+    }
     for (i = 0; i < PARAMS; i++) {
         w->ops->free(w->device, grads[i]);
     }
@@ -319,8 +324,9 @@ static inline fc_status evaluate(worker *w, int step)
 
     FC_TRY(fc_schedule_begin(w->schedule, w->compute, NULL));
     FC_TRY(forward(w, step, &s->micros[0], true));
-    if (s->ends_eval) {
-        FC_TRY(fc_schedule_end_backward(w->schedule, true));
+    if (s->ends_eval > 0) {
+        FC_TRY(s->ends_eval == 1 ? fc_schedule_end_backward(w->schedule, true)
+                                 : fc_schedule_end_forward(w->schedule));
     }
     for (unit = 0; s->halves && unit < w->p->n_units; unit++) {
         FC_TRY(change_shards(w, unit));
@@ -349,11 +355,14 @@ static inline bool is_all_sharded(const program *p, int step)
 
 static inline fc_status train(worker *w)
 {
-    int step, micro;
+    int step, micro, unit;
 
     for (step = 0; step < w->p->n_steps; step++) {
         const step_model *s = &w->p->steps[step];
 
+        for (unit = 0; w->p->moves_sums && step == 1 && unit < w->p->n_units; unit++) {
+            fc_schedule_set_reduce(w->units[unit].unit, w->p->gather[w->rank]);
+        }
         if (s->has_eval) {
             FC_TRY(evaluate(w, step));
         }

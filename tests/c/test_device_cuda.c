@@ -61,13 +61,15 @@ static int run_stream_wait_event(void *stream, void *event, unsigned flags)
 
 static int run_copy_async(void *to, const void *from, size_t bytes, int kind, void *stream)
 {
-    CHECK_EQ(kind, 4);
-    return error_of(current->ops->copy(current, stream, cuda_label, to, from, bytes));
+    fc_way way = kind == 1 ? FC_TO_DEVICE : kind == 2 ? FC_TO_HOST : FC_ON_DEVICE;
+
+    CHECK(kind >= 1 && kind <= 3);
+    return error_of(current->ops->copy(current, stream, cuda_label, to, from, bytes, way));
 }
 
 static int run_copy(void *to, const void *from, size_t bytes, int kind)
 {
-    CHECK_EQ(kind, 4);
+    CHECK_EQ(kind, 1);
     memcpy(to, from, bytes);
     return 0;
 }

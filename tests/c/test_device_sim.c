@@ -65,7 +65,17 @@ static void chain(bench *x, fc_stream *first, fc_stream *second)
 
 static void copy(bench *x, fc_stream *stream, const char *what, float *to, const float *from)
 {
-    MUST(x->ops->copy(x->device, stream, label(what), to, from, BYTES));
+    MUST(x->ops->copy(x->device, stream, label(what), to, from, BYTES, FC_ON_DEVICE));
+}
+
+static void copy_down(bench *x, const char *what, void *to, const float *from)
+{
+    MUST(x->ops->copy(x->device, x->a, label(what), to, from, BYTES, FC_TO_HOST));
+}
+
+static void copy_up(bench *x, const char *what, float *to, const void *from)
+{
+    MUST(x->ops->copy(x->device, x->a, label(what), to, from, BYTES, FC_TO_DEVICE));
 }
 
 typedef struct fill_args {
@@ -231,20 +241,25 @@ static void test_host_accesses(void)
 
     MUST(fc_sim_host_alloc(x.device, label("pinned"), BYTES, &host));
     set(&x, x.a, "set", device, 1);
-    copy(&x, x.a, "down", host, device);
+    copy_down(&x, "down", host, device);
     read_on_host(&x, host);
     CHECK_EQ(fc_sim_faults(x.sim), 1);
     CHECK_HAS(fc_sim_fault(x.sim, 0), "'look' of 'unit' on stream 'host' reads");
     finish(&x);
     read_on_host(&x, host);
-    copy(&x, x.a, "up", device, host);
+    copy_up(&x, "up", device, host);
     fc_sim_host_access(x.device, label("change"), (fc_sim_range){host, BYTES, true});
     CHECK_EQ(fc_sim_faults(x.sim), 2);
     CHECK_HAS(fc_sim_fault(x.sim, 1), "'up' of 'unit' on stream 'a' reads");
     finish(&x);
     fc_sim_host_access(x.device, label("change"), (fc_sim_range){host, BYTES, true});
-    x.ops->free(x.device, host);
     CHECK_EQ(fc_sim_faults(x.sim), 2);
+    copy_up(&x, "stay", device, device);
+    CHECK_EQ(fc_sim_faults(x.sim), 3);
+    CHECK_HAS(fc_sim_fault(x.sim, 2), "'stay' of 'unit' goes another way than it says");
+    finish(&x);
+    x.ops->free(x.device, host);
+    CHECK_EQ(fc_sim_faults(x.sim), 3);
     bench_destroy(&x);
 }
 

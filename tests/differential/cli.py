@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import os
 import time
 from dataclasses import dataclass, field
 
@@ -20,11 +21,13 @@ class Result:
     n_lines: int = 0
     failures: dict[int, Failure] = field(default_factory=dict)
     ends: collections.Counter[str] = field(default_factory=collections.Counter)
+    roads: collections.Counter[str] = field(default_factory=collections.Counter)
 
     def add(self, other: "Result") -> None:
         self.n_lines += other.n_lines
         self.failures.update(other.failures)
         self.ends.update(other.ends)
+        self.roads.update(other.roads)
 
 
 def run(seeds: list[int], world: int, fault: str = "", chunk: int = CHUNK) -> Result:
@@ -51,6 +54,7 @@ def run_some(seeds: list[int], world: int, fault: str, result: Result) -> int:
     n_done = min(report.n_programs for report in reports)
     result.n_lines += reports[0].n_lines
     result.ends.update(reports[0].ends)
+    result.roads.update(reports[0].roads)
     failures = [failure for report in reports for failure in report.failures]
     for failure in failures:
         result.failures.setdefault(failure.seed, failure)
@@ -85,8 +89,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=parse_seeds, default=range(100), help="N or FIRST:LAST")
     parser.add_argument("--ranks", type=int, help="ranks of all seeds; default: 1 to 4, by seed")
     parser.add_argument("--fault", default="", help="a mistake to plant; see faults.py")
+    parser.add_argument("--device", action="store_true", help="by the road of devices, on the CPU")
     parser.add_argument("--show", type=int, default=1, help="how many failures to make small")
     options = parser.parse_args(arguments)
+    if options.device:
+        os.environ["FSDP_C_DEVICES"] = "cpu"  # the ranks have it from here
     start = time.monotonic()
     worlds = {options.ranks: list(options.seeds)} if options.ranks else by_world(options.seeds)
     total = Result()
@@ -112,5 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     for reason, count in total.ends.most_common():
         print(f"{count:4} ended with {reason}")
+    for road, count in total.roads.most_common():
+        print(f"{count:4} ran on {road}")
     harness.stop()
     return 1 if total.failures else 0

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fsdp_c
 from differential import faults, nets
 from differential.generate import make_program
 from differential.program import Program
@@ -45,6 +46,8 @@ class Report:
     n_lines: int = 0
     # Programs that ended early because both sides raised the same, by exception.
     ends: list[str] = field(default_factory=list)
+    # What ran fsdp_c's model of each program at its end.
+    roads: list[str] = field(default_factory=list)
 
 
 class Counting(TorchDispatchMode):
@@ -197,7 +200,15 @@ def run_program(rank: int, program: Program, report: Report, fault: str = "") ->
         elif ends:
             report.ends.append(ends)
         if is_over(failure is not None or bool(ends), program.world):
-            return
+            break
+    report.roads.append(road_of(ours.names["model"]) if "model" in ours.names else "no model")
+
+
+def road_of(model: nn.Module) -> str:
+    """What runs the units of a model, as `explain` says it; of the first one."""
+    if not any(isinstance(module, torch_fsdp.FSDPModule) for module in model.modules()):
+        return "no units"
+    return fsdp_c.explain(model).units[0].road
 
 
 def is_over(mine: bool, world: int) -> bool:

@@ -6,7 +6,10 @@
 
 #define EVENT_WITHOUT_TIMING 2 /* cudaEventDisableTiming */
 #define NOT_READY 600          /* cudaErrorNotReady */
-#define COPY_DEFAULT 4         /* cudaMemcpyDefault: the addresses tell where they are */
+/* cudaMemcpyKind */
+#define COPY_TO_DEVICE 1
+#define COPY_TO_HOST 2
+#define COPY_ON_DEVICE 3
 
 typedef struct cuda_device {
     fc_device base;
@@ -124,11 +127,14 @@ static fc_status synchronize(fc_device *device, fc_event *event)
 /* ---- copies and moves ---- */
 
 static fc_status copy(fc_device *device, fc_stream *stream, fc_label label, void *to,
-                      const void *from, size_t bytes)
+                      const void *from, size_t bytes, fc_way way)
 {
+    static const int kinds[] = {[FC_TO_DEVICE] = COPY_TO_DEVICE,
+                                [FC_TO_HOST] = COPY_TO_HOST,
+                                [FC_ON_DEVICE] = COPY_ON_DEVICE};
     cuda_device *d = cuda(device);
 
-    return check(d, d->runtime.copy_async(to, from, bytes, COPY_DEFAULT, stream), "cudaMemcpyAsync",
+    return check(d, d->runtime.copy_async(to, from, bytes, kinds[way], stream), "cudaMemcpyAsync",
                  label);
 }
 
@@ -144,7 +150,7 @@ static fc_status upload(cuda_device *d, const fc_runs *plan, fc_run **out)
         return FC_OK;
     }
     FC_TRY(check(d, d->runtime.alloc(&runs, bytes), "cudaMalloc", (fc_label){"a unit", "plan"}));
-    st = check(d, d->runtime.copy(runs, plan->runs, bytes, COPY_DEFAULT), "cudaMemcpy",
+    st = check(d, d->runtime.copy(runs, plan->runs, bytes, COPY_TO_DEVICE), "cudaMemcpy",
                (fc_label){"a unit", "plan"});
     if (st != FC_OK) {
         (void)d->runtime.free(runs);

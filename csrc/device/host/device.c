@@ -73,11 +73,12 @@ static fc_status synchronize(fc_device *device, fc_event *event)
 /* ---- copies and moves ---- */
 
 static fc_status copy(fc_device *device, fc_stream *stream, fc_label label, void *to,
-                      const void *from, size_t bytes)
+                      const void *from, size_t bytes, fc_way way)
 {
     (void)device;
     (void)stream;
     (void)label;
+    (void)way;
     memcpy(to, from, bytes);
     return FC_OK;
 }

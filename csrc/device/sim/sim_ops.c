@@ -178,11 +178,23 @@ fc_status fc_sim_launch(fc_device *device, fc_stream *stream, fc_label label,
     return fc_sim_kernel_enqueue(stream, label, kernel, args, args_bytes);
 }
 
+static bool is_on_host(fc_device *device, const void *memory)
+{
+    const fc_sim_block *block = fc_sim_block_at((fc_sim_rank *)device, memory);
+
+    return block != NULL && block->stream == ((fc_sim_rank *)device)->streams[FC_SIM_HOST];
+}
+
 static fc_status copy(fc_device *device, fc_stream *stream, fc_label label, void *to,
-                      const void *from, size_t bytes)
+                      const void *from, size_t bytes, fc_way way)
 {
     const fc_sim_range ranges[2] = {{from, bytes, false}, {to, bytes, true}};
 
+    if (is_on_host(device, from) != (way == FC_TO_DEVICE) ||
+        is_on_host(device, to) != (way == FC_TO_HOST)) {
+        fc_sim_report(((fc_sim_rank *)device)->sim, "'%s' of '%s' goes another way than it says",
+                      label.what, label.unit);
+    }
     return fc_sim_launch(device, stream, label, ranges, 2, copy_bytes, &(span){to, from, bytes},
                          sizeof(span));
 }
