@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from fsdp1_sides import Side, Sides
 from harness import cached_mesh, implementation, run_ranks
-from models import Net
+from models import Net, Tied
 from parity import EXACT, compare, on_ranks
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -159,6 +159,27 @@ def test_local(rank: int, n_ranks: int) -> None:
         pair.ours.optimizer.step()
         pair.ours.model.load_state_dict(local)
     compare(pair.ours.wholes(False), before, EXACT, "local")
+
+
+@on_ranks(2, 3)
+def test_flat_local_states_of_torch(rank: int, n_ranks: int) -> None:
+    """One flat tensor for each wrapper, aligned or not, comes to the parameters in it."""
+    for is_orig, build in ((True, Net), (False, Net), (False, Tied)):
+        pair = Sides(build)
+        theirs = sides.wrap_blocks(build(), sides.Torchs, use_orig_params=is_orig)
+        with TORCHS.state_dict_type(theirs, FULL):
+            expected = copy.deepcopy(theirs.state_dict())
+        with TORCHS.state_dict_type(theirs, LOCAL), TORCHS.state_dict_type(pair.ours.model, LOCAL):
+            flat = theirs.state_dict()
+            n_flat = sum(name.endswith("_flat_param") for name in flat)
+            assert n_flat == len(pair.ours.model.blocks) + 1
+            pair.ours.model.load_state_dict(flat)
+            wholes = pair.ours.wholes(False)
+            wanted = {name: expected[name] for name in wholes}
+            compare(wholes, wanted, EXACT, f"use_orig_params={is_orig}")
+            flat["blocks.1._flat_param"] = flat["_flat_param"]
+            with pytest.raises(ValueError, match="'blocks.1._flat_param' does not have the"):
+                pair.ours.model.load_state_dict(flat)
 
 
 def through_files(source: Side, target: Side, folder: Path) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.fsdp._flat_param import _get_aligned_numel
 from torch.distributed.tensor import DTensor
 
 from fsdp_c import _load, _pieces
@@ -40,6 +44,45 @@ def local_like(param: DTensor, local: torch.Tensor) -> torch.Tensor:
         shape=param.shape,
         stride=param.stride(),
     )
+
+
+@torch.no_grad()
+def cut_flat(
+    params: Mapping[str, DTensor],
+    flat: Any,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    name: str,
+) -> dict[str, torch.Tensor]:
+    """Shards of the flat parameter that a LOCAL state dict of torch's FSDP1 has. Collective."""
+    names = {param: clean_tensor_name(key) for key, param in params.items()}
+    distinct = list(dict.fromkeys(params.values()))
+    # Under use_orig_params=True each parameter begins at an aligned place, and the end is padded.
+    sizes = [param.numel() for param in distinct]
+    n_flat = flat.size().numel()
+    for align, n_more in ((1, 1), (_get_aligned_numel(flat.dtype), group.size())):
+        starts, end = [], 0
+        for size in sizes:
+            starts.append(-(-end // align) * align)
+            end = starts[-1] + size
+        if isinstance(flat, ShardedTensor) and end <= n_flat < end + n_more:
+            break
+    else:
+        raise ValueError(
+            f"'{name}' does not have the {sum(sizes)} elements of {len(sizes)} parameters that this"
+            " wrapper holds: its model was wrapped in another way. Save a FULL or SHARDED state"
+            " dict there"
+        )
+    whole = torch.zeros(n_flat, dtype=flat.dtype, device=device)
+    for shard in flat.local_shards():
+        (start,), (size,) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+        whole[start : start + size] = shard.tensor
+    dist.all_reduce(whole, group=group)
+    parts = {
+        param: shard_like(param, whole[start : start + size].view(param.shape), names[param])
+        for param, start, size in zip(distinct, starts, sizes, strict=True)
+    }
+    return {key: parts[param] for key, param in params.items()}
 
 
 def _from_sharded(param: DTensor, value: ShardedTensor, name: str) -> torch.Tensor:

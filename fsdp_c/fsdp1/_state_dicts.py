@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp._common_utils import FSDP_PREFIX, clean_tensor_name
+from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _replace_by_prefix
 
@@ -63,14 +64,24 @@ def _buffers_of(wrapper: Any, state_dict: dict[str, Any], prefix: str) -> dict[s
 
 def _before_loading(wrapper: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
     """Called from the outside in: each wrapper names and cuts what it holds itself."""
-    _replace_by_prefix(state_dict, prefix, prefix + FSDP_PREFIX)
     module = wrapper._fsdp_wrapped_module
+    if (flat := state_dict.pop(prefix + FLAT_PARAM, None)) is not None:
+        own = {
+            prefix + name: param
+            for name, param in module.named_parameters(remove_duplicate=False)
+            if FSDP_PREFIX not in name and isinstance(param, DTensor)
+        }
+        name = clean_tensor_name(prefix + FLAT_PARAM)
+        group, device = wrapper.process_group, wrapper.compute_device
+        state_dict |= _convert.cut_flat(own, flat, group, device, name)
+    _replace_by_prefix(state_dict, prefix, prefix + FSDP_PREFIX)
     for name, param in module.named_parameters(remove_duplicate=False):
         key = prefix + FSDP_PREFIX + name
         if FSDP_PREFIX in name or not isinstance(param, DTensor) or key not in state_dict:
             continue
         value = state_dict[key]
-        if wrapper._state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        is_local = wrapper._state_dict_type is StateDictType.LOCAL_STATE_DICT
+        if is_local and not isinstance(value, DTensor):
             state_dict[key] = _convert.local_like(param, value)
         else:
             state_dict[key] = _convert.shard_like(param, value, clean_tensor_name(key))
