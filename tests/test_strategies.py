@@ -211,14 +211,14 @@ def test_what_is_set(rank: int, n_ranks: int) -> None:
     assert model.blocks[2].up.weight is kept and not isinstance(model.stem.weight, DTensor)
 
 
-@on_ranks(2)
+@on_ranks(2, 4)
 def test_rank_0_is_sent_where_ranks_start_unlike(rank: int, n_ranks: int) -> None:
-    for name, sync in (("ddp", None), ("zero3", True)):
+    for name, sync in (("ddp", None), ("zero3", True), ("hybrid", True)):
         torch.manual_seed(rank)
         model = Net()
         first = copy.deepcopy(model).state_dict()
         dist.broadcast_object_list(sent := [first], 0)
-        fsdp_c.shard(model, name, sync=sync)
+        fsdp_c.shard(model, name, mesh=mesh_for(name, n_ranks), sync=sync)
         for key, tensor in model.state_dict().items():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             assert torch.equal(whole, sent[0][key]), key

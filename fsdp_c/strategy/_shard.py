@@ -223,9 +223,9 @@ def _send_states(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter])
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
         if group.size() > 1:
-            source = dist.get_global_rank(group, 0)
+            first = 0  # in the group, whatever its number among all ranks
             _sync_module_states(
-                model, group, _SYNC_BUCKET_BYTES, source, params_and_buffers_to_ignore=names
+                model, group, _SYNC_BUCKET_BYTES, first, params_and_buffers_to_ignore=names
             )
 
 
