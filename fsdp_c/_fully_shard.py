@@ -118,7 +118,7 @@ def _apply(
         post_forward_mesh_info = _fsdp_init._get_post_forward_mesh_info(reshard, mesh_info)
     modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(module))
     managed_modules = _fsdp_init._get_managed_modules(modules, ignored_params)
-    _init.check_params(managed_modules)
+    _init.check_params(modules, managed_modules)
     params, buffers = _init.managed_states(managed_modules, ignored_params)
     _fsdp_init._move_states_to_device(params, buffers, device)
     if device.type == "cpu":

@@ -117,12 +117,19 @@ def offload_for(device: torch.device, policy: OffloadPolicy) -> OffloadPolicy:
     return policy
 
 
-def check_params(managed: Sequence[nn.Module]) -> None:
-    """A parameter that an enclosing call has sharded already cannot be sharded again."""
+def check_params(roots: Sequence[nn.Module], managed: Sequence[nn.Module]) -> None:
+    """A parameter that a call around or beside this one has sharded cannot be sharded again."""
     for module in managed:
         for name, param in module.named_parameters(recurse=False):
             if isinstance(param, DTensor) and (owner := _owner_of(param)) is not None:
                 names = ", ".join(type(member).__mro__[2].__name__ for member in owner)
+                around = {inner for member in owner for inner in member.modules()}
+                if not any(root in around for root in roots):
+                    raise ValueError(
+                        f"module {type(module).__name__} with parameter '{name}' is part of"
+                        f" {names}, which is a unit already, and of {type(roots[0]).__name__}: make"
+                        " it a unit of its own by calling fully_shard on it first"
+                    )
                 raise ValueError(
                     f"parameter '{name}' of {type(module).__name__} is already sharded by the"
                     f" fully_shard call on its enclosing module {names}. Call it bottom-up,"

@@ -361,6 +361,20 @@ def child_after_parent(api: Any, mesh: DeviceMesh) -> Attempt:
     return Attempt(net, lambda: api.fully_shard(net.first, mesh=mesh), lambda: None)
 
 
+@case(ValueError, "Linear with parameter 'weight' is part of Seq.*, and of Seq.*on it first")
+def module_of_two_units(api: Any, mesh: DeviceMesh) -> Attempt:
+    def build() -> nn.Module:
+        shared = nn.Linear(4, 4)
+        return nn.Sequential(nn.Sequential(shared, nn.ReLU()), nn.Sequential(nn.Tanh(), shared))
+
+    right = build()
+    for unit in (right[0][0], *right, right):  # as the text says
+        api.fully_shard(unit, mesh=mesh)
+    net = build()
+    api.fully_shard(net[0], mesh=mesh)
+    return Attempt(net, lambda: api.fully_shard(net[1], mesh=mesh))
+
+
 class HalfExtension(torch.Tensor):
     """A wrapper of a tensor with only one of the two all-gather extension methods."""
 
