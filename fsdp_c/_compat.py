@@ -65,8 +65,6 @@ LAYOUT_FUNCTIONS = {
     )
     if hasattr(_fsdp_param_group, default)
 }
-# Whether torch tells which stream of the device is behind one of its own.
-TELLS_STREAMS = TORCH >= (2, 13)
 # Names of torch.distributed.fsdp that only some versions have.
 OPTIONAL_NAMES = {
     name: getattr(torch.distributed.fsdp, name)

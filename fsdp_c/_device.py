@@ -111,7 +111,13 @@ def connect(streams: _C.Streams, process_group: dist.ProcessGroup, device: torch
 def _may_use_nccl(device: torch.device) -> bool:
     if device.type == "cpu":
         return _by_nccl
-    return device.type == "cuda" and torch.version.hip is None and _compat.TELLS_STREAMS
+    return _is_nvidia(device)
+
+
+def _is_nvidia(device: torch.device) -> bool:
+    """A GPU whose streams can be handed to NVIDIA's libraries."""
+    is_cuda = device.type == "cuda" and torch.version.hip is None
+    return is_cuda and bool(_C.Streams.tells_handles())
 
 
 def ways(group: Any) -> dict[str, str]:
@@ -149,5 +155,5 @@ def streams_for(groups: Sequence[Any], known: _C.Streams | None) -> _C.Streams |
     if known is not None:
         return known
     device = groups[0].device
-    has_kernels = device.type == "cuda" and torch.version.hip is None and _KERNELS.exists()
+    has_kernels = _is_nvidia(device) and _KERNELS.exists()
     return _C.Streams(device, _by_torch, str(_KERNELS) if has_kernels else "")

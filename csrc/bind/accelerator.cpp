@@ -242,8 +242,7 @@ fc_status accelerator_move(fc_device *device, fc_stream *stream, fc_label label,
 {
     const Accelerator *self = accelerator(device);
     const fc_moves *moves = move->moves;
-    void *native = self->kernels != nullptr ? native_stream(torch_stream(stream)) : nullptr;
-    if (self->kernels == nullptr || native == nullptr) {
+    if (self->kernels == nullptr) {
         return attempt(label, [&] {
             const c10::StreamGuard guard(torch_stream(stream));
             const at::NoGradGuard no_grad;
@@ -256,7 +255,7 @@ fc_status accelerator_move(fc_device *device, fc_stream *stream, fc_label label,
     launch.runs =
         moves->runs.defined() ? static_cast<const fc_run *>(moves->runs.const_data_ptr()) : nullptr;
     launch.addresses = move->addresses;
-    launch.stream = native;
+    launch.stream = native_stream(torch_stream(stream));
     const bool is_plain = move->divisor == 1 && !move->accumulate;
     const int error = is_plain ? self->kernels->move(&launch)
                                : self->kernels->finish(&launch, move->divisor, move->accumulate);

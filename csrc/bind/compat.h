@@ -9,6 +9,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/version.h>
 
+#include <dlfcn.h>
+
 #include <string>
 #include <utility>
 
@@ -67,14 +69,40 @@ inline c10::intrusive_ptr<c10d::Work> scatter_sums(c10d::ProcessGroup &group, at
 #endif
 }
 
-// The backend's own handle of a stream; null where torch does not tell.
+#if !FC_TORCH_AT_LEAST(2, 13)
+// Before 2.13 only CUDA's own class of streams tells its handle: a c10::Stream and nothing beside.
+// Null where libc10_cuda is not loaded.
+using StreamTeller = void *(*)(const c10::Stream *);
+
+inline StreamTeller stream_teller()
+{
+    static const auto teller = [] {
+        void *library = dlopen("libc10_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+        void *found =
+            library == nullptr ? nullptr : dlsym(library, "_ZNK3c104cuda10CUDAStream6streamEv");
+        return reinterpret_cast<StreamTeller>(found);
+    }();
+    return teller;
+}
+#endif
+
+// Whether native_stream() can be asked about streams of CUDA.
+inline bool tells_streams()
+{
+#if FC_TORCH_AT_LEAST(2, 13)
+    return true;
+#else
+    return stream_teller() != nullptr;
+#endif
+}
+
+// The backend's own handle of a stream, which is null for CUDA's default stream.
 inline void *native_stream(const c10::Stream &stream)
 {
 #if FC_TORCH_AT_LEAST(2, 13)
     return stream.native_handle();
 #else
-    (void)stream;
-    return nullptr;
+    return stream_teller()(&stream);
 #endif
 }
 

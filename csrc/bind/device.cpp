@@ -2,6 +2,7 @@
 #include "bind/device.h"
 
 #include "bind/accelerator.h"
+#include "bind/compat.h"
 #include "bind/tensors.h"
 #include "bind/unit.h"
 #include "device/host/host.h"
@@ -282,7 +283,14 @@ PyObject *streams_connect(PyObject *self, PyObject *args)
     });
 }
 
+PyObject *streams_tells_handles(PyObject *, PyObject *)
+{
+    return PyBool_FromLong(tells_streams());
+}
+
 PyMethodDef streams_methods[] = {
+    {"tells_handles", streams_tells_handles, METH_NOARGS | METH_STATIC,
+     "tells_handles(): whether streams of CUDA can be handed to kernels and to NCCL."},
     {"connect", streams_connect, METH_VARARGS,
      "connect(group, nccl): who does the collectives of the process group of that name, a NcclGroup"
      " or, with None, the group itself."},
