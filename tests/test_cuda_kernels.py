@@ -12,6 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests" / "gpu"))
 
 import gpu_check  # noqa: E402
+import gpu_ranks  # noqa: E402
+import gpu_train  # noqa: E402
 from gpu_cases import CASES, line  # noqa: E402
 from gpu_kernels import KernelError, Kernels, Side, build_helper  # noqa: E402
 
@@ -69,3 +71,9 @@ def test_benchmark_runs(helper: Path, capsys: pytest.CaptureFixture[str]):
     bench["main"](["--emulate"], helper)
     out = capsys.readouterr().out
     assert out.count("AdamW, float32") == 2 and out.count("unpack, bfloat16, dim 1") == 2
+
+
+def test_training_runs_over_host_memory():
+    """One case of those that a GPU is given, started as there."""
+    env = {"FSDP_C_DEVICES": "cpu", "FSDP_C_QUIET": "1"}
+    assert gpu_ranks.start(gpu_train.__file__, 1, "cpu", "bf16", env=env)

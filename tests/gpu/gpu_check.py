@@ -1,7 +1,8 @@
-"""`make gpu-check`: GPU kernels beside torch, under compute-sanitizer; NCCL; the kernels' speed.
+"""`make gpu-check`: GPU kernels beside torch, under compute-sanitizer; NCCL; training; their speed.
 
-Needs nvcc, gcc and torch; NCCL also a build of the extension. Without a GPU it builds and loads
-everything, says so and fails. `--emulate` runs the same cases over the kernels' bodies on the host.
+Needs nvcc, gcc and torch; NCCL and training also a build of the extension. Without a GPU it builds
+and loads everything, says so and fails. `--emulate` runs the kernels' cases over their bodies on
+the host.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import build_script  # noqa: E402
 import gpu_nccl  # noqa: E402
+import gpu_train  # noqa: E402
 from gpu_cases import CASES  # noqa: E402
 from gpu_kernels import LIBRARY, ROOT, Kernels, build_helper  # noqa: E402
 
@@ -82,6 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         failed = run_sanitizer()
     if not options.cases:
         failed += gpu_nccl.check()
+        failed += gpu_train.check()
     if failed == 0 and not options.cases:
         bench = [sys.executable, "benchmarks/bench_cuda_kernels.py"]
         failed = subprocess.run(bench, cwd=ROOT).returncode

@@ -6,24 +6,13 @@ STORE` is one of them. Needs a build of the extension.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
+import gpu_ranks
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-LIMIT_S = 120
 TWO_RANKS_SINCE = 23003
-# Two ranks share the multiprocessors: few blocks each. NVLink's multicast does not know of them.
-TWO_RANKS = {
-    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MAX_CTAS": "2",
-}
 
 
 def run_rank(rank: int, n_ranks: int, store: str) -> None:
@@ -64,32 +53,9 @@ def check_step(group, stream: torch.cuda.Stream, rank: int, n_ranks: int, step: 
     assert total.tolist() == [n_ranks, n_ranks * (n_ranks - 1) / 2]
 
 
-def start(n_ranks: int, env: dict[str, str]) -> bool:
-    """Whether all ranks passed within the time."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__]
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank), str(n_ranks), str(Path(folder, "store"))],
-                cwd=ROOT,
-                env={**os.environ, **env, "PYTHONPATH": str(ROOT)},
-            )
-            for rank in range(n_ranks)
-        ]
-        try:
-            return all([rank.wait(LIMIT_S) == 0 for rank in ranks])
-        except subprocess.TimeoutExpired:
-            print(f"  not done within {LIMIT_S} s")
-            return False
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-
-
 def check() -> int:
     """How many of the checks failed; says what was left out and why."""
-    sys.path.append(str(ROOT))
+    sys.path.append(str(gpu_ranks.ROOT))
     try:
         from fsdp_c import _nccl
 
@@ -101,12 +67,12 @@ def check() -> int:
         print(f"NCCL was not checked: no GPU is seen here ({library.text})")
         return 0
     failed = 0
-    for n_ranks, env in ((1, {}), (2, TWO_RANKS)):
+    for n_ranks, env in ((1, {}), (2, gpu_ranks.TWO_RANKS)):
         name = f"NCCL with {n_ranks} rank{'s' * (n_ranks > 1)} on one GPU"
         if n_ranks > 1 and library.version < TWO_RANKS_SINCE:
             print(f"{name}: left out, which needs NCCL 2.30.3 ({library.text})")
             continue
-        is_good = start(n_ranks, env)
+        is_good = gpu_ranks.start(__file__, n_ranks, env=env)
         failed += not is_good
         print(f"  {'passed' if is_good else 'FAILED'} {name}")
     return failed
