@@ -167,6 +167,7 @@ BETTER = {
     "not_a_module_in_a_list": "AttributeError",
     "mesh_of_another_type": "AttributeError",
     "child_after_parent": "TypeError",
+    "module_of_two_units": "TypeError",
     "wrong_param_dtype": "",
     "wrong_reduce_dtype": "",
     "wrong_output_dtype": "",
