@@ -73,6 +73,49 @@ def test_blocks_that_differ_are_all_traced(monkeypatch) -> None:
     assert found.flops == (7 + 4) * 2 * 3 * (2 * 3 * 64 * 64)
 
 
+class Twins(nn.Linear):
+    """Two outputs of one call."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        return y.sin(), y.cos()
+
+
+def test_outputs_of_one_call_begin_one_backward() -> None:
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Twins(64, 32), Twins(32, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum(self.b(sum(self.a(x))))
+
+    with torch.device("meta"):
+        model = Pairs()
+    found = _trace.trace_step(
+        model, (torch.zeros(3, 64),), torch.Tensor.sum, [model.a, model.b], _trace.Rules()
+    )
+    for name in "ab":
+        assert found.calls("forward", name) == found.calls("backward", name) == 1
+    moved = fsdp_c.estimate(
+        model, world_size=2, inputs=torch.zeros(3, 64), units=Twins, precision="fp32"
+    )
+    assert {one.kind: one.count for one in moved.traffic} == {"all-gather": 4, "reduce-scatter": 2}
+
+
+def test_small_gradients_wait_for_the_next_unit() -> None:
+    """Up to a size that of one unit is alive with the next one's: no longer, and no more."""
+
+    def peak(lent_bytes: int) -> int:
+        model = chain(4)
+        rules = _trace.Rules(lent_bytes=lent_bytes)
+        x = torch.zeros(2, 256)
+        return _trace.trace_step(model, (x,), torch.Tensor.sum, list(model), rules).peak
+
+    assert peak(MATRIX - 1) == peak(0)
+    assert peak(MATRIX) == peak(10 * MATRIX) == peak(0) + MATRIX
+
+
 def test_flops_and_activations_of_a_chain() -> None:
     """Of products of matrices these are known: 6 per weight and row; the inputs are kept."""
     found = fsdp_c.estimate(
