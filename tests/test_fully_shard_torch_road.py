@@ -110,16 +110,24 @@ def test_hook_of_one_rank_before_the_first_forward(rank: int, n_ranks: int) -> N
     assert (f"on rank {n_ranks - 1}" in reason) == (rank < n_ranks - 1)
 
 
+def after_a_step(rank: int, build: Any = Net) -> Any:
+    """A model with gradients, sharded by blocks; None where torch itself is tested."""
+    fsdp = harness.implementation()
+    if fsdp is torch_fsdp:
+        return None
+    harness.seed_everything(1)
+    model = build()
+    models.shard_blocks(model, fsdp)
+    model(data(rank)).sum().backward()
+    return model
+
+
 @on_ranks(2)
 def test_hook_of_one_rank_between_steps(rank: int, n_ranks: int) -> None:
     """Then the others are in their forward already, and are told at once; so is that rank."""
-    fsdp = harness.implementation()
-    if fsdp is torch_fsdp:
+    model = after_a_step(rank)
+    if model is None:
         return
-    harness.seed_everything(1)
-    model = Net()
-    models.shard_blocks(model, fsdp)
-    model(data(rank)).sum().backward()
     if rank == 0:
         model.blocks[0].set_all_reduce_hook(lambda reduced: None)
         for _ in range(2):
@@ -168,13 +176,9 @@ class Picky(Net):
 @on_ranks(2, 3)
 def test_left_after_one_rank_failed(rank: int, n_ranks: int) -> None:
     """A forward that failed on one rank alone, before all left, does not mean that it goes on."""
-    fsdp = harness.implementation()
-    if fsdp is torch_fsdp:
+    model = after_a_step(rank, Picky)
+    if model is None:
         return
-    harness.seed_everything(1)
-    model = Picky()
-    models.shard_blocks(model, fsdp)
-    model(data(rank)).sum().backward()
     if rank == 0:
         for _ in range(3):
             with pytest.raises(ValueError, match="not a number"):
@@ -186,13 +190,9 @@ def test_left_after_one_rank_failed(rank: int, n_ranks: int) -> None:
 @on_ranks(2)
 def test_each_rank_tries_once_more(rank: int, n_ranks: int) -> None:
     """A call that met the error waits, when it is repeated, for those that still have to leave."""
-    fsdp = harness.implementation()
-    if fsdp is torch_fsdp:
+    model = after_a_step(rank)
+    if model is None:
         return
-    harness.seed_everything(1)
-    model = Net()
-    models.shard_blocks(model, fsdp)
-    model(data(rank)).sum().backward()
     if rank == 0:
         model.blocks[0].set_all_reduce_hook(lambda reduced: None)
     try:
