@@ -164,7 +164,7 @@ class FSDPState(_C.State, _road.RoadState):
         return ""
 
     def _join_core(self, states: list[FSDPState], groups: list[FSDPParamGroup]) -> None:
-        early = [group.leave_early_streams() for group in groups if self._tree is None]
+        early = [] if self._tree is not None else [g.leave_early_streams() for g in groups]
         domains = []
         for group in groups:
             # Units that were unsharded before the first forward have a domain already.
