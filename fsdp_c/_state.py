@@ -152,15 +152,23 @@ class FSDPState(_C.State, _road.RoadState):
         for group in groups:
             if not group._is_bound and (reason := _plan.why_torch_everywhere(group)):
                 return f"unit {_plan.unit_name(group)}: {reason}"
-        return _plan.agreed_reason(groups, self._why_torch_here(groups))
+        return _plan.agreed_reason(groups, self._why_torch_here(states, groups))
 
-    def _why_torch_here(self, groups: list[Any]) -> str:
-        if reason := _patches.replaced():
+    def _why_torch_here(self, states: list[Any], groups: list[Any]) -> str:
+        if reason := self._what_was_replaced(states):
             return reason
         for group in groups:
             reason = group.left_because or ("" if group._is_bound else _plan.why_torch_here(group))
             if reason:
                 return f"unit {_plan.unit_name(group)}: {reason}"
+        return ""
+
+    def _what_was_replaced(self, states: list[Any]) -> str:
+        if reason := _patches.replaced():
+            return reason
+        for state in states:
+            if reason := _patches.replaced_on(state):
+                return f"state of {type(state._modules[0]).__name__}: {reason}"
         return ""
 
     def _join_core(self, states: list[FSDPState], groups: list[FSDPParamGroup]) -> None:
@@ -200,10 +208,12 @@ class FSDPState(_C.State, _road.RoadState):
                 state._join(None, None, True)
 
     def _leave_replaced(self) -> None:
-        """Called by a forward that finds a function of torch's implementation replaced."""
+        """Called by a forward, after a function of torch's implementation was replaced."""
         assert self._tree is not None
-        reason = _patches.replaced()
         states = list(self._tree.states)
+        reason = self._what_was_replaced(states)
+        if not reason:  # it was put back
+            return
         groups = [group for state in states for group in state._fsdp_param_groups]
         self._take_torch_road(states, groups, reason)
         _status.note(states[0], reason)
@@ -256,12 +266,10 @@ class FSDPState(_C.State, _road.RoadState):
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self._tree is None and not self._on_torch_road:
-            self._choose_road()
-        if self._tree is None:
-            self._refuse_if_offloaded()
-            return super()._pre_forward(module, args, kwargs)
-        return self._enter(args, kwargs)
+        if self._takes_core():
+            return self._enter(args, kwargs)
+        self._refuse_if_offloaded()
+        return super()._pre_forward(module, args, kwargs)
 
     def _post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
         if self._tree is None:
@@ -351,3 +359,6 @@ class FSDPState(_C.State, _road.RoadState):
     def _cast_any_output(self, value: Any) -> Any:
         cast = functools.partial(_cast_fp_tensor, self._mp_policy.output_dtype)
         return _containers.apply_to_tensors(cast, value)
+
+
+_patches.watch(FSDPState, _patches.STATE_METHODS)

@@ -459,3 +459,6 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
         elif _compat.RESET_DROPS_GRADIENTS:  # the core drops those that were not reduced
             for fsdp_param in self.fsdp_params:
                 fsdp_param.sharded_param.grad = None
+
+
+_patches.watch(FSDPParamGroup, _patches.GROUP_METHODS)

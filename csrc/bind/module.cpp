@@ -33,8 +33,9 @@ static PyMethodDef functions[] = {
     {"close", fc_close, METH_NOARGS,
      "close(): from now on other threads than the main one stay out of the interpreter, which "
      "ends."},
-    {"watch_functions", fc_watch_functions, METH_O,
-     "watch_functions([(owner, name, function)]): trees leave the core when one is replaced."},
+    {"watch_functions", fc_watch_functions, METH_VARARGS,
+     "watch_functions([(owner, name, function)], names): trees leave the core when one of the "
+     "functions is replaced, or one of the names on a state."},
     {"call_directly", fc_call_directly, METH_O,
      "call_directly(cls): modules of it run their unit's hooks around forward in C."},
     {"nccl_open", fc_nccl_open_library, METH_VARARGS,

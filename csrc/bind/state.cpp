@@ -640,7 +640,9 @@ bool is_ours(StateObject *state)
     if (state->tree == nullptr && !state->on_torch_road) {
         checked(PyObject_CallMethod(self, "_choose_road", nullptr));
     } else if (state->tree != nullptr && state->tree->iteration_root == nullptr &&
-               functions_replaced() && tree_is_between_steps(state->tree)) {
+               (state->tree->is_replaced || functions_replaced()) &&
+               tree_is_between_steps(state->tree)) {
+        state->tree->is_replaced = false;
         checked(PyObject_CallMethod(self, "_leave_replaced", nullptr));
     }
     return state->tree != nullptr;
@@ -677,6 +679,11 @@ PyObject *state_hook_post_forward(PyObject *self, PyObject *const *a, Py_ssize_t
 }
 
 namespace {
+
+PyObject *state_takes_core(PyObject *self, PyObject *)
+{
+    return guarded([&]() -> PyObject * { return PyBool_FromLong(is_ours(as<StateObject>(self))); });
+}
 
 // (args, kwargs) -> (args, kwargs); a whole pass, whatever the members of a grouped unit do
 PyObject *state_enter(PyObject *self, PyObject *const *a, Py_ssize_t n)
@@ -731,6 +738,16 @@ int state_set_training(PyObject *self, PyObject *value, void *)
     return 0;
 }
 
+// Who replaces a method of a state is noticed by the next forward of its tree.
+int state_setattro(PyObject *self, PyObject *name, PyObject *value)
+{
+    auto *state = as<StateObject>(self);
+    if (state->tree != nullptr && is_watched_on_states(name)) {
+        state->tree->is_replaced = true;
+    }
+    return PyObject_GenericSetAttr(self, name, value);
+}
+
 PyGetSetDef state_properties[] = {
     {"_training", state_get_training, state_set_training, "TrainingState, as its index", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
@@ -743,6 +760,8 @@ PyMethodDef state_methods[] = {
      "The forward pre-hook: (module, args, kwargs) -> None or (args, kwargs)."},
     {"_hook_post_forward", fastcall<StateObject>(state_hook_post_forward), METH_FASTCALL,
      "The forward hook: (module, args, output) -> output."},
+    {"_takes_core", state_takes_core, METH_NOARGS,
+     "Whether the core runs the forward that begins; chooses the road if need be."},
     {"_enter", fastcall<StateObject>(state_enter), METH_FASTCALL,
      "(args, kwargs) -> (args, kwargs)"},
     {"_leave", state_leave, METH_O, "(output) -> output"},
@@ -755,6 +774,7 @@ PyType_Slot state_slots[] = {
     {Py_tp_dealloc, reinterpret_cast<void *>(state_dealloc)},
     {Py_tp_traverse, reinterpret_cast<void *>(state_traverse)},
     {Py_tp_clear, reinterpret_cast<void *>(state_clear)},
+    {Py_tp_setattro, reinterpret_cast<void *>(state_setattro)},
     {Py_tp_members, state_members},
     {Py_tp_getset, state_properties},
     {Py_tp_methods, state_methods},

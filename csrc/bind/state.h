@@ -76,6 +76,7 @@ struct TreeObject {
     bool has_grouped;            // some state has several modules
     bool publishes;              // some unit's shards are not where peers read them
     bool defers_hooks;           // some group does, in this phase
+    bool is_replaced;            // a method of one of the states was, since set-up
 };
 
 GroupObject *group_of(PyObject *object); // borrowed; TypeError as an exception

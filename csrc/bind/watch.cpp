@@ -9,12 +9,57 @@ namespace fc {
 
 namespace {
 
-struct Watched {
-    Ref owner, name, function;
+struct Function {
+    Ref name, value;
+};
+
+// A class or module.
+struct Owner {
+    Ref object;
+    // Of a class when all its functions were found in place: the interpreter gives it another one
+    // when it or a base is changed. 0: not known.
+    unsigned version;
+    std::vector<Function> functions;
 };
 
 // Never freed: the interpreter may be gone when static objects are.
-std::vector<Watched> *watched = nullptr;
+struct Watched {
+    std::vector<Owner> owners;
+    Ref state_names; // a frozenset
+};
+Watched *watched = nullptr;
+
+unsigned version_of(PyObject *object)
+{
+    return PyType_Check(object) ? reinterpret_cast<PyTypeObject *>(object)->tp_version_tag : 0;
+}
+
+bool is_in_place(Owner &owner)
+{
+    if (owner.version != 0 && owner.version == version_of(owner.object.get())) {
+        return true;
+    }
+    for (const Function &row : owner.functions) {
+        const Ref found = Ref::take(PyObject_GetAttr(owner.object.get(), row.name.get()));
+        if (found.get() != row.value.get()) {
+            PyErr_Clear();
+            return false;
+        }
+    }
+    owner.version = version_of(owner.object.get());
+    return true;
+}
+
+Owner &owner_of(std::vector<Owner> &owners, PyObject *object)
+{
+    for (Owner &owner : owners) {
+        if (owner.object.get() == object) {
+            return owner;
+        }
+    }
+    owners.push_back({Ref::borrow(object), 0, {}});
+    return owners.back();
+}
 
 } // namespace
 
@@ -23,33 +68,40 @@ bool functions_replaced()
     if (watched == nullptr) {
         return false;
     }
-    for (const Watched &row : *watched) {
-        const Ref found = Ref::take(PyObject_GetAttr(row.owner.get(), row.name.get()));
-        if (found.get() != row.function.get()) {
-            PyErr_Clear();
+    for (Owner &owner : watched->owners) {
+        if (!is_in_place(owner)) {
             return true;
         }
     }
     return false;
 }
 
+bool is_watched_on_states(PyObject *name)
+{
+    return watched != nullptr && PySet_Contains(watched->state_names.get(), name) == 1;
+}
+
 } // namespace fc
 
-PyObject *fc_watch_functions(PyObject *, PyObject *rows)
+PyObject *fc_watch_functions(PyObject *, PyObject *args)
 {
     return fc::guarded([&]() -> PyObject * {
+        PyObject *rows, *state_names;
+        if (!PyArg_ParseTuple(args, "OO!", &rows, &PyFrozenSet_Type, &state_names)) {
+            return nullptr;
+        }
         const fc::Ref all = fc::checked(PySequence_Fast(rows, "expected a list"));
-        std::vector<fc::Watched> found;
+        fc::Watched found = {{}, fc::Ref::borrow(state_names)};
         for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(all.get()); i++) {
             PyObject *owner, *name, *function;
             if (!PyArg_ParseTuple(PySequence_Fast_GET_ITEM(all.get(), i), "OUO", &owner, &name,
                                   &function)) {
                 return nullptr;
             }
-            found.push_back(
-                {fc::Ref::borrow(owner), fc::Ref::borrow(name), fc::Ref::borrow(function)});
+            fc::owner_of(found.owners, owner)
+                .functions.push_back({fc::Ref::borrow(name), fc::Ref::borrow(function)});
         }
-        delete std::exchange(fc::watched, new std::vector<fc::Watched>(std::move(found)));
+        delete std::exchange(fc::watched, new fc::Watched(std::move(found)));
         Py_RETURN_NONE;
     });
 }

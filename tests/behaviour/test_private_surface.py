@@ -4,6 +4,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import harness
 import models
@@ -270,6 +271,59 @@ def test_ps2_ps22_ps23_methods_replaced_on_one_unit(rank: int, n_ranks: int) -> 
 
     seen = agree(see)
     assert set(seen[0]) == set(seen[2]) == set(METHODS)
+
+
+@on_ranks(2)
+def test_ps2_ps17_ps18_methods_replaced_on_one_state(rank: int, n_ranks: int) -> None:
+    """Of the root or a state below it; what was put back leaves the tree where it is."""
+    names = ("_pre_backward", "_root_post_backward_final_callback")
+
+    def see(fsdp: Any) -> Any:
+        seen = []
+        for n_before in (0, 1):
+            for name in names:
+                model = sharded(fsdp)
+                parameters = shards(model)
+                for step in range(n_before):
+                    backward(model, data(rank, step))
+                    model.reshard()
+                root, below = (unit._get_fsdp_state() for unit in (model, model.blocks[1]))
+                with mock.patch.object(below, name):
+                    pass
+                backward(model, data(rank, 1))
+                model.reshard()
+                assert not is_ours(fsdp) or runs_on_core(model)
+                with replaced((root, name), (below, name)) as calls:
+                    backward(model, data(rank, 2))
+                    seen.append(list(calls))
+                backward(model, data(rank, 3))
+                seen.append(gradients(parameters))
+                assert not runs_on_core(model)
+        return seen
+
+    seen = agree(see)
+    assert [len(calls) for calls in seen[::2]] == [2, 1] * 2
+
+
+@on_ranks(1)
+def test_ps2_methods_replaced_on_the_classes_of_objects(rank: int, n_ranks: int) -> None:
+    """Not on torch's classes, which tools may not know of; noticed again after being put back."""
+
+    def see(fsdp: Any) -> Any:
+        seen = []
+        state_of = torch_fsdp.FSDPModule._get_fsdp_state
+        for of, name in ((state_of, "_pre_backward"), *[(group_of, "post_backward")] * 2):
+            model = sharded(fsdp)
+            backward(model, data(rank))
+            model.reshard()
+            assert not is_ours(fsdp) or runs_on_core(model)
+            with replaced((type(of(model)), name)) as calls:
+                backward(model, data(rank, 1))
+                seen.append(list(calls))
+            assert not runs_on_core(model)
+        return seen
+
+    assert [len(calls) for calls in agree(see)] == [4, 4, 4]
 
 
 @on_ranks(2)
