@@ -79,7 +79,7 @@ def save_shards(
         "extra": extra,
     }
     text = json.dumps(manifest)  # what cannot be written is found before anything is
-    _files.write(folder / _file_name(number, rank), own)
+    _files.write(folder / _file_name(number, rank), own, checksums=True)
     _commit(folder, group, text, number)
 
 
@@ -230,27 +230,30 @@ def load_shards(
     optimizer: torch.optim.Optimizer | None = None,
     strict: bool = True,
     cast: bool = False,
+    verify: bool = True,
 ) -> tuple[_load.IncompatibleKeys, Any]:
     """Reads a dump of `save_shards` into this rank's shards, at any world size and on any mesh.
 
     Files are mapped; a rank reads the parts that overlap its own. Nothing is written before
-    everything is known to fit. Local: no collective.
+    everything is known to fit and to be undamaged. Local: no collective.
 
     Args:
         model: as for `load_full`.
         optimizer: made over the model's sharded parameters; gets the saved state and options.
         strict, cast: as for `load_full`.
+        verify: compares the checksums of the parts that it reads, about a second per GB.
 
     Returns:
         ``((missing_keys, unexpected_keys), extra)``.
 
     Raises:
         RuntimeError: names, shapes or dtypes that do not fit, all of them in one message.
-        ValueError: no complete dump is there, or it has no state for the optimizer.
+        ValueError: no complete dump is there, a part of it is damaged, or it has no state for the
+            optimizer.
     """
     folder = Path(folder)
     manifest = _read_manifest(folder)
-    stored = dict(_stored(folder, manifest))
+    stored = dict(_stored(folder, manifest, verify))
     weights = {name: value for name, value in stored.items() if not _is_of_optimizer(name)}
     weights |= {alias: weights[name] for alias, name in manifest["names"].items()}
     install: Callable[[], None] | None = None
@@ -266,13 +269,25 @@ def _is_of_optimizer(name: str) -> bool:
     return name.startswith("optimizer/")
 
 
-def _stored(folder: Path, manifest: dict[str, Any]) -> Iterator[tuple[str, _load.Stored]]:
+def _stored(
+    folder: Path, manifest: dict[str, Any], verify: bool
+) -> Iterator[tuple[str, _load.Stored]]:
     files: dict[str, dict[str, _files.Entry]] = {}
+    looked_at: set[tuple[str, str]] = set()
 
     def get(file: str, key: str) -> torch.Tensor:
         if file not in files:
             files[file] = _files.read(folder / file)
-        return files[file][key].tensor()
+        entry = files[file][key]
+        if verify and (file, key) not in looked_at:
+            if not entry.is_intact:
+                raise ValueError(
+                    f"{folder / file} is damaged: the bytes of '{key}' are not those that were"
+                    " written. Nothing was loaded; take another dump, or read what is there with"
+                    " verify=False"
+                )
+            looked_at.add((file, key))
+        return entry.tensor()
 
     for name, entry in manifest["tensors"].items():
         pieces = [
@@ -306,10 +321,14 @@ def _prepared(
             "load_shards: the optimizer has other groups of parameters than the one that was saved:"
             f" {_sizes(groups)}, saved {_sizes([g['params'] for g in saved['groups']])}"
         )
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for name, param in zip(sum(groups, []), params, strict=True):
+        for key in saved["state"].get(name, ()):
+            if source := stored.get(_key(name, key)):
+                _load.look_at(_target_of(param, source, "meta"), source)
 
     def install() -> None:
         state = optimizer.state_dict()
-        params = [p for group in optimizer.param_groups for p in group["params"]]
         state["state"] = {
             index: {
                 key: _restored(_key(name, key), value, param, stored)
@@ -340,10 +359,13 @@ def _option(value: Any, like: Any) -> Any:
 def _restored(key: str, value: Any, param: torch.Tensor, stored: dict[str, _load.Stored]) -> Any:
     if key not in stored:
         return value
-    source = stored[key]
-    if isinstance(param, DTensor) and source.shape == tuple(param.shape):
-        target = torch.empty_like(param, dtype=source.dtype, requires_grad=False)
-    else:
-        target = torch.empty(source.shape, dtype=source.dtype)
-    _load.copy_into(target, source)
+    target = _target_of(param, stored[key], "cpu")
+    _load.copy_into(target, stored[key])
     return target
+
+
+def _target_of(param: torch.Tensor, source: _load.Stored, device: str) -> torch.Tensor:
+    """A state of the parameter's shape is sharded as that is, any other is whole."""
+    if isinstance(param, DTensor) and source.shape == tuple(param.shape):
+        return torch.empty_like(param, dtype=source.dtype, device=device, requires_grad=False)
+    return torch.empty(source.shape, dtype=source.dtype, device=device)

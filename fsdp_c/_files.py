@@ -7,9 +7,11 @@ the disk only the pages that they look at.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +39,7 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
+_CRC = "crc32/"  # in the metadata, before a tensor's name
 _HEADER_MAX = 100_000_000  # the format's own limit
 _ALIGN = 64
 
@@ -48,6 +51,12 @@ class Entry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     _bytes: torch.Tensor  # of the mapping
+    _crc: str | None = None  # None: its writer noted none
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the bytes are those that were written; reads them all."""
+        return self._crc in (None, _crc_of(self._bytes))
 
     def tensor(self) -> torch.Tensor:
         """The tensor, which shows the file: only what is used of it is read."""
@@ -70,12 +79,22 @@ def read(path: str | os.PathLike[str]) -> dict[str, Entry]:
         except ValueError:
             raise ValueError(f"{path} is not a safetensors file: its header is no JSON") from None
     data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[8 + length :]
+    notes = header.pop(_METADATA, {})
     return {
-        name: _entry(path, name, about, data) for name, about in header.items() if name != _METADATA
+        name: _entry(path, name, about, data, notes.get(_CRC + name))
+        for name, about in header.items()
     }
 
 
-def _entry(path: Path, name: str, about: dict[str, Any], data: torch.Tensor) -> Entry:
+def _crc_of(data: torch.Tensor) -> str:
+    """Of a tensor of bytes: 8 digits."""
+    memory = (ctypes.c_char * data.numel()).from_address(data.data_ptr()) if data.numel() else b""
+    return f"{zlib.crc32(memory):08x}"
+
+
+def _entry(
+    path: Path, name: str, about: dict[str, Any], data: torch.Tensor, crc: str | None
+) -> Entry:
     dtype = DTYPES.get(about["dtype"])
     begin, end = about["data_offsets"]
     if dtype is None:
@@ -84,14 +103,16 @@ def _entry(path: Path, name: str, about: dict[str, Any], data: torch.Tensor) -> 
         raise ValueError(f"{path} is cut off: tensor '{name}' lies behind its end")
     if end - begin != math.prod(about["shape"]) * dtype.itemsize:
         raise ValueError(f"{path}: tensor '{name}' has not the bytes of its shape")
-    return Entry(tuple(about["shape"]), dtype, data[begin:end])
+    return Entry(tuple(about["shape"]), dtype, data[begin:end], crc)
 
 
-def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write(path: Path, tensors: Mapping[str, torch.Tensor], *, checksums: bool = False) -> None:
     """Writes CPU tensors and brings them to the disk; needs no memory for copies."""
     # The largest elements first: so each lies at a multiple of its size, and there are no holes.
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
-    header: dict[str, Any] = {}
+    # Placeholders, as long as what replaces them when the bytes are known.
+    crcs = {_CRC + name: "0" * 8 for name in tensors} if checksums else {}
+    header: dict[str, Any] = {_METADATA: crcs}
     at = 0
     for name, tensor in tensors.items():
         n_bytes = tensor.numel() * tensor.itemsize
@@ -101,17 +122,18 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
             "data_offsets": [at, at + n_bytes],
         }
         at += n_bytes
-    text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGN)
-    size = 8 + len(text) + at
+    length = len(json.dumps(header))
+    length += -(8 + length) % _ALIGN
+    size = 8 + length + at
     with path.open("w+b") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, not a signal
+        data = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)[8 + length :]
+        for name, tensor in tensors.items():
+            part = data[slice(*header[name]["data_offsets"])]
+            part.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            if checksums:
+                crcs[_CRC + name] = _crc_of(part)
+        del data
+        file.write(length.to_bytes(8, "little") + json.dumps(header).encode().ljust(length))
         file.flush()
-        if at:
-            os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, not a signal
-            data = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-            for name, tensor in tensors.items():
-                begin, end = (8 + len(text) + offset for offset in header[name]["data_offsets"])
-                data[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            del data
         os.fsync(file.fileno())

@@ -132,6 +132,8 @@ def fill(
             + "; ".join([*faults[:_SHOWN], *(["..."] if len(faults) > _SHOWN else [])])
         )
     for tensor, source in pairs:
+        look_at(tensor, source)
+    for tensor, source in pairs:
         copy_into(tensor, source)
     return IncompatibleKeys(missing, unexpected)
 
@@ -165,6 +167,14 @@ def _own_box(tensor: torch.Tensor) -> _pieces.Box:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part itself, outside of autograd; of a plain tensor all of it."""
     return _pieces.local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def look_at(target: torch.Tensor, source: Stored) -> None:
+    """Fetches what `copy_into` will use: what cannot be read raises before anything is written."""
+    own = _own_box(target)
+    for box, get in source.pieces:
+        if _pieces.overlap(own, box) is not None:
+            get()
 
 
 def copy_into(target: torch.Tensor, source: Stored) -> None:

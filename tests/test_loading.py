@@ -395,6 +395,33 @@ def test_dump_refuses(tmp_path: Path) -> None:
     assert torch.equal(again.param_groups[0]["lr"], torch.tensor(0.1))
 
 
+def test_damaged_dump(tmp_path: Path) -> None:
+    """A flipped bit in a weight or in the optimizer's state is found before anything is written."""
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    fsdp_c.save_shards(model, tmp_path, optimizer=optimizer)
+    fsdp_c.load_shards(model, tmp_path, optimizer=optimizer)
+    (path,) = tmp_path.glob("*.safetensors")
+    whole = path.read_bytes()
+    header = int.from_bytes(whole[:8], "little")
+    places = json.loads(whole[8 : 8 + header])
+    for name in ("weight", "optimizer/bias/momentum_buffer"):
+        damaged = bytearray(whole)
+        damaged[8 + header + places[f"{name}#0"]["data_offsets"][0]] ^= 64
+        path.write_bytes(damaged)
+        with torch.no_grad():
+            model.weight.fill_(7)
+        momentum = optimizer.state[model.bias]["momentum_buffer"].clone()
+        with pytest.raises(ValueError, match=f"{path.name} is damaged.*'{name}#0'"):
+            fsdp_c.load_shards(model, tmp_path, optimizer=optimizer)
+        assert (model.weight == 7).all()
+        assert torch.equal(optimizer.state[model.bias]["momentum_buffer"], momentum)
+        fsdp_c.load_shards(model, tmp_path, optimizer=optimizer, verify=False)
+        assert not (model.weight == 7).any()
+
+
 def test_parts_of_each_rank() -> None:
     """As torch cuts: uneven, empty, over two dims of a mesh."""
     for size in range(8):
