@@ -44,7 +44,7 @@ C_SOURCES = {
         "callback nccl_board nccl_collectives nccl_group nccl_library nccl_paths nccl_wait "
         "nccl_window process shm shm_region shm_segment shm_wait transport"
     ),
-    "csrc/comm": "comm mapped message step",
+    "csrc/comm": "comm mapped message pieces step",
     "csrc/group": (
         "domain exchange layout layout_runs schedule schedule_moves schedule_reduce "
         "schedule_setup schedule_slots slots unit waits"

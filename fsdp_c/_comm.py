@@ -360,6 +360,20 @@ class Communicator:
         """
         self._open().all_to_all(output, input, counts)
 
+    def exchange(
+        self,
+        received: list[list[torch.Tensor]],
+        sent: list[list[torch.Tensor]],
+        counts: Sequence[Sequence[int]],
+        itemsize: int,
+    ) -> None:
+        """The same between lists of tensors, one list for each rank, of any strides.
+
+        The elements of ``sent[r]``, in the order of the list and of each tensor's indices, become
+        those of ``received[this rank]`` on rank r. `counts` is in elements of `itemsize` bytes.
+        """
+        self._open().exchange(received, sent, counts, itemsize)
+
     def all_agree(self, is_true: bool) -> bool:
         """Whether it is true on all ranks."""
         return self._open().all_agree(is_true)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,9 @@ from fsdp_c import _buckets, _comm, _pieces
 # What a plan depends on: size, dtype and placements.
 _Row = tuple[tuple[int, ...], torch.dtype, tuple[Placement, ...]]
 
+_Table = tuple[tuple[int, ...], ...]  # elements from rank (row) to another rank
+_Lists = list[list[torch.Tensor]]
+
 
 @dataclass(frozen=True)
 class _Bucket:
@@ -25,8 +29,8 @@ class _Bucket:
 
     dtype: torch.dtype
     members: tuple[int, ...]
-    to_owner: tuple[tuple[int, ...], ...]  # elements from rank (row) to another rank
-    from_owner: tuple[tuple[int, ...], ...]
+    to_owner: _Table
+    from_owner: _Table
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,6 @@ def _make_plan(
         for member in members:
             owner = owners[member]
             for rank, box in enumerate(boxes[member]):
-                if rank == owner:
-                    continue  # copied where it is
                 back[owner][rank] += _pieces.box_numel(box)
                 if rank in sources[member]:
                     there[rank][owner] += _pieces.box_numel(box)
@@ -268,26 +270,17 @@ def _gather(
     locals_: Sequence[torch.Tensor],
     wholes: Sequence[torch.Tensor | None],
 ) -> None:
-    own, others = group.rank(), _others(group)
-
-    def sent() -> Iterator[torch.Tensor]:
-        for owner in others:
-            for member in bucket.members:
-                if plan.owners[member] == owner and own in plan.sources[member]:
-                    yield locals_[member]
-
-    def received() -> Iterator[torch.Tensor]:
-        for rank in others:
-            for member in bucket.members:
-                whole = wholes[member]
-                if whole is not None and rank in plan.sources[member]:
-                    yield whole[plan.boxes[member][rank]]
-
+    own, ranks = group.rank(), range(group.size())
+    sent: _Lists = [[] for _ in ranks]
+    received: _Lists = [[] for _ in ranks]
     for member in bucket.members:
-        whole = wholes[member]
-        if whole is not None and own in plan.sources[member]:
-            whole[plan.boxes[member][own]].copy_(locals_[member])
-    _exchange(group, bucket.to_owner, bucket, locals_, sent, received)
+        sources, whole = plan.sources[member], wholes[member]
+        if own in sources:
+            sent[plan.owners[member]].append(locals_[member])
+        if whole is not None:
+            for rank in sources:
+                received[rank].append(whole[plan.boxes[member][rank]])
+    _exchange(group, bucket.to_owner, locals_[bucket.members[0]], sent, received)
 
 
 def _scatter(
@@ -297,55 +290,43 @@ def _scatter(
     locals_: Sequence[torch.Tensor],
     wholes: Sequence[torch.Tensor | None],
 ) -> None:
-    own, others = group.rank(), _others(group)
-
-    def sent() -> Iterator[torch.Tensor]:
-        for rank in others:
-            for member in bucket.members:
-                whole = wholes[member]
-                if whole is not None:
-                    yield whole[plan.boxes[member][rank]]
-
-    def received() -> Iterator[torch.Tensor]:
-        for owner in others:
-            for member in bucket.members:
-                if plan.owners[member] == owner:
-                    yield locals_[member]
-
-    _exchange(group, bucket.from_owner, bucket, locals_, sent, received)
+    ranks = range(group.size())
+    sent: _Lists = [[] for _ in ranks]
+    received: _Lists = [[] for _ in ranks]
     for member in bucket.members:
-        whole = wholes[member]
+        local, whole = locals_[member], wholes[member]
+        received[plan.owners[member]].append(local)
         if whole is not None:
-            locals_[member].copy_(whole[plan.boxes[member][own]])
-
-
-def _others(group: dist.ProcessGroup) -> list[int]:
-    return [rank for rank in range(group.size()) if rank != group.rank()]
+            whole = whole.to(local.device, local.dtype).resolve_conj().resolve_neg()
+            for rank in ranks:
+                sent[rank].append(whole[plan.boxes[member][rank]])
+    _exchange(group, bucket.from_owner, locals_[bucket.members[0]], sent, received)
 
 
 def _exchange(
     group: dist.ProcessGroup,
-    counts: tuple[tuple[int, ...], ...],
-    bucket: _Bucket,
-    locals_: Sequence[torch.Tensor],
-    sent: Callable[[], Iterator[torch.Tensor]],
-    received: Callable[[], Iterator[torch.Tensor]],
+    counts: _Table,
+    like: torch.Tensor,
+    sent: _Lists,
+    received: _Lists,
 ) -> None:
-    """One collective: packs what is sent, unpacks what is received."""
+    """One collective, of tensors like the given one, in lists by rank."""
+    if like.is_cpu:
+        _comm.communicator_for(group).exchange(received, sent, counts, like.itemsize)
+        return
     own = group.rank()
-    device = locals_[bucket.members[0]].device
     taken = [row[own] for row in counts]
-    packed = torch.empty(sum(counts[own]), dtype=bucket.dtype, device=device)
-    arrived = torch.empty(sum(taken), dtype=bucket.dtype, device=device)
+    packed, arrived = like.new_empty(sum(counts[own])), like.new_empty(sum(taken))
+    for flat, part in _cut(packed, sent):
+        flat.copy_(part)
+    dist.all_to_all_single(arrived, packed, taken, list(counts[own]), group=group)
+    for flat, part in _cut(arrived, received):
+        part.copy_(flat)
+
+
+def _cut(flat: torch.Tensor, lists: _Lists) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Parts of a flat tensor, each with the tensor whose elements it holds."""
     at = 0
-    for part in sent():
-        packed[at : at + part.numel()].view(part.shape).copy_(part)
-        at += part.numel()
-    if device.type == "cpu":
-        _comm.communicator_for(group).all_to_all(arrived, packed, counts)
-    else:
-        dist.all_to_all_single(arrived, packed, taken, list(counts[own]), group=group)
-    at = 0
-    for part in received():
-        part.copy_(arrived[at : at + part.numel()].view(part.shape))
+    for part in itertools.chain.from_iterable(lists):
+        yield flat[at : at + part.numel()].view(part.shape), part
         at += part.numel()

@@ -112,6 +112,48 @@ def test_shapes():
     run_ranks(check_shapes, 2)
 
 
+def check_lists(rank, n_ranks):
+    """Lists of tensors of any strides: rows, columns, every other, transposed, none, one number."""
+
+    def parts(base):
+        return [base[0, :2], base[1, :, 1:3], base[:, ::2, 1], base[1].T, base[:0], base[0, 0, 0]]
+
+    n_sent = sum(part.numel() for part in parts(torch.empty(2, 4, 3)))
+    for kind in ("shm", "callback"):
+        with make_communicator(kind) as comm:
+            wholes = [
+                torch.arange(24.0).view(2, 4, 3) + 100 * rank + 10 * r for r in range(n_ranks)
+            ]
+            targets = [torch.full((2, 4, 3), -1.0) for _ in range(n_ranks)]
+            flat = [torch.empty(n_sent) for _ in range(n_ranks)]
+            counts = [[n_sent] * n_ranks] * n_ranks
+            comm.exchange([[f[:7], f[7:]] for f in flat], [parts(w) for w in wholes], counts, 4)
+            for r, received in enumerate(flat):
+                sent = torch.arange(24.0).view(2, 4, 3) + 100 * r + 10 * rank
+                assert torch.equal(received, torch.cat([part.flatten() for part in parts(sent)]))
+            versions = [target._version for target in targets]
+            comm.exchange([parts(t) for t in targets], [[f] for f in flat], counts, 4)
+            for r, target in enumerate(targets):
+                assert target._version > versions[r]
+                written = torch.full((2, 4, 3), -1.0)  # what went to rank r comes back
+                for to, part in zip(parts(written), parts(wholes[r]), strict=True):
+                    to.copy_(part)
+                assert torch.equal(target, written)
+            for lists, text in [
+                ([[]], "2 lists of tensors"),
+                ([1, 2], "list of lists"),
+                ([[torch.ones(3, device="meta")], []], "CPU tensor"),
+                ([[torch.ones(3)], []], "12 bytes to rank 0 and 12 from it, by the table"),
+            ]:
+                with pytest.raises(ValueError, match=text):
+                    comm.exchange(lists, lists, [[2, 0], [0, 0]], 4)
+            comm.barrier()
+
+
+def test_lists():
+    run_ranks(check_lists, 2)
+
+
 def check_arguments(rank, n_ranks):
     with make_communicator("shm") as comm:
         good = torch.zeros(4 * n_ranks)

@@ -53,19 +53,19 @@ def sharded(mesh: DeviceMesh) -> list[DTensor]:
 def counted() -> Iterator[list[int]]:
     """The bytes that go to other ranks in each collective of this rank's communicators."""
     calls: list[int] = []
-    inner = fsdp_c.Communicator.all_to_all
+    inner = fsdp_c.Communicator.exchange
 
-    def count(self: Any, output: Any, input: Any, counts: Any) -> None:
+    def count(self: Any, received: Any, sent: Any, counts: Any, itemsize: int) -> None:
         rank = self._comm.transport.rank
         numel = sum(n for to, n in enumerate(counts[rank]) if to != rank)
-        calls.append(numel * input.itemsize)
-        inner(self, output, input, counts)
+        calls.append(numel * itemsize)
+        inner(self, received, sent, counts, itemsize)
 
-    fsdp_c.Communicator.all_to_all = count  # type: ignore[method-assign]
+    fsdp_c.Communicator.exchange = count  # type: ignore[method-assign]
     try:
         yield calls
     finally:
-        fsdp_c.Communicator.all_to_all = inner  # type: ignore[method-assign]
+        fsdp_c.Communicator.exchange = inner  # type: ignore[method-assign]
 
 
 def check_round_trip(mesh: DeviceMesh) -> None:

@@ -29,22 +29,29 @@ struct operand {
 
 } // namespace
 
-static bool read_operand(PyObject *object, const char *name, operand &out)
+static bool read_memory(PyObject *object, const char *name, at::Tensor &out, bool is_dense)
 {
     if (!THPVariable_Check(object)) {
         PyErr_Format(PyExc_TypeError, "%s must be a tensor, got %s", name,
                      Py_TYPE(object)->tp_name);
         return false;
     }
-    out.tensor = THPVariable_Unpack(object);
-    if (out.tensor.layout() != at::kStrided || !out.tensor.device().is_cpu() ||
-        !out.tensor.is_contiguous() || out.tensor.is_conj() || out.tensor.is_neg() ||
-        !out.tensor.has_storage()) {
-        PyErr_Format(PyExc_ValueError,
-                     "%s must be a contiguous CPU tensor, got %s on %s with %s layout", name,
-                     out.tensor.is_contiguous() ? "a contiguous one" : "one that is not contiguous",
-                     out.tensor.device().str().c_str(),
-                     out.tensor.layout() == at::kStrided ? "strided" : "another");
+    out = THPVariable_Unpack(object);
+    if (out.layout() != at::kStrided || !out.device().is_cpu() ||
+        (is_dense && !out.is_contiguous()) || out.is_conj() || out.is_neg() || !out.has_storage()) {
+        PyErr_Format(PyExc_ValueError, "%s must be a %sCPU tensor, got %s on %s with %s layout",
+                     name, is_dense ? "contiguous " : "",
+                     out.is_contiguous() ? "a contiguous one" : "one that is not contiguous",
+                     out.device().str().c_str(),
+                     out.layout() == at::kStrided ? "strided" : "another");
+        return false;
+    }
+    return true;
+}
+
+static bool read_operand(PyObject *object, const char *name, operand &out)
+{
+    if (!read_memory(object, name, out.tensor, true)) {
         return false;
     }
     out.data = static_cast<char *>(out.tensor.data_ptr());
@@ -117,11 +124,18 @@ static bool check_pair(const py_comm *self, const operand &whole, const char *wh
 }
 
 /* Autograd learns that a tensor was written. */
+static void note_write(const at::Tensor &tensor)
+{
+    if (!tensor.is_inference()) {
+        tensor.unsafeGetTensorImpl()->bump_version();
+    }
+}
+
 static PyObject *finish(py_comm *self, fc_status st, const operand *written)
 {
     self->is_busy = false;
-    if (written != nullptr && !written->tensor.is_inference()) {
-        written->tensor.unsafeGetTensorImpl()->bump_version();
+    if (written != nullptr) {
+        note_write(written->tensor);
     }
     if (st != FC_OK) {
         return fc_raise(st);
@@ -275,11 +289,128 @@ static PyObject *comm_all_to_all(PyObject *object, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "output overlaps input");
         return nullptr;
     }
+    std::vector<fc_comm_piece> pieces(2 * n_ranks);
+    std::vector<fc_comm_block> blocks(2 * n_ranks);
+    for (size_t r = 0; r < n_ranks; r++) {
+        pieces[r] = {output.data, table[r * n_ranks + own], 1, 0};
+        pieces[n_ranks + r] = {input.data, table[own * n_ranks + r], 1, 0};
+        output.data += pieces[r].row_bytes;
+        input.data += pieces[n_ranks + r].row_bytes;
+        blocks[r] = {&pieces[r], 1};
+        blocks[n_ranks + r] = {&pieces[n_ranks + r], 1};
+    }
     if (!enter(self)) {
         return nullptr;
     }
-    return finish(self, fc_comm_all_to_all(self->comm, output.data, input.data, table.data()),
+    return finish(self,
+                  fc_comm_all_to_all(self->comm, blocks.data(), &blocks[n_ranks], table.data()),
                   &output);
+}
+
+/* The tensor's bytes in the order of its indices. */
+static void add_pieces(const at::Tensor &tensor, std::vector<fc_comm_piece> &out)
+{
+    const auto item = tensor.itemsize();
+    auto *data = static_cast<char *>(tensor.data_ptr());
+    std::vector<std::pair<size_t, size_t>> dims; /* size and pitch; what lies together is one */
+    size_t row_bytes = item, n_outer = 1;
+
+    for (int64_t d = 0; d < tensor.dim(); d++) {
+        const auto size = (size_t)tensor.size(d), pitch = (size_t)tensor.stride(d) * item;
+
+        if (!dims.empty() && dims.back().second == size * pitch) {
+            dims.back() = {dims.back().first * size, pitch};
+        } else if (size != 1) {
+            dims.emplace_back(size, pitch);
+        }
+    }
+    if (!dims.empty() && dims.back().second == item) {
+        row_bytes *= dims.back().first;
+        dims.pop_back();
+    }
+    fc_comm_piece rows = {data, row_bytes, 1, 0};
+    if (!dims.empty()) {
+        rows.n_rows = dims.back().first;
+        rows.pitch = dims.back().second;
+        dims.pop_back();
+    }
+    for (const auto &dim : dims) {
+        n_outer *= dim.first;
+    }
+    for (size_t i = 0; i < n_outer; i++) {
+        size_t rest = i, at = 0;
+
+        for (auto dim = dims.rbegin(); dim != dims.rend(); ++dim) {
+            at += rest % dim->first * dim->second;
+            rest /= dim->first;
+        }
+        out.push_back({data + at, rows.row_bytes, rows.n_rows, rows.pitch});
+    }
+}
+
+/* Lists of tensors, one for each rank; their strides do not matter. */
+struct tensor_lists {
+    std::vector<at::Tensor> tensors;
+    std::vector<fc_comm_piece> pieces;
+    std::vector<fc_comm_block> blocks;
+};
+
+static bool read_lists(PyObject *object, const char *name, size_t n_ranks, tensor_lists &out)
+{
+    std::vector<size_t> ends;
+
+    if (!PyList_Check(object) || (size_t)PyList_GET_SIZE(object) != n_ranks) {
+        PyErr_Format(PyExc_ValueError, "%s must be a list of %zu lists of tensors", name, n_ranks);
+        return false;
+    }
+    for (size_t r = 0; r < n_ranks; r++) {
+        PyObject *list = PyList_GET_ITEM(object, (Py_ssize_t)r);
+
+        if (!PyList_Check(list)) {
+            PyErr_Format(PyExc_ValueError, "%s must be a list of lists of tensors", name);
+            return false;
+        }
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+            at::Tensor tensor;
+
+            if (!read_memory(PyList_GET_ITEM(list, i), name, tensor, false)) {
+                return false;
+            }
+            add_pieces(tensor, out.pieces);
+            out.tensors.push_back(std::move(tensor));
+        }
+        ends.push_back(out.pieces.size());
+    }
+    for (size_t begin = 0; size_t end : ends) {
+        out.blocks.push_back({out.pieces.data() + begin, end - begin});
+        begin = end;
+    }
+    return true;
+}
+
+static PyObject *comm_exchange(PyObject *object, PyObject *args)
+{
+    auto *self = reinterpret_cast<py_comm *>(object);
+    const fc_transport *t = fc_transport_from_object(self->transport);
+    auto n_ranks = (size_t)fc_transport_n_ranks(t);
+    PyObject *received_object, *sent_object, *counts;
+    Py_ssize_t item_bytes;
+    tensor_lists received, sent;
+    std::vector<size_t> table;
+
+    if (!PyArg_ParseTuple(args, "OOOn:exchange", &received_object, &sent_object, &counts,
+                          &item_bytes) ||
+        !read_lists(received_object, "received", n_ranks, received) ||
+        !read_lists(sent_object, "sent", n_ranks, sent) ||
+        !read_table(counts, n_ranks, (size_t)item_bytes, table) || !enter(self)) {
+        return nullptr;
+    }
+    fc_status st =
+        fc_comm_all_to_all(self->comm, received.blocks.data(), sent.blocks.data(), table.data());
+    for (const at::Tensor &tensor : received.tensors) {
+        note_write(tensor);
+    }
+    return finish(self, st, nullptr);
 }
 
 static PyObject *comm_all_agree(PyObject *object, PyObject *argument)
@@ -361,6 +492,10 @@ static PyMethodDef comm_methods[] = {
     {"all_reduce", comm_all_reduce, METH_VARARGS, "all_reduce(tensor, divisor=1.0)"},
     {"broadcast", comm_broadcast, METH_VARARGS, "broadcast(tensor, src)"},
     {"all_to_all", comm_all_to_all, METH_VARARGS, "all_to_all(output, input, counts)"},
+    {"exchange", comm_exchange, METH_VARARGS,
+     "exchange(received, sent, counts, itemsize)\n\nall_to_all between lists of tensors, a list "
+     "for "
+     "each rank; of any strides."},
     {"all_agree", comm_all_agree, METH_O,
      "all_agree(bool) -> bool\n\nWhether it is true on all ranks."},
     {"barrier", comm_barrier, METH_NOARGS, "barrier()"},

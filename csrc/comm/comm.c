@@ -11,9 +11,10 @@ fc_status fc_comm_create(fc_transport *transport, fc_comm **out)
     fc_comm *c = fc_alloc(1, sizeof(*c));
     const void **sources = (const void **)fc_alloc((size_t)n_ranks, sizeof(*sources));
     size_t *columns = fc_alloc((size_t)n_ranks, sizeof(*columns));
+    fc_cursor *cursors = fc_alloc((size_t)n_ranks, 2 * sizeof(*cursors));
     fc_status st = FC_OK;
 
-    if (c == NULL || sources == NULL || columns == NULL) {
+    if (c == NULL || sources == NULL || columns == NULL || cursors == NULL) {
         st = fc_fail(FC_ERR_NOMEM, "communicator of %d ranks", n_ranks);
         if (fc_transport_is_mapped(transport)) {
             /* Peers would wait for this rank in the mapping below. */
@@ -26,6 +27,7 @@ fc_status fc_comm_create(fc_transport *transport, fc_comm **out)
     c->n_ranks = n_ranks;
     c->sources = sources;
     c->columns = columns;
+    c->cursors = cursors;
     c->ops = &fc_comm_message_ops;
     if (fc_transport_is_mapped(transport)) {
         c->ops = &fc_comm_mapped_ops;
@@ -39,6 +41,7 @@ fc_status fc_comm_create(fc_transport *transport, fc_comm **out)
     return FC_OK;
 
 free_comm:
+    fc_free(cursors);
     fc_free(columns);
     fc_free((void *)sources);
     fc_free(c);
@@ -51,6 +54,7 @@ void fc_comm_destroy(fc_comm *comm)
         fc_region_release(comm->staging);
         fc_region_release(comm->headers);
         fc_pages_free(FC_FOR_MESSAGES, comm->scratch, comm->scratch_bytes);
+        fc_free(comm->cursors);
         fc_free(comm->columns);
         fc_free((void *)comm->sources);
         fc_free(comm);
@@ -120,9 +124,12 @@ fc_status fc_comm_broadcast(fc_comm *comm, void *data, size_t bytes, int root)
     return comm->ops->broadcast(comm, data, bytes, root);
 }
 
-fc_status fc_comm_all_to_all(fc_comm *comm, void *recv, const void *send, const size_t *bytes)
+fc_status fc_comm_all_to_all(fc_comm *comm, const fc_comm_block *recv, const fc_comm_block *send,
+                             const size_t *bytes)
 {
-    size_t n_blocks = (size_t)comm->n_ranks * (size_t)comm->n_ranks;
+    size_t n_ranks = (size_t)comm->n_ranks;
+    size_t own = (size_t)comm->rank;
+    size_t n_blocks = n_ranks * n_ranks;
     size_t total = 0;
 
     for (size_t i = 0; i < n_blocks; i++) {
@@ -131,6 +138,17 @@ fc_status fc_comm_all_to_all(fc_comm *comm, void *recv, const void *send, const 
                            bytes[i]);
         }
         total += bytes[i];
+    }
+    for (size_t r = 0; r < n_ranks; r++) {
+        size_t sent = fc_block_bytes(&send[r]);
+        size_t received = fc_block_bytes(&recv[r]);
+
+        if (sent != bytes[own * n_ranks + r] || received != bytes[r * n_ranks + own]) {
+            return fc_fail(FC_ERR_INVALID,
+                           "all_to_all: %zu bytes to rank %zu and %zu from it, by the table %zu and"
+                           " %zu",
+                           sent, r, received, bytes[own * n_ranks + r], bytes[r * n_ranks + own]);
+        }
     }
     FC_TRY(fc_transport_check(comm->transport));
     return comm->ops->all_to_all(comm, recv, send, bytes);

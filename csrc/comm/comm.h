@@ -21,6 +21,18 @@ extern "C" {
 
 typedef struct fc_comm fc_comm;
 
+/* Rows of bytes; row i begins at data + i * pitch. */
+typedef struct fc_comm_piece {
+    char *data;
+    size_t row_bytes, n_rows, pitch;
+} fc_comm_piece;
+
+/* The bytes of its pieces one after another. Borrowed. */
+typedef struct fc_comm_block {
+    const fc_comm_piece *pieces;
+    size_t n_pieces;
+} fc_comm_block;
+
 /* Borrows the transport for its lifetime. Staging memory is mapped on first use and kept. */
 FC_MUST_CHECK fc_status fc_comm_create(fc_transport *transport, fc_comm **out);
 void fc_comm_destroy(fc_comm *comm);
@@ -38,11 +50,11 @@ FC_MUST_CHECK fc_status fc_comm_reduce_scatter(fc_comm *comm, void *recv, const 
 FC_MUST_CHECK fc_status fc_comm_all_reduce(fc_comm *comm, void *data, size_t numel, fc_dtype dtype,
                                            double divisor);
 FC_MUST_CHECK fc_status fc_comm_broadcast(fc_comm *comm, void *data, size_t bytes, int root);
-/* bytes[s * n_ranks + r] go from rank s to rank r; the same table on every rank. send holds this
- * rank's row, recv gets its column: blocks in rank order, one after another. They may not overlap.
- */
-FC_MUST_CHECK fc_status fc_comm_all_to_all(fc_comm *comm, void *recv, const void *send,
-                                           const size_t *bytes);
+/* bytes[s * n_ranks + r] go from rank s to rank r; the same table on every rank. send[r] is read
+ * for rank r (this one included), recv[s] gets what comes from rank s. What is read may not overlap
+ * what is written. */
+FC_MUST_CHECK fc_status fc_comm_all_to_all(fc_comm *comm, const fc_comm_block *recv,
+                                           const fc_comm_block *send, const size_t *bytes);
 FC_MUST_CHECK fc_status fc_comm_barrier(fc_comm *comm);
 
 #ifdef __cplusplus

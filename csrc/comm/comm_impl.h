@@ -11,6 +11,7 @@
 
 #include "base/alloc.h"
 #include "comm/comm.h"
+#include "comm/pieces.h"
 #include "kernels/kernels.h"
 
 #include <stdbool.h>
@@ -45,7 +46,8 @@ typedef struct fc_comm_ops {
     fc_status (*all_reduce)(fc_comm *comm, void *data, size_t numel, fc_dtype dtype,
                             double divisor);
     fc_status (*broadcast)(fc_comm *comm, void *data, size_t bytes, int root);
-    fc_status (*all_to_all)(fc_comm *comm, void *recv, const void *send, const size_t *bytes);
+    fc_status (*all_to_all)(fc_comm *comm, const fc_comm_block *recv, const fc_comm_block *send,
+                            const size_t *bytes);
     fc_status (*barrier)(fc_comm *comm);
 } fc_comm_ops;
 
@@ -60,7 +62,8 @@ struct fc_comm {
     fc_region *staging;   /* mapped kind: two slots per rank; NULL until data moves */
     const void **sources; /* n_ranks entries of scratch for the reduction */
     size_t *columns;      /* n_ranks entries of scratch for what all_to_all receives */
-    char *scratch;        /* message kind: what the process group may overwrite */
+    fc_cursor *cursors; /* scratch of all_to_all: n_ranks for what is sent, n_ranks for the rest */
+    char *scratch;      /* message kind: what the process group may overwrite */
     size_t scratch_bytes;
 
     /* Borrowed from the creator until destroy. */

@@ -83,16 +83,35 @@ static fc_status broadcast(fc_comm *comm, void *data, size_t bytes, int root)
     return ops->broadcast(ops->context, data, bytes, root);
 }
 
-static fc_status all_to_all(fc_comm *comm, void *recv, const void *send, const size_t *bytes)
+/* Packed in the scratch memory: what is sent, then what is received. */
+static fc_status all_to_all(fc_comm *comm, const fc_comm_block *recv, const fc_comm_block *send,
+                            const size_t *bytes)
 {
     const fc_message_ops *ops = fc_transport_messages(comm->transport);
     size_t n_ranks = (size_t)comm->n_ranks;
-    size_t own = (size_t)comm->rank;
+    const size_t *row = bytes + (size_t)comm->rank * n_ranks;
+    size_t sent = 0, received = 0;
 
     for (size_t r = 0; r < n_ranks; r++) {
-        comm->columns[r] = bytes[r * n_ranks + own];
+        comm->columns[r] = bytes[r * n_ranks + (size_t)comm->rank];
+        sent += row[r];
+        received += comm->columns[r];
     }
-    return ops->all_to_all(ops->context, recv, comm->columns, send, bytes + own * n_ranks);
+    FC_TRY(reserve_scratch(comm, sent + received));
+    sent = 0;
+    for (size_t r = 0; r < n_ranks; sent += row[r], r++) {
+        fc_cursor from = fc_cursor_of(&send[r]);
+
+        fc_cursor_read(&from, comm->scratch + sent, row[r], fc_kern()->copy);
+    }
+    char *packed = comm->scratch + sent;
+    FC_TRY(ops->all_to_all(ops->context, packed, comm->columns, comm->scratch, row));
+    for (size_t r = 0; r < n_ranks; packed += comm->columns[r], r++) {
+        fc_cursor to = fc_cursor_of(&recv[r]);
+
+        fc_cursor_write(&to, packed, comm->columns[r], fc_kern()->copy);
+    }
+    return FC_OK;
 }
 
 static fc_status barrier(fc_comm *comm)

@@ -12,7 +12,7 @@
 #define GUARD_BYTES 64
 #define MIB ((size_t)1 << 20)
 
-static size_t row_bytes; /* of a table of all_to_all */
+static size_t n_cells; /* of a row of a table of all_to_all */
 static const size_t sizes[] = {0, 1, 7, 1000, MIB / 4 + 3};
 
 #define N_SIZES (sizeof(sizes) / sizeof(sizes[0]))
@@ -44,15 +44,81 @@ static fc_status forward_broadcast(void *context, void *data, size_t bytes, int 
     return fc_comm_broadcast(context, data, bytes, root);
 }
 
+typedef struct blocks_of {
+    fc_comm_block blocks[RANKS_MAX];
+    fc_comm_piece pieces[RANKS_MAX][3];
+} blocks_of;
+
+/* Blocks in rank order, one after another, as long as a row or column of the table says. */
+static void lay_out(blocks_of *out, const void *data, const size_t *bytes, size_t n, size_t step)
+{
+    char *at = (char *)(uintptr_t)data;
+
+    for (size_t r = 0; r < n; r++) {
+        out->pieces[r][0] = (fc_comm_piece){.data = at, .row_bytes = bytes[r * step], .n_rows = 1};
+        out->blocks[r] = (fc_comm_block){.pieces = out->pieces[r], .n_pieces = 1};
+        at += bytes[r * step];
+    }
+}
+
+static fc_status all_to_all(fc_comm *comm, int rank, int n, void *recv, const void *send,
+                            const size_t *table)
+{
+    blocks_of in, out;
+
+    lay_out(&in, recv, table + rank, (size_t)n, (size_t)n);
+    lay_out(&out, send, table + rank * n, (size_t)n, 1);
+    return fc_comm_all_to_all(comm, in.blocks, out.blocks, table);
+}
+
+#define ROW_BYTES 7
+#define PITCH 11
+
+/* The same in rows with gaps, nothing, and what is left; `data` has room for SPREAD(bytes). */
+#define SPREAD(bytes) ((bytes) * 2 + RANKS_MAX * PITCH)
+
+static void spread_out(blocks_of *out, char *data, const size_t *bytes, size_t n, size_t step)
+{
+    for (size_t r = 0; r < n; r++) {
+        const size_t n_rows = bytes[r * step] / ROW_BYTES;
+        fc_comm_piece *p = out->pieces[r];
+
+        p[0] = (fc_comm_piece){data, ROW_BYTES, n_rows, PITCH};
+        p[1] = (fc_comm_piece){NULL, 0, 3, 0};
+        data += n_rows * PITCH;
+        p[2] = (fc_comm_piece){data, bytes[r * step] % ROW_BYTES, 1, 0};
+        data += ROW_BYTES;
+        out->blocks[r] = (fc_comm_block){.pieces = p, .n_pieces = 3};
+    }
+}
+
+/* Flat bytes into the blocks, one by one. */
+static void fill_spread(const blocks_of *spread, size_t n, const char *flat)
+{
+    for (size_t r = 0; r < n; r++) {
+        for (size_t k = 0; k < spread->blocks[r].n_pieces; k++) {
+            const fc_comm_piece *p = &spread->pieces[r][k];
+
+            for (size_t i = 0; i < p->n_rows * p->row_bytes; i++, flat++) {
+                char *byte = p->data + i / p->row_bytes * p->pitch + i % p->row_bytes;
+
+                *byte = *flat;
+            }
+        }
+    }
+}
+
 /* The table is the same on all ranks only if it is made of all rows: gathered first. */
 static fc_status forward_all_to_all(void *context, void *recv, const size_t *recv_bytes,
                                     const void *send, const size_t *send_bytes)
 {
     size_t table[RANKS_MAX * RANKS_MAX];
+    blocks_of in, out;
 
-    (void)recv_bytes;
-    FC_TRY(fc_comm_all_gather(context, table, send_bytes, row_bytes));
-    return fc_comm_all_to_all(context, recv, send, table);
+    FC_TRY(fc_comm_all_gather(context, table, send_bytes, n_cells * sizeof(size_t)));
+    lay_out(&in, recv, recv_bytes, n_cells, 1);
+    lay_out(&out, send, send_bytes, n_cells, 1);
+    return fc_comm_all_to_all(context, in.blocks, out.blocks, table);
 }
 
 static fc_status forward_barrier(void *context)
@@ -250,6 +316,27 @@ static size_t block_of(size_t bytes, int from, int to)
     return (from + to) % 3 == 2 ? 0 : bytes + (size_t)(from * 5 + to);
 }
 
+/* What is sent and received lies in rows; gaps stay as they were. */
+static void check_spread(fc_comm *comm, int rank, int n, const size_t *table, const buffer *send,
+                         const buffer *expected)
+{
+    buffer from = make_buffer(SPREAD(send->bytes), 1);
+    buffer to = make_buffer(SPREAD(expected->bytes), 5);
+    buffer wanted = make_buffer(SPREAD(expected->bytes), 0);
+    blocks_of sent, received, copies;
+
+    spread_out(&sent, from.data, table + rank * n, (size_t)n, 1);
+    spread_out(&received, to.data, table + rank, (size_t)n, (size_t)n);
+    spread_out(&copies, wanted.data, table + rank, (size_t)n, (size_t)n);
+    fill_spread(&sent, (size_t)n, send->data);
+    fill_spread(&copies, (size_t)n, expected->data);
+    CHECK_EQ(fc_comm_all_to_all(comm, received.blocks, sent.blocks, table), FC_OK);
+    check_same("all_to_all in rows", to.data, wanted.data, to.bytes, expected->bytes, FC_U8);
+    drop_buffer(&from);
+    drop_buffer(&to);
+    drop_buffer(&wanted);
+}
+
 static void check_all_to_all(fc_comm *comm, int rank, int n, size_t bytes)
 {
     size_t table[RANKS_MAX * RANKS_MAX];
@@ -277,9 +364,10 @@ static void check_all_to_all(fc_comm *comm, int rank, int n, size_t bytes)
             expected.data[at++] = (char)(i * 31 + i / 256 + (size_t)(s * 16 + rank));
         }
     }
-    row_bytes = (size_t)n * sizeof(size_t);
-    CHECK_EQ(fc_comm_all_to_all(comm, recv.data, send.data, table), FC_OK);
+    n_cells = (size_t)n;
+    CHECK_EQ(all_to_all(comm, rank, n, recv.data, send.data, table), FC_OK);
     check_same("all_to_all", recv.data, expected.data, received, bytes, FC_U8);
+    check_spread(comm, rank, n, table, &send, &expected);
     drop_buffer(&recv);
     drop_buffer(&send);
     drop_buffer(&expected);
@@ -405,8 +493,9 @@ enum {
     OTHER_COUNT
 };
 
-static fc_status call_differently(fc_comm *comm, int kind, bool is_other, char *out, char *in)
+static fc_status call_differently(fc_comm *comm, int kind, int rank, int n, char *out, char *in)
 {
+    const bool is_other = rank == n - 1;
     static const size_t to_first[RANKS_MAX * RANKS_MAX] = {8, 0},
                                              to_last[RANKS_MAX * RANKS_MAX] = {0, 8};
 
@@ -424,7 +513,7 @@ static fc_status call_differently(fc_comm *comm, int kind, bool is_other, char *
     case OTHER_DIVISOR:
         return fc_comm_all_reduce(comm, out, 8, FC_F32, is_other ? 2.0 : 1.0);
     case OTHER_TABLE: /* the same bytes in all, for another rank */
-        return fc_comm_all_to_all(comm, out, in, is_other ? to_last : to_first);
+        return all_to_all(comm, rank, n, out, in, is_other ? to_last : to_first);
     default:
         return fc_comm_broadcast(comm, out, 8, is_other ? 0 : 1);
     }
@@ -433,7 +522,6 @@ static fc_status call_differently(fc_comm *comm, int kind, bool is_other, char *
 static void body_mismatch(int rank, int n, void *arg)
 {
     int kind = *(const int *)arg;
-    bool is_other = rank == n - 1;
     buffer out = make_buffer((size_t)n * 2 * MIB, 0);
     buffer in = make_buffer((size_t)n * 2 * MIB, 0);
     char text[FC_MESSAGE_BYTES];
@@ -441,7 +529,7 @@ static void body_mismatch(int rank, int n, void *arg)
 
     open_fixture(&f, 0, rank, n, false);
     check_all_gather(f.comm, rank, n, kind == OTHER_LARGE ? 2 * MIB : 100, false);
-    CHECK_EQ(call_differently(f.comm, kind, is_other, out.data, in.data), FC_ERR_MISMATCH);
+    CHECK_EQ(call_differently(f.comm, kind, rank, n, out.data, in.data), FC_ERR_MISMATCH);
     (void)snprintf(text, sizeof(text), "%s", fc_last_message());
     CHECK_HAS(text, "rank 10");
     CHECK_HAS(text, n == 2 ? "rank 11" : n == 3 ? "rank 12" : "rank 13");
@@ -504,6 +592,8 @@ static void body_no_memory(int rank, int n, void *arg)
 static void body_invalid(int rank, int n, void *arg)
 {
     static const size_t too_much[RANKS_MAX * RANKS_MAX] = {SIZE_MAX};
+    static const fc_comm_block nothing[RANKS_MAX];
+    size_t more[RANKS_MAX * RANKS_MAX];
     float data[8] = {0};
     fixture f;
 
@@ -517,7 +607,11 @@ static void body_invalid(int rank, int n, void *arg)
     CHECK_EQ(fc_comm_broadcast(f.comm, data, 8, n), FC_ERR_INVALID);
     CHECK_EQ(fc_comm_broadcast(f.comm, data, 8, -1), FC_ERR_INVALID);
     CHECK_EQ(fc_comm_all_gather(f.comm, data, data, SIZE_MAX), FC_ERR_INVALID);
-    CHECK_EQ(fc_comm_all_to_all(f.comm, data, data, too_much), FC_ERR_INVALID);
+    CHECK_EQ(fc_comm_all_to_all(f.comm, nothing, nothing, too_much), FC_ERR_INVALID);
+    for (size_t i = 0; i < sizeof(more) / sizeof(more[0]); i++) {
+        more[i] = 1;
+    }
+    CHECK_EQ(fc_comm_all_to_all(f.comm, nothing, nothing, more), FC_ERR_INVALID);
     CHECK_EQ(fc_comm_barrier(f.comm), FC_OK);
     close_fixture(&f);
 }
