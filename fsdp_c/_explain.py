@@ -14,7 +14,10 @@ from fsdp_c import _comm, _compat, _device, _names, _plan, _stats
 from fsdp_c._param import FSDPParam
 from fsdp_c.strategy import _advice, _chosen
 
-_HEAD = ("unit", "params", "MiB", "of it here", "placements", "reshard", "dtypes", "road", "state")
+_HEAD = (
+    *("unit", "params", "MiB", "of it here", "placements", "reshard", "dtypes"),
+    *("gradients", "road", "state"),
+)
 _WAYS = {"shm": "shared memory", "callback": "messages", "": "one rank"}
 
 
@@ -28,7 +31,8 @@ class UnitRow:
     local_bytes: int  # of this rank's shards
     placements: str
     reshard: str  # when its parameters are given up, and why
-    dtypes: str  # stored -> computed with, reduced in
+    dtypes: str  # stored -> computed with (inputs too, where they are cast), reduced in
+    gradients: str  # averaged, summed or divided by another factor
     road: str  # the core and over what, or torch's implementation and why
     state: str
 
@@ -111,6 +115,8 @@ def _row_of(name: str, state: Any, group: Any) -> UnitRow:
     params = group.fsdp_params
     if not getattr(group, "_is_bound", False):
         group._init_mp_dtypes()  # as the first forward does
+    policy = state._mp_policy
+    casts = policy.param_dtype if policy.cast_forward_inputs else None
     return UnitRow(
         unit=name,
         params=sum(math.prod(p._orig_size) for p in params),
@@ -118,7 +124,8 @@ def _row_of(name: str, state: Any, group: Any) -> UnitRow:
         local_bytes=sum(math.prod(p.sharded_size) * p.orig_dtype.itemsize for p in params),
         placements=_listed(_placed(p) for p in params),
         reshard=_reshard_of(state, group),
-        dtypes=_listed(_dtypes_of(p) for p in params),
+        dtypes=_listed(_dtypes_of(p, casts) for p in params),
+        gradients=_gradients_of(group),
         road=_road_of(group),
         state="unsharded" if group.is_unsharded else "sharded",
     )
@@ -132,16 +139,28 @@ def _listed(words: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(words))
 
 
-def _dtypes_of(fsdp_param: Any) -> str:
+def _dtypes_of(fsdp_param: Any, casts: Any) -> str:
     orig, compute = fsdp_param.orig_dtype, _compat.compute_dtype(fsdp_param)
     is_ours = isinstance(fsdp_param, FSDPParam)
     reduced = _compat.reduce_dtype(fsdp_param) if is_ours else fsdp_param.reduce_dtype or compute
     text = _short(orig) if orig is compute else f"{_short(orig)} -> {_short(compute)}"
+    if compute is casts:
+        text += " (inputs too)"
     return f"{text}, reduced in {_short(reduced)}"
 
 
 def _short(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _gradients_of(group: Any) -> str:
+    if not any(p.sharded_param.requires_grad for p in group.fsdp_params):
+        return "none, frozen"
+    n_ranks, factor = group.mesh_info.mesh.size(), group.gradient_divide_factor
+    ranks = f"{n_ranks} rank{'s' * (n_ranks != 1)}"
+    if factor in (None, n_ranks):
+        return f"mean of {ranks}"
+    return f"sum of {ranks}" if factor == 1 else f"sum of {ranks} / {factor:g}"
 
 
 def _reshard_of(state: Any, group: Any) -> str:

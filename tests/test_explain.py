@@ -23,11 +23,14 @@ def test_table(rank: int, n_ranks: int) -> None:
     model(data(rank)).sum().backward()
     columns = [re.split("  +", line) for line in str(fsdp_c.explain(model)).splitlines()]
     kept = "kept for backward (reshard_after_forward=False)"
-    words = ["(Shard(dim=0),)", kept, "float32 -> bfloat16, reduced in float32"]
-    words += ["core over shared memory", "sharded"]
+    words = ["(Shard(dim=0),)", kept, "float32 -> bfloat16 (inputs too), reduced in float32"]
+    words += [f"mean of {n_ranks} ranks", "core over shared memory", "sharded"]
     assert columns[:-2] == [
         ["strategy zero2: " + fsdp_c.STRATEGIES["zero2"].summary],
-        ["unit", "params", "MiB", "of it here", "placements", "reshard", "dtypes", "road", "state"],
+        [
+            *["unit", "params", "MiB", "of it here", "placements", "reshard", "dtypes"],
+            *["gradients", "road", "state"],
+        ],
         ["blocks.0", "109", "0.00", "0.00", *words],
         ["blocks.1", "109", "0.00", "0.00", *words],
         ["(root)", "45", "0.00", "0.00", *words],
@@ -62,9 +65,17 @@ def test_rules_and_roads(rank: int, n_ranks: int) -> None:
         reshard_after_forward=True,
         shard_placement_fn=lambda p: Shard(0),
     )
+    model.stem.requires_grad_(False)
+    fsdp_c.fully_shard(model.stem, mesh=mesh)
     fsdp_c.fully_shard(model, mesh=mesh)
+    for block, factor in zip(model.blocks, (1, 4, 3), strict=True):
+        block.set_gradient_divide_factor(factor)
     before = fsdp_c.explain(model)
     assert before.choice is None
+    assert [row.gradients for row in before.units] == [
+        *("sum of 4 ranks", "mean of 4 ranks", "sum of 4 ranks / 3", "none, frozen"),
+        "mean of 4 ranks",
+    ]
     assert [row.reshard for row in before.units[:3]] == [
         "after forward (the default)",
         "after forward to groups of 2 (reshard_after_forward=2)",

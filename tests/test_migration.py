@@ -144,3 +144,21 @@ def test_symptoms_name_what_is_printed(rank: int, n_ranks: int) -> None:
         text = str(eval(code_of(shown), names))
         for word in re.findall(r'"([^"]+)"', look):
             assert word in text or word == "no forward has used unit", (happens, word)
+
+
+@on_ranks(2)
+def test_mean_over_tokens(rank: int, n_ranks: int) -> None:
+    """The recipe gives the gradients of one process that has all tokens."""
+    code = re.search(r"## Mean over tokens.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert code
+    torch.manual_seed(0)
+    plain, model = (nn.Linear(6, 5) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    fsdp_c.fully_shard(model)
+    labels = [torch.tensor([1, 4, -100, 2]), torch.tensor([-100, -100, 3, -100])]
+    names = {"torch": torch, "labels": labels[rank], "logits": model(data(rank))}
+    exec(code[1], names)
+    names["loss"].backward()
+    everything = plain(torch.cat([data(r) for r in range(n_ranks)]))
+    nn.functional.cross_entropy(everything, torch.cat(labels)).backward()
+    torch.testing.assert_close(model.weight.grad.full_tensor(), plain.weight.grad)
