@@ -1,7 +1,9 @@
 """Ranks that die, stop or fork: the others raise soon, name them, and leave nothing."""
 
 import atexit
+import ctypes
 import gc
+import hashlib
 import os
 import re
 import signal
@@ -18,6 +20,8 @@ from harness import run_ranks
 from probed import ProbedNet, sharded
 from snapshots import Net, batch, check_gradients, check_trains
 from torch.utils.data import DataLoader, Dataset
+
+from fsdp_c._native import _C
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -289,3 +293,30 @@ def test_exit_while_a_thread_waits() -> None:
     """The thread asks for the interpreter's lock when there is none left to have."""
     for outcome in run_ranks(leave_a_thread_in_backward, 2, fresh=True):
         assert outcome.ok, outcome
+
+
+def leave_a_thread_of_gloo(rank: int, n_ranks: int, note: str) -> None:
+    """A thread of that name is busy outside of the interpreter and comes back to it."""
+    began, is_through = threading.Event(), threading.Event()
+
+    def work() -> None:
+        set_name = 15  # PR_SET_NAME
+        ctypes.CDLL(None).prctl(set_name, b"pt_gloo_runloop")
+        began.set()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 300_000)
+        is_through.set()
+
+    atexit.unregister(_C.close)  # the last that was registered is the first to be called
+    atexit.register(lambda: Path(note).write_text(str(is_through.is_set())))
+    atexit.register(_C.close)
+    threading.Thread(target=work, daemon=True).start()
+    began.wait()
+    time.sleep(0.05)
+
+
+def test_exit_while_gloo_drops_tensors(tmp_path: Path) -> None:
+    """Its threads let go of the last collective's tensors after their caller went on."""
+    note = tmp_path / "note"
+    for outcome in run_ranks(leave_a_thread_of_gloo, 1, str(note), fresh=True):
+        assert outcome.ok, outcome
+    assert note.read_text() == "True"

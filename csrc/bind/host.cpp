@@ -95,16 +95,3 @@ fc_host_ops fc_host_get_ops(fc_host *host)
     ops.notice = notice;
     return ops;
 }
-
-PyObject *fc_close(PyObject *, PyObject *)
-{
-    constexpr int longest_ms = 1000; // a forked child inherits requests of threads it lacks
-
-    fc::is_closing = true;
-    for (int i = 0; i < longest_ms && fc::n_asking > 0; i++) {
-        Py_BEGIN_ALLOW_THREADS
-        usleep(1000);
-        Py_END_ALLOW_THREADS
-    }
-    Py_RETURN_NONE;
-}

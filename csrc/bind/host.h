@@ -14,7 +14,4 @@ struct fc_host {
 /* The operations over `host`, which outlives their use. */
 fc_host_ops fc_host_get_ops(fc_host *host);
 
-/* Of the module, for the interpreter's end: waits for threads that ask for its lock. */
-PyObject *fc_close(PyObject *, PyObject *);
-
 #endif

@@ -2,6 +2,7 @@
 #include <Python.h>
 
 #include "bind/call.h"
+#include "bind/closing.h"
 #include "bind/comm.h"
 #include "bind/context.h"
 #include "bind/device.h"
