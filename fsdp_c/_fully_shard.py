@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy, 
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.utils import _get_root_modules
 
-from fsdp_c import _compat, _guards, _init, _norms, _optim, _plan, _ties
+from fsdp_c import _compat, _guards, _init, _norms, _optim, _outside, _plan, _ties
 from fsdp_c._state import FSDPState
 
 if TYPE_CHECKING:
@@ -148,6 +148,7 @@ def _apply(
         _torch._unimplemented_deepcopy,
     )
     _guards.equip(modules)
+    _outside.watch(state)
     _norms.install()
     if device.type == "cpu":
         _plan.announce(mesh_info)

@@ -130,6 +130,8 @@ def _run(main: ModuleType, run: Callable[[], Any]) -> None:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
+        if (outside := sys.modules.get("fsdp_c._outside")) is not None:
+            outside.explain(error.with_traceback(trace))
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         _end_silently(error)
 

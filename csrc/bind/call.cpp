@@ -135,8 +135,26 @@ Ref call_around(PyObject *module, PyObject *state, PyObject *given_args, PyObjec
     return replaced.get() != Py_None ? std::move(replaced) : std::move(output);
 }
 
-// tp_call of the classes.
-PyObject *call(PyObject *module, PyObject *args, PyObject *kwargs)
+// An error that leaves a module may name the parameter it is about: fsdp_c/_outside.py knows.
+void explain_error()
+{
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        return;
+    }
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    if (trace != nullptr) {
+        (void)PyException_SetTraceback(value, trace);
+    }
+    const Ref file = Ref::take(PyImport_ImportModule("fsdp_c._outside"));
+    if (!file || !Ref::take(PyObject_CallMethod(file.get(), "explain", "O", value))) {
+        PyErr_WriteUnraisable(value); // the error itself is what counts
+    }
+    PyErr_Restore(type, value, trace);
+}
+
+PyObject *call_module(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     return guarded([&]() -> PyObject * {
         const Ref state = Ref::borrow(direct_state(module));
@@ -148,6 +166,16 @@ PyObject *call(PyObject *module, PyObject *args, PyObject *kwargs)
         }
         return call_around(module, state.get(), args, kwargs).release();
     });
+}
+
+// tp_call of the classes.
+PyObject *call(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    PyObject *output = call_module(module, args, kwargs);
+    if (output == nullptr) {
+        explain_error();
+    }
+    return output;
 }
 
 } // namespace

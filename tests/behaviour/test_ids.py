@@ -44,7 +44,6 @@ def listed_without_test() -> list[list[str]]:
         "Where fsdp_c differs by design",
         "Needs an accelerator",
         "Defects of torch",
-        "Not done",
         "No behaviour",
     )
     return [row for title in titles for row in section(title)]
