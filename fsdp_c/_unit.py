@@ -259,6 +259,8 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
             return lambda: None
         is_unsharded, outlasts = self._core_is_unsharded, self._core_outlasts_forward
         is_asked = is_unsharded or self._core_is_pending
+        unsharded = self.fsdp_params if is_unsharded else []
+        values = [p._unsharded_param.detach().clone() for p in unsharded]  # perhaps written since
         self._unbind()
         self._binding = self._tree = None
 
@@ -267,6 +269,9 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
                 self._core_unshard_async()
             if is_unsharded:
                 self._core_unshard()
+            for fsdp_param, value in zip(unsharded, values, strict=True):
+                fsdp_param._unsharded_param.detach().copy_(value)
+            values.clear()
             if outlasts:
                 self._core_outlast_forward()
 

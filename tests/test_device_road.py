@@ -258,3 +258,28 @@ def test_units_asked_for_before_the_first_forward(rank: int, n_ranks: int) -> No
         pair.do(wait, "wait")
         assert is_on_device(pair)
         assert pair.ours.model.blocks[2].weight.shape == (6, 6)
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+@on_ranks(2)
+def test_what_was_written_before_the_first_forward(rank: int, n_ranks: int, by_torch: bool) -> None:
+    """Unsharded parameters keep it until they are resharded."""
+
+    def write(side: Side) -> None:
+        with torch.no_grad():
+            for block in (side.model.blocks[0], side.model):
+                block.unshard()
+                for param in block.parameters(recurse=False):
+                    param.mul_(2)
+            for param in side.model.blocks[0].parameters():
+                param.mul_(2)
+                param.data.add_(1)  # no version counts this one
+
+    with _device.on_cpu(by_torch):
+        pair = Pair(Net, shard_blocks())
+        pair.do(write, "write")
+        pair.both(lambda side: side.model(data(rank)).detach(), "sees what was written")
+        pair.both(lambda side: side.model(data(rank)).detach(), "blocks have been resharded")
+        pair.do(lambda side: side.model.reshard(), "reshard")
+        pair.step(data(rank))
+        assert is_on_device(pair)
