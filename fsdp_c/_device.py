@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -120,8 +120,15 @@ def _is_nvidia(device: torch.device) -> bool:
     return is_cuda and bool(_C.Streams.tells_handles())
 
 
-def ways(group: Any) -> dict[str, str]:
-    """Who does the collectives of a taken unit between which ranks, and why not NCCL."""
+class Way(NamedTuple):
+    """Who does the collectives between some ranks."""
+
+    kind: str  # "nccl" or "callback", as transports are called
+    why_not: str = ""  # why not NCCL, where somebody asked for it
+
+
+def ways(group: Any) -> dict[str, Way]:
+    """Who does the collectives of a taken unit: between ranks of shards, of replicas, in sums."""
     info = group.mesh_info
     dims = {
         "shards": info.shard_process_group,
@@ -135,11 +142,10 @@ def ways(group: Any) -> dict[str, str]:
     }
 
 
-def _way_of(process_group: dist.ProcessGroup) -> str:
+def _way_of(process_group: dist.ProcessGroup) -> Way:
     if _nccl.find(process_group) is not None:
-        return "NCCL"
-    why = _nccl.why_not(process_group)
-    return f"messages ({why})" if why else "messages"
+        return Way("nccl")
+    return Way("callback", _nccl.why_not(process_group))
 
 
 @functools.cache

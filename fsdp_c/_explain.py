@@ -18,7 +18,7 @@ _HEAD = (
     *("unit", "params", "MiB", "of it here", "placements", "reshard", "dtypes"),
     *("gradients", "road", "state"),
 )
-_WAYS = {"shm": "shared memory", "callback": "messages", "": "one rank"}
+_WAYS = {"shm": "shared memory", "callback": "messages", "nccl": "NCCL", "": "one rank"}
 
 
 @dataclass(frozen=True)
@@ -189,11 +189,15 @@ def _road_of(group: Any) -> str:
     return f"core over {' and '.join(_WAYS[way] for way in sorted(ways or {''}))}"
 
 
-def _over(ways: dict[str, str]) -> str:
+def _over(ways: dict[str, _device.Way]) -> str:
     """What carries collectives between ranks that hold shards, and between replicas."""
-    if len(set(ways.values())) < 2:
-        return next(iter(ways.values()), _WAYS[""])
-    return " and ".join(f"{way} for {dim}" for dim, way in ways.items())
+    words = {
+        dim: f"{_WAYS[way.kind]} ({way.why_not})" if way.why_not else _WAYS[way.kind]
+        for dim, way in ways.items()
+    }
+    if len(set(words.values())) < 2:
+        return next(iter(words.values()), _WAYS[""])
+    return " and ".join(f"{way} for {dim}" for dim, way in words.items())
 
 
 def _on_unused(found: Iterable[tuple[str, Any, Any]]) -> list[str]:

@@ -84,8 +84,7 @@ def _describe(root: Any, reason: str) -> TreeStatus:
     kinds = {_comm.transport_kind(p) for p in process_groups if p.size() > 1}
     taken = [g for g in groups if getattr(g, "_is_bound", False) and _device.is_taken(g)]
     if taken:
-        ways = {way for group in taken for way in _device.ways(group).values()}
-        kinds = {"nccl" if way == "NCCL" else "callback" for way in ways}
+        kinds = {way.kind for group in taken for way in _device.ways(group).values()}
     return TreeStatus(
         root=type(root._modules[0]).__mro__[2].__name__,
         n_units=sum(bool(state._fsdp_param_groups) for state in root._state_ctx.all_states),
