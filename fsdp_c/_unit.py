@@ -125,6 +125,36 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
     def _all_gather_result(self, result: Any) -> None:
         self.__dict__["_all_gather_result"] = result
 
+    @property
+    def _partial_reduce_output(self) -> Any:
+        """Averages over shards that the replicas have not seen: a copy, laid out as torch's.
+
+        On a device only whether there are any can be seen. None drops them.
+        """
+        if not self._is_bound:
+            return self.__dict__["_partial_reduce_output"]
+        if not self._core_has_partial_sums:
+            return None
+        parts = [
+            torch.nn.functional.pad(part, (0, p.padded_sharded_param_size.numel() - part.numel()))
+            for p, part in zip(self.fsdp_params, self._core_partial_sums(), strict=True)
+            if part is not None
+        ]
+        divisor = self.gradient_divide_factor or self.mesh_info.shard_mesh_size
+        return torch.cat(parts) / divisor if parts else self
+
+    @_partial_reduce_output.setter
+    def _partial_reduce_output(self, output: Any) -> None:
+        if not self._is_bound:
+            self.__dict__["_partial_reduce_output"] = output
+        elif output is None:
+            self._core_drop_partial_sums()
+        else:
+            raise NotImplementedError(
+                f"_partial_reduce_output of FSDP unit '{_plan.unit_name(self)}' can be read, and"
+                " set to None"
+            )
+
     # ---- what only torch's implementation knows: setting it later takes the tree there ----
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -106,6 +106,7 @@ public:
     // Sums over the unit's ranks are those of this process group, which is connected, from now on.
     void set_reduce_group(const std::string &group);
     void drop_gradients() { fc_schedule_drop_gradients(unit_); }
+    void drop_partial_sum() { fc_schedule_drop_partial_sum(unit_); }
     // Full gradients, undefined ones: none. The sum, divided, goes to `out`; held without it.
     void post(const std::vector<at::Tensor> &grads, double divisor, void *out, bool accumulate);
 

@@ -224,6 +224,20 @@ bool Unit::has_partial_sums() const
                                                 [](uint64_t word) { return word != 0; });
 }
 
+std::vector<at::Tensor> Unit::partial_sums() const
+{
+    std::vector<at::Tensor> sums(params_.size());
+    const fc_layout *layout = fc_unit_layout(shard_);
+    for (size_t i = 0; i < sums.size() && device_ == nullptr; i++) {
+        const fc_param &p = layout->params[i];
+        if (has_bit(partial_mask_.data(), i)) {
+            sums[i] = at::empty({static_cast<int64_t>(p.chunk_numel)}, scalar_type_of(p.reduce));
+            std::memcpy(sums[i].mutable_data_ptr(), partial_.data() + p.part_at, sums[i].nbytes());
+        }
+    }
+    return sums;
+}
+
 void Unit::release_gradients()
 {
     for (Param &p : params_) {
@@ -271,9 +285,34 @@ void Unit::drop_gradients()
     if (device_ != nullptr) {
         device_->drop_gradients();
     }
+    drop_partial_sums();
+    deferred_hooks_.clear();
+}
+
+void Unit::drop_partial_sums()
+{
+    if (device_ != nullptr) {
+        device_->drop_partial_sum();
+    }
     std::fill(partial_mask_.begin(), partial_mask_.end(), 0);
     forget_posts();
-    deferred_hooks_.clear();
+}
+
+// Who sets `grad_dtype` on a shard after the first forward gets torch's error.
+void Unit::check_grad_dtype(const Param &param) const
+{
+    const auto *meta = torch::autograd::impl::get_autograd_meta(param.sharded_tensor());
+    if (meta == nullptr || !meta->grad_dtype_ || *meta->grad_dtype_ == param.grad_type ||
+        meta->grad_.defined()) {
+        return;
+    }
+    PyErr_Format(PyExc_RuntimeError,
+                 "parameter '%s' of FSDP unit '%s': attempting to assign a gradient with dtype "
+                 "'%s' to a tensor with grad_dtype '%s'. From torch 2.15 on grad_dtype can be set "
+                 "before the first forward",
+                 parameter_name(param).c_str(), name().c_str(), c10::toString(param.grad_type),
+                 c10::toString(*meta->grad_dtype_));
+    throw_python();
 }
 
 void Unit::post(bool with_unused, const ReduceOptions &options, const Progress &progress)
@@ -282,8 +321,11 @@ void Unit::post(bool with_unused, const ReduceOptions &options, const Progress &
     const bool takes_sums = flushes_partial_sums && options.all_reduce && !sums_are_posted_;
     std::vector<at::Tensor> grads = take_gradients(with_unused, takes_sums);
     bool any = false;
-    for (const at::Tensor &grad : grads) {
-        any = any || grad.defined();
+    for (size_t i = 0; i < grads.size(); i++) {
+        if (grads[i].defined()) {
+            any = true;
+            check_grad_dtype(params_[i]);
+        }
     }
     if (!any) {
         return;

@@ -180,6 +180,27 @@ PyObject *group_held(PyObject *self, PyObject *arg)
     });
 }
 
+// _core_partial_sums() -> [Tensor or None]
+PyObject *group_partial_sums(PyObject *self, PyObject *)
+{
+    return guarded([&]() -> PyObject * {
+        const Unit *unit = as<GroupObject>(self)->unit;
+        const std::vector<at::Tensor> sums =
+            unit != nullptr ? unit->partial_sums() : std::vector<at::Tensor>();
+        Ref list = checked(PyList_New(static_cast<Py_ssize_t>(sums.size())));
+        for (size_t i = 0; i < sums.size(); i++) {
+            PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i),
+                            sums[i].defined() ? THPVariable_Wrap(sums[i]) : Py_NewRef(Py_None));
+        }
+        return list.release();
+    });
+}
+
+PyObject *group_drop_partial_sums(PyObject *self, PyObject *)
+{
+    return with_unit(self, [](Unit *unit) { unit->drop_partial_sums(); });
+}
+
 // _core_set_held(index, Tensor or None)
 PyObject *group_set_held(PyObject *self, PyObject *args)
 {
@@ -377,6 +398,9 @@ PyMethodDef group_methods[] = {
      "Forward leaves the unsharded parameters registered, until the next reshard."},
     {"_core_keep_storage", group_keep_storage, METH_O,
      "Whether reshard leaves the unsharded parameters' memory as it is."},
+    {"_core_partial_sums", group_partial_sums, METH_NOARGS,
+     "() -> of each parameter a copy of what the replicas have not seen, or None"},
+    {"_core_drop_partial_sums", group_drop_partial_sums, METH_NOARGS, "Drops them."},
     {"_core_held", group_held, METH_O, "(index) -> what is accumulated beside a parameter"},
     {"_core_set_held", group_set_held, METH_VARARGS, "(index, tensor or None)"},
     {"_core_set_prefetch", group_set_prefetch, METH_VARARGS,

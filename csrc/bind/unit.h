@@ -174,15 +174,17 @@ public:
     void finish(fc_unit *lane, const ReduceOptions &options, const Progress &progress);
     // Sums over shards that the replicas have not seen yet (HSDP).
     bool has_partial_sums() const;
-    // Of the memory for them, which stays.
-    void release_sums(); // that memory, unless something waits in it
+    // Of each parameter, a copy, flat and in its reduce dtype; undefined: none, or on a device.
+    std::vector<at::Tensor> partial_sums() const;
+    void release_sums(); // the memory for them, which stays, unless something waits in it
     size_t partial_bytes() const { return partial_.size(); }
     // Forgets the gradients that are kept for reuse, so that torch may swap them.
     void release_gradients();
     // True while gradients of earlier backwards wait for a reduction.
     bool holds_gradients() const;
-    // Drops gradients that were not reduced.
+    // Drops gradients that were not reduced; or of them what only the replicas have not seen.
     void drop_gradients();
+    void drop_partial_sums();
     void run_deferred_hooks();
     // After post(): true, once until the next unshard, if nothing of the unit is left for the end
     // of backward. Reopened counts settled units that were unsharded again.
@@ -241,6 +243,7 @@ private:
     void write_gradient(size_t index, const ReduceOptions &options, const Reduce &reduce);
     void make_gradients(bool all);
     bool can_share_flat() const;
+    void check_grad_dtype(const Param &param) const;
     void after_write(size_t index, const ReduceOptions &options);
 
     Ref domain_object_, replicate_object_; // keep the domains alive until all below is gone

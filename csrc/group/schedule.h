@@ -153,8 +153,9 @@ FC_MUST_CHECK fc_status fc_schedule_unshard(fc_schedule_unit *unit, void **full_
 /* Gathers ahead of fc_schedule_unshard; the beginning of an iteration keeps what was asked for. */
 FC_MUST_CHECK fc_status fc_schedule_start(fc_schedule_unit *unit);
 void fc_schedule_reshard(fc_schedule_unit *unit);
-/* Forgets what is held for later reductions. */
+/* Forgets what is held for later reductions; or of it what only the replicas have not seen. */
 void fc_schedule_drop_gradients(fc_schedule_unit *unit);
+void fc_schedule_drop_partial_sum(fc_schedule_unit *unit);
 /* After a failure: everything is sharded, nothing is held or in flight. */
 FC_MUST_CHECK fc_status fc_schedule_reset(fc_schedule *schedule);
 

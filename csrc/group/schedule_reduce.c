@@ -131,6 +131,11 @@ void fc_schedule_drop_gradients(fc_schedule_unit *unit)
         fc_stream_pool_release(&unit->schedule->inputs, unit->held);
         unit->held = NULL;
     }
+    fc_schedule_drop_partial_sum(unit);
+}
+
+void fc_schedule_drop_partial_sum(fc_schedule_unit *unit)
+{
     if (unit->partial != NULL) {
         fc_stream_pool_release(&unit->schedule->outputs, unit->partial);
         unit->partial = NULL;

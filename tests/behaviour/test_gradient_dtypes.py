@@ -89,6 +89,21 @@ def test_t19_t20_gradient_dtypes_survive(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(2)
+def test_t19_gradient_dtypes_set_too_late(rank: int, n_ranks: int) -> None:
+    """After the first forward; the gradients of before are left as they were."""
+
+    def see(fsdp: Any) -> Any:
+        model = linear(fsdp)
+        backward(model, data(rank, 0, 2, 4))
+        model.zero_grad()
+        model.weight.grad_dtype = torch.bfloat16
+        text = "attempting to assign a gradient with dtype"
+        return raised(lambda: backward(model, data(rank, 1, 2, 4)), text), model.weight.grad
+
+    assert agree(see)[0] == "RuntimeError"
+
+
+@on_ranks(2)
 def test_t37_t38_dtype_of_reductions(rank: int, n_ranks: int) -> None:
     """Without `reduce_dtype` sums are exact to the parameter's dtype, not to that of compute."""
 

@@ -11,7 +11,7 @@ from models import data
 from parity import Pair, Plain, Side, Tolerance, compare_values, full, on_ranks, total
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule
+from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     HSDPMeshInfo,
@@ -363,8 +363,38 @@ def test_dm8_partial_sums_over_the_replicas(rank: int, n_ranks: int) -> None:
     """Without the all-reduce the gradient stays away and is added at the next one."""
     mesh = cached_mesh((2, 2), ("replica", "shard"))
     pair = Pair(Local, lambda model, fsdp: fsdp.fully_shard(model, mesh=mesh), tolerance=CLOSE)
+
+    def partial_sum(side: Side) -> Tensor | None:
+        return side.model._get_fsdp_state()._fsdp_param_group._partial_reduce_output
+
     for is_last in micro_batches(pair, Local, rank, FSDPModule.set_requires_all_reduce, CLOSE):
         assert (pair.ours.shards["weight"].grad is not None) is is_last
+        assert (pair.both(partial_sum) is None) is is_last
+
+
+@on_ranks(4)
+def test_dm9_partial_sums_that_are_dropped_by_hand(rank: int, n_ranks: int) -> None:
+    """Uneven rows: what is shown has the padding that torch's buffer has."""
+    mesh = cached_mesh((2, 2), ("replica", "shard"))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    pair = Pair(
+        lambda: Local(5),
+        lambda model, fsdp: fsdp.fully_shard(model, mesh=mesh, mp_policy=policy),
+        tolerance=Tolerance.of(n_ranks, torch.bfloat16),
+    )
+
+    def drop(side: Side) -> Tensor:
+        group = side.model._get_fsdp_state()._fsdp_param_group
+        side.model.set_requires_all_reduce(False)
+        total(side.model(data(rank))).backward()
+        shown = group._partial_reduce_output
+        group._partial_reduce_output = None
+        assert group._partial_reduce_output is None
+        side.model.set_requires_all_reduce(True)
+        return shown
+
+    assert pair.both(drop).dtype is torch.float32
+    pair.step(data(rank, 1))
 
 
 @on_ranks(2)

@@ -4,7 +4,8 @@ Left out is what torch itself gets wrong, silently or not, where fsdp_c gives th
 each place says what.
 """
 
-from differential.changes import CHANGE_BLOCKS, Changes
+from differential.changes import CHANGE_BLOCKS
+from differential.contexts import CONTEXT_BLOCKS, Contexts
 from differential.program import WORLDS, Program
 from differential.steps import STEP_BLOCKS
 
@@ -33,7 +34,7 @@ def make_program(seed: int, world: int | None = None) -> Program:
     return Writer(seed, world or WORLDS[seed % len(WORLDS)]).write()
 
 
-class Writer(Changes):
+class Writer(Contexts):
     """Writes blocks of lines; each chooses freely among what the setting allows."""
 
     def write(self) -> Program:
@@ -310,6 +311,7 @@ class Writer(Changes):
 BLOCKS = {
     **STEP_BLOCKS,
     **CHANGE_BLOCKS,
+    **CONTEXT_BLOCKS,
     Writer.train: 8,
     Writer.evaluate: 3,
     Writer.two_forwards: 2,

@@ -62,6 +62,8 @@ HOOKS = [
     "register_forward_pre_hook(lambda module, args: (args[0] * 2,))",
     "register_forward_hook(lambda module, args, out: args[0] + leaves(out)[0])",
     "register_full_backward_hook(lambda module, grad_in, grad_out: None)",
+    "register_forward_hook(lambda module, args, out: [leaf.register_hook(lambda grad: grad * 2)"
+    " for leaf in leaves(out) if leaf.requires_grad] and None)",
 ]
 
 

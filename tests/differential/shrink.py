@@ -81,6 +81,9 @@ def without_keywords(line: str) -> Iterator[str]:
 def script(program: Program, failure: Failure) -> str:
     """The program as a script; `SIDE` chooses the implementation."""
     body = "\n".join(program.lines)
+    if program.counted:
+        counting = "from differential.execute import Counting\ncounting = Counting().__enter__()\n"
+        body = counting + body + "\nprint(rank, counting.counts)"
     if program.installed:
         body = (
             "if fsdp.__name__ == 'fsdp_c':\n    fsdp.install()\n"
