@@ -352,20 +352,29 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
                 module._register_state_dict_hook(self._put_shards)
 
     def _before_state_dict(self, *_: Any) -> None:
+        if self.is_lent:  # what stands in the modules now is to be saved
+            return
         if self._is_bound:
             self._to_sharded()
         else:
             self.show_shards()
 
     def _put_shards(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """After a module's state_dict: shards in place of parameters that are unsharded now."""
+        """After a module's state_dict: shards in place of parameters that are unsharded now.
+
+        Copies in place of those that are lent, since their memory is the unit's.
+        """
         if not self.is_unsharded:
             return
         for fsdp_param in self.fsdp_params:
             for owner, name in _plan.registrations(fsdp_param):
-                if owner is module and (found := state.get(prefix + name)) is not None:
+                if owner is not module or (found := state.get(prefix + name)) is None:
+                    continue
+                if not self.is_lent:
                     shard = fsdp_param.sharded_param
                     state[prefix + name] = shard if found.requires_grad else shard.detach()
+                elif not found.requires_grad:
+                    state[prefix + name] = found.clone()
 
     # ---- transitions ----
 

@@ -111,7 +111,7 @@ def test_older_functions(rank: int, n_ranks: int) -> None:
         full = side.fsdp.full_optim_state_dict(model, optim, rank0_only=False)
         side.fsdp.sharded_optim_state_dict(model, optim)
         for result in (
-            side.fsdp.shard_full_optim_state_dict(full, model, optim=optim),
+            side.fsdp.shard_full_optim_state_dict(full, model),  # of all, in the model's order
             side.fsdp.scatter_full_optim_state_dict(
                 full if rank == 0 else None, model, optim=optim
             ),
@@ -293,6 +293,12 @@ def test_summon_full_params(rank: int, n_ranks: int) -> None:
                         if "stem" in name and (rank == 0 or "rank0_only" not in options):
                             param.data.add_(1.0)
                             names.append([name, param.shape, param.dtype])
+                    if "rank0_only" not in options:  # with what was written, and copies
+                        names.append(side.model.state_dict())
+                        inner = side.model.module.state_dict()
+                        if side is pair.theirs:  # which frees the memory of these
+                            inner = {key: value.clone() for key, value in inner.items()}
+                        names.append({**inner})
             with side.fsdp.summon_full_params(side.model, with_grads=True):
                 for param in side.model.parameters():
                     param.grad.mul_(2.0)
@@ -303,13 +309,20 @@ def test_summon_full_params(rank: int, n_ranks: int) -> None:
         fsdp, model = pair.ours.fsdp, pair.ours.model
         for with_grads in (False, True):  # as text generation does
             options = {"writeback": False, "recurse": False, "with_grads": with_grads}
-            if precision is None:  # forward of the part that is not summoned, too
-                with fsdp.summon_full_params(model, **options), torch.no_grad():
-                    inside = model.module(sides.batch(0))
+            for part in (model, model.module.blocks[0]):  # the rest is not summoned
+                with fsdp.summon_full_params(part, **options), torch.no_grad():
+                    inside = model(sides.batch(0))
                 assert torch.equal(inside, model(sides.batch(0)))
             options["recurse"] = True
             with fsdp.summon_full_params(model, **options), torch.no_grad():
-                assert model(sides.batch(0)).dtype is torch.float32
+                whole = model.module(sides.batch(0))
+                assert whole.dtype is torch.float32
+                assert torch.equal(inside, whole) is (precision is None)
+                with (
+                    fsdp.state_dict_type(model, SHARDED),
+                    pytest.raises(RuntimeError, match="leave"),
+                ):
+                    model.state_dict()
         with pytest.raises(NotImplementedError, match="rank0_only"):
             fsdp.summon_full_params(model, rank0_only=True).__enter__()
         pair.step()

@@ -358,6 +358,7 @@ class _Recorder(TorchDispatchMode):
         self.model = model
         self.lent: list[nn.Parameter] = []
         self.begun: set[object] = set()  # calls whose backward has begun
+        self.whole: set[str] = set()  # modules whose parameters backward has, and not given up
         self.reached: set[nn.Parameter] = set()  # that have had a gradient
         self.unreached: frozenset[str] = frozenset()
 
@@ -420,13 +421,18 @@ class _Recorder(TorchDispatchMode):
         self.segments.append(Segment("backward", "", peak=self.live, calls=1))
 
     def _begin_backward(self, name: str, call: object, gradient: torch.Tensor) -> None:
-        """Of each of a call's outputs; the first one counts."""
+        """Of each of a call's outputs; the first one counts, unless an earlier call is not over.
+
+        Where no input wants a gradient (an embedding), a call is over with the whole backward.
+        """
         self._enter("backward", name)
-        if call not in self.begun:
-            self.begun.add(call)
+        if call not in self.begun and name not in self.whole:
+            self.whole.add(name)
             self.segments[-1].calls += 1
+        self.begun.add(call)
 
     def _end_backward(self, name: str, module: nn.Module) -> None:
+        self.whole.discard(name)
         if module in self.units:
             self._reduce(module)
         parent = name.rpartition(".")[0]

@@ -79,7 +79,7 @@ def to_load(
         optim_state_dict = _sent(optim_state_dict, group)
     assert optim_state_dict is not None
     names = _names(model, optim, optim_input)
-    params = dict(enumerate(_params(optim, optim_input)))
+    params = dict(enumerate(_params(model, optim, optim_input)))
     found = optim_state_dict["state"]
     state: dict[Any, Any] = {}
     known = set()
@@ -109,7 +109,9 @@ def to_load(
     return {"state": state, "param_groups": groups}
 
 
-def _params(optim: torch.optim.Optimizer | None, optim_input: Any) -> list[nn.Parameter]:
+def _params(
+    model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: Any
+) -> list[nn.Parameter]:
     """The parameters in the order of their indices in the optimizer's state_dict."""
     members: Iterable[Any]
     if optim_input is not None:
@@ -117,7 +119,7 @@ def _params(optim: torch.optim.Optimizer | None, optim_input: Any) -> list[nn.Pa
     elif optim is not None:
         members = optim.param_groups
     else:
-        raise ValueError("pass the optimizer: names of its states come from its parameters")
+        members = model.parameters()
     params: list[nn.Parameter] = []
     for member in members:
         params += member["params"] if isinstance(member, dict) else [member]
@@ -128,7 +130,7 @@ def _names(model: nn.Module, optim: Any, optim_input: Any) -> dict[int, str]:
     names: dict[Any, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, clean_tensor_name(name))
-    params = _params(optim, optim_input)
+    params = _params(model, optim, optim_input)
     return {index: names[param] for index, param in enumerate(params) if param in names}
 
 

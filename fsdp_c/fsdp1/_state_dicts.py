@@ -26,6 +26,7 @@ def _after_saving(wrapper: Any, state_dict: dict[str, Any], prefix: str, metadat
     """Called from the inside out: what wrapped modules below hold is done already."""
     _replace_by_prefix(state_dict, prefix + FSDP_PREFIX, prefix)
     kind, config = wrapper._state_dict_type, wrapper._state_dict_config
+    summoned = _summoned(wrapper, state_dict, prefix, kind)
     shards = {
         key: value
         for key, value in state_dict.items()
@@ -40,7 +41,7 @@ def _after_saving(wrapper: Any, state_dict: dict[str, Any], prefix: str, metadat
                     "cpu" if config.offload_to_cpu else whole.device, copy=True
                 )
         if not is_kept:
-            for key in (*shards, *buffers):
+            for key in (*shards, *summoned, *buffers):
                 del state_dict[key]
             return
     elif kind is StateDictType.LOCAL_STATE_DICT:
@@ -49,8 +50,23 @@ def _after_saving(wrapper: Any, state_dict: dict[str, Any], prefix: str, metadat
         if wrapper.mixed_precision.buffer_dtype is not None:
             state_dict[key] = state_dict[key].to(dtype, copy=True)
     if config.offload_to_cpu:
-        for key in (*shards, *buffers):
+        for key in (*shards, *summoned, *buffers):
             state_dict[key] = state_dict[key].cpu()
+
+
+def _summoned(
+    wrapper: Any, state_dict: dict[str, Any], prefix: str, kind: StateDictType
+) -> list[str]:
+    """Keys of the wrapper's own parameters if they are whole now; with what was written there."""
+    own = {loan.registered for loan in wrapper._loans}
+    if own and kind is not StateDictType.FULL_STATE_DICT:
+        raise RuntimeError(
+            f"state_dict() of {kind.name} inside of summon_full_params, where parameters are whole:"
+            " leave the context first, or ask for FULL_STATE_DICT"
+        )
+    named = wrapper._fsdp_wrapped_module.named_parameters(remove_duplicate=False) if own else ()
+    keys = [prefix + clean_tensor_name(name) for name, param in named if param in own]
+    return [key for key in keys if key in state_dict]
 
 
 def _buffers_of(wrapper: Any, state_dict: dict[str, Any], prefix: str) -> dict[str, torch.dtype]:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_sharded_data_parallel as _torch
 from torch.distributed.fsdp._common_utils import TrainingState
+from torch.distributed.utils import _cast_forward_inputs
+from torch.utils import _pytree
 
 from fsdp_c import _iterate, _load, _plan
 
@@ -57,12 +59,12 @@ def summoned(
     for unit in units:
         _check_idle(unit)
     _reshard(units)
-    loans = [_Loan(fsdp_param) for unit in units for fsdp_param in _params_of(unit)]
+    by_unit = [[_Loan(fsdp_param) for fsdp_param in _params_of(unit)] for unit in units]
     for unit in units:
         for module in unit._unit_modules:
             module.unshard()
         unit.training_state = TrainingState.SUMMON_FULL_PARAMS
-    _fetch(loans, with_grads)
+    _fetch([loan for lent in by_unit for loan in lent], with_grads)
     groups = [group for unit in units for group in unit._groups]
     is_shown = not rank0_only or all(unit.rank == 0 for unit in units)
     try:
@@ -72,8 +74,10 @@ def summoned(
                 for unit in units:
                     for module in unit._unit_modules:
                         stack.enter_context(_without_hooks(module, unit._unit))
-                for loan in loans:
-                    stack.enter_context(loan.shown(writeback))
+                for unit, lent in zip(units, by_unit, strict=True):
+                    for loan in lent:
+                        stack.enter_context(loan.shown(writeback))
+                    unit._loans = lent
             else:
                 _reshard(units)
             yield
@@ -81,6 +85,21 @@ def summoned(
         _reshard(units)
         for unit in units:
             unit.training_state = TrainingState.IDLE
+            unit._loans = []
+
+
+def forward(wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of a summoned wrapper: in the dtype that it computes in, if its inputs have or get that."""
+    module, dtype = wrapper._fsdp_wrapped_module, wrapper.mixed_precision.param_dtype
+    with contextlib.ExitStack() as stack:
+        if dtype is not None and wrapper._loans:
+            if wrapper._unit._mp_policy.cast_forward_inputs:
+                args, kwargs = _cast_forward_inputs(dtype, *args, **kwargs)
+            inputs = _pytree.tree_leaves((args, kwargs))
+            if any(isinstance(leaf, torch.Tensor) and leaf.dtype == dtype for leaf in inputs):
+                for loan in wrapper._loans:
+                    stack.enter_context(loan.cast(dtype))
+        return module(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -140,6 +159,16 @@ class _Loan:
             if writeback:
                 self._write(self.registered)
             self._register(unsharded)
+
+    @contextlib.contextmanager
+    def cast(self, dtype: torch.dtype) -> Iterator[None]:
+        """What is shown, in another dtype."""
+        shown = self.registered
+        self._register(nn.Parameter(shown.detach().to(dtype), requires_grad=False))
+        try:
+            yield
+        finally:
+            self._register(shown)
 
     def _register(self, param: nn.Parameter) -> None:
         for module, name in self.places:

@@ -145,6 +145,7 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
         _materialize.prepare(self, module, device, param_init_fn, sync_module_states)
         self._fsdp_wrapped_module = module
         self._unit: FSDPState | None = None
+        self._loans: list[Any] = []  # while its parameters are summoned
         if not (_is_container(module) or isinstance(module, FullyShardedDataParallel)):
             self._shard(device_mesh)
         self._is_root = True
@@ -237,6 +238,8 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
             )
         if self._is_root and not self._has_cast_buffers:
             self._cast_buffers()
+        if self.training_state is not TrainingState.IDLE:
+            return _summon.forward(self, args, kwargs)
         return self._fsdp_wrapped_module(*args, **kwargs)
 
     def _cast_buffers(self) -> None:
