@@ -11,6 +11,7 @@ from torch.distributed.fsdp import (
 )
 
 from fsdp_c import _compat
+from fsdp_c._clone import clone
 from fsdp_c._comm import Communicator
 from fsdp_c._dump import load_shards, save_shards
 from fsdp_c._estimate import Estimate, Hardware, estimate
@@ -55,6 +56,7 @@ __all__ = [
     "UnshardHandle",
     "Wait",
     "WaitStats",
+    "clone",
     "estimate",
     "explain",
     "find_units",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import STATE_KEY, contract
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, contract
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.fsdp._fully_shard import _fully_shard as _torch
 from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy, OffloadPolicy
@@ -29,6 +31,17 @@ _TORCHS_KEY: Any = _torch.fully_shard.__wrapped__  # type: ignore[attr-defined]
 # Shared by all calls: policies are never changed.
 _DEFAULT_POLICY = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a state was made, for whoever makes another one like it."""
+
+    number: int  # of this process
+    is_single: bool  # a module, not a list of modules
+    is_placed: bool  # by a shard_placement_fn
+    arguments: dict[str, Any]  # the others, but for ignored_params
 
 
 def fully_shard(
@@ -124,6 +137,18 @@ def _apply(
     if device.type == "cpu":
         _plan.HEAP.before_shards()
     state = _file_under_torchs_name(modules)
+    state.call = Call(
+        next(_numbers),
+        isinstance(module, nn.Module),
+        shard_placement_fn is not None,
+        {
+            "mesh": mesh,
+            "reshard_after_forward": reshard_after_forward,
+            "mp_policy": mp_policy,
+            "offload_policy": offload_policy,
+            "dp_mesh_dims": dp_mesh_dims,
+        },
+    )
     state.init(modules, device, mp_policy, is_auto)
     _init.make_groups(
         state,
@@ -162,6 +187,12 @@ def _file_under_torchs_name(modules: Sequence[nn.Module]) -> FSDPState:
         states = module.__dict__[STATE_KEY]
         states[_TORCHS_KEY] = states.pop(_apply)
     return states[_TORCHS_KEY]
+
+
+def forget(module: nn.Module) -> None:
+    """Takes away what the contract between composable functions keeps of the call."""
+    module.__dict__[STATE_KEY].pop(_TORCHS_KEY)
+    module.__dict__[REGISTRY_KEY].pop(_apply.__name__)
 
 
 def _state(module: nn.Module) -> Any:

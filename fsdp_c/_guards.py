@@ -30,6 +30,7 @@ def equip(modules: Sequence[nn.Module]) -> None:
         cls: Any = type(module)
         if "__copy__" not in cls.__dict__:
             cls.__copy__ = _refuse_copy
+            cls.__deepcopy__ = _refuse_deepcopy
             cls._apply = _apply
             cls.unshard = _unshard
             cls.zero_grad = _zero_grad_of(cls)
@@ -42,6 +43,13 @@ def _refuse_copy(self: nn.Module) -> Any:
     raise TypeError(
         f"{type(self).__name__} does not support copy.copy: both modules would swap the same"
         " parameters. Build and shard a second module, and load this one's state_dict into it"
+    )
+
+
+def _refuse_deepcopy(self: nn.Module, _: Any) -> Any:
+    raise AssertionError(
+        "FSDP does not support deepcopy. Please use state dict for serialization. For a second"
+        " sharded model with the same weights call fsdp_c.clone(model)"
     )
 
 

@@ -150,7 +150,7 @@ def _owner_of(param: nn.Parameter) -> tuple[nn.Module, ...] | None:
 def undone_on_error(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Puts modules, and all below them, back as they were if the body raises."""
     everything = {id(m): m for root in modules for m in root.modules()}
-    saved = [(m, m.__class__, _copy_fields(m)) for m in everything.values()]
+    saved = [(m, m.__class__, copy_fields(m)) for m in everything.values()]
     tensors = {
         id(t): (t, None if isinstance(t, DTensor) else t.data, t.__dict__.copy())
         for m in everything.values()
@@ -164,7 +164,7 @@ def undone_on_error(modules: Sequence[nn.Module]) -> Iterator[None]:
     except BaseException:
         for module, cls, fields in saved:
             module.__class__ = cls
-            _put_fields(module, fields)
+            put_fields(module, fields)
             _composable_state._module_state_mapping.pop(module, None)
         for module, state in states:
             _composable_state._module_state_mapping[module] = state
@@ -177,7 +177,7 @@ def undone_on_error(modules: Sequence[nn.Module]) -> Iterator[None]:
         raise
 
 
-def _copy_fields(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+def copy_fields(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     """The module's fields; its own dicts (parameters, hooks, registries) with a copy of each."""
     return {
         key: (value, value.copy() if isinstance(value, dict) else None)
@@ -185,7 +185,7 @@ def _copy_fields(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _put_fields(module: nn.Module, fields: dict[str, tuple[Any, Any]]) -> None:
+def put_fields(module: nn.Module, fields: dict[str, tuple[Any, Any]]) -> None:
     """Dicts stay the same objects: the core of a unit that runs already writes into them."""
     module.__dict__.clear()
     for key, (value, copy) in fields.items():

@@ -97,7 +97,8 @@ def announce(mesh_info: Any) -> None:
         _comm.announce(mesh_info.replicate_process_group)
 
 
-def _why_not_plain(fsdp_param: Any) -> str:
+def why_not_a_tensor(fsdp_param: Any) -> str:
+    """What the parameter is other than a tensor of numbers, each rank's rows of it."""
     local = fsdp_param._sharded_local_tensor
     name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
     if fsdp_param.is_dtensor:
@@ -106,8 +107,13 @@ def _why_not_plain(fsdp_param: Any) -> str:
         return f"{name} is a {type(local).__name__}"
     if hasattr(local, "fsdp_pre_all_gather"):
         return f"{name} has an all-gather extension"
-    if _compat.is_typed_spmd(fsdp_param):
-        return f"{name} has spmd types"
+    return f"{name} has spmd types" if _compat.is_typed_spmd(fsdp_param) else ""
+
+
+def _why_not_plain(fsdp_param: Any) -> str:
+    if reason := why_not_a_tensor(fsdp_param):
+        return reason
+    name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
     if fsdp_param.sharded_param.requires_grad and _compat.takes_any_gradient(fsdp_param):
         return f"gradients of {name} may be of any dtype (grad_dtype=None)"
     dtypes = {_compat.reduce_dtype(fsdp_param), _compat.grad_dtype(fsdp_param)}

@@ -48,6 +48,7 @@ class FSDPState(_C.State, _road.RoadState):
 
     _fsdp_param_groups: list[FSDPParamGroup]
     _state_ctx: FSDPStateContext
+    call: Any = None  # of fully_shard: see _fully_shard.Call
     parked: Any = None  # while the memory is away: see _offload
 
     def __init__(self) -> None:
