@@ -23,6 +23,7 @@ from fsdp_c._load import IncompatibleKeys, load_full
 from fsdp_c._memory_plan import MemoryPlan, memory_plan
 from fsdp_c._offload import offload, onload
 from fsdp_c._owner import Owned, gather_to_owner, scatter_from_owner
+from fsdp_c._replicas import check_replicas
 from fsdp_c._stats import MemoryStats, release_buffers, stats
 from fsdp_c._status import Status, TreeStatus, status
 from fsdp_c._traffic import Traffic
@@ -56,6 +57,7 @@ __all__ = [
     "UnshardHandle",
     "Wait",
     "WaitStats",
+    "check_replicas",
     "clone",
     "estimate",
     "explain",
