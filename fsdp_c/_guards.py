@@ -29,7 +29,7 @@ def equip(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         cls: Any = type(module)
         if "__copy__" not in cls.__dict__:
-            cls.__copy__ = _refuse_copy
+            cls.__copy__ = _copy
             cls.__deepcopy__ = _refuse_deepcopy
             cls._apply = _apply
             cls.unshard = _unshard
@@ -39,7 +39,12 @@ def equip(modules: Sequence[nn.Module]) -> None:
             _C.call_directly(cls)
 
 
-def _refuse_copy(self: nn.Module) -> Any:
+def _copy(self: nn.Module) -> Any:
+    if _env.is_strict():  # what copy.copy does without this method
+        rebuild, arguments, state, *_ = self.__reduce_ex__(4)
+        copied = rebuild(*arguments)
+        copied.__setstate__(state)
+        return copied
     raise TypeError(
         f"{type(self).__name__} does not support copy.copy: both modules would swap the same"
         " parameters. Build and shard a second module, and load this one's state_dict into it"

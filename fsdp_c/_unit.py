@@ -449,6 +449,12 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
             self._core_reshard()
         return None
 
+    def _to_unsharded(self) -> None:
+        if not self._is_bound:
+            return super()._to_unsharded()
+        self._core_unshard()
+        return None
+
     def post_backward(self, *unused: Any) -> None:
         """Not called by autograd, but by pipelines, after their last micro-batch."""
         if not self._is_bound:

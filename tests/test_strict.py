@@ -1,5 +1,6 @@
 """FSDP_C_STRICT=1: what torch refuses is refused again, where no other test says so."""
 
+import copy
 import os
 import warnings
 from collections.abc import Callable
@@ -92,6 +93,20 @@ def test_df21_warning_of_views(rank: int, n_ranks: int) -> None:
     (warning,) = view_warnings(ours, True)
     assert "FSDP2-wrapped module (FSDPViewing)" in warning
     assert not view_warnings(ours, False)
+
+
+@on_ranks(1)
+def test_df26_shallow_copies(rank: int, n_ranks: int) -> None:
+    """torch makes them of modules that are built without arguments."""
+    for fsdp in (torch_fsdp, implementation()):
+        with mock.patch.dict(os.environ, FSDP_C_STRICT="1"):
+            net = nn.Sequential(nn.Linear(4, 4))
+            fsdp.fully_shard(net[0])
+            fsdp.fully_shard(net)
+            copied = copy.copy(net)
+            assert type(copied) is nn.Sequential and copied[0] is net[0]
+            with pytest.raises(TypeError, match="missing 2 required positional arguments"):
+                copy.copy(net[0])
 
 
 def run_all(rank: int, n_ranks: int, is_strict: bool, is_torch: bool) -> dict[str, str]:

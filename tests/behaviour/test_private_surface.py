@@ -508,6 +508,9 @@ def test_ps26_ps27_ps35_bare_group(rank: int, n_ranks: int) -> None:
             seen.append(own(model))
             leave()
             seen.append(own(model))
+        group._to_unsharded()
+        seen.append(own(model))
+        group.reshard()
         args, kwargs = group.pre_forward(model, (torch.ones(1, 4),), {})
         seen += [own(model), group._training_state.name, len(args), kwargs]
         group.post_forward(model, args, model.weight.sum())

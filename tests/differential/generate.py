@@ -53,6 +53,9 @@ class Writer(Contexts):
     # --- blocks -----------------------------------------------------------------------------------
 
     def evaluate(self) -> list[str]:
+        # Only torch's order of prefetches has forwards without gradients: it gathers more often.
+        if self.program.counted and self.groups:
+            return []
         forward = self.forward()
         # Torch makes what it lacks in inference mode, and cannot use it elsewhere.
         may_infer = self.program.has("loss = backward") and not self.program.has("columns(")
