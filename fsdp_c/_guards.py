@@ -47,7 +47,7 @@ def _copy(self: nn.Module) -> Any:
         return copied
     raise TypeError(
         f"{type(self).__name__} does not support copy.copy: both modules would swap the same"
-        " parameters. Build and shard a second module, and load this one's state_dict into it"
+        " parameters. fsdp_c.clone(model) makes a second one"
     )
 
 
