@@ -1,5 +1,7 @@
 """Random programs under torch's fully_shard and fsdp_c's; mistakes that this must notice."""
 
+import dataclasses
+
 import harness
 import pytest
 import torch
@@ -62,7 +64,10 @@ def test_small_script_for_a_failure() -> None:
     assert failure.kind == "differs"
     small, failure = shrink.shrink(program, failure, fails, n_tries=30)
     assert len(small.lines) < len(program.lines)
+    counted = shrink.script(dataclasses.replace(small, counted=True), failure)
     text = shrink.script(small, failure)
+    assert "Counting()" in counted and "Counting()" not in text
+    compile(counted, "script", "exec")
     compile(text, "script", "exec")
     assert "optimizer.step()" in text and "torchrun --nproc_per_node 2" in text
 
