@@ -42,7 +42,8 @@ def rules_of(
     """How whole gradients live in a step."""
     if engine == "core":
         lent = _memory_plan._LENT_BYTES if n_shards > 1 else 0
-        return Rules(dtype, holds=accumulates and strategy.keeps_whole_gradients, lent_bytes=lent)
+        holds = accumulates and strategy.keeps_whole_gradients
+        return Rules(dtype, holds, lent_bytes=lent, on_cpu=True)
     return Rules(dtype, holds=accumulates and strategy.keeps_whole_gradients)
 
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import _compat
+from fsdp_c._estimate import _recurrent
 
 # Blocks of a stack that are run: a first, two in the middle to compare, a last.
 _KEPT = 4
@@ -67,6 +68,7 @@ class Rules:
     compute_dtype: torch.dtype | None = None  # of parameters and inputs while they compute
     holds: bool = False  # to the end of the step, whole
     lent_bytes: int = 0  # a unit's gradients up to this size wait for the next unit's reduction
+    on_cpu: bool = False  # by torch's operators for the CPU
 
 
 def trace_step(
@@ -260,6 +262,8 @@ def _run(
         stack.enter_context(recorder.hooks())
         arguments = _pytree.tree_map(lambda x: _fake(x, None), inputs)
         recorder.own(t for t in _pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor))
+        if rules.on_cpu:
+            stack.enter_context(_recurrent.one_call_per_layer())
         stack.enter_context(recorder)
         out = loss(model(*_cast(arguments, rules.compute_dtype)))
         recorder.turn()
@@ -347,7 +351,7 @@ class _Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.rules = rules
-        self.flops_of = _compat.flop_formulas()
+        self.flops_of = {**_compat.flop_formulas(), **_recurrent.flop_formulas()}
         self.live = 0
         self.kept = 0
         self.known: dict[int, int] = {}
@@ -489,7 +493,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = _recurrent.with_workspace(func, args, func(*args, **kwargs))
         read = [t for t in _pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         written = [t for t in _pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
         for tensor in written:
