@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp_c import _comm, _compat, _device, _names, _plan, _stats
 from fsdp_c._param import FSDPParam
 from fsdp_c.strategy import _advice, _chosen
+from fsdp_c.strategy._units import can_be_split
 
 _HEAD = (
     *("unit", "params", "MiB", "of it here", "placements", "reshard", "dtypes"),
@@ -84,9 +85,10 @@ def explain(model: nn.Module) -> Explanation:
             f"{type(model).__name__} has no units to explain: call fully_shard() or shard() first"
         )
     rows = tuple(_row_of(name, state, group) for name, state, group in found)
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     sizes = [
-        _advice.Size(row.unit, len(group.fsdp_params), row.bytes)
-        for row, (_, _, group) in zip(rows, found, strict=True)
+        _advice.Size(row.unit, row.bytes, any(can_be_split(m, units) for m in state._modules))
+        for row, (_, state, _) in zip(rows, found, strict=True)
     ]
     advice = _advice.on_sizes(sizes)
     meshes = {id(group.mesh_info.mesh): group.mesh_info.mesh for _, _, group in found}

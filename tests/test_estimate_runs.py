@@ -192,6 +192,36 @@ def test_a_step_takes_what_was_estimated(rank: int, n_ranks: int) -> None:
         assert -scratch * lent <= estimated - lent <= 0.01 * lent + late, (options, estimated, lent)
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(64, 48, num_layers=3)
+        self.head = nn.Linear(48, 2000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x)[0])
+
+
+def test_an_lstm_keeps_what_its_library_keeps() -> None:
+    """On CPU ranks; more steps than are tried, by one step of training outside of ranks."""
+    x = torch.randn(50, 8, 64)
+    found = fsdp_c.estimate(
+        Recurrent(), world_size=1, hardware=hardware(1), inputs=x, precision="fp32"
+    )
+    model = Recurrent()
+
+    def step() -> None:
+        model(x).square().mean().backward()
+
+    step()
+    model.zero_grad()
+    lent = most_lent(step)
+    estimated = found.memory["activations"] + found.memory["in backward"]
+    assert abs(estimated - lent) < 0.01 * lent, (estimated, lent)
+    products = 4 * 48 * (64 + 48) + 2 * 4 * 48 * (48 + 48) + 48 * 2000  # of one input
+    assert found.model_flops == 3 * 2 * 50 * 8 * products
+
+
 def test_activations_are_what_autograd_saves() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
     x = torch.randn(32, 64)

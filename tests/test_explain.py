@@ -123,6 +123,8 @@ def test_warnings(rank: int, n_ranks: int) -> None:
     assert len(told) == (rank == 0), "once, on rank 0"
     assert "unit '0' holds 99% of the model" in advice(model)
     assert advice(fsdp_c.shard(huge(), units=nn.Linear)) == ""
+    big = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 8))
+    assert advice(fsdp_c.shard(big, units=None)) == "", "most of it is one layer"
 
 
 @on_ranks(4)
@@ -144,7 +146,7 @@ def test_thousands_of_tiny_units() -> None:
     from fsdp_c.strategy import _advice
 
     def told(n_units: int, n_bytes: int) -> Any:
-        return _advice.on_sizes([_advice.Size(str(i), 2, n_bytes) for i in range(n_units)])
+        return _advice.on_sizes([_advice.Size(str(i), n_bytes, True) for i in range(n_units)])
 
     assert "2000 units of 4.0 KiB" in told(2000, 4096)[0]
     assert told(2000, 1 << 20) == told(20, 4096) == []

@@ -149,6 +149,9 @@ def test_shared_modules_and_deep_ones() -> None:
     model.blocks.append(model.blocks[0])
     assert find_units(model, Block) == list(model.blocks)[:2]
     assert find_units(model, wrap.always_wrap_policy).count(model.blocks[0]) == 1
+    model = Net()  # a layer that blocks share is a unit, before the blocks around it
+    model.blocks[2].up = model.blocks[0].up
+    assert find_units(model, "auto") == [model.blocks[0].up, *model.blocks]
 
 
 def test_mistakes() -> None:

@@ -21,8 +21,8 @@ class Size:
     """One unit, as far as advice needs it."""
 
     name: str
-    n_params: int  # parameter tensors
     n_bytes: int
+    can_be_split: bool  # has repeated blocks
 
 
 def on_sizes(units: Sequence[Size]) -> list[str]:
@@ -30,7 +30,7 @@ def on_sizes(units: Sequence[Size]) -> list[str]:
     advice = []
     total = sum(unit.n_bytes for unit in units)
     for unit in units:
-        if unit.n_bytes > max(_HUGE_BYTES, total / 2) and unit.n_params > 2:
+        if unit.n_bytes > max(_HUGE_BYTES, total / 2) and unit.can_be_split:
             advice.append(
                 f"unit '{unit.name}' holds {unit.n_bytes / total:.0%} of the model and is gathered"
                 f" as a whole: make its repeated blocks units of their own (units=)"

@@ -24,7 +24,7 @@ from fsdp_c import _init
 from fsdp_c._fully_shard import fully_shard
 from fsdp_c.strategy import _advice, _checkpoint, _chosen, _mesh
 from fsdp_c.strategy._strategies import Strategy, strategy_named
-from fsdp_c.strategy._units import Units, find_units, listed
+from fsdp_c.strategy._units import Units, can_be_split, find_units, listed
 
 _PRECISIONS = {
     "fp32": MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32),
@@ -237,7 +237,7 @@ def _advice_for(model: nn.Module, units: Units, mesh: DeviceMesh) -> list[str]:
         params = [param for param in unit.parameters() if param not in seen]
         seen.update(params)
         n_bytes = sum(p.numel() * p.itemsize for p in params)
-        sizes.append(_advice.Size(names[unit], len(params), n_bytes))
+        sizes.append(_advice.Size(names[unit], n_bytes, can_be_split(unit, units)))
     return _advice.on_sizes(sizes) + _advice.on_mesh(mesh)
 
 

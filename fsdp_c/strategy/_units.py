@@ -47,8 +47,9 @@ def find_units(model: nn.Module, units: Any, *, ignored: Iterable[Any] = ()) -> 
         units: one of
 
             - ``"auto"``: the repeated blocks (outermost children of one class in a list; those that
-              a Hugging Face model names in ``_no_split_modules``), and each embedding or output
-              layer outside of them that is as large as a block and not tied;
+              a Hugging Face model names in ``_no_split_modules``), modules that several of them
+              share, and each embedding or output layer outside of them that is as large as a block
+              and not tied;
             - a class, the name of one, or several of these; modules of the model;
             - a number: units of at least so many parameters; ``"200MB"``, ``"1GiB"``: bytes;
             - ``f(module) -> bool``, or a dict of options for the unit;
@@ -210,7 +211,17 @@ def _automatic(model: nn.Module, modules: list[nn.Module]) -> Found:
         and _n_params(module) >= smallest
         and all(uses[param] == 1 for param in module.parameters())
     ]
-    return dict.fromkeys([*blocks, *ends], {})
+    blocks_of = Counter(m for block in blocks for m in block.modules())
+    shared = [m for m in modules if blocks_of[m] > 1 and _can_run(m) and _has_params(m)]
+    return dict.fromkeys([*_outermost(shared), *blocks, *ends], {})
+
+
+def can_be_split(module: nn.Module, units: Iterable[nn.Module]) -> bool:
+    """Whether what it has outside of the units are repeated blocks, none of them most of it."""
+    own = list(_post_order(module, set(units) - {module}))
+    sizes = [sum(map(_n_bytes, block.parameters())) for block in _repeated(own)]
+    params = {p: None for m in own for p in m._parameters.values() if p is not None}
+    return bool(sizes) and 2 * max(sizes) <= sum(map(_n_bytes, params))
 
 
 def _repeated(modules: list[nn.Module]) -> list[nn.Module]:
