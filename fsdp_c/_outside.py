@@ -90,22 +90,30 @@ def _operands(frame: FrameType, at: int) -> Iterator[Any]:
 
 def _expression(code: CodeType, at: int) -> ast.AST:
     """The source of an instruction, as far as it is there and complete."""
-    nothing = ast.Tuple(elts=[], ctx=ast.Load())
-    positions = getattr(code, "co_positions", None)  # from Python 3.11
-    if positions is None or at < 0:
-        return nothing
-    line, end_line, column, end_column = next(itertools.islice(positions(), at // 2, None))
-    if line is None or end_line is None or column is None or end_column is None:
-        return nothing
-    lines = [text.encode() for text in linecache.getlines(code.co_filename)[line - 1 : end_line]]
-    if len(lines) != end_line - line + 1:
-        return nothing
+    text = linecache.getlines(code.co_filename)
+    try:
+        if hasattr(code, "co_positions"):
+            return _exact(text, *next(itertools.islice(code.co_positions(), at // 2, None)))
+        return _statement(text, next(line for begin, end, line in code.co_lines() if at < end))
+    except (SyntaxError, TypeError, ValueError, LookupError, StopIteration):
+        return ast.Tuple(elts=[], ctx=ast.Load())
+
+
+def _exact(text: list[str], line: int, end_line: int, column: int, end_column: int) -> ast.AST:
+    lines = [one.encode() for one in text[line - 1 : end_line]]
     lines[-1] = lines[-1][:end_column]
     lines[0] = lines[0][column:]
-    try:
-        return ast.parse("(" + textwrap.dedent(b"".join(lines).decode()) + "\n)", mode="eval")
-    except (SyntaxError, UnicodeDecodeError):
-        return nothing
+    return ast.parse("(" + textwrap.dedent(b"".join(lines).decode()) + "\n)", mode="eval")
+
+
+def _statement(text: list[str], line: int) -> ast.AST:
+    """Before Python 3.11 an instruction knows its line alone: the innermost statement there."""
+    within = [
+        node
+        for node in ast.walk(ast.parse("".join(text)))
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0)
+    ]
+    return max(within, key=lambda node: node.lineno)
 
 
 def _value(node: ast.expr, frame: FrameType) -> Any:
