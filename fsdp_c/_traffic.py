@@ -50,7 +50,9 @@ def traffic_of(groups: Iterable[FSDPParamGroup]) -> tuple[Traffic, ...]:
         *counts, summed, copied = group._core_traffic()
         info = group.mesh_info
         n_replicas = info.replicate_mesh_size if isinstance(info, HSDPMeshInfo) else 1
-        all_reduced = 2 * (n_replicas - 1) * summed // n_replicas
+        n_reduced = counts[-1]  # rounded for each, so that all steps count the same
+        each = 2 * (n_replicas - 1) * (summed // max(n_reduced, 1)) // n_replicas
+        all_reduced = n_reduced * each
         found.append(Traffic(_plan.unit_name(group), *counts, all_reduced, copied))
     return tuple(found)
 

@@ -341,6 +341,10 @@ def test_mistakes() -> None:
         ({"seq": -1}, "seq=-1: pass a whole number"),
         ({"seq": 2.5}, "seq=2.5: pass a whole number"),
         ({"loss": lambda logits: logits}, "cannot be traced .* a loss= that makes one number"),
+        (
+            {"loss": lambda logits: logits[logits > 0].sum()},
+            "depend on data .*nonzero.* fixed sizes",
+        ),
         ({"strategy": "hybrid", "shards": 0}, "shards=0: pass a whole number"),
         ({"checkpoint": "Blok"}, "checkpoint='Blok' matches no module"),
         ({"shards": 4}, "for hybrid strategies, not zero3"),

@@ -55,9 +55,9 @@ MODULES = (
     " _spawn _replicate _install"
     " strategy._strategies strategy._units strategy._chosen strategy._mesh strategy._checkpoint"
     " strategy._advice strategy._shard strategy.__init__ _explain"
-    " _estimate._hardware _estimate._measure _estimate._recurrent _estimate._trace"
-    " _estimate._volume _estimate._memory _estimate._time _estimate._setting _estimate._table"
-    " _estimate._result _estimate._evaluate _estimate._advice _estimate._measured"
+    " _estimate._hardware _estimate._measure _estimate._convolution _estimate._recurrent"
+    " _estimate._trace _estimate._volume _estimate._memory _estimate._time _estimate._setting"
+    " _estimate._table _estimate._result _estimate._evaluate _estimate._advice _estimate._measured"
     " _estimate._estimate _estimate._models _estimate.__init__ _estimate._command"
     " _api __init__ _launch _child __main__"
 ).split()

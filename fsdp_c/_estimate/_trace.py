@@ -15,13 +15,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import _compat
-from fsdp_c._estimate import _recurrent
+from fsdp_c._estimate import _convolution, _recurrent
 
 # Blocks of a stack that are run: a first, two in the middle to compare, a last.
 _KEPT = 4
@@ -93,6 +97,12 @@ def trace_step(
             if grown is not None:
                 return grown
         return _run(model, inputs, loss, units, rules, checkpointed, {})
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise ValueError(
+            f"estimate: sizes inside of {type(model).__name__} depend on data ({error.func}), and"
+            " a trace has none: estimate a stand-in with fixed sizes, such as experts that each"
+            " take topk() of their capacity instead of the rows of a mask"
+        ) from error
     except Exception as error:  # whatever the model's code raises
         raise ValueError(
             f"estimate: {type(model).__name__} cannot be traced on fake tensors"
@@ -499,7 +509,8 @@ class _Recorder(TorchDispatchMode):
         for tensor in written:
             self._see(tensor)
         segment = self.segments[-1]
-        segment.peak = max(segment.peak, self.live)
+        scratch = _convolution.scratch(func, args, out) if self.rules.on_cpu else 0
+        segment.peak = max(segment.peak, self.live + scratch)
         sources = {t.untyped_storage()._cdata for t in read}
         is_view = all(t.untyped_storage()._cdata in sources for t in written)
         if is_view and not func._schema.is_mutable:
