@@ -170,6 +170,8 @@ def test_strategies_move_what_theory_says() -> None:
     # Whole parameters from forward to backward, or only while a unit runs, with one more ahead.
     assert make(world_size=4, strategy="zero2").memory["gather slots"] == model_bytes
     assert make(world_size=4, strategy="zero3").memory["gather slots"] == 2 * MATRIX
+    casts = make(world_size=4, strategy="ddp", precision="bf16", units=None)
+    assert casts.memory["gather slots"] == model_bytes // 2, "no unit ahead where none is gathered"
     # Gradients of two micro-batches: added up whole, or sent one by one.
     sent = [
         sum(one.received for one in make(world_size=4, strategy=name, micro_batches=2).traffic)
