@@ -367,7 +367,9 @@ static void check_all_to_all(fc_comm *comm, int rank, int n, size_t bytes)
     n_cells = (size_t)n;
     CHECK_EQ(all_to_all(comm, rank, n, recv.data, send.data, table), FC_OK);
     check_same("all_to_all", recv.data, expected.data, received, bytes, FC_U8);
-    check_spread(comm, rank, n, table, &send, &expected);
+    if (bytes < MIB) { /* it goes byte by byte */
+        check_spread(comm, rank, n, table, &send, &expected);
+    }
     drop_buffer(&recv);
     drop_buffer(&send);
     drop_buffer(&expected);
