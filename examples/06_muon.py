@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_c import fully_shard, gather_to_owner, scatter_from_owner
+from fsdp_c import Owned, fully_shard, gather_to_owner, scatter_from_owner
 
 BATCH = 24
 
@@ -25,9 +25,12 @@ class OwnedMuon:
         # A rank may own nothing: torch's optimizers want parameters all the same.
         params = list(self.copies.values()) or [nn.Parameter(torch.zeros(0, 0))]
         self.optimizer = torch.optim.Muon(params, **options)
+        self.owned: Owned | None = None
 
     def step(self) -> None:
-        owned = gather_to_owner({index: param.grad for index, param in self.params.items()})
+        grads = {index: param.grad for index, param in self.params.items()}
+        # In the memory of the step before.
+        self.owned = owned = gather_to_owner(grads, into=self.owned)
         for index, grad in owned.items():
             self.copies[index].grad = grad
         self.optimizer.step()

@@ -111,6 +111,7 @@ class Owned(Mapping[Any, torch.Tensor]):
         self._tensors = tensors
         self._bucket_bytes = bucket_bytes
         self._own: dict[Any, torch.Tensor] = {}
+        self._memory: dict[Any, torch.Tensor] = {}  # as gathered, whatever was put in its place
         self._owners: dict[Any, int] = {}
 
     def owner_of(self, key: Hashable) -> int:
@@ -142,7 +143,10 @@ class Owned(Mapping[Any, torch.Tensor]):
 
 @torch.no_grad()
 def gather_to_owner(
-    tensors: Sequence[Any] | Mapping[Any, Any], *, bucket_bytes: int = _buckets.DEFAULT_BYTES
+    tensors: Sequence[Any] | Mapping[Any, Any],
+    *,
+    bucket_bytes: int = _buckets.DEFAULT_BYTES,
+    into: Owned | None = None,
 ) -> Owned:
     """Gathers each sharded tensor, whole, on exactly one rank of its mesh.
 
@@ -160,6 +164,9 @@ def gather_to_owner(
     Args:
         tensors: DTensors by index or by name; the same on all ranks.
         bucket_bytes: whole tensors of up to this size (or a single larger one) share a collective.
+        into: what an earlier call returned for tensors of the same keys, shapes and dtypes. It is
+            filled again, in the memory that it has (new pages take several times as long as what
+            is copied), and returned; tensors taken out of it before change with it.
 
     Raises:
         TypeError, ValueError: a tensor is None, not a DTensor, or not Shard or Replicate; names
@@ -169,19 +176,35 @@ def gather_to_owner(
     _buckets.check(bucket_bytes)
     named = dict(tensors) if isinstance(tensors, Mapping) else dict(enumerate(tensors))
     meshes = _by_mesh(named, "gather_to_owner")
-    owned = Owned(named, bucket_bytes)
-    found = {}
-    for mesh, keys in meshes.items():
-        group, plan = _plan_for(mesh, [named[key] for key in keys], bucket_bytes)
+    plans = [
+        (keys, *_plan_for(mesh, [named[key] for key in keys], bucket_bytes))
+        for mesh, keys in meshes.items()
+    ]
+    owners, likes = {}, {}
+    for keys, group, plan in plans:
         ranks = dist.get_process_group_ranks(group)
-        locals_ = [_pieces.local_of(named[key]) for key in keys]
-        for key, owner, local in zip(keys, plan.owners, locals_, strict=True):
-            owned._owners[key] = ranks[owner]
+        for key, owner in zip(keys, plan.owners, strict=True):
+            owners[key] = ranks[owner]
             if owner == group.rank():
-                found[key] = local.new_empty(named[key].shape)
+                likes[key] = named[key]
+    owned = Owned(named, bucket_bytes) if into is None else into
+    if into is None:
+        found = {key: _pieces.local_of(t).new_empty(t.shape) for key, t in likes.items()}
+    else:
+        _check_into("gather_to_owner", named, into._tensors, "dtype")
+        if list(into._tensors) != list(named):
+            raise ValueError(
+                f"gather_to_owner on rank {dist.get_rank()}: `into` has the tensors in another"
+                " order: pass them in that one, as owners depend on it"
+            )
+        found = into._memory
+    for keys, group, plan in plans:
+        locals_ = [_pieces.local_of(named[key]) for key in keys]
         for bucket in plan.buckets:
             _gather(group, plan, bucket, locals_, [found.get(key) for key in keys])
-    owned._own = {key: found[key] for key in named if key in found}
+    owned._tensors, owned._bucket_bytes, owned._owners = named, bucket_bytes, owners
+    owned._memory = {key: found[key] for key in named if key in found}
+    owned._own = dict(owned._memory)
     return owned
 
 
@@ -204,7 +227,7 @@ def scatter_from_owner(owned: Owned, into: Sequence[Any] | Mapping[Any, Any] | N
     targets = owned._tensors
     if into is not None:
         targets = dict(into) if isinstance(into, Mapping) else dict(enumerate(into))
-        _check_targets(owned._tensors, targets)
+        _check_into("scatter_from_owner", owned._tensors, targets)
     for mesh, keys in _by_mesh(targets, "scatter_from_owner").items():
         group, plan = _plan_for(mesh, [targets[key] for key in keys], owned._bucket_bytes)
         locals_ = [_pieces.local_of(targets[key]) for key in keys]
@@ -238,8 +261,11 @@ def _by_mesh(tensors: Mapping[Any, Any], caller: str) -> dict[DeviceMesh, list[A
     return meshes
 
 
-def _check_targets(gathered: Mapping[Any, DTensor], targets: Mapping[Any, Any]) -> None:
-    where = f"scatter_from_owner on rank {dist.get_rank()}"
+def _check_into(
+    caller: str, gathered: Mapping[Any, DTensor], targets: Mapping[Any, Any], *more: str
+) -> None:
+    """Targets must be laid out as what is gathered; alike on all ranks."""
+    where = f"{caller} on rank {dist.get_rank()}"
     if odd := [*(gathered.keys() ^ targets.keys())]:
         raise ValueError(
             f"{where}: `into` must have the keys of the gathered tensors; {odd[0]!r} is only in"
@@ -247,7 +273,7 @@ def _check_targets(gathered: Mapping[Any, DTensor], targets: Mapping[Any, Any]) 
         )
     for key, source in gathered.items():
         target = targets[key]
-        for name in ("shape", "device_mesh", "placements"):
+        for name in ("shape", "device_mesh", "placements", *more):
             ours, theirs = (getattr(tensor, name, None) for tensor in (target, source))
             if ours != theirs:
                 raise ValueError(

@@ -105,6 +105,37 @@ def test_round_trip(rank: int, n_ranks: int) -> None:
         del os.environ["FSDP_C_TRANSPORT"]
 
 
+@on_ranks(2)
+def test_memory_is_used_again(rank: int, n_ranks: int) -> None:
+    mesh = cached_mesh((n_ranks,))
+    owned = fsdp_c.gather_to_owner(sharded(mesh))
+    kept = dict(owned)
+    places = {key: tensor.data_ptr() for key, tensor in kept.items()}
+    for key in owned:
+        owned[key] = torch.zeros_like(owned[key])  # not what is written to
+    doubled = [tensor * 2 for tensor in sharded(mesh)]
+    again = fsdp_c.gather_to_owner(doubled, into=owned)
+    assert again is owned and list(owned) == list(kept)
+    for key, tensor in owned.items():
+        shape, dtype, _ = CASES[key]
+        assert torch.equal(tensor, whole(key, shape, dtype) * 2)
+        assert tensor.data_ptr() == places[key] and tensor is kept[key]
+        tensor.mul_(2)
+    fsdp_c.scatter_from_owner(owned)
+    for tensor, double in zip(sharded(mesh), doubled, strict=True):
+        assert torch.equal(double._local_tensor, tensor._local_tensor * 4)
+    with counted() as calls:
+        for wrong, text in [
+            (doubled[:2], "2 is only in `into`"),
+            ([tensor.float() for tensor in doubled], "2 has dtype torch.bfloat16"),
+            ([*doubled[:-1], doubled[0]], "9 has shape"),
+            (dict(reversed(list(enumerate(doubled)))), "another order"),
+        ]:
+            with pytest.raises(ValueError, match=text):
+                fsdp_c.gather_to_owner(wrong, into=owned)
+        assert not calls
+
+
 @on_ranks(1)
 def test_round_trip_alone(rank: int, n_ranks: int) -> None:
     check_round_trip(cached_mesh((1,)))
