@@ -34,7 +34,7 @@ N_ROWS = {
     "optim": 10,
     "strategies": 6,
     "memory": 2,
-    "owner": 3,
+    "owner": 4,
     "waits": 3,
 }
 
