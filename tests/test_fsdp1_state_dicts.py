@@ -316,6 +316,9 @@ def test_summon_full_params(rank: int, n_ranks: int) -> None:
             options["recurse"] = True
             with fsdp.summon_full_params(model, **options), torch.no_grad():
                 whole = model.module(sides.batch(0))
+                of_rank_0 = torch_fsdp.FullStateDictConfig(rank0_only=True)
+                with fsdp.state_dict_type(model, FULL, of_rank_0):
+                    assert bool(model.state_dict()) is (rank == 0)
                 assert whole.dtype is torch.float32
                 assert torch.equal(inside, whole) is (precision is None)
                 with (
