@@ -289,6 +289,9 @@ def test_mistakes_come_before_changes(rank: int, n_ranks: int) -> None:
 
 @on_ranks(4)
 def test_hybrid_takes_the_ranks_of_a_host(rank: int, n_ranks: int) -> None:
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="3"):
+        with pytest.raises(ValueError, match="how 4 ranks split into several hosts"):
+            fsdp_c.shard(Net(), "hybrid")
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
         model = fsdp_c.shard(Net(), "hybrid")
     mesh = model.stem.weight.device_mesh
