@@ -215,13 +215,42 @@ static void collect(operands *out, const fc_unit *unit, const fc_source *sources
     }
 }
 
+/* Bytes of the stack for sums that are rounded on their way. */
+#define ROUNDED_BYTES ((size_t)8 << 10)
+
+/* A sum has the precision of the reduce type, whatever it is added to: it is rounded to that, a
+ * block at a time. */
+static void sum_equal(void *dst, fc_dtype to, fc_dtype reduce, const void *const *srcs, size_t n,
+                      fc_dtype type, size_t numel, double divisor, bool accumulate)
+{
+    alignas(FC_ALIGN) char rounded[ROUNDED_BYTES];
+    const void *const sum = rounded;
+    const void *at[FC_MAX_RANKS];
+    size_t block_max = sizeof(rounded) / fc_dtype_bytes(reduce);
+    size_t block;
+
+    if (reduce == to || fc_dtype_bytes(reduce) > fc_dtype_bytes(to)) {
+        fc_kern_reduce(type, to)(dst, srcs, n, numel, divisor, accumulate);
+        return;
+    }
+    for (size_t done = 0; done < numel; done += block) {
+        block = numel - done < block_max ? numel - done : block_max;
+        for (size_t i = 0; i < n; i++) {
+            at[i] = (const char *)srcs[i] + done * fc_dtype_bytes(type);
+        }
+        fc_kern_reduce(type, reduce)(rounded, at, n, block, divisor, false);
+        fc_kern_reduce(reduce, to)((char *)dst + done * fc_dtype_bytes(to), &sum, 1, block, 1,
+                                   accumulate);
+    }
+}
+
 /* Bytes of the stack for operands that are narrower than others. */
 #define WIDENED_BYTES ((size_t)64 << 10)
 static_assert(WIDENED_BYTES / FC_MAX_RANKS >= 16 * sizeof(float), "room for some of each rank");
 
 /* Operands of several types: the narrower ones are widened to float32, a block at a time. */
-static void sum_mixed(void *dst, fc_dtype to, const operands *from, size_t numel, double divisor,
-                      bool accumulate)
+static void sum_mixed(void *dst, fc_dtype to, fc_dtype reduce, const operands *from, size_t numel,
+                      double divisor, bool accumulate)
 {
     alignas(FC_ALIGN) char widened[WIDENED_BYTES];
     const void *at[FC_MAX_RANKS];
@@ -240,8 +269,8 @@ static void sum_mixed(void *dst, fc_dtype to, const operands *from, size_t numel
                 at[i] = wide;
             }
         }
-        fc_kern_reduce(FC_F32, to)((char *)dst + done * fc_dtype_bytes(to), at, from->n, block,
-                                   divisor, accumulate);
+        sum_equal((char *)dst + done * fc_dtype_bytes(to), to, reduce, at, from->n, FC_F32, block,
+                  divisor, accumulate);
     }
 }
 
@@ -263,9 +292,10 @@ bool fc_unit_reduce(const fc_unit *unit, const fc_source *sources, int n_sources
         char *out = (char *)dst + o * numel * fc_dtype_bytes(dtype);
 
         if (from.is_mixed) {
-            sum_mixed(out, dtype, &from, numel, divisor, accumulate);
+            sum_mixed(out, dtype, p->reduce, &from, numel, divisor, accumulate);
         } else {
-            fc_kern_reduce(from.type[0], dtype)(out, from.at, from.n, numel, divisor, accumulate);
+            sum_equal(out, dtype, p->reduce, from.at, from.n, from.type[0], numel, divisor,
+                      accumulate);
         }
         for (i = 0; i < from.n; i++) {
             from.at[i] = (const char *)from.at[i] + from.stride[i];
@@ -277,7 +307,7 @@ bool fc_unit_reduce(const fc_unit *unit, const fc_source *sources, int n_sources
 void fc_reduce_own(const void *grad, fc_dtype from, void *dst, fc_dtype dtype, size_t numel,
                    double divisor, bool accumulate)
 {
-    fc_kern_reduce(from, dtype)(dst, &grad, 1, numel, divisor, accumulate);
+    sum_equal(dst, dtype, from, &grad, 1, from, numel, divisor, accumulate);
 }
 
 static bool is_wanted(const fc_param *param)
@@ -335,8 +365,8 @@ static void reduce_row(const fc_unit *unit, const fc_source *sources, int n_sour
     for (r = 0; r < n_sources; r++) {
         parts[r] = sources[r].part;
     }
-    fc_kern_reduce(fc_wire_dtype(first, sources[0].wire),
-                   first->grad)(grads, parts, (size_t)n_sources, numel, divisor, false);
+    sum_equal(grads, first->grad, first->reduce, parts, (size_t)n_sources,
+              fc_wire_dtype(first, sources[0].wire), numel, divisor, false);
 }
 
 bool fc_unit_reduce_all(const fc_unit *unit, const fc_source *sources, int n_sources, void *grads,

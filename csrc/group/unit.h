@@ -61,12 +61,13 @@ void fc_unit_stage(const fc_unit *unit, size_t param, const void *grad, fc_dtype
 size_t fc_unit_part_bytes(const fc_unit *unit, fc_wire wire);
 
 /* dst = (accumulate ? dst : 0) + sum of the sources that hold `param`, divided. False if none does.
- * dst holds chunk_numel elements of type `dtype`; sums are those of sources in the reduce dtype. */
+ * dst holds chunk_numel elements of type `dtype`; the sum is made in float32 or wider and, divided,
+ * rounded to the reduce dtype. */
 bool fc_unit_reduce(const fc_unit *unit, const fc_source *sources, int n_sources, size_t param,
                     void *dst, fc_dtype dtype, double divisor, bool accumulate);
 
 /* The same for one rank without a detour: dst = (accumulate ? dst : 0) + grad / divisor, for a
- * gradient of type `from`. */
+ * gradient of the reduce dtype `from`. */
 void fc_reduce_own(const void *grad, fc_dtype from, void *dst, fc_dtype dtype, size_t numel,
                    double divisor, bool accumulate);
 

@@ -146,6 +146,18 @@ static inline float gradient(const member *m, int rank, size_t unit, int post, s
     return is_narrow ? (float)(h % 65) - 32.0F : ((float)(h % 20001) - 10000.0F) / 7.0F;
 }
 
+/* To nearest, ties to even; of finite numbers. */
+static inline float rounded_to_bf16(float value)
+{
+    uint32_t bits;
+
+    memcpy(&bits, &value, sizeof(bits));
+    bits += 0x7fff + (bits >> 16 & 1);
+    bits &= 0xffff0000;
+    memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
 /* What reduction number `post` of an element must give. */
 static inline float expected_sum(const member *m, size_t unit, int post, size_t param, size_t index,
                                  const fc_layout *layout, double divisor, float before,
@@ -171,6 +183,7 @@ static inline float expected_sum(const member *m, size_t unit, int post, size_t 
         return (float)(accumulate ? (double)before + wide / divisor : wide / divisor);
     }
     narrow = narrow / (float)divisor;
+    narrow = reduce == FC_BF16 ? rounded_to_bf16(narrow) : narrow;
     return accumulate ? before + narrow : narrow;
 }
 
