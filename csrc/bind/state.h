@@ -141,6 +141,7 @@ void state_pre_backward(StateObject *state);
 
 } // namespace fc
 
+int fc_register_group(PyObject *module);
 int fc_register_state(PyObject *module);
 
 #endif
