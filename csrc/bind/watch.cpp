@@ -29,9 +29,14 @@ struct Watched {
 };
 Watched *watched = nullptr;
 
+// 0 while it has none; Python 3.10 leaves the number of a class that was changed as it was.
 unsigned version_of(PyObject *object)
 {
-    return PyType_Check(object) ? reinterpret_cast<PyTypeObject *>(object)->tp_version_tag : 0;
+    if (!PyType_Check(object)) {
+        return 0;
+    }
+    auto *type = reinterpret_cast<PyTypeObject *>(object);
+    return PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG) ? type->tp_version_tag : 0;
 }
 
 bool is_in_place(Owner &owner)
