@@ -241,7 +241,7 @@ def test_conversion_before_first_forward(rank: int, n_ranks: int) -> None:
 @pytest.mark.parametrize("original", [F32, BF16], ids=name_of)
 @on_ranks(2, 3)
 def test_sums_in_bf16_are_rounded_once(rank: int, n_ranks: int, original: torch.dtype) -> None:
-    """Torch rounds to `reduce_dtype` after each addition; here sums are rounded once, at the end."""
+    """Torch rounds to `reduce_dtype` after each addition; here sums are rounded at their end."""
 
     def gradient(fsdp: Any) -> Tensor:
         model = nn.Linear(256, n_ranks, bias=False, dtype=original)

@@ -6,6 +6,7 @@ reference.
 
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import harness
@@ -155,3 +156,26 @@ def test_meshes_in_different_orders(rank: int, n_ranks: int) -> None:
         plain.check(side, tolerance())
         for one in (side.model, plain.model):
             one.zero_grad()
+
+
+def skip_a_unit(rank: int, n_ranks: int) -> tuple[str, str]:
+    fsdp = harness.implementation()
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = Branches()
+    for block in model.blocks:
+        fsdp.fully_shard(block, mesh=mesh)
+    fsdp.fully_shard(model, mesh=mesh)
+    with pytest.raises(RuntimeError) as caught:
+        model(data(rank), use=(0, 1) if rank == 0 else ())
+        dist.barrier(group)  # which rank 0 does not come to
+    return str(caught.value), str(caught.value.__cause__)
+
+
+def test_skipped_unit_over_a_process_group() -> None:
+    """Who waits says for which unit, once the group's time is over."""
+    answers = harness.run_ranks(skip_a_unit, 2, env={"FSDP_C_TRANSPORT": "callback"})
+    text, cause = answers[0]
+    assert "all-gather of FSDP unit 'blocks.0' failed on rank 0 of 2." in text
+    assert "set_reduce_scatter_unused_params(True)" in text
+    assert cause != "None" and text.endswith(cause)

@@ -22,7 +22,8 @@ extern "C" {
     X(ERR_UNSUPPORTED, -7, "not supported")                                                        \
     X(ERR_BROKEN, -8, "communicator is broken")                                                    \
     X(ERR_INTERRUPTED, -9, "interrupted")                                                          \
-    X(ERR_STATE, -10, "illegal in this state")
+    X(ERR_STATE, -10, "illegal in this state")                                                     \
+    X(ERR_GROUP, -11, "a collective of the process group failed")
 
 typedef enum fc_status {
 #define FC_STATUS_ENUM(name, value, text) FC_##name = (value),

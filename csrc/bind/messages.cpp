@@ -41,7 +41,7 @@ static PyObject *wrap(const void *data, size_t numel, fc_dtype dtype)
 }
 
 /* Calls a method with up to two arguments, whose references it takes. An exception stays set and
- * travels as FC_ERR_INTERRUPTED. */
+ * travels as FC_ERR_GROUP. */
 static fc_status call(void *context, const char *method, PyObject *first, PyObject *second,
                       int n_args)
 {
@@ -58,9 +58,7 @@ static fc_status call(void *context, const char *method, PyObject *first, PyObje
     Py_XDECREF(first);
     Py_XDECREF(second);
     Py_XDECREF(result);
-    return result != nullptr
-               ? FC_OK
-               : fc_fail(FC_ERR_INTERRUPTED, "%s of the process group failed", method);
+    return result != nullptr ? FC_OK : fc_fail(FC_ERR_GROUP, "%s of the process group", method);
 }
 
 static fc_status all_gather(void *context, void *recv, const void *send, size_t send_bytes)

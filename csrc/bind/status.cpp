@@ -21,9 +21,34 @@ static PyObject *exception_of(fc_status status)
     }
 }
 
+/* The error of a process group, with the last message before its text, caused by it as it was. */
+static void raise_from_group()
+{
+    PyObject *type, *cause, *trace, *error;
+
+    PyErr_Fetch(&type, &cause, &trace);
+    PyErr_NormalizeException(&type, &cause, &trace);
+    if (trace != nullptr) {
+        (void)PyException_SetTraceback(cause, trace);
+    }
+    Py_DECREF(type);
+    Py_XDECREF(trace);
+    PyErr_Format(PyExc_RuntimeError, "%s: %S", fc_last_message(), cause);
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    PyException_SetCause(error, cause); /* takes it */
+    PyErr_Restore(type, error, trace);
+}
+
 PyObject *fc_raise(fc_status status)
 {
-    if (status != FC_ERR_INTERRUPTED || !PyErr_Occurred()) {
+    const bool is_set = PyErr_Occurred() != nullptr; /* maybe another than the group's */
+
+    if (status == FC_ERR_GROUP && is_set) {
+        if (PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+            raise_from_group();
+        }
+    } else if (status != FC_ERR_INTERRUPTED || !is_set) {
         const char *text = fc_last_message();
 
         PyErr_SetString(exception_of(status), text[0] != '\0' ? text : fc_status_text(status));

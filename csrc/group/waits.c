@@ -84,10 +84,19 @@ void fc_waits_reset(fc_domain *domain)
 
 /* ---- messages ---- */
 
-/* Counts a collective that began at `start_ns`; passes its status on. */
+/* Counts a collective that began at `start_ns`; its status, with the unit if it failed. */
 static fc_status counted(fc_unit *unit, fc_wait_kind kind, int64_t start_ns, fc_status st)
 {
     count(unit->domain, unit->index, kind, -1, 1, (uint64_t)(fc_now_ns() - start_ns));
+    if (st == FC_ERR_GROUP) {
+        return fc_fail(st,
+                       "%s of FSDP unit '%s' failed on rank %d of %d. A rank may have skipped the "
+                       "unit or have ended: over a process group all ranks call the same units in "
+                       "the same order (set_reduce_scatter_unused_params(True) where they use "
+                       "different parameters of one). The group says",
+                       kind == FC_WAIT_REDUCE ? "reduction" : "all-gather", unit->name,
+                       unit->domain->rank, unit->domain->n_ranks);
+    }
     return st;
 }
 
