@@ -38,6 +38,18 @@ _TORCH_ONLY = {
 }
 
 
+@contextmanager
+def hidden_sums(groups: list[FSDPParamGroup]) -> Iterator[None]:
+    """Inside, `_partial_reduce_output` of the units is None."""
+    for group in groups:
+        group._hides_sums = True
+    try:
+        yield
+    finally:
+        for group in groups:
+            group._hides_sums = False
+
+
 class FSDPParamGroup(_C.Group, _road.RoadGroup):
     """The parameters of one ``fully_shard`` call on one mesh.
 
@@ -48,6 +60,7 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
     fsdp_params: list[FSDPParam]
     is_offloaded = False
     is_lent = False  # unsharded, and other tensors stand where its parameters were
+    _hides_sums = False
 
     def __init__(
         self,
@@ -134,7 +147,7 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
         """
         if not self._is_bound:
             return self.__dict__["_partial_reduce_output"]
-        if not self._core_has_partial_sums:
+        if self._hides_sums or not self._core_has_partial_sums:
             return None
         parts = [
             torch.nn.functional.pad(part, (0, p.padded_sharded_param_size.numel() - part.numel()))
