@@ -301,7 +301,7 @@ class FSDPState(_C.State, _road.RoadState):
                 self.wait_for_gradient_reduction()
 
     def _validate_finalize_backward(self) -> None:
-        groups = [group for state in self._state_ctx.all_states for group in state._fsdp_param_groups]
+        groups = [g for state in self._state_ctx.all_states for g in state._fsdp_param_groups]
         # Torch's own cannot end a backward whose sums wait for replicas.
         with hidden_sums([] if _env.is_strict() else groups):
             super()._validate_finalize_backward()

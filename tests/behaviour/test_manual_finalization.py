@@ -1,8 +1,10 @@
 """T: backwards that the caller ends, from torch 2.15."""
 
 import gc
+import os
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -309,6 +311,9 @@ def test_t83_sums_of_replicas_are_finalized(rank: int, n_ranks: int) -> None:
     x = torch.full((1, 4), rank + 1.0).requires_grad_()
     model.set_requires_all_reduce(False)
     sum_backward(model, x)
+    strictly = mock.patch.dict(os.environ, FSDP_C_STRICT="1")
+    with strictly, pytest.raises(RuntimeError, match="partial gradient reductions"):
+        model.finalize_backward()
     model.finalize_backward()
     assert parameters["weight"].grad is None
     model.set_requires_all_reduce(True)
