@@ -181,10 +181,11 @@ def _fill(twin: nn.Module, memo: dict[int, Any], copied: Sequence[_Copied]) -> N
         module, name = _plan.registrations(c.fsdp_param)[0]
         if not c.fsdp_param.sharded_param.is_meta:
             places.append((memo[id(module)], name, c.fsdp_param.sharded_param))
-    wanted = {id(module._parameters[name]) for module, name, _ in places}
+    devices = {id(module._parameters[name]): source.device for module, name, source in places}
 
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device="cpu") if id(tensor) in wanted else tensor
+        device = devices.get(id(tensor))
+        return tensor if device is None else torch.empty_like(tensor, device=device)
 
     twin._apply(allocate)
     for module, name, source in places:

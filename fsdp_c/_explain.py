@@ -16,8 +16,16 @@ from fsdp_c.strategy import _advice, _chosen
 from fsdp_c.strategy._units import can_be_split
 
 _HEAD = (
-    *("unit", "params", "MiB", "of it here", "placements", "reshard", "dtypes"),
-    *("gradients", "road", "state"),
+    "unit",
+    "params",
+    "MiB",
+    "of it here",
+    "placements",
+    "reshard",
+    "dtypes",
+    "gradients",
+    "road",
+    "state",
 )
 _WAYS = {"shm": "shared memory", "callback": "messages", "nccl": "NCCL", "": "one rank"}
 

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
-
 from fsdp_c import _plan
 
 if TYPE_CHECKING:
@@ -45,16 +43,7 @@ class Traffic:
 
 def traffic_of(groups: Iterable[FSDPParamGroup]) -> tuple[Traffic, ...]:
     """By unit; torch's road counts nothing."""
-    found = []
-    for group in groups:
-        *counts, summed, copied = group._core_traffic()
-        info = group.mesh_info
-        n_replicas = info.replicate_mesh_size if isinstance(info, HSDPMeshInfo) else 1
-        n_reduced = counts[-1]  # rounded for each, so that all steps count the same
-        each = 2 * (n_replicas - 1) * (summed // max(n_reduced, 1)) // n_replicas
-        all_reduced = n_reduced * each
-        found.append(Traffic(_plan.unit_name(group), *counts, all_reduced, copied))
-    return tuple(found)
+    return tuple(Traffic(_plan.unit_name(group), *group._core_traffic()) for group in groups)
 
 
 def total(units: Iterable[Traffic]) -> Traffic:

@@ -108,6 +108,29 @@ def test_counts_outlive_a_rebuild_and_cover_waiting_gradients(rank: int, n_ranks
         assert step(model, rank).reductions == 3
 
 
+class Halves(nn.Module):
+    """Two weights of a unit, of 28 and of 20 bytes; a step uses those it is told of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(7))
+        self.b = nn.Parameter(torch.ones(5))
+
+    def forward(self, used: str) -> torch.Tensor:
+        return torch.stack([getattr(self, name).sum() for name in used]).sum()
+
+
+@on_ranks(3)
+def test_all_reductions_that_differ(rank: int, n_ranks: int) -> None:
+    """Each is rounded on its own: of 48 bytes, then of 28."""
+    model = fsdp_c.fully_shard(Halves(), mesh=cached_mesh((3, 1), ("replicate", "shard")))
+    for used in ("ab", "a"):
+        model(used).backward()
+    moved = fsdp_c.stats(model).traffic_total
+    assert moved.all_reductions == 2
+    assert moved.all_reduced == 4 * 48 // 3 + 4 * 28 // 3
+
+
 def over_messages(rank: int, n_ranks: int) -> list[int]:
     moved = [step(fsdp_c.shard(make(), name), rank).payload for name in ("ddp", "zero3")]
     assert {tree.transports for tree in fsdp_c.status().trees} == {("callback",)}

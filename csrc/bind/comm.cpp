@@ -493,9 +493,8 @@ static PyMethodDef comm_methods[] = {
     {"broadcast", comm_broadcast, METH_VARARGS, "broadcast(tensor, src)"},
     {"all_to_all", comm_all_to_all, METH_VARARGS, "all_to_all(output, input, counts)"},
     {"exchange", comm_exchange, METH_VARARGS,
-     "exchange(received, sent, counts, itemsize)\n\nall_to_all between lists of tensors, a list "
-     "for "
-     "each rank; of any strides."},
+     "exchange(received, sent, counts, itemsize)\n\nall_to_all between lists of tensors of any "
+     "strides, a list for each rank."},
     {"all_agree", comm_all_agree, METH_O,
      "all_agree(bool) -> bool\n\nWhether it is true on all ranks."},
     {"barrier", comm_barrier, METH_NOARGS, "barrier()"},

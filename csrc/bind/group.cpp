@@ -185,7 +185,7 @@ PyObject *group_set_held(PyObject *self, PyObject *args)
     });
 }
 
-// _core_traffic() -> (gathers, gathered, reductions, reduced, all-reductions, summed, copied)
+// _core_traffic() -> (gathers, gathered, reductions, reduced, all-reductions, all-reduced, copied)
 PyObject *group_traffic(PyObject *self, PyObject *)
 {
     const auto *group = as<GroupObject>(self);
@@ -196,8 +196,8 @@ PyObject *group_traffic(PyObject *self, PyObject *)
     return Py_BuildValue("KKKKKKK", (unsigned long long)total.gathers,
                          (unsigned long long)total.gathered, (unsigned long long)total.reductions,
                          (unsigned long long)total.reduced,
-                         (unsigned long long)total.all_reductions, (unsigned long long)total.summed,
-                         (unsigned long long)total.copied);
+                         (unsigned long long)total.all_reductions,
+                         (unsigned long long)total.all_reduced, (unsigned long long)total.copied);
 }
 
 PyObject *group_release(PyObject *self, PyObject *)

@@ -366,11 +366,18 @@ void Unit::count_reduction(const std::vector<at::Tensor> &grads)
     }
 }
 
-// Of a parameter that the replicas sum up.
-void Unit::count_summed(size_t param)
+// What the replicas sum up of a parameter, without padding.
+size_t Unit::part_bytes(size_t param) const
 {
     const fc_param &p = fc_unit_layout(shard_)->params[param];
-    traffic_.summed += p.outer * p.own_rows * p.inner * fc_dtype_bytes(p.reduce);
+    return p.outer * p.own_rows * p.inner * fc_dtype_bytes(p.reduce);
+}
+
+void Unit::count_all_reduction(size_t bytes)
+{
+    const auto n = static_cast<uint64_t>(fc_domain_n_ranks(replicate_domain_));
+    traffic_.all_reductions += n > 1;
+    traffic_.all_reduced += 2 * (n - 1) * bytes / n;
 }
 
 void Unit::stage(fc_unit *lane, size_t param, const void *grad, fc_dtype type, fc_wire wire,
@@ -451,13 +458,14 @@ void Unit::forget_lent(const fc_domain *domain)
 // One rank in the shard group and no sums that wait: the gradients go where the replicas read them.
 void Unit::post_to_replicas(const std::vector<at::Tensor> &grads, const Progress &progress)
 {
-    traffic_.all_reductions++;
+    size_t bytes = 0;
     for (size_t i = 0; i < grads.size(); i++) {
         if (grads[i].defined()) {
             fc_exchange_set_present(replicate_, i);
-            count_summed(i);
+            bytes += part_bytes(i);
         }
     }
+    count_all_reduction(bytes);
     const fc_wire wire = wire_for(fc_unit_layout(replicate_), grads);
     const size_t part_bytes = fc_unit_part_bytes(replicate_, wire);
     char *part = reserve(this, replicate_, part_bytes, wire, replicate_domain_, progress);
@@ -590,12 +598,11 @@ void Unit::reduce_replicas(const std::vector<fc_source> &sources, const ReduceOp
         }
         return;
     }
-    traffic_.all_reductions += fc_domain_n_ranks(replicate_domain_) > 1;
+    size_t bytes = 0;
     for (size_t i = 0; i < params_.size(); i++) {
-        if (has_bit(partial_mask_.data(), i)) {
-            count_summed(i);
-        }
+        bytes += has_bit(partial_mask_.data(), i) ? part_bytes(i) : 0;
     }
+    count_all_reduction(bytes);
     const std::vector<fc_source> kept = {
         {partial_.data(), partial_mask_.data(), FC_WIRE_REDUCE, nullptr}};
     if (fc_domain_n_ranks(replicate_domain_) == 1) {

@@ -216,7 +216,7 @@ void Traffic::add(const Traffic &other)
     reductions += other.reductions;
     reduced += other.reduced;
     all_reductions += other.all_reductions;
-    summed += other.summed;
+    all_reduced += other.all_reduced;
     copied += other.copied;
     unshards += other.unshards;
 }

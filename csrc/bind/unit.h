@@ -96,7 +96,7 @@ struct Lent {
 struct Traffic {
     uint64_t gathers = 0, gathered = 0;   // all-gathers: the peers' chunks, in the compute dtype
     uint64_t reductions = 0, reduced = 0; // reduce-scatters: a chunk per peer, in the reduce dtype
-    uint64_t all_reductions = 0, summed = 0; // between replicas: the part that they sum up, once
+    uint64_t all_reductions = 0, all_reduced = 0; // between replicas: twice (n-1)/n of the part
     uint64_t copied = 0;
     uint64_t unshards = 0; // of which those over several ranks are gathers
 
@@ -232,7 +232,8 @@ private:
                fc_receivers receivers, char *parts, size_t part_bytes);
     void count_gather();
     void count_reduction(const std::vector<at::Tensor> &grads);
-    void count_summed(size_t param);
+    size_t part_bytes(size_t param) const;
+    void count_all_reduction(size_t bytes);
     void reduce_replicas(const std::vector<fc_source> &sources, const ReduceOptions &options,
                          const Progress &progress);
     void write_gradients(fc_unit *lane, const std::vector<fc_source> &sources,
