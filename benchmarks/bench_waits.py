@@ -81,7 +81,7 @@ def work(args: argparse.Namespace) -> list[Row]:
             plain = bench_step.plain_model(config)
             slow_down(plain, kind)
             plain = plain.bfloat16() if precision == "bf16" else plain
-            floor = bench_step.floor_case(plain, batch).step
+            floor = bench_step.floor_step(plain, batch)
             model = bench_step.sharded_model(fsdp_c, config, None, precision)
             slow_down(model, kind)
             optimizer = bench_step.adamw(model.parameters())
