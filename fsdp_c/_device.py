@@ -26,6 +26,7 @@ _KERNELS = Path(__file__).parent / "libfsdp_c_cuda.so"
 _types: tuple[str, ...] = ()
 _by_torch = False  # what is on the CPU is moved by torch's operators, as on an accelerator
 _by_nccl = False  # ranks on the CPU talk over an NCCL that takes host memory
+_smaller_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by their ranks
 
 
 @contextmanager
@@ -52,9 +53,6 @@ def is_taken(group: Any) -> bool:
 
 def why_not(group: Any) -> str:
     """What the unit has that the schedule does not carry; alike on all ranks."""
-    mesh_info = group.mesh_info
-    if group.post_forward_mesh_info not in (None, mesh_info):
-        return "reshard_after_forward is an int"
     for process_group in process_groups(group):
         if not _is_registered(process_group):
             return "a process group without a registered name"
@@ -72,6 +70,7 @@ def process_groups(group: Any) -> list[dist.ProcessGroup]:
         info.shard_process_group,
         getattr(info, "replicate_process_group", None),
         reduce_group(group),
+        smaller_group(group),
     )
     return [process_group for process_group in found if process_group is not None]
 
@@ -83,11 +82,34 @@ def reduce_group(group: Any) -> dist.ProcessGroup:
     return getattr(info, "reduce_scatter_process_group", None) or info.shard_process_group
 
 
-def options_of(group: Any) -> tuple[bool, bool]:
-    """Whether shards and gradients are offloaded, and to pinned memory: see DeviceOptions."""
+def smaller_group(group: Any) -> dist.ProcessGroup | None:
+    """Whom forward reshards to (reshard_after_forward is an int). torch makes such groups for each
+    unit; those between the same ranks share the first one, and its communicators."""
+    info = group.post_forward_mesh_info
+    if info in (None, group.mesh_info):
+        return None
+    own: dist.ProcessGroup = info.shard_process_group
+    ranks = tuple(dist.get_process_group_ranks(own))
+    known = _smaller_groups.get(ranks)
+    if known is None or not _is_registered(known):
+        known = _smaller_groups[ranks] = own
+    return known
+
+
+def offloads(group: Any) -> tuple[bool, bool]:
+    """Whether shards and gradients are offloaded, and to pinned memory."""
     policy = group.offload_policy
     is_offloaded = isinstance(policy, CPUOffloadPolicy)
     return is_offloaded, is_offloaded and policy.pin_memory
+
+
+def options_of(group: Any) -> tuple[Any, ...]:
+    """See DeviceOptions in csrc/bind/device.h."""
+    smaller = smaller_group(group) if is_wanted(group) else None
+    if smaller is None:
+        return (*offloads(group), None)
+    place = (group.post_forward_mesh_info, smaller.rank(), smaller.size(), str(smaller.group_name))
+    return (*offloads(group), place)
 
 
 def _is_registered(process_group: dist.ProcessGroup) -> bool:
@@ -128,12 +150,14 @@ class Way(NamedTuple):
 
 
 def ways(group: Any) -> dict[str, Way]:
-    """Who does the collectives of a taken unit: between ranks of shards, of replicas, in sums."""
+    """Who does the collectives of a taken unit: between ranks of shards, of replicas, in sums,
+    of slices that forward leaves."""
     info = group.mesh_info
     dims = {
         "shards": info.shard_process_group,
         "replicas": getattr(info, "replicate_process_group", None),
         "sums": getattr(info, "reduce_scatter_process_group", None),
+        "slices": smaller_group(group),
     }
     return {
         dim: _way_of(process_group)

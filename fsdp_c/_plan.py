@@ -40,9 +40,9 @@ def why_torch_everywhere(group: FSDPParamGroup) -> str:
         return f"its mesh is on {mesh_info.mesh.device_type}"
     if group._num_param_groups != 1:
         return "several meshes in one unit"
-    if group.post_forward_mesh_info not in (None, mesh_info):
+    if not _device.is_wanted(group) and group.post_forward_mesh_info not in (None, mesh_info):
         return "reshard_after_forward is an int"
-    if not _device.is_wanted(group) and _device.options_of(group)[1]:
+    if not _device.is_wanted(group) and _device.offloads(group)[1]:
         return "offloading to pinned memory"
     if dist.get_backend(mesh_info.shard_process_group) == "fake":
         return "a fake process group"
@@ -251,6 +251,9 @@ def bind_units(
         domains += [domain for domain in (shard, replicate) if domain is not None]
         placed += [(group, shard, i, replicate) for i, group in enumerate(members)]
     for group, shard, index, replicate in placed:
+        smaller = _device.smaller_group(group)
+        if streams is not None and smaller is not None:
+            _device.connect(streams, smaller, group.device)
         bind_unit(group, shard, index, replicate)
     if streams is None:
         HEAP.for_core()

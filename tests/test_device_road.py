@@ -44,6 +44,65 @@ def test_steps_and_forwards_without_backward(rank: int, n_ranks: int, reshard: b
         assert is_on_device(pair)
 
 
+@pytest.mark.parametrize("by_torch", [False, True])
+@on_ranks(4)
+def test_resharded_to_a_smaller_group(rank: int, n_ranks: int, by_torch: bool) -> None:
+    """Backward gathers the slices that forward has left, uneven and cast ones, and no older ones.
+
+    In between torch registers its slices; ours are nobody's business, and shards are registered.
+    """
+
+    def reshard(side: Side) -> None:
+        for module in (*side.model.blocks, side.model):
+            module.reshard()
+
+    def look(side: Side) -> torch.Tensor:
+        with torch.no_grad():
+            result = side.model(data(rank, 1))
+        reshard(side)
+        return result
+
+    def train(side: Side) -> torch.Tensor:
+        loss = side.model(data(rank)).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    def leave_old_slices(side: Side) -> torch.Tensor:
+        side.model(data(rank, 2))
+        with torch.no_grad():
+            for param in side.shards.values():
+                param.mul_(0.5)
+        if side is pair.theirs:  # which would show them
+            reshard(side)
+        side.model.blocks[0].unshard()
+        weight = side.model.blocks[0].up.weight.detach().clone()
+        reshard(side)
+        return weight
+
+    def counts(pair: Pair) -> tuple[int, int]:
+        unit = next(groups_of(pair.ours.model))
+        group = _device.smaller_group(unit)
+        return group._get_sequence_number_for_group(), unit._core_traffic()[1]
+
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    meshes = cached_mesh((4,)), cached_mesh((1, 4), ("replicate", "shard"))
+    with _device.on_cpu(by_torch):
+        for mesh, options in zip(meshes, ({}, {"mp_policy": policy}), strict=True):
+            tolerance = Tolerance.of(n_ranks, torch.bfloat16 if options else torch.float32)
+            few = shard_blocks(mesh=mesh, reshard_after_forward=2, **options)
+            pair = Pair(Net, few, tolerance=tolerance)
+            pair.both(train, "step")
+            pair.optimize()
+            pair.both(look, "look")
+            (n_gathers, one_gather), before = counts(pair), counts(pair)[1] / 3
+            pair.both(train, "step")
+            assert counts(pair)[0] - n_gathers == 4, "one for each unit"
+            assert counts(pair)[1] - one_gather < 2 * before, "slices are not all of a unit"
+            pair.both(leave_old_slices, "forward without backward, and other shards")
+            pair.both(train, "step")
+            assert is_on_device(pair)
+
+
 @on_ranks(2)
 def test_accumulation_and_gradients_that_stay(rank: int, n_ranks: int) -> None:
     def sync(is_synced: bool) -> Any:

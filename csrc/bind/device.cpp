@@ -110,9 +110,19 @@ double pre_divisor_of(fc_dtype reduce, double divisor)
 
 DeviceOptions::DeviceOptions(PyObject *options)
 {
-    if (!PyArg_ParseTuple(options, "pp", &is_offloaded, &is_pinned)) {
+    PyObject *post, *mesh;
+    const char *group;
+    if (!PyArg_ParseTuple(options, "ppO", &is_offloaded, &is_pinned, &post)) {
         throw_python();
     }
+    if (post == Py_None) {
+        return;
+    }
+    if (!PyArg_ParseTuple(post, "Oiis", &mesh, &post_rank, &n_post_ranks, &group)) {
+        throw_python();
+    }
+    post_mesh = Ref::borrow(mesh);
+    post_group = group;
 }
 
 DeviceUnit::DeviceUnit(Streams *streams, const fc_layout *layout, const char *name,
@@ -127,6 +137,11 @@ DeviceUnit::DeviceUnit(Streams *streams, const fc_layout *layout, const char *na
     plan.gather = plan.reduce = comms.shards;
     plan.replicas = comms.replicas;
     plan.is_offloaded = options.is_offloaded != 0;
+    if (options.n_post_ranks > 0) {
+        plan.post_rank = options.post_rank;
+        plan.n_post_ranks = options.n_post_ranks;
+        plan.post_gather = streams->collectives().find(options.post_group);
+    }
     plan.pre_divisor = plan.divisor = 1; // given with the gradients
     check(fc_schedule_add(streams->schedule(), &plan, &unit_));
 }
@@ -175,6 +190,7 @@ void DeviceUnit::set_shards(const std::vector<Param> &params)
 void DeviceUnit::start(bool is_in_phase)
 {
     if (!is_in_phase) {
+        fc_schedule_reshard(unit_); // a slice may be out of date
         streams_->read_shards();
     }
     gathered_at_ = Streams::n_steps();

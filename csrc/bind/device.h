@@ -66,11 +66,15 @@ struct DeviceComms {
 
 // What a unit's plan says of its device.
 struct DeviceOptions {
-    // (is offloaded, is pinned)
+    // (is offloaded, is pinned, None or (mesh, rank, ranks, process group) of a smaller group)
     explicit DeviceOptions(PyObject *options);
 
     int is_offloaded = 0; // shards and their gradients are host memory
     int is_pinned = 0;
+    // Whom forward reshards to, while that is this post_forward_mesh_info.
+    Ref post_mesh;
+    int post_rank = 0, n_post_ranks = 0;
+    std::string post_group;
 };
 
 // One unit in the schedule of its tree.
@@ -98,6 +102,15 @@ public:
     // with it.
     void *take(bool is_in_phase, bool in_backward);
     void reshard() { fc_schedule_reshard(unit_); }
+    // Whether a forward that ends with this post_forward_mesh_info leaves slices.
+    bool keeps_slice(PyObject *post_forward_mesh_info) const
+    {
+        return options_.n_post_ranks > 0 && post_forward_mesh_info == options_.post_mesh.get();
+    }
+    void reshard_to_slice() { check(fc_schedule_reshard_after_forward(unit_)); }
+    // Of the newest gather: how many ranks took part, and bytes that the others brought.
+    int gathering_ranks() const { return fc_schedule_gathering_ranks(unit_); }
+    size_t gathered_bytes() const { return fc_schedule_gathered_bytes(unit_); }
     // True if an optimizer has stepped since the unit was gathered.
     bool is_outdated() const { return gathered_at_ != Streams::n_steps(); }
     void note_forward() { check(fc_schedule_note_forward(unit_)); }

@@ -150,8 +150,8 @@ void group_post_forward(GroupObject *group, bool is_needed = false)
 {
     log_event("FSDP::post_forward", group->unit);
     Range range("FSDP::post_forward", group->unit);
-    if (DeviceUnit *device = group->unit->device();
-        device != nullptr && at::GradMode::is_enabled() && !in_autograd_backward()) {
+    DeviceUnit *device = group->unit->device();
+    if (device != nullptr && at::GradMode::is_enabled() && !in_autograd_backward()) {
         device->note_forward();
     }
     const bool in_forward = is_training(group->training, Training::forward);
@@ -160,7 +160,8 @@ void group_post_forward(GroupObject *group, bool is_needed = false)
     // Recomputation inside backward leaves the parameters to the backward that needs them.
     if (!in_autograd_backward() && !(in_forward && keeps) && !is_needed &&
         !(in_forward && group->unit->outlasts_forward())) {
-        group->unit->reshard();
+        group->unit->reshard(in_forward && device != nullptr &&
+                             device->keeps_slice(group->post_forward_mesh_info));
     }
     group->training = static_cast<int>(Training::idle);
 }

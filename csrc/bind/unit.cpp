@@ -224,6 +224,11 @@ void Traffic::add(const Traffic &other)
 void Unit::count_gather()
 {
     traffic_.unshards++;
+    if (device_ != nullptr) {
+        traffic_.gathers += device_->gathering_ranks() > 1;
+        traffic_.gathered += device_->gathered_bytes();
+        return;
+    }
     traffic_.gathers += is_gathered();
     traffic_.gathered += gather_bytes_;
 }
@@ -235,10 +240,14 @@ void Unit::take_slot()
     }
 }
 
-void Unit::release_slot()
+void Unit::release_slot(bool to_slice)
 {
     if (device_ != nullptr) {
-        device_->reshard();
+        if (to_slice) {
+            device_->reshard_to_slice();
+        } else {
+            device_->reshard();
+        }
         slot_ = nullptr;
     } else if (slot_ != nullptr) {
         fc_slots_release(slots(), std::exchange(slot_, nullptr));
@@ -371,7 +380,7 @@ void Unit::withhold()
     }
 }
 
-void Unit::reshard()
+void Unit::reshard(bool to_slice)
 {
     outlasts_forward_ = false;
     if (!unsharded_) {
@@ -391,7 +400,7 @@ void Unit::reshard()
     }
     if (!stays()) {
         hide();
-        release_slot();
+        release_slot(to_slice);
     }
     is_kept_ = false;
     unsharded_ = false;

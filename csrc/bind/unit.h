@@ -129,7 +129,8 @@ public:
     void unshard();
     // The private copy of an explicit unshard: data now, registration by unshard().
     void unshard_private();
-    void reshard();
+    // `to_slice`: a rank of a smaller group keeps its slice.
+    void reshard(bool to_slice = false);
     // Until the next reshard forward leaves the unsharded parameters registered.
     void outlast_forward() { outlasts_forward_ = true; }
     bool outlasts_forward() const { return outlasts_forward_; }
@@ -212,7 +213,7 @@ private:
     void refresh();
     void gather_messages();
     void take_slot();
-    void release_slot();
+    void release_slot(bool to_slice = false);
     // True if reshard leaves the memory.
     bool stays() const { return keeps_storage_ && slot_ != nullptr; }
 

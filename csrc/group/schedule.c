@@ -229,6 +229,29 @@ void fc_schedule_reshard(fc_schedule_unit *unit)
     }
 }
 
+static const fc_layout *gathered_layout(const fc_schedule_unit *unit)
+{
+    return unit->is_from_slice ? &unit->post : unit->options.layout;
+}
+
+int fc_schedule_gathering_ranks(const fc_schedule_unit *unit)
+{
+    return gathered_layout(unit)->n_ranks;
+}
+
+size_t fc_schedule_gathered_bytes(const fc_schedule_unit *unit)
+{
+    const fc_layout *l = gathered_layout(unit);
+    size_t i, bytes = 0;
+
+    for (i = 0; i < l->n_params; i++) {
+        const fc_param *p = &l->params[i];
+
+        bytes += p->outer * (p->rows - p->own_rows) * p->inner * fc_dtype_bytes(p->compute);
+    }
+    return bytes;
+}
+
 static fc_status prefetch(fc_schedule_unit *unit)
 {
     const fc_schedule *s = unit->schedule;
@@ -339,19 +362,22 @@ static fc_status keep_slice(fc_schedule_unit *unit)
     return st;
 }
 
+fc_status fc_schedule_reshard_after_forward(fc_schedule_unit *unit)
+{
+    if (unit->state == FC_STATE_UNSHARDED && unit->slice != NULL) {
+        FC_TRY(keep_slice(unit));
+    }
+    free_full(unit);
+    return FC_OK;
+}
+
 fc_status fc_schedule_post_forward(fc_schedule_unit *unit)
 {
     if (unit->schedule->compute == NULL || unit->state != FC_STATE_UNSHARDED) {
         return fc_schedule_unit_fail(unit, "post_forward");
     }
     FC_TRY(fc_schedule_note_forward(unit));
-    if (unit->options.reshard_after_forward) {
-        if (unit->slice != NULL && unit->kept == NULL) {
-            FC_TRY(keep_slice(unit));
-        }
-        free_full(unit);
-    }
-    return FC_OK;
+    return unit->options.reshard_after_forward ? fc_schedule_reshard_after_forward(unit) : FC_OK;
 }
 
 /* The unit whose forward ended before the newest one of this unit that has no backward yet. */
@@ -421,12 +447,22 @@ static fc_status drop_gathers(fc_schedule *s)
     return fc_stream_pool_drop(s, &s->gathers);
 }
 
+static void free_slices(fc_schedule *s)
+{
+    fc_schedule_unit *u;
+
+    for (u = s->units; u != NULL; u = u->next) {
+        free_kept(u);
+    }
+}
+
 fc_status fc_schedule_end_forward(fc_schedule *s)
 {
     if (s->compute == NULL) {
         return FC_OK;
     }
     FC_TRY(drop_gathers(s));
+    free_slices(s);
     return fc_schedule_await_shards(s);
 }
 

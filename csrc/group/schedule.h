@@ -107,8 +107,10 @@ FC_MUST_CHECK fc_status fc_schedule_post_forward(fc_schedule_unit *unit);
 /* What it begins with: the unit takes its place in the order of forwards. For callers that reshard
  * by themselves. */
 FC_MUST_CHECK fc_status fc_schedule_note_forward(fc_schedule_unit *unit);
-/* Ends a forward that no backward follows: gathers that nobody used are dropped, and their memory.
- * The host may write offloaded shards. */
+/* Gives the unsharded buffer up after a forward; in a smaller group each rank keeps its slice. */
+FC_MUST_CHECK fc_status fc_schedule_reshard_after_forward(fc_schedule_unit *unit);
+/* Ends a forward that no backward follows: gathers that nobody used are dropped, and their memory,
+ * and slices. The host may write offloaded shards. */
 FC_MUST_CHECK fc_status fc_schedule_end_forward(fc_schedule *schedule);
 FC_MUST_CHECK fc_status fc_schedule_pre_backward(fc_schedule_unit *unit, void **full_out);
 
@@ -153,6 +155,9 @@ FC_MUST_CHECK fc_status fc_schedule_unshard(fc_schedule_unit *unit, void **full_
 /* Gathers ahead of fc_schedule_unshard; the beginning of an iteration keeps what was asked for. */
 FC_MUST_CHECK fc_status fc_schedule_start(fc_schedule_unit *unit);
 void fc_schedule_reshard(fc_schedule_unit *unit);
+/* Of the unit's newest gather: how many ranks took part, and bytes that the others brought. */
+int fc_schedule_gathering_ranks(const fc_schedule_unit *unit);
+size_t fc_schedule_gathered_bytes(const fc_schedule_unit *unit);
 /* Forgets what is held for later reductions; or of it what only the replicas have not seen. */
 void fc_schedule_drop_gradients(fc_schedule_unit *unit);
 void fc_schedule_drop_partial_sum(fc_schedule_unit *unit);

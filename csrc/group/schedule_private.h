@@ -80,7 +80,7 @@ struct fc_schedule_unit {
     const void *const *shards;    /* borrowed */
     fc_schedule_list prefetch[2]; /* forward, backward */
     fc_schedule_state state;
-    bool is_from_slice;       /* what is being gathered */
+    bool is_from_slice;       /* what was gathered last */
     bool is_asked;            /* a gather that the caller has started */
     fc_stream_slot *gathered; /* while GATHERING */
     void *full;               /* while UNSHARDED */
