@@ -92,10 +92,11 @@ bool check_shards(TreeObject *tree)
     tree->n_units = 0;
     each_state(tree, [&](const StateObject *state) {
         tree->has_grouped = tree->has_grouped || is_grouped(state);
-        const Unit *unit = state->group != nullptr ? state->group->unit : nullptr;
+        Unit *unit = state->group != nullptr ? state->group->unit : nullptr;
         if (unit != nullptr) {
             tree->n_units++;
             tree->publishes = tree->publishes || unit->publishes();
+            unit->note_shards();
             is_intact = is_intact && unit->is_intact();
         }
     });
@@ -326,10 +327,10 @@ void tree_root_post_forward(TreeObject *tree)
     tree->iteration_root = nullptr;
     if (!tree_in_backward(tree) && tree_is_open(tree)) {
         or_fail(tree, [&] {
-            each_state(tree, [](StateObject *s) {
-                if (s->group != nullptr && s->group->unit != nullptr &&
-                    s->group->unit->outlasts_forward()) {
-                    s->group->unit->keep();
+            each_unit(tree, [](Unit *unit) {
+                unit->check_unwritten();
+                if (unit->outlasts_forward()) {
+                    unit->keep();
                 }
             });
             close(tree);
@@ -351,7 +352,7 @@ void tree_begin_backward(TreeObject *tree)
         }
         if (tree->publishes) {
             each_unit(tree, [](Unit *unit) {
-                if (unit->was_written()) {
+                if (unit->publishes() && unit->was_written()) {
                     unit->publish();
                 }
             });

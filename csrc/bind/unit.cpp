@@ -92,6 +92,28 @@ Param parse_row(PyObject *row)
 
 } // namespace
 
+namespace {
+
+uint32_t version_of(const at::Tensor &tensor)
+{
+    const c10::VariableVersion &version = tensor.unsafeGetTensorImpl()->version_counter();
+    return version.enabled() ? version.current_version() : 0;
+}
+
+// Changes when the shard is written: counted for the DTensor or its local tensor, or, around both
+// counters (`param.data.mul_()`), by a write that changes its first bytes.
+uint64_t shard_mark(const Param &param)
+{
+    uint32_t first = 0;
+    if (param.local.nbytes() >= sizeof(first)) {
+        std::memcpy(&first, param.local.const_data_ptr(), sizeof(first));
+    }
+    const uint64_t versions = version_of(param.sharded_tensor()) + version_of(param.local);
+    return versions << 32 | first;
+}
+
+} // namespace
+
 const at::Tensor &Param::sharded_tensor() const
 {
     return THPVariable_Unpack(sharded.get());
@@ -151,7 +173,7 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
                                                DeviceOptions(on_device));
         device_->set_shards(params_);
     }
-    shard_versions_.resize(params_.size());
+    noted_shards_.resize(params_.size());
     partial_mask_.resize(layout->mask_words);
     hide();
 }
@@ -307,6 +329,12 @@ void Unit::unshard_private()
 
 void Unit::unshard()
 {
+    const bool in_forward = fc_domain_is_open(domain_) && !fc_domain_in_backward(domain_) &&
+                            fc_domain_is_mapped(domain_) && device_ == nullptr;
+    if (in_forward && (!unsharded_ || is_kept_)) {
+        renew_if_written();
+        is_read_ = true;
+    }
     if (unsharded_) {
         if (fc_domain_is_open(domain_)) {
             check(fc_domain_ready(domain_, shard_));
@@ -501,22 +529,67 @@ void Unit::publish()
         const Param &p = params_[i];
         if (!layout->params[i].is_aliased) {
             fc_unit_publish(shard_, i, p.local.const_data_ptr());
-            shard_versions_[i] = p.local.unsafeGetTensorImpl()->version_counter().current_version();
         }
+    }
+}
+
+void Unit::note_shards()
+{
+    is_read_ = false;
+    for (size_t i = 0; i < params_.size(); i++) {
+        noted_shards_[i] = shard_mark(params_[i]);
     }
 }
 
 bool Unit::was_written() const
 {
-    const fc_layout *layout = fc_unit_layout(shard_);
     for (size_t i = 0; i < params_.size(); i++) {
-        if (!layout->params[i].is_aliased &&
-            shard_versions_[i] !=
-                params_[i].local.unsafeGetTensorImpl()->version_counter().current_version()) {
+        if (noted_shards_[i] != shard_mark(params_[i])) {
             return true;
         }
     }
     return false;
+}
+
+void Unit::check_unwritten() const
+{
+    if (!is_read_ || !is_gathered() || !fc_domain_is_mapped(domain_) || device_ != nullptr) {
+        return;
+    }
+    for (size_t i = 0; i < params_.size(); i++) {
+        if (params_[i].home != nullptr && noted_shards_[i] != shard_mark(params_[i])) {
+            fc_domain_fail(domain_);
+            PyErr_Format(
+                PyExc_RuntimeError,
+                "the shard of parameter '%s' was written on rank %d within a forward that "
+                "had read the parameter before, so other ranks may have read either "
+                "value: write shards between two forwards, or before their first use in "
+                "one, or set FSDP_C_TRANSPORT=callback, which gathers for each use",
+                parameter_name(params_[i]).c_str(),
+                fc_transport_global_rank(fc_domain_transport(domain_), fc_domain_rank(domain_)));
+            throw_python();
+        }
+    }
+}
+
+// Shards that were written since this forward began (a momentum encoder's) are read when all ranks
+// have written theirs.
+void Unit::renew_if_written()
+{
+    if (!was_written()) {
+        return;
+    }
+    check_unwritten();
+    fc_status status = fc_domain_turn(domain_, shard_);
+    if (status == FC_OK && publishes()) { // nobody reads now, and nobody does before all have
+        publish();
+        status = fc_domain_turn(domain_, shard_);
+    }
+    if (status != FC_OK) {
+        fc_domain_fail(domain_);
+    }
+    check(status);
+    note_shards();
 }
 
 } // namespace fc

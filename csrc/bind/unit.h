@@ -151,8 +151,13 @@ public:
     bool publishes() const { return publish_bytes_ > 0; }
     // Makes this rank's shards readable by peers; at the opening of a phase.
     void publish();
-    // True if a shard was written since the last publish.
+    // Takes the shards as they are for those that peers will read; as a forward opens.
+    void note_shards();
+    // True if a shard was written since then, or since the last publish.
     bool was_written() const;
+    // RuntimeError if this forward has read the unit and a shard was written after that: a peer may
+    // have read either value.
+    void check_unwritten() const;
 
     // ---- gradients ----
     // A backward goes through the unit.
@@ -211,6 +216,7 @@ private:
     static bool is_written(const Param &param);
     void discard_writes();
     void refresh();
+    void renew_if_written();
     void gather_messages();
     void take_slot();
     void release_slot(bool to_slice = false);
@@ -266,6 +272,7 @@ private:
     bool pending_ = false;       // slot_ holds data that is not registered yet
     bool requested_ = false;     // unshard was called and not waited for
     std::vector<Param> params_;
+    bool is_read_ = false;           // in this phase
     bool is_withheld_ = false;       // the storage says so
     bool grads_share_flat_ = false;  // every cached gradient lies in grads_flat_
     bool sums_are_posted_ = false;   // a post of this backward carries them
@@ -282,7 +289,7 @@ private:
 
     std::vector<char> partial_; // HSDP sums that were not all-reduced yet: a part
     std::vector<size_t> deferred_hooks_;
-    std::vector<uint32_t> shard_versions_; // at the last publish
+    std::vector<uint64_t> noted_shards_; // what is_written tells writes by
     std::string name_;
     at::Tensor storage_owner_; // keeps storage_ alive
     Lent lent_;

@@ -517,6 +517,48 @@ fc_status fc_domain_ready(fc_domain *domain, const fc_unit *unit)
     return FC_OK;
 }
 
+static bool turned_or_went_on(void *arg)
+{
+    const clock_wait *wait = arg;
+    const clock_line *line = domain_clock(wait->domain, wait->peer);
+
+    return fc_word_load(&line->turn) >= wait->target ||
+           fc_word_load(&line->clock) > wait->domain->clock;
+}
+
+fc_status fc_domain_turn(fc_domain *domain, const fc_unit *unit)
+{
+    static const char *const op = "the gather of shards that were written within forward";
+    const uint64_t step = domain->clock >> STEP_SHIFT;
+    const fc_wait_info info = {op, unit->name, step};
+    clock_wait wait = {domain, 0, step << STEP_SHIFT};
+    fc_word *own;
+
+    if (!domain->is_mapped || domain->n_ranks == 1) {
+        return FC_OK;
+    }
+    own = &domain_clock(domain, domain->rank)->turn;
+    wait.target = 1 + (fc_word_load(own) > wait.target ? fc_word_load(own) : wait.target);
+    fc_transport_publish(domain->transport, own, wait.target);
+    for (wait.peer = 0; wait.peer < domain->n_ranks; wait.peer++) {
+        if (wait.peer == domain->rank) {
+            continue;
+        }
+        FC_TRY(
+            waits_await(domain, unit, FC_WAIT_FORWARD, wait.peer, turned_or_went_on, &wait, &info));
+        if (fc_word_load(&domain_clock(domain, wait.peer)->turn) < wait.target) {
+            FC_TRY(domain_check_peer(domain, wait.peer, op, unit->name));
+            FC_TRY(check_present(domain, wait.peer, op, unit->name));
+            return fc_fail(FC_ERR_PEER,
+                           "shards of unit %s were written within a forward on rank %d and not on "
+                           "rank %d: write them on all ranks alike, or between two forwards",
+                           unit->name, fc_transport_global_rank(domain->transport, domain->rank),
+                           fc_transport_global_rank(domain->transport, wait.peer));
+        }
+    }
+    return FC_OK;
+}
+
 void fc_domain_mark_closed(fc_domain *domain)
 {
     if (fc_domain_is_open(domain)) {

@@ -13,7 +13,8 @@
  * (fc_domain_close), hence has read its last byte: between phases an owner may write its shards. A
  * rank that skips a phase is seen by its later word. A second word names the last phase that an
  * exception ended; peers that were still in it get an error. The largest clock says that the rank
- * has left for good.
+ * has left for good. Shards that are written within a forward after all are read after a *turn*,
+ * for which all ranks wait.
  *
  * Over a message transport there is no clock: the collectives order the ranks.
  *
@@ -78,6 +79,9 @@ int fc_domain_n_ranks(const fc_domain *domain);
 void fc_domain_open(fc_domain *domain, bool is_backward);
 /* Before the first read of peers' shards in a phase; waits once per phase. */
 FC_MUST_CHECK fc_status fc_domain_ready(fc_domain *domain, const fc_unit *unit);
+/* Within a forward: waits until every peer has called it as often in this forward as this rank, for
+ * shards that were written since it began. A peer that ends the forward instead is an error. */
+FC_MUST_CHECK fc_status fc_domain_turn(fc_domain *domain, const fc_unit *unit);
 /* Says that this rank reads and posts no more in this phase. */
 void fc_domain_mark_closed(fc_domain *domain);
 /* Waits until every peer has closed the phase. After fc_domain_mark_closed. */

@@ -25,6 +25,7 @@ typedef struct clock_line {
     fc_word completed; /* the last phase that all ranks closed; plain store, nobody waits for it */
     fc_word stuck;     /* odd while it waits for room in its arena */
     fc_word refused;   /* calls that failed because some ranks had left and others had not */
+    fc_word turn;      /* step << STEP_SHIFT | turns in that step's forward */
 } clock_line;
 
 /* What one rank publishes about one unit's reduction. Written by that rank alone; peers read. */
