@@ -173,6 +173,8 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
                                                DeviceOptions(on_device));
         device_->set_shards(params_);
     }
+    is_watched_ = fc_domain_is_mapped(domain_) && device_ == nullptr &&
+                  (is_gathered() || publishes()); // else reads are of the shards themselves
     noted_shards_.resize(params_.size());
     partial_mask_.resize(layout->mask_words);
     hide();
@@ -329,9 +331,8 @@ void Unit::unshard_private()
 
 void Unit::unshard()
 {
-    const bool in_forward = fc_domain_is_open(domain_) && !fc_domain_in_backward(domain_) &&
-                            fc_domain_is_mapped(domain_) && device_ == nullptr;
-    if (in_forward && (!unsharded_ || is_kept_)) {
+    if (is_watched_ && (!unsharded_ || is_kept_) && fc_domain_is_open(domain_) &&
+        !fc_domain_in_backward(domain_)) {
         renew_if_written();
         is_read_ = true;
     }
@@ -536,14 +537,14 @@ void Unit::publish()
 void Unit::note_shards()
 {
     is_read_ = false;
-    for (size_t i = 0; i < params_.size(); i++) {
+    for (size_t i = 0; is_watched_ && i < params_.size(); i++) {
         noted_shards_[i] = shard_mark(params_[i]);
     }
 }
 
 bool Unit::was_written() const
 {
-    for (size_t i = 0; i < params_.size(); i++) {
+    for (size_t i = 0; is_watched_ && i < params_.size(); i++) {
         if (noted_shards_[i] != shard_mark(params_[i])) {
             return true;
         }
@@ -553,10 +554,7 @@ bool Unit::was_written() const
 
 void Unit::check_unwritten() const
 {
-    if (!is_read_ || !is_gathered() || !fc_domain_is_mapped(domain_) || device_ != nullptr) {
-        return;
-    }
-    for (size_t i = 0; i < params_.size(); i++) {
+    for (size_t i = 0; is_read_ && is_gathered() && i < params_.size(); i++) {
         if (params_[i].home != nullptr && noted_shards_[i] != shard_mark(params_[i])) {
             fc_domain_fail(domain_);
             PyErr_Format(

@@ -272,6 +272,7 @@ private:
     bool pending_ = false;       // slot_ holds data that is not registered yet
     bool requested_ = false;     // unshard was called and not waited for
     std::vector<Param> params_;
+    bool is_watched_ = false;        // for writes to its shards within a forward
     bool is_read_ = false;           // in this phase
     bool is_withheld_ = false;       // the storage says so
     bool grads_share_flat_ = false;  // every cached gradient lies in grads_flat_
