@@ -62,6 +62,40 @@ def test_bits(rank: int, n_ranks: int, kind: str) -> None:
             assert results == [True] * len(results) and results
 
 
+@pytest.mark.parametrize("kernels", ["ref", "avx2", "avx512"])
+@on_ranks(1)
+def test_bits_with_any_kernels(rank: int, n_ranks: int, kernels: str) -> None:
+    """Where none of their square roots is torch's, torch's operator takes them."""
+    from fsdp_c._native import _C
+
+    in_use = _C.kernels()
+    if not _C.use_kernels(kernels):
+        pytest.skip("this CPU lacks them")
+    try:
+        pair = Pair(Odd, models.shard_root, optimizer=make(weight_decay=0.1), tolerance=EXACT)
+        assert all(train(pair, rank))
+    finally:
+        _C.use_kernels(in_use)
+
+
+# The smallest exponents, with numbers that have fewer digits; around 1; the largest.
+@pytest.mark.parametrize("exponent", [0, 126, 252])
+def test_square_roots_are_torchs(exponent: int) -> None:
+    """Every number of two exponents in turn: as far as a step shows which root it took."""
+    from fsdp_c._native import _C
+
+    bits = torch.arange(exponent << 23, (exponent + 2) << 23, dtype=torch.int32)
+    squares = bits.view(torch.float32)
+    for exp_avg in (1.0, 1.4):
+        param, averages = torch.zeros_like(squares), torch.full_like(squares, exp_avg)
+        param.grad = torch.zeros_like(squares)
+        state = {"step": torch.tensor(999.0), "exp_avg": averages * 2, "exp_avg_sq": squares * 2}
+        plan = _C.Params([param], {id(param)})
+        # Both averages are halved; what is left is their quotient.
+        assert plan.step_adam({param: state}, -1.0, 0.5, 0.5, 0.0, 0.0, True, 0)
+        assert torch.equal(param, averages / squares.sqrt())
+
+
 @pytest.mark.parametrize("kind", ["default", "foreach"])
 @on_ranks(1, 2)
 def test_bits_of_sgd(rank: int, n_ranks: int, kind: str) -> None:

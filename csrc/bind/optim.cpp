@@ -14,6 +14,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -23,7 +24,8 @@ namespace {
 
 PyObject *step_name, *exp_avg_name, *exp_avg_sq_name, *momentum_buffer_name; // interned
 
-// Elements between two calls for square roots: their numbers stay in the second-level cache.
+// Elements that a thread takes at a time. Where torch's operator takes the square roots of that
+// many at once, they stay in the second-level cache.
 constexpr size_t block_numel = size_t{1} << 14;
 
 // A parameter to step. Adam's state is exp_avg and exp_avg_sq, SGD's momentum_buffer or nothing.
@@ -35,6 +37,53 @@ struct Job {
 float *data_of(const at::Tensor &tensor, size_t start)
 {
     return tensor.defined() ? static_cast<float *>(tensor.data_ptr()) + start : nullptr;
+}
+
+float from_bits(uint32_t bits)
+{
+    float value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+// Whether `root` gives the bits of torch's operator: for some numbers of every size, then for all
+// between 1 and 4. A root of 4 x is twice that of x where a library looks at no more than x's size.
+bool is_torchs(fc_root root)
+{
+    struct Range {
+        uint32_t first, stride, n_blocks;
+    };
+    at::Tensor found = at::empty({static_cast<int64_t>(block_numel)}, at::kFloat);
+    auto *values = static_cast<float *>(found.data_ptr());
+    for (const Range &range : {Range{0, 32771, 8}, Range{0x3f800000, 1, 1024}}) {
+        uint32_t bits = range.first;
+        for (uint32_t block = 0; block < range.n_blocks; block++) {
+            for (size_t i = 0; i < block_numel; i++, bits += range.stride) {
+                values[i] = from_bits(bits);
+            }
+            at::Tensor wanted = at::sqrt(found);
+            if (!fc_kern()->roots(root, values, block_numel) ||
+                std::memcmp(values, wanted.const_data_ptr(), block_numel * sizeof(float)) != 0) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+// How torch's operator takes square roots on this CPU; FC_ROOT_COUNT: in another way.
+fc_root torchs_root()
+{
+    static const fc_kern_table *asked = nullptr;
+    static fc_root found;
+    if (asked != fc_kern()) {
+        at::AutoDispatchBelowADInplaceOrView no_autograd;
+        found = is_torchs(FC_ROOT_NEAREST)     ? FC_ROOT_NEAREST
+                : is_torchs(FC_ROOT_ESTIMATED) ? FC_ROOT_ESTIMATED
+                                               : FC_ROOT_COUNT;
+        asked = fc_kern();
+    }
+    return found;
 }
 
 struct Segment {
@@ -77,8 +126,8 @@ private:
     bool add(const Member &row, PyObject *first, PyObject *second);
     void cut();
     void forget();
-    void run_adam(const Block &block);
-    void run_fused_adam(const Block &block, size_t lanes);
+    void run_adam(const Block &block, fc_root root, size_t fused_lanes);
+    void run_adam_by_torchs_root(const Block &block);
     void run_sgd(const Block &block, const fc_sgd &sgd);
 
     std::vector<Member> rows_;
@@ -222,7 +271,7 @@ void GroupPlan::cut()
     }
 }
 
-void GroupPlan::run_adam(const Block &block)
+void GroupPlan::run_adam_by_torchs_root(const Block &block)
 {
     auto *scratch =
         static_cast<float *>(scratch_[static_cast<size_t>(at::get_thread_num())].data_ptr());
@@ -249,19 +298,18 @@ void GroupPlan::run_adam(const Block &block)
     }
 }
 
-void GroupPlan::run_fused_adam(const Block &block, size_t lanes)
+void GroupPlan::run_adam(const Block &block, fc_root root, size_t fused_lanes)
 {
     const fc_kern_table *kern = fc_kern();
     for (size_t i = block.first; i < block.first + block.count; i++) {
         const Segment &s = segments_[i];
         const auto numel = static_cast<size_t>(s.job->param.numel());
-        const size_t tail = std::max(s.start, numel - numel % lanes);
+        const size_t n_tail = fused_lanes == 0 ? 0 : numel % fused_lanes;
+        const size_t tail = std::max(s.start, numel - n_tail);
         const size_t end = s.start + s.numel;
-        kern->adam_fused(&s.job->numbers, static_cast<float *>(s.job->param.data_ptr()) + s.start,
-                         s.job->grad.const_data_ptr<float>() + s.start,
-                         static_cast<float *>(s.job->first.data_ptr()) + s.start,
-                         static_cast<float *>(s.job->second.data_ptr()) + s.start, s.numel,
-                         end > tail ? end - tail : 0);
+        kern->adam(&s.job->numbers, root, data_of(s.job->param, s.start),
+                   data_of(s.job->grad, s.start), data_of(s.job->first, s.start),
+                   data_of(s.job->second, s.start), s.numel, end > tail ? end - tail : 0);
     }
 }
 
@@ -325,10 +373,12 @@ bool GroupPlan::step(PyObject *state, Collect collect_row, Run run)
 bool GroupPlan::step_adam(PyObject *state, const fc_adam_options &options, size_t fused_lanes)
 {
     last_step_ = 0;
+    const fc_root root = fused_lanes == 0 ? torchs_root() : FC_ROOT_NEAREST;
     return step(
         state, [&](const Member &row, PyObject *own) { return collect_adam(row, own, options); },
         [&](const Block &block) {
-            fused_lanes == 0 ? run_adam(block) : run_fused_adam(block, fused_lanes);
+            root == FC_ROOT_COUNT ? run_adam_by_torchs_root(block)
+                                  : run_adam(block, root, fused_lanes);
         });
 }
 

@@ -15,6 +15,8 @@ typedef __m256d vd;
 #define add_f32 _mm256_add_ps
 #define add_f64 _mm256_add_pd
 #define sqrt_f32 _mm256_sqrt_ps
+#define HAS_ESTIMATED_ROOT false
+#define estimated_root sqrt_f32
 #define sub_f32 _mm256_sub_ps
 #define fma_f32 _mm256_fmadd_ps
 #define mul_f32 _mm256_mul_ps

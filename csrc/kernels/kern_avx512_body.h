@@ -19,6 +19,7 @@ typedef __m512d vd;
 #define add_f32 _mm512_add_ps
 #define add_f64 _mm512_add_pd
 #define sqrt_f32 _mm512_sqrt_ps
+#define HAS_ESTIMATED_ROOT true
 #define sub_f32 _mm512_sub_ps
 #define fma_f32 _mm512_fmadd_ps
 #define mul_f32 _mm512_mul_ps
@@ -46,6 +47,44 @@ static inline vf load_bf16(const void *memory)
 static inline vf load_f16(const void *memory)
 {
     return _mm512_cvtph_ps(_mm256_loadu_si256(memory));
+}
+
+/* One step of Newton's from an estimate; exact scaling aside, the same for x and 4 x. */
+static inline vf refined_root(vf x)
+{
+    vf inverse = _mm512_rsqrt14_ps(x);
+    vf root = mul_f32(x, inverse);
+    vf rest = _mm512_fnmadd_ps(root, root, x);
+
+    return fma_f32(rest, mul_f32(inverse, set_f32(0.5f)), root);
+}
+
+#define FPCLASS_OWN_ROOT (0x02 | 0x04 | 0x08) /* zeros and infinity */
+#define FPCLASS_NO_ROOT (0x10 | 0x40)         /* negative numbers */
+#define SMALL_ROOT_BITS ((127 - 60) << 23)    /* of 2^-60: below, `rest` may lose bits */
+#define INFINITE_BITS (255 << 23)
+
+/* Where one element is zero, small, infinite, negative or no number. */
+static __attribute__((noinline)) vf unusual_root(vf x)
+{
+    __mmask16 is_small = _mm512_cmp_ps_mask(x, set_f32(0x1p-60f), _CMP_LT_OQ);
+    vf root = refined_root(_mm512_mask_mul_ps(x, is_small, x, set_f32(0x1p64f)));
+    vf none = set_f32(__builtin_nanf(""));
+
+    root = _mm512_mask_mul_ps(root, is_small, root, set_f32(0x1p-32f));
+    root = _mm512_mask_mov_ps(root, _mm512_fpclass_ps_mask(x, FPCLASS_OWN_ROOT), x);
+    return _mm512_mask_mov_ps(root, _mm512_fpclass_ps_mask(x, FPCLASS_NO_ROOT), none);
+}
+
+static inline vf estimated_root(vf x)
+{
+    __m512i above = _mm512_sub_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(SMALL_ROOT_BITS));
+    __m512i range = _mm512_set1_epi32(INFINITE_BITS - SMALL_ROOT_BITS);
+
+    if (__builtin_expect(_mm512_cmplt_epu32_mask(above, range) != 0xffff, 0)) {
+        return unusual_root(x);
+    }
+    return refined_root(x);
 }
 
 static inline void store_f32(void *memory, vf x, bool stream)

@@ -19,39 +19,27 @@ FC_BOTH float lerp_one(float from, float to, float weight)
     return fabsf(weight) < 0.5f ? fmaf(weight, way, from) : fmaf(weight - 1.0f, way, to);
 }
 
-FC_BOTH void adam_moments_one(const fc_adam *a, const float *param, const float *grad,
-                              float *exp_avg, float *exp_avg_sq, float *squares, size_t i)
+/* Returns what it puts into exp_avg_sq. `is_tail`: torch's fused kernel rounds otherwise in what is
+ * left after its last vector. */
+FC_BOTH float adam_moments_one(const fc_adam *a, bool is_tail, const float *param,
+                               const float *grad, float *exp_avg, float *exp_avg_sq, size_t i)
 {
     float g = a->l2 == 0.0f ? grad[i] : fmaf(param[i], a->l2, grad[i]);
-    float square = fmaf(a->weight2 * g, g, exp_avg_sq[i] * a->beta2);
+    float scaled = a->weight2 * g;
+    float square = is_tail ? fmaf(exp_avg_sq[i], a->beta2, scaled * g)
+                           : fmaf(scaled, g, exp_avg_sq[i] * a->beta2);
 
     exp_avg[i] = lerp_one(exp_avg[i], g, a->weight1);
     exp_avg_sq[i] = square;
-    squares[i] = square;
+    return square;
 }
 
-FC_BOTH void adam_update_one(const fc_adam *a, float *param, const float *exp_avg,
-                             const float *roots, size_t i)
+FC_BOTH void adam_update_one(const fc_adam *a, float *param, const float *exp_avg, float root,
+                             size_t i)
 {
-    float denominator = roots[i] / a->correction + a->eps;
+    float denominator = root / a->correction + a->eps;
 
     param[i] = param[i] * a->decay + a->step_size * exp_avg[i] / denominator;
-}
-
-/* `is_tail`: torch's fused kernel rounds otherwise in what is left after its last vector. */
-FC_BOTH void adam_fused_one(const fc_adam *a, bool is_tail, float *param, const float *grad,
-                            float *exp_avg, float *exp_avg_sq, size_t i)
-{
-    float p = param[i] * a->decay;
-    float g = a->l2 == 0.0f ? grad[i] : fmaf(p, a->l2, grad[i]);
-    float m = lerp_one(exp_avg[i], g, a->weight1);
-    float scaled = a->weight2 * g;
-    float v = is_tail ? fmaf(exp_avg_sq[i], a->beta2, scaled * g)
-                      : fmaf(scaled, g, exp_avg_sq[i] * a->beta2);
-
-    exp_avg[i] = m;
-    exp_avg_sq[i] = v;
-    param[i] = p + a->step_size * m / (sqrtf(v) / a->correction + a->eps);
 }
 
 FC_BOTH void sgd_one(const fc_sgd *s, float *param, const float *grad, float *buffer, size_t i)

@@ -1,7 +1,8 @@
 /* Optimizer arithmetic over a file's vectors; included by kern_vector.h, which says what they need.
  *
- * Beside that: sub_f32, sqrt_f32, fma_f32(a, b, c) = a * b + c rounded once, and v8, an array of
- * eight floats in one or several registers, with load_v8, zero_v8, add_v8, mul_v8 and store_v8.
+ * Beside that: sub_f32, sqrt_f32, fma_f32(a, b, c) = a * b + c rounded once, HAS_ESTIMATED_ROOT and
+ * estimated_root(x) (anything where there is none), and v8, an array of eight floats in one or
+ * several registers, with load_v8, zero_v8, add_v8, mul_v8 and store_v8.
  */
 #ifndef FC_KERNELS_KERN_OPTIM_VECTOR_H
 #define FC_KERNELS_KERN_OPTIM_VECTOR_H
@@ -15,103 +16,160 @@ INLINE vf lerp(vf from, vf to, vf weight, bool is_small)
     return is_small ? fma_f32(weight, way, from) : fma_f32(weight, way, to);
 }
 
-INLINE void adam_moments_of(const fc_adam *a, bool has_l2, const float *param, const float *grad,
-                            float *exp_avg, float *exp_avg_sq, float *squares, size_t numel)
+/* Memory is waited for, not arithmetic: the next lines of an array are asked for so many bytes
+ * ahead, across pages, where the CPU's own look ahead ends. */
+#define AHEAD 1024
+
+INLINE void fetch(const float *x)
+{
+    __builtin_prefetch((const void *)((uintptr_t)x + AHEAD));
+}
+
+typedef struct adam_numbers {
+    bool has_l2, is_small;
+    vf decay, l2, weight1, beta2, weight2, correction, eps, step_size;
+} adam_numbers;
+
+INLINE adam_numbers adam_numbers_of(const fc_adam *a, bool has_l2)
 {
     const bool is_small = fabsf(a->weight1) < 0.5f;
-    const vf weight1 = set_f32(is_small ? a->weight1 : a->weight1 - 1.0f);
-    const vf weight2 = set_f32(a->weight2);
-    const vf beta2 = set_f32(a->beta2);
-    const vf l2 = set_f32(a->l2);
-    size_t i = 0;
 
-    for (; i + LANES <= numel; i += LANES) {
-        vf g = load_f32(grad + i);
-        vf square = mul_f32(load_f32(exp_avg_sq + i), beta2);
+    return (adam_numbers){.has_l2 = has_l2,
+                          .is_small = is_small,
+                          .decay = set_f32(a->decay),
+                          .l2 = set_f32(a->l2),
+                          .weight1 = set_f32(is_small ? a->weight1 : a->weight1 - 1.0f),
+                          .beta2 = set_f32(a->beta2),
+                          .weight2 = set_f32(a->weight2),
+                          .correction = set_f32(a->correction),
+                          .eps = set_f32(a->eps),
+                          .step_size = set_f32(a->step_size)};
+}
 
-        if (has_l2) {
-            g = fma_f32(load_f32(param + i), l2, g);
-        }
-        square = fma_f32(mul_f32(weight2, g), g, square);
-        store_f32(exp_avg + i, lerp(load_f32(exp_avg + i), g, weight1, is_small), false);
-        store_f32(exp_avg_sq + i, square, false);
-        store_f32(squares + i, square, false);
+/* Returns what it puts into exp_avg_sq. */
+INLINE vf adam_moments_at(const adam_numbers *a, const float *param, const float *grad,
+                          float *exp_avg, float *exp_avg_sq)
+{
+    vf g = load_f32(grad);
+    vf square = mul_f32(load_f32(exp_avg_sq), a->beta2);
+
+    fetch(grad);
+    fetch(exp_avg);
+    fetch(exp_avg_sq);
+    if (a->has_l2) {
+        g = fma_f32(load_f32(param), a->l2, g);
     }
-    for (; i < numel; i++) {
-        adam_moments_one(a, param, grad, exp_avg, exp_avg_sq, squares, i);
-    }
+    square = fma_f32(mul_f32(a->weight2, g), g, square);
+    store_f32(exp_avg, lerp(load_f32(exp_avg), g, a->weight1, a->is_small), false);
+    store_f32(exp_avg_sq, square, false);
+    return square;
+}
+
+INLINE void adam_update_at(const adam_numbers *a, float *param, const float *exp_avg, vf root)
+{
+    vf denominator = add_f32(div_f32(root, a->correction), a->eps);
+    vf way = div_f32(mul_f32(a->step_size, load_f32(exp_avg)), denominator);
+
+    fetch(param);
+    store_f32(param, add_f32(mul_f32(load_f32(param), a->decay), way), false);
 }
 
 static void adam_moments(const fc_adam *a, const float *param, const float *grad, float *exp_avg,
                          float *exp_avg_sq, float *squares, size_t numel)
 {
-    if (a->l2 == 0.0f) {
-        adam_moments_of(a, false, param, grad, exp_avg, exp_avg_sq, squares, numel);
-    } else {
-        adam_moments_of(a, true, param, grad, exp_avg, exp_avg_sq, squares, numel);
+    const adam_numbers numbers = adam_numbers_of(a, a->l2 != 0.0f);
+    size_t i = 0;
+
+    for (; i + LANES <= numel; i += LANES) {
+        vf square = adam_moments_at(&numbers, param + i, grad + i, exp_avg + i, exp_avg_sq + i);
+
+        store_f32(squares + i, square, false);
+    }
+    for (; i < numel; i++) {
+        squares[i] = adam_moments_one(a, false, param, grad, exp_avg, exp_avg_sq, i);
     }
 }
 
 static void adam_update(const fc_adam *a, float *param, const float *exp_avg, const float *roots,
                         size_t numel)
 {
-    const vf correction = set_f32(a->correction);
-    const vf step_size = set_f32(a->step_size);
-    const vf decay = set_f32(a->decay);
-    const vf eps = set_f32(a->eps);
+    const adam_numbers numbers = adam_numbers_of(a, a->l2 != 0.0f);
     size_t i = 0;
 
     for (; i + LANES <= numel; i += LANES) {
-        vf denominator = add_f32(div_f32(load_f32(roots + i), correction), eps);
-        vf way = div_f32(mul_f32(step_size, load_f32(exp_avg + i)), denominator);
-
-        store_f32(param + i, add_f32(mul_f32(load_f32(param + i), decay), way), false);
+        adam_update_at(&numbers, param + i, exp_avg + i, load_f32(roots + i));
     }
     for (; i < numel; i++) {
-        adam_update_one(a, param, exp_avg, roots, i);
+        adam_update_one(a, param, exp_avg, roots[i], i);
     }
 }
 
-INLINE void adam_fused_of(const fc_adam *a, bool has_l2, float *param, const float *grad,
-                          float *exp_avg, float *exp_avg_sq, size_t numel, size_t n_tail)
+INLINE vf root_of(fc_root root, vf x)
 {
-    const bool is_small = fabsf(a->weight1) < 0.5f;
-    const vf weight1 = set_f32(is_small ? a->weight1 : a->weight1 - 1.0f);
-    const vf weight2 = set_f32(a->weight2);
-    const vf beta2 = set_f32(a->beta2);
-    const vf l2 = set_f32(a->l2);
-    const vf correction = set_f32(a->correction);
-    const vf step_size = set_f32(a->step_size);
-    const vf decay = set_f32(a->decay);
-    const vf eps = set_f32(a->eps);
+    return root == FC_ROOT_ESTIMATED ? estimated_root(x) : sqrt_f32(x);
+}
+
+INLINE float root_of_one(fc_root root, float x)
+{
+    float same[LANES];
+
+    store_f32(same, root_of(root, set_f32(x)), false);
+    return same[0];
+}
+
+INLINE void adam_of(const fc_adam *a, fc_root root, bool has_l2, float *param, const float *grad,
+                    float *exp_avg, float *exp_avg_sq, size_t numel, size_t n_tail)
+{
+    const adam_numbers numbers = adam_numbers_of(a, has_l2);
     size_t i = 0;
 
     for (; i + LANES + n_tail <= numel; i += LANES) {
-        vf p = mul_f32(load_f32(param + i), decay);
-        vf g = has_l2 ? fma_f32(p, l2, load_f32(grad + i)) : load_f32(grad + i);
-        vf m = lerp(load_f32(exp_avg + i), g, weight1, is_small);
-        vf v = mul_f32(load_f32(exp_avg_sq + i), beta2);
-        vf denominator;
+        vf square = adam_moments_at(&numbers, param + i, grad + i, exp_avg + i, exp_avg_sq + i);
 
-        v = fma_f32(mul_f32(weight2, g), g, v);
-        store_f32(exp_avg + i, m, false);
-        store_f32(exp_avg_sq + i, v, false);
-        denominator = add_f32(div_f32(sqrt_f32(v), correction), eps);
-        store_f32(param + i, add_f32(p, div_f32(mul_f32(step_size, m), denominator)), false);
+        adam_update_at(&numbers, param + i, exp_avg + i, root_of(root, square));
     }
     for (; i < numel; i++) {
-        adam_fused_one(a, i + n_tail >= numel, param, grad, exp_avg, exp_avg_sq, i);
+        bool is_tail = i + n_tail >= numel;
+        float square = adam_moments_one(a, is_tail, param, grad, exp_avg, exp_avg_sq, i);
+
+        adam_update_one(a, param, exp_avg, root_of_one(root, square), i);
     }
 }
 
-static void adam_fused(const fc_adam *a, float *param, const float *grad, float *exp_avg,
-                       float *exp_avg_sq, size_t numel, size_t n_tail)
+INLINE void adam_with(const fc_adam *a, fc_root root, float *param, const float *grad,
+                      float *exp_avg, float *exp_avg_sq, size_t numel, size_t n_tail)
 {
     if (a->l2 == 0.0f) {
-        adam_fused_of(a, false, param, grad, exp_avg, exp_avg_sq, numel, n_tail);
+        adam_of(a, root, false, param, grad, exp_avg, exp_avg_sq, numel, n_tail);
     } else {
-        adam_fused_of(a, true, param, grad, exp_avg, exp_avg_sq, numel, n_tail);
+        adam_of(a, root, true, param, grad, exp_avg, exp_avg_sq, numel, n_tail);
     }
+}
+
+static void adam(const fc_adam *a, fc_root root, float *param, const float *grad, float *exp_avg,
+                 float *exp_avg_sq, size_t numel, size_t n_tail)
+{
+    if (root == FC_ROOT_NEAREST) {
+        adam_with(a, FC_ROOT_NEAREST, param, grad, exp_avg, exp_avg_sq, numel, n_tail);
+    } else {
+        adam_with(a, FC_ROOT_ESTIMATED, param, grad, exp_avg, exp_avg_sq, numel, n_tail);
+    }
+}
+
+static bool roots(fc_root root, float *x, size_t numel)
+{
+    size_t i = 0;
+
+    if (root == FC_ROOT_ESTIMATED && !HAS_ESTIMATED_ROOT) {
+        return false;
+    }
+    for (; i + LANES <= numel; i += LANES) {
+        store_f32(x + i, root_of(root, load_f32(x + i)), false);
+    }
+    for (; i < numel; i++) {
+        x[i] = root_of_one(root, x[i]);
+    }
+    return true;
 }
 
 INLINE void sgd_of(const fc_sgd *s, bool has_decay, bool has_buffer, bool is_nesterov, float *param,

@@ -133,7 +133,7 @@ static void adam_moments(const fc_adam *a, const float *param, const float *grad
                          float *exp_avg_sq, float *squares, size_t numel)
 {
     for (size_t i = 0; i < numel; i++) {
-        adam_moments_one(a, param, grad, exp_avg, exp_avg_sq, squares, i);
+        squares[i] = adam_moments_one(a, false, param, grad, exp_avg, exp_avg_sq, i);
     }
 }
 
@@ -141,16 +141,28 @@ static void adam_update(const fc_adam *a, float *param, const float *exp_avg, co
                         size_t numel)
 {
     for (size_t i = 0; i < numel; i++) {
-        adam_update_one(a, param, exp_avg, roots, i);
+        adam_update_one(a, param, exp_avg, roots[i], i);
     }
 }
 
-static void adam_fused(const fc_adam *a, float *param, const float *grad, float *exp_avg,
-                       float *exp_avg_sq, size_t numel, size_t n_tail)
+static void adam(const fc_adam *a, fc_root root, float *param, const float *grad, float *exp_avg,
+                 float *exp_avg_sq, size_t numel, size_t n_tail)
 {
+    (void)root; /* there is one */
     for (size_t i = 0; i < numel; i++) {
-        adam_fused_one(a, i + n_tail >= numel, param, grad, exp_avg, exp_avg_sq, i);
+        bool is_tail = i + n_tail >= numel;
+        float square = adam_moments_one(a, is_tail, param, grad, exp_avg, exp_avg_sq, i);
+
+        adam_update_one(a, param, exp_avg, sqrtf(square), i);
     }
+}
+
+static bool roots(fc_root root, float *x, size_t numel)
+{
+    for (size_t i = 0; i < numel && root == FC_ROOT_NEAREST; i++) {
+        x[i] = sqrtf(x[i]);
+    }
+    return root == FC_ROOT_NEAREST;
 }
 
 static void sgd(const fc_sgd *s, float *param, const float *grad, float *buffer, size_t numel)
@@ -214,7 +226,8 @@ static const fc_kern_table table = {
     .reduce_int = REDUCE_INT_TABLE,
     .adam_moments = adam_moments,
     .adam_update = adam_update,
-    .adam_fused = adam_fused,
+    .adam = adam,
+    .roots = roots,
     .sgd = sgd,
     .norms = norms,
     .multiply = multiply,

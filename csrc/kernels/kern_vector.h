@@ -385,7 +385,8 @@ DEFINE_PAIR(F16, BF16)
         .reduce_int = REDUCE_INT_TABLE,                                                            \
         .adam_moments = adam_moments,                                                              \
         .adam_update = adam_update,                                                                \
-        .adam_fused = adam_fused,                                                                  \
+        .adam = adam,                                                                              \
+        .roots = roots,                                                                            \
         .sgd = sgd,                                                                                \
         .norms = norms,                                                                            \
         .multiply = multiply,                                                                      \

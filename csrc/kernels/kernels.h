@@ -45,6 +45,14 @@ typedef struct fc_adam_options {
     bool is_decoupled; /* AdamW: the decay is not part of the gradient */
 } fc_adam_options;
 
+/* How square roots are taken. */
+typedef enum fc_root {
+    FC_ROOT_NEAREST,
+    FC_ROOT_ESTIMATED, /* one step of refinement from AVX-512's estimate, as MKL does: one in two
+                        * hundred is the second nearest number */
+    FC_ROOT_COUNT
+} fc_root;
+
 /* The numbers of step `step`, counted from 1. */
 void fc_adam_set(fc_adam *adam, const fc_adam_options *options, double step);
 
@@ -69,17 +77,18 @@ typedef struct fc_kern_table {
 
     /* exp_avg = lerp(exp_avg, grad, weight1);
      * squares = exp_avg_sq = beta2 * exp_avg_sq + weight2 * grad^2.
-     * The caller takes the square roots of `squares` before it calls adam_update: they are to be
-     * those of PyTorch, which are not always the nearest numbers. */
+     * The caller takes the square roots of `squares` before it calls adam_update: the way where
+     * those of PyTorch are none of fc_root. */
     void (*adam_moments)(const fc_adam *adam, const float *param, const float *grad, float *exp_avg,
                          float *exp_avg_sq, float *squares, size_t numel);
     /* param = decay * param + step_size * exp_avg / (roots / correction + eps) */
     void (*adam_update)(const fc_adam *adam, float *param, const float *exp_avg, const float *roots,
                         size_t numel);
-    /* The same in one pass, as PyTorch's fused kernel rounds: its own square root, and another
-     * order of rounding in the last `n_tail` elements. */
-    void (*adam_fused)(const fc_adam *adam, float *param, const float *grad, float *exp_avg,
-                       float *exp_avg_sq, size_t numel, size_t n_tail);
+    /* Both in one pass. In the last `n_tail` elements PyTorch's fused kernel rounds otherwise. */
+    void (*adam)(const fc_adam *adam, fc_root root, float *param, const float *grad, float *exp_avg,
+                 float *exp_avg_sq, size_t numel, size_t n_tail);
+    /* x[i] = root of x[i]; false: this table has no such root, and nothing was done. */
+    bool (*roots)(fc_root root, float *x, size_t numel);
     /* buffer = momentum * buffer + weight * grad; param += step_size * buffer, or with Nesterov's
      * look ahead. Without momentum `buffer` is null. */
     void (*sgd)(const fc_sgd *sgd, float *param, const float *grad, float *buffer, size_t numel);

@@ -600,7 +600,8 @@ static void run_optim(const fc_kern_table *table, const fc_adam *adam, optim_arr
 {
     table->adam_moments(adam, x[PARAM], x[GRAD], x[EXP_AVG], x[EXP_AVG_SQ], x[SQUARES], numel);
     table->adam_update(adam, x[PARAM], x[EXP_AVG], x[SQUARES], numel);
-    table->adam_fused(adam, x[PARAM], x[GRAD], x[EXP_AVG], x[EXP_AVG_SQ], numel, n_tail);
+    table->adam(adam, FC_ROOT_NEAREST, x[PARAM], x[GRAD], x[EXP_AVG], x[EXP_AVG_SQ], numel, n_tail);
+    CHECK(table->roots(FC_ROOT_NEAREST, x[SQUARES], numel));
     for (int kind = 0; kind < 6; kind++) {
         const fc_sgd sgd = {kind % 2 == 0 ? 0.0f : 0.1f, 0.9f, 0.7f, -0.01f, kind < 2};
 
@@ -636,6 +637,79 @@ static void test_optim(const fc_kern_table *ref, const fc_kern_table *table)
     }
 }
 
+/* The two kernels of one step with `root` between them. */
+static void run_in_two(const fc_kern_table *table, const fc_adam *adam, fc_root root,
+                       optim_arrays x, size_t numel)
+{
+    table->adam_moments(adam, x[PARAM], x[GRAD], x[EXP_AVG], x[EXP_AVG_SQ], x[SQUARES], numel);
+    CHECK(table->roots(root, x[SQUARES], numel));
+    table->adam_update(adam, x[PARAM], x[EXP_AVG], x[SQUARES], numel);
+}
+
+static void test_adam_with(const fc_kern_table *table, fc_root root)
+{
+    static optim_arrays wanted;
+    static optim_arrays found;
+    const fc_adam_options options = {0.01, 0.9, 0.999, 1e-8, 0.1, true};
+    fc_adam adam;
+
+    fc_adam_set(&adam, &options, 3);
+    for (size_t n = 0; n < COUNT(numels); n++) {
+        size_t numel = numels[n] < MAX_NUMEL ? numels[n] : MAX_NUMEL - 1;
+
+        fill_optim(wanted);
+        memcpy(found, wanted, sizeof(found));
+        run_in_two(table, &adam, root, wanted, numel);
+        table->adam(&adam, root, found[PARAM], found[GRAD], found[EXP_AVG], found[EXP_AVG_SQ],
+                    numel, 0);
+        CHECK_MSG(memcmp(wanted, found, sizeof(*found) * SQUARES) == 0, "%s: root %d, %zu elements",
+                  table->name, (int)root, numel);
+    }
+}
+
+/* Numbers of every size: one by one as many at once, next to the nearest, and quarters alike. */
+static void test_roots(const fc_kern_table *table, fc_root root)
+{
+    static float x[MAX_NUMEL];
+    static float quarters[MAX_NUMEL];
+
+    for (size_t i = 0; i < MAX_NUMEL; i++) {
+        x[i] = ldexpf(1 + (float)(i % 4096) / 4096, (int)(i % 270) - 147);
+        quarters[i] = x[i] >= 0x1p-120f ? x[i] / 4 : x[i];
+    }
+    CHECK(table->roots(root, quarters, MAX_NUMEL));
+    for (size_t i = 0; i < MAX_NUMEL; i++) {
+        float by_itself = x[i];
+        float nearest = sqrtf(x[i]);
+
+        CHECK(table->roots(root, &by_itself, 1));
+        CHECK_MSG(by_itself == quarters[i] * (x[i] >= 0x1p-120f ? 2 : 1), "%s: %a", table->name,
+                  (double)x[i]);
+        CHECK_MSG(fabsf(by_itself - nearest) <= nearest * 0x1p-23f, "%s: %a", table->name,
+                  (double)x[i]);
+    }
+}
+
+static void test_unusual_roots(const fc_kern_table *table, fc_root root)
+{
+    float x[] = {0.0f, -0.0f, INFINITY, -INFINITY, NAN, -1.0f, -0x1p-140f, 4.0f};
+
+    CHECK(table->roots(root, x, COUNT(x)));
+    CHECK(x[0] == 0 && !signbit(x[0]) && x[1] == 0 && signbit(x[1]) && x[7] == 2);
+    CHECK(isinf(x[2]) && isnan(x[3]) && isnan(x[4]) && isnan(x[5]) && isnan(x[6]));
+}
+
+static void test_every_root(const fc_kern_table *table)
+{
+    for (fc_root root = FC_ROOT_NEAREST; root < FC_ROOT_COUNT; root++) {
+        if (table->roots(root, NULL, 0)) {
+            test_roots(table, root);
+            test_unusual_roots(table, root);
+            test_adam_with(table, root);
+        }
+    }
+}
+
 /* One number after the other, as the formulas say. */
 static void test_optim_meaning(const fc_kern_table *table)
 {
@@ -652,7 +726,7 @@ static void test_optim_meaning(const fc_kern_table *table)
     CHECK_MSG(x[PARAM] == 7 - 3.0f / 5, "%g", (double)x[PARAM]);
     x[PARAM] = 8;
     x[EXP_AVG] = 4;
-    table->adam_fused(&adam, &x[PARAM], &x[GRAD], &x[EXP_AVG], &x[EXP_AVG_SQ], 1, 0);
+    table->adam(&adam, FC_ROOT_NEAREST, &x[PARAM], &x[GRAD], &x[EXP_AVG], &x[EXP_AVG_SQ], 1, 0);
     CHECK_MSG(x[PARAM] == 7 - 3.0f / 5, "%g", (double)x[PARAM]);
     x[PARAM] = 8;
     x[EXP_AVG] = 4;
@@ -759,6 +833,7 @@ static void test_table(const fc_kern_table *ref, const fc_kern_table *table)
 {
     test_meaning(table);
     test_optim_meaning(table);
+    test_every_root(table);
     test_widening(table, &bf16);
     test_widening(table, &f16);
     test_halfway_cases(table, &bf16);
