@@ -69,7 +69,7 @@ format: $(READY)  ## rewrite all files in the project's style
 	@$(VENV)/bin/ruff format .
 	@$(VENV)/bin/clang-format -i $(C_FILES)
 
-gpu-check:  ## on a machine with a GPU and nvcc: check and time the GPU kernels, with PYTHON's torch
+gpu-check:  ## on a machine with a GPU: check and time all that runs there, with PYTHON's torch; ARGS="--only steps"
 	@$(PYTHON) tests/gpu/gpu_check.py $(ARGS)
 
 clean:  ## remove what was built; environments stay

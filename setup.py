@@ -213,8 +213,8 @@ class Nvcc:
             )
         if Path("/proc/driver/nvidia/version").exists():
             print(
-                "fsdp_c: this machine has a GPU but no nvcc, so the GPU kernels are not built and"
-                " tensors on GPUs go through the process group's own collectives; install CUDA's"
+                "fsdp_c: this machine has a GPU but no nvcc, so the GPU kernels are not built:"
+                " torch's operators take their place, a parameter at a time; install CUDA's"
                 " toolkit (or set CUDA_HOME) and build again",
                 flush=True,
             )

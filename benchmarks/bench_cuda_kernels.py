@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,8 +19,11 @@ sys.path.insert(0, str(ROOT / "tests" / "gpu"))
 
 import torch  # noqa: E402
 from gpu_kernels import LIBRARY, Kernels, Plan, Side, build_helper  # noqa: E402
+from gpu_rows import Rows  # noqa: E402
 
 RANKS = 8
+ROUNDS = 20
+SIZES = [1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 27]  # elements: 1 MiB to 512 MiB of float32
 
 
 @dataclass
@@ -29,24 +33,42 @@ class Job:
     run: Callable[[], object]
 
 
-def seconds(run: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """The median of five averages."""
-    averages = []
-    for _ in range(5):
+def host_seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def repeated(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Rounds of it in a graph: launches from Python take longer than small copies."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
         run()
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(rounds):
-                run()
-            end.record()
-            end.synchronize()
-            averages.append(begin.elapsed_time(end) / 1e3 / rounds)
-        else:
-            start = time.perf_counter()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(ROUNDS):
             run()
-            averages.append(time.perf_counter() - start)
-    return sorted(averages)[2]
+    return graph
+
+
+def device_seconds(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / ROUNDS
+
+
+def seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The median of five; on a GPU of averages, without what the host does."""
+    if device.type != "cuda":
+        return sorted(host_seconds(run) for _ in range(5))[2]
+    graph = repeated(run)
+    graph.replay()
+    return sorted(device_seconds(graph) for _ in range(5))[2]
 
 
 def flat(kernels: Kernels, numel: int, parts: int, to: torch.dtype, source: torch.dtype) -> Plan:
@@ -103,25 +125,43 @@ def jobs(kernels: Kernels, numel: int, parts: int) -> Iterator[Job]:
     yield Job("AdamW, float32", 28 * numel, lambda: adam.adam(states, 10, numbers))
 
 
-def main(arguments: list[str] | None = None, helper: Path | None = None) -> None:
+def measure(kernels: Kernels, rows: Rows, sizes: list[int], parts: list[int]) -> None:
+    for numel in sizes:
+        for n in parts:
+            copied = 0.0
+            for job in jobs(kernels, numel, n):
+                rate = job.moved / seconds(job.run, kernels.device) / 1e9
+                copied = copied or rate
+                rows.figure(
+                    "GPU kernels: GB/s, and of torch's copy at the same size",
+                    kernel=job.name,
+                    mib_of_float32=numel * 4 / 2**20,
+                    parameters=n,
+                    gb_s=rate,
+                    of_copy=rate / copied,
+                )
+
+
+def run(rows: Rows, device_type: str) -> None:
+    """As a part of gpu-check."""
+    if device_type == "cuda" and not LIBRARY.exists():
+        rows.left_out("kernels", "they were not built, since nvcc was not found")
+        return
+    helper = build_helper(ROOT / "build" / "gpu-check")
+    is_cuda = device_type == "cuda"
+    kernels = Kernels(helper, LIBRARY if is_cuda else None)
+    sizes, parts = (SIZES, [4, 1024]) if is_cuda else ([1 << 14], [4, 16])
+    measure(kernels, rows, sizes, parts)
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--emulate", action="store_true", help="on the host; figures mean nothing")
-    options = parser.parse_args(arguments)
-    helper = helper or build_helper(ROOT / "build" / "gpu-check")
+    options = parser.parse_args()
     if not options.emulate and not torch.cuda.is_available():
         sys.exit("bench_cuda_kernels: torch sees no GPU here")
-    kernels = Kernels(helper, None if options.emulate else LIBRARY)
-    sizes = [1 << 14] if options.emulate else [1 << 18, 1 << 22, 1 << 24, 1 << 28]
-    name = "the host" if options.emulate else torch.cuda.get_device_name()
-    print(f"{name}, torch {torch.__version__}; GB/s, and of torch's copy at the same size")
-    for numel in sizes:
-        for parts in (4, 16 if options.emulate else 1024):
-            print(f"{numel} elements ({numel * 4 / 2**20:g} MiB of float32) in {parts} parameters")
-            copied = 0.0
-            for job in jobs(kernels, numel, parts):
-                rate = job.moved / seconds(job.run, kernels.device, 20) / 1e9
-                copied = copied or rate
-                print(f"  {job.name:38} {rate:8.1f} {rate / copied:7.0%}")
+    with tempfile.TemporaryDirectory() as folder:
+        run(Rows(Path(folder, "rows"), "copies"), "cpu" if options.emulate else "cuda")
 
 
 if __name__ == "__main__":

@@ -73,6 +73,15 @@ OPTIONAL_NAMES = {
 }
 
 
+def groups_of(state: Any) -> list[Any]:
+    """The units of a state, also of torch's own."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return groups
+    group = state._fsdp_param_group  # before torch 2.13
+    return [] if group is None else [group]
+
+
 def is_spmd(mesh_info: Any) -> bool:
     """Whether a mesh is the data-parallel part of a larger one (dp_mesh_dims, from 2.13)."""
     return getattr(mesh_info, "is_spmd_mesh", False)

@@ -114,7 +114,7 @@ def _units_of(model: nn.Module) -> Iterable[tuple[str, Any, Any]]:
         if not isinstance(module, FSDPModule):
             continue
         state = module._get_fsdp_state()
-        for group in state._fsdp_param_groups:
+        for group in _compat.groups_of(state):
             if id(group) not in seen and group.fsdp_params:
                 seen.add(id(group))
                 found.append((_names.clean(name) or "(root)", state, group))

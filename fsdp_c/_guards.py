@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_c import _env
+from fsdp_c import _compat, _env
 from fsdp_c._native import _C
 
 # Buffers that to_empty made -> their version then: nobody has written them while it is the same.
@@ -77,7 +77,7 @@ def _apply(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
 def _unshard(self: Any, async_op: bool = False) -> Any:
     handle = FSDPModule.unshard(self, async_op)
     if _env.keeps_unsharded():
-        for group in self._get_fsdp_state()._fsdp_param_groups:
+        for group in _compat.groups_of(self._get_fsdp_state()):
             if hasattr(group, "_is_bound"):
                 group.keep_unsharded()
     return handle
@@ -91,7 +91,7 @@ def _zero_grad_of(cls: Any) -> Callable[..., None]:
         for module in self.modules():
             if not isinstance(module, FSDPModule):
                 continue
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            for group in _compat.groups_of(module._get_fsdp_state()):
                 if not hasattr(group, "_is_bound"):
                     continue  # torch's own; classes are made once per class of modules
                 for param in (p.sharded_param for p in group.fsdp_params):
@@ -143,7 +143,7 @@ def _refused_if_replicated(name: str, recurse_by_default: bool) -> Callable[...,
         recurse = kwargs.get("recurse", args[1] if len(args) > 1 else recurse_by_default)
         for path, module in self.named_modules() if recurse else [("", self)]:
             is_unit = isinstance(module, FSDPModule)
-            groups = module._get_fsdp_state()._fsdp_param_groups if is_unit else ()
+            groups = _compat.groups_of(module._get_fsdp_state()) if is_unit else ()
             if not all(isinstance(group.mesh_info, FSDPMeshInfo) for group in groups):
                 raise ReplicatedError(
                     f"{name}() is not for replicated units, and module '{path or '(root)'}'"

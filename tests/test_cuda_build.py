@@ -2,8 +2,10 @@
 
 import os
 import re
+import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,6 +47,27 @@ def dynamic(path: Path, *flags: str) -> list[str]:
 
 def test_library_exports_one_symbol(built: Any):
     assert dynamic(ROOT / built.shared_object, "--defined-only") == ["fc_cuda_kernels_v1"]
+
+
+def fat_entries(content: bytes) -> Iterator[tuple[str, int]]:
+    """What the library holds for which machine; the layout is CUDA's "fat binary"."""
+    begin = content.index(struct.pack("<I", 0xBA55ED50))
+    header_bytes, bytes_after = struct.unpack_from("<HQ", content, begin + 6)
+    at, end = begin + header_bytes, begin + header_bytes + bytes_after
+    while at < end:
+        kind, _, header_bytes, entry_bytes = struct.unpack_from("<HHIQ", content, at)
+        yield {1: "ptx", 2: "elf"}[kind], struct.unpack_from("<I", content, at + 28)[0]
+        at += header_bytes + entry_bytes
+
+
+def test_library_holds_code_for_each_machine_and_ptx_for_newer_ones(
+    built: Any, build_script: ModuleType
+):
+    """The machines that the project names, as far as this nvcc knows them."""
+    machines = {int(name[3:]) for name in build_script.Nvcc.wanted().machines()}
+    found = set(fat_entries((ROOT / built.shared_object).read_bytes()))
+    assert found == {("elf", machine) for machine in machines} | {("ptx", min(machines))}
+    assert machines <= {80, 86, 89, 90, 100}
 
 
 def test_library_needs_the_c_library_alone(built: Any):

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests" / "gpu"))
 
 import gpu_nccl  # noqa: E402
+from gpu_rows import Rows, read  # noqa: E402
 
 API = ROOT / "csrc" / "transport" / "nccl_api.h"
 CPU = torch.device("cpu")
@@ -156,11 +157,10 @@ def test_room_for_two_communicators(monkeypatch: pytest.MonkeyPatch):
     assert _nccl._needs_one(23007, CPU)
 
 
-def test_gpu_check_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU here: `make gpu-check` runs it")
-    assert gpu_nccl.check() == 0
-    assert capsys.readouterr().out.startswith("NCCL was not checked: ")
+def test_gpu_check_says_what_it_leaves_out(tmp_path: Path):
+    gpu_nccl.run(Rows(tmp_path / "rows", "nccl"), "cpu")
+    (row,) = read(tmp_path / "rows")
+    assert (row["check"], row["result"]) == ("NCCL", "left out") and row["note"]
 
 
 # --- groups ---------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """NCCL's groups on a GPU: one rank, and two ranks on one device where NCCL allows that.
 
-`check()` starts the ranks as processes and kills them after a time; `python gpu_nccl.py RANK RANKS
+`run()` starts the ranks as processes and kills them after a time; `python gpu_nccl.py RANK RANKS
 STORE` is one of them. Needs a build of the extension.
 """
 
@@ -11,6 +11,7 @@ import sys
 import gpu_ranks
 import torch
 import torch.distributed as dist
+from gpu_rows import Rows
 
 TWO_RANKS_SINCE = 23003
 
@@ -53,29 +54,24 @@ def check_step(group, stream: torch.cuda.Stream, rank: int, n_ranks: int, step: 
     assert total.tolist() == [n_ranks, n_ranks * (n_ranks - 1) / 2]
 
 
-def check() -> int:
-    """How many of the checks failed; says what was left out and why."""
+def run(rows: Rows, device_type: str) -> None:
     sys.path.append(str(gpu_ranks.ROOT))
     try:
         from fsdp_c import _nccl
 
         library = _nccl.opened()
     except (ImportError, NotImplementedError) as error:
-        print(f"NCCL was not checked: {error}")
-        return 0
-    if not torch.cuda.is_available():
-        print(f"NCCL was not checked: no GPU is seen here ({library.text})")
-        return 0
-    failed = 0
+        rows.left_out("NCCL", str(error))
+        return
+    if device_type == "cpu":
+        rows.left_out("NCCL", f"there is no GPU ({library.text})")
+        return
     for n_ranks, env in ((1, {}), (2, gpu_ranks.TWO_RANKS)):
-        name = f"NCCL with {n_ranks} rank{'s' * (n_ranks > 1)} on one GPU"
+        name = f"{n_ranks} rank{'s' * (n_ranks > 1)} on one GPU"
         if n_ranks > 1 and library.version < TWO_RANKS_SINCE:
-            print(f"{name}: left out, which needs NCCL 2.30.3 ({library.text})")
-            continue
-        is_good = gpu_ranks.start(__file__, n_ranks, env=env)
-        failed += not is_good
-        print(f"  {'passed' if is_good else 'FAILED'} {name}")
-    return failed
+            rows.left_out(name, f"it needs NCCL 2.30.3 ({library.text})")
+        else:
+            rows.check(name, lambda n=n_ranks, env=env: gpu_ranks.run(__file__, n, env=env))
 
 
 if __name__ == "__main__":

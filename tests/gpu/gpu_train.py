@@ -1,17 +1,16 @@
 """Training on a GPU: units of the stream schedule beside torch's fully_shard, and their speed.
 
-`check()` starts the ranks as processes; `python gpu_train.py RANK RANKS STORE DEVICE WHAT` is one.
-On the device "cpu" the same runs over host memory. Needs a build of the extension.
+Ranks are processes; `python gpu_train.py RANK RANKS STORE DEVICE WHAT [ROWS]` is one. On the device
+"cpu" the same runs over host memory. Needs a build of the extension.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -19,6 +18,7 @@ import gpu_ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
+from gpu_rows import Rows
 from torch import Tensor, nn
 
 BF16 = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -111,9 +111,12 @@ def sharded(api: Any, device: torch.device, name: str) -> nn.Module:
     return model
 
 
+def whole_of(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def whole(model: nn.Module) -> list[Tensor]:
-    found = (getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters())
-    return [tensor.detach().float().cpu() for tensor in found]
+    return [whole_of(p).detach().float().cpu() for p in model.parameters()]
 
 
 def compare(name: str, device: torch.device, rank: int) -> None:
@@ -144,18 +147,54 @@ def compare_ranks(device: torch.device, rank: int, n_ranks: int) -> None:
     torch.testing.assert_close(whole(model), whole(one), rtol=1e-4, atol=1e-3)
 
 
+def compare_captured(device: torch.device) -> None:
+    """A step in a CUDA graph, replayed over other inputs, beside one that is not."""
+    import fsdp_c
+
+    model = sharded(fsdp_c, device, "fp32")
+    x = data(device, 0, 0)
+
+    def step() -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+            model.zero_grad()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    x.copy_(data(device, 0, 1))
+    graph.replay()
+    torch.cuda.synchronize()
+    loss, found = captured.clone(), [whole_of(gradient).clone() for gradient in gradients]
+    model.zero_grad()
+    torch.testing.assert_close(step(), loss, rtol=1e-6, atol=0)
+    expected = [whole_of(parameter.grad) for parameter in model.parameters()]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
 # ---- figures ----
 
 
 def gpt(device: torch.device) -> tuple[nn.Sequential, Tensor]:
-    """20 blocks of 50M parameters in bfloat16; 4 x 1024 positions."""
+    """20 blocks of 50M parameters in bfloat16; 4 x 1024 positions. Tiny on a host."""
+    n, width, heads, positions = (20, 2048, 16, 1024) if device.type == "cuda" else (2, 32, 2, 8)
     with device:
         blocks = [
-            nn.TransformerEncoderLayer(2048, 16, 8192, 0.0, batch_first=True, norm_first=True)
-            for _ in range(20)
+            nn.TransformerEncoderLayer(
+                width, heads, 4 * width, 0.0, batch_first=True, norm_first=True
+            )
+            for _ in range(n)
         ]
     model = nn.Sequential(*blocks).bfloat16()
-    return model, torch.randn(4, 1024, 2048, device=device, dtype=torch.bfloat16)
+    return model, torch.randn(4, positions, width, device=device, dtype=torch.bfloat16)
 
 
 def small_units(device: torch.device) -> tuple[nn.Sequential, Tensor]:
@@ -163,49 +202,77 @@ def small_units(device: torch.device) -> tuple[nn.Sequential, Tensor]:
     return model, torch.randn(4, 16, device=device)
 
 
-@contextlib.contextmanager
-def timed(seconds: list[float]) -> Iterator[None]:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    begun = time.perf_counter()
-    yield
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    seconds.append(time.perf_counter() - begun)
+class Timed:
+    """One side: seconds of a step, and of the calls alone, before the GPU is done with them."""
+
+    def __init__(self, model: nn.Module, x: Tensor) -> None:
+        self.model, self.x = model, x
+        self.steps: list[float] = []
+        self.calls: list[float] = []
+        self.peak_mib = 0.0
+
+    def run(self) -> None:
+        is_cuda = self.x.is_cuda
+        if is_cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            at_rest = torch.cuda.memory_allocated()
+        begun = time.perf_counter()
+        self.model(self.x).square().mean().backward()
+        self.calls.append(time.perf_counter() - begun)
+        if is_cuda:
+            torch.cuda.synchronize()
+            self.peak_mib = (torch.cuda.max_memory_allocated() - at_rest) / 2**20
+        self.steps.append(time.perf_counter() - begun)
+        self.model.zero_grad()
+
+    def forget(self) -> None:
+        self.steps.clear()
+        self.calls.clear()
 
 
-def figures(device: torch.device, build_model: Any, n_samples: int, per_unit: bool) -> None:
+def figures(rows: Rows, device: torch.device, build_model: Any, n_samples: int) -> None:
     """Forward and backward without an optimizer, the three in turn; medians."""
     import fsdp_c
 
     mesh = dist.device_mesh.init_device_mesh(device.type, (1,))
-    models = {}
-    for side, api in (("bare", None), ("torch", torch_fsdp), ("fsdp_c", fsdp_c)):
+    sides = {}
+    for name, api in (("bare", None), ("torch", torch_fsdp), ("fsdp_c", fsdp_c)):
         model, x = build_model(device)
         if api is not None:
             for unit in model:
                 api.fully_shard(unit, mesh=mesh)
             api.fully_shard(model, mesh=mesh)
-        models[side] = (model, x, [])
+        sides[name] = Timed(model, x)
     for sample in range(n_samples + 3):
-        for model, x, seconds in models.values():
-            with timed(seconds):
-                model(x).square().mean().backward()
-            model.zero_grad()
+        for side in sides.values():
+            side.run()
             if sample < 3:
-                seconds.clear()
-    found = {side: statistics.median(seconds) for side, (_, _, seconds) in models.items()}
-    bare, n_units = found["bare"], len(models["bare"][0])
-    for side in ("torch", "fsdp_c"):
-        extra = f", {(found[side] - bare) / n_units * 1e6:.1f} us per unit" if per_unit else ""
-        ratio = f"{found[side] / bare:.3f} of the bare module's"
-        print(f"  {build_model.__name__}, {side}: {found[side] * 1e3:.3f} ms, {ratio}{extra}")
+                side.forget()
+    bare, n_units = sides["bare"], len(sides["bare"].model)
+    host = {
+        name: (statistics.median(side.calls) - statistics.median(bare.calls)) / n_units * 1e6
+        for name, side in sides.items()
+    }
+    for name, side in sides.items():
+        step = statistics.median(side.steps)
+        rows.figure(
+            f"{build_model.__name__}: forward and backward, one rank, {n_units} units",
+            side=name,
+            ms=step * 1e3,
+            of_bare=step / statistics.median(bare.steps),
+            host_us_per_unit=host[name],
+            host_of_torch=host[name] / host["torch"] if host["torch"] > 0 else 0.0,
+            peak_mib=side.peak_mib,
+        )
 
 
 # ---- processes ----
 
 
-def run_rank(rank: int, n_ranks: int, store: str, device_type: str, what: str) -> None:
+def run_rank(
+    rank: int, n_ranks: int, store: str, device_type: str, what: str, file: str = ""
+) -> None:
     device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
         torch.cuda.set_device(device)
@@ -216,30 +283,45 @@ def run_rank(rank: int, n_ranks: int, store: str, device_type: str, what: str) -
         rank=rank,
         world_size=n_ranks,
     )
-    if what == "figures":
-        figures(device, small_units, 50, per_unit=True)
-        figures(device, gpt, 10, per_unit=False)
+    if what in FIGURES:
+        model, n_samples = FIGURES[what]
+        figures(Rows(Path(file), "steps"), device, model, n_samples)
     elif what == "ranks":
         compare_ranks(device, rank, n_ranks)
+    elif what == "captured":
+        compare_captured(device)
     else:
         compare(what, device, rank)
     dist.destroy_process_group()
 
 
-def check(device_type: str = "cuda", *, with_figures: bool = True) -> int:
-    """How many of the checks failed."""
-    failed = 0
-    env = {"FSDP_C_DEVICES": device_type, "FSDP_C_QUIET": "1"}
-    checks = [(1, what) for what in CASES] + [(2, "ranks")]
-    for n_ranks, what in checks + [(1, "figures")] * with_figures:
-        name = f"training, {what}, {n_ranks} rank{'s' * (n_ranks > 1)}"
-        more = gpu_ranks.TWO_RANKS if n_ranks > 1 else {}
-        is_good = gpu_ranks.start(__file__, n_ranks, device_type, what, env={**env, **more})
-        failed += not is_good
-        print(f"  {'passed' if is_good else 'FAILED'} {name}", flush=True)
-    return failed
+FIGURES = {"small units": (small_units, 50), "GPT": (gpt, 10)}
+
+
+def environment(device_type: str, n_ranks: int) -> dict[str, str]:
+    env = {"FSDP_C_DEVICES": device_type, "FSDP_C_QUIET": "1", "OMP_NUM_THREADS": "1"}
+    return env | (gpu_ranks.TWO_RANKS if n_ranks > 1 else {})
+
+
+def start(device_type: str, n_ranks: int, *words: str) -> None:
+    env = environment(device_type, n_ranks)
+    gpu_ranks.run(__file__, n_ranks, device_type, *words, env=env)
+
+
+def run_cases(rows: Rows, device_type: str) -> None:
+    for what in CASES:
+        rows.check(f"{what}, 1 rank", lambda what=what: start(device_type, 1, what))
+    rows.check("fp32, 2 ranks", lambda: start(device_type, 2, "ranks"))
+    if device_type == "cuda":
+        rows.check("a step in a CUDA graph", lambda: start(device_type, 1, "captured"))
+    else:
+        rows.left_out("a step in a CUDA graph", "there is no GPU")
+
+
+def run_figures(rows: Rows, device_type: str) -> None:
+    for what in FIGURES:
+        rows.check(what, lambda what=what: start(device_type, 1, what, str(rows.path)))
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    run_rank(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6])
+    run_rank(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
