@@ -50,14 +50,15 @@ def test_library_exports_one_symbol(built: Any):
 
 
 def fat_entries(content: bytes) -> Iterator[tuple[str, int]]:
-    """What the library holds for which machine; the layout is CUDA's "fat binary"."""
-    begin = content.index(struct.pack("<I", 0xBA55ED50))
-    header_bytes, bytes_after = struct.unpack_from("<HQ", content, begin + 6)
-    at, end = begin + header_bytes, begin + header_bytes + bytes_after
-    while at < end:
-        kind, _, header_bytes, entry_bytes = struct.unpack_from("<HHIQ", content, at)
-        yield {1: "ptx", 2: "elf"}[kind], struct.unpack_from("<I", content, at + 28)[0]
-        at += header_bytes + entry_bytes
+    """What the library holds for which machine, CUDA's runtime too; in "fat binaries" of CUDA's."""
+    for match in re.finditer(re.escape(struct.pack("<I", 0xBA55ED50)), content):
+        version, header_bytes, bytes_after = struct.unpack_from("<HHQ", content, match.start() + 4)
+        at = match.start() + header_bytes
+        end = at + bytes_after
+        while version == 1 and at < min(end, len(content)):
+            kind, _, header_bytes, entry_bytes = struct.unpack_from("<HHIQ", content, at)
+            yield {1: "ptx", 2: "elf"}[kind], struct.unpack_from("<I", content, at + 28)[0]
+            at += header_bytes + entry_bytes
 
 
 def test_library_holds_code_for_each_machine_and_ptx_for_newer_ones(
@@ -66,7 +67,7 @@ def test_library_holds_code_for_each_machine_and_ptx_for_newer_ones(
     """The machines that the project names, as far as this nvcc knows them."""
     machines = {int(name[3:]) for name in build_script.Nvcc.wanted().machines()}
     found = set(fat_entries((ROOT / built.shared_object).read_bytes()))
-    assert found == {("elf", machine) for machine in machines} | {("ptx", min(machines))}
+    assert found >= {("elf", machine) for machine in machines} | {("ptx", min(machines))}
     assert machines <= {80, 86, 89, 90, 100}
 
 
