@@ -9,9 +9,12 @@ so that everyone who looks, at any moment, sees DTensors.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -53,6 +56,7 @@ class _Members:
         sharded = {id(p.sharded_param) for unit in _units for p in unit.fsdp_params}
         self.sharded = sharded.intersection(map(id, params))
         self.plan = _C.Params(params, self.sharded)  # keeps params, so that the ids stay theirs
+        self.only_known_types = all(type(p) in (DTensor, nn.Parameter, Tensor) for p in params)
 
 
 def watch(units: Iterable[Any]) -> None:
@@ -87,23 +91,64 @@ def uninstall() -> None:
 
 def _replacement(cls: type[optim.Optimizer], original: Callable[..., Any]) -> Callable[..., Any]:
     localize = _step_momentum if cls is optim.SGD else _localize
+    torchs_step = _torchs_step(cls)
 
     @functools.wraps(original)
     def _init_group(
         self: optim.Optimizer, group: dict[str, Any], *lists: list[Any], **named: list[Any]
     ) -> Any:
         members = None
-        if not named and type(self) in CLASSES and not torch.compiler.is_compiling():
+        if (
+            not named
+            and type(self) in CLASSES
+            and not torch.compiler.is_compiling()
+            # Another caller, such as a `step` that somebody put in, wants lists of the parameters.
+            and sys._getframe(1).f_code is torchs_step
+        ):
             members = _members_of(self, group)
             step = _STEPS.get(cls)
             if members is not None and step is not None and step(self, group, members.plan):
                 return False  # nothing is complex; the lists stay empty
-        result = original(self, group, *lists, **named)
+        if members is not None and members.only_known_types:
+            # For DTensors this changes nothing but the price of each of their attributes.
+            with torch._C.DisableTorchFunctionSubclass():
+                result = original(self, group, *lists)
+        else:
+            result = original(self, group, *lists, **named)
         if members is not None and not group["differentiable"]:
             localize(self, group, members.plan, lists)
         return result
 
     return _init_group
+
+
+def _torchs_step(cls: type[optim.Optimizer]) -> CodeType | None:
+    """What calls `_init_group` in torch's own step; None if the class has another by now."""
+    code = inspect.unwrap(cls.step).__code__
+    return code if _is_of_torch(code) else None
+
+
+def _is_of_torch(code: CodeType) -> bool:
+    return Path(code.co_filename).parent == Path(optim.__file__).parent
+
+
+def _runs_torchs_arithmetic(cls: type[optim.Optimizer]) -> bool:
+    """Whether nobody has replaced the functions that a pass stands for, to see or change them."""
+    names = vars(sys.modules[cls.__module__])
+    kind = cls.__name__.lower()
+    parts = (kind, f"_single_tensor_{kind}", f"_multi_tensor_{kind}", f"_fused_{kind}")
+    return _are_torchs(*[names.get(part) for part in parts])
+
+
+@functools.lru_cache(maxsize=16)
+def _are_torchs(*functions: Any) -> bool:
+    for function in functions:
+        layer = function
+        while layer is not None:
+            if not inspect.isfunction(layer) or not _is_of_torch(layer.__code__):
+                return False
+            layer = getattr(layer, "__wrapped__", None)
+    return True
 
 
 def _members_of(optimizer: optim.Optimizer, group: dict[str, Any]) -> _Members | None:
@@ -121,6 +166,8 @@ def _step_adam(optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Param
     numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
     if any(group[name] for name in _ADAM_SWITCHES) or not _are_plain(numbers):
         return False
+    if not _runs_torchs_arithmetic(optim.Adam):  # AdamW's too
+        return False
     lanes = _fused_lanes() if group["fused"] else 0
     if lanes is None or getattr(optimizer, "grad_scale", None) is not None or not _agrees(lanes):
         return False
@@ -131,6 +178,8 @@ def _step_sgd(optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Params
     """The same for SGD."""
     numbers = (group["lr"], group["momentum"], group["dampening"], group["weight_decay"])
     if any(group[name] for name in _SGD_SWITCHES) or not _are_plain(numbers):
+        return False
+    if not _runs_torchs_arithmetic(optim.SGD):
         return False
     # torch writes the look ahead into the gradients then.
     writes_gradients = group["foreach"] and group["nesterov"]

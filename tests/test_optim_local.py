@@ -145,6 +145,90 @@ def test_others_see_dtensors(rank: int, n_ranks: int, kind: str) -> None:
     assert types == {"DTensor"}
 
 
+def trained(fsdp_c: Any, rank: int, cls: type[optim.Optimizer]) -> optim.Optimizer:
+    """One that has state and gradients for the next step."""
+    model = sharded_net(fsdp_c)
+    optimizer = cls(list(model.parameters()), lr=0.01)
+    optimizer.kept_model = model
+    for _ in range(2):
+        optimizer.step()
+        total(model(data(rank))).backward()
+    return optimizer
+
+
+@pytest.mark.parametrize("where", ["instance", "class"])
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.SGD, optim.RMSprop])
+@on_ranks(1)
+def test_other_steps_collect_dtensors(
+    rank: int, n_ranks: int, cls: type[optim.Optimizer], where: str
+) -> None:
+    """A step that somebody put in finds the parameters, not stepped yet, when it collects them."""
+    import fsdp_c
+
+    optimizer = trained(fsdp_c, rank, cls)
+    params = optimizer.param_groups[0]["params"]
+    n_lists = {optim.AdamW: 6, optim.SGD: 3, optim.RMSprop: 6}[cls]
+    lists: list[list[Any]] = [[] for _ in range(n_lists)]
+
+    def step(self: Any) -> None:
+        self._init_group(self.param_groups[0], *lists)
+
+    before = [p.to_local().clone() for p in params]
+    with mock.patch.object(cls if where == "class" else optimizer, "step", step):
+        optimizer.step() if where == "class" else optimizer.step(optimizer)
+    assert all(a is b for a, b in zip(lists[0], params, strict=True))
+    assert all(torch.equal(p.to_local(), b) for p, b in zip(params, before, strict=True))
+
+
+@pytest.mark.parametrize("part", ["adam", "_single_tensor_adam"])
+@on_ranks(1)
+def test_replaced_arithmetic_is_called(rank: int, n_ranks: int, part: str) -> None:
+    import fsdp_c
+
+    module = sys.modules[optim.Adam.__module__]
+    optimizer = trained(fsdp_c, rank, optim.AdamW)
+    original, seen = getattr(module, part), []
+
+    @functools.wraps(original)
+    def spy(params: list[Any], *args: Any, **kwargs: Any) -> Any:
+        seen.extend(params)
+        return original(params, *args, **kwargs)
+
+    with mock.patch.object(module, part, spy):
+        optimizer.step()
+    assert len(seen) == len(optimizer.param_groups[0]["params"])
+
+
+class Counting(torch.Tensor):
+    """Sees what is done with it."""
+
+    count = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Counting.count += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@on_ranks(1)
+def test_subclasses_beside_see_all_calls(rank: int, n_ranks: int) -> None:
+    import fsdp_c
+
+    model = sharded_net(fsdp_c)
+    total(model(data(rank))).backward()
+
+    def calls(*others: nn.Parameter) -> int:
+        mine = nn.Parameter(torch.ones(3).as_subclass(Counting))
+        mine.grad = torch.ones(3)
+        optimizer = optim.RMSprop([*others, mine], lr=0.01, foreach=False)
+        Counting.count = 0
+        optimizer.step()
+        return Counting.count
+
+    assert calls() > 0
+    assert calls(*model.parameters()) == calls()
+
+
 def test_no_other_class_is_changed() -> None:
     from fsdp_c import _optim
 
