@@ -158,6 +158,7 @@ at::Tensor DeviceUnit::make_buffer(size_t bytes) const
     if (options_.is_offloaded) {
         return at::empty({size}, options.pinned_memory(options_.is_pinned != 0));
     }
+    check(fc_schedule_enter_reduce(streams_->schedule()));
     const c10::StreamGuard guard(streams_->reducing());
     return at::empty({size}, options.device(streams_->device()));
 }

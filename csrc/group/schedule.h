@@ -144,6 +144,9 @@ FC_MUST_CHECK fc_status fc_schedule_end_backward(fc_schedule *schedule, bool is_
 
 /* Reductions go through another communicator from the next one on. */
 void fc_schedule_set_reduce(fc_schedule_unit *unit, fc_device_comm *reduce);
+/* The reduce stream comes behind compute: for memory of it that is taken while compute is captured
+ * into a graph. */
+FC_MUST_CHECK fc_status fc_schedule_enter_reduce(fc_schedule *schedule);
 /* The host may read offloaded gradients that were reduced by now. */
 FC_MUST_CHECK fc_status fc_schedule_await_gradients(fc_schedule *schedule);
 /* The host may write offloaded shards that were gathered by now. */

@@ -125,6 +125,14 @@ static bool has_any(const fc_schedule_unit *unit, const fc_schedule_grads *grads
     return false;
 }
 
+fc_status fc_schedule_enter_reduce(fc_schedule *s)
+{
+    if (s->compute == NULL) {
+        return fc_fail(FC_ERR_STATE, "gradients are made before an iteration has begun");
+    }
+    return fc_schedule_chain(s, FC_ORDER_STAGED, s->compute, s->options.reduce);
+}
+
 void fc_schedule_drop_gradients(fc_schedule_unit *unit)
 {
     if (unit->held != NULL) {
@@ -167,7 +175,7 @@ fc_status fc_schedule_post_backward(fc_schedule_unit *unit, const fc_schedule_gr
     if (unit->held == NULL && is_partial) {
         return FC_OK;
     }
-    FC_TRY(fc_schedule_chain(s, FC_ORDER_STAGED, s->compute, s->options.reduce));
+    FC_TRY(fc_schedule_enter_reduce(s));
     if (unit->held == NULL) { /* only the sum over replicas is missing */
         output = unit->partial;
         unit->partial = NULL;

@@ -213,7 +213,20 @@ typedef struct world {
     fc_param params[UNITS][1];
     fc_layout layouts[UNITS];
     void *shard, *grads, *out[UNITS];
+    bool is_offloaded;
 } world;
+
+/* New ones on a device, as where somebody keeps those of the step before. */
+static void *gradients(world *w, int unit)
+{
+    if (!w->is_offloaded) {
+        MUST(fc_schedule_enter_reduce(w->schedule));
+        w->device->ops->free(w->device, w->out[unit]);
+        MUST(w->device->ops->alloc(w->device, now.streams[3], (fc_label){"unit", "gradients"},
+                                   BYTES, &w->out[unit]));
+    }
+    return w->out[unit];
+}
 
 static void step(world *w, int n_micros)
 {
@@ -232,8 +245,8 @@ static void step(world *w, int n_micros)
             MUST(fc_schedule_post_forward(w->units[i]));
         }
         for (i = UNITS; i-- > 0;) {
-            given.out = w->out[i];
             MUST(fc_schedule_pre_backward(w->units[i], &full));
+            given.out = gradients(w, i);
             MUST(fc_schedule_post_backward(w->units[i], &given, &is_reduced));
         }
         MUST(fc_schedule_end_backward(w->schedule, is_last));
@@ -310,11 +323,12 @@ static const char *breach_of(kind k)
     MUST(fc_schedule_create(&(fc_schedule_options){w.device, now.streams[1], now.streams[2],
                                                    now.streams[3], now.streams[4], 1, 0, k.without},
                             &w.schedule));
+    w.is_offloaded = k.is_offloaded;
     w.shard = memory(&w, k.is_offloaded);
     w.grads = memory(&w, false);
     for (i = 0; i < UNITS; i++) {
         make_unit(&w, &k, comm, i);
-        w.out[i] = memory(&w, k.is_offloaded);
+        w.out[i] = k.is_offloaded ? memory(&w, true) : NULL;
     }
     step(&w, k.n_micros);
     begin_capture();
@@ -322,6 +336,9 @@ static const char *breach_of(kind k)
     end_capture();
     step(&w, 1);
     drain(w.device);
+    if (k.without == 0) {
+        CHECK_MSG(fc_sim_faults(sim) == 0, "%s", fc_sim_fault(sim, 0));
+    }
     fc_schedule_destroy(w.schedule);
     fc_sim_destroy(sim);
     return now.breach;
