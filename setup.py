@@ -41,12 +41,12 @@ C_SOURCES = {
     "csrc/device/cuda": "device runtime",
     "csrc/device/host": "device moves",
     "csrc/transport": (
-        "callback nccl_board nccl_collectives nccl_group nccl_library nccl_paths nccl_wait "
+        "callback nccl_board nccl_collectives nccl_group nccl_library nccl_wait "
         "nccl_window process shm shm_region shm_segment shm_wait transport"
     ),
     "csrc/comm": "comm mapped message pieces step",
     "csrc/group": (
-        "domain exchange layout layout_runs schedule schedule_moves schedule_reduce "
+        "domain exchange gathers layout layout_runs schedule schedule_moves schedule_reduce "
         "schedule_setup schedule_slots slots unit waits"
     ),
 }
@@ -65,8 +65,9 @@ CXX_SOURCES = {
 C_TEST_SOURCES = {
     "tests/c": (
         "test_base test_comm test_cuda_index test_device_cuda test_device_host test_device_sim "
-        "test_exchange test_faults test_group_history test_kernels test_layout test_nccl "
-        "test_schedule test_schedule_capture test_schedule_order test_slots test_transport"
+        "test_exchange test_faults test_gathers test_group_history test_kernels test_layout "
+        "test_nccl test_schedule test_schedule_capture test_schedule_order test_slots "
+        "test_transport"
     ),
 }
 # Libraries that the test programs open: NCCL's newest interface, and an old one.

@@ -191,7 +191,8 @@ def _road_of(group: Any) -> str:
         reason = reason or _plan.why_torch(group)
         return f"torch: {reason}" if reason else "core, from the first forward on"
     if _device.is_taken(group):
-        return f"core, on streams of {group.device.type}, over {_over(_device.ways(group))}"
+        over = _over(_device.ways(group))
+        return f"core, on streams of {group.device.type}, over {over}, {_gathered(group)}"
     info = group.mesh_info
     names = ("shard_process_group", "replicate_process_group")
     process_groups = [getattr(info, name, None) for name in names]
@@ -208,6 +209,15 @@ def _over(ways: dict[str, _device.Way]) -> str:
     if len(set(words.values())) < 2:
         return next(iter(words.values()), _WAYS[""])
     return " and ".join(f"{way} for {dim}" for dim, way in words.items())
+
+
+def _gathered(group: Any) -> str:
+    """Where all-gathers bring a unit on a device."""
+    why_staged = group._core_why_staged
+    if why_staged:
+        return f"gathered and copied out ({why_staged})"
+    has_slices = _device.smaller_group(group) is not None
+    return "gathered in place" + ", slices copied out" * has_slices
 
 
 def _on_unused(found: Iterable[tuple[str, Any, Any]]) -> list[str]:

@@ -23,6 +23,7 @@ PUBLIC = {
     "group": [
         "domain.h",
         "exchange.h",
+        "gathers.h",
         "layout.h",
         "layout_runs.h",
         "schedule.h",

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from nccl_stand_in import built
+from nccl_stand_in import built, control_of
 
 from fsdp_c import _nccl
 
@@ -211,7 +211,6 @@ def check_collectives(rank: int, n_ranks: int, path: str):
     with pytest.raises(ValueError, match="this group was not made for gathers"):
         alone.all_gather(whole, 7, "layers.0", 1)
     alone.close()
-    assert group.ways == {}
     with pytest.raises(ValueError, match="needs contiguous tensors"):
         group.all_reduce(whole.T, 7, "layers.0")
     with pytest.raises(NotImplementedError, match="does not add up elements of type"):
@@ -219,6 +218,19 @@ def check_collectives(rank: int, n_ranks: int, path: str):
     group.close()
     with pytest.raises(RuntimeError, match="all-reduce of unit layers.0: NCCL's part of process"):
         group.all_reduce(total, 7, "layers.0")
+
+
+def check_ways(rank: int, n_ranks: int, path: str):
+    """What times gathers on GPUs, over the stand-in."""
+    control = control_of(path)
+    control.ends_work = True  # nothing else waits before a copy-out
+    group, wait = open_group(path)
+    before = control.n_collectives
+    text = gpu_nccl.time_ways(group, rank, n_ranks, 16, CPU, 7, lambda: wait(7), 3)
+    assert re.fullmatch(r"staged \d+ us, direct \d+ us", text)
+    assert control.n_collectives - before == 3 * (1 + 10)
+    control.ends_work = False
+    group.close()
 
 
 def check_abort(rank: int, n_ranks: int, path: str):
@@ -240,7 +252,7 @@ def check_choice(rank: int, n_ranks: int, path: str):
 
 
 def check_all(rank: int, n_ranks: int, path: str):
-    for body in (check_collectives, check_abort, check_choice):
+    for body in (check_collectives, check_ways, check_abort, check_choice):
         body(rank, n_ranks, path)
     _nccl._library = None
 

@@ -288,6 +288,13 @@ fc_status accelerator_all_reduce(fc_device *device, fc_device_comm *comm, fc_str
     return caller.all_reduce(caller.context, comm, stream, label, buffer, numel, dtype);
 }
 
+fc_status accelerator_all_gather_each(fc_device *device, fc_device_comm *comm, fc_stream *stream,
+                                      fc_label label, const fc_gather *gathers, size_t n_gathers)
+{
+    const fc_device_caller &caller = accelerator(device)->caller;
+    return caller.all_gather_each(caller.context, comm, stream, label, gathers, n_gathers);
+}
+
 constexpr fc_device_ops accelerator_ops = {
     .name = "accelerator",
     .alloc = accelerator_alloc,
@@ -304,6 +311,7 @@ constexpr fc_device_ops accelerator_ops = {
     .all_gather = accelerator_all_gather,
     .reduce_scatter = accelerator_reduce_scatter,
     .all_reduce = accelerator_all_reduce,
+    .all_gather_each = accelerator_all_gather_each,
 };
 
 } // namespace

@@ -6,6 +6,7 @@
 #include "bind/tensors.h"
 #include "bind/unit.h"
 #include "device/host/host.h"
+#include "group/gathers.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
@@ -128,14 +129,15 @@ DeviceOptions::DeviceOptions(PyObject *options)
 DeviceUnit::DeviceUnit(Streams *streams, const fc_layout *layout, const char *name,
                        const DeviceComms &comms, const DeviceOptions &options)
     : streams_(streams), layout_(layout), has_replicas_(comms.replicas != nullptr),
-      options_(options), shards_(layout->n_params), full_(layout->n_params),
-      types_(layout->n_params)
+      why_staged_(fc_gathers_why_staged(layout, comms.shards->has_groups())), options_(options),
+      shards_(layout->n_params), full_(layout->n_params), types_(layout->n_params)
 {
     fc_schedule_unit_options plan = {};
     plan.name = name;
     plan.layout = layout;
     plan.gather = plan.reduce = comms.shards;
     plan.replicas = comms.replicas;
+    plan.is_direct = why_staged_ == nullptr;
     plan.is_offloaded = options.is_offloaded != 0;
     if (options.n_post_ranks > 0) {
         plan.post_rank = options.post_rank;

@@ -93,6 +93,8 @@ public:
     }
     // For reduced gradients: bytes where the shards are.
     at::Tensor make_buffer(size_t bytes) const;
+    // Why what is gathered is copied out, for people; null: it is not.
+    const char *why_staged() const { return why_staged_; }
     // Gradients that are on their way to the host are there.
     void await_gradients() const;
     void set_shards(const std::vector<Param> &params);
@@ -128,6 +130,7 @@ private:
     const fc_layout *layout_;
     fc_schedule_unit *unit_ = nullptr; // owned
     bool has_replicas_;
+    const char *why_staged_;
     DeviceOptions options_;
     uint64_t gathered_at_ = 0;
     std::vector<const void *> shards_, full_;

@@ -40,6 +40,13 @@ fc_status all_gather(void *context, fc_device_comm *comm, fc_stream *stream, fc_
     return collectives_in(context).ended(comm, comm->all_gather(stream, label, buffer, part_bytes));
 }
 
+fc_status all_gather_each(void *context, fc_device_comm *comm, fc_stream *stream, fc_label label,
+                          const fc_gather *gathers, size_t n_gathers)
+{
+    return collectives_in(context).ended(comm,
+                                         comm->all_gather_each(stream, label, gathers, n_gathers));
+}
+
 fc_status reduce_scatter(void *context, fc_device_comm *comm, fc_stream *stream, fc_label label,
                          void *to, const void *from, size_t numel, fc_dtype dtype)
 {
@@ -82,7 +89,7 @@ fc_device_caller Collectives::caller()
             .all_gather = all_gather,
             .reduce_scatter = reduce_scatter,
             .all_reduce = all_reduce,
-            .all_gather_each = nullptr,
+            .all_gather_each = all_gather_each,
             .wait = wait_watching};
 }
 

@@ -21,10 +21,14 @@ struct fc_device_comm {
     virtual ~fc_device_comm() = default;
     virtual fc_status all_gather(fc_stream *stream, fc_label label, void *buffer,
                                  size_t part_bytes) = 0;
+    virtual fc_status all_gather_each(fc_stream *stream, fc_label label, const fc_gather *gathers,
+                                      size_t n_gathers) = 0;
     virtual fc_status reduce_scatter(fc_stream *stream, fc_label label, void *to, const void *from,
                                      size_t numel, fc_dtype dtype) = 0;
     virtual fc_status all_reduce(fc_stream *stream, fc_label label, void *buffer, size_t numel,
                                  fc_dtype dtype) = 0;
+    // Whether several all-gathers are one piece of work.
+    virtual bool has_groups() const = 0;
     // What waits of the host watch, and what ends with its neighbours; null: nothing.
     virtual fc_nccl_group *watched() { return nullptr; }
 };

@@ -39,10 +39,13 @@ struct ProcessGroupComm final : fc_device_comm {
 
     fc_status all_gather(fc_stream *stream, fc_label label, void *buffer,
                          size_t part_bytes) override;
+    fc_status all_gather_each(fc_stream *stream, fc_label label, const fc_gather *gathers,
+                              size_t n_gathers) override;
     fc_status reduce_scatter(fc_stream *stream, fc_label label, void *to, const void *from,
                              size_t numel, fc_dtype dtype) override;
     fc_status all_reduce(fc_stream *stream, fc_label label, void *buffer, size_t numel,
                          fc_dtype dtype) override;
+    bool has_groups() const override { return false; }
 };
 
 // Runs `body` with the stream as the current one; exceptions become a status.
@@ -87,6 +90,14 @@ fc_status ProcessGroupComm::all_gather(fc_stream *stream, fc_label label, void *
                                     static_cast<int64_t>(part_bytes));
         collective([&] { return gather_into(*group, all, own); });
     });
+}
+
+fc_status ProcessGroupComm::all_gather_each(fc_stream *, fc_label label, const fc_gather *, size_t)
+{
+    return n_ranks() == 1 // whose parts are in their places
+               ? FC_OK
+               : fc_fail(FC_ERR_UNSUPPORTED,
+                         "all-gathers of unit %s: a process group has no groups", label.unit);
 }
 
 fc_status ProcessGroupComm::reduce_scatter(fc_stream *stream, fc_label label, void *to,

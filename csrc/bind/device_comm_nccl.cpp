@@ -34,6 +34,13 @@ struct NcclComm final : fc_device_comm {
                                                     buffer, part_bytes);
     }
 
+    fc_status all_gather_each(fc_stream *stream, fc_label label, const fc_gather *gathers,
+                              size_t n_gathers) override
+    {
+        return fc_nccl_all_gather_each(fc_nccl_gathers(group), native(stream), label, gathers,
+                                       n_gathers);
+    }
+
     fc_status reduce_scatter(fc_stream *stream, fc_label label, void *to, const void *from,
                              size_t numel, fc_dtype dtype) override
     {
@@ -47,6 +54,8 @@ struct NcclComm final : fc_device_comm {
         return fc_nccl_all_reduce(fc_nccl_reductions(group), native(stream), label, buffer, numel,
                                   dtype);
     }
+
+    bool has_groups() const override { return true; }
 
     fc_nccl_group *watched() override { return group; }
 };

@@ -311,6 +311,14 @@ PyObject *group_awaits_gradients(PyObject *self, void *)
     return PyBool_FromLong(unit != nullptr && unit->awaits_gradients());
 }
 
+PyObject *group_why_staged(PyObject *self, void *)
+{
+    const Unit *unit = as<GroupObject>(self)->unit;
+    const bool is_scheduled = unit != nullptr && unit->device() != nullptr;
+    const char *why = is_scheduled ? unit->device()->why_staged() : nullptr;
+    return PyUnicode_FromString(why != nullptr ? why : "");
+}
+
 PyObject *group_outlasts_forward(PyObject *self, void *)
 {
     const Unit *unit = as<GroupObject>(self)->unit;
@@ -348,6 +356,8 @@ PyGetSetDef group_properties[] = {
     {"_core_has_partial_sums", group_has_partial_sums, nullptr,
      "whether sums over shards wait for the replicas", nullptr},
     {"_core_partial_bytes", group_partial_bytes, nullptr, "of the memory for such sums", nullptr},
+    {"_core_why_staged", group_why_staged, nullptr,
+     "why what a device gathers is copied out; empty: it is not", nullptr},
     {"_core_was_used", group_was_used, nullptr, "whether it was ever unsharded", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 

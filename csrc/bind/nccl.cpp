@@ -324,21 +324,6 @@ static PyObject *get_text(PyObject *self, void *)
     return PyUnicode_FromString(fc_nccl_group_describe(nccl_of(self)->group));
 }
 
-static PyObject *get_ways(PyObject *self, void *)
-{
-    fc::Ref ways = fc::Ref::take(PyDict_New());
-    const char *unit, *why;
-
-    for (size_t i = 0; ways && fc_nccl_chosen(nccl_of(self)->group, i, &unit, &why); i++) {
-        fc::Ref text = fc::Ref::take(PyUnicode_FromString(why));
-
-        if (!text || PyDict_SetItemString(ways.get(), unit, text.get()) < 0) {
-            return nullptr;
-        }
-    }
-    return ways.release();
-}
-
 static PyMethodDef nccl_methods[] = {
     {"watch", nccl_watch, METH_NOARGS, "Raise if something is wrong with NCCL or a rank."},
     {"close", nccl_close, METH_NOARGS,
@@ -361,7 +346,6 @@ static PyMethodDef nccl_methods[] = {
 
 static PyGetSetDef nccl_getset[] = {
     {"text", get_text, nullptr, "Ranks, version and communicators.", nullptr},
-    {"ways", get_ways, nullptr, "How each unit is gathered, by its name.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 

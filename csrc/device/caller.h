@@ -20,7 +20,6 @@ typedef struct fc_device_caller {
                                 fc_dtype dtype);
     fc_status (*all_reduce)(void *context, fc_device_comm *comm, fc_stream *stream, fc_label label,
                             void *buffer, size_t numel, fc_dtype dtype);
-    /* Optional. */
     fc_status (*all_gather_each)(void *context, fc_device_comm *comm, fc_stream *stream,
                                  fc_label label, const fc_gather *gathers, size_t n_gathers);
     /* Until ready(arg), in place of a wait in the driver, which nothing but the device can end: not

@@ -99,7 +99,7 @@ typedef struct fc_device_ops {
     FC_MUST_CHECK fc_status (*all_reduce)(fc_device *device, fc_device_comm *comm,
                                           fc_stream *stream, fc_label label, void *buffer,
                                           size_t numel, fc_dtype dtype);
-    /* All of them as one piece of work. NULL: the device has no such thing. */
+    /* All of them as one piece of work. */
     FC_MUST_CHECK fc_status (*all_gather_each)(fc_device *device, fc_device_comm *comm,
                                                fc_stream *stream, fc_label label,
                                                const fc_gather *gathers, size_t n_gathers);

@@ -55,18 +55,22 @@ static fc_status upload(fc_schedule_unit *unit, void **staging_out)
     return FC_OK;
 }
 
-/* This rank's shards, cast, into its part of the slot. */
+/* This rank's shards, cast, into its part of the slot, or to their places in it. */
 static fc_status pack_shards(fc_schedule_unit *unit, fc_stream_slot *slot)
 {
     fc_schedule *s = unit->schedule;
     const fc_layout *l = unit->options.layout;
     fc_schedule_launch launch = {.moves = unit->pack,
                                  .wire = (char *)slot->memory + (size_t)l->rank * l->pack_bytes,
+                                 .unit = slot->memory,
                                  .params = unit->shards,
                                  .divisor = 1};
     void *staging = NULL;
     fc_status st = FC_OK;
 
+    if (unit->options.is_direct && !unit->is_packed) {
+        return FC_OK;
+    }
     if (unit->options.is_offloaded) {
         st = upload(unit, &staging);
         launch.params = unit->uploaded;
@@ -90,25 +94,72 @@ static fc_status pack_slice(fc_schedule_unit *unit, fc_stream_slot *slot)
                         l->pack_bytes, FC_ON_DEVICE);
 }
 
+/* A parameter each, to their places in the slot. */
+static fc_status gather_each(fc_schedule_unit *unit, const fc_stream_slot *slot)
+{
+    fc_schedule *s = unit->schedule;
+    const fc_layout *l = unit->options.layout;
+    size_t i, n = 0;
+
+    for (i = 0; i < l->n_params; i++) {
+        const fc_param *p = &l->params[i];
+        char *full = slot->memory;
+        const void *own = fc_schedule_is_sent_as_is(unit, p) ? unit->shards[i]
+                                                             : full + fc_schedule_own_at(unit, p);
+
+        if (p->chunk_numel > 0) {
+            unit->gathers[n++] = (fc_gather){.to = full + p->full_at,
+                                             .from = own,
+                                             .bytes = p->chunk_numel * fc_dtype_bytes(p->compute)};
+        }
+    }
+    return s->ops->all_gather_each(s->options.device, unit->options.gather, s->options.gather,
+                                   fc_schedule_label(unit, "all-gather"), unit->gathers, n);
+}
+
+static fc_status gather_packs(fc_schedule_unit *unit, const fc_stream_slot *slot)
+{
+    fc_schedule *s = unit->schedule;
+
+    if (unit->is_from_slice) {
+        return s->ops->all_gather(s->options.device, unit->options.post_gather, s->options.gather,
+                                  fc_schedule_label(unit, "all-gather"), slot->memory,
+                                  unit->post.pack_bytes);
+    }
+    return s->ops->all_gather(s->options.device, unit->options.gather, s->options.gather,
+                              fc_schedule_label(unit, "all-gather"), slot->memory,
+                              unit->options.layout->pack_bytes);
+}
+
+/* Of what is being gathered, or was. */
+static bool is_direct(const fc_schedule_unit *unit)
+{
+    return unit->options.is_direct && !unit->is_from_slice;
+}
+
+static size_t slot_bytes(const fc_schedule_unit *unit)
+{
+    const fc_layout *l = unit->is_from_slice ? &unit->post : unit->options.layout;
+
+    return is_direct(unit) ? l->full_bytes : l->pack_bytes * (size_t)l->n_ranks;
+}
+
 /* Everything up to the all-gather; the slot's event is behind it. */
 static fc_status start_gather(fc_schedule_unit *unit)
 {
     fc_schedule *s = unit->schedule;
-    bool from_slice = unit->kept != NULL;
-    const fc_layout *l = from_slice ? &unit->post : unit->options.layout;
     fc_stream_slot *slot;
     fc_status st;
 
-    FC_TRY(fc_stream_pool_acquire(s, &s->gathers, fc_schedule_label(unit, ""),
-                                  l->pack_bytes * (size_t)l->n_ranks, &slot));
-    st = from_slice ? pack_slice(unit, slot) : pack_shards(unit, slot);
+    unit->is_from_slice = unit->kept != NULL;
+    FC_TRY(fc_stream_pool_acquire(s, &s->gathers, fc_schedule_label(unit, ""), slot_bytes(unit),
+                                  &slot));
+    st = unit->is_from_slice ? pack_slice(unit, slot) : pack_shards(unit, slot);
     if (st == FC_OK) {
         st = fc_schedule_chain(s, FC_ORDER_PACKED, s->options.copy_in, s->options.gather);
     }
     if (st == FC_OK) {
-        st = s->ops->all_gather(
-            s->options.device, from_slice ? unit->options.post_gather : unit->options.gather,
-            s->options.gather, fc_schedule_label(unit, "all-gather"), slot->memory, l->pack_bytes);
+        st = is_direct(unit) ? gather_each(unit, slot) : gather_packs(unit, slot);
     }
     if (st == FC_OK) {
         st = fc_stream_slot_mark(s, slot, s->options.gather);
@@ -118,7 +169,6 @@ static fc_status start_gather(fc_schedule_unit *unit)
         return st;
     }
     unit->gathered = slot;
-    unit->is_from_slice = from_slice;
     unit->state = FC_STATE_GATHERING;
     s->n_gathering++;
     return FC_OK;
@@ -126,11 +176,15 @@ static fc_status start_gather(fc_schedule_unit *unit)
 
 static void end_gather(fc_schedule_unit *unit, fc_schedule_state state)
 {
-    fc_stream_pool_release(&unit->schedule->gathers, unit->gathered);
     unit->schedule->n_gathering--;
-    unit->gathered = NULL;
     unit->is_asked = false;
     unit->state = state;
+}
+
+static void release_gathered(fc_schedule_unit *unit)
+{
+    fc_stream_pool_release(&unit->schedule->gathers, unit->gathered);
+    unit->gathered = NULL;
 }
 
 static void free_kept(fc_schedule_unit *unit)
@@ -150,12 +204,11 @@ static fc_status copy_out(fc_schedule_unit *unit)
                                        .unit = unit->full,
                                        .divisor = 1};
 
-    FC_TRY(fc_schedule_order(s, FC_ORDER_GATHERED, s->compute, slot->event));
     FC_TRY(fc_schedule_move(unit, s->compute, "copy-out", &launch));
     return fc_stream_slot_mark(s, slot, s->compute);
 }
 
-static fc_status finish_gather(fc_schedule_unit *unit)
+static fc_status unpack(fc_schedule_unit *unit)
 {
     fc_schedule *s = unit->schedule;
     fc_status st;
@@ -168,6 +221,21 @@ static fc_status finish_gather(fc_schedule_unit *unit)
         unit->full = NULL;
         return st;
     }
+    release_gathered(unit);
+    return FC_OK;
+}
+
+static fc_status finish_gather(fc_schedule_unit *unit)
+{
+    fc_schedule *s = unit->schedule;
+
+    FC_TRY(fc_schedule_order(s, FC_ORDER_GATHERED, s->compute, unit->gathered->event));
+    if (is_direct(unit)) {
+        fc_stream_pool_keep(&s->gathers, unit->gathered);
+        unit->full = unit->gathered->memory;
+    } else {
+        FC_TRY(unpack(unit));
+    }
     end_gather(unit, FC_STATE_UNSHARDED);
     free_kept(unit);
     return FC_OK;
@@ -179,6 +247,7 @@ static fc_status drop_gather(fc_schedule_unit *unit)
     fc_schedule *s = unit->schedule;
 
     FC_TRY(fc_schedule_order(s, FC_ORDER_UNUSED_GATHER, s->compute, unit->gathered->event));
+    release_gathered(unit);
     end_gather(unit, FC_STATE_SHARDED);
     return FC_OK;
 }
@@ -212,13 +281,28 @@ fc_status fc_schedule_start(fc_schedule_unit *unit)
     return FC_OK;
 }
 
+/* An unsharded buffer that is a slot. Outside of an iteration nothing gathers into it soon. */
+static fc_status give_back(fc_schedule_unit *unit)
+{
+    fc_schedule *s = unit->schedule;
+
+    FC_TRY(fc_stream_slot_mark(s, unit->gathered, s->compute));
+    release_gathered(unit);
+    return s->is_open ? FC_OK : fc_stream_pool_drop(s, &s->gathers);
+}
+
 static void free_full(fc_schedule_unit *unit)
 {
-    if (unit->state == FC_STATE_UNSHARDED) {
-        unit->schedule->ops->free(unit->schedule->options.device, unit->full);
-        unit->full = NULL;
-        unit->state = FC_STATE_SHARDED;
+    if (unit->state != FC_STATE_UNSHARDED) {
+        return;
     }
+    if (unit->gathered == NULL) {
+        unit->schedule->ops->free(unit->schedule->options.device, unit->full);
+    } else if (give_back(unit) != FC_OK) { /* nobody gets a slot whose last use is not known */
+        unit->gathered = NULL;
+    }
+    unit->full = NULL;
+    unit->state = FC_STATE_SHARDED;
 }
 
 void fc_schedule_reshard(fc_schedule_unit *unit)
@@ -293,6 +377,7 @@ fc_status fc_schedule_begin(fc_schedule *s, fc_stream *compute, fc_event *optimi
     fc_schedule_unit *u;
 
     FC_TRY(set_compute(s, compute));
+    s->is_open = true;
     /* What was prefetched or kept before may be out of date. */
     for (u = s->units; u != NULL; u = u->next) {
         if (u->state == FC_STATE_GATHERING && !u->is_asked) {
@@ -439,6 +524,7 @@ static fc_status drop_gathers(fc_schedule *s)
 {
     fc_schedule_unit *u;
 
+    s->is_open = false;
     for (u = s->units; u != NULL; u = u->next) {
         if (u->state == FC_STATE_GATHERING) {
             FC_TRY(drop_gather(u));

@@ -5,8 +5,12 @@
  * copies out into the unsharded buffer, runs the model and stages gradients. *reduce* scatters and
  * finishes them; with replicas *all-reduce* takes over after the scatter.
  *
+ * Units whose gathers are direct (gathers.h) are not copied out: their gather slot is laid out as
+ * the unsharded buffer, and is it until the reshard. Shards that need a cast are packed to their
+ * place in it, others are sent from where they are.
+ *
  * Order comes from events alone, each of them in FC_SCHEDULE_WAITS. Slots are reused behind the
- * event of their last use; unsharded buffers are allocated and freed in the order of compute.
+ * event of their last use; other unsharded buffers are allocated and freed in the order of compute.
  *
  * An iteration is begin, forwards, backwards, end_backward. Between begin and the last end_backward
  * all calls mean one compute stream. Every rank makes the same calls in the same order. A failed
@@ -31,8 +35,8 @@ extern "C" {
 #define FC_SCHEDULE_WAITS(X)                                                                       \
     X(OPTIMIZER, "copy-in", "what compute did to the shards before the iteration")                 \
     X(PACKED, "gather", "the own part")                                                            \
-    X(GATHERED, "compute", "the all-gather, before it copies out")                                 \
-    X(GATHER_SLOT, "copy-in", "the last copy-out from the slot")                                   \
+    X(GATHERED, "compute", "the all-gather, before it copies out or uses it")                      \
+    X(GATHER_SLOT, "copy-in", "the last copy-out from the slot, or use of it")                     \
     X(RESHARDED, "copy-in", "the slice that a reshard to a smaller group keeps")                   \
     X(STAGED, "reduce", "the staged gradients")                                                    \
     X(REDUCE_INPUT, "compute", "the scatter that still reads the slot")                            \
@@ -74,6 +78,7 @@ typedef struct fc_schedule_unit_options {
      * group. */
     int n_post_ranks, post_rank;
     fc_device_comm *post_gather;
+    bool is_direct;     /* gathers; the layout must fit */
     bool is_offloaded;  /* shards and reduced gradients are pinned host memory */
     double pre_divisor; /* of gradients before they are added up, for narrow types; else 1 */
     double divisor;     /* of sums */

@@ -29,6 +29,47 @@ static fc_status plan_slice(const fc_layout *post, fc_runs *plan)
     return FC_OK;
 }
 
+bool fc_schedule_is_sent_as_is(const fc_schedule_unit *unit, const fc_param *param)
+{
+    return param->orig == param->compute && !unit->options.is_offloaded &&
+           unit->options.layout->n_ranks > 1;
+}
+
+size_t fc_schedule_own_at(const fc_schedule_unit *unit, const fc_param *param)
+{
+    return param->full_at +
+           (size_t)unit->options.layout->rank * param->chunk_numel * fc_dtype_bytes(param->compute);
+}
+
+/* This rank's shards, cast, to their places in the unsharded buffer: those that are not sent as
+ * they are. */
+static fc_status plan_place(const fc_schedule_unit *unit, fc_runs *plan)
+{
+    const fc_layout *l = unit->options.layout;
+    size_t i;
+
+    for (i = 0; i < l->n_params; i++) {
+        const fc_param *p = &l->params[i];
+        const fc_block block = {
+            .planes = 1,
+            .lines = 1,
+            .numel = p->chunk_numel,
+            .to = {.base = FC_BASE_UNIT, .type = p->compute, .at = fc_schedule_own_at(unit, p)},
+            .from = {.base = FC_BASE_PARAMS + (uint32_t)i, .type = p->orig}};
+
+        if (!fc_schedule_is_sent_as_is(unit, p)) {
+            FC_TRY(fc_runs_add(plan, &block));
+        }
+    }
+    return FC_OK;
+}
+
+static fc_status plan_pack(const fc_schedule_unit *unit, fc_runs *plan)
+{
+    return unit->options.is_direct ? plan_place(unit, plan)
+                                   : fc_layout_plan_pack(unit->options.layout, plan);
+}
+
 /* A part to another one. */
 static fc_status plan_add(const fc_schedule_unit *unit, fc_runs *plan)
 {
@@ -78,7 +119,7 @@ fc_status fc_schedule_moves_create(fc_schedule_unit *unit)
     fc_runs plan;
 
     fc_runs_init(&plan);
-    FC_TRY(finish(unit, fc_layout_plan_pack(l, &plan), &plan, &unit->pack));
+    FC_TRY(finish(unit, plan_pack(unit, &plan), &plan, &unit->pack));
     FC_TRY(finish(unit, fc_layout_plan_unpack(l, &plan), &plan, &unit->unpack));
     FC_TRY(finish(unit, plan_stage(unit, NULL, &plan), &plan, &unit->stage));
     FC_TRY(finish(unit, fc_layout_plan_finish(l, FC_WIRE_REDUCE, &plan), &plan, &unit->finish));

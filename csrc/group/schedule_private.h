@@ -12,6 +12,7 @@ typedef struct fc_stream_slot {
     fc_stream *last;      /* where the event was recorded; NULL: never */
     uint64_t released_at; /* the pool's clock; the oldest is reused first */
     bool is_used;
+    bool is_kept; /* for longer than a gather: it is an unsharded buffer */
     struct fc_stream_slot *next;
 } fc_stream_slot;
 
@@ -21,7 +22,7 @@ typedef struct fc_stream_pool {
     fc_schedule_wait reuse, drop;
     fc_stream *home;       /* who acquires and frees */
     fc_stream_slot *first; /* owned */
-    size_t n_free, n_used;
+    size_t n_free, n_used; /* used ones that are kept are not counted */
     uint64_t clock;
 } fc_stream_pool;
 
@@ -53,6 +54,7 @@ struct fc_schedule {
     fc_schedule_entry *order; /* owned */
     size_t n_order, order_capacity;
     size_t n_gathering;
+    bool is_open; /* between a beginning and the end of what began */
     bool is_all_reducing, has_uploads, has_downloads; /* since the last end of backward */
 };
 
@@ -77,13 +79,15 @@ struct fc_schedule_unit {
     fc_param *post_params; /* owned */
     size_t *staging_at;    /* owned; offloaded shards on the device */
     size_t staging_bytes;
+    fc_gather *gathers;           /* owned; direct ones of one call */
+    bool is_packed;               /* a direct gather has something to pack */
     const void *const *shards;    /* borrowed */
     fc_schedule_list prefetch[2]; /* forward, backward */
     fc_schedule_state state;
     bool is_from_slice;       /* what was gathered last */
     bool is_asked;            /* a gather that the caller has started */
-    fc_stream_slot *gathered; /* while GATHERING */
-    void *full;               /* while UNSHARDED */
+    fc_stream_slot *gathered; /* while GATHERING; of a direct gather while UNSHARDED, too */
+    void *full;               /* while UNSHARDED; owned unless it is a slot */
     void *kept;               /* slice of a reshard to a smaller group */
     fc_event *kept_event;     /* owned; the slice is there */
     fc_stream_slot *held;     /* staged gradients not yet reduced */
@@ -114,6 +118,8 @@ FC_MUST_CHECK fc_status fc_stream_pool_acquire(fc_schedule *schedule, fc_stream_
 /* Its event says: up to here in `stream`. */
 FC_MUST_CHECK fc_status fc_stream_slot_mark(fc_schedule *schedule, fc_stream_slot *slot,
                                             fc_stream *stream);
+/* The slot stays in use, but leaves its place to another one. */
+void fc_stream_pool_keep(fc_stream_pool *pool, fc_stream_slot *slot);
 void fc_stream_pool_release(fc_stream_pool *pool, fc_stream_slot *slot);
 /* Frees the memory of slots that are not in use. Slots and their events stay: a step makes none. */
 FC_MUST_CHECK fc_status fc_stream_pool_drop(fc_schedule *schedule, fc_stream_pool *pool);
@@ -125,6 +131,10 @@ void fc_stream_pool_destroy(fc_schedule *schedule, fc_stream_pool *pool);
 /* The pieces of all that a unit moves; undone by fc_schedule_moves_destroy, on failure too. */
 FC_MUST_CHECK fc_status fc_schedule_moves_create(fc_schedule_unit *unit);
 void fc_schedule_moves_destroy(fc_schedule_unit *unit);
+/* Whether a direct gather takes a parameter's shard from where it is. */
+bool fc_schedule_is_sent_as_is(const fc_schedule_unit *unit, const fc_param *param);
+/* Where this rank's chunk of a parameter lies in the unsharded buffer: bytes. */
+size_t fc_schedule_own_at(const fc_schedule_unit *unit, const fc_param *param);
 /* The plan that stages gradients of these types (NULL: all of type `compute`), made once. */
 FC_MUST_CHECK fc_status fc_schedule_staging_for(fc_schedule_unit *unit, const fc_dtype *types,
                                                 fc_moves **out);

@@ -2,6 +2,7 @@
 #include "group/schedule_private.h"
 
 #include "base/alloc.h"
+#include "group/gathers.h"
 #include "group/layout_runs.h"
 
 #include <string.h>
@@ -43,7 +44,9 @@ static void unit_destroy(fc_schedule_unit *unit)
 {
     fc_schedule *s = unit->schedule;
 
-    s->ops->free(s->options.device, unit->full);
+    if (unit->gathered == NULL) {
+        s->ops->free(s->options.device, unit->full);
+    }
     s->ops->free(s->options.device, unit->kept);
     s->ops->event_destroy(s->options.device, unit->kept_event);
     fc_schedule_moves_destroy(unit);
@@ -51,6 +54,7 @@ static void unit_destroy(fc_schedule_unit *unit)
     fc_free(unit->addresses);
     fc_free(unit->uploaded);
     fc_free(unit->staging_at);
+    fc_free(unit->gathers);
     fc_free(unit->prefetch[0].units);
     fc_free(unit->prefetch[1].units);
     fc_free(unit->name);
@@ -87,6 +91,9 @@ static fc_status check(const fc_schedule_unit_options *o)
                        " of different types into units of their own",
                        o->name);
     }
+    if (o->is_direct && !fc_gathers_fit(l)) {
+        return fc_fail(FC_ERR_INVALID, "unit '%s' cannot be gathered into its parameters", o->name);
+    }
     for (i = 0; i < l->n_params; i++) {
         if (l->params[i].is_aliased) {
             return fc_fail(FC_ERR_INVALID, "unit '%s': parameter %zu is aliased", o->name, i);
@@ -110,6 +117,7 @@ static void measure(fc_schedule_unit *unit)
         if (p->has_grad && p->trainable) {
             unit->reduce = p->reduce;
         }
+        unit->is_packed = unit->is_packed || !fc_schedule_is_sent_as_is(unit, p);
     }
     unit->part_bytes = l->trainable_part_bytes;
 }
@@ -148,7 +156,9 @@ static fc_status fill(fc_schedule_unit *unit)
     unit->addresses = fc_alloc(FC_BASE_PARAMS + n, sizeof(*unit->addresses));
     unit->uploaded = fc_alloc(n ? n : 1, sizeof(*unit->uploaded));
     unit->staging_at = fc_alloc(n ? n : 1, sizeof(*unit->staging_at));
-    if (unit->addresses == NULL || unit->uploaded == NULL || unit->staging_at == NULL) {
+    unit->gathers = fc_alloc(n ? n : 1, sizeof(*unit->gathers));
+    if (unit->addresses == NULL || unit->uploaded == NULL || unit->staging_at == NULL ||
+        unit->gathers == NULL) {
         return fc_fail(FC_ERR_NOMEM, "unit '%s'", unit->name);
     }
     measure(unit);
@@ -229,10 +239,11 @@ void fc_schedule_remove(fc_schedule_unit *unit)
         return;
     }
     fc_schedule_drop_gradients(unit);
-    if (unit->gathered != NULL) {
+    if (unit->state == FC_STATE_GATHERING) {
         fc_stream_pool_release(&unit->schedule->gathers, unit->gathered);
         unit->schedule->n_gathering--;
     }
+    fc_schedule_reshard(unit);
     for (link = &unit->schedule->units; *link != unit;) {
         link = &(*link)->next;
     }

@@ -109,12 +109,20 @@ fc_status fc_stream_slot_mark(fc_schedule *schedule, fc_stream_slot *slot, fc_st
     return FC_OK;
 }
 
+void fc_stream_pool_keep(fc_stream_pool *pool, fc_stream_slot *slot)
+{
+    slot->is_kept = true;
+    pool->n_used--;
+}
+
 void fc_stream_pool_release(fc_stream_pool *pool, fc_stream_slot *slot)
 {
-    slot->is_used = false;
+    if (!slot->is_kept) {
+        pool->n_used--;
+    }
+    slot->is_used = slot->is_kept = false;
     slot->released_at = ++pool->clock;
     pool->n_free++;
-    pool->n_used--;
 }
 
 static void slot_destroy(fc_schedule *schedule, fc_stream_slot *slot)
@@ -128,7 +136,7 @@ bool fc_stream_pool_has_memory(const fc_stream_pool *pool)
 {
     const fc_stream_slot *slot = pool->first;
 
-    while (slot != NULL && slot->memory == NULL) {
+    while (slot != NULL && (slot->memory == NULL || slot->is_kept)) {
         slot = slot->next;
     }
     return slot != NULL;

@@ -126,37 +126,6 @@ FC_MUST_CHECK fc_status fc_nccl_window_create(fc_device_comm *comm, void *memory
 void fc_nccl_window_destroy(fc_nccl_window *window);
 void *fc_nccl_window_memory(const fc_nccl_window *window); /* borrowed */
 
-/* ---- how a unit is gathered ---- */
-
-/* X(name, what it means) */
-#define FC_NCCL_PATHS(X)                                                                           \
-    X(STAGED, "one all-gather into a slot, then a kernel that copies out")                         \
-    X(DIRECT, "an all-gather per parameter, straight into it, as one group")                       \
-    X(SYMMETRIC, "one all-gather in symmetric memory, then a kernel that copies out")              \
-    X(COPY_ENGINE, "one all-gather by copy engines, then a kernel that copies out")
-
-typedef enum fc_nccl_path {
-#define FC_NCCL_PATH_ENUM(name, text) FC_NCCL_##name,
-    FC_NCCL_PATHS(FC_NCCL_PATH_ENUM)
-#undef FC_NCCL_PATH_ENUM
-} fc_nccl_path;
-
-typedef struct fc_nccl_shape {
-    const size_t *part_bytes; /* of each parameter on each rank, as it is gathered */
-    size_t n_params;
-    /* Each parameter is its ranks' parts one after another: sharded on dim 0, without padding. */
-    bool is_in_order;
-    const fc_nccl_window *window; /* of the slot; NULL: none */
-} fc_nccl_shape;
-
-/* The same on all ranks that give the same; kept under the unit's name, which is copied. */
-FC_MUST_CHECK fc_status fc_nccl_choose(fc_device_comm *comm, const char *unit,
-                                       const fc_nccl_shape *shape, fc_nccl_path *out);
-
-/* What was chosen and why, for people; false: there is no unit of that number. Borrowed. */
-bool fc_nccl_chosen(const fc_nccl_group *group, size_t number, const char **unit_out,
-                    const char **why_out);
-
 #ifdef __cplusplus
 }
 #endif

@@ -409,7 +409,6 @@ void fc_nccl_group_destroy(fc_nccl_group *group)
         }
         fc_nccl_abort_comms(group);
     }
-    fc_nccl_forget_choices(group);
     fc_nccl_board_destroy(group->board);
     fc_transport_destroy(group->base);
     fc_free(group);

@@ -8,14 +8,6 @@
 #include "transport/transport_impl.h"
 
 #define FC_NCCL_TEXT_BYTES 1024
-#define FC_NCCL_WHY_BYTES 256
-
-/* How a unit is gathered. */
-typedef struct fc_nccl_choice {
-    struct fc_nccl_choice *next;
-    char *unit;
-    char why[FC_NCCL_WHY_BYTES];
-} fc_nccl_choice;
 
 struct fc_nccl {
     struct fc_nccl *next; /* libraries of this process */
@@ -41,7 +33,6 @@ struct fc_nccl_group {
     fc_nccl_board *board; /* owned */
     fc_nccl_comm comms[FC_NCCL_COMMS];
     int n_comms;
-    fc_nccl_choice *choices; /* owned, in the order of units */
     int n_windows;
     bool is_closed;
     char text[FC_NCCL_TEXT_BYTES];
@@ -57,8 +48,6 @@ FC_MUST_CHECK fc_status fc_nccl_settle(fc_nccl_comm *comm, int result, const fc_
 
 /* fc_nccl_watch, with a name for what this rank does. */
 FC_MUST_CHECK fc_status fc_nccl_look(fc_nccl_group *group, const fc_wait_info *info);
-
-void fc_nccl_forget_choices(fc_nccl_group *group);
 
 /* Aborts all communicators: local, once. */
 void fc_nccl_abort_comms(fc_nccl_group *group);

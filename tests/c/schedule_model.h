@@ -39,7 +39,7 @@ typedef struct unit_model {
     char name[16];
     fc_param params[PARAMS]; /* the given fields */
     size_t n_params;
-    bool is_frozen, is_offloaded;
+    bool is_frozen, is_offloaded, is_direct;
     bool is_peeked_at; /* hooks read reduced gradients at once */
     reshard_kind reshard;
     double pre_divisor, divisor;
@@ -70,8 +70,16 @@ typedef struct step_model {
     int n_micros;
 } step_model;
 
+/* Which units are gathered straight into their parameters. */
+typedef enum direct_units {
+    DIRECT_SOME,
+    DIRECT_ALL, /* none of them reshards to few, which would stage it */
+    DIRECT_NONE
+} direct_units;
+
 typedef struct program {
     uint64_t random;
+    direct_units direct;
     int n_shards, n_replicas, n_few;
     unit_model units[UNITS];
     int n_units;
@@ -130,18 +138,27 @@ static inline void make_unit(program *p, int index)
     u->reshard = (reshard_kind)draw(p, 3);
     u->pre_divisor = draw(p, 3) == 0 ? 2 : 1;
     u->divisor = (double)(p->n_shards * p->n_replicas);
+    u->is_direct = draw(p, 2) == 0;
+    if (p->direct != DIRECT_SOME) {
+        u->is_direct = p->direct == DIRECT_ALL;
+    }
+    if (p->direct == DIRECT_ALL && u->reshard == RESHARD_TO_FEW) {
+        u->reshard = RESHARD_TO_ALL;
+    }
     for (i = 0; i < u->n_params; i++) {
         bool is_frozen = u->is_frozen || (i > 0 && draw(p, 4) == 0);
+        size_t outer = 1 + draw(p, 2), rows = 1 + draw(p, 7), inner = 1 + draw(p, 6);
 
-        u->params[i] = (fc_param){.outer = 1 + draw(p, 2),
-                                  .rows = 1 + draw(p, 7),
-                                  .inner = 1 + draw(p, 6),
-                                  .orig = orig,
-                                  .compute = compute,
-                                  .reduce = reduce,
-                                  .grad = orig,
-                                  .has_grad = true,
-                                  .trainable = !is_frozen};
+        u->params[i] =
+            (fc_param){.outer = u->is_direct ? 1 : outer,
+                       .rows = u->is_direct ? (rows / 2 + 1) * (size_t)p->n_shards : rows,
+                       .inner = inner,
+                       .orig = orig,
+                       .compute = compute,
+                       .reduce = reduce,
+                       .grad = orig,
+                       .has_grad = true,
+                       .trainable = !is_frozen};
         for (j = 0; j < numel_of(&u->params[i]); j++) {
             float x = (float)(int)draw(p, 64) - 32;
 
@@ -174,13 +191,14 @@ static inline void make_micro(program *p, micro_model *m, bool is_newest)
     m->is_last = is_newest || draw(p, 2) == 0;
 }
 
-static inline void make_program(program *p, uint64_t seed)
+static inline void make_program_of(program *p, uint64_t seed, direct_units direct)
 {
     static const int shapes[][2] = {{1, 1}, {2, 1}, {3, 1}, {4, 1}, {2, 2}, {1, 2}, {2, 2}};
     int i, j, shape;
 
     memset(p, 0, sizeof(*p));
     p->fail_at = -1;
+    p->direct = direct;
     p->random = mix(seed);
     shape = (int)draw(p, sizeof(shapes) / sizeof(shapes[0]));
     p->n_shards = shapes[shape][0];
@@ -206,6 +224,11 @@ static inline void make_program(program *p, uint64_t seed)
             make_micro(p, &s->micros[j], j == s->n_micros - 1);
         }
     }
+}
+
+static inline void make_program(program *p, uint64_t seed)
+{
+    make_program_of(p, seed, DIRECT_SOME);
 }
 
 /* ---- gradients ---- */

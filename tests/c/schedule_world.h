@@ -423,6 +423,7 @@ static inline fc_status make_device_unit(worker *w, int unit)
                                         .reduce = p->reduce[w->rank],
                                         .replicas = p->n_replicas > 1 ? p->replicas[w->rank] : NULL,
                                         .reshard_after_forward = u->reshard != RESHARD_NEVER,
+                                        .is_direct = u->is_direct,
                                         .is_offloaded = u->is_offloaded,
                                         .pre_divisor = u->pre_divisor,
                                         .divisor = u->divisor};

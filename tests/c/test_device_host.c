@@ -71,6 +71,17 @@ static fc_status caller_all_reduce(void *context, fc_device_comm *comm, fc_strea
     return FC_OK;
 }
 
+static fc_status caller_all_gather_each(void *context, fc_device_comm *comm, fc_stream *stream,
+                                        fc_label label, const fc_gather *gathers, size_t n_gathers)
+{
+    (void)comm;
+    (void)label;
+    (void)stream;
+    CHECK(n_gathers == 1 && gathers[0].from == gathers[0].to && gathers[0].bytes > 0);
+    ((counts *)context)->collectives++;
+    return FC_OK;
+}
+
 /* ---- a table that counts what must not happen in a step ---- */
 
 static fc_device_ops recorded;
@@ -102,7 +113,8 @@ static fc_device *make_device(counts *c)
                                      .free = caller_free,
                                      .all_gather = caller_all_gather,
                                      .reduce_scatter = caller_reduce_scatter,
-                                     .all_reduce = caller_all_reduce};
+                                     .all_reduce = caller_all_reduce,
+                                     .all_gather_each = caller_all_gather_each};
     fc_device *device = NULL;
 
     MUST(fc_host_device_create(&caller, &device));
@@ -138,7 +150,8 @@ static fc_stream *stream(int i)
     return (fc_stream *)&streams[i];
 }
 
-static void make_world(world *w, fc_dtype compute, fc_dtype given, bool has_replicas)
+static void make_world(world *w, fc_dtype compute, fc_dtype given, bool has_replicas,
+                       bool is_direct)
 {
     fc_schedule_options options = {.copy_in = stream(0),
                                    .gather = stream(1),
@@ -149,6 +162,7 @@ static void make_world(world *w, fc_dtype compute, fc_dtype given, bool has_repl
                                      .layout = &w->layout,
                                      .replicas = has_replicas ? (fc_device_comm *)streams : NULL,
                                      .reshard_after_forward = true,
+                                     .is_direct = is_direct,
                                      .pre_divisor = 1,
                                      .divisor = 4};
 
@@ -214,12 +228,12 @@ static void step(world *w, double value, bool accumulate)
     MUST(fc_schedule_end_backward(w->schedule, true));
 }
 
-static void test_steps(fc_dtype compute, fc_dtype given, bool has_replicas)
+static void test_steps(fc_dtype compute, fc_dtype given, bool has_replicas, bool is_direct)
 {
     world w;
     counts before = {0};
 
-    make_world(&w, compute, given, has_replicas);
+    make_world(&w, compute, given, has_replicas, is_direct);
     step(&w, 1, false);
     for (int i = 0; i < STEPS; i++) {
         w.shard[i]++;
@@ -237,12 +251,12 @@ static void test_steps(fc_dtype compute, fc_dtype given, bool has_replicas)
     unmake(&w);
 }
 
-static void test_errors(void)
+static void test_errors(bool is_direct)
 {
     world w;
     void *memory = NULL;
 
-    make_world(&w, FC_F32, FC_F32, false);
+    make_world(&w, FC_F32, FC_F32, false, is_direct);
     MUST(fc_schedule_begin(w.schedule, stream(3), NULL));
     w.counts.fails = true;
     CHECK_EQ(fc_schedule_pre_forward(w.unit, &memory), FC_ERR_NOMEM);
@@ -257,9 +271,11 @@ static void test_errors(void)
 
 int main(void)
 {
-    test_steps(FC_F32, FC_F32, false);
-    test_steps(FC_F32, FC_F64, true);
-    test_steps(FC_F64, FC_F64, true);
-    test_errors();
+    for (int is_direct = 0; is_direct < 2; is_direct++) {
+        test_steps(FC_F32, FC_F32, false, is_direct);
+        test_steps(FC_F32, FC_F64, true, is_direct);
+        test_steps(FC_F64, FC_F64, true, is_direct);
+        test_errors(is_direct);
+    }
     return check_result();
 }

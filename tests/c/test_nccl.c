@@ -294,52 +294,7 @@ static void test_options(void)
     }
 }
 
-/* ---- windows and ways ---- */
-
-static void check_choice(world *w, const char *unit, fc_nccl_shape shape, fc_nccl_path path,
-                         const char *why)
-{
-    fc_nccl_path chosen = FC_NCCL_STAGED;
-    const char *name, *text;
-    size_t i = 0;
-
-    MUST(fc_nccl_choose(fc_nccl_gathers(w->group), unit, &shape, &chosen));
-    CHECK_EQ(chosen, path);
-    while (fc_nccl_chosen(w->group, i, &name, &text) && strcmp(name, unit) != 0) {
-        i++;
-    }
-    CHECK_STR(name, unit);
-    CHECK_HAS(text, why);
-}
-
-static void choose_ways(world *w, const fc_nccl_window *window, fc_nccl_path in_window)
-{
-    static const size_t alike[] = {1024, 2048, 1024}, odd[] = {1024, 1028}, one[] = {4096};
-    static size_t many[40], skewed[8];
-    const char *name, *text;
-    size_t i;
-
-    for (i = 0; i < 40; i++) {
-        many[i] = 16;
-        skewed[i % 8] = i % 8 == 0 ? 16 << 10 : 16;
-    }
-    check_choice(w, "a", (fc_nccl_shape){alike, 3, true, NULL}, FC_NCCL_DIRECT,
-                 "an all-gather per parameter");
-    check_choice(w, "b", (fc_nccl_shape){odd, 2, true, NULL}, FC_NCCL_STAGED,
-                 "(a part is no multiple of 16 bytes)");
-    check_choice(w, "c", (fc_nccl_shape){many, 40, true, NULL}, FC_NCCL_STAGED,
-                 "(it has many parameters)");
-    check_choice(w, "d", (fc_nccl_shape){skewed, 8, true, NULL}, FC_NCCL_STAGED,
-                 "(its parameters differ much in size)");
-    check_choice(w, "e", (fc_nccl_shape){one, 1, true, NULL}, FC_NCCL_DIRECT, "straight into it");
-    check_choice(w, "a", (fc_nccl_shape){alike, 3, false, NULL}, FC_NCCL_STAGED,
-                 "(a parameter is not its ranks' parts one after another)");
-    if (window != NULL) {
-        check_choice(w, "f", (fc_nccl_shape){skewed, 8, false, window}, in_window,
-                     "one all-gather");
-    }
-    CHECK_EQ(fc_nccl_chosen(w->group, window == NULL ? 5 : 6, &name, &text), false);
-}
+/* ---- windows ---- */
 
 static void use_windows(int rank, int n, void *arg)
 {
@@ -374,10 +329,6 @@ static void use_windows(int rank, int n, void *arg)
         CHECK_EQ(fc_nccl_group_close(w.group), FC_ERR_STATE);
         CHECK_HAS(fc_last_message(), "1 windows");
     }
-    choose_ways(&w, window,
-                s->is_one && w.options.nccl != NULL && fc_nccl_version(w.options.nccl) >= 22803
-                    ? FC_NCCL_COPY_ENGINE
-                    : FC_NCCL_SYMMETRIC);
     fc_nccl_window_destroy(window);
     MUST(fc_nccl_group_close(w.group));
     finish(&w);

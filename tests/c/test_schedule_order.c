@@ -157,28 +157,88 @@ static program *make_row(int n_units)
     return p;
 }
 
+/* ---- direct gathers ---- */
+
+static _Atomic int n_packs, n_copy_outs, n_direct;
+
+static fc_status count_move(fc_device *device, fc_stream *stream, fc_label what,
+                            const fc_move *move)
+{
+    n_packs += strcmp(what.what, "pack") == 0;
+    n_copy_outs += strcmp(what.what, "copy-out") == 0;
+    return real_ops->move(device, stream, what, move);
+}
+
+static fc_status count_gathers(fc_device *device, fc_device_comm *comm, fc_stream *stream,
+                               fc_label what, const fc_gather *gathers, size_t n_gathers)
+{
+    n_direct++;
+    return real_ops->all_gather_each(device, comm, stream, what, gathers, n_gathers);
+}
+
+static fc_status count_calls(fc_device *simulated, fc_device **out)
+{
+    real_ops = simulated->ops == &tracing_ops ? real_ops : simulated->ops;
+    tracing_ops = *real_ops;
+    tracing_ops.move = count_move;
+    tracing_ops.all_gather_each = count_gathers;
+    simulated->ops = &tracing_ops;
+    *out = simulated;
+    return FC_OK;
+}
+
+static void leave_device(fc_device *device)
+{
+    (void)device;
+}
+
+/* Three units, of which the first stays unsharded: five gathers on each of two ranks. */
+static void test_direct_gathers_need_no_kernels(fc_dtype compute, bool is_offloaded, int packs)
+{
+    char first[512];
+    program *p = make_row(3);
+
+    p->wrap = count_calls;
+    p->unwrap = leave_device;
+    for (int i = 0; i < 3; i++) {
+        p->units[i].is_direct = true;
+        p->units[i].is_offloaded = is_offloaded;
+        p->units[i].params[0].compute = compute;
+    }
+    p->units[0].reshard = RESHARD_NEVER;
+    n_packs = n_copy_outs = n_direct = 0;
+    (void)run(p, 1, first, sizeof(first));
+    CHECK_EQ(n_direct, 10);
+    CHECK_EQ(n_packs, packs);
+    CHECK_EQ(n_copy_outs, 0);
+}
+
 /* What there is at once does not grow with the number of units. */
-static size_t peak_of(int n_units, size_t n_inputs)
+static size_t peak_of(int n_units, size_t n_inputs, bool is_direct)
 {
     char first[512];
     program *p = make_row(n_units);
 
+    for (int i = 0; i < n_units; i++) {
+        p->units[i].is_direct = is_direct;
+    }
     p->n_reduce_inputs = n_inputs;
     (void)run(p, 1, first, sizeof(first));
     /* Reduced gradients are the user's. */
     return p->peak_bytes[0] - (size_t)n_units * 8 * 8 * sizeof(float) / 2;
 }
 
-static void test_memory_is_flat_in_depth(void)
+static void test_memory_is_flat_in_depth(bool is_direct)
 {
     const size_t gather = 8 * 8 * sizeof(float), full = FC_PAGE;
+    const size_t slots = 2 * (is_direct ? full : gather);
 
-    CHECK_EQ(peak_of(5, 1), peak_of(4, 1));
-    CHECK_EQ(peak_of(5, 2), peak_of(4, 2));
-    CHECK(peak_of(5, 2) > peak_of(5, 1)); /* another reduce input */
+    CHECK_EQ(peak_of(5, 1, is_direct), peak_of(4, 1, is_direct));
+    CHECK_EQ(peak_of(5, 2, is_direct), peak_of(4, 2, is_direct));
+    CHECK(peak_of(5, 2, is_direct) > peak_of(5, 1, is_direct)); /* another reduce input */
     /* The root and one more are unsharded; two gather slots, a reduce input, a gradient, and an
      * output of half of it. */
-    CHECK(peak_of(5, 1) <= 2 * full + 2 * gather + gather + gather + gather / 2);
+    CHECK(peak_of(5, 1, is_direct) <= 2 * full + slots + gather + gather + gather / 2);
 }
 
 /* How many of the seeds end in a deadlock. */
@@ -286,7 +346,11 @@ static void test_mistakes_are_named(void)
 int main(void)
 {
     test_prefetch_order();
-    test_memory_is_flat_in_depth();
+    test_direct_gathers_need_no_kernels(FC_F32, false, 0);
+    test_direct_gathers_need_no_kernels(FC_BF16, false, 10);
+    test_direct_gathers_need_no_kernels(FC_F32, true, 10);
+    test_memory_is_flat_in_depth(false);
+    test_memory_is_flat_in_depth(true);
     test_collectives_need_room();
     test_ranks_that_disagree();
     test_mistakes_are_named();

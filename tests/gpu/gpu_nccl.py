@@ -6,7 +6,10 @@ STORE` is one of them. Needs a build of the extension.
 
 from __future__ import annotations
 
+import statistics
 import sys
+import time
+from collections.abc import Callable
 
 import gpu_ranks
 import torch
@@ -29,6 +32,14 @@ def run_rank(rank: int, n_ranks: int, store: str) -> None:
     for step in range(3):
         with torch.cuda.stream(stream):
             check_step(group, stream, rank, n_ranks, step)
+    if n_ranks > 1:
+        with torch.cuda.stream(stream):
+            for width in (256, 1024, 4096):
+                found = time_ways(
+                    group, rank, n_ranks, width, device, stream.cuda_stream, stream.synchronize
+                )
+                if rank == 0:
+                    print(f"  a block of width {width}: {found}", flush=True)
     group.close()
     dist.destroy_process_group()
 
@@ -52,6 +63,51 @@ def check_step(group, stream: torch.cuda.Stream, rank: int, n_ranks: int, step: 
     assert all(torch.equal(out, (ranks + 0.5).expand_as(out)) for out in outputs)
     assert torch.equal(part, torch.full_like(part, n_ranks))
     assert total.tolist() == [n_ranks, n_ranks * (n_ranks - 1) / 2]
+
+
+def time_ways(
+    group,
+    rank: int,
+    n_ranks: int,
+    width: int,
+    device: torch.device,
+    stream: int,
+    settle: Callable[[], None],
+    n_samples: int = 20,
+) -> str:
+    """Gathers of a transformer block's parameters in bfloat16, in both ways; says the medians.
+
+    Staged: packed, one all-gather, copied out. Direct: an all-gather per parameter, in one group.
+    """
+    rows = [width] * 4 + [4 * width] * 2 + [1] * 4  # of `width`, but for the vectors
+    sizes = [n * width // n_ranks for n in rows]
+    shards = [torch.full((n,), i + rank / 2, device=device).bfloat16() for i, n in enumerate(sizes)]
+    outputs = {
+        way: [torch.zeros(n_ranks, n, dtype=torch.bfloat16, device=device) for n in sizes]
+        for way in ("staged", "direct")
+    }
+    slot = torch.zeros(n_ranks, sum(sizes), dtype=torch.bfloat16, device=device)
+
+    def staged() -> None:
+        torch._foreach_copy_(list(slot[rank].split(sizes)), shards)
+        group.all_gather(slot, stream, "block", n_ranks)
+        torch._foreach_copy_(outputs["staged"], list(slot.split(sizes, dim=1)))
+
+    def direct() -> None:
+        group.all_gather_each(outputs["direct"], shards, stream, "block")
+
+    seconds: dict[str, list[float]] = {"staged": [], "direct": []}
+    for _ in range(n_samples):
+        for way in (staged, direct):
+            settle()
+            begun = time.perf_counter()
+            way()
+            settle()
+            seconds[way.__name__].append(time.perf_counter() - begun)
+    for one, other in zip(outputs["staged"], outputs["direct"], strict=True):
+        assert torch.equal(one, other), "the two ways differ"
+    found = {way: statistics.median(times) * 1e6 for way, times in seconds.items()}
+    return ", ".join(f"{way} {us:.0f} us" for way, us in found.items())
 
 
 def run(rows: Rows, device_type: str) -> None:

@@ -27,12 +27,12 @@ WIDTH = 64
 
 
 class Block(nn.Module):
-    """Two linear layers with rows that no two ranks divide evenly."""
+    """Two linear layers; an odd hidden size is one that no two ranks divide evenly."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH + 1)
-        self.down = nn.Linear(2 * WIDTH + 1, WIDTH)
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.nn.functional.gelu(self.up(x)))
@@ -40,7 +40,8 @@ class Block(nn.Module):
 
 def build(device: torch.device) -> nn.Sequential:
     torch.manual_seed(7)
-    return nn.Sequential(*(Block() for _ in range(3))).to(device)
+    hidden = (2 * WIDTH + 1, 2 * WIDTH, 2 * WIDTH)
+    return nn.Sequential(*(Block(h) for h in hidden)).to(device)
 
 
 def data(device: torch.device, rank: int, step: int) -> Tensor:

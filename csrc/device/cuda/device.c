@@ -13,7 +13,6 @@
 
 typedef struct cuda_device {
     fc_device base;
-    fc_device_ops ops; /* without what the caller has not */
     fc_cuda_runtime runtime;
     fc_cuda_kernels kernels;
     fc_device_caller caller;
@@ -270,11 +269,7 @@ fc_status fc_cuda_device_create(const fc_cuda_runtime *runtime, const fc_cuda_ke
     if (d == NULL) {
         return fc_fail(FC_ERR_NOMEM, "CUDA device");
     }
-    d->ops = cuda_ops;
-    if (caller->all_gather_each == NULL) {
-        d->ops.all_gather_each = NULL;
-    }
-    d->base.ops = &d->ops;
+    d->base.ops = &cuda_ops;
     d->runtime = *runtime;
     d->kernels = *kernels;
     d->caller = *caller;

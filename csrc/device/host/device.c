@@ -142,6 +142,14 @@ static fc_status all_reduce(fc_device *device, fc_device_comm *comm, fc_stream *
     return caller->all_reduce(caller->context, comm, stream, label, buffer, numel, dtype);
 }
 
+static fc_status all_gather_each(fc_device *device, fc_device_comm *comm, fc_stream *stream,
+                                 fc_label label, const fc_gather *gathers, size_t n_gathers)
+{
+    const fc_device_caller *caller = caller_of(device);
+
+    return caller->all_gather_each(caller->context, comm, stream, label, gathers, n_gathers);
+}
+
 static const fc_device_ops host_ops = {
     .name = "host",
     .alloc = device_alloc,
@@ -158,6 +166,7 @@ static const fc_device_ops host_ops = {
     .all_gather = all_gather,
     .reduce_scatter = reduce_scatter,
     .all_reduce = all_reduce,
+    .all_gather_each = all_gather_each,
 };
 
 fc_status fc_host_device_create(const fc_device_caller *caller, fc_device **out)

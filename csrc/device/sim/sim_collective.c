@@ -52,8 +52,8 @@ static void gather(const fc_device_comm *comm, const fc_sim_meeting *m)
         for (from = 0; from < comm->n_ranks; from++) {
             size_t at = (size_t)from * m->bytes;
 
-            if (from != to) {
-                memcpy((char *)m->to[to] + at, (const char *)m->to[from] + at, m->bytes);
+            if ((char *)m->to[to] + at != m->from[from]) {
+                memcpy((char *)m->to[to] + at, m->from[from], m->bytes);
             }
         }
     }
@@ -222,19 +222,41 @@ static fc_status enqueue(fc_device *base, fc_device_comm *comm, fc_stream *strea
     return FC_OK;
 }
 
-fc_status fc_sim_all_gather(fc_device *device, fc_device_comm *comm, fc_stream *stream,
-                            fc_label label, void *buffer, size_t part_bytes)
+static fc_status gather_one(fc_device *device, fc_device_comm *comm, fc_stream *stream,
+                            fc_label label, const fc_gather *gather)
 {
     fc_sim_meeting mine = {.kind = all_gather_name,
                            .label = fc_sim_keep(device, label),
                            .first_rank = ((fc_sim_rank *)device)->rank,
-                           .bytes = part_bytes,
-                           .to = {buffer},
-                           .from = {buffer}};
+                           .bytes = gather->bytes,
+                           .to = {gather->to},
+                           .from = {gather->from}};
     size_t n = (size_t)comm->n_ranks;
 
     return enqueue(device, comm, stream, &mine,
-                   (fc_sim_range[2]){{buffer, n * part_bytes, true}, {buffer, 0, false}});
+                   (fc_sim_range[2]){{gather->to, n * gather->bytes, true},
+                                     {gather->from, gather->bytes, false}});
+}
+
+fc_status fc_sim_all_gather(fc_device *device, fc_device_comm *comm, fc_stream *stream,
+                            fc_label label, void *buffer, size_t part_bytes)
+{
+    int place = place_of(comm, ((fc_sim_rank *)device)->rank);
+    const char *own = (const char *)buffer + (size_t)(place > 0 ? place : 0) * part_bytes;
+
+    return gather_one(device, comm, stream, label, &(fc_gather){buffer, own, part_bytes});
+}
+
+/* One after the other, which no group's work can tell from all at once: they share no bytes. */
+fc_status fc_sim_all_gather_each(fc_device *device, fc_device_comm *comm, fc_stream *stream,
+                                 fc_label label, const fc_gather *gathers, size_t n_gathers)
+{
+    size_t i;
+
+    for (i = 0; i < n_gathers; i++) {
+        FC_TRY(gather_one(device, comm, stream, label, &gathers[i]));
+    }
+    return FC_OK;
 }
 
 fc_status fc_sim_reduce_scatter(fc_device *device, fc_device_comm *comm, fc_stream *stream,

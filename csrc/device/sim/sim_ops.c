@@ -313,6 +313,7 @@ const fc_device_ops fc_sim_ops = {
     .moves_destroy = moves_destroy,
     .move = move,
     .all_gather = fc_sim_all_gather,
+    .all_gather_each = fc_sim_all_gather_each,
     .reduce_scatter = fc_sim_reduce_scatter,
     .all_reduce = fc_sim_all_reduce,
 };

@@ -190,6 +190,9 @@ void fc_sim_comm_destroy(fc_device_comm *comm);
 FC_MUST_CHECK fc_status fc_sim_all_gather(fc_device *device, fc_device_comm *comm,
                                           fc_stream *stream, fc_label label, void *buffer,
                                           size_t part_bytes);
+FC_MUST_CHECK fc_status fc_sim_all_gather_each(fc_device *device, fc_device_comm *comm,
+                                               fc_stream *stream, fc_label label,
+                                               const fc_gather *gathers, size_t n_gathers);
 FC_MUST_CHECK fc_status fc_sim_reduce_scatter(fc_device *device, fc_device_comm *comm,
                                               fc_stream *stream, fc_label label, void *to,
                                               const void *from, size_t numel, fc_dtype dtype);
