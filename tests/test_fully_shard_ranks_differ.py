@@ -5,6 +5,8 @@ reference.
 """
 
 import functools
+import itertools
+import math
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -179,3 +181,29 @@ def test_skipped_unit_over_a_process_group() -> None:
     assert "all-gather of FSDP unit 'blocks.0' failed on rank 0 of 2." in text
     assert "set_reduce_scatter_unused_params(True)" in text
     assert cause != "None" and text.endswith(cause)
+
+
+USES: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "a forward with gradients": lambda model, x: total(model(x)).backward(),
+    "a forward without gradients": torch.no_grad()(lambda model, x: model(x)),
+    r"unshard\(\)": lambda model, x: [block.unshard() for block in model.blocks],
+}
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 2)])
+def test_uses_that_differ_are_named(shape: tuple[int, ...]) -> None:
+    """Else a forward of the one would be paired with a later one of the others, to the end."""
+    harness.run_ranks(uses_that_differ, math.prod(shape), shape)
+
+
+def uses_that_differ(rank: int, n_ranks: int, shape: tuple[int, ...]) -> None:
+    mesh = harness.cached_mesh(shape, ("replicate", "shard")[-len(shape) :])
+    for first, second in itertools.permutations(USES, 2):
+        if shape == (2, 1) and "unshard" in first + second:
+            continue  # nothing is gathered
+        model = Branches()
+        models.shard_blocks(model, harness.implementation(), mesh=mesh)
+        model(data(rank, 0))
+        use, other = (first, second) if rank % 2 == 0 else (second, first)
+        with pytest.raises(RuntimeError, match=f"is {use} on rank {rank} and {other} on rank"):
+            USES[use](model, data(rank, 0))

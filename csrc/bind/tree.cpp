@@ -113,11 +113,11 @@ void rebuild_if_changed(StateObject *state)
     }
 }
 
-void open(TreeObject *tree, bool is_backward)
+void open(TreeObject *tree, fc_phase phase)
 {
     each_domain(tree, [&](fc_domain *domain) {
         Unit::forget_lent(domain);
-        fc_domain_open(domain, is_backward);
+        fc_domain_open(domain, phase);
     });
 }
 
@@ -315,7 +315,7 @@ void tree_root_pre_forward(StateObject *state)
     if (tree->publishes) {
         each_unit(tree, [](Unit *unit) { unit->publish(); });
     }
-    open(tree, false);
+    open(tree, at::GradMode::is_enabled() ? FC_PHASE_FORWARD : FC_PHASE_FORWARD_NO_GRAD);
     if (tree->streams != nullptr) {
         tree->streams->begin();
     }
@@ -358,7 +358,7 @@ void tree_begin_backward(TreeObject *tree)
             });
         }
     });
-    open(tree, true);
+    open(tree, FC_PHASE_BACKWARD);
     tree->n_settled = 0;
     tree->n_reopened = Unit::n_reopened();
 }

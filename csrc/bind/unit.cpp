@@ -315,7 +315,7 @@ void Unit::unshard_private()
     } else {
         take_slot();
         publish();
-        fc_domain_open(domain_, false);
+        fc_domain_open(domain_, FC_PHASE_UNSHARD);
         fc_status status = fc_domain_ready(domain_, shard_);
         if (status == FC_OK) {
             fc_unit_copy_out(shard_, slot_);

@@ -388,8 +388,14 @@ bool fc_domain_in_backward(const fc_domain *domain)
     return fc_domain_is_open(domain) && (phase_of(domain->clock) & PHASE_MASK) != 0;
 }
 
-void fc_domain_open(fc_domain *domain, bool is_backward)
+static fc_word *began_word(const fc_domain *domain, int rank)
 {
+    return &domain_clock(domain, rank)->began[domain->clock >> STEP_SHIFT & 1];
+}
+
+void fc_domain_open(fc_domain *domain, fc_phase kind)
+{
+    const bool is_backward = kind == FC_PHASE_BACKWARD;
     uint64_t phase;
 
     if (fc_domain_is_open(domain)) {
@@ -400,7 +406,12 @@ void fc_domain_open(fc_domain *domain, bool is_backward)
     phase = is_backward ? phase + 1 : (phase | PHASE_MASK) + 1;
     domain->is_ready = domain->n_ranks == 1;
     domain->phases[is_backward]++;
-    set_clock(domain, phase << PHASE_SHIFT);
+    domain->clock = phase << PHASE_SHIFT;
+    if (!is_backward && domain->is_mapped) {
+        __atomic_store_n(&began_word(domain, domain->rank)->value, domain->clock | kind,
+                         __ATOMIC_RELEASE);
+    }
+    set_clock(domain, domain->clock);
 }
 
 typedef struct clock_wait {
@@ -479,6 +490,26 @@ static fc_status check_present(fc_domain *domain, int peer, const char *op, cons
                    unit != NULL ? " of unit " : "", unit != NULL ? unit : "");
 }
 
+/* FC_ERR_PEER if `peer` began this step for something else: evaluation on one rank, say, would
+ * otherwise be taken for the other's training, and all later steps for the ones before them. */
+static fc_status check_same_use(const fc_domain *domain, int peer)
+{
+    static const char *const uses[] = {"a forward with gradients", "a forward without gradients",
+                                       "unshard()"};
+    const uint64_t mine = fc_word_load(began_word(domain, domain->rank));
+    const uint64_t theirs = fc_word_load(began_word(domain, peer));
+
+    if (mine == theirs || mine >> STEP_SHIFT != theirs >> STEP_SHIFT) {
+        return FC_OK;
+    }
+    return fc_fail(FC_ERR_PEER,
+                   "step %llu is %s on rank %d and %s on rank %d: all ranks must use the model "
+                   "alike (evaluate, and read full parameters, on all ranks or on none)",
+                   (unsigned long long)(mine >> STEP_SHIFT), uses[mine & PHASE_MASK],
+                   fc_transport_global_rank(domain->transport, domain->rank),
+                   uses[theirs & PHASE_MASK], fc_transport_global_rank(domain->transport, peer));
+}
+
 /* Waits until every peer's clock is at least `target`. A peer that has left the phase by an
  * exception is an error only at its end: until then this rank may be about to raise the same
  * exception. */
@@ -502,6 +533,7 @@ static fc_status await_clocks(fc_domain *domain, uint64_t target, const char *op
             FC_TRY(domain_check_peer(domain, peer, op, unit));
         }
         FC_TRY(check_present(domain, peer, op, unit));
+        FC_TRY(check_same_use(domain, peer));
     }
     return FC_OK;
 }

@@ -74,10 +74,19 @@ bool fc_domain_is_replicate(const fc_domain *domain);
 int fc_domain_rank(const fc_domain *domain);
 int fc_domain_n_ranks(const fc_domain *domain);
 
-/* Opens the next forward (a new step) or the next backward of the current step. An open phase is
+/* What a phase is for. All but the last begin a new step. */
+typedef enum fc_phase {
+    FC_PHASE_FORWARD,
+    FC_PHASE_FORWARD_NO_GRAD,
+    FC_PHASE_UNSHARD, /* outside of forward and backward */
+    FC_PHASE_BACKWARD
+} fc_phase;
+
+/* Opens the next step's first phase or the next backward of the current step. An open phase is
  * failed first. */
-void fc_domain_open(fc_domain *domain, bool is_backward);
-/* Before the first read of peers' shards in a phase; waits once per phase. */
+void fc_domain_open(fc_domain *domain, fc_phase phase);
+/* Before the first read of peers' shards in a phase; waits once per phase. A peer whose step began
+ * for something else is an error, here or when the phase is closed. */
 FC_MUST_CHECK fc_status fc_domain_ready(fc_domain *domain, const fc_unit *unit);
 /* Within a forward: waits until every peer has called it as often in this forward as this rank, for
  * shards that were written since it began. A peer that ends the forward instead is an error. */

@@ -26,6 +26,9 @@ typedef struct clock_line {
     fc_word stuck;     /* odd while it waits for room in its arena */
     fc_word refused;   /* calls that failed because some ranks had left and others had not */
     fc_word turn;      /* step << STEP_SHIFT | turns in that step's forward */
+    /* step << STEP_SHIFT | fc_phase that it began with, of even and odd steps: a peer is at most
+     * one step ahead while this rank has not closed its own. Plain store before clock's. */
+    fc_word began[2];
 } clock_line;
 
 /* What one rank publishes about one unit's reduction. Written by that rank alone; peers read. */
