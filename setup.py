@@ -56,7 +56,7 @@ C_SIM_SOURCES = {
 }
 CXX_SOURCES = {
     "csrc/bind": (
-        "accelerator autograd call closing comm context device device_comm device_comm_group "
+        "accelerator aliased autograd call closing comm context device device_comm device_comm_group "
         "device_comm_nccl device_unit domain events gradients group hooks host layout messages "
         "module nccl optim parking reduce state status tensors transport tree unit untraced "
         "walk watch"

@@ -305,7 +305,7 @@ def bind_unit(
                 fsdp_param._orig_size,
                 fsdp_param.unsharded_stride,
             )
-            unsharded = nn.Parameter(data, requires_grad=fsdp_param.sharded_param.requires_grad)
+            unsharded = _parameter(data, fsdp_param.sharded_param.requires_grad)
             _param.copy_attributes(fsdp_param.sharded_param, unsharded)
             _compat.set_grad_dtype(fsdp_param, unsharded)
             fsdp_param._unsharded_param = unsharded
@@ -329,6 +329,13 @@ def bind_unit(
     group._binding = (shard, index, replicate)
     group._bound_rows = [_param_row(p) for p in group.fsdp_params]
     group.choose_reduce_group()
+
+
+def _parameter(data: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    """One whose unit notices that `param.data` was taken, to which writes are not counted."""
+    param = _C.make_noted(data)  # nn.Parameter() would make another tensor of it
+    param.__class__ = nn.Parameter
+    return param.requires_grad_(requires_grad)
 
 
 def registrations(fsdp_param: Any) -> list[tuple[nn.Module, str]]:

@@ -1,4 +1,6 @@
-"""Shards that a script writes within a forward: the average of weights of a momentum encoder."""
+"""What a script writes within a forward: shards, as a momentum encoder's average of weights, and
+unsharded parameters, as weights that are clipped before they are used.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +12,7 @@ from harness import cached_mesh, run_ranks
 from models import data
 from parity import on_ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import fsdp_c
@@ -90,6 +92,9 @@ def train(model: nn.Module, rank: int, n_ranks: int) -> list[Tensor]:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # evaluation leaves some unsharded
+                module.reshard()
         seen += [loss.detach(), *(p.to_local().clone() for p in model.parameters())]
     return seen
 
@@ -174,3 +179,48 @@ def after_use_over_messages(rank: int, n_ranks: int) -> None:
         for api in (torch_fsdp, fsdp_c)
     ]
     torch.testing.assert_close(sides[1], sides[0], rtol=0, atol=0)
+
+
+# ---- unsharded parameters ----
+
+
+class Clipped(nn.Module):
+    """Writes to its weight before it uses it, in a way that torch's counter does not see."""
+
+    def __init__(self, keeps_alias: bool) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.keeps_alias, self.alias = keeps_alias, torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.keeps_alias:
+            self.inner.weight.data.clamp_(-0.1, 0.1)
+        elif self.alias.numel() == 0:
+            self.alias = self.inner.weight.data
+        else:  # of the same memory, in every step
+            self.alias.clamp_(-0.1, 0.1)
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("keeps_alias", [False, True])
+@on_ranks(1, 2)
+def test_unsharded_writes_end_with_reshard(rank: int, n_ranks: int, keeps_alias: bool) -> None:
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for options in ({}, {"mp_policy": bf16}, {"reshard_after_forward": False}):
+        sides = []
+        for api in (torch_fsdp, fsdp_c):
+            model = nn.Sequential(Clipped(keeps_alias), nn.Linear(WIDTH, WIDTH))
+            for module in [*model, model]:
+                api.fully_shard(module, mesh=cached_mesh((n_ranks,)), **options)
+            sides.append(train(Squared(model), rank, n_ranks))
+        torch.testing.assert_close(sides[1], sides[0], rtol=0, atol=0)
+
+
+class Squared(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).float().square().sum()

@@ -1,6 +1,7 @@
 // fsdp_c._C: an index of what the binding registers.
 #include <Python.h>
 
+#include "bind/aliased.h"
 #include "bind/call.h"
 #include "bind/closing.h"
 #include "bind/comm.h"
@@ -41,6 +42,8 @@ static PyMethodDef functions[] = {
      "call_directly(cls): modules of it run their unit's hooks around forward in C."},
     {"nccl_open", fc_nccl_open_library, METH_VARARGS,
      "nccl_open(path, is_loaded) -> (library, version, text); is_loaded: only if it is already."},
+    {"make_noted", fc_make_noted, METH_O,
+     "make_noted(tensor): one on the same memory whose unit notices `tensor.data`."},
     {"take_memory", fc_take_memory, METH_VARARGS,
      "take_memory(tensor, text) -> bytes: its storage has none from now on; reading raises text."},
     {"give_memory", fc_give_memory, METH_VARARGS,

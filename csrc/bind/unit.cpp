@@ -1,6 +1,7 @@
 // Parameters of a unit: registration, unshard and reshard, watching the shards.
 #include "bind/unit.h"
 
+#include "bind/aliased.h"
 #include "bind/compat.h"
 #include "bind/domain.h"
 #include "bind/events.h"
@@ -444,7 +445,7 @@ bool Unit::is_written(const Param &p)
 void Unit::discard_writes()
 {
     for (size_t i = 0; i < params_.size(); i++) {
-        if (is_written(params_[i])) {
+        if (is_written(params_[i]) || is_aliased(params_[i].unsharded_tensor)) {
             fc_unit_discard_writes(shard_, i);
         }
     }
