@@ -56,10 +56,10 @@ C_SIM_SOURCES = {
 }
 CXX_SOURCES = {
     "csrc/bind": (
-        "accelerator aliased autograd call closing comm context device device_comm device_comm_group "
-        "device_comm_nccl device_unit domain events gradients group hooks host layout messages "
-        "module nccl optim parking reduce state status tensors transport tree unit untraced "
-        "walk watch"
+        "accelerator aliased autograd call closing comm context device device_comm "
+        "device_comm_group device_comm_nccl device_unit domain events gradients group hooks "
+        "host layout messages module nccl optim parking reduce state status tensors transport "
+        "tree unit untraced walk watch"
     ),
 }
 C_TEST_SOURCES = {
