@@ -163,7 +163,10 @@ def _members_of(optimizer: optim.Optimizer, group: dict[str, Any]) -> _Members |
 
 def _step_adam(optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Params) -> bool:
     """Steps the whole group in one pass over memory; False if torch has to."""
-    numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+    rate = group["lr"]
+    if group["fused"] and type(rate) is Tensor and rate.is_cpu:  # torch's kernel takes its number
+        rate = rate.item()
+    numbers = (rate, *group["betas"], group["eps"], group["weight_decay"])
     if any(group[name] for name in _ADAM_SWITCHES) or not _are_plain(numbers):
         return False
     if not _runs_torchs_arithmetic(optim.Adam):  # AdamW's too

@@ -16,7 +16,12 @@ from torch import optim
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-KINDS = {"default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+KINDS = {
+    "default": {},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "fused, a tensor as rate": {"fused": True, "lr": torch.tensor(0.01)},
+}
 
 
 @contextlib.contextmanager
