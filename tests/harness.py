@@ -84,6 +84,7 @@ def run_ranks(
     *args: Any,
     timeout: float = 60,
     fresh: bool = False,
+    apart: bool = False,
     env: dict[str, str] | None = None,
 ) -> list[Any]:
     """Call `fn(rank, n_ranks, *args)` on every rank and return what each returned, by rank.
@@ -95,9 +96,11 @@ def run_ranks(
     `fresh=True` uses new processes for this call alone and returns a `RankOutcome` per rank
     instead: nothing is raised for a rank that raised, exited or was killed, but a rank still
     running after `timeout` seconds raises. `env` is set before torch is imported, in a process of
-    its own; it implies new processes, but not outcomes.
+    its own; it implies new processes, but not outcomes. So does `apart`, for functions that make
+    many process groups: each has a thread that wakes a hundred times a second as long as its
+    process lives.
     """
-    if fresh or env:
+    if fresh or apart or env:
         launcher = Launcher(env) if env else default_launcher()
         pool = Pool(launcher, n_ranks)
         try:

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-def on_ranks(*worlds: int, timeout: float = 60) -> Callable[[Callable[..., None]], Any]:
+def on_ranks(
+    *worlds: int, timeout: float = 60, apart: bool = False
+) -> Callable[[Callable[..., None]], Any]:
     """Make a test of `fn(rank, n_ranks, ...)`, which runs on the ranks of each of the worlds."""
 
     def decorate(fn: Callable[..., None]) -> Any:
@@ -23,7 +25,8 @@ def on_ranks(*worlds: int, timeout: float = 60) -> Callable[[Callable[..., None]
 
         @pytest.mark.parametrize("n_ranks", worlds)
         def test(n_ranks: int, **values: Any) -> None:
-            harness.run_ranks(fn, n_ranks, *[values[name] for name in names], timeout=timeout)
+            args = [values[name] for name in names]
+            harness.run_ranks(fn, n_ranks, *args, timeout=timeout, apart=apart)
 
         functools.update_wrapper(test, fn)
         del test.__wrapped__

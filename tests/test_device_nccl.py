@@ -207,7 +207,7 @@ def test_direct_gathers_of_what_users_ask_for(rank: int, n_ranks: int, path: str
             assert roads(pair.ours.model) == {STAGED, DIRECT}
 
 
-@on_ranks(4)
+@on_ranks(4, apart=True)
 def test_direct_gathers_with_slices(rank: int, n_ranks: int, path: str) -> None:
     def step(side: Side) -> torch.Tensor:
         loss = side.model(inputs(rank)).square().mean()

@@ -45,7 +45,7 @@ def test_steps_and_forwards_without_backward(rank: int, n_ranks: int, reshard: b
 
 
 @pytest.mark.parametrize("by_torch", [False, True])
-@on_ranks(4)
+@on_ranks(4, apart=True)
 def test_resharded_to_a_smaller_group(rank: int, n_ranks: int, by_torch: bool) -> None:
     """Backward gathers the slices that forward has left, uneven and cast ones, and no older ones.
 
