@@ -96,8 +96,10 @@ bool check_shards(TreeObject *tree)
         if (unit != nullptr) {
             tree->n_units++;
             tree->publishes = tree->publishes || unit->publishes();
-            unit->note_shards();
             is_intact = is_intact && unit->is_intact();
+            if (is_intact) { // else they may have no memory
+                unit->note_shards();
+            }
         }
     });
     return is_intact;
@@ -354,6 +356,7 @@ void tree_begin_backward(TreeObject *tree)
             each_unit(tree, [](Unit *unit) {
                 if (unit->publishes() && unit->was_written()) {
                     unit->publish();
+                    unit->note_shards();
                 }
             });
         }

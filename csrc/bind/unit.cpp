@@ -91,10 +91,6 @@ Param parse_row(PyObject *row)
     return param;
 }
 
-} // namespace
-
-namespace {
-
 uint32_t version_of(const at::Tensor &tensor)
 {
     const c10::VariableVersion &version = tensor.unsafeGetTensorImpl()->version_counter();

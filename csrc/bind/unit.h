@@ -271,9 +271,9 @@ private:
     bool has_widened_ = false;   // a parameter whose gradients are wider than it is
     bool pending_ = false;       // slot_ holds data that is not registered yet
     bool requested_ = false;     // unshard was called and not waited for
+    bool is_watched_ = false;    // for writes to its shards within a forward
+    bool is_read_ = false;       // in this phase
     std::vector<Param> params_;
-    bool is_watched_ = false;        // for writes to its shards within a forward
-    bool is_read_ = false;           // in this phase
     bool is_withheld_ = false;       // the storage says so
     bool grads_share_flat_ = false;  // every cached gradient lies in grads_flat_
     bool sums_are_posted_ = false;   // a post of this backward carries them
