@@ -280,6 +280,13 @@ def is_typed_spmd(fsdp_param: Any) -> bool:
     return bool(getattr(fsdp_param, "is_spmd_types", False))
 
 
+# Gathers that torch's own setters choose, by their classes' names: a torch may lack one.
+COMM_MEMORY = {
+    "ProcessGroupAllocAllGather": "its collectives use memory of the process group",
+    "SymmMemAllGather": "its collectives use symmetric memory",
+}
+
+
 def default_comms() -> tuple[type, type]:
     """The classes of the collectives that a group has unless the user replaces them."""
     return _fsdp_param_group.DefaultAllGather, _fsdp_param_group.DefaultReduceScatter

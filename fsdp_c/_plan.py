@@ -57,7 +57,7 @@ def why_torch_here(group: FSDPParamGroup) -> str:
         return "an all-reduce hook"
     comms = type(group._all_gather_comm), type(group._reduce_scatter_comm)
     if comms != _compat.default_comms():
-        return "custom collectives"
+        return _compat.COMM_MEMORY.get(comms[0].__name__, "custom collectives")
     for name, default in _compat.LAYOUT_FUNCTIONS.items():
         if getattr(group, name) is not default:
             return f"its {name} was replaced"

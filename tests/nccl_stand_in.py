@@ -22,12 +22,12 @@ class Control(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("version", "polls")),
         *((name, ctypes.c_bool) for name in ("hangs_in_init", "dies_in_init", "hangs")),
         *((name, ctypes.c_int) for name in ("error_at", "error", "fail_calls")),
-        *((name, ctypes.c_bool) for name in ("no_windows", "ends_work")),
+        ("ends_work", ctypes.c_bool),
         *(
             (f"n_{what}", ctypes.c_int)
-            for what in "inits splits collectives groups aborts destroyed live windows".split()
+            for what in "inits splits collectives groups aborts destroyed live".split()
         ),
-        *((name, ctypes.c_int) for name in ("max_ctas", "policy", "n_faults")),
+        *((name, ctypes.c_int) for name in ("config_bytes", "n_faults")),
         ("fault", ctypes.c_char * 256),
     )
 

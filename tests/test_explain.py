@@ -11,6 +11,7 @@ from models import Branches, Net, data, shard_blocks
 from parity import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import Shard
 
 import fsdp_c
@@ -91,6 +92,27 @@ def test_rules_and_roads(rank: int, n_ranks: int) -> None:
     assert fsdp_c.explain(model).units[0].road == "torch: torch's fully_shard made it"
     model = fsdp_c.shard(Net(), "hybrid", mesh=(2, 2))
     assert fsdp_c.explain(model).units[0].placements == "(Replicate(), Shard(dim=0))"
+
+
+@pytest.mark.parametrize(
+    ("all_gather", "memory"),
+    [
+        ("ProcessGroupAllocAllGather", "memory of the process group"),
+        ("SymmMemAllGather", "symmetric memory"),
+    ],
+)
+@on_ranks(2)
+def test_memory_of_collectives(rank: int, n_ranks: int, all_gather: str, memory: str) -> None:
+    """Torch's implementation has it; the class is what its setters choose, on a GPU or not."""
+    if not hasattr(_fsdp_collectives, all_gather):
+        pytest.skip("this torch has no such memory")
+    model = Net(n_blocks=1)
+    shard_blocks(model, fsdp_c, mesh=cached_mesh((n_ranks,)))
+    group = model._get_fsdp_state()._fsdp_param_groups[0]
+    chosen = getattr(_fsdp_collectives, all_gather)
+    group._all_gather_comm = chosen.__new__(chosen)
+    roads = {row.unit: row.road for row in fsdp_c.explain(model).units}
+    assert roads["(root)"] == f"torch: its collectives use {memory}"
 
 
 def advice(model: nn.Module) -> str:

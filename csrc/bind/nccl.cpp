@@ -70,20 +70,19 @@ static void nccl_dealloc(PyObject *object)
 
 static PyObject *nccl_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static const char *names[] = {
-        "library",  "name", "rank",   "n_ranks",         "global_ranks", "timeout_seconds",
-        "exchange", "use",  "is_one", "by_copy_engines", "max_ctas",     nullptr};
+    static const char *names[] = {"library",         "name",     "rank", "n_ranks", "global_ranks",
+                                  "timeout_seconds", "exchange", "use",  "is_one",  nullptr};
     fc_transport_config config{};
     fc_nccl_options options{};
     PyObject *library, *global_ranks, *exchange;
-    int use = FC_NCCL_BOTH, is_one = 0, by_copy_engines = 0;
+    int use = FC_NCCL_BOTH, is_one = 0;
     double timeout_seconds;
     std::vector<int> ranks;
 
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OsiiOdO|ippi:NcclGroup", const_cast<char **>(names), &library,
-            &config.name, &config.rank, &config.n_ranks, &global_ranks, &timeout_seconds, &exchange,
-            &use, &is_one, &by_copy_engines, &options.max_ctas) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OsiiOdO|ip:NcclGroup",
+                                     const_cast<char **>(names), &library, &config.name,
+                                     &config.rank, &config.n_ranks, &global_ranks, &timeout_seconds,
+                                     &exchange, &use, &is_one) ||
         !fc_read_ranks(global_ranks, config.n_ranks, ranks)) {
         return nullptr;
     }
@@ -93,7 +92,6 @@ static PyObject *nccl_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     options.use = static_cast<fc_nccl_use>(use);
     options.is_one = is_one != 0;
-    options.by_copy_engines = by_copy_engines != 0;
     fc::Ref object = fc::Ref::take(type->tp_alloc(type, 0));
     if (!object) {
         return nullptr;
@@ -352,7 +350,7 @@ static PyGetSetDef nccl_getset[] = {
 static PyType_Slot nccl_slots[] = {
     {Py_tp_doc,
      const_cast<char *>("NcclGroup(library, name, rank, n_ranks, global_ranks, timeout_seconds, "
-                        "exchange, use=3, is_one=False, by_copy_engines=False, max_ctas=0)\n"
+                        "exchange, use=3, is_one=False)\n"
                         "--\n\n"
                         "NCCL for the ranks of one process group. Collective.")},
     {Py_tp_new, reinterpret_cast<void *>(nccl_new)},

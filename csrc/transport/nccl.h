@@ -6,8 +6,8 @@
  * errors, deadlines, dead processes and Ctrl-C are noticed. After a failure the group is broken:
  * its communicators have been aborted, and each later call fails with the first failure's text.
  *
- * Threading: serialized per process, as NCCL asks for one issuing thread. Creation, split, close
- * and windows are collective.
+ * Threading: serialized per process, as NCCL asks for one issuing thread. Creation, split and close
+ * are collective.
  */
 #ifndef FC_TRANSPORT_NCCL_H
 #define FC_TRANSPORT_NCCL_H
@@ -51,9 +51,6 @@ typedef struct fc_nccl_options {
      * Needed on a device with room for one collective at a time, where two communicators can
      * each occupy one rank and wait for the other. */
     bool is_one;
-    /* All-gathers in windows by copy engines, where the library can. */
-    bool by_copy_engines;
-    int max_ctas; /* blocks a collective may use; 0: up to the library */
 } fc_nccl_options;
 
 /* Over the config's exchange; the calling thread's current device. */
@@ -111,20 +108,6 @@ FC_MUST_CHECK fc_status fc_nccl_reduce_scatter(fc_device_comm *comm, fc_stream *
                                                size_t numel, fc_dtype dtype);
 FC_MUST_CHECK fc_status fc_nccl_all_reduce(fc_device_comm *comm, fc_stream *stream, fc_label label,
                                            void *buffer, size_t numel, fc_dtype dtype);
-
-/* ---- memory that all ranks have registered ---- */
-
-typedef struct fc_nccl_window fc_nccl_window;
-
-/* Collective. `memory`, or if it is NULL memory of NCCL's own (which no allocator of torch's
- * counts), as a window of the communicator: collectives in it need no buffers between.
- * FC_ERR_UNSUPPORTED on all ranks where the library or the memory of one of them does not allow it.
- */
-FC_MUST_CHECK fc_status fc_nccl_window_create(fc_device_comm *comm, void *memory, size_t bytes,
-                                              fc_nccl_window **out);
-/* Before the group is closed, when no work uses it any more. NULL is fine. */
-void fc_nccl_window_destroy(fc_nccl_window *window);
-void *fc_nccl_window_memory(const fc_nccl_window *window); /* borrowed */
 
 #ifdef __cplusplus
 }

@@ -44,14 +44,10 @@ enum {
 #define FC_NCCL_NO_COLOR (-1)
 #define FC_NCCL_MAGIC 0xcafebeefU
 #define FC_NCCL_UNDEFINED INT_MIN
-#define FC_NCCL_POLICY_ZERO 2 /* copy engines where they can do it: no multiprocessor is used */
-#define FC_NCCL_WINDOW_SYMMETRIC 1
-#define FC_NCCL_WINDOW_ALIGN 4096
 
-#define FC_NCCL_OLDEST 21400       /* communicators that do not block */
-#define FC_NCCL_NEWEST 22703       /* whose config follows */
-#define FC_NCCL_COPY_ENGINES 22803 /* gathers by them, with FC_NCCL_POLICY_ZERO */
-#define FC_NCCL_MANY_RANKS 23003   /* NCCL_MULTI_RANK_GPU_ENABLE */
+#define FC_NCCL_OLDEST 21400     /* communicators that do not block */
+#define FC_NCCL_NEWEST 22703     /* whose config follows */
+#define FC_NCCL_MANY_RANKS 23003 /* NCCL_MULTI_RANK_GPU_ENABLE */
 
 /* ncclConfig_t up to 2.27.3. It only grows, and the library reads no more than `size` bytes and
  * nothing newer than `version`. */
@@ -94,12 +90,7 @@ typedef struct fc_nccl_config {
 /* X(name in the table, name in the library, version, parameters): NULL where they are missing. */
 #define FC_NCCL_OPTIONAL(X)                                                                        \
     X(comm_split, "ncclCommSplit", 21800,                                                          \
-      (void *comm, int color, int key, void **out, fc_nccl_config *config))                        \
-    X(mem_alloc, "ncclMemAlloc", 21900, (void **out, size_t bytes))                                \
-    X(mem_free, "ncclMemFree", 21900, (void *memory))                                              \
-    X(window_register, "ncclCommWindowRegister", 22703,                                            \
-      (void *comm, void *memory, size_t bytes, void **window, int flags))                          \
-    X(window_deregister, "ncclCommWindowDeregister", 22703, (void *comm, void *window))
+      (void *comm, int color, int key, void **out, fc_nccl_config *config))
 
 /* The functions of one library. */
 typedef struct fc_nccl_functions {

@@ -45,13 +45,6 @@ static fc_nccl_config config_of(const fc_nccl_group *group)
     } else {
         c.size = offsetof(fc_nccl_config, cga_cluster_size);
     }
-    if (group->options.max_ctas > 0) {
-        c.max_ctas = group->options.max_ctas;
-        c.min_ctas = 1;
-    }
-    if (group->options.by_copy_engines && version >= FC_NCCL_COPY_ENGINES) {
-        c.cta_policy = FC_NCCL_POLICY_ZERO;
-    }
     return c;
 }
 
@@ -211,8 +204,7 @@ static fc_status create(const fc_transport_config *config, const fc_nccl_options
 fc_status fc_nccl_group_create(const fc_transport_config *config, const fc_nccl_options *options,
                                fc_nccl_group **out)
 {
-    if (options->nccl == NULL || options->use < FC_NCCL_GATHERS || options->use > FC_NCCL_BOTH ||
-        options->max_ctas < 0) {
+    if (options->nccl == NULL || options->use < FC_NCCL_GATHERS || options->use > FC_NCCL_BOTH) {
         return fc_fail(FC_ERR_INVALID, "process group %s: no library of NCCL, or no use for it",
                        config->name);
     }
@@ -368,11 +360,6 @@ fc_status fc_nccl_group_close(fc_nccl_group *group)
         return FC_OK;
     }
     FC_TRY(fc_transport_check(group->base));
-    if (group->n_windows > 0) {
-        return fc_fail(FC_ERR_STATE,
-                       "process group %s has %d windows of NCCL's that are not destroyed",
-                       group->base->name, group->n_windows);
-    }
     for (i = group->n_comms - 1; i >= 0; i--) {
         FC_TRY(close_comm(&group->comms[i]));
     }

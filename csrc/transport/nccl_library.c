@@ -82,10 +82,6 @@ static void describe(fc_nccl *nccl, const char *path)
     (void)snprintf(nccl->text, sizeof(nccl->text), "NCCL %s (%s)", version, path);
     say(nccl, call->comm_split == NULL,
         "no ncclCommSplit (2.18): each communicator has a set-up of its own");
-    say(nccl, call->window_register == NULL || call->mem_alloc == NULL,
-        "no symmetric memory (2.27.3): gathers go through NCCL's own buffers");
-    say(nccl, nccl->version < FC_NCCL_COPY_ENGINES,
-        "no gathers by copy engines (2.28.3): all collectives use multiprocessors");
     say(nccl, nccl->version < FC_NCCL_MANY_RANKS, "no two ranks on one GPU (2.30.3)");
 }
 

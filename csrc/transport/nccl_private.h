@@ -33,7 +33,6 @@ struct fc_nccl_group {
     fc_nccl_board *board; /* owned */
     fc_nccl_comm comms[FC_NCCL_COMMS];
     int n_comms;
-    int n_windows;
     bool is_closed;
     char text[FC_NCCL_TEXT_BYTES];
 };

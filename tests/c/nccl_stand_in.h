@@ -18,14 +18,12 @@ typedef struct stand_in {
     bool hangs;         /* no collective ends */
     int error_at;       /* the collective, from 1, after which `error` is reported; 0: none */
     int error;
-    int fail_calls;  /* result of every collective's call; 0: they work */
-    bool no_windows; /* registering gives none, and success */
-    bool ends_work;  /* a call is in progress until all work is done: for host memory */
+    int fail_calls; /* result of every collective's call; 0: they work */
+    bool ends_work; /* a call is in progress until all work is done: for host memory */
 
     /* Seen. */
     int n_inits, n_splits, n_collectives, n_groups, n_aborts, n_destroyed, n_live;
-    int n_windows;        /* now */
-    int max_ctas, policy; /* of the last communicator */
+    int config_bytes; /* of the last communicator */
     int n_faults;
     char fault[256]; /* the first breach of NCCL's rules of use */
 } stand_in;

@@ -7,6 +7,7 @@
 
 #include "base/alloc.h"
 #include "transport/nccl.h"
+#include "transport/nccl_api.h"
 
 #include <dlfcn.h>
 #include <limits.h>
@@ -96,7 +97,6 @@ static void finish(world *w)
     fc_nccl_group_destroy(w->group);
     w->group = NULL;
     CHECK_EQ(w->control->n_live, 0);
-    CHECK_EQ(w->control->n_windows, 0);
     CHECK_EQ(fc_alloc_live(), w->live);
     CHECK_EQ(count_segments(), 0);
     CHECK_STR(w->control->fault, "");
@@ -266,24 +266,29 @@ static void test_split(void)
     ranks_check(4, split, &old);
 }
 
-/* What options ask for arrives, as far as the version knows it. */
+/* A config has as much as the version knows. */
+static size_t known_bytes(int version)
+{
+    return version >= 22700   ? sizeof(fc_nccl_config)
+           : version >= 21800 ? offsetof(fc_nccl_config, traffic_class)
+           : version >= 21700 ? offsetof(fc_nccl_config, split_share)
+                              : offsetof(fc_nccl_config, cga_cluster_size);
+}
+
 static void configure(int rank, int n, void *arg)
 {
     int version = *(int *)arg;
     world w;
 
     start(&w, &(setting){0, true, false, version});
-    w.options.max_ctas = 4;
-    w.options.by_copy_engines = true;
     MUST(create(&w, rank, n, TIMEOUT_NS));
-    CHECK_EQ(w.control->max_ctas, version >= 21700 ? 4 : 0);
-    CHECK_EQ(w.control->policy, version >= 22803 ? 2 : version >= 22700 ? INT_MIN : -1);
+    CHECK_EQ(w.control->config_bytes, (int)known_bytes(version));
     CHECK_HAS(fc_nccl_group_describe(w.group), "1 rank over NCCL 2.");
     MUST(fc_nccl_group_close(w.group));
     finish(&w);
 }
 
-static void test_options(void)
+static void test_configs(void)
 {
     static const int versions[] = {21602, 21703, 21805, 22703, 22809, 23007};
 
@@ -291,62 +296,6 @@ static void test_options(void)
         int version = versions[i];
 
         ranks_check(1, configure, &version);
-    }
-}
-
-/* ---- windows ---- */
-
-static void use_windows(int rank, int n, void *arg)
-{
-    const setting *s = arg;
-    bool has_windows = !s->is_old && s->version != 22606;
-    fc_nccl_window *window = NULL, *other = NULL;
-    static char elsewhere[8192] __attribute__((aligned(4096)));
-    world w;
-
-    start(&w, s);
-    w.options.by_copy_engines = s->is_one;
-    MUST(create(&w, rank, n, TIMEOUT_NS));
-    CHECK_EQ(fc_nccl_window_create(fc_nccl_gathers(w.group), NULL, 5000, &window),
-             has_windows ? FC_OK : FC_ERR_UNSUPPORTED);
-    if (!has_windows) {
-        CHECK_HAS(fc_last_message(), "symmetric memory needs NCCL 2.27.3: NCCL 2.");
-    } else {
-        CHECK_EQ(w.control->n_windows, 1);
-        memset(fc_nccl_window_memory(window), rank + 1, 5000);
-        MUST(fc_nccl_all_gather(fc_nccl_gathers(w.group), stream_of(0), layer,
-                                fc_nccl_window_memory(window), 512));
-        MUST(wait_idle(&w, w.group, 0));
-        for (int r = 0; r < n; r++) {
-            CHECK_EQ(((char *)fc_nccl_window_memory(window))[512 * r + 511], r + 1);
-        }
-        /* One rank has memory of another kind: none gets a window. */
-        CHECK_EQ(fc_nccl_window_create(fc_nccl_gathers(w.group), rank == n - 1 ? elsewhere : NULL,
-                                       8192, &other),
-                 FC_ERR_UNSUPPORTED);
-        CHECK_HAS(fc_last_message(), "no symmetric memory between these ranks");
-        CHECK_EQ(w.control->n_windows, 1);
-        CHECK_EQ(fc_nccl_group_close(w.group), FC_ERR_STATE);
-        CHECK_HAS(fc_last_message(), "1 windows");
-    }
-    fc_nccl_window_destroy(window);
-    MUST(fc_nccl_group_close(w.group));
-    finish(&w);
-}
-
-static void test_windows(void)
-{
-    static const setting settings[] = {{2, false, false, 0},
-                                       {0, true, false, 0},
-                                       {0, true, false, 22703},
-                                       {0, false, true, 0},
-                                       {0, true, false, 22606}};
-
-    for (size_t i = 0; i < sizeof(settings) / sizeof(settings[0]); i++) {
-        setting s = settings[i];
-
-        ranks_check(1, use_windows, &s);
-        ranks_check(3, use_windows, &s);
     }
 }
 
@@ -648,8 +597,6 @@ static void look_at_libraries(int rank, int n, void *arg)
     MUST(fc_nccl_open(path, false, &nccl));
     CHECK_HAS(fc_nccl_describe(nccl), "NCCL 2.16.2 (");
     CHECK_HAS(fc_nccl_describe(nccl), "no ncclCommSplit (2.18)");
-    CHECK_HAS(fc_nccl_describe(nccl), "no symmetric memory (2.27.3)");
-    CHECK_HAS(fc_nccl_describe(nccl), "no gathers by copy engines (2.28.3)");
 }
 
 int main(void)
@@ -657,8 +604,7 @@ int main(void)
     ranks_check(1, look_at_libraries, NULL);
     test_collectives();
     test_split();
-    test_options();
-    test_windows();
+    test_configs();
     test_failures();
     test_the_rest();
     return check_result();

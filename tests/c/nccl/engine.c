@@ -179,7 +179,7 @@ static void perform(const comm *c, const work *w)
         for (int r = 0; r < c->n_ranks; r++) {
             memcpy((char *)w->to + (size_t)r * w->what.bytes, sources[r], w->what.bytes);
         }
-    } else if (w->what.kind != WINDOW) {
+    } else {
         fc_kern_reduce(dtype, dtype)(w->to, sources, (size_t)c->n_ranks, w->count, 1.0, false);
     }
 }

@@ -52,8 +52,7 @@ typedef struct world {
 enum {
     GATHER,
     SCATTER,
-    REDUCE,
-    WINDOW
+    REDUCE
 };
 
 typedef struct work {
@@ -79,7 +78,6 @@ typedef struct comm {
     bool split_blocks;
     work *first;
     uint64_t n_posted; /* collectives so far */
-    int n_windows;
 } comm;
 
 extern stand_in control;

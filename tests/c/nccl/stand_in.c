@@ -101,10 +101,7 @@ static int check_config(const fc_nccl_config *config)
         return fault("a config of %d bytes, version %u, blocking %d", (int)config->size,
                      config->version, config->blocking);
     }
-    if (config->size > offsetof(fc_nccl_config, max_ctas)) {
-        control.max_ctas = config->max_ctas;
-    }
-    control.policy = config->size > offsetof(fc_nccl_config, cta_policy) ? config->cta_policy : -1;
+    control.config_bytes = (int)config->size;
     return FC_NCCL_SUCCESS;
 }
 
@@ -178,9 +175,7 @@ API int ncclCommFinalize(void *handle)
 
     (void)pthread_mutex_lock(&lock);
     c = at_rest(handle, "ncclCommFinalize");
-    if (c != NULL && c->n_windows > 0) {
-        result = fault("ncclCommFinalize with %d windows", c->n_windows);
-    } else if (c != NULL) {
+    if (c != NULL) {
         c->is_final = true;
         result = answer(c);
     }
@@ -331,20 +326,7 @@ API int ncclAllReduce(const void *from, void *to, size_t count, int type, int op
 
 #ifndef STAND_IN_OLD
 
-/* Memory of ncclMemAlloc. */
-typedef struct block {
-    struct block *next;
-    char *at;
-    size_t bytes;
-} block;
-
-static block *blocks;
-
 API int ncclCommSplit(void *handle, int color, int key, void **out, fc_nccl_config *config);
-API int ncclMemAlloc(void **out, size_t bytes);
-API int ncclMemFree(void *memory);
-API int ncclCommWindowRegister(void *handle, void *memory, size_t bytes, void **window, int flags);
-API int ncclCommWindowDeregister(void *handle, void *window);
 
 /* The new handle appears when the parent's call has ended, as in NCCL. */
 API int ncclCommSplit(void *handle, int color, int key, void **out, fc_nccl_config *config)
@@ -372,103 +354,6 @@ API int ncclCommSplit(void *handle, int color, int key, void **out, fc_nccl_conf
     }
     (void)pthread_mutex_unlock(&lock);
     return result;
-}
-
-API int ncclMemAlloc(void **out, size_t bytes)
-{
-    size_t rounded = (bytes + FC_NCCL_WINDOW_ALIGN - 1) / FC_NCCL_WINDOW_ALIGN;
-    block *b = malloc(sizeof(*b));
-
-    if (b == NULL) {
-        return FC_NCCL_SYSTEM_ERROR;
-    }
-    b->bytes = rounded * FC_NCCL_WINDOW_ALIGN;
-    b->at = aligned_alloc(FC_NCCL_WINDOW_ALIGN, b->bytes);
-    if (b->at == NULL) {
-        free(b);
-        return FC_NCCL_CUDA_ERROR;
-    }
-    (void)pthread_mutex_lock(&lock);
-    b->next = blocks;
-    blocks = b;
-    (void)pthread_mutex_unlock(&lock);
-    *out = b->at;
-    return FC_NCCL_SUCCESS;
-}
-
-API int ncclMemFree(void *memory)
-{
-    block **link = &blocks, *b;
-
-    (void)pthread_mutex_lock(&lock);
-    while (*link != NULL && (*link)->at != memory) {
-        link = &(*link)->next;
-    }
-    b = *link;
-    if (b != NULL) {
-        *link = b->next;
-    }
-    (void)pthread_mutex_unlock(&lock);
-    if (b == NULL) {
-        return fault("ncclMemFree of memory that ncclMemAlloc did not give");
-    }
-    free(b->at);
-    free(b);
-    return FC_NCCL_SUCCESS;
-}
-
-/* Where memory begins in what ncclMemAlloc gave; false: it is other memory. */
-static bool place_of(const char *memory, size_t bytes, size_t *out)
-{
-    for (const block *b = blocks; b != NULL; b = b->next) {
-        if (memory >= b->at && memory + bytes <= b->at + b->bytes) {
-            *out = (size_t)(memory - b->at);
-            return true;
-        }
-    }
-    return false;
-}
-
-/* Memory of another kind gives success and no window, as NCCL does where it cannot. */
-API int ncclCommWindowRegister(void *handle, void *memory, size_t bytes, void **window, int flags)
-{
-    size_t at = 0;
-    comm *c;
-    int result = FC_NCCL_INVALID_USAGE;
-
-    (void)pthread_mutex_lock(&lock);
-    *window = NULL;
-    c = at_rest(handle, "ncclCommWindowRegister");
-    if (c != NULL && ((flags & FC_NCCL_WINDOW_SYMMETRIC) == 0 ||
-                      (uintptr_t)memory % FC_NCCL_WINDOW_ALIGN != 0)) {
-        result = fault("ncclCommWindowRegister with flags %d", flags);
-    } else if (c != NULL) {
-        if (!control.no_windows && place_of(memory, bytes, &at)) {
-            *window = memory;
-            c->n_windows++;
-            control.n_windows++;
-        }
-        result = append(c, &(work){.what = {bytes + at, WINDOW, FC_NCCL_INT8}, .stream = c});
-    }
-    if (result == FC_NCCL_SUCCESS) {
-        result = answer(c);
-    }
-    (void)pthread_mutex_unlock(&lock);
-    return result;
-}
-
-API int ncclCommWindowDeregister(void *handle, void *window)
-{
-    comm *c;
-
-    (void)pthread_mutex_lock(&lock);
-    c = find(handle);
-    if (c != NULL && window != NULL) {
-        c->n_windows--;
-        control.n_windows--;
-    }
-    (void)pthread_mutex_unlock(&lock);
-    return c == NULL || window == NULL ? FC_NCCL_INVALID_ARGUMENT : FC_NCCL_SUCCESS;
 }
 
 #endif
