@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import CPUOffloadPolicy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_c import _compat, _env, _nccl
+from fsdp_c import _env, _nccl
 from fsdp_c._native import _C
 
 KEEPS_STORAGE = "unsharded parameters keep their storage"
@@ -56,9 +56,6 @@ def why_not(group: Any) -> str:
     for process_group in process_groups(group):
         if not _is_registered(process_group):
             return "a process group without a registered name"
-    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-    if len({(_compat.reduce_dtype(p), _compat.grad_dtype(p)) for p in trained}) > 1:
-        return "gradients of several dtypes in one unit"
     if any(p.keep_unsharded_storage for p in group.fsdp_params):
         return KEEPS_STORAGE
     return ""

@@ -14,7 +14,7 @@ from harness import cached_mesh, run_ranks
 from models import Block, Net, data
 from nccl_stand_in import Control, built, chosen, control_of
 from parity import Pair, Side, Tolerance, on_ranks
-from test_device_road import is_on_device, shard_blocks
+from test_device_road import Types, is_on_device, shard_blocks
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_c
@@ -85,6 +85,19 @@ def test_mixed_precision_and_other_dims(rank: int, n_ranks: int, path: str) -> N
         for step in range(2):
             pair.step(data(rank, step))
         assert is_on_device(pair)
+
+
+@on_ranks(2)
+def test_a_reduction_for_each_dtype(rank: int, n_ranks: int, path: str) -> None:
+    """All of them, in one order, though the ranks have gradients of others."""
+    with chosen(path) as control:
+        torch.manual_seed(0)
+        model = fsdp_c.fully_shard(Types(), reshard_after_forward=False)
+        for _ in range(2):
+            before = control.n_collectives
+            model(data(rank), used=(rank,)).sum().backward()
+            assert control.n_collectives == before + 1 + 4
+        assert roads(model) == {STAGED}
 
 
 @on_ranks(4)

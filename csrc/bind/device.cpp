@@ -97,11 +97,16 @@ void Streams::read_shards()
 
 namespace {
 
-// float16 overflows where sums are large: a part of the division comes before, as in torch.
-double pre_divisor_of(fc_dtype reduce, double divisor)
+// float16 overflows where sums are large: a part of the division comes before, as in torch. It is a
+// power of two, so a unit's other types lose nothing by it.
+double pre_divisor_of(const fc_layout *layout, double divisor)
 {
     double factor = 1;
-    while (reduce == FC_F16 && std::fmod(divisor, factor) == 0 && divisor / factor > factor) {
+    bool has_f16 = false;
+    for (size_t i = 0; i < layout->n_sections; i++) {
+        has_f16 = has_f16 || layout->sections[i].reduce == FC_F16;
+    }
+    while (has_f16 && std::fmod(divisor, factor) == 0 && divisor / factor > factor) {
         factor *= 2;
     }
     return factor;
@@ -226,15 +231,13 @@ void DeviceUnit::set_prefetch(bool in_backward, const std::vector<DeviceUnit *> 
 void DeviceUnit::post(const std::vector<at::Tensor> &grads, double divisor, void *out,
                       bool accumulate)
 {
-    fc_dtype reduce = FC_F32;
     for (size_t i = 0; i < grads.size(); i++) {
         const fc_param &p = layout_->params[i];
         const bool is_given = grads[i].defined();
         full_[i] = is_given ? grads[i].const_data_ptr() : nullptr;
         types_[i] = is_given ? dtype_of(grads[i].scalar_type()) : p.compute;
-        reduce = p.has_grad && p.trainable ? p.reduce : reduce;
     }
-    const double pre_divisor = pre_divisor_of(reduce, divisor);
+    const double pre_divisor = pre_divisor_of(layout_, divisor);
     const fc_schedule_grads given = {.full = full_.data(),
                                      .types = types_.data(),
                                      .pre_divisor = pre_divisor,

@@ -49,19 +49,32 @@ static size_t padded_numel(const fc_param *param)
     return fc_round_up(param->chunk_numel, FC_ALIGN / 2);
 }
 
-/* Parts hold the parameters that were trainable at set-up first, so that frozen ones cost nothing.
- */
-static void place_parts(fc_layout *layout, bool trainable)
+static void place_section(fc_layout *layout, bool trainable, fc_dtype reduce)
 {
-    size_t i;
+    size_t i, at = layout->part_bytes;
 
     for (i = 0; i < layout->n_params; i++) {
         fc_param *p = &layout->params[i];
 
-        if (p->has_grad && p->trainable == trainable) {
+        if (p->has_grad && p->trainable == trainable && p->reduce == reduce) {
             p->part_at = place(&layout->part_bytes, padded_numel(p) * fc_dtype_bytes(p->reduce));
             p->grad_at = place(&layout->grad_bytes, padded_numel(p) * fc_dtype_bytes(p->grad));
         }
+    }
+    if (trainable && layout->part_bytes > at) {
+        layout->sections[layout->n_sections++] =
+            (fc_section){.reduce = reduce, .at = at, .bytes = layout->part_bytes - at};
+    }
+}
+
+/* Parts hold the parameters that were trainable at set-up first, so that frozen ones cost nothing.
+ */
+static void place_parts(fc_layout *layout, bool trainable)
+{
+    int type;
+
+    for (type = 0; type < FC_FLOAT_COUNT; type++) {
+        place_section(layout, trainable, (fc_dtype)type);
     }
 }
 

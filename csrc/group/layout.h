@@ -3,8 +3,9 @@
  * Four buffers. The *unsharded buffer* holds the full parameters in the compute dtype, each at a
  * 64-byte aligned offset, its ranks' chunks next to each other along the shard dim. A *part* is
  * what one rank receives in a reduction: its chunk of every gradient in the reduce dtype (narrower
- * on the wire where that is exact). The *gradient buffer* holds the reduced chunks in the gradient
- * dtype. A *pack* is a rank's chunks in the compute dtype, as message transports carry them.
+ * on the wire where that is exact), in a *section* per reduce dtype. The *gradient buffer* holds
+ * the reduced chunks in the gradient dtype. A *pack* is a rank's chunks in the compute dtype, as
+ * message transports carry them.
  *
  * [Note: aliased shards] A chunk of a parameter sharded on dim 0 is contiguous inside the full
  * parameter. Without a cast the shard therefore *is* a piece of the unsharded buffer: in shared
@@ -51,6 +52,12 @@ typedef struct fc_param {
     size_t pack_at; /* bytes, in a pack */
 } fc_param;
 
+/* Neighbours in a part that are reduced in one type. */
+typedef struct fc_section {
+    fc_dtype reduce;
+    size_t at, bytes; /* in a part */
+} fc_section;
+
 typedef struct fc_layout {
     fc_param *params; /* borrowed from the unit */
     size_t n_params;
@@ -61,6 +68,8 @@ typedef struct fc_layout {
     size_t grad_bytes;
     size_t trainable_grad_bytes; /* of those that were trainable at set-up, which come first */
     size_t pack_bytes;
+    fc_section sections[FC_FLOAT_COUNT]; /* of the trainable parts */
+    size_t n_sections;
     bool may_narrow;      /* every gradient is reduced in float32 */
     bool is_uniform;      /* trainable parameters share their reduce and gradient dtypes */
     size_t mask_words;    /* 64 parameters a word */

@@ -77,21 +77,35 @@ fc_status fc_layout_plan_unpack(const fc_layout *layout, fc_runs *plan)
     return FC_OK;
 }
 
-fc_status fc_layout_plan_stage(const fc_layout *layout, const fc_dtype *grads, fc_wire wire,
-                               size_t part_bytes, fc_runs *plan)
+/* One of the parameters that are reduced in the type of a section. */
+static fc_status stage_one(const fc_layout *layout, const fc_section *section, size_t i,
+                           fc_dtype grad, fc_wire wire, fc_runs *plan)
 {
-    size_t i;
+    const fc_param *p = &layout->params[i];
+    const size_t before = (size_t)(layout->n_ranks - 1) * section->at;
+    const size_t bytes = fc_dtype_bytes(p->reduce),
+                 wire_bytes = fc_dtype_bytes(fc_wire_dtype(p, wire));
+    const fc_side whole = {.base = FC_BASE_PARAMS + (uint32_t)i, .type = grad};
+    const fc_side chunks = {.base = FC_BASE_WIRE,
+                            .type = fc_wire_dtype(p, wire),
+                            .at = fc_wire_at(p, wire) + before / bytes * wire_bytes,
+                            .plane_stride = section->bytes / bytes * wire_bytes};
 
-    for (i = 0; i < layout->n_params; i++) {
-        const fc_param *p = &layout->params[i];
-        const fc_side whole = {.base = FC_BASE_PARAMS + (uint32_t)i, .type = grads[i]};
-        const fc_side chunks = {.base = FC_BASE_WIRE,
-                                .type = fc_wire_dtype(p, wire),
-                                .at = fc_wire_at(p, wire),
-                                .plane_stride = part_bytes};
+    return add_chunks(plan, p, whole, chunks, true);
+}
 
-        if (is_wanted(p)) {
-            FC_TRY(add_chunks(plan, p, whole, chunks, true));
+fc_status fc_layout_plan_stage(const fc_layout *layout, const fc_dtype *grads, fc_wire wire,
+                               fc_runs *plan)
+{
+    size_t i, k;
+
+    for (k = 0; k < layout->n_sections; k++) {
+        const fc_section *section = &layout->sections[k];
+
+        for (i = 0; i < layout->n_params; i++) {
+            if (is_wanted(&layout->params[i]) && layout->params[i].reduce == section->reduce) {
+                FC_TRY(stage_one(layout, section, i, grads[i], wire, plan));
+            }
         }
     }
     return FC_OK;

@@ -16,8 +16,8 @@ extern "C" {
 
 /* The bases of the plans. */
 typedef enum fc_layout_base {
-    FC_BASE_WIRE,  /* what a collective reads or writes: one pack, n_ranks packs, n_ranks parts, or
-                    * one part */
+    FC_BASE_WIRE,  /* what a collective reads or writes: one pack, n_ranks packs, section after
+                    * section n_ranks times, or one part */
     FC_BASE_UNIT,  /* the unsharded buffer, or the gradient buffer */
     FC_BASE_PARAMS /* and this + i: the shard of parameter i, or its full gradient */
 } fc_layout_base;
@@ -26,10 +26,11 @@ typedef enum fc_layout_base {
 FC_MUST_CHECK fc_status fc_layout_plan_pack(const fc_layout *layout, fc_runs *plan);
 /* The packs of all ranks, one after the other, into the unsharded buffer. */
 FC_MUST_CHECK fc_status fc_layout_plan_unpack(const fc_layout *layout, fc_runs *plan);
-/* Full gradients of the types `grads` (one per parameter) into the parts of all ranks, `part_bytes`
- * apart; of the parameters that were trainable at set-up. Padding is left as it is. */
+/* Full gradients of the types `grads` (one per parameter) into what is reduced: after each other
+ * the sections, each of them for rank after rank; of the parameters that were trainable at set-up.
+ * Padding is left as it is. */
 FC_MUST_CHECK fc_status fc_layout_plan_stage(const fc_layout *layout, const fc_dtype *grads,
-                                             fc_wire wire, size_t part_bytes, fc_runs *plan);
+                                             fc_wire wire, fc_runs *plan);
 /* This rank's reduced part into the gradient buffer. */
 FC_MUST_CHECK fc_status fc_layout_plan_finish(const fc_layout *layout, fc_wire wire, fc_runs *plan);
 

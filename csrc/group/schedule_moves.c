@@ -71,15 +71,21 @@ static fc_status plan_pack(const fc_schedule_unit *unit, fc_runs *plan)
 }
 
 /* A part to another one. */
-static fc_status plan_add(const fc_schedule_unit *unit, fc_runs *plan)
+static fc_status plan_add(const fc_layout *l, fc_runs *plan)
 {
-    const fc_block block = {.planes = 1,
-                            .lines = 1,
-                            .numel = unit->part_bytes / fc_dtype_bytes(unit->reduce),
-                            .to = {.base = FC_BASE_UNIT, .type = unit->reduce},
-                            .from = {.base = FC_BASE_WIRE, .type = unit->reduce}};
+    size_t i;
 
-    return fc_runs_add(plan, &block);
+    for (i = 0; i < l->n_sections; i++) {
+        const fc_section *c = &l->sections[i];
+        const fc_block block = {.planes = 1,
+                                .lines = 1,
+                                .numel = c->bytes / fc_dtype_bytes(c->reduce),
+                                .to = {.base = FC_BASE_UNIT, .type = c->reduce, .at = c->at},
+                                .from = {.base = FC_BASE_WIRE, .type = c->reduce, .at = c->at}};
+
+        FC_TRY(fc_runs_add(plan, &block));
+    }
+    return FC_OK;
 }
 
 /* Of gradients that are all of type `compute`; of `types` if they are given. */
@@ -96,7 +102,7 @@ static fc_status plan_stage(const fc_schedule_unit *unit, const fc_dtype *types,
     for (i = 0; i < l->n_params; i++) {
         grads[i] = types != NULL ? types[i] : l->params[i].compute;
     }
-    st = fc_layout_plan_stage(l, grads, FC_WIRE_REDUCE, unit->part_bytes, plan);
+    st = fc_layout_plan_stage(l, grads, FC_WIRE_REDUCE, plan);
     fc_free(grads);
     return st;
 }
@@ -123,7 +129,7 @@ fc_status fc_schedule_moves_create(fc_schedule_unit *unit)
     FC_TRY(finish(unit, fc_layout_plan_unpack(l, &plan), &plan, &unit->unpack));
     FC_TRY(finish(unit, plan_stage(unit, NULL, &plan), &plan, &unit->stage));
     FC_TRY(finish(unit, fc_layout_plan_finish(l, FC_WIRE_REDUCE, &plan), &plan, &unit->finish));
-    FC_TRY(finish(unit, plan_add(unit, &plan), &plan, &unit->add));
+    FC_TRY(finish(unit, plan_add(l, &plan), &plan, &unit->add));
     if (unit->post_params == NULL) {
         return FC_OK;
     }

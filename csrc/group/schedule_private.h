@@ -71,9 +71,7 @@ struct fc_schedule_unit {
     char *name;                                                           /* owned */
     fc_moves *pack, *unpack, *slice, *post_unpack, *stage, *finish, *add; /* owned */
     fc_schedule_staging *stagings;                                        /* owned */
-    size_t part_bytes; /* of what is reduced; 0: nothing ever */
-    fc_dtype reduce;
-    uint64_t *addresses;   /* owned; of one launch */
+    uint64_t *addresses;                                                  /* owned; of one launch */
     const void **uploaded; /* owned; offloaded shards on the device, for one launch */
     fc_layout post;        /* of the smaller group; post_params is NULL without one */
     fc_param *post_params; /* owned */

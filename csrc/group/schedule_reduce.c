@@ -3,6 +3,9 @@
  * A unit's gradients pass through two slots. *input* holds a part per rank, staged by compute and
  * read by the reduce-scatter; *output* holds the own part, from the scatter to the last cast. Held
  * gradients stay where they are: staged ones in their input slot, scattered ones in their output.
+ *
+ * Each section of a part is a collective of its own: all of them, in one order, whatever gradients
+ * a rank has. In the input a section's parts lie next to each other.
  */
 #include "group/schedule_private.h"
 
@@ -18,11 +21,45 @@ static fc_status stage(fc_schedule_unit *unit, const fc_schedule_grads *grads)
     FC_TRY(fc_schedule_staging_for(unit, grads->types, &launch.moves));
     if (unit->held == NULL) {
         FC_TRY(fc_stream_pool_acquire(s, &s->inputs, fc_schedule_label(unit, ""),
-                                      unit->part_bytes * (size_t)unit->options.layout->n_ranks,
+                                      unit->options.layout->trainable_part_bytes *
+                                          (size_t)unit->options.layout->n_ranks,
                                       &unit->held));
     }
     launch.wire = unit->held->memory;
     return fc_schedule_move(unit, s->compute, "stage", &launch);
+}
+
+static fc_status scatter_sections(fc_schedule_unit *unit, const void *from, void *to)
+{
+    fc_schedule *s = unit->schedule;
+    const fc_layout *l = unit->options.layout;
+    size_t i;
+
+    for (i = 0; i < l->n_sections; i++) {
+        const fc_section *c = &l->sections[i];
+
+        FC_TRY(s->ops->reduce_scatter(s->options.device, unit->options.reduce, s->options.reduce,
+                                      fc_schedule_label(unit, "reduce-scatter"), (char *)to + c->at,
+                                      (const char *)from + (size_t)l->n_ranks * c->at,
+                                      c->bytes / fc_dtype_bytes(c->reduce), c->reduce));
+    }
+    return FC_OK;
+}
+
+static fc_status all_reduce_sections(fc_schedule_unit *unit, void *part)
+{
+    fc_schedule *s = unit->schedule;
+    const fc_layout *l = unit->options.layout;
+    size_t i;
+
+    for (i = 0; i < l->n_sections; i++) {
+        const fc_section *c = &l->sections[i];
+
+        FC_TRY(s->ops->all_reduce(s->options.device, unit->options.replicas, s->options.all_reduce,
+                                  fc_schedule_label(unit, "all-reduce"), (char *)part + c->at,
+                                  c->bytes / fc_dtype_bytes(c->reduce), c->reduce));
+    }
+    return FC_OK;
 }
 
 /* The own part of the sum over the shard group, and of what was scattered before. */
@@ -31,14 +68,11 @@ static fc_status scatter(fc_schedule_unit *unit, fc_stream_slot **out)
     fc_schedule *s = unit->schedule;
     fc_stream *reduce = s->options.reduce;
     fc_stream_slot *input = unit->held, *output, *partial = unit->partial;
-    size_t numel = unit->part_bytes / fc_dtype_bytes(unit->reduce);
 
-    FC_TRY(fc_stream_pool_acquire(s, &s->outputs, fc_schedule_label(unit, ""), unit->part_bytes,
-                                  &output));
+    FC_TRY(fc_stream_pool_acquire(s, &s->outputs, fc_schedule_label(unit, ""),
+                                  unit->options.layout->trainable_part_bytes, &output));
     *out = output;
-    FC_TRY(s->ops->reduce_scatter(s->options.device, unit->options.reduce, reduce,
-                                  fc_schedule_label(unit, "reduce-scatter"), output->memory,
-                                  input->memory, numel, unit->reduce));
+    FC_TRY(scatter_sections(unit, input->memory, output->memory));
     FC_TRY(fc_stream_slot_mark(s, input, reduce));
     fc_stream_pool_release(&s->inputs, input);
     unit->held = NULL;
@@ -104,9 +138,7 @@ static fc_status complete(fc_schedule_unit *unit, const fc_schedule_grads *grads
         stream = s->options.all_reduce;
         s->is_all_reducing = true;
         FC_TRY(fc_schedule_chain(s, FC_ORDER_SCATTERED, s->options.reduce, stream));
-        FC_TRY(s->ops->all_reduce(s->options.device, unit->options.replicas, stream,
-                                  fc_schedule_label(unit, "all-reduce"), output->memory,
-                                  unit->part_bytes / fc_dtype_bytes(unit->reduce), unit->reduce));
+        FC_TRY(all_reduce_sections(unit, output->memory));
     }
     FC_TRY(finish(unit, grads, output, stream));
     return fc_stream_slot_mark(s, output, stream);

@@ -85,12 +85,6 @@ static fc_status check(const fc_schedule_unit_options *o)
     const fc_layout *l = o->layout;
     size_t i;
 
-    if (l->trainable_part_bytes > 0 && !l->is_uniform) {
-        return fc_fail(FC_ERR_UNSUPPORTED,
-                       "unit '%s': its gradients are reduced in more than one type; put parameters"
-                       " of different types into units of their own",
-                       o->name);
-    }
     if (o->is_direct && !fc_gathers_fit(l)) {
         return fc_fail(FC_ERR_INVALID, "unit '%s' cannot be gathered into its parameters", o->name);
     }
@@ -102,7 +96,7 @@ static fc_status check(const fc_schedule_unit_options *o)
     return FC_OK;
 }
 
-/* Where offloaded shards lie on the device, and the type of what is reduced. */
+/* Where offloaded shards lie on the device, and whether anything is packed. */
 static void measure(fc_schedule_unit *unit)
 {
     const fc_layout *l = unit->options.layout;
@@ -114,12 +108,8 @@ static void measure(fc_schedule_unit *unit)
 
         unit->staging_at[i] = unit->staging_bytes;
         unit->staging_bytes = fc_round_up(unit->staging_bytes + bytes, FC_ALIGN);
-        if (p->has_grad && p->trainable) {
-            unit->reduce = p->reduce;
-        }
         unit->is_packed = unit->is_packed || !fc_schedule_is_sent_as_is(unit, p);
     }
-    unit->part_bytes = l->trainable_part_bytes;
 }
 
 /* The layout of the smaller group; it fills the same unsharded buffer. */

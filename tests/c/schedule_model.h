@@ -121,13 +121,23 @@ static inline size_t numel_of(const fc_param *p)
     return p->outer * p->rows * p->inner;
 }
 
-static inline void make_unit(program *p, int index)
+/* What a parameter is of beside its size. */
+static inline fc_param make_types(program *p)
 {
     static const fc_dtype computes[] = {FC_F32, FC_BF16, FC_F16};
-    unit_model *u = &p->units[index];
     fc_dtype compute = computes[draw(p, 3)];
     fc_dtype orig = draw(p, 4) == 0 ? FC_BF16 : FC_F32;
     fc_dtype reduce = draw(p, 2) == 0 ? FC_F32 : compute;
+
+    return (fc_param){
+        .orig = orig, .compute = compute, .reduce = reduce, .grad = orig, .has_grad = true};
+}
+
+static inline void make_unit(program *p, int index)
+{
+    unit_model *u = &p->units[index];
+    fc_param types = make_types(p);
+    bool is_mixed = draw(p, 3) == 0;
     size_t i, j;
 
     (void)snprintf(u->name, sizeof(u->name), "unit%d", index);
@@ -149,20 +159,16 @@ static inline void make_unit(program *p, int index)
         bool is_frozen = u->is_frozen || (i > 0 && draw(p, 4) == 0);
         size_t outer = 1 + draw(p, 2), rows = 1 + draw(p, 7), inner = 1 + draw(p, 6);
 
-        u->params[i] =
-            (fc_param){.outer = u->is_direct ? 1 : outer,
-                       .rows = u->is_direct ? (rows / 2 + 1) * (size_t)p->n_shards : rows,
-                       .inner = inner,
-                       .orig = orig,
-                       .compute = compute,
-                       .reduce = reduce,
-                       .grad = orig,
-                       .has_grad = true,
-                       .trainable = !is_frozen};
+        u->params[i] = is_mixed ? make_types(p) : types;
+        u->params[i].outer = u->is_direct ? 1 : outer;
+        u->params[i].rows = u->is_direct ? (rows / 2 + 1) * (size_t)p->n_shards : rows;
+        u->params[i].inner = inner;
+        u->params[i].trainable = !is_frozen;
         for (j = 0; j < numel_of(&u->params[i]); j++) {
             float x = (float)(int)draw(p, 64) - 32;
 
-            fc_kern_cast(FC_F32, orig)(u->start[i].bytes + j * fc_dtype_bytes(orig), &x, 1);
+            fc_kern_cast(FC_F32, u->params[i].orig)(
+                u->start[i].bytes + j * fc_dtype_bytes(u->params[i].orig), &x, 1);
         }
     }
     for (i = 0; i < 2; i++) {

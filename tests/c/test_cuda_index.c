@@ -399,7 +399,7 @@ static fc_wire wire_of_unit;
 
 static fc_status plan_stage(const fc_layout *layout, fc_runs *plan)
 {
-    return fc_layout_plan_stage(layout, grads_of_unit, wire_of_unit, layout->part_bytes, plan);
+    return fc_layout_plan_stage(layout, grads_of_unit, wire_of_unit, plan);
 }
 
 static fc_status plan_finish(const fc_layout *layout, fc_runs *plan)
@@ -407,7 +407,36 @@ static fc_status plan_finish(const fc_layout *layout, fc_runs *plan)
     return fc_layout_plan_finish(layout, wire_of_unit, plan);
 }
 
-static void check_finish(const unit *u, int rank, char *parts, const char *expected_parts)
+/* Where the chunk that a rank gets of a parameter lies in what is reduced. */
+static size_t staged_at(const fc_layout *layout, const fc_param *p, int rank)
+{
+    size_t before = 0, k;
+
+    for (k = 0; layout->sections[k].reduce != p->reduce; k++) {
+        before += (size_t)layout->n_ranks * layout->sections[k].bytes;
+    }
+    before += (size_t)rank * layout->sections[k].bytes + p->part_at - layout->sections[k].at;
+    return before / fc_dtype_bytes(p->reduce) * fc_dtype_bytes(fc_wire_dtype(p, wire_of_unit));
+}
+
+/* The part of a rank. */
+static char *part_of(const unit *u, int rank, const char *staged)
+{
+    const fc_layout *layout = &u->layout[rank];
+    char *part = take(layout->part_bytes);
+
+    for (size_t i = 0; i < u->n_params; i++) {
+        const fc_param *p = &layout->params[i];
+
+        if (p->has_grad && p->trainable && p->chunk_numel > 0) {
+            memcpy(part + fc_wire_at(p, wire_of_unit), staged + staged_at(layout, p, rank),
+                   p->chunk_numel * fc_dtype_bytes(fc_wire_dtype(p, wire_of_unit)));
+        }
+    }
+    return part;
+}
+
+static void check_finish(const unit *u, int rank, const char *part)
 {
     const fc_layout *layout = &u->layout[rank];
     const fc_sum sum = {(double)u->n_ranks, draw(2) == 0};
@@ -416,13 +445,12 @@ static void check_finish(const unit *u, int rank, char *parts, const char *expec
 
     memset(reduced, 0, layout->grad_bytes);
     memset(expected, 0, layout->grad_bytes);
-    addresses[FC_BASE_WIRE] = (uintptr_t)(parts + (size_t)rank * layout->part_bytes);
+    addresses[FC_BASE_WIRE] = (uintptr_t)part;
     addresses[FC_BASE_UNIT] = (uintptr_t)reduced;
     run_plan(plan_finish, layout, addresses, &sum);
     for (size_t i = 0; i < u->n_params; i++) {
         const fc_param *p = &u->of_rank[rank][i];
-        const void *src =
-            expected_parts + (size_t)rank * layout->part_bytes + fc_wire_at(p, wire_of_unit);
+        const void *src = part + fc_wire_at(p, wire_of_unit);
 
         if (p->has_grad && p->trainable) {
             fc_kern_reduce(fc_wire_dtype(p, wire_of_unit),
@@ -439,15 +467,16 @@ static void check_finish(const unit *u, int rank, char *parts, const char *expec
 static void check_reduce(const unit *u)
 {
     const fc_layout *layout = &u->layout[0];
-    const size_t bytes = (size_t)u->n_ranks * layout->part_bytes;
-    char *grads[PARAMS_MAX], *parts = take(bytes), *expected = take(bytes);
+    const size_t bytes = (size_t)u->n_ranks * layout->trainable_part_bytes;
+    const int finisher = (int)draw((uint64_t)u->n_ranks);
+    char *grads[PARAMS_MAX], *staged = take(bytes), *expected = take(bytes), *part;
     uint64_t addresses[FC_BASE_PARAMS + PARAMS_MAX];
 
     grads_of_unit = u->grads;
     wire_of_unit = layout->may_narrow ? (fc_wire)draw(3) : FC_WIRE_REDUCE;
-    memset(parts, 0x5a, bytes);
+    memset(staged, 0x5a, bytes);
     memset(expected, 0x5a, bytes);
-    addresses[FC_BASE_WIRE] = (uintptr_t)parts;
+    addresses[FC_BASE_WIRE] = (uintptr_t)staged;
     for (size_t i = 0; i < u->n_params; i++) {
         const fc_param *p = &u->of_rank[0][i];
         const fc_dtype type = fc_wire_dtype(p, wire_of_unit);
@@ -464,19 +493,20 @@ static void check_reduce(const unit *u)
             int owner;
             size_t at = chunk_at(p, u->n_ranks, o, row, n % p->inner, type, &owner);
 
-            convert_one(expected + (size_t)owner * layout->part_bytes +
-                            fc_wire_at(p, wire_of_unit) + at,
-                        type, grads[i] + n * fc_dtype_bytes(u->grads[i]), u->grads[i]);
+            convert_one(expected + staged_at(layout, p, owner) + at, type,
+                        grads[i] + n * fc_dtype_bytes(u->grads[i]), u->grads[i]);
         }
     }
     run_plan(plan_stage, layout, addresses, NULL);
-    CHECK(memcmp(parts, expected, bytes) == 0);
-    check_finish(u, (int)draw((uint64_t)u->n_ranks), parts, expected);
+    CHECK(memcmp(staged, expected, bytes) == 0);
+    part = part_of(u, finisher, expected);
+    check_finish(u, finisher, part);
     for (size_t i = 0; i < u->n_params; i++) {
         free(grads[i]);
     }
-    free(parts);
+    free(staged);
     free(expected);
+    free(part);
 }
 
 /* ---- flat runs ---- */

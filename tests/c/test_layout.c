@@ -108,6 +108,32 @@ static void check_buffers(const fc_layout *l)
     CHECK(l->part_bytes >= l->trainable_part_bytes);
 }
 
+/* Trainable parameters of one type stand together, and nobody else among them. */
+static void check_sections(const fc_layout *l)
+{
+    size_t end = 0;
+
+    for (size_t k = 0; k < l->n_sections; k++) {
+        const fc_section *c = &l->sections[k];
+
+        CHECK_EQ(c->at, end);
+        CHECK(c->bytes > 0 && c->bytes % fc_dtype_bytes(c->reduce) == 0);
+        CHECK(k == 0 || l->sections[k - 1].reduce < c->reduce);
+        end += c->bytes;
+    }
+    CHECK_EQ(end, l->trainable_part_bytes);
+    for (size_t i = 0; i < l->n_params; i++) {
+        const fc_param *p = &l->params[i];
+
+        for (size_t k = 0; k < l->n_sections && p->has_grad && p->chunk_numel > 0; k++) {
+            const fc_section *c = &l->sections[k];
+            bool is_in = p->part_at >= c->at && p->part_at < c->at + c->bytes;
+
+            CHECK_EQ(is_in, p->trainable && p->reduce == c->reduce);
+        }
+    }
+}
+
 /* One kernel call over all trainable parameters needs equal types at equal element offsets. */
 static void check_uniform(const fc_layout *l)
 {
@@ -168,6 +194,7 @@ static void test_random(void)
                          may_alias && copy[i].outer == 1 && copy[i].orig == copy[i].compute);
             }
             check_buffers(&l);
+            check_sections(&l);
             check_uniform(&l);
         }
     }
