@@ -46,7 +46,7 @@ C_SOURCES = {
     ),
     "csrc/comm": "comm mapped message pieces step",
     "csrc/group": (
-        "domain exchange gathers layout layout_runs schedule schedule_moves schedule_reduce "
+        "batch domain exchange gathers layout layout_runs schedule schedule_moves schedule_reduce "
         "schedule_setup schedule_slots slots unit waits"
     ),
 }

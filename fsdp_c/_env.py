@@ -96,6 +96,17 @@ MMAP_THRESHOLD = Variable(
     parse=_size,
 )
 
+BATCH_BYTES = Variable(
+    name="FSDP_C_BATCH_BYTES",
+    accepted="a number of bytes",
+    default=1 << 20,
+    meaning=(
+        "Where ranks share no memory, units of up to 64 KiB share collectives of up to this many"
+        " bytes on all ranks together; 0: each has its own. Equal on all ranks."
+    ),
+    parse=_size,
+)
+
 STRICT = Variable(
     name="FSDP_C_STRICT",
     accepted="0 or 1",
@@ -151,6 +162,7 @@ VARIABLES: tuple[
     TRANSPORT,
     KERNELS,
     MMAP_THRESHOLD,
+    BATCH_BYTES,
     STRICT,
     QUIET,
     KEEP_UNSHARDED,
@@ -162,6 +174,11 @@ VARIABLES: tuple[
 def is_strict() -> bool:
     """Whether FSDP_C_STRICT asks for torch's refusals."""
     return STRICT.get()
+
+
+def batch_bytes() -> int:
+    """FSDP_C_BATCH_BYTES; torch has no batches."""
+    return 0 if is_strict() else BATCH_BYTES.get()
 
 
 def keeps_unsharded() -> bool:

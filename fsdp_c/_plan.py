@@ -267,6 +267,8 @@ def _make_domains(
     streams: _C.Streams | None,
 ) -> tuple[_C.Domain, _C.Domain | None]:
     units = [(unit_name(g), [_param_row(p) for p in g.fsdp_params]) for g in groups]
+    # What replicas add up next has to be there at once.
+    batch_bytes = _env.batch_bytes() if streams is None and replicate_pg is None else 0
 
     def make(process_group: dist.ProcessGroup, is_replicate: bool) -> _C.Domain:
         get = _comm.transport_for if streams is None else _comm.messages_for
@@ -274,7 +276,7 @@ def _make_domains(
         if streams is not None:
             _device.connect(streams, process_group, groups[0].device)
         _check_same_model(process_group, groups)
-        unit_args = (units, shard_pg.rank(), shard_pg.size())
+        unit_args = (units, shard_pg.rank(), shard_pg.size(), batch_bytes)
         return _C.Domain(
             transport, is_replicate, *unit_args, streams, str(process_group.group_name)
         )

@@ -21,6 +21,7 @@ PUBLIC = {
     "transport": ["nccl.h", "transport.h"],
     "comm": ["comm.h"],
     "group": [
+        "batch.h",
         "domain.h",
         "exchange.h",
         "gathers.h",

@@ -1,11 +1,12 @@
-// _C.Domain(transport, kind, units, shard_rank, n_shards, streams, group): builds fc_domain from
-// plain Python data.
+// _C.Domain(transport, kind, units, shard_rank, n_shards, batch_bytes, streams, group): builds
+// fc_domain from plain Python data.
 #include "bind/domain.h"
 
 #include "base/alloc.h"
 #include "bind/python.h"
 #include "bind/tensors.h"
 #include "bind/transport.h"
+#include "group/batch.h"
 #include "group/unit.h"
 #include "group/waits.h"
 
@@ -96,8 +97,9 @@ PyObject *domain_new(PyTypeObject *type, PyObject *args, PyObject *)
         PyObject *transport, *units, *streams = Py_None;
         const char *group = "";
         int is_replicate, shard_rank, n_shards;
-        if (!PyArg_ParseTuple(args, "OpO!ii|Os", &transport, &is_replicate, &PyList_Type, &units,
-                              &shard_rank, &n_shards, &streams, &group)) {
+        Py_ssize_t batch_bytes;
+        if (!PyArg_ParseTuple(args, "OpO!iin|Os", &transport, &is_replicate, &PyList_Type, &units,
+                              &shard_rank, &n_shards, &batch_bytes, &streams, &group)) {
             return nullptr;
         }
         const UnitList list(units);
@@ -107,6 +109,7 @@ PyObject *domain_new(PyTypeObject *type, PyObject *args, PyObject *)
                                is_replicate ? FC_DOMAIN_REPLICATE : FC_DOMAIN_SHARD,
                                list.descs.data(), list.descs.size(), shard_rank, n_shards,
                                &object->domain));
+        fc_batch_limit(object->domain, static_cast<size_t>(batch_bytes));
         object->transport = Py_NewRef(transport);
         if (streams != Py_None) {
             object->comm = streams_of(streams)->collectives().find(group);

@@ -130,6 +130,18 @@ void Unit::make_gradients(bool all)
     flat_uses_ = grads_flat_.storage().use_count();
 }
 
+bool Unit::has_hooks() const
+{
+    for (const Param &p : params_) {
+        const at::Tensor &tensor = p.sharded_tensor();
+        if (torch::autograd::impl::get_autograd_meta(tensor) != nullptr &&
+            torch::autograd::impl::post_acc_grad_hooks(tensor)) {
+            return true;
+        }
+    }
+    return false;
+}
+
 // Runs the post-accumulate hooks of a parameter whose gradient is final, now or at the end of the
 // phase.
 void Unit::after_write(size_t index, const ReduceOptions &options)

@@ -6,6 +6,7 @@
 #include "bind/events.h"
 #include "bind/gradients.h"
 #include "bind/tensors.h"
+#include "group/batch.h"
 #include "group/waits.h"
 
 #include <ATen/core/grad_mode.h>
@@ -357,7 +358,7 @@ void Unit::count_reduction(const std::vector<at::Tensor> &grads)
     }
     const fc_layout *layout = fc_unit_layout(shard_);
     const size_t n_peers = static_cast<size_t>(layout->n_ranks - 1);
-    traffic_.reductions++;
+    traffic_.reductions += !fc_batch_joins(shard_); // what a batch does counts for its first unit
     for (size_t i = 0; i < grads.size(); i++) {
         const fc_param &p = layout->params[i];
         if (grads[i].defined()) {
@@ -526,9 +527,42 @@ void Unit::post_own(const std::vector<at::Tensor> &grads, const ReduceOptions &o
     }
 }
 
+// Its gradients are there when the batch is summed up, at the end of backward at the latest.
+void Unit::post_to_batch(const std::vector<at::Tensor> &grads)
+{
+    std::vector<uint64_t> mask(fc_unit_layout(shard_)->mask_words);
+    for (size_t i = 0; i < grads.size(); i++) {
+        if (grads[i].defined()) {
+            set_bit(mask, i);
+        }
+    }
+    char *parts = nullptr;
+    size_t pitch = 0;
+    check(fc_batch_add(shard_, mask.data(), &parts, &pitch));
+    for (size_t i = 0; i < grads.size(); i++) {
+        if (grads[i].defined()) {
+            stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()),
+                  FC_WIRE_REDUCE, FC_TO_ALL, parts, pitch);
+        }
+    }
+}
+
+void Unit::finish_batched(const fc_source &sum, const ReduceOptions &options)
+{
+    write_gradients(shard_, {sum}, options);
+}
+
 void Unit::post_messages(const std::vector<at::Tensor> &grads, const ReduceOptions &options,
                          const Progress &progress)
 {
+    fc_domain *waiting = fc_batch_waiting(domain_);
+    if (waiting != nullptr && !fc_batch_joins(shard_)) {
+        progress(waiting);
+    }
+    if (fc_batch_admits(shard_)) {
+        post_to_batch(grads);
+        return;
+    }
     const fc_layout *layout = fc_unit_layout(shard_);
     const size_t n_ranks = static_cast<size_t>(layout->n_ranks);
     Scratch parts(n_ranks * layout->part_bytes);

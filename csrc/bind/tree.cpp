@@ -3,10 +3,12 @@
 
 #include "bind/events.h"
 #include "bind/tensors.h"
+#include "group/batch.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <memory>
 #include <utility>
 
 namespace fc {
@@ -43,10 +45,28 @@ Progress progress_of(TreeObject *tree)
     return [tree](fc_domain *domain) { finish_ready(tree, domain, FC_SEARCH_OWN); };
 }
 
+// Sums up what waits in the domain for others to share its collective.
+void finish_batch(fc_domain *domain)
+{
+    fc_batch *taken = nullptr;
+    check(fc_batch_reduce(domain, &taken));
+    const std::unique_ptr<fc_batch, decltype(&fc_batch_give_back)> batch(taken, fc_batch_give_back);
+    fc_source sum;
+    while (fc_unit *lane = batch ? fc_batch_next(batch.get(), &sum) : nullptr) {
+        auto *group = static_cast<GroupObject *>(fc_unit_owner(lane));
+        if (group != nullptr && group->unit != nullptr) { // else its module is gone
+            group->unit->finish_batched(sum, reduce_options(group));
+        }
+    }
+}
+
 // Finishes what the exchange offers.
 void finish_ready(TreeObject *tree, fc_domain *domain, fc_search search)
 {
     if (!fc_domain_is_mapped(domain)) {
+        if (search != FC_SEARCH_OLDEST) {
+            finish_batch(domain);
+        }
         return;
     }
     for (;;) {

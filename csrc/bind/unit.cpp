@@ -6,6 +6,7 @@
 #include "bind/domain.h"
 #include "bind/events.h"
 #include "bind/tensors.h"
+#include "group/batch.h"
 
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/Dtype.h>
@@ -284,11 +285,10 @@ void Unit::gather_messages()
         shards.push_back(p.local.const_data_ptr());
     }
     take_slot();
+    const fc_batch_gather gather = {shard_, shards.data(), slot_, has_hooks()};
     void *pack = nullptr;
-    check(fc_slots_acquire(slots(), (static_cast<size_t>(layout->n_ranks) + 1) * layout->pack_bytes,
-                           &pack));
-    const fc_status status =
-        fc_unit_gather(shard_, shards.data(), slot_, static_cast<char *>(pack));
+    check(fc_slots_acquire(slots(), fc_batch_pack_bytes(&gather, 1), &pack));
+    const fc_status status = fc_batch_all_gather(&gather, 1, static_cast<char *>(pack));
     fc_slots_release(slots(), pack);
     check(status);
     traffic_.copied += layout->pack_bytes + bytes_;

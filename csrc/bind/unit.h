@@ -178,6 +178,8 @@ public:
     void post(bool with_unused, const ReduceOptions &options, const Progress &progress);
     // Adds up what `lane` (the shard's or the replicas') has ready.
     void finish(fc_unit *lane, const ReduceOptions &options, const Progress &progress);
+    // Takes its part of a batch.
+    void finish_batched(const fc_source &sum, const ReduceOptions &options);
     // Sums over shards that the replicas have not seen yet (HSDP).
     bool has_partial_sums() const;
     // Of each parameter, a copy, flat and in its reduce dtype; undefined: none, or on a device.
@@ -218,6 +220,7 @@ private:
     void refresh();
     void renew_if_written();
     void gather_messages();
+    bool has_hooks() const; // post-accumulate hooks of its parameters
     void take_slot();
     void release_slot(bool to_slice = false);
     // True if reshard leaves the memory.
@@ -232,6 +235,7 @@ private:
     void settle();
     void post_messages(const std::vector<at::Tensor> &grads, const ReduceOptions &options,
                        const Progress &progress);
+    void post_to_batch(const std::vector<at::Tensor> &grads);
     void post_own(const std::vector<at::Tensor> &grads, const ReduceOptions &options,
                   const Progress &progress);
     void post_to_replicas(const std::vector<at::Tensor> &grads, const Progress &progress);

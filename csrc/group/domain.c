@@ -222,6 +222,7 @@ size_t fc_domain_trim(fc_domain *domain)
             unit->spare = next;
         }
     }
+    batch_trim(domain);
     if (domain->region == NULL) {
         return 0;
     }
@@ -310,6 +311,7 @@ void fc_domain_destroy(fc_domain *domain)
     if (domain->next != NULL) {
         unlink_from_ring(domain);
     }
+    batch_trim(domain);
     for (i = 0; i < domain->n_units; i++) {
         unit_fini(&domain->units[i]);
     }
@@ -402,6 +404,7 @@ void fc_domain_open(fc_domain *domain, fc_phase kind)
         fc_domain_fail(domain);
     }
     fc_exchange_reset(domain);
+    batch_drop(domain);
     phase = phase_of(domain->clock);
     phase = is_backward ? phase + 1 : (phase | PHASE_MASK) + 1;
     domain->is_ready = domain->n_ranks == 1;
@@ -623,6 +626,7 @@ void fc_domain_fail(fc_domain *domain)
     if (!fc_domain_is_open(domain)) {
         return;
     }
+    batch_drop(domain);
     if (domain->is_mapped) {
         fc_transport_publish(domain->transport, &domain_clock(domain, domain->rank)->failed,
                              phase_of(domain->clock));

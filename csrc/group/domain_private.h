@@ -3,6 +3,7 @@
 #define FC_GROUP_DOMAIN_PRIVATE_H
 
 #include "base/alloc.h"
+#include "group/batch.h"
 #include "group/domain.h"
 #include "group/layout.h"
 #include "group/waits.h"
@@ -66,6 +67,8 @@ struct fc_unit {
     uint64_t *mask;    /* owned; the post under construction */
     drained **drained; /* owned; a list per rank, oldest first */
     drained *spare;    /* owned; for reuse */
+    /* Over messages: some rank wants its gradients at once, by the unit's last gather. */
+    bool is_observed;
 };
 
 /* A post's room in this rank's arena; a queue, oldest first. */
@@ -102,6 +105,9 @@ struct fc_domain {
     fc_waits *waits;    /* owned; units, then the ends of phases, by fc_wait_kind */
     uint64_t *wait_ns;  /* owned; by peer */
     uint64_t phases[2]; /* forwards, backwards */
+    /* Over messages; batch.c. */
+    size_t batch_limit;
+    fc_batch *batch; /* owned; NULL before the first post that waits */
 };
 
 static inline clock_line *domain_clock(const fc_domain *domain, int rank)
@@ -150,8 +156,11 @@ fc_status domain_check_peer(const fc_domain *domain, int peer, const char *op, c
 fc_status waits_init(fc_domain *domain);
 fc_status waits_await(fc_domain *domain, const fc_unit *unit, fc_wait_kind kind, int peer,
                       fc_ready_fn ready, void *arg, const fc_wait_info *info);
-/* A collective of a message transport. */
-fc_status waits_all_gather(fc_unit *unit, void *recv, const void *send, size_t send_bytes);
+/* Collectives of a message transport, for a unit and those after it, `n_units` in all. */
+fc_status waits_all_gather(fc_unit *unit, size_t n_units, void *recv, const void *send,
+                           size_t send_bytes);
+fc_status waits_reduce_scatter(fc_unit *unit, size_t n_units, void *recv, void *send,
+                               size_t recv_numel, fc_dtype dtype);
 
 static inline fc_wait_kind waits_gather_kind(const fc_domain *domain)
 {
@@ -160,6 +169,10 @@ static inline fc_wait_kind waits_gather_kind(const fc_domain *domain)
 
 /* Collects what peers have read from this rank's arena; exchange.c. */
 void exchange_reclaim(fc_domain *domain);
+
+/* Forgets the posts that wait in a batch, or frees its memory, too; batch.c. */
+void batch_drop(fc_domain *domain);
+void batch_trim(fc_domain *domain);
 
 /* Drops the copies of posts up to `tag`; exchange.c. */
 void exchange_drop_drained(fc_unit *unit, uint64_t tag);

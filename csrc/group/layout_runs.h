@@ -1,7 +1,7 @@
 /* A unit's layout as plans for GPU kernels: pack, unpack, stage and finish. Pure functions.
  *
- * They move what fc_unit_gather, fc_unit_stage and fc_unit_reduce move on the CPU, for all
- * parameters of a unit and all ranks at once. A plan's size does not depend on the number of ranks.
+ * They move what fc_unit_pack, unpack, stage and reduce move on the CPU, for all parameters of a
+ * unit and all ranks at once. A plan's size does not depend on the number of ranks.
  */
 #ifndef FC_GROUP_LAYOUT_RUNS_H
 #define FC_GROUP_LAYOUT_RUNS_H

@@ -100,29 +100,24 @@ void fc_unit_discard_writes(fc_unit *unit, size_t param)
     fc_region_discard_writes(unit->domain->region, unit->full_at + p->full_at, bytes);
 }
 
-fc_status fc_unit_gather(fc_unit *unit, const void *const *shards, void *dst, char *pack)
+void fc_unit_pack(const fc_unit *unit, const void *const *shards, char *pack)
 {
-    const fc_layout *layout = &unit->layout;
-    char *received = pack + layout->pack_bytes;
-    size_t i;
-    int r;
-
-    for (i = 0; i < layout->n_params; i++) {
+    for (size_t i = 0; i < unit->layout.n_params; i++) {
         const fc_param *p = &unit->params[i];
 
         convert(pack + p->pack_at, p->compute, shards[i], p->orig,
                 p->outer * p->own_rows * p->inner);
     }
-    FC_TRY(waits_all_gather(unit, received, pack, layout->pack_bytes));
-    for (r = 0; r < layout->n_ranks; r++) {
-        for (i = 0; i < layout->n_params; i++) {
-            const fc_param *p = &unit->params[i];
+}
 
-            scatter_chunk(p, r, fc_layout_rows(p, r, layout->n_ranks), (char *)dst + p->full_at,
-                          received + (size_t)r * layout->pack_bytes + p->pack_at, p->compute);
-        }
+void fc_unit_unpack(const fc_unit *unit, int rank, const char *pack, void *dst)
+{
+    for (size_t i = 0; i < unit->layout.n_params; i++) {
+        const fc_param *p = &unit->params[i];
+
+        scatter_chunk(p, rank, fc_layout_rows(p, rank, unit->layout.n_ranks),
+                      (char *)dst + p->full_at, pack + p->pack_at, p->compute);
     }
-    return FC_OK;
 }
 
 /* ---- gradients ---- */

@@ -39,10 +39,10 @@ void fc_unit_discard_writes(fc_unit *unit, size_t param);
 
 /* ---- parameters, message domains ---- */
 
-/* All-gathers `shards` (one per parameter, own_rows each) into dst, laid out as the unsharded
- * buffer. pack holds (n_ranks + 1) * pack_bytes of scratch memory. */
-FC_MUST_CHECK fc_status fc_unit_gather(fc_unit *unit, const void *const *shards, void *dst,
-                                       char *pack);
+/* Writes `shards` (one per parameter, own_rows each) to this rank's pack. */
+void fc_unit_pack(const fc_unit *unit, const void *const *shards, char *pack);
+/* A rank's pack into dst, laid out as the unsharded buffer. */
+void fc_unit_unpack(const fc_unit *unit, int rank, const char *pack, void *dst);
 
 /* ---- gradients ---- */
 

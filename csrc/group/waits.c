@@ -4,6 +4,7 @@
 #include "base/clock.h"
 #include "group/domain_private.h"
 
+#include <stdio.h>
 #include <string.h>
 
 static fc_waits *entry_of(fc_domain *domain, size_t unit, fc_wait_kind kind)
@@ -84,39 +85,54 @@ void fc_waits_reset(fc_domain *domain)
 
 /* ---- messages ---- */
 
-/* Counts a collective that began at `start_ns`; its status, with the unit if it failed. */
-static fc_status counted(fc_unit *unit, fc_wait_kind kind, int64_t start_ns, fc_status st)
+/* Counts a collective of `n_units` from this one on that began at `start_ns`; its status, with the
+ * unit if it failed. */
+static fc_status counted(fc_unit *unit, size_t n_units, fc_wait_kind kind, int64_t start_ns,
+                         fc_status st)
 {
     count(unit->domain, unit->index, kind, -1, 1, (uint64_t)(fc_now_ns() - start_ns));
     if (st == FC_ERR_GROUP) {
-        return fc_fail(st,
-                       "%s of FSDP unit '%s' failed on rank %d of %d. A rank may have skipped the "
-                       "unit or have ended: over a process group all ranks call the same units in "
-                       "the same order (set_reduce_scatter_unused_params(True) where they use "
-                       "different parameters of one). The group says",
-                       kind == FC_WAIT_REDUCE ? "reduction" : "all-gather", unit->name,
-                       unit->domain->rank, unit->domain->n_ranks);
+        char others[48] = "";
+
+        if (n_units > 1) {
+            (void)snprintf(others, sizeof(others), ", with %zu after it,", n_units - 1);
+        }
+        return fc_fail(
+            st,
+            "%s of FSDP unit '%s'%s failed on rank %d of %d. A rank may have skipped the "
+            "unit or have ended: over a process group all ranks call the same units in "
+            "the same order (set_reduce_scatter_unused_params(True) where they use "
+            "different parameters of one). The group says",
+            kind == FC_WAIT_REDUCE ? "reduction" : "all-gather", unit->name, others,
+            unit->domain->rank, unit->domain->n_ranks);
     }
     return st;
 }
 
-fc_status waits_all_gather(fc_unit *unit, void *recv, const void *send, size_t send_bytes)
+fc_status waits_all_gather(fc_unit *unit, size_t n_units, void *recv, const void *send,
+                           size_t send_bytes)
 {
     const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
     int64_t start_ns = fc_now_ns();
 
-    return counted(unit, waits_gather_kind(unit->domain), start_ns,
+    return counted(unit, n_units, waits_gather_kind(unit->domain), start_ns,
                    messages->all_gather(messages->context, recv, send, send_bytes));
+}
+
+fc_status waits_reduce_scatter(fc_unit *unit, size_t n_units, void *recv, void *send,
+                               size_t recv_numel, fc_dtype dtype)
+{
+    const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
+    int64_t start_ns = fc_now_ns();
+
+    return counted(unit, n_units, FC_WAIT_REDUCE, start_ns,
+                   messages->reduce_scatter(messages->context, recv, send, recv_numel, dtype));
 }
 
 fc_status fc_waits_reduce_scatter(fc_unit *unit, void *recv, void *send, size_t recv_numel,
                                   fc_dtype dtype)
 {
-    const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
-    int64_t start_ns = fc_now_ns();
-
-    return counted(unit, FC_WAIT_REDUCE, start_ns,
-                   messages->reduce_scatter(messages->context, recv, send, recv_numel, dtype));
+    return waits_reduce_scatter(unit, 1, recv, send, recv_numel, dtype);
 }
 
 fc_status fc_waits_all_reduce(fc_unit *unit, void *data, size_t numel, fc_dtype dtype)
@@ -124,6 +140,6 @@ fc_status fc_waits_all_reduce(fc_unit *unit, void *data, size_t numel, fc_dtype 
     const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
     int64_t start_ns = fc_now_ns();
 
-    return counted(unit, FC_WAIT_REDUCE, start_ns,
+    return counted(unit, 1, FC_WAIT_REDUCE, start_ns,
                    messages->all_reduce(messages->context, data, numel, dtype));
 }

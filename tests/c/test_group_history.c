@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 
 #include "domains.h"
+#include "group/batch.h"
 
 #define N_UNITS 2
 #define N_PARAMS 4
@@ -546,6 +547,7 @@ static void body_messages(int rank, int n_ranks, void *arg)
     fc_unit *unit;
     const fc_layout *layout;
     const void *shards[N_PARAMS];
+    fc_batch_gather gather;
     char *full, *pack;
     member m = {.rank = rank, .n_ranks = n_ranks};
 
@@ -567,7 +569,8 @@ static void body_messages(int rank, int n_ranks, void *arg)
     unit = first_unit(&m);
     layout = fc_unit_layout(unit);
     full = calloc(1, layout->full_bytes);
-    pack = malloc((size_t)(n_ranks + 1) * layout->pack_bytes);
+    gather = (fc_batch_gather){.unit = unit, .shards = shards, .dst = full};
+    pack = malloc(fc_batch_pack_bytes(&gather, 1));
     CHECK_OR_EXIT(full != NULL && pack != NULL);
     for (size_t k = 0; k < N_PARAMS; k++) {
         const fc_param *p = &layout->params[k];
@@ -583,7 +586,7 @@ static void body_messages(int rank, int n_ranks, void *arg)
     }
     fc_domain_open(m.domain, FC_PHASE_FORWARD);
     CHECK_OK(fc_domain_ready(m.domain, unit));
-    CHECK_OK(fc_unit_gather(unit, shards, full, pack));
+    CHECK_OK(fc_batch_all_gather(&gather, 1, pack));
     CHECK_OK(fc_domain_close(m.domain));
     check_buffer(layout, 0, full, steps);
     fc_domain_open(m.domain, FC_PHASE_BACKWARD);

@@ -1,0 +1,204 @@
+"""Small units that share collectives over a process group, beside torch's own units."""
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from models import Branches, Net, data
+from parity import Pair, Side, Tolerance, on_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_c
+from fsdp_c import _comm
+
+
+@functools.cache
+def mesh_of_messages() -> DeviceMesh:
+    """Its ranks talk over the process group, in units that are made by `shard`."""
+    return DeviceMesh.from_group(dist.new_group(), "cpu")
+
+
+def shard(model: nn.Module, fsdp: Any, how: str = "blocks", **options: Any) -> None:
+    getattr(models, f"shard_{how}")(model, fsdp, mesh=mesh_of_messages(), **options)
+
+
+@contextlib.contextmanager
+def messages() -> Iterator[dict[str, int]]:
+    """Over messages; counts collectives of the core."""
+    calls = {"all_gather": 0, "reduce_scatter": 0}
+    kept = {name: getattr(_comm._Messages, name) for name in calls}
+
+    def counting(name: str) -> Any:
+        def call(*args: Any) -> None:
+            calls[name] += 1
+            kept[name](*args)
+
+        return call
+
+    os.environ["FSDP_C_TRANSPORT"] = "callback"
+    for name in calls:
+        setattr(_comm._Messages, name, counting(name))
+    try:
+        yield calls
+    finally:
+        for name, function in kept.items():
+            setattr(_comm._Messages, name, function)
+        del os.environ["FSDP_C_TRANSPORT"]
+
+
+def pair_of(build: Any, how: str = "blocks", tolerance: Any = None, **options: Any) -> Pair:
+    return Pair(build, lambda m, fsdp: shard(m, fsdp, how, **options), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("how", ["blocks", "deep", "grouped"])
+@on_ranks(2, 3)
+def test_training(rank: int, n_ranks: int, how: str) -> None:
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    # Sums of float32 over bf16 gradients; the forward is the same.
+    close = Tolerance(scaled=1e-5, realign=True)
+    with messages():
+        for options in (
+            {},
+            {"reshard_after_forward": False},
+            {"mp_policy": bf16, "tolerance": close},
+        ):
+            pair = pair_of(Net, how, **options)
+            for step in range(3):
+                pair.step(data(rank, step))
+            pair.eval_forward(data(rank, 3))
+            pair.step(data(rank, 4))
+
+
+@on_ranks(2, 3)
+def test_what_changes_between_steps(rank: int, n_ranks: int) -> None:
+    with messages():
+        pair = pair_of(Branches)
+        for step, use in enumerate([(0, 1, 2), (0, 1, 2), (2, 1), (0, 0, 1), (1,), (0, 1, 2)]):
+            pair.step(data(rank, step), use=use)
+        for step in range(2):  # micro-batches, of which the first is not reduced
+            pair.do(lambda side, step=step: side.model.set_requires_gradient_sync(step == 1))
+            pair.forward(data(rank, step))
+            pair.backward()
+        pair.optimize()
+        pair.do(lambda side: side.model.blocks[1].unshard())
+        pair.step(data(rank, 6))
+        pair.do(lambda side: side.model.blocks[1].requires_grad_(False))
+        for step in range(7, 9):
+            pair.step(data(rank, step))
+
+
+class Fragile(Net):
+    """Raises in forward, or in backward, behind its second block."""
+
+    where = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index == 1 and self.where == "forward":
+                raise ZeroDivisionError
+            if index == 1 and self.where == "backward":
+                x.register_hook(lambda grad: 1 // 0)
+        return x
+
+
+@on_ranks(2)
+def test_a_right_step_follows_an_exception(rank: int, n_ranks: int) -> None:
+    with messages():
+        side = Side("tested", fsdp_c, lambda: Fragile(4, own=False), shard, None)
+        wanted = None
+        for where in ("", "forward", "backward", ""):
+            side.model.where = where
+            with pytest.raises(ZeroDivisionError) if where else contextlib.nullcontext():
+                side.model(data(rank)).square().sum().backward()
+            grads = [p.grad for p in side.model.parameters()]
+            if not where:
+                found = [grad.to_local().clone() for grad in grads]
+                torch.testing.assert_close(found, wanted or found, rtol=0, atol=0)
+                wanted = found
+            side.model.zero_grad()
+
+
+def train(model: nn.Module, rank: int) -> None:
+    model(data(rank)).square().sum().backward()
+
+
+@on_ranks(2, 3)
+def test_units_share_a_reduction(rank: int, n_ranks: int) -> None:
+    with messages() as calls:
+        model = Net(6, own=False)
+        shard(model, fsdp_c)
+        train(model, rank)
+        assert calls == {"all_gather": 12, "reduce_scatter": 1}, calls
+        traffic = fsdp_c.stats(model).traffic
+        assert [unit.reductions for unit in traffic] == [0, 0, 0, 0, 0, 1]
+        assert len({unit.reduced for unit in traffic}) == 1
+        # Who looks at gradients of a unit sees them as soon as under torch; those before come, too.
+        seen = []
+        param = model.blocks[2].up.weight
+        if rank == 0:
+            blocks = list(reversed(model.blocks))
+            param.register_post_accumulate_grad_hook(
+                lambda p: seen.append([b.up.weight.grad is not None for b in blocks])
+            )
+        model.zero_grad()
+        calls["reduce_scatter"] = 0
+        train(model, rank)
+        assert calls["reduce_scatter"] == 3
+        assert seen == ([[True] * 4 + [False] * 2] if rank == 0 else [])
+
+
+@on_ranks(2)
+def test_what_does_not_share(rank: int, n_ranks: int) -> None:
+    wide = functools.partial(Net, 4, own=False, width=6, hidden=2000)
+    half = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    with messages() as calls:
+        for build, policies, variable, n_reductions in (
+            (wide, [None] * 4, {}, 4),
+            (lambda: Net(4, own=False), [None, half, None, None], {}, 3),
+            (lambda: Net(4, own=False), [None] * 4, {"FSDP_C_BATCH_BYTES": "0"}, 4),
+            (lambda: Net(4, own=False), [None] * 4, {"FSDP_C_BATCH_BYTES": "5000"}, 2),
+            (lambda: Net(4, own=False), [None] * 4, {"FSDP_C_STRICT": "1"}, 4),
+        ):
+            os.environ.update(variable)
+            model = build()
+            for block, policy in zip(model.blocks, policies, strict=True):
+                options = {"mp_policy": policy} if policy else {}
+                fsdp_c.fully_shard(block, mesh=mesh_of_messages(), **options)
+            fsdp_c.fully_shard(model, mesh=mesh_of_messages())
+            calls["reduce_scatter"] = 0
+            model(data(rank)).square().sum().backward()
+            assert calls["reduce_scatter"] == n_reductions, (calls, variable)
+            for name in variable:
+                del os.environ[name]
+
+
+@on_ranks(2)
+def test_limits_that_differ_are_named(rank: int, n_ranks: int) -> None:
+    with messages():
+        os.environ["FSDP_C_BATCH_BYTES"] = str(rank << 20)
+        model = Net(own=False)
+        shard(model, fsdp_c)
+        try:
+            with pytest.raises(RuntimeError, match=r"FSDP_C_BATCH_BYTES .* must be the same"):
+                model(data(rank))
+        finally:
+            del os.environ["FSDP_C_BATCH_BYTES"]
+
+
+@on_ranks(2)
+def test_units_that_differ_are_named(rank: int, n_ranks: int) -> None:
+    """Of one size: their bytes would pass for each other's."""
+    with messages():
+        model = Branches()
+        shard(model, fsdp_c)
+        with pytest.raises(RuntimeError, match=rf"rank {rank} gathers FSDP unit 'blocks.{rank}'"):
+            model(data(rank), use=(rank,))
