@@ -93,7 +93,7 @@ static void run_job(const fc_kern_table *table, const kernel_job *job, void *out
         table->adam(&adam, FC_ROOT_NEAREST, out, srcs[0], moments[0], moments[1], numel, 0);
         return;
     case SGD:
-        table->sgd(&sgd, out, srcs[0], moments[0], numel);
+        table->sgd(&sgd, out, srcs[0], moments[0], numel, 0);
         return;
     case NORMS:
         run_norms(table, out, numel);

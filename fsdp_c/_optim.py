@@ -43,7 +43,9 @@ CLASSES: tuple[type[optim.Optimizer], ...] = (
 _KNOWN = "_fsdp_c_members"
 # With one of these they compute otherwise.
 _ADAM_SWITCHES = ("amsgrad", "maximize", "capturable", "differentiable")
-_SGD_SWITCHES = ("maximize", "differentiable", "fused")
+_SGD_SWITCHES = ("maximize", "differentiable")
+# What a GradScaler leaves to an optimizer's step: to unscale, and to pass over what is not finite.
+_UNSCALED = {"grad_scale": None, "found_inf": None}
 
 _units: weakref.WeakSet[Any] = weakref.WeakSet()
 _originals: dict[type[optim.Optimizer], Callable[..., Any]] = {}
@@ -163,32 +165,40 @@ def _members_of(optimizer: optim.Optimizer, group: dict[str, Any]) -> _Members |
 
 def _step_adam(optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Params) -> bool:
     """Steps the whole group in one pass over memory; False if torch has to."""
-    rate = group["lr"]
-    if group["fused"] and type(rate) is Tensor and rate.is_cpu:  # torch's kernel takes its number
-        rate = rate.item()
-    numbers = (rate, *group["betas"], group["eps"], group["weight_decay"])
+    numbers = (_rate(group), *group["betas"], group["eps"], group["weight_decay"])
     if any(group[name] for name in _ADAM_SWITCHES) or not _are_plain(numbers):
         return False
     if not _runs_torchs_arithmetic(optim.Adam):  # AdamW's too
         return False
-    lanes = _fused_lanes() if group["fused"] else 0
-    if lanes is None or getattr(optimizer, "grad_scale", None) is not None or not _agrees(lanes):
+    lanes = _lanes(_agrees, bool(group["fused"]))
+    if lanes is None or _is_scaled(optimizer):
         return False
     return plan.step_adam(optimizer.state, *numbers, group["decoupled_weight_decay"], lanes)
 
 
 def _step_sgd(optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Params) -> bool:
     """The same for SGD."""
-    numbers = (group["lr"], group["momentum"], group["dampening"], group["weight_decay"])
+    numbers = (_rate(group), group["momentum"], group["dampening"], group["weight_decay"])
     if any(group[name] for name in _SGD_SWITCHES) or not _are_plain(numbers):
         return False
     if not _runs_torchs_arithmetic(optim.SGD):
         return False
     # torch writes the look ahead into the gradients then.
     writes_gradients = group["foreach"] and group["nesterov"]
-    if writes_gradients or not _sgd_agrees():
+    lanes = _lanes(_sgd_agrees, bool(group["fused"]))
+    if lanes is None or writes_gradients or _is_scaled(optimizer):
         return False
-    return plan.step_sgd(optimizer.state, *numbers, group["nesterov"])
+    return plan.step_sgd(optimizer.state, *numbers, group["nesterov"], lanes)
+
+
+def _rate(group: dict[str, Any]) -> Any:
+    """The learning rate; of a tensor torch's fused kernels take the number."""
+    rate = group["lr"]
+    return rate.item() if group["fused"] and type(rate) is Tensor and rate.is_cpu else rate
+
+
+def _is_scaled(optimizer: optim.Optimizer) -> bool:
+    return any(getattr(optimizer, name, None) is not None for name in _UNSCALED)
 
 
 def _are_plain(numbers: Iterable[Any]) -> bool:
@@ -197,58 +207,63 @@ def _are_plain(numbers: Iterable[Any]) -> bool:
     return not is_watched and all(type(number) in (float, int) for number in numbers)
 
 
-def _fused_lanes() -> int | None:
-    """How many floats torch's fused kernel takes at a time; None: not known."""
-    return next(filter(_agrees, (16, 8)), None)
-
-
 @functools.cache
+def _lanes(agrees: Callable[[int], bool], is_fused: bool) -> int | None:
+    """How many floats torch's fused kernel takes at a time, 0 without it; None: not known."""
+    with torch.inference_mode(False), torch.no_grad():
+        return next(filter(agrees, (16, 8) if is_fused else (0,)), None)
+
+
 def _agrees(fused_lanes: int) -> bool:
     """Whether the pass gives this torch's bits on this CPU, tried on a few numbers."""
+    betas = {"beta1": 0.9, "beta2": 0.999}
+    switches = dict.fromkeys(_ADAM_SWITCHES, False)
     for numel, is_decoupled in ((75, True), (1035, False)):
         for weight_decay in (0.0, 0.01):
-            param = nn.Parameter(_wave(numel))
-            other = param.detach().clone()
-            cls = optim.AdamW if is_decoupled else optim.Adam
-            fused = fused_lanes != 0
-            adam = cls([param], lr=0.01, weight_decay=weight_decay, foreach=False, fused=fused)
-            state = {name: torch.zeros_like(other) for name in ("exp_avg", "exp_avg_sq")}
-            state["step"] = torch.zeros((), device="cpu", dtype=torch.float32)
-            numbers = (0.01, 0.9, 0.999, 1e-8, weight_decay)
+            numbers = {"lr": 0.01, **betas, "eps": 1e-8, "weight_decay": weight_decay}
+            kind = {"decoupled_weight_decay": is_decoupled, **switches}
+            param, other = _wave(numel), _wave(numel)
+            theirs, ours = ([_wave(0).new_zeros(n) for n in (numel, numel, ())] for _ in range(2))
+            state = dict(zip(("exp_avg", "exp_avg_sq", "step"), ours, strict=True))
             plan = _C.Params([other], {id(other)})
             for scale in (1.0, 1e-3, 7.0):
-                param.grad = other.grad = (param.detach() * scale * numel).sin()
-                adam.step()
-                plan.step_adam({other: state}, *numbers, is_decoupled, fused_lanes)
-                if not torch.equal(param, other):
+                other.grad = (param * scale * numel).sin()
+                lists = [[param], [other.grad.clone()], *[[t] for t in theirs]]
+                lists.insert(4, [])  # no largest squares
+                _function_of(optim.Adam)(
+                    *lists, foreach=False, fused=fused_lanes != 0, **_UNSCALED, **numbers, **kind
+                )
+                plan.step_adam({other: state}, *numbers.values(), is_decoupled, fused_lanes)
+                if not all(map(torch.equal, [param, *theirs], [other, *ours])):
                     return False
     return True
 
 
-@functools.cache
-def _sgd_agrees() -> bool:
+def _sgd_agrees(fused_lanes: int) -> bool:
     """The same for SGD."""
-    kinds = ((0.0, 0.0, False), (0.9, 0.3, False), (0.9, 0.0, True))
-    for momentum, dampening, nesterov in kinds:
+    for momentum, dampening, nesterov in ((0.0, 0.0, False), (0.9, 0.3, False), (0.9, 0.0, True)):
         for weight_decay in (0.0, 0.01):
-            param = nn.Parameter(_wave(1035))
-            other = param.detach().clone()
             numbers = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-            sgd = optim.SGD([param], lr=0.01, nesterov=nesterov, foreach=False, **numbers)
+            kind = {"nesterov": nesterov, "maximize": False, "foreach": False}
+            param, other = _wave(1035), _wave(1035)
+            theirs, ours = param.sin(), param.sin()
             plan = _C.Params([other], {id(other)})
-            for step, scale in enumerate((1.0, 1e-3, 7.0)):
-                param.grad = other.grad = (param.detach() * scale * 1035).sin()
-                if step == 1:  # the first one has made the buffer
-                    buffer = sgd.state[param].get("momentum_buffer")
-                    state = {other: {"momentum_buffer": None if buffer is None else buffer.clone()}}
-                sgd.step()
-                if step == 0:
-                    other.copy_(param.detach())
-                elif not plan.step_sgd(state, 0.01, *numbers.values(), nesterov):
-                    return False
-                if not torch.equal(param, other):
+            for scale in (1.0, 1e-3, 7.0):
+                other.grad = (param * scale * 1035).sin()
+                lists = [[param], [other.grad.clone()], [theirs] if momentum else []]
+                _function_of(optim.SGD)(
+                    *lists, fused=fused_lanes != 0, **_UNSCALED, lr=0.01, **numbers, **kind
+                )
+                state = {other: {"momentum_buffer": ours}}
+                plan.step_sgd(state, 0.01, *numbers.values(), nesterov, fused_lanes)
+                if not torch.equal(param, other) or not torch.equal(theirs, ours):
                     return False
     return True
+
+
+def _function_of(cls: type[optim.Optimizer]) -> Callable[..., None]:
+    """The arithmetic of its step: a function, which nobody hooks."""
+    return vars(sys.modules[cls.__module__])[cls.__name__.lower()]
 
 
 def _wave(numel: int) -> Tensor:
@@ -305,7 +320,7 @@ def _step_momentum(
         return
     params = [lists[0][i] for i in found]
     torch.autograd.graph.increment_version(params)
-    sys.modules[optim.SGD.__module__].sgd(
+    _function_of(optim.SGD)(
         *columns,
         weight_decay=group["weight_decay"],
         momentum=group["momentum"],

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -11,9 +12,10 @@ import pytest
 import torch
 from harness import cached_mesh
 from models import Net, Odd, Tiny, data
-from parity import EXACT, Pair, Side, on_ranks, total
-from torch import optim
+from parity import EXACT, Pair, Side, compare, on_ranks, total
+from torch import nn, optim
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 KINDS = {
@@ -114,6 +116,90 @@ def test_bits_of_sgd(rank: int, n_ranks: int, kind: str) -> None:
         pair = Pair(Odd, models.shard_root, optimizer=optimizer, tolerance=EXACT)
         results = train(pair, rank)
         assert results == [True] * len(results) and results
+
+
+SGD_OPTIONS = (
+    {},
+    {"weight_decay": 0.1},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
+    {"momentum": 0.5, "nesterov": True},
+)
+ADAM_OPTIONS = ({}, {"weight_decay": 0.1}, {"betas": (0.3, 0.8), "eps": 1e-3})
+
+
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.Adam, optim.SGD])
+@on_ranks(1)
+def test_fused_steps_of_every_length(rank: int, n_ranks: int, cls: type[optim.Optimizer]) -> None:
+    """Beside plain tensors: torch's kernels round otherwise after their last whole vector."""
+    import fsdp_c
+
+    for options in SGD_OPTIONS if cls is optim.SGD else ADAM_OPTIONS:
+        model = nn.ParameterList(torch.randn(numel) for numel in range(1, 101))
+        plain = [p.detach().clone() for p in model]
+        fsdp_c.fully_shard(model)
+        ours = make(cls, fused=True, **options)(model)
+        theirs = make(cls, fused=True, **options)(plain)
+        with passes() as results:
+            for _ in range(3):
+                for sharded, whole in zip(model, plain, strict=True):
+                    sharded.grad = torch.randn_like(sharded)
+                    whole.grad = sharded.grad.to_local().clone()
+                ours.step()
+                theirs.step()
+                for sharded, whole in zip(model, plain, strict=True):
+                    compare(sharded.detach().to_local(), whole, EXACT, "parameter")
+                    for key, value in theirs.state[whole].items():
+                        compare(whole_of(ours.state[sharded][key]), value, EXACT, key)
+        # The first step makes the state, where there is any.
+        assert results == [cls is optim.SGD and "momentum" not in options, True, True]
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("has_unscaled", [True, False])
+@on_ranks(1, 2)
+def test_scaler_beside_fused_steps(rank: int, n_ranks: int, has_unscaled: bool) -> None:
+    """The step itself leaves out gradients that are not finite."""
+    pair = Pair(Tiny, models.shard_root, optimizer=make(fused=True), tolerance=EXACT)
+    for side in (pair.theirs, pair.ours):
+        side.kept = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+
+    def step(side: Side, x: torch.Tensor) -> float:
+        scaler = side.kept
+        scaler.scale(total(side.model(x))).backward()
+        if has_unscaled:
+            scaler.unscale_(side.optimizer)
+        scaler.step(side.optimizer)
+        scaler.update()
+        side.optimizer.zero_grad()
+        return scaler.get_scale()
+
+    for index in range(4):
+        x = data(rank, index)
+        if index == 2 and rank == n_ranks - 1:
+            x[0] = math.inf
+        pair.both(functools.partial(step, x=x), "scaled step")
+        pair.both(lambda side: side.optimizer.state_dict(), "optimizer state")
+
+
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.SGD])
+def test_trial_is_nobodys_step(cls: type[optim.Optimizer]) -> None:
+    """Hooks of all optimizers do not see it, and it does not depend on the caller's modes."""
+    from fsdp_c import _optim
+
+    agrees = _optim._sgd_agrees if cls is optim.SGD else _optim._agrees
+    usual, seen = [_optim._lanes(agrees, is_fused) for is_fused in (False, True)], []
+    _optim._lanes.cache_clear()
+    hook = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: seen.append(optimizer))
+    try:
+        with torch.inference_mode():
+            assert [_optim._lanes(agrees, is_fused) for is_fused in (False, True)] == usual
+    finally:
+        hook.remove()
+    assert not seen and None not in usual
 
 
 @on_ranks(4)

@@ -91,6 +91,15 @@ struct Segment {
     size_t start, numel;
 };
 
+// How many of its elements torch's fused kernel takes after its last whole vector.
+size_t tail_of(const Segment &segment, size_t fused_lanes)
+{
+    const auto numel = static_cast<size_t>(segment.job->param.numel());
+    const size_t tail = fused_lanes == 0 ? numel : numel - numel % fused_lanes;
+    const size_t end = segment.start + segment.numel;
+    return end > tail ? end - std::max(segment.start, tail) : 0;
+}
+
 struct Block {
     size_t first, count; // segments
 };
@@ -108,7 +117,7 @@ public:
     // Steps every parameter that has a gradient, or none: then false. `fused_lanes`: 0, or how many
     // floats torch's fused kernel takes at a time, for its way of rounding.
     bool step_adam(PyObject *state, const fc_adam_options &options, size_t fused_lanes);
-    bool step_sgd(PyObject *state, const fc_sgd &sgd, bool has_momentum);
+    bool step_sgd(PyObject *state, const fc_sgd &sgd, bool has_momentum, size_t fused_lanes);
     // Fills `rows` with the rows of `columns` (lists of one length, the parameters first) that have
     // local tensors throughout, and `locals` with these, column by column.
     void locals(const std::vector<PyObject *> &columns, PyObject *rows,
@@ -128,7 +137,7 @@ private:
     void forget();
     void run_adam(const Block &block, fc_root root, size_t fused_lanes);
     void run_adam_by_torchs_root(const Block &block);
-    void run_sgd(const Block &block, const fc_sgd &sgd);
+    void run_sgd(const Block &block, const fc_sgd &sgd, size_t fused_lanes);
 
     std::vector<Member> rows_;
     std::vector<std::unique_ptr<Layout>> layouts_;
@@ -303,22 +312,18 @@ void GroupPlan::run_adam(const Block &block, fc_root root, size_t fused_lanes)
     const fc_kern_table *kern = fc_kern();
     for (size_t i = block.first; i < block.first + block.count; i++) {
         const Segment &s = segments_[i];
-        const auto numel = static_cast<size_t>(s.job->param.numel());
-        const size_t n_tail = fused_lanes == 0 ? 0 : numel % fused_lanes;
-        const size_t tail = std::max(s.start, numel - n_tail);
-        const size_t end = s.start + s.numel;
         kern->adam(&s.job->numbers, root, data_of(s.job->param, s.start),
                    data_of(s.job->grad, s.start), data_of(s.job->first, s.start),
-                   data_of(s.job->second, s.start), s.numel, end > tail ? end - tail : 0);
+                   data_of(s.job->second, s.start), s.numel, tail_of(s, fused_lanes));
     }
 }
 
-void GroupPlan::run_sgd(const Block &block, const fc_sgd &sgd)
+void GroupPlan::run_sgd(const Block &block, const fc_sgd &sgd, size_t fused_lanes)
 {
     for (size_t i = block.first; i < block.first + block.count; i++) {
         const Segment &s = segments_[i];
         fc_kern()->sgd(&sgd, data_of(s.job->param, s.start), data_of(s.job->grad, s.start),
-                       data_of(s.job->first, s.start), s.numel);
+                       data_of(s.job->first, s.start), s.numel, tail_of(s, fused_lanes));
     }
 }
 
@@ -382,14 +387,14 @@ bool GroupPlan::step_adam(PyObject *state, const fc_adam_options &options, size_
         });
 }
 
-bool GroupPlan::step_sgd(PyObject *state, const fc_sgd &sgd, bool has_momentum)
+bool GroupPlan::step_sgd(PyObject *state, const fc_sgd &sgd, bool has_momentum, size_t fused_lanes)
 {
     return step(
         state,
         [&](const Member &row, PyObject *own) {
             return has_momentum ? collect_sgd(row, own) : add(row, nullptr, nullptr);
         },
-        [&](const Block &block) { run_sgd(block, sgd); });
+        [&](const Block &block) { run_sgd(block, sgd, fused_lanes); });
 }
 
 void GroupPlan::forget()
@@ -557,8 +562,9 @@ PyObject *plan_step_sgd(PyObject *self, PyObject *args)
     double lr, momentum, dampening, weight_decay;
     PyObject *state;
     int is_nesterov;
-    if (!PyArg_ParseTuple(args, "Oddddp:step_sgd", &state, &lr, &momentum, &dampening,
-                          &weight_decay, &is_nesterov)) {
+    Py_ssize_t fused_lanes;
+    if (!PyArg_ParseTuple(args, "Oddddpn:step_sgd", &state, &lr, &momentum, &dampening,
+                          &weight_decay, &is_nesterov, &fused_lanes)) {
         return nullptr;
     }
     if (!PyDict_Check(state)) {
@@ -567,8 +573,10 @@ PyObject *plan_step_sgd(PyObject *self, PyObject *args)
     const fc_sgd sgd = {static_cast<float>(weight_decay), static_cast<float>(momentum),
                         static_cast<float>(1 - dampening), static_cast<float>(-lr),
                         is_nesterov != 0};
-    return guarded(
-        [&] { return PyBool_FromLong(plan_of(self)->step_sgd(state, sgd, momentum != 0)); });
+    return guarded([&] {
+        return PyBool_FromLong(
+            plan_of(self)->step_sgd(state, sgd, momentum != 0, static_cast<size_t>(fused_lanes)));
+    });
 }
 
 PyMethodDef plan_methods[] = {
@@ -582,8 +590,8 @@ PyMethodDef plan_methods[] = {
      "One step of Adam for every parameter that has a gradient. False: torch must do it, nothing "
      "was touched."},
     {"step_sgd", plan_step_sgd, METH_VARARGS,
-     "step_sgd(state, lr, momentum, dampening, weight_decay, nesterov) -> bool\n\nThe same for "
-     "SGD."},
+     "step_sgd(state, lr, momentum, dampening, weight_decay, nesterov, fused_lanes) -> bool\n\n"
+     "The same for SGD."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot plan_slots[] = {

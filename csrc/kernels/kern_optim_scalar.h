@@ -42,14 +42,14 @@ FC_BOTH void adam_update_one(const fc_adam *a, float *param, const float *exp_av
     param[i] = param[i] * a->decay + a->step_size * exp_avg[i] / denominator;
 }
 
-FC_BOTH void sgd_one(const fc_sgd *s, float *param, const float *grad, float *buffer, size_t i)
+FC_BOTH void sgd_one(const fc_sgd *s, bool is_tail, float *param, const float *grad, float *buffer,
+                     size_t i)
 {
     float g = s->decay == 0.0f ? grad[i] : fmaf(param[i], s->decay, grad[i]);
 
     if (buffer != NULL) {
-        float kept = buffer[i] * s->momentum;
-
-        buffer[i] = fmaf(g, s->weight, kept);
+        buffer[i] = is_tail ? fmaf(buffer[i], s->momentum, g * s->weight)
+                            : fmaf(g, s->weight, buffer[i] * s->momentum);
         g = s->is_nesterov ? fmaf(buffer[i], s->momentum, g) : buffer[i];
     }
     param[i] = fmaf(g, s->step_size, param[i]);

@@ -173,7 +173,7 @@ static bool roots(fc_root root, float *x, size_t numel)
 }
 
 INLINE void sgd_of(const fc_sgd *s, bool has_decay, bool has_buffer, bool is_nesterov, float *param,
-                   const float *grad, float *buffer, size_t numel)
+                   const float *grad, float *buffer, size_t numel, size_t n_tail)
 {
     const vf decay = set_f32(s->decay);
     const vf momentum = set_f32(s->momentum);
@@ -181,7 +181,7 @@ INLINE void sgd_of(const fc_sgd *s, bool has_decay, bool has_buffer, bool is_nes
     const vf step_size = set_f32(s->step_size);
     size_t i = 0;
 
-    for (; i + LANES <= numel; i += LANES) {
+    for (; i + LANES + n_tail <= numel; i += LANES) {
         vf p = load_f32(param + i);
         vf g = load_f32(grad + i);
 
@@ -197,20 +197,21 @@ INLINE void sgd_of(const fc_sgd *s, bool has_decay, bool has_buffer, bool is_nes
         store_f32(param + i, fma_f32(g, step_size, p), false);
     }
     for (; i < numel; i++) {
-        sgd_one(s, param, grad, buffer, i);
+        sgd_one(s, i + n_tail >= numel, param, grad, buffer, i);
     }
 }
 
-static void sgd(const fc_sgd *s, float *param, const float *grad, float *buffer, size_t numel)
+static void sgd(const fc_sgd *s, float *param, const float *grad, float *buffer, size_t numel,
+                size_t n_tail)
 {
     const bool has_decay = s->decay != 0.0f;
 
     if (buffer == NULL) {
-        sgd_of(s, has_decay, false, false, param, grad, buffer, numel);
+        sgd_of(s, has_decay, false, false, param, grad, buffer, numel, n_tail);
     } else if (s->is_nesterov) {
-        sgd_of(s, has_decay, true, true, param, grad, buffer, numel);
+        sgd_of(s, has_decay, true, true, param, grad, buffer, numel, n_tail);
     } else {
-        sgd_of(s, has_decay, true, false, param, grad, buffer, numel);
+        sgd_of(s, has_decay, true, false, param, grad, buffer, numel, n_tail);
     }
 }
 

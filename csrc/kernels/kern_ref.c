@@ -165,10 +165,11 @@ static bool roots(fc_root root, float *x, size_t numel)
     return root == FC_ROOT_NEAREST;
 }
 
-static void sgd(const fc_sgd *s, float *param, const float *grad, float *buffer, size_t numel)
+static void sgd(const fc_sgd *s, float *param, const float *grad, float *buffer, size_t numel,
+                size_t n_tail)
 {
     for (size_t i = 0; i < numel; i++) {
-        sgd_one(s, param, grad, buffer, i);
+        sgd_one(s, i + n_tail >= numel, param, grad, buffer, i);
     }
 }
 

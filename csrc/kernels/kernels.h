@@ -90,8 +90,9 @@ typedef struct fc_kern_table {
     /* x[i] = root of x[i]; false: this table has no such root, and nothing was done. */
     bool (*roots)(fc_root root, float *x, size_t numel);
     /* buffer = momentum * buffer + weight * grad; param += step_size * buffer, or with Nesterov's
-     * look ahead. Without momentum `buffer` is null. */
-    void (*sgd)(const fc_sgd *sgd, float *param, const float *grad, float *buffer, size_t numel);
+     * look ahead. Without momentum `buffer` is null. `n_tail`: as of Adam. */
+    void (*sgd)(const fc_sgd *sgd, float *param, const float *grad, float *buffer, size_t numel,
+                size_t n_tail);
     /* out[i] = square root of the sum of squares of xs[i], added up in eight lanes as PyTorch does.
      * Fastest where neighbours are equally long. */
     void (*norms)(float *out, const float *const *xs, const size_t *numels, size_t n);

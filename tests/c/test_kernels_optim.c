@@ -55,7 +55,7 @@ static void run_optim(const fc_kern_table *table, const fc_adam *adam, optim_arr
     for (int kind = 0; kind < 6; kind++) {
         const fc_sgd sgd = {kind % 2 == 0 ? 0.0f : 0.1f, 0.9f, 0.7f, -0.01f, kind < 2};
 
-        table->sgd(&sgd, x[PARAM], x[GRAD], kind < 4 ? x[EXP_AVG] : NULL, numel);
+        table->sgd(&sgd, x[PARAM], x[GRAD], kind < 4 ? x[EXP_AVG] : NULL, numel, n_tail);
     }
     table->multiply(x[GRAD], 0.3f, numel);
     run_norms(table, x, numel);
@@ -181,9 +181,9 @@ static void test_optim_meaning(const fc_kern_table *table)
     x[PARAM] = 8;
     x[EXP_AVG] = 4;
     table->sgd(&(const fc_sgd){0.25f, 0.5f, 0.75f, -0.5f, false}, &x[PARAM], &x[GRAD], &x[EXP_AVG],
-               1);
+               1, 0);
     CHECK_MSG(x[EXP_AVG] == 5 && x[PARAM] == 5.5f, "%g %g", (double)x[EXP_AVG], (double)x[PARAM]);
-    table->sgd(&(const fc_sgd){0, 0.5f, 1, -0.5f, true}, &x[PARAM], &x[GRAD], &x[EXP_AVG], 1);
+    table->sgd(&(const fc_sgd){0, 0.5f, 1, -0.5f, true}, &x[PARAM], &x[GRAD], &x[EXP_AVG], 1, 1);
     CHECK_MSG(x[EXP_AVG] == 4.5f && x[PARAM] == 3.375f, "%g %g", (double)x[EXP_AVG],
               (double)x[PARAM]);
     table->norms(&x[0], (const float *[]){(const float[]){3, 4}, NULL}, (const size_t[]){2, 0}, 2);
