@@ -281,14 +281,19 @@ fc_status fc_schedule_start(fc_schedule_unit *unit)
     return FC_OK;
 }
 
-/* An unsharded buffer that is a slot. Outside of an iteration nothing gathers into it soon. */
+/* An unsharded buffer that is a slot. Outside of an iteration nothing gathers into it soon; memory
+ * of an iteration before this one must not come into a graph that captures this one. */
 static fc_status give_back(fc_schedule_unit *unit)
 {
     fc_schedule *s = unit->schedule;
+    fc_stream_slot *slot = unit->gathered;
 
-    FC_TRY(fc_stream_slot_mark(s, unit->gathered, s->compute));
+    FC_TRY(fc_stream_slot_mark(s, slot, s->compute));
     release_gathered(unit);
-    return s->is_open ? FC_OK : fc_stream_pool_drop(s, &s->gathers);
+    if (!s->is_open) {
+        return fc_stream_pool_drop(s, &s->gathers);
+    }
+    return slot->is_old ? fc_stream_slot_drop(s, &s->gathers, slot) : FC_OK;
 }
 
 static void free_full(fc_schedule_unit *unit)

@@ -13,6 +13,7 @@ typedef struct fc_stream_slot {
     uint64_t released_at; /* the pool's clock; the oldest is reused first */
     bool is_used;
     bool is_kept; /* for longer than a gather: it is an unsharded buffer */
+    bool is_old;  /* in use when the others were freed */
     struct fc_stream_slot *next;
 } fc_stream_slot;
 
@@ -119,7 +120,10 @@ FC_MUST_CHECK fc_status fc_stream_slot_mark(fc_schedule *schedule, fc_stream_slo
 /* The slot stays in use, but leaves its place to another one. */
 void fc_stream_pool_keep(fc_stream_pool *pool, fc_stream_slot *slot);
 void fc_stream_pool_release(fc_stream_pool *pool, fc_stream_slot *slot);
-/* Frees the memory of slots that are not in use. Slots and their events stay: a step makes none. */
+/* Frees the memory of a slot that is not in use. */
+FC_MUST_CHECK fc_status fc_stream_slot_drop(fc_schedule *schedule, const fc_stream_pool *pool,
+                                            fc_stream_slot *slot);
+/* The same for all of them. Slots and their events stay: a step makes none. */
 FC_MUST_CHECK fc_status fc_stream_pool_drop(fc_schedule *schedule, fc_stream_pool *pool);
 bool fc_stream_pool_has_memory(const fc_stream_pool *pool);
 void fc_stream_pool_destroy(fc_schedule *schedule, fc_stream_pool *pool);

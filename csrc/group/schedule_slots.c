@@ -96,6 +96,7 @@ fc_status fc_stream_pool_acquire(fc_schedule *schedule, fc_stream_pool *pool, fc
         slot->bytes = bytes;
     }
     slot->is_used = true;
+    slot->is_old = false;
     pool->n_free--;
     pool->n_used++;
     *out = slot;
@@ -142,19 +143,29 @@ bool fc_stream_pool_has_memory(const fc_stream_pool *pool)
     return slot != NULL;
 }
 
+fc_status fc_stream_slot_drop(fc_schedule *schedule, const fc_stream_pool *pool,
+                              fc_stream_slot *slot)
+{
+    if (slot->memory == NULL) {
+        return FC_OK;
+    }
+    FC_TRY(order_after(schedule, pool, pool->drop, slot));
+    schedule->ops->free(schedule->options.device, slot->memory);
+    slot->memory = NULL;
+    slot->bytes = 0;
+    slot->last = NULL;
+    return FC_OK;
+}
+
 fc_status fc_stream_pool_drop(fc_schedule *schedule, fc_stream_pool *pool)
 {
     fc_stream_slot *slot;
 
     for (slot = pool->first; slot != NULL; slot = slot->next) {
-        if (slot->is_used || slot->memory == NULL) {
-            continue;
+        slot->is_old = slot->is_used;
+        if (!slot->is_used) {
+            FC_TRY(fc_stream_slot_drop(schedule, pool, slot));
         }
-        FC_TRY(order_after(schedule, pool, pool->drop, slot));
-        schedule->ops->free(schedule->options.device, slot->memory);
-        slot->memory = NULL;
-        slot->bytes = 0;
-        slot->last = NULL;
     }
     return FC_OK;
 }
