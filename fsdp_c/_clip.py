@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fsdp_c import _comm
+from fsdp_c import _comm, _modes
 from fsdp_c._native import _C
 
 
@@ -131,7 +131,7 @@ def collect_gradients(layout: _Layout | None, params: list[Tensor]) -> Any:
 
 
 def _may_collect(layout: _Layout | None) -> bool:
-    return layout is not None and torch._C._len_torch_dispatch_stack() == 0 and _agrees()
+    return layout is not None and not _modes.see_operations() and _agrees()
 
 
 def multiply(found: Any, max_norm: float, norm: Tensor) -> bool:
@@ -158,6 +158,7 @@ def _factor(max_norm: float, norm: Any) -> float | None:
 
 
 @functools.cache
+@torch.inference_mode(False)
 def _agrees() -> bool:
     """Whether norms have this torch's bits on this CPU, tried on a few numbers."""
     layout = _C.Layout(None)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
-from fsdp_c import _env, _stale
+from fsdp_c import _env, _modes, _stale
 from fsdp_c._native import _C
 
 # By exact type: what a subclass does with parameters is not known.
@@ -78,7 +78,8 @@ def _unsharded() -> Iterable[tuple[Tensor, str]]:
 def _install() -> None:
     for cls in CLASSES:
         original = cls.__dict__.get("_init_group")
-        if cls in _originals or original is None:  # AdamW has Adam's
+        # AdamW has Adam's; what somebody else has put in stays.
+        if cls in _originals or original is None or not _are_torchs(original):
             continue
         _originals[cls] = original
         cls._init_group = _replacement(cls, original)  # type: ignore[attr-defined]
@@ -203,8 +204,7 @@ def _is_scaled(optimizer: optim.Optimizer) -> bool:
 
 def _are_plain(numbers: Iterable[Any]) -> bool:
     """Whether nobody wants to see what is done with these numbers."""
-    is_watched = torch._C._len_torch_dispatch_stack() != 0
-    return not is_watched and all(type(number) in (float, int) for number in numbers)
+    return not _modes.see_operations() and all(type(n) in (float, int) for n in numbers)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import clip_grad
+from torch.overrides import TorchFunctionMode
 
 from fsdp_c import _delegate, _norms
 
@@ -120,6 +121,35 @@ def test_clipping_of_plain_tensors_is_torchs(rank: int, n_ranks: int) -> None:
     with calls_of_torch() as called:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     assert called == ["clip_grad_norm_", "_get_total_norm", "_clip_grads_with_norm_"]
+
+
+@on_ranks(1)
+def test_first_clipping_in_inference_mode(rank: int, n_ranks: int) -> None:
+    """What is tried once per process does not depend on the caller's mode."""
+    from fsdp_c import _clip
+
+    model, parameters = parameters_to_clip(harness.implementation(), n_ranks)
+    _clip._agrees.cache_clear()
+    with calls_of_torch() as called, torch.inference_mode():
+        nn.utils.clip_grad_norm_(parameters, 0.1)
+    assert not called
+
+
+@on_ranks(1)
+def test_function_modes_see_clipping(rank: int, n_ranks: int) -> None:
+    model, parameters = parameters_to_clip(harness.implementation(), n_ranks)
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        nn.utils.clip_grad_norm_(parameters, 0.1)
+    assert torch._foreach_mul_ in seen
 
 
 def parameters_to_clip(fsdp: Any, n_ranks: int) -> tuple[nn.Module, list[nn.Parameter]]:

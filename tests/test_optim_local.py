@@ -391,3 +391,25 @@ def test_copies_groups_and_missing_gradients(rank: int, n_ranks: int, name: str)
             pair.do(drop)
         pair.optimize()
         pair.both(resume)
+
+
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.SGD, optim.RMSprop])
+def test_replaced_collecting_stays(cls: type[optim.Optimizer]) -> None:
+    """A class in which somebody has put an `_init_group` of their own."""
+    from fsdp_c import _optim
+
+    owner = next(base for base in cls.__mro__ if "_init_group" in vars(base))
+    _optim.uninstall()
+
+    @functools.wraps(vars(owner)["_init_group"])
+    def spy(*args: Any) -> Any:
+        return spy.__wrapped__(*args)
+
+    try:
+        with mock.patch.object(owner, "_init_group", spy):
+            _optim._install()
+            assert vars(owner)["_init_group"] is spy
+            _optim.uninstall()
+            assert vars(owner)["_init_group"] is spy
+    finally:
+        _optim.uninstall()

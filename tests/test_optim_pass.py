@@ -16,6 +16,7 @@ from parity import EXACT, Pair, Side, compare, on_ranks, total
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 KINDS = {
@@ -253,6 +254,14 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Listen(TorchFunctionMode):
+    """The same of torch's functions."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Watch.count += 1
+        return func(*args, **(kwargs or {}))
+
+
 @on_ranks(1)
 def test_where_torch_has_to_step(rank: int, n_ranks: int) -> None:
     """Each of these is torch's own arithmetic; results are torch's all the same."""
@@ -272,14 +281,18 @@ def test_where_torch_has_to_step(rank: int, n_ranks: int) -> None:
     pair.backward()
 
     def watched(side: Side) -> None:
-        Watch.count = 0
-        with Watch():
-            side.optimizer.step()
-        assert Watch.count > len(side.shards)
+        for mode in (Watch(), Listen()):
+            Watch.count = 0
+            with mode:
+                side.optimizer.step()
+            assert Watch.count > len(side.shards)
 
     with passes() as results:
         pair.do(watched)
-    assert results == [False]
+        assert results == [False, False]
+        with torch.device("cpu"):  # a mode too
+            pair.do(lambda side: side.optimizer.step())
+    assert results == [False, False, True]
 
 
 @on_ranks(1)
