@@ -38,7 +38,6 @@ C_SOURCES = {
     "csrc/base": "alloc clock dtype status",
     "csrc/kernels": "kern_avx2 kern_avx512 kern_avx512_bf16 kern_optim kern_ref kern_select no_x86",
     "csrc/kernels/cuda": "load runs",
-    "csrc/device/cuda": "device runtime",
     "csrc/device/host": "device moves",
     "csrc/transport": (
         "callback nccl_board nccl_collectives nccl_group nccl_library nccl_wait "
@@ -64,10 +63,10 @@ CXX_SOURCES = {
 }
 C_TEST_SOURCES = {
     "tests/c": (
-        "test_base test_comm test_cuda_index test_device_cuda test_device_host test_device_sim "
+        "test_base test_comm test_cuda_index test_device_host test_device_sim "
         "test_exchange test_faults test_gathers test_group_history test_kernels "
         "test_kernels_optim test_kernels_round test_layout test_nccl test_schedule "
-        "test_schedule_capture test_schedule_order test_slots test_transport"
+        "test_schedule_capture test_schedule_kernels test_schedule_order test_slots test_transport"
     ),
 }
 # Libraries that the test programs open: NCCL's newest interface, and an old one.

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "fsdp_c"
 PUBLIC = {
     "base": sorted(path.name for path in (CSRC / "base").glob("*.h")),
     "kernels": ["kernels.h", "cuda/kern_cuda.h", "cuda/runs.h"],
-    "device": ["device.h", "caller.h", "cuda/cuda.h", "host/host.h", "host/moves.h"],
+    "device": ["device.h", "caller.h", "host/host.h", "host/moves.h"],
     "transport": ["nccl.h", "transport.h"],
     "comm": ["comm.h"],
     "group": [
@@ -69,6 +69,8 @@ SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in SUFFIXES)
 PYTHON = sorted(PACKAGE.rglob("*.py"))
 PUBLIC_HEADERS = [f"{layer}/{name}" for layer, names in PUBLIC.items() for name in names]
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.MULTILINE)
+# Functions that take memory of a device, or pin the host's, past torch's allocators.
+ALLOCATES = re.compile(r"\b(?:cudaMalloc|cudaHost(?:Alloc|Register)|cuMem|ncclMem)\w*")
 ENVIRONMENT = re.compile(r"\b(secure_getenv|getenv|setenv|putenv|environ)\b")
 
 
@@ -143,6 +145,11 @@ def test_public_header_stands_alone(header: str, language: str):
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(CSRC)))
 def test_core_reads_no_environment(path: Path):
     assert not ENVIRONMENT.findall(path.read_text())
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(CSRC)))
+def test_device_memory_is_torchs(path: Path):
+    assert not ALLOCATES.findall(path.read_text())
 
 
 def module_of(path: Path) -> str:

@@ -269,6 +269,35 @@ static void test_errors(bool is_direct)
     fc_host_device_destroy(NULL);
 }
 
+/* Who reads what goes to the host without a wait sees that it is not there. */
+static void test_late_copies(void)
+{
+    counts c = {0};
+    const fc_label label = {"layer", "gradients to host"};
+    fc_device *device = make_device(&c);
+    float from = 1, to = 0, back = 0;
+    int i;
+
+    for (i = 1; i < 3; i++) {
+        from = (float)i;
+        MUST(device->ops->copy(device, stream(2), label, &to, &from, sizeof(to), FC_TO_HOST));
+    }
+    from = 0;
+    CHECK(to != to);
+    MUST(device->ops->synchronize(device, NULL));
+    CHECK(to == 2);
+    MUST(device->ops->copy(device, stream(2), label, &to, &from, sizeof(to), FC_TO_HOST));
+    MUST(device->ops->copy(device, stream(2), label, &back, &to, sizeof(to), FC_TO_DEVICE));
+    CHECK(to == 0 && back == 0);
+    fc_alloc_fail_after(0);
+    CHECK_EQ(device->ops->copy(device, stream(2), label, &to, &from, sizeof(to), FC_TO_HOST),
+             FC_ERR_NOMEM);
+    fc_alloc_fail_after(-1);
+    MUST(device->ops->copy(device, stream(2), label, &to, &from, sizeof(to), FC_TO_HOST));
+    fc_host_device_destroy(device); /* it never arrives */
+    CHECK_EQ(fc_alloc_live(), 0);
+}
+
 int main(void)
 {
     for (int is_direct = 0; is_direct < 2; is_direct++) {
@@ -277,5 +306,6 @@ int main(void)
         test_steps(FC_F64, FC_F64, true, is_direct);
         test_errors(is_direct);
     }
+    test_late_copies();
     return check_result();
 }

@@ -181,6 +181,32 @@ def compare_captured(device: torch.device) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
+def check_memory(device: torch.device) -> None:
+    """Units take no memory of the GPU that torch's allocator does not know, and pin host memory
+    once."""
+    import fsdp_c
+
+    def taken() -> tuple[int, int]:
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info(device)
+        pinned = int(torch.cuda.host_memory_stats()["num_host_alloc"])
+        return total - free - torch.cuda.memory_reserved(device), pinned
+
+    def step_of(number: int) -> Tensor:
+        return data(device, 0, number)
+
+    offloaded = sharded(fsdp_c, device, "offload")
+    train(offloaded, step_of)  # kernels are loaded, and there is all that steps use again
+    beside, pinned = taken()
+    train(offloaded, step_of)
+    models = [sharded(fsdp_c, device, "fp32") for _ in range(40)]  # 8 MiB of parameters
+    for model in models:
+        train(model, step_of)
+    beside, pinned = (now - before for now, before in zip(taken(), (beside, pinned), strict=True))
+    assert pinned == 0, f"{pinned} more pinned blocks"
+    assert beside < 4 << 20, f"{beside} bytes more that torch does not know"
+
+
 # ---- figures ----
 
 
@@ -291,6 +317,8 @@ def run_rank(
         compare_ranks(device, rank, n_ranks)
     elif what == "captured":
         compare_captured(device)
+    elif what == "memory":
+        check_memory(device)
     else:
         compare(what, device, rank)
     dist.destroy_process_group()
@@ -313,10 +341,14 @@ def run_cases(rows: Rows, device_type: str) -> None:
     for what in CASES:
         rows.check(f"{what}, 1 rank", lambda what=what: start(device_type, 1, what))
     rows.check("fp32, 2 ranks", lambda: start(device_type, 2, "ranks"))
-    if device_type == "cuda":
-        rows.check("a step in a CUDA graph", lambda: start(device_type, 1, "captured"))
-    else:
-        rows.left_out("a step in a CUDA graph", "there is no GPU")
+    for name, what in (
+        ("a step in a CUDA graph", "captured"),
+        ("memory beside torch's allocators", "memory"),
+    ):
+        if device_type == "cuda":
+            rows.check(name, lambda what=what: start(device_type, 1, what))
+        else:
+            rows.left_out(name, "there is no GPU")
 
 
 def run_figures(rows: Rows, device_type: str) -> None:

@@ -1,4 +1,5 @@
-/* The table of functions of host devices: each does its work and returns. */
+/* The table of functions of host devices: each does its work and returns. What goes to the host
+ * arrives when somebody waits for it. */
 #include "device/host/host.h"
 
 #include "base/alloc.h"
@@ -6,9 +7,18 @@
 
 #include <string.h>
 
+/* A copy to the host that is on its way. */
+typedef struct parcel {
+    struct parcel *next;
+    void *to;
+    size_t bytes;
+    char data[];
+} parcel;
+
 typedef struct host_device {
     fc_device base;
     fc_device_caller caller;
+    parcel *first, **end; /* owned; the oldest first */
 } host_device;
 
 struct fc_moves {
@@ -65,20 +75,62 @@ static fc_status wait_event(fc_device *device, fc_stream *stream, fc_event *even
     return record(device, event, stream);
 }
 
+static void drop_first(host_device *d)
+{
+    parcel *p = d->first;
+
+    d->first = p->next;
+    fc_free(p);
+}
+
+static void arrive(fc_device *device)
+{
+    host_device *d = (host_device *)device;
+
+    while (d->first != NULL) {
+        memcpy(d->first->to, d->first->data, d->first->bytes);
+        drop_first(d);
+    }
+    d->end = &d->first;
+}
+
 static fc_status synchronize(fc_device *device, fc_event *event)
 {
-    return record(device, event, NULL);
+    (void)event;
+    arrive(device);
+    return FC_OK;
 }
 
 /* ---- copies and moves ---- */
 
+/* NaN until it arrives. */
+static fc_status send(fc_device *device, fc_label label, void *to, const void *from, size_t bytes)
+{
+    host_device *d = (host_device *)device;
+    parcel *p = fc_alloc(1, sizeof(*p) + bytes);
+
+    if (p == NULL) {
+        return fc_fail(FC_ERR_NOMEM, "'%s' of '%s'", label.what, label.unit);
+    }
+    p->to = to;
+    p->bytes = bytes;
+    memcpy(p->data, from, bytes);
+    memset(to, 0xff, bytes);
+    *d->end = p;
+    d->end = &p->next;
+    return FC_OK;
+}
+
 static fc_status copy(fc_device *device, fc_stream *stream, fc_label label, void *to,
                       const void *from, size_t bytes, fc_way way)
 {
-    (void)device;
     (void)stream;
-    (void)label;
-    (void)way;
+    if (way == FC_TO_HOST) {
+        return send(device, label, to, from, bytes);
+    }
+    if (way == FC_TO_DEVICE) { /* it may come behind a copy to the same place */
+        arrive(device);
+    }
     memcpy(to, from, bytes);
     return FC_OK;
 }
@@ -178,11 +230,17 @@ fc_status fc_host_device_create(const fc_device_caller *caller, fc_device **out)
     }
     d->base.ops = &host_ops;
     d->caller = *caller;
+    d->end = &d->first;
     *out = &d->base;
     return FC_OK;
 }
 
 void fc_host_device_destroy(fc_device *device)
 {
-    fc_free(device);
+    host_device *d = (host_device *)device;
+
+    while (d != NULL && d->first != NULL) {
+        drop_first(d);
+    }
+    fc_free(d);
 }

@@ -1,8 +1,10 @@
 /* Host memory behind the table of device.h: all work is done when it is enqueued.
  *
  * Queues run in the order in which they are filled, so every order that streams and events allow
- * holds, and streams and events are names. Units whose parameters are in host memory run on it as
- * they do on an accelerator. Threading: serialized per device.
+ * holds, and streams and events are names. Only copies to the host are late: their bytes arrive
+ * when the host waits, for any event, so that who reads them without a wait reads NaN. Units whose
+ * parameters are in host memory run on it as they do on an accelerator. Threading: serialized per
+ * device.
  */
 #ifndef FC_DEVICE_HOST_HOST_H
 #define FC_DEVICE_HOST_HOST_H
