@@ -120,7 +120,7 @@ class FSDPState(_C.State, _road.RoadState):
             self._pre_forward_hook_handle, self._post_forward_hook_handle = pre[0], post[0]
         policy = self._mp_policy
         self._set_casts(policy.cast_forward_inputs, policy.param_dtype, policy.output_dtype)
-        self._warns_of_views = _env.is_strict()
+        self._is_strict = _env.is_strict()
 
     def _choose_road(self) -> None:
         """Called by the first forward. Collective if the tree runs on the core."""

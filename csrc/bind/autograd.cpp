@@ -1,5 +1,5 @@
-// Autograd's side of the hooks: identity node on inputs, pre-hook on outputs' nodes, final
-// callback.
+// Autograd's side of the hooks: on the nodes between units, an identity node on inputs where these
+// do not do, the final callback.
 #include "bind/compat.h"
 #include "bind/state.h"
 #include "bind/untraced.h"
@@ -12,6 +12,11 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
+#include <memory>
+#include <optional>
+#include <typeinfo>
+#include <unordered_set>
+#include <utility>
 
 namespace fc {
 
@@ -58,6 +63,7 @@ private:
 
 namespace {
 
+using torch::autograd::Node;
 using torch::autograd::variable_list;
 
 // Keeps a state alive; made with the GIL held.
@@ -74,8 +80,45 @@ private:
     TreeHold *hold_;
 };
 
+// The nodes of the running backward that get gradients from several others.
+const std::unordered_set<const Node *> &forks()
+{
+    static int64_t graph_task = -1;
+    static std::unordered_set<const Node *> found;
+    const int64_t current = torch::autograd::get_current_graph_task_id();
+    if (std::exchange(graph_task, current) == current) {
+        return found;
+    }
+    found.clear();
+    std::unordered_set<const Node *> seen;
+    for (const Node *node : *torch::autograd::get_current_graph_task_nodes_in_graph()) {
+        for (const torch::autograd::Edge &edge : node->next_edges()) {
+            if (edge.is_valid() && !seen.insert(edge.function.get()).second) {
+                found.insert(edge.function.get());
+            }
+        }
+    }
+    return found;
+}
+
+// A sum of gradients depends on its order in the last bit, and the identity node adds up those of
+// the unit first. So it is left out only for a unit that is all that reads its input.
+void learn_of_input(StateObject *state, const torch::autograd::edge_list &inputs)
+{
+    GroupObject *group = state->group;
+    TreeObject *tree = state->tree;
+    if (group == nullptr || tree == nullptr ||
+        torch::autograd::get_current_graph_task_id() != tree->graph_task ||
+        (group->input_seen_in != 0 && group->input_seen_in != tree->backward)) {
+        return;
+    }
+    const bool is_first = std::exchange(group->input_seen_in, tree->backward) == 0;
+    group->owns_input = (is_first || group->owns_input) && inputs.size() == 1 &&
+                        inputs[0].is_valid() && forks().count(inputs[0].function.get()) == 0;
+}
+
 // Identity on a unit's inputs. Its backward runs when the unit's own backward is through.
-struct PostBackward : public torch::autograd::Node {
+struct PostBackward : public Node {
     StateHandle state;
 
     PostBackward(StateObject *s, torch::autograd::edge_list &&next)
@@ -87,25 +130,50 @@ struct PostBackward : public torch::autograd::Node {
         Gil gil;
         const Untraced untraced;
         state_post_backward(state.get());
+        learn_of_input(state.get(), next_edges());
         return std::move(grads);
     }
     std::string name() const override { return "RegisterPostBackwardFunctionBackward"; }
 };
 
-// On the node, not the tensor: an in-place operation on a view of the output cannot lose it. Among
-// the node's hooks for tensors: those that a user puts on the output afterwards run after it.
-struct PreBackward : public torch::autograd::FunctionPreHook {
-    StateHandle state;
+// Between two units: on the node whose gradient leaves one and enters the other. On the node, not
+// the tensor: an in-place operation on a view of the output cannot lose it. Among the node's hooks
+// for tensors: those that a user puts on the output afterwards run after it.
+struct Border : public torch::autograd::FunctionPreHook {
+    std::optional<StateHandle> left;    // whose backward is through
+    std::optional<StateHandle> entered; // whose backward begins
 
-    explicit PreBackward(StateObject *s) : state(s) {}
     variable_list operator()(const variable_list &grads) override
     {
         Gil gil;
         const Untraced untraced;
-        state_pre_backward(state.get());
+        if (left) {
+            state_post_backward(left->get());
+        }
+        if (entered) {
+            state_pre_backward(entered->get());
+        }
         return grads;
     }
 };
+
+std::unique_ptr<Border> entry_to(StateObject *state)
+{
+    auto border = std::make_unique<Border>();
+    border->entered.emplace(state);
+    return border;
+}
+
+// The first of the node's borders, or null.
+Border *border_on(Node &node)
+{
+    for (const auto &hook : node.tensor_pre_hooks()) {
+        if (typeid(*hook) == typeid(Border)) {
+            return static_cast<Border *>(hook.get());
+        }
+    }
+    return nullptr;
+}
 
 // Lives in the graph task's list of final callbacks. If it goes without having run, backward has
 // failed.
@@ -140,6 +208,24 @@ private:
 
 } // namespace
 
+bool end_at_producer(StateObject *state, const at::Tensor &input)
+{
+    const auto &node = input.grad_fn();
+    if (!node) {
+        return false; // a leaf's node may be gone before backward
+    }
+    Border *border = border_on(*node);
+    if (border == nullptr) {
+        auto own = std::make_unique<Border>();
+        border = own.get();
+        node->add_tensor_pre_hook(std::move(own));
+    } else if (border->left) {
+        return false; // another unit's input too: that one would keep this one's gradients waiting
+    }
+    border->left.emplace(state);
+    return true;
+}
+
 void route_through_node(StateObject *state, Tensors &tensors)
 {
     torch::autograd::edge_list edges;
@@ -170,16 +256,16 @@ void hook_outputs(StateObject *state, at::TensorList tensors)
 {
     for (const at::Tensor &tensor : tensors) {
         if (const auto &node = tensor.grad_fn()) {
-            node->add_tensor_pre_hook(std::make_unique<PreBackward>(state));
+            node->add_tensor_pre_hook(entry_to(state));
             // Changing a view in place goes around its node: then the base's node is the first of
             // this unit's.
             const bool is_view = tensor.is_view();
             const NodePtr base = is_view ? tensor._base().grad_fn() : NodePtr();
             if (base && base->sequence_nr() >= state->entry_sequence) {
-                base->add_tensor_pre_hook(std::make_unique<PreBackward>(state));
+                base->add_tensor_pre_hook(entry_to(state));
             }
         } else {
-            torch::autograd::impl::add_hook(tensor, std::make_unique<PreBackward>(state));
+            torch::autograd::impl::add_hook(tensor, entry_to(state));
         }
     }
 }
@@ -188,8 +274,7 @@ void hook_params(StateObject *state)
 {
     for (const Param &param : state->group->unit->params()) {
         if (param.unsharded_tensor.requires_grad()) {
-            torch::autograd::impl::add_hook(param.unsharded_tensor,
-                                            std::make_unique<PreBackward>(state));
+            torch::autograd::impl::add_hook(param.unsharded_tensor, entry_to(state));
         }
     }
 }

@@ -60,6 +60,16 @@ Ref cast_output(const StateObject *state, PyObject *output)
     return cast ? std::move(cast) : Ref::borrow(output);
 }
 
+// An identity node costs more than all else of a small unit's step. It is needed where the unit's
+// memory should go at once, where the producer may be the graph's around a recomputation, and to
+// refuse inputs that are changed in place.
+bool may_end_at_producer(const StateObject *state)
+{
+    const GroupObject *group = state->group;
+    return group->owns_input && !state->is_strict && group->unit->device() == nullptr &&
+           fc_domain_is_mapped(group->unit->domain()) && !in_autograd_backward();
+}
+
 void register_post_backward(StateObject *state, Ref &args, Ref &kwargs)
 {
     if (!at::GradMode::is_enabled()) {
@@ -74,7 +84,8 @@ void register_post_backward(StateObject *state, Ref &args, Ref &kwargs)
     if (PyDict_GET_SIZE(kwargs.get()) > 0) {
         collect_grad_tensors(kwargs.get(), tensors);
     }
-    if (tensors.empty()) {
+    if (tensors.empty() ||
+        (tensors.size() == 1 && may_end_at_producer(state) && end_at_producer(state, tensors[0]))) {
         return;
     }
     route_through_node(state, tensors);
@@ -95,7 +106,7 @@ void register_pre_backward(StateObject *state, PyObject *output)
     Tensors tensors;
     collect_grad_tensors(output, tensors);
     hook_outputs(state, tensors);
-    if (state->warns_of_views) {
+    if (state->is_strict) {
         for (const at::Tensor &tensor : tensors) {
             if (tensor.is_view()) {
                 checked(PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_warn_of_view",

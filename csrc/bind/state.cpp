@@ -328,7 +328,7 @@ PyObject *state_call_pre_backward(PyObject *self, PyObject *)
 PyMemberDef state_members[] = {
     {"_tree", T_OBJECT, offsetof(StateObject, tree), READONLY, "the Tree, or None on torch's road"},
     {"_on_torch_road", T_BOOL, offsetof(StateObject, on_torch_road), READONLY, nullptr},
-    {"_warns_of_views", T_BOOL, offsetof(StateObject, warns_of_views), 0, nullptr},
+    {"_is_strict", T_BOOL, offsetof(StateObject, is_strict), 0, nullptr},
     {"_modules", T_OBJECT_EX, offsetof(StateObject, modules), 0, nullptr},
     {"_modules_to_run_forward", T_OBJECT_EX, offsetof(StateObject, to_run), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr}};

@@ -39,8 +39,10 @@ struct GroupObject {
     // Forward passes of this step whose backward is still to come, and backwards that went by in
     // this phase.
     int forwards, backwards;
-    uint64_t settled_in; // the tree's backward that has left nothing of it for its end
-    Traffic past;        // of the units that were bound before this one
+    uint64_t settled_in;    // the tree's backward that has left nothing of it for its end
+    uint64_t input_seen_in; // the tree's backward that has shown the following; 0: none has yet
+    bool owns_input;        // one tensor, which only the unit reads, so that its node can end it
+    Traffic past;           // of the units that were bound before this one
 };
 
 // The base of FSDPState.
@@ -55,7 +57,7 @@ struct StateObject {
     uint64_t backward;       // of the tree, in which pre-backward was entered
     char on_torch_road;
     char casts_inputs;
-    char warns_of_views; // as torch does: an output that is a view may be changed in place here
+    char is_strict; // as torch: warns of outputs that are views, refuses inputs changed in place
     at::ScalarType param_dtype, output_dtype; // Undefined: as they are
 };
 
@@ -128,6 +130,9 @@ void group_post_backward(TreeObject *tree, GroupObject *group);
 void state_post_backward(StateObject *state);
 
 // ---- autograd; autograd.cpp ----
+// Post-backward runs when autograd comes to the node that made the unit's only input: in the order
+// of a backward that is after all nodes of the unit. False if that node cannot tell.
+bool end_at_producer(StateObject *state, const at::Tensor &input);
 // Routes the tensors through one identity node whose backward is the group's post-backward.
 void route_through_node(StateObject *state, Tensors &tensors);
 // Calls state_pre_backward when the gradient of any of the tensors is about to be used.
