@@ -45,8 +45,8 @@ C_SOURCES = {
     ),
     "csrc/comm": "comm mapped message pieces step",
     "csrc/group": (
-        "batch domain exchange gathers layout layout_runs schedule schedule_moves schedule_reduce "
-        "schedule_setup schedule_slots slots unit waits"
+        "batch domain exchange gathers layout layout_runs order schedule schedule_moves "
+        "schedule_reduce schedule_setup schedule_slots slots unit waits"
     ),
 }
 # Linked with the programs that test the core, and with nothing else.
@@ -56,7 +56,7 @@ C_SIM_SOURCES = {
 CXX_SOURCES = {
     "csrc/bind": (
         "accelerator aliased autograd call closing comm context device device_comm "
-        "device_comm_group device_comm_nccl device_unit domain events gradients group hooks "
+        "device_comm_group device_comm_nccl device_unit domain events gather gradients group hooks "
         "host layout messages module nccl optim parking reduce state status tensors transport "
         "tree unit untraced walk watch"
     ),

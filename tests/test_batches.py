@@ -156,6 +156,65 @@ def test_units_share_a_reduction(rank: int, n_ranks: int) -> None:
         assert seen == ([[True] * 4 + [False] * 2] if rank == 0 else [])
 
 
+@on_ranks(2, 3)
+def test_backward_gathers_ahead(rank: int, n_ranks: int) -> None:
+    """From the second on, in the order of the one before."""
+    with messages() as calls:
+        model = Branches(6)
+        shard(model, fsdp_c)
+        gathers = []
+        for use in (range(6), range(6), (0, 2, 5), (0, 2, 5), (5, 2, 0), (5, 2, 0), (1, 1)):
+            output = model(data(rank), use=tuple(use))
+            before = calls["all_gather"]
+            output.square().sum().backward()
+            gathers.append(calls["all_gather"] - before)
+        # Who comes first in another order may have been last in the one before.
+        assert gathers == [6, 1, 1, 1, 3, 1, 2], gathers
+        assert fsdp_c.stats(model).traffic_total.gathers == calls["all_gather"]
+
+
+class Meddling(Net):
+    """Writes shards of its first block in backward, behind the last one."""
+
+    writes = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index == 1 and self.writes:
+                x.register_hook(self.write)
+        return x
+
+    def write(self, grad: torch.Tensor) -> None:
+        self.blocks[0].up.weight.data.mul_(2)
+
+
+@on_ranks(2)
+def test_shards_written_behind_a_gather(rank: int, n_ranks: int) -> None:
+    """Under torch they are read after that."""
+    with messages() as calls:
+        for batch_bytes in ("", "0"):
+            os.environ["FSDP_C_BATCH_BYTES"] = batch_bytes
+            model = Meddling(4, own=False)
+            shard(model, fsdp_c)
+            train(model, rank)
+            model.writes = True
+            text = r"'blocks\.0\.up\.weight' was written on rank \d within a backward"
+            raises = pytest.raises(RuntimeError, match=text)
+            with raises if not batch_bytes else contextlib.nullcontext():
+                train(model, rank)
+            model.writes = False
+            train(model, rank)
+            # Hooks of gradients may write, too: an optimizer in backward.
+            param = model.blocks[3].up.weight
+            handle = param.register_post_accumulate_grad_hook(lambda p: p.add_(p.grad))
+            calls["all_gather"] = 0
+            train(model, rank)
+            assert calls["all_gather"] == 8
+            handle.remove()
+            del os.environ["FSDP_C_BATCH_BYTES"]
+
+
 @on_ranks(2)
 def test_what_does_not_share(rank: int, n_ranks: int) -> None:
     wide = functools.partial(Net, 4, own=False, width=6, hidden=2000)

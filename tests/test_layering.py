@@ -27,6 +27,7 @@ PUBLIC = {
         "gathers.h",
         "layout.h",
         "layout_runs.h",
+        "order.h",
         "schedule.h",
         "slots.h",
         "unit.h",

@@ -83,6 +83,18 @@ struct TreeObject {
 
 GroupObject *group_of(PyObject *object); // borrowed; TypeError as an exception
 
+// The group and the unit that a lane belongs to; null if its module is gone.
+inline GroupObject *group_of_lane(const fc_unit *lane)
+{
+    auto *group = static_cast<GroupObject *>(fc_unit_owner(lane));
+    return group != nullptr && group->unit != nullptr ? group : nullptr;
+}
+inline Unit *unit_of_lane(const fc_unit *lane)
+{
+    const GroupObject *group = group_of_lane(lane);
+    return group != nullptr ? group->unit : nullptr;
+}
+
 // A number for a backward that no tree has had; never 0.
 inline uint64_t new_backward()
 {

@@ -4,6 +4,7 @@
 #include "bind/events.h"
 #include "bind/tensors.h"
 #include "group/batch.h"
+#include "group/order.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -53,8 +54,7 @@ void finish_batch(fc_domain *domain)
     const std::unique_ptr<fc_batch, decltype(&fc_batch_give_back)> batch(taken, fc_batch_give_back);
     fc_source sum;
     while (fc_unit *lane = batch ? fc_batch_next(batch.get(), &sum) : nullptr) {
-        auto *group = static_cast<GroupObject *>(fc_unit_owner(lane));
-        if (group != nullptr && group->unit != nullptr) { // else its module is gone
+        if (const GroupObject *group = group_of_lane(lane)) {
             group->unit->finish_batched(sum, reduce_options(group));
         }
     }
@@ -75,9 +75,9 @@ void finish_ready(TreeObject *tree, fc_domain *domain, fc_search search)
         if (lane == nullptr) {
             return;
         }
-        auto *group = static_cast<GroupObject *>(fc_unit_owner(lane));
-        if (group == nullptr || group->unit == nullptr) {
-            fc_exchange_consume(lane); // its module is gone
+        const GroupObject *group = group_of_lane(lane);
+        if (group == nullptr) {
+            fc_exchange_consume(lane);
             continue;
         }
         group->unit->finish(lane, reduce_options(group), progress_of(tree));
@@ -135,10 +135,21 @@ void rebuild_if_changed(StateObject *state)
     }
 }
 
+// Gives up what was gathered ahead and not used in the phase.
+void drop_ahead(fc_domain *domain)
+{
+    for (size_t i = 0; fc_order_n_ahead(domain) > 0 && i < fc_domain_n_units(domain); i++) {
+        if (Unit *unit = unit_of_lane(fc_domain_unit(domain, i))) {
+            unit->drop_ahead();
+        }
+    }
+}
+
 void open(TreeObject *tree, fc_phase phase)
 {
     each_domain(tree, [&](fc_domain *domain) {
         Unit::forget_lent(domain);
+        drop_ahead(domain);
         fc_domain_open(domain, phase);
     });
 }
@@ -289,7 +300,10 @@ void close_backward(TreeObject *tree)
         each([](fc_domain *domain) { fc_domain_mark_closed(domain); });
         each([&](fc_domain *domain) { finish_ready(tree, domain, FC_SEARCH_ALL); });
     }
-    each_domain(tree, [](fc_domain *domain) { check(fc_domain_close(domain)); });
+    each_domain(tree, [](fc_domain *domain) {
+        drop_ahead(domain);
+        check(fc_domain_close(domain));
+    });
     if (std::exchange(tree->defers_hooks, false)) {
         each_state(tree, [](StateObject *state) {
             if (state->group != nullptr && state->group->unit != nullptr) {
@@ -477,6 +491,7 @@ void tree_reset(TreeObject *tree, bool drop_gradients)
 {
     each_domain(tree, [](fc_domain *domain) {
         Unit::forget_lent(domain);
+        drop_ahead(domain);
         fc_domain_fail(domain);
         fc_exchange_reset(domain);
     });

@@ -6,7 +6,7 @@
 #include "bind/domain.h"
 #include "bind/events.h"
 #include "bind/tensors.h"
-#include "group/batch.h"
+#include "group/order.h"
 
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/Dtype.h>
@@ -98,19 +98,17 @@ uint32_t version_of(const at::Tensor &tensor)
     return version.enabled() ? version.current_version() : 0;
 }
 
-// Changes when the shard is written: counted for the DTensor or its local tensor, or, around both
-// counters (`param.data.mul_()`), by a write that changes its first bytes.
-uint64_t shard_mark(const Param &param)
+} // namespace
+
+uint64_t Param::shard_mark() const
 {
     uint32_t first = 0;
-    if (param.local.nbytes() >= sizeof(first)) {
-        std::memcpy(&first, param.local.const_data_ptr(), sizeof(first));
+    if (local.nbytes() >= sizeof(first)) {
+        std::memcpy(&first, local.const_data_ptr(), sizeof(first));
     }
-    const uint64_t versions = version_of(param.sharded_tensor()) + version_of(param.local);
+    const uint64_t versions = version_of(sharded_tensor()) + version_of(local);
     return versions << 32 | first;
 }
-
-} // namespace
 
 const at::Tensor &Param::sharded_tensor() const
 {
@@ -183,6 +181,7 @@ Unit::~Unit()
     if (lender_ == this) {
         lender_ = nullptr;
     }
+    drop_ahead();
     // Whoever still holds an unsharded parameter gets an error instead of freed memory.
     hide();
     release_slot();
@@ -251,8 +250,10 @@ void Unit::count_gather()
         traffic_.gathered += device_->gathered_bytes();
         return;
     }
-    traffic_.gathers += is_gathered();
-    traffic_.gathered += gather_bytes_;
+    if (!std::exchange(came_along_, false)) {
+        traffic_.gathers += is_gathered();
+        traffic_.gathered += gather_bytes_;
+    }
 }
 
 void Unit::take_slot()
@@ -277,26 +278,11 @@ void Unit::release_slot(bool to_slice)
     is_kept_ = false;
 }
 
-void Unit::gather_messages()
-{
-    const fc_layout *layout = fc_unit_layout(shard_);
-    std::vector<const void *> shards;
-    for (const Param &p : params_) {
-        shards.push_back(p.local.const_data_ptr());
-    }
-    take_slot();
-    const fc_batch_gather gather = {shard_, shards.data(), slot_, has_hooks()};
-    void *pack = nullptr;
-    check(fc_slots_acquire(slots(), fc_batch_pack_bytes(&gather, 1), &pack));
-    const fc_status status = fc_batch_all_gather(&gather, 1, static_cast<char *>(pack));
-    fc_slots_release(slots(), pack);
-    check(status);
-    traffic_.copied += layout->pack_bytes + bytes_;
-}
-
 void Unit::unshard_private()
 {
     if (unsharded_ || pending_) {
+        requested_ = requested_ || is_ahead_;
+        claim_ahead();
         return;
     }
     n_reopened_ += std::exchange(is_settled_, false);
@@ -345,8 +331,9 @@ void Unit::unshard()
         }
         return;
     }
-    if (!pending_) {
-        unshard_private();
+    unshard_private();
+    if (device_ == nullptr && !fc_domain_is_mapped(domain_) && fc_domain_in_backward(domain_)) {
+        check(fc_order_note(shard_));
     }
     Range range(is_gathered() ? "FSDP::all_gather_copy_out" : nullptr, this);
     const bool is_shared = fc_domain_is_mapped(domain_) && !keeps_storage_;
@@ -387,6 +374,7 @@ void Unit::unshard()
 void Unit::drop_pending()
 {
     if (!unsharded_) {
+        drop_ahead();
         pending_ = requested_ = false;
         if (!stays()) {
             release_slot();
@@ -535,14 +523,14 @@ void Unit::note_shards()
 {
     is_read_ = false;
     for (size_t i = 0; is_watched_ && i < params_.size(); i++) {
-        noted_shards_[i] = shard_mark(params_[i]);
+        noted_shards_[i] = params_[i].shard_mark();
     }
 }
 
 bool Unit::was_written() const
 {
     for (size_t i = 0; is_watched_ && i < params_.size(); i++) {
-        if (noted_shards_[i] != shard_mark(params_[i])) {
+        if (noted_shards_[i] != params_[i].shard_mark()) {
             return true;
         }
     }
@@ -552,7 +540,7 @@ bool Unit::was_written() const
 void Unit::check_unwritten() const
 {
     for (size_t i = 0; is_read_ && is_gathered() && i < params_.size(); i++) {
-        if (params_[i].home != nullptr && noted_shards_[i] != shard_mark(params_[i])) {
+        if (params_[i].home != nullptr && noted_shards_[i] != params_[i].shard_mark()) {
             fc_domain_fail(domain_);
             PyErr_Format(
                 PyExc_RuntimeError,

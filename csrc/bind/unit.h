@@ -67,6 +67,9 @@ struct alignas(FC_CACHE_LINE) Param {
     const at::Tensor &sharded_tensor() const;
     // True while the DTensor's local tensor is the one that was found at set-up, in its place.
     bool is_in_place() const;
+    // Changes when the shard is written: counted for the DTensor or its local tensor, or, around
+    // both counters (`param.data.mul_()`), by a write that changes its first bytes.
+    uint64_t shard_mark() const;
 };
 static_assert(offsetof(Param, grad) == FC_CACHE_LINE / 2, "two lines make a pair");
 static_assert(offsetof(Param, leaf_grad_type) <= FC_CACHE_LINE, "what a step needs is in it");
@@ -120,6 +123,8 @@ public:
     bool is_pending() const { return requested_; }
     // True if what is unsharded outlives the phase.
     bool has_own_memory() const { return device_ ? is_kept_ : slot_ != nullptr; }
+    // Gives up what was gathered ahead and not used.
+    void drop_ahead();
     DeviceUnit *device() const { return device_.get(); }
     const std::vector<Param> &params() const { return params_; }
     int traverse(visitproc visit, void *arg);
@@ -220,6 +225,9 @@ private:
     void refresh();
     void renew_if_written();
     void gather_messages();
+    std::vector<Unit *> followers() const;
+    void come_along();
+    void claim_ahead();
     bool has_hooks() const; // post-accumulate hooks of its parameters
     void take_slot();
     void release_slot(bool to_slice = false);
@@ -277,6 +285,8 @@ private:
     bool requested_ = false;     // unshard was called and not waited for
     bool is_watched_ = false;    // for writes to its shards within a forward
     bool is_read_ = false;       // in this phase
+    bool is_ahead_ = false;      // pending_, since another unit's gather brought it along
+    bool came_along_ = false;    // which its next use does not count again
     std::vector<Param> params_;
     bool is_withheld_ = false;       // the storage says so
     bool grads_share_flat_ = false;  // every cached gradient lies in grads_flat_

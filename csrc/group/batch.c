@@ -100,6 +100,13 @@ static fc_status check_note(const fc_batch_gather *of, const note *theirs, int r
     return FC_OK;
 }
 
+static void observe(fc_unit *unit, bool is_observed)
+{
+    unit->domain->n_observed -= unit->is_observed;
+    unit->domain->n_observed += is_observed;
+    unit->is_observed = is_observed;
+}
+
 /* `pack`: what a rank has sent. */
 static fc_status unpack_all(const fc_batch_gather *units, size_t n_units, int rank,
                             const char *pack)
@@ -110,7 +117,7 @@ static fc_status unpack_all(const fc_batch_gather *units, size_t n_units, int ra
 
         memcpy(&theirs, pack, sizeof(theirs));
         FC_TRY(check_note(&units[i], &theirs, rank));
-        unit->is_observed = (rank > 0 && unit->is_observed) || theirs.is_observed != 0;
+        observe(unit, (rank > 0 && unit->is_observed) || theirs.is_observed != 0);
         fc_unit_unpack(unit, rank, pack + NOTE_BYTES, units[i].dst);
         pack += NOTE_BYTES + unit->layout.pack_bytes;
     }

@@ -312,6 +312,7 @@ void fc_domain_destroy(fc_domain *domain)
         unlink_from_ring(domain);
     }
     batch_trim(domain);
+    order_fini(domain);
     for (i = 0; i < domain->n_units; i++) {
         unit_fini(&domain->units[i]);
     }
@@ -405,6 +406,7 @@ void fc_domain_open(fc_domain *domain, fc_phase kind)
     }
     fc_exchange_reset(domain);
     batch_drop(domain);
+    order_turn(domain);
     phase = phase_of(domain->clock);
     phase = is_backward ? phase + 1 : (phase | PHASE_MASK) + 1;
     domain->is_ready = domain->n_ranks == 1;

@@ -78,6 +78,12 @@ typedef struct ring_entry {
     uint64_t tag;
 } ring_entry;
 
+/* Units, as they were used in a backward. */
+typedef struct order {
+    fc_unit **units; /* owned; of this domain */
+    size_t n, capacity;
+} order;
+
 struct fc_domain {
     /* Constant after create. */
     fc_transport *transport; /* borrowed */
@@ -108,6 +114,11 @@ struct fc_domain {
     /* Over messages; batch.c. */
     size_t batch_limit;
     fc_batch *batch; /* owned; NULL before the first post that waits */
+    size_t n_observed;
+    /* Over messages; order.c. */
+    order order_now, order_last; /* of the backward that runs, and of the one before */
+    size_t order_at;             /* in the one before: behind the unit that was used last */
+    size_t n_ahead;              /* units that were gathered and not used yet */
 };
 
 static inline clock_line *domain_clock(const fc_domain *domain, int rank)
@@ -173,6 +184,10 @@ void exchange_reclaim(fc_domain *domain);
 /* Forgets the posts that wait in a batch, or frees its memory, too; batch.c. */
 void batch_drop(fc_domain *domain);
 void batch_trim(fc_domain *domain);
+
+/* A phase begins; order.c. */
+void order_turn(fc_domain *domain);
+void order_fini(fc_domain *domain);
 
 /* Drops the copies of posts up to `tag`; exchange.c. */
 void exchange_drop_drained(fc_unit *unit, uint64_t tag);
