@@ -7,6 +7,7 @@ forward under no_grad.
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 import harness
@@ -26,6 +27,9 @@ GOALS = {
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--units", type=harness.int_list, help="default 10,100,1000")
     parser.add_argument("--ranks", type=harness.int_list, help="default 1,2,4")
+    parser.add_argument(
+        "--over-messages", action="store_true", help="the process group's collectives"
+    )
     parser.add_argument("--rounds", type=int, help="most rounds of each case")
     parser.add_argument("--budget-s", type=float, help="no new round after so long, per row")
 
@@ -110,6 +114,8 @@ def work(args: argparse.Namespace) -> list[Row]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
+    if args.over_messages:
+        os.environ["FSDP_C_TRANSPORT"] = "callback"
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
     rows: list[Row] = []
@@ -138,10 +144,11 @@ def per_unit(row: Row, name: str, statistic: str = "median_us") -> float:
 
 def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
     titles = {"train": "forward + backward", "no_grad": "forward under no_grad"}
+    over = ", over the process group's collectives" if args.over_messages else ""
     found = []
     for mode, title in titles.items():
         table = report.Table(
-            f"Host us per unit and step over the plain module: {title}, n x Linear(16, 16)",
+            f"Host us per unit and step over the plain module: {title}, n x Linear(16, 16){over}",
             ["units", "ranks", "plain", *args.impl, "ratio", "goal", "min", "p90", "samples"],
             note="plain: us per unit of the unsharded module. ratio: first over last "
             "implementation. min, p90, samples: of the last; each less the plain module's own.",
@@ -150,6 +157,8 @@ def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
             added = [per_unit(row, name) for name in args.impl]
             plain = row["times"]["plain"]["median_us"]
             goal = GOALS.get((mode, row["units"], row["ranks"]))
+            if args.over_messages:
+                goal = None  # they are latency of collectives
             table.rows.append(
                 [str(row["units"]), str(row["ranks"]), report.number(plain / row["units"])]
                 + [report.number(value) for value in added]
