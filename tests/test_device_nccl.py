@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import cached_mesh, run_ranks
-from models import Block, Net, data
+from models import Net, data
 from nccl_stand_in import Control, built, chosen, control_of
-from parity import Pair, Side, Tolerance, on_ranks
-from test_device_road import Types, is_on_device, shard_blocks
+from parity import Pair, Tolerance, on_ranks
+from test_device_dtypes import Types
+from test_device_road import is_on_device, shard_blocks
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_c
@@ -23,7 +24,6 @@ from fsdp_c import _nccl
 BLOCKS = 3  # of Net, which is a unit, too
 OVER_NCCL = "core, on streams of cpu, over NCCL"
 STAGED = f"{OVER_NCCL}, gathered and copied out (a parameter is not sharded evenly on dim 0)"
-DIRECT = f"{OVER_NCCL}, gathered in place"
 
 
 @pytest.fixture
@@ -118,122 +118,6 @@ def test_replicas_and_accumulation(rank: int, n_ranks: int, path: str) -> None:
             assert control.n_collectives == before + 4 * BLOCKS + 3
         assert is_on_device(pair)
         assert roads(pair.ours.model) == {STAGED}
-
-
-# --- gathers straight into the parameters ---------------------------------------------------------
-
-EVEN = 48  # by 2 and by 3, in parts of 16 bytes of either type
-
-
-class Even(torch.nn.Module):
-    """Two blocks whose rows are even, one of them in part frozen, and one with odd rows; the root
-    has a weight that is tied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(Block(EVEN, hidden) for hidden in (EVEN, EVEN, EVEN + 1))
-        self.blocks[1].up.requires_grad_(False)
-        self.stem = torch.nn.Linear(EVEN, EVEN)
-        self.head = torch.nn.Linear(EVEN, EVEN, bias=False)
-        self.head.weight = self.stem.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def inputs(rank: int, step: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(3, EVEN, generator=generator)
-
-
-def gathers_of(n_visits: dict[str, int]) -> tuple[int, int]:
-    """All-gathers, and groups of them, in so many gathers of the root and of a block."""
-    calls = 2 * n_visits["root"] + (6 + 6 + 1) * n_visits["block"]
-    return calls, n_visits["root"] + 2 * n_visits["block"]
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@on_ranks(2, 3)
-def test_direct_gathers(
-    rank: int, n_ranks: int, path: str, dtype: torch.dtype, reshard: bool
-) -> None:
-    policy = torch.distributed.fsdp.MixedPrecisionPolicy()
-    if dtype is not torch.float32:
-        policy = torch.distributed.fsdp.MixedPrecisionPolicy(dtype, torch.float32)
-    shard = shard_blocks(mp_policy=policy, reshard_after_forward=reshard)
-    with chosen(path) as control:
-        pair = Pair(Even, shard, tolerance=Tolerance.of(n_ranks, dtype))
-        for step in range(3):
-            before = (control.n_collectives, control.n_groups)
-            pair.step(inputs(rank, step))
-            calls, groups = gathers_of({"root": 1 + reshard, "block": 1 + reshard})
-            expected = (calls + BLOCKS + 1, groups)  # a reduction each
-            assert (control.n_collectives - before[0], control.n_groups - before[1]) == expected
-            pair.eval_forward(inputs(rank, 10 + step))
-            pair.do(reshard_all, "reshard")
-        assert is_on_device(pair)
-        rows = {row.unit: row.road for row in fsdp_c.explain(pair.ours.model).units}
-        assert rows.pop("blocks.2") == STAGED
-        assert set(rows.values()) == {DIRECT}
-
-
-def reshard_all(side: Side) -> None:
-    for module in side.model.modules():
-        if isinstance(module, side.fsdp.FSDPModule):
-            module.reshard()
-
-
-@on_ranks(2)
-def test_direct_gathers_of_what_users_ask_for(rank: int, n_ranks: int, path: str) -> None:
-    """unshard() and prefetches; gradients that add up; offloaded shards."""
-
-    def prefetch(side: Side) -> None:
-        first, second, _ = side.model.blocks
-        first.set_modules_to_forward_prefetch([second])
-        second.set_modules_to_backward_prefetch([first])
-
-    def unshard(side: Side) -> list[torch.Tensor]:
-        handle = side.model.blocks[0].unshard(async_op=True)
-        handle.wait()
-        whole = [p.detach().clone() for p in side.model.blocks[0].parameters()]
-        side.model.blocks[0].reshard()
-        return whole
-
-    offloaded = torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=False)
-    for options in ({}, {"offload_policy": offloaded}):
-        with chosen(path):
-            pair = Pair(Even, shard_blocks(**options))
-            pair.step(inputs(rank))
-            pair.do(prefetch)
-            pair.both(unshard)
-            for step in (1, 2):
-                pair.forward(inputs(rank, step))
-                pair.backward()
-            pair.optimize()
-            pair.both(unshard)
-            pair.step(inputs(rank, 3))
-            assert is_on_device(pair)
-            assert roads(pair.ours.model) == {STAGED, DIRECT}
-
-
-@on_ranks(4, apart=True)
-def test_direct_gathers_with_slices(rank: int, n_ranks: int, path: str) -> None:
-    def step(side: Side) -> torch.Tensor:
-        loss = side.model(inputs(rank)).square().mean()
-        loss.backward()
-        return loss.detach()
-
-    with chosen(path):
-        pair = Pair(Even, shard_blocks(reshard_after_forward=2))
-        for _ in range(2):
-            pair.both(step)
-            pair.optimize()
-        assert is_on_device(pair)
-        assert roads(pair.ours.model) == {STAGED, f"{DIRECT}, slices copied out"}
 
 
 # --- who has no NCCL ------------------------------------------------------------------------------
