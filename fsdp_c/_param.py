@@ -48,6 +48,13 @@ def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
             target.__dict__.setdefault(name, value)
 
 
+def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Gives a parameter the hooks of one that it replaces; their handles remove them from both."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if hooks := getattr(source, name, None):
+            setattr(target, name, hooks)
+
+
 class FSDPParam(_compat.AccumulatedGradient, _road.RoadParam):
     """Sharding of one parameter.
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy, 
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-from fsdp_c import _compat, _device, _env, _guards, _patches, _plan, _road, _status
+from fsdp_c import _compat, _device, _env, _guards, _param, _patches, _plan, _road, _status
 from fsdp_c._native import _C
 from fsdp_c._param import FSDPParam
 
@@ -304,7 +304,8 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
         is_unsharded, outlasts = self._core_is_unsharded, self._core_outlasts_forward
         is_asked = is_unsharded or self._core_is_pending
         unsharded = self.fsdp_params if is_unsharded else []
-        values = [p._unsharded_param.detach().clone() for p in unsharded]  # perhaps written since
+        before = [p._unsharded_param for p in unsharded]
+        values = [old.detach().clone() for old in before]  # perhaps written since
         self._unbind()
         self._binding = self._tree = None
 
@@ -313,8 +314,10 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
                 self._core_unshard_async()
             if is_unsharded:
                 self._core_unshard()
-            for fsdp_param, value in zip(unsharded, values, strict=True):
+            for fsdp_param, old, value in zip(unsharded, before, values, strict=True):
                 fsdp_param._unsharded_param.detach().copy_(value)
+                _param.share_hooks(old, fsdp_param._unsharded_param)
+            before.clear()
             values.clear()
             if outlasts:
                 self._core_outlast_forward()

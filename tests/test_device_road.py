@@ -362,3 +362,36 @@ def test_what_torch_gathers_here_too(rank: int, n_ranks: int) -> None:
         rows = fsdp_c.explain(pair.ours.model).units
         assert rows and all(row.road.startswith("torch: ") for row in rows)
         assert reason in rows[0].road
+
+
+@on_ranks(2)
+def test_hooks_from_before_the_first_forward(rank: int, n_ranks: int) -> None:
+    """Those of unsharded parameters are called, until their handles remove them."""
+    calls: dict[str, list[str]] = {"torch": [], "tested": []}
+
+    def hook(side: Side) -> None:
+        side.model.unshard()
+        side.kept = []
+        for param in side.model.parameters(recurse=True):
+            if not hasattr(param, "placements"):
+                seen = calls[side.name]
+                post = param.register_post_accumulate_grad_hook(lambda p, s=seen: s.append("post"))
+                side.kept += [post, param.register_hook(lambda grad, s=seen: s.append("grad"))]
+
+    def step(side: Side) -> list[str]:
+        calls[side.name].clear()
+        side.model(data(rank)).sum().backward()
+        return sorted(calls[side.name])
+
+    def unhook(side: Side) -> None:
+        for handle in side.kept:
+            handle.remove()
+
+    with _device.on_cpu():
+        pair = Pair(Net, shard_blocks())
+        pair.do(hook, "hooks")
+        assert len(pair.both(step)) > 0
+        pair.both(step, "again")
+        pair.do(unhook, "no hooks")
+        assert pair.both(step) == []
+        assert is_on_device(pair)
