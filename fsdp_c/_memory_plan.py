@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
-from fsdp_c import _compat, _plan, _stats
+from fsdp_c import _compat, _env, _plan, _stats
 from fsdp_c._native import _C
 from fsdp_c._unit import FSDPParamGroup
 
@@ -164,6 +164,10 @@ def _planned(
     if not mapped:
         rank["gather slots"] = shard["largest"] + (n_shards + 1) * shard["pack"]
         rank["reduce slots"] = (n_shards + 1) * shard["part"]
+        if shard["small"] and not has_replicas:
+            # What comes ahead, twice with its packs; parts of a batch, and their sums.
+            rank["gather slots"] += 3 * min(shard["small"], _env.batch_bytes())
+            rank["reduce slots"] += 2 * _env.batch_bytes()
         notes += ("Ranks on several hosts share no memory: slots are an upper bound",)
     if state_size.note:
         notes += (state_size.note,)

@@ -171,6 +171,11 @@ def test_backward_gathers_ahead(rank: int, n_ranks: int) -> None:
         # Who comes first in another order may have been last in the one before.
         assert gathers == [6, 1, 1, 1, 3, 1, 2], gathers
         assert fsdp_c.stats(model).traffic_total.gathers == calls["all_gather"]
+        fsdp_c.release_buffers(model)
+        for _ in range(2):
+            model(data(rank), use=(0, 1, 2)).square().sum().backward()
+        plan = fsdp_c.memory_plan(model, ranks_per_host=1)
+        assert fsdp_c.stats(model).rank["gather slots"] <= plan.rank["gather slots"]
 
 
 class Meddling(Net):

@@ -181,7 +181,8 @@ PyObject *sizes_dict(const fc_domain_sizes &sizes)
     const std::pair<const char *, size_t> entries[] = {
         {"control", sizes.control}, {"full", sizes.full},       {"aliased", sizes.aliased},
         {"arena", sizes.arena},     {"gradients", sizes.grads}, {"largest", sizes.largest},
-        {"pack", sizes.pack},       {"part", sizes.part},       {"parts", sizes.parts}};
+        {"pack", sizes.pack},       {"part", sizes.part},       {"parts", sizes.parts},
+        {"small", sizes.small}};
     Ref dict = checked(PyDict_New());
     for (const auto &[name, bytes] : entries) {
         Ref value = checked(PyLong_FromSize_t(bytes));

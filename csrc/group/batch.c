@@ -16,8 +16,6 @@ typedef struct note {
     uint64_t is_observed;
 } note;
 
-#define NOTE_BYTES FC_ALIGN
-
 typedef struct entry {
     fc_unit *unit;
     size_t at; /* bytes, in every rank's part */
@@ -46,7 +44,7 @@ static size_t rank_bytes(const fc_batch_gather *units, size_t n_units)
     size_t bytes = 0;
 
     for (size_t i = 0; i < n_units; i++) {
-        bytes += NOTE_BYTES + units[i].unit->layout.pack_bytes;
+        bytes += BATCH_NOTE_BYTES + units[i].unit->layout.pack_bytes;
     }
     return bytes;
 }
@@ -69,10 +67,10 @@ static void pack_all(const fc_batch_gather *units, size_t n_units, char *pack)
     for (size_t i = 0; i < n_units; i++) {
         const note mine = note_of(&units[i]);
 
-        memset(pack, 0, NOTE_BYTES);
+        memset(pack, 0, BATCH_NOTE_BYTES);
         memcpy(pack, &mine, sizeof(mine));
-        fc_unit_pack(units[i].unit, units[i].shards, pack + NOTE_BYTES);
-        pack += NOTE_BYTES + units[i].unit->layout.pack_bytes;
+        fc_unit_pack(units[i].unit, units[i].shards, pack + BATCH_NOTE_BYTES);
+        pack += BATCH_NOTE_BYTES + units[i].unit->layout.pack_bytes;
     }
 }
 
@@ -118,8 +116,8 @@ static fc_status unpack_all(const fc_batch_gather *units, size_t n_units, int ra
         memcpy(&theirs, pack, sizeof(theirs));
         FC_TRY(check_note(&units[i], &theirs, rank));
         observe(unit, (rank > 0 && unit->is_observed) || theirs.is_observed != 0);
-        fc_unit_unpack(unit, rank, pack + NOTE_BYTES, units[i].dst);
-        pack += NOTE_BYTES + unit->layout.pack_bytes;
+        fc_unit_unpack(unit, rank, pack + BATCH_NOTE_BYTES, units[i].dst);
+        pack += BATCH_NOTE_BYTES + unit->layout.pack_bytes;
     }
     return FC_OK;
 }

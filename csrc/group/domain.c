@@ -165,9 +165,10 @@ fc_domain_sizes fc_domain_measure(const fc_domain *domain)
 
         sizes.grads += fc_round_up(layout->trainable_grad_bytes, FC_PAGE);
         sizes.largest = larger(layout->full_bytes, sizes.largest);
-        sizes.pack = larger(layout->pack_bytes, sizes.pack);
+        sizes.pack = larger(layout->pack_bytes + BATCH_NOTE_BYTES, sizes.pack);
         sizes.part = larger(layout->part_bytes, sizes.part);
         sizes.parts += layout->trainable_part_bytes > 0 ? layout->part_bytes : 0;
+        sizes.small += order_is_small(&domain->units[i]) ? layout->full_bytes : 0;
         if (!domain->is_mapped || domain->kind != FC_DOMAIN_SHARD) {
             continue;
         }

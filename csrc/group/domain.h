@@ -115,6 +115,7 @@ typedef struct fc_domain_sizes {
     size_t largest; /* unsharded buffer of the largest unit */
     size_t pack;    /* largest of the units' packs, and of their parts */
     size_t part;
+    size_t small; /* unsharded buffers of units that may be gathered ahead, over messages */
     size_t parts; /* of all units that are trained: sums that wait for the replicas */
 } fc_domain_sizes;
 

@@ -181,12 +181,17 @@ static inline fc_wait_kind waits_gather_kind(const fc_domain *domain)
 /* Collects what peers have read from this rank's arena; exchange.c. */
 void exchange_reclaim(fc_domain *domain);
 
+/* Before each unit's shards in a gather over messages; batch.c. */
+#define BATCH_NOTE_BYTES FC_ALIGN
+
 /* Forgets the posts that wait in a batch, or frees its memory, too; batch.c. */
 void batch_drop(fc_domain *domain);
 void batch_trim(fc_domain *domain);
 
 /* A phase begins; order.c. */
 void order_turn(fc_domain *domain);
+/* Whether the unit may be gathered ahead. */
+bool order_is_small(const fc_unit *unit);
 void order_fini(fc_domain *domain);
 
 /* Drops the copies of posts up to `tag`; exchange.c. */

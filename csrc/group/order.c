@@ -48,7 +48,7 @@ fc_order_walk fc_order_after(const fc_unit *unit)
     return (fc_order_walk){domain, at + 1, domain->n_observed == 0 ? domain->batch_limit : 0};
 }
 
-static bool is_small(const fc_unit *unit)
+bool order_is_small(const fc_unit *unit)
 {
     const fc_layout *layout = &unit->layout;
 
@@ -63,7 +63,7 @@ fc_unit *fc_order_next(fc_order_walk *walk)
     while (walk->at < last->n) {
         fc_unit *unit = last->units[walk->at++];
 
-        if (is_small(unit) && unit->layout.full_bytes <= walk->bytes) {
+        if (order_is_small(unit) && unit->layout.full_bytes <= walk->bytes) {
             return unit;
         }
     }
