@@ -4,6 +4,7 @@ In the first step, and where somebody else reads the input too, an identity node
 torch's does.
 """
 
+import concurrent.futures
 import os
 from collections.abc import Callable
 from typing import Any
@@ -218,6 +219,42 @@ def test_order_of_gradients(rank: int, n_ranks: int) -> None:
     for step in range(3):
         pair.step(data(rank, step))
         pair.both(lambda side: side.order, "order of hooks")
+
+
+class Scaled(nn.Module):
+    """Its parameters' nodes come after those of its input, in the order of a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight * self.scale).tanh()
+
+
+@on_ranks(1, 2)
+def test_producer_of_another_thread(rank: int, n_ranks: int) -> None:
+    """Threads count their nodes apart: there the producer may come before the unit's own nodes."""
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaled())
+
+    def shard(model: nn.Module, fsdp: Any) -> None:
+        fsdp.fully_shard(model[1])
+        fsdp.fully_shard(model)
+
+    def elsewhere(module: nn.Module, x: Tensor) -> Tensor:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            return pool.submit(nn.Module.__call__, module, x).result()
+
+    class Threaded(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return elsewhere(self[1], self[0](x))
+
+    pair = Pair(lambda: Threaded(*net()), shard)
+    for step in range(4):
+        pair.step(data(rank, step))
 
 
 class Writer(nn.Module):

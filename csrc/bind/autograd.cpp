@@ -147,7 +147,7 @@ struct Border : public torch::autograd::FunctionPreHook {
     {
         Gil gil;
         const Untraced untraced;
-        if (left) {
+        if (left && training_of(left->get()) == Training::pre_backward) {
             state_post_backward(left->get());
         }
         if (entered) {
@@ -211,8 +211,9 @@ private:
 bool end_at_producer(StateObject *state, const at::Tensor &input)
 {
     const auto &node = input.grad_fn();
-    if (!node) {
-        return false; // a leaf's node may be gone before backward
+    // A leaf's node may be gone before backward; one of another thread may come before the unit's.
+    if (!node || node->sequence_nr() >= state->entry_sequence) {
+        return false;
     }
     Border *border = border_on(*node);
     if (border == nullptr) {
