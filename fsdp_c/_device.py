@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import CPUOffloadPolicy
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_c import _env, _nccl
 from fsdp_c._native import _C
@@ -169,16 +167,10 @@ def _way_of(process_group: dist.ProcessGroup) -> Way:
     return Way("callback", _nccl.why_not(process_group))
 
 
-@functools.cache
-def _count_steps() -> None:
-    register_optimizer_step_post_hook(lambda *_: _C.Streams.count_step())
-
-
 def streams_for(groups: Sequence[Any], known: _C.Streams | None) -> _C.Streams | None:
     """What units that are bound together run in; None if they run in shared memory."""
     if not groups or not is_wanted(groups[0]):
         return None
-    _count_steps()
     if known is not None:
         return known
     device = groups[0].device

@@ -21,16 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from fsdp_c import _compat, _containers
+from fsdp_c._native import _C
 
-_n_steps = 0  # of all optimizers of this process
-
-
-def _count_step(*_: Any) -> None:
-    global _n_steps
-    _n_steps += 1
-
-
-register_optimizer_step_post_hook(_count_step)
+register_optimizer_step_post_hook(lambda *_: _C.count_step())
 
 
 class RoadParam(_compat.TorchParam):
@@ -110,12 +103,12 @@ class RoadGroup(_compat.TorchGroup):
     def wait_for_unshard(self) -> None:
         if self._all_gather_result is not None:
             super().wait_for_unshard()
-            self._gathered_at = _n_steps
+            self._gathered_at = _C.n_steps()
             self._versions = [p._unsharded_param._version for p in self.fsdp_params]
 
     def _is_outdated(self) -> bool:
         """Whether an optimizer has stepped since; who wrote to the parameters keeps that."""
-        return self._gathered_at != _n_steps and self._versions == [
+        return self._gathered_at != _C.n_steps() and self._versions == [
             p._unsharded_param._version for p in self.fsdp_params
         ]
 

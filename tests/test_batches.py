@@ -266,3 +266,62 @@ def test_units_that_differ_are_named(rank: int, n_ranks: int) -> None:
         shard(model, fsdp_c)
         with pytest.raises(RuntimeError, match=rf"rank {rank} gathers FSDP unit 'blocks.{rank}'"):
             model(data(rank), use=(rank,))
+
+
+class Failing(Net):
+    """Raises at its end when told to."""
+
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        if self.fails:
+            raise ValueError("told to")
+        return x
+
+
+def keep_after_backward(model: Any) -> None:
+    model.set_reshard_after_backward(False)
+
+
+def unshard_before_the_step(model: Any) -> None:
+    for block in model.blocks:
+        block.unshard()
+
+
+def leave_unwaited(model: Any) -> None:
+    for block in model.blocks:
+        block.unshard(async_op=True)
+
+
+def leave_forward(model: Any) -> None:
+    model.fails = True
+    with pytest.raises(ValueError, match="told to"):
+        model(data(0))
+    model.fails = False
+
+
+@pytest.mark.parametrize(
+    "prepare", [keep_after_backward, unshard_before_the_step, leave_unwaited, leave_forward]
+)
+@on_ranks(2)
+def test_steps_reach_unsharded_units(rank: int, n_ranks: int, prepare: Any) -> None:
+    """Torch goes on with parameters of before the optimizer's step."""
+    torch.manual_seed(1)
+    plain = Failing()
+    torch.manual_seed(1)
+    model = Failing()
+    with messages():
+        shard(model, fsdp_c)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (plain, model)]
+        for step in range(3):
+            losses = []
+            for each, optimizer in zip((plain, model), optimizers, strict=True):
+                loss = each(data(0, step)).pow(2).sum()
+                loss.backward()
+                if each is model:
+                    prepare(model)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -18,8 +18,6 @@
 
 namespace fc {
 
-uint64_t Streams::n_steps_ = 0;
-
 namespace {
 
 fc_stream *handle_of(const c10::Stream &stream)
@@ -201,7 +199,7 @@ void DeviceUnit::start(bool is_in_phase)
         fc_schedule_reshard(unit_); // a slice may be out of date
         streams_->read_shards();
     }
-    gathered_at_ = Streams::n_steps();
+    gathered_at_ = n_steps();
     check(fc_schedule_start(unit_));
 }
 
@@ -286,12 +284,6 @@ void streams_dealloc(PyObject *self)
     Py_DECREF(type);
 }
 
-PyObject *streams_count_step(PyObject *, PyObject *)
-{
-    Streams::count_step();
-    Py_RETURN_NONE;
-}
-
 PyObject *streams_connect(PyObject *self, PyObject *args)
 {
     return guarded([&]() -> PyObject * {
@@ -316,8 +308,6 @@ PyMethodDef streams_methods[] = {
     {"connect", streams_connect, METH_VARARGS,
      "connect(group, nccl): who does the collectives of the process group of that name, a NcclGroup"
      " or, with None, the group itself."},
-    {"count_step", streams_count_step, METH_NOARGS | METH_STATIC,
-     "count_step(): an optimizer has stepped; what was gathered is out of date."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot streams_slots[] = {

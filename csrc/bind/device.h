@@ -4,6 +4,7 @@
 
 #include "bind/device_comm.h"
 #include "bind/python.h"
+#include "bind/steps.h"
 #include "group/schedule.h"
 
 #include <ATen/core/Tensor.h>
@@ -41,9 +42,6 @@ public:
     void begin();
     // The same for an unshard outside of forward and backward.
     void read_shards();
-    // Optimizer steps of this process: what was gathered before the last one is out of date.
-    static uint64_t n_steps() { return n_steps_; }
-    static void count_step() { n_steps_++; }
 
 private:
     fc_stream *current();
@@ -54,7 +52,6 @@ private:
     std::deque<c10::Stream> computing_; // the callers' own; places stay
     std::unique_ptr<fc_device, void (*)(fc_device *)> core_;
     fc_schedule *schedule_ = nullptr; // owned
-    static uint64_t n_steps_;
 };
 
 Streams *streams_of(PyObject *object); // borrowed; TypeError as an exception
@@ -114,7 +111,7 @@ public:
     int gathering_ranks() const { return fc_schedule_gathering_ranks(unit_); }
     size_t gathered_bytes() const { return fc_schedule_gathered_bytes(unit_); }
     // True if an optimizer has stepped since the unit was gathered.
-    bool is_outdated() const { return gathered_at_ != Streams::n_steps(); }
+    bool is_outdated() const { return gathered_at_ != n_steps(); }
     void note_forward() { check(fc_schedule_note_forward(unit_)); }
     // Whom to gather behind this one's gather; of the same tree.
     void set_prefetch(bool in_backward, const std::vector<DeviceUnit *> &units);

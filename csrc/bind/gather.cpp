@@ -1,6 +1,7 @@
 // Gathers over messages: a unit's own, and those that come along with it.
 #include "bind/gradients.h"
 #include "bind/state.h"
+#include "bind/steps.h"
 #include "group/batch.h"
 #include "group/order.h"
 
@@ -48,6 +49,7 @@ void Unit::gather_messages()
     fc_slots_release(slots(), pack);
     check(status);
     for (Unit *unit : units) {
+        unit->gathered_at_ = n_steps();
         unit->traffic_.copied += fc_unit_layout(unit->shard_)->pack_bytes + unit->bytes_;
         if (unit != this) {
             unit->come_along();

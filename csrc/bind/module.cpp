@@ -14,6 +14,7 @@
 #include "bind/optim.h"
 #include "bind/parking.h"
 #include "bind/state.h"
+#include "bind/steps.h"
 #include "bind/transport.h"
 #include "bind/watch.h"
 #include "kernels/kernels.h"
@@ -48,6 +49,9 @@ static PyMethodDef functions[] = {
      "take_memory(tensor, text) -> bytes: its storage has none from now on; reading raises text."},
     {"give_memory", fc_give_memory, METH_VARARGS,
      "give_memory(tensor, bytes): gives its storage memory again."},
+    {"count_step", fc_count_step, METH_NOARGS,
+     "count_step(): an optimizer has stepped; what was gathered is out of date."},
+    {"n_steps", fc_n_steps, METH_NOARGS, "n_steps() -> int: how many have been counted."},
     {nullptr, nullptr, 0, nullptr}};
 
 static int exec(PyObject *module)

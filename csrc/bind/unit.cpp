@@ -5,6 +5,7 @@
 #include "bind/compat.h"
 #include "bind/domain.h"
 #include "bind/events.h"
+#include "bind/steps.h"
 #include "bind/tensors.h"
 #include "group/order.h"
 
@@ -280,7 +281,7 @@ void Unit::release_slot(bool to_slice)
 
 void Unit::unshard_private()
 {
-    if (unsharded_ || pending_) {
+    if (unsharded_ || (pending_ && !is_outdated())) {
         requested_ = requested_ || is_ahead_;
         claim_ahead();
         return;
@@ -365,7 +366,7 @@ void Unit::unshard()
         }
         p.version = p.unsharded_tensor.unsafeGetTensorImpl()->version_counter().current_version();
     }
-    is_kept_ = device_ != nullptr ? !fc_domain_is_open(domain_) : is_shared && pending_;
+    is_kept_ = is_copied() ? !fc_domain_is_open(domain_) : is_shared && pending_;
     pending_ = requested_ = false;
     unsharded_ = true;
     register_params(true);
@@ -435,10 +436,16 @@ void Unit::discard_writes()
     }
 }
 
+bool Unit::is_outdated() const
+{
+    return device_ == nullptr && !fc_domain_is_mapped(domain_) && !fc_domain_in_backward(domain_) &&
+           gathered_at_ != n_steps();
+}
+
 void Unit::keep()
 {
     if (!unsharded_ || (slot_ != nullptr && !keeps_storage_)) {
-        is_kept_ = is_kept_ || (unsharded_ && device_ != nullptr);
+        is_kept_ = is_kept_ || (unsharded_ && is_copied());
         return;
     }
     if (slot_ == nullptr) {
@@ -466,7 +473,12 @@ void Unit::refresh()
         }
         return;
     }
-    if (keeps_storage_) {
+    if (!fc_domain_is_mapped(domain_)) {
+        if (is_outdated()) {
+            gather_messages();
+            count_gather();
+        }
+    } else if (keeps_storage_) {
         fc_unit_copy_out(shard_, slot_);
         traffic_.copied += bytes_;
         is_kept_ = false;

@@ -122,7 +122,7 @@ public:
     bool is_unsharded() const { return unsharded_; }
     bool is_pending() const { return requested_; }
     // True if what is unsharded outlives the phase.
-    bool has_own_memory() const { return device_ ? is_kept_ : slot_ != nullptr; }
+    bool has_own_memory() const { return is_copied() ? is_kept_ : slot_ != nullptr; }
     // Gives up what was gathered ahead and not used.
     void drop_ahead();
     DeviceUnit *device() const { return device_.get(); }
@@ -217,6 +217,10 @@ public:
 
 private:
     bool is_gathered() const { return fc_domain_n_ranks(domain_) > 1; }
+    // Every gather makes a copy, which optimizer steps leave behind.
+    // Whether an optimizer has stepped since it was gathered over messages, in forward or before.
+    bool is_outdated() const;
+    bool is_copied() const { return device_ != nullptr || !fc_domain_is_mapped(domain_); }
     void register_params(bool unsharded);
     void show(void *memory);
     void hide();
@@ -296,7 +300,8 @@ private:
     bool is_settled_ = false;
     uint64_t gather_bytes_ = 0, publish_bytes_ = 0; // that an all-gather brings, a publish writes
     at::Tensor grads_flat_;
-    size_t flat_uses_ = 0; // of its storage, right after construction
+    uint64_t gathered_at_ = 0; // over messages, in steps of optimizers
+    size_t flat_uses_ = 0;     // of its storage, right after construction
     Traffic traffic_;
     std::vector<uint64_t> partial_mask_; // of partial_
     fc_domain *replicate_domain_;
