@@ -53,9 +53,10 @@ def step(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("by_torch", [False, True])
-@on_ranks(2)
+@on_ranks(2, apart=True)
 def test_torch_sees_all_device_memory(rank: int, n_ranks: int, by_torch: bool) -> None:
-    """Over a stand-in of NCCL, whose ranks take nothing of torch's themselves."""
+    """Over a stand-in of NCCL, whose ranks take nothing of torch's themselves. Counts all that a
+    process holds, other models' memory too."""
     with chosen(built()), _device.on_cpu(by_torch, by_nccl=True):
         model = two_units(n_ranks)
         step(model)
