@@ -7,7 +7,6 @@ import functools
 import importlib.util
 import weakref
 from dataclasses import dataclass
-from enum import IntFlag
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,6 @@ _ROOM_FOR_TWO = 64
 _MANY_RANKS = 23003
 # How long communicators may take to end what is under way, before they are aborted.
 _LEAVE_S = 5.0
-
-
-class Use(IntFlag):
-    """What a group has communicators for."""
-
-    GATHERS = 1
-    REDUCTIONS = 2
 
 
 @dataclass(frozen=True)

@@ -201,12 +201,6 @@ def check_collectives(rank: int, n_ranks: int, path: str):
     assert torch.equal(outputs[1], torch.arange(n_ranks))
     assert torch.equal(part, n_ranks * summands[4 * rank : 4 * rank + 4])
     assert total.tolist() == [n_ranks, n_ranks * (n_ranks - 1) / 2]
-    alone = group.split(rank, "alone", _nccl.Use.REDUCTIONS)
-    alone.all_reduce(total, 8, "layers.0")
-    alone.watch()
-    with pytest.raises(ValueError, match="this group was not made for gathers"):
-        alone.all_gather(whole, 7, "layers.0", 1)
-    alone.close()
     with pytest.raises(ValueError, match="needs contiguous tensors"):
         group.all_reduce(whole.T, 7, "layers.0")
     with pytest.raises(NotImplementedError, match="does not add up elements of type"):

@@ -16,7 +16,6 @@ namespace {
 struct py_nccl {
     PyObject_HEAD
     fc_nccl_group *group; /* owned; nullptr until made */
-    PyObject *parent;     /* owned; of a group that was split off: it has the host's functions */
     fc_host host;
 };
 
@@ -62,7 +61,6 @@ static void nccl_dealloc(PyObject *object)
     PyTypeObject *type = Py_TYPE(object);
 
     fc_nccl_group_destroy(nccl_of(object)->group);
-    Py_XDECREF(nccl_of(object)->parent);
     Py_XDECREF(nccl_of(object)->host.exchange);
     type->tp_free(object);
     Py_DECREF(type);
@@ -70,19 +68,19 @@ static void nccl_dealloc(PyObject *object)
 
 static PyObject *nccl_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static const char *names[] = {"library",         "name",     "rank", "n_ranks", "global_ranks",
-                                  "timeout_seconds", "exchange", "use",  "is_one",  nullptr};
+    static const char *names[] = {"library",  "name",         "rank",
+                                  "n_ranks",  "global_ranks", "timeout_seconds",
+                                  "exchange", "is_one",       nullptr};
     fc_transport_config config{};
     fc_nccl_options options{};
     PyObject *library, *global_ranks, *exchange;
-    int use = FC_NCCL_BOTH, is_one = 0;
+    int is_one = 0;
     double timeout_seconds;
     std::vector<int> ranks;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OsiiOdO|ip:NcclGroup",
-                                     const_cast<char **>(names), &library, &config.name,
-                                     &config.rank, &config.n_ranks, &global_ranks, &timeout_seconds,
-                                     &exchange, &use, &is_one) ||
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "OsiiOdO|p:NcclGroup", const_cast<char **>(names), &library, &config.name,
+            &config.rank, &config.n_ranks, &global_ranks, &timeout_seconds, &exchange, &is_one) ||
         !fc_read_ranks(global_ranks, config.n_ranks, ranks)) {
         return nullptr;
     }
@@ -90,7 +88,6 @@ static PyObject *nccl_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (options.nccl == nullptr) {
         return nullptr;
     }
-    options.use = static_cast<fc_nccl_use>(use);
     options.is_one = is_one != 0;
     fc::Ref object = fc::Ref::take(type->tp_alloc(type, 0));
     if (!object) {
@@ -114,32 +111,6 @@ static PyObject *none_or_raise(fc_status st)
         return fc_raise(st);
     }
     Py_RETURN_NONE;
-}
-
-static PyObject *nccl_split(PyObject *self, PyObject *args)
-{
-    int color, use = FC_NCCL_BOTH;
-    const char *name;
-
-    if (!PyArg_ParseTuple(args, "is|i:split", &color, &name, &use)) {
-        return nullptr;
-    }
-    fc::Ref object = fc::Ref::take(nccl_type->tp_alloc(nccl_type, 0));
-    if (!object) {
-        return nullptr;
-    }
-    py_nccl *child = nccl_of(object.get());
-    fc_status st = fc_nccl_group_split(nccl_of(self)->group, color, name,
-                                       static_cast<fc_nccl_use>(use), &child->group);
-    if (st != FC_OK) {
-        return fc_raise(st);
-    }
-    if (child->group == nullptr) {
-        Py_RETURN_NONE;
-    }
-    Py_INCREF(self);
-    child->parent = self;
-    return object.release();
 }
 
 static PyObject *nccl_watch(PyObject *self, PyObject *)
@@ -218,17 +189,6 @@ static fc_stream *nccl_stream(unsigned long long handle)
     return reinterpret_cast<fc_stream *>(static_cast<uintptr_t>(handle));
 }
 
-static fc_device_comm *comm_for(PyObject *self, fc_nccl_use use)
-{
-    fc_nccl_group *group = nccl_of(self)->group;
-    fc_device_comm *comm =
-        use == FC_NCCL_GATHERS ? fc_nccl_gathers(group) : fc_nccl_reductions(group);
-
-    require(comm != nullptr, use == FC_NCCL_GATHERS ? "this group was not made for gathers"
-                                                    : "this group was not made for reductions");
-    return comm;
-}
-
 static PyObject *nccl_all_gather(PyObject *self, PyObject *args)
 {
     unsigned long long stream;
@@ -245,7 +205,7 @@ static PyObject *nccl_all_gather(PyObject *self, PyObject *args)
         require(n_ranks > 0 && tensor.nbytes() % (size_t)n_ranks == 0,
                 "all_gather: the buffer has no part for each rank");
         return none_or_raise(fc_nccl_all_gather(
-            comm_for(self, FC_NCCL_GATHERS), nccl_stream(stream), {unit, "all_gather"},
+            fc_nccl_gathers(nccl_of(self)->group), nccl_stream(stream), {unit, "all_gather"},
             tensor.data_ptr(), tensor.nbytes() / (size_t)n_ranks));
     });
 }
@@ -271,7 +231,7 @@ static PyObject *nccl_all_gather_each(PyObject *self, PyObject *args)
             gathers.push_back({contiguous(PyList_GET_ITEM(outputs, i)).data_ptr(), from.data_ptr(),
                                from.nbytes()});
         }
-        return none_or_raise(fc_nccl_all_gather_each(comm_for(self, FC_NCCL_GATHERS),
+        return none_or_raise(fc_nccl_all_gather_each(fc_nccl_gathers(nccl_of(self)->group),
                                                      nccl_stream(stream), {unit, "all_gather"},
                                                      gathers.data(), gathers.size()));
     });
@@ -292,7 +252,7 @@ static PyObject *nccl_reduce_scatter(PyObject *self, PyObject *args)
         require(to.scalar_type() == from.scalar_type(),
                 "reduce_scatter: both tensors must have one type");
         return none_or_raise(fc_nccl_reduce_scatter(
-            comm_for(self, FC_NCCL_REDUCTIONS), nccl_stream(stream), {unit, "reduce_scatter"},
+            fc_nccl_reductions(nccl_of(self)->group), nccl_stream(stream), {unit, "reduce_scatter"},
             to.data_ptr(), from.data_ptr(), (size_t)to.numel(), fc::dtype_of(to.scalar_type())));
     });
 }
@@ -310,7 +270,7 @@ static PyObject *nccl_all_reduce(PyObject *self, PyObject *args)
         const at::Tensor &tensor = contiguous(buffer);
 
         return none_or_raise(fc_nccl_all_reduce(
-            comm_for(self, FC_NCCL_REDUCTIONS), nccl_stream(stream), {unit, "all_reduce"},
+            fc_nccl_reductions(nccl_of(self)->group), nccl_stream(stream), {unit, "all_reduce"},
             tensor.data_ptr(), (size_t)tensor.numel(), fc::dtype_of(tensor.scalar_type())));
     });
 }
@@ -329,8 +289,6 @@ static PyMethodDef nccl_methods[] = {
     {"leave", nccl_leave, METH_VARARGS,
      "leave(seconds): ends locally; aborts what does not end within so long."},
     {"abort", nccl_abort, METH_O, "End here, and on the ranks of this host, with this text."},
-    {"split", nccl_split, METH_VARARGS,
-     "split(color, name, use=3) -> a group of the ranks with that color; negative: None."},
     {"wait", nccl_wait, METH_VARARGS,
      "wait(is_ready, what): until is_ready() is true, watching the ranks."},
     {"all_gather", nccl_all_gather, METH_VARARGS, "all_gather(buffer, stream, unit, n_ranks)"},

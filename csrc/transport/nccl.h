@@ -38,15 +38,8 @@ const char *fc_nccl_describe(const fc_nccl *nccl);
 
 /* ---- groups ---- */
 
-typedef enum fc_nccl_use {
-    FC_NCCL_GATHERS = 1,
-    FC_NCCL_REDUCTIONS = 2,
-    FC_NCCL_BOTH = 3
-} fc_nccl_use;
-
 typedef struct fc_nccl_options {
     const fc_nccl *nccl; /* borrowed, as libraries live on */
-    fc_nccl_use use;     /* what there will be communicators for */
     /* Gathers and reductions in one communicator: they then run in the order of their calls.
      * Needed on a device with room for one collective at a time, where two communicators can
      * each occupy one rank and wait for the other. */
@@ -56,11 +49,6 @@ typedef struct fc_nccl_options {
 /* Over the config's exchange; the calling thread's current device. */
 FC_MUST_CHECK fc_status fc_nccl_group_create(const fc_transport_config *config,
                                              const fc_nccl_options *options, fc_nccl_group **out);
-
-/* Groups of the ranks with one `color` each, in this group's order; on every rank of this group.
- * Negative: in none, and *out is NULL. `name` is copied. */
-FC_MUST_CHECK fc_status fc_nccl_group_split(fc_nccl_group *group, int color, const char *name,
-                                            fc_nccl_use use, fc_nccl_group **out);
 
 /* Waits until all work is done on all ranks and gives back everything but the object. */
 FC_MUST_CHECK fc_status fc_nccl_group_close(fc_nccl_group *group);
@@ -73,7 +61,7 @@ void fc_nccl_group_leave(fc_nccl_group *group, int64_t limit_ns);
 /* Local: what was not closed is aborted. NULL is fine. */
 void fc_nccl_group_destroy(fc_nccl_group *group);
 
-/* For the collectives of fc_device_ops; borrowed from the group, NULL if it has none. */
+/* For the collectives of fc_device_ops; borrowed from the group. */
 fc_device_comm *fc_nccl_gathers(fc_nccl_group *group);
 fc_device_comm *fc_nccl_reductions(fc_nccl_group *group);
 

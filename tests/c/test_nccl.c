@@ -79,7 +79,6 @@ static void start(world *w, const setting *s)
     w->control->polls = s->polls;
     w->control->version = s->version != 0 ? s->version : s->is_old ? 21602 : 23007;
     MUST(fc_nccl_open(path, false, &w->options.nccl));
-    w->options.use = FC_NCCL_BOTH;
     w->options.is_one = s->is_one;
     w->live = fc_alloc_live();
 }
@@ -223,47 +222,6 @@ static void test_collectives(void)
             ranks_check(n, work, &s);
         }
     }
-}
-
-/* Two shards times two replicas out of four ranks, as a mesh has them, and a rank left out. */
-static void split(int rank, int n, void *arg)
-{
-    fc_nccl_group *shards = NULL, *replicas = NULL, *some = NULL;
-    world w;
-
-    start(&w, arg);
-    MUST(create(&w, rank, n, TIMEOUT_NS));
-    MUST(fc_nccl_group_split(w.group, rank / 2, "shards", FC_NCCL_BOTH, &shards));
-    MUST(fc_nccl_group_split(w.group, rank % 2, "replicas", FC_NCCL_REDUCTIONS, &replicas));
-    MUST(fc_nccl_group_split(w.group, rank == 1 ? -1 : 3, "all but one", FC_NCCL_GATHERS, &some));
-    CHECK(fc_nccl_gathers(replicas) == NULL && fc_nccl_reductions(replicas) != NULL);
-    for (int step = 0; step < 3; step++) {
-        gather_and_check(&w, shards, rank % 2, 2, step);
-        reduce_and_check(&w, shards, rank % 2, 2, step);
-        reduce_and_check(&w, replicas, rank / 2, 2, step);
-        gather_and_check(&w, w.group, rank, n, step);
-    }
-    CHECK_EQ(some == NULL, rank == 1);
-    if (some != NULL) {
-        gather_and_check(&w, some, rank == 0 ? 0 : rank - 1, 3, 0);
-        MUST(fc_nccl_group_close(some));
-    }
-    CHECK_EQ(fc_nccl_group_split(shards, 0, "more", FC_NCCL_BOTH, &some), FC_ERR_INVALID);
-    MUST(fc_nccl_group_close(replicas));
-    MUST(fc_nccl_group_close(shards));
-    MUST(fc_nccl_group_close(w.group));
-    fc_nccl_group_destroy(rank == 1 ? NULL : some);
-    fc_nccl_group_destroy(replicas);
-    fc_nccl_group_destroy(shards);
-    finish(&w);
-}
-
-static void test_split(void)
-{
-    setting newest = {2, false, false, 0}, old = {2, false, true, 0};
-
-    ranks_check(4, split, &newest);
-    ranks_check(4, split, &old);
 }
 
 /* A config has as much as the version knows. */
@@ -603,7 +561,6 @@ int main(void)
 {
     ranks_check(1, look_at_libraries, NULL);
     test_collectives();
-    test_split();
     test_configs();
     test_failures();
     test_the_rest();
