@@ -90,7 +90,7 @@ static void run_job(const fc_kern_table *table, const kernel_job *job, void *out
 {
     switch (job->kind) {
     case ADAM:
-        table->adam(&adam, FC_ROOT_NEAREST, out, srcs[0], moments[0], moments[1], numel, 0);
+        table->adam(&adam, FC_ROOT_NEAREST, out, srcs[0], moments[0], moments[1], NULL, numel, 0);
         return;
     case SGD:
         table->sgd(&sgd, out, srcs[0], moments[0], numel, 0);

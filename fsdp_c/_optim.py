@@ -42,8 +42,8 @@ CLASSES: tuple[type[optim.Optimizer], ...] = (
 # What an optimizer keeps here, an attribute of it: pickles, copies and state_dict do not see it.
 _KNOWN = "_fsdp_c_members"
 # With one of these they compute otherwise.
-_ADAM_SWITCHES = ("amsgrad", "maximize", "capturable", "differentiable")
-_SGD_SWITCHES = ("maximize", "differentiable")
+_ADAM_SWITCHES = ("capturable", "differentiable")
+_SGD_SWITCHES = ("differentiable",)
 # What a GradScaler leaves to an optimizer's step: to unscale, and to pass over what is not finite.
 _UNSCALED = {"grad_scale": None, "found_inf": None}
 
@@ -174,7 +174,8 @@ def _step_adam(optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Param
     lanes = _lanes(_agrees, bool(group["fused"]))
     if lanes is None or _is_scaled(optimizer):
         return False
-    return plan.step_adam(optimizer.state, *numbers, group["decoupled_weight_decay"], lanes)
+    kind = [group[name] for name in ("decoupled_weight_decay", "amsgrad", "maximize")]
+    return plan.step_adam(optimizer.state, *numbers, *kind, lanes)
 
 
 def _step_sgd(optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Params) -> bool:
@@ -189,7 +190,7 @@ def _step_sgd(optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Params
     lanes = _lanes(_sgd_agrees, bool(group["fused"]))
     if lanes is None or writes_gradients or _is_scaled(optimizer):
         return False
-    return plan.step_sgd(optimizer.state, *numbers, group["nesterov"], lanes)
+    return plan.step_sgd(optimizer.state, *numbers, group["nesterov"], group["maximize"], lanes)
 
 
 def _rate(group: dict[str, Any]) -> Any:
@@ -218,22 +219,28 @@ def _agrees(fused_lanes: int) -> bool:
     """Whether the pass gives this torch's bits on this CPU, tried on a few numbers."""
     betas = {"beta1": 0.9, "beta2": 0.999}
     switches = dict.fromkeys(_ADAM_SWITCHES, False)
-    for numel, is_decoupled in ((75, True), (1035, False)):
+    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
+    for numel, *kind in (
+        (75, True, False, True),
+        (1035, False, False, False),
+        (75, False, True, False),
+    ):
+        kind = dict(zip(("decoupled_weight_decay", "amsgrad", "maximize"), kind, strict=True))
         for weight_decay in (0.0, 0.01):
             numbers = {"lr": 0.01, **betas, "eps": 1e-8, "weight_decay": weight_decay}
-            kind = {"decoupled_weight_decay": is_decoupled, **switches}
             param, other = _wave(numel), _wave(numel)
-            theirs, ours = ([_wave(0).new_zeros(n) for n in (numel, numel, ())] for _ in range(2))
-            state = dict(zip(("exp_avg", "exp_avg_sq", "step"), ours, strict=True))
+            sizes = (numel, numel, numel, ())
+            theirs, ours = ([_wave(0).new_zeros(size) for size in sizes] for _ in range(2))
             plan = _C.Params([other], {id(other)})
             for scale in (1.0, 1e-3, 7.0):
                 other.grad = (param * scale * numel).sin()
                 lists = [[param], [other.grad.clone()], *[[t] for t in theirs]]
-                lists.insert(4, [])  # no largest squares
-                _function_of(optim.Adam)(
-                    *lists, foreach=False, fused=fused_lanes != 0, **_UNSCALED, **numbers, **kind
-                )
-                plan.step_adam({other: state}, *numbers.values(), is_decoupled, fused_lanes)
+                if not kind["amsgrad"]:
+                    lists[4] = []
+                how = {"foreach": False, "fused": fused_lanes != 0, **switches, **_UNSCALED}
+                _function_of(optim.Adam)(*lists, **how, **numbers, **kind)
+                state = {other: dict(zip(names, ours, strict=True))}
+                plan.step_adam(state, *numbers.values(), *kind.values(), fused_lanes)
                 if not all(map(torch.equal, [param, *theirs], [other, *ours])):
                     return False
     return True
@@ -244,7 +251,7 @@ def _sgd_agrees(fused_lanes: int) -> bool:
     for momentum, dampening, nesterov in ((0.0, 0.0, False), (0.9, 0.3, False), (0.9, 0.0, True)):
         for weight_decay in (0.0, 0.01):
             numbers = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-            kind = {"nesterov": nesterov, "maximize": False, "foreach": False}
+            kind = {"nesterov": nesterov, "maximize": momentum != 0 and weight_decay == 0}
             param, other = _wave(1035), _wave(1035)
             theirs, ours = param.sin(), param.sin()
             plan = _C.Params([other], {id(other)})
@@ -252,10 +259,16 @@ def _sgd_agrees(fused_lanes: int) -> bool:
                 other.grad = (param * scale * 1035).sin()
                 lists = [[param], [other.grad.clone()], [theirs] if momentum else []]
                 _function_of(optim.SGD)(
-                    *lists, fused=fused_lanes != 0, **_UNSCALED, lr=0.01, **numbers, **kind
+                    *lists,
+                    foreach=False,
+                    fused=fused_lanes != 0,
+                    **_UNSCALED,
+                    lr=0.01,
+                    **numbers,
+                    **kind,
                 )
                 state = {other: {"momentum_buffer": ours}}
-                plan.step_sgd(state, 0.01, *numbers.values(), nesterov, fused_lanes)
+                plan.step_sgd(state, 0.01, *numbers.values(), *kind.values(), fused_lanes)
                 if not torch.equal(param, other) or not torch.equal(theirs, ours):
                     return False
     return True

@@ -63,7 +63,12 @@ def train(pair: Pair, rank: int, n_steps: int = 3) -> list[bool]:
 @on_ranks(1, 2)
 def test_bits(rank: int, n_ranks: int, kind: str) -> None:
     for cls in (optim.AdamW, optim.Adam):
-        for options in ({}, {"weight_decay": 0.1, "betas": (0.3, 0.8), "eps": 1e-3}):
+        for options in (
+            {},
+            {"weight_decay": 0.1, "betas": (0.3, 0.8), "eps": 1e-3},
+            {"amsgrad": True},
+            {"weight_decay": 0.1, "amsgrad": True, "maximize": True},
+        ):
             optimizer = make(cls, **options, **KINDS[kind])
             pair = Pair(Odd, models.shard_root, optimizer=optimizer, tolerance=EXACT)
             results = train(pair, rank)
@@ -100,7 +105,7 @@ def test_square_roots_are_torchs(exponent: int) -> None:
         state = {"step": torch.tensor(999.0), "exp_avg": averages * 2, "exp_avg_sq": squares * 2}
         plan = _C.Params([param], {id(param)})
         # Both averages are halved; what is left is their quotient.
-        assert plan.step_adam({param: state}, -1.0, 0.5, 0.5, 0.0, 0.0, True, 0)
+        assert plan.step_adam({param: state}, -1.0, 0.5, 0.5, 0.0, 0.0, True, False, False, 0)
         assert torch.equal(param, averages / squares.sqrt())
 
 
@@ -112,6 +117,7 @@ def test_bits_of_sgd(rank: int, n_ranks: int, kind: str) -> None:
         {"weight_decay": 0.1},
         {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
         {"momentum": 0.5, "nesterov": kind == "default"},
+        {"momentum": 0.9, "weight_decay": 0.1, "maximize": True},
     ):
         optimizer = make(optim.SGD, **options, **KINDS[kind])
         pair = Pair(Odd, models.shard_root, optimizer=optimizer, tolerance=EXACT)
@@ -125,8 +131,14 @@ SGD_OPTIONS = (
     {"momentum": 0.9},
     {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
     {"momentum": 0.5, "nesterov": True},
+    {"momentum": 0.9, "weight_decay": 0.1, "maximize": True},
 )
-ADAM_OPTIONS = ({}, {"weight_decay": 0.1}, {"betas": (0.3, 0.8), "eps": 1e-3})
+ADAM_OPTIONS = (
+    {},
+    {"weight_decay": 0.1},
+    {"betas": (0.3, 0.8), "eps": 1e-3},
+    {"amsgrad": True, "weight_decay": 0.1, "maximize": True},
+)
 
 
 @pytest.mark.parametrize("cls", [optim.AdamW, optim.Adam, optim.SGD])
@@ -266,10 +278,7 @@ class Listen(TorchFunctionMode):
 def test_where_torch_has_to_step(rank: int, n_ranks: int) -> None:
     """Each of these is torch's own arithmetic; results are torch's all the same."""
     for options in (
-        {"amsgrad": True},
-        {"maximize": True},
         {"lr": torch.tensor(0.01)},
-        {"cls": optim.SGD, "maximize": True},
         {"cls": optim.SGD, "momentum": 0.9, "nesterov": True, "foreach": True},
         {"cls": optim.SGD, "momentum": 0.9, "lr": torch.tensor(0.01)},
     ):

@@ -14,6 +14,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -22,15 +23,21 @@ namespace fc {
 
 namespace {
 
-PyObject *step_name, *exp_avg_name, *exp_avg_sq_name, *momentum_buffer_name; // interned
+// Interned.
+PyObject *step_name, *exp_avg_name, *exp_avg_sq_name, *max_exp_avg_sq_name, *momentum_buffer_name;
 
 // Elements that a thread takes at a time. Where torch's operator takes the square roots of that
 // many at once, they stay in the second-level cache.
 constexpr size_t block_numel = size_t{1} << 14;
 
-// A parameter to step. Adam's state is exp_avg and exp_avg_sq, SGD's momentum_buffer or nothing.
+// What an optimizer keeps of a parameter: Adam exp_avg, exp_avg_sq and, as AMSGrad, the largest of
+// those; SGD momentum_buffer or nothing. Null: it has none.
+using StateObjects = std::array<PyObject *, 3>;
+
+// A parameter to step.
 struct Job {
-    at::Tensor param, grad, first, second;
+    at::Tensor param, grad;
+    std::array<at::Tensor, 3> state;
     fc_adam numbers;
 };
 
@@ -116,7 +123,8 @@ public:
     bool is_for(PyObject *params) const;
     // Steps every parameter that has a gradient, or none: then false. `fused_lanes`: 0, or how many
     // floats torch's fused kernel takes at a time, for its way of rounding.
-    bool step_adam(PyObject *state, const fc_adam_options &options, size_t fused_lanes);
+    bool step_adam(PyObject *state, const fc_adam_options &options, bool is_amsgrad,
+                   size_t fused_lanes);
     bool step_sgd(PyObject *state, const fc_sgd &sgd, bool has_momentum, size_t fused_lanes);
     // Fills `rows` with the rows of `columns` (lists of one length, the parameters first) that have
     // local tensors throughout, and `locals` with these, column by column.
@@ -130,9 +138,10 @@ private:
     Layout *layout_of(PyObject *param);
     template <typename Collect, typename Run>
     bool step(PyObject *state, Collect collect_row, Run run);
-    bool collect_adam(const Member &row, PyObject *own, const fc_adam_options &options);
+    bool collect_adam(const Member &row, PyObject *own, const fc_adam_options &options,
+                      bool is_amsgrad);
     bool collect_sgd(const Member &row, PyObject *own);
-    bool add(const Member &row, PyObject *first, PyObject *second);
+    bool add(const Member &row, const StateObjects &state);
     void cut();
     void forget();
     void run_adam(const Block &block, fc_root root, size_t fused_lanes);
@@ -210,38 +219,41 @@ PyObject *item(PyObject *dict, PyObject *key)
     return found;
 }
 
-// The parameter with its gradient and two of its states, or null for those that it has not.
-bool GroupPlan::add(const Member &row, PyObject *first, PyObject *second)
+bool GroupPlan::add(const Member &row, const StateObjects &state)
 {
     const at::Tensor &param = THPVariable_Unpack(row.param.get());
     Ref grad = Ref::take(THPVariable_Wrap(param.grad()));
-    Job job{floats_of(row.param.get(), row.layout), floats_of(grad.get(), row.layout), {}, {}, {}};
+    Job job{floats_of(row.param.get(), row.layout), floats_of(grad.get(), row.layout), {}, {}};
     if (!job.param.defined() || !job.grad.defined() || job.grad.sizes() != job.param.sizes()) {
         return false;
     }
     written_.push_back(param);
-    for (auto [object, place] : {std::pair{first, &job.first}, std::pair{second, &job.second}}) {
-        if (object == nullptr) {
+    for (size_t i = 0; i < state.size(); i++) {
+        if (state[i] == nullptr) {
             continue;
         }
-        *place = floats_of(object, row.layout);
-        if (!place->defined() || place->sizes() != job.param.sizes()) {
+        job.state[i] = floats_of(state[i], row.layout);
+        if (!job.state[i].defined() || job.state[i].sizes() != job.param.sizes()) {
             return false;
         }
-        written_.push_back(THPVariable_Unpack(object));
+        written_.push_back(THPVariable_Unpack(state[i]));
     }
     jobs_.push_back(std::move(job));
     return true;
 }
 
-bool GroupPlan::collect_adam(const Member &row, PyObject *own, const fc_adam_options &options)
+bool GroupPlan::collect_adam(const Member &row, PyObject *own, const fc_adam_options &options,
+                             bool is_amsgrad)
 {
     PyObject *step = own == nullptr ? nullptr : item(own, step_name);
     PyObject *exp_avg = own == nullptr ? nullptr : item(own, exp_avg_name);
     PyObject *exp_avg_sq = own == nullptr ? nullptr : item(own, exp_avg_sq_name);
-    if (step == nullptr || exp_avg == nullptr || exp_avg_sq == nullptr || !is_plain(step) ||
+    PyObject *largest = own == nullptr || !is_amsgrad ? nullptr : item(own, max_exp_avg_sq_name);
+    if (step == nullptr || exp_avg == nullptr || exp_avg_sq == nullptr ||
+        (is_amsgrad && largest == nullptr) || !is_plain(step) ||
         THPVariable_Unpack(step).dim() != 0 ||
-        THPVariable_Unpack(step).scalar_type() != at::kFloat || !add(row, exp_avg, exp_avg_sq)) {
+        THPVariable_Unpack(step).scalar_type() != at::kFloat ||
+        !add(row, {exp_avg, exp_avg_sq, largest})) {
         return false;
     }
     const double count = static_cast<double>(*THPVariable_Unpack(step).const_data_ptr<float>()) + 1;
@@ -257,7 +269,7 @@ bool GroupPlan::collect_adam(const Member &row, PyObject *own, const fc_adam_opt
 bool GroupPlan::collect_sgd(const Member &row, PyObject *own)
 {
     PyObject *buffer = own == nullptr ? nullptr : item(own, momentum_buffer_name);
-    return buffer != nullptr && add(row, buffer, nullptr);
+    return buffer != nullptr && add(row, {buffer});
 }
 
 // Lays the jobs out in blocks; small ones share a block.
@@ -290,9 +302,8 @@ void GroupPlan::run_adam_by_torchs_root(const Block &block)
         const Segment &s = segments_[i];
         kern->adam_moments(&s.job->numbers, s.job->param.const_data_ptr<float>() + s.start,
                            s.job->grad.const_data_ptr<float>() + s.start,
-                           static_cast<float *>(s.job->first.data_ptr()) + s.start,
-                           static_cast<float *>(s.job->second.data_ptr()) + s.start,
-                           scratch + filled, s.numel);
+                           data_of(s.job->state[0], s.start), data_of(s.job->state[1], s.start),
+                           data_of(s.job->state[2], s.start), scratch + filled, s.numel);
         filled += s.numel;
     }
     at::Tensor roots = at::from_blob(scratch, {static_cast<int64_t>(filled)}, at::kFloat);
@@ -301,8 +312,7 @@ void GroupPlan::run_adam_by_torchs_root(const Block &block)
     for (size_t i = block.first; i < block.first + block.count; i++) {
         const Segment &s = segments_[i];
         kern->adam_update(&s.job->numbers, static_cast<float *>(s.job->param.data_ptr()) + s.start,
-                          s.job->first.const_data_ptr<float>() + s.start, scratch + filled,
-                          s.numel);
+                          data_of(s.job->state[0], s.start), scratch + filled, s.numel);
         filled += s.numel;
     }
 }
@@ -313,8 +323,9 @@ void GroupPlan::run_adam(const Block &block, fc_root root, size_t fused_lanes)
     for (size_t i = block.first; i < block.first + block.count; i++) {
         const Segment &s = segments_[i];
         kern->adam(&s.job->numbers, root, data_of(s.job->param, s.start),
-                   data_of(s.job->grad, s.start), data_of(s.job->first, s.start),
-                   data_of(s.job->second, s.start), s.numel, tail_of(s, fused_lanes));
+                   data_of(s.job->grad, s.start), data_of(s.job->state[0], s.start),
+                   data_of(s.job->state[1], s.start), data_of(s.job->state[2], s.start), s.numel,
+                   tail_of(s, fused_lanes));
     }
 }
 
@@ -323,7 +334,7 @@ void GroupPlan::run_sgd(const Block &block, const fc_sgd &sgd, size_t fused_lane
     for (size_t i = block.first; i < block.first + block.count; i++) {
         const Segment &s = segments_[i];
         fc_kern()->sgd(&sgd, data_of(s.job->param, s.start), data_of(s.job->grad, s.start),
-                       data_of(s.job->first, s.start), s.numel, tail_of(s, fused_lanes));
+                       data_of(s.job->state[0], s.start), s.numel, tail_of(s, fused_lanes));
     }
 }
 
@@ -355,9 +366,10 @@ bool GroupPlan::step(PyObject *state, Collect collect_row, Run run)
         bump_version(dtensor);
     }
     for (const Job &job : jobs_) {
-        for (const at::Tensor *written : {&job.param, &job.first, &job.second}) {
-            if (written->defined()) {
-                bump_version(*written);
+        bump_version(job.param);
+        for (const at::Tensor &written : job.state) {
+            if (written.defined()) {
+                bump_version(written);
             }
         }
     }
@@ -375,12 +387,16 @@ bool GroupPlan::step(PyObject *state, Collect collect_row, Run run)
     return true;
 }
 
-bool GroupPlan::step_adam(PyObject *state, const fc_adam_options &options, size_t fused_lanes)
+bool GroupPlan::step_adam(PyObject *state, const fc_adam_options &options, bool is_amsgrad,
+                          size_t fused_lanes)
 {
     last_step_ = 0;
     const fc_root root = fused_lanes == 0 ? torchs_root() : FC_ROOT_NEAREST;
     return step(
-        state, [&](const Member &row, PyObject *own) { return collect_adam(row, own, options); },
+        state,
+        [&](const Member &row, PyObject *own) {
+            return collect_adam(row, own, options, is_amsgrad);
+        },
         [&](const Block &block) {
             root == FC_ROOT_COUNT ? run_adam_by_torchs_root(block)
                                   : run_adam(block, root, fused_lanes);
@@ -392,7 +408,7 @@ bool GroupPlan::step_sgd(PyObject *state, const fc_sgd &sgd, bool has_momentum, 
     return step(
         state,
         [&](const Member &row, PyObject *own) {
-            return has_momentum ? collect_sgd(row, own) : add(row, nullptr, nullptr);
+            return has_momentum ? collect_sgd(row, own) : add(row, {});
         },
         [&](const Block &block) { run_sgd(block, sgd, fused_lanes); });
 }
@@ -540,20 +556,21 @@ PyObject *plan_step_adam(PyObject *self, PyObject *args)
 {
     fc_adam_options options;
     PyObject *state;
-    int is_decoupled;
+    int is_decoupled, is_amsgrad, is_maximized;
     Py_ssize_t fused_lanes;
-    if (!PyArg_ParseTuple(args, "Odddddpn:step_adam", &state, &options.lr, &options.beta1,
+    if (!PyArg_ParseTuple(args, "Odddddpppn:step_adam", &state, &options.lr, &options.beta1,
                           &options.beta2, &options.eps, &options.weight_decay, &is_decoupled,
-                          &fused_lanes)) {
+                          &is_amsgrad, &is_maximized, &fused_lanes)) {
         return nullptr;
     }
     if (!PyDict_Check(state)) {
         Py_RETURN_FALSE;
     }
     options.is_decoupled = is_decoupled != 0;
+    options.is_maximized = is_maximized != 0;
     return guarded([&] {
-        return PyBool_FromLong(
-            plan_of(self)->step_adam(state, options, static_cast<size_t>(fused_lanes)));
+        return PyBool_FromLong(plan_of(self)->step_adam(state, options, is_amsgrad != 0,
+                                                        static_cast<size_t>(fused_lanes)));
     });
 }
 
@@ -561,18 +578,21 @@ PyObject *plan_step_sgd(PyObject *self, PyObject *args)
 {
     double lr, momentum, dampening, weight_decay;
     PyObject *state;
-    int is_nesterov;
+    int is_nesterov, is_maximized;
     Py_ssize_t fused_lanes;
-    if (!PyArg_ParseTuple(args, "Oddddpn:step_sgd", &state, &lr, &momentum, &dampening,
-                          &weight_decay, &is_nesterov, &fused_lanes)) {
+    if (!PyArg_ParseTuple(args, "Oddddppn:step_sgd", &state, &lr, &momentum, &dampening,
+                          &weight_decay, &is_nesterov, &is_maximized, &fused_lanes)) {
         return nullptr;
     }
     if (!PyDict_Check(state)) {
         Py_RETURN_FALSE;
     }
-    const fc_sgd sgd = {static_cast<float>(weight_decay), static_cast<float>(momentum),
-                        static_cast<float>(1 - dampening), static_cast<float>(-lr),
-                        is_nesterov != 0};
+    const fc_sgd sgd = {static_cast<float>(weight_decay),
+                        static_cast<float>(momentum),
+                        static_cast<float>(1 - dampening),
+                        static_cast<float>(-lr),
+                        is_nesterov != 0,
+                        is_maximized != 0};
     return guarded([&] {
         return PyBool_FromLong(
             plan_of(self)->step_sgd(state, sgd, momentum != 0, static_cast<size_t>(fused_lanes)));
@@ -586,11 +606,13 @@ PyMethodDef plan_methods[] = {
      "(parameters, gradients, state ...)\nwhose DTensors are laid out alike. Scalars and None "
      "stay as they are."},
     {"step_adam", plan_step_adam, METH_VARARGS,
-     "step_adam(state, lr, beta1, beta2, eps, weight_decay, decoupled, fused_lanes) -> bool\n\n"
+     "step_adam(state, lr, beta1, beta2, eps, weight_decay, decoupled, amsgrad, maximize, "
+     "fused_lanes) -> bool\n\n"
      "One step of Adam for every parameter that has a gradient. False: torch must do it, nothing "
      "was touched."},
     {"step_sgd", plan_step_sgd, METH_VARARGS,
-     "step_sgd(state, lr, momentum, dampening, weight_decay, nesterov, fused_lanes) -> bool\n\n"
+     "step_sgd(state, lr, momentum, dampening, weight_decay, nesterov, maximize, fused_lanes) -> "
+     "bool\n\n"
      "The same for SGD."},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -618,6 +640,7 @@ int fc_register_optim(PyObject *module)
     const int result = intern({{&step_name, "step"},
                                {&exp_avg_name, "exp_avg"},
                                {&exp_avg_sq_name, "exp_avg_sq"},
+                               {&max_exp_avg_sq_name, "max_exp_avg_sq"},
                                {&momentum_buffer_name, "momentum_buffer"}});
     return result < 0 ? -1 : add_type(module, "Params", &plan_spec, &plan_type);
 }

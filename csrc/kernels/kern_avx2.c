@@ -18,6 +18,7 @@ typedef __m256d vd;
 #define HAS_ESTIMATED_ROOT false
 #define estimated_root sqrt_f32
 #define sub_f32 _mm256_sub_ps
+#define larger_f32(x, y) _mm256_blendv_ps(_mm256_max_ps(x, y), x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q))
 #define fma_f32 _mm256_fmadd_ps
 #define mul_f32 _mm256_mul_ps
 #define mul_f64 _mm256_mul_pd

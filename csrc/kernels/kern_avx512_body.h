@@ -21,6 +21,8 @@ typedef __m512d vd;
 #define sqrt_f32 _mm512_sqrt_ps
 #define HAS_ESTIMATED_ROOT true
 #define sub_f32 _mm512_sub_ps
+#define larger_f32(x, y)                                                                           \
+    _mm512_mask_mov_ps(_mm512_max_ps(x, y), _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x)
 #define fma_f32 _mm512_fmadd_ps
 #define mul_f32 _mm512_mul_ps
 #define mul_f64 _mm512_mul_pd

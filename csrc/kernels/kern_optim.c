@@ -17,4 +17,5 @@ void fc_adam_set(fc_adam *adam, const fc_adam_options *options, double step)
     adam->correction = (float)pow(correction2, 0.5);
     adam->eps = (float)options->eps;
     adam->step_size = (float)-(options->lr / correction1);
+    adam->is_maximized = options->is_maximized;
 }

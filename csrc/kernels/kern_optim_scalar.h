@@ -19,18 +19,36 @@ FC_BOTH float lerp_one(float from, float to, float weight)
     return fabsf(weight) < 0.5f ? fmaf(weight, way, from) : fmaf(weight - 1.0f, way, to);
 }
 
-/* Returns what it puts into exp_avg_sq. `is_tail`: torch's fused kernel rounds otherwise in what is
- * left after its last vector. */
-FC_BOTH float adam_moments_one(const fc_adam *a, bool is_tail, const float *param,
-                               const float *grad, float *exp_avg, float *exp_avg_sq, size_t i)
+/* With the decay that is part of it. */
+FC_BOTH float gradient_one(float grad, bool is_maximized, float param, float decay)
 {
-    float g = a->l2 == 0.0f ? grad[i] : fmaf(param[i], a->l2, grad[i]);
+    float g = is_maximized ? -grad : grad;
+
+    return decay == 0.0f ? g : fmaf(param, decay, g);
+}
+
+/* The second number where the first is no larger; a NaN if one of them is. */
+FC_BOTH float larger_one(float x, float y)
+{
+    return x > y || x != x ? x : y;
+}
+
+/* Returns what it puts into exp_avg_sq, or into `largest` if that is not null. `is_tail`: torch's
+ * fused kernel rounds otherwise in what is left after its last vector. */
+FC_BOTH float adam_moments_one(const fc_adam *a, bool is_tail, const float *param,
+                               const float *grad, float *exp_avg, float *exp_avg_sq, float *largest,
+                               size_t i)
+{
+    float g = gradient_one(grad[i], a->is_maximized, param[i], a->l2);
     float scaled = a->weight2 * g;
     float square = is_tail ? fmaf(exp_avg_sq[i], a->beta2, scaled * g)
                            : fmaf(scaled, g, exp_avg_sq[i] * a->beta2);
 
     exp_avg[i] = lerp_one(exp_avg[i], g, a->weight1);
     exp_avg_sq[i] = square;
+    if (largest != NULL) {
+        square = largest[i] = larger_one(largest[i], square);
+    }
     return square;
 }
 
@@ -45,7 +63,7 @@ FC_BOTH void adam_update_one(const fc_adam *a, float *param, const float *exp_av
 FC_BOTH void sgd_one(const fc_sgd *s, bool is_tail, float *param, const float *grad, float *buffer,
                      size_t i)
 {
-    float g = s->decay == 0.0f ? grad[i] : fmaf(param[i], s->decay, grad[i]);
+    float g = gradient_one(grad[i], s->is_maximized, param[i], s->decay);
 
     if (buffer != NULL) {
         buffer[i] = is_tail ? fmaf(buffer[i], s->momentum, g * s->weight)

@@ -1,8 +1,8 @@
 /* Optimizer arithmetic over a file's vectors; included by kern_vector.h, which says what they need.
  *
- * Beside that: sub_f32, sqrt_f32, fma_f32(a, b, c) = a * b + c rounded once, HAS_ESTIMATED_ROOT and
- * estimated_root(x) (anything where there is none), and v8, an array of eight floats in one or
- * several registers, with load_v8, zero_v8, add_v8, mul_v8 and store_v8.
+ * Beside that: sub_f32, larger_f32 (as larger_one), sqrt_f32, fma_f32(a, b, c) = a * b + c rounded
+ * once, HAS_ESTIMATED_ROOT and estimated_root(x) (anything where there is none), and v8, an array
+ * of eight floats in one or several registers, with load_v8, zero_v8, add_v8, mul_v8 and store_v8.
  */
 #ifndef FC_KERNELS_KERN_OPTIM_VECTOR_H
 #define FC_KERNELS_KERN_OPTIM_VECTOR_H
@@ -26,7 +26,7 @@ INLINE void fetch(const float *x)
 }
 
 typedef struct adam_numbers {
-    bool has_l2, is_small;
+    bool has_l2, is_small, is_maximized;
     vf decay, l2, weight1, beta2, weight2, correction, eps, step_size;
 } adam_numbers;
 
@@ -36,6 +36,7 @@ INLINE adam_numbers adam_numbers_of(const fc_adam *a, bool has_l2)
 
     return (adam_numbers){.has_l2 = has_l2,
                           .is_small = is_small,
+                          .is_maximized = a->is_maximized,
                           .decay = set_f32(a->decay),
                           .l2 = set_f32(a->l2),
                           .weight1 = set_f32(is_small ? a->weight1 : a->weight1 - 1.0f),
@@ -46,11 +47,21 @@ INLINE adam_numbers adam_numbers_of(const fc_adam *a, bool has_l2)
                           .step_size = set_f32(a->step_size)};
 }
 
-/* Returns what it puts into exp_avg_sq. */
-INLINE vf adam_moments_at(const adam_numbers *a, const float *param, const float *grad,
-                          float *exp_avg, float *exp_avg_sq)
+INLINE vf turned(vf x)
 {
-    vf g = load_f32(grad);
+    return sub_f32(set_f32(-0.0f), x);
+}
+
+INLINE float *at(float *x, size_t i)
+{
+    return x == NULL ? NULL : x + i;
+}
+
+/* Returns what it puts into exp_avg_sq, or into `largest` if that is not null. */
+INLINE vf adam_moments_at(const adam_numbers *a, const float *param, const float *grad,
+                          float *exp_avg, float *exp_avg_sq, float *largest)
+{
+    vf g = a->is_maximized ? turned(load_f32(grad)) : load_f32(grad);
     vf square = mul_f32(load_f32(exp_avg_sq), a->beta2);
 
     fetch(grad);
@@ -62,6 +73,11 @@ INLINE vf adam_moments_at(const adam_numbers *a, const float *param, const float
     square = fma_f32(mul_f32(a->weight2, g), g, square);
     store_f32(exp_avg, lerp(load_f32(exp_avg), g, a->weight1, a->is_small), false);
     store_f32(exp_avg_sq, square, false);
+    if (largest != NULL) {
+        fetch(largest);
+        square = larger_f32(load_f32(largest), square);
+        store_f32(largest, square, false);
+    }
     return square;
 }
 
@@ -75,18 +91,19 @@ INLINE void adam_update_at(const adam_numbers *a, float *param, const float *exp
 }
 
 static void adam_moments(const fc_adam *a, const float *param, const float *grad, float *exp_avg,
-                         float *exp_avg_sq, float *squares, size_t numel)
+                         float *exp_avg_sq, float *largest, float *squares, size_t numel)
 {
     const adam_numbers numbers = adam_numbers_of(a, a->l2 != 0.0f);
     size_t i = 0;
 
     for (; i + LANES <= numel; i += LANES) {
-        vf square = adam_moments_at(&numbers, param + i, grad + i, exp_avg + i, exp_avg_sq + i);
+        vf square = adam_moments_at(&numbers, param + i, grad + i, exp_avg + i, exp_avg_sq + i,
+                                    at(largest, i));
 
         store_f32(squares + i, square, false);
     }
     for (; i < numel; i++) {
-        squares[i] = adam_moments_one(a, false, param, grad, exp_avg, exp_avg_sq, i);
+        squares[i] = adam_moments_one(a, false, param, grad, exp_avg, exp_avg_sq, largest, i);
     }
 }
 
@@ -118,41 +135,43 @@ INLINE float root_of_one(fc_root root, float x)
 }
 
 INLINE void adam_of(const fc_adam *a, fc_root root, bool has_l2, float *param, const float *grad,
-                    float *exp_avg, float *exp_avg_sq, size_t numel, size_t n_tail)
+                    float *exp_avg, float *exp_avg_sq, float *largest, size_t numel, size_t n_tail)
 {
     const adam_numbers numbers = adam_numbers_of(a, has_l2);
     size_t i = 0;
 
     for (; i + LANES + n_tail <= numel; i += LANES) {
-        vf square = adam_moments_at(&numbers, param + i, grad + i, exp_avg + i, exp_avg_sq + i);
+        vf square = adam_moments_at(&numbers, param + i, grad + i, exp_avg + i, exp_avg_sq + i,
+                                    at(largest, i));
 
         adam_update_at(&numbers, param + i, exp_avg + i, root_of(root, square));
     }
     for (; i < numel; i++) {
         bool is_tail = i + n_tail >= numel;
-        float square = adam_moments_one(a, is_tail, param, grad, exp_avg, exp_avg_sq, i);
+        float square = adam_moments_one(a, is_tail, param, grad, exp_avg, exp_avg_sq, largest, i);
 
         adam_update_one(a, param, exp_avg, root_of_one(root, square), i);
     }
 }
 
 INLINE void adam_with(const fc_adam *a, fc_root root, float *param, const float *grad,
-                      float *exp_avg, float *exp_avg_sq, size_t numel, size_t n_tail)
+                      float *exp_avg, float *exp_avg_sq, float *largest, size_t numel,
+                      size_t n_tail)
 {
     if (a->l2 == 0.0f) {
-        adam_of(a, root, false, param, grad, exp_avg, exp_avg_sq, numel, n_tail);
+        adam_of(a, root, false, param, grad, exp_avg, exp_avg_sq, largest, numel, n_tail);
     } else {
-        adam_of(a, root, true, param, grad, exp_avg, exp_avg_sq, numel, n_tail);
+        adam_of(a, root, true, param, grad, exp_avg, exp_avg_sq, largest, numel, n_tail);
     }
 }
 
 static void adam(const fc_adam *a, fc_root root, float *param, const float *grad, float *exp_avg,
-                 float *exp_avg_sq, size_t numel, size_t n_tail)
+                 float *exp_avg_sq, float *largest, size_t numel, size_t n_tail)
 {
     if (root == FC_ROOT_NEAREST) {
-        adam_with(a, FC_ROOT_NEAREST, param, grad, exp_avg, exp_avg_sq, numel, n_tail);
+        adam_with(a, FC_ROOT_NEAREST, param, grad, exp_avg, exp_avg_sq, largest, numel, n_tail);
     } else {
-        adam_with(a, FC_ROOT_ESTIMATED, param, grad, exp_avg, exp_avg_sq, numel, n_tail);
+        adam_with(a, FC_ROOT_ESTIMATED, param, grad, exp_avg, exp_avg_sq, largest, numel, n_tail);
     }
 }
 
@@ -183,7 +202,7 @@ INLINE void sgd_of(const fc_sgd *s, bool has_decay, bool has_buffer, bool is_nes
 
     for (; i + LANES + n_tail <= numel; i += LANES) {
         vf p = load_f32(param + i);
-        vf g = load_f32(grad + i);
+        vf g = s->is_maximized ? turned(load_f32(grad + i)) : load_f32(grad + i);
 
         if (has_decay) {
             g = fma_f32(p, decay, g);

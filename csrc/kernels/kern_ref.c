@@ -130,10 +130,10 @@ DEFINE_REDUCE(F16, BF16, float)
 DEFINE_REDUCE(F16, F16, float)
 
 static void adam_moments(const fc_adam *a, const float *param, const float *grad, float *exp_avg,
-                         float *exp_avg_sq, float *squares, size_t numel)
+                         float *exp_avg_sq, float *largest, float *squares, size_t numel)
 {
     for (size_t i = 0; i < numel; i++) {
-        squares[i] = adam_moments_one(a, false, param, grad, exp_avg, exp_avg_sq, i);
+        squares[i] = adam_moments_one(a, false, param, grad, exp_avg, exp_avg_sq, largest, i);
     }
 }
 
@@ -146,12 +146,12 @@ static void adam_update(const fc_adam *a, float *param, const float *exp_avg, co
 }
 
 static void adam(const fc_adam *a, fc_root root, float *param, const float *grad, float *exp_avg,
-                 float *exp_avg_sq, size_t numel, size_t n_tail)
+                 float *exp_avg_sq, float *largest, size_t numel, size_t n_tail)
 {
     (void)root; /* there is one */
     for (size_t i = 0; i < numel; i++) {
         bool is_tail = i + n_tail >= numel;
-        float square = adam_moments_one(a, is_tail, param, grad, exp_avg, exp_avg_sq, i);
+        float square = adam_moments_one(a, is_tail, param, grad, exp_avg, exp_avg_sq, largest, i);
 
         adam_update_one(a, param, exp_avg, sqrtf(square), i);
     }

@@ -37,12 +37,14 @@ typedef struct fc_adam {
     float weight2;    /* 1 - beta2 */
     float correction; /* square root of 1 - beta2^step */
     float eps;
-    float step_size; /* -lr / (1 - beta1^step) */
+    float step_size;   /* -lr / (1 - beta1^step) */
+    bool is_maximized; /* steps along the gradient: it is taken with its sign turned */
 } fc_adam;
 
 typedef struct fc_adam_options {
     double lr, beta1, beta2, eps, weight_decay;
     bool is_decoupled; /* AdamW: the decay is not part of the gradient */
+    bool is_maximized;
 } fc_adam_options;
 
 /* How square roots are taken. */
@@ -62,6 +64,7 @@ typedef struct fc_sgd {
     float weight;    /* of the gradient in the buffer: 1 - dampening */
     float step_size; /* -lr */
     bool is_nesterov;
+    bool is_maximized; /* as of Adam */
 } fc_sgd;
 
 typedef struct fc_kern_table {
@@ -77,16 +80,17 @@ typedef struct fc_kern_table {
 
     /* exp_avg = lerp(exp_avg, grad, weight1);
      * squares = exp_avg_sq = beta2 * exp_avg_sq + weight2 * grad^2.
+     * `largest` (of AMSGrad, else null) = squares = the larger one of itself and exp_avg_sq.
      * The caller takes the square roots of `squares` before it calls adam_update: the way where
      * those of PyTorch are none of fc_root. */
     void (*adam_moments)(const fc_adam *adam, const float *param, const float *grad, float *exp_avg,
-                         float *exp_avg_sq, float *squares, size_t numel);
+                         float *exp_avg_sq, float *largest, float *squares, size_t numel);
     /* param = decay * param + step_size * exp_avg / (roots / correction + eps) */
     void (*adam_update)(const fc_adam *adam, float *param, const float *exp_avg, const float *roots,
                         size_t numel);
     /* Both in one pass. In the last `n_tail` elements PyTorch's fused kernel rounds otherwise. */
     void (*adam)(const fc_adam *adam, fc_root root, float *param, const float *grad, float *exp_avg,
-                 float *exp_avg_sq, size_t numel, size_t n_tail);
+                 float *exp_avg_sq, float *largest, size_t numel, size_t n_tail);
     /* x[i] = root of x[i]; false: this table has no such root, and nothing was done. */
     bool (*roots)(fc_root root, float *x, size_t numel);
     /* buffer = momentum * buffer + weight * grad; param += step_size * buffer, or with Nesterov's

@@ -577,7 +577,8 @@ enum {
 /* The optimizer written out once more, beside fc_adam_one. */
 static void plain_adam(const fc_adam *a, float *const *x, size_t i)
 {
-    const float g = fmaf(a->l2, x[FC_PARAM][i], x[FC_GRAD][i]);
+    const float grad = a->is_maximized ? -x[FC_GRAD][i] : x[FC_GRAD][i];
+    const float g = fmaf(a->l2, x[FC_PARAM][i], grad);
     const float way = g - x[FC_EXP_AVG][i];
     const float square = g * g;
     const float kept = x[FC_EXP_AVG_SQ][i] * a->beta2;
@@ -594,8 +595,9 @@ static void plain_adam(const fc_adam *a, float *const *x, size_t i)
 
 static void check_adam(void)
 {
-    const fc_adam_options options = {0.01, draw(4) == 0 ? 0.25 : 0.9, 0.95,
-                                     1e-8, 0.1 * (double)draw(2),     draw(2) == 0};
+    const fc_adam_options options = {0.01,        draw(4) == 0 ? 0.25 : 0.9, 0.95,
+                                     1e-8,        0.1 * (double)draw(2),     draw(2) == 0,
+                                     draw(2) == 0};
     const size_t numel = draw_numel();
     float *values[STATES], *expected[STATES], *cpu[STATES];
     uint32_t bases[STATES];

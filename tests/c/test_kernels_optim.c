@@ -9,6 +9,7 @@ enum {
     GRAD,
     EXP_AVG,
     EXP_AVG_SQ,
+    LARGEST,
     SQUARES,
     N_ARRAYS
 };
@@ -48,12 +49,18 @@ static void run_norms(const fc_kern_table *table, optim_arrays x, size_t numel)
 static void run_optim(const fc_kern_table *table, const fc_adam *adam, optim_arrays x, size_t numel,
                       size_t n_tail)
 {
-    table->adam_moments(adam, x[PARAM], x[GRAD], x[EXP_AVG], x[EXP_AVG_SQ], x[SQUARES], numel);
-    table->adam_update(adam, x[PARAM], x[EXP_AVG], x[SQUARES], numel);
-    table->adam(adam, FC_ROOT_NEAREST, x[PARAM], x[GRAD], x[EXP_AVG], x[EXP_AVG_SQ], numel, n_tail);
+    for (int round = 0; round < 2; round++) {
+        float *largest = round == 0 ? NULL : x[LARGEST];
+
+        table->adam_moments(adam, x[PARAM], x[GRAD], x[EXP_AVG], x[EXP_AVG_SQ], largest, x[SQUARES],
+                            numel);
+        table->adam_update(adam, x[PARAM], x[EXP_AVG], x[SQUARES], numel);
+        table->adam(adam, FC_ROOT_NEAREST, x[PARAM], x[GRAD], x[EXP_AVG], x[EXP_AVG_SQ], largest,
+                    numel, n_tail);
+    }
     CHECK(table->roots(FC_ROOT_NEAREST, x[SQUARES], numel));
     for (int kind = 0; kind < 6; kind++) {
-        const fc_sgd sgd = {kind % 2 == 0 ? 0.0f : 0.1f, 0.9f, 0.7f, -0.01f, kind < 2};
+        const fc_sgd sgd = {kind % 2 == 0 ? 0.0f : 0.1f, 0.9f, 0.7f, -0.01f, kind < 2, kind > 2};
 
         table->sgd(&sgd, x[PARAM], x[GRAD], kind < 4 ? x[EXP_AVG] : NULL, numel, n_tail);
     }
@@ -66,7 +73,7 @@ static void test_optim(const fc_kern_table *ref, const fc_kern_table *table)
     static optim_arrays start;
     static optim_arrays wanted;
     static optim_arrays found;
-    fc_adam_options options = {0.01, 0.9, 0.999, 1e-8, 0.1, true};
+    fc_adam_options options = {0.01, 0.9, 0.999, 1e-8, 0.1, true, false};
     fc_adam adam;
 
     for (size_t n = 0; n < COUNT(numels); n++) {
@@ -74,6 +81,7 @@ static void test_optim(const fc_kern_table *ref, const fc_kern_table *table)
 
         for (int round = 0; round < 4; round++) {
             options.is_decoupled = round % 2 == 0;
+            options.is_maximized = round % 3 == 0;
             options.beta1 = round < 2 ? 0.9 : 0.3; /* both forms of the interpolation */
             fc_adam_set(&adam, &options, 3);
             fill_optim(start);
@@ -91,7 +99,8 @@ static void test_optim(const fc_kern_table *ref, const fc_kern_table *table)
 static void run_in_two(const fc_kern_table *table, const fc_adam *adam, fc_root root,
                        optim_arrays x, size_t numel)
 {
-    table->adam_moments(adam, x[PARAM], x[GRAD], x[EXP_AVG], x[EXP_AVG_SQ], x[SQUARES], numel);
+    table->adam_moments(adam, x[PARAM], x[GRAD], x[EXP_AVG], x[EXP_AVG_SQ], x[LARGEST], x[SQUARES],
+                        numel);
     CHECK(table->roots(root, x[SQUARES], numel));
     table->adam_update(adam, x[PARAM], x[EXP_AVG], x[SQUARES], numel);
 }
@@ -100,7 +109,7 @@ static void test_adam_with(const fc_kern_table *table, fc_root root)
 {
     static optim_arrays wanted;
     static optim_arrays found;
-    const fc_adam_options options = {0.01, 0.9, 0.999, 1e-8, 0.1, true};
+    const fc_adam_options options = {0.01, 0.9, 0.999, 1e-8, 0.1, true, true};
     fc_adam adam;
 
     fc_adam_set(&adam, &options, 3);
@@ -111,7 +120,7 @@ static void test_adam_with(const fc_kern_table *table, fc_root root)
         memcpy(found, wanted, sizeof(found));
         run_in_two(table, &adam, root, wanted, numel);
         table->adam(&adam, root, found[PARAM], found[GRAD], found[EXP_AVG], found[EXP_AVG_SQ],
-                    numel, 0);
+                    found[LARGEST], numel, 0);
         CHECK_MSG(memcmp(wanted, found, sizeof(*found) * SQUARES) == 0, "%s: root %d, %zu elements",
                   table->name, (int)root, numel);
     }
@@ -160,30 +169,56 @@ static void test_every_root(const fc_kern_table *table)
     }
 }
 
+/* Against the gradient, and by the largest square so far, which may be no number. */
+static void test_amsgrad_meaning(const fc_kern_table *table, const fc_adam *adam)
+{
+    fc_adam turned = *adam;
+    float x[] = {8, -2, 4, 4, 16, 0};
+    float same[2 * 16] = {0}; /* whole vectors */
+    float nan[2 * 16];
+
+    turned.is_maximized = true;
+    table->adam(&turned, FC_ROOT_NEAREST, &x[PARAM], &x[GRAD], &x[EXP_AVG], &x[EXP_AVG_SQ],
+                &x[LARGEST], 1, 0);
+    CHECK(x[EXP_AVG] == 3 && x[EXP_AVG_SQ] == 4 && x[LARGEST] == 16);
+    CHECK_MSG(x[PARAM] == 7 - 3.0f / 9, "%g", (double)x[PARAM]);
+    for (size_t i = 0; i < COUNT(nan); i++) {
+        nan[i] = NAN;
+    }
+    table->adam(&turned, FC_ROOT_NEAREST, same, same, same, same, nan, COUNT(nan), 0);
+    for (size_t i = 0; i < COUNT(nan); i++) {
+        CHECK(isnan(nan[i]));
+    }
+}
+
 /* One number after the other, as the formulas say. */
 static void test_optim_meaning(const fc_kern_table *table)
 {
-    const fc_adam_options options = {0.5, 0.5, 0.75, 1.0, 0.25, true};
+    const fc_adam_options options = {0.5, 0.5, 0.75, 1.0, 0.25, true, false};
     fc_adam adam;
-    float x[] = {8, 2, 4, 4, 0}; /* parameter, gradient, averages, squares */
+    float x[] = {8, 2, 4, 4, 0, 0}; /* parameter, gradient, averages, largest, squares */
 
     fc_adam_set(&adam, &options, 1);
     CHECK(adam.decay == 0.875f && adam.correction == 0.5f && adam.step_size == -1.0f);
-    table->adam_moments(&adam, &x[PARAM], &x[GRAD], &x[EXP_AVG], &x[EXP_AVG_SQ], &x[SQUARES], 1);
+    table->adam_moments(&adam, &x[PARAM], &x[GRAD], &x[EXP_AVG], &x[EXP_AVG_SQ], NULL, &x[SQUARES],
+                        1);
     CHECK(x[EXP_AVG] == 3 && x[EXP_AVG_SQ] == 4 && x[SQUARES] == 4);
     x[SQUARES] = 2;
     table->adam_update(&adam, &x[PARAM], &x[EXP_AVG], &x[SQUARES], 1);
     CHECK_MSG(x[PARAM] == 7 - 3.0f / 5, "%g", (double)x[PARAM]);
     x[PARAM] = 8;
     x[EXP_AVG] = 4;
-    table->adam(&adam, FC_ROOT_NEAREST, &x[PARAM], &x[GRAD], &x[EXP_AVG], &x[EXP_AVG_SQ], 1, 0);
+    table->adam(&adam, FC_ROOT_NEAREST, &x[PARAM], &x[GRAD], &x[EXP_AVG], &x[EXP_AVG_SQ], NULL, 1,
+                0);
     CHECK_MSG(x[PARAM] == 7 - 3.0f / 5, "%g", (double)x[PARAM]);
+    test_amsgrad_meaning(table, &adam);
     x[PARAM] = 8;
     x[EXP_AVG] = 4;
-    table->sgd(&(const fc_sgd){0.25f, 0.5f, 0.75f, -0.5f, false}, &x[PARAM], &x[GRAD], &x[EXP_AVG],
-               1, 0);
+    table->sgd(&(const fc_sgd){0.25f, 0.5f, 0.75f, -0.5f, false, false}, &x[PARAM], &x[GRAD],
+               &x[EXP_AVG], 1, 0);
     CHECK_MSG(x[EXP_AVG] == 5 && x[PARAM] == 5.5f, "%g %g", (double)x[EXP_AVG], (double)x[PARAM]);
-    table->sgd(&(const fc_sgd){0, 0.5f, 1, -0.5f, true}, &x[PARAM], &x[GRAD], &x[EXP_AVG], 1, 1);
+    table->sgd(&(const fc_sgd){0, 0.5f, 1, -0.5f, true, false}, &x[PARAM], &x[GRAD], &x[EXP_AVG], 1,
+               1);
     CHECK_MSG(x[EXP_AVG] == 4.5f && x[PARAM] == 3.375f, "%g %g", (double)x[EXP_AVG],
               (double)x[PARAM]);
     table->norms(&x[0], (const float *[]){(const float[]){3, 4}, NULL}, (const size_t[]){2, 0}, 2);

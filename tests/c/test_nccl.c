@@ -455,9 +455,6 @@ static void run_out(int rank, int n, void *arg)
     }
     finish(&w);
     config = ranks_config(&w.host, 0, rank, n, TIMEOUT_NS);
-    w.options.use = 0;
-    CHECK_EQ(fc_nccl_group_create(&config, &w.options, &w.group), FC_ERR_INVALID);
-    w.options.use = FC_NCCL_BOTH;
     config.n_ranks = 2;
     config.host.exchange = NULL;
     CHECK_EQ(fc_nccl_group_create(&config, &w.options, &w.group), FC_ERR_INVALID);

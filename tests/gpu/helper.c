@@ -121,8 +121,8 @@ int check_sum_squares(const fc_cuda_kernels *kernels, const fc_cuda_launch *laun
 int check_adam(const fc_cuda_kernels *kernels, const fc_cuda_launch *launch, double step,
                const double *options)
 {
-    const fc_adam_options set = {options[0], options[1], options[2],
-                                 options[3], options[4], options[5] != 0};
+    const fc_adam_options set = {options[0], options[1],      options[2], options[3],
+                                 options[4], options[5] != 0, false};
     fc_adam numbers;
 
     fc_adam_set(&numbers, &set, step);

@@ -360,7 +360,7 @@ enum {
 FC_BOTH void fc_adam_one(const fc_adam *a, float *param, float grad, float *exp_avg,
                          float *exp_avg_sq)
 {
-    const float g = a->l2 == 0.0f ? grad : fmaf(*param, a->l2, grad);
+    const float g = gradient_one(grad, a->is_maximized, *param, a->l2);
     const float m = lerp_one(*exp_avg, g, a->weight1);
     const float v = fmaf(a->weight2, g * g, *exp_avg_sq * a->beta2);
     const float denominator = sqrtf(v) / a->correction + a->eps;
