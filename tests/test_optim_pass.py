@@ -311,11 +311,12 @@ def test_refused_rows_touch_nothing(rank: int, n_ranks: int) -> None:
 
     model = Net(n_blocks=1)
     models.shard_blocks(model, fsdp_c)
-    optimizer = make()(model.parameters())
+    optimizer = make(amsgrad=True)(model.parameters())
     for _ in range(2):
         total(model(data(rank))).backward()
         optimizer.step()
     params = optimizer.param_groups[0]["params"]
+    numbers = (0.9, 0.99, 1e-8, 0.0)
     from fsdp_c import _optim
 
     def attempt(break_it: Callable[[], None], mend: Callable[[], None]) -> None:
@@ -323,17 +324,18 @@ def test_refused_rows_touch_nothing(rank: int, n_ranks: int) -> None:
         copies = [p.to_local().clone() for p in params]
         steps = [optimizer.state[p]["step"].item() for p in params]
         break_it()
-        assert not plan.step_adam(optimizer.state, 0.1, 0.9, 0.99, 1e-8, 0.0, True, 0)
+        assert not plan.step_adam(optimizer.state, 0.1, *numbers, True, True, False, 0)
         mend()
         assert all(torch.equal(p.to_local(), copy) for p, copy in zip(params, copies, strict=True))
         assert steps == [optimizer.state[p]["step"].item() for p in params]
-        assert plan.step_adam(optimizer.state, 0.0, 0.9, 0.99, 1e-8, 0.0, True, 0)
+        assert plan.step_adam(optimizer.state, 0.0, *numbers, True, True, False, 0)
 
     last = params[-1]
     state = optimizer.state[last]
     kept = dict(state)
-    attempt(lambda: state.pop("exp_avg"), lambda: state.update(kept))
-    for key in ("exp_avg", "step"):
+    for key in ("exp_avg", "max_exp_avg_sq"):
+        attempt(lambda: state.pop(key), lambda: state.update(kept))
+    for key in ("exp_avg", "max_exp_avg_sq", "step"):
         attempt(lambda: state.update({key: kept[key].double()}), lambda: state.update(kept))
     attempt(lambda: optimizer.state.pop(last), lambda: optimizer.state.update({last: state}))
     plan = _optim._Members(params).plan

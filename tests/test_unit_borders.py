@@ -17,6 +17,7 @@ from harness import implementation, seed_everything
 from models import WIDTH, Block, data
 from parity import Pair, Side, Tolerance, on_ranks, total
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 NODE = "RegisterPostBackwardFunctionBackward"
 
@@ -101,6 +102,7 @@ class Net(nn.Module):
         self.kind = kind
         self.n_calls = 0
         self.kept: Tensor | None = None
+        self.seen: list[list[bool]] = []
 
     def forward(self, x: Tensor) -> Tensor:
         return self.kind(self, self.stem(x))
@@ -219,6 +221,27 @@ def test_order_of_gradients(rank: int, n_ranks: int) -> None:
     for step in range(3):
         pair.step(data(rank, step))
         pair.both(lambda side: side.order, "order of hooks")
+
+
+def watched(net: "Net", x: Tensor) -> Tensor:
+    """Hooks on what goes from unit to unit say whether the units around them are sharded."""
+    for block, following in zip(net.blocks, [*net.blocks[1:], net.blocks[0]], strict=True):
+        x = block(x) * 1 if block is net.blocks[0] else block(x)
+        x.register_hook(lambda _, units=(block, following): net.seen.append(sharded(units)))
+    return x
+
+
+def sharded(units: Any) -> list[bool]:
+    return [isinstance(unit.norm.weight, DTensor) for unit in units]
+
+
+@on_ranks(1, 2)
+def test_hooks_between_units(rank: int, n_ranks: int) -> None:
+    """A unit is through, and the next one of the backward is there, before anybody's hook runs."""
+    pair = Pair(lambda: Net(watched), models.shard_blocks)
+    for step in range(3):
+        pair.step(data(rank, step))
+        pair.both(lambda side: side.model.seen, "what hooks saw")
 
 
 class Scaled(nn.Module):

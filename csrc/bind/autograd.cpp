@@ -164,17 +164,6 @@ std::unique_ptr<Border> entry_to(StateObject *state)
     return border;
 }
 
-// The first of the node's borders, or null.
-Border *border_on(Node &node)
-{
-    for (const auto &hook : node.tensor_pre_hooks()) {
-        if (typeid(*hook) == typeid(Border)) {
-            return static_cast<Border *>(hook.get());
-        }
-    }
-    return nullptr;
-}
-
 // Lives in the graph task's list of final callbacks. If it goes without having run, backward has
 // failed.
 class FinalCallback {
@@ -215,12 +204,13 @@ bool end_at_producer(StateObject *state, const at::Tensor &input)
     if (!node || node->sequence_nr() >= state->entry_sequence) {
         return false;
     }
-    Border *border = border_on(*node);
-    if (border == nullptr) {
-        auto own = std::make_unique<Border>();
-        border = own.get();
-        node->add_tensor_pre_hook(std::move(own));
-    } else if (border->left) {
+    // Before all hooks of the node, as the identity node's backward would be.
+    auto &hooks = node->tensor_pre_hooks();
+    if (hooks.empty() || typeid(*hooks.front()) != typeid(Border)) {
+        hooks.insert(hooks.begin(), std::make_unique<Border>());
+    }
+    auto *border = static_cast<Border *>(hooks.front().get());
+    if (border->left) {
         return false; // another unit's input too: that one would keep this one's gradients waiting
     }
     border->left.emplace(state);
