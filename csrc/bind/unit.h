@@ -218,9 +218,9 @@ public:
 private:
     bool is_gathered() const { return fc_domain_n_ranks(domain_) > 1; }
     // Every gather makes a copy, which optimizer steps leave behind.
+    bool is_copied() const { return device_ != nullptr || !fc_domain_is_mapped(domain_); }
     // Whether an optimizer has stepped since it was gathered over messages, in forward or before.
     bool is_outdated() const;
-    bool is_copied() const { return device_ != nullptr || !fc_domain_is_mapped(domain_); }
     void register_params(bool unsharded);
     void show(void *memory);
     void hide();
