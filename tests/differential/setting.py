@@ -79,8 +79,10 @@ class Setting:
         self.layers = [choose(LAYER_NAMES) for _ in range(self.rng.randint(1, 4))]
         self.around = choose(["", "", "", "", "recompute", "reentrant"])
         for index, name in enumerate(self.layers):
-            # Torch leaves units unsharded that ran twice in reentrant checkpoints.
-            if name == "again" and (index == 0 or self.around == "reentrant"):
+            # Torch leaves units unsharded that ran twice in reentrant checkpoints, and reduces each
+            # checkpoint's gradients for themselves.
+            is_reentrant = "reentrant" in (self.around, self.layers[0])
+            if name == "again" and (index == 0 or is_reentrant):
                 self.layers[index] = "linear"
         self.stem = choose(["linear", "linear", "linear", "identity", "embedding", "bounded"])
         self.output = choose(["tensor", "tensor", "tuple", "dict", "dataclass"])
