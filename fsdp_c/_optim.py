@@ -8,6 +8,7 @@ so that everyone who looks, at any moment, sees DTensors.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -18,11 +19,11 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
-from torch.distributed.tensor import DTensor
+from torch import Tensor, optim
 
-from fsdp_c import _env, _modes, _stale
+from fsdp_c import _modes, _optim_lists, _stale
 from fsdp_c._native import _C
+from fsdp_c._optim_lists import Members
 
 # By exact type: what a subclass does with parameters is not known.
 CLASSES: tuple[type[optim.Optimizer], ...] = (
@@ -49,16 +50,6 @@ _UNSCALED = {"grad_scale": None, "found_inf": None}
 
 _units: weakref.WeakSet[Any] = weakref.WeakSet()
 _originals: dict[type[optim.Optimizer], Callable[..., Any]] = {}
-
-
-class _Members:
-    """Which parameters of a group are sharded by fsdp_c; looked up once."""
-
-    def __init__(self, params: list[Tensor]) -> None:
-        sharded = {id(p.sharded_param) for unit in _units for p in unit.fsdp_params}
-        self.sharded = sharded.intersection(map(id, params))
-        self.plan = _C.Params(params, self.sharded)  # keeps params, so that the ids stay theirs
-        self.only_known_types = all(type(p) in (DTensor, nn.Parameter, Tensor) for p in params)
 
 
 def watch(units: Iterable[Any]) -> None:
@@ -93,7 +84,7 @@ def uninstall() -> None:
 
 
 def _replacement(cls: type[optim.Optimizer], original: Callable[..., Any]) -> Callable[..., Any]:
-    localize = _step_momentum if cls is optim.SGD else _localize
+    localize = _optim_lists.step_momentum if cls is optim.SGD else _optim_lists.localize
     torchs_step = _torchs_step(cls)
 
     @functools.wraps(original)
@@ -109,17 +100,20 @@ def _replacement(cls: type[optim.Optimizer], original: Callable[..., Any]) -> Ca
             and sys._getframe(1).f_code is torchs_step
         ):
             members = _members_of(self, group)
-            step = _STEPS.get(cls)
-            if members is not None and step is not None and step(self, group, members.plan):
-                return False  # nothing is complex; the lists stay empty
-        if members is not None and members.only_known_types:
-            # For DTensors this changes nothing but the price of each of their attributes.
-            with torch._C.DisableTorchFunctionSubclass():
-                result = original(self, group, *lists)
-        else:
-            result = original(self, group, *lists, **named)
-        if members is not None and not group["differentiable"]:
-            localize(self, group, members.plan, lists)
+        if members is None:
+            return original(self, group, *lists, **named)
+        is_stock = _optim_lists.is_stock(self.state)
+        step = _STEPS.get(cls)
+        if is_stock and step is not None and step(self, group, members.plan):
+            return False  # nothing is complex; the lists stay empty
+        if is_stock and members.collect(self, group, lists):
+            return members.result
+        # For DTensors this changes nothing but the price of each of their attributes.
+        alone = torch._C.DisableTorchFunctionSubclass
+        with alone() if members.only_known_types else contextlib.nullcontext():
+            result = original(self, group, *lists)
+        if not group["differentiable"]:
+            localize(members, self, group, lists, result)
         return result
 
     return _init_group
@@ -154,13 +148,16 @@ def _are_torchs(*functions: Any) -> bool:
     return True
 
 
-def _members_of(optimizer: optim.Optimizer, group: dict[str, Any]) -> _Members | None:
-    """What is known of the group; None if nothing in it is sharded by fsdp_c."""
+def _members_of(optimizer: optim.Optimizer, group: dict[str, Any]) -> Members | None:
+    """What is known of the group; None if it is unusual, or nothing in it is sharded by fsdp_c."""
     params = group["params"]
+    if type(params) is not list:
+        return None
     known = optimizer.__dict__.setdefault(_KNOWN, {})
     members = known.get(id(group))
     if members is None or not members.plan.is_for(params):
-        members = known[id(group)] = _Members(params)
+        sharded = {id(p.sharded_param) for unit in _units for p in unit.fsdp_params}
+        members = known[id(group)] = Members(params, sharded)
     return members if members.sharded else None
 
 
@@ -238,7 +235,7 @@ def _agrees(fused_lanes: int) -> bool:
                 if not kind["amsgrad"]:
                     lists[4] = []
                 how = {"foreach": False, "fused": fused_lanes != 0, **switches, **_UNSCALED}
-                _function_of(optim.Adam)(*lists, **how, **numbers, **kind)
+                _optim_lists.function_of(optim.Adam)(*lists, **how, **numbers, **kind)
                 state = {other: dict(zip(names, ours, strict=True))}
                 plan.step_adam(state, *numbers.values(), *kind.values(), fused_lanes)
                 if not all(map(torch.equal, [param, *theirs], [other, *ours])):
@@ -258,7 +255,7 @@ def _sgd_agrees(fused_lanes: int) -> bool:
             for scale in (1.0, 1e-3, 7.0):
                 other.grad = (param * scale * 1035).sin()
                 lists = [[param], [other.grad.clone()], [theirs] if momentum else []]
-                _function_of(optim.SGD)(
+                _optim_lists.function_of(optim.SGD)(
                     *lists,
                     foreach=False,
                     fused=fused_lanes != 0,
@@ -274,11 +271,6 @@ def _sgd_agrees(fused_lanes: int) -> bool:
     return True
 
 
-def _function_of(cls: type[optim.Optimizer]) -> Callable[..., None]:
-    """The arithmetic of its step: a function, which nobody hooks."""
-    return vars(sys.modules[cls.__module__])[cls.__name__.lower()]
-
-
 def _wave(numel: int) -> Tensor:
     return torch.arange(float(numel), device="cpu", dtype=torch.float32).cos()
 
@@ -288,68 +280,3 @@ _STEPS: dict[type[optim.Optimizer], Callable[..., bool]] = {
     optim.AdamW: _step_adam,
     optim.SGD: _step_sgd,
 }
-
-
-def _find(
-    group: dict[str, Any], plan: _C.Params, lists: tuple[list[Any], ...]
-) -> tuple[list[int], list[list[Any]]]:
-    """The rows of `lists` that can be replaced, and column by column what to put there."""
-    n_rows = len(lists[0])
-    found, columns = plan.locals([column for column in lists if len(column) == n_rows])
-    is_listwise = bool(group.get("foreach") or group.get("fused"))
-    if is_listwise and found:
-        # These take lists of one kind only; torch refuses some that would work here.
-        n_dtensors = sum(type(param) is DTensor for param in lists[0])
-        if n_dtensors > len(found) or _env.is_strict():
-            return [], []
-    return found, columns
-
-
-def _localize(
-    optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Params, lists: tuple[list[Any], ...]
-) -> None:
-    n_rows = len(lists[0])
-    found, columns = _find(group, plan, lists)
-    if not found:
-        return
-    torch.autograd.graph.increment_version([lists[0][i] for i in found])
-    for column, values in zip((c for c in lists if len(c) == n_rows), columns, strict=True):
-        if len(found) == n_rows:
-            column[:] = values
-        else:
-            for i, value in zip(found, values, strict=True):
-                column[i] = value
-
-
-def _step_momentum(
-    optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Params, lists: tuple[list[Any], ...]
-) -> None:
-    """SGD keeps its buffers under the parameters it is given, so these are stepped here."""
-    if group["momentum"] == 0:
-        _localize(optimizer, group, plan, lists)
-        return
-    found, columns = _find(group, plan, lists)
-    if not found:
-        return
-    params = [lists[0][i] for i in found]
-    torch.autograd.graph.increment_version(params)
-    _function_of(optim.SGD)(
-        *columns,
-        weight_decay=group["weight_decay"],
-        momentum=group["momentum"],
-        lr=group["lr"],
-        dampening=group["dampening"],
-        nesterov=group["nesterov"],
-        maximize=group["maximize"],
-        foreach=group["foreach"],
-        fused=group["fused"],
-        grad_scale=getattr(optimizer, "grad_scale", None),
-        found_inf=getattr(optimizer, "found_inf", None),
-    )
-    for param, buffer in zip(params, columns[2], strict=True):
-        state = optimizer.state[param]
-        if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = DTensor(buffer, param._spec, requires_grad=False)
-    is_found = set(found)
-    for column in lists:
-        column[:] = [value for i, value in enumerate(column) if i not in is_found]

@@ -317,10 +317,10 @@ def test_refused_rows_touch_nothing(rank: int, n_ranks: int) -> None:
         optimizer.step()
     params = optimizer.param_groups[0]["params"]
     numbers = (0.9, 0.99, 1e-8, 0.0)
-    from fsdp_c import _optim
+    from fsdp_c._native import _C
 
     def attempt(break_it: Callable[[], None], mend: Callable[[], None]) -> None:
-        plan = _optim._Members(params).plan
+        plan = _C.Params(params, set(map(id, params)))
         copies = [p.to_local().clone() for p in params]
         steps = [optimizer.state[p]["step"].item() for p in params]
         break_it()
@@ -338,7 +338,7 @@ def test_refused_rows_touch_nothing(rank: int, n_ranks: int) -> None:
     for key in ("exp_avg", "max_exp_avg_sq", "step"):
         attempt(lambda: state.update({key: kept[key].double()}), lambda: state.update(kept))
     attempt(lambda: optimizer.state.pop(last), lambda: optimizer.state.update({last: state}))
-    plan = _optim._Members(params).plan
+    plan = _C.Params(params, set(map(id, params)))
     assert plan.is_for(params) and not plan.is_for(params[:-1]) and not plan.is_for(params[::-1])
 
 

@@ -130,11 +130,14 @@ public:
     // local tensors throughout, and `locals` with these, column by column.
     void locals(const std::vector<PyObject *> &columns, PyObject *rows,
                 const std::vector<Ref> &locals) const;
+    // Fills `locals` with parameters, gradients and what `state` has under each of `keys`, for
+    // every parameter that has a gradient, and counts versions; false: one of these parameters has
+    // no local tensors throughout.
+    bool collect(PyObject *state, const std::vector<PyObject *> &keys,
+                 const std::vector<Ref> &locals) const;
     int traverse(visitproc visit, void *arg);
 
 private:
-    bool row_locals(const Member &member, const std::vector<PyObject *> &columns, Py_ssize_t row,
-                    std::vector<Ref> &values) const;
     Layout *layout_of(PyObject *param);
     template <typename Collect, typename Run>
     bool step(PyObject *state, Collect collect_row, Run run);
@@ -423,34 +426,45 @@ void GroupPlan::forget()
     is_running_ = false;
 }
 
-bool GroupPlan::row_locals(const Member &member, const std::vector<PyObject *> &columns,
-                           Py_ssize_t row, std::vector<Ref> &values) const
+// Fills `locals` with those of a row's parameter, gradient and state.
+bool row_locals(const Member &member, const std::vector<PyObject *> &values,
+                std::vector<Ref> &locals)
 {
-    values.clear();
-    for (size_t c = 0; c < columns.size(); c++) {
-        PyObject *value = PyList_GET_ITEM(columns[c], row);
-        if (c < 2 || is_dtensor(value)) {
-            values.push_back(local_of(value, member.layout));
+    locals.clear();
+    if (!member.is_ours || member.layout == nullptr) {
+        return false;
+    }
+    for (PyObject *value : values) {
+        if (locals.size() < 2 || is_dtensor(value)) {
+            locals.push_back(local_of(value, member.layout));
         } else if (value == Py_None ||
                    (THPVariable_Check(value) && THPVariable_Unpack(value).dim() == 0)) {
-            values.push_back(Ref::borrow(value));
+            locals.push_back(Ref::borrow(value));
             continue;
         } else {
             return false;
         }
-        if (!values.back() || THPVariable_Unpack(values.back().get()).sizes() !=
-                                  THPVariable_Unpack(values.front().get()).sizes()) {
+        if (!locals.back() || THPVariable_Unpack(locals.back().get()).sizes() !=
+                                  THPVariable_Unpack(locals.front().get()).sizes()) {
             return false;
         }
     }
-    return THPVariable_Unpack(values[0].get()).scalar_type() ==
-           THPVariable_Unpack(values[1].get()).scalar_type();
+    return THPVariable_Unpack(locals[0].get()).scalar_type() ==
+           THPVariable_Unpack(locals[1].get()).scalar_type();
+}
+
+void append_row(const std::vector<Ref> &columns, const std::vector<Ref> &values)
+{
+    for (size_t c = 0; c < columns.size(); c++) {
+        check(PyList_Append(columns[c].get(), values[c].get()));
+    }
 }
 
 void GroupPlan::locals(const std::vector<PyObject *> &columns, PyObject *rows,
                        const std::vector<Ref> &locals) const
 {
-    std::vector<Ref> values;
+    std::vector<PyObject *> values(columns.size());
+    std::vector<Ref> found;
     auto member = rows_.begin();
     for (Py_ssize_t row = 0; row < PyList_GET_SIZE(columns[0]); row++) {
         PyObject *param = PyList_GET_ITEM(columns[0], row);
@@ -460,15 +474,54 @@ void GroupPlan::locals(const std::vector<PyObject *> &columns, PyObject *rows,
         if (member == rows_.end()) {
             return;
         }
-        if (!member->is_ours || member->layout == nullptr ||
-            !row_locals(*member, columns, row, values)) {
+        for (size_t c = 0; c < columns.size(); c++) {
+            values[c] = PyList_GET_ITEM(columns[c], row);
+        }
+        if (!row_locals(*member, values, found)) {
             continue;
         }
         check(PyList_Append(rows, checked(PyLong_FromSsize_t(row)).get()));
-        for (size_t c = 0; c < columns.size(); c++) {
-            check(PyList_Append(locals[c].get(), values[c].get()));
+        append_row(locals, found);
+    }
+}
+
+bool GroupPlan::collect(PyObject *state, const std::vector<PyObject *> &keys,
+                        const std::vector<Ref> &locals) const
+{
+    std::vector<PyObject *> values(keys.size() + 2);
+    std::vector<Ref> found;
+    std::vector<at::Tensor> written;
+    for (const Member &row : rows_) {
+        Ref grad = Ref::take(THPVariable_Wrap(THPVariable_Unpack(row.param.get()).grad()));
+        if (grad.get() == Py_None) {
+            continue;
+        }
+        PyObject *own = keys.empty() ? nullptr : item(state, row.param.get());
+        if (!keys.empty() && (own == nullptr || !PyDict_CheckExact(own))) {
+            return false;
+        }
+        values[0] = row.param.get();
+        values[1] = grad.get();
+        for (size_t k = 0; k < keys.size(); k++) {
+            values[k + 2] = item(own, keys[k]);
+            if (values[k + 2] == nullptr) {
+                return false;
+            }
+        }
+        if (!row_locals(row, values, found) || THPVariable_Unpack(found[0].get()).is_complex()) {
+            return false;
+        }
+        append_row(locals, found);
+        for (size_t c = 0; c < values.size(); c++) {
+            if (c != 1 && is_dtensor(values[c])) {
+                written.push_back(THPVariable_Unpack(values[c]));
+            }
         }
     }
+    for (const at::Tensor &dtensor : written) {
+        bump_version(dtensor);
+    }
+    return true;
 }
 
 struct PlanObject {
@@ -522,6 +575,15 @@ PyObject *plan_is_for(PyObject *self, PyObject *params)
     return PyBool_FromLong(PyList_Check(params) && plan_of(self)->is_for(params));
 }
 
+Ref list_of(const std::vector<Ref> &items)
+{
+    Ref list = checked(PyList_New(0));
+    for (const Ref &item : items) {
+        check(PyList_Append(list.get(), item.get()));
+    }
+    return list;
+}
+
 PyObject *plan_locals(PyObject *self, PyObject *lists)
 {
     return guarded([&]() -> PyObject * {
@@ -544,11 +606,27 @@ PyObject *plan_locals(PyObject *self, PyObject *lists)
         }
         Ref rows = checked(PyList_New(0));
         plan_of(self)->locals(columns, rows.get(), locals);
-        Ref result = checked(PyList_New(0));
-        for (Ref &column : locals) {
-            check(PyList_Append(result.get(), column.get()));
+        return checked(PyTuple_Pack(2, rows.get(), list_of(locals).get())).release();
+    });
+}
+
+PyObject *plan_collect(PyObject *self, PyObject *args)
+{
+    PyObject *state, *keys;
+    if (!PyArg_ParseTuple(args, "O!O!:collect", &PyDict_Type, &state, &PyTuple_Type, &keys)) {
+        return nullptr;
+    }
+    return guarded([&]() -> PyObject * {
+        std::vector<PyObject *> names(PySequence_Fast_ITEMS(keys),
+                                      PySequence_Fast_ITEMS(keys) + PyTuple_GET_SIZE(keys));
+        std::vector<Ref> locals;
+        for (size_t c = 0; c < names.size() + 2; c++) {
+            locals.push_back(checked(PyList_New(0)));
         }
-        return checked(PyTuple_Pack(2, rows.get(), result.get())).release();
+        if (!plan_of(self)->collect(state, names, locals)) {
+            Py_RETURN_NONE;
+        }
+        return list_of(locals).release();
     });
 }
 
@@ -605,6 +683,10 @@ PyMethodDef plan_methods[] = {
      "locals(columns) -> (rows, columns)\n\nLocal tensors for the rows of an optimizer's lists "
      "(parameters, gradients, state ...)\nwhose DTensors are laid out alike. Scalars and None "
      "stay as they are."},
+    {"collect", plan_collect, METH_VARARGS,
+     "collect(state, keys) -> columns or None\n\nLocal tensors of parameters and gradients, and "
+     "what the state has under each key, for every\nparameter that has a gradient. None: a "
+     "parameter lacks one of them."},
     {"step_adam", plan_step_adam, METH_VARARGS,
      "step_adam(state, lr, beta1, beta2, eps, weight_decay, decoupled, amsgrad, maximize, "
      "fused_lanes) -> bool\n\n"
