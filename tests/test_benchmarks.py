@@ -1,11 +1,19 @@
-"""Benchmarks at tiny sizes: each gives a table and a JSON record, and wrong results stop each."""
+"""Benchmarks at tiny sizes: each gives a table and a JSON record, and wrong results stop each.
 
+Most run in forked ranks of the tests' harness, which have imported torch already; those through
+torchrun show that it starts them too.
+"""
+
+import importlib
 import json
 import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -37,6 +45,7 @@ N_ROWS = {
     "owner": 4,
     "waits": 3,
 }
+BY_TORCHRUN = "collectives"
 
 # Gradients flow back through each unit three times too large; gathered values are right only once.
 WRONG = '''
@@ -93,26 +102,72 @@ def table_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("|")]
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_table_and_json(name: str, tmp_path: Path) -> None:
+def be_a_bench_rank(rank: int, n_ranks: int, file: str, arguments: list[str], rows: Path) -> None:
+    """What torchrun starts for a benchmark, in a process that has imported torch already."""
+    dist.destroy_process_group()
+    sys.path.insert(0, str(BENCHMARKS))
+    del sys.modules["harness"]  # the benchmarks have a module of that name too
+    bench_harness = importlib.import_module("harness")
+    measure = bench_harness.measure
+    bench_harness.measure = lambda *args, **options: measure(*args, **{**options, "most_steps": 3})
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", BENCH_ROWS_FILE=str(rows))
+    sys.argv[1:] = arguments
+    runpy.run_path(file, run_name="__main__")
+
+
+@pytest.fixture(scope="module")
+def bench_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    """That of the benchmarks, with forked ranks; bears the name of the tests' own meanwhile."""
+    rows = tmp_path_factory.mktemp("ranks") / "rows"
+
+    def launch_ranks(bench: Any, launch: Any, argv: list[str], limit_s: float) -> Any:
+        arguments = [*argv, *launch.argv]
+        rows.unlink(missing_ok=True)
+        run_ranks(be_a_bench_rank, launch.ranks, bench.file, arguments, rows, apart=True)
+        return json.loads(rows.read_text())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        patch.delitem(sys.modules, "harness")
+        module = importlib.import_module("harness")
+        patch.setattr(module, "launch_ranks", launch_ranks)
+        yield module
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name != BY_TORCHRUN])
+def test_table_and_json(
+    name: str,
+    tmp_path: Path,
+    bench_harness: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     script = f"bench_{name}.py"
-    command = [script]
-    if name == "collectives":
-        script, command = "run.py", ["run.py", "--quick", "--only", name]
-    done = run_bench(*command, *TINY[name], "--out", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [script, *TINY[name], "--out", str(tmp_path)])
+    bench_harness.main(importlib.import_module(f"bench_{name}").BENCH)
+    check_results(name, script, tmp_path, capsys.readouterr().out)
+
+
+def test_table_and_json_by_torchrun(tmp_path: Path) -> None:
+    arguments = ["--quick", "--only", BY_TORCHRUN, *TINY[BY_TORCHRUN], "--out", str(tmp_path)]
+    done = run_bench("run.py", *arguments)
     assert done.returncode == 0, done.stderr
-    record = only_json(tmp_path)
+    check_results(BY_TORCHRUN, "run.py", tmp_path, done.stdout)
+
+
+def check_results(name: str, script: str, folder: Path, stdout: str) -> None:
+    record = only_json(folder)
     assert record["bench"] == name
     assert record["quick"] == (script == "run.py")
     assert {"python", "torch", "fsdp_c"} <= set(record["versions"])
     assert record["hardware"]["cores"] >= 1 and record["hardware"]["cpu_model"]
     assert script in record["command"] and record["date"]
     if script == "run.py":  # it writes the tables too
-        (path,) = tmp_path.glob("collectives_*_quick.md")
+        (path,) = folder.glob("collectives_*_quick.md")
         assert "run.py --quick" in path.read_text()
-        assert table_lines(path.read_text()) == table_lines(done.stdout) != []
+        assert table_lines(path.read_text()) == table_lines(stdout) != []
     assert len(record["rows"]) == N_ROWS[name]
-    header = table_lines(done.stdout)[0]
+    header = table_lines(stdout)[0]
     others = {"collectives": "gloo", "owner": "full_tensor", "waits": "waited"}
     assert others.get(name, "torch") in header
     assert "fsdp_c" in header or name in ("owner", "waits")
@@ -138,20 +193,15 @@ def test_wrong_results_are_refused(tmp_path: Path) -> None:
     assert not table_lines(done.stdout) and not out.exists()
 
 
-def be_a_bench_rank(rank: int, n_ranks: int, name: str, folder: Path) -> None:
-    """What torchrun starts for a benchmark, in a process that has imported torch already."""
-    dist.destroy_process_group()
-    sys.path[:0] = [str(BENCHMARKS), str(folder)]
-    del sys.modules["harness"]  # the benchmarks have a module of that name too
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", BENCH_ROWS_FILE=str(folder / "rows"))
-    sys.argv[1:] = [*TINY[name], "--ranks", str(n_ranks), "--impl", "torch,wrong_results"]
-    runpy.run_path(str(BENCHMARKS / f"bench_{name}.py"), run_name="__main__")
-
-
 @pytest.mark.parametrize("name", ["host_overhead", "collectives"])
-def test_wrong_results_stop_a_rank(name: str, tmp_path: Path) -> None:
+def test_wrong_results_stop_a_rank(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "wrong_results.py").write_text(WRONG)
-    (outcome,) = run_ranks(be_a_bench_rank, 1, name, tmp_path, fresh=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    arguments = [*TINY[name], "--ranks", "1", "--impl", "torch,wrong_results"]
+    file = str(BENCHMARKS / f"bench_{name}.py")
+    (outcome,) = run_ranks(be_a_bench_rank, 1, file, arguments, tmp_path / "rows", fresh=True)
     assert outcome.exit_code != 0
     assert "verification failed: wrong_results" in outcome.error + outcome.output
     assert not (tmp_path / "rows").exists()
