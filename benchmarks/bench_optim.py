@@ -20,10 +20,11 @@ from harness import Bench, Case, Launch, Row
 
 WIDTH = 64
 NORM = 1e-3
-# What fsdp_c is built to stay under, as a multiple of plain tensors.
 # Bytes that are read or written for an element of one large parameter.
 LARGE_BYTES = {"AdamW": 28, "SGD, momentum": 20, "clip_grad_norm_": 12}
+# What fsdp_c is built to stay under, as a multiple of plain tensors.
 GOALS = {"AdamW": 0.3, "AdamW, 2 groups": 0.5, "clip_grad_norm_": 0.3}
+GENERAL_GOAL = 1.1  # of every class
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,6 +131,35 @@ def large_makers() -> dict[str, Callable[[list[Any], str], Callable[[], Any]]]:
     }
 
 
+def class_makers() -> dict[str, Callable[[list[Any]], Callable[[], Any]]]:
+    """Every class of torch.optim for dense gradients, in every variant."""
+    from torch import optim
+
+    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+        "Adadelta": (optim.Adadelta, {}),
+        "Adagrad": (optim.Adagrad, {}),
+        "Adamax": (optim.Adamax, {}),
+        "AMSGrad": (optim.Adam, {"amsgrad": True}),
+        "ASGD": (optim.ASGD, {}),
+        "NAdam": (optim.NAdam, {}),
+        "RAdam": (optim.RAdam, {}),
+        "RMSprop": (optim.RMSprop, {}),
+        "Rprop": (optim.Rprop, {}),
+        "SGD, maximize": (optim.SGD, {"momentum": 0.9, "maximize": True}),
+    }
+    found = {"Adafactor": lambda p: optim.Adafactor(p, lr=1e-4).step}
+    for name, (cls, options) in kinds.items():
+        has_fused = cls in (optim.Adagrad, optim.Adam, optim.SGD)
+        for variant in ("", "foreach", "fused") if has_fused else ("", "foreach"):
+            chosen = {**options, variant: True} if variant else options
+            found[f"{name}, {variant}".rstrip(", ")] = functools.partial(step_of, cls, chosen)
+    return found
+
+
+def step_of(cls: Any, options: dict[str, Any], parameters: list[Any]) -> Callable[[], Any]:
+    return cls(parameters, lr=1e-4, **options).step
+
+
 def copying(n_bytes: int) -> Callable[[], Any]:
     """Reads half of them and writes half."""
     import torch
@@ -154,6 +184,41 @@ def large_work(args: argparse.Namespace) -> list[Row]:
         facts = {"row": row, "ranks": dist.get_world_size(), "large": args.large}
         rows.append({**facts, "times": times})
     return rows
+
+
+def class_work(args: argparse.Namespace) -> list[Row]:
+    import torch
+    import torch.distributed as dist
+
+    rows: list[Row] = []
+    models: list[Any] = []
+    everyone = {name: parameters_of(name, args, models) for name in ("plain", *args.impl)}
+    start = [p.detach().clone() for p in everyone["plain"]]
+    for row, make in class_makers().items():
+        cases = {}
+        for name, parameters in everyone.items():
+            with torch.no_grad():
+                for parameter, value in zip(parameters, start, strict=True):
+                    harness.local(parameter).copy_(value)
+            step = make(parameters)
+            if is_accepted(step):
+                cases[name] = Case(step)
+        verify(row, {name: everyone[name] for name in cases}, "plain")
+        times = harness.measure(
+            cases, args.rounds or 12, block_s=0.02, budget_s=0.3 if args.quick else 1.5
+        )
+        rows.append({"class": row, "ranks": dist.get_world_size(), "times": times})
+    return rows
+
+
+def is_accepted(step: Callable[[], Any], n_steps: int = 2) -> bool:
+    """Takes the first steps; False where an operator is not to be had for DTensors."""
+    try:
+        for _ in range(n_steps):
+            step()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def use_clipping_of(name: str) -> None:
@@ -195,7 +260,8 @@ def work(args: argparse.Namespace) -> list[Row]:
             cases, args.rounds or 12, block_s=0.1, budget_s=3 if args.quick else 12
         )
         rows.append({"row": row, "ranks": dist.get_world_size(), "times": times})
-    return rows + large_work(args)
+    is_first = dist.get_world_size() == launches(args)[0].ranks
+    return rows + large_work(args) + (class_work(args) if is_first else [])
 
 
 def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
@@ -207,7 +273,7 @@ def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
         + ["goal", "min", "p90"],
         note="min, p90: of the last implementation.",
     )
-    for row in (row for row in rows if "large" not in row):
+    for row in (row for row in rows if "row" in row and "large" not in row):
         times = {name: values["median_us"] for name, values in row["times"].items()}
         goal = GOALS.get(row["row"])
         table.rows.append(
@@ -217,7 +283,8 @@ def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
             + [f"<= {goal}" if goal else ""]
             + [report.duration(row["times"][last][key]) for key in ("min_us", "p90_us")]
         )
-    return [table, large_table(args, [row for row in rows if "large" in row])]
+    large = [row for row in rows if "large" in row]
+    return [table, large_table(args, large), class_table(args, [r for r in rows if "class" in r])]
 
 
 def large_table(args: argparse.Namespace, rows: list[Row]) -> report.Table:
@@ -236,6 +303,27 @@ def large_table(args: argparse.Namespace, rows: list[Row]) -> report.Table:
             + [report.duration(times[name]) for name in ("copy", "plain", last)]
             + [report.ratio(times[last], times[name]) for name in ("plain", "copy")]
             + [report.number(speed)]
+        )
+    return table
+
+
+def class_table(args: argparse.Namespace, rows: list[Row]) -> report.Table:
+    table = report.Table(
+        f"step() of every class over {2 * args.units * args.layers} parameters, median",
+        ["class", "ranks", "plain", *args.impl]
+        + [f"{name} / plain" for name in args.impl]
+        + ["goal"],
+        note="-: an operator of torch's does not take DTensors.",
+    )
+    for row in rows:
+        times = {name: values["median_us"] for name, values in row["times"].items()}
+        plain = times["plain"]
+        found = [times.get(name) for name in args.impl]
+        table.rows.append(
+            [row["class"], str(row["ranks"]), report.duration(plain)]
+            + ["-" if time is None else report.duration(time) for time in found]
+            + ["-" if time is None else report.ratio(time, plain) for time in found]
+            + [f"<= {GENERAL_GOAL}"]
         )
     return table
 
