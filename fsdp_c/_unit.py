@@ -337,6 +337,12 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
 
         Returns whether the layout changed, in which case the unit is left unbound.
         """
+        if self._core_holds_gradients:
+            raise RuntimeError(
+                f"shards of FSDP unit '{_plan.unit_name(self)}' were replaced or moved, or are"
+                " trained now, while gradients of backward passes without synchronization are"
+                " held: do that before the first of them, or after the backward that synchronizes"
+            )
         self._core_reshard()
         for fsdp_param in self.fsdp_params:
             info = fsdp_param._module_info
