@@ -59,20 +59,23 @@ def test_int_reshard(rank: int, n_ranks: int) -> None:
         pair.step(data(rank, step, 4, 8))
 
 
+def accumulate(pair: Pair, rank: int) -> None:
+    for step in range(2):
+        for micro, (sync, all_reduce) in enumerate(
+            [(True, False), (False, False), (True, False), (True, True)]
+        ):
+            pair.both(setter("set_requires_gradient_sync", sync))
+            pair.both(setter("set_requires_all_reduce", all_reduce))
+            pair.forward(data(rank, 4 * step + micro))
+            pair.backward()
+        pair.optimize()
+
+
 @on_ranks(2, 4)
 def test_partial_reductions(rank: int, n_ranks: int) -> None:
     """Reduced over shards only and held; the last micro-batch brings the replicas together."""
     for shape in mesh_shapes(n_ranks):
-        pair = Pair(Net, sharding(shape))
-        for step in range(2):
-            for micro, (sync, all_reduce) in enumerate(
-                [(True, False), (False, False), (True, False), (True, True)]
-            ):
-                pair.both(setter("set_requires_gradient_sync", sync))
-                pair.both(setter("set_requires_all_reduce", all_reduce))
-                pair.forward(data(rank, 4 * step + micro))
-                pair.backward()
-            pair.optimize()
+        accumulate(Pair(Net, sharding(shape)), rank)
 
 
 @on_ranks(4)

@@ -316,6 +316,21 @@ void Unit::check_grad_dtype(const Param &param) const
     throw_python();
 }
 
+// Whether the gradients' collectives over messages have to move parameters that were frozen at
+// set-up, too. Decided from what all ranks have alike.
+bool Unit::moves_frozen(const std::vector<at::Tensor> &grads) const
+{
+    const fc_layout *layout = fc_unit_layout(shard_);
+    for (size_t i = 0; layout->n_frozen > 0 && i < params_.size(); i++) {
+        if (layout->params[i].has_grad && !layout->params[i].trainable &&
+            (grads[i].defined() || params_[i].unsharded_tensor.requires_grad() ||
+             has_bit(partial_mask_.data(), i))) {
+            return true;
+        }
+    }
+    return false;
+}
+
 void Unit::post(bool with_unused, const ReduceOptions &options, const Progress &progress)
 {
     // A post that waits for the peers takes the partial sums along.
@@ -332,6 +347,7 @@ void Unit::post(bool with_unused, const ReduceOptions &options, const Progress &
         return;
     }
     Range range("FSDP::post_backward_reduce", this);
+    moves_frozen_ = moves_frozen(grads);
     count_reduction(grads);
     sums_are_posted_ = options.all_reduce;
     if (device_ != nullptr) {
@@ -358,7 +374,8 @@ void Unit::count_reduction(const std::vector<at::Tensor> &grads)
     }
     const fc_layout *layout = fc_unit_layout(shard_);
     const size_t n_peers = static_cast<size_t>(layout->n_ranks - 1);
-    traffic_.reductions += !fc_batch_joins(shard_); // what a batch does counts for its first unit
+    traffic_.reductions +=
+        moves_frozen_ || !fc_batch_joins(shard_); // what a batch does counts for its first unit
     for (size_t i = 0; i < grads.size(); i++) {
         const fc_param &p = layout->params[i];
         if (grads[i].defined()) {
@@ -372,6 +389,15 @@ size_t Unit::part_bytes(size_t param) const
 {
     const fc_param &p = fc_unit_layout(shard_)->params[param];
     return p.outer * p.own_rows * p.inner * fc_dtype_bytes(p.reduce);
+}
+
+size_t Unit::bytes_of(const std::vector<uint64_t> &mask) const
+{
+    size_t bytes = 0;
+    for (size_t i = 0; i < params_.size(); i++) {
+        bytes += has_bit(mask.data(), i) ? part_bytes(i) : 0;
+    }
+    return bytes;
 }
 
 void Unit::count_all_reduction(size_t bytes)
@@ -512,6 +538,7 @@ void Unit::post_own(const std::vector<at::Tensor> &grads, const ReduceOptions &o
     const fc_layout *layout = fc_unit_layout(shard_);
     Scratch part(layout->part_bytes);
     std::vector<uint64_t> mask(layout->mask_words);
+    std::memset(part.data(), 0, layout->part_bytes);
     for (size_t i = 0; i < grads.size(); i++) {
         if (grads[i].defined()) {
             set_bit(mask, i);
@@ -519,12 +546,7 @@ void Unit::post_own(const std::vector<at::Tensor> &grads, const ReduceOptions &o
                   FC_WIRE_REDUCE, FC_TO_ALL, part.data(), layout->part_bytes);
         }
     }
-    const std::vector<fc_source> sources = {{part.data(), mask.data(), FC_WIRE_REDUCE, nullptr}};
-    if (replicate_ != nullptr) {
-        reduce_replicas(sources, options, progress);
-    } else {
-        write_gradients(shard_, sources, options);
-    }
+    reduce_part(part.data(), mask, options, progress);
 }
 
 // Its gradients are there when the batch is summed up, at the end of backward at the latest.
@@ -556,112 +578,132 @@ void Unit::post_messages(const std::vector<at::Tensor> &grads, const ReduceOptio
                          const Progress &progress)
 {
     fc_domain *waiting = fc_batch_waiting(domain_);
-    if (waiting != nullptr && !fc_batch_joins(shard_)) {
+    if (waiting != nullptr && (moves_frozen_ || !fc_batch_joins(shard_))) {
         progress(waiting);
     }
-    if (fc_batch_admits(shard_)) {
+    if (!moves_frozen_ && fc_batch_admits(shard_)) {
         post_to_batch(grads);
         return;
     }
     const fc_layout *layout = fc_unit_layout(shard_);
     const size_t n_ranks = static_cast<size_t>(layout->n_ranks);
-    Scratch parts(n_ranks * layout->part_bytes);
-    Scratch part(layout->part_bytes);
+    const size_t bytes = moves_frozen_ ? layout->part_bytes : layout->trainable_part_bytes;
+    Scratch parts(n_ranks * bytes);
+    Scratch part(bytes);
     std::vector<uint64_t> mask(layout->mask_words);
-    // Every rank sends the whole layout, zeros for what it has no gradient of: sizes always agree.
-    std::memset(parts.data(), 0, n_ranks * layout->part_bytes);
+    // Every rank sends whole sections, zeros for what it has no gradient of: sizes always agree.
+    std::memset(parts.data(), 0, n_ranks * bytes);
     for (size_t i = 0; i < grads.size(); i++) {
-        if (grads[i].defined()) {
-            set_bit(mask, i);
+        const fc_section *section = fc_layout_section(layout, &layout->params[i]);
+        if (!grads[i].defined()) {
+            continue;
+        }
+        set_bit(mask, i);
+        if (section != nullptr) {
             stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()),
-                  FC_WIRE_REDUCE, FC_TO_ALL, parts.data(), layout->part_bytes);
+                  FC_WIRE_REDUCE, FC_TO_ALL, parts.data() + (n_ranks - 1) * section->at,
+                  section->bytes);
         }
     }
-    if (layout->is_uniform && layout->part_bytes == layout->trainable_part_bytes) {
-        const fc_dtype dtype = dtype_of(params_[0].reduce_type);
-        check(fc_waits_reduce_scatter(shard_, part.data(), parts.data(),
-                                      layout->part_bytes / fc_dtype_bytes(dtype), dtype));
-    } else {
-        for (size_t i = 0; i < grads.size(); i++) {
-            const fc_param &p = layout->params[i];
-            if (!p.has_grad) {
-                continue;
-            }
-            const size_t bytes = p.chunk_numel * fc_dtype_bytes(p.reduce);
-            Scratch chunks(n_ranks * bytes);
-            for (size_t r = 0; r < n_ranks; r++) {
-                std::memcpy(chunks.data() + r * bytes,
-                            parts.data() + r * layout->part_bytes + p.part_at, bytes);
-            }
-            check(fc_waits_reduce_scatter(shard_, part.data() + p.part_at, chunks.data(),
-                                          p.chunk_numel, p.reduce));
-        }
-    }
-    const std::vector<fc_source> sources = {{part.data(), mask.data(), FC_WIRE_REDUCE, nullptr}};
-    if (replicate_ != nullptr) {
-        reduce_replicas(sources, options, progress);
-    } else {
+    check(fc_waits_reduce_scatter(shard_, part.data(), parts.data(), moves_frozen_));
+    reduce_part(part.data(), mask, options, progress);
+}
+
+// The sum over the shard group, in memory that may be written: to the replicas, or to the shards.
+void Unit::reduce_part(char *part, std::vector<uint64_t> &mask, const ReduceOptions &options,
+                       const Progress &progress)
+{
+    const std::vector<fc_source> sources = {{part, mask.data(), FC_WIRE_REDUCE, nullptr}};
+    if (replicate_ == nullptr) {
         write_gradients(shard_, sources, options);
+    } else if (options.all_reduce && !fc_domain_is_mapped(replicate_domain_)) {
+        all_reduce_part(part, mask, options);
+    } else {
+        reduce_replicas(sources, options, progress);
     }
 }
 
 // ---- between replicas (HSDP) ----
 
-// Adds the shard group's sum to what earlier backwards kept, and keeps it or posts it to the
+// Adds sums of the shard group up in a part whose mask says what it holds.
+void Unit::add_up(const std::vector<fc_source> &sources, char *part, std::vector<uint64_t> &mask)
+{
+    const fc_layout *layout = fc_unit_layout(shard_);
+    for (size_t i = 0; i < params_.size(); i++) {
+        const fc_param &p = layout->params[i];
+        if (p.has_grad &&
+            fc_unit_reduce(shard_, sources.data(), static_cast<int>(sources.size()), i,
+                           part + p.part_at, p.reduce, 1, has_bit(mask.data(), i))) {
+            set_bit(mask, i);
+            traffic_.copied += p.chunk_numel * fc_dtype_bytes(p.reduce);
+        }
+    }
+}
+
+// Adds what earlier backwards kept; it is the replicas' turn then.
+void Unit::take_partial(char *part, std::vector<uint64_t> &mask)
+{
+    if (has_partial_sums()) {
+        add_up({{partial_.data(), partial_mask_.data(), FC_WIRE_REDUCE, nullptr}}, part, mask);
+    }
+    count_all_reduction(bytes_of(mask));
+    std::fill(partial_mask_.begin(), partial_mask_.end(), 0);
+    sums_are_posted_ = false;
+}
+
+// Over messages, which move all of the part: zeros for what it does not hold.
+void Unit::all_reduce_part(char *part, std::vector<uint64_t> &mask, const ReduceOptions &options)
+{
+    take_partial(part, mask);
+    check(fc_waits_all_reduce(replicate_, part, moves_frozen_));
+    write_gradients(replicate_, {{part, mask.data(), FC_WIRE_REDUCE, nullptr}}, options);
+}
+
+void Unit::post_partial(const Progress &progress)
+{
+    for (size_t i = 0; i < params_.size(); i++) {
+        if (has_bit(partial_mask_.data(), i)) {
+            fc_exchange_set_present(replicate_, i);
+        }
+    }
+    const size_t bytes = fc_unit_part_bytes(replicate_, FC_WIRE_REDUCE);
+    char *part = reserve(this, replicate_, bytes, FC_WIRE_REDUCE, replicate_domain_, progress);
+    std::memcpy(part, partial_.data(), bytes);
+    traffic_.copied += bytes;
+    fc_exchange_commit(replicate_);
+}
+
+// Adds the shard group's sum to what earlier backwards kept, and keeps it or hands it to the
 // replicas.
 void Unit::reduce_replicas(const std::vector<fc_source> &sources, const ReduceOptions &options,
                            const Progress &progress)
 {
     const fc_layout *layout = fc_unit_layout(shard_);
+    if (options.all_reduce && !fc_domain_is_mapped(replicate_domain_)) {
+        Scratch part(layout->part_bytes);
+        std::vector<uint64_t> mask(layout->mask_words);
+        std::memset(part.data(), 0, layout->part_bytes);
+        add_up(sources, part.data(), mask);
+        all_reduce_part(part.data(), mask, options);
+        return;
+    }
     if (partial_.size() < layout->part_bytes) {
         partial_.resize(layout->part_bytes);
     }
-    for (size_t i = 0; i < params_.size(); i++) {
-        if (layout->params[i].has_grad &&
-            fc_unit_reduce(shard_, sources.data(), static_cast<int>(sources.size()), i,
-                           partial_.data() + layout->params[i].part_at, layout->params[i].reduce, 1,
-                           has_bit(partial_mask_.data(), i))) {
-            set_bit(partial_mask_, i);
-            traffic_.copied +=
-                layout->params[i].chunk_numel * fc_dtype_bytes(layout->params[i].reduce);
-        }
-    }
+    add_up(sources, partial_.data(), partial_mask_);
     if (!options.all_reduce) {
         if (fc_domain_is_mapped(replicate_domain_) && fc_domain_n_ranks(replicate_domain_) > 1) {
             fc_exchange_hold(replicate_);
         }
         return;
     }
-    size_t bytes = 0;
-    for (size_t i = 0; i < params_.size(); i++) {
-        bytes += has_bit(partial_mask_.data(), i) ? part_bytes(i) : 0;
-    }
-    count_all_reduction(bytes);
-    const std::vector<fc_source> kept = {
-        {partial_.data(), partial_mask_.data(), FC_WIRE_REDUCE, nullptr}};
+    count_all_reduction(bytes_of(partial_mask_));
     if (fc_domain_n_ranks(replicate_domain_) == 1) {
-        write_gradients(replicate_, kept, options);
-    } else if (!fc_domain_is_mapped(replicate_domain_)) {
-        for (size_t i = 0; i < params_.size(); i++) {
-            const fc_param &p = layout->params[i];
-            if (has_bit(partial_mask_.data(), i)) {
-                check(fc_waits_all_reduce(replicate_, partial_.data() + p.part_at, p.chunk_numel,
-                                          p.reduce));
-            }
-        }
-        write_gradients(replicate_, kept, options);
+        write_gradients(replicate_,
+                        {{partial_.data(), partial_mask_.data(), FC_WIRE_REDUCE, nullptr}},
+                        options);
     } else {
-        for (size_t i = 0; i < params_.size(); i++) {
-            if (has_bit(partial_mask_.data(), i)) {
-                fc_exchange_set_present(replicate_, i);
-            }
-        }
-        const size_t part_bytes = fc_unit_part_bytes(replicate_, FC_WIRE_REDUCE);
-        char *part =
-            reserve(this, replicate_, part_bytes, FC_WIRE_REDUCE, replicate_domain_, progress);
-        std::memcpy(part, partial_.data(), part_bytes);
-        traffic_.copied += part_bytes;
-        fc_exchange_commit(replicate_);
+        post_partial(progress);
     }
     std::fill(partial_mask_.begin(), partial_mask_.end(), 0);
     sums_are_posted_ = false;

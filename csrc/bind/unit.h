@@ -256,7 +256,14 @@ private:
     void count_gather();
     void count_reduction(const std::vector<at::Tensor> &grads);
     size_t part_bytes(size_t param) const;
+    size_t bytes_of(const std::vector<uint64_t> &mask) const;
     void count_all_reduction(size_t bytes);
+    void reduce_part(char *part, std::vector<uint64_t> &mask, const ReduceOptions &options,
+                     const Progress &progress);
+    void add_up(const std::vector<fc_source> &sources, char *part, std::vector<uint64_t> &mask);
+    void take_partial(char *part, std::vector<uint64_t> &mask);
+    void all_reduce_part(char *part, std::vector<uint64_t> &mask, const ReduceOptions &options);
+    void post_partial(const Progress &progress);
     void reduce_replicas(const std::vector<fc_source> &sources, const ReduceOptions &options,
                          const Progress &progress);
     void write_gradients(fc_unit *lane, const std::vector<fc_source> &sources,
@@ -268,6 +275,7 @@ private:
     void make_gradients(bool all);
     bool can_share_flat() const;
     void check_grad_dtype(const Param &param) const;
+    bool moves_frozen(const std::vector<at::Tensor> &grads) const;
     void after_write(size_t index, const ReduceOptions &options);
 
     Ref domain_object_, replicate_object_; // keep the domains alive until all below is gone
@@ -295,6 +303,7 @@ private:
     bool is_withheld_ = false;       // the storage says so
     bool grads_share_flat_ = false;  // every cached gradient lies in grads_flat_
     bool sums_are_posted_ = false;   // a post of this backward carries them
+    bool moves_frozen_ = false;      // the last post's collectives do
     bool has_held_ = false;          // micro-batches left gradients for the next post
     bool has_all_gradients_ = false; // the last post had one of each parameter, of its backward
     bool is_settled_ = false;

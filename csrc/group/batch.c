@@ -141,12 +141,11 @@ static bool is_admitted(const fc_unit *unit)
 {
     const fc_domain *domain = unit->domain;
     const fc_layout *layout = &unit->layout;
-    const size_t bytes = (size_t)domain->n_ranks * layout->part_bytes;
+    const size_t bytes = (size_t)domain->n_ranks * layout->trainable_part_bytes;
 
     return !domain->is_mapped && domain->kind == FC_DOMAIN_SHARD && domain->n_ranks > 1 &&
-           layout->is_uniform && layout->part_bytes == layout->trainable_part_bytes && bytes > 0 &&
-           bytes <= FC_BATCH_UNIT_BYTES && bytes <= domain->batch_limit &&
-           layout->mask_words <= MASK_WORDS_MAX;
+           layout->n_sections == 1 && bytes <= FC_BATCH_UNIT_BYTES &&
+           bytes <= domain->batch_limit && layout->mask_words <= MASK_WORDS_MAX;
 }
 
 bool fc_batch_admits(const fc_unit *unit)
@@ -159,8 +158,8 @@ bool fc_batch_joins(const fc_unit *unit)
     const fc_batch *batch = unit->domain->batch;
 
     return batch != NULL && batch->n > 0 && batch->n < ENTRIES_MAX && fc_batch_admits(unit) &&
-           batch->dtype == unit->params[0].reduce &&
-           batch->used + unit->layout.part_bytes <= batch->capacity;
+           batch->dtype == unit->layout.sections[0].reduce &&
+           batch->used + unit->layout.trainable_part_bytes <= batch->capacity;
 }
 
 fc_domain *fc_batch_waiting(fc_domain *domain)
@@ -192,7 +191,7 @@ static fc_status make(fc_domain *domain)
     size_t bytes = 0;
 
     for (size_t i = 0; i < domain->n_units; i++) {
-        bytes += is_admitted(&domain->units[i]) ? domain->units[i].layout.part_bytes : 0;
+        bytes += is_admitted(&domain->units[i]) ? domain->units[i].layout.trainable_part_bytes : 0;
     }
     if (batch != NULL) {
         const size_t most = domain->batch_limit / (size_t)domain->n_ranks / FC_ALIGN * FC_ALIGN;
@@ -223,12 +222,12 @@ fc_status fc_batch_add(fc_unit *unit, const uint64_t *mask, char **parts_out, si
     added = &batch->entries[batch->n++];
     *added = (entry){.unit = unit, .at = batch->used};
     memcpy(added->mask, mask, unit->layout.mask_words * sizeof(uint64_t));
-    batch->dtype = unit->params[0].reduce;
-    batch->used += unit->layout.part_bytes;
+    batch->dtype = unit->layout.sections[0].reduce;
+    batch->used += unit->layout.trainable_part_bytes;
     *parts_out = batch->parts + added->at;
     *pitch_out = batch->capacity;
     for (size_t r = 0; r < (size_t)domain->n_ranks; r++) {
-        memset(*parts_out + r * batch->capacity, 0, unit->layout.part_bytes);
+        memset(*parts_out + r * batch->capacity, 0, unit->layout.trainable_part_bytes);
     }
     return FC_OK;
 }

@@ -61,9 +61,11 @@ static void place_section(fc_layout *layout, bool trainable, fc_dtype reduce)
             p->grad_at = place(&layout->grad_bytes, padded_numel(p) * fc_dtype_bytes(p->grad));
         }
     }
-    if (trainable && layout->part_bytes > at) {
-        layout->sections[layout->n_sections++] =
-            (fc_section){.reduce = reduce, .at = at, .bytes = layout->part_bytes - at};
+    if (layout->part_bytes > at) {
+        fc_section *section = trainable ? &layout->sections[layout->n_sections++]
+                                        : &layout->frozen[layout->n_frozen++];
+
+        *section = (fc_section){.reduce = reduce, .at = at, .bytes = layout->part_bytes - at};
     }
 }
 
@@ -96,6 +98,19 @@ static bool is_uniform(const fc_layout *layout)
         }
     }
     return first != NULL;
+}
+
+const fc_section *fc_layout_section(const fc_layout *layout, const fc_param *param)
+{
+    const fc_section *sections = param->trainable ? layout->sections : layout->frozen;
+    const size_t n = param->trainable ? layout->n_sections : layout->n_frozen;
+
+    for (size_t i = 0; i < n; i++) {
+        if (sections[i].reduce == param->reduce) {
+            return &sections[i];
+        }
+    }
+    return NULL;
 }
 
 fc_wire fc_layout_wire(const fc_layout *layout, fc_dtype grads)

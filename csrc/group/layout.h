@@ -70,6 +70,8 @@ typedef struct fc_layout {
     size_t pack_bytes;
     fc_section sections[FC_FLOAT_COUNT]; /* of the trainable parts */
     size_t n_sections;
+    fc_section frozen[FC_FLOAT_COUNT]; /* of the others, which follow */
+    size_t n_frozen;
     bool may_narrow;      /* every gradient is reduced in float32 */
     bool is_uniform;      /* trainable parameters share their reduce and gradient dtypes */
     size_t mask_words;    /* 64 parameters a word */
@@ -79,6 +81,9 @@ typedef struct fc_layout {
 /* Fills in everything that is computed; aliasing is offered only if `may_alias`. */
 FC_MUST_CHECK fc_status fc_layout_init(fc_layout *layout, fc_param *params, size_t n_params,
                                        int rank, int n_ranks, bool may_alias);
+
+/* The section of a parameter that may have a gradient; NULL if nothing there has elements. */
+const fc_section *fc_layout_section(const fc_layout *layout, const fc_param *param);
 
 /* Rows of `rank` without padding. */
 size_t fc_layout_rows(const fc_param *param, int rank, int n_ranks);

@@ -129,17 +129,51 @@ fc_status waits_reduce_scatter(fc_unit *unit, size_t n_units, void *recv, void *
                    messages->reduce_scatter(messages->context, recv, send, recv_numel, dtype));
 }
 
-fc_status fc_waits_reduce_scatter(fc_unit *unit, void *recv, void *send, size_t recv_numel,
-                                  fc_dtype dtype)
-{
-    return waits_reduce_scatter(unit, 1, recv, send, recv_numel, dtype);
-}
-
-fc_status fc_waits_all_reduce(fc_unit *unit, void *data, size_t numel, fc_dtype dtype)
+static fc_status all_reduce(fc_unit *unit, void *data, size_t numel, fc_dtype dtype)
 {
     const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
     int64_t start_ns = fc_now_ns();
 
     return counted(unit, 1, FC_WAIT_REDUCE, start_ns,
                    messages->all_reduce(messages->context, data, numel, dtype));
+}
+
+static fc_status reduce_scatter_sections(fc_unit *unit, const fc_section *sections, size_t n,
+                                         char *part, char *parts)
+{
+    for (size_t i = 0; i < n; i++) {
+        const fc_section *s = &sections[i];
+
+        FC_TRY(waits_reduce_scatter(unit, 1, part + s->at,
+                                    parts + (size_t)unit->layout.n_ranks * s->at,
+                                    s->bytes / fc_dtype_bytes(s->reduce), s->reduce));
+    }
+    return FC_OK;
+}
+
+fc_status fc_waits_reduce_scatter(fc_unit *unit, void *part, void *parts, bool frozen)
+{
+    const fc_layout *l = &unit->layout;
+
+    FC_TRY(reduce_scatter_sections(unit, l->sections, l->n_sections, part, parts));
+    return reduce_scatter_sections(unit, l->frozen, frozen ? l->n_frozen : 0, part, parts);
+}
+
+static fc_status all_reduce_sections(fc_unit *unit, const fc_section *sections, size_t n,
+                                     char *part)
+{
+    for (size_t i = 0; i < n && unit->domain->n_ranks > 1; i++) {
+        const fc_section *s = &sections[i];
+
+        FC_TRY(all_reduce(unit, part + s->at, s->bytes / fc_dtype_bytes(s->reduce), s->reduce));
+    }
+    return FC_OK;
+}
+
+fc_status fc_waits_all_reduce(fc_unit *unit, void *part, bool frozen)
+{
+    const fc_layout *l = &unit->layout;
+
+    FC_TRY(all_reduce_sections(unit, l->sections, l->n_sections, part));
+    return all_reduce_sections(unit, l->frozen, frozen ? l->n_frozen : 0, part);
 }

@@ -35,11 +35,14 @@ uint64_t fc_waits_for(const fc_domain *domain, int peer);
 uint64_t fc_waits_phases(const fc_domain *domain, bool is_backward);
 void fc_waits_reset(fc_domain *domain);
 
-/* Collectives of a message transport, timed. */
-FC_MUST_CHECK fc_status fc_waits_reduce_scatter(fc_unit *unit, void *recv, void *send,
-                                                size_t recv_numel, fc_dtype dtype);
-FC_MUST_CHECK fc_status fc_waits_all_reduce(fc_unit *unit, void *data, size_t numel,
-                                            fc_dtype dtype);
+/* Collectives of a message transport, timed: one for each section of the unit's part, in order,
+ * whatever gradients a rank has; those of parameters that were frozen at set-up only with `frozen`,
+ * which has to be equal on all ranks. In `parts` those of all ranks lie next to each other in each
+ * section, which begins at n_ranks times its place in a part. */
+FC_MUST_CHECK fc_status fc_waits_reduce_scatter(fc_unit *unit, void *part, void *parts,
+                                                bool frozen);
+/* In place; nothing on one rank. */
+FC_MUST_CHECK fc_status fc_waits_all_reduce(fc_unit *unit, void *part, bool frozen);
 
 #ifdef __cplusplus
 }
