@@ -81,7 +81,7 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
         self.left_because = ""  # what took the unit to torch's road
         self._left: list[_C.Domain] = []  # on the way there, until all ranks have
         self._separate_group: Any = None  # that reductions had of their own
-        self._put_shards_handles: list[Any] = []
+        self._state_dict_handles: list[Any] = []
         # Without parameters: torch's class would make them of its own kind.
         super().__init__(
             [],
@@ -372,7 +372,10 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
                 self._module_to_pre_save_state_dict_hook_handle[module] = (
                     module.register_state_dict_pre_hook(self._before_state_dict)
                 )
-                self._put_shards_handles.append(module._register_state_dict_hook(self._put_shards))
+                self._state_dict_handles += [
+                    module._register_state_dict_hook(self._put_shards),
+                    module.register_load_state_dict_post_hook(_road.count_load),
+                ]
 
     def _before_state_dict(self, *_: Any) -> None:
         if self.is_lent:  # what stands in the modules now is to be saved

@@ -325,3 +325,21 @@ def test_steps_reach_unsharded_units(rank: int, n_ranks: int, prepare: Any) -> N
                 optimizer.zero_grad()
                 losses.append(loss.item())
             assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@on_ranks(2)
+def test_loads_reach_units_that_were_not_waited_for(rank: int, n_ranks: int) -> None:
+    """Torch goes on with parameters of before."""
+    with messages():
+        torch.manual_seed(1)
+        model = Failing()
+        shard(model, fsdp_c)
+        train(model, rank)
+        torch.manual_seed(2)
+        plain = Failing()
+        loaded = Failing()
+        loaded.load_state_dict(plain.state_dict())
+        shard(loaded, fsdp_c)
+        leave_unwaited(model)
+        model.load_state_dict(loaded.state_dict())
+        torch.testing.assert_close(model(data(rank)), plain(data(rank)), rtol=1e-5, atol=1e-6)
