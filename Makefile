@@ -4,10 +4,13 @@ TORCH ?= 2.13.0
 PYTHON ?= python3
 ARGS ?=
 PYTEST_ARGS ?=
+# Processes that share the tests between them; 0: pytest runs them itself, as its --pdb wants.
+WORKERS ?= 2
 
 VENV := .venv-$(TORCH)
 READY := $(VENV)/.ready
 PY := $(VENV)/bin/python
+PYTEST = $(PY) -m pytest -n $(WORKERS) --dist worksteal
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-build-isolation
 C_FILES = $(shell find csrc tests/c tests/gpu benchmarks -name "*.[ch]" -o -name "*.cpp" -o -name "*.cu")
 # A package of its own, found before the tree's since it lies where Python is started.
@@ -41,10 +44,10 @@ demo: build  ## train a small GPT on 2 ranks, beside torch; ARGS="--ranks 4 ..."
 	@$(PY) examples/demo.py $(ARGS)
 
 test: build lint  ## lint, C tests and Python tests; PYTEST_ARGS="-k name"
-	@$(PY) -m pytest $(PYTEST_ARGS)
+	@$(PYTEST) $(PYTEST_ARGS)
 
 test-parity: build  ## only the tests that compare with torch's own fully_shard
-	@$(PY) -m pytest $(PARITY) $(PYTEST_ARGS)
+	@$(PYTEST) $(PARITY) $(PYTEST_ARGS)
 
 test-c: $(READY)  ## only the programs that test the C core
 	@$(PY) -m pytest tests/test_c.py $(PYTEST_ARGS)
