@@ -41,16 +41,12 @@ class _Layout:
     def total(self, found: Any, norm_type: float) -> Tensor | None:
         """The norm of all gradients; None if torch has to find it. Collective, like torch's."""
         is_ready = found is not None and norm_type in self._total_specs
-        if norm_type > 0 and math.isfinite(norm_type) and self._all_are(is_ready):
-            return self._short_total(found, norm_type)
+        if norm_type > 0 and math.isfinite(norm_type):
+            comm = None if self._is_whole else self._communicator()
+            # The short way has to be open to all ranks.
+            if comm.all_agree(is_ready) if comm is not None else is_ready and self._is_whole:
+                return self._short_total(found, norm_type, comm)
         return None if found is None else self._total_by_torch(found, norm_type)
-
-    def _all_are(self, is_ready: bool) -> bool:
-        """Whether the short way is open to all ranks."""
-        if self._is_whole:
-            return is_ready
-        comm = self._communicator()
-        return comm is not None and comm.all_agree(is_ready)
 
     def _communicator(self) -> _comm.Communicator | None:
         """Between the ranks that hold parts; None unless these share memory already."""
@@ -59,14 +55,17 @@ class _Layout:
         group = self._mesh.get_group(self._shard_dims[0])
         return _comm.communicator_for(group) if _comm.transport_kind(group) == "shm" else None
 
-    def _short_total(self, found: Any, norm_type: float) -> Tensor:
+    def _short_total(self, found: Any, norm_type: float, comm: _comm.Communicator | None) -> Tensor:
         """What torch computes, without its dispatch, and over shared memory."""
         norms = self._norms(found, norm_type)
-        if not self._is_whole:
-            sums = norms**norm_type
-            self._communicator().all_reduce(sums)
-            norms = sums ** (1.0 / norm_type)
-        total = torch.linalg.vector_norm(norms, norm_type)
+        if comm is not None:
+            sums = torch.pow(norms, norm_type)
+            comm.all_reduce(sums)
+            norms = torch.pow(sums, 1.0 / norm_type)
+        if norm_type == 2.0:
+            total = _C.norm(norms)
+        else:
+            total = torch.linalg.vector_norm(norms, norm_type)
         return DTensor(total, self._total_specs[norm_type], requires_grad=False)
 
     def _total_by_torch(self, found: Any, norm_type: float) -> Tensor:
@@ -101,23 +100,27 @@ class _Layout:
 
 
 _layouts: dict[tuple[Any, Any], _Layout] = {}
+_last: tuple[Any, _Layout | None] = (None, None)  # a spec and its layout
 
 
 def layout_of(grads: Iterable[Tensor | None]) -> _Layout | None:
     """The layout of the first gradient; None if torch has to do it all."""
+    global _last
     first: Any = next((grad for grad in grads if grad is not None), None)
     if type(first) is not DTensor or torch.compiler.is_compiling():
         return None
-    spec = first._spec
     # A fake tensor has nothing to send, and other ranks may have real ones.
-    if type(first._local_tensor) is not Tensor or any(
-        placement.is_partial() for placement in spec.placements
-    ):
+    if type(first._local_tensor) is not Tensor:
         return None
-    key = (spec.mesh, spec.placements)
-    if key not in _layouts:
-        _layouts[key] = _Layout(first)
-    return _layouts[key]
+    spec = first._spec
+    if _last[0] is not spec:
+        if any(placement.is_partial() for placement in spec.placements):
+            return None
+        key = (spec.mesh, spec.placements)
+        if key not in _layouts:
+            _layouts[key] = _Layout(first)
+        _last = (spec, _layouts[key])
+    return _last[1]
 
 
 def collect(layout: _Layout | None, grads: list[Tensor]) -> Any:
@@ -149,7 +152,9 @@ def _factor(max_norm: float, norm: Any) -> float | None:
         return None
     if type(norm) is DTensor and all(placement.is_replicate() for placement in norm.placements):
         norm = norm._local_tensor
-    factor: Any = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    if type(norm) is Tensor and norm.device.type == "cpu" and norm.numel() == 1:
+        return _C.clip_factor(max_norm, norm.item())
+    factor = _factor_by_torch(max_norm, norm)
     if type(factor) is DTensor:
         if not all(placement.is_replicate() for placement in factor.placements):
             return None
@@ -157,17 +162,29 @@ def _factor(max_norm: float, norm: Any) -> float | None:
     return float(factor) if type(factor) is Tensor else None
 
 
+def _factor_by_torch(max_norm: float, norm: Tensor) -> Any:
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
 @functools.cache
 @torch.inference_mode(False)
 def _agrees() -> bool:
-    """Whether norms have this torch's bits on this CPU, tried on a few numbers."""
+    """Whether norms and factors have this torch's bits on this CPU, tried on a few numbers."""
     layout = _C.Layout(None)
-    for numel in (0, 1, 7, 8, 75, 4099):
-        values = torch.arange(float(numel), device="cpu", dtype=torch.float32).add(1).sin()
-        for scale in (1.0, 1e-30):
-            tensor = values * scale
+    values = torch.arange(5000.0, device="cpu", dtype=torch.float32).add(1).sin()
+    for numel in (*range(17), 75, 4099):
+        for start, scale in ((0, 1.0), (11, 1.0), (23, 10.0), (35, 1e-30), (47, 0.1)):
+            tensor = values[start : start + numel] * scale
             if not torch.equal(
                 layout.collect([tensor]).norms()[0], torch.linalg.vector_norm(tensor)
+            ):
+                return False
+    for norm in (0.0, 1e-7, 0.3, 0.999999, 7.7, 1e30, math.inf):
+        tensor = torch.tensor(norm, device="cpu", dtype=torch.float32)
+        for max_norm in (-0.1, 0.0, 0.1, 1.0, 3.3, 1e300, math.inf):
+            factor = torch.tensor(_C.clip_factor(max_norm, norm), device="cpu")
+            if not torch.allclose(
+                factor, _factor_by_torch(max_norm, tensor), rtol=0, atol=0, equal_nan=True
             ):
                 return False
     return True

@@ -195,6 +195,29 @@ def test_bits_and_messages(rank: int, n_ranks: int, kind: float) -> None:
     assert counts[1:] == [0, 0]
 
 
+@on_ranks(1)
+def test_gradients_below_the_limit(rank: int, n_ranks: int) -> None:
+    """Nothing is multiplied by one, but where that makes zeros of denormal numbers."""
+    keep, ours = parameters_to_clip(harness.implementation(), n_ranks)
+    keep_too, theirs = parameters_to_clip(torch_fsdp, n_ranks)
+    for flushes in (False, True):
+        for parameter in (*ours, *theirs):
+            parameter.grad.to_local().fill_(1e-40)
+        torch.set_flush_denormal(flushes)
+        try:
+            norms = [nn.utils.clip_grad_norm_(ours, 1.0)]
+            with torchs_own_clipping():
+                norms.append(nn.utils.clip_grad_norm_(theirs, 1.0))
+        finally:
+            torch.set_flush_denormal(False)
+        compare_clipped(ours, theirs, norms)
+        assert all((p.grad.to_local() == 0).all() == flushes for p in theirs)
+        versions = [[(p.grad._version, p.grad.to_local()._version) for p in ours]]
+        nn.utils.clip_grad_norm_(ours, 1.0)
+        versions.append([(p.grad._version, p.grad.to_local()._version) for p in ours])
+        assert all(a < b and c < d for (a, c), (b, d) in zip(*versions, strict=True))
+
+
 @on_ranks(2)
 def test_ranks_on_both_roads(rank: int, n_ranks: int) -> None:
     """A rank that counts collectives needs torch's; then all ranks take them."""

@@ -1,17 +1,7 @@
-// Local tensors of DTensors, and passes over those of many gradients: norms and multiplication.
+// How DTensors are laid out, and what memory they have here.
 #include "bind/layout.h"
 
-#include "kernels/kernels.h"
-
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/python_variable.h>
-
-#include <algorithm>
-#include <cmath>
-#include <memory>
-#include <numeric>
 
 namespace fc {
 
@@ -21,6 +11,9 @@ PyTypeObject *dtensor_type = nullptr;
 struct Names {
     PyObject *local_tensor, *spec, *mesh, *placements;
 } names; // interned
+struct DTensorSlots {
+    uint16_t local_tensor, spec;
+} dtensor_slots;
 constexpr size_t max_known_specs = size_t{1} << 16;
 
 } // namespace
@@ -65,9 +58,34 @@ bool is_dtensor(PyObject *object)
     return Py_TYPE(object) == dtensor_type;
 }
 
+uint16_t slot_of(PyTypeObject *type, PyObject *name)
+{
+    PyObject *slot = _PyType_Lookup(type, name);
+    if (slot == nullptr || Py_TYPE(slot) != &PyMemberDescr_Type) {
+        PyErr_Format(PyExc_TypeError, "%.100s has no slot '%U'", type->tp_name, name);
+        throw_python();
+    }
+    return static_cast<uint16_t>(reinterpret_cast<PyMemberDescrObject *>(slot)->d_member->offset);
+}
+
+PyObject *in_slot(PyObject *object, uint16_t slot)
+{
+    return *reinterpret_cast<PyObject **>(reinterpret_cast<char *>(object) + slot);
+}
+
+namespace {
+
+Ref attribute(PyObject *object, uint16_t slot, PyObject *name)
+{
+    PyObject *value = in_slot(object, slot);
+    return value != nullptr ? Ref::borrow(value) : checked(PyObject_GetAttr(object, name));
+}
+
+} // namespace
+
 Ref spec_of(PyObject *dtensor)
 {
-    return checked(PyObject_GetAttr(dtensor, names.spec));
+    return attribute(dtensor, dtensor_slots.spec, names.spec);
 }
 
 bool is_plain(PyObject *object)
@@ -90,7 +108,7 @@ Ref local_of(PyObject *object, Layout *layout)
     } else if (is_dtensor(object)) {
         Ref spec = spec_of(object);
         if (layout->has(spec.get())) {
-            local = checked(PyObject_GetAttr(object, names.local_tensor));
+            local = attribute(object, dtensor_slots.local_tensor, names.local_tensor);
         }
     }
     return local && is_plain(local.get()) ? local : Ref();
@@ -113,242 +131,24 @@ void bump_version(const at::Tensor &tensor)
 
 namespace {
 
-struct LayoutObject {
-    PyObject_HEAD
-    Layout *layout; // owned; null: plain tensors
-};
-
-PyObject *layout_new(PyTypeObject *type, PyObject *args, PyObject *)
+int find_slots()
 {
-    PyObject *spec;
-    if (!PyArg_ParseTuple(args, "O:Layout", &spec)) {
-        return nullptr;
-    }
-    return guarded([&]() -> PyObject * {
-        auto layout = spec == Py_None ? nullptr : std::make_unique<Layout>(spec);
-        Ref self = checked(type->tp_alloc(type, 0));
-        reinterpret_cast<LayoutObject *>(self.get())->layout = layout.release();
-        return self.release();
-    });
+    return guarded([]() -> PyObject * {
+               dtensor_slots = {slot_of(dtensor_type, names.local_tensor),
+                                slot_of(dtensor_type, names.spec)};
+               return Py_None;
+           }) == nullptr
+               ? -1
+               : 0;
 }
-
-void layout_dealloc(PyObject *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    delete reinterpret_cast<LayoutObject *>(self)->layout;
-    type->tp_free(self);
-    Py_DECREF(type);
-}
-
-// Tensors of one layout, and their memory on this rank.
-struct Locals {
-    std::vector<at::Tensor> tensors; // as users have them
-    std::vector<at::Tensor> locals;
-};
-
-struct LocalsObject {
-    PyObject_HEAD
-    Locals *held; // owned
-};
-
-PyTypeObject *locals_type;
-
-// False if the tensor is laid out otherwise.
-bool take(Locals &held, const at::Tensor &tensor, Layout *layout)
-{
-    Ref object = checked(THPVariable_Wrap(tensor));
-    at::Tensor local = floats_of(object.get(), layout);
-    if (!local.defined()) {
-        return false;
-    }
-    held.tensors.push_back(tensor);
-    held.locals.push_back(std::move(local));
-    return true;
-}
-
-// None if one of them is another thing.
-PyObject *collect(PyObject *self, PyObject *list, bool gradients)
-{
-    return guarded([&]() -> PyObject * {
-        if (!PyList_Check(list)) {
-            Py_RETURN_NONE;
-        }
-        Layout *layout = reinterpret_cast<LayoutObject *>(self)->layout;
-        auto held = std::make_unique<Locals>();
-        const Py_ssize_t n = PyList_GET_SIZE(list);
-        held->tensors.reserve(static_cast<size_t>(n));
-        held->locals.reserve(static_cast<size_t>(n));
-        for (Py_ssize_t i = 0; i < n; i++) {
-            PyObject *item = PyList_GET_ITEM(list, i);
-            if (!THPVariable_Check(item)) {
-                Py_RETURN_NONE;
-            }
-            const at::Tensor &tensor = THPVariable_Unpack(item);
-            const at::Tensor &wanted = gradients ? tensor.grad() : tensor;
-            if (wanted.defined() && !take(*held, wanted, layout)) {
-                Py_RETURN_NONE;
-            }
-        }
-        Ref result = checked(locals_type->tp_alloc(locals_type, 0));
-        reinterpret_cast<LocalsObject *>(result.get())->held = held.release();
-        return result.release();
-    });
-}
-
-PyObject *layout_collect(PyObject *self, PyObject *list)
-{
-    return collect(self, list, false);
-}
-
-PyObject *layout_collect_gradients(PyObject *self, PyObject *list)
-{
-    return collect(self, list, true);
-}
-
-PyMethodDef layout_methods[] = {
-    {"collect", layout_collect, METH_O,
-     "collect(tensors) -> Locals | None\n\nNone: one of them is laid out otherwise."},
-    {"collect_gradients", layout_collect_gradients, METH_O,
-     "collect_gradients(tensors) -> Locals | None\n\nThe same of the gradients that tensors have."},
-    {nullptr, nullptr, 0, nullptr}};
-
-const Locals &held_by(PyObject *self)
-{
-    return *reinterpret_cast<LocalsObject *>(self)->held;
-}
-
-void locals_dealloc(PyObject *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    delete reinterpret_cast<LocalsObject *>(self)->held;
-    type->tp_free(self);
-    Py_DECREF(type);
-}
-
-PyObject *locals_tensors(PyObject *self, PyObject *)
-{
-    return guarded([&]() -> PyObject * {
-        const std::vector<at::Tensor> &locals = held_by(self).locals;
-        Ref result = checked(PyList_New(static_cast<Py_ssize_t>(locals.size())));
-        for (size_t i = 0; i < locals.size(); i++) {
-            PyList_SET_ITEM(result.get(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(locals[i]));
-        }
-        return result.release();
-    });
-}
-
-// Numbers of the tensors, those of one length one after the other.
-std::vector<size_t> by_length(const std::vector<at::Tensor> &tensors)
-{
-    std::vector<size_t> order(tensors.size());
-    std::iota(order.begin(), order.end(), size_t{0});
-    std::stable_sort(order.begin(), order.end(),
-                     [&](size_t a, size_t b) { return tensors[a].numel() > tensors[b].numel(); });
-    return order;
-}
-
-constexpr int64_t norm_grain = 64;
-
-void find_norms(const std::vector<at::Tensor> &tensors, float *out)
-{
-    const std::vector<size_t> order = by_length(tensors);
-    at::parallel_for(0, static_cast<int64_t>(order.size()), norm_grain,
-                     [&](int64_t i, int64_t end) {
-                         const float *data[norm_grain];
-                         size_t numels[norm_grain];
-                         float found[norm_grain];
-                         while (i < end) {
-                             const auto n = static_cast<size_t>(std::min(norm_grain, end - i));
-                             const size_t *numbers = order.data() + i;
-                             for (size_t k = 0; k < n; k++) {
-                                 const at::Tensor &tensor = tensors[numbers[k]];
-                                 data[k] = tensor.const_data_ptr<float>();
-                                 numels[k] = static_cast<size_t>(tensor.numel());
-                             }
-                             fc_kern()->norms(found, data, numels, n);
-                             for (size_t k = 0; k < n; k++) {
-                                 // PyTorch squares nothing where there is only one.
-                                 out[numbers[k]] = numels[k] == 1 ? std::fabs(*data[k]) : found[k];
-                             }
-                             i += static_cast<int64_t>(n);
-                         }
-                     });
-}
-
-PyObject *locals_norms(PyObject *self, PyObject *)
-{
-    return guarded([&]() -> PyObject * {
-        const std::vector<at::Tensor> &locals = held_by(self).locals;
-        at::AutoDispatchBelowADInplaceOrView no_autograd;
-        at::Tensor norms = at::empty({static_cast<int64_t>(locals.size())}, at::kFloat);
-        {
-            NoGil no_gil;
-            find_norms(locals, static_cast<float *>(norms.data_ptr()));
-        }
-        return THPVariable_Wrap(norms);
-    });
-}
-
-PyObject *locals_multiply(PyObject *self, PyObject *argument)
-{
-    const auto factor = static_cast<float>(PyFloat_AsDouble(argument));
-    if (PyErr_Occurred() != nullptr) {
-        return nullptr;
-    }
-    return guarded([&]() -> PyObject * {
-        const Locals &held = held_by(self);
-        for (size_t i = 0; i < held.locals.size(); i++) {
-            bump_version(held.tensors[i]);
-            bump_version(held.locals[i]);
-        }
-        NoGil no_gil;
-        const auto n = static_cast<int64_t>(held.locals.size());
-        at::parallel_for(0, n, 64, [&](int64_t i, int64_t end) {
-            for (; i < end; i++) {
-                const at::Tensor &local = held.locals[static_cast<size_t>(i)];
-                fc_kern()->multiply(static_cast<float *>(local.data_ptr()), factor,
-                                    static_cast<size_t>(local.numel()));
-            }
-        });
-        Py_RETURN_NONE;
-    });
-}
-
-PyMethodDef locals_methods[] = {
-    {"tensors", locals_tensors, METH_NOARGS, "tensors() -> list[Tensor]"},
-    {"norms", locals_norms, METH_NOARGS,
-     "norms() -> Tensor\n\nThe 2-norm of each local tensor; float32, [n]."},
-    {"multiply", locals_multiply, METH_O, "multiply(factor)\n\nMultiplies them in place."},
-    {nullptr, nullptr, 0, nullptr}};
-
-PyType_Slot locals_slots[] = {
-    {Py_tp_doc, const_cast<char *>("The local tensors of a list of tensors of one layout.")},
-    {Py_tp_dealloc, reinterpret_cast<void *>(locals_dealloc)},
-    {Py_tp_methods, locals_methods},
-    {0, nullptr}};
-
-PyType_Spec locals_spec = {"fsdp_c._C.Locals", sizeof(LocalsObject), 0,
-                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, locals_slots};
-
-PyType_Slot layout_slots[] = {
-    {Py_tp_doc, const_cast<char *>("Layout(spec)\n--\n\nfloat32 DTensors on one CPU mesh with the "
-                                   "placements of `spec`; plain tensors if it is None.")},
-    {Py_tp_new, reinterpret_cast<void *>(layout_new)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(layout_dealloc)},
-    {Py_tp_methods, layout_methods},
-    {0, nullptr}};
-
-PyType_Spec layout_spec = {"fsdp_c._C.Layout", sizeof(LayoutObject), 0, Py_TPFLAGS_DEFAULT,
-                           layout_slots};
 
 } // namespace
 
 } // namespace fc
 
-int fc_register_layout(PyObject *module)
+int fc_find_dtensors()
 {
     using namespace fc;
-    PyTypeObject *layout_type;
     if (intern({{&names.local_tensor, "_local_tensor"},
                 {&names.spec, "_spec"},
                 {&names.mesh, "mesh"},
@@ -359,7 +159,5 @@ int fc_register_layout(PyObject *module)
     PyObject *dtensor = tensors == nullptr ? nullptr : PyObject_GetAttrString(tensors, "DTensor");
     Py_XDECREF(tensors);
     dtensor_type = reinterpret_cast<PyTypeObject *>(dtensor);
-    return dtensor == nullptr || add_type(module, "Locals", &locals_spec, &locals_type) < 0
-               ? -1
-               : add_type(module, "Layout", &layout_spec, &layout_type);
+    return dtensor == nullptr ? -1 : find_slots();
 }

@@ -1,4 +1,4 @@
-// _C.Layout: how DTensors are laid out, and the plain memory that they have on this rank.
+// How DTensors are laid out, and the plain memory that they have on this rank.
 #ifndef FC_BIND_LAYOUT_H
 #define FC_BIND_LAYOUT_H
 
@@ -29,6 +29,11 @@ private:
 bool is_plain(PyObject *object);
 
 bool is_dtensor(PyObject *object); // and no subclass
+
+// Where objects of a class keep what one of its __slots__ names; TypeError if none does.
+uint16_t slot_of(PyTypeObject *type, PyObject *name);
+PyObject *in_slot(PyObject *object, uint16_t slot); // borrowed; null after `del`
+
 Ref spec_of(PyObject *dtensor);
 
 // The tensor that a DTensor in the layout has here, or without a layout `object` itself; null if it
@@ -42,6 +47,7 @@ void bump_version(const at::Tensor &tensor);
 
 } // namespace fc
 
-int fc_register_layout(PyObject *module);
+// Once, before all of these; -1 with the Python error set.
+int fc_find_dtensors();
 
 #endif

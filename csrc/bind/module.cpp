@@ -10,6 +10,7 @@
 #include "bind/domain.h"
 #include "bind/host.h"
 #include "bind/layout.h"
+#include "bind/locals.h"
 #include "bind/nccl.h"
 #include "bind/optim.h"
 #include "bind/parking.h"
@@ -52,6 +53,9 @@ static PyMethodDef functions[] = {
     {"count_step", fc_count_step, METH_NOARGS,
      "count_step(): an optimizer has stepped; what was gathered is out of date."},
     {"n_steps", fc_n_steps, METH_NOARGS, "n_steps() -> int: how many have been counted."},
+    {"norm", fc_norm, METH_O, "norm(values) -> Tensor: the 2-norm of float32 memory."},
+    {"clip_factor", fc_clip_factor, METH_VARARGS,
+     "clip_factor(max_norm, norm) -> float: what torch multiplies gradients by."},
     {nullptr, nullptr, 0, nullptr}};
 
 static int exec(PyObject *module)
@@ -59,8 +63,8 @@ static int exec(PyObject *module)
     return fc_register_transport(module) < 0 || fc_register_comm(module) < 0 ||
                    fc_register_streams(module) < 0 || fc_register_domain(module) < 0 ||
                    fc_register_context(module) < 0 || fc_register_state(module) < 0 ||
-                   fc_register_layout(module) < 0 || fc_register_optim(module) < 0 ||
-                   fc_register_nccl(module) < 0
+                   fc_find_dtensors() < 0 || fc_register_locals(module) < 0 ||
+                   fc_register_optim(module) < 0 || fc_register_nccl(module) < 0
                ? -1
                : 0;
 }

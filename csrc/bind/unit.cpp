@@ -5,6 +5,7 @@
 #include "bind/compat.h"
 #include "bind/domain.h"
 #include "bind/events.h"
+#include "bind/layout.h"
 #include "bind/steps.h"
 #include "bind/tensors.h"
 #include "group/order.h"
@@ -22,23 +23,9 @@ namespace {
 
 constexpr const char *root_name = "(root)"; // as fsdp_c/_plan.py calls it
 
-// Where a DTensor object has its `_local_tensor`, one of its class's __slots__.
-uint16_t local_tensor_slot(PyObject *dtensor)
-{
-    static PyObject *const name = PyUnicode_InternFromString("_local_tensor");
-    PyObject *slot = _PyType_Lookup(Py_TYPE(dtensor), name);
-    if (slot == nullptr || Py_TYPE(slot) != &PyMemberDescr_Type) {
-        PyErr_Format(PyExc_TypeError, "%.100s has no slot for its local tensor",
-                     Py_TYPE(dtensor)->tp_name);
-        throw_python();
-    }
-    return static_cast<uint16_t>(reinterpret_cast<PyMemberDescrObject *>(slot)->d_member->offset);
-}
-
 PyObject *local_object(const Param &param) // borrowed; null after `del`
 {
-    auto *object = reinterpret_cast<char *>(param.sharded.get());
-    return *reinterpret_cast<PyObject **>(object + param.local_slot);
+    return in_slot(param.sharded.get(), param.local_slot);
 }
 
 std::string sharded_text(const fc_unit *unit)
@@ -71,7 +58,8 @@ Param parse_row(PyObject *row)
     param.dict = param.places.front().dict.get();
     param.key = param.places.front().key.get();
     param.has_one_place = param.places.size() == 1 && !param.places.front().module;
-    param.local_slot = local_tensor_slot(sharded);
+    static PyObject *const local_tensor = PyUnicode_InternFromString("_local_tensor");
+    param.local_slot = slot_of(Py_TYPE(sharded), local_tensor);
     param.sharded = Ref::borrow(sharded);
     param.unsharded = Ref::borrow(unsharded);
     param.owner = Ref::borrow(owner);

@@ -73,9 +73,19 @@ FC_BOTH void sgd_one(const fc_sgd *s, bool is_tail, float *param, const float *g
     param[i] = fmaf(g, s->step_size, param[i]);
 }
 
-FC_BOTH void norm_add_one(float *sum, float x)
+/* Adds the squares of the fewer than NORM_LANES elements after the last whole vector. PyTorch's
+ * compiler squares four of them at once, if there are, and fuses the others with the sum. */
+FC_BOTH float norm_add_rest(float sum, const float *x, size_t numel)
 {
-    *sum = fmaf(x, x, *sum);
+    size_t n_squared = numel >= 4 ? 4 : 0;
+
+    for (size_t i = 0; i < n_squared; i++) {
+        sum += x[i] * x[i];
+    }
+    for (size_t i = n_squared; i < numel; i++) {
+        sum = fmaf(x[i], x[i], sum);
+    }
+    return sum;
 }
 
 #endif

@@ -249,10 +249,7 @@ static float norm_from(v8 sums, const float *x, size_t start, size_t numel)
     for (size_t k = 1; k < NORM_LANES; k++) {
         partial[0] += partial[k];
     }
-    for (; i < numel; i++) {
-        norm_add_one(partial, x[i]);
-    }
-    return sqrtf(partial[0]);
+    return sqrtf(norm_add_rest(partial[0], x + i, numel - i));
 }
 
 /* Additions of one norm wait for each other; those of several do not. */

@@ -184,10 +184,7 @@ static float norm(const float *x, size_t numel)
     for (size_t k = 1; k < NORM_LANES; k++) {
         partial[0] += partial[k];
     }
-    for (size_t i = whole; i < numel; i++) {
-        norm_add_one(partial, x[i]);
-    }
-    return sqrtf(partial[0]);
+    return sqrtf(norm_add_rest(partial[0], x + whole, numel - whole));
 }
 
 static void norms(float *out, const float *const *xs, const size_t *numels, size_t n)
