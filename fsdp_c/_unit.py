@@ -470,6 +470,8 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
     def _to_sharded(self) -> None:
         if not self._is_bound:
             return super()._to_sharded()
+        if self._tree is not None:
+            self._tree.drop_raised_forward()
         if not self._core_in_phase:  # else a forward or backward still needs the parameters
             self._core_reshard()
         return None

@@ -10,6 +10,7 @@ import torch.nn as nn
 from harness import run_ranks
 from probed import ProbedNet, sharded
 from snapshots import Net, batch, check_trains
+from torch.distributed.tensor import DTensor
 
 
 class Trouble(Exception):
@@ -46,6 +47,42 @@ def recover(rank: int, n_ranks: int, point: str, reset: bool) -> None:
 @pytest.mark.parametrize("point", ["in_forward", "in_backward"])
 def test_exception_on_all_ranks(point: str, reset: bool, n_ranks: int) -> None:
     run_ranks(recover, n_ranks, point, reset)
+
+
+def load_after_a_forward_that_raised(rank: int, n_ranks: int, is_hooked: bool) -> None:
+    armed = False
+
+    def probe(here: str) -> None:
+        if armed and here == "in_forward":
+            raise Trouble
+
+    net, reference = sharded(ProbedNet(probe)), Net()
+    if is_hooked:
+        net.register_forward_hook(lambda *_: None)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    for _ in range(2):
+        with torch.no_grad():
+            for param in net.parameters():
+                param.add_(1.0)
+        armed = True
+        with pytest.raises(Trouble):
+            net(batch(rank))
+        armed = False
+        net.load_state_dict(before)
+        assert all(isinstance(param, DTensor) for param in net.parameters())
+        armed = True
+        with pytest.raises(Trouble):
+            net(batch(rank))
+        armed = False
+        saved = net.state_dict()
+        assert all(isinstance(saved[name], DTensor) for name, _ in net.named_parameters())
+    check_trains(net, reference)
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_load_after_a_forward_that_raised(n_ranks: int, is_hooked: bool) -> None:
+    run_ranks(load_after_a_forward_that_raised, n_ranks, is_hooked)
 
 
 def raise_last(rank: int, n_ranks: int, folder: Path) -> None:

@@ -61,6 +61,14 @@ bool is_empty_dict(PyObject *owner, PyObject *key)
     return value != nullptr && PyDict_Check(value) && PyDict_GET_SIZE(value) == 0;
 }
 
+// The state that the hook belongs to, if it is `function`; borrowed, or null.
+PyObject *state_of_hook(PyObject *hook, const void *function)
+{
+    const bool is_ours = PyCFunction_Check(hook) &&
+                         reinterpret_cast<void *>(PyCFunction_GET_FUNCTION(hook)) == function;
+    return is_ours ? PyCFunction_GET_SELF(hook) : nullptr;
+}
+
 // The state whose hook `function` is the only one in the dict; borrowed, or null.
 PyObject *only_hook(PyObject *owner, PyObject *key, const void *function)
 {
@@ -71,9 +79,7 @@ PyObject *only_hook(PyObject *owner, PyObject *key, const void *function)
     PyObject *hook;
     Py_ssize_t at = 0;
     PyDict_Next(hooks, &at, nullptr, &hook);
-    const bool is_ours = PyCFunction_Check(hook) &&
-                         reinterpret_cast<void *>(PyCFunction_GET_FUNCTION(hook)) == function;
-    return is_ours ? PyCFunction_GET_SELF(hook) : nullptr;
+    return state_of_hook(hook, function);
 }
 
 // Whether somebody watches Python's calls, and would miss those of nn.Module.
@@ -154,6 +160,27 @@ void explain_error()
     PyErr_Restore(type, value, trace);
 }
 
+// The module's states learn that its call ended in an exception, which is set.
+void note_raised(PyObject *module)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    const Ref attributes = Ref::take(PyObject_GenericGetDict(module, nullptr));
+    PyObject *hooks =
+        attributes ? PyDict_GetItem(attributes.get(), caller->forward_pre_hooks) : nullptr;
+    if (hooks != nullptr && PyDict_Check(hooks)) {
+        PyObject *hook;
+        for (Py_ssize_t at = 0; PyDict_Next(hooks, &at, nullptr, &hook) != 0;) {
+            PyObject *state =
+                state_of_hook(hook, reinterpret_cast<const void *>(state_hook_pre_forward));
+            if (state != nullptr) {
+                tree_note_raised(reinterpret_cast<StateObject *>(state));
+            }
+        }
+    }
+    PyErr_Restore(type, value, trace);
+}
+
 PyObject *call_module(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     return guarded([&]() -> PyObject * {
@@ -173,6 +200,7 @@ PyObject *call(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     PyObject *output = call_module(module, args, kwargs);
     if (output == nullptr) {
+        note_raised(module);
         explain_error();
     }
     return output;

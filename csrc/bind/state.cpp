@@ -107,6 +107,16 @@ PyObject *tree_call_reset(PyObject *self, PyObject *)
     });
 }
 
+PyObject *tree_drop_raised_forward(PyObject *self, PyObject *)
+{
+    return guarded([&]() -> PyObject * {
+        if (as<TreeObject>(self)->has_raised) {
+            tree_reset(as<TreeObject>(self), false);
+        }
+        Py_RETURN_NONE;
+    });
+}
+
 PyObject *tree_get_iteration_root(PyObject *self, void *)
 {
     StateObject *root = as<TreeObject>(self)->iteration_root;
@@ -147,6 +157,8 @@ PyMethodDef tree_methods[] = {
     {"finalize_backward", tree_call_finalize_backward, METH_NOARGS,
      "Reduces what the backwards of a manual ending left."},
     {"reset", tree_call_reset, METH_NOARGS, "Drops everything of the running step."},
+    {"drop_raised_forward", tree_drop_raised_forward, METH_NOARGS,
+     "Ends a forward that was left by an exception, as the next one would."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot tree_slots[] = {

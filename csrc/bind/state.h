@@ -79,6 +79,7 @@ struct TreeObject {
     bool publishes;              // some unit's shards are not where peers read them
     bool defers_hooks;           // some group does, in this phase
     bool is_replaced;            // a method of one of the states was, since set-up
+    bool has_raised;             // the current forward has ended in an exception
 };
 
 GroupObject *group_of(PyObject *object); // borrowed; TypeError as an exception
@@ -135,6 +136,8 @@ void tree_fail(TreeObject *tree);
 // Drops everything of the running step: after exceptions and on reset_iter_state(). A forward that
 // was left by an exception leaves gradients, and units that were unsharded by hand, alone.
 void tree_reset(TreeObject *tree, bool drop_gradients);
+// A call of the state's module ended in an exception, and with it the forward, if it began there.
+void tree_note_raised(StateObject *state);
 // Whether nothing of a forward, or of a backward that is still to come, would be lost.
 bool tree_is_between_steps(const TreeObject *tree);
 void group_post_backward(TreeObject *tree, GroupObject *group);

@@ -326,6 +326,14 @@ void tree_fail(TreeObject *tree)
     });
 }
 
+void tree_note_raised(StateObject *state)
+{
+    TreeObject *tree = state->tree;
+    if (tree != nullptr && tree->iteration_root == state && !tree_in_backward(tree)) {
+        tree->has_raised = true;
+    }
+}
+
 void tree_root_pre_forward(StateObject *state)
 {
     TreeObject *tree = state->tree;
@@ -356,6 +364,7 @@ void tree_root_pre_forward(StateObject *state)
         tree->streams->begin();
     }
     tree->iteration_root = state;
+    tree->has_raised = false;
 }
 
 void tree_root_post_forward(TreeObject *tree)
@@ -523,6 +532,7 @@ void tree_reset(TreeObject *tree, bool drop_gradients)
         context->is_unfinalized = false;
     }
     tree->iteration_root = nullptr;
+    tree->has_raised = false;
     context->callback_queued = context->is_failed = false;
 }
 
