@@ -222,13 +222,18 @@ def is_accepted(step: Callable[[], Any], n_steps: int = 2) -> bool:
 
 
 def before(row: str, name: str, parameters: list[Any]) -> Callable[[], None]:
-    """What is not timed: clipped gradients grow again, or there were nothing to multiply."""
+    """What is not timed: clipped gradients grow again, or there were nothing to multiply.
+
+    Ranks meet after that, so that their skew is not charged.
+    """
     import torch
+    import torch.distributed as dist
 
     def prepare() -> None:
         use_clipping_of(name)
         if row == "clip_grad_norm_":
             torch._foreach_mul_([harness.local(p.grad) for p in parameters], 2.0)
+            dist.barrier()
 
     return prepare
 
