@@ -26,11 +26,6 @@ from fsdp_c._native import _C
 register_optimizer_step_post_hook(lambda *_: _C.count_step())
 
 
-def count_load(*_: object) -> None:
-    """All ranks load: what was gathered before is out of date, as after a step."""
-    _C.count_step()
-
-
 class RoadParam(_compat.TorchParam):
     """One parameter."""
 

@@ -81,7 +81,7 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
         self.left_because = ""  # what took the unit to torch's road
         self._left: list[_C.Domain] = []  # on the way there, until all ranks have
         self._separate_group: Any = None  # that reductions had of their own
-        self._state_dict_handles: list[Any] = []
+        self._put_shards_handles: list[Any] = []
         # Without parameters: torch's class would make them of its own kind.
         super().__init__(
             [],
@@ -372,10 +372,12 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
                 self._module_to_pre_save_state_dict_hook_handle[module] = (
                     module.register_state_dict_pre_hook(self._before_state_dict)
                 )
-                self._state_dict_handles += [
-                    module._register_state_dict_hook(self._put_shards),
-                    module.register_load_state_dict_post_hook(_road.count_load),
-                ]
+                self._put_shards_handles.append(module._register_state_dict_hook(self._put_shards))
+            for module, handle in self._module_to_pre_load_state_dict_hook_handle.items():
+                handle.remove()
+                self._module_to_pre_load_state_dict_hook_handle[module] = (
+                    module._register_load_state_dict_pre_hook(self._before_load)
+                )
 
     def _before_state_dict(self, *_: Any) -> None:
         if self.is_lent:  # what stands in the modules now is to be saved
@@ -384,6 +386,10 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
             self._to_sharded()
         else:
             self.show_shards()
+
+    def _before_load(self, *_: Any) -> None:
+        _C.count_step()  # all ranks load: what was gathered is out of date, as after a step
+        self._to_sharded()
 
     def _put_shards(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """After a module's state_dict: shards in place of parameters that are unsharded now.
