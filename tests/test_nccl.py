@@ -89,7 +89,8 @@ PLACE(size, size); PLACE(magic, magic); PLACE(version, version); PLACE(blocking,
 PLACE(cga_cluster_size, cgaClusterSize); PLACE(min_ctas, minCTAs); PLACE(max_ctas, maxCTAs);
 PLACE(net_name, netName); PLACE(split_share, splitShare); PLACE(traffic_class, trafficClass);
 PLACE(comm_name, commName); PLACE(collnet_enable, collnetEnable); PLACE(cta_policy, CTAPolicy);
-PLACE(shrink_share, shrinkShare);
+PLACE(shrink_share, shrinkShare); PLACE(nvls_ctas, nvlsCTAs);
+PLACE(channels_per_net_peer, nChannelsPerNetPeer); PLACE(nvlink_centric_sched, nvlinkCentricSched);
 SAME(sizeof(fc_nccl_id), sizeof(ncclUniqueId)); SAME(sizeof(ncclDataType_t), sizeof(int));
 SAME(FC_NCCL_SUCCESS, ncclSuccess); SAME(FC_NCCL_REMOTE_ERROR, ncclRemoteError);
 SAME(FC_NCCL_IN_PROGRESS, ncclInProgress); SAME(FC_NCCL_INT8, ncclInt8);

@@ -46,11 +46,11 @@ enum {
 #define FC_NCCL_UNDEFINED INT_MIN
 
 #define FC_NCCL_OLDEST 21400     /* communicators that do not block */
-#define FC_NCCL_NEWEST 22703     /* whose config follows */
+#define FC_NCCL_NEWEST 22809     /* whose config follows */
 #define FC_NCCL_MANY_RANKS 23003 /* NCCL_MULTI_RANK_GPU_ENABLE */
 
-/* ncclConfig_t up to 2.27.3. It only grows, and the library reads no more than `size` bytes and
- * nothing newer than `version`. */
+/* ncclConfig_t up to 2.28.9. It only grows, and the library reads `size` bytes, whatever `version`
+ * says: padding behind the last field that a version has would be its next field, with a value. */
 typedef struct fc_nccl_config {
     size_t size;
     unsigned magic;
@@ -66,7 +66,14 @@ typedef struct fc_nccl_config {
     int collnet_enable;
     int cta_policy;
     int shrink_share; /* 2.27 */
+    int nvls_ctas;    /* 2.28 */
+    int channels_per_net_peer;
+    int nvlink_centric_sched;
 } fc_nccl_config;
+
+/* Bytes of a config that ends with a field. */
+#define FC_NCCL_CONFIG_TO(field)                                                                   \
+    (offsetof(fc_nccl_config, field) + sizeof(((fc_nccl_config *)0)->field))
 
 /* X(name in the table, name in the library, version, parameters): without them nothing works. */
 #define FC_NCCL_NEEDED(X)                                                                          \

@@ -27,17 +27,22 @@ static fc_nccl_config config_of(const fc_nccl_group *group)
                         .traffic_class = FC_NCCL_UNDEFINED,
                         .collnet_enable = FC_NCCL_UNDEFINED,
                         .cta_policy = FC_NCCL_UNDEFINED,
-                        .shrink_share = FC_NCCL_UNDEFINED};
+                        .shrink_share = FC_NCCL_UNDEFINED,
+                        .nvls_ctas = FC_NCCL_UNDEFINED,
+                        .channels_per_net_peer = FC_NCCL_UNDEFINED,
+                        .nvlink_centric_sched = FC_NCCL_UNDEFINED};
 
-    if (version >= 22700) {
-        c.size = sizeof(c);
+    if (version >= 22800) {
+        c.size = FC_NCCL_CONFIG_TO(nvlink_centric_sched);
         c.version = version < FC_NCCL_NEWEST ? (unsigned)version : FC_NCCL_NEWEST;
+    } else if (version >= 22700) {
+        c.size = FC_NCCL_CONFIG_TO(shrink_share);
     } else if (version >= 21800) {
-        c.size = offsetof(fc_nccl_config, traffic_class);
+        c.size = FC_NCCL_CONFIG_TO(split_share);
     } else if (version >= 21700) {
-        c.size = offsetof(fc_nccl_config, split_share);
+        c.size = FC_NCCL_CONFIG_TO(net_name);
     } else {
-        c.size = offsetof(fc_nccl_config, cga_cluster_size);
+        c.size = FC_NCCL_CONFIG_TO(blocking);
     }
     return c;
 }

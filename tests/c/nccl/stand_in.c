@@ -93,8 +93,13 @@ API int ncclGetUniqueId(fc_nccl_id *id)
     return place[1] < 0 ? FC_NCCL_SYSTEM_ERROR : FC_NCCL_SUCCESS;
 }
 
+/* As 2.28 reads one: by its size alone, zero channels refused. */
 static int check_config(const fc_nccl_config *config)
 {
+    if (control.version >= 22800 && config->size > offsetof(fc_nccl_config, nvls_ctas) &&
+        config->nvls_ctas == 0) {
+        return fault("Invalid config nvlsCTAs attribute value %d", config->nvls_ctas);
+    }
     if (config->magic != FC_NCCL_MAGIC || config->blocking != 0 ||
         config->version > (unsigned)control.version || config->size < 20 ||
         config->size > sizeof(fc_nccl_config)) {
