@@ -258,6 +258,10 @@ fc_status fc_schedule_unshard(fc_schedule_unit *unit, void **full_out)
         return fc_schedule_unit_fail(unit,
                                      unit->shards == NULL ? "unshard without shards" : "unshard");
     }
+    if (unit->state == FC_STATE_SHARDED && unit->resident != NULL) {
+        unit->full = unit->resident;
+        unit->state = FC_STATE_UNSHARDED;
+    }
     if (unit->state == FC_STATE_SHARDED) {
         FC_TRY(start_gather(unit));
     }
@@ -268,13 +272,23 @@ fc_status fc_schedule_unshard(fc_schedule_unit *unit, void **full_out)
     return FC_OK;
 }
 
+fc_status fc_schedule_set_resident(fc_schedule_unit *unit, void *full)
+{
+    if (unit->state != FC_STATE_SHARDED) {
+        return fc_schedule_unit_fail(unit, "set_resident");
+    }
+    unit->resident = full;
+    unit->schedule->has_resident = unit->schedule->has_resident || full != NULL;
+    return FC_OK;
+}
+
 fc_status fc_schedule_start(fc_schedule_unit *unit)
 {
     if (unit->schedule->compute == NULL || unit->shards == NULL) {
         return fc_schedule_unit_fail(unit,
                                      unit->shards == NULL ? "gather without shards" : "gather");
     }
-    if (unit->state == FC_STATE_SHARDED) {
+    if (unit->state == FC_STATE_SHARDED && unit->resident == NULL) {
         FC_TRY(start_gather(unit));
         unit->is_asked = true;
     }
@@ -296,13 +310,21 @@ static fc_status give_back(fc_schedule_unit *unit)
     return slot->is_old ? fc_stream_slot_drop(s, &s->gathers, slot) : FC_OK;
 }
 
+void fc_schedule_free_full(fc_schedule_unit *unit)
+{
+    if (unit->full != unit->resident) {
+        unit->schedule->ops->free(unit->schedule->options.device, unit->full);
+    }
+    unit->full = NULL;
+}
+
 static void free_full(fc_schedule_unit *unit)
 {
     if (unit->state != FC_STATE_UNSHARDED) {
         return;
     }
     if (unit->gathered == NULL) {
-        unit->schedule->ops->free(unit->schedule->options.device, unit->full);
+        fc_schedule_free_full(unit);
     } else if (give_back(unit) != FC_OK) { /* nobody gets a slot whose last use is not known */
         unit->gathered = NULL;
     }
@@ -346,7 +368,8 @@ static fc_status prefetch(fc_schedule_unit *unit)
     const fc_schedule *s = unit->schedule;
     bool is_full = s->options.max_gathers > 0 && s->n_gathering >= s->options.max_gathers;
 
-    if (unit->state != FC_STATE_SHARDED || unit->shards == NULL || is_full) {
+    if (unit->state != FC_STATE_SHARDED || unit->shards == NULL || unit->resident != NULL ||
+        is_full) {
         return FC_OK;
     }
     return start_gather(unit);
@@ -389,6 +412,9 @@ fc_status fc_schedule_begin(fc_schedule *s, fc_stream *compute, fc_event *optimi
             FC_TRY(drop_gather(u));
         }
         free_kept(u);
+    }
+    if (optimizer != NULL && s->has_resident) {
+        FC_TRY(fc_schedule_order(s, FC_ORDER_RESIDENT, compute, optimizer));
     }
     if (optimizer != NULL) {
         return fc_schedule_order(s, FC_ORDER_OPTIMIZER, s->options.copy_in, optimizer);

@@ -9,6 +9,10 @@
  * the unsharded buffer, and is it until the reshard. Shards that need a cast are packed to their
  * place in it, others are sent from where they are.
  *
+ * One rank alone has nothing to gather: shards of the parameters' own type may lie where they are
+ * used, as the unsharded buffer does (fc_schedule_set_resident). Nor has it anything to scatter:
+ * unless they are offloaded, its gradients are finished by compute, from where autograd left them.
+ *
  * Order comes from events alone, each of them in FC_SCHEDULE_WAITS. Slots are reused behind the
  * event of their last use; other unsharded buffers are allocated and freed in the order of compute.
  *
@@ -34,6 +38,7 @@ extern "C" {
 /* X(name, who waits, for what) */
 #define FC_SCHEDULE_WAITS(X)                                                                       \
     X(OPTIMIZER, "copy-in", "what compute did to the shards before the iteration")                 \
+    X(RESIDENT, "compute", "what was done to the shards that it uses where they lie")              \
     X(PACKED, "gather", "the own part")                                                            \
     X(GATHERED, "compute", "the all-gather, before it copies out or uses it")                      \
     X(GATHER_SLOT, "copy-in", "the last copy-out from the slot, or use of it")                     \
@@ -93,6 +98,10 @@ FC_MUST_CHECK fc_status fc_schedule_add(fc_schedule *schedule,
 
 /* Shards in the order of the layout's parameters, own_rows each; borrowed while they are set. */
 void fc_schedule_set_shards(fc_schedule_unit *unit, const void *const *shards);
+/* One rank's shards lie in `full` as in the unsharded buffer, which it stands for from the next
+ * unshard on; borrowed. NULL: they are packed into a buffer, as before. While the unit is sharded.
+ */
+FC_MUST_CHECK fc_status fc_schedule_set_resident(fc_schedule_unit *unit, void *full);
 /* Local; the unit's memory is freed in the order of compute, and nobody prefetches it any more.
  * NULL is fine. */
 void fc_schedule_remove(fc_schedule_unit *unit);

@@ -107,6 +107,28 @@ static fc_status plan_stage(const fc_schedule_unit *unit, const fc_dtype *types,
     return st;
 }
 
+/* Gradients of these types to the reduced ones, of one rank. */
+static fc_status plan_own(const fc_schedule_unit *unit, const fc_dtype *types, fc_runs *plan)
+{
+    const fc_layout *l = unit->options.layout;
+    size_t i;
+
+    for (i = 0; i < l->n_params; i++) {
+        const fc_param *p = &l->params[i];
+        const fc_block block = {.planes = 1,
+                                .lines = 1,
+                                .numel = p->chunk_numel,
+                                .to = {.base = FC_BASE_UNIT, .type = p->grad, .at = p->grad_at},
+                                .from = {.base = FC_BASE_PARAMS + (uint32_t)i,
+                                         .type = types != NULL ? types[i] : p->compute}};
+
+        if (p->has_grad && p->trainable) {
+            FC_TRY(fc_runs_add(plan, &block));
+        }
+    }
+    return FC_OK;
+}
+
 /* The device's form of a plan that was made with `st`; the plan is empty afterwards. */
 static fc_status finish(fc_schedule_unit *unit, fc_status st, fc_runs *plan, fc_moves **out)
 {
@@ -149,33 +171,45 @@ static bool are_compute_types(const fc_layout *l, const fc_dtype *types)
     return true;
 }
 
-static fc_status staging_create(fc_schedule_unit *unit, const fc_dtype *types,
+static fc_status staging_create(fc_schedule_unit *unit, const fc_dtype *types, bool is_finish,
                                 fc_schedule_staging *staging)
 {
-    size_t bytes = unit->options.layout->n_params * sizeof(*types);
+    size_t i, n = unit->options.layout->n_params;
     fc_runs plan;
 
-    staging->types = fc_alloc(1, bytes);
+    staging->is_finish = is_finish;
+    staging->types = fc_alloc(n ? n : 1, sizeof(*types));
     if (staging->types == NULL) {
         return fc_fail(FC_ERR_NOMEM, "unit '%s': types of gradients", unit->name);
     }
-    memcpy(staging->types, types, bytes);
+    for (i = 0; i < n; i++) {
+        staging->types[i] = types != NULL ? types[i] : unit->options.layout->params[i].compute;
+    }
     fc_runs_init(&plan);
-    return finish(unit, plan_stage(unit, types, &plan), &plan, &staging->moves);
+    return finish(unit,
+                  is_finish ? plan_own(unit, staging->types, &plan)
+                            : plan_stage(unit, staging->types, &plan),
+                  &plan, &staging->moves);
 }
 
-fc_status fc_schedule_staging_for(fc_schedule_unit *unit, const fc_dtype *types, fc_moves **out)
+static bool is_of(const fc_schedule_unit *unit, const fc_schedule_staging *staging,
+                  const fc_dtype *types, bool is_finish)
 {
     const fc_layout *l = unit->options.layout;
+
+    return staging->is_finish == is_finish &&
+           (types != NULL ? memcmp(staging->types, types, l->n_params * sizeof(*types)) == 0
+                          : are_compute_types(l, staging->types));
+}
+
+static fc_status known_or_made(fc_schedule_unit *unit, const fc_dtype *types, bool is_finish,
+                               fc_moves **out)
+{
     fc_schedule_staging *staging;
     fc_status st;
 
-    if (types == NULL || are_compute_types(l, types)) {
-        *out = unit->stage;
-        return FC_OK;
-    }
     for (staging = unit->stagings; staging != NULL; staging = staging->next) {
-        if (memcmp(staging->types, types, l->n_params * sizeof(*types)) == 0) {
+        if (is_of(unit, staging, types, is_finish)) {
             *out = staging->moves;
             return FC_OK;
         }
@@ -184,7 +218,7 @@ fc_status fc_schedule_staging_for(fc_schedule_unit *unit, const fc_dtype *types,
     if (staging == NULL) {
         return fc_fail(FC_ERR_NOMEM, "unit '%s': plan of gradients", unit->name);
     }
-    st = staging_create(unit, types, staging);
+    st = staging_create(unit, types, is_finish, staging);
     if (st != FC_OK) {
         fc_free(staging->types);
         fc_free(staging);
@@ -194,6 +228,20 @@ fc_status fc_schedule_staging_for(fc_schedule_unit *unit, const fc_dtype *types,
     unit->stagings = staging;
     *out = staging->moves;
     return FC_OK;
+}
+
+fc_status fc_schedule_staging_for(fc_schedule_unit *unit, const fc_dtype *types, fc_moves **out)
+{
+    if (types == NULL || are_compute_types(unit->options.layout, types)) {
+        *out = unit->stage;
+        return FC_OK;
+    }
+    return known_or_made(unit, types, false, out);
+}
+
+fc_status fc_schedule_finishing_for(fc_schedule_unit *unit, const fc_dtype *types, fc_moves **out)
+{
+    return known_or_made(unit, types, true, out);
 }
 
 void fc_schedule_moves_destroy(fc_schedule_unit *unit)

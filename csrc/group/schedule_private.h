@@ -55,13 +55,15 @@ struct fc_schedule {
     fc_schedule_entry *order; /* owned */
     size_t n_order, order_capacity;
     size_t n_gathering;
-    bool is_open; /* between a beginning and the end of what began */
+    bool is_open;      /* between a beginning and the end of what began */
+    bool has_resident; /* units, or had */
     bool is_all_reducing, has_uploads, has_downloads; /* since the last end of backward */
 };
 
-/* Staging of gradients that are not all of type `compute`. */
+/* What moves gradients of some types. */
 typedef struct fc_schedule_staging {
     fc_dtype *types; /* owned */
+    bool is_finish;  /* straight to the reduced gradients, for one rank */
     fc_moves *moves; /* owned */
     struct fc_schedule_staging *next;
 } fc_schedule_staging;
@@ -86,7 +88,8 @@ struct fc_schedule_unit {
     bool is_from_slice;       /* what was gathered last */
     bool is_asked;            /* a gather that the caller has started */
     fc_stream_slot *gathered; /* while GATHERING; of a direct gather while UNSHARDED, too */
-    void *full;               /* while UNSHARDED; owned unless it is a slot */
+    void *resident;           /* borrowed; the shards, as `full` */
+    void *full;               /* while UNSHARDED; owned unless it is a slot or resident */
     void *kept;               /* slice of a reshard to a smaller group */
     fc_event *kept_event;     /* owned; the slice is there */
     fc_stream_slot *held;     /* staged gradients not yet reduced */
@@ -140,6 +143,9 @@ size_t fc_schedule_own_at(const fc_schedule_unit *unit, const fc_param *param);
 /* The plan that stages gradients of these types (NULL: all of type `compute`), made once. */
 FC_MUST_CHECK fc_status fc_schedule_staging_for(fc_schedule_unit *unit, const fc_dtype *types,
                                                 fc_moves **out);
+/* The same for one that finishes them at once. */
+FC_MUST_CHECK fc_status fc_schedule_finishing_for(fc_schedule_unit *unit, const fc_dtype *types,
+                                                  fc_moves **out);
 
 /* What one launch of a unit's plan works on. */
 typedef struct fc_schedule_launch {
@@ -156,5 +162,7 @@ FC_MUST_CHECK fc_status fc_schedule_move(fc_schedule_unit *unit, fc_stream *stre
 /* ---- schedule.c ---- */
 
 FC_MUST_CHECK fc_status fc_schedule_unit_fail(const fc_schedule_unit *unit, const char *call);
+/* An unsharded buffer that is no slot. */
+void fc_schedule_free_full(fc_schedule_unit *unit);
 
 #endif

@@ -4,6 +4,9 @@
  * read by the reduce-scatter; *output* holds the own part, from the scatter to the last cast. Held
  * gradients stay where they are: staged ones in their input slot, scattered ones in their output.
  *
+ * One rank alone scatters nothing: compute finishes its gradients from the input slot, or, where
+ * staging would not round them, from where they are.
+ *
  * Each section of a part is a collective of its own: all of them, in one order, whatever gradients
  * a rank has. In the input a section's parts lie next to each other.
  */
@@ -182,6 +185,82 @@ void fc_schedule_drop_partial_sum(fc_schedule_unit *unit)
     }
 }
 
+/* ---- one rank alone ---- */
+
+static bool is_alone(const fc_schedule_unit *unit)
+{
+    return unit->options.layout->n_ranks == 1 && unit->options.replicas == NULL &&
+           !unit->options.is_offloaded;
+}
+
+/* Whether a value of one type is a value of the other, too. */
+static bool holds(fc_dtype type, fc_dtype other)
+{
+    return type == other || type == FC_F64 || (type == FC_F32 && other != FC_F64);
+}
+
+/* The divisor of a finish without staging, or 0 where one of the reduce types rounds the gradients
+ * or what becomes of them. */
+static double straight_divisor(const fc_schedule_unit *unit, const fc_schedule_grads *grads)
+{
+    const fc_layout *l = unit->options.layout;
+    double pre_divisor = grads->pre_divisor > 0 ? grads->pre_divisor : unit->options.pre_divisor;
+    double divisor = grads->divisor != 0 ? grads->divisor : unit->options.divisor;
+    size_t i;
+
+    for (i = 0; i < l->n_params; i++) {
+        const fc_param *p = &l->params[i];
+        fc_dtype type = grads->types != NULL ? grads->types[i] : p->compute;
+
+        if (p->has_grad && p->trainable &&
+            (!holds(p->reduce, type) || (divisor != 1 && !holds(p->reduce, FC_F32)))) {
+            return 0;
+        }
+    }
+    return pre_divisor == 1 ? divisor : 0;
+}
+
+static fc_status finish_straight(fc_schedule_unit *unit, const fc_schedule_grads *grads,
+                                 double divisor)
+{
+    fc_schedule_launch launch = {.unit = grads->out,
+                                 .params = grads->full,
+                                 .divisor = divisor,
+                                 .accumulate = grads->accumulate};
+
+    FC_TRY(fc_schedule_finishing_for(unit, grads->types, &launch.moves));
+    return fc_schedule_move(unit, unit->schedule->compute, "finish", &launch);
+}
+
+static fc_status post_alone(fc_schedule_unit *unit, const fc_schedule_grads *grads,
+                            bool *reduced_out)
+{
+    fc_schedule *s = unit->schedule;
+    bool is_fresh = has_any(unit, grads);
+    double divisor = is_fresh && unit->held == NULL && grads->sync != FC_SYNC_NONE
+                         ? straight_divisor(unit, grads)
+                         : 0;
+    fc_stream_slot *held;
+
+    if (is_fresh) {
+        FC_TRY(divisor != 0 ? finish_straight(unit, grads, divisor) : stage(unit, grads));
+    }
+    if (!grads->keep_unsharded) {
+        fc_schedule_reshard(unit);
+    }
+    *reduced_out = divisor != 0;
+    held = unit->held;
+    if (divisor != 0 || grads->sync == FC_SYNC_NONE || held == NULL) {
+        return FC_OK;
+    }
+    FC_TRY(finish(unit, grads, held, s->compute));
+    held->last = s->compute; /* which is the pool's own */
+    fc_stream_pool_release(&s->inputs, held);
+    unit->held = NULL;
+    *reduced_out = true;
+    return FC_OK;
+}
+
 fc_status fc_schedule_post_backward(fc_schedule_unit *unit, const fc_schedule_grads *grads,
                                     bool *reduced_out)
 {
@@ -195,6 +274,9 @@ fc_status fc_schedule_post_backward(fc_schedule_unit *unit, const fc_schedule_gr
         return fc_schedule_unit_fail(unit, "post_backward");
     }
     *reduced_out = false;
+    if (is_alone(unit)) {
+        return post_alone(unit, grads, reduced_out);
+    }
     if (is_fresh) {
         FC_TRY(stage(unit, grads));
     }

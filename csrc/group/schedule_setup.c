@@ -45,7 +45,7 @@ static void unit_destroy(fc_schedule_unit *unit)
     fc_schedule *s = unit->schedule;
 
     if (unit->gathered == NULL) {
-        s->ops->free(s->options.device, unit->full);
+        fc_schedule_free_full(unit);
     }
     s->ops->free(s->options.device, unit->kept);
     s->ops->event_destroy(s->options.device, unit->kept_event);
