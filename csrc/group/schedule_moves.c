@@ -107,8 +107,8 @@ static fc_status plan_stage(const fc_schedule_unit *unit, const fc_dtype *types,
     return st;
 }
 
-/* Gradients of these types to the reduced ones, of one rank. */
-static fc_status plan_own(const fc_schedule_unit *unit, const fc_dtype *types, fc_runs *plan)
+/* The same to the reduced gradients, of one rank. */
+static fc_status plan_straight(const fc_schedule_unit *unit, const fc_dtype *types, fc_runs *plan)
 {
     const fc_layout *l = unit->options.layout;
     size_t i;
@@ -152,6 +152,9 @@ fc_status fc_schedule_moves_create(fc_schedule_unit *unit)
     FC_TRY(finish(unit, plan_stage(unit, NULL, &plan), &plan, &unit->stage));
     FC_TRY(finish(unit, fc_layout_plan_finish(l, FC_WIRE_REDUCE, &plan), &plan, &unit->finish));
     FC_TRY(finish(unit, plan_add(l, &plan), &plan, &unit->add));
+    if (fc_schedule_is_alone(unit)) {
+        FC_TRY(finish(unit, plan_straight(unit, NULL, &plan), &plan, &unit->straight));
+    }
     if (unit->post_params == NULL) {
         return FC_OK;
     }
@@ -171,45 +174,33 @@ static bool are_compute_types(const fc_layout *l, const fc_dtype *types)
     return true;
 }
 
-static fc_status staging_create(fc_schedule_unit *unit, const fc_dtype *types, bool is_finish,
+static fc_status staging_create(fc_schedule_unit *unit, const fc_dtype *types, bool is_straight,
                                 fc_schedule_staging *staging)
 {
-    size_t i, n = unit->options.layout->n_params;
+    size_t bytes = unit->options.layout->n_params * sizeof(*types);
     fc_runs plan;
 
-    staging->is_finish = is_finish;
-    staging->types = fc_alloc(n ? n : 1, sizeof(*types));
+    staging->is_straight = is_straight;
+    staging->types = fc_alloc(1, bytes);
     if (staging->types == NULL) {
         return fc_fail(FC_ERR_NOMEM, "unit '%s': types of gradients", unit->name);
     }
-    for (i = 0; i < n; i++) {
-        staging->types[i] = types != NULL ? types[i] : unit->options.layout->params[i].compute;
-    }
+    memcpy(staging->types, types, bytes);
     fc_runs_init(&plan);
     return finish(unit,
-                  is_finish ? plan_own(unit, staging->types, &plan)
-                            : plan_stage(unit, staging->types, &plan),
+                  is_straight ? plan_straight(unit, types, &plan) : plan_stage(unit, types, &plan),
                   &plan, &staging->moves);
 }
 
-static bool is_of(const fc_schedule_unit *unit, const fc_schedule_staging *staging,
-                  const fc_dtype *types, bool is_finish)
-{
-    const fc_layout *l = unit->options.layout;
-
-    return staging->is_finish == is_finish &&
-           (types != NULL ? memcmp(staging->types, types, l->n_params * sizeof(*types)) == 0
-                          : are_compute_types(l, staging->types));
-}
-
-static fc_status known_or_made(fc_schedule_unit *unit, const fc_dtype *types, bool is_finish,
+static fc_status known_or_made(fc_schedule_unit *unit, const fc_dtype *types, bool is_straight,
                                fc_moves **out)
 {
+    size_t bytes = unit->options.layout->n_params * sizeof(*types);
     fc_schedule_staging *staging;
     fc_status st;
 
     for (staging = unit->stagings; staging != NULL; staging = staging->next) {
-        if (is_of(unit, staging, types, is_finish)) {
+        if (staging->is_straight == is_straight && memcmp(staging->types, types, bytes) == 0) {
             *out = staging->moves;
             return FC_OK;
         }
@@ -218,7 +209,7 @@ static fc_status known_or_made(fc_schedule_unit *unit, const fc_dtype *types, bo
     if (staging == NULL) {
         return fc_fail(FC_ERR_NOMEM, "unit '%s': plan of gradients", unit->name);
     }
-    st = staging_create(unit, types, is_finish, staging);
+    st = staging_create(unit, types, is_straight, staging);
     if (st != FC_OK) {
         fc_free(staging->types);
         fc_free(staging);
@@ -230,24 +221,20 @@ static fc_status known_or_made(fc_schedule_unit *unit, const fc_dtype *types, bo
     return FC_OK;
 }
 
-fc_status fc_schedule_staging_for(fc_schedule_unit *unit, const fc_dtype *types, fc_moves **out)
+fc_status fc_schedule_staging_for(fc_schedule_unit *unit, const fc_dtype *types, bool is_straight,
+                                  fc_moves **out)
 {
     if (types == NULL || are_compute_types(unit->options.layout, types)) {
-        *out = unit->stage;
+        *out = is_straight ? unit->straight : unit->stage;
         return FC_OK;
     }
-    return known_or_made(unit, types, false, out);
-}
-
-fc_status fc_schedule_finishing_for(fc_schedule_unit *unit, const fc_dtype *types, fc_moves **out)
-{
-    return known_or_made(unit, types, true, out);
+    return known_or_made(unit, types, is_straight, out);
 }
 
 void fc_schedule_moves_destroy(fc_schedule_unit *unit)
 {
-    fc_moves *const all[] = {unit->pack,  unit->unpack, unit->slice, unit->post_unpack,
-                             unit->stage, unit->finish, unit->add};
+    fc_moves *const all[] = {unit->pack,  unit->unpack,   unit->slice,  unit->post_unpack,
+                             unit->stage, unit->straight, unit->finish, unit->add};
     fc_schedule *s = unit->schedule;
     size_t i;
 

@@ -62,19 +62,20 @@ struct fc_schedule {
 
 /* What moves gradients of some types. */
 typedef struct fc_schedule_staging {
-    fc_dtype *types; /* owned */
-    bool is_finish;  /* straight to the reduced gradients, for one rank */
-    fc_moves *moves; /* owned */
+    fc_dtype *types;  /* owned */
+    bool is_straight; /* to the reduced gradients */
+    fc_moves *moves;  /* owned */
     struct fc_schedule_staging *next;
 } fc_schedule_staging;
 
 struct fc_schedule_unit {
     fc_schedule *schedule;
     fc_schedule_unit_options options;
-    char *name;                                                           /* owned */
-    fc_moves *pack, *unpack, *slice, *post_unpack, *stage, *finish, *add; /* owned */
-    fc_schedule_staging *stagings;                                        /* owned */
-    uint64_t *addresses;                                                  /* owned; of one launch */
+    char *name;                                    /* owned */
+    fc_moves *pack, *unpack, *slice, *post_unpack; /* owned */
+    fc_moves *stage, *straight, *finish, *add;     /* owned */
+    fc_schedule_staging *stagings;                 /* owned; of types that came later */
+    uint64_t *addresses;                           /* owned; of one launch */
     const void **uploaded; /* owned; offloaded shards on the device, for one launch */
     fc_layout post;        /* of the smaller group; post_params is NULL without one */
     fc_param *post_params; /* owned */
@@ -97,6 +98,13 @@ struct fc_schedule_unit {
     ptrdiff_t last_entry;
     fc_schedule_unit *next;
 };
+
+/* Compute finishes its gradients. */
+static inline bool fc_schedule_is_alone(const fc_schedule_unit *unit)
+{
+    return unit->options.layout->n_ranks == 1 && unit->options.replicas == NULL &&
+           !unit->options.is_offloaded;
+}
 
 static inline fc_label fc_schedule_label(const fc_schedule_unit *unit, const char *what)
 {
@@ -140,12 +148,10 @@ void fc_schedule_moves_destroy(fc_schedule_unit *unit);
 bool fc_schedule_is_sent_as_is(const fc_schedule_unit *unit, const fc_param *param);
 /* Where this rank's chunk of a parameter lies in the unsharded buffer: bytes. */
 size_t fc_schedule_own_at(const fc_schedule_unit *unit, const fc_param *param);
-/* The plan that stages gradients of these types (NULL: all of type `compute`), made once. */
+/* The plan that stages gradients of these types (NULL: all of type `compute`), made once; straight:
+ * that finishes them at once. */
 FC_MUST_CHECK fc_status fc_schedule_staging_for(fc_schedule_unit *unit, const fc_dtype *types,
-                                                fc_moves **out);
-/* The same for one that finishes them at once. */
-FC_MUST_CHECK fc_status fc_schedule_finishing_for(fc_schedule_unit *unit, const fc_dtype *types,
-                                                  fc_moves **out);
+                                                bool is_straight, fc_moves **out);
 
 /* What one launch of a unit's plan works on. */
 typedef struct fc_schedule_launch {

@@ -12,16 +12,25 @@
  */
 #include "group/schedule_private.h"
 
+static double pre_divisor_of(const fc_schedule_unit *unit, const fc_schedule_grads *grads)
+{
+    return grads->pre_divisor > 0 ? grads->pre_divisor : unit->options.pre_divisor;
+}
+
+static double divisor_of(const fc_schedule_unit *unit, const fc_schedule_grads *grads)
+{
+    return grads->divisor != 0 ? grads->divisor : unit->options.divisor;
+}
+
 /* Adds the gradients to what the unit holds, or to nothing: `held` is an input slot afterwards. */
 static fc_status stage(fc_schedule_unit *unit, const fc_schedule_grads *grads)
 {
     fc_schedule *s = unit->schedule;
     fc_schedule_launch launch = {.params = grads->full,
-                                 .divisor = grads->pre_divisor > 0 ? grads->pre_divisor
-                                                                   : unit->options.pre_divisor,
+                                 .divisor = pre_divisor_of(unit, grads),
                                  .accumulate = unit->held != NULL};
 
-    FC_TRY(fc_schedule_staging_for(unit, grads->types, &launch.moves));
+    FC_TRY(fc_schedule_staging_for(unit, grads->types, false, &launch.moves));
     if (unit->held == NULL) {
         FC_TRY(fc_stream_pool_acquire(s, &s->inputs, fc_schedule_label(unit, ""),
                                       unit->options.layout->trainable_part_bytes *
@@ -103,8 +112,7 @@ static fc_status finish(fc_schedule_unit *unit, const fc_schedule_grads *grads,
     fc_schedule_launch launch = {.moves = unit->finish,
                                  .wire = output->memory,
                                  .unit = grads->out,
-                                 .divisor =
-                                     grads->divisor != 0 ? grads->divisor : unit->options.divisor,
+                                 .divisor = divisor_of(unit, grads),
                                  .accumulate = grads->accumulate};
     void *to = NULL;
     fc_status st = FC_OK;
@@ -187,77 +195,69 @@ void fc_schedule_drop_partial_sum(fc_schedule_unit *unit)
 
 /* ---- one rank alone ---- */
 
-static bool is_alone(const fc_schedule_unit *unit)
+/* Whether a gradient of `type` makes the same bits as its staged value: the reduce type holds it,
+ * and the finish of neither is in double where the other's is in float. */
+static bool is_staged_in_vain(const fc_param *p, fc_dtype type)
 {
-    return unit->options.layout->n_ranks == 1 && unit->options.replicas == NULL &&
-           !unit->options.is_offloaded;
+    return type == p->reduce || (p->reduce == FC_F32 && type != FC_F64) ||
+           (p->reduce == FC_F64 && p->grad == FC_F64);
 }
 
-/* Whether a value of one type is a value of the other, too. */
-static bool holds(fc_dtype type, fc_dtype other)
-{
-    return type == other || type == FC_F64 || (type == FC_F32 && other != FC_F64);
-}
-
-/* The divisor of a finish without staging, or 0 where one of the reduce types rounds the gradients
- * or what becomes of them. */
-static double straight_divisor(const fc_schedule_unit *unit, const fc_schedule_grads *grads)
+/* Whether compute can finish the gradients from where they are. */
+static bool is_straight(const fc_schedule_unit *unit, const fc_schedule_grads *grads)
 {
     const fc_layout *l = unit->options.layout;
-    double pre_divisor = grads->pre_divisor > 0 ? grads->pre_divisor : unit->options.pre_divisor;
-    double divisor = grads->divisor != 0 ? grads->divisor : unit->options.divisor;
     size_t i;
 
     for (i = 0; i < l->n_params; i++) {
         const fc_param *p = &l->params[i];
-        fc_dtype type = grads->types != NULL ? grads->types[i] : p->compute;
 
         if (p->has_grad && p->trainable &&
-            (!holds(p->reduce, type) || (divisor != 1 && !holds(p->reduce, FC_F32)))) {
-            return 0;
+            !is_staged_in_vain(p, grads->types != NULL ? grads->types[i] : p->compute)) {
+            return false;
         }
     }
-    return pre_divisor == 1 ? divisor : 0;
+    return pre_divisor_of(unit, grads) == 1;
 }
 
-static fc_status finish_straight(fc_schedule_unit *unit, const fc_schedule_grads *grads,
-                                 double divisor)
+static fc_status finish_straight(fc_schedule_unit *unit, const fc_schedule_grads *grads)
 {
     fc_schedule_launch launch = {.unit = grads->out,
                                  .params = grads->full,
-                                 .divisor = divisor,
+                                 .divisor = divisor_of(unit, grads),
                                  .accumulate = grads->accumulate};
 
-    FC_TRY(fc_schedule_finishing_for(unit, grads->types, &launch.moves));
+    FC_TRY(fc_schedule_staging_for(unit, grads->types, true, &launch.moves));
     return fc_schedule_move(unit, unit->schedule->compute, "finish", &launch);
+}
+
+static fc_status finish_held(fc_schedule_unit *unit, const fc_schedule_grads *grads)
+{
+    fc_schedule *s = unit->schedule;
+
+    FC_TRY(finish(unit, grads, unit->held, s->compute));
+    fc_stream_pool_release(&s->inputs, unit->held);
+    unit->held = NULL;
+    return FC_OK;
 }
 
 static fc_status post_alone(fc_schedule_unit *unit, const fc_schedule_grads *grads,
                             bool *reduced_out)
 {
-    fc_schedule *s = unit->schedule;
-    bool is_fresh = has_any(unit, grads);
-    double divisor = is_fresh && unit->held == NULL && grads->sync != FC_SYNC_NONE
-                         ? straight_divisor(unit, grads)
-                         : 0;
-    fc_stream_slot *held;
+    bool is_fresh = has_any(unit, grads), is_last = grads->sync != FC_SYNC_NONE;
+    bool goes_straight = is_fresh && is_last && unit->held == NULL && is_straight(unit, grads);
 
     if (is_fresh) {
-        FC_TRY(divisor != 0 ? finish_straight(unit, grads, divisor) : stage(unit, grads));
+        FC_TRY(goes_straight ? finish_straight(unit, grads) : stage(unit, grads));
     }
+    *reduced_out = goes_straight;
     if (!grads->keep_unsharded) {
         fc_schedule_reshard(unit);
     }
-    *reduced_out = divisor != 0;
-    held = unit->held;
-    if (divisor != 0 || grads->sync == FC_SYNC_NONE || held == NULL) {
-        return FC_OK;
+    if (is_last && unit->held != NULL) {
+        FC_TRY(finish_held(unit, grads));
+        *reduced_out = true;
     }
-    FC_TRY(finish(unit, grads, held, s->compute));
-    held->last = s->compute; /* which is the pool's own */
-    fc_stream_pool_release(&s->inputs, held);
-    unit->held = NULL;
-    *reduced_out = true;
     return FC_OK;
 }
 
@@ -274,7 +274,7 @@ fc_status fc_schedule_post_backward(fc_schedule_unit *unit, const fc_schedule_gr
         return fc_schedule_unit_fail(unit, "post_backward");
     }
     *reduced_out = false;
-    if (is_alone(unit)) {
+    if (fc_schedule_is_alone(unit)) {
         return post_alone(unit, grads, reduced_out);
     }
     if (is_fresh) {

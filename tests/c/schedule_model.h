@@ -12,8 +12,6 @@
 
 #include <stdbool.h>
 
-#define MUST(call) CHECK_EQ(call, FC_OK)
-
 #define UNITS 5
 #define PARAMS 3
 #define ELEMENTS 96 /* of a parameter at most */
@@ -26,7 +24,7 @@
 /* ---- a random program, the same on all ranks ---- */
 
 typedef struct value {
-    char bytes[ELEMENTS * 4];
+    char bytes[ELEMENTS * 8];
 } value;
 
 typedef enum reshard_kind {
@@ -39,8 +37,12 @@ typedef struct unit_model {
     char name[16];
     fc_param params[PARAMS]; /* the given fields */
     size_t n_params;
+    bool gives_types;       /* of gradients; otherwise they are of type `compute` */
+    fc_dtype given[PARAMS]; /* the types */
     bool is_frozen, is_offloaded, is_direct;
-    bool is_peeked_at; /* hooks read reduced gradients at once */
+    bool may_reside;         /* one rank's shards lie as in the unsharded buffer */
+    bool is_resident[STEPS]; /* and are used where they lie */
+    bool is_peeked_at;       /* hooks read reduced gradients at once */
     reshard_kind reshard;
     double pre_divisor, divisor;
     bool has_list[2];
@@ -90,6 +92,7 @@ typedef struct program {
     int64_t fail_at; /* which allocation fails on each rank; negative: none */
     bool has_failed;
     bool may_fail;     /* the test looks at the faults itself */
+    bool steps_beside; /* the optimizer has a stream of its own */
     bool shares_comm;  /* reductions use the communicator of gathers */
     bool moves_sums;   /* which they do from the second step on */
     bool turns_around; /* the last rank calls its units in another order */
@@ -98,7 +101,7 @@ typedef struct program {
     void (*unwrap)(fc_device *device);
     size_t peak_bytes[4];
     fc_device_comm *gather[4], *reduce[4], *replicas[4], *few[4]; /* by rank */
-    fc_stream *streams[4][5];
+    fc_stream *streams[4][6];
     _Atomic int n_wrong;
     void *shards[4][UNITS][PARAMS];
 } program;
@@ -121,33 +124,55 @@ static inline size_t numel_of(const fc_param *p)
     return p->outer * p->rows * p->inner;
 }
 
-/* What a parameter is of beside its size. */
-static inline fc_param make_types(program *p)
+/* float64 is the rarest. */
+static inline fc_dtype make_type(program *p)
 {
-    static const fc_dtype computes[] = {FC_F32, FC_BF16, FC_F16};
-    fc_dtype compute = computes[draw(p, 3)];
-    fc_dtype orig = draw(p, 4) == 0 ? FC_BF16 : FC_F32;
-    fc_dtype reduce = draw(p, 2) == 0 ? FC_F32 : compute;
+    static const fc_dtype types[] = {FC_F32, FC_F32, FC_BF16, FC_BF16, FC_F16, FC_F16, FC_F64};
+
+    return types[draw(p, sizeof(types) / sizeof(types[0]))];
+}
+
+/* What a parameter is of beside its size. */
+static inline fc_param make_types(program *p, bool may_reside)
+{
+    fc_dtype compute = make_type(p);
+    fc_dtype orig = may_reside ? compute : draw(p, 4) == 0 ? FC_BF16 : FC_F32;
+    fc_dtype reduce = draw(p, 2) == 0 ? FC_F32 : draw(p, 4) == 0 ? FC_F64 : compute;
 
     return (fc_param){
         .orig = orig, .compute = compute, .reduce = reduce, .grad = orig, .has_grad = true};
 }
 
+/* Mostly in all steps or in none. */
+static inline void make_residence(program *p, unit_model *u)
+{
+    bool is_resident = draw(p, 4) != 0;
+    int step;
+
+    for (step = 0; u->may_reside && step < STEPS; step++) {
+        is_resident ^= draw(p, 4) == 0;
+        u->is_resident[step] = is_resident;
+    }
+}
+
 static inline void make_unit(program *p, int index)
 {
     unit_model *u = &p->units[index];
-    fc_param types = make_types(p);
+    bool may_reside = p->n_shards == 1 && draw(p, 2) == 0;
+    fc_param types = make_types(p, may_reside);
     bool is_mixed = draw(p, 3) == 0;
     size_t i, j;
 
     (void)snprintf(u->name, sizeof(u->name), "unit%d", index);
     u->n_params = 1 + draw(p, PARAMS);
     u->is_frozen = draw(p, 5) == 0;
-    u->is_offloaded = draw(p, 4) == 0;
+    u->gives_types = draw(p, 3) == 0;
+    u->may_reside = may_reside;
+    u->is_offloaded = !may_reside && draw(p, 4) == 0;
     u->is_peeked_at = draw(p, 3) == 0;
-    u->reshard = (reshard_kind)draw(p, 3);
+    u->reshard = (reshard_kind)draw(p, may_reside ? RESHARD_TO_FEW : 3);
     u->pre_divisor = draw(p, 3) == 0 ? 2 : 1;
-    u->divisor = (double)(p->n_shards * p->n_replicas);
+    u->divisor = draw(p, 3) == 0 ? 3 : (double)(p->n_shards * p->n_replicas);
     u->is_direct = draw(p, 2) == 0;
     if (p->direct != DIRECT_SOME) {
         u->is_direct = p->direct == DIRECT_ALL;
@@ -159,7 +184,8 @@ static inline void make_unit(program *p, int index)
         bool is_frozen = u->is_frozen || (i > 0 && draw(p, 4) == 0);
         size_t outer = 1 + draw(p, 2), rows = 1 + draw(p, 7), inner = 1 + draw(p, 6);
 
-        u->params[i] = is_mixed ? make_types(p) : types;
+        u->params[i] = is_mixed ? make_types(p, may_reside) : types;
+        u->given[i] = make_type(p);
         u->params[i].outer = u->is_direct ? 1 : outer;
         u->params[i].rows = u->is_direct ? (rows / 2 + 1) * (size_t)p->n_shards : rows;
         u->params[i].inner = inner;
@@ -177,6 +203,7 @@ static inline void make_unit(program *p, int index)
             u->list[i][j] = (int)draw(p, (uint64_t)p->n_units);
         }
     }
+    make_residence(p, u);
 }
 
 static inline void make_micro(program *p, micro_model *m, bool is_newest)
@@ -199,7 +226,8 @@ static inline void make_micro(program *p, micro_model *m, bool is_newest)
 
 static inline void make_program_of(program *p, uint64_t seed, direct_units direct)
 {
-    static const int shapes[][2] = {{1, 1}, {2, 1}, {3, 1}, {4, 1}, {2, 2}, {1, 2}, {2, 2}};
+    static const int shapes[][2] = {{1, 1}, {1, 1}, {1, 1}, {2, 1}, {3, 1},
+                                    {4, 1}, {2, 2}, {1, 2}, {2, 2}};
     int i, j, shape;
 
     memset(p, 0, sizeof(*p));
@@ -214,6 +242,7 @@ static inline void make_program_of(program *p, uint64_t seed, direct_units direc
     p->n_reduce_inputs = draw(p, 4);
     p->max_gathers = draw(p, 4);
     p->moves_sums = draw(p, 3) == 0;
+    p->steps_beside = draw(p, 2) == 0;
     for (i = 0; i < p->n_units; i++) {
         make_unit(p, i);
     }
@@ -243,6 +272,11 @@ typedef struct grad_key {
     int step, micro, call, rank, unit, param;
 } grad_key;
 
+static inline fc_dtype type_of_gradient(const unit_model *u, int param)
+{
+    return u->gives_types ? u->given[param] : u->params[param].compute;
+}
+
 /* Every rank gives a gradient to the first parameter, and to most others. */
 static inline bool has_gradient(const unit_model *u, const grad_key *k)
 {
@@ -255,6 +289,7 @@ static inline bool has_gradient(const unit_model *u, const grad_key *k)
 static inline void write_gradient(const unit_model *u, const grad_key *k, void *to)
 {
     const fc_param *p = &u->params[k->param];
+    fc_dtype type = type_of_gradient(u, k->param);
     uint64_t seed =
         mix((uint64_t)(((k->step * 8 + k->micro) * 16 + k->call) * 64 + k->rank * 8 + k->unit) * 8 +
             (uint64_t)k->param);
@@ -263,7 +298,7 @@ static inline void write_gradient(const unit_model *u, const grad_key *k, void *
     for (j = 0; j < numel_of(p); j++) {
         float x = (float)(int)(mix(seed + j) % 255) / 8 - 16;
 
-        fc_kern_cast(FC_F32, p->compute)((char *)to + j * fc_dtype_bytes(p->compute), &x, 1);
+        fc_kern_cast(FC_F32, type)((char *)to + j * fc_dtype_bytes(type), &x, 1);
     }
 }
 
@@ -309,7 +344,7 @@ static inline void stage_plainly(const program *p, const unit_model *u, sums *s,
             k.param = i;
             if (has_gradient(u, &k)) {
                 write_gradient(u, &k, grad.bytes);
-                add(q->compute, q->reduce, &s->staged[k.rank][i], &grad, numel_of(q),
+                add(type_of_gradient(u, i), q->reduce, &s->staged[k.rank][i], &grad, numel_of(q),
                     u->pre_divisor, s->is_held);
             } else if (!s->is_held) {
                 memset(&s->staged[k.rank][i], 0, sizeof(value));

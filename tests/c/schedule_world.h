@@ -12,7 +12,8 @@ typedef struct device_unit {
     fc_param params[PARAMS];
     fc_layout layout;
     const void *shards[PARAMS];
-    void *out; /* reduced gradients; NULL: none yet */
+    void *resident; /* what they lie in, as in the unsharded buffer; NULL: each for itself */
+    void *out;      /* reduced gradients; NULL: none yet */
 } device_unit;
 
 typedef struct worker {
@@ -21,8 +22,9 @@ typedef struct worker {
     const fc_device_ops *ops;
     int rank;
     fc_stream *compute, *copy_in, *gather, *reduce, *all_reduce;
+    fc_stream *step; /* the optimizer's, which may be compute's */
     fc_schedule *schedule;
-    fc_event *optimizer;
+    fc_event *optimizer, *handover;
     size_t rest_bytes; /* of shards */
     device_unit units[UNITS];
 } worker;
@@ -117,6 +119,28 @@ static inline fc_status look_at(worker *w, int unit, const value *expected, cons
                          sizeof(args));
 }
 
+/* `second` comes behind what is in `first` by now. */
+static inline fc_status chain(worker *w, fc_stream *first, fc_stream *second)
+{
+    if (first == second) {
+        return FC_OK;
+    }
+    FC_TRY(w->ops->record(w->device, w->handover, first));
+    return w->ops->wait(w->device, second, w->handover);
+}
+
+/* The optimizer's own memory. */
+static inline fc_status make_out(worker *w, int unit, void **out)
+{
+    size_t bytes = w->units[unit].layout.grad_bytes;
+
+    if (w->p->units[unit].is_offloaded) {
+        return fc_sim_host_alloc(w->device, label(w, unit, "reduced gradients"), bytes, out);
+    }
+    FC_TRY(w->ops->alloc(w->device, w->step, label(w, unit, "reduced gradients"), bytes, out));
+    return chain(w, w->step, w->compute);
+}
+
 static inline fc_status post_backward(worker *w, grad_key k, const micro_model *m, bool called)
 {
     const unit_model *u = &w->p->units[k.unit];
@@ -124,12 +148,13 @@ static inline fc_status post_backward(worker *w, grad_key k, const micro_model *
     void *grads[PARAMS] = {NULL};
     const void *full[PARAMS] = {NULL};
     bool is_reduced = false;
-    fc_schedule_grads given = {.accumulate = d->out != NULL, .sync = m->sync};
+    fc_schedule_grads given = {
+        .types = u->gives_types ? u->given : NULL, .accumulate = d->out != NULL, .sync = m->sync};
     void *out = d->out;
     int i;
 
     for (i = 0; called && m->is_used[k.unit] && i < (int)u->n_params; i++) {
-        size_t bytes = numel_of(&u->params[i]) * fc_dtype_bytes(u->params[i].compute);
+        size_t bytes = numel_of(&u->params[i]) * fc_dtype_bytes(type_of_gradient(u, i));
         kernel_args args = {.p = w->p, .model = u};
 
         k.param = i;
@@ -146,12 +171,8 @@ static inline fc_status post_backward(worker *w, grad_key k, const micro_model *
         full[i] = grads[i];
         given.full = full;
     }
-    if (out == NULL && u->is_offloaded) {
-        FC_TRY(fc_sim_host_alloc(w->device, label(w, k.unit, "reduced gradients"),
-                                 d->layout.grad_bytes, &out));
-    } else if (out == NULL) {
-        FC_TRY(w->ops->alloc(w->device, w->compute, label(w, k.unit, "reduced gradients"),
-                             d->layout.grad_bytes, &out));
+    if (out == NULL) {
+        FC_TRY(make_out(w, k.unit, &out));
     }
     given.out = out;
     FC_TRY(fc_schedule_post_backward(d->unit, &given, &is_reduced));
@@ -235,6 +256,7 @@ static inline fc_status step_units(worker *w, int step)
 {
     int unit;
 
+    FC_TRY(chain(w, w->compute, w->step));
     for (unit = 0; unit < w->p->n_units; unit++) {
         device_unit *d = &w->units[unit];
         const unit_model *u = &w->p->units[unit];
@@ -264,7 +286,7 @@ static inline fc_status step_units(worker *w, int step)
             fc_sim_host_access(w->device, label(w, unit, "optimizer"), ranges[0]);
             step_unit(&args);
         } else {
-            FC_TRY(fc_sim_launch(w->device, w->compute, label(w, unit, "optimizer"), ranges,
+            FC_TRY(fc_sim_launch(w->device, w->step, label(w, unit, "optimizer"), ranges,
                                  1 + u->n_params, step_unit, &args, sizeof(args)));
         }
         w->ops->free(w->device, d->out);
@@ -316,13 +338,22 @@ static inline fc_status change_shards(worker *w, int unit)
                          halve_shards, &args, sizeof(args));
 }
 
+/* The schedule gets the optimizer's event, or compute comes behind it. */
+static inline fc_status begin(worker *w, bool gives_event)
+{
+    if (!gives_event) {
+        FC_TRY(w->ops->wait(w->device, w->compute, w->optimizer));
+    }
+    return fc_schedule_begin(w->schedule, w->compute, gives_event ? w->optimizer : NULL);
+}
+
 /* A forward without a backward; afterwards somebody may write shards. */
 static inline fc_status evaluate(worker *w, int step)
 {
     const step_model *s = &w->p->steps[step];
     int unit;
 
-    FC_TRY(fc_schedule_begin(w->schedule, w->compute, NULL));
+    FC_TRY(begin(w, false));
     FC_TRY(forward(w, step, &s->micros[0], true));
     if (s->ends_eval > 0) {
         FC_TRY(s->ends_eval == 1 ? fc_schedule_end_backward(w->schedule, true)
@@ -363,18 +394,23 @@ static inline fc_status train(worker *w)
         for (unit = 0; w->p->moves_sums && step == 1 && unit < w->p->n_units; unit++) {
             fc_schedule_set_reduce(w->units[unit].unit, w->p->gather[w->rank]);
         }
+        for (unit = 0; unit < w->p->n_units; unit++) {
+            FC_TRY(fc_schedule_set_resident(w->units[unit].unit, w->p->units[unit].is_resident[step]
+                                                                     ? w->units[unit].resident
+                                                                     : NULL));
+        }
         if (s->has_eval) {
             FC_TRY(evaluate(w, step));
         }
         for (micro = 0; micro < s->n_micros; micro++) {
             bool gives = s->gives_event && micro == 0 && step > 0 && !s->has_eval;
 
-            FC_TRY(fc_schedule_begin(w->schedule, w->compute, gives ? w->optimizer : NULL));
+            FC_TRY(begin(w, gives));
             FC_TRY(forward(w, step, &s->micros[micro], false));
             FC_TRY(backward(w, step, micro));
         }
         FC_TRY(step_units(w, step));
-        FC_TRY(w->ops->record(w->device, w->optimizer, w->compute));
+        FC_TRY(w->ops->record(w->device, w->optimizer, w->step));
         if (w->p->fail_at < 0 && is_all_sharded(w->p, step)) {
             CHECK_EQ(fc_sim_bytes(w->device), w->rest_bytes);
         }
@@ -390,16 +426,24 @@ static inline fc_status make_shards(worker *w, int unit)
     device_unit *d = &w->units[unit];
     size_t i, o;
 
+    if (u->may_reside) {
+        FC_TRY(w->ops->alloc(w->device, w->compute, label(w, unit, "shards"), d->layout.full_bytes,
+                             &d->resident));
+    }
     for (i = 0; i < u->n_params; i++) {
         const fc_param *q = &d->params[i];
         size_t row = q->inner * fc_dtype_bytes(q->orig), bytes = q->own_rows * row;
         size_t all_bytes = q->outer * bytes;
         void *memory;
 
-        FC_TRY(u->is_offloaded
-                   ? fc_sim_host_alloc(w->device, label(w, unit, "shard"), all_bytes, &memory)
-                   : w->ops->alloc(w->device, w->compute, label(w, unit, "shard"), all_bytes,
-                                   &memory));
+        if (u->may_reside) {
+            memory = (char *)d->resident + q->full_at;
+        } else if (u->is_offloaded) {
+            FC_TRY(fc_sim_host_alloc(w->device, label(w, unit, "shard"), all_bytes, &memory));
+        } else {
+            FC_TRY(
+                w->ops->alloc(w->device, w->compute, label(w, unit, "shard"), all_bytes, &memory));
+        }
         for (o = 0; o < q->outer && bytes > 0; o++) {
             memcpy((char *)memory + o * bytes,
                    u->start[i].bytes + (o * q->rows + (size_t)d->layout.rank * q->chunk_rows) * row,
@@ -486,7 +530,8 @@ static inline fc_status work(fc_device *device, int rank, void *arg)
                 .copy_in = streams[1],
                 .gather = streams[2],
                 .reduce = streams[3],
-                .all_reduce = streams[4]};
+                .all_reduce = streams[4],
+                .step = streams[p->steps_beside ? 5 : 0]};
     fc_schedule_options options = {device,       w.copy_in,          w.gather,       w.reduce,
                                    w.all_reduce, p->n_reduce_inputs, p->max_gathers, p->without};
     fc_event *event;
@@ -498,6 +543,7 @@ static inline fc_status work(fc_device *device, int rank, void *arg)
     }
     FC_TRY(fc_schedule_create(&options, &w.schedule));
     FC_TRY(w.ops->event_create(device, &w.optimizer));
+    FC_TRY(w.ops->event_create(device, &w.handover));
     for (unit = 0; unit < p->n_units; unit++) {
         FC_TRY(make_device_unit(&w, unit));
     }
@@ -511,12 +557,13 @@ static inline fc_status work(fc_device *device, int rank, void *arg)
     fc_sim_fail_alloc(device, -1);
     p->peak_bytes[rank] = fc_sim_peak_bytes(device) - w.rest_bytes;
     FC_TRY(w.ops->event_create(device, &event));
-    for (i = 0; i < 5 && st == FC_OK; i++) {
+    for (i = 0; i < 6 && st == FC_OK; i++) {
         FC_TRY(w.ops->record(device, event, streams[i]));
         st = w.ops->synchronize(device, event);
     }
     w.ops->event_destroy(device, event);
     w.ops->event_destroy(device, w.optimizer);
+    w.ops->event_destroy(device, w.handover);
     fc_schedule_destroy(w.schedule);
     if (p->unwrap != NULL) {
         p->unwrap(options.device);
@@ -543,7 +590,8 @@ static inline fc_status make_comm(fc_sim *sim, const char *name, int first, int 
 
 static inline void make_world(program *p, fc_sim *sim)
 {
-    static const char *const names[] = {"compute", "copy-in", "gather", "reduce", "all-reduce"};
+    static const char *const names[] = {"compute", "copy-in",    "gather",
+                                        "reduce",  "all-reduce", "optimizer"};
     int n = p->n_shards * p->n_replicas, i, j;
 
     for (i = 0; i < p->n_replicas; i++) {
@@ -560,7 +608,7 @@ static inline void make_world(program *p, fc_sim *sim)
         MUST(make_comm(sim, "few", i, p->n_few, 1, p->few));
     }
     for (i = 0; i < n; i++) {
-        for (j = 0; j < 5; j++) {
+        for (j = 0; j < 6; j++) {
             MUST(fc_sim_stream_create(sim, i, names[j], &p->streams[i][j]));
         }
     }
