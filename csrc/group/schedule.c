@@ -600,7 +600,9 @@ fc_status fc_schedule_end_backward(fc_schedule *s, bool is_last)
     if (!is_last) {
         return FC_OK;
     }
-    FC_TRY(fc_schedule_chain(s, FC_ORDER_REDUCED, s->options.reduce, s->compute));
+    if (s->is_reducing) {
+        FC_TRY(fc_schedule_chain(s, FC_ORDER_REDUCED, s->options.reduce, s->compute));
+    }
     if (s->is_all_reducing) {
         FC_TRY(fc_schedule_chain(s, FC_ORDER_ALL_REDUCED, s->options.all_reduce, s->compute));
     }
@@ -611,7 +613,7 @@ fc_status fc_schedule_end_backward(fc_schedule *s, bool is_last)
     FC_TRY(drop_slots(s));
     FC_TRY(fc_schedule_await_shards(s));
     FC_TRY(fc_schedule_await_gradients(s));
-    s->is_all_reducing = false;
+    s->is_reducing = s->is_all_reducing = false;
     return FC_OK;
 }
 

@@ -57,7 +57,7 @@ struct fc_schedule {
     size_t n_gathering;
     bool is_open;      /* between a beginning and the end of what began */
     bool has_resident; /* units, or had */
-    bool is_all_reducing, has_uploads, has_downloads; /* since the last end of backward */
+    bool is_reducing, is_all_reducing, has_uploads, has_downloads; /* since the last end of one */
 };
 
 /* What moves gradients of some types. */

@@ -173,6 +173,7 @@ fc_status fc_schedule_enter_reduce(fc_schedule *s)
     if (s->compute == NULL) {
         return fc_fail(FC_ERR_STATE, "gradients are made before an iteration has begun");
     }
+    s->is_reducing = true;
     return fc_schedule_chain(s, FC_ORDER_STAGED, s->compute, s->options.reduce);
 }
 

@@ -20,6 +20,10 @@ typedef struct kind {
     bool has_replicas, is_offloaded, keeps_slices;
     bool stays_unsharded; /* after backward, until the next forward gathers anew */
     int n_micros;         /* backwards; before the last one sums are held */
+    int n_micros_before;  /* in the step before the captured one; 0: as many */
+    bool is_alone;        /* one rank */
+    bool is_resident;     /* and its shards are used where they lie */
+    bool goes_straight;   /* staging would round no gradient */
     uint64_t without;
 } kind;
 
@@ -32,6 +36,7 @@ typedef struct world {
     fc_param params[UNITS][PARAMS];
     fc_layout layouts[UNITS];
     const void *shards[PARAMS];
+    void *resident; /* what the shards lie in */
     void *grads, *out[UNITS];
 } world;
 
@@ -43,14 +48,18 @@ typedef struct scene {
     char breach[RANKS][128];
 } scene;
 
-/* New ones on a device, as where somebody keeps those of the step before. */
+/* New ones on a device, as where somebody keeps those of the step before; of who finishes them. */
 static void *gradients(world *w, int unit)
 {
+    fc_stream *stream = now.streams[w->kind.is_alone ? 0 : 3];
+
     if (!w->kind.is_offloaded) {
-        MUST(fc_schedule_enter_reduce(w->schedule));
+        if (!w->kind.is_alone) {
+            MUST(fc_schedule_enter_reduce(w->schedule));
+        }
         w->device->ops->free(w->device, w->out[unit]);
-        MUST(w->device->ops->alloc(w->device, now.streams[3], (fc_label){"unit", "gradients"},
-                                   BYTES, &w->out[unit]));
+        MUST(w->device->ops->alloc(w->device, stream, (fc_label){"unit", "gradients"}, BYTES,
+                                   &w->out[unit]));
     }
     return w->out[unit];
 }
@@ -74,7 +83,9 @@ static void backward(world *w, bool is_last)
 {
     const void *full_grads[PARAMS] = {w->grads, w->grads};
     fc_schedule_grads given = {.full = full_grads,
-                               .sync = is_last ? FC_SYNC_ALL : FC_SYNC_SCATTER,
+                               .sync = is_last            ? FC_SYNC_ALL
+                                       : w->kind.is_alone ? FC_SYNC_NONE
+                                                          : FC_SYNC_SCATTER,
                                .keep_unsharded = w->kind.stays_unsharded};
     bool is_reduced;
     void *full;
@@ -122,13 +133,18 @@ static void make_unit(world *w, const scene *c, int rank, int i)
                        .inner = 4,
                        .orig = FC_F32,
                        .compute = k->gathers == DIRECT_CASTS && j == 0 ? FC_BF16 : FC_F32,
-                       .reduce = j == 0 ? FC_F32 : FC_BF16,
+                       .reduce = j == 0 || k->goes_straight ? FC_F32 : FC_BF16,
                        .has_grad = true,
                        .trainable = true};
     }
-    MUST(fc_layout_init(&w->layouts[i], w->params[i], PARAMS, rank, RANKS, false));
+    MUST(
+        fc_layout_init(&w->layouts[i], w->params[i], PARAMS, rank, k->is_alone ? 1 : RANKS, false));
     MUST(fc_schedule_add(w->schedule, &options, &w->units[i]));
+    for (j = 0; j < PARAMS; j++) {
+        w->shards[j] = (char *)w->resident + w->params[i][j].full_at;
+    }
     fc_schedule_set_shards(w->units[i], w->shards);
+    MUST(fc_schedule_set_resident(w->units[i], k->is_resident ? w->resident : NULL));
 }
 
 static void *memory(world *w, bool is_host)
@@ -163,9 +179,7 @@ static void make_world(world *w, const scene *c, int rank)
                                                    now.streams[3], now.streams[4], 1, 0,
                                                    w->kind.without},
                             &w->schedule));
-    for (i = 0; i < PARAMS; i++) {
-        w->shards[i] = memory(w, w->kind.is_offloaded);
-    }
+    w->resident = memory(w, w->kind.is_offloaded);
     w->grads = memory(w, false);
     for (i = 0; i < UNITS; i++) {
         make_unit(w, c, rank, i);
@@ -184,7 +198,7 @@ static fc_status run_rank(fc_device *device, int rank, void *arg)
     memcpy(now.streams, c->streams[rank], sizeof(now.streams));
     device->ops = &ops;
     make_world(&w, c, rank);
-    step(&w, w.kind.n_micros);
+    step(&w, w.kind.n_micros_before > 0 ? w.kind.n_micros_before : w.kind.n_micros);
     begin_capture();
     step(&w, w.kind.n_micros);
     end_capture();
@@ -197,14 +211,14 @@ static fc_status run_rank(fc_device *device, int rank, void *arg)
     return FC_OK;
 }
 
-static void make_scene(scene *c, fc_sim *sim)
+static void make_scene(scene *c, fc_sim *sim, int n_ranks)
 {
     static const char *const names[] = {"compute", "copy-in", "gather", "reduce", "all-reduce"};
     int rank, i;
 
-    MUST(fc_sim_comm_create(sim, "comm", (const int[]){0, 1}, RANKS, &c->comm));
-    MUST(fc_sim_comm_create(sim, "replicas", (const int[]){0, 1}, RANKS, &c->replicas));
-    for (rank = 0; rank < RANKS; rank++) {
+    MUST(fc_sim_comm_create(sim, "comm", (const int[]){0, 1}, n_ranks, &c->comm));
+    MUST(fc_sim_comm_create(sim, "replicas", (const int[]){0, 1}, n_ranks, &c->replicas));
+    for (rank = 0; rank < n_ranks; rank++) {
         MUST(fc_sim_comm_create(sim, "few", &rank, 1, &c->few[rank]));
         for (i = 0; i < STREAMS; i++) {
             MUST(fc_sim_stream_create(sim, rank, names[i], &c->streams[rank][i]));
@@ -216,19 +230,20 @@ static void make_scene(scene *c, fc_sim *sim)
 static const char *breach_of(kind k)
 {
     static scene c;
+    int n_ranks = k.is_alone ? 1 : RANKS;
     fc_sim *sim = NULL;
 
     c = (scene){.kind = k};
-    MUST(fc_sim_create(RANKS, 1, &sim));
+    MUST(fc_sim_create(n_ranks, 1, &sim));
     simulated = fc_sim_device(sim, 0)->ops;
-    make_scene(&c, sim);
+    make_scene(&c, sim, n_ranks);
     MUST(fc_sim_run(sim, run_rank, &c));
     if (k.without == 0) {
         CHECK_MSG(fc_sim_faults(sim) == 0, "%s", fc_sim_fault(sim, 0));
     }
     fc_sim_destroy(sim);
     CHECK_EQ(fc_alloc_live(), 0);
-    CHECK_STR(c.breach[1], c.breach[0]);
+    CHECK_STR(c.breach[n_ranks - 1], c.breach[0]);
     return c.breach[0];
 }
 
@@ -241,6 +256,21 @@ static void test_a_step_can_be_captured(gather_kind gathers)
     CHECK_STR(breach_of((kind){gathers, .n_micros = 2, .stays_unsharded = true}), "");
     CHECK_STR(breach_of((kind){gathers, .n_micros = 1, .has_replicas = true}), "");
     CHECK_STR(breach_of((kind){gathers, .n_micros = 3, .has_replicas = true}), "");
+}
+
+/* Gradients are finished straight or staged, and held or not, after a step of the same kind or of
+ * the other one. */
+static void test_a_step_of_one_rank_can_be_captured(gather_kind gathers, bool is_resident)
+{
+    int i;
+
+    for (i = 0; i < 8; i++) {
+        kind k = {gathers, .n_micros = 1 + i % 2, .is_alone = true, .is_resident = is_resident};
+
+        k.n_micros_before = i / 2 % 2 == 0 ? k.n_micros : 3 - k.n_micros;
+        k.goes_straight = i / 4 == 0;
+        CHECK_STR(breach_of(k), "");
+    }
 }
 
 /* The host waits for offloaded gradients, as under torch. */
@@ -271,8 +301,10 @@ int main(void)
 
     for (gathers = STAGED; gathers <= DIRECT_CASTS; gathers++) {
         test_a_step_can_be_captured((gather_kind)gathers);
+        test_a_step_of_one_rank_can_be_captured((gather_kind)gathers, false);
         test_an_offloaded_step_cannot((gather_kind)gathers);
         test_missing_waits_are_found((gather_kind)gathers);
     }
+    test_a_step_of_one_rank_can_be_captured(STAGED, true);
     return check_result();
 }
