@@ -480,7 +480,7 @@ static fc_status keep_slice(fc_schedule_unit *unit)
 
 fc_status fc_schedule_reshard_after_forward(fc_schedule_unit *unit)
 {
-    if (unit->state == FC_STATE_UNSHARDED && unit->slice != NULL) {
+    if (unit->state == FC_STATE_UNSHARDED && unit->slice != NULL && unit->resident == NULL) {
         FC_TRY(keep_slice(unit));
     }
     free_full(unit);
