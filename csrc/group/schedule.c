@@ -241,15 +241,14 @@ static fc_status finish_gather(fc_schedule_unit *unit)
     return FC_OK;
 }
 
-/* A gather that nobody waits for any more. */
-static fc_status drop_gather(fc_schedule_unit *unit)
+fc_status fc_schedule_drop_gather(fc_schedule_unit *unit)
 {
     fc_schedule *s = unit->schedule;
+    fc_status st = fc_schedule_order(s, FC_ORDER_UNUSED_GATHER, s->compute, unit->gathered->event);
 
-    FC_TRY(fc_schedule_order(s, FC_ORDER_UNUSED_GATHER, s->compute, unit->gathered->event));
     release_gathered(unit);
     end_gather(unit, FC_STATE_SHARDED);
-    return FC_OK;
+    return st;
 }
 
 fc_status fc_schedule_unshard(fc_schedule_unit *unit, void **full_out)
@@ -408,8 +407,8 @@ fc_status fc_schedule_begin(fc_schedule *s, fc_stream *compute, fc_event *optimi
     s->is_open = true;
     /* What was prefetched or kept before may be out of date. */
     for (u = s->units; u != NULL; u = u->next) {
-        if (u->state == FC_STATE_GATHERING && !u->is_asked) {
-            FC_TRY(drop_gather(u));
+        if (u->state == FC_STATE_GATHERING && (!u->is_asked || u->is_from_slice)) {
+            FC_TRY(fc_schedule_drop_gather(u));
         }
         free_kept(u);
     }
@@ -558,7 +557,7 @@ static fc_status drop_gathers(fc_schedule *s)
     s->is_open = false;
     for (u = s->units; u != NULL; u = u->next) {
         if (u->state == FC_STATE_GATHERING) {
-            FC_TRY(drop_gather(u));
+            FC_TRY(fc_schedule_drop_gather(u));
         }
     }
     return fc_stream_pool_drop(s, &s->gathers);
@@ -630,7 +629,7 @@ fc_status fc_schedule_reset(fc_schedule *s)
     FC_TRY(fc_schedule_chain(s, FC_ORDER_DROP_OUTPUT, s->options.all_reduce, s->options.reduce));
     for (u = s->units; u != NULL; u = u->next) {
         if (u->state == FC_STATE_GATHERING) {
-            FC_TRY(drop_gather(u));
+            FC_TRY(fc_schedule_drop_gather(u));
         }
         fc_schedule_reshard(u);
         fc_schedule_drop_gradients(u);

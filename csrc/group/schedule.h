@@ -169,7 +169,8 @@ FC_MUST_CHECK fc_status fc_schedule_await_shards(fc_schedule *schedule);
 FC_MUST_CHECK fc_status fc_schedule_read_shards(fc_schedule *schedule, fc_stream *compute);
 /* Outside of forward and backward, inside of an iteration or after fc_schedule_read_shards. */
 FC_MUST_CHECK fc_status fc_schedule_unshard(fc_schedule_unit *unit, void **full_out);
-/* Gathers ahead of fc_schedule_unshard; the beginning of an iteration keeps what was asked for. */
+/* Gathers ahead of fc_schedule_unshard; the beginning of an iteration keeps what was asked for, but
+ * for what comes from slices. */
 FC_MUST_CHECK fc_status fc_schedule_start(fc_schedule_unit *unit);
 void fc_schedule_reshard(fc_schedule_unit *unit);
 /* Of the unit's newest gather: how many ranks took part, and bytes that the others brought. */

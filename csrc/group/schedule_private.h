@@ -168,6 +168,8 @@ FC_MUST_CHECK fc_status fc_schedule_move(fc_schedule_unit *unit, fc_stream *stre
 /* ---- schedule.c ---- */
 
 FC_MUST_CHECK fc_status fc_schedule_unit_fail(const fc_schedule_unit *unit, const char *call);
+/* A gather that nobody waits for any more. */
+FC_MUST_CHECK fc_status fc_schedule_drop_gather(fc_schedule_unit *unit);
 /* An unsharded buffer that is no slot. */
 void fc_schedule_free_full(fc_schedule_unit *unit);
 

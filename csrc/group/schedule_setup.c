@@ -229,9 +229,8 @@ void fc_schedule_remove(fc_schedule_unit *unit)
         return;
     }
     fc_schedule_drop_gradients(unit);
-    if (unit->state == FC_STATE_GATHERING) {
-        fc_stream_pool_release(&unit->schedule->gathers, unit->gathered);
-        unit->schedule->n_gathering--;
+    if (unit->state == FC_STATE_GATHERING && fc_schedule_drop_gather(unit) != FC_OK) {
+        unit->kept = NULL; /* who reads it is not known to compute: it stays where it is */
     }
     fc_schedule_reshard(unit);
     for (link = &unit->schedule->units; *link != unit;) {

@@ -284,6 +284,85 @@ static void test_ranks_that_disagree(void)
     CHECK_HAS(first, "calls all-gather ('all-gather' of 'unit2', 128 bytes)");
 }
 
+/* ---- gathers that read a kept slice ---- */
+
+typedef struct slice_world {
+    fc_sim *sim;
+    fc_device *device;
+    fc_schedule *schedule;
+    fc_schedule_unit *unit;
+    fc_stream *compute;
+    fc_layout layout;
+    fc_param param;
+    const void *shards[1];
+} slice_world;
+
+/* A unit that reshards to itself alone, in a forward that has ended, and gathers its slice. */
+static void begin_gather_of_slice(slice_world *w)
+{
+    const int ranks[1] = {0};
+    fc_schedule_unit_options options = {.name = "layer",
+                                        .layout = &w->layout,
+                                        .reshard_after_forward = true,
+                                        .n_post_ranks = 1,
+                                        .pre_divisor = 1,
+                                        .divisor = 1};
+    fc_stream *copy_in = NULL, *gather = NULL;
+    void *shard = NULL, *full;
+
+    *w = (slice_world){
+        .param = {.outer = 1, .rows = 2, .inner = 1, .has_grad = true, .trainable = true}};
+    MUST(fc_sim_create(1, 1, &w->sim));
+    w->device = fc_sim_device(w->sim, 0);
+    MUST(fc_sim_stream_create(w->sim, 0, "compute", &w->compute));
+    MUST(fc_sim_stream_create(w->sim, 0, "copy-in", &copy_in));
+    MUST(fc_sim_stream_create(w->sim, 0, "gather", &gather));
+    MUST(fc_sim_comm_create(w->sim, "comm", ranks, 1, &options.gather));
+    options.reduce = options.post_gather = options.gather;
+    MUST(fc_schedule_create(
+        &(fc_schedule_options){w->device, copy_in, gather, w->compute, w->compute, 1, 0, 0},
+        &w->schedule));
+    MUST(fc_layout_init(&w->layout, &w->param, 1, 0, 1, false));
+    MUST(w->device->ops->alloc(w->device, w->compute, (fc_label){"layer", "shard"}, 8, &shard));
+    w->shards[0] = shard;
+    MUST(fc_schedule_add(w->schedule, &options, &w->unit));
+    fc_schedule_set_shards(w->unit, w->shards);
+    MUST(fc_schedule_begin(w->schedule, w->compute, NULL));
+    MUST(fc_schedule_pre_forward(w->unit, &full));
+    MUST(fc_schedule_post_forward(w->unit));
+    MUST(fc_schedule_start(w->unit));
+}
+
+static void end(slice_world *w)
+{
+    fc_event *event = NULL;
+
+    MUST(fc_schedule_end_forward(w->schedule));
+    MUST(w->device->ops->event_create(w->device, &event));
+    MUST(w->device->ops->record(w->device, event, w->compute));
+    MUST(w->device->ops->synchronize(w->device, event));
+    w->device->ops->event_destroy(w->device, event);
+    fc_schedule_destroy(w->schedule);
+    CHECK_MSG(fc_sim_faults(w->sim) == 0, "%s", fc_sim_fault(w->sim, 0));
+    fc_sim_destroy(w->sim);
+    CHECK_EQ(fc_alloc_live(), 0);
+}
+
+/* A unit may leave while its slice is read, and an iteration may begin. */
+static void test_slices_are_freed_behind_their_gather(void)
+{
+    slice_world w;
+    void *full;
+
+    begin_gather_of_slice(&w);
+    fc_schedule_remove(w.unit);
+    end(&w);
+    begin_gather_of_slice(&w);
+    MUST(fc_schedule_begin(w.schedule, w.compute, NULL));
+    MUST(fc_schedule_pre_forward(w.unit, &full));
+    end(&w);
+}
+
 static void test_mistakes_are_named(void)
 {
     fc_param params[1] = {
@@ -348,6 +427,7 @@ int main(void)
     test_memory_is_flat_in_depth(true);
     test_collectives_need_room();
     test_ranks_that_disagree();
+    test_slices_are_freed_behind_their_gather();
     test_mistakes_are_named();
     return check_result();
 }
