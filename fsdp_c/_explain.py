@@ -213,6 +213,8 @@ def _over(ways: dict[str, _device.Way]) -> str:
 
 def _gathered(group: Any) -> str:
     """Where all-gathers bring a unit on a device."""
+    if group._core_is_resident:
+        return "shards used where they lie"
     why_staged = group._core_why_staged
     if why_staged:
         return f"gathered and copied out ({why_staged})"

@@ -14,6 +14,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Device.h>
 
+#include <algorithm>
 #include <cmath>
 
 namespace fc {
@@ -71,13 +72,18 @@ Streams::~Streams()
 fc_stream *Streams::current()
 {
     const c10::Stream stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
-    for (const c10::Stream &known : computing_) {
-        if (known == stream) {
-            return handle_of(known);
-        }
+    auto known = std::find(computing_.begin(), computing_.end(), stream);
+    if (known == computing_.end()) {
+        known = computing_.insert(known, stream);
     }
-    computing_.push_back(stream);
-    return handle_of(computing_.back());
+    newest_ = &*known;
+    return handle_of(*known);
+}
+
+c10::Stream Streams::computing() const
+{
+    return newest_ != nullptr ? *newest_
+                              : c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
 }
 
 void Streams::begin()
@@ -163,8 +169,10 @@ at::Tensor DeviceUnit::make_buffer(size_t bytes) const
     if (options_.is_offloaded) {
         return at::empty({size}, options.pinned_memory(options_.is_pinned != 0));
     }
-    check(fc_schedule_enter_reduce(streams_->schedule()));
-    const c10::StreamGuard guard(streams_->reducing());
+    if (!is_alone()) {
+        check(fc_schedule_enter_reduce(streams_->schedule()));
+    }
+    const c10::StreamGuard guard(is_alone() ? streams_->computing() : streams_->reducing());
     return at::empty({size}, options.device(streams_->device()));
 }
 

@@ -36,6 +36,8 @@ public:
     Collectives &collectives() { return collectives_; }
     c10::Stream reducing() const { return streams_[2]; }
     c10::Stream all_reducing() const { return streams_[3]; }
+    // Where the newest forward began.
+    c10::Stream computing() const;
 
     // A forward begins in the current stream: shards may be read behind what is in it. Raises if
     // something is wrong with another rank.
@@ -50,6 +52,7 @@ private:
     Collectives collectives_;
     std::vector<c10::Stream> streams_;  // copy-in, gather, reduce, all-reduce
     std::deque<c10::Stream> computing_; // the callers' own; places stay
+    const c10::Stream *newest_ = nullptr;
     std::unique_ptr<fc_device, void (*)(fc_device *)> core_;
     fc_schedule *schedule_ = nullptr; // owned
 };
@@ -86,7 +89,9 @@ public:
     // Where gradients are finished.
     c10::Stream finishing() const
     {
-        return has_replicas_ ? streams_->all_reducing() : streams_->reducing();
+        return is_alone()      ? streams_->computing()
+               : has_replicas_ ? streams_->all_reducing()
+                               : streams_->reducing();
     }
     // For reduced gradients: bytes where the shards are.
     at::Tensor make_buffer(size_t bytes) const;
@@ -95,6 +100,13 @@ public:
     // Gradients that are on their way to the host are there.
     void await_gradients() const;
     void set_shards(const std::vector<Param> &params);
+    bool is_offloaded() const { return options_.is_offloaded != 0; }
+    // One rank has all of the unit, on the device.
+    bool has_all() const { return layout_->n_ranks == 1 && !is_offloaded(); }
+    // And nobody else has: its gradients are what autograd makes.
+    bool is_alone() const { return has_all() && !has_replicas_; }
+    // Its shards are the unsharded buffer, laid out there; null: not any more.
+    void set_resident(void *full) { check(fc_schedule_set_resident(unit_, full)); }
     // Begins to gather; outside of a phase behind what the current stream does now.
     void start(bool is_in_phase);
     // The unsharded buffer, for what the current stream does next. In a phase it brings prefetches

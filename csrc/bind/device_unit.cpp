@@ -6,7 +6,9 @@
 #include "bind/unit.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/ScalarType.h>
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
@@ -52,6 +54,10 @@ void Unit::post_device(const std::vector<at::Tensor> &grads, const ReduceOptions
     }
     std::fill(partial_mask_.begin(), partial_mask_.end(), 0);
     sums_are_posted_ = false;
+    if (takes_over(grads, present, options)) {
+        take_over(grads, present, options);
+        return;
+    }
     if (!is_first && !is_ours) {
         add_apart(grads, present, options);
         return;
@@ -62,6 +68,48 @@ void Unit::post_device(const std::vector<at::Tensor> &grads, const ReduceOptions
     device_->post(grads, options.divisor, grads_flat_.mutable_data_ptr(), is_ours);
     for (size_t i : present) {
         params_[i].sharded_tensor().mutable_grad() = params_[i].grad.tensor;
+    }
+    for (size_t i : present) {
+        after_write(i, options);
+    }
+}
+
+// True if the reduction would be a copy, of gradients that nobody else has: of one rank's, as they
+// are.
+bool Unit::takes_over(const std::vector<at::Tensor> &grads, const std::vector<size_t> &present,
+                      const ReduceOptions &options) const
+{
+    if (!device_->is_alone() || options.divisor != 1) {
+        return false;
+    }
+    return std::all_of(present.begin(), present.end(), [&](size_t i) {
+        const Param &p = params_[i];
+        const at::Tensor &grad = grads[i];
+        return grad.defined() && grad.scalar_type() == p.grad_type &&
+               c10::promoteTypes(p.grad_type, p.reduce_type) == p.reduce_type &&
+               grad.use_count() == 1 && grad.storage().use_count() == 1 &&
+               grad.storage().nbytes() == grad.nbytes() && grad.sizes() == p.local_size &&
+               grad.strides() == p.local_stride;
+    });
+}
+
+void Unit::take_over(const std::vector<at::Tensor> &grads, const std::vector<size_t> &present,
+                     const ReduceOptions &options)
+{
+    std::vector<at::Tensor> sums, terms;
+    for (size_t i : present) {
+        Param &p = params_[i];
+        if (p.sharded_tensor().grad().defined()) {
+            sums.push_back(tensor_of(local_gradient(p).get()));
+            terms.push_back(grads[i]);
+        } else {
+            adopt(p, grads[i]);
+        }
+    }
+    if (!sums.empty()) {
+        const at::NoGradGuard no_grad;
+        const c10::StreamGuard guard(device_->finishing());
+        at::_foreach_add_(sums, terms);
     }
     for (size_t i : present) {
         after_write(i, options);

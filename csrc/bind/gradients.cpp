@@ -11,6 +11,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+
 namespace fc {
 
 std::string parameter_name(const Param &param)
@@ -67,7 +69,8 @@ at::Tensor Unit::make_grad_buffer(size_t bytes) const
 
 bool Unit::can_share_flat() const
 {
-    if (!grads_share_flat_ || grads_flat_.storage().use_count() != flat_uses_) {
+    if (!grads_share_flat_ || !grads_flat_.defined() ||
+        grads_flat_.storage().use_count() != flat_uses_) {
         return false;
     }
     for (const Param &p : params_) {
@@ -78,10 +81,97 @@ bool Unit::can_share_flat() const
     return true;
 }
 
+namespace {
+
+int64_t grad_at(const fc_layout &layout, size_t i) // in elements
+{
+    const fc_param &p = layout.params[i];
+    return static_cast<int64_t>(p.grad_at / fc_dtype_bytes(p.grad));
+}
+
+} // namespace
+
+// The DTensor of a shard's gradient, and what tells later whether somebody keeps it.
+void Unit::make_gradient(Param &param, at::Tensor local)
+{
+    Gradient g;
+    g.local_object = checked(THPVariable_Wrap(local));
+    g.object = checked(
+        PyObject_CallMethod(param.owner.get(), "to_sharded_dtensor", "O", g.local_object.get()));
+    g.local = std::move(local);
+    g.tensor = tensor_of(g.object.get());
+    g.object_refs = static_cast<uint32_t>(Py_REFCNT(g.object.get()));
+    g.local_refs = static_cast<uint32_t>(Py_REFCNT(g.local_object.get()));
+    g.tensor_uses = static_cast<uint32_t>(g.tensor.use_count());
+    g.local_uses = static_cast<uint32_t>(g.local.use_count());
+    param.grad = std::move(g);
+}
+
+// A gradient of autograd's becomes the shard's.
+void Unit::adopt(Param &param, const at::Tensor &grad)
+{
+    if (param.grad.object && param.grad.is_free()) {
+        point_to(param.grad.local, grad.storage(), grad.storage_offset());
+    } else {
+        const at::NoGradGuard no_grad;
+        at::Tensor local = at::empty({0}, grad.options());
+        local.set_(grad.storage(), grad.storage_offset(), param.local_size, param.local_stride);
+        make_gradient(param, std::move(local));
+    }
+    grads_flat_ = at::Tensor();
+    grads_share_flat_ = false;
+    param.sharded_tensor().mutable_grad() = param.grad.tensor;
+}
+
+// A new buffer for gradients whose memory was given back, unless somebody has one of them.
+void Unit::restore_flat()
+{
+    const fc_layout *layout = fc_unit_layout(shard_);
+    grads_share_flat_ = std::all_of(params_.begin(), params_.end(), [](const Param &p) {
+        return !p.grad.object || p.grad.is_free();
+    });
+    if (!grads_share_flat_) {
+        return;
+    }
+    grads_flat_ = make_grad_buffer(layout->grad_bytes);
+    for (size_t i = 0; i < params_.size(); i++) {
+        if (params_[i].grad.object) {
+            point_to(params_[i].grad.local, grads_flat_.storage(), grad_at(*layout, i));
+        }
+    }
+    flat_uses_ = grads_flat_.storage().use_count();
+}
+
+void Unit::release_unused()
+{
+    if (device_->is_offloaded()) { // memory of the host, which is costly to pin
+        return;
+    }
+    if (grads_share_flat_ ? !can_share_flat() : grads_flat_.defined()) {
+        return;
+    }
+    c10::Storage none;
+    for (const Param &p : params_) {
+        if (!p.grad.object || !p.grad.is_free() || p.grad.local.storage().nbytes() == 0) {
+            continue;
+        }
+        if (!none) {
+            const c10::Device device = p.grad.local.device();
+            none = c10::Storage(c10::Storage::use_byte_size_t(), 0, at::DataPtr(nullptr, device),
+                                nullptr, false);
+        }
+        point_to(p.grad.local, none, 0);
+    }
+    grads_flat_ = at::Tensor();
+}
+
 // Makes a gradient for every parameter without one (`all`: for every parameter), in one new buffer.
 // A gradient that somebody else holds is left to its holder.
 void Unit::make_gradients(bool all)
 {
+    if (grads_share_flat_ && !grads_flat_.defined()) {
+        restore_flat();
+    }
     if (can_share_flat()) {
         return;
     }
@@ -105,21 +195,9 @@ void Unit::make_gradients(bool all)
     grads_flat_ = make_grad_buffer(layout->grad_bytes);
     for (size_t i : wanted) {
         Param &p = params_[i];
-        const int64_t item = static_cast<int64_t>(c10::elementSize(p.grad_type));
         at::Tensor local = at::empty({0}, grads_flat_.options().dtype(p.grad_type));
-        local.set_(grads_flat_.storage(), static_cast<int64_t>(layout->params[i].grad_at) / item,
-                   p.local_size, p.local_stride);
-        p.grad = Gradient();
-        p.grad.local_object = checked(THPVariable_Wrap(local));
-        p.grad.object = checked(PyObject_CallMethod(p.owner.get(), "to_sharded_dtensor", "O",
-                                                    p.grad.local_object.get()));
-        p.grad.local = local;
-        p.grad.tensor = tensor_of(p.grad.object.get());
-        local = at::Tensor();
-        p.grad.object_refs = static_cast<uint32_t>(Py_REFCNT(p.grad.object.get()));
-        p.grad.local_refs = static_cast<uint32_t>(Py_REFCNT(p.grad.local_object.get()));
-        p.grad.tensor_uses = static_cast<uint32_t>(p.grad.tensor.use_count());
-        p.grad.local_uses = static_cast<uint32_t>(p.grad.local.use_count());
+        local.set_(grads_flat_.storage(), grad_at(*layout, i), p.local_size, p.local_stride);
+        make_gradient(p, std::move(local));
     }
     grads_share_flat_ = true;
     for (size_t i = 0; i < params_.size(); i++) {

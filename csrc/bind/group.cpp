@@ -319,6 +319,12 @@ PyObject *group_why_staged(PyObject *self, void *)
     return PyUnicode_FromString(why != nullptr ? why : "");
 }
 
+PyObject *group_is_resident(PyObject *self, void *)
+{
+    const Unit *unit = as<GroupObject>(self)->unit;
+    return PyBool_FromLong(unit != nullptr && unit->is_resident());
+}
+
 PyObject *group_outlasts_forward(PyObject *self, void *)
 {
     const Unit *unit = as<GroupObject>(self)->unit;
@@ -358,6 +364,8 @@ PyGetSetDef group_properties[] = {
     {"_core_partial_bytes", group_partial_bytes, nullptr, "of the memory for such sums", nullptr},
     {"_core_why_staged", group_why_staged, nullptr,
      "why what a device gathers is copied out; empty: it is not", nullptr},
+    {"_core_is_resident", group_is_resident, nullptr,
+     "whether one rank's shards on a device are used where they lie", nullptr},
     {"_core_was_used", group_was_used, nullptr, "whether it was ever unsharded", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 

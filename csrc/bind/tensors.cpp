@@ -4,6 +4,9 @@
 #include "bind/compat.h"
 #include "bind/python.h"
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cstring>
@@ -99,6 +102,31 @@ void move_to(c10::StorageImpl *storage, void *home, fc_region *region)
     }
     fc_region_retain(region);
     storage->set_data_ptr_noswap(at::DataPtr(home, region, release_region, c10::Device(c10::kCPU)));
+}
+
+void move_to(c10::StorageImpl *storage, const at::Tensor &home, size_t at)
+{
+    const auto bytes = static_cast<int64_t>(storage->nbytes());
+    const at::Tensor place = home.narrow(0, static_cast<int64_t>(at), bytes);
+    if (bytes > 0) {
+        const at::NoGradGuard no_grad;
+        const c10::impl::VirtualGuardImpl impl(home.device().type());
+        place.copy_(at::for_blob(storage->mutable_data(), {bytes})
+                        .options(home.options())
+                        .target_device(home.device())
+                        .make_tensor());
+        impl.recordDataPtrOnStream(storage->data_ptr(), impl.getStream(home.device()));
+    }
+    storage->set_data_ptr_noswap(at::DataPtr(
+        place.mutable_data_ptr(), new at::Tensor(home),
+        [](void *owner) { delete static_cast<at::Tensor *>(owner); }, home.device()));
+}
+
+void point_to(const at::Tensor &tensor, const c10::Storage &storage, int64_t offset)
+{
+    c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+    impl->set_storage_keep_dtype(storage);
+    impl->set_storage_offset(offset);
 }
 
 } // namespace fc

@@ -8,6 +8,7 @@
 #include "transport/transport.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
 #include <c10/util/SmallVector.h>
 
 #include <string>
@@ -32,6 +33,11 @@ void set_memory(c10::StorageImpl *storage, void *memory, size_t bytes);
 // Copies the storage's bytes to `home` (in `region`, which it then keeps alive) and points the
 // storage, hence every tensor on it, there.
 void move_to(c10::StorageImpl *storage, void *home, fc_region *region);
+// The same to bytes of a tensor of its device, from `at` on.
+void move_to(c10::StorageImpl *storage, const at::Tensor &home, size_t at);
+
+// Makes a tensor a view of another storage, from an element on; the storage has its dtype.
+void point_to(const at::Tensor &tensor, const c10::Storage &storage, int64_t offset);
 
 } // namespace fc
 

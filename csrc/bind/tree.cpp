@@ -361,6 +361,7 @@ void tree_root_pre_forward(StateObject *state)
     }
     open(tree, at::GradMode::is_enabled() ? FC_PHASE_FORWARD : FC_PHASE_FORWARD_NO_GRAD);
     if (tree->streams != nullptr) {
+        each_unit(tree, [](Unit *unit) { unit->release_unused(); });
         tree->streams->begin();
     }
     tree->iteration_root = state;
@@ -405,6 +406,9 @@ void tree_begin_backward(TreeObject *tree)
         }
     });
     open(tree, FC_PHASE_BACKWARD);
+    if (tree->streams != nullptr) {
+        each_unit(tree, [](Unit *unit) { unit->release_unused(); });
+    }
     tree->n_settled = 0;
     tree->n_reopened = Unit::n_reopened();
 }

@@ -157,6 +157,9 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
         device_ = std::make_unique<DeviceUnit>(streams, layout, fc_unit_name(shard_), comms,
                                                DeviceOptions(on_device));
         device_->set_shards(params_);
+        if (can_reside()) {
+            take_residence();
+        }
     }
     is_watched_ = fc_domain_is_mapped(domain_) && device_ == nullptr &&
                   (is_gathered() || publishes()); // else reads are of the shards themselves
@@ -407,6 +410,9 @@ void Unit::reshard(bool to_slice)
     }
     is_kept_ = false;
     unsharded_ = false;
+    if (is_resident_) {
+        leave_if_written();
+    }
 }
 
 bool Unit::is_written(const Param &p)

@@ -126,6 +126,7 @@ public:
     // Gives up what was gathered ahead and not used.
     void drop_ahead();
     DeviceUnit *device() const { return device_.get(); }
+    bool is_resident() const { return is_resident_; }
     const std::vector<Param> &params() const { return params_; }
     int traverse(visitproc visit, void *arg);
 
@@ -193,6 +194,8 @@ public:
     size_t partial_bytes() const { return partial_.size(); }
     // Forgets the gradients that are kept for reuse, so that torch may swap them.
     void release_gradients();
+    // Gives back the memory of those that nobody uses: on a device, where autograd could need it.
+    void release_unused();
     // True while gradients of earlier backwards wait for a reduction.
     bool holds_gradients() const;
     // Drops gradients that were not reduced; or of them what only the replicas have not seen.
@@ -228,6 +231,9 @@ private:
     void discard_writes();
     void refresh();
     void renew_if_written();
+    bool can_reside() const;
+    void take_residence();
+    void leave_if_written();
     void gather_messages();
     std::vector<Unit *> followers() const;
     void come_along();
@@ -272,7 +278,14 @@ private:
                              const ReduceOptions &options);
     template <typename Reduce>
     void write_gradient(size_t index, const ReduceOptions &options, const Reduce &reduce);
+    bool takes_over(const std::vector<at::Tensor> &grads, const std::vector<size_t> &present,
+                    const ReduceOptions &options) const;
+    void take_over(const std::vector<at::Tensor> &grads, const std::vector<size_t> &present,
+                   const ReduceOptions &options);
+    void adopt(Param &param, const at::Tensor &grad);
+    void make_gradient(Param &param, at::Tensor local);
     void make_gradients(bool all);
+    void restore_flat();
     bool can_share_flat() const;
     void check_grad_dtype(const Param &param) const;
     bool moves_frozen(const std::vector<at::Tensor> &grads) const;
@@ -292,6 +305,7 @@ private:
     bool outlasts_forward_ = false;
     bool is_kept_ = false;       // slot_ holds what was gathered before the phase
     bool keeps_storage_ = false; // slot_ stays over reshards
+    bool is_resident_ = false;   // the shards are the unsharded buffer
     bool has_widened_ = false;   // a parameter whose gradients are wider than it is
     bool pending_ = false;       // slot_ holds data that is not registered yet
     bool requested_ = false;     // unshard was called and not waited for

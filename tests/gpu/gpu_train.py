@@ -113,11 +113,16 @@ def sharded(api: Any, device: torch.device, name: str) -> nn.Module:
 
 
 def whole_of(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    """Of shards on dim 0. By way of the host: torch 2.11's own gathers crash over gloo on a GPU."""
+    if not hasattr(tensor, "to_local"):
+        return tensor.detach()
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, tensor.detach().to_local().cpu())
+    return torch.cat(parts).to(tensor.device)
 
 
 def whole(model: nn.Module) -> list[Tensor]:
-    return [whole_of(p).detach().float().cpu() for p in model.parameters()]
+    return [whole_of(p).float().cpu() for p in model.parameters()]
 
 
 def compare(name: str, device: torch.device, rank: int) -> None:

@@ -1,0 +1,71 @@
+// Shards of one rank alone on a device: they lie as in the unsharded buffer, which they are.
+#include "bind/device.h"
+#include "bind/gradients.h"
+#include "bind/tensors.h"
+#include "bind/unit.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+
+namespace fc {
+
+// Whole storages of the type in which they are used.
+bool Unit::can_reside() const
+{
+    if (device_ == nullptr || !device_->has_all() || bytes_ == 0) {
+        return false;
+    }
+    const fc_layout *layout = fc_unit_layout(shard_);
+    std::vector<const void *> seen;
+    for (size_t i = 0; i < params_.size(); i++) {
+        const fc_param &p = layout->params[i];
+        const at::Tensor &local = params_[i].local;
+        const void *data = local.storage().data();
+        if (p.orig != p.compute || local.storage_offset() != 0 ||
+            local.storage().nbytes() != p.chunk_numel * fc_dtype_bytes(p.orig) ||
+            std::find(seen.begin(), seen.end(), data) != seen.end()) {
+            return false;
+        }
+        if (data != nullptr) {
+            seen.push_back(data);
+        }
+    }
+    return true;
+}
+
+void Unit::take_residence()
+{
+    const c10::InferenceMode normal(false);
+    const fc_layout *layout = fc_unit_layout(shard_);
+    const at::Tensor home = at::empty({static_cast<int64_t>(bytes_)},
+                                      at::dtype(at::kByte).device(params_.front().local.device()));
+    for (size_t i = 0; i < params_.size(); i++) {
+        Param &p = params_[i];
+        move_to(p.local.storage().unsafeGetStorageImpl(), home, layout->params[i].full_at);
+        p.home = p.local.storage().mutable_data();
+    }
+    device_->set_resident(home.mutable_data_ptr());
+    is_resident_ = true;
+}
+
+// A write to an unsharded parameter is one to the shard: it cannot be taken back, as it would be
+// from a copy.
+void Unit::leave_if_written()
+{
+    const auto written = std::find_if(params_.begin(), params_.end(), is_written);
+    if (written == params_.end()) {
+        return;
+    }
+    is_resident_ = false;
+    device_->set_resident(nullptr);
+    const std::string text =
+        "the unsharded parameter '" + parameter_name(*written) + "' of FSDP unit '" + name_ +
+        "' was written: on one rank it is the shard itself, so the write stays. Later writes to "
+        "the unit's parameters last until they are resharded, as on several ranks; write to the "
+        "sharded parameters, outside of forward and backward, what is meant to stay";
+    check(PyErr_WarnEx(PyExc_UserWarning, text.c_str(), 1));
+}
+
+} // namespace fc
