@@ -41,7 +41,7 @@ def train(rank: int, number: int) -> Callable[[Side], torch.Tensor]:
     return run
 
 
-# Of parameters, what fully_shard is given, and whether shards are of the type that is computed with.
+# Of parameters, what fully_shard is given, and whether shards are of the type that computes.
 POLICIES: dict[str, tuple[torch.dtype, dict[str, Any], bool]] = {
     "float32": (F32, {}, True),
     "bfloat16": (BF16, {}, True),

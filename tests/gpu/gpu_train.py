@@ -241,20 +241,16 @@ class Timed:
         self.model, self.x = model, x
         self.steps: list[float] = []
         self.calls: list[float] = []
-        self.peak_mib = 0.0
 
     def run(self) -> None:
         is_cuda = self.x.is_cuda
         if is_cuda:
             torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            at_rest = torch.cuda.memory_allocated()
         begun = time.perf_counter()
         self.model(self.x).square().mean().backward()
         self.calls.append(time.perf_counter() - begun)
         if is_cuda:
             torch.cuda.synchronize()
-            self.peak_mib = (torch.cuda.max_memory_allocated() - at_rest) / 2**20
         self.steps.append(time.perf_counter() - begun)
         self.model.zero_grad()
 
@@ -263,19 +259,36 @@ class Timed:
         self.calls.clear()
 
 
+def side_of(build_model: Any, api: Any, device: torch.device) -> Timed:
+    """`api`: whose fully_shard is applied; None: the bare model."""
+    model, x = build_model(device)
+    if api is not None:
+        mesh = dist.device_mesh.init_device_mesh(device.type, (1,))
+        for unit in model:
+            api.fully_shard(unit, mesh=mesh)
+        api.fully_shard(model, mesh=mesh)
+    return Timed(model, x)
+
+
+def peak_mib(build_model: Any, api: Any, device: torch.device) -> float:
+    """Of all that a model and a step of it allocate."""
+    if device.type != "cuda":
+        return 0.0
+    before = torch.cuda.memory_allocated()
+    side = side_of(build_model, api, device)
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        side.run()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
 def figures(rows: Rows, device: torch.device, build_model: Any, n_samples: int) -> None:
     """Forward and backward without an optimizer, the three in turn; medians."""
     import fsdp_c
 
-    mesh = dist.device_mesh.init_device_mesh(device.type, (1,))
-    sides = {}
-    for name, api in (("bare", None), ("torch", torch_fsdp), ("fsdp_c", fsdp_c)):
-        model, x = build_model(device)
-        if api is not None:
-            for unit in model:
-                api.fully_shard(unit, mesh=mesh)
-            api.fully_shard(model, mesh=mesh)
-        sides[name] = Timed(model, x)
+    apis = {"bare": None, "torch": torch_fsdp, "fsdp_c": fsdp_c}
+    peaks = {name: peak_mib(build_model, api, device) for name, api in apis.items()}
+    sides = {name: side_of(build_model, api, device) for name, api in apis.items()}
     for sample in range(n_samples + 3):
         for side in sides.values():
             side.run()
@@ -295,7 +308,7 @@ def figures(rows: Rows, device: torch.device, build_model: Any, n_samples: int) 
             of_bare=step / statistics.median(bare.steps),
             host_us_per_unit=host[name],
             host_of_torch=host[name] / host["torch"] if host["torch"] > 0 else 0.0,
-            peak_mib=side.peak_mib,
+            peak_mib=peaks[name],
         )
 
 
