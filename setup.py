@@ -57,8 +57,8 @@ CXX_SOURCES = {
     "csrc/bind": (
         "accelerator aliased autograd call closing comm context device device_comm "
         "device_comm_group device_comm_nccl device_unit domain events gather gradients group hooks "
-        "host layout locals messages module nccl optim parking reduce resident state status steps tensors "
-        "transport tree unit untraced walk watch"
+        "host layout locals messages module nccl optim parking reduce resident state status steps "
+        "tensors transport tree unit untraced walk watch"
     ),
 }
 C_TEST_SOURCES = {
