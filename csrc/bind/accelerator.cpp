@@ -14,11 +14,14 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <utility>
+#include <vector>
 
 struct fc_moves {
-    fc_runs plan;    // owned
-    at::Tensor runs; // on the device, for kernels
+    fc_runs plan;                     // owned
+    at::Tensor runs;                  // on the device, for kernels
+    std::vector<c10::Stream> streams; // that have read it
     ~fc_moves() { fc_runs_clear(&plan); }
 };
 
@@ -192,8 +195,15 @@ fc_status accelerator_moves_create(fc_device *device, fc_runs *plan, fc_moves **
     });
 }
 
-void accelerator_moves_destroy(fc_device *, fc_moves *moves)
+// The allocator gives the table to nobody before the launches that read it are done.
+void accelerator_moves_destroy(fc_device *device, fc_moves *moves)
 {
+    if (moves == nullptr) {
+        return;
+    }
+    for (const c10::Stream &stream : moves->streams) {
+        accelerator(device)->impl.recordDataPtrOnStream(moves->runs.storage().data_ptr(), stream);
+    }
     delete moves;
 }
 
@@ -241,7 +251,7 @@ fc_status accelerator_move(fc_device *device, fc_stream *stream, fc_label label,
                            const fc_move *move)
 {
     const Accelerator *self = accelerator(device);
-    const fc_moves *moves = move->moves;
+    fc_moves *moves = move->moves;
     if (self->kernels == nullptr) {
         return attempt(label, [&] {
             const c10::StreamGuard guard(torch_stream(stream));
@@ -256,6 +266,10 @@ fc_status accelerator_move(fc_device *device, fc_stream *stream, fc_label label,
         moves->runs.defined() ? static_cast<const fc_run *>(moves->runs.const_data_ptr()) : nullptr;
     launch.addresses = move->addresses;
     launch.stream = native_stream(torch_stream(stream));
+    if (std::find(moves->streams.begin(), moves->streams.end(), torch_stream(stream)) ==
+        moves->streams.end()) {
+        moves->streams.push_back(torch_stream(stream));
+    }
     const bool is_plain = move->divisor == 1 && !move->accumulate;
     const int error = is_plain ? self->kernels->move(&launch)
                                : self->kernels->finish(&launch, move->divisor, move->accumulate);

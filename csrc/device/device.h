@@ -82,6 +82,7 @@ typedef struct fc_device_ops {
 
     /* Made once, launched often. Takes the plan over: it is empty afterwards. */
     FC_MUST_CHECK fc_status (*moves_create)(fc_device *device, fc_runs *plan, fc_moves **out);
+    /* Launches of them may be queued still. NULL is fine. */
     void (*moves_destroy)(fc_device *device, fc_moves *moves);
     FC_MUST_CHECK fc_status (*move)(fc_device *device, fc_stream *stream, fc_label label,
                                     const fc_move *move);
