@@ -144,6 +144,17 @@ static size_t slot_bytes(const fc_schedule_unit *unit)
     return is_direct(unit) ? l->full_bytes : l->pack_bytes * (size_t)l->n_ranks;
 }
 
+/* copy-in comes behind the beginning of the iteration: with the first gather, so that a capture of
+ * units that have none does not reach it. */
+static fc_status enter_copy_in(fc_schedule *s)
+{
+    if (!s->owes_wait) {
+        return FC_OK;
+    }
+    s->owes_wait = false;
+    return fc_schedule_order(s, FC_ORDER_OPTIMIZER, s->options.copy_in, s->begun);
+}
+
 /* Everything up to the all-gather; the slot's event is behind it. */
 static fc_status start_gather(fc_schedule_unit *unit)
 {
@@ -152,6 +163,7 @@ static fc_status start_gather(fc_schedule_unit *unit)
     fc_status st;
 
     unit->is_from_slice = unit->kept != NULL;
+    FC_TRY(enter_copy_in(s));
     FC_TRY(fc_stream_pool_acquire(s, &s->gathers, fc_schedule_label(unit, ""), slot_bytes(unit),
                                   &slot));
     st = unit->is_from_slice ? pack_slice(unit, slot) : pack_shards(unit, slot);
@@ -416,14 +428,17 @@ fc_status fc_schedule_begin(fc_schedule *s, fc_stream *compute, fc_event *optimi
         FC_TRY(fc_schedule_order(s, FC_ORDER_RESIDENT, compute, optimizer));
     }
     if (optimizer != NULL) {
+        s->owes_wait = false;
         return fc_schedule_order(s, FC_ORDER_OPTIMIZER, s->options.copy_in, optimizer);
     }
-    return fc_schedule_chain(s, FC_ORDER_OPTIMIZER, compute, s->options.copy_in);
+    s->owes_wait = true;
+    return s->ops->record(s->options.device, s->begun, compute);
 }
 
 fc_status fc_schedule_read_shards(fc_schedule *s, fc_stream *compute)
 {
     FC_TRY(set_compute(s, compute));
+    s->owes_wait = false;
     return fc_schedule_chain(s, FC_ORDER_OPTIMIZER, compute, s->options.copy_in);
 }
 

@@ -32,7 +32,11 @@ fc_status fc_schedule_create(const fc_schedule_options *options, fc_schedule **o
                                   .drop = FC_ORDER_DROP_OUTPUT,
                                   .home = options->reduce};
     st = s->ops->event_create(options->device, &s->event);
+    if (st == FC_OK) {
+        st = s->ops->event_create(options->device, &s->begun);
+    }
     if (st != FC_OK) {
+        s->ops->event_destroy(options->device, s->event);
         fc_free(s);
         return st;
     }
@@ -76,6 +80,7 @@ void fc_schedule_destroy(fc_schedule *s)
         s->units = next;
     }
     s->ops->event_destroy(s->options.device, s->event);
+    s->ops->event_destroy(s->options.device, s->begun);
     fc_free(s->order);
     fc_free(s);
 }
