@@ -165,6 +165,15 @@ void Unit::release_unused()
     grads_flat_ = at::Tensor();
 }
 
+void Unit::release_gradients()
+{
+    for (Param &p : params_) {
+        p.grad = Gradient();
+    }
+    grads_flat_ = at::Tensor();
+    grads_share_flat_ = false;
+}
+
 // Makes a gradient for every parameter without one (`all`: for every parameter), in one new buffer.
 // A gradient that somebody else holds is left to its holder.
 void Unit::make_gradients(bool all)

@@ -1,22 +1,19 @@
-// Gradients of a unit: from autograd's tensors to the sharded gradients.
-#include "bind/unit.h"
-
+// A unit's gradients on their way: posted to the ranks of its shard group, then to the replicas.
 #include "bind/compat.h"
 #include "bind/domain.h"
 #include "bind/events.h"
 #include "bind/gradients.h"
 #include "bind/tensors.h"
+#include "bind/unit.h"
 #include "group/batch.h"
+#include "group/exchange.h"
 #include "group/waits.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_strided.h>
-#include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace fc {
 
@@ -34,28 +31,6 @@ public:
 private:
     void *memory_ = nullptr;
 };
-
-// A gradient that the core can read: dense, real floating point, on the CPU, in memory as its
-// parameter is.
-at::Tensor readable(const at::Tensor &grad, const Param &param)
-{
-    if (grad.layout() != at::kStrided) {
-        PyErr_Format(
-            PyExc_ValueError,
-            "the gradient of parameter '%s' is sparse, which cannot be reduced: build the module "
-            "with sparse=False",
-            parameter_name(param).c_str());
-        throw_python();
-    }
-    const at::Tensor &full = param.unsharded_tensor;
-    if (full.is_contiguous()) {
-        return grad.contiguous();
-    }
-    if (grad.strides() == full.strides()) {
-        return grad;
-    }
-    return at::empty_strided(full.sizes(), full.strides(), grad.options()).copy_(grad);
-}
 
 // Room for a post; finishes and copies away other posts until there is some.
 char *reserve(const Unit *unit, fc_unit *lane, size_t part_bytes, fc_wire wire, fc_domain *domain,
@@ -118,186 +93,6 @@ bool may_lend(const fc_layout *layout, const std::vector<at::Tensor> &grads, fc_
 
 Unit *Unit::lender_ = nullptr;
 uint64_t Unit::n_reopened_ = 0;
-
-// ---- from autograd ----
-
-std::vector<at::Tensor> Unit::take_gradients(bool with_unused, bool with_partial_sums)
-{
-    std::vector<at::Tensor> grads(params_.size());
-    at::NoGradGuard no_grad;
-    has_all_gradients_ = !std::exchange(has_held_, false);
-    for (size_t i = 0; i < params_.size(); i++) {
-        Param &p = params_[i];
-        at::Tensor &fresh = p.unsharded_tensor.mutable_grad();
-        if (!p.has_grad) {
-            continue;
-        }
-        has_all_gradients_ = has_all_gradients_ && (fresh.defined() || !p.is_trained);
-        if (p.held.defined() || fresh.defined()) {
-            awaits_gradients_ = false;
-        }
-        if (p.held.defined()) {
-            if (fresh.defined()) {
-                p.held.add_(fresh);
-            }
-            grads[i] = std::move(p.held);
-            p.held = at::Tensor();
-        } else if (fresh.defined()) {
-            grads[i] = readable(fresh, p);
-        } else if ((with_unused && p.sharded_tensor().requires_grad()) ||
-                   (with_partial_sums && has_bit(partial_mask_.data(), i))) {
-            grads[i] = at::zeros_like(p.unsharded_tensor);
-        }
-        if (p.copies > 1 && grads[i].defined()) {
-            grads[i] = grads[i].expand({p.copies}).contiguous(); // every rank gets all of it
-        }
-        fresh = at::Tensor();
-    }
-    return grads;
-}
-
-void Unit::defer_upcasts(bool reduces)
-{
-    for (size_t i = 0; has_widened_ && i < params_.size(); i++) {
-        const at::Tensor &unsharded = params_[i].unsharded_tensor;
-        if (params_[i].is_widened && unsharded.requires_grad() &&
-            (reduces || unsharded.grad().defined())) {
-            unsharded.set_grad_dtype(std::nullopt);
-        }
-    }
-}
-
-void Unit::end_deferral()
-{
-    for (size_t i = 0; has_widened_ && i < params_.size(); i++) {
-        const Param &p = params_[i];
-        if (p.is_widened && p.unsharded_tensor.requires_grad()) {
-            at::Tensor &grad = p.unsharded_tensor.mutable_grad();
-            if (grad.defined() && grad.scalar_type() != *p.leaf_grad_type) {
-                grad = grad.detach().to(*p.leaf_grad_type);
-            }
-            p.unsharded_tensor.set_grad_dtype(p.leaf_grad_type);
-        }
-    }
-}
-
-void Unit::set_held(size_t param, const at::Tensor &tensor)
-{
-    Param &p = params_[param];
-    if (tensor.defined() &&
-        (tensor.sizes() != p.unsharded_tensor.sizes() || tensor.scalar_type() != p.reduce_type)) {
-        PyErr_Format(PyExc_ValueError,
-                     "an accumulated gradient of parameter '%s' must have the size of the whole "
-                     "parameter and the dtype %s",
-                     parameter_name(p).c_str(), c10::toString(p.reduce_type));
-        throw_python();
-    }
-    p.held = tensor.defined() ? readable(tensor, p) : tensor;
-}
-
-void Unit::hold()
-{
-    bool any = false;
-    at::NoGradGuard no_grad;
-    for (Param &p : params_) {
-        at::Tensor &fresh = p.unsharded_tensor.mutable_grad();
-        if (!fresh.defined()) {
-            continue;
-        }
-        any = has_held_ = true;
-        awaits_gradients_ = false;
-        if (p.held.defined()) {
-            p.held.add_(fresh);
-            fresh = at::Tensor();
-        } else if (!holds_gradients_on_leaf && fresh.scalar_type() != p.reduce_type) {
-            p.held = readable(fresh, p).to(p.reduce_type);
-            fresh = at::Tensor();
-        } // else autograd adds the next one to it where it is
-    }
-    if (any && fc_domain_is_mapped(domain_) && fc_domain_n_ranks(domain_) > 1) {
-        fc_exchange_hold(shard_);
-    }
-}
-
-bool Unit::has_partial_sums() const
-{
-    return replicate_ != nullptr && std::any_of(partial_mask_.begin(), partial_mask_.end(),
-                                                [](uint64_t word) { return word != 0; });
-}
-
-std::vector<at::Tensor> Unit::partial_sums() const
-{
-    std::vector<at::Tensor> sums(params_.size());
-    const fc_layout *layout = fc_unit_layout(shard_);
-    for (size_t i = 0; i < sums.size() && device_ == nullptr; i++) {
-        const fc_param &p = layout->params[i];
-        if (has_bit(partial_mask_.data(), i)) {
-            sums[i] = at::empty({static_cast<int64_t>(p.chunk_numel)}, scalar_type_of(p.reduce));
-            std::memcpy(sums[i].mutable_data_ptr(), partial_.data() + p.part_at, sums[i].nbytes());
-        }
-    }
-    return sums;
-}
-
-void Unit::release_gradients()
-{
-    for (Param &p : params_) {
-        p.grad = Gradient();
-    }
-    grads_flat_ = at::Tensor();
-    grads_share_flat_ = false;
-}
-
-void Unit::release_sums()
-{
-    if (!has_partial_sums()) {
-        std::vector<char>().swap(partial_);
-    }
-}
-
-bool Unit::settle_step()
-{
-    if (is_settled_) {
-        n_reopened_++; // a second post-backward
-        return false;
-    }
-    is_settled_ = has_all_gradients_ && !unsharded_ && !pending_ && !requested_ && !is_kept_ &&
-                  device_ == nullptr && !has_partial_sums();
-    return is_settled_;
-}
-
-bool Unit::holds_gradients() const
-{
-    for (const Param &p : params_) {
-        if (p.held.defined() || p.unsharded_tensor.grad().defined()) {
-            return true;
-        }
-    }
-    return has_partial_sums();
-}
-
-void Unit::drop_gradients()
-{
-    for (Param &p : params_) {
-        p.held = at::Tensor();
-        p.unsharded_tensor.mutable_grad() = at::Tensor();
-    }
-    end_deferral();
-    if (device_ != nullptr) {
-        device_->drop_gradients();
-    }
-    drop_partial_sums();
-    deferred_hooks_.clear();
-}
-
-void Unit::drop_partial_sums()
-{
-    if (device_ != nullptr) {
-        device_->drop_partial_sum();
-    }
-    std::fill(partial_mask_.begin(), partial_mask_.end(), 0);
-    forget_posts();
-}
 
 // Who sets `grad_dtype` on a shard after the first forward gets torch's error.
 void Unit::check_grad_dtype(const Param &param) const
@@ -365,6 +160,17 @@ void Unit::post(bool with_unused, const ReduceOptions &options, const Progress &
     } else {
         post_messages(grads, options, progress);
     }
+}
+
+bool Unit::settle_step()
+{
+    if (is_settled_) {
+        n_reopened_++; // a second post-backward
+        return false;
+    }
+    is_settled_ = has_all_gradients_ && !unsharded_ && !pending_ && !requested_ && !is_kept_ &&
+                  device_ == nullptr && !has_partial_sums();
+    return is_settled_;
 }
 
 void Unit::count_reduction(const std::vector<at::Tensor> &grads)
@@ -516,18 +322,7 @@ void Unit::post_own(const std::vector<at::Tensor> &grads, const ReduceOptions &o
             needs_stage || (grads[i].defined() && grads[i].scalar_type() != params_[i].reduce_type);
     }
     if (!needs_stage) {
-        make_gradients(false);
-        for (size_t i = 0; i < grads.size(); i++) {
-            if (grads[i].defined()) {
-                const fc_dtype from = dtype_of(grads[i].scalar_type());
-                const fc_dtype to = dtype_of(params_[i].grad_type);
-                write_gradient(i, options, [&](void *dst, bool accumulate) {
-                    fc_reduce_own(grads[i].const_data_ptr(), from, dst, to,
-                                  static_cast<size_t>(grads[i].numel()), options.divisor,
-                                  accumulate);
-                });
-            }
-        }
+        write_own(grads, options);
         return;
     }
     if (replicate_ != nullptr && options.all_reduce && !has_partial_sums() &&
@@ -728,84 +523,6 @@ void Unit::finish(fc_unit *lane, const ReduceOptions &options, const Progress &p
         write_gradients(lane, sources, options);
     }
     fc_exchange_consume(lane);
-}
-
-// ---- into the sharded gradients ----
-
-// Lets `reduce(memory, accumulate)` write one parameter's gradient where it belongs.
-template <typename Reduce>
-void Unit::write_gradient(size_t index, const ReduceOptions &options, const Reduce &reduce)
-{
-    Param &p = params_[index];
-    const at::Tensor present = p.sharded_tensor().grad();
-    if (!present.defined()) {
-        reduce(p.grad.local.mutable_data_ptr(), false);
-        p.sharded_tensor().mutable_grad() = p.grad.tensor;
-    } else if (p.grad.object && present.is_same(p.grad.tensor)) {
-        reduce(p.grad.local.mutable_data_ptr(), true);
-    } else {
-        // A gradient that the user put there: add to it as torch would.
-        at::NoGradGuard no_grad;
-        const Ref local = local_gradient(p);
-        at::Tensor sum = at::empty_strided(p.local_size, p.local_stride, at::dtype(p.grad_type));
-        reduce(sum.mutable_data_ptr(), false);
-        tensor_of(local.get()).add_(sum);
-    }
-    after_write(index, options);
-}
-
-// The common case: all gradients are None, all ranks used all parameters. One kernel call.
-bool Unit::write_all_gradients(fc_unit *lane, const std::vector<fc_source> &sources,
-                               const ReduceOptions &options)
-{
-    const fc_layout *layout = fc_unit_layout(lane);
-    for (const Param &p : params_) {
-        if (p.sharded_tensor().grad().defined()) {
-            return false;
-        }
-    }
-    if (!layout->is_uniform) {
-        return false;
-    }
-    make_gradients(true);
-    if (!fc_unit_reduce_all(lane, sources.data(), static_cast<int>(sources.size()),
-                            grads_flat_.mutable_data_ptr(), options.divisor)) {
-        return false;
-    }
-    for (size_t i = 0; i < params_.size(); i++) {
-        if (layout->params[i].has_grad && layout->params[i].trainable) {
-            params_[i].sharded_tensor().mutable_grad() = params_[i].grad.tensor;
-        }
-    }
-    for (size_t i = 0; i < params_.size(); i++) {
-        if (layout->params[i].has_grad && layout->params[i].trainable) {
-            after_write(i, options);
-        }
-    }
-    return true;
-}
-
-void Unit::write_gradients(fc_unit *lane, const std::vector<fc_source> &sources,
-                           const ReduceOptions &options)
-{
-    if (write_all_gradients(lane, sources, options)) {
-        return;
-    }
-    make_gradients(false);
-    const fc_layout *layout = fc_unit_layout(lane);
-    for (size_t i = 0; i < params_.size(); i++) {
-        const fc_dtype to = dtype_of(params_[i].grad_type);
-        bool used = false;
-        for (const fc_source &source : sources) {
-            used = used || (source.part != nullptr && has_bit(source.mask, i));
-        }
-        if (used && layout->params[i].has_grad) {
-            write_gradient(i, options, [&](void *dst, bool accumulate) {
-                fc_unit_reduce(lane, sources.data(), static_cast<int>(sources.size()), i, dst, to,
-                               options.divisor, accumulate);
-            });
-        }
-    }
 }
 
 } // namespace fc

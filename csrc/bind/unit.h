@@ -272,6 +272,7 @@ private:
     void post_partial(const Progress &progress);
     void reduce_replicas(const std::vector<fc_source> &sources, const ReduceOptions &options,
                          const Progress &progress);
+    void write_own(const std::vector<at::Tensor> &grads, const ReduceOptions &options);
     void write_gradients(fc_unit *lane, const std::vector<fc_source> &sources,
                          const ReduceOptions &options);
     bool write_all_gradients(fc_unit *lane, const std::vector<fc_source> &sources,
