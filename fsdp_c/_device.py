@@ -19,9 +19,7 @@ KEEPS_STORAGE = "unsharded parameters keep their storage"
 # Beside this file where nvcc was there.
 _KERNELS = Path(__file__).parent / "libfsdp_c_cuda.so"
 
-# Types of devices whose units go by this road without being asked to (FSDP_C_DEVICES). No
-# accelerator yet: none has run it.
-_types: tuple[str, ...] = ()
+_types: tuple[str, ...] = ()  # of devices whose units go by this road beside FSDP_C_DEVICES
 _by_torch = False  # what is on the CPU is moved by torch's operators, as on an accelerator
 _by_nccl = False  # ranks on the CPU talk over an NCCL that takes host memory
 _smaller_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by their ranks
@@ -40,8 +38,12 @@ def on_cpu(by_torch: bool = False, by_nccl: bool = False) -> Iterator[None]:
 
 
 def is_wanted(group: Any) -> bool:
-    """Whether the unit goes by the road of devices, if the core runs it at all."""
-    return group.device.type in (*_types, *_env.DEVICES.get())
+    """Whether the unit goes by the road of devices, if the core runs it at all. Without being asked
+    to, one rank does: no machine with several GPUs has run the others."""
+    asked = (*_types, *_env.DEVICES.get())
+    if asked:
+        return group.device.type in asked
+    return _is_nvidia(group.device) and group.mesh_info.mesh.size() == 1
 
 
 def is_taken(group: Any) -> bool:

@@ -147,13 +147,14 @@ NCCL = Variable(
 
 DEVICES = Variable[tuple[str, ...]](
     name="FSDP_C_DEVICES",
-    accepted="cuda, cpu or both, separated by commas",
+    accepted="cuda, cpu or none, separated by commas",
     default=(),
     meaning=(
-        "Devices whose units the core's stream schedule runs; others go by torch's road. No GPU has"
-        " run it yet. cpu: host memory as if it were a device's, which is slow, for tests."
+        "Devices whose units the core's stream schedule runs; others go by torch's road. Empty:"
+        " NVIDIA GPUs, for meshes of one rank. cpu: host memory as if it were a device's, which is"
+        " slow, for tests."
     ),
-    parse=_some_of("cuda", "cpu"),
+    parse=_some_of("cuda", "cpu", "none"),
 )
 
 VARIABLES: tuple[

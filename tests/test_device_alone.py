@@ -1,6 +1,7 @@
 """One rank alone on a device: forward uses its shards, and its gradients are autograd's own."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -226,6 +227,30 @@ def test_gradients_are_given_back_when_nobody_has_them(
             model(torch.ones(3, 256))
         assert are_gone(refs) == [True, False]
         assert kept.to_local().abs().sum() > 0
+
+
+# --- who goes by this road ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "n_ranks", "is_nvidia", "expected"),
+    [
+        ("", 1, True, True),
+        ("", 2, True, False),
+        ("", 1, False, False),
+        ("cuda", 2, True, True),
+        ("none", 1, True, False),
+        ("cpu", 1, True, False),
+    ],
+)
+def test_one_rank_goes_by_it_unasked(
+    asked: str, n_ranks: int, is_nvidia: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDP_C_DEVICES", asked)
+    monkeypatch.setattr(_device, "_is_nvidia", lambda device: is_nvidia)
+    mesh = SimpleNamespace(size=lambda: n_ranks)
+    group = SimpleNamespace(device=torch.device("cuda", 0), mesh_info=SimpleNamespace(mesh=mesh))
+    assert _device.is_wanted(group) == expected
 
 
 # --- what cannot stay there -----------------------------------------------------------------------

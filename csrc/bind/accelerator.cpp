@@ -10,6 +10,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -260,6 +261,7 @@ fc_status accelerator_move(fc_device *device, fc_stream *stream, fc_label label,
             fc_host_visit(&moves->plan, move->addresses, copy_run, &args);
         });
     }
+    const c10::DeviceGuard guard(self->device);
     fc_cuda_launch launch = {};
     launch.plan = &moves->plan;
     launch.runs =
