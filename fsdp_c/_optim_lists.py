@@ -27,6 +27,9 @@ class Members:
     def __init__(self, params: list[Tensor], sharded: set[int]) -> None:
         self.sharded = sharded.intersection(map(id, params))
         self.plan = _C.Params(params, self.sharded)  # keeps params, so that the ids stay theirs
+        ours = [p for p in params if id(p) in self.sharded]
+        self.kinds = tuple({(p.device, p.dtype): None for p in ours})
+        self.is_on_host = all(device.type == "cpu" for device, _ in self.kinds)
         self.only_known_types = all(type(p) in (DTensor, nn.Parameter, Tensor) for p in params)
         self.result: Any = None  # of torch's collecting
         self._keys: tuple[str, ...] | None = None  # of the state, one for each list that is filled

@@ -6,6 +6,7 @@ Updates and states are compared with torch's fully_shard, bit for bit.
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -260,3 +261,32 @@ def test_versions_count(rank: int, n_ranks: int) -> None:
             optimizer.step()
         assert results == [step > 0]
         assert all(t._version > b for t, b in zip(tensors, before, strict=True))
+
+
+# --- on GPUs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "is_on_host", "expected"),
+    [
+        (optim.AdamW, {}, True, True),
+        (optim.AdamW, {}, False, True),
+        (optim.SGD, {"momentum": 0.9}, False, True),
+        (optim.AdamW, {"lr": torch.tensor(0.1)}, False, False),
+        (optim.AdamW, {"lr": torch.tensor(0.1), "foreach": False}, False, True),
+        (optim.RAdam, {}, False, False),
+        (optim.RAdam, {}, True, True),
+        (optim.RAdam, {"foreach": True}, False, True),
+    ],
+)
+def test_lists_are_taken_where_they_give_the_bits_of_single_tensors(
+    cls: type[optim.Optimizer], options: dict[str, Any], is_on_host: bool, expected: bool
+) -> None:
+    """torch takes DTensors on a GPU one by one, and tensors a list at a time: RAdam's have other
+    bits, on this CPU too."""
+    from fsdp_c import _optim
+
+    group = cls([torch.zeros(3, requires_grad=True)], **{"lr": 0.01} | options).param_groups[0]
+    kinds = ((torch.device("cpu"), torch.float32),)
+    members = SimpleNamespace(is_on_host=is_on_host, kinds=kinds)
+    assert _optim._keeps_bits(cls, group, members) == expected

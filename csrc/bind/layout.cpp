@@ -88,16 +88,22 @@ Ref spec_of(PyObject *dtensor)
     return attribute(dtensor, dtensor_slots.spec, names.spec);
 }
 
-bool is_plain(PyObject *object)
+bool is_ordinary(PyObject *object)
 {
     if (!THPVariable_CheckExact(object)) {
         return false;
     }
     const at::Tensor &t = THPVariable_Unpack(object);
-    return t.device().is_cpu() && t.layout() == at::kStrided && !t.is_inference() && !t.is_neg() &&
+    return (t.is_cpu() || t.is_cuda()) && t.layout() == at::kStrided && !t.is_inference() &&
+           !t.is_neg() &&
            !t.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::FuncTorchGradWrapper,
                                                      c10::DispatchKey::FuncTorchBatched,
                                                      c10::DispatchKey::Functionalize}));
+}
+
+bool is_plain(PyObject *object)
+{
+    return is_ordinary(object) && THPVariable_Unpack(object).is_cpu();
 }
 
 Ref local_of(PyObject *object, Layout *layout)
@@ -111,7 +117,7 @@ Ref local_of(PyObject *object, Layout *layout)
             local = attribute(object, dtensor_slots.local_tensor, names.local_tensor);
         }
     }
-    return local && is_plain(local.get()) ? local : Ref();
+    return local && is_ordinary(local.get()) ? local : Ref();
 }
 
 at::Tensor floats_of(PyObject *object, Layout *layout)
@@ -121,7 +127,7 @@ at::Tensor floats_of(PyObject *object, Layout *layout)
         return {};
     }
     const at::Tensor &t = THPVariable_Unpack(local.get());
-    return t.scalar_type() == at::kFloat && t.is_contiguous() ? t : at::Tensor();
+    return t.is_cpu() && t.scalar_type() == at::kFloat && t.is_contiguous() ? t : at::Tensor();
 }
 
 void bump_version(const at::Tensor &tensor)

@@ -25,8 +25,9 @@ private:
     std::vector<Ref> kept_;
 };
 
-// A tensor that is memory of this process and nothing more.
-bool is_plain(PyObject *object);
+// A tensor that is memory of this process, or of a GPU, and nothing more.
+bool is_ordinary(PyObject *object);
+bool is_plain(PyObject *object); // of this process
 
 bool is_dtensor(PyObject *object); // and no subclass
 

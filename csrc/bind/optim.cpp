@@ -444,8 +444,12 @@ bool row_locals(const Member &member, const std::vector<PyObject *> &values,
         } else {
             return false;
         }
-        if (!locals.back() || THPVariable_Unpack(locals.back().get()).sizes() !=
-                                  THPVariable_Unpack(locals.front().get()).sizes()) {
+        if (!locals.back()) {
+            return false;
+        }
+        const at::Tensor &first = THPVariable_Unpack(locals.front().get());
+        const at::Tensor &local = THPVariable_Unpack(locals.back().get());
+        if (local.sizes() != first.sizes() || local.device() != first.device()) {
             return false;
         }
     }
