@@ -46,6 +46,7 @@ PARTS = [
     Part("kernels", "each kernel beside torch", "gpu_kernels_check", "run", 240),
     Part("training", "losses and parameters beside torch's", "gpu_train", "run_cases", 600),
     Part("steps", "steps, and host time per unit", "gpu_train", "run_figures", 300),
+    Part("optimizers", "their steps, and clipping", "gpu_optim", "run", 120),
     Part("copies", "kernels beside the device's copies", "bench_cuda_kernels", "run", 240),
     Part("nccl", "one rank, and two on one GPU", "gpu_nccl", "run", 300),
     Part("sanitizer", "compute-sanitizer", "gpu_kernels_check", "run_sanitizer", 420),
