@@ -177,6 +177,7 @@ def _apply(
     _norms.install()
     if device.type == "cpu":
         _plan.announce(mesh_info)
+    if device.type in ("cpu", "cuda"):
         _optim.watch(state._fsdp_param_groups)
     return module
 
