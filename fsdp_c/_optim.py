@@ -100,7 +100,7 @@ def _replacement(cls: type[optim.Optimizer], original: Callable[..., Any]) -> Ca
             and sys._getframe(1).f_code is torchs_step
         ):
             members = _members_of(self, group)
-        if members is None or not _keeps_bits(cls, group, members):
+        if members is None:
             return original(self, group, *lists, **named)
         is_stock = _optim_lists.is_stock(self.state)
         step = _STEPS.get(cls) if members.is_on_host else None
@@ -108,6 +108,8 @@ def _replacement(cls: type[optim.Optimizer], original: Callable[..., Any]) -> Ca
             return False  # nothing is complex; the lists stay empty
         if is_stock and members.collect(self, group, lists):
             return members.result
+        if is_stock and cls is optim.SGD and _optim_lists.step_buffers(members, self, group):
+            return False
         # For DTensors this changes nothing but the price of each of their attributes.
         alone = torch._C.DisableTorchFunctionSubclass
         with alone() if members.only_known_types else contextlib.nullcontext():
@@ -159,56 +161,6 @@ def _members_of(optimizer: optim.Optimizer, group: dict[str, Any]) -> Members | 
         sharded = {id(p.sharded_param) for unit in _units for p in unit.fsdp_params}
         members = known[id(group)] = Members(params, sharded)
     return members if members.sharded else None
-
-
-def _keeps_bits(cls: type[optim.Optimizer], group: dict[str, Any], members: Members) -> bool:
-    """Whether torch's updates of the local tensors are those that it makes of DTensors.
-
-    Unless it is told, it takes DTensors one by one, and tensors on a GPU a list at a time.
-    """
-    is_told = group.get("foreach") is not None or group.get("fused") is not None
-    if is_told or members.is_on_host:
-        return True
-    switches = _switches_of(cls, group)
-    return switches is not None and all(_lists_agree(cls, *k, switches) for k in members.kinds)
-
-
-def _switches_of(cls: type[optim.Optimizer], group: dict[str, Any]) -> tuple[Any, ...] | None:
-    """The options that decide what is computed, as arguments; None if one of them is a tensor."""
-    names = inspect.signature(cls.__init__).parameters.keys() - {"params", "lr"}
-    given = {name: group[name] for name in sorted(names & group.keys())}
-    if any(isinstance(value, Tensor) for value in (group["lr"], *given.values())):
-        return None
-    return tuple(given.items())
-
-
-@functools.lru_cache(maxsize=256)
-def _lists_agree(
-    cls: type[optim.Optimizer],
-    device: torch.device,
-    dtype: torch.dtype,
-    options: tuple[tuple[str, Any], ...],
-) -> bool:
-    """Whether lists get the bits of tensors that are taken one by one, tried on a few numbers."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return False
-    with torch.inference_mode(False):
-        sides = []
-        for foreach in (False, True):
-            params = [_wave(n).to(device, dtype).requires_grad_() for n in (75, 1035)]
-            sides.append(cls(params, **dict(options) | {"foreach": foreach}))
-        for scale in (1.0, 1e-3, 7.0):
-            for side in sides:
-                for param in side.param_groups[0]["params"]:
-                    grad = (_wave(param.numel()) * scale * param.numel()).sin()
-                    param.grad = grad.to(device, dtype)
-                with torch.no_grad():
-                    inspect.unwrap(cls.step)(side)
-        found = [
-            [t for p in side.param_groups[0]["params"] for t in (p, *side.state[p].values())]
-            for side in sides
-        ]
-        return all(a.equal(b) for a, b in zip(*found, strict=True) if isinstance(a, Tensor))
 
 
 def _step_adam(optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Params) -> bool:

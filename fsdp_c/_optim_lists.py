@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,9 +27,7 @@ class Members:
     def __init__(self, params: list[Tensor], sharded: set[int]) -> None:
         self.sharded = sharded.intersection(map(id, params))
         self.plan = _C.Params(params, self.sharded)  # keeps params, so that the ids stay theirs
-        ours = [p for p in params if id(p) in self.sharded]
-        self.kinds = tuple({(p.device, p.dtype): None for p in ours})
-        self.is_on_host = all(device.type == "cpu" for device, _ in self.kinds)
+        self.is_on_host = all(p.is_cpu for p in params)
         self.only_known_types = all(type(p) in (DTensor, nn.Parameter, Tensor) for p in params)
         self.result: Any = None  # of torch's collecting
         self._keys: tuple[str, ...] | None = None  # of the state, one for each list that is filled
@@ -120,6 +118,32 @@ def step_momentum(
         return
     params = [lists[0][i] for i in found]
     torch.autograd.graph.increment_version(params)
+    _run_sgd(optimizer, group, columns)
+    for param, buffer in zip(params, columns[2], strict=True):
+        state = optimizer.state[param]
+        if state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = DTensor(buffer, param._spec, requires_grad=False)
+    is_found = set(found)
+    for column in lists:
+        column[:] = [value for i, value in enumerate(column) if i not in is_found]
+
+
+def step_buffers(members: Members, optimizer: optim.Optimizer, group: dict[str, Any]) -> bool:
+    """SGD's step where all buffers are there; False: torch has to collect."""
+    if group["momentum"] == 0 or group["differentiable"] or _modes.see_operations():
+        return False
+    if _is_listwise(group) and _env.is_strict():
+        return False
+    columns = members.plan.collect(optimizer.state, ("momentum_buffer",))
+    if columns is None:
+        return False
+    _run_sgd(optimizer, group, columns)
+    return True
+
+
+def _run_sgd(
+    optimizer: optim.Optimizer, group: dict[str, Any], columns: Iterable[list[Any]]
+) -> None:
     function_of(optim.SGD)(
         *columns,
         weight_decay=group["weight_decay"],
@@ -133,13 +157,6 @@ def step_momentum(
         grad_scale=getattr(optimizer, "grad_scale", None),
         found_inf=getattr(optimizer, "found_inf", None),
     )
-    for param, buffer in zip(params, columns[2], strict=True):
-        state = optimizer.state[param]
-        if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = DTensor(buffer, param._spec, requires_grad=False)
-    is_found = set(found)
-    for column in lists:
-        column[:] = [value for i, value in enumerate(column) if i not in is_found]
 
 
 def _find(

@@ -6,7 +6,6 @@ Updates and states are compared with torch's fully_shard, bit for bit.
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -263,30 +262,26 @@ def test_versions_count(rank: int, n_ranks: int) -> None:
         assert all(t._version > b for t, b in zip(tensors, before, strict=True))
 
 
-# --- on GPUs --------------------------------------------------------------------------------------
+# --- SGD's buffers --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("cls", "options", "is_on_host", "expected"),
-    [
-        (optim.AdamW, {}, True, True),
-        (optim.AdamW, {}, False, True),
-        (optim.SGD, {"momentum": 0.9}, False, True),
-        (optim.AdamW, {"lr": torch.tensor(0.1)}, False, False),
-        (optim.AdamW, {"lr": torch.tensor(0.1), "foreach": False}, False, True),
-        (optim.RAdam, {}, False, False),
-        (optim.RAdam, {}, True, True),
-        (optim.RAdam, {"foreach": True}, False, True),
-    ],
-)
-def test_lists_are_taken_where_they_give_the_bits_of_single_tensors(
-    cls: type[optim.Optimizer], options: dict[str, Any], is_on_host: bool, expected: bool
+@pytest.mark.parametrize("foreach", [None, True])
+@on_ranks(1, 2)
+def test_sgd_is_stepped_without_collecting_once_it_has_buffers(
+    rank: int, n_ranks: int, foreach: bool | None
 ) -> None:
-    """torch takes DTensors on a GPU one by one, and tensors a list at a time: RAdam's have other
-    bits, on this CPU too."""
-    from fsdp_c import _optim
+    """Of a type that the C pass does not take."""
+    from fsdp_c import _optim_lists
 
-    group = cls([torch.zeros(3, requires_grad=True)], **{"lr": 0.01} | options).param_groups[0]
-    kinds = ((torch.device("cpu"), torch.float32),)
-    members = SimpleNamespace(is_on_host=is_on_host, kinds=kinds)
-    assert _optim._keeps_bits(cls, group, members) == expected
+    results: list[bool] = []
+    original = _optim_lists.step_buffers
+
+    def spy(*args: Any) -> bool:
+        results.append(original(*args))
+        return results[-1]
+
+    options = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "foreach": foreach}
+    pair = pair_of(make(optim.SGD, **options), torch.bfloat16)
+    with mock.patch.object(_optim_lists, "step_buffers", spy):
+        train(pair, rank, n_steps=4)
+    assert results == [False, True, True, True]
