@@ -1,5 +1,6 @@
 """One rank alone on a device: forward uses its shards, and its gradients are autograd's own."""
 
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import cached_mesh
-from models import Net, data
+from models import Net, data, tokens
 from parity import Pair, Side, Tolerance, on_ranks
 from test_device_memory import UNIT, allocations, step, two_units
 from test_device_road import groups_of, is_on_device, shard_blocks
@@ -256,37 +257,100 @@ def test_one_rank_goes_by_it_unasked(
 # --- what cannot stay there -----------------------------------------------------------------------
 
 
+class Clamped(nn.Linear):
+    """Writes to its own parameter in each forward, in a way that no version counter sees."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("by_torch", [False, True])
+@on_ranks(1)
+def test_units_that_write_to_their_parameters_are_copied(
+    rank: int, n_ranks: int, reshard: bool, by_torch: bool
+) -> None:
+    """Their first forward shows it, on a copy: the shards never have such a write, and no warning
+    tells of it."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Embedding(11, 6, max_norm=0.5), Clamped(6, 6), nn.Linear(6, 6))
+
+    def shard(model: Any, fsdp: Any) -> None:
+        for unit in (*model, model):
+            fsdp.fully_shard(unit, reshard_after_forward=reshard)
+
+    with _device.on_cpu(by_torch), warnings.catch_warnings():
+        warnings.filterwarnings("error", "the unsharded parameter")
+        pair = Pair(build, shard, tolerance=Tolerance(0, 0))
+        for number in range(3):
+            pair.step(tokens(rank, number))
+            pair.eval_forward(tokens(rank, 5 + number))
+        assert is_on_device(pair)
+        assert [is_resident(unit) for unit in pair.ours.model] == [False, False, True]
+
+
 class Scaled(nn.Module):
-    """Writes to its own parameter in its first forward."""
+    """Writes to its own parameter, when it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4, 4))
-        self.writes = 1
+        self.writes = self.goes_around_counter = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.writes > 0:
-            self.writes -= 1
+        if self.writes:
             with torch.no_grad():
-                self.weight.mul_(2)
-        return x @ self.weight
+                (self.weight.data if self.goes_around_counter else self.weight).mul_(2)
+        return x @ self.weight.detach()
 
 
+@pytest.mark.parametrize("goes_around_counter", [False, True])
 @on_ranks(1)
-def test_a_written_parameter_is_told_and_copied_from_then_on(rank: int, n_ranks: int) -> None:
+def test_a_late_write_stays_and_the_unit_is_copied_from_then_on(
+    rank: int, n_ranks: int, goes_around_counter: bool
+) -> None:
+    """With a warning if torch's counter tells that it was one."""
     with _device.on_cpu():
         model = Scaled()
+        model.goes_around_counter = goes_around_counter
         fsdp_c.fully_shard(model, mesh=cached_mesh((1,)), reshard_after_forward=True)
         x = torch.ones(1, 4)
         with torch.no_grad():
-            with pytest.warns(UserWarning, match="'weight' of FSDP unit .* was written"):
+            model(x)
+            model(x)
+            assert is_resident(model), "a detached tensor has its counter"
+            model.writes = True
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
                 model(x)
+            assert ["'weight' of FSDP unit" in str(w.message) for w in told] == (
+                [] if goes_around_counter else [True]
+            )
             assert not is_resident(model)
             assert model.weight.to_local()[0, 0] == 2
-            model.writes = 1
             assert model(x)[0, 0] == 16
+            model.writes = False
         assert model.weight.to_local()[0, 0] == 2, "lost with the copy, as on several ranks"
         assert model(x)[0, 0] == 8
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@on_ranks(1)
+def test_what_stays_unsharded_moves_after_the_first_forward(
+    rank: int, n_ranks: int, grad: bool
+) -> None:
+    with _device.on_cpu(), torch.set_grad_enabled(grad):
+        model = two_units(n_ranks, reshard_after_forward=False)
+        shards = list(model.parameters())
+        x = torch.ones(3, 256)
+        out = model(x)
+        assert [layer.weight.data_ptr() for layer in model] == [
+            p.to_local().data_ptr() for p in shards
+        ]
+        assert torch.equal(model(x), out)
+        assert is_resident(model)
 
 
 @pytest.mark.parametrize("case", ["offload", "replaced"])

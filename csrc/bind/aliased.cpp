@@ -4,7 +4,9 @@
 #include "bind/python.h"
 #include "bind/tensors.h"
 
+#include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <atomic>
@@ -42,10 +44,14 @@ public:
     bool is_aliased() const { return is_aliased_.load(std::memory_order_relaxed); }
 
 private:
-    // A counter that nobody else has is not this tensor's.
+    // A counter that nobody else has is not this tensor's. (The copy that detach() makes gets this
+    // tensor's afterwards: it is made inside of the operator, where counters are left alone.)
     void note(const c10::VariableVersion &version) const
     {
-        if (version.unique()) {
+        const bool is_in_operator =
+            !c10::InferenceMode::is_enabled() &&
+            c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView);
+        if (version.unique() && !is_in_operator) {
             is_aliased_.store(true, std::memory_order_relaxed);
             any_is_aliased.store(true, std::memory_order_relaxed);
         }

@@ -223,6 +223,13 @@ void *DeviceUnit::take(bool is_in_phase, bool in_backward)
     return full;
 }
 
+void *DeviceUnit::take_resident()
+{
+    void *full = nullptr;
+    check(fc_schedule_unshard(unit_, &full));
+    return full;
+}
+
 void DeviceUnit::set_prefetch(bool in_backward, const std::vector<DeviceUnit *> &units)
 {
     std::vector<fc_schedule_unit *> list;

@@ -105,8 +105,12 @@ public:
     bool has_all() const { return layout_->n_ranks == 1 && !is_offloaded(); }
     // And nobody else has: its gradients are what autograd makes.
     bool is_alone() const { return has_all() && !has_replicas_; }
-    // Its shards are the unsharded buffer, laid out there; null: not any more.
+    // Its shards are the unsharded buffer, laid out there; null: not any more. The unit is sharded.
     void set_resident(void *full) { check(fc_schedule_set_resident(unit_, full)); }
+    // Then the unit is unsharded there.
+    void *take_resident();
+    // Where a forward computes.
+    c10::Stream computing() const { return streams_->computing(); }
     // Begins to gather; outside of a phase behind what the current stream does now.
     void start(bool is_in_phase);
     // The unsharded buffer, for what the current stream does next. In a phase it brings prefetches

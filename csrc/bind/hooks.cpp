@@ -174,6 +174,9 @@ void group_post_forward(GroupObject *group, bool is_needed = false)
         group->unit->reshard(in_forward && device != nullptr &&
                              device->keeps_slice(group->post_forward_mesh_info));
     }
+    if (in_forward && !in_autograd_backward()) {
+        group->unit->end_forward();
+    }
     group->training = static_cast<int>(Training::idle);
 }
 

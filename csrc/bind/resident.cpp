@@ -1,4 +1,5 @@
 // Shards of one rank alone on a device: they lie as in the unsharded buffer, which they are.
+#include "bind/aliased.h"
 #include "bind/device.h"
 #include "bind/gradients.h"
 #include "bind/tensors.h"
@@ -6,6 +7,7 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/StreamGuard.h>
 
 #include <algorithm>
 
@@ -35,9 +37,41 @@ bool Unit::can_reside() const
     return true;
 }
 
+// Whether forward has written to an unsharded parameter, or may have: `param.data` is on no
+// counter.
+bool Unit::may_be_written() const
+{
+    return std::any_of(params_.begin(), params_.end(), [](const Param &p) {
+        return is_written(p) || is_aliased(p.unsharded_tensor);
+    });
+}
+
+// The first forward has a copy. A module that writes to its own parameters (an embedding with a
+// largest norm, a scale that is clamped) does it in every forward: such a unit keeps to copies,
+// where writes do not last.
+void Unit::end_forward()
+{
+    if (!may_reside_) {
+        return;
+    }
+    may_reside_ = false;
+    if (may_be_written() || !can_reside()) {
+        return;
+    }
+    if (unsharded_) {
+        device_->reshard();
+    }
+    take_residence();
+    if (unsharded_) {
+        slot_ = device_->take_resident();
+        show(slot_);
+    }
+}
+
 void Unit::take_residence()
 {
     const c10::InferenceMode normal(false);
+    const c10::StreamGuard guard(device_->computing());
     const fc_layout *layout = fc_unit_layout(shard_);
     const at::Tensor home = at::empty({static_cast<int64_t>(bytes_)},
                                       at::dtype(at::kByte).device(params_.front().local.device()));
@@ -46,6 +80,7 @@ void Unit::take_residence()
         move_to(p.local.storage().unsafeGetStorageImpl(), home, layout->params[i].full_at);
         p.home = p.local.storage().mutable_data();
     }
+    device_->set_shards(params_);
     device_->set_resident(home.mutable_data_ptr());
     is_resident_ = true;
 }
@@ -54,12 +89,15 @@ void Unit::take_residence()
 // from a copy.
 void Unit::leave_if_written()
 {
-    const auto written = std::find_if(params_.begin(), params_.end(), is_written);
-    if (written == params_.end()) {
+    if (!may_be_written()) {
         return;
     }
     is_resident_ = false;
     device_->set_resident(nullptr);
+    const auto written = std::find_if(params_.begin(), params_.end(), is_written);
+    if (written == params_.end()) {
+        return;
+    }
     const std::string text =
         "the unsharded parameter '" + parameter_name(*written) + "' of FSDP unit '" + name_ +
         "' was written: on one rank it is the shard itself, so the write stays. Later writes to "

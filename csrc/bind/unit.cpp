@@ -157,9 +157,7 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
         device_ = std::make_unique<DeviceUnit>(streams, layout, fc_unit_name(shard_), comms,
                                                DeviceOptions(on_device));
         device_->set_shards(params_);
-        if (can_reside()) {
-            take_residence();
-        }
+        may_reside_ = can_reside();
     }
     is_watched_ = fc_domain_is_mapped(domain_) && device_ == nullptr &&
                   (is_gathered() || publishes()); // else reads are of the shards themselves

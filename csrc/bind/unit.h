@@ -127,6 +127,8 @@ public:
     void drop_ahead();
     DeviceUnit *device() const { return device_.get(); }
     bool is_resident() const { return is_resident_; }
+    // After a forward of the unit: from the first one on its shards may be used where they lie.
+    void end_forward();
     const std::vector<Param> &params() const { return params_; }
     int traverse(visitproc visit, void *arg);
 
@@ -232,6 +234,7 @@ private:
     void refresh();
     void renew_if_written();
     bool can_reside() const;
+    bool may_be_written() const;
     void take_residence();
     void leave_if_written();
     void gather_messages();
@@ -307,6 +310,7 @@ private:
     bool is_kept_ = false;       // slot_ holds what was gathered before the phase
     bool keeps_storage_ = false; // slot_ stays over reshards
     bool is_resident_ = false;   // the shards are the unsharded buffer
+    bool may_reside_ = false;    // they could be, which the first forward decides
     bool has_widened_ = false;   // a parameter whose gradients are wider than it is
     bool pending_ = false;       // slot_ holds data that is not registered yet
     bool requested_ = false;     // unshard was called and not waited for
