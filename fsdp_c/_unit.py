@@ -303,9 +303,9 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
             return lambda: None
         is_unsharded, outlasts = self._core_is_unsharded, self._core_outlasts_forward
         is_asked = is_unsharded or self._core_is_pending
-        unsharded = self.fsdp_params if is_unsharded else []
-        before = [p._unsharded_param for p in unsharded]
-        values = [old.detach().clone() for old in before]  # perhaps written since
+        before = [p._unsharded_param for p in self.fsdp_params]
+        # Perhaps written since.
+        values = [old.detach().clone() for old in before] if is_unsharded else []
         self._unbind()
         self._binding = self._tree = None
 
@@ -314,9 +314,12 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
                 self._core_unshard_async()
             if is_unsharded:
                 self._core_unshard()
-            for fsdp_param, old, value in zip(unsharded, before, values, strict=True):
-                fsdp_param._unsharded_param.detach().copy_(value)
-                _param.share_hooks(old, fsdp_param._unsharded_param)
+            now = [p._unsharded_param for p in self.fsdp_params]
+            for param, old in zip(now, before, strict=True):
+                _param.share_hooks(old, param)
+            for param, value in zip(now, values, strict=False):
+                if not torch.equal(param.detach(), value):
+                    param.detach().copy_(value)
             before.clear()
             values.clear()
             if outlasts:

@@ -336,14 +336,18 @@ def test_a_late_write_stays_and_the_unit_is_copied_from_then_on(
         assert model(x)[0, 0] == 8
 
 
+@pytest.mark.parametrize("is_early", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 @on_ranks(1)
 def test_what_stays_unsharded_moves_after_the_first_forward(
-    rank: int, n_ranks: int, grad: bool
+    rank: int, n_ranks: int, grad: bool, is_early: bool
 ) -> None:
+    """If it was unsharded before, too."""
     with _device.on_cpu(), torch.set_grad_enabled(grad):
         model = two_units(n_ranks, reshard_after_forward=False)
         shards = list(model.parameters())
+        if is_early:
+            model[0].unshard()
         x = torch.ones(3, 256)
         out = model(x)
         assert [layer.weight.data_ptr() for layer in model] == [

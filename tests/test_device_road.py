@@ -322,7 +322,7 @@ def test_units_asked_for_before_the_first_forward(rank: int, n_ranks: int) -> No
 
 
 @pytest.mark.parametrize("by_torch", [False, True])
-@on_ranks(2)
+@on_ranks(1, 2)
 def test_what_was_written_before_the_first_forward(rank: int, n_ranks: int, by_torch: bool) -> None:
     """Unsharded parameters keep it until they are resharded."""
 
@@ -364,8 +364,9 @@ def test_what_torch_gathers_here_too(rank: int, n_ranks: int) -> None:
         assert reason in rows[0].road
 
 
-@on_ranks(2)
-def test_hooks_from_before_the_first_forward(rank: int, n_ranks: int) -> None:
+@pytest.mark.parametrize("is_resharded", [False, True])
+@on_ranks(1, 2)
+def test_hooks_from_before_the_first_forward(rank: int, n_ranks: int, is_resharded: bool) -> None:
     """Those of unsharded parameters are called, until their handles remove them."""
     calls: dict[str, list[str]] = {"torch": [], "tested": []}
 
@@ -377,6 +378,8 @@ def test_hooks_from_before_the_first_forward(rank: int, n_ranks: int) -> None:
                 seen = calls[side.name]
                 post = param.register_post_accumulate_grad_hook(lambda p, s=seen: s.append("post"))
                 side.kept += [post, param.register_hook(lambda grad, s=seen: s.append("grad"))]
+        if is_resharded:
+            side.model.reshard()
 
     def step(side: Side) -> list[str]:
         calls[side.name].clear()
