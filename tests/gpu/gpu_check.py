@@ -44,7 +44,7 @@ class Part:
 PARTS = [
     Part("build", "the extension and the kernels, for this torch", "gpu_check", "build", 600),
     Part("kernels", "each kernel beside torch", "gpu_kernels_check", "run", 240),
-    Part("training", "losses and parameters beside torch's", "gpu_train", "run_cases", 600),
+    Part("training", "programs beside torch's", "gpu_train", "run_checks", 600),
     Part("steps", "steps, and host time per unit", "gpu_train", "run_figures", 300),
     Part("optimizers", "their steps, and clipping", "gpu_optim", "run", 120),
     Part("copies", "kernels beside the device's copies", "bench_cuda_kernels", "run", 240),

@@ -9,8 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import gpu_beside
 import gpu_ranks
-import gpu_train
 import torch
 from gpu_cases import CASES
 from gpu_kernels import LIBRARY, ROOT, Kernels, build_helper
@@ -47,16 +47,17 @@ def run_sanitizer(rows: Rows, device_type: str) -> None:
         rows.left_out(name, "it is not installed" if tool is None else "there is no GPU")
         return
     here = [tool, "--error-exitcode", "9", sys.executable]
-    env = {**os.environ, **gpu_ranks.with_package(gpu_train.environment("cuda", 1))}
+    env = {**os.environ, **gpu_ranks.with_package(gpu_ranks.environment("cuda", 1))}
 
     def run(script: list[str]) -> None:
         done = subprocess.run([*here, *script], cwd=ROOT, env=env, timeout=200)
         assert done.returncode == 0, f"status {done.returncode}; 9 stands for errors, shown above"
 
     with tempfile.TemporaryDirectory() as folder:
-        training = [gpu_train.__file__, "0", "1", f"{folder}/store", "cuda", "fp32"]
+        words = ["0", "1", f"{folder}/store", "cuda", "1 rank", str(rows.path)]
+        training = [gpu_beside.__file__, *words, "float32", "parameters in bfloat16"]
         rows.check("kernels", lambda: run([__file__]))
-        rows.check("training, fp32", lambda: run(training))
+        rows.check("training", lambda: run(training))
 
 
 if __name__ == "__main__":

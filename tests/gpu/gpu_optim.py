@@ -87,16 +87,12 @@ def time_steps(rows: Rows, device: torch.device, n_units: int) -> None:
 def run(rows: Rows, device_type: str) -> None:
     """As a part of gpu-check."""
     words = [device_type, str(rows.path)]
-    env = {"FSDP_C_DEVICES": device_type, "FSDP_C_QUIET": "1"}
+    env = gpu_ranks.environment(device_type, 1)
     rows.check("optimizers", lambda: gpu_ranks.run(__file__, 1, *words, env=env))
 
 
 def run_rank(rank: int, n_ranks: int, store: str, device_type: str, file: str) -> None:
-    device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=n_ranks)
+    device = gpu_ranks.begin(rank, n_ranks, store, device_type)
     time_steps(Rows(Path(file), "optimizers"), device, N_UNITS if device_type == "cuda" else 8)
     dist.destroy_process_group()
 

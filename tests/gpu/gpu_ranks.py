@@ -9,8 +9,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 ROOT = Path(__file__).resolve().parent.parent.parent
-LIMIT_S = 120
+LIMIT_S = 120  # for processes, unless they are given another
 # Two ranks share the multiprocessors: few blocks each. NVLink's multicast does not know of them.
 TWO_RANKS = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
@@ -28,7 +31,30 @@ class RankError(Exception):
     """A rank failed or took too long."""
 
 
-def run(script: str, n_ranks: int, *words: str, env: dict[str, str]) -> None:
+def environment(device_type: str, n_ranks: int) -> dict[str, str]:
+    """In which the stream schedule runs units on the device."""
+    env = {"FSDP_C_DEVICES": device_type, "FSDP_C_QUIET": "1", "OMP_NUM_THREADS": "1"}
+    return env | (TWO_RANKS if n_ranks > 1 else {})
+
+
+def begin(rank: int, n_ranks: int, store: str, device_type: str) -> torch.device:
+    """A rank's process group; gives its device."""
+    device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    is_nccl = device_type == "cuda" and n_ranks == 1
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if is_nccl else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=n_ranks,
+    )
+    return device
+
+
+def run(
+    script: str, n_ranks: int, *words: str, env: dict[str, str], limit_s: float = LIMIT_S
+) -> None:
     """RankError unless all ranks end well within the time, with the last line that one wrote."""
     with tempfile.TemporaryDirectory() as folder:
         notes = [Path(folder, f"stderr{rank}") for rank in range(n_ranks)]
@@ -45,7 +71,7 @@ def run(script: str, n_ranks: int, *words: str, env: dict[str, str]) -> None:
                     )
                 )
         try:
-            _wait(ranks)
+            _wait(ranks, limit_s)
         except RankError as error:
             texts = [note.read_text() for note in notes]
             print(*filter(None, texts), sep="\n", flush=True)
@@ -57,9 +83,9 @@ def run(script: str, n_ranks: int, *words: str, env: dict[str, str]) -> None:
                 process.wait()
 
 
-def _wait(ranks: list[subprocess.Popen]) -> None:
+def _wait(ranks: list[subprocess.Popen], limit_s: float) -> None:
     """Until all have ended; the first one that fails ends it, since others may wait for it."""
-    end = time.monotonic() + LIMIT_S
+    end = time.monotonic() + limit_s
     while True:
         states = [process.poll() for process in ranks]
         for rank, status in enumerate(states):
@@ -68,5 +94,5 @@ def _wait(ranks: list[subprocess.Popen]) -> None:
         if None not in states:
             return
         if time.monotonic() > end:
-            raise RankError(f"not done within {LIMIT_S} s")
+            raise RankError(f"not done within {limit_s:g} s")
         time.sleep(0.05)

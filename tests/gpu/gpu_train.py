@@ -1,7 +1,8 @@
-"""Training on a GPU: units of the stream schedule beside torch's fully_shard, and their speed.
+"""Training on a GPU: programs beside torch's, a captured step, memory, and how fast steps are.
 
-Ranks are processes; `python gpu_train.py RANK RANKS STORE DEVICE WHAT [ROWS]` is one. On the device
-"cpu" the same runs over host memory. Needs a build of the extension.
+What is captured, measured or timed has a process of its own: `python gpu_train.py RANK RANKS STORE
+DEVICE WHAT [ROWS]`. On the device "cpu" figures run over host memory. Needs a build of the
+extension.
 """
 
 from __future__ import annotations
@@ -9,11 +10,10 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
+import gpu_beside
 import gpu_ranks
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ import torch.distributed.fsdp as torch_fsdp
 from gpu_rows import Rows
 from torch import Tensor, nn
 
-BF16 = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 STEPS = 4
 WIDTH = 64
 
@@ -44,121 +43,34 @@ def build(device: torch.device) -> nn.Sequential:
     return nn.Sequential(*(Block(h) for h in hidden)).to(device)
 
 
-def data(device: torch.device, rank: int, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
+def data(device: torch.device, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
     return torch.randn(5, WIDTH, generator=generator).to(device)
 
 
-def train(model: nn.Module, inputs: Callable[[int], Tensor]) -> list[float]:
-    """Losses; the optimizer is torch's."""
+def train(model: nn.Module, device: torch.device) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
     for step in range(STEPS):
-        loss = model(inputs(step)).square().mean()
-        loss.backward()
+        model(data(device, step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
 
 
-def _pre_gather(
-    self: Tensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-) -> tuple[tuple[Tensor], None]:
-    return (self.to(torch.bfloat16),), None
+def sharded(device: torch.device, **options: Any) -> nn.Module:
+    import fsdp_c
 
-
-def _post_gather(
-    self: Tensor, gathered: tuple[Tensor], _: Any, dtype: torch.dtype, *, out: Tensor | None = None
-) -> Any:
-    if out is None:
-        whole = gathered[0].to(dtype)
-        return whole, (whole,)
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
-        out.copy_(gathered[0])
-    return None
-
-
-def extend(model: nn.Module) -> None:
-    """Shards travel as bfloat16, by the protocol of all-gather extensions."""
-    for parameter in model.parameters():
-        local: Any = parameter._local_tensor  # type: ignore[attr-defined]
-        local.fsdp_pre_all_gather = MethodType(_pre_gather, local)
-        local.fsdp_post_all_gather = MethodType(_post_gather, local)
-
-
-# What is passed to fully_shard, the largest relative difference of losses, and whether the stream
-# schedule has to run it.
-CASES: dict[str, tuple[dict[str, Any], float, bool]] = {
-    "fp32": ({}, 1e-6, True),
-    "bf16": ({"mp_policy": BF16}, 2e-3, True),
-    "kept after forward": ({"reshard_after_forward": False}, 1e-6, True),
-    "offload": ({"offload_policy": torch_fsdp.CPUOffloadPolicy()}, 1e-6, True),
-    "extension": ({}, 1e-6, False),
-}
-
-
-def sharded(api: Any, device: torch.device, name: str) -> nn.Module:
-    options = dict(CASES[name][0])
-    if name == "offload" and not torch.cuda.is_available():
-        options["offload_policy"] = torch_fsdp.CPUOffloadPolicy(pin_memory=False)
     mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
     model = build(device)
     for block in model:
-        api.fully_shard(block, mesh=mesh, **options)
-    api.fully_shard(model, mesh=mesh, **options)
-    if name == "extension":
-        extend(model)
+        fsdp_c.fully_shard(block, mesh=mesh, **options)
+    fsdp_c.fully_shard(model, mesh=mesh, **options)
     return model
-
-
-def whole_of(tensor: Any) -> Tensor:
-    """Of shards on dim 0. By way of the host: torch 2.11's own gathers crash over gloo on a GPU."""
-    if not hasattr(tensor, "to_local"):
-        return tensor.detach()
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, tensor.detach().to_local().cpu())
-    return torch.cat(parts).to(tensor.device)
-
-
-def whole(model: nn.Module) -> list[Tensor]:
-    return [whole_of(p).float().cpu() for p in model.parameters()]
-
-
-def compare(name: str, device: torch.device, rank: int) -> None:
-    import fsdp_c
-    from fsdp_c import _device
-
-    _, tolerance, is_scheduled = CASES[name]
-    model = sharded(fsdp_c, device, name)
-    losses = train(model, lambda step: data(device, rank, step))
-    taken = _device.is_taken(model[0]._get_fsdp_state()._fsdp_param_groups[0])
-    assert taken == is_scheduled, f"{name}: {fsdp_c.status()}"
-    reference = sharded(torch_fsdp, device, name)
-    expected = train(reference, lambda step: data(device, rank, step))
-    torch.testing.assert_close(losses, expected, rtol=tolerance, atol=0)
-    torch.testing.assert_close(whole(model), whole(reference), rtol=10 * tolerance, atol=1e-2)
-
-
-def compare_ranks(device: torch.device, rank: int, n_ranks: int) -> None:
-    """Several ranks beside one process with all of their inputs."""
-    import fsdp_c
-
-    model = sharded(fsdp_c, device, "fp32")
-    losses = torch.tensor(train(model, lambda step: data(device, rank, step)))
-    one = build(device)
-    expected = train(one, lambda step: torch.cat([data(device, r, step) for r in range(n_ranks)]))
-    dist.all_reduce(losses)
-    torch.testing.assert_close((losses / n_ranks).tolist(), expected, rtol=1e-5, atol=0)
-    torch.testing.assert_close(whole(model), whole(one), rtol=1e-4, atol=1e-3)
 
 
 def compare_captured(device: torch.device) -> None:
     """A step in a CUDA graph, replayed over other inputs, beside one that is not."""
-    import fsdp_c
-
-    model = sharded(fsdp_c, device, "fp32")
-    x = data(device, 0, 0)
+    model = sharded(device)
+    x = data(device, 0)
 
     def step() -> Tensor:
         loss = model(x).square().mean()
@@ -176,20 +88,19 @@ def compare_captured(device: torch.device) -> None:
     with torch.cuda.graph(graph):
         captured = step()
     gradients = [parameter.grad for parameter in model.parameters()]
-    x.copy_(data(device, 0, 1))
+    x.copy_(data(device, 1))
     graph.replay()
     torch.cuda.synchronize()
-    loss, found = captured.clone(), [whole_of(gradient).clone() for gradient in gradients]
+    loss, found = captured.clone(), [gradient.to_local().clone() for gradient in gradients]
     model.zero_grad()
     torch.testing.assert_close(step(), loss, rtol=1e-6, atol=0)
-    expected = [whole_of(parameter.grad) for parameter in model.parameters()]
+    expected = [parameter.grad.to_local() for parameter in model.parameters()]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
 def check_memory(device: torch.device) -> None:
     """Units take no memory of the GPU that torch's allocator does not know, and pin host memory
     once."""
-    import fsdp_c
 
     def taken() -> tuple[int, int]:
         torch.cuda.synchronize()
@@ -197,16 +108,13 @@ def check_memory(device: torch.device) -> None:
         pinned = int(torch.cuda.host_memory_stats()["num_host_alloc"])
         return total - free - torch.cuda.memory_reserved(device), pinned
 
-    def step_of(number: int) -> Tensor:
-        return data(device, 0, number)
-
-    offloaded = sharded(fsdp_c, device, "offload")
-    train(offloaded, step_of)  # kernels are loaded, and there is all that steps use again
+    offloaded = sharded(device, offload_policy=torch_fsdp.CPUOffloadPolicy())
+    train(offloaded, device)  # kernels are loaded, and there is all that steps use again
     beside, pinned = taken()
-    train(offloaded, step_of)
-    models = [sharded(fsdp_c, device, "fp32") for _ in range(40)]  # 8 MiB of parameters
+    train(offloaded, device)
+    models = [sharded(device) for _ in range(40)]  # 8 MiB of parameters
     for model in models:
-        train(model, step_of)
+        train(model, device)
     beside, pinned = (now - before for now, before in zip(taken(), (beside, pinned), strict=True))
     assert pinned == 0, f"{pinned} more pinned blocks"
     assert beside < 4 << 20, f"{beside} bytes more that torch does not know"
@@ -315,63 +223,42 @@ def figures(rows: Rows, device: torch.device, build_model: Any, n_samples: int) 
 # ---- processes ----
 
 
-def run_rank(
-    rank: int, n_ranks: int, store: str, device_type: str, what: str, file: str = ""
-) -> None:
-    device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
-    is_nccl = device_type == "cuda" and n_ranks == 1
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if is_nccl else "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=n_ranks,
-    )
-    if what in FIGURES:
-        model, n_samples = FIGURES[what]
-        figures(Rows(Path(file), "steps"), device, model, n_samples)
-    elif what == "ranks":
-        compare_ranks(device, rank, n_ranks)
-    elif what == "captured":
-        compare_captured(device)
-    elif what == "memory":
-        check_memory(device)
-    else:
-        compare(what, device, rank)
-    dist.destroy_process_group()
-
-
+CHECKS = {"captured": compare_captured, "memory": check_memory}
 FIGURES = {"small units": (small_units, 50), "GPT": (gpt, 10)}
 
 
-def environment(device_type: str, n_ranks: int) -> dict[str, str]:
-    env = {"FSDP_C_DEVICES": device_type, "FSDP_C_QUIET": "1", "OMP_NUM_THREADS": "1"}
-    return env | (gpu_ranks.TWO_RANKS if n_ranks > 1 else {})
+def run_rank(
+    rank: int, n_ranks: int, store: str, device_type: str, what: str, file: str = ""
+) -> None:
+    device = gpu_ranks.begin(rank, n_ranks, store, device_type)
+    if what in FIGURES:
+        model, n_samples = FIGURES[what]
+        figures(Rows(Path(file), "steps"), device, model, n_samples)
+    else:
+        CHECKS[what](device)
+    dist.destroy_process_group()
 
 
-def start(device_type: str, n_ranks: int, *words: str) -> None:
-    env = environment(device_type, n_ranks)
-    gpu_ranks.run(__file__, n_ranks, device_type, *words, env=env)
+def start(device_type: str, *words: str) -> None:
+    env = gpu_ranks.environment(device_type, 1)
+    gpu_ranks.run(__file__, 1, device_type, *words, env=env)
 
 
-def run_cases(rows: Rows, device_type: str) -> None:
-    for what in CASES:
-        rows.check(f"{what}, 1 rank", lambda what=what: start(device_type, 1, what))
-    rows.check("fp32, 2 ranks", lambda: start(device_type, 2, "ranks"))
+def run_checks(rows: Rows, device_type: str) -> None:
+    gpu_beside.run_programs(rows, device_type)
     for name, what in (
         ("a step in a CUDA graph", "captured"),
         ("memory beside torch's allocators", "memory"),
     ):
         if device_type == "cuda":
-            rows.check(name, lambda what=what: start(device_type, 1, what))
+            rows.check(name, lambda what=what: start(device_type, what))
         else:
             rows.left_out(name, "there is no GPU")
 
 
 def run_figures(rows: Rows, device_type: str) -> None:
     for what in FIGURES:
-        rows.check(what, lambda what=what: start(device_type, 1, what, str(rows.path)))
+        rows.check(what, lambda what=what: start(device_type, what, str(rows.path)))
 
 
 if __name__ == "__main__":

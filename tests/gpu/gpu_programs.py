@@ -1,0 +1,759 @@
+"""What training programs do with units, each as a short program: gpu_beside.py runs them all."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as torch_fsdp
+from gpu_sides import WIDTH, Block, Net, Side, program
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+Policy = torch_fsdp.MixedPrecisionPolicy
+
+# ---- policies ----
+
+
+@program("float32")
+def float32(side: Side) -> None:
+    side.train(side.net())
+
+
+@program("parameters in bfloat16")
+def in_bfloat16(side: Side) -> None:
+    side.train(side.net(mp_policy=Policy(BF16, F32)))
+
+
+@program("kept after forward")
+def kept_after_forward(side: Side) -> None:
+    side.train(side.net(reshard_after_forward=False))
+    side.train(side.net(reshard_after_forward=False, mp_policy=Policy(BF16, F32)))
+
+
+@program("a policy for each unit, two of float16")
+def policy_for_each(side: Side) -> None:
+    torch.manual_seed(7)
+    model = Net().to(side.device)
+    policies = [
+        Policy(BF16, F32, output_dtype=BF16),
+        Policy(F16, F16),
+        Policy(F32, BF16, output_dtype=F16),
+    ]
+    for block, policy in zip(model.blocks, policies, strict=True):
+        side.unit(block, mp_policy=policy)
+    side.train(side.root(model, mp_policy=Policy(F16, F32, output_dtype=F32)))
+
+
+@program("all in bfloat16, sums in float32")
+def all_in_bfloat16(side: Side) -> None:
+    torch.manual_seed(7)
+    model = side.shard(Net().to(side.device, BF16), mp_policy=Policy(None, F32))
+    for step in range(3):
+        loss = model(side.data(step).bfloat16()).float().square().mean()
+        loss.backward()
+        side.note_gradients(model)
+        side.note("loss", loss)
+        model.zero_grad()  # of two ranks' sums torch rounds each, the core what is added to as well
+
+
+class Large(nn.Module):
+    """Units of 4 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.pad(x, (0, 1024 - WIDTH))
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+@program("larger units")
+def larger(side: Side) -> None:
+    for options in ({}, {"mp_policy": Policy(BF16, F32)}, {"mp_policy": Policy(BF16, BF16)}):
+        side.train(side.net(Large, **options))
+
+
+class Mixed(nn.Module):
+    """Parameters of three types; the narrow ones are used as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        self.up = nn.Linear(WIDTH, 33)
+        self.down = nn.Linear(33, WIDTH).bfloat16()
+        self.scale = nn.Parameter(torch.rand(WIDTH).half())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(x)).bfloat16()
+        return self.down(hidden).float() * self.scale.float()
+
+
+@program("three types in one unit", beside="bare")
+def three_types(side: Side) -> None:
+    side.train(side.net(Mixed))
+
+
+def pre_gather(
+    self: Tensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+) -> tuple[tuple[Tensor], None]:
+    return (self.to(BF16),), None
+
+
+def post_gather(
+    self: Tensor, gathered: tuple[Tensor], _: Any, dtype: torch.dtype, *, out: Tensor | None = None
+) -> Any:
+    if out is None:
+        whole = gathered[0].to(dtype)
+        return whole, (whole,)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+        out.copy_(gathered[0])
+    return None
+
+
+@program("shards that travel as an extension says", on_core=False)
+def extended(side: Side) -> None:
+    class Even(Net):
+        """Which is what torch asks for."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[0] = Block(32)
+            self.head = nn.Linear(WIDTH, 4)
+
+    model = side.net(Even)
+    for param in model.parameters():
+        part = param._local_tensor
+        part.fsdp_pre_all_gather = MethodType(pre_gather, part)
+        part.fsdp_post_all_gather = MethodType(post_gather, part)
+    side.train(model)
+
+
+@program("sharded on dim 1")
+def sharded_on_dim_1(side: Side) -> None:
+    def place(param: nn.Parameter) -> Any:
+        return Shard(1) if param.ndim == 2 and param.size(1) % side.n_ranks == 0 else None
+
+    for policy in (Policy(), Policy(BF16, F32)):
+        side.train(side.net(shard_placement_fn=place, mp_policy=policy))
+
+
+@program("shards and gradients on the host")
+def offloaded(side: Side) -> None:
+    is_cuda = side.device.type == "cuda"
+    policy = torch_fsdp.CPUOffloadPolicy(pin_memory=is_cuda)
+    for options in ({}, {"mp_policy": Policy(BF16, F32)}):
+        model = side.net(offload_policy=policy, **options)
+        optimizer = side.sgd(model)
+        for step in range(3):
+            for part in range(2):
+                side.lag()
+                side.backward(model, 2 * step + part)
+            side.note_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step == 1)
+        side.note_parameters(model)
+
+
+def replicated(shape: tuple[int, ...]) -> Callable[[Side], None]:
+    def run(side: Side) -> None:
+        model = side.net(shape=shape)
+        side.train(model)
+        optimizer = side.sgd(model)
+        for step in range(4):
+            model.set_requires_all_reduce(step % 2 == 1)
+            side.backward(model, step)
+            if step % 2 == 1:
+                side.note_gradients(model)
+                optimizer.step()
+                optimizer.zero_grad()
+        side.note_parameters(model)
+        side.train(side.net(shape=shape, mp_policy=Policy(BF16, F32)))
+
+    return run
+
+
+program("a mesh of (1, 1)", ranks=(1,))(replicated((1, 1)))
+program("a mesh of (2, 1)", ranks=(2,))(replicated((2, 1)))
+program("a mesh of (1, 2)", ranks=(2,))(replicated((1, 2)))
+
+
+# ---- gradients ----
+
+
+@program("accumulation without synchronization")
+def accumulation(side: Side) -> None:
+    for keeps, options in ((False, {}), (True, {}), (False, {"mp_policy": Policy(BF16, F32)})):
+        model = side.net(**options)
+        optimizer = side.sgd(model)
+        for step in range(6):
+            is_last = step % 3 == 2
+            model.set_requires_gradient_sync(is_last)
+            model.set_is_last_backward(is_last)
+            if keeps:
+                model.set_reshard_after_backward(is_last)
+            side.backward(model, step)
+            if is_last:
+                side.note_gradients(model)
+                optimizer.step()
+                optimizer.zero_grad()
+        side.note_parameters(model)
+
+
+@program("accumulation of reduced gradients")
+def accumulation_of_reduced(side: Side) -> None:
+    for options in ({}, {"mp_policy": Policy(BF16, F32)}):
+        model = side.net(**options)
+        optimizer = side.sgd(model)
+        for step in range(6):
+            side.backward(model, step)
+            side.note_gradients(model)
+            if step % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@program("gradients that stay, as zeros, held or dropped")
+def gradients_that_stay(side: Side) -> None:
+    model = side.net()
+    optimizer = side.sgd(model)
+    held: list[Any] = []
+    for step in range(5):
+        side.backward(model, step)
+        side.note_gradients(model)
+        side.note_all("held", held)
+        held = [param.grad for param in model.parameters()]
+        optimizer.step()
+        if step == 2:
+            next(iter(model.parameters())).grad = None
+        elif step != 3:
+            optimizer.zero_grad(set_to_none=step % 2 == 1)
+    side.note_parameters(model)
+
+
+@program("blocks that a step leaves out")
+def left_out(side: Side) -> None:
+    model = side.net()
+    optimizer = side.sgd(model)
+    for step, uses in enumerate(([0, 1, 2], [0, 2], [1], [2, 1, 0], [])):
+        model.uses = uses
+        side.backward(model, step)
+        side.note_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step != 1)
+
+
+@program("a block that runs twice")
+def runs_twice(side: Side) -> None:
+    model = side.net()
+    model.uses = [0, 1, 1, 2]
+    side.train(model)
+
+
+@program("several forwards before a backward")
+def several_forwards(side: Side) -> None:
+    model = side.net()
+    optimizer = side.sgd(model)
+    for step in range(3):
+        losses = [side.loss(model, 2 * step + part) for part in range(2)]
+        if step == 0:
+            torch.stack(losses).sum().backward()
+        else:
+            for loss in losses[:: 1 if step == 1 else -1]:
+                loss.backward()
+        side.note_all("loss", losses)
+        side.note_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program("divided by another number")
+def divided(side: Side) -> None:
+    model = side.net()
+    for unit in side.units(model):
+        unit.set_gradient_divide_factor(4.0)
+    side.train(model)
+
+
+@program("gradients of inputs, a graph that is kept")
+def of_inputs(side: Side) -> None:
+    model = side.net()
+    x = side.data(0).clone().requires_grad_()
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    side.note("of the input", x.grad)
+    side.note_gradients(model)
+    model.zero_grad()
+    model.unshard()
+    for block in model.blocks:
+        block.unshard()
+    loss.backward()
+    side.note("of the input", x.grad)
+    side.note_gradients(model)
+
+
+@program("frozen, and trained later", beside="bare")
+def frozen(side: Side) -> None:
+    """torch's own notices the change with its units' next gather, or not at all."""
+    torch.manual_seed(7)
+    model = Net().to(side.device)
+    model.blocks[1].requires_grad_(False)
+    model.blocks[2].up.requires_grad_(False)
+    side.shard(model)
+    optimizer = side.sgd(model)
+    for step, frozen in enumerate((None, model.blocks[1], None, model.stem)):
+        if step > 0:
+            model.requires_grad_(True)
+        if frozen is not None:
+            frozen.requires_grad_(False)
+        for part in range(2):
+            side.backward(model, 2 * step + part)
+            side.note_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    side.note_parameters(model)
+
+
+# ---- optimizers ----
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """With decay and without."""
+    params = list(model.parameters())
+    return [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0, "lr": 0.02},
+    ]
+
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
+    "AdamW, foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
+    "AdamW, fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    "AdamW, for-loop": (torch.optim.AdamW, {"lr": 0.01, "foreach": False}),
+    "Adam with amsgrad": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    "SGD, nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.01}),
+}
+
+
+def optimized(name: str) -> Callable[[Side], None]:
+    def run(side: Side) -> None:
+        cls, options = OPTIMIZERS[name]
+        for policy in (Policy(), Policy(BF16, F32)):
+            model = side.net(mp_policy=policy)
+            optimizer = cls(groups(model), **options)
+            side.train(model, optimizer)
+            for param in model.parameters():
+                found = optimizer.state[param]
+                side.note_all("state", [v for v in found.values() if isinstance(v, Tensor)])
+
+    return run
+
+
+for each in OPTIMIZERS:
+    program(each)(optimized(each))
+
+
+@program("an optimizer step in backward, by hooks")
+def step_in_backward(side: Side) -> None:
+    model = side.net()
+    for param in model.parameters():
+        optimizer = torch.optim.AdamW([param], lr=0.01)
+
+        def step(param: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        param.register_post_accumulate_grad_hook(step)
+    for number in range(4):
+        side.lag()
+        side.backward(model, number)
+    side.note_parameters(model)
+
+
+# Sums of squares are added up in an order that follows the alignment of gradients, which torch
+# takes from the middle of a buffer.
+@program("clip_grad_norm_ of types 1, 2 and inf", gathers=True, tolerance=1e-6)
+def clipped(side: Side) -> None:
+    for policy in (Policy(), Policy(BF16, F32)):
+        model = side.net(mp_policy=policy)
+        optimizer = side.sgd(model)
+        for step, norm_type in enumerate((2.0, 1.0, math.inf) * 2):
+            side.backward(model, step)
+            foreach = None if step < 3 else step % 2 == 0
+            params = list(model.parameters())
+            norm: Any = nn.utils.clip_grad_norm_(params, 0.1, norm_type, foreach=foreach)
+            side.note("norm", norm.full_tensor())
+            side.note_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@program("torch.amp.GradScaler, with a step that is skipped", gathers=True)
+def scaled(side: Side) -> None:
+    model = side.net(mp_policy=Policy(F16, F32))
+    optimizer = side.sgd(model)
+    scaler = torch.amp.GradScaler(side.device.type, init_scale=2.0**10, growth_interval=2)
+    for step in range(5):
+        loss = side.loss(model, step) * (math.inf if step == 2 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        if step != 2:
+            side.note_gradients(model)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        side.note("scale", scaler._scale)
+    side.note_parameters(model)
+
+
+@program("a loss that is scaled by hand")
+def scaled_by_hand(side: Side) -> None:
+    model = side.net(mp_policy=Policy(F16, F16))
+    optimizer = side.sgd(model)
+    for step in range(3):
+        (side.loss(model, step) * 256).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.grad.div_(256)
+        side.note_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# ---- forward ----
+
+
+def recomputed(use_reentrant: bool) -> Callable[[Side], None]:
+    def run(side: Side) -> None:
+        for options in ({}, {"mp_policy": Policy(BF16, F32)}):
+            model = side.net(**options)
+            model.run = lambda block, x: checkpoint(block, x, use_reentrant=use_reentrant)
+            side.train(model)
+
+    return run
+
+
+program("checkpoints of activations")(recomputed(False))
+program("checkpoints of activations, reentrant")(recomputed(True))
+
+
+@program("autocast")
+def autocast(side: Side) -> None:
+    for dtype in (BF16, F16):
+        model = side.net()
+        optimizer = side.sgd(model)
+        for step in range(3):
+            with torch.autocast(side.device.type, dtype):
+                loss = side.loss(model, step)
+            loss.backward()
+            side.note("loss", loss)
+            side.note_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@program("forwards without a backward in between")
+def evaluated(side: Side) -> None:
+    for options in ({}, {"mp_policy": Policy(BF16, F32)}, {"reshard_after_forward": False}):
+        model = side.net(**options)
+        optimizer = side.sgd(model)
+        for step in range(3):
+            for mode in (torch.no_grad, torch.inference_mode, nullcontext):
+                with mode():
+                    model.eval()
+                    side.note("looked", side.loss(model, 10 + step))
+                    model.train()
+            side.train(model, optimizer, step, 1)
+
+
+@program("unshard and reshard by hand")
+def by_hand(side: Side) -> None:
+    for options in ({}, {"mp_policy": Policy(BF16, F32)}):
+        model = side.net(**options)
+        optimizer = side.sgd(model)
+        for step in range(3):
+            handles = [block.unshard(async_op=True) for block in model.blocks]
+            model.unshard()
+            if step == 1:
+                for block, handle in zip(model.blocks, handles, strict=True):
+                    handle.wait()
+                    side.note("unsharded", block.up.weight)
+                model.blocks[1].reshard()
+            side.backward(model, step)
+            for unit in side.units(model):
+                unit.reshard()
+            side.note_gradients(model)
+            optimizer.step()
+            side.note_parameters(model)
+            for block in model.blocks:
+                block.set_reshard_after_forward(step == 0)
+                block.set_reshard_after_backward(step == 0)
+
+
+@program("prefetches, forward and backward")
+def prefetched(side: Side) -> None:
+    for options in ({}, {"mp_policy": Policy(BF16, F32)}):
+        model = side.net(**options)
+        first, second, third = model.blocks
+        model.set_modules_to_forward_prefetch([first, second])
+        first.set_modules_to_forward_prefetch([second, third])
+        third.set_modules_to_backward_prefetch([second, first])
+        optimizer = side.sgd(model)
+        for step in range(3):
+            model.set_unshard_in_backward(step != 1)
+            for block in model.blocks:
+                block.set_reshard_after_forward(step != 1)
+            side.train(model, optimizer, step, 1)
+
+
+@program("failures in forward and backward, then on", beside="bare")
+def failures(side: Side) -> None:
+    """torch's own does not start over after some of them."""
+    model = side.net()
+    optimizer = side.sgd(model)
+    side.train(model, optimizer, 0, 1)
+    for step, where in enumerate(("forward", "backward", "forward"), start=1):
+        model.blocks[1].fails_in = where
+        with warnings.catch_warnings(), suppress(ValueError):
+            side.lag()
+            side.backward(model, 10)
+        model.blocks[1].fails_in = ""
+        side.notes = [note for note in side.notes if note[0] != "loss 10"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the backward that failed
+            with torch.no_grad():
+                model(side.data(0))
+        model.zero_grad()
+        side.train(model, optimizer, step, 1)
+
+
+@program("one unit of two blocks, a tied weight")
+def one_unit_of_two(side: Side) -> None:
+    class Tied(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[2] = Block(33)
+            self.blocks[2].up.weight = self.blocks[0].up.weight
+
+    torch.manual_seed(7)
+    model = Tied().to(side.device)
+    side.unit([model.blocks[0], model.blocks[2]])
+    side.train(side.root(model))
+
+
+# ---- streams ----
+
+
+@program("a GPU that is behind, each block of it")
+def behind(side: Side) -> None:
+    """Gathers, sums and the optimizer are asked for long before what they wait for is done."""
+    for options in ({}, {"mp_policy": Policy(BF16, F32)}, {"reshard_after_forward": False}):
+        model = side.net(**options)
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda *_: side.lag())
+            block.register_full_backward_hook(lambda *_: side.lag())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+        for step in range(3):
+            side.train(model, optimizer, 2 * step, 1)
+            side.lag()
+            side.train(model, optimizer, 2 * step + 1, 1)
+
+
+@program("ranks that are behind in turn", ranks=(2,))
+def in_turn(side: Side) -> None:
+    for options in ({}, {"mp_policy": Policy(BF16, F32)}):
+        model = side.net(**options)
+        for block in model.blocks:
+            block.step = 0
+
+            def wait(block: Any, *_: Any) -> None:
+                block.step += 1
+                if block.step % 2 == side.rank:
+                    side.lag()
+
+            block.register_forward_pre_hook(wait)
+            block.register_full_backward_pre_hook(wait)
+        side.train(model, n_steps=5)
+
+
+@program("steps on another stream, then on this one")
+def another_stream(side: Side) -> None:
+    is_cuda = side.device.type == "cuda"
+    for options in ({}, {"mp_policy": Policy(BF16, F32)}):
+        model = side.net(**options)
+        optimizer = side.sgd(model)
+        if is_cuda:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+        for first in range(0, 6, 2):
+            with torch.cuda.stream(stream) if is_cuda else nullcontext():
+                side.lag()
+                side.train(model, optimizer, first, 1)
+            if is_cuda:
+                torch.cuda.current_stream().wait_stream(stream)
+            side.train(model, optimizer, first + 1, 1)
+            if is_cuda:
+                stream.wait_stream(torch.cuda.current_stream())
+
+
+@program("many steps without a look at the GPU")
+def many_steps(side: Side) -> None:
+    for options in ({}, {"mp_policy": Policy(BF16, F32)}):
+        model = side.net(**options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+        side.lag()
+        for step in range(10):
+            side.loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        side.note_parameters(model)
+
+
+# ---- states ----
+
+
+@program("from the meta device")
+def from_meta(side: Side) -> None:
+    for options in ({}, {"mp_policy": Policy(BF16, F32)}):
+        with torch.device("meta"):
+            model = Net()
+        side.shard(model, **options)
+        model.to_empty(device=side.device)
+        side.fill(model)
+        side.train(model)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+@program("state dicts of shards")
+def sharded_states(side: Side) -> None:
+    model = side.net()
+    optimizer = adamw(model)
+    side.train(model, optimizer)
+    saved = states.get_state_dict(model, optimizer)
+    side.note_all("saved", (saved[0][name] for name in sorted(saved[0])))
+    other = side.net()
+    other_optimizer = adamw(other)
+    side.train(other, other_optimizer, 5, 1)
+    states.set_state_dict(
+        other, other_optimizer, model_state_dict=saved[0], optim_state_dict=saved[1]
+    )
+    side.train(other, other_optimizer, 6)
+    third = side.net()
+    third.load_state_dict(model.state_dict())
+    side.train(third)
+
+
+@program("whole state dicts, and a checkpoint", gathers=True)
+def whole_states(side: Side) -> None:
+    for to_cpu in (False, True):
+        model = side.net(mp_policy=Policy(BF16, F32))
+        optimizer = adamw(model)
+        side.train(model, optimizer)
+        options = states.StateDictOptions(full_state_dict=True, cpu_offload=to_cpu)
+        saved = states.get_state_dict(model, optimizer, options=options)
+        side.note_all("saved", (saved[0][name] for name in sorted(saved[0])))
+        other = side.net(mp_policy=Policy(BF16, F32))
+        other_optimizer = adamw(other)
+        whole = states.StateDictOptions(full_state_dict=True)
+        whole.broadcast_from_rank0 = to_cpu
+        states.set_model_state_dict(other, saved[0], options=whole)
+        states.set_optimizer_state_dict(other, other_optimizer, saved[1], options=whole)
+        side.train(other, other_optimizer, 6)
+
+
+@program("a distributed checkpoint", ranks=(1,))
+def checkpointed(side: Side) -> None:
+    model = side.net()
+    side.train(model)
+    other = side.net()
+    with tempfile.TemporaryDirectory() as folder:
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+        found = {"model": other.state_dict()}
+        dcp.load(found, checkpoint_id=folder)
+    other.load_state_dict(found["model"])
+    side.note_parameters(other)
+    side.train(other, first=5)
+
+
+# ---- what fsdp_c has beside ----
+
+
+@program("whole parameters, owners and clones", ranks=(1,))
+def beside_training(side: Side) -> None:
+    import fsdp_c
+
+    model = side.net()
+    side.train(model)
+    if not side.is_ours:
+        for _ in range(3):
+            side.note_parameters(model)
+        side.train(model, first=5)
+        return
+    for name, whole in fsdp_c.iter_full_params(model):
+        side.note(name, whole)
+    named = dict(model.named_parameters())
+    owned = fsdp_c.gather_to_owner(named)
+    for name in named:
+        side.note(name, owned[name])
+    fsdp_c.scatter_from_owner(owned)
+    copy = fsdp_c.clone(model)
+    fsdp_c.check_replicas(copy)
+    with tempfile.TemporaryDirectory() as folder:
+        fsdp_c.save_shards(model, folder)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        fsdp_c.load_shards(model, folder)
+    side.note_parameters(copy)
+    side.train(model, first=5)
+
+
+@program("offload() is refused on a GPU and harms nothing", ranks=(1,))
+def moved_away(side: Side) -> None:
+    import fsdp_c
+
+    model = side.net()
+    optimizer = adamw(model)
+    side.train(model, optimizer)
+    if side.is_ours:
+        may_refuse = suppress(NotImplementedError) if side.device.type == "cuda" else nullcontext()
+        with may_refuse:
+            fsdp_c.offload(model, optimizer)
+            fsdp_c.onload(model)
+    side.train(model, optimizer, 5)
+
+
+@program("stats, plans and what explain says")
+def told(side: Side) -> None:
+    import fsdp_c
+
+    model = side.net(mp_policy=Policy(BF16, F32))
+    optimizer = adamw(model)
+    side.train(model, optimizer)
+    if side.is_ours:
+        shards = sum(p.to_local().nbytes for p in model.parameters())
+        assert fsdp_c.stats(model, optimizer).rank["parameters"] >= shards  # padded
+        assert str(fsdp_c.memory_plan(model, optimizer=optimizer))
+        text = str(fsdp_c.explain(model))
+        assert f"core, on streams of {side.device.type}, over" in text, text
+        fsdp_c.release_buffers(model)
+    side.train(model, optimizer, 5)
