@@ -10,6 +10,9 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +126,12 @@ def check_memory(device: torch.device) -> None:
 # ---- figures ----
 
 
-def gpt(device: torch.device) -> tuple[nn.Sequential, Tensor]:
-    """20 blocks of 50M parameters in bfloat16; 4 x 1024 positions. Tiny on a host."""
-    n, width, heads, positions = (20, 2048, 16, 1024) if device.type == "cuda" else (2, 32, 2, 8)
+def gpt(
+    device: torch.device, n_blocks: int = 20, dtype: torch.dtype = torch.bfloat16
+) -> tuple[nn.Sequential, Tensor]:
+    """Blocks of 50M parameters; 4 x 1024 positions in bfloat16. Tiny on a host."""
+    is_large = device.type == "cuda"
+    n, width, heads, positions = (n_blocks, 2048, 16, 1024) if is_large else (2, 32, 2, 8)
     with device:
         blocks = [
             nn.TransformerEncoderLayer(
@@ -133,7 +139,7 @@ def gpt(device: torch.device) -> tuple[nn.Sequential, Tensor]:
             )
             for _ in range(n)
         ]
-    model = nn.Sequential(*blocks).bfloat16()
+    model = nn.Sequential(*blocks).to(dtype)
     return model, torch.randn(4, positions, width, device=device, dtype=torch.bfloat16)
 
 
@@ -167,37 +173,46 @@ class Timed:
         self.calls.clear()
 
 
-def side_of(build_model: Any, api: Any, device: torch.device) -> Timed:
-    """`api`: whose fully_shard is applied; None: the bare model."""
-    model, x = build_model(device)
-    if api is not None:
-        mesh = dist.device_mesh.init_device_mesh(device.type, (1,))
-        for unit in model:
-            api.fully_shard(unit, mesh=mesh)
-        api.fully_shard(model, mesh=mesh)
+@dataclass(frozen=True)
+class Figure:
+    name: str
+    build: Callable[[torch.device], tuple[nn.Sequential, Tensor]]
+    n_samples: int
+    options: dict[str, Any] = field(default_factory=dict)  # of fully_shard
+
+
+def side_of(figure: Figure, api: Any, device: torch.device) -> Timed:
+    """`api`: whose fully_shard is applied; None: the bare model, in the type of its input."""
+    model, x = figure.build(device)
+    if api is None:
+        return Timed(model.to(x.dtype), x)
+    mesh = dist.device_mesh.init_device_mesh(device.type, (1,))
+    for unit in model:
+        api.fully_shard(unit, mesh=mesh, **figure.options)
+    api.fully_shard(model, mesh=mesh, **figure.options)
     return Timed(model, x)
 
 
-def peak_mib(build_model: Any, api: Any, device: torch.device) -> float:
+def peak_mib(figure: Figure, api: Any, device: torch.device) -> float:
     """Of all that a model and a step of it allocate."""
     if device.type != "cuda":
         return 0.0
     before = torch.cuda.memory_allocated()
-    side = side_of(build_model, api, device)
+    side = side_of(figure, api, device)
     for _ in range(3):
         torch.cuda.reset_peak_memory_stats()
         side.run()
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def figures(rows: Rows, device: torch.device, build_model: Any, n_samples: int) -> None:
+def figures(rows: Rows, device: torch.device, figure: Figure) -> None:
     """Forward and backward without an optimizer, the three in turn; medians."""
     import fsdp_c
 
     apis = {"bare": None, "torch": torch_fsdp, "fsdp_c": fsdp_c}
-    peaks = {name: peak_mib(build_model, api, device) for name, api in apis.items()}
-    sides = {name: side_of(build_model, api, device) for name, api in apis.items()}
-    for sample in range(n_samples + 3):
+    peaks = {name: peak_mib(figure, api, device) for name, api in apis.items()}
+    sides = {name: side_of(figure, api, device) for name, api in apis.items()}
+    for sample in range(figure.n_samples + 3):
         for side in sides.values():
             side.run()
             if sample < 3:
@@ -210,7 +225,7 @@ def figures(rows: Rows, device: torch.device, build_model: Any, n_samples: int) 
     for name, side in sides.items():
         step = statistics.median(side.steps)
         rows.figure(
-            f"{build_model.__name__}: forward and backward, one rank, {n_units} units",
+            f"{figure.name}: forward and backward, one rank, {n_units} units",
             side=name,
             ms=step * 1e3,
             of_bare=step / statistics.median(bare.steps),
@@ -224,7 +239,17 @@ def figures(rows: Rows, device: torch.device, build_model: Any, n_samples: int) 
 
 
 CHECKS = {"captured": compare_captured, "memory": check_memory}
-FIGURES = {"small units": (small_units, 50), "GPT": (gpt, 10)}
+BF16 = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+OFFLOAD = torch_fsdp.CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+FIGURES = {
+    figure.name: figure
+    for figure in (
+        Figure("small units", small_units, 50),
+        Figure("GPT", gpt, 10),
+        Figure("GPT, float32 shards", partial(gpt, dtype=torch.float32), 10, {"mp_policy": BF16}),
+        Figure("GPT, offloaded", partial(gpt, n_blocks=8), 5, {"offload_policy": OFFLOAD}),
+    )
+}
 
 
 def run_rank(
@@ -232,8 +257,7 @@ def run_rank(
 ) -> None:
     device = gpu_ranks.begin(rank, n_ranks, store, device_type)
     if what in FIGURES:
-        model, n_samples = FIGURES[what]
-        figures(Rows(Path(file), "steps"), device, model, n_samples)
+        figures(Rows(Path(file), "steps"), device, FIGURES[what])
     else:
         CHECKS[what](device)
     dist.destroy_process_group()
