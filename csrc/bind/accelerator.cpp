@@ -21,8 +21,8 @@
 
 struct fc_moves {
     fc_runs plan;                     // owned
-    at::Tensor runs;                  // on the device, for kernels
-    std::vector<c10::Stream> streams; // that have read it
+    at::Tensor runs, stretches;       // on the device, for kernels
+    std::vector<c10::Stream> streams; // that have read them
     ~fc_moves() { fc_runs_clear(&plan); }
 };
 
@@ -179,6 +179,13 @@ fc_status accelerator_copy(fc_device *device, fc_stream *stream, fc_label label,
     });
 }
 
+// A table of a plan, copied.
+at::Tensor on_device(c10::Device device, void *content, size_t bytes)
+{
+    return memory_at(c10::kCPU, content, {static_cast<int64_t>(bytes)}, {1}, at::kByte)
+        .to(device, /*non_blocking=*/false, /*copy=*/true);
+}
+
 fc_status accelerator_moves_create(fc_device *device, fc_runs *plan, fc_moves **out)
 {
     const Accelerator *self = accelerator(device);
@@ -186,24 +193,26 @@ fc_status accelerator_moves_create(fc_device *device, fc_runs *plan, fc_moves **
         auto moves = std::make_unique<fc_moves>();
         fc_runs_init(&moves->plan);
         if (self->kernels != nullptr && plan->n_runs > 0) {
-            const auto bytes = static_cast<int64_t>(plan->n_runs * sizeof(fc_run));
             const c10::InferenceMode normal(false);
-            moves->runs = memory_at(c10::kCPU, plan->runs, {bytes}, {1}, at::kByte)
-                              .to(self->device, /*non_blocking=*/false, /*copy=*/true);
+            moves->runs = on_device(self->device, plan->runs, plan->n_runs * sizeof(fc_run));
+            moves->stretches = on_device(self->device, plan->stretches,
+                                         plan->n_stretches * sizeof(*plan->stretches));
         }
         moves->plan = std::exchange(*plan, moves->plan);
         *out = moves.release();
     });
 }
 
-// The allocator gives the table to nobody before the launches that read it are done.
+// The allocator gives the tables to nobody before the launches that read them are done.
 void accelerator_moves_destroy(fc_device *device, fc_moves *moves)
 {
     if (moves == nullptr) {
         return;
     }
     for (const c10::Stream &stream : moves->streams) {
-        accelerator(device)->impl.recordDataPtrOnStream(moves->runs.storage().data_ptr(), stream);
+        for (const at::Tensor *table : {&moves->runs, &moves->stretches}) {
+            accelerator(device)->impl.recordDataPtrOnStream(table->storage().data_ptr(), stream);
+        }
     }
     delete moves;
 }
@@ -264,8 +273,10 @@ fc_status accelerator_move(fc_device *device, fc_stream *stream, fc_label label,
     const c10::DeviceGuard guard(self->device);
     fc_cuda_launch launch = {};
     launch.plan = &moves->plan;
-    launch.runs =
-        moves->runs.defined() ? static_cast<const fc_run *>(moves->runs.const_data_ptr()) : nullptr;
+    if (moves->runs.defined()) {
+        launch.runs = static_cast<const fc_run *>(moves->runs.const_data_ptr());
+        launch.stretches = static_cast<const uint32_t *>(moves->stretches.const_data_ptr());
+    }
     launch.addresses = move->addresses;
     launch.stream = native_stream(torch_stream(stream));
     if (std::find(moves->streams.begin(), moves->streams.end(), torch_stream(stream)) ==

@@ -5,13 +5,12 @@
 #include "kernels/cuda/bodies.h"
 #include "kernels/cuda/kern_cuda.h"
 
-/* How many warps a launch has; results must not depend on it. */
-static uint32_t emulated_warps = 3;
-
 static const char *emulated_error_text(int error)
 {
     return error == 0 ? "no error" : "invalid argument";
 }
+
+#define EMULATED_IDLE 3 /* warps of the last block that have nothing to do */
 
 /* Calls run(table, bases, thread, arg) for each thread of each batch. */
 typedef void (*emulated_body)(const fc_table *table, const fc_bases *bases, fc_thread thread,
@@ -21,13 +20,15 @@ static void emulate(const fc_cuda_launch *launch, uint32_t n_lanes, emulated_bod
 {
     for (size_t i = 0; i < launch->plan->n_batches; i++) {
         const fc_batch *batch = &launch->plan->batches[i];
-        const fc_table table = fc_batch_table(batch, launch->runs);
+        const fc_table table = fc_batch_table(launch->plan, batch, launch->runs, launch->stretches);
         fc_bases bases;
+        uint32_t n_warps;
 
         memset(&bases, 0xa5, sizeof(bases)); /* what a launch does not set */
         fc_batch_bases(launch->plan, batch, launch->addresses, &bases);
-        for (uint32_t t = 0; t < emulated_warps * n_lanes; t++) {
-            body(&table, &bases, (fc_thread){t % n_lanes, t / n_lanes, emulated_warps}, arg);
+        n_warps = table.end_stretch - table.first_stretch + EMULATED_IDLE;
+        for (uint32_t t = 0; t < n_warps * n_lanes; t++) {
+            body(&table, &bases, (fc_thread){t % n_lanes, table.first_stretch + t / n_lanes}, arg);
         }
     }
 }
@@ -68,31 +69,42 @@ static int emulated_finish(const fc_cuda_launch *launch, double divisor, bool ac
 static void emulated_squares_warp(const fc_table *table, const fc_bases *bases, fc_thread thread,
                                   void *arg)
 {
-    double *tiles = (double *)arg;
-    uint32_t known = 0;
+    double *parts = (double *)arg;
 
-    for (uint32_t tile = table->first_tile + thread.warp; tile < table->end_tile;
-         tile += thread.n_warps) {
+    fc_stretch next, stretch;
+
+    if (thread.stretch >= table->end_stretch) {
+        return;
+    }
+    next = stretch = fc_stretch_at(table, thread.stretch);
+    for (; stretch.tile < stretch.end_tile; stretch = next) {
         double lanes[FC_WARP];
 
-        known = fc_find_run(table, tile, known);
         for (uint32_t lane = 0; lane < FC_WARP; lane++) {
-            lanes[lane] = fc_squares_tile(&table->runs[known], bases, tile, lane);
+            next = stretch;
+            lanes[lane] = fc_squares_part(bases, &next, lane);
         }
-        tiles[tile] = fc_tree(lanes);
+        parts[fc_part_at(stretch.run->slot, thread.stretch)] = fc_tree(lanes);
     }
 }
 
-static int emulated_sum_squares(const fc_cuda_launch *launch, double *tiles, double *sums)
+static int emulated_sum_squares(const fc_cuda_launch *launch, double *parts, double *sums)
 {
-    emulate(launch, 1, emulated_squares_warp, tiles);
-    for (size_t slot = 0; slot < launch->plan->n_slots; slot++) {
-        double lanes[FC_WARP];
+    emulate(launch, 1, emulated_squares_warp, parts);
+    for (uint32_t slot = 0; slot < launch->plan->n_slots; slot++) {
+        const uint32_t n = fc_slot_threads(launch->plan);
+        double warps[FC_WARP] = {0};
 
-        for (uint32_t lane = 0; lane < FC_WARP; lane++) {
-            lanes[lane] = fc_slot_part(launch->slots[slot], tiles, lane);
+        for (uint32_t thread = 0; thread < n; thread += FC_WARP) {
+            double lanes[FC_WARP];
+
+            for (uint32_t lane = 0; lane < FC_WARP; lane++) {
+                lanes[lane] = fc_slot_part(launch->slots[slot], slot, launch->plan->stretch_tiles,
+                                           parts, thread + lane, n);
+            }
+            warps[thread / FC_WARP] = fc_tree(lanes);
         }
-        sums[slot] = fc_tree(lanes);
+        sums[slot] = fc_tree(warps);
     }
     return 0;
 }

@@ -193,7 +193,7 @@ static void check_blocks(bool is_sum)
 
     fc_runs_init(&plan);
     plan.numel_max = draw(3) == 0 ? 64 + draw(700) : FC_RUN_NUMEL_MAX;
-    emulated_warps = 1 + (uint32_t)draw(5);
+    plan.stretches_max = draw(2) == 0 ? 8 + 8 * (uint32_t)draw(4) : FC_STRETCHES_MAX;
     for (size_t i = 0; i < n; i++) {
         fc_block *b = &blocks[i];
 
@@ -210,7 +210,7 @@ static void check_blocks(bool is_sum)
                     addresses[2 * i + 1] == 0 ? NULL : from[i].bytes + from[i].shift);
         CHECK_EQ(fc_runs_add(&plan, b), FC_OK);
     }
-    const fc_cuda_launch launch = {&plan, plan.runs, NULL, addresses, NULL};
+    const fc_cuda_launch launch = {&plan, plan.runs, plan.stretches, NULL, addresses, NULL};
     CHECK_EQ(is_sum ? emulated_kernels.finish(&launch, sum.divisor, sum.accumulate)
                     : emulated_kernels.move(&launch),
              0);
@@ -253,7 +253,7 @@ static void check_many_bases(void)
     addresses[0] = (uintptr_t)to;
     CHECK_EQ(plan.n_batches, 4);
     CHECK_EQ(plan.n_tiles, N);
-    const fc_cuda_launch launch = {&plan, plan.runs, NULL, addresses, NULL};
+    const fc_cuda_launch launch = {&plan, plan.runs, plan.stretches, NULL, addresses, NULL};
     CHECK_EQ(emulated_kernels.move(&launch), 0);
     CHECK(memcmp(from, to, sizeof(to)) == 0);
     fc_runs_clear(&plan);
@@ -333,7 +333,7 @@ static void run_plan(visit make, const fc_layout *layout, const uint64_t *addres
 
     fc_runs_init(&plan);
     CHECK_EQ(make(layout, &plan), FC_OK);
-    const fc_cuda_launch launch = {&plan, plan.runs, NULL, addresses, NULL};
+    const fc_cuda_launch launch = {&plan, plan.runs, plan.stretches, NULL, addresses, NULL};
     if (sum != NULL) {
         CHECK_EQ(emulated_kernels.finish(&launch, sum->divisor, sum->accumulate), 0);
     } else {
@@ -531,12 +531,13 @@ static void check_squares(void)
     const fc_dtype type = draw_float();
     const size_t bytes = fc_dtype_bytes(type);
     char *values[SLOTS];
-    double expected[SLOTS], sums[SLOTS], again[SLOTS], *tiles;
+    double expected[SLOTS], sums[SLOTS], again[SLOTS], *parts;
     uint64_t addresses[SLOTS];
     fc_runs plan;
 
     fc_runs_init(&plan);
     plan.numel_max = draw(3) == 0 ? 64 + draw(700) : FC_RUN_NUMEL_MAX;
+    plan.stretches_max = draw(2) == 0 ? 8 + 8 * (uint32_t)draw(4) : FC_STRETCHES_MAX;
     for (uint32_t s = 0; s < SLOTS; s++) {
         const size_t numel = draw(6) == 0 ? 0 : draw_numel(), at = bytes * draw(20);
 
@@ -551,12 +552,10 @@ static void check_squares(void)
         }
         CHECK_EQ(fc_runs_add_flat(&plan, type, numel, 1, &s, &at), FC_OK);
     }
-    tiles = take(plan.n_tiles * sizeof(*tiles));
-    const fc_cuda_launch launch = {&plan, plan.runs, plan.slots, addresses, NULL};
-    emulated_warps = 1;
-    CHECK_EQ(emulated_kernels.sum_squares(&launch, tiles, sums), 0);
-    emulated_warps = 2 + (uint32_t)draw(4);
-    CHECK_EQ(emulated_kernels.sum_squares(&launch, tiles, again), 0);
+    parts = take((plan.n_slots + plan.n_stretches) * sizeof(*parts));
+    const fc_cuda_launch launch = {&plan, plan.runs, plan.stretches, plan.slots, addresses, NULL};
+    CHECK_EQ(emulated_kernels.sum_squares(&launch, parts, sums), 0);
+    CHECK_EQ(emulated_kernels.sum_squares(&launch, parts, again), 0);
     CHECK(memcmp(sums, again, sizeof(sums)) == 0);
     for (size_t s = 0; s < SLOTS; s++) {
         /* A lane adds up a few dozen floats; all else is double. */
@@ -566,7 +565,42 @@ static void check_squares(void)
                   expected[s]);
         free(values[s]);
     }
-    free(tiles);
+    free(parts);
+    fc_runs_clear(&plan);
+}
+
+/* Slots of several runs each in long stretches, at the border of two batches. */
+static void check_squares_of_many(void)
+{
+    enum {
+        N = FC_RUNS_BASES + 20,
+        NUMEL = 300
+    };
+    static float values[N][NUMEL];
+    static uint64_t addresses[N];
+    double sums[N], *parts;
+    const size_t at = 0;
+    fc_runs plan;
+
+    fc_runs_init(&plan);
+    plan.numel_max = 64;
+    plan.stretches_max = 8;
+    for (uint32_t s = 0; s < N; s++) {
+        addresses[s] = (uintptr_t)values[s];
+        for (size_t i = 0; i < NUMEL; i++) {
+            values[s][i] = (float)(1 + s % 7);
+        }
+        CHECK_EQ(fc_runs_add_flat(&plan, FC_F32, NUMEL, 1, &s, &at), FC_OK);
+    }
+    CHECK_EQ(plan.n_batches, 2);
+    CHECK(plan.n_stretches <= plan.stretches_max && plan.stretch_tiles > 1);
+    parts = take((plan.n_slots + plan.n_stretches) * sizeof(*parts));
+    const fc_cuda_launch launch = {&plan, plan.runs, plan.stretches, plan.slots, addresses, NULL};
+    CHECK_EQ(emulated_kernels.sum_squares(&launch, parts, sums), 0);
+    for (uint32_t s = 0; s < N; s++) {
+        CHECK_EQ((int64_t)sums[s], (int64_t)(NUMEL * (1 + s % 7) * (1 + s % 7)));
+    }
+    free(parts);
     fc_runs_clear(&plan);
 }
 
@@ -607,7 +641,6 @@ static void check_adam(void)
     fc_runs plan;
 
     fc_adam_set(&adam, &options, 1 + (double)draw(5));
-    emulated_warps = 1 + (uint32_t)draw(4);
     for (uint32_t s = 0; s < STATES; s++) {
         shift = draw(6) == 0 ? draw(4) : shift; /* mostly all alike */
         values[s] = take((shift + numel) * sizeof(float));
@@ -624,8 +657,9 @@ static void check_adam(void)
     }
     fc_runs_init(&plan);
     plan.numel_max = draw(3) == 0 ? 64 + draw(700) : FC_RUN_NUMEL_MAX;
+    plan.stretches_max = draw(2) == 0 ? 8 + 8 * (uint32_t)draw(4) : FC_STRETCHES_MAX;
     CHECK_EQ(fc_runs_add_flat(&plan, FC_F32, numel, STATES, bases, ats), FC_OK);
-    const fc_cuda_launch launch = {&plan, plan.runs, NULL, addresses, NULL};
+    const fc_cuda_launch launch = {&plan, plan.runs, plan.stretches, NULL, addresses, NULL};
     CHECK_EQ(emulated_kernels.adam(&launch, &adam), 0);
     for (size_t i = 0; i < numel; i++) {
         plain_adam(&adam, cpu, i);
@@ -663,7 +697,7 @@ static void check_errors(void)
     CHECK_HAS(fc_last_message(), "1 operands of I64");
     CHECK_EQ(plan.n_runs, 0);
     CHECK_EQ(fc_runs_add(&plan, &copy), FC_OK);
-    const fc_cuda_launch launch = {&plan, plan.runs, NULL, NULL, NULL};
+    const fc_cuda_launch launch = {&plan, plan.runs, plan.stretches, NULL, NULL, NULL};
     CHECK(emulated_kernels.finish(&launch, 1, false) != 0);
     fc_runs_clear(&plan);
     CHECK_EQ(fc_cuda_open("/nowhere/kernels.so", &kernels), FC_ERR_UNSUPPORTED);
@@ -718,6 +752,7 @@ int main(void)
         }
     }
     check_many_bases();
+    check_squares_of_many();
     check_errors();
     check_lack_of_memory();
     return check_result();

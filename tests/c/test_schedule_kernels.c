@@ -45,6 +45,7 @@ static void run_queued(const void *args)
     memcpy(&q, args, sizeof(q));
     launch.plan = q.plan;
     launch.runs = q.plan->runs;
+    launch.stretches = q.plan->stretches;
     launch.addresses = q.addresses;
     if (q.sum.divisor == 1 && !q.sum.accumulate) {
         CHECK_EQ(emulated_move(&launch), 0);

@@ -293,6 +293,25 @@ def many_parameters(kernels: Kernels) -> None:
         assert torch.equal(dst[at[i] // 4 : at[i] // 4 + s.numel()], s), i
 
 
+def long_stretches(kernels: Kernels) -> None:
+    """So many tiles that a warp does several, of one parameter or of two."""
+    sizes = [3_000_001, 5, 700_000, 1_024, 40_003]
+    sources = [numbers(n, torch.float32, n).to(kernels.device) for n in sizes]
+    at, end = places([n * 2 for n in sizes])
+    dst = torch.zeros(end // 2, dtype=torch.bfloat16, device=kernels.device)
+    pack, norm = kernels.plan(), kernels.plan()
+    for i, n in enumerate(sizes):
+        pack.add(line(n), Side(0, torch.bfloat16, at[i]), Side(1 + i, torch.float32))
+        norm.add_flat(torch.float32, n, [i])
+    pack.seal().move([dst, *sources])
+    sums = norm.seal().sum_squares(sources, len(sizes)).cpu()
+    for i, source in enumerate(sources):
+        got = dst[at[i] // 2 : at[i] // 2 + sizes[i]]
+        assert same_bits(got, source.to(torch.bfloat16)), i
+        expected = float(source.double().square().sum())
+        assert abs(float(sums[i]) - expected) <= 2e-6 * expected, i
+
+
 def capture(kernels: Kernels) -> None:
     """A launch in a CUDA graph, replayed over other contents; nothing to do without a GPU."""
     if kernels.device.type != "cuda":
@@ -316,5 +335,6 @@ CASES: list[Callable[[Kernels], None]] = [
     squares,
     adam,
     many_parameters,
+    long_stretches,
     capture,
 ]

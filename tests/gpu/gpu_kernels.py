@@ -37,7 +37,8 @@ def build_helper(folder: Path) -> Path:
 
 class _Launch(ctypes.Structure):
     _fields_ = [
-        (name, ctypes.c_void_p) for name in ("plan", "runs", "slots", "addresses", "stream")
+        (name, ctypes.c_void_p)
+        for name in ("plan", "runs", "stretches", "slots", "addresses", "stream")
     ]
 
 
@@ -60,11 +61,11 @@ class Kernels:
 
     def __init__(self, helper: Path, library: Path | None) -> None:
         self._c = ctypes.CDLL(str(helper))
-        for name in ("emulated", "open", "plan_new", "plan_runs", "plan_slots"):
+        for name in ("emulated", "open", "plan_new", "plan_runs", "plan_stretches", "plan_slots"):
             getattr(self._c, f"check_{name}").restype = ctypes.c_void_p
         for name in ("check_error_text", "check_message"):
             getattr(self._c, name).restype = ctypes.c_char_p
-        self._c.check_plan_tiles.restype = ctypes.c_uint32
+        self._c.check_plan_parts.restype = ctypes.c_uint32
         if library is None:
             self.device = torch.device("cpu")
             table = self._c.check_emulated()
@@ -87,12 +88,13 @@ class Kernels:
 
 
 class Plan:
-    """A plan; `seal` copies it to the device, and the launches follow."""
+    """A plan; `seal` copies it to the device, and launches follow, which use copies in turns."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels, self._c = kernels, kernels._c
         self._plan = ctypes.c_void_p(self._c.check_plan_new())
-        self._tables: list[torch.Tensor] = []
+        self._copies: list[list[torch.Tensor]] = []
+        self._n_launches = 0
 
     def __del__(self) -> None:
         self._c.check_plan_free(self._plan)
@@ -105,7 +107,7 @@ class Plan:
         numbers = [*shape, *to.numbers(), *source.numbers()]
         self._accept(self._c.check_plan_block(self._plan, (ctypes.c_uint64 * 13)(*numbers)))
 
-    def add_flat(self, dtype: torch.dtype, numel: int, bases: Sequence[int]) -> None:
+    def add_flat(self, dtype: torch.dtype, numel: int, bases: Sequence[int], at: int = 0) -> None:
         n = len(bases)
         self._accept(
             self._c.check_plan_flat(
@@ -114,21 +116,23 @@ class Plan:
                 ctypes.c_size_t(numel),
                 ctypes.c_size_t(n),
                 (ctypes.c_uint32 * n)(*bases),
-                (ctypes.c_size_t * n)(),
+                (ctypes.c_size_t * n)(*[at] * n),
             )
         )
 
     @property
-    def n_tiles(self) -> int:
-        return self._c.check_plan_tiles(self._plan)
+    def n_parts(self) -> int:
+        return self._c.check_plan_parts(self._plan)
 
-    def seal(self) -> Plan:
-        for name in ("check_plan_runs", "check_plan_slots"):
-            size = ctypes.c_size_t()
-            memory = getattr(self._c, name)(self._plan, ctypes.byref(size))
-            content = ctypes.string_at(memory, size.value) if size.value else bytes(1)
-            table = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            self._tables.append(table.to(self._kernels.device))
+    def _table(self, name: str) -> torch.Tensor:
+        size = ctypes.c_size_t()
+        memory = getattr(self._c, f"check_plan_{name}")(self._plan, ctypes.byref(size))
+        content = ctypes.string_at(memory, size.value) if size.value else bytes(1)
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._kernels.device)
+
+    def seal(self, copies: int = 1) -> Plan:
+        tables = [self._table(name) for name in ("runs", "stretches", "slots")]
+        self._copies = [[table.clone() for table in tables] for _ in range(copies)]
         return self
 
     def _launch(self, tensors: Sequence[torch.Tensor | None]) -> tuple[ctypes.Structure, object]:
@@ -137,8 +141,10 @@ class Plan:
         stream = 0
         if self._kernels.device.type == "cuda":
             stream = torch.cuda.current_stream().cuda_stream
-        runs, slots = (table.data_ptr() for table in self._tables)
-        launch = _Launch(self._plan, runs, slots, ctypes.addressof(kept), stream)
+        copy = self._copies[self._n_launches % len(self._copies)]
+        self._n_launches += 1
+        tables = [table.data_ptr() for table in copy]
+        launch = _Launch(self._plan, *tables, ctypes.addressof(kept), stream)
         return launch, kept
 
     def move(self, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -159,13 +165,13 @@ class Plan:
     def sum_squares(self, tensors: Sequence[torch.Tensor], n_slots: int) -> torch.Tensor:
         device = self._kernels.device
         launch, _kept = self._launch(tensors)
-        tiles = torch.empty(max(self.n_tiles, 1), dtype=torch.float64, device=device)
+        parts = torch.empty(max(self.n_parts, 1), dtype=torch.float64, device=device)
         sums = torch.empty(n_slots, dtype=torch.float64, device=device)
         self._kernels.check(
             self._c.check_sum_squares(
                 self._kernels.table,
                 ctypes.byref(launch),
-                ctypes.c_void_p(tiles.data_ptr()),
+                ctypes.c_void_p(parts.data_ptr()),
                 ctypes.c_void_p(sums.data_ptr()),
             )
         )

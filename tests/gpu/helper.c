@@ -13,8 +13,9 @@ EXPORT int check_plan_block(fc_runs *plan, const uint64_t *n);
 EXPORT int check_plan_flat(fc_runs *plan, int type, size_t numel, size_t n, const uint32_t *bases,
                            const size_t *ats);
 EXPORT const void *check_plan_runs(const fc_runs *plan, size_t *bytes_out);
+EXPORT const void *check_plan_stretches(const fc_runs *plan, size_t *bytes_out);
 EXPORT const void *check_plan_slots(const fc_runs *plan, size_t *bytes_out);
-EXPORT uint32_t check_plan_tiles(const fc_runs *plan);
+EXPORT uint32_t check_plan_parts(const fc_runs *plan);
 EXPORT const fc_cuda_kernels *check_open(const char *path);
 EXPORT const char *check_error_text(const fc_cuda_kernels *kernels, int error);
 EXPORT const char *check_message(void);
@@ -22,7 +23,7 @@ EXPORT int check_move(const fc_cuda_kernels *kernels, const fc_cuda_launch *laun
 EXPORT int check_finish(const fc_cuda_kernels *kernels, const fc_cuda_launch *launch,
                         double divisor, int accumulate);
 EXPORT int check_sum_squares(const fc_cuda_kernels *kernels, const fc_cuda_launch *launch,
-                             double *tiles, double *sums);
+                             double *parts, double *sums);
 EXPORT int check_adam(const fc_cuda_kernels *kernels, const fc_cuda_launch *launch, double step,
                       const double *options);
 
@@ -71,15 +72,22 @@ const void *check_plan_runs(const fc_runs *plan, size_t *bytes_out)
     return plan->runs;
 }
 
+const void *check_plan_stretches(const fc_runs *plan, size_t *bytes_out)
+{
+    *bytes_out = plan->n_stretches * sizeof(*plan->stretches);
+    return plan->stretches;
+}
+
 const void *check_plan_slots(const fc_runs *plan, size_t *bytes_out)
 {
     *bytes_out = plan->n_slots * sizeof(*plan->slots);
     return plan->slots;
 }
 
-uint32_t check_plan_tiles(const fc_runs *plan)
+/* What sums of squares need of scratch memory, in numbers. */
+uint32_t check_plan_parts(const fc_runs *plan)
 {
-    return plan->n_tiles;
+    return (uint32_t)(plan->n_slots + plan->n_stretches);
 }
 
 /* As the core opens it; NULL if that fails. */
@@ -111,10 +119,10 @@ int check_finish(const fc_cuda_kernels *kernels, const fc_cuda_launch *launch, d
     return kernels->finish(launch, divisor, accumulate != 0);
 }
 
-int check_sum_squares(const fc_cuda_kernels *kernels, const fc_cuda_launch *launch, double *tiles,
+int check_sum_squares(const fc_cuda_kernels *kernels, const fc_cuda_launch *launch, double *parts,
                       double *sums)
 {
-    return kernels->sum_squares(launch, tiles, sums);
+    return kernels->sum_squares(launch, parts, sums);
 }
 
 /* options: lr, beta1, beta2, eps, weight_decay, and whether the decay is decoupled. */

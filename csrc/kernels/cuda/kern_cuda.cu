@@ -6,16 +6,38 @@
 
 namespace {
 
-constexpr unsigned block_threads = 256;
+constexpr unsigned block_threads = 128;
 constexpr unsigned block_warps = block_threads / FC_WARP;
-// At most: several times what a processor holds, so that none idles for long at the end.
-constexpr unsigned blocks_per_processor = 32;
+// Blocks on a processor at a time. Said to the compiler, since it otherwise takes fewer registers
+// and loads one vector after the other.
+constexpr unsigned blocks_at_once = 8;
+constexpr unsigned finishing_at_once = 6;
 
-__device__ __forceinline__ fc_thread this_thread()
+__device__ __forceinline__ fc_thread this_thread(const fc_table &table)
 {
     const unsigned thread = blockIdx.x * block_threads + threadIdx.x;
 
-    return {thread % FC_WARP, thread / FC_WARP, gridDim.x * block_warps};
+    return {thread % FC_WARP, table.first_stretch + thread / FC_WARP};
+}
+
+// Brings tables into the L2 while a warp waits for the number of its run: that would be a second
+// wait for memory otherwise.
+__device__ __forceinline__ void fetch_ahead(const fc_table &table, fc_thread thread)
+{
+    constexpr unsigned line = 64;
+    const unsigned warp = thread.stretch - table.first_stretch;
+    const unsigned at = warp * (line / sizeof(*table.stretches));
+    const void *next = nullptr;
+
+    if (thread.lane < sizeof(fc_run) / line && warp < table.n_runs) {
+        next = reinterpret_cast<const char *>(&table.runs[table.first_run + warp]) +
+               thread.lane * line;
+    } else if (thread.lane == FC_WARP - 1 && at < table.end_stretch - table.first_stretch) {
+        next = &table.stretches[table.first_stretch + at];
+    }
+    if (next != nullptr) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(next));
+    }
 }
 
 // The tree of fc_tree, over a warp; the sum is lane 0's.
@@ -27,66 +49,67 @@ __device__ __forceinline__ double warp_sum(double x)
     return x;
 }
 
-__global__ void __launch_bounds__(block_threads)
+__global__ void __launch_bounds__(block_threads, blocks_at_once)
     move_kernel(fc_table table, const __grid_constant__ fc_bases bases)
 {
-    fc_move_thread(&table, &bases, nullptr, this_thread());
+    fetch_ahead(table, this_thread(table));
+    fc_move_thread(&table, &bases, nullptr, this_thread(table));
 }
 
-__global__ void __launch_bounds__(block_threads)
+__global__ void __launch_bounds__(block_threads, finishing_at_once)
     finish_kernel(fc_table table, const __grid_constant__ fc_bases bases, fc_sum sum)
 {
-    fc_move_thread(&table, &bases, &sum, this_thread());
+    fetch_ahead(table, this_thread(table));
+    fc_move_thread(&table, &bases, &sum, this_thread(table));
 }
 
-__global__ void __launch_bounds__(block_threads)
-    squares_kernel(fc_table table, const __grid_constant__ fc_bases bases, double *tiles)
+__global__ void __launch_bounds__(block_threads, blocks_at_once)
+    squares_kernel(fc_table table, const __grid_constant__ fc_bases bases, double *parts)
 {
-    const fc_thread thread = this_thread();
-    uint32_t known = 0;
+    const fc_thread thread = this_thread(table);
 
-    for (uint32_t tile = table.first_tile + thread.warp; tile < table.end_tile;
-         tile += thread.n_warps) {
-        known = fc_find_run(&table, tile, known);
-        const double sum = warp_sum(fc_squares_tile(&table.runs[known], &bases, tile, thread.lane));
+    fetch_ahead(table, thread);
+    if (thread.stretch >= table.end_stretch) {
+        return;
+    }
+    fc_stretch stretch = fc_stretch_at(&table, thread.stretch);
+    while (stretch.tile < stretch.end_tile) {
+        double *part = parts + fc_part_at(stretch.run->slot, thread.stretch);
+        const double sum = warp_sum(fc_squares_part(&bases, &stretch, thread.lane));
+
         if (thread.lane == 0) {
-            tiles[tile] = sum;
+            *part = sum;
         }
     }
 }
 
-__global__ void __launch_bounds__(block_threads)
-    slots_kernel(const fc_slot *slots, uint32_t n_slots, const double *tiles, double *sums)
+// A block per slot, of a power of two of threads.
+__global__ void __launch_bounds__(FC_SLOT_THREADS_MAX)
+    slots_kernel(const fc_slot *slots, uint32_t stretch_tiles, const double *parts, double *sums)
 {
-    const fc_thread thread = this_thread();
+    __shared__ double warps[FC_SLOT_THREADS_MAX / FC_WARP];
+    const unsigned lane = threadIdx.x % FC_WARP, warp = threadIdx.x / FC_WARP;
+    const unsigned n_warps = blockDim.x / FC_WARP;
+    double sum = warp_sum(
+        fc_slot_part(slots[blockIdx.x], blockIdx.x, stretch_tiles, parts, threadIdx.x, blockDim.x));
 
-    for (uint32_t slot = thread.warp; slot < n_slots; slot += thread.n_warps) {
-        const double sum = warp_sum(fc_slot_part(slots[slot], tiles, thread.lane));
-        if (thread.lane == 0) {
-            sums[slot] = sum;
+    if (lane == 0) {
+        warps[warp] = sum;
+    }
+    __syncthreads();
+    if (warp == 0) {
+        sum = warp_sum(lane < n_warps ? warps[lane] : 0);
+        if (lane == 0) {
+            sums[blockIdx.x] = sum;
         }
     }
 }
 
-__global__ void __launch_bounds__(block_threads)
+__global__ void __launch_bounds__(block_threads, blocks_at_once)
     adam_kernel(fc_table table, const __grid_constant__ fc_bases bases, fc_adam numbers)
 {
-    fc_adam_thread(&table, &bases, &numbers, this_thread());
-}
-
-// As many blocks as there is work for, up to what keeps the device busy.
-cudaError_t grid_for(uint32_t n_warps, unsigned *blocks_out)
-{
-    int device = 0, processors = 0;
-    cudaError_t error = cudaGetDevice(&device);
-
-    if (error == cudaSuccess) {
-        error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-    }
-    const unsigned most = static_cast<unsigned>(processors) * blocks_per_processor;
-    const unsigned wanted = (n_warps - 1) / block_warps + 1;
-    *blocks_out = wanted < most ? wanted : most;
-    return error;
+    fetch_ahead(table, this_thread(table));
+    fc_adam_thread(&table, &bases, &numbers, this_thread(table));
 }
 
 // Calls start(blocks, table, bases) for every batch of the plan.
@@ -96,16 +119,12 @@ template <typename Start> int launch_batches(const fc_cuda_launch *launch, Start
 
     for (size_t i = 0; i < plan->n_batches; i++) {
         const fc_batch &batch = plan->batches[i];
-        const fc_table table = fc_batch_table(&batch, launch->runs);
+        const fc_table table = fc_batch_table(plan, &batch, launch->runs, launch->stretches);
         fc_bases bases;
-        unsigned blocks = 0;
 
         fc_batch_bases(plan, &batch, launch->addresses, &bases);
-        cudaError_t error = grid_for(batch.end_tile - batch.first_tile, &blocks);
-        if (error == cudaSuccess) {
-            start(blocks, table, bases);
-            error = cudaGetLastError();
-        }
+        start((table.end_stretch - table.first_stretch - 1) / block_warps + 1, table, bases);
+        const cudaError_t error = cudaGetLastError();
         if (error != cudaSuccess) {
             return error;
         }
@@ -140,22 +159,20 @@ int finish(const fc_cuda_launch *launch, double divisor, bool accumulate)
     });
 }
 
-int sum_squares(const fc_cuda_launch *launch, double *tiles, double *sums)
+int sum_squares(const fc_cuda_launch *launch, double *parts, double *sums)
 {
     const auto stream = static_cast<cudaStream_t>(launch->stream);
-    const auto n_slots = static_cast<uint32_t>(launch->plan->n_slots);
-    int error = launch_batches(launch, [&](unsigned blocks, fc_table table, const fc_bases &bases) {
-        squares_kernel<<<blocks, block_threads, 0, stream>>>(table, bases, tiles);
-    });
-    unsigned blocks = 0;
+    const auto n_slots = static_cast<unsigned>(launch->plan->n_slots);
+    const int error =
+        launch_batches(launch, [&](unsigned blocks, fc_table table, const fc_bases &bases) {
+            squares_kernel<<<blocks, block_threads, 0, stream>>>(table, bases, parts);
+        });
 
-    if (error == cudaSuccess && n_slots != 0) {
-        error = grid_for(n_slots, &blocks);
-    }
     if (error != cudaSuccess || n_slots == 0) {
         return error;
     }
-    slots_kernel<<<blocks, block_threads, 0, stream>>>(launch->slots, n_slots, tiles, sums);
+    slots_kernel<<<n_slots, fc_slot_threads(launch->plan), 0, stream>>>(
+        launch->slots, launch->plan->stretch_tiles, parts, sums);
     return cudaGetLastError();
 }
 

@@ -4,8 +4,8 @@
  * device is first used. Functions launch on a stream (a cudaStream_t) of the thread's current
  * device and return at once: 0, or a cudaError_t. They allocate nothing, never wait, and keep no
  * state, so that they may be captured into a graph. The plan, the addresses and the numbers are
- * read during the call; the plan's runs and slots are also read on the device, from `runs` and
- * `slots`. Threading: multi.
+ * read during the call; the plan's runs, stretches and slots are also read on the device, from
+ * `runs`, `stretches` and `slots`. Threading: multi.
  */
 #ifndef FC_KERNELS_CUDA_KERN_CUDA_H
 #define FC_KERNELS_CUDA_KERN_CUDA_H
@@ -23,6 +23,7 @@ extern "C" {
 typedef struct fc_cuda_launch {
     const fc_runs *plan;
     const fc_run *runs;        /* plan->runs in device memory */
+    const uint32_t *stretches; /* plan->stretches in device memory */
     const fc_slot *slots;      /* plan->slots in device memory; for sums of squares */
     const uint64_t *addresses; /* of the bases, by the numbers that the plan's maker gave out */
     void *stream;
@@ -36,9 +37,9 @@ typedef struct fc_cuda_kernels {
     int (*move)(const fc_cuda_launch *launch);
     /* dst = (accumulate ? dst : 0) + src / divisor, as fc_reduce_fn adds one source. */
     int (*finish)(const fc_cuda_launch *launch, double divisor, bool accumulate);
-    /* sums[slot] = sum of squares; `tiles` is scratch memory on the device, one double per tile of
-     * the plan. The same numbers in the same plan give the same bits. */
-    int (*sum_squares)(const fc_cuda_launch *launch, double *tiles, double *sums);
+    /* sums[slot] = sum of squares; `parts` is scratch memory on the device, a double per slot and
+     * one per stretch of the plan. The same numbers in the same plan give the same bits. */
+    int (*sum_squares)(const fc_cuda_launch *launch, double *parts, double *sums);
     /* Operands: parameter, gradient, exp_avg, exp_avg_sq, all float32. Rounds as torch's foreach
      * operators are written to. */
     int (*adam)(const fc_cuda_launch *launch, const fc_adam *adam);

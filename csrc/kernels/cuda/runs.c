@@ -34,7 +34,8 @@ static fc_status grow(void **items, size_t *room, size_t count, size_t bytes)
 
 void fc_runs_init(fc_runs *runs)
 {
-    *runs = (fc_runs){.numel_max = FC_RUN_NUMEL_MAX};
+    *runs = (fc_runs){
+        .numel_max = FC_RUN_NUMEL_MAX, .stretches_max = FC_STRETCHES_MAX, .stretch_tiles = 1};
 }
 
 void fc_runs_clear(fc_runs *runs)
@@ -43,6 +44,7 @@ void fc_runs_clear(fc_runs *runs)
     fc_free(runs->batches);
     fc_free(runs->bases);
     fc_free(runs->slots);
+    fc_free(runs->stretches);
     fc_runs_init(runs);
 }
 
@@ -55,6 +57,16 @@ static fc_status begin_batch(fc_runs *runs)
                                                   .first_tile = runs->n_tiles,
                                                   .end_tile = runs->n_tiles,
                                                   .first_base = (uint32_t)runs->n_bases};
+    return FC_OK;
+}
+
+/* Runs that are added next have these operands, and share a batch if their bases are the same. */
+static fc_status make_room(fc_runs *runs, size_t n_operands)
+{
+    if (runs->n_batches == 0 ||
+        runs->batches[runs->n_batches - 1].n_bases + n_operands > FC_RUNS_BASES) {
+        FC_TRY(begin_batch(runs));
+    }
     return FC_OK;
 }
 
@@ -116,7 +128,33 @@ static uint64_t choose_tiles(fc_run *run)
     return (uint64_t)run->tiles_per_line * run->n_lines;
 }
 
-/* Adds a run whose counts, types, offsets and strides are set. */
+/* Stretches of one tile are half of what a warp can load at once: these are for small plans, where
+ * every warp counts. */
+static uint32_t room_for_stretches(const fc_runs *runs)
+{
+    return runs->stretch_tiles == 1 ? runs->stretches_max / 4 : runs->stretches_max;
+}
+
+/* Stretches up to `end_tile`, which begin in the run that is added; longer ones where there would
+ * be too many. */
+static fc_status add_stretches(fc_runs *runs, uint32_t end_tile)
+{
+    while ((uint64_t)runs->n_stretches * runs->stretch_tiles < end_tile) {
+        if (runs->n_stretches < room_for_stretches(runs)) {
+            FC_TRY(GROW(runs, stretches));
+            runs->stretches[runs->n_stretches++] = (uint32_t)runs->n_runs;
+            continue;
+        }
+        runs->n_stretches /= 2;
+        runs->stretch_tiles *= 2;
+        for (size_t i = 0; i < runs->n_stretches; i++) {
+            runs->stretches[i] = runs->stretches[2 * i];
+        }
+    }
+    return FC_OK;
+}
+
+/* Adds a run whose counts, types, offsets and strides are set; there is room in the batch. */
 static fc_status append(fc_runs *runs, fc_run *run, const uint32_t *bases, size_t n_operands)
 {
     uint64_t tiles = choose_tiles(run);
@@ -127,18 +165,16 @@ static fc_status append(fc_runs *runs, fc_run *run, const uint32_t *bases, size_
         return fc_fail(FC_ERR_INVALID, "a plan of GPU kernels would have more than %u tiles",
                        UINT32_MAX);
     }
-    if (runs->n_batches == 0 ||
-        runs->batches[runs->n_batches - 1].n_bases + n_operands > FC_RUNS_BASES) {
-        FC_TRY(begin_batch(runs));
-    }
     for (i = 0; i < n_operands; i++) {
         FC_TRY(local_base(runs, bases[i], &run->base[i]));
     }
     FC_TRY(GROW(runs, runs));
     run->first_tile = runs->n_tiles;
     run->end_tile = runs->n_tiles + (uint32_t)tiles;
+    run->by_tiles_per_line = divisor_of(run->tiles_per_line != 0 ? run->tiles_per_line : 1);
     run->by_line = divisor_of(run->line_numel);
     run->by_plane = divisor_of(run->lines_per_plane);
+    FC_TRY(add_stretches(runs, run->end_tile));
     runs->runs[runs->n_runs++] = *run;
     runs->n_tiles = run->end_tile;
     batch = &runs->batches[runs->n_batches - 1];
@@ -222,6 +258,7 @@ static fc_status append_block(fc_runs *runs, const fc_block *block)
     runs->has_raw = runs->has_raw || !fc_dtype_is_float(block->to.type);
     run.is_regular = block->numel % vector == 0 && is_regular(&block->to, vector) &&
                      is_regular(&block->from, vector);
+    FC_TRY(make_room(runs, 2));
     return append(runs, &run, bases, 2);
 }
 
@@ -305,12 +342,16 @@ fc_status fc_runs_add_flat(fc_runs *runs, fc_dtype type, size_t numel, size_t n,
         return fc_fail(FC_ERR_INVALID, "no GPU kernel computes with %zu operands of %s", n,
                        fc_dtype_name(type));
     }
+    if (numel > 0) {
+        FC_TRY(make_room(runs, n));
+    }
     for (done = 0; done < numel; done += part) {
         fc_run run = {.n_lines = 1,
                       .lines_per_plane = 1,
                       .from = (uint8_t)type,
                       .to = (uint8_t)type,
-                      .is_regular = true};
+                      .is_regular = true,
+                      .slot = (uint32_t)runs->n_slots};
 
         part = numel - done < runs->numel_max ? numel - done : (size_t)runs->numel_max;
         run.line_numel = (uint32_t)part;

@@ -1,13 +1,15 @@
 /* What a launch works on: runs of elements, cut into tiles, in one table for a whole unit.
  *
  * A *run* is a block [planes, lines, numel] whose lines are contiguous in both of its operands (in
- * all of them, for the flat runs of optimizers and norms). A *tile* is what one warp does at a
- * time: FC_TILE_BYTES of the wider operand. Warps take tiles in turns, so the work, not the number
- * of parameters, decides the size of the grid: many short runs take a tile each, a long one takes
- * many. The table is made once per unit, on the host, and copied to device memory by its user;
- * addresses change from step to step and travel with the launch. So a run names *bases* (numbers
- * that its user gives out) and offsets from them. A launch carries at most FC_RUNS_BASES
- * addresses; a plan that uses more of them is cut into *batches*, each a launch of its own.
+ * all of them, for the flat runs of optimizers and norms). A *tile* is FC_TILE_BYTES of the wider
+ * operand, a *stretch* is the tiles, one after the other, that one warp does: equally many for all
+ * warps. So the work, not the number of parameters, decides the size of the grid: many short runs
+ * take a tile each, a long one takes many. The plan says in which run each stretch begins, so that
+ * a warp waits for two loads before it knows its addresses, however many runs there are. The table
+ * is made once per unit, on the host, and copied to device memory by its user; addresses change
+ * from step to step and travel with the launch. So a run names *bases* (numbers that its user gives
+ * out) and offsets from them. A launch carries at most FC_RUNS_BASES addresses; a plan that uses
+ * more of them is cut into *batches*, each a launch of its own.
  *
  * Threading: a plan is written by one thread and then only read.
  */
@@ -27,9 +29,11 @@ extern "C" {
 
 #define FC_WARP 32
 #define FC_VECTOR_BYTES 16
-#define FC_TILE_VECTORS 128 /* four of each lane: their loads are in flight together */
+#define FC_TILE_VECTORS 128
 #define FC_TILE_BYTES (FC_TILE_VECTORS * FC_VECTOR_BYTES)
+#define FC_STRETCHES_MAX 16384 /* several for each warp that a GPU holds at a time */
 #define FC_RUN_OPERANDS 4
+#define FC_RUN_HEAD_BYTES 64
 #define FC_RUNS_BASES 448 /* 3.5 of the 4 KiB that the arguments of any kernel may take */
 #define FC_RUN_NUMEL_MAX (UINT32_C(1) << 30)
 
@@ -38,15 +42,18 @@ typedef struct fc_divisor {
     uint32_t multiplier, shift;
 } fc_divisor;
 
+/* The first FC_RUN_HEAD_BYTES are what every kernel needs of it. */
 typedef struct fc_run {
     uint32_t first_tile, end_tile; /* in the plan */
     uint32_t tiles_per_line;       /* 0: short lines, whose elements are counted through */
-    uint32_t line_numel, n_lines, lines_per_plane;
-    fc_divisor by_line, by_plane;
+    uint32_t line_numel, n_lines;
     uint16_t base[FC_RUN_OPERANDS]; /* within the batch */
     uint8_t from, to;               /* fc_dtype: the floating ones, and FC_RAW1..FC_RAW8 */
     bool is_regular;                /* all strides and offsets are whole vectors */
     uint64_t at[FC_RUN_OPERANDS];   /* bytes from the base */
+    uint32_t slot;                  /* of flat runs */
+    uint32_t lines_per_plane;
+    fc_divisor by_tiles_per_line, by_line, by_plane;
     uint64_t line_stride[2], plane_stride[2]; /* bytes */
 } fc_run;
 
@@ -62,7 +69,8 @@ typedef struct fc_slot {
 } fc_slot;
 
 typedef struct fc_runs {
-    uint64_t numel_max; /* of one run; tests lower it */
+    uint64_t numel_max;     /* of one run; tests lower it */
+    uint32_t stretches_max; /* a multiple of 8; tests lower it */
     fc_run *runs;
     size_t n_runs, runs_room;
     fc_batch *batches;
@@ -71,6 +79,9 @@ typedef struct fc_runs {
     size_t n_bases, bases_room;
     fc_slot *slots;
     size_t n_slots, slots_room;
+    uint32_t *stretches; /* the run that each begins in */
+    size_t n_stretches, stretches_room;
+    uint32_t stretch_tiles; /* of each but the last; grows with the plan */
     uint32_t n_tiles;
     bool has_raw; /* some run can only be moved */
 } fc_runs;

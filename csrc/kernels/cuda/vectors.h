@@ -31,30 +31,33 @@ FC_BOTH int fc_element_bytes(int type)
 
 /* ---- memory ---- */
 
+/* The instructions are written out, since nvcc stores a vector word by word otherwise. They are
+ * volatile, so that they keep their order, and say nothing of memory to the compiler: what is known
+ * of a run stays known over a store. */
+
 /* `bytes`: 1, 2, 4, 8 or 16. */
 FC_BOTH fc_vector fc_load(const char *at, int bytes)
 {
     fc_vector v = {{0, 0, 0, 0}};
 
 #ifdef __CUDA_ARCH__
+    uint16_t half;
+
     if (bytes == 16) {
-        const uint4 all = *(const uint4 *)at;
-
-        v.word[0] = all.x;
-        v.word[1] = all.y;
-        v.word[2] = all.z;
-        v.word[3] = all.w;
+        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+                     : "l"(at));
     } else if (bytes == 8) {
-        const uint2 both = *(const uint2 *)at;
-
-        v.word[0] = both.x;
-        v.word[1] = both.y;
+        asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(v.word[0]), "=r"(v.word[1])
+                     : "l"(at));
     } else if (bytes == 4) {
-        v.word[0] = *(const uint32_t *)at;
+        asm volatile("ld.global.u32 %0, [%1];" : "=r"(v.word[0]) : "l"(at));
     } else if (bytes == 2) {
-        v.word[0] = *(const uint16_t *)at;
+        asm volatile("ld.global.u16 %0, [%1];" : "=h"(half) : "l"(at));
+        v.word[0] = half;
     } else {
-        v.word[0] = *(const uint8_t *)at;
+        asm volatile("ld.global.u8 %0, [%1];" : "=r"(v.word[0]) : "l"(at));
     }
 #else
     assert((uintptr_t)at % (uintptr_t)bytes == 0);
@@ -67,15 +70,16 @@ FC_BOTH void fc_store(char *at, fc_vector v, int bytes)
 {
 #ifdef __CUDA_ARCH__
     if (bytes == 16) {
-        *(uint4 *)at = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
+        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.word[0]),
+                     "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3]));
     } else if (bytes == 8) {
-        *(uint2 *)at = make_uint2(v.word[0], v.word[1]);
+        asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(at), "r"(v.word[0]), "r"(v.word[1]));
     } else if (bytes == 4) {
-        *(uint32_t *)at = v.word[0];
+        asm volatile("st.global.u32 [%0], %1;" ::"l"(at), "r"(v.word[0]));
     } else if (bytes == 2) {
-        *(uint16_t *)at = (uint16_t)v.word[0];
+        asm volatile("st.global.u16 [%0], %1;" ::"l"(at), "h"((uint16_t)v.word[0]));
     } else {
-        *(uint8_t *)at = (uint8_t)v.word[0];
+        asm volatile("st.global.u8 [%0], %1;" ::"l"(at), "r"(v.word[0]));
     }
 #else
     assert((uintptr_t)at % (uintptr_t)bytes == 0);
