@@ -42,8 +42,6 @@ sys.path.append({folder!r})
 import gpu_beside
 from gpu_sides import program
 
-gpu_beside.PROGRAM_S = 8
-
 def ours(name, **options):
     def decorate(run):
         @program(name, **options)
@@ -96,6 +94,7 @@ def test_programs_go_on_after_one_that_fails(tmp_path: Path, monkeypatch: pytest
     script = tmp_path / "bad.py"
     script.write_text(BAD.format(folder=str(ROOT / "tests" / "gpu")))
     monkeypatch.setattr(gpu_beside, "__file__", str(script))
+    monkeypatch.setattr(gpu_beside, "PROGRAM_S", 8)
     names = ["raises", "differs", "takes torch's road", "is more than torch can do", "dies"]
     names += ["loses the GPU", "is good", "hangs"]
     found = results(tmp_path, "1 rank", names)

@@ -1,7 +1,8 @@
 """Runs the programs of gpu_programs.py: many in a process, on one rank and on two of one GPU.
 
-`python gpu_beside.py RANK RANKS STORE DEVICE WORLD ROWS NAME...` is a rank. A program that fails
-is a row like the others; one that crashes or hangs ends its processes, and new ones go on after it.
+`python gpu_beside.py RANK RANKS STORE DEVICE WORLD ROWS SECONDS NAME...` is a rank, with a limit
+for each program. One that fails is a row like the others; one that crashes or hangs ends its
+processes, and new ones go on after it.
 """
 
 from __future__ import annotations
@@ -119,14 +120,21 @@ def agreed(outcome: tuple[str, str], control: Any) -> tuple[str, str]:
 
 
 def run_rank(
-    rank: int, n_ranks: int, store: str, device_type: str, world: str, file: str, *names: str
+    rank: int,
+    n_ranks: int,
+    store: str,
+    device_type: str,
+    world: str,
+    file: str,
+    limit_s: str,
+    *names: str,
 ) -> None:
     device = gpu_ranks.begin(rank, n_ranks, store, device_type)
     control = dist.new_group(backend="gloo")
     rows = Rows(Path(file), PART)
     for name in names:
         begun = time.monotonic()
-        faulthandler.dump_traceback_later(PROGRAM_S, exit=True)
+        faulthandler.dump_traceback_later(float(limit_s), exit=True)
         result, why = agreed(outcome_of(PROGRAMS[name], device, WORLDS[world]), control)
         gc.collect()
         faulthandler.cancel_dump_traceback_later()
@@ -177,7 +185,7 @@ def start(rows: Rows, device_type: str, world: str, names: list[str]) -> None:
     env = gpu_ranks.environment(device_type, WORLDS[world].n_ranks) | WORLDS[world].env
     # Without it sums in matrix products may be split up in one way or another.
     env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    words = [device_type, world, str(rows.path), *names]
+    words = [device_type, world, str(rows.path), str(PROGRAM_S), *names]
     gpu_ranks.run(__file__, WORLDS[world].n_ranks, *words, env=env, limit_s=300)
 
 

@@ -54,7 +54,7 @@ def run_sanitizer(rows: Rows, device_type: str) -> None:
         assert done.returncode == 0, f"status {done.returncode}; 9 stands for errors, shown above"
 
     with tempfile.TemporaryDirectory() as folder:
-        words = ["0", "1", f"{folder}/store", "cuda", "1 rank", str(rows.path)]
+        words = ["0", "1", f"{folder}/store", "cuda", "1 rank", str(rows.path), "180"]
         training = [gpu_beside.__file__, *words, "float32", "parameters in bfloat16"]
         rows.check("kernels", lambda: run([__file__]))
         rows.check("training", lambda: run(training))
