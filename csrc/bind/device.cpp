@@ -10,6 +10,7 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Device.h>
@@ -90,6 +91,19 @@ void Streams::begin()
 {
     check(collectives_.watch());
     check(fc_schedule_begin(schedule_, current(), nullptr));
+    forward_ = newest_;
+}
+
+void Streams::resume()
+{
+    if (forward_ == nullptr || newest_ == forward_) {
+        return;
+    }
+    c10::Event unsharded(device_.type());
+    unsharded.record(*newest_);
+    unsharded.block(*forward_);
+    check(fc_schedule_read_shards(schedule_, handle_of(*forward_)));
+    newest_ = forward_;
 }
 
 void Streams::read_shards()

@@ -36,7 +36,7 @@ public:
     Collectives &collectives() { return collectives_; }
     c10::Stream reducing() const { return streams_[2]; }
     c10::Stream all_reducing() const { return streams_[3]; }
-    // Where the newest forward began.
+    // Where the newest forward, or unshard, began.
     c10::Stream computing() const;
 
     // A forward begins in the current stream: shards may be read behind what is in it. Raises if
@@ -44,6 +44,8 @@ public:
     void begin();
     // The same for an unshard outside of forward and backward.
     void read_shards();
+    // Backward computes where the forward began, behind what was unsharded on another stream since.
+    void resume();
 
 private:
     fc_stream *current();
@@ -52,7 +54,7 @@ private:
     Collectives collectives_;
     std::vector<c10::Stream> streams_;  // copy-in, gather, reduce, all-reduce
     std::deque<c10::Stream> computing_; // the callers' own; places stay
-    const c10::Stream *newest_ = nullptr;
+    const c10::Stream *newest_ = nullptr, *forward_ = nullptr;
     std::unique_ptr<fc_device, void (*)(fc_device *)> core_;
     fc_schedule *schedule_ = nullptr; // owned
 };

@@ -405,10 +405,11 @@ void tree_begin_backward(TreeObject *tree)
             });
         }
     });
-    open(tree, FC_PHASE_BACKWARD);
     if (tree->streams != nullptr) {
+        tree->streams->resume();
         each_unit(tree, [](Unit *unit) { unit->release_unused(); });
     }
+    open(tree, FC_PHASE_BACKWARD);
     tree->n_settled = 0;
     tree->n_reopened = Unit::n_reopened();
 }
