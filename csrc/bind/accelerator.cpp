@@ -209,7 +209,7 @@ void accelerator_moves_destroy(fc_device *device, fc_moves *moves)
     if (moves == nullptr) {
         return;
     }
-    for (const c10::Stream &stream : moves->streams) {
+    for (const c10::Stream &stream : moves->streams) { // none if there is nothing to read
         for (const at::Tensor *table : {&moves->runs, &moves->stretches}) {
             accelerator(device)->impl.recordDataPtrOnStream(table->storage().data_ptr(), stream);
         }
@@ -279,8 +279,8 @@ fc_status accelerator_move(fc_device *device, fc_stream *stream, fc_label label,
     }
     launch.addresses = move->addresses;
     launch.stream = native_stream(torch_stream(stream));
-    if (std::find(moves->streams.begin(), moves->streams.end(), torch_stream(stream)) ==
-        moves->streams.end()) {
+    if (moves->runs.defined() && std::find(moves->streams.begin(), moves->streams.end(),
+                                           torch_stream(stream)) == moves->streams.end()) {
         moves->streams.push_back(torch_stream(stream));
     }
     const bool is_plain = move->divisor == 1 && !move->accumulate;
