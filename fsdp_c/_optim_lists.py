@@ -135,7 +135,7 @@ def step_buffers(members: Members, optimizer: optim.Optimizer, group: dict[str, 
     if _is_listwise(group) and _env.is_strict():
         return False
     columns = members.plan.collect(optimizer.state, ("momentum_buffer",))
-    if columns is None:
+    if columns is None or any(buffer is None for buffer in columns[2]):
         return False
     _run_sgd(optimizer, group, columns)
     return True

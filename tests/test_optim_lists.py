@@ -285,3 +285,16 @@ def test_sgd_is_stepped_without_collecting_once_it_has_buffers(
     with mock.patch.object(_optim_lists, "step_buffers", spy):
         train(pair, rank, n_steps=4)
     assert results == [False, True, True, True]
+
+
+@on_ranks(1)
+def test_a_buffer_that_is_none_becomes_one(rank: int, n_ranks: int) -> None:
+    """As states that were saved without momentum may have it."""
+
+    def forget(side: Side) -> None:
+        for param in side.model.parameters():
+            side.optimizer.state[param]["momentum_buffer"] = None
+
+    pair = pair_of(make(optim.SGD, momentum=0.9), torch.bfloat16)
+    train(pair, rank, forget, n_steps=2)
+    train(pair, rank, n_steps=2)
