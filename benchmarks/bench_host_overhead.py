@@ -1,7 +1,7 @@
 """Host time that sharding adds to a step, per unit: many tiny linear layers, nothing else counts.
 
 The figure is (sharded step - step of the plain module) / units, for forward + backward and for a
-forward under no_grad.
+forward under no_grad: the median over pairs of neighbouring blocks, of the slowest rank's steps.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--over-messages", action="store_true", help="the process group's collectives"
     )
-    parser.add_argument("--rounds", type=int, help="most rounds of each case")
-    parser.add_argument("--budget-s", type=float, help="no new round after so long, per row")
+    parser.add_argument("--pairs", type=int, help="most pairs of blocks, per row")
+    parser.add_argument("--budget-s", type=float, help="of each implementation, per row")
 
 
 def launches(args: argparse.Namespace) -> list[Launch]:
@@ -118,53 +118,61 @@ def work(args: argparse.Namespace) -> list[Row]:
         os.environ["FSDP_C_TRANSPORT"] = "callback"
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
+    apis = harness.implementations(args.impl)
     rows: list[Row] = []
     for n_units in args.units or ([10, 100] if args.quick else [10, 100, 1000]):
         torch.manual_seed(1 + dist.get_rank())
         x = torch.randn(4, WIDTH, requires_grad=True)
         plain = net(n_units)
-        models = {
-            name: sharded_net(api, n_units, mesh)
-            for name, api in harness.implementations(args.impl).items()
-        }
+        models = {name: sharded_net(api, n_units, mesh) for name, api in apis.items()}
         verify(plain, models, x, n_steps=1 if n_units * ranks > 1000 else 3)
-        budget_s = args.budget_s or (2.5 if args.quick else 8)
-        rounds = args.rounds or 12
+        budget_s = args.budget_s or (1.5 if args.quick else 8)
+        pairs = args.pairs or (6 if args.quick else 400)
         for mode, case in (("train", train_case), ("no_grad", no_grad_case)):
-            cases = {name: case(model, x) for name, model in {"plain": plain, **models}.items()}
-            times = harness.measure(cases, rounds, block_s=0.05, budget_s=budget_s, least_steps=3)
+            cases = {name: case(model, x) for name, model in models.items()}
+            counting = {name: api.stats for name, api in apis.items() if hasattr(api, "stats")}
+            for name, stats in counting.items():
+                stats(models[name], reset=True)
+            times = harness.measure_added(case(plain, x), cases, budget_s, 0.05, pairs)
+            for name, stats in counting.items():
+                per_step_us = stats(models[name]).waits.seconds_per_step * 1e6
+                times[name]["waited_us"] = harness.mean_over_ranks([per_step_us])[0]
             rows.append({"mode": mode, "units": n_units, "ranks": ranks, "times": times})
     return rows
 
 
 def per_unit(row: Row, name: str, statistic: str = "median_us") -> float:
-    times = row["times"]
-    return (times[name][statistic] - times["plain"][statistic]) / row["units"]
+    return row["times"][name][statistic] / row["units"]
 
 
 def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
     titles = {"train": "forward + backward", "no_grad": "forward under no_grad"}
     over = ", over the process group's collectives" if args.over_messages else ""
+    last = args.impl[-1]
     found = []
     for mode, title in titles.items():
         table = report.Table(
             f"Host us per unit and step over the plain module: {title}, n x Linear(16, 16){over}",
-            ["units", "ranks", "plain", *args.impl, "ratio", "goal", "min", "p90", "samples"],
-            note="plain: us per unit of the unsharded module. ratio: first over last "
-            "implementation. min, p90, samples: of the last; each less the plain module's own.",
+            ["units", "ranks", "plain", *args.impl, "ratio", "goal"]
+            + ["p10", "p90", "waited", "pairs"],
+            note="plain: us per unit of the unsharded module, on the slowest rank, beside the last "
+            "implementation. ratio: first over last implementation. Of the last: p10, p90 of its "
+            "pairs; waited: what ranks waited for each other, mean of all steps; number of pairs.",
         )
         for row in (row for row in rows if row["mode"] == mode):
             added = [per_unit(row, name) for name in args.impl]
-            plain = row["times"]["plain"]["median_us"]
             goal = GOALS.get((mode, row["units"], row["ranks"]))
             if args.over_messages:
                 goal = None  # they are latency of collectives
+            waited = "waited_us" in row["times"][last]
+            plain = report.number(per_unit(row, last, "base_us"))
             table.rows.append(
-                [str(row["units"]), str(row["ranks"]), report.number(plain / row["units"])]
+                [str(row["units"]), str(row["ranks"]), plain]
                 + [report.number(value) for value in added]
                 + [report.ratio(added[0], added[-1], 1), f"<= {goal}" if goal else ""]
-                + [report.number(per_unit(row, args.impl[-1], key)) for key in ("min_us", "p90_us")]
-                + [str(row["times"][args.impl[-1]]["samples"])]
+                + [report.number(per_unit(row, last, key)) for key in ("p10_us", "p90_us")]
+                + [report.number(per_unit(row, last, "waited_us")) if waited else "-"]
+                + [str(row["times"][last]["samples"])]
             )
         found.append(table)
     return found

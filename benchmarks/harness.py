@@ -265,6 +265,43 @@ def measure(
     return {name: statistics_of(mean_over_ranks(values)) for name, values in samples.items()}
 
 
+def measure_added(
+    base: Case, cases: dict[str, Case], budget_s: float, block_s: float, most_pairs: int = 10_000
+) -> dict[str, Row]:
+    """Times what each case adds to `base`, in microseconds, from pairs of neighbouring blocks.
+
+    A machine that slows down for a second slows both blocks of a pair, so that their difference
+    drifts less than either. A block's figure is its median step on the slowest rank: ranks that
+    meet in a step wait for that one, and the base's do not. Cases take turns, who has used the
+    least of `budget_s` next; of a pair now the base's block comes first and now the case's.
+    Returns statistics of the differences by case, with `base_us`, the median of the base's blocks
+    beside it.
+    """
+    steps = {name: _steps_per_block(case, block_s, 3, 200) for name, case in cases.items()}
+    base_steps = _steps_per_block(base, block_s, 3, 200)
+    used = dict.fromkeys(cases, 0.0)
+    blocks: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
+    while open_cases := [
+        name
+        for name in cases
+        if not blocks[name] or (used[name] < budget_s and len(blocks[name]) < most_pairs)
+    ]:
+        name = min(open_cases, key=lambda name: used[name])
+        started = time.perf_counter()
+        pair = [(base, base_steps), (cases[name], steps[name])]
+        turn = -1 if len(blocks[name]) % 2 else 1
+        medians = [statistics.median(_block(*block)) for block in pair[::turn]][::turn]
+        blocks[name].append((medians[0], medians[1]))
+        used[name] += agreed_max(time.perf_counter() - started)
+    results = {}
+    for name, pairs in blocks.items():
+        in_base = max_over_ranks([pair[0] for pair in pairs])
+        in_case = max_over_ranks([pair[1] for pair in pairs])
+        results[name] = statistics_of([b - a for a, b in zip(in_base, in_case, strict=True)])
+        results[name]["base_us"] = statistics.median(in_base)
+    return results
+
+
 def _steps_per_block(case: Case, block_s: float, least_steps: int, most_steps: int) -> int:
     seconds = agreed_max(_block(case, 1)[0] * 1e-6)
     if seconds < block_s:  # the first step pays for set-up; what follows is the better guess
@@ -302,12 +339,16 @@ def _run_step(case: Case) -> None:
 
 def agreed_max(value: float) -> float:
     """The largest of the ranks' values, so that all of them decide alike."""
+    return max_over_ranks([value])[0]
+
+
+def max_over_ranks(values: list[float]) -> list[float]:
     import torch
     import torch.distributed as dist
 
-    shared = torch.tensor([value], dtype=torch.float64)
+    shared = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(shared, dist.ReduceOp.MAX)
-    return float(shared)
+    return shared.tolist()
 
 
 def mean_over_ranks(values: list[float]) -> list[float]:
@@ -324,6 +365,7 @@ def statistics_of(samples_us: list[float]) -> Row:
     return {
         "median_us": statistics.median(ordered),
         "min_us": ordered[0],
+        "p10_us": ordered[math.ceil(0.1 * len(ordered)) - 1],
         "p90_us": ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)],
         "samples": len(ordered),
     }

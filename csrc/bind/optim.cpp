@@ -85,9 +85,10 @@ fc_root torchs_root()
     static fc_root found;
     if (asked != fc_kern()) {
         at::AutoDispatchBelowADInplaceOrView no_autograd;
-        found = is_torchs(FC_ROOT_NEAREST)     ? FC_ROOT_NEAREST
-                : is_torchs(FC_ROOT_ESTIMATED) ? FC_ROOT_ESTIMATED
-                                               : FC_ROOT_COUNT;
+        found = FC_ROOT_NEAREST;
+        while (found != FC_ROOT_COUNT && !is_torchs(found)) {
+            found = static_cast<fc_root>(found + 1);
+        }
         asked = fc_kern();
     }
     return found;

@@ -17,6 +17,7 @@ typedef __m256d vd;
 #define sqrt_f32 _mm256_sqrt_ps
 #define HAS_ESTIMATED_ROOT false
 #define estimated_root sqrt_f32
+#define sse_inverse_root _mm256_rsqrt_ps
 #define sub_f32 _mm256_sub_ps
 #define larger_f32(x, y) _mm256_blendv_ps(_mm256_max_ps(x, y), x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q))
 #define fma_f32 _mm256_fmadd_ps
@@ -45,6 +46,23 @@ static inline vf load_bf16(const void *memory)
 static inline vf load_f16(const void *memory)
 {
     return _mm256_cvtph_ps(_mm_loadu_si128(memory));
+}
+
+static inline vf is_between(vf x, float least, float most)
+{
+    vf is_above = _mm256_cmp_ps(x, set_f32(least), _CMP_GE_OQ);
+
+    return _mm256_and_ps(is_above, _mm256_cmp_ps(x, set_f32(most), _CMP_LE_OQ));
+}
+
+static inline bool all_between(vf x, float least, float most)
+{
+    return _mm256_movemask_ps(is_between(x, least, most)) == 0xff;
+}
+
+static inline vf where_between(vf x, float least, float most, vf inside, vf outside)
+{
+    return _mm256_blendv_ps(outside, inside, is_between(x, least, most));
 }
 
 static inline void store_f32(void *memory, vf x, bool stream)

@@ -52,7 +52,7 @@ static inline vf load_f16(const void *memory)
 }
 
 /* One step of Newton's from an estimate; exact scaling aside, the same for x and 4 x. */
-static inline vf refined_root(vf x)
+static inline vf once_refined_root(vf x)
 {
     vf inverse = _mm512_rsqrt14_ps(x);
     vf root = mul_f32(x, inverse);
@@ -70,7 +70,7 @@ static inline vf refined_root(vf x)
 static __attribute__((noinline)) vf unusual_root(vf x)
 {
     __mmask16 is_small = _mm512_cmp_ps_mask(x, set_f32(0x1p-60f), _CMP_LT_OQ);
-    vf root = refined_root(_mm512_mask_mul_ps(x, is_small, x, set_f32(0x1p64f)));
+    vf root = once_refined_root(_mm512_mask_mul_ps(x, is_small, x, set_f32(0x1p64f)));
     vf none = set_f32(__builtin_nanf(""));
 
     root = _mm512_mask_mul_ps(root, is_small, root, set_f32(0x1p-32f));
@@ -86,7 +86,33 @@ static inline vf estimated_root(vf x)
     if (__builtin_expect(_mm512_cmplt_epu32_mask(above, range) != 0xffff, 0)) {
         return unusual_root(x);
     }
-    return refined_root(x);
+    return once_refined_root(x);
+}
+
+/* AVX-512 has estimates of its own. */
+static inline vf sse_inverse_root(vf x)
+{
+    __m256 low = _mm256_rsqrt_ps(_mm512_castps512_ps256(x));
+    __m256 high = _mm256_rsqrt_ps(_mm512_extractf32x8_ps(x, 1));
+
+    return _mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
+}
+
+static inline __mmask16 is_between(vf x, float least, float most)
+{
+    __mmask16 is_above = _mm512_cmp_ps_mask(x, set_f32(least), _CMP_GE_OQ);
+
+    return _mm512_mask_cmp_ps_mask(is_above, x, set_f32(most), _CMP_LE_OQ);
+}
+
+static inline bool all_between(vf x, float least, float most)
+{
+    return is_between(x, least, most) == 0xffff;
+}
+
+static inline vf where_between(vf x, float least, float most, vf inside, vf outside)
+{
+    return _mm512_mask_mov_ps(outside, is_between(x, least, most), inside);
 }
 
 static inline void store_f32(void *memory, vf x, bool stream)

@@ -1,8 +1,10 @@
 /* Optimizer arithmetic over a file's vectors; included by kern_vector.h, which says what they need.
  *
  * Beside that: sub_f32, larger_f32 (as larger_one), sqrt_f32, fma_f32(a, b, c) = a * b + c rounded
- * once, HAS_ESTIMATED_ROOT and estimated_root(x) (anything where there is none), and v8, an array
- * of eight floats in one or several registers, with load_v8, zero_v8, add_v8, mul_v8 and store_v8.
+ * once, HAS_ESTIMATED_ROOT and estimated_root(x) (anything where there is none),
+ * sse_inverse_root(x), what rsqrtps says, all_between(x, least, most), where_between(x, least,
+ * most, inside, outside), and v8, an array of eight floats in one or several registers, with
+ * load_v8, zero_v8, add_v8, mul_v8 and store_v8.
  */
 #ifndef FC_KERNELS_KERN_OPTIM_VECTOR_H
 #define FC_KERNELS_KERN_OPTIM_VECTOR_H
@@ -121,9 +123,43 @@ static void adam_update(const fc_adam *a, float *param, const float *exp_avg, co
     }
 }
 
+/* What is refined: normal numbers but for the very largest. */
+#define LEAST_REFINED 0x1p-126f
+#define MOST_REFINED 0x1.ffep127f
+
+static __attribute__((noinline)) vf unusual_refined_root(vf x, vf refined)
+{
+    vf none = set_f32(__builtin_nanf(""));
+    vf nearest = where_between(x, -__builtin_inff(), -0x1p-149f, none, sqrt_f32(x));
+
+    return where_between(x, LEAST_REFINED, MOST_REFINED, refined, nearest);
+}
+
+/* Goldschmidt's iteration, then a step by what is left of x. */
+INLINE vf refined_root(vf x)
+{
+    const vf half = set_f32(0.5f);
+    vf inverse = sse_inverse_root(x);
+    vf root = mul_f32(x, inverse);
+    vf half_inverse = mul_f32(inverse, half);
+    vf error = sub_f32(half, mul_f32(root, half_inverse));
+    vf rest;
+
+    root = add_f32(mul_f32(root, error), root);
+    half_inverse = add_f32(mul_f32(half_inverse, error), half_inverse);
+    rest = sub_f32(x, mul_f32(root, root));
+    root = add_f32(mul_f32(rest, half_inverse), root);
+    if (__builtin_expect(!all_between(x, LEAST_REFINED, MOST_REFINED), 0)) {
+        return unusual_refined_root(x, root);
+    }
+    return root;
+}
+
 INLINE vf root_of(fc_root root, vf x)
 {
-    return root == FC_ROOT_ESTIMATED ? estimated_root(x) : sqrt_f32(x);
+    return root == FC_ROOT_NEAREST     ? sqrt_f32(x)
+           : root == FC_ROOT_ESTIMATED ? estimated_root(x)
+                                       : refined_root(x);
 }
 
 INLINE float root_of_one(fc_root root, float x)
@@ -170,8 +206,10 @@ static void adam(const fc_adam *a, fc_root root, float *param, const float *grad
 {
     if (root == FC_ROOT_NEAREST) {
         adam_with(a, FC_ROOT_NEAREST, param, grad, exp_avg, exp_avg_sq, largest, numel, n_tail);
-    } else {
+    } else if (root == FC_ROOT_ESTIMATED) {
         adam_with(a, FC_ROOT_ESTIMATED, param, grad, exp_avg, exp_avg_sq, largest, numel, n_tail);
+    } else {
+        adam_with(a, FC_ROOT_REFINED, param, grad, exp_avg, exp_avg_sq, largest, numel, n_tail);
     }
 }
 

@@ -52,6 +52,8 @@ typedef enum fc_root {
     FC_ROOT_NEAREST,
     FC_ROOT_ESTIMATED, /* one step of refinement from AVX-512's estimate, as MKL does: one in two
                         * hundred is the second nearest number */
+    FC_ROOT_REFINED,   /* two steps from SSE's estimate with every product rounded, as MKL does on
+                        * CPUs that are not Intel's: one in five is the second nearest number */
     FC_ROOT_COUNT
 } fc_root;
 
