@@ -19,6 +19,8 @@ from parity import Pair, Side, Tolerance, on_ranks, total
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_c import _device
+
 NODE = "RegisterPostBackwardFunctionBackward"
 
 
@@ -87,6 +89,10 @@ def kept_producer(net: "Net", x: Tensor) -> Tensor:
 
 KINDS = [chain, recurrent, parallel, read_later, read_before, views, parts, detached_inside]
 KINDS += [skipped_at_times]
+
+
+def name_of(value: Any) -> str:
+    return getattr(value, "__name__", str(value))
 
 
 class Inner(Block):
@@ -242,6 +248,42 @@ def test_hooks_between_units(rank: int, n_ranks: int) -> None:
     for step in range(3):
         pair.step(data(rank, step))
         pair.both(lambda side: side.model.seen, "what hooks saw")
+
+
+ON_DEVICE: list[tuple[Any, ...]] = [
+    *(("test_steps", kind, models.shard_deep) for kind in KINDS),
+    *(("test_number_of_nodes", *each) for each in ((chain, 0), (parallel, 3), (read_later, 2))),
+    *(
+        ("test_backwards", backward, kind)
+        for backward in (twice, some_inputs, input_gradient, one_row_each)
+        for kind in (chain, recurrent)
+    ),
+    ("test_reader_that_comes_later",),
+    ("test_producer_that_lives_on",),
+    ("test_order_of_gradients",),
+    ("test_hooks_between_units",),
+]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("case", ON_DEVICE, ids=lambda case: "-".join(map(name_of, case)))
+@on_ranks(1)
+def test_on_a_device(rank: int, n_ranks: int, case: tuple[Any, ...]) -> None:
+    """One rank alone has nothing to give back at the end of a unit: the same holds there."""
+    with _device.on_cpu():
+        globals()[case[0]].on_rank(rank, n_ranks, *case[1:])
+
+
+@on_ranks(2)
+def test_units_with_memory_on_a_device(rank: int, n_ranks: int) -> None:
+    """It goes, and the reduction starts, at the end of the unit's own backward."""
+    with _device.on_cpu():
+        model = Net(chain)
+        models.shard_blocks(model, implementation())
+        for step in range(3):
+            output = model(data(rank, step))
+            assert identity_nodes(output) == 3
+            output.sum().backward()
 
 
 class Scaled(nn.Module):

@@ -60,14 +60,16 @@ Ref cast_output(const StateObject *state, PyObject *output)
     return cast ? std::move(cast) : Ref::borrow(output);
 }
 
-// An identity node costs more than all else of a small unit's step. It is needed where the unit's
-// memory should go at once, where the producer may be the graph's around a recomputation, and to
-// refuse inputs that are changed in place.
+// An identity node costs more than all else of a small unit's step. It is needed where the unit has
+// memory that should go at once, where the producer may be the graph's around a recomputation, and
+// to refuse inputs that are changed in place.
 bool may_end_at_producer(const StateObject *state)
 {
     const GroupObject *group = state->group;
-    return group->owns_input && !state->is_strict && group->unit->device() == nullptr &&
-           fc_domain_is_mapped(group->unit->domain()) && !in_autograd_backward();
+    const Unit *unit = group->unit;
+    const bool has_memory =
+        unit->device() != nullptr ? !unit->is_resident() : !fc_domain_is_mapped(unit->domain());
+    return group->owns_input && !state->is_strict && !has_memory && !in_autograd_backward();
 }
 
 void register_post_backward(StateObject *state, Ref &args, Ref &kwargs)

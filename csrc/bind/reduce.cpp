@@ -169,7 +169,7 @@ bool Unit::settle_step()
         return false;
     }
     is_settled_ = has_all_gradients_ && !unsharded_ && !pending_ && !requested_ && !is_kept_ &&
-                  device_ == nullptr && !has_partial_sums();
+                  (device_ == nullptr || is_resident_) && !has_partial_sums();
     return is_settled_;
 }
 

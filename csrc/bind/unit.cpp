@@ -507,7 +507,7 @@ bool Unit::is_intact() const
 
 void Unit::publish()
 {
-    if (device_ != nullptr) {
+    if (device_ != nullptr && !is_resident_) {
         device_->set_shards(params_);
     }
     if (!fc_domain_is_mapped(domain_)) {
