@@ -104,6 +104,7 @@ class Contexts(Changes):
         lines = [f"added = nn.Linear({self.width}, {self.width})"]
         if is_sharded:
             lines.append("fsdp.fully_shard(added)")
+            self.roots.append("added")
         else:
             self.ignores = True  # clipping and foreach take tensors of one kind
         self.layers.append("linear")

@@ -220,9 +220,16 @@ class Writer(Contexts):
         call = f"model({self.x()}, fail_in_{where}={position})"
         fn = f"backward({call})" if where == "backward" else call
         return [
-            # The reset of torch 2.13 keeps gradients of parameters that are unsharded.
-            f"where = planned(lambda: {fn})\nmodel.zero_grad()\nmodel.reset_iter_state()\n"
-            "optimizer.zero_grad()",
+            # The reset of torch 2.13 keeps gradients of parameters that are unsharded. Without one
+            # torch's roots miss the end of their next backward.
+            "\n".join(
+                [
+                    f"where = planned(lambda: {fn})",
+                    "model.zero_grad()",
+                    *(f"{root}.reset_iter_state()" for root in self.roots),
+                    "optimizer.zero_grad()",
+                ]
+            ),
             *(["log.clear()"] if self.has_hooks else []),
         ]
 

@@ -104,6 +104,7 @@ class Setting:
         self.is_meta = "tied" not in self.layers and self.chance(0.1)
         self.freezes = self.chance(0.15)
         self.steps_others = False  # parameters that backward has not reached
+        self.roots = ["model"]
         hidden = {"tuple", "dict", "dataclass"}.intersection(self.layers)
         if self.around == "reentrant" and hidden:
             # Such a checkpoint hides the gradients of containers. A root all of whose outputs are
