@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +24,16 @@ NORM = 1e-3
 # Bytes that are read or written for an element of one large parameter.
 LARGE_BYTES = {"AdamW": 28, "SGD, momentum": 20, "clip_grad_norm_": 12}
 # What fsdp_c is built to stay under, as a multiple of plain tensors.
-GOALS = {"AdamW": 0.3, "AdamW, 2 groups": 0.5, "clip_grad_norm_": 0.3}
-GENERAL_GOAL = 1.1  # of every class
+GENERAL_GOAL = 1.1  # of every class, and of all clipping
+GOALS = {
+    "AdamW": 0.3,
+    "AdamW, 2 groups": 0.5,
+    "clip_grad_norm_": 0.3,
+    "clip_grad_norm_, finite": GENERAL_GOAL,
+    "clip_grad_norm_, inf": GENERAL_GOAL,
+    "clip_grad_norm_, bf16": GENERAL_GOAL,
+    "clip_grad_norm_, bf16, finite": GENERAL_GOAL,
+}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,12 +57,15 @@ def net(n_units: int, n_layers: int) -> Any:
     return nn.Sequential(*[nn.Sequential(*layers) for layers in units])
 
 
-def parameters_of(name: str, args: argparse.Namespace, models: list[Any]) -> list[Any]:
+def parameters_of(
+    name: str, args: argparse.Namespace, models: list[Any], is_bf16: bool = False
+) -> list[Any]:
     """Parameters with gradients; plain ones are copies of the shards of torch's.
 
     Their model goes to `models`, to be kept as long as they are used.
     """
-    return with_gradients(name, net(args.units, args.layers), models)
+    model = net(args.units, args.layers)
+    return with_gradients(name, model.bfloat16() if is_bf16 else model, models)
 
 
 def large_parameters_of(name: str, args: argparse.Namespace, models: list[Any]) -> list[Any]:
@@ -74,7 +86,7 @@ def with_gradients(name: str, model: Any, models: list[Any]) -> list[Any]:
         api.fully_shard(block)
     api.fully_shard(model)
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
-    model(x).square().sum().backward()
+    model(x.to(next(model.parameters()).dtype)).square().sum().backward()
     ordinary_gradients(model)
     models.append(model)
     if name != "plain":
@@ -105,7 +117,7 @@ def groups(parameters: list[Any]) -> list[dict[str, Any]]:
 
 def makers() -> dict[str, Callable[[list[Any]], Callable[[], Any]]]:
     """Name of a row to what makes its step from parameters."""
-    from torch import nn, optim
+    from torch import optim
 
     return {
         "AdamW": lambda p: optim.AdamW(p, lr=1e-4).step,
@@ -114,8 +126,18 @@ def makers() -> dict[str, Callable[[list[Any]], Callable[[], Any]]]:
         "AdamW, fused": lambda p: optim.AdamW(p, lr=1e-4, fused=True).step,
         "SGD, momentum": lambda p: optim.SGD(p, lr=1e-4, momentum=0.9).step,
         "RMSprop": lambda p: optim.RMSprop(p, lr=1e-4).step,
-        "clip_grad_norm_": lambda p: lambda: nn.utils.clip_grad_norm_(p, NORM),
+        "clip_grad_norm_": clipping(),
+        "clip_grad_norm_, finite": clipping(error_if_nonfinite=True),
+        "clip_grad_norm_, inf": clipping(norm_type=math.inf),
+        "clip_grad_norm_, bf16": clipping(),
+        "clip_grad_norm_, bf16, finite": clipping(error_if_nonfinite=True),
     }
+
+
+def clipping(**options: Any) -> Callable[[list[Any]], Callable[[], Any]]:
+    from torch import nn
+
+    return lambda p: lambda: nn.utils.clip_grad_norm_(p, NORM, **options)
 
 
 def large_makers() -> dict[str, Callable[[list[Any], str], Callable[[], Any]]]:
@@ -231,7 +253,7 @@ def before(row: str, name: str, parameters: list[Any]) -> Callable[[], None]:
 
     def prepare() -> None:
         use_clipping_of(name)
-        if row == "clip_grad_norm_":
+        if row.startswith("clip_grad_norm_"):
             torch._foreach_mul_([harness.local(p.grad) for p in parameters], 2.0)
             dist.barrier()
 
@@ -262,7 +284,10 @@ def work(args: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     for row, make in makers().items():
         models: list[Any] = []
-        everyone = {name: parameters_of(name, args, models) for name in ("plain", *args.impl)}
+        everyone = {
+            name: parameters_of(name, args, models, is_bf16="bf16" in row)
+            for name in ("plain", *args.impl)
+        }
         cases = {
             name: Case(make(parameters), before(row, name, parameters))
             for name, parameters in everyone.items()
@@ -271,10 +296,10 @@ def work(args: argparse.Namespace) -> list[Row]:
             for _ in range(3):
                 case.before()
                 case.step()
-        is_local = row != "clip_grad_norm_" or dist.get_world_size() == 1
+        is_local = not row.startswith("clip_grad_norm_") or dist.get_world_size() == 1
         verify(row, everyone, "plain" if is_local else args.impl[0])
         times = harness.measure(
-            cases, args.rounds or 12, block_s=0.1, budget_s=3 if args.quick else 12
+            cases, args.rounds or 12, block_s=0.1, budget_s=3 if args.quick else 8
         )
         rows.append({"row": row, "ranks": dist.get_world_size(), "times": times})
     is_first = dist.get_world_size() == launches(args)[0].ranks
@@ -284,11 +309,12 @@ def work(args: argparse.Namespace) -> list[Row]:
 def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
     last = args.impl[-1]
     table = report.Table(
-        f"{2 * args.units * args.layers} parameters, {WIDTH} x {WIDTH} and {WIDTH}, fp32, median",
+        f"{2 * args.units * args.layers} parameters, {WIDTH} x {WIDTH} and {WIDTH}, fp32 but for"
+        " bf16, median",
         ["call", "ranks", "plain", *args.impl]
         + [f"{name} / plain" for name in args.impl]
         + ["goal", "min", "p90"],
-        note="min, p90: of the last implementation.",
+        note="min, p90: of the last implementation. finite: error_if_nonfinite=True.",
     )
     for row in (row for row in rows if "row" in row and "large" not in row):
         times = {name: values["median_us"] for name, values in row["times"].items()}

@@ -7,6 +7,7 @@ and the plain tensors, give one number, which is the same on every rank; the res
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -50,8 +51,21 @@ def _by_mesh(tensors: list[Tensor]) -> list[list[int]]:
     return list(found.values())
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _parts(tensors: list[Tensor] | None, found: Any) -> list[tuple[list[Tensor] | None, Any]]:
+    """Those of each mesh, and what was collected of them; none if there is one mesh."""
+    if found is not None:
+        return [(None, part) for part in found.parts()] if found.n_meshes > 1 else []
+    groups = _by_mesh(tensors) if tensors and _clip.has_dtensors(tensors) else []
+    if len(groups) < 2:
+        return []
+    parts = [[tensors[i] for i in group] for group in groups]
+    return [(part, _clip.collect(part)) for part in parts]
+
+
+def _whole(norm: Tensor, whole: Tensor | None) -> Tensor:
+    if whole is not None:
+        return whole
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _total_norm(
@@ -62,20 +76,41 @@ def _total_norm(
     foreach: bool | None = None,
 ) -> Tensor:
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    norm_type = float(norm_type)
-    layout = None if error_if_nonfinite else _clip.layout_of(tensors)
-    found = _clip.collect(layout, tensors)
-    parts = [] if found is not None or _env.is_strict() else _by_mesh(tensors)
-    if len(parts) < 2:
-        total = None if layout is None else layout.total(found, norm_type)
-        return original(tensors, norm_type, error_if_nonfinite, foreach) if total is None else total
-    norms = [
-        _whole(_total_norm(original, [tensors[i] for i in part], norm_type, False, foreach))
-        for part in parts
-    ]
-    if norm_type == 0:  # counts tensors
-        return torch.stack(norms).sum()
-    return original(norms, norm_type, error_if_nonfinite, None)
+    found = _clip.collect(tensors)
+    return _total(original, tensors, found, float(norm_type), error_if_nonfinite, foreach)[0]
+
+
+def _total(
+    original: Callable[..., Tensor],
+    tensors: list[Tensor] | None,
+    found: Any,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> _clip.Total:
+    """Of `tensors`, or if these are None, of what was collected."""
+    parts = _parts(tensors, found)
+    if parts and not _env.is_strict():
+        norms = [_whole(*_total(original, *part, norm_type, False, foreach)) for part in parts]
+        if norm_type == 0:  # counts tensors
+            total = torch.stack(norms).sum()
+        else:
+            total = original(norms, norm_type, error_if_nonfinite, None)
+        return total, total
+    first = _clip.layout_of(tensors or []) if found is None else _clip.first_layout(found)
+    known = _clip.total(first, None if parts else found, norm_type, foreach)
+    if known is None:
+        tensors = found.given() if tensors is None else tensors
+        return original(tensors, norm_type, error_if_nonfinite, foreach), None
+    if error_if_nonfinite and _is_nonfinite(*known):
+        original([torch.tensor(math.nan, device="cpu")], norm_type, True)
+    return known
+
+
+def _is_nonfinite(norm: Tensor, whole: Tensor | None) -> bool:
+    if whole is not None:
+        return not math.isfinite(whole.item())
+    return bool(torch.logical_or(norm.isnan(), norm.isinf()))
 
 
 def _clip_with_norm(
@@ -86,16 +121,19 @@ def _clip_with_norm(
     foreach: bool | None = None,
 ) -> None:
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    layout = _clip.layout_of(param.grad for param in parameters)
-    if _clip.multiply(_clip.collect_gradients(layout, parameters), max_norm, total_norm):
+    found = _clip.collect_gradients(parameters)
+    is_possible = found is not None and (found.n_meshes == 1 or not _env.is_strict())
+    if is_possible and _clip.multiply(found, max_norm, total_norm, None, foreach):
         return None
+    if not _clip.has_dtensors(parameters, gradients=True):
+        return original(parameters, max_norm, total_norm, foreach)
     with_grad = [param for param in parameters if param.grad is not None]
-    parts = [] if _env.is_strict() else _by_mesh([param.grad for param in with_grad])
-    if len(parts) < 2:
+    parts = _by_mesh([param.grad for param in with_grad])
+    if len(parts) < 2 or _env.is_strict():
         return original(parameters, max_norm, total_norm, foreach)
     for part in parts:
         _clip_with_norm(
-            original, [with_grad[i] for i in part], max_norm, _whole(total_norm), foreach
+            original, [with_grad[i] for i in part], max_norm, _whole(total_norm, None), foreach
         )
     return None
 
@@ -111,14 +149,16 @@ def _clip_grad_norm(
     """Both of the above with one look at the gradients; `original` calls the two one by one."""
     if not isinstance(parameters, Tensor | list):
         parameters = list(parameters) or parameters  # torch warns of an exhausted generator
-    if isinstance(parameters, list) and not error_if_nonfinite and _are_ours():
-        layout = _clip.layout_of(param.grad for param in parameters)
-        found = _clip.collect_gradients(layout, parameters)
-        if found is not None:
-            total = layout.total(found, float(norm_type))
-            if not _clip.multiply(found, max_norm, total):
-                clip_grad._clip_grads_with_norm_(parameters, max_norm, total, foreach)
-            return total
+    if isinstance(parameters, list) and _are_ours():
+        found = _clip.collect_gradients(parameters)
+        if found is not None and (found.n_meshes == 1 or not _env.is_strict()):
+            total_norm = _originals[clip_grad._get_total_norm]
+            norm, whole = _total(
+                total_norm, None, found, float(norm_type), error_if_nonfinite, foreach
+            )
+            if not _clip.multiply(found, max_norm, norm, whole, foreach):
+                clip_grad._clip_grads_with_norm_(parameters, max_norm, norm, foreach)
+            return norm
     return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
 

@@ -39,7 +39,7 @@ N_ROWS = {
     "host_overhead": 4,
     "collectives": 4,
     "step": 2,
-    "optim": 34,
+    "optim": 38,
     "strategies": 6,
     "memory": 2,
     "owner": 4,

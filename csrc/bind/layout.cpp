@@ -3,6 +3,8 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
+
 namespace fc {
 
 namespace {
@@ -15,6 +17,13 @@ struct DTensorSlots {
     uint16_t local_tensor, spec;
 } dtensor_slots;
 constexpr size_t max_known_specs = size_t{1} << 16;
+
+bool are_equal(PyObject *a, PyObject *b)
+{
+    const int result = PyObject_RichCompareBool(a, b, Py_EQ);
+    check(result);
+    return result == 1;
+}
 
 } // namespace
 
@@ -42,20 +51,60 @@ bool Layout::has(PyObject *spec)
     }
     Ref mesh = checked(PyObject_GetAttr(spec, names.mesh));
     Ref placements = checked(PyObject_GetAttr(spec, names.placements));
-    const int same_mesh = PyObject_RichCompareBool(mesh.get(), mesh_.get(), Py_EQ);
-    check(same_mesh);
-    const int same = PyObject_RichCompareBool(placements.get(), placements_.get(), Py_EQ);
-    check(same);
-    if (same_mesh != 1 || same != 1) {
+    if (!are_equal(mesh.get(), mesh_.get()) || !are_equal(placements.get(), placements_.get())) {
         return false;
     }
     remember(spec);
     return true;
 }
 
+int Layouts::number_of(PyObject *spec)
+{
+    const auto known = known_.find(spec);
+    if (known != known_.end()) {
+        return known->second;
+    }
+    const int number = find(spec);
+    if (kept_.size() >= max_known_specs) {
+        known_.clear();
+        kept_.clear();
+    }
+    if (known_.emplace(spec, number).second) {
+        kept_.push_back(Ref::borrow(spec));
+    }
+    return number;
+}
+
+// Comparing runs Python code, which may come here too.
+int Layouts::find(PyObject *spec)
+{
+    Seen made{Ref::borrow(spec), checked(PyObject_GetAttr(spec, names.mesh)),
+              checked(PyObject_GetAttr(spec, names.placements)), -1};
+    int n_meshes = 0;
+    for (size_t i = 0; i < seen_.size(); i++) {
+        const Seen old = seen_[i];
+        n_meshes = std::max(n_meshes, old.mesh_number + 1);
+        if (!are_equal(made.mesh.get(), old.mesh.get())) {
+            continue;
+        }
+        if (are_equal(made.placements.get(), old.placements.get())) {
+            return static_cast<int>(i);
+        }
+        made.mesh_number = old.mesh_number;
+    }
+    made.mesh_number = made.mesh_number < 0 ? n_meshes : made.mesh_number;
+    seen_.push_back(std::move(made));
+    return static_cast<int>(seen_.size()) - 1;
+}
+
 bool is_dtensor(PyObject *object)
 {
     return Py_TYPE(object) == dtensor_type;
+}
+
+bool is_dtensor_or_subclass(PyObject *object)
+{
+    return PyObject_TypeCheck(object, dtensor_type) != 0;
 }
 
 uint16_t slot_of(PyTypeObject *type, PyObject *name)
@@ -88,6 +137,11 @@ Ref spec_of(PyObject *dtensor)
     return attribute(dtensor, dtensor_slots.spec, names.spec);
 }
 
+Ref local_tensor_of(PyObject *dtensor)
+{
+    return attribute(dtensor, dtensor_slots.local_tensor, names.local_tensor);
+}
+
 bool is_ordinary(PyObject *object)
 {
     if (!THPVariable_CheckExact(object)) {
@@ -114,7 +168,7 @@ Ref local_of(PyObject *object, Layout *layout)
     } else if (is_dtensor(object)) {
         Ref spec = spec_of(object);
         if (layout->has(spec.get())) {
-            local = attribute(object, dtensor_slots.local_tensor, names.local_tensor);
+            local = local_tensor_of(object);
         }
     }
     return local && is_ordinary(local.get()) ? local : Ref();

@@ -3,6 +3,7 @@
 
 #include "bind/aliased.h"
 #include "bind/call.h"
+#include "bind/clip.h"
 #include "bind/closing.h"
 #include "bind/comm.h"
 #include "bind/context.h"

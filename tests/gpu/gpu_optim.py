@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -29,9 +30,12 @@ def step_of(cls: type[optim.Optimizer], **options: Any) -> Step:
     return lambda model: cls(model.parameters(), lr=1e-3, **options).step
 
 
-def clip(model: nn.Module) -> Callable[[], object]:
-    parameters = list(model.parameters())
-    return lambda: nn.utils.clip_grad_norm_(parameters, 1.0)
+def clip(**options: Any) -> Step:
+    def step(model: nn.Module) -> Callable[[], object]:
+        parameters = list(model.parameters())
+        return lambda: nn.utils.clip_grad_norm_(parameters, 1.0, **options)
+
+    return step
 
 
 STEPS: dict[str, Step] = {
@@ -39,7 +43,9 @@ STEPS: dict[str, Step] = {
     "AdamW, foreach": step_of(optim.AdamW, foreach=True),
     "AdamW, fused": step_of(optim.AdamW, fused=True),
     "SGD, momentum": step_of(optim.SGD, momentum=0.9),
-    "clip_grad_norm_": clip,
+    "clip_grad_norm_": clip(),
+    "clip_grad_norm_, finite": clip(error_if_nonfinite=True),
+    "clip_grad_norm_, inf": clip(norm_type=math.inf),
 }
 
 
@@ -54,6 +60,13 @@ def side_of(api: Any, device: torch.device, n_units: int) -> nn.Module:
         api.fully_shard(model, mesh=mesh)
     model(torch.randn(4, WIDTH, device=device)).square().mean().backward()
     return model
+
+
+def use_clipping_of(name: str) -> None:
+    """torch's functions as they are, or as fsdp_c changes them for everyone."""
+    from fsdp_c import _norms
+
+    (_norms.install if name == "fsdp_c" else _norms.uninstall)()
 
 
 def settle(device: torch.device) -> None:
@@ -74,6 +87,7 @@ def time_steps(rows: Rows, device: torch.device, n_units: int) -> None:
         taken: dict[str, list[float]] = {name: [] for name in runs}
         for sample in range(N_SAMPLES + 3):
             for name, run in runs.items():
+                use_clipping_of(name)
                 settle(device)
                 begun = time.perf_counter()
                 run()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
-from gpu_sides import WIDTH, Block, Net, Side, program
+from gpu_sides import WIDTH, Block, Net, Side, local, program
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.tensor import Shard
@@ -397,11 +397,30 @@ def clipped(side: Side) -> None:
             side.backward(model, step)
             foreach = None if step < 3 else step % 2 == 0
             params = list(model.parameters())
-            norm: Any = nn.utils.clip_grad_norm_(params, 0.1, norm_type, foreach=foreach)
+            with side.clipping(waits=side.n_ranks > 1 or step < 3):
+                norm: Any = nn.utils.clip_grad_norm_(params, 0.1, norm_type, foreach=foreach)
             side.note("norm", norm.full_tensor())
             side.note_gradients(model)
             optimizer.step()
             optimizer.zero_grad()
+
+
+@program("clip_grad_norm_ of gradients in memory of their own", gathers=True, on_core=False)
+def clipped_exactly(side: Side) -> None:
+    for dtype in (torch.float32, BF16, F16):
+        model = side.net(lambda dtype=dtype: Net().to(dtype))
+        for step, norm_type in enumerate((2.0, 1.0, 3.0, 0.0, math.inf, -math.inf) * 2):
+            generator = torch.Generator().manual_seed(step)
+            params = list(model.parameters())
+            for param in params:
+                values = side.part(torch.randn(param.shape, generator=generator))
+                param.grad = torch.empty_like(param)
+                local(param.grad).copy_(values)
+            foreach = None if step < 6 else step % 2 == 0
+            with side.clipping(waits=side.n_ranks > 1 or step < 6):
+                norm: Any = nn.utils.clip_grad_norm_(params, 0.1, norm_type, foreach=foreach)
+            side.note("norm", norm.full_tensor())
+            side.note_gradients(model)
 
 
 @program("torch.amp.GradScaler, with a step that is skipped", gathers=True)

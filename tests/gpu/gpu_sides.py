@@ -6,8 +6,9 @@ unless the program names a tolerance. Nothing here waits for the GPU before all 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,6 +175,23 @@ class Side:
         """What is asked of the current stream from now on waits for a while."""
         if self.device.type == "cuda":
             torch.cuda._sleep(CYCLES)
+
+    @contextlib.contextmanager
+    def clipping(self, waits: bool) -> Iterator[None]:
+        """torch's functions of clipping are its own but for fsdp_c; which does not wait for the
+        GPU unless it `waits`."""
+        from fsdp_c import _norms
+
+        (_norms.install if self.is_ours else _norms.uninstall)()
+        is_watched = self.is_ours and self.device.type == "cuda" and not waits
+        try:
+            if is_watched:
+                torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            if is_watched:
+                torch.cuda.set_sync_debug_mode("default")
+            _norms.install()
 
     # ---- notes ----
 
