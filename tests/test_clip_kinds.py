@@ -109,6 +109,32 @@ def test_bits_of_every_dtype(rank: int, n_ranks: int, kind: float) -> None:
 
 
 @on_ranks(1, 2)
+def test_zeros_are_counted(rank: int, n_ranks: int) -> None:
+    """Norms of type 0 of gradients that are 0 everywhere, or on one rank."""
+    mesh = share_memory(n_ranks)
+
+    def make() -> Parameters:
+        made = [parameter(mesh, (4, 3), i, dtype=torch.bfloat16) for i in range(4)]
+        local(made[0].grad).zero_()
+        if rank == 0:
+            local(made[1].grad).zero_()
+        return made
+
+    check(make, norm_type=0.0)
+
+
+@on_ranks(1)
+def test_foreach_is_as_asked_for(rank: int, n_ranks: int) -> None:
+    mesh = share_memory(n_ranks)
+    for foreach, n_calls in ((None, 1), (True, 1), (False, 0)):
+        params = [parameter(mesh, (4, 3), i, dtype=torch.bfloat16) for i in range(3)]
+        for step in ("_foreach_norm", "_foreach_mul_"):
+            with mock.patch.object(torch, step, wraps=getattr(torch, step)) as called:
+                clip_grad_norm_(params, 0.7, foreach=foreach)
+            assert called.call_count == n_calls
+
+
+@on_ranks(1, 2)
 def test_mixed_dtypes_and_strides(rank: int, n_ranks: int) -> None:
     mesh = share_memory(n_ranks)
 
