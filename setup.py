@@ -63,7 +63,7 @@ CXX_SOURCES = {
 }
 C_TEST_SOURCES = {
     "tests/c": (
-        "test_base test_comm test_cuda_index test_device_host test_device_sim "
+        "test_base test_batch test_comm test_cuda_index test_device_host test_device_sim "
         "test_exchange test_faults test_gathers test_group_history test_kernels "
         "test_kernels_optim test_kernels_round test_layout test_nccl test_schedule "
         "test_schedule_alone test_schedule_capture test_schedule_kernels test_schedule_order "

@@ -105,32 +105,45 @@ static void observe(fc_unit *unit, bool is_observed)
     unit->is_observed = is_observed;
 }
 
-/* `pack`: what a rank has sent. */
-static fc_status unpack_all(const fc_batch_gather *units, size_t n_units, int rank,
-                            const char *pack)
+/* Changes nothing. `pack`: what a rank has sent. */
+static fc_status check_all(const fc_batch_gather *units, size_t n_units, int rank, const char *pack)
+{
+    for (size_t i = 0; i < n_units; i++) {
+        note theirs;
+
+        memcpy(&theirs, pack, sizeof(theirs));
+        FC_TRY(check_note(&units[i], &theirs, rank));
+        pack += BATCH_NOTE_BYTES + units[i].unit->layout.pack_bytes;
+    }
+    return FC_OK;
+}
+
+static void unpack_all(const fc_batch_gather *units, size_t n_units, int rank, const char *pack)
 {
     for (size_t i = 0; i < n_units; i++) {
         fc_unit *unit = units[i].unit;
         note theirs;
 
         memcpy(&theirs, pack, sizeof(theirs));
-        FC_TRY(check_note(&units[i], &theirs, rank));
         observe(unit, (rank > 0 && unit->is_observed) || theirs.is_observed != 0);
         fc_unit_unpack(unit, rank, pack + BATCH_NOTE_BYTES, units[i].dst);
         pack += BATCH_NOTE_BYTES + unit->layout.pack_bytes;
     }
-    return FC_OK;
 }
 
 fc_status fc_batch_all_gather(const fc_batch_gather *units, size_t n_units, char *pack)
 {
     const size_t bytes = rank_bytes(units, n_units);
+    const size_t n_ranks = (size_t)units[0].unit->domain->n_ranks;
     const char *received = pack + bytes;
 
     pack_all(units, n_units, pack);
     FC_TRY(waits_all_gather(units[0].unit, n_units, pack + bytes, pack, bytes));
-    for (int r = 0; r < units[0].unit->domain->n_ranks; r++) {
-        FC_TRY(unpack_all(units, n_units, r, received + (size_t)r * bytes));
+    for (size_t r = 0; r < n_ranks; r++) {
+        FC_TRY(check_all(units, n_units, (int)r, received + r * bytes));
+    }
+    for (size_t r = 0; r < n_ranks; r++) {
+        unpack_all(units, n_units, (int)r, received + r * bytes);
     }
     return FC_OK;
 }

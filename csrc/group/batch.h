@@ -40,7 +40,8 @@ typedef struct fc_batch_gather {
 
 /* Scratch memory for a gather of these units. */
 size_t fc_batch_pack_bytes(const fc_batch_gather *units, size_t n_units);
-/* One all-gather. Afterwards a unit that any rank wants to observe joins no batch of posts. */
+/* One all-gather. Afterwards a unit that any rank wants to observe joins no batch of posts. A
+ * failure leaves units and their buffers as they were. */
 FC_MUST_CHECK fc_status fc_batch_all_gather(const fc_batch_gather *units, size_t n_units,
                                             char *pack);
 
