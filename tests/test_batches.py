@@ -5,6 +5,7 @@ import functools
 import os
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import models
 import pytest
@@ -129,6 +130,31 @@ def test_a_right_step_follows_an_exception(rank: int, n_ranks: int) -> None:
 
 def train(model: nn.Module, rank: int) -> None:
     model(data(rank)).square().sum().backward()
+
+
+@pytest.mark.parametrize("where", ["backward", "unshard"])
+@on_ranks(2)
+def test_a_gather_that_fails_keeps_no_memory(rank: int, n_ranks: int, where: str) -> None:
+    """Not of the unit, and in backward not of those that were to come along."""
+    fails = mock.patch.object(_comm._Messages, "all_gather", side_effect=ConnectionError)
+    with messages():
+        model: Any = Net(4, own=False)
+        shard(model, fsdp_c)
+        groups = [block._get_fsdp_state()._fsdp_param_groups[0] for block in model.blocks]
+        for _ in range(2):
+            train(model, rank)
+        fsdp_c.release_buffers(model)
+        before = fsdp_c.stats(model).rank["gather slots"]
+        if where == "backward":
+            call = model(data(rank)).square().sum().backward
+        else:
+            call = model.blocks[1].unshard
+        with fails, pytest.raises(ConnectionError):
+            call()
+        fsdp_c.release_buffers(model)
+        assert fsdp_c.stats(model).rank["gather slots"] == before
+        assert not any(group._core_is_pending for group in groups)
+        train(model, rank)
 
 
 @on_ranks(2, 3)

@@ -6,6 +6,7 @@
 #include "group/order.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace fc {
 
@@ -25,13 +26,9 @@ std::vector<Unit *> Unit::followers() const
     return found;
 }
 
-void Unit::gather_messages()
+// In one collective, whose parts they take to their slots.
+void Unit::gather_messages_of(const std::vector<Unit *> &units)
 {
-    std::vector<Unit *> units;
-    if (fc_domain_in_backward(domain_)) {
-        units = followers();
-    }
-    units.insert(units.begin(), this);
     std::vector<std::vector<const void *>> shards(units.size());
     std::vector<fc_batch_gather> gathers;
     for (size_t i = 0; i < units.size(); i++) {
@@ -48,6 +45,27 @@ void Unit::gather_messages()
         fc_batch_all_gather(gathers.data(), gathers.size(), static_cast<char *>(pack));
     fc_slots_release(slots(), pack);
     check(status);
+}
+
+// A failure leaves all of them as they were.
+void Unit::gather_messages()
+{
+    std::vector<Unit *> units;
+    if (fc_domain_in_backward(domain_)) {
+        units = followers();
+    }
+    units.insert(units.begin(), this);
+    std::vector<Unit *> without; // memory, until now
+    std::copy_if(units.begin(), units.end(), std::back_inserter(without),
+                 [](const Unit *unit) { return unit->slot_ == nullptr; });
+    try {
+        gather_messages_of(units);
+    } catch (...) {
+        for (Unit *unit : without) {
+            unit->release_slot();
+        }
+        throw;
+    }
     for (Unit *unit : units) {
         unit->gathered_at_ = n_steps();
         unit->traffic_.copied += fc_unit_layout(unit->shard_)->pack_bytes + unit->bytes_;

@@ -278,12 +278,12 @@ void Unit::unshard_private()
     n_reopened_ += std::exchange(is_settled_, false);
     // What moves nothing has no range: a unit on one rank, and a second call before the wait.
     Range range(is_gathered() && !requested_ ? "FSDP::all_gather" : nullptr, this);
-    requested_ = true;
     if (device_ != nullptr) {
         device_->start(fc_domain_is_open(domain_));
     } else if (!fc_domain_is_mapped(domain_)) {
         gather_messages();
     } else if (fc_domain_is_open(domain_)) {
+        requested_ = true;
         return; // the phase keeps the shards still: unshard() shows them as they are
     } else {
         take_slot();
@@ -299,7 +299,7 @@ void Unit::unshard_private()
         }
         check(status);
     }
-    pending_ = true;
+    requested_ = pending_ = true;
 }
 
 void Unit::unshard()

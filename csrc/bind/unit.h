@@ -238,6 +238,7 @@ private:
     void take_residence();
     void leave_if_written();
     void gather_messages();
+    static void gather_messages_of(const std::vector<Unit *> &units);
     std::vector<Unit *> followers() const;
     void come_along();
     void claim_ahead();
