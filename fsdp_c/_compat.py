@@ -183,6 +183,11 @@ def held_dtype(fsdp_param: Any) -> torch.dtype:
     return fsdp_param.reduce_dtype or compute_dtype(fsdp_param)
 
 
+def leaf_grad_dtype(fsdp_param: Any) -> torch.dtype:
+    """The dtype of gradients on the unsharded parameter, where micro-batches may leave them."""
+    return held_dtype(fsdp_param) if HAS_GRAD_DTYPE else compute_dtype(fsdp_param)
+
+
 def settle_reduce_dtypes(fsdp_params: Sequence[Any]) -> None:
     """One dtype for the sums of a unit's gradients: the widest that one of them is held in.
 

@@ -70,6 +70,7 @@ class FSDPParam(_compat.AccumulatedGradient, _road.RoadParam):
     inputs_agree = False  # those of an extension, over ranks
     is_recast = False  # the shard's dtype has changed since set-up
     _is_alias = False  # what is gathered is the shard's own memory
+    _held: torch.Tensor | None = None  # a gradient of micro-batches, while nothing is gathered
     unit: Any = None  # the FSDPParamGroup, while that is bound to the core
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -213,6 +214,9 @@ class FSDPParam(_compat.AccumulatedGradient, _road.RoadParam):
             super().init_unsharded_param()
         if is_new:
             copy_attributes(self.sharded_param, self._unsharded_param)
+            if self._held is not None:
+                held, self._held = self._held, None
+                self._unsharded_param.grad = held.to(_compat.leaf_grad_dtype(self))
 
     @torch.no_grad()  # what the user's code computes there is no part of the model's graph
     def _run_extension(self, is_new: bool) -> None:
@@ -419,7 +423,8 @@ class FSDPParam(_compat.AccumulatedGradient, _road.RoadParam):
         """What was gathered has another dtype than what will be: the next gather makes it anew."""
         self.is_recast = self._is_alias = False
         self.all_gather_outputs = []
-        self.__dict__.pop("_unsharded_param", None)
+        if (unsharded := self.__dict__.pop("_unsharded_param", None)) is not None:
+            self._held = unsharded.grad
 
     @property
     def _name(self) -> str:

@@ -246,8 +246,10 @@ class FSDPState(_C.State, _road.RoadState):
         assert self._tree is not None
         states = self._tree.states
         groups = [group for state in states for group in state._fsdp_param_groups]
-        changed = [group for group in groups if not group.is_lent and group.rebuild()]
-        if changed:
+        rebuilt = [group for group in groups if not group.is_lent]
+        for group in rebuilt:  # before any of them changes, since this may raise
+            group.adopt_shards()
+        if any([group.rebind() for group in rebuilt]):
             self._join_core(states, groups)
         else:
             for state in states:

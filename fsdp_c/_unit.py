@@ -335,17 +335,8 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
             return
         self._core_keep_storage(keeps)
 
-    def rebuild(self) -> bool:
-        """Takes over shards that were replaced, moved or cast since set-up.
-
-        Returns whether the layout changed, in which case the unit is left unbound.
-        """
-        if self._core_holds_gradients:
-            raise RuntimeError(
-                f"shards of FSDP unit '{_plan.unit_name(self)}' were replaced or moved, or are"
-                " trained now, while gradients of backward passes without synchronization are"
-                " held: do that before the first of them, or after the backward that synchronizes"
-            )
+    def adopt_shards(self) -> None:
+        """Finds shards that were replaced, moved or cast since set-up; the unit is bound still."""
         self._core_reshard()
         for fsdp_param in self.fsdp_params:
             info = fsdp_param._module_info
@@ -359,12 +350,27 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
                 )
             fsdp_param.reset_sharded_param()
         self._init_mp_dtypes()
+        if self._core_has_partial_sums and _device.is_taken(self) and self._has_other_layout():
+            raise RuntimeError(
+                f"shards of FSDP unit '{_plan.unit_name(self)}' were cast, frozen or are trained"
+                " now, while sums of their gradients wait on the device for the replicas: do that"
+                " before the first of them, or after the backward that brings replicas together"
+            )
+
+    def _has_other_layout(self) -> bool:
+        return [_plan._param_row(p) for p in self.fsdp_params] != self._bound_rows
+
+    def rebind(self) -> bool:
+        """Binds the unit anew to what `adopt_shards` has found; held gradients go along.
+
+        Returns whether the layout changed, in which case the unit is left unbound.
+        """
+        if self._has_other_layout():
+            self._set_aside()
+            return True
         assert self._binding is not None
-        if [_plan._param_row(p) for p in self.fsdp_params] == self._bound_rows:
-            _plan.bind_unit(self, *self._binding)
-            return False
-        self._unbind()
-        return True
+        _plan.bind_unit(self, *self._binding)
+        return False
 
     def _register_state_dict_hooks(self) -> None:
         is_new = not self._module_to_pre_save_state_dict_hook_handle
@@ -452,7 +458,9 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
         root = next((state for state in self._tree.states if state._is_root), None)
         if root is not None:
             root._rebuild_units()
-        elif self.rebuild():  # before the first forward a unit stands alone
+            return
+        self.adopt_shards()
+        if self.rebind():  # before the first forward a unit stands alone
             self._tree = _C.Tree([], _plan.bind_units([self]), _C.Context())
 
     def _in_slow_context(self) -> bool:

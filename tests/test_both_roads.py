@@ -233,6 +233,20 @@ def d32_held_and_fresh_gradients(case: Case) -> None:
         case.check(model, plain, 0.2)
 
 
+def held_gradients_of_shards_that_are_cast(case: Case) -> None:
+    model, plain = case.build()
+    for step in range(3):
+        model.set_requires_gradient_sync(step == 2)
+        for rank in range(case.n_ranks):
+            x = batch(rank, step).to(plain.a.weight.dtype)
+            (plain(x).square().sum() / case.n_ranks).backward()
+            if rank == case.rank:
+                model(x).square().sum().backward()
+        for one in (model, plain) if step == 0 else ():
+            one.to(torch.float64)
+    case.check(model, plain)
+
+
 class OneOfThree(OneOfTwo):
     def __init__(self) -> None:
         super().__init__()
@@ -415,6 +429,7 @@ BODIES = [
     d25_all_frozen_at_first,
     d30_frozen_while_unsharded,
     d32_held_and_fresh_gradients,
+    held_gradients_of_shards_that_are_cast,
     g24_partial_sums_by_parameter,
     g18_kept_units_after_a_step,
     y4_state_dict_inside_forward,

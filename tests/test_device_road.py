@@ -127,6 +127,41 @@ def test_accumulation_and_gradients_that_stay(rank: int, n_ranks: int) -> None:
         assert is_on_device(pair)
 
 
+def move(side: Side) -> None:
+    side.model._apply(lambda tensor: tensor.clone())
+
+
+@on_ranks(1, 2)
+def test_what_waits_outlasts_moved_shards(rank: int, n_ranks: int) -> None:
+    with _device.on_cpu():
+        shapes = [(n_ranks,), *((n_ranks // n, n) for n in {1, n_ranks})]
+        for shape in shapes:
+            mesh = cached_mesh(shape, ("replicate", "shard")[-len(shape) :])
+            pair = Pair(Net, shard_blocks(mesh=mesh))
+            for step in range(4):
+                pair.do(lambda side, on=step != 1: side.model.set_requires_gradient_sync(on))
+                pair.do(lambda side, on=step == 3: side.model.set_requires_all_reduce(on))
+                pair.forward(data(rank, step))
+                pair.backward()
+                pair.do(move)
+            assert is_on_device(pair)
+
+
+@on_ranks(2)
+def test_sums_on_a_device_need_the_layout(rank: int, n_ranks: int) -> None:
+    with _device.on_cpu():
+        model: Any = Net()
+        models.shard_blocks(model, fsdp_c, mesh=cached_mesh((2, 1), ("replicate", "shard")))
+        model.set_requires_all_reduce(False)
+        model(data(rank)).sum().backward()
+        model.to(torch.float64)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"were cast, .* wait on the device for the rep"):
+                model(data(rank).double())
+        model.reset_iter_state()
+        model(data(rank).double()).sum().backward()
+
+
 @on_ranks(4)
 def test_replicas(rank: int, n_ranks: int) -> None:
     def all_reduce(is_reduced: bool) -> Any:

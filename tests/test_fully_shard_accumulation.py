@@ -2,15 +2,12 @@
 
 from typing import Any
 
-import harness
 import models
 import pytest
 import torch
 from models import Branches, Net, data
 from parity import Pair, Side, Tolerance, on_ranks
 from torch import nn
-
-import fsdp_c
 
 
 def setter(method: str, *args: Any, **kwargs: Any):
@@ -130,21 +127,6 @@ def test_frozen_while_held(rank: int, n_ranks: int) -> None:
     pair.do(lambda side: side.shards["blocks.1.up.weight"].requires_grad_(False), "freeze")
     pair.both(setter("set_requires_gradient_sync", True))
     pair.step(data(rank, 1))
-
-
-@on_ranks(1, 2)
-def test_replaced_while_held(rank: int, n_ranks: int) -> None:
-    """Units that are made anew would lose what they hold."""
-    side = Side("tested", harness.implementation(), Net, sharding(None, None), None)
-    if side.fsdp is not fsdp_c:
-        pytest.skip("torch's units go on")
-    side.model.set_requires_gradient_sync(False)
-    side.model(data(rank)).sum().backward()
-    with torch.no_grad():
-        weight = side.model.stem.weight
-        weight._local_tensor.set_(weight._local_tensor.clone())
-    with pytest.raises(RuntimeError, match=r"unit '.*' were replaced .* are held: do that before"):
-        side.model(data(rank))
 
 
 @on_ranks(2)

@@ -137,6 +137,11 @@ public:
     void set_reduce_group(const std::string &group);
     void drop_gradients() { fc_schedule_drop_gradients(unit_); }
     void drop_partial_sum() { fc_schedule_drop_partial_sum(unit_); }
+    // From a unit of the same layout.
+    void inherit_partial_sum(const DeviceUnit &former)
+    {
+        fc_schedule_move_partial_sum(former.unit_, unit_);
+    }
     // Full gradients, undefined ones: none. The sum, divided, goes to `out`; held without it.
     void post(const std::vector<at::Tensor> &grads, double divisor, void *out, bool accumulate);
 

@@ -6,6 +6,9 @@
 
 #include <structmember.h>
 
+#include <memory>
+#include <utility>
+
 namespace fc {
 
 namespace {
@@ -24,17 +27,19 @@ PyObject *group_new(PyTypeObject *type, PyObject *, PyObject *)
     return self;
 }
 
-void unbind(GroupObject *group)
+// The unit, which is bound no longer; null if there was none.
+std::unique_ptr<Unit> detach(GroupObject *group)
 {
-    if (group->unit != nullptr) {
-        fc_unit_set_owner(group->unit->shard_lane(), nullptr);
-        if (group->unit->replicate_lane() != nullptr) {
-            fc_unit_set_owner(group->unit->replicate_lane(), nullptr);
+    std::unique_ptr<Unit> unit(std::exchange(group->unit, nullptr));
+    if (unit != nullptr) {
+        fc_unit_set_owner(unit->shard_lane(), nullptr);
+        if (unit->replicate_lane() != nullptr) {
+            fc_unit_set_owner(unit->replicate_lane(), nullptr);
         }
-        group->past.add(group->unit->traffic());
-        delete std::exchange(group->unit, nullptr);
+        group->past.add(unit->traffic());
         group->hides_outputs = false; // the next unit has parameters of its own
     }
+    return unit;
 }
 
 int group_traverse(PyObject *self, visitproc visit, void *arg)
@@ -43,13 +48,19 @@ int group_traverse(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(group->post_forward_mesh_info);
     Py_VISIT(group->gradient_divide_factor);
-    return group->unit != nullptr ? group->unit->traverse(visit, arg) : 0;
+    for (Unit *unit : {group->unit, group->former}) {
+        if (const int result = unit != nullptr ? unit->traverse(visit, arg) : 0; result != 0) {
+            return result;
+        }
+    }
+    return 0;
 }
 
 int group_clear(PyObject *self)
 {
     auto *group = as<GroupObject>(self);
-    unbind(group);
+    detach(group);
+    delete std::exchange(group->former, nullptr);
     Py_CLEAR(group->post_forward_mesh_info);
     Py_CLEAR(group->gradient_divide_factor);
     return 0;
@@ -75,7 +86,13 @@ PyObject *group_bind(PyObject *self, PyObject *args)
         auto *group = as<GroupObject>(self);
         auto unit = std::make_unique<Unit>(domain, static_cast<size_t>(index), replicate, rows,
                                            tensor_of(flat), on_device);
-        unbind(group);
+        std::unique_ptr<Unit> former(std::exchange(group->former, nullptr));
+        if (group->unit != nullptr) {
+            former = detach(group);
+        }
+        if (former != nullptr) {
+            unit->inherit(*former);
+        }
         group->unit = unit.release();
         fc_unit_set_owner(group->unit->shard_lane(), group);
         if (group->unit->replicate_lane() != nullptr) {
@@ -92,7 +109,22 @@ PyObject *group_unbind(PyObject *self, PyObject *)
         if (group->unit != nullptr) {
             group->unit->reshard();
         }
-        unbind(group);
+        detach(group);
+        delete std::exchange(group->former, nullptr);
+        Py_RETURN_NONE;
+    });
+}
+
+PyObject *group_set_aside(PyObject *self, PyObject *)
+{
+    return guarded([&]() -> PyObject * {
+        auto *group = as<GroupObject>(self);
+        if (group->unit != nullptr) {
+            group->unit->reshard();
+            if (auto unit = detach(group); unit->holds_gradients()) {
+                group->former = unit.release();
+            }
+        }
         Py_RETURN_NONE;
     });
 }
@@ -373,6 +405,8 @@ PyMethodDef group_methods[] = {
     {"_bind", group_bind, METH_VARARGS,
      "_bind(domain, index, replicate_domain, rows, flat, on_device)"},
     {"_unbind", group_unbind, METH_NOARGS, "Reshards and leaves the core."},
+    {"_set_aside", group_set_aside, METH_NOARGS,
+     "Reshards and leaves the core until the next _bind, which takes over gradients that wait."},
     {"_core_unshard_async", group_unshard_async, METH_NOARGS,
      "Gathers; registration is left to _core_unshard."},
     {"_core_unshard", group_unshard, METH_NOARGS,

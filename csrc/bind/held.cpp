@@ -177,6 +177,47 @@ bool Unit::holds_gradients() const
     return has_partial_sums();
 }
 
+void Unit::inherit(Unit &former)
+{
+    at::NoGradGuard no_grad;
+    has_held_ = std::exchange(former.has_held_, false);
+    for (size_t i = 0; i < params_.size(); i++) {
+        Param &p = params_[i];
+        at::Tensor held = std::move(former.params_[i].held);
+        at::Tensor on_leaf = std::move(former.params_[i].unsharded_tensor.mutable_grad());
+        if (held.defined()) {
+            p.held = held.to(p.reduce_type);
+        }
+        if (on_leaf.defined()) {
+            p.unsharded_tensor.mutable_grad() =
+                on_leaf.to(p.leaf_grad_type.value_or(p.unsharded_tensor.scalar_type()));
+        }
+    }
+    if (former.has_partial_sums()) {
+        inherit_partial_sums(former);
+    }
+}
+
+void Unit::inherit_partial_sums(const Unit &former)
+{
+    if (device_ != nullptr) {
+        device_->inherit_partial_sum(*former.device_);
+        partial_mask_ = former.partial_mask_;
+        return;
+    }
+    const fc_layout *layout = fc_unit_layout(shard_);
+    const std::vector<at::Tensor> sums = former.partial_sums();
+    partial_.resize(layout->part_bytes);
+    for (size_t i = 0; i < sums.size(); i++) {
+        if (sums[i].defined()) {
+            const at::Tensor sum = sums[i].to(params_[i].reduce_type);
+            std::memcpy(partial_.data() + layout->params[i].part_at, sum.const_data_ptr(),
+                        sum.nbytes());
+            set_bit(partial_mask_, i);
+        }
+    }
+}
+
 void Unit::drop_gradients()
 {
     for (Param &p : params_) {

@@ -27,7 +27,8 @@ enum class Training : int {
 // The base of FSDPParamGroup: flags that Python sets and the hooks read, and the bound unit.
 struct GroupObject {
     PyObject_HEAD
-    Unit *unit; // owned; null until bound, and on torch's road
+    Unit *unit;   // owned; null until bound, and on torch's road
+    Unit *former; // owned; what the next unit inherits from, null: nothing
     int training;
     char reduce_grads, all_reduce_grads, reshard_after_backward, reduce_scatter_unused_params,
         unshard_in_backward;

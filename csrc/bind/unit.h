@@ -200,6 +200,9 @@ public:
     void release_unused();
     // True while gradients of earlier backwards wait for a reduction.
     bool holds_gradients() const;
+    // Takes them from the unit in whose place this one comes, in the dtypes of this one. On a
+    // device sums that wait for the replicas need the same layout.
+    void inherit(Unit &former);
     // Drops gradients that were not reduced; or of them what only the replicas have not seen.
     void drop_gradients();
     void drop_partial_sums();
@@ -295,6 +298,7 @@ private:
     void check_grad_dtype(const Param &param) const;
     bool moves_frozen(const std::vector<at::Tensor> &grads) const;
     void after_write(size_t index, const ReduceOptions &options);
+    void inherit_partial_sums(const Unit &former);
 
     Ref domain_object_, replicate_object_; // keep the domains alive until all below is gone
     // What every step needs, in few cache lines.

@@ -179,6 +179,8 @@ size_t fc_schedule_gathered_bytes(const fc_schedule_unit *unit);
 /* Forgets what is held for later reductions; or of it what only the replicas have not seen. */
 void fc_schedule_drop_gradients(fc_schedule_unit *unit);
 void fc_schedule_drop_partial_sum(fc_schedule_unit *unit);
+/* The latter now belongs to another unit of the schedule, which has none, with the same layout. */
+void fc_schedule_move_partial_sum(fc_schedule_unit *from, fc_schedule_unit *to);
 /* After a failure: everything is sharded, nothing is held or in flight. */
 FC_MUST_CHECK fc_status fc_schedule_reset(fc_schedule *schedule);
 

@@ -194,6 +194,12 @@ void fc_schedule_drop_partial_sum(fc_schedule_unit *unit)
     }
 }
 
+void fc_schedule_move_partial_sum(fc_schedule_unit *from, fc_schedule_unit *to)
+{
+    to->partial = from->partial;
+    from->partial = NULL;
+}
+
 /* ---- one rank alone ---- */
 
 /* Whether a gradient of `type` makes the same bits as its staged value: the reduce type holds it,
