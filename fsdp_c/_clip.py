@@ -231,7 +231,8 @@ def _norms(found: Any, norm_type: float, foreach: bool | None) -> Tensor:
             # torch refuses these of no elements, on the ranks that have none.
             fill = 0.0 if norm_type > 0 else math.inf
             tensors = [t if t.numel() > 0 else t.new_full((1,), fill) for t in tensors]
-        if foreach is None or foreach:
+        # By default torch takes DTensors one by one; on a CPU the function for many does too.
+        if foreach or (foreach is None and tensors[0].is_cpu):
             norms.extend(torch._foreach_norm(tensors, norm_type))
         else:
             norms.extend(torch.linalg.vector_norm(t, norm_type) for t in tensors)
