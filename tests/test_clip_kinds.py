@@ -379,6 +379,14 @@ def test_what_stays_torchs(rank: int, n_ranks: int) -> None:
     with calls_of_torch() as called:
         clip_grad_norm_(complex_ones, 0.7)
     assert called == every
+    for dtype in (torch.bfloat16, torch.float32):
+        inferred = made(dtype)
+        with torch.inference_mode():
+            grad = DTensor.from_local(local(inferred[0].grad), mesh, (Shard(0),), run_check=False)
+        inferred[0].grad = grad
+        with calls_of_torch() as called:
+            clip_grad_norm_(inferred, 0.7)
+        assert called == every
     with calls_of_torch() as called, torch.autocast("cpu"):
         norm = clip_grad_norm_(made(), 0.7)
     assert called == every

@@ -124,9 +124,12 @@ bool is_real(at::ScalarType type)
     return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf || type == at::kDouble;
 }
 
-// False if the tensor is something else than numbers in memory.
+// False if the tensor is something else than numbers in memory, or cannot count its versions.
 bool take(Locals &held, at::Tensor tensor)
 {
+    if (tensor.is_inference()) {
+        return false;
+    }
     Ref object = checked(THPVariable_Wrap(tensor));
     Ref local = object;
     int layout = no_layout;
@@ -389,8 +392,10 @@ PyObject *locals_multiply(PyObject *self, PyObject *argument)
 
 PyObject *locals_count_versions(PyObject *self, PyObject *)
 {
-    count_versions(held_by(self));
-    Py_RETURN_NONE;
+    return guarded([&]() -> PyObject * {
+        count_versions(held_by(self));
+        Py_RETURN_NONE;
+    });
 }
 
 PyMethodDef locals_methods[] = {
