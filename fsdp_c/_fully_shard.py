@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy, 
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.utils import _get_root_modules
 
-from fsdp_c import _compat, _guards, _init, _norms, _optim, _outside, _plan, _ties
+from fsdp_c import _compat, _guards, _init, _norms, _optim, _outside, _plan, _ties, _updates
 from fsdp_c._state import FSDPState
 
 if TYPE_CHECKING:
@@ -179,6 +179,7 @@ def _apply(
         _plan.announce(mesh_info)
     if device.type in ("cpu", "cuda"):
         _optim.watch(state._fsdp_param_groups)
+        _updates.watch(state._fsdp_param_groups)
     return module
 
 

@@ -17,13 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from fsdp_c import _compat, _containers
 from fsdp_c._native import _C
-
-register_optimizer_step_post_hook(lambda *_: _C.count_step())
 
 
 class RoadParam(_compat.TorchParam):

@@ -397,7 +397,7 @@ class FSDPParamGroup(_C.Group, _road.RoadGroup):
             self.show_shards()
 
     def _before_load(self, *_: Any) -> None:
-        _C.count_step()  # all ranks load: what was gathered is out of date, as after a step
+        self._core_count_load()  # all ranks load: what was gathered is out of date
         self._to_sharded()
 
     def _put_shards(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -23,6 +23,7 @@ PyObject *group_new(PyTypeObject *type, PyObject *, PyObject *)
         group->training = static_cast<int>(Training::idle);
         group->reduce_grads = group->all_reduce_grads = group->reshard_after_backward = 1;
         group->unshard_in_backward = 1;
+        group->updates = new Updates();
     }
     return self;
 }
@@ -70,6 +71,7 @@ void group_dealloc(PyObject *self)
 {
     PyObject_GC_UnTrack(self);
     group_clear(self);
+    delete as<GroupObject>(self)->updates;
     free_object(self);
 }
 
@@ -85,7 +87,7 @@ PyObject *group_bind(PyObject *self, PyObject *args)
         }
         auto *group = as<GroupObject>(self);
         auto unit = std::make_unique<Unit>(domain, static_cast<size_t>(index), replicate, rows,
-                                           tensor_of(flat), on_device);
+                                           tensor_of(flat), on_device, group->updates);
         std::unique_ptr<Unit> former(std::exchange(group->former, nullptr));
         if (group->unit != nullptr) {
             former = detach(group);
@@ -215,6 +217,26 @@ PyObject *group_set_held(PyObject *self, PyObject *args)
         unit->set_held(static_cast<size_t>(index),
                        tensor == Py_None ? at::Tensor() : tensor_of(tensor));
     });
+}
+
+// _core_follow(StepCounter)
+PyObject *group_follow(PyObject *self, PyObject *arg)
+{
+    return guarded([&]() -> PyObject * {
+        as<GroupObject>(self)->updates->follow(counter_of(arg));
+        Py_RETURN_NONE;
+    });
+}
+
+PyObject *group_count_load(PyObject *self, PyObject *)
+{
+    as<GroupObject>(self)->updates->count_load();
+    return fc_count_step(nullptr, nullptr);
+}
+
+PyObject *group_n_updates(PyObject *self, void *)
+{
+    return PyLong_FromUnsignedLongLong(as<GroupObject>(self)->updates->n());
 }
 
 // _core_traffic() -> (gathers, gathered, reductions, reduced, all-reductions, all-reduced, copied)
@@ -398,6 +420,8 @@ PyGetSetDef group_properties[] = {
      "why what a device gathers is copied out; empty: it is not", nullptr},
     {"_core_is_resident", group_is_resident, nullptr,
      "whether one rank's shards on a device are used where they lie", nullptr},
+    {"_core_n_updates", group_n_updates, nullptr,
+     "optimizer steps and loads that its shards have seen", nullptr},
     {"_core_was_used", group_was_used, nullptr, "whether it was ever unsharded", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
@@ -425,6 +449,8 @@ PyMethodDef group_methods[] = {
      "(in_backward, groups): whom to gather behind this one on a device."},
     {"_core_set_reduce_group", group_set_reduce_group, METH_O,
      "(name): the process group that sums gradients on a device."},
+    {"_core_follow", group_follow, METH_O, "(StepCounter): of an optimizer that holds shards of it."},
+    {"_core_count_load", group_count_load, METH_NOARGS, "Its shards are loaded, on all ranks."},
     {"_core_release_gradients", group_release, METH_NOARGS,
      "Forgets gradients that are kept for reuse."},
     {"_core_release_sums", group_release_sums, METH_NOARGS,

@@ -5,6 +5,7 @@
 #include <Python.h>
 
 #include "bind/context.h"
+#include "bind/steps.h"
 #include "bind/tensors.h"
 #include "bind/unit.h"
 
@@ -44,6 +45,7 @@ struct GroupObject {
     uint64_t input_seen_in; // the tree's backward that has shown the following; 0: none has yet
     bool owns_input;        // one tensor, which only the unit reads, so that its node can end it
     Traffic past;           // of the units that were bound before this one
+    Updates *updates;       // owned; of its shards, whatever unit is bound
 };
 
 // The base of FSDPState.

@@ -112,11 +112,11 @@ bool Param::is_in_place() const
 }
 
 Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject *rows,
-           const at::Tensor &flat, PyObject *on_device)
+           const at::Tensor &flat, PyObject *on_device, const Updates *updates)
     : domain_object_(Ref::borrow(domain)), domain_(domain_of(domain)),
       shard_(fc_domain_unit(domain_, index)), storage_(flat.storage().unsafeGetStorageImpl()),
       bytes_(fc_unit_layout(shard_)->full_bytes), replicate_domain_(nullptr), replicate_(nullptr),
-      name_(fc_unit_name(shard_)), storage_owner_(flat)
+      updates_(updates), name_(fc_unit_name(shard_)), storage_owner_(flat)
 {
     if (fc_domain_is_mapped(domain_)) {
         view_ = fc_unit_view(shard_);

@@ -5,6 +5,7 @@
 #include "base/alloc.h"
 #include "bind/device.h"
 #include "bind/python.h"
+#include "bind/steps.h"
 #include "group/domain.h"
 #include "group/exchange.h"
 #include "group/unit.h"
@@ -110,8 +111,9 @@ class alignas(FC_CACHE_LINE) Unit {
 public:
     // rows: one per parameter, see fsdp_c/_unit.py; flat: owns the storage that the unsharded
     // parameters are views of; on_device: see DeviceOptions.
+    // updates: of the shards, borrowed.
     Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject *rows,
-         const at::Tensor &flat, PyObject *on_device);
+         const at::Tensor &flat, PyObject *on_device, const Updates *updates);
     ~Unit();
     Unit(const Unit &) = delete;
     Unit &operator=(const Unit &) = delete;
@@ -130,6 +132,8 @@ public:
     // After a forward of the unit: from the first one on its shards may be used where they lie.
     void end_forward();
     const std::vector<Param> &params() const { return params_; }
+    // Steps of optimizers, and loads, that the shards have seen.
+    uint64_t n_updates() const { return updates_->n(); }
     int traverse(visitproc visit, void *arg);
 
     // ---- parameters ----
@@ -339,6 +343,7 @@ private:
     std::vector<uint64_t> partial_mask_; // of partial_
     fc_domain *replicate_domain_;
     fc_unit *replicate_;
+    const Updates *updates_;
 
     std::vector<char> partial_; // HSDP sums that were not all-reduced yet: a part
     std::vector<size_t> deferred_hooks_;
