@@ -45,7 +45,7 @@ C_SOURCES = {
     ),
     "csrc/comm": "comm mapped message pieces step",
     "csrc/group": (
-        "batch domain exchange gathers layout layout_runs order schedule schedule_moves "
+        "apart batch clock domain exchange gathers layout layout_runs meet order schedule schedule_moves "
         "schedule_reduce schedule_setup schedule_slots slots unit waits"
     ),
 }

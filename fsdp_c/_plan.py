@@ -145,6 +145,12 @@ def unit_name(group: FSDPParamGroup) -> str:
     return _names.clean(group._module_fqn + ".")[:-1] or "(root)"
 
 
+def state_name(state: Any) -> str:
+    """How messages call the module that a forward began with."""
+    group = state._fsdp_param_groups[0] if state._fsdp_param_groups else None
+    return unit_name(group) if group is not None else type(state._modules[0]).__name__
+
+
 def _describe(groups: Sequence[FSDPParamGroup]) -> list[list[str]]:
     """One line per parameter: unit, name, size, dtypes."""
     lines = []
@@ -277,9 +283,13 @@ def _make_domains(
             _device.connect(streams, process_group, groups[0].device)
         _check_same_model(process_group, groups)
         unit_args = (units, shard_pg.rank(), shard_pg.size(), batch_bytes)
-        return _C.Domain(
+        domain = _C.Domain(
             transport, is_replicate, *unit_args, streams, str(process_group.group_name)
         )
+        if transport.kind != "shm" and (watch := _comm.watch_for(process_group)) is not None:
+            # What a device is given to do waits there, not here.
+            domain.watch(watch, groups[0].device.type == "cpu")
+        return domain
 
     shard = make(shard_pg, False)
     return shard, None if replicate_pg is None else make(replicate_pg, True)

@@ -182,6 +182,9 @@ class FSDPState(_C.State, _road.RoadState):
                     domains.append(domain)
         streams = domains[0].streams if domains else None
         domains += _plan.bind_units([group for group in groups if not group._is_bound], streams)
+        names = [_plan.state_name(state) for state in states]
+        for domain in domains:
+            domain.name_openers(names)
         tree = _C.Tree(list(states), domains, self._state_ctx)
         self._state_ctx._tree = tree
         for state in states:

@@ -415,7 +415,7 @@ static bool has_a_peer_failed(const fc_domain *domain)
 }
 
 /* A peer that keeps its gradients while others reduce theirs is a mistake of the script. */
-static fc_status check_held(const fc_domain *domain, const fc_unit *unit)
+static fc_status check_held(fc_domain *domain, const fc_unit *unit)
 {
     int r;
 
@@ -435,6 +435,7 @@ static fc_status check_held(const fc_domain *domain, const fc_unit *unit)
     for (r = 0; r < domain->n_ranks; r++) {
         if (r != domain->rank) {
             FC_TRY(domain_check_peer(domain, r, "reduce-scatter", unit->name));
+            FC_TRY(apart_check_skipped(domain, r, unit));
         }
     }
     return FC_OK;

@@ -172,7 +172,7 @@ static void body_steps(int rank, int n_ranks, void *arg)
 
         nap(&m, step);
         write_shards(&m, step);
-        fc_domain_open(m.domain, FC_PHASE_FORWARD);
+        fc_domain_open(m.domain, (fc_opening){.phase = FC_PHASE_FORWARD});
         CHECK(fc_domain_is_open(m.domain) && !fc_domain_in_backward(m.domain));
         CHECK_OK(fc_domain_ready(m.domain, first_unit(&m)));
         nap(&m, step + 1000);
@@ -182,7 +182,7 @@ static void body_steps(int rank, int n_ranks, void *arg)
         }
         CHECK_OK(fc_domain_close(m.domain));
         for (uint64_t b = 0; b < step % 3; b++) {
-            fc_domain_open(m.domain, FC_PHASE_BACKWARD);
+            fc_domain_open(m.domain, (fc_opening){.phase = FC_PHASE_BACKWARD});
             CHECK(fc_domain_in_backward(m.domain));
             CHECK_OK(fc_domain_ready(m.domain, first_unit(&m)));
             nap(&m, step + 2000);
@@ -212,7 +212,7 @@ static void body_skips(int rank, int n_ranks, void *arg)
 
         write_shards(&m, step);
         nap(&m, step);
-        fc_domain_open(m.domain, FC_PHASE_FORWARD);
+        fc_domain_open(m.domain, (fc_opening){.phase = FC_PHASE_FORWARD});
         /* A rank may also read nothing in a phase. */
         if (step % 4 != 0) {
             for (int r = 0; r < n_ranks; r++) {
@@ -228,7 +228,7 @@ static void body_skips(int rank, int n_ranks, void *arg)
         for (int r = 0; r < n_ranks; r++) {
             steps[r] = step + skips(step, r);
         }
-        fc_domain_open(m.domain, FC_PHASE_BACKWARD);
+        fc_domain_open(m.domain, (fc_opening){.phase = FC_PHASE_BACKWARD});
         CHECK_OK(fc_domain_ready(m.domain, first_unit(&m)));
         nap(&m, step + 500);
         check_view(&m, steps);
@@ -253,12 +253,12 @@ static void body_failures(int rank, int n_ranks, void *arg)
         char text[96];
 
         write_shards(&m, step);
-        fc_domain_open(m.domain, FC_PHASE_FORWARD);
+        fc_domain_open(m.domain, (fc_opening){.phase = FC_PHASE_FORWARD});
         if (is_backward) {
             CHECK_OK(fc_domain_ready(m.domain, first_unit(&m)));
             check_view(&m, steps);
             CHECK_OK(fc_domain_close(m.domain));
-            fc_domain_open(m.domain, FC_PHASE_BACKWARD);
+            fc_domain_open(m.domain, (fc_opening){.phase = FC_PHASE_BACKWARD});
         }
         nap(&m, step);
         if (rank == victim) {
@@ -312,7 +312,7 @@ static void body_death(int rank, int n_ranks, void *arg)
     if (is_victim && point == BEFORE_OPEN) {
         (void)kill(getpid(), SIGKILL);
     }
-    fc_domain_open(m.domain, point != IN_PHASE ? FC_PHASE_BACKWARD : FC_PHASE_FORWARD);
+    fc_domain_open(m.domain, (fc_opening){.phase = point != IN_PHASE ? FC_PHASE_BACKWARD : FC_PHASE_FORWARD});
     if (is_victim && point == BEFORE_CLOSE_ENDS) {
         fc_domain_mark_closed(m.domain);
     }
@@ -484,7 +484,7 @@ static void body_growth(int rank, int n_ranks, void *arg)
     live = fc_alloc_live();
     bytes = fc_domain_region_bytes(m.domain);
     for (int i = 0; i < 200; i++) {
-        fc_domain_open(m.domain, i % 3 != 0 ? FC_PHASE_BACKWARD : FC_PHASE_FORWARD);
+        fc_domain_open(m.domain, (fc_opening){.phase = i % 3 != 0 ? FC_PHASE_BACKWARD : FC_PHASE_FORWARD});
         if (i % 20 == 7) {
             fc_domain_fail(m.domain);
             fc_exchange_reset(m.domain);
@@ -584,12 +584,12 @@ static void body_messages(int rank, int n_ranks, void *arg)
         }
         shards[k] = shard;
     }
-    fc_domain_open(m.domain, FC_PHASE_FORWARD);
+    fc_domain_open(m.domain, (fc_opening){.phase = FC_PHASE_FORWARD});
     CHECK_OK(fc_domain_ready(m.domain, unit));
     CHECK_OK(fc_batch_all_gather(&gather, 1, pack));
     CHECK_OK(fc_domain_close(m.domain));
     check_buffer(layout, 0, full, steps);
-    fc_domain_open(m.domain, FC_PHASE_BACKWARD);
+    fc_domain_open(m.domain, (fc_opening){.phase = FC_PHASE_BACKWARD});
     fc_domain_fail(m.domain);
     CHECK(!fc_domain_is_open(m.domain));
     for (size_t k = 0; k < N_PARAMS; k++) {
