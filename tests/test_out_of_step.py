@@ -3,6 +3,7 @@
 Under torch such a script hangs, ends by SIGABRT or goes on with wrong weights.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -141,7 +142,7 @@ def two_steps(trial: Trial, step: int) -> None:
     trial.update()
 
 
-@way("rank 1 keeps the gradients|rank 1 has gone on without the reduce-scatter")
+@way("rank 1 keeps the gradients|set_requires_gradient_sync")
 def unequal_sync(trial: Trial, step: int) -> None:
     trial.model.set_requires_gradient_sync(False)
     trial.step(step)
@@ -153,36 +154,6 @@ def caught_between(trial: Trial, step: int) -> None:
     try:
         trial.loss(step)
         raise torch.OutOfMemoryError("no memory for the loss")
-    except torch.OutOfMemoryError:
-        trial.optimizer.zero_grad()
-
-
-@way("rank 1 left the forward of step 3 by an exception|out of step|rank 1 has gone on")
-def caught_in_forward(trial: Trial, step: int) -> None:
-    def fail(*_: Any) -> None:
-        raise torch.OutOfMemoryError("no memory for a block")
-
-    handle = trial.model.blocks[1].register_forward_pre_hook(fail)
-    try:
-        trial.loss(step)
-    except torch.OutOfMemoryError:
-        handle.remove()
-
-
-@way("rank 1 left the backward of step 3 by an exception|out of step|rank 1 has gone on")
-def caught_in_backward(trial: Trial, step: int) -> None:
-    def fail(_: Tensor) -> None:
-        raise torch.OutOfMemoryError("no memory for a gradient")
-
-    x = trial.model.stem(data(trial.rank, step)) if False else data(trial.rank, step)
-    handles: list[Any] = []
-    handle = trial.model.blocks[1].register_forward_hook(
-        lambda m, a, out: handles.append(out.register_hook(fail))
-    )
-    loss = total(trial.model(x))
-    handle.remove()
-    try:
-        loss.backward()
     except torch.OutOfMemoryError:
         trial.optimizer.zero_grad()
 
@@ -215,3 +186,51 @@ def test_all_ranks_say_who_did_what(name: str, transport: str) -> None:
     if name in ("loss_passed_over", "backward_left_out", "caught_between"):
         # Nobody has stepped with half a sum.
         assert answers[0][1] == ODD_STEP
+
+
+def caught_in_forward(trial: Trial, step: int) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory for a block")
+
+    handle = trial.model.blocks[1].register_forward_pre_hook(fail)
+    try:
+        trial.loss(step)
+    except torch.OutOfMemoryError:
+        handle.remove()
+
+
+def caught_in_backward(trial: Trial, step: int) -> None:
+    def fail(_: Tensor) -> None:
+        raise torch.OutOfMemoryError("no memory for a gradient")
+
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    handle = trial.model.blocks[1].register_forward_hook(hook)
+    loss = trial.loss(step)
+    handle.remove()
+    try:
+        loss.backward()
+    except torch.OutOfMemoryError:
+        trial.optimizer.zero_grad()
+
+
+def catch_alone(rank: int, n_ranks: int, body: Callable[[Trial, int], None]) -> None:
+    trial = Trial(rank)
+    try:
+        for step in range(STEPS):
+            (body if step == ODD_STEP and rank == 1 else Trial.step)(trial, step)
+    except RuntimeError as error:
+        print(error, flush=True)
+        os._exit(1)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("body", [caught_in_forward, caught_in_backward])
+def test_caught_errors_end_the_others(body: Callable[[Trial, int], None], transport: str) -> None:
+    """Who has caught one waits for the others, which may catch theirs, and learns how they end."""
+    outcomes = harness.run_ranks(
+        catch_alone, 2, body, env=TRANSPORTS[transport], fresh=True, timeout=60
+    )
+    assert re.search("rank 1 left the (for|back)ward of step 3 by an exc", outcomes[0].output)
+    assert re.search(r"rank 0 \(pid \d+\) exited|connection", outcomes[1].output, re.IGNORECASE)

@@ -127,14 +127,14 @@ static fc_status fail_updates(fc_domain *domain, const start *mine, const start 
 {
     char text[REASON_BYTES];
 
-    (void)snprintf(text, sizeof(text),
-                   "ranks are out of step at unit %s: step %llu begins after %llu optimizer steps "
-                   "(and loads) over the shards of rank %d, and after %llu over those of rank %d; "
-                   CAUSES ", a step() that was left out or made twice; " CURE,
-                   unit != NULL ? unit->name : "(root)",
-                   (unsigned long long)(mine->began >> STEP_SHIFT),
-                   (unsigned long long)mine->updates, global(domain, mine->rank),
-                   (unsigned long long)theirs->updates, global(domain, theirs->rank));
+    (void)snprintf(
+        text, sizeof(text),
+        "ranks are out of step at unit %s: step %llu begins after %llu optimizer steps "
+        "(and loads) over the shards of rank %d, and after %llu over those of rank %d; " CAUSES
+        ", a step() that was left out or made twice; " CURE,
+        unit != NULL ? unit->name : "(root)", (unsigned long long)(mine->began >> STEP_SHIFT),
+        (unsigned long long)mine->updates, global(domain, mine->rank),
+        (unsigned long long)theirs->updates, global(domain, theirs->rank));
     return fail(domain, FC_ERR_MISMATCH, text);
 }
 
@@ -216,10 +216,16 @@ fc_status apart_check_skipped(fc_domain *domain, int peer, const fc_unit *unit)
                    (unsigned long long)(domain->clock >> STEP_SHIFT), which,
                    global(domain, domain->rank), (unsigned long long)seen, global(domain, peer),
                    (unsigned long long)domain->updates, global(domain, domain->rank));
-    (void)fail(domain, FC_ERR_MISMATCH, text);
+    return apart_accuse(domain, peer, text);
+}
+
+fc_status apart_accuse(fc_domain *domain, int peer, const char *sentence)
+{
+    const fc_status st = fail(domain, FC_ERR_MISMATCH, sentence);
+
     fc_transport_publish(domain->watch, &domain_clock(domain, domain->rank)->accused,
                          phase_of(domain->clock) << ACCUSED_SHIFT | (uint64_t)peer);
-    return FC_ERR_MISMATCH;
+    return st;
 }
 
 bool apart_is_accused(const fc_domain *domain, int peer)

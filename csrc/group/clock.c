@@ -248,8 +248,8 @@ void fc_domain_mark_closed(fc_domain *domain)
 
 static void mark_completed(fc_domain *domain)
 {
-    __atomic_store_n(&domain_clock(domain, domain->rank)->completed.value,
-                     phase_of(domain->clock), __ATOMIC_RELEASE);
+    __atomic_store_n(&domain_clock(domain, domain->rank)->completed.value, phase_of(domain->clock),
+                     __ATOMIC_RELEASE);
 }
 
 fc_status fc_domain_close(fc_domain *domain)

@@ -335,8 +335,9 @@ fc_status fc_domain_create(fc_transport *transport, fc_domain_kind kind, const f
     }
     if (is_mapped) {
         /* A rank that has failed tells the others, who would wait for it in the mapping. */
-        st = st == FC_OK ? map(domain)
-                         : fc_transport_refuse_region(transport, n_units > 0 ? units[0].name : "", st);
+        st = st == FC_OK
+                 ? map(domain)
+                 : fc_transport_refuse_region(transport, n_units > 0 ? units[0].name : "", st);
     }
     if (st != FC_OK) {
         fc_domain_destroy(domain);

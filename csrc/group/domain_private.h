@@ -123,8 +123,8 @@ struct fc_domain {
     uint64_t left_after; /* the last clock before CLOCK_LEFT */
     uint64_t refused_in; /* the last phase that failed because a peer had left */
     bool is_ready;
-    uint64_t n_met;                         /* collectives of messages in this phase */
-    uint64_t began, updates;                /* as in the clock line */
+    uint64_t n_met;             /* collectives of messages in this phase */
+    uint64_t began, updates;    /* as in the clock line */
     char verdict[REASON_BYTES]; /* why ranks are out of step; empty: they are not */
     /* This rank's arena. */
     ring_entry *ring; /* owned; entry of sequence s at s % ring_capacity */
@@ -208,6 +208,9 @@ fc_status apart_check_opening(fc_domain *domain, int peer, const fc_unit *unit);
 /* FC_ERR_MISMATCH if `peer` has gone past this rank's phase without it. */
 bool apart_has_skipped(const fc_domain *domain, int peer);
 fc_status apart_check_skipped(fc_domain *domain, int peer, const fc_unit *unit);
+/* FC_ERR_MISMATCH with the sentence, which all ranks of this phase get, and `peer` in a later one.
+ */
+fc_status apart_accuse(fc_domain *domain, int peer, const char *sentence);
 /* True if `peer` has failed a phase because this rank had skipped it; then its words. */
 bool apart_is_accused(const fc_domain *domain, int peer);
 fc_status apart_admit(const fc_domain *domain, int peer);

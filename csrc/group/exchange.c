@@ -3,6 +3,7 @@
 
 #include "group/domain_private.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #define NUMBER_MASK STATE_MASK /* a tag is phase << 8 | number of the post, from 1 */
@@ -423,13 +424,16 @@ static fc_status check_held(fc_domain *domain, const fc_unit *unit)
         lane *l = domain_lane(domain, r, unit->index);
 
         if (__atomic_load_n(&l->is_held, __ATOMIC_ACQUIRE) == phase_of(domain->clock)) {
-            return fc_fail(
-                FC_ERR_MISMATCH,
+            char text[REASON_BYTES];
+
+            (void)snprintf(
+                text, sizeof(text),
                 "rank %d keeps the gradients of unit %s for a later backward "
                 "(set_requires_gradient_sync(False)) while other ranks reduce them in step %llu; "
                 "call it with the same value on every rank",
                 fc_transport_global_rank(domain->transport, r), unit->name,
                 (unsigned long long)(domain->clock >> STEP_SHIFT));
+            return apart_accuse(domain, r, text);
         }
     }
     for (r = 0; r < domain->n_ranks; r++) {

@@ -13,8 +13,8 @@
 static uint64_t next_meeting(const fc_domain *domain)
 {
     const uint64_t backward = phase_of(domain->clock) & PHASE_MASK;
-    const uint64_t phase = (domain->clock >> STEP_SHIFT) << 8 |
-                           (backward < BACKWARDS_MAX ? backward : BACKWARDS_MAX);
+    const uint64_t phase =
+        (domain->clock >> STEP_SHIFT) << 8 | (backward < BACKWARDS_MAX ? backward : BACKWARDS_MAX);
 
     return domain->n_met >> COUNT_BITS == phase ? domain->n_met + 1 : (phase << COUNT_BITS) + 1;
 }
@@ -72,34 +72,37 @@ static bool has_come_or_gone(void *arg)
 
 static fc_status fail_other(const meeting *m, uint64_t theirs)
 {
-    const fc_domain *domain = m->unit->domain;
-    char here[256], there[256];
+    fc_domain *domain = m->unit->domain;
+    char here[256], there[256], text[REASON_BYTES];
 
     describe(domain, m->what, here, sizeof(here));
     describe(domain, theirs, there, sizeof(there));
-    return fc_fail(FC_ERR_MISMATCH,
+    (void)snprintf(text, sizeof(text),
                    "rank %d is in %s and rank %d in %s (step %llu): over a process group all ranks "
-                   "call the same units in the same order, and each with gradients "
+                   "call the same units in the same order, with the same "
+                   "set_requires_gradient_sync(), and each with gradients "
                    "(set_reduce_scatter_unused_params(True) where they use different parameters)",
                    fc_transport_global_rank(domain->transport, domain->rank), here,
                    fc_transport_global_rank(domain->transport, m->peer), there,
                    (unsigned long long)(domain->clock >> STEP_SHIFT));
+    return apart_accuse(domain, m->peer, text);
 }
 
 static fc_status fail_gone(const meeting *m)
 {
-    const fc_domain *domain = m->unit->domain;
-    char here[256];
+    fc_domain *domain = m->unit->domain;
+    char here[256], text[REASON_BYTES];
 
     describe(domain, m->what, here, sizeof(here));
-    return fc_fail(FC_ERR_MISMATCH,
+    (void)snprintf(text, sizeof(text),
                    "rank %d has gone on without %s, which rank %d is in (step %llu): over a "
-                   "process group all ranks call the same units in the same order, and each with "
-                   "gradients (set_reduce_scatter_unused_params(True) where they use different "
-                   "parameters)",
+                   "process group all ranks call the same units in the same order, with the same "
+                   "set_requires_gradient_sync(), and each with gradients "
+                   "(set_reduce_scatter_unused_params(True) where they use different parameters)",
                    fc_transport_global_rank(domain->transport, m->peer), here,
                    fc_transport_global_rank(domain->transport, domain->rank),
                    (unsigned long long)(domain->clock >> STEP_SHIFT));
+    return apart_accuse(domain, m->peer, text);
 }
 
 /* FC_ERR_* unless the peer is in the same meeting, or on its way there. */
@@ -130,8 +133,7 @@ static fc_status meet_peers(meeting *m)
     fc_domain *domain = m->unit->domain;
     const fc_wait_info info = {operations[m->what & 0xff], m->unit->name,
                                domain->clock >> STEP_SHIFT};
-    const fc_wait_kind kind =
-        (m->what & 0xff) == 0 ? waits_gather_kind(domain) : FC_WAIT_REDUCE;
+    const fc_wait_kind kind = (m->what & 0xff) == 0 ? waits_gather_kind(domain) : FC_WAIT_REDUCE;
 
     for (m->peer = 0; m->peer < domain->n_ranks; m->peer++) {
         if (m->peer == domain->rank) {

@@ -312,7 +312,8 @@ static void body_death(int rank, int n_ranks, void *arg)
     if (is_victim && point == BEFORE_OPEN) {
         (void)kill(getpid(), SIGKILL);
     }
-    fc_domain_open(m.domain, (fc_opening){.phase = point != IN_PHASE ? FC_PHASE_BACKWARD : FC_PHASE_FORWARD});
+    fc_domain_open(m.domain,
+                   (fc_opening){.phase = point != IN_PHASE ? FC_PHASE_BACKWARD : FC_PHASE_FORWARD});
     if (is_victim && point == BEFORE_CLOSE_ENDS) {
         fc_domain_mark_closed(m.domain);
     }
@@ -484,7 +485,8 @@ static void body_growth(int rank, int n_ranks, void *arg)
     live = fc_alloc_live();
     bytes = fc_domain_region_bytes(m.domain);
     for (int i = 0; i < 200; i++) {
-        fc_domain_open(m.domain, (fc_opening){.phase = i % 3 != 0 ? FC_PHASE_BACKWARD : FC_PHASE_FORWARD});
+        fc_domain_open(m.domain,
+                       (fc_opening){.phase = i % 3 != 0 ? FC_PHASE_BACKWARD : FC_PHASE_FORWARD});
         if (i % 20 == 7) {
             fc_domain_fail(m.domain);
             fc_exchange_reset(m.domain);
