@@ -70,18 +70,20 @@ static bool has_come_or_gone(void *arg)
            domain_has_failed(domain, m->peer);
 }
 
+#define ADVICE                                                                                     \
+    "over a process group all ranks call the same units in the same order, with the same "         \
+    "set_requires_gradient_sync(), and each with gradients "                                       \
+    "(set_reduce_scatter_unused_params(True) where they use different parameters)"
+#define WHAT_BYTES 160
+
 static fc_status fail_other(const meeting *m, uint64_t theirs)
 {
     fc_domain *domain = m->unit->domain;
-    char here[256], there[256], text[REASON_BYTES];
+    char here[WHAT_BYTES], there[WHAT_BYTES], text[REASON_BYTES];
 
     describe(domain, m->what, here, sizeof(here));
     describe(domain, theirs, there, sizeof(there));
-    (void)snprintf(text, sizeof(text),
-                   "rank %d is in %s and rank %d in %s (step %llu): over a process group all ranks "
-                   "call the same units in the same order, with the same "
-                   "set_requires_gradient_sync(), and each with gradients "
-                   "(set_reduce_scatter_unused_params(True) where they use different parameters)",
+    (void)snprintf(text, sizeof(text), "rank %d is in %s and rank %d in %s (step %llu): " ADVICE,
                    fc_transport_global_rank(domain->transport, domain->rank), here,
                    fc_transport_global_rank(domain->transport, m->peer), there,
                    (unsigned long long)(domain->clock >> STEP_SHIFT));
@@ -91,14 +93,11 @@ static fc_status fail_other(const meeting *m, uint64_t theirs)
 static fc_status fail_gone(const meeting *m)
 {
     fc_domain *domain = m->unit->domain;
-    char here[256], text[REASON_BYTES];
+    char here[WHAT_BYTES], text[REASON_BYTES];
 
     describe(domain, m->what, here, sizeof(here));
     (void)snprintf(text, sizeof(text),
-                   "rank %d has gone on without %s, which rank %d is in (step %llu): over a "
-                   "process group all ranks call the same units in the same order, with the same "
-                   "set_requires_gradient_sync(), and each with gradients "
-                   "(set_reduce_scatter_unused_params(True) where they use different parameters)",
+                   "rank %d has gone on without %s, which rank %d is in (step %llu): " ADVICE,
                    fc_transport_global_rank(domain->transport, m->peer), here,
                    fc_transport_global_rank(domain->transport, domain->rank),
                    (unsigned long long)(domain->clock >> STEP_SHIFT));
