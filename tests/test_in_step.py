@@ -144,7 +144,7 @@ def two_losses(rank: int) -> None:
 
 @program
 def momentum_encoder(rank: int) -> None:
-    model, teacher = made(), made()
+    model, teacher = (made(reshard_after_forward=True) for _ in range(2))
     teacher.requires_grad_(False)
     optimizer = sgd(model)
     for step in range(STEPS):
@@ -174,14 +174,17 @@ def optimizer_in_backward(rank: int) -> None:
 
 @program
 def closures(rank: int) -> None:
-    model = made()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    for layer in (model[0], model[2], model):
+        harness.implementation().fully_shard(layer)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3)
 
     for step in range(STEPS):
 
         def closure(step: int = step) -> Tensor:
             optimizer.zero_grad()
-            loss = total(model(data(0, step)))
+            loss = total(model(torch.ones(2, 8) + step))
             loss.backward()
             return loss
 

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import harness
 import pytest
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from models import Branches, data, shard_blocks
 from parity import total
 from torch import Tensor, nn
+
+from fsdp_c import _comm
 
 STEPS = 5
 ODD_STEP = 2  # in which the last rank differs
@@ -213,6 +216,19 @@ def caught_in_backward(trial: Trial, step: int) -> None:
         loss.backward()
     except torch.OutOfMemoryError:
         trial.optimizer.zero_grad()
+
+
+def differ_unseen(rank: int, n_ranks: int, name: str) -> tuple[str, int]:
+    with mock.patch.object(_comm, "watch_for", lambda group: None):
+        return differ(rank, n_ranks, name)
+
+
+@pytest.mark.parametrize("name", [name for name in WAYS if name != "unequal_sync"])
+def test_ranks_of_several_hosts_exchange_words(name: str) -> None:
+    """Who shares no memory is told by 64 bytes before the first collective of a phase."""
+    answers = harness.run_ranks(differ_unseen, 2, name, env=TRANSPORTS["messages"], timeout=30)
+    for text, _ in answers:
+        assert re.search(f"{APART}|gradients on rank", text), answers
 
 
 def catch_alone(rank: int, n_ranks: int, body: Callable[[Trial, int], None]) -> None:

@@ -219,6 +219,16 @@ fc_status apart_check_skipped(fc_domain *domain, int peer, const fc_unit *unit)
     return apart_accuse(domain, peer, text);
 }
 
+fc_status apart_check_read(fc_domain *domain, int peer, const fc_unit *unit)
+{
+    const clock_line *line = domain_clock(domain, peer);
+    const uint64_t theirs = fc_word_load(&line->clock);
+    const bool is_unchanged =
+        fc_word_load(&line->updates[theirs >> STEP_SHIFT & 1]) == domain->updates;
+
+    return domain->is_mapped && is_unchanged ? FC_OK : apart_check_skipped(domain, peer, unit);
+}
+
 fc_status apart_accuse(fc_domain *domain, int peer, const char *sentence)
 {
     const fc_status st = fail(domain, FC_ERR_MISMATCH, sentence);

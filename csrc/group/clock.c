@@ -190,7 +190,7 @@ fc_status fc_domain_ready(fc_domain *domain, const fc_unit *unit)
     for (int peer = 0; peer < domain->n_ranks; peer++) {
         if (peer != domain->rank) {
             FC_TRY(apart_check_opening(domain, peer, unit));
-            FC_TRY(apart_check_skipped(domain, peer, unit));
+            FC_TRY(apart_check_read(domain, peer, unit));
         }
     }
     domain->is_ready = true;

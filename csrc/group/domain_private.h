@@ -208,6 +208,9 @@ fc_status apart_check_opening(fc_domain *domain, int peer, const fc_unit *unit);
 /* FC_ERR_MISMATCH if `peer` has gone past this rank's phase without it. */
 bool apart_has_skipped(const fc_domain *domain, int peer);
 fc_status apart_check_skipped(fc_domain *domain, int peer, const fc_unit *unit);
+/* The same for who is about to read alone: shards of a peer that has not stepped are what they
+ * were, so that it may leave out a backward in which nothing is added up. */
+fc_status apart_check_read(fc_domain *domain, int peer, const fc_unit *unit);
 /* FC_ERR_MISMATCH with the sentence, which all ranks of this phase get, and `peer` in a later one.
  */
 fc_status apart_accuse(fc_domain *domain, int peer, const char *sentence);

@@ -80,12 +80,15 @@ static fc_status fail_other(const meeting *m, uint64_t theirs)
 {
     fc_domain *domain = m->unit->domain;
     char here[WHAT_BYTES], there[WHAT_BYTES], text[REASON_BYTES];
+    /* The lower rank first, so that both say the same. */
+    const bool is_first = domain->rank < m->peer;
+    const int first = is_first ? domain->rank : m->peer, second = is_first ? m->peer : domain->rank;
 
-    describe(domain, m->what, here, sizeof(here));
-    describe(domain, theirs, there, sizeof(there));
+    describe(domain, is_first ? m->what : theirs, here, sizeof(here));
+    describe(domain, is_first ? theirs : m->what, there, sizeof(there));
     (void)snprintf(text, sizeof(text), "rank %d is in %s and rank %d in %s (step %llu): " ADVICE,
-                   fc_transport_global_rank(domain->transport, domain->rank), here,
-                   fc_transport_global_rank(domain->transport, m->peer), there,
+                   fc_transport_global_rank(domain->transport, first), here,
+                   fc_transport_global_rank(domain->transport, second), there,
                    (unsigned long long)(domain->clock >> STEP_SHIFT));
     return apart_accuse(domain, m->peer, text);
 }
