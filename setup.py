@@ -488,7 +488,11 @@ def metadata_of(commands: list[str]) -> dict[str, object]:
         oldest = ".".join(map(str, OLDEST_TORCH))
         return {"version": version, "install_requires": [f"torch>={oldest}"]}
     minor = Torch.installed().minor
-    return {"version": f"{version}+torch{minor}", "install_requires": [f"torch=={minor}.*"]}
+    metadata: dict[str, object] = {"version": f"{version}+torch{minor}"}
+    if "bdist_wheel" in commands:  # whoever has the tree on sys.path would find it there
+        Path(ROOT, "build").mkdir(exist_ok=True)
+        metadata["options"] = {"egg_info": {"egg_base": "build"}}
+    return {**metadata, "install_requires": [f"torch=={minor}.*"]}
 
 
 if __name__ == "__main__":
