@@ -160,6 +160,12 @@ class Torch:
 
     def compile_flags(self) -> list[str]:
         include = self.root / "include"
+        if not Path(sysconfig.get_path("include"), "Python.h").exists():
+            raise SystemExit(
+                f"fsdp_c needs the headers of Python, and {sysconfig.get_path('include')} has no"
+                " Python.h: install them (python3-dev on Debian and Ubuntu, python3-devel on"
+                " Fedora)"
+            )
         paths = (include, include / "torch/csrc/api/include", sysconfig.get_path("include"))
         return [
             "-D_GLIBCXX_USE_CXX11_ABI=1",
@@ -280,7 +286,13 @@ def make(target: Path, command: list[str], report: Path | None = None) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     note = target.with_name(target.name + ".cmd")
     note.unlink(missing_ok=True)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise SystemExit(
+            f"fsdp_c is compiled with {command[0]}, which is not installed: install gcc and g++,"
+            " or set CC and CXX to other compilers"
+        ) from None
     if report is not None and done.returncode == 0:
         report.write_text(done.stdout + done.stderr)
     elif done.stdout or done.stderr:

@@ -182,5 +182,14 @@ def test_missing_and_old_torch_are_one_line(monkeypatch: pytest.MonkeyPatch):
         script.Torch.installed()
 
 
+def test_missing_compiler_and_headers_are_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    script = build_script.load()
+    with pytest.raises(SystemExit, match="compiled with nowhere/g[+][+], which is not installed"):
+        script.make(tmp_path / "out.o", ["nowhere/g++", "-c", "in.c"])
+    monkeypatch.setattr(script.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(SystemExit, match="has no Python.h: install them"):
+        script.Torch.installed().compile_flags()
+
+
 class Old:
     version = "2.9.1"
