@@ -16,14 +16,6 @@ else:
     def __getattr__(name):
         if name.startswith("_") and name != "__all__":  # submodules, and what imports ask for
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        api = _load()
-        globals().update({public: getattr(api, public) for public in api.__all__})
-        globals()["__all__"] = api.__all__
-        if name not in globals():
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return globals()[name]
-
-    def _load():
         from fsdp_c import _built
 
         try:
@@ -32,7 +24,11 @@ else:
             raise error.with_traceback(None) from None  # its one line says all
         from fsdp_c import _api
 
-        return _api
+        names = {public: getattr(_api, public) for public in _api.__all__}
+        globals().update(names, __all__=_api.__all__)
+        if name not in globals():
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals()[name]
 
     def __dir__():
         return sorted([*__getattr__("__all__"), "__version__"])
