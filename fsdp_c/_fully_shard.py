@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +33,8 @@ _DEFAULT_POLICY = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
 _numbers = itertools.count()
 
+_Given = TypeVar("_Given", bound="nn.Module | Sequence[nn.Module]")
+
 
 @dataclass(frozen=True)
 class Call:
@@ -45,7 +47,7 @@ class Call:
 
 
 def fully_shard(
-    module: Any,
+    module: _Given,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -54,7 +56,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-) -> Any:
+) -> _Given:
     """Shards parameters, gradients and optimizer states of ``module`` over the ranks of ``mesh``.
 
     A replacement of ``torch.distributed.fsdp.fully_shard`` with its arguments, defaults and
@@ -77,7 +79,8 @@ def fully_shard(
         dp_mesh_dims: names of the data-parallel dims if ``mesh`` is a whole SPMD mesh.
 
     Returns:
-        ``module``, whose class now also is ``FSDPModule``.
+        ``module``, whose class now also is ``FSDPModule``. Type checkers see the type it had, and
+        both after ``assert isinstance(module, FSDPModule)``.
 
     Raises:
         ValueError, TypeError, AssertionError, NotImplementedError: as torch's, and before

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,31 @@ def test_children(method: str) -> None:
 
 
 def test_importing_the_package_loads_nothing() -> None:
-    code = "import sys, fsdp_c; assert 'torch' not in sys.modules; print(sorted(dir(fsdp_c)))"
+    code = "import sys, fsdp_c; fsdp_c.__version__; assert 'torch' not in sys.modules"
     done = start("-c", code + "; from fsdp_c import *; fully_shard, Communicator, status")
     assert done.returncode == 0, done.stderr
+
+
+def test_public_names_alone_are_shown() -> None:
+    code = "import json, fsdp_c; print(json.dumps([dir(fsdp_c), fsdp_c.__all__]))"
+    shown, public = facts_of(start("-c", code))
+    assert shown == sorted([*public, "__version__"])
+    assert not [name for name in public if name.startswith("_")]
+    done = start("-c", "import fsdp_c; fsdp_c.fuly_shard")
+    assert "has no attribute 'fuly_shard'" in done.stderr.splitlines()[-1]
+
+
+def test_version_without_torch() -> None:
+    code = (
+        "import sys; from fsdp_c import _launch; _launch.main(['--version'])\n"
+        "assert 'torch' not in sys.modules"
+    )
+    minor = ".".join(torch.__version__.split(".")[:2])
+    for done in (start("-c", code), start("-m", "fsdp_c", "--version")):
+        assert done.returncode == 0, done.stderr
+        (line,) = done.stdout.splitlines()
+        assert line.startswith(f"fsdp_c {fsdp_c.__version__}, built for torch ")
+        assert minor in line and line.endswith(f"; torch {metadata.version('torch')} is installed")
 
 
 # --- install() in a running program ---
@@ -204,6 +227,9 @@ def look_at_status(rank: int, n_ranks: int) -> None:
     (late,) = [tree for tree in api.status().trees[before:] if "(root)" in tree.reason]
     assert late.runs_on == "torch" and late.reason == "unit (root): an all-reduce hook"
     assert torch.__version__ in str(api.status())
+    built_for = ".".join(torch.__version__.split(".")[:2])
+    assert (api.status().version, api.status().built_for) == (fsdp_c.__version__, built_for)
+    assert str(api.status()).startswith(f"fsdp_c {fsdp_c.__version__} built for torch {built_for}")
     del core, other, model
 
 
