@@ -64,8 +64,7 @@ def _look(tensor: DTensor, file: Any, caller: FrameType) -> None:
         return
     line = caller.f_code.co_filename, caller.f_lineno
     rank = dist.get_rank()
-    numbers = re.findall(r"\d+", os.path.join(*os.fspath(path).split(os.sep)[-2:]))
-    if line in _told or rank in map(int, numbers) or not _is_shard(tensor):
+    if line in _told or _names_rank(os.fspath(path), rank) or not _is_shard(tensor):
         return
     if caller.f_globals.get("__name__", "").startswith(_KNOWS):
         return
@@ -79,3 +78,10 @@ def _look(tensor: DTensor, file: Any, caller: FrameType) -> None:
         UserWarning,
         *line,
     )
+
+
+def _names_rank(path: str, rank: int) -> bool:
+    """Whether a number in the file's name, or its folder's whole name, is the rank."""
+    folder, name = os.path.split(path)
+    is_folder = re.fullmatch(rf"[a-z]*[-_]?0*{rank}", os.path.basename(folder))
+    return is_folder is not None or rank in map(int, re.findall(r"\d+", name))

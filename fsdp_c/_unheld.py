@@ -139,11 +139,12 @@ def _tops(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 def _narrowed(top: nn.Module, wanted: set[int]) -> nn.Module:
     """The innermost module that has as many of the wanted parameters, and units in it."""
-    n_wanted = len(wanted.intersection(map(id, top.parameters())))
-    for child in top.children():
-        if n_wanted and any(isinstance(m, FSDPModule) for m in child.modules()):
-            if len(wanted.intersection(map(id, child.parameters()))) == n_wanted:
-                return child if isinstance(child, FSDPModule) else _narrowed(child, wanted)
+    inside = wanted.intersection(map(id, top.parameters()))
+    for child in () if isinstance(top, FSDPModule) else top.children():
+        has_units = any(isinstance(m, FSDPModule) for m in child.modules())
+        if has_units and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            if inside and inside <= set(map(id, child.parameters())):
+                return _narrowed(child, wanted)
     return top
 
 

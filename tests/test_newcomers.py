@@ -338,7 +338,7 @@ def s_sent_from_the_first_rank() -> None:
     for param in model.parameters():
         dist.broadcast(param.data, 0)
     train(sharded(model))
-    train(fsdp_c.shard(net(seed=dist.get_rank()), "zero3"))
+    train(fsdp_c.shard(net(seed=dist.get_rank()), "zero3", sync=True))
 
 
 def s_initialized_after_sharding() -> None:
@@ -365,7 +365,7 @@ def s_files_that_are_right(folder: str) -> None:
     pickle.dumps(model.state_dict())
     copy.deepcopy(model.state_dict())
     dcp.save({"model": model.state_dict(), "more": [1]}, checkpoint_id=f"{folder}/dcp")
-    fsdp_c.save_shards(f"{folder}/shards", model, optimizer)
+    fsdp_c.save_shards(model, f"{folder}/shards", optimizer=optimizer)
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     if rank == 0:
         torch.save(full, f"{folder}/full.pt")
