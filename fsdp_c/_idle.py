@@ -14,10 +14,16 @@ def tell() -> None:
     outside = sys.modules.get("fsdp_c._outside")
     if (outside is not None and outside.has_units) or _env.QUIET.get() or (_env.rank() or 0) != 0:
         return
-    if _env.rank() is None and _has_children():  # these are the ranks
+    if _has_children() and not _talks():  # these may be the ranks
         return
     line = "; ".join(["nothing was sharded: fully_shard was never called", *_reasons()])
     print(f"[fsdp_c] {line}", file=sys.stderr)
+
+
+def _talks() -> bool:
+    """Whether this process is a rank itself."""
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()
 
 
 def _has_children() -> bool:

@@ -103,13 +103,21 @@ def _advice_at(frames: Sequence[tuple[FrameType, int]]) -> str:
         named = [units[key] for key in found if key in units]
         named = named or _behind([v for v in found.values() if isinstance(v, DTensor)], units)
         if named:
-            return _advice(named, [frame for frame, _ in frames])
+            return _advice(named, found, [frame for frame, _ in frames])
     return ""
 
 
-def _advice(named: Sequence[tuple[str, Any]], frames: Sequence[FrameType]) -> str:
+def _advice(
+    named: Sequence[tuple[str, Any]], operands: Iterable[int], frames: Sequence[FrameType]
+) -> str:
     params = " and ".join(f"'{param}'" for param, _ in named)
     group = named[0][1]
+    if others := [name for key, name in _unsharded().items() if key in operands]:
+        return (
+            f"Here {params} of {_ADDED}{_plan.unit_name(group)}' is sharded and '{others[0]}' of"
+            " another is not, for instance since a root keeps its parameters after forward: call"
+            " reshard() on that model first, so that both are shards"
+        )
     return (
         f"Here {params} of {_ADDED}{_plan.unit_name(group)}' {'is' if len(named) == 1 else 'are'}"
         f" sharded, because the unit is not in forward. {_cure(group.modules, frames)}"
@@ -187,6 +195,17 @@ def _units_by_param() -> dict[int, tuple[str, Any]]:
         for fsdp_param in group.fsdp_params:
             name = _names.clean(fsdp_param._param_fqn or fsdp_param._module_info.param_name)
             found[id(fsdp_param.sharded_param)] = name, group
+    return found
+
+
+def _unsharded() -> dict[int, str]:
+    """Names of parameters that stand for sharded ones now, by id."""
+    found = {}
+    for group in (group for state in list(_states) for group in state._fsdp_param_groups):
+        for fsdp_param in group.fsdp_params:
+            name = _names.clean(fsdp_param._param_fqn or fsdp_param._module_info.param_name)
+            found[id(getattr(fsdp_param, "_unsharded_param", None))] = name
+    found.pop(id(None), None)
     return found
 
 
