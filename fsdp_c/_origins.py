@@ -116,7 +116,7 @@ def compare(
             f"ranks built different models: parameter '{name}'{more} came to fully_shard with"
             f" other values on rank {other} than on rank {first}, and what is trained is a mix of"
             " them. Call torch.manual_seed() with the same number on all ranks before the model is"
-            " built, or load a checkpoint into the sharded model before its first forward; sync=True"
-            " of shard() and sync_module_states=True of FSDP1 send rank 0's values to all",
+            " built, or load a checkpoint into the sharded model before its first forward."
+            " sync=True of shard(), sync_module_states=True of FSDP1 send rank 0's values to all",
             stacklevel=2,
         )

@@ -114,12 +114,12 @@ def _advice(
     group = named[0][1]
     if others := [name for key, name in _unsharded().items() if key in operands]:
         return (
-            f"Here {params} of {_ADDED}{_plan.unit_name(group)}' is sharded and '{others[0]}' of"
+            f"Here {params} of {_ADDED}{_unit_name(group)}' is sharded and '{others[0]}' of"
             " another is not, for instance since a root keeps its parameters after forward: call"
             " reshard() on that model first, so that both are shards"
         )
     return (
-        f"Here {params} of {_ADDED}{_plan.unit_name(group)}' {'is' if len(named) == 1 else 'are'}"
+        f"Here {params} of {_ADDED}{_unit_name(group)}' {'is' if len(named) == 1 else 'are'}"
         f" sharded, because the unit is not in forward. {_cure(group.modules, frames)}"
     )
 
@@ -160,7 +160,7 @@ def _advice_on_loss(outputs: Iterable[Any]) -> str:
     params = " and ".join(f"'{param}'" for param, _ in named)
     return (
         f"The loss of this backward was computed from {params} of {_ADDED}"
-        f"{_plan.unit_name(named[0][1])}' outside of forward, where it is sharded, and so it became"
+        f"{_unit_name(named[0][1])}' outside of forward, where it is sharded, and so it became"
         " a DTensor. Add such a term, for instance a penalty on a weight, as term.full_tensor(), or"
         " compute it in forward"
     )
@@ -179,6 +179,12 @@ def _is_around(owner: nn.Module, modules: Sequence[nn.Module]) -> bool:
     return any(id(module) in inside for module in modules)
 
 
+def _unit_name(group: Any) -> str:
+    if group._module_fqn is None:  # before the first forward
+        return ", ".join(map(_class_of, group.modules))
+    return _plan.unit_name(group)
+
+
 def _class_of(module: nn.Module) -> str:
     """As the user wrote it: fully_shard puts a class in front."""
     cls = type(module)
@@ -190,23 +196,25 @@ def _class_of(module: nn.Module) -> str:
 
 def _units_by_param() -> dict[int, tuple[str, Any]]:
     """Of all sharded parameters, by id: their own names and their units."""
-    found = {}
+    return {id(p.sharded_param): (name, group) for p, name, group in _named()}
+
+
+def _named() -> Iterator[tuple[Any, str, Any]]:
+    """Each unit's parameters with their names, and the unit."""
     for group in (group for state in list(_states) for group in state._fsdp_param_groups):
+        within = {}
+        if any(fsdp_param._param_fqn is None for fsdp_param in group.fsdp_params):
+            pairs = [pair for module in group.modules for pair in module.named_parameters()]
+            within = {id(param): name for name, param in pairs}
         for fsdp_param in group.fsdp_params:
-            name = _names.clean(fsdp_param._param_fqn or fsdp_param._module_info.param_name)
-            found[id(fsdp_param.sharded_param)] = name, group
-    return found
+            own = within.get(id(fsdp_param.sharded_param), fsdp_param._module_info.param_name)
+            yield fsdp_param, _names.clean(fsdp_param._param_fqn or own), group
 
 
 def _unsharded() -> dict[int, str]:
     """Names of parameters that stand for sharded ones now, by id."""
-    found = {}
-    for group in (group for state in list(_states) for group in state._fsdp_param_groups):
-        for fsdp_param in group.fsdp_params:
-            name = _names.clean(fsdp_param._param_fqn or fsdp_param._module_info.param_name)
-            found[id(getattr(fsdp_param, "_unsharded_param", None))] = name
-    found.pop(id(None), None)
-    return found
+    pairs = [(getattr(p, "_unsharded_param", None), name) for p, name, _ in _named()]
+    return {id(param): name for param, name in pairs if param is not None}
 
 
 def _behind(tensors: Sequence[Tensor], units: dict[int, tuple[str, Any]]) -> list[tuple[str, Any]]:

@@ -113,8 +113,8 @@ def _warn_of_those_in_models(alone: Sequence[Tensor]) -> None:
         if added:
             _warn(
                 f"{_listed(added)} of {name} {_are(added)} {_DRIFT}. Add parameters before"
-                " fully_shard, or call it on the module that was added, before the first forward"
-                f" and before the optimizer is built. {_ON_PURPOSE}"
+                " fully_shard, or call it on the module that was added before the optimizer gets"
+                f" its parameters. {_ON_PURPOSE}"
             )
 
 

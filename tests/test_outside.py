@@ -107,8 +107,11 @@ def add_to(total: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def name_outside_of_all_calls(rank: int, n_ranks: int) -> None:
-    model = sharded()
     x = torch.ones(2, 4)
+    assert "'last.weight' and 'last.bias' of FSDP unit 'Net'" in text_of(
+        lambda: sharded().encode(x)
+    )
+    model = sharded()
     model(x).sum().backward()
     head = "'heads.1.weight' of FSDP unit 'heads.1' is sharded"
     of_root = "'last.weight' and 'last.bias' of FSDP unit '(root)' are sharded"
