@@ -33,7 +33,8 @@ def _has_children() -> bool:
 
 
 def _reasons() -> Iterator[str]:
-    if {"torch.distributed.run", "accelerate.commands.launch"} & sys.modules.keys():
+    launchers = {"torch.distributed.run", "accelerate.commands.launch"}
+    if _env.rank() is None and launchers & sys.modules.keys():
         yield "the launcher comes first: torchrun -m fsdp_c SCRIPT (or accelerate launch -m fsdp_c)"
         return
     if _has_fsdp1():

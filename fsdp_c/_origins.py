@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fsdp_c import _guards
 
 _N_VALUES = 16  # of a parameter, evenly spread
 _WORD = 16  # hex digits that stand for them
@@ -112,11 +113,10 @@ def compare(
     if different:
         name, first, other = different[0]
         more = f" and {len(different) - 1} more" if len(different) > 1 else ""
-        warnings.warn(
+        _guards.warn_user(
             f"ranks built different models: parameter '{name}'{more} came to fully_shard with"
             f" other values on rank {other} than on rank {first}, and what is trained is a mix of"
             " them. Call torch.manual_seed() with the same number on all ranks before the model is"
             " built, or load a checkpoint into the sharded model before its first forward."
-            " sync=True of shard(), sync_module_states=True of FSDP1 send rank 0's values to all",
-            stacklevel=2,
+            " sync=True of shard(), sync_module_states=True of FSDP1 send rank 0's values to all"
         )

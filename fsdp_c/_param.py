@@ -78,7 +78,7 @@ class FSDPParam(_compat.AccumulatedGradient, _road.RoadParam):
         # An extension's methods that hang on the one tensor object, and whether they are bound to
         # it: `module.to()` makes another one.
         self._attached: dict[str, tuple[Any, bool]] = {}
-        whole = _origins.sample(args[0])
+        whole = _origins.sample(args[0]) if args[2].mesh.size() > 1 else None
         super().__init__(*args, **kwargs)
         self.origin = _origins.origin_of(whole, self.sharded_param)  # until set-up
         _stale.note(args[0], self._module_info.param_name, "fully_shard replaced by its shard")

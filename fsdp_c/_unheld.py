@@ -7,8 +7,6 @@ sharded and the model around them is not, and where parameters are added after f
 from __future__ import annotations
 
 import gc
-import sys
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_c import _names, _stale
+from fsdp_c import _guards, _names, _stale
 
 _SHOWN = 3  # names in a warning
 _states: weakref.WeakSet[Any] = weakref.WeakSet()  # of all calls of fully_shard
@@ -106,12 +104,12 @@ def _warn_of_those_in_models(alone: Sequence[Tensor]) -> None:
         outer, added = _found_in(top, wanted)
         name = _class_of(top)
         if outer:
-            _warn(
+            _guards.warn_user(
                 f"{_listed(outer)} of {name} {_are(outer)} {_DRIFT}. Call fully_shard on the whole"
                 f" {name} too, after its blocks and before the optimizer is built. {_ON_PURPOSE}"
             )
         if added:
-            _warn(
+            _guards.warn_user(
                 f"{_listed(added)} of {name} {_are(added)} {_DRIFT}. Add parameters before"
                 " fully_shard, or call it on the module that was added before the optimizer gets"
                 f" its parameters. {_ON_PURPOSE}"
@@ -177,7 +175,7 @@ def _found_in(top: nn.Module, wanted: set[int]) -> tuple[list[str], list[str]]:
 def _warn_of_others(alone: Sequence[Tensor], optimizer: optim.Optimizer) -> None:
     sizes = [str(tuple(param.shape)) for param in alone]
     what = f"{len(alone)} parameters" if len(alone) > 1 else "a parameter"
-    _warn(
+    _guards.warn_user(
         f"{type(optimizer).__name__} steps sharded parameters and {what} (size"
         f" {', '.join(sizes[:_SHOWN])}{', ...' * (len(sizes) > _SHOWN)}) that no model with units"
         " has, so each rank trains a copy of its own and the copies drift apart. Make them"
@@ -202,13 +200,3 @@ def _class_of(module: nn.Module) -> str:
     """As the user wrote it: fully_shard puts a class in front."""
     cls = type(module)
     return cls.__mro__[2].__name__ if isinstance(module, FSDPModule) else cls.__name__
-
-
-def _warn(text: str) -> None:
-    """At the line outside of torch that made the step."""
-    level, frame = 1, sys._getframe(0)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
-        ("torch.", "fsdp_c.")
-    ):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, stacklevel=level)

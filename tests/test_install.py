@@ -109,7 +109,7 @@ IDLE = {
     "torch.device('cpu'))": "write -m fsdp_c --fsdp1",
     "import sys; sys.modules['transformers'] = sys": "fsdp= and fsdp_config= of TrainingArguments",
     "import sys; sys.modules['lightning'] = sys; sys.exit()": "ModelParallelStrategy",
-    "import torch.distributed.run": "torchrun -m fsdp_c SCRIPT",
+    "import os, torch.distributed.run; del os.environ['RANK']": "torchrun -m fsdp_c SCRIPT",
 }
 
 
