@@ -32,6 +32,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Of torch's own code what may stand between a user's and an operation on tensors.
 _BETWEEN = tuple(_TORCH + part for part in ("nn" + os.sep, "functional.py", "_tensor.py"))
 _BACKWARD = (_TORCH + os.path.join("autograd", "graph.py"), "_engine_run_backward")
+_MAX_MEMBERS = 100  # of a list of operands
 _MAX_NODES = 10_000  # of a graph that is searched for parameters
 _states: weakref.WeakSet[Any] = weakref.WeakSet()  # of all units that live
 has_units = False  # once there was one
@@ -69,7 +70,7 @@ def _name_in_error(self: Any) -> str:
     if _is_foreign(frame.f_code):
         return name
     try:
-        advice = _advice_in(frame)
+        advice = _advice_in(frame, name)
     except Exception:  # the error itself is what counts
         advice = ""
     return f"{advice}. Torch's error: {name}" if advice else name
@@ -83,13 +84,20 @@ def _is_foreign(code: CodeType) -> bool:
     return code.co_name in ("__torch_dispatch__", "__torch_function__")
 
 
-def _advice_in(frame: FrameType) -> str:
+def _advice_in(frame: FrameType, operator: str) -> str:
     """While the frame, the innermost, calls an operator."""
     if (frame.f_code.co_filename, frame.f_code.co_name) == _BACKWARD:
         return _advice_on_loss(frame.f_locals.get("t_outputs", ()))
     if not any(isinstance(value, DTensor) for value in _operands(frame, frame.f_lasti)):
         return ""
-    return _advice_at(list(_callers(frame)))
+    advice = _advice_at(list(_callers(frame)))
+    if operator == "aten.copy_.default" and advice:
+        advice = (
+            f"{advice.partition('. ')[0]}. To copy into it, take distribute_tensor(value,"
+            " param.device_mesh, param.placements), or fsdp_c.load_full() for a whole state dict;"
+            " to copy from it, param.full_tensor() on all ranks"
+        )
+    return advice
 
 
 # ---- text ----
@@ -261,7 +269,9 @@ def _operands(frame: FrameType, at: int) -> Iterator[Any]:
     for node in ast.walk(_expression(frame.f_code, at)):
         if isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
             value = _value(node, frame)
-            if value is not None:
+            if type(value) in (tuple, list):
+                yield from value[:_MAX_MEMBERS]
+            elif value is not None:
                 yield value
 
 

@@ -121,6 +121,8 @@ def name_outside_of_all_calls(rank: int, n_ranks: int) -> None:
         lambda: x @ view,
         lambda: F.linear(x, model.heads[1].weight),
         lambda: add_to(torch.ones(8, 4), model.heads[1].weight),
+        lambda: torch.cat([x, model.heads[1].weight]),
+        lambda: torch.einsum("ij,kj->ik", x, model.heads[1].weight),
     ):
         assert head in text_of(use)
     text = text_of(lambda: model.encode(x))
@@ -134,6 +136,8 @@ def name_outside_of_all_calls(rank: int, n_ranks: int) -> None:
     )
     text = text_of(lambda: model.last(x))
     assert of_root in text and "A Linear of it was called by itself: call the Net" in text
+    text = text_of(lambda: model.last.weight.data.copy_(torch.ones(4, 4)))
+    assert "'last.weight' of FSDP unit '(root)'" in text and "distribute_tensor(value" in text
     other = sharded()
     with torch.no_grad():
         other(x)  # the root stays unsharded
