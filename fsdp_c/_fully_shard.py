@@ -15,7 +15,19 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy, 
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.utils import _get_root_modules
 
-from fsdp_c import _compat, _guards, _init, _norms, _optim, _outside, _plan, _ties, _updates
+from fsdp_c import (
+    _compat,
+    _guards,
+    _init,
+    _norms,
+    _optim,
+    _outside,
+    _plan,
+    _saving,
+    _ties,
+    _unheld,
+    _updates,
+)
 from fsdp_c._state import FSDPState
 
 if TYPE_CHECKING:
@@ -177,6 +189,8 @@ def _apply(
     )
     _guards.equip(modules)
     _outside.watch(state)
+    _unheld.watch(state, ignored_params)
+    _saving.install()
     _norms.install()
     if device.type == "cpu":
         _plan.announce(mesh_info)

@@ -136,6 +136,8 @@ class FSDPState(_C.State, _road.RoadState):
             reason = self._why_torch(states, groups)
             if reason:
                 self._take_torch_road(states, groups, reason)
+                if self._is_root and all(isinstance(group, FSDPParamGroup) for group in groups):
+                    _plan.check_origins(groups)
             else:
                 self._join_core(states, groups)
             _status.note(self, reason)

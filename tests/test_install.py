@@ -98,7 +98,40 @@ def test_under_torchrun() -> None:
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_children(method: str) -> None:
     script = SCRIPTS / "spawning.py"
-    assert facts_of(start("-m", "fsdp_c", script, method)) == ["fsdp_c", "fsdp_c"]
+    done = start("-m", "fsdp_c", script, method)
+    assert facts_of(done) == ["fsdp_c", "fsdp_c"] and "nothing was sharded" not in done.stderr
+
+
+IDLE = {
+    "": "torchrun --nproc-per-node N",
+    "from torch.distributed.fsdp import FullyShardedDataParallel as F\n"
+    "import torch.distributed as dist, torch\n"
+    "dist.init_process_group('gloo'); model = F(torch.nn.Linear(2, 2), device_id="
+    "torch.device('cpu'))": "write -m fsdp_c --fsdp1",
+    "import sys; sys.modules['transformers'] = sys": "fsdp= and fsdp_config= of TrainingArguments",
+    "import sys; sys.modules['lightning'] = sys; sys.exit()": "ModelParallelStrategy",
+    "import os, torch.distributed.run; del os.environ['RANK']": "torchrun -m fsdp_c SCRIPT",
+}
+
+
+@pytest.mark.parametrize("code", IDLE)
+def test_nothing_was_sharded(code: str, tmp_path: Path) -> None:
+    script = tmp_path / "idle.py"
+    script.write_text(code)
+    done = start("-m", "fsdp_c", script)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("[fsdp_c]")]
+    assert done.returncode == 0 and len(lines) == 1, done.stderr
+    assert "nothing was sharded" in lines[0] and IDLE[code] in lines[0]
+
+
+def test_says_nothing_of_scripts_that_fail_or_shard(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    for code in ("raise ValueError", "import sys; sys.exit(3)", "import os; os._exit(0)"):
+        script.write_text(code)
+        assert "nothing was sharded" not in start("-m", "fsdp_c", script).stderr
+    for arguments in ([SCRIPT, "a"], ["estimate", "--help"], ["--help"]):
+        done = start("-m", "fsdp_c", *arguments)
+        assert done.returncode == 0 and "nothing was sharded" not in done.stderr
 
 
 def test_importing_the_package_loads_nothing() -> None:
