@@ -50,8 +50,8 @@ C_SOURCES = {
     ),
     "csrc/comm": "comm mapped message pieces step",
     "csrc/group": (
-        "apart batch clock domain exchange gathers layout layout_runs meet order schedule schedule_moves "
-        "schedule_reduce schedule_setup schedule_slots slots unit waits"
+        "apart batch clock domain exchange gathers layout layout_runs meet order schedule "
+        "schedule_moves schedule_reduce schedule_setup schedule_slots slots unit waits"
     ),
 }
 # Linked with the programs that test the core, and with nothing else.
