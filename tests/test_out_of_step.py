@@ -4,6 +4,7 @@ Under torch such a script hangs, ends by SIGABRT or goes on with wrong weights.
 """
 
 import os
+import random
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from models import Branches, data, shard_blocks
 from parity import total
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_c import _comm
 
@@ -31,10 +33,10 @@ TRANSPORTS = {
 class Trial:
     """A training loop of which a way replaces a step."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, **policies: Any) -> None:
         torch.manual_seed(0)
         self.model: Any = Branches()
-        shard_blocks(self.model, harness.implementation())
+        shard_blocks(self.model, harness.implementation(), **policies)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.rank = rank
         self.n_steps = 0
@@ -216,6 +218,38 @@ def caught_in_backward(trial: Trial, step: int) -> None:
         loss.backward()
     except torch.OutOfMemoryError:
         trial.optimizer.zero_grad()
+
+
+def differ_by_chance(rank: int, n_ranks: int, seed: int) -> tuple[str, str]:
+    """Some way, rank, step and policies; all ranks draw the same."""
+    rng = random.Random(seed)
+    way = rng.choice(sorted(WAYS))
+    odd_rank, odd_step = rng.randrange(n_ranks), rng.randrange(1, 3)
+    policies: dict[str, Any] = {"reshard_after_forward": rng.choice([None, True, False])}
+    if rng.random() < 0.4:
+        policies["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if n_ranks == 4 and rng.random() < 0.6:
+        policies["mesh"] = harness.cached_mesh((2, 2), ("replicate", "shard"))
+    trial = Trial(rank, **policies)
+    described = f"{way} by rank {odd_rank} of {n_ranks} in step {odd_step}, {policies}"
+    try:
+        for step in range(odd_step + 3):
+            is_odd = step == odd_step and rank == odd_rank
+            (WAYS[way][0] if is_odd else Trial.step)(trial, step)
+    except RuntimeError as error:
+        return str(error), described
+    return "", described
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("seed", range(8))
+def test_none_is_silent(seed: int, transport: str) -> None:
+    n_ranks = 2 + seed % 3
+    answers = harness.run_ranks(
+        differ_by_chance, n_ranks, seed, env=TRANSPORTS[transport], timeout=40
+    )
+    for text, described in answers:
+        assert "rank" in text, (described, answers)
 
 
 def differ_unseen(rank: int, n_ranks: int, name: str) -> tuple[str, int]:
