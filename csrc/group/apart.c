@@ -49,11 +49,18 @@ void apart_begin(fc_domain *domain, const fc_opening *opening)
     }
 }
 
-/* Keeps the sentence for this rank's peers, and returns it as an error. */
+/* Ends the phase in all domains of the tree, since other ranks may wait in another one, and keeps
+ * the sentence for them; returns it as an error. */
 static fc_status fail(fc_domain *domain, fc_status status, const char *sentence)
 {
+    fc_domain *d = domain;
+
     (void)snprintf(domain->verdict, sizeof(domain->verdict), "%s", sentence);
     apart_tell(domain);
+    do {
+        fc_domain_fail(d);
+        d = d->next;
+    } while (d != domain);
     return fc_fail(status, "%s", sentence);
 }
 
