@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp_c import _env
+from fsdp_c import _env, _where  # noqa: F401 (answers peers that wait for this rank)
 from fsdp_c._native import _C
 
 _POLL_MIN_S = 0.0005
