@@ -83,7 +83,16 @@ def _line(frame: FrameType) -> str:
     roots = [root.rstrip("/") + "/" for root in sys.path if root]
     root = max((root for root in roots if path.startswith(root)), key=len, default="")
     short = path[len(root) :] if root else Path(path).name
-    return f"{short}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return f"{short}:{frame.f_lineno}{_within(frame)}"
+
+
+def _within(frame: FrameType | None) -> str:
+    """The function, past lambdas and comprehensions; nothing at the top of a file."""
+    while frame is not None and frame.f_code.co_name.startswith("<"):
+        if frame.f_code.co_name == "<module>":
+            return ""
+        frame = frame.f_back
+    return f" in {frame.f_code.co_name}" if frame is not None else ""
 
 
 def _inside(inner: list[FrameType]) -> str:
