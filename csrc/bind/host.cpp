@@ -109,8 +109,8 @@ static bool read_place(PyObject *answer, fc_place *out)
 static bool tell_place(fc_place *out)
 {
     const fc::Gil gil;
-    const fc::Ref answer = fc::Ref::take(place_teller == nullptr ? nullptr
-                                                                 : PyObject_CallNoArgs(place_teller));
+    const fc::Ref answer =
+        fc::Ref::take(place_teller == nullptr ? nullptr : PyObject_CallNoArgs(place_teller));
     const bool is_told = answer && PyTuple_Check(answer.get()) && read_place(answer.get(), out);
 
     PyErr_Clear();
@@ -124,8 +124,8 @@ static bool count_collectives(uint64_t group, uint64_t *count_out)
         return false;
     }
     const fc::Gil gil;
-    const fc::Ref answer = fc::Ref::take(
-        PyObject_CallFunction(collective_counter, "K", (unsigned long long)group));
+    const fc::Ref answer =
+        fc::Ref::take(PyObject_CallFunction(collective_counter, "K", (unsigned long long)group));
     const bool is_known = answer && answer.get() != Py_None;
 
     if (is_known) {

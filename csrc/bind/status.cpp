@@ -67,8 +67,8 @@ static bool await_signal()
     }
     last_ns = start_ns;
     while (fc_now_ns() - start_ns < grace_ns) {
-        Py_BEGIN_ALLOW_THREADS
-        (void)usleep(slice_us);
+        Py_BEGIN_ALLOW_THREADS(void)
+        usleep(slice_us);
         Py_END_ALLOW_THREADS
         if (PyErr_CheckSignals() != 0) {
             return true;

@@ -1,4 +1,5 @@
-/* Where the peer is that a rank waits for: it is asked, and told apart from one that cannot come. */
+/* Where the peer is that a rank waits for: it is asked, and told apart from one that cannot come.
+ */
 #include "transport/shm_impl.h"
 
 #include "base/clock.h"
@@ -14,17 +15,21 @@
 /* False: it is being written; the next look finds it. */
 static bool read_answer(fc_shm_answer *answer, uint32_t question, fc_place *out)
 {
+    uint64_t words[FC_SHM_PLACE_WORDS];
+
     for (int i = 0; i < TRIES; i++) {
-        uint32_t before = atomic_load_explicit(&answer->n_writes, memory_order_seq_cst);
+        uint32_t before = atomic_load_explicit(&answer->n_writes, memory_order_acquire);
 
         if ((int32_t)(atomic_load_explicit(&answer->answered, memory_order_acquire) - question) <
             0) {
             return false;
         }
-        memcpy(out, &answer->place, sizeof(*out));
-        atomic_thread_fence(memory_order_seq_cst);
+        for (size_t w = 0; w < FC_SHM_PLACE_WORDS; w++) {
+            words[w] = atomic_load_explicit(&answer->place[w], memory_order_acquire);
+        }
         if (before % 2 == 0 &&
-            before == atomic_load_explicit(&answer->n_writes, memory_order_seq_cst)) {
+            before == atomic_load_explicit(&answer->n_writes, memory_order_relaxed)) {
+            memcpy(out, words, sizeof(*out));
             out->text[sizeof(out->text) - 1] = '\0';
             return true;
         }

@@ -27,12 +27,14 @@ typedef struct fc_shm_activity {
     char unit[FC_SHM_UNIT_BYTES];
 } fc_shm_activity;
 
+#define FC_SHM_PLACE_WORDS (sizeof(fc_place) / sizeof(uint64_t))
+
 /* What a rank's watcher has told; questions are numbered. */
 typedef struct fc_shm_answer {
     _Atomic uint32_t heard;    /* the last question that the watcher has seen */
     _Atomic uint32_t answered; /* the one that `place` answers */
     _Atomic uint32_t n_writes; /* odd while `place` is written */
-    fc_place place;
+    _Atomic uint64_t place[FC_SHM_PLACE_WORDS];
 } fc_shm_answer;
 
 typedef struct fc_shm_rank {
@@ -65,6 +67,7 @@ typedef struct fc_shm_control {
 } fc_shm_control;
 
 static_assert(ATOMIC_INT_LOCK_FREE == 2 && ATOMIC_LLONG_LOCK_FREE == 2, "shared between processes");
+static_assert(sizeof(fc_place) % sizeof(uint64_t) == 0, "copied by words");
 static_assert(sizeof(fc_shm_activity) <= FC_CACHE_LINE, "one line");
 static_assert(sizeof(fc_shm_rank) % FC_CACHE_LINE == 0, "lines of neighbours stay apart");
 static_assert(offsetof(fc_shm_control, ranks) % FC_CACHE_LINE == 0, "blocks are aligned");
@@ -92,7 +95,9 @@ static inline fc_shm_rank *fc_shm_rank_of(const fc_transport *t, int rank)
 
 /* ---- where peers are ---- */
 
-/* In the control segment's order: lets the watcher answer the peers of a transport, or no more. */
+#define FC_WATCHER_NAME "fsdp_c watcher" /* of its thread, for ps and debuggers */
+
+/* Lets the watcher answer the peers of a transport, or no more. */
 void fc_watcher_add(fc_transport *transport);
 void fc_watcher_remove(fc_transport *transport);
 

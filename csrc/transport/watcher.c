@@ -4,6 +4,8 @@
  * a few times a second whether somebody has asked, and only then calls the host, which may take
  * long: nobody's lock is held meanwhile. A child made by fork has no such thread, and begins anew.
  */
+#define _GNU_SOURCE /* names of threads */
+
 #include "transport/shm_futex.h"
 #include "transport/shm_impl.h"
 
@@ -55,10 +57,15 @@ static bool (*find_asked(void))(fc_place *)
 
 static void write_answer(fc_shm_answer *answer, uint32_t question, const fc_place *place)
 {
-    /* Readers take the text for what it is if it was written meanwhile: see read_answer. */
-    atomic_fetch_add_explicit(&answer->n_writes, 1, memory_order_seq_cst);
-    memcpy(&answer->place, place, sizeof(*place));
-    atomic_fetch_add_explicit(&answer->n_writes, 1, memory_order_seq_cst);
+    uint64_t words[FC_SHM_PLACE_WORDS];
+
+    memcpy(words, place, sizeof(words));
+    /* Words are released, so that who has read one of them sees the odd count. */
+    atomic_fetch_add_explicit(&answer->n_writes, 1, memory_order_relaxed);
+    for (size_t w = 0; w < FC_SHM_PLACE_WORDS; w++) {
+        atomic_store_explicit(&answer->place[w], words[w], memory_order_release);
+    }
+    atomic_fetch_add_explicit(&answer->n_writes, 1, memory_order_release);
     atomic_store_explicit(&answer->answered, question, memory_order_release);
 }
 
@@ -119,6 +126,9 @@ static void start(void)
     (void)sigfillset(&all);
     (void)pthread_sigmask(SIG_SETMASK, &all, &before);
     watcher.is_running = pthread_create(&thread, &attributes, watch, NULL) == 0;
+    if (watcher.is_running) { /* it lives: it wants the lock */
+        (void)pthread_setname_np(thread, FC_WATCHER_NAME);
+    }
     (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
     (void)pthread_attr_destroy(&attributes);
 }
