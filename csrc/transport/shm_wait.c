@@ -17,10 +17,6 @@
 #define SLICE_MAX_NS (20 * FC_NS_PER_MS)
 #define POLL_NS (50 * FC_NS_PER_MS)
 
-/* How long a wait has lasted when people are told of it; then every LATER_S. */
-static const int notice_s[] = {5, 15, 45, 120};
-#define LATER_S 300
-
 typedef struct shm_wait {
     fc_transport *transport;
     int peer;
@@ -167,14 +163,6 @@ static fc_status fail_stuck(shm_wait *w)
     return fail_wait(w, FC_ERR_PEER, found);
 }
 
-static int64_t next_notice_ns(const shm_wait *w)
-{
-    const int n = (int)(sizeof(notice_s) / sizeof(notice_s[0]));
-    int more = w->n_notices - n + 1;
-
-    return FC_NS_PER_S * (more <= 0 ? notice_s[w->n_notices] : notice_s[n - 1] + more * LATER_S);
-}
-
 static void give_notice(shm_wait *w, int64_t waited_ns)
 {
     fc_transport *t = w->transport;
@@ -213,7 +201,7 @@ static fc_status visit_host(shm_wait *w, int64_t now_ns)
     if (st == FC_OK && fc_shm_inquire(t, w->peer, &w->inquiry, waited_ns)) {
         st = w->ready(w->arg) ? FC_OK : fail_stuck(w);
     }
-    if (st == FC_OK && waited_ns >= next_notice_ns(w)) {
+    if (st == FC_OK && waited_ns >= fc_transport_notice_ns(w->n_notices)) {
         give_notice(w, waited_ns);
     }
     if (t->host.enter_wait != NULL) {
