@@ -155,7 +155,7 @@ def _key(group: dist.ProcessGroup) -> int:
 
 
 def _count(group: dist.ProcessGroup) -> int:
-    return int(group._get_sequence_number_for_group())
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 
 _C.set_place(tell, count)
