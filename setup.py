@@ -46,7 +46,7 @@ C_SOURCES = {
     "csrc/device/host": "device moves",
     "csrc/transport": (
         "callback nccl_board nccl_collectives nccl_group nccl_library nccl_wait "
-        "process shm shm_region shm_segment shm_wait transport"
+        "process shm shm_ask shm_region shm_segment shm_wait transport watcher"
     ),
     "csrc/comm": "comm mapped message pieces step",
     "csrc/group": (

@@ -14,13 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp_c import _env
+from fsdp_c import _env, _where  # noqa: F401 (answers peers that wait for this rank)
 from fsdp_c._native import _C
 
 _POLL_MIN_S = 0.0005
 _POLL_MAX_S = 0.02
-_NOTICE_S = 5.0
+_NOTICES_S = (5.0, 15.0, 45.0, 120.0)  # how long a wait has lasted when people are told
+_LATER_S = 300.0  # after these
 _LOOK_S = 0.25  # between looks at whether awaited ranks still live
+_GRACE_S = 0.5  # for a signal that ended a peer and is on its way here
 
 _CPU = torch.device("cpu")
 
@@ -50,6 +52,12 @@ def _is_gone(process: str) -> bool:
     return _this_process().split()[0] == host and _start_ticks(int(pid)) != start
 
 
+def _notice_at(n_notices: int) -> float:
+    """How long a wait has to last for one notice more."""
+    n_later = n_notices - len(_NOTICES_S) + 1
+    return _NOTICES_S[n_notices] if n_later <= 0 else _NOTICES_S[-1] + n_later * _LATER_S
+
+
 class Rendezvous:
     """Exchanges a few bytes between the ranks of a group over its store; for set-up only.
 
@@ -72,6 +80,17 @@ class Rendezvous:
         Ranks at different steps wait for different keys, and end with a TimeoutError that says so.
         """
         self.count += 1
+        try:
+            return self._exchange(what, mine)
+        except dist.DistError as error:
+            time.sleep(_GRACE_S)  # raises what a signal's handler does
+            raise RuntimeError(
+                f"rank {self.rank} of process group {self.label} lost the group's store in the"
+                f" set-up of fsdp_c ({what}): the process that keeps it (rank 0, or the launcher)"
+                " has exited or was killed"
+            ) from error
+
+    def _exchange(self, what: str, mine: bytes) -> list[bytes]:
         prefix = f"fsdp_c/{self.count}/{what}"
         self.store.set(f"{prefix}/{self.rank}", mine)
         keys = [f"{prefix}/{rank}" for rank in range(self.n_ranks)]
@@ -87,7 +106,7 @@ class Rendezvous:
         start = time.monotonic()
         pause = _POLL_MIN_S
         next_look = start + _LOOK_S
-        is_noticed = False
+        n_notices = 0
         while missing := [rank for rank, key in enumerate(keys) if not self.store.check([key])]:
             waited = time.monotonic() - start
             names = ", ".join(map(str, missing))
@@ -96,8 +115,8 @@ class Rendezvous:
                     f"rank {self.rank} of process group {self.label} waited {waited:.0f} s"
                     f" for ranks [{names}] of it in {what}"
                 )
-            if waited > _NOTICE_S and not is_noticed:
-                is_noticed = True
+            if waited > _notice_at(n_notices):
+                n_notices += 1
                 print(
                     f"[fsdp_c] rank {self.rank} of process group {self.label} has waited"
                     f" {waited:.0f} s for ranks [{names}] of it in {what}",
@@ -113,6 +132,7 @@ class Rendezvous:
         for rank in ranks:
             key = _process_key(rank)
             if self.store.check([key]) and _is_gone(self.store.get(key).decode()):
+                time.sleep(_GRACE_S)  # raises what a signal's handler does
                 raise RuntimeError(
                     f"rank {rank} of process group {self.label} has exited or was killed while"
                     f" rank {self.rank} waited for it in the set-up of fsdp_c ({what})"

@@ -163,6 +163,7 @@ def test_stopped_rank() -> None:
     assert len(lines[0]) == 1
     assert re.search(r"rank 1\b", lines[0][0])
     assert re.search(r"first|second|root|gather|forward", lines[0][0])
+    assert "its process is stopped" in lines[0][0]
     assert not lines[1]
 
 

@@ -2,6 +2,7 @@
 #include "bind/closing.h"
 
 #include "bind/python.h"
+#include "transport/transport.h"
 
 #include <cstdio>
 #include <cstring>
@@ -53,6 +54,9 @@ PyObject *fc_close(PyObject *, PyObject *)
 {
     constexpr int longest_ms = 1000; // a forked child inherits requests of threads it lacks
 
+    Py_BEGIN_ALLOW_THREADS
+    fc_transport_stop_telling();
+    Py_END_ALLOW_THREADS
     fc::is_closing = true;
     int n_idle = 0;
     // Twice: a thread that asks for the GIL sleeps, too, gets it here, and goes on.

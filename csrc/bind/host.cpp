@@ -4,6 +4,7 @@
 #include "bind/python.h"
 
 #include <cstring>
+#include <unistd.h>
 
 /* Of this thread while it waits without the GIL; nullptr otherwise. */
 static thread_local PyThreadState *waiting_state = nullptr;
@@ -83,6 +84,72 @@ static fc_status exchange(void *context, const char *what, const void *mine, siz
     return is_good ? FC_OK : fc_fail(FC_ERR_INTERRUPTED, "exchange of %s failed", what);
 }
 
+/* Functions of Python; owned by the process. */
+static PyObject *place_teller = nullptr;
+static PyObject *collective_counter = nullptr;
+
+/* False with a Python exception set. */
+static bool read_place(PyObject *answer, fc_place *out)
+{
+    const char *text;
+    unsigned long long group, sequence;
+    int is_gather;
+
+    if (!PyArg_ParseTuple(answer, "sKKp", &text, &group, &sequence, &is_gather)) {
+        return false;
+    }
+    std::strncpy(out->text, text, sizeof(out->text) - 1);
+    out->group = group;
+    out->sequence = sequence;
+    out->is_gather = is_gather != 0;
+    return true;
+}
+
+/* On the watcher's thread. Whoever asks is told nothing if this goes wrong. */
+static bool tell_place(fc_place *out)
+{
+    const fc::Gil gil;
+    const fc::Ref answer =
+        fc::Ref::take(place_teller == nullptr ? nullptr : PyObject_CallNoArgs(place_teller));
+    const bool is_told = answer && PyTuple_Check(answer.get()) && read_place(answer.get(), out);
+
+    PyErr_Clear();
+    return is_told;
+}
+
+/* Threads beside the main one may do their work between any of its collectives. */
+static bool count_collectives(uint64_t group, uint64_t *count_out)
+{
+    if (getpid() != gettid() || collective_counter == nullptr) {
+        return false;
+    }
+    const fc::Gil gil;
+    const fc::Ref answer =
+        fc::Ref::take(PyObject_CallFunction(collective_counter, "K", (unsigned long long)group));
+    const bool is_known = answer && answer.get() != Py_None;
+
+    if (is_known) {
+        *count_out = PyLong_AsUnsignedLongLong(answer.get());
+    }
+    const bool is_good = is_known && PyErr_Occurred() == nullptr;
+    PyErr_Clear();
+    return is_good;
+}
+
+PyObject *fc_set_place(PyObject *, PyObject *args)
+{
+    PyObject *tell, *count;
+
+    if (!PyArg_ParseTuple(args, "OO", &tell, &count)) {
+        return nullptr;
+    }
+    Py_INCREF(tell);
+    Py_INCREF(count);
+    Py_XSETREF(place_teller, tell);
+    Py_XSETREF(collective_counter, count);
+    Py_RETURN_NONE;
+}
+
 fc_host_ops fc_host_get_ops(fc_host *host)
 {
     fc_host_ops ops{};
@@ -93,5 +160,7 @@ fc_host_ops fc_host_get_ops(fc_host *host)
     ops.leave_wait = leave_wait;
     ops.poll = poll;
     ops.notice = notice;
+    ops.tell_place = tell_place;
+    ops.count_collectives = count_collectives;
     return ops;
 }

@@ -14,4 +14,8 @@ struct fc_host {
 /* The operations over `host`, which outlives their use. */
 fc_host_ops fc_host_get_ops(fc_host *host);
 
+/* set_place(tell, count): what answers peers that wait for this rank. `tell() -> (text, group,
+ * sequence, is_gather)`, as fc_place; `count(group) -> int | None`. */
+PyObject *fc_set_place(PyObject *module, PyObject *args);
+
 #endif

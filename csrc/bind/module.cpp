@@ -38,6 +38,9 @@ static PyMethodDef functions[] = {
     {"close", fc_close, METH_NOARGS,
      "close(): from now on other threads than the main one stay out of the interpreter, which "
      "ends."},
+    {"set_place", fc_set_place, METH_VARARGS,
+     "set_place(tell, count): tell() -> (text, group, sequence, is_gather) where this rank's "
+     "program is, for peers that wait for it; count(group) -> int or None, its collectives."},
     {"watch_functions", fc_watch_functions, METH_VARARGS,
      "watch_functions([(owner, name, function)], names): trees leave the core when one of the "
      "functions is replaced, or one of the names on a state."},

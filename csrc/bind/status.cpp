@@ -1,6 +1,10 @@
 /* Status to exception. */
 #include "bind/status.h"
 
+#include "base/clock.h"
+
+#include <unistd.h>
+
 static PyObject *exception_of(fc_status status)
 {
     switch (status) {
@@ -40,8 +44,64 @@ static void raise_from_group()
     PyErr_Restore(type, error, trace);
 }
 
+/* Whether a peer's end may be behind the failure. */
+static bool is_of_peers(fc_status status)
+{
+    return status == FC_ERR_PEER || status == FC_ERR_BROKEN || status == FC_ERR_GROUP;
+}
+
+/* Whether a handler of this process's own signals has raised. Who sends a signal to all ranks does
+ * so one after the other: one that a peer has had already may still be on its way here. */
+static bool await_signal()
+{
+    constexpr int64_t grace_ns = FC_NS_PER_S / 2, apart_ns = 5 * FC_NS_PER_S;
+    constexpr useconds_t slice_us = 10000;
+    static int64_t last_ns = -apart_ns; /* under the interpreter's lock */
+    const int64_t start_ns = fc_now_ns();
+
+    if (PyErr_CheckSignals() != 0) {
+        return true;
+    }
+    if (start_ns - last_ns < apart_ns) { /* the same failure, told again */
+        return false;
+    }
+    last_ns = start_ns;
+    while (fc_now_ns() - start_ns < grace_ns) {
+        Py_BEGIN_ALLOW_THREADS(void)
+        usleep(slice_us);
+        Py_END_ALLOW_THREADS
+        if (PyErr_CheckSignals() != 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* True: what a signal's handler raised stands instead of the failure. Handlers run in the main
+ * thread only. */
+static bool is_interrupted(fc_status status)
+{
+    PyObject *type, *value, *trace;
+
+    if (!is_of_peers(status) || getpid() != gettid()) {
+        return false;
+    }
+    PyErr_Fetch(&type, &value, &trace);
+    if (!await_signal()) {
+        PyErr_Restore(type, value, trace);
+        return false;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    return true;
+}
+
 PyObject *fc_raise(fc_status status)
 {
+    if (is_interrupted(status)) {
+        return nullptr;
+    }
     const bool is_set = PyErr_Occurred() != nullptr; /* maybe another than the group's */
 
     if (status == FC_ERR_GROUP && is_set) {

@@ -16,7 +16,6 @@
 #define SLEEP_NS (FC_NS_PER_MS / 2)
 #define LOOK_NS FC_NS_PER_MS
 #define POLL_NS (50 * FC_NS_PER_MS)
-#define NOTICE_NS (5 * FC_NS_PER_S)
 
 typedef struct nccl_wait {
     fc_nccl_group *const *groups;
@@ -25,7 +24,7 @@ typedef struct nccl_wait {
     void *arg;
     const fc_wait_info *info;
     int64_t start_ns, next_look_ns, next_poll_ns;
-    bool is_noticed;
+    int n_notices;
 } nccl_wait;
 
 /* ---- failing ---- */
@@ -104,16 +103,22 @@ static fc_status fail_result(fc_nccl_comm *comm, int result, const fc_wait_info 
 }
 
 /* Who is late in which communicator. */
+static void tell_late(const fc_nccl_group *group, char *out, size_t bytes)
+{
+    int i;
+
+    out[0] = '\0';
+    for (i = 0; i < group->n_comms && out[0] == '\0'; i++) {
+        fc_nccl_board_tell(group->board, i, group->comms[i].sequence, out, bytes);
+    }
+}
+
 static fc_status fail_late(const nccl_wait *w, fc_nccl_group *group)
 {
     char found[640];
     char who[400];
-    int i;
 
-    who[0] = '\0';
-    for (i = 0; i < group->n_comms && who[0] == '\0'; i++) {
-        fc_nccl_board_tell(group->board, i, group->comms[i].sequence, who, sizeof(who));
-    }
+    tell_late(group, who, sizeof(who));
     (void)snprintf(found, sizeof(found), "nothing came of it within %.3g s: %s",
                    (double)group->base->timeout_ns / (double)FC_NS_PER_S, who);
     return fail_at(group, FC_ERR_TIMEOUT, w->info, found, false);
@@ -153,16 +158,19 @@ fc_status fc_nccl_watch(fc_nccl_group *group)
 static void give_notice(nccl_wait *w, const fc_transport *base, int64_t waited_ns)
 {
     char what[160];
+    char who[400];
     char line[FC_MESSAGE_BYTES];
 
-    w->is_noticed = true;
+    w->n_notices++;
     if (base->host.notice == NULL) {
         return;
     }
     describe(w->info, what, sizeof(what));
-    (void)snprintf(
-        line, sizeof(line), "[fsdp_c] rank %d has waited %d s in %s of process group %s over NCCL",
-        base->global_ranks[base->rank], (int)(waited_ns / FC_NS_PER_S), what, base->name);
+    tell_late(w->groups[0], who, sizeof(who));
+    (void)snprintf(line, sizeof(line),
+                   "[fsdp_c] rank %d has waited %d s in %s of process group %s over NCCL: %s",
+                   base->global_ranks[base->rank], (int)(waited_ns / FC_NS_PER_S), what, base->name,
+                   who);
     base->host.notice(base->host.context, line);
 }
 
@@ -179,7 +187,7 @@ static fc_status visit_host(nccl_wait *w, int64_t now_ns)
     if (base->host.poll != NULL) {
         st = base->host.poll(base->host.context);
     }
-    if (st == FC_OK && !w->is_noticed && now_ns - w->start_ns >= NOTICE_NS) {
+    if (st == FC_OK && now_ns - w->start_ns >= fc_transport_notice_ns(w->n_notices)) {
         give_notice(w, base, now_ns - w->start_ns);
     }
     if (base->host.enter_wait != NULL) {

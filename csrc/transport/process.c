@@ -163,3 +163,17 @@ bool fc_process_is_alive(const fc_process *process)
     }
     return start_ticks == process->id.start_ticks && state != 'Z' && state != 'X';
 }
+
+bool fc_process_is_stopped(const fc_process *process)
+{
+    uint64_t start_ticks;
+    char state;
+
+    return read_stat(process->id.pid, &state, &start_ticks) &&
+           start_ticks == process->id.start_ticks && (state == 'T' || state == 't');
+}
+
+void fc_process_reset_in_children(void (*reset)(void))
+{
+    (void)pthread_atfork(NULL, NULL, reset);
+}

@@ -213,6 +213,7 @@ fc_status fc_shm_create(const fc_transport_config *config, fc_transport **out)
         fc_transport_free(t);
         return st;
     }
+    fc_watcher_add(t);
     *out = t;
     return FC_OK;
 }
@@ -246,6 +247,7 @@ void fc_shm_destroy(fc_transport *transport)
     if (!fc_transport_is_forked(transport)) {
         fc_shm_rank *mine = fc_shm_rank_of(transport, transport->rank);
 
+        fc_watcher_remove(transport);
         atomic_store_explicit(&mine->is_closed, 1, memory_order_release);
         ring(mine);
     }

@@ -16,24 +16,37 @@
 
 #define FC_SHM_MAIL_BYTES 1024
 #define FC_SHM_OP_BYTES 24
-#define FC_SHM_UNIT_BYTES 88
+#define FC_SHM_UNIT_BYTES 84
 
 /* The last wait of a rank. */
 typedef struct fc_shm_activity {
     _Atomic uint64_t sequence;
     _Atomic uint32_t is_waiting;
+    _Atomic int32_t peer; /* whom it waits for, or did */
     char op[FC_SHM_OP_BYTES];
     char unit[FC_SHM_UNIT_BYTES];
 } fc_shm_activity;
+
+#define FC_SHM_PLACE_WORDS (sizeof(fc_place) / sizeof(uint64_t))
+
+/* What a rank's watcher has told; questions are numbered. */
+typedef struct fc_shm_answer {
+    _Atomic uint32_t heard;    /* the last question that the watcher has seen */
+    _Atomic uint32_t answered; /* the one that `place` answers */
+    _Atomic uint32_t n_writes; /* odd while `place` is written */
+    _Atomic uint64_t place[FC_SHM_PLACE_WORDS];
+} fc_shm_answer;
 
 typedef struct fc_shm_rank {
     /* Written by the owner. The bell is a futex: it changes with every publication. */
     alignas(FC_CACHE_LINE) _Atomic uint32_t bell;
     _Atomic uint32_t is_closed;
-    /* Written by peers that sleep on the bell. */
+    /* Written by peers that sleep on the bell, and by those that ask where the owner is. */
     alignas(FC_CACHE_LINE) _Atomic uint32_t n_sleepers;
+    _Atomic uint32_t n_asked;
     /* Written by the owner. */
     alignas(FC_CACHE_LINE) fc_shm_activity activity;
+    alignas(FC_CACHE_LINE) fc_shm_answer answer;
     alignas(FC_CACHE_LINE) fc_word mail_sequence;
     char mail[2][FC_SHM_MAIL_BYTES];
 } fc_shm_rank;
@@ -54,6 +67,7 @@ typedef struct fc_shm_control {
 } fc_shm_control;
 
 static_assert(ATOMIC_INT_LOCK_FREE == 2 && ATOMIC_LLONG_LOCK_FREE == 2, "shared between processes");
+static_assert(sizeof(fc_place) % sizeof(uint64_t) == 0, "copied by words");
 static_assert(sizeof(fc_shm_activity) <= FC_CACHE_LINE, "one line");
 static_assert(sizeof(fc_shm_rank) % FC_CACHE_LINE == 0, "lines of neighbours stay apart");
 static_assert(offsetof(fc_shm_control, ranks) % FC_CACHE_LINE == 0, "blocks are aligned");
@@ -70,12 +84,40 @@ struct fc_shm {
 
     /* Serialized like the calls. */
     uint64_t mail_sequence;
+
+    fc_transport *next_watched; /* of the watcher */
 };
 
 static inline fc_shm_rank *fc_shm_rank_of(const fc_transport *t, int rank)
 {
     return &t->shm->control->ranks[rank];
 }
+
+/* ---- where peers are ---- */
+
+#define FC_WATCHER_NAME "fsdp_c watcher" /* of its thread, for ps and debuggers */
+
+/* Lets the watcher answer the peers of a transport, or no more. */
+void fc_watcher_add(fc_transport *transport);
+void fc_watcher_remove(fc_transport *transport);
+
+/* What a rank that waits has learnt about its peer's place; zeroed at the start of the wait. */
+typedef struct fc_shm_inquiry {
+    uint32_t question; /* 0: none so far */
+    bool is_answered;  /* the last question */
+    int64_t at_ns;     /* when it was put; when its answer was read */
+    int64_t stuck_ns;  /* since when the peer is in a collective that waits for this rank; 0: not */
+    fc_place place;    /* the last answer; zero if none */
+} fc_shm_inquiry;
+
+/* Puts questions and reads answers; now and then while a wait lasts, with the host's lock. True:
+ * the peer sits in a collective that this rank has not called, so that neither can go on. */
+bool fc_shm_inquire(const fc_transport *transport, int peer, fc_shm_inquiry *inquiry,
+                    int64_t waited_ns);
+
+/* "; it is at train.py:41 in main", or why that is not known; nothing if it was not asked. */
+void fc_shm_tell_place(const fc_transport *transport, int peer, const fc_shm_inquiry *inquiry,
+                       char *out, size_t bytes);
 
 /* All ranks give `bytes` (at most FC_SHM_MAIL_BYTES) and get everybody's in rank order, through the
  * control segment: waits end like every wait. A failure breaks the transport. */

@@ -16,7 +16,6 @@
 #define SLICE_MIN_NS FC_NS_PER_MS
 #define SLICE_MAX_NS (20 * FC_NS_PER_MS)
 #define POLL_NS (50 * FC_NS_PER_MS)
-#define NOTICE_NS (5 * FC_NS_PER_S)
 
 typedef struct shm_wait {
     fc_transport *transport;
@@ -26,7 +25,8 @@ typedef struct shm_wait {
     const fc_wait_info *info;
     int64_t start_ns;
     int64_t next_poll_ns;
-    bool is_noticed;
+    int n_notices;
+    fc_shm_inquiry inquiry;
 } shm_wait;
 
 static void pause_cpu(void)
@@ -46,10 +46,11 @@ static void copy_text(char *to, const char *from, size_t bytes)
     to[n] = '\0';
 }
 
-static void note_activity(fc_transport *t, const fc_wait_info *info, bool is_waiting)
+static void note_activity(fc_transport *t, int peer, const fc_wait_info *info, bool is_waiting)
 {
     fc_shm_activity *mine = &fc_shm_rank_of(t, t->rank)->activity;
 
+    atomic_store_explicit(&mine->peer, peer, memory_order_relaxed);
     copy_text(mine->op, info->op, sizeof(mine->op));
     copy_text(mine->unit, info->unit, sizeof(mine->unit));
     atomic_store_explicit(&mine->sequence, info->sequence, memory_order_relaxed);
@@ -70,6 +71,7 @@ static void describe_peer(char *out, size_t bytes, const fc_transport *t, int pe
 {
     fc_shm_activity last = {0};
     const fc_shm_activity *theirs = &fc_shm_rank_of(t, peer)->activity;
+    int awaited = atomic_load_explicit(&theirs->peer, memory_order_relaxed);
     char what[192];
 
     copy_text(last.op, theirs->op, sizeof(last.op));
@@ -80,10 +82,12 @@ static void describe_peer(char *out, size_t bytes, const fc_transport *t, int pe
     }
     describe(what, sizeof(what), last.op, last.unit,
              atomic_load_explicit(&theirs->sequence, memory_order_relaxed));
-    (void)snprintf(out, bytes, "rank %d %s %s", t->global_ranks[peer],
-                   atomic_load_explicit(&theirs->is_waiting, memory_order_relaxed) ? "waits in"
-                                                                                   : "last did",
-                   what);
+    if (atomic_load_explicit(&theirs->is_waiting, memory_order_relaxed)) {
+        (void)snprintf(out, bytes, "rank %d waits for rank %d in %s", t->global_ranks[peer],
+                       fc_transport_global_rank(t, awaited), what);
+    } else {
+        (void)snprintf(out, bytes, "rank %d last did %s", t->global_ranks[peer], what);
+    }
 }
 
 static fc_status fail_adopted(fc_transport *t)
@@ -97,6 +101,7 @@ static fc_status fail_wait(shm_wait *w, fc_status status, const char *found)
     fc_transport *t = w->transport;
     char what[192];
     char last[256];
+    char place[384];
     char text[FC_MESSAGE_BYTES];
 
     fc_shm_adopt_abort(t);
@@ -105,9 +110,13 @@ static fc_status fail_wait(shm_wait *w, fc_status status, const char *found)
     }
     describe(what, sizeof(what), w->info->op, w->info->unit, w->info->sequence);
     describe_peer(last, sizeof(last), t, w->peer);
+    place[0] = '\0';
+    if (status == FC_ERR_TIMEOUT) {
+        fc_shm_tell_place(t, w->peer, &w->inquiry, place, sizeof(place));
+    }
     (void)snprintf(text, sizeof(text),
-                   "%s while rank %d waited for it in %s of process group %s; %s", found,
-                   t->global_ranks[t->rank], what, t->name, last);
+                   "%s while rank %d waited for it in %s of process group %s; %s%s", found,
+                   t->global_ranks[t->rank], what, t->name, last, place);
     return fc_transport_abort(t, status, text);
 }
 
@@ -137,22 +146,41 @@ static fc_status fail_late(shm_wait *w)
     return fail_wait(w, FC_ERR_TIMEOUT, found);
 }
 
+/* The peer sits in a collective that this rank has not called. */
+static fc_status fail_stuck(shm_wait *w)
+{
+    fc_transport *t = w->transport;
+    const fc_place *place = &w->inquiry.place;
+    char found[512];
+
+    (void)snprintf(found, sizeof(found),
+                   place->is_gather
+                       ? "rank %d is in a gather of full parameters (%s) that rank %d has not "
+                         "called: is it saving alone? All ranks must call it. Neither could go on"
+                       : "rank %d is in a collective (%s) that rank %d has not called: all ranks "
+                         "of its process group must call it. Neither could go on",
+                   t->global_ranks[w->peer], place->text, t->global_ranks[t->rank]);
+    return fail_wait(w, FC_ERR_PEER, found);
+}
+
 static void give_notice(shm_wait *w, int64_t waited_ns)
 {
     fc_transport *t = w->transport;
     char what[192];
     char last[256];
+    char place[384];
     char line[FC_MESSAGE_BYTES];
 
-    w->is_noticed = true;
+    w->n_notices++;
     if (t->host.notice == NULL) {
         return;
     }
     describe(what, sizeof(what), w->info->op, w->info->unit, w->info->sequence);
     describe_peer(last, sizeof(last), t, w->peer);
-    (void)snprintf(line, sizeof(line), "[fsdp_c] rank %d has waited %d s for rank %d in %s; %s",
+    fc_shm_tell_place(t, w->peer, &w->inquiry, place, sizeof(place));
+    (void)snprintf(line, sizeof(line), "[fsdp_c] rank %d has waited %d s for rank %d in %s; %s%s",
                    t->global_ranks[t->rank], (int)(waited_ns / FC_NS_PER_S),
-                   t->global_ranks[w->peer], what, last);
+                   t->global_ranks[w->peer], what, last, place);
     t->host.notice(t->host.context, line);
 }
 
@@ -160,6 +188,7 @@ static void give_notice(shm_wait *w, int64_t waited_ns)
 static fc_status visit_host(shm_wait *w, int64_t now_ns)
 {
     fc_transport *t = w->transport;
+    int64_t waited_ns = now_ns - w->start_ns;
     fc_status st = FC_OK;
 
     w->next_poll_ns = now_ns + POLL_NS;
@@ -169,8 +198,11 @@ static fc_status visit_host(shm_wait *w, int64_t now_ns)
     if (t->host.poll != NULL) {
         st = t->host.poll(t->host.context);
     }
-    if (st == FC_OK && !w->is_noticed && now_ns - w->start_ns >= NOTICE_NS) {
-        give_notice(w, now_ns - w->start_ns);
+    if (st == FC_OK && fc_shm_inquire(t, w->peer, &w->inquiry, waited_ns)) {
+        st = w->ready(w->arg) ? FC_OK : fail_stuck(w);
+    }
+    if (st == FC_OK && waited_ns >= fc_transport_notice_ns(w->n_notices)) {
+        give_notice(w, waited_ns);
     }
     if (t->host.enter_wait != NULL) {
         t->host.enter_wait(t->host.context);
@@ -256,7 +288,7 @@ static fc_status wait_slowly(shm_wait *w)
     fc_transport *t = w->transport;
     fc_status st = FC_OK;
 
-    note_activity(t, w->info, true);
+    note_activity(t, w->peer, w->info, true);
     if (!yield_until_ready(w)) {
         if (t->host.enter_wait != NULL) {
             t->host.enter_wait(t->host.context);
@@ -292,7 +324,7 @@ fc_status fc_transport_wait(fc_transport *transport, int peer, fc_ready_fn ready
         FC_TRY(wait_slowly(&w));
     }
     if (transport->shm != NULL) {
-        note_activity(transport, info, false);
+        note_activity(transport, peer, info, false);
     }
     return FC_OK;
 }

@@ -2,6 +2,7 @@
 #include "transport/transport.h"
 
 #include "base/alloc.h"
+#include "base/clock.h"
 #include "transport/process.h"
 #include "transport/transport_impl.h"
 
@@ -90,6 +91,16 @@ bool fc_transport_is_mapped(const fc_transport *transport)
 const fc_message_ops *fc_transport_messages(const fc_transport *transport)
 {
     return transport->shm == NULL ? &transport->messages : NULL;
+}
+
+int64_t fc_transport_notice_ns(int n_notices)
+{
+    static const int first_s[] = {5, 15, 45, 120};
+    const int n = (int)(sizeof(first_s) / sizeof(first_s[0]));
+    const int later_s = 300;
+
+    return FC_NS_PER_S *
+           (n_notices < n ? first_s[n_notices] : first_s[n - 1] + (n_notices - n + 1) * later_s);
 }
 
 bool fc_transport_is_forked(const fc_transport *transport)

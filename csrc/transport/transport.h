@@ -24,6 +24,18 @@ extern "C" {
 
 typedef struct fc_transport fc_transport;
 
+#define FC_PLACE_BYTES 232
+
+/* Where the program of a rank is, told to those who wait for it. */
+typedef struct fc_place {
+    char text[FC_PLACE_BYTES]; /* "train.py:41 in main"; empty: unknown */
+    /* The collective that the program sits in: of which process group (0: in none that all its
+     * ranks must call, or not known), and how many of that group it has called, this one too. */
+    uint64_t group;
+    uint64_t sequence;
+    uint32_t is_gather; /* of full parameters */
+} fc_place;
+
 /* What the embedding program supplies. All borrowed until the transport is destroyed. */
 typedef struct fc_host_ops {
     void *context;
@@ -37,8 +49,15 @@ typedef struct fc_host_ops {
     /* Every 50 ms of a wait, between leave_wait and enter_wait: FC_ERR_INTERRUPTED to stop it
      * (Ctrl-C). Optional. */
     fc_status (*poll)(void *context);
-    /* Once per wait that outlasts 5 s: one line of text for stderr. Optional. */
+    /* In a wait that outlasts 5 s, and again at growing intervals: one line of text for stderr.
+     * Optional. */
     void (*notice)(void *context, const char *line);
+    /* Of the process, whatever transport: where its program is. Called by a thread of this
+     * library's own, only while a peer asks. False: not known. Optional. */
+    bool (*tell_place)(fc_place *out);
+    /* How many collectives of a process group (as fc_place names it) this rank has called; called
+     * as `poll` is. False: not known, or not to be compared. Optional. */
+    bool (*count_collectives)(uint64_t group, uint64_t *count_out);
 } fc_host_ops;
 
 typedef struct fc_transport_config {
@@ -141,10 +160,16 @@ void fc_transport_publish(fc_transport *transport, fc_word *word, uint64_t value
 
 /* Blocks until ready(arg), which reads words that `peer` publishes. Yields first, then sleeps; ends
  * early when the peer's process is gone (ready() is asked once more first), when any rank aborted,
- * on the deadline, on Ctrl-C. The message names the ranks, `info` and what the peer did last. */
+ * on the deadline, on Ctrl-C, and when the peer sits in a collective of a process group that this
+ * rank has not called. The message names the ranks, `info`, what the peer did last and where it is.
+ */
 typedef bool (*fc_ready_fn)(void *arg);
 FC_MUST_CHECK fc_status fc_transport_wait(fc_transport *transport, int peer, fc_ready_fn ready,
                                           void *arg, const fc_wait_info *info);
+
+/* From now on no peer learns where this process's program is, and no call of fc_host_ops.tell_place
+ * goes on. Without the locks that such a call may want. */
+void fc_transport_stop_telling(void);
 
 /* Waits so far (those that did not find ready() true at once) and nanoseconds spent in them. */
 void fc_transport_wait_stats(const fc_transport *transport, uint64_t *waits_out,

@@ -36,6 +36,9 @@ void fc_transport_free(fc_transport *transport);
 /* Marks this rank's object only. Keeps the first failure. */
 void fc_transport_mark_broken(fc_transport *transport, fc_status status, const char *text);
 
+/* How long a wait has to last for people to be told once more: 5 s, and at growing intervals. */
+int64_t fc_transport_notice_ns(int n_notices);
+
 bool fc_transport_is_forked(const fc_transport *transport);
 
 /* The shared memory kind's part of the common calls. */

@@ -275,6 +275,7 @@ static void body_late(int rank, int n, void *arg)
     CHECK_HAS(fc_last_message(), "did not come within 0.25 s");
     CHECK_HAS(fc_last_message(), "reduce-scatter of unit layers.3 (step 2)");
     CHECK_HAS(fc_last_message(), n == 2 ? "rank 11 last did" : "last did");
+    CHECK(strstr(fc_last_message(), "; it") == NULL); /* nobody was asked so soon */
     atomic_fetch_add(&ranks_common->values[ROUNDS_DONE], 1);
     fc_region_release(region);
     fc_transport_destroy(t);
@@ -330,6 +331,206 @@ static void body_interrupt(int rank, int n, void *arg)
     fc_region_release(region);
     fc_transport_destroy(t);
     CHECK_EQ(fc_alloc_live(), 0);
+}
+
+/* What the last rank says of itself when it is asked, and what the others have counted. */
+typedef struct place_case {
+    fc_place place;
+    uint64_t counted; /* of the peers */
+    bool is_known;
+    fc_status expected;
+    const char *part;
+} place_case;
+
+static const place_case place_cases[] = {
+    {{.text = "train.py:41 in save", .group = 7, .sequence = 5, .is_gather = 1},
+     4,
+     true,
+     FC_ERR_PEER,
+     "rank 11 is in a gather of full parameters (train.py:41 in save) that rank 10 has not called"},
+    {{.text = "train.py:42 in main", .group = 7, .sequence = 5},
+     4,
+     true,
+     FC_ERR_PEER,
+     "rank 11 is in a collective (train.py:42 in main) that rank 10 has not called"},
+    /* Called here too, so that others are waited for there; or not to be compared. */
+    {{.text = "train.py:43", .group = 7, .sequence = 5},
+     5,
+     true,
+     FC_ERR_TIMEOUT,
+     "; it is at train.py:43"},
+    {{.text = "train.py:44", .group = 7, .sequence = 5},
+     0,
+     false,
+     FC_ERR_TIMEOUT,
+     "; it is at train.py:44"},
+    {{.text = "train.py:45"}, 0, true, FC_ERR_TIMEOUT, "; it is at train.py:45"},
+};
+
+static const place_case *place_now;
+
+static bool tell_place(fc_place *out)
+{
+    *out = place_now->place;
+    return true;
+}
+
+static bool count_collectives(uint64_t group, uint64_t *count_out)
+{
+    CHECK_EQ(group, 7);
+    *count_out = place_now->counted;
+    return place_now->is_known;
+}
+
+/* Sanitizers have threads of their own. */
+static int count_watchers(void)
+{
+    DIR *dir = opendir("/proc/self/task");
+    const struct dirent *entry;
+    char path[300];
+    char name[32];
+    int n = 0;
+
+    CHECK_OR_EXIT(dir != NULL);
+    while ((entry = readdir(dir)) != NULL) {
+        FILE *file;
+
+        (void)snprintf(path, sizeof(path), "/proc/self/task/%s/comm", entry->d_name);
+        file = fopen(path, "r");
+        if (file != NULL) {
+            n += fgets(name, sizeof(name), file) != NULL && strstr(name, "watcher") != NULL;
+            (void)fclose(file);
+        }
+    }
+    (void)closedir(dir);
+    return n;
+}
+
+static void body_place(int rank, int n, void *arg)
+{
+    ranks_host host;
+    fc_transport_config config = ranks_config(&host, 0, rank, n, 5 * FC_NS_PER_S / 2);
+    fc_transport *t = NULL;
+    fc_region *region = NULL;
+    int64_t start_ns;
+
+    place_now = arg;
+    config.host.tell_place = tell_place;
+    config.host.count_collectives = count_collectives;
+    CHECK_OR_EXIT(fc_shm_create(&config, &t) == FC_OK);
+    CHECK_EQ(count_watchers(), 1);
+    CHECK_OR_EXIT(fc_transport_map_region(t, "test memory", FC_PAGE, 7, &region) == FC_OK);
+    if (rank == 0) {
+        CHECK_EQ(wait_for(t, region, 1, 1), place_now->expected);
+        CHECK_HAS(fc_last_message(), place_now->part);
+        CHECK_HAS(fc_last_message(), "layers.3");
+        atomic_store(&ranks_common->values[ROUNDS_DONE], 1);
+    } else {
+        CHECK(ranks_await(ROUNDS_DONE, 1));
+        CHECK_EQ(fc_transport_check(t), FC_ERR_BROKEN);
+        CHECK_HAS(fc_last_message(), place_now->part);
+    }
+    fc_region_release(region);
+    fc_transport_destroy(t);
+    start_ns = fc_now_ns();
+    while (count_watchers() > 0 && fc_now_ns() - start_ns < 5 * FC_NS_PER_S) {
+        (void)usleep(1000);
+    }
+    CHECK_EQ(count_watchers(), 0);
+    CHECK_EQ(fc_alloc_live(), 0);
+}
+
+/* A peer whose host cannot be asked right now, and one that is stopped. */
+static _Atomic bool is_telling;
+
+static bool tell_nothing_yet(fc_place *out)
+{
+    (void)out;
+    atomic_store(&is_telling, true);
+    (void)ranks_await(ROUNDS_DONE, 1);
+    (void)usleep(50000);
+    atomic_store(&is_telling, false);
+    return false;
+}
+
+static void body_silent(int rank, int n, void *arg)
+{
+    bool is_stopped = *(const bool *)arg;
+    ranks_host host;
+    fc_transport_config config = ranks_config(&host, 0, rank, n, 2 * FC_NS_PER_S);
+    fc_transport *t = NULL;
+    fc_region *region = NULL;
+
+    config.host.tell_place = tell_nothing_yet;
+    CHECK_OR_EXIT(fc_shm_create(&config, &t) == FC_OK);
+    CHECK_OR_EXIT(fc_transport_map_region(t, "test memory", FC_PAGE, 7, &region) == FC_OK);
+    if (rank == 1) {
+        atomic_store(&ranks_common->values[PIDS], (int64_t)getpid());
+        if (is_stopped) {
+            (void)raise(SIGSTOP);
+        }
+        CHECK(ranks_await(ROUNDS_DONE, 1));
+        /* Not while a call of the host's goes on. */
+        fc_transport_stop_telling();
+        CHECK(!atomic_load(&is_telling));
+    } else {
+        CHECK(ranks_await(PIDS, 1));
+        CHECK_EQ(wait_for(t, region, 1, 1), FC_ERR_TIMEOUT);
+        CHECK_HAS(fc_last_message(), is_stopped
+                                         ? "; its process is stopped"
+                                         : "; its Python does not answer: it is in a C call");
+        atomic_store(&ranks_common->values[ROUNDS_DONE], 1);
+        (void)kill((pid_t)atomic_load(&ranks_common->values[PIDS]), SIGCONT);
+    }
+    fc_region_release(region);
+    fc_transport_destroy(t);
+}
+
+/* The watcher stays behind when a process forks, and the child has its own. */
+static void body_fork(int rank, int n, void *arg)
+{
+    ranks_host host;
+    fc_transport_config config = ranks_config(&host, 0, rank, n, TIMEOUT_NS);
+    fc_transport *t = NULL;
+    pid_t child;
+    int status;
+
+    (void)arg;
+    config.host.tell_place = tell_place;
+    for (int i = 0; i < 20; i++) {
+        CHECK_OR_EXIT(fc_shm_create(&config, &t) == FC_OK);
+        child = fork();
+        CHECK_OR_EXIT(child >= 0);
+        if (child == 0) {
+            fc_transport *own = NULL;
+
+            fc_transport_destroy(t);
+            CHECK_OR_EXIT(fc_shm_create(&config, &own) == FC_OK);
+            CHECK_EQ(count_watchers(), 1);
+            fc_transport_destroy(own);
+            _exit(check_result());
+        }
+        CHECK_EQ(waitpid(child, &status, 0), child);
+        CHECK_EQ(status, 0);
+        fc_transport_destroy(t);
+    }
+}
+
+static void test_places(void)
+{
+    static const bool is_stopped[] = {false, true};
+
+    for (size_t i = 0; i < sizeof(place_cases) / sizeof(place_cases[0]); i++) {
+        place_case c = place_cases[i];
+
+        ranks_check(2, body_place, &c);
+    }
+    for (int i = 0; i < 2; i++) {
+        bool stopped = is_stopped[i];
+
+        ranks_check(2, body_silent, &stopped);
+    }
+    ranks_check(2, body_fork, NULL);
 }
 
 /* A rank that fails on its own account ends its peers' waits with its text. */
@@ -436,6 +637,7 @@ int main(void)
     }
     ranks_check(3, body_stop, NULL);
     ranks_check(2, body_interrupt, NULL);
+    test_places();
     test_random_kills();
     CHECK_EQ(count_shm_files(), in_shm);
     return check_result();

@@ -433,6 +433,38 @@ static void go_on_after_interrupt(int rank, int n, void *arg)
     finish(&w);
 }
 
+static stand_in *held_up;
+static char told[FC_MESSAGE_BYTES];
+
+static void tell_and_relent(void *context, const char *line)
+{
+    (void)context;
+    (void)snprintf(told, sizeof(told), "%s", line);
+    held_up->polls = 0;
+}
+
+/* A wait of 5 s is told to people. */
+static void wait_long(int rank, int n, void *arg)
+{
+    fc_transport_config config;
+    world w;
+
+    (void)arg;
+    start(&w, &(setting){0, true, false, 0});
+    config = ranks_config(&w.host, 0, rank, n, TIMEOUT_NS);
+    config.host.notice = tell_and_relent;
+    MUST(fc_nccl_group_create(&config, &w.options, &w.group));
+    held_up = w.control;
+    w.control->polls = INT_MAX;
+    MUST(gather(&w, "layers.0"));
+    MUST(gather(&w, "layers.1"));
+    CHECK_HAS(told, rank == 0 ? "rank 10 has waited 5 s in " : "rank 11 has waited 5 s in ");
+    CHECK_HAS(told, "over NCCL: no rank that can be seen from here is behind");
+    MUST(wait_idle(&w, w.group, 0));
+    MUST(fc_nccl_group_close(w.group));
+    finish(&w);
+}
+
 /* Each allocation in turn; and ranks whose exchange fails. */
 static void run_out(int rank, int n, void *arg)
 {
@@ -511,6 +543,7 @@ static void test_the_rest(void)
     int at;
 
     ranks_check(2, go_on_after_interrupt, NULL);
+    ranks_check(2, wait_long, NULL);
     ranks_check(1, run_out, NULL);
     ranks_check(2, fork_away, NULL);
     for (at = 1; at <= 2; at++) {

@@ -4,6 +4,7 @@
 #include "ranks.h"
 
 #include "base/alloc.h"
+#include "transport/transport_impl.h"
 
 #include <pthread.h>
 #include <sys/resource.h>
@@ -355,6 +356,15 @@ static void body_groups(int rank, int n_ranks, void *arg)
     CHECK_EQ(fc_alloc_live(), 0);
 }
 
+static void test_times_of_notices(void)
+{
+    static const int64_t expected_s[] = {5, 15, 45, 120, 420, 720};
+
+    for (int i = 0; i < 6; i++) {
+        CHECK_EQ(fc_transport_notice_ns(i), expected_s[i] * FC_NS_PER_S);
+    }
+}
+
 static void test_bad_arguments(void)
 {
     ranks_host host;
@@ -404,6 +414,7 @@ int main(void)
     ranks_check(4, body_groups, NULL);
     test_threads_are_refused();
     test_bad_arguments();
+    test_times_of_notices();
     CHECK_EQ(count_shm_files(), in_shm);
     return check_result();
 }
