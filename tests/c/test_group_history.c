@@ -229,7 +229,7 @@ static void body_skips(int rank, int n_ranks, void *arg)
 
         write_shards(&m, step);
         nap(&m, step);
-        fc_domain_open(m.domain, (fc_opening){.phase = FC_PHASE_FORWARD});
+        fc_domain_open(m.domain, (fc_opening){.phase = FC_PHASE_FORWARD, .updates = step});
         if (has_skipped) {
             await_pardon(&m);
         }
