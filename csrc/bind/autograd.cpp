@@ -157,6 +157,33 @@ struct Border : public torch::autograd::FunctionPreHook {
     }
 };
 
+// On a node inside of a unit, where most backwards come after having passed a border.
+struct InnerBorder : public torch::autograd::FunctionPreHook {
+    StateHandle state;
+    std::shared_ptr<Arrivals> arrivals;
+
+    explicit InnerBorder(StateObject *s) : state(s), arrivals(s->group->unit->shared_arrivals()) {}
+    variable_list operator()(const variable_list &grads) override
+    {
+        if (!arrivals->is_expected.load(std::memory_order_relaxed)) {
+            Gil gil;
+            const Untraced untraced;
+            state_pre_backward(state.get());
+        }
+        return grads;
+    }
+};
+
+bool has_border(Node *node)
+{
+    for (const auto &hook : node->tensor_pre_hooks()) {
+        if (typeid(*hook) == typeid(InnerBorder) || typeid(*hook) == typeid(Border)) {
+            return true;
+        }
+    }
+    return false;
+}
+
 std::unique_ptr<Border> entry_to(StateObject *state)
 {
     auto border = std::make_unique<Border>();
@@ -257,6 +284,31 @@ void hook_outputs(StateObject *state, at::TensorList tensors)
             }
         } else {
             torch::autograd::impl::add_hook(tensor, entry_to(state));
+        }
+    }
+}
+
+void hook_nodes_inside(StateObject *state, at::TensorList outputs)
+{
+    std::vector<Node *> todo;
+    std::unordered_set<Node *> seen;
+    for (const at::Tensor &tensor : outputs) {
+        todo.push_back(tensor.grad_fn().get());
+    }
+    while (!todo.empty()) {
+        Node *node = todo.back();
+        todo.pop_back();
+        // A leaf's node has no edges and the largest number.
+        if (node == nullptr || node->sequence_nr() < state->entry_sequence ||
+            node->num_outputs() == 0 || !seen.insert(node).second) {
+            continue;
+        }
+        // Nodes of a unit inside of this one have that one's.
+        if (!has_border(node)) {
+            node->add_tensor_pre_hook(std::make_unique<InnerBorder>(state));
+        }
+        for (const torch::autograd::Edge &edge : node->next_edges()) {
+            todo.push_back(edge.function.get());
         }
     }
 }

@@ -155,12 +155,17 @@ bool end_at_producer(StateObject *state, const at::Tensor &input);
 void route_through_node(StateObject *state, Tensors &tensors);
 // Calls state_pre_backward when the gradient of any of the tensors is about to be used.
 void hook_outputs(StateObject *state, at::TensorList tensors);
+// The same for each node that the unit has made on the way to these outputs, so that the unit is
+// gathered wherever a backward enters it.
+void hook_nodes_inside(StateObject *state, at::TensorList outputs);
 // The same for the gradients of the unit's parameters; for good.
 void hook_params(StateObject *state);
 void queue_final_callback(TreeObject *tree);
 
 // ---- hooks.cpp ----
 void state_pre_backward(StateObject *state);
+// A parameter of the unit has a gradient that no pre-backward has announced.
+void state_on_arrival(StateObject *state);
 
 } // namespace fc
 

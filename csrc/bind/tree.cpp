@@ -207,6 +207,7 @@ void reduce_group(TreeObject *tree, GroupObject *group, bool at_end)
             log_event("FSDP::post_backward", unit);
         }
         group->backwards++;
+        const bool was_reached = unit->end_awaiting();
         // A module that ran several times may be read again by peers in this phase: an optimizer in
         // one of its post-accumulate hooks must not write its shards before the end.
         if (group->forwards > 1) {
@@ -227,6 +228,12 @@ void reduce_group(TreeObject *tree, GroupObject *group, bool at_end)
                        progress_of(tree));
         }
         unit->end_deferral();
+        // A unit that ran again, a graph that is kept, a parameter that a branch of its own uses: a
+        // later backward may begin inside of the unit.
+        if (was_reached && group->backwards >= group->forwards && unit->has_all_gradients() &&
+            !torch::autograd::get_current_graph_task_keep_graph()) {
+            unit->end_graph();
+        }
         finish_ready(tree, unit->domain(), FC_SEARCH_OLDEST);
         if (unit->replicate_domain() != nullptr) {
             finish_ready(tree, unit->replicate_domain(), FC_SEARCH_OLDEST);
@@ -516,6 +523,7 @@ void tree_reset(TreeObject *tree, bool drop_gradients)
             group->training = static_cast<int>(Training::idle);
             group->forwards = group->backwards = 0;
             group->defers_hooks = false;
+            group->unit->end_awaiting();
             if (drop_gradients || !group->unit->has_own_memory()) {
                 group->unit->reshard();
                 group->unit->drop_pending();
