@@ -108,8 +108,9 @@ void register_pre_backward(StateObject *state, PyObject *output)
     Tensors tensors;
     collect_grad_tensors(output, tensors);
     hook_outputs(state, tensors);
-    if (Unit *unit = unit_of(state); unit != nullptr && !unit->is_unsharded() &&
-                                     unit->is_read_apart() && !in_autograd_backward()) {
+    if (Unit *unit = unit_of(state);
+        unit != nullptr && unit->is_read_apart() && !in_autograd_backward()) {
+        unit->begin_graph(reinterpret_cast<PyObject *>(state)); // a member's, before the others'
         hook_nodes_inside(state, tensors);
     }
     if (state->is_strict) {

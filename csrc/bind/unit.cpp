@@ -40,8 +40,8 @@ std::string sharded_for_graph_text(const fc_unit *unit)
 {
     return sharded_text(unit) +
            ". If it is a backward that reads it, from a tensor inside of the unit that its output "
-           "does not depend on: call set_reshard_after_forward(False) on the unit, or return that "
-           "tensor from its forward";
+           "does not depend on: return that tensor from the unit's forward, or call "
+           "set_reshard_after_forward(False) on the unit";
 }
 
 Param parse_row(PyObject *row)
