@@ -136,12 +136,29 @@ struct PostBackward : public Node {
     std::string name() const override { return "RegisterPostBackwardFunctionBackward"; }
 };
 
+// A backward is about to go through a graph of before the unit's newest step. Where that has saved
+// a weight autograd raises, as for a module that is not sharded, and knows no unit's name.
+void warn_if_outdated(const StateObject *state, uint64_t updates)
+{
+    const Unit *unit = state->group != nullptr ? state->group->unit : nullptr;
+    if (unit == nullptr || unit->n_updates() == updates) {
+        return;
+    }
+    check(PyErr_WarnFormat(
+        PyExc_UserWarning, 1,
+        "backward goes through a graph of FSDP unit '%s' from before an optimizer step, or a load, "
+        "that has changed its weights since: detach() what is carried over a step, or run all "
+        "backwards before it",
+        fc_unit_name(unit->shard_lane())));
+}
+
 // Between two units: on the node whose gradient leaves one and enters the other. On the node, not
 // the tensor: an in-place operation on a view of the output cannot lose it. Among the node's hooks
 // for tensors: those that a user puts on the output afterwards run after it.
 struct Border : public torch::autograd::FunctionPreHook {
     std::optional<StateHandle> left;    // whose backward is through
     std::optional<StateHandle> entered; // whose backward begins
+    uint64_t steps = 0, updates = 0;    // of optimizers, when that one's forward ended
 
     variable_list operator()(const variable_list &grads) override
     {
@@ -151,6 +168,9 @@ struct Border : public torch::autograd::FunctionPreHook {
             state_post_backward(left->get());
         }
         if (entered) {
+            if (steps != n_steps()) {
+                warn_if_outdated(entered->get(), updates);
+            }
             state_pre_backward(entered->get());
         }
         return grads;
@@ -188,6 +208,10 @@ std::unique_ptr<Border> entry_to(StateObject *state)
 {
     auto border = std::make_unique<Border>();
     border->entered.emplace(state);
+    border->steps = n_steps();
+    if (state->group != nullptr && state->group->unit != nullptr) {
+        border->updates = state->group->unit->updates_seen();
+    }
     return border;
 }
 
