@@ -345,7 +345,7 @@ void state_pre_backward(StateObject *state)
         is_training(group->training, Training::pre_backward)) {
         return;
     }
-    if (at::GradMode::is_enabled()) { // create_graph=True
+    if (at::GradMode::is_enabled() && group->unit->is_read_apart()) { // create_graph=True
         checked(PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_tell_of_double_backward",
                                     nullptr));
     }

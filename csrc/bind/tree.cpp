@@ -224,7 +224,9 @@ void reduce_group(TreeObject *tree, GroupObject *group, bool at_end)
         } else if (at_end || group->backwards >= group->forwards) {
             // A module that ran several times is reduced once, after its last backward.
             finish_ready(tree, unit->domain(), FC_SEARCH_OLDEST);
-            unit->post(group->reduce_scatter_unused_params != 0, reduce_options(group),
+            // Of units that no forward has used yet nobody has gradients; torch leaves them, too.
+            const bool was_used = unit->traffic().unshards + group->past.unshards > 0;
+            unit->post(group->reduce_scatter_unused_params != 0 && was_used, reduce_options(group),
                        progress_of(tree));
         }
         unit->end_deferral();
