@@ -15,7 +15,18 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy, 
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.utils import _get_root_modules
 
-from fsdp_c import _compat, _guards, _init, _norms, _optim, _outside, _plan, _ties, _updates
+from fsdp_c import (
+    _checkpoints,
+    _compat,
+    _guards,
+    _init,
+    _norms,
+    _optim,
+    _outside,
+    _plan,
+    _ties,
+    _updates,
+)
 from fsdp_c._state import FSDPState
 
 if TYPE_CHECKING:
@@ -180,6 +191,7 @@ def _apply(
     if device.type in ("cpu", "cuda"):
         _optim.watch(state._fsdp_param_groups)
         _updates.watch(state._fsdp_param_groups)
+        _checkpoints.watch()
     return module
 
 

@@ -57,6 +57,7 @@ struct StateObject {
     PyObject *to_run;   // owned; the set of modules of a grouped unit that are still to run
     int training;
     uint64_t entry_sequence; // of the autograd nodes made since forward was entered
+    uint64_t entry_checkpoints; // activation checkpoints of the process, then
     uint64_t backward;       // of the tree, in which pre-backward was entered
     char on_torch_road;
     char casts_inputs;
@@ -169,6 +170,7 @@ void state_on_arrival(StateObject *state);
 
 } // namespace fc
 
+PyObject *fc_count_checkpoint(PyObject *, PyObject *);
 int fc_register_group(PyObject *module);
 int fc_register_state(PyObject *module);
 
