@@ -56,7 +56,9 @@ def again(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, scale: 
     loss.backward()
 
 
-def first_after(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, scale: float) -> None:
+def first_after(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, scale: float
+) -> None:
     """The graph's first backward comes after the step."""
     loss = model(x).square().sum() * scale
     (model(x + 1).square().sum() * scale).backward()
@@ -72,7 +74,9 @@ def truncated(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, sca
     (model(state).square().sum() * scale).backward()
 
 
-def after_forward(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, scale: float) -> None:
+def after_forward(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, scale: float
+) -> None:
     loss = model(x).square().sum() * scale
     loss.backward(retain_graph=True)
     optimizer.step()
@@ -115,11 +119,16 @@ def road(kind: str) -> contextlib.AbstractContextManager[Any]:
 def raises(rank: int, n_ranks: int, kind: str, reshard: bool) -> None:
     for steps in RAISE:
         with road(kind):
-            side = Side("tested", fsdp_c, Net, lambda m, f: shard(m, f, reshard_after_forward=reshard), sgd)
+            side = Side(
+                "tested", fsdp_c, Net, lambda m, f: shard(m, f, reshard_after_forward=reshard), sgd
+            )
             plain = Plain(Net)
             with pytest.raises(RuntimeError, match=MODIFIED):
                 steps(plain.model, plain.optimizer, data(rank), 1)
-            with pytest.warns(UserWarning, match="unit '.*before an optimizer step") as caught, pytest.raises(RuntimeError, match=MODIFIED):
+            with (
+                pytest.warns(UserWarning, match="unit '.*before an optimizer step") as caught,
+                pytest.raises(RuntimeError, match=MODIFIED),
+            ):
                 steps(side.model, side.optimizer, data(rank), 1)
 
 
@@ -127,7 +136,9 @@ def arrives(rank: int, n_ranks: int, kind: str, reshard: bool) -> None:
     for steps in DO_NOT:
         with road(kind), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            side = Side("tested", fsdp_c, Net, lambda m, f: shard(m, f, reshard_after_forward=reshard), sgd)
+            side = Side(
+                "tested", fsdp_c, Net, lambda m, f: shard(m, f, reshard_after_forward=reshard), sgd
+            )
             plain = Plain(Net)
             steps(side.model, side.optimizer, data(rank), 1)
             steps_plain(plain, steps, n_ranks)

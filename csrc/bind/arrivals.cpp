@@ -46,7 +46,8 @@ struct Watch : public ArrivalHook {
 
 } // namespace
 
-const ArrivalHook *watch_arrivals(const at::Tensor &param, const std::shared_ptr<Arrivals> &arrivals,
+const ArrivalHook *watch_arrivals(const at::Tensor &param,
+                                  const std::shared_ptr<Arrivals> &arrivals,
                                   const ArrivalHook *installed)
 {
     std::unique_ptr<ArrivalHook> &hook = torch::autograd::impl::post_acc_grad_hooks(param);

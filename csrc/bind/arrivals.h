@@ -24,7 +24,8 @@ using ArrivalHook = torch::autograd::PostAccumulateGradHook;
 
 // Calls state_on_arrival() for a gradient of `param` that is not expected. There is one such hook
 // to a tensor: a user's, if one is there, is called by this one. Returns it, borrowed.
-const ArrivalHook *watch_arrivals(const at::Tensor &param, const std::shared_ptr<Arrivals> &arrivals,
+const ArrivalHook *watch_arrivals(const at::Tensor &param,
+                                  const std::shared_ptr<Arrivals> &arrivals,
                                   const ArrivalHook *installed);
 
 } // namespace fc

@@ -65,10 +65,10 @@ static int exec(PyObject *module)
 {
     return fc_register_transport(module) < 0 || fc_register_comm(module) < 0 ||
                    fc_register_steps(module) < 0 || fc_register_streams(module) < 0 ||
-                   fc_register_domain(module) < 0 ||
-                   fc_register_context(module) < 0 || fc_register_state(module) < 0 ||
-                   fc_find_dtensors() < 0 || fc_register_locals(module) < 0 ||
-                   fc_register_optim(module) < 0 || fc_register_nccl(module) < 0
+                   fc_register_domain(module) < 0 || fc_register_context(module) < 0 ||
+                   fc_register_state(module) < 0 || fc_find_dtensors() < 0 ||
+                   fc_register_locals(module) < 0 || fc_register_optim(module) < 0 ||
+                   fc_register_nccl(module) < 0
                ? -1
                : 0;
 }

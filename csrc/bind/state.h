@@ -56,9 +56,9 @@ struct StateObject {
     PyObject *modules;  // owned; a tuple
     PyObject *to_run;   // owned; the set of modules of a grouped unit that are still to run
     int training;
-    uint64_t entry_sequence; // of the autograd nodes made since forward was entered
+    uint64_t entry_sequence;    // of the autograd nodes made since forward was entered
     uint64_t entry_checkpoints; // activation checkpoints of the process, then
-    uint64_t backward;       // of the tree, in which pre-backward was entered
+    uint64_t backward;          // of the tree, in which pre-backward was entered
     char on_torch_road;
     char casts_inputs;
     char is_strict; // as torch: warns of outputs that are views, refuses inputs changed in place

@@ -174,9 +174,9 @@ public:
     void check_unwritten() const;
 
     // ---- graphs ----
-    // After a forward with gradients, before its reshard: until end_graph() nodes inside of the unit
-    // can read its parameters where these stay in place, and `state` is told of gradients that come
-    // from there.
+    // After a forward with gradients, before its reshard: until end_graph() nodes inside of the
+    // unit can read its parameters where these stay in place, and `state` is told of gradients that
+    // come from there.
     void begin_graph(PyObject *state);
     // Gradients are told of, though nothing is read: a recomputation.
     void watch_gradients(PyObject *state);
@@ -356,19 +356,19 @@ private:
     bool unsharded_ = false;
     bool awaits_gradients_ = false;
     bool outlasts_forward_ = false;
-    bool is_kept_ = false;       // slot_ holds what was gathered before the phase
-    bool keeps_storage_ = false; // slot_ stays over reshards
-    bool is_resident_ = false;   // the shards are the unsharded buffer
-    bool may_reside_ = false;    // they could be, which the first forward decides
-    bool has_widened_ = false;   // a parameter whose gradients are wider than it is
-    bool pending_ = false;       // slot_ holds data that is not registered yet
-    bool requested_ = false;     // unshard was called and not waited for
-    bool is_watched_ = false;    // for writes to its shards within a forward
-    bool is_read_ = false;       // in this phase
-    bool is_ahead_ = false;      // pending_, since another unit's gather brought it along
-    bool came_along_ = false;    // which its next use does not count again
-    bool has_graph_ = false;     // see begin_graph()
-    void *shown_ = nullptr;      // what the storage shows
+    bool is_kept_ = false;               // slot_ holds what was gathered before the phase
+    bool keeps_storage_ = false;         // slot_ stays over reshards
+    bool is_resident_ = false;           // the shards are the unsharded buffer
+    bool may_reside_ = false;            // they could be, which the first forward decides
+    bool has_widened_ = false;           // a parameter whose gradients are wider than it is
+    bool pending_ = false;               // slot_ holds data that is not registered yet
+    bool requested_ = false;             // unshard was called and not waited for
+    bool is_watched_ = false;            // for writes to its shards within a forward
+    bool is_read_ = false;               // in this phase
+    bool is_ahead_ = false;              // pending_, since another unit's gather brought it along
+    bool came_along_ = false;            // which its next use does not count again
+    bool has_graph_ = false;             // see begin_graph()
+    void *shown_ = nullptr;              // what the storage shows
     std::shared_ptr<Arrivals> arrivals_; // from the first graph on
     std::vector<Param> params_;
     bool is_withheld_ = false;       // the storage says so
@@ -388,8 +388,8 @@ private:
     fc_unit *replicate_;
     const Updates *updates_;
 
-    uint64_t steps_seen_, updates_seen_;  // of all optimizers, and of those of the shards
-    std::vector<uint32_t> shard_versions_; // then
+    uint64_t steps_seen_, updates_seen_;     // of all optimizers, and of those of the shards
+    std::vector<uint32_t> shard_versions_;   // then
     std::vector<const ArrivalHook *> hooks_; // of the parameters, borrowed
     size_t graph_at_ = 0;                    // in graphs_
     static std::vector<Unit *> graphs_;      // units that have one
