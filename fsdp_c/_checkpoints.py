@@ -1,7 +1,7 @@
 """Notices activation checkpoints: their backward runs a module's code, which needs parameters.
 
-A backward may begin inside of a unit. What it reads there is in place; but code that runs again looks
-for the parameters in its modules, so the core has to know which forwards will be run again.
+A backward may begin inside of a unit. What it reads there is in place; but code that runs again
+looks for the parameters in its modules, so the core has to know which forwards will be run again.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def evaluates_between(model: nn.Module, x: Tensor, scale: float) -> None:
 
 BACKWARDS: list[Backward] = [inner, first, aside, beside, inner_first, inner_last, branch_last]
 BACKWARDS += [each_apart, two_forwards, evaluates_between]
-# Of these nodes read weights that are no longer there over messages, see `test_named_where_weights_are_gone`.
+# Nodes of these read weights that are gone over messages: test_named_where_weights_are_gone.
 OFF_THE_WAY = (aside, branch_last, each_apart)
 
 

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import harness
-import models
 import pytest
 import torch
 from models import WIDTH, Block, data
-from parity import Plain, Side, Tolerance, on_ranks, sgd
+from parity import Plain, Side, Tolerance, sgd
 from torch import Tensor, nn
 
 import fsdp_c
@@ -126,7 +125,7 @@ def raises(rank: int, n_ranks: int, kind: str, reshard: bool) -> None:
             with pytest.raises(RuntimeError, match=MODIFIED):
                 steps(plain.model, plain.optimizer, data(rank), 1)
             with (
-                pytest.warns(UserWarning, match="unit '.*before an optimizer step") as caught,
+                pytest.warns(UserWarning, match="unit '.*before an optimizer step"),
                 pytest.raises(RuntimeError, match=MODIFIED),
             ):
                 steps(side.model, side.optimizer, data(rank), 1)
