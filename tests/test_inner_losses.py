@@ -225,13 +225,13 @@ def test_replicas(rank: int, n_ranks: int) -> None:
 @on_ranks(2)
 def test_ranks_that_differ(rank: int, n_ranks: int) -> None:
     """One reaches a unit from inside, the other through its output, or not at all."""
-    for others in (beside, inner_first, first, aside):
-        for mine in (inner, branch_last):
+    of_one = [(inner, beside), (aside, first), (inner, aside)]
+    for pair in [*of_one, (branch_last, inner_first), (inner_last, inner_first)]:
 
-            def of_rank(r: int, step: int, pair: Any = (mine, others)) -> Backward:
-                return pair[(r + step) % 2]
+        def of_rank(r: int, step: int, pair: tuple[Backward, Backward] = pair) -> Backward:
+            return pair[(r + step) % 2]
 
-            train(rank, n_ranks, inner, models.shard_blocks, Net, CLOSE, of_rank)
+        train(rank, n_ranks, inner, models.shard_blocks, Net, CLOSE, of_rank)
 
 
 @on_ranks(2)
