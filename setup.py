@@ -17,20 +17,25 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import runpy
 import shlex
 import shutil
+import site
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+OLDEST_TORCH = (2, 11)
 
 
 # Every source, by folder; a file that is not named here is an error.
@@ -45,8 +50,8 @@ C_SOURCES = {
     ),
     "csrc/comm": "comm mapped message pieces step",
     "csrc/group": (
-        "batch domain exchange gathers layout layout_runs order schedule schedule_moves "
-        "schedule_reduce schedule_setup schedule_slots slots unit waits"
+        "apart batch clock domain exchange gathers layout layout_runs meet order schedule "
+        "schedule_moves schedule_reduce schedule_setup schedule_slots slots unit waits"
     ),
 }
 # Linked with the programs that test the core, and with nothing else.
@@ -119,6 +124,12 @@ def sources(table: dict[str, str], suffix: str) -> list[str]:
     return sorted(named - OTHER_CPU)
 
 
+def environment_folders() -> list[str]:
+    """Where this Python's packages are; pip's isolation takes them off sys.path, and only that."""
+    is_venv = sys.prefix != sys.base_prefix
+    return [*site.getsitepackages(), *([] if is_venv else [site.getusersitepackages()])]
+
+
 @dataclass(frozen=True)
 class Torch:
     """The torch of this environment, read without importing it."""
@@ -128,16 +139,33 @@ class Torch:
 
     @classmethod
     def installed(cls) -> Torch:
-        spec = importlib.util.find_spec("torch")
+        places = [*sys.path, *environment_folders()]
+        spec = importlib.util.find_spec("torch") or PathFinder.find_spec("torch", places)
         if spec is None or not spec.submodule_search_locations:
             raise SystemExit(
-                "fsdp_c is built against the torch of your environment, and none is installed here:"
-                " install torch, then run `pip install --no-build-isolation .`"
+                "fsdp_c is built against the torch of your environment, and none is found from"
+                " here: install torch first; if it is, add --no-build-isolation"
             )
-        return cls(importlib.metadata.version("torch"), Path(spec.submodule_search_locations[0]))
+        found = importlib.metadata.distributions(name="torch", path=places)
+        torch = cls(next(found).version, Path(spec.submodule_search_locations[0]))
+        if tuple(map(int, torch.minor.split("."))) < OLDEST_TORCH:
+            oldest = ".".join(map(str, OLDEST_TORCH))
+            raise SystemExit(f"fsdp_c needs torch {oldest} or newer, and here is {torch.version}")
+        return torch
+
+    @property
+    def minor(self) -> str:
+        """What a build depends on: 2.13 of 2.13.1+cpu."""
+        return ".".join(self.version.split(".")[:2])
 
     def compile_flags(self) -> list[str]:
         include = self.root / "include"
+        if not Path(sysconfig.get_path("include"), "Python.h").exists():
+            raise SystemExit(
+                f"fsdp_c needs the headers of Python, and {sysconfig.get_path('include')} has no"
+                " Python.h: install them (python3-dev on Debian and Ubuntu, python3-devel on"
+                " Fedora)"
+            )
         paths = (include, include / "torch/csrc/api/include", sysconfig.get_path("include"))
         return [
             "-D_GLIBCXX_USE_CXX11_ABI=1",
@@ -258,7 +286,13 @@ def make(target: Path, command: list[str], report: Path | None = None) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     note = target.with_name(target.name + ".cmd")
     note.unlink(missing_ok=True)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise SystemExit(
+            f"fsdp_c is compiled with {command[0]}, which is not installed: install gcc and g++,"
+            " or set CC and CXX to other compilers"
+        ) from None
     if report is not None and done.returncode == 0:
         report.write_text(done.stdout + done.stderr)
     elif done.stdout or done.stderr:
@@ -358,8 +392,8 @@ class BuildExtension(build_ext):
 
     def get_ext_filename(self, fullname: str) -> str:
         path = Path(super().get_ext_filename(fullname))
-        minor = ".".join(Torch.installed().version.split(".")[:2])
-        return str(path.with_name(path.name.replace("_C", f"_C-torch{minor}", 1)))
+        suffix = f"_C-torch{Torch.installed().minor}"
+        return str(path.with_name(path.name.replace("_C", suffix, 1)))
 
     def run(self) -> None:
         with build_lock():
@@ -456,8 +490,26 @@ class BuildCTests(Command):
             link(program, [*tools.cc, *tools.mode_flags()], [test, *core], LINK_FLAGS)
 
 
+def metadata_of(commands: list[str]) -> dict[str, object]:
+    """A wheel fits one minor version of torch, and says so; a source tree has builds for several.
+
+    `dist_info` alone is asked for a wheel's metadata; an editable wheel is a tree's.
+    """
+    version = runpy.run_path(str(ROOT / "fsdp_c/_version.py"))["__version__"]
+    if {"bdist_wheel", "dist_info"}.isdisjoint(commands):
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        return {"version": version, "install_requires": [f"torch>={oldest}"]}
+    minor = Torch.installed().minor
+    metadata: dict[str, object] = {"version": f"{version}+torch{minor}"}
+    if "bdist_wheel" in commands:  # whoever has the tree on sys.path would find it there
+        Path(ROOT, "build").mkdir(exist_ok=True)
+        metadata["options"] = {"egg_info": {"egg_base": "build"}}
+    return {**metadata, "install_requires": [f"torch=={minor}.*"]}
+
+
 if __name__ == "__main__":
     setup(
+        **metadata_of(sys.argv[1:]),
         ext_modules=[Extension("fsdp_c._C", sources=[])],
         cmdclass={"build_ext": BuildExtension, "build_c_tests": BuildCTests},
     )

@@ -4,23 +4,31 @@ Importing the package alone loads nothing, not even torch: ``python -m fsdp_c sc
 to the script when torch is imported.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
+from fsdp_c._version import __version__ as __version__
+
+if TYPE_CHECKING:  # which would take any name for an attribute if it saw __getattr__
     from fsdp_c._api import *  # noqa: F403
+    from fsdp_c._api import __all__ as __all__
+else:
 
+    def __getattr__(name):
+        if name.startswith("_") and name != "__all__":  # submodules, and what imports ask for
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from fsdp_c import _built
 
-def __getattr__(name: str) -> Any:
-    if name.startswith("_") and name != "__all__":  # submodules, and what the import system asks
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fsdp_c import _api
+        try:
+            from fsdp_c import _native  # noqa: F401 - before what another torch may lack
+        except _built.NotBuilt as error:
+            raise error.with_traceback(None) from None  # its one line says all
+        from fsdp_c import _api
 
-    names = {public: getattr(_api, public) for public in _api.__all__}
-    globals().update(names, __all__=_api.__all__)
-    if name not in globals():
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return globals()[name]
+        names = {public: getattr(_api, public) for public in _api.__all__}
+        globals().update(names, __all__=_api.__all__)
+        if name not in globals():
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals()[name]
 
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__getattr__("__all__")})
+    def __dir__():
+        return sorted([*__getattr__("__all__"), "__version__"])

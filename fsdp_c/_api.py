@@ -1,5 +1,7 @@
 """The public names, gathered; the package loads them when the first one is asked for."""
 
+from typing import TYPE_CHECKING
+
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -31,15 +33,20 @@ from fsdp_c._waits import Wait, WaitStats
 from fsdp_c.fsdp1 import FullyShardedDataParallel
 from fsdp_c.strategy import STRATEGIES, Strategy, Units, find_units, no_sync, shard
 
-globals().update(_compat.OPTIONAL_NAMES)
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import DataParallelMeshDims, GradientReductionHandle
+else:
+    globals().update(_compat.OPTIONAL_NAMES)
 
 __all__ = [
     "CPUOffloadPolicy",
     "Communicator",
+    "DataParallelMeshDims",
     "Estimate",
     "Explanation",
     "FSDPModule",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "Hardware",
     "IncompatibleKeys",
     "MemoryPlan",
@@ -81,5 +88,5 @@ __all__ = [
     "stats",
     "status",
     "uninstall",
-    *_compat.OPTIONAL_NAMES,
 ]
+__all__[:] = [name for name in __all__ if name in globals()]  # an older torch lacks some

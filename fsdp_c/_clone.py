@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 
 from fsdp_c import _fully_shard, _guards, _init, _load, _param, _plan
 from fsdp_c._compat import ShardPlacementResult
+
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
 @dataclass
@@ -26,7 +28,7 @@ class _Copied:
 
 
 @torch.no_grad()
-def clone(model: nn.Module) -> Any:
+def clone(model: _Model) -> _Model:
     """Makes a second sharded model with this one's weights and buffers. Nothing is gathered.
 
     The copy has modules, parameters and buffers of its own and is sharded by the calls of

@@ -212,6 +212,34 @@ def messages_for(group: dist.ProcessGroup) -> _C.Transport:
     return _new_transport(group, "callback", _no_exchange)
 
 
+_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.Transport | None] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def watch_for(group: dist.ProcessGroup) -> _C.Transport | None:
+    """Where ranks that talk by messages see each other, if they share a host; else None.
+
+    Collective on first use.
+    """
+    known = _transports.get(group)
+    if known is not None and known.kind == "shm":
+        return known
+    if group not in _watches:
+        _watches[group] = _make_watch(group)
+    return _watches[group]
+
+
+def _make_watch(group: dist.ProcessGroup) -> _C.Transport | None:
+    exchange = exchange_for(group) if group.size() > 1 else None
+    if exchange is None:
+        return None
+    try:
+        return _new_transport(group, "shm", exchange)
+    except NotImplementedError:  # on all ranks alike
+        return None
+
+
 def transport_kind(group: dist.ProcessGroup) -> str:
     """Over what the group's ranks talk; empty if it has no transport yet."""
     transport = _transports.get(group)

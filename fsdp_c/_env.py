@@ -122,7 +122,10 @@ QUIET = Variable(
     name="FSDP_C_QUIET",
     accepted="0 or 1",
     default=False,
-    meaning="1: rank 0 does not say at a model's first forward what runs it.",
+    meaning=(
+        "1: rank 0 does not say at a model's first forward what runs it, nor after a script that"
+        " nothing was sharded."
+    ),
     parse=_switch,
 )
 
@@ -194,10 +197,24 @@ def mmap_threshold() -> int:
     return MMAP_THRESHOLD.get()
 
 
+def rank() -> int | None:
+    """The number that a launcher gave this process (RANK); None if none did."""
+    return _number("RANK")
+
+
+def world_size() -> int | None:
+    """How many ranks a launcher has started (WORLD_SIZE); None if nobody says."""
+    return _number("WORLD_SIZE")
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdigit() else None
+
+
 def ranks_per_host() -> int | None:
     """How many ranks torchrun started on this host (LOCAL_WORLD_SIZE); None if nobody says."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(text) if text.isdigit() else None
+    return _number("LOCAL_WORLD_SIZE")
 
 
 def shares_gpus() -> bool:
@@ -207,5 +224,4 @@ def shares_gpus() -> bool:
 
 def device_connections() -> int | None:
     """How many queues CUDA gives a process (CUDA_DEVICE_MAX_CONNECTIONS); None: its default."""
-    text = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    return int(text) if text.isdigit() else None
+    return _number("CUDA_DEVICE_MAX_CONNECTIONS")

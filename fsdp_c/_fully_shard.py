@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,7 +24,9 @@ from fsdp_c import (
     _optim,
     _outside,
     _plan,
+    _saving,
     _ties,
+    _unheld,
     _updates,
 )
 from fsdp_c._state import FSDPState
@@ -44,6 +46,8 @@ _DEFAULT_POLICY = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
 _numbers = itertools.count()
 
+_Given = TypeVar("_Given", bound="nn.Module | Sequence[nn.Module]")
+
 
 @dataclass(frozen=True)
 class Call:
@@ -56,7 +60,7 @@ class Call:
 
 
 def fully_shard(
-    module: Any,
+    module: _Given,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -65,7 +69,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-) -> Any:
+) -> _Given:
     """Shards parameters, gradients and optimizer states of ``module`` over the ranks of ``mesh``.
 
     A replacement of ``torch.distributed.fsdp.fully_shard`` with its arguments, defaults and
@@ -88,7 +92,8 @@ def fully_shard(
         dp_mesh_dims: names of the data-parallel dims if ``mesh`` is a whole SPMD mesh.
 
     Returns:
-        ``module``, whose class now also is ``FSDPModule``.
+        ``module``, whose class now also is ``FSDPModule``. Type checkers see the type it had, and
+        both after ``assert isinstance(module, FSDPModule)``.
 
     Raises:
         ValueError, TypeError, AssertionError, NotImplementedError: as torch's, and before
@@ -185,6 +190,8 @@ def _apply(
     )
     _guards.equip(modules)
     _outside.watch(state)
+    _unheld.watch(state, ignored_params)
+    _saving.install()
     _norms.install()
     if device.type == "cpu":
         _plan.announce(mesh_info)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -101,6 +102,16 @@ def _zero_grad_of(cls: Any) -> Callable[..., None]:
                         param.grad.detach_().zero_()
 
     return zero_grad
+
+
+def warn_user(text: str) -> None:
+    """A warning at the line outside of torch, and of this package, that led here."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
+        ("torch.", "fsdp_c.")
+    ):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
 
 
 def warn_of_lost_settings(groups: Sequence[Any], names: Sequence[str]) -> None:

@@ -17,12 +17,13 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any, NoReturn
 
-from fsdp_c import _delegate, _libraries, _spawn, _watch
+from fsdp_c import _built, _delegate, _idle, _libraries, _spawn, _watch
 
 USAGE = """usage: python -m fsdp_c [--fsdp1] SCRIPT [ARG ...]
        python -m fsdp_c [--fsdp1] -m MODULE [ARG ...]
        torchrun [OPTION ...] -m fsdp_c [--fsdp1] SCRIPT [ARG ...]
        python -m fsdp_c estimate --help
+       python -m fsdp_c --version
 
 Runs a script or a module with fsdp_c in the place of torch.distributed.fsdp.fully_shard.
 --fsdp1: and of torch.distributed.fsdp.FullyShardedDataParallel.
@@ -69,6 +70,9 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(2)
     if arguments[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
+        return
+    if arguments[0] == "--version":
+        print(_built.describe())
         return
     if arguments[0] == "estimate":  # a script of that name: ./estimate
         from fsdp_c._estimate import _command
@@ -124,7 +128,9 @@ def _run(main: ModuleType, run: Callable[[], Any]) -> None:
     """Errors are shown without the frames of this file; exit codes are python's."""
     try:
         run()
-    except SystemExit:
+    except SystemExit as end:
+        if end.code in (None, 0):
+            _idle.tell()
         raise
     except BaseException as error:
         trace = error.__traceback__
@@ -134,6 +140,7 @@ def _run(main: ModuleType, run: Callable[[], Any]) -> None:
             outside.explain(error.with_traceback(trace))
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         _end_silently(error)
+    _idle.tell()
 
 
 def _end_silently(error: BaseException) -> NoReturn:

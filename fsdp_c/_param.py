@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fsdp_c import _compat, _env, _extension, _road, _stale
+from fsdp_c import _compat, _env, _extension, _origins, _road, _stale
 from fsdp_c._compat import ShardPlacementResult, resolve_shard_placement
 
 # Attributes of parameters that belong to torch, not to the user.
@@ -71,13 +71,16 @@ class FSDPParam(_compat.AccumulatedGradient, _road.RoadParam):
     is_recast = False  # the shard's dtype has changed since set-up
     _is_alias = False  # what is gathered is the shard's own memory
     _held: torch.Tensor | None = None  # a gradient of micro-batches, while nothing is gathered
+    origin: _origins.Origin | None = None
     unit: Any = None  # the FSDPParamGroup, while that is bound to the core
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # An extension's methods that hang on the one tensor object, and whether they are bound to
         # it: `module.to()` makes another one.
         self._attached: dict[str, tuple[Any, bool]] = {}
+        whole = _origins.sample(args[0]) if args[2].mesh.size() > 1 else None
         super().__init__(*args, **kwargs)
+        self.origin = _origins.origin_of(whole, self.sharded_param)  # until set-up
         _stale.note(args[0], self._module_info.param_name, "fully_shard replaced by its shard")
 
     @property

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
-from fsdp_c import _comm, _compat, _device, _env, _names, _param, _patches
+from fsdp_c import _comm, _compat, _device, _env, _names, _origins, _param, _patches
 from fsdp_c._native import _C
 
 if TYPE_CHECKING:
@@ -72,16 +72,20 @@ def why_torch_here(group: FSDPParamGroup) -> str:
 
 def agreed_reason(groups: Sequence[FSDPParamGroup], mine: str) -> str:
     """A reason for torch's road that some rank has, this one's first; collective."""
-    meshes = [group.mesh_info for group in groups]
-    process_groups = [mesh_info.shard_process_group for mesh_info in meshes]
-    process_groups += [m.replicate_process_group for m in meshes if isinstance(m, HSDPMeshInfo)]
     told = f"{mine} on rank {dist.get_rank()}" if mine else ""
-    for process_group in dict.fromkeys(process_groups):
+    for process_group in _process_groups_of(groups):
         exchange = _comm.exchange_for(process_group)
         if exchange is not None:
             answers = exchange("choice of implementation", told.encode())
             told = told or next((answer.decode() for answer in answers if answer), "")
     return mine or told
+
+
+def _process_groups_of(groups: Sequence[FSDPParamGroup]) -> list[dist.ProcessGroup]:
+    """Those that shard, then those of the replicas; each once."""
+    names = ("shard_process_group", "replicate_process_group")
+    found = [getattr(group.mesh_info, name, None) for name in names for group in groups]
+    return [process_group for process_group in dict.fromkeys(found) if process_group is not None]
 
 
 def runs_on_core(group: FSDPParamGroup) -> bool:
@@ -145,6 +149,12 @@ def unit_name(group: FSDPParamGroup) -> str:
     return _names.clean(group._module_fqn + ".")[:-1] or "(root)"
 
 
+def state_name(state: Any) -> str:
+    """How messages call the module that a forward began with."""
+    group = state._fsdp_param_groups[0] if state._fsdp_param_groups else None
+    return unit_name(group) if group is not None else type(state._modules[0]).__name__
+
+
 def _describe(groups: Sequence[FSDPParamGroup]) -> list[list[str]]:
     """One line per parameter: unit, name, size, dtypes."""
     lines = []
@@ -169,8 +179,13 @@ def _check_same_model(process_group: dist.ProcessGroup, groups: Sequence[FSDPPar
     if exchange is None:
         return
     mine = json.dumps(_describe(groups)).encode()
-    digests = exchange("model", hashlib.sha256(mine).digest())
+    words = _origins.words_of(_params_of(groups))
+    digest = hashlib.sha256(mine).digest()
+    digests = exchange("model", digest + _origins.digest_of(words))
     if len(set(digests)) == 1:
+        return
+    if len({other[: len(digest)] for other in digests}) == 1:
+        _compare_origins(process_group, groups, words)
         return
     models = [json.loads(text) for text in exchange("model in full", mine)]
     ranks = _comm.global_ranks(process_group)
@@ -194,6 +209,28 @@ def _check_same_model(process_group: dist.ProcessGroup, groups: Sequence[FSDPPar
         f"ranks call fully_shard with different models: {difference}. Build the same model, with"
         " the same policies and the same parameters frozen, on every rank"
     )
+
+
+def _params_of(groups: Sequence[FSDPParamGroup]) -> list[FSDPParam]:
+    return [fsdp_param for group in groups for fsdp_param in group.fsdp_params]
+
+
+def _compare_origins(
+    process_group: dist.ProcessGroup, groups: Sequence[FSDPParamGroup], words: Sequence[str]
+) -> None:
+    exchange = _comm.exchange_for(process_group)
+    if exchange is not None:
+        infos = [(p._param_fqn, p._module_info.param_name) for p in _params_of(groups)]
+        names = [_names.clean(full or name) for full, name in infos]
+        _origins.compare(exchange, words, names, _comm.global_ranks(process_group))
+
+
+def check_origins(groups: Sequence[FSDPParamGroup]) -> None:
+    """For torch's road: warns if ranks built different models. Collective."""
+    for process_group in _process_groups_of(groups):
+        members = [g for g in groups if process_group in _process_groups_of([g])]
+        _compare_origins(process_group, members, _origins.words_of(_params_of(members)))
+    _origins.forget(_params_of(groups))
 
 
 class _Heap:
@@ -277,12 +314,18 @@ def _make_domains(
             _device.connect(streams, process_group, groups[0].device)
         _check_same_model(process_group, groups)
         unit_args = (units, shard_pg.rank(), shard_pg.size(), batch_bytes)
-        return _C.Domain(
+        domain = _C.Domain(
             transport, is_replicate, *unit_args, streams, str(process_group.group_name)
         )
+        if transport.kind != "shm" and (watch := _comm.watch_for(process_group)) is not None:
+            # What a device is given to do waits there, not here.
+            domain.watch(watch, groups[0].device.type == "cpu")
+        return domain
 
     shard = make(shard_pg, False)
-    return shard, None if replicate_pg is None else make(replicate_pg, True)
+    replicate = None if replicate_pg is None else make(replicate_pg, True)
+    _origins.forget(_params_of(groups))
+    return shard, replicate
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 _replaced: Any = WeakIdKeyDictionary()  # parameter -> (its name, what replaced it)
 _version = 0  # of _replaced
 _unsharded: list[Callable[[], Iterable[tuple[Tensor, str]]]] = []
+_others: list[Callable[[optim.Optimizer], None]] = []
 _checked: weakref.WeakKeyDictionary[optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
@@ -41,12 +42,25 @@ def watch(unsharded: Callable[[], Iterable[tuple[Tensor, str]]]) -> None:
         register_optimizer_step_pre_hook(_before_step)
 
 
+def also(look: Callable[[optim.Optimizer], None]) -> None:
+    """`look` is called with an optimizer whenever one is checked."""
+    if look not in _others:
+        _others.append(look)
+
+
+def replaced() -> set[int]:
+    """Ids of what `note` was called with."""
+    return {id(param) for param in _replaced}
+
+
 def _before_step(optimizer: optim.Optimizer, *_: Any) -> None:
     if compiler.is_compiling():
         return
     state = _version, len(optimizer.param_groups)
     if _checked.get(optimizer) != state:
         _check(optimizer)
+        for look in _others:
+            look(optimizer)
         _checked[optimizer] = state
 
 

@@ -136,6 +136,8 @@ class FSDPState(_C.State, _road.RoadState):
             reason = self._why_torch(states, groups)
             if reason:
                 self._take_torch_road(states, groups, reason)
+                if self._is_root and all(isinstance(group, FSDPParamGroup) for group in groups):
+                    _plan.check_origins(groups)
             else:
                 self._join_core(states, groups)
             _status.note(self, reason)
@@ -182,6 +184,9 @@ class FSDPState(_C.State, _road.RoadState):
                     domains.append(domain)
         streams = domains[0].streams if domains else None
         domains += _plan.bind_units([group for group in groups if not group._is_bound], streams)
+        names = [_plan.state_name(state) for state in states]
+        for domain in domains:
+            domain.name_openers(names)
         tree = _C.Tree(list(states), domains, self._state_ctx)
         self._state_ctx._tree = tree
         for state in states:

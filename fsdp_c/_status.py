@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_c import _comm, _device, _env, _nccl
+from fsdp_c import _built, _comm, _device, _env, _nccl
 from fsdp_c._native import _C
+from fsdp_c._version import __version__
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,12 @@ class Status:
     kernels: str  # instruction set
     trees: tuple[TreeStatus, ...]  # models that have run forward and still live
     nccl: str = ""  # the library that has been opened, and what it cannot do
+    version: str = __version__  # fsdp_c's
+    built_for: str = _built.minor_of(torch.__version__)  # the torch whose build is loaded
 
     def __str__(self) -> str:
-        lines = [f"torch {self.torch}, {self.kernels} kernels", *map(str, self.trees)]
+        own = f"fsdp_c {self.version} built for torch {self.built_for}"
+        lines = [f"{own}, torch {self.torch}, {self.kernels} kernels", *map(str, self.trees)]
         return "\n".join([*lines, self.nccl] if self.nccl else lines)
 
 

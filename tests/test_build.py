@@ -12,9 +12,11 @@ import build_script
 import pytest
 import torch
 
-from fsdp_c import _native
+import fsdp_c
+from fsdp_c import _built, _native
 
 ROOT = Path(__file__).resolve().parent.parent
+MINOR = ".".join(torch.__version__.split(".")[:2])
 
 
 @pytest.fixture(scope="module", name="build_script")
@@ -28,27 +30,37 @@ def test_extension_exports_its_entry_alone():
     assert [line.split()[-1] for line in lines] == ["PyInit__C"]
 
 
-def test_other_torch_minor_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_other_torch_minor_is_refused():
     built_for = re.search(r"_C-torch(\d+\.\d+)\.", _native._C.__file__)
     assert built_for is not None
-    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
     with pytest.raises(ImportError) as error:
-        _native.find(Path(_native._C.__file__).parent)
+        _built.extension("2.9.1+cpu")
     text = str(error.value)
     assert built_for[1] in text and "torch 2.9.1+cpu is installed" in text
-    assert "pip install --no-build-isolation" in text
+    assert text.endswith(f"`pip install --no-deps -e {_built.FOLDER.parent}`")
 
 
-def test_other_torch_patch_is_accepted(monkeypatch: pytest.MonkeyPatch):
-    minor = ".".join(torch.__version__.split(".")[:2])
-    monkeypatch.setattr(torch, "__version__", f"{minor}.99+other")
+def test_without_the_source_another_build_is_named(tmp_path: Path):
+    for minor in ("2.9", "2.13"):
+        (tmp_path / Path(_native._C.__file__).name.replace(MINOR, minor)).touch()
+    assert _built.torches(tmp_path) == ["2.9", "2.13"]
+    with pytest.raises(ImportError) as error:
+        _built.extension("2.14.0", tmp_path)
+    assert str(error.value) == (
+        f"fsdp_c {fsdp_c.__version__} was built for torch 2.9 and 2.13, but torch 2.14.0 is"
+        " installed: go back with `pip install 'torch==2.13.*'`, or install a build for torch 2.14,"
+        " whose version ends in +torch2.14"
+    )
+
+
+def test_other_torch_patch_is_accepted():
     path = Path(_native._C.__file__)
-    assert _native.find(path.parent) == path
+    assert _built.extension(f"{MINOR}.99+other", path.parent) == path
 
 
 def test_missing_extension_is_explained(tmp_path: Path):
-    with pytest.raises(ImportError, match="has not been built.*pip install --no-build-isolation"):
-        _native.find(tmp_path)
+    with pytest.raises(ImportError, match="not built for this Python: install a build for"):
+        _built.extension(torch.__version__, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["ref", ""])
@@ -118,6 +130,13 @@ def test_source_archive_can_be_built_and_tested(tmp_path: Path):
         names = {name.partition("/")[2] for name in tar.getnames()}
     patterns = ("csrc/**/*.[ch]", "csrc/**/*.c*", "tests/**/*.py", "tests/c/*", "fsdp_c/**/*.py")
     files = {str(path.relative_to(ROOT)) for glob in patterns for path in ROOT.glob(glob)}
-    files |= {"Makefile", "LICENSE", "README.md", "pyproject.toml", "fsdp_c/py.typed"}
+    files |= {
+        "Makefile",
+        "LICENSE",
+        "README.md",
+        "pyproject.toml",
+        "build_backend.py",
+        "fsdp_c/py.typed",
+    }
     files |= {"tests/gpu/helper.c", "benchmarks/bench_cuda_kernels.py"}
     assert files <= names

@@ -160,7 +160,7 @@ def test_meshes_in_different_orders(rank: int, n_ranks: int) -> None:
             one.zero_grad()
 
 
-def skip_a_unit(rank: int, n_ranks: int) -> tuple[str, str]:
+def skip_a_unit(rank: int, n_ranks: int) -> str:
     fsdp = harness.implementation()
     group = dist.new_group(timeout=timedelta(seconds=1))
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -168,19 +168,16 @@ def skip_a_unit(rank: int, n_ranks: int) -> tuple[str, str]:
     for block in model.blocks:
         fsdp.fully_shard(block, mesh=mesh)
     fsdp.fully_shard(model, mesh=mesh)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError if rank else TimeoutError) as caught:
         model(data(rank), use=(0, 1) if rank == 0 else ())
         dist.barrier(group)  # which rank 0 does not come to
-    return str(caught.value), str(caught.value.__cause__)
+    return str(caught.value)
 
 
 def test_skipped_unit_over_a_process_group() -> None:
     """Who waits says for which unit, once the group's time is over."""
     answers = harness.run_ranks(skip_a_unit, 2, env={"FSDP_C_TRANSPORT": "callback"})
-    text, cause = answers[0]
-    assert "all-gather of FSDP unit 'blocks.0' failed on rank 0 of 2." in text
-    assert "set_reduce_scatter_unused_params(True)" in text
-    assert cause != "None" and text.endswith(cause)
+    assert "while rank 0 waited for it in all-gather of unit blocks.0" in answers[0]
 
 
 USES: dict[str, Callable[[nn.Module, Tensor], Any]] = {

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +98,68 @@ def test_under_torchrun() -> None:
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_children(method: str) -> None:
     script = SCRIPTS / "spawning.py"
-    assert facts_of(start("-m", "fsdp_c", script, method)) == ["fsdp_c", "fsdp_c"]
+    done = start("-m", "fsdp_c", script, method)
+    assert facts_of(done) == ["fsdp_c", "fsdp_c"] and "nothing was sharded" not in done.stderr
+
+
+IDLE = {
+    "": "torchrun --nproc-per-node N",
+    "from torch.distributed.fsdp import FullyShardedDataParallel as F\n"
+    "import torch.distributed as dist, torch\n"
+    "dist.init_process_group('gloo'); model = F(torch.nn.Linear(2, 2), device_id="
+    "torch.device('cpu'))": "write -m fsdp_c --fsdp1",
+    "import sys; sys.modules['transformers'] = sys": "fsdp= and fsdp_config= of TrainingArguments",
+    "import sys; sys.modules['lightning'] = sys; sys.exit()": "ModelParallelStrategy",
+    "import os, torch.distributed.run; del os.environ['RANK']": "torchrun -m fsdp_c SCRIPT",
+}
+
+
+@pytest.mark.parametrize("code", IDLE)
+def test_nothing_was_sharded(code: str, tmp_path: Path) -> None:
+    script = tmp_path / "idle.py"
+    script.write_text(code)
+    done = start("-m", "fsdp_c", script)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("[fsdp_c]")]
+    assert done.returncode == 0 and len(lines) == 1, done.stderr
+    assert "nothing was sharded" in lines[0] and IDLE[code] in lines[0]
+
+
+def test_says_nothing_of_scripts_that_fail_or_shard(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    for code in ("raise ValueError", "import sys; sys.exit(3)", "import os; os._exit(0)"):
+        script.write_text(code)
+        assert "nothing was sharded" not in start("-m", "fsdp_c", script).stderr
+    for arguments in ([SCRIPT, "a"], ["estimate", "--help"], ["--help"]):
+        done = start("-m", "fsdp_c", *arguments)
+        assert done.returncode == 0 and "nothing was sharded" not in done.stderr
 
 
 def test_importing_the_package_loads_nothing() -> None:
-    code = "import sys, fsdp_c; assert 'torch' not in sys.modules; print(sorted(dir(fsdp_c)))"
+    code = "import sys, fsdp_c; fsdp_c.__version__; assert 'torch' not in sys.modules"
     done = start("-c", code + "; from fsdp_c import *; fully_shard, Communicator, status")
     assert done.returncode == 0, done.stderr
+
+
+def test_public_names_alone_are_shown() -> None:
+    code = "import json, fsdp_c; print(json.dumps([dir(fsdp_c), fsdp_c.__all__]))"
+    shown, public = facts_of(start("-c", code))
+    assert shown == sorted([*public, "__version__"])
+    assert not [name for name in public if name.startswith("_")]
+    done = start("-c", "import fsdp_c; fsdp_c.fuly_shard")
+    assert "has no attribute 'fuly_shard'" in done.stderr.splitlines()[-1]
+
+
+def test_version_without_torch() -> None:
+    code = (
+        "import sys; from fsdp_c import _launch; _launch.main(['--version'])\n"
+        "assert 'torch' not in sys.modules"
+    )
+    minor = ".".join(torch.__version__.split(".")[:2])
+    for done in (start("-c", code), start("-m", "fsdp_c", "--version")):
+        assert done.returncode == 0, done.stderr
+        (line,) = done.stdout.splitlines()
+        assert line.startswith(f"fsdp_c {fsdp_c.__version__}, built for torch ")
+        assert minor in line and line.endswith(f"; torch {metadata.version('torch')} is installed")
 
 
 # --- install() in a running program ---
@@ -204,6 +260,9 @@ def look_at_status(rank: int, n_ranks: int) -> None:
     (late,) = [tree for tree in api.status().trees[before:] if "(root)" in tree.reason]
     assert late.runs_on == "torch" and late.reason == "unit (root): an all-reduce hook"
     assert torch.__version__ in str(api.status())
+    built_for = ".".join(torch.__version__.split(".")[:2])
+    assert (api.status().version, api.status().built_for) == (fsdp_c.__version__, built_for)
+    assert str(api.status()).startswith(f"fsdp_c {fsdp_c.__version__} built for torch {built_for}")
     del core, other, model
 
 

@@ -49,21 +49,20 @@ MAY_INCLUDE = {
 
 # Downward: a module imports only what stands before it. One in a folder: `folder.module`.
 MODULES = (
-    "_env _native _older _compat _delegate _watch _libraries _stale _updates _checkpoints _guards"
-    " _comm _nccl _extension"
-    " _containers _road _param _buckets _pieces _waits _owner _files _names _load _dump _iterate"
-    " _modes _clip _norms _optim_lists _optim _patches _device _plan _outside _traffic _status"
-    " _ties _unit _state _init _offload _stats _memory_plan _fully_shard _clone _replicas"
-    " fsdp1._meshes fsdp1._materialize fsdp1._clip fsdp1._convert fsdp1._hooks fsdp1._summon"
-    " fsdp1._state_dicts fsdp1._optim_states fsdp1._bridge fsdp1._wrapper fsdp1.__init__"
-    " _spawn _replicate _install"
-    " strategy._strategies strategy._units strategy._chosen strategy._mesh strategy._checkpoint"
-    " strategy._advice strategy._shard strategy.__init__ _explain"
-    " _estimate._hardware _estimate._measure _estimate._convolution _estimate._recurrent"
-    " _estimate._trace _estimate._volume _estimate._memory _estimate._time _estimate._setting"
-    " _estimate._table _estimate._result _estimate._evaluate _estimate._advice _estimate._measured"
-    " _estimate._estimate _estimate._models _estimate.__init__ _estimate._command"
-    " _api __init__ _launch _child __main__"
+    "_version _built _env _native _older _compat _delegate _watch _libraries _stale _updates"
+    " _checkpoints _guards _comm _nccl _extension _containers _road _origins _param _buckets _pieces _waits"
+    " _owner _files _names _load _dump _iterate _unheld _saving _modes _clip _norms _optim_lists"
+    " _optim _patches _device _plan _outside _traffic _status _ties _unit _state _init _offload"
+    " _stats _memory_plan _fully_shard _clone _replicas fsdp1._meshes fsdp1._materialize"
+    " fsdp1._clip fsdp1._convert fsdp1._hooks fsdp1._summon fsdp1._state_dicts fsdp1._optim_states"
+    " fsdp1._bridge fsdp1._wrapper fsdp1.__init__ _spawn _replicate _install strategy._strategies"
+    " strategy._units strategy._chosen strategy._mesh strategy._checkpoint strategy._advice"
+    " strategy._shard strategy.__init__ _explain _estimate._hardware _estimate._measure"
+    " _estimate._convolution _estimate._recurrent _estimate._trace _estimate._volume"
+    " _estimate._memory _estimate._time _estimate._setting _estimate._table _estimate._result"
+    " _estimate._evaluate _estimate._advice _estimate._measured _estimate._estimate"
+    " _estimate._models _estimate.__init__ _estimate._command _api __init__ _idle _launch _child"
+    " __main__"
 ).split()
 
 SUFFIXES = (".c", ".h", ".cpp", ".cu")

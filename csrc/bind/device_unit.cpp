@@ -48,6 +48,10 @@ void Unit::post_device(const std::vector<at::Tensor> &grads, const ReduceOptions
         present.push_back(i);
         set_bit(partial_mask_, i);
     }
+    check(fc_domain_meet(shard_, "reduce-scatter"));
+    if (replicate_ != nullptr && options.all_reduce) {
+        check(fc_domain_meet(replicate_, "all-reduce"));
+    }
     if (replicate_ != nullptr && !options.all_reduce) {
         device_->post(grads, options.divisor, nullptr, false);
         return;

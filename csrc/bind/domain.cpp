@@ -25,6 +25,7 @@ namespace {
 struct DomainObject {
     PyObject_HEAD
     PyObject *transport;  // owned; outlives the domain
+    PyObject *watch;      // owned, too; null unless over messages
     fc_domain *domain;    // owned
     PyObject *streams;    // owned; null without a device
     fc_device_comm *comm; // borrowed from the streams
@@ -125,6 +126,7 @@ void domain_dealloc(PyObject *self)
     PyTypeObject *type = Py_TYPE(self);
     fc_domain_destroy(object->domain);
     Py_XDECREF(object->transport);
+    Py_XDECREF(object->watch);
     Py_XDECREF(object->streams);
     type->tp_free(self);
     Py_DECREF(type);
@@ -157,6 +159,40 @@ PyObject *domain_bytes(PyObject *self, PyObject *)
         return Py_BuildValue("{s:n,s:n}", "region",
                              static_cast<Py_ssize_t>(fc_domain_region_bytes(domain)), "arena",
                              static_cast<Py_ssize_t>(fc_domain_arena_bytes(domain)));
+    });
+}
+
+// watch(transport, waits)
+PyObject *domain_watch(PyObject *self, PyObject *args)
+{
+    return guarded([&]() -> PyObject * {
+        PyObject *transport;
+        int waits;
+        if (!PyArg_ParseTuple(args, "Op", &transport, &waits)) {
+            return nullptr;
+        }
+        fc_transport *watch = fc_transport_from_object(transport);
+        if (watch == nullptr) {
+            return nullptr;
+        }
+        check(fc_domain_watch(domain_of(self), watch, waits != 0));
+        reinterpret_cast<DomainObject *>(self)->watch = Py_NewRef(transport);
+        Py_RETURN_NONE;
+    });
+}
+
+// name_openers([name, ...])
+PyObject *domain_name_openers(PyObject *self, PyObject *arg)
+{
+    return guarded([&]() -> PyObject * {
+        Ref list = checked(PySequence_List(arg));
+        std::vector<const char *> names;
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list.get()); i++) {
+            names.push_back(PyUnicode_AsUTF8(PyList_GET_ITEM(list.get(), i)));
+            check(names.back() == nullptr ? -1 : 0);
+        }
+        check(fc_domain_name_openers(domain_of(self), names.data(), names.size()));
+        Py_RETURN_NONE;
     });
 }
 
@@ -333,6 +369,10 @@ PyMethodDef methods[] = {
      "waits(reset) -> (forwards, backwards, [(unit, kind, n, ns, longest ns, rank)], {rank: ns})"},
     {"layout", domain_layout, METH_O,
      "layout(unit) -> (unsharded bytes, [(offset, is aliased), ...])"},
+    {"watch", domain_watch, METH_VARARGS,
+     "watch(transport, waits): over messages, where ranks see what the others are about to do."},
+    {"name_openers", domain_name_openers, METH_O,
+     "name_openers(names): of the modules that may begin a phase, the root first."},
     {"leave", domain_leave, METH_NOARGS,
      "leave(): peers that wait for this rank get an error from now on."},
     {"await_left", domain_await_left, METH_NOARGS,

@@ -71,6 +71,7 @@ void tree_dealloc(PyObject *self)
 {
     PyObject_GC_UnTrack(self);
     tree_clear(self);
+    delete as<TreeObject>(self)->updates;
     free_object(self);
 }
 

@@ -10,6 +10,7 @@
 #include "bind/unit.h"
 
 #include <optional>
+#include <set>
 #include <string>
 
 namespace fc {
@@ -65,6 +66,13 @@ struct StateObject {
     at::ScalarType param_dtype, output_dtype; // Undefined: as they are
 };
 
+// What the shards of a tree have seen, by the optimizers that hold some.
+struct TreeUpdates {
+    std::set<Updates::Counter> optimizers;
+    uint64_t n_loads = 0;
+    uint64_t version = UINT64_MAX; // of Updates
+};
+
 // One root and everything below it: shared by its states.
 struct TreeObject {
     PyObject_HEAD
@@ -74,6 +82,7 @@ struct TreeObject {
     Streams *streams;            // borrowed from the domains; null without a device
     StateObject *iteration_root; // borrowed; the unit that began the current forward
     TreeHold *hold;              // borrowed; of autograd's nodes, null without any
+    TreeUpdates *updates;        // owned; null before the first forward
     size_t n_units;              // as the last forward found them
     size_t n_settled;            // of them, in the running backward
     uint64_t n_reopened;         // units in the process, when that began

@@ -13,7 +13,7 @@ namespace fc {
 namespace {
 
 uint64_t n_steps_taken = 0;
-uint64_t n_followed = 0;
+uint64_t n_changes = 0;
 
 struct StepCounterObject {
     PyObject_HEAD
@@ -72,8 +72,14 @@ void Updates::follow(const Counter &counter)
 {
     if (std::find(counters_.begin(), counters_.end(), counter) == counters_.end()) {
         counters_.push_back(counter);
-        n_followed++;
+        n_changes++;
     }
+}
+
+void Updates::count_load()
+{
+    n_loads_++;
+    n_changes++;
 }
 
 uint64_t Updates::n() const
@@ -84,7 +90,7 @@ uint64_t Updates::n() const
 
 uint64_t Updates::version()
 {
-    return n_followed;
+    return n_changes;
 }
 
 Updates::Counter counter_of(PyObject *object)

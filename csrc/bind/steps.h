@@ -20,11 +20,11 @@ public:
     using Counter = std::shared_ptr<const uint64_t>;
 
     void follow(const Counter &counter);
-    void count_load() { n_loads_++; }
+    void count_load();
     uint64_t n() const;
     uint64_t n_loads() const { return n_loads_; }
     const std::vector<Counter> &counters() const { return counters_; }
-    // Changes when any unit of the process follows another optimizer.
+    // Changes when any unit of the process follows another optimizer, or is loaded.
     static uint64_t version();
 
 private:

@@ -104,6 +104,32 @@ template <typename Body> void each_unit(const TreeObject *tree, Body &&body)
     });
 }
 
+// Steps of all optimizers that hold shards of the tree, and loads.
+uint64_t count_updates(TreeObject *tree)
+{
+    if (tree->updates == nullptr) {
+        tree->updates = new TreeUpdates();
+    }
+    TreeUpdates &known = *tree->updates;
+    if (known.version != Updates::version()) {
+        known = {};
+        each_state(tree, [&](const StateObject *state) {
+            if (state->group != nullptr) {
+                for (const Updates::Counter &counter : state->group->updates->counters()) {
+                    known.optimizers.insert(counter);
+                }
+                known.n_loads += state->group->updates->n_loads();
+            }
+        });
+        known.version = Updates::version();
+    }
+    uint64_t n = known.n_loads;
+    for (const Updates::Counter &counter : known.optimizers) {
+        n += *counter;
+    }
+    return n;
+}
+
 // Also finds out what passes over all units can be left out.
 bool check_shards(TreeObject *tree)
 {
@@ -145,12 +171,23 @@ void drop_ahead(fc_domain *domain)
     }
 }
 
-void open(TreeObject *tree, fc_phase phase)
+// The tree's place for `state`, by which ranks compare who began a phase.
+uint32_t place_of(const TreeObject *tree, const StateObject *state)
+{
+    const Py_ssize_t n = PyList_GET_SIZE(tree->states);
+    Py_ssize_t i = 0;
+    while (i < n && reinterpret_cast<StateObject *>(PyList_GET_ITEM(tree->states, i)) != state) {
+        i++;
+    }
+    return static_cast<uint32_t>(i);
+}
+
+void open(TreeObject *tree, fc_opening opening)
 {
     each_domain(tree, [&](fc_domain *domain) {
         Unit::forget_lent(domain);
         drop_ahead(domain);
-        fc_domain_open(domain, phase);
+        fc_domain_open(domain, opening);
     });
 }
 
@@ -368,7 +405,8 @@ void tree_root_pre_forward(StateObject *state)
     if (tree->publishes) {
         each_unit(tree, [](Unit *unit) { unit->publish(); });
     }
-    open(tree, at::GradMode::is_enabled() ? FC_PHASE_FORWARD : FC_PHASE_FORWARD_NO_GRAD);
+    open(tree, {at::GradMode::is_enabled() ? FC_PHASE_FORWARD : FC_PHASE_FORWARD_NO_GRAD,
+                place_of(tree, state), count_updates(tree)});
     if (tree->streams != nullptr) {
         each_unit(tree, [](Unit *unit) { unit->release_unused(); });
         tree->streams->begin();
@@ -418,7 +456,7 @@ void tree_begin_backward(TreeObject *tree)
         tree->streams->resume();
         each_unit(tree, [](Unit *unit) { unit->release_unused(); });
     }
-    open(tree, FC_PHASE_BACKWARD);
+    open(tree, {FC_PHASE_BACKWARD, 0, FC_UPDATES_UNKNOWN});
     tree->n_settled = 0;
     tree->n_reopened = Unit::n_reopened();
 }

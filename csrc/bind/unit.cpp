@@ -312,6 +312,7 @@ void Unit::unshard_private()
     // What moves nothing has no range: a unit on one rank, and a second call before the wait.
     Range range(is_gathered() && !requested_ ? "FSDP::all_gather" : nullptr, this);
     if (device_ != nullptr) {
+        check(fc_domain_meet(shard_, "all-gather"));
         device_->start(fc_domain_is_open(domain_));
     } else if (!fc_domain_is_mapped(domain_)) {
         gather_messages();
@@ -321,7 +322,7 @@ void Unit::unshard_private()
     } else {
         take_slot();
         publish();
-        fc_domain_open(domain_, FC_PHASE_UNSHARD);
+        fc_domain_open(domain_, {FC_PHASE_UNSHARD, 0, FC_UPDATES_UNKNOWN});
         fc_status status = fc_domain_ready(domain_, shard_);
         if (status == FC_OK) {
             fc_unit_copy_out(shard_, slot_);
@@ -494,6 +495,7 @@ void Unit::refresh()
     if (device_ != nullptr) {
         if (device_->is_outdated()) {
             device_->reshard();
+            check(fc_domain_meet(shard_, "all-gather"));
             device_->start(true);
             slot_ = device_->take(true, false);
             show(slot_);

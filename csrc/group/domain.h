@@ -16,7 +16,15 @@
  * has left for good. Shards that are written within a forward after all are read after a *turn*,
  * for which all ranks wait.
  *
- * Over a message transport there is no clock: the collectives order the ranks.
+ * [Note: out of step] With its clock a rank publishes what the phase is: what for, which module
+ * began it, how many optimizer steps its shards have seen, and which phase came before it. Ranks
+ * that meet in a phase and differ, or of which one has gone past a phase without it, would add up
+ * or read what does not belong together; all of them get one sentence that says who did what.
+ *
+ * Over a message transport the collectives order the ranks, and end processes or hang where ranks
+ * differ. If the ranks share a host the clock is there too (fc_domain_watch): they meet before each
+ * collective, which is not begun if they differ. Else they gather a word before the first of a
+ * phase.
  *
  * Ownership: the domain owns its units' layouts, borrows the transport. Threading: serialized.
  */
@@ -82,11 +90,33 @@ typedef enum fc_phase {
     FC_PHASE_BACKWARD
 } fc_phase;
 
+/* What the ranks that meet in a phase must have alike; of a backward the kind alone. */
+typedef struct fc_opening {
+    fc_phase phase;
+    uint32_t opener;  /* the module that began it: its place in fc_domain_name_openers */
+    uint64_t updates; /* optimizer steps and loads that this rank's shards have seen */
+} fc_opening;
+
+/* `updates` of who does not say. */
+#define FC_UPDATES_UNKNOWN UINT64_MAX
+
+/* How the modules that may begin a phase are called; alike on all ranks, copied. The first one is
+ * the root. */
+FC_MUST_CHECK fc_status fc_domain_name_openers(fc_domain *domain, const char *const *names,
+                                               size_t n_names);
+/* Collective, once, in a domain of messages: from now on it has a clock in `watch`, a mapped
+ * transport over the same ranks (borrowed). Ranks wait for one another before each collective, or,
+ * if `waits` is false, only look at who is there. */
+FC_MUST_CHECK fc_status fc_domain_watch(fc_domain *domain, fc_transport *watch, bool waits);
+
 /* Opens the next step's first phase or the next backward of the current step. An open phase is
  * failed first. */
-void fc_domain_open(fc_domain *domain, fc_phase phase);
+void fc_domain_open(fc_domain *domain, fc_opening opening);
+/* Before a collective of messages that a unit's parameters or gradients need, made elsewhere than
+ * in this folder: the ranks meet here first. `op` is a word for people: "all-gather". */
+FC_MUST_CHECK fc_status fc_domain_meet(fc_unit *unit, const char *op);
 /* Before the first read of peers' shards in a phase; waits once per phase. A peer whose step began
- * for something else is an error, here or when the phase is closed. */
+ * otherwise is an error, here or when the phase is closed. */
 FC_MUST_CHECK fc_status fc_domain_ready(fc_domain *domain, const fc_unit *unit);
 /* Within a forward: waits until every peer has called it as often in this forward as this rank, for
  * shards that were written since it began. A peer that ends the forward instead is an error. */

@@ -27,10 +27,27 @@ typedef struct clock_line {
     fc_word stuck;     /* odd while it waits for room in its arena */
     fc_word refused;   /* calls that failed because some ranks had left and others had not */
     fc_word turn;      /* step << STEP_SHIFT | turns in that step's forward */
-    /* step << STEP_SHIFT | fc_phase that it began with, of even and odd steps: a peer is at most
-     * one step ahead while this rank has not closed its own. Plain store before clock's. */
+    /* Of even and odd steps, since a peer is at most one step ahead while this rank has not closed
+     * its own: step << STEP_SHIFT | opener << OPENER_SHIFT | fc_phase that it began with, and what
+     * its shards had seen then. Plain stores before clock's. */
     fc_word began[2];
+    fc_word updates[2];
+    fc_word before;  /* the phase before this one; plain store before clock's */
+    fc_word accused; /* the phase that it failed << ACCUSED_SHIFT | rank that had skipped it */
+    fc_word met;     /* meeting_of(phase) | collectives of messages begun in it */
+    fc_word what[2]; /* of even and odd ones: a meeting's; plain stores before met's */
 } clock_line;
+
+#define OPENER_SHIFT 8
+#define OPENER_MAX ((UINT64_C(1) << (STEP_SHIFT - OPENER_SHIFT)) - 1)
+#define ACCUSED_SHIFT 10 /* FC_MAX_RANKS */
+
+/* Why a rank failed a phase, in its own words; written before `failed`. */
+#define REASON_BYTES 760
+typedef struct reason {
+    uint64_t phase;
+    char text[REASON_BYTES];
+} reason;
 
 /* What one rank publishes about one unit's reduction. Written by that rank alone; peers read. */
 typedef struct lane {
@@ -93,12 +110,22 @@ struct fc_domain {
     fc_unit *units; /* owned */
     size_t n_units;
     fc_region *region; /* owned; NULL over messages */
+    /* The clock: in the region, or over messages in one of its own. NULL without. */
+    fc_transport *watch;     /* borrowed */
+    char *clocks;            /* clock lines, then reasons */
+    fc_region *clock_region; /* owned; NULL unless over messages */
+    bool is_awaiting;        /* waits for peers before collectives of messages */
+    char **openers;          /* owned */
+    size_t n_openers;
     size_t lanes_at, lane_bytes, arenas_at, arena_bytes;
     /* This rank's phase. */
     uint64_t clock;
     uint64_t left_after; /* the last clock before CLOCK_LEFT */
     uint64_t refused_in; /* the last phase that failed because a peer had left */
     bool is_ready;
+    uint64_t n_met;             /* collectives of messages in this phase */
+    uint64_t began, updates;    /* as in the clock line */
+    char verdict[REASON_BYTES]; /* why ranks are out of step; empty: they are not */
     /* This rank's arena. */
     ring_entry *ring; /* owned; entry of sequence s at s % ring_capacity */
     size_t ring_capacity;
@@ -123,7 +150,18 @@ struct fc_domain {
 
 static inline clock_line *domain_clock(const fc_domain *domain, int rank)
 {
-    return (clock_line *)(void *)(domain->region->shared + (size_t)rank * FC_CACHE_LINE);
+    return (clock_line *)(void *)(domain->clocks + (size_t)rank * FC_CACHE_LINE);
+}
+
+static inline reason *domain_reason(const fc_domain *domain, int rank)
+{
+    return (reason *)(void *)(domain->clocks + (size_t)domain->n_ranks * FC_CACHE_LINE +
+                              (size_t)rank * sizeof(reason));
+}
+
+static inline size_t clocks_bytes(int n_ranks)
+{
+    return (size_t)n_ranks * (FC_CACHE_LINE + sizeof(reason));
 }
 
 static inline lane *domain_lane(const fc_domain *domain, int rank, size_t unit)
@@ -162,6 +200,32 @@ static inline ring_entry *domain_entry(const fc_domain *domain, size_t sequence)
 /* True if `peer` left the phase that this rank is in by an exception; then FC_ERR_PEER. */
 bool domain_has_failed(const fc_domain *domain, int peer);
 fc_status domain_check_peer(const fc_domain *domain, int peer, const char *op, const char *unit);
+
+/* Ranks out of step; apart.c. */
+void apart_begin(fc_domain *domain, const fc_opening *opening);
+/* FC_ERR_MISMATCH if `peer` began this step otherwise. */
+fc_status apart_check_opening(fc_domain *domain, int peer, const fc_unit *unit);
+/* FC_ERR_MISMATCH if `peer` has gone past this rank's phase without it. */
+bool apart_has_skipped(const fc_domain *domain, int peer);
+fc_status apart_check_skipped(fc_domain *domain, int peer, const fc_unit *unit);
+/* The same for who is about to read alone: shards of a peer that has not stepped are what they
+ * were, so that it may leave out a backward in which nothing is added up. */
+fc_status apart_check_read(fc_domain *domain, int peer, const fc_unit *unit);
+/* FC_ERR_MISMATCH with the sentence, which all ranks of this phase get, and `peer` in a later one.
+ */
+fc_status apart_accuse(fc_domain *domain, int peer, const char *sentence);
+/* True if `peer` has failed a phase because this rank had skipped it; then its words. */
+bool apart_is_accused(const fc_domain *domain, int peer);
+fc_status apart_admit(const fc_domain *domain, int peer);
+/* Over messages without a clock: the same checks by a word of each rank's. Once a phase. */
+fc_status apart_exchange(fc_unit *unit);
+/* Shows why this rank fails its phase, if ranks are out of step; before `failed`. */
+void apart_tell(fc_domain *domain);
+/* The words of a peer that has failed this rank's phase, NULL: it has none. */
+const char *apart_told_by(const fc_domain *domain, int peer);
+
+/* Meetings before collectives of messages; meet.c. `n_units` travel in it, from this one on. */
+fc_status meet(fc_unit *unit, size_t n_units, const char *op);
 
 /* Waits and counts it; `unit` may be NULL. waits.c. */
 fc_status waits_init(fc_domain *domain);

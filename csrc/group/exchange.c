@@ -3,6 +3,7 @@
 
 #include "group/domain_private.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #define NUMBER_MASK STATE_MASK /* a tag is phase << 8 | number of the post, from 1 */
@@ -415,7 +416,7 @@ static bool has_a_peer_failed(const fc_domain *domain)
 }
 
 /* A peer that keeps its gradients while others reduce theirs is a mistake of the script. */
-static fc_status check_held(const fc_domain *domain, const fc_unit *unit)
+static fc_status check_held(fc_domain *domain, const fc_unit *unit)
 {
     int r;
 
@@ -423,18 +424,22 @@ static fc_status check_held(const fc_domain *domain, const fc_unit *unit)
         lane *l = domain_lane(domain, r, unit->index);
 
         if (__atomic_load_n(&l->is_held, __ATOMIC_ACQUIRE) == phase_of(domain->clock)) {
-            return fc_fail(
-                FC_ERR_MISMATCH,
+            char text[REASON_BYTES];
+
+            (void)snprintf(
+                text, sizeof(text),
                 "rank %d keeps the gradients of unit %s for a later backward "
                 "(set_requires_gradient_sync(False)) while other ranks reduce them in step %llu; "
                 "call it with the same value on every rank",
                 fc_transport_global_rank(domain->transport, r), unit->name,
                 (unsigned long long)(domain->clock >> STEP_SHIFT));
+            return apart_accuse(domain, r, text);
         }
     }
     for (r = 0; r < domain->n_ranks; r++) {
         if (r != domain->rank) {
             FC_TRY(domain_check_peer(domain, r, "reduce-scatter", unit->name));
+            FC_TRY(apart_check_skipped(domain, r, unit));
         }
     }
     return FC_OK;

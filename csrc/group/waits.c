@@ -50,9 +50,9 @@ fc_status waits_await(fc_domain *domain, const fc_unit *unit, fc_wait_kind kind,
     uint64_t n_before, ns_before, n, ns;
     fc_status st;
 
-    fc_transport_wait_stats(domain->transport, &n_before, &ns_before);
-    st = fc_transport_wait(domain->transport, peer, ready, arg, info);
-    fc_transport_wait_stats(domain->transport, &n, &ns);
+    fc_transport_wait_stats(domain->watch, &n_before, &ns_before);
+    st = fc_transport_wait(domain->watch, peer, ready, arg, info);
+    fc_transport_wait_stats(domain->watch, &n, &ns);
     if (n != n_before) {
         count(domain, row_of(domain, unit), kind, peer, n - n_before, ns - ns_before);
     }
@@ -113,8 +113,10 @@ fc_status waits_all_gather(fc_unit *unit, size_t n_units, void *recv, const void
                            size_t send_bytes)
 {
     const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
-    int64_t start_ns = fc_now_ns();
+    int64_t start_ns;
 
+    FC_TRY(meet(unit, n_units, "all-gather"));
+    start_ns = fc_now_ns();
     return counted(unit, n_units, waits_gather_kind(unit->domain), start_ns,
                    messages->all_gather(messages->context, recv, send, send_bytes));
 }
@@ -123,8 +125,10 @@ fc_status waits_reduce_scatter(fc_unit *unit, size_t n_units, void *recv, void *
                                size_t recv_numel, fc_dtype dtype)
 {
     const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
-    int64_t start_ns = fc_now_ns();
+    int64_t start_ns;
 
+    FC_TRY(meet(unit, n_units, "reduce-scatter"));
+    start_ns = fc_now_ns();
     return counted(unit, n_units, FC_WAIT_REDUCE, start_ns,
                    messages->reduce_scatter(messages->context, recv, send, recv_numel, dtype));
 }
@@ -132,8 +136,10 @@ fc_status waits_reduce_scatter(fc_unit *unit, size_t n_units, void *recv, void *
 static fc_status all_reduce(fc_unit *unit, void *data, size_t numel, fc_dtype dtype)
 {
     const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
-    int64_t start_ns = fc_now_ns();
+    int64_t start_ns;
 
+    FC_TRY(meet(unit, 1, "all-reduce"));
+    start_ns = fc_now_ns();
     return counted(unit, 1, FC_WAIT_REDUCE, start_ns,
                    messages->all_reduce(messages->context, data, numel, dtype));
 }

@@ -7,7 +7,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from enum import EnumMeta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,10 @@ from fsdp_c.fsdp1 import (
     _summon,
 )
 
-_TORCHS: Any = _torch.FullyShardedDataParallel
+if TYPE_CHECKING:  # a class to derive from, which a variable is not
+    from torch.distributed.fsdp import FullyShardedDataParallel as _TORCHS
+else:
+    _TORCHS = _torch.FullyShardedDataParallel
 _FLAT = ("_flat_param", "flat_param", "flat_params", "_flat_params")  # not there
 _KEEPS = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 

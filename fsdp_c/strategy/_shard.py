@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,9 +43,11 @@ _SYNC_BUCKET_BYTES = 250 << 20  # as FSDP1 and DDP
 
 _warned: set[str] = set()
 
+_Model = TypeVar("_Model", bound=nn.Module)
+
 
 def shard(
-    model: nn.Module,
+    model: _Model,
     strategy: str | Strategy = "zero3",
     *,
     units: Any = "auto",
@@ -55,7 +57,7 @@ def shard(
     checkpoint: Any = None,
     ignored: Iterable[nn.Module | nn.Parameter] = (),
     sync: bool | None = None,
-) -> nn.Module:
+) -> _Model:
     """Spreads a model over ranks by the name of a strategy; returns the model, changed in place.
 
     It comes to calls of ``fully_shard``, on each unit and then on the model; ``explain(model)``

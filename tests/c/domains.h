@@ -400,7 +400,8 @@ static inline void member_open(member *m, bool is_backward, uint64_t seed)
     memset(m->posts, 0, sizeof(m->posts));
     memset(m->finishes, 0, sizeof(m->finishes));
     memset(m->planned, 0, sizeof(m->planned));
-    fc_domain_open(m->domain, is_backward ? FC_PHASE_BACKWARD : FC_PHASE_FORWARD);
+    fc_domain_open(m->domain,
+                   (fc_opening){.phase = is_backward ? FC_PHASE_BACKWARD : FC_PHASE_FORWARD});
 }
 
 /* Ends a phase as the end of a backward does: every planned reduction was finished once. */

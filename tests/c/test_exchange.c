@@ -84,6 +84,16 @@ static int backwards_of(uint64_t seed, int rank)
     return mix(seed, 300 + (uint64_t)rank) % 4 == 0 ? 1 : 2;
 }
 
+static int most_backwards(uint64_t step_seed, int n_ranks)
+{
+    int most = 0;
+
+    for (int r = 0; r < n_ranks; r++) {
+        most = backwards_of(step_seed, r) > most ? backwards_of(step_seed, r) : most;
+    }
+    return most;
+}
+
 static void play_backward(member *m, const history *h, uint64_t step_seed, int backward)
 {
     size_t ops[MAX_OPS];
@@ -97,7 +107,7 @@ static void play_backward(member *m, const history *h, uint64_t step_seed, int b
             m->planned[r][ops[i]]++;
         }
     }
-    n = plan(seed, m->rank, h->n_units, ops);
+    n = backward <= backwards_of(step_seed, m->rank) ? plan(seed, m->rank, h->n_units, ops) : 0;
     if (n > 0 && seed % 2 == 0) {
         CHECK_OK(fc_domain_ready(m->domain, fc_domain_unit(m->domain, ops[0])));
     }
@@ -133,12 +143,11 @@ static void body_history(int rank, int n_ranks, void *arg)
         uint64_t seed = mix(h->seed, (uint64_t)step);
 
         CHECK_OK(member_forward(&m));
-        for (int b = 1; b <= backwards_of(seed, rank) && n_ranks > 1; b++) {
+        /* Who has fewer posts nothing in the others'. */
+        for (int b = 1; b <= most_backwards(seed, n_ranks) && n_ranks > 1; b++) {
             play_backward(&m, h, seed, b);
         }
     }
-    /* Not all were in the last backward: leaving now would end it for those that are. */
-    CHECK_OK(member_forward(&m));
     member_leave(&m);
 }
 

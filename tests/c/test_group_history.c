@@ -172,7 +172,7 @@ static void body_steps(int rank, int n_ranks, void *arg)
 
         nap(&m, step);
         write_shards(&m, step);
-        fc_domain_open(m.domain, FC_PHASE_FORWARD);
+        fc_domain_open(m.domain, (fc_opening){.phase = FC_PHASE_FORWARD});
         CHECK(fc_domain_is_open(m.domain) && !fc_domain_in_backward(m.domain));
         CHECK_OK(fc_domain_ready(m.domain, first_unit(&m)));
         nap(&m, step + 1000);
@@ -182,7 +182,7 @@ static void body_steps(int rank, int n_ranks, void *arg)
         }
         CHECK_OK(fc_domain_close(m.domain));
         for (uint64_t b = 0; b < step % 3; b++) {
-            fc_domain_open(m.domain, FC_PHASE_BACKWARD);
+            fc_domain_open(m.domain, (fc_opening){.phase = FC_PHASE_BACKWARD});
             CHECK(fc_domain_in_backward(m.domain));
             CHECK_OK(fc_domain_ready(m.domain, first_unit(&m)));
             nap(&m, step + 2000);
@@ -194,41 +194,63 @@ static void body_steps(int rank, int n_ranks, void *arg)
     member_leave(&m);
 }
 
-/* Whether a rank takes part in the backward of a step; all do in the last one. */
-static bool skips(uint64_t step, int rank)
+/* Of the ranks of a step with a backward that one of them passes over, the one that does. */
+static bool skips(uint64_t step, int rank, int n_ranks)
 {
-    return step < STEPS && mix(step, 40 + (uint64_t)rank) % 3 == 0;
+    return n_ranks > 1 && step % 3 == 0 && (int)(mix(step, 40) % (uint64_t)n_ranks) == rank;
 }
 
-/* Who skips a backward is read as it is in the next forward, where it waits. */
+/* Until the others, who have learned of it, go on, a rank is told what it has passed over. */
+static void await_pardon(member *m)
+{
+    fc_status st = fc_domain_ready(m->domain, first_unit(m));
+
+    while (st == FC_ERR_MISMATCH) {
+        CHECK_HAS(fc_last_message(), "went on to the forward of step");
+        (void)usleep(100);
+        st = fc_domain_ready(m->domain, first_unit(m));
+    }
+    CHECK_OK(st);
+}
+
+/* Who skips a backward is named by those that are in it, before they read, and learns it from them
+ * in its next forward; then all go on. */
 static void body_skips(int rank, int n_ranks, void *arg)
 {
     member m;
+    bool has_skipped = false;
 
     (void)arg;
     join(&m, rank, n_ranks);
     for (uint64_t step = 1; step <= STEPS; step++) {
-        uint64_t steps[RANKS_MAX];
+        uint64_t steps[RANKS_MAX] = {step, step, step, step};
+        bool is_skipped = n_ranks > 1 && step % 3 == 0;
+        char text[64];
 
         write_shards(&m, step);
         nap(&m, step);
-        fc_domain_open(m.domain, FC_PHASE_FORWARD);
+        fc_domain_open(m.domain, (fc_opening){.phase = FC_PHASE_FORWARD});
+        if (has_skipped) {
+            await_pardon(&m);
+        }
         /* A rank may also read nothing in a phase. */
         if (step % 4 != 0) {
-            for (int r = 0; r < n_ranks; r++) {
-                steps[r] = step;
-            }
             CHECK_OK(fc_domain_ready(m.domain, first_unit(&m)));
             check_view(&m, steps);
         }
         CHECK_OK(fc_domain_close(m.domain));
-        if (skips(step, rank)) {
+        has_skipped = skips(step, rank, n_ranks) && step < STEPS;
+        if (has_skipped || step == STEPS) {
             continue;
         }
-        for (int r = 0; r < n_ranks; r++) {
-            steps[r] = step + skips(step, r);
+        fc_domain_open(m.domain, (fc_opening){.phase = FC_PHASE_BACKWARD});
+        if (is_skipped) {
+            CHECK_EQ(fc_domain_ready(m.domain, first_unit(&m)), FC_ERR_MISMATCH);
+            (void)snprintf(text, sizeof(text), "without the backward of step %d", (int)step);
+            CHECK_HAS(fc_last_message(), text);
+            fc_domain_fail(m.domain);
+            continue;
         }
-        fc_domain_open(m.domain, FC_PHASE_BACKWARD);
         CHECK_OK(fc_domain_ready(m.domain, first_unit(&m)));
         nap(&m, step + 500);
         check_view(&m, steps);
@@ -253,12 +275,12 @@ static void body_failures(int rank, int n_ranks, void *arg)
         char text[96];
 
         write_shards(&m, step);
-        fc_domain_open(m.domain, FC_PHASE_FORWARD);
+        fc_domain_open(m.domain, (fc_opening){.phase = FC_PHASE_FORWARD});
         if (is_backward) {
             CHECK_OK(fc_domain_ready(m.domain, first_unit(&m)));
             check_view(&m, steps);
             CHECK_OK(fc_domain_close(m.domain));
-            fc_domain_open(m.domain, FC_PHASE_BACKWARD);
+            fc_domain_open(m.domain, (fc_opening){.phase = FC_PHASE_BACKWARD});
         }
         nap(&m, step);
         if (rank == victim) {
@@ -312,7 +334,8 @@ static void body_death(int rank, int n_ranks, void *arg)
     if (is_victim && point == BEFORE_OPEN) {
         (void)kill(getpid(), SIGKILL);
     }
-    fc_domain_open(m.domain, point != IN_PHASE ? FC_PHASE_BACKWARD : FC_PHASE_FORWARD);
+    fc_domain_open(m.domain,
+                   (fc_opening){.phase = point != IN_PHASE ? FC_PHASE_BACKWARD : FC_PHASE_FORWARD});
     if (is_victim && point == BEFORE_CLOSE_ENDS) {
         fc_domain_mark_closed(m.domain);
     }
@@ -484,7 +507,8 @@ static void body_growth(int rank, int n_ranks, void *arg)
     live = fc_alloc_live();
     bytes = fc_domain_region_bytes(m.domain);
     for (int i = 0; i < 200; i++) {
-        fc_domain_open(m.domain, i % 3 != 0 ? FC_PHASE_BACKWARD : FC_PHASE_FORWARD);
+        fc_domain_open(m.domain,
+                       (fc_opening){.phase = i % 3 != 0 ? FC_PHASE_BACKWARD : FC_PHASE_FORWARD});
         if (i % 20 == 7) {
             fc_domain_fail(m.domain);
             fc_exchange_reset(m.domain);
@@ -584,12 +608,12 @@ static void body_messages(int rank, int n_ranks, void *arg)
         }
         shards[k] = shard;
     }
-    fc_domain_open(m.domain, FC_PHASE_FORWARD);
+    fc_domain_open(m.domain, (fc_opening){.phase = FC_PHASE_FORWARD});
     CHECK_OK(fc_domain_ready(m.domain, unit));
     CHECK_OK(fc_batch_all_gather(&gather, 1, pack));
     CHECK_OK(fc_domain_close(m.domain));
     check_buffer(layout, 0, full, steps);
-    fc_domain_open(m.domain, FC_PHASE_BACKWARD);
+    fc_domain_open(m.domain, (fc_opening){.phase = FC_PHASE_BACKWARD});
     fc_domain_fail(m.domain);
     CHECK(!fc_domain_is_open(m.domain));
     for (size_t k = 0; k < N_PARAMS; k++) {

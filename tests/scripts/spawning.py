@@ -15,6 +15,7 @@ def train(rank: int, n_ranks: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n_ranks
     )
+    torch.manual_seed(0)
     model = fully_shard(nn.Linear(3, 5))
     model(torch.ones(2, 3)).sum().backward()
     with open(f"{folder}/{rank}", "w") as file:
