@@ -50,7 +50,8 @@ MAY_INCLUDE = {
 # Downward: a module imports only what stands before it. One in a folder: `folder.module`.
 MODULES = (
     "_version _built _env _native _older _compat _delegate _watch _libraries _stale _updates"
-    " _checkpoints _guards _comm _nccl _extension _containers _road _origins _param _buckets _pieces _waits"
+    " _checkpoints"
+    " _guards _comm _nccl _extension _containers _road _origins _param _buckets _pieces _waits"
     " _owner _files _names _load _dump _iterate _unheld _saving _modes _clip _norms _optim_lists"
     " _optim _patches _device _plan _outside _traffic _status _ties _unit _state _init _offload"
     " _stats _memory_plan _fully_shard _clone _replicas fsdp1._meshes fsdp1._materialize"
