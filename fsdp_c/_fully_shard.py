@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.utils import _get_root_modules
 
 from fsdp_c import (
+    _checkpoints,
     _compat,
     _guards,
     _init,
@@ -197,6 +198,7 @@ def _apply(
     if device.type in ("cpu", "cuda"):
         _optim.watch(state._fsdp_param_groups)
         _updates.watch(state._fsdp_param_groups)
+        _checkpoints.watch()
     return module
 
 

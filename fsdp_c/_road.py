@@ -15,7 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DDPMeshInfo,
+    TrainingState,
+    _cast_fp_tensor,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.utils._pytree import tree_leaves
 
@@ -148,6 +152,7 @@ class RoadGroup(_compat.TorchGroup):
     def _by_parameter(self) -> Iterator[None]:
         """Sums that wait for replicas hold all parameters: torch's class adds by position."""
         waits = not self.all_reduce_grads or self._partial_reduce_output is not None
+        waits = waits and isinstance(self.mesh_info, DDPMeshInfo)  # else there is no such sum
         if _compat.REPACKS_PARTIAL_SUMS or not self.reduce_grads or not waits:
             yield
             return

@@ -50,10 +50,10 @@ MAY_INCLUDE = {
 # Downward: a module imports only what stands before it. One in a folder: `folder.module`.
 MODULES = (
     "_version _built _env _native _older _compat _delegate _watch _libraries _stale _updates"
-    " _guards _where _comm _nccl _extension _containers _road _origins _param _buckets _pieces"
-    " _waits _owner _files _names _load _dump _iterate _unheld _saving _modes _clip _norms"
-    " _optim_lists _optim _patches _device _plan _outside _traffic _status _ties _unit _state"
-    " _init _offload _stats _memory_plan _fully_shard _clone _replicas fsdp1._meshes"
+    " _checkpoints _guards _where _comm _nccl _extension _containers _road _origins _param"
+    " _buckets _pieces _waits _owner _files _names _load _dump _iterate _unheld _saving _modes"
+    " _clip _norms _optim_lists _optim _patches _device _plan _outside _traffic _status _ties"
+    " _unit _state _init _offload _stats _memory_plan _fully_shard _clone _replicas fsdp1._meshes"
     " fsdp1._materialize fsdp1._clip fsdp1._convert fsdp1._hooks fsdp1._summon fsdp1._state_dicts"
     " fsdp1._optim_states fsdp1._bridge fsdp1._wrapper fsdp1.__init__ _spawn _replicate _install"
     " strategy._strategies strategy._units strategy._chosen strategy._mesh strategy._checkpoint"

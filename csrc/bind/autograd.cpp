@@ -136,12 +136,29 @@ struct PostBackward : public Node {
     std::string name() const override { return "RegisterPostBackwardFunctionBackward"; }
 };
 
+// A backward is about to go through a graph of before the unit's newest step. Where that has saved
+// a weight autograd raises, as for a module that is not sharded, and knows no unit's name.
+void warn_if_outdated(const StateObject *state, uint64_t updates)
+{
+    const Unit *unit = state->group != nullptr ? state->group->unit : nullptr;
+    if (unit == nullptr || unit->n_updates() == updates) {
+        return;
+    }
+    check(PyErr_WarnFormat(
+        PyExc_UserWarning, 1,
+        "backward goes through a graph of FSDP unit '%s' from before an optimizer step, or a load, "
+        "that has changed its weights since: detach() what is carried over a step, or run all "
+        "backwards before it",
+        fc_unit_name(unit->shard_lane())));
+}
+
 // Between two units: on the node whose gradient leaves one and enters the other. On the node, not
 // the tensor: an in-place operation on a view of the output cannot lose it. Among the node's hooks
 // for tensors: those that a user puts on the output afterwards run after it.
 struct Border : public torch::autograd::FunctionPreHook {
     std::optional<StateHandle> left;    // whose backward is through
     std::optional<StateHandle> entered; // whose backward begins
+    uint64_t steps = 0, updates = 0;    // of optimizers, when that one's forward ended
 
     variable_list operator()(const variable_list &grads) override
     {
@@ -151,16 +168,50 @@ struct Border : public torch::autograd::FunctionPreHook {
             state_post_backward(left->get());
         }
         if (entered) {
+            if (steps != n_steps()) {
+                warn_if_outdated(entered->get(), updates);
+            }
             state_pre_backward(entered->get());
         }
         return grads;
     }
 };
 
+// On a node inside of a unit, where most backwards come after having passed a border.
+struct InnerBorder : public torch::autograd::FunctionPreHook {
+    StateHandle state;
+    std::shared_ptr<Arrivals> arrivals;
+
+    explicit InnerBorder(StateObject *s) : state(s), arrivals(s->group->unit->shared_arrivals()) {}
+    variable_list operator()(const variable_list &grads) override
+    {
+        if (!arrivals->is_expected.load(std::memory_order_relaxed)) {
+            Gil gil;
+            const Untraced untraced;
+            state_pre_backward(state.get());
+        }
+        return grads;
+    }
+};
+
+bool has_border(Node *node)
+{
+    for (const auto &hook : node->tensor_pre_hooks()) {
+        if (typeid(*hook) == typeid(InnerBorder) || typeid(*hook) == typeid(Border)) {
+            return true;
+        }
+    }
+    return false;
+}
+
 std::unique_ptr<Border> entry_to(StateObject *state)
 {
     auto border = std::make_unique<Border>();
     border->entered.emplace(state);
+    border->steps = n_steps();
+    if (state->group != nullptr && state->group->unit != nullptr) {
+        border->updates = state->group->unit->updates_seen();
+    }
     return border;
 }
 
@@ -257,6 +308,31 @@ void hook_outputs(StateObject *state, at::TensorList tensors)
             }
         } else {
             torch::autograd::impl::add_hook(tensor, entry_to(state));
+        }
+    }
+}
+
+void hook_nodes_inside(StateObject *state, at::TensorList outputs)
+{
+    std::vector<Node *> todo;
+    std::unordered_set<Node *> seen;
+    for (const at::Tensor &tensor : outputs) {
+        todo.push_back(tensor.grad_fn().get());
+    }
+    while (!todo.empty()) {
+        Node *node = todo.back();
+        todo.pop_back();
+        // A leaf's node has no edges and the largest number.
+        if (node == nullptr || node->sequence_nr() < state->entry_sequence ||
+            node->num_outputs() == 0 || !seen.insert(node).second) {
+            continue;
+        }
+        // Nodes of a unit inside of this one have that one's.
+        if (!has_border(node)) {
+            node->add_tensor_pre_hook(std::make_unique<InnerBorder>(state));
+        }
+        for (const torch::autograd::Edge &edge : node->next_edges()) {
+            todo.push_back(edge.function.get());
         }
     }
 }

@@ -120,9 +120,11 @@ void Unit::hold()
 {
     bool any = false;
     at::NoGradGuard no_grad;
+    has_all_gradients_ = true;
     for (Param &p : params_) {
         at::Tensor &fresh = p.unsharded_tensor.mutable_grad();
         if (!fresh.defined()) {
+            has_all_gradients_ = has_all_gradients_ && !(p.has_grad && p.is_trained);
             continue;
         }
         any = has_held_ = true;

@@ -13,6 +13,8 @@ namespace fc {
 
 namespace {
 
+uint64_t n_checkpoints = 0;
+
 Unit *unit_of(const StateObject *state)
 {
     return state->group != nullptr ? state->group->unit : nullptr;
@@ -108,6 +110,14 @@ void register_pre_backward(StateObject *state, PyObject *output)
     Tensors tensors;
     collect_grad_tensors(output, tensors);
     hook_outputs(state, tensors);
+    // Where a backward that begins inside of the unit finds no parameters, or runs code that looks
+    // for them.
+    if (Unit *unit = unit_of(state);
+        unit != nullptr && !in_autograd_backward() &&
+        (unit->is_read_apart() || state->entry_checkpoints != n_checkpoints)) {
+        unit->begin_graph(reinterpret_cast<PyObject *>(state)); // a member's, before the others'
+        hook_nodes_inside(state, tensors);
+    }
     if (state->is_strict) {
         for (const at::Tensor &tensor : tensors) {
             if (tensor.is_view()) {
@@ -159,13 +169,17 @@ bool keep_for_hidden_output(StateObject *state, PyObject *output)
 }
 
 // After forward: give the parameters up unless they are to stay.
-void group_post_forward(GroupObject *group, bool is_needed = false)
+void group_post_forward(StateObject *state, bool is_needed = false)
 {
+    GroupObject *group = state->group;
     log_event("FSDP::post_forward", group->unit);
     Range range("FSDP::post_forward", group->unit);
     DeviceUnit *device = group->unit->device();
-    if (device != nullptr && at::GradMode::is_enabled() && !in_autograd_backward()) {
-        device->note_forward();
+    if (at::GradMode::is_enabled() && !in_autograd_backward()) {
+        group->unit->begin_graph(reinterpret_cast<PyObject *>(state));
+        if (device != nullptr) {
+            device->note_forward();
+        }
     }
     const bool in_forward = is_training(group->training, Training::forward);
     const bool keeps =
@@ -193,13 +207,21 @@ void complete_partial_groups(TreeObject *tree, const StateObject *root, Ref &out
         }
         log_event("FSDP::force_complete_post_forward");
         if (unit_of(state) != nullptr) {
-            group_post_forward(state->group);
+            group_post_forward(state);
         }
         register_pre_backward(state, output.get());
         state->training = static_cast<int>(Training::idle);
         output = cast_output(state, output.get());
         check(PySet_Clear(state->to_run));
     }
+}
+
+// A backward that begins inside of a unit, in what a checkpoint recomputes, runs the unit again
+// before any gradient comes to one.
+bool is_recomputed_first(const StateObject *state)
+{
+    return state->group->forwards > 0 && in_autograd_backward() && at::GradMode::is_enabled() &&
+           !tree_in_backward(state->tree);
 }
 
 void begin_forward(StateObject *state)
@@ -218,6 +240,7 @@ void begin_forward(StateObject *state)
     }
     state->training = static_cast<int>(Training::forward);
     state->entry_sequence = at::sequence_number::peek();
+    state->entry_checkpoints = n_checkpoints;
 }
 
 } // namespace
@@ -230,6 +253,9 @@ Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_
     }
     Ref args = Ref::borrow(given_args), kwargs = Ref::borrow(given_kwargs);
     Unit *unit = unit_of(state);
+    if (unit != nullptr && is_recomputed_first(state)) {
+        state_pre_backward(state);
+    }
     if (training_of(state) == Training::pre_backward && !state->tree->context->is_failed) {
         // Recomputation: the pre-backward hook has gathered the parameters, or they are gathered
         // again. (After a failed backward the state is a leftover, and this a new forward.)
@@ -267,7 +293,7 @@ Ref state_post_forward(StateObject *state, PyObject *given_output)
     }
     Ref output = Ref::borrow(given_output);
     if (unit_of(state) != nullptr) {
-        group_post_forward(state->group, keep_for_hidden_output(state, given_output));
+        group_post_forward(state, keep_for_hidden_output(state, given_output));
     }
     register_pre_backward(state, output.get());
     state->training = static_cast<int>(Training::idle);
@@ -325,7 +351,7 @@ void state_pre_backward(StateObject *state)
         is_training(group->training, Training::pre_backward)) {
         return;
     }
-    if (at::GradMode::is_enabled()) { // create_graph=True
+    if (at::GradMode::is_enabled() && group->unit->is_read_apart()) { // create_graph=True
         checked(PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_tell_of_double_backward",
                                     nullptr));
     }
@@ -341,4 +367,30 @@ void state_pre_backward(StateObject *state)
     group->unit->defer_upcasts(group->reduce_grads != 0);
 }
 
+void state_on_arrival(StateObject *state)
+{
+    const TreeObject *tree = state->tree;
+    const GroupObject *group = state->group;
+    if (tree == nullptr || group == nullptr || group->unit == nullptr) {
+        return;
+    }
+    if (tree->context->is_failed) { // it is added to what the failed backward has left
+        PyErr_Format(PyExc_RuntimeError,
+                     "the previous backward ended in an exception, and another one reached FSDP "
+                     "unit '%s' without a forward in between: call forward again first",
+                     group->unit->name().c_str());
+        throw_python();
+    }
+    // After the unit's post-backward it is the end of backward that looks for more.
+    if (!tree_in_backward(tree) || !is_training(group->training, Training::post_backward)) {
+        state_pre_backward(state);
+    }
+}
+
 } // namespace fc
+
+PyObject *fc_count_checkpoint(PyObject *, PyObject *)
+{
+    fc::n_checkpoints++;
+    Py_RETURN_NONE;
+}

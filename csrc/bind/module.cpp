@@ -56,6 +56,8 @@ static PyMethodDef functions[] = {
      "give_memory(tensor, bytes): gives its storage memory again."},
     {"count_step", fc_count_step, METH_NOARGS,
      "count_step(): an optimizer has stepped; what was gathered is out of date."},
+    {"count_checkpoint", fc_count_checkpoint, METH_NOARGS,
+     "count_checkpoint(): the forward that runs will be run again, in part, by its backward."},
     {"n_steps", fc_n_steps, METH_NOARGS, "n_steps() -> int: how many have been counted."},
     {"norm", fc_norm, METH_O, "norm(values) -> Tensor: the 2-norm of float32 memory."},
     {"clip_factor", fc_clip_factor, METH_VARARGS,

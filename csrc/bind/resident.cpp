@@ -61,14 +61,16 @@ void Unit::end_forward()
     if (unsharded_) {
         device_->reshard();
     }
-    take_residence();
+    void *home = take_residence();
     if (unsharded_) {
         slot_ = device_->take_resident();
         show(slot_);
+    } else if (has_graph_) {
+        show(home);
     }
 }
 
-void Unit::take_residence()
+void *Unit::take_residence()
 {
     const c10::InferenceMode normal(false);
     const c10::StreamGuard guard(device_->computing());
@@ -83,6 +85,7 @@ void Unit::take_residence()
     device_->set_shards(params_);
     device_->set_resident(home.mutable_data_ptr());
     is_resident_ = true;
+    return home.mutable_data_ptr();
 }
 
 // A write to an unsharded parameter is one to the shard: it cannot be taken back, as it would be

@@ -57,8 +57,9 @@ struct StateObject {
     PyObject *modules;  // owned; a tuple
     PyObject *to_run;   // owned; the set of modules of a grouped unit that are still to run
     int training;
-    uint64_t entry_sequence; // of the autograd nodes made since forward was entered
-    uint64_t backward;       // of the tree, in which pre-backward was entered
+    uint64_t entry_sequence;    // of the autograd nodes made since forward was entered
+    uint64_t entry_checkpoints; // activation checkpoints of the process, then
+    uint64_t backward;          // of the tree, in which pre-backward was entered
     char on_torch_road;
     char casts_inputs;
     char is_strict; // as torch: warns of outputs that are views, refuses inputs changed in place
@@ -164,15 +165,21 @@ bool end_at_producer(StateObject *state, const at::Tensor &input);
 void route_through_node(StateObject *state, Tensors &tensors);
 // Calls state_pre_backward when the gradient of any of the tensors is about to be used.
 void hook_outputs(StateObject *state, at::TensorList tensors);
+// The same for each node that the unit has made on the way to these outputs, so that the unit is
+// gathered wherever a backward enters it.
+void hook_nodes_inside(StateObject *state, at::TensorList outputs);
 // The same for the gradients of the unit's parameters; for good.
 void hook_params(StateObject *state);
 void queue_final_callback(TreeObject *tree);
 
 // ---- hooks.cpp ----
 void state_pre_backward(StateObject *state);
+// A parameter of the unit has a gradient that no pre-backward has announced.
+void state_on_arrival(StateObject *state);
 
 } // namespace fc
 
+PyObject *fc_count_checkpoint(PyObject *, PyObject *);
 int fc_register_group(PyObject *module);
 int fc_register_state(PyObject *module);
 

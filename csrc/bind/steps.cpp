@@ -3,6 +3,7 @@
 
 #include "bind/objects.h"
 #include "bind/python.h"
+#include "bind/unit.h"
 
 #include <algorithm>
 #include <numeric>
@@ -41,7 +42,10 @@ PyObject *counter_count(PyObject *self, PyObject *)
 {
     ++*as<StepCounterObject>(self)->n;
     n_steps_taken++;
-    Py_RETURN_NONE;
+    return guarded([]() -> PyObject * {
+        Unit::note_step();
+        Py_RETURN_NONE;
+    });
 }
 
 PyMethodDef counter_methods[] = {

@@ -244,6 +244,7 @@ void reduce_group(TreeObject *tree, GroupObject *group, bool at_end)
             log_event("FSDP::post_backward", unit);
         }
         group->backwards++;
+        const bool was_reached = unit->end_awaiting();
         // A module that ran several times may be read again by peers in this phase: an optimizer in
         // one of its post-accumulate hooks must not write its shards before the end.
         if (group->forwards > 1) {
@@ -260,10 +261,18 @@ void reduce_group(TreeObject *tree, GroupObject *group, bool at_end)
         } else if (at_end || group->backwards >= group->forwards) {
             // A module that ran several times is reduced once, after its last backward.
             finish_ready(tree, unit->domain(), FC_SEARCH_OLDEST);
-            unit->post(group->reduce_scatter_unused_params != 0, reduce_options(group),
+            // Of units that no forward has used yet nobody has gradients; torch leaves them, too.
+            const bool was_used = unit->traffic().unshards + group->past.unshards > 0;
+            unit->post(group->reduce_scatter_unused_params != 0 && was_used, reduce_options(group),
                        progress_of(tree));
         }
         unit->end_deferral();
+        // A unit that ran again, a graph that is kept, a parameter that a branch of its own uses: a
+        // later backward may begin inside of the unit.
+        if (was_reached && group->backwards >= group->forwards && unit->has_all_gradients() &&
+            !torch::autograd::get_current_graph_task_keep_graph()) {
+            unit->end_graph();
+        }
         finish_ready(tree, unit->domain(), FC_SEARCH_OLDEST);
         if (unit->replicate_domain() != nullptr) {
             finish_ready(tree, unit->replicate_domain(), FC_SEARCH_OLDEST);
@@ -554,6 +563,7 @@ void tree_reset(TreeObject *tree, bool drop_gradients)
             group->training = static_cast<int>(Training::idle);
             group->forwards = group->backwards = 0;
             group->defers_hooks = false;
+            group->unit->end_awaiting();
             if (drop_gradients || !group->unit->has_own_memory()) {
                 group->unit->reshard();
                 group->unit->drop_pending();

@@ -36,6 +36,14 @@ std::string sharded_text(const fc_unit *unit)
            "register_fsdp_forward_method() for the method that needs it";
 }
 
+std::string sharded_for_graph_text(const fc_unit *unit)
+{
+    return sharded_text(unit) +
+           ". If it is a backward that reads it, from a tensor inside of the unit that its output "
+           "does not depend on: return that tensor from the unit's forward, or call "
+           "set_reshard_after_forward(False) on the unit";
+}
+
 Param parse_row(PyObject *row)
 {
     PyObject *places, *sharded, *unsharded, *owner, *reduce, *grad, *size, *stride;
@@ -95,8 +103,13 @@ uint64_t Param::shard_mark() const
     if (local.nbytes() >= sizeof(first)) {
         std::memcpy(&first, local.const_data_ptr(), sizeof(first));
     }
-    const uint64_t versions = version_of(sharded_tensor()) + version_of(local);
+    const uint64_t versions = shard_versions();
     return versions << 32 | first;
+}
+
+uint32_t Param::shard_versions() const
+{
+    return version_of(sharded_tensor()) + version_of(local);
 }
 
 const at::Tensor &Param::sharded_tensor() const
@@ -126,7 +139,6 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
         replicate_domain_ = domain_of(replicate_domain);
         replicate_ = fc_domain_unit(replicate_domain_, index);
     }
-    set_unreadable_text(storage_, sharded_text(shard_));
     if (name_ == root_name) {
         name_.clear(); // profiler ranges of the root have no name
     }
@@ -163,6 +175,13 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
                   (is_gathered() || publishes()); // else reads are of the shards themselves
     noted_shards_.resize(params_.size());
     partial_mask_.resize(layout->mask_words);
+    hooks_.resize(params_.size());
+    steps_seen_ = n_steps();
+    updates_seen_ = n_updates();
+    for (const Param &p : params_) {
+        shard_versions_.push_back(p.shard_versions());
+    }
+    set_unreadable_text(storage_, unreadable_text());
     hide();
 }
 
@@ -172,6 +191,11 @@ Unit::~Unit()
         lender_ = nullptr;
     }
     drop_ahead();
+    end_graph();
+    if (arrivals_ != nullptr) {
+        arrivals_->is_expected = false;
+        arrivals_->state = Ref();
+    }
     // Whoever still holds an unsharded parameter gets an error instead of freed memory.
     hide();
     release_slot();
@@ -191,14 +215,23 @@ int Unit::traverse(visitproc visit, void *arg)
 
 void Unit::show(void *memory)
 {
-    set_data(storage_, at::DataPtr(memory, storage_->device()), bytes_, true);
+    if (shown_ == nullptr || shown_ != memory) {
+        set_data(storage_, at::DataPtr(memory, storage_->device()), bytes_, true);
+        shown_ = memory;
+    }
+}
+
+std::string Unit::unreadable_text() const
+{
+    return is_copied() ? sharded_for_graph_text(shard_) : sharded_text(shard_);
 }
 
 void Unit::hide()
 {
     if (std::exchange(is_withheld_, false)) {
-        set_unreadable_text(storage_, sharded_text(shard_));
+        set_unreadable_text(storage_, unreadable_text());
     }
+    shown_ = nullptr;
     set_data(storage_, at::DataPtr(nullptr, storage_->device()), 0, false);
 }
 
@@ -305,6 +338,7 @@ void Unit::unshard_private()
 
 void Unit::unshard()
 {
+    note_updates();
     if (is_watched_ && (!unsharded_ || is_kept_) && fc_domain_is_open(domain_) &&
         !fc_domain_in_backward(domain_)) {
         renew_if_written();
@@ -376,6 +410,7 @@ void Unit::drop_pending()
 void Unit::withhold()
 {
     if (!unsharded_ && !stays()) {
+        shown_ = nullptr;
         storage_->set_nbytes(bytes_); // else autograd's views of it would say less
         set_unreadable_text(storage_, "backward needs a parameter of FSDP unit '" +
                                           std::string(fc_unit_name(shard_)) +
@@ -390,7 +425,7 @@ void Unit::reshard(bool to_slice)
     outlasts_forward_ = false;
     if (!unsharded_) {
         if (is_withheld_ && !stays()) {
-            hide();
+            leave_to_graph();
         }
         return;
     }
@@ -404,7 +439,7 @@ void Unit::reshard(bool to_slice)
         discard_writes(); // a write to an unsharded parameter lasts until here
     }
     if (!stays()) {
-        hide();
+        leave_to_graph();
         release_slot(to_slice);
     }
     is_kept_ = false;
@@ -486,7 +521,7 @@ void Unit::keep_storage(bool keeps)
 {
     keeps_storage_ = keeps;
     if (!keeps && !unsharded_ && !pending_ && slot_ != nullptr) {
-        hide();
+        leave_to_graph();
         release_slot();
     }
 }

@@ -3,6 +3,7 @@
 #define FC_BIND_UNIT_H
 
 #include "base/alloc.h"
+#include "bind/arrivals.h"
 #include "bind/device.h"
 #include "bind/python.h"
 #include "bind/steps.h"
@@ -71,6 +72,7 @@ struct alignas(FC_CACHE_LINE) Param {
     // Changes when the shard is written: counted for the DTensor or its local tensor, or, around
     // both counters (`param.data.mul_()`), by a write that changes its first bytes.
     uint64_t shard_mark() const;
+    uint32_t shard_versions() const; // the counters alone
 };
 static_assert(offsetof(Param, grad) == FC_CACHE_LINE / 2, "two lines make a pair");
 static_assert(offsetof(Param, leaf_grad_type) <= FC_CACHE_LINE, "what a step needs is in it");
@@ -171,9 +173,45 @@ public:
     // have read either value.
     void check_unwritten() const;
 
+    // ---- graphs ----
+    // After a forward with gradients, before its reshard: until end_graph() nodes inside of the
+    // unit can read its parameters where these stay in place, and `state` is told of gradients that
+    // come from there.
+    void begin_graph(PyObject *state);
+    // Gradients are told of, though nothing is read: a recomputation.
+    void watch_gradients(PyObject *state);
+    // Nothing is left of the unit for another backward.
+    void end_graph();
+    // Whether nodes inside of the unit can read its parameters only while it is unsharded.
+    bool is_read_apart() const { return is_copied() && !is_resident_ && !stays(); }
+    // Steps that changed the shards, as the newest unshard has found them; see note_updates().
+    uint64_t updates_seen() const { return updates_seen_; }
+    // Weights that an optimizer has changed since: graphs that have saved them find out by their
+    // versions, as those of a module that is not sharded.
+    // True if these are all of the unit's.
+    bool note_updates();
+    // The same, after a step, for all units whose graphs would not meet an unshard first.
+    static void note_step();
+    const Arrivals *arrivals() const { return arrivals_.get(); }
+    const std::shared_ptr<Arrivals> &shared_arrivals() const { return arrivals_; }
+
     // ---- gradients ----
     // A backward goes through the unit.
-    void await_gradients() { awaits_gradients_ = true; }
+    void await_gradients()
+    {
+        awaits_gradients_ = true;
+        if (arrivals_ != nullptr) {
+            arrivals_->is_expected.store(true, std::memory_order_relaxed);
+        }
+    }
+    // Post-backward, or its backward was dropped. True if one had gone through the unit.
+    bool end_awaiting()
+    {
+        return arrivals_ != nullptr &&
+               arrivals_->is_expected.exchange(false, std::memory_order_relaxed);
+    }
+    // Whether the newest post or hold had a gradient of each parameter, of its backward.
+    bool has_all_gradients() const { return has_all_gradients_; }
     // True if none of its parameters has had a gradient since.
     bool awaits_gradients() const { return awaits_gradients_; }
     // Fresh gradients stay as narrow as they are, unless they are the first of several to be added
@@ -236,13 +274,15 @@ private:
     void register_params(bool unsharded);
     void show(void *memory);
     void hide();
+    void leave_to_graph();
+    std::string unreadable_text() const;
     static bool is_written(const Param &param);
     void discard_writes();
     void refresh();
     void renew_if_written();
     bool can_reside() const;
     bool may_be_written() const;
-    void take_residence();
+    void *take_residence();
     void leave_if_written();
     void gather_messages();
     static void gather_messages_of(const std::vector<Unit *> &units);
@@ -316,17 +356,20 @@ private:
     bool unsharded_ = false;
     bool awaits_gradients_ = false;
     bool outlasts_forward_ = false;
-    bool is_kept_ = false;       // slot_ holds what was gathered before the phase
-    bool keeps_storage_ = false; // slot_ stays over reshards
-    bool is_resident_ = false;   // the shards are the unsharded buffer
-    bool may_reside_ = false;    // they could be, which the first forward decides
-    bool has_widened_ = false;   // a parameter whose gradients are wider than it is
-    bool pending_ = false;       // slot_ holds data that is not registered yet
-    bool requested_ = false;     // unshard was called and not waited for
-    bool is_watched_ = false;    // for writes to its shards within a forward
-    bool is_read_ = false;       // in this phase
-    bool is_ahead_ = false;      // pending_, since another unit's gather brought it along
-    bool came_along_ = false;    // which its next use does not count again
+    bool is_kept_ = false;               // slot_ holds what was gathered before the phase
+    bool keeps_storage_ = false;         // slot_ stays over reshards
+    bool is_resident_ = false;           // the shards are the unsharded buffer
+    bool may_reside_ = false;            // they could be, which the first forward decides
+    bool has_widened_ = false;           // a parameter whose gradients are wider than it is
+    bool pending_ = false;               // slot_ holds data that is not registered yet
+    bool requested_ = false;             // unshard was called and not waited for
+    bool is_watched_ = false;            // for writes to its shards within a forward
+    bool is_read_ = false;               // in this phase
+    bool is_ahead_ = false;              // pending_, since another unit's gather brought it along
+    bool came_along_ = false;            // which its next use does not count again
+    bool has_graph_ = false;             // see begin_graph()
+    void *shown_ = nullptr;              // what the storage shows
+    std::shared_ptr<Arrivals> arrivals_; // from the first graph on
     std::vector<Param> params_;
     bool is_withheld_ = false;       // the storage says so
     bool grads_share_flat_ = false;  // every cached gradient lies in grads_flat_
@@ -344,6 +387,12 @@ private:
     fc_domain *replicate_domain_;
     fc_unit *replicate_;
     const Updates *updates_;
+
+    uint64_t steps_seen_, updates_seen_;     // of all optimizers, and of those of the shards
+    std::vector<uint32_t> shard_versions_;   // then
+    std::vector<const ArrivalHook *> hooks_; // of the parameters, borrowed
+    size_t graph_at_ = 0;                    // in graphs_
+    static std::vector<Unit *> graphs_;      // units that have one
 
     std::vector<char> partial_; // HSDP sums that were not all-reduced yet: a part
     std::vector<size_t> deferred_hooks_;
