@@ -60,10 +60,11 @@ C_SIM_SOURCES = {
 }
 CXX_SOURCES = {
     "csrc/bind": (
-        "accelerator aliased arrivals autograd call clip closing comm context device device_comm "
-        "device_comm_group device_comm_nccl device_unit domain events gather gradients graphs group "
-        "held hooks host layout locals messages module nccl optim parking reduce resident state status "
-        "steps tensors transport tree unit untraced walk watch write"
+        "accelerator aliased arrivals autograd call clip closing comm context device "
+        "device_comm device_comm_group device_comm_nccl device_unit domain events gather "
+        "gradients graphs group held hooks host layout locals messages module nccl optim "
+        "parking reduce resident state status steps tensors transport tree unit untraced walk "
+        "watch write"
     ),
 }
 C_TEST_SOURCES = {
