@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_c import _files, _names, _pieces
+from fsdp_c import _compat, _files, _names, _pieces
 
 _INDEX = ".index.json"  # of checkpoints in several files
 _SHOWN = 8  # names in an error
@@ -135,7 +136,19 @@ def fill(
         look_at(tensor, source)
     for tensor, source in pairs:
         copy_into(tensor, source)
+    _count(model)
     return IncompatibleKeys(missing, unexpected)
+
+
+def _count(model: nn.Module) -> None:
+    """Ranks that have not loaded are out of step; what was gathered before is out of date."""
+    for module in model.modules():
+        groups = (
+            _compat.groups_of(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ()
+        )
+        for group in groups:
+            if hasattr(group, "_is_bound"):
+                group._core_count_load()
 
 
 def _list(names: list[str]) -> str:

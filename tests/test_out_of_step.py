@@ -19,6 +19,7 @@ from parity import total
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import fsdp_c
 from fsdp_c import _comm
 
 STEPS = 5
@@ -147,6 +148,13 @@ def two_steps(trial: Trial, step: int) -> None:
     trial.update()
 
 
+@way(f"{APART} at unit .*after 3 optimizer steps .* of rank 0, and after 7 .* of rank 1")
+def load_alone(trial: Trial, step: int) -> None:
+    trial.step(step)
+    whole = {name: param.detach() for name, param in Branches().named_parameters()}
+    fsdp_c.load_full(trial.model, whole)
+
+
 @way("rank 1 keeps the gradients|set_requires_gradient_sync")
 def unequal_sync(trial: Trial, step: int) -> None:
     trial.model.set_requires_gradient_sync(False)
@@ -183,7 +191,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(name, transport, id=f"{name}-{transport}")
 
 
-@pytest.mark.parametrize(("name", "transport"), cases())
+@pytest.mark.parametrize(("name", "transport"), list(cases()))
 def test_all_ranks_say_who_did_what(name: str, transport: str) -> None:
     answers = harness.run_ranks(differ, 2, name, env=TRANSPORTS[transport], timeout=30)
     for text, _ in answers:
