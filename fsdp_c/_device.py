@@ -139,6 +139,11 @@ def _is_nvidia(device: torch.device) -> bool:
     return is_cuda and bool(_C.Streams.tells_handles())
 
 
+def is_blocking(process_group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a collective there keeps the host waiting, and not the device alone."""
+    return device.type == "cpu" and _nccl.find(process_group) is None
+
+
 class Way(NamedTuple):
     """Who does the collectives between some ranks."""
 

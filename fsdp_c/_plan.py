@@ -318,8 +318,7 @@ def _make_domains(
             transport, is_replicate, *unit_args, streams, str(process_group.group_name)
         )
         if transport.kind != "shm" and (watch := _comm.watch_for(process_group)) is not None:
-            # What a device is given to do waits there, not here.
-            domain.watch(watch, groups[0].device.type == "cpu")
+            domain.watch(watch, _device.is_blocking(process_group, groups[0].device))
         return domain
 
     shard = make(shard_pg, False)
