@@ -9,8 +9,8 @@
 #include "bind/tensors.h"
 #include "bind/unit.h"
 
+#include <map>
 #include <optional>
-#include <set>
 #include <string>
 
 namespace fc {
@@ -68,7 +68,7 @@ struct StateObject {
 
 // What the shards of a tree have seen, by the optimizers that hold some.
 struct TreeUpdates {
-    std::set<Updates::Counter> optimizers;
+    std::map<Updates::Counter, uint64_t> optimizers; // what each had counted before
     uint64_t n_loads = 0;
     uint64_t version = UINT64_MAX; // of Updates
 };

@@ -6,7 +6,6 @@
 #include "bind/unit.h"
 
 #include <algorithm>
-#include <numeric>
 
 namespace fc {
 
@@ -70,8 +69,9 @@ uint64_t n_steps()
 
 void Updates::follow(const Counter &counter)
 {
-    if (std::find(counters_.begin(), counters_.end(), counter) == counters_.end()) {
-        counters_.push_back(counter);
+    const auto is_it = [&](const auto &known) { return known.first == counter; };
+    if (std::none_of(counters_.begin(), counters_.end(), is_it)) {
+        counters_.emplace_back(counter, *counter);
         n_changes++;
     }
 }
@@ -84,8 +84,11 @@ void Updates::count_load()
 
 uint64_t Updates::n() const
 {
-    return std::accumulate(counters_.begin(), counters_.end(), n_loads_,
-                           [](uint64_t sum, const Counter &c) { return sum + *c; });
+    uint64_t sum = n_loads_;
+    for (const auto &[counter, before] : counters_) {
+        sum += *counter - before;
+    }
+    return sum;
 }
 
 uint64_t Updates::version()

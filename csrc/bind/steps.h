@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace fc {
@@ -23,12 +24,13 @@ public:
     void count_load();
     uint64_t n() const;
     uint64_t n_loads() const { return n_loads_; }
-    const std::vector<Counter> &counters() const { return counters_; }
+    // Of each optimizer, with what it had counted when it came to hold some.
+    const std::vector<std::pair<Counter, uint64_t>> &counters() const { return counters_; }
     // Changes when any unit of the process follows another optimizer, or is loaded.
     static uint64_t version();
 
 private:
-    std::vector<Counter> counters_; // of the optimizers, which may be gone
+    std::vector<std::pair<Counter, uint64_t>> counters_; // the optimizers may be gone
     uint64_t n_loads_ = 0;
 };
 

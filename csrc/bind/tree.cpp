@@ -9,6 +9,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 
@@ -115,8 +116,9 @@ uint64_t count_updates(TreeObject *tree)
         known = {};
         each_state(tree, [&](const StateObject *state) {
             if (state->group != nullptr) {
-                for (const Updates::Counter &counter : state->group->updates->counters()) {
-                    known.optimizers.insert(counter);
+                for (const auto &[counter, before] : state->group->updates->counters()) {
+                    uint64_t &first = known.optimizers.try_emplace(counter, before).first->second;
+                    first = std::min(first, before);
                 }
                 known.n_loads += state->group->updates->n_loads();
             }
@@ -124,8 +126,8 @@ uint64_t count_updates(TreeObject *tree)
         known.version = Updates::version();
     }
     uint64_t n = known.n_loads;
-    for (const Updates::Counter &counter : known.optimizers) {
-        n += *counter;
+    for (const auto &[counter, before] : known.optimizers) {
+        n += *counter - before;
     }
     return n;
 }

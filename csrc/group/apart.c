@@ -49,6 +49,23 @@ void apart_begin(fc_domain *domain, const fc_opening *opening)
     }
 }
 
+/* In all domains of the tree: those that have gone past a phase may wait in any of them. */
+static void accuse_skippers(fc_domain *domain)
+{
+    fc_domain *d = domain;
+
+    do {
+        for (int r = 0; d->clocks != NULL && r < d->n_ranks; r++) {
+            if (r != d->rank && apart_has_skipped(d, r)) {
+                fc_transport_publish(d->watch, &domain_clock(d, d->rank)->accused,
+                                     phase_of(d->clock) << ACCUSED_SHIFT | (uint64_t)r);
+                break; /* each of them knows itself */
+            }
+        }
+        d = d->next;
+    } while (d != domain);
+}
+
 /* Ends the phase in all domains of the tree, since other ranks may wait in another one, and keeps
  * the sentence for them; returns it as an error. */
 static fc_status fail(fc_domain *domain, fc_status status, const char *sentence)
@@ -57,6 +74,7 @@ static fc_status fail(fc_domain *domain, fc_status status, const char *sentence)
 
     (void)snprintf(domain->verdict, sizeof(domain->verdict), "%s", sentence);
     apart_tell(domain);
+    accuse_skippers(domain);
     do {
         fc_domain_fail(d);
         d = d->next;
@@ -77,17 +95,36 @@ void apart_tell(fc_domain *domain)
     }
     own = domain_reason(domain, domain->rank);
     if (own->phase != phase_of(domain->clock)) {
+        __atomic_store_n(&own->phase, 0, __ATOMIC_SEQ_CST);
         memcpy(own->text, d->verdict, sizeof(own->text));
         __atomic_store_n(&own->phase, phase_of(domain->clock), __ATOMIC_RELEASE);
     }
 }
 
-const char *apart_told_by(const fc_domain *domain, int peer)
+/* What a peer said of `phase`; false if it says nothing of it, or no longer. */
+static bool read_reason(const fc_domain *domain, int peer, uint64_t phase, char *out)
 {
     const reason *theirs = domain_reason(domain, peer);
-    const uint64_t phase = __atomic_load_n(&theirs->phase, __ATOMIC_ACQUIRE);
 
-    return phase == phase_of(domain->clock) && theirs->text[0] != '\0' ? theirs->text : NULL;
+    if (__atomic_load_n(&theirs->phase, __ATOMIC_ACQUIRE) != phase) {
+        return false;
+    }
+    memcpy(out, theirs->text, REASON_BYTES);
+    out[REASON_BYTES - 1] = '\0';
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    return out[0] != '\0' && __atomic_load_n(&theirs->phase, __ATOMIC_ACQUIRE) == phase;
+}
+
+fc_status apart_told_by(fc_domain *domain, int peer)
+{
+    char text[REASON_BYTES];
+
+    if (!read_reason(domain, peer, phase_of(domain->clock), text)) {
+        return FC_OK;
+    }
+    (void)snprintf(domain->verdict, sizeof(domain->verdict), "%s", text);
+    accuse_skippers(domain);
+    return fc_fail(FC_ERR_MISMATCH, "%s", text);
 }
 
 /* ---- how a step began ---- */
@@ -176,7 +213,9 @@ fc_status apart_check_opening(fc_domain *domain, int peer, const fc_unit *unit)
     const start theirs = {fc_word_load(&line->began[slot]), fc_word_load(&line->updates[slot]),
                           peer};
 
-    if (mine.began >> STEP_SHIFT != theirs.began >> STEP_SHIFT) {
+    /* A peer that goes ahead writes over what it was. */
+    if (mine.began >> STEP_SHIFT != theirs.began >> STEP_SHIFT ||
+        fc_word_load(&line->began[slot]) != theirs.began) {
         return FC_OK;
     }
     return compare(domain, &mine, &theirs, unit);
@@ -251,14 +290,25 @@ bool apart_is_accused(const fc_domain *domain, int peer)
     const uint64_t accused = fc_word_load(&line->accused);
     const uint64_t phase = phase_of(fc_word_load(&line->clock));
     const uint64_t mask = UINT64_MAX << ACCUSED_SHIFT;
+    const bool is_named = (accused & ~mask) == (uint64_t)domain->rank;
+    const bool has_skipped = phase > domain->before;
 
-    return accused != 0 && (accused & ~mask) == (uint64_t)domain->rank &&
-           (accused & mask) == phase << ACCUSED_SHIFT && phase < phase_of(domain->clock);
+    return accused != 0 && (accused & mask) == phase << ACCUSED_SHIFT &&
+           phase < phase_of(domain->clock) && phase > domain->admitted && (is_named || has_skipped);
 }
 
-fc_status apart_admit(const fc_domain *domain, int peer)
+fc_status apart_admit(fc_domain *domain, int peer)
 {
-    return fc_fail(FC_ERR_MISMATCH, "%s", domain_reason(domain, peer)->text);
+    const uint64_t phase = phase_of(fc_word_load(&domain_clock(domain, peer)->clock));
+    char text[REASON_BYTES];
+
+    domain->admitted = phase;
+    if (!read_reason(domain, peer, phase, text)) {
+        return fc_fail(FC_ERR_MISMATCH,
+                       "ranks are out of step: rank %d has ended a phase that rank %d passed over",
+                       global(domain, peer), global(domain, domain->rank));
+    }
+    return fc_fail(FC_ERR_MISMATCH, "%s", text);
 }
 
 /* ---- without a clock ---- */

@@ -34,6 +34,7 @@ void fc_domain_open(fc_domain *domain, fc_opening opening)
     batch_drop(domain);
     order_turn(domain);
     phase = phase_of(domain->clock);
+    domain->before = phase;
     if (domain->clocks != NULL) {
         __atomic_store_n(&domain_clock(domain, domain->rank)->before.value, phase,
                          __ATOMIC_RELEASE);
@@ -89,14 +90,12 @@ bool domain_has_failed(const fc_domain *domain, int peer)
     return fc_word_load(&line->failed) >= phase && fc_word_load(&line->completed) < phase;
 }
 
-fc_status domain_check_peer(const fc_domain *domain, int peer, const char *op, const char *unit)
+fc_status domain_check_peer(fc_domain *domain, int peer, const char *op, const char *unit)
 {
     if (!domain_has_failed(domain, peer)) {
         return FC_OK;
     }
-    if (apart_told_by(domain, peer) != NULL) {
-        return fc_fail(FC_ERR_MISMATCH, "%s", apart_told_by(domain, peer));
-    }
+    FC_TRY(apart_told_by(domain, peer));
     return fc_fail(
         FC_ERR_PEER,
         "rank %d left the %s of step %llu by an exception while rank %d was in %s%s%s; the "
@@ -179,6 +178,12 @@ static fc_status await_clocks(fc_domain *domain, uint64_t target, const char *op
 }
 
 fc_status fc_domain_ready(fc_domain *domain, const fc_unit *unit)
+{
+    /* Over messages ranks that gather nothing need not be alike. */
+    return domain->is_mapped ? clock_ready(domain, unit) : FC_OK;
+}
+
+fc_status clock_ready(fc_domain *domain, const fc_unit *unit)
 {
     if (domain->is_ready || domain->clocks == NULL || domain->clock == CLOCK_LEFT) {
         return FC_OK;

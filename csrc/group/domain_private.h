@@ -124,6 +124,8 @@ struct fc_domain {
     uint64_t refused_in; /* the last phase that failed because a peer had left */
     bool is_ready;
     uint64_t n_met;             /* collectives of messages in this phase */
+    uint64_t before;            /* the phase before this one */
+    uint64_t admitted;          /* this rank has raised what others say of that phase */
     uint64_t began, updates;    /* as in the clock line */
     char verdict[REASON_BYTES]; /* why ranks are out of step; empty: they are not */
     /* This rank's arena. */
@@ -199,7 +201,7 @@ static inline ring_entry *domain_entry(const fc_domain *domain, size_t sequence)
 
 /* True if `peer` left the phase that this rank is in by an exception; then FC_ERR_PEER. */
 bool domain_has_failed(const fc_domain *domain, int peer);
-fc_status domain_check_peer(const fc_domain *domain, int peer, const char *op, const char *unit);
+fc_status domain_check_peer(fc_domain *domain, int peer, const char *op, const char *unit);
 
 /* Ranks out of step; apart.c. */
 void apart_begin(fc_domain *domain, const fc_opening *opening);
@@ -214,15 +216,19 @@ fc_status apart_check_read(fc_domain *domain, int peer, const fc_unit *unit);
 /* FC_ERR_MISMATCH with the sentence, which all ranks of this phase get, and `peer` in a later one.
  */
 fc_status apart_accuse(fc_domain *domain, int peer, const char *sentence);
-/* True if `peer` has failed a phase because this rank had skipped it; then its words. */
+/* True if `peer` has failed a phase because this rank had skipped it; then its words, once. */
 bool apart_is_accused(const fc_domain *domain, int peer);
-fc_status apart_admit(const fc_domain *domain, int peer);
+fc_status apart_admit(fc_domain *domain, int peer);
 /* Over messages without a clock: the same checks by a word of each rank's. Once a phase. */
 fc_status apart_exchange(fc_unit *unit);
 /* Shows why this rank fails its phase, if ranks are out of step; before `failed`. */
 void apart_tell(fc_domain *domain);
-/* The words of a peer that has failed this rank's phase, NULL: it has none. */
-const char *apart_told_by(const fc_domain *domain, int peer);
+/* FC_ERR_MISMATCH with the words of a peer that has failed this rank's phase, FC_OK: it has none.
+ */
+fc_status apart_told_by(fc_domain *domain, int peer);
+
+/* What fc_domain_ready does, whatever the transport; clock.c. */
+fc_status clock_ready(fc_domain *domain, const fc_unit *unit);
 
 /* Meetings before collectives of messages; meet.c. `n_units` travel in it, from this one on. */
 fc_status meet(fc_unit *unit, size_t n_units, const char *op);

@@ -22,20 +22,22 @@ static uint64_t next_meeting(const fc_domain *domain)
 static const char *const operations[] = {"all-gather", "reduce-scatter", "all-reduce"};
 #define N_OPERATIONS (sizeof(operations) / sizeof(operations[0]))
 
-/* unit, how many, operation: in one word that all ranks must have alike. */
-static uint64_t what_of(const fc_unit *unit, size_t n_units, const char *op)
+/* unit, how many, which meeting, operation: in one word that all ranks must have alike. */
+#define TAG_MASK UINT64_C(0xfff)
+static uint64_t what_of(const fc_unit *unit, size_t n_units, uint64_t number, const char *op)
 {
     uint64_t kind = 0;
 
     while (kind + 1 < N_OPERATIONS && strcmp(operations[kind], op) != 0) {
         kind++;
     }
-    return (uint64_t)unit->index << 32 | (uint64_t)(n_units & 0xffffff) << 8 | kind;
+    return (uint64_t)unit->index << 32 | (n_units & TAG_MASK) << 20 | (number & TAG_MASK) << 8 |
+           kind;
 }
 
 static void describe(const fc_domain *domain, uint64_t what, char *out, size_t bytes)
 {
-    const size_t unit = (size_t)(what >> 32), n = (size_t)(what >> 8 & 0xffffff);
+    const size_t unit = (size_t)(what >> 32), n = (size_t)(what >> 20 & TAG_MASK);
 
     (void)snprintf(out, bytes, "the %s of unit %s",
                    (what & 0xff) < N_OPERATIONS ? operations[what & 0xff] : "?",
@@ -114,11 +116,15 @@ static fc_status look_at(const meeting *m)
     const clock_line *line = domain_clock(domain, m->peer);
     const uint64_t theirs = fc_word_load(&line->met);
 
-    /* Who is one meeting ahead has not written over this one's word yet. */
     if (theirs == m->number || theirs == m->number + 1) {
         const uint64_t what = fc_word_load(&line->what[m->number & 1]);
+        /* Of a later meeting: who is not waited for is past this one. */
+        const bool is_later = (what >> 8 & TAG_MASK) != (m->what >> 8 & TAG_MASK);
 
-        return what == m->what ? FC_OK : fail_other(m, what);
+        return what == m->what || is_later ? FC_OK : fail_other(m, what);
+    }
+    if (!domain->is_awaiting) { /* it may be far ahead, and have ended there as this rank will */
+        return apart_check_skipped(domain, m->peer, m->unit);
     }
     for (int r = 0; r < domain->n_ranks; r++) {
         if (r != domain->rank && apart_is_accused(domain, r)) {
@@ -127,7 +133,7 @@ static fc_status look_at(const meeting *m)
     }
     FC_TRY(domain_check_peer(domain, m->peer, operations[m->what & 0xff], m->unit->name));
     FC_TRY(apart_check_skipped(domain, m->peer, m->unit));
-    return domain->is_awaiting ? fail_gone(m) : FC_OK;
+    return fail_gone(m);
 }
 
 static fc_status meet_peers(meeting *m)
@@ -152,7 +158,8 @@ static fc_status meet_peers(meeting *m)
 fc_status meet(fc_unit *unit, size_t n_units, const char *op)
 {
     fc_domain *domain = unit->domain;
-    meeting m = {.unit = unit, .number = next_meeting(domain), .what = what_of(unit, n_units, op)};
+    const uint64_t number = next_meeting(domain);
+    meeting m = {.unit = unit, .number = number, .what = what_of(unit, n_units, number, op)};
     clock_line *own;
 
     if (domain->is_mapped || domain->n_ranks == 1 || domain->clock == CLOCK_LEFT) {
@@ -161,7 +168,7 @@ fc_status meet(fc_unit *unit, size_t n_units, const char *op)
     if (domain->clocks == NULL) {
         return apart_exchange(unit);
     }
-    FC_TRY(fc_domain_ready(domain, unit));
+    FC_TRY(clock_ready(domain, unit));
     own = domain_clock(domain, domain->rank);
     domain->n_met = m.number;
     __atomic_store_n(&own->what[m.number & 1].value, m.what, __ATOMIC_RELEASE);
