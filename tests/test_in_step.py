@@ -1,6 +1,7 @@
 """Programs whose ranks differ, or do what resembles being out of step, and are right: no error."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -229,6 +230,48 @@ def optimizer_of_one_rank(rank: int) -> None:
             own.step()
             copy.deepcopy(own).step()
         train(model, optimizer, rank, step)
+
+
+class DictState(torch.optim.SGD):
+    """Its state is its `__dict__`."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+
+@program
+def optimizers_with_a_past(rank: int) -> None:
+    """Steps before one held shards are nobody's; what counts them is no part of its state."""
+    model, probe = made(), nn.Linear(8, 1)
+    optimizer = DictState(probe.parameters(), lr=0.05)
+    for _ in range(1 + rank):
+        probe(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    pickle.dumps(optimizer)
+    optimizer.add_param_group({"params": list(model.parameters())})
+    for step in range(STEPS):
+        train(model, optimizer, rank, step)
+
+
+@program
+def failures_caught_by_all(rank: int) -> None:
+    """One rank fails once, between forward and backward; all catch what they get, and go on."""
+    model = made()
+    optimizer = sgd(model)
+    n_caught = 0
+    for step in range(3 * STEPS):
+        try:
+            loss = total(model(data(rank, step)))
+            if step == 2 and rank == 1:
+                raise ValueError("no loss")
+            loss.backward()
+        except (RuntimeError, ValueError):
+            n_caught += 1
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    assert n_caught <= 4, n_caught
 
 
 @program

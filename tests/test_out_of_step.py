@@ -273,6 +273,28 @@ def test_ranks_of_several_hosts_exchange_words(name: str) -> None:
         assert re.search(f"{APART}|gradients on rank", text), answers
 
 
+def two_pass_over(rank: int, n_ranks: int, shape: tuple[int, ...]) -> str:
+    mesh = harness.cached_mesh(shape, ("replicate", "shard")[-len(shape) :])
+    trial = Trial(rank, mesh=mesh)
+    try:
+        for step in range(STEPS):
+            if step == ODD_STEP and rank >= 2:
+                loss_passed_over(trial, step)
+            else:
+                trial.step(step)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_all_that_pass_over_are_told(shape: tuple[int, ...]) -> None:
+    """Also by ranks that learned of it in another mesh."""
+    answers = harness.run_ranks(two_pass_over, 4, shape, timeout=30)
+    for text in answers:
+        assert "went on to the forward of step 4 without the backward of step 3" in text, answers
+
+
 def catch_alone(rank: int, n_ranks: int, body: Callable[[Trial, int], None]) -> None:
     trial = Trial(rank)
     try:

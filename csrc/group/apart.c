@@ -55,6 +55,7 @@ static void accuse_skippers(fc_domain *domain)
     fc_domain *d = domain;
 
     do {
+        apart_tell(d);
         for (int r = 0; d->clocks != NULL && r < d->n_ranks; r++) {
             if (r != d->rank && apart_has_skipped(d, r)) {
                 fc_transport_publish(d->watch, &domain_clock(d, d->rank)->accused,
@@ -73,7 +74,6 @@ static fc_status fail(fc_domain *domain, fc_status status, const char *sentence)
     fc_domain *d = domain;
 
     (void)snprintf(domain->verdict, sizeof(domain->verdict), "%s", sentence);
-    apart_tell(domain);
     accuse_skippers(domain);
     do {
         fc_domain_fail(d);
