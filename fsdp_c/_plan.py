@@ -317,8 +317,12 @@ def _make_domains(
         domain = _C.Domain(
             transport, is_replicate, *unit_args, streams, str(process_group.group_name)
         )
-        if transport.kind != "shm" and (watch := _comm.watch_for(process_group)) is not None:
-            domain.watch(watch, _device.is_blocking(process_group, groups[0].device))
+        # On a GPU nobody waits for peers, and NCCL has a board of its own.
+        is_blocking = _device.is_blocking(process_group, groups[0].device)
+        if transport.kind != "shm" and is_blocking:
+            watch = _comm.watch_for(process_group)
+            if watch is not None:
+                domain.watch(watch, True)
         return domain
 
     shard = make(shard_pg, False)
