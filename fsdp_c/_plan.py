@@ -322,7 +322,7 @@ def _make_domains(
         if transport.kind != "shm" and is_blocking:
             watch = _comm.watch_for(process_group)
             if watch is not None:
-                domain.watch(watch, True)
+                domain.watch(watch)
         return domain
 
     shard = make(shard_pg, False)

@@ -39,10 +39,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
-    total(model(data(rank, step))).backward()
+def update(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     optimizer.zero_grad()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    total(model(data(rank, step))).backward()
+    update(optimizer)
 
 
 @program
@@ -51,8 +55,7 @@ def units_of_some_ranks(rank: int) -> None:
     optimizer = sgd(model)
     for step in range(STEPS):
         total(model(data(rank, step), use=((0, 1), (2,))[(rank + step) % 2])).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 @program
@@ -61,8 +64,7 @@ def no_unit_on_one_rank(rank: int) -> None:
     optimizer = sgd(model)
     for step in range(STEPS):
         total(model(data(rank, step), use=() if rank == step % 2 else (0, 1, 2))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 @program
@@ -89,8 +91,7 @@ def all_ranks_pass_a_loss_over(rank: int) -> None:
         if step == 1:
             continue
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 @program
@@ -115,8 +116,7 @@ def units_without_a_root(rank: int) -> None:
         for block in model.blocks:
             x = block(x)
         total(x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 @program
@@ -127,8 +127,7 @@ def accumulation(rank: int) -> None:
         for micro in range(3):
             model.set_requires_gradient_sync(micro == 2)
             total(model(data(rank, 3 * step + micro))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 @program
@@ -139,8 +138,7 @@ def two_losses(rank: int) -> None:
         loss = total(model(data(rank, step)))
         (loss / 2).backward(retain_graph=True)
         (loss / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 @program
@@ -154,8 +152,7 @@ def momentum_encoder(rank: int) -> None:
                 slow.mul_(0.9).add_(fast, alpha=0.1)
             target = teacher(data(rank, step))
         (model(data(rank, step)) - target).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 @program
@@ -269,8 +266,7 @@ def failures_caught_by_all(rank: int) -> None:
             n_caught += 1
             optimizer.zero_grad()
             continue
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     assert n_caught <= 4, n_caught
 
 

@@ -162,21 +162,15 @@ PyObject *domain_bytes(PyObject *self, PyObject *)
     });
 }
 
-// watch(transport, waits)
-PyObject *domain_watch(PyObject *self, PyObject *args)
+PyObject *domain_watch(PyObject *self, PyObject *arg)
 {
     return guarded([&]() -> PyObject * {
-        PyObject *transport;
-        int waits;
-        if (!PyArg_ParseTuple(args, "Op", &transport, &waits)) {
-            return nullptr;
-        }
-        fc_transport *watch = fc_transport_from_object(transport);
+        fc_transport *watch = fc_transport_from_object(arg);
         if (watch == nullptr) {
             return nullptr;
         }
-        check(fc_domain_watch(domain_of(self), watch, waits != 0));
-        reinterpret_cast<DomainObject *>(self)->watch = Py_NewRef(transport);
+        check(fc_domain_watch(domain_of(self), watch));
+        reinterpret_cast<DomainObject *>(self)->watch = Py_NewRef(arg);
         Py_RETURN_NONE;
     });
 }
@@ -369,8 +363,8 @@ PyMethodDef methods[] = {
      "waits(reset) -> (forwards, backwards, [(unit, kind, n, ns, longest ns, rank)], {rank: ns})"},
     {"layout", domain_layout, METH_O,
      "layout(unit) -> (unsharded bytes, [(offset, is aliased), ...])"},
-    {"watch", domain_watch, METH_VARARGS,
-     "watch(transport, waits): over messages, where ranks see what the others are about to do."},
+    {"watch", domain_watch, METH_O,
+     "watch(transport): over messages, where ranks see what the others are about to do."},
     {"name_openers", domain_name_openers, METH_O,
      "name_openers(names): of the modules that may begin a phase, the root first."},
     {"leave", domain_leave, METH_NOARGS,

@@ -138,7 +138,7 @@ typedef struct start {
 static fc_status fail_uses(fc_domain *domain, const start *mine, const start *theirs)
 {
     static const char *const uses[] = {"a forward with gradients", "a forward without gradients",
-                                       "unshard()"};
+                                       "unshard()", "?"};
     char text[REASON_BYTES];
 
     (void)snprintf(text, sizeof(text),
@@ -284,7 +284,8 @@ fc_status apart_accuse(fc_domain *domain, int peer, const char *sentence)
     return st;
 }
 
-bool apart_is_accused(const fc_domain *domain, int peer)
+/* True if `peer` has failed a phase because this rank had passed it over. */
+static bool is_accused(const fc_domain *domain, int peer)
 {
     const clock_line *line = domain_clock(domain, peer);
     const uint64_t accused = fc_word_load(&line->accused);
@@ -295,6 +296,16 @@ bool apart_is_accused(const fc_domain *domain, int peer)
 
     return accused != 0 && (accused & mask) == phase << ACCUSED_SHIFT &&
            phase < phase_of(domain->clock) && phase > domain->admitted && (is_named || has_skipped);
+}
+
+int apart_find_accuser(const fc_domain *domain)
+{
+    for (int r = 0; r < domain->n_ranks; r++) {
+        if (r != domain->rank && is_accused(domain, r)) {
+            return r;
+        }
+    }
+    return -1;
 }
 
 fc_status apart_admit(fc_domain *domain, int peer)
@@ -324,20 +335,24 @@ static fc_status compare_words(fc_unit *unit, const word *words, int peer)
     const word *a = &words[domain->rank], *b = &words[peer];
     const start mine = {a->began, a->updates, domain->rank};
     const start theirs = {b->began, b->updates, peer};
+    const int first = domain->rank < peer ? domain->rank : peer;
+    const int second = domain->rank < peer ? peer : domain->rank;
     char text[REASON_BYTES];
 
     if ((phase_of(a->clock) & PHASE_MASK) == (phase_of(b->clock) & PHASE_MASK)) {
         return compare(domain, &mine, &theirs, unit);
     }
+    a = &words[first]; /* so that both say the same */
+    b = &words[second];
     (void)snprintf(text, sizeof(text),
                    "ranks are out of step at unit %s: rank %d is in %s of its step %llu and rank "
                    "%d in %s of its step %llu; optimizer steps that their shards have seen: %llu "
                    "on rank %d, %llu on rank %d; " CAUSES "; " CURE,
-                   unit->name, global(domain, domain->rank), phase_name(a->clock),
-                   (unsigned long long)(a->clock >> STEP_SHIFT), global(domain, peer),
+                   unit->name, global(domain, first), phase_name(a->clock),
+                   (unsigned long long)(a->clock >> STEP_SHIFT), global(domain, second),
                    phase_name(b->clock), (unsigned long long)(b->clock >> STEP_SHIFT),
-                   (unsigned long long)a->updates, global(domain, domain->rank),
-                   (unsigned long long)b->updates, global(domain, peer));
+                   (unsigned long long)a->updates, global(domain, first),
+                   (unsigned long long)b->updates, global(domain, second));
     return fail(domain, FC_ERR_MISMATCH, text);
 }
 
@@ -357,6 +372,12 @@ fc_status apart_exchange(fc_unit *unit)
         return fc_fail(FC_ERR_NOMEM, "the words of %d ranks", domain->n_ranks);
     }
     st = messages->all_gather(messages->context, words, &mine, sizeof(mine));
+    if (st == FC_ERR_GROUP) {
+        st = fc_fail(st,
+                     "what ranks tell each other before FSDP unit '%s' failed on rank %d of %d. A "
+                     "rank may have ended, or be in another collective. The group says",
+                     unit->name, domain->rank, domain->n_ranks);
+    }
     for (int r = 0; st == FC_OK && r < domain->n_ranks; r++) {
         st = r != domain->rank ? compare_words(unit, words, r) : FC_OK;
     }

@@ -62,22 +62,11 @@ static bool clock_reached(void *arg)
     return fc_word_load(&domain_clock(wait->domain, wait->peer)->clock) >= wait->target;
 }
 
-/* A peer that has failed a phase because this rank passed over it, or -1. */
-static int find_accuser(const fc_domain *domain)
-{
-    for (int r = 0; r < domain->n_ranks; r++) {
-        if (r != domain->rank && apart_is_accused(domain, r)) {
-            return r;
-        }
-    }
-    return -1;
-}
-
 static bool reached_or_accused(void *arg)
 {
     const clock_wait *wait = arg;
 
-    return clock_reached(arg) || find_accuser(wait->domain) >= 0;
+    return clock_reached(arg) || apart_find_accuser(wait->domain) >= 0;
 }
 
 bool domain_has_failed(const fc_domain *domain, int peer)
@@ -160,7 +149,7 @@ static fc_status await_clocks(fc_domain *domain, uint64_t target, const char *op
             continue;
         }
         while (!clock_reached(&wait)) {
-            const int accuser = find_accuser(domain);
+            const int accuser = apart_find_accuser(domain);
 
             if (accuser >= 0) {
                 return apart_admit(domain, accuser);
@@ -189,12 +178,9 @@ fc_status clock_ready(fc_domain *domain, const fc_unit *unit)
         return FC_OK;
     }
     FC_TRY(fc_transport_check(domain->watch));
-    if (domain->is_mapped || domain->is_awaiting) {
-        FC_TRY(await_clocks(domain, domain->clock & ~STATE_MASK, "all-gather", unit));
-    }
+    FC_TRY(await_clocks(domain, domain->clock & ~STATE_MASK, "all-gather", unit));
     for (int peer = 0; peer < domain->n_ranks; peer++) {
         if (peer != domain->rank) {
-            FC_TRY(apart_check_opening(domain, peer, unit));
             FC_TRY(apart_check_read(domain, peer, unit));
         }
     }

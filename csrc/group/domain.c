@@ -150,7 +150,7 @@ static fc_status map(fc_domain *domain)
     return FC_OK;
 }
 
-fc_status fc_domain_watch(fc_domain *domain, fc_transport *watch, bool waits)
+fc_status fc_domain_watch(fc_domain *domain, fc_transport *watch)
 {
     if (domain->is_mapped || domain->clocks != NULL || !fc_transport_is_mapped(watch)) {
         return fc_fail(FC_ERR_INVALID, "unit %s: its ranks need no other clock",
@@ -160,7 +160,6 @@ fc_status fc_domain_watch(fc_domain *domain, fc_transport *watch, bool waits)
                                    (uint64_t)domain->n_units, &domain->clock_region));
     domain->clocks = domain->clock_region->shared;
     domain->watch = watch;
-    domain->is_awaiting = waits;
     return FC_OK;
 }
 

@@ -105,9 +105,9 @@ typedef struct fc_opening {
 FC_MUST_CHECK fc_status fc_domain_name_openers(fc_domain *domain, const char *const *names,
                                                size_t n_names);
 /* Collective, once, in a domain of messages: from now on it has a clock in `watch`, a mapped
- * transport over the same ranks (borrowed). Ranks wait for one another before each collective, or,
- * if `waits` is false, only look at who is there. */
-FC_MUST_CHECK fc_status fc_domain_watch(fc_domain *domain, fc_transport *watch, bool waits);
+ * transport over the same ranks (borrowed), and ranks wait for one another before each
+ * collective. */
+FC_MUST_CHECK fc_status fc_domain_watch(fc_domain *domain, fc_transport *watch);
 
 /* Opens the next step's first phase or the next backward of the current step. An open phase is
  * failed first. */

@@ -114,7 +114,6 @@ struct fc_domain {
     fc_transport *watch;     /* borrowed */
     char *clocks;            /* clock lines, then reasons */
     fc_region *clock_region; /* owned; NULL unless over messages */
-    bool is_awaiting;        /* waits for peers before collectives of messages */
     char **openers;          /* owned */
     size_t n_openers;
     size_t lanes_at, lane_bytes, arenas_at, arena_bytes;
@@ -216,8 +215,8 @@ fc_status apart_check_read(fc_domain *domain, int peer, const fc_unit *unit);
 /* FC_ERR_MISMATCH with the sentence, which all ranks of this phase get, and `peer` in a later one.
  */
 fc_status apart_accuse(fc_domain *domain, int peer, const char *sentence);
-/* True if `peer` has failed a phase because this rank had skipped it; then its words, once. */
-bool apart_is_accused(const fc_domain *domain, int peer);
+/* A peer that has failed a phase because this rank had passed it over, or -1; its words, once. */
+int apart_find_accuser(const fc_domain *domain);
 fc_status apart_admit(fc_domain *domain, int peer);
 /* Over messages without a clock: the same checks by a word of each rank's. Once a phase. */
 fc_status apart_exchange(fc_unit *unit);

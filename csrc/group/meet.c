@@ -22,22 +22,21 @@ static uint64_t next_meeting(const fc_domain *domain)
 static const char *const operations[] = {"all-gather", "reduce-scatter", "all-reduce"};
 #define N_OPERATIONS (sizeof(operations) / sizeof(operations[0]))
 
-/* unit, how many, which meeting, operation: in one word that all ranks must have alike. */
-#define TAG_MASK UINT64_C(0xfff)
-static uint64_t what_of(const fc_unit *unit, size_t n_units, uint64_t number, const char *op)
+/* unit, how many, operation: in one word that all ranks must have alike. */
+#define N_UNITS_MASK UINT64_C(0xffffff)
+static uint64_t what_of(const fc_unit *unit, size_t n_units, const char *op)
 {
     uint64_t kind = 0;
 
     while (kind + 1 < N_OPERATIONS && strcmp(operations[kind], op) != 0) {
         kind++;
     }
-    return (uint64_t)unit->index << 32 | (n_units & TAG_MASK) << 20 | (number & TAG_MASK) << 8 |
-           kind;
+    return (uint64_t)unit->index << 32 | (n_units & N_UNITS_MASK) << 8 | kind;
 }
 
 static void describe(const fc_domain *domain, uint64_t what, char *out, size_t bytes)
 {
-    const size_t unit = (size_t)(what >> 32), n = (size_t)(what >> 20 & TAG_MASK);
+    const size_t unit = (size_t)(what >> 32), n = (size_t)(what >> 8 & N_UNITS_MASK);
 
     (void)snprintf(out, bytes, "the %s of unit %s",
                    (what & 0xff) < N_OPERATIONS ? operations[what & 0xff] : "?",
@@ -60,16 +59,10 @@ static bool has_come_or_gone(void *arg)
     const meeting *m = arg;
     const fc_domain *domain = m->unit->domain;
     const clock_line *line = domain_clock(domain, m->peer);
-    int r;
 
-    for (r = 0; r < domain->n_ranks; r++) {
-        if (r != domain->rank && apart_is_accused(domain, r)) {
-            return true;
-        }
-    }
     return fc_word_load(&line->met) >= m->number ||
            phase_of(fc_word_load(&line->clock)) > phase_of(domain->clock) ||
-           domain_has_failed(domain, m->peer);
+           domain_has_failed(domain, m->peer) || apart_find_accuser(domain) >= 0;
 }
 
 #define ADVICE                                                                                     \
@@ -115,21 +108,16 @@ static fc_status look_at(const meeting *m)
     fc_domain *domain = m->unit->domain;
     const clock_line *line = domain_clock(domain, m->peer);
     const uint64_t theirs = fc_word_load(&line->met);
+    const int accuser = apart_find_accuser(domain);
 
+    /* Who is one meeting ahead waits there, and has not written over this one's word yet. */
     if (theirs == m->number || theirs == m->number + 1) {
         const uint64_t what = fc_word_load(&line->what[m->number & 1]);
-        /* Of a later meeting: who is not waited for is past this one. */
-        const bool is_later = (what >> 8 & TAG_MASK) != (m->what >> 8 & TAG_MASK);
 
-        return what == m->what || is_later ? FC_OK : fail_other(m, what);
+        return what == m->what ? FC_OK : fail_other(m, what);
     }
-    if (!domain->is_awaiting) { /* it may be far ahead, and have ended there as this rank will */
-        return apart_check_skipped(domain, m->peer, m->unit);
-    }
-    for (int r = 0; r < domain->n_ranks; r++) {
-        if (r != domain->rank && apart_is_accused(domain, r)) {
-            return apart_admit(domain, r);
-        }
+    if (accuser >= 0) {
+        return apart_admit(domain, accuser);
     }
     FC_TRY(domain_check_peer(domain, m->peer, operations[m->what & 0xff], m->unit->name));
     FC_TRY(apart_check_skipped(domain, m->peer, m->unit));
@@ -147,7 +135,7 @@ static fc_status meet_peers(meeting *m)
         if (m->peer == domain->rank) {
             continue;
         }
-        if (domain->is_awaiting && !has_come_or_gone(m)) {
+        if (!has_come_or_gone(m)) {
             FC_TRY(waits_await(domain, m->unit, kind, m->peer, has_come_or_gone, m, &info));
         }
         FC_TRY(look_at(m));
@@ -158,8 +146,7 @@ static fc_status meet_peers(meeting *m)
 fc_status meet(fc_unit *unit, size_t n_units, const char *op)
 {
     fc_domain *domain = unit->domain;
-    const uint64_t number = next_meeting(domain);
-    meeting m = {.unit = unit, .number = number, .what = what_of(unit, n_units, number, op)};
+    meeting m = {.unit = unit, .number = next_meeting(domain), .what = what_of(unit, n_units, op)};
     clock_line *own;
 
     if (domain->is_mapped || domain->n_ranks == 1 || domain->clock == CLOCK_LEFT) {
