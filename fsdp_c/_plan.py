@@ -307,15 +307,19 @@ def _make_domains(
     # What replicas add up next has to be there at once.
     batch_bytes = _env.batch_bytes() if streams is None and replicate_pg is None else 0
 
-    def make(process_group: dist.ProcessGroup, is_replicate: bool) -> _C.Domain:
-        get = _comm.transport_for if streams is None else _comm.messages_for
-        transport = get(process_group)
+    get = _comm.transport_for if streams is None else _comm.messages_for
+    process_groups = [shard_pg] if replicate_pg is None else [shard_pg, replicate_pg]
+    transports = [get(process_group) for process_group in process_groups]
+    is_counted = streams is None and any(transport.kind != "shm" for transport in transports)
+
+    def make(index: int) -> _C.Domain:
+        process_group, transport = process_groups[index], transports[index]
         if streams is not None:
             _device.connect(streams, process_group, groups[0].device)
         _check_same_model(process_group, groups)
-        unit_args = (units, shard_pg.rank(), shard_pg.size(), batch_bytes)
+        unit_args = (units, shard_pg.rank(), shard_pg.size(), batch_bytes, is_counted)
         domain = _C.Domain(
-            transport, is_replicate, *unit_args, streams, str(process_group.group_name)
+            transport, index == 1, *unit_args, streams, str(process_group.group_name)
         )
         # On a GPU nobody waits for peers, and NCCL has a board of its own.
         is_blocking = _device.is_blocking(process_group, groups[0].device)
@@ -325,10 +329,9 @@ def _make_domains(
                 domain.watch(watch)
         return domain
 
-    shard = make(shard_pg, False)
-    replicate = None if replicate_pg is None else make(replicate_pg, True)
+    shard, *replicate = map(make, range(len(transports)))
     _origins.forget(_params_of(groups))
-    return shard, replicate
+    return shard, replicate[0] if replicate else None
 
 
 @torch.no_grad()

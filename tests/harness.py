@@ -101,15 +101,12 @@ def run_ranks(
     process lives.
     """
     if fresh or apart or env:
-        launcher = Launcher(env) if env else default_launcher()
-        pool = Pool(launcher, n_ranks)
+        pool = Pool(launcher_for(env or {}), n_ranks)
         try:
             outcomes = pool.call(fn, args, timeout, timeout if fresh else GRACE_S)
             pool.close(outcomes)
         finally:
             pool.kill()
-            if env:
-                launcher.close()
         if any(outcome.timed_out for outcome in outcomes):
             raise_failure(fn, outcomes)
         if fresh:
@@ -213,7 +210,7 @@ class Pool:
     def of(cls, n_ranks: int) -> "Pool":
         pool = cls.pools.get(n_ranks)
         if pool is None or not pool.alive:
-            pool = cls.pools[n_ranks] = cls(default_launcher(), n_ranks)
+            pool = cls.pools[n_ranks] = cls(launcher_for({}), n_ranks)
         return pool
 
     def receive_started(self, pipe: Connection) -> Any:
@@ -297,20 +294,27 @@ class Pool:
             file.close()
 
 
-_launcher: Launcher | None = None
+Settings = tuple[tuple[str, str], ...]
+# By settings, none first, the ones used last at the end; each holds an imported torch.
+_launchers: dict[Settings, Launcher] = {}
+LAUNCHERS_MAX = 6
 
 
-def default_launcher() -> Launcher:
-    global _launcher
-    if _launcher is None:
-        _launcher = Launcher()
+def launcher_for(env: dict[str, str]) -> Launcher:
+    own = {name: value for name, value in os.environ.items() if name.startswith("FSDP_C_")}
+    key = tuple(sorted({**own, **env}.items())) if env else ()
+    if not _launchers:
         atexit.register(stop)
-    return _launcher
+    launcher = _launchers.pop(key, None) or Launcher(env)
+    _launchers[key] = launcher
+    with_settings = [settings for settings in _launchers if settings]
+    if len(with_settings) > LAUNCHERS_MAX:
+        _launchers.pop(with_settings[0]).close()
+    return launcher
 
 
 def stop() -> None:
     """End all ranks; the next call starts new ones."""
-    global _launcher
     for pool in Pool.pools.values():
         if pool.alive:
             pool.close()
@@ -318,9 +322,9 @@ def stop() -> None:
                 pool.await_exit(rank)
             pool.kill()
     Pool.pools.clear()
-    if _launcher is not None:
-        _launcher.close()
-        _launcher = None
+    for launcher in _launchers.values():
+        launcher.close()
+    _launchers.clear()
 
 
 # --- messages -------------------------------------------------------------------------------------

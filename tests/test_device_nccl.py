@@ -89,15 +89,26 @@ def test_mixed_precision_and_other_dims(rank: int, n_ranks: int, path: str) -> N
 
 @on_ranks(2)
 def test_a_reduction_for_each_dtype(rank: int, n_ranks: int, path: str) -> None:
-    """All of them, in one order, though the ranks have gradients of others."""
+    """All of them, in one order, though the ranks have gradients of others: zeros stand for these."""
     with chosen(path) as control:
         torch.manual_seed(0)
         model = fsdp_c.fully_shard(Types(), reshard_after_forward=False)
+        model.set_reduce_scatter_unused_params(True)
         for _ in range(2):
             before = control.n_collectives
             model(data(rank), used=(rank,)).sum().backward()
             assert control.n_collectives == before + 1 + 4
         assert roads(model) == {STAGED}
+
+
+@on_ranks(2)
+def test_gradients_of_different_parameters(rank: int, n_ranks: int, path: str) -> None:
+    """Whose shard gets one is decided before the sums are there: the ranks have to agree."""
+    with chosen(path):
+        torch.manual_seed(0)
+        model = fsdp_c.fully_shard(Types(), reshard_after_forward=False)
+        with pytest.raises(RuntimeError, match=r"\(root\).*gradients of different parameters"):
+            model(data(rank), used=(rank,)).sum().backward()
 
 
 @on_ranks(4)

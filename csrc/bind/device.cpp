@@ -149,15 +149,17 @@ DeviceOptions::DeviceOptions(PyObject *options)
     post_group = group;
 }
 
-DeviceUnit::DeviceUnit(Streams *streams, const fc_layout *layout, const char *name,
+DeviceUnit::DeviceUnit(Streams *streams, fc_unit *shard, fc_unit *replicate,
                        const DeviceComms &comms, const DeviceOptions &options)
-    : streams_(streams), layout_(layout), has_replicas_(comms.replicas != nullptr),
-      why_staged_(fc_gathers_why_staged(layout, comms.shards->has_groups())), options_(options),
-      shards_(layout->n_params), full_(layout->n_params), types_(layout->n_params)
+    : streams_(streams), layout_(fc_unit_layout(shard)), has_replicas_(comms.replicas != nullptr),
+      why_staged_(fc_gathers_why_staged(layout_, comms.shards->has_groups())), options_(options),
+      shards_(layout_->n_params), full_(layout_->n_params), types_(layout_->n_params)
 {
     fc_schedule_unit_options plan = {};
-    plan.name = name;
-    plan.layout = layout;
+    plan.name = fc_unit_name(shard);
+    plan.layout = layout_;
+    plan.shard_unit = shard;
+    plan.replicate_unit = replicate;
     plan.gather = plan.reduce = comms.shards;
     plan.replicas = comms.replicas;
     plan.is_direct = why_staged_ == nullptr;
@@ -255,8 +257,8 @@ void DeviceUnit::set_prefetch(bool in_backward, const std::vector<DeviceUnit *> 
     check(fc_schedule_set_prefetch(unit_, in_backward, list.data(), list.size()));
 }
 
-void DeviceUnit::post(const std::vector<at::Tensor> &grads, double divisor, void *out,
-                      bool accumulate)
+void DeviceUnit::post(const std::vector<at::Tensor> &grads, uint64_t present, double divisor,
+                      void *out, bool accumulate)
 {
     for (size_t i = 0; i < grads.size(); i++) {
         const fc_param &p = layout_->params[i];
@@ -272,7 +274,8 @@ void DeviceUnit::post(const std::vector<at::Tensor> &grads, double divisor, void
                                      .out = out,
                                      .accumulate = accumulate,
                                      .sync = out != nullptr ? FC_SYNC_ALL : FC_SYNC_SCATTER,
-                                     .keep_unsharded = true};
+                                     .keep_unsharded = true,
+                                     .present = present};
     bool is_reduced = false;
     check(fc_schedule_post_backward(unit_, &given, &is_reduced));
 }

@@ -82,8 +82,9 @@ struct DeviceOptions {
 // One unit in the schedule of its tree.
 class DeviceUnit {
 public:
-    DeviceUnit(Streams *streams, const fc_layout *layout, const char *name,
-               const DeviceComms &comms, const DeviceOptions &options);
+    // The units whose ranks shard and, unless it is null, replicate; both outlive this one.
+    DeviceUnit(Streams *streams, fc_unit *shard, fc_unit *replicate, const DeviceComms &comms,
+               const DeviceOptions &options);
     ~DeviceUnit();
     DeviceUnit(const DeviceUnit &) = delete;
     DeviceUnit &operator=(const DeviceUnit &) = delete;
@@ -143,7 +144,9 @@ public:
         fc_schedule_move_partial_sum(former.unit_, unit_);
     }
     // Full gradients, undefined ones: none. The sum, divided, goes to `out`; held without it.
-    void post(const std::vector<at::Tensor> &grads, double divisor, void *out, bool accumulate);
+    // `present` is a fingerprint of those that are summed up, held ones included.
+    void post(const std::vector<at::Tensor> &grads, uint64_t present, double divisor, void *out,
+              bool accumulate);
 
 private:
     Streams *streams_;

@@ -48,12 +48,12 @@ void Unit::post_device(const std::vector<at::Tensor> &grads, const ReduceOptions
         present.push_back(i);
         set_bit(partial_mask_, i);
     }
-    check(fc_domain_meet(shard_, "reduce-scatter"));
-    if (replicate_ != nullptr && options.all_reduce) {
-        check(fc_domain_meet(replicate_, "all-reduce"));
+    uint64_t print = 1;
+    for (uint64_t word : partial_mask_) {
+        print = fc_fingerprint(print, word);
     }
     if (replicate_ != nullptr && !options.all_reduce) {
-        device_->post(grads, options.divisor, nullptr, false);
+        device_->post(grads, print, options.divisor, nullptr, false);
         return;
     }
     std::fill(partial_mask_.begin(), partial_mask_.end(), 0);
@@ -63,13 +63,13 @@ void Unit::post_device(const std::vector<at::Tensor> &grads, const ReduceOptions
         return;
     }
     if (!is_first && !is_ours) {
-        add_apart(grads, present, options);
+        add_apart(grads, present, print, options);
         return;
     }
     if (is_first && !can_share_flat()) {
         make_gradients(true);
     }
-    device_->post(grads, options.divisor, grads_flat_.mutable_data_ptr(), is_ours);
+    device_->post(grads, print, options.divisor, grads_flat_.mutable_data_ptr(), is_ours);
     for (size_t i : present) {
         params_[i].sharded_tensor().mutable_grad() = params_[i].grad.tensor;
     }
@@ -122,11 +122,11 @@ void Unit::take_over(const std::vector<at::Tensor> &grads, const std::vector<siz
 
 // Some shards have gradients and others do not, or the user's own.
 void Unit::add_apart(const std::vector<at::Tensor> &grads, const std::vector<size_t> &present,
-                     const ReduceOptions &options)
+                     uint64_t print, const ReduceOptions &options)
 {
     const fc_layout *layout = fc_unit_layout(shard_);
     const at::Tensor sums = make_grad_buffer(layout->grad_bytes);
-    device_->post(grads, options.divisor, sums.mutable_data_ptr(), false);
+    device_->post(grads, print, options.divisor, sums.mutable_data_ptr(), false);
     make_gradients(false);
     at::NoGradGuard no_grad;
     const GradientScope scope(*device_);

@@ -1,5 +1,5 @@
-// _C.Domain(transport, kind, units, shard_rank, n_shards, batch_bytes, streams, group): builds
-// fc_domain from plain Python data.
+// _C.Domain(transport, kind, units, shard_rank, n_shards, batch_bytes, is_counted, streams, group):
+// builds fc_domain from plain Python data.
 #include "bind/domain.h"
 
 #include "base/alloc.h"
@@ -43,7 +43,7 @@ at::ScalarType scalar_type(PyObject *object)
 
 // (outer, rows, inner, orig dtype, compute dtype, reduce dtype, gradient dtype, has_grad,
 // trainable)
-fc_param parse_param(PyObject *row)
+fc_param parse_param(PyObject *row, bool is_counted)
 {
     Py_ssize_t outer, rows, inner;
     PyObject *orig, *compute, *reduce, *grad;
@@ -62,6 +62,7 @@ fc_param parse_param(PyObject *row)
     param.grad = dtype_of(scalar_type(grad));
     param.has_grad = has_grad != 0;
     param.trainable = trainable != 0;
+    param.is_counted = is_counted;
     return param;
 }
 
@@ -71,7 +72,8 @@ struct UnitList {
     std::vector<std::vector<fc_param>> params;
     std::vector<fc_unit_desc> descs;
 
-    explicit UnitList(PyObject *units)
+    // `is_counted`: some of the collectives go over messages.
+    UnitList(PyObject *units, bool is_counted)
     {
         const size_t n = static_cast<size_t>(PyList_GET_SIZE(units));
         names.resize(n);
@@ -85,7 +87,7 @@ struct UnitList {
             }
             names[i] = name;
             for (Py_ssize_t j = 0; j < PyList_GET_SIZE(rows); j++) {
-                params[i].push_back(parse_param(PyList_GET_ITEM(rows, j)));
+                params[i].push_back(parse_param(PyList_GET_ITEM(rows, j), is_counted));
             }
             descs.push_back({names[i].c_str(), params[i].data(), params[i].size()});
         }
@@ -97,13 +99,14 @@ PyObject *domain_new(PyTypeObject *type, PyObject *args, PyObject *)
     return guarded([&]() -> PyObject * {
         PyObject *transport, *units, *streams = Py_None;
         const char *group = "";
-        int is_replicate, shard_rank, n_shards;
+        int is_replicate, shard_rank, n_shards, is_counted;
         Py_ssize_t batch_bytes;
-        if (!PyArg_ParseTuple(args, "OpO!iin|Os", &transport, &is_replicate, &PyList_Type, &units,
-                              &shard_rank, &n_shards, &batch_bytes, &streams, &group)) {
+        if (!PyArg_ParseTuple(args, "OpO!iinp|Os", &transport, &is_replicate, &PyList_Type, &units,
+                              &shard_rank, &n_shards, &batch_bytes, &is_counted, &streams,
+                              &group)) {
             return nullptr;
         }
-        const UnitList list(units);
+        const UnitList list(units, is_counted != 0);
         Ref self = checked(type->tp_alloc(type, 0));
         auto *object = reinterpret_cast<DomainObject *>(self.get());
         check(fc_domain_create(fc_transport_from_object(transport),
@@ -235,7 +238,7 @@ PyObject *domain_plan(PyObject *, PyObject *args)
                               &n_ranks, &is_mapped)) {
             return nullptr;
         }
-        const UnitList list(units);
+        const UnitList list(units, is_mapped == 0);
         fc_domain_sizes sizes;
         check(fc_domain_plan(is_replicate ? FC_DOMAIN_REPLICATE : FC_DOMAIN_SHARD,
                              list.descs.data(), list.descs.size(), n_shards, n_ranks, is_mapped,

@@ -347,19 +347,14 @@ void Unit::post_own(const std::vector<at::Tensor> &grads, const ReduceOptions &o
 // Its gradients are there when the batch is summed up, at the end of backward at the latest.
 void Unit::post_to_batch(const std::vector<at::Tensor> &grads)
 {
-    std::vector<uint64_t> mask(fc_unit_layout(shard_)->mask_words);
-    for (size_t i = 0; i < grads.size(); i++) {
-        if (grads[i].defined()) {
-            set_bit(mask, i);
-        }
-    }
     char *parts = nullptr;
     size_t pitch = 0;
-    check(fc_batch_add(shard_, mask.data(), &parts, &pitch));
+    check(fc_batch_add(shard_, &parts, &pitch));
     for (size_t i = 0; i < grads.size(); i++) {
         if (grads[i].defined()) {
             stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()),
                   FC_WIRE_REDUCE, FC_TO_ALL, parts, pitch);
+            fc_unit_count_present(shard_, i, parts, fc_domain_n_ranks(domain_), pitch);
         }
     }
 }
@@ -389,18 +384,17 @@ void Unit::post_messages(const std::vector<at::Tensor> &grads, const ReduceOptio
     // Every rank sends whole sections, zeros for what it has no gradient of: sizes always agree.
     std::memset(parts.data(), 0, n_ranks * bytes);
     for (size_t i = 0; i < grads.size(); i++) {
-        const fc_section *section = fc_layout_section(layout, &layout->params[i]);
         if (!grads[i].defined()) {
             continue;
         }
-        set_bit(mask, i);
-        if (section != nullptr) {
-            stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()),
-                  FC_WIRE_REDUCE, FC_TO_ALL, parts.data() + (n_ranks - 1) * section->at,
-                  section->bytes);
-        }
+        const fc_section *section = fc_layout_section(layout, &layout->params[i]);
+        char *of_ranks = parts.data() + (n_ranks - 1) * section->at;
+        stage(shard_, i, grads[i].const_data_ptr(), dtype_of(grads[i].scalar_type()),
+              FC_WIRE_REDUCE, FC_TO_ALL, of_ranks, section->bytes);
+        fc_unit_count_present(shard_, i, of_ranks, layout->n_ranks, section->bytes);
     }
     check(fc_waits_reduce_scatter(shard_, part.data(), parts.data(), moves_frozen_));
+    fc_unit_read_present(shard_, part.data(), bytes, mask.data());
     reduce_part(part.data(), mask, options, progress);
 }
 
@@ -449,8 +443,17 @@ void Unit::take_partial(char *part, std::vector<uint64_t> &mask)
 // Over messages, which move all of the part: zeros for what it does not hold.
 void Unit::all_reduce_part(char *part, std::vector<uint64_t> &mask, const ReduceOptions &options)
 {
+    const fc_layout *layout = fc_unit_layout(shard_);
     take_partial(part, mask);
+    for (size_t i = 0; i < params_.size(); i++) {
+        if (has_bit(mask.data(), i)) {
+            fc_unit_count_present(shard_, i, part, 1, 0);
+        }
+    }
     check(fc_waits_all_reduce(replicate_, part, moves_frozen_));
+    fc_unit_read_present(shard_, part,
+                         moves_frozen_ ? layout->part_bytes : layout->trainable_part_bytes,
+                         mask.data());
     write_gradients(replicate_, {{part, mask.data(), FC_WIRE_REDUCE, nullptr}}, options);
 }
 

@@ -166,7 +166,7 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
         const DeviceComms comms = {domain_device_comm(domain),
                                    replicate_ != nullptr ? domain_device_comm(replicate_domain)
                                                          : nullptr};
-        device_ = std::make_unique<DeviceUnit>(streams, layout, fc_unit_name(shard_), comms,
+        device_ = std::make_unique<DeviceUnit>(streams, shard_, replicate_, comms,
                                                DeviceOptions(on_device));
         device_->set_shards(params_);
         may_reside_ = can_reside();
@@ -312,7 +312,6 @@ void Unit::unshard_private()
     // What moves nothing has no range: a unit on one rank, and a second call before the wait.
     Range range(is_gathered() && !requested_ ? "FSDP::all_gather" : nullptr, this);
     if (device_ != nullptr) {
-        check(fc_domain_meet(shard_, "all-gather"));
         device_->start(fc_domain_is_open(domain_));
     } else if (!fc_domain_is_mapped(domain_)) {
         gather_messages();
@@ -495,7 +494,6 @@ void Unit::refresh()
     if (device_ != nullptr) {
         if (device_->is_outdated()) {
             device_->reshard();
-            check(fc_domain_meet(shard_, "all-gather"));
             device_->start(true);
             slot_ = device_->take(true, false);
             show(slot_);

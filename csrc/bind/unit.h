@@ -298,7 +298,7 @@ private:
     std::vector<at::Tensor> take_gradients(bool with_unused, bool with_partial_sums);
     void post_device(const std::vector<at::Tensor> &grads, const ReduceOptions &options);
     void add_apart(const std::vector<at::Tensor> &grads, const std::vector<size_t> &present,
-                   const ReduceOptions &options);
+                   uint64_t print, const ReduceOptions &options);
     at::Tensor make_grad_buffer(size_t bytes) const;
     void post_mapped(std::vector<at::Tensor> grads, const Progress &progress);
     void settle();

@@ -36,6 +36,7 @@ typedef struct fc_moves fc_moves;             /* a plan where the device can rea
 typedef struct fc_label {
     const char *unit;
     const char *what;
+    uint64_t detail; /* what ranks in a collective must have alike beside its size */
 } fc_label;
 
 /* One launch over a plan: to = (accumulate ? to : 0) + from / divisor, rounded once. Types without

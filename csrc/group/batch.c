@@ -222,7 +222,7 @@ static fc_status make(fc_domain *domain)
     return FC_OK;
 }
 
-fc_status fc_batch_add(fc_unit *unit, const uint64_t *mask, char **parts_out, size_t *pitch_out)
+fc_status fc_batch_add(fc_unit *unit, char **parts_out, size_t *pitch_out)
 {
     fc_domain *domain = unit->domain;
     fc_batch *batch;
@@ -234,7 +234,6 @@ fc_status fc_batch_add(fc_unit *unit, const uint64_t *mask, char **parts_out, si
     batch = domain->batch;
     added = &batch->entries[batch->n++];
     *added = (entry){.unit = unit, .at = batch->used};
-    memcpy(added->mask, mask, unit->layout.mask_words * sizeof(uint64_t));
     batch->dtype = unit->layout.sections[0].reduce;
     batch->used += unit->layout.trainable_part_bytes;
     *parts_out = batch->parts + added->at;
@@ -275,13 +274,16 @@ fc_status fc_batch_reduce(fc_domain *domain, fc_batch **out)
 
 fc_unit *fc_batch_next(fc_batch *batch, fc_source *sum_out)
 {
-    const entry *next = &batch->entries[batch->next];
+    entry *next;
+    const char *sum;
 
     if (batch->next == batch->n) {
         return NULL;
     }
-    batch->next++;
-    *sum_out = (fc_source){sums_of(batch) + next->at, next->mask, FC_WIRE_REDUCE, NULL};
+    next = &batch->entries[batch->next++];
+    sum = sums_of(batch) + next->at;
+    fc_unit_read_present(next->unit, sum, next->unit->layout.trainable_part_bytes, next->mask);
+    *sum_out = (fc_source){sum, next->mask, FC_WIRE_REDUCE, NULL};
     return next->unit;
 }
 

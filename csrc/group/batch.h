@@ -57,8 +57,7 @@ bool fc_batch_joins(const fc_unit *unit);
 fc_domain *fc_batch_waiting(fc_domain *domain);
 /* Room for the post of a unit that is admitted, filled with zeros: a part per rank, `pitch_out`
  * bytes apart, in the reduce dtype. `mask`: the parameters present in it, copied. */
-FC_MUST_CHECK fc_status fc_batch_add(fc_unit *unit, const uint64_t *mask, char **parts_out,
-                                     size_t *pitch_out);
+FC_MUST_CHECK fc_status fc_batch_add(fc_unit *unit, char **parts_out, size_t *pitch_out);
 /* Takes the domain's batch and sums it up; NULL: nothing waits. The caller gives it back. */
 FC_MUST_CHECK fc_status fc_batch_reduce(fc_domain *domain, fc_batch **out);
 /* The next unit in it and its sum, borrowed; NULL: none is left. */

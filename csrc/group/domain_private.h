@@ -230,7 +230,7 @@ fc_status apart_told_by(fc_domain *domain, int peer);
 fc_status clock_ready(fc_domain *domain, const fc_unit *unit);
 
 /* Meetings before collectives of messages; meet.c. `n_units` travel in it, from this one on. */
-fc_status meet(fc_unit *unit, size_t n_units, const char *op);
+fc_status meet(fc_unit *unit, size_t n_units, const char *op, uint64_t detail);
 
 /* Waits and counts it; `unit` may be NULL. waits.c. */
 fc_status waits_init(fc_domain *domain);

@@ -46,7 +46,7 @@ static void measure(fc_param *param, int rank, int n_ranks, bool may_alias)
  * reduced in one go. */
 static size_t padded_numel(const fc_param *param)
 {
-    return fc_round_up(param->chunk_numel, FC_ALIGN / 2);
+    return fc_round_up(param->chunk_numel + param->is_counted, FC_ALIGN / 2);
 }
 
 static void place_section(fc_layout *layout, bool trainable, fc_dtype reduce)

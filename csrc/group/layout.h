@@ -41,6 +41,9 @@ typedef struct fc_param {
     fc_dtype orig, compute, reduce, grad;
     bool has_grad;  /* floating point: may receive a gradient */
     bool trainable; /* at set-up; only orders the parts */
+    /* Over messages: an element behind its chunk in a part counts the ranks that have a gradient.
+     */
+    bool is_counted;
     /* Computed by fc_layout_init. */
     size_t chunk_rows;  /* of every rank, padding included */
     size_t own_rows;    /* of this rank, without padding */

@@ -22,24 +22,38 @@ static uint64_t next_meeting(const fc_domain *domain)
 static const char *const operations[] = {"all-gather", "reduce-scatter", "all-reduce"};
 #define N_OPERATIONS (sizeof(operations) / sizeof(operations[0]))
 
-/* unit, how many, operation: in one word that all ranks must have alike. */
-#define N_UNITS_MASK UINT64_C(0xffffff)
-static uint64_t what_of(const fc_unit *unit, size_t n_units, const char *op)
+/* In one word that all ranks must have alike: the unit, how many, the operation, and a fingerprint
+ * of the gradients that take part. */
+#define UNIT_SHIFT 44
+#define N_UNITS_SHIFT 34
+#define N_UNITS_MASK UINT64_C(0x3ff)
+#define KIND_SHIFT 32
+#define DETAIL_MASK UINT64_C(0xffffffff)
+
+static uint64_t what_of(const fc_unit *unit, size_t n_units, const char *op, uint64_t detail)
 {
     uint64_t kind = 0;
 
     while (kind + 1 < N_OPERATIONS && strcmp(operations[kind], op) != 0) {
         kind++;
     }
-    return (uint64_t)unit->index << 32 | (n_units & N_UNITS_MASK) << 8 | kind;
+    return (uint64_t)unit->index << UNIT_SHIFT | (n_units & N_UNITS_MASK) << N_UNITS_SHIFT |
+           kind << KIND_SHIFT | (detail & DETAIL_MASK);
+}
+
+static const char *operation_of(uint64_t what)
+{
+    const size_t kind = (size_t)(what >> KIND_SHIFT & 3);
+
+    return kind < N_OPERATIONS ? operations[kind] : "?";
 }
 
 static void describe(const fc_domain *domain, uint64_t what, char *out, size_t bytes)
 {
-    const size_t unit = (size_t)(what >> 32), n = (size_t)(what >> 8 & N_UNITS_MASK);
+    const size_t unit = (size_t)(what >> UNIT_SHIFT);
+    const size_t n = (size_t)(what >> N_UNITS_SHIFT & N_UNITS_MASK);
 
-    (void)snprintf(out, bytes, "the %s of unit %s",
-                   (what & 0xff) < N_OPERATIONS ? operations[what & 0xff] : "?",
+    (void)snprintf(out, bytes, "the %s of unit %s", operation_of(what),
                    unit < domain->n_units ? domain->units[unit].name : "?");
     if (n > 1) {
         const size_t used = strlen(out);
@@ -81,6 +95,16 @@ static fc_status fail_other(const meeting *m, uint64_t theirs)
 
     describe(domain, is_first ? m->what : theirs, here, sizeof(here));
     describe(domain, is_first ? theirs : m->what, there, sizeof(there));
+    if (((m->what ^ theirs) & ~DETAIL_MASK) == 0) {
+        (void)snprintf(text, sizeof(text),
+                       "ranks %d and %d are in %s with gradients of different parameters (step "
+                       "%llu): on a device all ranks have gradients of the same ones; call "
+                       "set_reduce_scatter_unused_params(True), or give each loss a part of all",
+                       fc_transport_global_rank(domain->transport, first),
+                       fc_transport_global_rank(domain->transport, second), here,
+                       (unsigned long long)(domain->clock >> STEP_SHIFT));
+        return apart_accuse(domain, m->peer, text);
+    }
     (void)snprintf(text, sizeof(text), "rank %d is in %s and rank %d in %s (step %llu): " ADVICE,
                    fc_transport_global_rank(domain->transport, first), here,
                    fc_transport_global_rank(domain->transport, second), there,
@@ -119,7 +143,7 @@ static fc_status look_at(const meeting *m)
     if (accuser >= 0) {
         return apart_admit(domain, accuser);
     }
-    FC_TRY(domain_check_peer(domain, m->peer, operations[m->what & 0xff], m->unit->name));
+    FC_TRY(domain_check_peer(domain, m->peer, operation_of(m->what), m->unit->name));
     FC_TRY(apart_check_skipped(domain, m->peer, m->unit));
     return fail_gone(m);
 }
@@ -127,9 +151,9 @@ static fc_status look_at(const meeting *m)
 static fc_status meet_peers(meeting *m)
 {
     fc_domain *domain = m->unit->domain;
-    const fc_wait_info info = {operations[m->what & 0xff], m->unit->name,
-                               domain->clock >> STEP_SHIFT};
-    const fc_wait_kind kind = (m->what & 0xff) == 0 ? waits_gather_kind(domain) : FC_WAIT_REDUCE;
+    const fc_wait_info info = {operation_of(m->what), m->unit->name, domain->clock >> STEP_SHIFT};
+    const fc_wait_kind kind =
+        (m->what >> KIND_SHIFT & 3) == 0 ? waits_gather_kind(domain) : FC_WAIT_REDUCE;
 
     for (m->peer = 0; m->peer < domain->n_ranks; m->peer++) {
         if (m->peer == domain->rank) {
@@ -143,10 +167,11 @@ static fc_status meet_peers(meeting *m)
     return FC_OK;
 }
 
-fc_status meet(fc_unit *unit, size_t n_units, const char *op)
+fc_status meet(fc_unit *unit, size_t n_units, const char *op, uint64_t detail)
 {
     fc_domain *domain = unit->domain;
-    meeting m = {.unit = unit, .number = next_meeting(domain), .what = what_of(unit, n_units, op)};
+    meeting m = {
+        .unit = unit, .number = next_meeting(domain), .what = what_of(unit, n_units, op, detail)};
     clock_line *own;
 
     if (domain->is_mapped || domain->n_ranks == 1 || domain->clock == CLOCK_LEFT) {
@@ -163,7 +188,7 @@ fc_status meet(fc_unit *unit, size_t n_units, const char *op)
     return meet_peers(&m);
 }
 
-fc_status fc_domain_meet(fc_unit *unit, const char *op)
+fc_status fc_domain_meet(fc_unit *unit, const char *op, uint64_t detail)
 {
-    return unit->domain->clocks != NULL ? meet(unit, 1, op) : FC_OK;
+    return unit->domain->clocks != NULL ? meet(unit, 1, op, detail) : FC_OK;
 }

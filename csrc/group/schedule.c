@@ -2,6 +2,7 @@
 #include "group/schedule_private.h"
 
 #include "base/alloc.h"
+#include "group/domain.h"
 
 #include <string.h>
 
@@ -16,6 +17,11 @@ const char *fc_schedule_wait_name(fc_schedule_wait wait)
     };
 
     return names[wait];
+}
+
+fc_status fc_schedule_meet(fc_unit *unit, const char *op, uint64_t detail)
+{
+    return unit != NULL ? fc_domain_meet(unit, op, detail) : FC_OK;
 }
 
 fc_status fc_schedule_unit_fail(const fc_schedule_unit *unit, const char *call)
@@ -162,6 +168,7 @@ static fc_status start_gather(fc_schedule_unit *unit)
     fc_stream_slot *slot;
     fc_status st;
 
+    FC_TRY(fc_schedule_meet(unit->options.shard_unit, "all-gather", 0));
     unit->is_from_slice = unit->kept != NULL;
     FC_TRY(enter_copy_in(s));
     FC_TRY(fc_stream_pool_acquire(s, &s->gathers, fc_schedule_label(unit, ""), slot_bytes(unit),

@@ -62,6 +62,7 @@ typedef enum fc_schedule_wait {
     FC_ORDER_COUNT
 } fc_schedule_wait;
 
+typedef struct fc_unit fc_unit; /* domain.h */
 typedef struct fc_schedule fc_schedule;
 typedef struct fc_schedule_unit fc_schedule_unit;
 
@@ -87,6 +88,9 @@ typedef struct fc_schedule_unit_options {
     bool is_offloaded;  /* shards and reduced gradients are pinned host memory */
     double pre_divisor; /* of gradients before they are added up, for narrow types; else 1 */
     double divisor;     /* of sums */
+    /* Whose ranks meet before each of the unit's collectives (fc_domain_meet); borrowed, or NULL.
+     */
+    fc_unit *shard_unit, *replicate_unit;
 } fc_schedule_unit_options;
 
 FC_MUST_CHECK fc_status fc_schedule_create(const fc_schedule_options *options, fc_schedule **out);
@@ -144,6 +148,9 @@ typedef struct fc_schedule_grads {
     bool accumulate;
     fc_schedule_sync sync;
     bool keep_unsharded;
+    /* A fingerprint of the parameters that are summed up, those held included. All ranks must have
+     * the same: who gets a gradient is decided before the sums are there. 0: it is not known. */
+    uint64_t present;
 } fc_schedule_grads;
 
 /* Nothing is reduced if no gradient is given and none is held; *reduced_out says which. */

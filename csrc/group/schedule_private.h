@@ -110,7 +110,7 @@ static inline bool fc_schedule_is_alone(const fc_schedule_unit *unit)
 
 static inline fc_label fc_schedule_label(const fc_schedule_unit *unit, const char *what)
 {
-    return (fc_label){unit->name, what};
+    return (fc_label){unit->name, what, 0};
 }
 
 /* ---- schedule_slots.c ---- */
@@ -169,6 +169,8 @@ FC_MUST_CHECK fc_status fc_schedule_move(fc_schedule_unit *unit, fc_stream *stre
 
 /* ---- schedule.c ---- */
 
+/* NULL is fine. */
+FC_MUST_CHECK fc_status fc_schedule_meet(fc_unit *unit, const char *op, uint64_t detail);
 FC_MUST_CHECK fc_status fc_schedule_unit_fail(const fc_schedule_unit *unit, const char *call);
 /* A gather that nobody waits for any more. */
 FC_MUST_CHECK fc_status fc_schedule_drop_gather(fc_schedule_unit *unit);

@@ -41,7 +41,8 @@ static fc_status stage(fc_schedule_unit *unit, const fc_schedule_grads *grads)
     return fc_schedule_move(unit, s->compute, "stage", &launch);
 }
 
-static fc_status scatter_sections(fc_schedule_unit *unit, const void *from, void *to)
+static fc_status scatter_sections(fc_schedule_unit *unit, uint64_t present, const void *from,
+                                  void *to)
 {
     fc_schedule *s = unit->schedule;
     const fc_layout *l = unit->options.layout;
@@ -51,14 +52,15 @@ static fc_status scatter_sections(fc_schedule_unit *unit, const void *from, void
         const fc_section *c = &l->sections[i];
 
         FC_TRY(s->ops->reduce_scatter(s->options.device, unit->options.reduce, s->options.reduce,
-                                      fc_schedule_label(unit, "reduce-scatter"), (char *)to + c->at,
+                                      (fc_label){unit->name, "reduce-scatter", present},
+                                      (char *)to + c->at,
                                       (const char *)from + (size_t)l->n_ranks * c->at,
                                       c->bytes / fc_dtype_bytes(c->reduce), c->reduce));
     }
     return FC_OK;
 }
 
-static fc_status all_reduce_sections(fc_schedule_unit *unit, void *part)
+static fc_status all_reduce_sections(fc_schedule_unit *unit, uint64_t present, void *part)
 {
     fc_schedule *s = unit->schedule;
     const fc_layout *l = unit->options.layout;
@@ -68,14 +70,15 @@ static fc_status all_reduce_sections(fc_schedule_unit *unit, void *part)
         const fc_section *c = &l->sections[i];
 
         FC_TRY(s->ops->all_reduce(s->options.device, unit->options.replicas, s->options.all_reduce,
-                                  fc_schedule_label(unit, "all-reduce"), (char *)part + c->at,
-                                  c->bytes / fc_dtype_bytes(c->reduce), c->reduce));
+                                  (fc_label){unit->name, "all-reduce", present},
+                                  (char *)part + c->at, c->bytes / fc_dtype_bytes(c->reduce),
+                                  c->reduce));
     }
     return FC_OK;
 }
 
 /* The own part of the sum over the shard group, and of what was scattered before. */
-static fc_status scatter(fc_schedule_unit *unit, fc_stream_slot **out)
+static fc_status scatter(fc_schedule_unit *unit, uint64_t present, fc_stream_slot **out)
 {
     fc_schedule *s = unit->schedule;
     fc_stream *reduce = s->options.reduce;
@@ -84,7 +87,7 @@ static fc_status scatter(fc_schedule_unit *unit, fc_stream_slot **out)
     FC_TRY(fc_stream_pool_acquire(s, &s->outputs, fc_schedule_label(unit, ""),
                                   unit->options.layout->trainable_part_bytes, &output));
     *out = output;
-    FC_TRY(scatter_sections(unit, input->memory, output->memory));
+    FC_TRY(scatter_sections(unit, present, input->memory, output->memory));
     FC_TRY(fc_stream_slot_mark(s, input, reduce));
     fc_stream_pool_release(&s->inputs, input);
     unit->held = NULL;
@@ -149,7 +152,7 @@ static fc_status complete(fc_schedule_unit *unit, const fc_schedule_grads *grads
         stream = s->options.all_reduce;
         s->is_all_reducing = true;
         FC_TRY(fc_schedule_chain(s, FC_ORDER_SCATTERED, s->options.reduce, stream));
-        FC_TRY(all_reduce_sections(unit, output->memory));
+        FC_TRY(all_reduce_sections(unit, grads->present, output->memory));
     }
     FC_TRY(finish(unit, grads, output, stream));
     return fc_stream_slot_mark(s, output, stream);
@@ -268,6 +271,22 @@ static fc_status post_alone(fc_schedule_unit *unit, const fc_schedule_grads *gra
     return FC_OK;
 }
 
+/* Before anything changes: the ranks meet for the collectives that are due. */
+static fc_status meet_for_sums(fc_schedule_unit *unit, const fc_schedule_grads *grads,
+                               bool is_fresh)
+{
+    const bool is_due = grads->sync != FC_SYNC_NONE;
+    const bool has_input = is_fresh || unit->held != NULL;
+
+    if (is_due && has_input) {
+        FC_TRY(fc_schedule_meet(unit->options.shard_unit, "reduce-scatter", grads->present));
+    }
+    if (is_due && grads->sync != FC_SYNC_SCATTER && (has_input || unit->partial != NULL)) {
+        FC_TRY(fc_schedule_meet(unit->options.replicate_unit, "all-reduce", grads->present));
+    }
+    return FC_OK;
+}
+
 fc_status fc_schedule_post_backward(fc_schedule_unit *unit, const fc_schedule_grads *grads,
                                     bool *reduced_out)
 {
@@ -284,6 +303,7 @@ fc_status fc_schedule_post_backward(fc_schedule_unit *unit, const fc_schedule_gr
     if (fc_schedule_is_alone(unit)) {
         return post_alone(unit, grads, reduced_out);
     }
+    FC_TRY(meet_for_sums(unit, grads, is_fresh));
     if (is_fresh) {
         FC_TRY(stage(unit, grads));
     }
@@ -302,7 +322,7 @@ fc_status fc_schedule_post_backward(fc_schedule_unit *unit, const fc_schedule_gr
         unit->partial = NULL;
         st = FC_OK;
     } else {
-        st = scatter(unit, &output);
+        st = scatter(unit, grads->present, &output);
     }
     if (st == FC_OK && is_partial) {
         unit->partial = output;

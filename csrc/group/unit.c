@@ -146,6 +146,41 @@ void fc_unit_stage(const fc_unit *unit, size_t param, const void *grad, fc_dtype
     }
 }
 
+static size_t present_at(const fc_param *p)
+{
+    return p->part_at + p->chunk_numel * fc_dtype_bytes(p->reduce);
+}
+
+void fc_unit_count_present(const fc_unit *unit, size_t param, char *parts, int n_parts,
+                           size_t part_bytes)
+{
+    static const float one = 1;
+    const fc_param *p = &unit->params[param];
+    int r;
+
+    for (r = 0; p->is_counted && r < n_parts; r++) {
+        convert(parts + (size_t)r * part_bytes + present_at(p), p->reduce, &one, FC_F32, 1);
+    }
+}
+
+void fc_unit_read_present(const fc_unit *unit, const char *part, size_t part_bytes, uint64_t *mask)
+{
+    size_t i;
+
+    for (i = 0; i < unit->layout.n_params; i++) {
+        const fc_param *p = &unit->params[i];
+        float n = 0;
+
+        if (!p->has_grad || !p->is_counted || present_at(p) >= part_bytes) {
+            continue;
+        }
+        convert(&n, FC_F32, part + present_at(p), p->reduce, 1);
+        if (n != 0) {
+            mask[i / 64] |= UINT64_C(1) << (i % 64);
+        }
+    }
+}
+
 size_t fc_unit_part_bytes(const fc_unit *unit, fc_wire wire)
 {
     size_t i, bytes = 0;

@@ -57,6 +57,12 @@ typedef enum fc_receivers {
 void fc_unit_stage(const fc_unit *unit, size_t param, const void *grad, fc_dtype dtype,
                    fc_wire wire, fc_receivers receivers, char *parts, size_t part_bytes);
 
+/* Adds this rank to the count of a parameter that is counted; parts are zero there before. */
+void fc_unit_count_present(const fc_unit *unit, size_t param, char *parts, int n_parts,
+                           size_t part_bytes);
+/* Adds to the mask which parameters any rank has counted, in a sum of `part_bytes`. */
+void fc_unit_read_present(const fc_unit *unit, const char *part, size_t part_bytes, uint64_t *mask);
+
 /* The bytes that a part needs to hold the parameters present in the post under construction. */
 size_t fc_unit_part_bytes(const fc_unit *unit, fc_wire wire);
 

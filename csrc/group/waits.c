@@ -115,7 +115,7 @@ fc_status waits_all_gather(fc_unit *unit, size_t n_units, void *recv, const void
     const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
     int64_t start_ns;
 
-    FC_TRY(meet(unit, n_units, "all-gather"));
+    FC_TRY(meet(unit, n_units, "all-gather", 0));
     start_ns = fc_now_ns();
     return counted(unit, n_units, waits_gather_kind(unit->domain), start_ns,
                    messages->all_gather(messages->context, recv, send, send_bytes));
@@ -127,7 +127,7 @@ fc_status waits_reduce_scatter(fc_unit *unit, size_t n_units, void *recv, void *
     const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
     int64_t start_ns;
 
-    FC_TRY(meet(unit, n_units, "reduce-scatter"));
+    FC_TRY(meet(unit, n_units, "reduce-scatter", 0));
     start_ns = fc_now_ns();
     return counted(unit, n_units, FC_WAIT_REDUCE, start_ns,
                    messages->reduce_scatter(messages->context, recv, send, recv_numel, dtype));
@@ -138,7 +138,7 @@ static fc_status all_reduce(fc_unit *unit, void *data, size_t numel, fc_dtype dt
     const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
     int64_t start_ns;
 
-    FC_TRY(meet(unit, 1, "all-reduce"));
+    FC_TRY(meet(unit, 1, "all-reduce", 0));
     start_ns = fc_now_ns();
     return counted(unit, 1, FC_WAIT_REDUCE, start_ns,
                    messages->all_reduce(messages->context, data, numel, dtype));

@@ -286,12 +286,21 @@ static void write_deed(board_page *page, int comm, const fc_nccl_deed *deed)
     atomic_store_explicit(&slot->sequence, deed->sequence, memory_order_seq_cst);
 }
 
-static bool is_same(const fc_nccl_deed *a, const fc_nccl_deed *b)
+static bool is_alike(const fc_nccl_deed *a, const fc_nccl_deed *b)
 {
     return a->bytes == b->bytes && a->form == b->form &&
            strncmp(a->op, b->op, sizeof(a->op)) == 0 &&
            strncmp(a->unit, b->unit, sizeof(a->unit)) == 0;
 }
+
+static bool is_same(const fc_nccl_deed *a, const fc_nccl_deed *b)
+{
+    return is_alike(a, b) && a->detail == b->detail;
+}
+
+#define OTHER_PARAMETERS                                                                           \
+    ". They have gradients of different parameters: call set_reduce_scatter_unused_params(True), " \
+    "or give each loss a part of all"
 
 fc_status fc_nccl_board_post(fc_nccl_board *board, int comm, const fc_nccl_deed *deed)
 {
@@ -314,9 +323,10 @@ fc_status fc_nccl_board_post(fc_nccl_board *board, int comm, const fc_nccl_deed 
         describe(&theirs, their_text, sizeof(their_text));
         return fc_fail(FC_ERR_MISMATCH,
                        "ranks of process group %s call different collectives in place %llu: rank %d"
-                       " calls %s, rank %d calls %s",
+                       " calls %s, rank %d calls %s%s",
                        base->name, (unsigned long long)deed->sequence,
-                       base->global_ranks[base->rank], my_text, base->global_ranks[r], their_text);
+                       base->global_ranks[base->rank], my_text, base->global_ranks[r], their_text,
+                       is_alike(deed, &theirs) ? OTHER_PARAMETERS : "");
     }
     return FC_OK;
 }

@@ -24,7 +24,8 @@ typedef struct fc_nccl_board fc_nccl_board;
 typedef struct fc_nccl_deed {
     uint64_t sequence; /* from 1 */
     uint64_t bytes;
-    uint64_t form; /* the element type, or the sizes that `bytes` adds up */
+    uint64_t form;   /* the element type, or the sizes that `bytes` adds up */
+    uint64_t detail; /* a fingerprint of the parameters whose gradients take part, or 0 */
     char op[20];
     char unit[FC_NCCL_UNIT_BYTES];
 } fc_nccl_deed;

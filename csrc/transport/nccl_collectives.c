@@ -31,10 +31,11 @@ static bool type_of(fc_dtype dtype, int *out)
     return *out >= 0;
 }
 
-static fc_status begin(fc_nccl_comm *comm, const fc_wait_info *info, size_t bytes, uint64_t form)
+static fc_status begin(fc_nccl_comm *comm, const fc_wait_info *info, size_t bytes, uint64_t form,
+                       uint64_t detail)
 {
     fc_nccl_group *group = comm->group;
-    fc_nccl_deed deed = {.bytes = bytes, .form = form};
+    fc_nccl_deed deed = {.bytes = bytes, .form = form, .detail = detail};
     fc_status st;
 
     FC_TRY(fc_transport_check(group->base));
@@ -78,7 +79,7 @@ fc_status fc_nccl_all_gather(fc_device_comm *target, fc_stream *stream, fc_label
     const fc_transport *base = comm->group->base;
     const char *own = (const char *)buffer + (size_t)base->rank * part_bytes;
 
-    FC_TRY(begin(comm, &info, part_bytes, FC_NCCL_INT8));
+    FC_TRY(begin(comm, &info, part_bytes, FC_NCCL_INT8, 0));
     if (base->n_ranks == 1) {
         return FC_OK;
     }
@@ -120,7 +121,7 @@ fc_status fc_nccl_all_gather_each(fc_device_comm *target, fc_stream *stream, fc_
         bytes += gathers[i].bytes;
         form = form * 31 + gathers[i].bytes;
     }
-    FC_TRY(begin(comm, &info, bytes, form));
+    FC_TRY(begin(comm, &info, bytes, form, 0));
     if (n_gathers == 0) {
         return FC_OK;
     }
@@ -136,7 +137,7 @@ fc_status fc_nccl_reduce_scatter(fc_device_comm *target, fc_stream *stream, fc_l
     int type;
 
     FC_TRY(find_type(comm, &info, dtype, &type));
-    FC_TRY(begin(comm, &info, numel * fc_dtype_bytes(dtype), (uint64_t)type));
+    FC_TRY(begin(comm, &info, numel * fc_dtype_bytes(dtype), (uint64_t)type, label.detail));
     return fc_nccl_settle(comm,
                           comm->group->nccl->call.reduce_scatter(from, to, numel, type, FC_NCCL_SUM,
                                                                  comm->handle, stream),
@@ -151,7 +152,7 @@ fc_status fc_nccl_all_reduce(fc_device_comm *target, fc_stream *stream, fc_label
     int type;
 
     FC_TRY(find_type(comm, &info, dtype, &type));
-    FC_TRY(begin(comm, &info, numel * fc_dtype_bytes(dtype), (uint64_t)type));
+    FC_TRY(begin(comm, &info, numel * fc_dtype_bytes(dtype), (uint64_t)type, label.detail));
     if (comm->group->base->n_ranks == 1) {
         return FC_OK;
     }

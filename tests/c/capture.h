@@ -145,7 +145,7 @@ static inline fc_status wait(fc_device *device, fc_stream *stream, fc_event *eve
 
     if (now.events[e].is_recorded && now.events[e].is_captured != now.is_captured[s]) {
         if (!now.events[e].is_captured || !now.is_on) {
-            breach("a wait across the capture's edge", (fc_label){"a stream", "wait"});
+            breach("a wait across the capture's edge", (fc_label){"a stream", "wait", 0});
         }
         now.is_captured[s] = true;
     }
@@ -160,7 +160,7 @@ static inline fc_status wait(fc_device *device, fc_stream *stream, fc_event *eve
 static inline fc_status synchronize(fc_device *device, fc_event *event)
 {
     if (now.is_on) {
-        breach("the host waits", (fc_label){"the host", "wait"});
+        breach("the host waits", (fc_label){"the host", "wait", 0});
     }
     return simulated->synchronize(device, event);
 }
@@ -168,7 +168,7 @@ static inline fc_status synchronize(fc_device *device, fc_event *event)
 static inline fc_status moves_create(fc_device *device, fc_runs *plan, fc_moves **out)
 {
     if (now.is_on) {
-        breach("a table is copied to the device", (fc_label){"a unit", "plan"});
+        breach("a table is copied to the device", (fc_label){"a unit", "plan", 0});
     }
     return simulated->moves_create(device, plan, out);
 }
@@ -260,7 +260,7 @@ static inline void end_capture(void)
 
     for (s = 1; s < STREAMS; s++) {
         if (now.is_captured[s] && now.seen[0][s] < now.seen[s][s]) {
-            breach("unjoined", (fc_label){"a stream", "work"});
+            breach("unjoined", (fc_label){"a stream", "work", 0});
         }
         now.is_captured[s] = false;
     }

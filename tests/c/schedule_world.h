@@ -104,7 +104,7 @@ static inline void step_unit(const void *args)
 
 static inline fc_label label(const worker *w, int unit, const char *what)
 {
-    return (fc_label){w->p->units[unit].name, what};
+    return (fc_label){w->p->units[unit].name, what, 0};
 }
 
 static inline fc_status look_at(worker *w, int unit, const value *expected, const void *full,

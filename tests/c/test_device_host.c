@@ -274,7 +274,7 @@ static void test_errors(bool is_direct)
 static void test_late_copies(void)
 {
     counts c = {0};
-    const fc_label label = {"layer", "gradients to host"};
+    const fc_label label = {"layer", "gradients to host", 0};
     fc_device *device = make_device(&c);
     float from = 1, to = 0, back = 0;
     int i;

@@ -23,7 +23,7 @@ typedef struct bench {
 
 static fc_label label(const char *what)
 {
-    return (fc_label){"unit", what};
+    return (fc_label){"unit", what, 0};
 }
 
 static bench bench_create(uint64_t seed)
@@ -383,7 +383,7 @@ typedef struct team {
 static fc_status collect(fc_device *device, fc_stream *stream, fc_device_comm *comm,
                          const char *unit, float *buffer, size_t numel)
 {
-    return device->ops->all_gather(device, comm, stream, (fc_label){unit, "gather"}, buffer,
+    return device->ops->all_gather(device, comm, stream, (fc_label){unit, "gather", 0}, buffer,
                                    numel * sizeof(float));
 }
 

@@ -121,7 +121,7 @@ static fc_status wait_idle(world *w, fc_nccl_group *group, int stream)
     return fc_nccl_wait(&group, 1, is_idle, &args, &info);
 }
 
-static const fc_label layer = {"layers.0", "test"};
+static const fc_label layer = {"layers.0", "test", 0};
 
 /* ---- what works ---- */
 
@@ -300,7 +300,7 @@ static const failure failures[N_FAILURES] = {
 static fc_status gather(world *w, const char *unit)
 {
     static char memory[RANKS_MAX * PART];
-    const fc_label label = {unit, "test"};
+    const fc_label label = {unit, "test", 0};
 
     return fc_nccl_all_gather(fc_nccl_gathers(w->group), stream_of(0), label, memory, PART);
 }

@@ -98,7 +98,8 @@ static void *memory(world *w, size_t bytes)
 {
     void *made = NULL;
 
-    MUST(simulated->alloc(w->device, w->streams[0], (fc_label){"world", "memory"}, bytes, &made));
+    MUST(
+        simulated->alloc(w->device, w->streams[0], (fc_label){"world", "memory", 0}, bytes, &made));
     return made;
 }
 

@@ -58,7 +58,7 @@ static void *gradients(world *w, int unit)
             MUST(fc_schedule_enter_reduce(w->schedule));
         }
         w->device->ops->free(w->device, w->out[unit]);
-        MUST(w->device->ops->alloc(w->device, stream, (fc_label){"unit", "gradients"}, BYTES,
+        MUST(w->device->ops->alloc(w->device, stream, (fc_label){"unit", "gradients", 0}, BYTES,
                                    &w->out[unit]));
     }
     return w->out[unit];
@@ -149,7 +149,7 @@ static void make_unit(world *w, const scene *c, int rank, int i)
 
 static void *memory(world *w, bool is_host)
 {
-    const fc_label label = {"world", "memory"};
+    const fc_label label = {"world", "memory", 0};
     void *made = NULL;
 
     MUST(is_host ? fc_sim_host_alloc(w->device, label, BYTES, &made)

@@ -53,7 +53,7 @@ static const char *order_of(size_t max_gathers, const int lists[2][4])
     MUST(fc_schedule_create(&(fc_schedule_options){device, s, s, s, s, 1, max_gathers, 0},
                             &schedule));
     MUST(fc_layout_init(&layout, params, 1, 0, 1, false));
-    MUST(device->ops->alloc(device, s, (fc_label){"", "shard"}, 8, &shard));
+    MUST(device->ops->alloc(device, s, (fc_label){"", "shard", 0}, 8, &shard));
     shards[0] = shard;
     for (i = 0; i < 4; i++) {
         MUST(fc_schedule_add(schedule,
@@ -323,7 +323,7 @@ static void begin_gather_of_slice(slice_world *w)
         &(fc_schedule_options){w->device, copy_in, gather, w->compute, w->compute, 1, 0, 0},
         &w->schedule));
     MUST(fc_layout_init(&w->layout, &w->param, 1, 0, 1, false));
-    MUST(w->device->ops->alloc(w->device, w->compute, (fc_label){"layer", "shard"}, 8, &shard));
+    MUST(w->device->ops->alloc(w->device, w->compute, (fc_label){"layer", "shard", 0}, 8, &shard));
     w->shards[0] = shard;
     MUST(fc_schedule_add(w->schedule, &options, &w->unit));
     fc_schedule_set_shards(w->unit, w->shards);

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import harness
 
-from differential import execute, shrink
+from differential import apart, execute, shrink
 from differential.execute import Failure
 from differential.program import WORLDS
+from differential.ways import TRANSPORTS
 
 CHUNK = 20
 SEED_TIMEOUT_S = 6
@@ -81,6 +82,16 @@ def parse_seeds(text: str) -> range:
     return range(int(first), int(last) if last else int(first) + 1)
 
 
+def run_apart(seeds: range, world: int) -> int:
+    wrong: list[str] = []
+    for transport in TRANSPORTS:
+        found, ends = apart.run(list(seeds), world, transport)
+        print(f"{len(seeds)} seeds over {transport}: {ends}", *found, sep="\n", flush=True)
+        wrong += found
+    harness.stop()
+    return 1 if wrong else 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.differential",
@@ -90,10 +101,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, help="ranks of all seeds; default: 1 to 4, by seed")
     parser.add_argument("--fault", default="", help="a mistake to plant; see faults.py")
     parser.add_argument("--device", action="store_true", help="by the road of devices, on the CPU")
+    parser.add_argument("--apart", action="store_true", help="ranks that differ; see apart.py")
     parser.add_argument("--show", type=int, default=1, help="how many failures to make small")
     options = parser.parse_args(arguments)
     if options.device:
         os.environ["FSDP_C_DEVICES"] = "cpu"  # the ranks have it from here
+    if options.apart:
+        return run_apart(options.seeds, options.ranks or 2)
     start = time.monotonic()
     worlds = {options.ranks: list(options.seeds)} if options.ranks else by_world(options.seeds)
     total = Result()

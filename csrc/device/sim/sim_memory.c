@@ -46,7 +46,7 @@ fc_label fc_sim_keep(fc_device *device, fc_label label)
 {
     fc_sim *sim = ((fc_sim_rank *)device)->sim;
 
-    return (fc_label){keep_text(sim, label.unit), keep_text(sim, label.what)};
+    return (fc_label){keep_text(sim, label.unit), keep_text(sim, label.what), 0};
 }
 
 int fc_sim_faults(const fc_sim *sim)
@@ -173,7 +173,7 @@ fc_status fc_sim_block_take(fc_stream *stream, fc_label label, size_t bytes, voi
     block->stream = stream;
     block->is_live = true;
     fc_sim_tick(stream);
-    fc_sim_touch(stream, (fc_label){label.unit, "allocation"},
+    fc_sim_touch(stream, (fc_label){label.unit, "allocation", 0},
                  (fc_sim_range){block->memory, rounded, true});
     if (stream->index != FC_SIM_HOST) {
         device->bytes += rounded;
@@ -188,7 +188,7 @@ void fc_sim_block_give(fc_sim_block *block)
     fc_stream *stream = block->stream;
 
     fc_sim_tick(stream);
-    fc_sim_touch(stream, (fc_label){block->label.unit, "free"},
+    fc_sim_touch(stream, (fc_label){block->label.unit, "free", 0},
                  (fc_sim_range){block->memory, block->bytes, true});
     block->is_live = false;
     if (stream->index != FC_SIM_HOST) {

@@ -115,7 +115,7 @@ static fc_status record(fc_device *device, fc_event *event, fc_stream *stream)
         return fc_fail(FC_ERR_NOMEM, "simulator: record");
     }
     mark->n_holders = 1;
-    if (fc_sim_op_create(FC_SIM_RECORD, (fc_label){"", "record"}, &op) != FC_OK) {
+    if (fc_sim_op_create(FC_SIM_RECORD, (fc_label){"", "record", 0}, &op) != FC_OK) {
         fc_sim_mark_release(mark);
         return FC_ERR_NOMEM;
     }
@@ -137,7 +137,7 @@ static fc_status wait_event(fc_device *device, fc_stream *stream, fc_event *even
     if (event->mark == NULL) {
         return FC_OK;
     }
-    FC_TRY(fc_sim_op_create(FC_SIM_WAIT, (fc_label){"", "wait"}, &op));
+    FC_TRY(fc_sim_op_create(FC_SIM_WAIT, (fc_label){"", "wait", 0}, &op));
     op->mark = event->mark;
     op->mark->n_holders++;
     fc_sim_clock_join(&stream->clock, &op->mark->clock);
