@@ -89,7 +89,7 @@ def test_mixed_precision_and_other_dims(rank: int, n_ranks: int, path: str) -> N
 
 @on_ranks(2)
 def test_a_reduction_for_each_dtype(rank: int, n_ranks: int, path: str) -> None:
-    """All of them, in one order, though the ranks have gradients of others: zeros stand for these."""
+    """All of them, in one order, though ranks have gradients of others: zeros stand for these."""
     with chosen(path) as control:
         torch.manual_seed(0)
         model = fsdp_c.fully_shard(Types(), reshard_after_forward=False)

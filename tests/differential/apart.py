@@ -16,7 +16,7 @@ from typing import Any
 import harness
 import torch
 from models import data
-from parity import leaves
+from parity import leaves, local, own_part
 from torch import Tensor, nn
 
 from differential.nets import Net
@@ -185,13 +185,6 @@ def shard(model: nn.Module, program: Program) -> None:
         fsdp.fully_shard(model.get_submodule(name), mesh=mesh, **program.policies)
 
 
-def own_part(whole: Tensor, shard: Any) -> Tensor:
-    """The rows that this rank holds, without a collective, which ranks apart would not join."""
-    parts = whole.detach().chunk(shard.device_mesh.size(-1))
-    index = shard.device_mesh.get_local_rank(shard.device_mesh.ndim - 1)
-    return parts[index] if index < len(parts) else whole.detach()[:0]
-
-
 def differing_values(shards: dict[str, Any], plain: nn.Module) -> str:
     """The first parameter, or gradient, that is not the judge's."""
     judges = dict(plain.named_parameters())
@@ -203,9 +196,9 @@ def differing_values(shards: dict[str, Any], plain: nn.Module) -> str:
         if shard.grad is not None:
             pairs.append((f"{name}.grad", shard.grad, judges[name].grad))
         for what, mine, judge in pairs:
-            local, expected = mine.to_local(), own_part(judge, shard)
-            if not torch.allclose(local, expected, rtol=CLOSE, atol=CLOSE):
-                return f"{what} is off by {(local - expected).abs().max().item():.2g}"
+            own, expected = local(mine), own_part(judge, shard)
+            if not torch.allclose(own, expected, rtol=CLOSE, atol=CLOSE):
+                return f"{what} is off by {(own - expected).abs().max().item():.2g}"
     return ""
 
 
