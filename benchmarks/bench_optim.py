@@ -265,7 +265,7 @@ def before(row: str, name: str, parameters: list[Any]) -> Callable[[], None]:
 
 def use_clipping_of(name: str) -> None:
     """torch's functions as they are, or as fsdp_c changes them for everyone."""
-    norms = sys.modules.get("fsdp_c._norms")
+    norms = sys.modules.get("fsdp_c._optim._clip_grad_norm")
     if norms is not None:
         (norms.install if name == "fsdp_c" else norms.uninstall)()
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from fsdp_c import _launch
+from fsdp_c._install import _launch
 
 if __name__ == "__main__":
     _launch.main(sys.argv[1:])

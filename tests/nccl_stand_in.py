@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fsdp_c import _device, _nccl
+from fsdp_c._comm import _device, _nccl
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = "build/c-tests"

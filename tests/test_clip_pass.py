@@ -22,24 +22,25 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
-from fsdp_c import _delegate, _norms
+from fsdp_c._compat import _redirection
+from fsdp_c._optim import _clip_grad_norm
 
 
 @contextlib.contextmanager
 def torchs_own_clipping() -> Iterator[None]:
     """Else torch's functions have fsdp_c's inside, whoever calls them."""
-    _norms.uninstall()
+    _clip_grad_norm.uninstall()
     try:
         yield
     finally:
-        _norms.install()
+        _clip_grad_norm.install()
 
 
 @contextlib.contextmanager
 def calls_of_torch() -> Iterator[list[str]]:
     """Collects the names of torch's own functions of clipping that are called."""
-    _norms.uninstall()
-    cells = [_delegate.decorated(function) for function in _norms._FUNCTIONS]
+    _clip_grad_norm.uninstall()
+    cells = [_redirection.decorated(function) for function in _clip_grad_norm._FUNCTIONS]
     originals, called = [cell.cell_contents for cell in cells], []
 
     def spy(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,14 +53,14 @@ def calls_of_torch() -> Iterator[list[str]]:
 
     for cell, original in zip(cells, originals, strict=True):
         cell.cell_contents = spy(original)
-    _norms.install()
+    _clip_grad_norm.install()
     try:
         yield called
     finally:
-        _norms.uninstall()
+        _clip_grad_norm.uninstall()
         for cell, original in zip(cells, originals, strict=True):
             cell.cell_contents = original
-        _norms.install()
+        _clip_grad_norm.install()
 
 
 def check_clip(shard: Callable[..., None], rank: int, *args: Any, **kw: Any) -> None:
@@ -124,10 +125,10 @@ def test_clipping_of_plain_tensors_is_torchs(rank: int, n_ranks: int) -> None:
 @on_ranks(1)
 def test_first_clipping_in_inference_mode(rank: int, n_ranks: int) -> None:
     """What is tried once per process does not depend on the caller's mode."""
-    from fsdp_c import _clip
+    from fsdp_c._optim import _grad_norm
 
     model, parameters = parameters_to_clip(harness.implementation(), n_ranks)
-    _clip._agrees.cache_clear()
+    _grad_norm._agrees.cache_clear()
     with calls_of_torch() as called, torch.inference_mode():
         nn.utils.clip_grad_norm_(parameters, 0.1)
     assert not called

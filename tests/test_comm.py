@@ -25,7 +25,7 @@ DTYPES = [
 
 
 def make_communicator(kind, group=None):
-    from fsdp_c._comm import Communicator
+    from fsdp_c._comm._communicator import Communicator
 
     os.environ["FSDP_C_TRANSPORT"] = kind
     try:
@@ -224,7 +224,7 @@ def test_groups():
 
 def check_cache(rank, n_ranks):
     """One transport per group, which goes when its group goes; nothing stays in the store."""
-    from fsdp_c._comm import transport_for
+    from fsdp_c._comm._communicator import transport_for
 
     before = count_resources()
     group = dist.new_group(list(range(n_ranks)))
@@ -268,7 +268,7 @@ def test_cache(n_ranks):
 
 
 def check_settings_differ(rank, n_ranks):
-    from fsdp_c._comm import transport_for
+    from fsdp_c._comm._communicator import transport_for
 
     group = dist.new_group(list(range(n_ranks)))
     os.environ["FSDP_C_TRANSPORT"] = "callback" if rank else "shm"
@@ -295,7 +295,7 @@ def check_fake(rank, n_ranks):
     assert comm.transport == "callback"
     comm.all_reduce(torch.ones(4))
     comm.barrier()
-    from fsdp_c._comm import transport_for
+    from fsdp_c._comm._communicator import transport_for
 
     os.environ["FSDP_C_TRANSPORT"] = "shm"
     with pytest.raises(NotImplementedError, match="not processes"):
@@ -344,7 +344,7 @@ def check_threads(rank, n_ranks):
 
 
 def check_thread(rank):
-    from fsdp_c._comm import Communicator
+    from fsdp_c._comm._communicator import Communicator
 
     comm = Communicator()
     assert comm.transport == "callback"
@@ -366,7 +366,7 @@ def test_threads():
 
 def check_init_again(rank, n_ranks):
     """The world is destroyed and made again: a new transport."""
-    from fsdp_c._comm import Communicator
+    from fsdp_c._comm._communicator import Communicator
 
     for again in range(3):
         comm = Communicator()

@@ -13,7 +13,7 @@ from harness import run_ranks
 
 
 def open_communicator(timeout_s=60.0):
-    from fsdp_c._comm import Communicator
+    from fsdp_c._comm._communicator import Communicator
 
     ranks = list(range(dist.get_world_size()))
     return Communicator(dist.new_group(ranks, timeout=timedelta(seconds=timeout_s)))
@@ -86,7 +86,7 @@ def check_late_at_setup(rank, n_ranks):
     """A rank that never makes its communicator: the others name it."""
     group = dist.new_group(list(range(n_ranks)), timeout=timedelta(seconds=1))
     if rank == 0:
-        from fsdp_c._comm import Communicator
+        from fsdp_c._comm._communicator import Communicator
 
         with pytest.raises(TimeoutError, match=r"ranks \[1\] of it in choice of transport"):
             Communicator(group)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fsdp_c
-from fsdp_c import _device
+from fsdp_c._comm import _device
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

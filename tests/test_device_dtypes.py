@@ -11,7 +11,8 @@ from test_device_road import is_on_device, shard_blocks
 from torch import nn
 
 import fsdp_c
-from fsdp_c import _compat, _device
+from fsdp_c._comm import _device
+from fsdp_c._compat import _versions
 
 
 class Types(nn.Module):
@@ -68,7 +69,7 @@ def test_gradients_of_several_dtypes(rank: int, n_ranks: int, by_torch: bool) ->
 @on_ranks(2)
 def test_gradient_dtypes_of_parameters(rank: int, n_ranks: int) -> None:
     """Summed in one dtype, and left to each shard in its own."""
-    if not _compat.HAS_GRAD_DTYPE:
+    if not _versions.HAS_GRAD_DTYPE:
         pytest.skip("this torch has none")
 
     def build() -> nn.Module:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fsdp_c
-from fsdp_c import _device
+from fsdp_c._comm import _device
 
 WIDTH = 256
 UNIT = WIDTH * WIDTH * 4  # bytes

@@ -19,7 +19,7 @@ from test_device_road import is_on_device, shard_blocks
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_c
-from fsdp_c import _nccl
+from fsdp_c._comm import _nccl
 
 BLOCKS = 3  # of Net, which is a unit, too
 OVER_NCCL = "core, on streams of cpu, over NCCL"

@@ -17,7 +17,7 @@ from parity import Pair, Side, Tolerance, on_ranks
 from torch import nn
 
 import fsdp_c
-from fsdp_c import _device
+from fsdp_c._comm import _device
 
 
 def shard_blocks(**options: Any) -> Any:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_c import _launch
 from fsdp_c._estimate import _command, estimate
 from fsdp_c._estimate._models import CONFIGS, build
+from fsdp_c._install import _launch
 
 SMALL = "--layers 5 --hidden 64 --heads 4 --vocabulary 100 --seq 16 --world-size 4".split()
 MAKER = """

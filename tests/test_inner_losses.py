@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_c
-from fsdp_c import _device
+from fsdp_c._comm import _device
 
 CLOSE = Tolerance(relative=1e-5, scaled=1e-5, absolute=1e-7)
 

@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fully_shard as torch_module
 
 import fsdp_c
-from fsdp_c import _delegate, _install
+from fsdp_c._compat import _redirection
+from fsdp_c._install import _install
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -229,7 +230,7 @@ def ask_torchs_function(rank: int, n_ranks: int) -> None:
 
 def test_decorators_built_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names are replaced where torch's function itself cannot be told."""
-    monkeypatch.setattr(_delegate, "decorated", lambda function: None)
+    monkeypatch.setattr(_redirection, "decorated", lambda function: None)
     try:
         fsdp_c.install()
         assert torch_fsdp.fully_shard is fsdp_c.fully_shard

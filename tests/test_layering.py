@@ -1,6 +1,7 @@
 """Who may include and import whom: the core's layers, its headers, and the Python modules."""
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -47,27 +48,19 @@ MAY_INCLUDE = {
     "bind": ["base", "kernels", "device", "transport", "comm", "group"],
 }
 
-# Downward: a module imports only what stands before it. One in a folder: `folder.module`.
-MODULES = (
-    "_version _built _env _native _older _compat _delegate _watch _libraries _stale _updates"
-    " _checkpoints _guards _where _comm _nccl _extension _containers _road _origins _param"
-    " _buckets _pieces _waits _owner _files _names _load _dump _iterate _unheld _saving _modes"
-    " _clip _norms _optim_lists _optim _patches _device _plan _outside _traffic _status _ties"
-    " _unit _state _init _offload _stats _memory_plan _fully_shard _clone _replicas fsdp1._meshes"
-    " fsdp1._materialize fsdp1._clip fsdp1._convert fsdp1._hooks fsdp1._summon fsdp1._state_dicts"
-    " fsdp1._optim_states fsdp1._bridge fsdp1._wrapper fsdp1.__init__ _spawn _replicate _install"
-    " strategy._strategies strategy._units strategy._chosen strategy._mesh strategy._checkpoint"
-    " strategy._advice strategy._shard strategy.__init__ _explain _estimate._hardware"
-    " _estimate._measure _estimate._convolution _estimate._recurrent _estimate._trace"
-    " _estimate._volume _estimate._memory _estimate._time _estimate._setting _estimate._table"
-    " _estimate._result _estimate._evaluate _estimate._advice _estimate._measured"
-    " _estimate._estimate _estimate._models _estimate.__init__ _estimate._command _api __init__"
-    " _idle _launch _child __main__"
+# Downward: a folder imports only what stands before it. Beside the folders are what all of them use
+# and the package's own names, which use all of them.
+USED_BY_ALL = ("_built", "_env", "_native", "_version")
+USES_ALL = ("__init__", "__main__", "_api")
+FOLDERS = (
+    "_compat _comm _optim _fully_shard _checkpoint strategy fsdp1 _diagnostics _memory _estimate"
+    " _install"
 ).split()
 
 SUFFIXES = (".c", ".h", ".cpp", ".cu")
 SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in SUFFIXES)
 PYTHON = sorted(PACKAGE.rglob("*.py"))
+MODULES = [".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PYTHON]
 PUBLIC_HEADERS = [f"{layer}/{name}" for layer, names in PUBLIC.items() for name in names]
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.MULTILINE)
 # Functions that take memory of a device, or pin the host's, past torch's allocators.
@@ -170,15 +163,17 @@ def known_module(parts: list[str]) -> str | None:
 
 
 class Imports(ast.NodeVisitor):
-    """Modules of fsdp_c that a file in `folder` imports at run time, wherever in it."""
+    """Modules of fsdp_c that a file in `folder` imports, wherever in it."""
 
-    def __init__(self, folder: list[str]) -> None:
+    def __init__(self, folder: list[str], with_types: bool) -> None:
         self.folder = folder
+        self.with_types = with_types
         self.names: list[str | None] = []
 
     def visit_If(self, node: ast.If) -> None:
         is_for_types = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        for child in node.orelse if is_for_types else ast.iter_child_nodes(node):
+        is_left_out = is_for_types and not self.with_types
+        for child in node.orelse if is_left_out else ast.iter_child_nodes(node):
             self.visit(child)
 
     def visit_Import(self, node: ast.Import) -> None:
@@ -198,8 +193,8 @@ class Imports(ast.NodeVisitor):
         self.names += [known_module([*parts, alias.name]) for alias in node.names]
 
 
-def imported(code: str, folder: list[str]) -> list[str | None]:
-    imports = Imports(folder)
+def imported(code: str, folder: list[str], with_types: bool = True) -> list[str | None]:
+    imports = Imports(folder, with_types)
     imports.visit(ast.parse(code))
     return imports.names
 
@@ -215,18 +210,37 @@ def reads_environment(tree: ast.AST) -> bool:
     return False
 
 
-def test_every_listed_module_exists():
-    assert sorted(MODULES) == sorted(map(module_of, PYTHON))
+def place_of(module: str) -> int:
+    """The higher, the more it may import."""
+    folder, _, rest = module.partition(".")
+    if rest:
+        return 1 + FOLDERS.index(folder)
+    return 0 if module in USED_BY_ALL else 1 + len(FOLDERS)
+
+
+def imports_of(path: Path, with_types: bool) -> set[str | None]:
+    folder = list(path.parent.relative_to(PACKAGE).parts)
+    return set(imported(path.read_text(), folder, with_types))
+
+
+def test_every_folder_is_known():
+    assert {module.split(".")[0] for module in MODULES if "." in module} == set(FOLDERS)
+    assert {module for module in MODULES if "." not in module} == {*USED_BY_ALL, *USES_ALL}
 
 
 @pytest.mark.parametrize("path", PYTHON, ids=module_of)
 def test_imports_go_downward(path: Path):
+    """Those for types count."""
     module = module_of(path)
-    assert module in MODULES, "give the new module its place in MODULES"
-    below = MODULES[: MODULES.index(module)]
-    extension = ["_C"] if module == "_native" else []
-    folder = list(path.parent.relative_to(PACKAGE).parts)
-    assert set(imported(path.read_text(), folder)) <= {*below, *extension}
+    names = imports_of(path, with_types=True) - ({"_C"} if module == "_native" else set())
+    assert None not in names
+    assert [name for name in names if place_of(name) > place_of(module)] == []
+
+
+def test_imports_make_no_circle():
+    """At run time, within a folder too."""
+    graph = {module_of(path): imports_of(path, with_types=False) for path in PYTHON}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 @pytest.mark.parametrize("path", PYTHON, ids=module_of)
@@ -245,18 +259,20 @@ def test_only_native_names_the_extension():
         ("import fsdp_c", ["__init__"]),
         ("import fsdp_c._C as native", ["_C"]),
         ("from fsdp_c import _C, _env", ["_C", "_env"]),
-        ("from . import _param", ["_param"]),
-        ("from ._state import State", ["_state"]),
-        ("def late():\n    from fsdp_c._unit import Unit", ["_unit"]),
+        ("from . import _api", ["_api"]),
+        ("from ._api import shard", ["_api"]),
+        ("def late():\n    from fsdp_c._api import shard", ["_api"]),
         ("from fsdp_c import fully_shard", ["__init__"]),
-        ("from fsdp_c._unit.nowhere import Unit", [None]),
+        ("from fsdp_c._api.nowhere import shard", [None]),
         ("import os\nfrom torch import _C", []),
-        ("if TYPE_CHECKING:\n    from fsdp_c._unit import Unit", []),
-        ("if TYPE_CHECKING:\n    pass\nelse:\n    from fsdp_c import _unit", ["_unit"]),
+        ("if TYPE_CHECKING:\n    from fsdp_c._api import shard", []),
+        ("if TYPE_CHECKING:\n    pass\nelse:\n    from fsdp_c import _api", ["_api"]),
     ],
 )
 def test_imports_are_seen(code: str, names: list[str | None]):
-    assert imported(code, []) == names
+    assert imported(code, [], with_types=False) == names
+    if "TYPE_CHECKING" in code:
+        assert imported(code, []) == ["_api"]
 
 
 @pytest.mark.parametrize(

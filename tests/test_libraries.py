@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from fsdp_c import _libraries, _watch
+from fsdp_c._install import _import_hook, _integrations
 
 STATE = """
 import enum
@@ -72,7 +72,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return accelerate.state
 
     yield load
-    _libraries.stop()
+    _integrations.stop()
     for name in filter(is_stand_in, list(sys.modules)):
         del sys.modules[name]
     sys.modules.update(before)
@@ -88,8 +88,8 @@ def plugin(version: int) -> SimpleNamespace:
 def test_plugins_count_on_cpu_ranks(state: Any, is_loaded: bool) -> None:
     if is_loaded:
         state()
-    _libraries.watch(fsdp1=False)
-    _libraries.watch(fsdp1=False)
+    _integrations.watch(fsdp1=False)
+    _integrations.watch(fsdp1=False)
     module = state()
     kinds = module.DistributedType
     second = plugin(2)
@@ -103,23 +103,23 @@ def test_plugins_count_on_cpu_ranks(state: Any, is_loaded: bool) -> None:
     with pytest.warns(UserWarning, match="--fsdp1"):
         made = module.AcceleratorState(fsdp_plugin=plugin(1))
     assert made.distributed_type is kinds.MULTI_CPU
-    _libraries.watch(fsdp1=True)
+    _integrations.watch(fsdp1=True)
     assert module.AcceleratorState(fsdp_plugin=plugin(1)).distributed_type is kinds.FSDP
-    _libraries.stop()
+    _integrations.stop()
     assert module.AcceleratorState(fsdp_plugin=second).distributed_type is kinds.MULTI_CPU
 
 
 def test_stopped_before_the_import(state: Any) -> None:
-    _libraries.watch(fsdp1=True)
-    _libraries.stop()
-    assert not [f for f in sys.meta_path if isinstance(f, _watch._Finder)]
+    _integrations.watch(fsdp1=True)
+    _integrations.stop()
+    assert not [f for f in sys.meta_path if isinstance(f, _import_hook._Finder)]
     module = state()
     made = module.AcceleratorState(fsdp_plugin=plugin(2))
     assert made.distributed_type is module.DistributedType.MULTI_CPU
 
 
 def test_plugins_without_a_device(state: Any) -> None:
-    _libraries.watch(fsdp1=True)
+    _integrations.watch(fsdp1=True)
     state()
     cls = sys.modules["accelerate.utils.dataclasses"].FullyShardedDataParallelPlugin
     layer = nn.Linear(2, 2, device="meta")
@@ -129,7 +129,7 @@ def test_plugins_without_a_device(state: Any) -> None:
     for message, syncs in (("something else", True), ("no available devices", False)):
         with pytest.raises(RuntimeError, match=message):
             cls(message, syncs)
-    _libraries.stop()
+    _integrations.stop()
     with pytest.raises(RuntimeError, match="devices"):
         cls("no available devices")
 
@@ -137,7 +137,7 @@ def test_plugins_without_a_device(state: Any) -> None:
 def test_lightnings_check(state: Any) -> None:
     message = "You selected the FSDP strategy but FSDP is only available on GPU."
     for fsdp1 in (True, False):
-        _libraries.watch(fsdp1)
+        _integrations.watch(fsdp1)
         state()
         connector = sys.modules["lightning_fabric.connector"]._Connector()
         connector.message = message

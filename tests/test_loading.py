@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_c
-from fsdp_c import _files, _pieces
+from fsdp_c._checkpoint import _safetensors
+from fsdp_c._comm import _dtensor_chunks
 
 OFTEN = torch.arange(200, dtype=torch.float32)
 
@@ -86,7 +87,7 @@ def write_safetensors(path: Path, state: dict[str, torch.Tensor], gap: bytes = b
     body = gap
     if gap:
         header["gap"] = {"dtype": "U8", "shape": [len(gap)], "data_offsets": [0, len(gap)]}
-    names = {dtype: name for name, dtype in _files.DTYPES.items()}
+    names = {dtype: name for name, dtype in _safetensors.DTYPES.items()}
     # The largest elements first, as the format's own library does.
     for name, tensor in sorted(state.items(), key=lambda item: -item[1].itemsize):
         raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -180,14 +181,14 @@ def test_written_files(tmp_path: Path) -> None:
         "strided": torch.randn(4, 3).t(),
         "float8": torch.randn(3).to(torch.float8_e4m3fn),
     }
-    _files.write(tmp_path / "t.safetensors", tensors)
-    read = _files.read(tmp_path / "t.safetensors")
+    _safetensors.write(tmp_path / "t.safetensors", tensors)
+    read = _safetensors.read(tmp_path / "t.safetensors")
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert read[name].dtype == tensor.dtype and read[name].shape == tensor.shape
         assert torch.equal(read[name].tensor().float(), tensor.float())
-    _files.write(tmp_path / "empty.safetensors", {})
-    assert _files.read(tmp_path / "empty.safetensors") == {}
+    _safetensors.write(tmp_path / "empty.safetensors", {})
+    assert _safetensors.read(tmp_path / "empty.safetensors") == {}
 
 
 @on_ranks(2)
@@ -427,9 +428,9 @@ def test_parts_of_each_rank() -> None:
     for size in range(8):
         for n in (1, 2, 3, 4):
             full = torch.arange(size)
-            parts = _pieces.boxes((size,), (n,), (Shard(0),))
+            parts = _dtensor_chunks.boxes((size,), (n,), (Shard(0),))
             chunks = [c.tolist() for c in full.chunk(n)] + [[]] * n
             assert [full[box].tolist() for box in parts] == chunks[:n]
-    grid = _pieces.boxes((4, 3), (2, 2), (Shard(0), Shard(1)))
-    assert [_pieces.box_size(box) for box in grid] == [(2, 2), (2, 1), (2, 2), (2, 1)]
-    assert len(set(map(str, _pieces.boxes((4,), (2, 2), (Replicate(), Shard(0)))))) == 2
+    grid = _dtensor_chunks.boxes((4, 3), (2, 2), (Shard(0), Shard(1)))
+    assert [_dtensor_chunks.box_size(box) for box in grid] == [(2, 2), (2, 1), (2, 2), (2, 1)]
+    assert len(set(map(str, _dtensor_chunks.boxes((4,), (2, 2), (Replicate(), Shard(0)))))) == 2

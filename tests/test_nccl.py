@@ -15,7 +15,7 @@ import torch.distributed as dist
 from harness import run_ranks
 from nccl_stand_in import built, control_of
 
-from fsdp_c import _nccl
+from fsdp_c._comm import _nccl
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests" / "gpu"))

@@ -16,7 +16,7 @@ from parity import Plain, Side, Tolerance, sgd
 from torch import Tensor, nn
 
 import fsdp_c
-from fsdp_c import _device
+from fsdp_c._comm import _device
 
 CLOSE = Tolerance(relative=1e-5, scaled=1e-5, absolute=1e-7)
 MODIFIED = "modified by an inplace operation"

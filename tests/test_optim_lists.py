@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 @contextlib.contextmanager
 def collected() -> Iterator[list[bool]]:
     """Collects whether lists were filled here."""
-    from fsdp_c._optim_lists import Members
+    from fsdp_c._optim._param_lists import Members
 
     results: list[bool] = []
     original = Members.collect
@@ -271,10 +271,10 @@ def test_sgd_is_stepped_without_collecting_once_it_has_buffers(
     rank: int, n_ranks: int, foreach: bool | None
 ) -> None:
     """Of a type that the C pass does not take."""
-    from fsdp_c import _optim_lists
+    from fsdp_c._optim import _param_lists
 
     results: list[bool] = []
-    original = _optim_lists.step_buffers
+    original = _param_lists.step_buffers
 
     def spy(*args: Any) -> bool:
         results.append(original(*args))
@@ -282,7 +282,7 @@ def test_sgd_is_stepped_without_collecting_once_it_has_buffers(
 
     options = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "foreach": foreach}
     pair = pair_of(make(optim.SGD, **options), torch.bfloat16)
-    with mock.patch.object(_optim_lists, "step_buffers", spy):
+    with mock.patch.object(_param_lists, "step_buffers", spy):
         train(pair, rank, n_steps=4)
     assert results == [False, True, True, True]
 

@@ -230,17 +230,17 @@ def test_subclasses_beside_see_all_calls(rank: int, n_ranks: int) -> None:
 
 
 def test_no_other_class_is_changed() -> None:
-    from fsdp_c import _optim
+    from fsdp_c._optim import _step
 
     before = {cls: dict(vars(cls)) for cls in vars(optim).values() if isinstance(cls, type)}
-    _optim._install()
+    _step._install()
     changed = {
         cls for cls, fields in before.items() for key in fields if vars(cls)[key] != fields[key]
     }
     try:
-        assert changed == set(_optim.CLASSES) - {optim.AdamW}
+        assert changed == set(_step.CLASSES) - {optim.AdamW}
     finally:
-        _optim.uninstall()
+        _step.uninstall()
     assert all(dict(vars(cls)) == fields for cls, fields in before.items())
 
 
@@ -396,10 +396,10 @@ def test_copies_groups_and_missing_gradients(rank: int, n_ranks: int, name: str)
 @pytest.mark.parametrize("cls", [optim.AdamW, optim.SGD, optim.RMSprop])
 def test_replaced_collecting_stays(cls: type[optim.Optimizer]) -> None:
     """A class in which somebody has put an `_init_group` of their own."""
-    from fsdp_c import _optim
+    from fsdp_c._optim import _step
 
     owner = next(base for base in cls.__mro__ if "_init_group" in vars(base))
-    _optim.uninstall()
+    _step.uninstall()
 
     @functools.wraps(vars(owner)["_init_group"])
     def spy(*args: Any) -> Any:
@@ -407,9 +407,9 @@ def test_replaced_collecting_stays(cls: type[optim.Optimizer]) -> None:
 
     try:
         with mock.patch.object(owner, "_init_group", spy):
-            _optim._install()
+            _step._install()
             assert vars(owner)["_init_group"] is spy
-            _optim.uninstall()
+            _step.uninstall()
             assert vars(owner)["_init_group"] is spy
     finally:
-        _optim.uninstall()
+        _step.uninstall()

@@ -30,7 +30,7 @@ KINDS = {
 @contextlib.contextmanager
 def passes() -> Iterator[list[bool]]:
     """Collects whether groups were stepped in one pass."""
-    from fsdp_c import _optim
+    from fsdp_c._optim import _step
 
     results: list[bool] = []
 
@@ -41,8 +41,8 @@ def passes() -> Iterator[list[bool]]:
 
         return call
 
-    steps = {cls: spy(step) for cls, step in _optim._STEPS.items()}
-    with mock.patch.dict(_optim._STEPS, steps):
+    steps = {cls: spy(step) for cls, step in _step._STEPS.items()}
+    with mock.patch.dict(_step._STEPS, steps):
         yield results
 
 
@@ -201,15 +201,15 @@ def test_scaler_beside_fused_steps(rank: int, n_ranks: int, has_unscaled: bool) 
 @pytest.mark.parametrize("cls", [optim.AdamW, optim.SGD])
 def test_trial_is_nobodys_step(cls: type[optim.Optimizer]) -> None:
     """Hooks of all optimizers do not see it, and it does not depend on the caller's modes."""
-    from fsdp_c import _optim
+    from fsdp_c._optim import _step
 
-    agrees = _optim._sgd_agrees if cls is optim.SGD else _optim._agrees
-    usual, seen = [_optim._lanes(agrees, is_fused) for is_fused in (False, True)], []
-    _optim._lanes.cache_clear()
+    agrees = _step._sgd_agrees if cls is optim.SGD else _step._agrees
+    usual, seen = [_step._lanes(agrees, is_fused) for is_fused in (False, True)], []
+    _step._lanes.cache_clear()
     hook = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: seen.append(optimizer))
     try:
         with torch.inference_mode():
-            assert [_optim._lanes(agrees, is_fused) for is_fused in (False, True)] == usual
+            assert [_step._lanes(agrees, is_fused) for is_fused in (False, True)] == usual
     finally:
         hook.remove()
     assert not seen and None not in usual

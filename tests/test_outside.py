@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_c
-from fsdp_c import _outside
+from fsdp_c._fully_shard import _errors
 
 MIXED = "got mixed torch.Tensor and DTensor"
 
@@ -239,5 +239,5 @@ def test_reading_the_expression_runs_nothing() -> None:
     try:
         owner.weight @ missing["w"]
     except (KeyError, AssertionError) as error:
-        frames = list(_outside._frames(error.__traceback__))
-    assert any(value is owner for value in _outside._operands(*frames[1]))
+        frames = list(_errors._frames(error.__traceback__))
+    assert any(value is owner for value in _errors._operands(*frames[1]))

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import fsdp_c
-from fsdp_c import _buckets, _owner, _pieces
+from fsdp_c._comm import _buckets, _dtensor_chunks
+from fsdp_c._optim import _gather_to_owner
 
 
 def whole(index: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -72,7 +73,7 @@ def check_round_trip(mesh: DeviceMesh) -> None:
     tensors = sharded(mesh)
     owned = fsdp_c.gather_to_owner(tensors)
     everybody: list[Any] = [None] * mesh.size()
-    group, _ = _pieces.group_of(mesh)
+    group, _ = _dtensor_chunks.group_of(mesh)
     dist.all_gather_object(everybody, list(owned), group=group)
     # Exactly one owner each, of which everybody knows.
     assert sorted(key for keys in everybody for key in keys) == list(range(len(CASES)))
@@ -182,8 +183,8 @@ def test_collectives_and_bytes(rank: int, n_ranks: int) -> None:
 
 
 def test_balanced_by_size() -> None:
-    assert _owner._balance([1, 8, 3, 3, 2], 2) == [0, 0, 1, 1, 1]
-    assert _owner._balance([5, 5, 5], 2) == [0, 1, 0]
+    assert _gather_to_owner._balance([1, 8, 3, 3, 2], 2) == [0, 0, 1, 1, 1]
+    assert _gather_to_owner._balance([5, 5, 5], 2) == [0, 1, 0]
     assert _buckets.fill("aba" + "ab", [16, 4, 16, 16, 4], 32) == [(0, 2), (3,), (1, 4)]
 
 

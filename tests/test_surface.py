@@ -15,18 +15,20 @@ import torch.distributed.fsdp._fully_shard as torch_package
 from harness import cached_mesh, implementation, run_ranks
 from test_fully_shard_errors import CASES, strictness
 from torch import nn
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torch_group
+from torch.distributed.fsdp._fully_shard import _fsdp_state as torch_state
 from torch.distributed.fsdp._fully_shard import _fully_shard as torch_module
 
 import fsdp_c
-from fsdp_c import _compat, _state, _unit
+from fsdp_c._compat import _versions
+from fsdp_c._fully_shard import _fsdp_param_group, _fsdp_state
 
 # What torch has and fsdp_c lacks, by version; a version that is not listed has to be complete too.
 ABSENT: dict[tuple[int, int], frozenset[str]] = {
     (2, 13): frozenset(),
     (2, 15): frozenset(),
 }
-KNOWN = ABSENT.get(_compat.TORCH, frozenset())
+KNOWN = ABSENT.get(_versions.TORCH, frozenset())
 
 PLACES = (
     "torch.distributed.fsdp",
@@ -107,8 +109,8 @@ def test_modules_after_install() -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (_state.FSDPState, _fsdp_state.FSDPState),
-        (_unit.FSDPParamGroup, _fsdp_param_group.FSDPParamGroup),
+        (_fsdp_state.FSDPState, torch_state.FSDPState),
+        (_fsdp_param_group.FSDPParamGroup, torch_group.FSDPParamGroup),
     ],
 )
 def test_overridden_methods_are_called_as_torchs(ours: type, theirs: type) -> None:

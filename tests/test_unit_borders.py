@@ -19,7 +19,7 @@ from parity import Pair, Side, Tolerance, on_ranks, total
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_c import _device
+from fsdp_c._comm import _device
 
 NODE = "RegisterPostBackwardFunctionBackward"
 

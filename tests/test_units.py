@@ -10,7 +10,8 @@ from models import HIDDEN, WIDTH, Block, Net, Tied
 from torch import nn
 from torch.distributed.fsdp import wrap
 
-from fsdp_c import STRATEGIES, _compat, find_units
+from fsdp_c import STRATEGIES, find_units
+from fsdp_c._compat import _versions
 
 
 def names(model: nn.Module, units: Any, **options: Any) -> list[str]:
@@ -132,9 +133,9 @@ def test_policies_choose_what_fsdp1_wraps(build: Any) -> None:
 
 
 def test_units_of_torchs_own_states_before_it_had_several() -> None:
-    assert _compat.groups_of(SimpleNamespace(_fsdp_param_group=None)) == []
-    assert _compat.groups_of(SimpleNamespace(_fsdp_param_group=1)) == [1]
-    assert _compat.groups_of(SimpleNamespace(_fsdp_param_groups=[1, 2])) == [1, 2]
+    assert _versions.groups_of(SimpleNamespace(_fsdp_param_group=None)) == []
+    assert _versions.groups_of(SimpleNamespace(_fsdp_param_group=1)) == [1]
+    assert _versions.groups_of(SimpleNamespace(_fsdp_param_groups=[1, 2])) == [1, 2]
 
 
 def test_options_of_single_units() -> None:

@@ -9,7 +9,7 @@ from models import Branches, data
 from parity import Pair, Side, Tolerance, on_ranks, total
 from torch import Tensor
 
-from fsdp_c import _device
+from fsdp_c._comm import _device
 
 USES = [(0,), (0, 1), (0,), (1, 0)]  # block 2 never runs
 

@@ -141,7 +141,7 @@ Ref call_around(PyObject *module, PyObject *state, PyObject *given_args, PyObjec
     return replaced.get() != Py_None ? std::move(replaced) : std::move(output);
 }
 
-// An error that leaves a module may name the parameter it is about: fsdp_c/_outside.py knows.
+// An error that leaves a module may name the parameter it is about: fsdp_c/_fully_shard/_errors.py knows.
 void explain_error()
 {
     if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
@@ -153,7 +153,7 @@ void explain_error()
     if (trace != nullptr) {
         (void)PyException_SetTraceback(value, trace);
     }
-    const Ref file = Ref::take(PyImport_ImportModule("fsdp_c._outside"));
+    const Ref file = Ref::take(PyImport_ImportModule("fsdp_c._fully_shard._errors"));
     if (!file || !Ref::take(PyObject_CallMethod(file.get(), "explain", "O", value))) {
         PyErr_WriteUnraisable(value); // the error itself is what counts
     }

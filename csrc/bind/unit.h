@@ -111,7 +111,7 @@ struct Traffic {
 
 class alignas(FC_CACHE_LINE) Unit {
 public:
-    // rows: one per parameter, see fsdp_c/_unit.py; flat: owns the storage that the unsharded
+    // rows: one per parameter, see fsdp_c/_fully_shard/_fsdp_param_group.py; flat: owns the storage that the unsharded
     // parameters are views of; on_device: see DeviceOptions.
     // updates: of the shards, borrowed.
     Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject *rows,

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_c import _memory_plan, _stats
+from fsdp_c._diagnostics import _stats
 from fsdp_c._estimate._trace import Rules, Segment, Trace
 from fsdp_c._estimate._volume import Unit
+from fsdp_c._memory import _memory_plan
 from fsdp_c._native import _C
 from fsdp_c.strategy import Strategy
 from fsdp_c.strategy._strategies import REPLICATE

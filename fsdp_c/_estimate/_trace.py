@@ -24,7 +24,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_c import _compat
+from fsdp_c._compat import _versions
 from fsdp_c._estimate import _convolution, _recurrent
 
 # Blocks of a stack that are run: a first, two in the middle to compare, a last.
@@ -361,7 +361,7 @@ class _Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.rules = rules
-        self.flops_of = {**_compat.flop_formulas(), **_recurrent.flop_formulas()}
+        self.flops_of = {**_versions.flop_formulas(), **_recurrent.flop_formulas()}
         self.live = 0
         self.kept = 0
         self.known: dict[int, int] = {}

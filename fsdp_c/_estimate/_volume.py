@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_c import _memory_plan
 from fsdp_c._estimate._trace import Trace
+from fsdp_c._memory import _memory_plan
 from fsdp_c.strategy import Strategy
 
 Rows = list[tuple[Any, ...]]
@@ -25,7 +25,7 @@ class Unit:
 
     name: str  # dotted name of its module; "" is the model itself
     numel: int
-    rows: Rows  # as fsdp_c._memory_plan makes them; trained: gets a gradient
+    rows: Rows  # as fsdp_c._memory._memory_plan makes them; trained: gets a gradient
     planned: Rows  # the same; trained: wants one
     shard: int  # in the original dtype
     shard_gradient: int
@@ -126,8 +126,8 @@ def traffic_of(
 ) -> list[Traffic]:
     """What a rank of a shard group takes part in during one optimizer step.
 
-    As `fsdp_c._traffic.Traffic` counts: peers' chunks of an all-gather, a chunk per peer of a
-    reduce-scatter, twice (n-1)/n of what replicas all-reduce; without padding.
+    As `fsdp_c._diagnostics._traffic.Traffic` counts: peers' chunks of an all-gather, a chunk per
+    peer of a reduce-scatter, twice (n-1)/n of what replicas all-reduce; without padding.
     """
     gathers = reduces = gathered = scattered = replicas = summed = 0
     for unit in units:

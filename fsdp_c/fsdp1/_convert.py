@@ -12,7 +12,8 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp._flat_param import _get_aligned_numel
 from torch.distributed.tensor import DTensor
 
-from fsdp_c import _load, _pieces
+from fsdp_c._checkpoint import _full
+from fsdp_c._comm import _dtensor_chunks
 
 
 @torch.no_grad()
@@ -30,7 +31,7 @@ def shard_like(param: DTensor, value: Any, name: str) -> Any:
             return value
         value = value.full_tensor()
     part = torch.empty_like(param.detach(), dtype=value.dtype)
-    _load.copy_into(part, _load.Stored.of(value.detach()))
+    _full.copy_into(part, _full.Stored.of(value.detach()))
     return part
 
 
@@ -86,18 +87,18 @@ def cut_flat(
 
 
 def _from_sharded(param: DTensor, value: ShardedTensor, name: str) -> torch.Tensor:
-    own = _pieces.tensor_boxes(param)[_pieces.own_place(param.device_mesh)]
+    own = _dtensor_chunks.tensor_boxes(param)[_dtensor_chunks.own_place(param.device_mesh)]
     part = torch.zeros_like(param.detach(), dtype=value.dtype)
-    local = _load.local_part(part)
+    local = _full.local_part(part)
     n_written = 0
     for shard in value.local_shards():
         low, size = shard.metadata.shard_offsets, shard.metadata.shard_sizes
         box = tuple(slice(at, at + n) for at, n in zip(low, size, strict=True))
-        common = _pieces.overlap(own, box)
+        common = _dtensor_chunks.overlap(own, box)
         if common is not None:
-            inside = _pieces.within(common, own)
-            local[inside].copy_(shard.tensor[_pieces.within(common, box)])
-            n_written += _pieces.box_numel(common)
+            inside = _dtensor_chunks.within(common, own)
+            local[inside].copy_(shard.tensor[_dtensor_chunks.within(common, box)])
+            n_written += _dtensor_chunks.box_numel(common)
     if n_written != local.numel():
         raise ValueError(
             f"'{name}' is a ShardedTensor cut for other ranks than the parameter: load it with"

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
-from fsdp_c import _compat
+from fsdp_c._compat import _versions
 from fsdp_c.fsdp1 import _meshes
 
 _PLAIN = (default_hooks.allreduce_hook, default_hooks.reduce_scatter_hook)
@@ -67,7 +67,7 @@ def _averages(wrapper: Any, group: Any, state: Any, hook: Any) -> bool:
 
 
 def _reduce_in(group: Any, dtype: torch.dtype) -> None:
-    _compat.set_reduce_dtype(group, dtype)
+    _versions.set_reduce_dtype(group, dtype)
     if not group._is_bound:
         group._init_mp_dtypes()
 
@@ -84,7 +84,7 @@ def _hand_over(wrapper: Any, group: Any, hook: Callable[..., None]) -> None:
     group.force_sum_reduction_for_comms = True
 
 
-class _Hooked(_compat.default_comms()[1]):  # type: ignore[misc]
+class _Hooked(_versions.default_comms()[1]):  # type: ignore[misc]
     """A reduce-scatter that the hook does."""
 
     def __init__(self, hook: Callable[..., None]) -> None:

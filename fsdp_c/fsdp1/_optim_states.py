@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 
-from fsdp_c import _iterate
+from fsdp_c._checkpoint import _iter_full_params
 from fsdp_c.fsdp1 import _convert
 
 
@@ -50,7 +50,7 @@ def saved(
             elif isinstance(value, torch.Tensor):
                 kept = value.detach().clone()
                 state[name][what] = kept.cpu() if cpu_offload else kept
-    for (name, what), whole in _iterate.whole_of(shards):
+    for (name, what), whole in _iter_full_params.whole_of(shards):
         if is_kept:
             state[name][what] = whole.to("cpu" if cpu_offload else whole.device, copy=True)
     if not is_kept:

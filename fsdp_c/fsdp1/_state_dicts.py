@@ -12,7 +12,7 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _replace_by_prefix
 
-from fsdp_c import _iterate, _load
+from fsdp_c._checkpoint import _full, _iter_full_params
 from fsdp_c.fsdp1 import _convert
 
 
@@ -35,7 +35,7 @@ def _after_saving(wrapper: Any, state_dict: dict[str, Any], prefix: str, metadat
     buffers = _buffers_of(wrapper, state_dict, prefix)
     if kind is StateDictType.FULL_STATE_DICT:
         is_kept = not config.rank0_only or wrapper.rank == 0
-        for key, whole in _iterate.whole_of(list(shards.items())):
+        for key, whole in _iter_full_params.whole_of(list(shards.items())):
             if is_kept:
                 state_dict[key] = whole.to(
                     "cpu" if config.offload_to_cpu else whole.device, copy=True
@@ -45,7 +45,7 @@ def _after_saving(wrapper: Any, state_dict: dict[str, Any], prefix: str, metadat
                 del state_dict[key]
             return
     elif kind is StateDictType.LOCAL_STATE_DICT:
-        state_dict.update({key: _load.local_part(shard) for key, shard in shards.items()})
+        state_dict.update({key: _full.local_part(shard) for key, shard in shards.items()})
     for key, dtype in buffers.items():
         if wrapper.mixed_precision.buffer_dtype is not None:
             state_dict[key] = state_dict[key].to(dtype, copy=True)

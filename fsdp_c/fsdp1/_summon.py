@@ -14,7 +14,8 @@ from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.utils import _cast_forward_inputs
 from torch.utils import _pytree
 
-from fsdp_c import _iterate, _load, _plan
+from fsdp_c._checkpoint import _full, _iter_full_params
+from fsdp_c._fully_shard import _bind
 
 
 @contextlib.contextmanager
@@ -133,7 +134,7 @@ class _Loan:
     """A parameter that is whole for a while."""
 
     def __init__(self, fsdp_param: Any) -> None:
-        self.places = _plan.registrations(fsdp_param)
+        self.places = _bind.registrations(fsdp_param)
         self.shard = self.registered
         self.whole: torch.Tensor | None = None  # where the unit's own is of another dtype
         self.grad: torch.Tensor | None = None
@@ -176,9 +177,9 @@ class _Loan:
 
     @torch.no_grad()
     def _write(self, whole: Any) -> None:
-        _load.copy_into(self.shard, _load.Stored.of(whole.detach()))
+        _full.copy_into(self.shard, _full.Stored.of(whole.detach()))
         if self.grad is not None and whole.grad is not None:
-            _load.copy_into(self.shard.grad, _load.Stored.of(whole.grad))
+            _full.copy_into(self.shard.grad, _full.Stored.of(whole.grad))
 
 
 def _params_of(unit: Any) -> Iterator[Any]:
@@ -191,10 +192,10 @@ def _fetch(loans: Sequence[_Loan], with_grads: bool) -> None:
     cast = [
         (loan, loan.shard.detach()) for loan in loans if loan.registered.dtype != loan.shard.dtype
     ]
-    for loan, whole in _iterate.whole_of(cast):
+    for loan, whole in _iter_full_params.whole_of(cast):
         loan.whole = whole.clone()
     grads = [(loan, loan.shard.grad) for loan in loans if loan.shard.grad is not None]
-    for loan, whole in _iterate.whole_of(grads if with_grads else []):
+    for loan, whole in _iter_full_params.whole_of(grads if with_grads else []):
         loan.grad = whole.clone()
 
 

@@ -33,7 +33,7 @@ from torch.distributed.fsdp._common_utils import (
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.fsdp._wrap_utils import _auto_wrap
 
-from fsdp_c._fully_shard import fully_shard
+from fsdp_c._fully_shard._fully_shard import fully_shard
 from fsdp_c.fsdp1 import (
     _bridge,
     _clip,

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.utils import _sync_module_states
 
-from fsdp_c import _init
-from fsdp_c._fully_shard import fully_shard
+from fsdp_c._fully_shard import _fsdp_init
+from fsdp_c._fully_shard._fully_shard import fully_shard
 from fsdp_c.strategy import _advice, _checkpoint, _chosen, _mesh
 from fsdp_c.strategy._strategies import Strategy, strategy_named
 from fsdp_c.strategy._units import Units, can_be_split, find_units, listed
@@ -100,7 +100,7 @@ def shard(
     if sync not in (None, True, False):
         raise TypeError(f"sync={sync!r}: use True (rank 0's states for all), False or None")
     if not dist.is_initialized():
-        _init.check_arguments(model, None, MixedPrecisionPolicy(), OffloadPolicy())
+        _fsdp_init.check_arguments(model, None, MixedPrecisionPolicy(), OffloadPolicy())
     ignored = listed(ignored)
     found = find_units(model, units, ignored=ignored)
     options = _options_of(chosen, precision, offload)
@@ -111,7 +111,7 @@ def shard(
     advice = _advice_for(model, found, device_mesh)
     ignored_params = {p for p in ignored if isinstance(p, nn.Parameter)}
     ignored_params.update(p for m in ignored if isinstance(m, nn.Module) for p in m.parameters())
-    with _init.undone_on_error([model]):
+    with _fsdp_init.undone_on_error([model]):
         if sync or (sync is None and not chosen.is_sharded):
             _send_states(model, device_mesh, ignored_params)
         _checkpoint.apply(recomputed)

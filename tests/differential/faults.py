@@ -11,33 +11,34 @@ from unittest import mock
 import torch
 from parity import local
 
-from fsdp_c import _compat, _unit
+from fsdp_c._compat import _versions
+from fsdp_c._fully_shard import _fsdp_param_group
 
 
 def dropped_division() -> Any:
     """Gradients are summed, not averaged."""
-    original = _unit.FSDPParamGroup.__init__
+    original = _fsdp_param_group.FSDPParamGroup.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         self.gradient_divide_factor = 1.0
 
-    return mock.patch.object(_unit.FSDPParamGroup, "__init__", init)
+    return mock.patch.object(_fsdp_param_group.FSDPParamGroup, "__init__", init)
 
 
 def missed_cast() -> Any:
     """Parameters are not cast to `param_dtype`."""
-    return mock.patch.object(_compat, "compute_dtype", lambda fsdp_param: fsdp_param.orig_dtype)
+    return mock.patch.object(_versions, "compute_dtype", lambda fsdp_param: fsdp_param.orig_dtype)
 
 
 def wrong_gradient_dtype() -> Any:
     """Gradients reach the shards in the dtype in which they were summed."""
-    return mock.patch.object(_compat, "grad_dtype", _compat.reduce_dtype)
+    return mock.patch.object(_versions, "grad_dtype", _versions.reduce_dtype)
 
 
 def forgotten_accumulate() -> Any:
     """What was held without reduction is lost when reductions are switched on again."""
-    original = _unit.FSDPParamGroup.__setattr__
+    original = _fsdp_param_group.FSDPParamGroup.__setattr__
 
     def setattr_(self: Any, name: str, value: Any) -> None:
         original(self, name, value)
@@ -46,7 +47,7 @@ def forgotten_accumulate() -> Any:
             for fsdp_param in self.fsdp_params:
                 fsdp_param._unsharded_param.grad = None
 
-    return mock.patch.object(_unit.FSDPParamGroup, "__setattr__", setattr_)
+    return mock.patch.object(_fsdp_param_group.FSDPParamGroup, "__setattr__", setattr_)
 
 
 def stale_shard(names: dict[str, Any], line: str, before: dict[str, Any]) -> None:

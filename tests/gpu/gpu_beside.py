@@ -51,7 +51,7 @@ def why_not(world: str, device_type: str) -> str:
         return ""
     sys.path.append(str(gpu_ranks.ROOT))
     try:
-        from fsdp_c import _nccl
+        from fsdp_c._comm import _nccl
 
         library = _nccl.opened()
     except (ImportError, NotImplementedError) as error:
@@ -96,7 +96,7 @@ def run(program: Program, side: Side) -> None:
 def check_road(side: Side, program: Program, world: World) -> None:
     """The stream schedule has run the units that it can, over what it should."""
     import fsdp_c
-    from fsdp_c import _device
+    from fsdp_c._comm import _device
 
     for model in side.models:
         for unit in side.units(model):

@@ -20,7 +20,7 @@ TWO_RANKS_SINCE = 23003
 
 
 def run_rank(rank: int, n_ranks: int, store: str) -> None:
-    from fsdp_c import _nccl
+    from fsdp_c._comm import _nccl
 
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -113,7 +113,7 @@ def time_ways(
 def run(rows: Rows, device_type: str) -> None:
     sys.path.append(str(gpu_ranks.ROOT))
     try:
-        from fsdp_c import _nccl
+        from fsdp_c._comm import _nccl
 
         library = _nccl.opened()
     except (ImportError, NotImplementedError) as error:

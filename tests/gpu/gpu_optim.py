@@ -64,9 +64,9 @@ def side_of(api: Any, device: torch.device, n_units: int) -> nn.Module:
 
 def use_clipping_of(name: str) -> None:
     """torch's functions as they are, or as fsdp_c changes them for everyone."""
-    from fsdp_c import _norms
+    from fsdp_c._optim import _clip_grad_norm
 
-    (_norms.install if name == "fsdp_c" else _norms.uninstall)()
+    (_clip_grad_norm.install if name == "fsdp_c" else _clip_grad_norm.uninstall)()
 
 
 def settle(device: torch.device) -> None:

@@ -180,9 +180,9 @@ class Side:
     def clipping(self, waits: bool) -> Iterator[None]:
         """torch's functions of clipping are its own but for fsdp_c; which does not wait for the
         GPU unless it `waits`."""
-        from fsdp_c import _norms
+        from fsdp_c._optim import _clip_grad_norm
 
-        (_norms.install if self.is_ours else _norms.uninstall)()
+        (_clip_grad_norm.install if self.is_ours else _clip_grad_norm.uninstall)()
         is_watched = self.is_ours and self.device.type == "cuda" and not waits
         try:
             if is_watched:
@@ -191,7 +191,7 @@ class Side:
         finally:
             if is_watched:
                 torch.cuda.set_sync_debug_mode("default")
-            _norms.install()
+            _clip_grad_norm.install()
 
     # ---- notes ----
 

@@ -1,0 +1,1 @@
+"""Shards to files and to whole tensors, and back."""

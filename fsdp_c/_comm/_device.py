@@ -1,0 +1,185 @@
+"""Units on a device: which of them the core's stream schedule carries, and what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import CPUOffloadPolicy
+
+from fsdp_c import _built, _env
+from fsdp_c._comm import _nccl
+from fsdp_c._native import _C
+
+KEEPS_STORAGE = "unsharded parameters keep their storage"
+
+# Beside the extension where nvcc was there.
+_KERNELS = _built.FOLDER / "libfsdp_c_cuda.so"
+
+_types: tuple[str, ...] = ()  # of devices whose units go by this road beside FSDP_C_DEVICES
+_by_torch = False  # what is on the CPU is moved by torch's operators, as on an accelerator
+_by_nccl = False  # ranks on the CPU talk over an NCCL that takes host memory
+_smaller_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by their ranks
+
+
+@contextmanager
+def on_cpu(by_torch: bool = False, by_nccl: bool = False) -> Iterator[None]:
+    """Models that run their first forward in here go by the road of devices; for tests."""
+    global _types, _by_torch, _by_nccl
+    before = _types, _by_torch, _by_nccl
+    _types, _by_torch, _by_nccl = (*_types, "cpu"), by_torch, by_nccl
+    try:
+        yield
+    finally:
+        _types, _by_torch, _by_nccl = before
+
+
+def is_wanted(group: Any) -> bool:
+    """Whether the unit goes by the road of devices, if the core runs it at all. Without being asked
+    to, one rank does: no machine with several GPUs has run the others."""
+    asked = (*_types, *_env.DEVICES.get())
+    if asked:
+        return group.device.type in asked
+    return _is_nvidia(group.device) and group.mesh_info.mesh.size() == 1
+
+
+def is_taken(group: Any) -> bool:
+    """Whether a schedule runs the unit."""
+    return group._binding is not None and group._binding[0].streams is not None
+
+
+def why_not(group: Any) -> str:
+    """What the unit has that the schedule does not carry; alike on all ranks."""
+    for process_group in process_groups(group):
+        if not _is_registered(process_group):
+            return "a process group without a registered name"
+    if any(p.keep_unsharded_storage for p in group.fsdp_params):
+        return KEEPS_STORAGE
+    return ""
+
+
+def process_groups(group: Any) -> list[dist.ProcessGroup]:
+    info = group.mesh_info
+    found = (
+        info.shard_process_group,
+        getattr(info, "replicate_process_group", None),
+        reduce_group(group),
+        smaller_group(group),
+    )
+    return [process_group for process_group in found if process_group is not None]
+
+
+def reduce_group(group: Any) -> dist.ProcessGroup:
+    """Who sums gradients: the ranks of the shards, perhaps in a process group of their own."""
+    info = group.mesh_info
+    # Before torch 2.13 there is no such choice.
+    return getattr(info, "reduce_scatter_process_group", None) or info.shard_process_group
+
+
+def smaller_group(group: Any) -> dist.ProcessGroup | None:
+    """Whom forward reshards to (reshard_after_forward is an int). torch makes such groups for each
+    unit; those between the same ranks share the first one, and its communicators."""
+    info = group.post_forward_mesh_info
+    if info in (None, group.mesh_info):
+        return None
+    own: dist.ProcessGroup = info.shard_process_group
+    ranks = tuple(dist.get_process_group_ranks(own))
+    known = _smaller_groups.get(ranks)
+    if known is None or not _is_registered(known):
+        known = _smaller_groups[ranks] = own
+    return known
+
+
+def offloads(group: Any) -> tuple[bool, bool]:
+    """Whether shards and gradients are offloaded, and to pinned memory."""
+    policy = group.offload_policy
+    is_offloaded = isinstance(policy, CPUOffloadPolicy)
+    return is_offloaded, is_offloaded and policy.pin_memory
+
+
+def options_of(group: Any) -> tuple[Any, ...]:
+    """See DeviceOptions in csrc/bind/device.h."""
+    smaller = smaller_group(group) if is_wanted(group) else None
+    if smaller is None:
+        return (*offloads(group), None)
+    place = (group.post_forward_mesh_info, smaller.rank(), smaller.size(), str(smaller.group_name))
+    return (*offloads(group), place)
+
+
+def _is_registered(process_group: dist.ProcessGroup) -> bool:
+    try:
+        found = torch._C._distributed_c10d._resolve_process_group(process_group.group_name)
+    except (RuntimeError, ValueError, AttributeError):
+        return False
+    return bool(found == process_group)
+
+
+def connect(streams: _C.Streams, process_group: dist.ProcessGroup, device: torch.device) -> None:
+    """Decides who does the collectives between a group's ranks: NCCL if all can use it, or else
+    the process group. Collective."""
+    nccl = None
+    if process_group.size() > 1 and _may_use_nccl(device):
+        with suppress(NotImplementedError):
+            nccl = _nccl.group_for(process_group, device)
+    streams.connect(str(process_group.group_name), nccl)
+
+
+def _may_use_nccl(device: torch.device) -> bool:
+    if device.type == "cpu":
+        return _by_nccl
+    return _is_nvidia(device)
+
+
+def _is_nvidia(device: torch.device) -> bool:
+    """A GPU whose streams can be handed to NVIDIA's libraries."""
+    is_cuda = device.type == "cuda" and torch.version.hip is None
+    return is_cuda and bool(_C.Streams.tells_handles())
+
+
+def is_blocking(process_group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a collective there keeps the host waiting, and not the device alone."""
+    return device.type == "cpu" and _nccl.find(process_group) is None
+
+
+class Way(NamedTuple):
+    """Who does the collectives between some ranks."""
+
+    kind: str  # "nccl" or "callback", as transports are called
+    why_not: str = ""  # why not NCCL, where somebody asked for it
+
+
+def ways(group: Any) -> dict[str, Way]:
+    """Who does the collectives of a taken unit: between ranks of shards, of replicas, in sums,
+    of slices that forward leaves."""
+    info = group.mesh_info
+    dims = {
+        "shards": info.shard_process_group,
+        "replicas": getattr(info, "replicate_process_group", None),
+        "sums": getattr(info, "reduce_scatter_process_group", None),
+        "slices": smaller_group(group),
+    }
+    return {
+        dim: _way_of(process_group)
+        for dim, process_group in dims.items()
+        if process_group is not None and process_group.size() > 1
+    }
+
+
+def _way_of(process_group: dist.ProcessGroup) -> Way:
+    if _nccl.find(process_group) is not None:
+        return Way("nccl")
+    return Way("callback", _nccl.why_not(process_group))
+
+
+def streams_for(groups: Sequence[Any], known: _C.Streams | None) -> _C.Streams | None:
+    """What units that are bound together run in; None if they run in shared memory."""
+    if not groups or not is_wanted(groups[0]):
+        return None
+    if known is not None:
+        return known
+    device = groups[0].device
+    has_kernels = _is_nvidia(device) and _KERNELS.exists()
+    return _C.Streams(device, _by_torch, str(_KERNELS) if has_kernels else "")

@@ -1,0 +1,162 @@
+"""Where this rank's program is, told to ranks that wait for it: a line of the user's code, and the
+collective of torch.distributed that it sits in."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from fsdp_c import _built
+from fsdp_c._native import _C
+
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_OURS = str(_built.FOLDER) + "/"
+_DISTRIBUTED = _TORCH + "distributed/"
+_C10D = _DISTRIBUTED + "distributed_c10d.py"
+_STANDARD = sysconfig.get_path("stdlib") + "/"
+_INSTALLED = ("site-packages/", "dist-packages/")
+
+# Collectives that no rank of the group leaves before all have entered them.
+_MEETINGS = frozenset(
+    """all_reduce all_reduce_coalesced all_gather all_gather_single all_gather_into_tensor
+    all_gather_coalesced all_gather_object reduce_scatter reduce_scatter_single
+    reduce_scatter_tensor all_to_all all_to_all_single barrier""".split()
+)
+_GATHERS = frozenset(
+    """full_tensor get_state_dict get_model_state_dict get_optimizer_state_dict
+    _gather_state_dict""".split()
+)
+_LONGEST = 220  # bytes that others see of it
+
+
+def tell() -> tuple[str, int, int, bool]:
+    """The main thread's place; which group's collective it sits in, as the n-th; whether it gathers
+    full parameters. For a thread that a peer's question woke: never while all goes well."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    stack = list(_outward(frame))
+    group = _group_of(stack)
+    key, count = (_key(group), _count(group)) if group is not None else (0, 0)
+    user = _user_frame(stack)
+    inner = stack[:user]
+    text = _line(stack[user]) if user < len(stack) else "no line of Python"
+    inside = _inside(inner)
+    text = f"{text}, in {inside}" if inside else text
+    is_gather = any(_is_gather(frame) for frame in inner)
+    return text.encode()[:_LONGEST].decode(errors="ignore"), key, count, is_gather
+
+
+def count(key: int) -> int | None:
+    """How many collectives of a group this rank has called; None if it is in no such group."""
+    for group in c10d._world.pg_map:
+        if _key(group) == key:
+            return _count(group)
+    return None
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _user_frame(stack: list[FrameType]) -> int:
+    """Index of the innermost frame that belongs neither to torch nor to us nor to Python."""
+    for index, frame in enumerate(stack):
+        path = frame.f_code.co_filename
+        is_standard = path.startswith(_STANDARD) and not any(part in path for part in _INSTALLED)
+        if not path.startswith((_TORCH, _OURS, "<frozen")) and not is_standard:
+            return index
+    return max(len(stack) - 1, 0)
+
+
+def _line(frame: FrameType) -> str:
+    path = frame.f_code.co_filename
+    roots = [root.rstrip("/") + "/" for root in sys.path if root]
+    root = max((root for root in roots if path.startswith(root)), key=len, default="")
+    short = path[len(root) :] if root else Path(path).name
+    return f"{short}:{frame.f_lineno}{_within(frame)}"
+
+
+def _within(frame: FrameType | None) -> str:
+    """The function, past lambdas and comprehensions; nothing at the top of a file."""
+    while frame is not None and frame.f_code.co_name.startswith("<"):
+        if frame.f_code.co_name == "<module>":
+            return ""
+        frame = frame.f_back
+    return f" in {frame.f_code.co_name}" if frame is not None else ""
+
+
+def _inside(inner: list[FrameType]) -> str:
+    """What of torch.distributed, or of ours, the user's code has called."""
+    for frame in reversed(inner):
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if name.startswith(("_", "<")) or name in ("wrapper", "decorate_context", "no_grad"):
+            continue
+        if path == _C10D:
+            return f"torch.distributed's {name}"
+        if path.startswith(_DISTRIBUTED):
+            return getattr(frame.f_code, "co_qualname", name)
+    return ""
+
+
+def _is_gather(frame: FrameType) -> bool:
+    return frame.f_code.co_name in _GATHERS and frame.f_code.co_filename.startswith(_DISTRIBUTED)
+
+
+def _group_of(stack: list[FrameType]) -> dist.ProcessGroup | None:
+    """Of the collective in which the innermost frames are, if it is one for all ranks of a group.
+
+    Locals are looked at in frames of torch.distributed alone, which soon end.
+    """
+    is_waited_for = False
+    for frame in stack:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if not path.startswith(_TORCH):
+            return None
+        if path == _C10D and not is_waited_for:
+            return _argument(frame) if name in _MEETINGS else None
+        if path.startswith(_DISTRIBUTED):
+            is_waited_for = is_waited_for or name == "wait_tensor"
+            if not is_waited_for:
+                return None
+            if name == "redistribute_local_tensor":
+                return _redistributed_over(frame.f_locals)
+    return None
+
+
+def _argument(frame: FrameType) -> dist.ProcessGroup | None:
+    group = frame.f_locals.get("group")
+    group = dist.group.WORLD if group is None else group
+    return group if group in c10d._world.pg_map else None
+
+
+def _redistributed_over(names: Any) -> dist.ProcessGroup | None:
+    """DTensor's way from one placement to another, a dimension of its mesh at a time."""
+    mesh = names.get("mesh_to_use", names.get("device_mesh"))
+    if mesh is None:
+        return None
+    index = 0 if mesh.ndim == 1 else names.get("i")
+    return None if index is None else mesh.get_group(index)
+
+
+def _key(group: dist.ProcessGroup) -> int:
+    """The same on all ranks of the group; not 0."""
+    text = f"{group.group_name} {dist.get_process_group_ranks(group)}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") | 1
+
+
+def _count(group: dist.ProcessGroup) -> int:
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+
+
+_C.set_place(tell, count)

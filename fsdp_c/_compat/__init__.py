@@ -1,0 +1,1 @@
+"""Differences between versions of torch, and names of torch that are bound anew."""

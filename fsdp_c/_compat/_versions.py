@@ -1,0 +1,309 @@
+"""All differences between torch versions that the package meets, each behind one name."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed.fsdp
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_common,
+    _fsdp_init,
+    _fsdp_param,
+    _fsdp_param_group,
+    _fsdp_state,
+)
+
+TORCH: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
+
+# torch's classes and functions as of 2.13.
+if TORCH >= (2, 13):
+    TorchParam: Any = _fsdp_param.FSDPParam
+    TorchGroup: Any = _fsdp_param_group.FSDPParamGroup
+    TorchState: Any = _fsdp_state.FSDPState
+    ShardPlacementResult: Any = _fsdp_common.ShardPlacementResult
+    resolve_shard_placement = _fsdp_common.resolve_shard_placement
+    get_orig_param_uid = _fsdp_param._get_orig_param_uid
+    get_mesh_info = _fsdp_init._get_mesh_info
+    validate_mesh = _fsdp_init._validate_mesh
+else:
+    from fsdp_c._compat import _torch_pre_2_13
+
+    TorchParam = _torch_pre_2_13.FSDPParam
+    TorchGroup = _torch_pre_2_13.FSDPParamGroup
+    TorchState = _torch_pre_2_13.FSDPState
+    ShardPlacementResult = _torch_pre_2_13.ShardPlacementResult
+    resolve_shard_placement = _torch_pre_2_13.resolve_shard_placement
+    get_orig_param_uid = _torch_pre_2_13.get_orig_param_uid
+    get_mesh_info = _torch_pre_2_13.get_mesh_info
+    validate_mesh = _torch_pre_2_13.validate_mesh
+
+# The collectives that units of torch's call.
+COLLECTIVES = (
+    ("all_gather_single", "reduce_scatter_single")
+    if TORCH >= (2, 13)
+    else ("all_gather_into_tensor", "reduce_scatter_tensor")
+)
+
+# From 2.15 a parameter may say in which dtype its gradients are kept (Tensor.grad_dtype), and
+# reductions without reduce_dtype run in the original dtype instead of the compute dtype.
+HAS_GRAD_DTYPE = hasattr(torch.Tensor, "_has_grad_dtype_override")
+# From 2.15 reset_iter_state() drops the gradients of shards too.
+RESET_DROPS_GRADIENTS = HAS_GRAD_DTYPE
+# From 2.15 sums that wait for the replicas are kept by parameter.
+REPACKS_PARTIAL_SUMS = HAS_GRAD_DTYPE
+# From 2.15 a unit has two functions that lay out what its collectives move.
+LAYOUT_FUNCTIONS = {
+    name: getattr(_fsdp_param_group, default)
+    for name, default in (
+        ("_all_gather_output_fn", "_default_all_gather_output_fn"),
+        ("_prepare_reduce_scatter_inputs", "_default_reduce_scatter_input_fn"),
+    )
+    if hasattr(_fsdp_param_group, default)
+}
+# Names of torch.distributed.fsdp that only some versions have.
+OPTIONAL_NAMES = {
+    name: getattr(torch.distributed.fsdp, name)
+    for name in ("DataParallelMeshDims", "GradientReductionHandle")
+    if hasattr(torch.distributed.fsdp, name)
+}
+
+
+def groups_of(state: Any) -> list[Any]:
+    """The units of a state, also of torch's own."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return groups
+    group = state._fsdp_param_group  # before torch 2.13
+    return [] if group is None else [group]
+
+
+def is_spmd(mesh_info: Any) -> bool:
+    """Whether a mesh is the data-parallel part of a larger one (dp_mesh_dims, from 2.13)."""
+    return getattr(mesh_info, "is_spmd_mesh", False)
+
+
+class _AtDestroy:
+    """Stands among the communicators that destroy_process_group() ends with the default group."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self.finalize = end
+
+
+def at_destroy(end: Callable[[], None]) -> None:
+    """Calls `end` when the default process group is destroyed, before its backends are."""
+    ends = getattr(distributed_c10d._world, "comms", None)
+    if ends is not None and not any(isinstance(e, _AtDestroy) and e.finalize == end for e in ends):
+        ends.append(_AtDestroy(end))
+
+
+def compute_dtype(fsdp_param: Any) -> torch.dtype:
+    """The dtype of the unsharded parameter."""
+    return fsdp_param.param_dtype or fsdp_param.orig_dtype
+
+
+class AccumulatedGradient:
+    """Base of FSDPParam; before 2.15 it has a place beside the leaf, which is the core's."""
+
+    if not HAS_GRAD_DTYPE:
+
+        @property
+        def unsharded_accumulated_grad(self) -> torch.Tensor | None:
+            if self.unit is None:  # type: ignore[attr-defined]
+                return self.__dict__.get("unsharded_accumulated_grad")
+            return self.unit._core_held(self.unit.fsdp_params.index(self))  # type: ignore[attr-defined]
+
+        @unsharded_accumulated_grad.setter
+        def unsharded_accumulated_grad(self, grad: torch.Tensor | None) -> None:
+            if self.unit is None:  # type: ignore[attr-defined]
+                self.__dict__["unsharded_accumulated_grad"] = grad
+            else:
+                self.unit._core_set_held(self.unit.fsdp_params.index(self), grad)  # type: ignore[attr-defined]
+
+
+def lacks_dtypes(group: Any) -> bool:
+    """Whether torch's group was set up while all was frozen, and something is trained now.
+
+    From 2.15 it takes dtypes from frozen parameters too.
+    """
+    return (
+        not HAS_GRAD_DTYPE
+        and group._orig_dtype is None
+        and any(p.sharded_param.requires_grad for p in group.fsdp_params)
+    )
+
+
+def has_gradient(fsdp_param: Any) -> bool:
+    """Whether the parameter has a part in the reduction that torch's group is about to make."""
+    leaf = getattr(fsdp_param, "_unsharded_param", None)
+    return leaf is not None and (
+        leaf.grad is not None or fsdp_param.unsharded_accumulated_grad is not None
+    )
+
+
+def even_out_gradients(group: Any) -> None:
+    """Before 2.15 torch's group cannot reduce what is held together with what is fresh."""
+    params = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    if HAS_GRAD_DTYPE or not group.reduce_grads or group._reduce_dtype is None:
+        return
+    if all(p.unsharded_accumulated_grad is None for p in params):
+        return
+    for fsdp_param in params:
+        fsdp_param.accumulate_unsharded_grad_if_needed()
+        fsdp_param.to_accumulated_grad_if_needed()
+        is_zero = fsdp_param.unsharded_accumulated_grad is None
+        if (
+            is_zero
+            and group.reduce_scatter_unused_params
+            and fsdp_param.sharded_param.requires_grad
+        ):
+            fsdp_param.unsharded_accumulated_grad = torch.zeros_like(
+                fsdp_param._unsharded_param, dtype=group._reduce_dtype, requires_grad=False
+            )
+
+
+def drop_held_gradients(group: Any) -> None:
+    """Before 2.15 torch's reset keeps what micro-batches without synchronisation have left."""
+    if HAS_GRAD_DTYPE:
+        return
+    for fsdp_param in group.fsdp_params:
+        fsdp_param.unsharded_accumulated_grad = None
+        if (leaf := getattr(fsdp_param, "_unsharded_param", None)) is not None:
+            leaf.grad = None
+
+
+def held_dtype(fsdp_param: Any) -> torch.dtype:
+    """The dtype in which micro-batches without synchronization are added up."""
+    if HAS_GRAD_DTYPE:
+        return fsdp_param.unsharded_grad_dtype or compute_dtype(fsdp_param)
+    return fsdp_param.reduce_dtype or compute_dtype(fsdp_param)
+
+
+def leaf_grad_dtype(fsdp_param: Any) -> torch.dtype:
+    """The dtype of gradients on the unsharded parameter, where micro-batches may leave them."""
+    return held_dtype(fsdp_param) if HAS_GRAD_DTYPE else compute_dtype(fsdp_param)
+
+
+def settle_reduce_dtypes(fsdp_params: Sequence[Any]) -> None:
+    """One dtype for the sums of a unit's gradients: the widest that one of them is held in.
+
+    Parameters of another original dtype, which torch refuses, keep to themselves.
+    """
+    held: dict[torch.dtype, set[torch.dtype]] = {}
+    for fsdp_param in fsdp_params:
+        if fsdp_param.sharded_param.requires_grad:
+            held.setdefault(fsdp_param.orig_dtype, set()).add(held_dtype(fsdp_param))
+    for fsdp_param in fsdp_params:
+        dtypes = held.get(fsdp_param.orig_dtype, set()) | {held_dtype(fsdp_param)}
+        fsdp_param.sum_dtype = functools.reduce(torch.promote_types, dtypes)
+
+
+def set_reduce_dtype(group: Any, dtype: torch.dtype) -> None:
+    """Gradients of the unit are summed in it from the next set-up on."""
+    for owner in (group, *group.fsdp_params):
+        if hasattr(owner, "mp_policy"):  # from 2.15 on only parameters have one
+            owner.mp_policy = dataclasses.replace(owner.mp_policy, reduce_dtype=dtype)
+
+
+def reduce_dtype(fsdp_param: Any) -> torch.dtype:
+    """The dtype in which the parameter's gradients are summed over ranks."""
+    return fsdp_param.sum_dtype
+
+
+def takes_any_gradient(fsdp_param: Any) -> bool:
+    """Whether sums are of the dtype that a gradient happens to have (from 2.15)."""
+    return HAS_GRAD_DTYPE and fsdp_param.unsharded_grad_dtype is None
+
+
+def unset_reduce_dtype(orig: torch.dtype, compute: torch.dtype) -> torch.dtype:
+    """The same where a policy names no reduce_dtype."""
+    return orig if HAS_GRAD_DTYPE else compute
+
+
+def grad_dtype(fsdp_param: Any) -> torch.dtype:
+    """The dtype of the sharded gradient."""
+    if HAS_GRAD_DTYPE:
+        return fsdp_param.sharded_grad_dtype or held_dtype(fsdp_param)
+    return fsdp_param.orig_dtype
+
+
+def set_grad_dtype(fsdp_param: Any, unsharded: torch.nn.Parameter) -> None:
+    """Tells autograd in which dtype to add up gradients on the unsharded parameter (from 2.15)."""
+    if HAS_GRAD_DTYPE and unsharded.is_floating_point():
+        unsharded.grad_dtype = fsdp_param.unsharded_grad_dtype  # type: ignore[attr-defined]
+
+
+def copy_grad_dtype(source: torch.nn.Parameter, target: torch.nn.Parameter) -> None:
+    """Gives `target` the gradient dtype that was set on `source`, if one was."""
+    if HAS_GRAD_DTYPE and source._has_grad_dtype_override:  # type: ignore[attr-defined]
+        target.grad_dtype = source.grad_dtype  # type: ignore[attr-defined]
+
+
+def take_grad_dtype(fsdp_param: Any, param: torch.nn.Parameter) -> None:
+    """Settles the gradient dtype where `param` may have replaced the sharded parameter."""
+    if not HAS_GRAD_DTYPE:
+        return
+    fsdp_param._capture_grad_dtype_policy(fsdp_param.sharded_param)
+    if param is not fsdp_param.sharded_param:
+        fsdp_param._capture_grad_dtype_policy(param)
+    if not fsdp_param._has_sharded_grad_dtype_override:
+        fsdp_param.sharded_grad_dtype = param.dtype
+    elif not param._has_grad_dtype_override:  # type: ignore[attr-defined]
+        param.grad_dtype = fsdp_param.sharded_grad_dtype  # type: ignore[attr-defined]
+
+
+def forget_specs(fsdp_param: Any) -> None:
+    """To be called where the spec of the sharded parameter changes."""
+    if HAS_GRAD_DTYPE:
+        fsdp_param._sharding_spec_by_dtype.clear()
+
+
+def policy_for(mp_policy: Any, param: torch.nn.Parameter) -> Any:
+    """The policy of one parameter: from 2.15 it may differ from its unit's."""
+    resolve = getattr(mp_policy, "_resolve_for_param", None)
+    return mp_policy if resolve is None else resolve(param)
+
+
+def allow_mixed_dtypes(group: Any) -> None:
+    """What torch's group would know about its parameters' dtypes if they were all alike."""
+    group._orig_dtype = group._reduce_dtype = None
+    group._fsdp_params_with_wider_grad_dtype = []
+
+
+def is_annotated(param: torch.nn.Parameter) -> bool:
+    """Whether a parameter carries spmd_types annotations (from 2.15, with that package)."""
+    spmd = getattr(_fsdp_param, "spmd", None)
+    return spmd is not None and bool(spmd.get_local_type(param))
+
+
+def is_typed_spmd(fsdp_param: Any) -> bool:
+    """Whether the parameter carries spmd_types annotations (from 2.15)."""
+    return bool(getattr(fsdp_param, "is_spmd_types", False))
+
+
+# Gathers that torch's own setters choose, by their classes' names: a torch may lack one.
+COMM_MEMORY = {
+    "ProcessGroupAllocAllGather": "its collectives use memory of the process group",
+    "SymmMemAllGather": "its collectives use symmetric memory",
+}
+
+
+def default_comms() -> tuple[type, type]:
+    """The classes of the collectives that a group has unless the user replaces them."""
+    return _fsdp_param_group.DefaultAllGather, _fsdp_param_group.DefaultReduceScatter
+
+
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """torch.utils.flop_counter's formulas; 2.13 has none for attention on the CPU."""
+    from torch.utils import flop_counter
+
+    aten = torch.ops.aten
+    return {
+        aten._scaled_dot_product_flash_attention_for_cpu: flop_counter.sdpa_flop,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_counter.sdpa_backward_flop,
+        **flop_counter.flop_registry,
+    }

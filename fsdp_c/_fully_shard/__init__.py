@@ -1,0 +1,1 @@
+"""fully_shard: parameters, groups and states of FSDP, and how the engine gets them."""

@@ -1,0 +1,386 @@
+"""The state of one fully_shard call: torch's FSDPState whose hooks run in the core."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import _MultiHandle
+from torch.distributed.fsdp._fully_shard import _fsdp_state
+from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
+
+from fsdp_c import _env
+from fsdp_c._fully_shard import (
+    _bind,
+    _containers,
+    _fallback,
+    _fsdp_module,
+    _replaced_functions,
+    _shared_params,
+    _status,
+)
+from fsdp_c._fully_shard._fsdp_param_group import TRAINING_STATES, FSDPParamGroup, hidden_sums
+from fsdp_c._native import _C
+
+
+class FSDPStateContext(_C.Context, _fsdp_state.FSDPStateContext):
+    """What a root and the units below it share; its flags are the core's."""
+
+    _tree: _C.Tree | None = None  # while the core runs it
+
+    @property
+    def iter_forward_root(self) -> Any:
+        return self._forward_root if self._tree is None else self._tree.iteration_root
+
+    @iter_forward_root.setter
+    def iter_forward_root(self, state: Any) -> None:
+        self._forward_root = state
+
+    def renewed(self) -> FSDPStateContext:
+        """Another one with what the user has set."""
+        context = FSDPStateContext()
+        context.is_last_backward = self.is_last_backward
+        context.manual_backward_finalization = self.manual_backward_finalization
+        context.post_optim_event = self.post_optim_event
+        return context
+
+
+class FSDPState(_C.State, _fallback.RoadState):
+    """Hooks, root and units of one call.
+
+    The module's hooks are functions of the core. In the first forward of a root the road is
+    chosen for its whole tree: the core, or torch's own implementation if one unit needs that.
+    """
+
+    _fsdp_param_groups: list[FSDPParamGroup]
+    _state_ctx: FSDPStateContext
+    call: Any = None  # of fully_shard: see _fully_shard.Call
+    parked: Any = None  # while the memory is away: see _offload
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state_ctx = FSDPStateContext()
+
+    # ---- whom to prefetch; over shared memory there is nothing to do ahead of time ----
+
+    @property
+    def _states_to_forward_prefetch(self) -> list[Any]:
+        return self._prefetched[False]
+
+    @_states_to_forward_prefetch.setter
+    def _states_to_forward_prefetch(self, states: list[Any]) -> None:
+        self._set_prefetched(False, states)
+
+    @property
+    def _states_to_backward_prefetch(self) -> list[Any]:
+        return self._prefetched[True]
+
+    @_states_to_backward_prefetch.setter
+    def _states_to_backward_prefetch(self, states: list[Any]) -> None:
+        self._set_prefetched(True, states)
+
+    def _set_prefetched(self, in_backward: bool, states: list[Any]) -> None:
+        self.__dict__.setdefault("_prefetched", {})[in_backward] = states
+        self._pass_prefetches()
+
+    def _pass_prefetches(self) -> None:
+        """Tells the schedule of a device; it forgets units that are bound anew."""
+        for group in self._fsdp_param_groups if self._tree is not None else ():
+            for in_backward, states in self._prefetched.items():
+                groups = [other for state in states for other in state._fsdp_param_groups]
+                group._core_set_prefetch(in_backward, groups)
+
+    @property
+    def _training_state(self) -> TrainingState:
+        return TRAINING_STATES[self._training]
+
+    @_training_state.setter
+    def _training_state(self, state: TrainingState) -> None:
+        self._training = TRAINING_STATES.index(state)
+
+    # ---- set-up ----
+
+    def init(
+        self,
+        modules: tuple[nn.Module, ...],
+        device: torch.device,
+        mp_policy: MixedPrecisionPolicy,
+        auto_reshard_after_forward: bool,
+    ) -> None:
+        super().init(modules, device, mp_policy, auto_reshard_after_forward)
+        self._pre_forward_hook_handle.remove()
+        self._post_forward_hook_handle.remove()
+        is_grouped = len(modules) > 1
+        pre = [
+            module.register_forward_pre_hook(self._hook_pre_forward, prepend=True, with_kwargs=True)
+            for module in modules
+        ]
+        post = [
+            module.register_forward_hook(self._hook_post_forward, always_call=is_grouped)
+            for module in modules
+        ]
+        if is_grouped:
+            handle = _MultiHandle((*pre, *post))
+            self._pre_forward_hook_handle = self._post_forward_hook_handle = handle
+        else:
+            self._pre_forward_hook_handle, self._post_forward_hook_handle = pre[0], post[0]
+        policy = self._mp_policy
+        self._set_casts(policy.cast_forward_inputs, policy.param_dtype, policy.output_dtype)
+        self._is_strict = _env.is_strict()
+
+    def _choose_road(self) -> None:
+        """Called by the first forward. Collective if the tree runs on the core."""
+        self._refuse_if_offloaded()
+        was_root = self._is_root
+        try:
+            _shared_params.check(self._modules[0])
+            _fsdp_module.warn_of_empty_buffers(self._modules[0])
+            self._lazy_init()
+            states = self._state_ctx.all_states
+            groups = [group for state in states for group in state._fsdp_param_groups]
+            _fsdp_module.warn_of_lost_settings(groups, [_bind.unit_name(group) for group in groups])
+            reason = self._why_torch(states, groups)
+            if reason:
+                self._take_torch_road(states, groups, reason)
+                if self._is_root and all(isinstance(group, FSDPParamGroup) for group in groups):
+                    _bind.check_origins(groups)
+            else:
+                self._join_core(states, groups)
+            _status.note(self, reason)
+        except BaseException:
+            if was_root is None:
+                self._undo_lazy_init([*self._state_ctx.all_states, self])
+            raise
+
+    def _why_torch(self, states: list[Any], groups: list[Any]) -> str:
+        """What keeps the tree from the core, on this rank or another; empty if nothing does."""
+        if self._is_root is not True:
+            return "its units ran forward without their root"
+        if not all(isinstance(part, FSDPState | FSDPParamGroup) for part in (*states, *groups)):
+            return "some of its units were sharded by torch's fully_shard"
+        for group in groups:
+            if not group._is_bound and (reason := _bind.why_torch_everywhere(group)):
+                return f"unit {_bind.unit_name(group)}: {reason}"
+        return _bind.agreed_reason(groups, self._why_torch_here(states, groups))
+
+    def _why_torch_here(self, states: list[Any], groups: list[Any]) -> str:
+        if reason := self._what_was_replaced(states):
+            return reason
+        for group in groups:
+            reason = group.left_because or ("" if group._is_bound else _bind.why_torch_here(group))
+            if reason:
+                return f"unit {_bind.unit_name(group)}: {reason}"
+        return ""
+
+    def _what_was_replaced(self, states: list[Any]) -> str:
+        if reason := _replaced_functions.replaced():
+            return reason
+        for state in states:
+            if reason := _replaced_functions.replaced_on(state):
+                return f"state of {type(state._modules[0]).__name__}: {reason}"
+        return ""
+
+    def _join_core(self, states: list[FSDPState], groups: list[FSDPParamGroup]) -> None:
+        early = [] if self._tree is not None else [g.leave_early_streams() for g in groups]
+        domains = []
+        for group in groups:
+            # Units that were unsharded before the first forward have a domain already.
+            for domain in (group._binding[0], group._binding[2]) if group._binding else ():
+                if domain is not None and domain not in domains:
+                    domains.append(domain)
+        streams = domains[0].streams if domains else None
+        domains += _bind.bind_units([group for group in groups if not group._is_bound], streams)
+        names = [_bind.state_name(state) for state in states]
+        for domain in domains:
+            domain.name_openers(names)
+        tree = _C.Tree(list(states), domains, self._state_ctx)
+        self._state_ctx._tree = tree
+        for state in states:
+            group = state._fsdp_param_groups[0] if state._fsdp_param_groups else None
+            if group is not None:
+                group._tree = tree
+            state._join(tree, group, False)
+        for state in states:
+            state._pass_prefetches()
+        for come_back in early:
+            come_back()
+
+    def _take_torch_road(self, states: list[Any], groups: list[Any], reason: str) -> None:
+        for group in groups:
+            if isinstance(group, FSDPParamGroup):
+                group.check_torch_road()
+        for group in groups:
+            if isinstance(group, FSDPParamGroup):
+                group.leave_core(reason)
+        _bind.HEAP.for_torchs_road()
+        for context in {id(state._state_ctx): state._state_ctx for state in states}.values():
+            context.__dict__.pop("_tree", None)
+        for state in states:
+            if isinstance(state, FSDPState):
+                state._join(None, None, True)
+
+    def _leave_replaced(self) -> None:
+        """Called by a forward, after a function of torch's implementation was replaced."""
+        assert self._tree is not None
+        states = list(self._tree.states)
+        reason = self._what_was_replaced(states)
+        if not reason:  # it was put back
+            return
+        groups = [group for state in states for group in state._fsdp_param_groups]
+        self._take_torch_road(states, groups, reason)
+        _status.note(states[0], reason)
+
+    def leave_core(self, reason: str) -> None:
+        """From now on torch's implementation runs this state; between two steps only."""
+        groups = [group for group in self._fsdp_param_groups if group._is_bound]
+        self._take_torch_road([self], groups, reason)
+
+    def _init_shared_state(self) -> None:
+        """What was set below the root before the units came together counts for all of them."""
+        context = self._state_ctx
+        for other in (state._state_ctx for state in context.all_states):
+            context.is_last_backward = context.is_last_backward and other.is_last_backward
+            context.post_optim_event = context.post_optim_event or other.post_optim_event
+        super()._init_shared_state()
+
+    def _undo_lazy_init(self, states: list[FSDPState]) -> None:
+        """After a failed set-up: the next forward tries again."""
+        for state in states:
+            state._is_root = None
+            state._state_ctx = state._state_ctx.renewed()
+            state._comm_ctx = _fsdp_state.FSDPCommContext()
+            for group in state._fsdp_param_groups:
+                group.comm_ctx = state._comm_ctx
+
+    def _rebuild_units(self) -> None:
+        """Called when a shard is not where set-up put it. Collective if a layout changed."""
+        assert self._tree is not None
+        states = self._tree.states
+        groups = [group for state in states for group in state._fsdp_param_groups]
+        rebuilt = [group for group in groups if not group.is_lent]
+        for group in rebuilt:  # before any of them changes, since this may raise
+            group.adopt_shards()
+        if any([group.rebind() for group in rebuilt]):
+            self._join_core(states, groups)
+        else:
+            for state in states:
+                state._pass_prefetches()
+
+    # ---- entered from Python: register_fsdp_forward_method, pipelines, tools ----
+
+    def _root_pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        result = super()._root_pre_forward(module, args, kwargs)
+        if self._state_ctx.iter_forward_root is self:
+            # A forward that no backward follows has no place in the order of prefetches.
+            self._comm_ctx.is_backward_expected = torch.is_grad_enabled()
+        return result
+
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._takes_core():
+            return self._enter(args, kwargs)
+        self._refuse_if_offloaded()
+        return super()._pre_forward(module, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
+        if self._tree is None:
+            return super()._post_forward(module, input, output)
+        return self._leave(output)
+
+    def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
+        if self._tree is None:
+            if torch.is_grad_enabled():
+                self._tell_of_double_backward()
+            return super()._pre_backward(grad)
+        self._core_pre_backward()
+        return grad
+
+    def _root_post_backward_final_callback(self) -> None:
+        if self._tree is None:
+            super()._root_post_backward_final_callback()
+        else:
+            self._tree.end_backward()
+
+    def finalize_backward(self, *, wait_for_gradient_reduction: bool = True) -> None:
+        if self._tree is None:
+            super().finalize_backward(wait_for_gradient_reduction=wait_for_gradient_reduction)
+        else:
+            self._validate_finalize_backward()
+            self._tree.finalize_backward()
+            if wait_for_gradient_reduction:
+                self.wait_for_gradient_reduction()
+
+    def _validate_finalize_backward(self) -> None:
+        groups = [g for state in self._state_ctx.all_states for g in state._fsdp_param_groups]
+        # Torch's own cannot end a backward whose sums wait for replicas.
+        with hidden_sums([] if _env.is_strict() else groups):
+            super()._validate_finalize_backward()
+        if torch._C._current_graph_task_id() != -1:  # the first hook is still to come
+            raise RuntimeError("FSDP finalize_backward must be called after backward completes")
+
+    def _reset_iter_state(self) -> None:
+        if self._is_root is None:  # nothing has run
+            return
+        super()._reset_iter_state()
+        if self._tree is not None:
+            self._tree.reset()
+
+    # ---- entered from the core ----
+
+    def _tell_of_double_backward(self) -> None:
+        names = [_bind.unit_name(group) for group in self._fsdp_param_groups]
+        if names:
+            _fsdp_module.warn_of_double_backward(names[0])
+
+    def _warn_of_view(self) -> None:
+        _fsdp_module.warn_of_view([type(module).__name__ for module in self._modules])
+
+    def _refuse_unless_waited(self) -> None:
+        """Called by a forward while any tree of this process has a handle to be waited for."""
+        in_shared_context = getattr(self._comm_ctx, "active_gradient_reduction", None)
+        if self._state_ctx.gradient_reduction_pending or in_shared_context is not None:
+            raise RuntimeError("The previous gradient reduction must be waited on before forward")
+
+    def _refuse_if_offloaded(self) -> None:
+        if self.parked is not None:
+            raise RuntimeError(
+                f"forward of {type(self._modules[0]).__name__}: {_fsdp_module.OFFLOADED}"
+            )
+
+    def _torch_pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._refuse_if_offloaded()
+        if len(self._modules) > 1 and not self._modules_to_run_forward:
+            self._modules_to_run_forward.update(self._modules)
+        return _fallback.RoadState._pre_forward(self, module, args, kwargs)
+
+    def _torch_post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
+        if len(self._modules) > 1:
+            if module not in self._modules_to_run_forward:
+                return self._cast_output_dtype(output)
+            self._modules_to_run_forward.remove(module)
+            if self._modules_to_run_forward:
+                if self._training_state == TrainingState.FORWARD and not _fallback.in_backward():
+                    # The others may never run, and the root need not return what this computed.
+                    # In a backward (a reentrant checkpoint) the end of it is known already.
+                    output = self._register_pre_backward_hook(output)
+                return self._cast_output_dtype(output)
+        return _fallback.RoadState._post_forward(self, module, input, output)
+
+    def _cast_any_input(self, value: Any) -> Any:
+        cast = functools.partial(_cast_fp_tensor, self._mp_policy.param_dtype)
+        return _containers.apply_to_tensors(cast, value)
+
+    def _cast_any_output(self, value: Any) -> Any:
+        cast = functools.partial(_cast_fp_tensor, self._mp_policy.output_dtype)
+        return _containers.apply_to_tensors(cast, value)
+
+
+_replaced_functions.watch(FSDPState, _replaced_functions.STATE_METHODS)

@@ -1,0 +1,76 @@
+"""Functions of torch's implementation that tools replace: the core calls none of them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
+
+from fsdp_c._compat import _versions
+from fsdp_c._native import _C
+
+# Methods of units, states and parameters that torch's implementation calls in a step.
+GROUP_METHODS = frozenset(
+    "unshard wait_for_unshard reshard pre_forward post_forward pre_backward post_backward"
+    " finalize_backward _record_post_forward _backward_prefetch _prefetch_unshard _to_sharded"
+    " _to_unsharded _wait_for_post_backward _register_post_backward_hook".split()
+)
+STATE_METHODS = frozenset(
+    "_pre_forward _post_forward _pre_backward _root_pre_forward _cast_forward_inputs"
+    " _cast_output_dtype _force_complete_incomplete_states _register_pre_backward_hook"
+    " _register_root_post_backward_final_callback _root_post_backward_final_callback"
+    " _end_backward_iteration finalize_backward".split()
+)
+_PARAM_METHODS = frozenset("init_unsharded_param to_unsharded to_sharded".split())
+_NAMES: dict[Any, frozenset[str]] = {
+    _fsdp_param_group.FSDPParamGroup: GROUP_METHODS,
+    _fsdp_state.FSDPState: STATE_METHODS,
+    _fsdp_param.FSDPParam: _PARAM_METHODS,
+    _fsdp_param_group.RegisterPostBackwardFunction: frozenset({"backward"}),
+    _fsdp_param_group: frozenset(
+        {"foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce"}
+    ),
+    dist: frozenset(_versions.COLLECTIVES),
+}
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def _if_torchs(function: Any) -> Any:
+    """The function, or None if it was replaced before this module was imported."""
+    code = getattr(function, "__code__", None)
+    return function if code is not None and code.co_filename.startswith(_TORCH) else None
+
+
+# (class or module, name, torch's own function, or ours)
+_originals = [
+    (owner, name, _if_torchs(getattr(owner, name)))
+    for owner, names in _NAMES.items()
+    for name in sorted(names)
+    if hasattr(owner, name)
+]
+
+
+def watch(cls: type, names: frozenset[str]) -> None:
+    """Watches functions of a class of ours too."""
+    _originals.extend(
+        (cls, name, getattr(cls, name)) for name in sorted(names) if hasattr(cls, name)
+    )
+    _C.watch_functions(_originals, STATE_METHODS)  # asked at the beginning of every forward
+
+
+def replaced() -> str:
+    """Says which of the functions is not torch's own any more; empty if all are."""
+    for owner, name, original in _originals:
+        if getattr(owner, name, None) is not original:
+            return f"{owner.__name__.rpartition('.')[2]}.{name} was replaced"
+    return ""
+
+
+def replaced_on(part: Any) -> str:
+    """The same for the methods of one unit or state."""
+    names = GROUP_METHODS if isinstance(part, _C.Group) else STATE_METHODS
+    name = next((name for name in vars(part) if name in names), "")
+    return f"its {name} was replaced" if name else ""

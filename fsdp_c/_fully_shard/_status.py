@@ -1,0 +1,100 @@
+"""What runs where: the core or torch's implementation, and over what ranks talk."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_c import _built, _env
+from fsdp_c._comm import _communicator, _device, _nccl
+from fsdp_c._native import _C
+from fsdp_c._version import __version__
+
+
+@dataclass(frozen=True)
+class TreeStatus:
+    """One model: a root and all units below it."""
+
+    root: str  # class of the root module
+    n_units: int
+    runs_on: str  # "core" or "torch"
+    reason: str  # why not on the core; empty if it is
+    transports: tuple[str, ...]  # of the core: "shm", "callback" or "nccl" per process group
+    n_ranks: int
+
+    def __str__(self) -> str:
+        what = f"{self.root} ({self.n_units} unit{'s' * (self.n_units != 1)})"
+        if self.runs_on == "torch":
+            return f"{what} runs on torch's own implementation: {self.reason}"
+        ways = {
+            "shm": "shared memory",
+            "callback": "the process group's collectives",
+            "nccl": "NCCL",
+        }
+        way = " and ".join(ways[kind] for kind in self.transports)
+        over = f" over {way} between {self.n_ranks} ranks" if self.n_ranks > 1 else ""
+        return f"{what} runs on the C core{over}"
+
+
+@dataclass(frozen=True)
+class Status:
+    """What `fsdp_c.status()` returns; `str()` of it is one line per model."""
+
+    torch: str  # version
+    kernels: str  # instruction set
+    trees: tuple[TreeStatus, ...]  # models that have run forward and still live
+    nccl: str = ""  # the library that has been opened, and what it cannot do
+    version: str = __version__  # fsdp_c's
+    built_for: str = _built.minor_of(torch.__version__)  # the torch whose build is loaded
+
+    def __str__(self) -> str:
+        own = f"fsdp_c {self.version} built for torch {self.built_for}"
+        lines = [f"{own}, torch {self.torch}, {self.kernels} kernels", *map(str, self.trees)]
+        return "\n".join([*lines, self.nccl] if self.nccl else lines)
+
+
+# Root states by which road they took: state -> why torch's, empty for the core.
+_roots: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_told: set[str] = set()
+
+
+def status() -> Status:
+    """Which implementation runs each model that has run forward, why, and over which transport."""
+    trees = tuple(_describe(root, reason) for root, reason in list(_roots.items()))
+    return Status(torch.__version__, _C.kernels(), trees, _nccl.describe())
+
+
+def note(root: Any, reason: str) -> None:
+    """Remembers the road of a tree and tells it once, on rank 0; at its first forward."""
+    _roots[root] = reason
+    if _env.QUIET.get() or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    line = str(_describe(root, reason))
+    if line not in _told:
+        _told.add(line)
+        print(f"[fsdp_c] {line}", file=sys.stderr)
+
+
+def _describe(root: Any, reason: str) -> TreeStatus:
+    groups = [g for state in root._state_ctx.all_states for g in state._fsdp_param_groups]
+    meshes = [g.mesh_info for g in groups]
+    sharding = [getattr(m, "shard_process_group", None) for m in meshes]
+    replicas = [getattr(m, "replicate_process_group", None) for m in meshes]
+    process_groups = {id(p): p for p in (*sharding, *replicas) if p is not None}.values()
+    kinds = {_communicator.transport_kind(p) for p in process_groups if p.size() > 1}
+    taken = [g for g in groups if getattr(g, "_is_bound", False) and _device.is_taken(g)]
+    if taken:
+        kinds = {way.kind for group in taken for way in _device.ways(group).values()}
+    return TreeStatus(
+        root=type(root._modules[0]).__mro__[2].__name__,
+        n_units=sum(bool(state._fsdp_param_groups) for state in root._state_ctx.all_states),
+        runs_on="torch" if reason else "core",
+        reason=reason,
+        transports=() if reason else tuple(sorted(kind for kind in kinds if kind)),
+        n_ranks=max((m.mesh.size() for m in meshes), default=1),
+    )

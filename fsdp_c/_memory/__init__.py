@@ -1,0 +1,1 @@
+"""How much memory a model takes, and moving it away for a while."""

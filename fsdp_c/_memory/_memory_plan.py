@@ -1,0 +1,304 @@
+"""What training will hold in memory, by purpose, before the first step."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import mmap
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+
+from fsdp_c import _env
+from fsdp_c._compat import _versions
+from fsdp_c._diagnostics import _stats
+from fsdp_c._fully_shard import _bind
+from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
+from fsdp_c._native import _C
+
+# csrc/bind/reduce.cpp: gradients of up to this size wait for the next unit's reduction.
+_LENT_BYTES = 16 << 20
+# A parameter to try an optimizer on: a matrix, since some take nothing else.
+_PROBE = (8, 8)
+
+Rows = list[tuple[str, list[tuple[Any, ...]]]]  # units as csrc/bind/domain.cpp reads them
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by purpose. What ranks of a host share is counted in equal parts, as PSS does."""
+
+    n_ranks: int
+    ranks_per_host: int
+    rank: dict[str, int]  # between two steps, with gradients
+    backward: int  # on top while backward runs: whole gradients of a unit; without activations
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rank_total(self) -> int:
+        """Between two steps."""
+        return sum(self.rank.values())
+
+    @property
+    def rank_peak(self) -> int:
+        """In backward, without activations."""
+        return self.rank_total + self.backward
+
+    def __str__(self) -> str:
+        rows = [(name, n_bytes, _stats.PURPOSES[name]) for name, n_bytes in self.rank.items()]
+        rows.append(("between steps", self.rank_total, "the sum"))
+        rows.append(("in backward", self.rank_peak, "with whole gradients, without activations"))
+        lines = [
+            f"{self.n_ranks} ranks, {self.ranks_per_host} per host; MiB per rank, per host",
+            *(
+                f"{name:14}{_mib(n)}{_mib(n * self.ranks_per_host)}  {what}"
+                for name, n, what in rows
+            ),
+            *self.notes,
+        ]
+        return "\n".join(lines)
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / _stats.MIB:12.2f}"
+
+
+def memory_plan(
+    model: nn.Module,
+    *,
+    world_size: int | None = None,
+    replicas: int | None = None,
+    ranks_per_host: int | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[list[nn.Parameter]], Any] | None = None,
+    units: Iterable[nn.Module] = (),
+    mp_policy: MixedPrecisionPolicy | None = None,
+) -> MemoryPlan:
+    """What a rank, and a host, will hold when the model trains on the core. Local; print it.
+
+    The model may be sharded or not, on the meta device or not; of the world nothing has to run.
+
+    Args:
+        world_size: ranks in all; default: those of the model's mesh.
+        replicas: copies of the model among them (HSDP); default: the mesh's, else 1.
+        ranks_per_host: default: all. With fewer the ranks share no memory, and the plan is an upper
+            bound.
+        optimizer: one that was made, or what makes one of parameters (a class, a partial). It is
+            tried on a small parameter of each dtype to see what state it keeps.
+        units, mp_policy: of a model without ``fully_shard``, the modules that will be units of
+            their own, innermost first, and the policy.
+
+    Raises:
+        ValueError: arguments that do not fit each other.
+    """
+    groups = _stats.groups_of(model)
+    mesh = groups[0].mesh_info if groups else None
+    has_replicas = isinstance(mesh, HSDPMeshInfo) or (replicas or 1) > 1
+    replicas = replicas or (mesh.replicate_mesh_size if isinstance(mesh, HSDPMeshInfo) else 1)
+    if world_size is None:
+        if mesh is None:
+            raise ValueError("memory_plan: a model that is not sharded needs world_size")
+        world_size = mesh.mesh.size()
+    if world_size % replicas or world_size < 1:
+        raise ValueError(f"memory_plan: {world_size} ranks cannot hold {replicas} replicas")
+    if groups and (mp_policy is not None or (units := list(units))):
+        raise ValueError("memory_plan: the model is sharded, its units and policies are known")
+    n_shards = world_size // replicas
+    per_host = ranks_per_host or world_size
+    if groups:
+        rows = [_unit_of(group, n_shards) for group in groups]
+    else:
+        rows = _rows_of_modules(model, list(units), mp_policy or MixedPrecisionPolicy(), n_shards)
+    return _planned(
+        rows,
+        _outside(model, groups),
+        n_shards,
+        replicas,
+        per_host,
+        _StateSize(optimizer),
+        () if groups or units else ("One unit was assumed: name others with units=",),
+        has_replicas,
+    )
+
+
+def _planned(
+    rows: Rows,
+    unsharded: int,
+    n_shards: int,
+    replicas: int,
+    per_host: int,
+    state_size: _StateSize,
+    notes: tuple[str, ...],
+    has_replicas: bool = False,
+) -> MemoryPlan:
+    """`has_replicas`: the mesh has a dim of them, if only of one: sums over shards have room."""
+    world = n_shards * replicas
+    mapped = per_host >= world
+    shard = _C.Domain.plan(False, rows, n_shards, n_shards, mapped)
+    params = sum(_shard_bytes(row, n_shards) for _, unit in rows for row in unit)
+    reduce = shard["arena"]
+    control = shard["control"] // n_shards
+    if has_replicas and (n_shards > 1 or replicas == 1):
+        reduce += shard["parts"]
+    if replicas > 1:
+        lanes = _C.Domain.plan(True, rows, n_shards, replicas, mapped)
+        reduce += lanes["arena"]
+        control += lanes["control"] // replicas
+    rank = {
+        "parameters": params + unsharded,
+        "gradients": shard["gradients"],
+        "optimizer": sum(state_size(row, n_shards) for _, unit in rows for row in unit),
+        "unsharded": max(shard["full"] - n_shards * shard["aliased"], 0) // n_shards,
+        "gather slots": 0,
+        "reduce slots": reduce,
+        "control": control,
+    }
+    wholes = sorted(
+        (sum(_whole_bytes(row) for row in unit if row[8]) for _, unit in rows), reverse=True
+    )
+    largest = wholes[0] if wholes else 0
+    lent = min(largest, _LENT_BYTES) if n_shards > 1 and len(wholes) > 1 else 0
+    if world == 1 and any(_casts(row) for _, unit in rows for row in unit):
+        rank["gather slots"] = -(-shard["part"] // mmap.PAGESIZE) * mmap.PAGESIZE
+    if not mapped:
+        rank["gather slots"] = shard["largest"] + (n_shards + 1) * shard["pack"]
+        rank["reduce slots"] = (n_shards + 1) * shard["part"]
+        if shard["small"] and not has_replicas:
+            # What comes ahead, twice with its packs; parts of a batch, and their sums.
+            rank["gather slots"] += 3 * min(shard["small"], _env.batch_bytes())
+            rank["reduce slots"] += 2 * _env.batch_bytes()
+        notes += ("Ranks on several hosts share no memory: slots are an upper bound",)
+    if state_size.note:
+        notes += (state_size.note,)
+    return MemoryPlan(world, per_host, rank, largest + lent, notes)
+
+
+# ---- parameters: rows are those of _bind._param_row ----
+
+
+def _unit_of(group: FSDPParamGroup, n_shards: int) -> tuple[str, list[tuple[Any, ...]]]:
+    if not group._is_bound:  # else the first forward has settled its dtypes
+        group._init_mp_dtypes()
+    return _bind.unit_name(group), [_row_of(p, n_shards) for p in group.fsdp_params]
+
+
+def _row_of(fsdp_param: Any, n_shards: int) -> tuple[Any, ...]:
+    row = _bind._param_row(fsdp_param)
+    return row if fsdp_param._orig_size else (1, n_shards, 1, *row[3:])
+
+
+def _rows_of_modules(
+    model: nn.Module, units: Sequence[nn.Module], policy: MixedPrecisionPolicy, n_shards: int
+) -> Rows:
+    by_module = rows_by_module(model, units, policy, n_shards)
+    return [(type(unit).__name__, rows) for unit, rows in by_module]
+
+
+def rows_by_module(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    policy: MixedPrecisionPolicy,
+    n_shards: int,
+    without_gradient: Container[nn.Parameter] = (),
+) -> list[tuple[nn.Module, list[tuple[Any, ...]]]]:
+    """Rows of the units' own parameters; units without any are left out.
+
+    `without_gradient`: parameters that get none though they want one.
+    """
+    found = []
+    seen: set[nn.Parameter] = set()
+    for unit in [*units, model]:
+        params = [param for param in unit.parameters() if param not in seen]
+        seen.update(params)
+        if params:
+            rows = [_planned_row(p, policy, n_shards) for p in params]
+            trained = [p.requires_grad and p not in without_gradient for p in params]
+            pairs = zip(rows, trained, strict=True)
+            found.append((unit, [(*row, is_trained) for row, is_trained in pairs]))
+    return found
+
+
+def _planned_row(
+    param: nn.Parameter, policy: MixedPrecisionPolicy, n_shards: int
+) -> tuple[Any, ...]:
+    """All of a row but whether the parameter is trained."""
+    orig = param.dtype
+    is_float = orig.is_floating_point
+    compute = policy.param_dtype if is_float and policy.param_dtype is not None else orig
+    reduce = policy.reduce_dtype or _versions.unset_reduce_dtype(orig, compute)
+    size = tuple(param.shape)
+    geometry = (1, size[0], math.prod(size[1:])) if size else (1, n_shards, 1)
+    return (*geometry, orig, compute, reduce if is_float else orig, orig, is_float)
+
+
+def _shard_numel(row: tuple[Any, ...], n_shards: int) -> int:
+    outer, n_rows, inner = row[:3]
+    return outer * -(-n_rows // n_shards) * inner
+
+
+def _shard_bytes(row: tuple[Any, ...], n_shards: int) -> int:
+    return _shard_numel(row, n_shards) * row[3].itemsize
+
+
+def _casts(row: tuple[Any, ...]) -> bool:
+    """Whether gradients come in another dtype than that of their sums."""
+    return bool(row[7]) and row[4] != row[5]
+
+
+def _whole_bytes(row: tuple[Any, ...]) -> int:
+    """Of the gradient as autograd makes it."""
+    return math.prod(row[:3]) * row[4].itemsize
+
+
+def _outside(model: nn.Module, groups: Sequence[FSDPParamGroup]) -> int:
+    """Bytes of what no unit manages: ignored parameters, buffers."""
+    managed = {id(p.sharded_param) for group in groups for p in group.fsdp_params}
+    tensors = _stats.tensors_of(model) if groups else model.buffers()
+    return sum(t.numel() * t.itemsize for t in tensors if id(t) not in managed)
+
+
+# ---- optimizer state ----
+
+
+class _StateSize:
+    """Bytes of state per parameter, found out on a small one of each dtype."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.make = (
+            _maker_of(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        )
+        self.known: dict[torch.dtype, tuple[float, int]] = {}
+        self.note = ""
+
+    def __call__(self, row: tuple[Any, ...], n_shards: int) -> int:
+        if self.make is None or not row[8]:
+            return 0
+        dtype = row[3]
+        if dtype not in self.known:
+            self.known[dtype] = self._try(dtype)
+        per_element, fixed = self.known[dtype]
+        return round(_shard_numel(row, n_shards) * per_element) + fixed
+
+    def _try(self, dtype: torch.dtype) -> tuple[float, int]:
+        probe = nn.Parameter(torch.ones(_PROBE, dtype=dtype))
+        probe.grad = torch.ones_like(probe)
+        try:
+            optimizer = self.make([probe])
+            optimizer.step()
+        except Exception as error:  # whatever a class of the user's raises
+            self.note = f"Optimizer state is not known: trying it failed ({error})"
+            return 0.0, 0
+        tensors = [t for t in optimizer.state[probe].values() if isinstance(t, torch.Tensor)]
+        like = [t for t in tensors if t.numel() == probe.numel()]
+        rest = [t for t in tensors if t.numel() != probe.numel()]
+        return float(sum(t.itemsize for t in like)), sum(t.numel() * t.itemsize for t in rest)
+
+
+def _maker_of(optimizer: torch.optim.Optimizer) -> Callable[[list[nn.Parameter]], Any]:
+    names = inspect.signature(type(optimizer)).parameters
+    options = {key: value for key, value in optimizer.defaults.items() if key in names}
+    return lambda params: type(optimizer)(params, **options)

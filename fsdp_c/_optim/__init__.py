@@ -1,0 +1,1 @@
+"""What steps and clips sharded parameters, and gathers gradients to an owner."""
