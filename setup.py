@@ -49,7 +49,7 @@ C_SOURCES = {
         "process shm shm_ask shm_region shm_segment shm_wait transport watcher"
     ),
     "csrc/comm": "comm mapped message pieces step",
-    "csrc/group": (
+    "csrc/engine": (
         "apart batch clock domain exchange gathers layout layout_runs meet order schedule "
         "schedule_moves schedule_reduce schedule_setup schedule_slots slots unit waits"
     ),
@@ -59,13 +59,18 @@ C_SIM_SOURCES = {
     "csrc/device/sim": "sim_collective sim_memory sim_ops sim_queue sim_run",
 }
 CXX_SOURCES = {
-    "csrc/bind": (
-        "accelerator aliased arrivals autograd call clip closing comm context device "
-        "device_comm device_comm_group device_comm_nccl device_unit domain events gather "
-        "gradients graphs group held hooks host layout locals messages module nccl optim "
-        "parking reduce resident state status steps tensors transport tree unit untraced walk "
-        "watch write"
+    "csrc/bind": "module",
+    "csrc/bind/comm": "communicator nccl process_group transport",
+    "csrc/bind/device": (
+        "accelerator device device_comm device_comm_group device_comm_nccl device_unit"
     ),
+    "csrc/bind/fsdp": (
+        "arrivals autograd context domain events gather gradients graphs held hooks module_call "
+        "param_group reduce resident state steps tree unit write"
+    ),
+    "csrc/bind/optim": "clip optim",
+    "csrc/bind/python": "callbacks replaced_functions shutdown status untraced",
+    "csrc/bind/tensor": "aliased layout local_tensors parking pytree tensors",
 }
 C_TEST_SOURCES = {
     "tests/c": (

@@ -101,7 +101,7 @@ def offloads(group: Any) -> tuple[bool, bool]:
 
 
 def options_of(group: Any) -> tuple[Any, ...]:
-    """See DeviceOptions in csrc/bind/device.h."""
+    """See DeviceOptions in csrc/bind/device/device.h."""
     smaller = smaller_group(group) if is_wanted(group) else None
     if smaller is None:
         return (*offloads(group), None)

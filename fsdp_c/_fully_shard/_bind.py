@@ -91,11 +91,6 @@ def _process_groups_of(groups: Sequence[FSDPParamGroup]) -> list[dist.ProcessGro
     return [process_group for process_group in dict.fromkeys(found) if process_group is not None]
 
 
-def runs_on_core(group: FSDPParamGroup) -> bool:
-    """Whether the core can run the unit. Otherwise torch's own implementation does."""
-    return not why_torch(group)
-
-
 def announce(mesh_info: Any) -> None:
     """Lets the ranks of a mesh watch one another from now on."""
     if isinstance(mesh_info, FSDPMeshInfo):
@@ -130,7 +125,7 @@ def _why_not_plain(fsdp_param: Any) -> str:
 
 
 def _param_row(fsdp_param: Any) -> tuple[Any, ...]:
-    """What the core needs to know: see parse_param in csrc/bind/domain.cpp."""
+    """What the core needs to know: see parse_param in csrc/bind/fsdp/domain.cpp."""
     orig = fsdp_param.orig_dtype
     has_grad = orig in _SUMMABLE and _versions.reduce_dtype(fsdp_param) in _SUMMABLE
     reduce = _versions.reduce_dtype(fsdp_param) if has_grad else orig

@@ -21,12 +21,12 @@ from fsdp_c._fully_shard import _bind
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._native import _C
 
-# csrc/bind/reduce.cpp: gradients of up to this size wait for the next unit's reduction.
+# csrc/bind/fsdp/reduce.cpp: gradients of up to this size wait for the next unit's reduction.
 _LENT_BYTES = 16 << 20
 # A parameter to try an optimizer on: a matrix, since some take nothing else.
 _PROBE = (8, 8)
 
-Rows = list[tuple[str, list[tuple[Any, ...]]]]  # units as csrc/bind/domain.cpp reads them
+Rows = list[tuple[str, list[tuple[Any, ...]]]]  # units as csrc/bind/fsdp/domain.cpp reads them
 
 
 @dataclass(frozen=True)

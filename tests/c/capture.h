@@ -10,7 +10,7 @@
 
 #include "check.h"
 #include "device/sim/sim.h"
-#include "group/layout_runs.h"
+#include "engine/layout_runs.h"
 
 #include <stdbool.h>
 

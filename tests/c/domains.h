@@ -5,7 +5,7 @@
 #define FC_TESTS_DOMAINS_H
 
 #include "base/alloc.h"
-#include "group/unit.h"
+#include "engine/unit.h"
 #include "kernels/kernels.h"
 #include "ranks.h"
 

@@ -7,7 +7,7 @@
 
 #include "check.h"
 #include "device/device.h"
-#include "group/schedule.h"
+#include "engine/schedule.h"
 #include "kernels/kernels.h"
 
 #include <stdbool.h>

@@ -2,8 +2,8 @@
 #include "ranks.h"
 
 #include "base/alloc.h"
-#include "group/batch.h"
-#include "group/unit.h"
+#include "engine/batch.h"
+#include "engine/unit.h"
 
 #define N_UNITS 2
 #define N_RANKS 2

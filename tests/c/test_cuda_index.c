@@ -4,7 +4,7 @@
 #include "emulated_cuda.h"
 
 #include "base/alloc.h"
-#include "group/layout_runs.h"
+#include "engine/layout_runs.h"
 
 #include <math.h>
 

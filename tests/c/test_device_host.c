@@ -3,7 +3,7 @@
 
 #include "base/alloc.h"
 #include "device/host/host.h"
-#include "group/schedule.h"
+#include "engine/schedule.h"
 
 #define MUST(call) CHECK_EQ(call, FC_OK)
 #define ROWS 5

@@ -1,7 +1,7 @@
 /* Which units are gathered straight into their parameters. */
 #include "check.h"
 
-#include "group/gathers.h"
+#include "engine/gathers.h"
 
 #define MUST(call) CHECK_EQ(call, FC_OK)
 #define PARAMS 40

@@ -2,7 +2,7 @@
 #define _GNU_SOURCE
 
 #include "domains.h"
-#include "group/batch.h"
+#include "engine/batch.h"
 
 #define N_UNITS 2
 #define N_PARAMS 4

@@ -2,7 +2,7 @@
 #include "check.h"
 
 #include "base/alloc.h"
-#include "group/layout.h"
+#include "engine/layout.h"
 
 #define MAX_PARAMS 80
 #define ROUNDS 1500

@@ -3,7 +3,7 @@
 #include "base/alloc.h"
 #include "check.h"
 #include "device/sim/sim.h"
-#include "group/schedule.h"
+#include "engine/schedule.h"
 
 #include <stdbool.h>
 

@@ -2,7 +2,7 @@
  */
 #include "base/alloc.h"
 #include "capture.h"
-#include "group/schedule.h"
+#include "engine/schedule.h"
 
 #define MUST(call) CHECK_EQ(call, FC_OK)
 #define UNITS 3

@@ -2,7 +2,7 @@
 #include "check.h"
 
 #include "base/alloc.h"
-#include "group/slots.h"
+#include "engine/slots.h"
 
 #include <stdbool.h>
 

@@ -1,0 +1,18 @@
+/* `_C.NcclGroup`: NCCL for the ranks of one process group. */
+#ifndef FC_BIND_COMM_NCCL_H
+#define FC_BIND_COMM_NCCL_H
+
+#include <Python.h>
+
+#include "transport/nccl.h"
+
+/* Borrowed: valid while `object` lives. Raises TypeError and returns nullptr for anything but a
+ * `_C.NcclGroup`. */
+fc_nccl_group *fc_nccl_from_object(PyObject *object);
+
+/* nccl_open(path, is_loaded) */
+PyObject *fc_nccl_open_library(PyObject *module, PyObject *args);
+
+int fc_register_nccl(PyObject *module);
+
+#endif

@@ -1,0 +1,177 @@
+// Units on a device: a tree's streams and schedule, and each unit's part in them.
+#ifndef FC_BIND_DEVICE_DEVICE_H
+#define FC_BIND_DEVICE_DEVICE_H
+
+#include "bind/device/device_comm.h"
+#include "bind/fsdp/steps.h"
+#include "bind/python/python.h"
+#include "engine/schedule.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace fc {
+
+struct Param;
+
+// One schedule for the units of a tree, with what it runs on. CPU tensors have a device, too: there
+// all work is done at once.
+class Streams {
+public:
+    // Host memory has a device of its own unless `by_torch`; there and on accelerators torch's
+    // operators move what `kernels` (a library's path, or empty) do not.
+    Streams(c10::Device device, bool by_torch, const std::string &kernels);
+    ~Streams();
+    Streams(const Streams &) = delete;
+    Streams &operator=(const Streams &) = delete;
+
+    c10::Device device() const { return device_; }
+    fc_schedule *schedule() const { return schedule_; }
+    Collectives &collectives() { return collectives_; }
+    c10::Stream reducing() const { return streams_[2]; }
+    c10::Stream all_reducing() const { return streams_[3]; }
+    // Where the newest forward, or unshard, began.
+    c10::Stream computing() const;
+
+    // A forward begins in the current stream: shards may be read behind what is in it. Raises if
+    // something is wrong with another rank.
+    void begin();
+    // The same for an unshard outside of forward and backward.
+    void read_shards();
+    // Backward computes where the forward began, behind what was unsharded on another stream since.
+    void resume();
+
+private:
+    fc_stream *current();
+
+    c10::Device device_;
+    Collectives collectives_;
+    std::vector<c10::Stream> streams_;  // copy-in, gather, reduce, all-reduce
+    std::deque<c10::Stream> computing_; // the callers' own; places stay
+    const c10::Stream *newest_ = nullptr, *forward_ = nullptr;
+    std::unique_ptr<fc_device, void (*)(fc_device *)> core_;
+    fc_schedule *schedule_ = nullptr; // owned
+};
+
+Streams *streams_of(PyObject *object); // borrowed; TypeError as an exception
+
+// Who talks about a unit.
+struct DeviceComms {
+    fc_device_comm *shards = nullptr, *replicas = nullptr; // without replicas: null
+};
+
+// What a unit's plan says of its device.
+struct DeviceOptions {
+    // (is offloaded, is pinned, None or (mesh, rank, ranks, process group) of a smaller group)
+    explicit DeviceOptions(PyObject *options);
+
+    int is_offloaded = 0; // shards and their gradients are host memory
+    int is_pinned = 0;
+    // Whom forward reshards to, while that is this post_forward_mesh_info.
+    Ref post_mesh;
+    int post_rank = 0, n_post_ranks = 0;
+    std::string post_group;
+};
+
+// One unit in the schedule of its tree.
+class DeviceUnit {
+public:
+    // The units whose ranks shard and, unless it is null, replicate; both outlive this one.
+    DeviceUnit(Streams *streams, fc_unit *shard, fc_unit *replicate, const DeviceComms &comms,
+               const DeviceOptions &options);
+    ~DeviceUnit();
+    DeviceUnit(const DeviceUnit &) = delete;
+    DeviceUnit &operator=(const DeviceUnit &) = delete;
+
+    // Where gradients are finished.
+    c10::Stream finishing() const
+    {
+        return is_alone()      ? streams_->computing()
+               : has_replicas_ ? streams_->all_reducing()
+                               : streams_->reducing();
+    }
+    // For reduced gradients: bytes where the shards are.
+    at::Tensor make_buffer(size_t bytes) const;
+    // Why what is gathered is copied out, for people; null: it is not.
+    const char *why_staged() const { return why_staged_; }
+    // Gradients that are on their way to the host are there.
+    void await_gradients() const;
+    void set_shards(const std::vector<Param> &params);
+    bool is_offloaded() const { return options_.is_offloaded != 0; }
+    // One rank has all of the unit, on the device.
+    bool has_all() const { return layout_->n_ranks == 1 && !is_offloaded(); }
+    // And nobody else has: its gradients are what autograd makes.
+    bool is_alone() const { return has_all() && !has_replicas_; }
+    // Its shards are the unsharded buffer, laid out there; null: not any more. The unit is sharded.
+    void set_resident(void *full) { check(fc_schedule_set_resident(unit_, full)); }
+    // Then the unit is unsharded there.
+    void *take_resident();
+    // Where a forward computes.
+    c10::Stream computing() const { return streams_->computing(); }
+    // Begins to gather; outside of a phase behind what the current stream does now.
+    void start(bool is_in_phase);
+    // The unsharded buffer, for what the current stream does next. In a phase it brings prefetches
+    // with it.
+    void *take(bool is_in_phase, bool in_backward);
+    void reshard() { fc_schedule_reshard(unit_); }
+    // Whether a forward that ends with this post_forward_mesh_info leaves slices.
+    bool keeps_slice(PyObject *post_forward_mesh_info) const
+    {
+        return options_.n_post_ranks > 0 && post_forward_mesh_info == options_.post_mesh.get();
+    }
+    void reshard_to_slice() { check(fc_schedule_reshard_after_forward(unit_)); }
+    // Of the newest gather: how many ranks took part, and bytes that the others brought.
+    int gathering_ranks() const { return fc_schedule_gathering_ranks(unit_); }
+    size_t gathered_bytes() const { return fc_schedule_gathered_bytes(unit_); }
+    // True if an optimizer has stepped since the unit was gathered.
+    bool is_outdated() const { return gathered_at_ != n_steps(); }
+    void note_forward() { check(fc_schedule_note_forward(unit_)); }
+    // Whom to gather behind this one's gather; of the same tree.
+    void set_prefetch(bool in_backward, const std::vector<DeviceUnit *> &units);
+    // Sums over the unit's ranks are those of this process group, which is connected, from now on.
+    void set_reduce_group(const std::string &group);
+    void drop_gradients() { fc_schedule_drop_gradients(unit_); }
+    void drop_partial_sum() { fc_schedule_drop_partial_sum(unit_); }
+    // From a unit of the same layout.
+    void inherit_partial_sum(const DeviceUnit &former)
+    {
+        fc_schedule_move_partial_sum(former.unit_, unit_);
+    }
+    // Full gradients, undefined ones: none. The sum, divided, goes to `out`; held without it.
+    // `present` is a fingerprint of those that are summed up, held ones included.
+    void post(const std::vector<at::Tensor> &grads, uint64_t present, double divisor, void *out,
+              bool accumulate);
+
+private:
+    Streams *streams_;
+    const fc_layout *layout_;
+    fc_schedule_unit *unit_ = nullptr; // owned
+    bool has_replicas_;
+    const char *why_staged_;
+    DeviceOptions options_;
+    uint64_t gathered_at_ = 0;
+    std::vector<const void *> shards_, full_;
+    std::vector<fc_dtype> types_;
+};
+
+// What runs in this scope uses a unit's reduced gradients: in the stream that writes them, and on
+// the host if they go there.
+class GradientScope {
+public:
+    explicit GradientScope(const DeviceUnit &unit);
+
+private:
+    c10::StreamGuard guard_;
+};
+
+} // namespace fc
+
+int fc_register_streams(PyObject *module);
+
+#endif

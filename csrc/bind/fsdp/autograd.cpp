@@ -1,0 +1,358 @@
+// Autograd's side of the hooks: on the nodes between units, an identity node on inputs where these
+// do not do, the final callback.
+#include "bind/compat.h"
+#include "bind/fsdp/state.h"
+#include "bind/python/untraced.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <typeinfo>
+#include <unordered_set>
+#include <utility>
+
+namespace fc {
+
+// Keeps a tree and its states alive for autograd's nodes, which die on any thread: one reference
+// of Python's for all nodes, so that the interpreter's lock is asked for once, after the last.
+class TreeHold {
+public:
+    static TreeHold *of(TreeObject *tree) // counted; needs the GIL
+    {
+        if (tree->hold == nullptr || !tree->hold->join()) {
+            tree->hold = new TreeHold(tree);
+        }
+        return tree->hold;
+    }
+    TreeHold(const TreeHold &) = delete;
+    TreeHold &operator=(const TreeHold &) = delete;
+    void leave()
+    {
+        if (n_holders_.fetch_sub(1) > 1 || !Py_IsInitialized() || is_left_behind()) {
+            return;
+        }
+        Gil gil;
+        if (tree_->hold == this) { // else the tree has found it empty before
+            tree_->hold = nullptr;
+        }
+        Py_DECREF(tree_);
+        delete this;
+    }
+
+private:
+    explicit TreeHold(TreeObject *tree) : tree_(tree) { Py_INCREF(tree); }
+    ~TreeHold() = default;
+    bool join() // false once the last has left
+    {
+        size_t n = n_holders_.load();
+        while (n > 0 && !n_holders_.compare_exchange_weak(n, n + 1)) {
+        }
+        return n > 0;
+    }
+
+    TreeObject *tree_;
+    std::atomic<size_t> n_holders_{1};
+};
+
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+// Keeps a state alive; made with the GIL held.
+class StateHandle {
+public:
+    explicit StateHandle(StateObject *state) : state_(state), hold_(TreeHold::of(state->tree)) {}
+    StateHandle(const StateHandle &) = delete;
+    StateHandle &operator=(const StateHandle &) = delete;
+    ~StateHandle() { hold_->leave(); }
+    StateObject *get() const { return state_; }
+
+private:
+    StateObject *state_; // of the tree
+    TreeHold *hold_;
+};
+
+// The nodes of the running backward that get gradients from several others.
+const std::unordered_set<const Node *> &forks()
+{
+    static int64_t graph_task = -1;
+    static std::unordered_set<const Node *> found;
+    const int64_t current = torch::autograd::get_current_graph_task_id();
+    if (std::exchange(graph_task, current) == current) {
+        return found;
+    }
+    found.clear();
+    std::unordered_set<const Node *> seen;
+    for (const Node *node : *torch::autograd::get_current_graph_task_nodes_in_graph()) {
+        for (const torch::autograd::Edge &edge : node->next_edges()) {
+            if (edge.is_valid() && !seen.insert(edge.function.get()).second) {
+                found.insert(edge.function.get());
+            }
+        }
+    }
+    return found;
+}
+
+// A sum of gradients depends on its order in the last bit, and the identity node adds up those of
+// the unit first. So it is left out only for a unit that is all that reads its input.
+void learn_of_input(StateObject *state, const torch::autograd::edge_list &inputs)
+{
+    GroupObject *group = state->group;
+    TreeObject *tree = state->tree;
+    if (group == nullptr || tree == nullptr ||
+        torch::autograd::get_current_graph_task_id() != tree->graph_task ||
+        (group->input_seen_in != 0 && group->input_seen_in != tree->backward)) {
+        return;
+    }
+    const bool is_first = std::exchange(group->input_seen_in, tree->backward) == 0;
+    group->owns_input = (is_first || group->owns_input) && inputs.size() == 1 &&
+                        inputs[0].is_valid() && forks().count(inputs[0].function.get()) == 0;
+}
+
+// Identity on a unit's inputs. Its backward runs when the unit's own backward is through.
+struct PostBackward : public Node {
+    StateHandle state;
+
+    PostBackward(StateObject *s, torch::autograd::edge_list &&next)
+        : Node(std::move(next)), state(s)
+    {
+    }
+    variable_list apply(variable_list &&grads) override
+    {
+        Gil gil;
+        const Untraced untraced;
+        state_post_backward(state.get());
+        learn_of_input(state.get(), next_edges());
+        return std::move(grads);
+    }
+    std::string name() const override { return "RegisterPostBackwardFunctionBackward"; }
+};
+
+// A backward is about to go through a graph of before the unit's newest step. Where that has saved
+// a weight autograd raises, as for a module that is not sharded, and knows no unit's name.
+void warn_if_outdated(const StateObject *state, uint64_t updates)
+{
+    const Unit *unit = state->group != nullptr ? state->group->unit : nullptr;
+    if (unit == nullptr || unit->n_updates() == updates) {
+        return;
+    }
+    check(PyErr_WarnFormat(
+        PyExc_UserWarning, 1,
+        "backward goes through a graph of FSDP unit '%s' from before an optimizer step, or a load, "
+        "that has changed its weights since: detach() what is carried over a step, or run all "
+        "backwards before it",
+        fc_unit_name(unit->shard_lane())));
+}
+
+// Between two units: on the node whose gradient leaves one and enters the other. On the node, not
+// the tensor: an in-place operation on a view of the output cannot lose it. Among the node's hooks
+// for tensors: those that a user puts on the output afterwards run after it.
+struct Border : public torch::autograd::FunctionPreHook {
+    std::optional<StateHandle> left;    // whose backward is through
+    std::optional<StateHandle> entered; // whose backward begins
+    uint64_t steps = 0, updates = 0;    // of optimizers, when that one's forward ended
+
+    variable_list operator()(const variable_list &grads) override
+    {
+        Gil gil;
+        const Untraced untraced;
+        if (left && training_of(left->get()) == Training::pre_backward) {
+            state_post_backward(left->get());
+        }
+        if (entered) {
+            if (steps != n_steps()) {
+                warn_if_outdated(entered->get(), updates);
+            }
+            state_pre_backward(entered->get());
+        }
+        return grads;
+    }
+};
+
+// On a node inside of a unit, where most backwards come after having passed a border.
+struct InnerBorder : public torch::autograd::FunctionPreHook {
+    StateHandle state;
+    std::shared_ptr<Arrivals> arrivals;
+
+    explicit InnerBorder(StateObject *s) : state(s), arrivals(s->group->unit->shared_arrivals()) {}
+    variable_list operator()(const variable_list &grads) override
+    {
+        if (!arrivals->is_expected.load(std::memory_order_relaxed)) {
+            Gil gil;
+            const Untraced untraced;
+            state_pre_backward(state.get());
+        }
+        return grads;
+    }
+};
+
+bool has_border(Node *node)
+{
+    for (const auto &hook : node->tensor_pre_hooks()) {
+        if (typeid(*hook) == typeid(InnerBorder) || typeid(*hook) == typeid(Border)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+std::unique_ptr<Border> entry_to(StateObject *state)
+{
+    auto border = std::make_unique<Border>();
+    border->entered.emplace(state);
+    border->steps = n_steps();
+    if (state->group != nullptr && state->group->unit != nullptr) {
+        border->updates = state->group->unit->updates_seen();
+    }
+    return border;
+}
+
+// Lives in the graph task's list of final callbacks. If it goes without having run, backward has
+// failed.
+class FinalCallback {
+public:
+    explicit FinalCallback(TreeObject *tree) : tree_(tree) { Py_INCREF(tree); }
+    FinalCallback(const FinalCallback &) = delete;
+    FinalCallback &operator=(const FinalCallback &) = delete;
+    ~FinalCallback()
+    {
+        if (!Py_IsInitialized() || is_left_behind()) {
+            return;
+        }
+        Gil gil;
+        if (!has_run_) {
+            tree_fail(tree_);
+        }
+        Py_DECREF(tree_);
+    }
+    void run()
+    {
+        Gil gil;
+        const Untraced untraced;
+        has_run_ = true;
+        tree_end_backward(tree_);
+    }
+
+private:
+    TreeObject *tree_;
+    bool has_run_ = false;
+};
+
+} // namespace
+
+bool end_at_producer(StateObject *state, const at::Tensor &input)
+{
+    const auto &node = input.grad_fn();
+    // A leaf's node may be gone before backward; one of another thread may come before the unit's.
+    if (!node || node->sequence_nr() >= state->entry_sequence) {
+        return false;
+    }
+    // Before all hooks of the node, as the identity node's backward would be.
+    auto &hooks = node->tensor_pre_hooks();
+    if (hooks.empty() || typeid(*hooks.front()) != typeid(Border)) {
+        hooks.insert(hooks.begin(), std::make_unique<Border>());
+    }
+    auto *border = static_cast<Border *>(hooks.front().get());
+    if (border->left) {
+        return false; // another unit's input too: that one would keep this one's gradients waiting
+    }
+    border->left.emplace(state);
+    return true;
+}
+
+void route_through_node(StateObject *state, Tensors &tensors)
+{
+    torch::autograd::edge_list edges;
+    edges.reserve(tensors.size());
+    for (const at::Tensor &tensor : tensors) {
+        edges.push_back(torch::autograd::impl::gradient_edge(tensor));
+    }
+    NodePtr node = make_node<PostBackward>(state, std::move(edges));
+    for (at::Tensor &tensor : tensors) {
+        at::Tensor out;
+        {
+            at::NoGradGuard no_grad;
+            out = tensor.view_as(tensor);
+        }
+        torch::autograd::set_history(out, node);
+        // In-place changes of an input inside the unit would escape the graph outside of it: refuse
+        // them, as torch does.
+        if (auto *view = torch::autograd::impl::get_view_autograd_meta(out)) {
+            view->set_creation_meta(tensors.size() > 1
+                                        ? torch::autograd::CreationMeta::MULTI_OUTPUT_NODE
+                                        : torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION);
+        }
+        tensor = std::move(out);
+    }
+}
+
+void hook_outputs(StateObject *state, at::TensorList tensors)
+{
+    for (const at::Tensor &tensor : tensors) {
+        if (const auto &node = tensor.grad_fn()) {
+            node->add_tensor_pre_hook(entry_to(state));
+            // Changing a view in place goes around its node: then the base's node is the first of
+            // this unit's.
+            const bool is_view = tensor.is_view();
+            const NodePtr base = is_view ? tensor._base().grad_fn() : NodePtr();
+            if (base && base->sequence_nr() >= state->entry_sequence) {
+                base->add_tensor_pre_hook(entry_to(state));
+            }
+        } else {
+            torch::autograd::impl::add_hook(tensor, entry_to(state));
+        }
+    }
+}
+
+void hook_nodes_inside(StateObject *state, at::TensorList outputs)
+{
+    std::vector<Node *> todo;
+    std::unordered_set<Node *> seen;
+    for (const at::Tensor &tensor : outputs) {
+        todo.push_back(tensor.grad_fn().get());
+    }
+    while (!todo.empty()) {
+        Node *node = todo.back();
+        todo.pop_back();
+        // A leaf's node has no edges and the largest number.
+        if (node == nullptr || node->sequence_nr() < state->entry_sequence ||
+            node->num_outputs() == 0 || !seen.insert(node).second) {
+            continue;
+        }
+        // Nodes of a unit inside of this one have that one's.
+        if (!has_border(node)) {
+            node->add_tensor_pre_hook(std::make_unique<InnerBorder>(state));
+        }
+        for (const torch::autograd::Edge &edge : node->next_edges()) {
+            todo.push_back(edge.function.get());
+        }
+    }
+}
+
+void hook_params(StateObject *state)
+{
+    for (const Param &param : state->group->unit->params()) {
+        if (param.unsharded_tensor.requires_grad()) {
+            torch::autograd::impl::add_hook(param.unsharded_tensor, entry_to(state));
+        }
+    }
+}
+
+void queue_final_callback(TreeObject *tree)
+{
+    tree->context->callback_queued = true;
+    tree->graph_task = torch::autograd::get_current_graph_task_id();
+    context_begin_backward(tree->context);
+    auto callback = std::make_shared<FinalCallback>(tree);
+    torch::autograd::Engine::get_default_engine().queue_callback([callback] { callback->run(); });
+}
+
+} // namespace fc

@@ -1,0 +1,71 @@
+// What the hooks tell while they run: ranges for the profiler, lines for torch's debug log.
+#include "bind/fsdp/events.h"
+
+#include "bind/fsdp/unit.h"
+
+#include <ATen/record_function.h>
+
+#include <string>
+
+namespace fc {
+
+struct Range::Record {
+    at::RecordFunction function{at::RecordScope::USER_SCOPE};
+};
+
+namespace {
+
+constexpr const char *logger_name = "torch.distributed.fsdp.fully_shard";
+constexpr int debug_level = 10; // logging.DEBUG
+
+bool is_logging = false;
+
+// "label (unit)"; the root has no name.
+std::string with_name(const char *label, const Unit *unit)
+{
+    std::string text = label;
+    if (unit != nullptr && !unit->name().empty()) {
+        text += " (" + unit->name() + ")";
+    }
+    return text;
+}
+
+// Never freed: logging keeps its loggers for as long as the process lives.
+PyObject *logger()
+{
+    static PyObject *const found = [] {
+        const Ref logging = checked(PyImport_ImportModule("logging"));
+        return checked(PyObject_CallMethod(logging.get(), "getLogger", "s", logger_name)).release();
+    }();
+    return found;
+}
+
+} // namespace
+
+Range::Range(const char *label, const Unit *unit)
+{
+    if (label == nullptr || !at::hasCallbacks()) {
+        return;
+    }
+    record_ = std::make_unique<Record>();
+    record_->function.before(with_name(label, unit));
+}
+
+Range::~Range() = default;
+
+void log_event(const char *label, const Unit *unit)
+{
+    if (is_logging) {
+        checked(PyObject_CallMethod(logger(), "debug", "ss", "%s", with_name(label, unit).c_str()));
+    }
+}
+
+void log_look_up_level()
+{
+    static PyObject *const method = PyUnicode_InternFromString("isEnabledFor");
+    static PyObject *const level = PyLong_FromLong(debug_level);
+    const Ref answer = checked(PyObject_CallMethodOneArg(logger(), method, level));
+    is_logging = PyObject_IsTrue(answer.get()) == 1;
+}
+
+} // namespace fc

@@ -1,0 +1,32 @@
+// What the hooks tell while they run: ranges for the profiler, lines for torch's debug log.
+#ifndef FC_BIND_FSDP_EVENTS_H
+#define FC_BIND_FSDP_EVENTS_H
+
+#include <memory>
+
+namespace fc {
+
+class Unit;
+
+// Labels a range for the profiler as torch does, if a profiler is listening; nothing without a
+// label.
+class Range {
+public:
+    explicit Range(const char *label, const Unit *unit = nullptr);
+    ~Range();
+    Range(const Range &) = delete;
+    Range &operator=(const Range &) = delete;
+
+private:
+    struct Record;
+    std::unique_ptr<Record> record_;
+};
+
+// A line in the log of torch's implementation, if DEBUG was on when the forward's root began.
+void log_event(const char *label, const Unit *unit = nullptr);
+// Asks the log for its level; at the beginning of a root's forward.
+void log_look_up_level();
+
+} // namespace fc
+
+#endif

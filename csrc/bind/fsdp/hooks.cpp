@@ -1,0 +1,396 @@
+// The hooks of a module: what happens before and after forward, and before backward.
+#include "bind/fsdp/hooks.h"
+
+#include "bind/fsdp/events.h"
+#include "bind/fsdp/tree.h"
+#include "bind/tensor/pytree.h"
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+namespace fc {
+
+namespace {
+
+uint64_t n_checkpoints = 0;
+
+Unit *unit_of(const StateObject *state)
+{
+    return state->group != nullptr ? state->group->unit : nullptr;
+}
+
+bool is_training(int value, Training training)
+{
+    return value == static_cast<int>(training);
+}
+
+bool in_autograd_backward()
+{
+    return torch::autograd::get_current_graph_task_id() != -1;
+}
+
+// torch's cast for containers that walk.cpp does not open.
+Ref cast_any(const StateObject *state, const char *method)
+{
+    return checked(PyObject_GetAttrString(
+        reinterpret_cast<PyObject *>(const_cast<StateObject *>(state)), method));
+}
+
+void cast_inputs(const StateObject *state, Ref &args, Ref &kwargs)
+{
+    if (!state->casts_inputs || state->param_dtype == at::ScalarType::Undefined) {
+        return;
+    }
+    Range range("FSDP::cast_forward_inputs");
+    const Ref any = cast_any(state, "_cast_any_input");
+    for (Ref *object : {&args, &kwargs}) {
+        if (Ref cast = cast_tensors(object->get(), state->param_dtype, any.get())) {
+            *object = std::move(cast);
+        }
+    }
+}
+
+Ref cast_output(const StateObject *state, PyObject *output)
+{
+    if (state->output_dtype == at::ScalarType::Undefined) {
+        return Ref::borrow(output);
+    }
+    Range range("FSDP::cast_forward_outputs");
+    const Ref any = cast_any(state, "_cast_any_output");
+    Ref cast = cast_tensors(output, state->output_dtype, any.get());
+    return cast ? std::move(cast) : Ref::borrow(output);
+}
+
+// An identity node costs more than all else of a small unit's step. It is needed where the unit has
+// memory that should go at once, where the producer may be the graph's around a recomputation, and
+// to refuse inputs that are changed in place.
+bool may_end_at_producer(const StateObject *state)
+{
+    const GroupObject *group = state->group;
+    const Unit *unit = group->unit;
+    const bool has_memory =
+        unit->device() != nullptr ? !unit->is_resident() : !fc_domain_is_mapped(unit->domain());
+    return group->owns_input && !state->is_strict && !has_memory && !in_autograd_backward();
+}
+
+void register_post_backward(StateObject *state, Ref &args, Ref &kwargs)
+{
+    if (!at::GradMode::is_enabled()) {
+        return;
+    }
+    if (!in_autograd_backward()) {
+        state->group->forwards++;
+    }
+    Tensors tensors;
+    collect_grad_tensors(args.get(), tensors);
+    const size_t n_args = tensors.size();
+    if (PyDict_GET_SIZE(kwargs.get()) > 0) {
+        collect_grad_tensors(kwargs.get(), tensors);
+    }
+    if (tensors.empty() ||
+        (tensors.size() == 1 && may_end_at_producer(state) && end_at_producer(state, tensors[0]))) {
+        return;
+    }
+    route_through_node(state, tensors);
+    const at::TensorList routed = tensors;
+    if (n_args > 0) {
+        args = replace_grad_tensors(args.get(), routed.slice(0, n_args));
+    }
+    if (n_args < routed.size()) {
+        kwargs = replace_grad_tensors(kwargs.get(), routed.slice(n_args));
+    }
+}
+
+void register_pre_backward(StateObject *state, PyObject *output)
+{
+    if (!at::GradMode::is_enabled()) {
+        return;
+    }
+    Tensors tensors;
+    collect_grad_tensors(output, tensors);
+    hook_outputs(state, tensors);
+    // Where a backward that begins inside of the unit finds no parameters, or runs code that looks
+    // for them.
+    if (Unit *unit = unit_of(state);
+        unit != nullptr && !in_autograd_backward() &&
+        (unit->is_read_apart() || state->entry_checkpoints != n_checkpoints)) {
+        unit->begin_graph(reinterpret_cast<PyObject *>(state)); // a member's, before the others'
+        hook_nodes_inside(state, tensors);
+    }
+    if (state->is_strict) {
+        for (const at::Tensor &tensor : tensors) {
+            if (tensor.is_view()) {
+                checked(PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_warn_of_view",
+                                            nullptr));
+            }
+        }
+    }
+}
+
+bool is_trainable(const Unit *unit)
+{
+    for (const Param &param : unit->params()) {
+        if (param.unsharded_tensor.requires_grad()) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// An output without a tensor that a hook could be put on says nothing about the start of backward:
+// then the unit keeps its parameters for it, and the gradients of those start its end. True if so.
+// A grouped unit's hooks also run when forward raised, with None.
+bool keep_for_hidden_output(StateObject *state, PyObject *output)
+{
+    GroupObject *group = state->group;
+    if (!at::GradMode::is_enabled() || in_autograd_backward() || is_transparent(output) ||
+        !is_trainable(group->unit) || (output == Py_None && is_grouped(state))) {
+        return false;
+    }
+    Tensors tensors;
+    collect_grad_tensors(output, tensors);
+    if (!tensors.empty()) {
+        return false;
+    }
+    if (!group->hides_outputs) {
+        const std::string &name = group->unit->name();
+        check(PyErr_WarnFormat(
+            PyExc_UserWarning, 1,
+            "FSDP unit '%s' has no tensor in its output that needs a gradient and that FSDP can "
+            "find (it looks into tuples, lists, dicts and dataclasses). If one is hidden there, "
+            "return it in one of these; until then the unit keeps its full parameters from "
+            "forward to backward",
+            name.empty() ? "(root)" : name.c_str()));
+        hook_params(state);
+        group->hides_outputs = true;
+    }
+    return true;
+}
+
+// After forward: give the parameters up unless they are to stay.
+void group_post_forward(StateObject *state, bool is_needed = false)
+{
+    GroupObject *group = state->group;
+    log_event("FSDP::post_forward", group->unit);
+    Range range("FSDP::post_forward", group->unit);
+    DeviceUnit *device = group->unit->device();
+    if (at::GradMode::is_enabled() && !in_autograd_backward()) {
+        group->unit->begin_graph(reinterpret_cast<PyObject *>(state));
+        if (device != nullptr) {
+            device->note_forward();
+        }
+    }
+    const bool in_forward = is_training(group->training, Training::forward);
+    const bool keeps =
+        group->post_forward_mesh_info == nullptr || group->post_forward_mesh_info == Py_None;
+    // Recomputation inside backward leaves the parameters to the backward that needs them.
+    if (!in_autograd_backward() && !(in_forward && keeps) && !is_needed &&
+        !(in_forward && group->unit->outlasts_forward())) {
+        group->unit->reshard(in_forward && device != nullptr &&
+                             device->keeps_slice(group->post_forward_mesh_info));
+    }
+    if (in_forward && !in_autograd_backward()) {
+        group->unit->end_forward();
+    }
+    group->training = static_cast<int>(Training::idle);
+}
+
+// A grouped unit whose members did not all run ends with the root's forward; its backward hangs on
+// the root's output.
+void complete_partial_groups(TreeObject *tree, const StateObject *root, Ref &output)
+{
+    for (Py_ssize_t i = PyList_GET_SIZE(tree->states); i-- > 0;) {
+        auto *state = reinterpret_cast<StateObject *>(PyList_GET_ITEM(tree->states, i));
+        if (state == root || PySet_GET_SIZE(state->to_run) == 0) {
+            continue;
+        }
+        log_event("FSDP::force_complete_post_forward");
+        if (unit_of(state) != nullptr) {
+            group_post_forward(state);
+        }
+        register_pre_backward(state, output.get());
+        state->training = static_cast<int>(Training::idle);
+        output = cast_output(state, output.get());
+        check(PySet_Clear(state->to_run));
+    }
+}
+
+// A backward that begins inside of a unit, in what a checkpoint recomputes, runs the unit again
+// before any gradient comes to one.
+bool is_recomputed_first(const StateObject *state)
+{
+    return state->group->forwards > 0 && in_autograd_backward() && at::GradMode::is_enabled() &&
+           !tree_in_backward(state->tree);
+}
+
+void begin_forward(StateObject *state)
+{
+    TreeObject *tree = state->tree;
+    // A forward that is entered anew from its outside was left by an exception before.
+    const bool is_root = reinterpret_cast<PyObject *>(state) == PyList_GET_ITEM(tree->states, 0);
+    const bool began_it =
+        tree->iteration_root == state && is_training(state->training, Training::forward);
+    if (tree->iteration_root != nullptr && !is_grouped(state) && (is_root || began_it)) {
+        tree_reset(tree, false);
+    }
+    const bool is_first = !is_grouped(state) || !is_training(state->training, Training::forward);
+    if (is_first && tree->iteration_root == nullptr) {
+        tree_root_pre_forward(state);
+    }
+    state->training = static_cast<int>(Training::forward);
+    state->entry_sequence = at::sequence_number::peek();
+    state->entry_checkpoints = n_checkpoints;
+}
+
+} // namespace
+
+Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_kwargs)
+{
+    if (any_awaits_handle()) {
+        checked(PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_refuse_unless_waited",
+                                    nullptr));
+    }
+    Ref args = Ref::borrow(given_args), kwargs = Ref::borrow(given_kwargs);
+    Unit *unit = unit_of(state);
+    if (unit != nullptr && is_recomputed_first(state)) {
+        state_pre_backward(state);
+    }
+    if (training_of(state) == Training::pre_backward && !state->tree->context->is_failed) {
+        // Recomputation: the pre-backward hook has gathered the parameters, or they are gathered
+        // again. (After a failed backward the state is a leftover, and this a new forward.)
+        if (unit != nullptr) {
+            unit->unshard();
+        }
+        cast_inputs(state, args, kwargs);
+    } else {
+        begin_forward(state);
+        cast_inputs(state, args, kwargs);
+        unit = unit_of(state); // set-up may have been repeated
+        if (unit != nullptr) {
+            log_event("FSDP::pre_forward", unit);
+            Range range("FSDP::pre_forward", unit);
+            GroupObject *group = state->group;
+            const bool is_entry =
+                !is_grouped(state) || !is_training(group->training, Training::forward);
+            group->training = static_cast<int>(Training::forward);
+            unit->unshard();
+            if (is_entry) {
+                register_post_backward(state, args, kwargs);
+            }
+        }
+    }
+    if (args.get() == given_args && kwargs.get() == given_kwargs) {
+        return Ref::borrow(Py_None);
+    }
+    return checked(PyTuple_Pack(2, args.get(), kwargs.get()));
+}
+
+Ref state_post_forward(StateObject *state, PyObject *given_output)
+{
+    if (training_of(state) == Training::pre_backward) {
+        return cast_output(state, given_output);
+    }
+    Ref output = Ref::borrow(given_output);
+    if (unit_of(state) != nullptr) {
+        group_post_forward(state, keep_for_hidden_output(state, given_output));
+    }
+    register_pre_backward(state, output.get());
+    state->training = static_cast<int>(Training::idle);
+    TreeObject *tree = state->tree;
+    if (tree->iteration_root == state) {
+        complete_partial_groups(tree, state, output);
+        tree_root_post_forward(tree);
+    }
+    return cast_output(state, output.get());
+}
+
+Ref state_pre_forward_member(StateObject *state, PyObject *args, PyObject *kwargs)
+{
+    if (is_grouped(state) && PySet_GET_SIZE(state->to_run) == 0) {
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(state->modules); i++) {
+            check(PySet_Add(state->to_run, PyTuple_GET_ITEM(state->modules, i)));
+        }
+    }
+    return state_pre_forward(state, args, kwargs);
+}
+
+Ref state_post_forward_member(StateObject *state, PyObject *module, PyObject *output)
+{
+    if (is_grouped(state)) {
+        const int was_to_run = PySet_Discard(state->to_run, module);
+        check(was_to_run);
+        if (was_to_run == 0 || PySet_GET_SIZE(state->to_run) > 0) {
+            if (is_training(state->training, Training::forward)) {
+                // The others may never run, and the root need not return what this one computed.
+                register_pre_backward(state, output);
+            }
+            return cast_output(state, output);
+        }
+    }
+    return state_post_forward(state, output);
+}
+
+void state_pre_backward(StateObject *state)
+{
+    TreeObject *tree = state->tree;
+    if (tree == nullptr) {
+        return;
+    }
+    if (tree->context->is_failed) {
+        tree_reset(tree, true);
+    }
+    state->training = static_cast<int>(Training::pre_backward);
+    state->backward = tree->backward;
+    tree_begin_backward(tree);
+    if (!tree->context->callback_queued) {
+        queue_final_callback(tree);
+    }
+    GroupObject *group = state->group;
+    if (group == nullptr || group->unit == nullptr ||
+        is_training(group->training, Training::pre_backward)) {
+        return;
+    }
+    if (at::GradMode::is_enabled() && group->unit->is_read_apart()) { // create_graph=True
+        checked(PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_tell_of_double_backward",
+                                    nullptr));
+    }
+    log_event("FSDP::pre_backward", group->unit);
+    Range range("FSDP::pre_backward", group->unit);
+    group->training = static_cast<int>(Training::pre_backward);
+    group->unit->await_gradients();
+    if (group->unshard_in_backward) {
+        group->unit->unshard();
+    } else {
+        group->unit->withhold();
+    }
+    group->unit->defer_upcasts(group->reduce_grads != 0);
+}
+
+void state_on_arrival(StateObject *state)
+{
+    const TreeObject *tree = state->tree;
+    const GroupObject *group = state->group;
+    if (tree == nullptr || group == nullptr || group->unit == nullptr) {
+        return;
+    }
+    if (tree->context->is_failed) { // it is added to what the failed backward has left
+        PyErr_Format(PyExc_RuntimeError,
+                     "the previous backward ended in an exception, and another one reached FSDP "
+                     "unit '%s' without a forward in between: call forward again first",
+                     group->unit->name().c_str());
+        throw_python();
+    }
+    // After the unit's post-backward it is the end of backward that looks for more.
+    if (!tree_in_backward(tree) || !is_training(group->training, Training::post_backward)) {
+        state_pre_backward(state);
+    }
+}
+
+} // namespace fc
+
+PyObject *fc_count_checkpoint(PyObject *, PyObject *)
+{
+    fc::n_checkpoints++;
+    Py_RETURN_NONE;
+}

@@ -1,0 +1,233 @@
+// Calls of sharded modules: nn.Module.__call__ in C for those that have no hooks but their unit's.
+#include "bind/fsdp/module_call.h"
+
+#include "bind/fsdp/state.h"
+#include "bind/python/untraced.h"
+
+#include <torch/csrc/jit/frontend/tracer.h>
+
+#include <array>
+
+namespace fc {
+
+namespace {
+
+// nn.Module, and what is the same in every call. Never freed.
+struct Caller {
+    PyTypeObject *module_type;
+    PyObject *globals; // of the file that defines nn.Module
+    PyObject *call_impl, *forward;
+    PyObject *forward_pre_hooks, *forward_hooks, *compiled;
+    std::array<PyObject *, 3> no_hooks;     // dicts of a module that have to be empty
+    std::array<PyObject *, 4> global_hooks; // dicts of `globals`, too
+    PyObject *plain_call_impl;              // nn.Module's own function
+};
+
+Caller *caller = nullptr;
+
+Caller *make_caller()
+{
+    auto *made = new Caller();
+    const Ref file = checked(PyImport_ImportModule("torch.nn.modules.module"));
+    made->globals = Py_NewRef(PyModule_GetDict(file.get()));
+    const Ref type = checked(PyObject_GetAttrString(file.get(), "Module"));
+    made->module_type = reinterpret_cast<PyTypeObject *>(Py_NewRef(type.get()));
+    check(intern({{&made->call_impl, "_call_impl"},
+                  {&made->forward, "forward"},
+                  {&made->forward_pre_hooks, "_forward_pre_hooks"},
+                  {&made->forward_hooks, "_forward_hooks"},
+                  {&made->compiled, "_compiled_call_impl"},
+                  {&made->no_hooks[0], "_backward_hooks"},
+                  {&made->no_hooks[1], "_backward_pre_hooks"},
+                  {&made->no_hooks[2], "_forward_hooks_always_called"},
+                  {&made->global_hooks[0], "_global_forward_pre_hooks"},
+                  {&made->global_hooks[1], "_global_forward_hooks"},
+                  {&made->global_hooks[2], "_global_backward_pre_hooks"},
+                  {&made->global_hooks[3], "_global_backward_hooks"}}));
+    made->plain_call_impl = checked(PyObject_GetAttr(type.get(), made->call_impl)).release();
+    return made;
+}
+
+// Whether what `__call__` calls is nn.Module's own; somebody may replace it at any time. (When a
+// `__call__` is set, Python itself takes `call` from the class.)
+bool is_called_plainly(PyTypeObject *type)
+{
+    return _PyType_Lookup(type, caller->call_impl) == caller->plain_call_impl;
+}
+
+bool is_empty_dict(PyObject *owner, PyObject *key)
+{
+    PyObject *value = PyDict_GetItemWithError(owner, key);
+    return value != nullptr && PyDict_Check(value) && PyDict_GET_SIZE(value) == 0;
+}
+
+// The state that the hook belongs to, if it is `function`; borrowed, or null.
+PyObject *state_of_hook(PyObject *hook, const void *function)
+{
+    const bool is_ours = PyCFunction_Check(hook) &&
+                         reinterpret_cast<void *>(PyCFunction_GET_FUNCTION(hook)) == function;
+    return is_ours ? PyCFunction_GET_SELF(hook) : nullptr;
+}
+
+// The state whose hook `function` is the only one in the dict; borrowed, or null.
+PyObject *only_hook(PyObject *owner, PyObject *key, const void *function)
+{
+    PyObject *hooks = PyDict_GetItemWithError(owner, key);
+    if (hooks == nullptr || !PyDict_Check(hooks) || PyDict_GET_SIZE(hooks) != 1) {
+        return nullptr;
+    }
+    PyObject *hook;
+    Py_ssize_t at = 0;
+    PyDict_Next(hooks, &at, nullptr, &hook);
+    return state_of_hook(hook, function);
+}
+
+// Whether somebody watches Python's calls, and would miss those of nn.Module.
+bool is_watched()
+{
+    const PyThreadState *thread = PyThreadState_Get();
+    return thread->c_profilefunc != nullptr || thread->c_tracefunc != nullptr ||
+           is_frame_evaluation_replaced() || torch::jit::tracer::isTracing();
+}
+
+// The state of a module that has nothing to run around forward but its unit's two hooks; borrowed,
+// or null.
+PyObject *direct_state(PyObject *module)
+{
+    if (!is_called_plainly(Py_TYPE(module)) || is_watched()) {
+        return nullptr;
+    }
+    for (PyObject *name : caller->global_hooks) {
+        if (!is_empty_dict(caller->globals, name)) {
+            return nullptr;
+        }
+    }
+    const Ref attributes = checked(PyObject_GenericGetDict(module, nullptr));
+    for (PyObject *name : caller->no_hooks) {
+        if (!is_empty_dict(attributes.get(), name)) {
+            return nullptr;
+        }
+    }
+    PyObject *compiled = PyDict_GetItemWithError(attributes.get(), caller->compiled);
+    if (compiled != nullptr && compiled != Py_None) {
+        return nullptr;
+    }
+    PyObject *state = only_hook(attributes.get(), caller->forward_pre_hooks,
+                                reinterpret_cast<const void *>(state_hook_pre_forward));
+    PyObject *after = only_hook(attributes.get(), caller->forward_hooks,
+                                reinterpret_cast<const void *>(state_hook_post_forward));
+    return state == after ? state : nullptr;
+}
+
+Ref call_around(PyObject *module, PyObject *state, PyObject *given_args, PyObject *given_kwargs)
+{
+    Ref args = Ref::borrow(given_args);
+    Ref kwargs = given_kwargs != nullptr ? Ref::borrow(given_kwargs) : checked(PyDict_New());
+    PyObject *const before[] = {module, args.get(), kwargs.get()};
+    const Ref changed = checked(state_hook_pre_forward(state, before, 3));
+    if (changed.get() != Py_None) {
+        PyObject *new_args, *new_kwargs;
+        if (!PyArg_ParseTuple(changed.get(), "O!O!", &PyTuple_Type, &new_args, &PyDict_Type,
+                              &new_kwargs)) {
+            throw_python();
+        }
+        args = Ref::borrow(new_args);
+        kwargs = Ref::borrow(new_kwargs);
+    }
+    const Ref forward = checked(PyObject_GetAttr(module, caller->forward));
+    Ref output = checked(PyObject_Call(forward.get(), args.get(), kwargs.get()));
+    PyObject *const after[] = {module, args.get(), output.get()};
+    Ref replaced = checked(state_hook_post_forward(state, after, 3));
+    return replaced.get() != Py_None ? std::move(replaced) : std::move(output);
+}
+
+// An error that leaves a module may name the parameter it is about: fsdp_c/_fully_shard/_errors.py
+// knows.
+void explain_error()
+{
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        return;
+    }
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    if (trace != nullptr) {
+        (void)PyException_SetTraceback(value, trace);
+    }
+    const Ref file = Ref::take(PyImport_ImportModule("fsdp_c._fully_shard._errors"));
+    if (!file || !Ref::take(PyObject_CallMethod(file.get(), "explain", "O", value))) {
+        PyErr_WriteUnraisable(value); // the error itself is what counts
+    }
+    PyErr_Restore(type, value, trace);
+}
+
+// The module's states learn that its call ended in an exception, which is set.
+void note_raised(PyObject *module)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    const Ref attributes = Ref::take(PyObject_GenericGetDict(module, nullptr));
+    PyObject *hooks =
+        attributes ? PyDict_GetItem(attributes.get(), caller->forward_pre_hooks) : nullptr;
+    if (hooks != nullptr && PyDict_Check(hooks)) {
+        PyObject *hook;
+        for (Py_ssize_t at = 0; PyDict_Next(hooks, &at, nullptr, &hook) != 0;) {
+            PyObject *state =
+                state_of_hook(hook, reinterpret_cast<const void *>(state_hook_pre_forward));
+            if (state != nullptr) {
+                tree_note_raised(reinterpret_cast<StateObject *>(state));
+            }
+        }
+    }
+    PyErr_Restore(type, value, trace);
+}
+
+PyObject *call_module(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    return guarded([&]() -> PyObject * {
+        const Ref state = Ref::borrow(direct_state(module));
+        if (!state) {
+            if (PyErr_Occurred()) {
+                return nullptr;
+            }
+            return caller->module_type->tp_call(module, args, kwargs);
+        }
+        return call_around(module, state.get(), args, kwargs).release();
+    });
+}
+
+// tp_call of the classes.
+PyObject *call(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    PyObject *output = call_module(module, args, kwargs);
+    if (output == nullptr) {
+        note_raised(module);
+        explain_error();
+    }
+    return output;
+}
+
+} // namespace
+
+} // namespace fc
+
+PyObject *fc_call_directly(PyObject *, PyObject *cls)
+{
+    return fc::guarded([&]() -> PyObject * {
+        if (fc::caller == nullptr) {
+            fc::caller = fc::make_caller();
+        }
+        auto *type = reinterpret_cast<PyTypeObject *>(cls);
+        PyTypeObject *base = fc::caller->module_type;
+        if (!PyType_Check(cls) || !PyType_IsSubtype(type, base)) {
+            return PyErr_Format(PyExc_TypeError, "expected a class of modules");
+        }
+        const fc::Ref own = fc::checked(PyObject_GetAttrString(cls, "__call__"));
+        const fc::Ref plain =
+            fc::checked(PyObject_GetAttrString(reinterpret_cast<PyObject *>(base), "__call__"));
+        if (own.get() == plain.get() && fc::is_called_plainly(type)) {
+            type->tp_call = fc::call;
+        }
+        Py_RETURN_NONE;
+    });
+}

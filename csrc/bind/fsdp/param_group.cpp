@@ -1,0 +1,494 @@
+// The Python type Group: what FSDPParamGroup asks of its unit.
+#include "bind/fsdp/state.h"
+#include "bind/fsdp/tree.h"
+#include "bind/python/objects.h"
+#include "bind/tensor/tensors.h"
+
+#include <structmember.h>
+
+#include <memory>
+#include <utility>
+
+namespace fc {
+
+namespace {
+
+PyTypeObject *group_type = nullptr;
+
+PyObject *group_new(PyTypeObject *type, PyObject *, PyObject *)
+{
+    PyObject *self = type->tp_alloc(type, 0);
+    if (self != nullptr) {
+        auto *group = as<GroupObject>(self);
+        group->training = static_cast<int>(Training::idle);
+        group->reduce_grads = group->all_reduce_grads = group->reshard_after_backward = 1;
+        group->unshard_in_backward = 1;
+        group->updates = new Updates();
+    }
+    return self;
+}
+
+// The unit, which is bound no longer; null if there was none.
+std::unique_ptr<Unit> detach(GroupObject *group)
+{
+    std::unique_ptr<Unit> unit(std::exchange(group->unit, nullptr));
+    if (unit != nullptr) {
+        fc_unit_set_owner(unit->shard_lane(), nullptr);
+        if (unit->replicate_lane() != nullptr) {
+            fc_unit_set_owner(unit->replicate_lane(), nullptr);
+        }
+        group->past.add(unit->traffic());
+        group->hides_outputs = false; // the next unit has parameters of its own
+    }
+    return unit;
+}
+
+int group_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    auto *group = as<GroupObject>(self);
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(group->post_forward_mesh_info);
+    Py_VISIT(group->gradient_divide_factor);
+    for (Unit *unit : {group->unit, group->former}) {
+        if (const int result = unit != nullptr ? unit->traverse(visit, arg) : 0; result != 0) {
+            return result;
+        }
+    }
+    return 0;
+}
+
+int group_clear(PyObject *self)
+{
+    auto *group = as<GroupObject>(self);
+    detach(group);
+    delete std::exchange(group->former, nullptr);
+    Py_CLEAR(group->post_forward_mesh_info);
+    Py_CLEAR(group->gradient_divide_factor);
+    return 0;
+}
+
+void group_dealloc(PyObject *self)
+{
+    PyObject_GC_UnTrack(self);
+    group_clear(self);
+    delete as<GroupObject>(self)->updates;
+    free_object(self);
+}
+
+// _bind(domain, index, replicate_domain or None, rows, flat, on_device)
+PyObject *group_bind(PyObject *self, PyObject *args)
+{
+    return guarded([&]() -> PyObject * {
+        PyObject *domain, *replicate, *rows, *flat, *on_device;
+        Py_ssize_t index;
+        if (!PyArg_ParseTuple(args, "OnOO!OO!", &domain, &index, &replicate, &PyList_Type, &rows,
+                              &flat, &PyTuple_Type, &on_device)) {
+            return nullptr;
+        }
+        auto *group = as<GroupObject>(self);
+        auto unit = std::make_unique<Unit>(domain, static_cast<size_t>(index), replicate, rows,
+                                           tensor_of(flat), on_device, group->updates);
+        std::unique_ptr<Unit> former(std::exchange(group->former, nullptr));
+        if (group->unit != nullptr) {
+            former = detach(group);
+        }
+        if (former != nullptr) {
+            unit->inherit(*former);
+        }
+        group->unit = unit.release();
+        fc_unit_set_owner(group->unit->shard_lane(), group);
+        if (group->unit->replicate_lane() != nullptr) {
+            fc_unit_set_owner(group->unit->replicate_lane(), group);
+        }
+        Py_RETURN_NONE;
+    });
+}
+
+PyObject *group_unbind(PyObject *self, PyObject *)
+{
+    return guarded([&]() -> PyObject * {
+        auto *group = as<GroupObject>(self);
+        if (group->unit != nullptr) {
+            group->unit->reshard();
+        }
+        detach(group);
+        delete std::exchange(group->former, nullptr);
+        Py_RETURN_NONE;
+    });
+}
+
+PyObject *group_set_aside(PyObject *self, PyObject *)
+{
+    return guarded([&]() -> PyObject * {
+        auto *group = as<GroupObject>(self);
+        if (group->unit != nullptr) {
+            group->unit->reshard();
+            if (auto unit = detach(group); unit->holds_gradients()) {
+                group->former = unit.release();
+            }
+        }
+        Py_RETURN_NONE;
+    });
+}
+
+// Runs `body` on the bound unit; nothing happens without one.
+template <typename Body> PyObject *with_unit(PyObject *self, Body &&body)
+{
+    return guarded([&]() -> PyObject * {
+        if (Unit *unit = as<GroupObject>(self)->unit) {
+            body(unit);
+        }
+        Py_RETURN_NONE;
+    });
+}
+
+PyObject *group_unshard_async(PyObject *self, PyObject *)
+{
+    return with_unit(self, [](Unit *unit) { unit->unshard_private(); });
+}
+
+PyObject *group_unshard(PyObject *self, PyObject *)
+{
+    return with_unit(self, [](Unit *unit) { unit->unshard(); });
+}
+
+PyObject *group_reshard(PyObject *self, PyObject *)
+{
+    return with_unit(self, [](Unit *unit) { unit->reshard(); });
+}
+
+PyObject *group_outlast_forward(PyObject *self, PyObject *)
+{
+    return with_unit(self, [](Unit *unit) { unit->outlast_forward(); });
+}
+
+PyObject *group_keep_storage(PyObject *self, PyObject *arg)
+{
+    return with_unit(self, [arg](Unit *unit) { unit->keep_storage(arg == Py_True); });
+}
+
+// _core_held(index) -> Tensor or None
+PyObject *group_held(PyObject *self, PyObject *arg)
+{
+    return guarded([&]() -> PyObject * {
+        const size_t index = PyLong_AsSize_t(arg);
+        const Unit *unit = as<GroupObject>(self)->unit;
+        if (unit == nullptr || index >= unit->params().size() || !unit->held(index).defined()) {
+            return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
+        }
+        return THPVariable_Wrap(unit->held(index));
+    });
+}
+
+// _core_partial_sums() -> [Tensor or None]
+PyObject *group_partial_sums(PyObject *self, PyObject *)
+{
+    return guarded([&]() -> PyObject * {
+        const Unit *unit = as<GroupObject>(self)->unit;
+        const std::vector<at::Tensor> sums =
+            unit != nullptr ? unit->partial_sums() : std::vector<at::Tensor>();
+        Ref list = checked(PyList_New(static_cast<Py_ssize_t>(sums.size())));
+        for (size_t i = 0; i < sums.size(); i++) {
+            PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i),
+                            sums[i].defined() ? THPVariable_Wrap(sums[i]) : Py_NewRef(Py_None));
+        }
+        return list.release();
+    });
+}
+
+PyObject *group_drop_partial_sums(PyObject *self, PyObject *)
+{
+    return with_unit(self, [](Unit *unit) { unit->drop_partial_sums(); });
+}
+
+// _core_set_held(index, Tensor or None)
+PyObject *group_set_held(PyObject *self, PyObject *args)
+{
+    Py_ssize_t index;
+    PyObject *tensor;
+    if (!PyArg_ParseTuple(args, "nO", &index, &tensor)) {
+        return nullptr;
+    }
+    return with_unit(self, [&](Unit *unit) {
+        if (static_cast<size_t>(index) >= unit->params().size()) {
+            PyErr_SetString(PyExc_IndexError, "no such parameter");
+            throw_python();
+        }
+        unit->set_held(static_cast<size_t>(index),
+                       tensor == Py_None ? at::Tensor() : tensor_of(tensor));
+    });
+}
+
+// _core_follow(StepCounter)
+PyObject *group_follow(PyObject *self, PyObject *arg)
+{
+    return guarded([&]() -> PyObject * {
+        as<GroupObject>(self)->updates->follow(counter_of(arg));
+        Py_RETURN_NONE;
+    });
+}
+
+PyObject *group_count_load(PyObject *self, PyObject *)
+{
+    as<GroupObject>(self)->updates->count_load();
+    return fc_count_step(nullptr, nullptr);
+}
+
+PyObject *group_n_updates(PyObject *self, void *)
+{
+    return PyLong_FromUnsignedLongLong(as<GroupObject>(self)->updates->n());
+}
+
+// _core_traffic() -> (gathers, gathered, reductions, reduced, all-reductions, all-reduced, copied)
+PyObject *group_traffic(PyObject *self, PyObject *)
+{
+    const auto *group = as<GroupObject>(self);
+    Traffic total = group->past;
+    if (group->unit != nullptr) {
+        total.add(group->unit->traffic());
+    }
+    return Py_BuildValue("KKKKKKK", (unsigned long long)total.gathers,
+                         (unsigned long long)total.gathered, (unsigned long long)total.reductions,
+                         (unsigned long long)total.reduced,
+                         (unsigned long long)total.all_reductions,
+                         (unsigned long long)total.all_reduced, (unsigned long long)total.copied);
+}
+
+PyObject *group_release(PyObject *self, PyObject *)
+{
+    return with_unit(self, [](Unit *unit) { unit->release_gradients(); });
+}
+
+PyObject *group_release_sums(PyObject *self, PyObject *)
+{
+    return with_unit(self, [](Unit *unit) { unit->release_sums(); });
+}
+
+PyObject *group_drop(PyObject *self, PyObject *)
+{
+    return with_unit(self, [](Unit *unit) { unit->drop_gradients(); });
+}
+
+// _core_set_prefetch(in_backward, [Group, ...])
+PyObject *group_set_prefetch(PyObject *self, PyObject *args)
+{
+    int in_backward;
+    PyObject *groups;
+    if (!PyArg_ParseTuple(args, "pO!", &in_backward, &PyList_Type, &groups)) {
+        return nullptr;
+    }
+    return with_unit(self, [&](Unit *unit) {
+        std::vector<DeviceUnit *> units;
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(groups); i++) {
+            const Unit *other = group_of(PyList_GET_ITEM(groups, i))->unit;
+            if (other != nullptr && other->device() != nullptr) {
+                units.push_back(other->device());
+            }
+        }
+        if (unit->device() != nullptr) {
+            unit->device()->set_prefetch(in_backward != 0, units);
+        }
+    });
+}
+
+// _core_set_reduce_group(name of a process group)
+PyObject *group_set_reduce_group(PyObject *self, PyObject *arg)
+{
+    return with_unit(self, [&](Unit *unit) {
+        const char *name = PyUnicode_AsUTF8(arg);
+        if (name == nullptr) {
+            throw_python();
+        }
+        if (unit->device() != nullptr) {
+            unit->device()->set_reduce_group(name);
+        }
+    });
+}
+
+PyObject *group_is_bound(PyObject *self, void *)
+{
+    return PyBool_FromLong(as<GroupObject>(self)->unit != nullptr);
+}
+
+PyObject *group_is_unsharded(PyObject *self, void *)
+{
+    const Unit *unit = as<GroupObject>(self)->unit;
+    return PyBool_FromLong(unit != nullptr && unit->is_unsharded());
+}
+
+PyObject *group_is_intact(PyObject *self, void *)
+{
+    const Unit *unit = as<GroupObject>(self)->unit;
+    return PyBool_FromLong(unit != nullptr && unit->is_intact());
+}
+
+PyObject *group_in_phase(PyObject *self, void *)
+{
+    const Unit *unit = as<GroupObject>(self)->unit;
+    return PyBool_FromLong(unit != nullptr && fc_domain_is_open(unit->domain()));
+}
+
+PyObject *group_holds_gradients(PyObject *self, void *)
+{
+    const Unit *unit = as<GroupObject>(self)->unit;
+    return PyBool_FromLong(unit != nullptr && unit->holds_gradients());
+}
+
+PyObject *group_has_partial_sums(PyObject *self, void *)
+{
+    const Unit *unit = as<GroupObject>(self)->unit;
+    return PyBool_FromLong(unit != nullptr && unit->has_partial_sums());
+}
+
+PyObject *group_partial_bytes(PyObject *self, void *)
+{
+    const Unit *unit = as<GroupObject>(self)->unit;
+    return PyLong_FromSize_t(unit != nullptr ? unit->partial_bytes() : 0);
+}
+
+PyObject *group_was_used(PyObject *self, void *)
+{
+    const auto *group = as<GroupObject>(self);
+    return PyBool_FromLong(group->past.unshards > 0 ||
+                           (group->unit != nullptr && group->unit->traffic().unshards > 0));
+}
+
+PyObject *group_is_pending(PyObject *self, void *)
+{
+    const Unit *unit = as<GroupObject>(self)->unit;
+    return PyBool_FromLong(unit != nullptr && unit->is_pending());
+}
+
+PyObject *group_awaits_gradients(PyObject *self, void *)
+{
+    const Unit *unit = as<GroupObject>(self)->unit;
+    return PyBool_FromLong(unit != nullptr && unit->awaits_gradients());
+}
+
+PyObject *group_why_staged(PyObject *self, void *)
+{
+    const Unit *unit = as<GroupObject>(self)->unit;
+    const bool is_scheduled = unit != nullptr && unit->device() != nullptr;
+    const char *why = is_scheduled ? unit->device()->why_staged() : nullptr;
+    return PyUnicode_FromString(why != nullptr ? why : "");
+}
+
+PyObject *group_is_resident(PyObject *self, void *)
+{
+    const Unit *unit = as<GroupObject>(self)->unit;
+    return PyBool_FromLong(unit != nullptr && unit->is_resident());
+}
+
+PyObject *group_outlasts_forward(PyObject *self, void *)
+{
+    const Unit *unit = as<GroupObject>(self)->unit;
+    return PyBool_FromLong(unit != nullptr && unit->outlasts_forward());
+}
+
+PyMemberDef group_members[] = {
+    {"_training", T_INT, offsetof(GroupObject, training), 0, "TrainingState, as its index"},
+    {"post_forward_mesh_info", T_OBJECT, offsetof(GroupObject, post_forward_mesh_info), 0, nullptr},
+    {"gradient_divide_factor", T_OBJECT, offsetof(GroupObject, gradient_divide_factor), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+
+PyGetSetDef group_properties[] = {
+    FC_FLAG("reduce_grads", GroupObject, reduce_grads, nullptr),
+    FC_FLAG("all_reduce_grads", GroupObject, all_reduce_grads, nullptr),
+    FC_FLAG("reshard_after_backward", GroupObject, reshard_after_backward, nullptr),
+    FC_FLAG("reduce_scatter_unused_params", GroupObject, reduce_scatter_unused_params, nullptr),
+    FC_FLAG("unshard_in_backward", GroupObject, unshard_in_backward, nullptr),
+    FC_FLAG("_post_backward_pending", GroupObject, post_backward_pending,
+            "whether gradients of a backward that went by are still to be reduced"),
+    {"_is_bound", group_is_bound, nullptr, "whether the unit runs on the core", nullptr},
+    {"_core_is_unsharded", group_is_unsharded, nullptr, nullptr, nullptr},
+    {"_core_is_intact", group_is_intact, nullptr, "whether every shard is where set-up put it",
+     nullptr},
+    {"_core_in_phase", group_in_phase, nullptr, "whether a forward or backward is going on",
+     nullptr},
+    {"_core_is_pending", group_is_pending, nullptr,
+     "unshard(async_op=True) that was not waited for", nullptr},
+    {"_core_awaits_gradients", group_awaits_gradients, nullptr,
+     "whether a backward went through the unit and gave its parameters nothing", nullptr},
+    {"_core_outlasts_forward", group_outlasts_forward, nullptr,
+     "whether forward leaves the unsharded parameters registered", nullptr},
+    {"_core_holds_gradients", group_holds_gradients, nullptr,
+     "whether gradients wait for a later reduction", nullptr},
+    {"_core_has_partial_sums", group_has_partial_sums, nullptr,
+     "whether sums over shards wait for the replicas", nullptr},
+    {"_core_partial_bytes", group_partial_bytes, nullptr, "of the memory for such sums", nullptr},
+    {"_core_why_staged", group_why_staged, nullptr,
+     "why what a device gathers is copied out; empty: it is not", nullptr},
+    {"_core_is_resident", group_is_resident, nullptr,
+     "whether one rank's shards on a device are used where they lie", nullptr},
+    {"_core_n_updates", group_n_updates, nullptr,
+     "optimizer steps and loads that its shards have seen", nullptr},
+    {"_core_was_used", group_was_used, nullptr, "whether it was ever unsharded", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyMethodDef group_methods[] = {
+    {"_bind", group_bind, METH_VARARGS,
+     "_bind(domain, index, replicate_domain, rows, flat, on_device)"},
+    {"_unbind", group_unbind, METH_NOARGS, "Reshards and leaves the core."},
+    {"_set_aside", group_set_aside, METH_NOARGS,
+     "Reshards and leaves the core until the next _bind, which takes over gradients that wait."},
+    {"_core_unshard_async", group_unshard_async, METH_NOARGS,
+     "Gathers; registration is left to _core_unshard."},
+    {"_core_unshard", group_unshard, METH_NOARGS,
+     "Gathers if needed and registers the unsharded parameters."},
+    {"_core_reshard", group_reshard, METH_NOARGS, "Registers the sharded parameters."},
+    {"_core_outlast_forward", group_outlast_forward, METH_NOARGS,
+     "Forward leaves the unsharded parameters registered, until the next reshard."},
+    {"_core_keep_storage", group_keep_storage, METH_O,
+     "Whether reshard leaves the unsharded parameters' memory as it is."},
+    {"_core_partial_sums", group_partial_sums, METH_NOARGS,
+     "() -> of each parameter a copy of what the replicas have not seen, or None"},
+    {"_core_drop_partial_sums", group_drop_partial_sums, METH_NOARGS, "Drops them."},
+    {"_core_held", group_held, METH_O, "(index) -> what is accumulated beside a parameter"},
+    {"_core_set_held", group_set_held, METH_VARARGS, "(index, tensor or None)"},
+    {"_core_set_prefetch", group_set_prefetch, METH_VARARGS,
+     "(in_backward, groups): whom to gather behind this one on a device."},
+    {"_core_set_reduce_group", group_set_reduce_group, METH_O,
+     "(name): the process group that sums gradients on a device."},
+    {"_core_follow", group_follow, METH_O,
+     "(StepCounter): of an optimizer that holds shards of it."},
+    {"_core_count_load", group_count_load, METH_NOARGS, "Its shards are loaded, on all ranks."},
+    {"_core_release_gradients", group_release, METH_NOARGS,
+     "Forgets gradients that are kept for reuse."},
+    {"_core_release_sums", group_release_sums, METH_NOARGS,
+     "Frees the memory for sums over shards, unless some wait in it."},
+    {"_core_traffic", group_traffic, METH_NOARGS,
+     "What the unit has moved, see Traffic in unit.h."},
+    {"_core_drop_gradients", group_drop, METH_NOARGS, "Drops gradients that were not reduced."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot group_slots[] = {
+    {Py_tp_new, reinterpret_cast<void *>(group_new)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(group_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void *>(group_traverse)},
+    {Py_tp_clear, reinterpret_cast<void *>(group_clear)},
+    {Py_tp_members, group_members},
+    {Py_tp_getset, group_properties},
+    {Py_tp_methods, group_methods},
+    {Py_tp_doc, const_cast<char *>("Base of FSDPParamGroup: one unit of the core.")},
+    {0, nullptr}};
+PyType_Spec group_spec = {"fsdp_c._C.Group", sizeof(GroupObject), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+                          group_slots};
+
+} // namespace
+
+GroupObject *group_of(PyObject *object)
+{
+    if (!PyObject_TypeCheck(object, group_type)) {
+        PyErr_SetString(PyExc_TypeError, "expected a Group");
+        throw_python();
+    }
+    return as<GroupObject>(object);
+}
+
+} // namespace fc
+
+int fc_register_group(PyObject *module)
+{
+    return fc::add_type(module, "Group", &fc::group_spec, &fc::group_type);
+}

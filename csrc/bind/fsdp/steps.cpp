@@ -1,0 +1,124 @@
+// Counts the steps of optimizers: of all of them, and each one's in a StepCounter.
+#include "bind/fsdp/steps.h"
+
+#include "bind/fsdp/unit.h"
+#include "bind/python/objects.h"
+#include "bind/python/python.h"
+
+#include <algorithm>
+
+namespace fc {
+
+namespace {
+
+uint64_t n_steps_taken = 0;
+uint64_t n_changes = 0;
+
+struct StepCounterObject {
+    PyObject_HEAD
+    std::shared_ptr<uint64_t> n;
+};
+
+PyTypeObject *counter_type = nullptr;
+
+PyObject *counter_new(PyTypeObject *type, PyObject *, PyObject *)
+{
+    return guarded([&]() -> PyObject * {
+        Ref self = checked(type->tp_alloc(type, 0));
+        new (&as<StepCounterObject>(self.get())->n)
+            std::shared_ptr<uint64_t>(std::make_shared<uint64_t>(0));
+        return self.release();
+    });
+}
+
+void counter_dealloc(PyObject *self)
+{
+    as<StepCounterObject>(self)->n.~shared_ptr();
+    free_object(self);
+}
+
+PyObject *counter_count(PyObject *self, PyObject *)
+{
+    ++*as<StepCounterObject>(self)->n;
+    n_steps_taken++;
+    return guarded([]() -> PyObject * {
+        Unit::note_step();
+        Py_RETURN_NONE;
+    });
+}
+
+PyMethodDef counter_methods[] = {
+    {"count", counter_count, METH_NOARGS, "count(): the optimizer has stepped."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot counter_slots[] = {
+    {Py_tp_new, reinterpret_cast<void *>(counter_new)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(counter_dealloc)},
+    {Py_tp_methods, counter_methods},
+    {Py_tp_doc, const_cast<char *>("How often one optimizer has stepped.")},
+    {0, nullptr}};
+PyType_Spec counter_spec = {"fsdp_c._C.StepCounter", sizeof(StepCounterObject), 0,
+                            Py_TPFLAGS_DEFAULT, counter_slots};
+
+} // namespace
+
+uint64_t n_steps()
+{
+    return n_steps_taken;
+}
+
+void Updates::follow(const Counter &counter)
+{
+    const auto is_it = [&](const auto &known) { return known.first == counter; };
+    if (std::none_of(counters_.begin(), counters_.end(), is_it)) {
+        counters_.emplace_back(counter, *counter);
+        n_changes++;
+    }
+}
+
+void Updates::count_load()
+{
+    n_loads_++;
+    n_changes++;
+}
+
+uint64_t Updates::n() const
+{
+    uint64_t sum = n_loads_;
+    for (const auto &[counter, before] : counters_) {
+        sum += *counter - before;
+    }
+    return sum;
+}
+
+uint64_t Updates::version()
+{
+    return n_changes;
+}
+
+Updates::Counter counter_of(PyObject *object)
+{
+    if (!PyObject_TypeCheck(object, counter_type)) {
+        PyErr_SetString(PyExc_TypeError, "expected a StepCounter");
+        throw_python();
+    }
+    return as<StepCounterObject>(object)->n;
+}
+
+} // namespace fc
+
+PyObject *fc_count_step(PyObject *, PyObject *)
+{
+    fc::n_steps_taken++;
+    Py_RETURN_NONE;
+}
+
+PyObject *fc_n_steps(PyObject *, PyObject *)
+{
+    return PyLong_FromUnsignedLongLong(fc::n_steps());
+}
+
+int fc_register_steps(PyObject *module)
+{
+    return fc::add_type(module, "StepCounter", &fc::counter_spec, &fc::counter_type);
+}

@@ -1,0 +1,187 @@
+// Owned Python references and the bridge between C statuses, Python errors and C++ exceptions.
+#ifndef FC_BIND_PYTHON_PYTHON_H
+#define FC_BIND_PYTHON_PYTHON_H
+
+#include <Python.h>
+
+#include "base/status.h"
+#include "bind/python/status.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <exception>
+#include <initializer_list>
+#include <utility>
+
+namespace fc {
+
+// An owned reference; null is allowed. Needs the GIL wherever it changes.
+class Ref {
+public:
+    Ref() = default;
+    Ref(Ref &&other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+    Ref(const Ref &other) : object_(other.object_) { Py_XINCREF(object_); }
+    Ref &operator=(Ref other) noexcept
+    {
+        std::swap(object_, other.object_);
+        return *this;
+    }
+    ~Ref() { Py_XDECREF(object_); }
+
+    static Ref take(PyObject *owned)
+    {
+        Ref ref;
+        ref.object_ = owned;
+        return ref;
+    }
+    static Ref borrow(PyObject *borrowed)
+    {
+        Py_XINCREF(borrowed);
+        return take(borrowed);
+    }
+    PyObject *get() const { return object_; }
+    PyObject *release() { return std::exchange(object_, nullptr); }
+    explicit operator bool() const { return object_ != nullptr; }
+
+private:
+    PyObject *object_ = nullptr;
+};
+
+// Throws the Python error that is set; it survives the way through autograd's threads.
+[[noreturn]] inline void throw_python()
+{
+    python_error error;
+    error.persist();
+    throw error;
+}
+
+// A new reference, or the Python error as an exception.
+inline Ref checked(PyObject *owned)
+{
+    if (owned == nullptr) {
+        throw_python();
+    }
+    return Ref::take(owned);
+}
+
+inline void check(int result)
+{
+    if (result < 0) {
+        throw_python();
+    }
+}
+
+inline void check(fc_status status)
+{
+    if (status != FC_OK) {
+        fc_raise(status);
+        throw_python();
+    }
+}
+
+// Runs `body` and turns C++ exceptions into Python errors; for functions that Python calls.
+template <typename Body> PyObject *guarded(Body &&body)
+{
+    try {
+        return body();
+    } catch (python_error &error) {
+        error.restore();
+    } catch (const c10::Error &error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
+    } catch (const std::bad_alloc &) {
+        PyErr_NoMemory();
+    } catch (const std::exception &error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+    return nullptr;
+}
+
+// Makes a type and shows it in the module; -1 with the Python error set.
+inline int add_type(PyObject *module, const char *name, PyType_Spec *spec, PyTypeObject **out)
+{
+    *out = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(spec));
+    return *out == nullptr
+               ? -1
+               : PyModule_AddObjectRef(module, name, reinterpret_cast<PyObject *>(*out));
+}
+
+// Interned strings for attributes and keys that are looked up often; -1 with the error set.
+inline int intern(std::initializer_list<std::pair<PyObject **, const char *>> names)
+{
+    for (const auto &[place, text] : names) {
+        *place = PyUnicode_InternFromString(text);
+        if (*place == nullptr) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+// The interpreter's end: a thread that asks for its lock then is ended by an exception that no C++
+// destructor lets through. Threads other than the main one stay away from it instead, as CPython
+// has it from 3.14 on, and the end waits for those that have asked already.
+inline std::atomic<bool> is_closing{false};
+inline std::atomic<int> n_asking{0};
+
+inline bool is_left_behind()
+{
+    return is_closing && getpid() != gettid();
+}
+
+// Around a request for the lock.
+class Request {
+public:
+    Request()
+    {
+        n_asking++;
+        if (is_left_behind()) {
+            n_asking--;
+            for (;;) {
+                (void)pause();
+            }
+        }
+    }
+    ~Request() { n_asking--; }
+    Request(const Request &) = delete;
+    Request &operator=(const Request &) = delete;
+};
+
+// Holds the GIL; for callbacks from autograd.
+class Gil {
+public:
+    Gil() : state_(ensure()) {}
+    ~Gil() { PyGILState_Release(state_); }
+    Gil(const Gil &) = delete;
+    Gil &operator=(const Gil &) = delete;
+
+private:
+    static PyGILState_STATE ensure()
+    {
+        const Request request;
+        return PyGILState_Ensure();
+    }
+
+    PyGILState_STATE state_;
+};
+
+// Lets other Python threads run; for long work on memory.
+class NoGil {
+public:
+    NoGil() : state_(PyEval_SaveThread()) {}
+    ~NoGil()
+    {
+        const Request request;
+        PyEval_RestoreThread(state_);
+    }
+    NoGil(const NoGil &) = delete;
+    NoGil &operator=(const NoGil &) = delete;
+
+private:
+    PyThreadState *state_;
+};
+
+} // namespace fc
+
+#endif

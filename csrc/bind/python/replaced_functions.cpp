@@ -1,0 +1,112 @@
+// Functions of torch's implementation that the core does not call: notices when one is replaced.
+#include "bind/python/replaced_functions.h"
+
+#include "bind/python/python.h"
+
+#include <vector>
+
+namespace fc {
+
+namespace {
+
+struct Function {
+    Ref name, value;
+};
+
+// A class or module.
+struct Owner {
+    Ref object;
+    // Of a class when all its functions were found in place: the interpreter gives it another one
+    // when it or a base is changed. 0: not known.
+    unsigned version;
+    std::vector<Function> functions;
+};
+
+// Never freed: the interpreter may be gone when static objects are.
+struct Watched {
+    std::vector<Owner> owners;
+    Ref state_names; // a frozenset
+};
+Watched *watched = nullptr;
+
+// 0 while it has none; Python 3.10 leaves the number of a class that was changed as it was.
+unsigned version_of(PyObject *object)
+{
+    if (!PyType_Check(object)) {
+        return 0;
+    }
+    auto *type = reinterpret_cast<PyTypeObject *>(object);
+    return PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG) ? type->tp_version_tag : 0;
+}
+
+bool is_in_place(Owner &owner)
+{
+    if (owner.version != 0 && owner.version == version_of(owner.object.get())) {
+        return true;
+    }
+    for (const Function &row : owner.functions) {
+        const Ref found = Ref::take(PyObject_GetAttr(owner.object.get(), row.name.get()));
+        if (found.get() != row.value.get()) {
+            PyErr_Clear();
+            return false;
+        }
+    }
+    owner.version = version_of(owner.object.get());
+    return true;
+}
+
+Owner &owner_of(std::vector<Owner> &owners, PyObject *object)
+{
+    for (Owner &owner : owners) {
+        if (owner.object.get() == object) {
+            return owner;
+        }
+    }
+    owners.push_back({Ref::borrow(object), 0, {}});
+    return owners.back();
+}
+
+} // namespace
+
+bool functions_replaced()
+{
+    if (watched == nullptr) {
+        return false;
+    }
+    for (Owner &owner : watched->owners) {
+        if (!is_in_place(owner)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+bool is_watched_on_states(PyObject *name)
+{
+    return watched != nullptr && PySet_Contains(watched->state_names.get(), name) == 1;
+}
+
+} // namespace fc
+
+PyObject *fc_watch_functions(PyObject *, PyObject *args)
+{
+    return fc::guarded([&]() -> PyObject * {
+        PyObject *rows, *state_names;
+        if (!PyArg_ParseTuple(args, "OO!", &rows, &PyFrozenSet_Type, &state_names)) {
+            return nullptr;
+        }
+        const fc::Ref all = fc::checked(PySequence_Fast(rows, "expected a list"));
+        fc::Watched found = {{}, fc::Ref::borrow(state_names)};
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(all.get()); i++) {
+            PyObject *owner, *name, *function;
+            if (!PyArg_ParseTuple(PySequence_Fast_GET_ITEM(all.get(), i), "OUO", &owner, &name,
+                                  &function)) {
+                return nullptr;
+            }
+            fc::owner_of(found.owners, owner)
+                .functions.push_back({fc::Ref::borrow(name), fc::Ref::borrow(function)});
+        }
+        delete std::exchange(fc::watched, new fc::Watched(std::move(found)));
+        Py_RETURN_NONE;
+    });
+}

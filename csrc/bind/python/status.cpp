@@ -1,0 +1,117 @@
+/* Status to exception. */
+#include "bind/python/status.h"
+
+#include "base/clock.h"
+
+#include <unistd.h>
+
+static PyObject *exception_of(fc_status status)
+{
+    switch (status) {
+    case FC_ERR_INVALID:
+        return PyExc_ValueError;
+    case FC_ERR_NOMEM:
+        return PyExc_MemoryError;
+    case FC_ERR_SYSTEM:
+        return PyExc_OSError;
+    case FC_ERR_TIMEOUT:
+        return PyExc_TimeoutError;
+    case FC_ERR_UNSUPPORTED:
+        return PyExc_NotImplementedError;
+    case FC_ERR_INTERRUPTED:
+        return PyExc_KeyboardInterrupt;
+    default:
+        return PyExc_RuntimeError;
+    }
+}
+
+/* The error of a process group, with the last message before its text, caused by it as it was. */
+static void raise_from_group()
+{
+    PyObject *type, *cause, *trace, *error;
+
+    PyErr_Fetch(&type, &cause, &trace);
+    PyErr_NormalizeException(&type, &cause, &trace);
+    if (trace != nullptr) {
+        (void)PyException_SetTraceback(cause, trace);
+    }
+    Py_DECREF(type);
+    Py_XDECREF(trace);
+    PyErr_Format(PyExc_RuntimeError, "%s: %S", fc_last_message(), cause);
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    PyException_SetCause(error, cause); /* takes it */
+    PyErr_Restore(type, error, trace);
+}
+
+/* Whether a peer's end may be behind the failure. */
+static bool is_of_peers(fc_status status)
+{
+    return status == FC_ERR_PEER || status == FC_ERR_BROKEN || status == FC_ERR_GROUP;
+}
+
+/* Whether a handler of this process's own signals has raised. Who sends a signal to all ranks does
+ * so one after the other: one that a peer has had already may still be on its way here. */
+static bool await_signal()
+{
+    constexpr int64_t grace_ns = FC_NS_PER_S / 2, apart_ns = 5 * FC_NS_PER_S;
+    constexpr useconds_t slice_us = 10000;
+    static int64_t last_ns = -apart_ns; /* under the interpreter's lock */
+    const int64_t start_ns = fc_now_ns();
+
+    if (PyErr_CheckSignals() != 0) {
+        return true;
+    }
+    if (start_ns - last_ns < apart_ns) { /* the same failure, told again */
+        return false;
+    }
+    last_ns = start_ns;
+    while (fc_now_ns() - start_ns < grace_ns) {
+        Py_BEGIN_ALLOW_THREADS(void)
+        usleep(slice_us);
+        Py_END_ALLOW_THREADS
+        if (PyErr_CheckSignals() != 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* True: what a signal's handler raised stands instead of the failure. Handlers run in the main
+ * thread only. */
+static bool is_interrupted(fc_status status)
+{
+    PyObject *type, *value, *trace;
+
+    if (!is_of_peers(status) || getpid() != gettid()) {
+        return false;
+    }
+    PyErr_Fetch(&type, &value, &trace);
+    if (!await_signal()) {
+        PyErr_Restore(type, value, trace);
+        return false;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    return true;
+}
+
+PyObject *fc_raise(fc_status status)
+{
+    if (is_interrupted(status)) {
+        return nullptr;
+    }
+    const bool is_set = PyErr_Occurred() != nullptr; /* maybe another than the group's */
+
+    if (status == FC_ERR_GROUP && is_set) {
+        if (PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+            raise_from_group();
+        }
+    } else if (status != FC_ERR_INTERRUPTED || !is_set) {
+        const char *text = fc_last_message();
+
+        PyErr_SetString(exception_of(status), text[0] != '\0' ? text : fc_status_text(status));
+    }
+    return nullptr;
+}

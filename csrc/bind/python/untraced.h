@@ -1,0 +1,43 @@
+// Keeps torch.compile out of the hooks, which it runs in the middle of what it compiles.
+#ifndef FC_BIND_PYTHON_UNTRACED_H
+#define FC_BIND_PYTHON_UNTRACED_H
+
+#include "bind/python/python.h"
+
+namespace fc {
+
+// Whether torch.compile, or who else, looks at each Python frame before it runs.
+inline bool is_frame_evaluation_replaced()
+{
+    return _PyInterpreterState_GetEvalFrameFunc(PyInterpreterState_Get()) !=
+           _PyEval_EvalFrameDefault;
+}
+
+// While it lives, Python code runs as it is written; a comparison where nothing is compiled.
+class Untraced {
+public:
+    Untraced()
+    {
+        if (is_frame_evaluation_replaced()) {
+            before_ = set_tracer(Py_None);
+        }
+    }
+    ~Untraced()
+    {
+        if (before_) {
+            restore();
+        }
+    }
+    Untraced(const Untraced &) = delete;
+    Untraced &operator=(const Untraced &) = delete;
+
+private:
+    static Ref set_tracer(PyObject *tracer); // returns the one before
+    void restore();
+
+    Ref before_;
+};
+
+} // namespace fc
+
+#endif

@@ -1,0 +1,83 @@
+// Notes copies of tensors that share their memory and not their version counter.
+#include "bind/tensor/aliased.h"
+
+#include "bind/python/python.h"
+#include "bind/tensor/tensors.h"
+
+#include <c10/core/InferenceMode.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <atomic>
+#include <utility>
+
+namespace fc {
+
+namespace {
+
+std::atomic<bool> any_is_aliased{false}; // else nobody has to look at tensors
+
+class NotedImpl final : public c10::TensorImpl {
+public:
+    NotedImpl(c10::Storage &&storage, const at::Tensor &like)
+        : TensorImpl(VIEW, std::move(storage), like.key_set(), like.dtype())
+    {
+        set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+    }
+
+    using Copy = c10::intrusive_ptr<c10::TensorImpl>;
+
+    Copy shallow_copy_and_detach(const c10::VariableVersion &version,
+                                 bool may_change) const override
+    {
+        note(version);
+        return TensorImpl::shallow_copy_and_detach(version, may_change);
+    }
+
+    Copy shallow_copy_and_detach(c10::VariableVersion &&version, bool may_change) const override
+    {
+        note(version);
+        return TensorImpl::shallow_copy_and_detach(std::move(version), may_change);
+    }
+
+    bool is_aliased() const { return is_aliased_.load(std::memory_order_relaxed); }
+
+private:
+    // A counter that nobody else has is not this tensor's. (The copy that detach() makes gets this
+    // tensor's afterwards: it is made inside of the operator, where counters are left alone.)
+    void note(const c10::VariableVersion &version) const
+    {
+        const bool is_in_operator =
+            !c10::InferenceMode::is_enabled() &&
+            c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView);
+        if (version.unique() && !is_in_operator) {
+            is_aliased_.store(true, std::memory_order_relaxed);
+            any_is_aliased.store(true, std::memory_order_relaxed);
+        }
+    }
+
+    mutable std::atomic<bool> is_aliased_{false};
+};
+
+} // namespace
+
+bool is_aliased(const at::Tensor &tensor)
+{
+    if (!any_is_aliased.load(std::memory_order_relaxed)) {
+        return false;
+    }
+    const auto *noted = dynamic_cast<const NotedImpl *>(tensor.unsafeGetTensorImpl());
+    return noted != nullptr && noted->is_aliased();
+}
+
+} // namespace fc
+
+PyObject *fc_make_noted(PyObject *, PyObject *tensor)
+{
+    return fc::guarded([&]() -> PyObject * {
+        const at::Tensor &like = fc::tensor_of(tensor);
+        return THPVariable_Wrap(
+            at::Tensor(c10::make_intrusive<fc::NotedImpl>(c10::Storage(like.storage()), like)));
+    });
+}

@@ -1,0 +1,223 @@
+// How DTensors are laid out, and what memory they have here.
+#include "bind/tensor/layout.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+
+namespace fc {
+
+namespace {
+
+PyTypeObject *dtensor_type = nullptr;
+struct Names {
+    PyObject *local_tensor, *spec, *mesh, *placements;
+} names; // interned
+struct DTensorSlots {
+    uint16_t local_tensor, spec;
+} dtensor_slots;
+constexpr size_t max_known_specs = size_t{1} << 16;
+
+bool are_equal(PyObject *a, PyObject *b)
+{
+    const int result = PyObject_RichCompareBool(a, b, Py_EQ);
+    check(result);
+    return result == 1;
+}
+
+} // namespace
+
+Layout::Layout(PyObject *spec)
+    : mesh_(checked(PyObject_GetAttr(spec, names.mesh))),
+      placements_(checked(PyObject_GetAttr(spec, names.placements)))
+{
+    remember(spec);
+}
+
+void Layout::remember(PyObject *spec)
+{
+    if (known_.size() == max_known_specs) { // somebody makes new ones in every step
+        known_.clear();
+        kept_.clear();
+    }
+    known_.insert(spec);
+    kept_.push_back(Ref::borrow(spec));
+}
+
+bool Layout::has(PyObject *spec)
+{
+    if (known_.count(spec) != 0) {
+        return true;
+    }
+    Ref mesh = checked(PyObject_GetAttr(spec, names.mesh));
+    Ref placements = checked(PyObject_GetAttr(spec, names.placements));
+    if (!are_equal(mesh.get(), mesh_.get()) || !are_equal(placements.get(), placements_.get())) {
+        return false;
+    }
+    remember(spec);
+    return true;
+}
+
+int Layouts::number_of(PyObject *spec)
+{
+    const auto known = known_.find(spec);
+    if (known != known_.end()) {
+        return known->second;
+    }
+    const int number = find(spec);
+    if (kept_.size() >= max_known_specs) {
+        known_.clear();
+        kept_.clear();
+    }
+    if (known_.emplace(spec, number).second) {
+        kept_.push_back(Ref::borrow(spec));
+    }
+    return number;
+}
+
+// Comparing runs Python code, which may come here too.
+int Layouts::find(PyObject *spec)
+{
+    Seen made{Ref::borrow(spec), checked(PyObject_GetAttr(spec, names.mesh)),
+              checked(PyObject_GetAttr(spec, names.placements)), -1};
+    int n_meshes = 0;
+    for (size_t i = 0; i < seen_.size(); i++) {
+        const Seen old = seen_[i];
+        n_meshes = std::max(n_meshes, old.mesh_number + 1);
+        if (!are_equal(made.mesh.get(), old.mesh.get())) {
+            continue;
+        }
+        if (are_equal(made.placements.get(), old.placements.get())) {
+            return static_cast<int>(i);
+        }
+        made.mesh_number = old.mesh_number;
+    }
+    made.mesh_number = made.mesh_number < 0 ? n_meshes : made.mesh_number;
+    seen_.push_back(std::move(made));
+    return static_cast<int>(seen_.size()) - 1;
+}
+
+bool is_dtensor(PyObject *object)
+{
+    return Py_TYPE(object) == dtensor_type;
+}
+
+bool is_dtensor_or_subclass(PyObject *object)
+{
+    return PyObject_TypeCheck(object, dtensor_type) != 0;
+}
+
+uint16_t slot_of(PyTypeObject *type, PyObject *name)
+{
+    PyObject *slot = _PyType_Lookup(type, name);
+    if (slot == nullptr || Py_TYPE(slot) != &PyMemberDescr_Type) {
+        PyErr_Format(PyExc_TypeError, "%.100s has no slot '%U'", type->tp_name, name);
+        throw_python();
+    }
+    return static_cast<uint16_t>(reinterpret_cast<PyMemberDescrObject *>(slot)->d_member->offset);
+}
+
+PyObject *in_slot(PyObject *object, uint16_t slot)
+{
+    return *reinterpret_cast<PyObject **>(reinterpret_cast<char *>(object) + slot);
+}
+
+namespace {
+
+Ref attribute(PyObject *object, uint16_t slot, PyObject *name)
+{
+    PyObject *value = in_slot(object, slot);
+    return value != nullptr ? Ref::borrow(value) : checked(PyObject_GetAttr(object, name));
+}
+
+} // namespace
+
+Ref spec_of(PyObject *dtensor)
+{
+    return attribute(dtensor, dtensor_slots.spec, names.spec);
+}
+
+Ref local_tensor_of(PyObject *dtensor)
+{
+    return attribute(dtensor, dtensor_slots.local_tensor, names.local_tensor);
+}
+
+bool is_ordinary(PyObject *object)
+{
+    if (!THPVariable_CheckExact(object)) {
+        return false;
+    }
+    const at::Tensor &t = THPVariable_Unpack(object);
+    return (t.is_cpu() || t.is_cuda()) && t.layout() == at::kStrided && !t.is_inference() &&
+           !t.is_neg() &&
+           !t.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::FuncTorchGradWrapper,
+                                                     c10::DispatchKey::FuncTorchBatched,
+                                                     c10::DispatchKey::Functionalize}));
+}
+
+bool is_plain(PyObject *object)
+{
+    return is_ordinary(object) && THPVariable_Unpack(object).is_cpu();
+}
+
+Ref local_of(PyObject *object, Layout *layout)
+{
+    Ref local;
+    if (layout == nullptr) {
+        local = Ref::borrow(object);
+    } else if (is_dtensor(object)) {
+        Ref spec = spec_of(object);
+        if (layout->has(spec.get())) {
+            local = local_tensor_of(object);
+        }
+    }
+    return local && is_ordinary(local.get()) ? local : Ref();
+}
+
+at::Tensor floats_of(PyObject *object, Layout *layout)
+{
+    Ref local = local_of(object, layout);
+    if (!local) {
+        return {};
+    }
+    const at::Tensor &t = THPVariable_Unpack(local.get());
+    return t.is_cpu() && t.scalar_type() == at::kFloat && t.is_contiguous() ? t : at::Tensor();
+}
+
+void bump_version(const at::Tensor &tensor)
+{
+    tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+namespace {
+
+int find_slots()
+{
+    return guarded([]() -> PyObject * {
+               dtensor_slots = {slot_of(dtensor_type, names.local_tensor),
+                                slot_of(dtensor_type, names.spec)};
+               return Py_None;
+           }) == nullptr
+               ? -1
+               : 0;
+}
+
+} // namespace
+
+} // namespace fc
+
+int fc_find_dtensors()
+{
+    using namespace fc;
+    if (intern({{&names.local_tensor, "_local_tensor"},
+                {&names.spec, "_spec"},
+                {&names.mesh, "mesh"},
+                {&names.placements, "placements"}}) < 0) {
+        return -1;
+    }
+    PyObject *tensors = PyImport_ImportModule("torch.distributed.tensor");
+    PyObject *dtensor = tensors == nullptr ? nullptr : PyObject_GetAttrString(tensors, "DTensor");
+    Py_XDECREF(tensors);
+    dtensor_type = reinterpret_cast<PyTypeObject *>(dtensor);
+    return dtensor == nullptr ? -1 : find_slots();
+}

@@ -1,0 +1,77 @@
+// How DTensors are laid out, and the plain memory that they have on this rank.
+#ifndef FC_BIND_TENSOR_LAYOUT_H
+#define FC_BIND_TENSOR_LAYOUT_H
+
+#include "bind/python/python.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+namespace fc {
+
+// DTensors on one mesh with the same placements. Specs that were compared once are known again.
+class Layout {
+public:
+    explicit Layout(PyObject *spec);
+    bool has(PyObject *spec);
+
+private:
+    void remember(PyObject *spec);
+
+    Ref mesh_, placements_;
+    std::unordered_set<PyObject *> known_;
+    std::vector<Ref> kept_;
+};
+
+// All layouts that were seen, numbered as they come, and so are their meshes.
+class Layouts {
+public:
+    int number_of(PyObject *spec);
+    int n_layouts() const { return static_cast<int>(seen_.size()); }
+    int mesh_number_of(int layout) const { return seen_[static_cast<size_t>(layout)].mesh_number; }
+    PyObject *spec_of(int layout) const { return seen_[static_cast<size_t>(layout)].spec.get(); }
+
+private:
+    struct Seen {
+        Ref spec, mesh, placements;
+        int mesh_number;
+    };
+    int find(PyObject *spec);
+
+    std::vector<Seen> seen_;
+    std::unordered_map<PyObject *, int> known_;
+    std::vector<Ref> kept_;
+};
+
+// A tensor that is memory of this process, or of a GPU, and nothing more.
+bool is_ordinary(PyObject *object);
+bool is_plain(PyObject *object); // of this process
+
+bool is_dtensor(PyObject *object); // and no subclass
+bool is_dtensor_or_subclass(PyObject *object);
+
+// Where objects of a class keep what one of its __slots__ names; TypeError if none does.
+uint16_t slot_of(PyTypeObject *type, PyObject *name);
+PyObject *in_slot(PyObject *object, uint16_t slot); // borrowed; null after `del`
+
+Ref spec_of(PyObject *dtensor);
+Ref local_tensor_of(PyObject *dtensor); // what it has here, of any kind
+
+// The tensor that a DTensor in the layout has here, or without a layout `object` itself; null if it
+// is another thing.
+Ref local_of(PyObject *object, Layout *layout);
+
+// The same where it is flat float32 memory; else undefined.
+at::Tensor floats_of(PyObject *object, Layout *layout);
+
+void bump_version(const at::Tensor &tensor);
+
+} // namespace fc
+
+// Once, before all of these; -1 with the Python error set.
+int fc_find_dtensors();
+
+#endif

@@ -1,0 +1,15 @@
+// Memory that is taken from a tensor's storage for a while.
+#ifndef FC_BIND_TENSOR_PARKING_H
+#define FC_BIND_TENSOR_PARKING_H
+
+#include <Python.h>
+
+// take_memory(tensor, text) -> its storage's memory, as a tensor of bytes. Until it is given back,
+// all tensors on the storage have none, and reading them raises `text`.
+PyObject *fc_take_memory(PyObject *module, PyObject *args);
+
+// give_memory(tensor, bytes): the storage gets what `bytes`, a tensor of bytes, has, which has none
+// from then on.
+PyObject *fc_give_memory(PyObject *module, PyObject *args);
+
+#endif

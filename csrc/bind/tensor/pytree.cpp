@@ -1,0 +1,206 @@
+// Traversal of arguments and results: the common shapes here, the rest by torch's functions.
+#include "bind/tensor/pytree.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace fc {
+
+namespace {
+
+enum class Shape {
+    leaf,
+    tensor,
+    simple,
+    opaque
+};
+
+bool is_scalar(PyObject *object)
+{
+    return object == Py_None || PyLong_Check(object) || PyFloat_Check(object) ||
+           PyUnicode_Check(object) || PyBytes_Check(object);
+}
+
+// What the traversal may do with an object. `simple`: an exact tuple, list or dict. Tensors are
+// looked for last: for an object of another type torch asks its metaclass.
+Shape shape_of(PyObject *object)
+{
+    if (PyTuple_CheckExact(object) || PyList_CheckExact(object) || PyDict_CheckExact(object)) {
+        return Shape::simple;
+    }
+    if (is_scalar(object)) {
+        return Shape::leaf;
+    }
+    return THPVariable_Check(object) ? Shape::tensor : Shape::opaque;
+}
+
+constexpr int max_depth = 100; // torch stops at 128 with an error of its own
+
+// True if only simple containers hold what is reachable.
+bool is_simple(PyObject *object, int depth)
+{
+    switch (shape_of(object)) {
+    case Shape::leaf:
+    case Shape::tensor:
+        return true;
+    case Shape::opaque:
+        return false;
+    case Shape::simple:
+        break;
+    }
+    if (depth == 0) {
+        return false;
+    }
+    if (PyDict_CheckExact(object)) {
+        PyObject *key, *value;
+        Py_ssize_t at = 0;
+        while (PyDict_Next(object, &at, &key, &value)) {
+            if (!is_simple(value, depth - 1)) {
+                return false;
+            }
+        }
+        return true;
+    }
+    const Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (!is_simple(PySequence_Fast_GET_ITEM(object, i), depth - 1)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void collect(PyObject *object, Tensors &out)
+{
+    if (PyDict_CheckExact(object)) {
+        PyObject *key, *value;
+        Py_ssize_t at = 0;
+        while (PyDict_Next(object, &at, &key, &value)) {
+            collect(value, out);
+        }
+    } else if (PyTuple_CheckExact(object) || PyList_CheckExact(object)) {
+        const Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
+        for (Py_ssize_t i = 0; i < n; i++) {
+            collect(PySequence_Fast_GET_ITEM(object, i), out);
+        }
+    } else if (THPVariable_Check(object)) {
+        const at::Tensor &tensor = THPVariable_Unpack(object);
+        if (tensor.requires_grad()) {
+            out.push_back(tensor);
+        }
+    }
+}
+
+Ref replace(PyObject *object, const at::Tensor *&next)
+{
+    if (PyDict_CheckExact(object)) {
+        Ref copy = checked(PyDict_New());
+        PyObject *key, *value;
+        Py_ssize_t at = 0;
+        while (PyDict_Next(object, &at, &key, &value)) {
+            check(PyDict_SetItem(copy.get(), key, replace(value, next).get()));
+        }
+        return copy;
+    }
+    if (PyTuple_CheckExact(object) || PyList_CheckExact(object)) {
+        const Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
+        const bool is_tuple = PyTuple_CheckExact(object);
+        Ref copy = checked(is_tuple ? PyTuple_New(n) : PyList_New(n));
+        for (Py_ssize_t i = 0; i < n; i++) {
+            Ref item = replace(PySequence_Fast_GET_ITEM(object, i), next);
+            if (is_tuple) {
+                PyTuple_SET_ITEM(copy.get(), i, item.release());
+            } else {
+                PyList_SET_ITEM(copy.get(), i, item.release());
+            }
+        }
+        return copy;
+    }
+    if (THPVariable_Check(object) && THPVariable_Unpack(object).requires_grad()) {
+        return checked(THPVariable_Wrap(*next++));
+    }
+    return Ref::borrow(object);
+}
+
+// torch.distributed.fsdp._common_utils.<name>; looked up when needed, which is seldom.
+Ref torch_traversal(const char *name)
+{
+    Ref module = checked(PyImport_ImportModule("torch.distributed.fsdp._common_utils"));
+    return checked(PyObject_GetAttrString(module.get(), name));
+}
+
+Ref cast_one(PyObject *object, at::ScalarType dtype, PyObject *cast_any, bool &changed)
+{
+    if (THPVariable_Check(object)) {
+        const at::Tensor &tensor = THPVariable_Unpack(object);
+        if (!at::isFloatingType(tensor.scalar_type()) || tensor.scalar_type() == dtype) {
+            return Ref::borrow(object);
+        }
+        changed = true;
+        return checked(THPVariable_Wrap(tensor.to(dtype)));
+    }
+    if (is_scalar(object)) {
+        return Ref::borrow(object);
+    }
+    changed = true;
+    return checked(PyObject_CallOneArg(cast_any, object));
+}
+
+} // namespace
+
+bool is_transparent(PyObject *object)
+{
+    return object != Py_None && is_simple(object, max_depth);
+}
+
+void collect_grad_tensors(PyObject *object, Tensors &out)
+{
+    if (is_simple(object, max_depth)) {
+        collect(object, out);
+        return;
+    }
+    Ref found = checked(PyObject_CallOneArg(torch_traversal("collect_grad_tensors").get(), object));
+    Ref list = checked(PySequence_List(found.get()));
+    collect(list.get(), out);
+}
+
+Ref replace_grad_tensors(PyObject *object, at::TensorList tensors)
+{
+    if (is_simple(object, max_depth)) {
+        const at::Tensor *next = tensors.begin();
+        return replace(object, next);
+    }
+    Ref list = checked(PyList_New(0));
+    for (const at::Tensor &tensor : tensors) {
+        check(PyList_Append(list.get(), checked(THPVariable_Wrap(tensor)).get()));
+    }
+    Ref iterator = checked(PyObject_GetIter(list.get()));
+    return checked(PyObject_CallFunctionObjArgs(torch_traversal("replace_grad_tensors").get(),
+                                                object, iterator.get(), nullptr));
+}
+
+Ref cast_tensors(PyObject *object, at::ScalarType dtype, PyObject *cast_any)
+{
+    bool changed = false;
+    if (PyTuple_CheckExact(object)) {
+        const Py_ssize_t n = PyTuple_GET_SIZE(object);
+        Ref copy = checked(PyTuple_New(n));
+        for (Py_ssize_t i = 0; i < n; i++) {
+            Ref item = cast_one(PyTuple_GET_ITEM(object, i), dtype, cast_any, changed);
+            PyTuple_SET_ITEM(copy.get(), i, item.release());
+        }
+        return changed ? copy : Ref();
+    }
+    if (PyDict_CheckExact(object)) {
+        Ref copy = checked(PyDict_New());
+        PyObject *key, *value;
+        Py_ssize_t at = 0;
+        while (PyDict_Next(object, &at, &key, &value)) {
+            check(PyDict_SetItem(copy.get(), key, cast_one(value, dtype, cast_any, changed).get()));
+        }
+        return changed ? copy : Ref();
+    }
+    Ref one = cast_one(object, dtype, cast_any, changed);
+    return changed ? one : Ref();
+}
+
+} // namespace fc

@@ -1,0 +1,44 @@
+// Tensors as the core sees them: element types, storages that point elsewhere.
+#ifndef FC_BIND_TENSOR_TENSORS_H
+#define FC_BIND_TENSOR_TENSORS_H
+
+#include <Python.h>
+
+#include "base/dtype.h"
+#include "transport/transport.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+#include <c10/util/SmallVector.h>
+
+#include <string>
+
+namespace fc {
+
+// A few need no allocation.
+using Tensors = c10::SmallVector<at::Tensor, 4>;
+
+// The element type, RAW of its size for those without arithmetic; throws for types of other sizes.
+fc_dtype dtype_of(at::ScalarType type);
+
+// A type of that kind and size: the way back, except that RAW comes back as some type of its size.
+at::ScalarType scalar_type_of(fc_dtype dtype);
+
+// The tensor inside a Python object; TypeError as an exception if it is none.
+const at::Tensor &tensor_of(PyObject *object);
+
+// Makes the storage `bytes` of memory that it does not own; it can be read as before.
+void set_memory(c10::StorageImpl *storage, void *memory, size_t bytes);
+
+// Copies the storage's bytes to `home` (in `region`, which it then keeps alive) and points the
+// storage, hence every tensor on it, there.
+void move_to(c10::StorageImpl *storage, void *home, fc_region *region);
+// The same to bytes of a tensor of its device, from `at` on.
+void move_to(c10::StorageImpl *storage, const at::Tensor &home, size_t at);
+
+// Makes a tensor a view of another storage, from an element on; the storage has its dtype.
+void point_to(const at::Tensor &tensor, const c10::Storage &storage, int64_t offset);
+
+} // namespace fc
+
+#endif

@@ -1,0 +1,318 @@
+/* One collective for several small units; see [Note: batches]. */
+#include "engine/batch.h"
+
+#include "engine/domain_private.h"
+#include "engine/unit.h"
+
+#include <string.h>
+
+#define ENTRIES_MAX 256
+#define MASK_WORDS_MAX 4 /* of 64 parameters */
+
+/* What a rank says of a unit before its shards. */
+typedef struct note {
+    uint64_t print; /* of the unit */
+    uint64_t limit; /* of batches */
+    uint64_t is_observed;
+} note;
+
+typedef struct entry {
+    fc_unit *unit;
+    size_t at; /* bytes, in every rank's part */
+    uint64_t mask[MASK_WORDS_MAX];
+} entry;
+
+struct fc_batch {
+    fc_domain *domain; /* borrowed; owns the batch unless it is being summed up */
+    size_t capacity;   /* bytes of a rank's part */
+    char *parts;       /* owned; of all ranks, `capacity` apart, then the sums */
+    fc_dtype dtype;
+    size_t used; /* of the part */
+    size_t n, next;
+    entry entries[ENTRIES_MAX];
+};
+
+void fc_batch_limit(fc_domain *domain, size_t bytes)
+{
+    domain->batch_limit = bytes;
+}
+
+/* ---- gathers ---- */
+
+static size_t rank_bytes(const fc_batch_gather *units, size_t n_units)
+{
+    size_t bytes = 0;
+
+    for (size_t i = 0; i < n_units; i++) {
+        bytes += BATCH_NOTE_BYTES + units[i].unit->layout.pack_bytes;
+    }
+    return bytes;
+}
+
+size_t fc_batch_pack_bytes(const fc_batch_gather *units, size_t n_units)
+{
+    return ((size_t)units[0].unit->domain->n_ranks + 1) * rank_bytes(units, n_units);
+}
+
+static note note_of(const fc_batch_gather *of)
+{
+    return (note){.print = fc_fingerprint(of->unit->layout.fingerprint, of->unit->index),
+                  .limit = of->unit->domain->batch_limit,
+                  .is_observed = of->is_observed};
+}
+
+/* Writes what this rank sends. */
+static void pack_all(const fc_batch_gather *units, size_t n_units, char *pack)
+{
+    for (size_t i = 0; i < n_units; i++) {
+        const note mine = note_of(&units[i]);
+
+        memset(pack, 0, BATCH_NOTE_BYTES);
+        memcpy(pack, &mine, sizeof(mine));
+        fc_unit_pack(units[i].unit, units[i].shards, pack + BATCH_NOTE_BYTES);
+        pack += BATCH_NOTE_BYTES + units[i].unit->layout.pack_bytes;
+    }
+}
+
+/* FC_ERR_MISMATCH unless `rank` gathers the same unit, by the same rules. */
+static fc_status check_note(const fc_batch_gather *of, const note *theirs, int rank)
+{
+    const fc_domain *domain = of->unit->domain;
+    const note mine = note_of(of);
+    const int here = fc_transport_global_rank(domain->transport, domain->rank);
+    const int there = fc_transport_global_rank(domain->transport, rank);
+
+    if (mine.print != theirs->print) {
+        return fc_fail(FC_ERR_MISMATCH,
+                       "rank %d gathers FSDP unit '%s' and rank %d another one: over a process "
+                       "group all ranks call the same units in the same order",
+                       here, of->unit->name, there);
+    }
+    if (mine.limit != theirs->limit) {
+        return fc_fail(FC_ERR_MISMATCH,
+                       "FSDP_C_BATCH_BYTES and FSDP_C_STRICT must be the same on all ranks: "
+                       "batches have up to %llu bytes on rank %d and %llu on rank %d",
+                       (unsigned long long)mine.limit, here, (unsigned long long)theirs->limit,
+                       there);
+    }
+    return FC_OK;
+}
+
+static void observe(fc_unit *unit, bool is_observed)
+{
+    unit->domain->n_observed -= unit->is_observed;
+    unit->domain->n_observed += is_observed;
+    unit->is_observed = is_observed;
+}
+
+/* Changes nothing. `pack`: what a rank has sent. */
+static fc_status check_all(const fc_batch_gather *units, size_t n_units, int rank, const char *pack)
+{
+    for (size_t i = 0; i < n_units; i++) {
+        note theirs;
+
+        memcpy(&theirs, pack, sizeof(theirs));
+        FC_TRY(check_note(&units[i], &theirs, rank));
+        pack += BATCH_NOTE_BYTES + units[i].unit->layout.pack_bytes;
+    }
+    return FC_OK;
+}
+
+static void unpack_all(const fc_batch_gather *units, size_t n_units, int rank, const char *pack)
+{
+    for (size_t i = 0; i < n_units; i++) {
+        fc_unit *unit = units[i].unit;
+        note theirs;
+
+        memcpy(&theirs, pack, sizeof(theirs));
+        observe(unit, (rank > 0 && unit->is_observed) || theirs.is_observed != 0);
+        fc_unit_unpack(unit, rank, pack + BATCH_NOTE_BYTES, units[i].dst);
+        pack += BATCH_NOTE_BYTES + unit->layout.pack_bytes;
+    }
+}
+
+fc_status fc_batch_all_gather(const fc_batch_gather *units, size_t n_units, char *pack)
+{
+    const size_t bytes = rank_bytes(units, n_units);
+    const size_t n_ranks = (size_t)units[0].unit->domain->n_ranks;
+    const char *received = pack + bytes;
+
+    pack_all(units, n_units, pack);
+    FC_TRY(waits_all_gather(units[0].unit, n_units, pack + bytes, pack, bytes));
+    for (size_t r = 0; r < n_ranks; r++) {
+        FC_TRY(check_all(units, n_units, (int)r, received + r * bytes));
+    }
+    for (size_t r = 0; r < n_ranks; r++) {
+        unpack_all(units, n_units, (int)r, received + r * bytes);
+    }
+    return FC_OK;
+}
+
+/* ---- posts ---- */
+
+static bool is_admitted(const fc_unit *unit)
+{
+    const fc_domain *domain = unit->domain;
+    const fc_layout *layout = &unit->layout;
+    const size_t bytes = (size_t)domain->n_ranks * layout->trainable_part_bytes;
+
+    return !domain->is_mapped && domain->kind == FC_DOMAIN_SHARD && domain->n_ranks > 1 &&
+           layout->n_sections == 1 && bytes <= FC_BATCH_UNIT_BYTES &&
+           bytes <= domain->batch_limit && layout->mask_words <= MASK_WORDS_MAX;
+}
+
+bool fc_batch_admits(const fc_unit *unit)
+{
+    return is_admitted(unit) && !unit->is_observed;
+}
+
+bool fc_batch_joins(const fc_unit *unit)
+{
+    const fc_batch *batch = unit->domain->batch;
+
+    return batch != NULL && batch->n > 0 && batch->n < ENTRIES_MAX && fc_batch_admits(unit) &&
+           batch->dtype == unit->layout.sections[0].reduce &&
+           batch->used + unit->layout.trainable_part_bytes <= batch->capacity;
+}
+
+fc_domain *fc_batch_waiting(fc_domain *domain)
+{
+    fc_domain *d = domain;
+
+    do {
+        if (d->batch != NULL && d->batch->n > 0) {
+            return d;
+        }
+        d = d->next;
+    } while (d != domain);
+    return NULL;
+}
+
+static void destroy(fc_batch *batch)
+{
+    if (batch != NULL) {
+        fc_pages_free(FC_FOR_MESSAGES, batch->parts,
+                      ((size_t)batch->domain->n_ranks + 1) * batch->capacity);
+        fc_free(batch);
+    }
+}
+
+/* Room for all units that are admitted, or for as many as the limit allows. */
+static fc_status make(fc_domain *domain)
+{
+    fc_batch *batch = fc_alloc(1, sizeof(*batch));
+    size_t bytes = 0;
+
+    for (size_t i = 0; i < domain->n_units; i++) {
+        bytes += is_admitted(&domain->units[i]) ? domain->units[i].layout.trainable_part_bytes : 0;
+    }
+    if (batch != NULL) {
+        const size_t most = domain->batch_limit / (size_t)domain->n_ranks / FC_ALIGN * FC_ALIGN;
+
+        batch->domain = domain;
+        batch->capacity = bytes < most ? bytes : most;
+        batch->parts =
+            fc_pages_alloc(FC_FOR_MESSAGES, ((size_t)domain->n_ranks + 1) * batch->capacity);
+    }
+    if (batch == NULL || batch->parts == NULL) {
+        fc_free(batch);
+        return fc_fail(FC_ERR_NOMEM, "a batch of %zu bytes of gradients", bytes);
+    }
+    domain->batch = batch;
+    return FC_OK;
+}
+
+fc_status fc_batch_add(fc_unit *unit, char **parts_out, size_t *pitch_out)
+{
+    fc_domain *domain = unit->domain;
+    fc_batch *batch;
+    entry *added;
+
+    if (domain->batch == NULL) {
+        FC_TRY(make(domain));
+    }
+    batch = domain->batch;
+    added = &batch->entries[batch->n++];
+    *added = (entry){.unit = unit, .at = batch->used};
+    batch->dtype = unit->layout.sections[0].reduce;
+    batch->used += unit->layout.trainable_part_bytes;
+    *parts_out = batch->parts + added->at;
+    *pitch_out = batch->capacity;
+    for (size_t r = 0; r < (size_t)domain->n_ranks; r++) {
+        memset(*parts_out + r * batch->capacity, 0, unit->layout.trainable_part_bytes);
+    }
+    return FC_OK;
+}
+
+static char *sums_of(const fc_batch *batch)
+{
+    return batch->parts + (size_t)batch->domain->n_ranks * batch->capacity;
+}
+
+fc_status fc_batch_reduce(fc_domain *domain, fc_batch **out)
+{
+    fc_batch *batch = domain->batch;
+    fc_status st;
+
+    *out = NULL;
+    if (batch == NULL || batch->n == 0) {
+        return FC_OK;
+    }
+    domain->batch = NULL; /* hooks that look at the gradients may post again */
+    for (size_t r = 1; r < (size_t)domain->n_ranks; r++) {
+        memmove(batch->parts + r * batch->used, batch->parts + r * batch->capacity, batch->used);
+    }
+    st = waits_reduce_scatter(batch->entries[0].unit, batch->n, sums_of(batch), batch->parts,
+                              batch->used / fc_dtype_bytes(batch->dtype), batch->dtype);
+    if (st != FC_OK) {
+        destroy(batch);
+        return st;
+    }
+    *out = batch;
+    return FC_OK;
+}
+
+fc_unit *fc_batch_next(fc_batch *batch, fc_source *sum_out)
+{
+    entry *next;
+    const char *sum;
+
+    if (batch->next == batch->n) {
+        return NULL;
+    }
+    next = &batch->entries[batch->next++];
+    sum = sums_of(batch) + next->at;
+    fc_unit_read_present(next->unit, sum, next->unit->layout.trainable_part_bytes, next->mask);
+    *sum_out = (fc_source){sum, next->mask, FC_WIRE_REDUCE, NULL};
+    return next->unit;
+}
+
+static void empty(fc_batch *batch)
+{
+    batch->used = batch->n = batch->next = 0;
+}
+
+void fc_batch_give_back(fc_batch *batch)
+{
+    fc_domain *domain = batch->domain;
+
+    if (domain->batch != NULL) {
+        destroy(batch);
+        return;
+    }
+    empty(batch);
+    domain->batch = batch;
+}
+
+void batch_drop(fc_domain *domain)
+{
+    if (domain->batch != NULL) {
+        empty(domain->batch);
+    }
+}
+
+void batch_trim(fc_domain *domain)
+{
+    destroy(domain->batch);
+    domain->batch = NULL;
+}

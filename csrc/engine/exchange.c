@@ -1,0 +1,698 @@
+/* Posting, finding and releasing reductions; see exchange.h for the protocol. */
+#include "engine/exchange.h"
+
+#include "engine/domain_private.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#define NUMBER_MASK STATE_MASK /* a tag is phase << 8 | number of the post, from 1 */
+
+/* ---- tags ---- */
+
+/* The last tag of `rank` for this unit, if it belongs to the current phase, else 0. */
+static uint64_t tag_of(const fc_domain *domain, int rank, size_t unit)
+{
+    uint64_t tag = rank == domain->rank ? domain->units[unit].posted
+                                        : fc_word_load(&domain_lane(domain, rank, unit)->tag);
+
+    return phase_of(tag) == phase_of(domain->clock) ? tag : 0;
+}
+
+/* The copy of a rank's post, or NULL. */
+static const drained *find_drained(const fc_unit *unit, int rank, uint64_t tag)
+{
+    const drained *copy = unit->drained[rank];
+
+    while (copy != NULL && copy->tag != tag) {
+        copy = copy->next;
+    }
+    return copy;
+}
+
+/* True when `rank` has posted `wanted` or a later tag of this phase. A post that was copied away
+ * may have been followed by one of the next phase. */
+static bool has_posted(const fc_unit *unit, int rank, uint64_t wanted)
+{
+    return tag_of(unit->domain, rank, unit->index) >= wanted ||
+           find_drained(unit, rank, wanted) != NULL;
+}
+
+static bool has_left_phase(const fc_domain *domain, int rank)
+{
+    return fc_word_load(&domain_clock(domain, rank)->clock) >= (domain->clock | PHASE_CLOSED);
+}
+
+/* The tag of the unit's next reduction in this phase. */
+static uint64_t next_tag(const fc_unit *unit)
+{
+    uint64_t first = phase_of(unit->domain->clock) << PHASE_SHIFT;
+
+    return (unit->finished > first ? unit->finished : first) + 1;
+}
+
+/* ---- the arena ---- */
+
+/* True when rank r != own has read this rank's post `tag` of a unit, or never will: a phase that
+ * was left by an exception leaves posts unread. */
+static bool has_read(const fc_domain *domain, int r, size_t unit, uint64_t tag)
+{
+    const clock_line *line = domain_clock(domain, r);
+
+    return fc_word_load(lane_consumed(domain_lane(domain, r, unit), domain->rank)) >= tag ||
+           fc_word_load(&line->clock) >= (tag | STATE_MASK) ||
+           fc_word_load(&line->failed) >= phase_of(tag);
+}
+
+/* A peer that has yet to read a post of this rank; -1 if none. */
+static int slowest_reader(const fc_domain *domain, size_t unit, uint64_t tag)
+{
+    int r;
+
+    for (r = 0; r < domain->n_ranks; r++) {
+        if (r != domain->rank && !has_read(domain, r, unit, tag)) {
+            return r;
+        }
+    }
+    return -1;
+}
+
+/* True when nobody needs a post of this rank any more; its own part lies there too. */
+static bool is_over(const fc_unit *unit, uint64_t tag)
+{
+    const fc_domain *domain = unit->domain;
+
+    return (unit->finished >= tag || find_drained(unit, domain->rank, tag) != NULL) &&
+           slowest_reader(domain, unit->index, tag) < 0;
+}
+
+void exchange_reclaim(fc_domain *domain)
+{
+    while (domain->oldest < domain->newest) {
+        const ring_entry *entry = domain_entry(domain, domain->oldest);
+
+        if (!is_over(&domain->units[entry->unit], entry->tag)) {
+            break;
+        }
+        domain->oldest++;
+    }
+    if (domain->unfinished < domain->oldest) {
+        domain->unfinished = domain->oldest;
+    }
+    if (domain->oldest == domain->newest) {
+        domain->next_at = 0;
+    }
+}
+
+/* Finds room between the newest and the oldest entry; false if there is none. */
+static bool find_room(const fc_domain *domain, size_t bytes, size_t *at_out)
+{
+    size_t oldest_at;
+
+    if (bytes > domain->arena_bytes || domain->newest - domain->oldest == domain->ring_capacity) {
+        return false;
+    }
+    *at_out = domain->next_at;
+    if (domain->oldest == domain->newest) {
+        return true; /* next_at is 0 */
+    }
+    oldest_at = domain_entry(domain, domain->oldest)->at;
+    if (domain->next_at <= oldest_at) {
+        return oldest_at - domain->next_at >= bytes;
+    }
+    if (domain->arena_bytes - domain->next_at >= bytes) {
+        return true;
+    }
+    *at_out = 0;
+    return oldest_at >= bytes;
+}
+
+/* True when the unit's lane, which has one header, may carry a new post. */
+static bool is_lane_free(const fc_unit *unit)
+{
+    return is_over(unit, unit->posted);
+}
+
+fc_status fc_exchange_reserve(fc_unit *unit, size_t part_bytes, fc_wire wire, char **parts_out)
+{
+    fc_domain *domain = unit->domain;
+    lane *own = domain_lane(domain, domain->rank, unit->index);
+    size_t copies = domain->kind == FC_DOMAIN_SHARD ? (size_t)domain->n_ranks : 1;
+    size_t bytes = fc_round_up(copies * part_bytes, FC_ALIGN);
+    size_t at;
+
+    FC_TRY(fc_transport_check(domain->transport));
+    if ((unit->posted & NUMBER_MASK) == NUMBER_MASK &&
+        tag_of(domain, domain->rank, unit->index) != 0) {
+        return fc_fail(FC_ERR_STATE, "unit %s was reduced 255 times in one backward", unit->name);
+    }
+    exchange_reclaim(domain);
+    if (!is_lane_free(unit) || !find_room(domain, bytes, &at)) {
+        return FC_AGAIN;
+    }
+    own->stage_at = at;
+    own->part_bytes = part_bytes;
+    own->wire = (uint64_t)wire;
+    *parts_out = domain_arena(domain, domain->rank) + at;
+    return FC_OK;
+}
+
+void fc_exchange_set_present(fc_unit *unit, size_t param)
+{
+    unit->mask[param / 64] |= UINT64_C(1) << (param % 64);
+}
+
+bool fc_exchange_is_present(const fc_unit *unit, size_t param)
+{
+    return (unit->mask[param / 64] >> (param % 64) & 1) != 0;
+}
+
+void fc_exchange_commit(fc_unit *unit)
+{
+    fc_domain *domain = unit->domain;
+    lane *own = domain_lane(domain, domain->rank, unit->index);
+    size_t copies = domain->kind == FC_DOMAIN_SHARD ? (size_t)domain->n_ranks : 1;
+    size_t bytes = fc_round_up(copies * own->part_bytes, FC_ALIGN);
+    uint64_t previous = tag_of(domain, domain->rank, unit->index);
+    uint64_t first = phase_of(domain->clock) << PHASE_SHIFT;
+
+    if (previous == 0) {
+        previous = unit->finished > first ? unit->finished : first;
+    }
+    memcpy(lane_mask(domain, own), unit->mask, unit->layout.mask_words * sizeof(uint64_t));
+    memset(unit->mask, 0, unit->layout.mask_words * sizeof(uint64_t));
+    unit->posted = previous + 1;
+    *domain_entry(domain, domain->newest) =
+        (ring_entry){own->stage_at, bytes, unit->index, unit->posted};
+    domain->newest++;
+    domain->next_at = own->stage_at + bytes;
+    fc_transport_publish(domain->transport, &own->tag, unit->posted);
+}
+
+void fc_exchange_hold(fc_unit *unit)
+{
+    fc_domain *domain = unit->domain;
+    lane *own = domain_lane(domain, domain->rank, unit->index);
+
+    __atomic_store_n(&own->is_held, phase_of(domain->clock), __ATOMIC_RELEASE);
+}
+
+/* ---- copying posts away ---- */
+
+/* Copies up to here are kept for the next time: larger ones take longer to fill than to allocate,
+ * and would add up over the units. */
+#define SPARE_BYTES_MAX ((size_t)64 << 10)
+
+/* Where this rank's part of a post of `rank` lies. */
+static const char *part_in_arena(const fc_domain *domain, int rank, const lane *l)
+{
+    size_t offset = domain->kind == FC_DOMAIN_SHARD ? (size_t)domain->rank * l->part_bytes : 0;
+
+    return domain_arena(domain, rank) + l->stage_at + offset;
+}
+
+/* Room for a copy; the caller links it. */
+static drained *take_spare(fc_unit *unit, size_t words)
+{
+    drained *copy = unit->spare;
+
+    if (copy != NULL) {
+        unit->spare = copy->next;
+        if (copy->capacity >= words) {
+            return copy;
+        }
+        fc_free(copy);
+    }
+    copy = fc_alloc(1, sizeof(*copy) + words * sizeof(uint64_t));
+    if (copy != NULL) {
+        copy->capacity = words;
+    }
+    return copy;
+}
+
+/* Copies a post's part for this rank away, so that its poster can go on. The poster may be this
+ * rank. */
+static fc_status drain(fc_unit *unit, int rank)
+{
+    fc_domain *domain = unit->domain;
+    lane *l = domain_lane(domain, rank, unit->index);
+    lane *own = domain_lane(domain, domain->rank, unit->index);
+    size_t mask_words = unit->layout.mask_words;
+    drained *copy = take_spare(unit, mask_words + l->part_bytes / sizeof(uint64_t));
+    drained **link = &unit->drained[rank];
+
+    if (copy == NULL) {
+        return fc_fail(FC_ERR_NOMEM, "unit %s: %zu bytes to copy rank %d's gradients away",
+                       unit->name, (size_t)l->part_bytes,
+                       fc_transport_global_rank(domain->transport, rank));
+    }
+    memcpy(copy->words, lane_mask(domain, l), mask_words * sizeof(uint64_t));
+    memcpy(copy->words + mask_words, part_in_arena(domain, rank, l), l->part_bytes);
+    copy->tag = tag_of(domain, rank, unit->index);
+    copy->wire = (fc_wire)l->wire;
+    copy->next = NULL;
+    while (*link != NULL) {
+        link = &(*link)->next;
+    }
+    *link = copy;
+    if (rank != domain->rank) {
+        fc_transport_publish(domain->transport, lane_consumed(own, rank), copy->tag);
+    }
+    return FC_OK;
+}
+
+void exchange_drop_drained(fc_unit *unit, uint64_t tag)
+{
+    int r;
+
+    for (r = 0; r < unit->domain->n_ranks; r++) {
+        while (unit->drained[r] != NULL && unit->drained[r]->tag <= tag) {
+            drained *copy = unit->drained[r];
+
+            unit->drained[r] = copy->next;
+            if (copy->capacity * sizeof(uint64_t) > SPARE_BYTES_MAX) {
+                fc_free(copy);
+                continue;
+            }
+            copy->next = unit->spare;
+            unit->spare = copy;
+        }
+    }
+}
+
+/* True when this rank could copy the last post of a rank away. */
+static bool is_drainable(const fc_unit *unit, int rank)
+{
+    uint64_t tag = tag_of(unit->domain, rank, unit->index);
+
+    return tag > unit->finished && find_drained(unit, rank, tag) == NULL;
+}
+
+/* A peer's post that this rank could copy away. */
+typedef struct drainable {
+    fc_unit *unit;
+    int rank;
+} drainable;
+
+static bool find_drainable_in(const fc_domain *domain, drainable *out)
+{
+    size_t i;
+    int r;
+
+    for (i = 0; i < domain->n_units; i++) {
+        for (r = 0; r < domain->n_ranks; r++) {
+            if (r != domain->rank && is_drainable(&domain->units[i], r)) {
+                *out = (drainable){&domain->units[i], r};
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+/* The first in this domain or another one of its tree: where ranks use two domains in different
+ * orders, each may wait for room in the one that the other has not come to. */
+static bool find_drainable(const fc_domain *domain, drainable *out)
+{
+    const fc_domain *d = domain;
+
+    do {
+        if (d->region != NULL && find_drainable_in(d, out)) {
+            return true;
+        }
+        d = d->next;
+    } while (d != domain);
+    return false;
+}
+
+static bool is_a_peer_stuck_in(const fc_domain *domain)
+{
+    int r;
+
+    for (r = 0; r < domain->n_ranks; r++) {
+        if (r != domain->rank && (fc_word_load(&domain_clock(domain, r)->stuck) & 1) != 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* In this domain or another one of its tree. */
+static bool is_a_peer_stuck(const fc_domain *domain)
+{
+    const fc_domain *d = domain;
+
+    do {
+        if (d->region != NULL && is_a_peer_stuck_in(d)) {
+            return true;
+        }
+        d = d->next;
+    } while (d != domain);
+    return false;
+}
+
+/* Called in pairs: begins and ends this rank's being stuck. */
+static void toggle_stuck(fc_domain *domain)
+{
+    fc_word *word = &domain_clock(domain, domain->rank)->stuck;
+
+    fc_transport_publish(domain->transport, word, fc_word_load(word) + 1);
+}
+
+/* ---- finishing ---- */
+
+/* What keeps the unit's next reduction from being finished. */
+typedef enum readiness {
+    NOTHING_POSTED,
+    MAY_COME, /* nothing posted, but this rank has left the phase and a peer has not */
+    NOT_YET,
+    READY
+} readiness;
+
+static readiness look_at(fc_domain *domain, size_t index, int *missing_out)
+{
+    const fc_unit *unit = &domain->units[index];
+    uint64_t wanted = next_tag(unit);
+    bool any = tag_of(domain, domain->rank, index) >= wanted;
+    bool own_done = any || !fc_domain_is_open(domain);
+    int r, missing = -1;
+
+    for (r = 0; r < domain->n_ranks; r++) {
+        if (r == domain->rank) {
+            continue;
+        }
+        /* In this order: a peer posts before it leaves, so having left it shows its last tag. */
+        if (has_left_phase(domain, r)) {
+            any = any || has_posted(unit, r, wanted);
+        } else if (has_posted(unit, r, wanted)) {
+            any = true;
+        } else {
+            missing = r;
+        }
+    }
+    *missing_out = missing;
+    if (missing >= 0) {
+        if (any) {
+            return NOT_YET;
+        }
+        return fc_domain_is_open(domain) ? NOTHING_POSTED : MAY_COME;
+    }
+    if (!any) {
+        return NOTHING_POSTED;
+    }
+    return own_done ? READY : NOT_YET;
+}
+
+static bool has_a_peer_failed(const fc_domain *domain)
+{
+    int r;
+
+    for (r = 0; r < domain->n_ranks; r++) {
+        if (r != domain->rank && domain_has_failed(domain, r)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* A peer that keeps its gradients while others reduce theirs is a mistake of the script. */
+static fc_status check_held(fc_domain *domain, const fc_unit *unit)
+{
+    int r;
+
+    for (r = 0; r < domain->n_ranks; r++) {
+        lane *l = domain_lane(domain, r, unit->index);
+
+        if (__atomic_load_n(&l->is_held, __ATOMIC_ACQUIRE) == phase_of(domain->clock)) {
+            char text[REASON_BYTES];
+
+            (void)snprintf(
+                text, sizeof(text),
+                "rank %d keeps the gradients of unit %s for a later backward "
+                "(set_requires_gradient_sync(False)) while other ranks reduce them in step %llu; "
+                "call it with the same value on every rank",
+                fc_transport_global_rank(domain->transport, r), unit->name,
+                (unsigned long long)(domain->clock >> STEP_SHIFT));
+            return apart_accuse(domain, r, text);
+        }
+    }
+    for (r = 0; r < domain->n_ranks; r++) {
+        if (r != domain->rank) {
+            FC_TRY(domain_check_peer(domain, r, "reduce-scatter", unit->name));
+            FC_TRY(apart_check_skipped(domain, r, unit));
+        }
+    }
+    return FC_OK;
+}
+
+typedef struct post_wait {
+    fc_domain *domain;
+    size_t unit;
+    int peer;
+} post_wait;
+
+static bool peer_answered(void *arg)
+{
+    const post_wait *wait = arg;
+    const fc_unit *unit = &wait->domain->units[wait->unit];
+
+    return has_left_phase(wait->domain, wait->peer) || has_posted(unit, wait->peer, next_tag(unit));
+}
+
+/* Among this rank's unfinished posts, the first that can be finished; NULL if none. */
+static fc_unit *find_own(fc_domain *domain, bool oldest_only)
+{
+    size_t s, i;
+    int missing;
+
+    for (s = domain->unfinished; s < domain->newest; s++) {
+        const ring_entry *entry = domain_entry(domain, s);
+
+        if (domain->units[entry->unit].finished >= entry->tag) {
+            domain->unfinished += s == domain->unfinished;
+            continue;
+        }
+        if (look_at(domain, entry->unit, &missing) == READY) {
+            return &domain->units[entry->unit];
+        }
+        if (oldest_only) {
+            return NULL;
+        }
+    }
+    /* A post that was copied away by everybody has left the arena. */
+    for (i = 0; i < domain->n_units && !oldest_only; i++) {
+        if (domain->units[i].finished < domain->units[i].posted &&
+            look_at(domain, i, &missing) == READY) {
+            return &domain->units[i];
+        }
+    }
+    return NULL;
+}
+
+/* The next unit whose reduction can be finished; else wait_out names the first that is not settled,
+ * of those that somebody posted if there is one, and whom it waits for, -1 if all are. */
+static fc_unit *find_ready(fc_domain *domain, post_wait *wait_out)
+{
+    readiness awaited = NOTHING_POSTED;
+    size_t n;
+    int missing;
+
+    *wait_out = (post_wait){domain, 0, -1};
+    for (n = 0; n < domain->n_units; n++) {
+        size_t i = (domain->cursor + n) % domain->n_units;
+        readiness ready = look_at(domain, i, &missing);
+
+        if (ready == READY) {
+            domain->cursor = i;
+            return &domain->units[i];
+        }
+        if (ready > awaited) {
+            awaited = ready;
+            wait_out->unit = i;
+            wait_out->peer = missing;
+        }
+    }
+    return NULL;
+}
+
+/* Any unit will do: a peer with a full arena may wait for this rank to read another one first. */
+static bool any_progress(void *arg)
+{
+    const post_wait *wait = arg;
+    post_wait ignored;
+    drainable post;
+
+    return peer_answered(arg) || find_ready(wait->domain, &ignored) != NULL ||
+           (is_a_peer_stuck(wait->domain) && find_drainable(wait->domain, &post));
+}
+
+/* Among all units, the next that can be finished; waits as long as one is not settled. */
+static fc_status next_of_all(fc_domain *domain, fc_unit **unit_out)
+{
+    for (;;) {
+        post_wait wait;
+        drainable post;
+
+        *unit_out = find_ready(domain, &wait);
+        if (*unit_out != NULL) {
+            return check_held(domain, *unit_out);
+        }
+        if (wait.peer < 0) {
+            return FC_OK;
+        }
+        if (is_a_peer_stuck(domain) && find_drainable(domain, &post)) {
+            FC_TRY(drain(post.unit, post.rank));
+        } else {
+            const fc_wait_info info = {"reduce-scatter", domain->units[wait.unit].name,
+                                       domain->clock >> STEP_SHIFT};
+
+            FC_TRY(waits_await(domain, &domain->units[wait.unit], FC_WAIT_REDUCE, wait.peer,
+                               any_progress, &wait, &info));
+            FC_TRY(domain_check_peer(domain, wait.peer, info.op, info.unit));
+        }
+    }
+}
+
+fc_status fc_exchange_next(fc_domain *domain, fc_search search, fc_unit **unit_out)
+{
+    if (domain->n_ranks == 1) {
+        *unit_out = NULL;
+        return FC_OK;
+    }
+    if (search == FC_SEARCH_ALL) {
+        return next_of_all(domain, unit_out);
+    }
+    *unit_out = find_own(domain, search == FC_SEARCH_OLDEST);
+    if (*unit_out != NULL && has_a_peer_failed(domain)) {
+        *unit_out = NULL; /* an error at the end: this rank may be about to raise the same */
+    }
+    return *unit_out != NULL ? check_held(domain, *unit_out) : FC_OK;
+}
+
+fc_status fc_exchange_await(fc_unit *unit)
+{
+    fc_domain *domain = unit->domain;
+    const fc_wait_info info = {"reduce-scatter", unit->name, domain->clock >> STEP_SHIFT};
+    int missing;
+
+    while (look_at(domain, unit->index, &missing) == NOT_YET) {
+        post_wait arg = {domain, unit->index, missing};
+
+        FC_TRY(waits_await(domain, unit, FC_WAIT_REDUCE, missing, peer_answered, &arg, &info));
+        FC_TRY(domain_check_peer(domain, missing, info.op, info.unit));
+    }
+    return check_held(domain, unit);
+}
+
+void fc_exchange_sources(fc_unit *unit, fc_source *sources_out)
+{
+    fc_domain *domain = unit->domain;
+    uint64_t wanted = next_tag(unit);
+    int r;
+
+    for (r = 0; r < domain->n_ranks; r++) {
+        lane *l = domain_lane(domain, r, unit->index);
+        const drained *copy = find_drained(unit, r, wanted);
+
+        sources_out[r] = (fc_source){.part = NULL};
+        if (copy != NULL) {
+            sources_out[r].part = (const char *)(copy->words + unit->layout.mask_words);
+            sources_out[r].mask = copy->words;
+            sources_out[r].wire = copy->wire;
+        } else if (tag_of(domain, r, unit->index) >= wanted) {
+            sources_out[r].part = part_in_arena(domain, r, l);
+            sources_out[r].mask = lane_mask(domain, l);
+            sources_out[r].wire = (fc_wire)l->wire;
+        }
+    }
+}
+
+void fc_exchange_consume(fc_unit *unit)
+{
+    fc_domain *domain = unit->domain;
+    lane *own = domain_lane(domain, domain->rank, unit->index);
+    uint64_t tag = next_tag(unit);
+    int r;
+
+    unit->finished = tag;
+    exchange_drop_drained(unit, tag);
+    for (r = 0; r < domain->n_ranks; r++) {
+        /* A later post may have been copied away already. */
+        if (r != domain->rank && fc_word_load(lane_consumed(own, r)) < tag) {
+            fc_transport_publish(domain->transport, lane_consumed(own, r), tag);
+        }
+    }
+}
+
+/* ---- a full arena ---- */
+
+/* The post of this rank that is in the way, and who has not read it. */
+typedef struct way_wait {
+    fc_domain *domain;
+    size_t unit;
+    uint64_t tag;
+    int reader;
+} way_wait;
+
+static bool way_was_made(void *arg)
+{
+    const way_wait *wait = arg;
+    drainable post;
+
+    return has_read(wait->domain, wait->reader, wait->unit, wait->tag) ||
+           find_drainable(wait->domain, &post) || find_own(wait->domain, false) != NULL;
+}
+
+fc_status fc_exchange_make_way(fc_unit *unit)
+{
+    fc_domain *domain = unit->domain;
+    way_wait wait = {domain, unit->index, unit->posted, -1};
+    const fc_wait_info info = {"reduce-scatter", unit->name, domain->clock >> STEP_SHIFT};
+    drainable post;
+    fc_status st;
+
+    if (find_drainable(domain, &post)) {
+        return drain(post.unit, post.rank);
+    }
+    if (is_lane_free(unit)) {
+        const ring_entry *oldest = domain_entry(domain, domain->oldest);
+
+        if (domain->oldest == domain->newest) {
+            return fc_fail(FC_ERR_STATE,
+                           "unit %s: its reduction does not fit an arena of %zu bytes", unit->name,
+                           domain->arena_bytes);
+        }
+        wait.unit = oldest->unit;
+        wait.tag = oldest->tag;
+    }
+    wait.reader = slowest_reader(domain, wait.unit, wait.tag);
+    if (wait.reader < 0) {
+        /* Only this rank's own part is left in it, if that. */
+        return is_drainable(&domain->units[wait.unit], domain->rank)
+                   ? drain(&domain->units[wait.unit], domain->rank)
+                   : FC_OK;
+    }
+    toggle_stuck(domain);
+    st = waits_await(domain, unit, FC_WAIT_REDUCE, wait.reader, way_was_made, &wait, &info);
+    toggle_stuck(domain);
+    return st;
+}
+
+void fc_exchange_reset(fc_domain *domain)
+{
+    size_t i;
+
+    if (domain->n_ranks == 1) {
+        return; /* nothing was posted */
+    }
+    for (i = 0; i < domain->n_units; i++) {
+        fc_unit *unit = &domain->units[i];
+
+        unit->finished = unit->posted > unit->finished ? unit->posted : unit->finished;
+        exchange_drop_drained(unit, UINT64_MAX);
+        memset(unit->mask, 0, unit->layout.mask_words * sizeof(uint64_t));
+    }
+    if (domain->is_mapped) {
+        exchange_reclaim(domain);
+    }
+}

@@ -1,0 +1,50 @@
+/* The order in which a message domain's units are used in backward, and who is gathered ahead.
+ *
+ * [Note: gathers ahead] Each backward records its order. In the next one a unit's gather brings
+ * small units that followed it along, in the same collective. What they are depends on that order
+ * and on layouts, which all ranks have alike: who is used is who would be gathered without this,
+ * and that ranks have to do alike over a process group. So a backward that failed leaves its order,
+ * too. One that takes another course than the one before drops what it did not use.
+ *
+ * Only in backward: a script may write shards within a forward, on some ranks alone, and until a
+ * peer has told of it (which is a collective) nobody knows that what came ahead is old. In backward
+ * it is hooks of gradients that write, so nothing comes ahead while any rank has some (see
+ * [Note: batches]); whatever else writes there gets an error.
+ *
+ * Threading: serialized per domain.
+ */
+#ifndef FC_ENGINE_ORDER_H
+#define FC_ENGINE_ORDER_H
+
+#include "base/status.h"
+#include "engine/domain.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The unit is used in the backward that runs. */
+FC_MUST_CHECK fc_status fc_order_note(fc_unit *unit);
+
+/* A walk along those that followed a unit. */
+typedef struct fc_order_walk {
+    const fc_domain *domain;
+    size_t at;
+    size_t bytes; /* of unsharded buffers that may still come along */
+} fc_order_walk;
+
+fc_order_walk fc_order_after(const fc_unit *unit);
+/* The next one that is small enough, or NULL. */
+fc_unit *fc_order_next(fc_order_walk *walk);
+/* It comes along. */
+void fc_order_take(fc_order_walk *walk, const fc_unit *unit);
+
+/* The unit came ahead, or is used or dropped. */
+void fc_order_set_ahead(fc_unit *unit, bool is_ahead);
+/* How many came ahead and were neither yet. */
+size_t fc_order_n_ahead(const fc_domain *domain);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,185 @@
+/* Counters of waits, and the waits themselves. */
+#include "engine/waits.h"
+
+#include "base/clock.h"
+#include "engine/domain_private.h"
+
+#include <stdio.h>
+#include <string.h>
+
+static fc_waits *entry_of(fc_domain *domain, size_t unit, fc_wait_kind kind)
+{
+    return &domain->waits[unit * FC_WAIT_KIND_COUNT + kind];
+}
+
+static size_t row_of(const fc_domain *domain, const fc_unit *unit)
+{
+    return unit != NULL ? unit->index : domain->n_units;
+}
+
+static void count(fc_domain *domain, size_t unit, fc_wait_kind kind, int peer, uint64_t n,
+                  uint64_t ns)
+{
+    fc_waits *w = entry_of(domain, unit, kind);
+
+    w->n += n;
+    w->ns += ns;
+    if (ns > w->longest_ns) {
+        w->longest_ns = ns;
+        w->longest_peer = peer;
+    }
+    if (peer >= 0) {
+        domain->wait_ns[peer] += ns;
+    }
+}
+
+fc_status waits_init(fc_domain *domain)
+{
+    domain->waits = fc_alloc((domain->n_units + 1) * FC_WAIT_KIND_COUNT, sizeof(fc_waits));
+    domain->wait_ns = fc_alloc((size_t)domain->n_ranks, sizeof(uint64_t));
+    if (domain->waits == NULL || domain->wait_ns == NULL) {
+        return fc_fail(FC_ERR_NOMEM, "domain of %zu units", domain->n_units);
+    }
+    fc_waits_reset(domain);
+    return FC_OK;
+}
+
+fc_status waits_await(fc_domain *domain, const fc_unit *unit, fc_wait_kind kind, int peer,
+                      fc_ready_fn ready, void *arg, const fc_wait_info *info)
+{
+    uint64_t n_before, ns_before, n, ns;
+    fc_status st;
+
+    fc_transport_wait_stats(domain->watch, &n_before, &ns_before);
+    st = fc_transport_wait(domain->watch, peer, ready, arg, info);
+    fc_transport_wait_stats(domain->watch, &n, &ns);
+    if (n != n_before) {
+        count(domain, row_of(domain, unit), kind, peer, n - n_before, ns - ns_before);
+    }
+    return st;
+}
+
+fc_waits fc_waits_of(const fc_domain *domain, const fc_unit *unit, fc_wait_kind kind)
+{
+    return domain->waits[row_of(domain, unit) * FC_WAIT_KIND_COUNT + kind];
+}
+
+uint64_t fc_waits_for(const fc_domain *domain, int peer)
+{
+    return domain->wait_ns[peer];
+}
+
+uint64_t fc_waits_phases(const fc_domain *domain, bool is_backward)
+{
+    return domain->phases[is_backward];
+}
+
+void fc_waits_reset(fc_domain *domain)
+{
+    for (size_t i = 0; i < (domain->n_units + 1) * FC_WAIT_KIND_COUNT; i++) {
+        domain->waits[i] = (fc_waits){.longest_peer = -1};
+    }
+    memset(domain->wait_ns, 0, (size_t)domain->n_ranks * sizeof(uint64_t));
+    memset(domain->phases, 0, sizeof(domain->phases));
+}
+
+/* ---- messages ---- */
+
+/* Counts a collective of `n_units` from this one on that began at `start_ns`; its status, with the
+ * unit if it failed. */
+static fc_status counted(fc_unit *unit, size_t n_units, fc_wait_kind kind, int64_t start_ns,
+                         fc_status st)
+{
+    count(unit->domain, unit->index, kind, -1, 1, (uint64_t)(fc_now_ns() - start_ns));
+    if (st == FC_ERR_GROUP) {
+        char others[48] = "";
+
+        if (n_units > 1) {
+            (void)snprintf(others, sizeof(others), ", with %zu after it,", n_units - 1);
+        }
+        return fc_fail(
+            st,
+            "%s of FSDP unit '%s'%s failed on rank %d of %d. A rank may have skipped the "
+            "unit or have ended: over a process group all ranks call the same units in "
+            "the same order (set_reduce_scatter_unused_params(True) where they use "
+            "different parameters of one). The group says",
+            kind == FC_WAIT_REDUCE ? "reduction" : "all-gather", unit->name, others,
+            unit->domain->rank, unit->domain->n_ranks);
+    }
+    return st;
+}
+
+fc_status waits_all_gather(fc_unit *unit, size_t n_units, void *recv, const void *send,
+                           size_t send_bytes)
+{
+    const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
+    int64_t start_ns;
+
+    FC_TRY(meet(unit, n_units, "all-gather", 0));
+    start_ns = fc_now_ns();
+    return counted(unit, n_units, waits_gather_kind(unit->domain), start_ns,
+                   messages->all_gather(messages->context, recv, send, send_bytes));
+}
+
+fc_status waits_reduce_scatter(fc_unit *unit, size_t n_units, void *recv, void *send,
+                               size_t recv_numel, fc_dtype dtype)
+{
+    const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
+    int64_t start_ns;
+
+    FC_TRY(meet(unit, n_units, "reduce-scatter", 0));
+    start_ns = fc_now_ns();
+    return counted(unit, n_units, FC_WAIT_REDUCE, start_ns,
+                   messages->reduce_scatter(messages->context, recv, send, recv_numel, dtype));
+}
+
+static fc_status all_reduce(fc_unit *unit, void *data, size_t numel, fc_dtype dtype)
+{
+    const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
+    int64_t start_ns;
+
+    FC_TRY(meet(unit, 1, "all-reduce", 0));
+    start_ns = fc_now_ns();
+    return counted(unit, 1, FC_WAIT_REDUCE, start_ns,
+                   messages->all_reduce(messages->context, data, numel, dtype));
+}
+
+static fc_status reduce_scatter_sections(fc_unit *unit, const fc_section *sections, size_t n,
+                                         char *part, char *parts)
+{
+    for (size_t i = 0; i < n; i++) {
+        const fc_section *s = &sections[i];
+
+        FC_TRY(waits_reduce_scatter(unit, 1, part + s->at,
+                                    parts + (size_t)unit->layout.n_ranks * s->at,
+                                    s->bytes / fc_dtype_bytes(s->reduce), s->reduce));
+    }
+    return FC_OK;
+}
+
+fc_status fc_waits_reduce_scatter(fc_unit *unit, void *part, void *parts, bool frozen)
+{
+    const fc_layout *l = &unit->layout;
+
+    FC_TRY(reduce_scatter_sections(unit, l->sections, l->n_sections, part, parts));
+    return reduce_scatter_sections(unit, l->frozen, frozen ? l->n_frozen : 0, part, parts);
+}
+
+static fc_status all_reduce_sections(fc_unit *unit, const fc_section *sections, size_t n,
+                                     char *part)
+{
+    for (size_t i = 0; i < n && unit->domain->n_ranks > 1; i++) {
+        const fc_section *s = &sections[i];
+
+        FC_TRY(all_reduce(unit, part + s->at, s->bytes / fc_dtype_bytes(s->reduce), s->reduce));
+    }
+    return FC_OK;
+}
+
+fc_status fc_waits_all_reduce(fc_unit *unit, void *part, bool frozen)
+{
+    const fc_layout *l = &unit->layout;
+
+    FC_TRY(all_reduce_sections(unit, l->sections, l->n_sections, part));
+    return all_reduce_sections(unit, l->frozen, frozen ? l->n_frozen : 0, part);
+}
