@@ -15,10 +15,11 @@ PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-build-isolation
 C_FILES = $(shell find csrc tests/c tests/gpu benchmarks -name "*.[ch]" -o -name "*.cpp" -o -name "*.cu")
 # A package of its own, found before the tree's since it lies where Python is started.
 SANITIZED := build/sanitized
-SANITIZED_TESTS := comm device_nccl device_road optim_local owner
+SANITIZED_TESTS := comm/test_comm device/test_device_nccl device/test_device_road optim/test_optim_local \
+    optim/test_owner
 # The program itself is not sanitized; the second one is where exceptions are caught.
 PRELOADED = $(shell gcc -print-file-name=libasan.so) $(shell g++ -print-file-name=libstdc++.so)
-PARITY := tests/test_parity.py tests/test_differential*.py tests/test_fully_shard_*.py tests/behaviour
+PARITY := tests/fully_shard tests/behaviour
 
 .DEFAULT_GOAL := help
 .PHONY: help build demo test test-parity test-c bench sanitize lint format gpu-check clean
@@ -50,17 +51,17 @@ test-parity: build  ## only the tests that compare with torch's own fully_shard
 	@$(PYTEST) $(PARITY) $(PYTEST_ARGS)
 
 test-c: $(READY)  ## only the programs that test the C core
-	@$(PY) -m pytest tests/test_c.py $(PYTEST_ARGS)
+	@$(PY) -m pytest tests/project/test_c.py $(PYTEST_ARGS)
 
 bench: build  ## compare with torch's own fully_shard; ARGS="--quick"
 	@$(PY) benchmarks/run.py $(ARGS)
 
 sanitize: $(READY)  ## C tests under address and undefined, then under thread; then the binding
-	@FSDP_C_SANITIZE=address,undefined $(PY) -m pytest tests/test_c.py $(PYTEST_ARGS)
-	@FSDP_C_SANITIZE=thread $(PY) -m pytest tests/test_c.py $(PYTEST_ARGS)
+	@FSDP_C_SANITIZE=address,undefined $(PY) -m pytest tests/project/test_c.py $(PYTEST_ARGS)
+	@FSDP_C_SANITIZE=thread $(PY) -m pytest tests/project/test_c.py $(PYTEST_ARGS)
 	@FSDP_C_SANITIZE=address FSDP_C_CUDA=0 $(PY) setup.py -q build --build-lib $(SANITIZED)
 	@cd $(SANITIZED) && LD_PRELOAD="$(PRELOADED)" ASAN_OPTIONS=detect_leaks=0 \
-	    $(CURDIR)/$(PY) -m pytest $(SANITIZED_TESTS:%=$(CURDIR)/tests/test_%.py) $(PYTEST_ARGS)
+	    $(CURDIR)/$(PY) -m pytest $(SANITIZED_TESTS:%=$(CURDIR)/tests/%.py) $(PYTEST_ARGS)
 
 lint: $(READY)  ## check style and warnings; changes nothing
 	@$(VENV)/bin/ruff check --quiet .

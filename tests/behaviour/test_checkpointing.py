@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import Branches, Net, data
 from parity import on_ranks, total
-from test_fully_shard_checkpointing import shard as shard_checkpointed
+from test_checkpointing import shard as shard_checkpointed
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -95,7 +95,7 @@ In the source tree: SIDE=torch.distributed.fsdp torchrun --nproc_per_node {progr
 then with SIDE=fsdp_c.
 """
 import importlib, os, sys
-sys.path[:0] = ["tests", "."]
+sys.path[:0] = ["tests/support", "tests", "."]
 import torch.distributed as dist
 from differential.nets import NAMES
 globals().update(NAMES)

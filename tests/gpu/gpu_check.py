@@ -55,7 +55,7 @@ PARTS = [
 
 def build(rows: Rows, device_type: str) -> None:
     """With nvcc's kernels where nvcc is; the rest runs without them."""
-    sys.path.append(str(ROOT / "tests"))
+    sys.path.append(str(ROOT / "tests" / "support"))
     import build_script
 
     rows.check("extension", build_script.build_in_place)

@@ -15,7 +15,7 @@ from harness import cached_mesh
 from models import Net, data
 from parity import Plain, Tolerance, compare, full, on_ranks, total
 from test_batches import mesh_of_messages, messages
-from test_fully_shard_hsdp import mesh_shapes
+from test_hsdp import mesh_shapes
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

@@ -7,7 +7,7 @@ import pytest
 
 from fsdp_c import _env
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ROW = re.compile(r"^\| `(FSDP_C_\w+)` \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", re.MULTILINE)
 BY_NAME = {variable.name: variable for variable in _env.VARIABLES}
 

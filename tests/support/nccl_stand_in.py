@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fsdp_c._comm import _device, _nccl
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "build/c-tests"
 
 

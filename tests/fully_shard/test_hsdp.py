@@ -8,7 +8,7 @@ import torch
 from harness import cached_mesh
 from models import Branches, Net, data
 from parity import Pair, Plain, Tolerance, on_ranks, total
-from test_fully_shard_accumulation import setter
+from test_accumulation import setter
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 

@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 from harness import RankOutcome, run_ranks
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 sys.path.append(str(EXAMPLES))
 import corpus  # noqa: E402

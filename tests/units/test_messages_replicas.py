@@ -10,7 +10,7 @@ import torch.distributed as dist
 from models import Branches, Net, data
 from parity import EXACT, Pair, Plain, Tolerance, compare_values, full, on_ranks, total
 from test_batches import messages
-from test_fully_shard_hsdp import accumulate
+from test_hsdp import accumulate
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 

@@ -21,7 +21,7 @@ import fsdp_c
 from fsdp_c._compat import _redirection
 from fsdp_c._install import _install
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
 SCRIPT = SCRIPTS / "unmodified.py"
 KINDS = ("script", "module", "folder")

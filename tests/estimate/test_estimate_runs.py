@@ -298,7 +298,7 @@ else:
 
 def test_the_benchmark_recovers_what_made_its_rows() -> None:
     """Rows of the model itself, on a machine three times as slow; wrong bytes are refused."""
-    folder = Path(__file__).resolve().parent.parent / "benchmarks"
+    folder = Path(__file__).resolve().parents[2] / "benchmarks"
     done = subprocess.run(
         [sys.executable, "-c", BENCH], cwd=folder, capture_output=True, text=True, timeout=120
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = sorted(path.stem for path in (ROOT / "tests" / "c").glob("test_*.c"))
 SANITIZER = os.environ.get("FSDP_C_SANITIZE", "")
 SKIPPED = 77

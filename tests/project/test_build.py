@@ -15,7 +15,7 @@ import torch
 import fsdp_c
 from fsdp_c import _built, _native
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MINOR = ".".join(torch.__version__.split(".")[:2])
 
 

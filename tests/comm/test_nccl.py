@@ -17,7 +17,7 @@ from nccl_stand_in import built, control_of
 
 from fsdp_c._comm import _nccl
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "gpu"))
 
 import gpu_nccl  # noqa: E402

@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 from harness import run_ranks
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 TINY = {
     "host_overhead": ["--units", "2,3", "--ranks", "2", "--pairs", "2"],
     "collectives": ["--sizes", "1024,4096", "--ranks", "2", "--rounds", "2"],

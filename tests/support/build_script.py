@@ -8,7 +8,7 @@ from types import ModuleType
 
 from setuptools import Distribution
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def load() -> ModuleType:

@@ -17,7 +17,7 @@ import torch
 
 import fsdp_c
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MINOR = ".".join(torch.__version__.split(".")[:2])
 KINDS = ("wheel", "editable")
 SOURCES = "LICENSE README.md build_backend.py csrc fsdp_c pyproject.toml setup.py".split()

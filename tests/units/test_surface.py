@@ -13,7 +13,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 import torch.distributed.fsdp._fully_shard as torch_package
 from harness import cached_mesh, implementation, run_ranks
-from test_fully_shard_errors import CASES, strictness
+from test_errors import CASES, strictness
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torch_group
 from torch.distributed.fsdp._fully_shard import _fsdp_state as torch_state
@@ -163,7 +163,7 @@ def test_sharded_modules_show_the_same() -> None:
 # --- what is refused ---
 
 # Where torch takes a wrong argument, or fails by accident, and fsdp_c says what is wrong:
-# case of test_fully_shard_errors.py -> what torch raises, "" for nothing.
+# case of test_errors.py -> what torch raises, "" for nothing.
 BETTER = {
     "empty_list": "IndexError",
     "not_a_module_in_a_list": "AttributeError",

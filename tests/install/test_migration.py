@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, wrap
 
 import fsdp_c
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "migration.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
 
 
 def tables() -> list[list[list[str]]]:

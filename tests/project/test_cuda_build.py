@@ -13,7 +13,7 @@ from typing import Any
 import build_script
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "gpu"))
 
 from gpu_kernels import KernelError, Kernels, build_helper  # noqa: E402

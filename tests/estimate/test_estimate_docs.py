@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 # Another torch may do a step in other operations.
 TOLERANCE = 0.02
 _NUMBER = re.compile(r"\d[\d,]*\.?\d*")
