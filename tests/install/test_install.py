@@ -152,7 +152,7 @@ def test_public_names_alone_are_shown() -> None:
 
 def test_version_without_torch() -> None:
     code = (
-        "import sys; from fsdp_c import _launch; _launch.main(['--version'])\n"
+        "import sys; from fsdp_c._install import _launch; _launch.main(['--version'])\n"
         "assert 'torch' not in sys.modules"
     )
     minor = ".".join(torch.__version__.split(".")[:2])
