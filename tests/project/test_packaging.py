@@ -147,7 +147,7 @@ def test_torch_is_found_in_pips_isolation(tmp_path: Path):
         "sys.path_importer_cache.clear()\n"
         "print(script.Torch.installed().version)"
     )
-    done = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT / "tests"))
+    done = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT / "tests" / "support"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [importlib.metadata.version("torch")]
 

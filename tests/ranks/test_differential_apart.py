@@ -8,7 +8,7 @@ from differential.ways import TRANSPORTS
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_right_or_named(transport: str, world: int) -> None:
-    seeds = range({2: 8, 3: 4, 4: 3}[world])
+    seeds = range({2: 6, 3: 3, 4: 2}[world])
     wrong, ends = apart.run(list(seeds), world, transport)
     assert not wrong, "\n\n".join(wrong)
     assert ends["right"] > 0
