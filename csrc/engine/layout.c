@@ -162,8 +162,8 @@ fc_status fc_layout_init(fc_layout *layout, fc_param *params, size_t n_params, i
         print = fc_fingerprint(print, p->inner);
         print = fc_fingerprint(print, (uint64_t)p->orig << 24 | (uint64_t)p->compute << 16 |
                                           (uint64_t)p->reduce << 8 | (uint64_t)p->grad);
-        print = fc_fingerprint(print, (uint64_t)p->is_aliased << 2 | (uint64_t)p->has_grad << 1 |
-                                          (uint64_t)p->trainable);
+        print = fc_fingerprint(print, (uint64_t)p->is_counted << 3 | (uint64_t)p->is_aliased << 2 |
+                                          (uint64_t)p->has_grad << 1 | (uint64_t)p->trainable);
     }
     place_parts(layout, true);
     layout->trainable_part_bytes = layout->part_bytes;

@@ -308,7 +308,9 @@ def _make_domains(
     get = _communicator.transport_for if streams is None else _communicator.messages_for
     process_groups = [shard_pg] if replicate_pg is None else [shard_pg, replicate_pg]
     transports = [get(process_group) for process_group in process_groups]
-    is_counted = streams is None and any(transport.kind != "shm" for transport in transports)
+    is_counted = streams is None and _any_rank(
+        process_groups, any(transport.kind != "shm" for transport in transports)
+    )
 
     def make(index: int) -> _C.Domain:
         process_group, transport = process_groups[index], transports[index]
@@ -330,6 +332,19 @@ def _make_domains(
     shard, *replicate = map(make, range(len(transports)))
     _model_digest.forget(_params_of(groups))
     return shard, replicate[0] if replicate else None
+
+
+def _any_rank(process_groups: Sequence[dist.ProcessGroup], mine: bool) -> bool:
+    """Whether it is so on a rank of the mesh, all of whose ranks ask; its dimensions in turn.
+
+    Parts are laid out alike on all of them, and hosts may cut a mesh unevenly.
+    """
+    for process_group in process_groups if len(process_groups) > 1 else ():
+        exchange = _communicator.exchange_for(process_group)
+        if exchange is not None:
+            answers = exchange("layout of gradients", b"counted" if mine else b"")
+            mine = any(answers)
+    return mine
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ static void draw_param(fc_param *p)
     p->inner = draw(6) == 0 ? draw(2) : 1 + draw(20);
     p->has_grad = draw(5) != 0;
     p->trainable = p->has_grad && draw(4) != 0;
+    p->is_counted = draw(2) == 0;
     p->orig = p->has_grad ? draw_float() : (draw(2) == 0 ? FC_I64 : FC_U8);
     p->compute = p->has_grad && draw(2) == 0 ? draw_float() : p->orig;
     p->reduce = p->has_grad ? draw_float() : p->orig;
@@ -86,7 +87,8 @@ static void check_buffers(const fc_layout *l)
         pack[i] = (piece){p->pack_at, chunk * fc_dtype_bytes(p->compute)};
         CHECK_EQ(p->chunk_numel, chunk);
         if (p->has_grad) {
-            part[n] = (piece){p->part_at, chunk * fc_dtype_bytes(p->reduce)};
+            /* With the element that counts the ranks. */
+            part[n] = (piece){p->part_at, (chunk + p->is_counted) * fc_dtype_bytes(p->reduce)};
             grad[n] = (piece){p->grad_at, chunk * fc_dtype_bytes(p->grad)};
             if (p->trainable) {
                 CHECK(part[n].at + part[n].bytes <= l->trainable_part_bytes);
@@ -233,7 +235,7 @@ static void test_fingerprint(void)
     prints[n++] = print_of(base, 0, 2, true);
     prints[n++] = print_of(base, 3, 2, false);
     for (size_t i = 0; i < 3; i++) {
-        for (int change = 0; change < 10; change++) {
+        for (int change = 0; change < 11; change++) {
             memcpy(other, base, sizeof(base));
             other[i].outer += change == 0;
             other[i].rows += change == 1 ? 10 : 0;
@@ -244,6 +246,7 @@ static void test_fingerprint(void)
             other[i].grad = change == 6 ? FC_BF16 : FC_F32;
             other[i].has_grad = change != 7;
             other[i].trainable = change != 8;
+            other[i].is_counted = change == 10;
             if (change == 9) {
                 fc_param swapped = other[i];
 
