@@ -50,8 +50,9 @@ C_SOURCES = {
     ),
     "csrc/comm": "comm mapped message pieces step",
     "csrc/engine": (
-        "apart batch clock domain exchange gathers layout layout_runs meet order schedule "
-        "schedule_moves schedule_reduce schedule_setup schedule_slots slots unit waits"
+        "apart batch clock domain exchange gathers layout layout_runs meet order reduction "
+        "reduction_replicas schedule schedule_moves schedule_reduce schedule_setup schedule_slots "
+        "slots unit waits"
     ),
 }
 # Linked with the programs that test the core, and with nothing else.
@@ -65,8 +66,8 @@ CXX_SOURCES = {
         "accelerator device device_comm device_comm_group device_comm_nccl device_unit"
     ),
     "csrc/bind/fsdp": (
-        "arrivals autograd context domain events gather gradients graphs held hooks module_call "
-        "param_group reduce resident state steps tree unit write"
+        "accumulated arrivals autograd context domain events gather gradients graphs hooks "
+        "module_call param_group reduce resident state steps tree unit write"
     ),
     "csrc/bind/optim": "clip optim",
     "csrc/bind/python": "callbacks replaced_functions shutdown status untraced",
