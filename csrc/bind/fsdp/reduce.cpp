@@ -61,6 +61,8 @@ void Unit::submit(bool with_unused, const fc_reduce_options &options)
     check_raised(fc_reduction_submit(reduction_.get(), grads, taken.release(), &options));
 }
 
+uint64_t Unit::n_reused_ = 0;
+
 bool Unit::finish_step()
 {
     if (is_finished_) {
