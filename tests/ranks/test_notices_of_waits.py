@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from callback_net import CallbackNet, sharded
 from harness import cached_mesh, run_ranks
-from probed import ProbedNet, sharded
 from snapshots import Net, batch, check_trains
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -131,7 +131,7 @@ def be_late(rank: int, n_ranks: int, way: str) -> None:
 @pytest.mark.parametrize(
     ("way", "told"),
     [
-        ("sleep", r"; it is at test_waits_speak.py:\d+ in dawdle$"),
+        ("sleep", r"; it is at test_notices_of_waits.py:\d+ in dawdle$"),
         ("keep", "; its Python does not answer: it is in a C call that keeps the interpreter's"),
     ],
 )
@@ -196,7 +196,7 @@ def place_of_main(within: Callable[[Callable[[], None]], None]) -> tuple[str, in
 def test_place_is_the_users_innermost_line() -> None:
     text, group, _, is_gather = place_of_main(lambda stay: [stay() for _ in (0,)])
     # Threads' own code is Python's.
-    assert re.fullmatch(r"test_waits_speak.py:\d+ in stay", text), text
+    assert re.fullmatch(r"test_notices_of_waits.py:\d+ in stay", text), text
     assert (group, is_gather) == (0, False)
 
 
@@ -220,7 +220,7 @@ def interrupt_both(rank: int, n_ranks: int, point: str, transport: str, folder: 
             if rank == 0:
                 raise KeyboardInterrupt
             _transport.transport_for()
-        net = sharded(ProbedNet(probe))
+        net = sharded(CallbackNet(probe))
         train(net, rank)
         is_armed = True
         if point == "before_forward" and rank == 0:
