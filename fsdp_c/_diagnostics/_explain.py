@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_c._comm import _communicator, _device
+from fsdp_c._comm import _device, _transport
 from fsdp_c._compat import _versions
 from fsdp_c._diagnostics import _stats
 from fsdp_c._fully_shard import _bind, _fqns
@@ -199,9 +199,7 @@ def _road_of(group: Any) -> str:
     info = group.mesh_info
     names = ("shard_process_group", "replicate_process_group")
     process_groups = [getattr(info, name, None) for name in names]
-    ways = {
-        _communicator.transport_kind(p) for p in process_groups if p is not None and p.size() > 1
-    }
+    ways = {_transport.transport_kind(p) for p in process_groups if p is not None and p.size() > 1}
     return f"core over {' and '.join(_WAYS[way] for way in sorted(ways or {''}))}"
 
 

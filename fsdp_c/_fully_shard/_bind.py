@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
 from fsdp_c import _env
-from fsdp_c._comm import _communicator, _device
+from fsdp_c._comm import _device, _process_group, _rendezvous, _transport
 from fsdp_c._compat import _versions
 from fsdp_c._fully_shard import _fqns, _fsdp_param, _model_digest, _replaced_functions
 from fsdp_c._native import _C
@@ -77,7 +77,7 @@ def agreed_reason(groups: Sequence[FSDPParamGroup], mine: str) -> str:
     """A reason for torch's road that some rank has, this one's first; collective."""
     told = f"{mine} on rank {dist.get_rank()}" if mine else ""
     for process_group in _process_groups_of(groups):
-        exchange = _communicator.exchange_for(process_group)
+        exchange = _rendezvous.exchange_for(process_group)
         if exchange is not None:
             answers = exchange("choice of implementation", told.encode())
             told = told or next((answer.decode() for answer in answers if answer), "")
@@ -94,9 +94,9 @@ def _process_groups_of(groups: Sequence[FSDPParamGroup]) -> list[dist.ProcessGro
 def announce(mesh_info: Any) -> None:
     """Lets the ranks of a mesh watch one another from now on."""
     if isinstance(mesh_info, FSDPMeshInfo):
-        _communicator.announce(mesh_info.shard_process_group)
+        _rendezvous.announce(mesh_info.shard_process_group)
     if isinstance(mesh_info, HSDPMeshInfo):
-        _communicator.announce(mesh_info.replicate_process_group)
+        _rendezvous.announce(mesh_info.replicate_process_group)
 
 
 def why_not_a_tensor(fsdp_param: Any) -> str:
@@ -173,7 +173,7 @@ def _describe(groups: Sequence[FSDPParamGroup]) -> list[list[str]]:
 
 def _check_same_model(process_group: dist.ProcessGroup, groups: Sequence[FSDPParamGroup]) -> None:
     """RuntimeError on every rank, naming the first difference, unless all have the same units."""
-    exchange = _communicator.exchange_for(process_group)
+    exchange = _rendezvous.exchange_for(process_group)
     if exchange is None:
         return
     mine = json.dumps(_describe(groups)).encode()
@@ -186,7 +186,7 @@ def _check_same_model(process_group: dist.ProcessGroup, groups: Sequence[FSDPPar
         _compare_origins(process_group, groups, words)
         return
     models = [json.loads(text) for text in exchange("model in full", mine)]
-    ranks = _communicator.global_ranks(process_group)
+    ranks = _process_group.global_ranks(process_group)
     other = next(r for r in range(len(models)) if models[r] != models[0])
     ours, theirs = models[0], models[other]
     for a, b in zip(ours, theirs, strict=False):
@@ -216,11 +216,11 @@ def _params_of(groups: Sequence[FSDPParamGroup]) -> list[FSDPParam]:
 def _compare_origins(
     process_group: dist.ProcessGroup, groups: Sequence[FSDPParamGroup], words: Sequence[str]
 ) -> None:
-    exchange = _communicator.exchange_for(process_group)
+    exchange = _rendezvous.exchange_for(process_group)
     if exchange is not None:
         infos = [(p._param_fqn, p._module_info.param_name) for p in _params_of(groups)]
         names = [_fqns.clean(full or name) for full, name in infos]
-        _model_digest.compare(exchange, words, names, _communicator.global_ranks(process_group))
+        _model_digest.compare(exchange, words, names, _process_group.global_ranks(process_group))
 
 
 def check_origins(groups: Sequence[FSDPParamGroup]) -> None:
@@ -305,7 +305,7 @@ def _make_domains(
     # What replicas add up next has to be there at once.
     batch_bytes = _env.batch_bytes() if streams is None and replicate_pg is None else 0
 
-    get = _communicator.transport_for if streams is None else _communicator.messages_for
+    get = _transport.transport_for if streams is None else _transport.messages_for
     process_groups = [shard_pg] if replicate_pg is None else [shard_pg, replicate_pg]
     transports = [get(process_group) for process_group in process_groups]
     is_counted = streams is None and _any_rank(
@@ -324,7 +324,7 @@ def _make_domains(
         # On a GPU nobody waits for peers, and NCCL has a board of its own.
         is_blocking = _device.is_blocking(process_group, groups[0].device)
         if transport.kind != "shm" and is_blocking:
-            watch = _communicator.watch_for(process_group)
+            watch = _transport.watch_for(process_group)
             if watch is not None:
                 domain.watch(watch)
         return domain
@@ -340,7 +340,7 @@ def _any_rank(process_groups: Sequence[dist.ProcessGroup], mine: bool) -> bool:
     Parts are laid out alike on all of them, and hosts may cut a mesh unevenly.
     """
     for process_group in process_groups if len(process_groups) > 1 else ():
-        exchange = _communicator.exchange_for(process_group)
+        exchange = _rendezvous.exchange_for(process_group)
         if exchange is not None:
             answers = exchange("layout of gradients", b"counted" if mine else b"")
             mine = any(answers)

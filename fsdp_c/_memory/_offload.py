@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 from torch.distributed.tensor import DTensor
 
 from fsdp_c._checkpoint import _safetensors
-from fsdp_c._comm import _communicator
+from fsdp_c._comm import _rendezvous
 from fsdp_c._fully_shard import _bind, _fqns, _fsdp_module
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._fully_shard._fsdp_state import FSDPState
@@ -311,7 +311,7 @@ def _first_reason(what: str, groups: Sequence[FSDPParamGroup], mine: str) -> str
     process_groups = [getattr(mesh, "shard_process_group", None) for mesh in meshes]
     process_groups += [m.replicate_process_group for m in meshes if isinstance(m, HSDPMeshInfo)]
     for process_group in dict.fromkeys(process_groups):
-        exchange = _communicator.exchange_for(process_group) if process_group is not None else None
+        exchange = _rendezvous.exchange_for(process_group) if process_group is not None else None
         if exchange is not None:
             answers = exchange(f"fsdp_c.{what}()", told.encode())
             told = told or next((answer.decode() for answer in answers if answer), "")

@@ -19,7 +19,7 @@ from harness import cached_mesh, run_ranks
 from snapshots import Net, batch, check_trains
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from fsdp_c._comm import _communicator, _peer_location
+from fsdp_c._comm import _peer_location, _rendezvous, _transport
 
 # --- a rank that sits in a collective alone ---
 
@@ -150,16 +150,16 @@ def test_notice_says_where_the_other_rank_is(way: str, told: str) -> None:
 
 
 def test_notices_come_at_growing_intervals() -> None:
-    times = [_communicator._notice_at(n) for n in range(7)]
+    times = [_rendezvous._notice_at(n) for n in range(7)]
     assert times == [5, 15, 45, 120, 420, 720, 1020]
 
 
 def come_late_to_set_up(rank: int, n_ranks: int) -> None:
     if rank == 1:
         time.sleep(1.2)
-    _communicator._NOTICES_S = (0.3, 0.6, 0.8, 0.9)
-    _communicator._LATER_S = 100.0
-    _communicator.transport_for()
+    _rendezvous._NOTICES_S = (0.3, 0.6, 0.8, 0.9)
+    _rendezvous._LATER_S = 100.0
+    _transport.transport_for()
 
 
 def test_set_up_says_for_whom_it_waits() -> None:
@@ -216,10 +216,10 @@ def interrupt_both(rank: int, n_ranks: int, point: str, transport: str, folder: 
     is_armed = False
     try:
         if point == "set_up":
-            _communicator.announce(dist.group.WORLD)
+            _rendezvous.announce(dist.group.WORLD)
             if rank == 0:
                 raise KeyboardInterrupt
-            _communicator.transport_for()
+            _transport.transport_for()
         net = sharded(CallbackNet(probe))
         train(net, rank)
         is_armed = True
