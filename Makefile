@@ -20,9 +20,10 @@ SANITIZED_TESTS := comm/test_comm device/test_device_nccl device/test_device_roa
 # The program itself is not sanitized; the second one is where exceptions are caught.
 PRELOADED = $(shell gcc -print-file-name=libasan.so) $(shell g++ -print-file-name=libstdc++.so)
 PARITY := tests/fully_shard tests/behaviour
+QUICK := tests/quick.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-parity test-c bench sanitize lint format gpu-check clean
+.PHONY: help build demo check test test-parity test-c coverage bench sanitize lint format gpu-check clean
 
 help:  ## list the targets
 	@echo "make TARGET [TORCH=$(TORCH)] [PYTHON=$(PYTHON)]"
@@ -44,6 +45,9 @@ build: $(READY)  ## make the environment and build the extension in place
 demo: build  ## train a small GPT on 2 ranks, beside torch; ARGS="--ranks 4 ..."
 	@$(PY) examples/demo.py $(ARGS)
 
+check: build lint  ## in two minutes: lint, C tests and tests that meet every module
+	@$(PYTEST) @$(QUICK) $(PYTEST_ARGS)
+
 test: build lint  ## lint, C tests and Python tests; PYTEST_ARGS="-k name"
 	@$(PYTEST) $(PYTEST_ARGS)
 
@@ -52,6 +56,9 @@ test-parity: build  ## only the tests that compare with torch's own fully_shard
 
 test-c: $(READY)  ## only the programs that test the C core
 	@$(PY) -m pytest tests/project/test_c.py $(PYTEST_ARGS)
+
+coverage: build  ## what the tests of `check` never run, or ARGS="tests/..."; names modules that none meets
+	@$(PY) tests/support/coverage_report.py -n $(WORKERS) --dist worksteal $(or $(ARGS),@$(QUICK))
 
 bench: build  ## compare with torch's own fully_shard; ARGS="--quick"
 	@$(PY) benchmarks/run.py $(ARGS)

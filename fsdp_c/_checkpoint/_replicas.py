@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_c._checkpoint import _full
-from fsdp_c._comm import _communicator, _dtensor_chunks
+from fsdp_c._comm import _dtensor_chunks, _process_group
 from fsdp_c._fully_shard import _fqns
 
 _SHOWN = 5
@@ -109,7 +109,7 @@ def _compare(group: dist.ProcessGroup, digests: dict[str, bytes]) -> dict[str, s
     """By name what differs, in words."""
     of_ranks: list[dict[str, bytes]] = [{} for _ in range(group.size())]
     dist.all_gather_object(of_ranks, digests, group=group)
-    ranks = _communicator.global_ranks(group)
+    ranks = _process_group.global_ranks(group)
     faults = {}
     for name, first in of_ranks[0].items():
         others = [
@@ -125,5 +125,5 @@ def _compare(group: dist.ProcessGroup, digests: dict[str, bytes]) -> dict[str, s
 def _send_first(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     local = _full.local_part(tensor)
     copy = local.contiguous()
-    dist.broadcast(copy, src=_communicator.global_ranks(group)[0], group=group)
+    dist.broadcast(copy, src=_process_group.global_ranks(group)[0], group=group)
     local.copy_(copy)

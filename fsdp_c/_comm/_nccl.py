@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_c import _env
-from fsdp_c._comm import _communicator
+from fsdp_c._comm import _process_group, _rendezvous
 from fsdp_c._compat import _versions
 from fsdp_c._native import _C
 
@@ -86,7 +86,7 @@ def opened() -> Library:
 def describe() -> str:
     """The library in use, and whose ranks cannot use it; empty if none has been asked for."""
     text = "" if _library is None else _library.text
-    refused = [f"not for {_communicator.label(g)}: {why}" for g, why in list(_refusals.items())]
+    refused = [f"not for {_process_group.label(g)}: {why}" for g, why in list(_refusals.items())]
     return "; ".join([text, *refused] if text else refused)
 
 
@@ -144,12 +144,12 @@ def _end_with_torch() -> None:
 
 
 def _make(group: dist.ProcessGroup, device: torch.device) -> _C.NcclGroup:
-    exchange = _communicator.exchange_for(group)
+    exchange = _rendezvous.exchange_for(group)
     if exchange is None and group.size() > 1:
         raise NotImplementedError(
-            f"the ranks of process group {_communicator.label(group)} have no store in common"
+            f"the ranks of process group {_process_group.label(group)} have no store in common"
         )
-    ranks = _communicator.global_ranks(group)
+    ranks = _process_group.global_ranks(group)
 
     def tell(what: str, words: str) -> list[str]:
         """What all ranks say; none goes on if one of them says why it cannot."""
@@ -175,11 +175,11 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> _C.NcclGroup:
     try:
         made = _C.NcclGroup(
             mine.handle,
-            _communicator.label(group),
+            _process_group.label(group),
             group.rank(),
             group.size(),
             ranks,
-            _communicator.timeout_s(group, device),
+            _process_group.timeout_s(group, device),
             exchange,
             is_one=any(answer[1] == "1" for answer in answers),
         )

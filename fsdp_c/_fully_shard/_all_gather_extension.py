@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fsdp_c import _env
-from fsdp_c._comm import _communicator
+from fsdp_c._comm import _process_group, _rendezvous
 
 _PRE = "fsdp_pre_all_gather"
 
@@ -96,7 +96,7 @@ def _agree(fsdp_param: Any, inputs: list[torch.Tensor] | None, error: str) -> No
     if fsdp_param.inputs_agree:
         return
     group = getattr(fsdp_param.mesh_info, "shard_process_group", None)
-    exchange = None if group is None else _communicator.exchange_for(group)
+    exchange = None if group is None else _rendezvous.exchange_for(group)
     if exchange is None:
         return
     alike = [(tuple(tensor.size()), str(tensor.dtype)) for tensor in inputs or ()]
@@ -104,7 +104,7 @@ def _agree(fsdp_param: Any, inputs: list[torch.Tensor] | None, error: str) -> No
     found = [json.loads(text) for text in texts]
     if error:
         return  # this rank has an error of its own
-    ranks = _communicator.global_ranks(group)
+    ranks = _process_group.global_ranks(group)
     for rank, (their_error, theirs) in zip(ranks, found, strict=True):
         if their_error or theirs != found[0][1]:
             what = their_error or f"{theirs}, on rank {ranks[0]} {found[0][1]}"

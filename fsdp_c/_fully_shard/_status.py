@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_c import _built, _env
-from fsdp_c._comm import _communicator, _device, _nccl
+from fsdp_c._comm import _device, _nccl, _transport
 from fsdp_c._native import _C
 from fsdp_c._version import __version__
 
@@ -86,7 +86,7 @@ def _describe(root: Any, reason: str) -> TreeStatus:
     sharding = [getattr(m, "shard_process_group", None) for m in meshes]
     replicas = [getattr(m, "replicate_process_group", None) for m in meshes]
     process_groups = {id(p): p for p in (*sharding, *replicas) if p is not None}.values()
-    kinds = {_communicator.transport_kind(p) for p in process_groups if p.size() > 1}
+    kinds = {_transport.transport_kind(p) for p in process_groups if p.size() > 1}
     taken = [g for g in groups if getattr(g, "_is_bound", False) and _device.is_taken(g)]
     if taken:
         kinds = {way.kind for group in taken for way in _device.ways(group).values()}

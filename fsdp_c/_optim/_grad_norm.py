@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from fsdp_c._comm import _communicator
+from fsdp_c._comm import _communicator, _transport
 from fsdp_c._native import _C
 from fsdp_c._optim import _dispatch_modes
 
@@ -50,7 +50,7 @@ class _Layout:
         group = self.mesh.get_group(self._shard_dims[0])
         return (
             _communicator.communicator_for(group)
-            if _communicator.transport_kind(group) == "shm"
+            if _transport.transport_kind(group) == "shm"
             else None
         )
 

@@ -224,7 +224,7 @@ def test_groups():
 
 def check_cache(rank, n_ranks):
     """One transport per group, which goes when its group goes; nothing stays in the store."""
-    from fsdp_c._comm._communicator import transport_for
+    from fsdp_c._comm._transport import transport_for
 
     before = count_resources()
     group = dist.new_group(list(range(n_ranks)))
@@ -268,7 +268,7 @@ def test_cache(n_ranks):
 
 
 def check_settings_differ(rank, n_ranks):
-    from fsdp_c._comm._communicator import transport_for
+    from fsdp_c._comm._transport import transport_for
 
     group = dist.new_group(list(range(n_ranks)))
     os.environ["FSDP_C_TRANSPORT"] = "callback" if rank else "shm"
@@ -295,7 +295,7 @@ def check_fake(rank, n_ranks):
     assert comm.transport == "callback"
     comm.all_reduce(torch.ones(4))
     comm.barrier()
-    from fsdp_c._comm._communicator import transport_for
+    from fsdp_c._comm._transport import transport_for
 
     os.environ["FSDP_C_TRANSPORT"] = "shm"
     with pytest.raises(NotImplementedError, match="not processes"):

@@ -10,7 +10,7 @@ from differential.generate import make_program
 from differential.program import WORLDS, Program
 
 # Under the torch that development uses; another one gets a tenth.
-N_SEEDS = 500
+N_SEEDS = 300
 CHUNK = 25
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn as nn
+from callback_net import CallbackNet, sharded
 from harness import run_ranks
-from probed import ProbedNet, sharded
 from snapshots import Net, batch, check_trains
 from torch.distributed.tensor import DTensor
 
@@ -24,7 +24,7 @@ def recover(rank: int, n_ranks: int, point: str, reset: bool) -> None:
         if armed and here == point:
             raise Trouble
 
-    net, reference = sharded(ProbedNet(probe)), Net()
+    net, reference = sharded(CallbackNet(probe)), Net()
     for round_ in range(3):
         # The first round's exception is in the first iteration of all.
         if round_:
@@ -56,7 +56,7 @@ def load_after_a_forward_that_raised(rank: int, n_ranks: int, is_hooked: bool) -
         if armed and here == "in_forward":
             raise Trouble
 
-    net, reference = sharded(ProbedNet(probe)), Net()
+    net, reference = sharded(CallbackNet(probe)), Net()
     if is_hooked:
         net.register_forward_hook(lambda *_: None)
     before = {name: value.clone() for name, value in net.state_dict().items()}
@@ -97,7 +97,7 @@ def raise_last(rank: int, n_ranks: int, folder: Path) -> None:
         if here == "in_backward":
             raise Trouble
 
-    net = sharded(ProbedNet(probe))
+    net = sharded(CallbackNet(probe))
     loss = net(batch(rank)).square().sum()
     with pytest.raises(Trouble):
         loss.backward()
@@ -120,7 +120,7 @@ def one_rank_in_trouble(rank: int, n_ranks: int, point: str) -> list[str]:
         if armed and here == point and rank == n_ranks - 1:
             raise Trouble
 
-    net, reference = sharded(ProbedNet(probe)), Net()
+    net, reference = sharded(CallbackNet(probe)), Net()
     check_trains(net, reference)
     results = []
     for step in range(3):

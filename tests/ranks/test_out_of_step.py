@@ -18,7 +18,7 @@ from differential.ways import APART, SAID, TRANSPORTS, WAYS, Trial
 from models import Branches, data, shard_blocks
 from torch import Tensor, nn
 
-from fsdp_c._comm import _communicator
+from fsdp_c._comm import _transport
 
 STEPS = 5
 ODD_STEP = 2  # in which the last rank differs
@@ -62,7 +62,7 @@ def test_all_ranks_say_who_did_what(transport: str) -> None:
 
 
 def differ_unseen(rank: int, n_ranks: int) -> dict[str, tuple[str, int]]:
-    with mock.patch.object(_communicator, "watch_for", lambda group: None):
+    with mock.patch.object(_transport, "watch_for", lambda group: None):
         return {name: differ(rank, n_ranks, name) for name in WAYS if name != "unequal_sync"}
 
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_c
-from fsdp_c._comm import _communicator
+from fsdp_c._comm import _transport
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def shard(model: nn.Module, fsdp: Any, how: str = "blocks", **options: Any) -> N
 def messages() -> Iterator[dict[str, int]]:
     """Over messages; counts collectives of the core."""
     calls = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
-    kept = {name: getattr(_communicator._Messages, name) for name in calls}
+    kept = {name: getattr(_transport.Messages, name) for name in calls}
 
     def counting(name: str) -> Any:
         def call(*args: Any) -> None:
@@ -46,12 +46,12 @@ def messages() -> Iterator[dict[str, int]]:
 
     os.environ["FSDP_C_TRANSPORT"] = "callback"
     for name in calls:
-        setattr(_communicator._Messages, name, counting(name))
+        setattr(_transport.Messages, name, counting(name))
     try:
         yield calls
     finally:
         for name, function in kept.items():
-            setattr(_communicator._Messages, name, function)
+            setattr(_transport.Messages, name, function)
         del os.environ["FSDP_C_TRANSPORT"]
 
 
@@ -136,7 +136,7 @@ def train(model: nn.Module, rank: int) -> None:
 @on_ranks(2)
 def test_a_gather_that_fails_keeps_no_memory(rank: int, n_ranks: int, where: str) -> None:
     """Not of the unit, and in backward not of those that were to come along."""
-    fails = mock.patch.object(_communicator._Messages, "all_gather", side_effect=ConnectionError)
+    fails = mock.patch.object(_transport.Messages, "all_gather", side_effect=ConnectionError)
     with messages():
         model: Any = Net(4, own=False)
         shard(model, fsdp_c)

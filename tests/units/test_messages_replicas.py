@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_c
-from fsdp_c._comm import _communicator
+from fsdp_c._comm import _transport
 
 CLOSE = Tolerance(relative=1e-5, scaled=1e-5)
 
@@ -30,9 +30,9 @@ def mesh_of(over: str) -> DeviceMesh:
     ]
     mesh = DeviceMesh.from_group(groups, "cpu", [[0, 1], [2, 3]], mesh_dim_names=names)
     with messages():
-        _communicator.transport_for(groups[0])
+        _transport.transport_for(groups[0])
         if over == "all":
-            _communicator.transport_for(groups[1])
+            _transport.transport_for(groups[1])
     return mesh
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from harness import cached_mesh, failure_of, implementation, run_ranks
 from parity import on_ranks
-from test_named_mistakes import df28_equal_mesh_infos_are_one, df28_equal_mesh_made_again
+from test_mistakes_torch_ignores import df28_equal_mesh_infos_are_one, df28_equal_mesh_made_again
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult

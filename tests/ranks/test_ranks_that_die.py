@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from callback_net import CallbackNet, sharded
 from harness import run_ranks
-from probed import ProbedNet, sharded
 from snapshots import Net, batch, check_gradients, check_trains
 from torch.utils.data import DataLoader, Dataset
 
@@ -62,7 +62,7 @@ def survive(
             die(way, note)
 
     step = -1
-    net = sharded(ProbedNet(probe))
+    net = sharded(CallbackNet(probe))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     try:
         for step in range(at_step + 3):  # noqa: B007 (the probe reads it)

@@ -8,7 +8,7 @@ from harness import cached_mesh, implementation
 from snapshots import Net
 
 
-class ProbedNet(Net):
+class CallbackNet(Net):
     """A `Net` that calls `probe(point)` in its forward and in its backward."""
 
     def __init__(self, probe: Callable[[str], None] = lambda point: None, width: int = 5) -> None:

@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from callback_net import CallbackNet, sharded
 from harness import cached_mesh, run_ranks
-from probed import ProbedNet, sharded
 from snapshots import Net, batch, check_trains
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from fsdp_c._comm import _communicator, _peer_location
+from fsdp_c._comm import _peer_location, _rendezvous, _transport
 
 # --- a rank that sits in a collective alone ---
 
@@ -131,7 +131,7 @@ def be_late(rank: int, n_ranks: int, way: str) -> None:
 @pytest.mark.parametrize(
     ("way", "told"),
     [
-        ("sleep", r"; it is at test_waits_speak.py:\d+ in dawdle$"),
+        ("sleep", r"; it is at test_notices_of_waits.py:\d+ in dawdle$"),
         ("keep", "; its Python does not answer: it is in a C call that keeps the interpreter's"),
     ],
 )
@@ -150,16 +150,16 @@ def test_notice_says_where_the_other_rank_is(way: str, told: str) -> None:
 
 
 def test_notices_come_at_growing_intervals() -> None:
-    times = [_communicator._notice_at(n) for n in range(7)]
+    times = [_rendezvous._notice_at(n) for n in range(7)]
     assert times == [5, 15, 45, 120, 420, 720, 1020]
 
 
 def come_late_to_set_up(rank: int, n_ranks: int) -> None:
     if rank == 1:
         time.sleep(1.2)
-    _communicator._NOTICES_S = (0.3, 0.6, 0.8, 0.9)
-    _communicator._LATER_S = 100.0
-    _communicator.transport_for()
+    _rendezvous._NOTICES_S = (0.3, 0.6, 0.8, 0.9)
+    _rendezvous._LATER_S = 100.0
+    _transport.transport_for()
 
 
 def test_set_up_says_for_whom_it_waits() -> None:
@@ -196,7 +196,7 @@ def place_of_main(within: Callable[[Callable[[], None]], None]) -> tuple[str, in
 def test_place_is_the_users_innermost_line() -> None:
     text, group, _, is_gather = place_of_main(lambda stay: [stay() for _ in (0,)])
     # Threads' own code is Python's.
-    assert re.fullmatch(r"test_waits_speak.py:\d+ in stay", text), text
+    assert re.fullmatch(r"test_notices_of_waits.py:\d+ in stay", text), text
     assert (group, is_gather) == (0, False)
 
 
@@ -216,11 +216,11 @@ def interrupt_both(rank: int, n_ranks: int, point: str, transport: str, folder: 
     is_armed = False
     try:
         if point == "set_up":
-            _communicator.announce(dist.group.WORLD)
+            _rendezvous.announce(dist.group.WORLD)
             if rank == 0:
                 raise KeyboardInterrupt
-            _communicator.transport_for()
-        net = sharded(ProbedNet(probe))
+            _transport.transport_for()
+        net = sharded(CallbackNet(probe))
         train(net, rank)
         is_armed = True
         if point == "before_forward" and rank == 0:

@@ -1,0 +1,31 @@
+"""What messages and waits have to know of a process group."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+
+def label(group: dist.ProcessGroup) -> str:
+    """How messages name the group."""
+    name = str(getattr(group, "group_name", "") or "?")
+    desc = str(getattr(group, "group_desc", "") or "undefined")
+    return name if desc == "undefined" else f"{name} ({desc})"
+
+
+def global_ranks(group: dist.ProcessGroup) -> list[int]:
+    """The ranks of the group, as numbered in the world."""
+    try:
+        return list(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):
+        return list(range(group.size()))
+
+
+def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
+    """The timeout of the group's backend for the device, else torch's default."""
+    try:
+        options = group._get_backend(device).options
+        return options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):
+        return c10d.default_pg_timeout.total_seconds()

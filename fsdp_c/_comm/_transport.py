@@ -1,0 +1,181 @@
+"""Transports over torch process groups: shared memory, or the group's own collectives."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from fsdp_c import _env
+from fsdp_c._comm import (
+    _peer_location,  # noqa: F401 (answers peers that wait for this rank)
+    _process_group,
+)
+from fsdp_c._comm._rendezvous import exchange_for, store_of
+from fsdp_c._native import _C
+
+
+class Messages:
+    """Collectives of a process group as the core calls them: on 1-d CPU tensors, blocking.
+
+    The functions are looked up at each call, so that whoever replaces them sees ours too.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        # Weak: transports are kept for as long as their group lives.
+        self._group = weakref.ref(group)
+
+    def _live_group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group has been destroyed")
+        return group
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        # torch has the first name from 2.13 on.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(output, input, group=self._live_group())
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        reduce(output, input, op=dist.ReduceOp.SUM, group=self._live_group())
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._live_group())
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        dist.broadcast(tensor, group=self._live_group(), group_src=src)
+
+    def all_to_all(
+        self, received: tuple[torch.Tensor, list[int]], sent: tuple[torch.Tensor, list[int]]
+    ) -> None:
+        dist.all_to_all_single(received[0], sent[0], received[1], sent[1], group=self._live_group())
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._live_group())
+
+
+_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.Transport] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def transport_for(group: dist.ProcessGroup | None = None) -> _C.Transport:
+    """The transport over `group` (default: the world); made once and kept as long as the group.
+
+    Collective on first use. Shared memory if all ranks of the group can use it, else the group's
+    own collectives; the environment variable FSDP_C_TRANSPORT fixes the choice.
+
+    Raises:
+        TimeoutError: a rank did not come within the group's timeout.
+        NotImplementedError: FSDP_C_TRANSPORT=shm where ranks cannot share memory.
+        RuntimeError: the ranks' settings differ.
+    """
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise RuntimeError("torch.distributed has not been initialised")
+    transport = _transports.get(group)
+    # A child made by fork inherits the cache; its parent's transports refuse to serve it.
+    if transport is None:
+        transport = _make_transport(group)
+        _transports[group] = transport
+    return transport
+
+
+def messages_for(group: dist.ProcessGroup) -> _C.Transport:
+    """A transport that only names the group's ranks: units on a device move nothing over it."""
+    return _new_transport(group, "callback", _no_exchange)
+
+
+_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.Transport | None] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def watch_for(group: dist.ProcessGroup) -> _C.Transport | None:
+    """Where ranks that talk by messages see each other, if they share a host; else None.
+
+    Collective on first use.
+    """
+    known = _transports.get(group)
+    if known is not None and known.kind == "shm":
+        return known
+    if group not in _watches:
+        _watches[group] = _make_watch(group)
+    return _watches[group]
+
+
+def _make_watch(group: dist.ProcessGroup) -> _C.Transport | None:
+    exchange = exchange_for(group) if group.size() > 1 else None
+    if exchange is None:
+        return None
+    try:
+        return _new_transport(group, "shm", exchange)
+    except NotImplementedError:  # on all ranks alike
+        return None
+
+
+def transport_kind(group: dist.ProcessGroup) -> str:
+    """Over what the group's ranks talk; empty if it has no transport yet."""
+    transport = _transports.get(group)
+    return "" if transport is None else transport.kind
+
+
+def _make_transport(group: dist.ProcessGroup) -> _C.Transport:
+    wanted = _env.TRANSPORT.get()
+    is_reachable = store_of(group) is not None
+    if not is_reachable and (wanted != "shm" or group.size() > 1):
+        if wanted == "shm":
+            raise NotImplementedError(
+                f"FSDP_C_TRANSPORT=shm: ranks of process group {_process_group.label(group)}"
+                f" ({dist.get_backend(group)}) are not processes that can share memory"
+            )
+        return _new_transport(group, "callback", _no_exchange)
+    if group.size() == 1:
+        return _new_transport(group, "callback" if wanted == "callback" else "shm", _no_exchange)
+    exchange = exchange_for(group)
+    assert exchange is not None
+    _agree(group, exchange, wanted)
+    if wanted == "callback":
+        return _new_transport(group, "callback", exchange)
+    try:
+        return _new_transport(group, "shm", exchange)
+    except NotImplementedError:
+        # All ranks get this error together.
+        if wanted == "shm":
+            raise
+        return _new_transport(group, "callback", exchange)
+
+
+def _agree(
+    group: dist.ProcessGroup, exchange: Callable[[str, bytes], list[bytes]], wanted: str
+) -> None:
+    answers = [answer.decode() for answer in exchange("choice of transport", wanted.encode())]
+    for rank, answer in enumerate(answers):
+        if answer != answers[0]:
+            raise RuntimeError(
+                f"{_env.TRANSPORT.name} must be the same on all ranks of process group"
+                f" {_process_group.label(group)}: rank 0 has {answers[0]!r}, rank {rank} has"
+                f" {answer!r}"
+            )
+
+
+def _no_exchange(what: str, mine: bytes) -> list[bytes]:
+    raise RuntimeError(f"exchange of {what!r} in a group that has no need of it")
+
+
+def _new_transport(
+    group: dist.ProcessGroup, kind: str, exchange: Callable[[str, bytes], list[bytes]]
+) -> _C.Transport:
+    return _C.Transport(
+        _process_group.label(group),
+        group.rank(),
+        group.size(),
+        _process_group.global_ranks(group),
+        _process_group.timeout_s(group, torch.device("cpu")),
+        exchange,
+        Messages(group),
+        kind,
+    )
