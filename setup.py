@@ -78,9 +78,9 @@ C_TEST_SOURCES = {
     "tests/c": (
         "test_base test_batch test_comm test_cuda_index test_device_host test_device_sim "
         "test_exchange test_faults test_gathers test_group_history test_kernels "
-        "test_kernels_optim test_kernels_round test_layout test_nccl test_optim test_schedule "
-        "test_schedule_alone test_schedule_capture test_schedule_kernels test_schedule_order "
-        "test_slots test_transport"
+        "test_kernels_optim test_kernels_round test_layout test_nccl test_optim test_reduction "
+        "test_schedule test_schedule_alone test_schedule_capture test_schedule_kernels "
+        "test_schedule_order test_slots test_transport"
     ),
 }
 # Libraries that the test programs open: NCCL's newest interface, and an old one.
