@@ -42,6 +42,7 @@ OLDEST_TORCH = (2, 11)
 C_SOURCES = {
     "csrc/base": "alloc clock dtype status",
     "csrc/kernels": "kern_avx2 kern_avx512 kern_avx512_bf16 kern_optim kern_ref kern_select no_x86",
+    "csrc/optim": "optim",
     "csrc/kernels/cuda": "load runs",
     "csrc/device/host": "device moves",
     "csrc/transport": (
@@ -68,7 +69,7 @@ CXX_SOURCES = {
         "arrivals autograd context domain events gather gradients graphs held hooks module_call "
         "param_group reduce resident state steps tree unit write"
     ),
-    "csrc/bind/optim": "clip optim",
+    "csrc/bind/optim": "clip optim params",
     "csrc/bind/python": "callbacks replaced_functions shutdown status untraced",
     "csrc/bind/tensor": "aliased layout local_tensors parking pytree tensors",
 }
@@ -76,7 +77,7 @@ C_TEST_SOURCES = {
     "tests/c": (
         "test_base test_batch test_comm test_cuda_index test_device_host test_device_sim "
         "test_exchange test_faults test_gathers test_group_history test_kernels "
-        "test_kernels_optim test_kernels_round test_layout test_nccl test_schedule "
+        "test_kernels_optim test_kernels_round test_layout test_nccl test_optim test_schedule "
         "test_schedule_alone test_schedule_capture test_schedule_kernels test_schedule_order "
         "test_slots test_transport"
     ),

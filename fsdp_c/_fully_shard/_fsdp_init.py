@@ -25,12 +25,11 @@ from torch.distributed.tensor import DTensor
 from fsdp_c import _env
 from fsdp_c._compat._versions import ShardPlacementResult, resolve_shard_placement
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
+from fsdp_c._fully_shard._fsdp_state import FSDPState
 from fsdp_c._optim import _stale
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
-
-    from fsdp_c._fully_shard._fsdp_state import FSDPState
 
 
 def check_arguments(

@@ -2,7 +2,10 @@
 #ifndef FC_BIND_PYTHON_OBJECTS_H
 #define FC_BIND_PYTHON_OBJECTS_H
 
-#include <Python.h>
+#include "bind/python/python.h"
+
+#include <memory>
+#include <utility>
 
 namespace fc {
 
@@ -16,6 +19,50 @@ inline void free_object(PyObject *self)
     PyTypeObject *type = Py_TYPE(self);
     type->tp_free(self);
     Py_DECREF(type);
+}
+
+// A Python object that owns a C++ object.
+template <typename T> struct Owning {
+    PyObject_HEAD
+    T *owned; // null when cleared
+};
+
+template <typename T> inline T &owned(PyObject *self)
+{
+    return *as<Owning<T>>(self)->owned;
+}
+
+template <typename T> inline Ref make_owner(PyTypeObject *type, std::unique_ptr<T> made)
+{
+    Ref self = checked(type->tp_alloc(type, 0));
+    as<Owning<T>>(self.get())->owned = made.release();
+    return self;
+}
+
+template <typename T> inline int clear_owner(PyObject *self)
+{
+    delete std::exchange(as<Owning<T>>(self)->owned, nullptr);
+    return 0;
+}
+
+template <typename T> inline void free_owner(PyObject *self)
+{
+    clear_owner<T>(self);
+    free_object(self);
+}
+
+// The same for types that the garbage collector traverses, by T::traverse.
+template <typename T> inline void free_traversed(PyObject *self)
+{
+    PyObject_GC_UnTrack(self);
+    free_owner<T>(self);
+}
+
+template <typename T> inline int traverse_owner(PyObject *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    const T *object = as<Owning<T>>(self)->owned;
+    return object == nullptr ? 0 : object->traverse(visit, arg);
 }
 
 template <typename Object>
