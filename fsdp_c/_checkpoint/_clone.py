@@ -15,7 +15,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 
 from fsdp_c._checkpoint import _full
 from fsdp_c._compat._versions import ShardPlacementResult
-from fsdp_c._fully_shard import _bind, _fsdp_init, _fsdp_module, _fsdp_param, _fully_shard
+from fsdp_c._fully_shard import (
+    _fallback_reason,
+    _fsdp_init,
+    _fsdp_module,
+    _fsdp_param,
+    _fully_shard,
+)
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -107,7 +113,7 @@ def _states_of(model: nn.Module) -> list[Any]:
 
 def _whole(fsdp_param: Any) -> nn.Parameter:
     """What the parameter was before it was sharded, but without memory."""
-    if reason := _bind.why_not_a_tensor(fsdp_param):
+    if reason := _fallback_reason.why_not_a_tensor(fsdp_param):
         raise ValueError(f"clone: {reason}, and only plain tensors can be copied")
     shard = fsdp_param.sharded_param
     size = fsdp_param._orig_size
@@ -181,7 +187,7 @@ def _fill(twin: nn.Module, memo: dict[int, Any], copied: Sequence[_Copied]) -> N
     """Gives the copies memory and this rank's values; both models are sharded."""
     places = []
     for c in copied:
-        module, name = _bind.registrations(c.fsdp_param)[0]
+        module, name = _fsdp_param.registrations(c.fsdp_param)[0]
         if not c.fsdp_param.sharded_param.is_meta:
             places.append((memo[id(module)], name, c.fsdp_param.sharded_param))
     devices = {id(module._parameters[name]): source.device for module, name, source in places}

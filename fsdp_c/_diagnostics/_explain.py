@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp_c._comm import _device, _transport
 from fsdp_c._compat import _versions
 from fsdp_c._diagnostics import _stats
-from fsdp_c._fully_shard import _bind, _fqns
+from fsdp_c._fully_shard import _fallback_reason, _fqns
 from fsdp_c._fully_shard._fsdp_param import FSDPParam
 from fsdp_c.strategy import _advice, _chosen
 from fsdp_c.strategy._units import can_be_split
@@ -191,7 +191,7 @@ def _reshard_of(state: Any, group: Any) -> str:
 def _road_of(group: Any) -> str:
     reason = getattr(group, "left_because", "torch's fully_shard made it")
     if not getattr(group, "_is_bound", False):
-        reason = reason or _bind.why_torch(group)
+        reason = reason or _fallback_reason.why_torch(group)
         return f"torch: {reason}" if reason else "core, from the first forward on"
     if _device.is_taken(group):
         over = _over(_device.ways(group))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_c._diagnostics import _traffic, _waits
-from fsdp_c._fully_shard import _bind, _fsdp_init
+from fsdp_c._fully_shard import _fqns, _fsdp_init
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._native import _C
 
@@ -174,7 +174,7 @@ def release_buffers(model: nn.Module) -> int:
     for group in groups:
         if group._core_in_phase:
             raise RuntimeError(
-                f"release_buffers in a forward or backward of unit '{_bind.unit_name(group)}': call"
+                f"release_buffers in a forward or backward of unit '{_fqns.unit_name(group)}': call"
                 " it between two steps"
             )
     before = sum(_C.Domain.account().values()) + _bytes_of_sums(groups)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING
 
-from fsdp_c._fully_shard import _bind
-
-if TYPE_CHECKING:
-    from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
+from fsdp_c._fully_shard import _fqns
+from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class Traffic:
 
 def traffic_of(groups: Iterable[FSDPParamGroup]) -> tuple[Traffic, ...]:
     """By unit; torch's road counts nothing."""
-    return tuple(Traffic(_bind.unit_name(group), *group._core_traffic()) for group in groups)
+    return tuple(Traffic(_fqns.unit_name(group), *group._core_traffic()) for group in groups)
 
 
 def total(units: Iterable[Traffic]) -> Traffic:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 
-from fsdp_c._fully_shard import _bind, _fqns
+from fsdp_c._fully_shard import _fqns
 
 _MIXED = "got mixed torch.Tensor and DTensor"
 _ADDED = "FSDP unit '"  # what is added has it, torch's text has not
@@ -190,7 +190,7 @@ def _is_around(owner: nn.Module, modules: Sequence[nn.Module]) -> bool:
 def _unit_name(group: Any) -> str:
     if group._module_fqn is None:  # before the first forward
         return ", ".join(map(_class_of, group.modules))
-    return _bind.unit_name(group)
+    return _fqns.unit_name(group)
 
 
 def _class_of(module: nn.Module) -> str:

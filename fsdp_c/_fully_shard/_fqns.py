@@ -1,8 +1,9 @@
-"""A model's tensors by the names that its checkpoints use."""
+"""Names: a model's tensors as its checkpoints call them, units as messages do."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,3 +47,15 @@ def tensors_of(model: nn.Module) -> list[Named]:
                 if full not in named.names:
                     named.names.append(full)
     return list(found.values())
+
+
+def unit_name(group: Any) -> str:
+    if group._module_fqn is None:  # unsharded before the root's first forward
+        return ", ".join(type(module).__name__ for module in group.modules)
+    return clean(group._module_fqn + ".")[:-1] or "(root)"
+
+
+def state_name(state: Any) -> str:
+    """How messages call the module that a forward began with."""
+    group = state._fsdp_param_groups[0] if state._fsdp_param_groups else None
+    return unit_name(group) if group is not None else type(state._modules[0]).__name__

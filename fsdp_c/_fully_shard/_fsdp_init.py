@@ -25,12 +25,11 @@ from torch.distributed.tensor import DTensor
 from fsdp_c import _env
 from fsdp_c._compat._versions import ShardPlacementResult, resolve_shard_placement
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
+from fsdp_c._fully_shard._fsdp_state import FSDPState
 from fsdp_c._optim import _stale
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
-
-    from fsdp_c._fully_shard._fsdp_state import FSDPState
 
 
 def check_arguments(
@@ -288,11 +287,6 @@ def check_dims(mesh: DeviceMesh, dp_mesh_dims: DataParallelMeshDims | None) -> N
             f"dp_mesh_dims.shard={dp_mesh_dims.shard_names} must be neighbours in the mesh, whose"
             f" dims are {mesh.mesh_dim_names}: put them side by side when the mesh is made"
         )
-
-
-def is_sharded_module(module: nn.Module) -> bool:
-    """Whether a fully_shard call manages the module itself."""
-    return _get_module_fsdp_state(module) is not None
 
 
 def groups_of(module: nn.Module) -> list[Any]:

@@ -58,6 +58,15 @@ def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
             setattr(target, name, hooks)
 
 
+def registrations(fsdp_param: Any) -> list[tuple[nn.Module, str]]:
+    """The modules, and the names there, that a parameter is registered under."""
+    info = fsdp_param._module_info
+    return [
+        (info.module, info.param_name),
+        *zip(info.shared_modules, info.shared_param_names, strict=True),
+    ]
+
+
 class FSDPParam(_versions.AccumulatedGradient, _fallback.RoadParam):
     """Sharding of one parameter.
 

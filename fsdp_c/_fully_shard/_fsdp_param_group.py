@@ -19,10 +19,13 @@ from fsdp_c import _env
 from fsdp_c._comm import _device
 from fsdp_c._compat import _versions
 from fsdp_c._fully_shard import (
-    _bind,
+    _engine_bind,
     _fallback,
+    _fallback_reason,
+    _fqns,
     _fsdp_module,
     _fsdp_param,
+    _param_spec,
     _replaced_functions,
     _status,
 )
@@ -85,7 +88,7 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
     ) -> None:
         # (domain, index in it, domain of the replicas) once bound.
         self._binding: tuple[_C.Domain, int, _C.Domain | None] | None = None
-        self._bound_rows: list[tuple[Any, ...]] | None = None
+        self._bound_specs: list[_param_spec.ParamSpec] | None = None
         self._tree: _C.Tree | None = None
         self._on_torch_road = False
         self.left_because = ""  # what took the unit to torch's road
@@ -175,7 +178,7 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
             self._core_drop_partial_sums()
         else:
             raise NotImplementedError(
-                f"_partial_reduce_output of FSDP unit '{_bind.unit_name(self)}' can be read, and"
+                f"_partial_reduce_output of FSDP unit '{_fqns.unit_name(self)}' can be read, and"
                 " set to None"
             )
 
@@ -184,7 +187,7 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _TORCH_ONLY and self._core_holds_gradients:
             raise RuntimeError(
-                f"{name} of FSDP unit '{_bind.unit_name(self)}' was set while gradients of"
+                f"{name} of FSDP unit '{_fqns.unit_name(self)}' was set while gradients of"
                 " backward passes without synchronization are held: set it before the first of"
                 " them, or after the backward that synchronizes"
             )
@@ -192,7 +195,7 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
             value = self._checked_comm(name, value)
         was_set, old = name in self.__dict__, self.__dict__.get(name)
         super().__setattr__(name, value)
-        if name in _TORCH_ONLY and self._is_bound and (reason := _bind.why_torch(self)):
+        if name in _TORCH_ONLY and self._is_bound and (reason := _fallback_reason.why_torch(self)):
             try:
                 self.take_tree_to_torch(reason)
             except BaseException:
@@ -210,7 +213,7 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
             not _env.is_strict()
         ):
             raise TypeError(
-                f"{name} of FSDP unit '{_bind.unit_name(self)}' needs an object with allocate() and"
+                f"{name} of FSDP unit '{_fqns.unit_name(self)}' needs an object with allocate() and"
                 f" __call__(), such as a subclass of AllGather or ReduceScatter, not"
                 f" {type(comm).__name__}"
             )
@@ -252,7 +255,7 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
         for state in states:
             state.leave_core(reason)
         if states:
-            _status.note(states[0], f"unit {_bind.unit_name(self)}: {reason}")
+            _status.note(states[0], f"unit {_fqns.unit_name(self)}: {reason}")
 
     # ---- set-up ----
 
@@ -362,13 +365,13 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
         self._init_mp_dtypes()
         if self._core_has_partial_sums and _device.is_taken(self) and self._has_other_layout():
             raise RuntimeError(
-                f"shards of FSDP unit '{_bind.unit_name(self)}' were cast, frozen or are trained"
+                f"shards of FSDP unit '{_fqns.unit_name(self)}' were cast, frozen or are trained"
                 " now, while sums of their gradients wait on the device for the replicas: do that"
                 " before the first of them, or after the backward that brings replicas together"
             )
 
     def _has_other_layout(self) -> bool:
-        return [_bind._param_row(p) for p in self.fsdp_params] != self._bound_rows
+        return [_param_spec.spec_of(p) for p in self.fsdp_params] != self._bound_specs
 
     def rebind(self) -> bool:
         """Binds the unit anew to what `adopt_shards` has found; held gradients go along.
@@ -379,7 +382,7 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
             self._set_aside()
             return True
         assert self._binding is not None
-        _bind.bind_unit(self, *self._binding)
+        _engine_bind.bind_unit(self, *self._binding)
         return False
 
     def _register_state_dict_hooks(self) -> None:
@@ -418,7 +421,7 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
         if not self.is_unsharded:
             return
         for fsdp_param in self.fsdp_params:
-            for owner, name in _bind.registrations(fsdp_param):
+            for owner, name in _fsdp_param.registrations(fsdp_param):
                 if owner is not module or (found := state.get(prefix + name)) is None:
                     continue
                 if not self.is_lent:
@@ -432,28 +435,35 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
     def unshard(self, async_op: bool = False) -> None:
         if self.is_offloaded:
             raise RuntimeError(
-                f"unshard of unit '{_bind.unit_name(self)}': {_fsdp_module.OFFLOADED}"
+                f"unshard of unit '{_fqns.unit_name(self)}': {_fsdp_module.OFFLOADED}"
             )
         if not self._is_bound and not self._on_torch_road and not self._in_slow_context():
-            self.left_because = _bind.why_torch_everywhere(self) or _bind.agreed_reason(
-                [self], _bind.why_torch_here(self)
-            )
-            if self.left_because:
-                self.check_torch_road()
-                self._on_torch_road = True
-            else:
-                self._tree = _C.Tree([], _bind.bind_units([self]), _C.Context())
+            self._choose_alone()
         if not self._is_bound:
-            if self._left:  # a rank that left alone would wait in collectives that nobody joins
-                for domain in self._left:
-                    domain.await_left()
-                self._left = []
+            for domain in self._left:  # who left alone would wait in collectives nobody joins
+                domain.await_left()
+            self._left = []
             return super().unshard(async_op)
         if not self.unshard_in_backward and self._training_state == TrainingState.PRE_BACKWARD:
             return None
         self._take_over_shards()
         self._core_unshard_async()
         return None
+
+    def _choose_alone(self) -> None:
+        """Before the first forward a unit is in no tree; collective."""
+        self.left_because = _fallback_reason.why_torch_everywhere(self)
+        if not self.left_because:
+            mine = _fallback_reason.why_torch_here(self)
+            self.left_because = _fallback_reason.agreed_reason([self], mine)
+        if self.left_because:
+            self.check_torch_road()
+            self._on_torch_road = True
+        else:
+            self._bind_alone()
+
+    def _bind_alone(self) -> None:
+        self._tree = _C.Tree([], _engine_bind.bind_units([self]), _C.Context())
 
     def keep_unsharded(self) -> None:
         """From an explicit unshard on forward leaves the unit alone, until it is resharded."""
@@ -473,7 +483,7 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
             return
         self.adopt_shards()
         if self.rebind():  # before the first forward a unit stands alone
-            self._tree = _C.Tree([], _bind.bind_units([self]), _C.Context())
+            self._bind_alone()
 
     def _in_slow_context(self) -> bool:
         return torch._C._are_functorch_transforms_active()
@@ -525,7 +535,7 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
     def _tell_of_missing_gradients(self) -> None:
         if any(p.sharded_param.requires_grad for p in self.fsdp_params):
             warnings.warn(
-                f"backward went through FSDP unit '{_bind.unit_name(self)}', but none of its"
+                f"backward went through FSDP unit '{_fqns.unit_name(self)}', but none of its"
                 " parameters got a gradient. Schedules that split backward in two ask for"
                 " parameters before it, when a unit that was resharded shows its shards: call"
                 " set_reshard_after_forward(False) on the stage's units",

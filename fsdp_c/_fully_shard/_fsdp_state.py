@@ -14,11 +14,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cas
 
 from fsdp_c import _env
 from fsdp_c._fully_shard import (
-    _bind,
     _containers,
+    _engine_bind,
     _fallback,
+    _fallback_reason,
+    _fqns,
     _fsdp_module,
+    _heap,
     _replaced_functions,
+    _same_model,
     _shared_params,
     _status,
 )
@@ -141,12 +145,12 @@ class FSDPState(_C.State, _fallback.RoadState):
             self._lazy_init()
             states = self._state_ctx.all_states
             groups = [group for state in states for group in state._fsdp_param_groups]
-            _fsdp_module.warn_of_lost_settings(groups, [_bind.unit_name(group) for group in groups])
+            _fsdp_module.warn_of_lost_settings(groups, [_fqns.unit_name(group) for group in groups])
             reason = self._why_torch(states, groups)
             if reason:
                 self._take_torch_road(states, groups, reason)
                 if self._is_root and all(isinstance(group, FSDPParamGroup) for group in groups):
-                    _bind.check_origins(groups)
+                    _same_model.check_origins(groups)
             else:
                 self._join_core(states, groups)
             _status.note(self, reason)
@@ -162,17 +166,19 @@ class FSDPState(_C.State, _fallback.RoadState):
         if not all(isinstance(part, FSDPState | FSDPParamGroup) for part in (*states, *groups)):
             return "some of its units were sharded by torch's fully_shard"
         for group in groups:
-            if not group._is_bound and (reason := _bind.why_torch_everywhere(group)):
-                return f"unit {_bind.unit_name(group)}: {reason}"
-        return _bind.agreed_reason(groups, self._why_torch_here(states, groups))
+            if not group._is_bound and (reason := _fallback_reason.why_torch_everywhere(group)):
+                return f"unit {_fqns.unit_name(group)}: {reason}"
+        return _fallback_reason.agreed_reason(groups, self._why_torch_here(states, groups))
 
     def _why_torch_here(self, states: list[Any], groups: list[Any]) -> str:
         if reason := self._what_was_replaced(states):
             return reason
         for group in groups:
-            reason = group.left_because or ("" if group._is_bound else _bind.why_torch_here(group))
+            reason = group.left_because
+            if not reason and not group._is_bound:
+                reason = _fallback_reason.why_torch_here(group)
             if reason:
-                return f"unit {_bind.unit_name(group)}: {reason}"
+                return f"unit {_fqns.unit_name(group)}: {reason}"
         return ""
 
     def _what_was_replaced(self, states: list[Any]) -> str:
@@ -192,8 +198,9 @@ class FSDPState(_C.State, _fallback.RoadState):
                 if domain is not None and domain not in domains:
                     domains.append(domain)
         streams = domains[0].streams if domains else None
-        domains += _bind.bind_units([group for group in groups if not group._is_bound], streams)
-        names = [_bind.state_name(state) for state in states]
+        unbound = [group for group in groups if not group._is_bound]
+        domains += _engine_bind.bind_units(unbound, streams)
+        names = [_fqns.state_name(state) for state in states]
         for domain in domains:
             domain.name_openers(names)
         tree = _C.Tree(list(states), domains, self._state_ctx)
@@ -215,7 +222,7 @@ class FSDPState(_C.State, _fallback.RoadState):
         for group in groups:
             if isinstance(group, FSDPParamGroup):
                 group.leave_core(reason)
-        _bind.HEAP.for_torchs_road()
+        _heap.HEAP.for_fallback()
         for context in {id(state._state_ctx): state._state_ctx for state in states}.values():
             context.__dict__.pop("_tree", None)
         for state in states:
@@ -334,7 +341,7 @@ class FSDPState(_C.State, _fallback.RoadState):
     # ---- entered from the core ----
 
     def _tell_of_double_backward(self) -> None:
-        names = [_bind.unit_name(group) for group in self._fsdp_param_groups]
+        names = [_fqns.unit_name(group) for group in self._fsdp_param_groups]
         if names:
             _fsdp_module.warn_of_double_backward(names[0])
 

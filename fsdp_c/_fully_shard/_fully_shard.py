@@ -15,13 +15,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy, 
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.utils import _get_root_modules
 
+from fsdp_c._comm import _agreement, _rendezvous
 from fsdp_c._compat import _versions
 from fsdp_c._fully_shard import (
     _activation_checkpoints,
-    _bind,
     _errors,
     _fsdp_init,
     _fsdp_module,
+    _heap,
     _save_guard,
     _shared_params,
     _unmanaged_params,
@@ -153,7 +154,7 @@ def _apply(
     params, buffers = _fsdp_init.managed_states(managed_modules, ignored_params)
     _torch_init._move_states_to_device(params, buffers, device)
     if device.type == "cpu":
-        _bind.HEAP.before_shards()
+        _heap.HEAP.before_shards()
     state = _file_under_torchs_name(modules)
     state.call = Call(
         next(_numbers),
@@ -195,8 +196,9 @@ def _apply(
     _unmanaged_params.watch(state, ignored_params)
     _save_guard.install()
     _clip_grad_norm.install()
-    if device.type == "cpu":
-        _bind.announce(mesh_info)
+    if device.type == "cpu" and isinstance(mesh_info, FSDPMeshInfo):
+        for process_group in _agreement.process_groups_of([mesh_info]):
+            _rendezvous.announce(process_group)
     if device.type in ("cpu", "cuda"):
         _step.watch(state._fsdp_param_groups)
         _update_counters.watch(state._fsdp_param_groups)

@@ -6,18 +6,13 @@ import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import nn
 from torch.distributed import _composable_state
 
 from fsdp_c import _env
-from fsdp_c._fully_shard import _bind
-
-if TYPE_CHECKING:
-    from fsdp_c._fully_shard._fsdp_param import FSDPParam
-    from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
-    from fsdp_c._fully_shard._fsdp_state import FSDPState
+from fsdp_c._fully_shard import _fsdp_param
 
 # [Note: tied over units] A unit is gathered while any unit inside it runs, and reduced after them.
 # So a tied parameter moves to the unit around all modules that have it: from the inner unit where
@@ -63,7 +58,7 @@ def settled(
     saved = []
     try:
         for param, (state, group, fsdp_param) in tied.items():
-            if all(module in below for module, _ in _bind.registrations(fsdp_param)):
+            if all(module in below for module, _ in _fsdp_param.registrations(fsdp_param)):
                 saved.append((state, state._fsdp_param_groups, group, group.fsdp_params))
                 _release(group, fsdp_param, param)
                 state._fsdp_param_groups = [g for g in saved[-1][1] if g.fsdp_params]
@@ -86,8 +81,8 @@ def _uid(param: nn.Parameter) -> int:
     return getattr(param, "_fsdp_orig_uid", -1)
 
 
-def _owner(param: nn.Parameter) -> tuple[FSDPState, FSDPParamGroup, FSDPParam] | None:
-    """Who has sharded this very parameter, of all that live in this process."""
+def _owner(param: nn.Parameter) -> tuple[Any, Any, Any] | None:
+    """Its state, group and parameter there, if a call in this process has sharded this very one."""
     uid = _uid(param)
     if uid < 0:
         return None
@@ -100,7 +95,7 @@ def _owner(param: nn.Parameter) -> tuple[FSDPState, FSDPParamGroup, FSDPParam] |
     return None
 
 
-def _release(group: FSDPParamGroup, fsdp_param: FSDPParam, param: nn.Parameter) -> None:
+def _release(group: Any, fsdp_param: Any, param: nn.Parameter) -> None:
     name = fsdp_param._module_info.param_name
     if group._is_bound or group._training_state.name != "IDLE" or group.is_unsharded:
         raise ValueError(

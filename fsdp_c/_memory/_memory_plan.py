@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from fsdp_c import _env
 from fsdp_c._compat import _versions
 from fsdp_c._diagnostics import _stats
-from fsdp_c._fully_shard import _bind
+from fsdp_c._fully_shard import _fqns, _param_spec
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._native import _C
 
@@ -177,17 +177,17 @@ def _planned(
     return MemoryPlan(world, per_host, rank, largest + lent, notes)
 
 
-# ---- parameters: rows are those of _bind._param_row ----
+# ---- parameters: rows are ParamSpec ----
 
 
 def _unit_of(group: FSDPParamGroup, n_shards: int) -> tuple[str, list[tuple[Any, ...]]]:
     if not group._is_bound:  # else the first forward has settled its dtypes
         group._init_mp_dtypes()
-    return _bind.unit_name(group), [_row_of(p, n_shards) for p in group.fsdp_params]
+    return _fqns.unit_name(group), [_row_of(p, n_shards) for p in group.fsdp_params]
 
 
 def _row_of(fsdp_param: Any, n_shards: int) -> tuple[Any, ...]:
-    row = _bind._param_row(fsdp_param)
+    row = _param_spec.spec_of(fsdp_param)
     return row if fsdp_param._orig_size else (1, n_shards, 1, *row[3:])
 
 

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor
 
 from fsdp_c._checkpoint import _safetensors
-from fsdp_c._comm import _rendezvous
-from fsdp_c._fully_shard import _bind, _fqns, _fsdp_module
+from fsdp_c._comm import _agreement
+from fsdp_c._fully_shard import _fqns, _fsdp_module
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._fully_shard._fsdp_state import FSDPState
 from fsdp_c._native import _C
@@ -174,7 +174,7 @@ def _check(model: nn.Module, states: Sequence[Any]) -> None:
         for group in state._fsdp_param_groups:
             if not (is_at_rest and _is_at_rest(group)):
                 raise RuntimeError(
-                    f"offload: unit '{_bind.unit_name(group)}' is in a step: a forward is going"
+                    f"offload: unit '{_fqns.unit_name(group)}' is in a step: a forward is going"
                     " on, its backward is still to come, or gradients of backward passes without"
                     " synchronization wait for a reduction. Call it after the backward that"
                     " reduces, and run forwards that have no backward under torch.no_grad()"
@@ -307,15 +307,8 @@ def _on_all_ranks(
 def _first_reason(what: str, groups: Sequence[FSDPParamGroup], mine: str) -> str:
     """Why a rank failed, this one first; empty if none did. Collective."""
     told = f"{mine} (on rank {dist.get_rank()})" if mine else ""
-    meshes = [group.mesh_info for group in groups]
-    process_groups = [getattr(mesh, "shard_process_group", None) for mesh in meshes]
-    process_groups += [m.replicate_process_group for m in meshes if isinstance(m, HSDPMeshInfo)]
-    for process_group in dict.fromkeys(process_groups):
-        exchange = _rendezvous.exchange_for(process_group) if process_group is not None else None
-        if exchange is not None:
-            answers = exchange(f"fsdp_c.{what}()", told.encode())
-            told = told or next((answer.decode() for answer in answers if answer), "")
-    return told
+    process_groups = _agreement.process_groups_of([group.mesh_info for group in groups])
+    return _agreement.first_reason(f"fsdp_c.{what}()", process_groups, told)
 
 
 # ---- files ----

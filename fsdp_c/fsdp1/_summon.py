@@ -15,7 +15,7 @@ from torch.distributed.utils import _cast_forward_inputs
 from torch.utils import _pytree
 
 from fsdp_c._checkpoint import _full, _iter_full_params
-from fsdp_c._fully_shard import _bind
+from fsdp_c._fully_shard import _fsdp_param
 
 
 @contextlib.contextmanager
@@ -134,7 +134,7 @@ class _Loan:
     """A parameter that is whole for a while."""
 
     def __init__(self, fsdp_param: Any) -> None:
-        self.places = _bind.registrations(fsdp_param)
+        self.places = _fsdp_param.registrations(fsdp_param)
         self.shard = self.registered
         self.whole: torch.Tensor | None = None  # where the unit's own is of another dtype
         self.grad: torch.Tensor | None = None

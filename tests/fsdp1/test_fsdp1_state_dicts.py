@@ -31,7 +31,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from fsdp_c._fully_shard import _bind
+from fsdp_c._fully_shard import _fqns
 
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,
@@ -351,4 +351,4 @@ def test_our_own_functions(rank: int, n_ranks: int) -> None:
         api.load_full(model, {**whole, "blocks.0.norm.weight": torch.ones(1)}, strict=False)
     unit = model.blocks[1]._unit
     model(sides.batch(0))
-    assert _bind.unit_name(unit._fsdp_param_groups[0]) == "blocks.1"
+    assert _fqns.unit_name(unit._fsdp_param_groups[0]) == "blocks.1"

@@ -21,7 +21,7 @@ namespace fc {
 
 namespace {
 
-constexpr const char *root_name = "(root)"; // as fsdp_c/_fully_shard/_bind.py calls it
+constexpr const char *root_name = "(root)"; // as unit_name in fsdp_c/_fully_shard/_fqns.py calls it
 
 PyObject *local_object(const Param &param) // borrowed; null after `del`
 {

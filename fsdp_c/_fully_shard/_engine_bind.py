@@ -1,0 +1,159 @@
+"""Binding units to the engine: their domains, the place of shards, unsharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+
+from fsdp_c import _env
+from fsdp_c._comm import _agreement, _device, _transport
+from fsdp_c._compat import _versions
+from fsdp_c._fully_shard import _fqns, _fsdp_param, _model_digest, _same_model
+from fsdp_c._fully_shard._heap import HEAP
+from fsdp_c._fully_shard._param_spec import spec_of
+from fsdp_c._native import _C
+
+
+def bind_units(groups: Sequence[Any], streams: _C.Streams | None = None) -> list[_C.Domain]:
+    """Binds units to the core; collective over each of their process groups. Returns the domains.
+
+    All ranks must pass the same units in the same order. On failure no unit is bound and every
+    rank raises. Units on a device share the schedule of those in `streams`.
+    """
+    streams = _device.streams_for(groups, streams)
+    by_mesh: dict[tuple[Any, Any], list[Any]] = {}
+    for group in groups:
+        mesh_info = group.mesh_info
+        replicas = (
+            mesh_info.replicate_process_group if isinstance(mesh_info, HSDPMeshInfo) else None
+        )
+        by_mesh.setdefault((mesh_info.shard_process_group, replicas), []).append(group)
+    domains: list[_C.Domain] = []
+    placed = []
+    for (shard_pg, replicate_pg), members in by_mesh.items():
+        shard, replicate = _make_domains(shard_pg, replicate_pg, members, streams)
+        domains += [domain for domain in (shard, replicate) if domain is not None]
+        placed += [(group, shard, i, replicate) for i, group in enumerate(members)]
+    for group, shard, index, replicate in placed:
+        smaller = _device.smaller_group(group)
+        if streams is not None and smaller is not None:
+            _device.connect(streams, smaller, group.device)
+        bind_unit(group, shard, index, replicate)
+    if streams is None:
+        HEAP.for_core()
+    return domains
+
+
+def _make_domains(
+    shard_pg: dist.ProcessGroup,
+    replicate_pg: dist.ProcessGroup | None,
+    groups: Sequence[Any],
+    streams: _C.Streams | None,
+) -> tuple[_C.Domain, _C.Domain | None]:
+    units = [(_fqns.unit_name(g), [spec_of(p) for p in g.fsdp_params]) for g in groups]
+    # What replicas add up next has to be there at once.
+    batch_bytes = _env.batch_bytes() if streams is None and replicate_pg is None else 0
+
+    get = _transport.transport_for if streams is None else _transport.messages_for
+    process_groups = [shard_pg] if replicate_pg is None else [shard_pg, replicate_pg]
+    transports = [get(process_group) for process_group in process_groups]
+    is_counted = streams is None and _agreement.any_rank(
+        process_groups, any(transport.kind != "shm" for transport in transports)
+    )
+
+    def make(index: int) -> _C.Domain:
+        process_group, transport = process_groups[index], transports[index]
+        if streams is not None:
+            _device.connect(streams, process_group, groups[0].device)
+        _same_model.check(process_group, groups)
+        unit_args = (units, shard_pg.rank(), shard_pg.size(), batch_bytes, is_counted)
+        domain = _C.Domain(
+            transport, index == 1, *unit_args, streams, str(process_group.group_name)
+        )
+        # On a GPU nobody waits for peers, and NCCL has a board of its own.
+        is_blocking = _device.is_blocking(process_group, groups[0].device)
+        if transport.kind != "shm" and is_blocking:
+            watch = _transport.watch_for(process_group)
+            if watch is not None:
+                domain.watch(watch)
+        return domain
+
+    shard, *replicate = map(make, range(len(transports)))
+    _model_digest.forget(_same_model.params_of(groups))
+    return shard, replicate[0] if replicate else None
+
+
+@torch.no_grad()
+def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | None) -> None:
+    """Gives the unit's shards their place and makes its unsharded parameters; local."""
+    full_bytes, offsets = shard.layout(index)
+    with torch.inference_mode(False):
+        # Never touched: its memory is taken away when the unit is bound.
+        flat = torch.empty(full_bytes, dtype=torch.uint8, device=group.device)
+        seen: set[int] = set()
+        rows = []
+        for fsdp_param, (offset, _) in zip(group.fsdp_params, offsets, strict=True):
+            _own_storage(fsdp_param, seen)
+            dtype = _versions.compute_dtype(fsdp_param)
+            # Of a parameter that is held once per rank each rank reads its own.
+            own = fsdp_param.mesh_info.shard_mesh_rank if fsdp_param.copies > 1 else 0
+            data = torch.empty(0, dtype=dtype, device=group.device).set_(
+                flat.untyped_storage(),
+                offset // dtype.itemsize + own,
+                fsdp_param._orig_size,
+                fsdp_param.unsharded_stride,
+            )
+            unsharded = _parameter(data, fsdp_param.sharded_param.requires_grad)
+            _fsdp_param.copy_attributes(fsdp_param.sharded_param, unsharded)
+            _versions.set_grad_dtype(fsdp_param, unsharded)
+            fsdp_param._unsharded_param = unsharded
+            fsdp_param.unit = group
+            spec = spec_of(fsdp_param)
+            rows.append(
+                (
+                    _places(fsdp_param),
+                    fsdp_param.sharded_param,
+                    unsharded,
+                    fsdp_param,
+                    spec.reduce,
+                    spec.grad,
+                    tuple(fsdp_param.sharded_size),
+                    fsdp_param.local_stride,
+                    fsdp_param.copies,
+                )
+            )
+        group._bind(shard, index, replicate, rows, flat, _device.options_of(group))
+        group.keep_storage()
+    group._binding = (shard, index, replicate)
+    group._bound_specs = [spec_of(p) for p in group.fsdp_params]
+    group.choose_reduce_group()
+
+
+def _parameter(data: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    """One whose unit notices that `param.data` was taken, to which writes are not counted."""
+    param = _C.make_noted(data)  # nn.Parameter() would make another tensor of it
+    param.__class__ = nn.Parameter
+    return param.requires_grad_(requires_grad)
+
+
+def _places(fsdp_param: Any) -> list[tuple[dict[str, Any], str, nn.Module | None]]:
+    """Where the parameter is registered; the module only where it overrides __setattr__."""
+    places = []
+    for module, name in _fsdp_param.registrations(fsdp_param):
+        is_plain = getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__
+        places.append((module._parameters, name, None if is_plain else module))
+    return places
+
+
+def _own_storage(fsdp_param: Any, seen: set[int]) -> None:
+    """Makes the shard the only tensor of a storage of exactly its padded size."""
+    local = fsdp_param._sharded_local_tensor
+    if not fsdp_param.is_placed(local) or local.untyped_storage()._cdata in seen:
+        local = fsdp_param.place(local)
+        fsdp_param.sharded_param._local_tensor = local  # type: ignore[attr-defined]
+    seen.add(local.untyped_storage()._cdata)

@@ -1,0 +1,96 @@
+"""Why torch's implementation runs a tree: what its units have that the core cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+from fsdp_c._comm import _agreement, _device
+from fsdp_c._compat import _versions
+from fsdp_c._fully_shard import _replaced_functions
+from fsdp_c._fully_shard._param_spec import SUMMABLE
+
+
+def why_torch(group: Any) -> str:
+    """What the unit has that only torch's own implementation can run; empty: the core runs it."""
+    return why_torch_everywhere(group) or why_torch_here(group)
+
+
+def why_torch_everywhere(group: Any) -> str:
+    """What of that comes with the arguments of fully_shard: alike on all ranks."""
+    mesh_info = group.mesh_info
+    if group.device.type != "cpu" and not _device.is_wanted(group):
+        return f"it is on {group.device.type}"
+    if not isinstance(mesh_info, FSDPMeshInfo):
+        return "it is replicated, not sharded"
+    if _versions.is_spmd(mesh_info):
+        return "dp_mesh_dims of a larger mesh"
+    if mesh_info.mesh.device_type != group.device.type:
+        return f"its mesh is on {mesh_info.mesh.device_type}"
+    if group._num_param_groups != 1:
+        return "several meshes in one unit"
+    if not _device.is_wanted(group) and group.post_forward_mesh_info not in (None, mesh_info):
+        return "reshard_after_forward is an int"
+    if not _device.is_wanted(group) and _device.offloads(group)[1]:
+        return "offloading to pinned memory"
+    if dist.get_backend(mesh_info.shard_process_group) == "fake":
+        return "a fake process group"
+    if reason := next(filter(None, map(_why_not_plain, group.fsdp_params)), ""):
+        return reason
+    return _device.why_not(group) if _device.is_wanted(group) else ""
+
+
+def why_torch_here(group: Any) -> str:
+    """What of that is set later, perhaps by a tool that runs on one rank alone."""
+    if group._all_reduce_hook is not None:
+        return "an all-reduce hook"
+    comms = type(group._all_gather_comm), type(group._reduce_scatter_comm)
+    if comms != _versions.default_comms():
+        return _versions.COMM_MEMORY.get(comms[0].__name__, "custom collectives")
+    for name, default in _versions.LAYOUT_FUNCTIONS.items():
+        if getattr(group, name) is not default:
+            return f"its {name} was replaced"
+    if reason := _replaced_functions.replaced_on(group):
+        return reason
+    if torch._C._len_torch_dispatch_stack() != 0:
+        return "a dispatch mode was active in the first forward"
+    if torch._C._are_functorch_transforms_active():
+        return "a functorch transform was active in the first forward"
+    return ""
+
+
+def agreed_reason(groups: Sequence[Any], mine: str) -> str:
+    """A reason that some rank has, this one's first; collective."""
+    told = f"{mine} on rank {dist.get_rank()}" if mine else ""
+    process_groups = _agreement.process_groups_of([group.mesh_info for group in groups])
+    told = _agreement.first_reason("choice of implementation", process_groups, told)
+    return mine or told
+
+
+def why_not_a_tensor(fsdp_param: Any) -> str:
+    """What the parameter is other than a tensor of numbers, each rank's rows of it."""
+    local = fsdp_param._sharded_local_tensor
+    name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
+    if fsdp_param.is_dtensor:
+        return f"{name} is a DTensor of its own (tensor parallel)"
+    if type(local) is not torch.Tensor:
+        return f"{name} is a {type(local).__name__}"
+    if hasattr(local, "fsdp_pre_all_gather"):
+        return f"{name} has an all-gather extension"
+    return f"{name} has spmd types" if _versions.is_typed_spmd(fsdp_param) else ""
+
+
+def _why_not_plain(fsdp_param: Any) -> str:
+    if reason := why_not_a_tensor(fsdp_param):
+        return reason
+    name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
+    if fsdp_param.sharded_param.requires_grad and _versions.takes_any_gradient(fsdp_param):
+        return f"gradients of {name} may be of any dtype (grad_dtype=None)"
+    dtypes = {_versions.reduce_dtype(fsdp_param), _versions.grad_dtype(fsdp_param)}
+    if fsdp_param.sharded_param.requires_grad and not dtypes <= SUMMABLE:
+        return f"gradients of {name} are of another dtype than floating point"
+    return ""

@@ -1,0 +1,39 @@
+"""What the core has to know of a parameter to lay it out."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fsdp_c._compat import _versions
+
+SUMMABLE = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+
+
+class ParamSpec(NamedTuple):
+    """In the order in which parse_param in csrc/bind/fsdp/domain.cpp reads it."""
+
+    outer: int
+    rows: int  # of the dim that ranks shard
+    inner: int
+    orig: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    grad: torch.dtype
+    has_grad: bool  # is of a type that can be summed
+    trainable: bool
+
+
+def spec_of(fsdp_param: Any) -> ParamSpec:
+    orig = fsdp_param.orig_dtype
+    has_grad = orig in SUMMABLE and _versions.reduce_dtype(fsdp_param) in SUMMABLE
+    return ParamSpec(
+        *fsdp_param.geometry(),
+        orig=orig,
+        compute=_versions.compute_dtype(fsdp_param),
+        reduce=_versions.reduce_dtype(fsdp_param) if has_grad else orig,
+        grad=_versions.grad_dtype(fsdp_param) if has_grad else orig,
+        has_grad=has_grad,
+        trainable=bool(fsdp_param.sharded_param.requires_grad),
+    )
