@@ -104,15 +104,15 @@ void apart_tell(fc_domain *domain)
 /* What a peer said of `phase`; false if it says nothing of it, or no longer. */
 static bool read_reason(const fc_domain *domain, int peer, uint64_t phase, char *out)
 {
-    const reason *theirs = domain_reason(domain, peer);
+    reason *theirs = domain_reason(domain, peer);
 
     if (__atomic_load_n(&theirs->phase, __ATOMIC_ACQUIRE) != phase) {
         return false;
     }
     memcpy(out, theirs->text, REASON_BYTES);
     out[REASON_BYTES - 1] = '\0';
-    __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    return out[0] != '\0' && __atomic_load_n(&theirs->phase, __ATOMIC_ACQUIRE) == phase;
+    /* A write, of the same value, so that no read of the text comes after it. */
+    return out[0] != '\0' && __atomic_fetch_add(&theirs->phase, 0, __ATOMIC_ACQ_REL) == phase;
 }
 
 fc_status apart_told_by(fc_domain *domain, int peer)

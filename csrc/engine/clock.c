@@ -4,6 +4,8 @@
 #include "engine/domain_private.h"
 #include "engine/exchange.h"
 
+#include <stdio.h>
+
 static void set_clock(fc_domain *domain, uint64_t value)
 {
     domain->clock = value;
@@ -127,11 +129,11 @@ static fc_status check_present(fc_domain *domain, int peer, const char *op, cons
     }
     return fc_fail(FC_ERR_PEER,
                    "rank %d no longer runs this model on the core, and rank %d waits for it in "
-                   "%s%s%s: hooks, collectives or replaced functions that only torch's "
-                   "implementation has must be set on all ranks",
+                   "%s%s%s: hooks, collectives or replaced functions that only %s has must be set "
+                   "on all ranks",
                    fc_transport_global_rank(domain->transport, peer),
                    fc_transport_global_rank(domain->transport, domain->rank), op,
-                   unit != NULL ? " of unit " : "", unit != NULL ? unit : "");
+                   unit != NULL ? " of unit " : "", unit != NULL ? unit : "", domain->fallback);
 }
 
 /* Waits until every peer's clock is at least `target`. A peer that has left the phase by an
@@ -284,6 +286,11 @@ void fc_domain_fail(fc_domain *domain)
     set_clock(domain, domain->clock | PHASE_CLOSED);
 }
 
+void fc_domain_name_fallback(fc_domain *domain, const char *name)
+{
+    domain->fallback = name;
+}
+
 void fc_domain_leave(fc_domain *domain)
 {
     if (domain->clock == CLOCK_LEFT) {
@@ -314,9 +321,10 @@ static bool left_or_goes_on(void *arg)
 
 fc_status fc_domain_await_left(fc_domain *domain)
 {
-    const fc_wait_info info = {"the change to torch's implementation", NULL,
-                               domain->left_after >> STEP_SHIFT};
+    char op[96];
+    const fc_wait_info info = {op, NULL, domain->left_after >> STEP_SHIFT};
 
+    (void)snprintf(op, sizeof(op), "the change to %s", domain->fallback);
     if (!domain->is_mapped) {
         return FC_OK;
     }
@@ -331,10 +339,10 @@ fc_status fc_domain_await_left(fc_domain *domain)
             count_refused(domain);
             return fc_fail(FC_ERR_PEER,
                            "rank %d no longer runs this model on the core, and rank %d does: "
-                           "hooks, collectives or replaced functions that only torch's "
-                           "implementation has must be set on all ranks",
+                           "hooks, collectives or replaced functions that only %s has must be "
+                           "set on all ranks",
                            fc_transport_global_rank(domain->transport, domain->rank),
-                           fc_transport_global_rank(domain->transport, peer));
+                           fc_transport_global_rank(domain->transport, peer), domain->fallback);
         }
     }
     return FC_OK;

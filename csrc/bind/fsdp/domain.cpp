@@ -113,6 +113,7 @@ PyObject *domain_new(PyTypeObject *type, PyObject *args, PyObject *)
                                is_replicate ? FC_DOMAIN_REPLICATE : FC_DOMAIN_SHARD,
                                list.descs.data(), list.descs.size(), shard_rank, n_shards,
                                &object->domain));
+        fc_domain_name_fallback(object->domain, "torch's implementation");
         fc_batch_limit(object->domain, static_cast<size_t>(batch_bytes));
         object->transport = Py_NewRef(transport);
         if (streams != Py_None) {
