@@ -71,7 +71,7 @@ CXX_SOURCES = {
     ),
     "csrc/bind/optim": "clip optim params",
     "csrc/bind/python": "callbacks replaced_functions shutdown status untraced",
-    "csrc/bind/tensor": "aliased layout local_tensors parking pytree tensors",
+    "csrc/bind/tensor": "data_access layout local_tensors pytree taken_memory tensors",
 }
 C_TEST_SOURCES = {
     "tests/c": (

@@ -15,10 +15,10 @@
 #include "bind/python/callbacks.h"
 #include "bind/python/replaced_functions.h"
 #include "bind/python/shutdown.h"
-#include "bind/tensor/aliased.h"
+#include "bind/tensor/data_access.h"
 #include "bind/tensor/layout.h"
 #include "bind/tensor/local_tensors.h"
-#include "bind/tensor/parking.h"
+#include "bind/tensor/taken_memory.h"
 #include "kernels/kernels.h"
 
 static PyObject *kernels(PyObject *, PyObject *)

@@ -289,11 +289,6 @@ def check_dims(mesh: DeviceMesh, dp_mesh_dims: DataParallelMeshDims | None) -> N
         )
 
 
-def is_sharded_module(module: nn.Module) -> bool:
-    """Whether a fully_shard call manages the module itself."""
-    return _get_module_fsdp_state(module) is not None
-
-
 def groups_of(module: nn.Module) -> list[Any]:
     """The groups of the fully_shard call on the module itself; empty if there is none."""
     state = _get_module_fsdp_state(module)

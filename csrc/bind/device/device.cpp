@@ -5,6 +5,7 @@
 #include "bind/device/accelerator.h"
 #include "bind/fsdp/unit.h"
 #include "bind/python/fields.h"
+#include "bind/python/objects.h"
 #include "bind/tensor/tensors.h"
 #include "device/host/host.h"
 #include "engine/gathers.h"
@@ -285,11 +286,6 @@ void DeviceUnit::post(const std::vector<at::Tensor> &grads, uint64_t present, do
 
 namespace {
 
-struct StreamsObject {
-    PyObject_HEAD
-    Streams *streams; // owned
-};
-
 PyTypeObject *streams_type = nullptr;
 
 PyObject *streams_new(PyTypeObject *type, PyObject *args, PyObject *)
@@ -303,18 +299,8 @@ PyObject *streams_new(PyTypeObject *type, PyObject *args, PyObject *)
         }
         auto made = std::make_unique<Streams>(reinterpret_cast<THPDevice *>(device)->device,
                                               by_torch != 0, kernels);
-        Ref self = checked(type->tp_alloc(type, 0));
-        reinterpret_cast<StreamsObject *>(self.get())->streams = made.release();
-        return self.release();
+        return make_owner(type, std::move(made)).release();
     });
-}
-
-void streams_dealloc(PyObject *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    delete reinterpret_cast<StreamsObject *>(self)->streams;
-    type->tp_free(self);
-    Py_DECREF(type);
 }
 
 PyObject *streams_connect(PyObject *self, PyObject *args)
@@ -345,12 +331,12 @@ PyMethodDef streams_methods[] = {
 
 PyType_Slot streams_slots[] = {
     {Py_tp_new, reinterpret_cast<void *>(streams_new)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(streams_dealloc)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(free_owner<Streams>)},
     {Py_tp_methods, streams_methods},
     {Py_tp_doc,
      const_cast<char *>("Streams(device, by_torch, kernels): the schedule of units on a device.")},
     {0, nullptr}};
-PyType_Spec streams_spec = {"fsdp_c._C.Streams", sizeof(StreamsObject), 0, Py_TPFLAGS_DEFAULT,
+PyType_Spec streams_spec = {"fsdp_c._C.Streams", sizeof(Owning<Streams>), 0, Py_TPFLAGS_DEFAULT,
                             streams_slots};
 
 } // namespace
@@ -361,7 +347,7 @@ Streams *streams_of(PyObject *object)
         PyErr_SetString(PyExc_TypeError, "expected Streams");
         throw_python();
     }
-    return reinterpret_cast<StreamsObject *>(object)->streams;
+    return &owned<Streams>(object);
 }
 
 } // namespace fc

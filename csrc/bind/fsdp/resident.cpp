@@ -2,7 +2,7 @@
 #include "bind/device/device.h"
 #include "bind/fsdp/gradients.h"
 #include "bind/fsdp/unit.h"
-#include "bind/tensor/aliased.h"
+#include "bind/tensor/data_access.h"
 #include "bind/tensor/tensors.h"
 
 #include <ATen/ops/empty.h>
@@ -42,7 +42,7 @@ bool Unit::can_reside() const
 bool Unit::may_be_written() const
 {
     return std::any_of(params_.begin(), params_.end(), [](const Param &p) {
-        return is_written(p) || is_aliased(p.unsharded_tensor);
+        return is_written(p) || is_data_taken(p.unsharded_tensor);
     });
 }
 

@@ -6,7 +6,7 @@
 #include "bind/fsdp/events.h"
 #include "bind/fsdp/steps.h"
 #include "bind/python/fields.h"
-#include "bind/tensor/aliased.h"
+#include "bind/tensor/data_access.h"
 #include "bind/tensor/layout.h"
 #include "bind/tensor/tensors.h"
 #include "engine/order.h"
@@ -458,7 +458,7 @@ bool Unit::is_written(const Param &p)
 void Unit::discard_writes()
 {
     for (size_t i = 0; i < params_.size(); i++) {
-        if (is_written(params_[i]) || is_aliased(params_[i].unsharded_tensor)) {
+        if (is_written(params_[i]) || is_data_taken(params_[i].unsharded_tensor)) {
             fc_unit_discard_writes(shard_, i);
         }
     }

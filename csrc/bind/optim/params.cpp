@@ -68,7 +68,7 @@ OptimizerParams::OptimizerParams(PyObject *params, PyObject *sharded)
     }
 }
 
-Layout *OptimizerParams::layout_of(PyObject *param)
+DTensorLayout *OptimizerParams::layout_of(PyObject *param)
 {
     if (!is_dtensor(param)) {
         return nullptr;
@@ -79,7 +79,7 @@ Layout *OptimizerParams::layout_of(PyObject *param)
             return layout.get();
         }
     }
-    layouts_.push_back(std::make_unique<Layout>(spec.get()));
+    layouts_.push_back(std::make_unique<DTensorLayout>(spec.get()));
     return layouts_.back().get();
 }
 
@@ -105,7 +105,7 @@ int OptimizerParams::traverse(visitproc visit, void *arg) const
 }
 
 // Its version will count. False: it is no memory of these sizes.
-bool OptimizerParams::add_written(PyObject *object, Layout *layout, at::IntArrayRef sizes,
+bool OptimizerParams::add_written(PyObject *object, DTensorLayout *layout, at::IntArrayRef sizes,
                                   float *&memory)
 {
     at::Tensor local = floats_of(object, layout);

@@ -37,13 +37,13 @@ public:
 private:
     struct Member {
         Ref param;
-        bool is_ours;   // to step
-        Layout *layout; // null: a plain tensor
+        bool is_ours;          // to step
+        DTensorLayout *layout; // null: a plain tensor
     };
     // What an optimizer keeps of a parameter, as in fc_optim_param. Null: it has none.
     using StateObjects = std::array<PyObject *, 3>;
 
-    Layout *layout_of(PyObject *param);
+    DTensorLayout *layout_of(PyObject *param);
     static bool row_locals(const Member &member, const std::vector<PyObject *> &values,
                            std::vector<Ref> &locals);
     template <typename Collect, typename Run>
@@ -52,11 +52,12 @@ private:
                       bool is_amsgrad);
     bool collect_sgd(const Member &row, PyObject *own);
     bool add(const Member &row, const StateObjects &state);
-    bool add_written(PyObject *object, Layout *layout, at::IntArrayRef sizes, float *&memory);
+    bool add_written(PyObject *object, DTensorLayout *layout, at::IntArrayRef sizes,
+                     float *&memory);
     void forget();
 
     std::vector<Member> rows_;
-    std::vector<std::unique_ptr<Layout>> layouts_;
+    std::vector<std::unique_ptr<DTensorLayout>> layouts_;
     bool is_running_ = false;
     // Of the running step; empty between steps, so that nobody's tensors are kept.
     std::vector<fc_optim_param> stepped_;

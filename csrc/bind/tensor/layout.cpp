@@ -27,14 +27,14 @@ bool are_equal(PyObject *a, PyObject *b)
 
 } // namespace
 
-Layout::Layout(PyObject *spec)
+DTensorLayout::DTensorLayout(PyObject *spec)
     : mesh_(checked(PyObject_GetAttr(spec, names.mesh))),
       placements_(checked(PyObject_GetAttr(spec, names.placements)))
 {
     remember(spec);
 }
 
-void Layout::remember(PyObject *spec)
+void DTensorLayout::remember(PyObject *spec)
 {
     if (known_.size() == max_known_specs) { // somebody makes new ones in every step
         known_.clear();
@@ -44,7 +44,7 @@ void Layout::remember(PyObject *spec)
     kept_.push_back(Ref::borrow(spec));
 }
 
-bool Layout::has(PyObject *spec)
+bool DTensorLayout::has(PyObject *spec)
 {
     if (known_.count(spec) != 0) {
         return true;
@@ -58,7 +58,7 @@ bool Layout::has(PyObject *spec)
     return true;
 }
 
-int Layouts::number_of(PyObject *spec)
+int DTensorLayouts::number_of(PyObject *spec)
 {
     const auto known = known_.find(spec);
     if (known != known_.end()) {
@@ -76,7 +76,7 @@ int Layouts::number_of(PyObject *spec)
 }
 
 // Comparing runs Python code, which may come here too.
-int Layouts::find(PyObject *spec)
+int DTensorLayouts::find(PyObject *spec)
 {
     Seen made{Ref::borrow(spec), checked(PyObject_GetAttr(spec, names.mesh)),
               checked(PyObject_GetAttr(spec, names.placements)), -1};
@@ -160,7 +160,7 @@ bool is_plain(PyObject *object)
     return is_ordinary(object) && THPVariable_Unpack(object).is_cpu();
 }
 
-Ref local_of(PyObject *object, Layout *layout)
+Ref local_of(PyObject *object, DTensorLayout *layout)
 {
     Ref local;
     if (layout == nullptr) {
@@ -174,7 +174,7 @@ Ref local_of(PyObject *object, Layout *layout)
     return local && is_ordinary(local.get()) ? local : Ref();
 }
 
-at::Tensor floats_of(PyObject *object, Layout *layout)
+at::Tensor floats_of(PyObject *object, DTensorLayout *layout)
 {
     Ref local = local_of(object, layout);
     if (!local) {

@@ -13,9 +13,9 @@
 namespace fc {
 
 // DTensors on one mesh with the same placements. Specs that were compared once are known again.
-class Layout {
+class DTensorLayout {
 public:
-    explicit Layout(PyObject *spec);
+    explicit DTensorLayout(PyObject *spec);
     bool has(PyObject *spec);
 
 private:
@@ -27,7 +27,7 @@ private:
 };
 
 // All layouts that were seen, numbered as they come, and so are their meshes.
-class Layouts {
+class DTensorLayouts {
 public:
     int number_of(PyObject *spec);
     int n_layouts() const { return static_cast<int>(seen_.size()); }
@@ -62,10 +62,10 @@ Ref local_tensor_of(PyObject *dtensor); // what it has here, of any kind
 
 // The tensor that a DTensor in the layout has here, or without a layout `object` itself; null if it
 // is another thing.
-Ref local_of(PyObject *object, Layout *layout);
+Ref local_of(PyObject *object, DTensorLayout *layout);
 
 // The same where it is flat float32 memory; else undefined.
-at::Tensor floats_of(PyObject *object, Layout *layout);
+at::Tensor floats_of(PyObject *object, DTensorLayout *layout);
 
 void bump_version(const at::Tensor &tensor);
 

@@ -2,6 +2,7 @@
 #include "bind/tensor/local_tensors.h"
 
 #include "bind/optim/clip.h"
+#include "bind/python/objects.h"
 #include "bind/python/python.h"
 #include "bind/tensor/layout.h"
 
@@ -20,16 +21,11 @@ namespace fc {
 
 namespace {
 
-// Layouts of all tensors that were collected, and for each of them, where it was the first of a
-// collection, the order of that.
+// DTensorLayouts of all tensors that were collected, and for each of them, where it was the first
+// of a collection, the order of that.
 struct Known {
-    Layouts layouts;
+    DTensorLayouts layouts;
     std::unordered_map<int, SharedOrder> orders;
-};
-
-struct LayoutsObject {
-    PyObject_HEAD
-    Known *known; // owned
 };
 
 PyObject *layouts_new(PyTypeObject *type, PyObject *args, PyObject *)
@@ -37,27 +33,14 @@ PyObject *layouts_new(PyTypeObject *type, PyObject *args, PyObject *)
     if (!PyArg_ParseTuple(args, ":Layouts")) {
         return nullptr;
     }
-    return guarded([&]() -> PyObject * {
-        auto known = std::make_unique<Known>();
-        Ref self = checked(type->tp_alloc(type, 0));
-        reinterpret_cast<LayoutsObject *>(self.get())->known = known.release();
-        return self.release();
-    });
-}
-
-void layouts_dealloc(PyObject *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    delete reinterpret_cast<LayoutsObject *>(self)->known;
-    type->tp_free(self);
-    Py_DECREF(type);
+    return guarded([&] { return make_owner(type, std::make_unique<Known>()).release(); });
 }
 
 constexpr int no_layout = -1; // of a plain tensor
 
 // A list's tensors, and their memory on this rank.
 struct Locals {
-    Ref owner;                       // the Layouts object
+    Ref owner;                       // the DTensorLayouts object
     std::vector<at::Tensor> tensors; // as users have them
     std::vector<at::Tensor> locals;
     std::vector<int> numbers; // their layouts
@@ -68,55 +51,45 @@ struct Locals {
     std::optional<Flat> flat; // once it was asked for
 };
 
-struct LocalsObject {
-    PyObject_HEAD
-    Locals *held; // owned
-};
-
 PyTypeObject *locals_type;
 
 Known &known_of(PyObject *layouts)
 {
-    return *reinterpret_cast<LayoutsObject *>(layouts)->known;
+    return owned<Known>(layouts);
 }
 
-Locals &held_by(PyObject *self)
-{
-    return *reinterpret_cast<LocalsObject *>(self)->held;
-}
-
-int mesh_number_of(const Locals &held, int layout)
+int mesh_number_of(const Locals &collected, int layout)
 {
     return layout == no_layout ? no_layout
-                               : known_of(held.owner.get()).layouts.mesh_number_of(layout);
+                               : known_of(collected.owner.get()).layouts.mesh_number_of(layout);
 }
 
-void note_layout(Locals &held, int layout)
+void note_layout(Locals &collected, int layout)
 {
-    held.numbers.push_back(layout);
-    std::vector<int> &seen = held.layouts;
+    collected.numbers.push_back(layout);
+    std::vector<int> &seen = collected.layouts;
     if (std::find(seen.begin(), seen.end(), layout) != seen.end()) {
         return;
     }
     const bool is_new_mesh = std::none_of(seen.begin(), seen.end(), [&](int other) {
-        return mesh_number_of(held, other) == mesh_number_of(held, layout);
+        return mesh_number_of(collected, other) == mesh_number_of(collected, layout);
     });
-    held.n_meshes += is_new_mesh ? 1 : 0;
+    collected.n_meshes += is_new_mesh ? 1 : 0;
     seen.push_back(layout);
 }
 
-void add(Locals &held, at::Tensor tensor, at::Tensor local, int layout)
+void add(Locals &collected, at::Tensor tensor, at::Tensor local, int layout)
 {
-    if (!held.locals.empty()) {
-        const at::Tensor &first = held.locals.front();
-        held.is_uniform = held.is_uniform && local.scalar_type() == first.scalar_type() &&
-                          local.device() == first.device();
+    if (!collected.locals.empty()) {
+        const at::Tensor &first = collected.locals.front();
+        collected.is_uniform = collected.is_uniform && local.scalar_type() == first.scalar_type() &&
+                               local.device() == first.device();
     }
-    held.is_flat = held.is_flat && local.is_cpu() && local.scalar_type() == at::kFloat &&
-                   local.is_contiguous();
-    note_layout(held, layout);
-    held.tensors.push_back(std::move(tensor));
-    held.locals.push_back(std::move(local));
+    collected.is_flat = collected.is_flat && local.is_cpu() && local.scalar_type() == at::kFloat &&
+                        local.is_contiguous();
+    note_layout(collected, layout);
+    collected.tensors.push_back(std::move(tensor));
+    collected.locals.push_back(std::move(local));
 }
 
 bool is_real(at::ScalarType type)
@@ -125,7 +98,7 @@ bool is_real(at::ScalarType type)
 }
 
 // False if the tensor is something else than numbers in memory, or cannot count its versions.
-bool take(Locals &held, at::Tensor tensor)
+bool take(Locals &collected, at::Tensor tensor)
 {
     if (tensor.is_inference()) {
         return false;
@@ -135,21 +108,14 @@ bool take(Locals &held, at::Tensor tensor)
     int layout = no_layout;
     if (is_dtensor(object.get())) {
         Ref spec = spec_of(object.get());
-        layout = known_of(held.owner.get()).layouts.number_of(spec.get());
+        layout = known_of(collected.owner.get()).layouts.number_of(spec.get());
         local = local_tensor_of(object.get());
     }
     if (!is_ordinary(local.get()) || !is_real(THPVariable_Unpack(local.get()).scalar_type())) {
         return false;
     }
-    add(held, std::move(tensor), THPVariable_Unpack(local.get()), layout);
+    add(collected, std::move(tensor), THPVariable_Unpack(local.get()), layout);
     return true;
-}
-
-PyObject *wrapped(std::unique_ptr<Locals> held)
-{
-    Ref result = checked(locals_type->tp_alloc(locals_type, 0));
-    reinterpret_cast<LocalsObject *>(result.get())->held = held.release();
-    return result.release();
 }
 
 // Undefined: the item has none.
@@ -181,12 +147,12 @@ PyObject *collect(PyObject *self, PyObject *list, bool gradients)
         if (!PyList_Check(list)) {
             Py_RETURN_NONE;
         }
-        auto held = std::make_unique<Locals>();
-        held->owner = Ref::borrow(self);
+        auto collected = std::make_unique<Locals>();
+        collected->owner = Ref::borrow(self);
         const auto n = static_cast<size_t>(PyList_GET_SIZE(list));
-        held->tensors.reserve(n);
-        held->locals.reserve(n);
-        held->numbers.reserve(n);
+        collected->tensors.reserve(n);
+        collected->locals.reserve(n);
+        collected->numbers.reserve(n);
         bool is_sharded = false; // plain tensors alone are torch's
         // Comparing specs runs Python code, which may change the list.
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
@@ -195,20 +161,21 @@ PyObject *collect(PyObject *self, PyObject *list, bool gradients)
                 Py_RETURN_NONE;
             }
             at::Tensor wanted = wanted_of(item, gradients);
-            if (wanted.defined() && !take(*held, std::move(wanted))) {
+            if (wanted.defined() && !take(*collected, std::move(wanted))) {
                 Py_RETURN_NONE;
             }
-            if (!is_sharded && !held->numbers.empty()) {
-                is_sharded = held->numbers.front() != no_layout || has_dtensors(list, gradients);
+            if (!is_sharded && !collected->numbers.empty()) {
+                is_sharded =
+                    collected->numbers.front() != no_layout || has_dtensors(list, gradients);
                 if (!is_sharded) {
                     Py_RETURN_NONE;
                 }
             }
         }
-        if (held->tensors.empty()) {
+        if (collected->tensors.empty()) {
             Py_RETURN_NONE;
         }
-        return wrapped(std::move(held));
+        return make_owner(locals_type, std::move(collected)).release();
     });
 }
 
@@ -242,7 +209,7 @@ PyObject *layouts_number(PyObject *self, PyObject *spec)
 PyObject *layouts_first_spec(PyObject *self, PyObject *argument)
 {
     const long number = PyLong_AsLong(argument);
-    const Layouts &layouts = known_of(self).layouts;
+    const DTensorLayouts &layouts = known_of(self).layouts;
     if (number < 0 || number >= layouts.n_layouts()) {
         return PyErr_Occurred() != nullptr
                    ? nullptr
@@ -263,14 +230,6 @@ PyMethodDef layouts_methods[] = {
     {"spec", layouts_first_spec, METH_O, "spec(number)\n\nThe first one seen of the layout."},
     {nullptr, nullptr, 0, nullptr}};
 
-void locals_dealloc(PyObject *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    delete reinterpret_cast<LocalsObject *>(self)->held;
-    type->tp_free(self);
-    Py_DECREF(type);
-}
-
 PyObject *list_of(const std::vector<at::Tensor> &tensors)
 {
     return guarded([&]() -> PyObject * {
@@ -284,12 +243,12 @@ PyObject *list_of(const std::vector<at::Tensor> &tensors)
 
 PyObject *locals_given(PyObject *self, PyObject *)
 {
-    return list_of(held_by(self).tensors);
+    return list_of(owned<Locals>(self).tensors);
 }
 
 PyObject *locals_tensors(PyObject *self, PyObject *)
 {
-    return list_of(held_by(self).locals);
+    return list_of(owned<Locals>(self).locals);
 }
 
 PyObject *tuple_of(const std::vector<int> &numbers)
@@ -306,51 +265,51 @@ PyObject *tuple_of(const std::vector<int> &numbers)
 
 PyObject *locals_numbers(PyObject *self, PyObject *)
 {
-    return tuple_of(held_by(self).numbers);
+    return tuple_of(owned<Locals>(self).numbers);
 }
 
 PyObject *locals_parts(PyObject *self, PyObject *)
 {
     return guarded([&]() -> PyObject * {
-        const Locals &held = held_by(self);
+        const Locals &collected = owned<Locals>(self);
         std::vector<std::pair<int, std::unique_ptr<Locals>>> parts;
-        for (size_t i = 0; i < held.tensors.size(); i++) {
-            const int mesh = mesh_number_of(held, held.numbers[i]);
+        for (size_t i = 0; i < collected.tensors.size(); i++) {
+            const int mesh = mesh_number_of(collected, collected.numbers[i]);
             auto part = std::find_if(parts.begin(), parts.end(),
                                      [&](const auto &other) { return other.first == mesh; });
             if (part == parts.end()) {
                 parts.emplace_back(mesh, std::make_unique<Locals>());
                 part = parts.end() - 1;
-                part->second->owner = held.owner;
+                part->second->owner = collected.owner;
             }
-            add(*part->second, held.tensors[i], held.locals[i], held.numbers[i]);
+            add(*part->second, collected.tensors[i], collected.locals[i], collected.numbers[i]);
         }
         Ref result = checked(PyList_New(static_cast<Py_ssize_t>(parts.size())));
         for (size_t i = 0; i < parts.size(); i++) {
             PyList_SET_ITEM(result.get(), static_cast<Py_ssize_t>(i),
-                            checked(wrapped(std::move(parts[i].second))).release());
+                            make_owner(locals_type, std::move(parts[i].second)).release());
         }
         return result.release();
     });
 }
 
-const Flat &flat_in(Locals &held)
+const Flat &flat_in(Locals &collected)
 {
-    TORCH_CHECK(held.is_flat, "expected contiguous float32 tensors on the CPU");
-    if (!held.flat) {
-        SharedOrder &last = known_of(held.owner.get()).orders[held.layouts.front()];
-        held.flat = flat_of(held.locals, last);
+    TORCH_CHECK(collected.is_flat, "expected contiguous float32 tensors on the CPU");
+    if (!collected.flat) {
+        SharedOrder &last = known_of(collected.owner.get()).orders[collected.layouts.front()];
+        collected.flat = flat_of(collected.locals, last);
     }
-    return *held.flat;
+    return *collected.flat;
 }
 
 PyObject *locals_norms(PyObject *self, PyObject *)
 {
     return guarded([&]() -> PyObject * {
-        Locals &held = held_by(self);
-        const Flat &flat = flat_in(held);
+        Locals &collected = owned<Locals>(self);
+        const Flat &flat = flat_in(collected);
         at::AutoDispatchBelowADInplaceOrView no_autograd;
-        at::Tensor norms = at::empty({static_cast<int64_t>(held.locals.size())}, at::kFloat);
+        at::Tensor norms = at::empty({static_cast<int64_t>(collected.locals.size())}, at::kFloat);
         {
             NoGil no_gil;
             find_norms(flat, static_cast<float *>(norms.data_ptr()));
@@ -360,11 +319,11 @@ PyObject *locals_norms(PyObject *self, PyObject *)
 }
 
 // Those of local tensors are counted by who writes them.
-void count_versions(const Locals &held)
+void count_versions(const Locals &collected)
 {
-    for (size_t i = 0; i < held.tensors.size(); i++) {
-        if (held.numbers[i] != no_layout) {
-            bump_version(held.tensors[i]);
+    for (size_t i = 0; i < collected.tensors.size(); i++) {
+        if (collected.numbers[i] != no_layout) {
+            bump_version(collected.tensors[i]);
         }
     }
 }
@@ -376,10 +335,10 @@ PyObject *locals_multiply(PyObject *self, PyObject *argument)
         return nullptr;
     }
     return guarded([&]() -> PyObject * {
-        Locals &held = held_by(self);
-        const Flat &flat = flat_in(held);
-        count_versions(held);
-        for (const at::Tensor &local : held.locals) {
+        Locals &collected = owned<Locals>(self);
+        const Flat &flat = flat_in(collected);
+        count_versions(collected);
+        for (const at::Tensor &local : collected.locals) {
             bump_version(local);
         }
         if (factor != 1.0f || flushes_denormals()) {
@@ -393,7 +352,7 @@ PyObject *locals_multiply(PyObject *self, PyObject *argument)
 PyObject *locals_count_versions(PyObject *self, PyObject *)
 {
     return guarded([&]() -> PyObject * {
-        count_versions(held_by(self));
+        count_versions(owned<Locals>(self));
         Py_RETURN_NONE;
     });
 }
@@ -415,22 +374,22 @@ PyMethodDef locals_methods[] = {
 
 PyObject *locals_layouts(PyObject *self, void *)
 {
-    return tuple_of(held_by(self).layouts);
+    return tuple_of(owned<Locals>(self).layouts);
 }
 
 PyObject *locals_n_meshes(PyObject *self, void *)
 {
-    return PyLong_FromLong(held_by(self).n_meshes);
+    return PyLong_FromLong(owned<Locals>(self).n_meshes);
 }
 
 PyObject *locals_is_uniform(PyObject *self, void *)
 {
-    return PyBool_FromLong(held_by(self).is_uniform);
+    return PyBool_FromLong(owned<Locals>(self).is_uniform);
 }
 
 PyObject *locals_is_flat(PyObject *self, void *)
 {
-    return PyBool_FromLong(held_by(self).is_flat);
+    return PyBool_FromLong(owned<Locals>(self).is_flat);
 }
 
 PyGetSetDef locals_facts[] = {
@@ -443,23 +402,23 @@ PyGetSetDef locals_facts[] = {
 
 PyType_Slot locals_slots[] = {
     {Py_tp_doc, const_cast<char *>("The local tensors of a list of tensors.")},
-    {Py_tp_dealloc, reinterpret_cast<void *>(locals_dealloc)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(free_owner<Locals>)},
     {Py_tp_methods, locals_methods},
     {Py_tp_getset, locals_facts},
     {0, nullptr}};
 
-PyType_Spec locals_spec = {"fsdp_c._C.Locals", sizeof(LocalsObject), 0,
+PyType_Spec locals_spec = {"fsdp_c._C.Locals", sizeof(Owning<Locals>), 0,
                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, locals_slots};
 
 PyType_Slot layouts_slots[] = {
     {Py_tp_doc, const_cast<char *>("Layouts()\n--\n\nMeshes and placements of DTensors, numbered "
                                    "as they come; collects local tensors.")},
     {Py_tp_new, reinterpret_cast<void *>(layouts_new)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(layouts_dealloc)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(free_owner<Known>)},
     {Py_tp_methods, layouts_methods},
     {0, nullptr}};
 
-PyType_Spec layouts_spec = {"fsdp_c._C.Layouts", sizeof(LayoutsObject), 0, Py_TPFLAGS_DEFAULT,
+PyType_Spec layouts_spec = {"fsdp_c._C.Layouts", sizeof(Owning<Known>), 0, Py_TPFLAGS_DEFAULT,
                             layouts_slots};
 
 } // namespace

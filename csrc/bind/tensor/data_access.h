@@ -1,6 +1,6 @@
 // Tensors that know when somebody may write to them uncounted.
-#ifndef FC_BIND_TENSOR_ALIASED_H
-#define FC_BIND_TENSOR_ALIASED_H
+#ifndef FC_BIND_TENSOR_DATA_ACCESS_H
+#define FC_BIND_TENSOR_DATA_ACCESS_H
 
 #include <Python.h>
 
@@ -10,11 +10,11 @@ namespace fc {
 
 // True if the tensor, made by fc_make_noted, was copied with a version counter of its own
 // (`tensor.data`): writes to the copy are writes to its memory that its own counter does not count.
-bool is_aliased(const at::Tensor &tensor);
+bool is_data_taken(const at::Tensor &tensor);
 
 } // namespace fc
 
-// make_noted(tensor): a tensor on the same memory for is_aliased.
+// make_noted(tensor): a tensor on the same memory for is_data_taken.
 PyObject *fc_make_noted(PyObject *, PyObject *tensor);
 
 #endif

@@ -1,6 +1,6 @@
 // Memory that is taken from a tensor's storage for a while.
-#ifndef FC_BIND_TENSOR_PARKING_H
-#define FC_BIND_TENSOR_PARKING_H
+#ifndef FC_BIND_TENSOR_TAKEN_MEMORY_H
+#define FC_BIND_TENSOR_TAKEN_MEMORY_H
 
 #include <Python.h>
 

@@ -1,5 +1,5 @@
 // Takes a storage's memory away and gives it back: tensors, views and whoever holds them stay.
-#include "bind/tensor/parking.h"
+#include "bind/tensor/taken_memory.h"
 
 #include "bind/compat.h"
 #include "bind/python/python.h"
@@ -21,11 +21,11 @@ PyObject *fc_take_memory(PyObject *, PyObject *args)
         c10::StorageImpl *storage = fc::tensor_of(object).storage().unsafeGetStorageImpl();
         const size_t bytes = storage->nbytes();
         at::Tensor taken = at::empty({0}, at::dtype(at::kByte));
-        c10::StorageImpl *home = taken.storage().unsafeGetStorageImpl();
-        home->set_data_ptr_noswap(
+        c10::StorageImpl *into = taken.storage().unsafeGetStorageImpl();
+        into->set_data_ptr_noswap(
             storage->set_data_ptr(at::DataPtr(nullptr, c10::Device(c10::kCPU))));
-        home->set_nbytes(bytes);
-        home->set_resizable(false);
+        into->set_nbytes(bytes);
+        into->set_resizable(false);
         fc::set_memory(storage, nullptr, 0);
         fc::set_unreadable_text(storage, text);
         taken.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(bytes)});

@@ -1,5 +1,5 @@
 // Notes copies of tensors that share their memory and not their version counter.
-#include "bind/tensor/aliased.h"
+#include "bind/tensor/data_access.h"
 
 #include "bind/python/python.h"
 #include "bind/tensor/tensors.h"
@@ -16,7 +16,7 @@ namespace fc {
 
 namespace {
 
-std::atomic<bool> any_is_aliased{false}; // else nobody has to look at tensors
+std::atomic<bool> any_data_is_taken{false}; // else nobody has to look at tensors
 
 class NotedImpl final : public c10::TensorImpl {
 public:
@@ -41,7 +41,7 @@ public:
         return TensorImpl::shallow_copy_and_detach(std::move(version), may_change);
     }
 
-    bool is_aliased() const { return is_aliased_.load(std::memory_order_relaxed); }
+    bool is_data_taken() const { return is_data_taken_.load(std::memory_order_relaxed); }
 
 private:
     // A counter that nobody else has is not this tensor's. (The copy that detach() makes gets this
@@ -52,23 +52,23 @@ private:
             !c10::InferenceMode::is_enabled() &&
             c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView);
         if (version.unique() && !is_in_operator) {
-            is_aliased_.store(true, std::memory_order_relaxed);
-            any_is_aliased.store(true, std::memory_order_relaxed);
+            is_data_taken_.store(true, std::memory_order_relaxed);
+            any_data_is_taken.store(true, std::memory_order_relaxed);
         }
     }
 
-    mutable std::atomic<bool> is_aliased_{false};
+    mutable std::atomic<bool> is_data_taken_{false};
 };
 
 } // namespace
 
-bool is_aliased(const at::Tensor &tensor)
+bool is_data_taken(const at::Tensor &tensor)
 {
-    if (!any_is_aliased.load(std::memory_order_relaxed)) {
+    if (!any_data_is_taken.load(std::memory_order_relaxed)) {
         return false;
     }
     const auto *noted = dynamic_cast<const NotedImpl *>(tensor.unsafeGetTensorImpl());
-    return noted != nullptr && noted->is_aliased();
+    return noted != nullptr && noted->is_data_taken();
 }
 
 } // namespace fc
