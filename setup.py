@@ -51,8 +51,9 @@ C_SOURCES = {
     ),
     "csrc/comm": "comm mapped message pieces step",
     "csrc/engine": (
-        "apart batch clock domain exchange gathers layout layout_runs meet order schedule "
-        "schedule_moves schedule_reduce schedule_setup schedule_slots slots unit waits"
+        "apart batch clock domain exchange gathers layout layout_runs meet order reduction "
+        "reduction_replicas schedule schedule_moves schedule_reduce schedule_setup schedule_slots "
+        "slots unit waits"
     ),
 }
 # Linked with the programs that test the core, and with nothing else.
@@ -66,8 +67,8 @@ CXX_SOURCES = {
         "accelerator device device_comm device_comm_group device_comm_nccl device_unit"
     ),
     "csrc/bind/fsdp": (
-        "arrivals autograd context domain events gather gradients graphs held hooks module_call "
-        "param_group reduce resident state steps tree unit write"
+        "accumulated arrivals autograd context domain events gather gradients graphs hooks "
+        "module_call param_group reduce resident state steps tree unit write"
     ),
     "csrc/bind/optim": "clip optim params",
     "csrc/bind/python": "callbacks replaced_functions shutdown status untraced",
@@ -77,9 +78,9 @@ C_TEST_SOURCES = {
     "tests/c": (
         "test_base test_batch test_comm test_cuda_index test_device_host test_device_sim "
         "test_exchange test_faults test_gathers test_group_history test_kernels "
-        "test_kernels_optim test_kernels_round test_layout test_nccl test_optim test_schedule "
-        "test_schedule_alone test_schedule_capture test_schedule_kernels test_schedule_order "
-        "test_slots test_transport"
+        "test_kernels_optim test_kernels_round test_layout test_nccl test_optim test_reduction "
+        "test_schedule test_schedule_alone test_schedule_capture test_schedule_kernels "
+        "test_schedule_order test_slots test_transport"
     ),
 }
 # Libraries that the test programs open: NCCL's newest interface, and an old one.

@@ -30,6 +30,7 @@ void fc_domain_open(fc_domain *domain, fc_opening opening)
     if (fc_domain_is_open(domain)) {
         fc_domain_fail(domain);
     }
+    reduction_forget_borrowed(domain);
     fc_exchange_reset(domain);
     batch_drop(domain);
     order_turn(domain);
@@ -270,6 +271,7 @@ fc_status fc_domain_close(fc_domain *domain)
 
 void fc_domain_fail(fc_domain *domain)
 {
+    reduction_forget_borrowed(domain);
     if (!fc_domain_is_open(domain)) {
         return;
     }

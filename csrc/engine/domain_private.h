@@ -6,6 +6,7 @@
 #include "engine/batch.h"
 #include "engine/domain.h"
 #include "engine/layout.h"
+#include "engine/reduction.h"
 #include "engine/waits.h"
 
 enum {
@@ -77,7 +78,9 @@ struct fc_unit {
     fc_param *params; /* owned */
     fc_layout layout;
     size_t full_at; /* bytes, in the region */
-    void *owner;    /* the caller's, see fc_unit_set_owner */
+    /* Its reductions; set by fc_reduction_attach. */
+    fc_reduction *reduction; /* borrowed; NULL: nobody's */
+    void *owner;             /* whom they are for */
     /* Reduction of this rank. */
     uint64_t posted;   /* tag of the last post */
     uint64_t finished; /* tag up to which reductions are done */
@@ -130,11 +133,12 @@ struct fc_domain {
     /* This rank's arena. */
     ring_entry *ring; /* owned; entry of sequence s at s % ring_capacity */
     size_t ring_capacity;
-    size_t oldest, newest; /* sequences: entries in use are [oldest, newest) */
-    size_t unfinished;     /* this rank has finished all entries before it */
-    size_t next_at;        /* bytes; where the next post goes */
-    size_t cursor;         /* where the search for finishable units goes on */
-    fc_domain *next;       /* of the same tree, in a ring */
+    size_t oldest, newest;  /* sequences: entries in use are [oldest, newest) */
+    size_t unfinished;      /* this rank has finished all entries before it */
+    size_t next_at;         /* bytes; where the next post goes */
+    size_t cursor;          /* where the search for finishable units goes on */
+    fc_domain *next;        /* of the same tree, in a ring */
+    fc_reduction *borrower; /* borrowed; has gradients that are read later; NULL: none has */
     /* This rank's waits; waits.c. */
     fc_waits *waits;    /* owned; units, then the ends of phases, by fc_wait_kind */
     uint64_t *wait_ns;  /* owned; by peer */
@@ -262,6 +266,9 @@ void order_turn(fc_domain *domain);
 /* Whether the unit may be gathered ahead. */
 bool order_is_small(const fc_unit *unit);
 void order_fini(fc_domain *domain);
+
+/* Gives borrowed gradients of a phase that has ended back unread; reduction.c. */
+void reduction_forget_borrowed(fc_domain *domain);
 
 /* Drops the copies of posts up to `tag`; exchange.c. */
 void exchange_drop_drained(fc_unit *unit, uint64_t tag);

@@ -58,6 +58,14 @@ FC_MUST_CHECK fc_status fc_exchange_await(fc_unit *unit);
  * read ours. */
 FC_MUST_CHECK fc_status fc_exchange_make_way(fc_unit *unit);
 
+/* A gradient of a whole parameter, laid out as the parameter is. */
+typedef struct fc_gradient {
+    const void *data; /* NULL: none */
+    fc_dtype dtype;
+    bool is_exclusive; /* nobody else can write to it: it may be read later */
+    bool is_wanted;    /* the parameter is trained now */
+} fc_gradient;
+
 /* What one rank posted for this rank. Borrowed until fc_exchange_consume. */
 typedef struct fc_source {
     const char *part;     /* NULL: it posted nothing, which counts as zero */
@@ -65,7 +73,7 @@ typedef struct fc_source {
     fc_wire wire;
     /* NULL, or by parameter this rank's full gradients in the wire's types, read instead of the
      * part. Set by the caller. */
-    const void *const *grads;
+    const fc_gradient *grads;
 } fc_source;
 void fc_exchange_sources(fc_unit *unit, fc_source *sources_out);
 

@@ -18,11 +18,6 @@ const char *fc_unit_name(const fc_unit *unit)
     return unit->name;
 }
 
-void fc_unit_set_owner(fc_unit *unit, void *owner)
-{
-    unit->owner = owner;
-}
-
 void *fc_unit_owner(const fc_unit *unit)
 {
     return unit->owner;
@@ -233,7 +228,7 @@ static void collect(operands *out, const fc_unit *unit, const fc_source *sources
         out->type[n] = type;
         if (source->grads != NULL) {
             out->at[n] =
-                (const char *)source->grads[param] + chunk_offset(p, unit->layout.rank, type);
+                (const char *)source->grads[param].data + chunk_offset(p, unit->layout.rank, type);
             out->stride[n] = p->rows * p->inner * fc_dtype_bytes(type);
             out->is_strided = out->is_strided || p->outer > 1;
         } else {

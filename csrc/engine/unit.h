@@ -17,8 +17,7 @@ extern "C" {
 
 const fc_layout *fc_unit_layout(const fc_unit *unit);
 const char *fc_unit_name(const fc_unit *unit);
-/* A pointer kept for the caller; NULL at first. */
-void fc_unit_set_owner(fc_unit *unit, void *owner);
+/* Whom its reductions are for, see fc_reduction_attach; NULL at first. */
 void *fc_unit_owner(const fc_unit *unit);
 
 /* ---- parameters, mapped domains ---- */

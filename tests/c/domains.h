@@ -32,7 +32,7 @@ typedef struct member {
         int post; /* 0: none */
         float *full[DOMAINS_MAX_PARAMS];
         char *narrow[DOMAINS_MAX_PARAMS];
-        const void *data[DOMAINS_MAX_PARAMS];
+        fc_gradient data[DOMAINS_MAX_PARAMS];
         char *parts;
         size_t part_bytes;
         fc_wire wire;
@@ -314,7 +314,7 @@ static inline void stage(member *m, size_t index, int post, size_t param, fc_wir
     fc_unit_stage(unit, param, full, FC_F32, wire, receivers, parts, part_bytes);
     m->lent.full[param] = full;
     m->lent.narrow[param] = narrow;
-    m->lent.data[param] = narrow;
+    m->lent.data[param].data = narrow;
 }
 
 /* Writes the part for this rank itself after all. */

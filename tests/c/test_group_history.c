@@ -460,7 +460,6 @@ static void body_one_without_memory(int rank, int n_ranks, void *arg)
 
 static void body_accessors(int rank, int n_ranks, void *arg)
 {
-    int mark = 0;
     fc_region *region;
     fc_unit *unit;
     member m;
@@ -477,8 +476,6 @@ static void body_accessors(int rank, int n_ranks, void *arg)
     unit = fc_domain_unit(m.domain, 1);
     CHECK_STR(fc_unit_name(unit), "layers.0");
     CHECK(fc_unit_owner(unit) == NULL);
-    fc_unit_set_owner(unit, &mark);
-    CHECK(fc_unit_owner(unit) == &mark);
     CHECK(fc_unit_layout(unit)->params[0].is_aliased);
     CHECK(!fc_unit_layout(unit)->params[1].is_aliased);
     CHECK(!fc_unit_layout(unit)->params[2].is_aliased);

@@ -30,6 +30,7 @@ PUBLIC = {
         "layout.h",
         "layout_runs.h",
         "order.h",
+        "reduction.h",
         "schedule.h",
         "slots.h",
         "unit.h",

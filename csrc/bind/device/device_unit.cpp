@@ -29,16 +29,26 @@ void refuse_frozen(const Unit &unit, const Param &param)
 
 } // namespace
 
-void Unit::post_device(const std::vector<at::Tensor> &grads, const ReduceOptions &options)
+void Unit::submit_device(const Taken &taken, const fc_reduce_options &options)
 {
     const fc_layout *layout = fc_unit_layout(shard_);
-    bool is_first = true, is_ours = grads_share_flat_;
-    std::vector<size_t> present;
+    const std::vector<at::Tensor> &grads = taken.tensors;
     for (size_t i = 0; i < params_.size(); i++) {
         if (grads[i].defined() && !layout->params[i].trainable) {
             refuse_frozen(*this, params_[i]);
         }
-        if (!grads[i].defined() && !has_bit(partial_mask_.data(), i)) {
+    }
+    std::vector<uint64_t> mask(layout->mask_words);
+    uint64_t print;
+    if (!fc_reduction_announce(reduction_.get(), taken.grads.data(), &options, mask.data(),
+                               &print)) {
+        device_->post(grads, print, options.divisor, nullptr, false);
+        return;
+    }
+    bool is_first = true, is_ours = grads_share_flat_;
+    std::vector<size_t> present;
+    for (size_t i = 0; i < params_.size(); i++) {
+        if (!has_bit(mask.data(), i)) {
             continue;
         }
         const Param &p = params_[i];
@@ -46,18 +56,7 @@ void Unit::post_device(const std::vector<at::Tensor> &grads, const ReduceOptions
         is_first = is_first && !old.defined();
         is_ours = is_ours && p.grad.object && old.defined() && old.is_same(p.grad.tensor);
         present.push_back(i);
-        set_bit(partial_mask_, i);
     }
-    uint64_t print = 1;
-    for (uint64_t word : partial_mask_) {
-        print = fc_fingerprint(print, word);
-    }
-    if (replicate_ != nullptr && !options.all_reduce) {
-        device_->post(grads, print, options.divisor, nullptr, false);
-        return;
-    }
-    std::fill(partial_mask_.begin(), partial_mask_.end(), 0);
-    sums_are_posted_ = false;
     if (takes_over(grads, present, options)) {
         take_over(grads, present, options);
         return;
@@ -81,7 +80,7 @@ void Unit::post_device(const std::vector<at::Tensor> &grads, const ReduceOptions
 // True if the reduction would be a copy, of gradients that nobody else has: of one rank's, as they
 // are.
 bool Unit::takes_over(const std::vector<at::Tensor> &grads, const std::vector<size_t> &present,
-                      const ReduceOptions &options) const
+                      const fc_reduce_options &options) const
 {
     if (!device_->is_alone() || options.divisor != 1) {
         return false;
@@ -98,7 +97,7 @@ bool Unit::takes_over(const std::vector<at::Tensor> &grads, const std::vector<si
 }
 
 void Unit::take_over(const std::vector<at::Tensor> &grads, const std::vector<size_t> &present,
-                     const ReduceOptions &options)
+                     const fc_reduce_options &options)
 {
     std::vector<at::Tensor> sums, terms;
     for (size_t i : present) {
@@ -122,7 +121,7 @@ void Unit::take_over(const std::vector<at::Tensor> &grads, const std::vector<siz
 
 // Some shards have gradients and others do not, or the user's own.
 void Unit::add_apart(const std::vector<at::Tensor> &grads, const std::vector<size_t> &present,
-                     uint64_t print, const ReduceOptions &options)
+                     uint64_t print, const fc_reduce_options &options)
 {
     const fc_layout *layout = fc_unit_layout(shard_);
     const at::Tensor sums = make_grad_buffer(layout->grad_bytes);

@@ -149,7 +149,7 @@ void warn_if_outdated(const StateObject *state, uint64_t updates)
         "backward goes through a graph of FSDP unit '%s' from before an optimizer step, or a load, "
         "that has changed its weights since: detach() what is carried over a step, or run all "
         "backwards before it",
-        fc_unit_name(unit->shard_lane())));
+        fc_unit_name(unit->shard_unit())));
 }
 
 // Between two units: on the node whose gradient leaves one and enters the other. On the node, not

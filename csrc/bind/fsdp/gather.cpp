@@ -16,7 +16,7 @@ std::vector<Unit *> Unit::followers() const
     std::vector<Unit *> found;
     fc_order_walk walk = fc_order_after(shard_);
     while (fc_unit *lane = fc_order_next(&walk)) {
-        Unit *unit = unit_of_lane(lane);
+        Unit *unit = owner_unit(lane);
         if (unit != nullptr && unit != this && !unit->unsharded_ && !unit->pending_ &&
             !unit->keeps_storage_ && std::find(found.begin(), found.end(), unit) == found.end()) {
             fc_order_take(&walk, lane);
@@ -68,7 +68,7 @@ void Unit::gather_messages()
     }
     for (Unit *unit : units) {
         unit->gathered_at_ = n_steps();
-        unit->traffic_.copied += fc_unit_layout(unit->shard_)->pack_bytes + unit->bytes_;
+        unit->traffic_->copied += fc_unit_layout(unit->shard_)->pack_bytes + unit->bytes_;
         if (unit != this) {
             unit->come_along();
         }
@@ -78,11 +78,11 @@ void Unit::gather_messages()
 // Gathered with another unit, and pending until it is used.
 void Unit::come_along()
 {
-    n_reopened_ += std::exchange(is_settled_, false);
+    n_reused_ += std::exchange(is_finished_, false);
     for (size_t i = 0; i < params_.size(); i++) {
         noted_shards_[i] = params_[i].shard_mark();
     }
-    traffic_.gathered += gather_bytes_;
+    traffic_->gathered += gather_bytes_;
     pending_ = is_ahead_ = came_along_ = true;
     fc_order_set_ahead(shard_, true);
 }

@@ -231,7 +231,7 @@ bool Unit::has_hooks() const
 
 // Runs the post-accumulate hooks of a parameter whose gradient is final, now or at the end of the
 // phase.
-void Unit::after_write(size_t index, const ReduceOptions &options)
+void Unit::after_write(size_t index, const fc_reduce_options &options)
 {
     Param &p = params_[index];
     if (!torch::autograd::impl::post_acc_grad_hooks(p.sharded_tensor())) {

@@ -1,4 +1,4 @@
-// The gradients of shards: what reductions on any road need to place them.
+// The gradients of shards: what reductions need to place them.
 #ifndef FC_BIND_FSDP_GRADIENTS_H
 #define FC_BIND_FSDP_GRADIENTS_H
 
@@ -8,11 +8,6 @@
 #include <vector>
 
 namespace fc {
-
-inline void set_bit(std::vector<uint64_t> &mask, size_t i)
-{
-    mask[i / 64] |= uint64_t{1} << (i % 64);
-}
 
 inline bool has_bit(const uint64_t *mask, size_t i)
 {

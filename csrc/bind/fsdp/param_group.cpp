@@ -33,11 +33,8 @@ std::unique_ptr<Unit> detach(GroupObject *group)
 {
     std::unique_ptr<Unit> unit(std::exchange(group->unit, nullptr));
     if (unit != nullptr) {
-        fc_unit_set_owner(unit->shard_lane(), nullptr);
-        if (unit->replicate_lane() != nullptr) {
-            fc_unit_set_owner(unit->replicate_lane(), nullptr);
-        }
-        group->past.add(unit->traffic());
+        fc_reduction_attach(unit->reduction(), nullptr);
+        fc_traffic_add(&group->past, &unit->traffic());
         group->hides_outputs = false; // the next unit has parameters of its own
     }
     return unit;
@@ -96,10 +93,7 @@ PyObject *group_bind(PyObject *self, PyObject *args)
             unit->inherit(*former);
         }
         group->unit = unit.release();
-        fc_unit_set_owner(group->unit->shard_lane(), group);
-        if (group->unit->replicate_lane() != nullptr) {
-            fc_unit_set_owner(group->unit->replicate_lane(), group);
-        }
+        fc_reduction_attach(group->unit->reduction(), group);
         Py_RETURN_NONE;
     });
 }
@@ -123,7 +117,7 @@ PyObject *group_set_aside(PyObject *self, PyObject *)
         auto *group = as<GroupObject>(self);
         if (group->unit != nullptr) {
             group->unit->reshard();
-            if (auto unit = detach(group); unit->holds_gradients()) {
+            if (auto unit = detach(group); unit->has_accumulated()) {
                 group->former = unit.release();
             }
         }
@@ -173,10 +167,11 @@ PyObject *group_held(PyObject *self, PyObject *arg)
     return guarded([&]() -> PyObject * {
         const size_t index = PyLong_AsSize_t(arg);
         const Unit *unit = as<GroupObject>(self)->unit;
-        if (unit == nullptr || index >= unit->params().size() || !unit->held(index).defined()) {
+        if (unit == nullptr || index >= unit->params().size() ||
+            !unit->accumulated(index).defined()) {
             return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
         }
-        return THPVariable_Wrap(unit->held(index));
+        return THPVariable_Wrap(unit->accumulated(index));
     });
 }
 
@@ -214,8 +209,8 @@ PyObject *group_set_held(PyObject *self, PyObject *args)
             PyErr_SetString(PyExc_IndexError, "no such parameter");
             throw_python();
         }
-        unit->set_held(static_cast<size_t>(index),
-                       tensor == Py_None ? at::Tensor() : tensor_of(tensor));
+        unit->set_accumulated(static_cast<size_t>(index),
+                              tensor == Py_None ? at::Tensor() : tensor_of(tensor));
     });
 }
 
@@ -243,9 +238,9 @@ PyObject *group_n_updates(PyObject *self, void *)
 PyObject *group_traffic(PyObject *self, PyObject *)
 {
     const auto *group = as<GroupObject>(self);
-    Traffic total = group->past;
+    fc_traffic total = group->past;
     if (group->unit != nullptr) {
-        total.add(group->unit->traffic());
+        fc_traffic_add(&total, &group->unit->traffic());
     }
     return Py_BuildValue("KKKKKKK", (unsigned long long)total.gathers,
                          (unsigned long long)total.gathered, (unsigned long long)total.reductions,
@@ -261,7 +256,7 @@ PyObject *group_release(PyObject *self, PyObject *)
 
 PyObject *group_release_sums(PyObject *self, PyObject *)
 {
-    return with_unit(self, [](Unit *unit) { unit->release_sums(); });
+    return with_unit(self, [](Unit *unit) { fc_reduction_trim(unit->reduction()); });
 }
 
 PyObject *group_drop(PyObject *self, PyObject *)
@@ -331,7 +326,7 @@ PyObject *group_in_phase(PyObject *self, void *)
 PyObject *group_holds_gradients(PyObject *self, void *)
 {
     const Unit *unit = as<GroupObject>(self)->unit;
-    return PyBool_FromLong(unit != nullptr && unit->holds_gradients());
+    return PyBool_FromLong(unit != nullptr && unit->has_accumulated());
 }
 
 PyObject *group_has_partial_sums(PyObject *self, void *)
@@ -343,7 +338,7 @@ PyObject *group_has_partial_sums(PyObject *self, void *)
 PyObject *group_partial_bytes(PyObject *self, void *)
 {
     const Unit *unit = as<GroupObject>(self)->unit;
-    return PyLong_FromSize_t(unit != nullptr ? unit->partial_bytes() : 0);
+    return PyLong_FromSize_t(unit != nullptr ? fc_reduction_sum_bytes(unit->reduction()) : 0);
 }
 
 PyObject *group_was_used(PyObject *self, void *)
@@ -457,7 +452,7 @@ PyMethodDef group_methods[] = {
     {"_core_release_sums", group_release_sums, METH_NOARGS,
      "Frees the memory for sums over shards, unless some wait in it."},
     {"_core_traffic", group_traffic, METH_NOARGS,
-     "What the unit has moved, see Traffic in unit.h."},
+     "What the unit has moved, see fc_traffic in engine/reduction.h."},
     {"_core_drop_gradients", group_drop, METH_NOARGS, "Drops gradients that were not reduced."},
     {nullptr, nullptr, 0, nullptr}};
 

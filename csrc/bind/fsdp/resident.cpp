@@ -80,7 +80,7 @@ void *Unit::take_residence()
     for (size_t i = 0; i < params_.size(); i++) {
         Param &p = params_[i];
         move_to(p.local.storage().unsafeGetStorageImpl(), home, layout->params[i].full_at);
-        p.home = p.local.storage().mutable_data();
+        p.storage = p.local.storage().mutable_data();
     }
     device_->set_shards(params_);
     device_->set_resident(home.mutable_data_ptr());

@@ -42,10 +42,10 @@ struct GroupObject {
     // Forward passes of this step whose backward is still to come, and backwards that went by in
     // this phase.
     int forwards, backwards;
-    uint64_t settled_in;    // the tree's backward that has left nothing of it for its end
+    uint64_t finished_in;   // the tree's backward that has left nothing of it for its end
     uint64_t input_seen_in; // the tree's backward that has shown the following; 0: none has yet
     bool owns_input;        // one tensor, which only the unit reads, so that its node can end it
-    Traffic past;           // of the units that were bound before this one
+    fc_traffic past;        // of the units that were bound before this one
     Updates *updates;       // owned; of its shards, whatever unit is bound
 };
 
@@ -84,8 +84,8 @@ struct TreeObject {
     TreeHold *hold;              // borrowed; of autograd's nodes, null without any
     TreeUpdates *updates;        // owned; null before the first forward
     size_t n_units;              // as the last forward found them
-    size_t n_settled;            // of them, in the running backward
-    uint64_t n_reopened;         // units in the process, when that began
+    size_t n_finished;           // of them, in the running backward
+    uint64_t n_reused;           // units in the process, when that began
     uint64_t backward;           // the number of the running or next one
     int64_t graph_task;          // autograd's number of it
     bool has_grouped;            // some state has several modules
@@ -97,17 +97,20 @@ struct TreeObject {
 
 GroupObject *group_of(PyObject *object); // borrowed; TypeError as an exception
 
-// The group and the unit that a lane belongs to; null if its module is gone.
-inline GroupObject *group_of_lane(const fc_unit *lane)
+// The group and the unit whose parameters an engine's unit has; null if its module is gone.
+inline GroupObject *owner_group(const fc_unit *unit)
 {
-    auto *group = static_cast<GroupObject *>(fc_unit_owner(lane));
+    auto *group = static_cast<GroupObject *>(fc_unit_owner(unit));
     return group != nullptr && group->unit != nullptr ? group : nullptr;
 }
-inline Unit *unit_of_lane(const fc_unit *lane)
+inline Unit *owner_unit(const fc_unit *unit)
 {
-    const GroupObject *group = group_of_lane(lane);
+    const GroupObject *group = owner_group(unit);
     return group != nullptr ? group->unit : nullptr;
 }
+
+// How the group's gradients are reduced now.
+fc_reduce_options reduce_options(const GroupObject *group);
 
 // A number for a backward that no tree has had; never 0.
 inline uint64_t new_backward()

@@ -3,21 +3,18 @@
 
 #include "bind/fsdp/events.h"
 #include "bind/tensor/tensors.h"
-#include "engine/batch.h"
 #include "engine/order.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
-#include <memory>
 #include <utility>
+#include <vector>
 
 namespace fc {
 
-namespace {
-
-ReduceOptions reduce_options(const GroupObject *group)
+fc_reduce_options reduce_options(const GroupObject *group)
 {
     const Unit *unit = group->unit;
     double divisor = fc_domain_n_ranks(unit->domain());
@@ -40,49 +37,12 @@ ReduceOptions reduce_options(const GroupObject *group)
     return {divisor, group->all_reduce_grads != 0, group->defers_hooks != 0};
 }
 
-void finish_ready(TreeObject *tree, fc_domain *domain, fc_search search);
+namespace {
 
-Progress progress_of(TreeObject *tree)
+// The oldest submissions, if peers have theirs.
+void finish_oldest(fc_domain *domain)
 {
-    return [tree](fc_domain *domain) { finish_ready(tree, domain, FC_SEARCH_OWN); };
-}
-
-// Sums up what waits in the domain for others to share its collective.
-void finish_batch(fc_domain *domain)
-{
-    fc_batch *taken = nullptr;
-    check(fc_batch_reduce(domain, &taken));
-    const std::unique_ptr<fc_batch, decltype(&fc_batch_give_back)> batch(taken, fc_batch_give_back);
-    fc_source sum;
-    while (fc_unit *lane = batch ? fc_batch_next(batch.get(), &sum) : nullptr) {
-        if (const GroupObject *group = group_of_lane(lane)) {
-            group->unit->finish_batched(sum, reduce_options(group));
-        }
-    }
-}
-
-// Finishes what the exchange offers.
-void finish_ready(TreeObject *tree, fc_domain *domain, fc_search search)
-{
-    if (!fc_domain_is_mapped(domain)) {
-        if (search != FC_SEARCH_OLDEST) {
-            finish_batch(domain);
-        }
-        return;
-    }
-    for (;;) {
-        fc_unit *lane = nullptr;
-        check(fc_exchange_next(domain, search, &lane));
-        if (lane == nullptr) {
-            return;
-        }
-        const GroupObject *group = group_of_lane(lane);
-        if (group == nullptr) {
-            fc_exchange_consume(lane);
-            continue;
-        }
-        group->unit->finish(lane, reduce_options(group), progress_of(tree));
-    }
+    check_raised(fc_reduction_finish_ready(domain, FC_SEARCH_OLDEST));
 }
 
 // Runs `body`; if it throws, peers learn that this rank has left the phase.
@@ -167,7 +127,7 @@ void rebuild_if_changed(StateObject *state)
 void drop_ahead(fc_domain *domain)
 {
     for (size_t i = 0; fc_order_n_ahead(domain) > 0 && i < fc_domain_n_units(domain); i++) {
-        if (Unit *unit = unit_of_lane(fc_domain_unit(domain, i))) {
+        if (Unit *unit = owner_unit(fc_domain_unit(domain, i))) {
             unit->drop_ahead();
         }
     }
@@ -187,7 +147,6 @@ uint32_t place_of(const TreeObject *tree, const StateObject *state)
 void open(TreeObject *tree, fc_opening opening)
 {
     each_domain(tree, [&](fc_domain *domain) {
-        Unit::forget_lent(domain);
         drop_ahead(domain);
         fc_domain_open(domain, opening);
     });
@@ -259,14 +218,14 @@ void reduce_group(TreeObject *tree, GroupObject *group, bool at_end)
         group->post_backward_pending = !group->reduce_grads;
         if (!group->reduce_grads) {
             Range range(is_news ? "FSDP::post_backward_accumulate" : nullptr, unit);
-            unit->hold();
+            unit->accumulate();
         } else if (at_end || group->backwards >= group->forwards) {
             // A module that ran several times is reduced once, after its last backward.
-            finish_ready(tree, unit->domain(), FC_SEARCH_OLDEST);
+            finish_oldest(unit->domain());
             // Of units that no forward has used yet nobody has gradients; torch leaves them, too.
             const bool was_used = unit->traffic().unshards + group->past.unshards > 0;
-            unit->post(group->reduce_scatter_unused_params != 0 && was_used, reduce_options(group),
-                       progress_of(tree));
+            unit->submit(group->reduce_scatter_unused_params != 0 && was_used,
+                         reduce_options(group));
         }
         unit->end_deferral();
         // A unit that ran again, a graph that is kept, a parameter that a branch of its own uses: a
@@ -275,9 +234,9 @@ void reduce_group(TreeObject *tree, GroupObject *group, bool at_end)
             !torch::autograd::get_current_graph_task_keep_graph()) {
             unit->end_graph();
         }
-        finish_ready(tree, unit->domain(), FC_SEARCH_OLDEST);
+        finish_oldest(unit->domain());
         if (unit->replicate_domain() != nullptr) {
-            finish_ready(tree, unit->replicate_domain(), FC_SEARCH_OLDEST);
+            finish_oldest(unit->replicate_domain());
         }
     });
 }
@@ -293,15 +252,15 @@ void end_reductions(TreeObject *tree, bool is_last)
 // Whether a group whose post-backward has run has something left for the end of backward.
 bool is_late(const GroupObject *group)
 {
-    return group->backwards < group->forwards || group->unit->holds_gradients() ||
+    return group->backwards < group->forwards || group->unit->has_accumulated() ||
            (group->unit->is_unsharded() && group->reshard_after_backward);
 }
 
 // Whether the end of backward would find nothing to do in any state.
-bool is_all_settled(const TreeObject *tree)
+bool is_all_finished(const TreeObject *tree)
 {
-    return tree->n_units > 0 && tree->n_settled == tree->n_units && !tree->has_grouped &&
-           tree->n_reopened == Unit::n_reopened() && tree->context->ending == Ending::automatic;
+    return tree->n_units > 0 && tree->n_finished == tree->n_units && !tree->has_grouped &&
+           tree->n_reused == Unit::n_reused() && tree->context->ending == Ending::automatic;
 }
 
 // What the end of backward has to do in a state.
@@ -315,7 +274,7 @@ void end_state(TreeObject *tree, StateObject *state)
         // Inputs that need no gradient have no node, and what is not reduced by now is
         // reduced here; or by finalize_backward().
         const bool is_through = group->training == static_cast<int>(Training::post_backward) ||
-                                group->settled_in == tree->backward;
+                                group->finished_in == tree->backward;
         if (is_manual && !is_through && group->reduce_grads) {
             group->post_backward_pending = true;
             context->is_unfinalized = true;
@@ -335,19 +294,9 @@ void end_state(TreeObject *tree, StateObject *state)
 // Finishes all reductions of a backward phase and closes it.
 void close_backward(TreeObject *tree)
 {
-    // Shards' sums first: finishing them posts to the replicas. This rank has left all domains of a
-    // kind before it waits in one, whichever its peers wait in.
-    for (const bool replicas : {false, true}) {
-        const auto each = [&](auto &&body) {
-            each_domain(tree, [&](fc_domain *domain) {
-                if (fc_domain_is_replicate(domain) == replicas) {
-                    body(domain);
-                }
-            });
-        };
-        each([](fc_domain *domain) { fc_domain_mark_closed(domain); });
-        each([&](fc_domain *domain) { finish_ready(tree, domain, FC_SEARCH_ALL); });
-    }
+    std::vector<fc_domain *> domains;
+    each_domain(tree, [&](fc_domain *domain) { domains.push_back(domain); });
+    check_raised(fc_reduction_finish_all(domains.data(), domains.size()));
     each_domain(tree, [](fc_domain *domain) {
         drop_ahead(domain);
         check(fc_domain_close(domain));
@@ -368,10 +317,7 @@ void tree_fail(TreeObject *tree)
 {
     tree->context->callback_queued = false;
     tree->context->is_failed = true;
-    each_domain(tree, [](fc_domain *domain) {
-        Unit::forget_lent(domain);
-        fc_domain_fail(domain);
-    });
+    each_domain(tree, [](fc_domain *domain) { fc_domain_fail(domain); });
 }
 
 void tree_note_raised(StateObject *state)
@@ -459,8 +405,8 @@ void tree_begin_backward(TreeObject *tree)
         each_unit(tree, [](Unit *unit) { unit->release_unused(); });
     }
     open(tree, {FC_PHASE_BACKWARD, 0, FC_UPDATES_UNKNOWN});
-    tree->n_settled = 0;
-    tree->n_reopened = Unit::n_reopened();
+    tree->n_finished = 0;
+    tree->n_reused = Unit::n_reused();
 }
 
 bool tree_is_between_steps(const TreeObject *tree)
@@ -469,7 +415,7 @@ bool tree_is_between_steps(const TreeObject *tree)
     each_state(tree, [&](const StateObject *state) {
         const GroupObject *group = state->group;
         is_free = is_free && (group == nullptr || group->unit == nullptr ||
-                              (group->forwards == 0 && !group->unit->holds_gradients()));
+                              (group->forwards == 0 && !group->unit->has_accumulated()));
     });
     return is_free;
 }
@@ -477,7 +423,9 @@ bool tree_is_between_steps(const TreeObject *tree)
 void group_post_backward(TreeObject *tree, GroupObject *group)
 {
     reduce_group(tree, group, false);
-    Unit::settle_large();
+    if (group->unit != nullptr) {
+        fc_reduction_return_large(group->unit->domain());
+    }
 }
 
 void state_post_backward(StateObject *state)
@@ -492,9 +440,9 @@ void state_post_backward(StateObject *state)
     // does so anew in a backward within this one.
     if (group->unit != nullptr && group->reduce_grads && group->backwards >= group->forwards &&
         torch::autograd::get_current_graph_task_id() == tree->graph_task &&
-        group->unit->settle_step()) {
-        tree->n_settled++;
-        group->settled_in = tree->backward;
+        group->unit->finish_step()) {
+        tree->n_finished++;
+        group->finished_in = tree->backward;
         group->training = static_cast<int>(Training::idle);
         group->forwards = group->backwards = 0;
     }
@@ -508,7 +456,7 @@ void tree_end_backward(TreeObject *tree)
     const bool is_manual = context->ending == Ending::manual;
     tree->iteration_root = nullptr;
     or_fail(tree, [&] {
-        if (!is_all_settled(tree)) {
+        if (!is_all_finished(tree)) {
             each_state(tree, [&](StateObject *state) { end_state(tree, state); });
         }
         tree->backward = new_backward();
@@ -553,7 +501,6 @@ void tree_finalize_backward(TreeObject *tree)
 void tree_reset(TreeObject *tree, bool drop_gradients)
 {
     each_domain(tree, [](fc_domain *domain) {
-        Unit::forget_lent(domain);
         drop_ahead(domain);
         fc_domain_fail(domain);
         fc_exchange_reset(domain);
@@ -570,7 +517,7 @@ void tree_reset(TreeObject *tree, bool drop_gradients)
                 group->unit->reshard();
                 group->unit->drop_pending();
             }
-            group->unit->forget_posts();
+            fc_reduction_forget(group->unit->reduction());
             if (drop_gradients) {
                 group->unit->drop_gradients();
                 group->post_backward_pending = false;

@@ -121,15 +121,16 @@ bool Param::is_in_place() const
 {
     const c10::TensorImpl *impl = local.unsafeGetTensorImpl();
     return is_object_of(local_object(*this), impl) &&
-           (home == nullptr || impl->unsafe_storage().data() == home);
+           (storage == nullptr || impl->unsafe_storage().data() == storage);
 }
 
 Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject *rows,
            const at::Tensor &flat, PyObject *on_device, const Updates *updates)
     : domain_object_(Ref::borrow(domain)), domain_(domain_of(domain)),
       shard_(fc_domain_unit(domain_, index)), storage_(flat.storage().unsafeGetStorageImpl()),
-      bytes_(fc_unit_layout(shard_)->full_bytes), replicate_domain_(nullptr), replicate_(nullptr),
-      updates_(updates), name_(fc_unit_name(shard_)), storage_owner_(flat)
+      bytes_(fc_unit_layout(shard_)->full_bytes), reduction_(nullptr, fc_reduction_destroy),
+      replicate_domain_(nullptr), replicate_(nullptr), updates_(updates),
+      name_(fc_unit_name(shard_)), storage_owner_(flat)
 {
     if (fc_domain_is_mapped(domain_)) {
         view_ = fc_unit_view(shard_);
@@ -152,8 +153,8 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
         Param &p = params_[i];
         p.has_grad = layout->params[i].has_grad;
         if (fc_domain_is_mapped(domain_) && layout->params[i].is_aliased) {
-            p.home = fc_unit_shard_home(shard_, i);
-            move_to(p.local.storage().unsafeGetStorageImpl(), p.home, fc_unit_region(shard_));
+            p.storage = fc_unit_shard_home(shard_, i);
+            move_to(p.local.storage().unsafeGetStorageImpl(), p.storage, fc_unit_region(shard_));
         }
     }
     for (size_t i = 0; i < params_.size(); i++) {
@@ -174,7 +175,10 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
     is_watched_ = fc_domain_is_mapped(domain_) && device_ == nullptr &&
                   (is_gathered() || publishes()); // else reads are of the shards themselves
     noted_shards_.resize(params_.size());
-    partial_mask_.resize(layout->mask_words);
+    fc_reduction *reduction;
+    check(fc_reduction_create(shard_, replicate_, slots(), reduction_ops(), &reduction));
+    reduction_.reset(reduction);
+    traffic_ = fc_reduction_traffic(reduction);
     hooks_.resize(params_.size());
     steps_seen_ = n_steps();
     updates_seen_ = n_updates();
@@ -187,9 +191,6 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
 
 Unit::~Unit()
 {
-    if (lender_ == this) {
-        lender_ = nullptr;
-    }
     drop_ahead();
     end_graph();
     if (arrivals_ != nullptr) {
@@ -253,29 +254,17 @@ void Unit::register_params(bool unsharded)
     }
 }
 
-void Traffic::add(const Traffic &other)
-{
-    gathers += other.gathers;
-    gathered += other.gathered;
-    reductions += other.reductions;
-    reduced += other.reduced;
-    all_reductions += other.all_reductions;
-    all_reduced += other.all_reduced;
-    copied += other.copied;
-    unshards += other.unshards;
-}
-
 void Unit::count_gather()
 {
-    traffic_.unshards++;
+    traffic_->unshards++;
     if (device_ != nullptr) {
-        traffic_.gathers += device_->gathering_ranks() > 1;
-        traffic_.gathered += device_->gathered_bytes();
+        traffic_->gathers += device_->gathering_ranks() > 1;
+        traffic_->gathered += device_->gathered_bytes();
         return;
     }
     if (!std::exchange(came_along_, false)) {
-        traffic_.gathers += is_gathered();
-        traffic_.gathered += gather_bytes_;
+        traffic_->gathers += is_gathered();
+        traffic_->gathered += gather_bytes_;
     }
 }
 
@@ -308,7 +297,7 @@ void Unit::unshard_private()
         claim_ahead();
         return;
     }
-    n_reopened_ += std::exchange(is_settled_, false);
+    n_reused_ += std::exchange(is_finished_, false);
     // What moves nothing has no range: a unit on one rank, and a second call before the wait.
     Range range(is_gathered() && !requested_ ? "FSDP::all_gather" : nullptr, this);
     if (device_ != nullptr) {
@@ -325,7 +314,7 @@ void Unit::unshard_private()
         fc_status status = fc_domain_ready(domain_, shard_);
         if (status == FC_OK) {
             fc_unit_copy_out(shard_, slot_);
-            traffic_.copied += bytes_;
+            traffic_->copied += bytes_;
             status = fc_domain_close(domain_);
         } else {
             fc_domain_fail(domain_);
@@ -374,7 +363,7 @@ void Unit::unshard()
         if (keeps_storage_) {
             take_slot();
             fc_unit_copy_out(shard_, slot_);
-            traffic_.copied += bytes_;
+            traffic_->copied += bytes_;
             memory = slot_;
         } else {
             memory = view_;
@@ -479,7 +468,7 @@ void Unit::keep()
         check(fc_domain_ready(domain_, shard_));
         take_slot();
         std::memcpy(slot_, view_, bytes_);
-        traffic_.copied += bytes_;
+        traffic_->copied += bytes_;
         discard_writes();
         show(slot_);
     }
@@ -507,7 +496,7 @@ void Unit::refresh()
         }
     } else if (keeps_storage_) {
         fc_unit_copy_out(shard_, slot_);
-        traffic_.copied += bytes_;
+        traffic_->copied += bytes_;
         is_kept_ = false;
     } else {
         show(view_);
@@ -548,7 +537,7 @@ void Unit::publish()
     if (!fc_domain_is_mapped(domain_)) {
         return;
     }
-    traffic_.copied += publish_bytes_;
+    traffic_->copied += publish_bytes_;
     const fc_layout *layout = fc_unit_layout(shard_);
     for (size_t i = 0; i < params_.size(); i++) {
         const Param &p = params_[i];
@@ -579,7 +568,7 @@ bool Unit::was_written() const
 void Unit::check_unwritten() const
 {
     for (size_t i = 0; is_read_ && is_gathered() && i < params_.size(); i++) {
-        if (params_[i].home != nullptr && noted_shards_[i] != params_[i].shard_mark()) {
+        if (params_[i].storage != nullptr && noted_shards_[i] != params_[i].shard_mark()) {
             fc_domain_fail(domain_);
             PyErr_Format(
                 PyExc_RuntimeError,

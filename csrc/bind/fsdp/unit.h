@@ -8,13 +8,12 @@
 #include "bind/fsdp/steps.h"
 #include "bind/python/python.h"
 #include "engine/domain.h"
-#include "engine/exchange.h"
+#include "engine/reduction.h"
 #include "engine/unit.h"
 
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -45,7 +44,7 @@ struct alignas(FC_CACHE_LINE) Param {
     Ref sharded, unsharded;                   // the two nn.Parameter objects
     at::Tensor unsharded_tensor;              // a view of the unit's unsharded storage
     at::Tensor local;                         // the shard: the DTensor's local tensor
-    void *home = nullptr;                     // where an aliased shard lies, else null
+    void *storage = nullptr;                  // where an aliased shard lies, else null
     PyObject *dict = nullptr, *key = nullptr; // borrowed from places.front()
     uint32_t version = 0;                     // of unsharded_tensor when it was filled
     uint16_t local_slot = 0;                  // offset of the DTensor's local tensor
@@ -53,8 +52,8 @@ struct alignas(FC_CACHE_LINE) Param {
     bool has_one_place = false;               // which needs no __setattr__
 
     Gradient grad;
-    at::Tensor held;    // unreduced, in the reduce dtype (gradient accumulation)
-    int32_t copies = 1; // a replicated parameter is held once per rank
+    at::Tensor accumulated; // unreduced, in the reduce dtype (gradient accumulation)
+    int32_t copies = 1;     // a replicated parameter is held once per rank
     at::ScalarType reduce_type, grad_type;
     bool has_grad = false;   // may have one
     bool is_widened = false; // leaf_grad_type is wider than the parameter
@@ -77,37 +76,18 @@ struct alignas(FC_CACHE_LINE) Param {
 static_assert(offsetof(Param, grad) == FC_CACHE_LINE / 2, "two lines make a pair");
 static_assert(offsetof(Param, leaf_grad_type) <= FC_CACHE_LINE, "what a step needs is in it");
 
-// Called while a post waits for room: finishes what can be finished.
-using Progress = std::function<void(fc_domain *)>;
-
-// How gradients are divided and where they stop.
-struct ReduceOptions {
-    double divisor;   // of the sum over all ranks
-    bool all_reduce;  // false: keep the sum over the shard group (HSDP)
-    bool defer_hooks; // post-accumulate hooks run at the end of the phase
+// A backward's gradients, as the engine holds them.
+struct Taken {
+    std::vector<at::Tensor> tensors; // by parameter; undefined: none
+    std::vector<fc_gradient> grads;
 };
 
-// Gradients of a post whose part for this rank itself is not written.
-struct Lent {
-    std::vector<at::Tensor> tensors;
-    std::vector<const void *> data; // of each tensor; empty: nothing is lent
-    size_t bytes = 0;
-    fc_wire wire = FC_WIRE_REDUCE;
-    char *parts = nullptr; // where the post lies
-    size_t part_bytes = 0;
-};
+class Range;
 
-// Bytes that a unit has moved, since it was made. The payload is what a collective would bring to
-// this rank over any transport; what was copied is what this rank really wrote to move it.
-struct Traffic {
-    uint64_t gathers = 0, gathered = 0;   // all-gathers: the peers' chunks, in the compute dtype
-    uint64_t reductions = 0, reduced = 0; // reduce-scatters: a chunk per peer, in the reduce dtype
-    uint64_t all_reductions = 0, all_reduced = 0; // between replicas: twice (n-1)/n of the part
-    uint64_t copied = 0;
-    uint64_t unshards = 0; // of which those over several ranks are gathers
-
-    void add(const Traffic &other);
-};
+// What the engine calls for a unit whose owner is a GroupObject; write.cpp.
+const fc_reduction_ops *reduction_ops();
+// Throws what those calls have thrown, or the error of the status.
+void check_raised(fc_status status);
 
 class alignas(FC_CACHE_LINE) Unit {
 public:
@@ -210,7 +190,7 @@ public:
         return arrivals_ != nullptr &&
                arrivals_->is_expected.exchange(false, std::memory_order_relaxed);
     }
-    // Whether the newest post or hold had a gradient of each parameter, of its backward.
+    // Whether the newest submission had a gradient of each parameter, of its backward.
     bool has_all_gradients() const { return has_all_gradients_; }
     // True if none of its parameters has had a gradient since.
     bool awaits_gradients() const { return awaits_gradients_; }
@@ -219,29 +199,31 @@ public:
     void defer_upcasts(bool reduces);
     void end_deferral();
     // What micro-batches have left beside the unsharded parameter (before torch 2.15).
-    const at::Tensor &held(size_t param) const { return params_[param].held; }
+    const at::Tensor &accumulated(size_t param) const { return params_[param].accumulated; }
     // ValueError unless it is the parameter's size in the reduce dtype; an undefined one clears.
-    void set_held(size_t param, const at::Tensor &tensor);
+    void set_accumulated(size_t param, const at::Tensor &tensor);
     // Keeps gradients for a later backward; peers that reduce the unit meanwhile get an error.
-    void hold();
+    void accumulate();
     // Hands what there is to the reduction, zeros for unused parameters if `with_unused`.
-    void post(bool with_unused, const ReduceOptions &options, const Progress &progress);
-    // Adds up what `lane` (the shard's or the replicas') has ready.
-    void finish(fc_unit *lane, const ReduceOptions &options, const Progress &progress);
-    // Takes its part of a batch.
-    void finish_batched(const fc_source &sum, const ReduceOptions &options);
+    void submit(bool with_unused, const fc_reduce_options &options);
+    // ---- where sums go; see fc_reduction_ops ----
+    void *flat_gradients();
+    void assign_flat(const fc_reduce_options &options);
+    void prepare_gradients() { make_gradients(false); }
+    void *target_of(size_t index, bool *accumulate);
+    void assign(size_t index, const fc_reduce_options &options);
+    void show_wait(bool begins);
+
     // Sums over shards that the replicas have not seen yet (HSDP).
-    bool has_partial_sums() const;
+    bool has_partial_sums() const { return fc_reduction_has_sums(reduction_.get()); }
     // Of each parameter, a copy, flat and in its reduce dtype; undefined: none, or on a device.
     std::vector<at::Tensor> partial_sums() const;
-    void release_sums(); // the memory for them, which stays, unless something waits in it
-    size_t partial_bytes() const { return partial_.size(); }
     // Forgets the gradients that are kept for reuse, so that torch may swap them.
     void release_gradients();
     // Gives back the memory of those that nobody uses: on a device, where autograd could need it.
     void release_unused();
     // True while gradients of earlier backwards wait for a reduction.
-    bool holds_gradients() const;
+    bool has_accumulated() const;
     // Takes them from the unit in whose place this one comes, in the dtypes of this one. On a
     // device sums that wait for the replicas need the same layout.
     void inherit(Unit &former);
@@ -249,21 +231,13 @@ public:
     void drop_gradients();
     void drop_partial_sums();
     void run_deferred_hooks();
-    // After post(): true, once until the next unshard, if nothing of the unit is left for the end
-    // of backward. Reopened counts settled units that were unsharded again.
-    bool settle_step();
-    static uint64_t n_reopened() { return n_reopened_; }
-    // At most one unit of the process lends its last post its gradients, to be added up without a
-    // copy. Writes their part after all, so that they can go; called before the next post.
-    static void settle_lent();
-    // The same, if they are large: the backward that goes on needs the memory.
-    static void settle_large();
-    // Forgets lent gradients of a phase of `domain` that has ended.
-    static void forget_lent(const fc_domain *domain);
-    void forget_posts() { sums_are_posted_ = false; } // they were lost
-    fc_unit *shard_lane() const { return shard_; }
-    fc_unit *replicate_lane() const { return replicate_; }
-    const Traffic &traffic() const { return traffic_; }
+    // After submit(): true, once until the next unshard, if nothing of the unit is left for the end
+    // of backward. Reused counts finished units that were unsharded again.
+    bool finish_step();
+    static uint64_t n_reused() { return n_reused_; }
+    fc_reduction *reduction() const { return reduction_.get(); }
+    fc_unit *shard_unit() const { return shard_; }
+    const fc_traffic &traffic() const { return *traffic_; }
 
 private:
     bool is_gathered() const { return fc_domain_n_ranks(domain_) > 1; }
@@ -296,53 +270,22 @@ private:
     bool stays() const { return keeps_storage_ && slot_ != nullptr; }
 
     std::vector<at::Tensor> take_gradients(bool with_unused, bool with_partial_sums);
-    void post_device(const std::vector<at::Tensor> &grads, const ReduceOptions &options);
+    void submit_device(const Taken &taken, const fc_reduce_options &options);
     void add_apart(const std::vector<at::Tensor> &grads, const std::vector<size_t> &present,
-                   uint64_t print, const ReduceOptions &options);
+                   uint64_t print, const fc_reduce_options &options);
     at::Tensor make_grad_buffer(size_t bytes) const;
-    void post_mapped(std::vector<at::Tensor> grads, const Progress &progress);
-    void settle();
-    void post_messages(const std::vector<at::Tensor> &grads, const ReduceOptions &options,
-                       const Progress &progress);
-    void post_to_batch(const std::vector<at::Tensor> &grads);
-    void post_own(const std::vector<at::Tensor> &grads, const ReduceOptions &options,
-                  const Progress &progress);
-    void post_to_replicas(const std::vector<at::Tensor> &grads, const Progress &progress);
-    void stage(fc_unit *lane, size_t param, const void *grad, fc_dtype type, fc_wire wire,
-               fc_receivers receivers, char *parts, size_t part_bytes);
     void count_gather();
-    void count_reduction(const std::vector<at::Tensor> &grads);
-    size_t part_bytes(size_t param) const;
-    size_t bytes_of(const std::vector<uint64_t> &mask) const;
-    void count_all_reduction(size_t bytes);
-    void reduce_part(char *part, std::vector<uint64_t> &mask, const ReduceOptions &options,
-                     const Progress &progress);
-    void add_up(const std::vector<fc_source> &sources, char *part, std::vector<uint64_t> &mask);
-    void take_partial(char *part, std::vector<uint64_t> &mask);
-    void all_reduce_part(char *part, std::vector<uint64_t> &mask, const ReduceOptions &options);
-    void post_partial(const Progress &progress);
-    void reduce_replicas(const std::vector<fc_source> &sources, const ReduceOptions &options,
-                         const Progress &progress);
-    void write_own(const std::vector<at::Tensor> &grads, const ReduceOptions &options);
-    void write_gradients(fc_unit *lane, const std::vector<fc_source> &sources,
-                         const ReduceOptions &options);
-    bool write_all_gradients(fc_unit *lane, const std::vector<fc_source> &sources,
-                             const ReduceOptions &options);
-    template <typename Reduce>
-    void write_gradient(size_t index, const ReduceOptions &options, const Reduce &reduce);
     bool takes_over(const std::vector<at::Tensor> &grads, const std::vector<size_t> &present,
-                    const ReduceOptions &options) const;
+                    const fc_reduce_options &options) const;
     void take_over(const std::vector<at::Tensor> &grads, const std::vector<size_t> &present,
-                   const ReduceOptions &options);
+                   const fc_reduce_options &options);
     void adopt(Param &param, const at::Tensor &grad);
     void make_gradient(Param &param, at::Tensor local);
     void make_gradients(bool all);
     void restore_flat();
     bool can_share_flat() const;
     void check_grad_dtype(const Param &param) const;
-    bool moves_frozen(const std::vector<at::Tensor> &grads) const;
-    void after_write(size_t index, const ReduceOptions &options);
-    void inherit_partial_sums(const Unit &former);
+    void after_write(size_t index, const fc_reduce_options &options);
 
     Ref domain_object_, replicate_object_; // keep the domains alive until all below is gone
     // What every step needs, in few cache lines.
@@ -371,19 +314,18 @@ private:
     void *shown_ = nullptr;              // what the storage shows
     std::shared_ptr<Arrivals> arrivals_; // from the first graph on
     std::vector<Param> params_;
-    bool is_withheld_ = false;       // the storage says so
-    bool grads_share_flat_ = false;  // every cached gradient lies in grads_flat_
-    bool sums_are_posted_ = false;   // a post of this backward carries them
-    bool moves_frozen_ = false;      // the last post's collectives do
-    bool has_held_ = false;          // micro-batches left gradients for the next post
-    bool has_all_gradients_ = false; // the last post had one of each parameter, of its backward
-    bool is_settled_ = false;
+    bool is_withheld_ = false;      // the storage says so
+    bool grads_share_flat_ = false; // every cached gradient lies in grads_flat_
+    bool has_accumulated_ = false;  // micro-batches left gradients for the next submission
+    bool has_all_gradients_ =
+        false;                 // the last submission had one of each parameter, of its backward
+    bool is_finished_ = false; // see finish_step()
     uint64_t gather_bytes_ = 0, publish_bytes_ = 0; // that an all-gather brings, a publish writes
     at::Tensor grads_flat_;
     uint64_t gathered_at_ = 0; // over messages, in steps of optimizers
     size_t flat_uses_ = 0;     // of its storage, right after construction
-    Traffic traffic_;
-    std::vector<uint64_t> partial_mask_; // of partial_
+    std::unique_ptr<fc_reduction, decltype(&fc_reduction_destroy)> reduction_;
+    fc_traffic *traffic_; // reduction_'s
     fc_domain *replicate_domain_;
     fc_unit *replicate_;
     const Updates *updates_;
@@ -394,14 +336,13 @@ private:
     size_t graph_at_ = 0;                    // in graphs_
     static std::vector<Unit *> graphs_;      // units that have one
 
-    std::vector<char> partial_; // HSDP sums that were not all-reduced yet: a part
     std::vector<size_t> deferred_hooks_;
     std::vector<uint64_t> noted_shards_; // what is_written tells writes by
     std::string name_;
-    at::Tensor storage_owner_; // keeps storage_ alive
-    Lent lent_;
-    static Unit *lender_; // whose lent_ is not empty
-    static uint64_t n_reopened_;
+    at::Tensor storage_owner_;                  // keeps storage_ alive
+    std::vector<std::unique_ptr<Range>> waits_; // of submissions for room
+    at::Tensor added_to_, addend_; // between target_of() and assign(): the user's own gradient
+    static uint64_t n_reused_;
 };
 
 } // namespace fc

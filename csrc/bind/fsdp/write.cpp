@@ -1,70 +1,100 @@
-// Sums of gradients are written to where the shards' gradients are.
+// The engine's sums are written to where the shards' gradients are.
+#include "bind/fsdp/events.h"
 #include "bind/fsdp/gradients.h"
+#include "bind/fsdp/state.h"
 #include "bind/fsdp/unit.h"
 #include "bind/tensor/tensors.h"
-#include "engine/exchange.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 
+#include <exception>
+#include <utility>
+
 namespace fc {
 
-// Lets `reduce(memory, accumulate)` write one parameter's gradient where it belongs.
-template <typename Reduce>
-void Unit::write_gradient(size_t index, const ReduceOptions &options, const Reduce &reduce)
+namespace {
+
+// What an operation below has thrown, on its way through the engine's C.
+thread_local std::exception_ptr raised;
+
+template <typename Body> fc_status kept(void *owner, Body &&body)
 {
-    Param &p = params_[index];
-    const at::Tensor present = p.sharded_tensor().grad();
-    if (!present.defined()) {
-        reduce(p.grad.local.mutable_data_ptr(), false);
-        p.sharded_tensor().mutable_grad() = p.grad.tensor;
-    } else if (p.grad.object && present.is_same(p.grad.tensor)) {
-        reduce(p.grad.local.mutable_data_ptr(), true);
+    try {
+        body(*static_cast<GroupObject *>(owner)->unit);
+        return FC_OK;
+    } catch (...) {
+        raised = std::current_exception();
+        return FC_ERR_INTERRUPTED;
+    }
+}
+
+fc_status options_of(void *owner, fc_reduce_options *options_out)
+{
+    return kept(owner, [&](Unit &) {
+        *options_out = reduce_options(static_cast<const GroupObject *>(owner));
+    });
+}
+
+const fc_reduction_ops ops = {
+    options_of,
+    [](void *owner, void **out) {
+        return kept(owner, [&](Unit &unit) { *out = unit.flat_gradients(); });
+    },
+    [](void *owner, const fc_reduce_options *options) {
+        return kept(owner, [&](Unit &unit) { unit.assign_flat(*options); });
+    },
+    [](void *owner) { return kept(owner, [](Unit &unit) { unit.prepare_gradients(); }); },
+    [](void *owner, size_t param, void **out, bool *accumulate) {
+        return kept(owner, [&](Unit &unit) { *out = unit.target_of(param, accumulate); });
+    },
+    [](void *owner, size_t param, const fc_reduce_options *options) {
+        return kept(owner, [&](Unit &unit) { unit.assign(param, *options); });
+    },
+    [](void *memory) { delete static_cast<Taken *>(memory); },
+    [](void *owner, bool begins) {
+        (void)kept(owner, [&](Unit &unit) { unit.show_wait(begins); });
+    },
+};
+
+} // namespace
+
+const fc_reduction_ops *reduction_ops()
+{
+    return &ops;
+}
+
+void check_raised(fc_status status)
+{
+    if (raised != nullptr) {
+        std::rethrow_exception(std::exchange(raised, nullptr));
+    }
+    check(status);
+}
+
+void Unit::show_wait(bool begins)
+{
+    if (begins) {
+        waits_.push_back(std::make_unique<Range>("FSDP::post_backward_rs_wait", this));
     } else {
-        // A gradient that the user put there: add to it as torch would.
-        at::NoGradGuard no_grad;
-        const Ref local = local_gradient(p);
-        at::Tensor sum = at::empty_strided(p.local_size, p.local_stride, at::dtype(p.grad_type));
-        reduce(sum.mutable_data_ptr(), false);
-        tensor_of(local.get()).add_(sum);
-    }
-    after_write(index, options);
-}
-
-// The gradients of one rank.
-void Unit::write_own(const std::vector<at::Tensor> &grads, const ReduceOptions &options)
-{
-    make_gradients(false);
-    for (size_t i = 0; i < grads.size(); i++) {
-        if (grads[i].defined()) {
-            const fc_dtype from = dtype_of(grads[i].scalar_type());
-            const fc_dtype to = dtype_of(params_[i].grad_type);
-            write_gradient(i, options, [&](void *dst, bool accumulate) {
-                fc_reduce_own(grads[i].const_data_ptr(), from, dst, to,
-                              static_cast<size_t>(grads[i].numel()), options.divisor, accumulate);
-            });
-        }
+        waits_.pop_back();
     }
 }
 
-// The common case: all gradients are None, all ranks used all parameters. One kernel call.
-bool Unit::write_all_gradients(fc_unit *lane, const std::vector<fc_source> &sources,
-                               const ReduceOptions &options)
+void *Unit::flat_gradients()
 {
-    const fc_layout *layout = fc_unit_layout(lane);
     for (const Param &p : params_) {
         if (p.sharded_tensor().grad().defined()) {
-            return false;
+            return nullptr;
         }
     }
-    if (!layout->is_uniform) {
-        return false;
-    }
     make_gradients(true);
-    if (!fc_unit_reduce_all(lane, sources.data(), static_cast<int>(sources.size()),
-                            grads_flat_.mutable_data_ptr(), options.divisor)) {
-        return false;
-    }
+    return grads_flat_.mutable_data_ptr();
+}
+
+void Unit::assign_flat(const fc_reduce_options &options)
+{
+    const fc_layout *layout = fc_unit_layout(shard_);
     for (size_t i = 0; i < params_.size(); i++) {
         if (layout->params[i].has_grad && layout->params[i].trainable) {
             params_[i].sharded_tensor().mutable_grad() = params_[i].grad.tensor;
@@ -75,30 +105,35 @@ bool Unit::write_all_gradients(fc_unit *lane, const std::vector<fc_source> &sour
             after_write(i, options);
         }
     }
-    return true;
 }
 
-void Unit::write_gradients(fc_unit *lane, const std::vector<fc_source> &sources,
-                           const ReduceOptions &options)
+void *Unit::target_of(size_t index, bool *accumulate)
 {
-    if (write_all_gradients(lane, sources, options)) {
-        return;
+    Param &p = params_[index];
+    const at::Tensor present = p.sharded_tensor().grad();
+    const bool is_ours = present.defined() && p.grad.object && present.is_same(p.grad.tensor);
+    *accumulate = is_ours;
+    if (is_ours || !present.defined()) {
+        return p.grad.local.mutable_data_ptr();
     }
-    make_gradients(false);
-    const fc_layout *layout = fc_unit_layout(lane);
-    for (size_t i = 0; i < params_.size(); i++) {
-        const fc_dtype to = dtype_of(params_[i].grad_type);
-        bool used = false;
-        for (const fc_source &source : sources) {
-            used = used || (source.part != nullptr && has_bit(source.mask, i));
-        }
-        if (used && layout->params[i].has_grad) {
-            write_gradient(i, options, [&](void *dst, bool accumulate) {
-                fc_unit_reduce(lane, sources.data(), static_cast<int>(sources.size()), i, dst, to,
-                               options.divisor, accumulate);
-            });
-        }
+    // A gradient that the user put there: add to it as torch would.
+    const Ref local = local_gradient(p);
+    added_to_ = tensor_of(local.get());
+    addend_ = at::empty_strided(p.local_size, p.local_stride, at::dtype(p.grad_type));
+    return addend_.mutable_data_ptr();
+}
+
+void Unit::assign(size_t index, const fc_reduce_options &options)
+{
+    Param &p = params_[index];
+    if (added_to_.defined()) {
+        const at::NoGradGuard no_grad;
+        const at::Tensor sum = std::exchange(addend_, at::Tensor());
+        std::exchange(added_to_, at::Tensor()).add_(sum);
+    } else if (!p.sharded_tensor().grad().defined()) {
+        p.sharded_tensor().mutable_grad() = p.grad.tensor;
     }
+    after_write(index, options);
 }
 
 } // namespace fc

@@ -1,4 +1,5 @@
-// Gradients that autograd has made: taken from the leaves, or held there for a later backward.
+// Gradients that autograd has made: taken from the leaves, or accumulated there for a later
+// backward.
 #include "bind/compat.h"
 #include "bind/fsdp/gradients.h"
 #include "bind/fsdp/unit.h"
@@ -46,7 +47,7 @@ std::vector<at::Tensor> Unit::take_gradients(bool with_unused, bool with_partial
 {
     std::vector<at::Tensor> grads(params_.size());
     at::NoGradGuard no_grad;
-    has_all_gradients_ = !std::exchange(has_held_, false);
+    has_all_gradients_ = !std::exchange(has_accumulated_, false);
     for (size_t i = 0; i < params_.size(); i++) {
         Param &p = params_[i];
         at::Tensor &fresh = p.unsharded_tensor.mutable_grad();
@@ -54,19 +55,19 @@ std::vector<at::Tensor> Unit::take_gradients(bool with_unused, bool with_partial
             continue;
         }
         has_all_gradients_ = has_all_gradients_ && (fresh.defined() || !p.is_trained);
-        if (p.held.defined() || fresh.defined()) {
+        if (p.accumulated.defined() || fresh.defined()) {
             awaits_gradients_ = false;
         }
-        if (p.held.defined()) {
+        if (p.accumulated.defined()) {
             if (fresh.defined()) {
-                p.held.add_(fresh);
+                p.accumulated.add_(fresh);
             }
-            grads[i] = std::move(p.held);
-            p.held = at::Tensor();
+            grads[i] = std::move(p.accumulated);
+            p.accumulated = at::Tensor();
         } else if (fresh.defined()) {
             grads[i] = readable(fresh, p);
         } else if ((with_unused && p.sharded_tensor().requires_grad()) ||
-                   (with_partial_sums && has_bit(partial_mask_.data(), i))) {
+                   (with_partial_sums && fc_reduction_has_sum(reduction_.get(), i))) {
             grads[i] = at::zeros_like(p.unsharded_tensor);
         }
         if (p.copies > 1 && grads[i].defined()) {
@@ -102,7 +103,7 @@ void Unit::end_deferral()
     }
 }
 
-void Unit::set_held(size_t param, const at::Tensor &tensor)
+void Unit::set_accumulated(size_t param, const at::Tensor &tensor)
 {
     Param &p = params_[param];
     if (tensor.defined() &&
@@ -113,10 +114,10 @@ void Unit::set_held(size_t param, const at::Tensor &tensor)
                      parameter_name(p).c_str(), c10::toString(p.reduce_type));
         throw_python();
     }
-    p.held = tensor.defined() ? readable(tensor, p) : tensor;
+    p.accumulated = tensor.defined() ? readable(tensor, p) : tensor;
 }
 
-void Unit::hold()
+void Unit::accumulate()
 {
     bool any = false;
     at::NoGradGuard no_grad;
@@ -127,13 +128,13 @@ void Unit::hold()
             has_all_gradients_ = has_all_gradients_ && !(p.has_grad && p.is_trained);
             continue;
         }
-        any = has_held_ = true;
+        any = has_accumulated_ = true;
         awaits_gradients_ = false;
-        if (p.held.defined()) {
-            p.held.add_(fresh);
+        if (p.accumulated.defined()) {
+            p.accumulated.add_(fresh);
             fresh = at::Tensor();
         } else if (!holds_gradients_on_leaf && fresh.scalar_type() != p.reduce_type) {
-            p.held = readable(fresh, p).to(p.reduce_type);
+            p.accumulated = readable(fresh, p).to(p.reduce_type);
             fresh = at::Tensor();
         } // else autograd adds the next one to it where it is
     }
@@ -142,37 +143,24 @@ void Unit::hold()
     }
 }
 
-bool Unit::has_partial_sums() const
-{
-    return replicate_ != nullptr && std::any_of(partial_mask_.begin(), partial_mask_.end(),
-                                                [](uint64_t word) { return word != 0; });
-}
-
 std::vector<at::Tensor> Unit::partial_sums() const
 {
     std::vector<at::Tensor> sums(params_.size());
     const fc_layout *layout = fc_unit_layout(shard_);
-    for (size_t i = 0; i < sums.size() && device_ == nullptr; i++) {
+    for (size_t i = 0; i < sums.size(); i++) {
         const fc_param &p = layout->params[i];
-        if (has_bit(partial_mask_.data(), i)) {
+        if (const void *sum = fc_reduction_sum(reduction_.get(), i)) {
             sums[i] = at::empty({static_cast<int64_t>(p.chunk_numel)}, scalar_type_of(p.reduce));
-            std::memcpy(sums[i].mutable_data_ptr(), partial_.data() + p.part_at, sums[i].nbytes());
+            std::memcpy(sums[i].mutable_data_ptr(), sum, sums[i].nbytes());
         }
     }
     return sums;
 }
 
-void Unit::release_sums()
-{
-    if (!has_partial_sums()) {
-        std::vector<char>().swap(partial_);
-    }
-}
-
-bool Unit::holds_gradients() const
+bool Unit::has_accumulated() const
 {
     for (const Param &p : params_) {
-        if (p.held.defined() || p.unsharded_tensor.grad().defined()) {
+        if (p.accumulated.defined() || p.unsharded_tensor.grad().defined()) {
             return true;
         }
     }
@@ -182,48 +170,29 @@ bool Unit::holds_gradients() const
 void Unit::inherit(Unit &former)
 {
     at::NoGradGuard no_grad;
-    has_held_ = std::exchange(former.has_held_, false);
+    has_accumulated_ = std::exchange(former.has_accumulated_, false);
     for (size_t i = 0; i < params_.size(); i++) {
         Param &p = params_[i];
-        at::Tensor held = std::move(former.params_[i].held);
+        at::Tensor accumulated = std::move(former.params_[i].accumulated);
         at::Tensor on_leaf = std::move(former.params_[i].unsharded_tensor.mutable_grad());
-        if (held.defined()) {
-            p.held = held.to(p.reduce_type);
+        if (accumulated.defined()) {
+            p.accumulated = accumulated.to(p.reduce_type);
         }
         if (on_leaf.defined()) {
             p.unsharded_tensor.mutable_grad() =
                 on_leaf.to(p.leaf_grad_type.value_or(p.unsharded_tensor.scalar_type()));
         }
     }
-    if (former.has_partial_sums()) {
-        inherit_partial_sums(former);
-    }
-}
-
-void Unit::inherit_partial_sums(const Unit &former)
-{
-    if (device_ != nullptr) {
+    if (device_ != nullptr && former.has_partial_sums()) {
         device_->inherit_partial_sum(*former.device_);
-        partial_mask_ = former.partial_mask_;
-        return;
     }
-    const fc_layout *layout = fc_unit_layout(shard_);
-    const std::vector<at::Tensor> sums = former.partial_sums();
-    partial_.resize(layout->part_bytes);
-    for (size_t i = 0; i < sums.size(); i++) {
-        if (sums[i].defined()) {
-            const at::Tensor sum = sums[i].to(params_[i].reduce_type);
-            std::memcpy(partial_.data() + layout->params[i].part_at, sum.const_data_ptr(),
-                        sum.nbytes());
-            set_bit(partial_mask_, i);
-        }
-    }
+    check(fc_reduction_inherit(reduction_.get(), former.reduction_.get()));
 }
 
 void Unit::drop_gradients()
 {
     for (Param &p : params_) {
-        p.held = at::Tensor();
+        p.accumulated = at::Tensor();
         p.unsharded_tensor.mutable_grad() = at::Tensor();
     }
     end_deferral();
@@ -239,8 +208,7 @@ void Unit::drop_partial_sums()
     if (device_ != nullptr) {
         device_->drop_partial_sum();
     }
-    std::fill(partial_mask_.begin(), partial_mask_.end(), 0);
-    forget_posts();
+    fc_reduction_drop_sums(reduction_.get());
 }
 
 } // namespace fc

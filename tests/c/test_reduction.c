@@ -1,0 +1,428 @@
+/* Reductions: sums over shards and replicas, those that wait, borrowed gradients, failing owners.
+ */
+#define _GNU_SOURCE
+
+#include "domains.h"
+
+#include "engine/reduction.h"
+
+#define N_UNITS 2
+#define N_PARAMS 2
+#define ROWS 9
+#define COLUMNS 4000
+#define NUMEL (ROWS * COLUMNS)
+#define N_STEPS 6
+
+static const size_t rows_of[N_PARAMS] = {ROWS, 5};
+static const size_t inner_of[N_PARAMS] = {COLUMNS, 3};
+
+/* One unit of one rank; what owns its reductions. */
+typedef struct owner {
+    fc_reduction *reduction;
+    fc_unit *shard;
+    float sums[N_PARAMS][NUMEL]; /* the shards' gradients */
+    bool has[N_PARAMS];
+    float *flat; /* owned */
+    bool all_reduce;
+    double divisor;
+    int fails_after; /* assignments until one fails; negative: none does */
+} owner;
+
+typedef struct world {
+    ranks_host hosts[2];
+    fc_transport *transports[2];
+    fc_domain *domains[2];
+    size_t n_domains;
+    fc_slots *slots;
+    owner owners[N_UNITS];
+    int rank, n_shards;
+} world;
+
+static int n_submitted, n_released;
+
+/* ---- the owner ---- */
+
+static fc_status get_options(void *of, fc_reduce_options *out)
+{
+    const owner *o = of;
+
+    *out = (fc_reduce_options){o->divisor, o->all_reduce, false};
+    return FC_OK;
+}
+
+static fc_status get_flat(void *of, void **out)
+{
+    owner *o = of;
+
+    *out = o->has[0] || o->has[1] ? NULL : o->flat;
+    return FC_OK;
+}
+
+static fc_status assign(void *of, size_t param, const fc_reduce_options *options)
+{
+    owner *o = of;
+
+    (void)options;
+    if (o->fails_after == 0) {
+        return fc_fail(FC_ERR_INTERRUPTED, "the owner fails");
+    }
+    o->fails_after -= o->fails_after > 0;
+    o->has[param] = true;
+    return FC_OK;
+}
+
+static fc_status assign_flat(void *of, const fc_reduce_options *options)
+{
+    owner *o = of;
+    const fc_layout *layout = fc_unit_layout(o->shard);
+
+    for (size_t i = 0; i < N_PARAMS; i++) {
+        memcpy(o->sums[i], (char *)o->flat + layout->params[i].grad_at,
+               layout->params[i].chunk_numel * sizeof(float));
+        FC_TRY(assign(of, i, options));
+    }
+    return FC_OK;
+}
+
+static fc_status prepare(void *of)
+{
+    (void)of;
+    return FC_OK;
+}
+
+static fc_status get_target(void *of, size_t param, void **out, bool *accumulate)
+{
+    owner *o = of;
+
+    *out = o->sums[param];
+    *accumulate = o->has[param];
+    return FC_OK;
+}
+
+static void release(void *memory)
+{
+    n_released++;
+    free(memory);
+}
+
+static void wait_for_room(void *of, bool begins)
+{
+    (void)of, (void)begins;
+}
+
+static const fc_reduction_ops ops = {get_options, get_flat, assign_flat, prepare,
+                                     get_target,  assign,   release,     wait_for_room};
+
+/* ---- the world ---- */
+
+static void attach(world *w, size_t u)
+{
+    owner *o = &w->owners[u];
+
+    CHECK_OK(fc_reduction_create(o->shard,
+                                 w->n_domains > 1 ? fc_domain_unit(w->domains[1], u) : NULL,
+                                 w->slots, &ops, &o->reduction));
+    fc_reduction_attach(o->reduction, o);
+}
+
+static void join(world *w, int rank, int n_ranks, int n_shards)
+{
+    fc_param params[N_PARAMS];
+    fc_unit_desc units[N_UNITS] = {{"first", params, N_PARAMS}, {"second", params, N_PARAMS}};
+    const int n_replicas = n_ranks / n_shards;
+
+    (void)alarm(DOMAINS_WATCHDOG_S);
+    *w = (world){.rank = rank, .n_shards = n_shards, .n_domains = n_replicas > 1 ? 2 : 1};
+    n_submitted = n_released = 0;
+    CHECK_OK(fc_slots_create(&w->slots));
+    for (size_t i = 0; i < N_PARAMS; i++) {
+        params[i] = make_param(1, rows_of[i], inner_of[i], FC_F32, true);
+    }
+    for (size_t d = 0; d < w->n_domains; d++) {
+        /* Ranks that follow one another share a unit; boards 0 and 1, then 2 and 3. */
+        const int board = (int)d * 2 + (d == 0 ? rank / n_shards : rank % n_shards);
+        const int place = d == 0 ? rank % n_shards : rank / n_shards;
+        fc_transport_config config = ranks_config(
+            &w->hosts[d], board, place, d == 0 ? n_shards : n_replicas, DOMAINS_TIMEOUT_NS);
+
+        CHECK_OK(fc_shm_create(&config, &w->transports[d]));
+        CHECK_OK(fc_domain_create(w->transports[d], d == 0 ? FC_DOMAIN_SHARD : FC_DOMAIN_REPLICATE,
+                                  units, N_UNITS, rank % n_shards, n_shards, &w->domains[d]));
+    }
+    fc_domain_link(w->domains, w->n_domains);
+    for (size_t u = 0; u < N_UNITS; u++) {
+        owner *o = &w->owners[u];
+
+        o->shard = fc_domain_unit(w->domains[0], u);
+        o->flat = malloc(fc_unit_layout(o->shard)->grad_bytes);
+        o->fails_after = -1;
+        o->divisor = 2;
+        CHECK_OR_EXIT(o->flat != NULL);
+        attach(w, u);
+    }
+}
+
+static void leave(world *w)
+{
+    for (size_t u = 0; u < N_UNITS; u++) {
+        fc_reduction_destroy(w->owners[u].reduction);
+        free(w->owners[u].flat);
+    }
+    for (size_t d = w->n_domains; d-- > 0;) {
+        fc_domain_destroy(w->domains[d]);
+        fc_transport_destroy(w->transports[d]);
+    }
+    fc_slots_destroy(w->slots);
+    CHECK_EQ(n_released, n_submitted);
+    CHECK_EQ(fc_alloc_live(), 0);
+}
+
+static void open(world *w, fc_phase phase)
+{
+    for (size_t d = 0; d < w->n_domains; d++) {
+        fc_domain_open(w->domains[d], (fc_opening){.phase = phase});
+    }
+}
+
+static void close_all(world *w)
+{
+    for (size_t d = 0; d < w->n_domains; d++) {
+        fc_domain_mark_closed(w->domains[d]);
+    }
+    for (size_t d = 0; d < w->n_domains; d++) {
+        CHECK_OK(fc_domain_close(w->domains[d]));
+    }
+}
+
+/* ---- gradients ---- */
+
+/* Whole numbers, so that sums do not depend on their order. */
+static float value_of(int seed, int rank, size_t unit, size_t param, size_t index)
+{
+    return (float)((seed * 5 + rank * 3 + (int)unit * 2 + (int)param + (int)(index % 97)) % 64);
+}
+
+/* Rank 1 has no gradient of the second parameter in odd backwards. */
+static bool is_missing(int seed, int rank, size_t param)
+{
+    return seed % 2 == 1 && rank == 1 && param == 1;
+}
+
+static fc_status submit(world *w, size_t u, int seed, bool is_exclusive)
+{
+    float *memory = malloc(N_PARAMS * NUMEL * sizeof(float));
+    fc_gradient grads[N_PARAMS] = {{.data = NULL}};
+    fc_gradient *kept;
+    fc_reduce_options options;
+
+    CHECK_OR_EXIT(memory != NULL);
+    /* The list lies behind the numbers, and goes with them. */
+    memory = realloc(memory, N_PARAMS * NUMEL * sizeof(float) + sizeof(grads));
+    CHECK_OR_EXIT(memory != NULL);
+    for (size_t i = 0; i < N_PARAMS; i++) {
+        float *full = memory + i * NUMEL;
+
+        for (size_t k = 0; k < rows_of[i] * inner_of[i]; k++) {
+            full[k] = value_of(seed, w->rank, u, i, k);
+        }
+        if (!is_missing(seed, w->rank, i)) {
+            grads[i] = (fc_gradient){full, FC_F32, is_exclusive, true};
+        }
+    }
+    kept = (fc_gradient *)(void *)(memory + N_PARAMS * NUMEL);
+    memcpy(kept, grads, sizeof(grads));
+    CHECK_OK(get_options(&w->owners[u], &options));
+    n_submitted++;
+    return fc_reduction_submit(w->owners[u].reduction, kept, memory, &options);
+}
+
+/* Sums of the backwards `from` to `to`, times `scale`. */
+static void check_sums(const world *w, size_t u, int from, int to, int n_ranks, float scale)
+{
+    const owner *o = &w->owners[u];
+
+    for (size_t i = 0; i < N_PARAMS; i++) {
+        const fc_param *p = &fc_unit_layout(o->shard)->params[i];
+        const size_t first = (size_t)(w->rank % w->n_shards) * p->chunk_rows * p->inner;
+
+        for (size_t k = 0; k < p->own_rows * p->inner; k++) {
+            float wanted = 0;
+
+            for (int seed = from; seed <= to; seed++) {
+                for (int r = 0; r < n_ranks; r++) {
+                    wanted += is_missing(seed, r, i) ? 0 : value_of(seed, r, u, i, first + k);
+                }
+            }
+            if (o->sums[i][k] != wanted * scale) {
+                CHECK_MSG(false, "rank %d unit %zu param %zu [%zu]: %g, not %g", w->rank, u, i, k,
+                          (double)o->sums[i][k], (double)(wanted * scale));
+                return;
+            }
+        }
+    }
+}
+
+/* Both units; gradients are let go at the end at the latest. */
+static fc_status backward(world *w, int seed, bool is_exclusive)
+{
+    open(w, FC_PHASE_BACKWARD);
+    for (size_t u = 0; u < N_UNITS; u++) {
+        const bool is_borrowed = is_exclusive && w->n_shards > 1;
+
+        FC_TRY(submit(w, u, seed, is_exclusive));
+        CHECK_EQ(n_released, n_submitted - is_borrowed); /* the next one returns the last */
+    }
+    FC_TRY(fc_reduction_finish_all(w->domains, w->n_domains));
+    CHECK_EQ(n_released, n_submitted);
+    close_all(w);
+    return FC_OK;
+}
+
+static void forget(world *w)
+{
+    for (size_t u = 0; u < N_UNITS; u++) {
+        memset(w->owners[u].has, 0, sizeof(w->owners[u].has));
+    }
+}
+
+static void set_all_reduce(world *w, bool all_reduce)
+{
+    for (size_t u = 0; u < N_UNITS; u++) {
+        w->owners[u].all_reduce = all_reduce;
+    }
+}
+
+/* ---- programs ---- */
+
+/* Backwards that add up, into one another's sums or over replicas that wait for the second. */
+static void body_steps(int rank, int n_ranks, void *arg)
+{
+    const int n_shards = *(const int *)arg;
+    world w;
+
+    join(&w, rank, n_ranks, n_shards);
+    for (int step = 0; step < N_STEPS; step++) {
+        const bool is_exclusive = step % 3 == 0;
+
+        open(&w, FC_PHASE_FORWARD);
+        close_all(&w);
+        set_all_reduce(&w, false);
+        CHECK_OK(backward(&w, step, is_exclusive));
+        CHECK_EQ(fc_reduction_has_sums(w.owners[0].reduction), w.n_domains > 1);
+        if (w.n_domains > 1) {
+            CHECK(!w.owners[0].has[0]); /* nothing is written yet */
+        } else {
+            check_sums(&w, 0, step, step, n_ranks, 0.5F);
+        }
+        set_all_reduce(&w, true);
+        CHECK_OK(backward(&w, step + 1, is_exclusive));
+        CHECK(!fc_reduction_has_sums(w.owners[0].reduction));
+        for (size_t u = 0; u < N_UNITS; u++) {
+            check_sums(&w, u, step, step + 1, n_ranks, 0.5F);
+        }
+        forget(&w);
+    }
+    leave(&w);
+}
+
+/* Sums that wait pass to the reduction that comes next, or are dropped. */
+static void body_inherit(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    join(&w, rank, n_ranks, *(const int *)arg);
+    open(&w, FC_PHASE_FORWARD);
+    close_all(&w);
+    set_all_reduce(&w, false);
+    CHECK_OK(backward(&w, 2, false));
+    for (size_t u = 0; u < N_UNITS; u++) {
+        fc_reduction *former = w.owners[u].reduction;
+
+        attach(&w, u);
+        CHECK_EQ(fc_reduction_sum_bytes(w.owners[u].reduction), 0);
+        CHECK_OK(fc_reduction_inherit(w.owners[u].reduction, former));
+        CHECK(fc_reduction_sum_bytes(w.owners[u].reduction) > 0);
+        CHECK(fc_reduction_sum(w.owners[u].reduction, 1) != NULL);
+        fc_reduction_destroy(former);
+    }
+    fc_reduction_drop_sums(w.owners[1].reduction);
+    fc_reduction_trim(w.owners[1].reduction);
+    fc_reduction_trim(w.owners[0].reduction);
+    CHECK_EQ(fc_reduction_sum_bytes(w.owners[1].reduction), 0);
+    set_all_reduce(&w, true);
+    CHECK_OK(backward(&w, 3, false));
+    check_sums(&w, 0, 2, 3, n_ranks, 0.5F);
+    check_sums(&w, 1, 3, 3, n_ranks, 0.5F);
+    leave(&w);
+}
+
+/* An owner that fails ends the phase; nothing is leaked, and the next step is right. */
+static void body_failing(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    join(&w, rank, n_ranks, *(const int *)arg);
+    set_all_reduce(&w, true);
+    for (int fails_after = 0; fails_after < 3; fails_after++) {
+        open(&w, FC_PHASE_FORWARD);
+        close_all(&w);
+        w.owners[0].fails_after = fails_after % 2;
+        w.owners[1].fails_after = fails_after / 2;
+        CHECK_EQ(backward(&w, 1, true), FC_ERR_INTERRUPTED);
+        for (size_t d = 0; d < w.n_domains; d++) {
+            fc_domain_fail(w.domains[d]);
+            fc_exchange_reset(w.domains[d]);
+        }
+        w.owners[0].fails_after = w.owners[1].fails_after = -1;
+        forget(&w);
+    }
+    CHECK_EQ(n_released, n_submitted);
+    open(&w, FC_PHASE_FORWARD);
+    close_all(&w);
+    CHECK_OK(backward(&w, 4, true));
+    check_sums(&w, 0, 4, 4, n_ranks, 0.5F);
+    leave(&w);
+}
+
+/* A borrowed gradient costs no copy of this rank's own part. */
+static void body_copies(int rank, int n_ranks, void *arg)
+{
+    uint64_t copied[2];
+    size_t own = 0;
+    world w;
+
+    join(&w, rank, n_ranks, *(const int *)arg);
+    for (int i = 0; i < 2; i++) {
+        const uint64_t before = fc_reduction_traffic(w.owners[1].reduction)->copied;
+
+        open(&w, FC_PHASE_FORWARD);
+        close_all(&w);
+        CHECK_OK(backward(&w, 2, i == 1));
+        copied[i] = fc_reduction_traffic(w.owners[1].reduction)->copied - before;
+        forget(&w);
+    }
+    for (size_t i = 0; i < N_PARAMS; i++) {
+        own += fc_unit_layout(w.owners[1].shard)->params[i].own_rows * inner_of[i] * sizeof(float);
+    }
+    CHECK_EQ(copied[0] - copied[1], own);
+    leave(&w);
+}
+
+int main(void)
+{
+    static int one = 1, two = 2, three = 3, four = 4;
+
+    ranks_check(1, body_steps, &one);
+    ranks_check(2, body_steps, &two);
+    ranks_check(3, body_steps, &three);
+    ranks_check(4, body_steps, &four);
+    ranks_check(2, body_steps, &one); /* replicas alone */
+    ranks_check(4, body_steps, &two);
+    ranks_check(2, body_inherit, &one);
+    ranks_check(4, body_inherit, &two);
+    ranks_check(1, body_failing, &one);
+    ranks_check(2, body_failing, &two);
+    ranks_check(2, body_copies, &two);
+    ranks_check(3, body_copies, &three);
+    return check_result();
+}
