@@ -87,11 +87,12 @@ void fc_optim_adam(const fc_optim_param *params, size_t n_params, size_t block, 
                    size_t fused_lanes)
 {
     const size_t end = end_of(params, n_params, block);
+    const fc_kern_table *kern = fc_kern();
 
     for (part p = first_part(params, n_params, block); p.numel > 0; p = next_part(p, end)) {
-        fc_kern()->adam(&p.of->adam, root, p.of->param + p.start, p.of->grad + p.start,
-                        from(p.of->state[0], p.start), from(p.of->state[1], p.start),
-                        from(p.of->state[2], p.start), p.numel, tail_of(p, fused_lanes));
+        kern->adam(&p.of->adam, root, p.of->param + p.start, p.of->grad + p.start,
+                   from(p.of->state[0], p.start), from(p.of->state[1], p.start),
+                   from(p.of->state[2], p.start), p.numel, tail_of(p, fused_lanes));
     }
 }
 
@@ -122,10 +123,11 @@ void fc_optim_sgd(const fc_optim_param *params, size_t n_params, size_t block, c
                   size_t fused_lanes)
 {
     const size_t end = end_of(params, n_params, block);
+    const fc_kern_table *kern = fc_kern();
 
     for (part p = first_part(params, n_params, block); p.numel > 0; p = next_part(p, end)) {
-        fc_kern()->sgd(sgd, p.of->param + p.start, p.of->grad + p.start,
-                       from(p.of->state[0], p.start), p.numel, tail_of(p, fused_lanes));
+        kern->sgd(sgd, p.of->param + p.start, p.of->grad + p.start, from(p.of->state[0], p.start),
+                  p.numel, tail_of(p, fused_lanes));
     }
 }
 

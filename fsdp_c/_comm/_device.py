@@ -100,13 +100,28 @@ def offloads(group: Any) -> tuple[bool, bool]:
     return is_offloaded, is_offloaded and policy.pin_memory
 
 
-def options_of(group: Any) -> tuple[Any, ...]:
-    """See DeviceOptions in csrc/bind/device/device.h."""
+class DeviceOptions(NamedTuple):
+    """Read by name in csrc/bind/device/device.cpp."""
+
+    is_offloaded: bool
+    is_pinned: bool
+    post_mesh: Any = None  # of a smaller group that forward reshards to
+    post_rank: int = 0
+    n_post_ranks: int = 0
+    post_group: str = ""
+
+
+def options_of(group: Any) -> DeviceOptions:
     smaller = smaller_group(group) if is_wanted(group) else None
     if smaller is None:
-        return (*offloads(group), None)
-    place = (group.post_forward_mesh_info, smaller.rank(), smaller.size(), str(smaller.group_name))
-    return (*offloads(group), place)
+        return DeviceOptions(*offloads(group))
+    return DeviceOptions(
+        *offloads(group),
+        group.post_forward_mesh_info,
+        smaller.rank(),
+        smaller.size(),
+        str(smaller.group_name),
+    )
 
 
 def _is_registered(process_group: dist.ProcessGroup) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,10 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_c._estimate._trace import Trace
+from fsdp_c._fully_shard._param_spec import ParamSpec
 from fsdp_c._memory import _memory_plan
 from fsdp_c.strategy import Strategy
 
-Rows = list[tuple[Any, ...]]
+Rows = list[ParamSpec]
 
 
 @dataclass(frozen=True)
@@ -93,24 +93,25 @@ def units_of(
 
 
 def _stored_in(dtype: torch.dtype, rows: Rows) -> Rows:
-    return [(*row[:3], *(dtype,) * 4, *row[7:]) if row[7] else row for row in rows]
+    dtypes = dict.fromkeys(("orig", "compute", "reduce", "grad"), dtype)
+    return [row._replace(**dtypes) if row.has_grad else row for row in rows]
 
 
 def _unit(name: str, rows: Rows, n_shards: int, is_root: bool) -> Unit:
     numels = [_memory_plan._shard_numel(row, n_shards) for row in rows]
-    trained = [(n, row) for n, row in zip(numels, rows, strict=True) if row[8]]
+    trained = [(n, row) for n, row in zip(numels, rows, strict=True) if row.trainable]
     return Unit(
         name,
         sum(n * n_shards for n in numels),
         rows,
         rows,
-        shard=sum(n * row[3].itemsize for n, row in zip(numels, rows, strict=True)),
-        shard_gradient=sum(n * row[6].itemsize for n, row in trained),
+        shard=sum(n * row.orig.itemsize for n, row in zip(numels, rows, strict=True)),
+        shard_gradient=sum(n * row.grad.itemsize for n, row in trained),
         whole_compute=sum(
-            n * n_shards * row[4].itemsize for n, row in zip(numels, rows, strict=True)
+            n * n_shards * row.compute.itemsize for n, row in zip(numels, rows, strict=True)
         ),
-        whole_reduce=sum(n * n_shards * row[5].itemsize for n, row in trained),
-        casts=any(row[3] != row[4] for row in rows),
+        whole_reduce=sum(n * n_shards * row.reduce.itemsize for n, row in trained),
+        casts=any(row.orig != row.compute for row in rows),
         is_root=is_root,
     )
 
@@ -135,14 +136,17 @@ def traffic_of(
             n_gathers = micro_batches * unit.gathers(strategy)
             gathers += n_gathers
             gathered += n_gathers * sum(
-                (math.prod(row[:3]) - own_numel(row, n_shards, rank)) * row[4].itemsize
+                (row.outer * row.rows * row.inner - own_numel(row, n_shards, rank))
+                * row.compute.itemsize
                 for row in unit.rows
             )
         if unit.whole_reduce:
             n_reduced = 1 if strategy.keeps_whole_gradients else micro_batches
             n_reduced *= unit.reductions(engine)
             chunk = sum(
-                own_numel(row, n_shards, rank) * row[5].itemsize for row in unit.rows if row[8]
+                own_numel(row, n_shards, rank) * row.reduce.itemsize
+                for row in unit.rows
+                if row.trainable
             )
             if n_shards > 1:
                 reduces += n_reduced
@@ -160,7 +164,7 @@ def traffic_of(
 
 def own_numel(row: tuple[Any, ...], n_shards: int, rank: int) -> int:
     """Elements of a rank's chunk, without padding: later ranks may have less, or nothing."""
-    outer, n_rows, inner = row[:3]
+    outer, n_rows, inner = row.outer, row.rows, row.inner
     chunk = -(-n_rows // n_shards)
     return outer * inner * max(0, min(chunk, n_rows - chunk * rank))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,20 @@ from fsdp_c._fully_shard import _fqns, _fsdp_param, _model_digest, _same_model
 from fsdp_c._fully_shard._heap import HEAP
 from fsdp_c._fully_shard._param_spec import spec_of
 from fsdp_c._native import _C
+
+
+class BoundParam(NamedTuple):
+    """What the unit has to know of a parameter; read by name in csrc/bind/fsdp/unit.cpp."""
+
+    places: list[tuple[dict[str, Any], str, nn.Module | None]]  # see _places
+    sharded: nn.Parameter
+    unsharded: nn.Parameter
+    owner: Any  # its FSDPParam
+    reduce: torch.dtype
+    grad: torch.dtype
+    local_size: tuple[int, ...]
+    local_stride: tuple[int, ...]
+    copies: int
 
 
 def bind_units(groups: Sequence[Any], streams: _C.Streams | None = None) -> list[_C.Domain]:
@@ -115,16 +129,16 @@ def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | N
             fsdp_param.unit = group
             spec = spec_of(fsdp_param)
             rows.append(
-                (
-                    _places(fsdp_param),
-                    fsdp_param.sharded_param,
-                    unsharded,
-                    fsdp_param,
-                    spec.reduce,
-                    spec.grad,
-                    tuple(fsdp_param.sharded_size),
-                    fsdp_param.local_stride,
-                    fsdp_param.copies,
+                BoundParam(
+                    places=_places(fsdp_param),
+                    sharded=fsdp_param.sharded_param,
+                    unsharded=unsharded,
+                    owner=fsdp_param,
+                    reduce=spec.reduce,
+                    grad=spec.grad,
+                    local_size=tuple(fsdp_param.sharded_size),
+                    local_stride=fsdp_param.local_stride,
+                    copies=fsdp_param.copies,
                 )
             )
         group._bind(shard, index, replicate, rows, flat, _device.options_of(group))

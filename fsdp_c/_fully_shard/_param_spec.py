@@ -12,7 +12,7 @@ SUMMABLE = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float1
 
 
 class ParamSpec(NamedTuple):
-    """In the order in which parse_param in csrc/bind/fsdp/domain.cpp reads it."""
+    """Read by name in csrc/bind/fsdp/domain.cpp."""
 
     outer: int
     rows: int  # of the dim that ranks shard

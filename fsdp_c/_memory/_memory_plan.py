@@ -17,8 +17,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from fsdp_c import _env
 from fsdp_c._compat import _versions
 from fsdp_c._diagnostics import _stats
-from fsdp_c._fully_shard import _fqns, _param_spec
+from fsdp_c._fully_shard import _fqns
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
+from fsdp_c._fully_shard._param_spec import ParamSpec, spec_of
 from fsdp_c._native import _C
 
 # csrc/bind/fsdp/reduce.cpp: gradients of up to this size wait for the next unit's reduction.
@@ -26,7 +27,7 @@ _LENT_BYTES = 16 << 20
 # A parameter to try an optimizer on: a matrix, since some take nothing else.
 _PROBE = (8, 8)
 
-Rows = list[tuple[str, list[tuple[Any, ...]]]]  # units as csrc/bind/fsdp/domain.cpp reads them
+Rows = list[tuple[str, list[ParamSpec]]]  # units as csrc/bind/fsdp/domain.cpp reads them
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ def _planned(
         "control": control,
     }
     wholes = sorted(
-        (sum(_whole_bytes(row) for row in unit if row[8]) for _, unit in rows), reverse=True
+        (sum(_whole_bytes(row) for row in unit if row.trainable) for _, unit in rows), reverse=True
     )
     largest = wholes[0] if wholes else 0
     lent = min(largest, _LENT_BYTES) if n_shards > 1 and len(wholes) > 1 else 0
@@ -180,15 +181,15 @@ def _planned(
 # ---- parameters: rows are ParamSpec ----
 
 
-def _unit_of(group: FSDPParamGroup, n_shards: int) -> tuple[str, list[tuple[Any, ...]]]:
+def _unit_of(group: FSDPParamGroup, n_shards: int) -> tuple[str, list[ParamSpec]]:
     if not group._is_bound:  # else the first forward has settled its dtypes
         group._init_mp_dtypes()
     return _fqns.unit_name(group), [_row_of(p, n_shards) for p in group.fsdp_params]
 
 
-def _row_of(fsdp_param: Any, n_shards: int) -> tuple[Any, ...]:
-    row = _param_spec.spec_of(fsdp_param)
-    return row if fsdp_param._orig_size else (1, n_shards, 1, *row[3:])
+def _row_of(fsdp_param: Any, n_shards: int) -> ParamSpec:
+    row = spec_of(fsdp_param)
+    return row if fsdp_param._orig_size else row._replace(outer=1, rows=n_shards, inner=1)
 
 
 def _rows_of_modules(
@@ -204,7 +205,7 @@ def rows_by_module(
     policy: MixedPrecisionPolicy,
     n_shards: int,
     without_gradient: Container[nn.Parameter] = (),
-) -> list[tuple[nn.Module, list[tuple[Any, ...]]]]:
+) -> list[tuple[nn.Module, list[ParamSpec]]]:
     """Rows of the units' own parameters; units without any are left out.
 
     `without_gradient`: parameters that get none though they want one.
@@ -215,43 +216,48 @@ def rows_by_module(
         params = [param for param in unit.parameters() if param not in seen]
         seen.update(params)
         if params:
-            rows = [_planned_row(p, policy, n_shards) for p in params]
             trained = [p.requires_grad and p not in without_gradient for p in params]
-            pairs = zip(rows, trained, strict=True)
-            found.append((unit, [(*row, is_trained) for row, is_trained in pairs]))
+            pairs = zip(params, trained, strict=True)
+            found.append((unit, [_planned_row(p, policy, n_shards, t) for p, t in pairs]))
     return found
 
 
 def _planned_row(
-    param: nn.Parameter, policy: MixedPrecisionPolicy, n_shards: int
-) -> tuple[Any, ...]:
-    """All of a row but whether the parameter is trained."""
+    param: nn.Parameter, policy: MixedPrecisionPolicy, n_shards: int, is_trained: bool
+) -> ParamSpec:
     orig = param.dtype
     is_float = orig.is_floating_point
     compute = policy.param_dtype if is_float and policy.param_dtype is not None else orig
     reduce = policy.reduce_dtype or _versions.unset_reduce_dtype(orig, compute)
     size = tuple(param.shape)
     geometry = (1, size[0], math.prod(size[1:])) if size else (1, n_shards, 1)
-    return (*geometry, orig, compute, reduce if is_float else orig, orig, is_float)
+    return ParamSpec(
+        *geometry,
+        orig=orig,
+        compute=compute,
+        reduce=reduce if is_float else orig,
+        grad=orig,
+        has_grad=is_float,
+        trainable=is_trained,
+    )
 
 
-def _shard_numel(row: tuple[Any, ...], n_shards: int) -> int:
-    outer, n_rows, inner = row[:3]
-    return outer * -(-n_rows // n_shards) * inner
+def _shard_numel(row: ParamSpec, n_shards: int) -> int:
+    return row.outer * -(-row.rows // n_shards) * row.inner
 
 
-def _shard_bytes(row: tuple[Any, ...], n_shards: int) -> int:
-    return _shard_numel(row, n_shards) * row[3].itemsize
+def _shard_bytes(row: ParamSpec, n_shards: int) -> int:
+    return _shard_numel(row, n_shards) * row.orig.itemsize
 
 
-def _casts(row: tuple[Any, ...]) -> bool:
+def _casts(row: ParamSpec) -> bool:
     """Whether gradients come in another dtype than that of their sums."""
-    return bool(row[7]) and row[4] != row[5]
+    return row.has_grad and row.compute != row.reduce
 
 
-def _whole_bytes(row: tuple[Any, ...]) -> int:
+def _whole_bytes(row: ParamSpec) -> int:
     """Of the gradient as autograd makes it."""
-    return math.prod(row[:3]) * row[4].itemsize
+    return row.outer * row.rows * row.inner * row.compute.itemsize
 
 
 def _outside(model: nn.Module, groups: Sequence[FSDPParamGroup]) -> int:
@@ -274,10 +280,10 @@ class _StateSize:
         self.known: dict[torch.dtype, tuple[float, int]] = {}
         self.note = ""
 
-    def __call__(self, row: tuple[Any, ...], n_shards: int) -> int:
-        if self.make is None or not row[8]:
+    def __call__(self, row: ParamSpec, n_shards: int) -> int:
+        if self.make is None or not row.trainable:
             return 0
-        dtype = row[3]
+        dtype = row.orig
         if dtype not in self.known:
             self.known[dtype] = self._try(dtype)
         per_element, fixed = self.known[dtype]

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import fsdp_c
+from fsdp_c._fully_shard._param_spec import ParamSpec
+from fsdp_c._native import _C
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
@@ -188,3 +191,15 @@ def test_release_buffers(rank: int, n_ranks: int) -> None:
 
     nets[0].blocks[1].up.register_forward_pre_hook(check)
     nets[0](torch.ones(1, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [((*ParamSpec._fields, "new"), TypeError), (ParamSpec._fields[:-1], AttributeError)],
+)
+def test_specs_have_the_fields_that_the_core_reads(fields: tuple[str, ...], error: type[Exception]):
+    values = dict.fromkeys(("outer", "rows", "inner", "has_grad", "trainable", "new"), 1)
+    values |= dict.fromkeys(("orig", "compute", "reduce", "grad"), torch.float32)
+    row = namedtuple("Row", fields)(*map(values.__getitem__, fields))
+    with pytest.raises(error, match="10 fields, 9|trainable"):
+        _C.Domain.plan(False, [("unit", [row])], 2, 2, True)

@@ -4,6 +4,7 @@
 #include "bind/compat.h"
 #include "bind/device/accelerator.h"
 #include "bind/fsdp/unit.h"
+#include "bind/python/fields.h"
 #include "bind/python/objects.h"
 #include "bind/tensor/tensors.h"
 #include "device/host/host.h"
@@ -135,19 +136,19 @@ double pre_divisor_of(const fc_layout *layout, double divisor)
 
 DeviceOptions::DeviceOptions(PyObject *options)
 {
-    PyObject *post, *mesh;
-    const char *group;
-    if (!PyArg_ParseTuple(options, "ppO", &is_offloaded, &is_pinned, &post)) {
-        throw_python();
+    Fields fields(options);
+    is_offloaded = fields.flag("is_offloaded");
+    is_pinned = fields.flag("is_pinned");
+    const Ref mesh = fields.object("post_mesh"), group = fields.object("post_group");
+    post_rank = static_cast<int>(fields.size("post_rank"));
+    n_post_ranks = static_cast<int>(fields.size("n_post_ranks"));
+    fields.end();
+    if (mesh.get() != Py_None) {
+        const char *name = PyUnicode_AsUTF8(group.get());
+        check(name == nullptr ? -1 : 0);
+        post_mesh = mesh;
+        post_group = name;
     }
-    if (post == Py_None) {
-        return;
-    }
-    if (!PyArg_ParseTuple(post, "Oiis", &mesh, &post_rank, &n_post_ranks, &group)) {
-        throw_python();
-    }
-    post_mesh = Ref::borrow(mesh);
-    post_group = group;
 }
 
 DeviceUnit::DeviceUnit(Streams *streams, fc_unit *shard, fc_unit *replicate,

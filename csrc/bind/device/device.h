@@ -68,7 +68,7 @@ struct DeviceComms {
 
 // What a unit's plan says of its device.
 struct DeviceOptions {
-    // (is offloaded, is pinned, None or (mesh, rank, ranks, process group) of a smaller group)
+    // DeviceOptions of fsdp_c/_comm/_device.py.
     explicit DeviceOptions(PyObject *options);
 
     int is_offloaded = 0; // shards and their gradients are host memory

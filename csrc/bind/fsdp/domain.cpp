@@ -4,6 +4,7 @@
 
 #include "base/alloc.h"
 #include "bind/comm/transport.h"
+#include "bind/python/fields.h"
 #include "bind/python/python.h"
 #include "bind/tensor/tensors.h"
 #include "engine/batch.h"
@@ -41,28 +42,25 @@ at::ScalarType scalar_type(PyObject *object)
     return reinterpret_cast<THPDtype *>(object)->scalar_type;
 }
 
-// (outer, rows, inner, orig dtype, compute dtype, reduce dtype, gradient dtype, has_grad,
-// trainable)
-fc_param parse_param(PyObject *row, bool is_counted)
+// A ParamSpec of fsdp_c/_fully_shard/_param_spec.py.
+fc_param parse_param(PyObject *spec, bool is_counted)
 {
-    Py_ssize_t outer, rows, inner;
-    PyObject *orig, *compute, *reduce, *grad;
-    int has_grad, trainable;
-    if (!PyArg_ParseTuple(row, "nnnOOOOpp", &outer, &rows, &inner, &orig, &compute, &reduce, &grad,
-                          &has_grad, &trainable)) {
-        throw_python();
-    }
+    Fields fields(spec);
+    const auto dtype = [&](const char *name) {
+        return dtype_of(scalar_type(fields.object(name).get()));
+    };
     fc_param param = {};
-    param.outer = static_cast<size_t>(outer);
-    param.rows = static_cast<size_t>(rows);
-    param.inner = static_cast<size_t>(inner);
-    param.orig = dtype_of(scalar_type(orig));
-    param.compute = dtype_of(scalar_type(compute));
-    param.reduce = dtype_of(scalar_type(reduce));
-    param.grad = dtype_of(scalar_type(grad));
-    param.has_grad = has_grad != 0;
-    param.trainable = trainable != 0;
+    param.outer = fields.size("outer");
+    param.rows = fields.size("rows");
+    param.inner = fields.size("inner");
+    param.orig = dtype("orig");
+    param.compute = dtype("compute");
+    param.reduce = dtype("reduce");
+    param.grad = dtype("grad");
+    param.has_grad = fields.flag("has_grad");
+    param.trainable = fields.flag("trainable");
     param.is_counted = is_counted;
+    fields.end();
     return param;
 }
 

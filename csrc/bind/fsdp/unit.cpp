@@ -5,6 +5,7 @@
 #include "bind/fsdp/domain.h"
 #include "bind/fsdp/events.h"
 #include "bind/fsdp/steps.h"
+#include "bind/python/fields.h"
 #include "bind/tensor/data_access.h"
 #include "bind/tensor/layout.h"
 #include "bind/tensor/tensors.h"
@@ -44,19 +45,22 @@ std::string sharded_for_graph_text(const fc_unit *unit)
            "set_reshard_after_forward(False) on the unit";
 }
 
+// A BoundParam of fsdp_c/_fully_shard/_engine_bind.py.
 Param parse_row(PyObject *row)
 {
-    PyObject *places, *sharded, *unsharded, *owner, *reduce, *grad, *size, *stride;
-    Py_ssize_t copies;
-    if (!PyArg_ParseTuple(row, "O!OOOOOO!O!n", &PyList_Type, &places, &sharded, &unsharded, &owner,
-                          &reduce, &grad, &PyTuple_Type, &size, &PyTuple_Type, &stride, &copies)) {
-        throw_python();
-    }
+    Fields fields(row);
+    const Ref places = fields.object("places"), reduce = fields.object("reduce"),
+              grad = fields.object("grad"), size = fields.object("local_size"),
+              stride = fields.object("local_stride");
     Param param;
-    param.copies = static_cast<int32_t>(copies);
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(places); i++) {
+    param.copies = static_cast<int32_t>(fields.size("copies"));
+    param.sharded = fields.object("sharded");
+    param.unsharded = fields.object("unsharded");
+    param.owner = fields.object("owner");
+    fields.end();
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(places.get()); i++) {
         PyObject *dict, *key, *module;
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(places, i), "O!OO", &PyDict_Type, &dict, &key,
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(places.get(), i), "O!OO", &PyDict_Type, &dict, &key,
                               &module)) {
             throw_python();
         }
@@ -67,14 +71,11 @@ Param parse_row(PyObject *row)
     param.key = param.places.front().key.get();
     param.has_one_place = param.places.size() == 1 && !param.places.front().module;
     static PyObject *const local_tensor = PyUnicode_InternFromString("_local_tensor");
-    param.local_slot = slot_of(Py_TYPE(sharded), local_tensor);
-    param.sharded = Ref::borrow(sharded);
-    param.unsharded = Ref::borrow(unsharded);
-    param.owner = Ref::borrow(owner);
-    param.unsharded_tensor = tensor_of(unsharded);
+    param.local_slot = slot_of(Py_TYPE(param.sharded.get()), local_tensor);
+    param.unsharded_tensor = tensor_of(param.unsharded.get());
     param.local = tensor_of(local_object(param));
-    param.reduce_type = reinterpret_cast<THPDtype *>(reduce)->scalar_type;
-    param.grad_type = reinterpret_cast<THPDtype *>(grad)->scalar_type;
+    param.reduce_type = reinterpret_cast<THPDtype *>(reduce.get())->scalar_type;
+    param.grad_type = reinterpret_cast<THPDtype *>(grad.get())->scalar_type;
     if (holds_gradients_on_leaf) {
         const at::ScalarType compute = param.unsharded_tensor.scalar_type();
         param.leaf_grad_type = param.unsharded_tensor.grad_dtype();
@@ -82,9 +83,9 @@ Param parse_row(PyObject *row)
                            at::isFloatingType(*param.leaf_grad_type) &&
                            c10::elementSize(*param.leaf_grad_type) > c10::elementSize(compute);
     }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(size); i++) {
-        param.local_size.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(size, i)));
-        param.local_stride.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(stride, i)));
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(size.get()); i++) {
+        param.local_size.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(size.get(), i)));
+        param.local_stride.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(stride.get(), i)));
     }
     return param;
 }
