@@ -31,16 +31,16 @@ static char *copy_text(const char *text)
 
 static void unit_fini(fc_unit *unit)
 {
-    if (unit->drained != NULL) {
-        exchange_drop_drained(unit, UINT64_MAX);
+    if (unit->spilled != NULL) {
+        exchange_drop_spilled(unit, UINT64_MAX);
     }
     while (unit->spare != NULL) {
-        drained *next = unit->spare->next;
+        spilled *next = unit->spare->next;
 
         fc_free(unit->spare);
         unit->spare = next;
     }
-    fc_free(unit->drained);
+    fc_free(unit->spilled);
     fc_free(unit->mask);
     fc_free(unit->params);
     fc_free(unit->name);
@@ -55,8 +55,8 @@ static fc_status unit_init(fc_unit *unit, fc_domain *domain, const fc_unit_desc 
     unit->name = copy_text(desc->name);
     unit->params = fc_alloc(desc->n_params, sizeof(fc_param));
     unit->mask = fc_alloc(words, sizeof(uint64_t));
-    unit->drained = fc_alloc((size_t)domain->n_ranks, sizeof(drained *));
-    if (unit->name == NULL || unit->params == NULL || unit->mask == NULL || unit->drained == NULL) {
+    unit->spilled = fc_alloc((size_t)domain->n_ranks, sizeof(spilled *));
+    if (unit->name == NULL || unit->params == NULL || unit->mask == NULL || unit->spilled == NULL) {
         return fc_fail(FC_ERR_NOMEM, "unit %s: %zu parameters", desc->name, desc->n_params);
     }
     if (desc->n_params > 0) {
@@ -265,7 +265,7 @@ size_t fc_domain_trim(fc_domain *domain)
         fc_unit *unit = &domain->units[i];
 
         while (unit->spare != NULL) {
-            drained *next = unit->spare->next;
+            spilled *next = unit->spare->next;
 
             fc_free(unit->spare);
             unit->spare = next;

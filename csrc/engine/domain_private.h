@@ -55,20 +55,21 @@ typedef struct lane {
     fc_word tag;       /* phase | number of the post in it; published last */
     uint64_t stage_at; /* bytes, in that rank's arena */
     uint64_t part_bytes;
-    uint64_t wire;    /* fc_wire */
-    uint64_t is_held; /* tag's phase in which this rank kept its gradients (no synchronisation) */
+    uint64_t wire; /* fc_wire */
+    uint64_t
+        accumulated_in; /* tag's phase in which this rank kept its gradients (no synchronisation) */
     /* fc_word consumed[n_ranks]: tag up to which this rank has read rank r's posts
      * uint64_t mask[mask_words]: parameters present */
 } lane;
 
 /* A rank's post for this rank that was copied away to let the poster go on; see exchange.c. */
-typedef struct drained {
-    struct drained *next; /* newer */
+typedef struct spilled {
+    struct spilled *next; /* newer */
     uint64_t tag;
     fc_wire wire;
     size_t capacity;  /* words that follow */
     uint64_t words[]; /* mask, then part */
-} drained;
+} spilled;
 
 struct fc_unit {
     /* Constant after create. */
@@ -85,8 +86,8 @@ struct fc_unit {
     uint64_t posted;   /* tag of the last post */
     uint64_t finished; /* tag up to which reductions are done */
     uint64_t *mask;    /* owned; the post under construction */
-    drained **drained; /* owned; a list per rank, oldest first */
-    drained *spare;    /* owned; for reuse */
+    spilled **spilled; /* owned; a list per rank, oldest first */
+    spilled *spare;    /* owned; for reuse */
     /* Over messages: some rank wants its gradients at once, by the unit's last gather. */
     bool is_observed;
 };
@@ -272,6 +273,6 @@ void order_fini(fc_domain *domain);
 void reduction_forget_borrowed(fc_domain *domain);
 
 /* Drops the copies of posts up to `tag`; exchange.c. */
-void exchange_drop_drained(fc_unit *unit, uint64_t tag);
+void exchange_drop_spilled(fc_unit *unit, uint64_t tag);
 
 #endif

@@ -20,9 +20,9 @@ static uint64_t tag_of(const fc_domain *domain, int rank, size_t unit)
 }
 
 /* The copy of a rank's post, or NULL. */
-static const drained *find_drained(const fc_unit *unit, int rank, uint64_t tag)
+static const spilled *find_spilled(const fc_unit *unit, int rank, uint64_t tag)
 {
-    const drained *copy = unit->drained[rank];
+    const spilled *copy = unit->spilled[rank];
 
     while (copy != NULL && copy->tag != tag) {
         copy = copy->next;
@@ -35,7 +35,7 @@ static const drained *find_drained(const fc_unit *unit, int rank, uint64_t tag)
 static bool has_posted(const fc_unit *unit, int rank, uint64_t wanted)
 {
     return tag_of(unit->domain, rank, unit->index) >= wanted ||
-           find_drained(unit, rank, wanted) != NULL;
+           find_spilled(unit, rank, wanted) != NULL;
 }
 
 static bool has_left_phase(const fc_domain *domain, int rank)
@@ -82,7 +82,7 @@ static bool is_over(const fc_unit *unit, uint64_t tag)
 {
     const fc_domain *domain = unit->domain;
 
-    return (unit->finished >= tag || find_drained(unit, domain->rank, tag) != NULL) &&
+    return (unit->finished >= tag || find_spilled(unit, domain->rank, tag) != NULL) &&
            slowest_reader(domain, unit->index, tag) < 0;
 }
 
@@ -189,12 +189,12 @@ void fc_exchange_commit(fc_unit *unit)
     fc_transport_publish(domain->transport, &own->tag, unit->posted);
 }
 
-void fc_exchange_hold(fc_unit *unit)
+void fc_exchange_accumulate(fc_unit *unit)
 {
     fc_domain *domain = unit->domain;
     lane *own = domain_lane(domain, domain->rank, unit->index);
 
-    __atomic_store_n(&own->is_held, phase_of(domain->clock), __ATOMIC_RELEASE);
+    __atomic_store_n(&own->accumulated_in, phase_of(domain->clock), __ATOMIC_RELEASE);
 }
 
 /* ---- copying posts away ---- */
@@ -212,9 +212,9 @@ static const char *part_in_arena(const fc_domain *domain, int rank, const lane *
 }
 
 /* Room for a copy; the caller links it. */
-static drained *take_spare(fc_unit *unit, size_t words)
+static spilled *take_spare(fc_unit *unit, size_t words)
 {
-    drained *copy = unit->spare;
+    spilled *copy = unit->spare;
 
     if (copy != NULL) {
         unit->spare = copy->next;
@@ -238,8 +238,8 @@ static fc_status drain(fc_unit *unit, int rank)
     lane *l = domain_lane(domain, rank, unit->index);
     lane *own = domain_lane(domain, domain->rank, unit->index);
     size_t mask_words = unit->layout.mask_words;
-    drained *copy = take_spare(unit, mask_words + l->part_bytes / sizeof(uint64_t));
-    drained **link = &unit->drained[rank];
+    spilled *copy = take_spare(unit, mask_words + l->part_bytes / sizeof(uint64_t));
+    spilled **link = &unit->spilled[rank];
 
     if (copy == NULL) {
         return fc_fail(FC_ERR_NOMEM, "unit %s: %zu bytes to copy rank %d's gradients away",
@@ -261,15 +261,15 @@ static fc_status drain(fc_unit *unit, int rank)
     return FC_OK;
 }
 
-void exchange_drop_drained(fc_unit *unit, uint64_t tag)
+void exchange_drop_spilled(fc_unit *unit, uint64_t tag)
 {
     int r;
 
     for (r = 0; r < unit->domain->n_ranks; r++) {
-        while (unit->drained[r] != NULL && unit->drained[r]->tag <= tag) {
-            drained *copy = unit->drained[r];
+        while (unit->spilled[r] != NULL && unit->spilled[r]->tag <= tag) {
+            spilled *copy = unit->spilled[r];
 
-            unit->drained[r] = copy->next;
+            unit->spilled[r] = copy->next;
             if (copy->capacity * sizeof(uint64_t) > SPARE_BYTES_MAX) {
                 fc_free(copy);
                 continue;
@@ -285,7 +285,7 @@ static bool is_drainable(const fc_unit *unit, int rank)
 {
     uint64_t tag = tag_of(unit->domain, rank, unit->index);
 
-    return tag > unit->finished && find_drained(unit, rank, tag) == NULL;
+    return tag > unit->finished && find_spilled(unit, rank, tag) == NULL;
 }
 
 /* A peer's post that this rank could copy away. */
@@ -416,14 +416,14 @@ static bool has_a_peer_failed(const fc_domain *domain)
 }
 
 /* A peer that keeps its gradients while others reduce theirs is a mistake of the script. */
-static fc_status check_held(fc_domain *domain, const fc_unit *unit)
+static fc_status check_accumulated(fc_domain *domain, const fc_unit *unit)
 {
     int r;
 
     for (r = 0; r < domain->n_ranks; r++) {
         lane *l = domain_lane(domain, r, unit->index);
 
-        if (__atomic_load_n(&l->is_held, __ATOMIC_ACQUIRE) == phase_of(domain->clock)) {
+        if (__atomic_load_n(&l->accumulated_in, __ATOMIC_ACQUIRE) == phase_of(domain->clock)) {
             char text[REASON_BYTES];
 
             (void)snprintf(
@@ -535,7 +535,7 @@ static fc_status next_of_all(fc_domain *domain, fc_unit **unit_out)
 
         *unit_out = find_ready(domain, &wait);
         if (*unit_out != NULL) {
-            return check_held(domain, *unit_out);
+            return check_accumulated(domain, *unit_out);
         }
         if (wait.peer < 0) {
             return FC_OK;
@@ -566,7 +566,7 @@ fc_status fc_exchange_next(fc_domain *domain, fc_search search, fc_unit **unit_o
     if (*unit_out != NULL && has_a_peer_failed(domain)) {
         *unit_out = NULL; /* an error at the end: this rank may be about to raise the same */
     }
-    return *unit_out != NULL ? check_held(domain, *unit_out) : FC_OK;
+    return *unit_out != NULL ? check_accumulated(domain, *unit_out) : FC_OK;
 }
 
 fc_status fc_exchange_await(fc_unit *unit)
@@ -581,7 +581,7 @@ fc_status fc_exchange_await(fc_unit *unit)
         FC_TRY(waits_await(domain, unit, FC_WAIT_REDUCE, missing, peer_answered, &arg, &info));
         FC_TRY(domain_check_peer(domain, missing, info.op, info.unit));
     }
-    return check_held(domain, unit);
+    return check_accumulated(domain, unit);
 }
 
 void fc_exchange_sources(fc_unit *unit, fc_source *sources_out)
@@ -592,7 +592,7 @@ void fc_exchange_sources(fc_unit *unit, fc_source *sources_out)
 
     for (r = 0; r < domain->n_ranks; r++) {
         lane *l = domain_lane(domain, r, unit->index);
-        const drained *copy = find_drained(unit, r, wanted);
+        const spilled *copy = find_spilled(unit, r, wanted);
 
         sources_out[r] = (fc_source){.part = NULL};
         if (copy != NULL) {
@@ -615,7 +615,7 @@ void fc_exchange_consume(fc_unit *unit)
     int r;
 
     unit->finished = tag;
-    exchange_drop_drained(unit, tag);
+    exchange_drop_spilled(unit, tag);
     for (r = 0; r < domain->n_ranks; r++) {
         /* A later post may have been copied away already. */
         if (r != domain->rank && fc_word_load(lane_consumed(own, r)) < tag) {
@@ -689,7 +689,7 @@ void fc_exchange_reset(fc_domain *domain)
         fc_unit *unit = &domain->units[i];
 
         unit->finished = unit->posted > unit->finished ? unit->posted : unit->finished;
-        exchange_drop_drained(unit, UINT64_MAX);
+        exchange_drop_spilled(unit, UINT64_MAX);
         memset(unit->mask, 0, unit->layout.mask_words * sizeof(uint64_t));
     }
     if (domain->is_mapped) {

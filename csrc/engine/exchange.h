@@ -4,7 +4,7 @@
  * A reduction can be finished once every peer has posted the unit in this phase or has closed the
  * phase without it (then it counts as zero). So ranks may post units in any order, and skip some,
  * without waiting for one another; only a full arena waits, and while it does, peers' posts are
- * finished or copied away (drained), so that two ranks with opposite orders cannot block each
+ * finished or copied away (spilled), so that two ranks with opposite orders cannot block each
  * other.
  *
  * Steps: reserve (until it no longer says FC_AGAIN), write the parts, commit; next, sources,
@@ -38,7 +38,7 @@ void fc_exchange_commit(fc_unit *unit);
 
 /* Says that this rank keeps the unit's gradients for a later backward: a peer that reduces it now
  * gets an error. */
-void fc_exchange_hold(fc_unit *unit);
+void fc_exchange_accumulate(fc_unit *unit);
 
 /* Where fc_exchange_next looks. */
 typedef enum fc_search {

@@ -145,7 +145,7 @@ static fc_status keep_or_submit(fc_reduction *r, const fc_source *sources, int n
     add_up(r, sources, n_sources, r->partial, r->mask);
     if (!options->all_reduce) {
         if (replicas->is_mapped && replicas->n_ranks > 1) {
-            fc_exchange_hold(r->replicate);
+            fc_exchange_accumulate(r->replicate);
         }
         return FC_OK;
     }

@@ -95,7 +95,7 @@ struct fc_schedule_unit {
     void *full;               /* while UNSHARDED; owned unless it is a slot or resident */
     void *kept;               /* slice of a reshard to a smaller group */
     fc_event *kept_event;     /* owned; the slice is there */
-    fc_stream_slot *held;     /* staged gradients not yet reduced */
+    fc_stream_slot *waiting;  /* staged gradients not yet reduced */
     fc_stream_slot *partial;  /* scattered, not yet all-reduced */
     ptrdiff_t last_entry;
     fc_schedule_unit *next;

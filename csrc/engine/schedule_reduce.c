@@ -22,22 +22,23 @@ static double divisor_of(const fc_schedule_unit *unit, const fc_schedule_grads *
     return grads->divisor != 0 ? grads->divisor : unit->options.divisor;
 }
 
-/* Adds the gradients to what the unit holds, or to nothing: `held` is an input slot afterwards. */
+/* Adds the gradients to what the unit holds, or to nothing: `waiting` is an input slot afterwards.
+ */
 static fc_status stage(fc_schedule_unit *unit, const fc_schedule_grads *grads)
 {
     fc_schedule *s = unit->schedule;
     fc_schedule_launch launch = {.params = grads->full,
                                  .divisor = pre_divisor_of(unit, grads),
-                                 .accumulate = unit->held != NULL};
+                                 .accumulate = unit->waiting != NULL};
 
     FC_TRY(fc_schedule_staging_for(unit, grads->types, false, &launch.moves));
-    if (unit->held == NULL) {
+    if (unit->waiting == NULL) {
         FC_TRY(fc_stream_pool_acquire(s, &s->inputs, fc_schedule_label(unit, ""),
                                       unit->options.layout->trainable_part_bytes *
                                           (size_t)unit->options.layout->n_ranks,
-                                      &unit->held));
+                                      &unit->waiting));
     }
-    launch.wire = unit->held->memory;
+    launch.wire = unit->waiting->memory;
     return fc_schedule_move(unit, s->compute, "stage", &launch);
 }
 
@@ -82,7 +83,7 @@ static fc_status scatter(fc_schedule_unit *unit, uint64_t present, fc_stream_slo
 {
     fc_schedule *s = unit->schedule;
     fc_stream *reduce = s->options.reduce;
-    fc_stream_slot *input = unit->held, *output, *partial = unit->partial;
+    fc_stream_slot *input = unit->waiting, *output, *partial = unit->partial;
 
     FC_TRY(fc_stream_pool_acquire(s, &s->outputs, fc_schedule_label(unit, ""),
                                   unit->options.layout->trainable_part_bytes, &output));
@@ -90,7 +91,7 @@ static fc_status scatter(fc_schedule_unit *unit, uint64_t present, fc_stream_slo
     FC_TRY(scatter_sections(unit, present, input->memory, output->memory));
     FC_TRY(fc_stream_slot_mark(s, input, reduce));
     fc_stream_pool_release(&s->inputs, input);
-    unit->held = NULL;
+    unit->waiting = NULL;
     if (partial != NULL) {
         FC_TRY(fc_schedule_move(unit, reduce, "add",
                                 &(fc_schedule_launch){.moves = unit->add,
@@ -182,9 +183,9 @@ fc_status fc_schedule_enter_reduce(fc_schedule *s)
 
 void fc_schedule_drop_gradients(fc_schedule_unit *unit)
 {
-    if (unit->held != NULL) {
-        fc_stream_pool_release(&unit->schedule->inputs, unit->held);
-        unit->held = NULL;
+    if (unit->waiting != NULL) {
+        fc_stream_pool_release(&unit->schedule->inputs, unit->waiting);
+        unit->waiting = NULL;
     }
     fc_schedule_drop_partial_sum(unit);
 }
@@ -241,13 +242,13 @@ static fc_status finish_straight(fc_schedule_unit *unit, const fc_schedule_grads
     return fc_schedule_move(unit, unit->schedule->compute, "finish", &launch);
 }
 
-static fc_status finish_held(fc_schedule_unit *unit, const fc_schedule_grads *grads)
+static fc_status finish_waiting(fc_schedule_unit *unit, const fc_schedule_grads *grads)
 {
     fc_schedule *s = unit->schedule;
 
-    FC_TRY(finish(unit, grads, unit->held, s->compute));
-    fc_stream_pool_release(&s->inputs, unit->held);
-    unit->held = NULL;
+    FC_TRY(finish(unit, grads, unit->waiting, s->compute));
+    fc_stream_pool_release(&s->inputs, unit->waiting);
+    unit->waiting = NULL;
     return FC_OK;
 }
 
@@ -255,7 +256,7 @@ static fc_status post_alone(fc_schedule_unit *unit, const fc_schedule_grads *gra
                             bool *reduced_out)
 {
     bool is_fresh = has_any(unit, grads), is_last = grads->sync != FC_SYNC_NONE;
-    bool goes_straight = is_fresh && is_last && unit->held == NULL && is_straight(unit, grads);
+    bool goes_straight = is_fresh && is_last && unit->waiting == NULL && is_straight(unit, grads);
 
     if (is_fresh) {
         FC_TRY(goes_straight ? finish_straight(unit, grads) : stage(unit, grads));
@@ -264,8 +265,8 @@ static fc_status post_alone(fc_schedule_unit *unit, const fc_schedule_grads *gra
     if (!grads->keep_unsharded) {
         fc_schedule_reshard(unit);
     }
-    if (is_last && unit->held != NULL) {
-        FC_TRY(finish_held(unit, grads));
+    if (is_last && unit->waiting != NULL) {
+        FC_TRY(finish_waiting(unit, grads));
         *reduced_out = true;
     }
     return FC_OK;
@@ -276,7 +277,7 @@ static fc_status meet_for_sums(fc_schedule_unit *unit, const fc_schedule_grads *
                                bool is_fresh)
 {
     const bool is_due = grads->sync != FC_SYNC_NONE;
-    const bool has_input = is_fresh || unit->held != NULL;
+    const bool has_input = is_fresh || unit->waiting != NULL;
 
     if (is_due && has_input) {
         FC_TRY(fc_schedule_meet(unit->options.shard_unit, "reduce-scatter", grads->present));
@@ -310,14 +311,14 @@ fc_status fc_schedule_post_backward(fc_schedule_unit *unit, const fc_schedule_gr
     if (!grads->keep_unsharded) {
         fc_schedule_reshard(unit);
     }
-    if (grads->sync == FC_SYNC_NONE || (unit->held == NULL && unit->partial == NULL)) {
+    if (grads->sync == FC_SYNC_NONE || (unit->waiting == NULL && unit->partial == NULL)) {
         return FC_OK;
     }
-    if (unit->held == NULL && is_partial) {
+    if (unit->waiting == NULL && is_partial) {
         return FC_OK;
     }
     FC_TRY(fc_schedule_enter_reduce(s));
-    if (unit->held == NULL) { /* only the sum over replicas is missing */
+    if (unit->waiting == NULL) { /* only the sum over replicas is missing */
         output = unit->partial;
         unit->partial = NULL;
         st = FC_OK;

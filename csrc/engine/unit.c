@@ -51,7 +51,7 @@ static size_t chunk_offset(const fc_param *param, int rank, fc_dtype dtype)
     return (size_t)rank * param->chunk_rows * param->inner * fc_dtype_bytes(dtype);
 }
 
-void *fc_unit_shard_home(const fc_unit *unit, size_t param)
+void *fc_unit_shard_storage(const fc_unit *unit, size_t param)
 {
     const fc_param *p = &unit->params[param];
 

@@ -25,7 +25,7 @@ void *fc_unit_owner(const fc_unit *unit);
 /* The unsharded buffer as this rank reads it; a write to it stays private until it is discarded. */
 void *fc_unit_view(const fc_unit *unit);
 /* Where the chunk of an aliased parameter lives, with room for chunk_numel elements. */
-void *fc_unit_shard_home(const fc_unit *unit, size_t param);
+void *fc_unit_shard_storage(const fc_unit *unit, size_t param);
 /* Holds the domain's memory beyond the domain. */
 fc_region *fc_unit_region(const fc_unit *unit);
 /* Copies (and casts) this rank's chunk of a parameter that is not aliased to where peers read it.

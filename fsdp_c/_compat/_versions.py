@@ -115,14 +115,14 @@ class AccumulatedGradient:
         def unsharded_accumulated_grad(self) -> torch.Tensor | None:
             if self.unit is None:  # type: ignore[attr-defined]
                 return self.__dict__.get("unsharded_accumulated_grad")
-            return self.unit._core_held(self.unit.fsdp_params.index(self))  # type: ignore[attr-defined]
+            return self.unit._core_accumulated(self.unit.fsdp_params.index(self))  # type: ignore[attr-defined]
 
         @unsharded_accumulated_grad.setter
         def unsharded_accumulated_grad(self, grad: torch.Tensor | None) -> None:
             if self.unit is None:  # type: ignore[attr-defined]
                 self.__dict__["unsharded_accumulated_grad"] = grad
             else:
-                self.unit._core_set_held(self.unit.fsdp_params.index(self), grad)  # type: ignore[attr-defined]
+                self.unit._core_set_accumulated(self.unit.fsdp_params.index(self), grad)  # type: ignore[attr-defined]
 
 
 def lacks_dtypes(group: Any) -> bool:

@@ -89,7 +89,7 @@ def _waiting(groups: Iterable[FSDPParamGroup]) -> list[torch.Tensor]:
     for group in groups:
         for index, fsdp_param in enumerate(group.fsdp_params):
             unsharded = fsdp_param.__dict__.get("_unsharded_param")
-            found += [group._core_held(index), None if unsharded is None else unsharded.grad]
+            found += [group._core_accumulated(index), None if unsharded is None else unsharded.grad]
     return [grad for grad in found if grad is not None]
 
 

@@ -86,7 +86,7 @@ class RoadGroup(_versions.TorchGroup):
     _gathered_at = 0  # the number of optimizer steps until then
     # The shards are registered, but what was gathered is still there: after a state_dict.
     _shows_shards = False
-    _outlasts_forward = False  # see keep_unsharded of FSDPParamGroup
+    _is_kept_after_forward = False  # see keep_unsharded of FSDPParamGroup
     # Indices of parameters that have a part in the sum that replicas have not seen yet.
     _in_partial_sum: frozenset[int] = frozenset()
 
@@ -195,11 +195,11 @@ class RoadGroup(_versions.TorchGroup):
                 fsdp_param.to_unsharded()
 
     def reshard(self) -> None:
-        if not (self._outlasts_forward and self._training_state == TrainingState.FORWARD):
+        if not (self._is_kept_after_forward and self._training_state == TrainingState.FORWARD):
             super().reshard()
 
     def _to_sharded(self) -> None:
-        self._shows_shards = self._outlasts_forward = False
+        self._shows_shards = self._is_kept_after_forward = False
         super()._to_sharded()
 
 

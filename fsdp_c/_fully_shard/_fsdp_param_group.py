@@ -185,7 +185,7 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
     # ---- what only torch's implementation knows: setting it later takes the tree there ----
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _TORCH_ONLY and self._core_holds_gradients:
+        if name in _TORCH_ONLY and self._core_has_accumulated:
             raise RuntimeError(
                 f"{name} of FSDP unit '{_fqns.unit_name(self)}' was set while gradients of"
                 " backward passes without synchronization are held: set it before the first of"
@@ -293,7 +293,7 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
         """Goes back to torch's implementation, sharded; local."""
         if self._on_torch_road:  # it may be unsharded there, for instance by an early unshard()
             return
-        self._outlasts_forward = self._core_outlasts_forward
+        self._is_kept_after_forward = self._core_is_kept_after_forward
         self._unbind()
         self._left = [part for part in self._binding or () if isinstance(part, _C.Domain)]
         for domain in self._left:
@@ -314,7 +314,7 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
         """
         if not _device.is_taken(self):
             return lambda: None
-        is_unsharded, outlasts = self._core_is_unsharded, self._core_outlasts_forward
+        is_unsharded, outlasts = self._core_is_unsharded, self._core_is_kept_after_forward
         is_asked = is_unsharded or self._core_is_pending
         before = [p._unsharded_param for p in self.fsdp_params]
         # Perhaps written since.
@@ -336,7 +336,7 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
             before.clear()
             values.clear()
             if outlasts:
-                self._core_outlast_forward()
+                self._core_keep_after_forward()
 
         return come_back
 
@@ -468,9 +468,9 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
     def keep_unsharded(self) -> None:
         """From an explicit unshard on forward leaves the unit alone, until it is resharded."""
         if self._is_bound:
-            self._core_outlast_forward()
+            self._core_keep_after_forward()
         else:
-            self._outlasts_forward = True
+            self._is_kept_after_forward = True
 
     def _take_over_shards(self) -> None:
         """Outside of a step shards that were replaced since set-up count from here on."""

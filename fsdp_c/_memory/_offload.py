@@ -183,7 +183,7 @@ def _check(model: nn.Module, states: Sequence[Any]) -> None:
 
 def _is_at_rest(group: FSDPParamGroup) -> bool:
     if group._is_bound:
-        return not (group._core_in_phase or group._core_holds_gradients)
+        return not (group._core_in_phase or group._core_has_accumulated)
     held = (getattr(p, "unsharded_accumulated_grad", None) for p in group.fsdp_params)
     return (
         group._training_state == TrainingState.IDLE

@@ -36,7 +36,7 @@ typedef struct member {
         char *parts;
         size_t part_bytes;
         fc_wire wire;
-    } lent;
+    } borrowed;
 } member;
 
 static inline uint64_t mix(uint64_t a, uint64_t b)
@@ -84,18 +84,18 @@ static inline void member_make_domain(member *m, fc_domain_kind kind, const fc_u
     }
 }
 
-static inline void forget_lent(member *m)
+static inline void forget_borrowed(member *m)
 {
     for (size_t i = 0; i < DOMAINS_MAX_PARAMS; i++) {
-        free(m->lent.full[i]);
-        free(m->lent.narrow[i]);
+        free(m->borrowed.full[i]);
+        free(m->borrowed.narrow[i]);
     }
-    memset(&m->lent, 0, sizeof(m->lent));
+    memset(&m->borrowed, 0, sizeof(m->borrowed));
 }
 
 static inline void member_leave(member *m)
 {
-    forget_lent(m);
+    forget_borrowed(m);
     fc_domain_destroy(m->domain);
     fc_transport_destroy(m->transport);
     CHECK_EQ(fc_alloc_live(), 0);
@@ -238,8 +238,8 @@ static inline void member_finish(member *m, fc_unit *unit)
     post = ++m->finishes[index];
     CHECK_OR_EXIT(all != NULL);
     fc_exchange_sources(unit, sources);
-    if (m->lent.post == post && m->lent.unit == index) {
-        sources[m->rank].grads = m->lent.data;
+    if (m->borrowed.post == post && m->borrowed.unit == index) {
+        sources[m->rank].grads = m->borrowed.data;
     }
     for (int r = 0; r < m->n_ranks; r++) {
         CHECK_MSG((sources[r].part != NULL) == (m->planned[r][index] >= post),
@@ -276,8 +276,8 @@ static inline void member_finish(member *m, fc_unit *unit)
         free(chunk);
     }
     fc_exchange_consume(unit);
-    if (m->lent.post == post && m->lent.unit == index) {
-        forget_lent(m);
+    if (m->borrowed.post == post && m->borrowed.unit == index) {
+        forget_borrowed(m);
     }
 }
 
@@ -294,7 +294,7 @@ static inline fc_status member_finish_ready(member *m, fc_search search)
     }
 }
 
-/* Makes a parameter's gradient, writes it into the receivers' parts and keeps it as lent. */
+/* Makes a parameter's gradient, writes it into the receivers' parts and keeps it as borrowed. */
 static inline void stage(member *m, size_t index, int post, size_t param, fc_wire wire,
                          fc_receivers receivers, char *parts, size_t part_bytes)
 {
@@ -312,23 +312,23 @@ static inline void stage(member *m, size_t index, int post, size_t param, fc_wir
     }
     fc_kern_cast(FC_F32, type)(narrow, full, numel);
     fc_unit_stage(unit, param, full, FC_F32, wire, receivers, parts, part_bytes);
-    m->lent.full[param] = full;
-    m->lent.narrow[param] = narrow;
-    m->lent.data[param].data = narrow;
+    m->borrowed.full[param] = full;
+    m->borrowed.narrow[param] = narrow;
+    m->borrowed.data[param].data = narrow;
 }
 
 /* Writes the part for this rank itself after all. */
-static inline void settle_lent(member *m)
+static inline void return_borrowed(member *m)
 {
-    fc_unit *unit = fc_domain_unit(m->domain, m->lent.unit);
+    fc_unit *unit = fc_domain_unit(m->domain, m->borrowed.unit);
 
-    for (size_t i = 0; i < DOMAINS_MAX_PARAMS && m->lent.post != 0; i++) {
-        if (m->lent.full[i] != NULL) {
-            fc_unit_stage(unit, i, m->lent.full[i], FC_F32, m->lent.wire, FC_TO_SELF, m->lent.parts,
-                          m->lent.part_bytes);
+    for (size_t i = 0; i < DOMAINS_MAX_PARAMS && m->borrowed.post != 0; i++) {
+        if (m->borrowed.full[i] != NULL) {
+            fc_unit_stage(unit, i, m->borrowed.full[i], FC_F32, m->borrowed.wire, FC_TO_SELF,
+                          m->borrowed.parts, m->borrowed.part_bytes);
         }
     }
-    forget_lent(m);
+    forget_borrowed(m);
 }
 
 static inline fc_status member_post(member *m, size_t index)
@@ -338,14 +338,14 @@ static inline fc_status member_post(member *m, size_t index)
     int post = m->posts[index] + 1;
     fc_wire wire = wire_of(m, m->rank, index, post, layout);
     bool is_shard = !fc_domain_is_replicate(m->domain);
-    bool lends = is_shard && mix(m->seed, index + 31 * (size_t)post) % 2 == 0;
+    bool borrows = is_shard && mix(m->seed, index + 31 * (size_t)post) % 2 == 0;
     size_t part_bytes;
     char *parts = NULL;
     char *target;
     fc_status st;
 
     CHECK_OR_EXIT(layout->n_params <= DOMAINS_MAX_PARAMS);
-    settle_lent(m);
+    return_borrowed(m);
 
     for (size_t i = 0; i < layout->n_params; i++) {
         if (layout->params[i].has_grad &&
@@ -371,7 +371,7 @@ static inline fc_status member_post(member *m, size_t index)
     }
     for (size_t i = 0; i < layout->n_params; i++) {
         if (fc_exchange_is_present(unit, i)) {
-            stage(m, index, post, i, wire, lends ? FC_TO_PEERS : FC_TO_ALL, target, part_bytes);
+            stage(m, index, post, i, wire, borrows ? FC_TO_PEERS : FC_TO_ALL, target, part_bytes);
         }
     }
     if (target != parts) {
@@ -380,15 +380,15 @@ static inline fc_status member_post(member *m, size_t index)
     }
     fc_exchange_commit(unit);
     m->posts[index] = post;
-    if (!lends) {
-        forget_lent(m);
+    if (!borrows) {
+        forget_borrowed(m);
         return FC_OK;
     }
-    m->lent.unit = index;
-    m->lent.post = post;
-    m->lent.parts = parts;
-    m->lent.part_bytes = part_bytes;
-    m->lent.wire = wire;
+    m->borrowed.unit = index;
+    m->borrowed.post = post;
+    m->borrowed.parts = parts;
+    m->borrowed.part_bytes = part_bytes;
+    m->borrowed.wire = wire;
     return FC_OK;
 }
 
@@ -396,7 +396,7 @@ static inline fc_status member_post(member *m, size_t index)
 static inline void member_open(member *m, bool is_backward, uint64_t seed)
 {
     m->seed = seed;
-    forget_lent(m);
+    forget_borrowed(m);
     memset(m->posts, 0, sizeof(m->posts));
     memset(m->finishes, 0, sizeof(m->finishes));
     memset(m->planned, 0, sizeof(m->planned));

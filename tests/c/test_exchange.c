@@ -344,7 +344,7 @@ static void body_held(int rank, int n_ranks, void *arg)
             continue;
         }
         if (rank == 0) {
-            fc_exchange_hold(fc_domain_unit(m.domain, 1));
+            fc_exchange_accumulate(fc_domain_unit(m.domain, 1));
         } else {
             CHECK_OK(member_post(&m, 1));
         }
@@ -378,7 +378,7 @@ static void body_held_by_all(int rank, int n_ranks, void *arg)
         if (seed % 2 == 0) {
             CHECK_OK(member_post(&m, 1));
         } else {
-            fc_exchange_hold(fc_domain_unit(m.domain, 1));
+            fc_exchange_accumulate(fc_domain_unit(m.domain, 1));
         }
         CHECK_OK(member_close(&m));
     }
@@ -547,7 +547,7 @@ static void test_deaths(void)
 
 /* ---- growth ---- */
 
-/* Copies that were drained are used again; after some phases nothing is allocated any more. */
+/* Copies that were spilled are used again; after some phases nothing is allocated any more. */
 static void body_growth(int rank, int n_ranks, void *arg)
 {
     static const orders opposite = {

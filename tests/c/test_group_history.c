@@ -47,7 +47,7 @@ static void write_shards(member *m, uint64_t step)
             const fc_param *p = &layout->params[k];
             size_t row = p->own_rows * p->inner;
             float *own = calloc(p->outer * row + 1, sizeof(float));
-            float *to = p->is_aliased ? fc_unit_shard_home(unit, k) : own;
+            float *to = p->is_aliased ? fc_unit_shard_storage(unit, k) : own;
 
             CHECK_OR_EXIT(own != NULL);
             for (size_t o = 0; o < p->outer; o++) {

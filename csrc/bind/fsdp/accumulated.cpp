@@ -139,7 +139,7 @@ void Unit::accumulate()
         } // else autograd adds the next one to it where it is
     }
     if (any && fc_domain_is_mapped(domain_) && fc_domain_n_ranks(domain_) > 1) {
-        fc_exchange_hold(shard_);
+        fc_exchange_accumulate(shard_);
     }
 }
 

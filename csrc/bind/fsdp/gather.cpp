@@ -15,11 +15,11 @@ std::vector<Unit *> Unit::followers() const
 {
     std::vector<Unit *> found;
     fc_order_walk walk = fc_order_after(shard_);
-    while (fc_unit *lane = fc_order_next(&walk)) {
-        Unit *unit = owner_unit(lane);
+    while (fc_unit *next = fc_order_next(&walk)) {
+        Unit *unit = owner_unit(next);
         if (unit != nullptr && unit != this && !unit->unsharded_ && !unit->pending_ &&
             !unit->keeps_storage_ && std::find(found.begin(), found.end(), unit) == found.end()) {
-            fc_order_take(&walk, lane);
+            fc_order_take(&walk, next);
             found.push_back(unit);
         }
     }

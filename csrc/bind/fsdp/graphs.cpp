@@ -54,7 +54,7 @@ void Unit::leave_to_graph()
     if (!has_graph_) {
         hide();
     } else if (!is_copied()) {
-        if (is_withheld_) {
+        if (is_unavailable_) {
             hide();
         }
         show(view_);

@@ -186,7 +186,7 @@ void group_post_forward(StateObject *state, bool is_needed = false)
         group->post_forward_mesh_info == nullptr || group->post_forward_mesh_info == Py_None;
     // Recomputation inside backward leaves the parameters to the backward that needs them.
     if (!in_autograd_backward() && !(in_forward && keeps) && !is_needed &&
-        !(in_forward && group->unit->outlasts_forward())) {
+        !(in_forward && group->unit->is_kept_after_forward())) {
         group->unit->reshard(in_forward && device != nullptr &&
                              device->keeps_slice(group->post_forward_mesh_info));
     }
@@ -362,7 +362,7 @@ void state_pre_backward(StateObject *state)
     if (group->unshard_in_backward) {
         group->unit->unshard();
     } else {
-        group->unit->withhold();
+        group->unit->make_unavailable();
     }
     group->unit->defer_upcasts(group->reduce_grads != 0);
 }

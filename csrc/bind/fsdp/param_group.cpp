@@ -151,9 +151,9 @@ PyObject *group_reshard(PyObject *self, PyObject *)
     return with_unit(self, [](Unit *unit) { unit->reshard(); });
 }
 
-PyObject *group_outlast_forward(PyObject *self, PyObject *)
+PyObject *group_keep_after_forward(PyObject *self, PyObject *)
 {
-    return with_unit(self, [](Unit *unit) { unit->outlast_forward(); });
+    return with_unit(self, [](Unit *unit) { unit->keep_after_forward(); });
 }
 
 PyObject *group_keep_storage(PyObject *self, PyObject *arg)
@@ -161,8 +161,8 @@ PyObject *group_keep_storage(PyObject *self, PyObject *arg)
     return with_unit(self, [arg](Unit *unit) { unit->keep_storage(arg == Py_True); });
 }
 
-// _core_held(index) -> Tensor or None
-PyObject *group_held(PyObject *self, PyObject *arg)
+// _core_accumulated(index) -> Tensor or None
+PyObject *group_accumulated(PyObject *self, PyObject *arg)
 {
     return guarded([&]() -> PyObject * {
         const size_t index = PyLong_AsSize_t(arg);
@@ -196,8 +196,8 @@ PyObject *group_drop_partial_sums(PyObject *self, PyObject *)
     return with_unit(self, [](Unit *unit) { unit->drop_partial_sums(); });
 }
 
-// _core_set_held(index, Tensor or None)
-PyObject *group_set_held(PyObject *self, PyObject *args)
+// _core_set_accumulated(index, Tensor or None)
+PyObject *group_set_accumulated(PyObject *self, PyObject *args)
 {
     Py_ssize_t index;
     PyObject *tensor;
@@ -323,7 +323,7 @@ PyObject *group_in_phase(PyObject *self, void *)
     return PyBool_FromLong(unit != nullptr && fc_domain_is_open(unit->domain()));
 }
 
-PyObject *group_holds_gradients(PyObject *self, void *)
+PyObject *group_has_accumulated(PyObject *self, void *)
 {
     const Unit *unit = as<GroupObject>(self)->unit;
     return PyBool_FromLong(unit != nullptr && unit->has_accumulated());
@@ -374,10 +374,10 @@ PyObject *group_is_resident(PyObject *self, void *)
     return PyBool_FromLong(unit != nullptr && unit->is_resident());
 }
 
-PyObject *group_outlasts_forward(PyObject *self, void *)
+PyObject *group_is_kept_after_forward(PyObject *self, void *)
 {
     const Unit *unit = as<GroupObject>(self)->unit;
-    return PyBool_FromLong(unit != nullptr && unit->outlasts_forward());
+    return PyBool_FromLong(unit != nullptr && unit->is_kept_after_forward());
 }
 
 PyMemberDef group_members[] = {
@@ -404,9 +404,9 @@ PyGetSetDef group_properties[] = {
      "unshard(async_op=True) that was not waited for", nullptr},
     {"_core_awaits_gradients", group_awaits_gradients, nullptr,
      "whether a backward went through the unit and gave its parameters nothing", nullptr},
-    {"_core_outlasts_forward", group_outlasts_forward, nullptr,
+    {"_core_is_kept_after_forward", group_is_kept_after_forward, nullptr,
      "whether forward leaves the unsharded parameters registered", nullptr},
-    {"_core_holds_gradients", group_holds_gradients, nullptr,
+    {"_core_has_accumulated", group_has_accumulated, nullptr,
      "whether gradients wait for a later reduction", nullptr},
     {"_core_has_partial_sums", group_has_partial_sums, nullptr,
      "whether sums over shards wait for the replicas", nullptr},
@@ -431,15 +431,16 @@ PyMethodDef group_methods[] = {
     {"_core_unshard", group_unshard, METH_NOARGS,
      "Gathers if needed and registers the unsharded parameters."},
     {"_core_reshard", group_reshard, METH_NOARGS, "Registers the sharded parameters."},
-    {"_core_outlast_forward", group_outlast_forward, METH_NOARGS,
+    {"_core_keep_after_forward", group_keep_after_forward, METH_NOARGS,
      "Forward leaves the unsharded parameters registered, until the next reshard."},
     {"_core_keep_storage", group_keep_storage, METH_O,
      "Whether reshard leaves the unsharded parameters' memory as it is."},
     {"_core_partial_sums", group_partial_sums, METH_NOARGS,
      "() -> of each parameter a copy of what the replicas have not seen, or None"},
     {"_core_drop_partial_sums", group_drop_partial_sums, METH_NOARGS, "Drops them."},
-    {"_core_held", group_held, METH_O, "(index) -> what is accumulated beside a parameter"},
-    {"_core_set_held", group_set_held, METH_VARARGS, "(index, tensor or None)"},
+    {"_core_accumulated", group_accumulated, METH_O,
+     "(index) -> what is accumulated beside a parameter"},
+    {"_core_set_accumulated", group_set_accumulated, METH_VARARGS, "(index, tensor or None)"},
     {"_core_set_prefetch", group_set_prefetch, METH_VARARGS,
      "(in_backward, groups): whom to gather behind this one on a device."},
     {"_core_set_reduce_group", group_set_reduce_group, METH_O,

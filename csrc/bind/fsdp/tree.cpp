@@ -370,7 +370,7 @@ void tree_root_post_forward(TreeObject *tree)
         or_fail(tree, [&] {
             each_unit(tree, [](Unit *unit) {
                 unit->check_unwritten();
-                if (unit->outlasts_forward()) {
+                if (unit->is_kept_after_forward()) {
                     unit->keep();
                 }
             });

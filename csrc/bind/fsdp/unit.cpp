@@ -154,7 +154,7 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
         Param &p = params_[i];
         p.has_grad = layout->params[i].has_grad;
         if (fc_domain_is_mapped(domain_) && layout->params[i].is_aliased) {
-            p.storage = fc_unit_shard_home(shard_, i);
+            p.storage = fc_unit_shard_storage(shard_, i);
             move_to(p.local.storage().unsafeGetStorageImpl(), p.storage, fc_unit_region(shard_));
         }
     }
@@ -230,7 +230,7 @@ std::string Unit::unreadable_text() const
 
 void Unit::hide()
 {
-    if (std::exchange(is_withheld_, false)) {
+    if (std::exchange(is_unavailable_, false)) {
         set_unreadable_text(storage_, unreadable_text());
     }
     shown_ = nullptr;
@@ -396,7 +396,7 @@ void Unit::drop_pending()
     }
 }
 
-void Unit::withhold()
+void Unit::make_unavailable()
 {
     if (!unsharded_ && !stays()) {
         shown_ = nullptr;
@@ -405,15 +405,15 @@ void Unit::withhold()
                                           std::string(fc_unit_name(shard_)) +
                                           "', which was told to do without: call "
                                           "set_unshard_in_backward(True) on it");
-        is_withheld_ = true;
+        is_unavailable_ = true;
     }
 }
 
 void Unit::reshard(bool to_slice)
 {
-    outlasts_forward_ = false;
+    is_kept_after_forward_ = false;
     if (!unsharded_) {
-        if (is_withheld_ && !stays()) {
+        if (is_unavailable_ && !stays()) {
             leave_to_graph();
         }
         return;

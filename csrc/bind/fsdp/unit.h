@@ -126,11 +126,11 @@ public:
     // `to_slice`: a rank of a smaller group keeps its slice.
     void reshard(bool to_slice = false);
     // Until the next reshard forward leaves the unsharded parameters registered.
-    void outlast_forward() { outlasts_forward_ = true; }
-    bool outlasts_forward() const { return outlasts_forward_; }
+    void keep_after_forward() { is_kept_after_forward_ = true; }
+    bool is_kept_after_forward() const { return is_kept_after_forward_; }
     // Until the next reshard: backward goes on without the parameters, and reading them tells why
     // they are not there.
-    void withhold();
+    void make_unavailable();
     // At the end of a phase: a unit that stays unsharded gets memory of its own until the next
     // forward, since peers may write their shards then.
     void keep();
@@ -298,7 +298,7 @@ private:
     void *slot_ = nullptr; // private memory, from the pool or the device
     bool unsharded_ = false;
     bool awaits_gradients_ = false;
-    bool outlasts_forward_ = false;
+    bool is_kept_after_forward_ = false;
     bool is_kept_ = false;               // slot_ holds what was gathered before the phase
     bool keeps_storage_ = false;         // slot_ stays over reshards
     bool is_resident_ = false;           // the shards are the unsharded buffer
@@ -314,7 +314,7 @@ private:
     void *shown_ = nullptr;              // what the storage shows
     std::shared_ptr<Arrivals> arrivals_; // from the first graph on
     std::vector<Param> params_;
-    bool is_withheld_ = false;      // the storage says so
+    bool is_unavailable_ = false;   // the storage says so
     bool grads_share_flat_ = false; // every cached gradient lies in grads_flat_
     bool has_accumulated_ = false;  // micro-batches left gradients for the next submission
     bool has_all_gradients_ =
