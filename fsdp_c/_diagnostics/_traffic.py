@@ -39,8 +39,8 @@ class Traffic:
 
 
 def traffic_of(groups: Iterable[FSDPParamGroup]) -> tuple[Traffic, ...]:
-    """By unit; torch's road counts nothing."""
-    return tuple(Traffic(_fqns.unit_name(group), *group._core_traffic()) for group in groups)
+    """By unit; torch's implementation counts nothing."""
+    return tuple(Traffic(_fqns.unit_name(group), **group._core_traffic()) for group in groups)
 
 
 def total(units: Iterable[Traffic]) -> Traffic:

@@ -65,16 +65,19 @@ def collect(domains: Iterable[tuple[Any, bool]], reset: bool) -> WaitStats:
     by_rank: dict[int, float] = defaultdict(float)
     forwards = backwards = 0
     for domain, is_replicate in domains:
-        n_forwards, n_backwards, units, peers = domain.waits(reset)
-        forwards, backwards = max(forwards, n_forwards), max(backwards, n_backwards)
-        for rank, ns in peers.items():
+        found = domain.waits(reset)
+        forwards = max(forwards, found["forwards"])
+        backwards = max(backwards, found["backwards"])
+        for rank, ns in found["ns_by_rank"].items():
             by_rank[rank] += ns / 1e9
-        for unit, kind, count, ns, longest, rank in units:
-            name = (_ENDS if unit is None else _KINDS)[kind]
+        for row in found["waits"]:
+            unit, rank = row["unit"], row["longest_rank"]
+            name = (_ENDS if unit is None else _KINDS)[row["kind"]]
             if is_replicate:
                 name = f"{name} of replicas"
             whom = None if rank < 0 else rank
-            rows.append(Wait(unit or "", name, count, ns / 1e9, longest / 1e9, whom))
-    rows.sort(key=lambda row: -row.seconds)
+            seconds, longest = row["ns"] / 1e9, row["longest_ns"] / 1e9
+            rows.append(Wait(unit or "", name, row["count"], seconds, longest, whom))
+    rows.sort(key=lambda wait: -wait.seconds)
     waited = {rank: seconds for rank, seconds in sorted(by_rank.items()) if seconds}
     return WaitStats(tuple(rows), waited, forwards, backwards)

@@ -85,9 +85,16 @@ def _make_domains(
         if streams is not None:
             _device.connect(streams, process_group, groups[0].device)
         _same_model.check(process_group, groups)
-        unit_args = (units, shard_pg.rank(), shard_pg.size(), batch_bytes, is_counted)
         domain = _C.Domain(
-            transport, index == 1, *unit_args, streams, str(process_group.group_name)
+            transport=transport,
+            is_replicate=index == 1,
+            units=units,
+            shard_rank=shard_pg.rank(),
+            n_shards=shard_pg.size(),
+            batch_bytes=batch_bytes,
+            is_counted=is_counted,
+            streams=streams,
+            group=str(process_group.group_name),
         )
         # On a GPU nobody waits for peers, and NCCL has a board of its own.
         is_blocking = _device.is_blocking(process_group, groups[0].device)
@@ -141,7 +148,14 @@ def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | N
                     copies=fsdp_param.copies,
                 )
             )
-        group._bind(shard, index, replicate, rows, flat, _device.options_of(group))
+        group._bind(
+            domain=shard,
+            index=index,
+            replicate=replicate,
+            params=rows,
+            flat=flat,
+            on_device=_device.options_of(group),
+        )
         group.keep_storage()
     group._binding = (shard, index, replicate)
     group._bound_specs = [spec_of(p) for p in group.fsdp_params]

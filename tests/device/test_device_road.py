@@ -84,7 +84,7 @@ def test_resharded_to_a_smaller_group(rank: int, n_ranks: int, by_torch: bool) -
     def counts(pair: Pair) -> tuple[int, int]:
         unit = next(groups_of(pair.ours.model))
         group = _device.smaller_group(unit)
-        return group._get_sequence_number_for_group(), unit._core_traffic()[1]
+        return group._get_sequence_number_for_group(), unit._core_traffic()["gathered"]
 
     policy = torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     meshes = cached_mesh((4,)), cached_mesh((1, 4), ("replicate", "shard"))

@@ -92,16 +92,20 @@ struct UnitList {
     }
 };
 
-PyObject *domain_new(PyTypeObject *type, PyObject *args, PyObject *)
+PyObject *domain_new(PyTypeObject *type, PyObject *args, PyObject *named)
 {
     return guarded([&]() -> PyObject * {
         PyObject *transport, *units, *streams = Py_None;
         const char *group = "";
         int is_replicate, shard_rank, n_shards, is_counted;
         Py_ssize_t batch_bytes;
-        if (!PyArg_ParseTuple(args, "OpO!iinp|Os", &transport, &is_replicate, &PyList_Type, &units,
-                              &shard_rank, &n_shards, &batch_bytes, &is_counted, &streams,
-                              &group)) {
+        static const char *const names[] = {"transport", "is_replicate", "units",      "shard_rank",
+                                            "n_shards",  "batch_bytes",  "is_counted", "streams",
+                                            "group",     nullptr};
+        if (!PyArg_ParseTupleAndKeywords(args, named, "OpO!iinp|Os", const_cast<char **>(names),
+                                         &transport, &is_replicate, &PyList_Type, &units,
+                                         &shard_rank, &n_shards, &batch_bytes, &is_counted,
+                                         &streams, &group)) {
             return nullptr;
         }
         const UnitList list(units, is_counted != 0);
@@ -280,11 +284,11 @@ void append_waits(PyObject *rows, fc_domain *domain, const fc_unit *unit)
         const fc_waits w = fc_waits_of(domain, unit, static_cast<fc_wait_kind>(kind));
         if (w.n > 0) {
             const char *name = unit != nullptr ? fc_unit_name(unit) : nullptr;
-            Ref row =
-                checked(Py_BuildValue("ziKKKi", name, kind, static_cast<unsigned long long>(w.n),
-                                      static_cast<unsigned long long>(w.ns),
-                                      static_cast<unsigned long long>(w.longest_ns),
-                                      global_rank(domain, w.longest_peer)));
+            Ref row = checked(Py_BuildValue("{s:z,s:i,s:K,s:K,s:K,s:i}", "unit", name, "kind", kind,
+                                            "count", static_cast<unsigned long long>(w.n), "ns",
+                                            static_cast<unsigned long long>(w.ns), "longest_ns",
+                                            static_cast<unsigned long long>(w.longest_ns),
+                                            "longest_rank", global_rank(domain, w.longest_peer)));
             check(PyList_Append(rows, row.get()));
         }
     }
@@ -304,10 +308,11 @@ PyObject *domain_waits(PyObject *self, PyObject *arg)
             Ref ns = checked(PyLong_FromUnsignedLongLong(fc_waits_for(domain, peer)));
             check(PyDict_SetItem(peers.get(), key.get(), ns.get()));
         }
-        Ref result = checked(
-            Py_BuildValue("KKOO", static_cast<unsigned long long>(fc_waits_phases(domain, false)),
-                          static_cast<unsigned long long>(fc_waits_phases(domain, true)),
-                          rows.get(), peers.get()));
+        Ref result = checked(Py_BuildValue(
+            "{s:K,s:K,s:O,s:O}", "forwards",
+            static_cast<unsigned long long>(fc_waits_phases(domain, false)), "backwards",
+            static_cast<unsigned long long>(fc_waits_phases(domain, true)), "waits", rows.get(),
+            "ns_by_rank", peers.get()));
         if (arg == Py_True) {
             fc_waits_reset(domain);
         }
@@ -362,7 +367,8 @@ PyMethodDef methods[] = {
     {"account", domain_account, METH_NOARGS | METH_STATIC,
      "account() -> {purpose: bytes that the core holds in this process}"},
     {"waits", domain_waits, METH_O,
-     "waits(reset) -> (forwards, backwards, [(unit, kind, n, ns, longest ns, rank)], {rank: ns})"},
+     "waits(reset) -> {forwards, backwards, waits: [{unit, kind, count, ns, longest_ns, "
+     "longest_rank}], ns_by_rank: {rank: ns}}"},
     {"layout", domain_layout, METH_O,
      "layout(unit) -> (unsharded bytes, [(offset, is aliased), ...])"},
     {"watch", domain_watch, METH_O,

@@ -72,14 +72,17 @@ void group_dealloc(PyObject *self)
     free_object(self);
 }
 
-// _bind(domain, index, replicate_domain or None, rows, flat, on_device)
-PyObject *group_bind(PyObject *self, PyObject *args)
+// _bind(domain=, index=, replicate=, params=, flat=, on_device=)
+PyObject *group_bind(PyObject *self, PyObject *args, PyObject *named)
 {
     return guarded([&]() -> PyObject * {
         PyObject *domain, *replicate, *rows, *flat, *on_device;
         Py_ssize_t index;
-        if (!PyArg_ParseTuple(args, "OnOO!OO!", &domain, &index, &replicate, &PyList_Type, &rows,
-                              &flat, &PyTuple_Type, &on_device)) {
+        static const char *const names[] = {"domain", "index",     "replicate", "params",
+                                            "flat",   "on_device", nullptr};
+        if (!PyArg_ParseTupleAndKeywords(args, named, "$OnOO!OO!", const_cast<char **>(names),
+                                         &domain, &index, &replicate, &PyList_Type, &rows, &flat,
+                                         &PyTuple_Type, &on_device)) {
             return nullptr;
         }
         auto *group = as<GroupObject>(self);
@@ -234,7 +237,7 @@ PyObject *group_n_updates(PyObject *self, void *)
     return PyLong_FromUnsignedLongLong(as<GroupObject>(self)->updates->n());
 }
 
-// _core_traffic() -> (gathers, gathered, reductions, reduced, all-reductions, all-reduced, copied)
+// _core_traffic() -> {name: count or bytes}, as fc_traffic has them
 PyObject *group_traffic(PyObject *self, PyObject *)
 {
     const auto *group = as<GroupObject>(self);
@@ -242,11 +245,12 @@ PyObject *group_traffic(PyObject *self, PyObject *)
     if (group->unit != nullptr) {
         fc_traffic_add(&total, &group->unit->traffic());
     }
-    return Py_BuildValue("KKKKKKK", (unsigned long long)total.gathers,
-                         (unsigned long long)total.gathered, (unsigned long long)total.reductions,
-                         (unsigned long long)total.reduced,
-                         (unsigned long long)total.all_reductions,
-                         (unsigned long long)total.all_reduced, (unsigned long long)total.copied);
+    return Py_BuildValue(
+        "{s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "gathers", (unsigned long long)total.gathers, "gathered",
+        (unsigned long long)total.gathered, "reductions", (unsigned long long)total.reductions,
+        "reduced", (unsigned long long)total.reduced, "all_reductions",
+        (unsigned long long)total.all_reductions, "all_reduced",
+        (unsigned long long)total.all_reduced, "copied", (unsigned long long)total.copied);
 }
 
 PyObject *group_release(PyObject *self, PyObject *)
@@ -421,8 +425,9 @@ PyGetSetDef group_properties[] = {
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyMethodDef group_methods[] = {
-    {"_bind", group_bind, METH_VARARGS,
-     "_bind(domain, index, replicate_domain, rows, flat, on_device)"},
+    {"_bind", reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(group_bind)),
+     METH_VARARGS | METH_KEYWORDS,
+     "_bind(domain=, index=, replicate=, params=, flat=, on_device=)"},
     {"_unbind", group_unbind, METH_NOARGS, "Reshards and leaves the core."},
     {"_set_aside", group_set_aside, METH_NOARGS,
      "Reshards and leaves the core until the next _bind, which takes over gradients that wait."},
