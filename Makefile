@@ -15,7 +15,7 @@ PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-build-isolation
 C_FILES = $(shell find csrc tests/c tests/gpu benchmarks -name "*.[ch]" -o -name "*.cpp" -o -name "*.cu")
 # A package of its own, found before the tree's since it lies where Python is started.
 SANITIZED := build/sanitized
-SANITIZED_TESTS := comm/test_comm device/test_device_nccl device/test_device_road optim/test_optim_local \
+SANITIZED_TESTS := comm/test_comm device/test_device_nccl device/test_device_schedule optim/test_optim_local \
     optim/test_owner
 # The program itself is not sanitized; the second one is where exceptions are caught.
 PRELOADED = $(shell gcc -print-file-name=libasan.so) $(shell g++ -print-file-name=libstdc++.so)

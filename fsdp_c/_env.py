@@ -153,7 +153,7 @@ DEVICES = Variable[tuple[str, ...]](
     accepted="cuda, cpu or none, separated by commas",
     default=(),
     meaning=(
-        "Devices whose units the core's stream schedule runs; others go by torch's road. Empty:"
+        "Devices whose units the core's stream schedule runs; others go by the fallback. Empty:"
         " NVIDIA GPUs, for meshes of one rank. cpu: host memory as if it were a device's, which is"
         " slow, for tests."
     ),

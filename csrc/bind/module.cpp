@@ -42,7 +42,7 @@ static PyMethodDef functions[] = {
      "set_place(tell, count): tell() -> (text, group, sequence, is_gather) where this rank's "
      "program is, for peers that wait for it; count(group) -> int or None, its collectives."},
     {"watch_functions", fc_watch_functions, METH_VARARGS,
-     "watch_functions([(owner, name, function)], names): trees leave the core when one of the "
+     "watch_functions([(owner, name, function)], names): roots leave the core when one of the "
      "functions is replaced, or one of the names on a state."},
     {"call_directly", fc_call_directly, METH_O,
      "call_directly(cls): modules of it run their unit's hooks around forward in C."},

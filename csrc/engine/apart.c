@@ -49,7 +49,7 @@ void apart_begin(fc_domain *domain, const fc_opening *opening)
     }
 }
 
-/* In all domains of the tree: those that have gone past a phase may wait in any of them. */
+/* In all domains of the root: those that have gone past a phase may wait in any of them. */
 static void accuse_skippers(fc_domain *domain)
 {
     fc_domain *d = domain;
@@ -67,7 +67,7 @@ static void accuse_skippers(fc_domain *domain)
     } while (d != domain);
 }
 
-/* Ends the phase in all domains of the tree, since other ranks may wait in another one, and keeps
+/* Ends the phase in all domains of the root, since other ranks may wait in another one, and keeps
  * the sentence for them; returns it as an error. */
 static fc_status fail(fc_domain *domain, fc_status status, const char *sentence)
 {
@@ -88,7 +88,7 @@ void apart_tell(fc_domain *domain)
     reason *own;
 
     while (d->verdict[0] == '\0' && d->next != domain) {
-        d = d->next; /* another one of the tree knows */
+        d = d->next; /* another one of the root knows */
     }
     if (domain->clocks == NULL || d->verdict[0] == '\0') {
         return;

@@ -53,7 +53,7 @@ typedef struct fc_batch fc_batch;
 bool fc_batch_admits(const fc_unit *unit);
 /* Whether its next post joins those that wait; else they go first (fc_batch_reduce). */
 bool fc_batch_joins(const fc_unit *unit);
-/* The domain of the unit's tree whose posts wait, or NULL. */
+/* The domain of the unit's root whose posts wait, or NULL. */
 fc_domain *fc_batch_waiting(fc_domain *domain);
 /* Room for the post of a unit that is admitted, filled with zeros: a part per rank, `pitch_out`
  * bytes apart, in the reduce dtype. `mask`: the parameters present in it, copied. */

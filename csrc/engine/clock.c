@@ -99,7 +99,7 @@ fc_status domain_check_peer(fc_domain *domain, int peer, const char *op, const c
         unit != NULL ? " of unit " : "", unit != NULL ? unit : "");
 }
 
-/* In all domains of the tree: a peer may ask in any of them. */
+/* In all domains of the root: a peer may ask in any of them. */
 static void count_refused(fc_domain *domain)
 {
     fc_domain *d = domain;

@@ -2,7 +2,7 @@
  *
  * [Note: the clock] torch waits for its peers three times per unit and step. Here a shard is final
  * once its owner's optimizer is done, so one announcement per *phase* makes every gather of that
- * phase a read without a wait. A phase is one forward or one backward of the tree. Each rank has
+ * phase a read without a wait. A phase is one forward or one backward of the root. Each rank has
  * one growing word,
  *
  *     step << 24 | phase << 8 | state        phase 0: forward, 1..: backwards of that step; state:
@@ -70,7 +70,7 @@ FC_MUST_CHECK fc_status fc_domain_create(fc_transport *transport, fc_domain_kind
                                          int n_shards, fc_domain **out);
 void fc_domain_destroy(fc_domain *domain); /* local; NULL is fine */
 
-/* Makes them the domains of one tree, whose phases open and close together: a rank that waits in
+/* Makes them the domains of one root, whose phases open and close together: a rank that waits in
  * one of them copies away what is in its peers' way in the others. Local. */
 void fc_domain_link(fc_domain *const *domains, size_t n_domains);
 

@@ -139,7 +139,7 @@ struct fc_domain {
     size_t unfinished;      /* this rank has finished all entries before it */
     size_t next_at;         /* bytes; where the next post goes */
     size_t cursor;          /* where the search for finishable units goes on */
-    fc_domain *next;        /* of the same tree, in a ring */
+    fc_domain *next;        /* of the same root, in a ring */
     fc_reduction *borrower; /* borrowed; has gradients that are read later; NULL: none has */
     /* This rank's waits; waits.c. */
     fc_waits *waits;    /* owned; units, then the ends of phases, by fc_wait_kind */

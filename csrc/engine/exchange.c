@@ -310,7 +310,7 @@ static bool find_drainable_in(const fc_domain *domain, drainable *out)
     return false;
 }
 
-/* The first in this domain or another one of its tree: where ranks use two domains in different
+/* The first in this domain or another one of its root: where ranks use two domains in different
  * orders, each may wait for room in the one that the other has not come to. */
 static bool find_drainable(const fc_domain *domain, drainable *out)
 {
@@ -337,7 +337,7 @@ static bool is_a_peer_stuck_in(const fc_domain *domain)
     return false;
 }
 
-/* In this domain or another one of its tree. */
+/* In this domain or another one of its root. */
 static bool is_a_peer_stuck(const fc_domain *domain)
 {
     const fc_domain *d = domain;

@@ -93,7 +93,7 @@ void fc_reduction_forget(fc_reduction *reduction);
 /* Finishes what the domain offers; of a message domain its batch, unless only the oldest is asked
  * for. */
 FC_MUST_CHECK fc_status fc_reduction_finish_ready(fc_domain *domain, fc_search search);
-/* A backward's end, for all domains of a tree: sums over shards first, since finishing them submits
+/* A backward's end, for all domains of a root: sums over shards first, since finishing them submits
  * to the replicas. This rank has left all domains of a kind before it waits in one, whichever its
  * peers wait in. */
 FC_MUST_CHECK fc_status fc_reduction_finish_all(fc_domain *const *domains, size_t n_domains);

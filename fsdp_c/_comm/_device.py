@@ -19,7 +19,7 @@ KEEPS_STORAGE = "unsharded parameters keep their storage"
 # Beside the extension where nvcc was there.
 _KERNELS = _built.FOLDER / "libfsdp_c_cuda.so"
 
-_types: tuple[str, ...] = ()  # of devices whose units go by this road beside FSDP_C_DEVICES
+_types: tuple[str, ...] = ()  # of devices whose units go by the schedule beside FSDP_C_DEVICES
 _by_torch = False  # what is on the CPU is moved by torch's operators, as on an accelerator
 _by_nccl = False  # ranks on the CPU talk over an NCCL that takes host memory
 _smaller_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by their ranks
@@ -27,7 +27,7 @@ _smaller_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by their ranks
 
 @contextmanager
 def on_cpu(by_torch: bool = False, by_nccl: bool = False) -> Iterator[None]:
-    """Models that run their first forward in here go by the road of devices; for tests."""
+    """Models that run their first forward in here go by the schedule of devices; for tests."""
     global _types, _by_torch, _by_nccl
     before = _types, _by_torch, _by_nccl
     _types, _by_torch, _by_nccl = (*_types, "cpu"), by_torch, by_nccl
@@ -38,8 +38,8 @@ def on_cpu(by_torch: bool = False, by_nccl: bool = False) -> Iterator[None]:
 
 
 def is_wanted(group: Any) -> bool:
-    """Whether the unit goes by the road of devices, if the core runs it at all. Without being asked
-    to, one rank does: no machine with several GPUs has run the others."""
+    """Whether the unit goes by the schedule of devices, if the core runs it at all. Unasked
+    one rank does: no machine with several GPUs has run the others."""
     asked = (*_types, *_env.DEVICES.get())
     if asked:
         return group.device.type in asked

@@ -1,4 +1,4 @@
-"""Trees that torch's implementation runs: classes between torch's and fsdp_c's that mend it.
+"""Roots that torch's implementation runs: classes between torch's and fsdp_c's that mend it.
 
 torch's code fails, or goes on with wrong gradients, after a failed step, where dtypes or
 `requires_grad` change and in a few more places. What the core does there is done here too.
@@ -28,7 +28,7 @@ from fsdp_c._fully_shard import _containers
 from fsdp_c._native import _C
 
 
-class RoadParam(_versions.TorchParam):
+class FallbackParam(_versions.TorchParam):
     """One parameter."""
 
     _was_trained = False  # the unsharded parameter, when it was registered
@@ -79,7 +79,7 @@ def _outside_of_inference() -> Iterator[None]:
         yield
 
 
-class RoadGroup(_versions.TorchGroup):
+class FallbackGroup(_versions.TorchGroup):
     """One unit."""
 
     fsdp_params: list[Any]
@@ -203,7 +203,7 @@ class RoadGroup(_versions.TorchGroup):
         super()._to_sharded()
 
 
-class RoadState(_versions.TorchState):
+class FallbackState(_versions.TorchState):
     """One call of fully_shard."""
 
     def _init_shared_state(self) -> None:

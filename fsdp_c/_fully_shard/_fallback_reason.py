@@ -1,4 +1,4 @@
-"""Why torch's implementation runs a tree: what its units have that the core cannot run."""
+"""Why torch's implementation runs a root: what its units have that the core cannot run."""
 
 from __future__ import annotations
 

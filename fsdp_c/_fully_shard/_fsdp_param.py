@@ -67,7 +67,7 @@ def registrations(fsdp_param: Any) -> list[tuple[nn.Module, str]]:
     ]
 
 
-class FSDPParam(_versions.AccumulatedGradient, _fallback.RoadParam):
+class FSDPParam(_versions.AccumulatedGradient, _fallback.FallbackParam):
     """Sharding of one parameter.
 
     What torch refuses is *special* here, and only the core can run it: parameters without dims are
@@ -251,7 +251,7 @@ class FSDPParam(_versions.AccumulatedGradient, _fallback.RoadParam):
                 " last of them padding: narrow them to the rows of `out`"
             ) from error
 
-    # ---- resharded to a smaller mesh after forward; on torch's road only ----
+    # ---- resharded to a smaller mesh after forward; on the fallback only ----
 
     def check_post_forward(self) -> None:
         """NotImplementedError at set-up for what torch's class finds out in mid-step."""
@@ -290,7 +290,7 @@ class FSDPParam(_versions.AccumulatedGradient, _fallback.RoadParam):
             )
         return shard
 
-    # ---- what is gathered; on torch's road only ----
+    # ---- what is gathered; on the fallback only ----
 
     def _init_extensions(self) -> None:
         super()._init_extensions()

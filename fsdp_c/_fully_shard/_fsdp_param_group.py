@@ -63,7 +63,7 @@ def hidden_sums(groups: list[FSDPParamGroup]) -> Iterator[None]:
             group._hides_sums = False
 
 
-class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
+class FSDPParamGroup(_C.Group, _fallback.FallbackGroup):
     """The parameters of one ``fully_shard`` call on one mesh.
 
     Bound to the core, its methods are those of the core's unit; otherwise it behaves as torch's
@@ -89,9 +89,9 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
         # (domain, index in it, domain of the replicas) once bound.
         self._binding: tuple[_C.Domain, int, _C.Domain | None] | None = None
         self._bound_specs: list[_param_spec.ParamSpec] | None = None
-        self._tree: _C.Tree | None = None
-        self._on_torch_road = False
-        self.left_because = ""  # what took the unit to torch's road
+        self._root: _C.Root | None = None
+        self._uses_fallback = False
+        self.left_because = ""  # what took the unit to the fallback
         self._left: list[_C.Domain] = []  # on the way there, until all ranks have
         self._separate_group: Any = None  # that reductions had of their own
         self._put_shards_handles: list[Any] = []
@@ -182,7 +182,7 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
                 " set to None"
             )
 
-    # ---- what only torch's implementation knows: setting it later takes the tree there ----
+    # ---- what only torch's implementation knows: setting it later takes the root there ----
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _TORCH_ONLY and self._core_has_accumulated:
@@ -197,7 +197,7 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
         super().__setattr__(name, value)
         if name in _TORCH_ONLY and self._is_bound and (reason := _fallback_reason.why_torch(self)):
             try:
-                self.take_tree_to_torch(reason)
+                self.take_root_to_fallback(reason)
             except BaseException:
                 if was_set:
                     super().__setattr__(name, old)
@@ -245,12 +245,12 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
             _device.connect(self._binding[0].streams, process_group, self.device)
             self._core_set_reduce_group(str(process_group.group_name))
 
-    def take_tree_to_torch(self, reason: str) -> None:
-        """From now on torch's implementation runs the whole tree; between two steps only."""
-        tree = self._tree
-        states = tree.states if tree is not None else []
+    def take_root_to_fallback(self, reason: str) -> None:
+        """From now on torch's implementation runs the whole root; between two steps only."""
+        root = self._root
+        states = root.states if root is not None else []
         for group in (self, *(group for state in states for group in state._fsdp_param_groups)):
-            group.check_torch_road()
+            group.check_fallback()
         self.leave_core(reason)
         for state in states:
             state.leave_core(reason)
@@ -261,7 +261,7 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
 
     def _init_mp_dtypes(self) -> None:
         dtypes = {p.sharded_param.dtype for p in self.fsdp_params if p.sharded_param.requires_grad}
-        if len(dtypes) <= 1 or self._on_torch_road or _env.is_strict():
+        if len(dtypes) <= 1 or self._uses_fallback or _env.is_strict():
             super()._init_mp_dtypes()
         else:
             for fsdp_param in self.fsdp_params:
@@ -275,7 +275,7 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
             for fsdp_param in self.fsdp_params:
                 fsdp_param.check_post_forward()
 
-    def check_torch_road(self) -> None:
+    def check_fallback(self) -> None:
         """Raises if the unit holds what only the core can run."""
         for fsdp_param in self.fsdp_params:
             if fsdp_param.is_special:
@@ -291,15 +291,15 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
 
     def leave_core(self, reason: str) -> None:
         """Goes back to torch's implementation, sharded; local."""
-        if self._on_torch_road:  # it may be unsharded there, for instance by an early unshard()
+        if self._uses_fallback:  # it may be unsharded there, for instance by an early unshard()
             return
         self._is_kept_after_forward = self._core_is_kept_after_forward
         self._unbind()
         self._left = [part for part in self._binding or () if isinstance(part, _C.Domain)]
         for domain in self._left:
             domain.leave()
-        self._binding = self._tree = None
-        self._on_torch_road = True
+        self._binding = self._root = None
+        self._uses_fallback = True
         self.left_because = self.left_because or reason
         for fsdp_param in self.fsdp_params:
             fsdp_param.__dict__.pop("_unsharded_param", None)
@@ -308,7 +308,7 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
         self._sharded_state = ShardedState.SHARDED
 
     def leave_early_streams(self) -> Callable[[], None]:
-        """A unit that was unsharded before the first forward joins the schedule of its tree.
+        """A unit that was unsharded before the first forward joins the schedule of its root.
 
         What is returned brings it there as it was.
         """
@@ -320,7 +320,7 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
         # Perhaps written since.
         values = [old.detach().clone() for old in before] if is_unsharded else []
         self._unbind()
-        self._binding = self._tree = None
+        self._binding = self._root = None
 
         def come_back() -> None:
             if is_asked:
@@ -344,7 +344,7 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
         """Passes on whether the memory of a parameter is to stay over reshards: then all of it."""
         keeps = any(p.keep_unsharded_storage for p in self.fsdp_params)
         if keeps and _device.is_taken(self):
-            self.take_tree_to_torch(_device.KEEPS_STORAGE)
+            self.take_root_to_fallback(_device.KEEPS_STORAGE)
             return
         self._core_keep_storage(keeps)
 
@@ -437,7 +437,7 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
             raise RuntimeError(
                 f"unshard of unit '{_fqns.unit_name(self)}': {_fsdp_module.OFFLOADED}"
             )
-        if not self._is_bound and not self._on_torch_road and not self._in_slow_context():
+        if not self._is_bound and not self._uses_fallback and not self._in_slow_context():
             self._choose_alone()
         if not self._is_bound:
             for domain in self._left:  # who left alone would wait in collectives nobody joins
@@ -451,19 +451,19 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
         return None
 
     def _choose_alone(self) -> None:
-        """Before the first forward a unit is in no tree; collective."""
+        """Before the first forward a unit is in no root; collective."""
         self.left_because = _fallback_reason.why_torch_everywhere(self)
         if not self.left_because:
             mine = _fallback_reason.why_torch_here(self)
             self.left_because = _fallback_reason.agreed_reason([self], mine)
         if self.left_because:
-            self.check_torch_road()
-            self._on_torch_road = True
+            self.check_fallback()
+            self._uses_fallback = True
         else:
             self._bind_alone()
 
     def _bind_alone(self) -> None:
-        self._tree = _C.Tree([], _engine_bind.bind_units([self]), _C.Context())
+        self._root = _C.Root([], _engine_bind.bind_units([self]), _C.Context())
 
     def keep_unsharded(self) -> None:
         """From an explicit unshard on forward leaves the unit alone, until it is resharded."""
@@ -476,8 +476,8 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
         """Outside of a step shards that were replaced since set-up count from here on."""
         if self._core_in_phase or self._core_is_unsharded or self._core_is_intact:
             return
-        assert self._tree is not None
-        root = next((state for state in self._tree.states if state._is_root), None)
+        assert self._root is not None
+        root = next((state for state in self._root.states if state._is_root), None)
         if root is not None:
             root._rebuild_units()
             return
@@ -509,8 +509,8 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
     def _to_sharded(self) -> None:
         if not self._is_bound:
             return super()._to_sharded()
-        if self._tree is not None:
-            self._tree.drop_raised_forward()
+        if self._root is not None:
+            self._root.drop_raised_forward()
         if not self._core_in_phase:  # else a forward or backward still needs the parameters
             self._core_reshard()
         return None
@@ -527,8 +527,8 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
             with self._summed_as_backend_can():
                 super().post_backward(*unused)
             return
-        if self._tree is not None:
-            self._tree.post_backward(self)
+        if self._root is not None:
+            self._root.post_backward(self)
             if self.reduce_grads and self._core_awaits_gradients:
                 self._tell_of_missing_gradients()
 
@@ -567,8 +567,8 @@ class FSDPParamGroup(_C.Group, _fallback.RoadGroup):
         """Not called by the core, but by who calls post_backward() himself."""
         if not self._is_bound:
             super().finalize_backward()
-        elif self._tree is not None and self._tree.awaits_end:
-            self._tree.end_backward()  # of all units: a phase ends for all of them at once
+        elif self._root is not None and self._root.awaits_end:
+            self._root.end_backward()  # of all units: a phase ends for all of them at once
 
     def _reset_iter_state(self) -> None:
         if not self._is_bound:

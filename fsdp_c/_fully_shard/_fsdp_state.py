@@ -33,11 +33,11 @@ from fsdp_c._native import _C
 class FSDPStateContext(_C.Context, _fsdp_state.FSDPStateContext):
     """What a root and the units below it share; its flags are the core's."""
 
-    _tree: _C.Tree | None = None  # while the core runs it
+    _root: _C.Root | None = None  # while the core runs it
 
     @property
     def iter_forward_root(self) -> Any:
-        return self._forward_root if self._tree is None else self._tree.iteration_root
+        return self._forward_root if self._root is None else self._root.iteration_root
 
     @iter_forward_root.setter
     def iter_forward_root(self, state: Any) -> None:
@@ -52,11 +52,11 @@ class FSDPStateContext(_C.Context, _fsdp_state.FSDPStateContext):
         return context
 
 
-class FSDPState(_C.State, _fallback.RoadState):
+class FSDPState(_C.State, _fallback.FallbackState):
     """Hooks, root and units of one call.
 
     The module's hooks are functions of the core. In the first forward of a root the road is
-    chosen for its whole tree: the core, or torch's own implementation if one unit needs that.
+    chosen for its whole root: the core, or torch's own implementation if one unit needs that.
     """
 
     _fsdp_param_groups: list[FSDPParamGroup]
@@ -92,7 +92,7 @@ class FSDPState(_C.State, _fallback.RoadState):
 
     def _pass_prefetches(self) -> None:
         """Tells the schedule of a device; it forgets units that are bound anew."""
-        for group in self._fsdp_param_groups if self._tree is not None else ():
+        for group in self._fsdp_param_groups if self._root is not None else ():
             for in_backward, states in self._prefetched.items():
                 groups = [other for state in states for other in state._fsdp_param_groups]
                 group._core_set_prefetch(in_backward, groups)
@@ -135,8 +135,8 @@ class FSDPState(_C.State, _fallback.RoadState):
         self._set_casts(policy.cast_forward_inputs, policy.param_dtype, policy.output_dtype)
         self._is_strict = _env.is_strict()
 
-    def _choose_road(self) -> None:
-        """Called by the first forward. Collective if the tree runs on the core."""
+    def _choose_implementation(self) -> None:
+        """Called by the first forward. Collective if the root runs on the core."""
         self._refuse_if_offloaded()
         was_root = self._is_root
         try:
@@ -148,7 +148,7 @@ class FSDPState(_C.State, _fallback.RoadState):
             _fsdp_module.warn_of_lost_settings(groups, [_fqns.unit_name(group) for group in groups])
             reason = self._why_torch(states, groups)
             if reason:
-                self._take_torch_road(states, groups, reason)
+                self._fall_back(states, groups, reason)
                 if self._is_root and all(isinstance(group, FSDPParamGroup) for group in groups):
                     _same_model.check_origins(groups)
             else:
@@ -160,7 +160,7 @@ class FSDPState(_C.State, _fallback.RoadState):
             raise
 
     def _why_torch(self, states: list[Any], groups: list[Any]) -> str:
-        """What keeps the tree from the core, on this rank or another; empty if nothing does."""
+        """What keeps the root from the core, on this rank or another; empty if nothing does."""
         if self._is_root is not True:
             return "its units ran forward without their root"
         if not all(isinstance(part, FSDPState | FSDPParamGroup) for part in (*states, *groups)):
@@ -190,7 +190,7 @@ class FSDPState(_C.State, _fallback.RoadState):
         return ""
 
     def _join_core(self, states: list[FSDPState], groups: list[FSDPParamGroup]) -> None:
-        early = [] if self._tree is not None else [g.leave_early_streams() for g in groups]
+        early = [] if self._root is not None else [g.leave_early_streams() for g in groups]
         domains = []
         for group in groups:
             # Units that were unsharded before the first forward have a domain already.
@@ -203,47 +203,47 @@ class FSDPState(_C.State, _fallback.RoadState):
         names = [_fqns.state_name(state) for state in states]
         for domain in domains:
             domain.name_openers(names)
-        tree = _C.Tree(list(states), domains, self._state_ctx)
-        self._state_ctx._tree = tree
+        root = _C.Root(list(states), domains, self._state_ctx)
+        self._state_ctx._root = root
         for state in states:
             group = state._fsdp_param_groups[0] if state._fsdp_param_groups else None
             if group is not None:
-                group._tree = tree
-            state._join(tree, group, False)
+                group._root = root
+            state._join(root, group, False)
         for state in states:
             state._pass_prefetches()
         for come_back in early:
             come_back()
 
-    def _take_torch_road(self, states: list[Any], groups: list[Any], reason: str) -> None:
+    def _fall_back(self, states: list[Any], groups: list[Any], reason: str) -> None:
         for group in groups:
             if isinstance(group, FSDPParamGroup):
-                group.check_torch_road()
+                group.check_fallback()
         for group in groups:
             if isinstance(group, FSDPParamGroup):
                 group.leave_core(reason)
         _heap.HEAP.for_fallback()
         for context in {id(state._state_ctx): state._state_ctx for state in states}.values():
-            context.__dict__.pop("_tree", None)
+            context.__dict__.pop("_root", None)
         for state in states:
             if isinstance(state, FSDPState):
                 state._join(None, None, True)
 
     def _leave_replaced(self) -> None:
         """Called by a forward, after a function of torch's implementation was replaced."""
-        assert self._tree is not None
-        states = list(self._tree.states)
+        assert self._root is not None
+        states = list(self._root.states)
         reason = self._what_was_replaced(states)
         if not reason:  # it was put back
             return
         groups = [group for state in states for group in state._fsdp_param_groups]
-        self._take_torch_road(states, groups, reason)
+        self._fall_back(states, groups, reason)
         _status.note(states[0], reason)
 
     def leave_core(self, reason: str) -> None:
         """From now on torch's implementation runs this state; between two steps only."""
         groups = [group for group in self._fsdp_param_groups if group._is_bound]
-        self._take_torch_road([self], groups, reason)
+        self._fall_back([self], groups, reason)
 
     def _init_shared_state(self) -> None:
         """What was set below the root before the units came together counts for all of them."""
@@ -264,8 +264,8 @@ class FSDPState(_C.State, _fallback.RoadState):
 
     def _rebuild_units(self) -> None:
         """Called when a shard is not where set-up put it. Collective if a layout changed."""
-        assert self._tree is not None
-        states = self._tree.states
+        assert self._root is not None
+        states = self._root.states
         groups = [group for state in states for group in state._fsdp_param_groups]
         rebuilt = [group for group in groups if not group.is_lent]
         for group in rebuilt:  # before any of them changes, since this may raise
@@ -296,12 +296,12 @@ class FSDPState(_C.State, _fallback.RoadState):
         return super()._pre_forward(module, args, kwargs)
 
     def _post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
-        if self._tree is None:
+        if self._root is None:
             return super()._post_forward(module, input, output)
         return self._leave(output)
 
     def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
-        if self._tree is None:
+        if self._root is None:
             if torch.is_grad_enabled():
                 self._tell_of_double_backward()
             return super()._pre_backward(grad)
@@ -309,17 +309,17 @@ class FSDPState(_C.State, _fallback.RoadState):
         return grad
 
     def _root_post_backward_final_callback(self) -> None:
-        if self._tree is None:
+        if self._root is None:
             super()._root_post_backward_final_callback()
         else:
-            self._tree.end_backward()
+            self._root.end_backward()
 
     def finalize_backward(self, *, wait_for_gradient_reduction: bool = True) -> None:
-        if self._tree is None:
+        if self._root is None:
             super().finalize_backward(wait_for_gradient_reduction=wait_for_gradient_reduction)
         else:
             self._validate_finalize_backward()
-            self._tree.finalize_backward()
+            self._root.finalize_backward()
             if wait_for_gradient_reduction:
                 self.wait_for_gradient_reduction()
 
@@ -335,8 +335,8 @@ class FSDPState(_C.State, _fallback.RoadState):
         if self._is_root is None:  # nothing has run
             return
         super()._reset_iter_state()
-        if self._tree is not None:
-            self._tree.reset()
+        if self._root is not None:
+            self._root.reset()
 
     # ---- entered from the core ----
 
@@ -349,7 +349,7 @@ class FSDPState(_C.State, _fallback.RoadState):
         _fsdp_module.warn_of_view([type(module).__name__ for module in self._modules])
 
     def _refuse_unless_waited(self) -> None:
-        """Called by a forward while any tree of this process has a handle to be waited for."""
+        """Called by a forward while any root of this process has a handle to be waited for."""
         in_shared_context = getattr(self._comm_ctx, "active_gradient_reduction", None)
         if self._state_ctx.gradient_reduction_pending or in_shared_context is not None:
             raise RuntimeError("The previous gradient reduction must be waited on before forward")
@@ -366,7 +366,7 @@ class FSDPState(_C.State, _fallback.RoadState):
         self._refuse_if_offloaded()
         if len(self._modules) > 1 and not self._modules_to_run_forward:
             self._modules_to_run_forward.update(self._modules)
-        return _fallback.RoadState._pre_forward(self, module, args, kwargs)
+        return _fallback.FallbackState._pre_forward(self, module, args, kwargs)
 
     def _torch_post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
         if len(self._modules) > 1:
@@ -379,7 +379,7 @@ class FSDPState(_C.State, _fallback.RoadState):
                     # In a backward (a reentrant checkpoint) the end of it is known already.
                     output = self._register_pre_backward_hook(output)
                 return self._cast_output_dtype(output)
-        return _fallback.RoadState._post_forward(self, module, input, output)
+        return _fallback.FallbackState._post_forward(self, module, input, output)
 
     def _cast_any_input(self, value: Any) -> Any:
         cast = functools.partial(_cast_fp_tensor, self._mp_policy.param_dtype)

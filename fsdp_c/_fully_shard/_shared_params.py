@@ -108,7 +108,7 @@ def _release(group: Any, fsdp_param: Any, param: nn.Parameter) -> None:
 
 
 def check(root: nn.Module) -> None:
-    """ValueError if a unit of the tree shares a parameter with one outside of it."""
+    """ValueError if a unit of the root shares a parameter with one outside of it."""
     if not _deferred:
         return
     for name, param in root.named_parameters():

@@ -58,7 +58,7 @@ class Status:
         return "\n".join([*lines, self.nccl] if self.nccl else lines)
 
 
-# Root states by which road they took: state -> why torch's, empty for the core.
+# Root states by which implementation they took: state -> why torch's, empty for the core.
 _roots: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _told: set[str] = set()
 
@@ -70,7 +70,7 @@ def status() -> Status:
 
 
 def note(root: Any, reason: str) -> None:
-    """Remembers the road of a tree and tells it once, on rank 0; at its first forward."""
+    """Remembers the implementation of a root and tells it once, on rank 0; at its first forward."""
     _roots[root] = reason
     if _env.QUIET.get() or (dist.is_initialized() and dist.get_rank() != 0):
         return

@@ -139,9 +139,9 @@ def onload(model: nn.Module) -> None:
         state.parked = None
     for group in parked.groups:
         group.is_offloaded = False
-    for tree in parked.trees:
-        groups = [group for state in tree for group in state._fsdp_param_groups]
-        tree[0]._join_core(tree, groups)
+    for root in parked.trees:
+        groups = [group for state in root for group in state._fsdp_param_groups]
+        root[0]._join_core(root, groups)
     _remove_file(parked)
 
 
@@ -169,8 +169,8 @@ def _check(model: nn.Module, states: Sequence[Any]) -> None:
                 f"offload: {type(model).__name__} is only a part of a sharded model: pass its root"
             )
         is_at_rest = state._training_state == TrainingState.IDLE
-        if state._tree is not None:
-            is_at_rest = state._tree.is_between_steps
+        if state._root is not None:
+            is_at_rest = state._root.is_between_steps
         for group in state._fsdp_param_groups:
             if not (is_at_rest and _is_at_rest(group)):
                 raise RuntimeError(
@@ -262,20 +262,20 @@ def _shared_storages(groups: Sequence[FSDPParamGroup]) -> set[int]:
 
 
 def _leave_core(parked: _Parked) -> None:
-    trees = {id(s._tree): s._tree for s in parked.states if s._tree is not None}
-    parked.trees = [list(tree.states) for tree in trees.values()]
+    trees = {id(s._root): s._root for s in parked.states if s._root is not None}
+    parked.trees = [list(root.states) for root in trees.values()]
     for state in parked.states:
         state.parked = parked
-        if state._tree is not None:
+        if state._root is not None:
             state._join(None, None, False)
-            state._state_ctx.__dict__.pop("_tree", None)
+            state._state_ctx.__dict__.pop("_root", None)
     for group in parked.groups:
         group.is_offloaded = True
         if not group._is_bound:
             continue
         group._core_release_gradients()
         group._unbind()
-        group._binding = group._tree = None
+        group._binding = group._root = None
         group._sharded_state = ShardedState.SHARDED
         for fsdp_param in group.fsdp_params:
             fsdp_param.unit = None

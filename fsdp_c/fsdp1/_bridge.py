@@ -1,6 +1,6 @@
 """Lets the static functions of torch's FullyShardedDataParallel take the package's models too.
 
-Libraries call them by torch's name (torch.distributed.checkpoint.state_dict does): a tree that
+Libraries call them by torch's name (torch.distributed.checkpoint.state_dict does): a root that
 holds wrappers of this package goes to its functions, every other one to torch's.
 """
 

@@ -25,7 +25,7 @@ _COMPRESSED = {
 def register(wrappers: Sequence[Any], state: Any, hook: Callable[..., None]) -> None:
     """Lets the hook add up the gradients of all units; collective once forward has run.
 
-    Hooks of torch that come to what a unit does anyway stay on its road. Every other one gets the
+    Hooks of torch that come to what a unit does anyway are left to it. Every other one gets the
     unit's gradients as a flat tensor (each rank's parts next to each other) and runs on torch's.
     """
     for wrapper in wrappers:
@@ -45,7 +45,7 @@ def register(wrappers: Sequence[Any], state: Any, hook: Callable[..., None]) -> 
                 _hand_over(wrapper, group, functools.partial(hook, state))
             elif hook in _COMPRESSED:
                 _reduce_in(group, _COMPRESSED[hook])
-    trees = {id(w._unit._tree): w._unit for w in wrappers if w._unit and w._unit._tree}
+    trees = {id(w._unit._root): w._unit for w in wrappers if w._unit and w._unit._root}
     for unit in trees.values():
         unit._rebuild_units()
 

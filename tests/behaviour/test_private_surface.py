@@ -58,7 +58,7 @@ def is_ours(fsdp: Any) -> bool:
 
 
 def runs_on_core(module: nn.Module) -> bool:
-    return getattr(module._get_fsdp_state(), "_tree", None) is not None
+    return getattr(module._get_fsdp_state(), "_root", None) is not None
 
 
 @contextlib.contextmanager

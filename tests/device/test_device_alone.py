@@ -11,7 +11,7 @@ from harness import cached_mesh
 from models import Net, data, tokens
 from parity import Pair, Side, Tolerance, on_ranks
 from test_device_memory import UNIT, allocations, step, two_units
-from test_device_road import groups_of, is_on_device, shard_blocks
+from test_device_schedule import groups_of, is_on_device, shard_blocks
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -230,7 +230,7 @@ def test_gradients_are_given_back_when_nobody_has_them(
         assert kept.to_local().abs().sum() > 0
 
 
-# --- who goes by this road ------------------------------------------------------------------------
+# --- who goes by the schedule ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

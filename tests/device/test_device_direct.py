@@ -6,7 +6,7 @@ from models import Block
 from nccl_stand_in import built, chosen
 from parity import Pair, Side, Tolerance, on_ranks
 from test_device_nccl import BLOCKS, OVER_NCCL, STAGED, roads
-from test_device_road import is_on_device, shard_blocks
+from test_device_schedule import is_on_device, shard_blocks
 from torch.distributed.tensor import DTensor
 
 import fsdp_c

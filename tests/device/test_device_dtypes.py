@@ -7,7 +7,7 @@ import torch
 from harness import cached_mesh
 from models import Net, data
 from parity import Pair, Tolerance, on_ranks
-from test_device_road import is_on_device, shard_blocks
+from test_device_schedule import is_on_device, shard_blocks
 from torch import nn
 
 import fsdp_c

@@ -10,7 +10,7 @@ from harness import cached_mesh
 from models import Net, data
 from nccl_stand_in import built, chosen
 from parity import Pair, Side, Tolerance, on_ranks
-from test_device_road import is_on_device
+from test_device_schedule import is_on_device
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 

@@ -15,7 +15,7 @@ from models import Net, data
 from nccl_stand_in import Control, built, chosen, control_of
 from parity import Pair, Tolerance, on_ranks
 from test_device_dtypes import Types
-from test_device_road import is_on_device, shard_blocks
+from test_device_schedule import is_on_device, shard_blocks
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_c

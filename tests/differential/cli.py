@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=parse_seeds, default=range(100), help="N or FIRST:LAST")
     parser.add_argument("--ranks", type=int, help="ranks of all seeds; default: 1 to 4, by seed")
     parser.add_argument("--fault", default="", help="a mistake to plant; see faults.py")
-    parser.add_argument("--device", action="store_true", help="by the road of devices, on the CPU")
+    parser.add_argument("--device", action="store_true", help="the devices' schedule, on the CPU")
     parser.add_argument("--apart", action="store_true", help="ranks that differ; see apart.py")
     parser.add_argument("--show", type=int, default=1, help="how many failures to make small")
     options = parser.parse_args(arguments)

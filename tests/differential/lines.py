@@ -97,7 +97,7 @@ class Lines(Setting):
             f"{unit}.unshard()",
             f"handle = {unit}.unshard(async_op=True)",
             "reshard(model, fsdp)",
-            # Torch's road then unshards in another order; collectives differ by one.
+            # The fallback then unshards in another order; collectives differ by one.
             *(
                 []
                 if self.program.counted

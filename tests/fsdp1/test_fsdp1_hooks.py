@@ -37,7 +37,7 @@ def test_torchs_own(rank: int, n_ranks: int) -> None:
     ):
         pair = hooked(hook, state, **options)
         pair.step(n_micro=2)
-        assert pair.ours.model._unit._tree is not None
+        assert pair.ours.model._unit._root is not None
 
 
 @on_ranks(2)
@@ -61,7 +61,7 @@ def test_compression(rank: int, n_ranks: int) -> None:
             for each in (expected, side):
                 each.model(sides.batch(1)).sum().backward()
             compare(side.wholes(), expected.wholes(), sides.Tolerance(), str(hook))
-            assert side.model._unit._tree is not None
+            assert side.model._unit._root is not None
 
 
 @on_ranks(2)
@@ -100,7 +100,7 @@ def test_states_that_are_not_the_units_own(rank: int, n_ranks: int) -> None:
     state.gradient_postdivide_factor = 5.0
     pair = hooked(default_hooks.reduce_scatter_hook, state)
     pair.step()
-    assert pair.ours.model._unit._tree is None
+    assert pair.ours.model._unit._root is None
 
 
 @on_ranks(2)

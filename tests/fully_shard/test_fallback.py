@@ -26,7 +26,7 @@ def set_hook(side: Side) -> None:
 
 
 def runs_on_core(side: Side) -> bool:
-    return side.model.blocks[0]._get_fsdp_state()._tree is not None
+    return side.model.blocks[0]._get_fsdp_state()._root is not None
 
 
 @on_ranks(1, 2)
@@ -97,7 +97,7 @@ def test_parameters_can_be_copied_and_saved(rank: int, n_ranks: int) -> None:
 
 @on_ranks(2, 3)
 def test_hook_of_one_rank_before_the_first_forward(rank: int, n_ranks: int) -> None:
-    """The others learn of it and take torch's road too."""
+    """The others learn of it and take the fallback too."""
     pair = Pair(Net, models.shard_blocks)
     if rank == n_ranks - 1:
         pair.do(lambda side: side.model.blocks[0].set_all_reduce_hook(lambda reduced: None))
@@ -135,7 +135,7 @@ def test_hook_of_one_rank_between_steps(rank: int, n_ranks: int) -> None:
                 model(data(rank))
         dist.barrier()
         dist.barrier()
-        check_torch_road(model, rank)
+        check_fallback(model, rank)
         return
     model.reshard()
     before = [parameter._local_tensor.clone() for parameter in model.parameters()]
@@ -148,10 +148,10 @@ def test_hook_of_one_rank_between_steps(rank: int, n_ranks: int) -> None:
     dist.barrier()
     model.blocks[1].set_all_reduce_hook(lambda reduced: None)
     dist.barrier()
-    check_torch_road(model, rank)
+    check_fallback(model, rank)
 
 
-def check_torch_road(model: Any, rank: int, n_ranks: int = 2, build: Any = Net) -> None:
+def check_fallback(model: Any, rank: int, n_ranks: int = 2, build: Any = Net) -> None:
     """Once all ranks have left the core they go on."""
     plain = Plain(build)
     model.zero_grad()
@@ -184,7 +184,7 @@ def test_left_after_one_rank_failed(rank: int, n_ranks: int) -> None:
             with pytest.raises(ValueError, match="not a number"):
                 model(data(rank).fill_(torch.nan))
     model.blocks[0].set_all_reduce_hook(lambda reduced: None)
-    check_torch_road(model, rank, n_ranks, Picky)
+    check_fallback(model, rank, n_ranks, Picky)
 
 
 @on_ranks(2)
@@ -202,12 +202,12 @@ def test_each_rank_tries_once_more(rank: int, n_ranks: int) -> None:
         if rank == 1:
             model.blocks[0].set_all_reduce_hook(lambda reduced: None)
         model(data(rank))
-    check_torch_road(model, rank)
+    check_fallback(model, rank)
 
 
 @on_ranks(2)
 def test_mode_of_one_rank_and_an_early_unshard(rank: int, n_ranks: int) -> None:
-    """All ranks take the road that one of them has to take."""
+    """All ranks take the implementation that one of them has to."""
     fsdp = harness.implementation()
     if fsdp is torch_fsdp:
         return
@@ -217,4 +217,4 @@ def test_mode_of_one_rank_and_an_early_unshard(rank: int, n_ranks: int) -> None:
     with Collectives() if rank == 1 else contextlib.nullcontext():
         model.blocks[1].unshard()
     assert not runs_on_core(SimpleNamespace(model=model))
-    check_torch_road(model, rank)
+    check_fallback(model, rank)

@@ -257,11 +257,11 @@ def is_off_heap(n_bytes: int) -> bool:
 
 
 class OwnAllGather(DefaultAllGather):
-    """Only torch's road calls it."""
+    """Only the fallback calls it."""
 
 
-def heap_by_road(rank: int, n_ranks: int) -> list[tuple[bool, bool]]:
-    """Of 20 and 40 MiB: before, after set-up, then after a tree on torch's road and on the core."""
+def heap_by_implementation(rank: int, n_ranks: int) -> list[tuple[bool, bool]]:
+    """Of 20 and 40 MiB: before, after set-up, then after a tree on the fallback and on the core."""
     sizes = 20 * MIB, 40 * MIB
     torch.empty(30 * MIB, dtype=torch.uint8)  # frees it: glibc's threshold rises
     seen = [tuple(map(is_off_heap, sizes))]
@@ -282,11 +282,11 @@ def heap_by_road(rank: int, n_ranks: int) -> list[tuple[bool, bool]]:
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="other allocators have no heap to tune"
 )
-def test_large_tensors_are_off_the_heap_unless_torchs_road_allocates_them() -> None:
-    for outcome in run_ranks(heap_by_road, 2, fresh=True):
+def test_large_tensors_are_off_the_heap_unless_the_fallback_allocates_them() -> None:
+    for outcome in run_ranks(heap_by_implementation, 2, fresh=True):
         assert outcome.ok, outcome.error
-        before, set_up, torchs_road, core, both = outcome.value
+        before, set_up, fallback, core, both = outcome.value
         assert before == (False, True)
         assert set_up == (True, True)
-        assert torchs_road == (False, True)
+        assert fallback == (False, True)
         assert core == both == (True, True)

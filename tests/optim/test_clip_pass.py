@@ -218,7 +218,7 @@ def test_gradients_below_the_limit(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(2)
-def test_ranks_on_both_roads(rank: int, n_ranks: int) -> None:
+def test_ranks_of_which_one_falls_back(rank: int, n_ranks: int) -> None:
     """A rank that counts collectives needs torch's; then all ranks take them."""
     keep, ours = parameters_to_clip(harness.implementation(), n_ranks)
     keep_too, theirs = parameters_to_clip(torch_fsdp, n_ranks)

@@ -162,7 +162,7 @@ def seeds_that_differ() -> None:
         train(model)
 
 
-def seeds_that_differ_on_torchs_road() -> None:
+def seeds_that_differ_on_the_fallback() -> None:
     model = sharded(net(seed=dist.get_rank()))
     model.set_all_reduce_hook(lambda output: None)
     with warns_once("parameter 'emb.weight' and", "on rank 1 than on rank 0"):
@@ -204,7 +204,7 @@ BODIES = [
     head_added_after_some_steps,
     a_parameter_beside_the_model,
     seeds_that_differ,
-    seeds_that_differ_on_torchs_road,
+    seeds_that_differ_on_the_fallback,
     replicas_that_differ,
     one_parameter_that_differs,
     save_by_one_rank,

@@ -51,7 +51,7 @@ def control_of(path: str) -> Control:
 
 @contextmanager
 def chosen(path: str) -> Iterator[Control]:
-    """Models that run their first forward in here go by the road of devices, over this NCCL."""
+    """Models that run their first forward in here go by the schedule of devices, over this NCCL."""
     os.environ["FSDP_C_NCCL"] = path
     _nccl._library = None
     control = control_of(path) if Path(path).exists() else Control()

@@ -1,7 +1,7 @@
-"""Behaviours that torch gets wrong, on the core and on torch's road; the unsharded model judges.
+"""Behaviours that torch gets wrong, on the core and on the fallback; the unsharded model judges.
 
-Each body runs under fsdp_c on both roads and, expected to fail, under torch: a torch that does
-better is noticed. An all-reduce hook that does nothing takes a tree to torch's road.
+Each body runs under fsdp_c on both and, expected to fail, under torch: a torch that does
+better is noticed. An all-reduce hook that does nothing takes a tree to the fallback.
 """
 
 import copy

@@ -216,7 +216,7 @@ def df28_equal_mesh_made_again(fsdp: Any, rank: int, n_ranks: int) -> None:
 def b13_double_backward(fsdp: Any, rank: int, n_ranks: int) -> None:
     """Over shared memory the core does it: see test_inner_losses.py."""
     model = sharded(fsdp, n_ranks)
-    model.set_all_reduce_hook(lambda output: None)  # on torch's road
+    model.set_all_reduce_hook(lambda output: None)  # on the fallback
     x = torch.ones(2, 4, requires_grad=True)
     with pytest.warns(UserWarning, match=r"unit '\(root\)': a second backward"):
         (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)

@@ -194,7 +194,7 @@ def train(rank: int, n_ranks: int, kind: str, n_micro: int = 1) -> None:
     model, plain, options = build(kind)
     shard_root(model, harness.implementation(), mesh=cached_mesh((n_ranks,)), **options)
     train_both(model, plain, n_micro=n_micro)
-    assert model._get_fsdp_state()._tree is not None
+    assert model._get_fsdp_state()._root is not None
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3])

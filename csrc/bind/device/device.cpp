@@ -1,4 +1,4 @@
-// _C.Streams: the schedule of a tree whose units are on a device.
+// _C.Streams: the schedule of a root whose units are on a device.
 #include "bind/device/device.h"
 
 #include "bind/compat.h"

@@ -1,4 +1,4 @@
-// Units on a device: a tree's streams and schedule, and each unit's part in them.
+// Units on a device: a root's streams and schedule, and each unit's part in them.
 #ifndef FC_BIND_DEVICE_DEVICE_H
 #define FC_BIND_DEVICE_DEVICE_H
 
@@ -20,7 +20,7 @@ namespace fc {
 
 struct Param;
 
-// One schedule for the units of a tree, with what it runs on. CPU tensors have a device, too: there
+// One schedule for the units of a root, with what it runs on. CPU tensors have a device, too: there
 // all work is done at once.
 class Streams {
 public:
@@ -79,7 +79,7 @@ struct DeviceOptions {
     std::string post_group;
 };
 
-// One unit in the schedule of its tree.
+// One unit in the schedule of its root.
 class DeviceUnit {
 public:
     // The units whose ranks shard and, unless it is null, replicate; both outlive this one.
@@ -132,7 +132,7 @@ public:
     // True if an optimizer has stepped since the unit was gathered.
     bool is_outdated() const { return gathered_at_ != n_steps(); }
     void note_forward() { check(fc_schedule_note_forward(unit_)); }
-    // Whom to gather behind this one's gather; of the same tree.
+    // Whom to gather behind this one's gather; of the same root.
     void set_prefetch(bool in_backward, const std::vector<DeviceUnit *> &units);
     // Sums over the unit's ranks are those of this process group, which is connected, from now on.
     void set_reduce_group(const std::string &group);

@@ -20,35 +20,35 @@
 
 namespace fc {
 
-// Keeps a tree and its states alive for autograd's nodes, which die on any thread: one reference
+// Keeps a root and its states alive for autograd's nodes, which die on any thread: one reference
 // of Python's for all nodes, so that the interpreter's lock is asked for once, after the last.
-class TreeHold {
+class RootHold {
 public:
-    static TreeHold *of(TreeObject *tree) // counted; needs the GIL
+    static RootHold *of(RootObject *root) // counted; needs the GIL
     {
-        if (tree->hold == nullptr || !tree->hold->join()) {
-            tree->hold = new TreeHold(tree);
+        if (root->hold == nullptr || !root->hold->join()) {
+            root->hold = new RootHold(root);
         }
-        return tree->hold;
+        return root->hold;
     }
-    TreeHold(const TreeHold &) = delete;
-    TreeHold &operator=(const TreeHold &) = delete;
+    RootHold(const RootHold &) = delete;
+    RootHold &operator=(const RootHold &) = delete;
     void leave()
     {
         if (n_holders_.fetch_sub(1) > 1 || !Py_IsInitialized() || is_left_behind()) {
             return;
         }
         Gil gil;
-        if (tree_->hold == this) { // else the tree has found it empty before
-            tree_->hold = nullptr;
+        if (root_->hold == this) { // else the root has found it empty before
+            root_->hold = nullptr;
         }
-        Py_DECREF(tree_);
+        Py_DECREF(root_);
         delete this;
     }
 
 private:
-    explicit TreeHold(TreeObject *tree) : tree_(tree) { Py_INCREF(tree); }
-    ~TreeHold() = default;
+    explicit RootHold(RootObject *root) : root_(root) { Py_INCREF(root); }
+    ~RootHold() = default;
     bool join() // false once the last has left
     {
         size_t n = n_holders_.load();
@@ -57,7 +57,7 @@ private:
         return n > 0;
     }
 
-    TreeObject *tree_;
+    RootObject *root_;
     std::atomic<size_t> n_holders_{1};
 };
 
@@ -69,15 +69,15 @@ using torch::autograd::variable_list;
 // Keeps a state alive; made with the GIL held.
 class StateHandle {
 public:
-    explicit StateHandle(StateObject *state) : state_(state), hold_(TreeHold::of(state->tree)) {}
+    explicit StateHandle(StateObject *state) : state_(state), hold_(RootHold::of(state->root)) {}
     StateHandle(const StateHandle &) = delete;
     StateHandle &operator=(const StateHandle &) = delete;
     ~StateHandle() { hold_->leave(); }
     StateObject *get() const { return state_; }
 
 private:
-    StateObject *state_; // of the tree
-    TreeHold *hold_;
+    StateObject *state_; // of the root
+    RootHold *hold_;
 };
 
 // The nodes of the running backward that get gradients from several others.
@@ -106,13 +106,13 @@ const std::unordered_set<const Node *> &forks()
 void learn_of_input(StateObject *state, const torch::autograd::edge_list &inputs)
 {
     GroupObject *group = state->group;
-    TreeObject *tree = state->tree;
-    if (group == nullptr || tree == nullptr ||
-        torch::autograd::get_current_graph_task_id() != tree->graph_task ||
-        (group->input_seen_in != 0 && group->input_seen_in != tree->backward)) {
+    RootObject *root = state->root;
+    if (group == nullptr || root == nullptr ||
+        torch::autograd::get_current_graph_task_id() != root->graph_task ||
+        (group->input_seen_in != 0 && group->input_seen_in != root->backward)) {
         return;
     }
-    const bool is_first = std::exchange(group->input_seen_in, tree->backward) == 0;
+    const bool is_first = std::exchange(group->input_seen_in, root->backward) == 0;
     group->owns_input = (is_first || group->owns_input) && inputs.size() == 1 &&
                         inputs[0].is_valid() && forks().count(inputs[0].function.get()) == 0;
 }
@@ -219,7 +219,7 @@ std::unique_ptr<Border> entry_to(StateObject *state)
 // failed.
 class FinalCallback {
 public:
-    explicit FinalCallback(TreeObject *tree) : tree_(tree) { Py_INCREF(tree); }
+    explicit FinalCallback(RootObject *root) : root_(root) { Py_INCREF(root); }
     FinalCallback(const FinalCallback &) = delete;
     FinalCallback &operator=(const FinalCallback &) = delete;
     ~FinalCallback()
@@ -229,20 +229,20 @@ public:
         }
         Gil gil;
         if (!has_run_) {
-            tree_fail(tree_);
+            root_fail(root_);
         }
-        Py_DECREF(tree_);
+        Py_DECREF(root_);
     }
     void run()
     {
         Gil gil;
         const Untraced untraced;
         has_run_ = true;
-        tree_end_backward(tree_);
+        root_end_backward(root_);
     }
 
 private:
-    TreeObject *tree_;
+    RootObject *root_;
     bool has_run_ = false;
 };
 
@@ -346,12 +346,12 @@ void hook_params(StateObject *state)
     }
 }
 
-void queue_final_callback(TreeObject *tree)
+void queue_final_callback(RootObject *root)
 {
-    tree->context->callback_queued = true;
-    tree->graph_task = torch::autograd::get_current_graph_task_id();
-    context_begin_backward(tree->context);
-    auto callback = std::make_shared<FinalCallback>(tree);
+    root->context->callback_queued = true;
+    root->graph_task = torch::autograd::get_current_graph_task_id();
+    context_begin_backward(root->context);
+    auto callback = std::make_shared<FinalCallback>(root);
     torch::autograd::Engine::get_default_engine().queue_callback([callback] { callback->run(); });
 }
 

@@ -1,4 +1,4 @@
-// The Python type Context: torch's names for the flags of a tree.
+// The Python type Context: torch's names for the flags of a root.
 #include "bind/fsdp/context.h"
 
 #include "bind/python/python.h"
@@ -94,7 +94,7 @@ PyType_Slot context_slots[] = {
     {Py_tp_new, reinterpret_cast<void *>(context_new)},
     {Py_tp_dealloc, reinterpret_cast<void *>(context_dealloc)},
     {Py_tp_getset, context_properties},
-    {Py_tp_doc, const_cast<char *>("Base of FSDPStateContext: what the units of a tree share.")},
+    {Py_tp_doc, const_cast<char *>("Base of FSDPStateContext: what the units of a root share.")},
     {0, nullptr}};
 PyType_Spec context_spec = {"fsdp_c._C.Context", sizeof(ContextObject), 0,
                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, context_slots};

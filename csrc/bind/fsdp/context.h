@@ -1,4 +1,4 @@
-// _C.Context: what fsdp_c's FSDPStateContext is built on; how the backwards of a tree end.
+// _C.Context: what fsdp_c's FSDPStateContext is built on; how the backwards of a root end.
 #ifndef FC_BIND_FSDP_CONTEXT_H
 #define FC_BIND_FSDP_CONTEXT_H
 
@@ -27,7 +27,7 @@ struct ContextObject {
 
 ContextObject *context_of(PyObject *object); // borrowed; TypeError as an exception
 
-// Whether a handle of any tree of this process is still to be waited for.
+// Whether a handle of any root of this process is still to be waited for.
 bool any_awaits_handle();
 
 // A backward starts, or goes on.

@@ -2,7 +2,7 @@
 #include "bind/fsdp/hooks.h"
 
 #include "bind/fsdp/events.h"
-#include "bind/fsdp/tree.h"
+#include "bind/fsdp/root.h"
 #include "bind/tensor/pytree.h"
 
 #include <ATen/SequenceNumber.h>
@@ -198,11 +198,11 @@ void group_post_forward(StateObject *state, bool is_needed = false)
 
 // A grouped unit whose members did not all run ends with the root's forward; its backward hangs on
 // the root's output.
-void complete_partial_groups(TreeObject *tree, const StateObject *root, Ref &output)
+void complete_partial_groups(RootObject *root, const StateObject *entered, Ref &output)
 {
-    for (Py_ssize_t i = PyList_GET_SIZE(tree->states); i-- > 0;) {
-        auto *state = reinterpret_cast<StateObject *>(PyList_GET_ITEM(tree->states, i));
-        if (state == root || PySet_GET_SIZE(state->to_run) == 0) {
+    for (Py_ssize_t i = PyList_GET_SIZE(root->states); i-- > 0;) {
+        auto *state = reinterpret_cast<StateObject *>(PyList_GET_ITEM(root->states, i));
+        if (state == entered || PySet_GET_SIZE(state->to_run) == 0) {
             continue;
         }
         log_event("FSDP::force_complete_post_forward");
@@ -221,22 +221,22 @@ void complete_partial_groups(TreeObject *tree, const StateObject *root, Ref &out
 bool is_recomputed_first(const StateObject *state)
 {
     return state->group->forwards > 0 && in_autograd_backward() && at::GradMode::is_enabled() &&
-           !tree_in_backward(state->tree);
+           !root_in_backward(state->root);
 }
 
 void begin_forward(StateObject *state)
 {
-    TreeObject *tree = state->tree;
+    RootObject *root = state->root;
     // A forward that is entered anew from its outside was left by an exception before.
-    const bool is_root = reinterpret_cast<PyObject *>(state) == PyList_GET_ITEM(tree->states, 0);
+    const bool is_root = reinterpret_cast<PyObject *>(state) == PyList_GET_ITEM(root->states, 0);
     const bool began_it =
-        tree->iteration_root == state && is_training(state->training, Training::forward);
-    if (tree->iteration_root != nullptr && !is_grouped(state) && (is_root || began_it)) {
-        tree_reset(tree, false);
+        root->iteration_root == state && is_training(state->training, Training::forward);
+    if (root->iteration_root != nullptr && !is_grouped(state) && (is_root || began_it)) {
+        root_reset(root, false);
     }
     const bool is_first = !is_grouped(state) || !is_training(state->training, Training::forward);
-    if (is_first && tree->iteration_root == nullptr) {
-        tree_root_pre_forward(state);
+    if (is_first && root->iteration_root == nullptr) {
+        root_pre_forward(state);
     }
     state->training = static_cast<int>(Training::forward);
     state->entry_sequence = at::sequence_number::peek();
@@ -256,7 +256,7 @@ Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_
     if (unit != nullptr && is_recomputed_first(state)) {
         state_pre_backward(state);
     }
-    if (training_of(state) == Training::pre_backward && !state->tree->context->is_failed) {
+    if (training_of(state) == Training::pre_backward && !state->root->context->is_failed) {
         // Recomputation: the pre-backward hook has gathered the parameters, or they are gathered
         // again. (After a failed backward the state is a leftover, and this a new forward.)
         if (unit != nullptr) {
@@ -297,10 +297,10 @@ Ref state_post_forward(StateObject *state, PyObject *given_output)
     }
     register_pre_backward(state, output.get());
     state->training = static_cast<int>(Training::idle);
-    TreeObject *tree = state->tree;
-    if (tree->iteration_root == state) {
-        complete_partial_groups(tree, state, output);
-        tree_root_post_forward(tree);
+    RootObject *root = state->root;
+    if (root->iteration_root == state) {
+        complete_partial_groups(root, state, output);
+        root_post_forward(root);
     }
     return cast_output(state, output.get());
 }
@@ -333,18 +333,18 @@ Ref state_post_forward_member(StateObject *state, PyObject *module, PyObject *ou
 
 void state_pre_backward(StateObject *state)
 {
-    TreeObject *tree = state->tree;
-    if (tree == nullptr) {
+    RootObject *root = state->root;
+    if (root == nullptr) {
         return;
     }
-    if (tree->context->is_failed) {
-        tree_reset(tree, true);
+    if (root->context->is_failed) {
+        root_reset(root, true);
     }
     state->training = static_cast<int>(Training::pre_backward);
-    state->backward = tree->backward;
-    tree_begin_backward(tree);
-    if (!tree->context->callback_queued) {
-        queue_final_callback(tree);
+    state->backward = root->backward;
+    root_begin_backward(root);
+    if (!root->context->callback_queued) {
+        queue_final_callback(root);
     }
     GroupObject *group = state->group;
     if (group == nullptr || group->unit == nullptr ||
@@ -369,12 +369,12 @@ void state_pre_backward(StateObject *state)
 
 void state_on_arrival(StateObject *state)
 {
-    const TreeObject *tree = state->tree;
+    const RootObject *root = state->root;
     const GroupObject *group = state->group;
-    if (tree == nullptr || group == nullptr || group->unit == nullptr) {
+    if (root == nullptr || group == nullptr || group->unit == nullptr) {
         return;
     }
-    if (tree->context->is_failed) { // it is added to what the failed backward has left
+    if (root->context->is_failed) { // it is added to what the failed backward has left
         PyErr_Format(PyExc_RuntimeError,
                      "the previous backward ended in an exception, and another one reached FSDP "
                      "unit '%s' without a forward in between: call forward again first",
@@ -382,7 +382,7 @@ void state_on_arrival(StateObject *state)
         throw_python();
     }
     // After the unit's post-backward it is the end of backward that looks for more.
-    if (!tree_in_backward(tree) || !is_training(group->training, Training::post_backward)) {
+    if (!root_in_backward(root) || !is_training(group->training, Training::post_backward)) {
         state_pre_backward(state);
     }
 }

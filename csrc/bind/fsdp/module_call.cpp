@@ -175,7 +175,7 @@ void note_raised(PyObject *module)
             PyObject *state =
                 state_of_hook(hook, reinterpret_cast<const void *>(state_hook_pre_forward));
             if (state != nullptr) {
-                tree_note_raised(reinterpret_cast<StateObject *>(state));
+                root_note_raised(reinterpret_cast<StateObject *>(state));
             }
         }
     }

@@ -1,6 +1,6 @@
 // The Python type Group: what FSDPParamGroup asks of its unit.
+#include "bind/fsdp/root.h"
 #include "bind/fsdp/state.h"
-#include "bind/fsdp/tree.h"
 #include "bind/python/objects.h"
 #include "bind/tensor/tensors.h"
 

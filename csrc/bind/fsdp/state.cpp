@@ -1,9 +1,9 @@
-// The Python types State and Tree: fields, lifetime, methods. What they do is in hooks.cpp
-// and tree.cpp.
+// The Python types State and Root: fields, lifetime, methods. What they do is in hooks.cpp
+// and root.cpp.
 #include "bind/fsdp/state.h"
 
 #include "bind/fsdp/hooks.h"
-#include "bind/fsdp/tree.h"
+#include "bind/fsdp/root.h"
 #include "bind/python/objects.h"
 #include "bind/python/replaced_functions.h"
 #include "bind/python/untraced.h"
@@ -17,11 +17,11 @@ namespace fc {
 
 namespace {
 
-PyTypeObject *state_type = nullptr, *tree_type = nullptr;
+PyTypeObject *state_type = nullptr, *root_type = nullptr;
 
-// ---- Tree ----
+// ---- Root ----
 
-PyObject *tree_new(PyTypeObject *type, PyObject *args, PyObject *)
+PyObject *root_new(PyTypeObject *type, PyObject *args, PyObject *)
 {
     return guarded([&]() -> PyObject * {
         PyObject *states, *domains, *context;
@@ -36,144 +36,144 @@ PyObject *tree_new(PyTypeObject *type, PyObject *args, PyObject *)
         }
         fc_domain_link(linked.data(), linked.size());
         Ref self = checked(type->tp_alloc(type, 0));
-        as<TreeObject>(self.get())->states = Py_NewRef(states);
-        as<TreeObject>(self.get())->domains = Py_NewRef(domains);
-        as<TreeObject>(self.get())->context = context_of(Py_NewRef(context));
-        as<TreeObject>(self.get())->publishes = true;
-        as<TreeObject>(self.get())->backward = new_backward();
+        as<RootObject>(self.get())->states = Py_NewRef(states);
+        as<RootObject>(self.get())->domains = Py_NewRef(domains);
+        as<RootObject>(self.get())->context = context_of(Py_NewRef(context));
+        as<RootObject>(self.get())->publishes = true;
+        as<RootObject>(self.get())->backward = new_backward();
         if (PyList_GET_SIZE(domains) > 0) {
-            as<TreeObject>(self.get())->streams = domain_streams(PyList_GET_ITEM(domains, 0));
+            as<RootObject>(self.get())->streams = domain_streams(PyList_GET_ITEM(domains, 0));
         }
         return self.release();
     });
 }
 
-int tree_traverse(PyObject *self, visitproc visit, void *arg)
+int root_traverse(PyObject *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
-    Py_VISIT(as<TreeObject>(self)->states);
-    Py_VISIT(as<TreeObject>(self)->domains);
-    Py_VISIT(reinterpret_cast<PyObject *>(as<TreeObject>(self)->context));
+    Py_VISIT(as<RootObject>(self)->states);
+    Py_VISIT(as<RootObject>(self)->domains);
+    Py_VISIT(reinterpret_cast<PyObject *>(as<RootObject>(self)->context));
     return 0;
 }
 
-int tree_clear(PyObject *self)
+int root_clear(PyObject *self)
 {
-    as<TreeObject>(self)->iteration_root = nullptr;
-    as<TreeObject>(self)->streams = nullptr;
-    Py_CLEAR(as<TreeObject>(self)->states);
-    Py_CLEAR(as<TreeObject>(self)->domains);
-    Py_CLEAR(as<TreeObject>(self)->context);
+    as<RootObject>(self)->iteration_root = nullptr;
+    as<RootObject>(self)->streams = nullptr;
+    Py_CLEAR(as<RootObject>(self)->states);
+    Py_CLEAR(as<RootObject>(self)->domains);
+    Py_CLEAR(as<RootObject>(self)->context);
     return 0;
 }
 
-void tree_dealloc(PyObject *self)
+void root_dealloc(PyObject *self)
 {
     PyObject_GC_UnTrack(self);
-    tree_clear(self);
-    delete as<TreeObject>(self)->updates;
+    root_clear(self);
+    delete as<RootObject>(self)->updates;
     free_object(self);
 }
 
-PyObject *tree_call_post_backward(PyObject *self, PyObject *arg)
+PyObject *root_call_post_backward(PyObject *self, PyObject *arg)
 {
     return guarded([&]() -> PyObject * {
-        group_post_backward(as<TreeObject>(self), group_of(arg));
+        group_post_backward(as<RootObject>(self), group_of(arg));
         Py_RETURN_NONE;
     });
 }
 
-PyObject *tree_call_end_backward(PyObject *self, PyObject *)
+PyObject *root_call_end_backward(PyObject *self, PyObject *)
 {
     return guarded([&]() -> PyObject * {
-        tree_begin_backward(as<TreeObject>(self));
-        tree_end_backward(as<TreeObject>(self));
+        root_begin_backward(as<RootObject>(self));
+        root_end_backward(as<RootObject>(self));
         Py_RETURN_NONE;
     });
 }
 
-PyObject *tree_call_finalize_backward(PyObject *self, PyObject *)
+PyObject *root_call_finalize_backward(PyObject *self, PyObject *)
 {
     return guarded([&]() -> PyObject * {
-        tree_finalize_backward(as<TreeObject>(self));
+        root_finalize_backward(as<RootObject>(self));
         Py_RETURN_NONE;
     });
 }
 
-PyObject *tree_call_reset(PyObject *self, PyObject *)
+PyObject *root_call_reset(PyObject *self, PyObject *)
 {
     return guarded([&]() -> PyObject * {
-        tree_reset(as<TreeObject>(self), true);
+        root_reset(as<RootObject>(self), true);
         Py_RETURN_NONE;
     });
 }
 
-PyObject *tree_drop_raised_forward(PyObject *self, PyObject *)
+PyObject *root_drop_raised_forward(PyObject *self, PyObject *)
 {
     return guarded([&]() -> PyObject * {
-        if (as<TreeObject>(self)->has_raised) {
-            tree_reset(as<TreeObject>(self), false);
+        if (as<RootObject>(self)->has_raised) {
+            root_reset(as<RootObject>(self), false);
         }
         Py_RETURN_NONE;
     });
 }
 
-PyObject *tree_get_iteration_root(PyObject *self, void *)
+PyObject *root_get_iteration_root(PyObject *self, void *)
 {
-    StateObject *root = as<TreeObject>(self)->iteration_root;
+    StateObject *root = as<RootObject>(self)->iteration_root;
     return Py_NewRef(root != nullptr ? reinterpret_cast<PyObject *>(root) : Py_None);
 }
 
-PyObject *tree_get_between_steps(PyObject *self, void *)
+PyObject *root_get_between_steps(PyObject *self, void *)
 {
-    return PyBool_FromLong(tree_is_between_steps(as<TreeObject>(self)));
+    return PyBool_FromLong(root_is_between_steps(as<RootObject>(self)));
 }
 
-PyObject *tree_awaits_end(PyObject *self, void *)
+PyObject *root_awaits_end(PyObject *self, void *)
 {
     const bool by_autograd = torch::autograd::get_current_graph_task_id() != -1;
-    return PyBool_FromLong(tree_in_backward(as<TreeObject>(self)) && !by_autograd);
+    return PyBool_FromLong(root_in_backward(as<RootObject>(self)) && !by_autograd);
 }
 
-PyMemberDef tree_members[] = {
-    {"states", T_OBJECT, offsetof(TreeObject, states), READONLY, "in named_modules order"},
-    {"domains", T_OBJECT, offsetof(TreeObject, domains), READONLY, nullptr},
+PyMemberDef root_members[] = {
+    {"states", T_OBJECT, offsetof(RootObject, states), READONLY, "in named_modules order"},
+    {"domains", T_OBJECT, offsetof(RootObject, domains), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 
-PyGetSetDef tree_properties[] = {{"iteration_root", tree_get_iteration_root, nullptr,
+PyGetSetDef root_properties[] = {{"iteration_root", root_get_iteration_root, nullptr,
                                   "the state that began the current forward", nullptr},
-                                 {"is_between_steps", tree_get_between_steps, nullptr,
+                                 {"is_between_steps", root_get_between_steps, nullptr,
                                   "whether no forward or backward is going on or to come, and no "
                                   "gradient waits for a reduction",
                                   nullptr},
-                                 {"awaits_end", tree_awaits_end, nullptr,
+                                 {"awaits_end", root_awaits_end, nullptr,
                                   "whether a backward is open that autograd will not end", nullptr},
                                  {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
-PyMethodDef tree_methods[] = {
-    {"post_backward", tree_call_post_backward, METH_O,
+PyMethodDef root_methods[] = {
+    {"post_backward", root_call_post_backward, METH_O,
      "post_backward(group): reshards it and posts its gradients."},
-    {"end_backward", tree_call_end_backward, METH_NOARGS,
+    {"end_backward", root_call_end_backward, METH_NOARGS,
      "Finishes all reductions and closes the phase."},
-    {"finalize_backward", tree_call_finalize_backward, METH_NOARGS,
+    {"finalize_backward", root_call_finalize_backward, METH_NOARGS,
      "Reduces what the backwards of a manual ending left."},
-    {"reset", tree_call_reset, METH_NOARGS, "Drops everything of the running step."},
-    {"drop_raised_forward", tree_drop_raised_forward, METH_NOARGS,
+    {"reset", root_call_reset, METH_NOARGS, "Drops everything of the running step."},
+    {"drop_raised_forward", root_drop_raised_forward, METH_NOARGS,
      "Ends a forward that was left by an exception, as the next one would."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot tree_slots[] = {
-    {Py_tp_new, reinterpret_cast<void *>(tree_new)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(tree_dealloc)},
-    {Py_tp_traverse, reinterpret_cast<void *>(tree_traverse)},
-    {Py_tp_clear, reinterpret_cast<void *>(tree_clear)},
-    {Py_tp_members, tree_members},
-    {Py_tp_getset, tree_properties},
-    {Py_tp_methods, tree_methods},
-    {Py_tp_doc, const_cast<char *>("Tree(states, domains, context): a root and all below it.")},
+PyType_Slot root_slots[] = {
+    {Py_tp_new, reinterpret_cast<void *>(root_new)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(root_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void *>(root_traverse)},
+    {Py_tp_clear, reinterpret_cast<void *>(root_clear)},
+    {Py_tp_members, root_members},
+    {Py_tp_getset, root_properties},
+    {Py_tp_methods, root_methods},
+    {Py_tp_doc, const_cast<char *>("Root(states, domains, context): a root and all below it.")},
     {0, nullptr}};
-PyType_Spec tree_spec = {"fsdp_c._C.Tree", sizeof(TreeObject), 0,
-                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, tree_slots};
+PyType_Spec root_spec = {"fsdp_c._C.Root", sizeof(RootObject), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, root_slots};
 
 // ---- State ----
 
@@ -193,7 +193,7 @@ int state_traverse(PyObject *self, visitproc visit, void *arg)
 {
     auto *state = as<StateObject>(self);
     Py_VISIT(Py_TYPE(self));
-    Py_VISIT(reinterpret_cast<PyObject *>(state->tree));
+    Py_VISIT(reinterpret_cast<PyObject *>(state->root));
     Py_VISIT(reinterpret_cast<PyObject *>(state->group));
     Py_VISIT(state->modules);
     Py_VISIT(state->to_run);
@@ -203,7 +203,7 @@ int state_traverse(PyObject *self, visitproc visit, void *arg)
 int state_clear(PyObject *self)
 {
     auto *state = as<StateObject>(self);
-    Py_CLEAR(state->tree);
+    Py_CLEAR(state->root);
     Py_CLEAR(state->group);
     Py_CLEAR(state->modules);
     Py_CLEAR(state->to_run);
@@ -236,42 +236,42 @@ PyObject *state_set_casts(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-// _join(tree or None, group or None, on_torch_road)
+// _join(root or None, group or None, uses_fallback)
 PyObject *state_join(PyObject *self, PyObject *args)
 {
     return guarded([&]() -> PyObject * {
-        PyObject *tree, *group;
-        int on_torch_road;
-        if (!PyArg_ParseTuple(args, "OOp", &tree, &group, &on_torch_road)) {
+        PyObject *root, *group;
+        int uses_fallback;
+        if (!PyArg_ParseTuple(args, "OOp", &root, &group, &uses_fallback)) {
             return nullptr;
         }
-        if (tree != Py_None && !PyObject_TypeCheck(tree, tree_type)) {
-            return PyErr_Format(PyExc_TypeError, "expected a Tree");
+        if (root != Py_None && !PyObject_TypeCheck(root, root_type)) {
+            return PyErr_Format(PyExc_TypeError, "expected a Root");
         }
         auto *state = as<StateObject>(self);
         GroupObject *new_group = group == Py_None ? nullptr : group_of(group);
-        Py_XSETREF(state->tree,
-                   reinterpret_cast<TreeObject *>(tree == Py_None ? nullptr : Py_NewRef(tree)));
+        Py_XSETREF(state->root,
+                   reinterpret_cast<RootObject *>(root == Py_None ? nullptr : Py_NewRef(root)));
         Py_XINCREF(reinterpret_cast<PyObject *>(new_group));
         Py_XSETREF(state->group, new_group);
-        state->on_torch_road = on_torch_road != 0;
+        state->uses_fallback = uses_fallback != 0;
         Py_RETURN_NONE;
     });
 }
 
-// Decides, before the first forward, whether the state runs here. False: torch's road.
+// Decides, before the first forward, whether the state runs here. False: the fallback.
 bool is_ours(StateObject *state)
 {
     auto *self = reinterpret_cast<PyObject *>(state);
-    if (state->tree == nullptr && !state->on_torch_road) {
-        checked(PyObject_CallMethod(self, "_choose_road", nullptr));
-    } else if (state->tree != nullptr && state->tree->iteration_root == nullptr &&
-               (state->tree->is_replaced || functions_replaced()) &&
-               tree_is_between_steps(state->tree)) {
-        state->tree->is_replaced = false;
+    if (state->root == nullptr && !state->uses_fallback) {
+        checked(PyObject_CallMethod(self, "_choose_implementation", nullptr));
+    } else if (state->root != nullptr && state->root->iteration_root == nullptr &&
+               (state->root->is_replaced || functions_replaced()) &&
+               root_is_between_steps(state->root)) {
+        state->root->is_replaced = false;
         checked(PyObject_CallMethod(self, "_leave_replaced", nullptr));
     }
-    return state->tree != nullptr;
+    return state->root != nullptr;
 }
 
 } // namespace
@@ -297,7 +297,7 @@ PyObject *state_hook_post_forward(PyObject *self, PyObject *const *a, Py_ssize_t
             return nullptr;
         }
         const Untraced untraced;
-        if (as<StateObject>(self)->tree == nullptr) {
+        if (as<StateObject>(self)->root == nullptr) {
             return PyObject_CallMethod(self, "_torch_post_forward", "OOO", a[0], a[1], a[2]);
         }
         return state_post_forward_member(as<StateObject>(self), a[0], a[2]).release();
@@ -339,8 +339,8 @@ PyObject *state_call_pre_backward(PyObject *self, PyObject *)
 }
 
 PyMemberDef state_members[] = {
-    {"_tree", T_OBJECT, offsetof(StateObject, tree), READONLY, "the Tree, or None on torch's road"},
-    {"_on_torch_road", T_BOOL, offsetof(StateObject, on_torch_road), READONLY, nullptr},
+    {"_root", T_OBJECT, offsetof(StateObject, root), READONLY, "the Root, or None on the fallback"},
+    {"_uses_fallback", T_BOOL, offsetof(StateObject, uses_fallback), READONLY, nullptr},
     {"_is_strict", T_BOOL, offsetof(StateObject, is_strict), 0, nullptr},
     {"_modules", T_OBJECT_EX, offsetof(StateObject, modules), 0, nullptr},
     {"_modules_to_run_forward", T_OBJECT_EX, offsetof(StateObject, to_run), 0, nullptr},
@@ -360,16 +360,16 @@ int state_set_training(PyObject *self, PyObject *value, void *)
         return -1;
     }
     state->training = static_cast<int>(index);
-    state->backward = state->tree != nullptr ? state->tree->backward : 0;
+    state->backward = state->root != nullptr ? state->root->backward : 0;
     return 0;
 }
 
-// Who replaces a method of a state is noticed by the next forward of its tree.
+// Who replaces a method of a state is noticed by the next forward of its root.
 int state_setattro(PyObject *self, PyObject *name, PyObject *value)
 {
     auto *state = as<StateObject>(self);
-    if (state->tree != nullptr && is_watched_on_states(name)) {
-        state->tree->is_replaced = true;
+    if (state->root != nullptr && is_watched_on_states(name)) {
+        state->root->is_replaced = true;
     }
     return PyObject_GenericSetAttr(self, name, value);
 }
@@ -381,13 +381,13 @@ PyGetSetDef state_properties[] = {
 PyMethodDef state_methods[] = {
     {"_set_casts", state_set_casts, METH_VARARGS,
      "_set_casts(cast_inputs, param_dtype, output_dtype)"},
-    {"_join", state_join, METH_VARARGS, "_join(tree, group, on_torch_road)"},
+    {"_join", state_join, METH_VARARGS, "_join(root, group, uses_fallback)"},
     {"_hook_pre_forward", fastcall<StateObject>(state_hook_pre_forward), METH_FASTCALL,
      "The forward pre-hook: (module, args, kwargs) -> None or (args, kwargs)."},
     {"_hook_post_forward", fastcall<StateObject>(state_hook_post_forward), METH_FASTCALL,
      "The forward hook: (module, args, output) -> output."},
     {"_takes_core", state_takes_core, METH_NOARGS,
-     "Whether the core runs the forward that begins; chooses the road if need be."},
+     "Whether the core runs the forward that begins; chooses the implementation if need be."},
     {"_enter", fastcall<StateObject>(state_enter), METH_FASTCALL,
      "(args, kwargs) -> (args, kwargs)"},
     {"_leave", state_leave, METH_O, "(output) -> output"},
@@ -417,7 +417,7 @@ PyType_Spec state_spec = {"fsdp_c._C.State", sizeof(StateObject), 0,
 int fc_register_state(PyObject *module)
 {
     if (fc_register_group(module) < 0 ||
-        fc::add_type(module, "Tree", &fc::tree_spec, &fc::tree_type) < 0) {
+        fc::add_type(module, "Root", &fc::root_spec, &fc::root_type) < 0) {
         return -1;
     }
     return fc::add_type(module, "State", &fc::state_spec, &fc::state_type);

@@ -15,8 +15,8 @@
 
 namespace fc {
 
-struct TreeObject;
-class TreeHold;
+struct RootObject;
+class RootHold;
 
 // torch's TrainingState, in its order.
 enum class Training : int {
@@ -29,7 +29,7 @@ enum class Training : int {
 // The base of FSDPParamGroup: flags that Python sets and the hooks read, and the bound unit.
 struct GroupObject {
     PyObject_HEAD
-    Unit *unit;   // owned; null until bound, and on torch's road
+    Unit *unit;   // owned; null until bound, and on the fallback
     Unit *former; // owned; what the next unit inherits from, null: nothing
     int training;
     char reduce_grads, all_reduce_grads, reshard_after_backward, reduce_scatter_unused_params,
@@ -42,8 +42,8 @@ struct GroupObject {
     // Forward passes of this step whose backward is still to come, and backwards that went by in
     // this phase.
     int forwards, backwards;
-    uint64_t finished_in;   // the tree's backward that has left nothing of it for its end
-    uint64_t input_seen_in; // the tree's backward that has shown the following; 0: none has yet
+    uint64_t finished_in;   // the root's backward that has left nothing of it for its end
+    uint64_t input_seen_in; // the root's backward that has shown the following; 0: none has yet
     bool owns_input;        // one tensor, which only the unit reads, so that its node can end it
     fc_traffic past;        // of the units that were bound before this one
     Updates *updates;       // owned; of its shards, whatever unit is bound
@@ -52,37 +52,37 @@ struct GroupObject {
 // The base of FSDPState.
 struct StateObject {
     PyObject_HEAD
-    TreeObject *tree;   // owned; null while undecided or on torch's road
+    RootObject *root;   // owned; null while undecided or on the fallback
     GroupObject *group; // owned; null without parameters
     PyObject *modules;  // owned; a tuple
     PyObject *to_run;   // owned; the set of modules of a grouped unit that are still to run
     int training;
     uint64_t entry_sequence;    // of the autograd nodes made since forward was entered
     uint64_t entry_checkpoints; // activation checkpoints of the process, then
-    uint64_t backward;          // of the tree, in which pre-backward was entered
-    char on_torch_road;
+    uint64_t backward;          // of the root, in which pre-backward was entered
+    char uses_fallback;
     char casts_inputs;
     char is_strict; // as torch: warns of outputs that are views, refuses inputs changed in place
     at::ScalarType param_dtype, output_dtype; // Undefined: as they are
 };
 
-// What the shards of a tree have seen, by the optimizers that hold some.
-struct TreeUpdates {
+// What the shards of a root have seen, by the optimizers that hold some.
+struct RootUpdates {
     std::map<Updates::Counter, uint64_t> optimizers; // what each had counted before
     uint64_t n_loads = 0;
     uint64_t version = UINT64_MAX; // of Updates
 };
 
 // One root and everything below it: shared by its states.
-struct TreeObject {
+struct RootObject {
     PyObject_HEAD
     PyObject *states;            // owned; a list, in named_modules order
     PyObject *domains;           // owned; a list
     ContextObject *context;      // owned
     Streams *streams;            // borrowed from the domains; null without a device
     StateObject *iteration_root; // borrowed; the unit that began the current forward
-    TreeHold *hold;              // borrowed; of autograd's nodes, null without any
-    TreeUpdates *updates;        // owned; null before the first forward
+    RootHold *hold;              // borrowed; of autograd's nodes, null without any
+    RootUpdates *updates;        // owned; null before the first forward
     size_t n_units;              // as the last forward found them
     size_t n_finished;           // of them, in the running backward
     uint64_t n_reused;           // units in the process, when that began
@@ -112,7 +112,7 @@ inline Unit *owner_unit(const fc_unit *unit)
 // How the group's gradients are reduced now.
 fc_reduce_options reduce_options(const GroupObject *group);
 
-// A number for a backward that no tree has had; never 0.
+// A number for a backward that no root has had; never 0.
 inline uint64_t new_backward()
 {
     static uint64_t n = 0;
@@ -124,12 +124,12 @@ inline bool is_grouped(const StateObject *state)
     return PyTuple_GET_SIZE(state->modules) > 1;
 }
 
-// Pre-backward lasts until the tree's backward ends, which does not go to each state to say so.
+// Pre-backward lasts until the root's backward ends, which does not go to each state to say so.
 inline Training training_of(const StateObject *state)
 {
     const auto training = static_cast<Training>(state->training);
-    const bool is_over = training == Training::pre_backward && state->tree != nullptr &&
-                         state->backward != state->tree->backward;
+    const bool is_over = training == Training::pre_backward && state->root != nullptr &&
+                         state->backward != state->root->backward;
     return is_over ? Training::idle : training;
 }
 
@@ -139,24 +139,24 @@ PyObject *state_hook_pre_forward(PyObject *self, PyObject *const *arguments, Py_
 // (module, args, output) -> output
 PyObject *state_hook_post_forward(PyObject *self, PyObject *const *arguments, Py_ssize_t n);
 
-// ---- phases and backward; tree.cpp ----
-void tree_root_pre_forward(StateObject *state);
-void tree_root_post_forward(TreeObject *tree);
-void tree_begin_backward(TreeObject *tree);
-void tree_end_backward(TreeObject *tree);
+// ---- phases and backward; root.cpp ----
+void root_pre_forward(StateObject *state);
+void root_post_forward(RootObject *root);
+void root_begin_backward(RootObject *root);
+void root_end_backward(RootObject *root);
 // Reduces what the backwards of a manual ending left.
-void tree_finalize_backward(TreeObject *tree);
+void root_finalize_backward(RootObject *root);
 // The running phase ended in an exception: tells peers at once; this rank's own state is put right
 // at its next use.
-void tree_fail(TreeObject *tree);
+void root_fail(RootObject *root);
 // Drops everything of the running step: after exceptions and on reset_iter_state(). A forward that
 // was left by an exception leaves gradients, and units that were unsharded by hand, alone.
-void tree_reset(TreeObject *tree, bool drop_gradients);
+void root_reset(RootObject *root, bool drop_gradients);
 // A call of the state's module ended in an exception, and with it the forward, if it began there.
-void tree_note_raised(StateObject *state);
+void root_note_raised(StateObject *state);
 // Whether nothing of a forward, or of a backward that is still to come, would be lost.
-bool tree_is_between_steps(const TreeObject *tree);
-void group_post_backward(TreeObject *tree, GroupObject *group);
+bool root_is_between_steps(const RootObject *root);
+void group_post_backward(RootObject *root, GroupObject *group);
 // The same, from autograd; then nothing may be left of the unit for the end of backward.
 void state_post_backward(StateObject *state);
 
@@ -173,7 +173,7 @@ void hook_outputs(StateObject *state, at::TensorList tensors);
 void hook_nodes_inside(StateObject *state, at::TensorList outputs);
 // The same for the gradients of the unit's parameters; for good.
 void hook_params(StateObject *state);
-void queue_final_callback(TreeObject *tree);
+void queue_final_callback(RootObject *root);
 
 // ---- hooks.cpp ----
 void state_pre_backward(StateObject *state);

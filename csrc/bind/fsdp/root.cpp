@@ -1,5 +1,5 @@
 // The course of a step: opening and closing phases, post-backward, the end of backward, recovery.
-#include "bind/fsdp/tree.h"
+#include "bind/fsdp/root.h"
 
 #include "bind/fsdp/events.h"
 #include "bind/tensor/tensors.h"
@@ -46,35 +46,35 @@ void finish_oldest(fc_domain *domain)
 }
 
 // Runs `body`; if it throws, peers learn that this rank has left the phase.
-template <typename Body> void or_fail(TreeObject *tree, Body &&body)
+template <typename Body> void or_fail(RootObject *root, Body &&body)
 {
     try {
         body();
     } catch (...) {
-        tree_fail(tree);
+        root_fail(root);
         throw;
     }
 }
 
-template <typename Body> void each_unit(const TreeObject *tree, Body &&body)
+template <typename Body> void each_unit(const RootObject *root, Body &&body)
 {
-    each_state(tree, [&](StateObject *state) {
+    each_state(root, [&](StateObject *state) {
         if (state->group != nullptr && state->group->unit != nullptr) {
             body(state->group->unit);
         }
     });
 }
 
-// Steps of all optimizers that hold shards of the tree, and loads.
-uint64_t count_updates(TreeObject *tree)
+// Steps of all optimizers that hold shards of the root, and loads.
+uint64_t count_updates(RootObject *root)
 {
-    if (tree->updates == nullptr) {
-        tree->updates = new TreeUpdates();
+    if (root->updates == nullptr) {
+        root->updates = new RootUpdates();
     }
-    TreeUpdates &known = *tree->updates;
+    RootUpdates &known = *root->updates;
     if (known.version != Updates::version()) {
         known = {};
-        each_state(tree, [&](const StateObject *state) {
+        each_state(root, [&](const StateObject *state) {
             if (state->group != nullptr) {
                 for (const auto &[counter, before] : state->group->updates->counters()) {
                     uint64_t &first = known.optimizers.try_emplace(counter, before).first->second;
@@ -93,17 +93,17 @@ uint64_t count_updates(TreeObject *tree)
 }
 
 // Also finds out what passes over all units can be left out.
-bool check_shards(TreeObject *tree)
+bool check_shards(RootObject *root)
 {
     bool is_intact = true;
-    tree->publishes = tree->has_grouped = false;
-    tree->n_units = 0;
-    each_state(tree, [&](const StateObject *state) {
-        tree->has_grouped = tree->has_grouped || is_grouped(state);
+    root->publishes = root->has_grouped = false;
+    root->n_units = 0;
+    each_state(root, [&](const StateObject *state) {
+        root->has_grouped = root->has_grouped || is_grouped(state);
         Unit *unit = state->group != nullptr ? state->group->unit : nullptr;
         if (unit != nullptr) {
-            tree->n_units++;
-            tree->publishes = tree->publishes || unit->publishes();
+            root->n_units++;
+            root->publishes = root->publishes || unit->publishes();
             is_intact = is_intact && unit->is_intact();
             if (is_intact) { // else they may have no memory
                 unit->note_shards();
@@ -116,10 +116,10 @@ bool check_shards(TreeObject *tree)
 // A shard that was replaced or moved since set-up is taken over before it is read.
 void rebuild_if_changed(StateObject *state)
 {
-    if (!check_shards(state->tree)) {
+    if (!check_shards(state->root)) {
         checked(
             PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_rebuild_units", nullptr));
-        check_shards(state->tree); // it may be a new one
+        check_shards(state->root); // it may be a new one
     }
 }
 
@@ -133,29 +133,29 @@ void drop_ahead(fc_domain *domain)
     }
 }
 
-// The tree's place for `state`, by which ranks compare who began a phase.
-uint32_t place_of(const TreeObject *tree, const StateObject *state)
+// The root's place for `state`, by which ranks compare who began a phase.
+uint32_t place_of(const RootObject *root, const StateObject *state)
 {
-    const Py_ssize_t n = PyList_GET_SIZE(tree->states);
+    const Py_ssize_t n = PyList_GET_SIZE(root->states);
     Py_ssize_t i = 0;
-    while (i < n && reinterpret_cast<StateObject *>(PyList_GET_ITEM(tree->states, i)) != state) {
+    while (i < n && reinterpret_cast<StateObject *>(PyList_GET_ITEM(root->states, i)) != state) {
         i++;
     }
     return static_cast<uint32_t>(i);
 }
 
-void open(TreeObject *tree, fc_opening opening)
+void open(RootObject *root, fc_opening opening)
 {
-    each_domain(tree, [&](fc_domain *domain) {
+    each_domain(root, [&](fc_domain *domain) {
         drop_ahead(domain);
         fc_domain_open(domain, opening);
     });
 }
 
-void close(TreeObject *tree)
+void close(RootObject *root)
 {
-    each_domain(tree, [](fc_domain *domain) { fc_domain_mark_closed(domain); });
-    each_domain(tree, [](fc_domain *domain) { check(fc_domain_close(domain)); });
+    each_domain(root, [](fc_domain *domain) { fc_domain_mark_closed(domain); });
+    each_domain(root, [](fc_domain *domain) { check(fc_domain_close(domain)); });
 }
 
 // set_post_optim_event counts for one forward. On a device the current stream waits for it, and
@@ -167,7 +167,7 @@ void take_post_optim_event(StateObject *state)
     Ref context = checked(PyObject_GetAttr(reinterpret_cast<PyObject *>(state), context_name));
     Ref event = checked(PyObject_GetAttr(context.get(), event_name));
     if (event.get() != Py_None) {
-        if (state->tree->streams != nullptr) {
+        if (state->root->streams != nullptr) {
             checked(PyObject_CallMethod(event.get(), "wait", nullptr));
         }
         check(PyObject_SetAttr(context.get(), event_name, Py_None));
@@ -187,7 +187,7 @@ void warn_if_unfinalized(ContextObject *context)
 }
 
 // What a group does once its gradients are there; at the end of backward, or while it goes on.
-void reduce_group(TreeObject *tree, GroupObject *group, bool at_end)
+void reduce_group(RootObject *root, GroupObject *group, bool at_end)
 {
     constexpr int through = static_cast<int>(Training::post_backward);
     const bool is_news = !at_end || group->training != through;
@@ -196,10 +196,10 @@ void reduce_group(TreeObject *tree, GroupObject *group, bool at_end)
     if (unit == nullptr) {
         return;
     }
-    or_fail(tree, [&] {
-        tree_begin_backward(tree);
-        if (!tree->context->callback_queued && torch::autograd::get_current_graph_task_id() != -1) {
-            queue_final_callback(tree);
+    or_fail(root, [&] {
+        root_begin_backward(root);
+        if (!root->context->callback_queued && torch::autograd::get_current_graph_task_id() != -1) {
+            queue_final_callback(root);
         }
         if (is_news) {
             log_event("FSDP::post_backward", unit);
@@ -209,7 +209,7 @@ void reduce_group(TreeObject *tree, GroupObject *group, bool at_end)
         // A module that ran several times may be read again by peers in this phase: an optimizer in
         // one of its post-accumulate hooks must not write its shards before the end.
         if (group->forwards > 1) {
-            group->defers_hooks = tree->defers_hooks = true;
+            group->defers_hooks = root->defers_hooks = true;
         }
         if (group->reshard_after_backward) {
             Range range(is_news ? "FSDP::post_backward_reshard" : nullptr, unit);
@@ -242,10 +242,10 @@ void reduce_group(TreeObject *tree, GroupObject *group, bool at_end)
 }
 
 // On a device: after the last backward what the caller does next comes behind all reductions.
-void end_reductions(TreeObject *tree, bool is_last)
+void end_reductions(RootObject *root, bool is_last)
 {
-    if (tree->streams != nullptr) {
-        check(fc_schedule_end_backward(tree->streams->schedule(), is_last));
+    if (root->streams != nullptr) {
+        check(fc_schedule_end_backward(root->streams->schedule(), is_last));
     }
 }
 
@@ -257,16 +257,16 @@ bool is_late(const GroupObject *group)
 }
 
 // Whether the end of backward would find nothing to do in any state.
-bool is_all_finished(const TreeObject *tree)
+bool is_all_finished(const RootObject *root)
 {
-    return tree->n_units > 0 && tree->n_finished == tree->n_units && !tree->has_grouped &&
-           tree->n_reused == Unit::n_reused() && tree->context->ending == Ending::automatic;
+    return root->n_units > 0 && root->n_finished == root->n_units && !root->has_grouped &&
+           root->n_reused == Unit::n_reused() && root->context->ending == Ending::automatic;
 }
 
 // What the end of backward has to do in a state.
-void end_state(TreeObject *tree, StateObject *state)
+void end_state(RootObject *root, StateObject *state)
 {
-    ContextObject *context = tree->context;
+    ContextObject *context = root->context;
     const bool is_manual = context->ending == Ending::manual;
     PySet_Clear(state->to_run);
     GroupObject *group = state->group;
@@ -274,12 +274,12 @@ void end_state(TreeObject *tree, StateObject *state)
         // Inputs that need no gradient have no node, and what is not reduced by now is
         // reduced here; or by finalize_backward().
         const bool is_through = group->training == static_cast<int>(Training::post_backward) ||
-                                group->finished_in == tree->backward;
+                                group->finished_in == root->backward;
         if (is_manual && !is_through && group->reduce_grads) {
             group->post_backward_pending = true;
             context->is_unfinalized = true;
         } else if (!is_through || is_late(group)) {
-            reduce_group(tree, group, true);
+            reduce_group(root, group, true);
         }
         group->unit->keep();
         if (!is_manual) {
@@ -292,17 +292,17 @@ void end_state(TreeObject *tree, StateObject *state)
 }
 
 // Finishes all reductions of a backward phase and closes it.
-void close_backward(TreeObject *tree)
+void close_backward(RootObject *root)
 {
     std::vector<fc_domain *> domains;
-    each_domain(tree, [&](fc_domain *domain) { domains.push_back(domain); });
+    each_domain(root, [&](fc_domain *domain) { domains.push_back(domain); });
     check_raised(fc_reduction_finish_all(domains.data(), domains.size()));
-    each_domain(tree, [](fc_domain *domain) {
+    each_domain(root, [](fc_domain *domain) {
         drop_ahead(domain);
         check(fc_domain_close(domain));
     });
-    if (std::exchange(tree->defers_hooks, false)) {
-        each_state(tree, [](StateObject *state) {
+    if (std::exchange(root->defers_hooks, false)) {
+        each_state(root, [](StateObject *state) {
             if (state->group != nullptr && state->group->unit != nullptr) {
                 state->group->defers_hooks = false;
                 state->group->unit->run_deferred_hooks();
@@ -313,86 +313,86 @@ void close_backward(TreeObject *tree)
 
 } // namespace
 
-void tree_fail(TreeObject *tree)
+void root_fail(RootObject *root)
 {
-    tree->context->callback_queued = false;
-    tree->context->is_failed = true;
-    each_domain(tree, [](fc_domain *domain) { fc_domain_fail(domain); });
+    root->context->callback_queued = false;
+    root->context->is_failed = true;
+    each_domain(root, [](fc_domain *domain) { fc_domain_fail(domain); });
 }
 
-void tree_note_raised(StateObject *state)
+void root_note_raised(StateObject *state)
 {
-    TreeObject *tree = state->tree;
-    if (tree != nullptr && tree->iteration_root == state && !tree_in_backward(tree)) {
-        tree->has_raised = true;
+    RootObject *root = state->root;
+    if (root != nullptr && root->iteration_root == state && !root_in_backward(root)) {
+        root->has_raised = true;
     }
 }
 
-void tree_root_pre_forward(StateObject *state)
+void root_pre_forward(StateObject *state)
 {
-    TreeObject *tree = state->tree;
-    if (tree->context->is_failed) {
+    RootObject *root = state->root;
+    if (root->context->is_failed) {
         check(PyErr_WarnEx(PyExc_UserWarning,
                            "the previous backward ended in an exception: its gradients, and those "
                            "kept from earlier "
                            "backwards without synchronisation, are dropped",
                            1));
-        tree_reset(tree, true);
+        root_reset(root, true);
     }
-    if (tree_in_backward(tree)) {
-        tree->iteration_root = state; // recomputation: the backward's phase covers it
+    if (root_in_backward(root)) {
+        root->iteration_root = state; // recomputation: the backward's phase covers it
         return;
     }
-    warn_if_unfinalized(tree->context);
+    warn_if_unfinalized(root->context);
     log_look_up_level();
     log_event("FSDP::root_pre_forward");
     Range range("FSDP::root_pre_forward");
     take_post_optim_event(state);
     rebuild_if_changed(state);
-    tree = state->tree;
-    if (tree->publishes) {
-        each_unit(tree, [](Unit *unit) { unit->publish(); });
+    root = state->root;
+    if (root->publishes) {
+        each_unit(root, [](Unit *unit) { unit->publish(); });
     }
-    open(tree, {at::GradMode::is_enabled() ? FC_PHASE_FORWARD : FC_PHASE_FORWARD_NO_GRAD,
-                place_of(tree, state), count_updates(tree)});
-    if (tree->streams != nullptr) {
-        each_unit(tree, [](Unit *unit) { unit->release_unused(); });
-        tree->streams->begin();
+    open(root, {at::GradMode::is_enabled() ? FC_PHASE_FORWARD : FC_PHASE_FORWARD_NO_GRAD,
+                place_of(root, state), count_updates(root)});
+    if (root->streams != nullptr) {
+        each_unit(root, [](Unit *unit) { unit->release_unused(); });
+        root->streams->begin();
     }
-    tree->iteration_root = state;
-    tree->has_raised = false;
+    root->iteration_root = state;
+    root->has_raised = false;
 }
 
-void tree_root_post_forward(TreeObject *tree)
+void root_post_forward(RootObject *root)
 {
-    tree->iteration_root = nullptr;
-    if (!tree_in_backward(tree) && tree_is_open(tree)) {
-        or_fail(tree, [&] {
-            each_unit(tree, [](Unit *unit) {
+    root->iteration_root = nullptr;
+    if (!root_in_backward(root) && root_is_open(root)) {
+        or_fail(root, [&] {
+            each_unit(root, [](Unit *unit) {
                 unit->check_unwritten();
                 if (unit->is_kept_after_forward()) {
                     unit->keep();
                 }
             });
-            close(tree);
+            close(root);
         });
-        if (tree->streams != nullptr && !at::GradMode::is_enabled()) {
-            check(fc_schedule_end_forward(tree->streams->schedule()));
+        if (root->streams != nullptr && !at::GradMode::is_enabled()) {
+            check(fc_schedule_end_forward(root->streams->schedule()));
         }
     }
 }
 
-void tree_begin_backward(TreeObject *tree)
+void root_begin_backward(RootObject *root)
 {
-    if (tree_in_backward(tree)) {
+    if (root_in_backward(root)) {
         return;
     }
-    or_fail(tree, [&] {
-        if (tree_is_open(tree)) {
-            close(tree);
+    or_fail(root, [&] {
+        if (root_is_open(root)) {
+            close(root);
         }
-        if (tree->publishes) {
-            each_unit(tree, [](Unit *unit) {
+        if (root->publishes) {
+            each_unit(root, [](Unit *unit) {
                 if (unit->publishes() && unit->was_written()) {
                     unit->publish();
                     unit->note_shards();
@@ -400,19 +400,19 @@ void tree_begin_backward(TreeObject *tree)
             });
         }
     });
-    if (tree->streams != nullptr) {
-        tree->streams->resume();
-        each_unit(tree, [](Unit *unit) { unit->release_unused(); });
+    if (root->streams != nullptr) {
+        root->streams->resume();
+        each_unit(root, [](Unit *unit) { unit->release_unused(); });
     }
-    open(tree, {FC_PHASE_BACKWARD, 0, FC_UPDATES_UNKNOWN});
-    tree->n_finished = 0;
-    tree->n_reused = Unit::n_reused();
+    open(root, {FC_PHASE_BACKWARD, 0, FC_UPDATES_UNKNOWN});
+    root->n_finished = 0;
+    root->n_reused = Unit::n_reused();
 }
 
-bool tree_is_between_steps(const TreeObject *tree)
+bool root_is_between_steps(const RootObject *root)
 {
-    bool is_free = tree->iteration_root == nullptr && !tree_in_backward(tree);
-    each_state(tree, [&](const StateObject *state) {
+    bool is_free = root->iteration_root == nullptr && !root_in_backward(root);
+    each_state(root, [&](const StateObject *state) {
         const GroupObject *group = state->group;
         is_free = is_free && (group == nullptr || group->unit == nullptr ||
                               (group->forwards == 0 && !group->unit->has_accumulated()));
@@ -420,9 +420,9 @@ bool tree_is_between_steps(const TreeObject *tree)
     return is_free;
 }
 
-void group_post_backward(TreeObject *tree, GroupObject *group)
+void group_post_backward(RootObject *root, GroupObject *group)
 {
-    reduce_group(tree, group, false);
+    reduce_group(root, group, false);
     if (group->unit != nullptr) {
         fc_reduction_return_large(group->unit->domain());
     }
@@ -430,38 +430,38 @@ void group_post_backward(TreeObject *tree, GroupObject *group)
 
 void state_post_backward(StateObject *state)
 {
-    TreeObject *tree = state->tree;
+    RootObject *root = state->root;
     GroupObject *group = state->group;
-    if (tree == nullptr || group == nullptr) {
+    if (root == nullptr || group == nullptr) {
         return;
     }
-    group_post_backward(tree, group);
+    group_post_backward(root, group);
     // All gradients have come: autograd adds up those of a parameter before it hands them over, but
     // does so anew in a backward within this one.
     if (group->unit != nullptr && group->reduce_grads && group->backwards >= group->forwards &&
-        torch::autograd::get_current_graph_task_id() == tree->graph_task &&
+        torch::autograd::get_current_graph_task_id() == root->graph_task &&
         group->unit->finish_step()) {
-        tree->n_finished++;
-        group->finished_in = tree->backward;
+        root->n_finished++;
+        group->finished_in = root->backward;
         group->training = static_cast<int>(Training::idle);
         group->forwards = group->backwards = 0;
     }
 }
 
-void tree_end_backward(TreeObject *tree)
+void root_end_backward(RootObject *root)
 {
     log_event("FSDP::root_post_backward");
     Range range("FSDP::root_post_backward_callback");
-    ContextObject *context = tree->context;
+    ContextObject *context = root->context;
     const bool is_manual = context->ending == Ending::manual;
-    tree->iteration_root = nullptr;
-    or_fail(tree, [&] {
-        if (!is_all_finished(tree)) {
-            each_state(tree, [&](StateObject *state) { end_state(tree, state); });
+    root->iteration_root = nullptr;
+    or_fail(root, [&] {
+        if (!is_all_finished(root)) {
+            each_state(root, [&](StateObject *state) { end_state(root, state); });
         }
-        tree->backward = new_backward();
-        end_reductions(tree, !is_manual && context->is_last_backward);
-        close_backward(tree);
+        root->backward = new_backward();
+        end_reductions(root, !is_manual && context->is_last_backward);
+        close_backward(root);
     });
     context->callback_queued = false;
     if (!is_manual && context->is_last_backward) {
@@ -469,22 +469,22 @@ void tree_end_backward(TreeObject *tree)
     }
 }
 
-void tree_finalize_backward(TreeObject *tree)
+void root_finalize_backward(RootObject *root)
 {
     log_event("FSDP::finalize_backward");
     Range range("FSDP::finalize_backward");
-    or_fail(tree, [&] {
-        tree_begin_backward(tree);
-        for (Py_ssize_t i = PyList_GET_SIZE(tree->states); i-- > 0;) {
+    or_fail(root, [&] {
+        root_begin_backward(root);
+        for (Py_ssize_t i = PyList_GET_SIZE(root->states); i-- > 0;) {
             GroupObject *group =
-                reinterpret_cast<StateObject *>(PyList_GET_ITEM(tree->states, i))->group;
+                reinterpret_cast<StateObject *>(PyList_GET_ITEM(root->states, i))->group;
             if (group == nullptr || group->unit == nullptr) {
                 continue;
             }
             const bool has_sums =
                 group->reduce_grads && group->all_reduce_grads && group->unit->has_partial_sums();
             if (group->post_backward_pending || has_sums) {
-                reduce_group(tree, group, true);
+                reduce_group(root, group, true);
             } else if (group->reshard_after_backward) {
                 group->unit->reshard();
             }
@@ -492,20 +492,20 @@ void tree_finalize_backward(TreeObject *tree)
             group->training = static_cast<int>(Training::idle);
             group->backwards = 0;
         }
-        end_reductions(tree, true);
-        close_backward(tree);
+        end_reductions(root, true);
+        close_backward(root);
     });
-    tree->context->is_unfinalized = false;
+    root->context->is_unfinalized = false;
 }
 
-void tree_reset(TreeObject *tree, bool drop_gradients)
+void root_reset(RootObject *root, bool drop_gradients)
 {
-    each_domain(tree, [](fc_domain *domain) {
+    each_domain(root, [](fc_domain *domain) {
         drop_ahead(domain);
         fc_domain_fail(domain);
         fc_exchange_reset(domain);
     });
-    each_state(tree, [&](StateObject *state) {
+    each_state(root, [&](StateObject *state) {
         PySet_Clear(state->to_run);
         state->training = static_cast<int>(Training::idle);
         if (GroupObject *group = state->group; group != nullptr && group->unit != nullptr) {
@@ -524,17 +524,17 @@ void tree_reset(TreeObject *tree, bool drop_gradients)
             }
         }
     });
-    ContextObject *context = tree->context;
-    if (tree->streams != nullptr) {
-        fc_schedule *schedule = tree->streams->schedule();
+    ContextObject *context = root->context;
+    if (root->streams != nullptr) {
+        fc_schedule *schedule = root->streams->schedule();
         check(drop_gradients ? fc_schedule_reset(schedule) : fc_schedule_end_forward(schedule));
     }
     if (drop_gradients) {
         context->ending = Ending::open;
         context->is_unfinalized = false;
     }
-    tree->iteration_root = nullptr;
-    tree->has_raised = false;
+    root->iteration_root = nullptr;
+    root->has_raised = false;
     context->callback_queued = context->is_failed = false;
 }
 

@@ -1,6 +1,6 @@
 """Units on a device, run by a device over host memory, beside torch's fully_shard.
 
-`_device.on_cpu()` around a first forward takes a model's CPU tensors by the road of devices.
+`_device.on_cpu()` around a first forward takes a model's CPU tensors by the schedule of devices.
 """
 
 from collections.abc import Iterator
