@@ -19,8 +19,9 @@ from fsdp_c._fully_shard import (
     _fallback_reason,
     _fsdp_init,
     _fsdp_module,
-    _fsdp_param,
     _fully_shard,
+    _param_attributes,
+    _param_layout,
 )
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -96,7 +97,7 @@ def _states_of(model: nn.Module) -> list[Any]:
                     f"clone: module '{name or '(root)'}' was not sharded by fsdp_c.fully_shard:"
                     " build and shard a second model and load the first one's state"
                 )
-            if state.parked is not None:
+            if state.offloaded is not None:
                 raise RuntimeError(f"clone: {_fsdp_module.OFFLOADED}")
             states[state] = None
     if not states:
@@ -117,10 +118,10 @@ def _whole(fsdp_param: Any) -> nn.Parameter:
         raise ValueError(f"clone: {reason}, and only plain tensors can be copied")
     shard = fsdp_param.sharded_param
     size = fsdp_param._orig_size
-    strides = _fsdp_param.strides_for(size, fsdp_param.memory_order)
+    strides = _param_layout.strides_for(size, fsdp_param.memory_order)
     data = torch.empty_strided(size, strides, dtype=shard.dtype, device="meta")
     whole = nn.Parameter(data, requires_grad=shard.requires_grad)
-    _fsdp_param.copy_attributes(shard, whole)
+    _param_attributes.copy_attributes(shard, whole)
     return whole
 
 
@@ -187,7 +188,7 @@ def _fill(twin: nn.Module, memo: dict[int, Any], copied: Sequence[_Copied]) -> N
     """Gives the copies memory and this rank's values; both models are sharded."""
     places = []
     for c in copied:
-        module, name = _fsdp_param.registrations(c.fsdp_param)[0]
+        module, name = _param_attributes.registrations(c.fsdp_param)[0]
         if not c.fsdp_param.sharded_param.is_meta:
             places.append((memo[id(module)], name, c.fsdp_param.sharded_param))
     devices = {id(module._parameters[name]): source.device for module, name, source in places}
@@ -199,5 +200,5 @@ def _fill(twin: nn.Module, memo: dict[int, Any], copied: Sequence[_Copied]) -> N
     twin._apply(allocate)
     for module, name, source in places:
         target = module._parameters[name]
-        _fsdp_param.copy_attributes(source, target)
+        _param_attributes.copy_attributes(source, target)
         _full.local_part(target).copy_(_full.local_part(source))

@@ -42,11 +42,11 @@ def iter_full_params(
         for named in _fqns.tensors_of(model)
         if isinstance(named.tensor, nn.Parameter)
     ]
-    yield from whole_of(entries, bucket_bytes, dtype)
+    yield from full_tensors_of(entries, bucket_bytes, dtype)
 
 
 @torch.no_grad()
-def whole_of(
+def full_tensors_of(
     entries: Sequence[tuple[Any, torch.Tensor]],
     bucket_bytes: int = _buckets.DEFAULT_BYTES,
     dtype: torch.dtype | None = None,

@@ -189,7 +189,7 @@ def _reshard_of(state: Any, group: Any) -> str:
 
 
 def _road_of(group: Any) -> str:
-    reason = getattr(group, "left_because", "torch's fully_shard made it")
+    reason = getattr(group, "fallback_reason", "torch's fully_shard made it")
     if not getattr(group, "_is_bound", False):
         reason = reason or _fallback_reason.why_torch(group)
         return f"torch: {reason}" if reason else "core, from the first forward on"

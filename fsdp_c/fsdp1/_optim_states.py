@@ -50,7 +50,7 @@ def saved(
             elif isinstance(value, torch.Tensor):
                 kept = value.detach().clone()
                 state[name][what] = kept.cpu() if cpu_offload else kept
-    for (name, what), whole in _iter_full_params.whole_of(shards):
+    for (name, what), whole in _iter_full_params.full_tensors_of(shards):
         if is_kept:
             state[name][what] = whole.to("cpu" if cpu_offload else whole.device, copy=True)
     if not is_kept:
