@@ -17,7 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdp_c import _env
 from fsdp_c._compat import _versions
-from fsdp_c._fully_shard import _all_gather_extension
+from fsdp_c._fully_shard import _all_gather_extension, _step_messages
 from fsdp_c._fully_shard._param_attributes import copy_attributes
 from fsdp_c._fully_shard._param_layout import ParamLayout, strides_for
 
@@ -63,6 +63,10 @@ class FallbackParam(ParamLayout):
         self.all_gather_outputs = []
         if (unsharded := self.__dict__.pop("_unsharded_param", None)) is not None:
             self._accumulated_grad = unsharded.grad
+
+    def _refuse_sparse_gradient(self) -> None:
+        """Called by the core too."""
+        _step_messages.refuse_sparse_gradient(self)
 
     # ---- resharded to a smaller mesh after forward ----
 

@@ -84,10 +84,7 @@ class FallbackGroup(_versions.TorchGroup):
         for fsdp_param in self.fsdp_params:
             grad = getattr(getattr(fsdp_param, "_unsharded_param", None), "grad", None)
             if grad is not None and grad.layout != torch.strided:
-                raise ValueError(
-                    f"the gradient of parameter '{fsdp_param._param_fqn}' is sparse, which cannot"
-                    " be reduced: build the module with sparse=False"
-                )
+                fsdp_param._refuse_sparse_gradient()
 
     @contextlib.contextmanager
     def _scaled_as_backend_can(self) -> Iterator[None]:

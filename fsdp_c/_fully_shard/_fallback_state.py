@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cas
 from torch.utils._pytree import tree_leaves
 
 from fsdp_c._compat import _versions
-from fsdp_c._fully_shard import _containers
+from fsdp_c._fully_shard import _containers, _step_messages
 
 
 class FallbackState(_versions.TorchState):
@@ -45,11 +44,7 @@ class FallbackState(_versions.TorchState):
 
     def _recover(self) -> None:
         """The engine does not call back after an exception: the previous backward has failed."""
-        warnings.warn(
-            "the previous backward ended in an exception: its gradients, and those kept from"
-            " earlier backwards without synchronisation, are dropped",
-            stacklevel=4,
-        )
+        _step_messages.warn_of_failed_backward(stacklevel=4)
         states = self._state_ctx.all_states
         params = [p for s in states for g in s._fsdp_param_groups for p in g.fsdp_params]
         grads = [p.sharded_param.grad for p in params]
@@ -98,14 +93,8 @@ class FallbackState(_versions.TorchState):
             return
         for param in new:
             param._fsdp_c_hook = param.register_hook(self._on_hidden_gradient)
-        name = self._fsdp_param_groups[0]._module_fqn or "(root)"
-        warnings.warn(
-            f"FSDP unit '{name}' has no tensor in its output that needs a gradient and that FSDP"
-            " can find (it looks into tuples, lists, dicts and dataclasses). If one is hidden"
-            " there, return it in one of these; until then the unit keeps its full parameters from"
-            " forward to backward",
-            stacklevel=4,
-        )
+        unit = self._fsdp_param_groups[0]._module_fqn or "(root)"
+        _step_messages.warn_of_hidden_output(unit, stacklevel=4)
 
     def _on_hidden_gradient(self, grad: Tensor) -> None:
         if self._training_state == TrainingState.IDLE:

@@ -25,6 +25,7 @@ from fsdp_c._fully_shard import (
     _same_model,
     _shared_params,
     _status,
+    _step_messages,
 )
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._fully_shard._param_group_attributes import TRAINING_STATES, partial_sums_hidden
@@ -344,10 +345,17 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
     def _tell_of_double_backward(self) -> None:
         names = [_fqns.unit_name(group) for group in self._fsdp_param_groups]
         if names:
-            _fsdp_module.warn_of_double_backward(names[0])
+            _step_messages.warn_of_double_backward(names[0])
 
     def _warn_of_view(self) -> None:
-        _fsdp_module.warn_of_view([type(module).__name__ for module in self._modules])
+        _step_messages.warn_of_view([type(module).__name__ for module in self._modules])
+
+    def _warn_of_hidden_output(self) -> None:
+        unit = _fqns.unit_name(self._fsdp_param_groups[0])
+        _step_messages.warn_of_hidden_output(unit, stacklevel=2)
+
+    def _warn_of_failed_backward(self) -> None:
+        _step_messages.warn_of_failed_backward(stacklevel=2)
 
     def _refuse_unless_waited(self) -> None:
         """Called by a forward while any root of this process has a handle to be waited for."""
