@@ -160,7 +160,7 @@ def _handles(state: Any) -> Iterator[Any]:
     for group in state._fsdp_param_groups:
         yield from group._module_to_pre_save_state_dict_hook_handle.values()
         yield from group._module_to_pre_load_state_dict_hook_handle.values()
-        yield from group._put_shards_handles
+        yield from group._post_save_state_dict_hook_handles
         for fsdp_param in group.fsdp_params:
             yield fsdp_param._post_load_hook_handle
 

@@ -271,7 +271,7 @@ for name in ("mlp", "convolutions"):
         estimate = bench.estimated(name, ranks, 1)
         seconds = 3 * bench.step_seconds(row, row)
         one = {"held": bench.held(estimate), "peak_mib": estimate.total / bench.MIB}
-        one["allocated"] = estimate.memory["activations"] + estimate.memory["in backward"]
+        one["lent"] = estimate.memory["activations"] + estimate.memory["in backward"]
         one["traffic"] = {each.kind: each.received for each in estimate.traffic}
         one |= {"messages": sum(e.count for e in estimate.traffic), "seconds": seconds}
         rows.append(row | {"by_rank": [one] * ranks})
@@ -287,7 +287,7 @@ except AssertionError as error:
     assert "mlp on 2 ranks: collectives brought" in str(error)
 else:
     raise SystemExit("not refused")
-rows[0]["by_rank"][0]["allocated"] *= 2
+rows[0]["by_rank"][0]["lent"] *= 2
 try:
     bench.check(rows)
 except AssertionError as error:
