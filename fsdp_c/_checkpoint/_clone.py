@@ -32,7 +32,7 @@ class _Copied:
     """One sharded parameter and what becomes its copy."""
 
     fsdp_param: Any
-    whole: nn.Parameter  # on the meta device, until fully_shard has made a shard of it
+    full: nn.Parameter  # on the meta device, until fully_shard has made a shard of it
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def clone(model: _Model) -> _Model:
         raise TypeError(f"clone expects a module, not {type(model).__name__}: pass the model")
     states = _states_of(model)
     copied = [
-        _Copied(fsdp_param, _whole(fsdp_param))
+        _Copied(fsdp_param, _full_on_meta(fsdp_param))
         for state in states
         for group in state._fsdp_param_groups
         for fsdp_param in group.fsdp_params
@@ -64,7 +64,7 @@ def clone(model: _Model) -> _Model:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    memo: dict[int, Any] = {id(c.fsdp_param.sharded_param): c.whole for c in copied}
+    memo: dict[int, Any] = {id(c.fsdp_param.sharded_param): c.full for c in copied}
     methods = [(module, name) for state in states for module, name in _forward_methods(state)]
     with _unwrapped(states):
         for module, name in methods:
@@ -72,7 +72,7 @@ def clone(model: _Model) -> _Model:
         twin = copy.deepcopy(model, memo)
     sharded = {id(c.fsdp_param.sharded_param) for c in copied}
     plain = {memo[id(param)] for param in model.parameters() if id(param) not in sharded}
-    places = {id(c.whole): _place_of(c.fsdp_param) for c in copied}
+    places = {id(c.full): _place_of(c.fsdp_param) for c in copied}
     for state in states:
         _shard_like(state, memo, plain, places)
     for module, name in methods:
@@ -112,7 +112,7 @@ def _states_of(model: nn.Module) -> list[Any]:
     return sorted(states, key=lambda state: state.call.number)
 
 
-def _whole(fsdp_param: Any) -> nn.Parameter:
+def _full_on_meta(fsdp_param: Any) -> nn.Parameter:
     """What the parameter was before it was sharded, but without memory."""
     if reason := _fallback_reason.why_not_a_tensor(fsdp_param):
         raise ValueError(f"clone: {reason}, and only plain tensors can be copied")
@@ -120,9 +120,9 @@ def _whole(fsdp_param: Any) -> nn.Parameter:
     size = fsdp_param._orig_size
     strides = _param_layout.strides_for(size, fsdp_param.memory_order)
     data = torch.empty_strided(size, strides, dtype=shard.dtype, device="meta")
-    whole = nn.Parameter(data, requires_grad=shard.requires_grad)
-    _param_attributes.copy_attributes(shard, whole)
-    return whole
+    full = nn.Parameter(data, requires_grad=shard.requires_grad)
+    _param_attributes.copy_attributes(shard, full)
+    return full
 
 
 @contextmanager

@@ -32,9 +32,9 @@ class FSDPParam(_versions.AccumulatedGradient, _fallback_param.FallbackParam):
         # An extension's methods that hang on the one tensor object, and whether they are bound to
         # it: `module.to()` makes another one.
         self._attached: dict[str, tuple[Any, bool]] = {}
-        whole = _model_digest.sample(args[0]) if args[2].mesh.size() > 1 else None
+        full = _model_digest.sample(args[0]) if args[2].mesh.size() > 1 else None
         super().__init__(*args, **kwargs)
-        self.origin = _model_digest.origin_of(whole, self.sharded_param)  # until set-up
+        self.origin = _model_digest.origin_of(full, self.sharded_param)  # until set-up
         _replaced_params.note(
             args[0], self._module_info.param_name, "fully_shard replaced by its shard"
         )
