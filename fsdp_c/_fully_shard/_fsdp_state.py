@@ -350,13 +350,6 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
     def _warn_of_view(self) -> None:
         _step_messages.warn_of_view([type(module).__name__ for module in self._modules])
 
-    def _warn_of_hidden_output(self) -> None:
-        unit = _fqns.unit_name(self._fsdp_param_groups[0])
-        _step_messages.warn_of_hidden_output(unit, stacklevel=2)
-
-    def _warn_of_failed_backward(self) -> None:
-        _step_messages.warn_of_failed_backward(stacklevel=2)
-
     def _refuse_unless_waited(self) -> None:
         """Called by a forward while any root of this process has a handle to be waited for."""
         in_shared_context = getattr(self._comm_ctx, "active_gradient_reduction", None)
