@@ -13,6 +13,7 @@
 #include "bind/optim/clip.h"
 #include "bind/optim/optim.h"
 #include "bind/python/callbacks.h"
+#include "bind/python/objects.h"
 #include "bind/python/replaced_functions.h"
 #include "bind/python/shutdown.h"
 #include "bind/tensor/data_access.h"
@@ -38,16 +39,16 @@ static PyMethodDef functions[] = {
     {"close", fc_close, METH_NOARGS,
      "close(): from now on other threads than the main one stay out of the interpreter, which "
      "ends."},
-    {"set_place", fc_set_place, METH_VARARGS,
-     "set_place(tell, count): tell() -> (text, group, sequence, is_gather) where this rank's "
-     "program is, for peers that wait for it; count(group) -> int or None, its collectives."},
+    {"set_place", fc::with_names(fc_set_place), METH_VARARGS | METH_KEYWORDS,
+     "set_place(tell=, count=): tell() -> Place, where this rank's program is, for peers that wait "
+     "for it; count(group) -> int or None, its collectives."},
     {"watch_functions", fc_watch_functions, METH_VARARGS,
      "watch_functions([(owner, name, function)], names): roots leave the core when one of the "
      "functions is replaced, or one of the names on a state."},
     {"call_directly", fc_call_directly, METH_O,
      "call_directly(cls): modules of it run their unit's hooks around forward in C."},
-    {"nccl_open", fc_nccl_open_library, METH_VARARGS,
-     "nccl_open(path, is_loaded) -> (library, version, text); is_loaded: only if it is already."},
+    {"nccl_open", fc::with_names(fc_nccl_open_library), METH_VARARGS | METH_KEYWORDS,
+     "nccl_open(path=, is_loaded=) -> {handle, version, text}; is_loaded: only if it is already."},
     {"make_noted", fc_make_noted, METH_O,
      "make_noted(tensor): one on the same memory whose unit notices `tensor.data`."},
     {"take_memory", fc_take_memory, METH_VARARGS,

@@ -19,8 +19,8 @@ PUBLIC = {
     "base": sorted(path.name for path in (CSRC / "base").glob("*.h")),
     "kernels": ["kernels.h", "cuda/kern_cuda.h", "cuda/runs.h"],
     "optim": ["optim.h"],
-    "device": ["device.h", "caller.h", "host/host.h", "host/moves.h"],
-    "transport": ["nccl.h", "transport.h"],
+    "device": ["device.h", "caller.h", "host/host.h", "host/moves.h", "host/operators.h"],
+    "transport": ["collectives.h", "nccl.h", "transport.h"],
     "comm": ["comm.h"],
     "engine": [
         "batch.h",

@@ -1,7 +1,7 @@
 /* Host operations in terms of Python. The core may call them with or without the GIL held. */
 #include "bind/python/callbacks.h"
 
-#include "bind/python/python.h"
+#include "bind/python/fields.h"
 
 #include <cstring>
 #include <unistd.h>
@@ -70,17 +70,16 @@ static fc_status exchange(void *context, const char *what, const void *mine, siz
                           void *all_out)
 {
     auto *host = static_cast<fc_host *>(context);
-    PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *bytes_object =
-        PyBytes_FromStringAndSize(static_cast<const char *>(mine), (Py_ssize_t)bytes);
-    PyObject *answers = bytes_object == nullptr
-                            ? nullptr
-                            : PyObject_CallFunction(host->exchange, "sO", what, bytes_object);
-    bool is_good = answers != nullptr && unpack_answers(answers, host->n_ranks, bytes, all_out);
+    const fc::Gil gil;
+    const fc::Ref unnamed = fc::Ref::take(PyTuple_New(0));
+    const fc::Ref named = fc::Ref::take(Py_BuildValue(
+        "{sssN}", "what", what, "mine",
+        PyBytes_FromStringAndSize(static_cast<const char *>(mine), (Py_ssize_t)bytes)));
+    const fc::Ref answers = fc::Ref::take(
+        unnamed && named ? PyObject_Call(host->exchange.get(), unnamed.get(), named.get())
+                         : nullptr);
+    const bool is_good = answers && unpack_answers(answers.get(), host->n_ranks, bytes, all_out);
 
-    Py_XDECREF(bytes_object);
-    Py_XDECREF(answers);
-    PyGILState_Release(gil);
     return is_good ? FC_OK : fc_fail(FC_ERR_INTERRUPTED, "exchange of %s failed", what);
 }
 
@@ -88,33 +87,28 @@ static fc_status exchange(void *context, const char *what, const void *mine, siz
 static PyObject *place_teller = nullptr;
 static PyObject *collective_counter = nullptr;
 
-/* False with a Python exception set. */
-static bool read_place(PyObject *answer, fc_place *out)
+static void read_place(PyObject *answer, fc_place *out)
 {
-    const char *text;
-    unsigned long long group, sequence;
-    int is_gather;
+    fc::Fields fields(answer);
 
-    if (!PyArg_ParseTuple(answer, "sKKp", &text, &group, &sequence, &is_gather)) {
-        return false;
-    }
-    std::strncpy(out->text, text, sizeof(out->text) - 1);
-    out->group = group;
-    out->sequence = sequence;
-    out->is_gather = is_gather != 0;
-    return true;
+    std::strncpy(out->text, fields.text("text"), sizeof(out->text) - 1);
+    out->group = fields.size("group");
+    out->sequence = fields.size("sequence");
+    out->is_gather = fields.flag("is_gather");
+    fields.end();
 }
 
 /* On the watcher's thread. Whoever asks is told nothing if this goes wrong. */
 static bool tell_place(fc_place *out)
 {
     const fc::Gil gil;
-    const fc::Ref answer =
-        fc::Ref::take(place_teller == nullptr ? nullptr : PyObject_CallNoArgs(place_teller));
-    const bool is_told = answer && PyTuple_Check(answer.get()) && read_place(answer.get(), out);
+    const fc::Ref is_told = fc::Ref::take(place_teller == nullptr ? nullptr : fc::guarded([&] {
+        read_place(fc::checked(PyObject_CallNoArgs(place_teller)).get(), out);
+        return Py_NewRef(Py_True);
+    }));
 
     PyErr_Clear();
-    return is_told;
+    return bool(is_told);
 }
 
 /* Threads beside the main one may do their work between any of its collectives. */
@@ -136,18 +130,17 @@ static bool count_collectives(uint64_t group, uint64_t *count_out)
     return is_good;
 }
 
-PyObject *fc_set_place(PyObject *, PyObject *args)
+PyObject *fc_set_place(PyObject *, PyObject *unnamed, PyObject *named)
 {
-    PyObject *tell, *count;
+    return fc::guarded([&]() -> PyObject * {
+        fc::Fields given(unnamed, named);
+        fc::Ref tell = given.object("tell"), count = given.object("count");
 
-    if (!PyArg_ParseTuple(args, "OO", &tell, &count)) {
-        return nullptr;
-    }
-    Py_INCREF(tell);
-    Py_INCREF(count);
-    Py_XSETREF(place_teller, tell);
-    Py_XSETREF(collective_counter, count);
-    Py_RETURN_NONE;
+        given.end();
+        Py_XSETREF(place_teller, tell.release());
+        Py_XSETREF(collective_counter, count.release());
+        Py_RETURN_NONE;
+    });
 }
 
 fc_host_ops fc_host_get_ops(fc_host *host)
