@@ -4,7 +4,23 @@
 
 #include "bind/python/python.h"
 
+#include <string>
+
 namespace fc {
+
+inline size_t size_from(PyObject *number)
+{
+    const size_t value = PyLong_AsSize_t(number);
+    check(PyErr_Occurred() != nullptr ? -1 : 0);
+    return value;
+}
+
+inline const char *text_from(PyObject *text) // lives as long as the object
+{
+    const char *value = PyUnicode_AsUTF8(text);
+    check(value == nullptr ? -1 : 0);
+    return value;
+}
 
 class Fields {
 public:
@@ -28,12 +44,8 @@ public:
         check(is_set);
         return is_set != 0;
     }
-    size_t size(const char *name)
-    {
-        const size_t value = PyLong_AsSize_t(object(name).get());
-        check(PyErr_Occurred() != nullptr ? -1 : 0);
-        return value;
-    }
+    size_t size(const char *name) { return size_from(object(name).get()); }
+    std::string text(const char *name) { return text_from(object(name).get()); }
 
     // After the last field: an error if Python has one that nobody reads.
     void end() const
