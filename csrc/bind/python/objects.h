@@ -209,10 +209,17 @@ template <typename T, auto member> PyGetSetDef getter(const char *name, const ch
 
 // ---- types ----
 
-// tp_new where T is made from arguments.
+// tp_new: T is made from arguments, if it takes any.
 template <typename T> PyObject *construct(PyTypeObject *type, PyObject *args, PyObject *named)
 {
-    return guarded([&] { return make_owner(type, std::make_unique<T>(args, named)).release(); });
+    return guarded([&] {
+        if constexpr (std::is_constructible_v<T, PyObject *, PyObject *>) {
+            return make_owner(type, std::make_unique<T>(args, named)).release();
+        } else {
+            check(PyArg_ParseTuple(args, "") ? 0 : -1);
+            return make_owner(type, std::make_unique<T>()).release();
+        }
+    });
 }
 
 struct OwnerType {
