@@ -42,7 +42,7 @@ OLDEST_TORCH = (2, 11)
 C_SOURCES = {
     "csrc/base": "alloc clock dtype status",
     "csrc/kernels": "kern_avx2 kern_avx512 kern_avx512_bf16 kern_optim kern_ref kern_select no_x86",
-    "csrc/optim": "optim",
+    "csrc/optim": "clip optim",
     "csrc/kernels/cuda": "load runs",
     "csrc/device": "caller",
     "csrc/device/host": "device moves operators",

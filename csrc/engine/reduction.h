@@ -24,6 +24,10 @@ extern "C" {
 
 typedef struct fc_reduction fc_reduction;
 
+/* Borrowed gradients of more bytes are not kept while backward goes on: they would add to its peak.
+ */
+#define FC_BORROWED_BYTES_MAX ((size_t)16 << 20)
+
 /* How gradients are divided and where they stop. */
 typedef struct fc_reduce_options {
     double divisor;   /* of the sum over all ranks */

@@ -15,7 +15,7 @@ from fsdp_c._comm import _agreement, _device, _transport
 from fsdp_c._compat import _versions
 from fsdp_c._fully_shard import _fqns, _model_digest, _param_attributes, _same_model
 from fsdp_c._fully_shard._heap import HEAP
-from fsdp_c._fully_shard._param_spec import spec_of
+from fsdp_c._fully_shard._param_spec import UnitSpec, spec_of
 from fsdp_c._native import _C
 
 
@@ -69,7 +69,7 @@ def _make_domains(
     groups: Sequence[Any],
     streams: _C.Streams | None,
 ) -> tuple[_C.Domain, _C.Domain | None]:
-    units = [(_fqns.unit_name(g), [spec_of(p) for p in g.fsdp_params]) for g in groups]
+    units = [UnitSpec(_fqns.unit_name(g), [spec_of(p) for p in g.fsdp_params]) for g in groups]
     # What replicas add up next has to be there at once.
     batch_bytes = _env.batch_bytes() if streams is None and replicate_pg is None else 0
 
@@ -112,20 +112,20 @@ def _make_domains(
 @torch.no_grad()
 def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | None) -> None:
     """Gives the unit's shards their place and makes its unsharded parameters; local."""
-    full_bytes, offsets = shard.layout(index)
+    layout = shard.layout(index)
     with torch.inference_mode(False):
         # Never touched: its memory is taken away when the unit is bound.
-        flat = torch.empty(full_bytes, dtype=torch.uint8, device=group.device)
+        flat = torch.empty(layout["full_bytes"], dtype=torch.uint8, device=group.device)
         seen: set[int] = set()
         rows = []
-        for fsdp_param, (offset, _) in zip(group.fsdp_params, offsets, strict=True):
+        for fsdp_param, place in zip(group.fsdp_params, layout["params"], strict=True):
             _own_storage(fsdp_param, seen)
             dtype = _versions.compute_dtype(fsdp_param)
             # Of a parameter that is held once per rank each rank reads its own.
             own = fsdp_param.mesh_info.shard_mesh_rank if fsdp_param.copies > 1 else 0
             data = torch.empty(0, dtype=dtype, device=group.device).set_(
                 flat.untyped_storage(),
-                offset // dtype.itemsize + own,
+                place["offset"] // dtype.itemsize + own,
                 fsdp_param._orig_size,
                 fsdp_param.unsharded_stride,
             )

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "fsdp_c"
 PUBLIC = {
     "base": sorted(path.name for path in (CSRC / "base").glob("*.h")),
     "kernels": ["kernels.h", "cuda/kern_cuda.h", "cuda/runs.h"],
-    "optim": ["optim.h"],
+    "optim": ["clip.h", "optim.h"],
     "device": ["device.h", "caller.h", "host/host.h", "host/moves.h", "host/operators.h"],
     "transport": ["collectives.h", "nccl.h", "transport.h"],
     "comm": ["comm.h"],

@@ -5,7 +5,23 @@
 
 #include "bind/python/python.h"
 
+#include <string>
+
 namespace fc {
+
+inline size_t size_from(PyObject *number)
+{
+    const size_t value = PyLong_AsSize_t(number);
+    check(PyErr_Occurred() != nullptr ? -1 : 0);
+    return value;
+}
+
+inline const char *text_from(PyObject *text) // lives as long as the object
+{
+    const char *value = PyUnicode_AsUTF8(text);
+    check(value == nullptr ? -1 : 0);
+    return value;
+}
 
 class Fields {
 public:
