@@ -15,14 +15,6 @@
 
 namespace fc {
 
-std::string parameter_name(const Param &param)
-{
-    Ref fqn = Ref::take(PyObject_GetAttrString(param.owner.get(), "_param_fqn"));
-    const char *text = fqn && PyUnicode_Check(fqn.get()) ? PyUnicode_AsUTF8(fqn.get()) : nullptr;
-    PyErr_Clear();
-    return text != nullptr ? text : "?";
-}
-
 Ref local_gradient(const Param &param)
 {
     const Ref object = checked(THPVariable_Wrap(param.sharded_tensor().grad()));
@@ -215,18 +207,6 @@ void Unit::make_gradients(bool all)
                                                   (g.object && g.local.is_alias_of(grads_flat_)));
     }
     flat_uses_ = grads_flat_.storage().use_count();
-}
-
-bool Unit::has_hooks() const
-{
-    for (const Param &p : params_) {
-        const at::Tensor &tensor = p.sharded_tensor();
-        if (torch::autograd::impl::get_autograd_meta(tensor) != nullptr &&
-            torch::autograd::impl::post_acc_grad_hooks(tensor)) {
-            return true;
-        }
-    }
-    return false;
 }
 
 // Runs the post-accumulate hooks of a parameter whose gradient is final, now or at the end of the

@@ -14,8 +14,6 @@ inline bool has_bit(const uint64_t *mask, size_t i)
     return (mask[i / 64] >> (i % 64) & 1) != 0;
 }
 
-std::string parameter_name(const Param &param);
-
 // The local tensor of the gradient that a shard has.
 Ref local_gradient(const Param &param);
 

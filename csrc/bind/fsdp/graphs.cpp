@@ -31,6 +31,7 @@ void Unit::begin_graph(PyObject *state)
     if (!std::exchange(has_graph_, true)) {
         graph_at_ = graphs_.size();
         graphs_.push_back(this);
+        fc_unsharding_set_graph(unsharding(), true);
     }
 }
 
@@ -42,26 +43,7 @@ void Unit::end_graph()
     graphs_.back()->graph_at_ = graph_at_;
     graphs_[graph_at_] = graphs_.back();
     graphs_.pop_back();
-    if (!unsharded_ && !stays()) {
-        hide();
-    }
-}
-
-// The unsharded parameters of a unit in shared memory stay as they are until an optimizer steps, so
-// a backward may begin anywhere inside of it.
-void Unit::leave_to_graph()
-{
-    if (!has_graph_) {
-        hide();
-    } else if (!is_copied()) {
-        if (is_unavailable_) {
-            hide();
-        }
-        show(view_);
-    } else if (!is_resident_) {
-        hide();
-        storage_->set_nbytes(bytes_); // else autograd's views fail, without a name
-    }
+    fc_unsharding_set_graph(unsharding(), false);
 }
 
 bool Unit::note_updates()

@@ -34,6 +34,7 @@ std::unique_ptr<Unit> detach(GroupObject *group)
     std::unique_ptr<Unit> unit(std::exchange(group->unit, nullptr));
     if (unit != nullptr) {
         fc_reduction_attach(unit->reduction(), nullptr);
+        fc_unsharding_detach(unit->unsharding());
         fc_traffic_add(&group->past, &unit->traffic());
         group->hides_outputs = false; // the next unit has parameters of its own
     }

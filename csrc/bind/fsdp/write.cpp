@@ -8,30 +8,20 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 
-#include <exception>
 #include <utility>
 
 namespace fc {
 
 namespace {
 
-// What an operation below has thrown, on its way through the engine's C.
-thread_local std::exception_ptr raised;
-
-template <typename Body> fc_status kept(void *owner, Body &&body)
+template <typename Body> fc_status on_unit(void *owner, Body &&body)
 {
-    try {
-        body(*static_cast<GroupObject *>(owner)->unit);
-        return FC_OK;
-    } catch (...) {
-        raised = std::current_exception();
-        return FC_ERR_INTERRUPTED;
-    }
+    return kept([&] { body(*static_cast<GroupObject *>(owner)->unit); });
 }
 
 fc_status options_of(void *owner, fc_reduce_options *options_out)
 {
-    return kept(owner, [&](Unit &) {
+    return on_unit(owner, [&](Unit &) {
         *options_out = reduce_options(static_cast<const GroupObject *>(owner));
     });
 }
@@ -39,22 +29,20 @@ fc_status options_of(void *owner, fc_reduce_options *options_out)
 const fc_reduction_ops ops = {
     options_of,
     [](void *owner, void **out) {
-        return kept(owner, [&](Unit &unit) { *out = unit.flat_gradients(); });
+        return on_unit(owner, [&](Unit &unit) { *out = unit.flat_gradients(); });
     },
     [](void *owner, const fc_reduce_options *options) {
-        return kept(owner, [&](Unit &unit) { unit.assign_flat(*options); });
+        return on_unit(owner, [&](Unit &unit) { unit.assign_flat(*options); });
     },
-    [](void *owner) { return kept(owner, [](Unit &unit) { unit.prepare_gradients(); }); },
+    [](void *owner) { return on_unit(owner, [](Unit &unit) { unit.prepare_gradients(); }); },
     [](void *owner, size_t param, void **out, bool *accumulate) {
-        return kept(owner, [&](Unit &unit) { *out = unit.target_of(param, accumulate); });
+        return on_unit(owner, [&](Unit &unit) { *out = unit.target_of(param, accumulate); });
     },
     [](void *owner, size_t param, const fc_reduce_options *options) {
-        return kept(owner, [&](Unit &unit) { unit.assign(param, *options); });
+        return on_unit(owner, [&](Unit &unit) { unit.assign(param, *options); });
     },
     [](void *memory) { delete static_cast<Taken *>(memory); },
-    [](void *owner, bool begins) {
-        (void)kept(owner, [&](Unit &unit) { unit.show_wait(begins); });
-    },
+    [](void *owner, bool begins) { static_cast<GroupObject *>(owner)->unit->show_wait(begins); },
 };
 
 } // namespace
@@ -62,14 +50,6 @@ const fc_reduction_ops ops = {
 const fc_reduction_ops *reduction_ops()
 {
     return &ops;
-}
-
-void check_raised(fc_status status)
-{
-    if (raised != nullptr) {
-        std::rethrow_exception(std::exchange(raised, nullptr));
-    }
-    check(status);
 }
 
 void Unit::show_wait(bool begins)
