@@ -135,8 +135,8 @@ std::string parameter_name(const Param &param)
 }
 
 Parameters::Parameters(fc_unit *shard, PyObject *rows, const at::Tensor &flat)
-    : shard_(shard), storage_(flat.storage().unsafeGetStorageImpl()),
-      bytes_(fc_unit_layout(shard)->full_bytes), name_(fc_unit_name(shard)), storage_owner_(flat)
+    : name_(fc_unit_name(shard)), storage_owner_(flat), shard_(shard),
+      storage_(flat.storage().unsafeGetStorageImpl()), bytes_(fc_unit_layout(shard)->full_bytes)
 {
     if (name_ == root_name) {
         name_.clear(); // profiler ranges of the root have no name

@@ -75,7 +75,7 @@ static_assert(offsetof(Param, leaf_grad_type) <= FC_CACHE_LINE, "what a step nee
 
 std::string parameter_name(const Param &param);
 
-class Parameters {
+class alignas(FC_CACHE_LINE) Parameters {
 public:
     // rows: one per parameter, see fsdp_c/_fully_shard/_fsdp_param_group.py; flat: owns the storage
     // that the unsharded parameters are views of.
@@ -107,19 +107,21 @@ protected:
     // What a graph may look for is said where gathers are copies.
     void set_says_graph(bool says) { says_graph_ = says; }
 
-    // What every step needs, in few cache lines.
+private:
+    void register_params(bool unsharded);
+
+    std::string name_;
+    at::Tensor storage_owner_; // keeps storage_ alive
+
+protected: // what every step needs, in few cache lines
     fc_unit *shard_;
     std::vector<Param> params_;
 
 private:
-    void register_params(bool unsharded);
-
     c10::StorageImpl *storage_; // of all unsharded parameters
     size_t bytes_;
     void *shown_ = nullptr; // what the storage shows
     bool says_graph_ = false;
-    std::string name_;
-    at::Tensor storage_owner_; // keeps storage_ alive
 };
 
 } // namespace fc

@@ -1,7 +1,6 @@
 // A unit's gradients are handed to the engine, which says when and where their sums are written.
 #include "bind/compat.h"
 #include "bind/fsdp/events.h"
-#include "bind/fsdp/gradients.h"
 #include "bind/fsdp/unit.h"
 #include "bind/tensor/tensors.h"
 
@@ -33,9 +32,9 @@ void Unit::submit(bool with_unused, const fc_reduce_options &options)
 {
     // A submission that waits for the peers takes the partial sums along.
     const bool takes_sums =
-        flushes_partial_sums && options.all_reduce && !fc_reduction_is_submitted(reduction_.get());
+        flushes_partial_sums && options.all_reduce && !fc_reduction_is_submitted(reduction());
     auto taken = std::make_unique<Taken>();
-    taken->tensors = take_gradients(with_unused, takes_sums);
+    taken->tensors = take_gradients(with_unused, takes_sums ? reduction() : nullptr);
     taken->grads.resize(params_.size());
     bool any = false;
     for (size_t i = 0; i < params_.size(); i++) {
@@ -53,12 +52,28 @@ void Unit::submit(bool with_unused, const fc_reduce_options &options)
         return;
     }
     Range range("FSDP::post_backward_reduce", this);
-    if (device_ != nullptr) {
-        submit_device(*taken, options);
-        return;
+    gradients_->submit(std::move(taken), options);
+}
+
+void Unit::accumulate()
+{
+    if (keep_gradients()) {
+        fc_reduction_accumulate(reduction());
     }
-    const fc_gradient *grads = taken->grads.data();
-    check_raised(fc_reduction_submit(reduction_.get(), grads, taken.release(), &options));
+}
+
+void Unit::inherit(Unit &former)
+{
+    take_from(former);
+    gradients_->inherit(*former.gradients_);
+}
+
+void Unit::drop_gradients()
+{
+    drop();
+    gradients_->drop();
+    gradients_->drop_partial_sums();
+    gradients_->forget_deferred_hooks();
 }
 
 } // namespace fc
