@@ -54,7 +54,8 @@ C_SOURCES = {
     "csrc/engine": (
         "apart batch clock domain exchange gathers layout layout_runs meet order reduction "
         "reduction_replicas schedule schedule_moves schedule_reduce schedule_setup schedule_slots "
-        "slots unit waits"
+        "slots unit unsharding unsharding_device unsharding_mapped unsharding_messages "
+        "unsharding_states unsharding_writes waits"
     ),
 }
 # Linked with the programs that test the core, and with nothing else.
@@ -66,8 +67,8 @@ CXX_SOURCES = {
     "csrc/bind/comm": "communicator nccl process_group transport",
     "csrc/bind/device": "accelerator device device_comm device_comm_group device_unit",
     "csrc/bind/fsdp": (
-        "accumulated arrivals autograd context domain events gather gradients graphs hooks "
-        "module_call param_group reduce resident root state steps unit write"
+        "accumulated arrivals autograd context domain events gradients graphs hooks module_call "
+        "param_group parameters reduce resident root state steps unit unsharding_ops write"
     ),
     "csrc/bind/optim": "clip optim params",
     "csrc/bind/python": "callbacks replaced_functions shutdown status untraced",
@@ -80,7 +81,7 @@ C_TEST_SOURCES = {
         "test_group_history test_kernels test_kernels_optim test_kernels_round test_layout "
         "test_nccl test_optim test_reduction test_schedule test_schedule_alone "
         "test_schedule_capture test_schedule_kernels test_schedule_order test_slots "
-        "test_transport"
+        "test_transport test_unsharding"
     ),
 }
 # Libraries that the test programs open: NCCL's newest interface, and an old one.

@@ -7,6 +7,7 @@
 #include "engine/domain.h"
 #include "engine/layout.h"
 #include "engine/reduction.h"
+#include "engine/unsharding.h"
 #include "engine/waits.h"
 
 enum {
@@ -82,6 +83,8 @@ struct fc_unit {
     /* Its reductions; set by fc_reduction_attach. */
     fc_reduction *reduction; /* borrowed; NULL: nobody's */
     void *owner;             /* whom they are for */
+    /* Its parameters; set by fc_unsharding_create. */
+    fc_unsharding *unsharding; /* borrowed; NULL: nobody's */
     /* Reduction of this rank. */
     uint64_t posted;   /* tag of the last post */
     uint64_t finished; /* tag up to which reductions are done */
@@ -153,6 +156,7 @@ struct fc_domain {
     order order_now, order_last; /* of the backward that runs, and of the one before */
     size_t order_at;             /* in the one before: behind the unit that was used last */
     size_t n_ahead;              /* units that were gathered and not used yet */
+    uint64_t n_reused;           /* units that went on after they were finished; unsharding.c */
 };
 
 static inline clock_line *domain_clock(const fc_domain *domain, int rank)

@@ -589,6 +589,13 @@ fc_status fc_reduction_create(fc_unit *shard, fc_unit *replicate, fc_slots *scra
     return FC_OK;
 }
 
+void fc_reduction_accumulate(fc_reduction *r)
+{
+    if (r->shard->domain->is_mapped && r->shard->domain->n_ranks > 1) {
+        fc_exchange_accumulate(r->shard);
+    }
+}
+
 void fc_reduction_attach(fc_reduction *r, void *owner)
 {
     fc_unit *const units[] = {r->shard, r->replicate};

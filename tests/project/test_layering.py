@@ -34,6 +34,7 @@ PUBLIC = {
         "schedule.h",
         "slots.h",
         "unit.h",
+        "unsharding.h",
         "waits.h",
     ],
     "bind": [],

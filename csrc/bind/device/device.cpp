@@ -155,8 +155,7 @@ DeviceUnit::DeviceUnit(Streams *streams, fc_unit *shard, fc_unit *replicate,
                        const DeviceComms &comms, const DeviceOptions &options)
     : streams_(streams), layout_(fc_unit_layout(shard)), has_replicas_(comms.replicas != nullptr),
       why_staged_(fc_gathers_why_staged(layout_, fc_collectives_has_groups(comms.shards))),
-      options_(options), shards_(layout_->n_params), full_(layout_->n_params),
-      types_(layout_->n_params)
+      options_(options), full_(layout_->n_params), types_(layout_->n_params)
 {
     fc_schedule_unit_options plan = {};
     plan.name = fc_unit_name(shard);
@@ -212,41 +211,15 @@ void DeviceUnit::set_reduce_group(const std::string &group)
     fc_schedule_set_reduce(unit_, streams_->collectives().find(group));
 }
 
-void DeviceUnit::set_shards(const std::vector<Param> &params)
+bool DeviceUnit::stages_all(const std::vector<Param> &params) const
 {
     for (size_t i = 0; i < params.size(); i++) {
-        shards_[i] = params[i].local.const_data_ptr();
+        if (params[i].has_grad && !layout_->params[i].trainable &&
+            params[i].sharded_tensor().requires_grad()) {
+            return false;
+        }
     }
-    fc_schedule_set_shards(unit_, shards_.data());
-}
-
-void DeviceUnit::start(bool is_in_phase)
-{
-    if (!is_in_phase) {
-        fc_schedule_reshard(unit_); // a slice may be out of date
-        streams_->read_shards();
-    }
-    gathered_at_ = n_steps();
-    check(fc_schedule_start(unit_));
-}
-
-void *DeviceUnit::take(bool is_in_phase, bool in_backward)
-{
-    void *full = nullptr;
-    check(!is_in_phase  ? fc_schedule_unshard(unit_, &full)
-          : in_backward ? fc_schedule_pre_backward(unit_, &full)
-                        : fc_schedule_pre_forward(unit_, &full));
-    if (!is_in_phase) { // nothing tells of the end of what began here
-        check(fc_schedule_await_shards(streams_->schedule()));
-    }
-    return full;
-}
-
-void *DeviceUnit::take_resident()
-{
-    void *full = nullptr;
-    check(fc_schedule_unshard(unit_, &full));
-    return full;
+    return true;
 }
 
 void DeviceUnit::set_prefetch(bool in_backward, const std::vector<DeviceUnit *> &units)

@@ -4,8 +4,10 @@
 #include "bind/python/objects.h"
 #include "bind/tensor/tensors.h"
 
+#include <ATen/ops/empty.h>
 #include <structmember.h>
 
+#include <cstring>
 #include <memory>
 #include <utility>
 
@@ -34,6 +36,7 @@ std::unique_ptr<Unit> detach(GroupObject *group)
     std::unique_ptr<Unit> unit(std::exchange(group->unit, nullptr));
     if (unit != nullptr) {
         fc_reduction_attach(unit->reduction(), nullptr);
+        fc_unsharding_detach(unit->unsharding());
         fc_traffic_add(&group->past, &unit->traffic());
         group->hides_outputs = false; // the next unit has parameters of its own
     }
@@ -178,17 +181,23 @@ PyObject *group_accumulated(PyObject *self, PyObject *arg)
     });
 }
 
-// _core_partial_sums() -> [Tensor or None]
+// _core_partial_sums() -> [Tensor or None]: of each parameter a copy, flat and in its reduce dtype
 PyObject *group_partial_sums(PyObject *self, PyObject *)
 {
     return guarded([&]() -> PyObject * {
         const Unit *unit = as<GroupObject>(self)->unit;
-        const std::vector<at::Tensor> sums =
-            unit != nullptr ? unit->partial_sums() : std::vector<at::Tensor>();
-        Ref list = checked(PyList_New(static_cast<Py_ssize_t>(sums.size())));
-        for (size_t i = 0; i < sums.size(); i++) {
+        const size_t n = unit != nullptr ? unit->params().size() : 0;
+        Ref list = checked(PyList_New(static_cast<Py_ssize_t>(n)));
+        for (size_t i = 0; i < n; i++) {
+            const fc_param &p = fc_unit_layout(unit->shard_unit())->params[i];
+            const void *sum = fc_reduction_sum(unit->reduction(), i);
+            at::Tensor copy;
+            if (sum != nullptr) {
+                copy = at::empty({static_cast<int64_t>(p.chunk_numel)}, scalar_type_of(p.reduce));
+                std::memcpy(copy.mutable_data_ptr(), sum, copy.nbytes());
+            }
             PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i),
-                            sums[i].defined() ? THPVariable_Wrap(sums[i]) : Py_NewRef(Py_None));
+                            sum != nullptr ? THPVariable_Wrap(copy) : Py_NewRef(Py_None));
         }
         return list.release();
     });
@@ -196,7 +205,7 @@ PyObject *group_partial_sums(PyObject *self, PyObject *)
 
 PyObject *group_drop_partial_sums(PyObject *self, PyObject *)
 {
-    return with_unit(self, [](Unit *unit) { unit->drop_partial_sums(); });
+    return with_unit(self, [](Unit *unit) { unit->gradients().drop_partial_sums(); });
 }
 
 // _core_set_accumulated(index, Tensor or None)
@@ -255,7 +264,7 @@ PyObject *group_traffic(PyObject *self, PyObject *)
 
 PyObject *group_release(PyObject *self, PyObject *)
 {
-    return with_unit(self, [](Unit *unit) { unit->release_gradients(); });
+    return with_unit(self, [](Unit *unit) { unit->gradients().release(); });
 }
 
 PyObject *group_release_sums(PyObject *self, PyObject *)

@@ -256,11 +256,19 @@ bool is_late(const GroupObject *group)
            (group->unit->is_unsharded() && group->reshard_after_backward);
 }
 
+// How many of its units went on after they were finished.
+uint64_t n_reused(const RootObject *root)
+{
+    uint64_t n = 0;
+    each_domain(root, [&](fc_domain *domain) { n += fc_unsharding_n_reused(domain); });
+    return n;
+}
+
 // Whether the end of backward would find nothing to do in any state.
 bool is_all_finished(const RootObject *root)
 {
     return root->n_units > 0 && root->n_finished == root->n_units && !root->has_grouped &&
-           root->n_reused == Unit::n_reused() && root->context->ending == Ending::automatic;
+           root->n_reused == n_reused(root) && root->context->ending == Ending::automatic;
 }
 
 // What the end of backward has to do in a state.
@@ -403,7 +411,7 @@ void root_begin_backward(RootObject *root)
     }
     open(root, {FC_PHASE_BACKWARD, 0, FC_UPDATES_UNKNOWN});
     root->n_finished = 0;
-    root->n_reused = Unit::n_reused();
+    root->n_reused = n_reused(root);
 }
 
 bool root_is_between_steps(const RootObject *root)

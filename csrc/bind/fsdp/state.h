@@ -85,7 +85,7 @@ struct RootObject {
     RootUpdates *updates;        // owned; null before the first forward
     size_t n_units;              // as the last forward found them
     size_t n_finished;           // of them, in the running backward
-    uint64_t n_reused;           // units in the process, when that began
+    uint64_t n_reused;           // units that went on after they were finished, when that began
     uint64_t backward;           // the number of the running or next one
     int64_t graph_task;          // autograd's number of it
     bool has_grouped;            // some state has several modules
