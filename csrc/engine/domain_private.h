@@ -88,6 +88,7 @@ struct fc_unit {
     uint64_t *mask;    /* owned; the post under construction */
     spilled **spilled; /* owned; a list per rank, oldest first */
     spilled *spare;    /* owned; for reuse */
+    bool is_finished;  /* nothing of it is left for the end of its backward; root.h */
     /* Over messages: some rank wants its gradients at once, by the unit's last gather. */
     bool is_observed;
 };
@@ -141,6 +142,7 @@ struct fc_domain {
     size_t cursor;          /* where the search for finishable units goes on */
     fc_domain *next;        /* of the same root, in a ring */
     fc_reduction *borrower; /* borrowed; has gradients that are read later; NULL: none has */
+    uint64_t n_reused;      /* finished units that were used again; root.h */
     /* This rank's waits; waits.c. */
     fc_waits *waits;    /* owned; units, then the ends of phases, by fc_wait_kind */
     uint64_t *wait_ns;  /* owned; by peer */

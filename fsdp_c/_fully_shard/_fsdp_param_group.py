@@ -463,7 +463,9 @@ class FSDPParamGroup(_C.Group, _fallback.FallbackGroup):
             self._bind_alone()
 
     def _bind_alone(self) -> None:
-        self._root = _C.Root([], _engine_bind.bind_units([self]), _C.Context())
+        self._root = _C.Root(
+            states=[], domains=_engine_bind.bind_units([self]), context=_C.Context()
+        )
 
     def keep_unsharded(self) -> None:
         """From an explicit unshard on forward leaves the unit alone, until it is resharded."""

@@ -267,7 +267,7 @@ def _leave_core(parked: _Parked) -> None:
     for state in parked.states:
         state.parked = parked
         if state._root is not None:
-            state._join(None, None, False)
+            state._join(root=None, group=None, uses_fallback=False)
             state._state_ctx.__dict__.pop("_root", None)
     for group in parked.groups:
         group.is_offloaded = True

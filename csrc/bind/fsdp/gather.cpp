@@ -4,6 +4,7 @@
 #include "bind/fsdp/steps.h"
 #include "engine/batch.h"
 #include "engine/order.h"
+#include "engine/root.h"
 
 #include <algorithm>
 #include <iterator>
@@ -78,7 +79,7 @@ void Unit::gather_messages()
 // Gathered with another unit, and pending until it is used.
 void Unit::come_along()
 {
-    n_reused_ += std::exchange(is_finished_, false);
+    fc_root_note_use(shard_);
     for (size_t i = 0; i < params_.size(); i++) {
         noted_shards_[i] = params_[i].shard_mark();
     }

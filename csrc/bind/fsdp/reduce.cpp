@@ -61,17 +61,10 @@ void Unit::submit(bool with_unused, const fc_reduce_options &options)
     check_raised(fc_reduction_submit(reduction_.get(), grads, taken.release(), &options));
 }
 
-uint64_t Unit::n_reused_ = 0;
-
-bool Unit::finish_step()
+bool Unit::is_settled() const
 {
-    if (is_finished_) {
-        n_reused_++; // a second post-backward
-        return false;
-    }
-    is_finished_ = has_all_gradients_ && !unsharded_ && !pending_ && !requested_ && !is_kept_ &&
-                   (device_ == nullptr || is_resident_) && !has_partial_sums();
-    return is_finished_;
+    return has_all_gradients_ && !unsharded_ && !pending_ && !requested_ && !is_kept_ &&
+           (device_ == nullptr || is_resident_) && !has_partial_sums();
 }
 
 } // namespace fc

@@ -4,6 +4,7 @@
 
 #include "bind/fsdp/hooks.h"
 #include "bind/fsdp/root.h"
+#include "bind/python/calls.h"
 #include "bind/python/objects.h"
 #include "bind/python/replaced_functions.h"
 #include "bind/python/untraced.h"
@@ -15,35 +16,50 @@
 
 namespace fc {
 
+int parse_training(PyObject *value, fc_training *out)
+{
+    const long index = value != nullptr ? PyLong_AsLong(value) : -1;
+    if (index < 0 || index >= FC_TRAINING_COUNT) {
+        PyErr_SetString(PyExc_ValueError, "expected the index of a TrainingState");
+        return -1;
+    }
+    *out = static_cast<fc_training>(index);
+    return 0;
+}
+
 namespace {
 
 PyTypeObject *state_type = nullptr, *root_type = nullptr;
 
 // ---- Root ----
 
-PyObject *root_new(PyTypeObject *type, PyObject *args, PyObject *)
+// Root(states=, domains=, context=)
+PyObject *root_new(PyTypeObject *type, PyObject *args, PyObject *named)
 {
     return guarded([&]() -> PyObject * {
         PyObject *states, *domains, *context;
-        if (!PyArg_ParseTuple(args, "O!O!O", &PyList_Type, &states, &PyList_Type, &domains,
-                              &context)) {
+        static const char *const names[] = {"states", "domains", "context", nullptr};
+        if (!PyArg_ParseTupleAndKeywords(args, named, "$O!O!O", const_cast<char **>(names),
+                                         &PyList_Type, &states, &PyList_Type, &domains, &context)) {
             return nullptr;
         }
-        context_of(context);
         std::vector<fc_domain *> linked;
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(domains); i++) {
             linked.push_back(domain_of(PyList_GET_ITEM(domains, i)));
         }
-        fc_domain_link(linked.data(), linked.size());
-        Ref self = checked(type->tp_alloc(type, 0));
-        as<RootObject>(self.get())->states = Py_NewRef(states);
-        as<RootObject>(self.get())->domains = Py_NewRef(domains);
-        as<RootObject>(self.get())->context = context_of(Py_NewRef(context));
-        as<RootObject>(self.get())->publishes = true;
-        as<RootObject>(self.get())->backward = new_backward();
-        if (PyList_GET_SIZE(domains) > 0) {
-            as<RootObject>(self.get())->streams = domain_streams(PyList_GET_ITEM(domains, 0));
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(states); i++) {
+            if (!PyObject_TypeCheck(PyList_GET_ITEM(states, i), state_type)) {
+                return PyErr_Format(PyExc_TypeError, "expected a list of States");
+            }
         }
+        context_of(context);
+        Ref self = checked(type->tp_alloc(type, 0));
+        auto *root = as<RootObject>(self.get());
+        root->states = Py_NewRef(states);
+        root->domains = Py_NewRef(domains);
+        root->context = context_of(Py_NewRef(context));
+        root->streams = linked.empty() ? nullptr : domain_streams(PyList_GET_ITEM(domains, 0));
+        root_init(root, linked);
         return self.release();
     });
 }
@@ -59,7 +75,7 @@ int root_traverse(PyObject *self, visitproc visit, void *arg)
 
 int root_clear(PyObject *self)
 {
-    as<RootObject>(self)->iteration_root = nullptr;
+    fc_root_fini(&as<RootObject>(self)->course);
     as<RootObject>(self)->streams = nullptr;
     Py_CLEAR(as<RootObject>(self)->states);
     Py_CLEAR(as<RootObject>(self)->domains);
@@ -75,64 +91,63 @@ void root_dealloc(PyObject *self)
     free_object(self);
 }
 
-PyObject *root_call_post_backward(PyObject *self, PyObject *arg)
+// Runs `body` on the root.
+template <typename Body> PyObject *with_root(PyObject *self, Body &&body)
 {
     return guarded([&]() -> PyObject * {
-        group_post_backward(as<RootObject>(self), group_of(arg));
+        body(as<RootObject>(self));
         Py_RETURN_NONE;
+    });
+}
+
+PyObject *root_call_post_backward(PyObject *self, PyObject *arg)
+{
+    return with_root(self, [arg](RootObject *root) {
+        check_raised(fc_root_pass(&root->course, &group_of(arg)->course));
     });
 }
 
 PyObject *root_call_end_backward(PyObject *self, PyObject *)
 {
-    return guarded([&]() -> PyObject * {
-        root_begin_backward(as<RootObject>(self));
-        root_end_backward(as<RootObject>(self));
-        Py_RETURN_NONE;
+    return with_root(self, [](RootObject *root) {
+        check_raised(fc_root_begin_backward(&root->course));
+        root_end_backward(root);
     });
 }
 
 PyObject *root_call_finalize_backward(PyObject *self, PyObject *)
 {
-    return guarded([&]() -> PyObject * {
-        root_finalize_backward(as<RootObject>(self));
-        Py_RETURN_NONE;
-    });
+    return with_root(self, root_finalize_backward);
 }
 
 PyObject *root_call_reset(PyObject *self, PyObject *)
 {
-    return guarded([&]() -> PyObject * {
-        root_reset(as<RootObject>(self), true);
-        Py_RETURN_NONE;
-    });
+    return with_root(self, [](RootObject *root) { root_reset(root, true); });
 }
 
 PyObject *root_drop_raised_forward(PyObject *self, PyObject *)
 {
-    return guarded([&]() -> PyObject * {
-        if (as<RootObject>(self)->has_raised) {
-            root_reset(as<RootObject>(self), false);
+    return with_root(self, [](RootObject *root) {
+        if (root->course.has_raised) {
+            root_reset(root, false);
         }
-        Py_RETURN_NONE;
     });
 }
 
 PyObject *root_get_iteration_root(PyObject *self, void *)
 {
-    StateObject *root = as<RootObject>(self)->iteration_root;
-    return Py_NewRef(root != nullptr ? reinterpret_cast<PyObject *>(root) : Py_None);
+    const fc_root_module *opener = as<RootObject>(self)->course.opener;
+    return Py_NewRef(opener != nullptr ? static_cast<PyObject *>(opener->owner) : Py_None);
 }
 
 PyObject *root_get_between_steps(PyObject *self, void *)
 {
-    return PyBool_FromLong(root_is_between_steps(as<RootObject>(self)));
+    return PyBool_FromLong(fc_root_is_between_steps(&as<RootObject>(self)->course));
 }
 
 PyObject *root_awaits_end(PyObject *self, void *)
 {
-    const bool by_autograd = torch::autograd::get_current_graph_task_id() != -1;
-    return PyBool_FromLong(root_in_backward(as<RootObject>(self)) && !by_autograd);
+    return PyBool_FromLong(root_in_backward(as<RootObject>(self)) && !in_autograd_backward());
 }
 
 PyMemberDef root_members[] = {
@@ -170,7 +185,7 @@ PyType_Slot root_slots[] = {
     {Py_tp_members, root_members},
     {Py_tp_getset, root_properties},
     {Py_tp_methods, root_methods},
-    {Py_tp_doc, const_cast<char *>("Root(states, domains, context): a root and all below it.")},
+    {Py_tp_doc, const_cast<char *>("Root(states=, domains=, context=): a root and all below it.")},
     {0, nullptr}};
 PyType_Spec root_spec = {"fsdp_c._C.Root", sizeof(RootObject), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, root_slots};
@@ -184,7 +199,8 @@ PyObject *state_new(PyTypeObject *type, PyObject *, PyObject *)
         return nullptr;
     }
     auto *state = as<StateObject>(self);
-    state->training = static_cast<int>(Training::idle);
+    state->course.owner = self;
+    state->course.training = FC_TRAINING_IDLE;
     state->param_dtype = state->output_dtype = at::ScalarType::Undefined;
     return self;
 }
@@ -203,6 +219,7 @@ int state_traverse(PyObject *self, visitproc visit, void *arg)
 int state_clear(PyObject *self)
 {
     auto *state = as<StateObject>(self);
+    state->course.unit = nullptr;
     Py_CLEAR(state->root);
     Py_CLEAR(state->group);
     Py_CLEAR(state->modules);
@@ -217,12 +234,14 @@ void state_dealloc(PyObject *self)
     free_object(self);
 }
 
-// _set_casts(cast_inputs, param_dtype or None, output_dtype or None)
-PyObject *state_set_casts(PyObject *self, PyObject *args)
+// _set_casts(cast_inputs=, param_dtype=, output_dtype=); a dtype or None
+PyObject *state_set_casts(PyObject *self, PyObject *args, PyObject *named)
 {
     PyObject *param, *output;
     int casts;
-    if (!PyArg_ParseTuple(args, "pOO", &casts, &param, &output)) {
+    static const char *const names[] = {"cast_inputs", "param_dtype", "output_dtype", nullptr};
+    if (!PyArg_ParseTupleAndKeywords(args, named, "$pOO", const_cast<char **>(names), &casts,
+                                     &param, &output)) {
         return nullptr;
     }
     auto *state = as<StateObject>(self);
@@ -236,13 +255,15 @@ PyObject *state_set_casts(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-// _join(root or None, group or None, uses_fallback)
-PyObject *state_join(PyObject *self, PyObject *args)
+// _join(root=, group=, uses_fallback=); None: without one
+PyObject *state_join(PyObject *self, PyObject *args, PyObject *named)
 {
     return guarded([&]() -> PyObject * {
         PyObject *root, *group;
         int uses_fallback;
-        if (!PyArg_ParseTuple(args, "OOp", &root, &group, &uses_fallback)) {
+        static const char *const names[] = {"root", "group", "uses_fallback", nullptr};
+        if (!PyArg_ParseTupleAndKeywords(args, named, "$OOp", const_cast<char **>(names), &root,
+                                         &group, &uses_fallback)) {
             return nullptr;
         }
         if (root != Py_None && !PyObject_TypeCheck(root, root_type)) {
@@ -250,11 +271,15 @@ PyObject *state_join(PyObject *self, PyObject *args)
         }
         auto *state = as<StateObject>(self);
         GroupObject *new_group = group == Py_None ? nullptr : group_of(group);
-        Py_XSETREF(state->root,
-                   reinterpret_cast<RootObject *>(root == Py_None ? nullptr : Py_NewRef(root)));
         Py_XINCREF(reinterpret_cast<PyObject *>(new_group));
+        Py_XSETREF(state->root, as<RootObject>(root == Py_None ? nullptr : Py_NewRef(root)));
         Py_XSETREF(state->group, new_group);
         state->uses_fallback = uses_fallback != 0;
+        fc_root_module_join(&state->course, new_group != nullptr ? &new_group->course : nullptr,
+                            state->modules != nullptr && PyTuple_GET_SIZE(state->modules) > 1);
+        if (new_group != nullptr && new_group->input_seen_in != 0) {
+            new_group->input_seen_in = UINT64_MAX; // by no backward of this root
+        }
         Py_RETURN_NONE;
     });
 }
@@ -262,14 +287,13 @@ PyObject *state_join(PyObject *self, PyObject *args)
 // Decides, before the first forward, whether the state runs here. False: the fallback.
 bool is_ours(StateObject *state)
 {
-    auto *self = reinterpret_cast<PyObject *>(state);
     if (state->root == nullptr && !state->uses_fallback) {
-        checked(PyObject_CallMethod(self, "_choose_implementation", nullptr));
-    } else if (state->root != nullptr && state->root->iteration_root == nullptr &&
+        ask_python(Call::choose_implementation, state);
+    } else if (state->root != nullptr && state->root->course.opener == nullptr &&
                (state->root->is_replaced || functions_replaced()) &&
-               root_is_between_steps(state->root)) {
+               fc_root_is_between_steps(&state->root->course)) {
         state->root->is_replaced = false;
-        checked(PyObject_CallMethod(self, "_leave_replaced", nullptr));
+        ask_python(Call::leave_replaced, state);
     }
     return state->root != nullptr;
 }
@@ -284,7 +308,7 @@ PyObject *state_hook_pre_forward(PyObject *self, PyObject *const *a, Py_ssize_t 
         }
         const Untraced untraced;
         if (!is_ours(as<StateObject>(self))) {
-            return PyObject_CallMethod(self, "_torch_pre_forward", "OOO", a[0], a[1], a[2]);
+            return ask_python(Call::torch_pre_forward, self, a[0], a[1], a[2]).release();
         }
         return state_pre_forward_member(as<StateObject>(self), a[1], a[2]).release();
     });
@@ -298,7 +322,7 @@ PyObject *state_hook_post_forward(PyObject *self, PyObject *const *a, Py_ssize_t
         }
         const Untraced untraced;
         if (as<StateObject>(self)->root == nullptr) {
-            return PyObject_CallMethod(self, "_torch_post_forward", "OOO", a[0], a[1], a[2]);
+            return ask_python(Call::torch_post_forward, self, a[0], a[1], a[2]).release();
         }
         return state_post_forward_member(as<StateObject>(self), a[0], a[2]).release();
     });
@@ -348,20 +372,14 @@ PyMemberDef state_members[] = {
 
 PyObject *state_get_training(PyObject *self, void *)
 {
-    return PyLong_FromLong(static_cast<int>(training_of(as<StateObject>(self))));
+    return PyLong_FromLong(training_of(as<StateObject>(self)));
 }
 
 int state_set_training(PyObject *self, PyObject *value, void *)
 {
     auto *state = as<StateObject>(self);
-    const long index = value != nullptr ? PyLong_AsLong(value) : -1;
-    if (index < 0 || index > static_cast<int>(Training::idle)) {
-        PyErr_SetString(PyExc_ValueError, "expected the index of a TrainingState");
-        return -1;
-    }
-    state->training = static_cast<int>(index);
-    state->backward = state->root != nullptr ? state->root->backward : 0;
-    return 0;
+    state->course.backward = state->root != nullptr ? state->root->course.backward : 0;
+    return parse_training(value, &state->course.training);
 }
 
 // Who replaces a method of a state is noticed by the next forward of its root.
@@ -379,9 +397,10 @@ PyGetSetDef state_properties[] = {
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyMethodDef state_methods[] = {
-    {"_set_casts", state_set_casts, METH_VARARGS,
-     "_set_casts(cast_inputs, param_dtype, output_dtype)"},
-    {"_join", state_join, METH_VARARGS, "_join(root, group, uses_fallback)"},
+    {"_set_casts", with_names(state_set_casts), METH_VARARGS | METH_KEYWORDS,
+     "_set_casts(cast_inputs=, param_dtype=, output_dtype=)"},
+    {"_join", with_names(state_join), METH_VARARGS | METH_KEYWORDS,
+     "_join(root=, group=, uses_fallback=)"},
     {"_hook_pre_forward", fastcall<StateObject>(state_hook_pre_forward), METH_FASTCALL,
      "The forward pre-hook: (module, args, kwargs) -> None or (args, kwargs)."},
     {"_hook_post_forward", fastcall<StateObject>(state_hook_post_forward), METH_FASTCALL,

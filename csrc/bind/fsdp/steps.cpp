@@ -3,6 +3,7 @@
 
 #include "bind/fsdp/unit.h"
 #include "bind/python/objects.h"
+#include "bind/python/process.h"
 #include "bind/python/python.h"
 
 #include <algorithm>
@@ -10,9 +11,6 @@
 namespace fc {
 
 namespace {
-
-uint64_t n_steps_taken = 0;
-uint64_t n_changes = 0;
 
 struct StepCounterObject {
     PyObject_HEAD
@@ -40,7 +38,7 @@ void counter_dealloc(PyObject *self)
 PyObject *counter_count(PyObject *self, PyObject *)
 {
     ++*as<StepCounterObject>(self)->n;
-    n_steps_taken++;
+    process.n_steps++;
     return guarded([]() -> PyObject * {
         Unit::note_step();
         Py_RETURN_NONE;
@@ -64,7 +62,7 @@ PyType_Spec counter_spec = {"fsdp_c._C.StepCounter", sizeof(StepCounterObject), 
 
 uint64_t n_steps()
 {
-    return n_steps_taken;
+    return process.n_steps;
 }
 
 void Updates::follow(const Counter &counter)
@@ -72,14 +70,14 @@ void Updates::follow(const Counter &counter)
     const auto is_it = [&](const auto &known) { return known.first == counter; };
     if (std::none_of(counters_.begin(), counters_.end(), is_it)) {
         counters_.emplace_back(counter, *counter);
-        n_changes++;
+        process.n_changes++;
     }
 }
 
 void Updates::count_load()
 {
     n_loads_++;
-    n_changes++;
+    process.n_changes++;
 }
 
 uint64_t Updates::n() const
@@ -89,11 +87,6 @@ uint64_t Updates::n() const
         sum += *counter - before;
     }
     return sum;
-}
-
-uint64_t Updates::version()
-{
-    return n_changes;
 }
 
 Updates::Counter counter_of(PyObject *object)
@@ -109,7 +102,7 @@ Updates::Counter counter_of(PyObject *object)
 
 PyObject *fc_count_step(PyObject *, PyObject *)
 {
-    fc::n_steps_taken++;
+    fc::process.n_steps++;
     Py_RETURN_NONE;
 }
 

@@ -10,6 +10,7 @@
 #include "bind/tensor/layout.h"
 #include "bind/tensor/tensors.h"
 #include "engine/order.h"
+#include "engine/root.h"
 
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/Dtype.h>
@@ -59,13 +60,12 @@ Param parse_row(PyObject *row)
     param.owner = fields.object("owner");
     fields.end();
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(places.get()); i++) {
-        PyObject *dict, *key, *module;
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(places.get(), i), "O!OO", &PyDict_Type, &dict, &key,
-                              &module)) {
-            throw_python();
-        }
+        Fields place(PyList_GET_ITEM(places.get(), i));
+        Ref dict = place.object("parameters"), name = place.object("name"),
+            module = place.object("setter");
+        place.end();
         param.places.push_back(
-            {Ref::borrow(dict), Ref::borrow(key), module == Py_None ? Ref() : Ref::borrow(module)});
+            {std::move(dict), std::move(name), module.get() == Py_None ? Ref() : module});
     }
     param.dict = param.places.front().dict.get();
     param.key = param.places.front().key.get();
@@ -298,7 +298,7 @@ void Unit::unshard_private()
         claim_ahead();
         return;
     }
-    n_reused_ += std::exchange(is_finished_, false);
+    fc_root_note_use(shard_);
     // What moves nothing has no range: a unit on one rank, and a second call before the wait.
     Range range(is_gathered() && !requested_ ? "FSDP::all_gather" : nullptr, this);
     if (device_ != nullptr) {

@@ -7,6 +7,7 @@
 #include "bind/fsdp/arrivals.h"
 #include "bind/fsdp/steps.h"
 #include "bind/python/python.h"
+#include "bind/python/raised.h"
 #include "engine/domain.h"
 #include "engine/reduction.h"
 #include "engine/unit.h"
@@ -86,8 +87,6 @@ class Range;
 
 // What the engine calls for a unit whose owner is a GroupObject; write.cpp.
 const fc_reduction_ops *reduction_ops();
-// Throws what those calls have thrown, or the error of the status.
-void check_raised(fc_status status);
 
 class alignas(FC_CACHE_LINE) Unit {
 public:
@@ -231,10 +230,8 @@ public:
     void drop_gradients();
     void drop_partial_sums();
     void run_deferred_hooks();
-    // After submit(): true, once until the next unshard, if nothing of the unit is left for the end
-    // of backward. Reused counts finished units that were unsharded again.
-    bool finish_step();
-    static uint64_t n_reused() { return n_reused_; }
+    // After submit(): true if nothing of the unit is left for the end of backward.
+    bool is_settled() const;
     fc_reduction *reduction() const { return reduction_.get(); }
     fc_unit *shard_unit() const { return shard_; }
     const fc_traffic &traffic() const { return *traffic_; }
@@ -318,8 +315,7 @@ private:
     bool grads_share_flat_ = false; // every cached gradient lies in grads_flat_
     bool has_accumulated_ = false;  // micro-batches left gradients for the next submission
     bool has_all_gradients_ =
-        false;                 // the last submission had one of each parameter, of its backward
-    bool is_finished_ = false; // see finish_step()
+        false; // the last submission had one of each parameter, of its backward
     uint64_t gather_bytes_ = 0, publish_bytes_ = 0; // that an all-gather brings, a publish writes
     at::Tensor grads_flat_;
     uint64_t gathered_at_ = 0; // over messages, in steps of optimizers
@@ -342,7 +338,6 @@ private:
     at::Tensor storage_owner_;                  // keeps storage_ alive
     std::vector<std::unique_ptr<Range>> waits_; // of submissions for room
     at::Tensor added_to_, addend_; // between target_of() and assign(): the user's own gradient
-    static uint64_t n_reused_;
 };
 
 } // namespace fc

@@ -8,25 +8,15 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 
-#include <exception>
 #include <utility>
 
 namespace fc {
 
 namespace {
 
-// What an operation below has thrown, on its way through the engine's C.
-thread_local std::exception_ptr raised;
-
 template <typename Body> fc_status kept(void *owner, Body &&body)
 {
-    try {
-        body(*static_cast<GroupObject *>(owner)->unit);
-        return FC_OK;
-    } catch (...) {
-        raised = std::current_exception();
-        return FC_ERR_INTERRUPTED;
-    }
+    return fc::kept([&] { body(*static_cast<GroupObject *>(owner)->unit); });
 }
 
 fc_status options_of(void *owner, fc_reduce_options *options_out)
@@ -62,14 +52,6 @@ const fc_reduction_ops ops = {
 const fc_reduction_ops *reduction_ops()
 {
     return &ops;
-}
-
-void check_raised(fc_status status)
-{
-    if (raised != nullptr) {
-        std::rethrow_exception(std::exchange(raised, nullptr));
-    }
-    check(status);
 }
 
 void Unit::show_wait(bool begins)

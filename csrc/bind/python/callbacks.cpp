@@ -1,6 +1,7 @@
 /* Host operations in terms of Python. The core may call them with or without the GIL held. */
 #include "bind/python/callbacks.h"
 
+#include "bind/python/process.h"
 #include "bind/python/python.h"
 
 #include <cstring>
@@ -84,10 +85,6 @@ static fc_status exchange(void *context, const char *what, const void *mine, siz
     return is_good ? FC_OK : fc_fail(FC_ERR_INTERRUPTED, "exchange of %s failed", what);
 }
 
-/* Functions of Python; owned by the process. */
-static PyObject *place_teller = nullptr;
-static PyObject *collective_counter = nullptr;
-
 /* False with a Python exception set. */
 static bool read_place(PyObject *answer, fc_place *out)
 {
@@ -109,8 +106,8 @@ static bool read_place(PyObject *answer, fc_place *out)
 static bool tell_place(fc_place *out)
 {
     const fc::Gil gil;
-    const fc::Ref answer =
-        fc::Ref::take(place_teller == nullptr ? nullptr : PyObject_CallNoArgs(place_teller));
+    PyObject *tell = fc::process.tell_place;
+    const fc::Ref answer = fc::Ref::take(tell == nullptr ? nullptr : PyObject_CallNoArgs(tell));
     const bool is_told = answer && PyTuple_Check(answer.get()) && read_place(answer.get(), out);
 
     PyErr_Clear();
@@ -120,12 +117,12 @@ static bool tell_place(fc_place *out)
 /* Threads beside the main one may do their work between any of its collectives. */
 static bool count_collectives(uint64_t group, uint64_t *count_out)
 {
-    if (getpid() != gettid() || collective_counter == nullptr) {
+    if (getpid() != gettid() || fc::process.count_collectives == nullptr) {
         return false;
     }
     const fc::Gil gil;
-    const fc::Ref answer =
-        fc::Ref::take(PyObject_CallFunction(collective_counter, "K", (unsigned long long)group));
+    const fc::Ref answer = fc::Ref::take(
+        PyObject_CallFunction(fc::process.count_collectives, "K", (unsigned long long)group));
     const bool is_known = answer && answer.get() != Py_None;
 
     if (is_known) {
@@ -145,8 +142,8 @@ PyObject *fc_set_place(PyObject *, PyObject *args)
     }
     Py_INCREF(tell);
     Py_INCREF(count);
-    Py_XSETREF(place_teller, tell);
-    Py_XSETREF(collective_counter, count);
+    Py_XSETREF(fc::process.tell_place, tell);
+    Py_XSETREF(fc::process.count_collectives, count);
     Py_RETURN_NONE;
 }
 

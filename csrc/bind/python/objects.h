@@ -71,6 +71,11 @@ inline PyCFunction fastcall(PyObject *(*function)(PyObject *, PyObject *const *,
     return reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(function));
 }
 
+inline PyCFunction with_names(PyObject *(*function)(PyObject *, PyObject *, PyObject *))
+{
+    return reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(function));
+}
+
 inline bool has_arguments(Py_ssize_t n, Py_ssize_t wanted)
 {
     if (n != wanted) {

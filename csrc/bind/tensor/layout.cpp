@@ -1,6 +1,8 @@
 // How DTensors are laid out, and what memory they have here.
 #include "bind/tensor/layout.h"
 
+#include "bind/python/calls.h"
+
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -215,9 +217,7 @@ int fc_find_dtensors()
                 {&names.placements, "placements"}}) < 0) {
         return -1;
     }
-    PyObject *tensors = PyImport_ImportModule("torch.distributed.tensor");
-    PyObject *dtensor = tensors == nullptr ? nullptr : PyObject_GetAttrString(tensors, "DTensor");
-    Py_XDECREF(tensors);
+    PyObject *dtensor = guarded([] { return look_up(Import::dtensor).release(); });
     dtensor_type = reinterpret_cast<PyTypeObject *>(dtensor);
     return dtensor == nullptr ? -1 : find_slots();
 }
