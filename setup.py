@@ -68,7 +68,7 @@ CXX_SOURCES = {
     ),
     "csrc/bind/fsdp": (
         "accumulated arrivals autograd context domain events gather gradients graphs hooks "
-        "module_call param_group reduce resident root state steps unit write"
+        "module_call param_group reduce resident root root_object state steps unit write"
     ),
     "csrc/bind/optim": "clip optim params",
     "csrc/bind/python": "callbacks calls replaced_functions shutdown status untraced",

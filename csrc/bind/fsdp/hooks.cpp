@@ -1,8 +1,7 @@
 // The hooks of a module: what happens before and after forward, and before backward.
-#include "bind/fsdp/hooks.h"
+#include "bind/fsdp/root.h"
 
 #include "bind/fsdp/events.h"
-#include "bind/fsdp/root.h"
 #include "bind/python/calls.h"
 #include "bind/python/process.h"
 #include "bind/tensor/pytree.h"

@@ -70,7 +70,10 @@ struct RootObject {
     bool is_replaced;       // a method of one of the states was, since set-up
 };
 
-GroupObject *group_of(PyObject *object); // borrowed; TypeError as an exception
+// Borrowed; TypeError as an exception.
+GroupObject *group_of(PyObject *object);
+StateObject *state_of(PyObject *object);
+RootObject *root_of(PyObject *object);
 
 // The group and the unit whose parameters an engine's unit has; null if its module is gone.
 inline GroupObject *owner_group(const fc_unit *unit)
@@ -129,6 +132,12 @@ void hook_params(StateObject *state);
 void queue_final_callback(RootObject *root);
 
 // ---- hooks.cpp ----
+// None, or (args, kwargs) if they changed. `member`: keeps the books of a grouped unit.
+Ref state_pre_forward(StateObject *state, PyObject *args, PyObject *kwargs);
+Ref state_pre_forward_member(StateObject *state, PyObject *args, PyObject *kwargs);
+// The output to return.
+Ref state_post_forward(StateObject *state, PyObject *output);
+Ref state_post_forward_member(StateObject *state, PyObject *module, PyObject *output);
 void state_pre_backward(StateObject *state);
 // A parameter of the unit has a gradient that no pre-backward has announced.
 void state_on_arrival(StateObject *state);
@@ -137,6 +146,7 @@ void state_on_arrival(StateObject *state);
 
 PyObject *fc_count_checkpoint(PyObject *, PyObject *);
 int fc_register_group(PyObject *module);
+int fc_register_root(PyObject *module);
 int fc_register_state(PyObject *module);
 
 #endif

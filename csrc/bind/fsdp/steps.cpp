@@ -12,34 +12,21 @@ namespace fc {
 
 namespace {
 
-struct StepCounterObject {
-    PyObject_HEAD
-    std::shared_ptr<uint64_t> n;
-};
-
+using Counter = std::shared_ptr<uint64_t>;
 PyTypeObject *counter_type = nullptr;
 
 PyObject *counter_new(PyTypeObject *type, PyObject *, PyObject *)
 {
-    return guarded([&]() -> PyObject * {
-        Ref self = checked(type->tp_alloc(type, 0));
-        new (&as<StepCounterObject>(self.get())->n)
-            std::shared_ptr<uint64_t>(std::make_shared<uint64_t>(0));
-        return self.release();
+    return guarded([&] {
+        return make_owner(type, std::make_unique<Counter>(std::make_shared<uint64_t>(0))).release();
     });
-}
-
-void counter_dealloc(PyObject *self)
-{
-    as<StepCounterObject>(self)->n.~shared_ptr();
-    free_object(self);
 }
 
 PyObject *counter_count(PyObject *self, PyObject *)
 {
-    ++*as<StepCounterObject>(self)->n;
-    process.n_steps++;
-    return guarded([]() -> PyObject * {
+    return guarded([&]() -> PyObject * {
+        ++*owned<Counter>(self);
+        process.n_steps++;
         Unit::note_step();
         Py_RETURN_NONE;
     });
@@ -51,12 +38,12 @@ PyMethodDef counter_methods[] = {
 
 PyType_Slot counter_slots[] = {
     {Py_tp_new, reinterpret_cast<void *>(counter_new)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(counter_dealloc)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(free_owner<Counter>)},
     {Py_tp_methods, counter_methods},
     {Py_tp_doc, const_cast<char *>("How often one optimizer has stepped.")},
     {0, nullptr}};
-PyType_Spec counter_spec = {"fsdp_c._C.StepCounter", sizeof(StepCounterObject), 0,
-                            Py_TPFLAGS_DEFAULT, counter_slots};
+PyType_Spec counter_spec = {"fsdp_c._C.StepCounter", sizeof(Owning<Counter>), 0, Py_TPFLAGS_DEFAULT,
+                            counter_slots};
 
 } // namespace
 
@@ -95,7 +82,7 @@ Updates::Counter counter_of(PyObject *object)
         PyErr_SetString(PyExc_TypeError, "expected a StepCounter");
         throw_python();
     }
-    return as<StepCounterObject>(object)->n;
+    return owned<Counter>(object);
 }
 
 } // namespace fc

@@ -149,15 +149,12 @@ PyObject *fc_set_place(PyObject *, PyObject *args)
 
 fc_host_ops fc_host_get_ops(fc_host *host)
 {
-    fc_host_ops ops{};
-
-    ops.context = host;
-    ops.exchange = exchange;
-    ops.enter_wait = enter_wait;
-    ops.leave_wait = leave_wait;
-    ops.poll = poll;
-    ops.notice = notice;
-    ops.tell_place = tell_place;
-    ops.count_collectives = count_collectives;
-    return ops;
+    return {.context = host,
+            .exchange = exchange,
+            .enter_wait = enter_wait,
+            .leave_wait = leave_wait,
+            .poll = poll,
+            .notice = notice,
+            .tell_place = tell_place,
+            .count_collectives = count_collectives};
 }
