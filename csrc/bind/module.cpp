@@ -13,6 +13,7 @@
 #include "bind/optim/clip.h"
 #include "bind/optim/optim.h"
 #include "bind/python/callbacks.h"
+#include "bind/python/calls.h"
 #include "bind/python/fields.h"
 #include "bind/python/objects.h"
 #include "bind/python/replaced_functions.h"
@@ -43,8 +44,11 @@ static PyMethodDef functions[] = {
     {"set_place", fc::with_names(fc_set_place), METH_VARARGS | METH_KEYWORDS,
      "set_place(tell=, count=): tell() -> Place, where this rank's program is, for peers that wait "
      "for it; count(group) -> int or None, its collectives."},
+    {"set_callbacks", reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(fc_set_callbacks)),
+     METH_VARARGS | METH_KEYWORDS,
+     "set_callbacks(name=function, ...): what the extension asks of Python, all of it."},
     {"watch_functions", fc_watch_functions, METH_VARARGS,
-     "watch_functions([(owner, name, function)], names): roots leave the core when one of the "
+     "watch_functions([WatchedFunction], names): roots leave the core when one of the "
      "functions is replaced, or one of the names on a state."},
     {"call_directly", fc_call_directly, METH_O,
      "call_directly(cls): modules of it run their unit's hooks around forward in C."},

@@ -91,6 +91,7 @@ struct fc_unit {
     uint64_t *mask;    /* owned; the post under construction */
     spilled **spilled; /* owned; a list per rank, oldest first */
     spilled *spare;    /* owned; for reuse */
+    bool is_finished;  /* nothing of it is left for the end of its backward; root.h */
     /* Over messages: some rank wants its gradients at once, by the unit's last gather. */
     bool is_observed;
 };
@@ -144,6 +145,7 @@ struct fc_domain {
     size_t cursor;          /* where the search for finishable units goes on */
     fc_domain *next;        /* of the same root, in a ring */
     fc_reduction *borrower; /* borrowed; has gradients that are read later; NULL: none has */
+    uint64_t n_reused;      /* finished units that were used again; root.h */
     /* This rank's waits; waits.c. */
     fc_waits *waits;    /* owned; units, then the ends of phases, by fc_wait_kind */
     uint64_t *wait_ns;  /* owned; by peer */
@@ -156,7 +158,6 @@ struct fc_domain {
     order order_now, order_last; /* of the backward that runs, and of the one before */
     size_t order_at;             /* in the one before: behind the unit that was used last */
     size_t n_ahead;              /* units that were gathered and not used yet */
-    uint64_t n_reused;           /* units that went on after they were finished; unsharding.c */
 };
 
 static inline clock_line *domain_clock(const fc_domain *domain, int rank)

@@ -3,6 +3,7 @@
 
 #include "engine/domain_private.h"
 #include "engine/order.h"
+#include "engine/root.h"
 #include <string.h>
 
 /* ---- life ---- */
@@ -158,12 +159,6 @@ void fc_unsharding_keep_memory(fc_unsharding *u, bool keeps)
 
 /* ---- unsharding ---- */
 
-void unsharding_reopen(fc_unsharding *u)
-{
-    u->domain->n_reused += u->is_finished;
-    u->is_finished = false;
-}
-
 fc_status fc_unsharding_gather(fc_unsharding *u)
 {
     if (unsharding_is_shown(u)) {
@@ -173,7 +168,7 @@ fc_status fc_unsharding_gather(fc_unsharding *u)
         return unsharding_claim(u);
     }
     fc_unsharding_drop_ahead(u);
-    unsharding_reopen(u);
+    fc_root_note_use(u->unit);
     return u->kind->gather(u);
 }
 
@@ -289,20 +284,9 @@ fc_status fc_unsharding_end_forward(fc_unsharding *u)
     return u->kind->end_forward != NULL ? u->kind->end_forward(u) : FC_OK;
 }
 
-bool fc_unsharding_finish(fc_unsharding *u, bool is_complete)
+bool fc_unsharding_is_settled(const fc_unsharding *u)
 {
-    if (u->is_finished) { /* a second post-backward */
-        u->domain->n_reused++;
-        return false;
-    }
-    u->is_finished =
-        is_complete && u->state == FC_UNIT_SHARDED && (!u->kind->ends_late || u->is_resident);
-    return u->is_finished;
-}
-
-uint64_t fc_unsharding_n_reused(const fc_domain *domain)
-{
-    return domain->n_reused;
+    return u->state == FC_UNIT_SHARDED && (!u->kind->ends_late || u->is_resident);
 }
 
 /* ---- flags ---- */

@@ -12,7 +12,6 @@
  *   is_resident      one rank's shards on a device are the unsharded buffer
  *   is_read          a forward has read the unit, so that its shards have to stay as they are
  *   came_along       another unit's gather has brought it, and was counted
- *   is_finished      nothing of it is left for the end of backward
  *
  * Tensors, and where they are registered, are the caller's (fc_unsharding_ops). Its calls may fail:
  * with FC_ERR_INTERRUPTED and an error that the caller keeps. Threading: serialized per domain.
@@ -156,11 +155,8 @@ void fc_unsharding_drop_ahead(fc_unsharding *unsharding);
 void fc_unsharding_withhold(fc_unsharding *unsharding);
 /* After a forward of the unit: from the first one on its shards may be used where they lie. */
 FC_MUST_CHECK fc_status fc_unsharding_end_forward(fc_unsharding *unsharding);
-/* Its gradients have gone. True, once until it is gathered again, if nothing is left for the end of
- * backward; `is_complete`: as far as gradients go. */
-bool fc_unsharding_finish(fc_unsharding *unsharding, bool is_complete);
-/* How many units of the domain were gathered, or finished, again since they were finished. */
-uint64_t fc_unsharding_n_reused(const fc_domain *domain);
+/* Whether nothing of it is left for the end of a backward, as far as parameters go. */
+bool fc_unsharding_is_settled(const fc_unsharding *unsharding);
 
 /* ---- shards ---- */
 

@@ -8,6 +8,7 @@
 #include "engine/batch.h"
 #include "engine/domain_private.h"
 #include "engine/order.h"
+#include "engine/root.h"
 
 /* Small units that followed this one in the backward before, and still have to be gathered: a list
  * from `u` on, of `*n_out` with it. */
@@ -73,7 +74,7 @@ static fc_status gather_list(fc_unsharding *first, fc_batch_gather *gathers, siz
 /* Gathered with another unit, and there until it is used. */
 static void come_along(fc_unsharding *u)
 {
-    unsharding_reopen(u);
+    fc_root_note_use(u->unit);
     u->ops->mark(u->owner, u->marks);
     u->traffic->gathered += u->gather_bytes;
     u->came_along = true;

@@ -49,7 +49,7 @@ struct fc_unsharding {
     void *view;   /* of the shared unit; NULL without one */
     uint8_t state;
     bool keeps_memory, stays_unsharded, has_graph, is_withheld;
-    bool is_resident, may_reside, is_watched, is_read, came_along, is_finished;
+    bool is_resident, may_reside, is_watched, is_read, came_along;
     fc_traffic *traffic;
     uint64_t *marks; /* owned; of the shards, when they were noted */
     size_t n_params, bytes;
@@ -73,8 +73,6 @@ void unsharding_release_slot(fc_unsharding *u);
 void unsharding_discard_writes(fc_unsharding *u);
 /* A shown unit was gathered; counts what came from peers. */
 void unsharding_count(fc_unsharding *u);
-/* A finished unit goes on. */
-void unsharding_reopen(fc_unsharding *u);
 
 /* ---- writes to shards; unsharding_writes.c ---- */
 

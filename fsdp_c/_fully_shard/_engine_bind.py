@@ -19,10 +19,18 @@ from fsdp_c._fully_shard._param_spec import UnitSpec, spec_of
 from fsdp_c._native import _C
 
 
+class Place(NamedTuple):
+    """Where a parameter is registered; read by name in csrc/bind/fsdp/unit.cpp."""
+
+    parameters: dict[str, Any]  # the module's
+    name: str
+    setter: nn.Module | None  # the module, only where it overrides __setattr__
+
+
 class BoundParam(NamedTuple):
     """What the unit has to know of a parameter; read by name in csrc/bind/fsdp/unit.cpp."""
 
-    places: list[tuple[dict[str, Any], str, nn.Module | None]]  # see _places
+    places: list[Place]
     sharded: nn.Parameter
     unsharded: nn.Parameter
     owner: Any  # its FSDPParam
@@ -169,12 +177,11 @@ def _parameter(data: torch.Tensor, requires_grad: bool) -> nn.Parameter:
     return param.requires_grad_(requires_grad)
 
 
-def _places(fsdp_param: Any) -> list[tuple[dict[str, Any], str, nn.Module | None]]:
-    """Where the parameter is registered; the module only where it overrides __setattr__."""
+def _places(fsdp_param: Any) -> list[Place]:
     places = []
     for module, name in _param_attributes.registrations(fsdp_param):
         is_plain = getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__
-        places.append((module._parameters, name, None if is_plain else module))
+        places.append(Place(module._parameters, name, None if is_plain else module))
     return places
 
 

@@ -19,6 +19,7 @@ from fsdp_c._comm import _agreement, _rendezvous
 from fsdp_c._compat import _versions
 from fsdp_c._fully_shard import (
     _activation_checkpoints,
+    _callbacks,
     _errors,
     _fsdp_init,
     _fsdp_module,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import DataParallelMeshDims
 
+
+_callbacks.hand_down()
 
 # The function behind torch's decorator: the key of its states.
 _TORCHS_KEY: Any = _torch.fully_shard.__wrapped__  # type: ignore[attr-defined]

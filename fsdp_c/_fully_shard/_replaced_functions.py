@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,15 +38,22 @@ _NAMES: dict[Any, frozenset[str]] = {
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
+class WatchedFunction(NamedTuple):
+    """What replaced_functions.cpp reads."""
+
+    owner: Any  # a class or module
+    name: str
+    function: Any  # torch's own, or ours
+
+
 def _if_torchs(function: Any) -> Any:
     """The function, or None if it was replaced before this module was imported."""
     code = getattr(function, "__code__", None)
     return function if code is not None and code.co_filename.startswith(_TORCH) else None
 
 
-# (class or module, name, torch's own function, or ours)
 _originals = [
-    (owner, name, _if_torchs(getattr(owner, name)))
+    WatchedFunction(owner, name, _if_torchs(getattr(owner, name)))
     for owner, names in _NAMES.items()
     for name in sorted(names)
     if hasattr(owner, name)
@@ -56,7 +63,9 @@ _originals = [
 def watch(cls: type, names: frozenset[str]) -> None:
     """Watches functions of a class of ours too."""
     _originals.extend(
-        (cls, name, getattr(cls, name)) for name in sorted(names) if hasattr(cls, name)
+        WatchedFunction(cls, name, getattr(cls, name))
+        for name in sorted(names)
+        if hasattr(cls, name)
     )
     _C.watch_functions(_originals, STATE_METHODS)  # asked at the beginning of every forward
 

@@ -3,6 +3,7 @@
 #include "bind/fsdp/accumulated.h"
 
 #include "bind/compat.h"
+#include "bind/python/calls.h"
 #include "bind/tensor/tensors.h"
 
 #include <ATen/core/grad_mode.h>
@@ -22,7 +23,7 @@ namespace {
 at::Tensor readable(const at::Tensor &grad, const Param &param)
 {
     if (grad.layout() != at::kStrided) {
-        checked(PyObject_CallMethod(param.owner.get(), "_refuse_sparse_gradient", nullptr));
+        ask_python(Call::refuse_sparse_gradient, param.owner.get());
     }
     const at::Tensor &full = param.unsharded_tensor;
     if (full.is_contiguous()) {

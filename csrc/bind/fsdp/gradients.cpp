@@ -2,6 +2,7 @@
 #include "bind/fsdp/gradients.h"
 
 #include "base/alloc.h"
+#include "bind/python/calls.h"
 #include "bind/python/raised.h"
 #include "bind/tensor/tensors.h"
 
@@ -20,7 +21,7 @@ namespace fc {
 Ref local_gradient(const Param &param)
 {
     const Ref object = checked(THPVariable_Wrap(param.sharded_tensor().grad()));
-    Ref local = Ref::take(PyObject_GetAttrString(object.get(), "_local_tensor"));
+    Ref local = Ref::take(PyObject_GetAttr(object.get(), name_of(Attribute::local_tensor)));
     if (!local) {
         PyErr_Clear();
         PyErr_Format(PyExc_AssertionError,
@@ -89,8 +90,7 @@ void ShardGradients::make_one(Param &param, at::Tensor local)
 {
     Gradient g;
     g.local_object = checked(THPVariable_Wrap(local));
-    g.object = checked(
-        PyObject_CallMethod(param.owner.get(), "to_sharded_dtensor", "O", g.local_object.get()));
+    g.object = ask_python(Call::make_sharded_gradient, param.owner.get(), g.local_object.get());
     g.local = std::move(local);
     g.tensor = tensor_of(g.object.get());
     g.object_refs = static_cast<uint32_t>(Py_REFCNT(g.object.get()));

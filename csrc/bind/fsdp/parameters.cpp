@@ -2,6 +2,7 @@
 #include "bind/fsdp/parameters.h"
 
 #include "bind/compat.h"
+#include "bind/python/calls.h"
 #include "bind/python/fields.h"
 #include "bind/tensor/data_access.h"
 #include "bind/tensor/layout.h"
@@ -55,13 +56,12 @@ Param parse_row(PyObject *row)
     param.owner = fields.object("owner");
     fields.end();
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(places.get()); i++) {
-        PyObject *dict, *key, *module;
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(places.get(), i), "O!OO", &PyDict_Type, &dict, &key,
-                              &module)) {
-            throw_python();
-        }
-        param.places.push_back(
-            {Ref::borrow(dict), Ref::borrow(key), module == Py_None ? Ref() : Ref::borrow(module)});
+        Fields place(PyList_GET_ITEM(places.get(), i));
+        Ref dict = place.object("parameters"), name = place.object("name"),
+            module = place.object("setter");
+        place.end();
+        param.places.push_back({std::move(dict), std::move(name),
+                                module.get() == Py_None ? Ref() : std::move(module)});
     }
     param.dict = param.places.front().dict.get();
     param.key = param.places.front().key.get();
@@ -128,7 +128,8 @@ bool Param::is_written() const
 
 std::string parameter_name(const Param &param)
 {
-    Ref fqn = Ref::take(PyObject_GetAttrString(param.owner.get(), "_param_fqn"));
+    Ref fqn = Ref::take(
+        guarded([&] { return ask_python(Call::parameter_name, param.owner.get()).release(); }));
     const char *text = fqn && PyUnicode_Check(fqn.get()) ? PyUnicode_AsUTF8(fqn.get()) : nullptr;
     PyErr_Clear();
     return text != nullptr ? text : "?";

@@ -76,4 +76,9 @@ void Unit::drop_gradients()
     gradients_->forget_deferred_hooks();
 }
 
+bool Unit::is_settled() const
+{
+    return has_all_gradients() && !has_partial_sums() && fc_unsharding_is_settled(unsharding());
+}
+
 } // namespace fc

@@ -69,12 +69,8 @@ public:
     void drop_gradients();
     void release_unused() { gradients_->release_unused(); }
     void run_deferred_hooks() { gradients_->run_deferred_hooks(); }
-    // After submit(): true, once until the next unshard, if nothing of the unit is left for the end
-    // of backward.
-    bool finish_step()
-    {
-        return fc_unsharding_finish(unsharding(), has_all_gradients() && !has_partial_sums());
-    }
+    // After submit(): true if nothing of the unit is left for the end of backward.
+    bool is_settled() const;
 
 private:
     fc_unsharding_options make_device(PyObject *domain, PyObject *replicate_domain,

@@ -2,6 +2,8 @@
 #include "bind/python/callbacks.h"
 
 #include "bind/python/fields.h"
+#include "bind/python/process.h"
+#include "bind/python/python.h"
 
 #include <cstring>
 #include <unistd.h>
@@ -83,10 +85,6 @@ static fc_status exchange(void *context, const char *what, const void *mine, siz
     return is_good ? FC_OK : fc_fail(FC_ERR_INTERRUPTED, "exchange of %s failed", what);
 }
 
-/* Functions of Python; owned by the process. */
-static PyObject *place_teller = nullptr;
-static PyObject *collective_counter = nullptr;
-
 static void read_place(PyObject *answer, fc_place *out)
 {
     fc::Fields fields(answer);
@@ -102,10 +100,11 @@ static void read_place(PyObject *answer, fc_place *out)
 static bool tell_place(fc_place *out)
 {
     const fc::Gil gil;
-    const fc::Ref is_told = fc::Ref::take(place_teller == nullptr ? nullptr : fc::guarded([&] {
-        read_place(fc::checked(PyObject_CallNoArgs(place_teller)).get(), out);
-        return Py_NewRef(Py_True);
-    }));
+    const fc::Ref is_told =
+        fc::Ref::take(fc::process.tell_place == nullptr ? nullptr : fc::guarded([&] {
+            read_place(fc::checked(PyObject_CallNoArgs(fc::process.tell_place)).get(), out);
+            return Py_NewRef(Py_True);
+        }));
 
     PyErr_Clear();
     return bool(is_told);
@@ -114,12 +113,12 @@ static bool tell_place(fc_place *out)
 /* Threads beside the main one may do their work between any of its collectives. */
 static bool count_collectives(uint64_t group, uint64_t *count_out)
 {
-    if (getpid() != gettid() || collective_counter == nullptr) {
+    if (getpid() != gettid() || fc::process.count_collectives == nullptr) {
         return false;
     }
     const fc::Gil gil;
-    const fc::Ref answer =
-        fc::Ref::take(PyObject_CallFunction(collective_counter, "K", (unsigned long long)group));
+    const fc::Ref answer = fc::Ref::take(
+        PyObject_CallFunction(fc::process.count_collectives, "K", (unsigned long long)group));
     const bool is_known = answer && answer.get() != Py_None;
 
     if (is_known) {
@@ -137,23 +136,20 @@ PyObject *fc_set_place(PyObject *, PyObject *unnamed, PyObject *named)
         fc::Ref tell = given.object("tell"), count = given.object("count");
 
         given.end();
-        Py_XSETREF(place_teller, tell.release());
-        Py_XSETREF(collective_counter, count.release());
+        Py_XSETREF(fc::process.tell_place, tell.release());
+        Py_XSETREF(fc::process.count_collectives, count.release());
         Py_RETURN_NONE;
     });
 }
 
 fc_host_ops fc_host_get_ops(fc_host *host)
 {
-    fc_host_ops ops{};
-
-    ops.context = host;
-    ops.exchange = exchange;
-    ops.enter_wait = enter_wait;
-    ops.leave_wait = leave_wait;
-    ops.poll = poll;
-    ops.notice = notice;
-    ops.tell_place = tell_place;
-    ops.count_collectives = count_collectives;
-    return ops;
+    return {.context = host,
+            .exchange = exchange,
+            .enter_wait = enter_wait,
+            .leave_wait = leave_wait,
+            .poll = poll,
+            .notice = notice,
+            .tell_place = tell_place,
+            .count_collectives = count_collectives};
 }

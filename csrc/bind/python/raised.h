@@ -1,5 +1,4 @@
-// Exceptions on their way through C: thrown by what the engine calls, thrown again where it was
-// called.
+// C++ exceptions on their way through the engine's C, which knows statuses.
 #ifndef FC_BIND_PYTHON_RAISED_H
 #define FC_BIND_PYTHON_RAISED_H
 
@@ -10,9 +9,10 @@
 
 namespace fc {
 
+// What an operation that the engine has called has thrown, until check_raised().
 inline thread_local std::exception_ptr raised;
 
-// What a function does that the engine calls.
+// For operations: runs `body`, and keeps what it throws.
 template <typename Body> fc_status kept(Body &&body)
 {
     try {
@@ -24,12 +24,9 @@ template <typename Body> fc_status kept(Body &&body)
     }
 }
 
-// Throws what such a function has thrown, or the error of the status.
+// Throws what operations have thrown, or the error of the status.
 inline void check_raised(fc_status status)
 {
-    if (status == FC_OK) {
-        return;
-    }
     if (raised != nullptr) {
         std::rethrow_exception(std::exchange(raised, nullptr));
     }

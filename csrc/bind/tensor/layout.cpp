@@ -1,6 +1,8 @@
 // How DTensors are laid out, and what memory they have here.
 #include "bind/tensor/layout.h"
 
+#include "bind/python/calls.h"
+
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -170,9 +172,7 @@ int fc_find_dtensors()
                       {&names.spec, "_spec"},
                       {&names.mesh, "mesh"},
                       {&names.placements, "placements"}}));
-        Ref tensors = checked(PyImport_ImportModule("torch.distributed.tensor"));
-        Ref dtensor = checked(PyObject_GetAttrString(tensors.get(), "DTensor"));
-        dtensor_type = reinterpret_cast<PyTypeObject *>(dtensor.release());
+        dtensor_type = reinterpret_cast<PyTypeObject *>(look_up(Import::dtensor).release());
         dtensor_slots = {slot_of(dtensor_type, names.local_tensor),
                          slot_of(dtensor_type, names.spec)};
         return Py_None;

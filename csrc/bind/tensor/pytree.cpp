@@ -1,6 +1,8 @@
 // Traversal of arguments and results: the common shapes here, the rest by torch's functions.
 #include "bind/tensor/pytree.h"
 
+#include "bind/python/calls.h"
+
 #include <torch/csrc/autograd/python_variable.h>
 
 namespace fc {
@@ -116,13 +118,6 @@ Ref replace(PyObject *object, const at::Tensor *&next)
     return Ref::borrow(object);
 }
 
-// torch.distributed.fsdp._common_utils.<name>; looked up when needed, which is seldom.
-Ref torch_traversal(const char *name)
-{
-    Ref module = checked(PyImport_ImportModule("torch.distributed.fsdp._common_utils"));
-    return checked(PyObject_GetAttrString(module.get(), name));
-}
-
 Ref cast_one(PyObject *object, at::ScalarType dtype, PyObject *cast_any, bool &changed)
 {
     if (THPVariable_Check(object)) {
@@ -153,7 +148,7 @@ void collect_grad_tensors(PyObject *object, Tensors &out)
         collect(object, out);
         return;
     }
-    Ref found = checked(PyObject_CallOneArg(torch_traversal("collect_grad_tensors").get(), object));
+    Ref found = checked(PyObject_CallOneArg(look_up(Import::collect_grad_tensors).get(), object));
     Ref list = checked(PySequence_List(found.get()));
     collect(list.get(), out);
 }
@@ -169,8 +164,8 @@ Ref replace_grad_tensors(PyObject *object, at::TensorList tensors)
         check(PyList_Append(list.get(), checked(THPVariable_Wrap(tensor)).get()));
     }
     Ref iterator = checked(PyObject_GetIter(list.get()));
-    return checked(PyObject_CallFunctionObjArgs(torch_traversal("replace_grad_tensors").get(),
-                                                object, iterator.get(), nullptr));
+    return checked(PyObject_CallFunctionObjArgs(look_up(Import::replace_grad_tensors).get(), object,
+                                                iterator.get(), nullptr));
 }
 
 Ref cast_tensors(PyObject *object, at::ScalarType dtype, PyObject *cast_any)
