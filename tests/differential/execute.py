@@ -266,9 +266,7 @@ def is_expected(line: str, error: Exception) -> bool:
 MAKERS = {"": generate.make_program, "features": features.make_program}
 
 
-def run_seeds(
-    rank: int, n_ranks: int, seeds: list[int], fault: str = "", kind: str = ""
-) -> Report:
+def run_seeds(rank: int, n_ranks: int, seeds: list[int], fault: str = "", kind: str = "") -> Report:
     """The body of the ranks."""
     programs = [MAKERS[kind](seed, n_ranks) for seed in seeds]
     return run_programs(rank, n_ranks, programs, fault)

@@ -80,20 +80,32 @@ def padded(shard: Tensor, n_rows: int) -> Tensor:
 
 
 class Scaled(Wrapped):
-    """As float8: travels in few bits with a scale for each rank's rows, two tensors a parameter."""
+    """As float8: travels in few bits with a scale for each rank's rows, two tensors a parameter.
+
+    Where ranks are padded torch takes nothing but inputs of the shards' padded size: two summands.
+    """
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         with torch.no_grad():
             rows = padded(self.inner, math.ceil(outer_size[0] / mesh.size()))
-            scale = rows.abs().max().clamp(min=1e-6) / 127 if rows.numel() else rows.new_ones(())
-            return ((rows / scale).round().to(torch.int8), scale.float()), None
+            if outer_size[0] % mesh.size():
+                large = rows.to(torch.bfloat16)
+                return (large, (rows - large).to(torch.float16)), "summands"
+            scale = rows.abs().max().clamp(min=1e-6) / 127
+            return ((rows / scale).round().to(torch.int8), scale.float()), "scales"
+
+    @staticmethod
+    def whole(outputs, metadata, param_dtype):
+        if metadata == "summands":
+            large, small = outputs
+            return (large.float() + small).to(param_dtype)
+        codes, scales = outputs
+        parts = codes.unflatten(0, (scales.numel(), -1)).to(param_dtype)
+        return (parts * scales.view(-1, *[1] * (parts.ndim - 1)).to(param_dtype)).flatten(0, 1)
 
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
-        codes, scales = outputs
         with torch.no_grad():
-            parts = codes.unflatten(0, (scales.numel(), -1)).to(param_dtype)
-            scales = scales.view(-1, *[1] * (parts.ndim - 1)).to(param_dtype)
-            whole = (parts * scales).flatten(0, 1)
+            whole = self.whole(outputs, metadata, param_dtype)
             if out is None:
                 return whole, ()
             # Autograd has saved it in forward.
@@ -151,7 +163,8 @@ def convert(model: nn.Module, kind: type[Wrapped], every: int = 1) -> int:
         weight = layer.weight.detach()
         if isinstance(weight, DTensor):
             part = kind(weight.to_local())
-            new: Tensor = DTensor.from_local(part, weight.device_mesh, weight.placements)
+            size = {"shape": weight.shape, "stride": weight.stride()}  # ranks may be uneven
+            new: Tensor = DTensor.from_local(part, weight.device_mesh, weight.placements, **size)
         else:
             new = kind(weight)
         layer.weight = nn.Parameter(new, requires_grad=layer.weight.requires_grad)

@@ -22,8 +22,9 @@ WATCHERS = ("dispatch mode", "replaced methods")
 KINDS = (LAYOUTS, TENSORS, COLLECTIVES, WATCHERS)
 NAMES = [name for kind in KINDS for name in kind]
 CLASSES = {"scaled extension": "Scaled", "kept extension": "Kept", "subclass": "Wrapped"}
-# What linear layers of a block are split into, or DTensors of everything go through.
-PARALLEL_LAYERS = "block thin recompute wrapped composed nested linear norm".split()
+# Blocks whose columns two ranks divide, since torch takes the size of activations from one rank;
+# and what DTensors of everything go through.
+PARALLEL_LAYERS = "even thin recompute wrapped linear norm".split()
 DTENSOR_LAYERS = "block linear thin recompute".split()
 EVEN_LAYERS = "linear norm recurrent tanh".split()
 OTHER_LAYERS = (
@@ -76,7 +77,9 @@ class FeatureWriter(Writer):
         self.is_split = False
         if self.has("dp_mesh_dims", "tensor parallel"):
             self.mesh = self.rng.choice(MESHES[self.layout][world])
-        elif self.has("all-reduce hook") or (self.chance(0.3) and not self.has("int", "two meshes")):
+        elif not self.has("int", "two meshes") and (
+            self.has("all-reduce hook") or self.chance(0.3)
+        ):
             self.mesh = self.pick_mesh()
         self.watched = self.rng.choice(["first", "later", "all"])
 
@@ -191,7 +194,8 @@ class FeatureWriter(Writer):
         if self.has("tensor parallel"):
             names = ("replicate", "dp", "tp")[-len(self.mesh) :]
             add(f"mesh = cached_mesh({self.mesh}, {names})")
-            add(f"n_parallel = parallelize(model, mesh['tp'])\nrank = data_rank(mesh, *{names[:-1]})")
+            add("n_parallel = parallelize(model, mesh['tp'])")
+            add(f"rank = data_rank(mesh, *{names[:-1]})")
         elif self.has("dp_mesh_dims"):
             names = ("rep", "dp", "tp")[-len(self.mesh) :]
             add(f"mesh = cached_mesh({self.mesh}, {names})\nrank = data_rank(mesh, *{names[:-1]})")
@@ -206,6 +210,7 @@ class FeatureWriter(Writer):
             common = f", mesh=mesh[{names if len(names) > 1 else names[0]!r}]"
         elif self.has("dp_mesh_dims"):
             dims = self.rng.choice(["shard='dp'", "shard='dp'", "replicate='dp'"])
+            dims = "shard='dp'" if "extension" in self.tensor else dims  # as for `replicate`
             dims = dims if len(self.mesh) == 2 else "shard='dp', replicate='rep'"
             common = f", mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims({dims})"
         elif self.mesh:
@@ -248,6 +253,12 @@ class FeatureWriter(Writer):
                 lines = [f"{unit}.{calls[name]}" for unit in chosen if not unit.startswith("[")]
                 self.program.setup.append("\n".join(["noted = []", *lines]))
 
+    def set_something(self) -> list[str]:
+        """Setters about shards are refused where a unit below is replicated."""
+        lines = super().set_something()
+        is_refused = self.has("replicate") and "set_reshard_after_forward" in lines[-1]
+        return [] if is_refused else lines
+
     def evaluate(self) -> list[str]:
         """Torch cannot use what it has made in inference mode: a unit that runs late is one."""
         return [line.replace("inference_mode", "no_grad") for line in super().evaluate()]
@@ -270,7 +281,10 @@ class FeatureWriter(Writer):
 
     def optimizer(self, is_any: bool = False) -> str:
         # Torch's foreach needs tensors of one mesh, and of one kind.
-        choices = ["SGD({}, lr=0.05, foreach=False)", "SGD({}, lr=0.02, momentum=0.9, foreach=False)"]
+        choices = [
+            "SGD({}, lr=0.05, foreach=False)",
+            "SGD({}, lr=0.02, momentum=0.9, foreach=False)",
+        ]
         if not self.tensor:
             choices.append("AdamW({}, lr=0.01, foreach=False)")
         words = self.rng.choice(choices).format("model.parameters()")

@@ -1,4 +1,4 @@
-"""torch's pipeline schedules with sharded stages: several a rank, in low precision, with tensors split."""
+"""torch's pipeline schedules with sharded stages: several a rank, low precision, split tensors."""
 
 from typing import Any
 

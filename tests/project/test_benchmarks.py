@@ -183,7 +183,10 @@ def check_results(name: str, script: str, folder: Path, stdout: str) -> None:
             for times in row["times"].values():
                 assert times["samples"] >= 2
                 assert times["min_us"] <= times["median_us"] <= times["p90_us"]
-                if name in ("host_overhead", "features"):  # differences, of which noise makes some negative
+                if name in (
+                    "host_overhead",
+                    "features",
+                ):  # differences, of which noise makes some negative
                     assert times["base_us"] > 0 and times.get("waited_us", 0) >= 0
                 else:
                     assert times["min_us"] > 0
