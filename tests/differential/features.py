@@ -77,7 +77,7 @@ class FeatureWriter(Writer):
         self.is_split = False
         if self.has("dp_mesh_dims", "tensor parallel"):
             self.mesh = self.rng.choice(MESHES[self.layout][world])
-        elif not self.has("int", "two meshes") and (
+        elif not self.has("int", "two meshes", "replicate") and (
             self.has("all-reduce hook") or self.chance(0.3)
         ):
             self.mesh = self.pick_mesh()
