@@ -62,6 +62,7 @@ static fc_status unit_init(fc_unit *unit, fc_domain *domain, const fc_unit_desc 
     if (desc->n_params > 0) {
         memcpy(unit->params, desc->params, desc->n_params * sizeof(fc_param));
     }
+    domain->is_packed = domain->is_packed || (desc->n_params > 0 && desc->params[0].is_packed);
     return fc_layout_init(&unit->layout, unit->params, desc->n_params, shard_rank, n_shards,
                           domain->is_mapped);
 }

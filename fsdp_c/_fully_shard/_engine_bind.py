@@ -93,6 +93,7 @@ def _make_domains(
             n_shards=shard_pg.size(),
             batch_bytes=batch_bytes,
             is_counted=is_counted,
+            is_packed=False,
             streams=streams,
             group=str(process_group.group_name),
         )

@@ -1,4 +1,5 @@
-// _C.Domain(transport, kind, units, shard_rank, n_shards, batch_bytes, is_counted, streams, group):
+// _C.Domain(transport, kind, units, shard_rank, n_shards, batch_bytes, is_counted, is_packed,
+// streams, group):
 // builds fc_domain from plain Python data.
 #include "bind/fsdp/domain.h"
 
@@ -43,7 +44,7 @@ at::ScalarType scalar_type(PyObject *object)
 }
 
 // A ParamSpec of fsdp_c/_fully_shard/_param_spec.py.
-fc_param parse_param(PyObject *spec, bool is_counted)
+fc_param parse_param(PyObject *spec, bool is_counted, bool is_packed)
 {
     Fields fields(spec);
     const auto dtype = [&](const char *name) {
@@ -60,6 +61,7 @@ fc_param parse_param(PyObject *spec, bool is_counted)
     param.has_grad = fields.flag("has_grad");
     param.trainable = fields.flag("trainable");
     param.is_counted = is_counted;
+    param.is_packed = is_packed;
     fields.end();
     return param;
 }
@@ -70,8 +72,8 @@ struct UnitList {
     std::vector<std::vector<fc_param>> params;
     std::vector<fc_unit_desc> descs;
 
-    // `is_counted`: some of the collectives go over messages.
-    UnitList(PyObject *units, bool is_counted)
+    // `is_counted`: some of the collectives go over messages; `is_packed`: that others look at.
+    UnitList(PyObject *units, bool is_counted, bool is_packed = false)
     {
         const size_t n = static_cast<size_t>(PyList_GET_SIZE(units));
         names.resize(n);
@@ -85,7 +87,7 @@ struct UnitList {
             }
             names[i] = name;
             for (Py_ssize_t j = 0; j < PyList_GET_SIZE(rows); j++) {
-                params[i].push_back(parse_param(PyList_GET_ITEM(rows, j), is_counted));
+                params[i].push_back(parse_param(PyList_GET_ITEM(rows, j), is_counted, is_packed));
             }
             descs.push_back({names[i].c_str(), params[i].data(), params[i].size()});
         }
@@ -97,18 +99,18 @@ PyObject *domain_new(PyTypeObject *type, PyObject *args, PyObject *named)
     return guarded([&]() -> PyObject * {
         PyObject *transport, *units, *streams = Py_None;
         const char *group = "";
-        int is_replicate, shard_rank, n_shards, is_counted;
+        int is_replicate, shard_rank, n_shards, is_counted, is_packed;
         Py_ssize_t batch_bytes;
         static const char *const names[] = {"transport", "is_replicate", "units",      "shard_rank",
-                                            "n_shards",  "batch_bytes",  "is_counted", "streams",
-                                            "group",     nullptr};
-        if (!PyArg_ParseTupleAndKeywords(args, named, "OpO!iinp|Os", const_cast<char **>(names),
+                                            "n_shards",  "batch_bytes",  "is_counted", "is_packed",
+                                            "streams",   "group",        nullptr};
+        if (!PyArg_ParseTupleAndKeywords(args, named, "OpO!iinpp|Os", const_cast<char **>(names),
                                          &transport, &is_replicate, &PyList_Type, &units,
                                          &shard_rank, &n_shards, &batch_bytes, &is_counted,
-                                         &streams, &group)) {
+                                         &is_packed, &streams, &group)) {
             return nullptr;
         }
-        const UnitList list(units, is_counted != 0);
+        const UnitList list(units, is_counted != 0, is_packed != 0);
         Ref self = checked(type->tp_alloc(type, 0));
         auto *object = reinterpret_cast<DomainObject *>(self.get());
         check(fc_domain_create(fc_transport_from_object(transport),
