@@ -402,6 +402,11 @@ bool fc_domain_is_replicate(const fc_domain *domain)
     return domain->kind == FC_DOMAIN_REPLICATE;
 }
 
+bool fc_domain_is_packed(const fc_domain *domain)
+{
+    return domain->is_packed;
+}
+
 int fc_domain_rank(const fc_domain *domain)
 {
     return domain->rank;

@@ -84,9 +84,12 @@ def transport_for(group: dist.ProcessGroup | None = None) -> _C.Transport:
     return transport
 
 
-def messages_for(group: dist.ProcessGroup) -> _C.Transport:
-    """A transport that only names the group's ranks: units on a device move nothing over it."""
-    return _new_transport(group, "callback", _no_exchange)
+def messages_for(group: dist.ProcessGroup, messages: Messages | None = None) -> _C.Transport:
+    """A new transport over `messages`, or the group's own collectives; local.
+
+    It also names the ranks of units on a device, which move nothing over it.
+    """
+    return _new_transport(group, "callback", _no_exchange, messages)
 
 
 _watches: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.Transport | None] = (
@@ -167,7 +170,10 @@ def _no_exchange(what: str, mine: bytes) -> list[bytes]:
 
 
 def _new_transport(
-    group: dist.ProcessGroup, kind: str, exchange: Callable[[str, bytes], list[bytes]]
+    group: dist.ProcessGroup,
+    kind: str,
+    exchange: Callable[[str, bytes], list[bytes]],
+    messages: Messages | None = None,
 ) -> _C.Transport:
     return _C.Transport(
         _process_group.label(group),
@@ -176,6 +182,6 @@ def _new_transport(
         _process_group.global_ranks(group),
         _process_group.timeout_s(group, torch.device("cpu")),
         exchange,
-        Messages(group),
+        messages or Messages(group),
         kind,
     )

@@ -13,7 +13,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from fsdp_c import _env
 from fsdp_c._comm import _agreement, _device, _transport
 from fsdp_c._compat import _versions
-from fsdp_c._fully_shard import _fqns, _fsdp_param, _model_digest, _same_model
+from fsdp_c._fully_shard import (
+    _fqns,
+    _fsdp_param,
+    _model_digest,
+    _same_model,
+    _visible_collectives,
+)
 from fsdp_c._fully_shard._heap import HEAP
 from fsdp_c._fully_shard._param_spec import spec_of
 from fsdp_c._native import _C
@@ -40,16 +46,18 @@ def bind_units(groups: Sequence[Any], streams: _C.Streams | None = None) -> list
     rank raises. Units on a device share the schedule of those in `streams`.
     """
     streams = _device.streams_for(groups, streams)
-    by_mesh: dict[tuple[Any, Any], list[Any]] = {}
+    by_mesh: dict[tuple[Any, Any, Any], list[Any]] = {}
     for group in groups:
         mesh_info = group.mesh_info
         replicas = (
             mesh_info.replicate_process_group if isinstance(mesh_info, HSDPMeshInfo) else None
         )
-        by_mesh.setdefault((mesh_info.shard_process_group, replicas), []).append(group)
+        group.visible_because = group.wants_visible if streams is None else ""
+        alone = group if group.visible_because else None
+        by_mesh.setdefault((mesh_info.shard_process_group, replicas, alone), []).append(group)
     domains: list[_C.Domain] = []
     placed = []
-    for (shard_pg, replicate_pg), members in by_mesh.items():
+    for (shard_pg, replicate_pg, _), members in by_mesh.items():
         shard, replicate = _make_domains(shard_pg, replicate_pg, members, streams)
         domains += [domain for domain in (shard, replicate) if domain is not None]
         placed += [(group, shard, i, replicate) for i, group in enumerate(members)]
@@ -71,13 +79,26 @@ def _make_domains(
 ) -> tuple[_C.Domain, _C.Domain | None]:
     units = [(_fqns.unit_name(g), [spec_of(p) for p in g.fsdp_params]) for g in groups]
     # What replicas add up next has to be there at once.
-    batch_bytes = _env.batch_bytes() if streams is None and replicate_pg is None else 0
-
-    get = _transport.transport_for if streams is None else _transport.messages_for
+    is_alone = streams is None and replicate_pg is None and not groups[0].visible_because
+    batch_bytes = _env.batch_bytes() if is_alone else 0
+    is_visible = bool(groups[0].visible_because)
     process_groups = [shard_pg] if replicate_pg is None else [shard_pg, replicate_pg]
-    transports = [get(process_group) for process_group in process_groups]
-    is_counted = streams is None and _agreement.any_rank(
-        process_groups, any(transport.kind != "shm" for transport in transports)
+    transports = [
+        _transport.messages_for(
+            pg, _visible_collectives.VisibleMessages(groups[0], pg, pg is process_groups[-1])
+        )
+        if is_visible
+        else _transport.transport_for(pg)
+        if streams is None
+        else _transport.messages_for(pg)
+        for pg in process_groups
+    ]
+    is_counted = (
+        streams is None
+        and not is_visible
+        and _agreement.any_rank(
+            process_groups, any(transport.kind != "shm" for transport in transports)
+        )
     )
 
     def make(index: int) -> _C.Domain:
@@ -93,7 +114,7 @@ def _make_domains(
             n_shards=shard_pg.size(),
             batch_bytes=batch_bytes,
             is_counted=is_counted,
-            is_packed=False,
+            is_packed=is_visible,
             streams=streams,
             group=str(process_group.group_name),
         )

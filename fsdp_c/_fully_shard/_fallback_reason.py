@@ -46,18 +46,11 @@ def why_torch_everywhere(group: Any) -> str:
 
 def why_torch_here(group: Any) -> str:
     """What of that is set later, perhaps by a tool that runs on one rank alone."""
-    if group._all_reduce_hook is not None:
-        return "an all-reduce hook"
-    comms = type(group._all_gather_comm), type(group._reduce_scatter_comm)
-    if comms != _versions.default_comms():
-        return _versions.COMM_MEMORY.get(comms[0].__name__, "custom collectives")
     for name, default in _versions.LAYOUT_FUNCTIONS.items():
         if getattr(group, name) is not default:
             return f"its {name} was replaced"
     if reason := _replaced_functions.replaced_on(group):
         return reason
-    if torch._C._len_torch_dispatch_stack() != 0:
-        return "a dispatch mode was active in the first forward"
     if torch._C._are_functorch_transforms_active():
         return "a functorch transform was active in the first forward"
     return ""

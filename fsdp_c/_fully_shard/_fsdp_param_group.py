@@ -28,6 +28,7 @@ from fsdp_c._fully_shard import (
     _param_spec,
     _replaced_functions,
     _status,
+    _visibility,
 )
 from fsdp_c._fully_shard._fsdp_param import FSDPParam
 from fsdp_c._native import _C
@@ -43,12 +44,8 @@ TRAINING_STATES = (
 
 # Attributes that hold collectives; in the order of _compat.default_comms().
 _COMMS = ("_all_gather_comm", "_reduce_scatter_comm")
-_TORCH_ONLY = {
-    *_replaced_functions.GROUP_METHODS,
-    *_versions.LAYOUT_FUNCTIONS,
-    "_all_reduce_hook",
-    *_COMMS,
-}
+_SEEN = {"_all_reduce_hook", *_COMMS}  # what may look at the unit's collectives
+_TORCH_ONLY = {*_replaced_functions.GROUP_METHODS, *_versions.LAYOUT_FUNCTIONS}
 
 
 @contextmanager
@@ -72,6 +69,10 @@ class FSDPParamGroup(_C.Group, _fallback.FallbackGroup):
 
     fsdp_params: list[FSDPParam]
     is_offloaded = False
+    # Who looks at its collectives, as it is bound and as it is wanted; see _visibility.
+    visible_because = wants_visible = ""
+    is_watched = False
+    gathers_async = False  # the gather that is being made was asked for by unshard(async_op=True)
     is_lent = False  # unsharded, and other tensors stand where its parameters were
     _hides_sums = False
 
@@ -95,6 +96,7 @@ class FSDPParamGroup(_C.Group, _fallback.FallbackGroup):
         self._left: list[_C.Domain] = []  # on the way there, until all ranks have
         self._separate_group: Any = None  # that reductions had of their own
         self._put_shards_handles: list[Any] = []
+        self.prefetched: dict[bool, list[Any]] = {}  # in backward, or in forward: named by the user
         # Without parameters: torch's class would make them of its own kind.
         super().__init__(
             [],
@@ -185,7 +187,7 @@ class FSDPParamGroup(_C.Group, _fallback.FallbackGroup):
     # ---- what only torch's implementation knows: setting it later takes the root there ----
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _TORCH_ONLY and self._core_has_accumulated:
+        if name in (_TORCH_ONLY | _SEEN) and self._core_has_accumulated:
             raise RuntimeError(
                 f"{name} of FSDP unit '{_fqns.unit_name(self)}' was set while gradients of"
                 " backward passes without synchronization are held: set it before the first of"
@@ -195,6 +197,8 @@ class FSDPParamGroup(_C.Group, _fallback.FallbackGroup):
             value = self._checked_comm(name, value)
         was_set, old = name in self.__dict__, self.__dict__.get(name)
         super().__setattr__(name, value)
+        if name in _SEEN and self._root is not None:
+            self._root.look_again()
         if name in _TORCH_ONLY and self._is_bound and (reason := _fallback_reason.why_torch(self)):
             try:
                 self.take_root_to_fallback(reason)
@@ -447,12 +451,41 @@ class FSDPParamGroup(_C.Group, _fallback.FallbackGroup):
         if not self.unshard_in_backward and self._training_state == TrainingState.PRE_BACKWARD:
             return None
         self._take_over_shards()
-        self._core_unshard_async()
+        self.gathers_async = async_op
+        try:
+            self._core_unshard_async()
+        finally:
+            self.gathers_async = False
         return None
+
+    # ---- what a unit whose collectives others see gathers ahead, as torch's does ----
+
+    def _note_forward(self) -> None:
+        """The unit's forward has ended; a backward gathers units in the opposite order."""
+        assert self._root is not None
+        order = self.comm_ctx.__dict__.setdefault("forwards_of", [0, []])
+        if order[0] != self._root.backward:
+            order[:] = self._root.backward, []
+        order[1].append(self)
+
+    def _prefetch_in_forward(self) -> None:
+        for group in self.prefetched.get(False, ()):
+            group._core_unshard_async()
+
+    def _prefetch_in_backward(self) -> None:
+        named = self.prefetched.get(True)
+        if not named:
+            of, order = self.comm_ctx.__dict__.get("forwards_of", (0, []))
+            while order and order.pop() is not self:
+                pass
+            named = order[-1:] if self._root is not None and of == self._root.backward else []
+        for group in named:
+            group._core_unshard_async()
 
     def _choose_alone(self) -> None:
         """Before the first forward a unit is in no root; collective."""
         self.left_because = _fallback_reason.why_torch_everywhere(self)
+        _visibility.choose([self])
         if not self.left_because:
             mine = _fallback_reason.why_torch_here(self)
             self.left_because = _fallback_reason.agreed_reason([self], mine)

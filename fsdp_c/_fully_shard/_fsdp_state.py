@@ -25,6 +25,7 @@ from fsdp_c._fully_shard import (
     _same_model,
     _shared_params,
     _status,
+    _visibility,
 )
 from fsdp_c._fully_shard._fsdp_param_group import TRAINING_STATES, FSDPParamGroup, hidden_sums
 from fsdp_c._native import _C
@@ -96,6 +97,7 @@ class FSDPState(_C.State, _fallback.FallbackState):
             for in_backward, states in self._prefetched.items():
                 groups = [other for state in states for other in state._fsdp_param_groups]
                 group._core_set_prefetch(in_backward, groups)
+                group.prefetched[in_backward] = groups
 
     @property
     def _training_state(self) -> TrainingState:
@@ -146,6 +148,7 @@ class FSDPState(_C.State, _fallback.FallbackState):
             states = self._state_ctx.all_states
             groups = [group for state in states for group in state._fsdp_param_groups]
             _fsdp_module.warn_of_lost_settings(groups, [_fqns.unit_name(group) for group in groups])
+            _visibility.choose(groups)
             reason = self._why_torch(states, groups)
             if reason:
                 self._fall_back(states, groups, reason)
@@ -234,11 +237,28 @@ class FSDPState(_C.State, _fallback.FallbackState):
         assert self._root is not None
         states = list(self._root.states)
         reason = self._what_was_replaced(states)
-        if not reason:  # it was put back
-            return
         groups = [group for state in states for group in state._fsdp_param_groups]
+        if not reason:  # it was put back, or is seen by what looks at collectives
+            if _visibility.choose(groups):
+                self._change_collectives(states, groups)
+            return
         self._fall_back(states, groups, reason)
         _status.note(states[0], reason)
+
+    def _change_collectives(self, states: list[FSDPState], groups: list[FSDPParamGroup]) -> None:
+        """Binds all units anew; collective, and noticed by ranks that do not come along."""
+        assert self._root is not None
+        for group in groups:
+            group.adopt_shards()
+        domains = self._root.domains
+        for domain in domains:
+            domain.leave()
+        for domain in domains:
+            domain.await_left()
+        for group in groups:
+            group._set_aside()
+            group._binding = None
+        self._join_core(states, groups)
 
     def leave_core(self, reason: str) -> None:
         """From now on torch's implementation runs this state; between two steps only."""

@@ -168,6 +168,15 @@ bool keep_for_hidden_output(StateObject *state, PyObject *output)
     return true;
 }
 
+// A unit whose collectives others see gathers ahead where torch's would.
+void call_if_visible(const GroupObject *group, const char *method)
+{
+    if (fc_domain_is_packed(group->unit->domain())) {
+        checked(PyObject_CallMethod(reinterpret_cast<PyObject *>(const_cast<GroupObject *>(group)),
+                                    method, nullptr));
+    }
+}
+
 // After forward: give the parameters up unless they are to stay.
 void group_post_forward(StateObject *state, bool is_needed = false)
 {
@@ -192,6 +201,9 @@ void group_post_forward(StateObject *state, bool is_needed = false)
     }
     if (in_forward && !in_autograd_backward()) {
         group->unit->end_forward();
+        if (at::GradMode::is_enabled()) {
+            call_if_visible(group, "_note_forward");
+        }
     }
     group->training = static_cast<int>(Training::idle);
 }
@@ -239,7 +251,6 @@ void begin_forward(StateObject *state)
         root_pre_forward(state);
     }
     state->training = static_cast<int>(Training::forward);
-    state->entry_sequence = at::sequence_number::peek();
     state->entry_checkpoints = n_checkpoints;
 }
 
@@ -266,6 +277,8 @@ Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_
     } else {
         begin_forward(state);
         cast_inputs(state, args, kwargs);
+        // Nodes of casts are outside: backward comes to them after the unit's post-backward.
+        state->entry_sequence = at::sequence_number::peek();
         unit = unit_of(state); // set-up may have been repeated
         if (unit != nullptr) {
             log_event("FSDP::pre_forward", unit);
@@ -275,6 +288,7 @@ Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_
                 !is_grouped(state) || !is_training(group->training, Training::forward);
             group->training = static_cast<int>(Training::forward);
             unit->unshard();
+            call_if_visible(group, "_prefetch_in_forward");
             if (is_entry) {
                 register_post_backward(state, args, kwargs);
             }
@@ -361,6 +375,7 @@ void state_pre_backward(StateObject *state)
     group->unit->await_gradients();
     if (group->unshard_in_backward) {
         group->unit->unshard();
+        call_if_visible(group, "_prefetch_in_backward");
     } else {
         group->unit->make_unavailable();
     }

@@ -9,6 +9,7 @@
 #include "bind/python/untraced.h"
 #include "bind/tensor/tensors.h"
 
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <structmember.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -18,6 +19,12 @@ namespace fc {
 namespace {
 
 PyTypeObject *state_type = nullptr, *root_type = nullptr;
+
+// Who uses one sees the collectives of units.
+bool has_dispatch_modes()
+{
+    return c10::impl::TorchDispatchModeTLS::any_modes_set();
+}
 
 // ---- Root ----
 
@@ -40,6 +47,7 @@ PyObject *root_new(PyTypeObject *type, PyObject *args, PyObject *)
         as<RootObject>(self.get())->domains = Py_NewRef(domains);
         as<RootObject>(self.get())->context = context_of(Py_NewRef(context));
         as<RootObject>(self.get())->publishes = true;
+        as<RootObject>(self.get())->has_modes = has_dispatch_modes();
         as<RootObject>(self.get())->backward = new_backward();
         if (PyList_GET_SIZE(domains) > 0) {
             as<RootObject>(self.get())->streams = domain_streams(PyList_GET_ITEM(domains, 0));
@@ -108,6 +116,12 @@ PyObject *root_call_reset(PyObject *self, PyObject *)
     });
 }
 
+PyObject *root_look_again(PyObject *self, PyObject *)
+{
+    as<RootObject>(self)->is_replaced = true;
+    Py_RETURN_NONE;
+}
+
 PyObject *root_drop_raised_forward(PyObject *self, PyObject *)
 {
     return guarded([&]() -> PyObject * {
@@ -140,7 +154,14 @@ PyMemberDef root_members[] = {
     {"domains", T_OBJECT, offsetof(RootObject, domains), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 
-PyGetSetDef root_properties[] = {{"iteration_root", root_get_iteration_root, nullptr,
+PyObject *root_get_backward(PyObject *self, void *)
+{
+    return PyLong_FromUnsignedLongLong(as<RootObject>(self)->backward);
+}
+
+PyGetSetDef root_properties[] = {{"backward", root_get_backward, nullptr,
+                                  "the number of the running backward, or the next one", nullptr},
+                                 {"iteration_root", root_get_iteration_root, nullptr,
                                   "the state that began the current forward", nullptr},
                                  {"is_between_steps", root_get_between_steps, nullptr,
                                   "whether no forward or backward is going on or to come, and no "
@@ -157,6 +178,8 @@ PyMethodDef root_methods[] = {
      "Finishes all reductions and closes the phase."},
     {"finalize_backward", root_call_finalize_backward, METH_NOARGS,
      "Reduces what the backwards of a manual ending left."},
+    {"look_again", root_look_again, METH_NOARGS,
+     "The next forward asks who looks at the units' collectives."},
     {"reset", root_call_reset, METH_NOARGS, "Drops everything of the running step."},
     {"drop_raised_forward", root_drop_raised_forward, METH_NOARGS,
      "Ends a forward that was left by an exception, as the next one would."},
@@ -266,9 +289,11 @@ bool is_ours(StateObject *state)
     if (state->root == nullptr && !state->uses_fallback) {
         checked(PyObject_CallMethod(self, "_choose_implementation", nullptr));
     } else if (state->root != nullptr && state->root->iteration_root == nullptr &&
-               (state->root->is_replaced || functions_replaced()) &&
+               (state->root->is_replaced || functions_replaced() ||
+                has_dispatch_modes() != state->root->has_modes) &&
                root_is_between_steps(state->root)) {
         state->root->is_replaced = false;
+        state->root->has_modes = has_dispatch_modes();
         checked(PyObject_CallMethod(self, "_leave_replaced", nullptr));
     }
     return state->root != nullptr;

@@ -92,6 +92,7 @@ struct RootObject {
     bool publishes;              // some unit's shards are not where peers read them
     bool defers_hooks;           // some group does, in this phase
     bool is_replaced;            // a method of one of the states was, since set-up
+    bool has_modes;              // a dispatch mode was active when units were bound
     bool has_raised;             // the current forward has ended in an exception
 };
 
