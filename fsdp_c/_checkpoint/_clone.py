@@ -19,8 +19,9 @@ from fsdp_c._fully_shard import (
     _fallback_reason,
     _fsdp_init,
     _fsdp_module,
-    _fsdp_param,
     _fully_shard,
+    _param_attributes,
+    _param_layout,
 )
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -31,7 +32,7 @@ class _Copied:
     """One sharded parameter and what becomes its copy."""
 
     fsdp_param: Any
-    whole: nn.Parameter  # on the meta device, until fully_shard has made a shard of it
+    full: nn.Parameter  # on the meta device, until fully_shard has made a shard of it
 
 
 @torch.no_grad()
@@ -55,7 +56,7 @@ def clone(model: _Model) -> _Model:
         raise TypeError(f"clone expects a module, not {type(model).__name__}: pass the model")
     states = _states_of(model)
     copied = [
-        _Copied(fsdp_param, _whole(fsdp_param))
+        _Copied(fsdp_param, _full_on_meta(fsdp_param))
         for state in states
         for group in state._fsdp_param_groups
         for fsdp_param in group.fsdp_params
@@ -63,7 +64,7 @@ def clone(model: _Model) -> _Model:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    memo: dict[int, Any] = {id(c.fsdp_param.sharded_param): c.whole for c in copied}
+    memo: dict[int, Any] = {id(c.fsdp_param.sharded_param): c.full for c in copied}
     methods = [(module, name) for state in states for module, name in _forward_methods(state)]
     with _unwrapped(states):
         for module, name in methods:
@@ -71,7 +72,7 @@ def clone(model: _Model) -> _Model:
         twin = copy.deepcopy(model, memo)
     sharded = {id(c.fsdp_param.sharded_param) for c in copied}
     plain = {memo[id(param)] for param in model.parameters() if id(param) not in sharded}
-    places = {id(c.whole): _place_of(c.fsdp_param) for c in copied}
+    places = {id(c.full): _place_of(c.fsdp_param) for c in copied}
     for state in states:
         _shard_like(state, memo, plain, places)
     for module, name in methods:
@@ -96,7 +97,7 @@ def _states_of(model: nn.Module) -> list[Any]:
                     f"clone: module '{name or '(root)'}' was not sharded by fsdp_c.fully_shard:"
                     " build and shard a second model and load the first one's state"
                 )
-            if state.parked is not None:
+            if state.offloaded is not None:
                 raise RuntimeError(f"clone: {_fsdp_module.OFFLOADED}")
             states[state] = None
     if not states:
@@ -111,17 +112,17 @@ def _states_of(model: nn.Module) -> list[Any]:
     return sorted(states, key=lambda state: state.call.number)
 
 
-def _whole(fsdp_param: Any) -> nn.Parameter:
+def _full_on_meta(fsdp_param: Any) -> nn.Parameter:
     """What the parameter was before it was sharded, but without memory."""
     if reason := _fallback_reason.why_not_a_tensor(fsdp_param):
         raise ValueError(f"clone: {reason}, and only plain tensors can be copied")
     shard = fsdp_param.sharded_param
     size = fsdp_param._orig_size
-    strides = _fsdp_param.strides_for(size, fsdp_param.memory_order)
+    strides = _param_layout.strides_for(size, fsdp_param.memory_order)
     data = torch.empty_strided(size, strides, dtype=shard.dtype, device="meta")
-    whole = nn.Parameter(data, requires_grad=shard.requires_grad)
-    _fsdp_param.copy_attributes(shard, whole)
-    return whole
+    full = nn.Parameter(data, requires_grad=shard.requires_grad)
+    _param_attributes.copy_attributes(shard, full)
+    return full
 
 
 @contextmanager
@@ -159,7 +160,7 @@ def _handles(state: Any) -> Iterator[Any]:
     for group in state._fsdp_param_groups:
         yield from group._module_to_pre_save_state_dict_hook_handle.values()
         yield from group._module_to_pre_load_state_dict_hook_handle.values()
-        yield from group._put_shards_handles
+        yield from group._post_save_state_dict_hook_handles
         for fsdp_param in group.fsdp_params:
             yield fsdp_param._post_load_hook_handle
 
@@ -187,7 +188,7 @@ def _fill(twin: nn.Module, memo: dict[int, Any], copied: Sequence[_Copied]) -> N
     """Gives the copies memory and this rank's values; both models are sharded."""
     places = []
     for c in copied:
-        module, name = _fsdp_param.registrations(c.fsdp_param)[0]
+        module, name = _param_attributes.registrations(c.fsdp_param)[0]
         if not c.fsdp_param.sharded_param.is_meta:
             places.append((memo[id(module)], name, c.fsdp_param.sharded_param))
     devices = {id(module._parameters[name]): source.device for module, name, source in places}
@@ -199,5 +200,5 @@ def _fill(twin: nn.Module, memo: dict[int, Any], copied: Sequence[_Copied]) -> N
     twin._apply(allocate)
     for module, name, source in places:
         target = module._parameters[name]
-        _fsdp_param.copy_attributes(source, target)
+        _param_attributes.copy_attributes(source, target)
         _full.local_part(target).copy_(_full.local_part(source))

@@ -1,4 +1,4 @@
-"""Checkpoints of whole tensors, read straight into shards."""
+"""Checkpoints of full tensors, read straight into shards."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class IncompatibleKeys(NamedTuple):
 
 @dataclass
 class Stored:
-    """A whole tensor in the pieces that a checkpoint has of it, each got when it is needed."""
+    """A full tensor in the pieces that a checkpoint has of it, each got when it is needed."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: list[tuple[_dtensor_chunks.Box, Callable[[], torch.Tensor]]]
 
     @classmethod
-    def of(cls, whole: torch.Tensor | _safetensors.Entry) -> Stored:
-        box = tuple(slice(0, n) for n in whole.shape)
-        get = whole.tensor if isinstance(whole, _safetensors.Entry) else lambda: whole
-        return cls(tuple(whole.shape), whole.dtype, [(box, get)])
+    def of(cls, full: torch.Tensor | _safetensors.Entry) -> Stored:
+        box = tuple(slice(0, n) for n in full.shape)
+        get = full.tensor if isinstance(full, _safetensors.Entry) else lambda: full
+        return cls(tuple(full.shape), full.dtype, [(box, get)])
 
 
 @torch.no_grad()
@@ -76,11 +76,13 @@ def load_full(
         ValueError: a file that cannot be read.
     """
     tensors = source if isinstance(source, Mapping) else _read(Path(source))
-    stored = {name: Stored.of(tensor) for name, tensor in _whole(tensors)}
+    stored = {name: Stored.of(tensor) for name, tensor in _full_tensors(tensors)}
     return fill(model, stored, "load_full", strict=strict, cast=cast)
 
 
-def _whole(tensors: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor | _safetensors.Entry]]:
+def _full_tensors(
+    tensors: Mapping[str, Any],
+) -> Iterable[tuple[str, torch.Tensor | _safetensors.Entry]]:
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) or not isinstance(tensor, torch.Tensor | _safetensors.Entry):
             raise ValueError(

@@ -42,16 +42,16 @@ def iter_full_params(
         for named in _fqns.tensors_of(model)
         if isinstance(named.tensor, nn.Parameter)
     ]
-    yield from whole_of(entries, bucket_bytes, dtype)
+    yield from full_tensors_of(entries, bucket_bytes, dtype)
 
 
 @torch.no_grad()
-def whole_of(
+def full_tensors_of(
     entries: Sequence[tuple[Any, torch.Tensor]],
     bucket_bytes: int = _buckets.DEFAULT_BYTES,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yields each key with the whole of its tensor; see `iter_full_params`."""
+    """Yields each key with its full tensor; see `iter_full_params`."""
     _buckets.check(bucket_bytes)
     dtypes = [_travels_as(tensor, dtype) for _, tensor in entries]
     groups = [_group_of(name, tensor) for name, tensor in entries]
@@ -137,10 +137,10 @@ def _gathered(
         dist.all_gather_into_tensor(arrived, packed, group=group)
     offsets = [each * rank for rank in range(n_ranks)]
     for (name, tensor), of in zip(members, boxes, strict=True):
-        whole = memory.get("whole", tensor.numel(), like).view(tensor.shape)
+        full = memory.get("full", tensor.numel(), like).view(tensor.shape)
         for rank, box in enumerate(of):
             numel = _dtensor_chunks.box_numel(box)
             part = arrived[offsets[rank] : offsets[rank] + numel]
-            whole[box].copy_(part.view(_dtensor_chunks.box_size(box)))
+            full[box].copy_(part.view(_dtensor_chunks.box_size(box)))
             offsets[rank] += numel
-        yield name, whole
+        yield name, full

@@ -41,10 +41,10 @@ def check_replicas(
     if not isinstance(model, nn.Module):
         raise TypeError(f"check_replicas expects a module, not {type(model).__name__}")
     tensors = dict(_tensors_of(model, buffers))
-    whole = _group_of_all(tensors.values())
+    all_ranks = _group_of_all(tensors.values())
     by_group: dict[dist.ProcessGroup, list[str]] = {}
     for name, tensor in tensors.items():
-        for group in _groups_of(tensor, whole):
+        for group in _groups_of(tensor, all_ranks):
             if group.size() > 1 and not tensor.is_meta:
                 by_group.setdefault(group, []).append(name)
     faults: dict[str, str] = {}
@@ -53,10 +53,12 @@ def check_replicas(
         for name in found if repair else ():
             _send_first(tensors[name], group)
         faults |= found
-    told: list[dict[str, str]] = [{} for _ in range(whole.size())] if whole is not None else [{}]
-    if whole is not None:
-        dist.all_gather_object(told, faults, group=whole)
-    all_faults = {name: text for faults in told for name, text in faults.items()}
+    answers: list[dict[str, str]] = (
+        [{} for _ in range(all_ranks.size())] if all_ranks is not None else [{}]
+    )
+    if all_ranks is not None:
+        dist.all_gather_object(answers, faults, group=all_ranks)
+    all_faults = {name: text for faults in answers for name, text in faults.items()}
     if all_faults and not repair:
         more = f" and {len(all_faults) - _SHOWN} more" if len(all_faults) > _SHOWN else ""
         raise RuntimeError(
@@ -87,11 +89,11 @@ def _group_of_all(tensors: Iterable[torch.Tensor]) -> dist.ProcessGroup | None:
 
 
 def _groups_of(
-    tensor: torch.Tensor, whole: dist.ProcessGroup | None
+    tensor: torch.Tensor, all_ranks: dist.ProcessGroup | None
 ) -> Iterator[dist.ProcessGroup]:
     """Groups whose ranks hold the same part of the tensor."""
     if not isinstance(tensor, DTensor):
-        yield from () if whole is None else (whole,)
+        yield from () if all_ranks is None else (all_ranks,)
         return
     for dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):

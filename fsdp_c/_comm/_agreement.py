@@ -27,6 +27,11 @@ def first_reason(what: str, process_groups: Iterable[dist.ProcessGroup], told: s
     return told
 
 
+def first_reason_of_units(what: str, groups: Sequence[Any], told: str) -> str:
+    """The same over all process groups of some units."""
+    return first_reason(what, process_groups_of([group.mesh_info for group in groups]), told)
+
+
 def any_rank(process_groups: Sequence[dist.ProcessGroup], mine: bool) -> bool:
     """Whether it is so on a rank of the mesh, all of whose ranks ask; its dimensions in turn.
 

@@ -147,7 +147,7 @@ def has_gradient(fsdp_param: Any) -> bool:
     )
 
 
-def even_out_gradients(group: Any) -> None:
+def accumulate_before_reduction(group: Any) -> None:
     """Before 2.15 torch's group cannot reduce what is held together with what is fresh."""
     params = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
     if HAS_GRAD_DTYPE or not group.reduce_grads or group._reduce_dtype is None:
@@ -168,7 +168,7 @@ def even_out_gradients(group: Any) -> None:
             )
 
 
-def drop_held_gradients(group: Any) -> None:
+def drop_accumulated_gradients(group: Any) -> None:
     """Before 2.15 torch's reset keeps what micro-batches without synchronisation have left."""
     if HAS_GRAD_DTYPE:
         return
@@ -178,7 +178,7 @@ def drop_held_gradients(group: Any) -> None:
             leaf.grad = None
 
 
-def held_dtype(fsdp_param: Any) -> torch.dtype:
+def accumulated_dtype(fsdp_param: Any) -> torch.dtype:
     """The dtype in which micro-batches without synchronization are added up."""
     if HAS_GRAD_DTYPE:
         return fsdp_param.unsharded_grad_dtype or compute_dtype(fsdp_param)
@@ -187,10 +187,10 @@ def held_dtype(fsdp_param: Any) -> torch.dtype:
 
 def leaf_grad_dtype(fsdp_param: Any) -> torch.dtype:
     """The dtype of gradients on the unsharded parameter, where micro-batches may leave them."""
-    return held_dtype(fsdp_param) if HAS_GRAD_DTYPE else compute_dtype(fsdp_param)
+    return accumulated_dtype(fsdp_param) if HAS_GRAD_DTYPE else compute_dtype(fsdp_param)
 
 
-def settle_reduce_dtypes(fsdp_params: Sequence[Any]) -> None:
+def set_sum_dtypes(fsdp_params: Sequence[Any]) -> None:
     """One dtype for the sums of a unit's gradients: the widest that one of them is held in.
 
     Parameters of another original dtype, which torch refuses, keep to themselves.
@@ -198,9 +198,9 @@ def settle_reduce_dtypes(fsdp_params: Sequence[Any]) -> None:
     held: dict[torch.dtype, set[torch.dtype]] = {}
     for fsdp_param in fsdp_params:
         if fsdp_param.sharded_param.requires_grad:
-            held.setdefault(fsdp_param.orig_dtype, set()).add(held_dtype(fsdp_param))
+            held.setdefault(fsdp_param.orig_dtype, set()).add(accumulated_dtype(fsdp_param))
     for fsdp_param in fsdp_params:
-        dtypes = held.get(fsdp_param.orig_dtype, set()) | {held_dtype(fsdp_param)}
+        dtypes = held.get(fsdp_param.orig_dtype, set()) | {accumulated_dtype(fsdp_param)}
         fsdp_param.sum_dtype = functools.reduce(torch.promote_types, dtypes)
 
 
@@ -229,7 +229,7 @@ def unset_reduce_dtype(orig: torch.dtype, compute: torch.dtype) -> torch.dtype:
 def grad_dtype(fsdp_param: Any) -> torch.dtype:
     """The dtype of the sharded gradient."""
     if HAS_GRAD_DTYPE:
-        return fsdp_param.sharded_grad_dtype or held_dtype(fsdp_param)
+        return fsdp_param.sharded_grad_dtype or accumulated_dtype(fsdp_param)
     return fsdp_param.orig_dtype
 
 

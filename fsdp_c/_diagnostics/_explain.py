@@ -50,8 +50,8 @@ class UnitRow:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        unit, params, whole, local, *words = astuple(self)
-        return (unit, f"{params:,}", _mib(whole), _mib(local), *words)
+        unit, params, full, local, *words = astuple(self)
+        return (unit, f"{params:,}", _mib(full), _mib(local), *words)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _row_of(name: str, state: Any, group: Any) -> UnitRow:
         reshard=_reshard_of(state, group),
         dtypes=_listed(_dtypes_of(p, casts) for p in params),
         gradients=_gradients_of(group),
-        road=_road_of(group),
+        road=_implementation_of(group),
         state="unsharded" if group.is_unsharded else "sharded",
     )
 
@@ -188,8 +188,8 @@ def _reshard_of(state: Any, group: Any) -> str:
     return f"after forward ({'the default' if is_auto else 'reshard_after_forward=True'})"
 
 
-def _road_of(group: Any) -> str:
-    reason = getattr(group, "left_because", "torch's fully_shard made it")
+def _implementation_of(group: Any) -> str:
+    reason = getattr(group, "fallback_reason", "torch's fully_shard made it")
     if not getattr(group, "_is_bound", False):
         reason = reason or _fallback_reason.why_torch(group)
         return f"torch: {reason}" if reason else "core, from the first forward on"

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_c._diagnostics import _stats
-from fsdp_c._estimate._trace import Rules, Segment, Trace
+from fsdp_c._estimate._segments import Rules, Segment, Trace
 from fsdp_c._estimate._volume import Unit
 from fsdp_c._memory import _memory_plan
 from fsdp_c._native import _C
@@ -40,12 +40,12 @@ class Memory:
 def rules_of(
     engine: str, strategy: Strategy, n_shards: int, dtype: Any, accumulates: bool
 ) -> Rules:
-    """How whole gradients live in a step."""
+    """How unsharded gradients live in a step."""
     if engine == "core":
-        lent = _memory_plan._LENT_BYTES if n_shards > 1 else 0
-        holds = accumulates and strategy.keeps_whole_gradients
-        return Rules(dtype, holds, lent_bytes=lent, on_cpu=True)
-    return Rules(dtype, holds=accumulates and strategy.keeps_whole_gradients)
+        borrowed = _memory_plan._LENT_BYTES if n_shards > 1 else 0
+        keeps = accumulates and strategy.keeps_unsharded_gradients
+        return Rules(dtype, keeps, borrowed_bytes=borrowed, on_cpu=True)
+    return Rules(dtype, keeps_gradients=accumulates and strategy.keeps_unsharded_gradients)
 
 
 def memory_of(
@@ -90,7 +90,7 @@ def memory_of(
         held = dict.fromkeys(held, 0)
         held["parameters"] = max((unit.shard for unit in units), default=0)
     held["parameters"] += outside
-    largest = max((unit.whole_reduce for unit in units), default=0)
+    largest = max((unit.unsharded_reduce for unit in units), default=0)
     held["reduce slots"] = largest if n_shards * n_replicas > 1 else 0
     slots, live = _worst_moment(trace.segments, units, strategy, n_shards)
     device = {**held, "gather slots": slots, **_of_trace(trace, live)}
@@ -100,7 +100,7 @@ def memory_of(
 
 def _never_made(units: Sequence[Unit], n_shards: int, n_replicas: int) -> int:
     """Planned gradients of units of which no parameter gets one."""
-    rows = [(u.name, u.planned) for u in units if not u.whole_reduce]
+    rows = [(u.name, u.planned) for u in units if not u.unsharded_reduce]
     if not rows:
         return 0
     return _C.Domain.plan(False, rows, n_shards, n_shards * n_replicas, True)["gradients"]
@@ -126,7 +126,7 @@ def _of_trace(trace: Trace, live: int) -> dict[str, int]:
 def _worst_moment(
     segments: Sequence[Segment], units: Sequence[Unit], strategy: Strategy, n_shards: int
 ) -> tuple[int, int]:
-    """Bytes of gathered units, and of activations with whole gradients, when the sum is largest.
+    """Bytes of gathered units, and of activations with gradients, when the sum is largest.
 
     As torch's implementation does it: beside the unit that runs there is the buffer of a further
     one, in forward the one that it was gathered into, in backward the one that is gathered ahead.
@@ -143,15 +143,15 @@ def _worst_moment(
             if name not in begun:
                 begun.append(name)
             further = sizes.get(name, 0)
-            whole = [one for one in stays if one in begun]
+            unsharded = [one for one in stays if one in begun]
         else:
             place = order.index(name) if name in order else 0
             before = order[max(place - 1, 0)] if order else ""
             further = sizes.get(before, 0) if before not in stays else 0
             # In backward units are given up from the last one on; the root at the very end.
-            whole = [one for one in stays if one == "" or order.index(one) <= place or not name]
-        slots = sum(sizes[one] for one in whole) + further
-        if name not in whole:
+            unsharded = [one for one in stays if one == "" or order.index(one) <= place or not name]
+        slots = sum(sizes[one] for one in unsharded) + further
+        if name not in unsharded:
             slots += sizes.get(name, 0)
         if n_shards == 1:
             slots -= further
@@ -161,5 +161,5 @@ def _worst_moment(
 
 
 def _gathered(unit: Unit, n_shards: int) -> int:
-    """Of parameters that are whole anyway only those that are cast take memory again."""
-    return unit.whole_compute if n_shards > 1 or unit.casts else 0
+    """Of parameters that are unsharded anyway only those that are cast take memory again."""
+    return unit.unsharded_compute if n_shards > 1 or unit.casts else 0

@@ -120,7 +120,7 @@ def make(
         raise ValueError("estimate: pass either seq= (token ids) or inputs= (tensors for forward)")
     for name, value in (("batch", batch), ("seq", seq)):
         if value is not None:
-            _check_whole(name, value)
+            _check_positive_integer(name, value)
     if not (loss is None or callable(loss)):
         raise TypeError(f"estimate: loss={loss!r}: pass a function of what forward returns")
     if seq is not None:
@@ -171,7 +171,7 @@ def check(setting: Setting) -> None:
     for name in ("world_size", "micro_batches", "shards", "ranks_per_host"):
         value = getattr(setting, name)
         if value is not None:
-            _check_whole(name, value)
+            _check_positive_integer(name, value)
     if not isinstance(setting.offload, bool):
         raise TypeError(f"estimate: offload={setting.offload!r}: pass True or False")
     if shards is not None and not setting.strategy.is_hybrid:
@@ -185,7 +185,7 @@ def check(setting: Setting) -> None:
         raise ValueError('estimate: "ddp" has no shards to offload; use strategy="zero2"')
 
 
-def _check_whole(name: str, value: Any) -> None:
+def _check_positive_integer(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"estimate: {name}={value!r}: pass a whole number, at least 1")
 

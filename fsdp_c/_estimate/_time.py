@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_c._estimate._hardware import NCCL_RING, Hardware
-from fsdp_c._estimate._trace import Segment
+from fsdp_c._estimate._segments import Segment
 from fsdp_c._estimate._volume import Unit
 from fsdp_c.strategy import Strategy
 
@@ -58,7 +58,7 @@ def times_of(
     compute = sum(seconds) * micro_batches
     step, communication = last
     if micro_batches > 1:
-        keeps = strategy.keeps_whole_gradients
+        keeps = strategy.keeps_unsharded_gradients
         other = run(segments, seconds, units, strategy, world, not keeps)
         step += (micro_batches - 1) * other[0]
         communication += (micro_batches - 1) * other[1]
@@ -127,7 +127,7 @@ def _replica_seconds(unit: Unit, world: World) -> float:
     """An all-reduce of a rank's part: twice a ring; devices of a host do theirs side by side."""
     n = world.n_replicas
     per_host = max(1, world.ranks_per_host // world.n_shards)
-    part = unit.whole_reduce / world.n_shards
+    part = unit.unsharded_reduce / world.n_shards
     hardware = world.hardware
     return 2 * ring_seconds(part, n, min(per_host, n), hardware)
 
@@ -150,7 +150,7 @@ def _on_streams(
         nonlocal comm, total
         if key not in gathered:
             unit = by_name[key[1]]
-            took = _shard_seconds(unit.whole_compute, world)
+            took = _shard_seconds(unit.unsharded_compute, world)
             if unit.is_recomputed and key[0] == "backward":
                 took *= 2
             comm = max(comm, ready) + took
@@ -159,8 +159,8 @@ def _on_streams(
 
     def reduce(unit: Unit, ready: float) -> None:
         nonlocal comm, total
-        if reduces and unit.whole_reduce:
-            took = _shard_seconds(unit.whole_reduce, world) + _replica_seconds(unit, world)
+        if reduces and unit.unsharded_reduce:
+            took = _shard_seconds(unit.unsharded_reduce, world) + _replica_seconds(unit, world)
             comm = max(comm, ready) + took
             total += took
 
@@ -213,20 +213,20 @@ def _on_core(
     moved = messages = 0.0
     for unit in units:
         if unit.casts:  # each rank casts its own shard; nothing is copied otherwise
-            moved += unit.shard + unit.whole_compute / n
+            moved += unit.shard + unit.unsharded_compute / n
             messages += 1
-        if reduces and unit.whole_reduce:
-            moved += core_reduce_bytes(unit.whole_reduce, n, unit.shard_gradient)
+        if reduces and unit.unsharded_reduce:
+            moved += core_reduce_bytes(unit.unsharded_reduce, n, unit.shard_gradient)
             moved += core_reduce_bytes(
-                unit.whole_reduce / n * world.n_replicas, world.n_replicas, unit.shard_gradient
+                unit.unsharded_reduce / n * world.n_replicas, world.n_replicas, unit.shard_gradient
             )
             messages += 1 + (world.n_replicas > 1)
     took = moved / hardware.bandwidth * world.turns + messages * hardware.latency * world.turns
     return sum(seconds) + took, took
 
 
-def core_reduce_bytes(whole: float, n: int, result: float) -> float:
+def core_reduce_bytes(unsharded: float, n: int, result: float) -> float:
     """Peers' parts are read and written, then all parts of the own shard read, the sum written."""
     if n == 1:
         return 0.0
-    return 2 * whole * (n - 1) / n + whole + result
+    return 2 * unsharded * (n - 1) / n + unsharded + result

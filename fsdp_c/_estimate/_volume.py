@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_c._estimate._trace import Trace
+from fsdp_c._estimate._segments import Trace
 from fsdp_c._fully_shard._param_spec import ParamSpec
 from fsdp_c._memory import _memory_plan
 from fsdp_c.strategy import Strategy
@@ -21,7 +21,7 @@ Rows = list[ParamSpec]
 
 @dataclass(frozen=True)
 class Unit:
-    """Bytes of one unit on a rank. `whole_*` with the padding that equal shards need."""
+    """Bytes of one unit on a rank. `unsharded_*` with the padding that equal shards need."""
 
     name: str  # dotted name of its module; "" is the model itself
     numel: int
@@ -29,8 +29,8 @@ class Unit:
     planned: Rows  # the same; trained: wants one
     shard: int  # in the original dtype
     shard_gradient: int
-    whole_compute: int  # gathered
-    whole_reduce: int  # sent to a reduction
+    unsharded_compute: int  # gathered
+    unsharded_reduce: int  # sent to a reduction
     casts: bool  # computes in another dtype than the original
     is_root: bool  # runs from the beginning to the end
     is_recomputed: bool = False  # inside a checkpointed module: gathered to compute it again too
@@ -45,7 +45,7 @@ class Unit:
 
     def reductions(self, engine: str) -> int:
         """Per backward: the core adds up what a unit's calls leave, torch sends each."""
-        if not self.whole_reduce:
+        if not self.unsharded_reduce:
             return 0
         return 1 if engine == "core" else max(self.backwards, 1)
 
@@ -107,10 +107,10 @@ def _unit(name: str, rows: Rows, n_shards: int, is_root: bool) -> Unit:
         rows,
         shard=sum(n * row.orig.itemsize for n, row in zip(numels, rows, strict=True)),
         shard_gradient=sum(n * row.grad.itemsize for n, row in trained),
-        whole_compute=sum(
+        unsharded_compute=sum(
             n * n_shards * row.compute.itemsize for n, row in zip(numels, rows, strict=True)
         ),
-        whole_reduce=sum(n * n_shards * row.reduce.itemsize for n, row in trained),
+        unsharded_reduce=sum(n * n_shards * row.reduce.itemsize for n, row in trained),
         casts=any(row.orig != row.compute for row in rows),
         is_root=is_root,
     )
@@ -140,8 +140,8 @@ def traffic_of(
                 * row.compute.itemsize
                 for row in unit.rows
             )
-        if unit.whole_reduce:
-            n_reduced = 1 if strategy.keeps_whole_gradients else micro_batches
+        if unit.unsharded_reduce:
+            n_reduced = 1 if strategy.keeps_unsharded_gradients else micro_batches
             n_reduced *= unit.reductions(engine)
             chunk = sum(
                 own_numel(row, n_shards, rank) * row.reduce.itemsize

@@ -15,8 +15,8 @@ from fsdp_c._comm import _agreement, _device, _transport
 from fsdp_c._compat import _versions
 from fsdp_c._fully_shard import (
     _fqns,
-    _fsdp_param,
     _model_digest,
+    _param_attributes,
     _same_model,
     _visible_collectives,
 )
@@ -67,7 +67,7 @@ def bind_units(groups: Sequence[Any], streams: _C.Streams | None = None) -> list
             _device.connect(streams, smaller, group.device)
         bind_unit(group, shard, index, replicate)
     if streams is None:
-        HEAP.for_core()
+        HEAP.prepare_for_core()
     return domains
 
 
@@ -152,7 +152,7 @@ def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | N
                 fsdp_param.unsharded_stride,
             )
             unsharded = _parameter(data, fsdp_param.sharded_param.requires_grad)
-            _fsdp_param.copy_attributes(fsdp_param.sharded_param, unsharded)
+            _param_attributes.copy_attributes(fsdp_param.sharded_param, unsharded)
             _versions.set_grad_dtype(fsdp_param, unsharded)
             fsdp_param._unsharded_param = unsharded
             fsdp_param.unit = group
@@ -194,7 +194,7 @@ def _parameter(data: torch.Tensor, requires_grad: bool) -> nn.Parameter:
 def _places(fsdp_param: Any) -> list[tuple[dict[str, Any], str, nn.Module | None]]:
     """Where the parameter is registered; the module only where it overrides __setattr__."""
     places = []
-    for module, name in _fsdp_param.registrations(fsdp_param):
+    for module, name in _param_attributes.registrations(fsdp_param):
         is_plain = getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__
         places.append((module._parameters, name, None if is_plain else module))
     return places

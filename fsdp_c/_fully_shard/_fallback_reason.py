@@ -58,10 +58,9 @@ def why_torch_here(group: Any) -> str:
 
 def agreed_reason(groups: Sequence[Any], mine: str) -> str:
     """A reason that some rank has, this one's first; collective."""
-    told = f"{mine} on rank {dist.get_rank()}" if mine else ""
-    process_groups = _agreement.process_groups_of([group.mesh_info for group in groups])
-    told = _agreement.first_reason("choice of implementation", process_groups, told)
-    return mine or told
+    named = f"{mine} on rank {dist.get_rank()}" if mine else ""
+    found = _agreement.first_reason_of_units("choice of implementation", groups, named)
+    return mine or found
 
 
 def why_not_a_tensor(fsdp_param: Any) -> str:

@@ -26,7 +26,7 @@ from fsdp_c import _env
 from fsdp_c._compat._versions import ShardPlacementResult, resolve_shard_placement
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._fully_shard._fsdp_state import FSDPState
-from fsdp_c._optim import _stale
+from fsdp_c._optim import _replaced_params
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
@@ -173,7 +173,7 @@ def undone_on_error(modules: Sequence[nn.Module]) -> Iterator[None]:
                 tensor.data = data
             tensor.__dict__.clear()
             tensor.__dict__.update(fields)
-            _stale.forget(tensor)
+            _replaced_params.forget(tensor)
         raise
 
 

@@ -179,27 +179,6 @@ _SETTERS = {
 }
 
 
-def warn_of_double_backward(unit: str) -> None:
-    """Called by a backward that itself is differentiated."""
-    warnings.warn(
-        f"backward with create_graph=True through FSDP unit '{unit}': a second backward through"
-        " that graph is not supported. It fails where parameters have been resharded (an error"
-        " about setStorage), and elsewhere leaves gradients out. Compute what needs it on modules"
-        " without fully_shard",
-        stacklevel=2,
-    )
-
-
-def warn_of_view(modules: list[str]) -> None:
-    """Called in strict mode where torch's `fully_shard` warns: what it says of itself."""
-    warnings.warn(
-        f"FSDP2-wrapped module ({', '.join(modules)}) returned a view tensor. Under torch's"
-        " fully_shard an in-place operation on it drops the pre-backward hook, and backward then"
-        " fails or gives wrong gradients: use out-of-place operations, or clone() the output first",
-        stacklevel=2,
-    )
-
-
 def warn_of_empty_buffers(root: nn.Module) -> None:
     """Names the buffers that hold what happened to be in memory; each once."""
     if not _empty:

@@ -16,8 +16,8 @@ from fsdp_c import _env
 from fsdp_c._fully_shard import (
     _containers,
     _engine_bind,
-    _fallback,
     _fallback_reason,
+    _fallback_state,
     _fqns,
     _fsdp_module,
     _heap,
@@ -25,9 +25,11 @@ from fsdp_c._fully_shard import (
     _same_model,
     _shared_params,
     _status,
+    _step_messages,
     _visibility,
 )
-from fsdp_c._fully_shard._fsdp_param_group import TRAINING_STATES, FSDPParamGroup, hidden_sums
+from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
+from fsdp_c._fully_shard._param_group_attributes import TRAINING_STATES, partial_sums_hidden
 from fsdp_c._native import _C
 
 
@@ -53,17 +55,17 @@ class FSDPStateContext(_C.Context, _fsdp_state.FSDPStateContext):
         return context
 
 
-class FSDPState(_C.State, _fallback.FallbackState):
+class FSDPState(_C.State, _fallback_state.FallbackState):
     """Hooks, root and units of one call.
 
-    The module's hooks are functions of the core. In the first forward of a root the road is
-    chosen for its whole root: the core, or torch's own implementation if one unit needs that.
+    The module's hooks are functions of the core. In the first forward of a root its
+    implementation is chosen: the core, or torch's own if one unit needs that.
     """
 
     _fsdp_param_groups: list[FSDPParamGroup]
     _state_ctx: FSDPStateContext
     call: Any = None  # of fully_shard: see _fully_shard.Call
-    parked: Any = None  # while the memory is away: see _offload
+    offloaded: Any = None  # while the memory is away: see _memory/_offload
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +99,9 @@ class FSDPState(_C.State, _fallback.FallbackState):
             for in_backward, states in self._prefetched.items():
                 groups = [other for state in states for other in state._fsdp_param_groups]
                 group._core_set_prefetch(in_backward, groups)
-                group.prefetched[in_backward] = groups
+                named = list(group.named_prefetches)
+                named[in_backward] = groups
+                group.named_prefetches = (named[False], named[True])
 
     @property
     def _training_state(self) -> TrainingState:
@@ -177,7 +181,7 @@ class FSDPState(_C.State, _fallback.FallbackState):
         if reason := self._what_was_replaced(states):
             return reason
         for group in groups:
-            reason = group.left_because
+            reason = group.fallback_reason
             if not reason and not group._is_bound:
                 reason = _fallback_reason.why_torch_here(group)
             if reason:
@@ -193,7 +197,7 @@ class FSDPState(_C.State, _fallback.FallbackState):
         return ""
 
     def _join_core(self, states: list[FSDPState], groups: list[FSDPParamGroup]) -> None:
-        early = [] if self._root is not None else [g.leave_early_streams() for g in groups]
+        restore = [] if self._root is not None else [g.leave_early_streams() for g in groups]
         domains = []
         for group in groups:
             # Units that were unsharded before the first forward have a domain already.
@@ -215,8 +219,8 @@ class FSDPState(_C.State, _fallback.FallbackState):
             state._join(root, group, False)
         for state in states:
             state._pass_prefetches()
-        for come_back in early:
-            come_back()
+        for restore_group in restore:
+            restore_group()
 
     def _fall_back(self, states: list[Any], groups: list[Any], reason: str) -> None:
         for group in groups:
@@ -225,7 +229,7 @@ class FSDPState(_C.State, _fallback.FallbackState):
         for group in groups:
             if isinstance(group, FSDPParamGroup):
                 group.leave_core(reason)
-        _heap.HEAP.for_fallback()
+        _heap.HEAP.prepare_for_fallback()
         for context in {id(state._state_ctx): state._state_ctx for state in states}.values():
             context.__dict__.pop("_root", None)
         for state in states:
@@ -287,7 +291,7 @@ class FSDPState(_C.State, _fallback.FallbackState):
         assert self._root is not None
         states = self._root.states
         groups = [group for state in states for group in state._fsdp_param_groups]
-        rebuilt = [group for group in groups if not group.is_lent]
+        rebuilt = [group for group in groups if not group.is_summoned]
         for group in rebuilt:  # before any of them changes, since this may raise
             group.adopt_shards()
         if any([group.rebind() for group in rebuilt]):
@@ -346,7 +350,7 @@ class FSDPState(_C.State, _fallback.FallbackState):
     def _validate_finalize_backward(self) -> None:
         groups = [g for state in self._state_ctx.all_states for g in state._fsdp_param_groups]
         # Torch's own cannot end a backward whose sums wait for replicas.
-        with hidden_sums([] if _env.is_strict() else groups):
+        with partial_sums_hidden([] if _env.is_strict() else groups):
             super()._validate_finalize_backward()
         if torch._C._current_graph_task_id() != -1:  # the first hook is still to come
             raise RuntimeError("FSDP finalize_backward must be called after backward completes")
@@ -363,10 +367,17 @@ class FSDPState(_C.State, _fallback.FallbackState):
     def _tell_of_double_backward(self) -> None:
         names = [_fqns.unit_name(group) for group in self._fsdp_param_groups]
         if names:
-            _fsdp_module.warn_of_double_backward(names[0])
+            _step_messages.warn_of_double_backward(names[0])
 
     def _warn_of_view(self) -> None:
-        _fsdp_module.warn_of_view([type(module).__name__ for module in self._modules])
+        _step_messages.warn_of_view([type(module).__name__ for module in self._modules])
+
+    def _warn_of_hidden_output(self) -> None:
+        unit = _fqns.unit_name(self._fsdp_param_groups[0])
+        _step_messages.warn_of_hidden_output(unit, stacklevel=2)
+
+    def _warn_of_failed_backward(self) -> None:
+        _step_messages.warn_of_failed_backward(stacklevel=2)
 
     def _refuse_unless_waited(self) -> None:
         """Called by a forward while any root of this process has a handle to be waited for."""
@@ -375,7 +386,7 @@ class FSDPState(_C.State, _fallback.FallbackState):
             raise RuntimeError("The previous gradient reduction must be waited on before forward")
 
     def _refuse_if_offloaded(self) -> None:
-        if self.parked is not None:
+        if self.offloaded is not None:
             raise RuntimeError(
                 f"forward of {type(self._modules[0]).__name__}: {_fsdp_module.OFFLOADED}"
             )
@@ -386,7 +397,7 @@ class FSDPState(_C.State, _fallback.FallbackState):
         self._refuse_if_offloaded()
         if len(self._modules) > 1 and not self._modules_to_run_forward:
             self._modules_to_run_forward.update(self._modules)
-        return _fallback.FallbackState._pre_forward(self, module, args, kwargs)
+        return _fallback_state.FallbackState._pre_forward(self, module, args, kwargs)
 
     def _torch_post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
         if len(self._modules) > 1:
@@ -394,12 +405,15 @@ class FSDPState(_C.State, _fallback.FallbackState):
                 return self._cast_output_dtype(output)
             self._modules_to_run_forward.remove(module)
             if self._modules_to_run_forward:
-                if self._training_state == TrainingState.FORWARD and not _fallback.in_backward():
+                if (
+                    self._training_state == TrainingState.FORWARD
+                    and not _fallback_state.in_backward()
+                ):
                     # The others may never run, and the root need not return what this computed.
                     # In a backward (a reentrant checkpoint) the end of it is known already.
                     output = self._register_pre_backward_hook(output)
                 return self._cast_output_dtype(output)
-        return _fallback.FallbackState._post_forward(self, module, input, output)
+        return _fallback_state.FallbackState._post_forward(self, module, input, output)
 
     def _cast_any_input(self, value: Any) -> Any:
         cast = functools.partial(_cast_fp_tensor, self._mp_policy.param_dtype)

@@ -105,7 +105,7 @@ def fully_shard(
     modules = [module] if isinstance(module, nn.Module) else _get_root_modules(list(module))
     with (
         _fsdp_init.undone_on_error(modules),
-        _shared_params.settled(modules, ignored_params) as ties,
+        _shared_params.taken_from_inner_units(modules, ignored_params) as ties,
     ):
         return _contracted(
             module,
@@ -154,7 +154,7 @@ def _apply(
     params, buffers = _fsdp_init.managed_states(managed_modules, ignored_params)
     _torch_init._move_states_to_device(params, buffers, device)
     if device.type == "cpu":
-        _heap.HEAP.before_shards()
+        _heap.HEAP.prepare_for_shards()
     state = _file_under_torchs_name(modules)
     state.call = Call(
         next(_numbers),
@@ -171,7 +171,7 @@ def _apply(
     state.init(modules, device, mp_policy, is_auto)
     _fsdp_init.make_groups(
         state,
-        ties.settle(params),
+        ties.params_to_shard(params),
         modules,
         mesh_info,
         post_forward_mesh_info,

@@ -17,18 +17,18 @@ class _Heap:
     def __init__(self) -> None:
         self.is_set = self.serves_core = False
 
-    def before_shards(self) -> None:
+    def prepare_for_shards(self) -> None:
         """Shards leave the heap again when they move to shared memory."""
         if threshold := _env.mmap_threshold():
             _C.Domain.set_heap(threshold, 0)
             self.is_set = True
 
-    def for_core(self) -> None:
+    def prepare_for_core(self) -> None:
         self.serves_core = True
-        self.before_shards()
+        self.prepare_for_shards()
         _C.Domain.trim_heap()
 
-    def for_fallback(self) -> None:
+    def prepare_for_fallback(self) -> None:
         if self.is_set and not self.serves_core:
             _C.Domain.set_heap(*self.LEARNED)
 

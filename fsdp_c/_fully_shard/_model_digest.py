@@ -1,6 +1,6 @@
 """Whether ranks built the same model: a few values of each parameter, compared at set-up.
 
-fully_shard sees whole parameters. Ranks whose seeds differed would each keep a part of another
+fully_shard sees full parameters. Ranks whose seeds differed would each keep a part of another
 model. What was written or replaced since, by a checkpoint or an initialization, does not count.
 """
 
@@ -23,8 +23,8 @@ _WORD = 16  # hex digits that stand for them
 class Origin:
     """Values of a parameter as it came to fully_shard, and of its shard as that left it."""
 
-    def __init__(self, whole: Tensor, shard: Any, of_shard: Tensor) -> None:
-        self.whole = whole
+    def __init__(self, full: Tensor, shard: Any, of_shard: Tensor) -> None:
+        self.full = full
         self.shard = shard
         self.of_shard = of_shard
         self.versions = _versions_of(shard)
@@ -36,7 +36,7 @@ class Origin:
         now = sample(shard._local_tensor)
         if now is None or _bytes_of(now) != _bytes_of(self.of_shard):  # as `param.data` does
             return ""
-        return hashlib.sha256(_bytes_of(self.whole)).hexdigest()[:_WORD]
+        return hashlib.sha256(_bytes_of(self.full)).hexdigest()[:_WORD]
 
 
 def sample(tensor: Tensor) -> Tensor | None:
@@ -52,11 +52,11 @@ def sample(tensor: Tensor) -> Tensor | None:
     return tensor.as_strided((n_values,), (step,)).clone()
 
 
-def origin_of(whole: Tensor | None, shard: Any) -> Origin | None:
+def origin_of(full: Tensor | None, shard: Any) -> Origin | None:
     """To be kept until set-up, with a sample of the parameter before it was cut."""
     local = getattr(shard, "_local_tensor", None)
-    of_shard = None if whole is None or local is None else sample(local)
-    return None if whole is None or of_shard is None else Origin(whole, shard, of_shard)
+    of_shard = None if full is None or local is None else sample(local)
+    return None if full is None or of_shard is None else Origin(full, shard, of_shard)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -106,10 +106,10 @@ def compare(
         return  # an error of its own
     different = []  # (parameter, two ranks)
     for i, name in enumerate(names):
-        told = [(model[i], rank) for model, rank in zip(models, ranks, strict=True) if model[i]]
-        others = [rank for word, rank in told if word != told[0][0]]
+        known = [(model[i], rank) for model, rank in zip(models, ranks, strict=True) if model[i]]
+        others = [rank for word, rank in known if word != known[0][0]]
         if others:
-            different.append((name, told[0][1], others[0]))
+            different.append((name, known[0][1], others[0]))
     if different:
         name, first, other = different[0]
         more = f" and {len(different) - 1} more" if len(different) > 1 else ""

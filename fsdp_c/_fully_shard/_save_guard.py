@@ -23,7 +23,7 @@ _reduce_ex: Any = DTensor.__reduce_ex__
 _SERIALIZATION = torch.serialization.__file__
 # Whose code knows what each rank saves.
 _KNOWS = ("torch.distributed.checkpoint", "fsdp_c.")
-_told: set[tuple[str, int]] = set()  # lines of users' files
+_warned: set[tuple[str, int]] = set()  # lines of users' files
 
 
 def install() -> None:
@@ -65,11 +65,11 @@ def _look(tensor: DTensor, file: Any, caller: FrameType) -> None:
         return
     line = caller.f_code.co_filename, caller.f_lineno
     rank = dist.get_rank()
-    if line in _told or _names_rank(os.fspath(path), rank) or not _is_shard(tensor):
+    if line in _warned or _names_rank(os.fspath(path), rank) or not _is_shard(tensor):
         return
     if caller.f_globals.get("__name__", "").startswith(_KNOWS):
         return
-    _told.add(line)
+    _warned.add(line)
     warnings.warn_explicit(
         f"torch.save writes sharded parameters to '{os.fspath(path)}', which gets the part of rank"
         f" {rank} alone: no model can be loaded from it. Save on all ranks with"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import _composable_state
 
 from fsdp_c import _env
-from fsdp_c._fully_shard import _fsdp_param
+from fsdp_c._fully_shard import _param_attributes
 
 # [Note: tied over units] A unit is gathered while any unit inside it runs, and reduced after them.
 # So a tied parameter moves to the unit around all modules that have it: from the inner unit where
@@ -28,14 +28,14 @@ class Ties:
     taken: list[nn.Parameter] = field(default_factory=list)  # that it gets from units below
     deferred: set[nn.Parameter] = field(default_factory=set)  # that it leaves to a later call
 
-    def settle(self, params: list[nn.Parameter]) -> list[nn.Parameter]:
+    def params_to_shard(self, params: list[nn.Parameter]) -> list[nn.Parameter]:
         """The parameters to shard, of those in the modules that the call manages."""
         own = [param for param in params if param not in self.deferred]
         return own + [param for param in self.taken if param not in set(own)]
 
 
 @contextmanager
-def settled(
+def taken_from_inner_units(
     modules: Sequence[nn.Module], ignored_params: Collection[nn.Parameter] | None
 ) -> Iterator[Ties]:
     """Takes from units below `modules` what they share with others there.
@@ -58,7 +58,7 @@ def settled(
     saved = []
     try:
         for param, (state, group, fsdp_param) in tied.items():
-            if all(module in below for module, _ in _fsdp_param.registrations(fsdp_param)):
+            if all(module in below for module, _ in _param_attributes.registrations(fsdp_param)):
                 saved.append((state, state._fsdp_param_groups, group, group.fsdp_params))
                 _release(group, fsdp_param, param)
                 state._fsdp_param_groups = [g for g in saved[-1][1] if g.fsdp_params]

@@ -60,7 +60,7 @@ class Status:
 
 # Root states by which implementation they took: state -> why torch's, empty for the core.
 _roots: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-_told: set[str] = set()
+_printed: set[str] = set()
 
 
 def status() -> Status:
@@ -70,13 +70,13 @@ def status() -> Status:
 
 
 def note(root: Any, reason: str) -> None:
-    """Remembers the implementation of a root and tells it once, on rank 0; at its first forward."""
+    """Remembers a root's implementation and prints it once, on rank 0; at its first forward."""
     _roots[root] = reason
     if _env.QUIET.get() or (dist.is_initialized() and dist.get_rank() != 0):
         return
     line = str(_describe(root, reason))
-    if line not in _told:
-        _told.add(line)
+    if line not in _printed:
+        _printed.add(line)
         print(f"[fsdp_c] {line}", file=sys.stderr)
 
 

@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_c._fully_shard import _fqns, _fsdp_module
-from fsdp_c._optim import _stale
+from fsdp_c._optim import _replaced_params
 
 _SHOWN = 3  # names in a warning
 _states: weakref.WeakSet[Any] = weakref.WeakSet()  # of all calls of fully_shard
 # Parameters that nothing is said about: ignored on purpose, or named before.
-_settled: Any = WeakIdKeyDictionary()
+_not_reported: Any = WeakIdKeyDictionary()
 
 _DRIFT = "held by no FSDP unit: each rank trains a copy of its own, and the copies drift apart"
 _ON_PURPOSE = (
@@ -36,8 +36,8 @@ def watch(state: Any, ignored_params: Iterable[Tensor] | None) -> None:
     """Optimizers are looked at once, at their first step."""
     _states.add(state)
     for param in ignored_params or ():
-        _settled[param] = True
-    _stale.also(_look)
+        _not_reported[param] = True
+    _replaced_params.also(_look)
 
 
 def meshes() -> set[Any]:
@@ -53,14 +53,14 @@ def _look(optimizer: optim.Optimizer) -> None:
     alone = [param for param in params if _may_be_alone(param)]
     if not alone or all(_n_ranks(state) == 1 for state in list(_states)):
         return
-    held = _held()
-    alone = [param for param in alone if id(param) not in held]
+    managed = _managed()
+    alone = [param for param in alone if id(param) not in managed]
     if alone:
         _warn_of_those_in_models(alone)
-    alone = [param for param in alone if param not in _settled and param.grad is not None]
-    if alone and any(id(param) in held for param in params):
+    alone = [param for param in alone if param not in _not_reported and param.grad is not None]
+    if alone and any(id(param) in managed for param in params):
         _warn_of_others(alone, optimizer)
-    _settled.update(dict.fromkeys(alone, True))
+    _not_reported.update(dict.fromkeys(alone, True))
 
 
 def _may_be_alone(param: Any) -> bool:
@@ -68,7 +68,7 @@ def _may_be_alone(param: Any) -> bool:
         isinstance(param, Tensor)
         and not isinstance(param, DTensor)
         and param.requires_grad
-        and param not in _settled
+        and param not in _not_reported
         # Whoever listens for its gradient may well average it.
         and not (param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None))
     )
@@ -78,14 +78,14 @@ def _n_ranks(state: Any) -> int:
     return max((g.mesh_info.mesh.size() for g in state._fsdp_param_groups), default=1)
 
 
-def _held() -> set[int]:
+def _managed() -> set[int]:
     """Ids of what units hold, sharded and not."""
-    held = set()
+    managed = set()
     for group in (group for state in list(_states) for group in state._fsdp_param_groups):
         for fsdp_param in group.fsdp_params:
-            held.add(id(fsdp_param.sharded_param))
-            held.add(id(getattr(fsdp_param, "_unsharded_param", None)))
-    return held | _stale.replaced()
+            managed.add(id(fsdp_param.sharded_param))
+            managed.add(id(getattr(fsdp_param, "_unsharded_param", None)))
+    return managed | _replaced_params.replaced()
 
 
 # ---- those that are part of a model with units ----
@@ -96,8 +96,8 @@ def _warn_of_those_in_models(alone: Sequence[Tensor]) -> None:
     modules: list[Any] = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
     for module in modules:
         if isinstance(module, DistributedDataParallel) or _is_torchs_fsdp1(module):
-            _settled.update(dict.fromkeys(module.parameters(), True))
-    wanted = {id(param) for param in alone if param not in _settled}
+            _not_reported.update(dict.fromkeys(module.parameters(), True))
+    wanted = {id(param) for param in alone if param not in _not_reported}
     if not wanted:
         return
     for top in _tops(modules):
@@ -153,14 +153,14 @@ def _is_torchs_fsdp1(module: nn.Module) -> bool:
 
 
 def _found_in(top: nn.Module, wanted: set[int]) -> tuple[list[str], list[str]]:
-    """Names of the wanted parameters that no unit is around, and of those in units; now settled."""
+    """Names of the wanted parameters that no unit is around, and of those in units; once."""
     found: tuple[list[str], list[str]] = [], []
 
     def search(module: nn.Module, path: str, is_in_unit: bool) -> None:
         is_in_unit = is_in_unit or isinstance(module, FSDPModule)
         for name, param in module._parameters.items():
-            if param is not None and id(param) in wanted and param not in _settled:
-                _settled[param] = True
+            if param is not None and id(param) in wanted and param not in _not_reported:
+                _not_reported[param] = True
                 found[is_in_unit].append(_fqns.clean(path + name))
         for name, child in module._modules.items():
             if child is not None:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor
 
@@ -33,14 +32,14 @@ _Result = TypeVar("_Result")
 
 
 @dataclass
-class _Parked:
+class _Offloaded:
     """What `onload` needs."""
 
     tensors: dict[str, Tensor]  # local, one per storage
     states: list[FSDPState]
     path: Path | None
     memory: dict[str, Tensor] = field(default_factory=dict)  # bytes, if there is no file
-    trees: list[list[FSDPState]] = field(default_factory=list)  # that ran on the core
+    roots: list[list[FSDPState]] = field(default_factory=list)  # that ran on the core
 
     @property
     def groups(self) -> list[FSDPParamGroup]:
@@ -79,31 +78,31 @@ def offload(
     states = _states_of(model)
     n_bytes = 0
 
-    def prepare() -> _Parked:
+    def prepare() -> _Offloaded:
         nonlocal n_bytes
         _check(model, states)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        parked = _Parked(_tensors_of(model, states, optimizer), states, _file_for(to))
-        contents = {name: _bytes_of(tensor) for name, tensor in parked.tensors.items()}
+        offloaded = _Offloaded(_tensors_of(model, states, optimizer), states, _file_for(to))
+        contents = {name: _bytes_of(tensor) for name, tensor in offloaded.tensors.items()}
         n_bytes = sum(content.numel() for content in contents.values())
-        if parked.path is None:
-            shared = _shared_storages(parked.groups)
-            for name, tensor in parked.tensors.items():
+        if offloaded.path is None:
+            shared = _shared_storages(offloaded.groups)
+            for name, tensor in offloaded.tensors.items():
                 if tensor.untyped_storage()._cdata in shared:
-                    parked.memory[name] = contents[name].clone()
+                    offloaded.memory[name] = contents[name].clone()
         else:
-            _write(parked.path, parked.tensors, contents)
-        return parked
+            _write(offloaded.path, offloaded.tensors, contents)
+        return offloaded
 
     groups = [group for state in states for group in state._fsdp_param_groups]
-    parked = _on_all_ranks("offload", groups, prepare, _remove_file)
-    _leave_core(parked)
-    for name, tensor in parked.tensors.items():
+    offloaded = _on_all_ranks("offload", groups, prepare, _remove_file)
+    _leave_core(offloaded)
+    for name, tensor in offloaded.tensors.items():
         memory = _C.take_memory(tensor, _fsdp_module.OFFLOADED)
-        if parked.path is None:
-            parked.memory.setdefault(name, memory)
+        if offloaded.path is None:
+            offloaded.memory.setdefault(name, memory)
         del memory
     _C.Domain.trim_slots()
     _C.Domain.trim_heap()
@@ -120,29 +119,29 @@ def onload(model: nn.Module) -> None:
             ranks, and the model stays offloaded.
     """
     states = _states_of(model)
-    parked = getattr(states[0], "parked", None) if states else None
-    if parked is None or len(states) != len(parked.states):
+    offloaded = getattr(states[0], "offloaded", None) if states else None
+    if offloaded is None or len(states) != len(offloaded.states):
         raise ValueError(
             f"onload: this {type(model).__name__} was not moved away by offload(), or not by itself"
         )
 
     def prepare() -> dict[str, Tensor]:
-        if parked.path is None:
-            return parked.memory
-        return _read(parked.path, parked.tensors)
+        if offloaded.path is None:
+            return offloaded.memory
+        return _read(offloaded.path, offloaded.tensors)
 
-    memory = _on_all_ranks("onload", parked.groups, prepare)
-    for name, tensor in parked.tensors.items():
+    memory = _on_all_ranks("onload", offloaded.groups, prepare)
+    for name, tensor in offloaded.tensors.items():
         _C.give_memory(tensor, memory[name])
     del memory
-    for state in parked.states:
-        state.parked = None
-    for group in parked.groups:
+    for state in offloaded.states:
+        state.offloaded = None
+    for group in offloaded.groups:
         group.is_offloaded = False
-    for root in parked.trees:
-        groups = [group for state in root for group in state._fsdp_param_groups]
-        root[0]._join_core(root, groups)
-    _remove_file(parked)
+    for states in offloaded.roots:
+        groups = [group for state in states for group in state._fsdp_param_groups]
+        states[0]._join_core(states, groups)
+    _remove_file(offloaded)
 
 
 # ---- what is moved ----
@@ -162,7 +161,7 @@ def _check(model: nn.Module, states: Sequence[Any]) -> None:
             " sharded by fsdp_c"
         )
     for state in states:
-        if state.parked is not None:
+        if state.offloaded is not None:
             raise RuntimeError(f"offload: {_fsdp_module.OFFLOADED}")
         if any(other not in states for other in state._state_ctx.all_states):
             raise ValueError(
@@ -184,11 +183,11 @@ def _check(model: nn.Module, states: Sequence[Any]) -> None:
 def _is_at_rest(group: FSDPParamGroup) -> bool:
     if group._is_bound:
         return not (group._core_in_phase or group._core_has_accumulated)
-    held = (getattr(p, "unsharded_accumulated_grad", None) for p in group.fsdp_params)
+    accumulated = (getattr(p, "unsharded_accumulated_grad", None) for p in group.fsdp_params)
     return (
         group._training_state == TrainingState.IDLE
         and not group._post_forward_indices
-        and all(grad is None for grad in held)
+        and all(grad is None for grad in accumulated)
     )
 
 
@@ -261,25 +260,19 @@ def _shared_storages(groups: Sequence[FSDPParamGroup]) -> set[int]:
 # ---- to and from the core ----
 
 
-def _leave_core(parked: _Parked) -> None:
-    trees = {id(s._root): s._root for s in parked.states if s._root is not None}
-    parked.trees = [list(root.states) for root in trees.values()]
-    for state in parked.states:
-        state.parked = parked
+def _leave_core(offloaded: _Offloaded) -> None:
+    roots = {id(s._root): s._root for s in offloaded.states if s._root is not None}
+    offloaded.roots = [list(root.states) for root in roots.values()]
+    for state in offloaded.states:
+        state.offloaded = offloaded
         if state._root is not None:
             state._join(None, None, False)
             state._state_ctx.__dict__.pop("_root", None)
-    for group in parked.groups:
+    for group in offloaded.groups:
         group.is_offloaded = True
-        if not group._is_bound:
-            continue
-        group._core_release_gradients()
-        group._unbind()
-        group._binding = group._root = None
-        group._sharded_state = ShardedState.SHARDED
-        for fsdp_param in group.fsdp_params:
-            fsdp_param.unit = None
-            fsdp_param.sharded_state = ShardedState.SHARDED
+        if group._is_bound:
+            group._core_release_gradients()
+            group.unbind()
 
 
 def _on_all_ranks(
@@ -289,26 +282,21 @@ def _on_all_ranks(
     undo: Callable[[_Result], None] = lambda result: None,
 ) -> _Result:
     """What `prepare` returns here, once it has succeeded on all ranks."""
+    operation = f"fsdp_c.{what}()"
     try:
         result = prepare()
     except Exception as error:
-        _first_reason(what, groups, f"{type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error} (on rank {dist.get_rank()})"
+        _agreement.first_reason_of_units(operation, groups, reason)
         raise
     try:
-        reason = _first_reason(what, groups, "")
+        reason = _agreement.first_reason_of_units(operation, groups, "")
         if reason:
             raise RuntimeError(f"{what}: nothing was moved, since it failed with {reason}")
     except BaseException:
         undo(result)
         raise
     return result
-
-
-def _first_reason(what: str, groups: Sequence[FSDPParamGroup], mine: str) -> str:
-    """Why a rank failed, this one first; empty if none did. Collective."""
-    told = f"{mine} (on rank {dist.get_rank()})" if mine else ""
-    process_groups = _agreement.process_groups_of([group.mesh_info for group in groups])
-    return _agreement.first_reason(f"fsdp_c.{what}()", process_groups, told)
 
 
 # ---- files ----
@@ -347,6 +335,6 @@ def _read(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: entry.tensor().view(torch.uint8).clone() for name, entry in entries.items()}
 
 
-def _remove_file(parked: _Parked) -> None:
-    if parked.path is not None:
-        parked.path.unlink(missing_ok=True)
+def _remove_file(offloaded: _Offloaded) -> None:
+    if offloaded.path is not None:
+        offloaded.path.unlink(missing_ok=True)

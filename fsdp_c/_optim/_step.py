@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, optim
 
 from fsdp_c._native import _C
-from fsdp_c._optim import _dispatch_modes, _param_lists, _stale
+from fsdp_c._optim import _dispatch_modes, _param_lists, _replaced_params
 from fsdp_c._optim._param_lists import Members
 
 # By exact type: what a subclass does with parameters is not known.
@@ -56,7 +56,7 @@ def watch(units: Iterable[Any]) -> None:
     """Lets optimizers see the local tensors of these units' parameters."""
     _units.update(units)
     _install()
-    _stale.watch(_unsharded)
+    _replaced_params.watch(_unsharded)
 
 
 def _unsharded() -> Iterable[tuple[Tensor, str]]:

@@ -74,13 +74,13 @@ def cut_flat(
             " wrapper holds: its model was wrapped in another way. Save a FULL or SHARDED state"
             " dict there"
         )
-    whole = torch.zeros(n_flat, dtype=flat.dtype, device=device)
+    full = torch.zeros(n_flat, dtype=flat.dtype, device=device)
     for shard in flat.local_shards():
         (start,), (size,) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-        whole[start : start + size] = shard.tensor
-    dist.all_reduce(whole, group=group)
+        full[start : start + size] = shard.tensor
+    dist.all_reduce(full, group=group)
     parts = {
-        param: shard_like(param, whole[start : start + size].view(param.shape), names[param])
+        param: shard_like(param, full[start : start + size].view(param.shape), names[param])
         for param, start, size in zip(distinct, starts, sizes, strict=True)
     }
     return {key: parts[param] for key, param in params.items()}

@@ -45,21 +45,21 @@ def register(wrappers: Sequence[Any], state: Any, hook: Callable[..., None]) -> 
                 _hand_over(wrapper, group, functools.partial(hook, state))
             elif hook in _COMPRESSED:
                 _reduce_in(group, _COMPRESSED[hook])
-    trees = {id(w._unit._root): w._unit for w in wrappers if w._unit and w._unit._root}
-    for unit in trees.values():
+    roots = {id(w._unit._root): w._unit for w in wrappers if w._unit and w._unit._root}
+    for unit in roots.values():
         unit._rebuild_units()
 
 
 def _averages(wrapper: Any, group: Any, state: Any, hook: Any) -> bool:
     """Whether the hook takes the mean over the unit's own ranks, in its dtypes, and no more."""
-    is_whole = wrapper.sharding_strategy is ShardingStrategy.NO_SHARD
+    is_replicated = wrapper.sharding_strategy is ShardingStrategy.NO_SHARD
     if hook in _COMPRESSED:
         trained = [p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad]
         if type(state) is not default_hooks.LowPrecisionState or any(
             param.dtype != state.parameter_type for param in trained
         ):
             return False
-    elif hook is not _PLAIN[not is_whole] or not isinstance(state, default_hooks.DefaultState):
+    elif hook is not _PLAIN[not is_replicated] or not isinstance(state, default_hooks.DefaultState):
         return False
     divisor = state.gradient_predivide_factor * state.gradient_postdivide_factor
     ranks = [dist.get_process_group_ranks(g) for g in (state.process_group, wrapper.process_group)]

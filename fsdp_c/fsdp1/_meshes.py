@@ -13,7 +13,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp._init_utils import HYBRID_SHARDING_STRATEGIES
 
 _HYBRID_DIMS = ("replicate", "shard")
-# group -> {(device type, whether whole on each rank, group of the copies): mesh}
+# group -> {(device type, whether replicated, group of the copies): mesh}
 _made: Any = weakref.WeakKeyDictionary()
 
 
@@ -54,13 +54,13 @@ def mesh_for(
         copies: of a hybrid strategy, the ranks that hold the same shards.
         given: the user's mesh.
     """
-    is_whole = strategy is ShardingStrategy.NO_SHARD and group.size() > 1
-    if given is not None and not is_whole and (given.ndim == 1 or given.mesh_dim_names):
+    is_replicated = strategy is ShardingStrategy.NO_SHARD and group.size() > 1
+    if given is not None and not is_replicated and (given.ndim == 1 or given.mesh_dim_names):
         return given
-    key = (device_type, is_whole, copies.group_name if copies else "")
+    key = (device_type, is_replicated, copies.group_name if copies else "")
     made = _of(group)
     if key not in made:
-        if is_whole:
+        if is_replicated:
             made[key] = _whole_mesh(group, device_type)
         elif copies is not None:
             made[key] = _hybrid_mesh(group, copies, device_type)

@@ -50,9 +50,9 @@ def saved(
             elif isinstance(value, torch.Tensor):
                 kept = value.detach().clone()
                 state[name][what] = kept.cpu() if cpu_offload else kept
-    for (name, what), whole in _iter_full_params.whole_of(shards):
+    for (name, what), full in _iter_full_params.full_tensors_of(shards):
         if is_kept:
-            state[name][what] = whole.to("cpu" if cpu_offload else whole.device, copy=True)
+            state[name][what] = full.to("cpu" if cpu_offload else full.device, copy=True)
     if not is_kept:
         return {}
     result: dict[str, Any] = {"state": state}
@@ -152,11 +152,11 @@ def _sent(state_dict: dict[str, Any] | None, group: dist.ProcessGroup | None) ->
 
     def put_back(value: Any) -> Any:
         if isinstance(value, _Hole):
-            whole = torch.empty(value.shape, dtype=value.dtype)
+            full = torch.empty(value.shape, dtype=value.dtype)
             if dist.get_rank() == source:
-                whole.copy_(tensors.pop(0))
-            dist.broadcast(whole, source, group=group)
-            return whole
+                full.copy_(tensors.pop(0))
+            dist.broadcast(full, source, group=group)
+            return full
         if isinstance(value, dict):
             return {key: put_back(member) for key, member in value.items()}
         return value

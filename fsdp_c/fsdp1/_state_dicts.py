@@ -35,10 +35,10 @@ def _after_saving(wrapper: Any, state_dict: dict[str, Any], prefix: str, metadat
     buffers = _buffers_of(wrapper, state_dict, prefix)
     if kind is StateDictType.FULL_STATE_DICT:
         is_kept = not config.rank0_only or wrapper.rank == 0
-        for key, whole in _iter_full_params.whole_of(list(shards.items())):
+        for key, full in _iter_full_params.full_tensors_of(list(shards.items())):
             if is_kept:
-                state_dict[key] = whole.to(
-                    "cpu" if config.offload_to_cpu else whole.device, copy=True
+                state_dict[key] = full.to(
+                    "cpu" if config.offload_to_cpu else full.device, copy=True
                 )
         if not is_kept:
             for key in (*shards, *summoned, *buffers):
@@ -58,7 +58,7 @@ def _summoned(
     wrapper: Any, state_dict: dict[str, Any], prefix: str, kind: StateDictType
 ) -> list[str]:
     """Keys of the wrapper's own parameters if they are whole now; with what was written there."""
-    own = {loan.registered for loan in wrapper._loans}
+    own = {param.registered for param in wrapper._summoned_params}
     if own and kind is not StateDictType.FULL_STATE_DICT:
         raise RuntimeError(
             f"state_dict() of {kind.name} inside of summon_full_params, where parameters are whole:"

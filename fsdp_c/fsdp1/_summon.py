@@ -1,4 +1,4 @@
-"""summon_full_params: whole parameters in the place of shards for a while."""
+"""summon_full_params: full parameters in the place of shards for a while."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.utils import _cast_forward_inputs
 from torch.utils import _pytree
 
 from fsdp_c._checkpoint import _full, _iter_full_params
-from fsdp_c._fully_shard import _fsdp_param
+from fsdp_c._fully_shard import _param_attributes
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Whole parameters (and gradients) while the context lasts; collective on both ends."""
+    """Full parameters (and gradients) while the context lasts; collective on both ends."""
     _check(writeback, rank0_only, offload_to_cpu, with_grads)
     units: list[Any] = _torch.FullyShardedDataParallel.fsdp_modules(module)
     if not recurse:
@@ -56,29 +56,29 @@ def _check(writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: 
 def summoned(
     units: Sequence[Any], writeback: bool, rank0_only: bool = False, with_grads: bool = False
 ) -> Iterator[None]:
-    """Whole parameters in the modules of the units (wrappers); collective."""
+    """Full parameters in the modules of the units (wrappers); collective."""
     for unit in units:
         _check_idle(unit)
     _reshard(units)
-    by_unit = [[_Loan(fsdp_param) for fsdp_param in _params_of(unit)] for unit in units]
+    by_unit = [[_SummonedParam(fsdp_param) for fsdp_param in _params_of(unit)] for unit in units]
     for unit in units:
         for module in unit._unit_modules:
             module.unshard()
         unit.training_state = TrainingState.SUMMON_FULL_PARAMS
-    _fetch([loan for lent in by_unit for loan in lent], with_grads)
+    _fetch([param for params in by_unit for param in params], with_grads)
     groups = [group for unit in units for group in unit._groups]
     is_shown = not rank0_only or all(unit.rank == 0 for unit in units)
     try:
         with contextlib.ExitStack() as stack:
             if is_shown:
-                stack.enter_context(_lent(groups))
+                stack.enter_context(_marked_summoned(groups))
                 for unit in units:
                     for module in unit._unit_modules:
                         stack.enter_context(_without_hooks(module, unit._unit))
-                for unit, lent in zip(units, by_unit, strict=True):
-                    for loan in lent:
-                        stack.enter_context(loan.shown(writeback))
-                    unit._loans = lent
+                for unit, params in zip(units, by_unit, strict=True):
+                    for param in params:
+                        stack.enter_context(param.shown(writeback))
+                    unit._summoned_params = params
             else:
                 _reshard(units)
             yield
@@ -86,33 +86,33 @@ def summoned(
         _reshard(units)
         for unit in units:
             unit.training_state = TrainingState.IDLE
-            unit._loans = []
+            unit._summoned_params = []
 
 
 def forward(wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of a summoned wrapper: in the dtype that it computes in, if its inputs have or get that."""
     module, dtype = wrapper._fsdp_wrapped_module, wrapper.mixed_precision.param_dtype
     with contextlib.ExitStack() as stack:
-        if dtype is not None and wrapper._loans:
+        if dtype is not None and wrapper._summoned_params:
             if wrapper._unit._mp_policy.cast_forward_inputs:
                 args, kwargs = _cast_forward_inputs(dtype, *args, **kwargs)
             inputs = _pytree.tree_leaves((args, kwargs))
             if any(isinstance(leaf, torch.Tensor) and leaf.dtype == dtype for leaf in inputs):
-                for loan in wrapper._loans:
-                    stack.enter_context(loan.cast(dtype))
+                for param in wrapper._summoned_params:
+                    stack.enter_context(param.cast(dtype))
         return module(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def _lent(groups: Sequence[Any]) -> Iterator[None]:
+def _marked_summoned(groups: Sequence[Any]) -> Iterator[None]:
     """A forward of units that are not summoned takes nothing here for a shard that was replaced."""
     for group in groups:
-        group.is_lent = True
+        group.is_summoned = True
     try:
         yield
     finally:
         for group in groups:
-            group.is_lent = False
+            group.is_summoned = False
 
 
 def _check_idle(unit: Any) -> None:
@@ -130,13 +130,13 @@ def _reshard(units: Sequence[Any]) -> None:
             module.reshard()
 
 
-class _Loan:
-    """A parameter that is whole for a while."""
+class _SummonedParam:
+    """A parameter that is unsharded for a while."""
 
     def __init__(self, fsdp_param: Any) -> None:
-        self.places = _fsdp_param.registrations(fsdp_param)
+        self.places = _param_attributes.registrations(fsdp_param)
         self.shard = self.registered
-        self.whole: torch.Tensor | None = None  # where the unit's own is of another dtype
+        self.full: torch.Tensor | None = None  # where the unit's own is of another dtype
         self.grad: torch.Tensor | None = None
 
     @property
@@ -148,9 +148,9 @@ class _Loan:
     def shown(self, writeback: bool) -> Iterator[None]:
         """The unit is unsharded."""
         unsharded = self.registered
-        if self.whole is not None or self.grad is not None:
+        if self.full is not None or self.grad is not None:
             # Of its own: the unit's may accept gradients of another dtype only.
-            data = unsharded.detach() if self.whole is None else self.whole
+            data = unsharded.detach() if self.full is None else self.full
             param = nn.Parameter(data, requires_grad=self.shard.requires_grad)
             param.grad = self.grad
             self._register(param)
@@ -176,10 +176,10 @@ class _Loan:
             module._parameters[name] = param
 
     @torch.no_grad()
-    def _write(self, whole: Any) -> None:
-        _full.copy_into(self.shard, _full.Stored.of(whole.detach()))
-        if self.grad is not None and whole.grad is not None:
-            _full.copy_into(self.shard.grad, _full.Stored.of(whole.grad))
+    def _write(self, full: Any) -> None:
+        _full.copy_into(self.shard, _full.Stored.of(full.detach()))
+        if self.grad is not None and full.grad is not None:
+            _full.copy_into(self.shard.grad, _full.Stored.of(full.grad))
 
 
 def _params_of(unit: Any) -> Iterator[Any]:
@@ -187,16 +187,18 @@ def _params_of(unit: Any) -> Iterator[Any]:
         yield from group.fsdp_params
 
 
-def _fetch(loans: Sequence[_Loan], with_grads: bool) -> None:
+def _fetch(params: Sequence[_SummonedParam], with_grads: bool) -> None:
     """Gathers what unsharding the units does not bring."""
     cast = [
-        (loan, loan.shard.detach()) for loan in loans if loan.registered.dtype != loan.shard.dtype
+        (param, param.shard.detach())
+        for param in params
+        if param.registered.dtype != param.shard.dtype
     ]
-    for loan, whole in _iter_full_params.whole_of(cast):
-        loan.whole = whole.clone()
-    grads = [(loan, loan.shard.grad) for loan in loans if loan.shard.grad is not None]
-    for loan, whole in _iter_full_params.whole_of(grads if with_grads else []):
-        loan.grad = whole.clone()
+    for param, full in _iter_full_params.full_tensors_of(cast):
+        param.full = full.clone()
+    grads = [(param, param.shard.grad) for param in params if param.shard.grad is not None]
+    for param, full in _iter_full_params.full_tensors_of(grads if with_grads else []):
+        param.grad = full.clone()
 
 
 @contextlib.contextmanager

@@ -148,7 +148,7 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
         _materialize.prepare(self, module, device, param_init_fn, sync_module_states)
         self._fsdp_wrapped_module = module
         self._unit: FSDPState | None = None
-        self._loans: list[Any] = []  # while its parameters are summoned
+        self._summoned_params: list[Any] = []  # while its parameters are summoned
         if not (_is_container(module) or isinstance(module, FullyShardedDataParallel)):
             self._shard(device_mesh)
         self._is_root = True

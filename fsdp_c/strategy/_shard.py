@@ -135,7 +135,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     if not isinstance(model, FSDPModule):
         raise TypeError(f"no_sync needs a sharded model, not {type(model).__name__}: call shard()")
     choice = _chosen.choice_of(model)
-    if choice is None or choice.strategy.keeps_whole_gradients:
+    if choice is None or choice.strategy.keeps_unsharded_gradients:
         switch = model.set_requires_gradient_sync
     elif choice.strategy.is_hybrid:
         switch = model.set_requires_all_reduce

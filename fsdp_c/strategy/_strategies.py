@@ -22,7 +22,7 @@ class Strategy:
     # Whether a unit's parameters are given up between its forward and its backward.
     reshard_after_forward: bool
     # Whether micro-batches within `no_sync` are added up in whole gradients, sent once at the end.
-    keeps_whole_gradients: bool
+    keeps_unsharded_gradients: bool
     deepspeed_stage: int
     fsdp1: str  # member of torch's ShardingStrategy
 
@@ -63,7 +63,7 @@ STRATEGIES: dict[str, Strategy] = {
             (),
             (),
             reshard_after_forward=False,
-            keeps_whole_gradients=True,
+            keeps_unsharded_gradients=True,
             deepspeed_stage=0,
             fsdp1="NO_SHARD",
         ),
@@ -75,7 +75,7 @@ STRATEGIES: dict[str, Strategy] = {
             _S,
             _S,
             reshard_after_forward=False,
-            keeps_whole_gradients=True,
+            keeps_unsharded_gradients=True,
             deepspeed_stage=1,
             fsdp1="SHARD_GRAD_OP",
         ),
@@ -87,7 +87,7 @@ STRATEGIES: dict[str, Strategy] = {
             _S,
             _S,
             reshard_after_forward=False,
-            keeps_whole_gradients=False,
+            keeps_unsharded_gradients=False,
             deepspeed_stage=2,
             fsdp1="SHARD_GRAD_OP",
         ),
@@ -99,7 +99,7 @@ STRATEGIES: dict[str, Strategy] = {
             _S,
             _S,
             reshard_after_forward=True,
-            keeps_whole_gradients=False,
+            keeps_unsharded_gradients=False,
             deepspeed_stage=3,
             fsdp1="FULL_SHARD",
         ),
@@ -111,7 +111,7 @@ STRATEGIES: dict[str, Strategy] = {
             _S,
             _S,
             reshard_after_forward=True,
-            keeps_whole_gradients=False,
+            keeps_unsharded_gradients=False,
             deepspeed_stage=3,
             fsdp1="HYBRID_SHARD",
         ),
@@ -123,7 +123,7 @@ STRATEGIES: dict[str, Strategy] = {
             _S,
             _S,
             reshard_after_forward=False,
-            keeps_whole_gradients=False,
+            keeps_unsharded_gradients=False,
             deepspeed_stage=2,
             fsdp1="_HYBRID_SHARD_ZERO2",
         ),

@@ -104,7 +104,7 @@ def test_b4_a_gather_for_nothing_is_dropped(rank: int, n_ranks: int) -> None:
 
 @pytest.mark.parametrize("reshard", [True, False])
 @on_ranks(2)
-def test_b5_without_synchronisation_gradients_are_held(
+def test_b5_without_synchronisation_gradients_accumulate(
     rank: int, n_ranks: int, reshard: bool
 ) -> None:
     """The unit is resharded, if that is set, and `.grad` stays as it was."""

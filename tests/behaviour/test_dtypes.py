@@ -503,7 +503,9 @@ def test_d30_freezing_while_unsharded(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(2)
-def test_d32_held_and_fresh_gradients_of_different_parameters(rank: int, n_ranks: int) -> None:
+def test_d32_accumulated_and_fresh_gradients_of_different_parameters(
+    rank: int, n_ranks: int
+) -> None:
     """torch 2.13 cannot reduce a float32 sum and a bfloat16 gradient together."""
 
     class Two(nn.Module):

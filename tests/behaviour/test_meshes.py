@@ -398,7 +398,7 @@ def test_dm9_partial_sums_that_are_dropped_by_hand(rank: int, n_ranks: int) -> N
 
 
 @on_ranks(2)
-def test_dm9_zero_grad_keeps_what_is_held(rank: int, n_ranks: int) -> None:
+def test_dm9_zero_grad_keeps_accumulated_gradients(rank: int, n_ranks: int) -> None:
     """A micro-batch without sync comes back in the next reduction, whatever zero_grad does."""
     mesh = cached_mesh((2, 1), ("replica", "shard"))
     pair = Pair(Local, lambda model, fsdp: fsdp.fully_shard(model, mesh=mesh), tolerance=CLOSE)

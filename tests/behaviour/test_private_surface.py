@@ -363,7 +363,7 @@ def test_ps2_ps18_ps22_ps32_ps40_functions_replaced_for_all(rank: int, n_ranks: 
 
 
 @on_ranks(2)
-def test_ps2_replaced_while_gradients_are_held(rank: int, n_ranks: int) -> None:
+def test_ps2_replaced_while_gradients_accumulate(rank: int, n_ranks: int) -> None:
     """A function that is replaced in the middle of an accumulation counts from the next step on."""
 
     def see(fsdp: Any) -> Any:

@@ -5,7 +5,7 @@ import torch
 from models import Block
 from nccl_stand_in import built, chosen
 from parity import Pair, Side, Tolerance, on_ranks
-from test_device_nccl import BLOCKS, OVER_NCCL, STAGED, roads
+from test_device_nccl import BLOCKS, OVER_NCCL, STAGED, implementations
 from test_device_schedule import is_on_device, shard_blocks
 from torch.distributed.tensor import DTensor
 
@@ -114,7 +114,7 @@ def test_direct_gathers_of_what_users_ask_for(rank: int, n_ranks: int, path: str
             pair.both(unshard)
             pair.step(inputs(rank, 3))
             assert is_on_device(pair)
-            assert roads(pair.ours.model) == {STAGED, DIRECT}
+            assert implementations(pair.ours.model) == {STAGED, DIRECT}
 
 
 @on_ranks(2)
@@ -134,7 +134,7 @@ def test_direct_units_that_stay_unsharded(rank: int, n_ranks: int, path: str) ->
             optimizer.step()
             optimizer.zero_grad()
             seen.append(loss.detach())
-        assert roads(model) == {STAGED, DIRECT}
+        assert implementations(model) == {STAGED, DIRECT}
         assert isinstance(model.stem.weight, DTensor) is is_resharded
         return seen
 
@@ -155,4 +155,4 @@ def test_direct_gathers_with_slices(rank: int, n_ranks: int, path: str) -> None:
             pair.both(step)
             pair.optimize()
         assert is_on_device(pair)
-        assert roads(pair.ours.model) == {STAGED, f"{DIRECT}, slices copied out"}
+        assert implementations(pair.ours.model) == {STAGED, f"{DIRECT}, slices copied out"}

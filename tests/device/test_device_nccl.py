@@ -48,7 +48,7 @@ def train(model: torch.nn.Module, rank: int) -> None:
     model(data(rank)).sum().backward()
 
 
-def roads(model: torch.nn.Module) -> set[str]:
+def implementations(model: torch.nn.Module) -> set[str]:
     return {row.road for row in fsdp_c.explain(model).units}
 
 
@@ -68,7 +68,10 @@ def test_steps_are_counted(rank: int, n_ranks: int, path: str) -> None:
             pair.eval_forward(data(rank, 10 + step))
             assert control.n_collectives == before + expected + BLOCKS + 1
         assert is_on_device(pair)
-        assert all(road.startswith(f"{OVER_NCCL}, gathered") for road in roads(pair.ours.model))
+        assert all(
+            implementation.startswith(f"{OVER_NCCL}, gathered")
+            for implementation in implementations(pair.ours.model)
+        )
         assert f"runs on the C core over NCCL between {n_ranks} ranks" in str(fsdp_c.status())
 
 
@@ -98,7 +101,7 @@ def test_a_reduction_for_each_dtype(rank: int, n_ranks: int, path: str) -> None:
             before = control.n_collectives
             model(data(rank), used=(rank,)).sum().backward()
             assert control.n_collectives == before + 1 + 4
-        assert roads(model) == {STAGED}
+        assert implementations(model) == {STAGED}
 
 
 @on_ranks(2)
@@ -128,7 +131,7 @@ def test_replicas_and_accumulation(rank: int, n_ranks: int, path: str) -> None:
             pair.step(data(rank, 5))
             assert control.n_collectives == before + 4 * BLOCKS + 3
         assert is_on_device(pair)
-        assert roads(pair.ours.model) == {STAGED}
+        assert implementations(pair.ours.model) == {STAGED}
 
 
 # --- who has no NCCL ------------------------------------------------------------------------------
@@ -137,8 +140,8 @@ def test_replicas_and_accumulation(rank: int, n_ranks: int, path: str) -> None:
 def check_fallback(rank: int, n_ranks: int, reason: str) -> None:
     model = sharded(own_mesh(n_ranks, 1))
     train(model, rank)
-    (road,) = roads(model)
-    assert re.search(rf"over messages \(.*{reason}", road), road
+    (implementation,) = implementations(model)
+    assert re.search(rf"over messages \(.*{reason}", implementation), implementation
     assert re.search(reason, str(fsdp_c.status()))
     assert "over the process group's collectives" in str(fsdp_c.status())
 
@@ -273,7 +276,7 @@ def lose_a_rank(rank: int, n_ranks: int, path: str, store: str) -> str:
         dist.init_process_group("gloo", init_method=f"file://{store}", **place)
         again = sharded(own_mesh(n_ranks - 1))
         train(again, rank)
-        assert roads(again) == {STAGED}
+        assert implementations(again) == {STAGED}
         with pytest.raises(RuntimeError, match="rank 1"):
             train(model, rank)
         return str(caught.value)

@@ -54,7 +54,7 @@ def test_table(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(4)
-def test_rules_and_roads(rank: int, n_ranks: int) -> None:
+def test_rules_and_implementations(rank: int, n_ranks: int) -> None:
     """When a unit is given up, and why; what takes a model to torch's implementation."""
     mesh = cached_mesh((n_ranks,))
     model = Net(n_blocks=3)
@@ -111,8 +111,8 @@ def test_memory_of_collectives(rank: int, n_ranks: int, all_gather: str, memory:
     group = model._get_fsdp_state()._fsdp_param_groups[0]
     chosen = getattr(_fsdp_collectives, all_gather)
     group._all_gather_comm = chosen.__new__(chosen)
-    roads = {row.unit: row.road for row in fsdp_c.explain(model).units}
-    assert roads["(root)"] == f"torch: its collectives use {memory}"
+    implementations = {row.unit: row.road for row in fsdp_c.explain(model).units}
+    assert implementations["(root)"] == f"torch: its collectives use {memory}"
 
 
 def advice(model: nn.Module) -> str:

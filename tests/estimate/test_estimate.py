@@ -10,7 +10,7 @@ from models import Block
 from torch import Tensor, nn
 
 import fsdp_c
-from fsdp_c._estimate import _models, _time, _trace
+from fsdp_c._estimate import _models, _stacks, _time, _trace
 from fsdp_c._estimate._hardware import HARDWARE
 
 MATRIX = 256 * 256 * 4
@@ -26,10 +26,10 @@ def chain(n: int = 8) -> nn.Sequential:
         return nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(n)))
 
 
-def segments_of(model: nn.Module, monkeypatch: Any, whole: bool, **options: Any) -> _trace.Trace:
+def segments_of(model: nn.Module, monkeypatch: Any, runs_all: bool, **options: Any) -> _trace.Trace:
     with monkeypatch.context() as patch:
-        if whole:
-            patch.setattr(_trace, "_stacks_of", lambda model: {})
+        if runs_all:
+            patch.setattr(_stacks, "stacks_of", lambda model: {})
         inputs = (torch.zeros(2, 32, dtype=torch.long, device="meta"),)
         return _trace.trace_step(model, inputs, lambda y: y.sum(), list(model.blocks), **options)
 
@@ -37,8 +37,8 @@ def segments_of(model: nn.Module, monkeypatch: Any, whole: bool, **options: Any)
 def test_repeated_blocks_are_traced_once(monkeypatch) -> None:
     """The short trace says exactly what a trace of all blocks says."""
     for options in (
-        {"rules": _trace.Rules(torch.bfloat16, lent_bytes=1 << 20)},
-        {"rules": _trace.Rules(holds=True)},
+        {"rules": _trace.Rules(torch.bfloat16, borrowed_bytes=1 << 20)},
+        {"rules": _trace.Rules(keeps_gradients=True)},
     ):
         for checkpointed in (False, True):
             model = small_gpt()
@@ -52,7 +52,7 @@ def test_repeated_blocks_are_traced_once(monkeypatch) -> None:
 def test_blocks_that_differ_are_all_traced(monkeypatch) -> None:
     model = small_gpt()
     model.blocks[4].heads = 8
-    assert _trace._stacks_of(model) == {}
+    assert _stacks.stacks_of(model) == {}
 
     class Odd(nn.Module):
         """Equal blocks that are called differently."""
@@ -106,9 +106,9 @@ def test_outputs_of_one_call_begin_one_backward() -> None:
 def test_small_gradients_wait_for_the_next_unit() -> None:
     """Up to a size that of one unit is alive with the next one's: no longer, and no more."""
 
-    def peak(lent_bytes: int) -> int:
+    def peak(borrowed_bytes: int) -> int:
         model = chain(4)
-        rules = _trace.Rules(lent_bytes=lent_bytes)
+        rules = _trace.Rules(borrowed_bytes=borrowed_bytes)
         x = torch.zeros(2, 256)
         return _trace.trace_step(model, (x,), torch.Tensor.sum, list(model), rules).peak
 

@@ -93,7 +93,7 @@ def test_no_sync_on_one_block(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(1, 2)
-def test_held_gradients_of_unused_units(rank: int, n_ranks: int) -> None:
+def test_accumulated_gradients_of_unused_units(rank: int, n_ranks: int) -> None:
     """A unit that ran without synchronisation and is not in the last micro-batch is reduced all the
     same.
     """
@@ -107,7 +107,7 @@ def test_held_gradients_of_unused_units(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(1, 2)
-def test_held_gradients_survive_a_state_dict(rank: int, n_ranks: int) -> None:
+def test_accumulated_gradients_survive_a_state_dict(rank: int, n_ranks: int) -> None:
     pair = Pair(Net, models.shard_blocks)
     pair.both(setter("set_requires_gradient_sync", False))
     pair.forward(data(rank))
@@ -119,7 +119,7 @@ def test_held_gradients_survive_a_state_dict(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(1, 2)
-def test_frozen_while_held(rank: int, n_ranks: int) -> None:
+def test_frozen_while_accumulating(rank: int, n_ranks: int) -> None:
     pair = Pair(Net, models.shard_blocks)
     pair.both(setter("set_requires_gradient_sync", False))
     pair.forward(data(rank))
@@ -196,7 +196,7 @@ def test_optimizer_in_backward(rank: int, n_ranks: int, reshard: bool) -> None:
 
 
 @on_ranks(2)
-def test_reset_drops_what_is_held(rank: int, n_ranks: int) -> None:
+def test_reset_drops_accumulated_gradients(rank: int, n_ranks: int) -> None:
     """Torch 2.13 keeps a held micro-batch over `reset_iter_state`; it must not come back."""
     pair = Pair(Net, models.shard_blocks)
     pair.skip_if_same()

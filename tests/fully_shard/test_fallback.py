@@ -105,7 +105,7 @@ def test_hook_of_one_rank_before_the_first_forward(rank: int, n_ranks: int) -> N
         pair.step(data(rank, step))
     pair.skip_if_same()
     assert not runs_on_core(pair.ours)
-    reason = pair.ours.model._get_fsdp_state()._fsdp_param_groups[0].left_because
+    reason = pair.ours.model._get_fsdp_state()._fsdp_param_groups[0].fallback_reason
     assert "blocks.0" in reason and "hook" in reason
     assert (f"on rank {n_ranks - 1}" in reason) == (rank < n_ranks - 1)
 

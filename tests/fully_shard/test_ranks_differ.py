@@ -102,7 +102,7 @@ def test_parameters_differ(rank: int, n_ranks: int, names: tuple[str, str]) -> N
 
 
 @on_ranks(2, 3)
-def test_held_micro_batches_differ(rank: int, n_ranks: int) -> None:
+def test_accumulated_micro_batches_differ(rank: int, n_ranks: int) -> None:
     """Without synchronisation ranks may use what they like; the last micro-batch brings all
     together.
     """

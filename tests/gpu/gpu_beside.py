@@ -80,7 +80,7 @@ def outcome_of(program: Program, device: torch.device, world: World) -> tuple[st
         if device.type == "cuda":
             torch.cuda.synchronize()
         compare(found, expected, program.tolerance)
-        check_road(found, program, world)
+        check_implementation(found, program, world)
     except Exception as error:  # a row tells it, and the next program is tried
         traceback.print_exc()
         return "failed", f"{type(error).__name__}: {error}"
@@ -93,7 +93,7 @@ def run(program: Program, side: Side) -> None:
         program.run(side)
 
 
-def check_road(side: Side, program: Program, world: World) -> None:
+def check_implementation(side: Side, program: Program, world: World) -> None:
     """The stream schedule has run the units that it can, over what it should."""
     import fsdp_c
     from fsdp_c._comm import _device

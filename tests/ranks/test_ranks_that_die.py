@@ -86,7 +86,7 @@ def survive(
     return {"text": "", "step": step}
 
 
-DEATHS = [
+ENDINGS = [
     *[(2, 1, "kill", point, 1) for point in POINTS],
     (2, 1, "kill", "before_forward", 0),
     (2, 1, "kill", "in_forward", 0),
@@ -115,8 +115,8 @@ def no_shared_memory_left() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_shared_memory_left")
-@pytest.mark.parametrize(("n_ranks", "victim", "way", "point", "at_step"), DEATHS)
-def test_death(
+@pytest.mark.parametrize(("n_ranks", "victim", "way", "point", "at_step"), ENDINGS)
+def test_ranks_notice_the_end_of_one(
     n_ranks: int, victim: int, way: str, point: str, at_step: int, tmp_path: Path
 ) -> None:
     args = (victim, way, point, at_step, str(tmp_path / "time"))

@@ -283,14 +283,14 @@ def s_mean_of_weights_by_hand() -> None:
         ema[name].lerp_(param.detach(), 0.1)
 
 
-def s_tied_and_probed() -> None:
+def s_tied_and_a_second_model() -> None:
     model = net()
     model.head.weight = model.emb.weight
     kept: list[Tensor] = []
     model.blocks[0].register_forward_hook(lambda m, a, out: kept.append(out.detach()))
     train(sharded(model))
-    probe = fsdp_c.fully_shard(nn.Linear(4, 2), mesh=cached_mesh((dist.get_world_size(),)))
-    train(probe)
+    second = fsdp_c.fully_shard(nn.Linear(4, 2), mesh=cached_mesh((dist.get_world_size(),)))
+    train(second)
 
 
 def s_optimizer_per_group() -> None:

@@ -7,14 +7,8 @@ call fails; then it is thrown away.
 
 import atexit
 import contextlib
-import ctypes
-import datetime
-import faulthandler
-import gc
 import importlib
 import os
-import pickle
-import random
 import signal
 import socket
 import subprocess
@@ -25,15 +19,16 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
-GROUP_TIMEOUT_S = 60
+import rank_process
+from rank_process import SEED, is_for_fsdp_c, receive, receive_message, send, send_message
+from rank_process import seed_everything as seed_everything
+
 START_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 10
 # After the first rank failed the others get this long to fail too: their reasons are often telling.
 GRACE_S = 4
-SEED = int(os.environ.get("FSDP_C_TEST_SEED", "0"))
 
 
 def failure_of(body: Callable[..., Any], *args: Any) -> str:
@@ -96,12 +91,12 @@ def run_ranks(
     `fresh=True` uses new processes for this call alone and returns a `RankOutcome` per rank
     instead: nothing is raised for a rank that raised, exited or was killed, but a rank still
     running after `timeout` seconds raises. `env` is set before torch is imported, in a process of
-    its own; it implies new processes, but not outcomes. So does `apart`, for functions that make
-    many process groups: each has a thread that wakes a hundred times a second as long as its
-    process lives.
+    its own, unless only fsdp_c reads it; it implies new processes, but not outcomes. So does
+    `apart`, for functions that make many process groups: each has a thread that wakes a hundred
+    times a second as long as its process runs.
     """
     if fresh or apart or env:
-        pool = Pool(launcher_for(env or {}), n_ranks)
+        pool = Pool(launcher_for(env or {}), n_ranks, settings_of_ranks(env or {}))
         try:
             outcomes = pool.call(fn, args, timeout, timeout if fresh else GRACE_S)
             pool.close(outcomes)
@@ -146,7 +141,7 @@ class Launcher:
         ours, theirs = socket.socketpair()
         settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno())],
+            [sys.executable, rank_process.__file__, str(theirs.fileno())],
             env={**os.environ, **settings, **(env or {})},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -161,10 +156,12 @@ class Launcher:
         self.exit_codes.update(exit_codes)
         return reply
 
-    def fork(self, rank: int, n_ranks: int, output: int) -> tuple[int, Connection]:
+    def fork(
+        self, rank: int, n_ranks: int, output: int, settings: dict[str, str] | None
+    ) -> tuple[int, Connection]:
         ours, theirs = socket.socketpair()
         with theirs:
-            request = ("fork", rank, n_ranks, list(sys.path), os.getcwd())
+            request = ("fork", rank, n_ranks, list(sys.path), os.getcwd(), settings)
             pid = self.ask(request, [theirs.fileno(), output])
         return pid, Connection(ours.detach())
 
@@ -173,8 +170,8 @@ class Launcher:
             self.ask(("poll",))
         return self.exit_codes.get(pid)
 
-    def signal(self, pid: int, number: int) -> None:
-        self.ask(("signal", pid, int(number)))
+    def signal(self, number: int, *pids: int) -> None:
+        self.ask(("signal", int(number), *pids))
 
     def close(self) -> None:
         self.socket.close()
@@ -185,13 +182,17 @@ class Pool:
     """The ranks of one world."""
 
     pools: dict[int, "Pool"] = {}
+    in_use: "Pool | None" = None  # the others are stopped
 
-    def __init__(self, launcher: Launcher, n_ranks: int) -> None:
+    def __init__(
+        self, launcher: Launcher, n_ranks: int, settings: dict[str, str] | None = None
+    ) -> None:
+        """`settings`: all of the environment's variables of fsdp_c; None: those of the launcher."""
         self.launcher = launcher
         self.n_ranks = n_ranks
         self.alive = True
         self.files = [tempfile.TemporaryFile("w+b") for _ in range(n_ranks)]
-        ranks = [launcher.fork(r, n_ranks, f.fileno()) for r, f in enumerate(self.files)]
+        ranks = [launcher.fork(r, n_ranks, f.fileno(), settings) for r, f in enumerate(self.files)]
         self.pids = [pid for pid, _ in ranks]
         self.pipes = [pipe for _, pipe in ranks]
         port = None
@@ -209,9 +210,17 @@ class Pool:
     @classmethod
     def of(cls, n_ranks: int) -> "Pool":
         pool = cls.pools.get(n_ranks)
+        if cls.in_use is not None and cls.in_use is not pool and cls.in_use.alive:
+            cls.in_use.signal(signal.SIGSTOP)  # threads of its process groups would go on polling
         if pool is None or not pool.alive:
             pool = cls.pools[n_ranks] = cls(launcher_for({}), n_ranks)
+        elif cls.in_use is not pool:
+            pool.signal(signal.SIGCONT)
+        cls.in_use = pool
         return pool
+
+    def signal(self, number: int) -> None:
+        self.launcher.signal(number, *self.pids)
 
     def receive_started(self, pipe: Connection) -> Any:
         try:
@@ -260,14 +269,13 @@ class Pool:
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while (code := self.launcher.exit_code(self.pids[rank])) is None:
             if time.monotonic() > deadline:
-                self.launcher.signal(self.pids[rank], signal.SIGKILL)
+                self.launcher.signal(signal.SIGKILL, self.pids[rank])
                 deadline += STOP_TIMEOUT_S
             time.sleep(0.01)
         return code
 
     def dump_stacks(self, ranks: dict[int, Connection]) -> None:
-        for rank in ranks:
-            self.launcher.signal(self.pids[rank], signal.SIGUSR1)
+        self.launcher.signal(signal.SIGUSR1, *(self.pids[rank] for rank in ranks))
         time.sleep(0.5)
 
     def output(self, rank: int, start: int) -> str:
@@ -276,6 +284,7 @@ class Pool:
 
     def close(self, outcomes: list[RankOutcome] | None = None) -> None:
         """Let the ranks end as a script does: leave the process group, then the interpreter."""
+        self.signal(signal.SIGCONT)
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
                 send(pipe, None)
@@ -288,8 +297,8 @@ class Pool:
         if not self.alive:
             return
         self.alive = False
-        for pid, pipe, file in zip(self.pids, self.pipes, self.files, strict=True):
-            self.launcher.signal(pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
+        for pipe, file in zip(self.pipes, self.files, strict=True):
             pipe.close()
             file.close()
 
@@ -300,9 +309,16 @@ _launchers: dict[Settings, Launcher] = {}
 LAUNCHERS_MAX = 6
 
 
+def settings_of_ranks(env: dict[str, str]) -> dict[str, str] | None:
+    """What ranks set after the fork, where a call has an environment of its own."""
+    own = {name: value for name, value in os.environ.items() if is_for_fsdp_c(name)}
+    return {**own, **{k: v for k, v in env.items() if is_for_fsdp_c(k)}} if env else None
+
+
 def launcher_for(env: dict[str, str]) -> Launcher:
-    own = {name: value for name, value in os.environ.items() if name.startswith("FSDP_C_")}
-    key = tuple(sorted({**own, **env}.items())) if env else ()
+    """The one that has imported torch under these variables."""
+    env = {name: value for name, value in env.items() if not is_for_fsdp_c(name)}
+    key = tuple(sorted(env.items()))
     if not _launchers:
         atexit.register(stop)
     launcher = _launchers.pop(key, None) or Launcher(env)
@@ -327,166 +343,7 @@ def stop() -> None:
     _launchers.clear()
 
 
-# --- messages -------------------------------------------------------------------------------------
-# Plain pickle, because the pickler of multiprocessing would move torch tensors through shared
-# memory.
-
-
-def send(pipe: Connection, message: Any) -> None:
-    pipe.send_bytes(pickle.dumps(message))
-
-
-def receive(pipe: Connection) -> Any:
-    return pickle.loads(pipe.recv_bytes())
-
-
-def send_message(sock: socket.socket, message: Any, fds: list[int] | None = None) -> None:
-    data = pickle.dumps(message)
-    socket.send_fds(sock, [len(data).to_bytes(4, "little")], fds or [])
-    sock.sendall(data)
-
-
-def receive_message(sock: socket.socket) -> tuple[Any, list[int]]:
-    head, fds, _, _ = socket.recv_fds(sock, 4, 2)
-    if not head:
-        raise EOFError
-    n_bytes = int.from_bytes(head, "little")
-    data = b""
-    while len(data) < n_bytes:
-        data += sock.recv(n_bytes - len(data))
-    return pickle.loads(data), fds
-
-
-# --- the launcher's side --------------------------------------------------------------------------
-
-
-def launch(fd: int) -> None:
-    """Serve requests until the caller goes; returns in each forked rank when that is done."""
-    # What ranks need, once; without these three each rank would take seconds for them at its first
-    # use.
-    import torch._dynamo
-    import torch.distributed.fsdp
-    import torch.distributed.tensor  # noqa: F401
-
-    # A collection after every call then looks at what tests made only.
-    gc.collect()
-    gc.freeze()
-
-    sock = socket.socket(fileno=fd)
-    children: set[int] = set()
-    while True:
-        try:
-            request, fds = receive_message(sock)
-        except (EOFError, ConnectionError):
-            break
-        exit_codes: dict[int, int] = {}
-        while children and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            children.discard(ended[0])
-            exit_codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
-        reply = None
-        if request[0] == "fork":
-            reply = os.fork()
-            if reply == 0:
-                sock.close()
-                serve_rank(Connection(fds[0]), fds[1], *request[1:])
-                return
-            children.add(reply)
-            for received in fds:
-                os.close(received)
-        elif request[0] == "signal" and request[1] in children:
-            os.kill(request[1], request[2])
-        send_message(sock, (reply, exit_codes))
-    for pid in children:
-        os.kill(pid, signal.SIGKILL)
-    # Libraries that torch loads complain at a regular exit.
-    os._exit(0)
-
-
-# --- a rank's side --------------------------------------------------------------------------------
-
-
-def serve_rank(
-    pipe: Connection, output: int, rank: int, n_ranks: int, path: list[str], directory: str
-) -> None:
-    """Join the process group, then answer calls until told to stop."""
-    import torch
-    import torch.distributed as dist
-
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    # Started in the background of a shell, processes inherit that Ctrl-C is ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    faulthandler.enable()
-    sys.path[:] = path
-    os.chdir(directory)
-    torch.set_num_threads(1)
-
-    limit = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
-    port = receive(pipe)
-    if port == "host":
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
-        send(pipe, port := store.port)
-    else:
-        store = dist.TCPStore("127.0.0.1", port, timeout=limit)
-    # What torchrun sets: code under test may look at it.
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        WORLD_SIZE=str(n_ranks),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(n_ranks),
-    )
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=n_ranks, timeout=limit)
-    send(pipe, "ready")
-    while (request := receive_or_none(pipe)) is not None:
-        send(pipe, answer(rank, n_ranks, *request))
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def receive_or_none(pipe: Connection) -> Any:
-    with contextlib.suppress(EOFError, ConnectionError):
-        return receive(pipe)
-
-
-def answer(
-    rank: int, n_ranks: int, module: str, name: str, args: tuple[Any, ...]
-) -> tuple[Any, str, str]:
-    """Run one test function; gives (value, exception type, traceback)."""
-    import torch
-
-    seed_everything(SEED)
-    torch.set_default_dtype(torch.float32)
-    torch.set_grad_enabled(True)
-    try:
-        fn: Any = importlib.import_module(module)
-        for part in name.split("."):
-            fn = getattr(fn, part)
-        value = fn(rank, n_ranks, *args)
-        pickle.dumps(value)
-        return value, "", ""
-    except BaseException as error:
-        if isinstance(error, SystemExit):
-            raise
-        reason = str(error) if type(error).__name__ == "Skipped" else None
-        return reason, type(error).__name__, traceback.format_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        gc.collect()
-
-
-def seed_everything(seed: int) -> None:
-    import torch
-
-    random.seed(seed)
-    # torch.manual_seed would keep a stack trace for each kind of device that is not in use yet.
-    torch.default_generator.manual_seed(seed)
+# --- what tests share ----------------------------------------------------------------------------
 
 
 _meshes: dict[tuple[Any, ...], Any] = {}
@@ -505,10 +362,3 @@ def cached_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) ->
 def implementation() -> Any:
     """The module under test; FSDP_C_TEST_IMPL names another, such as torch.distributed.fsdp."""
     return importlib.import_module(os.environ.get("FSDP_C_TEST_IMPL", "fsdp_c"))
-
-
-if __name__ == "__main__":
-    # Through the import system, so that tests in the ranks find the same module object.
-    import harness
-
-    harness.launch(int(sys.argv[1]))

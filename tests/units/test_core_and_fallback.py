@@ -133,7 +133,7 @@ def x2_backward_that_failed(case: Case) -> None:
         case.check_training(model, plain, step)
 
 
-def x5_reset_drops_what_is_held(case: Case) -> None:
+def x5_reset_drops_accumulated_gradients(case: Case) -> None:
     model, plain = case.build()
     model.reset_iter_state()
     model.set_requires_gradient_sync(False)
@@ -218,7 +218,7 @@ def d30_frozen_while_unsharded(case: Case) -> None:
     case.check_training(model, plain)
 
 
-def d32_held_and_fresh_gradients(case: Case) -> None:
+def d32_accumulated_and_fresh_gradients(case: Case) -> None:
     """The micro-batches use different parameters, whose dtypes then differ; also with zeros."""
     for with_unused in (False, True):
         model, plain = case.build(OneOfTwo, lambda model: [], mp_policy=case.policy())
@@ -233,7 +233,7 @@ def d32_held_and_fresh_gradients(case: Case) -> None:
         case.check(model, plain, 0.2)
 
 
-def held_gradients_of_shards_that_are_cast(case: Case) -> None:
+def accumulated_gradients_of_shards_that_are_cast(case: Case) -> None:
     model, plain = case.build()
     for step in range(3):
         model.set_requires_gradient_sync(step == 2)
@@ -323,7 +323,7 @@ def y16_shard_that_was_replaced(case: Case) -> None:
     case.check_training(model, plain)
 
 
-def pp9_unshard_by_hand_outlasts_forward(case: Case) -> None:
+def pp9_unshard_by_hand_lasts_beyond_forward(case: Case) -> None:
     """As pipelines do around their micro-batches; split backwards then find the parameters."""
     model, plain = case.build()
     units = [model.a, model.b, model]
@@ -422,20 +422,20 @@ def g8_g27_settings_that_nothing_follows(case: Case) -> None:
 
 BODIES = [
     x2_backward_that_failed,
-    x5_reset_drops_what_is_held,
+    x5_reset_drops_accumulated_gradients,
     f5_output_in_an_object,
     df33_member_that_runs_again,
     f15_first_forward_in_inference_mode,
     d25_all_frozen_at_first,
     d30_frozen_while_unsharded,
-    d32_held_and_fresh_gradients,
-    held_gradients_of_shards_that_are_cast,
+    d32_accumulated_and_fresh_gradients,
+    accumulated_gradients_of_shards_that_are_cast,
     g24_partial_sums_by_parameter,
     g18_kept_units_after_a_step,
     y4_state_dict_inside_forward,
     y5_state_dict_on_one_rank,
     y16_shard_that_was_replaced,
-    pp9_unshard_by_hand_outlasts_forward,
+    pp9_unshard_by_hand_lasts_beyond_forward,
     x9_two_roots_in_one_context,
     g3_sparse_gradient_is_named,
     d11_packed_sequence_is_cast,
@@ -445,7 +445,7 @@ BODIES = [
 # What torch 2.15 does right.
 MENDED = {
     "d25_all_frozen_at_first",
-    "d32_held_and_fresh_gradients",
+    "d32_accumulated_and_fresh_gradients",
     "g24_partial_sums_by_parameter",
 }
 

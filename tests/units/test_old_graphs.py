@@ -111,13 +111,13 @@ RAISE: list[Steps] = [again, first_after, truncated, after_forward, loaded]
 DO_NOT: list[Steps] = [not_saved, no_step]
 
 
-def road(kind: str) -> contextlib.AbstractContextManager[Any]:
+def context_of(kind: str) -> contextlib.AbstractContextManager[Any]:
     return _device.on_cpu() if kind == "device" else contextlib.nullcontext()
 
 
 def raises(rank: int, n_ranks: int, kind: str, reshard: bool) -> None:
     for steps in RAISE:
-        with road(kind):
+        with context_of(kind):
             side = Side(
                 "tested", fsdp_c, Net, lambda m, f: shard(m, f, reshard_after_forward=reshard), sgd
             )
@@ -133,7 +133,7 @@ def raises(rank: int, n_ranks: int, kind: str, reshard: bool) -> None:
 
 def arrives(rank: int, n_ranks: int, kind: str, reshard: bool) -> None:
     for steps in DO_NOT:
-        with road(kind), warnings.catch_warnings():
+        with context_of(kind), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             side = Side(
                 "tested", fsdp_c, Net, lambda m, f: shard(m, f, reshard_after_forward=reshard), sgd

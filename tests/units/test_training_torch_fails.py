@@ -174,7 +174,7 @@ def first_forward_in_inference_mode(fsdp: Any, rank: int, n_ranks: int) -> None:
         check_step(side, plain, rank, n_ranks, step)
 
 
-def reset_drops_held_gradients(fsdp: Any, rank: int, n_ranks: int) -> None:
+def reset_drops_accumulated_gradients(fsdp: Any, rank: int, n_ranks: int) -> None:
     side, plain = side_of(fsdp, Net, models.shard_blocks), Plain(Net)
     side.model.set_requires_gradient_sync(False)
     total(side.model(data(rank, 7))).backward()
@@ -225,12 +225,12 @@ BODIES = [
     member_of_a_group_called_again,
     conversion_after_the_first_forward,
     first_forward_in_inference_mode,
-    reset_drops_held_gradients,
+    reset_drops_accumulated_gradients,
     reset_before_the_first_forward,
     factor_with_forced_sum,
     shared_context_before_the_first_forward,
 ]
-FIXED_BY_TORCH = {"reset_drops_held_gradients"} if RESET_DROPS_GRADIENTS else set()
+FIXED_BY_TORCH = {"reset_drops_accumulated_gradients"} if RESET_DROPS_GRADIENTS else set()
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])

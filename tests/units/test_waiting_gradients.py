@@ -95,7 +95,9 @@ def over(transport: str) -> Any:
 @pytest.mark.parametrize("transport", ["memory", "messages"])
 @pytest.mark.parametrize("is_cast", [False, True])
 @on_ranks(1, 2)
-def test_shards_change_while_held(rank: int, n_ranks: int, is_cast: bool, transport: str) -> None:
+def test_shards_change_while_accumulating(
+    rank: int, n_ranks: int, is_cast: bool, transport: str
+) -> None:
     cast = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     options: dict[str, Any] = {"mp_policy": cast} if is_cast else {}
     tolerance = Tolerance(scaled=1e-5) if is_cast else Tolerance.of(n_ranks)
@@ -140,7 +142,7 @@ def doubled(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("micro_batches", [MICRO_BATCHES, PARTIAL])
 @on_ranks(2, 4)
-def test_cast_while_held(
+def test_cast_while_accumulating(
     rank: int, n_ranks: int, micro_batches: Sequence[tuple[bool, bool]]
 ) -> None:
     """As nn.Module casts gradients. Torch fails; from 2.15 on not where the compute dtype stays."""
@@ -163,7 +165,7 @@ def test_cast_while_held(
 
 @pytest.mark.parametrize("transport", ["memory", "messages"])
 @on_ranks(1, 2)
-def test_trained_while_held(rank: int, n_ranks: int, transport: str) -> None:
+def test_trained_while_accumulating(rank: int, n_ranks: int, transport: str) -> None:
     """Torch goes on without the parameter's gradients."""
     fsdp = harness.implementation()
     if fsdp is torch_fsdp:

@@ -24,12 +24,7 @@ namespace {
 at::Tensor readable(const at::Tensor &grad, const Param &param)
 {
     if (grad.layout() != at::kStrided) {
-        PyErr_Format(
-            PyExc_ValueError,
-            "the gradient of parameter '%s' is sparse, which cannot be reduced: build the module "
-            "with sparse=False",
-            parameter_name(param).c_str());
-        throw_python();
+        checked(PyObject_CallMethod(param.owner.get(), "_refuse_sparse_gradient", nullptr));
     }
     const at::Tensor &full = param.unsharded_tensor;
     if (full.is_contiguous()) {

@@ -154,14 +154,8 @@ bool keep_for_hidden_output(StateObject *state, PyObject *output)
         return false;
     }
     if (!group->hides_outputs) {
-        const std::string &name = group->unit->name();
-        check(PyErr_WarnFormat(
-            PyExc_UserWarning, 1,
-            "FSDP unit '%s' has no tensor in its output that needs a gradient and that FSDP can "
-            "find (it looks into tuples, lists, dicts and dataclasses). If one is hidden there, "
-            "return it in one of these; until then the unit keeps its full parameters from "
-            "forward to backward",
-            name.empty() ? "(root)" : name.c_str()));
+        checked(PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_warn_of_hidden_output",
+                                    nullptr));
         hook_params(state);
         group->hides_outputs = true;
     }

@@ -335,11 +335,8 @@ void root_pre_forward(StateObject *state)
 {
     RootObject *root = state->root;
     if (root->context->is_failed) {
-        check(PyErr_WarnEx(PyExc_UserWarning,
-                           "the previous backward ended in an exception: its gradients, and those "
-                           "kept from earlier "
-                           "backwards without synchronisation, are dropped",
-                           1));
+        checked(PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_warn_of_failed_backward",
+                                    nullptr));
         root_reset(root, true);
     }
     if (root_in_backward(root)) {

@@ -1,0 +1,175 @@
+"""Attributes of torch's FSDPParamGroup: the core answers some, others need the fallback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+
+from fsdp_c import _env
+from fsdp_c._comm import _device
+from fsdp_c._compat import _versions
+from fsdp_c._fully_shard import _fallback_reason, _fqns, _replaced_functions
+from fsdp_c._fully_shard._param_group_visible import VisibleGroup
+
+# In the order of the core's enum Training.
+TRAINING_STATES = (
+    TrainingState.FORWARD,
+    TrainingState.PRE_BACKWARD,
+    TrainingState.POST_BACKWARD,
+    TrainingState.IDLE,
+)
+
+# Attributes that hold collectives; in the order of _compat.default_comms().
+_COMMS = ("_all_gather_comm", "_reduce_scatter_comm")
+_SEEN = {"_all_reduce_hook", *_COMMS}  # what may look at the unit's collectives
+_TORCH_ONLY = {*_replaced_functions.GROUP_METHODS, *_versions.LAYOUT_FUNCTIONS}
+
+
+@contextmanager
+def partial_sums_hidden(groups: Sequence[GroupAttributes]) -> Iterator[None]:
+    """Inside, `_partial_reduce_output` of the units is None."""
+    for group in groups:
+        group._hides_partial_sums = True
+    try:
+        yield
+    finally:
+        for group in groups:
+            group._hides_partial_sums = False
+
+
+class GroupAttributes(VisibleGroup):
+    """What code outside of the package reads and sets on a unit, as torch spells it."""
+
+    _hides_partial_sums = False
+    _separate_group: Any = None  # that reductions had of their own
+
+    # ---- state ----
+
+    @property
+    def _training_state(self) -> TrainingState:
+        return TRAINING_STATES[self._training]
+
+    @_training_state.setter
+    def _training_state(self, state: TrainingState) -> None:
+        self._training = TRAINING_STATES.index(state)
+
+    @property
+    def _sharded_state(self) -> ShardedState:
+        if self._is_bound:
+            return ShardedState.UNSHARDED if self._core_is_unsharded else ShardedState.SHARDED
+        return self.__dict__["_sharded_state"]
+
+    @_sharded_state.setter
+    def _sharded_state(self, state: ShardedState) -> None:
+        self.__dict__["_sharded_state"] = state
+
+    @property
+    def _all_gather_result(self) -> Any:
+        """Not None while an unshard waits to be waited for."""
+        if self._is_bound:
+            return self if self._core_is_pending else None
+        return self.__dict__["_all_gather_result"]
+
+    @_all_gather_result.setter
+    def _all_gather_result(self, result: Any) -> None:
+        self.__dict__["_all_gather_result"] = result
+
+    @property
+    def _partial_reduce_output(self) -> Any:
+        """Averages over shards that the replicas have not seen: a copy, laid out as torch's.
+
+        On a device only whether there are any can be seen. None drops them.
+        """
+        if not self._is_bound:
+            return self.__dict__["_partial_reduce_output"]
+        if self._hides_partial_sums or not self._core_has_partial_sums:
+            return None
+        parts = [
+            torch.nn.functional.pad(part, (0, p.padded_sharded_param_size.numel() - part.numel()))
+            for p, part in zip(self.fsdp_params, self._core_partial_sums(), strict=True)
+            if part is not None
+        ]
+        divisor = self.gradient_divide_factor or self.mesh_info.shard_mesh_size
+        return torch.cat(parts) / divisor if parts else self
+
+    @_partial_reduce_output.setter
+    def _partial_reduce_output(self, output: Any) -> None:
+        if not self._is_bound:
+            self.__dict__["_partial_reduce_output"] = output
+        elif output is None:
+            self._core_drop_partial_sums()
+        else:
+            raise NotImplementedError(
+                f"_partial_reduce_output of FSDP unit '{_fqns.unit_name(self)}' can be read, and"
+                " set to None"
+            )
+
+    # ---- what only torch's implementation knows: setting it later takes the root there ----
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in (_TORCH_ONLY | _SEEN) and self._core_has_accumulated:
+            raise RuntimeError(
+                f"{name} of FSDP unit '{_fqns.unit_name(self)}' was set while gradients of"
+                " backward passes without synchronization are held: set it before the first of"
+                " them, or after the backward that synchronizes"
+            )
+        if name in _COMMS:
+            value = self._checked_comm(name, value)
+        was_set, old = name in self.__dict__, self.__dict__.get(name)
+        super().__setattr__(name, value)
+        if name in _SEEN and self._root is not None:
+            self._root.look_again()
+        if name in _TORCH_ONLY and self._is_bound and (reason := _fallback_reason.why_torch(self)):
+            try:
+                self.move_root_to_fallback(reason)
+            except BaseException:
+                if was_set:
+                    super().__setattr__(name, old)
+                else:
+                    super().__delattr__(name)
+                raise
+
+    def _checked_comm(self, name: str, comm: Any) -> Any:
+        """A user's collective, or torch's own for None."""
+        if comm is None:
+            return _versions.default_comms()[_COMMS.index(name)]()
+        if not (callable(comm) and callable(getattr(comm, "allocate", None))) and (
+            not _env.is_strict()
+        ):
+            raise TypeError(
+                f"{name} of FSDP unit '{_fqns.unit_name(self)}' needs an object with allocate() and"
+                f" __call__(), such as a subclass of AllGather or ReduceScatter, not"
+                f" {type(comm).__name__}"
+            )
+        return comm
+
+    def set_allocate_memory_from_process_group(self, enable: bool) -> None:
+        gather = self._all_gather_comm
+        try:
+            super().set_allocate_memory_from_process_group(enable)
+        except AssertionError:
+            self._all_gather_comm = gather  # torch's class has switched that one already
+            raise
+
+    def _set_separate_reduce_scatter_group(self, enable: bool, new_groups: Any) -> None:
+        """Switched off and on again, the process group is that of before."""
+        mesh_info = self.mesh_info
+        if enable and self._separate_group is not None:
+            mesh_info.reduce_scatter_process_group = self._separate_group
+        super()._set_separate_reduce_scatter_group(enable, new_groups)
+        if enable:
+            self._separate_group = mesh_info.reduce_scatter_process_group
+        self.choose_reduce_group()
+
+    def choose_reduce_group(self) -> None:
+        """Tells the schedule of a device which process group sums gradients; collective there."""
+        if _device.is_taken(self):
+            assert self._binding is not None
+            process_group = _device.reduce_group(self)
+            _device.connect(self._binding[0].streams, process_group, self.device)
+            self._core_set_reduce_group(str(process_group.group_name))

@@ -1,0 +1,189 @@
+"""Which implementation runs a unit: bound to the core, unbound again, left to the fallback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+
+from fsdp_c._comm import _device
+from fsdp_c._fully_shard import (
+    _engine_bind,
+    _fallback_reason,
+    _fqns,
+    _param_attributes,
+    _param_spec,
+    _status,
+    _visibility,
+)
+from fsdp_c._fully_shard._fallback_param_group import FallbackGroup
+from fsdp_c._native import _C
+
+
+class BoundGroup(_C.Group, FallbackGroup):
+    """A unit that can be bound to the core, between two steps."""
+
+    # (domain, index in it, domain of the replicas) once bound.
+    _binding: tuple[_C.Domain, int, _C.Domain | None] | None = None
+    _bound_specs: list[_param_spec.ParamSpec] | None = None
+    _root: _C.Root | None = None
+    # Who looks at its collectives, as it is bound and as it is wanted; see _visibility.
+    visible_because = wants_visible = ""
+    is_watched = False
+    _uses_fallback = False
+    fallback_reason = ""  # what took the unit there
+    _domains_to_await: tuple[_C.Domain, ...] = ()  # that were left, until all ranks have
+
+    # ---- binding ----
+
+    def _choose_alone(self) -> None:
+        """Before the first forward a unit is in no root; collective."""
+        self.fallback_reason = _fallback_reason.why_torch_everywhere(self)
+        _visibility.choose([self])
+        if not self.fallback_reason:
+            mine = _fallback_reason.why_torch_here(self)
+            self.fallback_reason = _fallback_reason.agreed_reason([self], mine)
+        if self.fallback_reason:
+            self.check_fallback()
+            self._uses_fallback = True
+        else:
+            self._bind_alone()
+
+    def _bind_alone(self) -> None:
+        self._root = _C.Root([], _engine_bind.bind_units([self]), _C.Context())
+
+    def adopt_shards(self) -> None:
+        """Finds shards that were replaced, moved or cast since set-up; the unit is bound still."""
+        self._core_reshard()
+        for fsdp_param in self.fsdp_params:
+            info = fsdp_param._module_info
+            registered = info.module._parameters.get(info.param_name)
+            if not hasattr(registered, "_local_tensor"):
+                raise ValueError(
+                    f"parameter '{fsdp_param._param_fqn}' of FSDP unit '{self._module_fqn}' was"
+                    f" replaced by a {type(registered).__name__} that is not sharded: assign a"
+                    " DTensor with the parameter's mesh and placements (distribute_tensor), or"
+                    " copy into the parameter in place"
+                )
+            fsdp_param.reset_sharded_param()
+        self._init_mp_dtypes()
+        if self._core_has_partial_sums and _device.is_taken(self) and self._has_other_layout():
+            raise RuntimeError(
+                f"shards of FSDP unit '{_fqns.unit_name(self)}' were cast, frozen or are trained"
+                " now, while sums of their gradients wait on the device for the replicas: do that"
+                " before the first of them, or after the backward that brings replicas together"
+            )
+
+    def _has_other_layout(self) -> bool:
+        return [_param_spec.spec_of(p) for p in self.fsdp_params] != self._bound_specs
+
+    def rebind(self) -> bool:
+        """Binds the unit anew to what `adopt_shards` has found; held gradients go along.
+
+        Returns whether the layout changed, in which case the unit is left unbound.
+        """
+        if self._has_other_layout():
+            self._set_aside()
+            return True
+        assert self._binding is not None
+        _engine_bind.bind_unit(self, *self._binding)
+        return False
+
+    def _adopt_replaced_shards(self) -> None:
+        """Outside of a step shards that were replaced since set-up count from here on."""
+        if self._core_in_phase or self._core_is_unsharded or self._core_is_intact:
+            return
+        assert self._root is not None
+        root = next((state for state in self._root.states if state._is_root), None)
+        if root is not None:
+            root._rebuild_units()
+            return
+        self.adopt_shards()
+        if self.rebind():  # before the first forward a unit stands alone
+            self._bind_alone()
+
+    def unbind(self) -> None:
+        """Leaves the core, sharded."""
+        self._unbind()
+        self._binding = self._root = None
+        self._sharded_state = ShardedState.SHARDED
+        for fsdp_param in self.fsdp_params:
+            fsdp_param.unit = None
+            fsdp_param.sharded_state = ShardedState.SHARDED
+
+    def leave_early_streams(self) -> Callable[[], None]:
+        """A unit that was unsharded before the first forward joins the schedule of its root.
+
+        What is returned brings it there as it was.
+        """
+        if not _device.is_taken(self):
+            return lambda: None
+        is_unsharded, is_kept = self._core_is_unsharded, self._core_is_kept_after_forward
+        is_asked = is_unsharded or self._core_is_pending
+        before = [p._unsharded_param for p in self.fsdp_params]
+        # Perhaps written since.
+        values = [old.detach().clone() for old in before] if is_unsharded else []
+        self._unbind()
+        self._binding = self._root = None
+
+        def restore() -> None:
+            if is_asked:
+                self._core_unshard_async()
+            if is_unsharded:
+                self._core_unshard()
+            now = [p._unsharded_param for p in self.fsdp_params]
+            for param, old in zip(now, before, strict=True):
+                _param_attributes.share_hooks(old, param)
+            for param, value in zip(now, values, strict=False):
+                if not torch.equal(param.detach(), value):
+                    param.detach().copy_(value)
+            before.clear()
+            values.clear()
+            if is_kept:
+                self._core_keep_after_forward()
+
+        return restore
+
+    # ---- to the fallback ----
+
+    def check_fallback(self) -> None:
+        """Raises if the unit holds what only the core can run."""
+        for fsdp_param in self.fsdp_params:
+            if fsdp_param.is_special:
+                raise NotImplementedError(
+                    f"parameter '{fsdp_param._param_fqn}' of FSDP unit '{self._module_fqn}', with"
+                    f" size {tuple(fsdp_param._orig_size)}, strides {fsdp_param.unsharded_stride}"
+                    f" and placement {fsdp_param.fsdp_placement}, can only be run by the core, but"
+                    " its model also needs what only torch's implementation has (README, Not"
+                    " supported). Use a contiguous parameter with at least one dim that the ranks"
+                    " divide evenly, or put it into ignored_params"
+                )
+        super()._init_mp_dtypes()  # its own error for mixed dtypes
+
+    def move_root_to_fallback(self, reason: str) -> None:
+        """From now on torch's implementation runs the whole root; between two steps only."""
+        root = self._root
+        states = root.states if root is not None else []
+        for group in (self, *(group for state in states for group in state._fsdp_param_groups)):
+            group.check_fallback()
+        self.leave_core(reason)
+        for state in states:
+            state.leave_core(reason)
+        if states:
+            _status.note(states[0], f"unit {_fqns.unit_name(self)}: {reason}")
+
+    def leave_core(self, reason: str) -> None:
+        """Goes back to torch's implementation, sharded; local."""
+        if self._uses_fallback:  # it may be unsharded there, for instance by an early unshard()
+            return
+        self._is_kept_after_forward = self._core_is_kept_after_forward
+        binding = self._binding or ()
+        self.unbind()
+        self._domains_to_await = tuple(part for part in binding if isinstance(part, _C.Domain))
+        for domain in self._domains_to_await:
+            domain.leave()
+        self._uses_fallback = True
+        self.fallback_reason = self.fallback_reason or reason
+        for fsdp_param in self.fsdp_params:
+            fsdp_param.__dict__.pop("_unsharded_param", None)

@@ -1,0 +1,205 @@
+"""What the harness starts: a process that has imported torch and forks ranks, and the ranks."""
+
+import contextlib
+import ctypes
+import datetime
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+GROUP_TIMEOUT_S = 60
+SEED = int(os.environ.get("FSDP_C_TEST_SEED", "0"))
+
+
+def is_for_fsdp_c(name: str) -> bool:
+    """Whether a variable counts for fsdp_c alone, which is imported in the ranks."""
+    return name.startswith("FSDP_C_")
+
+
+# --- messages -------------------------------------------------------------------------------------
+# Plain pickle, because the pickler of multiprocessing would move torch tensors through shared
+# memory.
+
+
+def send(pipe: Connection, message: Any) -> None:
+    pipe.send_bytes(pickle.dumps(message))
+
+
+def receive(pipe: Connection) -> Any:
+    return pickle.loads(pipe.recv_bytes())
+
+
+def send_message(sock: socket.socket, message: Any, fds: list[int] | None = None) -> None:
+    data = pickle.dumps(message)
+    socket.send_fds(sock, [len(data).to_bytes(4, "little")], fds or [])
+    sock.sendall(data)
+
+
+def receive_message(sock: socket.socket) -> tuple[Any, list[int]]:
+    head, fds, _, _ = socket.recv_fds(sock, 4, 2)
+    if not head:
+        raise EOFError
+    n_bytes = int.from_bytes(head, "little")
+    data = b""
+    while len(data) < n_bytes:
+        data += sock.recv(n_bytes - len(data))
+    return pickle.loads(data), fds
+
+
+# --- the launcher's side --------------------------------------------------------------------------
+
+
+def launch(fd: int) -> None:
+    """Serve requests until the caller goes; returns in each forked rank when that is done."""
+    # What ranks need, once; without these three each rank would take seconds for them at its first
+    # use.
+    import torch._dynamo
+    import torch.distributed.fsdp
+    import torch.distributed.tensor  # noqa: F401
+
+    # A collection after every call then looks at what tests made only.
+    gc.collect()
+    gc.freeze()
+
+    sock = socket.socket(fileno=fd)
+    children: set[int] = set()
+    while True:
+        try:
+            request, fds = receive_message(sock)
+        except (EOFError, ConnectionError):
+            break
+        exit_codes: dict[int, int] = {}
+        while children and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            children.discard(ended[0])
+            exit_codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+        reply = None
+        if request[0] == "fork":
+            reply = os.fork()
+            if reply == 0:
+                sock.close()
+                serve_rank(Connection(fds[0]), fds[1], *request[1:])
+                return
+            children.add(reply)
+            for received in fds:
+                os.close(received)
+        elif request[0] == "signal":
+            for pid in children.intersection(request[2:]):
+                os.kill(pid, request[1])
+        send_message(sock, (reply, exit_codes))
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+    # Libraries that torch loads complain at a regular exit.
+    os._exit(0)
+
+
+# --- a rank's side --------------------------------------------------------------------------------
+
+
+def serve_rank(
+    pipe: Connection,
+    output: int,
+    rank: int,
+    n_ranks: int,
+    path: list[str],
+    directory: str,
+    settings: dict[str, str] | None,
+) -> None:
+    """Join the process group, then answer calls until told to stop."""
+    import torch
+    import torch.distributed as dist
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # Started in the background of a shell, processes inherit that Ctrl-C is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.enable()
+    sys.path[:] = path
+    os.chdir(directory)
+    if settings is not None:
+        for name in filter(is_for_fsdp_c, list(os.environ)):
+            del os.environ[name]
+        os.environ.update(settings)
+    torch.set_num_threads(1)
+
+    limit = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+    port = receive(pipe)
+    if port == "host":
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+        send(pipe, port := store.port)
+    else:
+        store = dist.TCPStore("127.0.0.1", port, timeout=limit)
+    # What torchrun sets: code under test may look at it.
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        WORLD_SIZE=str(n_ranks),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(n_ranks),
+    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=n_ranks, timeout=limit)
+    send(pipe, "ready")
+    while (request := receive_or_none(pipe)) is not None:
+        send(pipe, answer(rank, n_ranks, *request))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def receive_or_none(pipe: Connection) -> Any:
+    with contextlib.suppress(EOFError, ConnectionError):
+        return receive(pipe)
+
+
+def answer(
+    rank: int, n_ranks: int, module: str, name: str, args: tuple[Any, ...]
+) -> tuple[Any, str, str]:
+    """Run one test function; gives (value, exception type, traceback)."""
+    import torch
+
+    seed_everything(SEED)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    try:
+        fn: Any = importlib.import_module(module)
+        for part in name.split("."):
+            fn = getattr(fn, part)
+        value = fn(rank, n_ranks, *args)
+        pickle.dumps(value)
+        return value, "", ""
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
+        reason = str(error) if type(error).__name__ == "Skipped" else None
+        return reason, type(error).__name__, traceback.format_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        gc.collect()
+
+
+def seed_everything(seed: int) -> None:
+    import torch
+
+    random.seed(seed)
+    # torch.manual_seed would keep a stack trace for each kind of device that is not in use yet.
+    torch.default_generator.manual_seed(seed)
+
+
+if __name__ == "__main__":
+    # Through the import system, so that there is one module object.
+    import rank_process
+
+    rank_process.launch(int(sys.argv[1]))
