@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 from fsdp_c import _env
-from fsdp_c._comm import _agreement, _device, _transport
+from fsdp_c._comm import _agreement, _device, _process_group, _transport
 from fsdp_c._compat import _versions
 from fsdp_c._fully_shard import (
     _fqns,
@@ -48,13 +47,11 @@ def bind_units(groups: Sequence[Any], streams: _C.Streams | None = None) -> list
     streams = _device.streams_for(groups, streams)
     by_mesh: dict[tuple[Any, Any, Any], list[Any]] = {}
     for group in groups:
-        mesh_info = group.mesh_info
-        replicas = (
-            mesh_info.replicate_process_group if isinstance(mesh_info, HSDPMeshInfo) else None
-        )
+        shards = getattr(group.mesh_info, "shard_process_group", _process_group.ALONE)
+        replicas = getattr(group.mesh_info, "replicate_process_group", None)
         group.visible_because = group.wants_visible if streams is None else ""
         alone = group if group.visible_because else None
-        by_mesh.setdefault((mesh_info.shard_process_group, replicas, alone), []).append(group)
+        by_mesh.setdefault((shards, replicas, alone), []).append(group)
     domains: list[_C.Domain] = []
     placed = []
     for (shard_pg, replicate_pg, _), members in by_mesh.items():
@@ -135,6 +132,7 @@ def _make_domains(
 def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | None) -> None:
     """Gives the unit's shards their place and makes its unsharded parameters; local."""
     full_bytes, offsets = shard.layout(index)
+    shard_rank = getattr(group.mesh_info, "shard_mesh_rank", 0)
     with torch.inference_mode(False):
         # Never touched: its memory is taken away when the unit is bound.
         flat = torch.empty(full_bytes, dtype=torch.uint8, device=group.device)
@@ -144,7 +142,7 @@ def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | N
             _own_storage(fsdp_param, seen)
             dtype = _versions.compute_dtype(fsdp_param)
             # Of a parameter that is held once per rank each rank reads its own.
-            own = fsdp_param.mesh_info.shard_mesh_rank if fsdp_param.copies > 1 else 0
+            own = shard_rank if fsdp_param.copies > 1 else 0
             data = torch.empty(0, dtype=dtype, device=group.device).set_(
                 flat.untyped_storage(),
                 offset // dtype.itemsize + own,

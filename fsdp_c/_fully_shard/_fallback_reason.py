@@ -25,7 +25,7 @@ def why_torch_everywhere(group: Any) -> str:
     mesh_info = group.mesh_info
     if group.device.type != "cpu" and not _device.is_wanted(group):
         return f"it is on {group.device.type}"
-    if not isinstance(mesh_info, FSDPMeshInfo):
+    if not isinstance(mesh_info, FSDPMeshInfo) and _device.is_wanted(group):
         return "it is replicated, not sharded"
     if _versions.is_spmd(mesh_info):
         return "dp_mesh_dims of a larger mesh"
@@ -37,7 +37,8 @@ def why_torch_everywhere(group: Any) -> str:
         return "reshard_after_forward is an int"
     if not _device.is_wanted(group) and _device.offloads(group)[1]:
         return "offloading to pinned memory"
-    if dist.get_backend(mesh_info.shard_process_group) == "fake":
+    process_groups = _agreement.process_groups_of([mesh_info])
+    if any(dist.get_backend(process_group) == "fake" for process_group in process_groups):
         return "a fake process group"
     if reason := next(filter(None, map(_why_not_plain, group.fsdp_params)), ""):
         return reason

@@ -48,7 +48,7 @@ class FSDPStateContext(_C.Context, _fsdp_state.FSDPStateContext):
 
     def renewed(self) -> FSDPStateContext:
         """Another one with what the user has set."""
-        context = FSDPStateContext()
+        context = type(self)()
         context.is_last_backward = self.is_last_backward
         context.manual_backward_finalization = self.manual_backward_finalization
         context.post_optim_event = self.post_optim_event

@@ -94,7 +94,7 @@ class GroupAttributes(VisibleGroup):
             for p, part in zip(self.fsdp_params, self._core_partial_sums(), strict=True)
             if part is not None
         ]
-        divisor = self.gradient_divide_factor or self.mesh_info.shard_mesh_size
+        divisor = self.gradient_divide_factor or getattr(self.mesh_info, "shard_mesh_size", 1)
         return torch.cat(parts) / divisor if parts else self
 
     @_partial_reduce_output.setter

@@ -1,4 +1,4 @@
-"""torch's `replicate`, while fsdp_c is installed: its units are fsdp_c's, run by torch's code."""
+"""torch's `replicate`, while fsdp_c is installed: its states and units are fsdp_c's."""
 
 from __future__ import annotations
 
@@ -6,11 +6,34 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable import replicate_with_fsdp
+from torch.distributed._composable import replicate_with_fsdp as _torch
 
+from fsdp_c._compat import _redirection
 from fsdp_c._fully_shard import _fsdp_init, _fsdp_module
+from fsdp_c._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 
 _originals: dict[str, Any] = {}
+
+
+class _ReplicateStateContext(FSDPStateContext, _torch._ReplicateStateContext):
+    """What a replicated root and the units below it share."""
+
+
+class _ReplicateState(FSDPState, _torch._ReplicateState):
+    """The state of one call of `replicate`: a shard group of one rank, and all ranks replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state_ctx = _ReplicateStateContext()
+
+    def init(
+        self,
+        modules: tuple[nn.Module, ...],
+        device: torch.device,
+        mp_policy: Any,
+        auto_reshard_after_forward: bool = False,
+    ) -> None:
+        super().init(modules, device, mp_policy, auto_reshard_after_forward)
 
 
 def _init_param_group(
@@ -47,12 +70,19 @@ def install() -> None:
     """`replicate` looks these functions up in its module; who holds `replicate` gets them too."""
     for function in (_init_param_group, _apply_to_module):
         name = function.__name__
-        _originals.setdefault(name, getattr(replicate_with_fsdp, name))
-        setattr(replicate_with_fsdp, name, function)
+        _originals.setdefault(name, getattr(_torch, name))
+        setattr(_torch, name, function)
+    cell = _redirection.state_class(_torch.replicate)
+    if cell is not None:
+        _originals.setdefault("state_cls", cell.cell_contents)
+        cell.cell_contents = _ReplicateState
 
 
 def uninstall() -> None:
     """Takes `install` back; modules that are replicated already stay as they are."""
+    cell = _redirection.state_class(_torch.replicate)
+    if cell is not None and (torchs := _originals.pop("state_cls", None)) is not None:
+        cell.cell_contents = torchs
     for name, function in _originals.items():
-        setattr(replicate_with_fsdp, name, function)
+        setattr(_torch, name, function)
     _originals.clear()
