@@ -152,7 +152,7 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
             states = self._state_ctx.all_states
             groups = [group for state in states for group in state._fsdp_param_groups]
             _fsdp_module.warn_of_lost_settings(groups, [_fqns.unit_name(group) for group in groups])
-            _visibility.choose(groups)
+            _visibility.choose([group for group in groups if isinstance(group, FSDPParamGroup)])
             reason = self._why_torch(states, groups)
             if reason:
                 self._fall_back(states, groups, reason)

@@ -9,18 +9,23 @@ from torch import nn
 from torch.distributed._composable import replicate_with_fsdp as _torch
 
 from fsdp_c._compat import _redirection
-from fsdp_c._fully_shard import _fsdp_init, _fsdp_module
+from fsdp_c._fully_shard import _fsdp_init, _fsdp_module, _watches
 from fsdp_c._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 
 _originals: dict[str, Any] = {}
+
+
+TorchsState: Any = _torch._ReplicateState
 
 
 class _ReplicateStateContext(FSDPStateContext, _torch._ReplicateStateContext):
     """What a replicated root and the units below it share."""
 
 
-class _ReplicateState(FSDPState, _torch._ReplicateState):
+class ReplicateState(FSDPState, TorchsState):
     """The state of one call of `replicate`: a shard group of one rank, and all ranks replicas."""
+
+    _state_name = "Replicate"
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,6 +39,9 @@ class _ReplicateState(FSDPState, _torch._ReplicateState):
         auto_reshard_after_forward: bool = False,
     ) -> None:
         super().init(modules, device, mp_policy, auto_reshard_after_forward)
+
+
+ReplicateState.__name__ = ReplicateState.__qualname__ = TorchsState.__name__
 
 
 def _init_param_group(
@@ -59,6 +67,7 @@ def _init_param_group(
         _fsdp_init.offload_for(device, offload_policy),
         True,
     )
+    _watches.watch(state)
 
 
 def _apply_to_module(modules: tuple[nn.Module, ...], *args: Any) -> None:
@@ -75,7 +84,7 @@ def install() -> None:
     cell = _redirection.state_class(_torch.replicate)
     if cell is not None:
         _originals.setdefault("state_cls", cell.cell_contents)
-        cell.cell_contents = _ReplicateState
+        cell.cell_contents = ReplicateState
 
 
 def uninstall() -> None:
