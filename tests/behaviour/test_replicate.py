@@ -146,6 +146,8 @@ def gathers_copy(model: Any) -> bool:
     with torch.no_grad():
         model(data(0).to(shard.dtype))
     handle.remove()
+    for unit in (*model.blocks, model):
+        unit.reshard()
     assert shard.untyped_storage().nbytes() > 0
     return found[0]
 
