@@ -42,18 +42,20 @@ OLDEST_TORCH = (2, 11)
 C_SOURCES = {
     "csrc/base": "alloc clock dtype status",
     "csrc/kernels": "kern_avx2 kern_avx512 kern_avx512_bf16 kern_optim kern_ref kern_select no_x86",
-    "csrc/optim": "optim",
+    "csrc/optim": "clip optim",
     "csrc/kernels/cuda": "load runs",
-    "csrc/device/host": "device moves",
+    "csrc/device": "caller",
+    "csrc/device/host": "device moves operators",
     "csrc/transport": (
-        "callback nccl_board nccl_collectives nccl_group nccl_library nccl_wait "
+        "callback collectives nccl_board nccl_collectives nccl_group nccl_library nccl_wait "
         "process shm shm_ask shm_region shm_segment shm_wait transport watcher"
     ),
-    "csrc/comm": "comm mapped message pieces step",
+    "csrc/comm": "arrays comm mapped message pieces step",
     "csrc/engine": (
         "apart batch clock domain exchange gathers layout layout_runs meet order reduction "
-        "reduction_replicas schedule schedule_moves schedule_reduce schedule_setup schedule_slots "
-        "slots unit waits"
+        "reduction_replicas root root_backward schedule schedule_moves schedule_reduce "
+        "schedule_setup schedule_slots slots training unit unsharding unsharding_device "
+        "unsharding_mapped unsharding_messages unsharding_states unsharding_writes waits"
     ),
 }
 # Linked with the programs that test the core, and with nothing else.
@@ -63,24 +65,24 @@ C_SIM_SOURCES = {
 CXX_SOURCES = {
     "csrc/bind": "module",
     "csrc/bind/comm": "communicator nccl process_group transport",
-    "csrc/bind/device": (
-        "accelerator device device_comm device_comm_group device_comm_nccl device_unit"
-    ),
+    "csrc/bind/device": "accelerator device device_comm device_comm_group device_unit",
     "csrc/bind/fsdp": (
-        "accumulated arrivals autograd context domain events gather gradients graphs hooks "
-        "module_call param_group reduce resident root state steps unit write"
+        "accumulated arrivals autograd context domain events gradients graphs hooks module_call "
+        "param_group parameters reduce resident root root_object state steps unit unsharding_ops "
+        "write"
     ),
     "csrc/bind/optim": "clip optim params",
-    "csrc/bind/python": "callbacks replaced_functions shutdown status untraced",
+    "csrc/bind/python": "callbacks calls replaced_functions shutdown status untraced",
     "csrc/bind/tensor": "data_access layout local_tensors pytree taken_memory tensors",
 }
 C_TEST_SOURCES = {
     "tests/c": (
-        "test_base test_batch test_comm test_cuda_index test_device_host test_device_sim "
-        "test_exchange test_faults test_gathers test_group_history test_kernels "
-        "test_kernels_optim test_kernels_round test_layout test_nccl test_optim test_reduction "
-        "test_schedule test_schedule_alone test_schedule_capture test_schedule_kernels "
-        "test_schedule_order test_slots test_transport"
+        "test_base test_batch test_collectives test_comm test_comm_arrays test_cuda_index "
+        "test_device_host test_device_sim test_exchange test_faults test_gathers "
+        "test_group_history test_kernels test_kernels_optim test_kernels_round test_layout "
+        "test_nccl test_optim test_reduction test_root test_schedule test_schedule_alone "
+        "test_schedule_capture test_schedule_kernels test_schedule_order test_slots "
+        "test_transport test_unsharding"
     ),
 }
 # Libraries that the test programs open: NCCL's newest interface, and an old one.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import bench_collectives
 import bench_estimate
+import bench_features
 import bench_host_overhead
 import bench_memory
 import bench_optim
@@ -23,6 +24,7 @@ BENCHES = [
     bench.BENCH
     for bench in (
         bench_host_overhead,
+        bench_features,
         bench_collectives,
         bench_step,
         bench_waits,

@@ -159,3 +159,12 @@ fc_status fc_comm_barrier(fc_comm *comm)
     FC_TRY(fc_transport_check(comm->transport));
     return comm->ops->barrier(comm);
 }
+
+fc_status fc_comm_all_agree(fc_comm *comm, bool is_true, bool *all_out)
+{
+    int32_t n_against = is_true ? 0 : 1;
+
+    FC_TRY(fc_comm_all_reduce(comm, &n_against, 1, FC_I32, 1.0));
+    *all_out = n_against == 0;
+    return FC_OK;
+}

@@ -56,6 +56,40 @@ FC_MUST_CHECK fc_status fc_comm_broadcast(fc_comm *comm, void *data, size_t byte
 FC_MUST_CHECK fc_status fc_comm_all_to_all(fc_comm *comm, const fc_comm_block *recv,
                                            const fc_comm_block *send, const size_t *bytes);
 FC_MUST_CHECK fc_status fc_comm_barrier(fc_comm *comm);
+/* Whether it is true on all ranks. */
+FC_MUST_CHECK fc_status fc_comm_all_agree(fc_comm *comm, bool is_true, bool *all_out);
+
+/* ---- arrays, before a collective takes them: local, FC_ERR_INVALID names the arguments ---- */
+
+/* Elements one after another. */
+typedef struct fc_comm_array {
+    const char *name; /* of the argument */
+    const char *type; /* of its elements */
+    char *data;
+    size_t numel, bytes;
+} fc_comm_array;
+
+/* Whether `whole` has n_ranks times `part`; where they overlap, `part` is this rank's part of it.
+ */
+FC_MUST_CHECK fc_status fc_comm_check_parts(const fc_comm *comm, const fc_comm_array *whole,
+                                            const fc_comm_array *part);
+/* What all_to_all takes, of arrays that hold their parts in rank order, by its table of bytes.
+ * `pieces` and `blocks` have 2 * n_ranks entries: n_ranks of `recv`, then those of `send`. */
+FC_MUST_CHECK fc_status fc_comm_split(const fc_comm *comm, const fc_comm_array *recv,
+                                      const fc_comm_array *send, const size_t *bytes,
+                                      fc_comm_piece *pieces, fc_comm_block *blocks);
+
+/* Elements with gaps; strides count elements. */
+typedef struct fc_comm_strided {
+    char *data;
+    size_t item_bytes, n_dims;
+    const int64_t *sizes, *strides;
+} fc_comm_strided;
+
+/* Its bytes in the order of its indices: how many pieces, and into `out`, unless it is NULL, which.
+ */
+FC_MUST_CHECK fc_status fc_comm_rows_of(const fc_comm_strided *array, fc_comm_piece *out,
+                                        size_t *n_out);
 
 #ifdef __cplusplus
 }

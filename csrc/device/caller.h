@@ -28,6 +28,28 @@ typedef struct fc_device_caller {
     fc_status (*wait)(void *context, bool (*ready)(void *arg), void *arg);
 } fc_device_caller;
 
+/* What devices that leave it to a caller begin with, and those of fc_device_ops that they share. */
+typedef struct fc_called_device {
+    fc_device base;
+    fc_device_caller caller;
+} fc_called_device;
+
+FC_MUST_CHECK fc_status fc_called_alloc(fc_device *device, fc_stream *stream, fc_label label,
+                                        size_t bytes, void **out);
+void fc_called_free(fc_device *device, void *memory);
+FC_MUST_CHECK fc_status fc_called_all_gather(fc_device *device, fc_device_comm *comm,
+                                             fc_stream *stream, fc_label label, void *buffer,
+                                             size_t part_bytes);
+FC_MUST_CHECK fc_status fc_called_reduce_scatter(fc_device *device, fc_device_comm *comm,
+                                                 fc_stream *stream, fc_label label, void *to,
+                                                 const void *from, size_t numel, fc_dtype dtype);
+FC_MUST_CHECK fc_status fc_called_all_reduce(fc_device *device, fc_device_comm *comm,
+                                             fc_stream *stream, fc_label label, void *buffer,
+                                             size_t numel, fc_dtype dtype);
+FC_MUST_CHECK fc_status fc_called_all_gather_each(fc_device *device, fc_device_comm *comm,
+                                                  fc_stream *stream, fc_label label,
+                                                  const fc_gather *gathers, size_t n_gathers);
+
 #ifdef __cplusplus
 }
 #endif

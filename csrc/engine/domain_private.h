@@ -7,6 +7,7 @@
 #include "engine/domain.h"
 #include "engine/layout.h"
 #include "engine/reduction.h"
+#include "engine/unsharding.h"
 #include "engine/waits.h"
 
 enum {
@@ -82,12 +83,15 @@ struct fc_unit {
     /* Its reductions; set by fc_reduction_attach. */
     fc_reduction *reduction; /* borrowed; NULL: nobody's */
     void *owner;             /* whom they are for */
+    /* Its parameters; set by fc_unsharding_create. */
+    fc_unsharding *unsharding; /* borrowed; NULL: nobody's */
     /* Reduction of this rank. */
     uint64_t posted;   /* tag of the last post */
     uint64_t finished; /* tag up to which reductions are done */
     uint64_t *mask;    /* owned; the post under construction */
     spilled **spilled; /* owned; a list per rank, oldest first */
     spilled *spare;    /* owned; for reuse */
+    bool is_finished;  /* nothing of it is left for the end of its backward; root.h */
     /* Over messages: some rank wants its gradients at once, by the unit's last gather. */
     bool is_observed;
 };
@@ -142,6 +146,7 @@ struct fc_domain {
     size_t cursor;          /* where the search for finishable units goes on */
     fc_domain *next;        /* of the same root, in a ring */
     fc_reduction *borrower; /* borrowed; has gradients that are read later; NULL: none has */
+    uint64_t n_reused;      /* finished units that were used again; root.h */
     /* This rank's waits; waits.c. */
     fc_waits *waits;    /* owned; units, then the ends of phases, by fc_wait_kind */
     uint64_t *wait_ns;  /* owned; by peer */

@@ -3,9 +3,6 @@
 
 #include <string.h>
 
-/* Borrowed gradients of more bytes are not kept while backward goes on: they would add to its peak.
- */
-#define BORROWED_BYTES_MAX ((size_t)16 << 20)
 /* Up to here one sum over whole parts is worth more than the copy of the own part. */
 #define BORROWED_BYTES_MIN ((size_t)64 << 10)
 
@@ -67,7 +64,7 @@ static void return_borrowed(fc_domain *domain)
 
 void fc_reduction_return_large(fc_domain *domain)
 {
-    if (domain->borrower != NULL && domain->borrower->borrowed.bytes > BORROWED_BYTES_MAX) {
+    if (domain->borrower != NULL && domain->borrower->borrowed.bytes > FC_BORROWED_BYTES_MAX) {
         return_borrowed(domain);
     }
 }
@@ -614,6 +611,13 @@ fc_status fc_reduction_create(fc_unit *shard, fc_unit *replicate, fc_slots *scra
                                                                 : submit_messages};
     *out = r;
     return FC_OK;
+}
+
+void fc_reduction_accumulate(fc_reduction *r)
+{
+    if (r->shard->domain->is_mapped && r->shard->domain->n_ranks > 1) {
+        fc_exchange_accumulate(r->shard);
+    }
 }
 
 void fc_reduction_attach(fc_reduction *r, void *owner)

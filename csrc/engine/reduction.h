@@ -24,6 +24,10 @@ extern "C" {
 
 typedef struct fc_reduction fc_reduction;
 
+/* Borrowed gradients of more bytes are not kept while backward goes on: they would add to its peak.
+ */
+#define FC_BORROWED_BYTES_MAX ((size_t)16 << 20)
+
 /* How gradients are divided and where they stop. */
 typedef struct fc_reduce_options {
     double divisor;   /* of the sum over all ranks */
@@ -83,6 +87,9 @@ FC_MUST_CHECK fc_status fc_reduction_submit(fc_reduction *reduction, const fc_gr
 bool fc_reduction_announce(fc_reduction *reduction, const fc_gradient *grads,
                            const fc_reduce_options *options, uint64_t *mask_out,
                            uint64_t *print_out);
+/* This rank keeps the unit's gradients for a later backward: a peer that reduces it now gets an
+ * error. */
+void fc_reduction_accumulate(fc_reduction *reduction);
 /* Whether this backward's sums have been handed to the replicas. */
 bool fc_reduction_is_submitted(const fc_reduction *reduction);
 /* Submissions of this step were lost. */

@@ -18,6 +18,11 @@ const char *fc_unit_name(const fc_unit *unit)
     return unit->name;
 }
 
+fc_domain *fc_unit_domain(const fc_unit *unit)
+{
+    return unit->domain;
+}
+
 void *fc_unit_owner(const fc_unit *unit)
 {
     return unit->owner;

@@ -17,6 +17,7 @@ extern "C" {
 
 const fc_layout *fc_unit_layout(const fc_unit *unit);
 const char *fc_unit_name(const fc_unit *unit);
+fc_domain *fc_unit_domain(const fc_unit *unit);
 /* Whom its reductions are for, see fc_reduction_attach; NULL at first. */
 void *fc_unit_owner(const fc_unit *unit);
 

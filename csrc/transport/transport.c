@@ -6,9 +6,14 @@
 #include "transport/process.h"
 #include "transport/transport_impl.h"
 
+#include <math.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
+
+#define FOREVER_S 1e9
+
+static const char shm_kind[] = "shm", message_kind[] = "callback";
 
 fc_status fc_transport_alloc(const fc_transport_config *config, fc_transport **out)
 {
@@ -61,6 +66,43 @@ void fc_transport_destroy(fc_transport *transport)
         transport->messages.release(transport->messages.context);
     }
     fc_transport_free(transport);
+}
+
+static fc_status create(const char *kind, const fc_transport_config *config,
+                        const fc_message_ops *messages, fc_transport **out)
+{
+    if (strcmp(kind, shm_kind) == 0) {
+        return fc_shm_create(config, out);
+    }
+    if (strcmp(kind, message_kind) == 0) {
+        return fc_callback_create(config, messages, out);
+    }
+    return fc_fail(FC_ERR_INVALID, "transport kind '%s': expected '%s', or '%s' with messages",
+                   kind, shm_kind, message_kind);
+}
+
+fc_status fc_transport_create(const char *kind, const fc_transport_config *config,
+                              const fc_message_ops *messages, fc_transport **out)
+{
+    fc_status st = create(kind, config, messages, out);
+
+    if (messages->release != NULL && (st != FC_OK || fc_transport_is_mapped(*out))) {
+        messages->release(messages->context);
+    }
+    return st;
+}
+
+const char *fc_transport_kind(const fc_transport *transport)
+{
+    return fc_transport_is_mapped(transport) ? shm_kind : message_kind;
+}
+
+int64_t fc_transport_timeout_ns(double seconds)
+{
+    if (isnan(seconds) || seconds <= 0) {
+        return 0;
+    }
+    return seconds >= FOREVER_S ? INT64_MAX : (int64_t)(seconds * (double)FC_NS_PER_S);
 }
 
 int fc_transport_rank(const fc_transport *transport)

@@ -114,6 +114,15 @@ FC_MUST_CHECK fc_status fc_callback_create(const fc_transport_config *config,
 
 /* ---- both kinds ---- */
 
+/* Of a kind by its name: "shm", or "callback" over `messages`, which are released with the
+ * transport, or at once by one that has no use for them, and by a failure. */
+FC_MUST_CHECK fc_status fc_transport_create(const char *kind, const fc_transport_config *config,
+                                            const fc_message_ops *messages, fc_transport **out);
+const char *fc_transport_kind(const fc_transport *transport);
+
+/* Of fc_transport_config; 0, which is refused there, for what is no time to wait. */
+int64_t fc_transport_timeout_ns(double seconds);
+
 void fc_transport_destroy(fc_transport *transport); /* local; NULL is fine */
 int fc_transport_rank(const fc_transport *transport);
 int fc_transport_n_ranks(const fc_transport *transport);

@@ -35,7 +35,7 @@ class Communicator:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._comm: _C.Comm | None = _C.Comm(transport_for(group))
+        self._comm: _C.Comm | None = _C.Comm(transport=transport_for(group))
 
     @property
     def transport(self) -> str:
@@ -45,7 +45,7 @@ class Communicator:
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
         """`output` holds the inputs of all ranks one after another: n_ranks times the elements of
         `input`, same dtype. `input` may be this rank's part of `output`."""
-        self._open().all_gather(output, input)
+        self._open().all_gather(output=output, input=input)
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, divisor: float = 1.0
@@ -55,15 +55,15 @@ class Communicator:
         `input` has n_ranks times the elements of `output`, same dtype: floating or integer (those
         with divisor 1). `output` may be this rank's part of `input`.
         """
-        self._open().reduce_scatter(output, input, divisor)
+        self._open().reduce_scatter(output=output, input=input, divisor=divisor)
 
     def all_reduce(self, tensor: torch.Tensor, divisor: float = 1.0) -> None:
         """`tensor` = sum of all ranks' `tensor` / `divisor`, in place; the same bits everywhere."""
-        self._open().all_reduce(tensor, divisor)
+        self._open().all_reduce(tensor=tensor, divisor=divisor)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         """`tensor` of every rank becomes that of rank `src` of the group."""
-        self._open().broadcast(tensor, src)
+        self._open().broadcast(tensor=tensor, src=src)
 
     def all_to_all(
         self, output: torch.Tensor, input: torch.Tensor, counts: Sequence[Sequence[int]]
@@ -73,7 +73,7 @@ class Communicator:
         `input` holds what this rank sends, to rank 0, 1, ..., one after another; `output` gets what
         it receives from rank 0, 1, ... Same dtype; they may not overlap.
         """
-        self._open().all_to_all(output, input, counts)
+        self._open().all_to_all(output=output, input=input, counts=counts)
 
     def exchange(
         self,
@@ -87,7 +87,7 @@ class Communicator:
         The elements of ``sent[r]``, in the order of the list and of each tensor's indices, become
         those of ``received[this rank]`` on rank r. `counts` is in elements of `itemsize` bytes.
         """
-        self._open().exchange(received, sent, counts, itemsize)
+        self._open().exchange(received=received, sent=sent, counts=counts, itemsize=itemsize)
 
     def all_agree(self, is_true: bool) -> bool:
         """Whether it is true on all ranks."""

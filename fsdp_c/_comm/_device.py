@@ -19,28 +19,39 @@ KEEPS_STORAGE = "unsharded parameters keep their storage"
 # Beside the extension where nvcc was there.
 _KERNELS = _built.FOLDER / "libfsdp_c_cuda.so"
 
-_types: tuple[str, ...] = ()  # of devices whose units go by the schedule beside FSDP_C_DEVICES
-_by_torch = False  # what is on the CPU is moved by torch's operators, as on an accelerator
-_by_nccl = False  # ranks on the CPU talk over an NCCL that takes host memory
-_smaller_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by their ranks
+# By their ranks. The process's, as torch's own table of process groups is: units of all models
+# share them, and one that torch has destroyed gives way.
+_smaller_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+class _Choice(NamedTuple):
+    """How units on a device are run, beside what the environment says."""
+
+    types: tuple[str, ...] = ()  # of devices whose units go by the schedule
+    by_torch: bool = False  # what is on the CPU is moved by torch's operators, as elsewhere
+    by_nccl: bool = False  # ranks on the CPU talk over an NCCL that takes host memory
+
+
+# The process's, like the environment: it is there before any model is. `on_cpu` alone changes it.
+_choice = _Choice()
 
 
 @contextmanager
 def on_cpu(by_torch: bool = False, by_nccl: bool = False) -> Iterator[None]:
     """Models that run their first forward in here go by the schedule of devices; for tests."""
-    global _types, _by_torch, _by_nccl
-    before = _types, _by_torch, _by_nccl
-    _types, _by_torch, _by_nccl = (*_types, "cpu"), by_torch, by_nccl
+    global _choice
+    before = _choice
+    _choice = _Choice((*before.types, "cpu"), by_torch, by_nccl)
     try:
         yield
     finally:
-        _types, _by_torch, _by_nccl = before
+        _choice = before
 
 
 def is_wanted(group: Any) -> bool:
     """Whether the unit goes by the schedule of devices, if the core runs it at all. Unasked
     one rank does: no machine with several GPUs has run the others."""
-    asked = (*_types, *_env.DEVICES.get())
+    asked = (*_choice.types, *_env.DEVICES.get())
     if asked:
         return group.device.type in asked
     return _is_nvidia(group.device) and group.mesh_info.mesh.size() == 1
@@ -113,14 +124,15 @@ class DeviceOptions(NamedTuple):
 
 def options_of(group: Any) -> DeviceOptions:
     smaller = smaller_group(group) if is_wanted(group) else None
+    is_offloaded, is_pinned = offloads(group)
+    options = DeviceOptions(is_offloaded=is_offloaded, is_pinned=is_pinned)
     if smaller is None:
-        return DeviceOptions(*offloads(group))
-    return DeviceOptions(
-        *offloads(group),
-        group.post_forward_mesh_info,
-        smaller.rank(),
-        smaller.size(),
-        str(smaller.group_name),
+        return options
+    return options._replace(
+        post_mesh=group.post_forward_mesh_info,
+        post_rank=smaller.rank(),
+        n_post_ranks=smaller.size(),
+        post_group=str(smaller.group_name),
     )
 
 
@@ -139,12 +151,12 @@ def connect(streams: _C.Streams, process_group: dist.ProcessGroup, device: torch
     if process_group.size() > 1 and _may_use_nccl(device):
         with suppress(NotImplementedError):
             nccl = _nccl.group_for(process_group, device)
-    streams.connect(str(process_group.group_name), nccl)
+    streams.connect(group=str(process_group.group_name), nccl=nccl)
 
 
 def _may_use_nccl(device: torch.device) -> bool:
     if device.type == "cpu":
-        return _by_nccl
+        return _choice.by_nccl
     return _is_nvidia(device)
 
 
@@ -197,4 +209,6 @@ def streams_for(groups: Sequence[Any], known: _C.Streams | None) -> _C.Streams |
         return known
     device = groups[0].device
     has_kernels = _is_nvidia(device) and _KERNELS.exists()
-    return _C.Streams(device, _by_torch, str(_KERNELS) if has_kernels else "")
+    return _C.Streams(
+        device=device, by_torch=_choice.by_torch, kernels=str(_KERNELS) if has_kernels else ""
+    )

@@ -60,6 +60,7 @@ def candidates() -> list[tuple[str, bool]]:
     ]
 
 
+# The process's: a library stays open, and a second copy would not know of the first one's work.
 _library: Library | None = None
 
 
@@ -74,7 +75,7 @@ def opened() -> Library:
         reasons = []
         for path, is_loaded in candidates():
             try:
-                _library = Library(*_C.nccl_open(path, is_loaded))
+                _library = Library(**_C.nccl_open(path=path, is_loaded=is_loaded))
                 break
             except NotImplementedError as error:
                 reasons.append(str(error))
@@ -174,13 +175,9 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> _C.NcclGroup:
     made, words = None, ""
     try:
         made = _C.NcclGroup(
-            mine.handle,
-            _process_group.label(group),
-            group.rank(),
-            group.size(),
-            ranks,
-            _process_group.timeout_s(group, device),
-            exchange,
+            **_process_group.described(group, device)._asdict(),
+            exchange=exchange,
+            library=mine.handle,
             is_one=any(answer[1] == "1" for answer in answers),
         )
     except (RuntimeError, OSError) as error:  # timeouts are of the second kind

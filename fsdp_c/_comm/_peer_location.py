@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,9 +39,17 @@ _GATHERS = frozenset(
 _LONGEST = 220  # bytes that others see of it
 
 
-def tell() -> tuple[str, int, int, bool]:
-    """The main thread's place; which group's collective it sits in, as the n-th; whether it gathers
-    full parameters. For a thread that a peer's question woke: never while all goes well."""
+class Place(NamedTuple):
+    """Read by name in csrc/bind/python/callbacks.cpp."""
+
+    text: str
+    group: int  # whose collective the program sits in, by its key; 0: in none
+    sequence: int  # how many of that group's it has called, this one too
+    is_gather: bool  # of full parameters
+
+
+def tell() -> Place:
+    """The main thread's. For a thread that a peer's question woke: never while all goes well."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = list(_outward(frame))
     group = _group_of(stack)
@@ -52,7 +60,8 @@ def tell() -> tuple[str, int, int, bool]:
     inside = _inside(inner)
     text = f"{text}, in {inside}" if inside else text
     is_gather = any(_is_gather(frame) for frame in inner)
-    return text.encode()[:_LONGEST].decode(errors="ignore"), key, count, is_gather
+    text = text.encode()[:_LONGEST].decode(errors="ignore")
+    return Place(text=text, group=key, sequence=count, is_gather=is_gather)
 
 
 def count(key: int) -> int | None:
@@ -159,4 +168,4 @@ def _count(group: dist.ProcessGroup) -> int:
     return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 
-_C.set_place(tell, count)
+_C.set_place(tell=tell, count=count)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,3 +48,21 @@ def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
         return options._timeout.total_seconds()
     except (AttributeError, RuntimeError):
         return c10d.default_pg_timeout.total_seconds()
+
+
+class Described(NamedTuple):
+    """What the core is told of a group; read by name in csrc/bind/comm/transport.cpp."""
+
+    name: str
+    rank: int
+    global_ranks: list[int]
+    timeout_seconds: float
+
+
+def described(group: dist.ProcessGroup, device: torch.device) -> Described:
+    return Described(
+        name=label(group),
+        rank=group.rank(),
+        global_ranks=global_ranks(group),
+        timeout_seconds=timeout_s(group, device),
+    )

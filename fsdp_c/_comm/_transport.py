@@ -18,7 +18,8 @@ from fsdp_c._native import _C
 
 
 class Messages:
-    """Collectives of a process group as the core calls them: on 1-d CPU tensors, blocking.
+    """Collectives of a process group as the core calls them, by their arguments' names: on 1-d CPU
+    tensors, blocking.
 
     The functions are looked up at each call, so that whoever replaces them sees ours too.
     """
@@ -49,9 +50,10 @@ class Messages:
         dist.broadcast(tensor, group=self._live_group(), group_src=src)
 
     def all_to_all(
-        self, received: tuple[torch.Tensor, list[int]], sent: tuple[torch.Tensor, list[int]]
+        self, output: torch.Tensor, received: list[int], input: torch.Tensor, sent: list[int]
     ) -> None:
-        dist.all_to_all_single(received[0], sent[0], received[1], sent[1], group=self._live_group())
+        """Bytes, of which so many are received from and sent to each rank."""
+        dist.all_to_all_single(output, input, received, sent, group=self._live_group())
 
     def barrier(self) -> None:
         dist.barrier(group=self._live_group())
@@ -176,12 +178,8 @@ def _new_transport(
     messages: Messages | None = None,
 ) -> _C.Transport:
     return _C.Transport(
-        _process_group.label(group),
-        group.rank(),
-        group.size(),
-        _process_group.global_ranks(group),
-        _process_group.timeout_s(group, torch.device("cpu")),
-        exchange,
-        messages or Messages(group),
-        kind,
+        **_process_group.described(group, torch.device("cpu"))._asdict(),
+        exchange=exchange,
+        messages=messages or Messages(group),
+        kind=kind,
     )

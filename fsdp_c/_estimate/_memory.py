@@ -11,6 +11,7 @@ from torch import nn
 from fsdp_c._diagnostics import _stats
 from fsdp_c._estimate._segments import Rules, Segment, Trace
 from fsdp_c._estimate._volume import Unit
+from fsdp_c._fully_shard._param_spec import UnitSpec
 from fsdp_c._memory import _memory_plan
 from fsdp_c._native import _C
 from fsdp_c.strategy import Strategy
@@ -42,7 +43,7 @@ def rules_of(
 ) -> Rules:
     """How unsharded gradients live in a step."""
     if engine == "core":
-        borrowed = _memory_plan._LENT_BYTES if n_shards > 1 else 0
+        borrowed = _C.BORROWED_BYTES_MAX if n_shards > 1 else 0
         keeps = accumulates and strategy.keeps_unsharded_gradients
         return Rules(dtype, keeps, borrowed_bytes=borrowed, on_cpu=True)
     return Rules(dtype, keeps_gradients=accumulates and strategy.keeps_unsharded_gradients)
@@ -64,9 +65,8 @@ def memory_of(
     outside = _memory_plan._outside(model, ())
     state = sum(state_size(row, n_shards) for unit in units for row in unit.rows)
     if engine == "core":
-        rows = [(unit.name, unit.planned) for unit in units]
         plan = _memory_plan._planned(
-            rows,
+            [UnitSpec(unit.name, unit.planned) for unit in units],
             outside,
             n_shards,
             n_replicas,
@@ -100,10 +100,17 @@ def memory_of(
 
 def _never_made(units: Sequence[Unit], n_shards: int, n_replicas: int) -> int:
     """Planned gradients of units of which no parameter gets one."""
-    rows = [(u.name, u.planned) for u in units if not u.unsharded_reduce]
-    if not rows:
+    specs = [UnitSpec(unit.name, unit.planned) for unit in units if not unit.unsharded_reduce]
+    if not specs:
         return 0
-    return _C.Domain.plan(False, rows, n_shards, n_shards * n_replicas, True)["gradients"]
+    sizes = _C.Domain.plan(
+        is_replicate=False,
+        units=specs,
+        n_shards=n_shards,
+        n_ranks=n_shards * n_replicas,
+        is_mapped=True,
+    )
+    return sizes["gradients"]
 
 
 def _on_unreached(trace: Trace) -> tuple[str, ...]:

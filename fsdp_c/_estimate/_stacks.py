@@ -60,7 +60,7 @@ def shortened(stacks: dict[str, nn.Module]) -> Iterator[None]:
             stack._modules.update(all_blocks[name])
 
 
-def extended(short: Trace, model: nn.Module, stacks: dict[str, nn.Module]) -> Trace | None:
+def extended(short: Trace, stacks: dict[str, nn.Module]) -> Trace | None:
     """The trace of all blocks; None if the middle blocks are not alike after all."""
     segments, kept, unreached = short.segments, short.kept, short.unreached
     for name, stack in stacks.items():

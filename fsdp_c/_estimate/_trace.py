@@ -44,7 +44,7 @@ def trace_step(
         if stacks:
             with _stacks.shortened(stacks):
                 short = _run(model, inputs, loss, units, rules, checkpointed, stacks)
-            extended = _stacks.extended(short, model, stacks)
+            extended = _stacks.extended(short, stacks)
             if extended is not None:
                 return extended
         return _run(model, inputs, loss, units, rules, checkpointed, {})

@@ -20,14 +20,22 @@ from fsdp_c._fully_shard import (
     _visible_collectives,
 )
 from fsdp_c._fully_shard._heap import HEAP
-from fsdp_c._fully_shard._param_spec import spec_of
+from fsdp_c._fully_shard._param_spec import UnitSpec, spec_of
 from fsdp_c._native import _C
+
+
+class Place(NamedTuple):
+    """Where a parameter is registered; read by name in csrc/bind/fsdp/unit.cpp."""
+
+    parameters: dict[str, Any]  # the module's
+    name: str
+    setter: nn.Module | None  # the module, only where it overrides __setattr__
 
 
 class BoundParam(NamedTuple):
     """What the unit has to know of a parameter; read by name in csrc/bind/fsdp/unit.cpp."""
 
-    places: list[tuple[dict[str, Any], str, nn.Module | None]]  # see _places
+    places: list[Place]
     sharded: nn.Parameter
     unsharded: nn.Parameter
     owner: Any  # its FSDPParam
@@ -74,7 +82,7 @@ def _make_domains(
     groups: Sequence[Any],
     streams: _C.Streams | None,
 ) -> tuple[_C.Domain, _C.Domain | None]:
-    units = [(_fqns.unit_name(g), [spec_of(p) for p in g.fsdp_params]) for g in groups]
+    units = [UnitSpec(_fqns.unit_name(g), [spec_of(p) for p in g.fsdp_params]) for g in groups]
     # What replicas add up next has to be there at once.
     is_alone = streams is None and replicate_pg is None and not groups[0].visible_because
     batch_bytes = _env.batch_bytes() if is_alone else 0
@@ -131,21 +139,21 @@ def _make_domains(
 @torch.no_grad()
 def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | None) -> None:
     """Gives the unit's shards their place and makes its unsharded parameters; local."""
-    full_bytes, offsets = shard.layout(index)
+    layout = shard.layout(index)
     shard_rank = getattr(group.mesh_info, "shard_mesh_rank", 0)
     with torch.inference_mode(False):
         # Never touched: its memory is taken away when the unit is bound.
-        flat = torch.empty(full_bytes, dtype=torch.uint8, device=group.device)
+        flat = torch.empty(layout["full_bytes"], dtype=torch.uint8, device=group.device)
         seen: set[int] = set()
         rows = []
-        for fsdp_param, (offset, _) in zip(group.fsdp_params, offsets, strict=True):
+        for fsdp_param, place in zip(group.fsdp_params, layout["params"], strict=True):
             _own_storage(fsdp_param, seen)
             dtype = _versions.compute_dtype(fsdp_param)
             # Of a parameter that is held once per rank each rank reads its own.
             own = shard_rank if fsdp_param.copies > 1 else 0
             data = torch.empty(0, dtype=dtype, device=group.device).set_(
                 flat.untyped_storage(),
-                offset // dtype.itemsize + own,
+                place["offset"] // dtype.itemsize + own,
                 fsdp_param._orig_size,
                 fsdp_param.unsharded_stride,
             )
@@ -189,12 +197,11 @@ def _parameter(data: torch.Tensor, requires_grad: bool) -> nn.Parameter:
     return param.requires_grad_(requires_grad)
 
 
-def _places(fsdp_param: Any) -> list[tuple[dict[str, Any], str, nn.Module | None]]:
-    """Where the parameter is registered; the module only where it overrides __setattr__."""
+def _places(fsdp_param: Any) -> list[Place]:
     places = []
     for module, name in _param_attributes.registrations(fsdp_param):
         is_plain = getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__
-        places.append((module._parameters, name, None if is_plain else module))
+        places.append(Place(module._parameters, name, None if is_plain else module))
     return places
 
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cas
 from torch.utils._pytree import tree_leaves
 
 from fsdp_c._compat import _versions
-from fsdp_c._fully_shard import _containers, _step_messages
+from fsdp_c._fully_shard import _containers, _fqns, _step_messages
 
 
 class FallbackState(_versions.TorchState):
@@ -118,6 +118,15 @@ class FallbackState(_versions.TorchState):
         with torch.profiler.record_function("FSDP::cast_forward_outputs"):
             cast = functools.partial(_cast_fp_tensor, self._mp_policy.output_dtype)
             return _containers.apply_to_tensors(cast, output)
+
+    # ---- called by the core ----
+
+    def _warn_of_hidden_output(self) -> None:
+        unit = _fqns.unit_name(self._fsdp_param_groups[0])
+        _step_messages.warn_of_hidden_output(unit, stacklevel=2)
+
+    def _warn_of_failed_backward(self) -> None:
+        _step_messages.warn_of_failed_backward(stacklevel=2)
 
 
 def in_backward() -> bool:

@@ -138,7 +138,11 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
         else:
             self._pre_forward_hook_handle, self._post_forward_hook_handle = pre[0], post[0]
         policy = self._mp_policy
-        self._set_casts(policy.cast_forward_inputs, policy.param_dtype, policy.output_dtype)
+        self._set_casts(
+            cast_inputs=policy.cast_forward_inputs,
+            param_dtype=policy.param_dtype,
+            output_dtype=policy.output_dtype,
+        )
         self._is_strict = _env.is_strict()
 
     def _choose_implementation(self) -> None:
@@ -210,13 +214,13 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
         names = [_fqns.state_name(state) for state in states]
         for domain in domains:
             domain.name_openers(names)
-        root = _C.Root(list(states), domains, self._state_ctx)
+        root = _C.Root(states=list(states), domains=domains, context=self._state_ctx)
         self._state_ctx._root = root
         for state in states:
             group = state._fsdp_param_groups[0] if state._fsdp_param_groups else None
             if group is not None:
                 group._root = root
-            state._join(root, group, False)
+            state._join(root=root, group=group, uses_fallback=False)
         for state in states:
             state._pass_prefetches()
         for restore_group in restore:
@@ -234,7 +238,7 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
             context.__dict__.pop("_root", None)
         for state in states:
             if isinstance(state, FSDPState):
-                state._join(None, None, True)
+                state._join(root=None, group=None, uses_fallback=True)
 
     def _leave_replaced(self) -> None:
         """Called by a forward, after a function of torch's implementation was replaced."""
@@ -371,13 +375,6 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
 
     def _warn_of_view(self) -> None:
         _step_messages.warn_of_view([type(module).__name__ for module in self._modules])
-
-    def _warn_of_hidden_output(self) -> None:
-        unit = _fqns.unit_name(self._fsdp_param_groups[0])
-        _step_messages.warn_of_hidden_output(unit, stacklevel=2)
-
-    def _warn_of_failed_backward(self) -> None:
-        _step_messages.warn_of_failed_backward(stacklevel=2)
 
     def _refuse_unless_waited(self) -> None:
         """Called by a forward while any root of this process has a handle to be waited for."""

@@ -18,6 +18,7 @@ from torch.distributed.utils import _get_root_modules
 from fsdp_c._compat import _versions
 from fsdp_c._fully_shard import (
     _adopted_states,
+    _callbacks,
     _fsdp_init,
     _fsdp_module,
     _heap,
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import DataParallelMeshDims
 
+
+_callbacks.hand_down()
 
 # The function behind torch's decorator: the key of its states.
 _TORCHS_KEY: Any = _torch.fully_shard.__wrapped__  # type: ignore[attr-defined]

@@ -51,7 +51,9 @@ class BoundGroup(_C.Group, FallbackGroup):
             self._bind_alone()
 
     def _bind_alone(self) -> None:
-        self._root = _C.Root([], _engine_bind.bind_units([self]), _C.Context())
+        self._root = _C.Root(
+            states=[], domains=_engine_bind.bind_units([self]), context=_C.Context()
+        )
 
     def adopt_shards(self) -> None:
         """Finds shards that were replaced, moved or cast since set-up; the unit is bound still."""

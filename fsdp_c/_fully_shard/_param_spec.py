@@ -25,6 +25,13 @@ class ParamSpec(NamedTuple):
     trainable: bool
 
 
+class UnitSpec(NamedTuple):
+    """Read by name there, too."""
+
+    name: str
+    params: list[ParamSpec]
+
+
 def spec_of(fsdp_param: Any) -> ParamSpec:
     orig = fsdp_param.orig_dtype
     has_grad = orig in SUMMABLE and _versions.reduce_dtype(fsdp_param) in SUMMABLE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,15 +39,22 @@ _NAMES: dict[Any, frozenset[str]] = {
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
+class WatchedFunction(NamedTuple):
+    """What replaced_functions.cpp reads."""
+
+    owner: Any  # a class or module
+    name: str
+    function: Any  # torch's own, or ours
+
+
 def _if_torchs(function: Any) -> Any:
     """The function, or None if it was replaced before this module was imported."""
     code = getattr(function, "__code__", None)
     return function if code is not None and code.co_filename.startswith(_TORCH) else None
 
 
-# (class or module, name, torch's own function, or ours)
 _originals = [
-    (owner, name, _if_torchs(getattr(owner, name)))
+    WatchedFunction(owner, name, _if_torchs(getattr(owner, name)))
     for owner, names in _NAMES.items()
     for name in sorted(names)
     if hasattr(owner, name)
@@ -57,7 +64,9 @@ _originals = [
 def watch(cls: type, names: frozenset[str]) -> None:
     """Watches functions of a class of ours too."""
     _originals.extend(
-        (cls, name, getattr(cls, name)) for name in sorted(names) if hasattr(cls, name)
+        WatchedFunction(cls, name, getattr(cls, name))
+        for name in sorted(names)
+        if hasattr(cls, name)
     )
     _C.watch_functions(_originals, STATE_METHODS)  # asked at the beginning of every forward
 
@@ -67,15 +76,15 @@ def replaced() -> str:
 
     Collectives are not among them: see `replaced_collective`.
     """
-    return _first_replaced(row for row in _originals if row[0] is not dist)
+    return _first_replaced(row for row in _originals if row.owner is not dist)
 
 
 def replaced_collective() -> str:
     """The same of the collectives of torch.distributed."""
-    return _first_replaced(row for row in _originals if row[0] is dist)
+    return _first_replaced(row for row in _originals if row.owner is dist)
 
 
-def _first_replaced(rows: Iterable[tuple[Any, str, Any]]) -> str:
+def _first_replaced(rows: Iterable[WatchedFunction]) -> str:
     for owner, name, original in rows:
         if getattr(owner, name, None) is not original:
             return f"{owner.__name__.rpartition('.')[2]}.{name} was replaced"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import mmap
@@ -19,15 +20,11 @@ from fsdp_c._compat import _versions
 from fsdp_c._diagnostics import _stats
 from fsdp_c._fully_shard import _fqns
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
-from fsdp_c._fully_shard._param_spec import ParamSpec, spec_of
+from fsdp_c._fully_shard._param_spec import ParamSpec, UnitSpec, spec_of
 from fsdp_c._native import _C
 
-# csrc/bind/fsdp/reduce.cpp: gradients of up to this size wait for the next unit's reduction.
-_LENT_BYTES = 16 << 20
 # A parameter to try an optimizer on: a matrix, since some take nothing else.
 _PROBE = (8, 8)
-
-Rows = list[tuple[str, list[ParamSpec]]]  # units as csrc/bind/fsdp/domain.cpp reads them
 
 
 @dataclass(frozen=True)
@@ -111,11 +108,11 @@ def memory_plan(
     n_shards = world_size // replicas
     per_host = ranks_per_host or world_size
     if groups:
-        rows = [_unit_of(group, n_shards) for group in groups]
+        specs = [_unit_of(group, n_shards) for group in groups]
     else:
-        rows = _rows_of_modules(model, list(units), mp_policy or MixedPrecisionPolicy(), n_shards)
+        specs = _units_of_modules(model, list(units), mp_policy or MixedPrecisionPolicy(), n_shards)
     return _planned(
-        rows,
+        specs,
         _outside(model, groups),
         n_shards,
         replicas,
@@ -127,7 +124,7 @@ def memory_plan(
 
 
 def _planned(
-    rows: Rows,
+    units: list[UnitSpec],
     unsharded: int,
     n_shards: int,
     replicas: int,
@@ -139,31 +136,34 @@ def _planned(
     """`has_replicas`: the mesh has a dim of them, if only of one: sums over shards have room."""
     world = n_shards * replicas
     mapped = per_host >= world
-    shard = _C.Domain.plan(False, rows, n_shards, n_shards, mapped)
-    params = sum(_shard_bytes(row, n_shards) for _, unit in rows for row in unit)
+    plan = functools.partial(_C.Domain.plan, units=units, n_shards=n_shards, is_mapped=mapped)
+    shard = plan(is_replicate=False, n_ranks=n_shards)
+    rows = [row for unit in units for row in unit.params]
+    params = sum(_shard_bytes(row, n_shards) for row in rows)
     reduce = shard["arena"]
     control = shard["control"] // n_shards
     if has_replicas and (n_shards > 1 or replicas == 1):
         reduce += shard["parts"]
     if replicas > 1:
-        lanes = _C.Domain.plan(True, rows, n_shards, replicas, mapped)
+        lanes = plan(is_replicate=True, n_ranks=replicas)
         reduce += lanes["arena"]
         control += lanes["control"] // replicas
     rank = {
         "parameters": params + unsharded,
         "gradients": shard["gradients"],
-        "optimizer": sum(state_size(row, n_shards) for _, unit in rows for row in unit),
+        "optimizer": sum(state_size(row, n_shards) for row in rows),
         "unsharded": max(shard["full"] - n_shards * shard["aliased"], 0) // n_shards,
         "gather slots": 0,
         "reduce slots": reduce,
         "control": control,
     }
     wholes = sorted(
-        (sum(_whole_bytes(row) for row in unit if row.trainable) for _, unit in rows), reverse=True
+        (sum(_whole_bytes(row) for row in unit.params if row.trainable) for unit in units),
+        reverse=True,
     )
     largest = wholes[0] if wholes else 0
-    lent = min(largest, _LENT_BYTES) if n_shards > 1 and len(wholes) > 1 else 0
-    if world == 1 and any(_casts(row) for _, unit in rows for row in unit):
+    borrowed = min(largest, _C.BORROWED_BYTES_MAX) if n_shards > 1 and len(wholes) > 1 else 0
+    if world == 1 and any(map(_casts, rows)):
         rank["gather slots"] = -(-shard["part"] // mmap.PAGESIZE) * mmap.PAGESIZE
     if not mapped:
         rank["gather slots"] = shard["largest"] + (n_shards + 1) * shard["pack"]
@@ -175,16 +175,16 @@ def _planned(
         notes += ("Ranks on several hosts share no memory: slots are an upper bound",)
     if state_size.note:
         notes += (state_size.note,)
-    return MemoryPlan(world, per_host, rank, largest + lent, notes)
+    return MemoryPlan(world, per_host, rank, largest + borrowed, notes)
 
 
 # ---- parameters: rows are ParamSpec ----
 
 
-def _unit_of(group: FSDPParamGroup, n_shards: int) -> tuple[str, list[ParamSpec]]:
+def _unit_of(group: FSDPParamGroup, n_shards: int) -> UnitSpec:
     if not group._is_bound:  # else the first forward has settled its dtypes
         group._init_mp_dtypes()
-    return _fqns.unit_name(group), [_row_of(p, n_shards) for p in group.fsdp_params]
+    return UnitSpec(_fqns.unit_name(group), [_row_of(p, n_shards) for p in group.fsdp_params])
 
 
 def _row_of(fsdp_param: Any, n_shards: int) -> ParamSpec:
@@ -192,11 +192,11 @@ def _row_of(fsdp_param: Any, n_shards: int) -> ParamSpec:
     return row if fsdp_param._orig_size else row._replace(outer=1, rows=n_shards, inner=1)
 
 
-def _rows_of_modules(
+def _units_of_modules(
     model: nn.Module, units: Sequence[nn.Module], policy: MixedPrecisionPolicy, n_shards: int
-) -> Rows:
+) -> list[UnitSpec]:
     by_module = rows_by_module(model, units, policy, n_shards)
-    return [(type(unit).__name__, rows) for unit, rows in by_module]
+    return [UnitSpec(type(unit).__name__, rows) for unit, rows in by_module]
 
 
 def rows_by_module(

@@ -249,10 +249,9 @@ def _shared_storages(groups: Sequence[FSDPParamGroup]) -> set[int]:
     for group in groups:
         if group._binding is not None:
             domain, index, _ = group._binding
-            for fsdp_param, (_, is_aliased) in zip(
-                group.fsdp_params, domain.layout(index)[1], strict=True
-            ):
-                if is_aliased:
+            places = domain.layout(index)["params"]
+            for fsdp_param, place in zip(group.fsdp_params, places, strict=True):
+                if place["is_aliased"]:
                     found.add(fsdp_param._sharded_local_tensor.untyped_storage()._cdata)
     return found
 
@@ -266,7 +265,7 @@ def _leave_core(offloaded: _Offloaded) -> None:
     for state in offloaded.states:
         state.offloaded = offloaded
         if state._root is not None:
-            state._join(None, None, False)
+            state._join(root=None, group=None, uses_fallback=False)
             state._state_ctx.__dict__.pop("_root", None)
     for group in offloaded.groups:
         group.is_offloaded = True

@@ -45,6 +45,11 @@ _KNOWN = "_fsdp_c_members"
 # With one of these they compute otherwise.
 _ADAM_SWITCHES = ("capturable", "differentiable")
 _SGD_SWITCHES = ("differentiable",)
+# What the core is told of a group, under torch's names.
+_ADAM_NUMBERS = ("eps", "weight_decay")
+_ADAM_KINDS = ("decoupled_weight_decay", "amsgrad", "maximize")
+_SGD_NUMBERS = ("momentum", "dampening", "weight_decay")
+_SGD_KINDS = ("nesterov", "maximize")
 # What a GradScaler leaves to an optimizer's step: to unscale, and to pass over what is not finite.
 _UNSCALED = {"grad_scale": None, "found_inf": None}
 
@@ -165,22 +170,23 @@ def _members_of(optimizer: optim.Optimizer, group: dict[str, Any]) -> Members | 
 
 def _step_adam(optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Params) -> bool:
     """Steps the whole group in one pass over memory; False if torch has to."""
-    numbers = (_rate(group), *group["betas"], group["eps"], group["weight_decay"])
-    if any(group[name] for name in _ADAM_SWITCHES) or not _are_plain(numbers):
+    beta1, beta2 = group["betas"]
+    numbers = {"lr": _rate(group), "beta1": beta1, "beta2": beta2, **_of(group, _ADAM_NUMBERS)}
+    if any(group[name] for name in _ADAM_SWITCHES) or not _are_plain(numbers.values()):
         return False
     if not _runs_torchs_arithmetic(optim.Adam):  # AdamW's too
         return False
     lanes = _lanes(_agrees, bool(group["fused"]))
     if lanes is None or _is_scaled(optimizer):
         return False
-    kind = [group[name] for name in ("decoupled_weight_decay", "amsgrad", "maximize")]
-    return plan.step_adam(optimizer.state, *numbers, *kind, lanes)
+    kind = _of(group, _ADAM_KINDS)
+    return plan.step_adam(optimizer.state, **numbers, **kind, fused_lanes=lanes)
 
 
 def _step_sgd(optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Params) -> bool:
     """The same for SGD."""
-    numbers = (_rate(group), group["momentum"], group["dampening"], group["weight_decay"])
-    if any(group[name] for name in _SGD_SWITCHES) or not _are_plain(numbers):
+    numbers = {"lr": _rate(group), **_of(group, _SGD_NUMBERS)}
+    if any(group[name] for name in _SGD_SWITCHES) or not _are_plain(numbers.values()):
         return False
     if not _runs_torchs_arithmetic(optim.SGD):
         return False
@@ -189,7 +195,12 @@ def _step_sgd(optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Params
     lanes = _lanes(_sgd_agrees, bool(group["fused"]))
     if lanes is None or writes_gradients or _is_scaled(optimizer):
         return False
-    return plan.step_sgd(optimizer.state, *numbers, group["nesterov"], group["maximize"], lanes)
+    kind = _of(group, _SGD_KINDS)
+    return plan.step_sgd(optimizer.state, **numbers, **kind, fused_lanes=lanes)
+
+
+def _of(group: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: group[name] for name in names}
 
 
 def _rate(group: dict[str, Any]) -> Any:
@@ -224,7 +235,7 @@ def _agrees(fused_lanes: int) -> bool:
         (1035, False, False, False),
         (75, False, True, False),
     ):
-        kind = dict(zip(("decoupled_weight_decay", "amsgrad", "maximize"), kind, strict=True))
+        kind = dict(zip(_ADAM_KINDS, kind, strict=True))
         for weight_decay in (0.0, 0.01):
             numbers = {"lr": 0.01, **betas, "eps": 1e-8, "weight_decay": weight_decay}
             param, other = _wave(numel), _wave(numel)
@@ -239,7 +250,7 @@ def _agrees(fused_lanes: int) -> bool:
                 how = {"foreach": False, "fused": fused_lanes != 0, **switches, **_UNSCALED}
                 _param_lists.function_of(optim.Adam)(*lists, **how, **numbers, **kind)
                 state = {other: dict(zip(names, ours, strict=True))}
-                plan.step_adam(state, *numbers.values(), *kind.values(), fused_lanes)
+                plan.step_adam(state, **numbers, **kind, fused_lanes=fused_lanes)
                 if not all(map(torch.equal, [param, *theirs], [other, *ours])):
                     return False
     return True
@@ -267,7 +278,7 @@ def _sgd_agrees(fused_lanes: int) -> bool:
                     **kind,
                 )
                 state = {other: {"momentum_buffer": ours}}
-                plan.step_sgd(state, 0.01, *numbers.values(), *kind.values(), fused_lanes)
+                plan.step_sgd(state, lr=0.01, **numbers, **kind, fused_lanes=fused_lanes)
                 if not torch.equal(param, other) or not torch.equal(theirs, ours):
                     return False
     return True

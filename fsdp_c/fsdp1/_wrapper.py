@@ -229,7 +229,11 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
             unit, policy = self._unit, self._unit._mp_policy
             is_cast = self.mixed_precision.cast_forward_inputs
             unit._mp_policy = dataclasses.replace(policy, cast_forward_inputs=is_cast)
-            unit._set_casts(is_cast, policy.param_dtype, policy.output_dtype)
+            unit._set_casts(
+                cast_inputs=is_cast,
+                param_dtype=policy.param_dtype,
+                output_dtype=policy.output_dtype,
+            )
 
     # ---- running ----
 

@@ -3,6 +3,7 @@
 
 #include "base/alloc.h"
 #include "device/host/host.h"
+#include "device/host/operators.h"
 #include "engine/schedule.h"
 
 #define MUST(call) CHECK_EQ(call, FC_OK)
@@ -299,6 +300,87 @@ static void test_late_copies(void)
     CHECK_EQ(fc_alloc_live(), 0);
 }
 
+/* ---- a launch by operators ---- */
+
+typedef struct steps {
+    char text[64]; /* which operators, in order */
+    fc_planes to, from;
+    int fails_at;
+} steps;
+
+static fc_status note(steps *s, char name, const fc_planes *to, const fc_planes *from)
+{
+    size_t n = strlen(s->text);
+
+    s->text[n] = name;
+    s->to = *to;
+    s->from = from == NULL ? *to : *from;
+    return (int)n == s->fails_at ? fc_fail(FC_ERR_SYSTEM, "on purpose") : FC_OK;
+}
+
+static fc_status note_zero(void *context, const fc_planes *to)
+{
+    return note(context, 'z', to, NULL);
+}
+
+static fc_status note_copy(void *context, const fc_planes *to, const fc_planes *from)
+{
+    return note(context, 'c', to, from);
+}
+
+static fc_status note_finish(void *context, const fc_planes *to, const fc_planes *from,
+                             fc_dtype wide, double divisor, bool accumulate)
+{
+    CHECK(divisor == 2 || accumulate);
+    return note(context, wide == FC_F64 ? 'F' : 'f', to, from);
+}
+
+static fc_status operate(steps *s, const fc_runs *plan, const uint64_t *addresses, double divisor,
+                         bool accumulate)
+{
+    const fc_operators operators = {s, note_zero, note_copy, note_finish};
+
+    memset(s->text, 0, sizeof(s->text));
+    return fc_operators_move(plan, addresses, divisor, accumulate, &operators);
+}
+
+/* Two planes of three lines of four elements, then a line of doubles; of a base without memory. */
+static void test_operators(void)
+{
+    static char memory[4096];
+    const fc_block blocks[] = {
+        {2, 3, 4, {0, FC_F32, 0, 16, 48}, {1, FC_BF16, 8, 10, 40}},
+        {1, 1, 5, {0, FC_F64, 512, 40, 40}, {1, FC_F32, 256, 20, 20}},
+        {1, 1, 5, {0, FC_F32, 1024, 20, 20}, {2, FC_F32, 0, 20, 20}},
+    };
+    const uint64_t addresses[] = {(uintptr_t)memory, (uintptr_t)memory + 2048, 0};
+    fc_runs plan;
+    steps s = {.fails_at = -1};
+
+    fc_runs_init(&plan);
+    MUST(fc_runs_add(&plan, &blocks[0]));
+    MUST(operate(&s, &plan, addresses, 1, false));
+    CHECK_STR(s.text, "c");
+    CHECK(s.to.first == memory && s.to.dtype == FC_F32 && s.from.dtype == FC_BF16);
+    CHECK(s.from.first == memory + 2048 + 8);
+    CHECK(s.to.sizes[0] == 2 && s.to.sizes[1] == 3 && s.to.sizes[2] == 4);
+    CHECK(s.to.strides[0] == 12 && s.to.strides[1] == 4 && s.to.strides[2] == 1);
+    CHECK(s.from.strides[0] == 20 && s.from.strides[1] == 5 && s.from.strides[2] == 1);
+    MUST(fc_runs_add(&plan, &blocks[1]));
+    MUST(fc_runs_add(&plan, &blocks[2]));
+    MUST(operate(&s, &plan, addresses, 1, false));
+    CHECK_STR(s.text, "ccz");
+    MUST(operate(&s, &plan, addresses, 2, false));
+    CHECK_STR(s.text, "fFz");
+    MUST(operate(&s, &plan, addresses, 1, true)); /* nothing is added where there is nothing */
+    CHECK_STR(s.text, "fF");
+    s.fails_at = 0;
+    CHECK_EQ(operate(&s, &plan, addresses, 2, false), FC_ERR_SYSTEM);
+    CHECK_STR(s.text, "f");
+    fc_runs_clear(&plan);
+    CHECK_EQ(fc_alloc_live(), 0);
+}
+
 int main(void)
 {
     for (int is_direct = 0; is_direct < 2; is_direct++) {
@@ -309,5 +391,6 @@ int main(void)
         test_errors(is_direct);
     }
     test_late_copies();
+    test_operators();
     return check_result();
 }

@@ -3,6 +3,7 @@
 #include "check.h"
 #include "kernel_values.h"
 
+#include "optim/clip.h"
 #include "optim/optim.h"
 
 #include <pthread.h>
@@ -174,6 +175,70 @@ static void test_roots(void)
     CHECK(fc_optim_root_of(take_other_roots) == FC_ROOT_COUNT);
 }
 
+enum {
+    N_TENSORS = 300,
+    LENGTH_MAX = 40
+};
+
+static float clipped[N_TENSORS][LENGTH_MAX];
+
+/* Of few lengths, none and one among them. */
+static void fill_tensors(float **data, size_t *lengths)
+{
+    for (size_t i = 0; i < N_TENSORS; i++) {
+        lengths[i] = random_bits() % 5 == 0 ? random_bits() % 3 : random_bits() % LENGTH_MAX;
+        data[i] = clipped[i];
+        for (size_t j = 0; j < LENGTH_MAX; j++) {
+            clipped[i][j] = (float)(random_bits() % 1024) / 512.0f - 1.0f;
+        }
+    }
+}
+
+static void test_order(const size_t *lengths, const size_t *order)
+{
+    for (size_t i = 1; i < N_TENSORS; i++) {
+        const size_t before = order[i - 1], after = order[i];
+
+        CHECK(lengths[before] > lengths[after] ||
+              (lengths[before] == lengths[after] && before < after));
+    }
+}
+
+/* In parts, the last one first, beside one tensor at a time. */
+static void test_clip(void)
+{
+    float *data[N_TENSORS], norms[N_TENSORS], before[N_TENSORS][LENGTH_MAX];
+    size_t lengths[N_TENSORS], order[N_TENSORS];
+    const fc_clip_tensors all = {data, lengths, order};
+
+    fill_tensors(data, lengths);
+    fc_clip_order(lengths, N_TENSORS, order);
+    test_order(lengths, order);
+    memcpy(before, clipped, sizeof(before));
+    fc_clip_norms(&all, 150, N_TENSORS, norms);
+    fc_clip_norms(&all, 0, 150, norms);
+    fc_clip_multiply(&all, 7, N_TENSORS, 0.3f);
+    fc_clip_multiply(&all, 0, 7, 0.3f);
+    for (size_t i = 0; i < N_TENSORS; i++) {
+        const float *one = before[i];
+        float norm;
+
+        fc_kern()->norms(&norm, &one, &lengths[i], 1);
+        CHECK(norms[i] == (lengths[i] == 1 ? fabsf(one[0]) : norm));
+        for (size_t j = 0; j < LENGTH_MAX; j++) {
+            CHECK(clipped[i][j] == (j < lengths[i] ? one[j] * 0.3f : one[j]));
+        }
+    }
+}
+
+static void test_clip_factor(void)
+{
+    CHECK(fc_clip_factor_of(1.0f, 0.5f) == 1.0f);
+    CHECK(fc_clip_factor_of(1.0f, 4.0f) == 1.0f / (4.0f + 1e-6f));
+    CHECK(isnan(fc_clip_factor_of(1.0f, NAN)));
+    CHECK(!fc_clip_flushes_denormals());
+}
+
 int main(void)
 {
     for (size_t s = 0; s < COUNT(shapes); s++) {
@@ -183,5 +248,7 @@ int main(void)
         }
     }
     test_roots();
+    test_clip();
+    test_clip_factor();
     return check_result();
 }

@@ -6,6 +6,7 @@
 #include "base/alloc.h"
 #include "transport/transport_impl.h"
 
+#include <math.h>
 #include <pthread.h>
 #include <sys/resource.h>
 
@@ -396,6 +397,28 @@ static void test_bad_arguments(void)
     CHECK_EQ(fc_alloc_live(), 0);
 }
 
+static void test_kinds(void)
+{
+    ranks_host host;
+    fc_transport_config config;
+    const fc_message_ops ops = {.context = NULL};
+    fc_transport *t = NULL;
+
+    ranks_init();
+    config = ranks_config(&host, 0, 0, 1, FC_NS_PER_S);
+    CHECK_EQ(fc_transport_create("pigeon", &config, &ops, &t), FC_ERR_INVALID);
+    CHECK_HAS(fc_last_message(), "transport kind 'pigeon': expected 'shm', or 'callback'");
+    CHECK_EQ(fc_transport_create("callback", &config, &ops, &t), FC_ERR_INVALID);
+    CHECK_EQ(fc_transport_create("shm", &config, &ops, &t), FC_OK);
+    CHECK_STR(fc_transport_kind(t), "shm");
+    fc_transport_destroy(t);
+    CHECK_EQ(fc_transport_timeout_ns(0), 0);
+    CHECK_EQ(fc_transport_timeout_ns(-1), 0);
+    CHECK_EQ(fc_transport_timeout_ns((double)NAN), 0);
+    CHECK_EQ(fc_transport_timeout_ns(0.5), FC_NS_PER_S / 2);
+    CHECK_EQ(fc_transport_timeout_ns(1e300), INT64_MAX);
+}
+
 int main(void)
 {
     int in_shm = count_shm_files();
@@ -416,5 +439,6 @@ int main(void)
     test_bad_arguments();
     test_times_of_notices();
     CHECK_EQ(count_shm_files(), in_shm);
+    test_kinds();
     return check_result();
 }

@@ -23,29 +23,33 @@ class Result:
     failures: dict[int, Failure] = field(default_factory=dict)
     ends: collections.Counter[str] = field(default_factory=collections.Counter)
     roads: collections.Counter[str] = field(default_factory=collections.Counter)
+    features: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
 
     def add(self, other: "Result") -> None:
         self.n_lines += other.n_lines
         self.failures.update(other.failures)
         self.ends.update(other.ends)
         self.roads.update(other.roads)
+        self.features.update(other.features)
 
 
-def run(seeds: list[int], world: int, fault: str = "", chunk: int = CHUNK) -> Result:
+def run(
+    seeds: list[int], world: int, fault: str = "", chunk: int = CHUNK, kind: str = ""
+) -> Result:
     """Run seeds on ranks that stay alive; new ones after a seed whose ranks raised apart."""
     result = Result()
     left = list(seeds)
     while left and not (fault and result.failures):
-        n_done = run_some(left[:chunk], world, fault, result)
+        n_done = run_some(left[:chunk], world, fault, result, kind)
         left = left[n_done:]
     return result
 
 
-def run_some(seeds: list[int], world: int, fault: str, result: Result) -> int:
+def run_some(seeds: list[int], world: int, fault: str, result: Result, kind: str) -> int:
     """Run seeds up to the first whose ranks raised; gives how many."""
     try:
         reports = harness.run_ranks(
-            execute.run_seeds, world, seeds, fault, timeout=20 + SEED_TIMEOUT_S * len(seeds)
+            execute.run_seeds, world, seeds, fault, kind, timeout=20 + SEED_TIMEOUT_S * len(seeds)
         )
     except harness.RankFailure as error:
         line = shrink.last_line(str(error))
@@ -56,6 +60,7 @@ def run_some(seeds: list[int], world: int, fault: str, result: Result) -> int:
     result.n_lines += reports[0].n_lines
     result.ends.update(reports[0].ends)
     result.roads.update(reports[0].roads)
+    result.features.update(reports[0].features)
     failures = [failure for report in reports for failure in report.failures]
     for failure in failures:
         result.failures.setdefault(failure.seed, failure)
@@ -102,6 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--fault", default="", help="a mistake to plant; see faults.py")
     parser.add_argument("--device", action="store_true", help="the devices' schedule, on the CPU")
     parser.add_argument("--apart", action="store_true", help="ranks that differ; see apart.py")
+    parser.add_argument("--features", action="store_true", help="rare features; see features.py")
     parser.add_argument("--show", type=int, default=1, help="how many failures to make small")
     options = parser.parse_args(arguments)
     if options.device:
@@ -109,12 +115,16 @@ def main(arguments: list[str] | None = None) -> int:
     if options.apart:
         return run_apart(options.seeds, options.ranks or 2)
     start = time.monotonic()
-    worlds = {options.ranks: list(options.seeds)} if options.ranks else by_world(options.seeds)
+    kind = "features" if options.features else ""
+    if options.features and not options.ranks:
+        worlds = {2: list(options.seeds[::2]), 4: list(options.seeds[1::2])}
+    else:
+        worlds = {options.ranks: list(options.seeds)} if options.ranks else by_world(options.seeds)
     total = Result()
     for world, seeds in sorted(worlds.items()):
         for first in range(0, len(seeds), CHUNK):
             chunk = seeds[first : first + CHUNK]
-            result = run(chunk, world, options.fault)
+            result = run(chunk, world, options.fault, kind=kind)
             total.add(result)
             print(
                 f"{world} ranks, seeds {chunk[0]} to {chunk[-1]}: {len(result.failures)} failures,"
@@ -125,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
                 show(seed, world, failure)
                 if options.show > 0:
                     options.show -= 1
-                    print(shrink.explain(seed, world, options.fault), flush=True)
+                    print(shrink.explain(seed, world, options.fault, kind), flush=True)
     seconds = time.monotonic() - start
     print(
         f"{len(options.seeds)} seeds, {total.n_lines} lines, {len(total.failures)} failures,"
@@ -135,5 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{count:4} ended with {reason}")
     for road, count in total.roads.most_common():
         print(f"{count:4} ran on {road}")
+    for (name, road), count in sorted(total.features.items()):
+        print(f"{count:4} with {name} ran on {road}")
     harness.stop()
     return 1 if total.failures else 0

@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_c
-from differential import faults, nets
-from differential.generate import make_program
+from differential import faults, feature_nets, features, generate, nets
 from differential.program import Program
 
 
@@ -48,6 +47,8 @@ class Report:
     ends: list[str] = field(default_factory=list)
     # What ran fsdp_c's model of each program at its end.
     roads: list[str] = field(default_factory=list)
+    # Each feature of each program, with what ran it.
+    features: list[tuple[str, str]] = field(default_factory=list)
 
 
 class Counting(TorchDispatchMode):
@@ -73,6 +74,7 @@ class Side:
         self.fsdp = fsdp
         self.names: dict[str, Any] = {
             **nets.NAMES,
+            **(feature_nets.FEATURE_NAMES if program.features else {}),
             "fsdp": torch_fsdp if self.is_installed else fsdp,
             "rank": rank,
             "world": program.world,
@@ -92,7 +94,7 @@ class Side:
     @contextlib.contextmanager
     def installed(self, code: types.CodeType) -> Iterator[None]:
         """Only while something is sharded: it looks through all modules."""
-        if not self.is_installed or "fully_shard" not in code.co_names:
+        if not self.is_installed or {"fully_shard", "replicate"}.isdisjoint(code.co_names):
             yield
             return
         self.fsdp.install()
@@ -201,7 +203,9 @@ def run_program(rank: int, program: Program, report: Report, fault: str = "") ->
             report.ends.append(ends)
         if is_over(failure is not None or bool(ends), program.world):
             break
-    report.roads.append(road_of(ours.names["model"]) if "model" in ours.names else "no model")
+    road = road_of(ours.names["model"]) if "model" in ours.names else "no model"
+    report.roads.append(road)
+    report.features += [(name, road.partition(":")[0]) for name in program.features]
 
 
 def road_of(model: nn.Module) -> str:
@@ -258,9 +262,14 @@ def is_expected(line: str, error: Exception) -> bool:
     return line in REFUSED
 
 
-def run_seeds(rank: int, n_ranks: int, seeds: list[int], fault: str = "") -> Report:
+# By the kind of programs that the command line asks for.
+MAKERS = {"": generate.make_program, "features": features.make_program}
+
+
+def run_seeds(rank: int, n_ranks: int, seeds: list[int], fault: str = "", kind: str = "") -> Report:
     """The body of the ranks."""
-    return run_programs(rank, n_ranks, [make_program(seed, n_ranks) for seed in seeds], fault)
+    programs = [MAKERS[kind](seed, n_ranks) for seed in seeds]
+    return run_programs(rank, n_ranks, programs, fault)
 
 
 def run_programs(rank: int, n_ranks: int, programs: list[Program], fault: str = "") -> Report:

@@ -192,6 +192,7 @@ class Listed(nn.Module):
 LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "block": lambda width: Block(width, 7),
     "thin": lambda width: Block(width, 2, bias=False),
+    "even": lambda width: Block(width, 6),
     "linear": lambda width: nn.Linear(width, width),
     "norm": nn.LayerNorm,
     "tied": Tied,

@@ -23,6 +23,8 @@ class Program:
     counted: bool = False
     # Whether our side shards through torch's names, with install() before and uninstall() after.
     installed: bool = False
+    # What it draws of `features.NAMES`.
+    features: tuple[str, ...] = ()
 
     @property
     def lines(self) -> list[str]:

@@ -8,7 +8,6 @@ import harness
 
 from differential import execute
 from differential.execute import Failure
-from differential.generate import make_program
 from differential.program import Program
 
 CASE_TIMEOUT_S = 20
@@ -97,8 +96,9 @@ then with SIDE=fsdp_c.
 import importlib, os, sys
 sys.path[:0] = ["tests/support", "tests", "."]
 import torch.distributed as dist
+from differential.feature_nets import FEATURE_NAMES
 from differential.nets import NAMES
-globals().update(NAMES)
+globals().update(NAMES, **FEATURE_NAMES)
 fsdp = importlib.import_module(os.environ.get("SIDE", "fsdp_c"))
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -112,15 +112,16 @@ dist.destroy_process_group()
 '''
 
 
-def explain(seed: int, world: int, fault: str = "") -> str:
+def explain(seed: int, world: int, fault: str = "", kind: str = "") -> str:
     """Run a seed alone; its failure, what differs, and a script that shows it, or nothing."""
-    program = make_program(seed, world)
+    program = execute.MAKERS[kind](seed, world)
+    option = f" --{kind}" if kind else ""
     failure = fails(program, fault)
     if failure is None:
         return ""
     program, failure = shrink(program, failure, lambda smaller: fails(smaller, fault))
     return (
         f"seed {seed} on {world} ranks {failure.kind}:\n{failure.text}\n"
-        f"--- again: python -m tests.differential --seeds {seed} --ranks {world}\n"
+        f"--- again: python -m tests.differential --seeds {seed} --ranks {world}{option}\n"
         f"--- or as a script:\n{script(program, failure)}"
     )

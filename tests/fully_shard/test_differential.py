@@ -5,13 +5,15 @@ import dataclasses
 import harness
 import pytest
 import torch
-from differential import cli, execute, faults, shrink
+from differential import cli, execute, faults, features, shrink
 from differential.generate import make_program
 from differential.program import WORLDS, Program
 
 # Under the torch that development uses; another one gets a tenth.
 N_SEEDS = 300
 CHUNK = 25
+# Of programs with rare features, by the number of ranks.
+FEATURE_SEEDS = {2: range(284, 296), 4: range(292, 304)}
 
 
 def n_seeds() -> int:
@@ -35,13 +37,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_same_as_torch(chunk: tuple[int, list[int]]) -> None:
     world, seeds = chunk
-    result = cli.run(seeds, world)
+    check(cli.run(seeds, world), seeds, world)
+
+
+def check(result: cli.Result, seeds: list[int], world: int, kind: str = "") -> None:
     if result.failures:
         seed, failure = next(iter(result.failures.items()))
-        text = shrink.explain(seed, world) or f"not seen again when seed {seed} ran alone"
+        text = shrink.explain(seed, world, kind=kind)
+        text = text or f"not seen again when seed {seed} ran alone"
         pytest.fail(f"seeds {sorted(result.failures)} fail\n{failure}\n{text}", pytrace=False)
     # Most programs run to their end.
     assert sum(result.ends.values()) <= 0.2 * len(seeds) + 2, result.ends
+
+
+@pytest.mark.parametrize("n_ranks", list(FEATURE_SEEDS))
+def test_features_same_as_torch(n_ranks: int) -> None:
+    """Every feature that the installed torch has, on two and on four ranks."""
+    seeds = list(FEATURE_SEEDS[n_ranks])
+    result = cli.run(seeds, n_ranks, kind="features")
+    check(result, seeds, n_ranks, "features")
+    lacking = features.missing() | ({"int"} if n_ranks != 4 else set())
+    assert {name for name, _ in result.features} == set(features.NAMES) - lacking
 
 
 @pytest.mark.parametrize("fault", [*faults.PATCHES, *faults.TAMPERS])

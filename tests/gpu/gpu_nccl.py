@@ -47,17 +47,19 @@ def run_rank(rank: int, n_ranks: int, store: str) -> None:
 def check_step(group, stream: torch.cuda.Stream, rank: int, n_ranks: int, step: int) -> None:
     whole = torch.zeros(n_ranks, 1 << 16, device="cuda")
     whole[rank] = rank + step
-    group.all_gather(whole, stream.cuda_stream, "layers.0", n_ranks)
+    group.all_gather(tensor=whole, stream=stream.cuda_stream, unit="layers.0")
     outputs = [torch.zeros(n_ranks, size, device="cuda") for size in (64, 4096)]
     inputs = [torch.full((out.shape[1],), rank + 0.5, device="cuda") for out in outputs]
-    group.all_gather_each(outputs, inputs, stream.cuda_stream, "layers.1")
+    group.all_gather_each(
+        outputs=outputs, inputs=inputs, stream=stream.cuda_stream, unit="layers.1"
+    )
     part = torch.zeros(512, dtype=torch.bfloat16, device="cuda")
     summands = torch.ones(512 * n_ranks, dtype=torch.bfloat16, device="cuda")
-    group.reduce_scatter(part, summands, stream.cuda_stream, "layers.1")
+    group.reduce_scatter(output=part, input=summands, stream=stream.cuda_stream, unit="layers.1")
     total = torch.tensor([1.0, rank], device="cuda")
-    group.all_reduce(total, stream.cuda_stream, "layers.0")
+    group.all_reduce(tensor=total, stream=stream.cuda_stream, unit="layers.0")
     event = stream.record_event()
-    group.wait(event.query, "gpu-check")
+    group.wait(is_ready=event.query, what="gpu-check")
     ranks = torch.arange(n_ranks, device="cuda")[:, None]
     assert torch.equal(whole, (ranks + step).float().expand_as(whole))
     assert all(torch.equal(out, (ranks + 0.5).expand_as(out)) for out in outputs)
@@ -90,11 +92,11 @@ def time_ways(
 
     def staged() -> None:
         torch._foreach_copy_(list(slot[rank].split(sizes)), shards)
-        group.all_gather(slot, stream, "block", n_ranks)
+        group.all_gather(tensor=slot, stream=stream, unit="block")
         torch._foreach_copy_(outputs["staged"], list(slot.split(sizes, dim=1)))
 
     def direct() -> None:
-        group.all_gather_each(outputs["direct"], shards, stream, "block")
+        group.all_gather_each(outputs=outputs["direct"], inputs=shards, stream=stream, unit="block")
 
     seconds: dict[str, list[float]] = {"staged": [], "direct": []}
     for _ in range(n_samples):

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import fsdp_c
-from fsdp_c._fully_shard._param_spec import ParamSpec
+from fsdp_c._fully_shard._param_spec import ParamSpec, UnitSpec
 from fsdp_c._native import _C
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -202,4 +202,10 @@ def test_specs_have_the_fields_that_the_core_reads(fields: tuple[str, ...], erro
     values |= dict.fromkeys(("orig", "compute", "reduce", "grad"), torch.float32)
     row = namedtuple("Row", fields)(*map(values.__getitem__, fields))
     with pytest.raises(error, match="10 fields, 9|trainable"):
-        _C.Domain.plan(False, [("unit", [row])], 2, 2, True)
+        _C.Domain.plan(
+            is_replicate=False,
+            units=[UnitSpec("unit", [row])],
+            n_shards=2,
+            n_ranks=2,
+            is_mapped=True,
+        )

@@ -22,6 +22,7 @@ from harness import run_ranks
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 TINY = {
     "host_overhead": ["--units", "2,3", "--ranks", "2", "--pairs", "2"],
+    "features": ["--only", "plain,extension,mode", "--units", "2", "--pairs", "2"],
     "collectives": ["--sizes", "1024,4096", "--ranks", "2", "--rounds", "2"],
     "step": ["--layers", "1", "--width", "32", "--heads", "2", "--vocabulary", "50"]
     + ["--batch", "2", "--tokens", "8", "--rounds", "2"],
@@ -37,6 +38,7 @@ TINY = {
 # What a rank's part of the work is called in the rows, and how many rows the tiny sizes give.
 N_ROWS = {
     "host_overhead": 4,
+    "features": 3,
     "collectives": 4,
     "step": 2,
     "optim": 38,
@@ -181,7 +183,10 @@ def check_results(name: str, script: str, folder: Path, stdout: str) -> None:
             for times in row["times"].values():
                 assert times["samples"] >= 2
                 assert times["min_us"] <= times["median_us"] <= times["p90_us"]
-                if name == "host_overhead":  # differences, of which noise makes some negative
+                if name in (
+                    "host_overhead",
+                    "features",
+                ):  # differences, of which noise makes some negative
                     assert times["base_us"] > 0 and times.get("waited_us", 0) >= 0
                 else:
                     assert times["min_us"] > 0

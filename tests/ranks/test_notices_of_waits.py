@@ -172,7 +172,7 @@ def test_set_up_says_for_whom_it_waits() -> None:
 # --- the program's place ---
 
 
-def place_of_main(within: Callable[[Callable[[], None]], None]) -> tuple[str, int, int, bool]:
+def place_of_main(within: Callable[[Callable[[], None]], None]) -> _peer_location.Place:
     """What a peer would be told while the main thread runs `within`."""
     places = []
     is_there, is_told = threading.Event(), threading.Event()

@@ -38,9 +38,9 @@ def messages() -> Iterator[dict[str, int]]:
     kept = {name: getattr(_transport.Messages, name) for name in calls}
 
     def counting(name: str) -> Any:
-        def call(*args: Any) -> None:
+        def call(*args: Any, **named: Any) -> None:
             calls[name] += 1
-            kept[name](*args)
+            kept[name](*args, **named)
 
         return call
 

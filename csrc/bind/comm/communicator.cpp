@@ -1,530 +1,354 @@
-/* The type `_C.Comm`: tensors are checked here, then lent to the core. */
+/* The type `_C.Comm`: tensors as arrays of the core, lent to it for the time of a call. */
 #include "bind/comm/communicator.h"
 
 #include "bind/comm/transport.h"
-#include "bind/python/status.h"
+#include "bind/python/objects.h"
 #include "comm/comm.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <utility>
 #include <vector>
+
+namespace fc {
 
 namespace {
 
-struct py_comm {
-    PyObject_HEAD
-    PyObject *transport; /* owned; the communicator borrows from it */
-    fc_comm *comm;       /* owned */
-    bool is_busy;        /* a call waits without the GIL */
+struct Comm {
+    Ref transport;           /* the communicator borrows from it */
+    fc_comm *core = nullptr; /* owned */
+    size_t n_ranks = 0;
+    bool is_busy = false; /* a call waits without the interpreter's lock */
+
+    Comm() = default;
+    Comm(const Comm &) = delete;
+    Comm &operator=(const Comm &) = delete;
+    ~Comm() { fc_comm_destroy(core); }
 };
 
-/* Memory of a tensor for the time of a call. */
-struct operand {
-    at::Tensor tensor;
-    char *data = nullptr;
-    size_t bytes = 0;
-    size_t numel = 0;
-};
+std::unique_ptr<Comm> make_comm(Fields &given)
+{
+    auto made = std::make_unique<Comm>();
+    made->transport = given.object("transport");
+    given.end();
+    fc_transport *transport = fc_transport_from_object(made->transport.get());
 
-} // namespace
+    made->n_ranks = (size_t)fc_transport_n_ranks(transport);
+    check(fc_comm_create(transport, &made->core));
+    return made;
+}
 
-static bool read_memory(PyObject *object, const char *name, at::Tensor &out, bool is_dense)
+/* ---- what is handed in ---- */
+
+/* The tensor inside of an object that is named so, in memory that the core can read. */
+at::Tensor memory_of(PyObject *object, const char *name, bool is_dense)
 {
     if (!THPVariable_Check(object)) {
         PyErr_Format(PyExc_TypeError, "%s must be a tensor, got %s", name,
                      Py_TYPE(object)->tp_name);
-        return false;
+        throw_python();
     }
-    out = THPVariable_Unpack(object);
-    if (out.layout() != at::kStrided || !out.device().is_cpu() ||
-        (is_dense && !out.is_contiguous()) || out.is_conj() || out.is_neg() || !out.has_storage()) {
+    at::Tensor tensor = THPVariable_Unpack(object);
+    if (tensor.layout() != at::kStrided || !tensor.device().is_cpu() ||
+        (is_dense && !tensor.is_contiguous()) || tensor.is_conj() || tensor.is_neg() ||
+        !tensor.has_storage()) {
         PyErr_Format(PyExc_ValueError, "%s must be a %sCPU tensor, got %s on %s with %s layout",
                      name, is_dense ? "contiguous " : "",
-                     out.is_contiguous() ? "a contiguous one" : "one that is not contiguous",
-                     out.device().str().c_str(),
-                     out.layout() == at::kStrided ? "strided" : "another");
-        return false;
+                     tensor.is_contiguous() ? "a contiguous one" : "one that is not contiguous",
+                     tensor.device().str().c_str(),
+                     tensor.layout() == at::kStrided ? "strided" : "another");
+        throw_python();
     }
-    return true;
+    return tensor;
 }
 
-static bool read_operand(PyObject *object, const char *name, operand &out)
+struct Operand {
+    at::Tensor tensor;
+    fc_comm_array array;
+
+    Operand(Fields &given, const char *name)
+        : tensor(memory_of(given.object(name).get(), name, true)),
+          array{name, at::toString(tensor.scalar_type()), static_cast<char *>(tensor.data_ptr()),
+                (size_t)tensor.numel(), tensor.nbytes()}
+    {
+    }
+};
+
+/* The type in which elements are added up. */
+fc_dtype addend_of(const Operand &operand)
 {
-    if (!read_memory(object, name, out.tensor, true)) {
-        return false;
-    }
-    out.data = static_cast<char *>(out.tensor.data_ptr());
-    out.bytes = out.tensor.nbytes();
-    out.numel = (size_t)out.tensor.numel();
-    return true;
-}
+    constexpr std::pair<at::ScalarType, fc_dtype> types[] = {
+        {at::kFloat, FC_F32}, {at::kDouble, FC_F64}, {at::kBFloat16, FC_BF16},
+        {at::kHalf, FC_F16},  {at::kByte, FC_U8},    {at::kChar, FC_I8},
+        {at::kShort, FC_I16}, {at::kInt, FC_I32},    {at::kLong, FC_I64}};
 
-static bool read_dtype(const operand &op, fc_dtype *out)
-{
-    switch (op.tensor.scalar_type()) {
-    case at::kFloat:
-        *out = FC_F32;
-        return true;
-    case at::kDouble:
-        *out = FC_F64;
-        return true;
-    case at::kBFloat16:
-        *out = FC_BF16;
-        return true;
-    case at::kHalf:
-        *out = FC_F16;
-        return true;
-    case at::kByte:
-        *out = FC_U8;
-        return true;
-    case at::kChar:
-        *out = FC_I8;
-        return true;
-    case at::kShort:
-        *out = FC_I16;
-        return true;
-    case at::kInt:
-        *out = FC_I32;
-        return true;
-    case at::kLong:
-        *out = FC_I64;
-        return true;
-    default:
-        PyErr_Format(PyExc_ValueError, "tensors of type %s cannot be added",
-                     at::toString(op.tensor.scalar_type()));
-        return false;
-    }
-}
-
-/* `whole` holds n_ranks times `part`; where they overlap, `part` is this rank's part of it. */
-static bool check_pair(const py_comm *self, const operand &whole, const char *whole_name,
-                       const operand &part, const char *part_name)
-{
-    const fc_transport *t = fc_transport_from_object(self->transport);
-    auto n_ranks = (size_t)fc_transport_n_ranks(t);
-    const char *own = whole.data + (size_t)fc_transport_rank(t) * part.bytes;
-
-    if (whole.tensor.scalar_type() != part.tensor.scalar_type() ||
-        whole.numel != n_ranks * part.numel) {
-        PyErr_Format(
-            PyExc_ValueError,
-            "%s must have %zu x the elements of %s and the same dtype, got %zu of %s for %zu of %s",
-            whole_name, n_ranks, part_name, whole.numel, at::toString(whole.tensor.scalar_type()),
-            part.numel, at::toString(part.tensor.scalar_type()));
-        return false;
-    }
-    if (part.bytes > 0 && part.data != own && part.data < whole.data + whole.bytes &&
-        whole.data < part.data + part.bytes) {
-        PyErr_Format(PyExc_ValueError, "%s overlaps %s, but is not this rank's part of it",
-                     part_name, whole_name);
-        return false;
-    }
-    return true;
-}
-
-/* Autograd learns that a tensor was written. */
-static void note_write(const at::Tensor &tensor)
-{
-    if (!tensor.is_inference()) {
-        tensor.unsafeGetTensorImpl()->bump_version();
-    }
-}
-
-static PyObject *finish(py_comm *self, fc_status st, const operand *written)
-{
-    self->is_busy = false;
-    if (written != nullptr) {
-        note_write(written->tensor);
-    }
-    if (st != FC_OK) {
-        return fc_raise(st);
-    }
-    Py_RETURN_NONE;
-}
-
-/* Waits give up the GIL, so another thread could come in between. */
-static bool enter(py_comm *self)
-{
-    if (self->is_busy) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "another thread is in a collective of this communicator");
-        return false;
-    }
-    self->is_busy = true;
-    return true;
-}
-
-static PyObject *comm_all_gather(PyObject *object, PyObject *args)
-{
-    auto *self = reinterpret_cast<py_comm *>(object);
-    PyObject *output_object;
-    PyObject *input_object;
-    operand output;
-    operand input;
-
-    if (!PyArg_ParseTuple(args, "OO:all_gather", &output_object, &input_object) ||
-        !read_operand(output_object, "output", output) ||
-        !read_operand(input_object, "input", input) ||
-        !check_pair(self, output, "output", input, "input") || !enter(self)) {
-        return nullptr;
-    }
-    return finish(self, fc_comm_all_gather(self->comm, output.data, input.data, input.bytes),
-                  &output);
-}
-
-static PyObject *comm_reduce_scatter(PyObject *object, PyObject *args)
-{
-    auto *self = reinterpret_cast<py_comm *>(object);
-    PyObject *output_object;
-    PyObject *input_object;
-    double divisor = 1.0;
-    operand output;
-    operand input;
-    fc_dtype dtype;
-
-    if (!PyArg_ParseTuple(args, "OO|d:reduce_scatter", &output_object, &input_object, &divisor) ||
-        !read_operand(output_object, "output", output) ||
-        !read_operand(input_object, "input", input) ||
-        !check_pair(self, input, "input", output, "output") || !read_dtype(input, &dtype) ||
-        !enter(self)) {
-        return nullptr;
-    }
-    return finish(
-        self,
-        fc_comm_reduce_scatter(self->comm, output.data, input.data, output.numel, dtype, divisor),
-        &output);
-}
-
-static PyObject *comm_all_reduce(PyObject *object, PyObject *args)
-{
-    auto *self = reinterpret_cast<py_comm *>(object);
-    PyObject *tensor_object;
-    double divisor = 1.0;
-    operand tensor;
-    fc_dtype dtype;
-
-    if (!PyArg_ParseTuple(args, "O|d:all_reduce", &tensor_object, &divisor) ||
-        !read_operand(tensor_object, "tensor", tensor) || !read_dtype(tensor, &dtype) ||
-        !enter(self)) {
-        return nullptr;
-    }
-    return finish(self, fc_comm_all_reduce(self->comm, tensor.data, tensor.numel, dtype, divisor),
-                  &tensor);
-}
-
-static PyObject *comm_broadcast(PyObject *object, PyObject *args)
-{
-    auto *self = reinterpret_cast<py_comm *>(object);
-    PyObject *tensor_object;
-    int src;
-    operand tensor;
-
-    if (!PyArg_ParseTuple(args, "Oi:broadcast", &tensor_object, &src) ||
-        !read_operand(tensor_object, "tensor", tensor) || !enter(self)) {
-        return nullptr;
-    }
-    return finish(self, fc_comm_broadcast(self->comm, tensor.data, tensor.bytes, src), &tensor);
-}
-
-/* The table of elements between ranks, a list of n_ranks rows, in bytes. */
-static bool read_table(PyObject *object, size_t n_ranks, size_t item_bytes,
-                       std::vector<size_t> &out)
-{
-    PyObject *rows = PySequence_Fast(object, "counts must be a list of rows");
-    bool is_fine = rows != nullptr && (size_t)PySequence_Fast_GET_SIZE(rows) == n_ranks;
-
-    out.reserve(n_ranks * n_ranks);
-    for (size_t s = 0; is_fine && s < n_ranks; s++) {
-        PyObject *row = PySequence_Fast(PySequence_Fast_GET_ITEM(rows, (Py_ssize_t)s),
-                                        "a row of counts must be a list");
-
-        is_fine = row != nullptr && (size_t)PySequence_Fast_GET_SIZE(row) == n_ranks;
-        for (size_t r = 0; is_fine && r < n_ranks; r++) {
-            size_t count = PyLong_AsSize_t(PySequence_Fast_GET_ITEM(row, (Py_ssize_t)r));
-
-            is_fine = PyErr_Occurred() == nullptr && count <= (size_t)PTRDIFF_MAX / item_bytes;
-            out.push_back(count * item_bytes);
+    for (const auto &[type, dtype] : types) {
+        if (type == operand.tensor.scalar_type()) {
+            return dtype;
         }
-        Py_XDECREF(row);
     }
-    Py_XDECREF(rows);
-    if (!is_fine && PyErr_Occurred() == nullptr) {
-        PyErr_Format(PyExc_ValueError, "counts must be %zu rows of %zu numbers", n_ranks, n_ranks);
+    PyErr_Format(PyExc_ValueError, "tensors of type %s cannot be added", operand.array.type);
+    throw_python();
+}
+
+/* `n` numbers; what is no list of so many, or does not fit in memory, is not fine. */
+bool read_row(PyObject *object, size_t n, size_t item_bytes, std::vector<size_t> &out)
+{
+    const Ref row = checked(PySequence_Fast(object, "a row of counts must be a list"));
+    bool is_fine = (size_t)PySequence_Fast_GET_SIZE(row.get()) == n;
+
+    for (size_t r = 0; is_fine && r < n; r++) {
+        const size_t count = PyLong_AsSize_t(PySequence_Fast_GET_ITEM(row.get(), (Py_ssize_t)r));
+
+        check(PyErr_Occurred() != nullptr ? -1 : 0);
+        is_fine = count <= (size_t)PTRDIFF_MAX / item_bytes;
+        out.push_back(count * item_bytes);
     }
     return is_fine;
 }
 
-static PyObject *comm_all_to_all(PyObject *object, PyObject *args)
+/* The table of elements between ranks, a list of n_ranks rows, in bytes. */
+std::vector<size_t> table_of(PyObject *object, size_t n_ranks, size_t item_bytes)
 {
-    auto *self = reinterpret_cast<py_comm *>(object);
-    const fc_transport *t = fc_transport_from_object(self->transport);
-    auto n_ranks = (size_t)fc_transport_n_ranks(t);
-    auto own = (size_t)fc_transport_rank(t);
-    PyObject *output_object, *input_object, *counts;
-    operand output, input;
+    const Ref rows = checked(PySequence_Fast(object, "counts must be a list of rows"));
+    bool is_fine = (size_t)PySequence_Fast_GET_SIZE(rows.get()) == n_ranks;
     std::vector<size_t> table;
-    size_t sent = 0, received = 0;
 
-    if (!PyArg_ParseTuple(args, "OOO:all_to_all", &output_object, &input_object, &counts) ||
-        !read_operand(output_object, "output", output) ||
-        !read_operand(input_object, "input", input) ||
-        !read_table(counts, n_ranks, input.tensor.itemsize(), table)) {
-        return nullptr;
+    for (size_t s = 0; is_fine && s < n_ranks; s++) {
+        is_fine = read_row(PySequence_Fast_GET_ITEM(rows.get(), (Py_ssize_t)s), n_ranks, item_bytes,
+                           table);
     }
-    for (size_t r = 0; r < n_ranks; r++) {
-        sent += table[own * n_ranks + r];
-        received += table[r * n_ranks + own];
+    if (!is_fine) {
+        PyErr_Format(PyExc_ValueError, "counts must be %zu rows of %zu numbers", n_ranks, n_ranks);
+        throw_python();
     }
-    if (output.tensor.scalar_type() != input.tensor.scalar_type() || sent != input.bytes ||
-        received != output.bytes) {
-        return PyErr_Format(
-            PyExc_ValueError,
-            "output and input must have one dtype and the elements of this rank's "
-            "column and row of counts: %zu and %zu bytes, got %zu of %s and %zu of %s",
-            received, sent, output.bytes, at::toString(output.tensor.scalar_type()), input.bytes,
-            at::toString(input.tensor.scalar_type()));
-    }
-    if (output.data < input.data + input.bytes && input.data < output.data + output.bytes) {
-        PyErr_SetString(PyExc_ValueError, "output overlaps input");
-        return nullptr;
-    }
-    std::vector<fc_comm_piece> pieces(2 * n_ranks);
-    std::vector<fc_comm_block> blocks(2 * n_ranks);
-    for (size_t r = 0; r < n_ranks; r++) {
-        pieces[r] = {output.data, table[r * n_ranks + own], 1, 0};
-        pieces[n_ranks + r] = {input.data, table[own * n_ranks + r], 1, 0};
-        output.data += pieces[r].row_bytes;
-        input.data += pieces[n_ranks + r].row_bytes;
-        blocks[r] = {&pieces[r], 1};
-        blocks[n_ranks + r] = {&pieces[n_ranks + r], 1};
-    }
-    if (!enter(self)) {
-        return nullptr;
-    }
-    return finish(self,
-                  fc_comm_all_to_all(self->comm, blocks.data(), &blocks[n_ranks], table.data()),
-                  &output);
-}
-
-/* The tensor's bytes in the order of its indices. */
-static void add_pieces(const at::Tensor &tensor, std::vector<fc_comm_piece> &out)
-{
-    const auto item = tensor.itemsize();
-    auto *data = static_cast<char *>(tensor.data_ptr());
-    std::vector<std::pair<size_t, size_t>> dims; /* size and pitch; what lies together is one */
-    size_t row_bytes = item, n_outer = 1;
-
-    for (int64_t d = 0; d < tensor.dim(); d++) {
-        const auto size = (size_t)tensor.size(d), pitch = (size_t)tensor.stride(d) * item;
-
-        if (!dims.empty() && dims.back().second == size * pitch) {
-            dims.back() = {dims.back().first * size, pitch};
-        } else if (size != 1) {
-            dims.emplace_back(size, pitch);
-        }
-    }
-    if (!dims.empty() && dims.back().second == item) {
-        row_bytes *= dims.back().first;
-        dims.pop_back();
-    }
-    fc_comm_piece rows = {data, row_bytes, 1, 0};
-    if (!dims.empty()) {
-        rows.n_rows = dims.back().first;
-        rows.pitch = dims.back().second;
-        dims.pop_back();
-    }
-    for (const auto &dim : dims) {
-        n_outer *= dim.first;
-    }
-    for (size_t i = 0; i < n_outer; i++) {
-        size_t rest = i, at = 0;
-
-        for (auto dim = dims.rbegin(); dim != dims.rend(); ++dim) {
-            at += rest % dim->first * dim->second;
-            rest /= dim->first;
-        }
-        out.push_back({data + at, rows.row_bytes, rows.n_rows, rows.pitch});
-    }
+    return table;
 }
 
 /* Lists of tensors, one for each rank; their strides do not matter. */
-struct tensor_lists {
+struct TensorLists {
     std::vector<at::Tensor> tensors;
     std::vector<fc_comm_piece> pieces;
     std::vector<fc_comm_block> blocks;
+
+    TensorLists(PyObject *lists, const char *name, size_t n_ranks);
+
+private:
+    void add(const at::Tensor &tensor);
 };
 
-static bool read_lists(PyObject *object, const char *name, size_t n_ranks, tensor_lists &out)
+void TensorLists::add(const at::Tensor &tensor)
+{
+    const fc_comm_strided array = {static_cast<char *>(tensor.data_ptr()), tensor.itemsize(),
+                                   (size_t)tensor.dim(), tensor.sizes().data(),
+                                   tensor.strides().data()};
+    const size_t before = pieces.size();
+    size_t n = 0;
+
+    check(fc_comm_rows_of(&array, nullptr, &n));
+    pieces.resize(before + n);
+    check(fc_comm_rows_of(&array, pieces.data() + before, &n));
+    tensors.push_back(tensor);
+}
+
+TensorLists::TensorLists(PyObject *lists, const char *name, size_t n_ranks)
 {
     std::vector<size_t> ends;
 
-    if (!PyList_Check(object) || (size_t)PyList_GET_SIZE(object) != n_ranks) {
+    if (!PyList_Check(lists) || (size_t)PyList_GET_SIZE(lists) != n_ranks) {
         PyErr_Format(PyExc_ValueError, "%s must be a list of %zu lists of tensors", name, n_ranks);
-        return false;
+        throw_python();
     }
     for (size_t r = 0; r < n_ranks; r++) {
-        PyObject *list = PyList_GET_ITEM(object, (Py_ssize_t)r);
+        PyObject *list = PyList_GET_ITEM(lists, (Py_ssize_t)r);
 
         if (!PyList_Check(list)) {
             PyErr_Format(PyExc_ValueError, "%s must be a list of lists of tensors", name);
-            return false;
+            throw_python();
         }
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
-            at::Tensor tensor;
-
-            if (!read_memory(PyList_GET_ITEM(list, i), name, tensor, false)) {
-                return false;
-            }
-            add_pieces(tensor, out.pieces);
-            out.tensors.push_back(std::move(tensor));
+            add(memory_of(PyList_GET_ITEM(list, i), name, false));
         }
-        ends.push_back(out.pieces.size());
+        ends.push_back(pieces.size());
     }
     for (size_t begin = 0; size_t end : ends) {
-        out.blocks.push_back({out.pieces.data() + begin, end - begin});
+        blocks.push_back({pieces.data() + begin, end - begin});
         begin = end;
     }
-    return true;
 }
 
-static PyObject *comm_exchange(PyObject *object, PyObject *args)
-{
-    auto *self = reinterpret_cast<py_comm *>(object);
-    const fc_transport *t = fc_transport_from_object(self->transport);
-    auto n_ranks = (size_t)fc_transport_n_ranks(t);
-    PyObject *received_object, *sent_object, *counts;
-    Py_ssize_t item_bytes;
-    tensor_lists received, sent;
-    std::vector<size_t> table;
+/* ---- collectives ---- */
 
-    if (!PyArg_ParseTuple(args, "OOOn:exchange", &received_object, &sent_object, &counts,
-                          &item_bytes) ||
-        !read_lists(received_object, "received", n_ranks, received) ||
-        !read_lists(sent_object, "sent", n_ranks, sent) ||
-        !read_table(counts, n_ranks, (size_t)item_bytes, table) || !enter(self)) {
-        return nullptr;
+/* Waits let go of the interpreter's lock, so another thread could come in between. */
+class Turn {
+public:
+    explicit Turn(Comm &comm) : comm_(comm)
+    {
+        if (comm.is_busy) {
+            PyErr_SetString(PyExc_RuntimeError,
+                            "another thread is in a collective of this communicator");
+            throw_python();
+        }
+        comm.is_busy = true;
     }
-    fc_status st =
-        fc_comm_all_to_all(self->comm, received.blocks.data(), sent.blocks.data(), table.data());
-    for (const at::Tensor &tensor : received.tensors) {
-        note_write(tensor);
+    ~Turn() { comm_.is_busy = false; }
+    Turn(const Turn &) = delete;
+    Turn &operator=(const Turn &) = delete;
+
+private:
+    Comm &comm_;
+};
+
+/* Autograd learns of what is written, whatever came of it. */
+template <typename Call>
+fc_status collective(Comm &self, c10::ArrayRef<at::Tensor> written, Call &&call)
+{
+    const Turn turn(self);
+    const fc_status status = call();
+
+    for (const at::Tensor &tensor : written) {
+        if (!tensor.is_inference()) {
+            tensor.unsafeGetTensorImpl()->bump_version();
+        }
     }
-    return finish(self, st, nullptr);
+    return status;
 }
 
-static PyObject *comm_all_agree(PyObject *object, PyObject *argument)
+fc_status comm_all_gather(Comm &self, Fields &given)
 {
-    auto *self = reinterpret_cast<py_comm *>(object);
+    const Operand output(given, "output"), input(given, "input");
+
+    given.end();
+    check(fc_comm_check_parts(self.core, &output.array, &input.array));
+    return collective(self, output.tensor, [&] {
+        return fc_comm_all_gather(self.core, output.array.data, input.array.data,
+                                  input.array.bytes);
+    });
+}
+
+fc_status comm_reduce_scatter(Comm &self, Fields &given)
+{
+    const Operand output(given, "output"), input(given, "input");
+    const double divisor = given.real("divisor");
+
+    given.end();
+    check(fc_comm_check_parts(self.core, &input.array, &output.array));
+    const fc_dtype dtype = addend_of(input);
+    return collective(self, output.tensor, [&] {
+        return fc_comm_reduce_scatter(self.core, output.array.data, input.array.data,
+                                      output.array.numel, dtype, divisor);
+    });
+}
+
+fc_status comm_all_reduce(Comm &self, Fields &given)
+{
+    const Operand data(given, "tensor");
+    const double divisor = given.real("divisor");
+
+    given.end();
+    const fc_dtype dtype = addend_of(data);
+    return collective(self, data.tensor, [&] {
+        return fc_comm_all_reduce(self.core, data.array.data, data.array.numel, dtype, divisor);
+    });
+}
+
+fc_status comm_broadcast(Comm &self, Fields &given)
+{
+    const Operand data(given, "tensor");
+    const int src = given.integer("src");
+
+    given.end();
+    return collective(self, data.tensor, [&] {
+        return fc_comm_broadcast(self.core, data.array.data, data.array.bytes, src);
+    });
+}
+
+fc_status comm_all_to_all(Comm &self, Fields &given)
+{
+    const Operand output(given, "output"), input(given, "input");
+    const Ref counts = given.object("counts");
+    std::vector<fc_comm_piece> pieces(2 * self.n_ranks);
+    std::vector<fc_comm_block> blocks(2 * self.n_ranks);
+
+    given.end();
+    const std::vector<size_t> table = table_of(counts.get(), self.n_ranks, input.tensor.itemsize());
+    check(fc_comm_split(self.core, &output.array, &input.array, table.data(), pieces.data(),
+                        blocks.data()));
+    return collective(self, output.tensor, [&] {
+        return fc_comm_all_to_all(self.core, blocks.data(), &blocks[self.n_ranks], table.data());
+    });
+}
+
+fc_status comm_exchange(Comm &self, Fields &given)
+{
+    const TensorLists received(given.object("received").get(), "received", self.n_ranks);
+    const TensorLists sent(given.object("sent").get(), "sent", self.n_ranks);
+    const Ref counts = given.object("counts");
+    const std::vector<size_t> table = table_of(counts.get(), self.n_ranks, given.size("itemsize"));
+
+    given.end();
+    return collective(self, received.tensors, [&] {
+        return fc_comm_all_to_all(self.core, received.blocks.data(), sent.blocks.data(),
+                                  table.data());
+    });
+}
+
+bool comm_all_agree(Comm &self, PyObject *argument)
+{
     const int is_true = PyObject_IsTrue(argument);
-    int32_t n_against = is_true == 0;
+    bool is_agreed = false;
 
-    if (is_true < 0 || !enter(self)) {
-        return nullptr;
-    }
-    PyObject *done =
-        finish(self, fc_comm_all_reduce(self->comm, &n_against, 1, FC_I32, 1.0), nullptr);
-    if (done == nullptr) {
-        return nullptr;
-    }
-    Py_DECREF(done);
-    return PyBool_FromLong(n_against == 0);
+    check(is_true);
+    check(collective(self, {},
+                     [&] { return fc_comm_all_agree(self.core, is_true != 0, &is_agreed); }));
+    return is_agreed;
 }
 
-static PyObject *comm_barrier(PyObject *object, PyObject *)
+fc_status comm_barrier(Comm &self)
 {
-    auto *self = reinterpret_cast<py_comm *>(object);
-
-    if (!enter(self)) {
-        return nullptr;
-    }
-    return finish(self, fc_comm_barrier(self->comm), nullptr);
+    return collective(self, {}, [&] { return fc_comm_barrier(self.core); });
 }
 
-/* New reference. */
-static PyObject *comm_get_transport(PyObject *object, void *)
+Ref comm_transport(Comm &self)
 {
-    return Py_NewRef(reinterpret_cast<py_comm *>(object)->transport);
+    return self.transport;
 }
 
-static void comm_dealloc(PyObject *object)
-{
-    auto *self = reinterpret_cast<py_comm *>(object);
-    PyTypeObject *type = Py_TYPE(object);
-
-    fc_comm_destroy(self->comm);
-    Py_XDECREF(self->transport);
-    type->tp_free(object);
-    Py_DECREF(type);
-}
-
-static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-    static const char *names[] = {"transport", nullptr};
-    PyObject *transport_object;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:Comm", const_cast<char **>(names),
-                                     &transport_object)) {
-        return nullptr;
-    }
-    fc_transport *transport = fc_transport_from_object(transport_object);
-    if (transport == nullptr) {
-        return nullptr;
-    }
-    auto *self = reinterpret_cast<py_comm *>(type->tp_alloc(type, 0));
-    if (self == nullptr) {
-        return nullptr;
-    }
-    self->transport = Py_NewRef(transport_object);
-    fc_status st = fc_comm_create(transport, &self->comm);
-    if (st != FC_OK) {
-        fc_raise(st);
-        Py_DECREF(self);
-        return nullptr;
-    }
-    return reinterpret_cast<PyObject *>(self);
-}
-
-static PyMethodDef comm_methods[] = {
-    {"all_gather", comm_all_gather, METH_VARARGS, "all_gather(output, input)"},
-    {"reduce_scatter", comm_reduce_scatter, METH_VARARGS,
-     "reduce_scatter(output, input, divisor=1.0)"},
-    {"all_reduce", comm_all_reduce, METH_VARARGS, "all_reduce(tensor, divisor=1.0)"},
-    {"broadcast", comm_broadcast, METH_VARARGS, "broadcast(tensor, src)"},
-    {"all_to_all", comm_all_to_all, METH_VARARGS, "all_to_all(output, input, counts)"},
-    {"exchange", comm_exchange, METH_VARARGS,
-     "exchange(received, sent, counts, itemsize)\n\nall_to_all between lists of tensors of any "
-     "strides, a list for each rank."},
-    {"all_agree", comm_all_agree, METH_O,
-     "all_agree(bool) -> bool\n\nWhether it is true on all ranks."},
-    {"barrier", comm_barrier, METH_NOARGS, "barrier()"},
+PyMethodDef comm_methods[] = {
+    method<comm_all_gather>("all_gather", "all_gather(*, output, input)"),
+    method<comm_reduce_scatter>("reduce_scatter", "reduce_scatter(*, output, input, divisor)"),
+    method<comm_all_reduce>("all_reduce", "all_reduce(*, tensor, divisor)"),
+    method<comm_broadcast>("broadcast", "broadcast(*, tensor, src)"),
+    method<comm_all_to_all>("all_to_all", "all_to_all(*, output, input, counts)"),
+    method<comm_exchange>("exchange",
+                          "exchange(*, received, sent, counts, itemsize)\n\nall_to_all between "
+                          "lists of tensors of any strides, a list for each rank."),
+    method<comm_all_agree>("all_agree", "all_agree(bool): whether it is true on all ranks."),
+    method<comm_barrier>("barrier", "barrier()"),
     {nullptr, nullptr, 0, nullptr},
 };
 
-static PyGetSetDef comm_getset[] = {
-    {"transport", comm_get_transport, nullptr, "The Transport it uses.", nullptr},
+PyGetSetDef comm_properties[] = {
+    property<comm_transport>("transport", "The Transport it uses."),
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
-static PyType_Slot comm_slots[] = {
-    {Py_tp_doc,
-     const_cast<char *>("Comm(transport)\n--\n\nBlocking collectives on CPU tensors. Collective.")},
-    {Py_tp_new, reinterpret_cast<void *>(comm_new)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(comm_dealloc)},
-    {Py_tp_methods, comm_methods},
-    {Py_tp_getset, comm_getset},
-    {0, nullptr},
-};
+PyTypeObject *comm_type = nullptr; /* the process's */
 
-static PyType_Spec comm_spec = {
-    "fsdp_c._C.Comm", (int)sizeof(py_comm), 0, Py_TPFLAGS_DEFAULT, comm_slots,
-};
+const char comm_doc[] =
+    "Comm(*, transport)\n--\n\nBlocking collectives on CPU tensors. Collective.";
+
+} // namespace
+
+} // namespace fc
 
 int fc_register_comm(PyObject *module)
 {
-    PyObject *type = PyType_FromSpec(&comm_spec);
-    int result = type == nullptr ? -1 : PyModule_AddObjectRef(module, "Comm", type);
-
-    Py_XDECREF(type);
-    return result;
+    return fc::add_owner<fc::Comm, fc::make_comm>(module, "fsdp_c._C.Comm",
+                                                  {{Py_tp_methods, fc::comm_methods},
+                                                   {Py_tp_getset, fc::comm_properties},
+                                                   {Py_tp_doc, const_cast<char *>(fc::comm_doc)}},
+                                                  &fc::comm_type);
 }

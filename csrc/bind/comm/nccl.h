@@ -6,12 +6,11 @@
 
 #include "transport/nccl.h"
 
-/* Borrowed: valid while `object` lives. Raises TypeError and returns nullptr for anything but a
+/* Borrowed: valid while `object` lives. TypeError as an exception for anything but a
  * `_C.NcclGroup`. */
 fc_nccl_group *fc_nccl_from_object(PyObject *object);
 
-/* nccl_open(path, is_loaded) */
-PyObject *fc_nccl_open_library(PyObject *module, PyObject *args);
+PyObject *fc_nccl_open_library(PyObject *module, PyObject *unnamed, PyObject *named);
 
 int fc_register_nccl(PyObject *module);
 

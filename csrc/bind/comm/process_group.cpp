@@ -3,163 +3,135 @@
 
 #include "bind/tensor/tensors.h"
 
-#include <ATen/ATen.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <exception>
+#include <numeric>
+
+namespace fc {
 
 namespace {
 
-struct messages_context {
-    PyObject *object; /* owned */
-    int64_t n_ranks;
+struct Messages {
+    Ref object;
+    size_t n_ranks;
 };
 
-/* Holds the GIL in a scope. */
-struct gil_guard {
-    PyGILState_STATE state = PyGILState_Ensure();
-    gil_guard() = default;
-    gil_guard(const gil_guard &) = delete;
-    gil_guard &operator=(const gil_guard &) = delete;
-    ~gil_guard() { PyGILState_Release(state); }
-};
+const Messages &messages_in(void *context)
+{
+    return *static_cast<const Messages *>(context);
+}
+
+/* New reference; nullptr with an exception set. */
+PyObject *elements(const void *data, size_t numel, fc_dtype dtype)
+{
+    return guarded([&] {
+        const auto options = at::TensorOptions().dtype(scalar_type_of(dtype));
+        return THPVariable_Wrap(at::from_blob(const_cast<void *>(data), {(int64_t)numel}, options));
+    });
+}
+
+PyObject *bytes(const void *data, size_t n)
+{
+    return elements(data, n, FC_U8);
+}
+
+/* Calls a method with `named`, which it takes. An exception stays set and travels as FC_ERR_GROUP.
+ */
+fc_status call(void *context, const char *method, PyObject *named)
+{
+    const Ref arguments = Ref::take(named), unnamed = Ref::take(PyTuple_New(0));
+    const Ref function =
+        Ref::take(PyObject_GetAttrString(messages_in(context).object.get(), method));
+    const Ref result = Ref::take(arguments && unnamed && function
+                                     ? PyObject_Call(function.get(), unnamed.get(), arguments.get())
+                                     : nullptr);
+
+    return result ? FC_OK : fc_fail(FC_ERR_GROUP, "%s of the process group", method);
+}
+
+fc_status messages_all_gather(void *context, void *recv, const void *send, size_t send_bytes)
+{
+    const Gil gil;
+    return call(context, "all_gather",
+                Py_BuildValue("{sNsN}", "output",
+                              bytes(recv, messages_in(context).n_ranks * send_bytes), "input",
+                              bytes(send, send_bytes)));
+}
+
+fc_status messages_reduce_scatter(void *context, void *recv, void *send, size_t recv_numel,
+                                  fc_dtype dtype)
+{
+    const Gil gil;
+    return call(context, "reduce_scatter",
+                Py_BuildValue("{sNsN}", "output", elements(recv, recv_numel, dtype), "input",
+                              elements(send, messages_in(context).n_ranks * recv_numel, dtype)));
+}
+
+fc_status messages_all_reduce(void *context, void *data, size_t numel, fc_dtype dtype)
+{
+    const Gil gil;
+    return call(context, "all_reduce",
+                Py_BuildValue("{sN}", "tensor", elements(data, numel, dtype)));
+}
+
+fc_status messages_broadcast(void *context, void *data, size_t n_bytes, int root)
+{
+    const Gil gil;
+    return call(context, "broadcast",
+                Py_BuildValue("{sNsi}", "tensor", bytes(data, n_bytes), "src", root));
+}
+
+/* New reference; nullptr with an exception set. */
+PyObject *list_of(const size_t *values, size_t n)
+{
+    return guarded([&] {
+        Ref list = checked(PyList_New((Py_ssize_t)n));
+        for (size_t i = 0; i < n; i++) {
+            PyList_SET_ITEM(list.get(), (Py_ssize_t)i,
+                            checked(PyLong_FromSize_t(values[i])).release());
+        }
+        return list.release();
+    });
+}
+
+fc_status messages_all_to_all(void *context, void *recv, const size_t *recv_bytes, const void *send,
+                              const size_t *send_bytes)
+{
+    const Gil gil;
+    const size_t n = messages_in(context).n_ranks;
+    return call(context, "all_to_all",
+                Py_BuildValue("{sNsNsNsN}", "output",
+                              bytes(recv, std::accumulate(recv_bytes, recv_bytes + n, size_t(0))),
+                              "received", list_of(recv_bytes, n), "input",
+                              bytes(send, std::accumulate(send_bytes, send_bytes + n, size_t(0))),
+                              "sent", list_of(send_bytes, n)));
+}
+
+fc_status messages_barrier(void *context)
+{
+    const Gil gil;
+    return call(context, "barrier", PyDict_New());
+}
+
+void messages_release(void *context)
+{
+    const Gil gil;
+    delete static_cast<Messages *>(context);
+}
 
 } // namespace
 
-/* New reference; nullptr with an exception set. */
-static PyObject *wrap(const void *data, size_t numel, fc_dtype dtype)
+fc_message_ops messages_ops(const Ref &messages, int n_ranks)
 {
-    try {
-        auto options = at::TensorOptions().dtype(fc::scalar_type_of(dtype));
-        at::Tensor tensor = at::from_blob(const_cast<void *>(data), {(int64_t)numel}, options);
-
-        return THPVariable_Wrap(tensor);
-    } catch (const std::exception &error) {
-        PyErr_SetString(PyExc_RuntimeError, error.what());
-        return nullptr;
-    }
+    return {.context = new Messages{messages, (size_t)n_ranks},
+            .all_gather = messages_all_gather,
+            .reduce_scatter = messages_reduce_scatter,
+            .all_reduce = messages_all_reduce,
+            .broadcast = messages_broadcast,
+            .all_to_all = messages_all_to_all,
+            .barrier = messages_barrier,
+            .release = messages_release};
 }
 
-/* Calls a method with up to two arguments, whose references it takes. An exception stays set and
- * travels as FC_ERR_GROUP. */
-static fc_status call(void *context, const char *method, PyObject *first, PyObject *second,
-                      int n_args)
-{
-    auto *messages = static_cast<messages_context *>(context);
-    PyObject *result = nullptr;
-
-    if (n_args == 0) {
-        result = PyObject_CallMethod(messages->object, method, nullptr);
-    } else if (n_args == 1 && first != nullptr) {
-        result = PyObject_CallMethod(messages->object, method, "O", first);
-    } else if (first != nullptr && second != nullptr) {
-        result = PyObject_CallMethod(messages->object, method, "OO", first, second);
-    }
-    Py_XDECREF(first);
-    Py_XDECREF(second);
-    Py_XDECREF(result);
-    return result != nullptr ? FC_OK : fc_fail(FC_ERR_GROUP, "%s of the process group", method);
-}
-
-static fc_status all_gather(void *context, void *recv, const void *send, size_t send_bytes)
-{
-    gil_guard gil;
-    auto n_ranks = (size_t)static_cast<messages_context *>(context)->n_ranks;
-
-    return call(context, "all_gather", wrap(recv, n_ranks * send_bytes, FC_U8),
-                wrap(send, send_bytes, FC_U8), 2);
-}
-
-static fc_status reduce_scatter(void *context, void *recv, void *send, size_t recv_numel,
-                                fc_dtype dtype)
-{
-    gil_guard gil;
-    auto n_ranks = (size_t)static_cast<messages_context *>(context)->n_ranks;
-
-    return call(context, "reduce_scatter", wrap(recv, recv_numel, dtype),
-                wrap(send, n_ranks * recv_numel, dtype), 2);
-}
-
-static fc_status all_reduce(void *context, void *data, size_t numel, fc_dtype dtype)
-{
-    gil_guard gil;
-
-    return call(context, "all_reduce", wrap(data, numel, dtype), nullptr, 1);
-}
-
-static fc_status broadcast(void *context, void *data, size_t bytes, int root)
-{
-    gil_guard gil;
-
-    return call(context, "broadcast", wrap(data, bytes, FC_U8), PyLong_FromLong(root), 2);
-}
-
-/* New reference; nullptr with an exception set. */
-static PyObject *sizes(const size_t *bytes, int64_t n, size_t *total)
-{
-    PyObject *list = PyList_New((Py_ssize_t)n);
-
-    *total = 0;
-    for (int64_t i = 0; list != nullptr && i < n; i++) {
-        PyObject *size = PyLong_FromSize_t(bytes[i]);
-
-        if (size == nullptr) {
-            Py_CLEAR(list);
-            break;
-        }
-        PyList_SET_ITEM(list, (Py_ssize_t)i, size);
-        *total += bytes[i];
-    }
-    return list;
-}
-
-static fc_status all_to_all(void *context, void *recv, const size_t *recv_bytes, const void *send,
-                            const size_t *send_bytes)
-{
-    gil_guard gil;
-    int64_t n_ranks = static_cast<messages_context *>(context)->n_ranks;
-    size_t recv_total, send_total;
-    PyObject *recv_sizes = sizes(recv_bytes, n_ranks, &recv_total);
-    PyObject *send_sizes = sizes(send_bytes, n_ranks, &send_total);
-    PyObject *first = nullptr, *second = nullptr;
-
-    if (recv_sizes != nullptr && send_sizes != nullptr) {
-        first = Py_BuildValue("NO", wrap(recv, recv_total, FC_U8), recv_sizes);
-        second = Py_BuildValue("NO", wrap(send, send_total, FC_U8), send_sizes);
-    }
-    Py_XDECREF(recv_sizes);
-    Py_XDECREF(send_sizes);
-    return call(context, "all_to_all", first, second, 2);
-}
-
-static fc_status barrier(void *context)
-{
-    gil_guard gil;
-
-    return call(context, "barrier", nullptr, nullptr, 0);
-}
-
-static void release(void *context)
-{
-    gil_guard gil;
-    auto *messages = static_cast<messages_context *>(context);
-
-    Py_DECREF(messages->object);
-    delete messages;
-}
-
-fc_message_ops fc_messages_get_ops(PyObject *messages, int n_ranks)
-{
-    fc_message_ops ops{};
-
-    Py_INCREF(messages);
-    ops.context = new messages_context{messages, n_ranks};
-    ops.all_gather = all_gather;
-    ops.reduce_scatter = reduce_scatter;
-    ops.all_reduce = all_reduce;
-    ops.broadcast = broadcast;
-    ops.all_to_all = all_to_all;
-    ops.barrier = barrier;
-    ops.release = release;
-    return ops;
-}
+} // namespace fc

@@ -1,248 +1,124 @@
 /* The type `_C.Transport`. */
 #include "bind/comm/transport.h"
 
-#include "base/clock.h"
 #include "bind/comm/process_group.h"
-#include "bind/python/callbacks.h"
-#include "bind/python/status.h"
+#include "bind/python/objects.h"
 
-#include <cmath>
-#include <cstring>
-#include <new>
-#include <vector>
+namespace fc {
+
+RanksConfig::RanksConfig(Fields &given, fc_host *host)
+{
+    const Ref ranks = checked(PySequence_Fast(given.object("global_ranks").get(),
+                                              "global_ranks must be a sequence of ints"));
+
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(ranks.get()); i++) {
+        global_ranks.push_back((int)PyLong_AsLong(PySequence_Fast_GET_ITEM(ranks.get(), i)));
+        check(PyErr_Occurred() != nullptr ? -1 : 0);
+    }
+    host->exchange = given.object("exchange");
+    host->n_ranks = (int)global_ranks.size();
+    config.name = given.text("name");
+    config.rank = given.integer("rank");
+    config.n_ranks = host->n_ranks;
+    config.global_ranks = global_ranks.data();
+    config.timeout_ns = fc_transport_timeout_ns(given.real("timeout_seconds"));
+    config.host = fc_host_get_ops(host);
+}
 
 namespace {
 
-struct py_transport {
-    PyObject_HEAD
-    fc_transport *transport; /* owned; nullptr until made */
+struct Transport {
     fc_host host;
+    fc_transport *core = nullptr; /* owned */
+
+    Transport() = default;
+    Transport(const Transport &) = delete;
+    Transport &operator=(const Transport &) = delete;
+    ~Transport() { fc_transport_destroy(core); }
 };
 
-} // namespace
+PyTypeObject *transport_type = nullptr; /* the process's */
 
-static PyTypeObject *transport_type = nullptr; /* owned by the process */
-
-static void transport_dealloc(PyObject *object)
+std::unique_ptr<Transport> make_transport(Fields &given)
 {
-    auto *self = reinterpret_cast<py_transport *>(object);
-    PyTypeObject *type = Py_TYPE(object);
+    auto made = std::make_unique<Transport>();
+    const RanksConfig ranks(given, &made->host);
+    const Ref messages = given.object("messages");
+    const char *kind = given.text("kind");
 
-    fc_transport_destroy(self->transport);
-    Py_XDECREF(self->host.exchange);
-    type->tp_free(object);
-    Py_DECREF(type);
+    given.end();
+    const fc_message_ops ops = messages_ops(messages, ranks.config.n_ranks);
+    check(fc_transport_create(kind, &ranks.config, &ops, &made->core));
+    return made;
 }
 
-bool fc_read_ranks(PyObject *sequence, int n_ranks, std::vector<int> &out)
+fc_status transport_check(Transport &self)
 {
-    PyObject *fast = PySequence_Fast(sequence, "global_ranks must be a sequence of ints");
-
-    if (fast == nullptr) {
-        return false;
-    }
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast); i++) {
-        long rank = PyLong_AsLong(PySequence_Fast_GET_ITEM(fast, i));
-
-        if (rank == -1 && PyErr_Occurred()) {
-            Py_DECREF(fast);
-            return false;
-        }
-        out.push_back((int)rank);
-    }
-    Py_DECREF(fast);
-    if ((int)out.size() != n_ranks) {
-        PyErr_Format(PyExc_ValueError, "global_ranks has %zd entries for %d ranks",
-                     (Py_ssize_t)out.size(), n_ranks);
-        return false;
-    }
-    return true;
+    return fc_transport_check(self.core);
 }
 
-int64_t fc_timeout_ns(double seconds)
+Ref transport_abort(Transport &self, PyObject *why)
 {
-    if (std::isnan(seconds) || seconds <= 0) {
-        return 0; /* refused by the core */
-    }
-    return seconds >= 1e9 ? INT64_MAX : (int64_t)(seconds * (double)FC_NS_PER_S);
+    const char *text = PyUnicode_AsUTF8(why);
+
+    check(text == nullptr ? -1 : 0);
+    (void)fc_transport_abort(self.core, FC_ERR_BROKEN, text);
+    return Ref::borrow(Py_None);
 }
 
-static fc_status make(py_transport *self, const fc_transport_config *config, const char *kind,
-                      PyObject *messages)
+const char *transport_kind(Transport &self)
 {
-    if (std::strcmp(kind, "shm") == 0) {
-        return fc_shm_create(config, &self->transport);
-    }
-    if (std::strcmp(kind, "callback") == 0 && messages != Py_None) {
-        fc_message_ops ops = fc_messages_get_ops(messages, config->n_ranks);
-        fc_status st = fc_callback_create(config, &ops, &self->transport);
-
-        if (st != FC_OK) {
-            ops.release(ops.context);
-        }
-        return st;
-    }
-    return fc_fail(FC_ERR_INVALID,
-                   "transport kind '%s': expected 'shm', or 'callback' with messages", kind);
+    return fc_transport_kind(self.core);
 }
 
-static PyObject *transport_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+int transport_rank(Transport &self)
 {
-    static const char *names[] = {
-        "name",     "rank",     "n_ranks", "global_ranks", "timeout_seconds",
-        "exchange", "messages", "kind",    nullptr};
-    fc_transport_config config{};
-    PyObject *global_ranks;
-    PyObject *exchange;
-    PyObject *messages;
-    double timeout_seconds;
-    const char *kind = "shm";
-    std::vector<int> ranks;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "siiOdOO|s:Transport",
-                                     const_cast<char **>(names), &config.name, &config.rank,
-                                     &config.n_ranks, &global_ranks, &timeout_seconds, &exchange,
-                                     &messages, &kind) ||
-        !fc_read_ranks(global_ranks, config.n_ranks, ranks)) {
-        return nullptr;
-    }
-    auto *self = reinterpret_cast<py_transport *>(type->tp_alloc(type, 0));
-    if (self == nullptr) {
-        return nullptr;
-    }
-    Py_INCREF(exchange);
-    self->host.exchange = exchange;
-    self->host.n_ranks = config.n_ranks;
-    config.global_ranks = ranks.data();
-    config.timeout_ns = fc_timeout_ns(timeout_seconds);
-    config.host = fc_host_get_ops(&self->host);
-    fc_status st = make(self, &config, kind, messages);
-    if (st != FC_OK) {
-        /* Before the object goes: its destructor may run Python code, the exception must be set by
-         * then. */
-        fc_raise(st);
-        Py_DECREF(self);
-        return nullptr;
-    }
-    return reinterpret_cast<PyObject *>(self);
+    return fc_transport_rank(self.core);
 }
 
-static const fc_transport *core_of(PyObject *self)
+PyObject *transport_repr(PyObject *self)
 {
-    return reinterpret_cast<py_transport *>(self)->transport;
-}
-
-static PyObject *transport_check(PyObject *self, PyObject *)
-{
-    fc_status st = fc_transport_check(reinterpret_cast<py_transport *>(self)->transport);
-
-    if (st != FC_OK) {
-        return fc_raise(st);
-    }
-    Py_RETURN_NONE;
-}
-
-static PyObject *transport_abort(PyObject *self, PyObject *text)
-{
-    const char *why = PyUnicode_AsUTF8(text);
-
-    if (why == nullptr) {
-        return nullptr;
-    }
-    (void)fc_transport_abort(reinterpret_cast<py_transport *>(self)->transport, FC_ERR_BROKEN, why);
-    Py_RETURN_NONE;
-}
-
-static PyObject *transport_wait_stats(PyObject *self, PyObject *)
-{
-    uint64_t waits;
-    uint64_t wait_ns;
-
-    fc_transport_wait_stats(core_of(self), &waits, &wait_ns);
-    return Py_BuildValue("KK", (unsigned long long)waits, (unsigned long long)wait_ns);
-}
-
-static PyObject *get_kind(PyObject *self, void *)
-{
-    return PyUnicode_FromString(fc_transport_is_mapped(core_of(self)) ? "shm" : "callback");
-}
-
-static PyObject *get_name(PyObject *self, void *)
-{
-    return PyUnicode_FromString(fc_transport_name(core_of(self)));
-}
-
-static PyObject *get_rank(PyObject *self, void *)
-{
-    return PyLong_FromLong(fc_transport_rank(core_of(self)));
-}
-
-static PyObject *get_n_ranks(PyObject *self, void *)
-{
-    return PyLong_FromLong(fc_transport_n_ranks(core_of(self)));
-}
-
-static PyObject *transport_repr(PyObject *self)
-{
-    const fc_transport *t = core_of(self);
+    const fc_transport *t = owned<Transport>(self).core;
 
     return PyUnicode_FromFormat("<fsdp_c Transport %s of group %s, rank %d of %d>",
-                                fc_transport_is_mapped(t) ? "shm" : "callback",
-                                fc_transport_name(t), fc_transport_rank(t),
+                                fc_transport_kind(t), fc_transport_name(t), fc_transport_rank(t),
                                 fc_transport_n_ranks(t));
 }
 
-static PyMethodDef transport_methods[] = {
-    {"check", transport_check, METH_NOARGS, "Raise if this transport cannot be used any more."},
-    {"abort", transport_abort, METH_O,
-     "Break the transport on every rank: waits of peers end with this text."},
-    {"wait_stats", transport_wait_stats, METH_NOARGS,
-     "(number of waits, nanoseconds spent in them)"},
+PyMethodDef transport_methods[] = {
+    method<transport_check>("check", "Raise if this transport cannot be used any more."),
+    method<transport_abort>(
+        "abort", "Break the transport on every rank: waits of peers end with this text."),
     {nullptr, nullptr, 0, nullptr},
 };
 
-static PyGetSetDef transport_getset[] = {
-    {"kind", get_kind, nullptr, "'shm' or 'callback'", nullptr},
-    {"name", get_name, nullptr, "Name of the process group.", nullptr},
-    {"rank", get_rank, nullptr, "This rank in the group.", nullptr},
-    {"n_ranks", get_n_ranks, nullptr, "Ranks in the group.", nullptr},
+PyGetSetDef transport_properties[] = {
+    property<transport_kind>("kind", "'shm' or 'callback'"),
+    property<transport_rank>("rank", "This rank in the group."),
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
-static PyType_Slot transport_slots[] = {
-    {Py_tp_doc,
-     const_cast<char *>("Transport(name, rank, n_ranks, global_ranks, timeout_seconds, exchange, "
-                        "messages, kind='shm')\n"
-                        "--\n\n"
-                        "Moves bytes between the ranks of one process group. Collective.")},
-    {Py_tp_new, reinterpret_cast<void *>(transport_new)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(transport_dealloc)},
-    {Py_tp_repr, reinterpret_cast<void *>(transport_repr)},
-    {Py_tp_methods, transport_methods},
-    {Py_tp_getset, transport_getset},
-    {0, nullptr},
-};
+const char transport_doc[] =
+    "Transport(*, name, rank, global_ranks, timeout_seconds, exchange, messages, kind)\n"
+    "--\n\n"
+    "Moves bytes between the ranks of one process group. Collective.";
 
-static PyType_Spec transport_spec = {
-    "fsdp_c._C.Transport", (int)sizeof(py_transport), 0, Py_TPFLAGS_DEFAULT, transport_slots,
-};
+} // namespace
+
+} // namespace fc
 
 fc_transport *fc_transport_from_object(PyObject *object)
 {
-    if (transport_type == nullptr || !PyObject_TypeCheck(object, transport_type)) {
-        PyErr_Format(PyExc_TypeError, "expected a Transport, got %s", Py_TYPE(object)->tp_name);
-        return nullptr;
-    }
-    return reinterpret_cast<py_transport *>(object)->transport;
+    return fc::owned_by<fc::Transport>(object, fc::transport_type, "a Transport").core;
 }
 
 int fc_register_transport(PyObject *module)
 {
-    if (transport_type == nullptr) {
-        transport_type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&transport_spec));
-    }
-    return transport_type == nullptr
-               ? -1
-               : PyModule_AddObjectRef(module, "Transport",
-                                       reinterpret_cast<PyObject *>(transport_type));
+    return fc::add_owner<fc::Transport, fc::make_transport>(
+        module, "fsdp_c._C.Transport",
+        {{Py_tp_repr, reinterpret_cast<void *>(fc::transport_repr)},
+         {Py_tp_methods, fc::transport_methods},
+         {Py_tp_getset, fc::transport_properties},
+         {Py_tp_doc, const_cast<char *>(fc::transport_doc)}},
+        &fc::transport_type);
 }

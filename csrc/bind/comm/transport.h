@@ -2,22 +2,28 @@
 #ifndef FC_BIND_COMM_TRANSPORT_H
 #define FC_BIND_COMM_TRANSPORT_H
 
-#include <Python.h>
-
+#include "bind/python/callbacks.h"
+#include "bind/python/fields.h"
 #include "transport/transport.h"
 
-#include <cstdint>
 #include <vector>
 
+namespace fc {
+
+/* Who the ranks are and how they meet, by the names name, rank, global_ranks, timeout_seconds and
+ * exchange. `host` outlives what is made of it. */
+struct RanksConfig {
+    RanksConfig(Fields &given, fc_host *host);
+
+    std::vector<int> global_ranks;
+    fc_transport_config config{}; /* borrows from the above and from what was given */
+};
+
+} // namespace fc
+
 /* Borrowed: valid while `object` lives, so whoever keeps the pointer keeps a reference to the
- * object. Raises TypeError and returns nullptr for anything but a `_C.Transport`. */
+ * object. TypeError as an exception for anything but a `_C.Transport`. */
 fc_transport *fc_transport_from_object(PyObject *object);
-
-/* `n_ranks` ints of a sequence; false with a Python exception set. */
-bool fc_read_ranks(PyObject *sequence, int n_ranks, std::vector<int> &out);
-
-/* 0 for what is no time to wait: the core refuses it. */
-int64_t fc_timeout_ns(double seconds);
 
 int fc_register_transport(PyObject *module);
 

@@ -5,7 +5,7 @@
 #include "bind/compat.h"
 #include "bind/device/device_comm.h"
 #include "bind/tensor/tensors.h"
-#include "device/host/moves.h"
+#include "device/host/operators.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -30,9 +30,8 @@ namespace fc {
 
 namespace {
 
-struct Accelerator : fc_device {
+struct Accelerator : fc_called_device {
     c10::Device device;
-    fc_device_caller caller;
     c10::impl::VirtualGuardImpl impl;
     const fc_cuda_kernels *kernels;
 
@@ -45,7 +44,7 @@ struct BackendEvent {
 
 Accelerator *accelerator(fc_device *device)
 {
-    return static_cast<Accelerator *>(device);
+    return static_cast<Accelerator *>(reinterpret_cast<fc_called_device *>(device));
 }
 
 BackendEvent *backend_event(fc_event *event)
@@ -53,36 +52,12 @@ BackendEvent *backend_event(fc_event *event)
     return reinterpret_cast<BackendEvent *>(event);
 }
 
-// Runs `body`; exceptions become a status.
-template <typename Body> fc_status attempt(fc_label label, Body &&body)
+template <typename Body> fc_status attempt_as(fc_label label, Body &&body)
 {
-    try {
-        body();
-        return FC_OK;
-    } catch (const c10::Error &error) {
-        return fc_fail(FC_ERR_SYSTEM, "'%s' of '%s': %s", label.what, label.unit,
-                       error.what_without_backtrace());
-    } catch (const std::exception &error) {
-        return fc_fail(FC_ERR_SYSTEM, "'%s' of '%s': %s", label.what, label.unit, error.what());
-    }
+    return attempt(body, "'%s' of '%s': %s", label.what, label.unit);
 }
 
-// ---- memory and events ----
-
-fc_status accelerator_alloc(fc_device *device, fc_stream *stream, fc_label, size_t bytes,
-                            void **out)
-{
-    const fc_device_caller &caller = accelerator(device)->caller;
-    return caller.alloc(caller.context, stream, bytes, out);
-}
-
-void accelerator_free(fc_device *device, void *memory)
-{
-    const fc_device_caller &caller = accelerator(device)->caller;
-    if (memory != nullptr) {
-        caller.free(caller.context, memory);
-    }
-}
+// ---- events ----
 
 fc_status accelerator_event_create(fc_device *, fc_event **out)
 {
@@ -107,7 +82,7 @@ fc_status accelerator_record(fc_device *device, fc_event *event, fc_stream *stre
     if (!self->has_streams()) {
         return FC_OK;
     }
-    return attempt({"a stream", "record"}, [&] {
+    return attempt_as({"a stream", "record"}, [&] {
         self->impl.record(&backend_event(event)->handle, torch_stream(stream), self->device.index(),
                           c10::EventFlag::PYTORCH_DEFAULT);
     });
@@ -118,7 +93,7 @@ fc_status accelerator_wait(fc_device *device, fc_stream *stream, fc_event *event
     if (backend_event(event)->handle == nullptr) {
         return FC_OK;
     }
-    return attempt({"a stream", "wait"}, [&] {
+    return attempt_as({"a stream", "wait"}, [&] {
         accelerator(device)->impl.block(backend_event(event)->handle, torch_stream(stream));
     });
 }
@@ -133,8 +108,8 @@ bool is_over(void *arg)
 {
     auto *query = static_cast<Query *>(arg);
     bool is_there = false;
-    query->status = attempt({"a stream", "query"},
-                            [&] { is_there = query->device->impl.queryEvent(query->event); });
+    query->status = attempt_as({"a stream", "query"},
+                               [&] { is_there = query->device->impl.queryEvent(query->event); });
     return is_there || query->status != FC_OK;
 }
 
@@ -149,7 +124,8 @@ fc_status accelerator_synchronize(fc_device *device, fc_event *event)
     if (st != FC_AGAIN) {
         return st == FC_OK ? query.status : st;
     }
-    return attempt({"a stream", "synchronize"}, [&] { self->impl.synchronizeEvent(query.event); });
+    return attempt_as({"a stream", "synchronize"},
+                      [&] { self->impl.synchronizeEvent(query.event); });
 }
 
 // ---- copies and moves ----
@@ -169,7 +145,7 @@ fc_status accelerator_copy(fc_device *device, fc_stream *stream, fc_label label,
 {
     const Accelerator *self = accelerator(device);
     const c10::Device host(c10::kCPU);
-    return attempt(label, [&] {
+    return attempt_as(label, [&] {
         const c10::StreamGuard guard(torch_stream(stream));
         const at::NoGradGuard no_grad;
         const auto n = static_cast<int64_t>(bytes);
@@ -189,7 +165,7 @@ at::Tensor on_device(c10::Device device, void *content, size_t bytes)
 fc_status accelerator_moves_create(fc_device *device, fc_runs *plan, fc_moves **out)
 {
     const Accelerator *self = accelerator(device);
-    return attempt({"a unit", "plan"}, [&] {
+    return attempt_as({"a unit", "plan"}, [&] {
         auto moves = std::make_unique<fc_moves>();
         fc_runs_init(&moves->plan);
         if (self->kernels != nullptr && plan->n_runs > 0) {
@@ -217,44 +193,58 @@ void accelerator_moves_destroy(fc_device *device, fc_moves *moves)
     delete moves;
 }
 
-struct CopyArgs {
+// ---- a plan's runs by torch's operators ----
+
+struct ByTorch {
     c10::Device device;
-    double divisor;
-    bool accumulate;
+    fc_label label;
+
+    at::Tensor tensor(const fc_planes *planes) const
+    {
+        return memory_at(device, planes->first, planes->sizes, planes->strides,
+                         scalar_type_of(planes->dtype));
+    }
 };
 
-at::Tensor side_of(const CopyArgs &args, const fc_run *run, const fc_host_operand &side,
-                   uint8_t dtype)
+fc_status planes_zero(void *context, const fc_planes *to)
 {
-    const auto item = static_cast<int64_t>(fc_dtype_bytes(static_cast<fc_dtype>(dtype)));
-    const int64_t lines = run->lines_per_plane;
-    return memory_at(args.device, side.first, {run->n_lines / lines, lines, run->line_numel},
-                     {static_cast<int64_t>(side.plane_stride) / item,
-                      static_cast<int64_t>(side.line_stride) / item, 1},
-                     scalar_type_of(static_cast<fc_dtype>(dtype)));
+    const auto *on = static_cast<const ByTorch *>(context);
+    return attempt_as(on->label, [&] { on->tensor(to).zero_(); });
 }
 
-// A run by torch's operators: rounded as the kernels do it, each step in float32 or wider.
-void copy_run(const void *arg, const fc_run *run, fc_host_operand to, fc_host_operand from)
+fc_status planes_copy(void *context, const fc_planes *to, const fc_planes *from)
 {
-    const CopyArgs &args = *static_cast<const CopyArgs *>(arg);
-    at::Tensor target = side_of(args, run, to, run->to);
-    if (from.first == nullptr) {
-        if (!args.accumulate) {
-            target.zero_();
-        }
-        return;
-    }
-    const at::Tensor source = side_of(args, run, from, run->from);
-    if (args.divisor == 1 && !args.accumulate) {
-        target.copy_(source);
-        return;
-    }
-    const bool is_wide = source.scalar_type() == at::kDouble || target.scalar_type() == at::kDouble;
-    const at::ScalarType wide = is_wide ? at::kDouble : at::kFloat;
-    at::Tensor value = source.to(wide);
-    value = args.divisor == 1 ? value : value.div(args.divisor);
-    target.copy_(args.accumulate ? target.to(wide).add_(value) : value);
+    const auto *on = static_cast<const ByTorch *>(context);
+    return attempt_as(on->label, [&] { on->tensor(to).copy_(on->tensor(from)); });
+}
+
+fc_status planes_finish(void *context, const fc_planes *to, const fc_planes *from, fc_dtype wide,
+                        double divisor, bool accumulate)
+{
+    const auto *on = static_cast<const ByTorch *>(context);
+    return attempt_as(on->label, [&] {
+        const at::ScalarType type = scalar_type_of(wide);
+        const at::Tensor target = on->tensor(to);
+        at::Tensor value = on->tensor(from).to(type);
+        value = divisor == 1 ? value : value.div(divisor);
+        target.copy_(accumulate ? target.to(type).add_(value) : value);
+    });
+}
+
+fc_status move_by_torch(const Accelerator *self, fc_stream *stream, fc_label label,
+                        const fc_move *move)
+{
+    ByTorch on = {self->device, label};
+    const fc_operators operators = {
+        .context = &on, .zero = planes_zero, .copy = planes_copy, .finish = planes_finish};
+    fc_status status = FC_OK;
+    FC_TRY(attempt_as(label, [&] {
+        const c10::StreamGuard guard(torch_stream(stream));
+        const at::NoGradGuard no_grad;
+        status = fc_operators_move(&move->moves->plan, move->addresses, move->divisor,
+                                   move->accumulate, &operators);
+    }));
+    return status;
 }
 
 fc_status accelerator_move(fc_device *device, fc_stream *stream, fc_label label,
@@ -263,12 +253,7 @@ fc_status accelerator_move(fc_device *device, fc_stream *stream, fc_label label,
     const Accelerator *self = accelerator(device);
     fc_moves *moves = move->moves;
     if (self->kernels == nullptr) {
-        return attempt(label, [&] {
-            const c10::StreamGuard guard(torch_stream(stream));
-            const at::NoGradGuard no_grad;
-            const CopyArgs args = {self->device, move->divisor, move->accumulate};
-            fc_host_visit(&moves->plan, move->addresses, copy_run, &args);
-        });
+        return move_by_torch(self, stream, label, move);
     }
     const c10::DeviceGuard guard(self->device);
     fc_cuda_launch launch = {};
@@ -291,41 +276,10 @@ fc_status accelerator_move(fc_device *device, fc_stream *stream, fc_label label,
                                 self->kernels->error_text(error));
 }
 
-// ---- collectives ----
-
-fc_status accelerator_all_gather(fc_device *device, fc_device_comm *comm, fc_stream *stream,
-                                 fc_label label, void *buffer, size_t part_bytes)
-{
-    const fc_device_caller &caller = accelerator(device)->caller;
-    return caller.all_gather(caller.context, comm, stream, label, buffer, part_bytes);
-}
-
-fc_status accelerator_reduce_scatter(fc_device *device, fc_device_comm *comm, fc_stream *stream,
-                                     fc_label label, void *to, const void *from, size_t numel,
-                                     fc_dtype dtype)
-{
-    const fc_device_caller &caller = accelerator(device)->caller;
-    return caller.reduce_scatter(caller.context, comm, stream, label, to, from, numel, dtype);
-}
-
-fc_status accelerator_all_reduce(fc_device *device, fc_device_comm *comm, fc_stream *stream,
-                                 fc_label label, void *buffer, size_t numel, fc_dtype dtype)
-{
-    const fc_device_caller &caller = accelerator(device)->caller;
-    return caller.all_reduce(caller.context, comm, stream, label, buffer, numel, dtype);
-}
-
-fc_status accelerator_all_gather_each(fc_device *device, fc_device_comm *comm, fc_stream *stream,
-                                      fc_label label, const fc_gather *gathers, size_t n_gathers)
-{
-    const fc_device_caller &caller = accelerator(device)->caller;
-    return caller.all_gather_each(caller.context, comm, stream, label, gathers, n_gathers);
-}
-
 constexpr fc_device_ops accelerator_ops = {
     .name = "accelerator",
-    .alloc = accelerator_alloc,
-    .free = accelerator_free,
+    .alloc = fc_called_alloc,
+    .free = fc_called_free,
     .event_create = accelerator_event_create,
     .event_destroy = accelerator_event_destroy,
     .record = accelerator_record,
@@ -335,10 +289,10 @@ constexpr fc_device_ops accelerator_ops = {
     .moves_create = accelerator_moves_create,
     .moves_destroy = accelerator_moves_destroy,
     .move = accelerator_move,
-    .all_gather = accelerator_all_gather,
-    .reduce_scatter = accelerator_reduce_scatter,
-    .all_reduce = accelerator_all_reduce,
-    .all_gather_each = accelerator_all_gather_each,
+    .all_gather = fc_called_all_gather,
+    .reduce_scatter = fc_called_reduce_scatter,
+    .all_reduce = fc_called_all_reduce,
+    .all_gather_each = fc_called_all_gather_each,
 };
 
 } // namespace
@@ -347,8 +301,8 @@ std::unique_ptr<fc_device, void (*)(fc_device *)>
 make_accelerator(c10::Device device, const fc_device_caller &caller, const fc_cuda_kernels *kernels)
 {
     auto *made = new Accelerator{
-        {&accelerator_ops}, device, caller, c10::impl::VirtualGuardImpl(device.type()), kernels};
-    return {made, [](fc_device *d) { delete accelerator(d); }};
+        {{&accelerator_ops}, caller}, device, c10::impl::VirtualGuardImpl(device.type()), kernels};
+    return {&made->base, [](fc_device *d) { delete accelerator(d); }};
 }
 
 } // namespace fc

@@ -44,7 +44,7 @@ Streams::Streams(c10::Device device, bool by_torch, const std::string &kernels)
                                ? impl.getStream(device)
                                : impl.getStreamFromGlobalPool(device, i + 1 < n_streams));
     }
-    const fc_device_caller caller = collectives_.caller();
+    const fc_device_caller caller = fc_collectives_caller(collectives_.core());
     if (device.is_cpu() && !by_torch) {
         fc_device *host = nullptr;
         check(fc_host_device_create(&caller, &host));
@@ -91,7 +91,7 @@ c10::Stream Streams::computing() const
 
 void Streams::begin()
 {
-    check(collectives_.watch());
+    check(fc_collectives_watch(collectives_.core()));
     check(fc_schedule_begin(schedule_, current(), nullptr));
     forward_ = newest_;
 }
@@ -154,8 +154,8 @@ DeviceOptions::DeviceOptions(PyObject *options)
 DeviceUnit::DeviceUnit(Streams *streams, fc_unit *shard, fc_unit *replicate,
                        const DeviceComms &comms, const DeviceOptions &options)
     : streams_(streams), layout_(fc_unit_layout(shard)), has_replicas_(comms.replicas != nullptr),
-      why_staged_(fc_gathers_why_staged(layout_, comms.shards->has_groups())), options_(options),
-      shards_(layout_->n_params), full_(layout_->n_params), types_(layout_->n_params)
+      why_staged_(fc_gathers_why_staged(layout_, fc_collectives_has_groups(comms.shards))),
+      options_(options), full_(layout_->n_params), types_(layout_->n_params)
 {
     fc_schedule_unit_options plan = {};
     plan.name = fc_unit_name(shard);
@@ -211,41 +211,15 @@ void DeviceUnit::set_reduce_group(const std::string &group)
     fc_schedule_set_reduce(unit_, streams_->collectives().find(group));
 }
 
-void DeviceUnit::set_shards(const std::vector<Param> &params)
+bool DeviceUnit::stages_all(const std::vector<Param> &params) const
 {
     for (size_t i = 0; i < params.size(); i++) {
-        shards_[i] = params[i].local.const_data_ptr();
+        if (params[i].has_grad && !layout_->params[i].trainable &&
+            params[i].sharded_tensor().requires_grad()) {
+            return false;
+        }
     }
-    fc_schedule_set_shards(unit_, shards_.data());
-}
-
-void DeviceUnit::start(bool is_in_phase)
-{
-    if (!is_in_phase) {
-        fc_schedule_reshard(unit_); // a slice may be out of date
-        streams_->read_shards();
-    }
-    gathered_at_ = n_steps();
-    check(fc_schedule_start(unit_));
-}
-
-void *DeviceUnit::take(bool is_in_phase, bool in_backward)
-{
-    void *full = nullptr;
-    check(!is_in_phase  ? fc_schedule_unshard(unit_, &full)
-          : in_backward ? fc_schedule_pre_backward(unit_, &full)
-                        : fc_schedule_pre_forward(unit_, &full));
-    if (!is_in_phase) { // nothing tells of the end of what began here
-        check(fc_schedule_await_shards(streams_->schedule()));
-    }
-    return full;
-}
-
-void *DeviceUnit::take_resident()
-{
-    void *full = nullptr;
-    check(fc_schedule_unshard(unit_, &full));
-    return full;
+    return true;
 }
 
 void DeviceUnit::set_prefetch(bool in_backward, const std::vector<DeviceUnit *> &units)
@@ -286,34 +260,26 @@ void DeviceUnit::post(const std::vector<at::Tensor> &grads, uint64_t present, do
 
 namespace {
 
-PyTypeObject *streams_type = nullptr;
+PyTypeObject *streams_type = nullptr; // the process's
 
-PyObject *streams_new(PyTypeObject *type, PyObject *args, PyObject *)
+std::unique_ptr<Streams> make_streams(Fields &given)
 {
-    return guarded([&]() -> PyObject * {
-        PyObject *device;
-        int by_torch;
-        const char *kernels;
-        if (!PyArg_ParseTuple(args, "O!ps", &THPDeviceType, &device, &by_torch, &kernels)) {
-            return nullptr;
-        }
-        auto made = std::make_unique<Streams>(reinterpret_cast<THPDevice *>(device)->device,
-                                              by_torch != 0, kernels);
-        return make_owner(type, std::move(made)).release();
-    });
+    const Ref device = given.object("device");
+    const bool by_torch = given.flag("by_torch");
+    const std::string kernels = given.text("kernels");
+    given.end();
+    TORCH_CHECK_TYPE(THPDevice_Check(device.get()), "device must be a torch.device");
+    return std::make_unique<Streams>(reinterpret_cast<THPDevice *>(device.get())->device, by_torch,
+                                     kernels);
 }
 
-PyObject *streams_connect(PyObject *self, PyObject *args)
+Ref streams_connect(Streams &self, Fields &given)
 {
-    return guarded([&]() -> PyObject * {
-        const char *name;
-        PyObject *nccl;
-        if (!PyArg_ParseTuple(args, "sO:connect", &name, &nccl)) {
-            return nullptr;
-        }
-        streams_of(self)->collectives().connect(name, nccl == Py_None ? nullptr : nccl);
-        Py_RETURN_NONE;
-    });
+    const std::string group = given.text("group");
+    const Ref nccl = given.object("nccl");
+    given.end();
+    self.collectives().connect(group, nccl.get());
+    return Ref::borrow(Py_None);
 }
 
 PyObject *streams_tells_handles(PyObject *, PyObject *)
@@ -324,35 +290,27 @@ PyObject *streams_tells_handles(PyObject *, PyObject *)
 PyMethodDef streams_methods[] = {
     {"tells_handles", streams_tells_handles, METH_NOARGS | METH_STATIC,
      "tells_handles(): whether streams of CUDA can be handed to kernels and to NCCL."},
-    {"connect", streams_connect, METH_VARARGS,
-     "connect(group, nccl): who does the collectives of the process group of that name, a NcclGroup"
-     " or, with None, the group itself."},
+    method<streams_connect>(
+        "connect", "connect(*, group, nccl): who does the collectives of the process group "
+                   "of that name, a NcclGroup or, with None, the group itself."),
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot streams_slots[] = {
-    {Py_tp_new, reinterpret_cast<void *>(streams_new)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(free_owner<Streams>)},
-    {Py_tp_methods, streams_methods},
-    {Py_tp_doc,
-     const_cast<char *>("Streams(device, by_torch, kernels): the schedule of units on a device.")},
-    {0, nullptr}};
-PyType_Spec streams_spec = {"fsdp_c._C.Streams", sizeof(Owning<Streams>), 0, Py_TPFLAGS_DEFAULT,
-                            streams_slots};
+const char streams_doc[] =
+    "Streams(*, device, by_torch, kernels): the schedule of units on a device.";
 
 } // namespace
 
 Streams *streams_of(PyObject *object)
 {
-    if (!PyObject_TypeCheck(object, streams_type)) {
-        PyErr_SetString(PyExc_TypeError, "expected Streams");
-        throw_python();
-    }
-    return &owned<Streams>(object);
+    return &owned_by<Streams>(object, streams_type, "Streams");
 }
 
 } // namespace fc
 
 int fc_register_streams(PyObject *module)
 {
-    return fc::add_type(module, "Streams", &fc::streams_spec, &fc::streams_type);
+    return fc::add_owner<fc::Streams, fc::make_streams>(
+        module, "fsdp_c._C.Streams",
+        {{Py_tp_methods, fc::streams_methods}, {Py_tp_doc, const_cast<char *>(fc::streams_doc)}},
+        &fc::streams_type);
 }

@@ -3,7 +3,6 @@
 #define FC_BIND_DEVICE_DEVICE_H
 
 #include "bind/device/device_comm.h"
-#include "bind/fsdp/steps.h"
 #include "bind/python/python.h"
 #include "engine/schedule.h"
 
@@ -102,35 +101,23 @@ public:
     const char *why_staged() const { return why_staged_; }
     // Gradients that are on their way to the host are there.
     void await_gradients() const;
-    void set_shards(const std::vector<Param> &params);
+    // Whether the plan stages a gradient of each parameter that is trained now.
+    bool stages_all(const std::vector<Param> &params) const;
+    fc_schedule_unit *scheduled() const { return unit_; }
     bool is_offloaded() const { return options_.is_offloaded != 0; }
     // One rank has all of the unit, on the device.
     bool has_all() const { return layout_->n_ranks == 1 && !is_offloaded(); }
     // And nobody else has: its gradients are what autograd makes.
     bool is_alone() const { return has_all() && !has_replicas_; }
-    // Its shards are the unsharded buffer, laid out there; null: not any more. The unit is sharded.
-    void set_resident(void *full) { check(fc_schedule_set_resident(unit_, full)); }
-    // Then the unit is unsharded there.
-    void *take_resident();
     // Where a forward computes.
     c10::Stream computing() const { return streams_->computing(); }
-    // Begins to gather; outside of a phase behind what the current stream does now.
-    void start(bool is_in_phase);
-    // The unsharded buffer, for what the current stream does next. In a phase it brings prefetches
-    // with it.
-    void *take(bool is_in_phase, bool in_backward);
-    void reshard() { fc_schedule_reshard(unit_); }
+    // Shards may be read behind what the current stream does now.
+    void read_shards() { streams_->read_shards(); }
     // Whether a forward that ends with this post_forward_mesh_info leaves slices.
     bool keeps_slice(PyObject *post_forward_mesh_info) const
     {
         return options_.n_post_ranks > 0 && post_forward_mesh_info == options_.post_mesh.get();
     }
-    void reshard_to_slice() { check(fc_schedule_reshard_after_forward(unit_)); }
-    // Of the newest gather: how many ranks took part, and bytes that the others brought.
-    int gathering_ranks() const { return fc_schedule_gathering_ranks(unit_); }
-    size_t gathered_bytes() const { return fc_schedule_gathered_bytes(unit_); }
-    // True if an optimizer has stepped since the unit was gathered.
-    bool is_outdated() const { return gathered_at_ != n_steps(); }
     void note_forward() { check(fc_schedule_note_forward(unit_)); }
     // Whom to gather behind this one's gather; of the same root.
     void set_prefetch(bool in_backward, const std::vector<DeviceUnit *> &units);
@@ -155,8 +142,7 @@ private:
     bool has_replicas_;
     const char *why_staged_;
     DeviceOptions options_;
-    uint64_t gathered_at_ = 0;
-    std::vector<const void *> shards_, full_;
+    std::vector<const void *> full_;
     std::vector<fc_dtype> types_;
 };
 

@@ -1,136 +1,72 @@
-// Memory of torch's allocator for devices, and the way of their collectives to who does them.
+// Memory of torch's allocator for devices, and whom their collectives are left to.
 #include "bind/device/device_comm.h"
+
+#include "bind/comm/nccl.h"
+#include "bind/compat.h"
 
 #include <c10/core/Allocator.h>
 #include <c10/core/StreamGuard.h>
-
-#include <vector>
 
 namespace fc {
 
 namespace {
 
-Collectives &collectives_in(void *context)
+c10::Allocator *allocator_in(void *context)
 {
-    return *static_cast<Collectives *>(context);
+    return c10::GetAllocator(static_cast<const Collectives *>(context)->device().type());
 }
 
 fc_status alloc(void *context, fc_stream *stream, size_t bytes, void **out)
 {
-    try {
-        const c10::StreamGuard guard(torch_stream(stream));
-        *out = c10::GetAllocator(collectives_in(context).device().type())->raw_allocate(bytes);
-        return FC_OK;
-    } catch (const c10::Error &error) {
-        return fc_fail(FC_ERR_SYSTEM, "memory for units on a device: %s",
-                       error.what_without_backtrace());
-    } catch (const std::exception &error) {
-        return fc_fail(FC_ERR_SYSTEM, "memory for units on a device: %s", error.what());
-    }
+    return attempt(
+        [&] {
+            const c10::StreamGuard guard(torch_stream(stream));
+            *out = allocator_in(context)->raw_allocate(bytes);
+        },
+        "memory for units on a device: %s");
 }
 
 void free_memory(void *context, void *memory)
 {
-    c10::GetAllocator(collectives_in(context).device().type())->raw_deallocate(memory);
+    allocator_in(context)->raw_deallocate(memory);
 }
 
-fc_status all_gather(void *context, fc_device_comm *comm, fc_stream *stream, fc_label label,
-                     void *buffer, size_t part_bytes)
+// Host memory has no streams: there a library ends its work before a call has ended.
+fc_stream *native(fc_stream *stream)
 {
-    return collectives_in(context).ended(comm, comm->all_gather(stream, label, buffer, part_bytes));
+    const c10::Stream &given = torch_stream(stream);
+    return given.device().is_cpu() ? nullptr : static_cast<fc_stream *>(native_stream(given));
 }
 
-fc_status all_gather_each(void *context, fc_device_comm *comm, fc_stream *stream, fc_label label,
-                          const fc_gather *gathers, size_t n_gathers)
+fc_collectives_group by_nccl(PyObject *nccl)
 {
-    return collectives_in(context).ended(comm,
-                                         comm->all_gather_each(stream, label, gathers, n_gathers));
-}
-
-fc_status reduce_scatter(void *context, fc_device_comm *comm, fc_stream *stream, fc_label label,
-                         void *to, const void *from, size_t numel, fc_dtype dtype)
-{
-    return collectives_in(context).ended(
-        comm, comm->reduce_scatter(stream, label, to, from, numel, dtype));
-}
-
-fc_status all_reduce(void *context, fc_device_comm *comm, fc_stream *stream, fc_label label,
-                     void *buffer, size_t numel, fc_dtype dtype)
-{
-    return collectives_in(context).ended(comm,
-                                         comm->all_reduce(stream, label, buffer, numel, dtype));
-}
-
-fc_status wait_watching(void *context, bool (*ready)(void *arg), void *arg)
-{
-    return collectives_in(context).wait(ready, arg);
+    fc_nccl_group *group = fc_nccl_from_object(nccl);
+    return {.context = Py_NewRef(nccl), .nccl = group, .release = [](void *object) {
+                Py_DECREF(static_cast<PyObject *>(object));
+            }};
 }
 
 } // namespace
 
+Collectives::Collectives(c10::Device device) : device_(device)
+{
+    const fc_collectives_host host = {
+        .context = this, .alloc = alloc, .free = free_memory, .native = native};
+    check(fc_collectives_create(&host, &core_));
+}
+
 void Collectives::connect(const std::string &name, PyObject *nccl)
 {
-    std::unique_ptr<fc_device_comm> &comm = comms_[name];
-    if (!comm) {
-        comm = nccl != nullptr ? nccl_comm(nccl) : process_group_comm(&device_, name);
-    }
+    const fc_collectives_group group =
+        nccl == Py_None ? own_collectives(&device_, name) : by_nccl(nccl);
+    check(fc_collectives_connect(core_, name.c_str(), &group));
 }
 
-fc_device_comm *Collectives::find(const std::string &name)
+fc_device_comm *Collectives::find(const std::string &name) const
 {
-    return comms_.at(name).get();
-}
-
-fc_device_caller Collectives::caller()
-{
-    return {.context = this,
-            .alloc = alloc,
-            .free = free_memory,
-            .all_gather = all_gather,
-            .reduce_scatter = reduce_scatter,
-            .all_reduce = all_reduce,
-            .all_gather_each = all_gather_each,
-            .wait = wait_watching};
-}
-
-fc_status Collectives::watch()
-{
-    for (const auto &[name, comm] : comms_) {
-        fc_nccl_group *group = comm->watched();
-        if (group != nullptr) {
-            FC_TRY(ended(comm.get(), fc_nccl_watch(group)));
-        }
-    }
-    return FC_OK;
-}
-
-fc_status Collectives::wait(fc_ready_fn ready, void *arg)
-{
-    const fc_wait_info info = {.op = "a wait for the device", .unit = nullptr, .sequence = 0};
-    std::vector<fc_nccl_group *> groups;
-    for (const auto &[name, comm] : comms_) {
-        if (comm->watched() != nullptr) {
-            groups.push_back(comm->watched());
-        }
-    }
-    return groups.empty() ? FC_AGAIN
-                          : fc_nccl_wait(groups.data(), groups.size(), ready, arg, &info);
-}
-
-fc_status Collectives::ended(fc_device_comm *comm, fc_status status)
-{
-    if (status == FC_OK || comm->watched() == nullptr) {
-        return status;
-    }
-    const std::string text = fc_last_message();
-    if (fc_nccl_is_broken(comm->watched())) {
-        for (const auto &[name, other] : comms_) {
-            if (other->watched() != nullptr) {
-                (void)fc_nccl_abort(other->watched(), status, text.c_str());
-            }
-        }
-    }
-    return fc_fail(status, "%s", text.c_str());
+    fc_device_comm *found = fc_collectives_find(core_, name.c_str());
+    TORCH_CHECK(found != nullptr, "process group ", name, " is not connected");
+    return found;
 }
 
 } // namespace fc

@@ -1,8 +1,6 @@
 // Gradients of a unit on a device: where its reductions write.
-#include "bind/device/device.h"
-#include "bind/fsdp/domain.h"
-#include "bind/fsdp/gradients.h"
-#include "bind/fsdp/unit.h"
+#include "bind/device/device_unit.h"
+
 #include "bind/tensor/tensors.h"
 
 #include <ATen/core/grad_mode.h>
@@ -18,71 +16,118 @@ namespace fc {
 namespace {
 
 // Parameters that were frozen at set-up have no place in what is staged.
-void refuse_frozen(const Unit &unit, const Param &param)
+void refuse_frozen(const std::string &unit, const Param &param)
 {
     PyErr_Format(PyExc_RuntimeError,
                  "parameter '%s' of FSDP unit '%s' was frozen when this forward began and has a "
                  "gradient now: call requires_grad_(True) before the forward",
-                 parameter_name(param).c_str(), unit.name().c_str());
+                 parameter_name(param).c_str(), unit.c_str());
     throw_python();
 }
 
 } // namespace
 
-void Unit::submit_device(const Taken &taken, const fc_reduce_options &options)
+void DeviceGradients::submit(std::unique_ptr<Taken> taken, const fc_reduce_options &options)
 {
-    const fc_layout *layout = fc_unit_layout(shard_);
-    const std::vector<at::Tensor> &grads = taken.tensors;
+    const Grads &grads = taken->tensors;
     for (size_t i = 0; i < params_.size(); i++) {
-        if (grads[i].defined() && !layout->params[i].trainable) {
-            refuse_frozen(*this, params_[i]);
+        if (grads[i].defined() && !layout_->params[i].trainable) {
+            refuse_frozen(name_, params_[i]);
         }
     }
-    std::vector<uint64_t> mask(layout->mask_words);
+    std::vector<uint64_t> mask(layout_->mask_words);
     uint64_t print;
-    if (!fc_reduction_announce(reduction_.get(), taken.grads.data(), &options, mask.data(),
-                               &print)) {
+    if (!fc_reduction_announce(reduction_, taken->grads.data(), &options, mask.data(), &print)) {
         device_->post(grads, print, options.divisor, nullptr, false);
         return;
     }
-    bool is_first = true, is_ours = grads_share_flat_;
-    std::vector<size_t> present;
+    Indices present;
     for (size_t i = 0; i < params_.size(); i++) {
-        if (!has_bit(mask.data(), i)) {
-            continue;
+        if (has_bit(mask.data(), i)) {
+            present.push_back(i);
         }
-        const Param &p = params_[i];
-        const at::Tensor &old = p.sharded_tensor().grad();
-        is_first = is_first && !old.defined();
-        is_ours = is_ours && p.grad.object && old.defined() && old.is_same(p.grad.tensor);
-        present.push_back(i);
     }
-    if (takes_over(grads, present, options)) {
-        take_over(grads, present, options);
-        return;
-    }
-    if (!is_first && !is_ours) {
-        add_apart(grads, present, print, options);
-        return;
-    }
-    if (is_first && !can_share_flat()) {
-        make_gradients(true);
-    }
-    device_->post(grads, print, options.divisor, grads_flat_.mutable_data_ptr(), is_ours);
-    for (size_t i : present) {
-        params_[i].sharded_tensor().mutable_grad() = params_[i].grad.tensor;
-    }
+    place(grads, present, print, options.divisor);
     for (size_t i : present) {
         after_write(i, options);
     }
 }
 
+void DeviceGradients::place(const Grads &grads, const Indices &present, uint64_t print,
+                            double divisor)
+{
+    bool is_first = true, is_ours = share_flat_;
+    for (size_t i : present) {
+        const Param &p = params_[i];
+        const at::Tensor &old = p.sharded_tensor().grad();
+        is_first = is_first && !old.defined();
+        is_ours = is_ours && p.grad.object && old.defined() && old.is_same(p.grad.tensor);
+    }
+    if (takes_over(grads, present, divisor)) {
+        take_over(grads, present);
+        return;
+    }
+    if (!is_first && !is_ours) {
+        add_apart(grads, present, print, divisor);
+        return;
+    }
+    if (is_first && !can_share_flat()) {
+        make(true);
+    }
+    device_->post(grads, print, divisor, flat_.mutable_data_ptr(), is_ours);
+    for (size_t i : present) {
+        params_[i].sharded_tensor().mutable_grad() = params_[i].grad.tensor;
+    }
+}
+
+void DeviceGradients::run_hooks(const Param &param) const
+{
+    const GradientScope scope(*device_);
+    ShardGradients::run_hooks(param);
+}
+
+void DeviceGradients::drop_partial_sums()
+{
+    device_->drop_partial_sum();
+    ShardGradients::drop_partial_sums();
+}
+
+void DeviceGradients::inherit(const ShardGradients &former)
+{
+    if (fc_reduction_has_sums(former.reduction())) { // which lie on the device, too
+        device_->inherit_partial_sum(*static_cast<const DeviceGradients &>(former).device_);
+    }
+    ShardGradients::inherit(former);
+}
+
+void DeviceGradients::release_unused()
+{
+    if (device_->is_offloaded()) { // memory of the host, which is costly to pin
+        return;
+    }
+    if (share_flat_ ? !can_share_flat() : flat_.defined()) {
+        return;
+    }
+    c10::Storage none;
+    for (const Param &p : params_) {
+        if (!p.grad.object || !p.grad.is_free() || p.grad.local.storage().nbytes() == 0) {
+            continue;
+        }
+        if (!none) {
+            const c10::Device device = p.grad.local.device();
+            none = c10::Storage(c10::Storage::use_byte_size_t(), 0, at::DataPtr(nullptr, device),
+                                nullptr, false);
+        }
+        point_to(p.grad.local, none, 0);
+    }
+    flat_ = at::Tensor();
+}
+
 // True if the reduction would be a copy, of gradients that nobody else has: of one rank's, as they
 // are.
-bool Unit::takes_over(const std::vector<at::Tensor> &grads, const std::vector<size_t> &present,
-                      const fc_reduce_options &options) const
+bool DeviceGradients::takes_over(const Grads &grads, const Indices &present, double divisor) const
 {
-    if (!device_->is_alone() || options.divisor != 1) {
+    if (!device_->is_alone() || divisor != 1) {
         return false;
     }
     return std::all_of(present.begin(), present.end(), [&](size_t i) {
@@ -96,8 +141,7 @@ bool Unit::takes_over(const std::vector<at::Tensor> &grads, const std::vector<si
     });
 }
 
-void Unit::take_over(const std::vector<at::Tensor> &grads, const std::vector<size_t> &present,
-                     const fc_reduce_options &options)
+void DeviceGradients::take_over(const Grads &grads, const Indices &present)
 {
     std::vector<at::Tensor> sums, terms;
     for (size_t i : present) {
@@ -114,26 +158,22 @@ void Unit::take_over(const std::vector<at::Tensor> &grads, const std::vector<siz
         const c10::StreamGuard guard(device_->finishing());
         at::_foreach_add_(sums, terms);
     }
-    for (size_t i : present) {
-        after_write(i, options);
-    }
 }
 
 // Some shards have gradients and others do not, or the user's own.
-void Unit::add_apart(const std::vector<at::Tensor> &grads, const std::vector<size_t> &present,
-                     uint64_t print, const fc_reduce_options &options)
+void DeviceGradients::add_apart(const Grads &grads, const Indices &present, uint64_t print,
+                                double divisor)
 {
-    const fc_layout *layout = fc_unit_layout(shard_);
-    const at::Tensor sums = make_grad_buffer(layout->grad_bytes);
-    device_->post(grads, print, options.divisor, sums.mutable_data_ptr(), false);
-    make_gradients(false);
+    const at::Tensor sums = make_buffer(layout_->grad_bytes);
+    device_->post(grads, print, divisor, sums.mutable_data_ptr(), false);
+    make(false);
     at::NoGradGuard no_grad;
     const GradientScope scope(*device_);
     for (size_t i : present) {
         Param &p = params_[i];
         const auto item = static_cast<int64_t>(c10::elementSize(p.grad_type));
         at::Tensor sum = at::empty({0}, sums.options().dtype(p.grad_type));
-        sum.set_(sums.storage(), static_cast<int64_t>(layout->params[i].grad_at) / item,
+        sum.set_(sums.storage(), static_cast<int64_t>(layout_->params[i].grad_at) / item,
                  p.local_size, p.local_stride);
         if (p.sharded_tensor().grad().defined()) {
             tensor_of(local_gradient(p).get()).add_(sum);
@@ -141,9 +181,6 @@ void Unit::add_apart(const std::vector<at::Tensor> &grads, const std::vector<siz
             p.grad.local.copy_(sum);
             p.sharded_tensor().mutable_grad() = p.grad.tensor;
         }
-    }
-    for (size_t i : present) {
-        after_write(i, options);
     }
 }
 

@@ -1,8 +1,9 @@
 // Gradients that autograd has made: taken from the leaves, or accumulated there for a later
 // backward.
+#include "bind/fsdp/accumulated.h"
+
 #include "bind/compat.h"
-#include "bind/fsdp/gradients.h"
-#include "bind/fsdp/unit.h"
+#include "bind/python/calls.h"
 #include "bind/tensor/tensors.h"
 
 #include <ATen/core/grad_mode.h>
@@ -10,8 +11,6 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros_like.h>
 
-#include <algorithm>
-#include <cstring>
 #include <optional>
 #include <utility>
 
@@ -24,7 +23,7 @@ namespace {
 at::Tensor readable(const at::Tensor &grad, const Param &param)
 {
     if (grad.layout() != at::kStrided) {
-        checked(PyObject_CallMethod(param.owner.get(), "_refuse_sparse_gradient", nullptr));
+        ask_python(Call::refuse_sparse_gradient, param.owner.get());
     }
     const at::Tensor &full = param.unsharded_tensor;
     if (full.is_contiguous()) {
@@ -38,20 +37,27 @@ at::Tensor readable(const at::Tensor &grad, const Param &param)
 
 } // namespace
 
-std::vector<at::Tensor> Unit::take_gradients(bool with_unused, bool with_partial_sums)
+Accumulated::Accumulated(std::vector<Param> &params) : whole_(params)
 {
-    std::vector<at::Tensor> grads(params_.size());
+    for (const Param &p : params) {
+        has_widened_ = has_widened_ || p.is_widened;
+    }
+}
+
+std::vector<at::Tensor> Accumulated::take_gradients(bool with_unused, const fc_reduction *sums)
+{
+    std::vector<at::Tensor> grads(whole_.size());
     at::NoGradGuard no_grad;
-    has_all_gradients_ = !std::exchange(has_accumulated_, false);
-    for (size_t i = 0; i < params_.size(); i++) {
-        Param &p = params_[i];
+    has_all_ = !std::exchange(has_kept_, false);
+    for (size_t i = 0; i < whole_.size(); i++) {
+        Param &p = whole_[i];
         at::Tensor &fresh = p.unsharded_tensor.mutable_grad();
         if (!p.has_grad) {
             continue;
         }
-        has_all_gradients_ = has_all_gradients_ && (fresh.defined() || !p.is_trained);
+        has_all_ = has_all_ && (fresh.defined() || !p.is_trained);
         if (p.accumulated.defined() || fresh.defined()) {
-            awaits_gradients_ = false;
+            awaits_ = false;
         }
         if (p.accumulated.defined()) {
             if (fresh.defined()) {
@@ -62,7 +68,7 @@ std::vector<at::Tensor> Unit::take_gradients(bool with_unused, bool with_partial
         } else if (fresh.defined()) {
             grads[i] = readable(fresh, p);
         } else if ((with_unused && p.sharded_tensor().requires_grad()) ||
-                   (with_partial_sums && fc_reduction_has_sum(reduction_.get(), i))) {
+                   (sums != nullptr && fc_reduction_has_sum(sums, i))) {
             grads[i] = at::zeros_like(p.unsharded_tensor);
         }
         if (p.copies > 1 && grads[i].defined()) {
@@ -73,21 +79,21 @@ std::vector<at::Tensor> Unit::take_gradients(bool with_unused, bool with_partial
     return grads;
 }
 
-void Unit::defer_upcasts(bool reduces)
+void Accumulated::defer_upcasts(bool reduces)
 {
-    for (size_t i = 0; has_widened_ && i < params_.size(); i++) {
-        const at::Tensor &unsharded = params_[i].unsharded_tensor;
-        if (params_[i].is_widened && unsharded.requires_grad() &&
+    for (size_t i = 0; has_widened_ && i < whole_.size(); i++) {
+        const at::Tensor &unsharded = whole_[i].unsharded_tensor;
+        if (whole_[i].is_widened && unsharded.requires_grad() &&
             (reduces || unsharded.grad().defined())) {
             unsharded.set_grad_dtype(std::nullopt);
         }
     }
 }
 
-void Unit::end_deferral()
+void Accumulated::end_deferral()
 {
-    for (size_t i = 0; has_widened_ && i < params_.size(); i++) {
-        const Param &p = params_[i];
+    for (size_t i = 0; has_widened_ && i < whole_.size(); i++) {
+        const Param &p = whole_[i];
         if (p.is_widened && p.unsharded_tensor.requires_grad()) {
             at::Tensor &grad = p.unsharded_tensor.mutable_grad();
             if (grad.defined() && grad.scalar_type() != *p.leaf_grad_type) {
@@ -98,9 +104,9 @@ void Unit::end_deferral()
     }
 }
 
-void Unit::set_accumulated(size_t param, const at::Tensor &tensor)
+void Accumulated::set_accumulated(size_t param, const at::Tensor &tensor)
 {
-    Param &p = params_[param];
+    Param &p = whole_[param];
     if (tensor.defined() &&
         (tensor.sizes() != p.unsharded_tensor.sizes() || tensor.scalar_type() != p.reduce_type)) {
         PyErr_Format(PyExc_ValueError,
@@ -112,19 +118,19 @@ void Unit::set_accumulated(size_t param, const at::Tensor &tensor)
     p.accumulated = tensor.defined() ? readable(tensor, p) : tensor;
 }
 
-void Unit::accumulate()
+bool Accumulated::keep_gradients()
 {
     bool any = false;
     at::NoGradGuard no_grad;
-    has_all_gradients_ = true;
-    for (Param &p : params_) {
+    has_all_ = true;
+    for (Param &p : whole_) {
         at::Tensor &fresh = p.unsharded_tensor.mutable_grad();
         if (!fresh.defined()) {
-            has_all_gradients_ = has_all_gradients_ && !(p.has_grad && p.is_trained);
+            has_all_ = has_all_ && !(p.has_grad && p.is_trained);
             continue;
         }
-        any = has_accumulated_ = true;
-        awaits_gradients_ = false;
+        any = has_kept_ = true;
+        awaits_ = false;
         if (p.accumulated.defined()) {
             p.accumulated.add_(fresh);
             fresh = at::Tensor();
@@ -133,43 +139,27 @@ void Unit::accumulate()
             fresh = at::Tensor();
         } // else autograd adds the next one to it where it is
     }
-    if (any && fc_domain_is_mapped(domain_) && fc_domain_n_ranks(domain_) > 1) {
-        fc_exchange_accumulate(shard_);
-    }
+    return any;
 }
 
-std::vector<at::Tensor> Unit::partial_sums() const
+bool Accumulated::has_gradients() const
 {
-    std::vector<at::Tensor> sums(params_.size());
-    const fc_layout *layout = fc_unit_layout(shard_);
-    for (size_t i = 0; i < sums.size(); i++) {
-        const fc_param &p = layout->params[i];
-        if (const void *sum = fc_reduction_sum(reduction_.get(), i)) {
-            sums[i] = at::empty({static_cast<int64_t>(p.chunk_numel)}, scalar_type_of(p.reduce));
-            std::memcpy(sums[i].mutable_data_ptr(), sum, sums[i].nbytes());
-        }
-    }
-    return sums;
-}
-
-bool Unit::has_accumulated() const
-{
-    for (const Param &p : params_) {
+    for (const Param &p : whole_) {
         if (p.accumulated.defined() || p.unsharded_tensor.grad().defined()) {
             return true;
         }
     }
-    return has_partial_sums();
+    return false;
 }
 
-void Unit::inherit(Unit &former)
+void Accumulated::take_from(Accumulated &former)
 {
     at::NoGradGuard no_grad;
-    has_accumulated_ = std::exchange(former.has_accumulated_, false);
-    for (size_t i = 0; i < params_.size(); i++) {
-        Param &p = params_[i];
-        at::Tensor accumulated = std::move(former.params_[i].accumulated);
-        at::Tensor on_leaf = std::move(former.params_[i].unsharded_tensor.mutable_grad());
+    has_kept_ = std::exchange(former.has_kept_, false);
+    for (size_t i = 0; i < whole_.size(); i++) {
+        Param &p = whole_[i];
+        at::Tensor accumulated = std::move(former.whole_[i].accumulated);
+        at::Tensor on_leaf = std::move(former.whole_[i].unsharded_tensor.mutable_grad());
         if (accumulated.defined()) {
             p.accumulated = accumulated.to(p.reduce_type);
         }
@@ -178,32 +168,15 @@ void Unit::inherit(Unit &former)
                 on_leaf.to(p.leaf_grad_type.value_or(p.unsharded_tensor.scalar_type()));
         }
     }
-    if (device_ != nullptr && former.has_partial_sums()) {
-        device_->inherit_partial_sum(*former.device_);
-    }
-    check(fc_reduction_inherit(reduction_.get(), former.reduction_.get()));
 }
 
-void Unit::drop_gradients()
+void Accumulated::drop()
 {
-    for (Param &p : params_) {
+    for (Param &p : whole_) {
         p.accumulated = at::Tensor();
         p.unsharded_tensor.mutable_grad() = at::Tensor();
     }
     end_deferral();
-    if (device_ != nullptr) {
-        device_->drop_gradients();
-    }
-    drop_partial_sums();
-    deferred_hooks_.clear();
-}
-
-void Unit::drop_partial_sums()
-{
-    if (device_ != nullptr) {
-        device_->drop_partial_sum();
-    }
-    fc_reduction_drop_sums(reduction_.get());
 }
 
 } // namespace fc

@@ -1,7 +1,7 @@
 // Autograd's side of the hooks: on the nodes between units, an identity node on inputs where these
 // do not do, the final callback.
 #include "bind/compat.h"
-#include "bind/fsdp/state.h"
+#include "bind/fsdp/root.h"
 #include "bind/python/untraced.h"
 
 #include <ATen/core/grad_mode.h>
@@ -109,10 +109,10 @@ void learn_of_input(StateObject *state, const torch::autograd::edge_list &inputs
     RootObject *root = state->root;
     if (group == nullptr || root == nullptr ||
         torch::autograd::get_current_graph_task_id() != root->graph_task ||
-        (group->input_seen_in != 0 && group->input_seen_in != root->backward)) {
+        (group->input_seen_in != 0 && group->input_seen_in != root->course.backward)) {
         return;
     }
-    const bool is_first = std::exchange(group->input_seen_in, root->backward) == 0;
+    const bool is_first = std::exchange(group->input_seen_in, root->course.backward) == 0;
     group->owns_input = (is_first || group->owns_input) && inputs.size() == 1 &&
                         inputs[0].is_valid() && forks().count(inputs[0].function.get()) == 0;
 }
@@ -164,7 +164,7 @@ struct Border : public torch::autograd::FunctionPreHook {
     {
         Gil gil;
         const Untraced untraced;
-        if (left && training_of(left->get()) == Training::pre_backward) {
+        if (left && training_of(left->get()) == FC_TRAINING_PRE_BACKWARD) {
             state_post_backward(left->get());
         }
         if (entered) {
@@ -229,7 +229,7 @@ public:
         }
         Gil gil;
         if (!has_run_) {
-            root_fail(root_);
+            fc_root_fail(&root_->course);
         }
         Py_DECREF(root_);
     }
@@ -348,9 +348,8 @@ void hook_params(StateObject *state)
 
 void queue_final_callback(RootObject *root)
 {
-    root->context->callback_queued = true;
+    fc_root_note_awaited(&root->course);
     root->graph_task = torch::autograd::get_current_graph_task_id();
-    context_begin_backward(root->context);
     auto callback = std::make_shared<FinalCallback>(root);
     torch::autograd::Engine::get_default_engine().queue_callback([callback] { callback->run(); });
 }

@@ -1,6 +1,7 @@
 // The Python type Context: torch's names for the flags of a root.
 #include "bind/fsdp/context.h"
 
+#include "bind/python/process.h"
 #include "bind/python/python.h"
 
 #include <cstddef>
@@ -10,7 +11,6 @@ namespace fc {
 namespace {
 
 PyTypeObject *context_type = nullptr;
-int n_awaited = 0; // handles; guarded by the GIL
 
 ContextObject *as_context(PyObject *self)
 {
@@ -21,7 +21,7 @@ PyObject *context_new(PyTypeObject *type, PyObject *, PyObject *)
 {
     PyObject *self = type->tp_alloc(type, 0);
     if (self != nullptr) {
-        as_context(self)->is_last_backward = 1;
+        as_context(self)->course.is_last_backward = true;
     }
     return self;
 }
@@ -29,7 +29,7 @@ PyObject *context_new(PyTypeObject *type, PyObject *, PyObject *)
 void context_dealloc(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
-    n_awaited -= as_context(self)->awaits_handle;
+    process.n_awaited -= as_context(self)->awaits_handle;
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -37,17 +37,18 @@ void context_dealloc(PyObject *self)
 // None, or whether the running backward waits for finalize_backward().
 PyObject *get_active(PyObject *self, void *)
 {
-    const Ending ending = as_context(self)->ending;
-    return ending == Ending::open ? Py_NewRef(Py_None) : PyBool_FromLong(ending == Ending::manual);
+    const fc_root_ending ending = as_context(self)->course.ending;
+    return ending == FC_ENDING_OPEN ? Py_NewRef(Py_None)
+                                    : PyBool_FromLong(ending == FC_ENDING_MANUAL);
 }
 
 int set_active(PyObject *self, PyObject *value, void *)
 {
     const int manual = value == nullptr ? -1 : PyObject_IsTrue(value);
     if (manual >= 0) {
-        as_context(self)->ending = value == Py_None ? Ending::open
-                                   : manual != 0    ? Ending::manual
-                                                    : Ending::automatic;
+        as_context(self)->course.ending = value == Py_None ? FC_ENDING_OPEN
+                                          : manual != 0    ? FC_ENDING_MANUAL
+                                                           : FC_ENDING_AUTOMATIC;
     }
     return manual < 0 ? -1 : 0;
 }
@@ -55,13 +56,14 @@ int set_active(PyObject *self, PyObject *value, void *)
 // A backward that failed has not completed.
 PyObject *get_queued(PyObject *self, void *)
 {
-    return PyBool_FromLong(as_context(self)->callback_queued || as_context(self)->is_failed);
+    const fc_root_context &course = as_context(self)->course;
+    return PyBool_FromLong(course.awaits_end || course.is_failed);
 }
 
 int set_queued(PyObject *self, PyObject *value, void *)
 {
     return flag_set(self, value,
-                    reinterpret_cast<void *>(offsetof(ContextObject, callback_queued)));
+                    reinterpret_cast<void *>(offsetof(ContextObject, course.awaits_end)));
 }
 
 PyObject *get_pending(PyObject *self, void *)
@@ -75,13 +77,13 @@ int set_pending(PyObject *self, PyObject *value, void *)
     const char before = context->awaits_handle;
     const int result =
         flag_set(self, value, reinterpret_cast<void *>(offsetof(ContextObject, awaits_handle)));
-    n_awaited += context->awaits_handle - before;
+    process.n_awaited += context->awaits_handle - before;
     return result;
 }
 
 PyGetSetDef context_properties[] = {
-    FC_FLAG("is_last_backward", ContextObject, is_last_backward, nullptr),
-    FC_FLAG("manual_backward_finalization", ContextObject, ends_manually, nullptr),
+    FC_FLAG("is_last_backward", ContextObject, course.is_last_backward, nullptr),
+    FC_FLAG("manual_backward_finalization", ContextObject, course.ends_manually, nullptr),
     {"manual_backward_finalization_active", get_active, set_active,
      "None, or whether the running backward waits for finalize_backward()", nullptr},
     {"post_backward_final_callback_queued", get_queued, set_queued,
@@ -126,11 +128,6 @@ ContextObject *context_of(PyObject *object)
         throw_python();
     }
     return as_context(object);
-}
-
-bool any_awaits_handle()
-{
-    return n_awaited > 0;
 }
 
 } // namespace fc

@@ -2,6 +2,8 @@
 #include "bind/fsdp/events.h"
 
 #include "bind/fsdp/unit.h"
+#include "bind/python/calls.h"
+#include "bind/python/process.h"
 
 #include <ATen/record_function.h>
 
@@ -18,8 +20,6 @@ namespace {
 constexpr const char *logger_name = "torch.distributed.fsdp.fully_shard";
 constexpr int debug_level = 10; // logging.DEBUG
 
-bool is_logging = false;
-
 // "label (unit)"; the root has no name.
 std::string with_name(const char *label, const Unit *unit)
 {
@@ -34,8 +34,8 @@ std::string with_name(const char *label, const Unit *unit)
 PyObject *logger()
 {
     static PyObject *const found = [] {
-        const Ref logging = checked(PyImport_ImportModule("logging"));
-        return checked(PyObject_CallMethod(logging.get(), "getLogger", "s", logger_name)).release();
+        const Ref get = look_up(Import::get_logger);
+        return checked(PyObject_CallFunction(get.get(), "s", logger_name)).release();
     }();
     return found;
 }
@@ -55,17 +55,18 @@ Range::~Range() = default;
 
 void log_event(const char *label, const Unit *unit)
 {
-    if (is_logging) {
-        checked(PyObject_CallMethod(logger(), "debug", "ss", "%s", with_name(label, unit).c_str()));
+    if (process.is_logging) {
+        const Ref debug = checked(PyObject_GetAttr(logger(), name_of(Attribute::debug)));
+        checked(PyObject_CallFunction(debug.get(), "ss", "%s", with_name(label, unit).c_str()));
     }
 }
 
 void log_look_up_level()
 {
-    static PyObject *const method = PyUnicode_InternFromString("isEnabledFor");
     static PyObject *const level = PyLong_FromLong(debug_level);
-    const Ref answer = checked(PyObject_CallMethodOneArg(logger(), method, level));
-    is_logging = PyObject_IsTrue(answer.get()) == 1;
+    const Ref answer =
+        checked(PyObject_CallMethodOneArg(logger(), name_of(Attribute::is_enabled_for), level));
+    process.is_logging = PyObject_IsTrue(answer.get()) == 1;
 }
 
 } // namespace fc

@@ -2,31 +2,26 @@
 #include "bind/fsdp/gradients.h"
 
 #include "base/alloc.h"
+#include "bind/python/calls.h"
+#include "bind/python/raised.h"
 #include "bind/tensor/tensors.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
-#include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace fc {
-
-std::string parameter_name(const Param &param)
-{
-    Ref fqn = Ref::take(PyObject_GetAttrString(param.owner.get(), "_param_fqn"));
-    const char *text = fqn && PyUnicode_Check(fqn.get()) ? PyUnicode_AsUTF8(fqn.get()) : nullptr;
-    PyErr_Clear();
-    return text != nullptr ? text : "?";
-}
 
 Ref local_gradient(const Param &param)
 {
     const Ref object = checked(THPVariable_Wrap(param.sharded_tensor().grad()));
-    Ref local = Ref::take(PyObject_GetAttrString(object.get(), "_local_tensor"));
+    Ref local = Ref::take(PyObject_GetAttr(object.get(), name_of(Attribute::local_tensor)));
     if (!local) {
         PyErr_Clear();
         PyErr_Format(PyExc_AssertionError,
@@ -62,15 +57,14 @@ bool Gradient::is_free() const
            tensor.use_count() == tensor_uses && local.use_count() == local_uses;
 }
 
-at::Tensor Unit::make_grad_buffer(size_t bytes) const
+at::Tensor ShardGradients::make_buffer(size_t bytes) const
 {
-    return device_ != nullptr ? device_->make_buffer(bytes) : page_buffer(bytes);
+    return page_buffer(bytes);
 }
 
-bool Unit::can_share_flat() const
+bool ShardGradients::can_share_flat() const
 {
-    if (!grads_share_flat_ || !grads_flat_.defined() ||
-        grads_flat_.storage().use_count() != flat_uses_) {
+    if (!share_flat_ || !flat_.defined() || flat_.storage().use_count() != flat_uses_) {
         return false;
     }
     for (const Param &p : params_) {
@@ -92,12 +86,11 @@ int64_t grad_at(const fc_layout &layout, size_t i) // in elements
 } // namespace
 
 // The DTensor of a shard's gradient, and what tells later whether somebody keeps it.
-void Unit::make_gradient(Param &param, at::Tensor local)
+void ShardGradients::make_one(Param &param, at::Tensor local)
 {
     Gradient g;
     g.local_object = checked(THPVariable_Wrap(local));
-    g.object = checked(
-        PyObject_CallMethod(param.owner.get(), "to_sharded_dtensor", "O", g.local_object.get()));
+    g.object = ask_python(Call::make_sharded_gradient, param.owner.get(), g.local_object.get());
     g.local = std::move(local);
     g.tensor = tensor_of(g.object.get());
     g.object_refs = static_cast<uint32_t>(Py_REFCNT(g.object.get()));
@@ -108,7 +101,7 @@ void Unit::make_gradient(Param &param, at::Tensor local)
 }
 
 // A gradient of autograd's becomes the shard's.
-void Unit::adopt(Param &param, const at::Tensor &grad)
+void ShardGradients::adopt(Param &param, const at::Tensor &grad)
 {
     if (param.grad.object && param.grad.is_free()) {
         point_to(param.grad.local, grad.storage(), grad.storage_offset());
@@ -116,84 +109,58 @@ void Unit::adopt(Param &param, const at::Tensor &grad)
         const at::NoGradGuard no_grad;
         at::Tensor local = at::empty({0}, grad.options());
         local.set_(grad.storage(), grad.storage_offset(), param.local_size, param.local_stride);
-        make_gradient(param, std::move(local));
+        make_one(param, std::move(local));
     }
-    grads_flat_ = at::Tensor();
-    grads_share_flat_ = false;
+    flat_ = at::Tensor();
+    share_flat_ = false;
     param.sharded_tensor().mutable_grad() = param.grad.tensor;
 }
 
 // A new buffer for gradients whose memory was given back, unless somebody has one of them.
-void Unit::restore_flat()
+void ShardGradients::restore_flat()
 {
-    const fc_layout *layout = fc_unit_layout(shard_);
-    grads_share_flat_ = std::all_of(params_.begin(), params_.end(), [](const Param &p) {
-        return !p.grad.object || p.grad.is_free();
-    });
-    if (!grads_share_flat_) {
+    share_flat_ = std::all_of(params_.begin(), params_.end(),
+                              [](const Param &p) { return !p.grad.object || p.grad.is_free(); });
+    if (!share_flat_) {
         return;
     }
-    grads_flat_ = make_grad_buffer(layout->grad_bytes);
+    flat_ = make_buffer(layout_->grad_bytes);
     for (size_t i = 0; i < params_.size(); i++) {
         if (params_[i].grad.object) {
-            point_to(params_[i].grad.local, grads_flat_.storage(), grad_at(*layout, i));
+            point_to(params_[i].grad.local, flat_.storage(), grad_at(*layout_, i));
         }
     }
-    flat_uses_ = grads_flat_.storage().use_count();
+    flat_uses_ = flat_.storage().use_count();
 }
 
-void Unit::release_unused()
-{
-    if (device_->is_offloaded()) { // memory of the host, which is costly to pin
-        return;
-    }
-    if (grads_share_flat_ ? !can_share_flat() : grads_flat_.defined()) {
-        return;
-    }
-    c10::Storage none;
-    for (const Param &p : params_) {
-        if (!p.grad.object || !p.grad.is_free() || p.grad.local.storage().nbytes() == 0) {
-            continue;
-        }
-        if (!none) {
-            const c10::Device device = p.grad.local.device();
-            none = c10::Storage(c10::Storage::use_byte_size_t(), 0, at::DataPtr(nullptr, device),
-                                nullptr, false);
-        }
-        point_to(p.grad.local, none, 0);
-    }
-    grads_flat_ = at::Tensor();
-}
-
-void Unit::release_gradients()
+void ShardGradients::release()
 {
     for (Param &p : params_) {
         p.grad = Gradient();
     }
-    grads_flat_ = at::Tensor();
-    grads_share_flat_ = false;
+    flat_ = at::Tensor();
+    share_flat_ = false;
 }
 
 // Makes a gradient for every parameter without one (`all`: for every parameter), in one new buffer.
 // A gradient that somebody else holds is left to its holder.
-void Unit::make_gradients(bool all)
+void ShardGradients::make(bool all)
 {
-    if (grads_share_flat_ && !grads_flat_.defined()) {
+    if (share_flat_ && !flat_.defined()) {
         restore_flat();
     }
     if (can_share_flat()) {
         return;
     }
-    const fc_layout *layout = fc_unit_layout(shard_);
     std::vector<size_t> wanted;
-    bool flat_is_ours = grads_flat_.defined() && grads_flat_.storage().use_count() == flat_uses_;
+    bool flat_is_ours = flat_.defined() && flat_.storage().use_count() == flat_uses_;
     for (size_t i = 0; i < params_.size(); i++) {
         const Param &p = params_[i];
         const at::Tensor &present = p.sharded_tensor().grad();
         const bool assigned = p.grad.object && present.defined() && present.is_same(p.grad.tensor);
-        const bool reusable = p.grad.object && flat_is_ours &&
-                              p.grad.local.is_alias_of(grads_flat_) && p.grad.is_free();
-        if (layout->params[i].has_grad && (all || (!assigned && !reusable))) {
+        const bool reusable =
+            p.grad.object && flat_is_ours && p.grad.local.is_alias_of(flat_) && p.grad.is_free();
+        if (layout_->params[i].has_grad && (all || (!assigned && !reusable))) {
             wanted.push_back(i);
         }
     }
@@ -201,37 +168,25 @@ void Unit::make_gradients(bool all)
         return;
     }
     at::NoGradGuard no_grad;
-    grads_flat_ = make_grad_buffer(layout->grad_bytes);
+    flat_ = make_buffer(layout_->grad_bytes);
     for (size_t i : wanted) {
         Param &p = params_[i];
-        at::Tensor local = at::empty({0}, grads_flat_.options().dtype(p.grad_type));
-        local.set_(grads_flat_.storage(), grad_at(*layout, i), p.local_size, p.local_stride);
-        make_gradient(p, std::move(local));
+        at::Tensor local = at::empty({0}, flat_.options().dtype(p.grad_type));
+        local.set_(flat_.storage(), grad_at(*layout_, i), p.local_size, p.local_stride);
+        make_one(p, std::move(local));
     }
-    grads_share_flat_ = true;
+    share_flat_ = true;
     for (size_t i = 0; i < params_.size(); i++) {
         const Gradient &g = params_[i].grad;
-        grads_share_flat_ = grads_share_flat_ && (!layout->params[i].has_grad ||
-                                                  (g.object && g.local.is_alias_of(grads_flat_)));
+        share_flat_ = share_flat_ &&
+                      (!layout_->params[i].has_grad || (g.object && g.local.is_alias_of(flat_)));
     }
-    flat_uses_ = grads_flat_.storage().use_count();
-}
-
-bool Unit::has_hooks() const
-{
-    for (const Param &p : params_) {
-        const at::Tensor &tensor = p.sharded_tensor();
-        if (torch::autograd::impl::get_autograd_meta(tensor) != nullptr &&
-            torch::autograd::impl::post_acc_grad_hooks(tensor)) {
-            return true;
-        }
-    }
-    return false;
+    flat_uses_ = flat_.storage().use_count();
 }
 
 // Runs the post-accumulate hooks of a parameter whose gradient is final, now or at the end of the
 // phase.
-void Unit::after_write(size_t index, const fc_reduce_options &options)
+void ShardGradients::after_write(size_t index, const fc_reduce_options &options)
 {
     Param &p = params_[index];
     if (!torch::autograd::impl::post_acc_grad_hooks(p.sharded_tensor())) {
@@ -241,20 +196,87 @@ void Unit::after_write(size_t index, const fc_reduce_options &options)
         deferred_hooks_.push_back(index);
         return;
     }
-    at::NoGradGuard no_grad;
-    std::optional<GradientScope> scope;
-    if (device_ != nullptr) {
-        scope.emplace(*device_);
-    }
-    (*torch::autograd::impl::post_acc_grad_hooks(p.sharded_tensor()))(p.sharded_tensor());
+    run_hooks(p);
 }
 
-void Unit::run_deferred_hooks()
+void ShardGradients::run_hooks(const Param &param) const
+{
+    at::NoGradGuard no_grad;
+    const at::Tensor &sharded = param.sharded_tensor();
+    (*torch::autograd::impl::post_acc_grad_hooks(sharded))(sharded);
+}
+
+void ShardGradients::run_deferred_hooks()
 {
     std::vector<size_t> indices = std::exchange(deferred_hooks_, {});
     for (size_t i : indices) {
         after_write(i, {1, true, false});
     }
+}
+
+void *ShardGradients::flat()
+{
+    for (const Param &p : params_) {
+        if (p.sharded_tensor().grad().defined()) {
+            return nullptr;
+        }
+    }
+    make(true);
+    return flat_.mutable_data_ptr();
+}
+
+void ShardGradients::assign_flat(const fc_reduce_options &options)
+{
+    for (size_t i = 0; i < params_.size(); i++) {
+        if (layout_->params[i].has_grad && layout_->params[i].trainable) {
+            params_[i].sharded_tensor().mutable_grad() = params_[i].grad.tensor;
+        }
+    }
+    for (size_t i = 0; i < params_.size(); i++) {
+        if (layout_->params[i].has_grad && layout_->params[i].trainable) {
+            after_write(i, options);
+        }
+    }
+}
+
+void *ShardGradients::target_of(size_t index, bool *accumulate)
+{
+    Param &p = params_[index];
+    const at::Tensor present = p.sharded_tensor().grad();
+    const bool is_ours = present.defined() && p.grad.object && present.is_same(p.grad.tensor);
+    *accumulate = is_ours;
+    if (is_ours || !present.defined()) {
+        return p.grad.local.mutable_data_ptr();
+    }
+    // A gradient that the user put there: add to it as torch would.
+    const Ref local = local_gradient(p);
+    added_to_ = tensor_of(local.get());
+    addend_ = at::empty_strided(p.local_size, p.local_stride, at::dtype(p.grad_type));
+    return addend_.mutable_data_ptr();
+}
+
+void ShardGradients::assign(size_t index, const fc_reduce_options &options)
+{
+    Param &p = params_[index];
+    if (added_to_.defined()) {
+        const at::NoGradGuard no_grad;
+        const at::Tensor sum = std::exchange(addend_, at::Tensor());
+        std::exchange(added_to_, at::Tensor()).add_(sum);
+    } else if (!p.sharded_tensor().grad().defined()) {
+        p.sharded_tensor().mutable_grad() = p.grad.tensor;
+    }
+    after_write(index, options);
+}
+
+void ShardGradients::submit(std::unique_ptr<Taken> taken, const fc_reduce_options &options)
+{
+    const fc_gradient *grads = taken->grads.data();
+    check_raised(fc_reduction_submit(reduction_, grads, taken.release(), &options));
+}
+
+void ShardGradients::inherit(const ShardGradients &former)
+{
+    check(fc_reduction_inherit(reduction_, former.reduction_));
 }
 
 } // namespace fc

@@ -1,6 +1,5 @@
 // A unit and the graphs that its forwards have made: what these read, and which of it is outdated.
-#include "bind/fsdp/steps.h"
-#include "bind/fsdp/unit.h"
+#include "bind/fsdp/graphs.h"
 
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -8,63 +7,84 @@
 
 namespace fc {
 
-std::vector<Unit *> Unit::graphs_;
+class UnitGraph::Registry {
+public:
+    void add(UnitGraph *unit)
+    {
+        unit->graph_at_ = units_.size();
+        units_.push_back(unit);
+    }
+    void remove(const UnitGraph *unit)
+    {
+        units_.back()->graph_at_ = unit->graph_at_;
+        units_[unit->graph_at_] = units_.back();
+        units_.pop_back();
+    }
+    const std::vector<UnitGraph *> &units() const { return units_; }
 
-void Unit::watch_gradients(PyObject *state)
+private:
+    std::vector<UnitGraph *> units_;
+};
+
+UnitGraph::Registry &UnitGraph::registry()
+{
+    static Registry all;
+    return all;
+}
+
+UnitGraph::UnitGraph(const fc_unit *unit, std::vector<Param> &params, const Unsharding &unsharding,
+                     const Updates *updates)
+    : unit_(unit), read_(params), unsharding_(unsharding), updates_(updates),
+      steps_seen_(n_steps()), updates_seen_(updates->n()), hooks_(params.size())
+{
+    for (const Param &p : params) {
+        shard_versions_.push_back(p.shard_versions());
+    }
+}
+
+UnitGraph::~UnitGraph()
+{
+    end_graph();
+    if (arrivals_ != nullptr) {
+        arrivals_->is_expected = false;
+        arrivals_->state = Ref();
+    }
+}
+
+void UnitGraph::watch_gradients(PyObject *state)
 {
     if (arrivals_ == nullptr) {
         auto arrivals = std::make_shared<Arrivals>();
         arrivals->state = checked(PyWeakref_NewRef(state, nullptr));
-        arrivals->unit = fc_unit_name(shard_);
+        arrivals->unit = fc_unit_name(unit_);
         arrivals_ = std::move(arrivals);
     }
-    for (size_t i = 0; i < params_.size(); i++) {
-        if (params_[i].is_trained) {
-            hooks_[i] = watch_arrivals(params_[i].unsharded_tensor, arrivals_, hooks_[i]);
+    for (size_t i = 0; i < read_.size(); i++) {
+        if (read_[i].is_trained) {
+            hooks_[i] = watch_arrivals(read_[i].unsharded_tensor, arrivals_, hooks_[i]);
         }
     }
 }
 
-void Unit::begin_graph(PyObject *state)
+void UnitGraph::begin_graph(PyObject *state)
 {
     watch_gradients(state);
     if (!std::exchange(has_graph_, true)) {
-        graph_at_ = graphs_.size();
-        graphs_.push_back(this);
+        registry().add(this);
+        fc_unsharding_set_graph(unsharding_.unsharding(), true);
     }
 }
 
-void Unit::end_graph()
+void UnitGraph::end_graph()
 {
     if (!std::exchange(has_graph_, false)) {
         return;
     }
-    graphs_.back()->graph_at_ = graph_at_;
-    graphs_[graph_at_] = graphs_.back();
-    graphs_.pop_back();
-    if (!unsharded_ && !stays()) {
-        hide();
-    }
+    registry().remove(this);
+    fc_unsharding_set_graph(unsharding_.unsharding(), false);
 }
 
-// The unsharded parameters of a unit in shared memory stay as they are until an optimizer steps, so
-// a backward may begin anywhere inside of it.
-void Unit::leave_to_graph()
-{
-    if (!has_graph_) {
-        hide();
-    } else if (!is_copied()) {
-        if (is_unavailable_) {
-            hide();
-        }
-        show(view_);
-    } else if (!is_resident_) {
-        hide();
-        storage_->set_nbytes(bytes_); // else autograd's views fail, without a name
-    }
-}
-
-bool Unit::note_updates()
+bool UnitGraph::note_updates()
 {
     if (steps_seen_ == n_steps()) {
         return false;
@@ -76,8 +96,8 @@ bool Unit::note_updates()
     }
     updates_seen_ = n;
     bool has_changed_all = true;
-    for (size_t i = 0; i < params_.size(); i++) {
-        Param &p = params_[i];
+    for (size_t i = 0; i < read_.size(); i++) {
+        Param &p = read_[i];
         const uint32_t versions = p.shard_versions();
         if (std::exchange(shard_versions_[i], versions) != versions) {
             p.unsharded_tensor.unsafeGetTensorImpl()->bump_version();
@@ -89,14 +109,15 @@ bool Unit::note_updates()
     return has_changed_all;
 }
 
-void Unit::note_step()
+void UnitGraph::note_step()
 {
     // An optimizer that steps in backward does so behind the backward of the unit.
-    if (graphs_.empty() || torch::autograd::get_current_graph_task_id() != -1) {
+    const std::vector<UnitGraph *> &units = registry().units();
+    if (units.empty() || torch::autograd::get_current_graph_task_id() != -1) {
         return;
     }
-    for (size_t i = graphs_.size(); i-- > 0;) {
-        if (Unit *unit = graphs_[i]; unit->note_updates()) {
+    for (size_t i = units.size(); i-- > 0;) {
+        if (UnitGraph *unit = units[i]; unit->note_updates()) {
             unit->end_graph(); // which takes another unit's place in the list
         }
     }

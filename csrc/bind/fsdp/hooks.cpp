@@ -1,8 +1,9 @@
 // The hooks of a module: what happens before and after forward, and before backward.
-#include "bind/fsdp/hooks.h"
+#include "bind/fsdp/root.h"
 
 #include "bind/fsdp/events.h"
-#include "bind/fsdp/root.h"
+#include "bind/python/calls.h"
+#include "bind/python/process.h"
 #include "bind/tensor/pytree.h"
 
 #include <ATen/SequenceNumber.h>
@@ -11,39 +12,31 @@
 
 namespace fc {
 
-namespace {
+bool in_autograd_backward()
+{
+    return torch::autograd::get_current_graph_task_id() != -1;
+}
 
-uint64_t n_checkpoints = 0;
+namespace {
 
 Unit *unit_of(const StateObject *state)
 {
     return state->group != nullptr ? state->group->unit : nullptr;
 }
 
-bool is_training(int value, Training training)
+// Python's cast for containers that pytree.cpp does not open.
+Ref cast_any(StateObject *state, Call cast)
 {
-    return value == static_cast<int>(training);
+    return checked(PyMethod_New(function_of(cast), reinterpret_cast<PyObject *>(state)));
 }
 
-bool in_autograd_backward()
-{
-    return torch::autograd::get_current_graph_task_id() != -1;
-}
-
-// torch's cast for containers that walk.cpp does not open.
-Ref cast_any(const StateObject *state, const char *method)
-{
-    return checked(PyObject_GetAttrString(
-        reinterpret_cast<PyObject *>(const_cast<StateObject *>(state)), method));
-}
-
-void cast_inputs(const StateObject *state, Ref &args, Ref &kwargs)
+void cast_inputs(StateObject *state, Ref &args, Ref &kwargs)
 {
     if (!state->casts_inputs || state->param_dtype == at::ScalarType::Undefined) {
         return;
     }
     Range range("FSDP::cast_forward_inputs");
-    const Ref any = cast_any(state, "_cast_any_input");
+    const Ref any = cast_any(state, Call::cast_any_input);
     for (Ref *object : {&args, &kwargs}) {
         if (Ref cast = cast_tensors(object->get(), state->param_dtype, any.get())) {
             *object = std::move(cast);
@@ -51,13 +44,13 @@ void cast_inputs(const StateObject *state, Ref &args, Ref &kwargs)
     }
 }
 
-Ref cast_output(const StateObject *state, PyObject *output)
+Ref cast_output(StateObject *state, PyObject *output)
 {
     if (state->output_dtype == at::ScalarType::Undefined) {
         return Ref::borrow(output);
     }
     Range range("FSDP::cast_forward_outputs");
-    const Ref any = cast_any(state, "_cast_any_output");
+    const Ref any = cast_any(state, Call::cast_any_output);
     Ref cast = cast_tensors(output, state->output_dtype, any.get());
     return cast ? std::move(cast) : Ref::borrow(output);
 }
@@ -80,7 +73,7 @@ void register_post_backward(StateObject *state, Ref &args, Ref &kwargs)
         return;
     }
     if (!in_autograd_backward()) {
-        state->group->forwards++;
+        state->group->course.n_entered++;
     }
     Tensors tensors;
     collect_grad_tensors(args.get(), tensors);
@@ -114,15 +107,14 @@ void register_pre_backward(StateObject *state, PyObject *output)
     // for them.
     if (Unit *unit = unit_of(state);
         unit != nullptr && !in_autograd_backward() &&
-        (unit->is_read_apart() || state->entry_checkpoints != n_checkpoints)) {
+        (unit->is_read_apart() || state->entry_checkpoints != process.n_checkpoints)) {
         unit->begin_graph(reinterpret_cast<PyObject *>(state)); // a member's, before the others'
         hook_nodes_inside(state, tensors);
     }
     if (state->is_strict) {
         for (const at::Tensor &tensor : tensors) {
             if (tensor.is_view()) {
-                checked(PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_warn_of_view",
-                                            nullptr));
+                ask_python(Call::warn_of_view, state);
             }
         }
     }
@@ -145,7 +137,7 @@ bool keep_for_hidden_output(StateObject *state, PyObject *output)
 {
     GroupObject *group = state->group;
     if (!at::GradMode::is_enabled() || in_autograd_backward() || is_transparent(output) ||
-        !is_trainable(group->unit) || (output == Py_None && is_grouped(state))) {
+        !is_trainable(group->unit) || (output == Py_None && state->course.is_grouped)) {
         return false;
     }
     Tensors tensors;
@@ -154,8 +146,7 @@ bool keep_for_hidden_output(StateObject *state, PyObject *output)
         return false;
     }
     if (!group->hides_outputs) {
-        checked(PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_warn_of_hidden_output",
-                                    nullptr));
+        ask_python(Call::warn_of_hidden_output, state);
         hook_params(state);
         group->hides_outputs = true;
     }
@@ -163,11 +154,10 @@ bool keep_for_hidden_output(StateObject *state, PyObject *output)
 }
 
 // A unit whose collectives others see gathers ahead where torch's would.
-void call_if_visible(const GroupObject *group, const char *method)
+void ask_if_visible(GroupObject *group, Call call)
 {
     if (fc_domain_is_packed(group->unit->domain())) {
-        checked(PyObject_CallMethod(reinterpret_cast<PyObject *>(const_cast<GroupObject *>(group)),
-                                    method, nullptr));
+        ask_python(call, group);
     }
 }
 
@@ -184,22 +174,15 @@ void group_post_forward(StateObject *state, bool is_needed = false)
             device->note_forward();
         }
     }
-    const bool in_forward = is_training(group->training, Training::forward);
-    const bool keeps =
+    const bool stays =
         group->post_forward_mesh_info == nullptr || group->post_forward_mesh_info == Py_None;
-    // Recomputation inside backward leaves the parameters to the backward that needs them.
-    if (!in_autograd_backward() && !(in_forward && keeps) && !is_needed &&
-        !(in_forward && group->unit->is_kept_after_forward())) {
-        group->unit->reshard(in_forward && device != nullptr &&
-                             device->keeps_slice(group->post_forward_mesh_info));
+    const bool is_passed = group->course.training == FC_TRAINING_FORWARD &&
+                           at::GradMode::is_enabled() && !in_autograd_backward();
+    check_raised(fc_root_leave_unit(&state->root->course, &group->course, in_autograd_backward(),
+                                    stays, is_needed));
+    if (is_passed) {
+        ask_if_visible(group, Call::note_forward);
     }
-    if (in_forward && !in_autograd_backward()) {
-        group->unit->end_forward();
-        if (at::GradMode::is_enabled()) {
-            call_if_visible(group, "_note_forward");
-        }
-    }
-    group->training = static_cast<int>(Training::idle);
 }
 
 // A grouped unit whose members did not all run ends with the root's forward; its backward hangs on
@@ -216,7 +199,7 @@ void complete_partial_groups(RootObject *root, const StateObject *entered, Ref &
             group_post_forward(state);
         }
         register_pre_backward(state, output.get());
-        state->training = static_cast<int>(Training::idle);
+        (void)fc_training_move(&state->course.training, FC_TRAINING_LEFT);
         output = cast_output(state, output.get());
         check(PySet_Clear(state->to_run));
     }
@@ -226,42 +209,37 @@ void complete_partial_groups(RootObject *root, const StateObject *entered, Ref &
 // before any gradient comes to one.
 bool is_recomputed_first(const StateObject *state)
 {
-    return state->group->forwards > 0 && in_autograd_backward() && at::GradMode::is_enabled() &&
-           !root_in_backward(state->root);
+    return state->group->course.n_entered > 0 && in_autograd_backward() &&
+           at::GradMode::is_enabled() && !root_in_backward(state->root);
 }
 
 void begin_forward(StateObject *state)
 {
-    RootObject *root = state->root;
-    // A forward that is entered anew from its outside was left by an exception before.
-    const bool is_root = reinterpret_cast<PyObject *>(state) == PyList_GET_ITEM(root->states, 0);
-    const bool began_it =
-        root->iteration_root == state && is_training(state->training, Training::forward);
-    if (root->iteration_root != nullptr && !is_grouped(state) && (is_root || began_it)) {
-        root_reset(root, false);
+    fc_root_module *course = &state->course;
+    if (fc_root_was_left(&state->root->course, course)) {
+        root_reset(state->root, false);
     }
-    const bool is_first = !is_grouped(state) || !is_training(state->training, Training::forward);
-    if (is_first && root->iteration_root == nullptr) {
+    const bool is_first = !course->is_grouped || course->training != FC_TRAINING_FORWARD;
+    if (is_first && state->root->course.opener == nullptr) {
         root_pre_forward(state);
     }
-    state->training = static_cast<int>(Training::forward);
-    state->entry_checkpoints = n_checkpoints;
+    (void)fc_training_move(&course->training, FC_TRAINING_ENTERED);
+    state->entry_checkpoints = process.n_checkpoints;
 }
 
 } // namespace
 
 Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_kwargs)
 {
-    if (any_awaits_handle()) {
-        checked(PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_refuse_unless_waited",
-                                    nullptr));
+    if (process.n_awaited > 0) {
+        ask_python(Call::refuse_unless_waited, state);
     }
     Ref args = Ref::borrow(given_args), kwargs = Ref::borrow(given_kwargs);
     Unit *unit = unit_of(state);
     if (unit != nullptr && is_recomputed_first(state)) {
         state_pre_backward(state);
     }
-    if (training_of(state) == Training::pre_backward && !state->root->context->is_failed) {
+    if (training_of(state) == FC_TRAINING_PRE_BACKWARD && !state->root->context->course.is_failed) {
         // Recomputation: the pre-backward hook has gathered the parameters, or they are gathered
         // again. (After a failed backward the state is a leftover, and this a new forward.)
         if (unit != nullptr) {
@@ -277,13 +255,11 @@ Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_
         if (unit != nullptr) {
             log_event("FSDP::pre_forward", unit);
             Range range("FSDP::pre_forward", unit);
-            GroupObject *group = state->group;
-            const bool is_entry =
-                !is_grouped(state) || !is_training(group->training, Training::forward);
-            group->training = static_cast<int>(Training::forward);
+            const bool is_news =
+                fc_training_move(&state->group->course.training, FC_TRAINING_ENTERED);
             unit->unshard();
-            call_if_visible(group, "_prefetch_in_forward");
-            if (is_entry) {
+            ask_if_visible(state->group, Call::prefetch_in_forward);
+            if (is_news || !state->course.is_grouped) {
                 register_post_backward(state, args, kwargs);
             }
         }
@@ -296,7 +272,7 @@ Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_
 
 Ref state_post_forward(StateObject *state, PyObject *given_output)
 {
-    if (training_of(state) == Training::pre_backward) {
+    if (training_of(state) == FC_TRAINING_PRE_BACKWARD) {
         return cast_output(state, given_output);
     }
     Ref output = Ref::borrow(given_output);
@@ -304,18 +280,18 @@ Ref state_post_forward(StateObject *state, PyObject *given_output)
         group_post_forward(state, keep_for_hidden_output(state, given_output));
     }
     register_pre_backward(state, output.get());
-    state->training = static_cast<int>(Training::idle);
+    (void)fc_training_move(&state->course.training, FC_TRAINING_LEFT);
     RootObject *root = state->root;
-    if (root->iteration_root == state) {
+    if (root->course.opener == &state->course) {
         complete_partial_groups(root, state, output);
-        root_post_forward(root);
+        check_raised(fc_root_end_forward(&root->course, at::GradMode::is_enabled()));
     }
     return cast_output(state, output.get());
 }
 
 Ref state_pre_forward_member(StateObject *state, PyObject *args, PyObject *kwargs)
 {
-    if (is_grouped(state) && PySet_GET_SIZE(state->to_run) == 0) {
+    if (state->course.is_grouped && PySet_GET_SIZE(state->to_run) == 0) {
         for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(state->modules); i++) {
             check(PySet_Add(state->to_run, PyTuple_GET_ITEM(state->modules, i)));
         }
@@ -325,11 +301,11 @@ Ref state_pre_forward_member(StateObject *state, PyObject *args, PyObject *kwarg
 
 Ref state_post_forward_member(StateObject *state, PyObject *module, PyObject *output)
 {
-    if (is_grouped(state)) {
+    if (state->course.is_grouped) {
         const int was_to_run = PySet_Discard(state->to_run, module);
         check(was_to_run);
         if (was_to_run == 0 || PySet_GET_SIZE(state->to_run) > 0) {
-            if (is_training(state->training, Training::forward)) {
+            if (state->course.training == FC_TRAINING_FORWARD) {
                 // The others may never run, and the root need not return what this one computed.
                 register_pre_backward(state, output);
             }
@@ -345,35 +321,21 @@ void state_pre_backward(StateObject *state)
     if (root == nullptr) {
         return;
     }
-    if (root->context->is_failed) {
-        root_reset(root, true);
-    }
-    state->training = static_cast<int>(Training::pre_backward);
-    state->backward = root->backward;
-    root_begin_backward(root);
-    if (!root->context->callback_queued) {
-        queue_final_callback(root);
-    }
-    GroupObject *group = state->group;
-    if (group == nullptr || group->unit == nullptr ||
-        is_training(group->training, Training::pre_backward)) {
+    bool is_news;
+    check_raised(fc_root_reach(&root->course, &state->course, &is_news));
+    if (!is_news) {
         return;
     }
+    GroupObject *group = state->group;
     if (at::GradMode::is_enabled() && group->unit->is_read_apart()) { // create_graph=True
-        checked(PyObject_CallMethod(reinterpret_cast<PyObject *>(state), "_tell_of_double_backward",
-                                    nullptr));
+        ask_python(Call::tell_of_double_backward, state);
     }
     log_event("FSDP::pre_backward", group->unit);
     Range range("FSDP::pre_backward", group->unit);
-    group->training = static_cast<int>(Training::pre_backward);
-    group->unit->await_gradients();
-    if (group->unshard_in_backward) {
-        group->unit->unshard();
-        call_if_visible(group, "_prefetch_in_backward");
-    } else {
-        group->unit->make_unavailable();
+    check_raised(fc_root_enter_backward(&root->course, &group->course));
+    if (group->course.unshard_in_backward) {
+        ask_if_visible(group, Call::prefetch_in_backward);
     }
-    group->unit->defer_upcasts(group->reduce_grads != 0);
 }
 
 void state_on_arrival(StateObject *state)
@@ -383,7 +345,7 @@ void state_on_arrival(StateObject *state)
     if (root == nullptr || group == nullptr || group->unit == nullptr) {
         return;
     }
-    if (root->context->is_failed) { // it is added to what the failed backward has left
+    if (root->context->course.is_failed) { // it is added to what the failed backward has left
         PyErr_Format(PyExc_RuntimeError,
                      "the previous backward ended in an exception, and another one reached FSDP "
                      "unit '%s' without a forward in between: call forward again first",
@@ -391,7 +353,7 @@ void state_on_arrival(StateObject *state)
         throw_python();
     }
     // After the unit's post-backward it is the end of backward that looks for more.
-    if (!root_in_backward(root) || !is_training(group->training, Training::post_backward)) {
+    if (!root_in_backward(root) || group->course.training != FC_TRAINING_POST_BACKWARD) {
         state_pre_backward(state);
     }
 }
@@ -400,6 +362,6 @@ void state_on_arrival(StateObject *state)
 
 PyObject *fc_count_checkpoint(PyObject *, PyObject *)
 {
-    fc::n_checkpoints++;
+    fc::process.n_checkpoints++;
     Py_RETURN_NONE;
 }

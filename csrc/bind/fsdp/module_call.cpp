@@ -2,6 +2,7 @@
 #include "bind/fsdp/module_call.h"
 
 #include "bind/fsdp/state.h"
+#include "bind/python/calls.h"
 #include "bind/python/untraced.h"
 
 #include <torch/csrc/jit/frontend/tracer.h>
@@ -28,9 +29,8 @@ Caller *caller = nullptr;
 Caller *make_caller()
 {
     auto *made = new Caller();
-    const Ref file = checked(PyImport_ImportModule("torch.nn.modules.module"));
-    made->globals = Py_NewRef(PyModule_GetDict(file.get()));
-    const Ref type = checked(PyObject_GetAttrString(file.get(), "Module"));
+    const Ref type = look_up(Import::nn_module);
+    made->globals = Py_NewRef(PyModule_GetDict(look_up(Import::nn_module_file).get()));
     made->module_type = reinterpret_cast<PyTypeObject *>(Py_NewRef(type.get()));
     check(intern({{&made->call_impl, "_call_impl"},
                   {&made->forward, "forward"},
@@ -154,8 +154,7 @@ void explain_error()
     if (trace != nullptr) {
         (void)PyException_SetTraceback(value, trace);
     }
-    const Ref file = Ref::take(PyImport_ImportModule("fsdp_c._fully_shard._errors"));
-    if (!file || !Ref::take(PyObject_CallMethod(file.get(), "explain", "O", value))) {
+    if (!Ref::take(guarded([&] { return ask_python(Call::explain_error, value).release(); }))) {
         PyErr_WriteUnraisable(value); // the error itself is what counts
     }
     PyErr_Restore(type, value, trace);
@@ -175,7 +174,10 @@ void note_raised(PyObject *module)
             PyObject *state =
                 state_of_hook(hook, reinterpret_cast<const void *>(state_hook_pre_forward));
             if (state != nullptr) {
-                root_note_raised(reinterpret_cast<StateObject *>(state));
+                auto *owner = reinterpret_cast<StateObject *>(state);
+                if (owner->root != nullptr) {
+                    fc_root_note_raised(&owner->root->course, &owner->course);
+                }
             }
         }
     }
@@ -222,9 +224,10 @@ PyObject *fc_call_directly(PyObject *, PyObject *cls)
         if (!PyType_Check(cls) || !PyType_IsSubtype(type, base)) {
             return PyErr_Format(PyExc_TypeError, "expected a class of modules");
         }
-        const fc::Ref own = fc::checked(PyObject_GetAttrString(cls, "__call__"));
+        PyObject *const name = fc::name_of(fc::Attribute::dunder_call);
+        const fc::Ref own = fc::checked(PyObject_GetAttr(cls, name));
         const fc::Ref plain =
-            fc::checked(PyObject_GetAttrString(reinterpret_cast<PyObject *>(base), "__call__"));
+            fc::checked(PyObject_GetAttr(reinterpret_cast<PyObject *>(base), name));
         if (own.get() == plain.get() && fc::is_called_plainly(type)) {
             type->tp_call = fc::call;
         }

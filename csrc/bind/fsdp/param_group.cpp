@@ -4,8 +4,10 @@
 #include "bind/python/objects.h"
 #include "bind/tensor/tensors.h"
 
+#include <ATen/ops/empty.h>
 #include <structmember.h>
 
+#include <cstring>
 #include <memory>
 #include <utility>
 
@@ -20,9 +22,7 @@ PyObject *group_new(PyTypeObject *type, PyObject *, PyObject *)
     PyObject *self = type->tp_alloc(type, 0);
     if (self != nullptr) {
         auto *group = as<GroupObject>(self);
-        group->training = static_cast<int>(Training::idle);
-        group->reduce_grads = group->all_reduce_grads = group->reshard_after_backward = 1;
-        group->unshard_in_backward = 1;
+        fc_root_unit_init(&group->course);
         group->updates = new Updates();
     }
     return self;
@@ -33,8 +33,8 @@ std::unique_ptr<Unit> detach(GroupObject *group)
 {
     std::unique_ptr<Unit> unit(std::exchange(group->unit, nullptr));
     if (unit != nullptr) {
-        fc_reduction_attach(unit->reduction(), nullptr);
-        fc_traffic_add(&group->past, &unit->traffic());
+        fc_unsharding_detach(unit->unsharding());
+        fc_root_unit_bind(&group->course, nullptr, nullptr);
         group->hides_outputs = false; // the next unit has parameters of its own
     }
     return unit;
@@ -96,7 +96,7 @@ PyObject *group_bind(PyObject *self, PyObject *args, PyObject *named)
             unit->inherit(*former);
         }
         group->unit = unit.release();
-        fc_reduction_attach(group->unit->reduction(), group);
+        fc_root_unit_bind(&group->course, group->unit->reduction(), group);
         Py_RETURN_NONE;
     });
 }
@@ -178,17 +178,23 @@ PyObject *group_accumulated(PyObject *self, PyObject *arg)
     });
 }
 
-// _core_partial_sums() -> [Tensor or None]
+// _core_partial_sums() -> [Tensor or None]: of each parameter a copy, flat and in its reduce dtype
 PyObject *group_partial_sums(PyObject *self, PyObject *)
 {
     return guarded([&]() -> PyObject * {
         const Unit *unit = as<GroupObject>(self)->unit;
-        const std::vector<at::Tensor> sums =
-            unit != nullptr ? unit->partial_sums() : std::vector<at::Tensor>();
-        Ref list = checked(PyList_New(static_cast<Py_ssize_t>(sums.size())));
-        for (size_t i = 0; i < sums.size(); i++) {
+        const size_t n = unit != nullptr ? unit->params().size() : 0;
+        Ref list = checked(PyList_New(static_cast<Py_ssize_t>(n)));
+        for (size_t i = 0; i < n; i++) {
+            const fc_param &p = fc_unit_layout(unit->shard_unit())->params[i];
+            const void *sum = fc_reduction_sum(unit->reduction(), i);
+            at::Tensor copy;
+            if (sum != nullptr) {
+                copy = at::empty({static_cast<int64_t>(p.chunk_numel)}, scalar_type_of(p.reduce));
+                std::memcpy(copy.mutable_data_ptr(), sum, copy.nbytes());
+            }
             PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i),
-                            sums[i].defined() ? THPVariable_Wrap(sums[i]) : Py_NewRef(Py_None));
+                            sum != nullptr ? THPVariable_Wrap(copy) : Py_NewRef(Py_None));
         }
         return list.release();
     });
@@ -196,7 +202,7 @@ PyObject *group_partial_sums(PyObject *self, PyObject *)
 
 PyObject *group_drop_partial_sums(PyObject *self, PyObject *)
 {
-    return with_unit(self, [](Unit *unit) { unit->drop_partial_sums(); });
+    return with_unit(self, [](Unit *unit) { unit->gradients().drop_partial_sums(); });
 }
 
 // _core_set_accumulated(index, Tensor or None)
@@ -241,7 +247,7 @@ PyObject *group_n_updates(PyObject *self, void *)
 PyObject *group_traffic(PyObject *self, PyObject *)
 {
     const auto *group = as<GroupObject>(self);
-    fc_traffic total = group->past;
+    fc_traffic total = group->course.past;
     if (group->unit != nullptr) {
         fc_traffic_add(&total, &group->unit->traffic());
     }
@@ -255,7 +261,7 @@ PyObject *group_traffic(PyObject *self, PyObject *)
 
 PyObject *group_release(PyObject *self, PyObject *)
 {
-    return with_unit(self, [](Unit *unit) { unit->release_gradients(); });
+    return with_unit(self, [](Unit *unit) { unit->gradients().release(); });
 }
 
 PyObject *group_release_sums(PyObject *self, PyObject *)
@@ -348,7 +354,7 @@ PyObject *group_partial_bytes(PyObject *self, void *)
 PyObject *group_was_used(PyObject *self, void *)
 {
     const auto *group = as<GroupObject>(self);
-    return PyBool_FromLong(group->past.unshards > 0 ||
+    return PyBool_FromLong(group->course.past.unshards > 0 ||
                            (group->unit != nullptr && group->unit->traffic().unshards > 0));
 }
 
@@ -384,20 +390,30 @@ PyObject *group_is_kept_after_forward(PyObject *self, void *)
     return PyBool_FromLong(unit != nullptr && unit->is_kept_after_forward());
 }
 
+PyObject *group_get_training(PyObject *self, void *)
+{
+    return PyLong_FromLong(as<GroupObject>(self)->course.training);
+}
+
+int group_set_training(PyObject *self, PyObject *value, void *)
+{
+    return parse_training(value, &as<GroupObject>(self)->course.training);
+}
+
 PyMemberDef group_members[] = {
-    {"_training", T_INT, offsetof(GroupObject, training), 0, "TrainingState, as its index"},
     {"post_forward_mesh_info", T_OBJECT, offsetof(GroupObject, post_forward_mesh_info), 0, nullptr},
     {"gradient_divide_factor", T_OBJECT, offsetof(GroupObject, gradient_divide_factor), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 
 PyGetSetDef group_properties[] = {
-    FC_FLAG("reduce_grads", GroupObject, reduce_grads, nullptr),
-    FC_FLAG("all_reduce_grads", GroupObject, all_reduce_grads, nullptr),
-    FC_FLAG("reshard_after_backward", GroupObject, reshard_after_backward, nullptr),
-    FC_FLAG("reduce_scatter_unused_params", GroupObject, reduce_scatter_unused_params, nullptr),
-    FC_FLAG("unshard_in_backward", GroupObject, unshard_in_backward, nullptr),
-    FC_FLAG("_post_backward_pending", GroupObject, post_backward_pending,
+    FC_FLAG("reduce_grads", GroupObject, course.reduce_grads, nullptr),
+    FC_FLAG("all_reduce_grads", GroupObject, course.all_reduce_grads, nullptr),
+    FC_FLAG("reshard_after_backward", GroupObject, course.reshard_after_backward, nullptr),
+    FC_FLAG("reduce_scatter_unused_params", GroupObject, course.reduce_unused, nullptr),
+    FC_FLAG("unshard_in_backward", GroupObject, course.unshard_in_backward, nullptr),
+    FC_FLAG("_post_backward_pending", GroupObject, course.is_pending,
             "whether gradients of a backward that went by are still to be reduced"),
+    {"_training", group_get_training, group_set_training, "TrainingState, as its index", nullptr},
     {"_is_bound", group_is_bound, nullptr, "whether the unit runs on the core", nullptr},
     {"_core_is_unsharded", group_is_unsharded, nullptr, nullptr, nullptr},
     {"_core_is_intact", group_is_intact, nullptr, "whether every shard is where set-up put it",

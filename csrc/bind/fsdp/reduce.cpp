@@ -1,7 +1,6 @@
 // A unit's gradients are handed to the engine, which says when and where their sums are written.
 #include "bind/compat.h"
 #include "bind/fsdp/events.h"
-#include "bind/fsdp/gradients.h"
 #include "bind/fsdp/unit.h"
 #include "bind/tensor/tensors.h"
 
@@ -33,9 +32,9 @@ void Unit::submit(bool with_unused, const fc_reduce_options &options)
 {
     // A submission that waits for the peers takes the partial sums along.
     const bool takes_sums =
-        flushes_partial_sums && options.all_reduce && !fc_reduction_is_submitted(reduction_.get());
+        flushes_partial_sums && options.all_reduce && !fc_reduction_is_submitted(reduction());
     auto taken = std::make_unique<Taken>();
-    taken->tensors = take_gradients(with_unused, takes_sums);
+    taken->tensors = take_gradients(with_unused, takes_sums ? reduction() : nullptr);
     taken->grads.resize(params_.size());
     bool any = false;
     for (size_t i = 0; i < params_.size(); i++) {
@@ -53,25 +52,33 @@ void Unit::submit(bool with_unused, const fc_reduce_options &options)
         return;
     }
     Range range("FSDP::post_backward_reduce", this);
-    if (device_ != nullptr) {
-        submit_device(*taken, options);
-        return;
-    }
-    const fc_gradient *grads = taken->grads.data();
-    check_raised(fc_reduction_submit(reduction_.get(), grads, taken.release(), &options));
+    gradients_->submit(std::move(taken), options);
 }
 
-uint64_t Unit::n_reused_ = 0;
-
-bool Unit::finish_step()
+void Unit::accumulate()
 {
-    if (is_finished_) {
-        n_reused_++; // a second post-backward
-        return false;
+    if (keep_gradients()) {
+        fc_reduction_accumulate(reduction());
     }
-    is_finished_ = has_all_gradients_ && !unsharded_ && !pending_ && !requested_ && !is_kept_ &&
-                   (device_ == nullptr || is_resident_) && !has_partial_sums();
-    return is_finished_;
+}
+
+void Unit::inherit(Unit &former)
+{
+    take_from(former);
+    gradients_->inherit(*former.gradients_);
+}
+
+void Unit::drop_gradients()
+{
+    drop();
+    gradients_->drop();
+    gradients_->drop_partial_sums();
+    gradients_->forget_deferred_hooks();
+}
+
+bool Unit::is_settled() const
+{
+    return has_all_gradients() && !has_partial_sums() && fc_unsharding_is_settled(unsharding());
 }
 
 } // namespace fc

@@ -1,9 +1,10 @@
-// Walking a root's states and domains.
+// A root for the engine, see engine/root.h: what is done around its functions.
 #ifndef FC_BIND_FSDP_ROOT_H
 #define FC_BIND_FSDP_ROOT_H
 
-#include "bind/fsdp/domain.h"
 #include "bind/fsdp/state.h"
+
+#include <vector>
 
 namespace fc {
 
@@ -14,25 +15,17 @@ template <typename Body> void each_state(const RootObject *root, Body &&body)
     }
 }
 
-template <typename Body> void each_domain(const RootObject *root, Body &&body)
-{
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(root->domains); i++) {
-        body(domain_of(PyList_GET_ITEM(root->domains, i)));
-    }
-}
-
-// True while a forward or backward phase is open. All domains of a root change together.
-inline bool root_is_open(const RootObject *root)
-{
-    return PyList_GET_SIZE(root->domains) > 0 &&
-           fc_domain_is_open(domain_of(PyList_GET_ITEM(root->domains, 0)));
-}
-
 inline bool root_in_backward(const RootObject *root)
 {
-    return PyList_GET_SIZE(root->domains) > 0 &&
-           fc_domain_in_backward(domain_of(PyList_GET_ITEM(root->domains, 0)));
+    return fc_root_in_backward(&root->course);
 }
+
+// After its other fields.
+void root_init(RootObject *root, const std::vector<fc_domain *> &domains);
+void root_pre_forward(StateObject *state);
+void root_end_backward(RootObject *root);
+void root_finalize_backward(RootObject *root);
+void root_reset(RootObject *root, bool drops_gradients);
 
 } // namespace fc
 

@@ -8,6 +8,9 @@
 #include "bind/fsdp/steps.h"
 #include "bind/fsdp/unit.h"
 #include "bind/tensor/tensors.h"
+#include "engine/root.h"
+
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <map>
 #include <optional>
@@ -18,48 +21,30 @@ namespace fc {
 struct RootObject;
 class RootHold;
 
-// torch's TrainingState, in its order.
-enum class Training : int {
-    forward = 0,
-    pre_backward = 1,
-    post_backward = 2,
-    idle = 3
-};
-
 // The base of FSDPParamGroup: flags that Python sets and the hooks read, and the bound unit.
 struct GroupObject {
     PyObject_HEAD
-    Unit *unit;   // owned; null until bound, and on the fallback
-    Unit *former; // owned; what the next unit inherits from, null: nothing
-    int training;
-    char reduce_grads, all_reduce_grads, reshard_after_backward, reduce_scatter_unused_params,
-        unshard_in_backward;
-    char post_backward_pending; // gradients of a backward that went by are still to be reduced
-    char hides_outputs;         // pre-backward hangs on the parameters, see keep_for_hidden_output
-    char defers_hooks;          // post-accumulate hooks run at the end of the phase
+    fc_root_unit course;    // flags that Python sets, and what a step's course knows of the unit
+    Unit *unit;             // owned; null until bound, and on the fallback
+    Unit *former;           // owned; what the next unit inherits from, null: nothing
+    char hides_outputs;     // pre-backward hangs on the parameters, see keep_for_hidden_output
+    bool owns_input;        // one tensor, which only the unit reads, so that its node can end it
+    uint64_t input_seen_in; // the root's backward that has shown this; 0: none has yet
     PyObject *post_forward_mesh_info; // owned; None: keep the parameters after forward
     PyObject *gradient_divide_factor; // owned; None: the number of ranks
-    // Forward passes of this step whose backward is still to come, and backwards that went by in
-    // this phase.
-    int forwards, backwards;
-    uint64_t finished_in;   // the root's backward that has left nothing of it for its end
-    uint64_t input_seen_in; // the root's backward that has shown the following; 0: none has yet
-    bool owns_input;        // one tensor, which only the unit reads, so that its node can end it
-    fc_traffic past;        // of the units that were bound before this one
-    Updates *updates;       // owned; of its shards, whatever unit is bound
+    Updates *updates;                 // owned; of its shards, whatever unit is bound
 };
 
 // The base of FSDPState.
 struct StateObject {
     PyObject_HEAD
-    RootObject *root;   // owned; null while undecided or on the fallback
-    GroupObject *group; // owned; null without parameters
-    PyObject *modules;  // owned; a tuple
-    PyObject *to_run;   // owned; the set of modules of a grouped unit that are still to run
-    int training;
+    fc_root_module course;
+    RootObject *root;           // owned; null while undecided or on the fallback
+    GroupObject *group;         // owned; null without parameters
+    PyObject *modules;          // owned; a tuple
+    PyObject *to_run;           // owned; the set of modules of a grouped unit that are still to run
     uint64_t entry_sequence;    // of the autograd nodes made since forward was entered
     uint64_t entry_checkpoints; // activation checkpoints of the process, then
-    uint64_t backward;          // of the root, in which pre-backward was entered
     char uses_fallback;
     char casts_inputs;
     char is_strict; // as torch: warns of outputs that are views, refuses inputs changed in place
@@ -70,33 +55,34 @@ struct StateObject {
 struct RootUpdates {
     std::map<Updates::Counter, uint64_t> optimizers; // what each had counted before
     uint64_t n_loads = 0;
-    uint64_t version = UINT64_MAX; // of Updates
+    uint64_t version = UINT64_MAX; // Process::n_changes
 };
 
 // One root and everything below it: shared by its states.
 struct RootObject {
     PyObject_HEAD
-    PyObject *states;            // owned; a list, in named_modules order
-    PyObject *domains;           // owned; a list
-    ContextObject *context;      // owned
-    Streams *streams;            // borrowed from the domains; null without a device
-    StateObject *iteration_root; // borrowed; the unit that began the current forward
-    RootHold *hold;              // borrowed; of autograd's nodes, null without any
-    RootUpdates *updates;        // owned; null before the first forward
-    size_t n_units;              // as the last forward found them
-    size_t n_finished;           // of them, in the running backward
-    uint64_t n_reused;           // units in the process, when that began
-    uint64_t backward;           // the number of the running or next one
-    int64_t graph_task;          // autograd's number of it
-    bool has_grouped;            // some state has several modules
-    bool publishes;              // some unit's shards are not where peers read them
-    bool defers_hooks;           // some group does, in this phase
-    bool is_replaced;            // a method of one of the states was, since set-up
-    bool has_modes;              // a dispatch mode was active when units were bound
-    bool has_raised;             // the current forward has ended in an exception
+    fc_root_course course;
+    PyObject *states;       // owned; a list, in named_modules order
+    PyObject *domains;      // owned; a list
+    ContextObject *context; // owned
+    Streams *streams;       // borrowed from the domains; null without a device
+    RootHold *hold;         // borrowed; of autograd's nodes, null without any
+    RootUpdates *updates;   // owned; null before the first forward
+    int64_t graph_task;     // autograd's number of the running backward
+    bool is_replaced;       // a method of one of the states was, since set-up
+    bool has_modes;         // a dispatch mode was active when units were bound
 };
 
-GroupObject *group_of(PyObject *object); // borrowed; TypeError as an exception
+// Who uses one sees the collectives of units.
+inline bool has_dispatch_modes()
+{
+    return c10::impl::TorchDispatchModeTLS::any_modes_set();
+}
+
+// Borrowed; TypeError as an exception.
+GroupObject *group_of(PyObject *object);
+StateObject *state_of(PyObject *object);
+RootObject *root_of(PyObject *object);
 
 // The group and the unit whose parameters an engine's unit has; null if its module is gone.
 inline GroupObject *owner_group(const fc_unit *unit)
@@ -113,26 +99,22 @@ inline Unit *owner_unit(const fc_unit *unit)
 // How the group's gradients are reduced now.
 fc_reduce_options reduce_options(const GroupObject *group);
 
-// A number for a backward that no root has had; never 0.
-inline uint64_t new_backward()
+inline StateObject *as_state(void *owner)
 {
-    static uint64_t n = 0;
-    return ++n;
+    return static_cast<StateObject *>(owner);
 }
 
-inline bool is_grouped(const StateObject *state)
+inline fc_training training_of(const StateObject *state)
 {
-    return PyTuple_GET_SIZE(state->modules) > 1;
+    return fc_root_module_training(&state->course,
+                                   state->root != nullptr ? &state->root->course : nullptr);
 }
 
-// Pre-backward lasts until the root's backward ends, which does not go to each state to say so.
-inline Training training_of(const StateObject *state)
-{
-    const auto training = static_cast<Training>(state->training);
-    const bool is_over = training == Training::pre_backward && state->root != nullptr &&
-                         state->backward != state->root->backward;
-    return is_over ? Training::idle : training;
-}
+// -1 with a Python error set unless `value` is the index of a TrainingState.
+int parse_training(PyObject *value, fc_training *out);
+
+// Whether autograd runs a backward on this thread.
+bool in_autograd_backward();
 
 // ---- what is registered with the modules; `self`: a state ----
 // (module, args, kwargs) -> None or (args, kwargs)
@@ -140,25 +122,7 @@ PyObject *state_hook_pre_forward(PyObject *self, PyObject *const *arguments, Py_
 // (module, args, output) -> output
 PyObject *state_hook_post_forward(PyObject *self, PyObject *const *arguments, Py_ssize_t n);
 
-// ---- phases and backward; root.cpp ----
-void root_pre_forward(StateObject *state);
-void root_post_forward(RootObject *root);
-void root_begin_backward(RootObject *root);
-void root_end_backward(RootObject *root);
-// Reduces what the backwards of a manual ending left.
-void root_finalize_backward(RootObject *root);
-// The running phase ended in an exception: tells peers at once; this rank's own state is put right
-// at its next use.
-void root_fail(RootObject *root);
-// Drops everything of the running step: after exceptions and on reset_iter_state(). A forward that
-// was left by an exception leaves gradients, and units that were unsharded by hand, alone.
-void root_reset(RootObject *root, bool drop_gradients);
-// A call of the state's module ended in an exception, and with it the forward, if it began there.
-void root_note_raised(StateObject *state);
-// Whether nothing of a forward, or of a backward that is still to come, would be lost.
-bool root_is_between_steps(const RootObject *root);
-void group_post_backward(RootObject *root, GroupObject *group);
-// The same, from autograd; then nothing may be left of the unit for the end of backward.
+// Post-backward, from autograd; then nothing may be left of the unit for the end of backward.
 void state_post_backward(StateObject *state);
 
 // ---- autograd; autograd.cpp ----
@@ -177,6 +141,12 @@ void hook_params(StateObject *state);
 void queue_final_callback(RootObject *root);
 
 // ---- hooks.cpp ----
+// None, or (args, kwargs) if they changed. `member`: keeps the books of a grouped unit.
+Ref state_pre_forward(StateObject *state, PyObject *args, PyObject *kwargs);
+Ref state_pre_forward_member(StateObject *state, PyObject *args, PyObject *kwargs);
+// The output to return.
+Ref state_post_forward(StateObject *state, PyObject *output);
+Ref state_post_forward_member(StateObject *state, PyObject *module, PyObject *output);
 void state_pre_backward(StateObject *state);
 // A parameter of the unit has a gradient that no pre-backward has announced.
 void state_on_arrival(StateObject *state);
@@ -185,6 +155,7 @@ void state_on_arrival(StateObject *state);
 
 PyObject *fc_count_checkpoint(PyObject *, PyObject *);
 int fc_register_group(PyObject *module);
+int fc_register_root(PyObject *module);
 int fc_register_state(PyObject *module);
 
 #endif

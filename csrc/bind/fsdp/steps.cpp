@@ -3,6 +3,7 @@
 
 #include "bind/fsdp/unit.h"
 #include "bind/python/objects.h"
+#include "bind/python/process.h"
 #include "bind/python/python.h"
 
 #include <algorithm>
@@ -11,37 +12,21 @@ namespace fc {
 
 namespace {
 
-uint64_t n_steps_taken = 0;
-uint64_t n_changes = 0;
-
-struct StepCounterObject {
-    PyObject_HEAD
-    std::shared_ptr<uint64_t> n;
-};
-
+using Counter = std::shared_ptr<uint64_t>;
 PyTypeObject *counter_type = nullptr;
 
 PyObject *counter_new(PyTypeObject *type, PyObject *, PyObject *)
 {
-    return guarded([&]() -> PyObject * {
-        Ref self = checked(type->tp_alloc(type, 0));
-        new (&as<StepCounterObject>(self.get())->n)
-            std::shared_ptr<uint64_t>(std::make_shared<uint64_t>(0));
-        return self.release();
+    return guarded([&] {
+        return make_owner(type, std::make_unique<Counter>(std::make_shared<uint64_t>(0))).release();
     });
-}
-
-void counter_dealloc(PyObject *self)
-{
-    as<StepCounterObject>(self)->n.~shared_ptr();
-    free_object(self);
 }
 
 PyObject *counter_count(PyObject *self, PyObject *)
 {
-    ++*as<StepCounterObject>(self)->n;
-    n_steps_taken++;
-    return guarded([]() -> PyObject * {
+    return guarded([&]() -> PyObject * {
+        ++*owned<Counter>(self);
+        process.n_steps++;
         Unit::note_step();
         Py_RETURN_NONE;
     });
@@ -53,18 +38,18 @@ PyMethodDef counter_methods[] = {
 
 PyType_Slot counter_slots[] = {
     {Py_tp_new, reinterpret_cast<void *>(counter_new)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(counter_dealloc)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(free_owner<Counter>)},
     {Py_tp_methods, counter_methods},
     {Py_tp_doc, const_cast<char *>("How often one optimizer has stepped.")},
     {0, nullptr}};
-PyType_Spec counter_spec = {"fsdp_c._C.StepCounter", sizeof(StepCounterObject), 0,
-                            Py_TPFLAGS_DEFAULT, counter_slots};
+PyType_Spec counter_spec = {"fsdp_c._C.StepCounter", sizeof(Owning<Counter>), 0, Py_TPFLAGS_DEFAULT,
+                            counter_slots};
 
 } // namespace
 
 uint64_t n_steps()
 {
-    return n_steps_taken;
+    return process.n_steps;
 }
 
 void Updates::follow(const Counter &counter)
@@ -72,14 +57,14 @@ void Updates::follow(const Counter &counter)
     const auto is_it = [&](const auto &known) { return known.first == counter; };
     if (std::none_of(counters_.begin(), counters_.end(), is_it)) {
         counters_.emplace_back(counter, *counter);
-        n_changes++;
+        process.n_changes++;
     }
 }
 
 void Updates::count_load()
 {
     n_loads_++;
-    n_changes++;
+    process.n_changes++;
 }
 
 uint64_t Updates::n() const
@@ -91,25 +76,20 @@ uint64_t Updates::n() const
     return sum;
 }
 
-uint64_t Updates::version()
-{
-    return n_changes;
-}
-
 Updates::Counter counter_of(PyObject *object)
 {
     if (!PyObject_TypeCheck(object, counter_type)) {
         PyErr_SetString(PyExc_TypeError, "expected a StepCounter");
         throw_python();
     }
-    return as<StepCounterObject>(object)->n;
+    return owned<Counter>(object);
 }
 
 } // namespace fc
 
 PyObject *fc_count_step(PyObject *, PyObject *)
 {
-    fc::n_steps_taken++;
+    fc::process.n_steps++;
     Py_RETURN_NONE;
 }
 

@@ -26,8 +26,6 @@ public:
     uint64_t n_loads() const { return n_loads_; }
     // Of each optimizer, with what it had counted when it came to hold some.
     const std::vector<std::pair<Counter, uint64_t>> &counters() const { return counters_; }
-    // Changes when any unit of the process follows another optimizer, or is loaded.
-    static uint64_t version();
 
 private:
     std::vector<std::pair<Counter, uint64_t>> counters_; // the optimizers may be gone

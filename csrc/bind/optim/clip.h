@@ -1,8 +1,8 @@
-// Clipping's passes over float32 memory, with torch's bits.
+// Clipping's passes over the memory of many tensors, by torch's threads.
 #ifndef FC_BIND_OPTIM_CLIP_H
 #define FC_BIND_OPTIM_CLIP_H
 
-#include <Python.h>
+#include "optim/clip.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -11,10 +11,9 @@
 
 namespace fc {
 
-// Numbers of tensors, those of one length one after the other.
+// Lengths of tensors, and their numbers in the order that clipping takes.
 struct Order {
-    std::vector<size_t> numels;
-    std::vector<size_t> numbers;
+    std::vector<size_t> numels, numbers;
 };
 using SharedOrder = std::shared_ptr<const Order>;
 
@@ -31,13 +30,10 @@ Flat flat_of(const std::vector<at::Tensor> &tensors, SharedOrder &last);
 void find_norms(const Flat &flat, float *out);
 void multiply_all(const Flat &flat, float factor);
 
-// Whether multiplying by one changes numbers (torch.set_flush_denormal).
-bool flushes_denormals();
+// norm(values) and clip_factor(max_norm, norm), of the module.
+at::Tensor norm_of(PyObject *values);
+double clip_factor(PyObject *args, PyObject *named);
 
 } // namespace fc
-
-// Of the module.
-PyObject *fc_norm(PyObject *, PyObject *values);
-PyObject *fc_clip_factor(PyObject *, PyObject *args);
 
 #endif

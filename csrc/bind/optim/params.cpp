@@ -4,18 +4,17 @@
 // touches nothing, and torch's own code runs.
 #include "bind/optim/params.h"
 
+#include "bind/python/objects.h"
+
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/csrc/autograd/python_variable.h>
-
-#include <algorithm>
 
 namespace fc {
 
 namespace {
 
-// Interned.
+// Interned: the process's.
 PyObject *step_name, *exp_avg_name, *exp_avg_sq_name, *max_exp_avg_sq_name, *momentum_buffer_name;
 
 void roots_by_torch(float *x, size_t numel)
@@ -24,7 +23,8 @@ void roots_by_torch(float *x, size_t numel)
     at::sqrt_out(roots, roots);
 }
 
-// How torch's operator takes square roots on this CPU; FC_ROOT_COUNT: in another way.
+// How torch's operator takes square roots on this CPU; FC_ROOT_COUNT: in another way. Asked once in
+// a process, as it depends on nothing else.
 fc_root torchs_root()
 {
     static const fc_kern_table *asked = nullptr;
@@ -55,32 +55,19 @@ void append_row(const std::vector<Ref> &columns, const std::vector<Ref> &values)
 
 } // namespace
 
-OptimizerParams::OptimizerParams(PyObject *params, PyObject *sharded)
+OptimizerParams::OptimizerParams(PyObject *args, PyObject *named)
 {
-    const Py_ssize_t n = PyList_GET_SIZE(params);
-    rows_.reserve(static_cast<size_t>(n));
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *param = PyList_GET_ITEM(params, i);
-        Ref id = checked(PyLong_FromVoidPtr(param));
+    PyObject *params, *sharded;
+    parse(args, named, "O!O!:Params", {"params", "sharded"}, &PyList_Type, &params, &PySet_Type,
+          &sharded);
+    rows_.reserve(static_cast<size_t>(PyList_GET_SIZE(params)));
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); i++) {
+        const Ref param = Ref::borrow(PyList_GET_ITEM(params, i));
+        const Ref id = checked(PyLong_FromVoidPtr(param.get()));
         const int is_ours = PySet_Contains(sharded, id.get());
         check(is_ours);
-        rows_.push_back({Ref::borrow(param), is_ours == 1, layout_of(param)});
+        rows_.push_back({param, is_ours == 1, layouts_.number_for(param.get())});
     }
-}
-
-DTensorLayout *OptimizerParams::layout_of(PyObject *param)
-{
-    if (!is_dtensor(param)) {
-        return nullptr;
-    }
-    Ref spec = spec_of(param);
-    for (const auto &layout : layouts_) {
-        if (layout->has(spec.get())) {
-            return layout.get();
-        }
-    }
-    layouts_.push_back(std::make_unique<DTensorLayout>(spec.get()));
-    return layouts_.back().get();
 }
 
 bool OptimizerParams::is_for(PyObject *params) const
@@ -105,10 +92,10 @@ int OptimizerParams::traverse(visitproc visit, void *arg) const
 }
 
 // Its version will count. False: it is no memory of these sizes.
-bool OptimizerParams::add_written(PyObject *object, DTensorLayout *layout, at::IntArrayRef sizes,
+bool OptimizerParams::add_written(PyObject *object, int layout, at::IntArrayRef sizes,
                                   float *&memory)
 {
-    at::Tensor local = floats_of(object, layout);
+    at::Tensor local = layouts_.floats_of(object, layout);
     if (!local.defined() || local.sizes() != sizes) {
         return false;
     }
@@ -122,7 +109,7 @@ bool OptimizerParams::add(const Member &row, const StateObjects &state)
 {
     PyObject *param = row.param.get();
     Ref grad_object = Ref::take(THPVariable_Wrap(THPVariable_Unpack(param).grad()));
-    at::Tensor grad = floats_of(grad_object.get(), row.layout);
+    at::Tensor grad = layouts_.floats_of(grad_object.get(), row.layout);
     if (!grad.defined()) {
         return false;
     }
@@ -253,12 +240,12 @@ bool OptimizerParams::row_locals(const Member &member, const std::vector<PyObjec
                                  std::vector<Ref> &locals)
 {
     locals.clear();
-    if (!member.is_ours || member.layout == nullptr) {
+    if (!member.is_ours || member.layout == no_layout) {
         return false;
     }
     for (PyObject *value : values) {
         if (locals.size() < 2 || is_dtensor(value)) {
-            locals.push_back(local_of(value, member.layout));
+            locals.push_back(layouts_.local_of(value, member.layout));
         } else if (value == Py_None ||
                    (THPVariable_Check(value) && THPVariable_Unpack(value).dim() == 0)) {
             locals.push_back(Ref::borrow(value));
@@ -280,7 +267,7 @@ bool OptimizerParams::row_locals(const Member &member, const std::vector<PyObjec
 }
 
 void OptimizerParams::locals(const std::vector<PyObject *> &columns, PyObject *rows,
-                             const std::vector<Ref> &locals) const
+                             const std::vector<Ref> &locals)
 {
     std::vector<PyObject *> values(columns.size());
     std::vector<Ref> found;
@@ -305,7 +292,7 @@ void OptimizerParams::locals(const std::vector<PyObject *> &columns, PyObject *r
 }
 
 bool OptimizerParams::collect(PyObject *state, const std::vector<PyObject *> &keys,
-                              const std::vector<Ref> &locals) const
+                              const std::vector<Ref> &locals)
 {
     std::vector<PyObject *> values(keys.size() + 2);
     std::vector<Ref> found;

@@ -1,6 +1,8 @@
 /* Host operations in terms of Python. The core may call them with or without the GIL held. */
 #include "bind/python/callbacks.h"
 
+#include "bind/python/fields.h"
+#include "bind/python/process.h"
 #include "bind/python/python.h"
 
 #include <cstring>
@@ -70,62 +72,53 @@ static fc_status exchange(void *context, const char *what, const void *mine, siz
                           void *all_out)
 {
     auto *host = static_cast<fc_host *>(context);
-    PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *bytes_object =
-        PyBytes_FromStringAndSize(static_cast<const char *>(mine), (Py_ssize_t)bytes);
-    PyObject *answers = bytes_object == nullptr
-                            ? nullptr
-                            : PyObject_CallFunction(host->exchange, "sO", what, bytes_object);
-    bool is_good = answers != nullptr && unpack_answers(answers, host->n_ranks, bytes, all_out);
+    const fc::Gil gil;
+    const fc::Ref unnamed = fc::Ref::take(PyTuple_New(0));
+    const fc::Ref named = fc::Ref::take(Py_BuildValue(
+        "{sssN}", "what", what, "mine",
+        PyBytes_FromStringAndSize(static_cast<const char *>(mine), (Py_ssize_t)bytes)));
+    const fc::Ref answers = fc::Ref::take(
+        unnamed && named ? PyObject_Call(host->exchange.get(), unnamed.get(), named.get())
+                         : nullptr);
+    const bool is_good = answers && unpack_answers(answers.get(), host->n_ranks, bytes, all_out);
 
-    Py_XDECREF(bytes_object);
-    Py_XDECREF(answers);
-    PyGILState_Release(gil);
     return is_good ? FC_OK : fc_fail(FC_ERR_INTERRUPTED, "exchange of %s failed", what);
 }
 
-/* Functions of Python; owned by the process. */
-static PyObject *place_teller = nullptr;
-static PyObject *collective_counter = nullptr;
-
-/* False with a Python exception set. */
-static bool read_place(PyObject *answer, fc_place *out)
+static void read_place(PyObject *answer, fc_place *out)
 {
-    const char *text;
-    unsigned long long group, sequence;
-    int is_gather;
+    fc::Fields fields(answer);
 
-    if (!PyArg_ParseTuple(answer, "sKKp", &text, &group, &sequence, &is_gather)) {
-        return false;
-    }
-    std::strncpy(out->text, text, sizeof(out->text) - 1);
-    out->group = group;
-    out->sequence = sequence;
-    out->is_gather = is_gather != 0;
-    return true;
+    std::strncpy(out->text, fields.text("text"), sizeof(out->text) - 1);
+    out->group = fields.size("group");
+    out->sequence = fields.size("sequence");
+    out->is_gather = fields.flag("is_gather");
+    fields.end();
 }
 
 /* On the watcher's thread. Whoever asks is told nothing if this goes wrong. */
 static bool tell_place(fc_place *out)
 {
     const fc::Gil gil;
-    const fc::Ref answer =
-        fc::Ref::take(place_teller == nullptr ? nullptr : PyObject_CallNoArgs(place_teller));
-    const bool is_told = answer && PyTuple_Check(answer.get()) && read_place(answer.get(), out);
+    const fc::Ref is_told =
+        fc::Ref::take(fc::process.tell_place == nullptr ? nullptr : fc::guarded([&] {
+            read_place(fc::checked(PyObject_CallNoArgs(fc::process.tell_place)).get(), out);
+            return Py_NewRef(Py_True);
+        }));
 
     PyErr_Clear();
-    return is_told;
+    return bool(is_told);
 }
 
 /* Threads beside the main one may do their work between any of its collectives. */
 static bool count_collectives(uint64_t group, uint64_t *count_out)
 {
-    if (getpid() != gettid() || collective_counter == nullptr) {
+    if (getpid() != gettid() || fc::process.count_collectives == nullptr) {
         return false;
     }
     const fc::Gil gil;
-    const fc::Ref answer =
-        fc::Ref::take(PyObject_CallFunction(collective_counter, "K", (unsigned long long)group));
+    const fc::Ref answer = fc::Ref::take(
+        PyObject_CallFunction(fc::process.count_collectives, "K", (unsigned long long)group));
     const bool is_known = answer && answer.get() != Py_None;
 
     if (is_known) {
@@ -136,31 +129,27 @@ static bool count_collectives(uint64_t group, uint64_t *count_out)
     return is_good;
 }
 
-PyObject *fc_set_place(PyObject *, PyObject *args)
+PyObject *fc_set_place(PyObject *, PyObject *unnamed, PyObject *named)
 {
-    PyObject *tell, *count;
+    return fc::guarded([&]() -> PyObject * {
+        fc::Fields given(unnamed, named);
+        fc::Ref tell = given.object("tell"), count = given.object("count");
 
-    if (!PyArg_ParseTuple(args, "OO", &tell, &count)) {
-        return nullptr;
-    }
-    Py_INCREF(tell);
-    Py_INCREF(count);
-    Py_XSETREF(place_teller, tell);
-    Py_XSETREF(collective_counter, count);
-    Py_RETURN_NONE;
+        given.end();
+        Py_XSETREF(fc::process.tell_place, tell.release());
+        Py_XSETREF(fc::process.count_collectives, count.release());
+        Py_RETURN_NONE;
+    });
 }
 
 fc_host_ops fc_host_get_ops(fc_host *host)
 {
-    fc_host_ops ops{};
-
-    ops.context = host;
-    ops.exchange = exchange;
-    ops.enter_wait = enter_wait;
-    ops.leave_wait = leave_wait;
-    ops.poll = poll;
-    ops.notice = notice;
-    ops.tell_place = tell_place;
-    ops.count_collectives = count_collectives;
-    return ops;
+    return {.context = host,
+            .exchange = exchange,
+            .enter_wait = enter_wait,
+            .leave_wait = leave_wait,
+            .poll = poll,
+            .notice = notice,
+            .tell_place = tell_place,
+            .count_collectives = count_collectives};
 }

@@ -4,18 +4,19 @@
 
 #include <Python.h>
 
+#include "bind/python/python.h"
 #include "transport/transport.h"
 
 struct fc_host {
-    PyObject *exchange; /* owned: exchange(what: str, mine: bytes) -> list[bytes] */
-    int n_ranks;
+    fc::Ref exchange; /* exchange(what: str, mine: bytes) -> list[bytes] */
+    int n_ranks = 0;
 };
 
 /* The operations over `host`, which outlives their use. */
 fc_host_ops fc_host_get_ops(fc_host *host);
 
-/* set_place(tell, count): what answers peers that wait for this rank. `tell() -> (text, group,
- * sequence, is_gather)`, as fc_place; `count(group) -> int | None`. */
-PyObject *fc_set_place(PyObject *module, PyObject *args);
+/* set_place(tell=, count=): what answers peers that wait for this rank. `tell()` gives the fields
+ * of fc_place, `count(group)` an int or None. */
+PyObject *fc_set_place(PyObject *module, PyObject *unnamed, PyObject *named);
 
 #endif

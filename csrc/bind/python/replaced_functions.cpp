@@ -1,6 +1,7 @@
 // Functions of torch's implementation that the core does not call: notices when one is replaced.
 #include "bind/python/replaced_functions.h"
 
+#include "bind/python/fields.h"
 #include "bind/python/python.h"
 
 #include <vector>
@@ -98,13 +99,11 @@ PyObject *fc_watch_functions(PyObject *, PyObject *args)
         const fc::Ref all = fc::checked(PySequence_Fast(rows, "expected a list"));
         fc::Watched found = {{}, fc::Ref::borrow(state_names)};
         for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(all.get()); i++) {
-            PyObject *owner, *name, *function;
-            if (!PyArg_ParseTuple(PySequence_Fast_GET_ITEM(all.get(), i), "OUO", &owner, &name,
-                                  &function)) {
-                return nullptr;
-            }
-            fc::owner_of(found.owners, owner)
-                .functions.push_back({fc::Ref::borrow(name), fc::Ref::borrow(function)});
+            fc::Fields row(PySequence_Fast_GET_ITEM(all.get(), i));
+            std::vector<fc::Function> &of_owner =
+                fc::owner_of(found.owners, row.object("owner").get()).functions;
+            of_owner.push_back({row.object("name"), row.object("function")});
+            row.end();
         }
         delete std::exchange(fc::watched, new fc::Watched(std::move(found)));
         Py_RETURN_NONE;

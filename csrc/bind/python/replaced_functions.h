@@ -14,7 +14,7 @@ bool is_watched_on_states(PyObject *name);
 
 } // namespace fc
 
-// watch_functions([(owner, name, function)], names on states): replaces what was watched before.
+// watch_functions([WatchedFunction], names on states): replaces what was watched before.
 PyObject *fc_watch_functions(PyObject *module, PyObject *args);
 
 #endif

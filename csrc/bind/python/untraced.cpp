@@ -1,14 +1,15 @@
 // Takes torch.compile's callback off the thread and puts it back.
 #include "bind/python/untraced.h"
 
+#include "bind/python/calls.h"
+
 namespace fc {
 
 Ref Untraced::set_tracer(PyObject *tracer)
 {
     static PyObject *set_eval_frame = nullptr;
     if (set_eval_frame == nullptr) {
-        Ref module = checked(PyImport_ImportModule("torch._C._dynamo.eval_frame"));
-        set_eval_frame = checked(PyObject_GetAttrString(module.get(), "set_eval_frame")).release();
+        set_eval_frame = look_up(Import::set_eval_frame).release();
     }
     return checked(PyObject_CallOneArg(set_eval_frame, tracer));
 }

@@ -7,7 +7,6 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <atomic>
 #include <utility>
@@ -16,7 +15,8 @@ namespace fc {
 
 namespace {
 
-std::atomic<bool> any_data_is_taken{false}; // else nobody has to look at tensors
+// Of the process, since tensors are nobody's; else nobody has to look at them.
+std::atomic<bool> any_data_is_taken{false};
 
 class NotedImpl final : public c10::TensorImpl {
 public:
@@ -71,13 +71,10 @@ bool is_data_taken(const at::Tensor &tensor)
     return noted != nullptr && noted->is_data_taken();
 }
 
-} // namespace fc
-
-PyObject *fc_make_noted(PyObject *, PyObject *tensor)
+at::Tensor make_noted(PyObject *tensor)
 {
-    return fc::guarded([&]() -> PyObject * {
-        const at::Tensor &like = fc::tensor_of(tensor);
-        return THPVariable_Wrap(
-            at::Tensor(c10::make_intrusive<fc::NotedImpl>(c10::Storage(like.storage()), like)));
-    });
+    const at::Tensor &like = tensor_of(tensor);
+    return at::Tensor(c10::make_intrusive<NotedImpl>(c10::Storage(like.storage()), like));
 }
+
+} // namespace fc

@@ -8,13 +8,13 @@
 
 namespace fc {
 
-// True if the tensor, made by fc_make_noted, was copied with a version counter of its own
+// True if the tensor, made by make_noted, was copied with a version counter of its own
 // (`tensor.data`): writes to the copy are writes to its memory that its own counter does not count.
 bool is_data_taken(const at::Tensor &tensor);
 
-} // namespace fc
-
 // make_noted(tensor): a tensor on the same memory for is_data_taken.
-PyObject *fc_make_noted(PyObject *, PyObject *tensor);
+at::Tensor make_noted(PyObject *tensor);
+
+} // namespace fc
 
 #endif

@@ -1,6 +1,8 @@
 // How DTensors are laid out, and what memory they have here.
 #include "bind/tensor/layout.h"
 
+#include "bind/python/calls.h"
+
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -9,6 +11,7 @@ namespace fc {
 
 namespace {
 
+// The process's, as torch's class is.
 PyTypeObject *dtensor_type = nullptr;
 struct Names {
     PyObject *local_tensor, *spec, *mesh, *placements;
@@ -27,51 +30,17 @@ bool are_equal(PyObject *a, PyObject *b)
 
 } // namespace
 
-DTensorLayout::DTensorLayout(PyObject *spec)
-    : mesh_(checked(PyObject_GetAttr(spec, names.mesh))),
-      placements_(checked(PyObject_GetAttr(spec, names.placements)))
-{
-    remember(spec);
-}
-
-void DTensorLayout::remember(PyObject *spec)
-{
-    if (known_.size() == max_known_specs) { // somebody makes new ones in every step
-        known_.clear();
-        kept_.clear();
-    }
-    known_.insert(spec);
-    kept_.push_back(Ref::borrow(spec));
-}
-
-bool DTensorLayout::has(PyObject *spec)
-{
-    if (known_.count(spec) != 0) {
-        return true;
-    }
-    Ref mesh = checked(PyObject_GetAttr(spec, names.mesh));
-    Ref placements = checked(PyObject_GetAttr(spec, names.placements));
-    if (!are_equal(mesh.get(), mesh_.get()) || !are_equal(placements.get(), placements_.get())) {
-        return false;
-    }
-    remember(spec);
-    return true;
-}
-
 int DTensorLayouts::number_of(PyObject *spec)
 {
     const auto known = known_.find(spec);
     if (known != known_.end()) {
-        return known->second;
+        return known->second.number;
     }
     const int number = find(spec);
-    if (kept_.size() >= max_known_specs) {
+    if (known_.size() >= max_known_specs) { // somebody makes new ones in every step
         known_.clear();
-        kept_.clear();
     }
-    if (known_.emplace(spec, number).second) {
-        kept_.push_back(Ref::borrow(spec));
-    }
+    known_.insert({spec, {Ref::borrow(spec), number}});
     return number;
 }
 
@@ -95,6 +64,34 @@ int DTensorLayouts::find(PyObject *spec)
     made.mesh_number = made.mesh_number < 0 ? n_meshes : made.mesh_number;
     seen_.push_back(std::move(made));
     return static_cast<int>(seen_.size()) - 1;
+}
+
+int DTensorLayouts::number_for(PyObject *object)
+{
+    return is_dtensor(object) ? number_of(fc::spec_of(object).get()) : no_layout;
+}
+
+Ref DTensorLayouts::local_of(PyObject *object, int layout)
+{
+    Ref local;
+    if (layout == no_layout) {
+        local = Ref::borrow(object);
+    } else if (number_for(object) == layout) {
+        local = local_tensor_of(object);
+    }
+    return local && is_ordinary(local.get()) ? local : Ref();
+}
+
+at::Tensor DTensorLayouts::floats_of(PyObject *object, int layout)
+{
+    Ref local = local_of(object, layout);
+    return local && are_floats(THPVariable_Unpack(local.get())) ? THPVariable_Unpack(local.get())
+                                                                : at::Tensor();
+}
+
+bool are_floats(const at::Tensor &t)
+{
+    return t.is_cpu() && t.scalar_type() == at::kFloat && t.is_contiguous();
 }
 
 bool is_dtensor(PyObject *object)
@@ -160,64 +157,25 @@ bool is_plain(PyObject *object)
     return is_ordinary(object) && THPVariable_Unpack(object).is_cpu();
 }
 
-Ref local_of(PyObject *object, DTensorLayout *layout)
-{
-    Ref local;
-    if (layout == nullptr) {
-        local = Ref::borrow(object);
-    } else if (is_dtensor(object)) {
-        Ref spec = spec_of(object);
-        if (layout->has(spec.get())) {
-            local = local_tensor_of(object);
-        }
-    }
-    return local && is_ordinary(local.get()) ? local : Ref();
-}
-
-at::Tensor floats_of(PyObject *object, DTensorLayout *layout)
-{
-    Ref local = local_of(object, layout);
-    if (!local) {
-        return {};
-    }
-    const at::Tensor &t = THPVariable_Unpack(local.get());
-    return t.is_cpu() && t.scalar_type() == at::kFloat && t.is_contiguous() ? t : at::Tensor();
-}
-
 void bump_version(const at::Tensor &tensor)
 {
     tensor.unsafeGetTensorImpl()->bump_version();
 }
-
-namespace {
-
-int find_slots()
-{
-    return guarded([]() -> PyObject * {
-               dtensor_slots = {slot_of(dtensor_type, names.local_tensor),
-                                slot_of(dtensor_type, names.spec)};
-               return Py_None;
-           }) == nullptr
-               ? -1
-               : 0;
-}
-
-} // namespace
 
 } // namespace fc
 
 int fc_find_dtensors()
 {
     using namespace fc;
-    if (intern({{&names.local_tensor, "_local_tensor"},
-                {&names.spec, "_spec"},
-                {&names.mesh, "mesh"},
-                {&names.placements, "placements"}}) < 0) {
-        return -1;
-    }
-    PyObject *tensors = PyImport_ImportModule("torch.distributed.tensor");
-    PyObject *dtensor = tensors == nullptr ? nullptr : PyObject_GetAttrString(tensors, "DTensor");
-    Py_XDECREF(tensors);
-    dtensor_type = reinterpret_cast<PyTypeObject *>(dtensor);
-    return dtensor == nullptr ? -1 : find_slots();
+    const auto find = []() -> PyObject * {
+        check(intern({{&names.local_tensor, "_local_tensor"},
+                      {&names.spec, "_spec"},
+                      {&names.mesh, "mesh"},
+                      {&names.placements, "placements"}}));
+        dtensor_type = reinterpret_cast<PyTypeObject *>(look_up(Import::dtensor).release());
+        dtensor_slots = {slot_of(dtensor_type, names.local_tensor),
+                         slot_of(dtensor_type, names.spec)};
+        return Py_None;
+    };
+    return guarded(find) == nullptr ? -1 : 0;
 }

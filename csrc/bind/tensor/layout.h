@@ -7,43 +7,40 @@
 #include <ATen/core/Tensor.h>
 
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 namespace fc {
 
-// DTensors on one mesh with the same placements. Specs that were compared once are known again.
-class DTensorLayout {
-public:
-    explicit DTensorLayout(PyObject *spec);
-    bool has(PyObject *spec);
+constexpr int no_layout = -1; // of a plain tensor
 
-private:
-    void remember(PyObject *spec);
-
-    Ref mesh_, placements_;
-    std::unordered_set<PyObject *> known_;
-    std::vector<Ref> kept_;
-};
-
-// All layouts that were seen, numbered as they come, and so are their meshes.
+// Layouts of DTensors (mesh and placements), numbered as they come, and so are their meshes. Specs
+// that were compared once are known again.
 class DTensorLayouts {
 public:
     int number_of(PyObject *spec);
+    int number_for(PyObject *object); // no_layout if it is no DTensor
     int n_layouts() const { return static_cast<int>(seen_.size()); }
     int mesh_number_of(int layout) const { return seen_[static_cast<size_t>(layout)].mesh_number; }
     PyObject *spec_of(int layout) const { return seen_[static_cast<size_t>(layout)].spec.get(); }
+
+    // The tensor that a DTensor in the layout has here, or with no_layout `object` itself; null if
+    // it is another thing.
+    Ref local_of(PyObject *object, int layout);
+    at::Tensor floats_of(PyObject *object, int layout); // the same if are_floats; else undefined
 
 private:
     struct Seen {
         Ref spec, mesh, placements;
         int mesh_number;
     };
+    struct Numbered {
+        Ref spec; // keeps it
+        int number;
+    };
     int find(PyObject *spec);
 
     std::vector<Seen> seen_;
-    std::unordered_map<PyObject *, int> known_;
-    std::vector<Ref> kept_;
+    std::unordered_map<PyObject *, Numbered> known_;
 };
 
 // A tensor that is memory of this process, or of a GPU, and nothing more.
@@ -60,12 +57,7 @@ PyObject *in_slot(PyObject *object, uint16_t slot); // borrowed; null after `del
 Ref spec_of(PyObject *dtensor);
 Ref local_tensor_of(PyObject *dtensor); // what it has here, of any kind
 
-// The tensor that a DTensor in the layout has here, or without a layout `object` itself; null if it
-// is another thing.
-Ref local_of(PyObject *object, DTensorLayout *layout);
-
-// The same where it is flat float32 memory; else undefined.
-at::Tensor floats_of(PyObject *object, DTensorLayout *layout);
+bool are_floats(const at::Tensor &tensor); // flat float32 memory of this process
 
 void bump_version(const at::Tensor &tensor);
 

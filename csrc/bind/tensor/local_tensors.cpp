@@ -2,13 +2,12 @@
 #include "bind/tensor/local_tensors.h"
 
 #include "bind/optim/clip.h"
+#include "bind/python/fields.h"
 #include "bind/python/objects.h"
-#include "bind/python/python.h"
 #include "bind/tensor/layout.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <memory>
@@ -28,16 +27,6 @@ struct Known {
     std::unordered_map<int, SharedOrder> orders;
 };
 
-PyObject *layouts_new(PyTypeObject *type, PyObject *args, PyObject *)
-{
-    if (!PyArg_ParseTuple(args, ":Layouts")) {
-        return nullptr;
-    }
-    return guarded([&] { return make_owner(type, std::make_unique<Known>()).release(); });
-}
-
-constexpr int no_layout = -1; // of a plain tensor
-
 // A list's tensors, and their memory on this rank.
 struct Locals {
     Ref owner;                       // the DTensorLayouts object
@@ -51,17 +40,16 @@ struct Locals {
     std::optional<Flat> flat; // once it was asked for
 };
 
-PyTypeObject *locals_type;
+PyTypeObject *locals_type; // the process's
 
-Known &known_of(PyObject *layouts)
+Known &known_of(const Locals &collected)
 {
-    return owned<Known>(layouts);
+    return owned<Known>(collected.owner.get());
 }
 
 int mesh_number_of(const Locals &collected, int layout)
 {
-    return layout == no_layout ? no_layout
-                               : known_of(collected.owner.get()).layouts.mesh_number_of(layout);
+    return layout == no_layout ? no_layout : known_of(collected).layouts.mesh_number_of(layout);
 }
 
 void note_layout(Locals &collected, int layout)
@@ -85,8 +73,7 @@ void add(Locals &collected, at::Tensor tensor, at::Tensor local, int layout)
         collected.is_uniform = collected.is_uniform && local.scalar_type() == first.scalar_type() &&
                                local.device() == first.device();
     }
-    collected.is_flat = collected.is_flat && local.is_cpu() && local.scalar_type() == at::kFloat &&
-                        local.is_contiguous();
+    collected.is_flat = collected.is_flat && are_floats(local);
     note_layout(collected, layout);
     collected.tensors.push_back(std::move(tensor));
     collected.locals.push_back(std::move(local));
@@ -104,13 +91,8 @@ bool take(Locals &collected, at::Tensor tensor)
         return false;
     }
     Ref object = checked(THPVariable_Wrap(tensor));
-    Ref local = object;
-    int layout = no_layout;
-    if (is_dtensor(object.get())) {
-        Ref spec = spec_of(object.get());
-        layout = known_of(collected.owner.get()).layouts.number_of(spec.get());
-        local = local_tensor_of(object.get());
-    }
+    const int layout = known_of(collected).layouts.number_for(object.get());
+    Ref local = layout == no_layout ? object : local_tensor_of(object.get());
     if (!is_ordinary(local.get()) || !is_real(THPVariable_Unpack(local.get()).scalar_type())) {
         return false;
     }
@@ -141,181 +123,136 @@ bool has_dtensors(PyObject *list, bool gradients)
     return false;
 }
 
-PyObject *collect(PyObject *self, PyObject *list, bool gradients)
+Ref collect(PyObject *self, PyObject *list, bool gradients)
 {
-    return guarded([&]() -> PyObject * {
-        if (!PyList_Check(list)) {
-            Py_RETURN_NONE;
+    const Ref none = Ref::borrow(Py_None);
+    if (!PyList_Check(list)) {
+        return none;
+    }
+    auto collected = std::make_unique<Locals>();
+    collected->owner = Ref::borrow(self);
+    const auto n = static_cast<size_t>(PyList_GET_SIZE(list));
+    collected->tensors.reserve(n);
+    collected->locals.reserve(n);
+    collected->numbers.reserve(n);
+    bool is_sharded = false; // plain tensors alone are torch's
+    // Comparing specs runs Python code, which may change the list.
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+        PyObject *item = PyList_GET_ITEM(list, i);
+        if (!THPVariable_Check(item)) {
+            return none;
         }
-        auto collected = std::make_unique<Locals>();
-        collected->owner = Ref::borrow(self);
-        const auto n = static_cast<size_t>(PyList_GET_SIZE(list));
-        collected->tensors.reserve(n);
-        collected->locals.reserve(n);
-        collected->numbers.reserve(n);
-        bool is_sharded = false; // plain tensors alone are torch's
-        // Comparing specs runs Python code, which may change the list.
-        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
-            PyObject *item = PyList_GET_ITEM(list, i);
-            if (!THPVariable_Check(item)) {
-                Py_RETURN_NONE;
-            }
-            at::Tensor wanted = wanted_of(item, gradients);
-            if (wanted.defined() && !take(*collected, std::move(wanted))) {
-                Py_RETURN_NONE;
-            }
-            if (!is_sharded && !collected->numbers.empty()) {
-                is_sharded =
-                    collected->numbers.front() != no_layout || has_dtensors(list, gradients);
-                if (!is_sharded) {
-                    Py_RETURN_NONE;
-                }
+        at::Tensor wanted = wanted_of(item, gradients);
+        if (wanted.defined() && !take(*collected, std::move(wanted))) {
+            return none;
+        }
+        if (!is_sharded && !collected->numbers.empty()) {
+            is_sharded = collected->numbers.front() != no_layout || has_dtensors(list, gradients);
+            if (!is_sharded) {
+                return none;
             }
         }
-        if (collected->tensors.empty()) {
-            Py_RETURN_NONE;
-        }
-        return make_owner(locals_type, std::move(collected)).release();
-    });
+    }
+    return collected->tensors.empty() ? none : make_owner(locals_type, std::move(collected));
 }
 
-PyObject *layouts_collect(PyObject *self, PyObject *list)
+template <bool gradients> PyObject *layouts_collect(PyObject *self, PyObject *list)
 {
-    return collect(self, list, false);
+    return guarded([&] { return collect(self, list, gradients).release(); });
 }
 
-PyObject *layouts_collect_gradients(PyObject *self, PyObject *list)
-{
-    return collect(self, list, true);
-}
-
-PyObject *layouts_has_dtensors(PyObject *, PyObject *args)
+bool layouts_has_dtensors(PyObject *args, PyObject *named)
 {
     PyObject *list;
     int gradients;
-    if (!PyArg_ParseTuple(args, "O!p:has_dtensors", &PyList_Type, &list, &gradients)) {
-        return nullptr;
-    }
-    return guarded(
-        [&]() -> PyObject * { return PyBool_FromLong(has_dtensors(list, gradients != 0)); });
+    parse(args, named, "O!p:has_dtensors", {"tensors", "gradients"}, &PyList_Type, &list,
+          &gradients);
+    return has_dtensors(list, gradients != 0);
 }
 
-PyObject *layouts_number(PyObject *self, PyObject *spec)
+int layouts_number(Known &self, PyObject *spec)
 {
-    return guarded(
-        [&]() -> PyObject * { return PyLong_FromLong(known_of(self).layouts.number_of(spec)); });
+    return self.layouts.number_of(spec);
 }
 
-PyObject *layouts_first_spec(PyObject *self, PyObject *argument)
+Ref layouts_first_spec(Known &self, PyObject *argument)
 {
-    const long number = PyLong_AsLong(argument);
-    const DTensorLayouts &layouts = known_of(self).layouts;
-    if (number < 0 || number >= layouts.n_layouts()) {
-        return PyErr_Occurred() != nullptr
-                   ? nullptr
-                   : PyErr_Format(PyExc_IndexError, "no layout %ld", number);
+    const size_t number = size_from(argument);
+    if (number >= static_cast<size_t>(self.layouts.n_layouts())) {
+        PyErr_Format(PyExc_IndexError, "no layout %zu", number);
+        throw_python();
     }
-    return Ref::borrow(layouts.spec_of(static_cast<int>(number))).release();
+    return Ref::borrow(self.layouts.spec_of(static_cast<int>(number)));
 }
 
 PyMethodDef layouts_methods[] = {
-    {"collect", layouts_collect, METH_O,
+    {"collect", layouts_collect<false>, METH_O,
      "collect(tensors) -> Locals | None\n\n"
      "None: one of them is no memory of real numbers, or none is a DTensor."},
-    {"collect_gradients", layouts_collect_gradients, METH_O,
+    {"collect_gradients", layouts_collect<true>, METH_O,
      "collect_gradients(tensors) -> Locals | None\n\nThe same of the gradients that tensors have."},
-    {"has_dtensors", layouts_has_dtensors, METH_VARARGS,
-     "has_dtensors(tensors, gradients) -> bool\n\nAmong them, or among the gradients they have."},
-    {"number", layouts_number, METH_O, "number(spec) -> int\n\nThat of the spec's layout."},
-    {"spec", layouts_first_spec, METH_O, "spec(number)\n\nThe first one seen of the layout."},
-    {nullptr, nullptr, 0, nullptr}};
+    function<layouts_has_dtensors>(
+        "has_dtensors",
+        "has_dtensors(tensors, gradients) -> bool\n\nAmong them, or among the gradients they have.",
+        METH_STATIC),
+    method<Known, layouts_number>("number", "number(spec) -> int\n\nThat of the spec's layout."),
+    method<Known, layouts_first_spec>("spec", "spec(number)\n\nThe first one seen of the layout."),
+    {}};
 
-PyObject *list_of(const std::vector<at::Tensor> &tensors)
+Ref tuple_of(const std::vector<int> &numbers)
 {
-    return guarded([&]() -> PyObject * {
-        Ref result = checked(PyList_New(static_cast<Py_ssize_t>(tensors.size())));
-        for (size_t i = 0; i < tensors.size(); i++) {
-            PyList_SET_ITEM(result.get(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(tensors[i]));
+    return checked(PyList_AsTuple(to_python(numbers).get()));
+}
+
+Ref locals_numbers(const Locals &self)
+{
+    return tuple_of(self.numbers);
+}
+
+Ref locals_layouts(const Locals &self)
+{
+    return tuple_of(self.layouts);
+}
+
+std::vector<Ref> locals_parts(const Locals &collected)
+{
+    std::vector<std::pair<int, std::unique_ptr<Locals>>> parts;
+    for (size_t i = 0; i < collected.tensors.size(); i++) {
+        const int mesh = mesh_number_of(collected, collected.numbers[i]);
+        auto part = std::find_if(parts.begin(), parts.end(),
+                                 [&](const auto &other) { return other.first == mesh; });
+        if (part == parts.end()) {
+            parts.emplace_back(mesh, std::make_unique<Locals>());
+            part = parts.end() - 1;
+            part->second->owner = collected.owner;
         }
-        return result.release();
-    });
-}
-
-PyObject *locals_given(PyObject *self, PyObject *)
-{
-    return list_of(owned<Locals>(self).tensors);
-}
-
-PyObject *locals_tensors(PyObject *self, PyObject *)
-{
-    return list_of(owned<Locals>(self).locals);
-}
-
-PyObject *tuple_of(const std::vector<int> &numbers)
-{
-    return guarded([&]() -> PyObject * {
-        Ref result = checked(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
-        for (size_t i = 0; i < numbers.size(); i++) {
-            PyTuple_SET_ITEM(result.get(), static_cast<Py_ssize_t>(i),
-                             checked(PyLong_FromLong(numbers[i])).release());
-        }
-        return result.release();
-    });
-}
-
-PyObject *locals_numbers(PyObject *self, PyObject *)
-{
-    return tuple_of(owned<Locals>(self).numbers);
-}
-
-PyObject *locals_parts(PyObject *self, PyObject *)
-{
-    return guarded([&]() -> PyObject * {
-        const Locals &collected = owned<Locals>(self);
-        std::vector<std::pair<int, std::unique_ptr<Locals>>> parts;
-        for (size_t i = 0; i < collected.tensors.size(); i++) {
-            const int mesh = mesh_number_of(collected, collected.numbers[i]);
-            auto part = std::find_if(parts.begin(), parts.end(),
-                                     [&](const auto &other) { return other.first == mesh; });
-            if (part == parts.end()) {
-                parts.emplace_back(mesh, std::make_unique<Locals>());
-                part = parts.end() - 1;
-                part->second->owner = collected.owner;
-            }
-            add(*part->second, collected.tensors[i], collected.locals[i], collected.numbers[i]);
-        }
-        Ref result = checked(PyList_New(static_cast<Py_ssize_t>(parts.size())));
-        for (size_t i = 0; i < parts.size(); i++) {
-            PyList_SET_ITEM(result.get(), static_cast<Py_ssize_t>(i),
-                            make_owner(locals_type, std::move(parts[i].second)).release());
-        }
-        return result.release();
-    });
+        add(*part->second, collected.tensors[i], collected.locals[i], collected.numbers[i]);
+    }
+    std::vector<Ref> made;
+    for (auto &part : parts) {
+        made.push_back(make_owner(locals_type, std::move(part.second)));
+    }
+    return made;
 }
 
 const Flat &flat_in(Locals &collected)
 {
     TORCH_CHECK(collected.is_flat, "expected contiguous float32 tensors on the CPU");
     if (!collected.flat) {
-        SharedOrder &last = known_of(collected.owner.get()).orders[collected.layouts.front()];
+        SharedOrder &last = known_of(collected).orders[collected.layouts.front()];
         collected.flat = flat_of(collected.locals, last);
     }
     return *collected.flat;
 }
 
-PyObject *locals_norms(PyObject *self, PyObject *)
+at::Tensor locals_norms(Locals &collected)
 {
-    return guarded([&]() -> PyObject * {
-        Locals &collected = owned<Locals>(self);
-        const Flat &flat = flat_in(collected);
-        at::AutoDispatchBelowADInplaceOrView no_autograd;
-        at::Tensor norms = at::empty({static_cast<int64_t>(collected.locals.size())}, at::kFloat);
-        {
-            NoGil no_gil;
-            find_norms(flat, static_cast<float *>(norms.data_ptr()));
-        }
-        return THPVariable_Wrap(norms);
-    });
+    const Flat &flat = flat_in(collected);
+    at::AutoDispatchBelowADInplaceOrView no_autograd;
+    at::Tensor norms = at::empty({static_cast<int64_t>(collected.locals.size())}, at::kFloat);
+    NoGil no_gil;
+    find_norms(flat, static_cast<float *>(norms.data_ptr()));
+    return norms;
 }
 
 // Those of local tensors are counted by who writes them.
@@ -328,98 +265,44 @@ void count_versions(const Locals &collected)
     }
 }
 
-PyObject *locals_multiply(PyObject *self, PyObject *argument)
+void locals_multiply(Locals &collected, PyObject *argument)
 {
     const auto factor = static_cast<float>(PyFloat_AsDouble(argument));
-    if (PyErr_Occurred() != nullptr) {
-        return nullptr;
+    check(PyErr_Occurred() != nullptr ? -1 : 0);
+    const Flat &flat = flat_in(collected);
+    count_versions(collected);
+    for (const at::Tensor &local : collected.locals) {
+        bump_version(local);
     }
-    return guarded([&]() -> PyObject * {
-        Locals &collected = owned<Locals>(self);
-        const Flat &flat = flat_in(collected);
-        count_versions(collected);
-        for (const at::Tensor &local : collected.locals) {
-            bump_version(local);
-        }
-        if (factor != 1.0f || flushes_denormals()) {
-            NoGil no_gil;
-            multiply_all(flat, factor);
-        }
-        Py_RETURN_NONE;
-    });
-}
-
-PyObject *locals_count_versions(PyObject *self, PyObject *)
-{
-    return guarded([&]() -> PyObject * {
-        count_versions(owned<Locals>(self));
-        Py_RETURN_NONE;
-    });
+    if (factor != 1.0f || fc_clip_flushes_denormals()) {
+        NoGil no_gil;
+        multiply_all(flat, factor);
+    }
 }
 
 PyMethodDef locals_methods[] = {
-    {"given", locals_given, METH_NOARGS, "given() -> list[Tensor]\n\nAs they were collected."},
-    {"tensors", locals_tensors, METH_NOARGS, "tensors() -> list[Tensor]\n\nThe local ones."},
-    {"numbers", locals_numbers, METH_NOARGS,
-     "numbers() -> tuple[int, ...]\n\nEach tensor's layout; -1: a plain one."},
-    {"parts", locals_parts, METH_NOARGS,
-     "parts() -> list[Locals]\n\nOne for each mesh, and one for plain tensors."},
-    {"norms", locals_norms, METH_NOARGS,
-     "norms() -> Tensor\n\nThe 2-norm of each local tensor, which are flat; float32, [n]."},
-    {"multiply", locals_multiply, METH_O,
-     "multiply(factor)\n\nMultiplies the local tensors, which are flat, in place."},
-    {"count_versions", locals_count_versions, METH_NOARGS,
-     "count_versions()\n\nDTensors whose local tensors were changed count that."},
-    {nullptr, nullptr, 0, nullptr}};
-
-PyObject *locals_layouts(PyObject *self, void *)
-{
-    return tuple_of(owned<Locals>(self).layouts);
-}
-
-PyObject *locals_n_meshes(PyObject *self, void *)
-{
-    return PyLong_FromLong(owned<Locals>(self).n_meshes);
-}
-
-PyObject *locals_is_uniform(PyObject *self, void *)
-{
-    return PyBool_FromLong(owned<Locals>(self).is_uniform);
-}
-
-PyObject *locals_is_flat(PyObject *self, void *)
-{
-    return PyBool_FromLong(owned<Locals>(self).is_flat);
-}
+    method<Locals, &Locals::tensors>("given", "given() -> list[Tensor]\n\nAs they were collected."),
+    method<Locals, &Locals::locals>("tensors", "tensors() -> list[Tensor]\n\nThe local ones."),
+    method<Locals, locals_numbers>(
+        "numbers", "numbers() -> tuple[int, ...]\n\nEach tensor's layout; -1: a plain one."),
+    method<Locals, locals_parts>(
+        "parts", "parts() -> list[Locals]\n\nOne for each mesh, and one for plain tensors."),
+    method<Locals, locals_norms>(
+        "norms",
+        "norms() -> Tensor\n\nThe 2-norm of each local tensor, which are flat; float32, [n]."),
+    method<Locals, locals_multiply>(
+        "multiply", "multiply(factor)\n\nMultiplies the local tensors, which are flat, in place."),
+    method<Locals, count_versions>(
+        "count_versions",
+        "count_versions()\n\nDTensors whose local tensors were changed count that."),
+    {}};
 
 PyGetSetDef locals_facts[] = {
-    {"layouts", locals_layouts, nullptr, "numbers of the layouts, each once, as they came",
-     nullptr},
-    {"n_meshes", locals_n_meshes, nullptr, "plain tensors count as one", nullptr},
-    {"is_uniform", locals_is_uniform, nullptr, "of one device and dtype", nullptr},
-    {"is_flat", locals_is_flat, nullptr, "contiguous float32 on the CPU", nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr}};
-
-PyType_Slot locals_slots[] = {
-    {Py_tp_doc, const_cast<char *>("The local tensors of a list of tensors.")},
-    {Py_tp_dealloc, reinterpret_cast<void *>(free_owner<Locals>)},
-    {Py_tp_methods, locals_methods},
-    {Py_tp_getset, locals_facts},
-    {0, nullptr}};
-
-PyType_Spec locals_spec = {"fsdp_c._C.Locals", sizeof(Owning<Locals>), 0,
-                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, locals_slots};
-
-PyType_Slot layouts_slots[] = {
-    {Py_tp_doc, const_cast<char *>("Layouts()\n--\n\nMeshes and placements of DTensors, numbered "
-                                   "as they come; collects local tensors.")},
-    {Py_tp_new, reinterpret_cast<void *>(layouts_new)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(free_owner<Known>)},
-    {Py_tp_methods, layouts_methods},
-    {0, nullptr}};
-
-PyType_Spec layouts_spec = {"fsdp_c._C.Layouts", sizeof(Owning<Known>), 0, Py_TPFLAGS_DEFAULT,
-                            layouts_slots};
+    getter<Locals, locals_layouts>("layouts", "numbers of the layouts, each once, as they came"),
+    getter<Locals, &Locals::n_meshes>("n_meshes", "plain tensors count as one"),
+    getter<Locals, &Locals::is_uniform>("is_uniform", "of one device and dtype"),
+    getter<Locals, &Locals::is_flat>("is_flat", "contiguous float32 on the CPU"),
+    {}};
 
 } // namespace
 
@@ -428,8 +311,14 @@ PyType_Spec layouts_spec = {"fsdp_c._C.Layouts", sizeof(Owning<Known>), 0, Py_TP
 int fc_register_locals(PyObject *module)
 {
     using namespace fc;
-    PyTypeObject *layouts_type;
-    return add_type(module, "Locals", &locals_spec, &locals_type) < 0
+    const OwnerType locals = {"fsdp_c._C.Locals", "The local tensors of a list of tensors.",
+                              nullptr, locals_methods, locals_facts};
+    const OwnerType layouts = {
+        "fsdp_c._C.Layouts",
+        "Layouts()\n--\n\nMeshes and placements of DTensors, numbered as they come; collects local "
+        "tensors.",
+        construct<Known>, layouts_methods, nullptr};
+    return add_owner_type<Locals>(module, locals, &locals_type) < 0
                ? -1
-               : add_type(module, "Layouts", &layouts_spec, &layouts_type);
+               : add_owner_type<Known>(module, layouts);
 }

@@ -1,6 +1,8 @@
 // Traversal of arguments and results: the common shapes here, the rest by torch's functions.
 #include "bind/tensor/pytree.h"
 
+#include "bind/python/calls.h"
+
 #include <torch/csrc/autograd/python_variable.h>
 
 namespace fc {
@@ -33,6 +35,44 @@ Shape shape_of(PyObject *object)
     return THPVariable_Check(object) ? Shape::tensor : Shape::opaque;
 }
 
+// Calls `visit` with all that a simple container holds.
+template <typename Visit> void each(PyObject *container, Visit visit)
+{
+    if (PyDict_CheckExact(container)) {
+        PyObject *key, *value;
+        Py_ssize_t at = 0;
+        while (PyDict_Next(container, &at, &key, &value)) {
+            visit(value);
+        }
+        return;
+    }
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(container); i++) {
+        visit(PySequence_Fast_GET_ITEM(container, i));
+    }
+}
+
+// The same container with what `change` makes of its items.
+template <typename Change> Ref copied(PyObject *container, Change change)
+{
+    if (PyDict_CheckExact(container)) {
+        Ref copy = checked(PyDict_New());
+        PyObject *key, *value;
+        Py_ssize_t at = 0;
+        while (PyDict_Next(container, &at, &key, &value)) {
+            check(PyDict_SetItem(copy.get(), key, change(value).get()));
+        }
+        return copy;
+    }
+    const Py_ssize_t n = PySequence_Fast_GET_SIZE(container);
+    const bool is_tuple = PyTuple_CheckExact(container);
+    Ref copy = checked(is_tuple ? PyTuple_New(n) : PyList_New(n));
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *item = change(PySequence_Fast_GET_ITEM(container, i)).release();
+        is_tuple ? PyTuple_SET_ITEM(copy.get(), i, item) : PyList_SET_ITEM(copy.get(), i, item);
+    }
+    return copy;
+}
+
 constexpr int max_depth = 100; // torch stops at 128 with an error of its own
 
 // True if only simple containers hold what is reachable.
@@ -50,38 +90,15 @@ bool is_simple(PyObject *object, int depth)
     if (depth == 0) {
         return false;
     }
-    if (PyDict_CheckExact(object)) {
-        PyObject *key, *value;
-        Py_ssize_t at = 0;
-        while (PyDict_Next(object, &at, &key, &value)) {
-            if (!is_simple(value, depth - 1)) {
-                return false;
-            }
-        }
-        return true;
-    }
-    const Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
-    for (Py_ssize_t i = 0; i < n; i++) {
-        if (!is_simple(PySequence_Fast_GET_ITEM(object, i), depth - 1)) {
-            return false;
-        }
-    }
-    return true;
+    bool is_so = true;
+    each(object, [&](PyObject *item) { is_so = is_so && is_simple(item, depth - 1); });
+    return is_so;
 }
 
 void collect(PyObject *object, Tensors &out)
 {
-    if (PyDict_CheckExact(object)) {
-        PyObject *key, *value;
-        Py_ssize_t at = 0;
-        while (PyDict_Next(object, &at, &key, &value)) {
-            collect(value, out);
-        }
-    } else if (PyTuple_CheckExact(object) || PyList_CheckExact(object)) {
-        const Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
-        for (Py_ssize_t i = 0; i < n; i++) {
-            collect(PySequence_Fast_GET_ITEM(object, i), out);
-        }
+    if (shape_of(object) == Shape::simple) {
+        each(object, [&](PyObject *item) { collect(item, out); });
     } else if (THPVariable_Check(object)) {
         const at::Tensor &tensor = THPVariable_Unpack(object);
         if (tensor.requires_grad()) {
@@ -92,40 +109,13 @@ void collect(PyObject *object, Tensors &out)
 
 Ref replace(PyObject *object, const at::Tensor *&next)
 {
-    if (PyDict_CheckExact(object)) {
-        Ref copy = checked(PyDict_New());
-        PyObject *key, *value;
-        Py_ssize_t at = 0;
-        while (PyDict_Next(object, &at, &key, &value)) {
-            check(PyDict_SetItem(copy.get(), key, replace(value, next).get()));
-        }
-        return copy;
-    }
-    if (PyTuple_CheckExact(object) || PyList_CheckExact(object)) {
-        const Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
-        const bool is_tuple = PyTuple_CheckExact(object);
-        Ref copy = checked(is_tuple ? PyTuple_New(n) : PyList_New(n));
-        for (Py_ssize_t i = 0; i < n; i++) {
-            Ref item = replace(PySequence_Fast_GET_ITEM(object, i), next);
-            if (is_tuple) {
-                PyTuple_SET_ITEM(copy.get(), i, item.release());
-            } else {
-                PyList_SET_ITEM(copy.get(), i, item.release());
-            }
-        }
-        return copy;
+    if (shape_of(object) == Shape::simple) {
+        return copied(object, [&](PyObject *item) { return replace(item, next); });
     }
     if (THPVariable_Check(object) && THPVariable_Unpack(object).requires_grad()) {
         return checked(THPVariable_Wrap(*next++));
     }
     return Ref::borrow(object);
-}
-
-// torch.distributed.fsdp._common_utils.<name>; looked up when needed, which is seldom.
-Ref torch_traversal(const char *name)
-{
-    Ref module = checked(PyImport_ImportModule("torch.distributed.fsdp._common_utils"));
-    return checked(PyObject_GetAttrString(module.get(), name));
 }
 
 Ref cast_one(PyObject *object, at::ScalarType dtype, PyObject *cast_any, bool &changed)
@@ -158,7 +148,7 @@ void collect_grad_tensors(PyObject *object, Tensors &out)
         collect(object, out);
         return;
     }
-    Ref found = checked(PyObject_CallOneArg(torch_traversal("collect_grad_tensors").get(), object));
+    Ref found = checked(PyObject_CallOneArg(look_up(Import::collect_grad_tensors).get(), object));
     Ref list = checked(PySequence_List(found.get()));
     collect(list.get(), out);
 }
@@ -174,33 +164,17 @@ Ref replace_grad_tensors(PyObject *object, at::TensorList tensors)
         check(PyList_Append(list.get(), checked(THPVariable_Wrap(tensor)).get()));
     }
     Ref iterator = checked(PyObject_GetIter(list.get()));
-    return checked(PyObject_CallFunctionObjArgs(torch_traversal("replace_grad_tensors").get(),
-                                                object, iterator.get(), nullptr));
+    return checked(PyObject_CallFunctionObjArgs(look_up(Import::replace_grad_tensors).get(), object,
+                                                iterator.get(), nullptr));
 }
 
 Ref cast_tensors(PyObject *object, at::ScalarType dtype, PyObject *cast_any)
 {
     bool changed = false;
-    if (PyTuple_CheckExact(object)) {
-        const Py_ssize_t n = PyTuple_GET_SIZE(object);
-        Ref copy = checked(PyTuple_New(n));
-        for (Py_ssize_t i = 0; i < n; i++) {
-            Ref item = cast_one(PyTuple_GET_ITEM(object, i), dtype, cast_any, changed);
-            PyTuple_SET_ITEM(copy.get(), i, item.release());
-        }
-        return changed ? copy : Ref();
-    }
-    if (PyDict_CheckExact(object)) {
-        Ref copy = checked(PyDict_New());
-        PyObject *key, *value;
-        Py_ssize_t at = 0;
-        while (PyDict_Next(object, &at, &key, &value)) {
-            check(PyDict_SetItem(copy.get(), key, cast_one(value, dtype, cast_any, changed).get()));
-        }
-        return changed ? copy : Ref();
-    }
-    Ref one = cast_one(object, dtype, cast_any, changed);
-    return changed ? one : Ref();
+    const auto cast = [&](PyObject *item) { return cast_one(item, dtype, cast_any, changed); };
+    const bool is_opened = PyTuple_CheckExact(object) || PyDict_CheckExact(object);
+    Ref made = is_opened ? copied(object, cast) : cast(object);
+    return changed ? made : Ref();
 }
 
 } // namespace fc

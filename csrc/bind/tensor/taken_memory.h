@@ -4,12 +4,18 @@
 
 #include <Python.h>
 
+#include <ATen/core/Tensor.h>
+
+namespace fc {
+
 // take_memory(tensor, text) -> its storage's memory, as a tensor of bytes. Until it is given back,
 // all tensors on the storage have none, and reading them raises `text`.
-PyObject *fc_take_memory(PyObject *module, PyObject *args);
+at::Tensor take_memory(PyObject *args, PyObject *named);
 
 // give_memory(tensor, bytes): the storage gets what `bytes`, a tensor of bytes, has, which has none
 // from then on.
-PyObject *fc_give_memory(PyObject *module, PyObject *args);
+void give_memory(PyObject *args, PyObject *named);
+
+} // namespace fc
 
 #endif

@@ -16,8 +16,7 @@ typedef struct parcel {
 } parcel;
 
 typedef struct host_device {
-    fc_device base;
-    fc_device_caller caller;
+    fc_called_device base;
     parcel *first, **end; /* owned; the oldest first */
 } host_device;
 
@@ -25,30 +24,7 @@ struct fc_moves {
     fc_runs plan; /* owned */
 };
 
-static const fc_device_caller *caller_of(fc_device *device)
-{
-    return &((host_device *)device)->caller;
-}
-
-/* ---- memory and events ---- */
-
-static fc_status device_alloc(fc_device *device, fc_stream *stream, fc_label label, size_t bytes,
-                              void **out)
-{
-    const fc_device_caller *caller = caller_of(device);
-
-    (void)label;
-    return caller->alloc(caller->context, stream, bytes, out);
-}
-
-static void device_free(fc_device *device, void *memory)
-{
-    const fc_device_caller *caller = caller_of(device);
-
-    if (memory != NULL) {
-        caller->free(caller->context, memory);
-    }
-}
+/* ---- events ---- */
 
 static fc_status event_create(fc_device *device, fc_event **out)
 {
@@ -167,45 +143,10 @@ static fc_status move(fc_device *device, fc_stream *stream, fc_label label, cons
     return FC_OK;
 }
 
-/* ---- collectives ---- */
-
-static fc_status all_gather(fc_device *device, fc_device_comm *comm, fc_stream *stream,
-                            fc_label label, void *buffer, size_t part_bytes)
-{
-    const fc_device_caller *caller = caller_of(device);
-
-    return caller->all_gather(caller->context, comm, stream, label, buffer, part_bytes);
-}
-
-static fc_status reduce_scatter(fc_device *device, fc_device_comm *comm, fc_stream *stream,
-                                fc_label label, void *to, const void *from, size_t numel,
-                                fc_dtype dtype)
-{
-    const fc_device_caller *caller = caller_of(device);
-
-    return caller->reduce_scatter(caller->context, comm, stream, label, to, from, numel, dtype);
-}
-
-static fc_status all_reduce(fc_device *device, fc_device_comm *comm, fc_stream *stream,
-                            fc_label label, void *buffer, size_t numel, fc_dtype dtype)
-{
-    const fc_device_caller *caller = caller_of(device);
-
-    return caller->all_reduce(caller->context, comm, stream, label, buffer, numel, dtype);
-}
-
-static fc_status all_gather_each(fc_device *device, fc_device_comm *comm, fc_stream *stream,
-                                 fc_label label, const fc_gather *gathers, size_t n_gathers)
-{
-    const fc_device_caller *caller = caller_of(device);
-
-    return caller->all_gather_each(caller->context, comm, stream, label, gathers, n_gathers);
-}
-
 static const fc_device_ops host_ops = {
     .name = "host",
-    .alloc = device_alloc,
-    .free = device_free,
+    .alloc = fc_called_alloc,
+    .free = fc_called_free,
     .event_create = event_create,
     .event_destroy = event_destroy,
     .record = record,
@@ -215,10 +156,10 @@ static const fc_device_ops host_ops = {
     .moves_create = moves_create,
     .moves_destroy = moves_destroy,
     .move = move,
-    .all_gather = all_gather,
-    .reduce_scatter = reduce_scatter,
-    .all_reduce = all_reduce,
-    .all_gather_each = all_gather_each,
+    .all_gather = fc_called_all_gather,
+    .reduce_scatter = fc_called_reduce_scatter,
+    .all_reduce = fc_called_all_reduce,
+    .all_gather_each = fc_called_all_gather_each,
 };
 
 fc_status fc_host_device_create(const fc_device_caller *caller, fc_device **out)
@@ -228,10 +169,9 @@ fc_status fc_host_device_create(const fc_device_caller *caller, fc_device **out)
     if (d == NULL) {
         return fc_fail(FC_ERR_NOMEM, "host device");
     }
-    d->base.ops = &host_ops;
-    d->caller = *caller;
+    d->base = (fc_called_device){.base.ops = &host_ops, .caller = *caller};
     d->end = &d->first;
-    *out = &d->base;
+    *out = &d->base.base;
     return FC_OK;
 }
 

@@ -1,0 +1,77 @@
+// A unit and the graphs that its forwards have made: what these read, and which of it is outdated.
+#ifndef FC_BIND_FSDP_GRAPHS_H
+#define FC_BIND_FSDP_GRAPHS_H
+
+#include "bind/fsdp/arrivals.h"
+#include "bind/fsdp/parameters.h"
+#include "bind/fsdp/steps.h"
+#include "bind/fsdp/unsharding.h"
+
+#include <memory>
+#include <vector>
+
+namespace fc {
+
+class UnitGraph {
+public:
+    // All borrowed; updates: of the shards.
+    UnitGraph(const fc_unit *unit, std::vector<Param> &params, const Unsharding &unsharding,
+              const Updates *updates);
+    ~UnitGraph();
+    UnitGraph(const UnitGraph &) = delete;
+    UnitGraph &operator=(const UnitGraph &) = delete;
+
+    // After a forward with gradients, before its reshard: until end_graph() nodes inside of the
+    // unit can read its parameters where these stay in place, and `state` is told of gradients that
+    // come from there.
+    void begin_graph(PyObject *state);
+    // Gradients are told of, though nothing is read: a recomputation.
+    void watch_gradients(PyObject *state);
+    // Nothing is left of the unit for another backward.
+    void end_graph();
+    // Steps of optimizers, and loads, that the shards have seen; and had when they were noted last.
+    uint64_t n_updates() const { return updates_->n(); }
+    uint64_t updates_seen() const { return updates_seen_; }
+    // Weights that an optimizer has changed since: graphs that have saved them find out by their
+    // versions, as those of a module that is not sharded.
+    // True if these are all of the unit's.
+    bool note_updates();
+    // The same, after a step, for all units whose graphs would not meet an unshard first.
+    static void note_step();
+    const std::shared_ptr<Arrivals> &shared_arrivals() const { return arrivals_; }
+    // Post-backward, or its backward was dropped. True if one had gone through the unit.
+    bool end_awaiting()
+    {
+        return arrivals_ != nullptr &&
+               arrivals_->is_expected.exchange(false, std::memory_order_relaxed);
+    }
+
+protected:
+    // A backward goes through the unit.
+    void expect_gradients()
+    {
+        if (arrivals_ != nullptr) {
+            arrivals_->is_expected.store(true, std::memory_order_relaxed);
+        }
+    }
+
+private:
+    // The units of the process that have a graph.
+    class Registry;
+    static Registry &registry();
+
+    const fc_unit *unit_;
+    std::vector<Param> &read_;
+    const Unsharding &unsharding_;
+    const Updates *updates_;
+    uint64_t steps_seen_, updates_seen_;     // of all optimizers, and of those of the shards
+    std::shared_ptr<Arrivals> arrivals_;     // from the first graph on
+    bool has_graph_ = false;                 // it is in the registry
+    size_t graph_at_ = 0;                    // there
+    std::vector<uint32_t> shard_versions_;   // when updates were noted
+    std::vector<const ArrivalHook *> hooks_; // of the parameters, borrowed
+};
+
+} // namespace fc
+
+#endif

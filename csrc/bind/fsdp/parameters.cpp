@@ -1,0 +1,279 @@
+// Parameters of a unit: registration, what they show, writes to them.
+#include "bind/fsdp/parameters.h"
+
+#include "bind/compat.h"
+#include "bind/python/calls.h"
+#include "bind/python/fields.h"
+#include "bind/tensor/data_access.h"
+#include "bind/tensor/layout.h"
+#include "bind/tensor/tensors.h"
+
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace fc {
+
+namespace {
+
+constexpr const char *root_name = "(root)"; // as unit_name in fsdp_c/_fully_shard/_fqns.py calls it
+
+PyObject *local_object(const Param &param) // borrowed; null after `del`
+{
+    return in_slot(param.sharded.get(), param.local_slot);
+}
+
+std::string sharded_text(const fc_unit *unit)
+{
+    return "a parameter of FSDP unit '" + std::string(fc_unit_name(unit)) +
+           "' is sharded now, so its full weight cannot be read: the unit is not in forward or "
+           "backward. Read it inside the unit's forward, call unshard() on the unit first, or use "
+           "register_fsdp_forward_method() for the method that needs it";
+}
+
+std::string sharded_for_graph_text(const fc_unit *unit)
+{
+    return sharded_text(unit) +
+           ". If it is a backward that reads it, from a tensor inside of the unit that its output "
+           "does not depend on: return that tensor from the unit's forward, or call "
+           "set_reshard_after_forward(False) on the unit";
+}
+
+// A BoundParam of fsdp_c/_fully_shard/_engine_bind.py.
+Param parse_row(PyObject *row)
+{
+    Fields fields(row);
+    const Ref places = fields.object("places"), reduce = fields.object("reduce"),
+              grad = fields.object("grad"), size = fields.object("local_size"),
+              stride = fields.object("local_stride");
+    Param param;
+    param.copies = static_cast<int32_t>(fields.size("copies"));
+    param.sharded = fields.object("sharded");
+    param.unsharded = fields.object("unsharded");
+    param.owner = fields.object("owner");
+    fields.end();
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(places.get()); i++) {
+        Fields place(PyList_GET_ITEM(places.get(), i));
+        Ref dict = place.object("parameters"), name = place.object("name"),
+            module = place.object("setter");
+        place.end();
+        param.places.push_back({std::move(dict), std::move(name),
+                                module.get() == Py_None ? Ref() : std::move(module)});
+    }
+    param.dict = param.places.front().dict.get();
+    param.key = param.places.front().key.get();
+    param.has_one_place = param.places.size() == 1 && !param.places.front().module;
+    static PyObject *const local_tensor = PyUnicode_InternFromString("_local_tensor");
+    param.local_slot = slot_of(Py_TYPE(param.sharded.get()), local_tensor);
+    param.unsharded_tensor = tensor_of(param.unsharded.get());
+    param.local = tensor_of(local_object(param));
+    param.reduce_type = reinterpret_cast<THPDtype *>(reduce.get())->scalar_type;
+    param.grad_type = reinterpret_cast<THPDtype *>(grad.get())->scalar_type;
+    if (holds_gradients_on_leaf) {
+        const at::ScalarType compute = param.unsharded_tensor.scalar_type();
+        param.leaf_grad_type = param.unsharded_tensor.grad_dtype();
+        param.is_widened = param.leaf_grad_type && at::isFloatingType(compute) &&
+                           at::isFloatingType(*param.leaf_grad_type) &&
+                           c10::elementSize(*param.leaf_grad_type) > c10::elementSize(compute);
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(size.get()); i++) {
+        param.local_size.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(size.get(), i)));
+        param.local_stride.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(stride.get(), i)));
+    }
+    return param;
+}
+
+uint32_t version_of(const at::Tensor &tensor)
+{
+    const c10::VariableVersion &version = tensor.unsafeGetTensorImpl()->version_counter();
+    return version.enabled() ? version.current_version() : 0;
+}
+
+} // namespace
+
+uint64_t Param::shard_mark() const
+{
+    uint32_t first = 0;
+    if (local.nbytes() >= sizeof(first)) {
+        std::memcpy(&first, local.const_data_ptr(), sizeof(first));
+    }
+    const uint64_t versions = shard_versions();
+    return versions << 32 | first;
+}
+
+uint32_t Param::shard_versions() const
+{
+    return version_of(sharded_tensor()) + version_of(local);
+}
+
+const at::Tensor &Param::sharded_tensor() const
+{
+    return THPVariable_Unpack(sharded.get());
+}
+
+bool Param::is_in_place() const
+{
+    const c10::TensorImpl *impl = local.unsafeGetTensorImpl();
+    return is_object_of(local_object(*this), impl) &&
+           (storage == nullptr || impl->unsafe_storage().data() == storage);
+}
+
+bool Param::is_written() const
+{
+    return version != unsharded_tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+std::string parameter_name(const Param &param)
+{
+    Ref fqn = Ref::take(
+        guarded([&] { return ask_python(Call::parameter_name, param.owner.get()).release(); }));
+    const char *text = fqn && PyUnicode_Check(fqn.get()) ? PyUnicode_AsUTF8(fqn.get()) : nullptr;
+    PyErr_Clear();
+    return text != nullptr ? text : "?";
+}
+
+Parameters::Parameters(fc_unit *shard, PyObject *rows, const at::Tensor &flat)
+    : name_(fc_unit_name(shard)), storage_owner_(flat), shard_(shard),
+      storage_(flat.storage().unsafeGetStorageImpl()), bytes_(fc_unit_layout(shard)->full_bytes)
+{
+    if (name_ == root_name) {
+        name_.clear(); // profiler ranges of the root have no name
+    }
+    params_.reserve(static_cast<size_t>(PyList_GET_SIZE(rows)));
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(rows); i++) {
+        params_.push_back(parse_row(PyList_GET_ITEM(rows, i)));
+        params_.back().has_grad = fc_unit_layout(shard)->params[i].has_grad;
+    }
+}
+
+int Parameters::traverse(visitproc visit, void *arg)
+{
+    for (const Param &p : params_) {
+        for (const Place &place : p.places) {
+            Py_VISIT(place.dict.get());
+            Py_VISIT(place.module.get());
+        }
+        Py_VISIT(p.owner.get());
+    }
+    return 0;
+}
+
+bool Parameters::is_intact(bool is_unsharded) const
+{
+    return std::all_of(params_.begin(), params_.end(), [&](const Param &p) {
+        PyObject *registered = PyDict_GetItem(p.dict, p.key);
+        return registered == (is_unsharded ? p.unsharded : p.sharded).get() && p.is_in_place();
+    });
+}
+
+// ---- what they show ----
+
+void Parameters::show(void *memory)
+{
+    if (shown_ == nullptr || shown_ != memory) {
+        set_data(storage_, at::DataPtr(memory, storage_->device()), bytes_, true);
+        shown_ = memory;
+    }
+}
+
+void Parameters::hide(bool keeps_size)
+{
+    shown_ = nullptr;
+    set_data(storage_, at::DataPtr(nullptr, storage_->device()), 0, false);
+    if (keeps_size) {
+        storage_->set_nbytes(bytes_);
+    }
+}
+
+void Parameters::withhold(bool is_withheld)
+{
+    if (!is_withheld) {
+        set_unreadable_text(storage_,
+                            says_graph_ ? sharded_for_graph_text(shard_) : sharded_text(shard_));
+        return;
+    }
+    shown_ = nullptr;
+    storage_->set_nbytes(bytes_); // else autograd's views of it would say less
+    set_unreadable_text(storage_, "backward needs a parameter of FSDP unit '" +
+                                      std::string(fc_unit_name(shard_)) +
+                                      "', which was told to do without: call "
+                                      "set_unshard_in_backward(True) on it");
+}
+
+void Parameters::register_params(bool unsharded)
+{
+    for (Param &p : params_) {
+        PyObject *object = unsharded ? p.unsharded.get() : p.sharded.get();
+        if (p.has_one_place) {
+            check(PyDict_SetItem(p.dict, p.key, object));
+            continue;
+        }
+        for (const Place &place : p.places) {
+            if (place.module) {
+                check(PyObject_SetAttr(place.module.get(), place.key.get(), object));
+            } else {
+                check(PyDict_SetItem(place.dict.get(), place.key.get(), object));
+            }
+        }
+    }
+}
+
+void Parameters::enter()
+{
+    for (Param &p : params_) {
+        p.is_trained = p.sharded_tensor().requires_grad();
+        if (p.is_trained != p.unsharded_tensor.requires_grad()) {
+            p.unsharded_tensor.set_requires_grad(p.is_trained);
+        }
+        p.version = p.unsharded_tensor.unsafeGetTensorImpl()->version_counter().current_version();
+    }
+    register_params(true);
+}
+
+void Parameters::leave()
+{
+    register_params(false);
+    for (const Param &p : params_) {
+        if (p.unsharded_tensor.requires_grad() != p.is_trained) { // the user has changed it
+            p.sharded_tensor().set_requires_grad(!p.is_trained);
+        }
+    }
+}
+
+// ---- writes ----
+
+size_t Parameters::find_changed(const uint64_t *marks, size_t from) const
+{
+    size_t i = from;
+    while (i < params_.size() && params_[i].shard_mark() == marks[i]) {
+        i++;
+    }
+    return i;
+}
+
+size_t Parameters::find_written(size_t from, bool maybe) const
+{
+    size_t i = from;
+    while (i < params_.size() && !params_[i].is_written() &&
+           !(maybe && is_data_taken(params_[i].unsharded_tensor))) {
+        i++;
+    }
+    return i;
+}
+
+bool Parameters::has_hooks() const
+{
+    for (const Param &p : params_) {
+        const at::Tensor &tensor = p.sharded_tensor();
+        if (torch::autograd::impl::get_autograd_meta(tensor) != nullptr &&
+            torch::autograd::impl::post_acc_grad_hooks(tensor)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+} // namespace fc

@@ -1,0 +1,129 @@
+// A unit's parameters as modules have them: shards or whole ones, and what the latter show.
+#ifndef FC_BIND_FSDP_PARAMETERS_H
+#define FC_BIND_FSDP_PARAMETERS_H
+
+#include "base/alloc.h"
+#include "bind/python/python.h"
+#include "engine/unit.h"
+#include "engine/unsharding.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace fc {
+
+// A place where a parameter is registered.
+struct Place {
+    Ref dict;   // module._parameters
+    Ref key;    // its name there
+    Ref module; // set only if the module overrides __setattr__, which is then called instead
+};
+
+// A gradient of a shard: made once, assigned again in every step while nobody else holds it.
+struct Gradient {
+    Ref object, local_object; // the DTensor and its local tensor
+    at::Tensor tensor, local;
+    // Counts right after construction: more means that somebody keeps the gradient.
+    uint32_t object_refs = 0, local_refs = 0, tensor_uses = 0, local_uses = 0;
+
+    bool is_free() const;
+};
+
+// A step of a thousand units is as fast as their cache lines come from memory: the first line has
+// what forward and backward need, the second what gradients need.
+struct alignas(FC_CACHE_LINE) Param {
+    Ref sharded, unsharded;                   // the two nn.Parameter objects
+    at::Tensor unsharded_tensor;              // a view of the unit's unsharded storage
+    at::Tensor local;                         // the shard: the DTensor's local tensor
+    void *storage = nullptr;                  // where an aliased shard lies, else null
+    PyObject *dict = nullptr, *key = nullptr; // borrowed from places.front()
+    uint32_t version = 0;                     // of unsharded_tensor when it was filled
+    uint16_t local_slot = 0;                  // offset of the DTensor's local tensor
+    bool is_trained = false;                  // requires_grad when it was filled
+    bool has_one_place = false;               // which needs no __setattr__
+
+    Gradient grad;
+    at::Tensor accumulated; // unreduced, in the reduce dtype (gradient accumulation)
+    int32_t copies = 1;     // a replicated parameter is held once per rank
+    at::ScalarType reduce_type, grad_type;
+    bool has_grad = false;   // may have one
+    bool is_widened = false; // leaf_grad_type is wider than the parameter
+
+    // The dtype in which autograd keeps the unsharded gradient, none: any; from torch 2.15.
+    std::optional<at::ScalarType> leaf_grad_type;
+    Ref owner; // fsdp_c's FSDPParam: makes DTensors, names the parameter
+    std::vector<Place> places;
+    std::vector<int64_t> local_size, local_stride; // of the shard and of its gradient
+
+    // The DTensor. Only Python's reference is kept: torch swaps tensors that nobody else refers to.
+    const at::Tensor &sharded_tensor() const;
+    // True while the DTensor's local tensor is the one that was found at set-up, in its place.
+    bool is_in_place() const;
+    // Changes when the shard is written: counted for the DTensor or its local tensor, or, around
+    // both counters (`param.data.mul_()`), by a write that changes its first bytes.
+    uint64_t shard_mark() const;
+    uint32_t shard_versions() const; // the counters alone
+    // Whether the unsharded parameter was written since it was filled.
+    bool is_written() const;
+};
+static_assert(offsetof(Param, grad) == FC_CACHE_LINE / 2, "two lines make a pair");
+static_assert(offsetof(Param, leaf_grad_type) <= FC_CACHE_LINE, "what a step needs is in it");
+
+std::string parameter_name(const Param &param);
+
+class alignas(FC_CACHE_LINE) Parameters {
+public:
+    // rows: one per parameter, see fsdp_c/_fully_shard/_fsdp_param_group.py; flat: owns the storage
+    // that the unsharded parameters are views of.
+    Parameters(fc_unit *shard, PyObject *rows, const at::Tensor &flat);
+    Parameters(const Parameters &) = delete;
+    Parameters &operator=(const Parameters &) = delete;
+
+    const std::vector<Param> &params() const { return params_; }
+    fc_unit *shard_unit() const { return shard_; }
+    const std::string &name() const { return name_; }
+    int traverse(visitproc visit, void *arg);
+    // True while every shard is where set-up put it, and the registered parameters are the sharded
+    // or the unsharded ones.
+    bool is_intact(bool is_unsharded) const;
+
+    // ---- see fc_unsharding_ops ----
+    void show(void *memory);
+    void hide(bool keeps_size);
+    void withhold(bool is_withheld);
+    void enter();
+    void leave();
+    size_t find_changed(const uint64_t *marks, size_t from) const;
+    size_t find_written(size_t from, bool maybe) const;
+    void tell_of_write(size_t param, fc_written what) const;
+    bool has_hooks() const; // post-accumulate hooks
+    bool can_reside() const;
+
+protected:
+    // What a graph may look for is said where gathers are copies.
+    void set_says_graph(bool says) { says_graph_ = says; }
+
+private:
+    void register_params(bool unsharded);
+
+    std::string name_;
+    at::Tensor storage_owner_; // keeps storage_ alive
+
+protected: // what every step needs, in few cache lines
+    fc_unit *shard_;
+    std::vector<Param> params_;
+
+private:
+    c10::StorageImpl *storage_; // of all unsharded parameters
+    size_t bytes_;
+    void *shown_ = nullptr; // what the storage shows
+    bool says_graph_ = false;
+};
+
+} // namespace fc
+
+#endif

@@ -1,0 +1,95 @@
+// Looks up what C++ asks of Python, and takes the functions that are handed down.
+#include "bind/python/calls.h"
+
+#include "bind/python/process.h"
+
+#include <string>
+
+namespace fc {
+
+namespace {
+
+constexpr const char *call_names[] = {
+#define FC_TEXT(name) #name,
+    FC_CALLS(FC_TEXT)
+#undef FC_TEXT
+};
+
+// Which of the functions were not given, or what was given beside them; empty: all is well.
+std::string what_is_wrong(PyObject *named)
+{
+    std::string missing, unknown;
+    for (const char *name : call_names) {
+        if (PyDict_GetItemString(named, name) == nullptr) {
+            missing += std::string(missing.empty() ? "" : ", ") + name;
+        }
+    }
+    PyObject *key, *value;
+    for (Py_ssize_t at = 0; PyDict_Next(named, &at, &key, &value) != 0;) {
+        bool is_known = false;
+        for (const char *name : call_names) {
+            is_known = is_known || PyUnicode_CompareWithASCIIString(key, name) == 0;
+        }
+        if (!is_known || PyCallable_Check(value) == 0) {
+            unknown += std::string(unknown.empty() ? "" : ", ") + PyUnicode_AsUTF8(key);
+        }
+    }
+    return (missing.empty() ? "" : "missing: " + missing) +
+           (missing.empty() || unknown.empty() ? "" : "; ") +
+           (unknown.empty() ? "" : "no such function: " + unknown);
+}
+
+} // namespace
+
+PyObject *function_of(Call call)
+{
+    PyObject *function = process.calls[static_cast<size_t>(call)];
+    if (function == nullptr) {
+        PyErr_Format(PyExc_RuntimeError, "fsdp_c: %s() was not handed to the extension",
+                     call_names[static_cast<size_t>(call)]);
+        throw_python();
+    }
+    return function;
+}
+
+PyObject *name_of(Attribute attribute)
+{
+    static PyObject *const names[] = {
+#define FC_INTERNED(name, text) PyUnicode_InternFromString(text),
+        FC_ATTRIBUTES(FC_INTERNED)
+#undef FC_INTERNED
+    };
+    return names[static_cast<size_t>(attribute)];
+}
+
+Ref look_up(Import what)
+{
+    static constexpr struct {
+        const char *module, *attribute;
+    } places[] = {
+#define FC_PLACE(name, module, attribute) {module, attribute},
+        FC_IMPORTS(FC_PLACE)
+#undef FC_PLACE
+    };
+    const auto &place = places[static_cast<size_t>(what)];
+    Ref file = checked(PyImport_ImportModule(place.module));
+    return place.attribute == nullptr
+               ? std::move(file)
+               : checked(PyObject_GetAttrString(file.get(), place.attribute));
+}
+
+} // namespace fc
+
+PyObject *fc_set_callbacks(PyObject *, PyObject *args, PyObject *named)
+{
+    if (PyTuple_GET_SIZE(args) > 0 || named == nullptr) {
+        return PyErr_Format(PyExc_TypeError, "set_callbacks takes functions by name");
+    }
+    if (const std::string text = fc::what_is_wrong(named); !text.empty()) {
+        return PyErr_Format(PyExc_TypeError, "set_callbacks: %s", text.c_str());
+    }
+    for (size_t i = 0; i < fc::n_calls; i++) {
+        Py_XSETREF(fc::process.calls[i], Py_NewRef(PyDict_GetItemString(named, fc::call_names[i])));
+    }
+    Py_RETURN_NONE;
+}

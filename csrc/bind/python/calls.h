@@ -1,0 +1,84 @@
+// The names by which C++ meets Python, all of them: functions that fsdp_c hands down when it is
+// loaded, attributes, and what is looked up in modules of others.
+#ifndef FC_BIND_PYTHON_CALLS_H
+#define FC_BIND_PYTHON_CALLS_H
+
+#include "bind/python/python.h"
+
+#include <cstddef>
+
+// X(name): functions that fsdp_c/_fully_shard/_callbacks.py hands to set_callbacks, and describes.
+#define FC_CALLS(X)                                                                                \
+    X(choose_implementation)                                                                       \
+    X(leave_replaced)                                                                              \
+    X(rebuild_units)                                                                               \
+    X(refuse_unless_waited)                                                                        \
+    X(note_forward)                                                                                \
+    X(prefetch_in_forward)                                                                         \
+    X(prefetch_in_backward)                                                                        \
+    X(torch_pre_forward)                                                                           \
+    X(torch_post_forward)                                                                          \
+    X(cast_any_input)                                                                              \
+    X(cast_any_output)                                                                             \
+    X(warn_of_view)                                                                                \
+    X(warn_of_hidden_output)                                                                       \
+    X(warn_of_failed_backward)                                                                     \
+    X(refuse_sparse_gradient)                                                                      \
+    X(tell_of_double_backward)                                                                     \
+    X(explain_error)                                                                               \
+    X(parameter_name)                                                                              \
+    X(make_sharded_gradient)
+
+// X(name, text): attributes of states, of torch's objects and of loggers.
+#define FC_ATTRIBUTES(X)                                                                           \
+    X(state_context, "_state_ctx")                                                                 \
+    X(post_optim_event, "post_optim_event")                                                        \
+    X(wait, "wait")                                                                                \
+    X(local_tensor, "_local_tensor")                                                               \
+    X(dunder_call, "__call__")                                                                     \
+    X(debug, "debug")                                                                              \
+    X(is_enabled_for, "isEnabledFor")
+
+// X(name, module, attribute): looked up when needed; without an attribute the module itself.
+#define FC_IMPORTS(X)                                                                              \
+    X(nn_module_file, "torch.nn.modules.module", nullptr)                                          \
+    X(nn_module, "torch.nn.modules.module", "Module")                                              \
+    X(dtensor, "torch.distributed.tensor", "DTensor")                                              \
+    X(collect_grad_tensors, "torch.distributed.fsdp._common_utils", "collect_grad_tensors")        \
+    X(replace_grad_tensors, "torch.distributed.fsdp._common_utils", "replace_grad_tensors")        \
+    X(set_eval_frame, "torch._C._dynamo.eval_frame", "set_eval_frame")                             \
+    X(get_logger, "logging", "getLogger")
+
+namespace fc {
+
+#define FC_ENUM(name, ...) name,
+enum class Call : size_t {
+    FC_CALLS(FC_ENUM) count
+};
+enum class Attribute : size_t {
+    FC_ATTRIBUTES(FC_ENUM) count
+};
+enum class Import : size_t {
+    FC_IMPORTS(FC_ENUM) count
+};
+#undef FC_ENUM
+
+constexpr size_t n_calls = static_cast<size_t>(Call::count);
+
+// Borrowed; RuntimeError as an exception if it was not handed down.
+PyObject *function_of(Call call);
+template <typename... Arguments> Ref ask_python(Call which, Arguments *...arguments)
+{
+    PyObject *const given[] = {reinterpret_cast<PyObject *>(arguments)...};
+    return checked(PyObject_Vectorcall(function_of(which), given, sizeof...(arguments), nullptr));
+}
+
+PyObject *name_of(Attribute attribute); // borrowed, interned
+Ref look_up(Import what);               // a Python error as an exception
+
+} // namespace fc
+
+// set_callbacks(name=function, ...): all of FC_CALLS; TypeError names what is missing or unknown.
+PyObject *fc_set_callbacks(PyObject *module, PyObject *args, PyObject *named);
+
+#endif

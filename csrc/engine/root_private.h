@@ -1,0 +1,36 @@
+/* Inside of a root: what its forwards and its backwards share. */
+#ifndef FC_ENGINE_ROOT_PRIVATE_H
+#define FC_ENGINE_ROOT_PRIVATE_H
+
+#include "engine/domain_private.h"
+#include "engine/reduction_private.h"
+#include "engine/root.h"
+
+/* The module's unit, or NULL if it has none or one that is not bound. */
+static inline fc_root_unit *bound_unit(const fc_root_module *module)
+{
+    return module->unit != NULL && module->unit->reduction != NULL ? module->unit : NULL;
+}
+
+/* Peers learn that this rank has left the phase if it has. */
+static inline fc_status or_fail(fc_root_course *root, fc_status status)
+{
+    if (status != FC_OK) {
+        fc_root_fail(root);
+    }
+    return status;
+}
+
+/* Opens a phase in all domains. */
+FC_MUST_CHECK fc_status root_open(fc_root_course *root, fc_opening opening);
+/* Marks it closed in all of them, then waits for the peers in each. */
+FC_MUST_CHECK fc_status root_close(fc_root_course *root);
+/* Gives up what was gathered ahead and not used in the phase. */
+FC_MUST_CHECK fc_status root_drop_ahead(const fc_root_course *root, fc_domain *domain);
+/* Calls an operation of all bound units. */
+FC_MUST_CHECK fc_status root_each_unit(const fc_root_course *root,
+                                       fc_status (*operation)(void *unit));
+/* Of all domains: finished units that were used again. */
+uint64_t root_count_reused(const fc_root_course *root);
+
+#endif

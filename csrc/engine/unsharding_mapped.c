@@ -1,0 +1,140 @@
+/* Units in shared memory: the unsharded unit is there for all ranks while a phase is open.
+ *
+ * Bytes: a gather moves none. Outside of a phase, or where a unit's memory is its own, each rank
+ * copies the unit once.
+ */
+#include "engine/unsharding_private.h"
+
+#include <string.h>
+
+static void publish(fc_unsharding *u)
+{
+    u->traffic->copied += u->publish_bytes;
+    if (u->publish_bytes == 0) {
+        return;
+    }
+    u->ops->shards(u->owner, u->shards);
+    for (size_t i = 0; i < u->n_params; i++) {
+        if (!u->layout->params[i].is_aliased) {
+            fc_unit_publish(u->unit, i, u->shards[i]);
+        }
+    }
+}
+
+static void copy_out(fc_unsharding *u)
+{
+    fc_unit_copy_out(u->unit, u->memory);
+    u->traffic->copied += u->bytes;
+}
+
+/* A phase of its own, for a copy. */
+static fc_status gather_copy(fc_unsharding *u)
+{
+    fc_status st;
+
+    publish(u);
+    fc_domain_open(u->domain, (fc_opening){FC_PHASE_UNSHARD, 0, FC_UPDATES_UNKNOWN});
+    st = fc_domain_ready(u->domain, u->unit);
+    if (st != FC_OK) {
+        fc_domain_fail(u->domain);
+        return st;
+    }
+    copy_out(u);
+    return fc_domain_close(u->domain);
+}
+
+static fc_status gather(fc_unsharding *u)
+{
+    const bool had_memory = u->memory != NULL;
+    fc_status st;
+
+    if (fc_domain_is_open(u->domain)) {
+        unsharding_turn(u, FC_UNIT_ASK);
+        return FC_OK;
+    }
+    FC_TRY(unsharding_take_slot(u));
+    st = gather_copy(u);
+    if (st == FC_OK) {
+        unsharding_turn(u, FC_UNIT_GATHER);
+    } else if (!had_memory) {
+        unsharding_release_slot(u);
+    }
+    return st;
+}
+
+static bool is_outdated(const fc_unsharding *u)
+{
+    (void)u;
+    return false;
+}
+
+static fc_status take(fc_unsharding *u, void **memory_out, bool *is_kept_out)
+{
+    if (!u->keeps_memory && u->state == FC_UNIT_GATHERED && fc_domain_is_open(u->domain)) {
+        unsharding_release_slot(u); /* shards may have been written since */
+        unsharding_turn(u, FC_UNIT_OUTDATE);
+    }
+    *is_kept_out = u->state == FC_UNIT_GATHERED && !u->keeps_memory;
+    if (u->state == FC_UNIT_GATHERED) {
+        *memory_out = u->memory;
+        return FC_OK;
+    }
+    FC_TRY(fc_domain_ready(u->domain, u->unit));
+    if (u->keeps_memory) {
+        FC_TRY(unsharding_take_slot(u));
+        copy_out(u);
+        *memory_out = u->memory;
+    } else {
+        *memory_out = u->view;
+    }
+    return FC_OK;
+}
+
+static fc_status renew(fc_unsharding *u)
+{
+    if (u->keeps_memory) {
+        copy_out(u);
+    } else {
+        u->ops->show(u->owner, u->view);
+        unsharding_release_slot(u);
+    }
+    unsharding_turn(u, FC_UNIT_RENEW);
+    return FC_OK;
+}
+
+static fc_status keep(fc_unsharding *u)
+{
+    if (u->memory != NULL) {
+        return FC_OK;
+    }
+    FC_TRY(fc_domain_ready(u->domain, u->unit));
+    FC_TRY(unsharding_take_slot(u));
+    memcpy(u->memory, u->view, u->bytes); /* with this rank's own writes */
+    u->traffic->copied += u->bytes;
+    unsharding_discard_writes(u);
+    u->ops->show(u->owner, u->memory);
+    return FC_OK;
+}
+
+static fc_status release(fc_unsharding *u, bool to_slice)
+{
+    (void)to_slice;
+    unsharding_release_slot(u);
+    return FC_OK;
+}
+
+static void count(fc_unsharding *u)
+{
+    u->traffic->gathers += u->n_ranks > 1;
+    u->traffic->gathered += u->gather_bytes;
+}
+
+const gathering gathering_mapped = {.makes_copies = false,
+                                    .gather = gather,
+                                    .is_outdated = is_outdated,
+                                    .take = take,
+                                    .renew = renew,
+                                    .keep = keep,
+                                    .release = release,
+                                    .publish = publish,
+                                    .count = count};

@@ -1,0 +1,174 @@
+/* Units over messages: each rank gathers a copy for each use.
+ *
+ * Bytes: a gather writes this rank's pack once and the whole unit once. In backward it brings small
+ * units along, see [Note: gathers ahead] in order.h.
+ */
+#include "engine/unsharding_private.h"
+
+#include "engine/batch.h"
+#include "engine/domain_private.h"
+#include "engine/order.h"
+#include "engine/root.h"
+
+/* Small units that followed this one in the backward before, and still have to be gathered: a list
+ * from `u` on, of `*n_out` with it. */
+static void find_followers(fc_unsharding *u, size_t *n_out)
+{
+    fc_order_walk walk = fc_order_after(u->unit);
+    fc_unsharding *last = u;
+    fc_unit *unit;
+
+    *n_out = 1;
+    u->next = u; /* the last one names itself: it is in the list */
+    if (!fc_domain_in_backward(u->domain)) {
+        return;
+    }
+    while ((unit = fc_order_next(&walk)) != NULL) {
+        fc_unsharding *next = unit->unsharding;
+
+        if (next == NULL || next->next != NULL || next->state != FC_UNIT_SHARDED ||
+            next->keeps_memory) {
+            continue;
+        }
+        fc_order_take(&walk, unit);
+        last->next = next;
+        last = next;
+        last->next = last;
+        ++*n_out;
+    }
+}
+
+/* Ends the list; with `keeps`, all go on with the memory that they were given. */
+static void end_list(fc_unsharding *u, const fc_unsharding *until, bool keeps)
+{
+    while (u != NULL) {
+        fc_unsharding *next = u->next != u ? u->next : NULL;
+
+        if (!keeps && u != until) {
+            unsharding_release_slot(u);
+        }
+        u->next = NULL;
+        u = next;
+    }
+}
+
+/* In one collective, whose parts they take to their slots. */
+static fc_status gather_list(fc_unsharding *first, fc_batch_gather *gathers, size_t n)
+{
+    fc_unsharding *u = first;
+    void *pack = NULL;
+    fc_status st;
+
+    for (size_t i = 0; i < n; i++, u = u->next) {
+        FC_TRY(unsharding_take_slot(u));
+        u->ops->shards(u->owner, u->shards);
+        gathers[i] =
+            (fc_batch_gather){u->unit, u->shards, u->memory, u->ops->is_observed(u->owner)};
+    }
+    FC_TRY(fc_slots_acquire(first->slots, fc_batch_pack_bytes(gathers, n), &pack));
+    st = fc_batch_all_gather(gathers, n, pack);
+    fc_slots_release(first->slots, pack);
+    return st;
+}
+
+/* Gathered with another unit, and there until it is used. */
+static void come_along(fc_unsharding *u)
+{
+    fc_root_note_use(u->unit);
+    u->ops->mark(u->owner, u->marks);
+    u->traffic->gathered += u->gather_bytes;
+    u->came_along = true;
+    unsharding_turn(u, FC_UNIT_COME_ALONG);
+    fc_order_set_ahead(u->unit, true);
+}
+
+static void note_gathered(fc_unsharding *u, const fc_unsharding *first, size_t n)
+{
+    for (size_t i = 0; i < n; i++, u = u->next) {
+        u->gathered_at = u->ops->n_steps(u->owner);
+        u->traffic->copied += u->layout->pack_bytes + u->bytes;
+        if (u != first) {
+            come_along(u);
+        }
+    }
+}
+
+/* A failure leaves all of them as they were. */
+static fc_status fetch(fc_unsharding *u)
+{
+    const fc_unsharding *with_memory = u->memory != NULL ? u : NULL;
+    fc_batch_gather one, *gathers = &one;
+    fc_status st;
+    size_t n;
+
+    find_followers(u, &n);
+    if (n > 1) {
+        gathers = fc_alloc(n, sizeof(*gathers));
+    }
+    st = gathers == NULL ? fc_fail(FC_ERR_NOMEM, "a gather of %zu units", n)
+                         : gather_list(u, gathers, n);
+    if (st == FC_OK) {
+        note_gathered(u, u, n);
+    }
+    end_list(u, with_memory, st == FC_OK);
+    if (n > 1) {
+        fc_free(gathers);
+    }
+    return st;
+}
+
+static fc_status gather(fc_unsharding *u)
+{
+    FC_TRY(fetch(u));
+    unsharding_turn(u, FC_UNIT_GATHER);
+    return FC_OK;
+}
+
+/* An optimizer has stepped since, in a forward or before it. */
+static bool is_outdated(const fc_unsharding *u)
+{
+    return !fc_domain_in_backward(u->domain) && u->gathered_at != u->ops->n_steps(u->owner);
+}
+
+static fc_status take(fc_unsharding *u, void **memory_out, bool *is_kept_out)
+{
+    if (fc_domain_in_backward(u->domain)) {
+        FC_TRY(fc_order_note(u->unit));
+    }
+    *memory_out = u->memory;
+    *is_kept_out = !fc_domain_is_open(u->domain);
+    return FC_OK;
+}
+
+static fc_status renew(fc_unsharding *u)
+{
+    if (is_outdated(u)) {
+        FC_TRY(fetch(u));
+        unsharding_count(u);
+    }
+    return FC_OK;
+}
+
+static fc_status release(fc_unsharding *u, bool to_slice)
+{
+    (void)to_slice;
+    unsharding_release_slot(u);
+    return FC_OK;
+}
+
+static void count(fc_unsharding *u)
+{
+    if (!u->came_along) {
+        u->traffic->gathers += u->n_ranks > 1;
+        u->traffic->gathered += u->gather_bytes;
+    }
+    u->came_along = false;
+}
+
+const gathering gathering_messages = {.makes_copies = true,
+                                      .gather = gather,
+                                      .is_outdated = is_outdated,
+                                      .take = take,
+                                      .renew = renew,
+                                      .release = release,
+                                      .count = count};

@@ -1,0 +1,54 @@
+"""What the core asks of Python: the functions that csrc/bind/python/calls.h names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fsdp_c._fully_shard import _errors
+from fsdp_c._fully_shard._fsdp_param import FSDPParam
+from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
+from fsdp_c._fully_shard._fsdp_state import FSDPState
+from fsdp_c._native import _C
+
+
+def _parameter_name(fsdp_param: Any) -> str | None:
+    """For messages."""
+    return fsdp_param._param_fqn
+
+
+def _make_sharded_gradient(fsdp_param: Any, local: torch.Tensor) -> torch.Tensor:
+    """The DTensor of a gradient, whose local tensor is given."""
+    return fsdp_param.to_sharded_dtensor(local)
+
+
+def hand_down() -> None:
+    """Before the first state is made. An error names what the core asks for and is not here."""
+    _C.set_callbacks(
+        # Of a state, in its forward.
+        choose_implementation=FSDPState._choose_implementation,
+        leave_replaced=FSDPState._leave_replaced,
+        rebuild_units=FSDPState._rebuild_units,
+        refuse_unless_waited=FSDPState._refuse_unless_waited,
+        # Of a unit whose collectives others see.
+        note_forward=FSDPParamGroup._note_forward,
+        prefetch_in_forward=FSDPParamGroup._prefetch_in_forward,
+        prefetch_in_backward=FSDPParamGroup._prefetch_in_backward,
+        # Of a state on the fallback: (module, args, kwargs), and (module, args, output).
+        torch_pre_forward=FSDPState._torch_pre_forward,
+        torch_post_forward=FSDPState._torch_post_forward,
+        # Of a state and what the core does not open.
+        cast_any_input=FSDPState._cast_any_input,
+        cast_any_output=FSDPState._cast_any_output,
+        # Of a state, for people.
+        warn_of_view=FSDPState._warn_of_view,
+        warn_of_hidden_output=FSDPState._warn_of_hidden_output,
+        warn_of_failed_backward=FSDPState._warn_of_failed_backward,
+        tell_of_double_backward=FSDPState._tell_of_double_backward,
+        explain_error=_errors.explain,
+        # Of a parameter.
+        refuse_sparse_gradient=FSDPParam._refuse_sparse_gradient,
+        parameter_name=_parameter_name,
+        make_sharded_gradient=_make_sharded_gradient,
+    )
