@@ -17,6 +17,7 @@ from fsdp_c._fully_shard import (
     _model_digest,
     _param_attributes,
     _same_model,
+    _visibility,
     _visible_collectives,
 )
 from fsdp_c._fully_shard._heap import HEAP
@@ -57,8 +58,8 @@ def bind_units(groups: Sequence[Any], streams: _C.Streams | None = None) -> list
     for group in groups:
         shards = getattr(group.mesh_info, "shard_process_group", _process_group.ALONE)
         replicas = getattr(group.mesh_info, "replicate_process_group", None)
-        group.visible_because = group.wants_visible if streams is None else ""
-        alone = group if group.visible_because else None
+        group.visible = group.wants_visible if streams is None else _visibility.Visible()
+        alone = group if group.visible.reason else None
         by_mesh.setdefault((shards, replicas, alone), []).append(group)
     domains: list[_C.Domain] = []
     placed = []
@@ -84,9 +85,9 @@ def _make_domains(
 ) -> tuple[_C.Domain, _C.Domain | None]:
     units = [UnitSpec(_fqns.unit_name(g), [spec_of(p) for p in g.fsdp_params]) for g in groups]
     # What replicas add up next has to be there at once.
-    is_alone = streams is None and replicate_pg is None and not groups[0].visible_because
+    is_alone = streams is None and replicate_pg is None and not groups[0].visible.reason
     batch_bytes = _env.batch_bytes() if is_alone else 0
-    is_visible = bool(groups[0].visible_because)
+    is_visible = bool(groups[0].visible.reason)
     process_groups = [shard_pg] if replicate_pg is None else [shard_pg, replicate_pg]
     transports = [
         _transport.messages_for(

@@ -156,13 +156,13 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
             states = self._state_ctx.all_states
             groups = [group for state in states for group in state._fsdp_param_groups]
             _fsdp_module.warn_of_lost_settings(groups, [_fqns.unit_name(group) for group in groups])
-            _visibility.choose([group for group in groups if isinstance(group, FSDPParamGroup)])
             reason = self._why_torch(states, groups)
             if reason:
                 self._fall_back(states, groups, reason)
                 if self._is_root and all(isinstance(group, FSDPParamGroup) for group in groups):
                     _same_model.check_origins(groups)
             else:
+                _visibility.choose(groups)
                 self._join_core(states, groups)
             _status.note(self, reason)
         except BaseException:
@@ -247,7 +247,7 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
         reason = self._what_was_replaced(states)
         groups = [group for state in states for group in state._fsdp_param_groups]
         if not reason:  # it was put back, or is seen by what looks at collectives
-            if _visibility.choose(groups):
+            if _visibility.has_changed(groups):
                 self._change_collectives(states, groups)
             return
         self._fall_back(states, groups, reason)
@@ -266,6 +266,7 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
         for group in groups:
             group._set_aside()
             group._binding = None
+        _visibility.choose(groups)
         self._join_core(states, groups)
 
     def leave_core(self, reason: str) -> None:

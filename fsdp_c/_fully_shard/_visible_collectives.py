@@ -51,7 +51,7 @@ class VisibleMessages(_transport.Messages):
         if n_ranks == 1:
             output.copy_(input)
             return
-        if not unit.is_watched:
+        if not unit.visible.is_watched:
             _communicator.communicator_for(process_group).all_gather(output, input)
             return
         dtype, comm = _gathered_dtype(unit), unit._all_gather_comm
@@ -76,7 +76,7 @@ class VisibleMessages(_transport.Messages):
         """The sum, or what torch's group has at this place: an average, hooked and divided."""
         unit, process_group = self._unit(), self._live_group()
         before, after, op, _ = _versions.divide_factors(unit, input.dtype)
-        if not unit.is_watched:
+        if not unit.visible.is_watched:
             _divide(input, before)
             _communicator.communicator_for(process_group).reduce_scatter(
                 output, input, _divisor_of(op, process_group)
@@ -106,7 +106,7 @@ class VisibleMessages(_transport.Messages):
     def all_reduce(self, tensor: torch.Tensor) -> None:
         unit, process_group = self._unit(), self._live_group()
         _, after, _, op = _versions.divide_factors(unit, tensor.dtype)
-        if unit.is_watched:
+        if unit.visible.is_watched:
             dist.all_reduce(tensor, group=process_group, op=op)
         else:
             _communicator.communicator_for(process_group).all_reduce(
