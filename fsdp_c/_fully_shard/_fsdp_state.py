@@ -13,6 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
 
 from fsdp_c import _env
+from fsdp_c._comm import _device
 from fsdp_c._fully_shard import (
     _containers,
     _engine_bind,
@@ -201,7 +202,7 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
         return ""
 
     def _join_core(self, states: list[FSDPState], groups: list[FSDPParamGroup]) -> None:
-        restore = [] if self._root is not None else [g.leave_early_streams() for g in groups]
+        restore = [] if self._root is not None else [g.leave_early_binding() for g in groups]
         domains = []
         for group in groups:
             # Units that were unsharded before the first forward have a domain already.
@@ -246,9 +247,11 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
         states = list(self._root.states)
         reason = self._what_was_replaced(states)
         groups = [group for state in states for group in state._fsdp_param_groups]
-        if not reason:  # it was put back, or is seen by what looks at collectives
-            if _visibility.has_changed(groups):
-                self._change_collectives(states, groups)
+        if not reason and _device.is_taken(groups[0]):
+            reason = _replaced_functions.replaced_collective()
+        elif not reason and _visibility.has_changed(groups):
+            self._change_collectives(states, groups)
+        if not reason:  # it was put back, or collectives are in sight now
             return
         self._fall_back(states, groups, reason)
         _status.note(states[0], reason)

@@ -124,7 +124,7 @@ class GroupAttributes(VisibleGroup):
         super().__setattr__(name, value)
         if name in _SEEN and self._root is not None:
             self._root.look_again()
-        if name in _TORCH_ONLY and self._is_bound and (reason := _fallback_reason.why_torch(self)):
+        if self._needs_fallback(name) and (reason := _fallback_reason.why_torch(self)):
             try:
                 self.move_root_to_fallback(reason)
             except BaseException:
@@ -133,6 +133,11 @@ class GroupAttributes(VisibleGroup):
                 else:
                     super().__delattr__(name)
                 raise
+
+    def _needs_fallback(self, name: str) -> bool:
+        if name in _SEEN:  # the schedule of devices shows nobody its collectives
+            return self._is_bound and _device.is_taken(self)
+        return self._is_bound and name in _TORCH_ONLY
 
     def _checked_comm(self, name: str, comm: Any) -> Any:
         """A user's collective, or torch's own for None."""

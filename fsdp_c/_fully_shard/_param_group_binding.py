@@ -113,12 +113,14 @@ class BoundGroup(_C.Group, FallbackGroup):
             fsdp_param.unit = None
             fsdp_param.sharded_state = ShardedState.SHARDED
 
-    def leave_early_streams(self) -> Callable[[], None]:
-        """A unit that was unsharded before the first forward joins the schedule of its root.
+    def leave_early_binding(self) -> Callable[[], None]:
+        """A unit that was unsharded before the first forward joins the schedule of its root, or
+        gets other collectives.
 
         What is returned brings it there as it was.
         """
-        if not _device.is_taken(self):
+        has_changed = self._is_bound and self.wants_visible != self.visible
+        if not (_device.is_taken(self) or has_changed):
             return lambda: None
         is_unsharded, is_kept = self._core_is_unsharded, self._core_is_kept_after_forward
         is_asked = is_unsharded or self._core_is_pending

@@ -125,3 +125,21 @@ def test_hook_of_one_rank(rank: int, n_ranks: int) -> None:
     pair.skip_if_same()
     (word,) = [word for word in words(pair.ours) if "hook" in word]
     assert (f"on rank {n_ranks - 1}" in word) == (rank < n_ranks - 1)
+
+
+@on_ranks(2)
+def test_hook_after_an_early_unshard(rank: int, n_ranks: int) -> None:
+    """The unit is bound by then; its parameters, and hooks on them, are those of the forward."""
+    pair = Pair(Net, models.shard_blocks, tolerance=CLOSE)
+
+    def unshard(side: Side) -> None:
+        block = side.model.blocks[1]
+        block.unshard()
+        block.up.weight.register_hook(lambda grad: grad * 3)
+        block.set_all_reduce_hook(double)
+
+    pair.do(unshard)
+    pair.forward(data(rank))
+    pair.backward()
+    pair.skip_if_same()
+    assert any("hook" in word for word in words(pair.ours))
