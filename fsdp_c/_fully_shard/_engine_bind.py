@@ -61,6 +61,7 @@ def bind_units(groups: Sequence[Any], streams: _C.Streams | None = None) -> list
         group.visible = group.wants_visible if streams is None else _visibility.Visible()
         alone = group if group.visible.reason else None
         by_mesh.setdefault((shards, replicas, alone), []).append(group)
+    _check_model(by_mesh)
     domains: list[_C.Domain] = []
     placed = []
     for (shard_pg, replicate_pg, _), members in by_mesh.items():
@@ -75,6 +76,18 @@ def bind_units(groups: Sequence[Any], streams: _C.Streams | None = None) -> list
     if streams is None:
         HEAP.prepare_for_core()
     return domains
+
+
+def _check_model(by_mesh: dict[tuple[Any, Any, Any], list[Any]]) -> None:
+    """Ranks build the same units; once for each process group. Collective."""
+    members: dict[Any, list[Any]] = {}
+    for process_groups, groups in by_mesh.items():
+        for process_group in filter(None, process_groups[:2]):
+            members.setdefault(process_group, []).extend(groups)
+    for process_group, groups in members.items():
+        _same_model.check(process_group, groups)
+    for groups in by_mesh.values():
+        _model_digest.forget(_same_model.params_of(groups))
 
 
 def _make_domains(
@@ -111,7 +124,6 @@ def _make_domains(
         process_group, transport = process_groups[index], transports[index]
         if streams is not None:
             _device.connect(streams, process_group, groups[0].device)
-        _same_model.check(process_group, groups)
         domain = _C.Domain(
             transport=transport,
             is_replicate=index == 1,
@@ -133,7 +145,6 @@ def _make_domains(
         return domain
 
     shard, *replicate = map(make, range(len(transports)))
-    _model_digest.forget(_same_model.params_of(groups))
     return shard, replicate[0] if replicate else None
 
 
