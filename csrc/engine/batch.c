@@ -39,12 +39,17 @@ void fc_batch_limit(fc_domain *domain, size_t bytes)
 
 /* ---- gathers ---- */
 
+static size_t note_bytes(const fc_unit *unit)
+{
+    return unit->domain->is_packed ? 0 : BATCH_NOTE_BYTES;
+}
+
 static size_t rank_bytes(const fc_batch_gather *units, size_t n_units)
 {
     size_t bytes = 0;
 
     for (size_t i = 0; i < n_units; i++) {
-        bytes += BATCH_NOTE_BYTES + units[i].unit->layout.pack_bytes;
+        bytes += note_bytes(units[i].unit) + units[i].unit->layout.pack_bytes;
     }
     return bytes;
 }
@@ -66,11 +71,16 @@ static void pack_all(const fc_batch_gather *units, size_t n_units, char *pack)
 {
     for (size_t i = 0; i < n_units; i++) {
         const note mine = note_of(&units[i]);
+        const size_t bytes = note_bytes(units[i].unit);
 
-        memset(pack, 0, BATCH_NOTE_BYTES);
-        memcpy(pack, &mine, sizeof(mine));
-        fc_unit_pack(units[i].unit, units[i].shards, pack + BATCH_NOTE_BYTES);
-        pack += BATCH_NOTE_BYTES + units[i].unit->layout.pack_bytes;
+        if (bytes > 0) {
+            memset(pack, 0, bytes);
+            memcpy(pack, &mine, sizeof(mine));
+        } else {
+            memset(pack, 0, units[i].unit->layout.pack_bytes); /* padding is zeros */
+        }
+        fc_unit_pack(units[i].unit, units[i].shards, pack + bytes);
+        pack += bytes + units[i].unit->layout.pack_bytes;
     }
 }
 
@@ -109,11 +119,14 @@ static void observe(fc_unit *unit, bool is_observed)
 static fc_status check_all(const fc_batch_gather *units, size_t n_units, int rank, const char *pack)
 {
     for (size_t i = 0; i < n_units; i++) {
+        const size_t bytes = note_bytes(units[i].unit);
         note theirs;
 
-        memcpy(&theirs, pack, sizeof(theirs));
-        FC_TRY(check_note(&units[i], &theirs, rank));
-        pack += BATCH_NOTE_BYTES + units[i].unit->layout.pack_bytes;
+        if (bytes > 0) {
+            memcpy(&theirs, pack, sizeof(theirs));
+            FC_TRY(check_note(&units[i], &theirs, rank));
+        }
+        pack += bytes + units[i].unit->layout.pack_bytes;
     }
     return FC_OK;
 }
@@ -122,12 +135,15 @@ static void unpack_all(const fc_batch_gather *units, size_t n_units, int rank, c
 {
     for (size_t i = 0; i < n_units; i++) {
         fc_unit *unit = units[i].unit;
+        const size_t bytes = note_bytes(unit);
         note theirs;
 
-        memcpy(&theirs, pack, sizeof(theirs));
-        observe(unit, (rank > 0 && unit->is_observed) || theirs.is_observed != 0);
-        fc_unit_unpack(unit, rank, pack + BATCH_NOTE_BYTES, units[i].dst);
-        pack += BATCH_NOTE_BYTES + unit->layout.pack_bytes;
+        if (bytes > 0) {
+            memcpy(&theirs, pack, sizeof(theirs));
+            observe(unit, (rank > 0 && unit->is_observed) || theirs.is_observed != 0);
+        }
+        fc_unit_unpack(unit, rank, pack + bytes, units[i].dst);
+        pack += bytes + unit->layout.pack_bytes;
     }
 }
 
@@ -263,7 +279,7 @@ fc_status fc_batch_reduce(fc_domain *domain, fc_batch **out)
         memmove(batch->parts + r * batch->used, batch->parts + r * batch->capacity, batch->used);
     }
     st = waits_reduce_scatter(batch->entries[0].unit, batch->n, sums_of(batch), batch->parts,
-                              batch->used / fc_dtype_bytes(batch->dtype), batch->dtype);
+                              batch->used / fc_dtype_bytes(batch->dtype), batch->dtype, 0);
     if (st != FC_OK) {
         destroy(batch);
         return st;

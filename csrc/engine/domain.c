@@ -62,6 +62,7 @@ static fc_status unit_init(fc_unit *unit, fc_domain *domain, const fc_unit_desc 
     if (desc->n_params > 0) {
         memcpy(unit->params, desc->params, desc->n_params * sizeof(fc_param));
     }
+    domain->is_packed = domain->is_packed || (desc->n_params > 0 && desc->params[0].is_packed);
     return fc_layout_init(&unit->layout, unit->params, desc->n_params, shard_rank, n_shards,
                           domain->is_mapped);
 }
@@ -399,6 +400,11 @@ bool fc_domain_is_mapped(const fc_domain *domain)
 bool fc_domain_is_replicate(const fc_domain *domain)
 {
     return domain->kind == FC_DOMAIN_REPLICATE;
+}
+
+bool fc_domain_is_packed(const fc_domain *domain)
+{
+    return domain->is_packed;
 }
 
 int fc_domain_rank(const fc_domain *domain)

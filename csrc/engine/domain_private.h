@@ -115,6 +115,7 @@ struct fc_domain {
     fc_domain_kind kind;
     int rank, n_ranks;
     bool is_mapped;
+    bool is_packed; /* others look at its collectives: see fc_param */
     fc_unit *units; /* owned */
     size_t n_units;
     fc_region *region; /* owned; NULL over messages */
@@ -251,7 +252,7 @@ fc_status waits_await(fc_domain *domain, const fc_unit *unit, fc_wait_kind kind,
 fc_status waits_all_gather(fc_unit *unit, size_t n_units, void *recv, const void *send,
                            size_t send_bytes);
 fc_status waits_reduce_scatter(fc_unit *unit, size_t n_units, void *recv, void *send,
-                               size_t recv_numel, fc_dtype dtype);
+                               size_t recv_numel, fc_dtype dtype, uint64_t detail);
 
 static inline fc_wait_kind waits_gather_kind(const fc_domain *domain)
 {
@@ -261,7 +262,7 @@ static inline fc_wait_kind waits_gather_kind(const fc_domain *domain)
 /* Collects what peers have read from this rank's arena; exchange.c. */
 void exchange_reclaim(fc_domain *domain);
 
-/* Before each unit's shards in a gather over messages; batch.c. */
+/* Before each unit's shards in a gather over messages, unless they travel alone; batch.c. */
 #define BATCH_NOTE_BYTES FC_ALIGN
 
 /* Forgets the posts that wait in a batch, or frees its memory, too; batch.c. */

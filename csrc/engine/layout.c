@@ -33,6 +33,19 @@ static size_t place(size_t *used, size_t bytes)
     return at;
 }
 
+/* The same in buffers that travel: `numel` elements of `type`. */
+static size_t place_chunk(const fc_param *param, size_t *used, size_t numel, fc_dtype type)
+{
+    const size_t item = fc_dtype_bytes(type);
+    const size_t at = *used;
+
+    if (!param->is_packed) {
+        return place(used, numel * item);
+    }
+    *used = at + numel * item; /* torch sends chunks of several types as bytes, unaligned */
+    return at;
+}
+
 static void measure(fc_param *param, int rank, int n_ranks, bool may_alias)
 {
     param->chunk_rows = (param->rows + (size_t)n_ranks - 1) / (size_t)n_ranks;
@@ -46,7 +59,8 @@ static void measure(fc_param *param, int rank, int n_ranks, bool may_alias)
  * reduced in one go. */
 static size_t padded_numel(const fc_param *param)
 {
-    return fc_round_up(param->chunk_numel + param->is_counted, FC_ALIGN / 2);
+    return param->is_packed ? param->chunk_numel
+                            : fc_round_up(param->chunk_numel + param->is_counted, FC_ALIGN / 2);
 }
 
 static void place_section(fc_layout *layout, bool trainable, fc_dtype reduce)
@@ -57,8 +71,8 @@ static void place_section(fc_layout *layout, bool trainable, fc_dtype reduce)
         fc_param *p = &layout->params[i];
 
         if (p->has_grad && p->trainable == trainable && p->reduce == reduce) {
-            p->part_at = place(&layout->part_bytes, padded_numel(p) * fc_dtype_bytes(p->reduce));
-            p->grad_at = place(&layout->grad_bytes, padded_numel(p) * fc_dtype_bytes(p->grad));
+            p->part_at = place_chunk(p, &layout->part_bytes, padded_numel(p), p->reduce);
+            p->grad_at = place_chunk(p, &layout->grad_bytes, padded_numel(p), p->grad);
         }
     }
     if (layout->part_bytes > at) {
@@ -156,13 +170,14 @@ fc_status fc_layout_init(fc_layout *layout, fc_param *params, size_t n_params, i
                            p->outer, p->rows, p->inner);
         }
         p->full_at = place(&layout->full_bytes, full_numel * fc_dtype_bytes(p->compute));
-        p->pack_at = place(&layout->pack_bytes, p->chunk_numel * fc_dtype_bytes(p->compute));
+        p->pack_at = place_chunk(p, &layout->pack_bytes, p->chunk_numel, p->compute);
         print = fc_fingerprint(print, p->outer);
         print = fc_fingerprint(print, p->rows);
         print = fc_fingerprint(print, p->inner);
         print = fc_fingerprint(print, (uint64_t)p->orig << 24 | (uint64_t)p->compute << 16 |
                                           (uint64_t)p->reduce << 8 | (uint64_t)p->grad);
-        print = fc_fingerprint(print, (uint64_t)p->is_counted << 3 | (uint64_t)p->is_aliased << 2 |
+        print = fc_fingerprint(print, (uint64_t)p->is_packed << 4 | (uint64_t)p->is_counted << 3 |
+                                          (uint64_t)p->is_aliased << 2 |
                                           (uint64_t)p->has_grad << 1 | (uint64_t)p->trainable);
     }
     place_parts(layout, true);

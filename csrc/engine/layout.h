@@ -44,6 +44,9 @@ typedef struct fc_param {
     /* Over messages: an element behind its chunk in a part counts the ranks that have a gradient.
      */
     bool is_counted;
+    /* Over messages that others look at: chunks lie next to one another, and nothing travels but
+     * them. Alike for all parameters of a unit. */
+    bool is_packed;
     /* Computed by fc_layout_init. */
     size_t chunk_rows;  /* of every rank, padding included */
     size_t own_rows;    /* of this rank, without padding */

@@ -98,11 +98,12 @@ static fc_status fail_other(const meeting *m, uint64_t theirs)
     if (((m->what ^ theirs) & ~DETAIL_MASK) == 0) {
         (void)snprintf(text, sizeof(text),
                        "ranks %d and %d are in %s with gradients of different parameters (step "
-                       "%llu): on a device all ranks have gradients of the same ones; call "
+                       "%llu): %s all ranks have gradients of the same ones; call "
                        "set_reduce_scatter_unused_params(True), or give each loss a part of all",
                        fc_transport_global_rank(domain->transport, first),
                        fc_transport_global_rank(domain->transport, second), here,
-                       (unsigned long long)(domain->clock >> STEP_SHIFT));
+                       (unsigned long long)(domain->clock >> STEP_SHIFT),
+                       domain->is_packed ? "over a process group" : "on a device");
         return apart_accuse(domain, m->peer, text);
     }
     (void)snprintf(text, sizeof(text), "rank %d is in %s and rank %d in %s (step %llu): " ADVICE,
@@ -177,8 +178,8 @@ fc_status meet(fc_unit *unit, size_t n_units, const char *op, uint64_t detail)
     if (domain->is_mapped || domain->n_ranks == 1 || domain->clock == CLOCK_LEFT) {
         return FC_OK;
     }
-    if (domain->clocks == NULL) {
-        return apart_exchange(unit);
+    if (domain->clocks == NULL) { /* what others look at has no collectives of our own */
+        return domain->is_packed ? FC_OK : apart_exchange(unit);
     }
     FC_TRY(clock_ready(domain, unit));
     own = domain_clock(domain, domain->rank);

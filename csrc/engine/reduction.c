@@ -158,6 +158,16 @@ fc_status reduction_reserve(fc_reduction *r, fc_unit *unit, size_t part_bytes, f
     return status;
 }
 
+uint64_t reduction_print(const fc_reduction *r, const uint64_t *mask)
+{
+    uint64_t print = 1;
+
+    for (size_t i = 0; i < r->shard->layout.mask_words; i++) {
+        print = fc_fingerprint(print, mask[i]);
+    }
+    return print;
+}
+
 static fc_status finish(fc_reduction *r, fc_unit *unit, const fc_reduce_options *options);
 
 static fc_status submit_mapped(fc_reduction *r, const fc_gradient *grads, void *memory,
@@ -296,6 +306,18 @@ static void stage_sections(fc_reduction *r, const fc_gradient *grads, char *part
     }
 }
 
+/* Where nothing counts them on the way all ranks must have gradients of the same parameters, which
+ * a fingerprint tells. */
+static uint64_t note_present(const fc_reduction *r, const fc_gradient *grads, uint64_t *mask)
+{
+    for (size_t i = 0; i < r->shard->layout.n_params; i++) {
+        if (grads[i].data != NULL) {
+            set_bit(mask, i);
+        }
+    }
+    return reduction_print(r, mask);
+}
+
 static fc_status submit_messages(fc_reduction *r, const fc_gradient *grads, void *memory,
                                  const fc_reduce_options *options, bool *is_borrowed)
 {
@@ -303,6 +325,7 @@ static fc_status submit_messages(fc_reduction *r, const fc_gradient *grads, void
     const size_t bytes = r->moves_frozen ? layout->part_bytes : layout->trainable_part_bytes;
     fc_domain *waiting = fc_batch_waiting(r->shard->domain);
     scratch_part parts, sum;
+    uint64_t print = 0;
     fc_status status;
 
     (void)memory;
@@ -317,7 +340,10 @@ static fc_status submit_messages(fc_reduction *r, const fc_gradient *grads, void
     status = reduction_scratch(r, bytes, &sum);
     if (status == FC_OK) {
         stage_sections(r, grads, parts.data);
-        status = fc_waits_reduce_scatter(r->shard, sum.data, parts.data, r->moves_frozen);
+        if (r->shard->domain->is_packed) {
+            print = note_present(r, grads, sum.mask);
+        }
+        status = fc_waits_reduce_scatter(r->shard, sum.data, parts.data, r->moves_frozen, print);
         if (status == FC_OK) {
             fc_unit_read_present(r->shard, sum.data, bytes, sum.mask);
             status = reduce_part(r, &sum, options);
@@ -395,11 +421,8 @@ bool fc_reduction_announce(fc_reduction *r, const fc_gradient *grads,
             set_bit(r->mask, i);
         }
     }
-    *print_out = 1;
-    for (size_t i = 0; i < layout->mask_words; i++) {
-        mask_out[i] = r->mask[i];
-        *print_out = fc_fingerprint(*print_out, r->mask[i]);
-    }
+    memcpy(mask_out, r->mask, layout->mask_words * sizeof(uint64_t));
+    *print_out = reduction_print(r, r->mask);
     if (r->replicate != NULL && !options->all_reduce) {
         return false;
     }
@@ -582,9 +605,10 @@ fc_status fc_reduction_create(fc_unit *shard, fc_unit *replicate, fc_slots *scra
                         .scratch = scratch,
                         .ops = ops,
                         .mask = mask,
-                        .submit = shard->domain->n_ranks == 1 ? submit_alone
-                                  : shard->domain->is_mapped  ? submit_mapped
-                                                              : submit_messages};
+                        .submit = shard->domain->is_packed      ? submit_messages
+                                  : shard->domain->n_ranks == 1 ? submit_alone
+                                  : shard->domain->is_mapped    ? submit_mapped
+                                                                : submit_messages};
     *out = r;
     return FC_OK;
 }

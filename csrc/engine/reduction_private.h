@@ -65,6 +65,8 @@ void reduction_stage(fc_reduction *r, fc_unit *unit, size_t param, const fc_grad
 /* The type in which to send gradients: their own where all are alike and the reduction allows it.
  */
 fc_wire reduction_wire(const fc_layout *layout, const fc_gradient *grads);
+/* A fingerprint of the parameters in a mask. */
+uint64_t reduction_print(const fc_reduction *r, const uint64_t *mask);
 /* Room for a submission; finishes and spills others until there is some. */
 FC_MUST_CHECK fc_status reduction_reserve(fc_reduction *r, fc_unit *unit, size_t part_bytes,
                                           fc_wire wire, char **parts_out);

@@ -122,64 +122,69 @@ fc_status waits_all_gather(fc_unit *unit, size_t n_units, void *recv, const void
 }
 
 fc_status waits_reduce_scatter(fc_unit *unit, size_t n_units, void *recv, void *send,
-                               size_t recv_numel, fc_dtype dtype)
+                               size_t recv_numel, fc_dtype dtype, uint64_t detail)
 {
     const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
     int64_t start_ns;
 
-    FC_TRY(meet(unit, n_units, "reduce-scatter", 0));
+    FC_TRY(meet(unit, n_units, "reduce-scatter", detail));
     start_ns = fc_now_ns();
     return counted(unit, n_units, FC_WAIT_REDUCE, start_ns,
                    messages->reduce_scatter(messages->context, recv, send, recv_numel, dtype));
 }
 
-static fc_status all_reduce(fc_unit *unit, void *data, size_t numel, fc_dtype dtype)
+static fc_status all_reduce(fc_unit *unit, void *data, size_t numel, fc_dtype dtype,
+                            uint64_t detail)
 {
     const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
     int64_t start_ns;
 
-    FC_TRY(meet(unit, 1, "all-reduce", 0));
+    FC_TRY(meet(unit, 1, "all-reduce", detail));
     start_ns = fc_now_ns();
     return counted(unit, 1, FC_WAIT_REDUCE, start_ns,
                    messages->all_reduce(messages->context, data, numel, dtype));
 }
 
 static fc_status reduce_scatter_sections(fc_unit *unit, const fc_section *sections, size_t n,
-                                         char *part, char *parts)
+                                         char *part, char *parts, uint64_t print)
 {
     for (size_t i = 0; i < n; i++) {
         const fc_section *s = &sections[i];
 
         FC_TRY(waits_reduce_scatter(unit, 1, part + s->at,
                                     parts + (size_t)unit->layout.n_ranks * s->at,
-                                    s->bytes / fc_dtype_bytes(s->reduce), s->reduce));
+                                    s->bytes / fc_dtype_bytes(s->reduce), s->reduce, print));
     }
     return FC_OK;
 }
 
-fc_status fc_waits_reduce_scatter(fc_unit *unit, void *part, void *parts, bool frozen)
+fc_status fc_waits_reduce_scatter(fc_unit *unit, void *part, void *parts, bool frozen,
+                                  uint64_t print)
 {
     const fc_layout *l = &unit->layout;
 
-    FC_TRY(reduce_scatter_sections(unit, l->sections, l->n_sections, part, parts));
-    return reduce_scatter_sections(unit, l->frozen, frozen ? l->n_frozen : 0, part, parts);
+    FC_TRY(reduce_scatter_sections(unit, l->sections, l->n_sections, part, parts, print));
+    return reduce_scatter_sections(unit, l->frozen, frozen ? l->n_frozen : 0, part, parts, print);
 }
 
 static fc_status all_reduce_sections(fc_unit *unit, const fc_section *sections, size_t n,
-                                     char *part)
+                                     char *part, uint64_t print)
 {
-    for (size_t i = 0; i < n && unit->domain->n_ranks > 1; i++) {
+    const bool is_needed = unit->domain->n_ranks > 1 || unit->domain->is_packed;
+
+    for (size_t i = 0; i < n && is_needed; i++) {
         const fc_section *s = &sections[i];
 
-        FC_TRY(all_reduce(unit, part + s->at, s->bytes / fc_dtype_bytes(s->reduce), s->reduce));
+        FC_TRY(
+            all_reduce(unit, part + s->at, s->bytes / fc_dtype_bytes(s->reduce), s->reduce, print));
     }
     return FC_OK;
 }
 
-fc_status fc_waits_all_reduce(fc_unit *unit, void *part, bool frozen)
+fc_status fc_waits_all_reduce(fc_unit *unit, void *part, bool frozen, uint64_t print)
 {
     const fc_layout *l = &unit->layout;
 
-    FC_TRY(all_reduce_sections(unit, l->sections, l->n_sections, part));
-    return all_reduce_sections(unit, l->frozen, frozen ? l->n_frozen : 0, part);
+    FC_TRY(all_reduce_sections(unit, l->sections, l->n_sections, part, print));
+    return all_reduce_sections(unit, l->frozen, frozen ? l->n_frozen : 0, part, print);
 }

@@ -37,12 +37,13 @@ void fc_waits_reset(fc_domain *domain);
 
 /* Collectives of a message transport, timed: one for each section of the unit's part, in order,
  * whatever gradients a rank has; those of parameters that were frozen at set-up only with `frozen`,
- * which has to be equal on all ranks. In `parts` those of all ranks lie next to each other in each
- * section, which begins at n_ranks times its place in a part. */
-FC_MUST_CHECK fc_status fc_waits_reduce_scatter(fc_unit *unit, void *part, void *parts,
-                                                bool frozen);
-/* In place; nothing on one rank. */
-FC_MUST_CHECK fc_status fc_waits_all_reduce(fc_unit *unit, void *part, bool frozen);
+ * which has to be equal on all ranks, as a fingerprint of the parameters that have gradients has
+ * where no element of the parts counts these. In `parts` those of all ranks lie next to each other
+ * in each section, which begins at n_ranks times its place in a part. */
+FC_MUST_CHECK fc_status fc_waits_reduce_scatter(fc_unit *unit, void *part, void *parts, bool frozen,
+                                                uint64_t print);
+/* In place; nothing on one rank, unless others look at it. */
+FC_MUST_CHECK fc_status fc_waits_all_reduce(fc_unit *unit, void *part, bool frozen, uint64_t print);
 
 #ifdef __cplusplus
 }

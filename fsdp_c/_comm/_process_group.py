@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+
+class _Alone:
+    """Stands for the process group of a mesh dimension in which each rank is alone."""
+
+    group_name = "of one rank"
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+ALONE: Any = _Alone()
 
 
 def label(group: dist.ProcessGroup) -> str:
@@ -18,6 +33,8 @@ def label(group: dist.ProcessGroup) -> str:
 
 def global_ranks(group: dist.ProcessGroup) -> list[int]:
     """The ranks of the group, as numbered in the world."""
+    if group is ALONE:
+        return [dist.get_rank()]
     try:
         return list(dist.get_process_group_ranks(group))
     except (KeyError, ValueError, RuntimeError):

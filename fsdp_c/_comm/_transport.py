@@ -86,9 +86,12 @@ def transport_for(group: dist.ProcessGroup | None = None) -> _C.Transport:
     return transport
 
 
-def messages_for(group: dist.ProcessGroup) -> _C.Transport:
-    """A transport that only names the group's ranks: units on a device move nothing over it."""
-    return _new_transport(group, "callback", _no_exchange)
+def messages_for(group: dist.ProcessGroup, messages: Messages | None = None) -> _C.Transport:
+    """A new transport over `messages`, or the group's own collectives; local.
+
+    It also names the ranks of units on a device, which move nothing over it.
+    """
+    return _new_transport(group, "callback", _no_exchange, messages)
 
 
 _watches: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.Transport | None] = (
@@ -127,7 +130,7 @@ def transport_kind(group: dist.ProcessGroup) -> str:
 
 def _make_transport(group: dist.ProcessGroup) -> _C.Transport:
     wanted = _env.TRANSPORT.get()
-    is_reachable = store_of(group) is not None
+    is_reachable = group is _process_group.ALONE or store_of(group) is not None
     if not is_reachable and (wanted != "shm" or group.size() > 1):
         if wanted == "shm":
             raise NotImplementedError(
@@ -169,11 +172,14 @@ def _no_exchange(what: str, mine: bytes) -> list[bytes]:
 
 
 def _new_transport(
-    group: dist.ProcessGroup, kind: str, exchange: Callable[[str, bytes], list[bytes]]
+    group: dist.ProcessGroup,
+    kind: str,
+    exchange: Callable[[str, bytes], list[bytes]],
+    messages: Messages | None = None,
 ) -> _C.Transport:
     return _C.Transport(
         **_process_group.described(group, torch.device("cpu"))._asdict(),
         exchange=exchange,
-        messages=Messages(group),
+        messages=messages or Messages(group),
         kind=kind,
     )

@@ -12,8 +12,17 @@ _replaced: dict[Any, tuple[Any, Any]] = {}
 
 def decorated(function: Any) -> CellType | None:
     """Where a decorator of torch keeps the function `func` that its wrapper calls."""
+    return _cell(function, "func")
+
+
+def state_class(function: Any) -> CellType | None:
+    """Where the decorator keeps the class of the states that it makes."""
+    return _cell(function, "state_cls")
+
+
+def _cell(function: Any, name: str) -> CellType | None:
     names = function.__code__.co_freevars
-    return function.__closure__[names.index("func")] if "func" in names else None
+    return function.__closure__[names.index(name)] if name in names else None
 
 
 def redirect(function: Any, implementation: Callable[..., Any]) -> None:

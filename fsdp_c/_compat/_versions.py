@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard import (
+    _fsdp_collectives,
     _fsdp_common,
     _fsdp_init,
     _fsdp_param,
@@ -295,6 +297,24 @@ COMM_MEMORY = {
 def default_comms() -> tuple[type, type]:
     """The classes of the collectives that a group has unless the user replaces them."""
     return _fsdp_param_group.DefaultAllGather, _fsdp_param_group.DefaultReduceScatter
+
+
+def divide_factors(group: Any, dtype: torch.dtype) -> tuple[float | None, float | None, Any, Any]:
+    """By what torch's group divides gradients before and after its collectives, and their ops."""
+    info = group.mesh_info
+    shards = getattr(info, "shard_process_group", None)
+    is_forced = group.force_sum_reduction_for_comms
+    if group.gradient_divide_factor is not None and shards is not None:
+        # Only NCCL can scale while it sums; with one rank there is nothing to scatter.
+        is_forced = is_forced or (shards.size() > 1 and dist.get_backend(shards) != "nccl")
+    return _fsdp_collectives._get_gradient_divide_factors(
+        shards,
+        getattr(info, "replicate_process_group", None),
+        dtype,
+        group.device.type,
+        group.gradient_divide_factor,
+        is_forced,
+    )
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:

@@ -8,6 +8,7 @@ import torch
 
 from fsdp_c._fully_shard import _errors
 from fsdp_c._fully_shard._fsdp_param import FSDPParam
+from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._fully_shard._fsdp_state import FSDPState
 from fsdp_c._native import _C
 
@@ -30,6 +31,10 @@ def hand_down() -> None:
         leave_replaced=FSDPState._leave_replaced,
         rebuild_units=FSDPState._rebuild_units,
         refuse_unless_waited=FSDPState._refuse_unless_waited,
+        # Of a unit whose collectives others see.
+        note_forward=FSDPParamGroup._note_forward,
+        prefetch_in_forward=FSDPParamGroup._prefetch_in_forward,
+        prefetch_in_backward=FSDPParamGroup._prefetch_in_backward,
         # Of a state on the fallback: (module, args, kwargs), and (module, args, output).
         torch_pre_forward=FSDPState._torch_pre_forward,
         torch_post_forward=FSDPState._torch_post_forward,

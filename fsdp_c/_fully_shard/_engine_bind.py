@@ -8,12 +8,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 from fsdp_c import _env
-from fsdp_c._comm import _agreement, _device, _transport
+from fsdp_c._comm import _agreement, _device, _process_group, _transport
 from fsdp_c._compat import _versions
-from fsdp_c._fully_shard import _fqns, _model_digest, _param_attributes, _same_model
+from fsdp_c._fully_shard import (
+    _fqns,
+    _model_digest,
+    _param_attributes,
+    _same_model,
+    _visibility,
+    _visible_collectives,
+)
 from fsdp_c._fully_shard._heap import HEAP
 from fsdp_c._fully_shard._param_spec import UnitSpec, spec_of
 from fsdp_c._native import _C
@@ -48,16 +54,17 @@ def bind_units(groups: Sequence[Any], streams: _C.Streams | None = None) -> list
     rank raises. Units on a device share the schedule of those in `streams`.
     """
     streams = _device.streams_for(groups, streams)
-    by_mesh: dict[tuple[Any, Any], list[Any]] = {}
+    by_mesh: dict[tuple[Any, Any, Any], list[Any]] = {}
     for group in groups:
-        mesh_info = group.mesh_info
-        replicas = (
-            mesh_info.replicate_process_group if isinstance(mesh_info, HSDPMeshInfo) else None
-        )
-        by_mesh.setdefault((mesh_info.shard_process_group, replicas), []).append(group)
+        shards = getattr(group.mesh_info, "shard_process_group", _process_group.ALONE)
+        replicas = getattr(group.mesh_info, "replicate_process_group", None)
+        group.visible = group.wants_visible if streams is None else _visibility.Visible()
+        alone = group if group.visible.reason else None
+        by_mesh.setdefault((shards, replicas, alone), []).append(group)
+    _check_model(by_mesh)
     domains: list[_C.Domain] = []
     placed = []
-    for (shard_pg, replicate_pg), members in by_mesh.items():
+    for (shard_pg, replicate_pg, _), members in by_mesh.items():
         shard, replicate = _make_domains(shard_pg, replicate_pg, members, streams)
         domains += [domain for domain in (shard, replicate) if domain is not None]
         placed += [(group, shard, i, replicate) for i, group in enumerate(members)]
@@ -71,6 +78,18 @@ def bind_units(groups: Sequence[Any], streams: _C.Streams | None = None) -> list
     return domains
 
 
+def _check_model(by_mesh: dict[tuple[Any, Any, Any], list[Any]]) -> None:
+    """Ranks build the same units; once for each process group. Collective."""
+    members: dict[Any, list[Any]] = {}
+    for process_groups, groups in by_mesh.items():
+        for process_group in filter(None, process_groups[:2]):
+            members.setdefault(process_group, []).extend(groups)
+    for process_group, groups in members.items():
+        _same_model.check(process_group, groups)
+    for groups in by_mesh.values():
+        _model_digest.forget(_same_model.params_of(groups))
+
+
 def _make_domains(
     shard_pg: dist.ProcessGroup,
     replicate_pg: dist.ProcessGroup | None,
@@ -79,20 +98,32 @@ def _make_domains(
 ) -> tuple[_C.Domain, _C.Domain | None]:
     units = [UnitSpec(_fqns.unit_name(g), [spec_of(p) for p in g.fsdp_params]) for g in groups]
     # What replicas add up next has to be there at once.
-    batch_bytes = _env.batch_bytes() if streams is None and replicate_pg is None else 0
-
-    get = _transport.transport_for if streams is None else _transport.messages_for
+    is_alone = streams is None and replicate_pg is None and not groups[0].visible.reason
+    batch_bytes = _env.batch_bytes() if is_alone else 0
+    is_visible = bool(groups[0].visible.reason)
     process_groups = [shard_pg] if replicate_pg is None else [shard_pg, replicate_pg]
-    transports = [get(process_group) for process_group in process_groups]
-    is_counted = streams is None and _agreement.any_rank(
-        process_groups, any(transport.kind != "shm" for transport in transports)
+    transports = [
+        _transport.messages_for(
+            pg, _visible_collectives.VisibleMessages(groups[0], pg, pg is process_groups[-1])
+        )
+        if is_visible
+        else _transport.transport_for(pg)
+        if streams is None
+        else _transport.messages_for(pg)
+        for pg in process_groups
+    ]
+    is_counted = (
+        streams is None
+        and not is_visible
+        and _agreement.any_rank(
+            process_groups, any(transport.kind != "shm" for transport in transports)
+        )
     )
 
     def make(index: int) -> _C.Domain:
         process_group, transport = process_groups[index], transports[index]
         if streams is not None:
             _device.connect(streams, process_group, groups[0].device)
-        _same_model.check(process_group, groups)
         domain = _C.Domain(
             transport=transport,
             is_replicate=index == 1,
@@ -101,6 +132,7 @@ def _make_domains(
             n_shards=shard_pg.size(),
             batch_bytes=batch_bytes,
             is_counted=is_counted,
+            is_packed=is_visible,
             streams=streams,
             group=str(process_group.group_name),
         )
@@ -113,7 +145,6 @@ def _make_domains(
         return domain
 
     shard, *replicate = map(make, range(len(transports)))
-    _model_digest.forget(_same_model.params_of(groups))
     return shard, replicate[0] if replicate else None
 
 
@@ -121,6 +152,7 @@ def _make_domains(
 def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | None) -> None:
     """Gives the unit's shards their place and makes its unsharded parameters; local."""
     layout = shard.layout(index)
+    shard_rank = getattr(group.mesh_info, "shard_mesh_rank", 0)
     with torch.inference_mode(False):
         # Never touched: its memory is taken away when the unit is bound.
         flat = torch.empty(layout["full_bytes"], dtype=torch.uint8, device=group.device)
@@ -130,7 +162,7 @@ def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | N
             _own_storage(fsdp_param, seen)
             dtype = _versions.compute_dtype(fsdp_param)
             # Of a parameter that is held once per rank each rank reads its own.
-            own = fsdp_param.mesh_info.shard_mesh_rank if fsdp_param.copies > 1 else 0
+            own = shard_rank if fsdp_param.copies > 1 else 0
             data = torch.empty(0, dtype=dtype, device=group.device).set_(
                 flat.untyped_storage(),
                 place["offset"] // dtype.itemsize + own,

@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from fsdp_c._comm import _agreement, _device
 from fsdp_c._compat import _versions
-from fsdp_c._fully_shard import _replaced_functions
+from fsdp_c._fully_shard import _replaced_functions, _visibility
 from fsdp_c._fully_shard._param_spec import SUMMABLE
 
 
@@ -25,7 +25,7 @@ def why_torch_everywhere(group: Any) -> str:
     mesh_info = group.mesh_info
     if group.device.type != "cpu" and not _device.is_wanted(group):
         return f"it is on {group.device.type}"
-    if not isinstance(mesh_info, FSDPMeshInfo):
+    if not isinstance(mesh_info, FSDPMeshInfo) and _device.is_wanted(group):
         return "it is replicated, not sharded"
     if _versions.is_spmd(mesh_info):
         return "dp_mesh_dims of a larger mesh"
@@ -37,7 +37,8 @@ def why_torch_everywhere(group: Any) -> str:
         return "reshard_after_forward is an int"
     if not _device.is_wanted(group) and _device.offloads(group)[1]:
         return "offloading to pinned memory"
-    if dist.get_backend(mesh_info.shard_process_group) == "fake":
+    process_groups = _agreement.process_groups_of([mesh_info])
+    if any(dist.get_backend(process_group) == "fake" for process_group in process_groups):
         return "a fake process group"
     if reason := next(filter(None, map(_why_not_plain, group.fsdp_params)), ""):
         return reason
@@ -46,18 +47,13 @@ def why_torch_everywhere(group: Any) -> str:
 
 def why_torch_here(group: Any) -> str:
     """What of that is set later, perhaps by a tool that runs on one rank alone."""
-    if group._all_reduce_hook is not None:
-        return "an all-reduce hook"
-    comms = type(group._all_gather_comm), type(group._reduce_scatter_comm)
-    if comms != _versions.default_comms():
-        return _versions.COMM_MEMORY.get(comms[0].__name__, "custom collectives")
     for name, default in _versions.LAYOUT_FUNCTIONS.items():
         if getattr(group, name) is not default:
             return f"its {name} was replaced"
     if reason := _replaced_functions.replaced_on(group):
         return reason
-    if torch._C._len_torch_dispatch_stack() != 0:
-        return "a dispatch mode was active in the first forward"
+    if _device.is_wanted(group) and (reason := _visibility.why_visible(group)):
+        return reason
     if torch._C._are_functorch_transforms_active():
         return "a functorch transform was active in the first forward"
     return ""

@@ -28,10 +28,14 @@ class FSDPParam(_versions.AccumulatedGradient, _fallback_param.FallbackParam):
     origin: _model_digest.Origin | None = None
     unit: Any = None  # the FSDPParamGroup, while that is bound to the core
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def adopt(self) -> None:
+        """What an object of torch's class lacks."""
         # An extension's methods that hang on the one tensor object, and whether they are bound to
         # it: `module.to()` makes another one.
         self._attached: dict[str, tuple[Any, bool]] = {}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.adopt()
         full = _model_digest.sample(args[0]) if args[2].mesh.size() > 1 else None
         super().__init__(*args, **kwargs)
         self.origin = _model_digest.origin_of(full, self.sharded_param)  # until set-up

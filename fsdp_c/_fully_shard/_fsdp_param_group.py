@@ -109,7 +109,11 @@ class FSDPParamGroup(StateDictGroup):
         if not self.unshard_in_backward and self._training_state == TrainingState.PRE_BACKWARD:
             return None
         self._adopt_replaced_shards()
-        self._core_unshard_async()
+        self.gathers_async = async_op
+        try:
+            self._core_unshard_async()
+        finally:
+            self.gathers_async = False
         return None
 
     def keep_unsharded(self) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
 
 from fsdp_c import _env
+from fsdp_c._comm import _device
 from fsdp_c._fully_shard import (
     _containers,
     _engine_bind,
@@ -26,6 +27,7 @@ from fsdp_c._fully_shard import (
     _shared_params,
     _status,
     _step_messages,
+    _visibility,
 )
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._fully_shard._param_group_attributes import TRAINING_STATES, partial_sums_hidden
@@ -47,7 +49,7 @@ class FSDPStateContext(_C.Context, _fsdp_state.FSDPStateContext):
 
     def renewed(self) -> FSDPStateContext:
         """Another one with what the user has set."""
-        context = FSDPStateContext()
+        context = type(self)()
         context.is_last_backward = self.is_last_backward
         context.manual_backward_finalization = self.manual_backward_finalization
         context.post_optim_event = self.post_optim_event
@@ -98,6 +100,9 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
             for in_backward, states in self._prefetched.items():
                 groups = [other for state in states for other in state._fsdp_param_groups]
                 group._core_set_prefetch(in_backward, groups)
+                named = list(group.named_prefetches)
+                named[in_backward] = groups
+                group.named_prefetches = (named[False], named[True])
 
     @property
     def _training_state(self) -> TrainingState:
@@ -158,6 +163,7 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
                 if self._is_root and all(isinstance(group, FSDPParamGroup) for group in groups):
                     _same_model.check_origins(groups)
             else:
+                _visibility.choose(groups)
                 self._join_core(states, groups)
             _status.note(self, reason)
         except BaseException:
@@ -196,7 +202,7 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
         return ""
 
     def _join_core(self, states: list[FSDPState], groups: list[FSDPParamGroup]) -> None:
-        restore = [] if self._root is not None else [g.leave_early_streams() for g in groups]
+        restore = [] if self._root is not None else [g.leave_early_binding() for g in groups]
         domains = []
         for group in groups:
             # Units that were unsharded before the first forward have a domain already.
@@ -240,11 +246,31 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
         assert self._root is not None
         states = list(self._root.states)
         reason = self._what_was_replaced(states)
-        if not reason:  # it was put back
-            return
         groups = [group for state in states for group in state._fsdp_param_groups]
+        if not reason and _device.is_taken(groups[0]):
+            reason = _replaced_functions.replaced_collective()
+        elif not reason and _visibility.has_changed(groups):
+            self._change_collectives(states, groups)
+        if not reason:  # it was put back, or collectives are in sight now
+            return
         self._fall_back(states, groups, reason)
         _status.note(states[0], reason)
+
+    def _change_collectives(self, states: list[FSDPState], groups: list[FSDPParamGroup]) -> None:
+        """Binds all units anew; collective, and noticed by ranks that do not come along."""
+        assert self._root is not None
+        for group in groups:
+            group.adopt_shards()
+        domains = self._root.domains
+        for domain in domains:
+            domain.leave()
+        for domain in domains:
+            domain.await_left()
+        for group in groups:
+            group._set_aside()
+            group._binding = None
+        _visibility.choose(groups)
+        self._join_core(states, groups)
 
     def leave_core(self, reason: str) -> None:
         """From now on torch's implementation runs this state; between two steps only."""

@@ -15,22 +15,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy, 
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.utils import _get_root_modules
 
-from fsdp_c._comm import _agreement, _rendezvous
 from fsdp_c._compat import _versions
 from fsdp_c._fully_shard import (
-    _activation_checkpoints,
+    _adopted_states,
     _callbacks,
-    _errors,
     _fsdp_init,
     _fsdp_module,
     _heap,
-    _save_guard,
     _shared_params,
-    _unmanaged_params,
-    _update_counters,
+    _watches,
 )
 from fsdp_c._fully_shard._fsdp_state import FSDPState
-from fsdp_c._optim import _clip_grad_norm, _step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -106,6 +101,8 @@ def fully_shard(
     _fsdp_init.check_arguments(module, mesh, mp_policy, offload_policy)
     ignored_params = _fsdp_init.ignored_set(ignored_params)
     modules = [module] if isinstance(module, nn.Module) else _get_root_modules(list(module))
+    for member in modules:
+        _adopted_states.adopt_below(member)
     with (
         _fsdp_init.undone_on_error(modules),
         _shared_params.taken_from_inner_units(modules, ignored_params) as ties,
@@ -195,17 +192,7 @@ def _apply(
         _torch._unimplemented_deepcopy,
     )
     _fsdp_module.equip(modules)
-    _errors.watch(state)
-    _unmanaged_params.watch(state, ignored_params)
-    _save_guard.install()
-    _clip_grad_norm.install()
-    if device.type == "cpu" and isinstance(mesh_info, FSDPMeshInfo):
-        for process_group in _agreement.process_groups_of([mesh_info]):
-            _rendezvous.announce(process_group)
-    if device.type in ("cpu", "cuda"):
-        _step.watch(state._fsdp_param_groups)
-        _update_counters.watch(state._fsdp_param_groups)
-        _activation_checkpoints.watch()
+    _watches.watch(state, ignored_params)
     return module
 
 

@@ -14,7 +14,7 @@ from fsdp_c import _env
 from fsdp_c._comm import _device
 from fsdp_c._compat import _versions
 from fsdp_c._fully_shard import _fallback_reason, _fqns, _replaced_functions
-from fsdp_c._fully_shard._param_group_binding import BoundGroup
+from fsdp_c._fully_shard._param_group_visible import VisibleGroup
 
 # In the order of the core's enum Training.
 TRAINING_STATES = (
@@ -26,12 +26,8 @@ TRAINING_STATES = (
 
 # Attributes that hold collectives; in the order of _compat.default_comms().
 _COMMS = ("_all_gather_comm", "_reduce_scatter_comm")
-_TORCH_ONLY = {
-    *_replaced_functions.GROUP_METHODS,
-    *_versions.LAYOUT_FUNCTIONS,
-    "_all_reduce_hook",
-    *_COMMS,
-}
+_SEEN = {"_all_reduce_hook", *_COMMS}  # what may look at the unit's collectives
+_TORCH_ONLY = {*_replaced_functions.GROUP_METHODS, *_versions.LAYOUT_FUNCTIONS}
 
 
 @contextmanager
@@ -46,7 +42,7 @@ def partial_sums_hidden(groups: Sequence[GroupAttributes]) -> Iterator[None]:
             group._hides_partial_sums = False
 
 
-class GroupAttributes(BoundGroup):
+class GroupAttributes(VisibleGroup):
     """What code outside of the package reads and sets on a unit, as torch spells it."""
 
     _hides_partial_sums = False
@@ -98,7 +94,7 @@ class GroupAttributes(BoundGroup):
             for p, part in zip(self.fsdp_params, self._core_partial_sums(), strict=True)
             if part is not None
         ]
-        divisor = self.gradient_divide_factor or self.mesh_info.shard_mesh_size
+        divisor = self.gradient_divide_factor or getattr(self.mesh_info, "shard_mesh_size", 1)
         return torch.cat(parts) / divisor if parts else self
 
     @_partial_reduce_output.setter
@@ -116,7 +112,7 @@ class GroupAttributes(BoundGroup):
     # ---- what only torch's implementation knows: setting it later takes the root there ----
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _TORCH_ONLY and self._core_has_accumulated:
+        if name in (_TORCH_ONLY | _SEEN) and self._core_has_accumulated:
             raise RuntimeError(
                 f"{name} of FSDP unit '{_fqns.unit_name(self)}' was set while gradients of"
                 " backward passes without synchronization are held: set it before the first of"
@@ -126,7 +122,9 @@ class GroupAttributes(BoundGroup):
             value = self._checked_comm(name, value)
         was_set, old = name in self.__dict__, self.__dict__.get(name)
         super().__setattr__(name, value)
-        if name in _TORCH_ONLY and self._is_bound and (reason := _fallback_reason.why_torch(self)):
+        if name in _SEEN and self._root is not None:
+            self._root.look_again()
+        if self._needs_fallback(name) and (reason := _fallback_reason.why_torch(self)):
             try:
                 self.move_root_to_fallback(reason)
             except BaseException:
@@ -135,6 +133,11 @@ class GroupAttributes(BoundGroup):
                 else:
                     super().__delattr__(name)
                 raise
+
+    def _needs_fallback(self, name: str) -> bool:
+        if name in _SEEN:  # the schedule of devices shows nobody its collectives
+            return self._is_bound and _device.is_taken(self)
+        return self._is_bound and name in _TORCH_ONLY
 
     def _checked_comm(self, name: str, comm: Any) -> Any:
         """A user's collective, or torch's own for None."""

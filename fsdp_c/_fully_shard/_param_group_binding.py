@@ -15,6 +15,7 @@ from fsdp_c._fully_shard import (
     _param_attributes,
     _param_spec,
     _status,
+    _visibility,
 )
 from fsdp_c._fully_shard._fallback_param_group import FallbackGroup
 from fsdp_c._native import _C
@@ -27,6 +28,8 @@ class BoundGroup(_C.Group, FallbackGroup):
     _binding: tuple[_C.Domain, int, _C.Domain | None] | None = None
     _bound_specs: list[_param_spec.ParamSpec] | None = None
     _root: _C.Root | None = None
+    # Who looks at its collectives, as it is bound and as it is wanted.
+    visible = wants_visible = _visibility.Visible()
     _uses_fallback = False
     fallback_reason = ""  # what took the unit there
     _domains_to_await: tuple[_C.Domain, ...] = ()  # that were left, until all ranks have
@@ -43,6 +46,7 @@ class BoundGroup(_C.Group, FallbackGroup):
             self.check_fallback()
             self._uses_fallback = True
         else:
+            _visibility.choose([self])
             self._bind_alone()
 
     def _bind_alone(self) -> None:
@@ -109,12 +113,14 @@ class BoundGroup(_C.Group, FallbackGroup):
             fsdp_param.unit = None
             fsdp_param.sharded_state = ShardedState.SHARDED
 
-    def leave_early_streams(self) -> Callable[[], None]:
-        """A unit that was unsharded before the first forward joins the schedule of its root.
+    def leave_early_binding(self) -> Callable[[], None]:
+        """A unit that was unsharded before the first forward joins the schedule of its root, or
+        gets other collectives.
 
         What is returned brings it there as it was.
         """
-        if not _device.is_taken(self):
+        has_changed = self._is_bound and self.wants_visible != self.visible
+        if not (_device.is_taken(self) or has_changed):
             return lambda: None
         is_unsharded, is_kept = self._core_is_unsharded, self._core_is_kept_after_forward
         is_asked = is_unsharded or self._core_is_pending

@@ -101,7 +101,7 @@ class ParamLayout(_versions.TorchParam):
     @property
     def copies(self) -> int:
         """How often the unsharded buffer holds a replicated parameter: once per rank; else 1."""
-        return 1 if self._orig_size else self.mesh_info.shard_mesh_size
+        return 1 if self._orig_size else getattr(self.mesh_info, "shard_mesh_size", 1)
 
     def geometry(self) -> tuple[int, int, int]:
         """The full parameter as the core sees it, in memory order: [outer, rows, inner]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ _NAMES: dict[Any, frozenset[str]] = {
     _fsdp_param_group: frozenset(
         {"foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce"}
     ),
-    dist: frozenset(_versions.COLLECTIVES),
+    dist: frozenset({*_versions.COLLECTIVES, "all_reduce"}),
 }
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
@@ -71,8 +72,20 @@ def watch(cls: type, names: frozenset[str]) -> None:
 
 
 def replaced() -> str:
-    """Says which of the functions is not torch's own any more; empty if all are."""
-    for owner, name, original in _originals:
+    """Says which of the functions is not torch's own any more; empty if all are.
+
+    Collectives are not among them: see `replaced_collective`.
+    """
+    return _first_replaced(row for row in _originals if row.owner is not dist)
+
+
+def replaced_collective() -> str:
+    """The same of the collectives of torch.distributed."""
+    return _first_replaced(row for row in _originals if row.owner is dist)
+
+
+def _first_replaced(rows: Iterable[WatchedFunction]) -> str:
+    for owner, name, original in rows:
         if getattr(owner, name, None) is not original:
             return f"{owner.__name__.rpartition('.')[2]}.{name} was replaced"
     return ""

@@ -1,4 +1,4 @@
-"""torch's `replicate`, while fsdp_c is installed: its units are fsdp_c's, run by torch's code."""
+"""torch's `replicate`, while fsdp_c is installed: its states and units are fsdp_c's."""
 
 from __future__ import annotations
 
@@ -6,11 +6,42 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable import replicate_with_fsdp
+from torch.distributed._composable import replicate_with_fsdp as _torch
 
-from fsdp_c._fully_shard import _fsdp_init, _fsdp_module
+from fsdp_c._compat import _redirection
+from fsdp_c._fully_shard import _fsdp_init, _fsdp_module, _watches
+from fsdp_c._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 
 _originals: dict[str, Any] = {}
+
+
+TorchsState: Any = _torch._ReplicateState
+
+
+class _ReplicateStateContext(FSDPStateContext, _torch._ReplicateStateContext):
+    """What a replicated root and the units below it share."""
+
+
+class ReplicateState(FSDPState, TorchsState):
+    """The state of one call of `replicate`: a shard group of one rank, and all ranks replicas."""
+
+    _state_name = "Replicate"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state_ctx = _ReplicateStateContext()
+
+    def init(
+        self,
+        modules: tuple[nn.Module, ...],
+        device: torch.device,
+        mp_policy: Any,
+        auto_reshard_after_forward: bool = False,
+    ) -> None:
+        super().init(modules, device, mp_policy, auto_reshard_after_forward)
+
+
+ReplicateState.__name__ = ReplicateState.__qualname__ = TorchsState.__name__
 
 
 def _init_param_group(
@@ -36,6 +67,7 @@ def _init_param_group(
         _fsdp_init.offload_for(device, offload_policy),
         True,
     )
+    _watches.watch(state)
 
 
 def _apply_to_module(modules: tuple[nn.Module, ...], *args: Any) -> None:
@@ -47,12 +79,19 @@ def install() -> None:
     """`replicate` looks these functions up in its module; who holds `replicate` gets them too."""
     for function in (_init_param_group, _apply_to_module):
         name = function.__name__
-        _originals.setdefault(name, getattr(replicate_with_fsdp, name))
-        setattr(replicate_with_fsdp, name, function)
+        _originals.setdefault(name, getattr(_torch, name))
+        setattr(_torch, name, function)
+    cell = _redirection.state_class(_torch.replicate)
+    if cell is not None:
+        _originals.setdefault("state_cls", cell.cell_contents)
+        cell.cell_contents = ReplicateState
 
 
 def uninstall() -> None:
     """Takes `install` back; modules that are replicated already stay as they are."""
+    cell = _redirection.state_class(_torch.replicate)
+    if cell is not None and (torchs := _originals.pop("state_cls", None)) is not None:
+        cell.cell_contents = torchs
     for name, function in _originals.items():
-        setattr(replicate_with_fsdp, name, function)
+        setattr(_torch, name, function)
     _originals.clear()

@@ -52,7 +52,7 @@ at::ScalarType scalar_type(PyObject *object)
 }
 
 // A ParamSpec of fsdp_c/_fully_shard/_param_spec.py.
-fc_param parse_param(PyObject *spec, bool is_counted)
+fc_param parse_param(PyObject *spec, bool is_counted, bool is_packed)
 {
     Fields fields(spec);
     const auto dtype = [&](const char *name) {
@@ -69,6 +69,7 @@ fc_param parse_param(PyObject *spec, bool is_counted)
     param.has_grad = fields.flag("has_grad");
     param.trainable = fields.flag("trainable");
     param.is_counted = is_counted;
+    param.is_packed = is_packed;
     fields.end();
     return param;
 }
@@ -79,8 +80,8 @@ struct UnitList {
     std::vector<std::vector<fc_param>> params;
     std::vector<fc_unit_desc> descs;
 
-    // `is_counted`: some of the collectives go over messages.
-    UnitList(PyObject *units, bool is_counted)
+    // `is_counted`: some of the collectives go over messages; `is_packed`: that others look at.
+    UnitList(PyObject *units, bool is_counted, bool is_packed = false)
     {
         const auto n = static_cast<size_t>(PyList_GET_SIZE(units));
         names.resize(n);
@@ -91,7 +92,8 @@ struct UnitList {
             const Ref rows = checked(PySequence_List(fields.object("params").get()));
             fields.end();
             for (Py_ssize_t j = 0; j < PyList_GET_SIZE(rows.get()); j++) {
-                params[i].push_back(parse_param(PyList_GET_ITEM(rows.get(), j), is_counted));
+                params[i].push_back(
+                    parse_param(PyList_GET_ITEM(rows.get(), j), is_counted, is_packed));
             }
             descs.push_back({names[i].c_str(), params[i].data(), params[i].size()});
         }
@@ -114,14 +116,14 @@ OwnedDomain::OwnedDomain(PyObject *args, PyObject *named)
 {
     PyObject *on, *units, *in = Py_None;
     const char *group = "";
-    int is_replicate, shard_rank, n_shards, is_counted;
+    int is_replicate, shard_rank, n_shards, is_counted, is_packed;
     Py_ssize_t batch_bytes;
-    parse(args, named, "OpO!iinp|Os",
+    parse(args, named, "OpO!iinpp|Os",
           {"transport", "is_replicate", "units", "shard_rank", "n_shards", "batch_bytes",
-           "is_counted", "streams", "group"},
+           "is_counted", "is_packed", "streams", "group"},
           &on, &is_replicate, &PyList_Type, &units, &shard_rank, &n_shards, &batch_bytes,
-          &is_counted, &in, &group);
-    const UnitList list(units, is_counted != 0);
+          &is_counted, &is_packed, &in, &group);
+    const UnitList list(units, is_counted != 0, is_packed != 0);
     fc_domain *made = nullptr;
     check(fc_domain_create(checked_transport(on), domain_kind(is_replicate), list.descs.data(),
                            list.descs.size(), shard_rank, n_shards, &made));

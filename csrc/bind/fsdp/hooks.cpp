@@ -153,6 +153,14 @@ bool keep_for_hidden_output(StateObject *state, PyObject *output)
     return true;
 }
 
+// A unit whose collectives others see gathers ahead where torch's would.
+void ask_if_visible(GroupObject *group, Call call)
+{
+    if (fc_domain_is_packed(group->unit->domain())) {
+        ask_python(call, group);
+    }
+}
+
 // After forward: give the parameters up unless they are to stay.
 void group_post_forward(StateObject *state, bool is_needed = false)
 {
@@ -168,8 +176,13 @@ void group_post_forward(StateObject *state, bool is_needed = false)
     }
     const bool stays =
         group->post_forward_mesh_info == nullptr || group->post_forward_mesh_info == Py_None;
+    const bool is_passed = group->course.training == FC_TRAINING_FORWARD &&
+                           at::GradMode::is_enabled() && !in_autograd_backward();
     check_raised(fc_root_leave_unit(&state->root->course, &group->course, in_autograd_backward(),
                                     stays, is_needed));
+    if (is_passed) {
+        ask_if_visible(group, Call::note_forward);
+    }
 }
 
 // A grouped unit whose members did not all run ends with the root's forward; its backward hangs on
@@ -211,7 +224,6 @@ void begin_forward(StateObject *state)
         root_pre_forward(state);
     }
     (void)fc_training_move(&course->training, FC_TRAINING_ENTERED);
-    state->entry_sequence = at::sequence_number::peek();
     state->entry_checkpoints = process.n_checkpoints;
 }
 
@@ -237,6 +249,8 @@ Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_
     } else {
         begin_forward(state);
         cast_inputs(state, args, kwargs);
+        // Nodes of casts are outside: backward comes to them after the unit's post-backward.
+        state->entry_sequence = at::sequence_number::peek();
         unit = unit_of(state); // set-up may have been repeated
         if (unit != nullptr) {
             log_event("FSDP::pre_forward", unit);
@@ -244,6 +258,7 @@ Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_
             const bool is_news =
                 fc_training_move(&state->group->course.training, FC_TRAINING_ENTERED);
             unit->unshard();
+            ask_if_visible(state->group, Call::prefetch_in_forward);
             if (is_news || !state->course.is_grouped) {
                 register_post_backward(state, args, kwargs);
             }
@@ -318,6 +333,9 @@ void state_pre_backward(StateObject *state)
     log_event("FSDP::pre_backward", group->unit);
     Range range("FSDP::pre_backward", group->unit);
     check_raised(fc_root_enter_backward(&root->course, &group->course));
+    if (group->course.unshard_in_backward) {
+        ask_if_visible(group, Call::prefetch_in_backward);
+    }
 }
 
 void state_on_arrival(StateObject *state)

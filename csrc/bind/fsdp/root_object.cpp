@@ -38,6 +38,7 @@ PyObject *root_new(PyTypeObject *type, PyObject *args, PyObject *named)
         root->domains = Py_NewRef(domains);
         root->context = context_of(Py_NewRef(context));
         root->streams = linked.empty() ? nullptr : domain_streams(PyList_GET_ITEM(domains, 0));
+        root->has_modes = has_dispatch_modes();
         root_init(root, linked);
         return self.release();
     });
@@ -105,6 +106,12 @@ PyObject *root_call_reset(PyObject *self, PyObject *)
     return with_root(self, [](RootObject *root) { root_reset(root, true); });
 }
 
+PyObject *root_look_again(PyObject *self, PyObject *)
+{
+    as<RootObject>(self)->is_replaced = true;
+    Py_RETURN_NONE;
+}
+
 PyObject *root_drop_raised_forward(PyObject *self, PyObject *)
 {
     return with_root(self, [](RootObject *root) {
@@ -135,7 +142,14 @@ PyMemberDef root_members[] = {
     {"domains", T_OBJECT, offsetof(RootObject, domains), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 
-PyGetSetDef root_properties[] = {{"iteration_root", root_get_iteration_root, nullptr,
+PyObject *root_get_backward(PyObject *self, void *)
+{
+    return PyLong_FromUnsignedLongLong(as<RootObject>(self)->course.backward);
+}
+
+PyGetSetDef root_properties[] = {{"backward", root_get_backward, nullptr,
+                                  "the number of the running backward, or the next one", nullptr},
+                                 {"iteration_root", root_get_iteration_root, nullptr,
                                   "the state that began the current forward", nullptr},
                                  {"is_between_steps", root_get_between_steps, nullptr,
                                   "whether no forward or backward is going on or to come, and no "
@@ -152,6 +166,8 @@ PyMethodDef root_methods[] = {
      "Finishes all reductions and closes the phase."},
     {"finalize_backward", root_call_finalize_backward, METH_NOARGS,
      "Reduces what the backwards of a manual ending left."},
+    {"look_again", root_look_again, METH_NOARGS,
+     "The next forward asks who looks at the units' collectives."},
     {"reset", root_call_reset, METH_NOARGS, "Drops everything of the running step."},
     {"drop_raised_forward", root_drop_raised_forward, METH_NOARGS,
      "Ends a forward that was left by an exception, as the next one would."},

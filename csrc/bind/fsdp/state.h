@@ -10,6 +10,8 @@
 #include "bind/tensor/tensors.h"
 #include "engine/root.h"
 
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
 #include <map>
 #include <optional>
 #include <string>
@@ -68,7 +70,14 @@ struct RootObject {
     RootUpdates *updates;   // owned; null before the first forward
     int64_t graph_task;     // autograd's number of the running backward
     bool is_replaced;       // a method of one of the states was, since set-up
+    bool has_modes;         // a dispatch mode was active when units were bound
 };
+
+// Who uses one sees the collectives of units.
+inline bool has_dispatch_modes()
+{
+    return c10::impl::TorchDispatchModeTLS::any_modes_set();
+}
 
 // Borrowed; TypeError as an exception.
 GroupObject *group_of(PyObject *object);

@@ -13,6 +13,9 @@
     X(leave_replaced)                                                                              \
     X(rebuild_units)                                                                               \
     X(refuse_unless_waited)                                                                        \
+    X(note_forward)                                                                                \
+    X(prefetch_in_forward)                                                                         \
+    X(prefetch_in_backward)                                                                        \
     X(torch_pre_forward)                                                                           \
     X(torch_post_forward)                                                                          \
     X(cast_any_input)                                                                              \

@@ -1,0 +1,136 @@
+"""Collectives of one unit that tools and users see: torch's calls, sizes, dtypes and order.
+
+The engine packs shards and gradients and takes out what came back. In between a unit calls what
+torch's group would call: its `_all_gather_comm` and `_reduce_scatter_comm`, `dist.all_reduce`,
+then the all-reduce hook. Where nobody looks, the package's own collectives stand in.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_c._comm import _communicator, _transport
+from fsdp_c._compat import _versions
+
+Collective = Callable[..., Any]
+
+
+class VisibleMessages(_transport.Messages):
+    """What the engine calls to move a unit between the ranks of one dimension of its mesh.
+
+    Tensors are 1-d, of the engine's memory, and valid during the call.
+
+    Args:
+        param_group: whose collectives these are.
+        process_group: the ranks: of its shards or of its replicas.
+        is_last: no other dimension sums after this one.
+    """
+
+    def __init__(self, param_group: Any, process_group: dist.ProcessGroup, is_last: bool) -> None:
+        super().__init__(process_group)
+        self._param_group = weakref.ref(param_group)
+        self._is_last = is_last
+
+    def _unit(self) -> Any:
+        unit = self._param_group()
+        if unit is None:
+            raise RuntimeError("the module of the unit is gone")
+        return unit
+
+    # ---- gathers ----
+
+    @torch.no_grad()
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        unit, process_group = self._unit(), self._live_group()
+        n_ranks = process_group.size()
+        if n_ranks == 1:
+            output.copy_(input)
+            return
+        if not unit.visible.is_watched:
+            _communicator.communicator_for(process_group).all_gather(output, input)
+            return
+        dtype, comm = _gathered_dtype(unit), unit._all_gather_comm
+        input = input.view(dtype)
+        gathered = comm.allocate((n_ranks * input.numel(),), dtype=dtype, device=unit.device)
+        own = gathered.narrow(0, process_group.rank() * input.numel(), input.numel())
+        own.copy_(input)
+        work = comm(
+            output_tensor=gathered,
+            input_tensor=own,
+            group=unit._all_gather_process_group,
+            async_op=unit.gathers_async,
+        )
+        if isinstance(work, dist.distributed_c10d.Work):
+            work.wait()
+        output.view(dtype).copy_(gathered)
+
+    # ---- sums ----
+
+    @torch.no_grad()
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        """The sum, or what torch's group has at this place: an average, hooked and divided."""
+        unit, process_group = self._unit(), self._live_group()
+        before, after, op, _ = _versions.divide_factors(unit, input.dtype)
+        if not unit.visible.is_watched:
+            _divide(input, before)
+            _communicator.communicator_for(process_group).reduce_scatter(
+                output, input, _divisor_of(op, process_group)
+            )
+            self._finish(unit, output, after)
+            return
+        comm = unit._reduce_scatter_comm
+        sent = comm.allocate((input.numel(),), dtype=input.dtype, device=unit.device)
+        sent.copy_(input)
+        received = comm.allocate((output.numel(),), dtype=input.dtype, device=unit.device)
+        _divide(sent, before)
+        if process_group.size() > 1:
+            comm(
+                output_tensor=received,
+                input_tensor=sent,
+                group=unit._reduce_scatter_process_group,
+                op=op,
+            )
+        else:
+            received.copy_(sent)
+            _divide(received, unit.gradient_divide_factor)
+            after = None
+        self._finish(unit, received, after)
+        output.copy_(received)
+
+    @torch.no_grad()
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        unit, process_group = self._unit(), self._live_group()
+        _, after, _, op = _versions.divide_factors(unit, tensor.dtype)
+        if unit.visible.is_watched:
+            dist.all_reduce(tensor, group=process_group, op=op)
+        else:
+            _communicator.communicator_for(process_group).all_reduce(
+                tensor, _divisor_of(op, process_group)
+            )
+        self._finish(unit, tensor, after)
+
+    def _finish(self, unit: Any, tensor: torch.Tensor, after: float | None) -> None:
+        if not self._is_last:
+            return
+        if unit._all_reduce_hook is not None:
+            unit._all_reduce_hook(tensor)
+        _divide(tensor, after)
+
+
+def _gathered_dtype(unit: Any) -> torch.dtype:
+    dtypes = {_versions.compute_dtype(fsdp_param) for fsdp_param in unit.fsdp_params}
+    return dtypes.pop() if len(dtypes) == 1 else torch.uint8
+
+
+def _divisor_of(op: Any, process_group: dist.ProcessGroup) -> float:
+    return process_group.size() if op == dist.ReduceOp.AVG else 1.0
+
+
+def _divide(tensor: torch.Tensor, factor: float | None) -> None:
+    if factor is not None and factor != 1:
+        tensor.div_(factor)
