@@ -30,7 +30,8 @@ from fsdp_c._fully_shard import (
     _visibility,
 )
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
-from fsdp_c._fully_shard._param_group_attributes import TRAINING_STATES, partial_sums_hidden
+from fsdp_c._fully_shard._param_group_attributes import partial_sums_hidden
+from fsdp_c._fully_shard._training_state import training_state
 from fsdp_c._native import _C
 
 
@@ -104,13 +105,7 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
                 named[in_backward] = groups
                 group.named_prefetches = (named[False], named[True])
 
-    @property
-    def _training_state(self) -> TrainingState:
-        return TRAINING_STATES[self._training]
-
-    @_training_state.setter
-    def _training_state(self, state: TrainingState) -> None:
-        self._training = TRAINING_STATES.index(state)
+    _training_state = training_state
 
     # ---- set-up ----
 
@@ -259,6 +254,7 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
     def _change_collectives(self, states: list[FSDPState], groups: list[FSDPParamGroup]) -> None:
         """Binds all units anew; collective, and noticed by ranks that do not come along."""
         assert self._root is not None
+        restore = [group.remember_unsharded() for group in groups]
         for group in groups:
             group.adopt_shards()
         domains = self._root.domains
@@ -271,6 +267,8 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
             group._binding = None
         _visibility.choose(groups)
         self._join_core(states, groups)
+        for restore_group in restore:
+            restore_group()
 
     def leave_core(self, reason: str) -> None:
         """From now on torch's implementation runs this state; between two steps only."""

@@ -122,13 +122,18 @@ class BoundGroup(_C.Group, FallbackGroup):
         has_changed = self._is_bound and self.wants_visible != self.visible
         if not (_device.is_taken(self) or has_changed):
             return lambda: None
+        restore = self.remember_unsharded()
+        self._unbind()
+        self._binding = self._root = None
+        return restore
+
+    def remember_unsharded(self) -> Callable[[], None]:
+        """What is returned makes the unit, bound anew, as unsharded and as written as now."""
         is_unsharded, is_kept = self._core_is_unsharded, self._core_is_kept_after_forward
         is_asked = is_unsharded or self._core_is_pending
         before = [p._unsharded_param for p in self.fsdp_params]
         # Perhaps written since.
         values = [old.detach().clone() for old in before] if is_unsharded else []
-        self._unbind()
-        self._binding = self._root = None
 
         def restore() -> None:
             if is_asked:
