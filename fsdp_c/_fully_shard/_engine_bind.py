@@ -102,15 +102,15 @@ def _make_domains(
     batch_bytes = _env.batch_bytes() if is_alone else 0
     is_visible = bool(groups[0].visible.reason)
     process_groups = [shard_pg] if replicate_pg is None else [shard_pg, replicate_pg]
-    transports = [
+    transports = [  # a process group may stand for both dimensions, of one rank
         _transport.messages_for(
-            pg, _visible_collectives.VisibleMessages(groups[0], pg, pg is process_groups[-1])
+            pg, _visible_collectives.VisibleMessages(groups[0], pg, dim == len(process_groups) - 1)
         )
         if is_visible
         else _transport.transport_for(pg)
         if streams is None
         else _transport.messages_for(pg)
-        for pg in process_groups
+        for dim, pg in enumerate(process_groups)
     ]
     is_counted = (
         streams is None

@@ -1,6 +1,7 @@
 """Units whose collectives others look at run on the core, and make those that torch's make."""
 
 import contextlib
+import functools
 from typing import Any
 
 import harness
@@ -12,7 +13,7 @@ import torch.distributed.fsdp as torch_fsdp
 from behaviour.pairs import Collectives
 from harness import cached_mesh
 from models import Net, data
-from parity import Pair, Side, Tolerance, on_ranks
+from parity import Pair, Plain, Side, Tolerance, on_ranks
 
 import fsdp_c
 
@@ -141,5 +142,74 @@ def test_hook_after_an_early_unshard(rank: int, n_ranks: int) -> None:
     pair.do(unshard)
     pair.forward(data(rank))
     pair.backward()
+    pair.skip_if_same()
+    assert any("hook" in word for word in words(pair.ours))
+
+
+SHAPES = {"sharded": None, "one rank": (1,), "replicas of one": (-1, 1), "one replica": (1, -1)}
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("is_watched", [False, True])
+@on_ranks(1, 2)
+def test_divide_factor_with_a_hook(
+    rank: int, n_ranks: int, is_watched: bool, shape: str, reduce_dtype: torch.dtype | None
+) -> None:
+    """Each gradient is divided once, by the whole factor, before the hook or after it."""
+    fsdp = harness.implementation()
+    if fsdp is torch_fsdp or (shape == "one rank" and n_ranks > 1):
+        return
+    sizes = tuple(n_ranks if size < 0 else size for size in SHAPES[shape] or (n_ranks,))
+    plain = Plain(Net)
+    shard = functools.partial(
+        models.shard_blocks,
+        mesh=cached_mesh(sizes, ("r", "s")[-len(sizes) :]),
+        mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+    )
+    side = Side("ours", fsdp, Net, shard, None)
+    set_hook(side)
+    for module in (*side.model.blocks, side.model):
+        module.set_gradient_divide_factor(6.0)
+    tolerance = CLOSE if reduce_dtype is None else Tolerance(relative=1e-2, scaled=1e-2)
+    for step in range(2):
+        side.model.zero_grad()
+        with Collectives() if is_watched else contextlib.nullcontext():
+            side.model(data(rank, step)).sum().backward()
+        plain.model.zero_grad()
+        plain.backward([plain.model(data(r, step)).sum() for r in range(n_ranks)], 6.0)
+        for parameter in plain.model.blocks[1].parameters():
+            parameter.grad *= 2  # as the hook does
+        plain.check(side, tolerance)
+
+
+@on_ranks(1, 2)
+def test_divide_factor_of_zero_is_named(rank: int, n_ranks: int) -> None:
+    fsdp = harness.implementation()
+    if fsdp is torch_fsdp:
+        return
+    side = Side("ours", fsdp, Net, models.shard_blocks, None)
+    set_hook(side)
+    side.model.blocks[1].set_gradient_divide_factor(0)
+    with pytest.raises(ZeroDivisionError, match=r"blocks\.1"):
+        side.model(data(rank)).sum().backward()
+
+
+@on_ranks(1, 2)
+def test_hook_set_while_a_unit_is_unsharded(rank: int, n_ranks: int) -> None:
+    """It stays unsharded, with what was written to it."""
+    pair = Pair(Net, models.shard_blocks, tolerance=CLOSE)
+    pair.step(data(rank, 0))
+
+    def unshard(side: Side) -> None:
+        side.model.blocks[0].unshard()
+        with torch.no_grad():
+            side.model.blocks[0].up.weight.mul_(3)
+        set_hook(side)
+
+    pair.do(unshard)
+    pair.forward(data(rank, 1))
+    pair.backward()
+    pair.step(data(rank, 2))
     pair.skip_if_same()
     assert any("hook" in word for word in words(pair.ours))
