@@ -27,7 +27,8 @@
     X(tell_of_double_backward)                                                                     \
     X(explain_error)                                                                               \
     X(parameter_name)                                                                              \
-    X(make_sharded_gradient)
+    X(make_sharded_gradient)                                                                       \
+    X(local_gradient)
 
 // X(name, text): attributes of states, of torch's objects and of loggers.
 #define FC_ATTRIBUTES(X)                                                                           \
