@@ -85,16 +85,17 @@ def _why_not_laid_out(fsdp_param: Any, on_host: bool) -> str:
     is_special = hasattr(local, "fsdp_pre_all_gather") or _versions.is_typed_spmd(fsdp_param)
     if is_special or not on_host or not _versions.SHARDS_DTENSORS:
         return why_not_a_tensor(fsdp_param)
-    if type(local) is torch.Tensor or _has_memory(local):
+    if type(local) is torch.Tensor or _has_memory(fsdp_param._sharded_param_data):
         return ""
     name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
     return f"{name} is a {type(local).__name__} without memory of its own"
 
 
-def _has_memory(local: torch.Tensor) -> bool:
-    """False for wrappers, whose numbers are those of other tensors."""
+def _has_memory(padded: torch.Tensor) -> bool:
+    """False for wrappers, whose numbers are those of other tensors. Padded shards are alike."""
     try:
-        return local.untyped_storage().nbytes() >= local.numel() * local.itemsize
+        storage = padded.untyped_storage()
+        return storage.nbytes() >= padded.numel() * padded.itemsize and storage.data_ptr() != 0
     except (NotImplementedError, RuntimeError):
         return False
 
