@@ -202,9 +202,11 @@ def _parameter(
     """One whose unit notices that `param.data` was taken, to which writes are not counted."""
     param = _C.make_noted(data)  # nn.Parameter() would make another tensor of it
     if spec is not None:
-        param = DTensor(param, spec, requires_grad=requires_grad)
+        param = DTensor(param, spec, requires_grad=False)
+        # `data` of a DTensor is taken from itself, and writes to that are not its local tensor's.
+        _C.note_data(param)
         param._is_param = True
-        return param
+        return param.requires_grad_(requires_grad)
     param.__class__ = nn.Parameter
     return param.requires_grad_(requires_grad)
 

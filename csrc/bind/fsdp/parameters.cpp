@@ -276,7 +276,8 @@ size_t Parameters::find_written(size_t from, bool maybe) const
 {
     size_t i = from;
     while (i < params_.size() && !params_[i].is_written() &&
-           !(maybe && is_data_taken(params_[i].unsharded_local))) {
+           !(maybe && (is_data_taken(params_[i].unsharded_tensor) ||
+                       is_data_taken(params_[i].unsharded_local)))) {
         i++;
     }
     return i;
