@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import harness
+import measuring
 import report
-from harness import Bench, Case, Launch, Row
+from measuring import Bench, Case, Launch, Row
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [KIB << shift for shift in range(0, 20, 2)]  # 1 KiB to 256 MiB
@@ -25,8 +25,8 @@ GOALS = {("all_gather", 16 * MIB, 2): 1.3, ("reduce_scatter", 16 * MIB, 2): 3.0}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sizes", type=harness.int_list, help="bytes, multiples of 64")
-    parser.add_argument("--ranks", type=harness.int_list, help="default 2,4")
+    parser.add_argument("--sizes", type=measuring.int_list, help="bytes, multiples of 64")
+    parser.add_argument("--ranks", type=measuring.int_list, help="default 2,4")
     parser.add_argument("--rounds", type=int, help="most rounds of each case")
 
 
@@ -36,7 +36,7 @@ def launches(args: argparse.Namespace) -> list[Launch]:
 
 def communicators(names: list[str]) -> dict[str, Any]:
     """torch stands for its own functions over gloo; a module brings its Communicator."""
-    apis = harness.implementations([name for name in names if name != "torch"])
+    apis = measuring.implementations([name for name in names if name != "torch"])
     return {name: api.Communicator() for name, api in apis.items()}
 
 
@@ -109,7 +109,7 @@ def verify(cases: dict[str, Any], problem: Problem, when: str) -> None:
         output.fill_(-1)
         case.step()
         what = f"{name}, {problem.operation} of {size} {when}"
-        harness.same(what, output, problem.wanted, rtol=0, atol=0)
+        measuring.same(what, output, problem.wanted, rtol=0, atol=0)
 
 
 def measure_size(args: argparse.Namespace, comms: dict[str, Any], n_bytes: int) -> Iterator[Row]:
@@ -123,7 +123,7 @@ def measure_size(args: argparse.Namespace, comms: dict[str, Any], n_bytes: int) 
         cases = {name: cases[name] for name in args.impl}
         verify(cases, problem, "before timing")
         timed = {name: case for name, (case, _) in cases.items()} | {"memcpy": copy_case(n_bytes)}
-        times = harness.measure(
+        times = measuring.measure(
             timed, rounds, block_s=0.01, budget_s=1.5 if args.quick else 5, most_steps=100
         )
         problem.source += 1
@@ -173,4 +173,4 @@ def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
 BENCH = Bench("collectives", __file__, __doc__ or "", launches, work, tables, arguments=arguments)
 
 if __name__ == "__main__":
-    harness.main(BENCH)
+    measuring.main(BENCH)

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-import harness
+import measuring
 import report
 from bench_memory import Sampler
-from harness import Bench, Launch, Row
+from measuring import Bench, Launch, Row
 
 MIB = 1 << 20
 MEASURED_ON = 2
@@ -34,9 +34,9 @@ MEMORY_TOLERANCE = 0.03
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--ranks", type=harness.int_list, help="default: 1 to 4; of variants 2 or 4"
+        "--ranks", type=measuring.int_list, help="default: 1 to 4; of variants 2 or 4"
     )
-    parser.add_argument("--models", type=harness.name_list, default=[*MODELS, *VARIANTS])
+    parser.add_argument("--models", type=measuring.name_list, default=[*MODELS, *VARIANTS])
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--scale", type=int, default=4, help="of widths; 1 is tiny")
     parser.add_argument("--model", help=argparse.SUPPRESS)
@@ -410,12 +410,12 @@ def check(rows: list[Row]) -> None:
         counted = {kind: n for kind, n in row["by_rank"][0]["traffic"].items() if n}
         ratio = estimate.total / sum(counted_bytes(row))
         if abs(ratio - 1) > MEMORY_TOLERANCE:
-            raise harness.VerificationError(
+            raise measuring.VerificationError(
                 f"verification failed: {row['model']} on {row['ranks']} ranks: estimated memory is"
                 f" {ratio:.3f} of what the run had"
             )
         if received != counted:
-            raise harness.VerificationError(
+            raise measuring.VerificationError(
                 f"verification failed: {row['model']} on {row['ranks']} ranks: collectives brought"
                 f" {counted}, estimated were {received}"
             )
@@ -424,4 +424,4 @@ def check(rows: list[Row]) -> None:
 BENCH = Bench("estimate", __file__, __doc__ or "", launches, work, tables, arguments, check)
 
 if __name__ == "__main__":
-    harness.main(BENCH)
+    measuring.main(BENCH)

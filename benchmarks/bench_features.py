@@ -10,14 +10,14 @@ import os
 from typing import Any
 
 import feature_cases
-import harness
+import measuring
 import report
 from feature_cases import CASES, Feature
-from harness import Bench, Case, Launch, Row
+from measuring import Bench, Case, Launch, Row
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", type=harness.name_list, help=f"of {', '.join(CASES)}")
+    parser.add_argument("--only", type=measuring.name_list, help=f"of {', '.join(CASES)}")
     parser.add_argument("--units", type=int, default=40, help="default 40")
     parser.add_argument("--pairs", type=int, help="most pairs of blocks, per row")
     parser.add_argument("--budget-s", type=float, help="of each implementation, per row")
@@ -35,7 +35,7 @@ def launches(args: argparse.Namespace) -> list[Launch]:
 
 
 def work(args: argparse.Namespace) -> list[Row]:
-    apis = harness.implementations(args.impl)
+    apis = measuring.implementations(args.impl)
     rows = []
     for name in args.only:
         feature = CASES[name]
@@ -63,7 +63,7 @@ def measure(feature: Feature, apis: dict[str, Any], args: argparse.Namespace) ->
     cases = {name: case(feature, model, x) for name, model in models.items()}
     budget_s = args.budget_s or (1 if args.quick else 6)
     pairs = args.pairs or (4 if args.quick else 200)
-    times = harness.measure_added(case(feature, plain, x), cases, budget_s, 0.05, pairs)
+    times = measuring.measure_added(case(feature, plain, x), cases, budget_s, 0.05, pairs)
     ran_on = {
         name: api.explain(models[name]).units[0].road
         for name, api in apis.items()
@@ -103,7 +103,7 @@ def verify(name: str, feature: Feature, model: Any, x: Any, n_units: int) -> Non
                 out.sum().backward()
             found.append((out.detach(), x.grad))
         for parameter in plain.parameters():
-            gradient = harness.local(parameter.grad)
+            gradient = measuring.local(parameter.grad)
             dist.all_reduce(gradient, group=feature.data_group())
             gradient /= ranks
         gradients = [[whole(p.grad) for p in one.parameters()] for one in (plain, model)]
@@ -126,7 +126,7 @@ def whole(tensor: Any) -> Any:
 
 def near(what: str, got: Any, want: Any, tolerance: float) -> None:
     """Tensors differ by no more than a part of the largest value."""
-    with harness.verifying(what):
+    with measuring.verifying(what):
         for mine, other in zip(got, want, strict=True):
             error = (mine.float() - other.float()).abs().max().item()
             largest = other.float().abs().max().item()
@@ -165,4 +165,4 @@ def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
 BENCH = Bench("features", __file__, __doc__ or "", launches, work, tables, arguments=arguments)
 
 if __name__ == "__main__":
-    harness.main(BENCH)
+    measuring.main(BENCH)

@@ -10,9 +10,9 @@ import argparse
 import os
 from typing import Any
 
-import harness
+import measuring
 import report
-from harness import Bench, Case, Launch, Row
+from measuring import Bench, Case, Launch, Row
 
 WIDTH = 16
 # Microseconds per unit and step that fsdp_c is built to stay under, by (mode, units, ranks).
@@ -25,8 +25,8 @@ GOALS = {
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--units", type=harness.int_list, help="default 10,100,1000")
-    parser.add_argument("--ranks", type=harness.int_list, help="default 1,2,4")
+    parser.add_argument("--units", type=measuring.int_list, help="default 10,100,1000")
+    parser.add_argument("--ranks", type=measuring.int_list, help="default 1,2,4")
     parser.add_argument(
         "--over-messages", action="store_true", help="the process group's collectives"
     )
@@ -95,10 +95,10 @@ def verify(plain: Any, models: dict[str, Any], x: Any, n_steps: int) -> None:
         wanted = [parameter.grad.chunk(ranks)[rank] for parameter in plain.parameters()]
         for name, model in models.items():
             what = f"{name}, step {step}"
-            harness.same(f"{what}, output", outputs[name], outputs["plain"])
-            harness.same(f"{what}, input's gradient", input_grads[name], input_grads["plain"])
+            measuring.same(f"{what}, output", outputs[name], outputs["plain"])
+            measuring.same(f"{what}, input's gradient", input_grads[name], input_grads["plain"])
             gradients = [parameter.grad for parameter in model.parameters()]
-            harness.same(f"{what}, gradients", gradients, wanted)
+            measuring.same(f"{what}, gradients", gradients, wanted)
         for model in (plain, *models.values()):
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -106,7 +106,7 @@ def verify(plain: Any, models: dict[str, Any], x: Any, n_steps: int) -> None:
         dist.barrier()
     with torch.no_grad():
         for name, model in models.items():
-            harness.same(f"{name}, forward under no_grad", model(x), plain(x))
+            measuring.same(f"{name}, forward under no_grad", model(x), plain(x))
 
 
 def work(args: argparse.Namespace) -> list[Row]:
@@ -118,7 +118,7 @@ def work(args: argparse.Namespace) -> list[Row]:
         os.environ["FSDP_C_TRANSPORT"] = "callback"
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
-    apis = harness.implementations(args.impl)
+    apis = measuring.implementations(args.impl)
     rows: list[Row] = []
     for n_units in args.units or ([10, 100] if args.quick else [10, 100, 1000]):
         torch.manual_seed(1 + dist.get_rank())
@@ -133,10 +133,10 @@ def work(args: argparse.Namespace) -> list[Row]:
             counting = {name: api.stats for name, api in apis.items() if hasattr(api, "stats")}
             for name, stats in counting.items():
                 stats(models[name], reset=True)
-            times = harness.measure_added(case(plain, x), cases, budget_s, 0.05, pairs)
+            times = measuring.measure_added(case(plain, x), cases, budget_s, 0.05, pairs)
             for name, stats in counting.items():
                 per_step_us = stats(models[name]).waits.seconds_per_step * 1e6
-                times[name]["waited_us"] = harness.mean_over_ranks([per_step_us])[0]
+                times[name]["waited_us"] = measuring.mean_over_ranks([per_step_us])[0]
             rows.append({"mode": mode, "units": n_units, "ranks": ranks, "times": times})
     return rows
 
@@ -181,4 +181,4 @@ def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
 BENCH = Bench("host_overhead", __file__, __doc__ or "", launches, work, tables, arguments=arguments)
 
 if __name__ == "__main__":
-    harness.main(BENCH)
+    measuring.main(BENCH)

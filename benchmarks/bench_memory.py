@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import harness
+import measuring
 import report
-from harness import Bench, Launch, Row
+from measuring import Bench, Launch, Row
 
 MIB = 1 << 20
 # MiB that fsdp_c is built to stay under, by (units, ranks), for units of 32 MiB.
@@ -27,8 +27,8 @@ GOAL_RATIO = 1 / (1 - 0.2854)  # torch's peak over fsdp_c's, at every depth
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--depths", type=harness.int_list, help="units; default 2,4,8,16,32")
-    parser.add_argument("--ranks", type=harness.int_list, default=[2])
+    parser.add_argument("--depths", type=measuring.int_list, help="units; default 2,4,8,16,32")
+    parser.add_argument("--ranks", type=measuring.int_list, default=[2])
     parser.add_argument("--width", type=int, default=2048, help="a layer is width x width")
     parser.add_argument("--layers", type=int, default=2, help="layers of a unit")
     parser.add_argument("--batch", type=int, default=8, help="rows of input per rank")
@@ -138,7 +138,7 @@ def work(args: argparse.Namespace) -> list[Row]:
     from torch.distributed.device_mesh import init_device_mesh
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    api = harness.implementations([args.case])[args.case]
+    api = measuring.implementations([args.case])[args.case]
     assert callable(api.fully_shard)  # loads what an import puts off: code is not what is measured
     mesh = init_device_mesh("cpu", (ranks,))
     dist.barrier()
@@ -193,7 +193,7 @@ def check(rows: list[Row]) -> None:
         for rank, (mine, theirs) in enumerate(zip(row["by_rank"], other["by_rank"], strict=True)):
             for step, (a, b) in enumerate(zip(mine["losses"], theirs["losses"], strict=True)):
                 if not abs(a - b) <= 1e-5 * abs(b):
-                    raise harness.VerificationError(
+                    raise measuring.VerificationError(
                         f"verification failed: {row['units']} units, rank {rank}, step {step}: "
                         f"loss {a} with {row['case']}, {b} with {other['case']}"
                     )
@@ -264,4 +264,4 @@ def purposes_table(args: argparse.Namespace, rows: list[Row]) -> report.Table:
 BENCH = Bench("memory", __file__, __doc__ or "", launches, work, tables, arguments, check)
 
 if __name__ == "__main__":
-    harness.main(BENCH)
+    measuring.main(BENCH)

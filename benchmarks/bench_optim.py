@@ -15,9 +15,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import harness
+import measuring
 import report
-from harness import Bench, Case, Launch, Row
+from measuring import Bench, Case, Launch, Row
 
 WIDTH = 64
 NORM = 1e-3
@@ -37,7 +37,7 @@ GOALS = {
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=harness.int_list, help="default 1,2")
+    parser.add_argument("--ranks", type=measuring.int_list, help="default 1,2")
     parser.add_argument("--units", type=int, default=10)
     parser.add_argument("--layers", type=int, default=30, help="of a unit")
     parser.add_argument("--large", type=int, default=8 << 20, help="elements of a large shard")
@@ -81,7 +81,7 @@ def with_gradients(name: str, model: Any, models: list[Any]) -> list[Any]:
     import torch
     from torch import nn
 
-    api = harness.implementations(["torch" if name == "plain" else name]).popitem()[1]
+    api = measuring.implementations(["torch" if name == "plain" else name]).popitem()[1]
     for block in model:
         api.fully_shard(block)
     api.fully_shard(model)
@@ -200,7 +200,7 @@ def large_work(args: argparse.Namespace) -> list[Row]:
         for name in ("plain", args.impl[-1]):
             parameters = large_parameters_of(name, args, models)
             cases[name] = Case(make(parameters, name), before(row, name, parameters))
-        times = harness.measure(
+        times = measuring.measure(
             cases, args.rounds or 12, block_s=0.1, budget_s=2 if args.quick else 8
         )
         facts = {"row": row, "ranks": dist.get_world_size(), "large": args.large}
@@ -221,12 +221,12 @@ def class_work(args: argparse.Namespace) -> list[Row]:
         for name, parameters in everyone.items():
             with torch.no_grad():
                 for parameter, value in zip(parameters, start, strict=True):
-                    harness.local(parameter).copy_(value)
+                    measuring.local(parameter).copy_(value)
             step = make(parameters)
             if is_accepted(step):
                 cases[name] = Case(step)
         verify(row, {name: everyone[name] for name in cases}, "plain")
-        times = harness.measure(
+        times = measuring.measure(
             cases, args.rounds or 12, block_s=0.02, budget_s=0.3 if args.quick else 1.5
         )
         rows.append({"class": row, "ranks": dist.get_world_size(), "times": times})
@@ -252,7 +252,7 @@ def before(row: str, name: str, parameters: list[Any]) -> Callable[[], None]:
     import torch
     import torch.distributed as dist
 
-    gradients = [harness.local(p.grad) for p in parameters]
+    gradients = [measuring.local(p.grad) for p in parameters]
 
     def prepare() -> None:
         use_clipping_of(name)
@@ -277,8 +277,8 @@ def verify(row: str, everyone: dict[str, list[Any]], judge: str) -> None:
         what = f"{name}, {row}"
         values = [[p.detach() for p in everyone[n]] for n in (name, judge)]
         grads = [[p.grad for p in everyone[n]] for n in (name, judge)]
-        harness.same(f"{what}, parameters", *values, rtol=0, atol=0)
-        harness.same(f"{what}, gradients", *grads, rtol=0, atol=0)
+        measuring.same(f"{what}, parameters", *values, rtol=0, atol=0)
+        measuring.same(f"{what}, gradients", *grads, rtol=0, atol=0)
 
 
 def work(args: argparse.Namespace) -> list[Row]:
@@ -301,7 +301,7 @@ def work(args: argparse.Namespace) -> list[Row]:
                 case.step()
         is_local = not row.startswith("clip_grad_norm_") or dist.get_world_size() == 1
         verify(row, everyone, "plain" if is_local else args.impl[0])
-        times = harness.measure(
+        times = measuring.measure(
             cases, args.rounds or 12, block_s=0.1, budget_s=3 if args.quick else 8
         )
         rows.append({"row": row, "ranks": dist.get_world_size(), "times": times})
@@ -377,4 +377,4 @@ def class_table(args: argparse.Namespace, rows: list[Row]) -> report.Table:
 BENCH = Bench("optim", __file__, __doc__ or "", launches, work, tables, arguments=arguments)
 
 if __name__ == "__main__":
-    harness.main(BENCH)
+    measuring.main(BENCH)

@@ -13,16 +13,16 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-import harness
+import measuring
 import report
-from harness import Bench, Case, Launch, Row
+from measuring import Bench, Case, Launch, Row
 
 MUON = Path(__file__).resolve().parent.parent / "examples" / "06_muon.py"
 LEARNING_RATE = 1e-3
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=harness.int_list, default=[2])
+    parser.add_argument("--ranks", type=measuring.int_list, default=[2])
     parser.add_argument("--layers", type=int, help="of a GPT, four matrices each; default 4")
     parser.add_argument("--width", type=int, help="default 512")
     parser.add_argument("--rounds", type=int, default=12, help="most rounds of each case")
@@ -131,13 +131,13 @@ def verify(layers: int, width: int) -> None:
     owned = fsdp_c.gather_to_owner(list(model))
     wholes = [parameter.full_tensor() for parameter in model]
     for index, whole in owned.items():
-        harness.same("gather_to_owner", whole, wholes[index], rtol=0, atol=0)
+        measuring.same("gather_to_owner", whole, wholes[index], rtol=0, atol=0)
     fsdp_c.scatter_from_owner(owned)
-    harness.same("scatter_from_owner", [p.to_local() for p in model], before, rtol=0, atol=0)
+    measuring.same("scatter_from_owner", [p.to_local() for p in model], before, rtol=0, atol=0)
     other = model_of(layers, width)
     owned_muon(list(model))()
     simple_muon(list(other))()
-    harness.same("Muon", list(model), list(other))
+    measuring.same("Muon", list(model), list(other))
 
 
 def work(args: argparse.Namespace) -> list[Row]:
@@ -177,7 +177,7 @@ def work(args: argparse.Namespace) -> list[Row]:
     }
     rows: list[Row] = []
     for name, cases in groups.items():
-        times = harness.measure(cases, args.rounds, budget_s=5 if args.quick else 20)
+        times = measuring.measure(cases, args.rounds, budget_s=5 if args.quick else 20)
         facts = {"row": name, "ranks": ranks, "matrices": len(parameters), "bytes": 4 * numel}
         rows.append({**facts, "times": times})
     return rows
@@ -209,4 +209,4 @@ def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
 BENCH = Bench("owner", __file__, __doc__ or "", launches, work, tables, arguments=arguments)
 
 if __name__ == "__main__":
-    harness.main(BENCH)
+    measuring.main(BENCH)

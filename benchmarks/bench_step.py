@@ -16,12 +16,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import harness
+import measuring
 import report
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Bench, Case, Launch, Row
+from measuring import Bench, Case, Launch, Row
 from torch import nn
 
 # What fsdp_c is built to stay under, as a multiple of the floor, by (precision, ranks).
@@ -79,9 +79,9 @@ class GPT(nn.Module):
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=harness.int_list, default=[2])
+    parser.add_argument("--ranks", type=measuring.int_list, default=[2])
     parser.add_argument("--rounds", type=int, help="rounds of each case")
-    parser.add_argument("--precisions", type=harness.name_list, default=["fp32", "bf16"])
+    parser.add_argument("--precisions", type=measuring.name_list, default=["fp32", "bf16"])
     for name, value in asdict(Config()).items():
         parser.add_argument(f"--{name}", type=int, default=value)
 
@@ -185,14 +185,14 @@ def verify(plain: nn.Module, models: dict[str, Any], batch: Any, precision: str)
     for name, (model, optimizer) in models.items():
         what = f"{name}, {precision}"
         first = training_step(model, optimizer, batch).detach()
-        harness.same(f"{what}, loss", first, loss.detach(), **tolerance)
+        measuring.same(f"{what}, loss", first, loss.detach(), **tolerance)
         gradients = [parameter.grad for parameter in model.parameters()]
-        harness.same(f"{what}, gradients", gradients, wanted, **tolerance)
+        measuring.same(f"{what}, gradients", gradients, wanted, **tolerance)
         losses[name] = [training_step(model, optimizer, batch).detach() for _ in range(3)]
     for name, values in losses.items():
         first_name = next(iter(losses))
         what = f"{name} against {first_name}, {precision}, losses of later steps"
-        harness.same(what, values, losses[first_name], **tolerance)
+        measuring.same(what, values, losses[first_name], **tolerance)
 
 
 def work(args: argparse.Namespace) -> list[Row]:
@@ -200,7 +200,7 @@ def work(args: argparse.Namespace) -> list[Row]:
 
     config, ranks = config_of(args), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
-    apis = harness.implementations(args.impl)
+    apis = measuring.implementations(args.impl)
     rows: list[Row] = []
     for precision in args.precisions:
         torch.manual_seed(100 + dist.get_rank())
@@ -222,7 +222,7 @@ def work(args: argparse.Namespace) -> list[Row]:
         parts: dict[str, list[tuple[int, ...]]] = {name: [] for name in steps}
         cases = {n: Case(functools.partial(step, times=parts[n])) for n, step in steps.items()}
         rounds = args.rounds or (5 if args.quick else 15)
-        times = harness.measure(cases, rounds, block_s=0.5, budget_s=12 if args.quick else 60)
+        times = measuring.measure(cases, rounds, block_s=0.5, budget_s=12 if args.quick else 60)
         facts = {"precision": precision, "ranks": ranks, "numel": numel, "config": asdict(config)}
         parts_us = {name: parts_of(found) for name, found in parts.items()}
         rows.append({**facts, "times": times, "parts_us": parts_us})
@@ -232,7 +232,7 @@ def work(args: argparse.Namespace) -> list[Row]:
 def parts_of(steps: list[tuple[int, ...]]) -> dict[str, float]:
     """The median of each part, averaged over ranks."""
     medians = [statistics.median(part) / 1e3 for part in zip(*steps, strict=True)]
-    return dict(zip(PARTS, harness.mean_over_ranks(medians), strict=True))
+    return dict(zip(PARTS, measuring.mean_over_ranks(medians), strict=True))
 
 
 def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
@@ -280,4 +280,4 @@ def parts_table(args: argparse.Namespace, rows: list[Row]) -> report.Table:
 BENCH = Bench("step", __file__, __doc__ or "", launches, work, tables, arguments=arguments)
 
 if __name__ == "__main__":
-    harness.main(BENCH)
+    measuring.main(BENCH)

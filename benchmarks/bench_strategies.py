@@ -12,11 +12,11 @@ import functools
 from typing import Any
 
 import bench_step
-import harness
+import measuring
 import report
 import torch
 import torch.distributed as dist
-from harness import Bench, Case, Launch, Row
+from measuring import Bench, Case, Launch, Row
 from torch import nn
 
 MIB = 1 << 20
@@ -25,7 +25,7 @@ FIXED = {"batch": 2, "tokens": 64}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=harness.int_list, help="default 2,4; quick: 2")
+    parser.add_argument("--ranks", type=measuring.int_list, help="default 2,4; quick: 2")
     parser.add_argument("--rounds", type=int, help="most rounds of each case")
     parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--width", type=int, default=256)
@@ -87,7 +87,7 @@ def work(args: argparse.Namespace) -> list[Row]:
     tokens, targets = torch.randint(args.vocabulary, (2, 2, FIXED["tokens"])).unbind()
     batch = (tokens, targets)
     last = args.impl[-1]
-    api = harness.implementations([last])[last]
+    api = measuring.implementations([last])[last]
     replicas = nn.parallel.DistributedDataParallel(model_of(args))
     optimizer = bench_step.adamw(replicas.parameters())
     train = functools.partial(bench_step.training_step, replicas, optimizer, batch)
@@ -95,7 +95,7 @@ def work(args: argparse.Namespace) -> list[Row]:
     rows = []
     for strategy in api.STRATEGIES.values():
         row = strategy_row(api, strategy, args, batch)
-        harness.same(
+        measuring.same(
             f"{last}, {strategy.name}, losses",
             torch.tensor(row["losses"]),
             torch.tensor(wanted),
@@ -103,7 +103,7 @@ def work(args: argparse.Namespace) -> list[Row]:
             atol=0,
         )
         cases = {"torch": Case(train), last: Case(row["train"])}
-        times = harness.measure(
+        times = measuring.measure(
             cases, args.rounds or 8, block_s=0.2, budget_s=2 if args.quick else 4
         )
         rows.append({**row["figures"], "times": times})
@@ -113,7 +113,7 @@ def work(args: argparse.Namespace) -> list[Row]:
 def check(rows: list[Row]) -> None:
     for row in rows:
         if abs(row["received"] - row["theory"]) > 0.01 * row["theory"]:
-            raise harness.VerificationError(
+            raise measuring.VerificationError(
                 f"verification failed: {row['strategy']} on {row['ranks']} ranks received"
                 f" {row['received']} bytes, theory says {row['theory']:.0f}"
             )
@@ -148,4 +148,4 @@ def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
 BENCH = Bench("strategies", __file__, __doc__ or "", launches, work, tables, arguments, check)
 
 if __name__ == "__main__":
-    harness.main(BENCH)
+    measuring.main(BENCH)

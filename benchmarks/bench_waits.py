@@ -16,20 +16,20 @@ from dataclasses import asdict
 from typing import Any
 
 import bench_step
-import harness
+import measuring
 import report
 import torch
 import torch.distributed as dist
-from harness import Bench, Launch, Row
+from measuring import Bench, Launch, Row
 
 KINDS = ("forward gather", "end of forward", "backward gather", "reduction", "end of backward")
 MODELS = ("even", "uneven", "in turn")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=harness.int_list, default=[2, 4])
-    parser.add_argument("--precisions", type=harness.name_list, default=["fp32", "bf16"])
-    parser.add_argument("--models", type=harness.name_list, default=list(MODELS))
+    parser.add_argument("--ranks", type=measuring.int_list, default=[2, 4])
+    parser.add_argument("--precisions", type=measuring.name_list, default=["fp32", "bf16"])
+    parser.add_argument("--models", type=measuring.name_list, default=list(MODELS))
     for name, value in asdict(bench_step.Config()).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--steps", type=int, help="counted, of each model")
@@ -99,7 +99,7 @@ def work(args: argparse.Namespace) -> list[Row]:
                     "model": kind,
                     "precision": precision,
                     "ranks": dist.get_world_size(),
-                    "due_us": 1e6 * (harness.agreed_max(own) - own),
+                    "due_us": 1e6 * (measuring.agreed_max(own) - own),
                     "step_us": 1e6 * statistics.median(times),
                     "count": sum(wait.count for wait in waits.waits) / n_steps,
                     "by_kind": {
@@ -115,7 +115,7 @@ def work(args: argparse.Namespace) -> list[Row]:
 def averaged(row: Row) -> Row:
     """The mean over ranks of each number."""
     numbers = [row["due_us"], row["step_us"], row["count"], *row["by_kind"].values()]
-    due, step, count, *by_kind = harness.mean_over_ranks(numbers)
+    due, step, count, *by_kind = measuring.mean_over_ranks(numbers)
     means = dict(zip(KINDS, by_kind, strict=True))
     return {**row, "due_us": due, "step_us": step, "count": count, "by_kind": means}
 
@@ -141,4 +141,4 @@ def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
 BENCH = Bench("waits", __file__, __doc__ or "", launches, work, tables, arguments=arguments)
 
 if __name__ == "__main__":
-    harness.main(BENCH)
+    measuring.main(BENCH)

@@ -17,7 +17,7 @@ import bench_owner
 import bench_step
 import bench_strategies
 import bench_waits
-import harness
+import measuring
 import report
 
 BENCHES = [
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
     parser.add_argument("--impl", default="torch,fsdp_c", help="what to compare")
     parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the results")
-    parser.add_argument("--only", type=harness.name_list, help="names of benchmarks")
+    parser.add_argument("--only", type=measuring.name_list, help="names of benchmarks")
     args, further = parser.parse_known_args()
     names = [bench.name for bench in BENCHES]
     unknown = set(args.only or []) - set(names)
@@ -58,17 +58,17 @@ def main() -> None:
         started = time.monotonic()
         try:
             run_one(bench, argv)
-        except (harness.VerificationError, RuntimeError) as error:
+        except (measuring.VerificationError, RuntimeError) as error:
             failed.append(bench.name)
-            harness.say(f"{bench.name}: {error}")
-        harness.say(f"{bench.name}: {time.monotonic() - started:.0f} s")
+            measuring.say(f"{bench.name}: {error}")
+        measuring.say(f"{bench.name}: {time.monotonic() - started:.0f} s")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
 
-def run_one(bench: harness.Bench, argv: list[str]) -> None:
-    options = harness.parser_of(bench).parse_args(argv)
-    facts, tables = harness.run(bench, options, argv)
+def run_one(bench: measuring.Bench, argv: list[str]) -> None:
+    options = measuring.parser_of(bench).parse_args(argv)
+    facts, tables = measuring.run(bench, options, argv)
     path = report.result_path(options.out, bench.name, options.quick, ".md")
     parts = [f"`{facts['command']}`", report.heading(facts), *[table.render() for table in tables]]
     path.write_text("\n\n".join(parts))

@@ -37,13 +37,12 @@ static size_t place(size_t *used, size_t bytes)
 static size_t place_chunk(const fc_param *param, size_t *used, size_t numel, fc_dtype type)
 {
     const size_t item = fc_dtype_bytes(type);
-    size_t at;
+    const size_t at = *used;
 
     if (!param->is_packed) {
         return place(used, numel * item);
     }
-    at = fc_round_up(*used, item);
-    *used = at + numel * item;
+    *used = at + numel * item; /* torch sends chunks of several types as bytes, unaligned */
     return at;
 }
 

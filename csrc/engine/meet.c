@@ -178,8 +178,8 @@ fc_status meet(fc_unit *unit, size_t n_units, const char *op, uint64_t detail)
     if (domain->is_mapped || domain->n_ranks == 1 || domain->clock == CLOCK_LEFT) {
         return FC_OK;
     }
-    if (domain->clocks == NULL) {
-        return apart_exchange(unit);
+    if (domain->clocks == NULL) { /* what others look at has no collectives of our own */
+        return domain->is_packed ? FC_OK : apart_exchange(unit);
     }
     FC_TRY(clock_ready(domain, unit));
     own = domain_clock(domain, domain->rank);

@@ -103,6 +103,15 @@ static void leave_to_graph(fc_unsharding *u)
     }
 }
 
+static fc_status release(fc_unsharding *u, bool to_slice)
+{
+    if (u->kind->release != NULL) {
+        return u->kind->release(u, to_slice);
+    }
+    unsharding_release_slot(u);
+    return FC_OK;
+}
+
 void fc_unsharding_destroy(fc_unsharding *u)
 {
     if (u == NULL) {
@@ -111,7 +120,7 @@ void fc_unsharding_destroy(fc_unsharding *u)
     fc_unsharding_drop_ahead(u);
     fc_unsharding_detach(u);
     hide(u, false);
-    (void)u->kind->release(u, false);
+    (void)release(u, false);
     fc_free(u->marks);
     fc_free(u->shards);
     fc_free(u);
@@ -153,7 +162,7 @@ void fc_unsharding_keep_memory(fc_unsharding *u, bool keeps)
     u->keeps_memory = keeps;
     if (!keeps && !unsharding_is_shown(u) && !unsharding_is_gathered(u) && u->memory != NULL) {
         leave_to_graph(u);
-        (void)u->kind->release(u, false);
+        (void)release(u, false);
     }
 }
 
@@ -239,7 +248,7 @@ fc_status fc_unsharding_reshard(fc_unsharding *u, bool to_slice)
     }
     if (!unsharding_stays(u)) {
         leave_to_graph(u);
-        FC_TRY(u->kind->release(u, to_slice));
+        FC_TRY(release(u, to_slice));
     }
     unsharding_turn(u, FC_UNIT_RESHARD);
     return u->kind->end_use != NULL ? u->kind->end_use(u) : FC_OK;
@@ -268,7 +277,7 @@ void fc_unsharding_drop(fc_unsharding *u)
     u->came_along = false;
     unsharding_turn(u, FC_UNIT_DROP);
     if (!unsharding_stays(u)) {
-        (void)u->kind->release(u, false);
+        (void)release(u, false);
     }
 }
 

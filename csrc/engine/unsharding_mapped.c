@@ -116,13 +116,6 @@ static fc_status keep(fc_unsharding *u)
     return FC_OK;
 }
 
-static fc_status release(fc_unsharding *u, bool to_slice)
-{
-    (void)to_slice;
-    unsharding_release_slot(u);
-    return FC_OK;
-}
-
 static void count(fc_unsharding *u)
 {
     u->traffic->gathers += u->n_ranks > 1;
@@ -135,6 +128,5 @@ const gathering gathering_mapped = {.makes_copies = false,
                                     .take = take,
                                     .renew = renew,
                                     .keep = keep,
-                                    .release = release,
                                     .publish = publish,
                                     .count = count};

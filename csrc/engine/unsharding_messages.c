@@ -149,13 +149,6 @@ static fc_status renew(fc_unsharding *u)
     return FC_OK;
 }
 
-static fc_status release(fc_unsharding *u, bool to_slice)
-{
-    (void)to_slice;
-    unsharding_release_slot(u);
-    return FC_OK;
-}
-
 static void count(fc_unsharding *u)
 {
     if (!u->came_along) {
@@ -170,5 +163,4 @@ const gathering gathering_messages = {.makes_copies = true,
                                       .is_outdated = is_outdated,
                                       .take = take,
                                       .renew = renew,
-                                      .release = release,
                                       .count = count};

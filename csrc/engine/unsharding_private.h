@@ -24,7 +24,7 @@ typedef struct gathering {
     fc_status (*renew)(fc_unsharding *u);
     /* The phase ends and it stays shown; NULL: its memory is its own. */
     fc_status (*keep)(fc_unsharding *u);
-    /* Gives its memory back. */
+    /* Gives its memory back; NULL: it is a slot. */
     fc_status (*release)(fc_unsharding *u, bool to_slice);
     /* A phase opens; NULL: peers get the shards with a gather. */
     void (*publish)(fc_unsharding *u);

@@ -196,6 +196,8 @@ def _implementation_of(group: Any) -> str:
     if _device.is_taken(group):
         over = _over(_device.ways(group))
         return f"core, on streams of {group.device.type}, over {over}, {_gathered(group)}"
+    if group.visible.reason:
+        return f"core over collectives in sight: {group.visible.reason}"
     info = group.mesh_info
     names = ("shard_process_group", "replicate_process_group")
     process_groups = [getattr(info, name, None) for name in names]

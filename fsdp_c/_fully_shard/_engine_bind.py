@@ -19,6 +19,7 @@ from fsdp_c._fully_shard import (
     _model_digest,
     _param_attributes,
     _same_model,
+    _visibility,
     _visible_collectives,
 )
 from fsdp_c._fully_shard._heap import HEAP
@@ -60,9 +61,10 @@ def bind_units(groups: Sequence[Any], streams: _C.Streams | None = None) -> list
     for group in groups:
         shards = getattr(group.mesh_info, "shard_process_group", _process_group.ALONE)
         replicas = getattr(group.mesh_info, "replicate_process_group", None)
-        group.visible_because = group.wants_visible if streams is None else ""
-        alone = group if group.visible_because else None
+        group.visible = group.wants_visible if streams is None else _visibility.Visible()
+        alone = group if group.visible.reason else None
         by_mesh.setdefault((shards, replicas, alone), []).append(group)
+    _check_model(by_mesh)
     domains: list[_C.Domain] = []
     placed = []
     for (shard_pg, replicate_pg, _), members in by_mesh.items():
@@ -79,6 +81,18 @@ def bind_units(groups: Sequence[Any], streams: _C.Streams | None = None) -> list
     return domains
 
 
+def _check_model(by_mesh: dict[tuple[Any, Any, Any], list[Any]]) -> None:
+    """Ranks build the same units; once for each process group. Collective."""
+    members: dict[Any, list[Any]] = {}
+    for process_groups, groups in by_mesh.items():
+        for process_group in filter(None, process_groups[:2]):
+            members.setdefault(process_group, []).extend(groups)
+    for process_group, groups in members.items():
+        _same_model.check(process_group, groups)
+    for groups in by_mesh.values():
+        _model_digest.forget(_same_model.params_of(groups))
+
+
 def _make_domains(
     shard_pg: dist.ProcessGroup,
     replicate_pg: dist.ProcessGroup | None,
@@ -87,19 +101,19 @@ def _make_domains(
 ) -> tuple[_C.Domain, _C.Domain | None]:
     units = [UnitSpec(_fqns.unit_name(g), [spec_of(p) for p in g.fsdp_params]) for g in groups]
     # What replicas add up next has to be there at once.
-    is_alone = streams is None and replicate_pg is None and not groups[0].visible_because
+    is_alone = streams is None and replicate_pg is None and not groups[0].visible.reason
     batch_bytes = _env.batch_bytes() if is_alone else 0
-    is_visible = bool(groups[0].visible_because)
+    is_visible = bool(groups[0].visible.reason)
     process_groups = [shard_pg] if replicate_pg is None else [shard_pg, replicate_pg]
-    transports = [
+    transports = [  # a process group may stand for both dimensions, of one rank
         _transport.messages_for(
-            pg, _visible_collectives.VisibleMessages(groups[0], pg, pg is process_groups[-1])
+            pg, _visible_collectives.VisibleMessages(groups[0], pg, dim == len(process_groups) - 1)
         )
         if is_visible
         else _transport.transport_for(pg)
         if streams is None
         else _transport.messages_for(pg)
-        for pg in process_groups
+        for dim, pg in enumerate(process_groups)
     ]
     is_counted = (
         streams is None
@@ -113,7 +127,6 @@ def _make_domains(
         process_group, transport = process_groups[index], transports[index]
         if streams is not None:
             _device.connect(streams, process_group, groups[0].device)
-        _same_model.check(process_group, groups)
         domain = _C.Domain(
             transport=transport,
             is_replicate=index == 1,
@@ -135,7 +148,6 @@ def _make_domains(
         return domain
 
     shard, *replicate = map(make, range(len(transports)))
-    _model_digest.forget(_same_model.params_of(groups))
     return shard, replicate[0] if replicate else None
 
 

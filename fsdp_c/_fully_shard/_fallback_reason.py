@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from fsdp_c._comm import _agreement, _device
 from fsdp_c._compat import _versions
-from fsdp_c._fully_shard import _replaced_functions
+from fsdp_c._fully_shard import _replaced_functions, _visibility
 from fsdp_c._fully_shard._param_spec import SUMMABLE
 
 
@@ -53,6 +53,8 @@ def why_torch_here(group: Any) -> str:
         if getattr(group, name) is not default:
             return f"its {name} was replaced"
     if reason := _replaced_functions.replaced_on(group):
+        return reason
+    if _device.is_wanted(group) and (reason := _visibility.why_visible(group)):
         return reason
     if torch._C._are_functorch_transforms_active():
         return "a functorch transform was active in the first forward"

@@ -13,6 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
 
 from fsdp_c import _env
+from fsdp_c._comm import _device
 from fsdp_c._fully_shard import (
     _containers,
     _engine_bind,
@@ -29,7 +30,8 @@ from fsdp_c._fully_shard import (
     _visibility,
 )
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
-from fsdp_c._fully_shard._param_group_attributes import TRAINING_STATES, partial_sums_hidden
+from fsdp_c._fully_shard._param_group_attributes import partial_sums_hidden
+from fsdp_c._fully_shard._training_state import training_state
 from fsdp_c._native import _C
 
 
@@ -103,13 +105,7 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
                 named[in_backward] = groups
                 group.named_prefetches = (named[False], named[True])
 
-    @property
-    def _training_state(self) -> TrainingState:
-        return TRAINING_STATES[self._training]
-
-    @_training_state.setter
-    def _training_state(self, state: TrainingState) -> None:
-        self._training = TRAINING_STATES.index(state)
+    _training_state = training_state
 
     # ---- set-up ----
 
@@ -156,13 +152,13 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
             states = self._state_ctx.all_states
             groups = [group for state in states for group in state._fsdp_param_groups]
             _fsdp_module.warn_of_lost_settings(groups, [_fqns.unit_name(group) for group in groups])
-            _visibility.choose([group for group in groups if isinstance(group, FSDPParamGroup)])
             reason = self._why_torch(states, groups)
             if reason:
                 self._fall_back(states, groups, reason)
                 if self._is_root and all(isinstance(group, FSDPParamGroup) for group in groups):
                     _same_model.check_origins(groups)
             else:
+                _visibility.choose(groups)
                 self._join_core(states, groups)
             _status.note(self, reason)
         except BaseException:
@@ -201,7 +197,7 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
         return ""
 
     def _join_core(self, states: list[FSDPState], groups: list[FSDPParamGroup]) -> None:
-        restore = [] if self._root is not None else [g.leave_early_streams() for g in groups]
+        restore = [] if self._root is not None else [g.leave_early_binding() for g in groups]
         domains = []
         for group in groups:
             # Units that were unsharded before the first forward have a domain already.
@@ -246,9 +242,11 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
         states = list(self._root.states)
         reason = self._what_was_replaced(states)
         groups = [group for state in states for group in state._fsdp_param_groups]
-        if not reason:  # it was put back, or is seen by what looks at collectives
-            if _visibility.choose(groups):
-                self._change_collectives(states, groups)
+        if not reason and _device.is_taken(groups[0]):
+            reason = _replaced_functions.replaced_collective()
+        elif not reason and _visibility.has_changed(groups):
+            self._change_collectives(states, groups)
+        if not reason:  # it was put back, or collectives are in sight now
             return
         self._fall_back(states, groups, reason)
         _status.note(states[0], reason)
@@ -256,6 +254,7 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
     def _change_collectives(self, states: list[FSDPState], groups: list[FSDPParamGroup]) -> None:
         """Binds all units anew; collective, and noticed by ranks that do not come along."""
         assert self._root is not None
+        restore = [group.remember_unsharded() for group in groups]
         for group in groups:
             group.adopt_shards()
         domains = self._root.domains
@@ -266,7 +265,10 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
         for group in groups:
             group._set_aside()
             group._binding = None
+        _visibility.choose(groups)
         self._join_core(states, groups)
+        for restore_group in restore:
+            restore_group()
 
     def leave_core(self, reason: str) -> None:
         """From now on torch's implementation runs this state; between two steps only."""

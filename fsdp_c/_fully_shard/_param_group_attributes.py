@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from fsdp_c import _env
@@ -15,14 +14,7 @@ from fsdp_c._comm import _device
 from fsdp_c._compat import _versions
 from fsdp_c._fully_shard import _fallback_reason, _fqns, _replaced_functions
 from fsdp_c._fully_shard._param_group_visible import VisibleGroup
-
-# In the order of the core's enum Training.
-TRAINING_STATES = (
-    TrainingState.FORWARD,
-    TrainingState.PRE_BACKWARD,
-    TrainingState.POST_BACKWARD,
-    TrainingState.IDLE,
-)
+from fsdp_c._fully_shard._training_state import training_state
 
 # Attributes that hold collectives; in the order of _compat.default_comms().
 _COMMS = ("_all_gather_comm", "_reduce_scatter_comm")
@@ -50,13 +42,7 @@ class GroupAttributes(VisibleGroup):
 
     # ---- state ----
 
-    @property
-    def _training_state(self) -> TrainingState:
-        return TRAINING_STATES[self._training]
-
-    @_training_state.setter
-    def _training_state(self, state: TrainingState) -> None:
-        self._training = TRAINING_STATES.index(state)
+    _training_state = training_state
 
     @property
     def _sharded_state(self) -> ShardedState:
@@ -124,7 +110,7 @@ class GroupAttributes(VisibleGroup):
         super().__setattr__(name, value)
         if name in _SEEN and self._root is not None:
             self._root.look_again()
-        if name in _TORCH_ONLY and self._is_bound and (reason := _fallback_reason.why_torch(self)):
+        if self._needs_fallback(name) and (reason := _fallback_reason.why_torch(self)):
             try:
                 self.move_root_to_fallback(reason)
             except BaseException:
@@ -133,6 +119,11 @@ class GroupAttributes(VisibleGroup):
                 else:
                     super().__delattr__(name)
                 raise
+
+    def _needs_fallback(self, name: str) -> bool:
+        if name in _SEEN:  # the schedule of devices shows nobody its collectives
+            return self._is_bound and _device.is_taken(self)
+        return self._is_bound and name in _TORCH_ONLY
 
     def _checked_comm(self, name: str, comm: Any) -> Any:
         """A user's collective, or torch's own for None."""

@@ -28,9 +28,8 @@ class BoundGroup(_C.Group, FallbackGroup):
     _binding: tuple[_C.Domain, int, _C.Domain | None] | None = None
     _bound_specs: list[_param_spec.ParamSpec] | None = None
     _root: _C.Root | None = None
-    # Who looks at its collectives, as it is bound and as it is wanted; see _visibility.
-    visible_because = wants_visible = ""
-    is_watched = False
+    # Who looks at its collectives, as it is bound and as it is wanted.
+    visible = wants_visible = _visibility.Visible()
     _uses_fallback = False
     fallback_reason = ""  # what took the unit there
     _domains_to_await: tuple[_C.Domain, ...] = ()  # that were left, until all ranks have
@@ -40,7 +39,6 @@ class BoundGroup(_C.Group, FallbackGroup):
     def _choose_alone(self) -> None:
         """Before the first forward a unit is in no root; collective."""
         self.fallback_reason = _fallback_reason.why_torch_everywhere(self)
-        _visibility.choose([self])
         if not self.fallback_reason:
             mine = _fallback_reason.why_torch_here(self)
             self.fallback_reason = _fallback_reason.agreed_reason([self], mine)
@@ -48,6 +46,7 @@ class BoundGroup(_C.Group, FallbackGroup):
             self.check_fallback()
             self._uses_fallback = True
         else:
+            _visibility.choose([self])
             self._bind_alone()
 
     def _bind_alone(self) -> None:
@@ -114,20 +113,27 @@ class BoundGroup(_C.Group, FallbackGroup):
             fsdp_param.unit = None
             fsdp_param.sharded_state = ShardedState.SHARDED
 
-    def leave_early_streams(self) -> Callable[[], None]:
-        """A unit that was unsharded before the first forward joins the schedule of its root.
+    def leave_early_binding(self) -> Callable[[], None]:
+        """A unit that was unsharded before the first forward joins the schedule of its root, or
+        gets other collectives.
 
         What is returned brings it there as it was.
         """
-        if not _device.is_taken(self):
+        has_changed = self._is_bound and self.wants_visible != self.visible
+        if not (_device.is_taken(self) or has_changed):
             return lambda: None
+        restore = self.remember_unsharded()
+        self._unbind()
+        self._binding = self._root = None
+        return restore
+
+    def remember_unsharded(self) -> Callable[[], None]:
+        """What is returned makes the unit, bound anew, as unsharded and as written as now."""
         is_unsharded, is_kept = self._core_is_unsharded, self._core_is_kept_after_forward
         is_asked = is_unsharded or self._core_is_pending
         before = [p._unsharded_param for p in self.fsdp_params]
         # Perhaps written since.
         values = [old.detach().clone() for old in before] if is_unsharded else []
-        self._unbind()
-        self._binding = self._root = None
 
         def restore() -> None:
             if is_asked:

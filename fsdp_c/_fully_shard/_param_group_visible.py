@@ -31,7 +31,8 @@ class VisibleGroup(BoundGroup):
     def _prefetch_in_backward(self) -> None:
         groups = self.named_prefetches[True] or self._before_in_forward()
         for group in groups:
-            group._core_unshard_async()
+            if group.unshard_in_backward:
+                group._core_unshard_async()
 
     def _before_in_forward(self) -> Sequence[Any]:
         backward, order = self.comm_ctx.__dict__.get("forwards_of", (0, []))

@@ -86,7 +86,10 @@ def _describe(root: Any, reason: str) -> TreeStatus:
     sharding = [getattr(m, "shard_process_group", None) for m in meshes]
     replicas = [getattr(m, "replicate_process_group", None) for m in meshes]
     process_groups = {id(p): p for p in (*sharding, *replicas) if p is not None}.values()
-    kinds = {_transport.transport_kind(p) for p in process_groups if p.size() > 1}
+    several = [p for p in process_groups if p.size() > 1]
+    kinds = {_transport.transport_kind(p) for p in several}
+    if several and any(getattr(g, "_is_bound", False) and g.visible.reason for g in groups):
+        kinds.add("callback")
     taken = [g for g in groups if getattr(g, "_is_bound", False) and _device.is_taken(g)]
     if taken:
         kinds = {way.kind for group in taken for way in _device.ways(group).values()}

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from fsdp_c._comm import _agreement, _process_group, _rendezvous
 from fsdp_c._compat import _versions
 from fsdp_c._fully_shard import _replaced_functions
+
+
+class Visible(NamedTuple):
+    """Whether a unit's collectives are in sight, and why; as its ranks have agreed."""
+
+    reason: str = ""  # empty: nobody looks
+    is_watched: bool = False  # they are seen as they are made; else only what they bring is
 
 
 def why_watched(group: Any) -> str:
@@ -20,25 +30,53 @@ def why_watched(group: Any) -> str:
         return reason
     if torch._C._len_torch_dispatch_stack() != 0:
         return "a dispatch mode is active"
-    process_group = getattr(group.mesh_info, "shard_process_group", None)
-    if process_group is not None and dist.get_backend(process_group) == "fake":
+    process_groups = _agreement.process_groups_of([group.mesh_info])
+    if any(dist.get_backend(process_group) == "fake" for process_group in process_groups):
         return "a fake process group"
     return ""
 
 
 def why_visible(group: Any) -> str:
     """The same, or that something has a part in what the collectives bring."""
+    return _look_at(group).reason
+
+
+def _look_at(group: Any) -> Visible:
     if reason := why_watched(group):
-        return reason
-    return "an all-reduce hook" if group._all_reduce_hook is not None else ""
+        return Visible(reason, True)
+    return Visible("an all-reduce hook" if group._all_reduce_hook is not None else "")
 
 
-def choose(groups: list[Any]) -> bool:
-    """Notes for each unit who looks now. True if one needs other collectives than it has."""
-    has_changed = False
+def choose(groups: Sequence[Any]) -> None:
+    """Notes for each unit who looks, on any rank. Collective, before units are bound."""
     for group in groups:
-        group.is_watched = bool(why_watched(group))
-        reason = why_visible(group)
-        has_changed = has_changed or bool(reason) != bool(group.visible_because)
-        group.wants_visible = reason
-    return has_changed
+        group.wants_visible = _look_at(group)
+    for process_group in _agreement.process_groups_of([group.mesh_info for group in groups]):
+        exchange = _rendezvous.exchange_for(process_group)
+        if exchange is not None:
+            ranks = _process_group.global_ranks(process_group)
+            mine = json.dumps([group.wants_visible for group in groups]).encode()
+            for rank, text in zip(ranks, exchange("who looks at units", mine), strict=True):
+                if rank != dist.get_rank():
+                    _take(groups, [Visible(*theirs) for theirs in json.loads(text)], rank)
+
+
+def _take(groups: Sequence[Any], theirs: Sequence[Visible], rank: int) -> None:
+    """What is seen on one rank is made on all of them."""
+    for group, other in zip(groups, theirs, strict=False):
+        own = group.wants_visible
+        if other.reason and not own.reason:
+            group.wants_visible = Visible(f"{other.reason} on rank {rank}", other.is_watched)
+        elif other.is_watched and not own.is_watched:
+            group.wants_visible = Visible(own.reason, True)
+
+
+def has_changed(groups: Sequence[Any]) -> bool:
+    """Whether who looks on this rank is another one than when the units were bound; local."""
+    return any(_differs(_look_at(group), group.visible) for group in groups)
+
+
+def _differs(now: Visible, bound: Visible) -> bool:
+    if " on rank " in bound.reason and not now.reason:  # another rank's
+        return False
+    return bool(now.reason) != bool(bound.reason) or (now.is_watched and not bound.is_watched)

@@ -51,7 +51,7 @@ class VisibleMessages(_transport.Messages):
         if n_ranks == 1:
             output.copy_(input)
             return
-        if not unit.is_watched:
+        if not unit.visible.is_watched:
             _communicator.communicator_for(process_group).all_gather(output, input)
             return
         dtype, comm = _gathered_dtype(unit), unit._all_gather_comm
@@ -76,11 +76,10 @@ class VisibleMessages(_transport.Messages):
         """The sum, or what torch's group has at this place: an average, hooked and divided."""
         unit, process_group = self._unit(), self._live_group()
         before, after, op, _ = _versions.divide_factors(unit, input.dtype)
-        if not unit.is_watched:
+        divisor = _divisor_of(op, process_group, unit.gradient_divide_factor)
+        if not unit.visible.is_watched:
             _divide(input, before)
-            _communicator.communicator_for(process_group).reduce_scatter(
-                output, input, _divisor_of(op, process_group)
-            )
+            _communicator.communicator_for(process_group).reduce_scatter(output, input, divisor)
             self._finish(unit, output, after)
             return
         comm = unit._reduce_scatter_comm
@@ -97,8 +96,7 @@ class VisibleMessages(_transport.Messages):
             )
         else:
             received.copy_(sent)
-            _divide(received, unit.gradient_divide_factor)
-            after = None
+            _divide(received, divisor)
         self._finish(unit, received, after)
         output.copy_(received)
 
@@ -106,12 +104,11 @@ class VisibleMessages(_transport.Messages):
     def all_reduce(self, tensor: torch.Tensor) -> None:
         unit, process_group = self._unit(), self._live_group()
         _, after, _, op = _versions.divide_factors(unit, tensor.dtype)
-        if unit.is_watched:
+        if unit.visible.is_watched:
             dist.all_reduce(tensor, group=process_group, op=op)
         else:
-            _communicator.communicator_for(process_group).all_reduce(
-                tensor, _divisor_of(op, process_group)
-            )
+            divisor = _divisor_of(op, process_group, None)
+            _communicator.communicator_for(process_group).all_reduce(tensor, divisor)
         self._finish(unit, tensor, after)
 
     def _finish(self, unit: Any, tensor: torch.Tensor, after: float | None) -> None:
@@ -127,8 +124,11 @@ def _gathered_dtype(unit: Any) -> torch.dtype:
     return dtypes.pop() if len(dtypes) == 1 else torch.uint8
 
 
-def _divisor_of(op: Any, process_group: dist.ProcessGroup) -> float:
-    return process_group.size() if op == dist.ReduceOp.AVG else 1.0
+def _divisor_of(op: Any, process_group: dist.ProcessGroup, factor: float | None) -> float:
+    """What `op` divides by; one that scales is of the unit's divide factor."""
+    if op == dist.ReduceOp.AVG:
+        return process_group.size()
+    return 1.0 if op == dist.ReduceOp.SUM or factor is None else factor
 
 
 def _divide(tensor: torch.Tensor, factor: float | None) -> None:

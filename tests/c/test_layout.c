@@ -31,6 +31,7 @@ static void draw_param(fc_param *p)
     p->has_grad = draw(5) != 0;
     p->trainable = p->has_grad && draw(4) != 0;
     p->is_counted = draw(2) == 0;
+    p->is_packed = false;
     p->orig = p->has_grad ? draw_float() : (draw(2) == 0 ? FC_I64 : FC_U8);
     p->compute = p->has_grad && draw(2) == 0 ? draw_float() : p->orig;
     p->reduce = p->has_grad ? draw_float() : p->orig;
@@ -235,7 +236,7 @@ static void test_fingerprint(void)
     prints[n++] = print_of(base, 0, 2, true);
     prints[n++] = print_of(base, 3, 2, false);
     for (size_t i = 0; i < 3; i++) {
-        for (int change = 0; change < 11; change++) {
+        for (int change = 0; change < 12; change++) {
             memcpy(other, base, sizeof(base));
             other[i].outer += change == 0;
             other[i].rows += change == 1 ? 10 : 0;
@@ -247,6 +248,7 @@ static void test_fingerprint(void)
             other[i].has_grad = change != 7;
             other[i].trainable = change != 8;
             other[i].is_counted = change == 10;
+            other[i].is_packed = change == 11;
             if (change == 9) {
                 fc_param swapped = other[i];
 
@@ -262,6 +264,37 @@ static void test_fingerprint(void)
             CHECK_MSG(prints[i] != prints[j], "layouts %zu and %zu", i, j);
         }
     }
+}
+
+/* Nothing lies between the chunks that travel, nor behind them. */
+static void test_packed(void)
+{
+    fc_param params[3];
+    fc_layout layout;
+    size_t at = 0;
+
+    for (size_t i = 0; i < 3; i++) {
+        params[i] = (fc_param){.outer = 1,
+                               .rows = 5 + i,
+                               .inner = 3,
+                               .orig = FC_F32,
+                               .compute = FC_BF16,
+                               .reduce = FC_F32,
+                               .grad = FC_F32,
+                               .has_grad = true,
+                               .trainable = true,
+                               .is_packed = true};
+    }
+    CHECK_EQ(fc_layout_init(&layout, params, 3, 1, 2, false), FC_OK);
+    for (size_t i = 0; i < 3; i++) {
+        CHECK_EQ(params[i].pack_at, at * fc_dtype_bytes(FC_BF16));
+        CHECK_EQ(params[i].part_at, at * fc_dtype_bytes(FC_F32));
+        CHECK_EQ(params[i].grad_at, params[i].part_at);
+        at += params[i].chunk_rows * 3;
+    }
+    CHECK_EQ(layout.pack_bytes, at * fc_dtype_bytes(FC_BF16));
+    CHECK_EQ(layout.trainable_part_bytes, at * fc_dtype_bytes(FC_F32));
+    CHECK_EQ(layout.n_sections, 1);
 }
 
 static void test_too_large(void)
@@ -293,6 +326,7 @@ int main(void)
 {
     test_random();
     test_fingerprint();
+    test_packed();
     test_too_large();
     CHECK_EQ(fc_alloc_live(), 0);
     return check_result();

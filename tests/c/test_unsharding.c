@@ -529,16 +529,13 @@ static void body_flags(int rank, int n_ranks, void *arg)
     CHECK(!o->is_withheld && o->shown == NULL);
     close_phase(&w);
 
-    /* Who was finished and is used again is counted, and who is finished twice. */
+    /* Nothing is left of it while it is sharded. */
     open(&w, FC_PHASE_BACKWARD);
-    CHECK(!fc_unsharding_finish(o->unsharding, false));
-    CHECK(fc_unsharding_finish(o->unsharding, true));
-    CHECK(!fc_unsharding_finish(o->unsharding, true));
-    CHECK_EQ(fc_unsharding_n_reused(w.domain), 1);
+    CHECK(fc_unsharding_is_settled(o->unsharding));
     CHECK_OK(unshard(&w, 0));
-    CHECK_EQ(fc_unsharding_n_reused(w.domain), 2);
-    CHECK(!fc_unsharding_finish(o->unsharding, true)); /* it is unsharded */
+    CHECK(!fc_unsharding_is_settled(o->unsharding));
     CHECK_OK(reshard(&w, 0));
+    CHECK(fc_unsharding_is_settled(o->unsharding));
     close_phase(&w);
     leave_world(&w);
 }
@@ -604,7 +601,7 @@ static void body_ahead(int rank, int n_ranks, void *arg)
     CHECK_STATE(&w, 1, AHEAD);
     CHECK_STATE(&w, 2, AHEAD);
     CHECK_EQ(fc_order_n_ahead(w.domain), 2);
-    CHECK_EQ(fc_unsharding_finish(w.owners[1].unsharding, true), false);
+    CHECK(!fc_unsharding_is_settled(w.owners[1].unsharding));
     w.owners[1].writes[1]++;
     CHECK_EQ(unshard(&w, 1), FC_ERR_INTERRUPTED);
     CHECK_EQ(w.owners[1].told, FC_WRITTEN_IN_BACKWARD);

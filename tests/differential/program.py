@@ -19,7 +19,7 @@ class Program:
     tolerance: Tolerance = field(default_factory=Tolerance)
     # Whether gradients are added in half precision: what they round by depends on the addends.
     rounds: bool = False
-    # Whether collectives are counted, which takes both sides over torch's own implementation.
+    # Whether collectives are counted, by a mode that is active all the time.
     counted: bool = False
     # Whether our side shards through torch's names, with install() before and uninstall() after.
     installed: bool = False

@@ -55,7 +55,6 @@ FOUND = {
             SHARDS,
         ],
         [["loss = backward(model(data(rank, 1, 2, 3)))"]],
-        counted=True,
     ),
 }
 

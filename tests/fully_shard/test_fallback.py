@@ -1,9 +1,7 @@
 """Trees that the core leaves to torch's own implementation, from the start or from some step on."""
 
-import contextlib
 import copy
 import io
-from types import SimpleNamespace
 from typing import Any
 
 import harness
@@ -12,17 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from behaviour.pairs import Collectives
 from models import Net, data
 from parity import Pair, Plain, Side, full, on_ranks
 
 
-def double(reduced: torch.Tensor) -> None:
-    reduced.mul_(2)
-
-
-def set_hook(side: Side) -> None:
-    side.model.blocks[1].set_all_reduce_hook(double)
+def replace_method(side: Side) -> None:
+    models.use_fallback(side.model.blocks[1])
 
 
 def runs_on_core(side: Side) -> bool:
@@ -30,9 +23,9 @@ def runs_on_core(side: Side) -> bool:
 
 
 @on_ranks(1, 2)
-def test_hook_before_the_first_forward(rank: int, n_ranks: int) -> None:
+def test_method_replaced_before_the_first_forward(rank: int, n_ranks: int) -> None:
     pair = Pair(Net, models.shard_blocks)
-    pair.do(set_hook)
+    pair.do(replace_method)
     for step in range(3):
         pair.step(data(rank, step))
     pair.skip_if_same()
@@ -40,13 +33,13 @@ def test_hook_before_the_first_forward(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(1, 2)
-def test_hook_between_steps(rank: int, n_ranks: int) -> None:
-    """Set after the first forward, a hook takes the whole tree to torch's implementation."""
+def test_method_replaced_between_steps(rank: int, n_ranks: int) -> None:
+    """After the first forward, too, it takes the whole tree to torch's implementation."""
     pair = Pair(Net, models.shard_blocks)
     pair.step(data(rank, 0))
     is_torch = pair.ours.fsdp is pair.theirs.fsdp
     assert is_torch or runs_on_core(pair.ours)
-    pair.do(set_hook)
+    pair.do(replace_method)
     assert is_torch or not runs_on_core(pair.ours)
     for step in range(1, 4):
         pair.step(data(rank, step))
@@ -63,7 +56,7 @@ def test_reshard_to_an_int(rank: int, n_ranks: int) -> None:
 def test_unsharded_before_the_first_forward(rank: int, n_ranks: int) -> None:
     """The parameters that an early unshard() gave, and hooks on them, are those of the forward."""
     pair = Pair(Net, models.shard_blocks)
-    pair.do(set_hook)
+    pair.do(replace_method)
 
     def unshard(side: Side) -> None:
         block = side.model.blocks[1]
@@ -96,17 +89,17 @@ def test_parameters_can_be_copied_and_saved(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(2, 3)
-def test_hook_of_one_rank_before_the_first_forward(rank: int, n_ranks: int) -> None:
+def test_method_of_one_rank_before_the_first_forward(rank: int, n_ranks: int) -> None:
     """The others learn of it and take the fallback too."""
     pair = Pair(Net, models.shard_blocks)
     if rank == n_ranks - 1:
-        pair.do(lambda side: side.model.blocks[0].set_all_reduce_hook(lambda reduced: None))
+        pair.do(lambda side: models.use_fallback(side.model.blocks[0]))
     for step in range(2):
         pair.step(data(rank, step))
     pair.skip_if_same()
     assert not runs_on_core(pair.ours)
     reason = pair.ours.model._get_fsdp_state()._fsdp_param_groups[0].fallback_reason
-    assert "blocks.0" in reason and "hook" in reason
+    assert "blocks.0" in reason and "was replaced" in reason
     assert (f"on rank {n_ranks - 1}" in reason) == (rank < n_ranks - 1)
 
 
@@ -123,13 +116,13 @@ def after_a_step(rank: int, build: Any = Net) -> Any:
 
 
 @on_ranks(2)
-def test_hook_of_one_rank_between_steps(rank: int, n_ranks: int) -> None:
+def test_method_of_one_rank_between_steps(rank: int, n_ranks: int) -> None:
     """Then the others are in their forward already, and are told at once; so is that rank."""
     model = after_a_step(rank)
     if model is None:
         return
     if rank == 0:
-        model.blocks[0].set_all_reduce_hook(lambda reduced: None)
+        models.use_fallback(model.blocks[0])
         for _ in range(2):
             with pytest.raises(RuntimeError, match="rank 0 no longer runs.*and rank 1 does"):
                 model(data(rank))
@@ -146,7 +139,7 @@ def test_hook_of_one_rank_between_steps(rank: int, n_ranks: int) -> None:
     after = [parameter._local_tensor for parameter in model.parameters()]
     assert all(map(torch.equal, before, after))
     dist.barrier()
-    model.blocks[1].set_all_reduce_hook(lambda reduced: None)
+    models.use_fallback(model.blocks[1])
     dist.barrier()
     check_fallback(model, rank)
 
@@ -183,7 +176,7 @@ def test_left_after_one_rank_failed(rank: int, n_ranks: int) -> None:
         for _ in range(3):
             with pytest.raises(ValueError, match="not a number"):
                 model(data(rank).fill_(torch.nan))
-    model.blocks[0].set_all_reduce_hook(lambda reduced: None)
+    models.use_fallback(model.blocks[0])
     check_fallback(model, rank, n_ranks, Picky)
 
 
@@ -194,27 +187,12 @@ def test_each_rank_tries_once_more(rank: int, n_ranks: int) -> None:
     if model is None:
         return
     if rank == 0:
-        model.blocks[0].set_all_reduce_hook(lambda reduced: None)
+        models.use_fallback(model.blocks[0])
     try:
         model(data(rank))
     except RuntimeError as error:  # rank 0 may also come when the other one has left already
         assert "rank 0 no longer runs" in str(error)
         if rank == 1:
-            model.blocks[0].set_all_reduce_hook(lambda reduced: None)
+            models.use_fallback(model.blocks[0])
         model(data(rank))
-    check_fallback(model, rank)
-
-
-@on_ranks(2)
-def test_mode_of_one_rank_and_an_early_unshard(rank: int, n_ranks: int) -> None:
-    """All ranks take the implementation that one of them has to."""
-    fsdp = harness.implementation()
-    if fsdp is torch_fsdp:
-        return
-    harness.seed_everything(1)
-    model = Net()
-    models.shard_blocks(model, fsdp)
-    with Collectives() if rank == 1 else contextlib.nullcontext():
-        model.blocks[1].unshard()
-    assert not runs_on_core(SimpleNamespace(model=model))
     check_fallback(model, rank)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from harness import cached_mesh, run_ranks
+from models import use_fallback
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fully_shard as torch_module
 
@@ -248,18 +249,19 @@ def look_at_status(rank: int, n_ranks: int) -> None:
     for model in (core, other):
         api.fully_shard(model[0], mesh=mesh)
         api.fully_shard(model, mesh=mesh)
-    other[0].set_all_reduce_hook(print)
+    use_fallback(other[0])
     before = len(api.status().trees)
     core(torch.ones(2, 3))
     other(torch.ones(2, 3))
     ours, torchs = api.status().trees[before:]
     assert (ours.root, ours.n_units, ours.runs_on, ours.reason) == ("Sequential", 2, "core", "")
     assert ours.transports == ("shm",) and ours.n_ranks == n_ranks
-    assert (torchs.runs_on, torchs.reason) == ("torch", "unit 0: an all-reduce hook")
+    replaced = "its _record_post_forward was replaced"
+    assert (torchs.runs_on, torchs.reason) == ("torch", f"unit 0: {replaced}")
     core.reshard()
-    core.set_all_reduce_hook(print)
+    use_fallback(core)
     (late,) = [tree for tree in api.status().trees[before:] if "(root)" in tree.reason]
-    assert late.runs_on == "torch" and late.reason == "unit (root): an all-reduce hook"
+    assert late.runs_on == "torch" and late.reason == f"unit (root): {replaced}"
     assert torch.__version__ in str(api.status())
     built_for = ".".join(torch.__version__.split(".")[:2])
     assert (api.status().version, api.status().built_for) == (fsdp_c.__version__, built_for)

@@ -77,7 +77,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@on_ranks(2)
+@on_ranks(2, apart=True)
 def test_from_the_second_step_on(rank: int, n_ranks: int, name: str) -> None:
     assert train(pair_of(CASES[name]), rank) == [False, True, True]
 

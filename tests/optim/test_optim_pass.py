@@ -105,7 +105,9 @@ def test_square_roots_are_torchs(exponent: int) -> None:
         state = {"step": torch.tensor(999.0), "exp_avg": averages * 2, "exp_avg_sq": squares * 2}
         plan = _C.Params([param], {id(param)})
         # Both averages are halved; what is left is their quotient.
-        assert plan.step_adam({param: state}, -1.0, 0.5, 0.5, 0.0, 0.0, True, False, False, 0)
+        options = {"lr": -1.0, "beta1": 0.5, "beta2": 0.5, "eps": 0.0, "weight_decay": 0.0}
+        kind = {"decoupled_weight_decay": True, "amsgrad": False, "maximize": False}
+        assert plan.step_adam({param: state}, **options, **kind, fused_lanes=0)
         assert torch.equal(param, averages / squares.sqrt())
 
 
@@ -316,7 +318,8 @@ def test_refused_rows_touch_nothing(rank: int, n_ranks: int) -> None:
         total(model(data(rank))).backward()
         optimizer.step()
     params = optimizer.param_groups[0]["params"]
-    numbers = (0.9, 0.99, 1e-8, 0.0)
+    options = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "fused_lanes": 0}
+    options |= {"decoupled_weight_decay": True, "amsgrad": True, "maximize": False}
     from fsdp_c._native import _C
 
     def attempt(break_it: Callable[[], None], mend: Callable[[], None]) -> None:
@@ -324,11 +327,11 @@ def test_refused_rows_touch_nothing(rank: int, n_ranks: int) -> None:
         copies = [p.to_local().clone() for p in params]
         steps = [optimizer.state[p]["step"].item() for p in params]
         break_it()
-        assert not plan.step_adam(optimizer.state, 0.1, *numbers, True, True, False, 0)
+        assert not plan.step_adam(optimizer.state, lr=0.1, **options)
         mend()
         assert all(torch.equal(p.to_local(), copy) for p, copy in zip(params, copies, strict=True))
         assert steps == [optimizer.state[p]["step"].item() for p in params]
-        assert plan.step_adam(optimizer.state, 0.0, *numbers, True, True, False, 0)
+        assert plan.step_adam(optimizer.state, lr=0.0, **options)
 
     last = params[-1]
     state = optimizer.state[last]

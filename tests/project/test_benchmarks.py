@@ -108,18 +108,17 @@ def be_a_bench_rank(rank: int, n_ranks: int, file: str, arguments: list[str], ro
     """What torchrun starts for a benchmark, in a process that has imported torch already."""
     dist.destroy_process_group()
     sys.path.insert(0, str(BENCHMARKS))
-    del sys.modules["harness"]  # the benchmarks have a module of that name too
-    bench_harness = importlib.import_module("harness")
-    steps_per_block = bench_harness._steps_per_block
-    bench_harness._steps_per_block = lambda *args: min(steps_per_block(*args), 3)
+    measuring = importlib.import_module("measuring")
+    steps_per_block = measuring._steps_per_block
+    measuring._steps_per_block = lambda *args: min(steps_per_block(*args), 3)
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", BENCH_ROWS_FILE=str(rows))
     sys.argv[1:] = arguments
     runpy.run_path(file, run_name="__main__")
 
 
 @pytest.fixture(scope="module")
-def bench_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
-    """That of the benchmarks, with forked ranks; bears the name of the tests' own meanwhile."""
+def measuring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    """That of the benchmarks, with forked ranks."""
     rows = tmp_path_factory.mktemp("ranks") / "rows"
 
     def launch_ranks(bench: Any, launch: Any, argv: list[str], limit_s: float) -> Any:
@@ -130,8 +129,7 @@ def bench_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleTy
 
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
-        patch.delitem(sys.modules, "harness")
-        module = importlib.import_module("harness")
+        module = importlib.import_module("measuring")
         patch.setattr(module, "launch_ranks", launch_ranks)
         yield module
 
@@ -140,13 +138,13 @@ def bench_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleTy
 def test_table_and_json(
     name: str,
     tmp_path: Path,
-    bench_harness: ModuleType,
+    measuring: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     script = f"bench_{name}.py"
     monkeypatch.setattr(sys, "argv", [script, *TINY[name], "--out", str(tmp_path)])
-    bench_harness.main(importlib.import_module(f"bench_{name}").BENCH)
+    measuring.main(importlib.import_module(f"bench_{name}").BENCH)
     check_results(name, script, tmp_path, capsys.readouterr().out)
 
 
@@ -193,10 +191,10 @@ def check_results(name: str, script: str, folder: Path, stdout: str) -> None:
 
 
 def test_what_a_case_adds_is_told_from_a_drift(
-    bench_harness: ModuleType, monkeypatch: pytest.MonkeyPatch
+    measuring: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine that gets slower by the block; the case's is 5 us above its neighbour's."""
-    base, case = bench_harness.Case(lambda: None), bench_harness.Case(lambda: None)
+    base, case = measuring.Case(lambda: None), measuring.Case(lambda: None)
     order = []
 
     def block(one: Any, n_steps: int) -> list[float]:
@@ -204,11 +202,11 @@ def test_what_a_case_adds_is_told_from_a_drift(
         slower = (len(order) - 1) // 2 * 100.0  # of both blocks of a pair
         return [slower + (5 if one is case else 0)] * n_steps
 
-    monkeypatch.setattr(bench_harness, "_block", block)
-    monkeypatch.setattr(bench_harness, "_steps_per_block", lambda *_: order.clear() or 3)
-    monkeypatch.setattr(bench_harness, "max_over_ranks", lambda values: values)
-    monkeypatch.setattr(bench_harness, "agreed_max", lambda value: value)
-    found = bench_harness.measure_added(base, {"case": case}, 60, 0.05, most_pairs=4)
+    monkeypatch.setattr(measuring, "_block", block)
+    monkeypatch.setattr(measuring, "_steps_per_block", lambda *_: order.clear() or 3)
+    monkeypatch.setattr(measuring, "max_over_ranks", lambda values: values)
+    monkeypatch.setattr(measuring, "agreed_max", lambda value: value)
+    found = measuring.measure_added(base, {"case": case}, 60, 0.05, most_pairs=4)
     assert order == [base, case, case, base] * 2
     assert found["case"]["median_us"] == found["case"]["p90_us"] == 5
     assert found["case"]["samples"] == 4

@@ -46,6 +46,12 @@ class Net(nn.Module):
         return x + self.offset
 
 
+def use_fallback(model: Any) -> None:
+    """From the next forward on torch's implementation runs the model: a method was replaced."""
+    group = model._get_fsdp_state()._fsdp_param_groups[0]
+    group._record_post_forward = group._record_post_forward
+
+
 class Tied(nn.Module):
     """An embedding whose weight is also the output layer's."""
 

@@ -1,7 +1,7 @@
 """Behaviours that torch gets wrong, on the core and on the fallback; the unsharded model judges.
 
 Each body runs under fsdp_c on both and, expected to fail, under torch: a torch that does
-better is noticed. An all-reduce hook that does nothing takes a tree to the fallback.
+better is noticed. A method that is replaced takes a model to the fallback.
 """
 
 import copy
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from harness import cached_mesh, failure_of, run_ranks
+from models import use_fallback
 from parity import full
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -71,7 +72,7 @@ class Case:
         for unit in (*units(model), model):
             self.fsdp.fully_shard(unit, **options)
         if not self.is_on_core:
-            model.set_all_reduce_hook(lambda output: None)
+            use_fallback(model)
         return model, plain
 
     def policy(self) -> Any:
@@ -373,7 +374,7 @@ def g3_sparse_gradient_is_named(case: Case) -> None:
     for unit in (model[0], model):
         case.fsdp.fully_shard(unit)
     if not case.is_on_core:
-        model[0].set_all_reduce_hook(lambda output: None)
+        use_fallback(model[0])
     with pytest.raises(ValueError, match=r"'0.weight' is sparse"):
         model(torch.tensor([1, 2])).sum().backward()
 

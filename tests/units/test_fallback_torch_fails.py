@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from harness import cached_mesh, failure_of, run_ranks
+from models import use_fallback
 from parity import full
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
@@ -62,7 +63,7 @@ def df31_divide_factor_over_gloo(fsdp: Any, rank: int, n_ranks: int) -> None:
         model, plain = pair()
         fsdp.fully_shard(model, mesh=mesh)
         model.set_force_sum_reduction_for_comms(is_forced)
-        model.set_all_reduce_hook(lambda output: None)
+        use_fallback(model)
         model.set_gradient_divide_factor(3.0)
         model(batch(rank)).square().sum().backward()
         check_gradients(model, plain, 3.0)
@@ -77,7 +78,7 @@ def df31_offload_without_accelerator(fsdp: Any, rank: int, n_ranks: int) -> None
         policy = fsdp.CPUOffloadPolicy()
         fsdp.fully_shard(model, mesh=cached_mesh((n_ranks,)), offload_policy=policy)
         if not is_on_core:
-            model.set_all_reduce_hook(lambda output: None)
+            use_fallback(model)
         model(batch(rank)).square().sum().backward()
         check_gradients(model, plain, n_ranks)
 
@@ -86,7 +87,7 @@ def df38_no_order_of_forwards_without_backward(fsdp: Any, rank: int, n_ranks: in
     model, plain = pair()
     for module in (model.up, model):
         fsdp.fully_shard(module, mesh=cached_mesh((n_ranks,)))
-    model.set_all_reduce_hook(lambda output: None)
+    use_fallback(model)
     for _ in range(3):
         with torch.no_grad():
             model(batch(rank))
@@ -102,7 +103,7 @@ def df19_another_dtype_after_the_first_forward(fsdp: Any, rank: int, n_ranks: in
         model, plain = pair()
         for module in (model.up, model):
             fsdp.fully_shard(module, mesh=cached_mesh((n_ranks,)), mp_policy=policy)
-        model.set_all_reduce_hook(lambda output: None)
+        use_fallback(model)
         model(batch(rank)).square().sum().backward()
         for to in (torch.float64, torch.float32):
             for module in (model, plain):

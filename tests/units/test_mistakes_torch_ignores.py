@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from harness import cached_mesh, failure_of, run_ranks
+from models import use_fallback
 from parity import full
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -216,7 +217,7 @@ def df28_equal_mesh_made_again(fsdp: Any, rank: int, n_ranks: int) -> None:
 def b13_double_backward(fsdp: Any, rank: int, n_ranks: int) -> None:
     """Over shared memory the core does it: see test_inner_losses.py."""
     model = sharded(fsdp, n_ranks)
-    model.set_all_reduce_hook(lambda output: None)  # on the fallback
+    use_fallback(model)
     x = torch.ones(2, 4, requires_grad=True)
     with pytest.warns(UserWarning, match=r"unit '\(root\)': a second backward"):
         (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)

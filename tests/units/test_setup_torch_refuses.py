@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from harness import cached_mesh, run_ranks
+from models import use_fallback
 from parity import full
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -365,10 +366,10 @@ def with_hook(rank: int, n_ranks: int, kind: str, late: bool) -> None:
     if late:
         train_both(model, plain, n_steps=1)
         with pytest.raises((error, NotImplementedError), match=f"{match}|README"):
-            model.set_all_reduce_hook(print)
+            use_fallback(model)
         train_both(model, plain, n_steps=1)
         return
-    model.set_all_reduce_hook(print)
+    use_fallback(model)
     with pytest.raises((error, NotImplementedError), match=f"{match}|README"):
         model(model.inputs(rank, 0))
 

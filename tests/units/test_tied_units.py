@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from harness import cached_mesh, run_ranks
-from models import Tied, tokens
+from models import Tied, tokens, use_fallback
 from parity import full
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -110,7 +110,7 @@ def train_on_fallback(rank: int, n_ranks: int, shard: Any) -> None:
     """Ties are a matter of set-up, so trees that torch's code runs have them too."""
     model, plain = build()
     shard(model, harness.implementation(), mesh=cached_mesh((n_ranks,)))
-    model.blocks[0].set_all_reduce_hook(id)
+    use_fallback(model.blocks[0])
     model(tokens(rank)).square().mean().backward()
     assert model._get_fsdp_state()._root is None
     model.reshard()

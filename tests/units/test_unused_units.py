@@ -60,7 +60,7 @@ def halve(output: Tensor) -> None:
 
 @on_ranks(2)
 def test_all_reduce_hook_without_all_reduce(rank: int, n_ranks: int) -> None:
-    """On the fallback. A mesh without replicas has no sums that wait for them."""
+    """A mesh without replicas has no sums that wait for them."""
     pair = Pair(Branches, models.shard_blocks, tolerance=Tolerance(relative=1e-6, scaled=1e-6))
     pair.do(lambda side: side.model.set_all_reduce_hook(halve), "hook")
     for i, use in enumerate(USES):

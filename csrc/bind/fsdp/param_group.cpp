@@ -8,8 +8,10 @@
 #include <structmember.h>
 
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <utility>
+#include <vector>
 
 namespace fc {
 
@@ -72,322 +74,232 @@ void group_dealloc(PyObject *self)
     free_object(self);
 }
 
-// _bind(domain=, index=, replicate=, params=, flat=, on_device=)
-PyObject *group_bind(PyObject *self, PyObject *args, PyObject *named)
+void group_bind(GroupObject &group, PyObject *args, PyObject *named)
 {
-    return guarded([&]() -> PyObject * {
-        PyObject *domain, *replicate, *rows, *flat, *on_device;
-        Py_ssize_t index;
-        static const char *const names[] = {"domain", "index",     "replicate", "params",
-                                            "flat",   "on_device", nullptr};
-        if (!PyArg_ParseTupleAndKeywords(args, named, "$OnOO!OO!", const_cast<char **>(names),
-                                         &domain, &index, &replicate, &PyList_Type, &rows, &flat,
-                                         &PyTuple_Type, &on_device)) {
-            return nullptr;
+    PyObject *domain, *replicate, *rows, *flat, *on_device;
+    Py_ssize_t index;
+    parse(args, named, "$OnOO!OO!", {"domain", "index", "replicate", "params", "flat", "on_device"},
+          &domain, &index, &replicate, &PyList_Type, &rows, &flat, &PyTuple_Type, &on_device);
+    auto unit = std::make_unique<Unit>(domain, static_cast<size_t>(index), replicate, rows,
+                                       tensor_of(flat), on_device, group.updates);
+    std::unique_ptr<Unit> former(std::exchange(group.former, nullptr));
+    if (group.unit != nullptr) {
+        former = detach(&group);
+    }
+    if (former != nullptr) {
+        unit->inherit(*former);
+    }
+    group.unit = unit.release();
+    fc_root_unit_bind(&group.course, group.unit->reduction(), &group);
+}
+
+void group_unbind(GroupObject &group)
+{
+    if (group.unit != nullptr) {
+        group.unit->reshard();
+    }
+    detach(&group);
+    delete std::exchange(group.former, nullptr);
+}
+
+void group_set_aside(GroupObject &group)
+{
+    if (group.unit != nullptr) {
+        group.unit->reshard();
+        if (auto unit = detach(&group); unit->has_accumulated()) {
+            group.former = unit.release();
         }
-        auto *group = as<GroupObject>(self);
-        auto unit = std::make_unique<Unit>(domain, static_cast<size_t>(index), replicate, rows,
-                                           tensor_of(flat), on_device, group->updates);
-        std::unique_ptr<Unit> former(std::exchange(group->former, nullptr));
-        if (group->unit != nullptr) {
-            former = detach(group);
-        }
-        if (former != nullptr) {
-            unit->inherit(*former);
-        }
-        group->unit = unit.release();
-        fc_root_unit_bind(&group->course, group->unit->reduction(), group);
-        Py_RETURN_NONE;
-    });
+    }
 }
 
-PyObject *group_unbind(PyObject *self, PyObject *)
+// `question` to the bound unit; without one nothing happens, and the answer is no.
+template <auto question> auto ask_unit(GroupObject &group)
 {
-    return guarded([&]() -> PyObject * {
-        auto *group = as<GroupObject>(self);
-        if (group->unit != nullptr) {
-            group->unit->reshard();
-        }
-        detach(group);
-        delete std::exchange(group->former, nullptr);
-        Py_RETURN_NONE;
-    });
+    using Answer = std::invoke_result_t<decltype(question), Unit &>;
+    if (group.unit != nullptr) {
+        return std::invoke(question, *group.unit);
+    }
+    return Answer();
 }
 
-PyObject *group_set_aside(PyObject *self, PyObject *)
+template <auto question> PyMethodDef unit_method(const char *name, const char *doc)
 {
-    return guarded([&]() -> PyObject * {
-        auto *group = as<GroupObject>(self);
-        if (group->unit != nullptr) {
-            group->unit->reshard();
-            if (auto unit = detach(group); unit->has_accumulated()) {
-                group->former = unit.release();
-            }
-        }
-        Py_RETURN_NONE;
-    });
+    return method<GroupObject, ask_unit<question>>(name, doc);
 }
 
-// Runs `body` on the bound unit; nothing happens without one.
-template <typename Body> PyObject *with_unit(PyObject *self, Body &&body)
+template <auto question> PyGetSetDef unit_property(const char *name, const char *doc)
 {
-    return guarded([&]() -> PyObject * {
-        if (Unit *unit = as<GroupObject>(self)->unit) {
-            body(unit);
-        }
-        Py_RETURN_NONE;
-    });
+    return getter<GroupObject, ask_unit<question>>(name, doc);
 }
 
-PyObject *group_unshard_async(PyObject *self, PyObject *)
+void group_keep_storage(GroupObject &group, PyObject *keeps)
 {
-    return with_unit(self, [](Unit *unit) { unit->unshard_private(); });
+    if (group.unit != nullptr) {
+        group.unit->keep_storage(keeps == Py_True);
+    }
 }
 
-PyObject *group_unshard(PyObject *self, PyObject *)
+at::Tensor accumulated_of(const Unit *unit, size_t index)
 {
-    return with_unit(self, [](Unit *unit) { unit->unshard(); });
+    return unit != nullptr && index < unit->params().size() ? unit->accumulated(index)
+                                                            : at::Tensor();
 }
 
-PyObject *group_reshard(PyObject *self, PyObject *)
+Ref group_accumulated(GroupObject &group, PyObject *index)
 {
-    return with_unit(self, [](Unit *unit) { unit->reshard(); });
+    const at::Tensor found = accumulated_of(group.unit, size_from(index));
+    return found.defined() ? to_python(found) : Ref::borrow(Py_None);
 }
 
-PyObject *group_keep_after_forward(PyObject *self, PyObject *)
+// A copy, flat and in the parameter's reduce dtype, or None.
+Ref partial_sum(const Unit &unit, size_t index)
 {
-    return with_unit(self, [](Unit *unit) { unit->keep_after_forward(); });
+    const fc_param &p = fc_unit_layout(unit.shard_unit())->params[index];
+    const void *sum = fc_reduction_sum(unit.reduction(), index);
+    if (sum == nullptr) {
+        return Ref::borrow(Py_None);
+    }
+    const at::Tensor copy =
+        at::empty({static_cast<int64_t>(p.chunk_numel)}, scalar_type_of(p.reduce));
+    std::memcpy(copy.mutable_data_ptr(), sum, copy.nbytes());
+    return to_python(copy);
 }
 
-PyObject *group_keep_storage(PyObject *self, PyObject *arg)
+std::vector<Ref> unit_partial_sums(Unit &unit)
 {
-    return with_unit(self, [arg](Unit *unit) { unit->keep_storage(arg == Py_True); });
+    std::vector<Ref> sums;
+    for (size_t i = 0; i < unit.params().size(); i++) {
+        sums.push_back(partial_sum(unit, i));
+    }
+    return sums;
 }
 
-// _core_accumulated(index) -> Tensor or None
-PyObject *group_accumulated(PyObject *self, PyObject *arg)
-{
-    return guarded([&]() -> PyObject * {
-        const size_t index = PyLong_AsSize_t(arg);
-        const Unit *unit = as<GroupObject>(self)->unit;
-        if (unit == nullptr || index >= unit->params().size() ||
-            !unit->accumulated(index).defined()) {
-            return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
-        }
-        return THPVariable_Wrap(unit->accumulated(index));
-    });
-}
-
-// _core_partial_sums() -> [Tensor or None]: of each parameter a copy, flat and in its reduce dtype
-PyObject *group_partial_sums(PyObject *self, PyObject *)
-{
-    return guarded([&]() -> PyObject * {
-        const Unit *unit = as<GroupObject>(self)->unit;
-        const size_t n = unit != nullptr ? unit->params().size() : 0;
-        Ref list = checked(PyList_New(static_cast<Py_ssize_t>(n)));
-        for (size_t i = 0; i < n; i++) {
-            const fc_param &p = fc_unit_layout(unit->shard_unit())->params[i];
-            const void *sum = fc_reduction_sum(unit->reduction(), i);
-            at::Tensor copy;
-            if (sum != nullptr) {
-                copy = at::empty({static_cast<int64_t>(p.chunk_numel)}, scalar_type_of(p.reduce));
-                std::memcpy(copy.mutable_data_ptr(), sum, copy.nbytes());
-            }
-            PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i),
-                            sum != nullptr ? THPVariable_Wrap(copy) : Py_NewRef(Py_None));
-        }
-        return list.release();
-    });
-}
-
-PyObject *group_drop_partial_sums(PyObject *self, PyObject *)
-{
-    return with_unit(self, [](Unit *unit) { unit->gradients().drop_partial_sums(); });
-}
-
-// _core_set_accumulated(index, Tensor or None)
-PyObject *group_set_accumulated(PyObject *self, PyObject *args)
+void group_set_accumulated(GroupObject &group, PyObject *args, PyObject *named)
 {
     Py_ssize_t index;
     PyObject *tensor;
-    if (!PyArg_ParseTuple(args, "nO", &index, &tensor)) {
-        return nullptr;
+    parse(args, named, "nO", {"index", "tensor"}, &index, &tensor);
+    if (group.unit == nullptr) {
+        return;
     }
-    return with_unit(self, [&](Unit *unit) {
-        if (static_cast<size_t>(index) >= unit->params().size()) {
-            PyErr_SetString(PyExc_IndexError, "no such parameter");
-            throw_python();
-        }
-        unit->set_accumulated(static_cast<size_t>(index),
-                              tensor == Py_None ? at::Tensor() : tensor_of(tensor));
-    });
-}
-
-// _core_follow(StepCounter)
-PyObject *group_follow(PyObject *self, PyObject *arg)
-{
-    return guarded([&]() -> PyObject * {
-        as<GroupObject>(self)->updates->follow(counter_of(arg));
-        Py_RETURN_NONE;
-    });
-}
-
-PyObject *group_count_load(PyObject *self, PyObject *)
-{
-    as<GroupObject>(self)->updates->count_load();
-    return fc_count_step(nullptr, nullptr);
-}
-
-PyObject *group_n_updates(PyObject *self, void *)
-{
-    return PyLong_FromUnsignedLongLong(as<GroupObject>(self)->updates->n());
-}
-
-// _core_traffic() -> {name: count or bytes}, as fc_traffic has them
-PyObject *group_traffic(PyObject *self, PyObject *)
-{
-    const auto *group = as<GroupObject>(self);
-    fc_traffic total = group->course.past;
-    if (group->unit != nullptr) {
-        fc_traffic_add(&total, &group->unit->traffic());
+    if (static_cast<size_t>(index) >= group.unit->params().size()) {
+        PyErr_SetString(PyExc_IndexError, "no such parameter");
+        throw_python();
     }
-    return Py_BuildValue(
-        "{s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "gathers", (unsigned long long)total.gathers, "gathered",
-        (unsigned long long)total.gathered, "reductions", (unsigned long long)total.reductions,
-        "reduced", (unsigned long long)total.reduced, "all_reductions",
-        (unsigned long long)total.all_reductions, "all_reduced",
-        (unsigned long long)total.all_reduced, "copied", (unsigned long long)total.copied);
+    group.unit->set_accumulated(static_cast<size_t>(index),
+                                tensor == Py_None ? at::Tensor() : tensor_of(tensor));
 }
 
-PyObject *group_release(PyObject *self, PyObject *)
+void group_follow(GroupObject &group, PyObject *counter)
 {
-    return with_unit(self, [](Unit *unit) { unit->gradients().release(); });
+    group.updates->follow(counter_of(counter));
 }
 
-PyObject *group_release_sums(PyObject *self, PyObject *)
+Ref group_count_load(GroupObject &group)
 {
-    return with_unit(self, [](Unit *unit) { fc_reduction_trim(unit->reduction()); });
+    group.updates->count_load();
+    return Ref::take(fc_count_step(nullptr, nullptr));
 }
 
-PyObject *group_drop(PyObject *self, PyObject *)
+uint64_t group_n_updates(GroupObject &group)
 {
-    return with_unit(self, [](Unit *unit) { unit->drop_gradients(); });
+    return group.updates->n();
 }
 
-// _core_set_prefetch(in_backward, [Group, ...])
-PyObject *group_set_prefetch(PyObject *self, PyObject *args)
+fc_traffic total_traffic(const GroupObject &group)
+{
+    fc_traffic total = group.course.past;
+    if (group.unit != nullptr) {
+        fc_traffic_add(&total, &group.unit->traffic());
+    }
+    return total;
+}
+
+Ref group_traffic(GroupObject &group)
+{
+    const fc_traffic total = total_traffic(group);
+    return dict_of({{"gathers", to_python(total.gathers)},
+                    {"gathered", to_python(total.gathered)},
+                    {"reductions", to_python(total.reductions)},
+                    {"reduced", to_python(total.reduced)},
+                    {"all_reductions", to_python(total.all_reductions)},
+                    {"all_reduced", to_python(total.all_reduced)},
+                    {"copied", to_python(total.copied)}});
+}
+
+void group_set_prefetch(GroupObject &group, PyObject *args, PyObject *named)
 {
     int in_backward;
     PyObject *groups;
-    if (!PyArg_ParseTuple(args, "pO!", &in_backward, &PyList_Type, &groups)) {
-        return nullptr;
+    parse(args, named, "pO!", {"in_backward", "groups"}, &in_backward, &PyList_Type, &groups);
+    if (group.unit == nullptr) {
+        return;
     }
-    return with_unit(self, [&](Unit *unit) {
-        std::vector<DeviceUnit *> units;
-        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(groups); i++) {
-            const Unit *other = group_of(PyList_GET_ITEM(groups, i))->unit;
-            if (other != nullptr && other->device() != nullptr) {
-                units.push_back(other->device());
-            }
+    std::vector<DeviceUnit *> units;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(groups); i++) {
+        const Unit *other = group_of(PyList_GET_ITEM(groups, i))->unit;
+        if (other != nullptr && other->device() != nullptr) {
+            units.push_back(other->device());
         }
-        if (unit->device() != nullptr) {
-            unit->device()->set_prefetch(in_backward != 0, units);
-        }
-    });
+    }
+    if (group.unit->device() != nullptr) {
+        group.unit->device()->set_prefetch(in_backward != 0, units);
+    }
 }
 
-// _core_set_reduce_group(name of a process group)
-PyObject *group_set_reduce_group(PyObject *self, PyObject *arg)
+void group_set_reduce_group(GroupObject &group, PyObject *name)
 {
-    return with_unit(self, [&](Unit *unit) {
-        const char *name = PyUnicode_AsUTF8(arg);
-        if (name == nullptr) {
-            throw_python();
-        }
-        if (unit->device() != nullptr) {
-            unit->device()->set_reduce_group(name);
-        }
-    });
+    const char *text = group.unit != nullptr ? text_from(name) : nullptr;
+    if (text != nullptr && group.unit->device() != nullptr) {
+        group.unit->device()->set_reduce_group(text);
+    }
 }
 
-PyObject *group_is_bound(PyObject *self, void *)
+bool group_is_bound(GroupObject &group)
 {
-    return PyBool_FromLong(as<GroupObject>(self)->unit != nullptr);
+    return group.unit != nullptr;
 }
 
-PyObject *group_is_unsharded(PyObject *self, void *)
+bool group_was_used(GroupObject &group)
 {
-    const Unit *unit = as<GroupObject>(self)->unit;
-    return PyBool_FromLong(unit != nullptr && unit->is_unsharded());
+    return total_traffic(group).unshards > 0;
 }
 
-PyObject *group_is_intact(PyObject *self, void *)
+void unit_reshard(Unit &unit)
 {
-    const Unit *unit = as<GroupObject>(self)->unit;
-    return PyBool_FromLong(unit != nullptr && unit->is_intact());
+    unit.reshard();
 }
 
-PyObject *group_in_phase(PyObject *self, void *)
+bool unit_in_phase(Unit &unit)
 {
-    const Unit *unit = as<GroupObject>(self)->unit;
-    return PyBool_FromLong(unit != nullptr && fc_domain_is_open(unit->domain()));
+    return fc_domain_is_open(unit.domain());
 }
 
-PyObject *group_has_accumulated(PyObject *self, void *)
+size_t unit_partial_bytes(Unit &unit)
 {
-    const Unit *unit = as<GroupObject>(self)->unit;
-    return PyBool_FromLong(unit != nullptr && unit->has_accumulated());
+    return fc_reduction_sum_bytes(unit.reduction());
 }
 
-PyObject *group_has_partial_sums(PyObject *self, void *)
+void unit_drop_partial_sums(Unit &unit)
 {
-    const Unit *unit = as<GroupObject>(self)->unit;
-    return PyBool_FromLong(unit != nullptr && unit->has_partial_sums());
+    unit.gradients().drop_partial_sums();
 }
 
-PyObject *group_partial_bytes(PyObject *self, void *)
+void unit_release_gradients(Unit &unit)
 {
-    const Unit *unit = as<GroupObject>(self)->unit;
-    return PyLong_FromSize_t(unit != nullptr ? fc_reduction_sum_bytes(unit->reduction()) : 0);
+    unit.gradients().release();
 }
 
-PyObject *group_was_used(PyObject *self, void *)
+void unit_release_sums(Unit &unit)
 {
-    const auto *group = as<GroupObject>(self);
-    return PyBool_FromLong(group->course.past.unshards > 0 ||
-                           (group->unit != nullptr && group->unit->traffic().unshards > 0));
+    fc_reduction_trim(unit.reduction());
 }
 
-PyObject *group_is_pending(PyObject *self, void *)
+const char *group_why_staged(GroupObject &group)
 {
-    const Unit *unit = as<GroupObject>(self)->unit;
-    return PyBool_FromLong(unit != nullptr && unit->is_pending());
-}
-
-PyObject *group_awaits_gradients(PyObject *self, void *)
-{
-    const Unit *unit = as<GroupObject>(self)->unit;
-    return PyBool_FromLong(unit != nullptr && unit->awaits_gradients());
-}
-
-PyObject *group_why_staged(PyObject *self, void *)
-{
-    const Unit *unit = as<GroupObject>(self)->unit;
-    const bool is_scheduled = unit != nullptr && unit->device() != nullptr;
-    const char *why = is_scheduled ? unit->device()->why_staged() : nullptr;
-    return PyUnicode_FromString(why != nullptr ? why : "");
-}
-
-PyObject *group_is_resident(PyObject *self, void *)
-{
-    const Unit *unit = as<GroupObject>(self)->unit;
-    return PyBool_FromLong(unit != nullptr && unit->is_resident());
-}
-
-PyObject *group_is_kept_after_forward(PyObject *self, void *)
-{
-    const Unit *unit = as<GroupObject>(self)->unit;
-    return PyBool_FromLong(unit != nullptr && unit->is_kept_after_forward());
+    const bool is_scheduled = group.unit != nullptr && group.unit->device() != nullptr;
+    const char *why = is_scheduled ? group.unit->device()->why_staged() : nullptr;
+    return why != nullptr ? why : "";
 }
 
 PyObject *group_get_training(PyObject *self, void *)
@@ -414,69 +326,71 @@ PyGetSetDef group_properties[] = {
     FC_FLAG("_post_backward_pending", GroupObject, course.is_pending,
             "whether gradients of a backward that went by are still to be reduced"),
     {"_training", group_get_training, group_set_training, "TrainingState, as its index", nullptr},
-    {"_is_bound", group_is_bound, nullptr, "whether the unit runs on the core", nullptr},
-    {"_core_is_unsharded", group_is_unsharded, nullptr, nullptr, nullptr},
-    {"_core_is_intact", group_is_intact, nullptr, "whether every shard is where set-up put it",
-     nullptr},
-    {"_core_in_phase", group_in_phase, nullptr, "whether a forward or backward is going on",
-     nullptr},
-    {"_core_is_pending", group_is_pending, nullptr,
-     "unshard(async_op=True) that was not waited for", nullptr},
-    {"_core_awaits_gradients", group_awaits_gradients, nullptr,
-     "whether a backward went through the unit and gave its parameters nothing", nullptr},
-    {"_core_is_kept_after_forward", group_is_kept_after_forward, nullptr,
-     "whether forward leaves the unsharded parameters registered", nullptr},
-    {"_core_has_accumulated", group_has_accumulated, nullptr,
-     "whether gradients wait for a later reduction", nullptr},
-    {"_core_has_partial_sums", group_has_partial_sums, nullptr,
-     "whether sums over shards wait for the replicas", nullptr},
-    {"_core_partial_bytes", group_partial_bytes, nullptr, "of the memory for such sums", nullptr},
-    {"_core_why_staged", group_why_staged, nullptr,
-     "why what a device gathers is copied out; empty: it is not", nullptr},
-    {"_core_is_resident", group_is_resident, nullptr,
-     "whether one rank's shards on a device are used where they lie", nullptr},
-    {"_core_n_updates", group_n_updates, nullptr,
-     "optimizer steps and loads that its shards have seen", nullptr},
-    {"_core_was_used", group_was_used, nullptr, "whether it was ever unsharded", nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+    getter<GroupObject, group_is_bound>("_is_bound", "whether the unit runs on the core"),
+    unit_property<&Unit::is_unsharded>("_core_is_unsharded", nullptr),
+    unit_property<&Unit::is_intact>("_core_is_intact",
+                                    "whether every shard is where set-up put it"),
+    unit_property<unit_in_phase>("_core_in_phase", "whether a forward or backward is going on"),
+    unit_property<&Unit::is_pending>("_core_is_pending",
+                                     "unshard(async_op=True) that was not waited for"),
+    unit_property<&Unit::awaits_gradients>(
+        "_core_awaits_gradients",
+        "whether a backward went through the unit and gave its parameters nothing"),
+    unit_property<&Unit::is_kept_after_forward>(
+        "_core_is_kept_after_forward",
+        "whether forward leaves the unsharded parameters registered"),
+    unit_property<&Unit::has_accumulated>("_core_has_accumulated",
+                                          "whether gradients wait for a later reduction"),
+    unit_property<&Unit::has_partial_sums>("_core_has_partial_sums",
+                                           "whether sums over shards wait for the replicas"),
+    unit_property<unit_partial_bytes>("_core_partial_bytes", "of the memory for such sums"),
+    getter<GroupObject, group_why_staged>(
+        "_core_why_staged", "why what a device gathers is copied out; empty: it is not"),
+    unit_property<&Unit::is_resident>(
+        "_core_is_resident", "whether one rank's shards on a device are used where they lie"),
+    getter<GroupObject, group_n_updates>("_core_n_updates",
+                                         "optimizer steps and loads that its shards have seen"),
+    getter<GroupObject, group_was_used>("_core_was_used", "whether it was ever unsharded"),
+    {}};
 
 PyMethodDef group_methods[] = {
-    {"_bind", reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(group_bind)),
-     METH_VARARGS | METH_KEYWORDS,
-     "_bind(domain=, index=, replicate=, params=, flat=, on_device=)"},
-    {"_unbind", group_unbind, METH_NOARGS, "Reshards and leaves the core."},
-    {"_set_aside", group_set_aside, METH_NOARGS,
-     "Reshards and leaves the core until the next _bind, which takes over gradients that wait."},
-    {"_core_unshard_async", group_unshard_async, METH_NOARGS,
-     "Gathers; registration is left to _core_unshard."},
-    {"_core_unshard", group_unshard, METH_NOARGS,
-     "Gathers if needed and registers the unsharded parameters."},
-    {"_core_reshard", group_reshard, METH_NOARGS, "Registers the sharded parameters."},
-    {"_core_keep_after_forward", group_keep_after_forward, METH_NOARGS,
-     "Forward leaves the unsharded parameters registered, until the next reshard."},
-    {"_core_keep_storage", group_keep_storage, METH_O,
-     "Whether reshard leaves the unsharded parameters' memory as it is."},
-    {"_core_partial_sums", group_partial_sums, METH_NOARGS,
-     "() -> of each parameter a copy of what the replicas have not seen, or None"},
-    {"_core_drop_partial_sums", group_drop_partial_sums, METH_NOARGS, "Drops them."},
-    {"_core_accumulated", group_accumulated, METH_O,
-     "(index) -> what is accumulated beside a parameter"},
-    {"_core_set_accumulated", group_set_accumulated, METH_VARARGS, "(index, tensor or None)"},
-    {"_core_set_prefetch", group_set_prefetch, METH_VARARGS,
-     "(in_backward, groups): whom to gather behind this one on a device."},
-    {"_core_set_reduce_group", group_set_reduce_group, METH_O,
-     "(name): the process group that sums gradients on a device."},
-    {"_core_follow", group_follow, METH_O,
-     "(StepCounter): of an optimizer that holds shards of it."},
-    {"_core_count_load", group_count_load, METH_NOARGS, "Its shards are loaded, on all ranks."},
-    {"_core_release_gradients", group_release, METH_NOARGS,
-     "Forgets gradients that are kept for reuse."},
-    {"_core_release_sums", group_release_sums, METH_NOARGS,
-     "Frees the memory for sums over shards, unless some wait in it."},
-    {"_core_traffic", group_traffic, METH_NOARGS,
-     "What the unit has moved, see fc_traffic in engine/reduction.h."},
-    {"_core_drop_gradients", group_drop, METH_NOARGS, "Drops gradients that were not reduced."},
-    {nullptr, nullptr, 0, nullptr}};
+    method<group_bind>("_bind", "_bind(domain=, index=, replicate=, params=, flat=, on_device=)"),
+    method<group_unbind>("_unbind", "Reshards and leaves the core."),
+    method<group_set_aside>(
+        "_set_aside",
+        "Reshards and leaves the core until the next _bind, which takes over gradients that wait."),
+    unit_method<&Unit::unshard_private>("_core_unshard_async",
+                                        "Gathers; registration is left to _core_unshard."),
+    unit_method<&Unit::unshard>("_core_unshard",
+                                "Gathers if needed and registers the unsharded parameters."),
+    unit_method<unit_reshard>("_core_reshard", "Registers the sharded parameters."),
+    unit_method<&Unit::keep_after_forward>(
+        "_core_keep_after_forward",
+        "Forward leaves the unsharded parameters registered, until the next reshard."),
+    method<group_keep_storage>("_core_keep_storage",
+                               "Whether reshard leaves the unsharded parameters' memory as it is."),
+    unit_method<unit_partial_sums>(
+        "_core_partial_sums",
+        "() -> of each parameter a copy of what the replicas have not seen, or None"),
+    unit_method<unit_drop_partial_sums>("_core_drop_partial_sums", "Drops them."),
+    method<group_accumulated>("_core_accumulated",
+                              "(index) -> what is accumulated beside a parameter"),
+    method<group_set_accumulated>("_core_set_accumulated", "(index, tensor or None)"),
+    method<group_set_prefetch>(
+        "_core_set_prefetch", "(in_backward, groups): whom to gather behind this one on a device."),
+    method<group_set_reduce_group>("_core_set_reduce_group",
+                                   "(name): the process group that sums gradients on a device."),
+    method<group_follow>("_core_follow", "(StepCounter): of an optimizer that holds shards of it."),
+    method<group_count_load>("_core_count_load", "Its shards are loaded, on all ranks."),
+    unit_method<unit_release_gradients>("_core_release_gradients",
+                                        "Forgets gradients that are kept for reuse."),
+    unit_method<unit_release_sums>(
+        "_core_release_sums", "Frees the memory for sums over shards, unless some wait in it."),
+    method<group_traffic>("_core_traffic",
+                          "What the unit has moved, see fc_traffic in engine/reduction.h."),
+    unit_method<&Unit::drop_gradients>("_core_drop_gradients",
+                                       "Drops gradients that were not reduced."),
+    {}};
 
 PyType_Slot group_slots[] = {
     {Py_tp_new, reinterpret_cast<void *>(group_new)},

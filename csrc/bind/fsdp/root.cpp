@@ -18,9 +18,6 @@ namespace fc {
 fc_reduce_options reduce_options(const GroupObject *group)
 {
     const Unit *unit = group->unit;
-    if (fc_domain_is_packed(unit->domain())) { // its collectives divide, as torch's do
-        return {1, group->course.all_reduce_grads, group->course.defers_hooks};
-    }
     double divisor = fc_domain_n_ranks(unit->domain());
     if (unit->replicate_domain() != nullptr) {
         divisor *= fc_domain_n_ranks(unit->replicate_domain());
@@ -37,6 +34,9 @@ fc_reduce_options reduce_options(const GroupObject *group)
                          unit->name().c_str());
             throw_python();
         }
+    }
+    if (fc_domain_is_packed(unit->domain())) { // its collectives divide, as torch's do
+        divisor = 1;
     }
     return {divisor, group->course.all_reduce_grads, group->course.defers_hooks};
 }

@@ -19,11 +19,8 @@ PyObject *root_new(PyTypeObject *type, PyObject *args, PyObject *named)
 {
     return guarded([&]() -> PyObject * {
         PyObject *states, *domains, *context;
-        static const char *const names[] = {"states", "domains", "context", nullptr};
-        if (!PyArg_ParseTupleAndKeywords(args, named, "$O!O!O", const_cast<char **>(names),
-                                         &PyList_Type, &states, &PyList_Type, &domains, &context)) {
-            return nullptr;
-        }
+        parse(args, named, "$O!O!O", {"states", "domains", "context"}, &PyList_Type, &states,
+              &PyList_Type, &domains, &context);
         std::vector<fc_domain *> linked;
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(domains); i++) {
             linked.push_back(domain_of(PyList_GET_ITEM(domains, i)));
@@ -72,69 +69,58 @@ void root_dealloc(PyObject *self)
     free_object(self);
 }
 
-// Runs `body` on the root.
-template <typename Body> PyObject *with_root(PyObject *self, Body &&body)
+void root_call_post_backward(RootObject &root, PyObject *group)
 {
-    return guarded([&]() -> PyObject * {
-        body(as<RootObject>(self));
-        Py_RETURN_NONE;
-    });
+    check_raised(fc_root_pass(&root.course, &group_of(group)->course));
 }
 
-PyObject *root_call_post_backward(PyObject *self, PyObject *arg)
+void root_call_end_backward(RootObject &root)
 {
-    return with_root(self, [arg](RootObject *root) {
-        check_raised(fc_root_pass(&root->course, &group_of(arg)->course));
-    });
+    check_raised(fc_root_begin_backward(&root.course));
+    root_end_backward(&root);
 }
 
-PyObject *root_call_end_backward(PyObject *self, PyObject *)
+void root_call_finalize_backward(RootObject &root)
 {
-    return with_root(self, [](RootObject *root) {
-        check_raised(fc_root_begin_backward(&root->course));
-        root_end_backward(root);
-    });
+    root_finalize_backward(&root);
 }
 
-PyObject *root_call_finalize_backward(PyObject *self, PyObject *)
+void root_call_reset(RootObject &root)
 {
-    return with_root(self, root_finalize_backward);
+    root_reset(&root, true);
 }
 
-PyObject *root_call_reset(PyObject *self, PyObject *)
+void root_look_again(RootObject &root)
 {
-    return with_root(self, [](RootObject *root) { root_reset(root, true); });
+    root.is_replaced = true;
 }
 
-PyObject *root_look_again(PyObject *self, PyObject *)
+void root_drop_raised_forward(RootObject &root)
 {
-    as<RootObject>(self)->is_replaced = true;
-    Py_RETURN_NONE;
+    if (root.course.has_raised) {
+        root_reset(&root, false);
+    }
 }
 
-PyObject *root_drop_raised_forward(PyObject *self, PyObject *)
+Ref root_iteration_root(RootObject &root)
 {
-    return with_root(self, [](RootObject *root) {
-        if (root->course.has_raised) {
-            root_reset(root, false);
-        }
-    });
+    const fc_root_module *opener = root.course.opener;
+    return Ref::borrow(opener != nullptr ? static_cast<PyObject *>(opener->owner) : Py_None);
 }
 
-PyObject *root_get_iteration_root(PyObject *self, void *)
+bool root_is_between_steps(RootObject &root)
 {
-    const fc_root_module *opener = as<RootObject>(self)->course.opener;
-    return Py_NewRef(opener != nullptr ? static_cast<PyObject *>(opener->owner) : Py_None);
+    return fc_root_is_between_steps(&root.course);
 }
 
-PyObject *root_get_between_steps(PyObject *self, void *)
+bool root_awaits_end(RootObject &root)
 {
-    return PyBool_FromLong(fc_root_is_between_steps(&as<RootObject>(self)->course));
+    return root_in_backward(&root) && !in_autograd_backward();
 }
 
-PyObject *root_awaits_end(PyObject *self, void *)
+uint64_t root_backward(RootObject &root)
 {
-    return PyBool_FromLong(root_in_backward(as<RootObject>(self)) && !in_autograd_backward());
+    return root.course.backward;
 }
 
 PyMemberDef root_members[] = {
@@ -142,36 +128,29 @@ PyMemberDef root_members[] = {
     {"domains", T_OBJECT, offsetof(RootObject, domains), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 
-PyObject *root_get_backward(PyObject *self, void *)
-{
-    return PyLong_FromUnsignedLongLong(as<RootObject>(self)->course.backward);
-}
-
-PyGetSetDef root_properties[] = {{"backward", root_get_backward, nullptr,
-                                  "the number of the running backward, or the next one", nullptr},
-                                 {"iteration_root", root_get_iteration_root, nullptr,
-                                  "the state that began the current forward", nullptr},
-                                 {"is_between_steps", root_get_between_steps, nullptr,
-                                  "whether no forward or backward is going on or to come, and no "
-                                  "gradient waits for a reduction",
-                                  nullptr},
-                                 {"awaits_end", root_awaits_end, nullptr,
-                                  "whether a backward is open that autograd will not end", nullptr},
-                                 {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyGetSetDef root_properties[] = {
+    property<root_backward>("backward", "the number of the running backward, or the next one"),
+    property<root_iteration_root>("iteration_root", "the state that began the current forward"),
+    property<root_is_between_steps>("is_between_steps",
+                                    "whether no forward or backward is going on or to come, and no "
+                                    "gradient waits for a reduction"),
+    property<root_awaits_end>("awaits_end",
+                              "whether a backward is open that autograd will not end"),
+    {}};
 
 PyMethodDef root_methods[] = {
-    {"post_backward", root_call_post_backward, METH_O,
-     "post_backward(group): reshards it and posts its gradients."},
-    {"end_backward", root_call_end_backward, METH_NOARGS,
-     "Finishes all reductions and closes the phase."},
-    {"finalize_backward", root_call_finalize_backward, METH_NOARGS,
-     "Reduces what the backwards of a manual ending left."},
-    {"look_again", root_look_again, METH_NOARGS,
-     "The next forward asks who looks at the units' collectives."},
-    {"reset", root_call_reset, METH_NOARGS, "Drops everything of the running step."},
-    {"drop_raised_forward", root_drop_raised_forward, METH_NOARGS,
-     "Ends a forward that was left by an exception, as the next one would."},
-    {nullptr, nullptr, 0, nullptr}};
+    method<root_call_post_backward>("post_backward",
+                                    "post_backward(group): reshards it and posts its gradients."),
+    method<root_call_end_backward>("end_backward", "Finishes all reductions and closes the phase."),
+    method<root_call_finalize_backward>("finalize_backward",
+                                        "Reduces what the backwards of a manual ending left."),
+    method<root_look_again>("look_again",
+                            "The next forward asks who looks at the units' collectives."),
+    method<root_call_reset>("reset", "Drops everything of the running step."),
+    method<root_drop_raised_forward>(
+        "drop_raised_forward",
+        "Ends a forward that was left by an exception, as the next one would."),
+    {}};
 
 PyType_Slot root_slots[] = {
     {Py_tp_new, reinterpret_cast<void *>(root_new)},

@@ -83,53 +83,40 @@ void state_dealloc(PyObject *self)
     free_object(self);
 }
 
-// _set_casts(cast_inputs=, param_dtype=, output_dtype=); a dtype or None
-PyObject *state_set_casts(PyObject *self, PyObject *args, PyObject *named)
+// Each a dtype or None.
+void state_set_casts(StateObject &state, PyObject *args, PyObject *named)
 {
     PyObject *param, *output;
     int casts;
-    static const char *const names[] = {"cast_inputs", "param_dtype", "output_dtype", nullptr};
-    if (!PyArg_ParseTupleAndKeywords(args, named, "$pOO", const_cast<char **>(names), &casts,
-                                     &param, &output)) {
-        return nullptr;
-    }
-    auto *state = as<StateObject>(self);
+    parse(args, named, "$pOO", {"cast_inputs", "param_dtype", "output_dtype"}, &casts, &param,
+          &output);
     const auto type_of = [](PyObject *dtype) {
         return THPDtype_Check(dtype) ? reinterpret_cast<THPDtype *>(dtype)->scalar_type
                                      : at::ScalarType::Undefined;
     };
-    state->casts_inputs = casts != 0;
-    state->param_dtype = type_of(param);
-    state->output_dtype = type_of(output);
-    Py_RETURN_NONE;
+    state.casts_inputs = casts != 0;
+    state.param_dtype = type_of(param);
+    state.output_dtype = type_of(output);
 }
 
-// _join(root=, group=, uses_fallback=); None: without one
-PyObject *state_join(PyObject *self, PyObject *args, PyObject *named)
+// Root and group, or None: without one.
+void state_join(StateObject &state, PyObject *args, PyObject *named)
 {
-    return guarded([&]() -> PyObject * {
-        PyObject *root, *group;
-        int uses_fallback;
-        static const char *const names[] = {"root", "group", "uses_fallback", nullptr};
-        if (!PyArg_ParseTupleAndKeywords(args, named, "$OOp", const_cast<char **>(names), &root,
-                                         &group, &uses_fallback)) {
-            return nullptr;
-        }
-        RootObject *new_root = root == Py_None ? nullptr : root_of(root);
-        auto *state = as<StateObject>(self);
-        GroupObject *new_group = group == Py_None ? nullptr : group_of(group);
-        Py_XINCREF(reinterpret_cast<PyObject *>(new_root));
-        Py_XINCREF(reinterpret_cast<PyObject *>(new_group));
-        Py_XSETREF(state->root, new_root);
-        Py_XSETREF(state->group, new_group);
-        state->uses_fallback = uses_fallback != 0;
-        fc_root_module_join(&state->course, new_group != nullptr ? &new_group->course : nullptr,
-                            state->modules != nullptr && PyTuple_GET_SIZE(state->modules) > 1);
-        if (new_group != nullptr && new_group->input_seen_in != 0) {
-            new_group->input_seen_in = UINT64_MAX; // by no backward of this root
-        }
-        Py_RETURN_NONE;
-    });
+    PyObject *root, *group;
+    int uses_fallback;
+    parse(args, named, "$OOp", {"root", "group", "uses_fallback"}, &root, &group, &uses_fallback);
+    RootObject *new_root = root == Py_None ? nullptr : root_of(root);
+    GroupObject *new_group = group == Py_None ? nullptr : group_of(group);
+    Py_XINCREF(reinterpret_cast<PyObject *>(new_root));
+    Py_XINCREF(reinterpret_cast<PyObject *>(new_group));
+    Py_XSETREF(state.root, new_root);
+    Py_XSETREF(state.group, new_group);
+    state.uses_fallback = uses_fallback != 0;
+    fc_root_module_join(&state.course, new_group != nullptr ? &new_group->course : nullptr,
+                        state.modules != nullptr && PyTuple_GET_SIZE(state.modules) > 1);
+    if (new_group != nullptr && new_group->input_seen_in != 0) {
+        new_group->input_seen_in = UINT64_MAX; // by no backward of this root
+    }
 }
 
 // Decides, before the first forward, whether the state runs here. False: the fallback.
@@ -180,9 +167,9 @@ PyObject *state_hook_post_forward(PyObject *self, PyObject *const *a, Py_ssize_t
 
 namespace {
 
-PyObject *state_takes_core(PyObject *self, PyObject *)
+bool state_takes_core(StateObject &state)
 {
-    return guarded([&]() -> PyObject * { return PyBool_FromLong(is_ours(as<StateObject>(self))); });
+    return is_ours(&state);
 }
 
 // (args, kwargs) -> (args, kwargs); a whole pass, whatever the members of a grouped unit do
@@ -197,19 +184,14 @@ PyObject *state_enter(PyObject *self, PyObject *const *a, Py_ssize_t n)
     });
 }
 
-PyObject *state_leave(PyObject *self, PyObject *output)
+Ref state_leave(StateObject &state, PyObject *output)
 {
-    return guarded([&]() -> PyObject * {
-        return state_post_forward(as<StateObject>(self), output).release();
-    });
+    return state_post_forward(&state, output);
 }
 
-PyObject *state_call_pre_backward(PyObject *self, PyObject *)
+void state_call_pre_backward(StateObject &state)
 {
-    return guarded([&]() -> PyObject * {
-        state_pre_backward(as<StateObject>(self));
-        Py_RETURN_NONE;
-    });
+    state_pre_backward(&state);
 }
 
 PyMemberDef state_members[] = {
@@ -244,25 +226,23 @@ int state_setattro(PyObject *self, PyObject *name, PyObject *value)
 
 PyGetSetDef state_properties[] = {
     {"_training", state_get_training, state_set_training, "TrainingState, as its index", nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+    {}};
 
 PyMethodDef state_methods[] = {
-    {"_set_casts", with_names(state_set_casts), METH_VARARGS | METH_KEYWORDS,
-     "_set_casts(cast_inputs=, param_dtype=, output_dtype=)"},
-    {"_join", with_names(state_join), METH_VARARGS | METH_KEYWORDS,
-     "_join(root=, group=, uses_fallback=)"},
+    method<state_set_casts>("_set_casts", "_set_casts(cast_inputs=, param_dtype=, output_dtype=)"),
+    method<state_join>("_join", "_join(root=, group=, uses_fallback=)"),
     {"_hook_pre_forward", fastcall<StateObject>(state_hook_pre_forward), METH_FASTCALL,
      "The forward pre-hook: (module, args, kwargs) -> None or (args, kwargs)."},
     {"_hook_post_forward", fastcall<StateObject>(state_hook_post_forward), METH_FASTCALL,
      "The forward hook: (module, args, output) -> output."},
-    {"_takes_core", state_takes_core, METH_NOARGS,
-     "Whether the core runs the forward that begins; chooses the implementation if need be."},
+    method<state_takes_core>(
+        "_takes_core",
+        "Whether the core runs the forward that begins; chooses the implementation if need be."),
     {"_enter", fastcall<StateObject>(state_enter), METH_FASTCALL,
      "(args, kwargs) -> (args, kwargs)"},
-    {"_leave", state_leave, METH_O, "(output) -> output"},
-    {"_core_pre_backward", state_call_pre_backward, METH_NOARGS,
-     "What a gradient of an output sets off."},
-    {nullptr, nullptr, 0, nullptr}};
+    method<state_leave>("_leave", "(output) -> output"),
+    method<state_call_pre_backward>("_core_pre_backward", "What a gradient of an output sets off."),
+    {}};
 
 PyType_Slot state_slots[] = {
     {Py_tp_new, reinterpret_cast<void *>(state_new)},

@@ -37,9 +37,14 @@ template <typename T> struct Owning {
     T *owned; // null when cleared
 };
 
+// What a Python object is about: what it owns, or itself if T begins with PyObject_HEAD.
 template <typename T> inline T &owned(PyObject *self)
 {
-    return *as<Owning<T>>(self)->owned;
+    if constexpr (requires(T &object) { object.ob_base; }) {
+        return *as<T>(self);
+    } else {
+        return *as<Owning<T>>(self)->owned;
+    }
 }
 
 template <typename T> inline Ref make_owner(PyTypeObject *type, std::unique_ptr<T> made)

@@ -1,0 +1,215 @@
+"""Units whose collectives others look at run on the core, and make those that torch's make."""
+
+import contextlib
+import functools
+from typing import Any
+
+import harness
+import models
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from behaviour.pairs import Collectives
+from harness import cached_mesh
+from models import Net, data
+from parity import Pair, Plain, Side, Tolerance, on_ranks
+
+import fsdp_c
+
+CLOSE = Tolerance(relative=1e-5, scaled=1e-5)
+
+
+def double(reduced: torch.Tensor) -> None:
+    reduced.mul_(2)
+
+
+def set_hook(side: Side) -> None:
+    side.model.blocks[1].set_all_reduce_hook(double)
+
+
+def words(side: Side) -> list[str]:
+    return [row.road for row in fsdp_c.explain(side.model).units]
+
+
+@on_ranks(1, 2, 3)
+def test_hook_before_the_first_forward(rank: int, n_ranks: int) -> None:
+    """Only its own unit pays for it."""
+    pair = Pair(Net, models.shard_blocks, tolerance=CLOSE)
+    pair.do(set_hook)
+    for step in range(3):
+        pair.step(data(rank, step))
+    pair.skip_if_same()
+    by_unit = {row.unit: row.road for row in fsdp_c.explain(pair.ours.model).units}
+    assert by_unit["blocks.1"] == "core over collectives in sight: an all-reduce hook"
+    assert by_unit["blocks.0"].startswith("core over")
+    assert not any("hook" in word for unit, word in by_unit.items() if unit != "blocks.1")
+
+
+@on_ranks(1, 2)
+def test_hook_set_and_taken_back_between_steps(rank: int, n_ranks: int) -> None:
+    pair = Pair(Net, models.shard_blocks, tolerance=CLOSE)
+    pair.step(data(rank, 0))
+    pair.do(set_hook)
+    for step in range(1, 3):
+        pair.step(data(rank, step))
+    pair.do(
+        lambda side: setattr(
+            side.model.blocks[1]._get_fsdp_state()._fsdp_param_group, "_all_reduce_hook", None
+        )
+    )
+    for step in range(3, 5):
+        pair.step(data(rank, step))
+    pair.skip_if_same()
+    assert not any("hook" in word for word in words(pair.ours))
+
+
+@on_ranks(4)
+def test_hook_between_replicas_with_partial_sums(rank: int, n_ranks: int) -> None:
+    def shard(model: Any, fsdp: Any) -> None:
+        models.shard_blocks(model, fsdp, mesh=cached_mesh((2, 2), ("r", "s")))
+
+    pair = Pair(Net, shard, tolerance=CLOSE)
+    pair.do(set_hook)
+    for step in range(4):
+        pair.do(lambda side, last=step % 2 == 1: side.model.set_requires_all_reduce(last))
+        pair.forward(data(rank, step))
+        pair.backward()
+
+
+@on_ranks(2)
+def test_mode_in_some_steps(rank: int, n_ranks: int) -> None:
+    """It sees torch's collectives while it is active, and costs nothing after."""
+    pair = Pair(Net, models.shard_blocks, tolerance=CLOSE)
+    seen: dict[Side, list[Any]] = {pair.ours: [], pair.theirs: []}
+
+    def step(side: Side, index: int) -> None:
+        with Collectives() if index % 2 else contextlib.nullcontext() as mode:
+            side.model(data(rank, index)).sum().backward()
+        seen[side].append(mode.names if mode else None)
+
+    for index in range(4):
+        pair.do(lambda side, index=index: step(side, index))
+    pair.skip_if_same()
+    assert seen[pair.ours] == seen[pair.theirs] and seen[pair.ours][1]
+    for name, shard in pair.ours.shards.items():
+        torch.testing.assert_close(
+            shard.grad.to_local(), pair.theirs.shards[name].grad.to_local(), msg=name
+        )
+
+
+@on_ranks(2)
+def test_mode_of_one_rank_is_named(rank: int, n_ranks: int) -> None:
+    fsdp = harness.implementation()
+    if fsdp is torch_fsdp:
+        return
+    harness.seed_everything(1)
+    model = Net()
+    models.shard_blocks(model, fsdp)
+    model(data(rank)).sum().backward()
+    with (
+        Collectives() if rank == 1 else contextlib.nullcontext(),
+        pytest.raises(RuntimeError, match="rank 1"),
+    ):
+        model(data(rank))
+    dist.barrier()
+
+
+@on_ranks(2, 3)
+def test_hook_of_one_rank(rank: int, n_ranks: int) -> None:
+    """The others make the same collectives."""
+    pair = Pair(Net, models.shard_blocks, tolerance=CLOSE)
+    if rank == n_ranks - 1:
+        pair.do(lambda side: side.model.blocks[0].set_all_reduce_hook(lambda reduced: None))
+    for step in range(2):
+        pair.step(data(rank, step))
+    pair.skip_if_same()
+    (word,) = [word for word in words(pair.ours) if "hook" in word]
+    assert (f"on rank {n_ranks - 1}" in word) == (rank < n_ranks - 1)
+
+
+@on_ranks(2)
+def test_hook_after_an_early_unshard(rank: int, n_ranks: int) -> None:
+    """The unit is bound by then; its parameters, and hooks on them, are those of the forward."""
+    pair = Pair(Net, models.shard_blocks, tolerance=CLOSE)
+
+    def unshard(side: Side) -> None:
+        block = side.model.blocks[1]
+        block.unshard()
+        block.up.weight.register_hook(lambda grad: grad * 3)
+        block.set_all_reduce_hook(double)
+
+    pair.do(unshard)
+    pair.forward(data(rank))
+    pair.backward()
+    pair.skip_if_same()
+    assert any("hook" in word for word in words(pair.ours))
+
+
+SHAPES = {"sharded": None, "one rank": (1,), "replicas of one": (-1, 1), "one replica": (1, -1)}
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("is_watched", [False, True])
+@on_ranks(1, 2)
+def test_divide_factor_with_a_hook(
+    rank: int, n_ranks: int, is_watched: bool, shape: str, reduce_dtype: torch.dtype | None
+) -> None:
+    """Each gradient is divided once, by the whole factor, before the hook or after it."""
+    fsdp = harness.implementation()
+    if fsdp is torch_fsdp or (shape == "one rank" and n_ranks > 1):
+        return
+    sizes = tuple(n_ranks if size < 0 else size for size in SHAPES[shape] or (n_ranks,))
+    plain = Plain(Net)
+    shard = functools.partial(
+        models.shard_blocks,
+        mesh=cached_mesh(sizes, ("r", "s")[-len(sizes) :]),
+        mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+    )
+    side = Side("ours", fsdp, Net, shard, None)
+    set_hook(side)
+    for module in (*side.model.blocks, side.model):
+        module.set_gradient_divide_factor(6.0)
+    tolerance = CLOSE if reduce_dtype is None else Tolerance(relative=1e-2, scaled=1e-2)
+    for step in range(2):
+        side.model.zero_grad()
+        with Collectives() if is_watched else contextlib.nullcontext():
+            side.model(data(rank, step)).sum().backward()
+        plain.model.zero_grad()
+        plain.backward([plain.model(data(r, step)).sum() for r in range(n_ranks)], 6.0)
+        for parameter in plain.model.blocks[1].parameters():
+            parameter.grad *= 2  # as the hook does
+        plain.check(side, tolerance)
+
+
+@on_ranks(1, 2)
+def test_divide_factor_of_zero_is_named(rank: int, n_ranks: int) -> None:
+    fsdp = harness.implementation()
+    if fsdp is torch_fsdp:
+        return
+    side = Side("ours", fsdp, Net, models.shard_blocks, None)
+    set_hook(side)
+    side.model.blocks[1].set_gradient_divide_factor(0)
+    with pytest.raises(ZeroDivisionError, match=r"blocks\.1"):
+        side.model(data(rank)).sum().backward()
+
+
+@on_ranks(1, 2)
+def test_hook_set_while_a_unit_is_unsharded(rank: int, n_ranks: int) -> None:
+    """It stays unsharded, with what was written to it."""
+    pair = Pair(Net, models.shard_blocks, tolerance=CLOSE)
+    pair.step(data(rank, 0))
+
+    def unshard(side: Side) -> None:
+        side.model.blocks[0].unshard()
+        with torch.no_grad():
+            side.model.blocks[0].up.weight.mul_(3)
+        set_hook(side)
+
+    pair.do(unshard)
+    pair.forward(data(rank, 1))
+    pair.backward()
+    pair.step(data(rank, 2))
+    pair.skip_if_same()
+    assert any("hook" in word for word in words(pair.ours))
