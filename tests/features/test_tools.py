@@ -13,7 +13,11 @@ from harness import cached_mesh
 from models import Net, data, shard_blocks
 from parity import Tolerance, on_ranks
 from torch import nn
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.fsdp2_mem_tracker import (
+    FSDPMemTracker,
+    _FSDPModState,
+    _FSDPRefType,
+)
 from torch.distributed.tensor.debug import CommDebugMode
 
 CLOSE = Tolerance(relative=1e-4, scaled=1e-4)
@@ -100,10 +104,24 @@ def test_counts_of_collectives(rank: int, n_ranks: int, way: str) -> None:
     assert sum(counts[0].values()) > 0 and counts[1] == {}
 
 
+HELD = ("SHARDED_PARAM", "UNSHARDED_PARAM", "BUFFER", "SHARDED_GRAD", "UNSHARDED_GRAD", "OPT")
+
+
+def held(snapshot: Any) -> Any:
+    """Bytes of what a unit holds, and not of activations."""
+    return {str(d): [kinds[_FSDPRefType[name]] for name in HELD] for d, kinds in snapshot.items()}
+
+
 # Not of two meshes, which torch's tracker refuses.
 @pytest.mark.parametrize("way", ["tensor parallel", "all-reduce hook"])
 @on_ranks(2)
-def test_peak_by_memory_tracker(rank: int, n_ranks: int, way: str) -> None:
+def test_memory_tracker(rank: int, n_ranks: int, way: str) -> None:
+    """What units hold, around each of their phases; the peak.
+
+    Of activations only that they are alike: gloo's threads let go of a collective's tensors some
+    time after it is done, so the tracker sees a few of them freed later in some runs.
+    """
+
     def see(fsdp: Any) -> Any:
         model = sharded(fsdp, even_net, WAYS[way])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
@@ -118,14 +136,24 @@ def test_peak_by_memory_tracker(rank: int, n_ranks: int, way: str) -> None:
         with uncollected(), tracker:
             run(model, inputs_of(way, rank), 0)
             optimizer.step()
+        peaks = (_FSDPModState.PEAK_FW, _FSDPModState.PEAK_BW)
+        by_unit = {
+            stats.mod_fqn: {
+                state.name: [held(snapshot) for snapshot in snapshots]
+                for state, snapshots in stats.snapshots.items()
+                if state not in peaks
+            }
+            for stats in tracker.memory_tracking.values()
+        }
         peak = tracker.get_tracker_snapshot("peak")
         run(model, inputs_of(way, rank), 1)
-        return (
-            {str(d): {str(kind): n for kind, n in s.items()} for d, s in peak.items()},
-            gradients(parameters),
-        )
+        seen.append(sum(kinds["Total"] for kinds in peak.values()))
+        return by_unit, gradients(parameters)
 
+    seen: list[int] = []
     agree(see, CLOSE)
+    theirs, ours = seen
+    assert 0 < ours < 1.1 * theirs
 
 
 @pytest.mark.parametrize("way", ["tensor parallel", "scaled extension", "subclass", "two meshes"])
