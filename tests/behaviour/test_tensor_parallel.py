@@ -414,7 +414,7 @@ WRITES: dict[str, Any] = {
 
 @pytest.mark.parametrize("how", WRITES)
 @on_ranks(2)
-def test_tp_writes_in_forward_are_gone_in_backward(rank: int, n_ranks: int, how: str) -> None:
+def test_tp1_writes_in_forward_are_gone_in_backward(rank: int, n_ranks: int, how: str) -> None:
     """They last until the unit is resharded, and only where they were made."""
     mesh = mesh_2d(2, 1)
     pair = Pair(Mlps, shard_2d(mesh))
