@@ -54,6 +54,8 @@ static PyMethodDef functions[] = {
      "call_directly(cls): modules of it run their unit's hooks around forward in C."},
     {"nccl_open", fc::with_names(fc_nccl_open_library), METH_VARARGS | METH_KEYWORDS,
      "nccl_open(path=, is_loaded=) -> {handle, version, text}; is_loaded: only if it is already."},
+    fc::function<fc::note_data>("note_data",
+                                "note_data(tensor): the same of a new tensor of a subclass."),
     fc::function<fc::make_noted>(
         "make_noted",
         "make_noted(tensor): one on the same memory whose unit notices `tensor.data`."),

@@ -67,6 +67,8 @@ LAYOUT_FUNCTIONS = {
     )
     if hasattr(_fsdp_param_group, default)
 }
+# From 2.13 a parameter that is a DTensor itself has one attribute for its layout.
+SHARDS_DTENSORS = TORCH >= (2, 13)
 # Names of torch.distributed.fsdp that only some versions have.
 OPTIONAL_NAMES = {
     name: getattr(torch.distributed.fsdp, name)

@@ -51,4 +51,5 @@ def hand_down() -> None:
         refuse_sparse_gradient=FSDPParam._refuse_sparse_gradient,
         parameter_name=_parameter_name,
         make_sharded_gradient=_make_sharded_gradient,
+        local_gradient=FSDPParam._local_gradient,
     )

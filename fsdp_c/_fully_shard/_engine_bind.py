@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdp_c import _env
 from fsdp_c._comm import _agreement, _device, _process_group, _transport
@@ -39,6 +41,7 @@ class BoundParam(NamedTuple):
     places: list[Place]
     sharded: nn.Parameter
     unsharded: nn.Parameter
+    unsharded_local: torch.Tensor  # its local tensor if it is a DTensor, else itself
     owner: Any  # its FSDPParam
     reduce: torch.dtype
     grad: torch.dtype
@@ -169,7 +172,9 @@ def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | N
                 fsdp_param._orig_size,
                 fsdp_param.unsharded_stride,
             )
-            unsharded = _parameter(data, fsdp_param.sharded_param.requires_grad)
+            unsharded = _parameter(
+                data, fsdp_param.unsharded_spec(dtype), fsdp_param.sharded_param.requires_grad
+            )
             _param_attributes.copy_attributes(fsdp_param.sharded_param, unsharded)
             _versions.set_grad_dtype(fsdp_param, unsharded)
             fsdp_param._unsharded_param = unsharded
@@ -180,6 +185,7 @@ def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | N
                     places=_places(fsdp_param),
                     sharded=fsdp_param.sharded_param,
                     unsharded=unsharded,
+                    unsharded_local=getattr(unsharded, "_local_tensor", unsharded),
                     owner=fsdp_param,
                     reduce=spec.reduce,
                     grad=spec.grad,
@@ -202,9 +208,17 @@ def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | N
     group.choose_reduce_group()
 
 
-def _parameter(data: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+def _parameter(
+    data: torch.Tensor, spec: DTensorSpec | None, requires_grad: bool
+) -> nn.Parameter | DTensor:
     """One whose unit notices that `param.data` was taken, to which writes are not counted."""
     param = _C.make_noted(data)  # nn.Parameter() would make another tensor of it
+    if spec is not None:
+        param = DTensor(param, spec, requires_grad=False)
+        # `data` of a DTensor is taken from itself, and writes to that are not its local tensor's.
+        _C.note_data(param)
+        param._is_param = True
+        return param.requires_grad_(requires_grad)
     param.__class__ = nn.Parameter
     return param.requires_grad_(requires_grad)
 

@@ -27,7 +27,7 @@ def why_torch_everywhere(group: Any) -> str:
         return f"it is on {group.device.type}"
     if not isinstance(mesh_info, FSDPMeshInfo) and _device.is_wanted(group):
         return "it is replicated, not sharded"
-    if _versions.is_spmd(mesh_info):
+    if _versions.is_spmd(mesh_info) and _device.is_wanted(group):
         return "dp_mesh_dims of a larger mesh"
     if mesh_info.mesh.device_type != group.device.type:
         return f"its mesh is on {mesh_info.mesh.device_type}"
@@ -40,8 +40,10 @@ def why_torch_everywhere(group: Any) -> str:
     process_groups = _agreement.process_groups_of([mesh_info])
     if any(dist.get_backend(process_group) == "fake" for process_group in process_groups):
         return "a fake process group"
-    if reason := next(filter(None, map(_why_not_plain, group.fsdp_params)), ""):
-        return reason
+    on_host = not _device.is_wanted(group)
+    for fsdp_param in group.fsdp_params:
+        if reason := _why_not_laid_out(fsdp_param, on_host) or _why_not_summed(fsdp_param):
+            return reason
     return _device.why_not(group) if _device.is_wanted(group) else ""
 
 
@@ -79,9 +81,28 @@ def why_not_a_tensor(fsdp_param: Any) -> str:
     return f"{name} has spmd types" if _versions.is_typed_spmd(fsdp_param) else ""
 
 
-def _why_not_plain(fsdp_param: Any) -> str:
-    if reason := why_not_a_tensor(fsdp_param):
-        return reason
+def _why_not_laid_out(fsdp_param: Any, on_host: bool) -> str:
+    """What keeps the core from gathering the parameter's memory as it is."""
+    local = fsdp_param._sharded_local_tensor
+    is_special = hasattr(local, "fsdp_pre_all_gather") or _versions.is_typed_spmd(fsdp_param)
+    if is_special or not on_host or not _versions.SHARDS_DTENSORS:
+        return why_not_a_tensor(fsdp_param)
+    if type(local) is torch.Tensor or _has_memory(fsdp_param._sharded_param_data):
+        return ""
+    name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
+    return f"{name} is a {type(local).__name__} without memory of its own"
+
+
+def _has_memory(padded: torch.Tensor) -> bool:
+    """False for wrappers, whose numbers are those of other tensors. Padded shards are alike."""
+    try:
+        storage = padded.untyped_storage()
+        return storage.nbytes() >= padded.numel() * padded.itemsize and storage.data_ptr() != 0
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
+def _why_not_summed(fsdp_param: Any) -> str:
     name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
     if fsdp_param.sharded_param.requires_grad and _versions.takes_any_gradient(fsdp_param):
         return f"gradients of {name} may be of any dtype (grad_dtype=None)"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
 from torch.distributed.tensor import DTensor
 
@@ -122,6 +123,18 @@ class FSDPParam(_versions.AccumulatedGradient, _fallback_param.FallbackParam):
             is_bound = getattr(method, "__self__", None) is inner
             if method is not None:
                 self._attached[name] = (method.__func__ if is_bound else method, is_bound)
+
+    def _local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a DTensor's gradient; called by the core."""
+        local = self._get_grad_inner_tensor(grad)
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.wait()
+        if local.size() != self._orig_size:
+            raise RuntimeError(
+                f"the gradient of parameter '{self._name}' has {tuple(local.size())} on this rank"
+                f" and the parameter {tuple(self._orig_size)}: it is placed as {grad.placements}"  # type: ignore[attr-defined]
+            )
+        return local
 
     # ---- parameters that were replaced, moved or cast ----
 

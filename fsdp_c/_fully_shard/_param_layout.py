@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp_c._compat import _versions
 from fsdp_c._compat._versions import ShardPlacementResult
@@ -89,6 +89,13 @@ class ParamLayout(_versions.TorchParam):
         )
         _versions.copy_grad_dtype(param, self.sharded_param)
         self._setattr_on_modules(self.sharded_param)
+
+    def unsharded_spec(self, dtype: torch.dtype) -> DTensorSpec | None:
+        """Of the unsharded parameter, if it is a DTensor (tensor parallel, or of a larger mesh)."""
+        spec = getattr(self, "_unsharded_dtensor_spec", None) if self.is_dtensor else None
+        if spec is None or spec.tensor_meta.dtype == dtype:
+            return spec
+        return dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
 
     @property
     def unsharded_stride(self) -> tuple[int, ...]:

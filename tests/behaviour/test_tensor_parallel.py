@@ -402,3 +402,29 @@ def test_r3_tp9_int_reshard_is_refused_in_the_first_forward(rank: int, n_ranks: 
         (total(plain(data(r))) / n_ranks).backward()
     for name, parameter in plain.named_parameters():
         compare_values(full(model.get_parameter(name).grad), parameter.grad, CLOSE, name)
+
+
+WRITES: dict[str, Any] = {
+    "the DTensor": lambda weight: weight.detach().mul_(2.0),
+    "its local tensor": lambda weight: weight.to_local().detach().mul_(2.0),
+    "data": lambda weight: weight.data.mul_(2.0),
+    "data of its local tensor": lambda weight: weight._local_tensor.data.mul_(2.0),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+@on_ranks(2)
+def test_tp1_writes_in_forward_are_gone_in_backward(rank: int, n_ranks: int, how: str) -> None:
+    """They last until the unit is resharded, and only where they were made."""
+    mesh = mesh_2d(2, 1)
+    pair = Pair(Mlps, shard_2d(mesh))
+
+    def write(module: nn.Module, args: Any) -> None:
+        if rank == 0:
+            WRITES[how](module.up.weight)
+
+    pair.step(dp_data(mesh, 0))
+    assert all(row.road.startswith("core") for row in fsdp_c.explain(pair.ours.model).units)
+    pair.do(lambda side: side.model.blocks[0].register_forward_pre_hook(write))
+    for step in range(1, 4):
+        pair.step(dp_data(mesh, step))

@@ -10,6 +10,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <optional>
 #include <utility>
@@ -18,14 +19,28 @@ namespace fc {
 
 namespace {
 
-// A gradient that the core can read: dense, real floating point, on the CPU, in memory as its
-// parameter is.
-at::Tensor readable(const at::Tensor &grad, const Param &param)
+// This rank's part of a DTensor's gradient, brought to the placements of the parameter.
+at::Tensor local_part(const at::Tensor &grad, const Param &param)
+{
+    const Ref object = checked(THPVariable_Wrap(grad));
+    const Ref local = ask_python(Call::local_gradient, param.owner.get(), object.get());
+    return tensor_of(local.get());
+}
+
+void check_layout(const at::Tensor &grad, const Param &param)
 {
     if (grad.layout() != at::kStrided) {
         ask_python(Call::refuse_sparse_gradient, param.owner.get());
     }
-    const at::Tensor &full = param.unsharded_tensor;
+}
+
+// A gradient that the core can read: dense, real floating point, on the CPU, in memory as its
+// parameter is.
+at::Tensor readable(const at::Tensor &given, const Param &param)
+{
+    check_layout(given, param);
+    const at::Tensor grad = param.is_parallel ? local_part(given, param) : given;
+    const at::Tensor &full = param.unsharded_local;
     if (full.is_contiguous()) {
         return grad.contiguous();
     }
@@ -33,6 +48,17 @@ at::Tensor readable(const at::Tensor &grad, const Param &param)
         return grad;
     }
     return at::empty_strided(full.sizes(), full.strides(), grad.options()).copy_(grad);
+}
+
+// A gradient that others will be added to: a DTensor stays what it is, so that what ranks of its
+// mesh have is brought together once.
+at::Tensor addable(const at::Tensor &grad, const Param &param)
+{
+    if (!param.is_parallel) {
+        return readable(grad, param);
+    }
+    check_layout(grad, param);
+    return grad;
 }
 
 } // namespace
@@ -63,13 +89,13 @@ std::vector<at::Tensor> Accumulated::take_gradients(bool with_unused, const fc_r
             if (fresh.defined()) {
                 p.accumulated.add_(fresh);
             }
-            grads[i] = std::move(p.accumulated);
+            grads[i] = p.is_parallel ? readable(p.accumulated, p) : std::move(p.accumulated);
             p.accumulated = at::Tensor();
         } else if (fresh.defined()) {
             grads[i] = readable(fresh, p);
         } else if ((with_unused && p.sharded_tensor().requires_grad()) ||
                    (sums != nullptr && fc_reduction_has_sum(sums, i))) {
-            grads[i] = at::zeros_like(p.unsharded_tensor);
+            grads[i] = at::zeros_like(p.unsharded_local);
         }
         if (p.copies > 1 && grads[i].defined()) {
             grads[i] = grads[i].expand({p.copies}).contiguous(); // every rank gets all of it
@@ -115,7 +141,7 @@ void Accumulated::set_accumulated(size_t param, const at::Tensor &tensor)
                      parameter_name(p).c_str(), c10::toString(p.reduce_type));
         throw_python();
     }
-    p.accumulated = tensor.defined() ? readable(tensor, p) : tensor;
+    p.accumulated = tensor.defined() ? addable(tensor, p) : tensor;
 }
 
 bool Accumulated::keep_gradients()
@@ -135,7 +161,7 @@ bool Accumulated::keep_gradients()
             p.accumulated.add_(fresh);
             fresh = at::Tensor();
         } else if (!holds_gradients_on_leaf && fresh.scalar_type() != p.reduce_type) {
-            p.accumulated = readable(fresh, p).to(p.reduce_type);
+            p.accumulated = addable(fresh, p).to(p.reduce_type);
             fresh = at::Tensor();
         } // else autograd adds the next one to it where it is
     }

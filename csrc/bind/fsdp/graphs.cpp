@@ -100,8 +100,9 @@ bool UnitGraph::note_updates()
         Param &p = read_[i];
         const uint32_t versions = p.shard_versions();
         if (std::exchange(shard_versions_[i], versions) != versions) {
-            p.unsharded_tensor.unsafeGetTensorImpl()->bump_version();
-            p.version++;
+            const uint32_t before = p.unsharded_versions();
+            p.bump_unsharded_versions();
+            p.version += p.unsharded_versions() - before;
         } else {
             has_changed_all = false;
         }

@@ -53,6 +53,7 @@ Param parse_row(PyObject *row)
     param.copies = static_cast<int32_t>(fields.size("copies"));
     param.sharded = fields.object("sharded");
     param.unsharded = fields.object("unsharded");
+    const Ref unsharded_local = fields.object("unsharded_local");
     param.owner = fields.object("owner");
     fields.end();
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(places.get()); i++) {
@@ -69,6 +70,8 @@ Param parse_row(PyObject *row)
     static PyObject *const local_tensor = PyUnicode_InternFromString("_local_tensor");
     param.local_slot = slot_of(Py_TYPE(param.sharded.get()), local_tensor);
     param.unsharded_tensor = tensor_of(param.unsharded.get());
+    param.unsharded_local = tensor_of(unsharded_local.get());
+    param.is_parallel = !param.unsharded_local.is_same(param.unsharded_tensor);
     param.local = tensor_of(local_object(param));
     param.reduce_type = reinterpret_cast<THPDtype *>(reduce.get())->scalar_type;
     param.grad_type = reinterpret_cast<THPDtype *>(grad.get())->scalar_type;
@@ -121,9 +124,24 @@ bool Param::is_in_place() const
            (storage == nullptr || impl->unsafe_storage().data() == storage);
 }
 
+uint32_t Param::unsharded_versions() const
+{
+    const uint32_t own =
+        unsharded_tensor.unsafeGetTensorImpl()->version_counter().current_version();
+    return is_parallel ? own + version_of(unsharded_local) : own;
+}
+
+void Param::bump_unsharded_versions() const
+{
+    unsharded_tensor.unsafeGetTensorImpl()->bump_version();
+    if (is_parallel) {
+        unsharded_local.unsafeGetTensorImpl()->bump_version();
+    }
+}
+
 bool Param::is_written() const
 {
-    return version != unsharded_tensor.unsafeGetTensorImpl()->version_counter().current_version();
+    return version != unsharded_versions();
 }
 
 std::string parameter_name(const Param &param)
@@ -228,7 +246,7 @@ void Parameters::enter()
         if (p.is_trained != p.unsharded_tensor.requires_grad()) {
             p.unsharded_tensor.set_requires_grad(p.is_trained);
         }
-        p.version = p.unsharded_tensor.unsafeGetTensorImpl()->version_counter().current_version();
+        p.version = p.unsharded_versions();
     }
     register_params(true);
 }
@@ -258,7 +276,8 @@ size_t Parameters::find_written(size_t from, bool maybe) const
 {
     size_t i = from;
     while (i < params_.size() && !params_[i].is_written() &&
-           !(maybe && is_data_taken(params_[i].unsharded_tensor))) {
+           !(maybe && (is_data_taken(params_[i].unsharded_tensor) ||
+                       is_data_taken(params_[i].unsharded_local)))) {
         i++;
     }
     return i;

@@ -37,14 +37,15 @@ struct Gradient {
 // what forward and backward need, the second what gradients need.
 struct alignas(FC_CACHE_LINE) Param {
     Ref sharded, unsharded;                   // the two nn.Parameter objects
-    at::Tensor unsharded_tensor;              // a view of the unit's unsharded storage
+    at::Tensor unsharded_tensor;              // what the latter is: autograd's leaf
     at::Tensor local;                         // the shard: the DTensor's local tensor
     void *storage = nullptr;                  // where an aliased shard lies, else null
     PyObject *dict = nullptr, *key = nullptr; // borrowed from places.front()
-    uint32_t version = 0;                     // of unsharded_tensor when it was filled
+    uint32_t version = 0;                     // unsharded_versions() when it was filled
     uint16_t local_slot = 0;                  // offset of the DTensor's local tensor
     bool is_trained = false;                  // requires_grad when it was filled
-    bool has_one_place = false;               // which needs no __setattr__
+    bool has_one_place : 1 = false;           // which needs no __setattr__
+    bool is_parallel : 1 = false;             // the unsharded parameter is a DTensor itself
 
     Gradient grad;
     at::Tensor accumulated; // unreduced, in the reduce dtype (gradient accumulation)
@@ -55,7 +56,8 @@ struct alignas(FC_CACHE_LINE) Param {
 
     // The dtype in which autograd keeps the unsharded gradient, none: any; from torch 2.15.
     std::optional<at::ScalarType> leaf_grad_type;
-    Ref owner; // fsdp_c's FSDPParam: makes DTensors, names the parameter
+    at::Tensor unsharded_local; // the view of the unit's storage: of a DTensor the local tensor
+    Ref owner;                  // fsdp_c's FSDPParam: makes DTensors, names the parameter
     std::vector<Place> places;
     std::vector<int64_t> local_size, local_stride; // of the shard and of its gradient
 
@@ -67,6 +69,9 @@ struct alignas(FC_CACHE_LINE) Param {
     // both counters (`param.data.mul_()`), by a write that changes its first bytes.
     uint64_t shard_mark() const;
     uint32_t shard_versions() const; // the counters alone
+    // Writes to the unsharded parameter: counted for a DTensor or its local tensor.
+    uint32_t unsharded_versions() const;
+    void bump_unsharded_versions() const;
     // Whether the unsharded parameter was written since it was filled.
     bool is_written() const;
 };

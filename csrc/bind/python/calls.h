@@ -27,7 +27,8 @@
     X(tell_of_double_backward)                                                                     \
     X(explain_error)                                                                               \
     X(parameter_name)                                                                              \
-    X(make_sharded_gradient)
+    X(make_sharded_gradient)                                                                       \
+    X(local_gradient)
 
 // X(name, text): attributes of states, of torch's objects and of loggers.
 #define FC_ATTRIBUTES(X)                                                                           \
@@ -46,6 +47,7 @@
     X(dtensor, "torch.distributed.tensor", "DTensor")                                              \
     X(collect_grad_tensors, "torch.distributed.fsdp._common_utils", "collect_grad_tensors")        \
     X(replace_grad_tensors, "torch.distributed.fsdp._common_utils", "replace_grad_tensors")        \
+    X(swap_tensor_impl, "torch._C", "_swap_tensor_impl")                                           \
     X(set_eval_frame, "torch._C._dynamo.eval_frame", "set_eval_frame")                             \
     X(get_logger, "logging", "getLogger")
 

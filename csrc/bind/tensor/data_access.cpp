@@ -1,12 +1,14 @@
 // Notes copies of tensors that share their memory and not their version counter.
 #include "bind/tensor/data_access.h"
 
+#include "bind/python/calls.h"
 #include "bind/python/python.h"
 #include "bind/tensor/tensors.h"
 
 #include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <atomic>
 #include <utility>
@@ -75,6 +77,14 @@ at::Tensor make_noted(PyObject *tensor)
 {
     const at::Tensor &like = tensor_of(tensor);
     return at::Tensor(c10::make_intrusive<NotedImpl>(c10::Storage(like.storage()), like));
+}
+
+void note_data(PyObject *tensor)
+{
+    const Ref noted = checked(THPVariable_Wrap(make_noted(tensor)));
+    const Ref swap = look_up(Import::swap_tensor_impl);
+    checked(PyObject_CallFunctionObjArgs(swap.get(), tensor, noted.get(), nullptr));
+    tensor_of(tensor).unsafeGetTensorImpl()->set_python_dispatch(true); // lost with its object
 }
 
 } // namespace fc

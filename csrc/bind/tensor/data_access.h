@@ -14,6 +14,8 @@ bool is_data_taken(const at::Tensor &tensor);
 
 // make_noted(tensor): a tensor on the same memory for is_data_taken.
 at::Tensor make_noted(PyObject *tensor);
+// note_data(tensor): the same for a new tensor of a subclass, in place.
+void note_data(PyObject *tensor);
 
 } // namespace fc
 
