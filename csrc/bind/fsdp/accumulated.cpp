@@ -40,7 +40,7 @@ at::Tensor readable(const at::Tensor &given, const Param &param)
 {
     check_layout(given, param);
     const at::Tensor grad = param.is_parallel ? local_part(given, param) : given;
-    const at::Tensor &full = param.unsharded_local;
+    const at::Tensor &full = param.unsharded_local();
     if (full.is_contiguous()) {
         return grad.contiguous();
     }
@@ -95,7 +95,7 @@ std::vector<at::Tensor> Accumulated::take_gradients(bool with_unused, const fc_r
             grads[i] = readable(fresh, p);
         } else if ((with_unused && p.sharded_tensor().requires_grad()) ||
                    (sums != nullptr && fc_reduction_has_sum(sums, i))) {
-            grads[i] = at::zeros_like(p.unsharded_local);
+            grads[i] = at::zeros_like(p.unsharded_local());
         }
         if (p.copies > 1 && grads[i].defined()) {
             grads[i] = grads[i].expand({p.copies}).contiguous(); // every rank gets all of it

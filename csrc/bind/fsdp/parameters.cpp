@@ -70,8 +70,11 @@ Param parse_row(PyObject *row)
     static PyObject *const local_tensor = PyUnicode_InternFromString("_local_tensor");
     param.local_slot = slot_of(Py_TYPE(param.sharded.get()), local_tensor);
     param.unsharded_tensor = tensor_of(param.unsharded.get());
-    param.unsharded_local = tensor_of(unsharded_local.get());
-    param.is_parallel = !param.unsharded_local.is_same(param.unsharded_tensor);
+    const at::Tensor view = tensor_of(unsharded_local.get());
+    param.is_parallel = !view.is_same(param.unsharded_tensor);
+    if (param.is_parallel) {
+        param.dtensor_local = view;
+    }
     param.local = tensor_of(local_object(param));
     param.reduce_type = reinterpret_cast<THPDtype *>(reduce.get())->scalar_type;
     param.grad_type = reinterpret_cast<THPDtype *>(grad.get())->scalar_type;
@@ -128,14 +131,14 @@ uint32_t Param::unsharded_versions() const
 {
     const uint32_t own =
         unsharded_tensor.unsafeGetTensorImpl()->version_counter().current_version();
-    return is_parallel ? own + version_of(unsharded_local) : own;
+    return is_parallel ? own + version_of(dtensor_local) : own;
 }
 
 void Param::bump_unsharded_versions() const
 {
     unsharded_tensor.unsafeGetTensorImpl()->bump_version();
     if (is_parallel) {
-        unsharded_local.unsafeGetTensorImpl()->bump_version();
+        dtensor_local.unsafeGetTensorImpl()->bump_version();
     }
 }
 
@@ -277,7 +280,7 @@ size_t Parameters::find_written(size_t from, bool maybe) const
     size_t i = from;
     while (i < params_.size() && !params_[i].is_written() &&
            !(maybe && (is_data_taken(params_[i].unsharded_tensor) ||
-                       is_data_taken(params_[i].unsharded_local)))) {
+                       (params_[i].is_parallel && is_data_taken(params_[i].dtensor_local))))) {
         i++;
     }
     return i;

@@ -56,8 +56,8 @@ struct alignas(FC_CACHE_LINE) Param {
 
     // The dtype in which autograd keeps the unsharded gradient, none: any; from torch 2.15.
     std::optional<at::ScalarType> leaf_grad_type;
-    at::Tensor unsharded_local; // the view of the unit's storage: of a DTensor the local tensor
-    Ref owner;                  // fsdp_c's FSDPParam: makes DTensors, names the parameter
+    at::Tensor dtensor_local; // the unsharded parameter's local tensor, if it is a DTensor
+    Ref owner;                // fsdp_c's FSDPParam: makes DTensors, names the parameter
     std::vector<Place> places;
     std::vector<int64_t> local_size, local_stride; // of the shard and of its gradient
 
@@ -69,6 +69,11 @@ struct alignas(FC_CACHE_LINE) Param {
     // both counters (`param.data.mul_()`), by a write that changes its first bytes.
     uint64_t shard_mark() const;
     uint32_t shard_versions() const; // the counters alone
+    // The view of the unit's storage that the unsharded parameter is or has.
+    const at::Tensor &unsharded_local() const
+    {
+        return is_parallel ? dtensor_local : unsharded_tensor;
+    }
     // Writes to the unsharded parameter: counted for a DTensor or its local tensor.
     uint32_t unsharded_versions() const;
     void bump_unsharded_versions() const;
