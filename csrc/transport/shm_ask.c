@@ -10,6 +10,7 @@
 #define FIRST_NS (FC_NS_PER_S / 2) /* most waits are over by then, and ask nothing */
 #define AGAIN_NS FC_NS_PER_S
 #define STUCK_NS FC_NS_PER_S
+#define MUTUAL_NS (2 * FC_NS_PER_S)
 #define TRIES 100
 
 /* False: it is being written; the next look finds it. */
@@ -95,6 +96,26 @@ bool fc_shm_inquire(const fc_transport *transport, int peer, fc_shm_inquiry *inq
         inquiry->at_ns = now_ns;
     }
     return false;
+}
+
+bool fc_shm_waits_for_us(const fc_transport *transport, int peer, fc_shm_inquiry *inquiry)
+{
+    const fc_shm_rank *theirs = fc_shm_rank_of(transport, peer);
+    uint32_t looks = atomic_load_explicit(&theirs->patience.n_looks, memory_order_seq_cst);
+    uint32_t wait = atomic_load_explicit(&theirs->patience.n_waits, memory_order_seq_cst);
+    bool is_mutual =
+        atomic_load_explicit(&theirs->activity.is_waiting, memory_order_relaxed) != 0 &&
+        atomic_load_explicit(&theirs->activity.peer, memory_order_relaxed) == transport->rank;
+    int64_t now_ns = fc_now_ns();
+
+    if (!is_mutual || inquiry->mutual_ns == 0 || wait != inquiry->wait) {
+        inquiry->mutual_ns = is_mutual ? now_ns : 0;
+        inquiry->wait = wait;
+        inquiry->looks = looks;
+        return false;
+    }
+    /* The first look may have begun before this rank waited, the second has not. */
+    return now_ns - inquiry->mutual_ns >= MUTUAL_NS && looks - inquiry->looks >= 2;
 }
 
 static const char *why_silent(const fc_transport *t, int peer, const fc_shm_inquiry *inquiry)

@@ -27,6 +27,12 @@ typedef struct fc_shm_activity {
     char unit[FC_SHM_UNIT_BYTES];
 } fc_shm_activity;
 
+/* Of a rank that sleeps in waits: the number of the last, and how often it found nothing there. */
+typedef struct fc_shm_patience {
+    _Atomic uint32_t n_waits;
+    _Atomic uint32_t n_looks;
+} fc_shm_patience;
+
 #define FC_SHM_PLACE_WORDS (sizeof(fc_place) / sizeof(uint64_t))
 
 /* What a rank's watcher has told; questions are numbered. */
@@ -46,6 +52,7 @@ typedef struct fc_shm_rank {
     _Atomic uint32_t n_asked;
     /* Written by the owner. */
     alignas(FC_CACHE_LINE) fc_shm_activity activity;
+    alignas(FC_CACHE_LINE) fc_shm_patience patience;
     alignas(FC_CACHE_LINE) fc_shm_answer answer;
     alignas(FC_CACHE_LINE) fc_word mail_sequence;
     char mail[2][FC_SHM_MAIL_BYTES];
@@ -108,12 +115,20 @@ typedef struct fc_shm_inquiry {
     int64_t at_ns;     /* when it was put; when its answer was read */
     int64_t stuck_ns;  /* since when the peer is in a collective that waits for this rank; 0: not */
     fc_place place;    /* the last answer; zero if none */
+    int64_t mutual_ns; /* since when the peer waits for this rank, in `wait`; 0: it does not */
+    uint32_t wait;     /* the peer's, and its looks at `mutual_ns` */
+    uint32_t looks;
 } fc_shm_inquiry;
 
 /* Puts questions and reads answers; now and then while a wait lasts, with the host's lock. True:
  * the peer sits in a collective that this rank has not called, so that neither can go on. */
 bool fc_shm_inquire(const fc_transport *transport, int peer, fc_shm_inquiry *inquiry,
                     int64_t waited_ns);
+
+/* Whether the peer waits for this rank, which waits: it has looked since and found nothing, and
+ * what it looks for this rank would have to publish. True is final unless this rank's wait is over.
+ */
+bool fc_shm_waits_for_us(const fc_transport *transport, int peer, fc_shm_inquiry *inquiry);
 
 /* "; it is at train.py:41 in main", or why that is not known; nothing if it was not asked. */
 void fc_shm_tell_place(const fc_transport *transport, int peer, const fc_shm_inquiry *inquiry,

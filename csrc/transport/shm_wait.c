@@ -111,7 +111,7 @@ static fc_status fail_wait(shm_wait *w, fc_status status, const char *found)
     describe(what, sizeof(what), w->info->op, w->info->unit, w->info->sequence);
     describe_peer(last, sizeof(last), t, w->peer);
     place[0] = '\0';
-    if (status == FC_ERR_TIMEOUT) {
+    if (status == FC_ERR_TIMEOUT || w->inquiry.mutual_ns != 0) {
         fc_shm_tell_place(t, w->peer, &w->inquiry, place, sizeof(place));
     }
     (void)snprintf(text, sizeof(text),
@@ -163,6 +163,18 @@ static fc_status fail_stuck(shm_wait *w)
     return fail_wait(w, FC_ERR_PEER, found);
 }
 
+/* Both wait, and what each waits for the other would have to do first. */
+static fc_status fail_mutual(shm_wait *w)
+{
+    char found[192];
+
+    (void)snprintf(found, sizeof(found),
+                   "rank %d waits for something else (all ranks make the same calls in the same "
+                   "order; neither could go on)",
+                   w->transport->global_ranks[w->peer]);
+    return fail_wait(w, FC_ERR_PEER, found);
+}
+
 static void give_notice(shm_wait *w, int64_t waited_ns)
 {
     fc_transport *t = w->transport;
@@ -200,6 +212,9 @@ static fc_status visit_host(shm_wait *w, int64_t now_ns)
     }
     if (st == FC_OK && fc_shm_inquire(t, w->peer, &w->inquiry, waited_ns)) {
         st = w->ready(w->arg) ? FC_OK : fail_stuck(w);
+    }
+    if (st == FC_OK && fc_shm_waits_for_us(t, w->peer, &w->inquiry)) {
+        st = w->ready(w->arg) ? FC_OK : fail_mutual(w);
     }
     if (st == FC_OK && waited_ns >= fc_transport_notice_ns(w->n_notices)) {
         give_notice(w, waited_ns);
@@ -258,8 +273,10 @@ static bool yield_until_ready(shm_wait *w)
 static fc_status sleep_until_ready(shm_wait *w)
 {
     fc_shm_rank *peer = fc_shm_rank_of(w->transport, w->peer);
+    fc_shm_patience *mine = &fc_shm_rank_of(w->transport, w->transport->rank)->patience;
     int64_t slice_ns = SLICE_MIN_NS;
 
+    (void)atomic_fetch_add_explicit(&mine->n_waits, 1, memory_order_seq_cst);
     for (;;) {
         fc_status st = look_around(w);
         bool is_ready;
@@ -279,6 +296,7 @@ static fc_status sleep_until_ready(shm_wait *w)
         if (is_ready || w->ready(w->arg)) {
             return FC_OK;
         }
+        (void)atomic_fetch_add_explicit(&mine->n_looks, 1, memory_order_seq_cst);
         slice_ns = slice_ns * 2 < SLICE_MAX_NS ? slice_ns * 2 : SLICE_MAX_NS;
     }
 }

@@ -169,8 +169,9 @@ void fc_transport_publish(fc_transport *transport, fc_word *word, uint64_t value
 
 /* Blocks until ready(arg), which reads words that `peer` publishes. Yields first, then sleeps; ends
  * early when the peer's process is gone (ready() is asked once more first), when any rank aborted,
- * on the deadline, on Ctrl-C, and when the peer sits in a collective of a process group that this
- * rank has not called. The message names the ranks, `info`, what the peer did last and where it is.
+ * on the deadline, on Ctrl-C, and when neither could go on: the peer sits in a collective of a
+ * process group that this rank has not called, or waits here for this rank. The message names the
+ * ranks, `info`, what the peer did last and where it is.
  */
 typedef bool (*fc_ready_fn)(void *arg);
 FC_MUST_CHECK fc_status fc_transport_wait(fc_transport *transport, int peer, fc_ready_fn ready,

@@ -593,6 +593,29 @@ static void body_collectives(int rank, int n, void *arg)
     CHECK_EQ(fc_alloc_live(), 0);
 }
 
+/* Ranks 0 and 1 wait for each other, the others for rank 0: all learn of it long before the
+ * deadline.
+ */
+static void body_mutual(int rank, int n, void *arg)
+{
+    ranks_host host;
+    fc_transport *t = create(&host, rank, n, 60 * FC_NS_PER_S);
+    fc_region *region = NULL;
+    int64_t start_ns;
+    fc_status st;
+
+    (void)arg;
+    CHECK_OR_EXIT(fc_transport_map_region(t, "test memory", FC_PAGE, 7, &region) == FC_OK);
+    start_ns = fc_now_ns();
+    st = wait_for(t, region, rank == 0 ? 1 : 0, 1);
+    CHECK(st == FC_ERR_PEER || st == FC_ERR_BROKEN);
+    CHECK_HAS(fc_last_message(), "waits for something else");
+    CHECK(fc_now_ns() - start_ns < 30 * FC_NS_PER_S);
+    fc_region_release(region);
+    fc_transport_destroy(t);
+    CHECK_EQ(fc_alloc_live(), 0);
+}
+
 static void body_killer_and_ranks(int rank, int n, void *arg)
 {
     useconds_t delay_us = *(const useconds_t *)arg;
@@ -637,6 +660,8 @@ int main(void)
     }
     ranks_check(3, body_stop, NULL);
     ranks_check(2, body_interrupt, NULL);
+    ranks_check(2, body_mutual, NULL);
+    ranks_check(4, body_mutual, NULL);
     test_places();
     test_random_kills();
     CHECK_EQ(count_shm_files(), in_shm);

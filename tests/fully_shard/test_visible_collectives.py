@@ -213,3 +213,35 @@ def test_hook_set_while_a_unit_is_unsharded(rank: int, n_ranks: int) -> None:
     pair.step(data(rank, 2))
     pair.skip_if_same()
     assert any("hook" in word for word in words(pair.ours))
+
+
+class Careless(Net):
+    """Rank 1 does something else with the second block, or with what it brings."""
+
+    act = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        act = self.act if dist.get_rank() == 1 else ""
+        x = self.stem(x)
+        for index, block in enumerate(self.blocks):
+            for _ in range({"skip": 0, "twice": 2}.get(act, 1) if index == 1 else 1):
+                x = block(x)
+        return (x.detach() if act == "bypass" else x) * self.scale.sum()
+
+
+@pytest.mark.parametrize("act", ["skip", "twice", "bypass"])
+@on_ranks(2, apart=True)
+def test_ranks_that_differ_are_named(rank: int, n_ranks: int, act: str) -> None:
+    """Each waits for the other, for the collectives of another unit: long before the deadline."""
+    fsdp = harness.implementation()
+    if fsdp is torch_fsdp:
+        return
+    harness.seed_everything(1)
+    model: Any = Careless()
+    models.shard_blocks(model, fsdp)
+    model.blocks[1].set_all_reduce_hook(double)
+    model(data(rank)).sum().backward()
+    model.act = act
+    with pytest.raises(RuntimeError, match=rf"in .* \(step 2\).*rank {1 - rank}") as caught:
+        model(data(rank)).sum().backward()
+    assert "all ranks make the same calls in the same order" in str(caught.value)
