@@ -19,7 +19,7 @@ SANITIZED_TESTS := comm/test_comm device/test_device_nccl device/test_device_sch
     optim/test_owner
 # The program itself is not sanitized; the second one is where exceptions are caught.
 PRELOADED = $(shell gcc -print-file-name=libasan.so) $(shell g++ -print-file-name=libstdc++.so)
-PARITY := tests/fully_shard tests/behaviour
+PARITY := tests/fully_shard tests/behaviour tests/install/test_torch_names.py
 QUICK := tests/quick.txt
 
 .DEFAULT_GOAL := help
@@ -51,7 +51,7 @@ check: build lint  ## in two minutes: lint, C tests and tests that meet every mo
 test: build lint  ## lint, C tests and Python tests; PYTEST_ARGS="-k name"
 	@$(PYTEST) $(PYTEST_ARGS)
 
-test-parity: build  ## only the tests that compare with torch's own fully_shard
+test-parity: build  ## only the tests that compare with torch: its own fully_shard, its private names
 	@$(PYTEST) $(PARITY) $(PYTEST_ARGS)
 
 test-c: $(READY)  ## only the programs that test the C core

@@ -22,6 +22,9 @@ else:
             from fsdp_c import _native  # noqa: F401 - before what another torch may lack
         except _built.NotBuilt as error:
             raise error.with_traceback(None) from None  # its one line says all
+        from fsdp_c._compat import _torch_names
+
+        _torch_names.check()
         from fsdp_c import _api
 
         names = {public: getattr(_api, public) for public in _api.__all__}

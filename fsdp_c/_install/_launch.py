@@ -46,6 +46,9 @@ def watch(fsdp1: bool = False) -> None:
 def _redirect(fsdp1: bool, module: Any) -> None:
     # Late: importing it in the middle of torch's own import would be circular.
     def installed() -> Any:
+        from fsdp_c._compat import _torch_names
+
+        _torch_names.check()
         from fsdp_c._install import _install
 
         _install.install(fsdp1=fsdp1)
