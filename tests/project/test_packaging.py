@@ -25,6 +25,8 @@ SOURCES = "LICENSE README.md build_backend.py csrc fsdp_c pyproject.toml setup.p
 FACTS = """import importlib.metadata as metadata, json
 import fsdp_c
 fsdp_c.fully_shard
+from fsdp_c._compat import _torch_names
+assert list(_torch_names.names(_torch_names.NEWEST))
 print(json.dumps([fsdp_c.__file__, metadata.version("fsdp_c"), metadata.requires("fsdp_c")]))
 """
 
