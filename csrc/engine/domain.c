@@ -407,6 +407,11 @@ bool fc_domain_is_packed(const fc_domain *domain)
     return domain->is_packed;
 }
 
+bool fc_domain_is_visible(const fc_domain *domain)
+{
+    return domain->is_packed && !domain->is_mapped;
+}
+
 int fc_domain_rank(const fc_domain *domain)
 {
     return domain->rank;

@@ -79,7 +79,8 @@ size_t fc_domain_n_units(const fc_domain *domain);
 fc_transport *fc_domain_transport(fc_domain *domain);
 bool fc_domain_is_mapped(const fc_domain *domain);
 bool fc_domain_is_replicate(const fc_domain *domain);
-bool fc_domain_is_packed(const fc_domain *domain); /* see fc_param */
+bool fc_domain_is_packed(const fc_domain *domain);  /* see fc_param */
+bool fc_domain_is_visible(const fc_domain *domain); /* and its units' collectives are messages */
 int fc_domain_rank(const fc_domain *domain);
 int fc_domain_n_ranks(const fc_domain *domain);
 

@@ -115,7 +115,7 @@ struct fc_domain {
     fc_domain_kind kind;
     int rank, n_ranks;
     bool is_mapped;
-    bool is_packed; /* others look at its collectives: see fc_param */
+    bool is_packed; /* others look at what its sums or its collectives bring: see fc_param */
     fc_unit *units; /* owned */
     size_t n_units;
     fc_region *region; /* owned; NULL over messages */

@@ -605,10 +605,10 @@ fc_status fc_reduction_create(fc_unit *shard, fc_unit *replicate, fc_slots *scra
                         .scratch = scratch,
                         .ops = ops,
                         .mask = mask,
-                        .submit = shard->domain->is_packed      ? submit_messages
-                                  : shard->domain->n_ranks == 1 ? submit_alone
-                                  : shard->domain->is_mapped    ? submit_mapped
-                                                                : submit_messages};
+                        .submit = fc_domain_is_visible(shard->domain) ? submit_messages
+                                  : shard->domain->n_ranks == 1       ? submit_alone
+                                  : shard->domain->is_mapped          ? submit_mapped
+                                                                      : submit_messages};
     *out = r;
     return FC_OK;
 }

@@ -109,14 +109,28 @@ static fc_status counted(fc_unit *unit, size_t n_units, fc_wait_kind kind, int64
     return st;
 }
 
+/* Ranks meet, and the transport learns whose collective comes. */
+static fc_status begin(fc_unit *unit, size_t n_units, const char *op, uint64_t detail,
+                       const fc_message_ops **messages_out, int64_t *start_ns_out)
+{
+    const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
+
+    FC_TRY(meet(unit, n_units, op, detail));
+    if (messages->begin != NULL) {
+        FC_TRY(messages->begin(messages->context, unit->index));
+    }
+    *messages_out = messages;
+    *start_ns_out = fc_now_ns();
+    return FC_OK;
+}
+
 fc_status waits_all_gather(fc_unit *unit, size_t n_units, void *recv, const void *send,
                            size_t send_bytes)
 {
-    const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
+    const fc_message_ops *messages;
     int64_t start_ns;
 
-    FC_TRY(meet(unit, n_units, "all-gather", 0));
-    start_ns = fc_now_ns();
+    FC_TRY(begin(unit, n_units, "all-gather", 0, &messages, &start_ns));
     return counted(unit, n_units, waits_gather_kind(unit->domain), start_ns,
                    messages->all_gather(messages->context, recv, send, send_bytes));
 }
@@ -124,11 +138,10 @@ fc_status waits_all_gather(fc_unit *unit, size_t n_units, void *recv, const void
 fc_status waits_reduce_scatter(fc_unit *unit, size_t n_units, void *recv, void *send,
                                size_t recv_numel, fc_dtype dtype, uint64_t detail)
 {
-    const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
+    const fc_message_ops *messages;
     int64_t start_ns;
 
-    FC_TRY(meet(unit, n_units, "reduce-scatter", detail));
-    start_ns = fc_now_ns();
+    FC_TRY(begin(unit, n_units, "reduce-scatter", detail, &messages, &start_ns));
     return counted(unit, n_units, FC_WAIT_REDUCE, start_ns,
                    messages->reduce_scatter(messages->context, recv, send, recv_numel, dtype));
 }
@@ -136,11 +149,10 @@ fc_status waits_reduce_scatter(fc_unit *unit, size_t n_units, void *recv, void *
 static fc_status all_reduce(fc_unit *unit, void *data, size_t numel, fc_dtype dtype,
                             uint64_t detail)
 {
-    const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
+    const fc_message_ops *messages;
     int64_t start_ns;
 
-    FC_TRY(meet(unit, 1, "all-reduce", detail));
-    start_ns = fc_now_ns();
+    FC_TRY(begin(unit, 1, "all-reduce", detail, &messages, &start_ns));
     return counted(unit, 1, FC_WAIT_REDUCE, start_ns,
                    messages->all_reduce(messages->context, data, numel, dtype));
 }

@@ -106,6 +106,8 @@ typedef struct fc_message_ops {
     fc_status (*all_to_all)(void *context, void *recv, const size_t *recv_bytes, const void *send,
                             const size_t *send_bytes);
     fc_status (*barrier)(void *context);
+    /* NULL, or told before a collective of a domain which of its units is the first to travel. */
+    fc_status (*begin)(void *context, size_t unit);
     void (*release)(void *context); /* when the transport is destroyed */
 } fc_message_ops;
 

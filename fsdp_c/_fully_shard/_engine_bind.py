@@ -57,18 +57,18 @@ def bind_units(groups: Sequence[Any], streams: _C.Streams | None = None) -> list
     rank raises. Units on a device share the schedule of those in `streams`.
     """
     streams = _device.streams_for(groups, streams)
-    by_mesh: dict[tuple[Any, Any, Any], list[Any]] = {}
+    by_mesh: dict[tuple[Any, Any, str], list[Any]] = {}
     for group in groups:
         shards = getattr(group.mesh_info, "shard_process_group", _process_group.ALONE)
         replicas = getattr(group.mesh_info, "replicate_process_group", None)
         group.visible = group.wants_visible if streams is None else _visibility.Visible()
-        alone = group if group.visible.reason else None
-        by_mesh.setdefault((shards, replicas, alone), []).append(group)
+        in_sight = _what_is_in_sight(group, shards, replicas)
+        by_mesh.setdefault((shards, replicas, in_sight), []).append(group)
     _check_model(by_mesh)
     domains: list[_C.Domain] = []
     placed = []
-    for (shard_pg, replicate_pg, _), members in by_mesh.items():
-        shard, replicate = _make_domains(shard_pg, replicate_pg, members, streams)
+    for (shard_pg, replicate_pg, in_sight), members in by_mesh.items():
+        shard, replicate = _make_domains(shard_pg, replicate_pg, members, streams, in_sight)
         domains += [domain for domain in (shard, replicate) if domain is not None]
         placed += [(group, shard, i, replicate) for i, group in enumerate(members)]
     for group, shard, index, replicate in placed:
@@ -81,7 +81,21 @@ def bind_units(groups: Sequence[Any], streams: _C.Streams | None = None) -> list
     return domains
 
 
-def _check_model(by_mesh: dict[tuple[Any, Any, Any], list[Any]]) -> None:
+def _what_is_in_sight(
+    group: Any, shards: dist.ProcessGroup, replicas: dist.ProcessGroup | None
+) -> str:
+    """Of a unit: none of its collectives (empty), all of them, or only sums between replicas."""
+    if not group.visible.reason:
+        return ""
+    is_hooked = replicas is not None and not group.visible.is_watched
+    # Sums of shards are divided afterwards, for which float16 lacks the range.
+    fits = all(_versions.reduce_dtype(p) != torch.float16 for p in group.fsdp_params)
+    return (
+        "sums" if is_hooked and fits and _transport.transport_for(shards).kind == "shm" else "all"
+    )
+
+
+def _check_model(by_mesh: dict[tuple[Any, Any, str], list[Any]]) -> None:
     """Ranks build the same units; once for each process group. Collective."""
     members: dict[Any, list[Any]] = {}
     for process_groups, groups in by_mesh.items():
@@ -98,26 +112,31 @@ def _make_domains(
     replicate_pg: dist.ProcessGroup | None,
     groups: Sequence[Any],
     streams: _C.Streams | None,
+    in_sight: str,
 ) -> tuple[_C.Domain, _C.Domain | None]:
     units = [UnitSpec(_fqns.unit_name(g), [spec_of(p) for p in g.fsdp_params]) for g in groups]
     # What replicas add up next has to be there at once.
-    is_alone = streams is None and replicate_pg is None and not groups[0].visible.reason
+    is_alone = streams is None and replicate_pg is None and not in_sight
     batch_bytes = _env.batch_bytes() if is_alone else 0
-    is_visible = bool(groups[0].visible.reason)
     process_groups = [shard_pg] if replicate_pg is None else [shard_pg, replicate_pg]
-    transports = [  # a process group may stand for both dimensions, of one rank
-        _transport.messages_for(
-            pg, _visible_collectives.VisibleMessages(groups[0], pg, dim == len(process_groups) - 1)
-        )
-        if is_visible
-        else _transport.transport_for(pg)
-        if streams is None
-        else _transport.messages_for(pg)
-        for dim, pg in enumerate(process_groups)
-    ]
+
+    def transport(index: int) -> _C.Transport:
+        process_group = process_groups[index]
+        is_last = index == len(process_groups) - 1
+        if in_sight == "all" or (in_sight and is_last):
+            summed = shard_pg if in_sight == "sums" else None
+            return _transport.messages_for(
+                process_group,
+                _visible_collectives.VisibleMessages(groups, process_group, is_last, summed),
+            )
+        make = _transport.transport_for if streams is None else _transport.messages_for
+        return make(process_group)
+
+    # A process group may stand for both dimensions, of one rank.
+    transports = [transport(index) for index in range(len(process_groups))]
     is_counted = (
         streams is None
-        and not is_visible
+        and not in_sight
         and _agreement.any_rank(
             process_groups, any(transport.kind != "shm" for transport in transports)
         )
@@ -135,7 +154,7 @@ def _make_domains(
             n_shards=shard_pg.size(),
             batch_bytes=batch_bytes,
             is_counted=is_counted,
-            is_packed=is_visible,
+            is_packed=bool(in_sight),
             streams=streams,
             group=str(process_group.group_name),
         )

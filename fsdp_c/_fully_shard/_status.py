@@ -88,7 +88,7 @@ def _describe(root: Any, reason: str) -> TreeStatus:
     process_groups = {id(p): p for p in (*sharding, *replicas) if p is not None}.values()
     several = [p for p in process_groups if p.size() > 1]
     kinds = {_transport.transport_kind(p) for p in several}
-    if several and any(getattr(g, "_is_bound", False) and g.visible.reason for g in groups):
+    if several and any(getattr(g, "_is_bound", False) and g.visible.is_watched for g in groups):
         kinds.add("callback")
     taken = [g for g in groups if getattr(g, "_is_bound", False) and _device.is_taken(g)]
     if taken:

@@ -18,14 +18,17 @@ class Visible(NamedTuple):
     """Whether a unit's collectives are in sight, and why; as its ranks have agreed."""
 
     reason: str = ""  # empty: nobody looks
-    is_watched: bool = False  # they are seen as they are made; else only what they bring is
+    # Seen as they are made; else at most what they bring is.
+    sees_gathers: bool = False
+    sees_sums: bool = False
+
+    @property
+    def is_watched(self) -> bool:
+        return self.sees_gathers or self.sees_sums
 
 
 def why_watched(group: Any) -> str:
-    """What sees the unit's collectives, on this rank; empty if nothing does."""
-    comms = type(group._all_gather_comm), type(group._reduce_scatter_comm)
-    if comms != _versions.default_comms():
-        return _versions.COMM_MEMORY.get(comms[0].__name__, "custom collectives")
+    """What sees all of the unit's collectives, on this rank; empty if nothing does."""
     if reason := _replaced_functions.replaced_collective():
         return reason
     if torch._C._len_torch_dispatch_stack() != 0:
@@ -43,7 +46,12 @@ def why_visible(group: Any) -> str:
 
 def _look_at(group: Any) -> Visible:
     if reason := why_watched(group):
-        return Visible(reason, True)
+        return Visible(reason, True, True)
+    gather, scatter = type(group._all_gather_comm), type(group._reduce_scatter_comm)
+    default_gather, default_scatter = _versions.default_comms()
+    if (gather, scatter) != (default_gather, default_scatter):
+        reason = _versions.COMM_MEMORY.get(gather.__name__, "custom collectives")
+        return Visible(reason, gather is not default_gather, scatter is not default_scatter)
     return Visible("an all-reduce hook" if group._all_reduce_hook is not None else "")
 
 
@@ -65,10 +73,12 @@ def _take(groups: Sequence[Any], theirs: Sequence[Visible], rank: int) -> None:
     """What is seen on one rank is made on all of them."""
     for group, other in zip(groups, theirs, strict=False):
         own = group.wants_visible
-        if other.reason and not own.reason:
-            group.wants_visible = Visible(f"{other.reason} on rank {rank}", other.is_watched)
-        elif other.is_watched and not own.is_watched:
-            group.wants_visible = Visible(own.reason, True)
+        reason = own.reason or (other.reason and f"{other.reason} on rank {rank}")
+        group.wants_visible = Visible(
+            reason,
+            own.sees_gathers or other.sees_gathers,
+            own.sees_sums or other.sees_sums,
+        )
 
 
 def has_changed(groups: Sequence[Any]) -> bool:
@@ -79,4 +89,8 @@ def has_changed(groups: Sequence[Any]) -> bool:
 def _differs(now: Visible, bound: Visible) -> bool:
     if " on rank " in bound.reason and not now.reason:  # another rank's
         return False
-    return bool(now.reason) != bool(bound.reason) or (now.is_watched and not bound.is_watched)
+    return (
+        bool(now.reason) != bool(bound.reason)
+        or (now.sees_gathers and not bound.sees_gathers)
+        or (now.sees_sums and not bound.sees_sums)
+    )

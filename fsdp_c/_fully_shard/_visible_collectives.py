@@ -1,4 +1,4 @@
-"""Collectives of one unit that tools and users see: torch's calls, sizes, dtypes and order.
+"""Collectives of units that tools and users see: torch's calls, sizes, dtypes and order.
 
 The engine packs shards and gradients and takes out what came back. In between a unit calls what
 torch's group would call: its `_all_gather_comm` and `_reduce_scatter_comm`, `dist.all_reduce`,
@@ -8,7 +8,7 @@ then the all-reduce hook. Where nobody looks, the package's own collectives stan
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,23 +21,36 @@ Collective = Callable[..., Any]
 
 
 class VisibleMessages(_transport.Messages):
-    """What the engine calls to move a unit between the ranks of one dimension of its mesh.
+    """What the engine calls to move units between the ranks of one dimension of their mesh.
 
     Tensors are 1-d, of the engine's memory, and valid during the call.
 
     Args:
-        param_group: whose collectives these are.
-        process_group: the ranks: of its shards or of its replicas.
+        param_groups: whose collectives these are, in the domain's order.
+        process_group: the ranks: of their shards or of their replicas.
         is_last: no other dimension sums after this one.
+        shards: the ranks over which the engine has summed up what replicas are given, undivided.
     """
 
-    def __init__(self, param_group: Any, process_group: dist.ProcessGroup, is_last: bool) -> None:
+    def __init__(
+        self,
+        param_groups: Sequence[Any],
+        process_group: dist.ProcessGroup,
+        is_last: bool,
+        shards: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__(process_group)
-        self._param_group = weakref.ref(param_group)
+        self._param_groups = [weakref.ref(group) for group in param_groups]
         self._is_last = is_last
+        self._shards = shards
+        self._index = 0
+
+    def begin(self, unit: int) -> None:
+        """The next collective is of this unit."""
+        self._index = unit
 
     def _unit(self) -> Any:
-        unit = self._param_group()
+        unit = self._param_groups[self._index]()
         if unit is None:
             raise RuntimeError("the module of the unit is gone")
         return unit
@@ -51,7 +64,7 @@ class VisibleMessages(_transport.Messages):
         if n_ranks == 1:
             output.copy_(input)
             return
-        if not unit.visible.is_watched:
+        if not unit.visible.sees_gathers:
             _communicator.communicator_for(process_group).all_gather(output, input)
             return
         dtype, comm = _gathered_dtype(unit), unit._all_gather_comm
@@ -77,7 +90,7 @@ class VisibleMessages(_transport.Messages):
         unit, process_group = self._unit(), self._live_group()
         before, after, op, _ = _versions.divide_factors(unit, input.dtype)
         divisor = _divisor_of(op, process_group, unit.gradient_divide_factor)
-        if not unit.visible.is_watched:
+        if not unit.visible.sees_sums:
             _divide(input, before)
             _communicator.communicator_for(process_group).reduce_scatter(output, input, divisor)
             self._finish(unit, output, after)
@@ -103,8 +116,11 @@ class VisibleMessages(_transport.Messages):
     @torch.no_grad()
     def all_reduce(self, tensor: torch.Tensor) -> None:
         unit, process_group = self._unit(), self._live_group()
-        _, after, _, op = _versions.divide_factors(unit, tensor.dtype)
-        if unit.visible.is_watched:
+        before, after, shard_op, op = _versions.divide_factors(unit, tensor.dtype)
+        if self._shards is not None:
+            _divide(tensor, before)
+            _divide(tensor, _divisor_of(shard_op, self._shards, unit.gradient_divide_factor))
+        if unit.visible.sees_sums:
             dist.all_reduce(tensor, group=process_group, op=op)
         else:
             divisor = _divisor_of(op, process_group, None)

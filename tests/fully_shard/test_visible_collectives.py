@@ -16,6 +16,7 @@ from models import Net, data
 from parity import Pair, Plain, Side, Tolerance, on_ranks
 
 import fsdp_c
+from fsdp_c._comm import _communicator
 
 CLOSE = Tolerance(relative=1e-5, scaled=1e-5)
 
@@ -75,6 +76,73 @@ def test_hook_between_replicas_with_partial_sums(rank: int, n_ranks: int) -> Non
         pair.do(lambda side, last=step % 2 == 1: side.model.set_requires_all_reduce(last))
         pair.forward(data(rank, step))
         pair.backward()
+
+
+@on_ranks(4)
+def test_hook_between_replicas_makes_no_other_collective(rank: int, n_ranks: int) -> None:
+    """Gathers and sums of shards stay in shared memory; what the hook sees is torch's."""
+    made: list[str] = []
+    seen: dict[str, list[torch.Tensor]] = {"torch": [], "tested": []}
+
+    def shard(model: Any, fsdp: Any) -> None:
+        policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        mesh = cached_mesh((2, 2), ("r", "s"))
+        models.shard_blocks(model, fsdp, mesh=mesh, mp_policy=policy)
+
+    def keep(side: Side) -> None:
+        for block in side.model.blocks:
+            block.set_all_reduce_hook(lambda reduced: seen[side.name].append(reduced.clone()))
+
+    def counted(process_group: dist.ProcessGroup) -> Any:
+        made.append("")
+        return make(process_group)
+
+    make = _communicator.communicator_for
+    pair = Pair(Net, shard, tolerance=Tolerance(relative=1e-2, scaled=1e-2))
+    pair.do(keep)
+    pair.step(data(rank, 0))
+    pair.skip_if_same()
+    _communicator.communicator_for = counted
+    try:
+        pair.step(data(rank, 1))
+    finally:
+        _communicator.communicator_for = make
+    assert len(made) == len(pair.ours.model.blocks)
+    for mine, theirs in zip(seen["tested"], seen["torch"], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-3)
+
+
+class Gather:
+    """What torch's does, noted."""
+
+    def __init__(self) -> None:
+        self.n_calls = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool) -> Any:
+        self.n_calls += 1
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+@on_ranks(2)
+def test_custom_gather_leaves_sums_in_shared_memory(rank: int, n_ranks: int) -> None:
+    pair = Pair(Net, models.shard_blocks, tolerance=CLOSE)
+    gathers = {side: Gather() for side in (pair.ours, pair.theirs)}
+    pair.do(
+        lambda side: [block.set_custom_all_gather(gathers[side]) for block in side.model.blocks]
+    )
+    pair.step(data(rank, 0))
+    pair.skip_if_same()
+    sent = dist.group.WORLD._get_sequence_number_for_group()
+    pair.ours.model(data(rank, 1)).sum().backward()
+    made = dist.group.WORLD._get_sequence_number_for_group() - sent
+    pair.theirs.model(data(rank, 1)).sum().backward()
+    assert gathers[pair.ours].n_calls == gathers[pair.theirs].n_calls > 0
+    # All that the process group has seen are the gathers.
+    assert made == gathers[pair.ours].n_calls // 2
 
 
 @on_ranks(2)
@@ -229,19 +297,44 @@ class Careless(Net):
         return (x.detach() if act == "bypass" else x) * self.scale.sum()
 
 
+def check_careless(model: Any, act: str, rank: int) -> None:
+    """Gradients are the mean over ranks, doubled where the hook is."""
+    harness.seed_everything(1)
+    plain: Any = Careless()
+    plain.act = act
+    plain(data(rank)).sum().backward()
+    for (name, parameter), sharded in zip(
+        plain.named_parameters(), model.parameters(), strict=True
+    ):
+        wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(wanted)
+        wanted *= 1 if name.startswith("blocks.1") else 0.5
+        torch.testing.assert_close(sharded.grad.full_tensor(), wanted, msg=name)
+
+
 @pytest.mark.parametrize("act", ["skip", "twice", "bypass"])
+@pytest.mark.parametrize("sizes", [(2,), (1, 2), (2, 1)])
 @on_ranks(2, apart=True)
-def test_ranks_that_differ_are_named(rank: int, n_ranks: int, act: str) -> None:
+def test_ranks_that_differ_are_named(
+    rank: int, n_ranks: int, act: str, sizes: tuple[int, ...]
+) -> None:
     """Each waits for the other, for the collectives of another unit: long before the deadline."""
     fsdp = harness.implementation()
     if fsdp is torch_fsdp:
         return
     harness.seed_everything(1)
     model: Any = Careless()
-    models.shard_blocks(model, fsdp)
+    mesh = cached_mesh(sizes, ("r", "s")[-len(sizes) :])
+    models.shard_blocks(model, fsdp, mesh=mesh)
     model.blocks[1].set_all_reduce_hook(double)
     model(data(rank)).sum().backward()
     model.act = act
+    if sizes == (1, 2) or (sizes, act) == ((2, 1), "twice"):
+        # Between shards a unit that was left out counts as zero; one that ran twice is summed once.
+        model.zero_grad()
+        model(data(rank)).sum().backward()
+        check_careless(model, act, rank)
+        return
     with pytest.raises(RuntimeError, match=rf"in .* \(step 2\).*rank {1 - rank}") as caught:
         model(data(rank)).sum().backward()
     assert "all ranks make the same calls in the same order" in str(caught.value)

@@ -114,6 +114,12 @@ fc_status messages_barrier(void *context)
     return call(context, "barrier", PyDict_New());
 }
 
+fc_status messages_begin(void *context, size_t unit)
+{
+    const Gil gil;
+    return call(context, "begin", Py_BuildValue("{sn}", "unit", (Py_ssize_t)unit));
+}
+
 void messages_release(void *context)
 {
     const Gil gil;
@@ -131,6 +137,7 @@ fc_message_ops messages_ops(const Ref &messages, int n_ranks)
             .broadcast = messages_broadcast,
             .all_to_all = messages_all_to_all,
             .barrier = messages_barrier,
+            .begin = PyObject_HasAttrString(messages.get(), "begin") ? messages_begin : nullptr,
             .release = messages_release};
 }
 

@@ -8,8 +8,8 @@
 namespace fc {
 
 /* The operations over `messages`, whose methods have the operations' names (`Messages` of
- * fsdp_c/_comm/_transport.py); they get 1-d CPU tensors that are valid during the call. Kept until
- * the operation `release`. */
+ * fsdp_c/_comm/_transport.py); they get 1-d CPU tensors that are valid during the call. `begin` may
+ * be missing. Kept until the operation `release`. */
 fc_message_ops messages_ops(const Ref &messages, int n_ranks);
 
 } // namespace fc

@@ -156,7 +156,7 @@ bool keep_for_hidden_output(StateObject *state, PyObject *output)
 // A unit whose collectives others see gathers ahead where torch's would.
 void ask_if_visible(GroupObject *group, Call call)
 {
-    if (fc_domain_is_packed(group->unit->domain())) {
+    if (fc_domain_is_visible(group->unit->domain())) {
         ask_python(call, group);
     }
 }
