@@ -139,7 +139,8 @@ def _make_transport(group: dist.ProcessGroup) -> _C.Transport:
             )
         return _new_transport(group, "callback", _no_exchange)
     if group.size() == 1:
-        return _new_transport(group, "callback" if wanted == "callback" else "shm", _no_exchange)
+        has_messages = wanted == "callback" and group is not _process_group.ALONE
+        return _new_transport(group, "callback" if has_messages else "shm", _no_exchange)
     exchange = exchange_for(group)
     assert exchange is not None
     _agree(group, exchange, wanted)

@@ -73,6 +73,17 @@ static fc_status barrier(void *context)
     return FC_ERR_UNSUPPORTED;
 }
 
+/* Which unit a collective was announced for, and how many. */
+static size_t begun_with = N_UNITS, n_begun;
+
+static fc_status begin(void *context, size_t unit)
+{
+    (void)context;
+    begun_with = unit;
+    n_begun++;
+    return other.is_gone ? fc_fail(FC_ERR_GROUP, "nobody is there") : FC_OK;
+}
+
 static fc_transport *create_transport(void)
 {
     static const int global_ranks[N_RANKS] = {10, 11};
@@ -86,7 +97,8 @@ static fc_transport *create_transport(void)
                                 .all_reduce = all_reduce,
                                 .broadcast = broadcast,
                                 .all_to_all = all_to_all,
-                                .barrier = barrier};
+                                .barrier = barrier,
+                                .begin = begin};
     fc_transport *transport = NULL;
 
     CHECK_OR_EXIT(fc_callback_create(&config, &ops, &transport) == FC_OK);
@@ -164,7 +176,10 @@ static void test_failures(void)
         CHECK(is_filled(full[0], sizeof(full), UNTOUCHED));
 
         other = (peer){0};
+        n_begun = 0;
         CHECK_EQ(fc_batch_all_gather(gathers, N_UNITS, pack), FC_OK);
+        CHECK_EQ(n_begun, 1);
+        CHECK_EQ(begun_with, 0);
         CHECK_EQ(fc_batch_admits(gathers[0].unit), !is_observed);
         CHECK(fc_batch_admits(gathers[1].unit));
         CHECK(memcmp(full[1], shard, sizeof(shard)) == 0);

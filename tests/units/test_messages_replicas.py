@@ -12,6 +12,7 @@ from parity import EXACT, Pair, Plain, Tolerance, compare_values, full, on_ranks
 from test_batches import messages
 from test_hsdp import accumulate
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_c
@@ -124,3 +125,31 @@ def test_parameters_that_are_trained_later(rank: int, n_ranks: int) -> None:
         model.named_parameters(), plain.model.parameters(), strict=True
     ):
         compare_values(full(ours.grad), theirs.grad, CLOSE, name)
+
+
+def replicate_over_messages(rank: int, n_ranks: int) -> None:
+    """Beside the mean over ranks of what the plain model has."""
+    plain = Plain(Net)
+    harness.seed_everything(1)
+    model = Net()
+    fsdp_c.install()
+    try:
+        for block in model.blocks:
+            replicate(block)
+        replicate(model)
+    finally:
+        fsdp_c.uninstall()
+    for step in range(2):
+        model.zero_grad()
+        model(data(rank, step)).sum().backward()
+        plain.model.zero_grad()
+        plain.backward([plain.model(data(r, step)).sum() for r in range(n_ranks)], n_ranks)
+        for name, parameter in plain.model.named_parameters():
+            mine = full(model.get_parameter(name).grad)
+            compare_values(mine, parameter.grad, CLOSE, name)
+    assert {row.road for row in fsdp_c.explain(model).units} == {"core over messages"}
+
+
+def test_replicate_over_messages() -> None:
+    """Its shards are a group of one, which is no process group that could send anything."""
+    harness.run_ranks(replicate_over_messages, 2, env={"FSDP_C_TRANSPORT": "callback"})
