@@ -40,7 +40,7 @@ OLDEST_TORCH = (2, 11)
 
 # Every source, by folder; a file that is not named here is an error.
 C_SOURCES = {
-    "csrc/base": "alloc clock dtype status",
+    "csrc/base": "alloc clock dtype status threads",
     "csrc/kernels": "kern_avx2 kern_avx512 kern_avx512_bf16 kern_optim kern_ref kern_select no_x86",
     "csrc/optim": "clip optim",
     "csrc/kernels/cuda": "load runs",
@@ -55,7 +55,7 @@ C_SOURCES = {
         "apart batch clock domain exchange gathers layout layout_runs meet order reduction "
         "reduction_replicas root root_backward schedule schedule_moves schedule_reduce "
         "schedule_setup schedule_slots slots training unit unsharding unsharding_device "
-        "unsharding_mapped unsharding_messages unsharding_states unsharding_writes waits"
+        "unsharding_mapped unsharding_messages unsharding_states unsharding_writes updates waits"
     ),
 }
 # Linked with the programs that test the core, and with nothing else.
@@ -82,7 +82,7 @@ C_TEST_SOURCES = {
         "test_group_history test_kernels test_kernels_optim test_kernels_round test_layout "
         "test_nccl test_optim test_reduction test_root test_schedule test_schedule_alone "
         "test_schedule_capture test_schedule_kernels test_schedule_order test_slots "
-        "test_transport test_unsharding"
+        "test_transport test_unsharding test_updates"
     ),
 }
 # Libraries that the test programs open: NCCL's newest interface, and an old one.

@@ -3,6 +3,8 @@
 
 #include "base/alloc.h"
 
+#include <math.h>
+
 uint64_t fc_fingerprint(uint64_t seed, uint64_t value)
 {
     /* The finaliser of splitmix64: every input bit reaches every output bit. */
@@ -112,6 +114,22 @@ static bool is_uniform(const fc_layout *layout)
         }
     }
     return first != NULL;
+}
+
+/* float16 overflows where sums are large: a part of the division comes before. It is a power of
+ * two, so a unit's other types lose nothing by it. */
+double fc_layout_pre_divisor(const fc_layout *layout, double divisor)
+{
+    double factor = 1;
+    bool has_f16 = false;
+
+    for (size_t i = 0; i < layout->n_sections; i++) {
+        has_f16 = has_f16 || layout->sections[i].reduce == FC_F16;
+    }
+    while (has_f16 && fmod(divisor, factor) == 0 && divisor / factor > factor) {
+        factor *= 2;
+    }
+    return factor;
 }
 
 const fc_section *fc_layout_section(const fc_layout *layout, const fc_param *param)

@@ -100,6 +100,9 @@ fc_wire fc_layout_wire(const fc_layout *layout, fc_dtype grads);
 fc_dtype fc_wire_dtype(const fc_param *param, fc_wire wire);
 size_t fc_wire_at(const fc_param *param, fc_wire wire);
 
+/* The part of a divisor by which gradients are divided before they are added up. */
+double fc_layout_pre_divisor(const fc_layout *layout, double divisor);
+
 /* Mixes `value` into a fingerprint. */
 uint64_t fc_fingerprint(uint64_t seed, uint64_t value);
 

@@ -15,6 +15,11 @@ void fc_root_unit_init(fc_root_unit *unit)
                            .unshard_in_backward = true};
 }
 
+void fc_root_unit_fini(fc_root_unit *unit)
+{
+    fc_updates_clear(&unit->updates);
+}
+
 void fc_root_unit_bind(fc_root_unit *unit, fc_reduction *reduction, void *owner)
 {
     if (unit->reduction != NULL) {
@@ -27,6 +32,20 @@ void fc_root_unit_bind(fc_root_unit *unit, fc_reduction *reduction, void *owner)
     }
     unit->reduction = reduction;
     unit->owner = owner;
+}
+
+fc_reduce_options fc_root_unit_options(const fc_root_unit *unit, double factor)
+{
+    const fc_reduction *r = unit->reduction;
+    double divisor = factor;
+
+    if (fc_domain_is_packed(r->shard->domain)) {
+        divisor = 1;
+    } else if (factor == 0) {
+        divisor = fc_domain_n_ranks(r->shard->domain);
+        divisor *= r->replicate != NULL ? fc_domain_n_ranks(r->replicate->domain) : 1;
+    }
+    return (fc_reduce_options){divisor, unit->all_reduce_grads, unit->defers_hooks};
 }
 
 void fc_root_module_join(fc_root_module *module, fc_root_unit *unit, bool is_grouped)
@@ -71,6 +90,7 @@ fc_status fc_root_init(fc_root_course *root, fc_domain *const *domains, size_t n
     root->n_domains = n_domains;
     root->n_modules = n_modules;
     root->publishes = true; /* until a forward has looked */
+    root->n_changes = UINT64_MAX;
     root->backward = 1;
     fc_domain_link(domains, n_domains);
     return FC_OK;
@@ -85,6 +105,7 @@ void fc_root_fini(fc_root_course *root)
     root->n_domains = root->n_modules = 0;
     root->opener = NULL;
     root->schedule = NULL;
+    fc_updates_clear(&root->updates);
 }
 
 /* ---- all domains, all units ---- */
@@ -214,15 +235,36 @@ static uint32_t place_of(const fc_root_course *root, const fc_root_module *modul
     return i;
 }
 
+/* Of all units, bound or not. */
+static fc_status find_updates(fc_root_course *root, uint64_t n_changes)
+{
+    if (root->n_changes == n_changes) {
+        return FC_OK;
+    }
+    fc_updates_clear(&root->updates);
+    for (size_t i = 0; i < root->n_modules; i++) {
+        const fc_root_unit *unit = root->modules[i]->unit;
+
+        if (unit != NULL) {
+            FC_TRY(fc_updates_add(&root->updates, &unit->updates));
+        }
+    }
+    root->n_changes = n_changes;
+    return FC_OK;
+}
+
 fc_status fc_root_open_forward(fc_root_course *root, fc_root_module *module, bool keeps_graph,
-                               uint64_t updates)
+                               uint64_t n_changes)
 {
     const fc_phase phase = keeps_graph ? FC_PHASE_FORWARD : FC_PHASE_FORWARD_NO_GRAD;
+    fc_opening opening = {phase, place_of(root, module), 0};
 
+    FC_TRY(find_updates(root, n_changes));
+    opening.updates = fc_updates_count(&root->updates);
     if (root->publishes) {
         FC_TRY(root_each_unit(root, root->ops->publish));
     }
-    FC_TRY(root_open(root, (fc_opening){phase, place_of(root, module), updates}));
+    FC_TRY(root_open(root, opening));
     if (root->schedule != NULL) {
         FC_TRY(root_each_unit(root, root->ops->release_unused));
         FC_TRY(root->ops->begin(root->owner));

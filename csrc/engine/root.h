@@ -29,6 +29,7 @@
 #include "engine/reduction.h"
 #include "engine/schedule.h"
 #include "engine/training.h"
+#include "engine/updates.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -55,6 +56,7 @@ typedef struct fc_root_unit {
     int n_passed;         /* in this backward */
     uint64_t finished_in; /* the root's backward in which it was finished last */
     fc_traffic past;      /* of the reductions that were bound before */
+    fc_updates updates;   /* of its shards, whatever reduction is bound */
 } fc_root_unit;
 
 /* A module, or several that share a unit. */
@@ -153,11 +155,17 @@ struct fc_root_course {
     bool publishes;         /* some unit does */
     bool defers_hooks;      /* some unit does, in this phase */
     bool has_raised;        /* the forward that runs has ended in an exception */
+    fc_updates updates;     /* of all units, as of the last forward's `n_changes` */
+    uint64_t n_changes;
 };
 
 void fc_root_unit_init(fc_root_unit *unit);
+void fc_root_unit_fini(fc_root_unit *unit); /* after it was unbound */
 /* Its parameters are those of the reduction's unit from now on, for `owner`; NULL: it has none. */
 void fc_root_unit_bind(fc_root_unit *unit, fc_reduction *reduction, void *owner);
+/* How the unit's gradients are reduced. `factor`: what their sum is divided by, 0: the number of
+ * ranks that add to it; packed collectives divide themselves. */
+fc_reduce_options fc_root_unit_options(const fc_root_unit *unit, double factor);
 /* `root` has this module, which has this unit (or NULL): what is known of another root's backwards
  * is forgotten. */
 void fc_root_module_join(fc_root_module *module, fc_root_unit *unit, bool is_grouped);
@@ -186,9 +194,10 @@ bool fc_root_was_left(const fc_root_course *root, const fc_root_module *module);
 /* Before a forward: finds out what passes over all units can be left out, and takes the shards for
  * those that peers will read. False: some shard is not where set-up put it. */
 FC_MUST_CHECK fc_status fc_root_take_shards(fc_root_course *root, bool *is_intact_out);
-/* `module` begins a forward, whose graph is kept for a backward or not. */
+/* `module` begins a forward, whose graph is kept for a backward or not. `n_changes` is another one
+ * than before if some unit's updates have changed in another way than by a step. */
 FC_MUST_CHECK fc_status fc_root_open_forward(fc_root_course *root, fc_root_module *module,
-                                             bool keeps_graph, uint64_t updates);
+                                             bool keeps_graph, uint64_t n_changes);
 /* Forward is through `unit`. `recomputes`: within a backward; `stays`: the caller's wish, for
  * units that run forward for the first time; `is_needed`: whoever runs it. */
 FC_MUST_CHECK fc_status fc_root_leave_unit(fc_root_course *root, fc_root_unit *unit,

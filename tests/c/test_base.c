@@ -6,10 +6,13 @@
 #include "base/clock.h"
 #include "base/dtype.h"
 #include "base/status.h"
+#include "base/threads.h"
 
 #include <errno.h>
 #include <pthread.h>
 #include <stdbool.h>
+#include <sys/prctl.h>
+#include <unistd.h>
 
 /* Called by the sanitizers: a request that is too large is answered with NULL, as without them. */
 const char *__asan_default_options(void);
@@ -190,6 +193,51 @@ static void test_clock(void)
     CHECK(fc_deadline_ns(-FC_NS_PER_S) < fc_now_ns());
 }
 
+enum {
+    RUN,
+    SLEEP,
+    END
+};
+
+static _Atomic int wish; /* of the test to its thread */
+
+static void *obey(void *name)
+{
+    (void)prctl(PR_SET_NAME, name);
+    while (atomic_load(&wish) != END) {
+        if (atomic_load(&wish) == SLEEP) {
+            (void)usleep(1000000);
+        }
+    }
+    return NULL;
+}
+
+/* Waits until the kernel says so. */
+static bool comes_to_run(const char *name, bool runs)
+{
+    for (int i = 0; i < 10000 && fc_threads_any_runs(name) != runs; i++) {
+        (void)usleep(1000);
+    }
+    return fc_threads_any_runs(name) == runs;
+}
+
+static void test_threads(void)
+{
+    static char name[] = "fc_busy (R) one";
+    pthread_t thread;
+
+    CHECK(!fc_threads_any_runs(name));
+    atomic_store(&wish, RUN);
+    CHECK_EQ(pthread_create(&thread, NULL, obey, name), 0);
+    CHECK(comes_to_run(name, true));
+    CHECK(!fc_threads_any_runs("fc_busy"));
+    atomic_store(&wish, SLEEP);
+    CHECK(comes_to_run(name, false));
+    atomic_store(&wish, END);
+    CHECK_EQ(pthread_join(thread, NULL), 0);
+    CHECK(!fc_threads_any_runs(name));
+}
+
 int main(void)
 {
     test_status();
@@ -200,5 +248,6 @@ int main(void)
     test_round_up();
     test_dtype();
     test_clock();
+    test_threads();
     return check_result();
 }

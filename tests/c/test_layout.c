@@ -322,12 +322,33 @@ static void test_too_large(void)
     CHECK_EQ(p.chunk_rows, 1);
 }
 
+/* About the root of it, where something is reduced in float16. */
+static void test_pre_divisor(void)
+{
+    static const struct {
+        double divisor, before;
+    } expected[] = {{1, 1}, {2, 2}, {4, 2}, {8, 4}, {6, 4}, {64, 8}, {3, 2}, {2.5, 1}, {0.5, 1}};
+    fc_param params[2] = {{.outer = 1, .rows = 4, .inner = 4, .has_grad = true, .trainable = true},
+                          {.outer = 1, .rows = 4, .inner = 4, .has_grad = true, .trainable = true}};
+    fc_layout layout;
+
+    params[1].reduce = FC_BF16;
+    CHECK_EQ(fc_layout_init(&layout, params, 2, 0, 2, false), FC_OK);
+    CHECK_EQ(fc_layout_pre_divisor(&layout, 8), 1);
+    params[1].reduce = FC_F16;
+    CHECK_EQ(fc_layout_init(&layout, params, 2, 0, 2, false), FC_OK);
+    for (size_t i = 0; i < sizeof(expected) / sizeof(expected[0]); i++) {
+        CHECK_EQ(fc_layout_pre_divisor(&layout, expected[i].divisor), expected[i].before);
+    }
+}
+
 int main(void)
 {
     test_random();
     test_fingerprint();
     test_packed();
     test_too_large();
+    test_pre_divisor();
     CHECK_EQ(fc_alloc_live(), 0);
     return check_result();
 }

@@ -738,6 +738,22 @@ static void body_left(int rank, int n_ranks, void *arg)
     leave(w);
 }
 
+/* Sums are divided by the ranks that add to them, unless the caller says by what. */
+static void body_divided(int rank, int n_ranks, void *arg)
+{
+    world *w = join(rank, n_ranks, *(const int *)arg);
+    fc_root_unit *unit = &w->owners[0].course;
+
+    unit->all_reduce_grads = false;
+    CHECK_EQ(fc_root_unit_options(unit, 0).divisor, n_ranks);
+    CHECK(!fc_root_unit_options(unit, 0).all_reduce);
+    unit->all_reduce_grads = unit->defers_hooks = true;
+    CHECK_EQ(fc_root_unit_options(unit, 2.5).divisor, 2.5);
+    CHECK(fc_root_unit_options(unit, 0).all_reduce && fc_root_unit_options(unit, 0).defer_hooks);
+    unit->defers_hooks = false;
+    leave(w);
+}
+
 static void check_training(void)
 {
     static const fc_training_event events[] = {
@@ -768,8 +784,8 @@ static void check_training(void)
 int main(void)
 {
     static int one = 1, two = 2, three = 3;
-    static const ranks_body bodies[] = {body_steps, body_finished, body_repeated,
-                                        body_late,  body_manual,   body_left};
+    static const ranks_body bodies[] = {body_steps,  body_finished, body_repeated, body_late,
+                                        body_manual, body_left,     body_divided};
 
     check_training();
     for (size_t i = 0; i < sizeof(bodies) / sizeof(bodies[0]); i++) {

@@ -37,6 +37,7 @@ PUBLIC = {
         "training.h",
         "unit.h",
         "unsharding.h",
+        "updates.h",
         "waits.h",
     ],
     "bind": [],

@@ -1,8 +1,9 @@
 /* The type `_C.Comm`: tensors as arrays of the core, lent to it for the time of a call. */
-#include "bind/comm/communicator.h"
-
 #include "bind/comm/transport.h"
+#include "bind/core.h"
+#include "bind/module.h"
 #include "bind/python/objects.h"
+#include "bind/tensor/tensors.h"
 #include "comm/comm.h"
 
 #include <ATen/core/Tensor.h>
@@ -17,27 +18,23 @@ namespace fc {
 namespace {
 
 struct Comm {
-    Ref transport;           /* the communicator borrows from it */
-    fc_comm *core = nullptr; /* owned */
-    size_t n_ranks = 0;
-    bool is_busy = false; /* a call waits without the interpreter's lock */
+    explicit Comm(Fields &given);
 
-    Comm() = default;
-    Comm(const Comm &) = delete;
-    Comm &operator=(const Comm &) = delete;
-    ~Comm() { fc_comm_destroy(core); }
+    Ref transport; /* the communicator borrows from it */
+    Owned<fc_comm, fc_comm_destroy> owner;
+    fc_comm *core;
+    size_t n_ranks;
+    bool is_busy = false; /* a call waits without the interpreter's lock */
 };
 
-std::unique_ptr<Comm> make_comm(Fields &given)
+Comm::Comm(Fields &given) : transport(given.object("transport"))
 {
-    auto made = std::make_unique<Comm>();
-    made->transport = given.object("transport");
     given.end();
-    fc_transport *transport = fc_transport_from_object(made->transport.get());
+    fc_transport *over = transport_from_object(transport.get());
 
-    made->n_ranks = (size_t)fc_transport_n_ranks(transport);
-    check(fc_comm_create(transport, &made->core));
-    return made;
+    n_ranks = (size_t)fc_transport_n_ranks(over);
+    check(fc_comm_create(over, Out(owner)));
+    core = owner.get();
 }
 
 /* ---- what is handed in ---- */
@@ -46,20 +43,17 @@ std::unique_ptr<Comm> make_comm(Fields &given)
 at::Tensor memory_of(PyObject *object, const char *name, bool is_dense)
 {
     if (!THPVariable_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "%s must be a tensor, got %s", name,
-                     Py_TYPE(object)->tp_name);
-        throw_python();
+        raise_error(PyExc_TypeError, "%s must be a tensor, got %s", name, Py_TYPE(object)->tp_name);
     }
     at::Tensor tensor = THPVariable_Unpack(object);
     if (tensor.layout() != at::kStrided || !tensor.device().is_cpu() ||
         (is_dense && !tensor.is_contiguous()) || tensor.is_conj() || tensor.is_neg() ||
         !tensor.has_storage()) {
-        PyErr_Format(PyExc_ValueError, "%s must be a %sCPU tensor, got %s on %s with %s layout",
-                     name, is_dense ? "contiguous " : "",
-                     tensor.is_contiguous() ? "a contiguous one" : "one that is not contiguous",
-                     tensor.device().str().c_str(),
-                     tensor.layout() == at::kStrided ? "strided" : "another");
-        throw_python();
+        raise_error(PyExc_ValueError, "%s must be a %sCPU tensor, got %s on %s with %s layout",
+                    name, is_dense ? "contiguous " : "",
+                    tensor.is_contiguous() ? "a contiguous one" : "one that is not contiguous",
+                    tensor.device().str().c_str(),
+                    tensor.layout() == at::kStrided ? "strided" : "another");
     }
     return tensor;
 }
@@ -75,23 +69,6 @@ struct Operand {
     {
     }
 };
-
-/* The type in which elements are added up. */
-fc_dtype addend_of(const Operand &operand)
-{
-    constexpr std::pair<at::ScalarType, fc_dtype> types[] = {
-        {at::kFloat, FC_F32}, {at::kDouble, FC_F64}, {at::kBFloat16, FC_BF16},
-        {at::kHalf, FC_F16},  {at::kByte, FC_U8},    {at::kChar, FC_I8},
-        {at::kShort, FC_I16}, {at::kInt, FC_I32},    {at::kLong, FC_I64}};
-
-    for (const auto &[type, dtype] : types) {
-        if (type == operand.tensor.scalar_type()) {
-            return dtype;
-        }
-    }
-    PyErr_Format(PyExc_ValueError, "tensors of type %s cannot be added", operand.array.type);
-    throw_python();
-}
 
 /* `n` numbers; what is no list of so many, or does not fit in memory, is not fine. */
 bool read_row(PyObject *object, size_t n, size_t item_bytes, std::vector<size_t> &out)
@@ -121,8 +98,7 @@ std::vector<size_t> table_of(PyObject *object, size_t n_ranks, size_t item_bytes
                            table);
     }
     if (!is_fine) {
-        PyErr_Format(PyExc_ValueError, "counts must be %zu rows of %zu numbers", n_ranks, n_ranks);
-        throw_python();
+        raise_error(PyExc_ValueError, "counts must be %zu rows of %zu numbers", n_ranks, n_ranks);
     }
     return table;
 }
@@ -158,15 +134,13 @@ TensorLists::TensorLists(PyObject *lists, const char *name, size_t n_ranks)
     std::vector<size_t> ends;
 
     if (!PyList_Check(lists) || (size_t)PyList_GET_SIZE(lists) != n_ranks) {
-        PyErr_Format(PyExc_ValueError, "%s must be a list of %zu lists of tensors", name, n_ranks);
-        throw_python();
+        raise_error(PyExc_ValueError, "%s must be a list of %zu lists of tensors", name, n_ranks);
     }
     for (size_t r = 0; r < n_ranks; r++) {
         PyObject *list = PyList_GET_ITEM(lists, (Py_ssize_t)r);
 
         if (!PyList_Check(list)) {
-            PyErr_Format(PyExc_ValueError, "%s must be a list of lists of tensors", name);
-            throw_python();
+            raise_error(PyExc_ValueError, "%s must be a list of lists of tensors", name);
         }
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
             add(memory_of(PyList_GET_ITEM(list, i), name, false));
@@ -182,20 +156,17 @@ TensorLists::TensorLists(PyObject *lists, const char *name, size_t n_ranks)
 /* ---- collectives ---- */
 
 /* Waits let go of the interpreter's lock, so another thread could come in between. */
-class Turn {
+class Turn : NoCopy {
 public:
     explicit Turn(Comm &comm) : comm_(comm)
     {
         if (comm.is_busy) {
-            PyErr_SetString(PyExc_RuntimeError,
-                            "another thread is in a collective of this communicator");
-            throw_python();
+            raise_error(PyExc_RuntimeError,
+                        "another thread is in a collective of this communicator");
         }
         comm.is_busy = true;
     }
     ~Turn() { comm_.is_busy = false; }
-    Turn(const Turn &) = delete;
-    Turn &operator=(const Turn &) = delete;
 
 private:
     Comm &comm_;
@@ -235,7 +206,7 @@ fc_status comm_reduce_scatter(Comm &self, Fields &given)
 
     given.end();
     check(fc_comm_check_parts(self.core, &input.array, &output.array));
-    const fc_dtype dtype = addend_of(input);
+    const fc_dtype dtype = number_of(input.tensor.scalar_type());
     return collective(self, output.tensor, [&] {
         return fc_comm_reduce_scatter(self.core, output.array.data, input.array.data,
                                       output.array.numel, dtype, divisor);
@@ -248,7 +219,7 @@ fc_status comm_all_reduce(Comm &self, Fields &given)
     const double divisor = given.real("divisor");
 
     given.end();
-    const fc_dtype dtype = addend_of(data);
+    const fc_dtype dtype = number_of(data.tensor.scalar_type());
     return collective(self, data.tensor, [&] {
         return fc_comm_all_reduce(self.core, data.array.data, data.array.numel, dtype, divisor);
     });
@@ -311,11 +282,6 @@ fc_status comm_barrier(Comm &self)
     return collective(self, {}, [&] { return fc_comm_barrier(self.core); });
 }
 
-Ref comm_transport(Comm &self)
-{
-    return self.transport;
-}
-
 PyMethodDef comm_methods[] = {
     method<comm_all_gather>("all_gather", "all_gather(*, output, input)"),
     method<comm_reduce_scatter>("reduce_scatter", "reduce_scatter(*, output, input, divisor)"),
@@ -327,28 +293,24 @@ PyMethodDef comm_methods[] = {
                           "lists of tensors of any strides, a list for each rank."),
     method<comm_all_agree>("all_agree", "all_agree(bool): whether it is true on all ranks."),
     method<comm_barrier>("barrier", "barrier()"),
-    {nullptr, nullptr, 0, nullptr},
+    {},
 };
 
 PyGetSetDef comm_properties[] = {
-    property<comm_transport>("transport", "The Transport it uses."),
-    {nullptr, nullptr, nullptr, nullptr, nullptr},
+    property<&Comm::transport>("transport", "The Transport it uses."),
+    {},
 };
-
-PyTypeObject *comm_type = nullptr; /* the process's */
-
-const char comm_doc[] =
-    "Comm(*, transport)\n--\n\nBlocking collectives on CPU tensors. Collective.";
 
 } // namespace
 
-} // namespace fc
-
-int fc_register_comm(PyObject *module)
+int register_comm(PyObject *module)
 {
-    return fc::add_owner<fc::Comm, fc::make_comm>(module, "fsdp_c._C.Comm",
-                                                  {{Py_tp_methods, fc::comm_methods},
-                                                   {Py_tp_getset, fc::comm_properties},
-                                                   {Py_tp_doc, const_cast<char *>(fc::comm_doc)}},
-                                                  &fc::comm_type);
+    return add_type<Comm>(
+        module,
+        {.name = "fsdp_c._C.Comm",
+         .doc = "Comm(*, transport)\n--\n\nBlocking collectives on CPU tensors. Collective.",
+         .methods = comm_methods,
+         .properties = comm_properties});
 }
+
+} // namespace fc

@@ -3,6 +3,8 @@
 #include "bind/comm/nccl.h"
 
 #include "bind/comm/transport.h"
+#include "bind/core.h"
+#include "bind/module.h"
 #include "bind/python/objects.h"
 #include "bind/tensor/tensors.h"
 
@@ -15,21 +17,16 @@ namespace {
 const char library_name[] = "fsdp_c.nccl";
 
 struct Nccl {
-    fc_host host;
-    fc_nccl_group *group = nullptr; /* owned */
+    explicit Nccl(Fields &given);
 
-    Nccl() = default;
-    Nccl(const Nccl &) = delete;
-    Nccl &operator=(const Nccl &) = delete;
-    ~Nccl() { fc_nccl_group_destroy(group); }
+    fc_host host;
+    Owned<fc_nccl_group, fc_nccl_group_destroy> owner;
+    fc_nccl_group *group;
 };
 
-PyTypeObject *nccl_type = nullptr; /* the process's */
-
-std::unique_ptr<Nccl> make_nccl(Fields &given)
+Nccl::Nccl(Fields &given)
 {
-    auto made = std::make_unique<Nccl>();
-    const RanksConfig ranks(given, &made->host);
+    const RanksConfig ranks(given, &host);
     const Ref library = given.object("library");
     const fc_nccl_options options = {
         .nccl = static_cast<fc_nccl *>(PyCapsule_GetPointer(library.get(), library_name)),
@@ -37,21 +34,11 @@ std::unique_ptr<Nccl> make_nccl(Fields &given)
 
     check(options.nccl == nullptr ? -1 : 0);
     given.end();
-    check(fc_nccl_group_create(&ranks.config, &options, &made->group));
-    return made;
+    check(fc_nccl_group_create(&ranks.config, &options, Out(owner)));
+    group = owner.get();
 }
 
 /* ---- failures and the end ---- */
-
-fc_status nccl_watch(Nccl &self)
-{
-    return fc_nccl_watch(self.group);
-}
-
-fc_status nccl_close(Nccl &self)
-{
-    return fc_nccl_group_close(self.group);
-}
 
 Ref nccl_leave(Nccl &self, PyObject *seconds)
 {
@@ -174,16 +161,11 @@ fc_status nccl_all_reduce(Nccl &self, Fields &given)
                               dtype_of(tensor.scalar_type()));
 }
 
-/* ---- what people see ---- */
-
-const char *nccl_text(Nccl &self)
-{
-    return fc_nccl_group_describe(self.group);
-}
-
 PyMethodDef nccl_methods[] = {
-    method<nccl_watch>("watch", "Raise if something is wrong with NCCL or a rank."),
-    method<nccl_close>("close", "Wait until all work is done everywhere, and end. Collective."),
+    method<[](Nccl &self) { return fc_nccl_watch(self.group); }>(
+        "watch", "Raise if something is wrong with NCCL or a rank."),
+    method<[](Nccl &self) { return fc_nccl_group_close(self.group); }>(
+        "close", "Wait until all work is done everywhere, and end. Collective."),
     method<nccl_leave>("leave",
                        "leave(seconds): ends locally; aborts what does not end within so long."),
     method<nccl_abort>("abort", "End here, and on the ranks of this host, with this text."),
@@ -195,50 +177,45 @@ PyMethodDef nccl_methods[] = {
     method<nccl_reduce_scatter>("reduce_scatter",
                                 "reduce_scatter(*, output, input, stream, unit): sums"),
     method<nccl_all_reduce>("all_reduce", "all_reduce(*, tensor, stream, unit): sums"),
-    {nullptr, nullptr, 0, nullptr},
+    {},
 };
 
 PyGetSetDef nccl_properties[] = {
-    property<nccl_text>("text", "Ranks, version and communicators."),
-    {nullptr, nullptr, nullptr, nullptr, nullptr},
+    property<[](Nccl &self) { return fc_nccl_group_describe(self.group); }>(
+        "text", "Ranks, version and communicators."),
+    {},
 };
-
-const char nccl_doc[] =
-    "NcclGroup(*, name, rank, global_ranks, timeout_seconds, exchange, library, is_one)\n"
-    "--\n\n"
-    "NCCL for the ranks of one process group. Collective.";
 
 } // namespace
 
+Ref nccl_open(Fields &given)
+{
+    const char *path = given.text("path");
+    const bool is_loaded = given.flag("is_loaded");
+    const fc_nccl *library = nullptr;
+
+    given.end();
+    check(fc_nccl_open(path, is_loaded, &library));
+    auto *handle = const_cast<fc_nccl *>(library);
+    return dict_of({{"handle", checked(PyCapsule_New(handle, library_name, nullptr))},
+                    {"version", to_python(fc_nccl_version(library))},
+                    {"text", to_python(fc_nccl_describe(library))}});
+}
+
+fc_nccl_group *nccl_from_object(PyObject *object)
+{
+    return owned_by<Nccl>(object, "an NcclGroup").group;
+}
+
+int register_nccl(PyObject *module)
+{
+    return add_type<Nccl>(
+        module,
+        {.name = "fsdp_c._C.NcclGroup",
+         .doc = "NcclGroup(*, name, rank, global_ranks, timeout_seconds, exchange, library, "
+                "is_one)\n--\n\nNCCL for the ranks of one process group. Collective.",
+         .methods = nccl_methods,
+         .properties = nccl_properties});
+}
+
 } // namespace fc
-
-PyObject *fc_nccl_open_library(PyObject *, PyObject *unnamed, PyObject *named)
-{
-    return fc::guarded([&] {
-        fc::Fields given(unnamed, named);
-        const char *path = given.text("path");
-        const bool is_loaded = given.flag("is_loaded");
-        const fc_nccl *library = nullptr;
-
-        given.end();
-        fc::check(fc_nccl_open(path, is_loaded, &library));
-        return Py_BuildValue(
-            "{sNsiss}", "handle",
-            PyCapsule_New(const_cast<fc_nccl *>(library), fc::library_name, nullptr), "version",
-            fc_nccl_version(library), "text", fc_nccl_describe(library));
-    });
-}
-
-fc_nccl_group *fc_nccl_from_object(PyObject *object)
-{
-    return fc::owned_by<fc::Nccl>(object, fc::nccl_type, "an NcclGroup").group;
-}
-
-int fc_register_nccl(PyObject *module)
-{
-    return fc::add_owner<fc::Nccl, fc::make_nccl>(module, "fsdp_c._C.NcclGroup",
-                                                  {{Py_tp_methods, fc::nccl_methods},
-                                                   {Py_tp_getset, fc::nccl_properties},
-                                                   {Py_tp_doc, const_cast<char *>(fc::nccl_doc)}},
-                                                  &fc::nccl_type);
-}

@@ -6,12 +6,12 @@
 
 #include "transport/nccl.h"
 
+namespace fc {
+
 /* Borrowed: valid while `object` lives. TypeError as an exception for anything but a
  * `_C.NcclGroup`. */
-fc_nccl_group *fc_nccl_from_object(PyObject *object);
+fc_nccl_group *nccl_from_object(PyObject *object);
 
-PyObject *fc_nccl_open_library(PyObject *module, PyObject *unnamed, PyObject *named);
-
-int fc_register_nccl(PyObject *module);
+} // namespace fc
 
 #endif

@@ -19,12 +19,10 @@ struct RanksConfig {
     fc_transport_config config{}; /* borrows from the above and from what was given */
 };
 
-} // namespace fc
-
 /* Borrowed: valid while `object` lives, so whoever keeps the pointer keeps a reference to the
  * object. TypeError as an exception for anything but a `_C.Transport`. */
-fc_transport *fc_transport_from_object(PyObject *object);
+fc_transport *transport_from_object(PyObject *object);
 
-int fc_register_transport(PyObject *module);
+} // namespace fc
 
 #endif

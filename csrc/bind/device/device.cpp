@@ -4,6 +4,7 @@
 #include "bind/compat.h"
 #include "bind/device/accelerator.h"
 #include "bind/fsdp/unit.h"
+#include "bind/module.h"
 #include "bind/python/fields.h"
 #include "bind/python/objects.h"
 #include "bind/tensor/tensors.h"
@@ -18,7 +19,6 @@
 #include <torch/csrc/Device.h>
 
 #include <algorithm>
-#include <cmath>
 
 namespace fc {
 
@@ -31,21 +31,31 @@ fc_stream *handle_of(const c10::Stream &stream)
 
 constexpr size_t n_streams = 4;
 
+c10::Device device_from(PyObject *object)
+{
+    TORCH_CHECK_TYPE(THPDevice_Check(object), "device must be a torch.device");
+    return reinterpret_cast<THPDevice *>(object)->device;
+}
+
 } // namespace
 
 // ---- Streams ----
 
-Streams::Streams(c10::Device device, bool by_torch, const std::string &kernels)
-    : device_(device), collectives_(device), core_(nullptr, fc_host_device_destroy)
+Streams::Streams(Fields &given)
+    : device_(device_from(given.object("device").get())), collectives_(device_),
+      core_(nullptr, fc_host_device_destroy)
 {
-    const c10::impl::VirtualGuardImpl impl(device.type());
+    const bool by_torch = given.flag("by_torch");
+    const std::string kernels = given.text("kernels");
+    given.end();
+    const c10::impl::VirtualGuardImpl impl(device_.type());
     for (size_t i = 0; i < n_streams; i++) { // as torch's: all but the last of high priority
-        streams_.push_back(device.is_cpu()
-                               ? impl.getStream(device)
-                               : impl.getStreamFromGlobalPool(device, i + 1 < n_streams));
+        streams_.push_back(device_.is_cpu()
+                               ? impl.getStream(device_)
+                               : impl.getStreamFromGlobalPool(device_, i + 1 < n_streams));
     }
     const fc_device_caller caller = fc_collectives_caller(collectives_.core());
-    if (device.is_cpu() && !by_torch) {
+    if (device_.is_cpu() && !by_torch) {
         fc_device *host = nullptr;
         check(fc_host_device_create(&caller, &host));
         core_.reset(host);
@@ -54,7 +64,7 @@ Streams::Streams(c10::Device device, bool by_torch, const std::string &kernels)
         if (!kernels.empty()) {
             check(fc_cuda_open(kernels.c_str(), &found));
         }
-        core_ = make_accelerator(device, caller, found);
+        core_ = make_accelerator(device_, caller, found);
     }
     const fc_schedule_options options = {core_.get(),
                                          handle_of(streams_[0]),
@@ -64,12 +74,7 @@ Streams::Streams(c10::Device device, bool by_torch, const std::string &kernels)
                                          1,
                                          0,
                                          0};
-    check(fc_schedule_create(&options, &schedule_));
-}
-
-Streams::~Streams()
-{
-    fc_schedule_destroy(schedule_);
+    check(fc_schedule_create(&options, Out(schedule_)));
 }
 
 fc_stream *Streams::current()
@@ -92,7 +97,7 @@ c10::Stream Streams::computing() const
 void Streams::begin()
 {
     check(fc_collectives_watch(collectives_.core()));
-    check(fc_schedule_begin(schedule_, current(), nullptr));
+    check(fc_schedule_begin(schedule(), current(), nullptr));
     forward_ = newest_;
 }
 
@@ -104,35 +109,16 @@ void Streams::resume()
     c10::Event unsharded(device_.type());
     unsharded.record(*newest_);
     unsharded.block(*forward_);
-    check(fc_schedule_read_shards(schedule_, handle_of(*forward_)));
+    check(fc_schedule_read_shards(schedule(), handle_of(*forward_)));
     newest_ = forward_;
 }
 
 void Streams::read_shards()
 {
-    check(fc_schedule_read_shards(schedule_, current()));
+    check(fc_schedule_read_shards(schedule(), current()));
 }
 
 // ---- DeviceUnit ----
-
-namespace {
-
-// float16 overflows where sums are large: a part of the division comes before, as in torch. It is a
-// power of two, so a unit's other types lose nothing by it.
-double pre_divisor_of(const fc_layout *layout, double divisor)
-{
-    double factor = 1;
-    bool has_f16 = false;
-    for (size_t i = 0; i < layout->n_sections; i++) {
-        has_f16 = has_f16 || layout->sections[i].reduce == FC_F16;
-    }
-    while (has_f16 && std::fmod(divisor, factor) == 0 && divisor / factor > factor) {
-        factor *= 2;
-    }
-    return factor;
-}
-
-} // namespace
 
 DeviceOptions::DeviceOptions(PyObject *options)
 {
@@ -172,12 +158,7 @@ DeviceUnit::DeviceUnit(Streams *streams, fc_unit *shard, fc_unit *replicate,
         plan.post_gather = streams->collectives().find(options.post_group);
     }
     plan.pre_divisor = plan.divisor = 1; // given with the gradients
-    check(fc_schedule_add(streams->schedule(), &plan, &unit_));
-}
-
-DeviceUnit::~DeviceUnit()
-{
-    fc_schedule_remove(unit_);
+    check(fc_schedule_add(streams->schedule(), &plan, Out(unit_)));
 }
 
 at::Tensor DeviceUnit::make_buffer(size_t bytes) const
@@ -208,7 +189,7 @@ GradientScope::GradientScope(const DeviceUnit &unit) : guard_(unit.finishing())
 
 void DeviceUnit::set_reduce_group(const std::string &group)
 {
-    fc_schedule_set_reduce(unit_, streams_->collectives().find(group));
+    fc_schedule_set_reduce(scheduled(), streams_->collectives().find(group));
 }
 
 bool DeviceUnit::stages_all(const std::vector<Param> &params) const
@@ -227,10 +208,10 @@ void DeviceUnit::set_prefetch(bool in_backward, const std::vector<DeviceUnit *> 
     std::vector<fc_schedule_unit *> list;
     for (const DeviceUnit *unit : units) {
         if (unit->streams_ == streams_) {
-            list.push_back(unit->unit_);
+            list.push_back(unit->scheduled());
         }
     }
-    check(fc_schedule_set_prefetch(unit_, in_backward, list.data(), list.size()));
+    check(fc_schedule_set_prefetch(scheduled(), in_backward, list.data(), list.size()));
 }
 
 void DeviceUnit::post(const std::vector<at::Tensor> &grads, uint64_t present, double divisor,
@@ -242,7 +223,7 @@ void DeviceUnit::post(const std::vector<at::Tensor> &grads, uint64_t present, do
         full_[i] = is_given ? grads[i].const_data_ptr() : nullptr;
         types_[i] = is_given ? dtype_of(grads[i].scalar_type()) : p.compute;
     }
-    const double pre_divisor = pre_divisor_of(layout_, divisor);
+    const double pre_divisor = fc_layout_pre_divisor(layout_, divisor);
     const fc_schedule_grads given = {.full = full_.data(),
                                      .types = types_.data(),
                                      .pre_divisor = pre_divisor,
@@ -253,25 +234,12 @@ void DeviceUnit::post(const std::vector<at::Tensor> &grads, uint64_t present, do
                                      .keep_unsharded = true,
                                      .present = present};
     bool is_reduced = false;
-    check(fc_schedule_post_backward(unit_, &given, &is_reduced));
+    check(fc_schedule_post_backward(scheduled(), &given, &is_reduced));
 }
 
 // ---- the Python type ----
 
 namespace {
-
-PyTypeObject *streams_type = nullptr; // the process's
-
-std::unique_ptr<Streams> make_streams(Fields &given)
-{
-    const Ref device = given.object("device");
-    const bool by_torch = given.flag("by_torch");
-    const std::string kernels = given.text("kernels");
-    given.end();
-    TORCH_CHECK_TYPE(THPDevice_Check(device.get()), "device must be a torch.device");
-    return std::make_unique<Streams>(reinterpret_cast<THPDevice *>(device.get())->device, by_torch,
-                                     kernels);
-}
 
 Ref streams_connect(Streams &self, Fields &given)
 {
@@ -282,35 +250,29 @@ Ref streams_connect(Streams &self, Fields &given)
     return Ref::borrow(Py_None);
 }
 
-PyObject *streams_tells_handles(PyObject *, PyObject *)
-{
-    return PyBool_FromLong(tells_streams());
-}
-
 PyMethodDef streams_methods[] = {
-    {"tells_handles", streams_tells_handles, METH_NOARGS | METH_STATIC,
-     "tells_handles(): whether streams of CUDA can be handed to kernels and to NCCL."},
+    function<tells_streams>(
+        "tells_handles",
+        "tells_handles(): whether streams of CUDA can be handed to kernels and to NCCL.",
+        METH_STATIC),
     method<streams_connect>(
         "connect", "connect(*, group, nccl): who does the collectives of the process group "
                    "of that name, a NcclGroup or, with None, the group itself."),
-    {nullptr, nullptr, 0, nullptr}};
-
-const char streams_doc[] =
-    "Streams(*, device, by_torch, kernels): the schedule of units on a device.";
+    {}};
 
 } // namespace
 
 Streams *streams_of(PyObject *object)
 {
-    return &owned_by<Streams>(object, streams_type, "Streams");
+    return &owned_by<Streams>(object, "Streams");
+}
+
+int register_streams(PyObject *module)
+{
+    return add_type<Streams>(
+        module, {.name = "fsdp_c._C.Streams",
+                 .doc = "Streams(*, device, by_torch, kernels): the schedule of units on a device.",
+                 .methods = streams_methods});
 }
 
 } // namespace fc
-
-int fc_register_streams(PyObject *module)
-{
-    return fc::add_owner<fc::Streams, fc::make_streams>(
-        module, "fsdp_c._C.Streams",
-        {{Py_tp_methods, fc::streams_methods}, {Py_tp_doc, const_cast<char *>(fc::streams_doc)}},
-        &fc::streams_type);
-}

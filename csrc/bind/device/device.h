@@ -2,6 +2,7 @@
 #ifndef FC_BIND_DEVICE_DEVICE_H
 #define FC_BIND_DEVICE_DEVICE_H
 
+#include "bind/core.h"
 #include "bind/device/device_comm.h"
 #include "bind/python/python.h"
 #include "engine/schedule.h"
@@ -18,20 +19,18 @@
 namespace fc {
 
 struct Param;
+class Fields;
 
 // One schedule for the units of a root, with what it runs on. CPU tensors have a device, too: there
 // all work is done at once.
-class Streams {
+class Streams : NoCopy {
 public:
-    // Host memory has a device of its own unless `by_torch`; there and on accelerators torch's
-    // operators move what `kernels` (a library's path, or empty) do not.
-    Streams(c10::Device device, bool by_torch, const std::string &kernels);
-    ~Streams();
-    Streams(const Streams &) = delete;
-    Streams &operator=(const Streams &) = delete;
+    // device, by_torch, kernels: host memory has a device of its own unless `by_torch`; there and
+    // on accelerators torch's operators move what `kernels` (a library's path, or empty) do not.
+    explicit Streams(Fields &given);
 
     c10::Device device() const { return device_; }
-    fc_schedule *schedule() const { return schedule_; }
+    fc_schedule *schedule() const { return schedule_.get(); }
     Collectives &collectives() { return collectives_; }
     c10::Stream reducing() const { return streams_[2]; }
     c10::Stream all_reducing() const { return streams_[3]; }
@@ -55,7 +54,7 @@ private:
     std::deque<c10::Stream> computing_; // the callers' own; places stay
     const c10::Stream *newest_ = nullptr, *forward_ = nullptr;
     std::unique_ptr<fc_device, void (*)(fc_device *)> core_;
-    fc_schedule *schedule_ = nullptr; // owned
+    Owned<fc_schedule, fc_schedule_destroy> schedule_;
 };
 
 Streams *streams_of(PyObject *object); // borrowed; TypeError as an exception
@@ -79,14 +78,11 @@ struct DeviceOptions {
 };
 
 // One unit in the schedule of its root.
-class DeviceUnit {
+class DeviceUnit : NoCopy {
 public:
     // The units whose ranks shard and, unless it is null, replicate; both outlive this one.
     DeviceUnit(Streams *streams, fc_unit *shard, fc_unit *replicate, const DeviceComms &comms,
                const DeviceOptions &options);
-    ~DeviceUnit();
-    DeviceUnit(const DeviceUnit &) = delete;
-    DeviceUnit &operator=(const DeviceUnit &) = delete;
 
     // Where gradients are finished.
     c10::Stream finishing() const
@@ -103,7 +99,7 @@ public:
     void await_gradients() const;
     // Whether the plan stages a gradient of each parameter that is trained now.
     bool stages_all(const std::vector<Param> &params) const;
-    fc_schedule_unit *scheduled() const { return unit_; }
+    fc_schedule_unit *scheduled() const { return unit_.get(); }
     bool is_offloaded() const { return options_.is_offloaded != 0; }
     // One rank has all of the unit, on the device.
     bool has_all() const { return layout_->n_ranks == 1 && !is_offloaded(); }
@@ -118,17 +114,17 @@ public:
     {
         return options_.n_post_ranks > 0 && post_forward_mesh_info == options_.post_mesh.get();
     }
-    void note_forward() { check(fc_schedule_note_forward(unit_)); }
+    void note_forward() { check(fc_schedule_note_forward(scheduled())); }
     // Whom to gather behind this one's gather; of the same root.
     void set_prefetch(bool in_backward, const std::vector<DeviceUnit *> &units);
     // Sums over the unit's ranks are those of this process group, which is connected, from now on.
     void set_reduce_group(const std::string &group);
-    void drop_gradients() { fc_schedule_drop_gradients(unit_); }
-    void drop_partial_sum() { fc_schedule_drop_partial_sum(unit_); }
+    void drop_gradients() { fc_schedule_drop_gradients(scheduled()); }
+    void drop_partial_sum() { fc_schedule_drop_partial_sum(scheduled()); }
     // From a unit of the same layout.
     void inherit_partial_sum(const DeviceUnit &former)
     {
-        fc_schedule_move_partial_sum(former.unit_, unit_);
+        fc_schedule_move_partial_sum(former.scheduled(), scheduled());
     }
     // Full gradients, undefined ones: none. The sum, divided, goes to `out`; held without it.
     // `present` is a fingerprint of those that are summed up, held ones included.
@@ -138,7 +134,7 @@ public:
 private:
     Streams *streams_;
     const fc_layout *layout_;
-    fc_schedule_unit *unit_ = nullptr; // owned
+    Owned<fc_schedule_unit, fc_schedule_remove> unit_;
     bool has_replicas_;
     const char *why_staged_;
     DeviceOptions options_;
@@ -157,7 +153,5 @@ private:
 };
 
 } // namespace fc
-
-int fc_register_streams(PyObject *module);
 
 #endif

@@ -40,7 +40,7 @@ fc_stream *native(fc_stream *stream)
 
 fc_collectives_group by_nccl(PyObject *nccl)
 {
-    fc_nccl_group *group = fc_nccl_from_object(nccl);
+    fc_nccl_group *group = nccl_from_object(nccl);
     return {.context = Py_NewRef(nccl), .nccl = group, .release = [](void *object) {
                 Py_DECREF(static_cast<PyObject *>(object));
             }};
@@ -52,19 +52,19 @@ Collectives::Collectives(c10::Device device) : device_(device)
 {
     const fc_collectives_host host = {
         .context = this, .alloc = alloc, .free = free_memory, .native = native};
-    check(fc_collectives_create(&host, &core_));
+    check(fc_collectives_create(&host, Out(core_)));
 }
 
 void Collectives::connect(const std::string &name, PyObject *nccl)
 {
     const fc_collectives_group group =
         nccl == Py_None ? own_collectives(&device_, name) : by_nccl(nccl);
-    check(fc_collectives_connect(core_, name.c_str(), &group));
+    check(fc_collectives_connect(core(), name.c_str(), &group));
 }
 
 fc_device_comm *Collectives::find(const std::string &name) const
 {
-    fc_device_comm *found = fc_collectives_find(core_, name.c_str());
+    fc_device_comm *found = fc_collectives_find(core(), name.c_str());
     TORCH_CHECK(found != nullptr, "process group ", name, " is not connected");
     return found;
 }

@@ -3,6 +3,7 @@
 #ifndef FC_BIND_DEVICE_DEVICE_COMM_H
 #define FC_BIND_DEVICE_DEVICE_COMM_H
 
+#include "bind/core.h"
 #include "bind/python/python.h"
 #include "transport/collectives.h"
 
@@ -18,23 +19,20 @@ namespace fc {
 fc_collectives_group own_collectives(const c10::Device *device, const std::string &name);
 
 // Those of one device, by the names of their process groups.
-class Collectives {
+class Collectives : NoCopy {
 public:
     explicit Collectives(c10::Device device);
-    ~Collectives() { fc_collectives_destroy(core_); }
-    Collectives(const Collectives &) = delete;
-    Collectives &operator=(const Collectives &) = delete;
 
     // Says who does them: a NcclGroup, which is kept, or with None the process group. What was said
     // first stays.
     void connect(const std::string &name, PyObject *nccl);
     fc_device_comm *find(const std::string &name) const; // of one that is connected
-    fc_collectives *core() const { return core_; }
+    fc_collectives *core() const { return core_.get(); }
     const c10::Device &device() const { return device_; }
 
 private:
     c10::Device device_;
-    fc_collectives *core_ = nullptr; // owned
+    Owned<fc_collectives, fc_collectives_destroy> core_;
 };
 
 inline const c10::Stream &torch_stream(fc_stream *stream)

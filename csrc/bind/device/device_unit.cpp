@@ -18,11 +18,10 @@ namespace {
 // Parameters that were frozen at set-up have no place in what is staged.
 void refuse_frozen(const std::string &unit, const Param &param)
 {
-    PyErr_Format(PyExc_RuntimeError,
-                 "parameter '%s' of FSDP unit '%s' was frozen when this forward began and has a "
-                 "gradient now: call requires_grad_(True) before the forward",
-                 parameter_name(param).c_str(), unit.c_str());
-    throw_python();
+    raise_error(PyExc_RuntimeError,
+                "parameter '%s' of FSDP unit '%s' was frozen when this forward began and has a "
+                "gradient now: call requires_grad_(True) before the forward",
+                parameter_name(param).c_str(), unit.c_str());
 }
 
 } // namespace

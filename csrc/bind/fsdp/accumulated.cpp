@@ -135,11 +135,10 @@ void Accumulated::set_accumulated(size_t param, const at::Tensor &tensor)
     Param &p = whole_[param];
     if (tensor.defined() &&
         (tensor.sizes() != p.unsharded_tensor.sizes() || tensor.scalar_type() != p.reduce_type)) {
-        PyErr_Format(PyExc_ValueError,
-                     "an accumulated gradient of parameter '%s' must have the size of the whole "
-                     "parameter and the dtype %s",
-                     parameter_name(p).c_str(), c10::toString(p.reduce_type));
-        throw_python();
+        raise_error(PyExc_ValueError,
+                    "an accumulated gradient of parameter '%s' must have the size of the whole "
+                    "parameter and the dtype %s",
+                    parameter_name(p).c_str(), c10::toString(p.reduce_type));
     }
     p.accumulated = tensor.defined() ? addable(tensor, p) : tensor;
 }

@@ -18,12 +18,11 @@ void tell_of_arrival(const Arrivals &arrivals)
     const Untraced untraced;
     PyObject *state = arrivals.state ? PyWeakref_GetObject(arrivals.state.get()) : Py_None;
     if (state == Py_None) {
-        PyErr_Format(PyExc_RuntimeError,
-                     "backward goes through a graph of FSDP unit '%s' from before its parameters "
-                     "were replaced or moved, so that its gradients belong to nothing: call "
-                     "forward again before backward",
-                     arrivals.unit.c_str());
-        throw_python();
+        raise_error(PyExc_RuntimeError,
+                    "backward goes through a graph of FSDP unit '%s' from before its parameters "
+                    "were replaced or moved, so that its gradients belong to nothing: call "
+                    "forward again before backward",
+                    arrivals.unit.c_str());
     }
     const Ref kept = Ref::borrow(state);
     state_on_arrival(reinterpret_cast<StateObject *>(state));

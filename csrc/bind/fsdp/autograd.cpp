@@ -22,7 +22,7 @@ namespace fc {
 
 // Keeps a root and its states alive for autograd's nodes, which die on any thread: one reference
 // of Python's for all nodes, so that the interpreter's lock is asked for once, after the last.
-class RootHold {
+class RootHold : NoCopy {
 public:
     static RootHold *of(RootObject *root) // counted; needs the GIL
     {
@@ -31,8 +31,6 @@ public:
         }
         return root->hold;
     }
-    RootHold(const RootHold &) = delete;
-    RootHold &operator=(const RootHold &) = delete;
     void leave()
     {
         if (n_holders_.fetch_sub(1) > 1 || !Py_IsInitialized() || is_left_behind()) {
@@ -67,11 +65,9 @@ using torch::autograd::Node;
 using torch::autograd::variable_list;
 
 // Keeps a state alive; made with the GIL held.
-class StateHandle {
+class StateHandle : NoCopy {
 public:
     explicit StateHandle(StateObject *state) : state_(state), hold_(RootHold::of(state->root)) {}
-    StateHandle(const StateHandle &) = delete;
-    StateHandle &operator=(const StateHandle &) = delete;
     ~StateHandle() { hold_->leave(); }
     StateObject *get() const { return state_; }
 
@@ -217,11 +213,9 @@ std::unique_ptr<Border> entry_to(StateObject *state)
 
 // Lives in the graph task's list of final callbacks. If it goes without having run, backward has
 // failed.
-class FinalCallback {
+class FinalCallback : NoCopy {
 public:
     explicit FinalCallback(RootObject *root) : root_(root) { Py_INCREF(root); }
-    FinalCallback(const FinalCallback &) = delete;
-    FinalCallback &operator=(const FinalCallback &) = delete;
     ~FinalCallback()
     {
         if (!Py_IsInitialized() || is_left_behind()) {

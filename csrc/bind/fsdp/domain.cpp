@@ -4,6 +4,8 @@
 
 #include "base/alloc.h"
 #include "bind/comm/transport.h"
+#include "bind/core.h"
+#include "bind/module.h"
 #include "bind/python/fields.h"
 #include "bind/python/objects.h"
 #include "bind/tensor/tensors.h"
@@ -24,17 +26,13 @@ namespace fc {
 
 namespace {
 
-struct DestroyDomain {
-    void operator()(fc_domain *domain) const { fc_domain_destroy(domain); }
-};
-
 // What a Python Domain owns.
 struct OwnedDomain {
     OwnedDomain(PyObject *args, PyObject *named);
 
     Ref transport, watch; // outlive the domain; `watch`: null unless over messages
     Ref streams;          // or None
-    std::unique_ptr<fc_domain, DestroyDomain> domain;
+    Owned<fc_domain, fc_domain_destroy> domain;
     fc_device_comm *comm = nullptr; // borrowed from the streams
 
     fc_domain *get() const { return domain.get(); }
@@ -44,9 +42,8 @@ struct OwnedDomain {
 at::ScalarType scalar_type(PyObject *object)
 {
     if (!THPDtype_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "expected a torch.dtype, not %.100s",
-                     Py_TYPE(object)->tp_name);
-        throw_python();
+        raise_error(PyExc_TypeError, "expected a torch.dtype, not %.100s",
+                    Py_TYPE(object)->tp_name);
     }
     return reinterpret_cast<THPDtype *>(object)->scalar_type;
 }
@@ -100,13 +97,6 @@ struct UnitList {
     }
 };
 
-fc_transport *checked_transport(PyObject *object)
-{
-    fc_transport *transport = fc_transport_from_object(object);
-    check(transport == nullptr ? -1 : 0);
-    return transport;
-}
-
 fc_domain_kind domain_kind(int is_replicate)
 {
     return is_replicate ? FC_DOMAIN_REPLICATE : FC_DOMAIN_SHARD;
@@ -124,14 +114,12 @@ OwnedDomain::OwnedDomain(PyObject *args, PyObject *named)
           &on, &is_replicate, &PyList_Type, &units, &shard_rank, &n_shards, &batch_bytes,
           &is_counted, &is_packed, &in, &group);
     const UnitList list(units, is_counted != 0, is_packed != 0);
-    fc_domain *made = nullptr;
-    check(fc_domain_create(checked_transport(on), domain_kind(is_replicate), list.descs.data(),
-                           list.descs.size(), shard_rank, n_shards, &made));
-    domain.reset(made);
+    check(fc_domain_create(transport_from_object(on), domain_kind(is_replicate), list.descs.data(),
+                           list.descs.size(), shard_rank, n_shards, Out(domain)));
     transport = Ref::borrow(on);
     streams = Ref::borrow(in);
-    fc_domain_name_fallback(made, "torch's implementation");
-    fc_batch_limit(made, static_cast<size_t>(batch_bytes));
+    fc_domain_name_fallback(get(), "torch's implementation");
+    fc_batch_limit(get(), static_cast<size_t>(batch_bytes));
     if (in != Py_None) {
         comm = streams_of(in)->collectives().find(group);
     }
@@ -141,8 +129,7 @@ Ref domain_layout(OwnedDomain &self, PyObject *unit)
 {
     const size_t index = size_from(unit);
     if (index >= self.n_units()) {
-        PyErr_Format(PyExc_IndexError, "unit %zu", index);
-        throw_python();
+        raise_error(PyExc_IndexError, "unit %zu", index);
     }
     const fc_layout *layout = fc_unit_layout(fc_domain_unit(self.get(), index));
     std::vector<Ref> params;
@@ -161,7 +148,7 @@ Ref domain_bytes(OwnedDomain &self)
 
 void domain_watch(OwnedDomain &self, PyObject *transport)
 {
-    check(fc_domain_watch(self.get(), checked_transport(transport)));
+    check(fc_domain_watch(self.get(), transport_from_object(transport)));
     self.watch = Ref::borrow(transport);
 }
 
@@ -173,16 +160,6 @@ void domain_name_openers(OwnedDomain &self, PyObject *openers)
         names.push_back(text_from(PyList_GET_ITEM(list.get(), i)));
     }
     check(fc_domain_name_openers(self.get(), names.data(), names.size()));
-}
-
-void domain_leave(OwnedDomain &self)
-{
-    fc_domain_leave(self.get());
-}
-
-void domain_await_left(OwnedDomain &self)
-{
-    check(fc_domain_await_left(self.get()));
 }
 
 Ref dict_of_sizes(const fc_domain_sizes &sizes)
@@ -199,11 +176,6 @@ Ref dict_of_sizes(const fc_domain_sizes &sizes)
                     {"small", to_python(sizes.small)}});
 }
 
-Ref domain_sizes(OwnedDomain &self)
-{
-    return dict_of_sizes(fc_domain_measure(self.get()));
-}
-
 Ref domain_plan(PyObject *args, PyObject *named)
 {
     PyObject *units;
@@ -216,16 +188,6 @@ Ref domain_plan(PyObject *args, PyObject *named)
     check(fc_domain_plan(domain_kind(is_replicate), list.descs.data(), list.descs.size(), n_shards,
                          n_ranks, is_mapped, &sizes));
     return dict_of_sizes(sizes);
-}
-
-size_t domain_trim(OwnedDomain &self)
-{
-    return fc_domain_trim(self.get());
-}
-
-void domain_trim_slots()
-{
-    fc_slots_trim(slots());
 }
 
 Ref domain_account()
@@ -295,63 +257,52 @@ void domain_set_heap(PyObject *args, PyObject *named)
     }
 }
 
-// Gives back what set-up freed: shards that moved, placeholders of unsharded parameters.
-void domain_trim_heap()
-{
-    malloc_trim(0);
-}
-
-PyGetSetDef domain_getters[] = {getter<OwnedDomain, &OwnedDomain::streams>(
-                                    "streams", "what the units run in on a device, or None"),
-                                {}};
+PyGetSetDef domain_getters[] = {
+    property<&OwnedDomain::streams>("streams", "what the units run in on a device, or None"), {}};
 PyMethodDef domain_methods[] = {
     function<domain_set_heap>(
         "set_heap",
         "set_heap(largest, slack): allocations of `largest` bytes and more stay off "
         "the heap, which keeps up to `slack` free bytes at its end (0: no change).",
         METH_STATIC),
-    function<domain_trim_heap>("trim_heap", "trim_heap(): gives back what is free.", METH_STATIC),
-    method<OwnedDomain, domain_sizes>("sizes", "sizes() -> {purpose: bytes}"),
+    // Gives back what set-up freed: shards that moved, placeholders of unsharded parameters.
+    function<[] { malloc_trim(0); }>("trim_heap", "trim_heap(): gives back what is free.",
+                                     METH_STATIC),
+    method<[](OwnedDomain &self) { return dict_of_sizes(fc_domain_measure(self.get())); }>(
+        "sizes", "sizes() -> {purpose: bytes}"),
     function<domain_plan>(
         "plan",
         "plan(*, is_replicate, units, n_shards, n_ranks, is_mapped) -> sizes of such a "
         "domain",
         METH_STATIC),
-    method<OwnedDomain, domain_trim>(
+    method<[](OwnedDomain &self) { return fc_domain_trim(self.get()); }>(
         "trim", "trim() -> bytes of reduce slots: gives back what is held for speed alone."),
-    function<domain_trim_slots>(
+    function<[] { fc_slots_trim(slots()); }>(
         "trim_slots", "trim_slots(): gives back the free slots of all domains.", METH_STATIC),
     function<domain_account>("account",
                              "account() -> {purpose: bytes that the core holds in this process}",
                              METH_STATIC),
-    method<OwnedDomain, domain_waits>(
-        "waits", "waits(reset) -> {forwards, backwards, waits: [{unit, kind, count, ns, "
-                 "longest_ns, longest_rank}], ns_by_rank: {rank: ns}}"),
-    method<OwnedDomain, domain_layout>(
-        "layout", "layout(unit) -> {full_bytes, params: [{offset, is_aliased}]}"),
-    method<OwnedDomain, domain_watch>(
-        "watch", "watch(transport): over messages, where ranks see what the others "
-                 "are about to do."),
-    method<OwnedDomain, domain_name_openers>("name_openers",
-                                             "name_openers(names): of the modules that may begin a "
-                                             "phase, the root first."),
-    method<OwnedDomain, domain_leave>(
+    method<domain_waits>("waits",
+                         "waits(reset) -> {forwards, backwards, waits: [{unit, kind, count, ns, "
+                         "longest_ns, longest_rank}], ns_by_rank: {rank: ns}}"),
+    method<domain_layout>("layout", "layout(unit) -> {full_bytes, params: [{offset, is_aliased}]}"),
+    method<domain_watch>("watch",
+                         "watch(transport): over messages, where ranks see what the others "
+                         "are about to do."),
+    method<domain_name_openers>("name_openers",
+                                "name_openers(names): of the modules that may begin a "
+                                "phase, the root first."),
+    method<[](OwnedDomain &self) { fc_domain_leave(self.get()); }>(
         "leave", "leave(): peers that wait for this rank get an error from now on."),
-    method<OwnedDomain, domain_await_left>("await_left",
-                                           "await_left(): waits until all peers have left too; "
-                                           "RuntimeError if one goes on."),
-    method<OwnedDomain, domain_bytes>(
-        "bytes", "bytes() -> {'region': mapped bytes, 'arena': reduce slots of a rank}"),
+    method<[](OwnedDomain &self) { return fc_domain_await_left(self.get()); }>(
+        "await_left", "await_left(): waits until all peers have left too; "
+                      "RuntimeError if one goes on."),
+    method<domain_bytes>("bytes",
+                         "bytes() -> {'region': mapped bytes, 'arena': reduce slots of a rank}"),
     {}};
-PyTypeObject *domain_type = nullptr;
-
 OwnedDomain &owned_domain(PyObject *object)
 {
-    if (!PyObject_TypeCheck(object, domain_type)) {
-        PyErr_SetString(PyExc_TypeError, "expected a Domain");
-        throw_python();
-    }
-    return owned<OwnedDomain>(object);
+    return owned_by<OwnedDomain>(object, "a Domain");
 }
 
 } // namespace
@@ -374,24 +325,23 @@ fc_device_comm *domain_device_comm(PyObject *object)
 
 fc_slots *slots()
 {
-    static fc_slots *pool = [] {
-        fc_slots *made = nullptr;
-        check(fc_slots_create(&made));
-        return made;
+    static const auto pool = [] {
+        Owned<fc_slots, fc_slots_destroy> made;
+        check(fc_slots_create(Out(made)));
+        return made.release(); // the process's
     }();
     return pool;
 }
 
-} // namespace fc
-
-int fc_register_domain(PyObject *module)
+int register_domain(PyObject *module)
 {
-    using namespace fc;
-    return PyModule_AddIntConstant(module, "BORROWED_BYTES_MAX", FC_BORROWED_BYTES_MAX) < 0
-               ? -1
-               : add_owner_type<OwnedDomain>(
-                     module,
-                     {"fsdp_c._C.Domain", "Units that travel over one process group.",
-                      construct<OwnedDomain>, domain_methods, domain_getters},
-                     &domain_type);
+    if (PyModule_AddIntConstant(module, "BORROWED_BYTES_MAX", FC_BORROWED_BYTES_MAX) < 0) {
+        return -1;
+    }
+    return add_type<OwnedDomain>(module, {.name = "fsdp_c._C.Domain",
+                                          .doc = "Units that travel over one process group.",
+                                          .methods = domain_methods,
+                                          .properties = domain_getters});
 }
+
+} // namespace fc

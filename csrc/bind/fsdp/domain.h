@@ -23,6 +23,4 @@ fc_slots *slots();
 
 } // namespace fc
 
-int fc_register_domain(PyObject *module);
-
 #endif

@@ -2,6 +2,8 @@
 #ifndef FC_BIND_FSDP_EVENTS_H
 #define FC_BIND_FSDP_EVENTS_H
 
+#include "bind/core.h"
+
 #include <memory>
 
 namespace fc {
@@ -10,12 +12,10 @@ class Unit;
 
 // Labels a range for the profiler as torch does, if a profiler is listening; nothing without a
 // label.
-class Range {
+class Range : NoCopy {
 public:
     explicit Range(const char *label, const Unit *unit = nullptr);
     ~Range();
-    Range(const Range &) = delete;
-    Range &operator=(const Range &) = delete;
 
 private:
     struct Record;

@@ -24,11 +24,10 @@ Ref local_gradient(const Param &param)
     Ref local = Ref::take(PyObject_GetAttr(object.get(), name_of(Attribute::local_tensor)));
     if (!local) {
         PyErr_Clear();
-        PyErr_Format(PyExc_AssertionError,
-                     "expected the gradient of sharded parameter '%s' to be DTensor, got a "
-                     "plain tensor: set it to None, or to a DTensor placed as its parameter",
-                     parameter_name(param).c_str());
-        throw_python();
+        raise_error(PyExc_AssertionError,
+                    "expected the gradient of sharded parameter '%s' to be DTensor, got a "
+                    "plain tensor: set it to None, or to a DTensor placed as its parameter",
+                    parameter_name(param).c_str());
     }
     return local;
 }
@@ -41,8 +40,7 @@ at::Tensor page_buffer(size_t bytes)
 {
     void *memory = fc_pages_alloc(FC_FOR_GRADIENTS, bytes);
     if (memory == nullptr) {
-        PyErr_Format(PyExc_MemoryError, "%zu bytes for sharded gradients", bytes);
-        throw_python();
+        raise_error(PyExc_MemoryError, "%zu bytes for sharded gradients", bytes);
     }
     return at::from_blob(
         memory, {static_cast<int64_t>(bytes)},
@@ -225,7 +223,7 @@ void *ShardGradients::flat()
     return flat_.mutable_data_ptr();
 }
 
-void ShardGradients::assign_flat(const fc_reduce_options &options)
+void ShardGradients::assign_flat(const fc_reduce_options *options)
 {
     for (size_t i = 0; i < params_.size(); i++) {
         if (layout_->params[i].has_grad && layout_->params[i].trainable) {
@@ -234,28 +232,29 @@ void ShardGradients::assign_flat(const fc_reduce_options &options)
     }
     for (size_t i = 0; i < params_.size(); i++) {
         if (layout_->params[i].has_grad && layout_->params[i].trainable) {
-            after_write(i, options);
+            after_write(i, *options);
         }
     }
 }
 
-void *ShardGradients::target_of(size_t index, bool *accumulate)
+void ShardGradients::target_of(size_t index, void **target_out, bool *accumulate_out)
 {
     Param &p = params_[index];
     const at::Tensor present = p.sharded_tensor().grad();
     const bool is_ours = present.defined() && p.grad.object && present.is_same(p.grad.tensor);
-    *accumulate = is_ours;
+    *accumulate_out = is_ours;
     if (is_ours || !present.defined()) {
-        return p.grad.local.mutable_data_ptr();
+        *target_out = p.grad.local.mutable_data_ptr();
+        return;
     }
     // A gradient that the user put there: add to it as torch would.
     const Ref local = local_gradient(p);
     added_to_ = tensor_of(local.get());
     addend_ = at::empty_strided(p.local_size, p.local_stride, at::dtype(p.grad_type));
-    return addend_.mutable_data_ptr();
+    *target_out = addend_.mutable_data_ptr();
 }
 
-void ShardGradients::assign(size_t index, const fc_reduce_options &options)
+void ShardGradients::assign(size_t index, const fc_reduce_options *options)
 {
     Param &p = params_[index];
     if (added_to_.defined()) {
@@ -265,7 +264,7 @@ void ShardGradients::assign(size_t index, const fc_reduce_options &options)
     } else if (!p.sharded_tensor().grad().defined()) {
         p.sharded_tensor().mutable_grad() = p.grad.tensor;
     }
-    after_write(index, options);
+    after_write(index, *options);
 }
 
 void ShardGradients::submit(std::unique_ptr<Taken> taken, const fc_reduce_options &options)

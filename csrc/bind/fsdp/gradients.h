@@ -27,7 +27,7 @@ inline bool has_bit(const uint64_t *mask, size_t i)
 Ref local_gradient(const Param &param);
 
 // In memory of the host; for those elsewhere see DeviceGradients.
-class ShardGradients {
+class ShardGradients : NoCopy {
 public:
     // All borrowed.
     ShardGradients(std::vector<Param> &params, const fc_layout *layout, fc_reduction *reduction)
@@ -35,8 +35,6 @@ public:
     {
     }
     virtual ~ShardGradients() = default;
-    ShardGradients(const ShardGradients &) = delete;
-    ShardGradients &operator=(const ShardGradients &) = delete;
 
     fc_reduction *reduction() const { return reduction_; }
     // Hands a backward's gradients to the reduction.
@@ -56,10 +54,10 @@ public:
 
     // ---- where sums go; see fc_reduction_ops ----
     void *flat();
-    void assign_flat(const fc_reduce_options &options);
+    void assign_flat(const fc_reduce_options *options);
     void prepare() { make(false); }
-    void *target_of(size_t index, bool *accumulate);
-    void assign(size_t index, const fc_reduce_options &options);
+    void target_of(size_t index, void **target_out, bool *accumulate_out);
+    void assign(size_t index, const fc_reduce_options *options);
 
 protected:
     virtual at::Tensor make_buffer(size_t bytes) const;

@@ -33,9 +33,9 @@ UnitGraph::Registry &UnitGraph::registry()
 }
 
 UnitGraph::UnitGraph(const fc_unit *unit, std::vector<Param> &params, const Unsharding &unsharding,
-                     const Updates *updates)
+                     const fc_updates *updates)
     : unit_(unit), read_(params), unsharding_(unsharding), updates_(updates),
-      steps_seen_(n_steps()), updates_seen_(updates->n()), hooks_(params.size())
+      steps_seen_(n_steps()), updates_seen_(fc_updates_count(updates)), hooks_(params.size())
 {
     for (const Param &p : params) {
         shard_versions_.push_back(p.shard_versions());

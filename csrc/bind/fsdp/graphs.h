@@ -16,10 +16,8 @@ class UnitGraph {
 public:
     // All borrowed; updates: of the shards.
     UnitGraph(const fc_unit *unit, std::vector<Param> &params, const Unsharding &unsharding,
-              const Updates *updates);
+              const fc_updates *updates);
     ~UnitGraph();
-    UnitGraph(const UnitGraph &) = delete;
-    UnitGraph &operator=(const UnitGraph &) = delete;
 
     // After a forward with gradients, before its reshard: until end_graph() nodes inside of the
     // unit can read its parameters where these stay in place, and `state` is told of gradients that
@@ -30,7 +28,7 @@ public:
     // Nothing is left of the unit for another backward.
     void end_graph();
     // Steps of optimizers, and loads, that the shards have seen; and had when they were noted last.
-    uint64_t n_updates() const { return updates_->n(); }
+    uint64_t n_updates() const { return fc_updates_count(updates_); }
     uint64_t updates_seen() const { return updates_seen_; }
     // Weights that an optimizer has changed since: graphs that have saved them find out by their
     // versions, as those of a module that is not sharded.
@@ -63,7 +61,7 @@ private:
     const fc_unit *unit_;
     std::vector<Param> &read_;
     const Unsharding &unsharding_;
-    const Updates *updates_;
+    const fc_updates *updates_;
     uint64_t steps_seen_, updates_seen_;     // of all optimizers, and of those of the shards
     std::shared_ptr<Arrivals> arrivals_;     // from the first graph on
     bool has_graph_ = false;                 // it is in the registry

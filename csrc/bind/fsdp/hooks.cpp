@@ -2,6 +2,7 @@
 #include "bind/fsdp/root.h"
 
 #include "bind/fsdp/events.h"
+#include "bind/module.h"
 #include "bind/python/calls.h"
 #include "bind/python/process.h"
 #include "bind/tensor/pytree.h"
@@ -346,11 +347,10 @@ void state_on_arrival(StateObject *state)
         return;
     }
     if (root->context->course.is_failed) { // it is added to what the failed backward has left
-        PyErr_Format(PyExc_RuntimeError,
-                     "the previous backward ended in an exception, and another one reached FSDP "
-                     "unit '%s' without a forward in between: call forward again first",
-                     group->unit->name().c_str());
-        throw_python();
+        raise_error(PyExc_RuntimeError,
+                    "the previous backward ended in an exception, and another one reached FSDP "
+                    "unit '%s' without a forward in between: call forward again first",
+                    group->unit->name().c_str());
     }
     // After the unit's post-backward it is the end of backward that looks for more.
     if (!root_in_backward(root) || group->course.training != FC_TRAINING_POST_BACKWARD) {
@@ -358,10 +358,9 @@ void state_on_arrival(StateObject *state)
     }
 }
 
-} // namespace fc
-
-PyObject *fc_count_checkpoint(PyObject *, PyObject *)
+void count_checkpoint()
 {
-    fc::process.n_checkpoints++;
-    Py_RETURN_NONE;
+    process.n_checkpoints++;
 }
+
+} // namespace fc

@@ -1,7 +1,6 @@
 // Calls of sharded modules: nn.Module.__call__ in C for those that have no hooks but their unit's.
-#include "bind/fsdp/module_call.h"
-
 #include "bind/fsdp/state.h"
+#include "bind/module.h"
 #include "bind/python/calls.h"
 #include "bind/python/untraced.h"
 
@@ -211,26 +210,22 @@ PyObject *call(PyObject *module, PyObject *args, PyObject *kwargs)
 
 } // namespace
 
-} // namespace fc
-
-PyObject *fc_call_directly(PyObject *, PyObject *cls)
+void call_directly(PyObject *cls)
 {
-    return fc::guarded([&]() -> PyObject * {
-        if (fc::caller == nullptr) {
-            fc::caller = fc::make_caller();
-        }
-        auto *type = reinterpret_cast<PyTypeObject *>(cls);
-        PyTypeObject *base = fc::caller->module_type;
-        if (!PyType_Check(cls) || !PyType_IsSubtype(type, base)) {
-            return PyErr_Format(PyExc_TypeError, "expected a class of modules");
-        }
-        PyObject *const name = fc::name_of(fc::Attribute::dunder_call);
-        const fc::Ref own = fc::checked(PyObject_GetAttr(cls, name));
-        const fc::Ref plain =
-            fc::checked(PyObject_GetAttr(reinterpret_cast<PyObject *>(base), name));
-        if (own.get() == plain.get() && fc::is_called_plainly(type)) {
-            type->tp_call = fc::call;
-        }
-        Py_RETURN_NONE;
-    });
+    if (caller == nullptr) {
+        caller = make_caller();
+    }
+    auto *type = reinterpret_cast<PyTypeObject *>(cls);
+    PyTypeObject *base = caller->module_type;
+    if (!PyType_Check(cls) || !PyType_IsSubtype(type, base)) {
+        raise_error(PyExc_TypeError, "expected a class of modules");
+    }
+    PyObject *const name = name_of(Attribute::dunder_call);
+    const Ref own = checked(PyObject_GetAttr(cls, name));
+    const Ref plain = checked(PyObject_GetAttr(reinterpret_cast<PyObject *>(base), name));
+    if (own.get() == plain.get() && is_called_plainly(type)) {
+        type->tp_call = call;
+    }
 }
+
+} // namespace fc

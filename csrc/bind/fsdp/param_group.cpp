@@ -1,7 +1,9 @@
 // The Python type Group: what FSDPParamGroup asks of its unit.
 #include "bind/fsdp/root.h"
 #include "bind/fsdp/state.h"
+#include "bind/module.h"
 #include "bind/python/objects.h"
+#include "bind/python/process.h"
 #include "bind/tensor/tensors.h"
 
 #include <ATen/ops/empty.h>
@@ -17,19 +19,6 @@ namespace fc {
 
 namespace {
 
-PyTypeObject *group_type = nullptr;
-
-PyObject *group_new(PyTypeObject *type, PyObject *, PyObject *)
-{
-    PyObject *self = type->tp_alloc(type, 0);
-    if (self != nullptr) {
-        auto *group = as<GroupObject>(self);
-        fc_root_unit_init(&group->course);
-        group->updates = new Updates();
-    }
-    return self;
-}
-
 // The unit, which is bound no longer; null if there was none.
 std::unique_ptr<Unit> detach(GroupObject *group)
 {
@@ -42,38 +31,6 @@ std::unique_ptr<Unit> detach(GroupObject *group)
     return unit;
 }
 
-int group_traverse(PyObject *self, visitproc visit, void *arg)
-{
-    auto *group = as<GroupObject>(self);
-    Py_VISIT(Py_TYPE(self));
-    Py_VISIT(group->post_forward_mesh_info);
-    Py_VISIT(group->gradient_divide_factor);
-    for (Unit *unit : {group->unit, group->former}) {
-        if (const int result = unit != nullptr ? unit->traverse(visit, arg) : 0; result != 0) {
-            return result;
-        }
-    }
-    return 0;
-}
-
-int group_clear(PyObject *self)
-{
-    auto *group = as<GroupObject>(self);
-    detach(group);
-    delete std::exchange(group->former, nullptr);
-    Py_CLEAR(group->post_forward_mesh_info);
-    Py_CLEAR(group->gradient_divide_factor);
-    return 0;
-}
-
-void group_dealloc(PyObject *self)
-{
-    PyObject_GC_UnTrack(self);
-    group_clear(self);
-    delete as<GroupObject>(self)->updates;
-    free_object(self);
-}
-
 void group_bind(GroupObject &group, PyObject *args, PyObject *named)
 {
     PyObject *domain, *replicate, *rows, *flat, *on_device;
@@ -81,7 +38,7 @@ void group_bind(GroupObject &group, PyObject *args, PyObject *named)
     parse(args, named, "$OnOO!OO!", {"domain", "index", "replicate", "params", "flat", "on_device"},
           &domain, &index, &replicate, &PyList_Type, &rows, &flat, &PyTuple_Type, &on_device);
     auto unit = std::make_unique<Unit>(domain, static_cast<size_t>(index), replicate, rows,
-                                       tensor_of(flat), on_device, group.updates);
+                                       tensor_of(flat), on_device, &group.course.updates);
     std::unique_ptr<Unit> former(std::exchange(group.former, nullptr));
     if (group.unit != nullptr) {
         former = detach(&group);
@@ -124,12 +81,19 @@ template <auto question> auto ask_unit(GroupObject &group)
 
 template <auto question> PyMethodDef unit_method(const char *name, const char *doc)
 {
-    return method<GroupObject, ask_unit<question>>(name, doc);
+    return method<ask_unit<question>>(name, doc);
 }
 
 template <auto question> PyGetSetDef unit_property(const char *name, const char *doc)
 {
-    return getter<GroupObject, ask_unit<question>>(name, doc);
+    return property<ask_unit<question>>(name, doc);
+}
+
+// A flag of the step's course.
+template <auto flag> PyGetSetDef setting(const char *name, const char *doc = nullptr)
+{
+    return flag_property<[](GroupObject &group) -> bool & { return group.course.*flag; }>(name,
+                                                                                          doc);
 }
 
 void group_keep_storage(GroupObject &group, PyObject *keeps)
@@ -183,8 +147,7 @@ void group_set_accumulated(GroupObject &group, PyObject *args, PyObject *named)
         return;
     }
     if (static_cast<size_t>(index) >= group.unit->params().size()) {
-        PyErr_SetString(PyExc_IndexError, "no such parameter");
-        throw_python();
+        raise_error(PyExc_IndexError, "no such parameter");
     }
     group.unit->set_accumulated(static_cast<size_t>(index),
                                 tensor == Py_None ? at::Tensor() : tensor_of(tensor));
@@ -192,18 +155,16 @@ void group_set_accumulated(GroupObject &group, PyObject *args, PyObject *named)
 
 void group_follow(GroupObject &group, PyObject *counter)
 {
-    group.updates->follow(counter_of(counter));
+    bool is_news;
+    check(fc_updates_follow(&group.course.updates, counter_of(counter), &is_news));
+    process.n_changes += is_news ? 1 : 0;
 }
 
-Ref group_count_load(GroupObject &group)
+void group_count_load(GroupObject &group)
 {
-    group.updates->count_load();
-    return Ref::take(fc_count_step(nullptr, nullptr));
-}
-
-uint64_t group_n_updates(GroupObject &group)
-{
-    return group.updates->n();
+    fc_updates_load(&group.course.updates);
+    process.n_changes++;
+    process.n_steps++;
 }
 
 fc_traffic total_traffic(const GroupObject &group)
@@ -255,46 +216,6 @@ void group_set_reduce_group(GroupObject &group, PyObject *name)
     }
 }
 
-bool group_is_bound(GroupObject &group)
-{
-    return group.unit != nullptr;
-}
-
-bool group_was_used(GroupObject &group)
-{
-    return total_traffic(group).unshards > 0;
-}
-
-void unit_reshard(Unit &unit)
-{
-    unit.reshard();
-}
-
-bool unit_in_phase(Unit &unit)
-{
-    return fc_domain_is_open(unit.domain());
-}
-
-size_t unit_partial_bytes(Unit &unit)
-{
-    return fc_reduction_sum_bytes(unit.reduction());
-}
-
-void unit_drop_partial_sums(Unit &unit)
-{
-    unit.gradients().drop_partial_sums();
-}
-
-void unit_release_gradients(Unit &unit)
-{
-    unit.gradients().release();
-}
-
-void unit_release_sums(Unit &unit)
-{
-    fc_reduction_trim(unit.reduction());
-}
-
 const char *group_why_staged(GroupObject &group)
 {
     const bool is_scheduled = group.unit != nullptr && group.unit->device() != nullptr;
@@ -302,14 +223,9 @@ const char *group_why_staged(GroupObject &group)
     return why != nullptr ? why : "";
 }
 
-PyObject *group_get_training(PyObject *self, void *)
+void group_set_training(GroupObject &group, PyObject *value)
 {
-    return PyLong_FromLong(as<GroupObject>(self)->course.training);
-}
-
-int group_set_training(PyObject *self, PyObject *value, void *)
-{
-    return parse_training(value, &as<GroupObject>(self)->course.training);
+    group.course.training = training_from(value);
 }
 
 PyMemberDef group_members[] = {
@@ -318,19 +234,23 @@ PyMemberDef group_members[] = {
     {nullptr, 0, 0, 0, nullptr}};
 
 PyGetSetDef group_properties[] = {
-    FC_FLAG("reduce_grads", GroupObject, course.reduce_grads, nullptr),
-    FC_FLAG("all_reduce_grads", GroupObject, course.all_reduce_grads, nullptr),
-    FC_FLAG("reshard_after_backward", GroupObject, course.reshard_after_backward, nullptr),
-    FC_FLAG("reduce_scatter_unused_params", GroupObject, course.reduce_unused, nullptr),
-    FC_FLAG("unshard_in_backward", GroupObject, course.unshard_in_backward, nullptr),
-    FC_FLAG("_post_backward_pending", GroupObject, course.is_pending,
-            "whether gradients of a backward that went by are still to be reduced"),
-    {"_training", group_get_training, group_set_training, "TrainingState, as its index", nullptr},
-    getter<GroupObject, group_is_bound>("_is_bound", "whether the unit runs on the core"),
+    setting<&fc_root_unit::reduce_grads>("reduce_grads"),
+    setting<&fc_root_unit::all_reduce_grads>("all_reduce_grads"),
+    setting<&fc_root_unit::reshard_after_backward>("reshard_after_backward"),
+    setting<&fc_root_unit::reduce_unused>("reduce_scatter_unused_params"),
+    setting<&fc_root_unit::unshard_in_backward>("unshard_in_backward"),
+    setting<&fc_root_unit::is_pending>(
+        "_post_backward_pending",
+        "whether gradients of a backward that went by are still to be reduced"),
+    property<[](GroupObject &group) { return group.course.training; }, group_set_training>(
+        "_training", "TrainingState, as its index"),
+    property<[](GroupObject &group) { return group.unit != nullptr; }>(
+        "_is_bound", "whether the unit runs on the core"),
     unit_property<&Unit::is_unsharded>("_core_is_unsharded", nullptr),
     unit_property<&Unit::is_intact>("_core_is_intact",
                                     "whether every shard is where set-up put it"),
-    unit_property<unit_in_phase>("_core_in_phase", "whether a forward or backward is going on"),
+    unit_property<[](Unit &unit) { return fc_domain_is_open(unit.domain()); }>(
+        "_core_in_phase", "whether a forward or backward is going on"),
     unit_property<&Unit::is_pending>("_core_is_pending",
                                      "unshard(async_op=True) that was not waited for"),
     unit_property<&Unit::awaits_gradients>(
@@ -343,14 +263,14 @@ PyGetSetDef group_properties[] = {
                                           "whether gradients wait for a later reduction"),
     unit_property<&Unit::has_partial_sums>("_core_has_partial_sums",
                                            "whether sums over shards wait for the replicas"),
-    unit_property<unit_partial_bytes>("_core_partial_bytes", "of the memory for such sums"),
-    getter<GroupObject, group_why_staged>(
-        "_core_why_staged", "why what a device gathers is copied out; empty: it is not"),
+    unit_property<[](Unit &unit) { return fc_reduction_sum_bytes(unit.reduction()); }>(
+        "_core_partial_bytes", "of the memory for such sums"),
+    property<group_why_staged>("_core_why_staged",
+                               "why what a device gathers is copied out; empty: it is not"),
     unit_property<&Unit::is_resident>(
         "_core_is_resident", "whether one rank's shards on a device are used where they lie"),
-    getter<GroupObject, group_n_updates>("_core_n_updates",
-                                         "optimizer steps and loads that its shards have seen"),
-    getter<GroupObject, group_was_used>("_core_was_used", "whether it was ever unsharded"),
+    property<[](GroupObject &group) { return total_traffic(group).unshards != 0; }>(
+        "_core_was_used", "whether it was ever unsharded"),
     {}};
 
 PyMethodDef group_methods[] = {
@@ -363,7 +283,8 @@ PyMethodDef group_methods[] = {
                                         "Gathers; registration is left to _core_unshard."),
     unit_method<&Unit::unshard>("_core_unshard",
                                 "Gathers if needed and registers the unsharded parameters."),
-    unit_method<unit_reshard>("_core_reshard", "Registers the sharded parameters."),
+    unit_method<[](Unit &unit) { unit.reshard(); }>("_core_reshard",
+                                                    "Registers the sharded parameters."),
     unit_method<&Unit::keep_after_forward>(
         "_core_keep_after_forward",
         "Forward leaves the unsharded parameters registered, until the next reshard."),
@@ -372,7 +293,8 @@ PyMethodDef group_methods[] = {
     unit_method<unit_partial_sums>(
         "_core_partial_sums",
         "() -> of each parameter a copy of what the replicas have not seen, or None"),
-    unit_method<unit_drop_partial_sums>("_core_drop_partial_sums", "Drops them."),
+    unit_method<[](Unit &unit) { unit.gradients().drop_partial_sums(); }>("_core_drop_partial_sums",
+                                                                          "Drops them."),
     method<group_accumulated>("_core_accumulated",
                               "(index) -> what is accumulated beside a parameter"),
     method<group_set_accumulated>("_core_set_accumulated", "(index, tensor or None)"),
@@ -382,44 +304,54 @@ PyMethodDef group_methods[] = {
                                    "(name): the process group that sums gradients on a device."),
     method<group_follow>("_core_follow", "(StepCounter): of an optimizer that holds shards of it."),
     method<group_count_load>("_core_count_load", "Its shards are loaded, on all ranks."),
-    unit_method<unit_release_gradients>("_core_release_gradients",
-                                        "Forgets gradients that are kept for reuse."),
-    unit_method<unit_release_sums>(
+    unit_method<[](Unit &unit) { unit.gradients().release(); }>(
+        "_core_release_gradients", "Forgets gradients that are kept for reuse."),
+    unit_method<[](Unit &unit) { fc_reduction_trim(unit.reduction()); }>(
         "_core_release_sums", "Frees the memory for sums over shards, unless some wait in it."),
     method<group_traffic>("_core_traffic",
                           "What the unit has moved, see fc_traffic in engine/reduction.h."),
-    unit_method<&Unit::drop_gradients>("_core_drop_gradients",
-                                       "Drops gradients that were not reduced."),
     {}};
-
-PyType_Slot group_slots[] = {
-    {Py_tp_new, reinterpret_cast<void *>(group_new)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(group_dealloc)},
-    {Py_tp_traverse, reinterpret_cast<void *>(group_traverse)},
-    {Py_tp_clear, reinterpret_cast<void *>(group_clear)},
-    {Py_tp_members, group_members},
-    {Py_tp_getset, group_properties},
-    {Py_tp_methods, group_methods},
-    {Py_tp_doc, const_cast<char *>("Base of FSDPParamGroup: one unit of the core.")},
-    {0, nullptr}};
-PyType_Spec group_spec = {"fsdp_c._C.Group", sizeof(GroupObject), 0,
-                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-                          group_slots};
 
 } // namespace
 
+void GroupObject::open()
+{
+    fc_root_unit_init(&course);
+}
+
+int GroupObject::traverse(visitproc visit, void *arg) const
+{
+    Py_VISIT(post_forward_mesh_info);
+    Py_VISIT(gradient_divide_factor);
+    for (Unit *part : {unit, former}) {
+        if (const int result = part != nullptr ? part->traverse(visit, arg) : 0; result != 0) {
+            return result;
+        }
+    }
+    return 0;
+}
+
+void GroupObject::clear()
+{
+    detach(this);
+    delete std::exchange(former, nullptr);
+    Py_CLEAR(post_forward_mesh_info);
+    Py_CLEAR(gradient_divide_factor);
+}
+
 GroupObject *group_of(PyObject *object)
 {
-    if (!PyObject_TypeCheck(object, group_type)) {
-        PyErr_SetString(PyExc_TypeError, "expected a Group");
-        throw_python();
-    }
-    return as<GroupObject>(object);
+    return &owned_by<GroupObject>(object, "a Group");
+}
+
+int register_group(PyObject *module)
+{
+    return add_type<GroupObject>(module, {.name = "fsdp_c._C.Group",
+                                          .doc = "Base of FSDPParamGroup: one unit of the core.",
+                                          .methods = group_methods,
+                                          .properties = group_properties,
+                                          .members = group_members,
+                                          .flags = Py_TPFLAGS_BASETYPE});
 }
 
 } // namespace fc
-
-int fc_register_group(PyObject *module)
-{
-    return fc::add_type(module, "Group", &fc::group_spec, &fc::group_type);
-}

@@ -90,8 +90,6 @@ public:
     // rows: one per parameter, see fsdp_c/_fully_shard/_fsdp_param_group.py; flat: owns the storage
     // that the unsharded parameters are views of.
     Parameters(fc_unit *shard, PyObject *rows, const at::Tensor &flat);
-    Parameters(const Parameters &) = delete;
-    Parameters &operator=(const Parameters &) = delete;
 
     const std::vector<Param> &params() const { return params_; }
     fc_unit *shard_unit() const { return shard_; }

@@ -19,13 +19,12 @@ void Unit::check_grad_dtype(const Param &param) const
         meta->grad_.defined()) {
         return;
     }
-    PyErr_Format(PyExc_RuntimeError,
-                 "parameter '%s' of FSDP unit '%s': attempting to assign a gradient with dtype "
-                 "'%s' to a tensor with grad_dtype '%s'. From torch 2.15 on grad_dtype can be set "
-                 "before the first forward",
-                 parameter_name(param).c_str(), name().c_str(), c10::toString(param.grad_type),
-                 c10::toString(*meta->grad_dtype_));
-    throw_python();
+    raise_error(PyExc_RuntimeError,
+                "parameter '%s' of FSDP unit '%s': attempting to assign a gradient with dtype "
+                "'%s' to a tensor with grad_dtype '%s'. From torch 2.15 on grad_dtype can be set "
+                "before the first forward",
+                parameter_name(param).c_str(), name().c_str(), c10::toString(param.grad_type),
+                c10::toString(*meta->grad_dtype_));
 }
 
 void Unit::submit(bool with_unused, const fc_reduce_options &options)

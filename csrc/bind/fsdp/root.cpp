@@ -3,6 +3,7 @@
 
 #include "bind/fsdp/events.h"
 #include "bind/python/calls.h"
+#include "bind/python/fields.h"
 #include "bind/python/process.h"
 #include "bind/python/raised.h"
 #include "bind/tensor/tensors.h"
@@ -10,198 +11,115 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <algorithm>
 #include <vector>
 
 namespace fc {
 
-fc_reduce_options reduce_options(const GroupObject *group)
+fc_reduce_options reduce_options(const GroupObject &group)
 {
-    const Unit *unit = group->unit;
-    double divisor = fc_domain_n_ranks(unit->domain());
-    if (unit->replicate_domain() != nullptr) {
-        divisor *= fc_domain_n_ranks(unit->replicate_domain());
+    PyObject *const given = group.gradient_divide_factor;
+    const bool is_given = given != nullptr && given != Py_None;
+    const double factor = is_given ? real_from(given) : 0;
+    if (is_given && factor == 0) {
+        raise_error(PyExc_ZeroDivisionError,
+                    "set_gradient_divide_factor(0) on unit '%s': its gradients cannot be divided "
+                    "by zero",
+                    group.unit->name().c_str());
     }
-    if (group->gradient_divide_factor != nullptr && group->gradient_divide_factor != Py_None) {
-        divisor = PyFloat_AsDouble(group->gradient_divide_factor);
-        if (divisor == -1.0 && PyErr_Occurred()) {
-            throw_python();
-        }
-        if (divisor == 0.0) {
-            PyErr_Format(PyExc_ZeroDivisionError,
-                         "set_gradient_divide_factor(0) on unit '%s': its gradients cannot be "
-                         "divided by zero",
-                         unit->name().c_str());
-            throw_python();
-        }
-    }
-    if (fc_domain_is_packed(unit->domain())) { // its collectives divide, as torch's do
-        divisor = 1;
-    }
-    return {divisor, group->course.all_reduce_grads, group->course.defers_hooks};
+    return fc_root_unit_options(&group.course, factor);
 }
 
 namespace {
 
 // ---- what the engine asks ----
 
-GroupObject *as_group(void *owner)
+RootObject &root_in(void *owner)
 {
-    return static_cast<GroupObject *>(owner);
+    return *static_cast<RootObject *>(owner);
 }
 
-RootObject *as_root(void *owner)
+Unit &unit_in(void *owner)
 {
-    return static_cast<RootObject *>(owner);
+    return *as_group(owner).unit;
 }
 
-template <typename Method> struct PartOf;
-template <typename Function, typename Part> struct PartOf<Function Part::*> {
-    using type = Part;
-};
+template <auto call> constexpr Operation<root_in, call> of_root;
+template <auto call> constexpr Operation<as_group, call> of_group;
+template <auto call> constexpr Operation<unit_in, call> of_unit;
 
-// A method of the unit, or of one of its parts.
-template <auto Method> bool ask(void *owner)
+void reshard(Unit &unit, bool is_news)
 {
-    const typename PartOf<decltype(Method)>::type &part = *as_group(owner)->unit;
-    return (part.*Method)();
+    const Range range(is_news ? "FSDP::post_backward_reshard" : nullptr, &unit);
+    unit.reshard();
 }
 
-template <auto Method> fc_status find(void *owner, bool *out)
+void reshard_after_forward(GroupObject &group, bool in_forward)
 {
-    return kept([&] { *out = ask<Method>(owner); });
-}
-
-template <auto Method> fc_status run(void *owner)
-{
-    return kept([&] {
-        typename PartOf<decltype(Method)>::type &part = *as_group(owner)->unit;
-        (part.*Method)();
-    });
-}
-
-fc_status reshard(void *owner, bool is_news)
-{
-    return kept([&] {
-        Unit *unit = as_group(owner)->unit;
-        const Range range(is_news ? "FSDP::post_backward_reshard" : nullptr, unit);
-        unit->reshard();
-    });
-}
-
-fc_status reshard_after_forward(void *owner, bool in_forward)
-{
-    return kept([&] {
-        const GroupObject *group = as_group(owner);
-        const DeviceUnit *device = group->unit->device();
-        group->unit->reshard(in_forward && device != nullptr &&
-                             device->keeps_slice(group->post_forward_mesh_info));
-    });
+    const DeviceUnit *device = group.unit->device();
+    group.unit->reshard(in_forward && device != nullptr &&
+                        device->keeps_slice(group.post_forward_mesh_info));
 }
 
 // Of a unit whose module may be gone.
-fc_status drop_ahead(void *owner)
+void drop_ahead(GroupObject &group)
 {
-    return kept([&] {
-        if (Unit *unit = as_group(owner)->unit) {
-            unit->drop_ahead();
-        }
-    });
+    if (group.unit != nullptr) {
+        group.unit->drop_ahead();
+    }
 }
 
-fc_status note_passed(void *owner)
+void accumulate(Unit &unit, bool is_news)
 {
-    return kept([&] { log_event("FSDP::post_backward", as_group(owner)->unit); });
+    const Range range(is_news ? "FSDP::post_backward_accumulate" : nullptr, &unit);
+    unit.accumulate();
 }
 
-fc_status accumulate(void *owner, bool is_news)
+void submit(GroupObject &group, bool with_unused)
 {
-    return kept([&] {
-        Unit *unit = as_group(owner)->unit;
-        const Range range(is_news ? "FSDP::post_backward_accumulate" : nullptr, unit);
-        unit->accumulate();
-    });
-}
-
-fc_status submit(void *owner, bool with_unused)
-{
-    return kept([&] {
-        const GroupObject *group = as_group(owner);
-        group->unit->submit(with_unused, reduce_options(group));
-    });
+    group.unit->submit(with_unused, reduce_options(group));
 }
 
 const fc_root_ops root_ops = {
     .is_in_backward = [](void *) { return in_autograd_backward(); },
-    .await_end = [](void *root) { return kept([&] { queue_final_callback(as_root(root)); }); },
+    .await_end = of_root<[](RootObject &root) { queue_final_callback(&root); }>,
     .keeps_graph = [](void *) { return torch::autograd::get_current_graph_task_keep_graph(); },
-    .begin = [](void *root) { return kept([&] { as_root(root)->streams->begin(); }); },
-    .resume = [](void *root) { return kept([&] { as_root(root)->streams->resume(); }); },
+    .begin = of_root<[](RootObject &root) { root.streams->begin(); }>,
+    .resume = of_root<[](RootObject &root) { root.streams->resume(); }>,
     .forget_members = [](void *state) { PySet_Clear(as_state(state)->to_run); },
-    .publishes = ask<&Unit::publishes>,
-    .publish = run<&Unit::publish>,
-    .is_intact = find<&Unit::is_intact>,
-    .note_shards = run<&Unit::note_shards>,
-    .was_written = find<&Unit::was_written>,
-    .check_unwritten = run<&Unit::check_unwritten>,
-    .unshard = run<&Unit::unshard>,
-    .make_unavailable = run<&Unit::make_unavailable>,
-    .reshard = reshard,
-    .reshard_after_forward = reshard_after_forward,
-    .is_kept_after_forward = ask<&Unit::is_kept_after_forward>,
-    .end_forward = run<&Unit::end_forward>,
-    .keep = run<&Unit::keep>,
-    .is_unsharded = ask<&Unit::is_unsharded>,
-    .has_own_memory = ask<&Unit::has_own_memory>,
-    .drop_pending = run<&Unit::drop_pending>,
-    .drop_ahead = drop_ahead,
-    .await_gradients = [](void *group) { as_group(group)->unit->await_gradients(); },
-    .end_awaiting = [](void *group) { return as_group(group)->unit->end_awaiting(); },
-    .defer_upcasts =
-        [](void *group, bool reduces) {
-            return kept([&] { as_group(group)->unit->defer_upcasts(reduces); });
-        },
-    .end_deferral = run<&Unit::end_deferral>,
-    .note_passed = note_passed,
-    .accumulate = accumulate,
-    .submit = submit,
-    .has_accumulated = ask<&Unit::has_accumulated>,
-    .has_all_gradients = ask<&Unit::has_all_gradients>,
-    .is_settled = ask<&Unit::is_settled>,
-    .end_graph = run<&Unit::end_graph>,
-    .run_deferred_hooks = run<&Unit::run_deferred_hooks>,
-    .drop_gradients = run<&Unit::drop_gradients>,
-    .release_unused = run<&Unit::release_unused>,
+    .publishes = of_unit<&Unit::publishes>,
+    .publish = of_unit<&Unit::publish>,
+    .is_intact = of_unit<&Unit::is_intact>,
+    .note_shards = of_unit<&Unit::note_shards>,
+    .was_written = of_unit<&Unit::was_written>,
+    .check_unwritten = of_unit<&Unit::check_unwritten>,
+    .unshard = of_unit<&Unit::unshard>,
+    .make_unavailable = of_unit<&Unit::make_unavailable>,
+    .reshard = of_unit<reshard>,
+    .reshard_after_forward = of_group<reshard_after_forward>,
+    .is_kept_after_forward = of_unit<&Unit::is_kept_after_forward>,
+    .end_forward = of_unit<&Unit::end_forward>,
+    .keep = of_unit<&Unit::keep>,
+    .is_unsharded = of_unit<&Unit::is_unsharded>,
+    .has_own_memory = of_unit<&Unit::has_own_memory>,
+    .drop_pending = of_unit<&Unit::drop_pending>,
+    .drop_ahead = of_group<drop_ahead>,
+    .await_gradients = of_unit<&Unit::await_gradients>,
+    .end_awaiting = of_unit<&Unit::end_awaiting>,
+    .defer_upcasts = of_unit<&Unit::defer_upcasts>,
+    .end_deferral = of_unit<&Unit::end_deferral>,
+    .note_passed = of_unit<[](Unit &unit) { log_event("FSDP::post_backward", &unit); }>,
+    .accumulate = of_unit<accumulate>,
+    .submit = of_group<submit>,
+    .has_accumulated = of_unit<&Unit::has_accumulated>,
+    .has_all_gradients = of_unit<&Unit::has_all_gradients>,
+    .is_settled = of_unit<&Unit::is_settled>,
+    .end_graph = of_unit<&Unit::end_graph>,
+    .run_deferred_hooks = of_unit<&Unit::run_deferred_hooks>,
+    .drop_gradients = of_unit<&Unit::drop_gradients>,
+    .release_unused = of_unit<&Unit::release_unused>,
 };
 
 // ---- forward ----
-
-// Steps of all optimizers that hold shards of the root, and loads.
-uint64_t count_updates(RootObject *root)
-{
-    if (root->updates == nullptr) {
-        root->updates = new RootUpdates();
-    }
-    RootUpdates &known = *root->updates;
-    if (known.version != process.n_changes) {
-        known = {};
-        each_state(root, [&](const StateObject *state) {
-            if (state->group != nullptr) {
-                for (const auto &[counter, before] : state->group->updates->counters()) {
-                    uint64_t &first = known.optimizers.try_emplace(counter, before).first->second;
-                    first = std::min(first, before);
-                }
-                known.n_loads += state->group->updates->n_loads();
-            }
-        });
-        known.version = process.n_changes;
-    }
-    uint64_t n = known.n_loads;
-    for (const auto &[counter, before] : known.optimizers) {
-        n += *counter - before;
-    }
-    return n;
-}
 
 bool take_shards(RootObject *root)
 {
@@ -280,7 +198,7 @@ void root_pre_forward(StateObject *state)
     rebuild_if_changed(state);
     root = state->root;
     check_raised(fc_root_open_forward(&root->course, &state->course, at::GradMode::is_enabled(),
-                                      count_updates(root)));
+                                      process.n_changes));
 }
 
 void state_post_backward(StateObject *state)

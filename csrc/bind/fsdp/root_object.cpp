@@ -1,6 +1,7 @@
 // The Python type Root: fields, lifetime, methods. What it does is in root.cpp.
 #include "bind/fsdp/domain.h"
 #include "bind/fsdp/root.h"
+#include "bind/module.h"
 #include "bind/python/objects.h"
 #include "bind/python/raised.h"
 
@@ -10,64 +11,45 @@
 
 namespace fc {
 
+void RootObject::open(PyObject *unnamed, PyObject *named)
+{
+    PyObject *given_states, *given_domains, *given_context;
+    parse(unnamed, named, "$O!O!O", {"states", "domains", "context"}, &PyList_Type, &given_states,
+          &PyList_Type, &given_domains, &given_context);
+    std::vector<fc_domain *> linked;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given_domains); i++) {
+        linked.push_back(domain_of(PyList_GET_ITEM(given_domains, i)));
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given_states); i++) {
+        state_of(PyList_GET_ITEM(given_states, i));
+    }
+    context_of(given_context);
+    states = Py_NewRef(given_states);
+    domains = Py_NewRef(given_domains);
+    context = context_of(Py_NewRef(given_context));
+    streams = linked.empty() ? nullptr : domain_streams(PyList_GET_ITEM(domains, 0));
+    has_modes = has_dispatch_modes();
+    root_init(this, linked);
+}
+
+int RootObject::traverse(visitproc visit, void *arg) const
+{
+    Py_VISIT(states);
+    Py_VISIT(domains);
+    Py_VISIT(reinterpret_cast<PyObject *>(context));
+    return 0;
+}
+
+void RootObject::clear()
+{
+    fc_root_fini(&course);
+    streams = nullptr;
+    Py_CLEAR(states);
+    Py_CLEAR(domains);
+    Py_CLEAR(context);
+}
+
 namespace {
-
-PyTypeObject *root_type = nullptr;
-
-// Root(states=, domains=, context=)
-PyObject *root_new(PyTypeObject *type, PyObject *args, PyObject *named)
-{
-    return guarded([&]() -> PyObject * {
-        PyObject *states, *domains, *context;
-        parse(args, named, "$O!O!O", {"states", "domains", "context"}, &PyList_Type, &states,
-              &PyList_Type, &domains, &context);
-        std::vector<fc_domain *> linked;
-        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(domains); i++) {
-            linked.push_back(domain_of(PyList_GET_ITEM(domains, i)));
-        }
-        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(states); i++) {
-            state_of(PyList_GET_ITEM(states, i));
-        }
-        context_of(context);
-        Ref self = checked(type->tp_alloc(type, 0));
-        auto *root = as<RootObject>(self.get());
-        root->states = Py_NewRef(states);
-        root->domains = Py_NewRef(domains);
-        root->context = context_of(Py_NewRef(context));
-        root->streams = linked.empty() ? nullptr : domain_streams(PyList_GET_ITEM(domains, 0));
-        root->has_modes = has_dispatch_modes();
-        root_init(root, linked);
-        return self.release();
-    });
-}
-
-int root_traverse(PyObject *self, visitproc visit, void *arg)
-{
-    Py_VISIT(Py_TYPE(self));
-    Py_VISIT(as<RootObject>(self)->states);
-    Py_VISIT(as<RootObject>(self)->domains);
-    Py_VISIT(reinterpret_cast<PyObject *>(as<RootObject>(self)->context));
-    return 0;
-}
-
-int root_clear(PyObject *self)
-{
-    auto *root = as<RootObject>(self);
-    fc_root_fini(&root->course);
-    root->streams = nullptr;
-    Py_CLEAR(root->states);
-    Py_CLEAR(root->domains);
-    Py_CLEAR(root->context);
-    return 0;
-}
-
-void root_dealloc(PyObject *self)
-{
-    PyObject_GC_UnTrack(self);
-    root_clear(self);
-    delete as<RootObject>(self)->updates;
-    free_object(self);
-}
 
 void root_call_post_backward(RootObject &root, PyObject *group)
 {
@@ -78,21 +60,6 @@ void root_call_end_backward(RootObject &root)
 {
     check_raised(fc_root_begin_backward(&root.course));
     root_end_backward(&root);
-}
-
-void root_call_finalize_backward(RootObject &root)
-{
-    root_finalize_backward(&root);
-}
-
-void root_call_reset(RootObject &root)
-{
-    root_reset(&root, true);
-}
-
-void root_look_again(RootObject &root)
-{
-    root.is_replaced = true;
 }
 
 void root_drop_raised_forward(RootObject &root)
@@ -108,77 +75,52 @@ Ref root_iteration_root(RootObject &root)
     return Ref::borrow(opener != nullptr ? static_cast<PyObject *>(opener->owner) : Py_None);
 }
 
-bool root_is_between_steps(RootObject &root)
-{
-    return fc_root_is_between_steps(&root.course);
-}
-
-bool root_awaits_end(RootObject &root)
-{
-    return root_in_backward(&root) && !in_autograd_backward();
-}
-
-uint64_t root_backward(RootObject &root)
-{
-    return root.course.backward;
-}
-
 PyMemberDef root_members[] = {
     {"states", T_OBJECT, offsetof(RootObject, states), READONLY, "in named_modules order"},
     {"domains", T_OBJECT, offsetof(RootObject, domains), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 
 PyGetSetDef root_properties[] = {
-    property<root_backward>("backward", "the number of the running backward, or the next one"),
+    property<[](RootObject &root) { return root.course.backward; }>(
+        "backward", "the number of the running backward, or the next one"),
     property<root_iteration_root>("iteration_root", "the state that began the current forward"),
-    property<root_is_between_steps>("is_between_steps",
-                                    "whether no forward or backward is going on or to come, and no "
-                                    "gradient waits for a reduction"),
-    property<root_awaits_end>("awaits_end",
-                              "whether a backward is open that autograd will not end"),
+    property<[](RootObject &root) { return fc_root_is_between_steps(&root.course); }>(
+        "is_between_steps", "whether no forward or backward is going on or to come, and no "
+                            "gradient waits for a reduction"),
+    property<[](RootObject &root) { return root_in_backward(&root) && !in_autograd_backward(); }>(
+        "awaits_end", "whether a backward is open that autograd will not end"),
     {}};
 
 PyMethodDef root_methods[] = {
     method<root_call_post_backward>("post_backward",
                                     "post_backward(group): reshards it and posts its gradients."),
     method<root_call_end_backward>("end_backward", "Finishes all reductions and closes the phase."),
-    method<root_call_finalize_backward>("finalize_backward",
-                                        "Reduces what the backwards of a manual ending left."),
-    method<root_look_again>("look_again",
-                            "The next forward asks who looks at the units' collectives."),
-    method<root_call_reset>("reset", "Drops everything of the running step."),
+    method<[](RootObject &root) { root_finalize_backward(&root); }>(
+        "finalize_backward", "Reduces what the backwards of a manual ending left."),
+    method<[](RootObject &root) { root.is_replaced = true; }>(
+        "look_again", "The next forward asks who looks at the units' collectives."),
+    method<[](RootObject &root) { root_reset(&root, true); }>(
+        "reset", "Drops everything of the running step."),
     method<root_drop_raised_forward>(
         "drop_raised_forward",
         "Ends a forward that was left by an exception, as the next one would."),
     {}};
 
-PyType_Slot root_slots[] = {
-    {Py_tp_new, reinterpret_cast<void *>(root_new)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(root_dealloc)},
-    {Py_tp_traverse, reinterpret_cast<void *>(root_traverse)},
-    {Py_tp_clear, reinterpret_cast<void *>(root_clear)},
-    {Py_tp_members, root_members},
-    {Py_tp_getset, root_properties},
-    {Py_tp_methods, root_methods},
-    {Py_tp_doc, const_cast<char *>("Root(states=, domains=, context=): a root and all below it.")},
-    {0, nullptr}};
-PyType_Spec root_spec = {"fsdp_c._C.Root", sizeof(RootObject), 0,
-                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, root_slots};
-
 } // namespace
 
 RootObject *root_of(PyObject *object)
 {
-    if (!PyObject_TypeCheck(object, root_type)) {
-        PyErr_SetString(PyExc_TypeError, "expected a Root");
-        throw_python();
-    }
-    return as<RootObject>(object);
+    return &owned_by<RootObject>(object, "a Root");
+}
+
+int register_root(PyObject *module)
+{
+    return add_type<RootObject>(
+        module, {.name = "fsdp_c._C.Root",
+                 .doc = "Root(states=, domains=, context=): a root and all below it.",
+                 .methods = root_methods,
+                 .properties = root_properties,
+                 .members = root_members});
 }
 
 } // namespace fc
-
-int fc_register_root(PyObject *module)
-{
-    return fc::add_type(module, "Root", &fc::root_spec, &fc::root_type);
-}

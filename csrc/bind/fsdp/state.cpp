@@ -1,6 +1,7 @@
 // The Python type State: fields, lifetime, methods. What it does is in hooks.cpp.
 #include "bind/fsdp/root.h"
 
+#include "bind/module.h"
 #include "bind/python/calls.h"
 #include "bind/python/objects.h"
 #include "bind/python/replaced_functions.h"
@@ -13,75 +14,46 @@
 
 namespace fc {
 
-namespace {
-
-PyTypeObject *state_type = nullptr;
-
-} // namespace
-
 StateObject *state_of(PyObject *object)
 {
-    if (!PyObject_TypeCheck(object, state_type)) {
-        PyErr_SetString(PyExc_TypeError, "expected a State");
-        throw_python();
-    }
-    return as<StateObject>(object);
+    return &owned_by<StateObject>(object, "a State");
 }
 
-int parse_training(PyObject *value, fc_training *out)
+fc_training training_from(PyObject *value)
 {
     const long index = value != nullptr ? PyLong_AsLong(value) : -1;
     if (index < 0 || index >= FC_TRAINING_COUNT) {
-        PyErr_SetString(PyExc_ValueError, "expected the index of a TrainingState");
-        return -1;
+        raise_error(PyExc_ValueError, "expected the index of a TrainingState");
     }
-    *out = static_cast<fc_training>(index);
+    return static_cast<fc_training>(index);
+}
+
+void StateObject::open()
+{
+    course.owner = this;
+    course.training = FC_TRAINING_IDLE;
+    param_dtype = output_dtype = at::ScalarType::Undefined;
+}
+
+int StateObject::traverse(visitproc visit, void *arg) const
+{
+    Py_VISIT(reinterpret_cast<PyObject *>(root));
+    Py_VISIT(reinterpret_cast<PyObject *>(group));
+    Py_VISIT(modules);
+    Py_VISIT(to_run);
     return 0;
+}
+
+void StateObject::clear()
+{
+    course.unit = nullptr;
+    Py_CLEAR(root);
+    Py_CLEAR(group);
+    Py_CLEAR(modules);
+    Py_CLEAR(to_run);
 }
 
 namespace {
-
-PyObject *state_new(PyTypeObject *type, PyObject *, PyObject *)
-{
-    PyObject *self = type->tp_alloc(type, 0);
-    if (self == nullptr) {
-        return nullptr;
-    }
-    auto *state = as<StateObject>(self);
-    state->course.owner = self;
-    state->course.training = FC_TRAINING_IDLE;
-    state->param_dtype = state->output_dtype = at::ScalarType::Undefined;
-    return self;
-}
-
-int state_traverse(PyObject *self, visitproc visit, void *arg)
-{
-    auto *state = as<StateObject>(self);
-    Py_VISIT(Py_TYPE(self));
-    Py_VISIT(reinterpret_cast<PyObject *>(state->root));
-    Py_VISIT(reinterpret_cast<PyObject *>(state->group));
-    Py_VISIT(state->modules);
-    Py_VISIT(state->to_run);
-    return 0;
-}
-
-int state_clear(PyObject *self)
-{
-    auto *state = as<StateObject>(self);
-    state->course.unit = nullptr;
-    Py_CLEAR(state->root);
-    Py_CLEAR(state->group);
-    Py_CLEAR(state->modules);
-    Py_CLEAR(state->to_run);
-    return 0;
-}
-
-void state_dealloc(PyObject *self)
-{
-    PyObject_GC_UnTrack(self);
-    state_clear(self);
-    free_object(self);
-}
 
 // Each a dtype or None.
 void state_set_casts(StateObject &state, PyObject *args, PyObject *named)
@@ -167,11 +139,6 @@ PyObject *state_hook_post_forward(PyObject *self, PyObject *const *a, Py_ssize_t
 
 namespace {
 
-bool state_takes_core(StateObject &state)
-{
-    return is_ours(&state);
-}
-
 // (args, kwargs) -> (args, kwargs); a whole pass, whatever the members of a grouped unit do
 PyObject *state_enter(PyObject *self, PyObject *const *a, Py_ssize_t n)
 {
@@ -184,16 +151,6 @@ PyObject *state_enter(PyObject *self, PyObject *const *a, Py_ssize_t n)
     });
 }
 
-Ref state_leave(StateObject &state, PyObject *output)
-{
-    return state_post_forward(&state, output);
-}
-
-void state_call_pre_backward(StateObject &state)
-{
-    state_pre_backward(&state);
-}
-
 PyMemberDef state_members[] = {
     {"_root", T_OBJECT, offsetof(StateObject, root), READONLY, "the Root, or None on the fallback"},
     {"_uses_fallback", T_BOOL, offsetof(StateObject, uses_fallback), READONLY, nullptr},
@@ -202,16 +159,15 @@ PyMemberDef state_members[] = {
     {"_modules_to_run_forward", T_OBJECT_EX, offsetof(StateObject, to_run), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 
-PyObject *state_get_training(PyObject *self, void *)
+fc_training state_training(StateObject &state)
 {
-    return PyLong_FromLong(training_of(as<StateObject>(self)));
+    return training_of(&state);
 }
 
-int state_set_training(PyObject *self, PyObject *value, void *)
+void state_set_training(StateObject &state, PyObject *value)
 {
-    auto *state = as<StateObject>(self);
-    state->course.backward = state->root != nullptr ? state->root->course.backward : 0;
-    return parse_training(value, &state->course.training);
+    state.course.backward = state.root != nullptr ? state.root->course.backward : 0;
+    state.course.training = training_from(value);
 }
 
 // Who replaces a method of a state is noticed by the next forward of its root.
@@ -225,47 +181,37 @@ int state_setattro(PyObject *self, PyObject *name, PyObject *value)
 }
 
 PyGetSetDef state_properties[] = {
-    {"_training", state_get_training, state_set_training, "TrainingState, as its index", nullptr},
-    {}};
+    property<state_training, state_set_training>("_training", "TrainingState, as its index"), {}};
 
 PyMethodDef state_methods[] = {
     method<state_set_casts>("_set_casts", "_set_casts(cast_inputs=, param_dtype=, output_dtype=)"),
     method<state_join>("_join", "_join(root=, group=, uses_fallback=)"),
-    {"_hook_pre_forward", fastcall<StateObject>(state_hook_pre_forward), METH_FASTCALL,
+    {"_hook_pre_forward", fastcall(state_hook_pre_forward), METH_FASTCALL,
      "The forward pre-hook: (module, args, kwargs) -> None or (args, kwargs)."},
-    {"_hook_post_forward", fastcall<StateObject>(state_hook_post_forward), METH_FASTCALL,
+    {"_hook_post_forward", fastcall(state_hook_post_forward), METH_FASTCALL,
      "The forward hook: (module, args, output) -> output."},
-    method<state_takes_core>(
+    method<[](StateObject &state) { return is_ours(&state); }>(
         "_takes_core",
         "Whether the core runs the forward that begins; chooses the implementation if need be."),
-    {"_enter", fastcall<StateObject>(state_enter), METH_FASTCALL,
-     "(args, kwargs) -> (args, kwargs)"},
-    method<state_leave>("_leave", "(output) -> output"),
-    method<state_call_pre_backward>("_core_pre_backward", "What a gradient of an output sets off."),
+    {"_enter", fastcall(state_enter), METH_FASTCALL, "(args, kwargs) -> (args, kwargs)"},
+    method<[](StateObject &state, PyObject *output) { return state_post_forward(&state, output); }>(
+        "_leave", "(output) -> output"),
+    method<[](StateObject &state) { state_pre_backward(&state); }>(
+        "_core_pre_backward", "What a gradient of an output sets off."),
     {}};
-
-PyType_Slot state_slots[] = {
-    {Py_tp_new, reinterpret_cast<void *>(state_new)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(state_dealloc)},
-    {Py_tp_traverse, reinterpret_cast<void *>(state_traverse)},
-    {Py_tp_clear, reinterpret_cast<void *>(state_clear)},
-    {Py_tp_setattro, reinterpret_cast<void *>(state_setattro)},
-    {Py_tp_members, state_members},
-    {Py_tp_getset, state_properties},
-    {Py_tp_methods, state_methods},
-    {Py_tp_doc, const_cast<char *>("Base of FSDPState: the hooks of one fully_shard call.")},
-    {0, nullptr}};
-PyType_Spec state_spec = {"fsdp_c._C.State", sizeof(StateObject), 0,
-                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-                          state_slots};
 
 } // namespace
 
-} // namespace fc
-
-int fc_register_state(PyObject *module)
+int register_state(PyObject *module)
 {
-    return fc_register_group(module) < 0 || fc_register_root(module) < 0
-               ? -1
-               : fc::add_type(module, "State", &fc::state_spec, &fc::state_type);
+    return add_type<StateObject>(module,
+                                 {.name = "fsdp_c._C.State",
+                                  .doc = "Base of FSDPState: the hooks of one fully_shard call.",
+                                  .methods = state_methods,
+                                  .properties = state_properties,
+                                  .members = state_members,
+                                  .setattro = state_setattro,
+                                  .flags = Py_TPFLAGS_BASETYPE});
 }
+
+} // namespace fc

@@ -12,7 +12,6 @@
 
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
-#include <map>
 #include <optional>
 #include <string>
 
@@ -23,6 +22,11 @@ class RootHold;
 
 // The base of FSDPParamGroup: flags that Python sets and the hooks read, and the bound unit.
 struct GroupObject {
+    void open();
+    int traverse(visitproc visit, void *arg) const;
+    void clear();
+    void close() { fc_root_unit_fini(&course); }
+
     PyObject_HEAD
     fc_root_unit course;    // flags that Python sets, and what a step's course knows of the unit
     Unit *unit;             // owned; null until bound, and on the fallback
@@ -32,11 +36,14 @@ struct GroupObject {
     uint64_t input_seen_in; // the root's backward that has shown this; 0: none has yet
     PyObject *post_forward_mesh_info; // owned; None: keep the parameters after forward
     PyObject *gradient_divide_factor; // owned; None: the number of ranks
-    Updates *updates;                 // owned; of its shards, whatever unit is bound
 };
 
 // The base of FSDPState.
 struct StateObject {
+    void open();
+    int traverse(visitproc visit, void *arg) const;
+    void clear();
+
     PyObject_HEAD
     fc_root_module course;
     RootObject *root;           // owned; null while undecided or on the fallback
@@ -51,15 +58,12 @@ struct StateObject {
     at::ScalarType param_dtype, output_dtype; // Undefined: as they are
 };
 
-// What the shards of a root have seen, by the optimizers that hold some.
-struct RootUpdates {
-    std::map<Updates::Counter, uint64_t> optimizers; // what each had counted before
-    uint64_t n_loads = 0;
-    uint64_t version = UINT64_MAX; // Process::n_changes
-};
-
 // One root and everything below it: shared by its states.
 struct RootObject {
+    void open(PyObject *unnamed, PyObject *named); // (states=, domains=, context=)
+    int traverse(visitproc visit, void *arg) const;
+    void clear();
+
     PyObject_HEAD
     fc_root_course course;
     PyObject *states;       // owned; a list, in named_modules order
@@ -67,7 +71,6 @@ struct RootObject {
     ContextObject *context; // owned
     Streams *streams;       // borrowed from the domains; null without a device
     RootHold *hold;         // borrowed; of autograd's nodes, null without any
-    RootUpdates *updates;   // owned; null before the first forward
     int64_t graph_task;     // autograd's number of the running backward
     bool is_replaced;       // a method of one of the states was, since set-up
     bool has_modes;         // a dispatch mode was active when units were bound
@@ -84,20 +87,14 @@ GroupObject *group_of(PyObject *object);
 StateObject *state_of(PyObject *object);
 RootObject *root_of(PyObject *object);
 
-// The group and the unit whose parameters an engine's unit has; null if its module is gone.
-inline GroupObject *owner_group(const fc_unit *unit)
-{
-    auto *group = static_cast<GroupObject *>(fc_unit_owner(unit));
-    return group != nullptr && group->unit != nullptr ? group : nullptr;
-}
-inline Unit *owner_unit(const fc_unit *unit)
-{
-    const GroupObject *group = owner_group(unit);
-    return group != nullptr ? group->unit : nullptr;
-}
-
 // How the group's gradients are reduced now.
-fc_reduce_options reduce_options(const GroupObject *group);
+fc_reduce_options reduce_options(const GroupObject &group);
+
+// The engine's owners.
+inline GroupObject &as_group(void *owner)
+{
+    return *static_cast<GroupObject *>(owner);
+}
 
 inline StateObject *as_state(void *owner)
 {
@@ -110,8 +107,8 @@ inline fc_training training_of(const StateObject *state)
                                    state->root != nullptr ? &state->root->course : nullptr);
 }
 
-// -1 with a Python error set unless `value` is the index of a TrainingState.
-int parse_training(PyObject *value, fc_training *out);
+// ValueError as an exception unless `value` is the index of a TrainingState.
+fc_training training_from(PyObject *value);
 
 // Whether autograd runs a backward on this thread.
 bool in_autograd_backward();
@@ -152,10 +149,5 @@ void state_pre_backward(StateObject *state);
 void state_on_arrival(StateObject *state);
 
 } // namespace fc
-
-PyObject *fc_count_checkpoint(PyObject *, PyObject *);
-int fc_register_group(PyObject *module);
-int fc_register_root(PyObject *module);
-int fc_register_state(PyObject *module);
 
 #endif

@@ -10,11 +10,10 @@
 namespace fc {
 
 Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject *rows,
-           const at::Tensor &flat, PyObject *on_device, const Updates *updates)
+           const at::Tensor &flat, PyObject *on_device, const fc_updates *updates)
     : Parameters(fc_domain_unit(domain_of(domain), index), rows, flat), Accumulated(params_),
       UnitGraph(shard_, params_, *this, updates), domain_object_(Ref::borrow(domain)),
-      domain_(domain_of(domain)), replicate_domain_(nullptr),
-      reduction_(nullptr, fc_reduction_destroy)
+      domain_(domain_of(domain)), replicate_domain_(nullptr)
 {
     fc_unit *replicate = nullptr;
     if (replicate_domain != Py_None) {
@@ -29,9 +28,7 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
             move_to(p.local.storage().unsafeGetStorageImpl(), p.storage, fc_unit_region(shard_));
         }
     }
-    fc_reduction *made;
-    check(fc_reduction_create(shard_, replicate, slots(), reduction_ops(), &made));
-    reduction_.reset(made);
+    check(fc_reduction_create(shard_, replicate, slots(), reduction_ops(), Out(reduction_)));
     begin(make_device(domain, replicate_domain, replicate, on_device));
     make_gradients();
     set_says_graph(fc_unsharding_makes_copies(unsharding()));

@@ -28,7 +28,7 @@ class Unit : public Parameters, public Unsharding, public Accumulated, public Un
 public:
     // rows, flat: see Parameters; on_device: see DeviceOptions. updates: of the shards, borrowed.
     Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject *rows,
-         const at::Tensor &flat, PyObject *on_device, const Updates *updates);
+         const at::Tensor &flat, PyObject *on_device, const fc_updates *updates);
     ~Unit();
 
     fc_domain *domain() const { return domain_; }
@@ -81,7 +81,7 @@ private:
     Ref domain_object_, replicate_object_; // keep the domains alive until all below is gone
     fc_domain *domain_, *replicate_domain_;
     std::unique_ptr<DeviceUnit> device_; // null in shared memory and over messages
-    std::unique_ptr<fc_reduction, decltype(&fc_reduction_destroy)> reduction_;
+    Owned<fc_reduction, fc_reduction_destroy> reduction_;
     std::unique_ptr<ShardGradients> gradients_; // with both
     std::vector<std::unique_ptr<Range>> waits_;
 };

@@ -2,10 +2,9 @@
 #ifndef FC_BIND_FSDP_UNSHARDING_H
 #define FC_BIND_FSDP_UNSHARDING_H
 
+#include "bind/core.h"
 #include "bind/python/raised.h"
 #include "engine/unsharding.h"
-
-#include <memory>
 
 namespace fc {
 
@@ -47,18 +46,13 @@ public:
 protected:
     void begin(const fc_unsharding_options &options)
     {
-        fc_unsharding *made;
-        check_raised(fc_unsharding_create(&options, &made));
-        engine_.reset(made);
+        check_raised(fc_unsharding_create(&options, Out(engine_)));
     }
     // While what the options named is there.
     void end() { engine_.reset(); }
 
 private:
-    struct Destroy {
-        void operator()(fc_unsharding *engine) const { fc_unsharding_destroy(engine); }
-    };
-    std::unique_ptr<fc_unsharding, Destroy> engine_;
+    Owned<fc_unsharding, fc_unsharding_destroy> engine_;
 };
 
 } // namespace fc

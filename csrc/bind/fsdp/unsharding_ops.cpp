@@ -10,41 +10,38 @@ Unit &owner_of(void *owner)
     return *static_cast<Unit *>(owner);
 }
 
+template <auto call> constexpr Operation<owner_of, call> on_unit;
+
+void list_shards(const Unit &unit, const void **shards_out)
+{
+    for (const Param &p : unit.params()) {
+        *shards_out++ = p.local.const_data_ptr();
+    }
+}
+
+void list_marks(const Unit &unit, uint64_t *marks_out)
+{
+    for (const Param &p : unit.params()) {
+        *marks_out++ = p.shard_mark();
+    }
+}
+
 const fc_unsharding_ops on_parameters = {
-    .show = [](void *owner, void *memory) { owner_of(owner).show(memory); },
-    .hide = [](void *owner, bool keeps_size) { owner_of(owner).hide(keeps_size); },
-    .withhold = [](void *owner, bool is_withheld) { owner_of(owner).withhold(is_withheld); },
-    .enter = [](void *owner) { return kept([&] { owner_of(owner).enter(); }); },
-    .leave = [](void *owner) { return kept([&] { owner_of(owner).leave(); }); },
-    .shards =
-        [](void *owner, const void **shards_out) {
-            for (const Param &p : owner_of(owner).params()) {
-                *shards_out++ = p.local.const_data_ptr();
-            }
-        },
-    .mark =
-        [](void *owner, uint64_t *marks_out) {
-            for (const Param &p : owner_of(owner).params()) {
-                *marks_out++ = p.shard_mark();
-            }
-        },
-    .find_changed = [](void *owner, const uint64_t *marks,
-                       size_t from) { return owner_of(owner).find_changed(marks, from); },
-    .find_written = [](void *owner, size_t from,
-                       bool maybe) { return owner_of(owner).find_written(from, maybe); },
-    .tell_of_write =
-        [](void *owner, size_t param, fc_written what) {
-            return kept([&] { owner_of(owner).tell_of_write(param, what); });
-        },
-    .is_observed = [](void *owner) { return owner_of(owner).has_hooks(); },
+    .show = on_unit<&Unit::show>,
+    .hide = on_unit<&Unit::hide>,
+    .withhold = on_unit<&Unit::withhold>,
+    .enter = on_unit<&Unit::enter>,
+    .leave = on_unit<&Unit::leave>,
+    .shards = on_unit<list_shards>,
+    .mark = on_unit<list_marks>,
+    .find_changed = on_unit<&Unit::find_changed>,
+    .find_written = on_unit<&Unit::find_written>,
+    .tell_of_write = on_unit<&Unit::tell_of_write>,
+    .is_observed = on_unit<&Unit::has_hooks>,
     .n_steps = [](void *) { return n_steps(); },
-    .read_shards =
-        [](void *owner) { return kept([&] { owner_of(owner).device()->read_shards(); }); },
-    .can_reside = [](void *owner) { return owner_of(owner).can_reside(); },
-    .reside =
-        [](void *owner, void **home_out) {
-            return kept([&] { *home_out = owner_of(owner).take_residence(); });
-        },
+    .read_shards = on_unit<[](Unit &unit) { unit.device()->read_shards(); }>,
+    .can_reside = on_unit<&Unit::can_reside>,
+    .reside = on_unit<&Unit::take_residence>,
 };
 
 int rank_of(const fc_unit *unit)
@@ -80,9 +77,8 @@ void Parameters::tell_of_write(size_t param, fc_written what) const
                            : "within a backward, after other ranks had gathered it: write shards "
                              "between backward and forward, or set FSDP_C_BATCH_BYTES=0, which "
                              "gathers units one by one";
-    PyErr_Format(PyExc_RuntimeError, "the shard of parameter '%s' was written on rank %d %s",
-                 name.c_str(), rank_of(shard_), when);
-    throw_python();
+    raise_error(PyExc_RuntimeError, "the shard of parameter '%s' was written on rank %d %s",
+                name.c_str(), rank_of(shard_), when);
 }
 
 } // namespace fc

@@ -9,36 +9,22 @@ namespace fc {
 
 namespace {
 
-template <typename Body> fc_status on_unit(void *owner, Body &&body)
+ShardGradients &gradients_of(void *owner)
 {
-    return kept([&] { body(*static_cast<GroupObject *>(owner)->unit); });
+    return as_group(owner).unit->gradients();
 }
 
-fc_status options_of(void *owner, fc_reduce_options *options_out)
-{
-    return on_unit(owner, [&](Unit &) {
-        *options_out = reduce_options(static_cast<const GroupObject *>(owner));
-    });
-}
+template <auto call> constexpr Operation<gradients_of, call> on_gradients;
 
 const fc_reduction_ops ops = {
-    options_of,
-    [](void *owner, void **out) {
-        return on_unit(owner, [&](Unit &unit) { *out = unit.gradients().flat(); });
-    },
-    [](void *owner, const fc_reduce_options *options) {
-        return on_unit(owner, [&](Unit &unit) { unit.gradients().assign_flat(*options); });
-    },
-    [](void *owner) { return on_unit(owner, [](Unit &unit) { unit.gradients().prepare(); }); },
-    [](void *owner, size_t param, void **out, bool *accumulate) {
-        return on_unit(owner,
-                       [&](Unit &unit) { *out = unit.gradients().target_of(param, accumulate); });
-    },
-    [](void *owner, size_t param, const fc_reduce_options *options) {
-        return on_unit(owner, [&](Unit &unit) { unit.gradients().assign(param, *options); });
-    },
-    [](void *memory) { delete static_cast<Taken *>(memory); },
-    [](void *owner, bool begins) { static_cast<GroupObject *>(owner)->unit->show_wait(begins); },
+    .options = Operation<as_group, reduce_options>(),
+    .flat = on_gradients<&ShardGradients::flat>,
+    .assign_flat = on_gradients<&ShardGradients::assign_flat>,
+    .prepare = on_gradients<&ShardGradients::prepare>,
+    .target = on_gradients<&ShardGradients::target_of>,
+    .assign = on_gradients<&ShardGradients::assign>,
+    .release = [](void *memory) { delete static_cast<Taken *>(memory); },
+    .wait = [](void *owner, bool begins) { as_group(owner).unit->show_wait(begins); },
 };
 
 } // namespace

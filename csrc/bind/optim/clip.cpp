@@ -1,6 +1,7 @@
 // Norms of many tensors and their multiplication.
 #include "bind/optim/clip.h"
 
+#include "bind/module.h"
 #include "bind/python/objects.h"
 #include "bind/tensor/tensors.h"
 
@@ -78,8 +79,7 @@ at::Tensor norm_of(PyObject *argument)
 {
     const at::Tensor &values = tensor_of(argument);
     if (values.scalar_type() != at::kFloat || !values.is_cpu() || !values.is_contiguous()) {
-        PyErr_SetString(PyExc_ValueError, "norm: expected a contiguous float32 tensor on the CPU");
-        throw_python();
+        raise_error(PyExc_ValueError, "norm: expected a contiguous float32 tensor on the CPU");
     }
     at::AutoDispatchBelowADInplaceOrView no_autograd;
     at::Tensor found = at::empty({}, at::kFloat);

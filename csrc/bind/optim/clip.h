@@ -30,10 +30,6 @@ Flat flat_of(const std::vector<at::Tensor> &tensors, SharedOrder &last);
 void find_norms(const Flat &flat, float *out);
 void multiply_all(const Flat &flat, float factor);
 
-// norm(values) and clip_factor(max_norm, norm), of the module.
-at::Tensor norm_of(PyObject *values);
-double clip_factor(PyObject *args, PyObject *named);
-
 } // namespace fc
 
 #endif

@@ -1,6 +1,5 @@
 // The type `_C.Params`.
-#include "bind/optim/optim.h"
-
+#include "bind/module.h"
 #include "bind/optim/params.h"
 #include "bind/python/objects.h"
 
@@ -16,14 +15,12 @@ std::vector<PyObject *> columns_of(PyObject *lists)
         PyObject *column = PySequence_Fast_GET_ITEM(lists, i);
         if (!PyList_Check(column) ||
             (i > 0 && PyList_GET_SIZE(column) != PyList_GET_SIZE(columns[0]))) {
-            PyErr_SetString(PyExc_TypeError, "expected lists of one length");
-            throw_python();
+            raise_error(PyExc_TypeError, "expected lists of one length");
         }
         columns.push_back(column);
     }
     if (columns.size() < 2) {
-        PyErr_SetString(PyExc_TypeError, "expected parameters and gradients");
-        throw_python();
+        raise_error(PyExc_TypeError, "expected parameters and gradients");
     }
     return columns;
 }
@@ -102,42 +99,43 @@ bool plan_step_sgd(OptimizerParams &plan, PyObject *args, PyObject *named)
 }
 
 PyMethodDef plan_methods[] = {
-    method<OptimizerParams, plan_is_for>(
-        "is_for", "is_for(params) -> bool: whether it was made for this list."),
-    method<OptimizerParams, plan_locals>(
+    method<plan_is_for>("is_for", "is_for(params) -> bool: whether it was made for this list."),
+    method<plan_locals>(
         "locals",
         "locals(columns) -> (rows, columns)\n\nLocal tensors for the rows of an optimizer's lists "
         "(parameters, gradients, state ...)\nwhose DTensors are laid out alike. Scalars and None "
         "stay as they are."),
-    method<OptimizerParams, plan_collect>(
+    method<plan_collect>(
         "collect",
         "collect(state, keys) -> columns or None\n\nLocal tensors of parameters and gradients, and "
         "what the state has under each key, for every\nparameter that has a gradient. None: a "
         "parameter lacks one of them."),
-    method<OptimizerParams, plan_step_adam>(
+    method<plan_step_adam>(
         "step_adam",
         "step_adam(state, *, lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, amsgrad, "
         "maximize, fused_lanes) -> bool\n\n"
         "One step of Adam for every parameter that has a gradient. False: torch must do it, "
         "nothing "
         "was touched."),
-    method<OptimizerParams, plan_step_sgd>("step_sgd",
-                                           "step_sgd(state, *, lr, momentum, dampening, "
-                                           "weight_decay, nesterov, maximize, fused_lanes) "
-                                           "-> bool\n\n"
-                                           "The same for SGD."),
+    method<plan_step_sgd>("step_sgd", "step_sgd(state, *, lr, momentum, dampening, "
+                                      "weight_decay, nesterov, maximize, fused_lanes) "
+                                      "-> bool\n\n"
+                                      "The same for SGD."),
     {}};
 
 } // namespace
 
-} // namespace fc
-
-int fc_register_optim(PyObject *module)
+int register_optim(PyObject *module)
 {
-    using namespace fc;
-    const OwnerType params = {"fsdp_c._C.Params",
-                              "Params(params, sharded)\n--\n\nThe parameters of a group; `sharded` "
-                              "has the ids of those to step here.",
-                              construct<OptimizerParams>, plan_methods, nullptr};
-    return fc_intern_optimizer_keys() < 0 ? -1 : add_owner_type<OptimizerParams>(module, params);
+    if (intern_optimizer_keys() < 0) {
+        return -1;
+    }
+    return add_type<OptimizerParams>(
+        module,
+        {.name = "fsdp_c._C.Params",
+         .doc = "Params(params, sharded)\n--\n\nThe parameters of a group; `sharded` has the "
+                "ids of those to step here.",
+         .methods = plan_methods});
 }
+
+} // namespace fc

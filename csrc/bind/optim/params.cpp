@@ -330,14 +330,13 @@ bool OptimizerParams::collect(PyObject *state, const std::vector<PyObject *> &ke
     return true;
 }
 
-} // namespace fc
-
-int fc_intern_optimizer_keys()
+int intern_optimizer_keys()
 {
-    using namespace fc;
     return intern({{&step_name, "step"},
                    {&exp_avg_name, "exp_avg"},
                    {&exp_avg_sq_name, "exp_avg_sq"},
                    {&max_exp_avg_sq_name, "max_exp_avg_sq"},
                    {&momentum_buffer_name, "momentum_buffer"}});
 }
+
+} // namespace fc

@@ -63,8 +63,8 @@ private:
     fc_adam numbers_{};
 };
 
-} // namespace fc
+int intern_optimizer_keys(); // once, before all of these; -1 with the Python error set
 
-int fc_intern_optimizer_keys(); // once, before all of these; -1 with the Python error set
+} // namespace fc
 
 #endif

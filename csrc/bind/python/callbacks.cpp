@@ -1,6 +1,7 @@
 /* Host operations in terms of Python. The core may call them with or without the GIL held. */
 #include "bind/python/callbacks.h"
 
+#include "bind/module.h"
 #include "bind/python/fields.h"
 #include "bind/python/process.h"
 #include "bind/python/python.h"
@@ -129,19 +130,6 @@ static bool count_collectives(uint64_t group, uint64_t *count_out)
     return is_good;
 }
 
-PyObject *fc_set_place(PyObject *, PyObject *unnamed, PyObject *named)
-{
-    return fc::guarded([&]() -> PyObject * {
-        fc::Fields given(unnamed, named);
-        fc::Ref tell = given.object("tell"), count = given.object("count");
-
-        given.end();
-        Py_XSETREF(fc::process.tell_place, tell.release());
-        Py_XSETREF(fc::process.count_collectives, count.release());
-        Py_RETURN_NONE;
-    });
-}
-
 fc_host_ops fc_host_get_ops(fc_host *host)
 {
     return {.context = host,
@@ -152,4 +140,13 @@ fc_host_ops fc_host_get_ops(fc_host *host)
             .notice = notice,
             .tell_place = tell_place,
             .count_collectives = count_collectives};
+}
+
+void fc::set_place(Fields &given)
+{
+    Ref tell = given.object("tell"), count = given.object("count");
+
+    given.end();
+    Py_XSETREF(process.tell_place, tell.release());
+    Py_XSETREF(process.count_collectives, count.release());
 }

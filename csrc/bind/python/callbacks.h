@@ -15,8 +15,4 @@ struct fc_host {
 /* The operations over `host`, which outlives their use. */
 fc_host_ops fc_host_get_ops(fc_host *host);
 
-/* set_place(tell=, count=): what answers peers that wait for this rank. `tell()` gives the fields
- * of fc_place, `count(group)` an int or None. */
-PyObject *fc_set_place(PyObject *module, PyObject *unnamed, PyObject *named);
-
 #endif

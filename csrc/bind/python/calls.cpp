@@ -1,6 +1,7 @@
 // Looks up what C++ asks of Python, and takes the functions that are handed down.
 #include "bind/python/calls.h"
 
+#include "bind/module.h"
 #include "bind/python/process.h"
 
 #include <string>
@@ -45,9 +46,8 @@ PyObject *function_of(Call call)
 {
     PyObject *function = process.calls[static_cast<size_t>(call)];
     if (function == nullptr) {
-        PyErr_Format(PyExc_RuntimeError, "fsdp_c: %s() was not handed to the extension",
-                     call_names[static_cast<size_t>(call)]);
-        throw_python();
+        raise_error(PyExc_RuntimeError, "fsdp_c: %s() was not handed to the extension",
+                    call_names[static_cast<size_t>(call)]);
     }
     return function;
 }
@@ -78,18 +78,17 @@ Ref look_up(Import what)
                : checked(PyObject_GetAttrString(file.get(), place.attribute));
 }
 
-} // namespace fc
-
-PyObject *fc_set_callbacks(PyObject *, PyObject *args, PyObject *named)
+void set_callbacks(PyObject *unnamed, PyObject *named)
 {
-    if (PyTuple_GET_SIZE(args) > 0 || named == nullptr) {
-        return PyErr_Format(PyExc_TypeError, "set_callbacks takes functions by name");
+    if (PyTuple_GET_SIZE(unnamed) > 0 || named == nullptr) {
+        raise_error(PyExc_TypeError, "set_callbacks takes functions by name");
     }
-    if (const std::string text = fc::what_is_wrong(named); !text.empty()) {
-        return PyErr_Format(PyExc_TypeError, "set_callbacks: %s", text.c_str());
+    if (const std::string text = what_is_wrong(named); !text.empty()) {
+        raise_error(PyExc_TypeError, "set_callbacks: %s", text.c_str());
     }
-    for (size_t i = 0; i < fc::n_calls; i++) {
-        Py_XSETREF(fc::process.calls[i], Py_NewRef(PyDict_GetItemString(named, fc::call_names[i])));
+    for (size_t i = 0; i < n_calls; i++) {
+        Py_XSETREF(process.calls[i], Py_NewRef(PyDict_GetItemString(named, call_names[i])));
     }
-    Py_RETURN_NONE;
 }
+
+} // namespace fc

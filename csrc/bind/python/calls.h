@@ -80,7 +80,4 @@ Ref look_up(Import what);               // a Python error as an exception
 
 } // namespace fc
 
-// set_callbacks(name=function, ...): all of FC_CALLS; TypeError names what is missing or unknown.
-PyObject *fc_set_callbacks(PyObject *module, PyObject *args, PyObject *named);
-
 #endif

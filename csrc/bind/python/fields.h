@@ -9,11 +9,34 @@
 
 namespace fc {
 
-inline size_t size_from(PyObject *number)
+// What `convert` of CPython makes of an object; its error as an exception.
+template <auto convert> auto converted(PyObject *object)
 {
-    const size_t value = PyLong_AsSize_t(number);
+    const auto value = convert(object);
     check(PyErr_Occurred() != nullptr ? -1 : 0);
     return value;
+}
+
+inline size_t size_from(PyObject *number)
+{
+    return converted<PyLong_AsSize_t>(number);
+}
+
+inline int integer_from(PyObject *number)
+{
+    return static_cast<int>(converted<PyLong_AsLong>(number));
+}
+
+inline double real_from(PyObject *number)
+{
+    return converted<PyFloat_AsDouble>(number);
+}
+
+inline bool truth_of(PyObject *object)
+{
+    const int is_true = PyObject_IsTrue(object);
+    check(is_true);
+    return is_true != 0;
 }
 
 inline const char *text_from(PyObject *text) // lives as long as the object
@@ -28,8 +51,7 @@ public:
     explicit Fields(PyObject *row) : row_(row), what_(Py_TYPE(row)->tp_name)
     {
         if (!PyTuple_Check(row)) {
-            PyErr_Format(PyExc_TypeError, "expected a NamedTuple, not %.100s", what_);
-            throw_python();
+            raise_error(PyExc_TypeError, "expected a NamedTuple, not %.100s", what_);
         }
         n_given_ = PyTuple_GET_SIZE(row);
     }
@@ -55,35 +77,23 @@ public:
         }
         PyObject *found = argument(name);
         if (found == nullptr) {
-            PyErr_Format(PyExc_TypeError, "%s has no %s", what_, name);
-            throw_python();
+            raise_error(PyExc_TypeError, "%s has no %s", what_, name);
         }
         return Ref::borrow(found);
     }
-    bool flag(const char *name)
-    {
-        const int is_set = PyObject_IsTrue(object(name).get());
-        check(is_set);
-        return is_set != 0;
-    }
-    size_t size(const char *name) { return number(name, PyLong_AsSize_t); }
-    int integer(const char *name) { return static_cast<int>(number(name, PyLong_AsLong)); }
-    double real(const char *name) { return number(name, PyFloat_AsDouble); }
+    bool flag(const char *name) { return truth_of(object(name).get()); }
+    size_t size(const char *name) { return size_from(object(name).get()); }
+    int integer(const char *name) { return integer_from(object(name).get()); }
+    double real(const char *name) { return real_from(object(name).get()); }
     // Kept by what was handed down.
-    const char *text(const char *name)
-    {
-        const char *found = PyUnicode_AsUTF8(object(name).get());
-        check(found == nullptr ? -1 : 0);
-        return found;
-    }
+    const char *text(const char *name) { return text_from(object(name).get()); }
 
     // After the last field: an error if Python has one that nobody reads.
     void end() const
     {
         if (n_read_ != n_given_) {
-            PyErr_Format(PyExc_TypeError, "%.100s has %zd fields, %zd of which are known", what_,
-                         n_given_, n_read_);
-            throw_python();
+            raise_error(PyExc_TypeError, "%.100s has %zd fields, %zd of which are known", what_,
+                        n_given_, n_read_);
         }
     }
 
@@ -91,8 +101,7 @@ private:
     void refuse_unnamed(Py_ssize_t n)
     {
         if (n > 0) {
-            PyErr_Format(PyExc_TypeError, "%s has %zd arguments without a name", what_, n);
-            throw_python();
+            raise_error(PyExc_TypeError, "%s has %zd arguments without a name", what_, n);
         }
     }
 
@@ -108,13 +117,6 @@ private:
             }
         }
         return nullptr;
-    }
-
-    template <typename Number> Number number(const char *name, Number (*convert)(PyObject *))
-    {
-        const Number value = convert(object(name).get());
-        check(PyErr_Occurred() != nullptr ? -1 : 0);
-        return value;
     }
 
     // Borrowed: one of the three.

@@ -24,80 +24,43 @@ template <typename Object> inline Object *as(PyObject *self)
     return reinterpret_cast<Object *>(self);
 }
 
-inline void free_object(PyObject *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    type->tp_free(self);
-    Py_DECREF(type);
-}
-
 // A Python object that owns a C++ object.
 template <typename T> struct Owning {
     PyObject_HEAD
     T *owned; // null when cleared
 };
 
-// What a Python object is about: what it owns, or itself if T begins with PyObject_HEAD.
+// Whether T is a Python object itself: it begins with PyObject_HEAD.
+template <typename T> constexpr bool is_object = requires(T &object) { object.ob_base; };
+
+// Whether the garbage collector traverses it.
+template <typename T>
+constexpr bool is_traversed =
+    requires(T &object, visitproc visit, void *arg) { object.traverse(visit, arg); };
+
+// What a Python object is about: what it owns, or itself.
 template <typename T> inline T &owned(PyObject *self)
 {
-    if constexpr (requires(T &object) { object.ob_base; }) {
+    if constexpr (is_object<T>) {
         return *as<T>(self);
     } else {
         return *as<Owning<T>>(self)->owned;
     }
 }
 
-template <typename T> inline Ref make_owner(PyTypeObject *type, std::unique_ptr<T> made)
-{
-    Ref self = checked(type->tp_alloc(type, 0));
-    as<Owning<T>>(self.get())->owned = made.release();
-    return self;
-}
-
-template <typename T> inline int clear_owner(PyObject *self)
-{
-    delete std::exchange(as<Owning<T>>(self)->owned, nullptr);
-    return 0;
-}
-
-template <typename T> inline void free_owner(PyObject *self)
-{
-    clear_owner<T>(self);
-    free_object(self);
-}
-
-// The same for types that the garbage collector traverses, by T::traverse.
-template <typename T> inline void free_traversed(PyObject *self)
-{
-    PyObject_GC_UnTrack(self);
-    free_owner<T>(self);
-}
-
-template <typename T> inline int traverse_owner(PyObject *self, visitproc visit, void *arg)
-{
-    Py_VISIT(Py_TYPE(self));
-    const T *object = as<Owning<T>>(self)->owned;
-    return object == nullptr ? 0 : object->traverse(visit, arg);
-}
+// Python's type for T, the process's, once add_type has made it.
+template <typename T> inline PyTypeObject *python_type = nullptr;
 
 // The same after a check of its type; the error names the type with its article.
-template <typename T> inline T &owned_by(PyObject *self, PyTypeObject *type, const char *expected)
+template <typename T> inline T &owned_by(PyObject *self, const char *expected)
 {
-    if (type == nullptr || !PyObject_TypeCheck(self, type)) {
-        PyErr_Format(PyExc_TypeError, "expected %s, got %s", expected, Py_TYPE(self)->tp_name);
-        throw_python();
+    if (python_type<T> == nullptr || !PyObject_TypeCheck(self, python_type<T>)) {
+        raise_error(PyExc_TypeError, "expected %s, got %s", expected, Py_TYPE(self)->tp_name);
     }
     return owned<T>(self);
 }
 
-template <typename Object>
 inline PyCFunction fastcall(PyObject *(*function)(PyObject *, PyObject *const *, Py_ssize_t))
-{
-    return reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(function));
-}
-
-// Of METH_VARARGS | METH_KEYWORDS.
-inline PyCFunction with_names(PyCFunctionWithKeywords function)
 {
     return reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(function));
 }
@@ -135,14 +98,14 @@ inline Ref to_python(const char *text)
 }
 
 template <typename Number>
-    requires std::is_arithmetic_v<Number>
+    requires std::is_arithmetic_v<Number> || std::is_enum_v<Number>
 inline Ref to_python(Number value)
 {
     if constexpr (std::is_same_v<Number, bool>) {
         return Ref::borrow(value ? Py_True : Py_False);
     } else if constexpr (std::is_floating_point_v<Number>) {
         return checked(PyFloat_FromDouble(value));
-    } else if constexpr (std::is_signed_v<Number>) {
+    } else if constexpr (std::is_enum_v<Number> || std::is_signed_v<Number>) {
         return checked(PyLong_FromLongLong(value));
     } else {
         return checked(PyLong_FromUnsignedLongLong(value));
@@ -216,13 +179,24 @@ PyObject *called_by_name(PyObject *self, PyObject *const *values, Py_ssize_t n, 
 {
     return guarded([&] {
         Fields given(values, n, names);
-        return to_python(std::invoke(function, owned<T>(self), given)).release();
+        return called<T, function, Fields &>(self, given);
     });
 }
 
+// Whose a function is: what its first argument refers to, or whose member it is.
+template <typename Function>
+struct FirstArgument : FirstArgument<decltype(+std::declval<Function>())> {}; // of a lambda
+template <typename R, typename T, typename... Args> struct FirstArgument<R (*)(T &, Args...)> {
+    using type = std::remove_const_t<T>;
+};
+template <typename Member, typename T> struct FirstArgument<Member T::*> {
+    using type = T;
+};
+template <auto call> using OwnerOf = typename FirstArgument<decltype(call)>::type;
+
 // A method from a function, or member function, of the owned object. What it takes beside that says
 // how Python calls it: nothing, one object, Fields, or tuple and dict for `parse`.
-template <typename T, auto function>
+template <auto function, typename T = OwnerOf<function>>
 PyMethodDef method(const char *name, const char *doc, int flags = 0)
 {
     using Function = decltype(function);
@@ -245,111 +219,160 @@ PyMethodDef method(const char *name, const char *doc, int flags = 0)
 // The same of a module; with METH_STATIC of a type.
 template <auto call> PyMethodDef function(const char *name, const char *doc, int flags = 0)
 {
-    return method<void, call>(name, doc, flags);
+    return method<call, void>(name, doc, flags);
 }
 
-// A property from a member, or from a function of the owned object.
-template <typename T, auto member> PyGetSetDef getter(const char *name, const char *doc)
+// A property from a member, or from a function of the owned object; with `set`, a function of it
+// that gets the new value, it can be assigned.
+template <auto get, auto set = nullptr, typename T = OwnerOf<get>>
+PyGetSetDef property(const char *name, const char *doc)
 {
-    const auto get = [](PyObject *self, void *) { return called<T, member>(self); };
-    return {name, get, nullptr, doc, nullptr};
+    PyGetSetDef made = {name, [](PyObject *self, void *) { return called<T, get>(self); }, nullptr,
+                        doc, nullptr};
+    if constexpr (!std::is_null_pointer_v<decltype(set)>) {
+        made.set = [](PyObject *self, PyObject *value, void *) {
+            if (value == nullptr) {
+                PyErr_SetString(PyExc_AttributeError, "cannot delete the attribute");
+                return -1;
+            }
+            return Ref::take(called<T, set, PyObject *>(self, value)) ? 0 : -1;
+        };
+    }
+    return made;
 }
 
-// Whose a function is: what its first argument refers to.
-template <typename Function> struct FirstArgument;
-template <typename R, typename T, typename... Args> struct FirstArgument<R (*)(T &, Args...)> {
-    using type = T;
-};
-
-template <auto call> PyMethodDef method(const char *name, const char *doc)
+// The same of a flag, to which `find` refers; it takes any truth value, as Python's own attributes
+// do.
+template <auto find, typename T = OwnerOf<find>>
+PyGetSetDef flag_property(const char *name, const char *doc)
 {
-    return method<typename FirstArgument<decltype(call)>::type, call>(name, doc);
-}
-
-template <auto call> PyGetSetDef property(const char *name, const char *doc)
-{
-    return getter<typename FirstArgument<decltype(call)>::type, call>(name, doc);
+    constexpr auto get = [](T &object) { return static_cast<bool>(find(object)); };
+    constexpr auto set = [](T &object, PyObject *value) { find(object) = truth_of(value); };
+    return property<get, set>(name, doc);
 }
 
 // ---- types ----
 
-template <typename T, std::unique_ptr<T> (*make)(Fields &)>
-inline PyObject *new_owner(PyTypeObject *type, PyObject *unnamed, PyObject *named)
-{
-    return guarded([&] {
-        Fields given(unnamed, named);
-        return make_owner(type, make(given)).release();
-    });
-}
-
-// Makes the type "fsdp_c._C.Name" of objects that own what `make` makes, with `more` slots, and
-// shows it in the module; the type is the process's. -1 with the Python error set.
-template <typename T, std::unique_ptr<T> (*make)(Fields &)>
-inline int add_owner(PyObject *module, const char *name, std::initializer_list<PyType_Slot> more,
-                     PyTypeObject **out)
-{
-    std::vector<PyType_Slot> slots = {{Py_tp_new, reinterpret_cast<void *>(new_owner<T, make>)},
-                                      {Py_tp_dealloc, reinterpret_cast<void *>(free_owner<T>)}};
-    slots.insert(slots.end(), more);
-    slots.push_back({0, nullptr});
-    PyType_Spec spec = {name, sizeof(Owning<T>), 0, Py_TPFLAGS_DEFAULT, slots.data()};
-    return add_type(module, std::strrchr(name, '.') + 1, &spec, out);
-}
-
-// tp_new: T is made from arguments, if it takes any.
-template <typename T> PyObject *construct(PyTypeObject *type, PyObject *args, PyObject *named)
-{
-    return guarded([&] {
-        if constexpr (std::is_constructible_v<T, PyObject *, PyObject *>) {
-            return make_owner(type, std::make_unique<T>(args, named)).release();
-        } else {
-            check(PyArg_ParseTuple(args, "") ? 0 : -1);
-            return make_owner(type, std::make_unique<T>()).release();
-        }
-    });
-}
-
-struct OwnerType {
+// What a type shows. The tables, which may be missing, stay.
+struct TypeParts {
     const char *name; // "fsdp_c._C.<name>"
     const char *doc;
-    newfunc make; // null: made in C++ only
-    PyMethodDef *methods;
-    PyGetSetDef *getters; // null: none
+    PyMethodDef *methods = nullptr;
+    PyGetSetDef *properties = nullptr;
+    PyMemberDef *members = nullptr;
+    reprfunc repr = nullptr;
+    setattrofunc setattro = nullptr;
+    unsigned flags = 0;
 };
 
-// Makes the type of Owning<T> and shows it in the module; -1 with the Python error set. The garbage
-// collector traverses it if there is a T::traverse.
-template <typename T>
-int add_owner_type(PyObject *module, const OwnerType &type, PyTypeObject **out = nullptr)
+template <typename T> inline Ref make_owner(PyTypeObject *type, std::unique_ptr<T> made)
 {
-    constexpr bool is_traversed =
-        requires(const T &object, visitproc visit, void *arg) { object.traverse(visit, arg); };
-    std::vector<PyType_Slot> slots = {{Py_tp_doc, const_cast<char *>(type.doc)},
-                                      {Py_tp_methods, type.methods}};
-    const auto add = [&](int slot, auto *function) {
-        slots.push_back({slot, reinterpret_cast<void *>(function)});
+    Ref self = checked(type->tp_alloc(type, 0));
+    as<Owning<T>>(self.get())->owned = made.release();
+    return self;
+}
+
+// One that Python made: see add_type.
+template <typename T> Ref construct(PyTypeObject *type, PyObject *unnamed, PyObject *named)
+{
+    if constexpr (is_object<T>) {
+        Ref self = checked(type->tp_alloc(type, 0)); // all zero
+        if constexpr (requires(T &object) { object.open(unnamed, named); }) {
+            as<T>(self.get())->open(unnamed, named);
+        } else {
+            as<T>(self.get())->open();
+        }
+        return self;
+    } else if constexpr (std::is_constructible_v<T, Fields &>) {
+        Fields given(unnamed, named);
+        return make_owner(type, std::make_unique<T>(given));
+    } else if constexpr (std::is_constructible_v<T, PyObject *, PyObject *>) {
+        return make_owner(type, std::make_unique<T>(unnamed, named));
+    } else {
+        check(PyArg_ParseTuple(unnamed, "") ? 0 : -1);
+        return make_owner(type, std::make_unique<T>());
+    }
+}
+
+template <typename T> PyObject *new_object(PyTypeObject *type, PyObject *unnamed, PyObject *named)
+{
+    return guarded([&] { return construct<T>(type, unnamed, named).release(); });
+}
+
+template <typename T> int traverse_object(PyObject *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    if constexpr (!is_object<T>) {
+        if (as<Owning<T>>(self)->owned == nullptr) {
+            return 0;
+        }
+    }
+    return owned<T>(self).traverse(visit, arg);
+}
+
+template <typename T> int clear_object(PyObject *self)
+{
+    if constexpr (!is_object<T>) {
+        delete std::exchange(as<Owning<T>>(self)->owned, nullptr);
+    } else if constexpr (requires(T &object) { object.clear(); }) {
+        as<T>(self)->clear();
+    }
+    return 0;
+}
+
+template <typename T> void free_object(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    if constexpr (is_traversed<T>) {
+        PyObject_GC_UnTrack(self);
+    }
+    clear_object<T>(self);
+    if constexpr (requires(T &object) { object.close(); }) {
+        as<T>(self)->close();
+    }
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+// Makes the type of objects that own a T, or of T that begin with PyObject_HEAD, and shows it in
+// the module; -1 with the Python error set.
+//
+// Python makes them, unless `flags` forbid it: an owned T from arguments (Fields, tuple and dict)
+// or none, another by T::open(), before which it is all zero. The garbage collector traverses them
+// if there is a T::traverse; T::clear() and T::close() are the first and the last of an object's
+// end.
+template <typename T> int add_type(PyObject *module, const TypeParts &parts)
+{
+    std::vector<PyType_Slot> slots;
+    const auto add = [&](int slot, auto *content) {
+        if (content != nullptr) {
+            slots.push_back({slot, (void *)content});
+        }
     };
-    unsigned flags = Py_TPFLAGS_DEFAULT;
-    if (type.make != nullptr) {
-        add(Py_tp_new, type.make);
-    } else {
-        flags |= Py_TPFLAGS_DISALLOW_INSTANTIATION;
+    add(Py_tp_doc, parts.doc);
+    add(Py_tp_methods, parts.methods);
+    add(Py_tp_getset, parts.properties);
+    add(Py_tp_members, parts.members);
+    add(Py_tp_repr, parts.repr);
+    add(Py_tp_setattro, parts.setattro);
+    add(Py_tp_dealloc, free_object<T>);
+    if ((parts.flags & Py_TPFLAGS_DISALLOW_INSTANTIATION) == 0) {
+        add(Py_tp_new, new_object<T>);
     }
-    if (type.getters != nullptr) {
-        add(Py_tp_getset, type.getters);
-    }
-    if constexpr (is_traversed) {
-        add(Py_tp_dealloc, free_traversed<T>);
-        add(Py_tp_traverse, traverse_owner<T>);
-        add(Py_tp_clear, clear_owner<T>);
-        flags |= Py_TPFLAGS_HAVE_GC;
-    } else {
-        add(Py_tp_dealloc, free_owner<T>);
+    if constexpr (is_traversed<T>) {
+        add(Py_tp_traverse, traverse_object<T>);
+        add(Py_tp_clear, clear_object<T>);
     }
     slots.push_back({0, nullptr});
-    PyType_Spec spec = {type.name, sizeof(Owning<T>), 0, flags, slots.data()};
-    PyTypeObject *made;
-    return add_type(module, std::strrchr(type.name, '.') + 1, &spec, out == nullptr ? &made : out);
+    constexpr size_t size = sizeof(std::conditional_t<is_object<T>, T, Owning<T>>);
+    constexpr unsigned long flags = Py_TPFLAGS_DEFAULT | (is_traversed<T> ? Py_TPFLAGS_HAVE_GC : 0);
+    PyType_Spec spec = {parts.name, size, 0, static_cast<unsigned>(flags | parts.flags),
+                        slots.data()};
+    python_type<T> = as<PyTypeObject>(PyType_FromSpec(&spec));
+    return python_type<T> == nullptr
+               ? -1
+               : PyModule_AddObjectRef(module, std::strrchr(parts.name, '.') + 1,
+                                       reinterpret_cast<PyObject *>(python_type<T>));
 }
 
 } // namespace fc

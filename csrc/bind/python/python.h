@@ -5,6 +5,7 @@
 #include <Python.h>
 
 #include "base/status.h"
+#include "bind/core.h"
 #include "bind/python/status.h"
 
 #include <torch/csrc/Exceptions.h>
@@ -57,6 +58,14 @@ private:
     throw error;
 }
 
+// Throws a Python error; the words as PyErr_Format has them.
+template <typename... Words>
+[[noreturn]] void raise_error(PyObject *type, const char *format, Words... words)
+{
+    PyErr_Format(type, format, words...);
+    throw_python();
+}
+
 // A new reference, or the Python error as an exception.
 inline Ref checked(PyObject *owned)
 {
@@ -98,15 +107,6 @@ template <typename Body> PyObject *guarded(Body &&body)
     return nullptr;
 }
 
-// Makes a type and shows it in the module; -1 with the Python error set.
-inline int add_type(PyObject *module, const char *name, PyType_Spec *spec, PyTypeObject **out)
-{
-    *out = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(spec));
-    return *out == nullptr
-               ? -1
-               : PyModule_AddObjectRef(module, name, reinterpret_cast<PyObject *>(*out));
-}
-
 // Interned strings for attributes and keys that are looked up often; -1 with the error set.
 inline int intern(std::initializer_list<std::pair<PyObject **, const char *>> names)
 {
@@ -131,7 +131,7 @@ inline bool is_left_behind()
 }
 
 // Around a request for the lock.
-class Request {
+class Request : NoCopy {
 public:
     Request()
     {
@@ -144,17 +144,13 @@ public:
         }
     }
     ~Request() { n_asking--; }
-    Request(const Request &) = delete;
-    Request &operator=(const Request &) = delete;
 };
 
 // Holds the GIL; for callbacks from autograd.
-class Gil {
+class Gil : NoCopy {
 public:
     Gil() : state_(ensure()) {}
     ~Gil() { PyGILState_Release(state_); }
-    Gil(const Gil &) = delete;
-    Gil &operator=(const Gil &) = delete;
 
 private:
     static PyGILState_STATE ensure()
@@ -167,7 +163,7 @@ private:
 };
 
 // Lets other Python threads run; for long work on memory.
-class NoGil {
+class NoGil : NoCopy {
 public:
     NoGil() : state_(PyEval_SaveThread()) {}
     ~NoGil()
@@ -175,8 +171,6 @@ public:
         const Request request;
         PyEval_RestoreThread(state_);
     }
-    NoGil(const NoGil &) = delete;
-    NoGil &operator=(const NoGil &) = delete;
 
 private:
     PyThreadState *state_;

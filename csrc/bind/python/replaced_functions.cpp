@@ -1,8 +1,8 @@
 // Functions of torch's implementation that the core does not call: notices when one is replaced.
 #include "bind/python/replaced_functions.h"
 
-#include "bind/python/fields.h"
-#include "bind/python/python.h"
+#include "bind/module.h"
+#include "bind/python/objects.h"
 
 #include <vector>
 
@@ -87,25 +87,21 @@ bool is_watched_on_states(PyObject *name)
     return watched != nullptr && PySet_Contains(watched->state_names.get(), name) == 1;
 }
 
-} // namespace fc
-
-PyObject *fc_watch_functions(PyObject *, PyObject *args)
+void watch_functions(PyObject *args, PyObject *named)
 {
-    return fc::guarded([&]() -> PyObject * {
-        PyObject *rows, *state_names;
-        if (!PyArg_ParseTuple(args, "OO!", &rows, &PyFrozenSet_Type, &state_names)) {
-            return nullptr;
-        }
-        const fc::Ref all = fc::checked(PySequence_Fast(rows, "expected a list"));
-        fc::Watched found = {{}, fc::Ref::borrow(state_names)};
-        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(all.get()); i++) {
-            fc::Fields row(PySequence_Fast_GET_ITEM(all.get(), i));
-            std::vector<fc::Function> &of_owner =
-                fc::owner_of(found.owners, row.object("owner").get()).functions;
-            of_owner.push_back({row.object("name"), row.object("function")});
-            row.end();
-        }
-        delete std::exchange(fc::watched, new fc::Watched(std::move(found)));
-        Py_RETURN_NONE;
-    });
+    PyObject *rows, *state_names;
+    parse(args, named, "OO!:watch_functions", {"functions", "names"}, &rows, &PyFrozenSet_Type,
+          &state_names);
+    const Ref all = checked(PySequence_Fast(rows, "expected a list"));
+    Watched found = {{}, Ref::borrow(state_names)};
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(all.get()); i++) {
+        Fields row(PySequence_Fast_GET_ITEM(all.get(), i));
+        std::vector<Function> &of_owner =
+            owner_of(found.owners, row.object("owner").get()).functions;
+        of_owner.push_back({row.object("name"), row.object("function")});
+        row.end();
+    }
+    delete std::exchange(watched, new Watched(std::move(found)));
 }
+
+} // namespace fc

@@ -14,7 +14,4 @@ bool is_watched_on_states(PyObject *name);
 
 } // namespace fc
 
-// watch_functions([WatchedFunction], names on states): replaces what was watched before.
-PyObject *fc_watch_functions(PyObject *module, PyObject *args);
-
 #endif

@@ -14,7 +14,7 @@ inline bool is_frame_evaluation_replaced()
 }
 
 // While it lives, Python code runs as it is written; a comparison where nothing is compiled.
-class Untraced {
+class Untraced : NoCopy {
 public:
     Untraced()
     {
@@ -28,8 +28,6 @@ public:
             restore();
         }
     }
-    Untraced(const Untraced &) = delete;
-    Untraced &operator=(const Untraced &) = delete;
 
 private:
     static Ref set_tracer(PyObject *tracer); // returns the one before

@@ -1,6 +1,7 @@
 // How DTensors are laid out, and what memory they have here.
 #include "bind/tensor/layout.h"
 
+#include "bind/module.h"
 #include "bind/python/calls.h"
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -108,8 +109,7 @@ uint16_t slot_of(PyTypeObject *type, PyObject *name)
 {
     PyObject *slot = _PyType_Lookup(type, name);
     if (slot == nullptr || Py_TYPE(slot) != &PyMemberDescr_Type) {
-        PyErr_Format(PyExc_TypeError, "%.100s has no slot '%U'", type->tp_name, name);
-        throw_python();
+        raise_error(PyExc_TypeError, "%.100s has no slot '%U'", type->tp_name, name);
     }
     return static_cast<uint16_t>(reinterpret_cast<PyMemberDescrObject *>(slot)->d_member->offset);
 }
@@ -162,11 +162,8 @@ void bump_version(const at::Tensor &tensor)
     tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-} // namespace fc
-
-int fc_find_dtensors()
+int find_dtensors()
 {
-    using namespace fc;
     const auto find = []() -> PyObject * {
         check(intern({{&names.local_tensor, "_local_tensor"},
                       {&names.spec, "_spec"},
@@ -179,3 +176,5 @@ int fc_find_dtensors()
     };
     return guarded(find) == nullptr ? -1 : 0;
 }
+
+} // namespace fc

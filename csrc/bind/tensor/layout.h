@@ -63,7 +63,4 @@ void bump_version(const at::Tensor &tensor);
 
 } // namespace fc
 
-// Once, before all of these; -1 with the Python error set.
-int fc_find_dtensors();
-
 #endif

@@ -1,6 +1,5 @@
 // Collects the local tensors of many DTensors.
-#include "bind/tensor/local_tensors.h"
-
+#include "bind/module.h"
 #include "bind/optim/clip.h"
 #include "bind/python/fields.h"
 #include "bind/python/objects.h"
@@ -39,8 +38,6 @@ struct Locals {
     bool is_flat = true;      // contiguous float32 on the CPU
     std::optional<Flat> flat; // once it was asked for
 };
-
-PyTypeObject *locals_type; // the process's
 
 Known &known_of(const Locals &collected)
 {
@@ -153,7 +150,8 @@ Ref collect(PyObject *self, PyObject *list, bool gradients)
             }
         }
     }
-    return collected->tensors.empty() ? none : make_owner(locals_type, std::move(collected));
+    return collected->tensors.empty() ? none
+                                      : make_owner(python_type<Locals>, std::move(collected));
 }
 
 template <bool gradients> PyObject *layouts_collect(PyObject *self, PyObject *list)
@@ -179,8 +177,7 @@ Ref layouts_first_spec(Known &self, PyObject *argument)
 {
     const size_t number = size_from(argument);
     if (number >= static_cast<size_t>(self.layouts.n_layouts())) {
-        PyErr_Format(PyExc_IndexError, "no layout %zu", number);
-        throw_python();
+        raise_error(PyExc_IndexError, "no layout %zu", number);
     }
     return Ref::borrow(self.layouts.spec_of(static_cast<int>(number)));
 }
@@ -195,8 +192,8 @@ PyMethodDef layouts_methods[] = {
         "has_dtensors",
         "has_dtensors(tensors, gradients) -> bool\n\nAmong them, or among the gradients they have.",
         METH_STATIC),
-    method<Known, layouts_number>("number", "number(spec) -> int\n\nThat of the spec's layout."),
-    method<Known, layouts_first_spec>("spec", "spec(number)\n\nThe first one seen of the layout."),
+    method<layouts_number>("number", "number(spec) -> int\n\nThat of the spec's layout."),
+    method<layouts_first_spec>("spec", "spec(number)\n\nThe first one seen of the layout."),
     {}};
 
 Ref tuple_of(const std::vector<int> &numbers)
@@ -230,7 +227,7 @@ std::vector<Ref> locals_parts(const Locals &collected)
     }
     std::vector<Ref> made;
     for (auto &part : parts) {
-        made.push_back(make_owner(locals_type, std::move(part.second)));
+        made.push_back(make_owner(python_type<Locals>, std::move(part.second)));
     }
     return made;
 }
@@ -281,44 +278,46 @@ void locals_multiply(Locals &collected, PyObject *argument)
 }
 
 PyMethodDef locals_methods[] = {
-    method<Locals, &Locals::tensors>("given", "given() -> list[Tensor]\n\nAs they were collected."),
-    method<Locals, &Locals::locals>("tensors", "tensors() -> list[Tensor]\n\nThe local ones."),
-    method<Locals, locals_numbers>(
+    method<&Locals::tensors>("given", "given() -> list[Tensor]\n\nAs they were collected."),
+    method<&Locals::locals>("tensors", "tensors() -> list[Tensor]\n\nThe local ones."),
+    method<locals_numbers>(
         "numbers", "numbers() -> tuple[int, ...]\n\nEach tensor's layout; -1: a plain one."),
-    method<Locals, locals_parts>(
+    method<locals_parts>(
         "parts", "parts() -> list[Locals]\n\nOne for each mesh, and one for plain tensors."),
-    method<Locals, locals_norms>(
+    method<locals_norms>(
         "norms",
         "norms() -> Tensor\n\nThe 2-norm of each local tensor, which are flat; float32, [n]."),
-    method<Locals, locals_multiply>(
+    method<locals_multiply>(
         "multiply", "multiply(factor)\n\nMultiplies the local tensors, which are flat, in place."),
-    method<Locals, count_versions>(
+    method<count_versions>(
         "count_versions",
         "count_versions()\n\nDTensors whose local tensors were changed count that."),
     {}};
 
 PyGetSetDef locals_facts[] = {
-    getter<Locals, locals_layouts>("layouts", "numbers of the layouts, each once, as they came"),
-    getter<Locals, &Locals::n_meshes>("n_meshes", "plain tensors count as one"),
-    getter<Locals, &Locals::is_uniform>("is_uniform", "of one device and dtype"),
-    getter<Locals, &Locals::is_flat>("is_flat", "contiguous float32 on the CPU"),
+    property<locals_layouts>("layouts", "numbers of the layouts, each once, as they came"),
+    property<&Locals::n_meshes>("n_meshes", "plain tensors count as one"),
+    property<&Locals::is_uniform>("is_uniform", "of one device and dtype"),
+    property<&Locals::is_flat>("is_flat", "contiguous float32 on the CPU"),
     {}};
 
 } // namespace
 
-} // namespace fc
-
-int fc_register_locals(PyObject *module)
+int register_locals(PyObject *module)
 {
-    using namespace fc;
-    const OwnerType locals = {"fsdp_c._C.Locals", "The local tensors of a list of tensors.",
-                              nullptr, locals_methods, locals_facts};
-    const OwnerType layouts = {
-        "fsdp_c._C.Layouts",
-        "Layouts()\n--\n\nMeshes and placements of DTensors, numbered as they come; collects local "
-        "tensors.",
-        construct<Known>, layouts_methods, nullptr};
-    return add_owner_type<Locals>(module, locals, &locals_type) < 0
-               ? -1
-               : add_owner_type<Known>(module, layouts);
+    if (add_type<Locals>(module, {.name = "fsdp_c._C.Locals",
+                                  .doc = "The local tensors of a list of tensors.",
+                                  .methods = locals_methods,
+                                  .properties = locals_facts,
+                                  .flags = Py_TPFLAGS_DISALLOW_INSTANTIATION}) < 0) {
+        return -1;
+    }
+    return add_type<Known>(
+        module,
+        {.name = "fsdp_c._C.Layouts",
+         .doc = "Layouts()\n--\n\nMeshes and placements of DTensors, numbered as they come; "
+                "collects local tensors.",
+         .methods = layouts_methods});
 }
+
+} // namespace fc

@@ -1,7 +1,6 @@
 // Takes a storage's memory away and gives it back: tensors, views and whoever holds them stay.
-#include "bind/tensor/taken_memory.h"
-
 #include "bind/compat.h"
+#include "bind/module.h"
 #include "bind/python/objects.h"
 #include "bind/tensor/tensors.h"
 
@@ -48,8 +47,7 @@ void give_memory(PyObject *args, PyObject *named)
     c10::StorageImpl *storage = storage_of(tensor), *from = storage_of(bytes);
     const at::Tensor &given = tensor_of(bytes);
     if (given.scalar_type() != at::kByte || given.storage_offset() != 0 || from == storage) {
-        PyErr_SetString(PyExc_ValueError, "expected a tensor of a storage's bytes");
-        throw_python();
+        raise_error(PyExc_ValueError, "expected a tensor of a storage's bytes");
     }
     const size_t n_bytes = from->nbytes();
     set_data(storage, take_from(from), n_bytes, true);

@@ -9,77 +9,59 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 
 namespace fc {
 
+namespace {
+
+// By fc_dtype; RAW ones some of their size.
+constexpr std::array<at::ScalarType, FC_DTYPE_COUNT> types = {
+    at::kFloat, at::kDouble, at::kBFloat16, at::kHalf,  at::kByte, at::kChar, at::kShort,
+    at::kInt,   at::kLong,   at::kByte,     at::kShort, at::kInt,  at::kLong, at::kComplexDouble};
+
+// Of the first `n`; as many as these: none is it.
+int place_of(at::ScalarType type, int n)
+{
+    return static_cast<int>(std::find(types.begin(), types.begin() + n, type) - types.begin());
+}
+
+} // namespace
+
+fc_dtype number_of(at::ScalarType type)
+{
+    const int place = place_of(type, FC_RAW1);
+    if (place == FC_RAW1) {
+        raise_error(PyExc_ValueError, "tensors of type %s cannot be added", c10::toString(type));
+    }
+    return static_cast<fc_dtype>(place);
+}
+
 fc_dtype dtype_of(at::ScalarType type)
 {
-    switch (type) {
-    case at::kFloat:
-        return FC_F32;
-    case at::kDouble:
-        return FC_F64;
-    case at::kBFloat16:
-        return FC_BF16;
-    case at::kHalf:
-        return FC_F16;
-    default:
-        break;
+    if (const int place = place_of(type, FC_FLOAT_COUNT); place < FC_FLOAT_COUNT) {
+        return static_cast<fc_dtype>(place);
     }
-    switch (c10::elementSize(type)) {
-    case 1:
-        return FC_RAW1;
-    case 2:
-        return FC_RAW2;
-    case 4:
-        return FC_RAW4;
-    case 8:
-        return FC_RAW8;
-    case 16:
-        return FC_RAW16;
-    default:
-        PyErr_Format(PyExc_NotImplementedError, "fsdp_c: parameters of type %s are not supported",
-                     c10::toString(type));
-        throw_python();
+    for (const fc_dtype raw : {FC_RAW1, FC_RAW2, FC_RAW4, FC_RAW8, FC_RAW16}) {
+        if (fc_dtype_bytes(raw) == c10::elementSize(type)) {
+            return raw;
+        }
     }
+    raise_error(PyExc_NotImplementedError, "fsdp_c: parameters of type %s are not supported",
+                c10::toString(type));
 }
 
 at::ScalarType scalar_type_of(fc_dtype dtype)
 {
-    switch (dtype) {
-    case FC_F32:
-        return at::kFloat;
-    case FC_F64:
-        return at::kDouble;
-    case FC_BF16:
-        return at::kBFloat16;
-    case FC_F16:
-        return at::kHalf;
-    case FC_I8:
-        return at::kChar;
-    default:
-        break;
-    }
-    switch (fc_dtype_bytes(dtype)) {
-    case 1:
-        return at::kByte;
-    case 2:
-        return at::kShort;
-    case 4:
-        return at::kInt;
-    case 8:
-        return at::kLong;
-    default:
-        return at::kComplexDouble;
-    }
+    return types[dtype];
 }
 
 const at::Tensor &tensor_of(PyObject *object)
 {
     if (!THPVariable_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "expected a tensor, not %.100s", Py_TYPE(object)->tp_name);
-        throw_python();
+        raise_error(PyExc_TypeError, "expected a tensor, not %.100s", Py_TYPE(object)->tp_name);
     }
     return THPVariable_Unpack(object);
 }

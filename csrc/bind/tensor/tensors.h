@@ -21,6 +21,9 @@ using Tensors = c10::SmallVector<at::Tensor, 4>;
 // The element type, RAW of its size for those without arithmetic; throws for types of other sizes.
 fc_dtype dtype_of(at::ScalarType type);
 
+// The type in which elements are added up; ValueError as an exception if they cannot be.
+fc_dtype number_of(at::ScalarType type);
+
 // A type of that kind and size: the way back, except that RAW comes back as some type of its size.
 at::ScalarType scalar_type_of(fc_dtype dtype);
 

@@ -1,0 +1,45 @@
+/* Names and states of threads, from /proc. */
+#include "base/threads.h"
+
+#include <dirent.h>
+#include <stdio.h>
+#include <string.h>
+
+#define TASKS "/proc/self/task"
+#define STAT_BYTES 128 /* the thread's number, its name and its state come first */
+#define NAME_BYTES 16
+
+/* Of one thread, by its number. False if it has ended. */
+static bool runs(const char *task, const char *name)
+{
+    char path[sizeof(TASKS) + 64], text[STAT_BYTES] = "", begin[NAME_BYTES + 8];
+    const char *found;
+    FILE *file;
+
+    (void)snprintf(path, sizeof(path), TASKS "/%.32s/stat", task);
+    file = fopen(path, "r");
+    if (file == NULL) {
+        return false;
+    }
+    (void)!fgets(text, sizeof(text), file);
+    (void)fclose(file);
+    (void)snprintf(begin, sizeof(begin), "(%.15s) R", name);
+    found = strchr(text, '(');
+    return found != NULL && strncmp(found, begin, strlen(begin)) == 0;
+}
+
+bool fc_threads_any_runs(const char *name)
+{
+    DIR *tasks = opendir(TASKS);
+    const struct dirent *task;
+    bool found = false;
+
+    if (tasks == NULL) {
+        return false;
+    }
+    while (!found && (task = readdir(tasks)) != NULL) {
+        found = task->d_name[0] != '.' && runs(task->d_name, name);
+    }
+    (void)closedir(tasks);
+    return found;
+}
