@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from fsdp_c._comm import _agreement, _device
 from fsdp_c._compat import _versions
-from fsdp_c._fully_shard import _replaced_functions, _visibility
+from fsdp_c._fully_shard import _fqns, _replaced_functions, _visibility
 from fsdp_c._fully_shard._param_spec import SUMMABLE
 
 
@@ -31,8 +31,6 @@ def why_torch_everywhere(group: Any) -> str:
         return "dp_mesh_dims of a larger mesh"
     if mesh_info.mesh.device_type != group.device.type:
         return f"its mesh is on {mesh_info.mesh.device_type}"
-    if group._num_param_groups != 1:
-        return "several meshes in one unit"
     if not _device.is_wanted(group) and group.post_forward_mesh_info not in (None, mesh_info):
         return "reshard_after_forward is an int"
     if not _device.is_wanted(group) and _device.offloads(group)[1]:
@@ -63,6 +61,7 @@ def why_torch_here(group: Any) -> str:
 
 def agreed_reason(groups: Sequence[Any], mine: str) -> str:
     """A reason that some rank has, this one's first; collective."""
+    _agreement.check_process_groups([(_fqns.unit_name(g), g.mesh_info) for g in groups])
     named = f"{mine} on rank {dist.get_rank()}" if mine else ""
     found = _agreement.first_reason_of_units("choice of implementation", groups, named)
     return mine or found

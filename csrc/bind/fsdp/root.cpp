@@ -186,13 +186,13 @@ uint64_t count_updates(RootObject *root)
     if (known.version != process.n_changes) {
         known = {};
         each_state(root, [&](const StateObject *state) {
-            if (state->group != nullptr) {
-                for (const auto &[counter, before] : state->group->updates->counters()) {
+            each_group(state, [&](const GroupObject *group) {
+                for (const auto &[counter, before] : group->updates->counters()) {
                     uint64_t &first = known.optimizers.try_emplace(counter, before).first->second;
                     first = std::min(first, before);
                 }
-                known.n_loads += state->group->updates->n_loads();
-            }
+                known.n_loads += group->updates->n_loads();
+            });
         });
         known.version = process.n_changes;
     }
@@ -283,18 +283,27 @@ void root_pre_forward(StateObject *state)
                                       count_updates(root)));
 }
 
-void state_post_backward(StateObject *state)
+namespace {
+
+void group_post_backward(RootObject *root, GroupObject *group)
 {
-    RootObject *root = state->root;
-    GroupObject *group = state->group;
-    if (root == nullptr || group == nullptr) {
-        return;
+    if (GroupObject *next = next_group(group)) { // they end the other way round
+        group_post_backward(root, next);
     }
     check_raised(fc_root_pass(&root->course, &group->course));
     // All gradients have come: autograd adds up those of a parameter before it hands them over, but
     // does so anew in a backward within this one.
     if (torch::autograd::get_current_graph_task_id() == root->graph_task) {
         fc_root_finish(&root->course, &group->course);
+    }
+}
+
+} // namespace
+
+void state_post_backward(StateObject *state)
+{
+    if (state->root != nullptr && state->group != nullptr) {
+        group_post_backward(state->root, state->group);
     }
 }
 

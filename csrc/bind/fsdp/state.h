@@ -12,6 +12,7 @@
 
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
+#include <cstddef>
 #include <map>
 #include <optional>
 #include <string>
@@ -40,7 +41,8 @@ struct StateObject {
     PyObject_HEAD
     fc_root_module course;
     RootObject *root;           // owned; null while undecided or on the fallback
-    GroupObject *group;         // owned; null without parameters
+    PyObject *groups;           // owned; a tuple
+    GroupObject *group;         // the first of them; null without parameters
     PyObject *modules;          // owned; a tuple
     PyObject *to_run;           // owned; the set of modules of a grouped unit that are still to run
     uint64_t entry_sequence;    // of the autograd nodes made since forward was entered
@@ -94,6 +96,37 @@ inline Unit *owner_unit(const fc_unit *unit)
 {
     const GroupObject *group = owner_group(unit);
     return group != nullptr ? group->unit : nullptr;
+}
+
+// The one behind it, of the same state; null: none.
+inline GroupObject *next_group(const GroupObject *group)
+{
+    fc_root_unit *next = group->course.next;
+    return next == nullptr ? nullptr
+                           : reinterpret_cast<GroupObject *>(reinterpret_cast<char *>(next) -
+                                                             offsetof(GroupObject, course));
+}
+// Those that are bound, in order; `first` null: none.
+inline GroupObject *bound_from(GroupObject *first)
+{
+    while (first != nullptr && first->unit == nullptr) {
+        first = next_group(first);
+    }
+    return first;
+}
+template <typename Body> void each_group(const StateObject *state, Body &&body)
+{
+    for (GroupObject *g = bound_from(state->group); g != nullptr; g = bound_from(next_group(g))) {
+        body(g);
+    }
+}
+template <typename Question> bool any_group(const StateObject *state, Question &&question)
+{
+    GroupObject *g = bound_from(state->group);
+    while (g != nullptr && !question(g)) {
+        g = bound_from(next_group(g));
+    }
+    return g != nullptr;
 }
 
 // How the group's gradients are reduced now.
