@@ -58,7 +58,9 @@ def _refuse_unless_shared(by_rank: dict[int, list[list[Any]]]) -> None:
     keys = {rank: {tuple(key) for _, *key in rows} for rank, rows in by_rank.items()}
     for rank, rows in by_rank.items():
         for name, *key in rows:
-            lacking = [other for other in key[1:] if tuple(key) not in keys.get(other, {tuple(key)})]
+            lacking = [
+                other for other in key[1:] if tuple(key) not in keys.get(other, {tuple(key)})
+            ]
             if lacking:
                 raise RuntimeError(
                     f"rank {rank} shards FSDP unit '{name}' over process group {key[0]} of ranks"

@@ -179,7 +179,9 @@ def test_ranks_that_place_parameters_differently(rank: int, n_ranks: int) -> Non
         models.shard_blocks(model, fsdp)
     else:
         vectors_apart(info)(model, fsdp)
-    with pytest.raises(RuntimeError, match=r"rank 1 shards FSDP unit '.root.' over process group .*ranks \[0\]"):
+    with pytest.raises(
+        RuntimeError, match=r"rank 1 shards FSDP unit '.root.' over process group .*ranks \[0\]"
+    ):
         model(data(rank))
     dist.barrier()
 
