@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from fsdp_c._comm import _agreement, _device
@@ -35,9 +36,6 @@ def why_torch_everywhere(group: Any) -> str:
         return "reshard_after_forward is an int"
     if not _device.is_wanted(group) and _device.offloads(group)[1]:
         return "offloading to pinned memory"
-    process_groups = _agreement.process_groups_of([mesh_info])
-    if any(dist.get_backend(process_group) == "fake" for process_group in process_groups):
-        return "a fake process group"
     on_host = not _device.is_wanted(group)
     for fsdp_param in group.fsdp_params:
         if reason := _why_not_laid_out(fsdp_param, on_host) or _why_not_summed(fsdp_param):
@@ -94,6 +92,8 @@ def _why_not_laid_out(fsdp_param: Any, on_host: bool) -> str:
 
 def _has_memory(padded: torch.Tensor) -> bool:
     """False for wrappers, whose numbers are those of other tensors. Padded shards are alike."""
+    if isinstance(padded, FakeTensor):
+        return False
     try:
         storage = padded.untyped_storage()
         return storage.nbytes() >= padded.numel() * padded.itemsize and storage.data_ptr() != 0
