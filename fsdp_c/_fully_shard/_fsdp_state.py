@@ -219,6 +219,8 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
             state._join(root=root, groups=tuple(state._fsdp_param_groups), uses_fallback=False)
         for state in states:
             state._pass_prefetches()
+        if any(group._core_calls_methods for group in groups):
+            root.look_again()
         for restore_group in restore:
             restore_group()
 
@@ -246,7 +248,9 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
             reason = _replaced_functions.replaced_collective()
         elif not reason and _visibility.has_changed(groups):
             self._change_collectives(states, groups)
-        if not reason:  # it was put back, or collectives are in sight now
+        if not reason:  # it was put back, or is called, or collectives are in sight now
+            if any([group.find_replaced() for group in groups]):
+                self._root.look_again()
             return
         self._fall_back(states, groups, reason)
         _status.note(states[0], reason)

@@ -32,9 +32,15 @@ class VisibleGroup(BoundGroup):
     def _is_last_of_unit(self) -> bool:
         return self._param_group_index == self._num_param_groups - 1
 
+    def _gather_ahead(self) -> None:
+        if self._core_calls_methods:
+            self.unshard()
+        else:
+            self._core_unshard_async()
+
     def _prefetch_in_forward(self) -> None:
         for group in self.named_prefetches[False] if self._is_last_of_unit() else ():
-            group._core_unshard_async()
+            group._gather_ahead()
 
     def _prefetch_in_backward(self) -> None:
         before = self._before_in_forward()
@@ -42,7 +48,7 @@ class VisibleGroup(BoundGroup):
             before = named if self._is_last_of_unit() else ()
         for group in before:
             if group.unshard_in_backward:
-                group._core_unshard_async()
+                group._gather_ahead()
 
     def _before_in_forward(self) -> Sequence[Any]:
         """The groups of the unit before this one; of several groups the second one asks."""

@@ -2,6 +2,7 @@
 #include "bind/fsdp/root.h"
 
 #include "bind/fsdp/events.h"
+#include "bind/fsdp/python_door.h"
 #include "bind/python/calls.h"
 #include "bind/python/process.h"
 #include "bind/tensor/pytree.h"
@@ -18,6 +19,15 @@ bool in_autograd_backward()
 }
 
 namespace {
+
+void unshard_group(GroupObject *group)
+{
+    if (group->calls_methods) {
+        unshard_by_methods(group);
+    } else {
+        group->unit->unshard();
+    }
+}
 
 bool has_units(const StateObject *state)
 {
@@ -190,9 +200,28 @@ void group_post_forward(StateObject *state, GroupObject *group, bool is_needed)
     }
 }
 
-void units_post_forward(StateObject *state, bool is_needed)
+void units_post_forward(StateObject *state, Ref &output, bool is_needed)
 {
-    each_group(state, [&](GroupObject *group) { group_post_forward(state, group, is_needed); });
+    each_group(state, [&](GroupObject *group) {
+        const auto body = [=] { group_post_forward(state, group, is_needed); };
+        if (group->calls_methods) {
+            const Ref none = checked(PyTuple_New(0));
+            output = call_method(group, Attribute::post_forward,
+                                 arguments_of_forward(state, none.get(), output.get()), body);
+        } else {
+            body();
+        }
+    });
+}
+
+void group_pre_backward(RootObject *root, GroupObject *group)
+{
+    log_event("FSDP::pre_backward", group->unit);
+    Range range("FSDP::pre_backward", group->unit);
+    check_raised(fc_root_enter_backward(&root->course, &group->course));
+    if (group->course.unshard_in_backward) {
+        ask_if_visible(group, Call::prefetch_in_backward);
+    }
 }
 
 // A grouped unit whose members did not all run ends with the root's forward; its backward hangs on
@@ -205,7 +234,7 @@ void complete_partial_groups(RootObject *root, const StateObject *entered, Ref &
             continue;
         }
         log_event("FSDP::force_complete_post_forward");
-        units_post_forward(state, false);
+        units_post_forward(state, output, false);
         register_pre_backward(state, output.get());
         (void)fc_training_move(&state->course.training, FC_TRAINING_LEFT);
         output = cast_output(state, output.get());
@@ -236,15 +265,41 @@ void begin_forward(StateObject *state)
     state->entry_checkpoints = process.n_checkpoints;
 }
 
+// Whether forward was not in the unit already.
+bool group_pre_forward(GroupObject *group)
+{
+    log_event("FSDP::pre_forward", group->unit);
+    Range range("FSDP::pre_forward", group->unit);
+    const bool is_news = fc_training_move(&group->course.training, FC_TRAINING_ENTERED);
+    unshard_group(group);
+    ask_if_visible(group, Call::prefetch_in_forward);
+    return is_news;
+}
+
+void enter_by_method(const StateObject *state, GroupObject *group, Ref &args, Ref &kwargs,
+                     bool &is_news)
+{
+    const Ref changed = call_method(group, Attribute::pre_forward,
+                                    arguments_of_forward(state, args.get(), kwargs.get()),
+                                    [&] { is_news = group_pre_forward(group) || is_news; });
+    PyObject *new_args, *new_kwargs;
+    if (!PyArg_ParseTuple(changed.get(), "O!O!", &PyTuple_Type, &new_args, &PyDict_Type,
+                          &new_kwargs)) {
+        throw_python();
+    }
+    args = Ref::borrow(new_args);
+    kwargs = Ref::borrow(new_kwargs);
+}
+
 void units_pre_forward(StateObject *state, Ref &args, Ref &kwargs)
 {
     bool is_news = false;
     each_group(state, [&](GroupObject *group) {
-        log_event("FSDP::pre_forward", group->unit);
-        Range range("FSDP::pre_forward", group->unit);
-        is_news = fc_training_move(&group->course.training, FC_TRAINING_ENTERED) || is_news;
-        group->unit->unshard();
-        ask_if_visible(group, Call::prefetch_in_forward);
+        if (group->calls_methods) {
+            enter_by_method(state, group, args, kwargs, is_news);
+        } else {
+            is_news = group_pre_forward(group) || is_news;
+        }
     });
     if (has_units(state) && (is_news || !state->course.is_grouped)) {
         register_post_backward(state, args, kwargs);
@@ -265,7 +320,7 @@ Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_
     if (training_of(state) == FC_TRAINING_PRE_BACKWARD && !state->root->context->course.is_failed) {
         // Recomputation: the pre-backward hook has gathered the parameters, or they are gathered
         // again. (After a failed backward the state is a leftover, and this a new forward.)
-        each_group(state, [](GroupObject *group) { group->unit->unshard(); });
+        each_group(state, unshard_group);
         cast_inputs(state, args, kwargs);
     } else {
         begin_forward(state);
@@ -287,7 +342,7 @@ Ref state_post_forward(StateObject *state, PyObject *given_output)
     }
     Ref output = Ref::borrow(given_output);
     if (has_units(state)) {
-        units_post_forward(state, keep_for_hidden_output(state, given_output));
+        units_post_forward(state, output, keep_for_hidden_output(state, given_output));
     }
     register_pre_backward(state, output.get());
     (void)fc_training_move(&state->course.training, FC_TRAINING_LEFT);
@@ -344,11 +399,12 @@ void state_pre_backward(StateObject *state)
         if (group->course.training == FC_TRAINING_PRE_BACKWARD) {
             return;
         }
-        log_event("FSDP::pre_backward", group->unit);
-        Range range("FSDP::pre_backward", group->unit);
-        check_raised(fc_root_enter_backward(&root->course, &group->course));
-        if (group->course.unshard_in_backward) {
-            ask_if_visible(group, Call::prefetch_in_backward);
+        const auto body = [=] { group_pre_backward(root, group); };
+        if (group->calls_methods) {
+            const Ref is_default = checked(PyTuple_Pack(1, Py_True));
+            call_method(group, Attribute::pre_backward, is_default, body);
+        } else {
+            body();
         }
     });
 }

@@ -1,4 +1,5 @@
 // The Python type Group: what FSDPParamGroup asks of its unit.
+#include "bind/fsdp/python_door.h"
 #include "bind/fsdp/root.h"
 #include "bind/fsdp/state.h"
 #include "bind/python/objects.h"
@@ -255,6 +256,11 @@ void group_set_reduce_group(GroupObject &group, PyObject *name)
     }
 }
 
+bool group_go_on(GroupObject &group)
+{
+    return go_on(group);
+}
+
 bool group_is_bound(GroupObject &group)
 {
     return group.unit != nullptr;
@@ -325,6 +331,8 @@ PyGetSetDef group_properties[] = {
     FC_FLAG("unshard_in_backward", GroupObject, course.unshard_in_backward, nullptr),
     FC_FLAG("_post_backward_pending", GroupObject, course.is_pending,
             "whether gradients of a backward that went by are still to be reduced"),
+    FC_FLAG("_core_calls_methods", GroupObject, calls_methods,
+            "whether hooks call the group's methods, of which somebody has replaced one"),
     {"_training", group_get_training, group_set_training, "TrainingState, as its index", nullptr},
     getter<GroupObject, group_is_bound>("_is_bound", "whether the unit runs on the core"),
     unit_property<&Unit::is_unsharded>("_core_is_unsharded", nullptr),
@@ -359,6 +367,8 @@ PyMethodDef group_methods[] = {
     method<group_set_aside>(
         "_set_aside",
         "Reshards and leaves the core until the next _bind, which takes over gradients that wait."),
+    method<group_go_on>("_core_go_on",
+                        "Does what the method stands for; False if others than hooks called it."),
     unit_method<&Unit::unshard_private>("_core_unshard_async",
                                         "Gathers; registration is left to _core_unshard."),
     unit_method<&Unit::unshard>("_core_unshard",

@@ -2,6 +2,7 @@
 #include "bind/fsdp/root.h"
 
 #include "bind/fsdp/events.h"
+#include "bind/fsdp/python_door.h"
 #include "bind/python/calls.h"
 #include "bind/python/process.h"
 #include "bind/python/raised.h"
@@ -80,22 +81,44 @@ template <auto Method> fc_status run(void *owner)
     });
 }
 
+fc_status unshard(void *owner)
+{
+    return kept([&] {
+        GroupObject *group = as_group(owner);
+        if (group->calls_methods) {
+            unshard_by_methods(group);
+        } else {
+            group->unit->unshard();
+        }
+    });
+}
+
+template <typename Reshard> void reshard_group(GroupObject *group, Reshard &&reshard)
+{
+    if (group->calls_methods) {
+        reshard_by_methods(group, reshard);
+    } else {
+        reshard();
+    }
+}
+
 fc_status reshard(void *owner, bool is_news)
 {
     return kept([&] {
-        Unit *unit = as_group(owner)->unit;
-        const Range range(is_news ? "FSDP::post_backward_reshard" : nullptr, unit);
-        unit->reshard();
+        GroupObject *group = as_group(owner);
+        const Range range(is_news ? "FSDP::post_backward_reshard" : nullptr, group->unit);
+        reshard_group(group, [&] { group->unit->reshard(); });
     });
 }
 
 fc_status reshard_after_forward(void *owner, bool in_forward)
 {
     return kept([&] {
-        const GroupObject *group = as_group(owner);
+        GroupObject *group = as_group(owner);
         const DeviceUnit *device = group->unit->device();
-        group->unit->reshard(in_forward && device != nullptr &&
-                             device->keeps_slice(group->post_forward_mesh_info));
+        const bool keeps_slice =
+            in_forward && device != nullptr && device->keeps_slice(group->post_forward_mesh_info);
+        reshard_group(group, [&] { group->unit->reshard(keeps_slice); });
     });
 }
 
@@ -144,7 +167,7 @@ const fc_root_ops root_ops = {
     .note_shards = run<&Unit::note_shards>,
     .was_written = find<&Unit::was_written>,
     .check_unwritten = run<&Unit::check_unwritten>,
-    .unshard = run<&Unit::unshard>,
+    .unshard = unshard,
     .make_unavailable = run<&Unit::make_unavailable>,
     .reshard = reshard,
     .reshard_after_forward = reshard_after_forward,
@@ -285,11 +308,9 @@ void root_pre_forward(StateObject *state)
 
 namespace {
 
-void group_post_backward(RootObject *root, GroupObject *group)
+// Of the group alone.
+void pass_group(RootObject *root, GroupObject *group)
 {
-    if (GroupObject *next = next_group(group)) { // they end the other way round
-        group_post_backward(root, next);
-    }
     check_raised(fc_root_pass(&root->course, &group->course));
     // All gradients have come: autograd adds up those of a parameter before it hands them over, but
     // does so anew in a backward within this one.
@@ -298,12 +319,45 @@ void group_post_backward(RootObject *root, GroupObject *group)
     }
 }
 
+void call_post_backward(RootObject *root, GroupObject *group)
+{
+    if (group->calls_methods) {
+        call_method(group, Attribute::post_backward, checked(PyTuple_New(0)),
+                    [=] { pass_group(root, group); });
+    } else {
+        pass_group(root, group);
+    }
+}
+
+// They end the other way round.
+template <typename Body> void each_group_backwards(GroupObject *group, Body &&body)
+{
+    if (GroupObject *first = bound_from(group)) {
+        each_group_backwards(next_group(first), body);
+        body(first);
+    }
+}
+
+// The end passes what has not been passed: for torch's users, by the groups' methods.
+void pass_rest(RootObject *root)
+{
+    each_state(root, [&](const StateObject *state) {
+        each_group_backwards(state->group, [&](GroupObject *group) {
+            if (group->calls_methods && group->course.training != FC_TRAINING_POST_BACKWARD &&
+                group->course.finished_in != root->course.backward) {
+                call_post_backward(root, group);
+            }
+        });
+    });
+}
+
 } // namespace
 
 void state_post_backward(StateObject *state)
 {
-    if (state->root != nullptr && state->group != nullptr) {
-        group_post_backward(state->root, state->group);
+    if (RootObject *root = state->root) {
+        each_group_backwards(state->group,
+                             [=](GroupObject *group) { call_post_backward(root, group); });
     }
 }
 
@@ -311,6 +365,9 @@ void root_end_backward(RootObject *root)
 {
     log_event("FSDP::root_post_backward");
     Range range("FSDP::root_post_backward_callback");
+    if (root->context->course.ending != FC_ENDING_MANUAL) {
+        pass_rest(root);
+    }
     check_raised(fc_root_end_backward(&root->course));
 }
 

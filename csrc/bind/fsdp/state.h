@@ -13,6 +13,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <cstddef>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -25,9 +26,11 @@ class RootHold;
 // The base of FSDPParamGroup: flags that Python sets and the hooks read, and the bound unit.
 struct GroupObject {
     PyObject_HEAD
-    fc_root_unit course;    // flags that Python sets, and what a step's course knows of the unit
-    Unit *unit;             // owned; null until bound, and on the fallback
-    Unit *former;           // owned; what the next unit inherits from, null: nothing
+    fc_root_unit course; // flags that Python sets, and what a step's course knows of the unit
+    Unit *unit;          // owned; null until bound, and on the fallback
+    Unit *former;        // owned; what the next unit inherits from, null: nothing
+    bool calls_methods;  // somebody has replaced one, see python_door.h
+    std::function<void()> *waiting; // borrowed; what a method of it that runs is to do
     char hides_outputs;     // pre-backward hangs on the parameters, see keep_for_hidden_output
     bool owns_input;        // one tensor, which only the unit reads, so that its node can end it
     uint64_t input_seen_in; // the root's backward that has shown this; 0: none has yet
