@@ -53,8 +53,8 @@ void fc_root_module_join(fc_root_module *module, fc_root_unit *unit, bool is_gro
     module->unit = unit;
     module->is_grouped = is_grouped;
     module->backward = 0;
-    if (unit != NULL) {
-        unit->finished_in = 0;
+    for (fc_root_unit *u = unit; u != NULL; u = u->next) {
+        u->finished_in = 0;
     }
 }
 
@@ -125,10 +125,10 @@ bool fc_root_is_between_steps(const fc_root_course *root)
     bool is_free = root->opener == NULL && !fc_root_in_backward(root);
 
     for (size_t i = 0; is_free && i < root->n_modules; i++) {
-        const fc_root_unit *unit = bound_unit(root->modules[i]);
-
-        is_free =
-            unit == NULL || (unit->n_entered == 0 && !root->ops->has_accumulated(unit->owner));
+        FOR_EACH_UNIT(unit, root->modules[i])
+        {
+            is_free = is_free && unit->n_entered == 0 && !root->ops->has_accumulated(unit->owner);
+        }
     }
     return is_free;
 }
@@ -146,9 +146,8 @@ uint64_t root_count_reused(const fc_root_course *root)
 fc_status root_each_unit(const fc_root_course *root, fc_status (*operation)(void *unit))
 {
     for (size_t i = 0; i < root->n_modules; i++) {
-        const fc_root_unit *unit = bound_unit(root->modules[i]);
-
-        if (unit != NULL) {
+        FOR_EACH_UNIT(unit, root->modules[i])
+        {
             FC_TRY(operation(unit->owner));
         }
     }
@@ -214,10 +213,9 @@ fc_status fc_root_take_shards(fc_root_course *root, bool *is_intact_out)
     root->n_units = 0;
     *is_intact_out = true;
     for (size_t i = 0; i < root->n_modules; i++) {
-        const fc_root_unit *unit = bound_unit(root->modules[i]);
-
         root->has_grouped = root->has_grouped || root->modules[i]->is_grouped;
-        if (unit != NULL) {
+        FOR_EACH_UNIT(unit, root->modules[i])
+        {
             FC_TRY(take_shards(root, unit, is_intact_out));
         }
     }
@@ -243,10 +241,8 @@ static fc_status find_updates(fc_root_course *root, uint64_t n_changes)
     }
     fc_updates_clear(&root->updates);
     for (size_t i = 0; i < root->n_modules; i++) {
-        const fc_root_unit *unit = root->modules[i]->unit;
-
-        if (unit != NULL) {
-            FC_TRY(fc_updates_add(&root->updates, &unit->updates));
+        for (const fc_root_unit *u = root->modules[i]->unit; u != NULL; u = u->next) {
+            FC_TRY(fc_updates_add(&root->updates, &u->updates));
         }
     }
     root->n_changes = n_changes;
@@ -295,9 +291,8 @@ fc_status fc_root_leave_unit(fc_root_course *root, fc_root_unit *unit, bool reco
 static fc_status close_forward(fc_root_course *root)
 {
     for (size_t i = 0; i < root->n_modules; i++) {
-        const fc_root_unit *unit = bound_unit(root->modules[i]);
-
-        if (unit != NULL) {
+        FOR_EACH_UNIT(unit, root->modules[i])
+        {
             FC_TRY(root->ops->check_unwritten(unit->owner));
             if (root->ops->is_kept_after_forward(unit->owner)) {
                 FC_TRY(root->ops->keep(unit->owner));
@@ -362,11 +357,11 @@ fc_status fc_root_reset(fc_root_course *root, bool drops_gradients)
     }
     for (size_t i = 0; i < root->n_modules; i++) {
         fc_root_module *module = root->modules[i];
-        fc_root_unit *unit = bound_unit(module);
 
         root->ops->forget_members(module->owner);
         (void)fc_training_move(&module->training, FC_TRAINING_ENDED);
-        if (unit != NULL) {
+        FOR_EACH_UNIT(unit, module)
+        {
             FC_TRY(reset_unit(root->ops, unit, drops_gradients));
         }
     }

@@ -1,8 +1,10 @@
 /* The course of a root's steps: which phase is open, what each unit does in it, and when.
  *
- * A root is one module and those below it, in order; each may have a unit. The domains of these
- * units open and close their phases together: all are marked closed before one of them is waited
- * for, and sums over shards are finished before those over replicas.
+ * A root is one module and those below it, in order; each may have a unit, or several, one for each
+ * mesh that its parameters are sharded over: forward and backward reach them in order, and backward
+ * passes them the other way round. The domains of these units open and close their phases together:
+ * all are marked closed before one of them is waited for, and sums over shards are finished before
+ * those over replicas.
  *
  * In a backward a unit is *reached* when its parameters are needed, and *passed* when its gradients
  * are there. A unit that forward has entered several times is reduced when it was passed as often.
@@ -36,12 +38,14 @@ extern "C" {
 #endif
 
 typedef struct fc_root_course fc_root_course;
+typedef struct fc_root_unit fc_root_unit;
 
 /* One unit. Settings may change at any time; an all-zero one has the wrong ones, see
  * fc_root_unit_init. */
-typedef struct fc_root_unit {
+struct fc_root_unit {
     void *owner;             /* the caller's, passed to operations */
     fc_reduction *reduction; /* borrowed; NULL: the unit is not bound, and has no part in a step */
+    fc_root_unit *next;      /* borrowed; another one of the same module, in another domain */
     fc_training training;
     /* Settings. */
     bool reduce_grads;           /* false: gradients are accumulated */
@@ -57,12 +61,12 @@ typedef struct fc_root_unit {
     uint64_t finished_in; /* the root's backward in which it was finished last */
     fc_traffic past;      /* of the reductions that were bound before */
     fc_updates updates;   /* of its shards, whatever reduction is bound */
-} fc_root_unit;
+};
 
 /* A module, or several that share a unit. */
 typedef struct fc_root_module {
     void *owner;        /* the caller's */
-    fc_root_unit *unit; /* borrowed; NULL: no parameters */
+    fc_root_unit *unit; /* borrowed, the first one; NULL: no parameters */
     bool is_grouped;    /* stands for several modules */
     fc_training training;
     uint64_t backward; /* of the root, in which it was reached */
@@ -166,8 +170,8 @@ void fc_root_unit_bind(fc_root_unit *unit, fc_reduction *reduction, void *owner)
 /* How the unit's gradients are reduced. `factor`: what their sum is divided by, 0: the number of
  * ranks that add to it; packed collectives divide themselves. */
 fc_reduce_options fc_root_unit_options(const fc_root_unit *unit, double factor);
-/* `root` has this module, which has this unit (or NULL): what is known of another root's backwards
- * is forgotten. */
+/* `root` has this module, which has this unit and those behind it (or NULL): what is known of
+ * another root's backwards is forgotten. */
 void fc_root_module_join(fc_root_module *module, fc_root_unit *unit, bool is_grouped);
 /* Where it is: what a backward has reached is idle when that ends. `root` NULL: none. */
 fc_training fc_root_module_training(const fc_root_module *module, const fc_root_course *root);
@@ -214,7 +218,7 @@ FC_MUST_CHECK fc_status fc_root_begin_backward(fc_root_course *root);
 /* The caller will tell the end of the backward that runs. */
 void fc_root_note_awaited(fc_root_course *root);
 /* Backward is about to need the module's parameters. True in `is_news_out`: call
- * fc_root_enter_backward for its unit. */
+ * fc_root_enter_backward for its units, but for those that are in FC_TRAINING_PRE_BACKWARD. */
 FC_MUST_CHECK fc_status fc_root_reach(fc_root_course *root, fc_root_module *module,
                                       bool *is_news_out);
 FC_MUST_CHECK fc_status fc_root_enter_backward(fc_root_course *root, fc_root_unit *unit);

@@ -11,15 +11,17 @@ static fc_status publish_written(fc_root_course *root)
     const fc_root_ops *ops = root->ops;
 
     for (size_t i = 0; root->publishes && i < root->n_modules; i++) {
-        const fc_root_unit *unit = bound_unit(root->modules[i]);
-        bool was_written = false;
+        FOR_EACH_UNIT(unit, root->modules[i])
+        {
+            bool was_written = false;
 
-        if (unit != NULL && ops->publishes(unit->owner)) {
-            FC_TRY(ops->was_written(unit->owner, &was_written));
-        }
-        if (was_written) {
-            FC_TRY(ops->publish(unit->owner));
-            FC_TRY(ops->note_shards(unit->owner));
+            if (ops->publishes(unit->owner)) {
+                FC_TRY(ops->was_written(unit->owner, &was_written));
+            }
+            if (was_written) {
+                FC_TRY(ops->publish(unit->owner));
+                FC_TRY(ops->note_shards(unit->owner));
+            }
         }
     }
     return FC_OK;
@@ -58,8 +60,6 @@ void fc_root_note_awaited(fc_root_course *root)
 
 fc_status fc_root_reach(fc_root_course *root, fc_root_module *module, bool *is_news_out)
 {
-    const fc_root_unit *unit;
-
     *is_news_out = false;
     if (root->context->is_failed) {
         FC_TRY(fc_root_reset(root, true));
@@ -70,8 +70,10 @@ fc_status fc_root_reach(fc_root_course *root, fc_root_module *module, bool *is_n
     if (!root->context->awaits_end) {
         FC_TRY(root->ops->await_end(root->owner));
     }
-    unit = bound_unit(module);
-    *is_news_out = unit != NULL && unit->training != FC_TRAINING_PRE_BACKWARD;
+    FOR_EACH_UNIT(unit, module)
+    {
+        *is_news_out = *is_news_out || unit->training != FC_TRAINING_PRE_BACKWARD;
+    }
     return FC_OK;
 }
 
@@ -231,8 +233,10 @@ static bool is_late(const fc_root_course *root, const fc_root_unit *unit)
 
 /* Inputs that need no gradient bring nobody past the unit, and what is not reduced by now is
  * reduced here; or by fc_root_finalize_backward(). */
-static fc_status end_unit_of_backward(fc_root_course *root, fc_root_unit *unit, bool is_manual)
+static fc_status end_unit_of_backward(fc_root_course *root, fc_root_unit *unit,
+                                      const void *is_manual_of)
 {
+    const bool is_manual = *(const bool *)is_manual_of;
     const bool is_through =
         unit->training == FC_TRAINING_POST_BACKWARD || unit->finished_in == root->backward;
 
@@ -254,12 +258,9 @@ static fc_status end_modules(fc_root_course *root, bool is_manual)
 {
     for (size_t i = 0; i < root->n_modules; i++) {
         fc_root_module *module = root->modules[i];
-        fc_root_unit *unit = bound_unit(module);
 
         root->ops->forget_members(module->owner);
-        if (unit != NULL) {
-            FC_TRY(end_unit_of_backward(root, unit, is_manual));
-        }
+        FC_TRY(root_each_backwards(root, module->unit, end_unit_of_backward, &is_manual));
         (void)fc_training_move(&module->training, FC_TRAINING_ENDED);
     }
     return FC_OK;
@@ -272,9 +273,8 @@ static fc_status run_deferred_hooks(fc_root_course *root)
     }
     root->defers_hooks = false;
     for (size_t i = 0; i < root->n_modules; i++) {
-        fc_root_unit *unit = bound_unit(root->modules[i]);
-
-        if (unit != NULL) {
+        FOR_EACH_UNIT(unit, root->modules[i])
+        {
             unit->defers_hooks = false;
             FC_TRY(root->ops->run_deferred_hooks(unit->owner));
         }
@@ -320,11 +320,12 @@ fc_status fc_root_end_backward(fc_root_course *root)
     return FC_OK;
 }
 
-static fc_status finalize_unit(fc_root_course *root, fc_root_unit *unit)
+static fc_status finalize_unit(fc_root_course *root, fc_root_unit *unit, const void *unused)
 {
     const bool has_sums =
         unit->reduce_grads && unit->all_reduce_grads && fc_reduction_has_sums(unit->reduction);
 
+    (void)unused;
     if (unit->is_pending || has_sums) {
         FC_TRY(or_fail(root, reduce_rest(root, unit)));
     } else if (unit->reshard_after_backward) {
@@ -340,11 +341,7 @@ static fc_status finalize(fc_root_course *root)
 {
     FC_TRY(fc_root_begin_backward(root));
     for (size_t i = root->n_modules; i-- > 0;) {
-        fc_root_unit *unit = bound_unit(root->modules[i]);
-
-        if (unit != NULL) {
-            FC_TRY(finalize_unit(root, unit));
-        }
+        FC_TRY(root_each_backwards(root, root->modules[i]->unit, finalize_unit, NULL));
     }
     return close_backward(root, true);
 }

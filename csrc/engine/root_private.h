@@ -6,10 +6,36 @@
 #include "engine/reduction_private.h"
 #include "engine/root.h"
 
-/* The module's unit, or NULL if it has none or one that is not bound. */
-static inline fc_root_unit *bound_unit(const fc_root_module *module)
+/* The first bound one from there on, or NULL. */
+static inline fc_root_unit *bound_from(fc_root_unit *unit)
 {
-    return module->unit != NULL && module->unit->reduction != NULL ? module->unit : NULL;
+    while (unit != NULL && unit->reduction == NULL) {
+        unit = unit->next;
+    }
+    return unit;
+}
+
+/* All bound units of a module. */
+#define FOR_EACH_UNIT(unit, module)                                                                \
+    for (fc_root_unit *unit = bound_from((module)->unit); unit != NULL;                            \
+         unit = bound_from(unit->next))
+
+/* Calls `body` for a unit and those behind it, the last one first. */
+FC_MUST_CHECK static inline fc_status root_each_backwards(fc_root_course *root, fc_root_unit *unit,
+                                                          fc_status (*body)(fc_root_course *root,
+                                                                            fc_root_unit *unit,
+                                                                            const void *context),
+                                                          const void *context)
+{
+    fc_root_unit *const bound = bound_from(unit);
+
+    if (bound == NULL) {
+        return FC_OK;
+    }
+    if (bound->next != NULL) {
+        FC_TRY(root_each_backwards(root, bound->next, body, context));
+    }
+    return body(root, bound, context);
 }
 
 /* Peers learn that this rank has left the phase if it has. */

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils import _python_dispatch
 
 from fsdp_c import _env
 from fsdp_c._comm import _agreement, _device, _process_group, _transport
@@ -54,8 +55,14 @@ def bind_units(groups: Sequence[Any], streams: _C.Streams | None = None) -> list
     """Binds units to the core; collective over each of their process groups. Returns the domains.
 
     All ranks must pass the same units in the same order. On failure no unit is bound and every
-    rank raises. Units on a device share the schedule of those in `streams`.
+    rank raises. Units on a device share the schedule of those in `streams`. Dispatch modes see
+    nothing of it: in a FakeTensorMode's first forward shards are as real as before.
     """
+    with _python_dispatch._disable_current_modes():
+        return _bind_units(groups, streams)
+
+
+def _bind_units(groups: Sequence[Any], streams: _C.Streams | None) -> list[_C.Domain]:
     streams = _device.streams_for(groups, streams)
     by_mesh: dict[tuple[Any, Any, str], list[Any]] = {}
     for group in groups:
@@ -175,7 +182,7 @@ def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | N
     """Gives the unit's shards their place and makes its unsharded parameters; local."""
     layout = shard.layout(index)
     shard_rank = getattr(group.mesh_info, "shard_mesh_rank", 0)
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), _python_dispatch._disable_current_modes():
         # Never touched: its memory is taken away when the unit is bound.
         flat = torch.empty(layout["full_bytes"], dtype=torch.uint8, device=group.device)
         seen: set[int] = set()

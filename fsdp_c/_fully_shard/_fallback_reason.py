@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from fsdp_c._comm import _agreement, _device
 from fsdp_c._compat import _versions
-from fsdp_c._fully_shard import _replaced_functions, _visibility
+from fsdp_c._fully_shard import _fqns, _replaced_functions, _visibility
 from fsdp_c._fully_shard._param_spec import SUMMABLE
 
 
@@ -31,15 +32,10 @@ def why_torch_everywhere(group: Any) -> str:
         return "dp_mesh_dims of a larger mesh"
     if mesh_info.mesh.device_type != group.device.type:
         return f"its mesh is on {mesh_info.mesh.device_type}"
-    if group._num_param_groups != 1:
-        return "several meshes in one unit"
     if not _device.is_wanted(group) and group.post_forward_mesh_info not in (None, mesh_info):
         return "reshard_after_forward is an int"
     if not _device.is_wanted(group) and _device.offloads(group)[1]:
         return "offloading to pinned memory"
-    process_groups = _agreement.process_groups_of([mesh_info])
-    if any(dist.get_backend(process_group) == "fake" for process_group in process_groups):
-        return "a fake process group"
     on_host = not _device.is_wanted(group)
     for fsdp_param in group.fsdp_params:
         if reason := _why_not_laid_out(fsdp_param, on_host) or _why_not_summed(fsdp_param):
@@ -63,6 +59,7 @@ def why_torch_here(group: Any) -> str:
 
 def agreed_reason(groups: Sequence[Any], mine: str) -> str:
     """A reason that some rank has, this one's first; collective."""
+    _agreement.check_process_groups([(_fqns.unit_name(g), g.mesh_info) for g in groups])
     named = f"{mine} on rank {dist.get_rank()}" if mine else ""
     found = _agreement.first_reason_of_units("choice of implementation", groups, named)
     return mine or found
@@ -95,6 +92,8 @@ def _why_not_laid_out(fsdp_param: Any, on_host: bool) -> str:
 
 def _has_memory(padded: torch.Tensor) -> bool:
     """False for wrappers, whose numbers are those of other tensors. Padded shards are alike."""
+    if isinstance(padded, FakeTensor):
+        return False
     try:
         storage = padded.untyped_storage()
         return storage.nbytes() >= padded.numel() * padded.itemsize and storage.data_ptr() != 0

@@ -159,10 +159,30 @@ class FSDPParamGroup(StateDictGroup):
         self._core_unshard()
         return None
 
+    # ---- what hooks call where a method was replaced; the core goes on in it ----
+
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._core_go_on():
+            return args, kwargs
+        return super().pre_forward(module, args, kwargs)
+
+    def post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
+        if self._core_go_on():
+            return output
+        return super().post_forward(module, input, output)
+
+    def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
+        if not self._core_go_on():
+            super().pre_backward(default_prefetch, *unused)
+
     # ---- the end of backward ----
 
     def post_backward(self, *unused: Any) -> None:
-        """Not called by autograd, but by pipelines, after their last micro-batch."""
+        """Called by pipelines too, after their last micro-batch."""
+        if self._core_go_on():
+            return
         if not self._is_bound:
             super().post_backward(*unused)
             return

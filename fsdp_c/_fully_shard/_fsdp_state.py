@@ -99,7 +99,8 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
         """Tells the schedule of a device; it forgets units that are bound anew."""
         for group in self._fsdp_param_groups if self._root is not None else ():
             for in_backward, states in self._prefetched.items():
-                groups = [other for state in states for other in state._fsdp_param_groups]
+                order = slice(None, None, -1 if in_backward else 1)
+                groups = [other for state in states for other in state._fsdp_param_groups[order]]
                 group._core_set_prefetch(in_backward, groups)
                 named = list(group.named_prefetches)
                 named[in_backward] = groups
@@ -213,12 +214,13 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
         root = _C.Root(states=list(states), domains=domains, context=self._state_ctx)
         self._state_ctx._root = root
         for state in states:
-            group = state._fsdp_param_groups[0] if state._fsdp_param_groups else None
-            if group is not None:
+            for group in state._fsdp_param_groups:
                 group._root = root
-            state._join(root=root, group=group, uses_fallback=False)
+            state._join(root=root, groups=tuple(state._fsdp_param_groups), uses_fallback=False)
         for state in states:
             state._pass_prefetches()
+        if any(group._core_calls_methods for group in groups):
+            root.look_again()
         for restore_group in restore:
             restore_group()
 
@@ -234,7 +236,7 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
             context.__dict__.pop("_root", None)
         for state in states:
             if isinstance(state, FSDPState):
-                state._join(root=None, group=None, uses_fallback=True)
+                state._join(root=None, groups=(), uses_fallback=True)
 
     def _leave_replaced(self) -> None:
         """Called by a forward, after a function of torch's implementation was replaced."""
@@ -246,7 +248,9 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
             reason = _replaced_functions.replaced_collective()
         elif not reason and _visibility.has_changed(groups):
             self._change_collectives(states, groups)
-        if not reason:  # it was put back, or collectives are in sight now
+        if not reason:  # it was put back, or is called, or collectives are in sight now
+            if any([group.find_replaced() for group in groups]):
+                self._root.look_again()
             return
         self._fall_back(states, groups, reason)
         _status.note(states[0], reason)

@@ -19,7 +19,8 @@ from fsdp_c._fully_shard._training_state import training_state
 # Attributes that hold collectives; in the order of _compat.default_comms().
 _COMMS = ("_all_gather_comm", "_reduce_scatter_comm")
 _SEEN = {"_all_reduce_hook", *_COMMS}  # what may look at the unit's collectives
-_TORCH_ONLY = {*_replaced_functions.GROUP_METHODS, *_versions.LAYOUT_FUNCTIONS}
+_CALLED = _replaced_functions.CALLED_METHODS
+_TORCH_ONLY = {*_replaced_functions.GROUP_METHODS - _CALLED, *_versions.LAYOUT_FUNCTIONS}
 
 
 @contextmanager
@@ -108,7 +109,9 @@ class GroupAttributes(VisibleGroup):
             value = self._checked_comm(name, value)
         was_set, old = name in self.__dict__, self.__dict__.get(name)
         super().__setattr__(name, value)
-        if name in _SEEN and self._root is not None:
+        if name in _CALLED:
+            self._core_calls_methods = True
+        if name in (_SEEN | _CALLED) and self._root is not None:
             self._root.look_again()
         if self._needs_fallback(name) and (reason := _fallback_reason.why_torch(self)):
             try:
@@ -119,6 +122,11 @@ class GroupAttributes(VisibleGroup):
                 else:
                     super().__delattr__(name)
                 raise
+
+    def find_replaced(self) -> bool:
+        """Whether hooks have to call methods: those of the class may be back."""
+        self._core_calls_methods = not _CALLED.isdisjoint(self.__dict__)
+        return self._core_calls_methods
 
     def _needs_fallback(self, name: str) -> bool:
         if name in _SEEN:  # the schedule of devices shows nobody its collectives

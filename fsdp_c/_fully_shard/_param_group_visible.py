@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ class VisibleGroup(BoundGroup):
     gathers_async = False
     # Units to gather behind this one, as the user has named them: in forward, in backward.
     named_prefetches: tuple[Sequence[Any], Sequence[Any]] = ((), ())
+    # In which backward, and as the how-manieth: forwards whose backward is still to come.
+    _forwards: tuple[tuple[int, int], ...] = ()
 
     def _note_forward(self) -> None:
         """The unit's forward has ended; a backward gathers units in the opposite order."""
@@ -22,22 +25,42 @@ class VisibleGroup(BoundGroup):
         order = self.comm_ctx.__dict__.setdefault("forwards_of", [0, []])
         if order[0] != self._root.backward:
             order[:] = self._root.backward, []
+        known = tuple(entry for entry in self._forwards if entry[0] == order[0])
+        self._forwards = (*known, (order[0], len(order[1])))
         order[1].append(self)
 
+    def _is_last_of_unit(self) -> bool:
+        return self._param_group_index == self._num_param_groups - 1
+
+    def _gather_ahead(self) -> None:
+        if self._core_calls_methods:
+            self.unshard()
+        else:
+            self._core_unshard_async()
+
     def _prefetch_in_forward(self) -> None:
-        for group in self.named_prefetches[False]:
-            group._core_unshard_async()
+        for group in self.named_prefetches[False] if self._is_last_of_unit() else ():
+            group._gather_ahead()
 
     def _prefetch_in_backward(self) -> None:
-        groups = self.named_prefetches[True] or self._before_in_forward()
-        for group in groups:
+        before = self._before_in_forward()
+        if named := self.named_prefetches[True]:
+            before = named if self._is_last_of_unit() else ()
+        for group in before:
             if group.unshard_in_backward:
-                group._core_unshard_async()
+                group._gather_ahead()
 
     def _before_in_forward(self) -> Sequence[Any]:
+        """The groups of the unit before this one; of several groups the second one asks."""
         backward, order = self.comm_ctx.__dict__.get("forwards_of", (0, []))
-        if self._root is None or backward != self._root.backward:
+        if self._root is None or backward != self._root.backward or not self._forwards:
             return ()
-        while order and order.pop() is not self:
-            pass
-        return order[-1:]
+        *others, (of_backward, at) = self._forwards
+        self._forwards = tuple(others)
+        if of_backward != backward or self._num_param_groups > 1 and self._param_group_index != 1:
+            return ()
+        before = [group for group in order[:at] if group.modules is not self.modules]
+        if self._num_param_groups == 1:
+            return order[at - 1 : at]
+        same = itertools.takewhile(lambda g: g.modules is before[-1].modules, reversed(before))
+        return list(same)

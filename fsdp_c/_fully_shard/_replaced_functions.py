@@ -19,6 +19,10 @@ GROUP_METHODS = frozenset(
     " finalize_backward _record_post_forward _backward_prefetch _prefetch_unshard _to_sharded"
     " _to_unsharded _wait_for_post_backward _register_post_backward_hook".split()
 )
+# Of them those that hooks call by the group where somebody has replaced one on it.
+CALLED_METHODS = frozenset(
+    "unshard wait_for_unshard reshard pre_forward post_forward pre_backward post_backward".split()
+)
 STATE_METHODS = frozenset(
     "_pre_forward _post_forward _pre_backward _root_pre_forward _cast_forward_inputs"
     " _cast_output_dtype _force_complete_incomplete_states _register_pre_backward_hook"
@@ -93,6 +97,8 @@ def _first_replaced(rows: Iterable[WatchedFunction]) -> str:
 
 def replaced_on(part: Any) -> str:
     """The same for the methods of one unit or state."""
-    names = GROUP_METHODS if isinstance(part, _C.Group) else STATE_METHODS
+    names = STATE_METHODS
+    if isinstance(part, _C.Group):
+        names = GROUP_METHODS - CALLED_METHODS
     name = next((name for name in vars(part) if name in names), "")
     return f"its {name} was replaced" if name else ""

@@ -781,11 +781,46 @@ static void check_training(void)
     }
 }
 
+/* Two units of one module: reached in order, and left to the end, which passes the last one first.
+ */
+static void body_several(int rank, int n_ranks, void *arg)
+{
+    world *w = join(rank, n_ranks, *(const int *)arg);
+    bool is_news;
+
+    w->owners[1].course.next = &w->owners[2].course;
+    fc_root_module_join(&w->modules[2], &w->owners[1].course, false);
+    fc_root_module_join(&w->modules[3], NULL, false);
+    for (int step = 1; step < 3; step++) {
+        forward(w, N_UNITS);
+        CHECK_EQ(w->course.n_units, N_UNITS);
+        CHECK_OK(reach(w, 1));
+        CHECK_OK(fc_root_reach(&w->course, &w->modules[2], &is_news));
+        CHECK(is_news); /* for the second one */
+        CHECK_OK(fc_root_enter_backward(&w->course, &w->owners[2].course));
+        CHECK_OK(fc_root_reach(&w->course, &w->modules[2], &is_news));
+        CHECK(!is_news);
+        w->owners[1].fresh = w->owners[2].fresh = step;
+        CHECK_OK(reach(w, 0));
+        CHECK_OK(pass(w, 0, step));
+        w->events[0] = '\0';
+        CHECK_OK(end(w));
+        CHECK(comes_before(w, "submit2", "submit1"));
+        CHECK(!w->owners[1].is_unsharded && !w->owners[2].is_unsharded);
+        check_sums(w, step, step);
+    }
+    forward(w, N_UNITS);
+    w->owners[2].fresh = 3; /* of a backward that was left by an exception */
+    CHECK_OK(fc_root_reset(&w->course, true));
+    CHECK(w->owners[2].fresh == 0 && fc_root_is_between_steps(&w->course));
+    leave(w);
+}
+
 int main(void)
 {
     static int one = 1, two = 2, three = 3;
     static const ranks_body bodies[] = {body_steps,  body_finished, body_repeated, body_late,
-                                        body_manual, body_left,     body_divided};
+                                        body_manual, body_left,     body_divided,  body_several};
 
     check_training();
     for (size_t i = 0; i < sizeof(bodies) / sizeof(bodies[0]); i++) {

@@ -132,12 +132,20 @@ struct PostBackward : public Node {
     std::string name() const override { return "RegisterPostBackwardFunctionBackward"; }
 };
 
+// Of all units of the state; zero without any.
+uint64_t updates_of(const StateObject *state, uint64_t (Unit::*n)() const)
+{
+    uint64_t sum = 0;
+    each_group(state, [&](const GroupObject *group) { sum += (group->unit->*n)(); });
+    return sum;
+}
+
 // A backward is about to go through a graph of before the unit's newest step. Where that has saved
 // a weight autograd raises, as for a module that is not sharded, and knows no unit's name.
 void warn_if_outdated(const StateObject *state, uint64_t updates)
 {
-    const Unit *unit = state->group != nullptr ? state->group->unit : nullptr;
-    if (unit == nullptr || unit->n_updates() == updates) {
+    const GroupObject *group = bound_from(state->group);
+    if (group == nullptr || updates_of(state, &Unit::n_updates) == updates) {
         return;
     }
     check(PyErr_WarnFormat(
@@ -145,7 +153,7 @@ void warn_if_outdated(const StateObject *state, uint64_t updates)
         "backward goes through a graph of FSDP unit '%s' from before an optimizer step, or a load, "
         "that has changed its weights since: detach() what is carried over a step, or run all "
         "backwards before it",
-        fc_unit_name(unit->shard_unit())));
+        fc_unit_name(group->unit->shard_unit())));
 }
 
 // Between two units: on the node whose gradient leaves one and enters the other. On the node, not
@@ -205,9 +213,7 @@ std::unique_ptr<Border> entry_to(StateObject *state)
     auto border = std::make_unique<Border>();
     border->entered.emplace(state);
     border->steps = n_steps();
-    if (state->group != nullptr && state->group->unit != nullptr) {
-        border->updates = state->group->unit->updates_seen();
-    }
+    border->updates = updates_of(state, &Unit::updates_seen);
     return border;
 }
 
@@ -333,11 +339,13 @@ void hook_nodes_inside(StateObject *state, at::TensorList outputs)
 
 void hook_params(StateObject *state)
 {
-    for (const Param &param : state->group->unit->params()) {
-        if (param.unsharded_tensor.requires_grad()) {
-            torch::autograd::impl::add_hook(param.unsharded_tensor, entry_to(state));
+    each_group(state, [&](const GroupObject *group) {
+        for (const Param &param : group->unit->params()) {
+            if (param.unsharded_tensor.requires_grad()) {
+                torch::autograd::impl::add_hook(param.unsharded_tensor, entry_to(state));
+            }
         }
-    }
+    });
 }
 
 void queue_final_callback(RootObject *root)

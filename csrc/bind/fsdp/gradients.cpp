@@ -81,6 +81,16 @@ int64_t grad_at(const fc_layout &layout, size_t i) // in elements
     return static_cast<int64_t>(p.grad_at / fc_dtype_bytes(p.grad));
 }
 
+// A tensor like the shard's local one over memory that is as real as that, whatever modes make.
+at::Tensor over(const at::Tensor &memory, at::ScalarType type, int64_t offset, const Param &param)
+{
+    const at::NoGradGuard no_grad;
+    const NoModes no_modes;
+    at::Tensor local = at::empty({0}, memory.options().dtype(type));
+    local.set_(memory.storage(), offset, param.local_size, param.local_stride);
+    return local;
+}
+
 } // namespace
 
 // The DTensor of a shard's gradient, and what tells later whether somebody keeps it.
@@ -104,10 +114,7 @@ void ShardGradients::adopt(Param &param, const at::Tensor &grad)
     if (param.grad.object && param.grad.is_free()) {
         point_to(param.grad.local, grad.storage(), grad.storage_offset());
     } else {
-        const at::NoGradGuard no_grad;
-        at::Tensor local = at::empty({0}, grad.options());
-        local.set_(grad.storage(), grad.storage_offset(), param.local_size, param.local_stride);
-        make_one(param, std::move(local));
+        make_one(param, over(grad, grad.scalar_type(), grad.storage_offset(), param));
     }
     flat_ = at::Tensor();
     share_flat_ = false;
@@ -165,13 +172,11 @@ void ShardGradients::make(bool all)
     if (wanted.empty()) {
         return;
     }
-    at::NoGradGuard no_grad;
+    const at::NoGradGuard no_grad;
     flat_ = make_buffer(layout_->grad_bytes);
     for (size_t i : wanted) {
         Param &p = params_[i];
-        at::Tensor local = at::empty({0}, flat_.options().dtype(p.grad_type));
-        local.set_(flat_.storage(), grad_at(*layout_, i), p.local_size, p.local_stride);
-        make_one(p, std::move(local));
+        make_one(p, over(flat_, p.grad_type, grad_at(*layout_, i), p));
     }
     share_flat_ = true;
     for (size_t i = 0; i < params_.size(); i++) {

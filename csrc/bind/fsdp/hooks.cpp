@@ -2,6 +2,7 @@
 #include "bind/fsdp/root.h"
 
 #include "bind/fsdp/events.h"
+#include "bind/fsdp/python_door.h"
 #include "bind/module.h"
 #include "bind/python/calls.h"
 #include "bind/python/process.h"
@@ -20,9 +21,18 @@ bool in_autograd_backward()
 
 namespace {
 
-Unit *unit_of(const StateObject *state)
+void unshard_group(GroupObject *group)
 {
-    return state->group != nullptr ? state->group->unit : nullptr;
+    if (group->calls_methods) {
+        unshard_by_methods(group);
+    } else {
+        group->unit->unshard();
+    }
+}
+
+bool has_units(const StateObject *state)
+{
+    return bound_from(state->group) != nullptr;
 }
 
 // Python's cast for containers that pytree.cpp does not open.
@@ -61,11 +71,13 @@ Ref cast_output(StateObject *state, PyObject *output)
 // to refuse inputs that are changed in place.
 bool may_end_at_producer(const StateObject *state)
 {
-    const GroupObject *group = state->group;
-    const Unit *unit = group->unit;
-    const bool has_memory =
-        unit->device() != nullptr ? !unit->is_resident() : !fc_domain_is_mapped(unit->domain());
-    return group->owns_input && !state->is_strict && !has_memory && !in_autograd_backward();
+    const auto has_memory = [](const GroupObject *group) {
+        const Unit *unit = group->unit;
+        return unit->device() != nullptr ? !unit->is_resident()
+                                         : !fc_domain_is_mapped(unit->domain());
+    };
+    return state->group->owns_input && !state->is_strict && !any_group(state, has_memory) &&
+           !in_autograd_backward();
 }
 
 void register_post_backward(StateObject *state, Ref &args, Ref &kwargs)
@@ -74,7 +86,7 @@ void register_post_backward(StateObject *state, Ref &args, Ref &kwargs)
         return;
     }
     if (!in_autograd_backward()) {
-        state->group->course.n_entered++;
+        each_group(state, [](GroupObject *group) { group->course.n_entered++; });
     }
     Tensors tensors;
     collect_grad_tensors(args.get(), tensors);
@@ -106,10 +118,14 @@ void register_pre_backward(StateObject *state, PyObject *output)
     hook_outputs(state, tensors);
     // Where a backward that begins inside of the unit finds no parameters, or runs code that looks
     // for them.
-    if (Unit *unit = unit_of(state);
-        unit != nullptr && !in_autograd_backward() &&
-        (unit->is_read_apart() || state->entry_checkpoints != process.n_checkpoints)) {
-        unit->begin_graph(reinterpret_cast<PyObject *>(state)); // a member's, before the others'
+    const auto is_read_apart = [](const GroupObject *group) {
+        return group->unit->is_read_apart();
+    };
+    if (has_units(state) && !in_autograd_backward() &&
+        (state->entry_checkpoints != process.n_checkpoints || any_group(state, is_read_apart))) {
+        each_group(state, [&](GroupObject *group) { // a member's, before the others'
+            group->unit->begin_graph(reinterpret_cast<PyObject *>(state));
+        });
         hook_nodes_inside(state, tensors);
     }
     if (state->is_strict) {
@@ -121,9 +137,9 @@ void register_pre_backward(StateObject *state, PyObject *output)
     }
 }
 
-bool is_trainable(const Unit *unit)
+bool is_trainable(const GroupObject *group)
 {
-    for (const Param &param : unit->params()) {
+    for (const Param &param : group->unit->params()) {
         if (param.unsharded_tensor.requires_grad()) {
             return true;
         }
@@ -138,7 +154,7 @@ bool keep_for_hidden_output(StateObject *state, PyObject *output)
 {
     GroupObject *group = state->group;
     if (!at::GradMode::is_enabled() || in_autograd_backward() || is_transparent(output) ||
-        !is_trainable(group->unit) || (output == Py_None && state->course.is_grouped)) {
+        !any_group(state, is_trainable) || (output == Py_None && state->course.is_grouped)) {
         return false;
     }
     Tensors tensors;
@@ -163,9 +179,8 @@ void ask_if_visible(GroupObject *group, Call call)
 }
 
 // After forward: give the parameters up unless they are to stay.
-void group_post_forward(StateObject *state, bool is_needed = false)
+void group_post_forward(StateObject *state, GroupObject *group, bool is_needed)
 {
-    GroupObject *group = state->group;
     log_event("FSDP::post_forward", group->unit);
     Range range("FSDP::post_forward", group->unit);
     DeviceUnit *device = group->unit->device();
@@ -186,6 +201,30 @@ void group_post_forward(StateObject *state, bool is_needed = false)
     }
 }
 
+void units_post_forward(StateObject *state, Ref &output, bool is_needed)
+{
+    each_group(state, [&](GroupObject *group) {
+        const auto body = [=] { group_post_forward(state, group, is_needed); };
+        if (group->calls_methods) {
+            const Ref none = checked(PyTuple_New(0));
+            output = call_method(group, Attribute::post_forward,
+                                 arguments_of_forward(state, none.get(), output.get()), body);
+        } else {
+            body();
+        }
+    });
+}
+
+void group_pre_backward(RootObject *root, GroupObject *group)
+{
+    log_event("FSDP::pre_backward", group->unit);
+    Range range("FSDP::pre_backward", group->unit);
+    check_raised(fc_root_enter_backward(&root->course, &group->course));
+    if (group->course.unshard_in_backward) {
+        ask_if_visible(group, Call::prefetch_in_backward);
+    }
+}
+
 // A grouped unit whose members did not all run ends with the root's forward; its backward hangs on
 // the root's output.
 void complete_partial_groups(RootObject *root, const StateObject *entered, Ref &output)
@@ -196,9 +235,7 @@ void complete_partial_groups(RootObject *root, const StateObject *entered, Ref &
             continue;
         }
         log_event("FSDP::force_complete_post_forward");
-        if (unit_of(state) != nullptr) {
-            group_post_forward(state);
-        }
+        units_post_forward(state, output, false);
         register_pre_backward(state, output.get());
         (void)fc_training_move(&state->course.training, FC_TRAINING_LEFT);
         output = cast_output(state, output.get());
@@ -210,8 +247,9 @@ void complete_partial_groups(RootObject *root, const StateObject *entered, Ref &
 // before any gradient comes to one.
 bool is_recomputed_first(const StateObject *state)
 {
-    return state->group->course.n_entered > 0 && in_autograd_backward() &&
-           at::GradMode::is_enabled() && !root_in_backward(state->root);
+    const auto was_entered = [](const GroupObject *group) { return group->course.n_entered > 0; };
+    return any_group(state, was_entered) && in_autograd_backward() && at::GradMode::is_enabled() &&
+           !root_in_backward(state->root);
 }
 
 void begin_forward(StateObject *state)
@@ -228,6 +266,47 @@ void begin_forward(StateObject *state)
     state->entry_checkpoints = process.n_checkpoints;
 }
 
+// Whether forward was not in the unit already.
+bool group_pre_forward(GroupObject *group)
+{
+    log_event("FSDP::pre_forward", group->unit);
+    Range range("FSDP::pre_forward", group->unit);
+    const bool is_news = fc_training_move(&group->course.training, FC_TRAINING_ENTERED);
+    unshard_group(group);
+    ask_if_visible(group, Call::prefetch_in_forward);
+    return is_news;
+}
+
+void enter_by_method(const StateObject *state, GroupObject *group, Ref &args, Ref &kwargs,
+                     bool &is_news)
+{
+    const Ref changed = call_method(group, Attribute::pre_forward,
+                                    arguments_of_forward(state, args.get(), kwargs.get()),
+                                    [&] { is_news = group_pre_forward(group) || is_news; });
+    PyObject *new_args, *new_kwargs;
+    if (!PyArg_ParseTuple(changed.get(), "O!O!", &PyTuple_Type, &new_args, &PyDict_Type,
+                          &new_kwargs)) {
+        throw_python();
+    }
+    args = Ref::borrow(new_args);
+    kwargs = Ref::borrow(new_kwargs);
+}
+
+void units_pre_forward(StateObject *state, Ref &args, Ref &kwargs)
+{
+    bool is_news = false;
+    each_group(state, [&](GroupObject *group) {
+        if (group->calls_methods) {
+            enter_by_method(state, group, args, kwargs, is_news);
+        } else {
+            is_news = group_pre_forward(group) || is_news;
+        }
+    });
+    if (has_units(state) && (is_news || !state->course.is_grouped)) {
+        register_post_backward(state, args, kwargs);
+    }
+}
+
 } // namespace
 
 Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_kwargs)
@@ -236,34 +315,20 @@ Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_
         ask_python(Call::refuse_unless_waited, state);
     }
     Ref args = Ref::borrow(given_args), kwargs = Ref::borrow(given_kwargs);
-    Unit *unit = unit_of(state);
-    if (unit != nullptr && is_recomputed_first(state)) {
+    if (is_recomputed_first(state)) {
         state_pre_backward(state);
     }
     if (training_of(state) == FC_TRAINING_PRE_BACKWARD && !state->root->context->course.is_failed) {
         // Recomputation: the pre-backward hook has gathered the parameters, or they are gathered
         // again. (After a failed backward the state is a leftover, and this a new forward.)
-        if (unit != nullptr) {
-            unit->unshard();
-        }
+        each_group(state, unshard_group);
         cast_inputs(state, args, kwargs);
     } else {
         begin_forward(state);
         cast_inputs(state, args, kwargs);
         // Nodes of casts are outside: backward comes to them after the unit's post-backward.
         state->entry_sequence = at::sequence_number::peek();
-        unit = unit_of(state); // set-up may have been repeated
-        if (unit != nullptr) {
-            log_event("FSDP::pre_forward", unit);
-            Range range("FSDP::pre_forward", unit);
-            const bool is_news =
-                fc_training_move(&state->group->course.training, FC_TRAINING_ENTERED);
-            unit->unshard();
-            ask_if_visible(state->group, Call::prefetch_in_forward);
-            if (is_news || !state->course.is_grouped) {
-                register_post_backward(state, args, kwargs);
-            }
-        }
+        units_pre_forward(state, args, kwargs); // set-up may have been repeated
     }
     if (args.get() == given_args && kwargs.get() == given_kwargs) {
         return Ref::borrow(Py_None);
@@ -277,8 +342,8 @@ Ref state_post_forward(StateObject *state, PyObject *given_output)
         return cast_output(state, given_output);
     }
     Ref output = Ref::borrow(given_output);
-    if (unit_of(state) != nullptr) {
-        group_post_forward(state, keep_for_hidden_output(state, given_output));
+    if (has_units(state)) {
+        units_post_forward(state, output, keep_for_hidden_output(state, given_output));
     }
     register_pre_backward(state, output.get());
     (void)fc_training_move(&state->course.training, FC_TRAINING_LEFT);
@@ -327,33 +392,41 @@ void state_pre_backward(StateObject *state)
     if (!is_news) {
         return;
     }
-    GroupObject *group = state->group;
-    if (at::GradMode::is_enabled() && group->unit->is_read_apart()) { // create_graph=True
+    if (at::GradMode::is_enabled() &&
+        bound_from(state->group)->unit->is_read_apart()) { // create_graph=True
         ask_python(Call::tell_of_double_backward, state);
     }
-    log_event("FSDP::pre_backward", group->unit);
-    Range range("FSDP::pre_backward", group->unit);
-    check_raised(fc_root_enter_backward(&root->course, &group->course));
-    if (group->course.unshard_in_backward) {
-        ask_if_visible(group, Call::prefetch_in_backward);
-    }
+    each_group(state, [&](GroupObject *group) {
+        if (group->course.training == FC_TRAINING_PRE_BACKWARD) {
+            return;
+        }
+        const auto body = [=] { group_pre_backward(root, group); };
+        if (group->calls_methods) {
+            const Ref is_default = checked(PyTuple_Pack(1, Py_True));
+            call_method(group, Attribute::pre_backward, is_default, body);
+        } else {
+            body();
+        }
+    });
 }
 
 void state_on_arrival(StateObject *state)
 {
     const RootObject *root = state->root;
-    const GroupObject *group = state->group;
-    if (root == nullptr || group == nullptr || group->unit == nullptr) {
+    if (root == nullptr || !has_units(state)) {
         return;
     }
     if (root->context->course.is_failed) { // it is added to what the failed backward has left
         raise_error(PyExc_RuntimeError,
                     "the previous backward ended in an exception, and another one reached FSDP "
                     "unit '%s' without a forward in between: call forward again first",
-                    group->unit->name().c_str());
+                    bound_from(state->group)->unit->name().c_str());
     }
     // After the unit's post-backward it is the end of backward that looks for more.
-    if (!root_in_backward(root) || group->course.training != FC_TRAINING_POST_BACKWARD) {
+    const auto is_before = [](const GroupObject *group) {
+        return group->course.training != FC_TRAINING_POST_BACKWARD;
+    };
+    if (!root_in_backward(root) || any_group(state, is_before)) {
         state_pre_backward(state);
     }
 }

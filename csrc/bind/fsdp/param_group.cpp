@@ -1,4 +1,5 @@
 // The Python type Group: what FSDPParamGroup asks of its unit.
+#include "bind/fsdp/python_door.h"
 #include "bind/fsdp/root.h"
 #include "bind/fsdp/state.h"
 #include "bind/module.h"
@@ -242,6 +243,9 @@ PyGetSetDef group_properties[] = {
     setting<&fc_root_unit::is_pending>(
         "_post_backward_pending",
         "whether gradients of a backward that went by are still to be reduced"),
+    flag_property<[](GroupObject &group) -> bool & { return group.calls_methods; }>(
+        "_core_calls_methods",
+        "whether hooks call the group's methods, of which somebody has replaced one"),
     property<[](GroupObject &group) { return group.course.training; }, group_set_training>(
         "_training", "TrainingState, as its index"),
     property<[](GroupObject &group) { return group.unit != nullptr; }>(
@@ -279,6 +283,8 @@ PyMethodDef group_methods[] = {
     method<group_set_aside>(
         "_set_aside",
         "Reshards and leaves the core until the next _bind, which takes over gradients that wait."),
+    method<go_on>("_core_go_on",
+                  "Does what the method stands for; False if others than hooks called it."),
     unit_method<&Unit::unshard_private>("_core_unshard_async",
                                         "Gathers; registration is left to _core_unshard."),
     unit_method<&Unit::unshard>("_core_unshard",

@@ -4,6 +4,7 @@
 #include "bind/fsdp/unit.h"
 #include "bind/tensor/tensors.h"
 
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <memory>
@@ -37,12 +38,18 @@ void Unit::submit(bool with_unused, const fc_reduce_options &options)
     taken->grads.resize(params_.size());
     bool any = false;
     for (size_t i = 0; i < params_.size(); i++) {
-        const at::Tensor &grad = taken->tensors[i];
+        at::Tensor &grad = taken->tensors[i];
         taken->grads[i].is_wanted = params_[i].unsharded_tensor.requires_grad();
         if (grad.defined()) {
             any = true;
             check_grad_dtype(params_[i]);
             taken->grads[i].data = grad.const_data_ptr();
+            if (taken->grads[i].data == nullptr && grad.numel() > 0) { // a FakeTensor's is nowhere
+                const NoModes no_modes;
+                grad = at::zeros(grad.sizes(),
+                                 params_[i].unsharded_tensor.options().dtype(grad.scalar_type()));
+                taken->grads[i].data = grad.const_data_ptr();
+            }
             taken->grads[i].dtype = dtype_of(grad.scalar_type());
             taken->grads[i].is_exclusive = grad.use_count() == 1 && grad.storage().use_count() == 1;
         }

@@ -2,6 +2,7 @@
 #include "bind/fsdp/root.h"
 
 #include "bind/fsdp/events.h"
+#include "bind/fsdp/python_door.h"
 #include "bind/python/calls.h"
 #include "bind/python/fields.h"
 #include "bind/python/process.h"
@@ -47,17 +48,36 @@ template <auto call> constexpr Operation<root_in, call> of_root;
 template <auto call> constexpr Operation<as_group, call> of_group;
 template <auto call> constexpr Operation<unit_in, call> of_unit;
 
-void reshard(Unit &unit, bool is_news)
+void unshard(GroupObject &group)
 {
-    const Range range(is_news ? "FSDP::post_backward_reshard" : nullptr, &unit);
-    unit.reshard();
+    if (group.calls_methods) {
+        unshard_by_methods(&group);
+    } else {
+        group.unit->unshard();
+    }
+}
+
+template <typename Body> void reshard_group(GroupObject &group, Body &&body)
+{
+    if (group.calls_methods) {
+        reshard_by_methods(&group, body);
+    } else {
+        body();
+    }
+}
+
+void reshard(GroupObject &group, bool is_news)
+{
+    const Range range(is_news ? "FSDP::post_backward_reshard" : nullptr, group.unit);
+    reshard_group(group, [&] { group.unit->reshard(); });
 }
 
 void reshard_after_forward(GroupObject &group, bool in_forward)
 {
     const DeviceUnit *device = group.unit->device();
-    group.unit->reshard(in_forward && device != nullptr &&
-                        device->keeps_slice(group.post_forward_mesh_info));
+    const bool keeps_slice =
+        in_forward && device != nullptr && device->keeps_slice(group.post_forward_mesh_info);
+    reshard_group(group, [&] { group.unit->reshard(keeps_slice); });
 }
 
 // Of a unit whose module may be gone.
@@ -92,9 +112,9 @@ const fc_root_ops root_ops = {
     .note_shards = of_unit<&Unit::note_shards>,
     .was_written = of_unit<&Unit::was_written>,
     .check_unwritten = of_unit<&Unit::check_unwritten>,
-    .unshard = of_unit<&Unit::unshard>,
+    .unshard = of_group<unshard>,
     .make_unavailable = of_unit<&Unit::make_unavailable>,
-    .reshard = of_unit<reshard>,
+    .reshard = of_group<reshard>,
     .reshard_after_forward = of_group<reshard_after_forward>,
     .is_kept_after_forward = of_unit<&Unit::is_kept_after_forward>,
     .end_forward = of_unit<&Unit::end_forward>,
@@ -201,13 +221,11 @@ void root_pre_forward(StateObject *state)
                                       process.n_changes));
 }
 
-void state_post_backward(StateObject *state)
+namespace {
+
+// Of the group alone.
+void pass_group(RootObject *root, GroupObject *group)
 {
-    RootObject *root = state->root;
-    GroupObject *group = state->group;
-    if (root == nullptr || group == nullptr) {
-        return;
-    }
     check_raised(fc_root_pass(&root->course, &group->course));
     // All gradients have come: autograd adds up those of a parameter before it hands them over, but
     // does so anew in a backward within this one.
@@ -216,10 +234,55 @@ void state_post_backward(StateObject *state)
     }
 }
 
+void call_post_backward(RootObject *root, GroupObject *group)
+{
+    if (group->calls_methods) {
+        call_method(group, Attribute::post_backward, checked(PyTuple_New(0)),
+                    [=] { pass_group(root, group); });
+    } else {
+        pass_group(root, group);
+    }
+}
+
+// They end the other way round.
+template <typename Body> void each_group_backwards(GroupObject *group, Body &&body)
+{
+    if (GroupObject *first = bound_from(group)) {
+        each_group_backwards(next_group(first), body);
+        body(first);
+    }
+}
+
+// The end passes what has not been passed: for torch's users, by the groups' methods.
+void pass_rest(RootObject *root)
+{
+    each_state(root, [&](const StateObject *state) {
+        each_group_backwards(state->group, [&](GroupObject *group) {
+            if (group->calls_methods && group->course.training != FC_TRAINING_POST_BACKWARD &&
+                group->course.finished_in != root->course.backward) {
+                call_post_backward(root, group);
+            }
+        });
+    });
+}
+
+} // namespace
+
+void state_post_backward(StateObject *state)
+{
+    if (RootObject *root = state->root) {
+        each_group_backwards(state->group,
+                             [=](GroupObject *group) { call_post_backward(root, group); });
+    }
+}
+
 void root_end_backward(RootObject *root)
 {
     log_event("FSDP::root_post_backward");
     Range range("FSDP::root_post_backward_callback");
+    if (root->context->course.ending != FC_ENDING_MANUAL) {
+        pass_rest(root);
+    }
     check_raised(fc_root_end_backward(&root->course));
 }
 

@@ -38,7 +38,7 @@ void StateObject::open()
 int StateObject::traverse(visitproc visit, void *arg) const
 {
     Py_VISIT(reinterpret_cast<PyObject *>(root));
-    Py_VISIT(reinterpret_cast<PyObject *>(group));
+    Py_VISIT(groups);
     Py_VISIT(modules);
     Py_VISIT(to_run);
     return 0;
@@ -48,7 +48,8 @@ void StateObject::clear()
 {
     course.unit = nullptr;
     Py_CLEAR(root);
-    Py_CLEAR(group);
+    group = nullptr;
+    Py_CLEAR(groups);
     Py_CLEAR(modules);
     Py_CLEAR(to_run);
 }
@@ -71,23 +72,29 @@ void state_set_casts(StateObject &state, PyObject *args, PyObject *named)
     state.output_dtype = type_of(output);
 }
 
-// Root and group, or None: without one.
+// Root, or None, and a tuple of groups: their order is that of the state's forward.
 void state_join(StateObject &state, PyObject *args, PyObject *named)
 {
-    PyObject *root, *group;
+    PyObject *root, *groups;
     int uses_fallback;
-    parse(args, named, "$OOp", {"root", "group", "uses_fallback"}, &root, &group, &uses_fallback);
+    parse(args, named, "$OO!p", {"root", "groups", "uses_fallback"}, &root, &PyTuple_Type, &groups,
+          &uses_fallback);
     RootObject *new_root = root == Py_None ? nullptr : root_of(root);
-    GroupObject *new_group = group == Py_None ? nullptr : group_of(group);
+    GroupObject *first = nullptr;
+    for (Py_ssize_t i = PyTuple_GET_SIZE(groups); i-- > 0;) {
+        GroupObject *group = group_of(PyTuple_GET_ITEM(groups, i));
+        group->course.next = first != nullptr ? &first->course : nullptr;
+        first = group;
+    }
     Py_XINCREF(reinterpret_cast<PyObject *>(new_root));
-    Py_XINCREF(reinterpret_cast<PyObject *>(new_group));
     Py_XSETREF(state.root, new_root);
-    Py_XSETREF(state.group, new_group);
+    state.group = first;
+    Py_XSETREF(state.groups, Py_NewRef(groups));
     state.uses_fallback = uses_fallback != 0;
-    fc_root_module_join(&state.course, new_group != nullptr ? &new_group->course : nullptr,
+    fc_root_module_join(&state.course, first != nullptr ? &first->course : nullptr,
                         state.modules != nullptr && PyTuple_GET_SIZE(state.modules) > 1);
-    if (new_group != nullptr && new_group->input_seen_in != 0) {
-        new_group->input_seen_in = UINT64_MAX; // by no backward of this root
+    if (first != nullptr && first->input_seen_in != 0) {
+        first->input_seen_in = UINT64_MAX; // by no backward of this root
     }
 }
 
@@ -185,7 +192,7 @@ PyGetSetDef state_properties[] = {
 
 PyMethodDef state_methods[] = {
     method<state_set_casts>("_set_casts", "_set_casts(cast_inputs=, param_dtype=, output_dtype=)"),
-    method<state_join>("_join", "_join(root=, group=, uses_fallback=)"),
+    method<state_join>("_join", "_join(root=, groups=, uses_fallback=)"),
     {"_hook_pre_forward", fastcall(state_hook_pre_forward), METH_FASTCALL,
      "The forward pre-hook: (module, args, kwargs) -> None or (args, kwargs)."},
     {"_hook_post_forward", fastcall(state_hook_post_forward), METH_FASTCALL,

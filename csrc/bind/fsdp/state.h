@@ -12,6 +12,8 @@
 
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
+#include <cstddef>
+#include <functional>
 #include <optional>
 #include <string>
 
@@ -28,9 +30,11 @@ struct GroupObject {
     void close() { fc_root_unit_fini(&course); }
 
     PyObject_HEAD
-    fc_root_unit course;    // flags that Python sets, and what a step's course knows of the unit
-    Unit *unit;             // owned; null until bound, and on the fallback
-    Unit *former;           // owned; what the next unit inherits from, null: nothing
+    fc_root_unit course; // flags that Python sets, and what a step's course knows of the unit
+    Unit *unit;          // owned; null until bound, and on the fallback
+    Unit *former;        // owned; what the next unit inherits from, null: nothing
+    bool calls_methods;  // somebody has replaced one, see python_door.h
+    std::function<void()> *waiting; // borrowed; what a method of it that runs is to do
     char hides_outputs;     // pre-backward hangs on the parameters, see keep_for_hidden_output
     bool owns_input;        // one tensor, which only the unit reads, so that its node can end it
     uint64_t input_seen_in; // the root's backward that has shown this; 0: none has yet
@@ -47,7 +51,8 @@ struct StateObject {
     PyObject_HEAD
     fc_root_module course;
     RootObject *root;           // owned; null while undecided or on the fallback
-    GroupObject *group;         // owned; null without parameters
+    PyObject *groups;           // owned; a tuple
+    GroupObject *group;         // the first of them; null without parameters
     PyObject *modules;          // owned; a tuple
     PyObject *to_run;           // owned; the set of modules of a grouped unit that are still to run
     uint64_t entry_sequence;    // of the autograd nodes made since forward was entered
@@ -86,6 +91,49 @@ inline bool has_dispatch_modes()
 GroupObject *group_of(PyObject *object);
 StateObject *state_of(PyObject *object);
 RootObject *root_of(PyObject *object);
+
+// The group and the unit whose parameters an engine's unit has; null if its module is gone.
+inline GroupObject *owner_group(const fc_unit *unit)
+{
+    auto *group = static_cast<GroupObject *>(fc_unit_owner(unit));
+    return group != nullptr && group->unit != nullptr ? group : nullptr;
+}
+inline Unit *owner_unit(const fc_unit *unit)
+{
+    const GroupObject *group = owner_group(unit);
+    return group != nullptr ? group->unit : nullptr;
+}
+
+// The one behind it, of the same state; null: none.
+inline GroupObject *next_group(const GroupObject *group)
+{
+    fc_root_unit *next = group->course.next;
+    return next == nullptr ? nullptr
+                           : reinterpret_cast<GroupObject *>(reinterpret_cast<char *>(next) -
+                                                             offsetof(GroupObject, course));
+}
+// Those that are bound, in order; `first` null: none.
+inline GroupObject *bound_from(GroupObject *first)
+{
+    while (first != nullptr && first->unit == nullptr) {
+        first = next_group(first);
+    }
+    return first;
+}
+template <typename Body> void each_group(const StateObject *state, Body &&body)
+{
+    for (GroupObject *g = bound_from(state->group); g != nullptr; g = bound_from(next_group(g))) {
+        body(g);
+    }
+}
+template <typename Question> bool any_group(const StateObject *state, Question &&question)
+{
+    GroupObject *g = bound_from(state->group);
+    while (g != nullptr && !question(g)) {
+        g = bound_from(next_group(g));
+    }
+    return g != nullptr;
+}
 
 // How the group's gradients are reduced now.
 fc_reduce_options reduce_options(const GroupObject &group);

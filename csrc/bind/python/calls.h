@@ -35,6 +35,13 @@
     X(state_context, "_state_ctx")                                                                 \
     X(post_optim_event, "post_optim_event")                                                        \
     X(wait, "wait")                                                                                \
+    X(unshard, "unshard")                                                                          \
+    X(wait_for_unshard, "wait_for_unshard")                                                        \
+    X(reshard, "reshard")                                                                          \
+    X(pre_forward, "pre_forward")                                                                  \
+    X(post_forward, "post_forward")                                                                \
+    X(pre_backward, "pre_backward")                                                                \
+    X(post_backward, "post_backward")                                                              \
     X(local_tensor, "_local_tensor")                                                               \
     X(dunder_call, "__call__")                                                                     \
     X(debug, "debug")                                                                              \

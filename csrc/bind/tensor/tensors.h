@@ -9,6 +9,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 
 #include <string>
@@ -17,6 +18,15 @@ namespace fc {
 
 // A few need no allocation.
 using Tensors = c10::SmallVector<at::Tensor, 4>;
+
+// While one is there, dispatch modes see nothing and make nothing: tensors are real.
+struct NoModes : c10::impl::ExcludeDispatchKeyGuard {
+    NoModes()
+        : ExcludeDispatchKeyGuard(
+              c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}))
+    {
+    }
+};
 
 // The element type, RAW of its size for those without arithmetic; throws for types of other sizes.
 fc_dtype dtype_of(at::ScalarType type);
