@@ -55,6 +55,7 @@ void fc_root_module_join(fc_root_module *module, fc_root_unit *unit, bool is_gro
     module->backward = 0;
     if (unit != NULL) {
         unit->finished_in = 0;
+        unit->input_seen_in = unit->input_seen_in == 0 ? 0 : UINT64_MAX; /* by none of this root */
     }
 }
 

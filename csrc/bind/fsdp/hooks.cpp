@@ -20,11 +20,6 @@ bool in_autograd_backward()
 
 namespace {
 
-Unit *unit_of(const StateObject *state)
-{
-    return state->group != nullptr ? state->group->unit : nullptr;
-}
-
 // Python's cast for containers that pytree.cpp does not open.
 Ref cast_any(StateObject *state, Call cast)
 {
@@ -65,7 +60,7 @@ bool may_end_at_producer(const StateObject *state)
     const Unit *unit = group->unit;
     const bool has_memory =
         unit->device() != nullptr ? !unit->is_resident() : !fc_domain_is_mapped(unit->domain());
-    return group->owns_input && !state->is_strict && !has_memory && !in_autograd_backward();
+    return group->course.owns_input && !state->is_strict && !has_memory && !in_autograd_backward();
 }
 
 void register_post_backward(StateObject *state, Ref &args, Ref &kwargs)

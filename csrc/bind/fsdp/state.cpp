@@ -6,18 +6,11 @@
 #include "bind/python/objects.h"
 #include "bind/python/replaced_functions.h"
 #include "bind/python/untraced.h"
-#include "bind/tensor/tensors.h"
 
 #include <structmember.h>
 #include <torch/csrc/Dtype.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 namespace fc {
-
-StateObject *state_of(PyObject *object)
-{
-    return &owned_by<StateObject>(object, "a State");
-}
 
 fc_training training_from(PyObject *value)
 {
@@ -77,8 +70,8 @@ void state_join(StateObject &state, PyObject *args, PyObject *named)
     PyObject *root, *group;
     int uses_fallback;
     parse(args, named, "$OOp", {"root", "group", "uses_fallback"}, &root, &group, &uses_fallback);
-    RootObject *new_root = root == Py_None ? nullptr : root_of(root);
-    GroupObject *new_group = group == Py_None ? nullptr : group_of(group);
+    RootObject *new_root = root == Py_None ? nullptr : &owned_by<RootObject>(root);
+    GroupObject *new_group = group == Py_None ? nullptr : &owned_by<GroupObject>(group);
     Py_XINCREF(reinterpret_cast<PyObject *>(new_root));
     Py_XINCREF(reinterpret_cast<PyObject *>(new_group));
     Py_XSETREF(state.root, new_root);
@@ -86,9 +79,6 @@ void state_join(StateObject &state, PyObject *args, PyObject *named)
     state.uses_fallback = uses_fallback != 0;
     fc_root_module_join(&state.course, new_group != nullptr ? &new_group->course : nullptr,
                         state.modules != nullptr && PyTuple_GET_SIZE(state.modules) > 1);
-    if (new_group != nullptr && new_group->input_seen_in != 0) {
-        new_group->input_seen_in = UINT64_MAX; // by no backward of this root
-    }
 }
 
 // Decides, before the first forward, whether the state runs here. False: the fallback.
@@ -112,9 +102,7 @@ bool is_ours(StateObject *state)
 PyObject *state_hook_pre_forward(PyObject *self, PyObject *const *a, Py_ssize_t n)
 {
     return guarded([&]() -> PyObject * {
-        if (!has_arguments(n, 3)) {
-            return nullptr;
-        }
+        check_arguments(n, 3);
         const Untraced untraced;
         if (!is_ours(as<StateObject>(self))) {
             return ask_python(Call::torch_pre_forward, self, a[0], a[1], a[2]).release();
@@ -126,9 +114,7 @@ PyObject *state_hook_pre_forward(PyObject *self, PyObject *const *a, Py_ssize_t 
 PyObject *state_hook_post_forward(PyObject *self, PyObject *const *a, Py_ssize_t n)
 {
     return guarded([&]() -> PyObject * {
-        if (!has_arguments(n, 3)) {
-            return nullptr;
-        }
+        check_arguments(n, 3);
         const Untraced untraced;
         if (as<StateObject>(self)->root == nullptr) {
             return ask_python(Call::torch_post_forward, self, a[0], a[1], a[2]).release();
@@ -143,9 +129,7 @@ namespace {
 PyObject *state_enter(PyObject *self, PyObject *const *a, Py_ssize_t n)
 {
     return guarded([&]() -> PyObject * {
-        if (!has_arguments(n, 2)) {
-            return nullptr;
-        }
+        check_arguments(n, 2);
         Ref changed = state_pre_forward(as<StateObject>(self), a[0], a[1]);
         return changed.get() == Py_None ? PyTuple_Pack(2, a[0], a[1]) : changed.release();
     });

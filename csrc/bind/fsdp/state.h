@@ -5,20 +5,24 @@
 #include <Python.h>
 
 #include "bind/fsdp/context.h"
-#include "bind/fsdp/steps.h"
 #include "bind/fsdp/unit.h"
 #include "bind/tensor/tensors.h"
 #include "engine/root.h"
 
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
-#include <optional>
-#include <string>
+#include <memory>
 
 namespace fc {
 
 struct RootObject;
 class RootHold;
+
+// How often one optimizer has stepped.
+struct StepCounter {
+    StepCounter() { check(fc_step_counter_create(Out(core))); }
+    Owned<fc_step_counter, fc_step_counter_release> core;
+};
 
 // The base of FSDPParamGroup: flags that Python sets and the hooks read, and the bound unit.
 struct GroupObject {
@@ -28,12 +32,10 @@ struct GroupObject {
     void close() { fc_root_unit_fini(&course); }
 
     PyObject_HEAD
-    fc_root_unit course;    // flags that Python sets, and what a step's course knows of the unit
-    Unit *unit;             // owned; null until bound, and on the fallback
-    Unit *former;           // owned; what the next unit inherits from, null: nothing
-    char hides_outputs;     // pre-backward hangs on the parameters, see keep_for_hidden_output
-    bool owns_input;        // one tensor, which only the unit reads, so that its node can end it
-    uint64_t input_seen_in; // the root's backward that has shown this; 0: none has yet
+    fc_root_unit course; // flags that Python sets, and what a step's course knows of the unit
+    Unit *unit;          // owned; null until bound, and on the fallback
+    Unit *former;        // owned; what the next unit inherits from, null: nothing
+    char hides_outputs;  // pre-backward hangs on the parameters, see keep_for_hidden_output
     PyObject *post_forward_mesh_info; // owned; None: keep the parameters after forward
     PyObject *gradient_divide_factor; // owned; None: the number of ranks
 };
@@ -63,17 +65,18 @@ struct RootObject {
     void open(PyObject *unnamed, PyObject *named); // (states=, domains=, context=)
     int traverse(visitproc visit, void *arg) const;
     void clear();
+    void close() { std::destroy_at(&hold); }
 
     PyObject_HEAD
     fc_root_course course;
-    PyObject *states;       // owned; a list, in named_modules order
-    PyObject *domains;      // owned; a list
-    ContextObject *context; // owned
-    Streams *streams;       // borrowed from the domains; null without a device
-    RootHold *hold;         // borrowed; of autograd's nodes, null without any
-    int64_t graph_task;     // autograd's number of the running backward
-    bool is_replaced;       // a method of one of the states was, since set-up
-    bool has_modes;         // a dispatch mode was active when units were bound
+    PyObject *states;             // owned; a list, in named_modules order
+    PyObject *domains;            // owned; a list
+    ContextObject *context;       // owned
+    Streams *streams;             // borrowed from the domains; null without a device
+    std::weak_ptr<RootHold> hold; // of autograd's nodes
+    int64_t graph_task;           // autograd's number of the running backward
+    bool is_replaced;             // a method of one of the states was, since set-up
+    bool has_modes;               // a dispatch mode was active when units were bound
 };
 
 // Who uses one sees the collectives of units.
@@ -81,11 +84,6 @@ inline bool has_dispatch_modes()
 {
     return c10::impl::TorchDispatchModeTLS::any_modes_set();
 }
-
-// Borrowed; TypeError as an exception.
-GroupObject *group_of(PyObject *object);
-StateObject *state_of(PyObject *object);
-RootObject *root_of(PyObject *object);
 
 // How the group's gradients are reduced now.
 fc_reduce_options reduce_options(const GroupObject &group);
@@ -99,6 +97,12 @@ inline GroupObject &as_group(void *owner)
 inline StateObject *as_state(void *owner)
 {
     return static_cast<StateObject *>(owner);
+}
+
+// Null: it has none, or one that is not bound.
+inline Unit *unit_of(const StateObject *state)
+{
+    return state->group != nullptr ? state->group->unit : nullptr;
 }
 
 inline fc_training training_of(const StateObject *state)
