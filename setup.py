@@ -67,12 +67,11 @@ CXX_SOURCES = {
     "csrc/bind/comm": "communicator nccl process_group transport",
     "csrc/bind/device": "accelerator device device_comm device_comm_group device_unit",
     "csrc/bind/fsdp": (
-        "accumulated arrivals autograd context domain events gradients graphs hooks module_call "
-        "param_group parameters python_door reduce resident root root_object state steps unit "
-        "unsharding_ops write"
+        "accumulated autograd context domain events gradients graphs hooks module_call "
+        "param_group parameters python_door reduce root root_object state steps unit unit_ops"
     ),
     "csrc/bind/optim": "clip optim params",
-    "csrc/bind/python": "callbacks calls replaced_functions shutdown status untraced",
+    "csrc/bind/python": "callbacks calls replaced_functions shutdown status",
     "csrc/bind/tensor": "data_access layout local_tensors pytree taken_memory tensors",
 }
 C_TEST_SOURCES = {

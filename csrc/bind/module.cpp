@@ -1,9 +1,9 @@
 // fsdp_c._C: an index of what the binding registers.
 #include "bind/module.h"
 
-#include "bind/fsdp/steps.h"
+#include "bind/python/calls.h"
 #include "bind/python/objects.h"
-#include "bind/tensor/data_access.h"
+#include "bind/python/process.h"
 #include "kernels/kernels.h"
 
 namespace fc {
@@ -46,7 +46,7 @@ PyMethodDef functions[] = {
     function<count_checkpoint>(
         "count_checkpoint",
         "count_checkpoint(): the forward that runs will be run again, in part, by its backward."),
-    function<n_steps>("n_steps", "n_steps() -> int: how many optimizers have counted."),
+    function<n_steps>("n_steps", "n_steps() -> int: how many have been counted."),
     function<norm_of>("norm", "norm(values) -> Tensor: the 2-norm of float32 memory."),
     function<clip_factor>(
         "clip_factor", "clip_factor(max_norm, norm) -> float: what torch multiplies gradients by."),
@@ -54,7 +54,7 @@ PyMethodDef functions[] = {
 
 int exec(PyObject *module)
 {
-    if (find_dtensors() < 0) {
+    if (intern_names() < 0 || find_dtensors() < 0) {
         return -1;
     }
     for (const auto add : {register_transport, register_comm, register_nccl, register_streams,

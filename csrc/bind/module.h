@@ -28,6 +28,9 @@ at::Tensor take_memory(PyObject *args, PyObject *named);
 // (tensor, bytes): the storage gets what `bytes`, a tensor of bytes, has, which has none from then
 // on.
 void give_memory(PyObject *args, PyObject *named);
+// A tensor on the same memory for is_data_taken; the same for a new tensor of a subclass, in place.
+at::Tensor make_noted(PyObject *tensor);
+void note_data(PyObject *tensor);
 // -1 with the Python error set, as the others that register; once, before all that sees DTensors.
 int find_dtensors();
 int register_locals(PyObject *module); // Layouts and Locals

@@ -6,6 +6,38 @@ static const fc_device_caller *caller_of(fc_device *device)
     return &((fc_called_device *)device)->caller;
 }
 
+typedef struct question {
+    fc_device *device;
+    fc_event *event;
+    fc_status (*query)(fc_device *device, fc_event *event, bool *is_over_out);
+    fc_status status;
+} question;
+
+/* Or it has failed. */
+static bool is_over(void *arg)
+{
+    question *q = arg;
+    bool answer = false;
+
+    q->status = q->query(q->device, q->event, &answer);
+    return answer || q->status != FC_OK;
+}
+
+fc_status fc_called_synchronize(fc_device *device, fc_event *event,
+                                fc_status (*query)(fc_device *device, fc_event *event,
+                                                   bool *is_over_out),
+                                fc_status (*block)(fc_device *device, fc_event *event))
+{
+    const fc_device_caller *caller = caller_of(device);
+    question q = {device, event, query, FC_OK};
+    const fc_status st = caller->wait(caller->context, is_over, &q);
+
+    if (st == FC_AGAIN) {
+        return block(device, event);
+    }
+    return st == FC_OK ? q.status : st;
+}
+
 fc_status fc_called_alloc(fc_device *device, fc_stream *stream, fc_label label, size_t bytes,
                           void **out)
 {

@@ -34,6 +34,12 @@ typedef struct fc_called_device {
     fc_device_caller caller;
 } fc_called_device;
 
+/* Waits on the host until `query` says that the event is over, by the caller's wait, or by `block`
+ * in the driver where there is nothing to watch meanwhile. */
+FC_MUST_CHECK fc_status
+fc_called_synchronize(fc_device *device, fc_event *event,
+                      fc_status (*query)(fc_device *device, fc_event *event, bool *is_over_out),
+                      fc_status (*block)(fc_device *device, fc_event *event));
 FC_MUST_CHECK fc_status fc_called_alloc(fc_device *device, fc_stream *stream, fc_label label,
                                         size_t bytes, void **out);
 void fc_called_free(fc_device *device, void *memory);

@@ -55,6 +55,7 @@ void fc_root_module_join(fc_root_module *module, fc_root_unit *unit, bool is_gro
     module->backward = 0;
     for (fc_root_unit *u = unit; u != NULL; u = u->next) {
         u->finished_in = 0;
+        u->input_seen_in = u->input_seen_in == 0 ? 0 : UINT64_MAX; /* by none of this root */
     }
 }
 

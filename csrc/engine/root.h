@@ -61,6 +61,8 @@ struct fc_root_unit {
     uint64_t finished_in; /* the root's backward in which it was finished last */
     fc_traffic past;      /* of the reductions that were bound before */
     fc_updates updates;   /* of its shards, whatever reduction is bound */
+    bool owns_input;      /* one tensor, which only the unit reads: who made it can end the unit */
+    uint64_t input_seen_in; /* the root's backward that has shown this; 0: none has yet */
 };
 
 /* A module, or several that share a unit. */
@@ -224,6 +226,10 @@ FC_MUST_CHECK fc_status fc_root_reach(fc_root_course *root, fc_root_module *modu
 FC_MUST_CHECK fc_status fc_root_enter_backward(fc_root_course *root, fc_root_unit *unit);
 /* The unit's gradients are there. */
 FC_MUST_CHECK fc_status fc_root_pass(fc_root_course *root, fc_root_unit *unit);
+/* Whether the backward that runs is one that shows what the unit's input is: the first one that
+ * comes to it, each time. If so: whether it is one tensor that only the unit reads. */
+bool fc_root_asks_for_input(const fc_root_course *root, const fc_root_unit *unit);
+void fc_root_note_input(const fc_root_course *root, fc_root_unit *unit, bool is_own);
 /* After that, where no gradient of the unit can come any more: it may be finished. */
 void fc_root_finish(fc_root_course *root, fc_root_unit *unit);
 /* Reduces what is left, finishes all reductions and closes the phase. */

@@ -195,6 +195,17 @@ static void end_unit(fc_root_unit *unit)
     unit->n_entered = unit->n_passed = 0;
 }
 
+bool fc_root_asks_for_input(const fc_root_course *root, const fc_root_unit *unit)
+{
+    return unit->input_seen_in == 0 || unit->input_seen_in == root->backward;
+}
+
+void fc_root_note_input(const fc_root_course *root, fc_root_unit *unit, bool is_own)
+{
+    unit->owns_input = is_own && (unit->input_seen_in == 0 || unit->owns_input);
+    unit->input_seen_in = root->backward;
+}
+
 void fc_root_finish(fc_root_course *root, fc_root_unit *unit)
 {
     fc_unit *shard = unit->reduction != NULL ? unit->reduction->shard : NULL;

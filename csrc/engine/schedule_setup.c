@@ -261,15 +261,18 @@ fc_status fc_schedule_set_prefetch(fc_schedule_unit *unit, bool in_backward,
 {
     fc_schedule_list *list = &unit->prefetch[in_backward ? 1 : 0];
     fc_schedule_unit **copy = fc_alloc(n_units ? n_units : 1, sizeof(fc_schedule_unit *));
+    size_t n = 0;
 
     if (copy == NULL) {
         return fc_fail(FC_ERR_NOMEM, "unit '%s': list of %zu units to prefetch", unit->name,
                        n_units);
     }
-    if (n_units > 0) {
-        memcpy(copy, units, n_units * sizeof(fc_schedule_unit *));
+    for (size_t i = 0; i < n_units; i++) {
+        if (units[i]->schedule == unit->schedule) {
+            copy[n++] = units[i];
+        }
     }
     fc_free(list->units);
-    *list = (fc_schedule_list){copy, n_units, n_units > 0};
+    *list = (fc_schedule_list){copy, n, n > 0};
     return FC_OK;
 }

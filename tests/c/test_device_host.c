@@ -2,6 +2,7 @@
 #include "check.h"
 
 #include "base/alloc.h"
+#include "device/caller.h"
 #include "device/host/host.h"
 #include "device/host/operators.h"
 #include "engine/schedule.h"
@@ -381,6 +382,62 @@ static void test_operators(void)
     CHECK_EQ(fc_alloc_live(), 0);
 }
 
+/* A wait that the caller watches, asks three times, and may end; or has nothing to watch. */
+typedef struct watched {
+    fc_called_device device;
+    fc_status answer, query; /* of the caller's wait, and of the third question */
+    int n_questions, n_blocks;
+} watched;
+
+static fc_status watch(void *context, bool (*ready)(void *arg), void *arg)
+{
+    const watched *w = context;
+
+    if (w->answer != FC_OK) {
+        return w->answer;
+    }
+    while (!ready(arg)) {
+    }
+    return FC_OK;
+}
+
+static fc_status query(fc_device *device, fc_event *event, bool *is_over_out)
+{
+    watched *w = (watched *)event;
+
+    CHECK(device == &w->device.base);
+    *is_over_out = ++w->n_questions == 3 && w->query == FC_OK;
+    return w->n_questions == 3 ? w->query : FC_OK;
+}
+
+static fc_status block(fc_device *device, fc_event *event)
+{
+    (void)device;
+    ((watched *)event)->n_blocks++;
+    return FC_OK;
+}
+
+static void test_watched_waits(void)
+{
+    static const struct {
+        fc_status answer, query, result;
+        int n_questions, n_blocks;
+    } cases[] = {{FC_OK, FC_OK, FC_OK, 3, 0},
+                 {FC_OK, FC_ERR_SYSTEM, FC_ERR_SYSTEM, 3, 0},
+                 {FC_AGAIN, FC_OK, FC_OK, 0, 1},
+                 {FC_ERR_PEER, FC_OK, FC_ERR_PEER, 0, 0}};
+
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        watched w = {.answer = cases[i].answer, .query = cases[i].query};
+
+        w.device.caller = (fc_device_caller){.context = &w, .wait = watch};
+        CHECK_EQ(fc_called_synchronize(&w.device.base, (fc_event *)&w, query, block),
+                 cases[i].result);
+        CHECK_EQ(w.n_questions, cases[i].n_questions);
+        CHECK_EQ(w.n_blocks, cases[i].n_blocks);
+    }
+}
+
 int main(void)
 {
     for (int is_direct = 0; is_direct < 2; is_direct++) {
@@ -392,5 +449,6 @@ int main(void)
     }
     test_late_copies();
     test_operators();
+    test_watched_waits();
     return check_result();
 }

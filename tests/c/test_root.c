@@ -754,6 +754,26 @@ static void body_divided(int rank, int n_ranks, void *arg)
     leave(w);
 }
 
+/* The first backward shows what a unit's input is, each time that it comes to the unit. */
+static void check_input(void)
+{
+    fc_root_course root = {.backward = 7};
+    fc_root_module module = {0};
+    fc_root_unit unit = {0};
+
+    CHECK(fc_root_asks_for_input(&root, &unit));
+    fc_root_note_input(&root, &unit, true);
+    CHECK(unit.owns_input && fc_root_asks_for_input(&root, &unit));
+    fc_root_note_input(&root, &unit, false);
+    fc_root_note_input(&root, &unit, true);
+    CHECK(!unit.owns_input);
+    root.backward++;
+    CHECK(!fc_root_asks_for_input(&root, &unit));
+    root.backward = 7; /* of another root */
+    fc_root_module_join(&module, &unit, false);
+    CHECK(!fc_root_asks_for_input(&root, &unit));
+}
+
 static void check_training(void)
 {
     static const fc_training_event events[] = {
@@ -823,6 +843,7 @@ int main(void)
                                         body_manual, body_left,     body_divided,  body_several};
 
     check_training();
+    check_input();
     for (size_t i = 0; i < sizeof(bodies) / sizeof(bodies[0]); i++) {
         ranks_check(1, bodies[i], &one);
         ranks_check(2, bodies[i], &two);

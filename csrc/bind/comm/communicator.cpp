@@ -10,7 +10,6 @@
 #include <c10/util/ArrayRef.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <utility>
 #include <vector>
 
 namespace fc {
@@ -77,9 +76,8 @@ bool read_row(PyObject *object, size_t n, size_t item_bytes, std::vector<size_t>
     bool is_fine = (size_t)PySequence_Fast_GET_SIZE(row.get()) == n;
 
     for (size_t r = 0; is_fine && r < n; r++) {
-        const size_t count = PyLong_AsSize_t(PySequence_Fast_GET_ITEM(row.get(), (Py_ssize_t)r));
+        const size_t count = size_from(PySequence_Fast_GET_ITEM(row.get(), (Py_ssize_t)r));
 
-        check(PyErr_Occurred() != nullptr ? -1 : 0);
         is_fine = count <= (size_t)PTRDIFF_MAX / item_bytes;
         out.push_back(count * item_bytes);
     }
@@ -110,12 +108,9 @@ struct TensorLists {
     std::vector<fc_comm_block> blocks;
 
     TensorLists(PyObject *lists, const char *name, size_t n_ranks);
-
-private:
-    void add(const at::Tensor &tensor);
 };
 
-void TensorLists::add(const at::Tensor &tensor)
+void append_rows(const at::Tensor &tensor, std::vector<fc_comm_piece> &pieces)
 {
     const fc_comm_strided array = {static_cast<char *>(tensor.data_ptr()), tensor.itemsize(),
                                    (size_t)tensor.dim(), tensor.sizes().data(),
@@ -126,7 +121,6 @@ void TensorLists::add(const at::Tensor &tensor)
     check(fc_comm_rows_of(&array, nullptr, &n));
     pieces.resize(before + n);
     check(fc_comm_rows_of(&array, pieces.data() + before, &n));
-    tensors.push_back(tensor);
 }
 
 TensorLists::TensorLists(PyObject *lists, const char *name, size_t n_ranks)
@@ -143,7 +137,8 @@ TensorLists::TensorLists(PyObject *lists, const char *name, size_t n_ranks)
             raise_error(PyExc_ValueError, "%s must be a list of lists of tensors", name);
         }
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
-            add(memory_of(PyList_GET_ITEM(list, i), name, false));
+            tensors.push_back(memory_of(PyList_GET_ITEM(list, i), name, false));
+            append_rows(tensors.back(), pieces);
         }
         ends.push_back(pieces.size());
     }
@@ -268,18 +263,11 @@ fc_status comm_exchange(Comm &self, Fields &given)
 
 bool comm_all_agree(Comm &self, PyObject *argument)
 {
-    const int is_true = PyObject_IsTrue(argument);
+    const bool is_true = truth_of(argument);
     bool is_agreed = false;
 
-    check(is_true);
-    check(collective(self, {},
-                     [&] { return fc_comm_all_agree(self.core, is_true != 0, &is_agreed); }));
+    check(collective(self, {}, [&] { return fc_comm_all_agree(self.core, is_true, &is_agreed); }));
     return is_agreed;
-}
-
-fc_status comm_barrier(Comm &self)
-{
-    return collective(self, {}, [&] { return fc_comm_barrier(self.core); });
 }
 
 PyMethodDef comm_methods[] = {
@@ -292,7 +280,9 @@ PyMethodDef comm_methods[] = {
                           "exchange(*, received, sent, counts, itemsize)\n\nall_to_all between "
                           "lists of tensors of any strides, a list for each rank."),
     method<comm_all_agree>("all_agree", "all_agree(bool): whether it is true on all ranks."),
-    method<comm_barrier>("barrier", "barrier()"),
+    method<[](Comm &self) {
+        return collective(self, {}, [&] { return fc_comm_barrier(self.core); });
+    }>("barrier", "barrier()"),
     {},
 };
 

@@ -1,7 +1,5 @@
 /* The type `_C.NcclGroup`. Streams are their handles as ints; tensors may be on any device that the
  * library can read. Collectives are for who tries NCCL: units call the core. */
-#include "bind/comm/nccl.h"
-
 #include "bind/comm/transport.h"
 #include "bind/core.h"
 #include "bind/module.h"
@@ -40,23 +38,15 @@ Nccl::Nccl(Fields &given)
 
 /* ---- failures and the end ---- */
 
-Ref nccl_leave(Nccl &self, PyObject *seconds)
+void nccl_leave(Nccl &self, PyObject *seconds)
 {
-    const double limit_s = PyFloat_AsDouble(seconds);
-
-    check(PyErr_Occurred() != nullptr ? -1 : 0);
-    fc_nccl_group_leave(self.group, fc_transport_timeout_ns(limit_s));
+    fc_nccl_group_leave(self.group, fc_transport_timeout_ns(real_from(seconds)));
     PyErr_Clear(); /* an interrupted wait was aborted */
-    return Ref::borrow(Py_None);
 }
 
-Ref nccl_abort(Nccl &self, PyObject *why)
+void nccl_abort(Nccl &self, PyObject *why)
 {
-    const char *text = PyUnicode_AsUTF8(why);
-
-    check(text == nullptr ? -1 : 0);
-    (void)fc_nccl_abort(self.group, FC_ERR_BROKEN, text);
-    return Ref::borrow(Py_None);
+    (void)fc_nccl_abort(self.group, FC_ERR_BROKEN, text_from(why));
 }
 
 /* Asks Python, and stops the wait at an exception. */
@@ -204,7 +194,7 @@ Ref nccl_open(Fields &given)
 
 fc_nccl_group *nccl_from_object(PyObject *object)
 {
-    return owned_by<Nccl>(object, "an NcclGroup").group;
+    return owned_by<Nccl>(object).group;
 }
 
 int register_nccl(PyObject *module)

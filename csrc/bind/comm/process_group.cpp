@@ -1,5 +1,5 @@
 /* Memory of the core as tensors for the collectives of Python. */
-#include "bind/comm/process_group.h"
+#include "bind/comm/transport.h"
 
 #include "bind/tensor/tensors.h"
 

@@ -1,7 +1,6 @@
 /* The type `_C.Transport`. */
 #include "bind/comm/transport.h"
 
-#include "bind/comm/process_group.h"
 #include "bind/core.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
@@ -14,8 +13,7 @@ RanksConfig::RanksConfig(Fields &given, fc_host *host)
                                               "global_ranks must be a sequence of ints"));
 
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(ranks.get()); i++) {
-        global_ranks.push_back((int)PyLong_AsLong(PySequence_Fast_GET_ITEM(ranks.get(), i)));
-        check(PyErr_Occurred() != nullptr ? -1 : 0);
+        global_ranks.push_back(integer_from(PySequence_Fast_GET_ITEM(ranks.get(), i)));
     }
     host->exchange = given.object("exchange");
     host->n_ranks = (int)global_ranks.size();
@@ -47,13 +45,9 @@ Transport::Transport(Fields &given)
     check(fc_transport_create(kind, &ranks.config, &ops, Out(core)));
 }
 
-Ref transport_abort(Transport &self, PyObject *why)
+void transport_abort(Transport &self, PyObject *why)
 {
-    const char *text = PyUnicode_AsUTF8(why);
-
-    check(text == nullptr ? -1 : 0);
-    (void)fc_transport_abort(self.core.get(), FC_ERR_BROKEN, text);
-    return Ref::borrow(Py_None);
+    (void)fc_transport_abort(self.core.get(), FC_ERR_BROKEN, text_from(why));
 }
 
 PyObject *transport_repr(PyObject *self)
@@ -85,7 +79,7 @@ PyGetSetDef transport_properties[] = {
 
 fc_transport *transport_from_object(PyObject *object)
 {
-    return owned_by<Transport>(object, "a Transport").core.get();
+    return owned_by<Transport>(object).core.get();
 }
 
 int register_transport(PyObject *module)

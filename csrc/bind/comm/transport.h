@@ -1,9 +1,10 @@
-/* `_C.Transport`: a transport of the core, made over callables of Python. */
+/* `_C.Transport` and `_C.NcclGroup`: how ranks talk, made over callables of Python. */
 #ifndef FC_BIND_COMM_TRANSPORT_H
 #define FC_BIND_COMM_TRANSPORT_H
 
 #include "bind/python/callbacks.h"
 #include "bind/python/fields.h"
+#include "transport/nccl.h"
 #include "transport/transport.h"
 
 #include <vector>
@@ -22,6 +23,14 @@ struct RanksConfig {
 /* Borrowed: valid while `object` lives, so whoever keeps the pointer keeps a reference to the
  * object. TypeError as an exception for anything but a `_C.Transport`. */
 fc_transport *transport_from_object(PyObject *object);
+
+/* The same of a `_C.NcclGroup`. */
+fc_nccl_group *nccl_from_object(PyObject *object);
+
+/* The operations of a message transport over `messages`, whose methods have the operations' names
+ * (`Messages` of fsdp_c/_comm/_transport.py); they get 1-d CPU tensors that are valid during the
+ * call. `begin` may be missing. Kept until the operation `release`. */
+fc_message_ops messages_ops(const Ref &messages, int n_ranks);
 
 } // namespace fc
 

@@ -1,14 +1,11 @@
 // The table of functions of accelerators, over what c10 and ATen offer for all of them.
-#include "bind/device/accelerator.h"
-
 #include "base/status.h"
 #include "bind/compat.h"
-#include "bind/device/device_comm.h"
+#include "bind/device/device.h"
 #include "bind/tensor/tensors.h"
 #include "device/host/operators.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
@@ -98,34 +95,25 @@ fc_status accelerator_wait(fc_device *device, fc_stream *stream, fc_event *event
     });
 }
 
-struct Query {
-    const Accelerator *device;
-    void *event;
-    fc_status status;
-};
-
-bool is_over(void *arg)
+fc_status accelerator_query(fc_device *device, fc_event *event, bool *is_over_out)
 {
-    auto *query = static_cast<Query *>(arg);
-    bool is_there = false;
-    query->status = attempt_as({"a stream", "query"},
-                               [&] { is_there = query->device->impl.queryEvent(query->event); });
-    return is_there || query->status != FC_OK;
+    return attempt_as({"a stream", "query"}, [&] {
+        *is_over_out = accelerator(device)->impl.queryEvent(backend_event(event)->handle);
+    });
+}
+
+fc_status accelerator_block(fc_device *device, fc_event *event)
+{
+    return attempt_as({"a stream", "synchronize"}, [&] {
+        accelerator(device)->impl.synchronizeEvent(backend_event(event)->handle);
+    });
 }
 
 fc_status accelerator_synchronize(fc_device *device, fc_event *event)
 {
-    const Accelerator *self = accelerator(device);
-    Query query = {self, backend_event(event)->handle, FC_OK};
-    if (query.event == nullptr) {
-        return FC_OK;
-    }
-    const fc_status st = self->caller.wait(self->caller.context, is_over, &query);
-    if (st != FC_AGAIN) {
-        return st == FC_OK ? query.status : st;
-    }
-    return attempt_as({"a stream", "synchronize"},
-                      [&] { self->impl.synchronizeEvent(query.event); });
+    return backend_event(event)->handle == nullptr
+               ? FC_OK
+               : fc_called_synchronize(device, event, accelerator_query, accelerator_block);
 }
 
 // ---- copies and moves ----
@@ -297,8 +285,8 @@ constexpr fc_device_ops accelerator_ops = {
 
 } // namespace
 
-std::unique_ptr<fc_device, void (*)(fc_device *)>
-make_accelerator(c10::Device device, const fc_device_caller &caller, const fc_cuda_kernels *kernels)
+OwnedDevice make_accelerator(c10::Device device, const fc_device_caller &caller,
+                             const fc_cuda_kernels *kernels)
 {
     auto *made = new Accelerator{
         {{&accelerator_ops}, caller}, device, c10::impl::VirtualGuardImpl(device.type()), kernels};

@@ -2,7 +2,6 @@
 #include "bind/device/device.h"
 
 #include "bind/compat.h"
-#include "bind/device/accelerator.h"
 #include "bind/fsdp/unit.h"
 #include "bind/module.h"
 #include "bind/python/fields.h"
@@ -12,7 +11,6 @@
 #include "engine/gathers.h"
 
 #include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -130,10 +128,8 @@ DeviceOptions::DeviceOptions(PyObject *options)
     n_post_ranks = static_cast<int>(fields.size("n_post_ranks"));
     fields.end();
     if (mesh.get() != Py_None) {
-        const char *name = PyUnicode_AsUTF8(group.get());
-        check(name == nullptr ? -1 : 0);
         post_mesh = mesh;
-        post_group = name;
+        post_group = text_from(group.get());
     }
 }
 
@@ -203,17 +199,6 @@ bool DeviceUnit::stages_all(const std::vector<Param> &params) const
     return true;
 }
 
-void DeviceUnit::set_prefetch(bool in_backward, const std::vector<DeviceUnit *> &units)
-{
-    std::vector<fc_schedule_unit *> list;
-    for (const DeviceUnit *unit : units) {
-        if (unit->streams_ == streams_) {
-            list.push_back(unit->scheduled());
-        }
-    }
-    check(fc_schedule_set_prefetch(scheduled(), in_backward, list.data(), list.size()));
-}
-
 void DeviceUnit::post(const std::vector<at::Tensor> &grads, uint64_t present, double divisor,
                       void *out, bool accumulate)
 {
@@ -241,13 +226,12 @@ void DeviceUnit::post(const std::vector<at::Tensor> &grads, uint64_t present, do
 
 namespace {
 
-Ref streams_connect(Streams &self, Fields &given)
+void streams_connect(Streams &self, Fields &given)
 {
     const std::string group = given.text("group");
     const Ref nccl = given.object("nccl");
     given.end();
     self.collectives().connect(group, nccl.get());
-    return Ref::borrow(Py_None);
 }
 
 PyMethodDef streams_methods[] = {
@@ -261,11 +245,6 @@ PyMethodDef streams_methods[] = {
     {}};
 
 } // namespace
-
-Streams *streams_of(PyObject *object)
-{
-    return &owned_by<Streams>(object, "Streams");
-}
 
 int register_streams(PyObject *module)
 {

@@ -3,11 +3,14 @@
 #define FC_BIND_DEVICE_DEVICE_H
 
 #include "bind/core.h"
-#include "bind/device/device_comm.h"
 #include "bind/python/python.h"
+#include "device/caller.h"
 #include "engine/schedule.h"
+#include "kernels/cuda/kern_cuda.h"
+#include "transport/collectives.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
 
@@ -20,6 +23,53 @@ namespace fc {
 
 struct Param;
 class Fields;
+
+// A process group's own collectives, on tensors of `device`, which outlives them; it is found by
+// the name that it is registered under. Streams are c10::Streams.
+fc_collectives_group own_collectives(const c10::Device *device, const std::string &name);
+
+// Those of one device, by the names of their process groups.
+class Collectives : NoCopy {
+public:
+    explicit Collectives(c10::Device device);
+
+    // Says who does them: a NcclGroup, which is kept, or with None the process group. What was said
+    // first stays.
+    void connect(const std::string &name, PyObject *nccl);
+    fc_device_comm *find(const std::string &name) const; // of one that is connected
+    fc_collectives *core() const { return core_.get(); }
+    const c10::Device &device() const { return device_; }
+
+private:
+    c10::Device device_;
+    Owned<fc_collectives, fc_collectives_destroy> core_;
+};
+
+inline const c10::Stream &torch_stream(fc_stream *stream)
+{
+    return *reinterpret_cast<const c10::Stream *>(stream);
+}
+
+// Runs `body`; exceptions become a status, whose message has their text last.
+template <typename Body, typename... Words>
+fc_status attempt(Body &&body, const char *format, Words... words)
+{
+    try {
+        body();
+        return FC_OK;
+    } catch (const c10::Error &error) {
+        return fc_fail(FC_ERR_SYSTEM, format, words..., error.what_without_backtrace());
+    } catch (const std::exception &error) {
+        return fc_fail(FC_ERR_SYSTEM, format, words..., error.what());
+    }
+}
+
+// Any accelerator that torch knows as a device of the core. Streams are c10::Streams, events those
+// of their backend, moves launches of `kernels` (null: torch's copies, one for each run of a plan).
+// A host has neither streams nor events: what it is given is done at once.
+using OwnedDevice = std::unique_ptr<fc_device, void (*)(fc_device *)>;
+OwnedDevice make_accelerator(c10::Device device, const fc_device_caller &caller,
+                             const fc_cuda_kernels *kernels);
 
 // One schedule for the units of a root, with what it runs on. CPU tensors have a device, too: there
 // all work is done at once.
@@ -53,11 +103,9 @@ private:
     std::vector<c10::Stream> streams_;  // copy-in, gather, reduce, all-reduce
     std::deque<c10::Stream> computing_; // the callers' own; places stay
     const c10::Stream *newest_ = nullptr, *forward_ = nullptr;
-    std::unique_ptr<fc_device, void (*)(fc_device *)> core_;
+    OwnedDevice core_;
     Owned<fc_schedule, fc_schedule_destroy> schedule_;
 };
-
-Streams *streams_of(PyObject *object); // borrowed; TypeError as an exception
 
 // Who talks about a unit.
 struct DeviceComms {
@@ -107,25 +155,15 @@ public:
     bool is_alone() const { return has_all() && !has_replicas_; }
     // Where a forward computes.
     c10::Stream computing() const { return streams_->computing(); }
-    // Shards may be read behind what the current stream does now.
-    void read_shards() { streams_->read_shards(); }
+    Streams &streams() const { return *streams_; }
     // Whether a forward that ends with this post_forward_mesh_info leaves slices.
     bool keeps_slice(PyObject *post_forward_mesh_info) const
     {
         return options_.n_post_ranks > 0 && post_forward_mesh_info == options_.post_mesh.get();
     }
     void note_forward() { check(fc_schedule_note_forward(scheduled())); }
-    // Whom to gather behind this one's gather; of the same root.
-    void set_prefetch(bool in_backward, const std::vector<DeviceUnit *> &units);
     // Sums over the unit's ranks are those of this process group, which is connected, from now on.
     void set_reduce_group(const std::string &group);
-    void drop_gradients() { fc_schedule_drop_gradients(scheduled()); }
-    void drop_partial_sum() { fc_schedule_drop_partial_sum(scheduled()); }
-    // From a unit of the same layout.
-    void inherit_partial_sum(const DeviceUnit &former)
-    {
-        fc_schedule_move_partial_sum(former.scheduled(), scheduled());
-    }
     // Full gradients, undefined ones: none. The sum, divided, goes to `out`; held without it.
     // `present` is a fingerprint of those that are summed up, held ones included.
     void post(const std::vector<at::Tensor> &grads, uint64_t present, double divisor, void *out,

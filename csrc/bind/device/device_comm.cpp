@@ -1,8 +1,7 @@
 // Memory of torch's allocator for devices, and whom their collectives are left to.
-#include "bind/device/device_comm.h"
-
-#include "bind/comm/nccl.h"
+#include "bind/comm/transport.h"
 #include "bind/compat.h"
+#include "bind/device/device.h"
 
 #include <c10/core/Allocator.h>
 #include <c10/core/StreamGuard.h>

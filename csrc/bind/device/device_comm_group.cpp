@@ -1,6 +1,6 @@
 // Collectives of units on a device by the process group itself, whatever its backend.
 #include "bind/compat.h"
-#include "bind/device/device_comm.h"
+#include "bind/device/device.h"
 #include "bind/tensor/tensors.h"
 
 #include <ATen/ops/from_blob.h>

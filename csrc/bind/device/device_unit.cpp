@@ -87,14 +87,15 @@ void DeviceGradients::run_hooks(const Param &param) const
 
 void DeviceGradients::drop_partial_sums()
 {
-    device_->drop_partial_sum();
+    fc_schedule_drop_partial_sum(device_->scheduled());
     ShardGradients::drop_partial_sums();
 }
 
 void DeviceGradients::inherit(const ShardGradients &former)
 {
     if (fc_reduction_has_sums(former.reduction())) { // which lie on the device, too
-        device_->inherit_partial_sum(*static_cast<const DeviceGradients &>(former).device_);
+        const DeviceUnit &device = *static_cast<const DeviceGradients &>(former).device_;
+        fc_schedule_move_partial_sum(device.scheduled(), device_->scheduled());
     }
     ShardGradients::inherit(former);
 }

@@ -22,7 +22,7 @@ public:
     }
 
     void submit(std::unique_ptr<Taken> taken, const fc_reduce_options &options) override;
-    void drop() override { device_->drop_gradients(); }
+    void drop() override { fc_schedule_drop_gradients(device_->scheduled()); }
     void drop_partial_sums() override;
     void inherit(const ShardGradients &former) override;
     void release_unused() override;

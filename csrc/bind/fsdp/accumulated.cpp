@@ -7,7 +7,6 @@
 #include "bind/tensor/tensors.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/python_variable.h>

@@ -11,7 +11,6 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <atomic>
 #include <memory>
 #include <optional>
 #include <typeinfo>
@@ -24,39 +23,17 @@ namespace fc {
 // of Python's for all nodes, so that the interpreter's lock is asked for once, after the last.
 class RootHold : NoCopy {
 public:
-    static RootHold *of(RootObject *root) // counted; needs the GIL
+    explicit RootHold(RootObject *root) : root_(root) { Py_INCREF(root); }
+    ~RootHold()
     {
-        if (root->hold == nullptr || !root->hold->join()) {
-            root->hold = new RootHold(root);
+        if (Py_IsInitialized() && !is_left_behind()) {
+            Gil gil;
+            Py_DECREF(root_);
         }
-        return root->hold;
-    }
-    void leave()
-    {
-        if (n_holders_.fetch_sub(1) > 1 || !Py_IsInitialized() || is_left_behind()) {
-            return;
-        }
-        Gil gil;
-        if (root_->hold == this) { // else the root has found it empty before
-            root_->hold = nullptr;
-        }
-        Py_DECREF(root_);
-        delete this;
     }
 
 private:
-    explicit RootHold(RootObject *root) : root_(root) { Py_INCREF(root); }
-    ~RootHold() = default;
-    bool join() // false once the last has left
-    {
-        size_t n = n_holders_.load();
-        while (n > 0 && !n_holders_.compare_exchange_weak(n, n + 1)) {
-        }
-        return n > 0;
-    }
-
     RootObject *root_;
-    std::atomic<size_t> n_holders_{1};
 };
 
 namespace {
@@ -64,16 +41,21 @@ namespace {
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// Keeps a state alive; made with the GIL held.
-class StateHandle : NoCopy {
+// Keeps a state alive, which is of the root; made with the GIL held.
+class StateHandle {
 public:
-    explicit StateHandle(StateObject *state) : state_(state), hold_(RootHold::of(state->root)) {}
-    ~StateHandle() { hold_->leave(); }
+    explicit StateHandle(StateObject *state) : state_(state), hold_(state->root->hold.lock())
+    {
+        if (hold_ == nullptr) {
+            hold_ = std::make_shared<RootHold>(state->root);
+            state->root->hold = hold_;
+        }
+    }
     StateObject *get() const { return state_; }
 
 private:
-    StateObject *state_; // of the root
-    RootHold *hold_;
+    StateObject *state_;
+    std::shared_ptr<RootHold> hold_;
 };
 
 // The nodes of the running backward that get gradients from several others.
@@ -102,15 +84,14 @@ const std::unordered_set<const Node *> &forks()
 void learn_of_input(StateObject *state, const torch::autograd::edge_list &inputs)
 {
     GroupObject *group = state->group;
-    RootObject *root = state->root;
-    if (group == nullptr || root == nullptr ||
-        torch::autograd::get_current_graph_task_id() != root->graph_task ||
-        (group->input_seen_in != 0 && group->input_seen_in != root->course.backward)) {
-        return;
+    const RootObject *root = state->root;
+    if (group != nullptr && root != nullptr &&
+        torch::autograd::get_current_graph_task_id() == root->graph_task &&
+        fc_root_asks_for_input(&root->course, &group->course)) {
+        fc_root_note_input(&root->course, &group->course,
+                           inputs.size() == 1 && inputs[0].is_valid() &&
+                               forks().count(inputs[0].function.get()) == 0);
     }
-    const bool is_first = std::exchange(group->input_seen_in, root->course.backward) == 0;
-    group->owns_input = (is_first || group->owns_input) && inputs.size() == 1 &&
-                        inputs[0].is_valid() && forks().count(inputs[0].function.get()) == 0;
 }
 
 // Identity on a unit's inputs. Its backward runs when the unit's own backward is through.

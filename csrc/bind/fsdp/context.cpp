@@ -58,11 +58,6 @@ PyGetSetDef context_properties[] = {
 
 } // namespace
 
-ContextObject *context_of(PyObject *object)
-{
-    return &owned_by<ContextObject>(object, "a Context");
-}
-
 void ContextObject::open()
 {
     course.is_last_backward = true;

@@ -19,8 +19,6 @@ struct ContextObject {
     bool has_warned;    // that gradients were left to finalize_backward() and forgotten
 };
 
-ContextObject *context_of(PyObject *object); // borrowed; TypeError as an exception
-
 } // namespace fc
 
 #endif

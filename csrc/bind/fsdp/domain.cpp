@@ -18,7 +18,6 @@
 
 #include <malloc.h>
 
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -121,7 +120,7 @@ OwnedDomain::OwnedDomain(PyObject *args, PyObject *named)
     fc_domain_name_fallback(get(), "torch's implementation");
     fc_batch_limit(get(), static_cast<size_t>(batch_bytes));
     if (in != Py_None) {
-        comm = streams_of(in)->collectives().find(group);
+        comm = owned_by<Streams>(in).collectives().find(group);
     }
 }
 
@@ -138,12 +137,6 @@ Ref domain_layout(OwnedDomain &self, PyObject *unit)
                                   {"is_aliased", to_python(layout->params[i].is_aliased)}}));
     }
     return dict_of({{"full_bytes", to_python(layout->full_bytes)}, {"params", to_python(params)}});
-}
-
-Ref domain_bytes(OwnedDomain &self)
-{
-    return dict_of({{"region", to_python(fc_domain_region_bytes(self.get()))},
-                    {"arena", to_python(fc_domain_arena_bytes(self.get()))}});
 }
 
 void domain_watch(OwnedDomain &self, PyObject *transport)
@@ -297,30 +290,23 @@ PyMethodDef domain_methods[] = {
     method<[](OwnedDomain &self) { return fc_domain_await_left(self.get()); }>(
         "await_left", "await_left(): waits until all peers have left too; "
                       "RuntimeError if one goes on."),
-    method<domain_bytes>("bytes",
-                         "bytes() -> {'region': mapped bytes, 'arena': reduce slots of a rank}"),
     {}};
-OwnedDomain &owned_domain(PyObject *object)
-{
-    return owned_by<OwnedDomain>(object, "a Domain");
-}
-
 } // namespace
 
 fc_domain *domain_of(PyObject *object)
 {
-    return owned_domain(object).get();
+    return owned_by<OwnedDomain>(object).get();
 }
 
 Streams *domain_streams(PyObject *object)
 {
-    PyObject *streams = owned_domain(object).streams.get();
-    return streams != Py_None ? streams_of(streams) : nullptr;
+    PyObject *streams = owned_by<OwnedDomain>(object).streams.get();
+    return streams != Py_None ? &owned_by<Streams>(streams) : nullptr;
 }
 
 fc_device_comm *domain_device_comm(PyObject *object)
 {
-    return owned_domain(object).comm;
+    return owned_by<OwnedDomain>(object).comm;
 }
 
 fc_slots *slots()

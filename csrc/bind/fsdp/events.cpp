@@ -5,15 +5,9 @@
 #include "bind/python/calls.h"
 #include "bind/python/process.h"
 
-#include <ATen/record_function.h>
-
 #include <string>
 
 namespace fc {
-
-struct Range::Record {
-    at::RecordFunction function{at::RecordScope::USER_SCOPE};
-};
 
 namespace {
 
@@ -47,11 +41,9 @@ Range::Range(const char *label, const Unit *unit)
     if (label == nullptr || !at::hasCallbacks()) {
         return;
     }
-    record_ = std::make_unique<Record>();
-    record_->function.before(with_name(label, unit));
+    record_ = std::make_unique<at::RecordFunction>(at::RecordScope::USER_SCOPE);
+    record_->before(with_name(label, unit));
 }
-
-Range::~Range() = default;
 
 void log_event(const char *label, const Unit *unit)
 {

@@ -4,6 +4,8 @@
 
 #include "bind/core.h"
 
+#include <ATen/record_function.h>
+
 #include <memory>
 
 namespace fc {
@@ -15,11 +17,9 @@ class Unit;
 class Range : NoCopy {
 public:
     explicit Range(const char *label, const Unit *unit = nullptr);
-    ~Range();
 
 private:
-    struct Record;
-    std::unique_ptr<Record> record_;
+    std::unique_ptr<at::RecordFunction> record_;
 };
 
 // A line in the log of torch's implementation, if DEBUG was on when the forward's root began.

@@ -47,6 +47,11 @@ at::Tensor page_buffer(size_t bytes)
         [bytes](void *p) { fc_pages_free(FC_FOR_GRADIENTS, p, bytes); }, at::dtype(at::kByte));
 }
 
+bool is_unused(const Param &param)
+{
+    return !param.grad.object || param.grad.is_free();
+}
+
 } // namespace
 
 bool Gradient::is_free() const
@@ -62,15 +67,8 @@ at::Tensor ShardGradients::make_buffer(size_t bytes) const
 
 bool ShardGradients::can_share_flat() const
 {
-    if (!share_flat_ || !flat_.defined() || flat_.storage().use_count() != flat_uses_) {
-        return false;
-    }
-    for (const Param &p : params_) {
-        if (p.grad.object && !p.grad.is_free()) {
-            return false;
-        }
-    }
-    return true;
+    return share_flat_ && flat_.defined() && flat_.storage().use_count() == flat_uses_ &&
+           std::all_of(params_.begin(), params_.end(), is_unused);
 }
 
 namespace {
@@ -124,8 +122,7 @@ void ShardGradients::adopt(Param &param, const at::Tensor &grad)
 // A new buffer for gradients whose memory was given back, unless somebody has one of them.
 void ShardGradients::restore_flat()
 {
-    share_flat_ = std::all_of(params_.begin(), params_.end(),
-                              [](const Param &p) { return !p.grad.object || p.grad.is_free(); });
+    share_flat_ = std::all_of(params_.begin(), params_.end(), is_unused);
     if (!share_flat_) {
         return;
     }

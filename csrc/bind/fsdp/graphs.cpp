@@ -1,36 +1,68 @@
 // A unit and the graphs that its forwards have made: what these read, and which of it is outdated.
 #include "bind/fsdp/graphs.h"
 
+#include "bind/fsdp/state.h"
+#include "bind/python/untraced.h"
+
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <utility>
 
 namespace fc {
 
-class UnitGraph::Registry {
-public:
-    void add(UnitGraph *unit)
-    {
-        unit->graph_at_ = units_.size();
-        units_.push_back(unit);
-    }
-    void remove(const UnitGraph *unit)
-    {
-        units_.back()->graph_at_ = unit->graph_at_;
-        units_[unit->graph_at_] = units_.back();
-        units_.pop_back();
-    }
-    const std::vector<UnitGraph *> &units() const { return units_; }
+std::vector<UnitGraph *> UnitGraph::with_graph_;
 
-private:
-    std::vector<UnitGraph *> units_;
+namespace {
+
+void tell_of_arrival(const Arrivals &arrivals)
+{
+    Gil gil;
+    const Untraced untraced;
+    PyObject *state = arrivals.state ? PyWeakref_GetObject(arrivals.state.get()) : Py_None;
+    if (state == Py_None) {
+        raise_error(PyExc_RuntimeError,
+                    "backward goes through a graph of FSDP unit '%s' from before its parameters "
+                    "were replaced or moved, so that its gradients belong to nothing: call "
+                    "forward again before backward",
+                    arrivals.unit.c_str());
+    }
+    const Ref kept = Ref::borrow(state);
+    state_on_arrival(reinterpret_cast<StateObject *>(state));
+}
+
+struct Watch : public ArrivalHook {
+    std::shared_ptr<Arrivals> arrivals;
+    std::unique_ptr<ArrivalHook> users;
+
+    void operator()(const torch::autograd::Variable &param) override
+    {
+        if (!arrivals->is_expected.load(std::memory_order_relaxed)) {
+            tell_of_arrival(*arrivals);
+        }
+        if (users != nullptr) {
+            (*users)(param);
+        }
+    }
 };
 
-UnitGraph::Registry &UnitGraph::registry()
+// Calls state_on_arrival() for a gradient of `param` that is not expected. There is one such hook
+// to a tensor: a user's, if one is there, is called by this one. Returns it, borrowed.
+const ArrivalHook *watch_arrivals(const at::Tensor &param,
+                                  const std::shared_ptr<Arrivals> &arrivals,
+                                  const ArrivalHook *installed)
 {
-    static Registry all;
-    return all;
+    std::unique_ptr<ArrivalHook> &hook = torch::autograd::impl::post_acc_grad_hooks(param);
+    if (hook.get() != installed || installed == nullptr) {
+        auto watch = std::make_unique<Watch>();
+        watch->arrivals = arrivals;
+        watch->users = std::move(hook);
+        hook = std::move(watch);
+    }
+    return hook.get();
 }
+
+} // namespace
 
 UnitGraph::UnitGraph(const fc_unit *unit, std::vector<Param> &params, const Unsharding &unsharding,
                      const fc_updates *updates)
@@ -70,7 +102,8 @@ void UnitGraph::begin_graph(PyObject *state)
 {
     watch_gradients(state);
     if (!std::exchange(has_graph_, true)) {
-        registry().add(this);
+        graph_at_ = with_graph_.size();
+        with_graph_.push_back(this);
         fc_unsharding_set_graph(unsharding_.unsharding(), true);
     }
 }
@@ -80,7 +113,9 @@ void UnitGraph::end_graph()
     if (!std::exchange(has_graph_, false)) {
         return;
     }
-    registry().remove(this);
+    with_graph_.back()->graph_at_ = graph_at_;
+    with_graph_[graph_at_] = with_graph_.back();
+    with_graph_.pop_back();
     fc_unsharding_set_graph(unsharding_.unsharding(), false);
 }
 
@@ -113,12 +148,11 @@ bool UnitGraph::note_updates()
 void UnitGraph::note_step()
 {
     // An optimizer that steps in backward does so behind the backward of the unit.
-    const std::vector<UnitGraph *> &units = registry().units();
-    if (units.empty() || torch::autograd::get_current_graph_task_id() != -1) {
+    if (with_graph_.empty() || torch::autograd::get_current_graph_task_id() != -1) {
         return;
     }
-    for (size_t i = units.size(); i-- > 0;) {
-        if (UnitGraph *unit = units[i]; unit->note_updates()) {
+    for (size_t i = with_graph_.size(); i-- > 0;) {
+        if (UnitGraph *unit = with_graph_[i]; unit->note_updates()) {
             unit->end_graph(); // which takes another unit's place in the list
         }
     }

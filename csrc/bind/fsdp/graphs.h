@@ -2,15 +2,29 @@
 #ifndef FC_BIND_FSDP_GRAPHS_H
 #define FC_BIND_FSDP_GRAPHS_H
 
-#include "bind/fsdp/arrivals.h"
 #include "bind/fsdp/parameters.h"
-#include "bind/fsdp/steps.h"
 #include "bind/fsdp/unsharding.h"
+#include "bind/python/process.h"
+#include "engine/updates.h"
 
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function_hook.h>
+
+#include <atomic>
 #include <memory>
+#include <string>
 #include <vector>
 
 namespace fc {
+
+// Shared by a unit and the hooks of its unsharded parameters, which graphs may keep for longer.
+struct Arrivals {
+    std::atomic<bool> is_expected{false}; // pre-backward has run, and post-backward has not
+    Ref state;                            // weak; null once the unit is gone
+    std::string unit;                     // its name, for people
+};
+
+using ArrivalHook = torch::autograd::PostAccumulateGradHook;
 
 class UnitGraph {
 public:
@@ -54,9 +68,7 @@ protected:
     }
 
 private:
-    // The units of the process that have a graph.
-    class Registry;
-    static Registry &registry();
+    static std::vector<UnitGraph *> with_graph_; // of the process
 
     const fc_unit *unit_;
     std::vector<Param> &read_;
@@ -64,7 +76,7 @@ private:
     const fc_updates *updates_;
     uint64_t steps_seen_, updates_seen_;     // of all optimizers, and of those of the shards
     std::shared_ptr<Arrivals> arrivals_;     // from the first graph on
-    bool has_graph_ = false;                 // it is in the registry
+    bool has_graph_ = false;                 // it is in with_graph_
     size_t graph_at_ = 0;                    // there
     std::vector<uint32_t> shard_versions_;   // when updates were noted
     std::vector<const ArrivalHook *> hooks_; // of the parameters, borrowed

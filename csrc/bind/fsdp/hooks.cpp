@@ -76,7 +76,7 @@ bool may_end_at_producer(const StateObject *state)
         return unit->device() != nullptr ? !unit->is_resident()
                                          : !fc_domain_is_mapped(unit->domain());
     };
-    return state->group->owns_input && !state->is_strict && !any_group(state, has_memory) &&
+    return state->group->course.owns_input && !state->is_strict && !any_group(state, has_memory) &&
            !in_autograd_backward();
 }
 

@@ -6,8 +6,6 @@
 
 #include <torch/csrc/jit/frontend/tracer.h>
 
-#include <array>
-
 namespace fc {
 
 namespace {
@@ -15,15 +13,18 @@ namespace {
 // nn.Module, and what is the same in every call. Never freed.
 struct Caller {
     PyTypeObject *module_type;
-    PyObject *globals; // of the file that defines nn.Module
-    PyObject *call_impl, *forward;
-    PyObject *forward_pre_hooks, *forward_hooks, *compiled;
-    std::array<PyObject *, 3> no_hooks;     // dicts of a module that have to be empty
-    std::array<PyObject *, 4> global_hooks; // dicts of `globals`, too
-    PyObject *plain_call_impl;              // nn.Module's own function
+    PyObject *globals;         // of the file that defines nn.Module
+    PyObject *plain_call_impl; // nn.Module's own function
 };
 
 Caller *caller = nullptr;
+
+// Dicts of a module that have to be empty, and of `globals`, too.
+constexpr Attribute no_hooks[] = {Attribute::backward_hooks, Attribute::backward_pre_hooks,
+                                  Attribute::forward_hooks_always_called};
+constexpr Attribute global_hooks[] = {
+    Attribute::global_forward_pre_hooks, Attribute::global_forward_hooks,
+    Attribute::global_backward_pre_hooks, Attribute::global_backward_hooks};
 
 Caller *make_caller()
 {
@@ -31,19 +32,8 @@ Caller *make_caller()
     const Ref type = look_up(Import::nn_module);
     made->globals = Py_NewRef(PyModule_GetDict(look_up(Import::nn_module_file).get()));
     made->module_type = reinterpret_cast<PyTypeObject *>(Py_NewRef(type.get()));
-    check(intern({{&made->call_impl, "_call_impl"},
-                  {&made->forward, "forward"},
-                  {&made->forward_pre_hooks, "_forward_pre_hooks"},
-                  {&made->forward_hooks, "_forward_hooks"},
-                  {&made->compiled, "_compiled_call_impl"},
-                  {&made->no_hooks[0], "_backward_hooks"},
-                  {&made->no_hooks[1], "_backward_pre_hooks"},
-                  {&made->no_hooks[2], "_forward_hooks_always_called"},
-                  {&made->global_hooks[0], "_global_forward_pre_hooks"},
-                  {&made->global_hooks[1], "_global_forward_hooks"},
-                  {&made->global_hooks[2], "_global_backward_pre_hooks"},
-                  {&made->global_hooks[3], "_global_backward_hooks"}}));
-    made->plain_call_impl = checked(PyObject_GetAttr(type.get(), made->call_impl)).release();
+    made->plain_call_impl =
+        checked(PyObject_GetAttr(type.get(), name_of(Attribute::call_impl))).release();
     return made;
 }
 
@@ -51,7 +41,7 @@ Caller *make_caller()
 // `__call__` is set, Python itself takes `call` from the class.)
 bool is_called_plainly(PyTypeObject *type)
 {
-    return _PyType_Lookup(type, caller->call_impl) == caller->plain_call_impl;
+    return _PyType_Lookup(type, name_of(Attribute::call_impl)) == caller->plain_call_impl;
 }
 
 bool is_empty_dict(PyObject *owner, PyObject *key)
@@ -96,24 +86,25 @@ PyObject *direct_state(PyObject *module)
     if (!is_called_plainly(Py_TYPE(module)) || is_watched()) {
         return nullptr;
     }
-    for (PyObject *name : caller->global_hooks) {
-        if (!is_empty_dict(caller->globals, name)) {
+    for (const Attribute name : global_hooks) {
+        if (!is_empty_dict(caller->globals, name_of(name))) {
             return nullptr;
         }
     }
     const Ref attributes = checked(PyObject_GenericGetDict(module, nullptr));
-    for (PyObject *name : caller->no_hooks) {
-        if (!is_empty_dict(attributes.get(), name)) {
+    for (const Attribute name : no_hooks) {
+        if (!is_empty_dict(attributes.get(), name_of(name))) {
             return nullptr;
         }
     }
-    PyObject *compiled = PyDict_GetItemWithError(attributes.get(), caller->compiled);
+    PyObject *compiled =
+        PyDict_GetItemWithError(attributes.get(), name_of(Attribute::compiled_call_impl));
     if (compiled != nullptr && compiled != Py_None) {
         return nullptr;
     }
-    PyObject *state = only_hook(attributes.get(), caller->forward_pre_hooks,
+    PyObject *state = only_hook(attributes.get(), name_of(Attribute::forward_pre_hooks),
                                 reinterpret_cast<const void *>(state_hook_pre_forward));
-    PyObject *after = only_hook(attributes.get(), caller->forward_hooks,
+    PyObject *after = only_hook(attributes.get(), name_of(Attribute::forward_hooks),
                                 reinterpret_cast<const void *>(state_hook_post_forward));
     return state == after ? state : nullptr;
 }
@@ -133,7 +124,7 @@ Ref call_around(PyObject *module, PyObject *state, PyObject *given_args, PyObjec
         args = Ref::borrow(new_args);
         kwargs = Ref::borrow(new_kwargs);
     }
-    const Ref forward = checked(PyObject_GetAttr(module, caller->forward));
+    const Ref forward = checked(PyObject_GetAttr(module, name_of(Attribute::forward)));
     Ref output = checked(PyObject_Call(forward.get(), args.get(), kwargs.get()));
     PyObject *const after[] = {module, args.get(), output.get()};
     Ref replaced = checked(state_hook_post_forward(state, after, 3));
@@ -165,8 +156,9 @@ void note_raised(PyObject *module)
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
     const Ref attributes = Ref::take(PyObject_GenericGetDict(module, nullptr));
-    PyObject *hooks =
-        attributes ? PyDict_GetItem(attributes.get(), caller->forward_pre_hooks) : nullptr;
+    PyObject *hooks = attributes
+                          ? PyDict_GetItem(attributes.get(), name_of(Attribute::forward_pre_hooks))
+                          : nullptr;
     if (hooks != nullptr && PyDict_Check(hooks)) {
         PyObject *hook;
         for (Py_ssize_t at = 0; PyDict_Next(hooks, &at, nullptr, &hook) != 0;) {

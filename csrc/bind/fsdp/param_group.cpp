@@ -104,15 +104,11 @@ void group_keep_storage(GroupObject &group, PyObject *keeps)
     }
 }
 
-at::Tensor accumulated_of(const Unit *unit, size_t index)
-{
-    return unit != nullptr && index < unit->params().size() ? unit->accumulated(index)
-                                                            : at::Tensor();
-}
-
 Ref group_accumulated(GroupObject &group, PyObject *index)
 {
-    const at::Tensor found = accumulated_of(group.unit, size_from(index));
+    const size_t i = size_from(index);
+    const bool is_known = group.unit != nullptr && i < group.unit->params().size();
+    const at::Tensor found = is_known ? group.unit->accumulated(i) : at::Tensor();
     return found.defined() ? to_python(found) : Ref::borrow(Py_None);
 }
 
@@ -157,7 +153,8 @@ void group_set_accumulated(GroupObject &group, PyObject *args, PyObject *named)
 void group_follow(GroupObject &group, PyObject *counter)
 {
     bool is_news;
-    check(fc_updates_follow(&group.course.updates, counter_of(counter), &is_news));
+    check(fc_updates_follow(&group.course.updates, owned_by<StepCounter>(counter).core.get(),
+                            &is_news));
     process.n_changes += is_news ? 1 : 0;
 }
 
@@ -189,38 +186,41 @@ Ref group_traffic(GroupObject &group)
                     {"copied", to_python(total.copied)}});
 }
 
+DeviceUnit *device_of(const GroupObject &group)
+{
+    return group.unit != nullptr ? group.unit->device() : nullptr;
+}
+
 void group_set_prefetch(GroupObject &group, PyObject *args, PyObject *named)
 {
     int in_backward;
     PyObject *groups;
     parse(args, named, "pO!", {"in_backward", "groups"}, &in_backward, &PyList_Type, &groups);
-    if (group.unit == nullptr) {
+    const DeviceUnit *device = device_of(group);
+    if (device == nullptr) {
         return;
     }
-    std::vector<DeviceUnit *> units;
+    std::vector<fc_schedule_unit *> units;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(groups); i++) {
-        const Unit *other = group_of(PyList_GET_ITEM(groups, i))->unit;
-        if (other != nullptr && other->device() != nullptr) {
-            units.push_back(other->device());
+        if (const auto *other = device_of(owned_by<GroupObject>(PyList_GET_ITEM(groups, i)))) {
+            units.push_back(other->scheduled());
         }
     }
-    if (group.unit->device() != nullptr) {
-        group.unit->device()->set_prefetch(in_backward != 0, units);
-    }
+    check(fc_schedule_set_prefetch(device->scheduled(), in_backward != 0, units.data(),
+                                   units.size()));
 }
 
 void group_set_reduce_group(GroupObject &group, PyObject *name)
 {
-    const char *text = group.unit != nullptr ? text_from(name) : nullptr;
-    if (text != nullptr && group.unit->device() != nullptr) {
-        group.unit->device()->set_reduce_group(text);
+    if (DeviceUnit *device = device_of(group)) {
+        device->set_reduce_group(text_from(name));
     }
 }
 
 const char *group_why_staged(GroupObject &group)
 {
-    const bool is_scheduled = group.unit != nullptr && group.unit->device() != nullptr;
-    const char *why = is_scheduled ? group.unit->device()->why_staged() : nullptr;
+    const DeviceUnit *device = device_of(group);
+    const char *why = device != nullptr ? device->why_staged() : nullptr;
     return why != nullptr ? why : "";
 }
 
@@ -343,11 +343,6 @@ void GroupObject::clear()
     delete std::exchange(former, nullptr);
     Py_CLEAR(post_forward_mesh_info);
     Py_CLEAR(gradient_divide_factor);
-}
-
-GroupObject *group_of(PyObject *object)
-{
-    return &owned_by<GroupObject>(object, "a Group");
 }
 
 int register_group(PyObject *module)

@@ -4,7 +4,6 @@
 #include "bind/compat.h"
 #include "bind/python/calls.h"
 #include "bind/python/fields.h"
-#include "bind/tensor/data_access.h"
 #include "bind/tensor/layout.h"
 #include "bind/tensor/tensors.h"
 
@@ -67,8 +66,7 @@ Param parse_row(PyObject *row)
     param.dict = param.places.front().dict.get();
     param.key = param.places.front().key.get();
     param.has_one_place = param.places.size() == 1 && !param.places.front().module;
-    static PyObject *const local_tensor = PyUnicode_InternFromString("_local_tensor");
-    param.local_slot = slot_of(Py_TYPE(param.sharded.get()), local_tensor);
+    param.local_slot = slot_of(Py_TYPE(param.sharded.get()), name_of(Attribute::local_tensor));
     param.unsharded_tensor = tensor_of(param.unsharded.get());
     const at::Tensor view = tensor_of(unsharded_local.get());
     param.is_parallel = !view.is_same(param.unsharded_tensor);

@@ -7,7 +7,6 @@
 #include "bind/python/fields.h"
 #include "bind/python/process.h"
 #include "bind/python/raised.h"
-#include "bind/tensor/tensors.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>

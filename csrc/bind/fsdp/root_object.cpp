@@ -7,12 +7,14 @@
 
 #include <structmember.h>
 
+#include <memory>
 #include <vector>
 
 namespace fc {
 
 void RootObject::open(PyObject *unnamed, PyObject *named)
 {
+    std::construct_at(&hold);
     PyObject *given_states, *given_domains, *given_context;
     parse(unnamed, named, "$O!O!O", {"states", "domains", "context"}, &PyList_Type, &given_states,
           &PyList_Type, &given_domains, &given_context);
@@ -21,12 +23,12 @@ void RootObject::open(PyObject *unnamed, PyObject *named)
         linked.push_back(domain_of(PyList_GET_ITEM(given_domains, i)));
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given_states); i++) {
-        state_of(PyList_GET_ITEM(given_states, i));
+        owned_by<StateObject>(PyList_GET_ITEM(given_states, i));
     }
-    context_of(given_context);
+    context = &owned_by<ContextObject>(given_context);
+    Py_INCREF(given_context);
     states = Py_NewRef(given_states);
     domains = Py_NewRef(given_domains);
-    context = context_of(Py_NewRef(given_context));
     streams = linked.empty() ? nullptr : domain_streams(PyList_GET_ITEM(domains, 0));
     has_modes = has_dispatch_modes();
     root_init(this, linked);
@@ -50,11 +52,6 @@ void RootObject::clear()
 }
 
 namespace {
-
-void root_call_post_backward(RootObject &root, PyObject *group)
-{
-    check_raised(fc_root_pass(&root.course, &group_of(group)->course));
-}
 
 void root_call_end_backward(RootObject &root)
 {
@@ -92,8 +89,9 @@ PyGetSetDef root_properties[] = {
     {}};
 
 PyMethodDef root_methods[] = {
-    method<root_call_post_backward>("post_backward",
-                                    "post_backward(group): reshards it and posts its gradients."),
+    method<[](RootObject &root, PyObject *group) {
+        check_raised(fc_root_pass(&root.course, &owned_by<GroupObject>(group).course));
+    }>("post_backward", "post_backward(group): reshards it and posts its gradients."),
     method<root_call_end_backward>("end_backward", "Finishes all reductions and closes the phase."),
     method<[](RootObject &root) { root_finalize_backward(&root); }>(
         "finalize_backward", "Reduces what the backwards of a manual ending left."),
@@ -107,11 +105,6 @@ PyMethodDef root_methods[] = {
     {}};
 
 } // namespace
-
-RootObject *root_of(PyObject *object)
-{
-    return &owned_by<RootObject>(object, "a Root");
-}
 
 int register_root(PyObject *module)
 {

@@ -6,18 +6,11 @@
 #include "bind/python/objects.h"
 #include "bind/python/replaced_functions.h"
 #include "bind/python/untraced.h"
-#include "bind/tensor/tensors.h"
 
 #include <structmember.h>
 #include <torch/csrc/Dtype.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 namespace fc {
-
-StateObject *state_of(PyObject *object)
-{
-    return &owned_by<StateObject>(object, "a State");
-}
 
 fc_training training_from(PyObject *value)
 {
@@ -79,10 +72,10 @@ void state_join(StateObject &state, PyObject *args, PyObject *named)
     int uses_fallback;
     parse(args, named, "$OO!p", {"root", "groups", "uses_fallback"}, &root, &PyTuple_Type, &groups,
           &uses_fallback);
-    RootObject *new_root = root == Py_None ? nullptr : root_of(root);
+    RootObject *new_root = root == Py_None ? nullptr : &owned_by<RootObject>(root);
     GroupObject *first = nullptr;
     for (Py_ssize_t i = PyTuple_GET_SIZE(groups); i-- > 0;) {
-        GroupObject *group = group_of(PyTuple_GET_ITEM(groups, i));
+        GroupObject *group = &owned_by<GroupObject>(PyTuple_GET_ITEM(groups, i));
         group->course.next = first != nullptr ? &first->course : nullptr;
         first = group;
     }
@@ -93,9 +86,6 @@ void state_join(StateObject &state, PyObject *args, PyObject *named)
     state.uses_fallback = uses_fallback != 0;
     fc_root_module_join(&state.course, first != nullptr ? &first->course : nullptr,
                         state.modules != nullptr && PyTuple_GET_SIZE(state.modules) > 1);
-    if (first != nullptr && first->input_seen_in != 0) {
-        first->input_seen_in = UINT64_MAX; // by no backward of this root
-    }
 }
 
 // Decides, before the first forward, whether the state runs here. False: the fallback.
@@ -119,9 +109,7 @@ bool is_ours(StateObject *state)
 PyObject *state_hook_pre_forward(PyObject *self, PyObject *const *a, Py_ssize_t n)
 {
     return guarded([&]() -> PyObject * {
-        if (!has_arguments(n, 3)) {
-            return nullptr;
-        }
+        check_arguments(n, 3);
         const Untraced untraced;
         if (!is_ours(as<StateObject>(self))) {
             return ask_python(Call::torch_pre_forward, self, a[0], a[1], a[2]).release();
@@ -133,9 +121,7 @@ PyObject *state_hook_pre_forward(PyObject *self, PyObject *const *a, Py_ssize_t 
 PyObject *state_hook_post_forward(PyObject *self, PyObject *const *a, Py_ssize_t n)
 {
     return guarded([&]() -> PyObject * {
-        if (!has_arguments(n, 3)) {
-            return nullptr;
-        }
+        check_arguments(n, 3);
         const Untraced untraced;
         if (as<StateObject>(self)->root == nullptr) {
             return ask_python(Call::torch_post_forward, self, a[0], a[1], a[2]).release();
@@ -150,9 +136,7 @@ namespace {
 PyObject *state_enter(PyObject *self, PyObject *const *a, Py_ssize_t n)
 {
     return guarded([&]() -> PyObject * {
-        if (!has_arguments(n, 2)) {
-            return nullptr;
-        }
+        check_arguments(n, 2);
         Ref changed = state_pre_forward(as<StateObject>(self), a[0], a[1]);
         return changed.get() == Py_None ? PyTuple_Pack(2, a[0], a[1]) : changed.release();
     });

@@ -5,7 +5,6 @@
 #include <Python.h>
 
 #include "bind/fsdp/context.h"
-#include "bind/fsdp/steps.h"
 #include "bind/fsdp/unit.h"
 #include "bind/tensor/tensors.h"
 #include "engine/root.h"
@@ -14,13 +13,18 @@
 
 #include <cstddef>
 #include <functional>
-#include <optional>
-#include <string>
+#include <memory>
 
 namespace fc {
 
 struct RootObject;
 class RootHold;
+
+// How often one optimizer has stepped.
+struct StepCounter {
+    StepCounter() { check(fc_step_counter_create(Out(core))); }
+    Owned<fc_step_counter, fc_step_counter_release> core;
+};
 
 // The base of FSDPParamGroup: flags that Python sets and the hooks read, and the bound unit.
 struct GroupObject {
@@ -35,9 +39,7 @@ struct GroupObject {
     Unit *former;        // owned; what the next unit inherits from, null: nothing
     bool calls_methods;  // somebody has replaced one, see python_door.h
     std::function<void()> *waiting; // borrowed; what a method of it that runs is to do
-    char hides_outputs;     // pre-backward hangs on the parameters, see keep_for_hidden_output
-    bool owns_input;        // one tensor, which only the unit reads, so that its node can end it
-    uint64_t input_seen_in; // the root's backward that has shown this; 0: none has yet
+    char hides_outputs;  // pre-backward hangs on the parameters, see keep_for_hidden_output
     PyObject *post_forward_mesh_info; // owned; None: keep the parameters after forward
     PyObject *gradient_divide_factor; // owned; None: the number of ranks
 };
@@ -68,17 +70,18 @@ struct RootObject {
     void open(PyObject *unnamed, PyObject *named); // (states=, domains=, context=)
     int traverse(visitproc visit, void *arg) const;
     void clear();
+    void close() { std::destroy_at(&hold); }
 
     PyObject_HEAD
     fc_root_course course;
-    PyObject *states;       // owned; a list, in named_modules order
-    PyObject *domains;      // owned; a list
-    ContextObject *context; // owned
-    Streams *streams;       // borrowed from the domains; null without a device
-    RootHold *hold;         // borrowed; of autograd's nodes, null without any
-    int64_t graph_task;     // autograd's number of the running backward
-    bool is_replaced;       // a method of one of the states was, since set-up
-    bool has_modes;         // a dispatch mode was active when units were bound
+    PyObject *states;             // owned; a list, in named_modules order
+    PyObject *domains;            // owned; a list
+    ContextObject *context;       // owned
+    Streams *streams;             // borrowed from the domains; null without a device
+    std::weak_ptr<RootHold> hold; // of autograd's nodes
+    int64_t graph_task;           // autograd's number of the running backward
+    bool is_replaced;             // a method of one of the states was, since set-up
+    bool has_modes;               // a dispatch mode was active when units were bound
 };
 
 // Who uses one sees the collectives of units.
@@ -86,11 +89,6 @@ inline bool has_dispatch_modes()
 {
     return c10::impl::TorchDispatchModeTLS::any_modes_set();
 }
-
-// Borrowed; TypeError as an exception.
-GroupObject *group_of(PyObject *object);
-StateObject *state_of(PyObject *object);
-RootObject *root_of(PyObject *object);
 
 // The group and the unit whose parameters an engine's unit has; null if its module is gone.
 inline GroupObject *owner_group(const fc_unit *unit)

@@ -1,21 +1,12 @@
 // Counts the steps of optimizers: of all of them, and each one's in a StepCounter.
-#include "bind/fsdp/steps.h"
-
-#include "bind/core.h"
-#include "bind/fsdp/unit.h"
+#include "bind/fsdp/state.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
 #include "bind/python/process.h"
-#include "bind/python/python.h"
 
 namespace fc {
 
 namespace {
-
-struct StepCounter {
-    StepCounter() { check(fc_step_counter_create(Out(core))); }
-    Owned<fc_step_counter, fc_step_counter_release> core;
-};
 
 void counter_count(StepCounter &counter)
 {
@@ -28,16 +19,6 @@ PyMethodDef counter_methods[] = {
     method<counter_count>("count", "count(): the optimizer has stepped."), {}};
 
 } // namespace
-
-uint64_t n_steps()
-{
-    return process.n_steps;
-}
-
-fc_step_counter *counter_of(PyObject *object)
-{
-    return owned_by<StepCounter>(object, "a StepCounter").core.get();
-}
 
 int register_steps(PyObject *module)
 {

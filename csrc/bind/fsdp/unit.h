@@ -19,9 +19,9 @@ namespace fc {
 
 class Range;
 
-// What the engine calls for a unit whose owner is a GroupObject; write.cpp.
+// What the engine calls for a unit whose owner is a GroupObject.
 const fc_reduction_ops *reduction_ops();
-// And for one whose owner is a Unit; unsharding_ops.cpp.
+// And for one whose owner is a Unit.
 const fc_unsharding_ops *unsharding_ops();
 
 class Unit : public Parameters, public Unsharding, public Accumulated, public UnitGraph {

@@ -127,9 +127,6 @@ PyMethodDef plan_methods[] = {
 
 int register_optim(PyObject *module)
 {
-    if (intern_optimizer_keys() < 0) {
-        return -1;
-    }
     return add_type<OptimizerParams>(
         module,
         {.name = "fsdp_c._C.Params",

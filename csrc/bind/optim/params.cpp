@@ -4,6 +4,7 @@
 // touches nothing, and torch's own code runs.
 #include "bind/optim/params.h"
 
+#include "bind/python/calls.h"
 #include "bind/python/objects.h"
 
 #include <ATen/ATen.h>
@@ -13,9 +14,6 @@
 namespace fc {
 
 namespace {
-
-// Interned: the process's.
-PyObject *step_name, *exp_avg_name, *exp_avg_sq_name, *max_exp_avg_sq_name, *momentum_buffer_name;
 
 void roots_by_torch(float *x, size_t numel)
 {
@@ -37,7 +35,7 @@ fc_root torchs_root()
     return found;
 }
 
-PyObject *item(PyObject *dict, PyObject *key)
+PyObject *item(PyObject *dict, PyObject *key) // null: it has none
 {
     PyObject *found = PyDict_GetItemWithError(dict, key);
     if (found == nullptr && PyErr_Occurred() != nullptr) {
@@ -133,10 +131,11 @@ bool OptimizerParams::add(const Member &row, const StateObjects &state)
 bool OptimizerParams::collect_adam(const Member &row, PyObject *own, const fc_adam_options &options,
                                    bool is_amsgrad)
 {
-    PyObject *step = own == nullptr ? nullptr : item(own, step_name);
-    PyObject *exp_avg = own == nullptr ? nullptr : item(own, exp_avg_name);
-    PyObject *exp_avg_sq = own == nullptr ? nullptr : item(own, exp_avg_sq_name);
-    PyObject *largest = own == nullptr || !is_amsgrad ? nullptr : item(own, max_exp_avg_sq_name);
+    PyObject *step = own == nullptr ? nullptr : item(own, name_of(Attribute::step));
+    PyObject *exp_avg = own == nullptr ? nullptr : item(own, name_of(Attribute::exp_avg));
+    PyObject *exp_avg_sq = own == nullptr ? nullptr : item(own, name_of(Attribute::exp_avg_sq));
+    PyObject *largest =
+        own == nullptr || !is_amsgrad ? nullptr : item(own, name_of(Attribute::max_exp_avg_sq));
     if (step == nullptr || exp_avg == nullptr || exp_avg_sq == nullptr ||
         (is_amsgrad && largest == nullptr) || !is_plain(step) ||
         THPVariable_Unpack(step).dim() != 0 ||
@@ -156,7 +155,7 @@ bool OptimizerParams::collect_adam(const Member &row, PyObject *own, const fc_ad
 
 bool OptimizerParams::collect_sgd(const Member &row, PyObject *own)
 {
-    PyObject *buffer = own == nullptr ? nullptr : item(own, momentum_buffer_name);
+    PyObject *buffer = own == nullptr ? nullptr : item(own, name_of(Attribute::momentum_buffer));
     return buffer != nullptr && add(row, {buffer});
 }
 
@@ -328,15 +327,6 @@ bool OptimizerParams::collect(PyObject *state, const std::vector<PyObject *> &ke
         bump_version(dtensor);
     }
     return true;
-}
-
-int intern_optimizer_keys()
-{
-    return intern({{&step_name, "step"},
-                   {&exp_avg_name, "exp_avg"},
-                   {&exp_avg_sq_name, "exp_avg_sq"},
-                   {&max_exp_avg_sq_name, "max_exp_avg_sq"},
-                   {&momentum_buffer_name, "momentum_buffer"}});
 }
 
 } // namespace fc

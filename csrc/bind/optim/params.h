@@ -63,8 +63,6 @@ private:
     fc_adam numbers_{};
 };
 
-int intern_optimizer_keys(); // once, before all of these; -1 with the Python error set
-
 } // namespace fc
 
 #endif

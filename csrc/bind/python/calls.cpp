@@ -52,14 +52,20 @@ PyObject *function_of(Call call)
     return function;
 }
 
-PyObject *name_of(Attribute attribute)
+int intern_names()
 {
-    static PyObject *const names[] = {
-#define FC_INTERNED(name, text) PyUnicode_InternFromString(text),
-        FC_ATTRIBUTES(FC_INTERNED)
-#undef FC_INTERNED
+    static constexpr const char *texts[] = {
+#define FC_ATTRIBUTE_TEXT(name, text) text,
+        FC_ATTRIBUTES(FC_ATTRIBUTE_TEXT)
+#undef FC_ATTRIBUTE_TEXT
     };
-    return names[static_cast<size_t>(attribute)];
+    for (size_t i = 0; i < attribute_names.size(); i++) {
+        attribute_names[i] = PyUnicode_InternFromString(texts[i]);
+        if (attribute_names[i] == nullptr) {
+            return -1;
+        }
+    }
+    return 0;
 }
 
 Ref look_up(Import what)

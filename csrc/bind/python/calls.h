@@ -5,6 +5,7 @@
 
 #include "bind/python/python.h"
 
+#include <array>
 #include <cstddef>
 
 // X(name): functions that fsdp_c/_fully_shard/_callbacks.py hands to set_callbacks, and describes.
@@ -30,7 +31,7 @@
     X(make_sharded_gradient)                                                                       \
     X(local_gradient)
 
-// X(name, text): attributes of states, of torch's objects and of loggers.
+// X(name, text): attributes and keys, of states, of torch's objects and of loggers.
 #define FC_ATTRIBUTES(X)                                                                           \
     X(state_context, "_state_ctx")                                                                 \
     X(post_optim_event, "post_optim_event")                                                        \
@@ -45,7 +46,27 @@
     X(local_tensor, "_local_tensor")                                                               \
     X(dunder_call, "__call__")                                                                     \
     X(debug, "debug")                                                                              \
-    X(is_enabled_for, "isEnabledFor")
+    X(is_enabled_for, "isEnabledFor")                                                              \
+    X(spec, "_spec")                                                                               \
+    X(mesh, "mesh")                                                                                \
+    X(placements, "placements")                                                                    \
+    X(step, "step")                                                                                \
+    X(exp_avg, "exp_avg")                                                                          \
+    X(exp_avg_sq, "exp_avg_sq")                                                                    \
+    X(max_exp_avg_sq, "max_exp_avg_sq")                                                            \
+    X(momentum_buffer, "momentum_buffer")                                                          \
+    X(call_impl, "_call_impl")                                                                     \
+    X(forward, "forward")                                                                          \
+    X(forward_pre_hooks, "_forward_pre_hooks")                                                     \
+    X(forward_hooks, "_forward_hooks")                                                             \
+    X(forward_hooks_always_called, "_forward_hooks_always_called")                                 \
+    X(backward_hooks, "_backward_hooks")                                                           \
+    X(backward_pre_hooks, "_backward_pre_hooks")                                                   \
+    X(compiled_call_impl, "_compiled_call_impl")                                                   \
+    X(global_forward_pre_hooks, "_global_forward_pre_hooks")                                       \
+    X(global_forward_hooks, "_global_forward_hooks")                                               \
+    X(global_backward_pre_hooks, "_global_backward_pre_hooks")                                     \
+    X(global_backward_hooks, "_global_backward_hooks")
 
 // X(name, module, attribute): looked up when needed; without an attribute the module itself.
 #define FC_IMPORTS(X)                                                                              \
@@ -82,8 +103,14 @@ template <typename... Arguments> Ref ask_python(Call which, Arguments *...argume
     return checked(PyObject_Vectorcall(function_of(which), given, sizeof...(arguments), nullptr));
 }
 
-PyObject *name_of(Attribute attribute); // borrowed, interned
-Ref look_up(Import what);               // a Python error as an exception
+// Interned, by Attribute; the process's.
+inline std::array<PyObject *, static_cast<size_t>(Attribute::count)> attribute_names{};
+int intern_names();                           // once, before; -1 with the Python error set
+inline PyObject *name_of(Attribute attribute) // borrowed
+{
+    return attribute_names[static_cast<size_t>(attribute)];
+}
+Ref look_up(Import what); // a Python error as an exception
 
 } // namespace fc
 

@@ -5,8 +5,6 @@
 
 #include "bind/python/python.h"
 
-#include <string>
-
 namespace fc {
 
 // What `convert` of CPython makes of an object; its error as an exception.

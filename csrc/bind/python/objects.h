@@ -51,11 +51,12 @@ template <typename T> inline T &owned(PyObject *self)
 // Python's type for T, the process's, once add_type has made it.
 template <typename T> inline PyTypeObject *python_type = nullptr;
 
-// The same after a check of its type; the error names the type with its article.
-template <typename T> inline T &owned_by(PyObject *self, const char *expected)
+// The same after a check of its type; TypeError as an exception.
+template <typename T> inline T &owned_by(PyObject *self)
 {
-    if (python_type<T> == nullptr || !PyObject_TypeCheck(self, python_type<T>)) {
-        raise_error(PyExc_TypeError, "expected %s, got %s", expected, Py_TYPE(self)->tp_name);
+    if (!PyObject_TypeCheck(self, python_type<T>)) {
+        raise_error(PyExc_TypeError, "expected %s, got %s", python_type<T>->tp_name,
+                    Py_TYPE(self)->tp_name);
     }
     return owned<T>(self);
 }
@@ -65,12 +66,11 @@ inline PyCFunction fastcall(PyObject *(*function)(PyObject *, PyObject *const *,
     return reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(function));
 }
 
-inline bool has_arguments(Py_ssize_t n, Py_ssize_t wanted)
+inline void check_arguments(Py_ssize_t n, Py_ssize_t wanted)
 {
     if (n != wanted) {
-        PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", wanted, n);
+        raise_error(PyExc_TypeError, "expected %zd arguments, got %zd", wanted, n);
     }
-    return n == wanted;
 }
 
 // ---- values ----

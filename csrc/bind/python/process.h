@@ -29,6 +29,11 @@ struct Process {
 
 inline Process process;
 
+inline uint64_t n_steps()
+{
+    return process.n_steps;
+}
+
 } // namespace fc
 
 #endif

@@ -13,7 +13,6 @@
 
 #include <atomic>
 #include <exception>
-#include <initializer_list>
 #include <utility>
 
 namespace fc {
@@ -105,18 +104,6 @@ template <typename Body> PyObject *guarded(Body &&body)
         PyErr_SetString(PyExc_RuntimeError, error.what());
     }
     return nullptr;
-}
-
-// Interned strings for attributes and keys that are looked up often; -1 with the error set.
-inline int intern(std::initializer_list<std::pair<PyObject **, const char *>> names)
-{
-    for (const auto &[place, text] : names) {
-        *place = PyUnicode_InternFromString(text);
-        if (*place == nullptr) {
-            return -1;
-        }
-    }
-    return 0;
 }
 
 // The interpreter's end: a thread that asks for its lock then is ended by an exception that no C++

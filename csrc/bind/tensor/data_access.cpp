@@ -1,6 +1,5 @@
 // Notes copies of tensors that share their memory and not their version counter.
-#include "bind/tensor/data_access.h"
-
+#include "bind/module.h"
 #include "bind/python/calls.h"
 #include "bind/python/python.h"
 #include "bind/tensor/tensors.h"

@@ -14,9 +14,6 @@ namespace {
 
 // The process's, as torch's class is.
 PyTypeObject *dtensor_type = nullptr;
-struct Names {
-    PyObject *local_tensor, *spec, *mesh, *placements;
-} names; // interned
 struct DTensorSlots {
     uint16_t local_tensor, spec;
 } dtensor_slots;
@@ -48,8 +45,8 @@ int DTensorLayouts::number_of(PyObject *spec)
 // Comparing runs Python code, which may come here too.
 int DTensorLayouts::find(PyObject *spec)
 {
-    Seen made{Ref::borrow(spec), checked(PyObject_GetAttr(spec, names.mesh)),
-              checked(PyObject_GetAttr(spec, names.placements)), -1};
+    Seen made{Ref::borrow(spec), checked(PyObject_GetAttr(spec, name_of(Attribute::mesh))),
+              checked(PyObject_GetAttr(spec, name_of(Attribute::placements))), -1};
     int n_meshes = 0;
     for (size_t i = 0; i < seen_.size(); i++) {
         const Seen old = seen_[i];
@@ -121,22 +118,22 @@ PyObject *in_slot(PyObject *object, uint16_t slot)
 
 namespace {
 
-Ref attribute(PyObject *object, uint16_t slot, PyObject *name)
+Ref attribute(PyObject *object, uint16_t slot, Attribute name)
 {
     PyObject *value = in_slot(object, slot);
-    return value != nullptr ? Ref::borrow(value) : checked(PyObject_GetAttr(object, name));
+    return value != nullptr ? Ref::borrow(value) : checked(PyObject_GetAttr(object, name_of(name)));
 }
 
 } // namespace
 
 Ref spec_of(PyObject *dtensor)
 {
-    return attribute(dtensor, dtensor_slots.spec, names.spec);
+    return attribute(dtensor, dtensor_slots.spec, Attribute::spec);
 }
 
 Ref local_tensor_of(PyObject *dtensor)
 {
-    return attribute(dtensor, dtensor_slots.local_tensor, names.local_tensor);
+    return attribute(dtensor, dtensor_slots.local_tensor, Attribute::local_tensor);
 }
 
 bool is_ordinary(PyObject *object)
@@ -165,13 +162,9 @@ void bump_version(const at::Tensor &tensor)
 int find_dtensors()
 {
     const auto find = []() -> PyObject * {
-        check(intern({{&names.local_tensor, "_local_tensor"},
-                      {&names.spec, "_spec"},
-                      {&names.mesh, "mesh"},
-                      {&names.placements, "placements"}}));
         dtensor_type = reinterpret_cast<PyTypeObject *>(look_up(Import::dtensor).release());
-        dtensor_slots = {slot_of(dtensor_type, names.local_tensor),
-                         slot_of(dtensor_type, names.spec)};
+        dtensor_slots = {slot_of(dtensor_type, name_of(Attribute::local_tensor)),
+                         slot_of(dtensor_type, name_of(Attribute::spec))};
         return Py_None;
     };
     return guarded(find) == nullptr ? -1 : 0;

@@ -264,8 +264,7 @@ void count_versions(const Locals &collected)
 
 void locals_multiply(Locals &collected, PyObject *argument)
 {
-    const auto factor = static_cast<float>(PyFloat_AsDouble(argument));
-    check(PyErr_Occurred() != nullptr ? -1 : 0);
+    const auto factor = static_cast<float>(real_from(argument));
     const Flat &flat = flat_in(collected);
     count_versions(collected);
     for (const at::Tensor &local : collected.locals) {

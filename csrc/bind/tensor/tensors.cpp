@@ -1,7 +1,6 @@
 // Element types and storages.
 #include "bind/tensor/tensors.h"
 
-#include "bind/compat.h"
 #include "bind/python/python.h"
 
 #include <ATen/core/grad_mode.h>

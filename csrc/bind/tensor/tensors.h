@@ -12,8 +12,6 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 
-#include <string>
-
 namespace fc {
 
 // A few need no allocation.
@@ -39,6 +37,10 @@ at::ScalarType scalar_type_of(fc_dtype dtype);
 
 // The tensor inside a Python object; TypeError as an exception if it is none.
 const at::Tensor &tensor_of(PyObject *object);
+
+// True if the tensor, made by make_noted, was copied with a version counter of its own
+// (`tensor.data`): writes to the copy are writes to its memory that its own counter does not count.
+bool is_data_taken(const at::Tensor &tensor);
 
 // Makes the storage `bytes` of memory that it does not own; it can be read as before.
 void set_memory(c10::StorageImpl *storage, void *memory, size_t bytes);

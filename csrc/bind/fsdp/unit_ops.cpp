@@ -1,5 +1,10 @@
-// The engine asks a unit's tensors for what it needs, and tells them where they lie.
+// The engine asks a unit's tensors for what it needs and where its sums go, and tells them where
+// they lie and that sums are there.
+#include "bind/fsdp/events.h"
+#include "bind/fsdp/state.h"
 #include "bind/fsdp/unit.h"
+
+#include <memory>
 
 namespace fc {
 
@@ -39,9 +44,27 @@ const fc_unsharding_ops on_parameters = {
     .tell_of_write = on_unit<&Unit::tell_of_write>,
     .is_observed = on_unit<&Unit::has_hooks>,
     .n_steps = [](void *) { return n_steps(); },
-    .read_shards = on_unit<[](Unit &unit) { unit.device()->read_shards(); }>,
+    .read_shards = on_unit<[](Unit &unit) { unit.device()->streams().read_shards(); }>,
     .can_reside = on_unit<&Unit::can_reside>,
     .reside = on_unit<&Unit::take_residence>,
+};
+
+ShardGradients &gradients_of(void *owner)
+{
+    return as_group(owner).unit->gradients();
+}
+
+template <auto call> constexpr Operation<gradients_of, call> on_gradients;
+
+const fc_reduction_ops ops = {
+    .options = Operation<as_group, reduce_options>(),
+    .flat = on_gradients<&ShardGradients::flat>,
+    .assign_flat = on_gradients<&ShardGradients::assign_flat>,
+    .prepare = on_gradients<&ShardGradients::prepare>,
+    .target = on_gradients<&ShardGradients::target_of>,
+    .assign = on_gradients<&ShardGradients::assign>,
+    .release = [](void *memory) { delete static_cast<Taken *>(memory); },
+    .wait = [](void *owner, bool begins) { as_group(owner).unit->show_wait(begins); },
 };
 
 int rank_of(const fc_unit *unit)
@@ -79,6 +102,20 @@ void Parameters::tell_of_write(size_t param, fc_written what) const
                              "gathers units one by one";
     raise_error(PyExc_RuntimeError, "the shard of parameter '%s' was written on rank %d %s",
                 name.c_str(), rank_of(shard_), when);
+}
+
+const fc_reduction_ops *reduction_ops()
+{
+    return &ops;
+}
+
+void Unit::show_wait(bool begins)
+{
+    if (begins) {
+        waits_.push_back(std::make_unique<Range>("FSDP::post_backward_rs_wait", this));
+    } else {
+        waits_.pop_back();
+    }
 }
 
 } // namespace fc
