@@ -75,6 +75,7 @@ struct RootObject {
     RootUpdates *updates;   // owned; null before the first forward
     int64_t graph_task;     // autograd's number of the running backward
     bool is_replaced;       // a method of one of the states was, since set-up
+    bool calls_methods;     // of some of its groups
     bool has_modes;         // a dispatch mode was active when units were bound
 };
 
