@@ -1,4 +1,4 @@
-"""A unit whose collectives or methods others look at: who does, and what it gathers ahead, as torch's."""
+"""A unit whose collectives or methods others look at: who does, what it gathers ahead."""
 
 from __future__ import annotations
 
