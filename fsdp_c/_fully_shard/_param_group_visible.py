@@ -35,7 +35,8 @@ class VisibleGroup(BoundGroup):
         return self._param_group_index == self._num_param_groups - 1
 
     def _gather_ahead(self, state: TrainingState) -> None:
-        if self._core_calls_methods:
+        # Over messages a rank whose methods nobody has replaced would not gather ahead.
+        if self._core_calls_methods and (self._core_is_mapped or self.visible.reason):
             with self.use_training_state(state):
                 self.unshard(self.unshard_async_op)
         elif self.visible.reason:  # else nothing moves, and nobody sees it

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import harness
 import models
 import pytest
 from behaviour.records import collectives
+from differential.ways import TRANSPORTS
 from models import Net, data
 from parity import Pair, Side, Tolerance, on_ranks, total
 
@@ -134,6 +136,20 @@ def test_on_one_rank_alone(rank: int, n_ranks: int) -> None:
         pair.do(lambda side: replace(side, METHODS, []))
     pair.step(data(rank, 1))
     check_on_core(pair)
+
+
+def check_one_rank(rank: int, n_ranks: int) -> None:
+    pair = Pair(Net, models.shard_blocks)
+    pair.skip_if_same()
+    if rank == 1:
+        pair.do(lambda side: replace(side, METHODS, []))
+    for step in range(2):
+        pair.step(data(rank, step))
+
+
+@pytest.mark.parametrize("transport", ["messages", "device"])
+def test_on_one_rank_alone_over(transport: str) -> None:
+    harness.run_ranks(check_one_rank, 2, env=TRANSPORTS[transport])
 
 
 @pytest.mark.parametrize("method", ["unshard", "pre_forward", "post_backward"])

@@ -281,6 +281,11 @@ bool unit_in_phase(Unit &unit)
     return fc_domain_is_open(unit.domain());
 }
 
+bool unit_is_mapped(Unit &unit)
+{
+    return fc_domain_is_mapped(unit.domain());
+}
+
 size_t unit_partial_bytes(Unit &unit)
 {
     return fc_reduction_sum_bytes(unit.reduction());
@@ -338,6 +343,7 @@ PyGetSetDef group_properties[] = {
     unit_property<&Unit::is_unsharded>("_core_is_unsharded", nullptr),
     unit_property<&Unit::is_intact>("_core_is_intact",
                                     "whether every shard is where set-up put it"),
+    unit_property<unit_is_mapped>("_core_is_mapped", "whether its ranks share its memory"),
     unit_property<unit_in_phase>("_core_in_phase", "whether a forward or backward is going on"),
     unit_property<&Unit::is_pending>("_core_is_pending",
                                      "unshard(async_op=True) that was not waited for"),
