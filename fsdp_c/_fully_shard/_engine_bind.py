@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _python_dispatch
@@ -55,11 +57,19 @@ def bind_units(groups: Sequence[Any], streams: _C.Streams | None = None) -> list
     """Binds units to the core; collective over each of their process groups. Returns the domains.
 
     All ranks must pass the same units in the same order. On failure no unit is bound and every
-    rank raises. Units on a device share the schedule of those in `streams`. Dispatch modes see
-    nothing of it: in a FakeTensorMode's first forward shards are as real as before.
+    rank raises. Units on a device share the schedule of those in `streams`.
     """
-    with _python_dispatch._disable_current_modes():
+    with _apart():
         return _bind_units(groups, streams)
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Neither dispatch modes nor functorch's transforms of a first forward have a part in it:
+    shards are as real as before, and levels of a transform end.
+    """
+    with _python_dispatch._disable_current_modes(), temporarily_clear_interpreter_stack():
+        yield
 
 
 def _bind_units(groups: Sequence[Any], streams: _C.Streams | None) -> list[_C.Domain]:
@@ -182,7 +192,7 @@ def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | N
     """Gives the unit's shards their place and makes its unsharded parameters; local."""
     layout = shard.layout(index)
     shard_rank = getattr(group.mesh_info, "shard_mesh_rank", 0)
-    with torch.inference_mode(False), _python_dispatch._disable_current_modes():
+    with torch.inference_mode(False), _apart():
         # Never touched: its memory is taken away when the unit is bound.
         flat = torch.empty(layout["full_bytes"], dtype=torch.uint8, device=group.device)
         seen: set[int] = set()

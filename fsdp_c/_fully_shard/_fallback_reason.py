@@ -52,7 +52,7 @@ def why_torch_here(group: Any) -> str:
         return reason
     if _device.is_wanted(group) and (reason := _visibility.why_visible(group)):
         return reason
-    if torch._C._are_functorch_transforms_active():
+    if _device.is_wanted(group) and torch._C._are_functorch_transforms_active():
         return "a functorch transform was active in the first forward"
     return ""
 

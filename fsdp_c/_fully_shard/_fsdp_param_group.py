@@ -98,7 +98,7 @@ class FSDPParamGroup(StateDictGroup):
             raise RuntimeError(
                 f"unshard of unit '{_fqns.unit_name(self)}': {_fsdp_module.OFFLOADED}"
             )
-        if not self._is_bound and not self._uses_fallback and not self._in_slow_context():
+        if not self._is_bound and not self._uses_fallback:
             self._choose_alone()
         if not self._is_bound:
             # Who left alone would wait in collectives that nobody joins.
@@ -122,9 +122,6 @@ class FSDPParamGroup(StateDictGroup):
             self._core_keep_after_forward()
         else:
             self._is_kept_after_forward = True
-
-    def _in_slow_context(self) -> bool:
-        return torch._C._are_functorch_transforms_active()
 
     def wait_for_unshard(self) -> None:
         if not self._is_bound:

@@ -219,8 +219,7 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
             state._join(root=root, groups=tuple(state._fsdp_param_groups), uses_fallback=False)
         for state in states:
             state._pass_prefetches()
-        if any(group._core_calls_methods for group in groups):
-            root.look_again()
+        root.calls_methods = any([group.find_replaced() for group in groups])
         for restore_group in restore:
             restore_group()
 
@@ -249,8 +248,7 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
         elif not reason and _visibility.has_changed(groups):
             self._change_collectives(states, groups)
         if not reason:  # it was put back, or is called, or collectives are in sight now
-            if any([group.find_replaced() for group in groups]):
-                self._root.look_again()
+            self._root.calls_methods = any([group.find_replaced() for group in groups])
             return
         self._fall_back(states, groups, reason)
         _status.note(states[0], reason)

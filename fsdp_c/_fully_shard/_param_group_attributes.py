@@ -99,7 +99,8 @@ class GroupAttributes(VisibleGroup):
     # ---- what only torch's implementation knows: setting it later takes the root there ----
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in (_TORCH_ONLY | _SEEN) and self._core_has_accumulated:
+        is_trackers = name in _CALLED and _replaced_functions.is_trackers(value)
+        if (name in (_TORCH_ONLY | _SEEN) or is_trackers) and self._core_has_accumulated:
             raise RuntimeError(
                 f"{name} of FSDP unit '{_fqns.unit_name(self)}' was set while gradients of"
                 " backward passes without synchronization are held: set it before the first of"
@@ -111,9 +112,14 @@ class GroupAttributes(VisibleGroup):
         super().__setattr__(name, value)
         if name in _CALLED:
             self._core_calls_methods = True
-        if name in (_SEEN | _CALLED) and self._root is not None:
+            if self._root is not None:
+                self._root.calls_methods = True
+        if name in _SEEN and self._root is not None:
             self._root.look_again()
-        if self._needs_fallback(name) and (reason := _fallback_reason.why_torch(self)):
+        is_trackers = is_trackers and self._is_bound
+        if (is_trackers or self._needs_fallback(name)) and (
+            reason := _fallback_reason.why_torch(self)
+        ):
             try:
                 self.move_root_to_fallback(reason)
             except BaseException:

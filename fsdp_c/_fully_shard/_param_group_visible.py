@@ -1,10 +1,12 @@
-"""A unit whose collectives others look at: who does, and what it gathers ahead, as torch's."""
+"""A unit whose collectives or methods others look at: who does, what it gathers ahead."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from typing import Any
+
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from fsdp_c._fully_shard._param_group_binding import BoundGroup
 
@@ -32,15 +34,17 @@ class VisibleGroup(BoundGroup):
     def _is_last_of_unit(self) -> bool:
         return self._param_group_index == self._num_param_groups - 1
 
-    def _gather_ahead(self) -> None:
-        if self._core_calls_methods:
-            self.unshard()
-        else:
+    def _gather_ahead(self, state: TrainingState) -> None:
+        # Over messages a rank whose methods nobody has replaced would not gather ahead.
+        if self._core_calls_methods and (self._core_is_mapped or self.visible.reason):
+            with self.use_training_state(state):
+                self.unshard(self.unshard_async_op)
+        elif self.visible.reason:  # else nothing moves, and nobody sees it
             self._core_unshard_async()
 
     def _prefetch_in_forward(self) -> None:
         for group in self.named_prefetches[False] if self._is_last_of_unit() else ():
-            group._gather_ahead()
+            group._gather_ahead(TrainingState.FORWARD)
 
     def _prefetch_in_backward(self) -> None:
         before = self._before_in_forward()
@@ -48,7 +52,7 @@ class VisibleGroup(BoundGroup):
             before = named if self._is_last_of_unit() else ()
         for group in before:
             if group.unshard_in_backward:
-                group._gather_ahead()
+                group._gather_ahead(TrainingState.PRE_BACKWARD)
 
     def _before_in_forward(self) -> Sequence[Any]:
         """The groups of the unit before this one; of several groups the second one asks."""

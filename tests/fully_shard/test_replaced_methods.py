@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import harness
 import models
 import pytest
 from behaviour.records import collectives
+from differential.ways import TRANSPORTS
 from models import Net, data
 from parity import Pair, Side, Tolerance, on_ranks, total
 
@@ -15,8 +17,6 @@ CLOSE = Tolerance(relative=1e-5, scaled=1e-5)
 METHODS = (
     "unshard wait_for_unshard reshard pre_forward post_forward pre_backward post_backward".split()
 )
-# Torch gathers the unit before ahead of time, over shared memory there is nothing to gather.
-PHASES = ("pre_forward", "post_forward", "pre_backward", "post_backward")
 
 
 def groups_of(side: Side) -> dict[str, Any]:
@@ -77,20 +77,20 @@ def test_order_of_calls(rank: int, n_ranks: int) -> None:
 
     def step(side: Side) -> Any:
         calls: list[Any] = []
-        replace(side, PHASES, calls)
+        replace(side, METHODS, calls)
         total(side.model(data(rank))).backward()
         put_back(side)
-        return calls
+        return [" ".join(call) for call in calls]
 
     for _ in range(2):
         calls = pair.both(step)
-    assert [call[0] for call in calls].count("post_backward") == 4
+    assert [call.split()[0] for call in calls].count("post_backward") == 4
     check_on_core(pair)
 
 
 @on_ranks(2)
 def test_order_with_collectives_in_sight(rank: int, n_ranks: int) -> None:
-    """Gathers ahead are calls of unshard; every call of torch's is made."""
+    """Gathers ahead are calls of unshard, over shared memory too."""
     pair = Pair(Net, models.shard_blocks, tolerance=CLOSE)
 
     def step(side: Side) -> Any:
@@ -99,11 +99,11 @@ def test_order_with_collectives_in_sight(rank: int, n_ranks: int) -> None:
         with collectives() as seen:
             total(side.model(data(rank))).backward()
         put_back(side)
-        return [name for name, *_ in seen], sorted(set(call[:2] for call in calls))
+        return [name for name, *_ in seen], calls
 
     for _ in range(2):
         seen, calls = pair.both(step)
-    assert len(calls) == 4 * len(METHODS) and len(seen) == 7 + 4
+    assert len({call[:2] for call in calls}) == 4 * len(METHODS) and len(seen) == 7 + 4
     check_on_core(pair)
 
 
@@ -136,6 +136,20 @@ def test_on_one_rank_alone(rank: int, n_ranks: int) -> None:
         pair.do(lambda side: replace(side, METHODS, []))
     pair.step(data(rank, 1))
     check_on_core(pair)
+
+
+def check_one_rank(rank: int, n_ranks: int) -> None:
+    pair = Pair(Net, models.shard_blocks)
+    pair.skip_if_same()
+    if rank == 1:
+        pair.do(lambda side: replace(side, METHODS, []))
+    for step in range(2):
+        pair.step(data(rank, step))
+
+
+@pytest.mark.parametrize("transport", ["messages", "device"])
+def test_on_one_rank_alone_over(transport: str) -> None:
+    harness.run_ranks(check_one_rank, 2, env=TRANSPORTS[transport])
 
 
 @pytest.mark.parametrize("method", ["unshard", "pre_forward", "post_backward"])

@@ -170,10 +170,10 @@ bool keep_for_hidden_output(StateObject *state, PyObject *output)
     return true;
 }
 
-// A unit whose collectives others see gathers ahead where torch's would.
-void ask_if_visible(GroupObject *group, Call call)
+// A unit whose collectives, or methods, others see gathers ahead where torch's would.
+void ask_if_seen(const RootObject *root, GroupObject *group, Call call)
 {
-    if (fc_domain_is_visible(group->unit->domain())) {
+    if (root->calls_methods || fc_domain_is_visible(group->unit->domain())) {
         ask_python(call, group);
     }
 }
@@ -192,12 +192,16 @@ void group_post_forward(StateObject *state, GroupObject *group, bool is_needed)
     }
     const bool stays =
         group->post_forward_mesh_info == nullptr || group->post_forward_mesh_info == Py_None;
-    const bool is_passed = group->course.training == FC_TRAINING_FORWARD &&
-                           at::GradMode::is_enabled() && !in_autograd_backward();
+    const bool in_forward =
+        group->course.training == FC_TRAINING_FORWARD && !in_autograd_backward();
+    const bool is_passed = in_forward && at::GradMode::is_enabled();
+    if (group->calls_methods && in_forward && stays && !is_needed) {
+        reshard_by_methods(group, [] {}); // which finds that it is to do nothing
+    }
     check_raised(fc_root_leave_unit(&state->root->course, &group->course, in_autograd_backward(),
                                     stays, is_needed));
     if (is_passed) {
-        ask_if_visible(group, Call::note_forward);
+        ask_if_seen(state->root, group, Call::note_forward);
     }
 }
 
@@ -221,7 +225,7 @@ void group_pre_backward(RootObject *root, GroupObject *group)
     Range range("FSDP::pre_backward", group->unit);
     check_raised(fc_root_enter_backward(&root->course, &group->course));
     if (group->course.unshard_in_backward) {
-        ask_if_visible(group, Call::prefetch_in_backward);
+        ask_if_seen(root, group, Call::prefetch_in_backward);
     }
 }
 
@@ -267,22 +271,22 @@ void begin_forward(StateObject *state)
 }
 
 // Whether forward was not in the unit already.
-bool group_pre_forward(GroupObject *group)
+bool group_pre_forward(const RootObject *root, GroupObject *group)
 {
     log_event("FSDP::pre_forward", group->unit);
     Range range("FSDP::pre_forward", group->unit);
     const bool is_news = fc_training_move(&group->course.training, FC_TRAINING_ENTERED);
     unshard_group(group);
-    ask_if_visible(group, Call::prefetch_in_forward);
+    ask_if_seen(root, group, Call::prefetch_in_forward);
     return is_news;
 }
 
 void enter_by_method(const StateObject *state, GroupObject *group, Ref &args, Ref &kwargs,
                      bool &is_news)
 {
-    const Ref changed = call_method(group, Attribute::pre_forward,
-                                    arguments_of_forward(state, args.get(), kwargs.get()),
-                                    [&] { is_news = group_pre_forward(group) || is_news; });
+    const Ref changed = call_method(
+        group, Attribute::pre_forward, arguments_of_forward(state, args.get(), kwargs.get()),
+        [&] { is_news = group_pre_forward(state->root, group) || is_news; });
     PyObject *new_args, *new_kwargs;
     if (!PyArg_ParseTuple(changed.get(), "O!O!", &PyTuple_Type, &new_args, &PyDict_Type,
                           &new_kwargs)) {
@@ -299,7 +303,7 @@ void units_pre_forward(StateObject *state, Ref &args, Ref &kwargs)
         if (group->calls_methods) {
             enter_by_method(state, group, args, kwargs, is_news);
         } else {
-            is_news = group_pre_forward(group) || is_news;
+            is_news = group_pre_forward(state->root, group) || is_news;
         }
     });
     if (has_units(state) && (is_news || !state->course.is_grouped)) {

@@ -253,6 +253,8 @@ PyGetSetDef group_properties[] = {
     unit_property<&Unit::is_unsharded>("_core_is_unsharded", nullptr),
     unit_property<&Unit::is_intact>("_core_is_intact",
                                     "whether every shard is where set-up put it"),
+    unit_property<[](Unit &unit) { return fc_domain_is_mapped(unit.domain()); }>(
+        "_core_is_mapped", "whether its ranks share its memory"),
     unit_property<[](Unit &unit) { return fc_domain_is_open(unit.domain()); }>(
         "_core_in_phase", "whether a forward or backward is going on"),
     unit_property<&Unit::is_pending>("_core_is_pending",

@@ -75,6 +75,8 @@ Ref root_iteration_root(RootObject &root)
 PyMemberDef root_members[] = {
     {"states", T_OBJECT, offsetof(RootObject, states), READONLY, "in named_modules order"},
     {"domains", T_OBJECT, offsetof(RootObject, domains), READONLY, nullptr},
+    {"calls_methods", T_BOOL, offsetof(RootObject, calls_methods), 0,
+     "whether hooks call the methods of some groups"},
     {nullptr, 0, 0, 0, nullptr}};
 
 PyGetSetDef root_properties[] = {

@@ -94,7 +94,7 @@ bool is_ours(StateObject *state)
     if (state->root == nullptr && !state->uses_fallback) {
         ask_python(Call::choose_implementation, state);
     } else if (state->root != nullptr && state->root->course.opener == nullptr &&
-               (state->root->is_replaced || functions_replaced() ||
+               (state->root->is_replaced || state->root->calls_methods || functions_replaced() ||
                 has_dispatch_modes() != state->root->has_modes) &&
                fc_root_is_between_steps(&state->root->course)) {
         state->root->is_replaced = false;

@@ -39,7 +39,7 @@ struct GroupObject {
     Unit *former;        // owned; what the next unit inherits from, null: nothing
     bool calls_methods;  // somebody has replaced one, see python_door.h
     std::function<void()> *waiting; // borrowed; what a method of it that runs is to do
-    char hides_outputs;  // pre-backward hangs on the parameters, see keep_for_hidden_output
+    char hides_outputs; // pre-backward hangs on the parameters, see keep_for_hidden_output
     PyObject *post_forward_mesh_info; // owned; None: keep the parameters after forward
     PyObject *gradient_divide_factor; // owned; None: the number of ranks
 };
@@ -81,6 +81,7 @@ struct RootObject {
     std::weak_ptr<RootHold> hold; // of autograd's nodes
     int64_t graph_task;           // autograd's number of the running backward
     bool is_replaced;             // a method of one of the states was, since set-up
+    bool calls_methods;           // of some of its groups
     bool has_modes;               // a dispatch mode was active when units were bound
 };
 
