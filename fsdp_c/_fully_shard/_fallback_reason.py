@@ -33,8 +33,6 @@ def why_torch_everywhere(group: Any) -> str:
         return f"its mesh is on {mesh_info.mesh.device_type}"
     if group._num_param_groups != 1:
         return "several meshes in one unit"
-    if not _device.is_wanted(group) and group.post_forward_mesh_info not in (None, mesh_info):
-        return "reshard_after_forward is an int"
     if not _device.is_wanted(group) and _device.offloads(group)[1]:
         return "offloading to pinned memory"
     process_groups = _agreement.process_groups_of([mesh_info])

@@ -72,9 +72,7 @@ struct DeviceOptions {
 
     int is_offloaded = 0; // shards and their gradients are host memory
     int is_pinned = 0;
-    // Whom forward reshards to, while that is this post_forward_mesh_info.
-    Ref post_mesh;
-    int post_rank = 0, n_post_ranks = 0;
+    int post_rank = 0, n_post_ranks = 0; // in a smaller group that forward reshards to
     std::string post_group;
 };
 
@@ -113,11 +111,6 @@ public:
     c10::Stream computing() const { return streams_->computing(); }
     // Shards may be read behind what the current stream does now.
     void read_shards() { streams_->read_shards(); }
-    // Whether a forward that ends with this post_forward_mesh_info leaves slices.
-    bool keeps_slice(PyObject *post_forward_mesh_info) const
-    {
-        return options_.n_post_ranks > 0 && post_forward_mesh_info == options_.post_mesh.get();
-    }
     void note_forward() { check(fc_schedule_note_forward(unit_)); }
     // Whom to gather behind this one's gather; of the same root.
     void set_prefetch(bool in_backward, const std::vector<DeviceUnit *> &units);

@@ -148,9 +148,15 @@ Ref domain_layout(OwnedDomain &self, PyObject *unit)
     std::vector<Ref> params;
     for (size_t i = 0; i < layout->n_params; i++) {
         params.push_back(dict_of({{"offset", to_python(layout->params[i].full_at)},
+                                  {"packed", to_python(layout->params[i].pack_at)},
                                   {"is_aliased", to_python(layout->params[i].is_aliased)}}));
     }
     return dict_of({{"full_bytes", to_python(layout->full_bytes)}, {"params", to_python(params)}});
+}
+
+bool domain_is_mapped(OwnedDomain &self)
+{
+    return fc_domain_is_mapped(self.get());
 }
 
 Ref domain_bytes(OwnedDomain &self)
@@ -303,6 +309,8 @@ void domain_trim_heap()
 
 PyGetSetDef domain_getters[] = {getter<OwnedDomain, &OwnedDomain::streams>(
                                     "streams", "what the units run in on a device, or None"),
+                                getter<OwnedDomain, domain_is_mapped>(
+                                    "is_mapped", "whether units lie in memory of all ranks"),
                                 {}};
 PyMethodDef domain_methods[] = {
     function<domain_set_heap>(
@@ -328,7 +336,7 @@ PyMethodDef domain_methods[] = {
         "waits", "waits(reset) -> {forwards, backwards, waits: [{unit, kind, count, ns, "
                  "longest_ns, longest_rank}], ns_by_rank: {rank: ns}}"),
     method<OwnedDomain, domain_layout>(
-        "layout", "layout(unit) -> {full_bytes, params: [{offset, is_aliased}]}"),
+        "layout", "layout(unit) -> {full_bytes, params: [{offset, packed, is_aliased}]}"),
     method<OwnedDomain, domain_watch>(
         "watch", "watch(transport): over messages, where ranks see what the others "
                  "are about to do."),

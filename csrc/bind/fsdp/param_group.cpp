@@ -76,12 +76,15 @@ void group_dealloc(PyObject *self)
 
 void group_bind(GroupObject &group, PyObject *args, PyObject *named)
 {
-    PyObject *domain, *replicate, *rows, *flat, *on_device;
+    PyObject *domain, *replicate, *smaller, *post_mesh, *rows, *flat, *on_device;
     Py_ssize_t index;
-    parse(args, named, "$OnOO!OO!", {"domain", "index", "replicate", "params", "flat", "on_device"},
-          &domain, &index, &replicate, &PyList_Type, &rows, &flat, &PyTuple_Type, &on_device);
-    auto unit = std::make_unique<Unit>(domain, static_cast<size_t>(index), replicate, rows,
-                                       tensor_of(flat), on_device, group.updates);
+    parse(args, named, "$OnOOOO!OO!",
+          {"domain", "index", "replicate", "smaller", "post_mesh", "params", "flat", "on_device"},
+          &domain, &index, &replicate, &smaller, &post_mesh, &PyList_Type, &rows, &flat,
+          &PyTuple_Type, &on_device);
+    const UnitDomains domains = {domain, replicate, smaller, static_cast<size_t>(index)};
+    auto unit = std::make_unique<Unit>(domains, post_mesh, rows, tensor_of(flat), on_device,
+                                       group.updates);
     std::unique_ptr<Unit> former(std::exchange(group.former, nullptr));
     if (group.unit != nullptr) {
         former = detach(&group);
@@ -265,9 +268,12 @@ bool group_was_used(GroupObject &group)
     return total_traffic(group).unshards > 0;
 }
 
-void unit_reshard(Unit &unit)
+void group_reshard(GroupObject &group)
 {
-    unit.reshard();
+    if (group.unit != nullptr) {
+        group.unit->reshard(group.course.training == FC_TRAINING_FORWARD &&
+                            group.unit->leaves_slices(group.post_forward_mesh_info));
+    }
 }
 
 bool unit_in_phase(Unit &unit)
@@ -328,6 +334,8 @@ PyGetSetDef group_properties[] = {
     {"_training", group_get_training, group_set_training, "TrainingState, as its index", nullptr},
     getter<GroupObject, group_is_bound>("_is_bound", "whether the unit runs on the core"),
     unit_property<&Unit::is_unsharded>("_core_is_unsharded", nullptr),
+    unit_property<&Unit::has_slices>("_core_has_slices",
+                                     "whether slices stand in the place of its shards"),
     unit_property<&Unit::is_intact>("_core_is_intact",
                                     "whether every shard is where set-up put it"),
     unit_property<unit_in_phase>("_core_in_phase", "whether a forward or backward is going on"),
@@ -354,7 +362,8 @@ PyGetSetDef group_properties[] = {
     {}};
 
 PyMethodDef group_methods[] = {
-    method<group_bind>("_bind", "_bind(domain=, index=, replicate=, params=, flat=, on_device=)"),
+    method<group_bind>("_bind", "_bind(domain=, index=, replicate=, smaller=, post_mesh=, params=, "
+                                "flat=, on_device=)"),
     method<group_unbind>("_unbind", "Reshards and leaves the core."),
     method<group_set_aside>(
         "_set_aside",
@@ -363,7 +372,9 @@ PyMethodDef group_methods[] = {
                                         "Gathers; registration is left to _core_unshard."),
     unit_method<&Unit::unshard>("_core_unshard",
                                 "Gathers if needed and registers the unsharded parameters."),
-    unit_method<unit_reshard>("_core_reshard", "Registers the sharded parameters."),
+    method<group_reshard>("_core_reshard",
+                          "Registers the sharded parameters; within a forward that ends with "
+                          "slices those."),
     unit_method<&Unit::keep_after_forward>(
         "_core_keep_after_forward",
         "Forward leaves the unsharded parameters registered, until the next reshard."),

@@ -93,9 +93,8 @@ fc_status reshard_after_forward(void *owner, bool in_forward)
 {
     return kept([&] {
         const GroupObject *group = as_group(owner);
-        const DeviceUnit *device = group->unit->device();
-        group->unit->reshard(in_forward && device != nullptr &&
-                             device->keeps_slice(group->post_forward_mesh_info));
+        group->unit->reshard(in_forward &&
+                             group->unit->leaves_slices(group->post_forward_mesh_info));
     });
 }
 
