@@ -10,6 +10,7 @@ from typing import Any
 import harness
 import pytest
 import torch
+import torch.distributed as dist
 from harness import cached_mesh
 from parity import Pair, Side, Tolerance, compare, local, total
 from torch import Tensor, nn
@@ -255,6 +256,7 @@ def loads(rank: int, n_ranks: int) -> None:
 
     def load(side: Side) -> None:
         state = side.model.state_dict()
+        dist.barrier()  # other ranks have compared what lies in memory of all
         side.model.load_state_dict({name: value * 0.5 for name, value in state.items()})
 
     for step in range(2):
