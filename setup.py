@@ -68,8 +68,8 @@ CXX_SOURCES = {
     "csrc/bind/device": "accelerator device device_comm device_comm_group device_unit",
     "csrc/bind/fsdp": (
         "accumulated arrivals autograd context domain events gradients graphs hooks module_call "
-        "param_group parameters reduce resident root root_object slices state steps unit unsharding_ops "
-        "write"
+        "param_group parameters reduce resident root root_object slices state steps unit "
+        "unsharding_ops write"
     ),
     "csrc/bind/optim": "clip optim params",
     "csrc/bind/python": "callbacks calls replaced_functions shutdown status untraced",

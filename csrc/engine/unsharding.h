@@ -12,7 +12,8 @@
  *   is_resident      one rank's shards on a device are the unsharded buffer
  *   is_read          a forward has read the unit, so that its shards have to stay as they are
  *   came_along       another unit's gather has brought it, and was counted
- *   has_slices       slices stand in the place of its shards; also while it is asked for or gathered
+ *   has_slices       slices stand in the place of its shards; also while it is asked for or
+ * gathered
  *
  * Tensors, and where they are registered, are the caller's (fc_unsharding_ops). Its calls may fail:
  * with FC_ERR_INTERRUPTED and an error that the caller keeps. Threading: serialized per domain.

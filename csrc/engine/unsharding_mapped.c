@@ -1,7 +1,7 @@
 /* Units in shared memory: the unsharded unit is there for all ranks while a phase is open.
  *
- * Bytes: a gather moves none, and slices lie where the unit does. Outside of a phase, or where a unit's memory is its own, each rank
- * copies the unit once.
+ * Bytes: a gather moves none, and slices lie where the unit does. Outside of a phase, or where a
+ * unit's memory is its own, each rank copies the unit once.
  */
 #include "engine/unsharding_private.h"
 

@@ -307,11 +307,11 @@ void domain_trim_heap()
     malloc_trim(0);
 }
 
-PyGetSetDef domain_getters[] = {getter<OwnedDomain, &OwnedDomain::streams>(
-                                    "streams", "what the units run in on a device, or None"),
-                                getter<OwnedDomain, domain_is_mapped>(
-                                    "is_mapped", "whether units lie in memory of all ranks"),
-                                {}};
+PyGetSetDef domain_getters[] = {
+    getter<OwnedDomain, &OwnedDomain::streams>("streams",
+                                               "what the units run in on a device, or None"),
+    getter<OwnedDomain, domain_is_mapped>("is_mapped", "whether units lie in memory of all ranks"),
+    {}};
 PyMethodDef domain_methods[] = {
     function<domain_set_heap>(
         "set_heap",

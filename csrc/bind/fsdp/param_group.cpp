@@ -83,8 +83,8 @@ void group_bind(GroupObject &group, PyObject *args, PyObject *named)
           &domain, &index, &replicate, &smaller, &post_mesh, &PyList_Type, &rows, &flat,
           &PyTuple_Type, &on_device);
     const UnitDomains domains = {domain, replicate, smaller, static_cast<size_t>(index)};
-    auto unit = std::make_unique<Unit>(domains, post_mesh, rows, tensor_of(flat), on_device,
-                                       group.updates);
+    auto unit =
+        std::make_unique<Unit>(domains, post_mesh, rows, tensor_of(flat), on_device, group.updates);
     std::unique_ptr<Unit> former(std::exchange(group.former, nullptr));
     if (group.unit != nullptr) {
         former = detach(&group);

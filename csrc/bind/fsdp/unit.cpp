@@ -88,8 +88,7 @@ Unit::~Unit()
 
 bool Unit::is_intact() const
 {
-    return Parameters::is_intact() &&
-           (device_ == nullptr || device_->stages_all(params_));
+    return Parameters::is_intact() && (device_ == nullptr || device_->stages_all(params_));
 }
 
 void Unit::unshard_private()

@@ -15,8 +15,7 @@ const fc_unsharding_ops on_parameters = {
     .hide = [](void *owner, bool keeps_size) { owner_of(owner).hide(keeps_size); },
     .withhold = [](void *owner, bool is_withheld) { owner_of(owner).withhold(is_withheld); },
     .enter = [](void *owner) { return kept([&] { owner_of(owner).enter(); }); },
-    .leave = [](void *owner,
-                void *slices) { return kept([&] { owner_of(owner).leave(slices); }); },
+    .leave = [](void *owner, void *slices) { return kept([&] { owner_of(owner).leave(slices); }); },
     .leave_slices = [](void *owner) { return kept([&] { owner_of(owner).leave_slices(); }); },
     .shards =
         [](void *owner, const void **shards_out) {
@@ -34,8 +33,8 @@ const fc_unsharding_ops on_parameters = {
                        size_t from) { return owner_of(owner).find_changed(marks, from); },
     .find_written = [](void *owner, size_t from,
                        bool maybe) { return owner_of(owner).find_written(from, maybe); },
-    .find_written_slice =
-        [](void *owner, size_t from) { return owner_of(owner).find_written_slice(from); },
+    .find_written_slice = [](void *owner,
+                             size_t from) { return owner_of(owner).find_written_slice(from); },
     .tell_of_write =
         [](void *owner, size_t param, fc_written what) {
             return kept([&] { owner_of(owner).tell_of_write(param, what); });
