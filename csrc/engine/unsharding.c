@@ -263,7 +263,9 @@ fc_status fc_unsharding_show(fc_unsharding *u)
     u->ops->show(u->owner, memory);
     unsharding_turn(u, is_kept ? FC_UNIT_SHOW_COPY : FC_UNIT_SHOW);
     FC_TRY(u->ops->enter(u->owner));
-    unsharding_end_slices(u);
+    if (u->has_slices) {
+        unsharding_end_slices(u);
+    }
     return FC_OK;
 }
 
@@ -293,7 +295,7 @@ static fc_status leave(fc_unsharding *u, bool to_slice)
     }
     st = u->ops->leave(u->owner, slices);
     u->has_slices = st == FC_OK && slices != NULL;
-    if (!u->has_slices) {
+    if (st != FC_OK && slices != NULL) {
         unsharding_end_slices(u);
     }
     return st;
