@@ -68,7 +68,8 @@ CXX_SOURCES = {
     "csrc/bind/device": "accelerator device device_comm device_comm_group device_unit",
     "csrc/bind/fsdp": (
         "accumulated autograd context domain events gradients graphs hooks module_call "
-        "param_group parameters python_door reduce root root_object state steps unit unit_ops"
+        "param_group parameters python_door reduce root root_object slices state steps unit "
+        "unit_ops"
     ),
     "csrc/bind/optim": "clip optim params",
     "csrc/bind/python": "callbacks calls replaced_functions shutdown status",

@@ -120,6 +120,31 @@ void fc_unit_unpack(const fc_unit *unit, int rank, const char *pack, void *dst)
     }
 }
 
+/* ---- slices ---- */
+
+void fc_unit_place_slices(fc_unit *sliced, const fc_unit *unit)
+{
+    for (size_t i = 0; i < unit->layout.n_params; i++) {
+        sliced->params[i].full_at = unit->params[i].full_at;
+    }
+}
+
+void fc_unit_slice(const fc_unit *sliced, const void *full, char *pack)
+{
+    for (size_t i = 0; i < sliced->layout.n_params; i++) {
+        const fc_param *p = &sliced->params[i];
+        const size_t item = fc_dtype_bytes(p->compute);
+        const size_t plane = p->own_rows * p->inner * item;
+        const char *own =
+            (const char *)full + p->full_at + chunk_offset(p, sliced->layout.rank, p->compute);
+
+        for (size_t o = 0; o < p->outer; o++) {
+            fc_kern()->copy(pack + p->pack_at + o * plane, own + o * p->rows * p->inner * item,
+                            plane);
+        }
+    }
+}
+
 /* ---- gradients ---- */
 
 void fc_unit_stage(const fc_unit *unit, size_t param, const void *grad, fc_dtype dtype,

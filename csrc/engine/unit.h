@@ -44,6 +44,13 @@ void fc_unit_pack(const fc_unit *unit, const void *const *shards, char *pack);
 /* A rank's pack into dst, laid out as the unsharded buffer. */
 void fc_unit_unpack(const fc_unit *unit, int rank, const char *pack, void *dst);
 
+/* ---- slices: of the unit in the domain of a smaller group ---- */
+
+/* It is unpacked to where the whole unit has its parameters. */
+void fc_unit_place_slices(fc_unit *sliced, const fc_unit *unit);
+/* This rank's rows of an unsharded buffer, as its pack. */
+void fc_unit_slice(const fc_unit *sliced, const void *full, char *pack);
+
 /* ---- gradients ---- */
 
 /* Whose parts are written. */

@@ -23,6 +23,12 @@ static void measure(fc_unsharding *u)
 
         u->gather_bytes += (p->rows - p->own_rows) * row;
         u->publish_bytes += p->is_aliased ? 0 : p->own_rows * row;
+        if (u->sliced != NULL) {
+            u->sliced_gather_bytes += (p->rows - u->sliced->params[i].own_rows) * row;
+        }
+    }
+    if (u->sliced != NULL) {
+        fc_unit_place_slices(u->sliced, u->unit);
     }
 }
 
@@ -44,6 +50,7 @@ fc_status fc_unsharding_create(const fc_unsharding_options *options, fc_unshardi
                          .ops = options->ops,
                          .owner = options->owner,
                          .unit = unit,
+                         .sliced = options->sliced,
                          .domain = unit->domain,
                          .layout = &unit->layout,
                          .n_ranks = unit->domain->n_ranks,
@@ -121,6 +128,7 @@ void fc_unsharding_destroy(fc_unsharding *u)
     fc_unsharding_detach(u);
     hide(u, false);
     (void)release(u, false);
+    unsharding_end_slices(u);
     fc_free(u->marks);
     fc_free(u->shards);
     fc_free(u);
@@ -155,6 +163,15 @@ void unsharding_release_slot(fc_unsharding *u)
         fc_slots_release(u->slots, u->memory);
         u->memory = NULL;
     }
+}
+
+void unsharding_end_slices(fc_unsharding *u)
+{
+    if (u->slices != NULL) {
+        fc_slots_release(u->slots, u->slices);
+        u->slices = NULL;
+    }
+    u->has_slices = false;
 }
 
 void fc_unsharding_keep_memory(fc_unsharding *u, bool keeps)
@@ -211,18 +228,6 @@ void unsharding_count(fc_unsharding *u)
     u->kind->count(u);
 }
 
-fc_status fc_unsharding_show(fc_unsharding *u)
-{
-    void *memory;
-    bool is_kept;
-
-    FC_TRY(u->kind->take(u, &memory, &is_kept));
-    unsharding_count(u);
-    u->ops->show(u->owner, memory);
-    unsharding_turn(u, is_kept ? FC_UNIT_SHOW_COPY : FC_UNIT_SHOW);
-    return u->ops->enter(u->owner);
-}
-
 void unsharding_discard_writes(fc_unsharding *u)
 {
     size_t i;
@@ -233,6 +238,69 @@ void unsharding_discard_writes(fc_unsharding *u)
     }
 }
 
+/* What was written to slices that lie in the shared unit. */
+static void discard_slices(fc_unsharding *u)
+{
+    size_t i;
+
+    if (!u->has_slices || u->kind->makes_copies) {
+        return;
+    }
+    for (i = u->ops->find_written_slice(u->owner, 0); i < u->n_params;
+         i = u->ops->find_written_slice(u->owner, i + 1)) {
+        fc_unit_discard_writes(u->unit, i);
+    }
+}
+
+fc_status fc_unsharding_show(fc_unsharding *u)
+{
+    void *memory;
+    bool is_kept;
+
+    FC_TRY(u->kind->take(u, &memory, &is_kept));
+    unsharding_count(u);
+    discard_slices(u);
+    u->ops->show(u->owner, memory);
+    unsharding_turn(u, is_kept ? FC_UNIT_SHOW_COPY : FC_UNIT_SHOW);
+    FC_TRY(u->ops->enter(u->owner));
+    if (u->has_slices) {
+        unsharding_end_slices(u);
+    }
+    return FC_OK;
+}
+
+/* The shards stand in their place again. */
+static fc_status leave_slices(fc_unsharding *u)
+{
+    if (!u->has_slices) {
+        return FC_OK;
+    }
+    discard_slices(u);
+    FC_TRY(u->ops->leave_slices(u->owner));
+    unsharding_end_slices(u);
+    if (u->state == FC_UNIT_SLICED) {
+        unsharding_turn(u, FC_UNIT_RESHARD);
+    }
+    return FC_OK;
+}
+
+/* It is shown no longer: shards or slices are. */
+static fc_status leave(fc_unsharding *u, bool to_slice)
+{
+    void *slices = NULL;
+    fc_status st;
+
+    if (to_slice && u->kind->slice != NULL) {
+        FC_TRY(u->kind->slice(u, &slices));
+    }
+    st = u->ops->leave(u->owner, slices);
+    u->has_slices = st == FC_OK && slices != NULL;
+    if (st != FC_OK && slices != NULL) {
+        unsharding_end_slices(u);
+    }
+    return st;
+}
+
 fc_status fc_unsharding_reshard(fc_unsharding *u, bool to_slice)
 {
     u->stays_unsharded = false;
@@ -240,9 +308,9 @@ fc_status fc_unsharding_reshard(fc_unsharding *u, bool to_slice)
         if (u->is_withheld && !unsharding_stays(u)) {
             leave_to_graph(u);
         }
-        return FC_OK;
+        return to_slice ? FC_OK : leave_slices(u);
     }
-    FC_TRY(u->ops->leave(u->owner));
+    FC_TRY(leave(u, to_slice));
     if (!u->kind->makes_copies && u->memory == NULL) {
         unsharding_discard_writes(u); /* which last until here */
     }
@@ -250,7 +318,7 @@ fc_status fc_unsharding_reshard(fc_unsharding *u, bool to_slice)
         leave_to_graph(u);
         FC_TRY(release(u, to_slice));
     }
-    unsharding_turn(u, FC_UNIT_RESHARD);
+    unsharding_turn(u, u->has_slices ? FC_UNIT_RESHARD_TO_SLICE : FC_UNIT_RESHARD);
     return u->kind->end_use != NULL ? u->kind->end_use(u) : FC_OK;
 }
 
@@ -275,7 +343,7 @@ void fc_unsharding_drop(fc_unsharding *u)
         fc_order_set_ahead(u->unit, false);
     }
     u->came_along = false;
-    unsharding_turn(u, FC_UNIT_DROP);
+    unsharding_turn(u, u->has_slices ? FC_UNIT_DROP_TO_SLICE : FC_UNIT_DROP);
     if (!unsharding_stays(u)) {
         (void)release(u, false);
     }
@@ -303,6 +371,11 @@ bool fc_unsharding_is_settled(const fc_unsharding *u)
 fc_unsharding_state fc_unsharding_state_of(const fc_unsharding *u)
 {
     return (fc_unsharding_state)u->state;
+}
+
+bool fc_unsharding_has_slices(const fc_unsharding *u)
+{
+    return u->has_slices;
 }
 
 void fc_unsharding_stay_unsharded(fc_unsharding *u)

@@ -12,6 +12,8 @@
  *   is_resident      one rank's shards on a device are the unsharded buffer
  *   is_read          a forward has read the unit, so that its shards have to stay as they are
  *   came_along       another unit's gather has brought it, and was counted
+ *   has_slices       slices stand in the place of its shards; also while it is asked for or
+ * gathered
  *
  * Tensors, and where they are registered, are the caller's (fc_unsharding_ops). Its calls may fail:
  * with FC_ERR_INTERRUPTED and an error that the caller keeps. Threading: serialized per domain.
@@ -35,6 +37,7 @@ typedef struct fc_schedule_unit fc_schedule_unit;
 /* X(name, for people) */
 #define FC_UNSHARDING_STATES(X)                                                                    \
     X(SHARDED, "sharded")                                                                          \
+    X(SLICED, "resharded to a smaller group") /* and not asked for since */                        \
     X(REQUESTED, "asked for")         /* and not gathered: an open phase keeps shards still */     \
     X(GATHERED, "gathered")           /* asked for, there, and not shown yet */                    \
     X(AHEAD, "gathered ahead")        /* there, since another unit's gather brought it along */    \
@@ -59,7 +62,9 @@ typedef enum fc_unsharding_state {
     X(KEEP, "gets memory that outlives the phase")                                                 \
     X(RENEW, "follows its shards again")                                                           \
     X(RESHARD, "is resharded")                                                                     \
-    X(DROP, "is dropped without a use")
+    X(RESHARD_TO_SLICE, "is resharded to a smaller group")                                         \
+    X(DROP, "is dropped without a use")                                                            \
+    X(DROP_TO_SLICE, "is dropped without a use, and still has its slice")
 
 typedef enum fc_unsharding_event {
 #define FC_UNSHARDING_EVENT(name, text) FC_UNIT_##name,
@@ -87,9 +92,13 @@ typedef struct fc_unsharding_ops {
     void (*hide)(void *owner, bool keeps_size);
     /* They say that a backward does without them, or that they are sharded. */
     void (*withhold)(void *owner, bool is_withheld);
-    /* They take the place of the shards, with the memory they have now; or the other way about. */
+    /* They take the place of the shards, or of slices, with the memory they have now. */
     fc_status (*enter)(void *owner);
-    fc_status (*leave)(void *owner);
+    /* The other way about: slices, if there are any: this rank's in a smaller group, which lie
+     * there as the layout of their group says, or as in the unsharded buffer. */
+    fc_status (*leave)(void *owner, void *slices);
+    /* The shards take the place of slices. */
+    fc_status (*leave_slices)(void *owner);
     /* The shards, one per parameter. */
     void (*shards)(void *owner, const void **shards_out);
     /* A number for each that a write changes; the first one from `from` on whose number is another
@@ -99,6 +108,8 @@ typedef struct fc_unsharding_ops {
     /* The first unsharded parameter from `from` on that was written since `enter`; `maybe`: or
      * could have been, uncounted. */
     size_t (*find_written)(void *owner, size_t from, bool maybe);
+    /* The same of slices that stand in the place of the shards. */
+    size_t (*find_written_slice)(void *owner, size_t from);
     /* FC_OK: a warning. */
     fc_status (*tell_of_write)(void *owner, size_t param, fc_written what);
     /* Whether this rank wants the unit's gradients at once. */
@@ -115,6 +126,9 @@ typedef struct fc_unsharding_ops {
 
 typedef struct fc_unsharding_options {
     fc_unit *unit;
+    /* Over messages: the unit in the domain of a smaller group that forward reshards to, laid out
+     * in the compute dtypes; else NULL. */
+    fc_unit *sliced;
     fc_slots *slots;
     fc_traffic *traffic;
     const fc_unsharding_ops *ops;
@@ -143,7 +157,7 @@ FC_MUST_CHECK fc_status fc_unsharding_gather(fc_unsharding *unsharding);
 FC_MUST_CHECK fc_status fc_unsharding_begin_use(fc_unsharding *unsharding, bool *is_shown_out);
 /* After fc_unsharding_gather. */
 FC_MUST_CHECK fc_status fc_unsharding_show(fc_unsharding *unsharding);
-/* `to_slice`: a rank of a smaller group keeps its slice. */
+/* `to_slice`: a rank of a smaller group keeps its slice, from which backward gathers. */
 FC_MUST_CHECK fc_status fc_unsharding_reshard(fc_unsharding *unsharding, bool to_slice);
 /* At the end of a phase: what stays unsharded gets memory of its own until the next forward, since
  * peers may write their shards then. */
@@ -179,6 +193,13 @@ static inline bool fc_unsharding_is_shown(fc_unsharding_state state)
 {
     return state >= FC_UNIT_UNSHARDED;
 }
+/* Nobody has asked for it. */
+static inline bool fc_unsharding_is_away(fc_unsharding_state state)
+{
+    return state <= FC_UNIT_SLICED;
+}
+/* Slices stand in the place of the shards. */
+bool fc_unsharding_has_slices(const fc_unsharding *unsharding);
 /* From the next unshard on; false gives the memory back at once if nobody uses it. */
 void fc_unsharding_keep_memory(fc_unsharding *unsharding, bool keeps);
 void fc_unsharding_stay_unsharded(fc_unsharding *unsharding);

@@ -1,7 +1,7 @@
 /* Units in shared memory: the unsharded unit is there for all ranks while a phase is open.
  *
- * Bytes: a gather moves none. Outside of a phase, or where a unit's memory is its own, each rank
- * copies the unit once.
+ * Bytes: a gather moves none, and slices lie where the unit does. Outside of a phase, or where a
+ * unit's memory is its own, each rank copies the unit once.
  */
 #include "engine/unsharding_private.h"
 
@@ -116,6 +116,12 @@ static fc_status keep(fc_unsharding *u)
     return FC_OK;
 }
 
+static fc_status slice(fc_unsharding *u, void **slices_out)
+{
+    *slices_out = u->view;
+    return FC_OK;
+}
+
 static void count(fc_unsharding *u)
 {
     u->traffic->gathers += u->n_ranks > 1;
@@ -128,5 +134,6 @@ const gathering gathering_mapped = {.makes_copies = false,
                                     .take = take,
                                     .renew = renew,
                                     .keep = keep,
+                                    .slice = slice,
                                     .publish = publish,
                                     .count = count};

@@ -1,7 +1,9 @@
 /* Units over messages: each rank gathers a copy for each use.
  *
  * Bytes: a gather writes this rank's pack once and the whole unit once. In backward it brings small
- * units along, see [Note: gathers ahead] in order.h.
+ * units along, see [Note: gathers ahead] in order.h. Where forward reshards to a smaller group each
+ * rank copies its slice, and backward gathers slices between the ranks of that group alone. A
+ * forward gathers shards: they may have been written since.
  */
 #include "engine/unsharding_private.h"
 
@@ -9,6 +11,18 @@
 #include "engine/domain_private.h"
 #include "engine/order.h"
 #include "engine/root.h"
+
+static bool reads_slices(const fc_unsharding *u)
+{
+    return u->slices != NULL && fc_domain_in_backward(u->domain);
+}
+
+/* Whether both are gathered between the same ranks. */
+static bool is_alike(const fc_unsharding *u, const fc_unsharding *other)
+{
+    return reads_slices(u) ? reads_slices(other) && u->sliced->domain == other->sliced->domain
+                           : !reads_slices(other);
+}
 
 /* Small units that followed this one in the backward before, and still have to be gathered: a list
  * from `u` on, of `*n_out` with it. */
@@ -26,8 +40,9 @@ static void find_followers(fc_unsharding *u, size_t *n_out)
     while ((unit = fc_order_next(&walk)) != NULL) {
         fc_unsharding *next = unit->unsharding;
 
-        if (next == NULL || next->next != NULL || next->state != FC_UNIT_SHARDED ||
-            next->keeps_memory) {
+        if (next == NULL || next->next != NULL ||
+            !fc_unsharding_is_away((fc_unsharding_state)next->state) || next->keeps_memory ||
+            !is_alike(u, next)) {
             continue;
         }
         fc_order_take(&walk, unit);
@@ -52,6 +67,21 @@ static void end_list(fc_unsharding *u, const fc_unsharding *until, bool keeps)
     }
 }
 
+/* What this rank sends of it. */
+static fc_batch_gather sends(fc_unsharding *u)
+{
+    u->is_from_slices = reads_slices(u);
+    if (u->is_from_slices) {
+        for (size_t i = 0; i < u->n_params; i++) {
+            u->shards[i] = (const char *)u->slices + u->sliced->params[i].pack_at;
+        }
+    } else {
+        u->ops->shards(u->owner, u->shards);
+    }
+    return (fc_batch_gather){u->is_from_slices ? u->sliced : u->unit, u->shards, u->memory,
+                             u->ops->is_observed(u->owner)};
+}
+
 /* In one collective, whose parts they take to their slots. */
 static fc_status gather_list(fc_unsharding *first, fc_batch_gather *gathers, size_t n)
 {
@@ -61,9 +91,7 @@ static fc_status gather_list(fc_unsharding *first, fc_batch_gather *gathers, siz
 
     for (size_t i = 0; i < n; i++, u = u->next) {
         FC_TRY(unsharding_take_slot(u));
-        u->ops->shards(u->owner, u->shards);
-        gathers[i] =
-            (fc_batch_gather){u->unit, u->shards, u->memory, u->ops->is_observed(u->owner)};
+        gathers[i] = sends(u);
     }
     FC_TRY(fc_slots_acquire(first->slots, fc_batch_pack_bytes(gathers, n), &pack));
     st = fc_batch_all_gather(gathers, n, pack);
@@ -71,12 +99,17 @@ static fc_status gather_list(fc_unsharding *first, fc_batch_gather *gathers, siz
     return st;
 }
 
+static uint64_t moved_bytes(const fc_unsharding *u)
+{
+    return u->is_from_slices ? u->sliced_gather_bytes : u->gather_bytes;
+}
+
 /* Gathered with another unit, and there until it is used. */
 static void come_along(fc_unsharding *u)
 {
     fc_root_note_use(u->unit);
     u->ops->mark(u->owner, u->marks);
-    u->traffic->gathered += u->gather_bytes;
+    u->traffic->gathered += moved_bytes(u);
     u->came_along = true;
     unsharding_turn(u, FC_UNIT_COME_ALONG);
     fc_order_set_ahead(u->unit, true);
@@ -86,7 +119,8 @@ static void note_gathered(fc_unsharding *u, const fc_unsharding *first, size_t n
 {
     for (size_t i = 0; i < n; i++, u = u->next) {
         u->gathered_at = u->ops->n_steps(u->owner);
-        u->traffic->copied += u->layout->pack_bytes + u->bytes;
+        u->traffic->copied +=
+            (u->is_from_slices ? u->sliced->layout.pack_bytes : u->layout->pack_bytes) + u->bytes;
         if (u != first) {
             come_along(u);
         }
@@ -149,11 +183,23 @@ static fc_status renew(fc_unsharding *u)
     return FC_OK;
 }
 
+static fc_status slice(fc_unsharding *u, void **slices_out)
+{
+    if (u->sliced == NULL) {
+        return FC_OK;
+    }
+    FC_TRY(fc_slots_acquire(u->slots, u->sliced->layout.pack_bytes, &u->slices));
+    fc_unit_slice(u->sliced, u->memory, u->slices);
+    u->traffic->copied += u->sliced->layout.pack_bytes;
+    *slices_out = u->slices;
+    return FC_OK;
+}
+
 static void count(fc_unsharding *u)
 {
     if (!u->came_along) {
         u->traffic->gathers += u->n_ranks > 1;
-        u->traffic->gathered += u->gather_bytes;
+        u->traffic->gathered += moved_bytes(u);
     }
     u->came_along = false;
 }
@@ -163,4 +209,5 @@ const gathering gathering_messages = {.makes_copies = true,
                                       .is_outdated = is_outdated,
                                       .take = take,
                                       .renew = renew,
+                                      .slice = slice,
                                       .count = count};

@@ -24,6 +24,8 @@ typedef struct gathering {
     fc_status (*renew)(fc_unsharding *u);
     /* The phase ends and it stays shown; NULL: its memory is its own. */
     fc_status (*keep)(fc_unsharding *u);
+    /* It is resharded to a smaller group: where its slices lie; NULL: nobody sees any. */
+    fc_status (*slice)(fc_unsharding *u, void **slices_out);
     /* Gives its memory back; NULL: it is a slot. */
     fc_status (*release)(fc_unsharding *u, bool to_slice);
     /* A phase opens; NULL: peers get the shards with a gather. */
@@ -49,7 +51,7 @@ struct fc_unsharding {
     void *view;   /* of the shared unit; NULL without one */
     uint8_t state;
     bool keeps_memory, stays_unsharded, has_graph, is_withheld;
-    bool is_resident, may_reside, is_watched, is_read, came_along;
+    bool is_resident, may_reside, is_watched, is_read, came_along, has_slices;
     fc_traffic *traffic;
     uint64_t *marks; /* owned; of the shards, when they were noted */
     size_t n_params, bytes;
@@ -60,6 +62,10 @@ struct fc_unsharding {
     const void **shards;  /* owned */
     fc_slots *slots;
     fc_unsharding *next; /* in the gather that is being made */
+    fc_unit *sliced;     /* in the domain of a smaller group; NULL: none */
+    void *slices;        /* from the slots */
+    uint64_t sliced_gather_bytes;
+    bool is_from_slices; /* what was gathered last */
     fc_schedule *schedule;
     fc_schedule_unit *on_device;
 };
@@ -69,6 +75,8 @@ void unsharding_turn(fc_unsharding *u, fc_unsharding_event event);
 /* Memory from the slots, unless it has some; and back. */
 FC_MUST_CHECK fc_status unsharding_take_slot(fc_unsharding *u);
 void unsharding_release_slot(fc_unsharding *u);
+/* The same for slices, which are no longer shown. */
+void unsharding_end_slices(fc_unsharding *u);
 /* Takes back what this rank has written to the shared unit. */
 void unsharding_discard_writes(fc_unsharding *u);
 /* A shown unit was gathered; counts what came from peers. */

@@ -116,8 +116,7 @@ class DeviceOptions(NamedTuple):
 
     is_offloaded: bool
     is_pinned: bool
-    post_mesh: Any = None  # of a smaller group that forward reshards to
-    post_rank: int = 0
+    post_rank: int = 0  # in a smaller group that forward reshards to
     n_post_ranks: int = 0
     post_group: str = ""
 
@@ -129,7 +128,6 @@ def options_of(group: Any) -> DeviceOptions:
     if smaller is None:
         return options
     return options._replace(
-        post_mesh=group.post_forward_mesh_info,
         post_rank=smaller.rank(),
         n_post_ranks=smaller.size(),
         post_group=str(smaller.group_name),

@@ -140,8 +140,14 @@ def _row_of(name: str, state: Any, group: Any) -> UnitRow:
         dtypes=_listed(_dtypes_of(p, casts) for p in params),
         gradients=_gradients_of(group),
         road=_implementation_of(group),
-        state="unsharded" if group.is_unsharded else "sharded",
+        state=_state_of(group),
     )
+
+
+def _state_of(group: Any) -> str:
+    if group.is_sharded_post_forward:
+        return f"sharded over {group.post_forward_mesh_info.shard_mesh_size} ranks"
+    return "unsharded" if group.is_unsharded else "sharded"
 
 
 def _placed(fsdp_param: Any) -> str:

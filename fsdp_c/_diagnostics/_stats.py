@@ -111,11 +111,14 @@ def _domains_of(groups: Iterable[FSDPParamGroup]) -> list[tuple[Any, int, bool]]
     for group in groups:
         if group._binding is None:
             continue
-        shard, _, replicate = group._binding
+        shard, _, replicate, smaller = group._binding
         info = group.mesh_info
         found[id(shard)] = shard, info.shard_mesh_size, False
         if replicate is not None:
             found[id(replicate)] = replicate, info.replicate_mesh_size, True
+        if smaller is not None:
+            ranks = group.post_forward_mesh_info or info
+            found[id(smaller)] = smaller, ranks.shard_mesh_size, False
     return list(found.values())
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fsdp_c._fully_shard import _errors
+from fsdp_c._fully_shard import _errors, _slices
 from fsdp_c._fully_shard._fsdp_param import FSDPParam
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._fully_shard._fsdp_state import FSDPState
@@ -51,5 +51,6 @@ def hand_down() -> None:
         refuse_sparse_gradient=FSDPParam._refuse_sparse_gradient,
         parameter_name=_parameter_name,
         make_sharded_gradient=_make_sharded_gradient,
+        make_slice=_slices.make,
         local_gradient=FSDPParam._local_gradient,
     )

@@ -53,6 +53,16 @@ class BoundParam(NamedTuple):
     copies: int
 
 
+class Binding(NamedTuple):
+    """Where a unit is bound: its index in the domains of its shards, of its replicas, and of a
+    smaller group that forward reshards to."""
+
+    shard: _C.Domain
+    index: int
+    replicate: _C.Domain | None
+    smaller: _C.Domain | None  # over messages
+
+
 def bind_units(groups: Sequence[Any], streams: _C.Streams | None = None) -> list[_C.Domain]:
     """Binds units to the core; collective over each of their process groups. Returns the domains.
 
@@ -86,13 +96,17 @@ def _bind_units(groups: Sequence[Any], streams: _C.Streams | None) -> list[_C.Do
     placed = []
     for (shard_pg, replicate_pg, in_sight), members in by_mesh.items():
         shard, replicate = _make_domains(shard_pg, replicate_pg, members, streams, in_sight)
-        domains += [domain for domain in (shard, replicate) if domain is not None]
-        placed += [(group, shard, i, replicate) for i, group in enumerate(members)]
-    for group, shard, index, replicate in placed:
-        smaller = _device.smaller_group(group)
-        if streams is not None and smaller is not None:
-            _device.connect(streams, smaller, group.device)
-        bind_unit(group, shard, index, replicate)
+        smaller = {} if streams is not None else _make_smaller(shard, members)
+        domains += [d for d in (shard, replicate, *smaller.values()) if d is not None]
+        placed += [
+            (group, Binding(shard, i, replicate, smaller.get(_device.smaller_group(group))))
+            for i, group in enumerate(members)
+        ]
+    for group, binding in placed:
+        smaller_group = _device.smaller_group(group)
+        if streams is not None and smaller_group is not None:
+            _device.connect(streams, smaller_group, group.device)
+        bind_unit(group, binding)
     if streams is None:
         HEAP.prepare_for_core()
     return domains
@@ -187,9 +201,45 @@ def _make_domains(
     return shard, replicate[0] if replicate else None
 
 
+def _make_smaller(
+    shard: _C.Domain, groups: Sequence[Any]
+) -> dict[dist.ProcessGroup | None, _C.Domain]:
+    """Over messages, domains of the smaller groups that forward reshards to. Each has all units,
+    at the index that they have in the domain of their shards."""
+    if shard.is_mapped:  # slices lie in the unsharded unit
+        return {}
+    params = [[s._replace(orig=s.compute) for s in map(spec_of, g.fsdp_params)] for g in groups]
+    units = [UnitSpec(_fqns.unit_name(g), p) for g, p in zip(groups, params, strict=True)]
+    found: dict[dist.ProcessGroup | None, _C.Domain] = {}
+    for group in groups:
+        process_group = _device.smaller_group(group)
+        if process_group is None or process_group in found:
+            continue
+        messages = None
+        if group.visible.reason:
+            own = group.post_forward_mesh_info.shard_process_group
+            messages = _visible_collectives.VisibleMessages(groups, own, False)
+        found[process_group] = domain = _C.Domain(
+            transport=_transport.messages_for(process_group, messages),
+            is_replicate=False,
+            units=units,
+            shard_rank=process_group.rank(),
+            n_shards=process_group.size(),
+            batch_bytes=0,
+            is_counted=False,
+            is_packed=messages is not None,
+            group=str(process_group.group_name),
+        )
+        watch = _transport.watch_for(process_group)
+        if watch is not None:
+            domain.watch(watch)
+    return found
+
+
 @torch.no_grad()
-def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | None) -> None:
+def bind_unit(group: Any, binding: Binding) -> None:
     """Gives the unit's shards their place and makes its unsharded parameters; local."""
+    shard, index = binding.shard, binding.index
     layout = shard.layout(index)
     shard_rank = getattr(group.mesh_info, "shard_mesh_rank", 0)
     with torch.inference_mode(False), _apart():
@@ -208,7 +258,7 @@ def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | N
                 fsdp_param._orig_size,
                 fsdp_param.unsharded_stride,
             )
-            unsharded = _parameter(
+            unsharded = parameter_of(
                 data, fsdp_param.unsharded_spec(dtype), fsdp_param.sharded_param.requires_grad
             )
             _param_attributes.copy_attributes(fsdp_param.sharded_param, unsharded)
@@ -233,18 +283,20 @@ def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | N
         group._bind(
             domain=shard,
             index=index,
-            replicate=replicate,
+            replicate=binding.replicate,
+            smaller=binding.smaller,
+            post_mesh=group.post_forward_mesh_info if _device.smaller_group(group) else None,
             params=rows,
             flat=flat,
             on_device=_device.options_of(group),
         )
         group.keep_storage()
-    group._binding = (shard, index, replicate)
+    group._binding = binding
     group._bound_specs = [spec_of(p) for p in group.fsdp_params]
     group.choose_reduce_group()
 
 
-def _parameter(
+def parameter_of(
     data: torch.Tensor, spec: DTensorSpec | None, requires_grad: bool
 ) -> nn.Parameter | DTensor:
     """One whose unit notices that `param.data` was taken, to which writes are not counted."""

@@ -104,6 +104,7 @@ class FallbackParam(ParamLayout):
             self._unsharded_param.detach(), info.shard_mesh_size, dim=dim
         )
         own = parts[info.shard_mesh_rank].clone(memory_format=torch.contiguous_format)
+        own = own.view(self.sharded_post_forward_size)  # torch's empty chunks have one dim
         super().to_sharded_post_forward()
         self._sharded_post_forward_param._local_tensor = own
         if dim > 0:

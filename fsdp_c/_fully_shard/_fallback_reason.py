@@ -32,8 +32,6 @@ def why_torch_everywhere(group: Any) -> str:
         return "dp_mesh_dims of a larger mesh"
     if mesh_info.mesh.device_type != group.device.type:
         return f"its mesh is on {mesh_info.mesh.device_type}"
-    if not _device.is_wanted(group) and group.post_forward_mesh_info not in (None, mesh_info):
-        return "reshard_after_forward is an int"
     if not _device.is_wanted(group) and _device.offloads(group)[1]:
         return "offloading to pinned memory"
     on_host = not _device.is_wanted(group)

@@ -55,6 +55,29 @@ class FSDPParam(_versions.AccumulatedGradient, _fallback_param.FallbackParam):
         self.__dict__["sharded_state"] = state
 
     @property
+    def _sharded_post_forward_param(self) -> Any:
+        """What modules show after a forward that reshards to a smaller mesh; else None."""
+        if self.unit is None or not self.unit._is_bound:
+            return self.__dict__["_sharded_post_forward_param"]
+        info = self._module_info
+        return info.module._parameters[info.param_name] if self.unit._core_has_slices else None
+
+    @_sharded_post_forward_param.setter
+    def _sharded_post_forward_param(self, param: Any) -> None:
+        self.__dict__["_sharded_post_forward_param"] = param
+
+    @property
+    def _sharded_post_forward_param_data(self) -> Any:
+        if self.unit is None or not self.unit._is_bound:
+            return self.__dict__["_sharded_post_forward_param_data"]
+        param = self._sharded_post_forward_param
+        return None if param is None else param._local_tensor.detach().reshape(-1)
+
+    @_sharded_post_forward_param_data.setter
+    def _sharded_post_forward_param_data(self, data: Any) -> None:
+        self.__dict__["_sharded_post_forward_param_data"] = data
+
+    @property
     def keep_unsharded_storage(self) -> bool:
         """Whether reshard leaves the unsharded parameter's memory as it is (torch 2.15)."""
         return self.__dict__.get("_keeps_storage", False)

@@ -202,8 +202,8 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
         domains = []
         for group in groups:
             # Units that were unsharded before the first forward have a domain already.
-            for domain in (group._binding[0], group._binding[2]) if group._binding else ():
-                if domain is not None and domain not in domains:
+            for domain in group._binding or ():
+                if isinstance(domain, _C.Domain) and domain not in domains:
                     domains.append(domain)
         streams = domains[0].streams if domains else None
         unbound = [group for group in groups if not group._is_bound]

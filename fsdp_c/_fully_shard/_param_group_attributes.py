@@ -48,7 +48,11 @@ class GroupAttributes(VisibleGroup):
     @property
     def _sharded_state(self) -> ShardedState:
         if self._is_bound:
-            return ShardedState.UNSHARDED if self._core_is_unsharded else ShardedState.SHARDED
+            if self._core_is_unsharded:
+                return ShardedState.UNSHARDED
+            if self._core_has_slices:
+                return ShardedState.SHARDED_POST_FORWARD
+            return ShardedState.SHARDED
         return self.__dict__["_sharded_state"]
 
     @_sharded_state.setter

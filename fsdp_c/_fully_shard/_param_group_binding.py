@@ -24,8 +24,7 @@ from fsdp_c._native import _C
 class BoundGroup(_C.Group, FallbackGroup):
     """A unit that can be bound to the core, between two steps."""
 
-    # (domain, index in it, domain of the replicas) once bound.
-    _binding: tuple[_C.Domain, int, _C.Domain | None] | None = None
+    _binding: _engine_bind.Binding | None = None
     _bound_specs: list[_param_spec.ParamSpec] | None = None
     _root: _C.Root | None = None
     # Who looks at its collectives, as it is bound and as it is wanted.
@@ -88,7 +87,7 @@ class BoundGroup(_C.Group, FallbackGroup):
             self._set_aside()
             return True
         assert self._binding is not None
-        _engine_bind.bind_unit(self, *self._binding)
+        _engine_bind.bind_unit(self, self._binding)
         return False
 
     def _adopt_replaced_shards(self) -> None:

@@ -37,7 +37,9 @@ class StateDictGroup(GroupAttributes):
         if self.is_summoned:  # what stands in the modules now is to be saved
             return
         if self._is_bound:
-            self._to_sharded()
+            # Slices over messages stay: a rank that saves alone would gather between other ranks.
+            if not (self._core_has_slices and self._binding.smaller):  # type: ignore[union-attr]
+                self._to_sharded()
         else:
             self.show_shards()
 
@@ -50,7 +52,7 @@ class StateDictGroup(GroupAttributes):
 
         Copies in place of summoned ones, since their memory is the unit's.
         """
-        if not self.is_unsharded:
+        if not (self.is_unsharded or self.is_sharded_post_forward):
             return
         for fsdp_param in self.fsdp_params:
             for owner, name in _param_attributes.registrations(fsdp_param):

@@ -75,7 +75,7 @@ class VisibleMessages(_transport.Messages):
         work = comm(
             output_tensor=gathered,
             input_tensor=own,
-            group=unit._all_gather_process_group,
+            group=process_group,
             async_op=unit.gathers_async,
         )
         if isinstance(work, dist.distributed_c10d.Work):

@@ -248,8 +248,7 @@ def _shared_storages(groups: Sequence[FSDPParamGroup]) -> set[int]:
     found = set()
     for group in groups:
         if group._binding is not None:
-            domain, index, _ = group._binding
-            places = domain.layout(index)["params"]
+            places = group._binding.shard.layout(group._binding.index)["params"]
             for fsdp_param, place in zip(group.fsdp_params, places, strict=True):
                 if place["is_aliased"]:
                     found.add(fsdp_param._sharded_local_tensor.untyped_storage()._cdata)

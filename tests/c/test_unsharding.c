@@ -13,6 +13,7 @@
 #define COLUMNS 3
 #define N_STEPS 3
 #define BATCH_LIMIT ((size_t)1 << 20)
+#define SLICE_RANKS 2
 
 /* Shards of the first parameter lie in shared memory where there is some; the second is narrowed.
  */
@@ -28,6 +29,8 @@ typedef struct owner {
     uint64_t writes[N_PARAMS]; /* to shards */
     bool is_written[N_PARAMS]; /* the unsharded parameter */
     const char *shown;         /* NULL: nothing */
+    const char *slices;        /* NULL: the shards are shown, or the whole */
+    bool is_slice_written[N_PARAMS];
     bool keeps_size, is_withheld, is_entered, is_observed;
     bool fails; /* the next call that can */
     fc_written told;
@@ -38,6 +41,10 @@ typedef struct world {
     ranks_host host;
     fc_transport *transport;
     fc_domain *domain;
+    /* Of groups of SLICE_RANKS, over messages. */
+    ranks_host small_host;
+    fc_transport *small_transport;
+    fc_domain *small;
     fc_slots *slots;
     owner owners[N_UNITS];
     int rank;
@@ -65,7 +72,7 @@ static void withhold(void *of, bool is_withheld)
     ((owner *)of)->is_withheld = is_withheld;
 }
 
-static fc_status move(owner *o, bool is_entered)
+static fc_status move(owner *o, bool is_entered, const char *slices)
 {
     if (o->fails) {
         o->fails = false;
@@ -73,23 +80,31 @@ static fc_status move(owner *o, bool is_entered)
     }
     memset(o->is_written, 0, sizeof(o->is_written));
     o->is_entered = is_entered;
+    o->slices = slices;
+    memset(o->is_slice_written, 0, sizeof(o->is_slice_written));
     return FC_OK;
 }
 
 static fc_status enter(void *of)
 {
-    return move(of, true);
+    return move(of, true, NULL);
 }
 
-static fc_status leave(void *of)
+static fc_status leave(void *of, void *slices)
 {
     owner *o = of;
     bool was_written[N_PARAMS];
 
     memcpy(was_written, o->is_written, sizeof(was_written));
-    FC_TRY(move(o, false));
+    FC_TRY(move(o, false, slices));
     memcpy(o->is_written, was_written, sizeof(was_written));
     return FC_OK;
+}
+
+static fc_status leave_slices(void *of)
+{
+    CHECK(((owner *)of)->slices != NULL);
+    return move(of, false, NULL);
 }
 
 static void get_shards(void *of, const void **out)
@@ -119,6 +134,14 @@ static size_t find_written(void *of, size_t from, bool maybe)
     return from;
 }
 
+static size_t find_written_slice(void *of, size_t from)
+{
+    while (from < N_PARAMS && !((owner *)of)->is_slice_written[from]) {
+        from++;
+    }
+    return from;
+}
+
 static fc_status tell_of_write(void *of, size_t param, fc_written what)
 {
     (void)param;
@@ -143,10 +166,12 @@ static const fc_unsharding_ops ops = {.show = show,
                                       .withhold = withhold,
                                       .enter = enter,
                                       .leave = leave,
+                                      .leave_slices = leave_slices,
                                       .shards = get_shards,
                                       .mark = mark,
                                       .find_changed = find_changed,
                                       .find_written = find_written,
+                                      .find_written_slice = find_written_slice,
                                       .tell_of_write = tell_of_write,
                                       .is_observed = is_observed,
                                       .n_steps = count_steps};
@@ -222,6 +247,7 @@ static void create(world *w, size_t u)
 {
     owner *o = &w->owners[u];
     const fc_unsharding_options options = {.unit = fc_domain_unit(w->domain, u),
+                                           .sliced = w->small ? fc_domain_unit(w->small, u) : NULL,
                                            .slots = w->slots,
                                            .traffic = &o->traffic,
                                            .ops = &ops,
@@ -233,6 +259,42 @@ static void create(world *w, size_t u)
             o->layout->params[i].is_aliased ? fc_unit_shard_storage(options.unit, i) : o->memory[i];
     }
     CHECK_OK(fc_unsharding_create(&options, &o->unsharding));
+}
+
+static fc_status connect_by_messages(fc_transport_config *config, ranks_host *host,
+                                     fc_transport **out)
+{
+    const fc_message_ops messages = {.context = host,
+                                     .all_gather = all_gather,
+                                     .reduce_scatter = no_scatter,
+                                     .all_reduce = no_reduce,
+                                     .broadcast = no_broadcast,
+                                     .all_to_all = no_exchange,
+                                     .barrier = barrier};
+
+    return fc_callback_create(config, &messages, out);
+}
+
+/* A domain of each group of SLICE_RANKS, to which forward reshards over messages. */
+static void join_small(world *w, int rank, int n_ranks)
+{
+    const int group = rank / SLICE_RANKS, own = rank % SLICE_RANKS;
+    fc_param params[N_PARAMS];
+    fc_unit_desc units[N_UNITS] = {
+        {"first", params, N_PARAMS}, {"second", params, N_PARAMS}, {"third", params, N_PARAMS}};
+    fc_transport_config config;
+
+    if (w->is_mapped || n_ranks <= SLICE_RANKS || n_ranks % SLICE_RANKS != 0) {
+        return;
+    }
+    for (size_t i = 0; i < N_PARAMS; i++) {
+        params[i] = make_param(1, ROWS, COLUMNS, FC_F32, true);
+        params[i].orig = params[i].compute = computed[i];
+    }
+    config = ranks_config(&w->small_host, 1 + group, own, SLICE_RANKS, DOMAINS_TIMEOUT_NS);
+    CHECK_OK(connect_by_messages(&config, &w->small_host, &w->small_transport));
+    CHECK_OK(fc_domain_create(w->small_transport, FC_DOMAIN_SHARD, units, N_UNITS, own, SLICE_RANKS,
+                              &w->small));
 }
 
 static void join(world *w, int rank, int n_ranks, bool is_mapped)
@@ -255,18 +317,11 @@ static void join(world *w, int rank, int n_ranks, bool is_mapped)
     if (is_mapped) {
         CHECK_OK(fc_shm_create(&config, &w->transport));
     } else {
-        const fc_message_ops messages = {.context = &w->host,
-                                         .all_gather = all_gather,
-                                         .reduce_scatter = no_scatter,
-                                         .all_reduce = no_reduce,
-                                         .broadcast = no_broadcast,
-                                         .all_to_all = no_exchange,
-                                         .barrier = barrier};
-
-        CHECK_OK(fc_callback_create(&config, &messages, &w->transport));
+        CHECK_OK(connect_by_messages(&config, &w->host, &w->transport));
     }
     CHECK_OK(
         fc_domain_create(w->transport, FC_DOMAIN_SHARD, units, N_UNITS, rank, n_ranks, &w->domain));
+    join_small(w, rank, n_ranks);
     fc_domain_link(&w->domain, 1);
     fc_batch_limit(w->domain, BATCH_LIMIT);
     for (size_t u = 0; u < N_UNITS; u++) {
@@ -283,7 +338,9 @@ static void leave_world(world *w)
     fc_slots_trim(w->slots);
     CHECK_EQ(fc_slots_bytes(w->slots), 0);
     fc_domain_destroy(w->domain);
+    fc_domain_destroy(w->small);
     fc_transport_destroy(w->transport);
+    fc_transport_destroy(w->small_transport);
     fc_slots_destroy(w->slots);
     CHECK_EQ(fc_alloc_live(), 0);
 }
@@ -295,6 +352,9 @@ static void open(world *w, fc_phase phase)
         fc_unsharding_note_shards(w->owners[u].unsharding);
     }
     fc_domain_open(w->domain, (fc_opening){phase, 0, FC_UPDATES_UNKNOWN});
+    if (w->small != NULL) {
+        fc_domain_open(w->small, (fc_opening){phase, 0, FC_UPDATES_UNKNOWN});
+    }
 }
 
 static void close_phase(world *w)
@@ -303,6 +363,9 @@ static void close_phase(world *w)
         fc_unsharding_drop_ahead(w->owners[u].unsharding);
     }
     CHECK_OK(fc_domain_close(w->domain));
+    if (w->small != NULL) {
+        CHECK_OK(fc_domain_close(w->small));
+    }
 }
 
 static fc_status unshard(world *w, size_t u)
@@ -355,13 +418,16 @@ static void test_transitions(void)
         fc_unsharding_state from, to;
     } legal[] = {
         {FC_UNIT_ASK, FC_UNIT_SHARDED, FC_UNIT_REQUESTED},
+        {FC_UNIT_ASK, FC_UNIT_SLICED, FC_UNIT_REQUESTED},
         {FC_UNIT_ASK, FC_UNIT_REQUESTED, FC_UNIT_REQUESTED},
         {FC_UNIT_ASK, FC_UNIT_GATHERED, FC_UNIT_GATHERED},
         {FC_UNIT_ASK, FC_UNIT_AHEAD, FC_UNIT_GATHERED},
         {FC_UNIT_GATHER, FC_UNIT_SHARDED, FC_UNIT_GATHERED},
+        {FC_UNIT_GATHER, FC_UNIT_SLICED, FC_UNIT_GATHERED},
         {FC_UNIT_GATHER, FC_UNIT_REQUESTED, FC_UNIT_GATHERED},
         {FC_UNIT_GATHER, FC_UNIT_GATHERED, FC_UNIT_GATHERED},
         {FC_UNIT_COME_ALONG, FC_UNIT_SHARDED, FC_UNIT_AHEAD},
+        {FC_UNIT_COME_ALONG, FC_UNIT_SLICED, FC_UNIT_AHEAD},
         {FC_UNIT_OUTDATE, FC_UNIT_GATHERED, FC_UNIT_REQUESTED},
         {FC_UNIT_SHOW, FC_UNIT_REQUESTED, FC_UNIT_UNSHARDED},
         {FC_UNIT_SHOW, FC_UNIT_GATHERED, FC_UNIT_UNSHARDED},
@@ -369,12 +435,19 @@ static void test_transitions(void)
         {FC_UNIT_KEEP, FC_UNIT_UNSHARDED, FC_UNIT_KEPT},
         {FC_UNIT_KEEP, FC_UNIT_KEPT, FC_UNIT_KEPT},
         {FC_UNIT_RENEW, FC_UNIT_KEPT, FC_UNIT_UNSHARDED},
+        {FC_UNIT_RESHARD, FC_UNIT_SLICED, FC_UNIT_SHARDED},
         {FC_UNIT_RESHARD, FC_UNIT_UNSHARDED, FC_UNIT_SHARDED},
         {FC_UNIT_RESHARD, FC_UNIT_KEPT, FC_UNIT_SHARDED},
+        {FC_UNIT_RESHARD_TO_SLICE, FC_UNIT_UNSHARDED, FC_UNIT_SLICED},
+        {FC_UNIT_RESHARD_TO_SLICE, FC_UNIT_KEPT, FC_UNIT_SLICED},
         {FC_UNIT_DROP, FC_UNIT_SHARDED, FC_UNIT_SHARDED},
         {FC_UNIT_DROP, FC_UNIT_REQUESTED, FC_UNIT_SHARDED},
         {FC_UNIT_DROP, FC_UNIT_GATHERED, FC_UNIT_SHARDED},
         {FC_UNIT_DROP, FC_UNIT_AHEAD, FC_UNIT_SHARDED},
+        {FC_UNIT_DROP_TO_SLICE, FC_UNIT_SLICED, FC_UNIT_SLICED},
+        {FC_UNIT_DROP_TO_SLICE, FC_UNIT_REQUESTED, FC_UNIT_SLICED},
+        {FC_UNIT_DROP_TO_SLICE, FC_UNIT_GATHERED, FC_UNIT_SLICED},
+        {FC_UNIT_DROP_TO_SLICE, FC_UNIT_AHEAD, FC_UNIT_SLICED},
     };
     const size_t n_legal = sizeof(legal) / sizeof(legal[0]);
 
@@ -392,7 +465,8 @@ static void test_transitions(void)
             CHECK_EQ(to, k < n_legal ? legal[k].to : FC_UNIT_STATE_COUNT);
         }
     }
-    CHECK_HAS(fc_last_message(), "a unit that is unsharded since before is dropped without a use");
+    CHECK_HAS(fc_last_message(), "a unit that is unsharded since before is dropped without a use, "
+                                 "and still has its slice");
 }
 
 /* ---- programs; `arg`: whether in shared memory ---- */
@@ -650,6 +724,144 @@ static void body_ahead(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+static fc_status reshard_to_slice(world *w, size_t u)
+{
+    return fc_unsharding_reshard(w->owners[u].unsharding, true);
+}
+
+/* This rank's rows of what all ranks had in that step. */
+static void check_slices(const world *w, size_t u, int step)
+{
+    const owner *o = &w->owners[u];
+    const size_t chunk = (ROWS + SLICE_RANKS - 1) / SLICE_RANKS;
+    const size_t first = (size_t)(w->rank % SLICE_RANKS) * chunk;
+    const size_t rows = first + chunk > ROWS ? ROWS - first : chunk;
+
+    CHECK(o->slices != NULL && !o->is_entered);
+    for (size_t i = 0; o->slices != NULL && i < N_PARAMS; i++) {
+        const fc_param *p =
+            &(w->is_mapped ? o->layout : fc_unit_layout(fc_domain_unit(w->small, u)))->params[i];
+        const size_t row = COLUMNS * fc_dtype_bytes(computed[i]);
+        float own[ROWS * COLUMNS];
+
+        fc_kern_cast(computed[i], FC_F32)(
+            own, o->slices + (w->is_mapped ? p->full_at + first * row : p->pack_at),
+            rows * COLUMNS);
+        for (size_t k = 0; k < rows * COLUMNS; k++) {
+            CHECK(own[k] == value_of(step, u, i, first * COLUMNS + k));
+        }
+    }
+}
+
+static void forward_to_slices(world *w, int step)
+{
+    write_shards(w, step);
+    open(w, FC_PHASE_FORWARD);
+    for (size_t u = 0; u < N_UNITS; u++) {
+        CHECK_OK(unshard(w, u));
+        check_values(w, u, step);
+        CHECK_OK(reshard_to_slice(w, u));
+        CHECK_STATE(w, u, SLICED);
+        CHECK(!fc_unsharding_is_settled(w->owners[u].unsharding));
+    }
+    close_phase(w);
+    for (size_t u = 0; u < N_UNITS; u++) {
+        check_slices(w, u, step);
+    }
+}
+
+/* Each forward leaves slices of a smaller group; backward gathers from them, over messages between
+ * the ranks of that group alone. */
+static void body_slices(int rank, int n_ranks, void *arg)
+{
+    world w;
+    uint64_t gathered;
+
+    join(&w, rank, n_ranks, *(const bool *)arg);
+    for (int step = 0; step < N_STEPS; step++) {
+        forward_to_slices(&w, step);
+        gathered = w.owners[0].traffic.gathered;
+        open(&w, FC_PHASE_BACKWARD);
+        for (size_t u = 0; u < N_UNITS; u++) {
+            CHECK_OK(unshard(&w, u));
+            CHECK(!fc_unsharding_has_slices(w.owners[u].unsharding));
+            check_values(&w, u, step);
+            if (!w.is_mapped && step > 0 && u == 0) { /* those of its group came along */
+                CHECK_STATE(&w, 1, AHEAD);
+                CHECK(fc_unsharding_has_slices(w.owners[1].unsharding));
+            }
+            CHECK_OK(reshard(&w, u));
+            CHECK_STATE(&w, u, SHARDED);
+        }
+        close_phase(&w);
+        gathered = w.owners[0].traffic.gathered - gathered;
+        CHECK(gathered < w.owners[0].traffic.gathered / (2 * (uint64_t)step + 1) || w.is_mapped);
+    }
+    leave_world(&w);
+}
+
+/* Slices are left: by a reshard, by a use in a forward, by nobody at all. */
+static void body_slices_end(int rank, int n_ranks, void *arg)
+{
+    world w;
+    owner *o = &w.owners[0];
+
+    join(&w, rank, n_ranks, *(const bool *)arg);
+    forward_to_slices(&w, 0);
+    CHECK_OK(reshard_to_slice(&w, 0)); /* nothing is to be done */
+    CHECK_STATE(&w, 0, SLICED);
+    o->fails = true;
+    CHECK_EQ(reshard(&w, 0), FC_ERR_INTERRUPTED);
+    CHECK_STATE(&w, 0, SLICED);
+    CHECK_OK(reshard(&w, 0));
+    CHECK_STATE(&w, 0, SHARDED);
+    CHECK(o->slices == NULL);
+    /* Outside of a phase it is the shards that are gathered. */
+    CHECK_OK(fc_unsharding_gather(w.owners[1].unsharding));
+    CHECK_STATE(&w, 1, GATHERED);
+    fc_unsharding_drop(w.owners[1].unsharding);
+    CHECK_STATE(&w, 1, SLICED);
+    CHECK_OK(unshard(&w, 1));
+    CHECK_STATE(&w, 1, KEPT);
+    CHECK(!fc_unsharding_has_slices(w.owners[1].unsharding));
+    CHECK_OK(reshard(&w, 1));
+    /* So in the next forward: they may have been written since. */
+    CHECK_OK(barrier(&w.host));
+    forward_to_slices(&w, 1);
+    open(&w, FC_PHASE_BACKWARD);
+    CHECK_OK(unshard(&w, 0));
+    check_values(&w, 0, 1);
+    o->fails = true;
+    CHECK_EQ(reshard_to_slice(&w, 0), FC_ERR_INTERRUPTED);
+    CHECK_STATE(&w, 0, UNSHARDED);
+    CHECK_OK(reshard(&w, 0));
+    CHECK_OK(unshard(&w, 0)); /* from shards, now that the slices are gone */
+    check_values(&w, 0, 1);
+    CHECK_OK(reshard(&w, 0));
+    close_phase(&w);
+    leave_world(&w);
+}
+
+/* What is written to slices in shared memory is not what a backward reads. */
+static void body_slices_written(int rank, int n_ranks, void *arg)
+{
+    world w;
+    owner *o = &w.owners[0];
+    const fc_param *p;
+
+    join(&w, rank, n_ranks, *(const bool *)arg);
+    forward_to_slices(&w, 0);
+    p = &o->layout->params[0];
+    ((float *)(void *)(o->slices + p->full_at))[0] = 77;
+    o->is_slice_written[0] = true;
+    open(&w, FC_PHASE_BACKWARD);
+    CHECK_OK(unshard(&w, 0));
+    check_values(&w, 0, 0);
+    CHECK_OK(reshard(&w, 0));
+    close_phase(&w);
+    leave_world(&w);
+}
+
 /* What fails leaves the unit as it was. */
 static void body_failing(int rank, int n_ranks, void *arg)
 {
@@ -697,6 +909,11 @@ int main(void)
             ranks_check(n_ranks, body_failing, &kinds[k]);
         }
     }
+    for (size_t k = 0; k < 2; k++) {
+        ranks_check(4, body_slices, &kinds[k]);
+        ranks_check(4, body_slices_end, &kinds[k]);
+    }
+    ranks_check(4, body_slices_written, &kinds[0]);
     ranks_check(1, body_written, NULL);
     ranks_check(2, body_written, NULL);
     ranks_check(2, body_ahead, NULL);

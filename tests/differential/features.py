@@ -305,9 +305,9 @@ FREEZING = [
 ]
 # A feature goes where one of the others is there.
 REFUSED_BESIDE: dict[str, tuple[str, ...]] = {
-    # torch asks for the gather of all ranks, and then gathers nothing.
-    "scaled extension": ("replicate",),
-    "kept extension": ("replicate",),
+    # torch asks for the gather of all ranks, and then gathers nothing; from slices it gathers none.
+    "scaled extension": ("replicate", "int"),
+    "kept extension": ("replicate", "int"),
     # torch has no setters of these for replicated units, nor for several meshes.
     "all-reduce hook": ("replicate", "two meshes"),
     "custom all-gather": ("replicate", "two meshes"),

@@ -45,13 +45,6 @@ def test_method_replaced_between_steps(rank: int, n_ranks: int) -> None:
         pair.step(data(rank, step))
 
 
-@on_ranks(2)
-def test_reshard_to_an_int(rank: int, n_ranks: int) -> None:
-    pair = Pair(Net, lambda model, fsdp: models.shard_blocks(model, fsdp, reshard_after_forward=2))
-    for step in range(2):
-        pair.step(data(rank, step))
-
-
 @on_ranks(1, 2)
 def test_unsharded_before_the_first_forward(rank: int, n_ranks: int) -> None:
     """The parameters that an early unshard() gave, and hooks on them, are those of the forward."""

@@ -5,7 +5,6 @@ An unsharded model is the judge.
 """
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from models import use_fallback
 from parity import full
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-from torch.distributed.tensor import DTensor, Shard
 
 import fsdp_c
 
@@ -118,39 +116,6 @@ def df19_another_dtype_after_the_first_forward(fsdp: Any, rank: int, n_ranks: in
                     torch.testing.assert_close(full(model.get_parameter(name).grad), param.grad)
 
 
-def train_resharded(
-    fsdp: Any, rank: int, n_ranks: int, rows: int, place: Callable[[Tensor], Shard] | None
-) -> None:
-    """Resharded to two ranks after forward; what is registered then equals the weights."""
-    root, plain = pair(rows)
-    model = nn.Sequential(root)
-    mesh = cached_mesh((n_ranks,))
-    fsdp.fully_shard(root, mesh=mesh, reshard_after_forward=2, shard_placement_fn=place)
-    fsdp.fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(root.parameters(), lr=0.1)
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step in range(2):
-        loss = model(batch(rank, step)).square().sum()
-        for name, param in plain.named_parameters():
-            shard = root.get_parameter(name)
-            assert isinstance(shard, DTensor) and shard.device_mesh.ndim == 2
-            torch.testing.assert_close(full(shard), param.detach(), rtol=1e-5, atol=1e-5)
-        optimizer.zero_grad()
-        loss.backward()
-        check_gradients(root, plain, n_ranks, step)
-        optimizer.step()
-        reference.step()
-
-
-def df17_int_reshard_on_dim_1(fsdp: Any, rank: int, n_ranks: int) -> None:
-    train_resharded(fsdp, rank, n_ranks, 8, lambda param: Shard(param.ndim - 1))
-
-
-def df5_int_reshard_of_uneven_rows(fsdp: Any, rank: int, n_ranks: int) -> None:
-    for rows in (5, 6, 9):
-        train_resharded(fsdp, rank, n_ranks, rows, None)
-
-
 class Halves(nn.Module):
     """Gathers its weight as two tensors; the methods are bound to the one shard."""
 
@@ -249,8 +214,6 @@ BODIES = [
     df19_another_dtype_after_the_first_forward,
     df31_divide_factor_over_gloo,
     df38_no_order_of_forwards_without_backward,
-    df17_int_reshard_on_dim_1,
-    df5_int_reshard_of_uneven_rows,
     df18_int_reshard_of_an_extension,
     df27_ex3_extension_survives_a_move,
     df27_ex15_all_inputs_in_a_group_of_one,

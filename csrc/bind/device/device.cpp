@@ -123,14 +123,10 @@ DeviceOptions::DeviceOptions(PyObject *options)
     Fields fields(options);
     is_offloaded = fields.flag("is_offloaded");
     is_pinned = fields.flag("is_pinned");
-    const Ref mesh = fields.object("post_mesh"), group = fields.object("post_group");
     post_rank = static_cast<int>(fields.size("post_rank"));
     n_post_ranks = static_cast<int>(fields.size("n_post_ranks"));
+    post_group = fields.text("post_group");
     fields.end();
-    if (mesh.get() != Py_None) {
-        post_mesh = mesh;
-        post_group = text_from(group.get());
-    }
 }
 
 DeviceUnit::DeviceUnit(Streams *streams, fc_unit *shard, fc_unit *replicate,

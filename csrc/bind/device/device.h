@@ -119,9 +119,7 @@ struct DeviceOptions {
 
     int is_offloaded = 0; // shards and their gradients are host memory
     int is_pinned = 0;
-    // Whom forward reshards to, while that is this post_forward_mesh_info.
-    Ref post_mesh;
-    int post_rank = 0, n_post_ranks = 0;
+    int post_rank = 0, n_post_ranks = 0; // in a smaller group that forward reshards to
     std::string post_group;
 };
 
@@ -156,11 +154,6 @@ public:
     // Where a forward computes.
     c10::Stream computing() const { return streams_->computing(); }
     Streams &streams() const { return *streams_; }
-    // Whether a forward that ends with this post_forward_mesh_info leaves slices.
-    bool keeps_slice(PyObject *post_forward_mesh_info) const
-    {
-        return options_.n_post_ranks > 0 && post_forward_mesh_info == options_.post_mesh.get();
-    }
     void note_forward() { check(fc_schedule_note_forward(scheduled())); }
     // Sums over the unit's ranks are those of this process group, which is connected, from now on.
     void set_reduce_group(const std::string &group);

@@ -134,6 +134,7 @@ Ref domain_layout(OwnedDomain &self, PyObject *unit)
     std::vector<Ref> params;
     for (size_t i = 0; i < layout->n_params; i++) {
         params.push_back(dict_of({{"offset", to_python(layout->params[i].full_at)},
+                                  {"packed", to_python(layout->params[i].pack_at)},
                                   {"is_aliased", to_python(layout->params[i].is_aliased)}}));
     }
     return dict_of({{"full_bytes", to_python(layout->full_bytes)}, {"params", to_python(params)}});
@@ -251,7 +252,10 @@ void domain_set_heap(PyObject *args, PyObject *named)
 }
 
 PyGetSetDef domain_getters[] = {
-    property<&OwnedDomain::streams>("streams", "what the units run in on a device, or None"), {}};
+    property<&OwnedDomain::streams>("streams", "what the units run in on a device, or None"),
+    property<[](OwnedDomain &self) { return fc_domain_is_mapped(self.get()); }>(
+        "is_mapped", "whether units lie in memory of all ranks"),
+    {}};
 PyMethodDef domain_methods[] = {
     function<domain_set_heap>(
         "set_heap",
@@ -278,7 +282,8 @@ PyMethodDef domain_methods[] = {
     method<domain_waits>("waits",
                          "waits(reset) -> {forwards, backwards, waits: [{unit, kind, count, ns, "
                          "longest_ns, longest_rank}], ns_by_rank: {rank: ns}}"),
-    method<domain_layout>("layout", "layout(unit) -> {full_bytes, params: [{offset, is_aliased}]}"),
+    method<domain_layout>("layout",
+                          "layout(unit) -> {full_bytes, params: [{offset, packed, is_aliased}]}"),
     method<domain_watch>("watch",
                          "watch(transport): over messages, where ranks see what the others "
                          "are about to do."),

@@ -54,12 +54,6 @@ bool is_unused(const Param &param)
 
 } // namespace
 
-bool Gradient::is_free() const
-{
-    return Py_REFCNT(object.get()) == object_refs && Py_REFCNT(local_object.get()) == local_refs &&
-           tensor.use_count() == tensor_uses && local.use_count() == local_uses;
-}
-
 at::Tensor ShardGradients::make_buffer(size_t bytes) const
 {
     return page_buffer(bytes);
@@ -94,16 +88,10 @@ at::Tensor over(const at::Tensor &memory, at::ScalarType type, int64_t offset, c
 // The DTensor of a shard's gradient, and what tells later whether somebody keeps it.
 void ShardGradients::make_one(Param &param, at::Tensor local)
 {
-    Gradient g;
-    g.local_object = checked(THPVariable_Wrap(local));
-    g.object = ask_python(Call::make_sharded_gradient, param.owner.get(), g.local_object.get());
-    g.local = std::move(local);
-    g.tensor = tensor_of(g.object.get());
-    g.object_refs = static_cast<uint32_t>(Py_REFCNT(g.object.get()));
-    g.local_refs = static_cast<uint32_t>(Py_REFCNT(g.local_object.get()));
-    g.tensor_uses = static_cast<uint32_t>(g.tensor.use_count());
-    g.local_uses = static_cast<uint32_t>(g.local.use_count());
-    param.grad = std::move(g);
+    Ref object = checked(THPVariable_Wrap(local));
+    local.reset();
+    Ref made = ask_python(Call::make_sharded_gradient, param.owner.get(), object.get());
+    param.grad = Reused(std::move(made), std::move(object));
 }
 
 // A gradient of autograd's becomes the shard's.
@@ -138,7 +126,7 @@ void ShardGradients::restore_flat()
 void ShardGradients::release()
 {
     for (Param &p : params_) {
-        p.grad = Gradient();
+        p.grad = Reused();
     }
     flat_ = at::Tensor();
     share_flat_ = false;
@@ -177,7 +165,7 @@ void ShardGradients::make(bool all)
     }
     share_flat_ = true;
     for (size_t i = 0; i < params_.size(); i++) {
-        const Gradient &g = params_[i].grad;
+        const Reused &g = params_[i].grad;
         share_flat_ = share_flat_ &&
                       (!layout_->params[i].has_grad || (g.object && g.local.is_alias_of(flat_)));
     }

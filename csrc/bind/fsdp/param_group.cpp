@@ -34,12 +34,15 @@ std::unique_ptr<Unit> detach(GroupObject *group)
 
 void group_bind(GroupObject &group, PyObject *args, PyObject *named)
 {
-    PyObject *domain, *replicate, *rows, *flat, *on_device;
+    PyObject *domain, *replicate, *smaller, *post_mesh, *rows, *flat, *on_device;
     Py_ssize_t index;
-    parse(args, named, "$OnOO!OO!", {"domain", "index", "replicate", "params", "flat", "on_device"},
-          &domain, &index, &replicate, &PyList_Type, &rows, &flat, &PyTuple_Type, &on_device);
-    auto unit = std::make_unique<Unit>(domain, static_cast<size_t>(index), replicate, rows,
-                                       tensor_of(flat), on_device, &group.course.updates);
+    parse(args, named, "$OnOOOO!OO!",
+          {"domain", "index", "replicate", "smaller", "post_mesh", "params", "flat", "on_device"},
+          &domain, &index, &replicate, &smaller, &post_mesh, &PyList_Type, &rows, &flat,
+          &PyTuple_Type, &on_device);
+    const UnitDomains domains = {domain, replicate, smaller, static_cast<size_t>(index)};
+    auto unit = std::make_unique<Unit>(domains, post_mesh, rows, tensor_of(flat), on_device,
+                                       &group.course.updates);
     std::unique_ptr<Unit> former(std::exchange(group.former, nullptr));
     if (group.unit != nullptr) {
         former = detach(&group);
@@ -217,6 +220,14 @@ void group_set_reduce_group(GroupObject &group, PyObject *name)
     }
 }
 
+void group_reshard(GroupObject &group)
+{
+    if (group.unit != nullptr) {
+        group.unit->reshard(group.course.training == FC_TRAINING_FORWARD &&
+                            group.unit->leaves_slices(group.post_forward_mesh_info));
+    }
+}
+
 const char *group_why_staged(GroupObject &group)
 {
     const DeviceUnit *device = device_of(group);
@@ -251,6 +262,8 @@ PyGetSetDef group_properties[] = {
     property<[](GroupObject &group) { return group.unit != nullptr; }>(
         "_is_bound", "whether the unit runs on the core"),
     unit_property<&Unit::is_unsharded>("_core_is_unsharded", nullptr),
+    unit_property<&Unit::has_slices>("_core_has_slices",
+                                     "whether slices stand in the place of its shards"),
     unit_property<&Unit::is_intact>("_core_is_intact",
                                     "whether every shard is where set-up put it"),
     unit_property<[](Unit &unit) { return fc_domain_is_mapped(unit.domain()); }>(
@@ -280,7 +293,8 @@ PyGetSetDef group_properties[] = {
     {}};
 
 PyMethodDef group_methods[] = {
-    method<group_bind>("_bind", "_bind(domain=, index=, replicate=, params=, flat=, on_device=)"),
+    method<group_bind>("_bind", "_bind(domain=, index=, replicate=, smaller=, post_mesh=, params=, "
+                                "flat=, on_device=)"),
     method<group_unbind>("_unbind", "Reshards and leaves the core."),
     method<group_set_aside>(
         "_set_aside",
@@ -291,8 +305,9 @@ PyMethodDef group_methods[] = {
                                         "Gathers; registration is left to _core_unshard."),
     unit_method<&Unit::unshard>("_core_unshard",
                                 "Gathers if needed and registers the unsharded parameters."),
-    unit_method<[](Unit &unit) { unit.reshard(); }>("_core_reshard",
-                                                    "Registers the sharded parameters."),
+    method<group_reshard>("_core_reshard",
+                          "Registers the sharded parameters; within a forward that ends with "
+                          "slices those."),
     unit_method<&Unit::keep_after_forward>(
         "_core_keep_after_forward",
         "Forward leaves the unsharded parameters registered, until the next reshard."),

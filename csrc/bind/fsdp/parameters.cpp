@@ -1,6 +1,8 @@
 // Parameters of a unit: registration, what they show, writes to them.
 #include "bind/fsdp/parameters.h"
 
+#include "bind/fsdp/slices.h"
+
 #include "bind/compat.h"
 #include "bind/python/calls.h"
 #include "bind/python/fields.h"
@@ -145,6 +147,22 @@ bool Param::is_written() const
     return version != unsharded_versions();
 }
 
+Reused::Reused(Ref made, Ref made_local)
+    : object(std::move(made)), local_object(std::move(made_local)), tensor(tensor_of(object.get())),
+      local(tensor_of(local_object.get())),
+      object_refs(static_cast<uint32_t>(Py_REFCNT(object.get()))),
+      local_refs(static_cast<uint32_t>(Py_REFCNT(local_object.get()))),
+      tensor_uses(static_cast<uint32_t>(tensor.use_count())),
+      local_uses(static_cast<uint32_t>(local.use_count()))
+{
+}
+
+bool Reused::is_free() const
+{
+    return Py_REFCNT(object.get()) == object_refs && Py_REFCNT(local_object.get()) == local_refs &&
+           tensor.use_count() == tensor_uses && local.use_count() == local_uses;
+}
+
 std::string parameter_name(const Param &param)
 {
     Ref fqn = Ref::take(
@@ -168,6 +186,13 @@ Parameters::Parameters(fc_unit *shard, PyObject *rows, const at::Tensor &flat)
     }
 }
 
+Parameters::~Parameters() = default;
+
+void Parameters::forget_slices()
+{
+    slices_.reset();
+}
+
 int Parameters::traverse(visitproc visit, void *arg)
 {
     for (const Param &p : params_) {
@@ -180,12 +205,15 @@ int Parameters::traverse(visitproc visit, void *arg)
     return 0;
 }
 
-bool Parameters::is_intact(bool is_unsharded) const
+bool Parameters::is_intact() const
 {
-    return std::all_of(params_.begin(), params_.end(), [&](const Param &p) {
-        PyObject *registered = PyDict_GetItem(p.dict, p.key);
-        return registered == (is_unsharded ? p.unsharded : p.sharded).get() && p.is_in_place();
-    });
+    for (size_t i = 0; i < params_.size(); i++) {
+        const Param &p = params_[i];
+        if (PyDict_GetItem(p.dict, p.key) != object_of(i, registered_) || !p.is_in_place()) {
+            return false;
+        }
+    }
+    return true;
 }
 
 // ---- what they show ----
@@ -222,10 +250,18 @@ void Parameters::withhold(bool is_withheld)
                                       "set_unshard_in_backward(True) on it");
 }
 
-void Parameters::register_params(bool unsharded)
+PyObject *Parameters::object_of(size_t i, Registered which) const
 {
-    for (Param &p : params_) {
-        PyObject *object = unsharded ? p.unsharded.get() : p.sharded.get();
+    return which == WHOLE    ? params_[i].unsharded.get()
+           : which == SHARDS ? params_[i].sharded.get()
+                             : slices_->object(i);
+}
+
+void Parameters::register_params(Registered which)
+{
+    for (size_t i = 0; i < params_.size(); i++) {
+        const Param &p = params_[i];
+        PyObject *object = object_of(i, which);
         if (p.has_one_place) {
             check(PyDict_SetItem(p.dict, p.key, object));
             continue;
@@ -238,10 +274,15 @@ void Parameters::register_params(bool unsharded)
             }
         }
     }
+    registered_ = which;
 }
 
 void Parameters::enter()
 {
+    const bool had_slices = registered_ == SLICES;
+    if (had_slices) {
+        slices_->carry_requires_grad(params_);
+    }
     for (Param &p : params_) {
         p.is_trained = p.sharded_tensor().requires_grad();
         if (p.is_trained != p.unsharded_tensor.requires_grad()) {
@@ -249,16 +290,42 @@ void Parameters::enter()
         }
         p.version = p.unsharded_versions();
     }
-    register_params(true);
+    register_params(WHOLE);
+    if (had_slices) {
+        end_slices();
+    }
 }
 
-void Parameters::leave()
+void Parameters::leave(void *slices)
 {
-    register_params(false);
     for (const Param &p : params_) {
         if (p.unsharded_tensor.requires_grad() != p.is_trained) { // the user has changed it
             p.sharded_tensor().set_requires_grad(!p.is_trained);
         }
+    }
+    if (slices == nullptr) {
+        register_params(SHARDS);
+        return;
+    }
+    if (slices_ == nullptr) {
+        slices_ = std::make_unique<Slices>(params_);
+    }
+    slices_->show(params_, static_cast<char *>(slices));
+    register_params(SLICES);
+}
+
+void Parameters::leave_slices()
+{
+    slices_->carry_requires_grad(params_);
+    register_params(SHARDS);
+    end_slices();
+}
+
+// Who keeps one has a copy; the next forward makes others.
+void Parameters::end_slices()
+{
+    if (!slices_->hide()) {
+        slices_.reset();
     }
 }
 
@@ -268,6 +335,15 @@ size_t Parameters::find_changed(const uint64_t *marks, size_t from) const
 {
     size_t i = from;
     while (i < params_.size() && params_[i].shard_mark() == marks[i]) {
+        i++;
+    }
+    return i;
+}
+
+size_t Parameters::find_written_slice(size_t from) const
+{
+    size_t i = from;
+    while (i < params_.size() && !slices_->is_written(i)) {
         i++;
     }
     return i;

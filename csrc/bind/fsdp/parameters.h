@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -23,8 +24,12 @@ struct Place {
     Ref module; // set only if the module overrides __setattr__, which is then called instead
 };
 
-// A gradient of a shard: made once, assigned again in every step while nobody else holds it.
-struct Gradient {
+// A DTensor, of a gradient or a slice: made once, shown again in every step while nobody else holds
+// it.
+struct Reused {
+    Reused() = default;
+    Reused(Ref object, Ref local_object);
+
     Ref object, local_object; // the DTensor and its local tensor
     at::Tensor tensor, local;
     // Counts right after construction: more means that somebody keeps the gradient.
@@ -47,7 +52,7 @@ struct alignas(FC_CACHE_LINE) Param {
     bool has_one_place : 1 = false;           // which needs no __setattr__
     bool is_parallel : 1 = false;             // the unsharded parameter is a DTensor itself
 
-    Gradient grad;
+    Reused grad;
     at::Tensor accumulated; // unreduced, in the reduce dtype (gradient accumulation)
     int32_t copies = 1;     // a replicated parameter is held once per rank
     at::ScalarType reduce_type, grad_type;
@@ -85,38 +90,52 @@ static_assert(offsetof(Param, leaf_grad_type) <= FC_CACHE_LINE, "what a step nee
 
 std::string parameter_name(const Param &param);
 
+class Slices;
+
 class alignas(FC_CACHE_LINE) Parameters {
 public:
     // rows: one per parameter, see fsdp_c/_fully_shard/_fsdp_param_group.py; flat: owns the storage
     // that the unsharded parameters are views of.
     Parameters(fc_unit *shard, PyObject *rows, const at::Tensor &flat);
+    ~Parameters();
 
     const std::vector<Param> &params() const { return params_; }
     fc_unit *shard_unit() const { return shard_; }
     const std::string &name() const { return name_; }
     int traverse(visitproc visit, void *arg);
-    // True while every shard is where set-up put it, and the registered parameters are the sharded
-    // or the unsharded ones.
-    bool is_intact(bool is_unsharded) const;
+    // True while every shard is where set-up put it, and the registered parameters are those that
+    // were registered last.
+    bool is_intact() const;
 
     // ---- see fc_unsharding_ops ----
     void show(void *memory);
     void hide(bool keeps_size);
     void withhold(bool is_withheld);
     void enter();
-    void leave();
+    void leave(void *slices);
+    void leave_slices();
     size_t find_changed(const uint64_t *marks, size_t from) const;
     size_t find_written(size_t from, bool maybe) const;
+    size_t find_written_slice(size_t from) const;
     void tell_of_write(size_t param, fc_written what) const;
     bool has_hooks() const; // post-accumulate hooks
     bool can_reside() const;
 
 protected:
+    // While the memory is there that they show.
+    void forget_slices();
     // What a graph may look for is said where gathers are copies.
     void set_says_graph(bool says) { says_graph_ = says; }
 
 private:
-    void register_params(bool unsharded);
+    enum Registered : char {
+        SHARDS,
+        SLICES,
+        WHOLE
+    };
+    PyObject *object_of(size_t i, Registered which) const;
+    void register_params(Registered which);
+    void end_slices();
 
     std::string name_;
     at::Tensor storage_owner_; // keeps storage_ alive
@@ -130,6 +149,8 @@ private:
     size_t bytes_;
     void *shown_ = nullptr; // what the storage shows
     bool says_graph_ = false;
+    Registered registered_ = SHARDS;
+    std::unique_ptr<Slices> slices_; // null: none are kept for reuse
 };
 
 } // namespace fc

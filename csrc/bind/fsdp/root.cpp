@@ -73,10 +73,9 @@ void reshard(GroupObject &group, bool is_news)
 
 void reshard_after_forward(GroupObject &group, bool in_forward)
 {
-    const DeviceUnit *device = group.unit->device();
-    const bool keeps_slice =
-        in_forward && device != nullptr && device->keeps_slice(group.post_forward_mesh_info);
-    reshard_group(group, [&] { group.unit->reshard(keeps_slice); });
+    const bool leaves_slices =
+        in_forward && group.unit->leaves_slices(group.post_forward_mesh_info);
+    reshard_group(group, [&] { group.unit->reshard(leaves_slices); });
 }
 
 // Of a unit whose module may be gone.

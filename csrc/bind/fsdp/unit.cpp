@@ -15,17 +15,18 @@
 
 namespace fc {
 
-Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject *rows,
-           const at::Tensor &flat, PyObject *on_device, const fc_updates *updates)
-    : Parameters(fc_domain_unit(domain_of(domain), index), rows, flat), Accumulated(params_),
-      UnitGraph(shard_, params_, *this, updates), domain_object_(Ref::borrow(domain)),
-      domain_(domain_of(domain)), replicate_domain_(nullptr)
+Unit::Unit(const UnitDomains &domains, PyObject *post_mesh, PyObject *rows, const at::Tensor &flat,
+           PyObject *on_device, const fc_updates *updates)
+    : Parameters(fc_domain_unit(domain_of(domains.shard), domains.index), rows, flat),
+      Accumulated(params_), UnitGraph(shard_, params_, *this, updates),
+      domain_object_(Ref::borrow(domains.shard)), post_mesh_(Ref::borrow(post_mesh)),
+      domain_(domain_of(domains.shard)), replicate_domain_(nullptr)
 {
     fc_unit *replicate = nullptr;
-    if (replicate_domain != Py_None) {
-        replicate_object_ = Ref::borrow(replicate_domain);
-        replicate_domain_ = domain_of(replicate_domain);
-        replicate = fc_domain_unit(replicate_domain_, index);
+    if (domains.replicate != Py_None) {
+        replicate_object_ = Ref::borrow(domains.replicate);
+        replicate_domain_ = domain_of(domains.replicate);
+        replicate = fc_domain_unit(replicate_domain_, domains.index);
     }
     for (size_t i = 0; i < params_.size(); i++) {
         Param &p = params_[i];
@@ -35,7 +36,7 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
         }
     }
     check(fc_reduction_create(shard_, replicate, slots(), reduction_ops(), Out(reduction_)));
-    begin(make_device(domain, replicate_domain, replicate, on_device));
+    begin(make_device(domains, replicate, on_device));
     make_gradients();
     set_says_graph(fc_unsharding_makes_copies(unsharding()));
     withhold(false);
@@ -43,14 +44,22 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
 }
 
 // What the unit's parameters are unsharded with; on a device a unit there is made first.
-fc_unsharding_options Unit::make_device(PyObject *domain, PyObject *replicate_domain,
-                                        fc_unit *replicate, PyObject *options)
+fc_unsharding_options Unit::make_device(const UnitDomains &domains, fc_unit *replicate,
+                                        PyObject *options)
 {
-    fc_unsharding_options made = {shard_, slots(), fc_reduction_traffic(reduction_.get()),
-                                  unsharding_ops(), this};
-    if (Streams *streams = domain_streams(domain)) {
-        const DeviceComms comms = {domain_device_comm(domain),
-                                   replicate != nullptr ? domain_device_comm(replicate_domain)
+    fc_unsharding_options made = {};
+    made.unit = shard_;
+    if (domains.smaller != Py_None) {
+        smaller_object_ = Ref::borrow(domains.smaller);
+        made.sliced = fc_domain_unit(domain_of(domains.smaller), domains.index);
+    }
+    made.slots = slots();
+    made.traffic = fc_reduction_traffic(reduction_.get());
+    made.ops = unsharding_ops();
+    made.owner = this;
+    if (Streams *streams = domain_streams(domains.shard)) {
+        const DeviceComms comms = {domain_device_comm(domains.shard),
+                                   replicate != nullptr ? domain_device_comm(domains.replicate)
                                                         : nullptr};
         device_ =
             std::make_unique<DeviceUnit>(streams, shard_, replicate, comms, DeviceOptions(options));
@@ -76,20 +85,20 @@ Unit::~Unit()
 {
     drop_ahead();
     end_graph();
+    forget_slices();
     end();
 }
 
 bool Unit::is_intact() const
 {
-    return Parameters::is_intact(is_unsharded()) &&
-           (device_ == nullptr || device_->stages_all(params_));
+    return Parameters::is_intact() && (device_ == nullptr || device_->stages_all(params_));
 }
 
 void Unit::unshard_private()
 {
     // What moves nothing has no range: a unit on one rank, and a second call before the wait.
     const bool is_news = fc_unsharding_moves(unsharding()) &&
-                         fc_unsharding_state_of(unsharding()) == FC_UNIT_SHARDED;
+                         fc_unsharding_is_away(fc_unsharding_state_of(unsharding()));
     Range range(is_news ? "FSDP::all_gather" : nullptr, this);
     check_raised(fc_unsharding_gather(unsharding()));
 }

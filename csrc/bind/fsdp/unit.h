@@ -24,11 +24,19 @@ const fc_reduction_ops *reduction_ops();
 // And for one whose owner is a Unit.
 const fc_unsharding_ops *unsharding_ops();
 
+// Where a unit is: its place in the domains of its shards, of its replicas, and of a smaller group
+// that forward reshards to (over messages), or None.
+struct UnitDomains {
+    PyObject *shard, *replicate, *smaller; // borrowed
+    size_t index;
+};
+
 class Unit : public Parameters, public Unsharding, public Accumulated, public UnitGraph {
 public:
     // rows, flat: see Parameters; on_device: see DeviceOptions. updates: of the shards, borrowed.
-    Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject *rows,
-         const at::Tensor &flat, PyObject *on_device, const fc_updates *updates);
+    // post_mesh: of slices that forward leaves, or None.
+    Unit(const UnitDomains &domains, PyObject *post_mesh, PyObject *rows, const at::Tensor &flat,
+         PyObject *on_device, const fc_updates *updates);
     ~Unit();
 
     fc_domain *domain() const { return domain_; }
@@ -38,6 +46,11 @@ public:
     ShardGradients &gradients() const { return *gradients_; }
     const fc_traffic &traffic() const { return *fc_reduction_traffic(reduction()); }
 
+    // Whether a forward that ends with this post_forward_mesh_info leaves slices.
+    bool leaves_slices(PyObject *post_forward_mesh_info) const
+    {
+        return post_mesh_.get() != Py_None && post_forward_mesh_info == post_mesh_.get();
+    }
     // Gathers; registration is left to unshard().
     void unshard_private();
     // Registers and shows the unsharded parameters.
@@ -73,12 +86,14 @@ public:
     bool is_settled() const;
 
 private:
-    fc_unsharding_options make_device(PyObject *domain, PyObject *replicate_domain,
-                                      fc_unit *replicate, PyObject *options);
+    fc_unsharding_options make_device(const UnitDomains &domains, fc_unit *replicate,
+                                      PyObject *options);
     void make_gradients();
     void check_grad_dtype(const Param &param) const;
 
-    Ref domain_object_, replicate_object_; // keep the domains alive until all below is gone
+    // Keep the domains alive until all below is gone.
+    Ref domain_object_, replicate_object_, smaller_object_;
+    Ref post_mesh_;
     fc_domain *domain_, *replicate_domain_;
     std::unique_ptr<DeviceUnit> device_; // null in shared memory and over messages
     Owned<fc_reduction, fc_reduction_destroy> reduction_;

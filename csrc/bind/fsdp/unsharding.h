@@ -22,6 +22,8 @@ public:
         const fc_unsharding_state state = fc_unsharding_state_of(unsharding());
         return state == FC_UNIT_REQUESTED || state == FC_UNIT_GATHERED;
     }
+    // Slices stand in the place of the shards.
+    bool has_slices() const { return fc_unsharding_has_slices(unsharding()); }
     bool has_own_memory() const { return fc_unsharding_has_own_memory(unsharding()); }
     bool is_resident() const { return fc_unsharding_is_resident(unsharding()); }
     bool is_read_apart() const { return fc_unsharding_is_read_apart(unsharding()); }

@@ -29,6 +29,7 @@
     X(explain_error)                                                                               \
     X(parameter_name)                                                                              \
     X(make_sharded_gradient)                                                                       \
+    X(make_slice)                                                                                  \
     X(local_gradient)
 
 // X(name, text): attributes and keys, of states, of torch's objects and of loggers.
