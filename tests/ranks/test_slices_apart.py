@@ -1,4 +1,4 @@
-"""Ranks that differ around slices of a smaller group: right, or an error in seconds that names them.
+"""Ranks that differ around slices of a smaller group: right, or an error that names them.
 
 Over messages a backward gathers slices between two of four ranks, so that the ranks wait in
 collectives of several groups.
