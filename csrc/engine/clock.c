@@ -271,10 +271,18 @@ fc_status fc_domain_close(fc_domain *domain)
     return st;
 }
 
+/* Over messages a rank that has closed its phase still has collectives in it, to whose meetings it
+ * may not have come. */
+static bool is_completed(const fc_domain *domain)
+{
+    return domain->is_mapped || domain->clocks == NULL ||
+           fc_word_load(&domain_clock(domain, domain->rank)->completed) >= phase_of(domain->clock);
+}
+
 void fc_domain_fail(fc_domain *domain)
 {
     reduction_forget_borrowed(domain);
-    if (!fc_domain_is_open(domain)) {
+    if (!fc_domain_is_open(domain) && is_completed(domain)) {
         return;
     }
     batch_drop(domain);
