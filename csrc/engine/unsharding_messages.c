@@ -61,6 +61,7 @@ static fc_status gather_list(fc_unsharding *first, fc_batch_gather *gathers, siz
 
     for (size_t i = 0; i < n; i++, u = u->next) {
         FC_TRY(unsharding_take_slot(u));
+        FC_TRY(unsharding_make(u));
         u->ops->shards(u->owner, u->shards);
         gathers[i] =
             (fc_batch_gather){u->unit, u->shards, u->memory, u->ops->is_observed(u->owner)};
@@ -145,6 +146,7 @@ static fc_status renew(fc_unsharding *u)
     if (is_outdated(u)) {
         FC_TRY(fetch(u));
         unsharding_count(u);
+        FC_TRY(unsharding_fill(u));
     }
     return FC_OK;
 }

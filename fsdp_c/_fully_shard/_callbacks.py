@@ -52,4 +52,6 @@ def hand_down() -> None:
         parameter_name=_parameter_name,
         make_sharded_gradient=_make_sharded_gradient,
         local_gradient=FSDPParam._local_gradient,
+        make_inputs=FSDPParam.make_inputs,
+        fill_unsharded=FSDPParam.fill_unsharded,
     )

@@ -48,6 +48,7 @@ class BoundParam(NamedTuple):
     local_size: tuple[int, ...]
     local_stride: tuple[int, ...]
     copies: int
+    outputs: list[torch.Tensor]  # of an extension: what was gathered
 
 
 def bind_units(groups: Sequence[Any], streams: _C.Streams | None = None) -> list[_C.Domain]:
@@ -65,6 +66,9 @@ def bind_units(groups: Sequence[Any], streams: _C.Streams | None = None) -> list
         alone = group if group.visible.reason else None
         by_mesh.setdefault((shards, replicas, alone), []).append(group)
     _check_model(by_mesh)
+    for group in groups:
+        for fsdp_param in group.fsdp_params:
+            fsdp_param.lay_out()
     domains: list[_C.Domain] = []
     placed = []
     for (shard_pg, replicate_pg, _), members in by_mesh.items():
@@ -99,7 +103,14 @@ def _make_domains(
     groups: Sequence[Any],
     streams: _C.Streams | None,
 ) -> tuple[_C.Domain, _C.Domain | None]:
-    units = [UnitSpec(_fqns.unit_name(g), [spec_of(p) for p in g.fsdp_params]) for g in groups]
+    units = [
+        UnitSpec(
+            _fqns.unit_name(group),
+            [spec_of(p) for p in group.fsdp_params],
+            [spec for p in group.fsdp_params for spec in p.input_specs()],
+        )
+        for group in groups
+    ]
     # What replicas add up next has to be there at once.
     is_alone = streams is None and replicate_pg is None and not groups[0].visible.reason
     batch_bytes = _env.batch_bytes() if is_alone else 0
@@ -162,22 +173,15 @@ def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | N
         seen: set[int] = set()
         rows = []
         for fsdp_param, place in zip(group.fsdp_params, layout["params"], strict=True):
-            _own_storage(fsdp_param, seen)
-            dtype = _versions.compute_dtype(fsdp_param)
-            # Of a parameter that is held once per rank each rank reads its own.
-            own = shard_rank if fsdp_param.copies > 1 else 0
-            data = torch.empty(0, dtype=dtype, device=group.device).set_(
-                flat.untyped_storage(),
-                place["offset"] // dtype.itemsize + own,
-                fsdp_param._orig_size,
-                fsdp_param.unsharded_stride,
-            )
-            unsharded = _parameter(
-                data, fsdp_param.unsharded_spec(dtype), fsdp_param.sharded_param.requires_grad
-            )
-            _param_attributes.copy_attributes(fsdp_param.sharded_param, unsharded)
-            _versions.set_grad_dtype(fsdp_param, unsharded)
-            fsdp_param._unsharded_param = unsharded
+            if not fsdp_param.is_extended:
+                _own_storage(fsdp_param, seen)
+            if fsdp_param.inputs:
+                unsharded = fsdp_param.__dict__.get("_unsharded_param", fsdp_param.stand_in())
+            else:
+                # Of a parameter that is held once per rank each rank reads its own.
+                own = shard_rank if fsdp_param.copies > 1 else 0
+                unsharded = _view_of(flat, place["offset"], own, fsdp_param)
+                fsdp_param._unsharded_param = unsharded
             fsdp_param.unit = group
             spec = spec_of(fsdp_param)
             rows.append(
@@ -192,6 +196,7 @@ def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | N
                     local_size=tuple(fsdp_param.sharded_size),
                     local_stride=fsdp_param.local_stride,
                     copies=fsdp_param.copies,
+                    outputs=fsdp_param.all_gather_outputs if fsdp_param.inputs else [],
                 )
             )
         group._bind(
@@ -206,6 +211,25 @@ def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | N
     group._binding = (shard, index, replicate)
     group._bound_specs = [spec_of(p) for p in group.fsdp_params]
     group.choose_reduce_group()
+
+
+def _view_of(
+    flat: torch.Tensor, offset: int, own: int, fsdp_param: Any
+) -> nn.Parameter | DTensor:
+    """The unsharded parameter, from `own` elements behind `offset` bytes on."""
+    dtype = _versions.compute_dtype(fsdp_param)
+    data = torch.empty(0, dtype=dtype, device=flat.device).set_(
+        flat.untyped_storage(),
+        offset // dtype.itemsize + own,
+        fsdp_param._orig_size,
+        fsdp_param.unsharded_stride,
+    )
+    unsharded = _parameter(
+        data, fsdp_param.unsharded_spec(dtype), fsdp_param.sharded_param.requires_grad
+    )
+    _param_attributes.copy_attributes(fsdp_param.sharded_param, unsharded)
+    _versions.set_grad_dtype(fsdp_param, unsharded)
+    return unsharded
 
 
 def _parameter(

@@ -291,7 +291,7 @@ static void leave_world(world *w)
 static void open(world *w, fc_phase phase)
 {
     for (size_t u = 0; phase != FC_PHASE_BACKWARD && u < N_UNITS; u++) {
-        fc_unsharding_publish(w->owners[u].unsharding);
+        CHECK_OK(fc_unsharding_publish(w->owners[u].unsharding));
         fc_unsharding_note_shards(w->owners[u].unsharding);
     }
     fc_domain_open(w->domain, (fc_opening){phase, 0, FC_UPDATES_UNKNOWN});

@@ -29,6 +29,9 @@ Unit::Unit(PyObject *domain, size_t index, PyObject *replicate_domain, PyObject 
             move_to(p.local.storage().unsafeGetStorageImpl(), p.storage, fc_unit_region(shard_));
         }
     }
+    if (is_extended(fc_unit_layout(shard_))) {
+        extended_ = std::make_unique<Extended>(*this, rows);
+    }
     fc_reduction *made;
     check(fc_reduction_create(shard_, replicate, slots(), reduction_ops(), &made));
     reduction_.reset(made);
@@ -44,7 +47,7 @@ fc_unsharding_options Unit::make_device(PyObject *domain, PyObject *replicate_do
                                         fc_unit *replicate, PyObject *options)
 {
     fc_unsharding_options made = {shard_, slots(), fc_reduction_traffic(reduction_.get()),
-                                  unsharding_ops(), this};
+                                  unsharding_ops(extended_ != nullptr), this};
     if (Streams *streams = domain_streams(domain)) {
         const DeviceComms comms = {domain_device_comm(domain),
                                    replicate != nullptr ? domain_device_comm(replicate_domain)

@@ -47,6 +47,33 @@ const fc_unsharding_ops on_parameters = {
         },
 };
 
+Extended &extended_of(void *owner)
+{
+    return *owner_of(owner).extended();
+}
+
+fc_unsharding_ops with_extensions()
+{
+    fc_unsharding_ops ops = on_parameters;
+    ops.show = [](void *owner, void *memory) {
+        owner_of(owner).show(memory);
+        extended_of(owner).show(memory);
+    };
+    ops.hide = [](void *owner, bool keeps_size) {
+        owner_of(owner).hide(keeps_size);
+        extended_of(owner).hide();
+    };
+    ops.shards = [](void *owner, const void **out) { extended_of(owner).shards(out); };
+    ops.mark = [](void *owner, uint64_t *marks_out) { extended_of(owner).mark(marks_out); };
+    ops.find_changed = [](void *owner, const uint64_t *marks, size_t from) {
+        return extended_of(owner).find_changed(marks, from);
+    };
+    ops.make = [](void *owner) { return kept([&] { extended_of(owner).make(); }); };
+    ops.fill = [](void *owner) { return kept([&] { extended_of(owner).fill(); }); };
+    ops.forget = [](void *owner) { extended_of(owner).forget(); };
+    return ops;
+}
+
 int rank_of(const fc_unit *unit)
 {
     fc_domain *domain = fc_unit_domain(unit);
@@ -55,9 +82,10 @@ int rank_of(const fc_unit *unit)
 
 } // namespace
 
-const fc_unsharding_ops *unsharding_ops()
+const fc_unsharding_ops *unsharding_ops(bool is_extended)
 {
-    return &on_parameters;
+    static const fc_unsharding_ops on_extended = with_extensions();
+    return is_extended ? &on_extended : &on_parameters;
 }
 
 void Parameters::tell_of_write(size_t param, fc_written what) const

@@ -28,7 +28,9 @@
     X(explain_error)                                                                               \
     X(parameter_name)                                                                              \
     X(make_sharded_gradient)                                                                       \
-    X(local_gradient)
+    X(local_gradient)                                                                              \
+    X(make_inputs)                                                                                 \
+    X(fill_unsharded)
 
 // X(name, text): attributes of states, of torch's objects and of loggers.
 #define FC_ATTRIBUTES(X)                                                                           \
@@ -36,6 +38,7 @@
     X(post_optim_event, "post_optim_event")                                                        \
     X(wait, "wait")                                                                                \
     X(local_tensor, "_local_tensor")                                                               \
+    X(inner_tensors, "_unsharded_inner_tensors")                                                   \
     X(dunder_call, "__call__")                                                                     \
     X(debug, "debug")                                                                              \
     X(is_enabled_for, "isEnabledFor")
