@@ -175,8 +175,9 @@ def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | N
         for fsdp_param, place in zip(group.fsdp_params, layout["params"], strict=True):
             if not fsdp_param.is_extended:
                 _own_storage(fsdp_param, seen)
-            if fsdp_param.inputs:
-                unsharded = fsdp_param.__dict__.get("_unsharded_param", fsdp_param.stand_in())
+            outputs = fsdp_param.renew_outputs()
+            if outputs:
+                unsharded = fsdp_param.stand_in()
             else:
                 # Of a parameter that is held once per rank each rank reads its own.
                 own = shard_rank if fsdp_param.copies > 1 else 0
@@ -196,7 +197,7 @@ def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | N
                     local_size=tuple(fsdp_param.sharded_size),
                     local_stride=fsdp_param.local_stride,
                     copies=fsdp_param.copies,
-                    outputs=fsdp_param.all_gather_outputs if fsdp_param.inputs else [],
+                    outputs=outputs,
                 )
             )
         group._bind(

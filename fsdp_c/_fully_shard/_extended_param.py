@@ -25,7 +25,6 @@ class ExtendedParam(FallbackParam):
     inputs: Sequence[Tensor] = ()  # of an extension; their sizes and dtypes are what counts
     _next: tuple[list[Tensor], Any] | None = None  # what set-up has asked for already
     _metadata: Any = None  # of the last gather
-    _made_of: Any = None  # what the unsharded parameter depends on
 
     @property
     def has_extension(self) -> bool:
@@ -49,19 +48,17 @@ class ExtendedParam(FallbackParam):
         with torch.no_grad(), outside_of_inference():
             self._next = _all_gather_extension.ask(self)
         self.inputs = [tensor.to("meta") for tensor in self._next[0]]
-        sizes = [(self._n_shards * tensor.numel(), tensor.dtype) for tensor in self.inputs]
-        made_of = (sizes, _versions.compute_dtype(self), type(self._sharded_local_tensor))
-        if made_of == self._made_of:
-            return
-        self._made_of = made_of
+
+    def renew_outputs(self) -> list[Tensor]:
+        """Where an extension's inputs are gathered: the first gather makes a whole parameter."""
         self.forget_whole()
-        with outside_of_inference():
-            self.all_gather_outputs = [
-                torch.empty(numel, dtype=dtype, device=self.device) for numel, dtype in sizes
-            ]
+        self.all_gather_outputs = [
+            torch.empty(self._n_shards * tensor.numel(), dtype=tensor.dtype, device=self.device)
+            for tensor in self.inputs
+        ]
+        return self.all_gather_outputs
 
     def forget_whole(self) -> None:
-        """The next gather makes the unsharded parameter anew."""
         self.__dict__.pop("_unsharded_param", None)
         self._unsharded_inner_tensors = []
         self.all_gather_outputs = []

@@ -128,7 +128,7 @@ class FallbackParam(ParamLayout):
             return self.all_gather_outputs  # torch's group copies it onto itself: nothing
         is_sharded = self.sharded_state == ShardedState.SHARDED
         if not (is_sharded and hasattr(self._sharded_local_tensor, "fsdp_pre_all_gather")):
-            self._inputs = super().all_gather_inputs
+            self._inputs = [tensor.view(-1) for tensor in super().all_gather_inputs]
             return self._inputs
         inputs, metadata = _all_gather_extension.ask(self)
         self._extensions_data.all_gather_metadata = metadata

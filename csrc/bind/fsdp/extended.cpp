@@ -40,7 +40,6 @@ Extended::Extended(Parameters &of, PyObject *rows)
             extensions_.push_back({i, {}});
             PyObject *row = PyList_GET_ITEM(rows, static_cast<Py_ssize_t>(i));
             take_outputs(checked(PyObject_GetAttrString(row, "outputs")).get());
-            note_inner(extensions_.back());
         }
     }
     hide();
@@ -51,9 +50,9 @@ void Extended::take_outputs(PyObject *tensors)
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++) {
         const fc_param &input = layout_->params[layout_->n_params + outputs_.size()];
         const at::Tensor &tensor = tensor_of(PyList_GET_ITEM(tensors, i));
+        outputs_.push_back({tensor, input.full_at, tensor.nbytes()});
         set_unreadable_text(tensor.storage().unsafeGetStorageImpl(),
                             sharded_text(of_.shard_unit()));
-        outputs_.push_back({tensor, input.full_at, tensor.nbytes()});
     }
 }
 
