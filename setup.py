@@ -67,9 +67,9 @@ CXX_SOURCES = {
     "csrc/bind/comm": "communicator nccl process_group transport",
     "csrc/bind/device": "accelerator device device_comm device_comm_group device_unit",
     "csrc/bind/fsdp": (
-        "accumulated arrivals autograd context domain events extended gradients graphs hooks module_call "
-        "param_group parameters reduce resident root root_object state steps unit unsharding_ops "
-        "write"
+        "accumulated arrivals autograd context domain events extended gradients graphs hooks "
+        "module_call param_group parameters reduce resident root root_object state steps unit "
+        "unsharding_ops write"
     ),
     "csrc/bind/optim": "clip optim params",
     "csrc/bind/python": "callbacks calls replaced_functions shutdown status untraced",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import types
@@ -27,7 +28,8 @@ def ask(fsdp_param: Any) -> tuple[list[torch.Tensor], Any]:
     try:
         inputs, metadata = _validated(fsdp_param, inner, _call(fsdp_param, inner))
     except Exception as raised:
-        _agree(fsdp_param, None, f"{type(raised).__name__}: {raised}")
+        with contextlib.suppress(RuntimeError):  # of others, while this rank has its own
+            _agree(fsdp_param, None, f"{type(raised).__name__}: {raised}")
         raise
     _agree(fsdp_param, inputs, "")
     return inputs, metadata
@@ -82,9 +84,7 @@ def _count_params(method: Any) -> int:
     return _N_PARAMS[function]
 
 
-def _validated(
-    fsdp_param: Any, inner: torch.Tensor, result: Any
-) -> tuple[list[torch.Tensor], Any]:
+def _validated(fsdp_param: Any, inner: torch.Tensor, result: Any) -> tuple[list[torch.Tensor], Any]:
     """Inputs and metadata; tensors that are not contiguous are copied, or refused as by torch."""
     who = f"{_PRE} of parameter '{fsdp_param._name}'"
     if not isinstance(result, tuple | list) or len(result) != 2:

@@ -214,9 +214,7 @@ def bind_unit(group: Any, shard: _C.Domain, index: int, replicate: _C.Domain | N
     group.choose_reduce_group()
 
 
-def _view_of(
-    flat: torch.Tensor, offset: int, own: int, fsdp_param: Any
-) -> nn.Parameter | DTensor:
+def _view_of(flat: torch.Tensor, offset: int, own: int, fsdp_param: Any) -> nn.Parameter | DTensor:
     """The unsharded parameter, from `own` elements behind `offset` bytes on."""
     dtype = _versions.compute_dtype(fsdp_param)
     data = torch.empty(0, dtype=dtype, device=flat.device).set_(

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_c import _env
 from fsdp_c._compat import _versions
 from fsdp_c._compat._versions import ShardPlacementResult, resolve_shard_placement
-from fsdp_c._fully_shard import _extended_param, _model_digest
+from fsdp_c._fully_shard import _extended_param, _fallback_param, _model_digest
 from fsdp_c._fully_shard._param_attributes import copy_attributes
 from fsdp_c._fully_shard._param_layout import is_special
 from fsdp_c._optim import _replaced_params
@@ -168,7 +168,8 @@ class FSDPParam(_versions.AccumulatedGradient, _extended_param.ExtendedParam):
 
     def _adopt_registered(self) -> None:
         if not self.is_special:
-            super().reset_sharded_param()
+            with _fallback_param.outside_of_inference():
+                super().reset_sharded_param()
             inner = self._sharded_local_tensor
             for name, (function, is_bound) in self._attached.items():
                 if not hasattr(inner, name):

@@ -12,12 +12,10 @@ namespace fc {
 
 namespace {
 
-// Memory that only what is unsharded needs; torch allocates it anew.
-void free_memory(const at::Tensor &tensor)
+void set_empty(const at::Tensor &tensor, bool is_readable)
 {
     c10::StorageImpl *storage = tensor.storage().unsafeGetStorageImpl();
-    storage->set_data_ptr_noswap(at::DataPtr(nullptr, storage->device()));
-    storage->set_nbytes(0);
+    set_data(storage, at::DataPtr(nullptr, storage->device()), 0, is_readable);
 }
 
 } // namespace
@@ -37,7 +35,7 @@ Extended::Extended(Parameters &of, PyObject *rows)
 {
     for (size_t i = 0; i < layout_->n_params; i++) {
         if (layout_->params[i].n_inputs > 0) {
-            extensions_.push_back({i, {}});
+            extensions_.push_back({i, {}, false});
             PyObject *row = PyList_GET_ITEM(rows, static_cast<Py_ssize_t>(i));
             take_outputs(checked(PyObject_GetAttrString(row, "outputs")).get());
         }
@@ -51,18 +49,25 @@ void Extended::take_outputs(PyObject *tensors)
         const fc_param &input = layout_->params[layout_->n_params + outputs_.size()];
         const at::Tensor &tensor = tensor_of(PyList_GET_ITEM(tensors, i));
         outputs_.push_back({tensor, input.full_at, tensor.nbytes()});
-        set_unreadable_text(tensor.storage().unsafeGetStorageImpl(),
-                            sharded_text(of_.shard_unit()));
+        name_reader(tensor);
     }
 }
 
+// Who reads it while it has no memory gets an error that names the unit.
+void Extended::name_reader(const at::Tensor &tensor) const
+{
+    set_unreadable_text(tensor.storage().unsafeGetStorageImpl(), sharded_text(of_.shard_unit()));
+    set_empty(tensor, false);
+}
+
 // What the extension has said that its whole parameter lies in, beside what was gathered.
-void Extended::note_inner(Extension &extension) const
+void Extended::note_inner(Extension &extension)
 {
     const Param &p = of_.params()[extension.param];
     const Ref list = checked(PySequence_List(
         checked(PyObject_GetAttr(p.owner.get(), name_of(Attribute::inner_tensors))).get()));
     extension.inner.clear();
+    extension.has_names = false;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list.get()); i++) {
         const at::Tensor &tensor = tensor_of(PyList_GET_ITEM(list.get(), i));
         bool is_output = false;
@@ -86,16 +91,16 @@ void Extended::show(void *memory) const
     }
 }
 
-void Extended::hide() const
+void Extended::hide()
 {
     for (const Output &output : outputs_) {
-        c10::StorageImpl *storage = output.tensor.storage().unsafeGetStorageImpl();
-        set_data(storage, at::DataPtr(nullptr, storage->device()), 0, false);
+        set_empty(output.tensor, false);
     }
-    for (const Extension &extension : extensions_) {
+    for (Extension &extension : extensions_) {
         for (const at::Tensor &tensor : extension.inner) {
-            free_memory(tensor);
+            extension.has_names ? set_empty(tensor, false) : name_reader(tensor);
         }
+        extension.has_names = true;
     }
 }
 
@@ -105,7 +110,7 @@ void Extended::shards(const void **shards_out) const
 {
     for (size_t i = 0; i < layout_->n_entries; i++) {
         const bool is_made = layout_->params[i].is_made;
-        shards_out[i] = made_[i].defined()              ? made_[i].const_data_ptr()
+        shards_out[i] = made_[i].defined()                  ? made_[i].const_data_ptr()
                         : i < layout_->n_params && !is_made ? of_.params()[i].local.const_data_ptr()
                                                             : nullptr;
     }
@@ -153,8 +158,8 @@ void Extended::make()
             throw_python();
         }
         for (size_t k = 0; k < n; k++) {
-            made_[p.n_inputs > 0 ? input++ : i] = tensor_of(
-                PySequence_Fast_GET_ITEM(given.get(), static_cast<Py_ssize_t>(k)));
+            made_[p.n_inputs > 0 ? input++ : i] =
+                tensor_of(PySequence_Fast_GET_ITEM(given.get(), static_cast<Py_ssize_t>(k)));
         }
     }
 }
@@ -163,6 +168,11 @@ void Extended::fill()
 {
     for (Extension &extension : extensions_) {
         const Param &p = of_.params()[extension.param];
+        for (const at::Tensor &tensor : extension.inner) { // which torch allocates
+            if (tensor.storage().nbytes() == 0) {
+                set_empty(tensor, true);
+            }
+        }
         Ref whole = ask_python(Call::fill_unsharded, p.owner.get());
         if (whole.get() != p.unsharded.get()) {
             of_.replace_unsharded(extension.param, std::move(whole));

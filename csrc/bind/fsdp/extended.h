@@ -22,7 +22,7 @@ public:
 
     // ---- see fc_unsharding_ops ----
     void show(void *memory) const;
-    void hide() const;
+    void hide();
     void shards(const void **shards_out) const;
     void mark(uint64_t *marks_out) const;
     size_t find_changed(const uint64_t *marks, size_t from) const;
@@ -38,10 +38,12 @@ private:
     struct Extension {
         size_t param;
         std::vector<at::Tensor> inner; // memory that its whole parameter is made of
+        bool has_names = false;        // who reads it in vain is told of the unit
     };
     uint64_t mark_of(size_t param) const;
     void take_outputs(PyObject *tensors);
-    void note_inner(Extension &extension) const;
+    void note_inner(Extension &extension);
+    void name_reader(const at::Tensor &tensor) const;
 
     Parameters &of_;
     const fc_layout *layout_;

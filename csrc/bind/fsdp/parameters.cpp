@@ -100,8 +100,8 @@ void Param::set_unsharded(Ref object, const at::Tensor &view)
         const at::ScalarType compute = unsharded_tensor.scalar_type();
         leaf_grad_type = unsharded_tensor.grad_dtype();
         is_widened = leaf_grad_type && at::isFloatingType(compute) &&
-                           at::isFloatingType(*leaf_grad_type) &&
-                           c10::elementSize(*leaf_grad_type) > c10::elementSize(compute);
+                     at::isFloatingType(*leaf_grad_type) &&
+                     c10::elementSize(*leaf_grad_type) > c10::elementSize(compute);
     }
 }
 
