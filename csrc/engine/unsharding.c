@@ -59,7 +59,8 @@ fc_status fc_unsharding_create(const fc_unsharding_options *options, fc_unshardi
                          .slots = options->slots,
                          .schedule = options->schedule,
                          .on_device = options->on_device,
-                         .is_extended = options->ops->make != NULL};
+                         .is_extended = options->ops->make != NULL,
+                         .has_extension = options->ops->fill != NULL};
     measure(u);
     /* Else reads are of the shards themselves. */
     u->is_watched =
@@ -232,8 +233,10 @@ fc_status unsharding_fill(fc_unsharding *u)
     if (!u->is_extended) {
         return FC_OK;
     }
-    u->is_refilled = true;
-    FC_TRY(u->ops->fill(u->owner));
+    if (u->has_extension) {
+        u->is_refilled = true;
+        FC_TRY(u->ops->fill(u->owner));
+    }
     u->is_refilled = u->is_made = false;
     u->ops->forget(u->owner);
     return FC_OK;

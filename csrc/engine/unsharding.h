@@ -12,7 +12,8 @@
  *   is_resident      one rank's shards on a device are the unsharded buffer
  *   is_read          a forward has read the unit, so that its shards have to stay as they are
  *   came_along       another unit's gather has brought it, and was counted
- *   is_extended      the owner makes what is gathered, and the parameters of what was
+ *   is_extended      the owner makes what is gathered
+ *   has_extension    and whole parameters of what was
  *   is_made          what it has made for the next gather is still to be used
  *   is_refilled      the owner could not make parameters of it, and gets it again
  *
@@ -95,8 +96,9 @@ typedef struct fc_unsharding_ops {
     fc_status (*leave)(void *owner);
     /* The shards, one per entry of the layout; inputs as they were made. */
     void (*shards)(void *owner, const void **shards_out);
-    /* Of an extended unit, all NULL for others, see [Note: inputs] in layout.h: makes this rank's
-     * chunks for a gather; makes the whole parameters of what is shown; frees those chunks. */
+    /* Of an extended unit, NULL for others, see [Note: inputs] in layout.h: makes this rank's
+     * chunks for a gather; makes the whole parameters of what is shown (NULL: they lie there);
+     * frees those chunks. */
     fc_status (*make)(void *owner);
     fc_status (*fill)(void *owner);
     void (*forget)(void *owner);

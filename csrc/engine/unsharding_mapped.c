@@ -1,8 +1,8 @@
 /* Units in shared memory: the unsharded unit is there for all ranks while a phase is open.
  *
- * Bytes: a gather moves none. Outside of a phase, where a unit's memory is its own, and if it is
- * extended, each rank copies the unit once. What the owner of an extended unit makes is published
- * as a phase opens, as casts are, and in a backward once more.
+ * Bytes: a gather moves none. Outside of a phase, where a unit's memory is its own, and with an
+ * extension, each rank copies the unit once. What an owner makes is published as a phase opens, as
+ * casts are; that of an extension in a backward once more.
  */
 #include "engine/unsharding_private.h"
 
@@ -29,7 +29,7 @@ static fc_status publish(fc_unsharding *u)
     if (!u->is_extended) {
         return u->publish_bytes == 0 ? FC_OK : publish_shards(u);
     }
-    if (is_published(u)) {
+    if (u->has_extension && is_published(u)) {
         return FC_OK;
     }
     FC_TRY(unsharding_make(u));
@@ -97,7 +97,7 @@ static fc_status take(fc_unsharding *u, void **memory_out, bool *is_kept_out)
         return FC_OK;
     }
     FC_TRY(fc_domain_ready(u->domain, u->unit));
-    if (u->keeps_memory || u->is_extended) {
+    if (u->keeps_memory || u->has_extension) {
         FC_TRY(unsharding_take_slot(u));
         copy_out(u);
         *memory_out = u->memory;
@@ -109,10 +109,10 @@ static fc_status take(fc_unsharding *u, void **memory_out, bool *is_kept_out)
 
 static fc_status renew(fc_unsharding *u)
 {
-    if (u->is_extended && !u->is_made) {
+    if (u->has_extension && !u->is_made) {
         return FC_OK;
     }
-    if (u->keeps_memory || u->is_extended) {
+    if (u->keeps_memory || u->has_extension) {
         copy_out(u);
         FC_TRY(unsharding_fill(u));
     } else {

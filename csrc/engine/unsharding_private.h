@@ -50,7 +50,7 @@ struct fc_unsharding {
     uint8_t state;
     bool keeps_memory, stays_unsharded, has_graph, is_withheld;
     bool is_resident, may_reside, is_watched, is_read, came_along;
-    bool is_extended, is_made, is_refilled;
+    bool is_extended, has_extension, is_made, is_refilled;
     fc_traffic *traffic;
     uint64_t *marks; /* owned; of the shards, when they were noted */
     size_t n_params, bytes;
@@ -99,7 +99,7 @@ static inline bool unsharding_is_gathered(const fc_unsharding *u)
 /* Its whole parameters are copies, which are there while it is unsharded. */
 static inline bool unsharding_is_copied(const fc_unsharding *u)
 {
-    return u->kind->makes_copies || u->is_extended;
+    return u->kind->makes_copies || u->has_extension;
 }
 
 /* Reshard leaves its memory. */

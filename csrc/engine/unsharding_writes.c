@@ -29,7 +29,7 @@ bool fc_unsharding_was_written(const fc_unsharding *u)
 bool fc_unsharding_is_stale(const fc_unsharding *u)
 {
     return fc_unsharding_was_written(u) ||
-           (u->is_extended && u->is_read && u->state == FC_UNIT_SHARDED);
+           (u->has_extension && u->is_read && u->state == FC_UNIT_SHARDED);
 }
 
 fc_status fc_unsharding_check_unwritten(fc_unsharding *u)

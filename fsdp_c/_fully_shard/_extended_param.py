@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from fsdp_c._compat import _versions
 from fsdp_c._fully_shard import _all_gather_extension
@@ -25,6 +26,7 @@ class ExtendedParam(FallbackParam):
     inputs: Sequence[Tensor] = ()  # of an extension; their sizes and dtypes are what counts
     _next: tuple[list[Tensor], Any] | None = None  # what set-up has asked for already
     _metadata: Any = None  # of the last gather
+    _whole_sizes: Sequence[tuple[int, ...]] = ()  # in which all ranks' inputs are given back
 
     @property
     def has_extension(self) -> bool:
@@ -48,6 +50,7 @@ class ExtendedParam(FallbackParam):
         with torch.no_grad(), outside_of_inference():
             self._next = _all_gather_extension.ask(self)
         self.inputs = [tensor.to("meta") for tensor in self._next[0]]
+        self._whole_sizes = [(-1, *tensor.size()[1:]) for tensor in self.inputs]
 
     def renew_outputs(self) -> list[Tensor]:
         """Where an extension's inputs are gathered: the first gather makes a whole parameter."""
@@ -96,9 +99,8 @@ class ExtendedParam(FallbackParam):
 
     # ---- called by the core ----
 
-    @torch.no_grad()
     def make_inputs(self) -> Sequence[Tensor]:
-        """This rank's part of the next gather."""
+        """This rank's part of the next gather; without gradients."""
         if not self.has_extension:
             local = self._sharded_local_tensor
             return [torch.empty(local.size(), dtype=local.dtype, device=self.device).copy_(local)]
@@ -113,10 +115,24 @@ class ExtendedParam(FallbackParam):
 
     def fill_unsharded(self) -> torch.nn.Parameter:
         """Makes the unsharded parameter of what was gathered, or writes to the one that is."""
-        self._extensions_data.all_gather_metadata = self._metadata
-        self._extensions_data.all_gather_input_sizes = [tensor.size() for tensor in self.inputs]
-        self.init_unsharded_param()
-        return self._unsharded_param
+        whole = self.__dict__.get("_unsharded_param")
+        if whole is None:
+            self._extensions_data.all_gather_metadata = self._metadata
+            self._extensions_data.all_gather_input_sizes = [tensor.size() for tensor in self.inputs]
+            self.init_unsharded_param()
+            return self._unsharded_param
+        for tensor in self._unsharded_inner_tensors:
+            _fsdp_param.alloc_storage(tensor)
+        with self.explained():
+            self._sharded_local_tensor.fsdp_post_all_gather(
+                tuple(map(Tensor.view, self.all_gather_outputs, self._whole_sizes)),
+                self._metadata,
+                _versions.compute_dtype(self),
+                out=whole,
+            )
+        if hasattr(self, "_release_all_gather_outputs_if_needed"):  # from torch 2.15
+            self._release_all_gather_outputs_if_needed()
+        return whole
 
 
 def _has_memory(padded: Tensor) -> bool:

@@ -173,11 +173,16 @@ class FallbackParam(ParamLayout):
 
     @torch.no_grad()  # what the user's code computes there is no part of the model's graph
     def _run_extension(self, is_new: bool) -> None:
+        with contextlib.nullcontext() if is_new else self.explained(), outside_of_inference():
+            super().init_unsharded_param()
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """While an extension fills a whole parameter: an error says what may be the matter."""
         try:
-            with outside_of_inference():
-                super().init_unsharded_param()
+            yield
         except RuntimeError as error:
-            if is_new or self.fsdp_placement != Shard(0):
+            if self.fsdp_placement != Shard(0):
                 raise
             rows = self._orig_size[0]
             padded = self.padded_sharded_param_size[0] * self.mesh_info.shard_mesh_size

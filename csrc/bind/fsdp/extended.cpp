@@ -6,11 +6,30 @@
 #include "bind/python/fields.h"
 #include "bind/tensor/tensors.h"
 
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <optional>
 #include <utility>
 
 namespace fc {
 
 namespace {
+
+// What users' code computes here is no part of a graph, and is trained with later, also if a first
+// forward is in inference mode.
+class UsersCode {
+    struct Normal {
+        std::optional<c10::InferenceMode> mode;
+        Normal()
+        {
+            if (c10::InferenceMode::is_enabled()) {
+                mode.emplace(false);
+            }
+        }
+    } normal_;
+    at::NoGradGuard no_grad_;
+};
 
 void set_empty(const at::Tensor &tensor, bool is_readable)
 {
@@ -143,6 +162,7 @@ size_t Extended::find_changed(const uint64_t *marks, size_t from) const
 
 void Extended::make()
 {
+    const UsersCode guards;
     size_t input = layout_->n_params;
     for (size_t i = 0; i < layout_->n_params; i++) {
         const fc_param &p = layout_->params[i];
@@ -166,6 +186,7 @@ void Extended::make()
 
 void Extended::fill()
 {
+    const UsersCode guards;
     for (Extension &extension : extensions_) {
         const Param &p = of_.params()[extension.param];
         for (const at::Tensor &tensor : extension.inner) { // which torch allocates

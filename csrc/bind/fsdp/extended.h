@@ -20,6 +20,8 @@ public:
     // rows: as for Parameters.
     Extended(Parameters &of, PyObject *rows);
 
+    bool has_extensions() const { return !extensions_.empty(); }
+
     // ---- see fc_unsharding_ops ----
     void show(void *memory) const;
     void hide();

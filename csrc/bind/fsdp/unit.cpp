@@ -47,7 +47,7 @@ fc_unsharding_options Unit::make_device(PyObject *domain, PyObject *replicate_do
                                         fc_unit *replicate, PyObject *options)
 {
     fc_unsharding_options made = {shard_, slots(), fc_reduction_traffic(reduction_.get()),
-                                  unsharding_ops(extended_ != nullptr), this};
+                                  unsharding_ops(extended_.get()), this};
     if (Streams *streams = domain_streams(domain)) {
         const DeviceComms comms = {domain_device_comm(domain),
                                    replicate != nullptr ? domain_device_comm(replicate_domain)

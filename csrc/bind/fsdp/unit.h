@@ -23,7 +23,7 @@ class Range;
 // What the engine calls for a unit whose owner is a GroupObject; write.cpp.
 const fc_reduction_ops *reduction_ops();
 // And for one whose owner is a Unit; unsharding_ops.cpp.
-const fc_unsharding_ops *unsharding_ops(bool is_extended);
+const fc_unsharding_ops *unsharding_ops(const Extended *extended);
 
 class Unit : public Parameters, public Unsharding, public Accumulated, public UnitGraph {
 public:

@@ -52,7 +52,7 @@ Extended &extended_of(void *owner)
     return *owner_of(owner).extended();
 }
 
-fc_unsharding_ops with_extensions()
+fc_unsharding_ops on_extended(bool has_extensions)
 {
     fc_unsharding_ops ops = on_parameters;
     ops.show = [](void *owner, void *memory) {
@@ -69,7 +69,9 @@ fc_unsharding_ops with_extensions()
         return extended_of(owner).find_changed(marks, from);
     };
     ops.make = [](void *owner) { return kept([&] { extended_of(owner).make(); }); };
-    ops.fill = [](void *owner) { return kept([&] { extended_of(owner).fill(); }); };
+    if (has_extensions) {
+        ops.fill = [](void *owner) { return kept([&] { extended_of(owner).fill(); }); };
+    }
     ops.forget = [](void *owner) { extended_of(owner).forget(); };
     return ops;
 }
@@ -82,10 +84,10 @@ int rank_of(const fc_unit *unit)
 
 } // namespace
 
-const fc_unsharding_ops *unsharding_ops(bool is_extended)
+const fc_unsharding_ops *unsharding_ops(const Extended *extended)
 {
-    static const fc_unsharding_ops on_extended = with_extensions();
-    return is_extended ? &on_extended : &on_parameters;
+    static const fc_unsharding_ops without = on_extended(false), with = on_extended(true);
+    return extended == nullptr ? &on_parameters : extended->has_extensions() ? &with : &without;
 }
 
 void Parameters::tell_of_write(size_t param, fc_written what) const
