@@ -112,7 +112,19 @@ def _validated(fsdp_param: Any, inner: torch.Tensor, result: Any) -> tuple[list[
     _check_padding(fsdp_param, inner, who, inputs)
     if _env.is_strict() and not all(tensor.is_contiguous() for tensor in inputs):
         raise RuntimeError(f"{who} returned a tensor that is not contiguous, which torch refuses")
-    return [tensor.contiguous() for tensor in inputs], metadata
+    for tensor in inputs:
+        if tensor.device.type != fsdp_param.device.type:
+            raise ValueError(
+                f"{who} returned a tensor on {tensor.device}, and the unit is on"
+                f" {fsdp_param.device}"
+            )
+    return [_plain(tensor) for tensor in inputs], metadata
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
+        tensor = torch.empty(tensor.size(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.contiguous()
 
 
 def _check_padding(

@@ -101,7 +101,13 @@ class ExtendedParam(FallbackParam):
 
     def make_inputs(self) -> Sequence[Tensor]:
         """This rank's part of the next gather; without gradients."""
-        if not self.has_extension:
+        if self.has_extension != bool(self.inputs):
+            raise RuntimeError(
+                f"parameter '{self._name}' has {'an' if self.has_extension else 'no'} all-gather"
+                " extension now, other than in its first gather: attach it before the first"
+                " forward, and keep it"
+            )
+        if not self.inputs:
             local = self._sharded_local_tensor
             return [torch.empty(local.size(), dtype=local.dtype, device=self.device).copy_(local)]
         if self._next is None:

@@ -344,5 +344,35 @@ def test_inputs_that_change(rank: int, n_ranks: int) -> None:
     inner_shard.fsdp_pre_all_gather = lambda mesh: ((inner_shard.inner,), None)
     text = raised_by(lambda: side.model(data(rank)))
     assert "'blocks.1.up.weight' must return inputs of the same sizes and dtypes" in text
+    inner_shard.fsdp_pre_all_gather = lambda mesh: ((inner_shard.inner.to("meta"),) * 2, None)
+    text = raised_by(lambda: side.model(data(rank)))
+    assert "'blocks.1.up.weight' returned a tensor on meta" in text
     del inner_shard.fsdp_pre_all_gather
+    output(side.model, data(rank), 1)
+
+
+class Again(Aliased):
+    """Gives tensors of its own kind."""
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        rows, _ = super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+        return [Wrapped(rows[0])], None
+
+
+@on_ranks(2)
+def test_inputs_around_other_tensors(rank: int, n_ranks: int) -> None:
+    KINDS["again"] = Again
+    train(rank, n_ranks, "again")
+
+
+@on_ranks(2)
+def test_attached_late_or_gone(rank: int, n_ranks: int) -> None:
+    side = side_of("without memory", models.shard_blocks)
+    output(side.model, data(rank), 1)
+    inner_shard = side.model.blocks[1].up.weight._local_tensor
+    inner_shard.fsdp_pre_all_gather = lambda mesh: ((inner_shard.inner,), None)
+    inner_shard.fsdp_post_all_gather = lambda *args, **kwargs: None
+    text = raised_by(lambda: side.model(data(rank)))
+    assert "'blocks.1.up.weight' has an all-gather extension now" in text
+    del inner_shard.fsdp_pre_all_gather, inner_shard.fsdp_post_all_gather
     output(side.model, data(rank), 1)
