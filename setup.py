@@ -67,7 +67,7 @@ CXX_SOURCES = {
     "csrc/bind/comm": "communicator nccl process_group transport",
     "csrc/bind/device": "accelerator device device_comm device_comm_group device_unit",
     "csrc/bind/fsdp": (
-        "accumulated autograd context domain events gradients graphs hooks module_call "
+        "accumulated autograd context domain events extended gradients graphs hooks module_call "
         "param_group parameters python_door reduce root root_object slices state steps unit "
         "unit_ops"
     ),

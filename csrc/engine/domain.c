@@ -49,18 +49,19 @@ static void unit_fini(fc_unit *unit)
 static fc_status unit_init(fc_unit *unit, fc_domain *domain, const fc_unit_desc *desc,
                            int shard_rank, int n_shards)
 {
-    size_t words = (desc->n_params + 63) / 64;
+    const size_t words = (desc->n_params + 63) / 64;
+    const size_t n_entries = fc_layout_count(desc->params, desc->n_params);
 
     unit->domain = domain;
     unit->name = copy_text(desc->name);
-    unit->params = fc_alloc(desc->n_params, sizeof(fc_param));
+    unit->params = fc_alloc(n_entries, sizeof(fc_param));
     unit->mask = fc_alloc(words, sizeof(uint64_t));
     unit->spilled = fc_alloc((size_t)domain->n_ranks, sizeof(spilled *));
     if (unit->name == NULL || unit->params == NULL || unit->mask == NULL || unit->spilled == NULL) {
         return fc_fail(FC_ERR_NOMEM, "unit %s: %zu parameters", desc->name, desc->n_params);
     }
     if (desc->n_params > 0) {
-        memcpy(unit->params, desc->params, desc->n_params * sizeof(fc_param));
+        memcpy(unit->params, desc->params, n_entries * sizeof(fc_param));
     }
     domain->is_packed = domain->is_packed || (desc->n_params > 0 && desc->params[0].is_packed);
     return fc_layout_init(&unit->layout, unit->params, desc->n_params, shard_rank, n_shards,

@@ -58,7 +58,7 @@ typedef enum fc_domain_kind {
 
 typedef struct fc_unit_desc {
     const char *name; /* for messages; copied */
-    fc_param *params; /* copied */
+    fc_param *params; /* and their inputs, see layout.h; copied */
     size_t n_params;
 } fc_unit_desc;
 

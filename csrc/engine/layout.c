@@ -53,7 +53,8 @@ static void measure(fc_param *param, int rank, int n_ranks, bool may_alias)
     param->chunk_rows = (param->rows + (size_t)n_ranks - 1) / (size_t)n_ranks;
     param->own_rows = fc_layout_rows(param, rank, n_ranks);
     param->chunk_numel = param->outer * param->chunk_rows * param->inner;
-    param->is_aliased = may_alias && param->outer == 1 && param->orig == param->compute;
+    param->is_aliased =
+        may_alias && !param->is_made && param->outer == 1 && param->orig == param->compute;
 }
 
 /* Elements a chunk takes in parts and gradient buffers: a multiple of 64 bytes in any type of two
@@ -164,6 +165,48 @@ size_t fc_wire_at(const fc_param *param, fc_wire wire)
            fc_dtype_bytes(fc_wire_dtype(param, wire));
 }
 
+size_t fc_layout_count(const fc_param *params, size_t n_params)
+{
+    size_t n = n_params;
+
+    for (size_t i = 0; i < n_params; i++) {
+        n += params[i].n_inputs;
+    }
+    return n;
+}
+
+static uint64_t mix(uint64_t print, const fc_param *p)
+{
+    print = fc_fingerprint(print, p->outer);
+    print = fc_fingerprint(print, p->rows);
+    print = fc_fingerprint(print, p->inner);
+    print = fc_fingerprint(print, (uint64_t)p->orig << 24 | (uint64_t)p->compute << 16 |
+                                      (uint64_t)p->reduce << 8 | (uint64_t)p->grad);
+    return fc_fingerprint(print, (uint64_t)p->n_inputs << 6 | (uint64_t)p->is_made << 5 |
+                                     (uint64_t)p->is_packed << 4 | (uint64_t)p->is_counted << 3 |
+                                     (uint64_t)p->is_aliased << 2 | (uint64_t)p->has_grad << 1 |
+                                     (uint64_t)p->trainable);
+}
+
+/* What is gathered, in the buffers that hold it: inputs where their parameter would be. */
+static void place_gathered(fc_layout *layout)
+{
+    fc_param *input = layout->params + layout->n_params;
+
+    for (size_t i = 0; i < layout->n_params; i++) {
+        const size_t n_inputs = layout->params[i].n_inputs;
+        fc_param *first = n_inputs == 0 ? &layout->params[i] : input;
+
+        for (fc_param *p = first; p < first + (n_inputs == 0 ? 1 : n_inputs); p++) {
+            const size_t numel = p->chunk_numel * (size_t)layout->n_ranks;
+
+            p->full_at = place(&layout->full_bytes, numel * fc_dtype_bytes(p->compute));
+            p->pack_at = place_chunk(p, &layout->pack_bytes, p->chunk_numel, p->compute);
+        }
+        input += n_inputs;
+    }
+}
+
 fc_status fc_layout_init(fc_layout *layout, fc_param *params, size_t n_params, int rank,
                          int n_ranks, bool may_alias)
 {
@@ -172,10 +215,11 @@ fc_status fc_layout_init(fc_layout *layout, fc_param *params, size_t n_params, i
 
     *layout = (fc_layout){.params = params,
                           .n_params = n_params,
+                          .n_entries = fc_layout_count(params, n_params),
                           .rank = rank,
                           .n_ranks = n_ranks,
                           .may_narrow = true};
-    for (i = 0; i < n_params; i++) {
+    for (i = 0; i < layout->n_entries; i++) {
         fc_param *p = &params[i];
         size_t full_numel;
 
@@ -187,17 +231,9 @@ fc_status fc_layout_init(fc_layout *layout, fc_param *params, size_t n_params, i
             return fc_fail(FC_ERR_INVALID, "parameter %zu is too large: %zu x %zu x %zu", i,
                            p->outer, p->rows, p->inner);
         }
-        p->full_at = place(&layout->full_bytes, full_numel * fc_dtype_bytes(p->compute));
-        p->pack_at = place_chunk(p, &layout->pack_bytes, p->chunk_numel, p->compute);
-        print = fc_fingerprint(print, p->outer);
-        print = fc_fingerprint(print, p->rows);
-        print = fc_fingerprint(print, p->inner);
-        print = fc_fingerprint(print, (uint64_t)p->orig << 24 | (uint64_t)p->compute << 16 |
-                                          (uint64_t)p->reduce << 8 | (uint64_t)p->grad);
-        print = fc_fingerprint(print, (uint64_t)p->is_packed << 4 | (uint64_t)p->is_counted << 3 |
-                                          (uint64_t)p->is_aliased << 2 |
-                                          (uint64_t)p->has_grad << 1 | (uint64_t)p->trainable);
+        print = mix(print, p);
     }
+    place_gathered(layout);
     place_parts(layout, true);
     layout->trainable_part_bytes = layout->part_bytes;
     layout->trainable_grad_bytes = layout->grad_bytes;

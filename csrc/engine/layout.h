@@ -11,6 +11,10 @@
  * parameter. Without a cast the shard therefore *is* a piece of the unsharded buffer: in shared
  * memory the all-gather moves no bytes. Other parameters are published: their owner writes its
  * chunk there.
+ *
+ * [Note: inputs] What is gathered of a parameter may be made by its owner, for each gather: its
+ * shard has no memory, or *inputs* travel in its place, of which its owner then makes the whole
+ * parameter. Inputs follow the parameters in their array, and have no gradient.
  */
 #ifndef FC_ENGINE_LAYOUT_H
 #define FC_ENGINE_LAYOUT_H
@@ -47,6 +51,8 @@ typedef struct fc_param {
     /* Over messages that others look at: chunks lie next to one another, and nothing travels but
      * them. Alike for all parameters of a unit. */
     bool is_packed;
+    bool is_made;    /* see [Note: inputs]; never aliased */
+    size_t n_inputs; /* in its place: that many of the unit's, in order; it is in no buffer */
     /* Computed by fc_layout_init. */
     size_t chunk_rows;  /* of every rank, padding included */
     size_t own_rows;    /* of this rank, without padding */
@@ -67,6 +73,7 @@ typedef struct fc_section {
 typedef struct fc_layout {
     fc_param *params; /* borrowed from the unit */
     size_t n_params;
+    size_t n_entries; /* with the inputs */
     int rank, n_ranks;
     size_t full_bytes; /* page multiple */
     size_t part_bytes; /* all parameters that may have a gradient */
@@ -84,7 +91,11 @@ typedef struct fc_layout {
     uint64_t fingerprint; /* equal on ranks with equal layouts; rank itself excluded */
 } fc_layout;
 
-/* Fills in everything that is computed; aliasing is offered only if `may_alias`. */
+/* Parameters and their inputs. */
+size_t fc_layout_count(const fc_param *params, size_t n_params);
+
+/* Fills in everything that is computed; aliasing is offered only if `may_alias`. `params` has the
+ * inputs, too. */
 FC_MUST_CHECK fc_status fc_layout_init(fc_layout *layout, fc_param *params, size_t n_params,
                                        int rank, int n_ranks, bool may_alias);
 

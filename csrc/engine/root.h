@@ -109,9 +109,9 @@ typedef struct fc_root_ops {
     /* ---- a unit's parameters ---- */
     bool (*publishes)(void *unit); /* shards are not where peers read them */
     fc_status (*publish)(void *unit);
-    fc_status (*is_intact)(void *unit, bool *out);   /* every shard is where set-up put it */
-    fc_status (*note_shards)(void *unit);            /* as they are peers will read them */
-    fc_status (*was_written)(void *unit, bool *out); /* some were since then */
+    fc_status (*is_intact)(void *unit, bool *out); /* every shard is where set-up put it */
+    fc_status (*note_shards)(void *unit);          /* as they are peers will read them */
+    fc_status (*is_stale)(void *unit, bool *out);  /* peers have to read other ones in a backward */
     fc_status (*check_unwritten)(void *unit);
     fc_status (*unshard)(void *unit);
     fc_status (*make_unavailable)(void *unit); /* instead; backward does without them */

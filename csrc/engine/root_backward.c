@@ -5,20 +5,20 @@
 
 /* ---- the phase ---- */
 
-/* In a script that writes shards between forward and backward. */
-static fc_status publish_written(fc_root_course *root)
+/* In a script that writes shards between forward and backward; and what is made for each gather. */
+static fc_status publish_stale(fc_root_course *root)
 {
     const fc_root_ops *ops = root->ops;
 
     for (size_t i = 0; root->publishes && i < root->n_modules; i++) {
         FOR_EACH_UNIT(unit, root->modules[i])
         {
-            bool was_written = false;
+            bool is_stale = false;
 
             if (ops->publishes(unit->owner)) {
-                FC_TRY(ops->was_written(unit->owner, &was_written));
+                FC_TRY(ops->is_stale(unit->owner, &is_stale));
             }
-            if (was_written) {
+            if (is_stale) {
                 FC_TRY(ops->publish(unit->owner));
                 FC_TRY(ops->note_shards(unit->owner));
             }
@@ -35,7 +35,7 @@ fc_status fc_root_begin_backward(fc_root_course *root)
     if (fc_root_is_open(root)) {
         FC_TRY(or_fail(root, root_close(root)));
     }
-    FC_TRY(or_fail(root, publish_written(root)));
+    FC_TRY(or_fail(root, publish_stale(root)));
     if (root->schedule != NULL) {
         FC_TRY(root->ops->resume(root->owner));
         FC_TRY(root_each_unit(root, root->ops->release_unused));

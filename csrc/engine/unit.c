@@ -79,12 +79,17 @@ static void scatter_chunk(const fc_param *p, int rank, size_t rows, char *full, 
     }
 }
 
-void fc_unit_publish(fc_unit *unit, size_t param, const void *shard)
+void fc_unit_publish(fc_unit *unit, const void *const *shards)
 {
-    const fc_param *p = &unit->params[param];
-    char *full = unit->domain->region->shared + unit->full_at + p->full_at;
+    char *full = unit->domain->region->shared + unit->full_at;
 
-    scatter_chunk(p, unit->layout.rank, p->own_rows, full, shard, p->orig);
+    for (size_t i = 0; i < unit->layout.n_entries; i++) {
+        const fc_param *p = &unit->params[i];
+
+        if (!p->is_aliased && p->n_inputs == 0) {
+            scatter_chunk(p, unit->layout.rank, p->own_rows, full + p->full_at, shards[i], p->orig);
+        }
+    }
 }
 
 void fc_unit_copy_out(const fc_unit *unit, void *dst)
@@ -102,21 +107,25 @@ void fc_unit_discard_writes(fc_unit *unit, size_t param)
 
 void fc_unit_pack(const fc_unit *unit, const void *const *shards, char *pack)
 {
-    for (size_t i = 0; i < unit->layout.n_params; i++) {
+    for (size_t i = 0; i < unit->layout.n_entries; i++) {
         const fc_param *p = &unit->params[i];
 
-        convert(pack + p->pack_at, p->compute, shards[i], p->orig,
-                p->outer * p->own_rows * p->inner);
+        if (p->n_inputs == 0) {
+            convert(pack + p->pack_at, p->compute, shards[i], p->orig,
+                    p->outer * p->own_rows * p->inner);
+        }
     }
 }
 
 void fc_unit_unpack(const fc_unit *unit, int rank, const char *pack, void *dst)
 {
-    for (size_t i = 0; i < unit->layout.n_params; i++) {
+    for (size_t i = 0; i < unit->layout.n_entries; i++) {
         const fc_param *p = &unit->params[i];
 
-        scatter_chunk(p, rank, fc_layout_rows(p, rank, unit->layout.n_ranks),
-                      (char *)dst + p->full_at, pack + p->pack_at, p->compute);
+        if (p->n_inputs == 0) {
+            scatter_chunk(p, rank, fc_layout_rows(p, rank, unit->layout.n_ranks),
+                          (char *)dst + p->full_at, pack + p->pack_at, p->compute);
+        }
     }
 }
 

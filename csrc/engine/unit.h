@@ -29,9 +29,9 @@ void *fc_unit_view(const fc_unit *unit);
 void *fc_unit_shard_storage(const fc_unit *unit, size_t param);
 /* Holds the domain's memory beyond the domain. */
 fc_region *fc_unit_region(const fc_unit *unit);
-/* Copies (and casts) this rank's chunk of a parameter that is not aliased to where peers read it.
- */
-void fc_unit_publish(fc_unit *unit, size_t param, const void *shard);
+/* Copies (and casts) this rank's chunks to where peers read them, one per entry of the layout; but
+ * for those that are aliased. */
+void fc_unit_publish(fc_unit *unit, const void *const *shards);
 /* A private copy of the whole unsharded buffer. */
 void fc_unit_copy_out(const fc_unit *unit, void *dst);
 /* Takes back this rank's private writes to a parameter in the view. */
@@ -39,7 +39,7 @@ void fc_unit_discard_writes(fc_unit *unit, size_t param);
 
 /* ---- parameters, message domains ---- */
 
-/* Writes `shards` (one per parameter, own_rows each) to this rank's pack. */
+/* Writes `shards` (one per entry of the layout, own_rows each) to this rank's pack. */
 void fc_unit_pack(const fc_unit *unit, const void *const *shards, char *pack);
 /* A rank's pack into dst, laid out as the unsharded buffer. */
 void fc_unit_unpack(const fc_unit *unit, int rank, const char *pack, void *dst);

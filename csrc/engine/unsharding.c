@@ -17,13 +17,15 @@ static const gathering *kind_of(const fc_unsharding_options *options)
 
 static void measure(fc_unsharding *u)
 {
-    for (size_t i = 0; i < u->n_params; i++) {
+    for (size_t i = 0; i < u->layout->n_entries; i++) {
         const fc_param *p = &u->layout->params[i];
         const size_t row = p->outer * p->inner * fc_dtype_bytes(p->compute);
 
-        u->gather_bytes += (p->rows - p->own_rows) * row;
-        u->publish_bytes += p->is_aliased ? 0 : p->own_rows * row;
-        if (u->sliced != NULL) {
+        if (p->n_inputs == 0) {
+            u->gather_bytes += (p->rows - p->own_rows) * row;
+            u->publish_bytes += p->is_aliased ? 0 : p->own_rows * row;
+        }
+        if (u->sliced != NULL && i < u->n_params) {
             u->sliced_gather_bytes += (p->rows - u->sliced->params[i].own_rows) * row;
         }
     }
@@ -38,7 +40,7 @@ fc_status fc_unsharding_create(const fc_unsharding_options *options, fc_unshardi
     const size_t n_params = unit->layout.n_params;
     fc_unsharding *u = fc_alloc(1, sizeof(*u));
     uint64_t *marks = fc_alloc(n_params, sizeof(*marks));
-    const void **shards = fc_alloc(n_params, sizeof(*shards));
+    const void **shards = fc_alloc(unit->layout.n_entries, sizeof(*shards));
 
     if (u == NULL || marks == NULL || shards == NULL) {
         fc_free(u);
@@ -63,17 +65,17 @@ fc_status fc_unsharding_create(const fc_unsharding_options *options, fc_unshardi
                          .shards = shards,
                          .slots = options->slots,
                          .schedule = options->schedule,
-                         .on_device = options->on_device};
+                         .on_device = options->on_device,
+                         .is_extended = options->ops->make != NULL,
+                         .has_extension = options->ops->fill != NULL};
     measure(u);
     /* Else reads are of the shards themselves. */
-    u->is_watched = !u->kind->makes_copies && (unit->domain->n_ranks > 1 || u->publish_bytes > 0);
+    u->is_watched =
+        !u->kind->makes_copies && (unit->domain->n_ranks > 1 || fc_unsharding_publishes(u));
     u->may_reside = options->has_all && u->bytes > 0 && u->ops->can_reside(u->owner);
-    if (u->kind->makes_copies) {
-        fc_unsharding_publish(u);
-    }
     unit->unsharding = u;
     *out = u;
-    return FC_OK;
+    return u->kind->makes_copies ? fc_unsharding_publish(u) : FC_OK; /* of devices: cannot fail */
 }
 
 void fc_unsharding_detach(fc_unsharding *u)
@@ -100,7 +102,7 @@ static void leave_to_graph(fc_unsharding *u)
 {
     if (!u->has_graph) {
         hide(u, false);
-    } else if (!u->kind->makes_copies) {
+    } else if (!unsharding_is_copied(u)) {
         if (u->is_withheld) {
             hide(u, false);
         }
@@ -228,6 +230,35 @@ void unsharding_count(fc_unsharding *u)
     u->kind->count(u);
 }
 
+/* What a failed use has left is used again. */
+fc_status unsharding_make(fc_unsharding *u)
+{
+    const uint64_t n_steps = u->is_extended ? u->ops->n_steps(u->owner) : 0;
+
+    if (!u->is_extended || (u->is_refilled && u->made_at == n_steps)) {
+        return FC_OK;
+    }
+    FC_TRY(u->ops->make(u->owner));
+    u->is_made = true;
+    u->is_refilled = false;
+    u->made_at = n_steps;
+    return FC_OK;
+}
+
+fc_status unsharding_fill(fc_unsharding *u)
+{
+    if (!u->is_extended) {
+        return FC_OK;
+    }
+    if (u->has_extension) {
+        u->is_refilled = true;
+        FC_TRY(u->ops->fill(u->owner));
+    }
+    u->is_refilled = u->is_made = false;
+    u->ops->forget(u->owner);
+    return FC_OK;
+}
+
 void unsharding_discard_writes(fc_unsharding *u)
 {
     size_t i;
@@ -256,11 +287,17 @@ fc_status fc_unsharding_show(fc_unsharding *u)
 {
     void *memory;
     bool is_kept;
+    fc_status st;
 
     FC_TRY(u->kind->take(u, &memory, &is_kept));
     unsharding_count(u);
     discard_slices(u);
     u->ops->show(u->owner, memory);
+    st = unsharding_fill(u);
+    if (st != FC_OK) { /* it is gathered still */
+        u->ops->hide(u->owner, false);
+        return st;
+    }
     unsharding_turn(u, is_kept ? FC_UNIT_SHOW_COPY : FC_UNIT_SHOW);
     FC_TRY(u->ops->enter(u->owner));
     if (u->has_slices) {
@@ -395,17 +432,17 @@ bool fc_unsharding_is_resident(const fc_unsharding *u)
 
 bool fc_unsharding_makes_copies(const fc_unsharding *u)
 {
-    return u->kind->makes_copies;
+    return unsharding_is_copied(u);
 }
 
 bool fc_unsharding_has_own_memory(const fc_unsharding *u)
 {
-    return u->kind->makes_copies ? u->state == FC_UNIT_KEPT : u->memory != NULL;
+    return unsharding_is_copied(u) ? u->state == FC_UNIT_KEPT : u->memory != NULL;
 }
 
 bool fc_unsharding_is_read_apart(const fc_unsharding *u)
 {
-    return u->kind->makes_copies && !u->is_resident && !unsharding_stays(u);
+    return unsharding_is_copied(u) && !u->is_resident && !unsharding_stays(u);
 }
 
 bool fc_unsharding_moves(const fc_unsharding *u)

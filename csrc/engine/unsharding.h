@@ -14,6 +14,10 @@
  *   came_along       another unit's gather has brought it, and was counted
  *   has_slices       slices stand in the place of its shards; also while it is asked for or
  * gathered
+ *   is_extended      the owner makes what is gathered
+ *   has_extension    and whole parameters of what was
+ *   is_made          what it has made for the next gather is still to be used
+ *   is_refilled      the owner could not make parameters of it, and gets it again
  *
  * Tensors, and where they are registered, are the caller's (fc_unsharding_ops). Its calls may fail:
  * with FC_ERR_INTERRUPTED and an error that the caller keeps. Threading: serialized per domain.
@@ -99,8 +103,14 @@ typedef struct fc_unsharding_ops {
     fc_status (*leave)(void *owner, void *slices);
     /* The shards take the place of slices. */
     fc_status (*leave_slices)(void *owner);
-    /* The shards, one per parameter. */
+    /* The shards, one per entry of the layout; inputs as they were made. */
     void (*shards)(void *owner, const void **shards_out);
+    /* Of an extended unit, NULL for others, see [Note: inputs] in layout.h: makes this rank's
+     * chunks for a gather; makes the whole parameters of what is shown (NULL: they lie there);
+     * frees those chunks. */
+    fc_status (*make)(void *owner);
+    fc_status (*fill)(void *owner);
+    void (*forget)(void *owner);
     /* A number for each that a write changes; the first one from `from` on whose number is another
      * one now, or the number of parameters. */
     void (*mark)(void *owner, uint64_t *marks_out);
@@ -177,11 +187,13 @@ bool fc_unsharding_is_settled(const fc_unsharding *unsharding);
 /* Whether peers read shards from elsewhere than where they lie. */
 bool fc_unsharding_publishes(const fc_unsharding *unsharding);
 /* Makes this rank's shards readable by peers; before a phase opens. */
-void fc_unsharding_publish(fc_unsharding *unsharding);
+FC_MUST_CHECK fc_status fc_unsharding_publish(fc_unsharding *unsharding);
 /* Takes the shards as they are for those that peers will read; as a forward opens. */
 void fc_unsharding_note_shards(fc_unsharding *unsharding);
 /* True if one was written since then. */
 bool fc_unsharding_was_written(const fc_unsharding *unsharding);
+/* Before a backward: the same, or its owner makes something for each gather. */
+bool fc_unsharding_is_stale(const fc_unsharding *unsharding);
 /* Fails if this forward has read the unit and a shard was written after that: a peer may have read
  * either value. */
 FC_MUST_CHECK fc_status fc_unsharding_check_unwritten(fc_unsharding *unsharding);

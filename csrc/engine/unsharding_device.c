@@ -77,12 +77,13 @@ static fc_status release(fc_unsharding *u, bool to_slice)
     return FC_OK;
 }
 
-static void publish(fc_unsharding *u)
+static fc_status publish(fc_unsharding *u)
 {
     if (!u->is_resident) {
         u->ops->shards(u->owner, u->shards);
         fc_schedule_set_shards(u->on_device, u->shards);
     }
+    return FC_OK;
 }
 
 static void count(fc_unsharding *u)
@@ -110,7 +111,7 @@ static fc_status end_forward(fc_unsharding *u)
         fc_schedule_reshard(u->on_device);
     }
     FC_TRY(u->ops->reside(u->owner, &home));
-    publish(u);
+    FC_TRY(publish(u));
     FC_TRY(fc_schedule_set_resident(u->on_device, home));
     u->is_resident = true;
     if (is_shown) {

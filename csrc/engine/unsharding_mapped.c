@@ -1,24 +1,41 @@
 /* Units in shared memory: the unsharded unit is there for all ranks while a phase is open.
  *
- * Bytes: a gather moves none, and slices lie where the unit does. Outside of a phase, or where a
- * unit's memory is its own, each rank copies the unit once.
+ * Bytes: a gather moves none, and slices lie where the unit does. Outside of a phase, where a
+ * unit's memory is its own, and with an extension, each rank copies the unit once. What an owner
+ * makes is published as a phase opens, as casts are; that of an extension in a backward once more.
  */
 #include "engine/unsharding_private.h"
 
 #include <string.h>
 
-static void publish(fc_unsharding *u)
+static fc_status publish_shards(fc_unsharding *u)
 {
     u->traffic->copied += u->publish_bytes;
-    if (u->publish_bytes == 0) {
-        return;
-    }
     u->ops->shards(u->owner, u->shards);
-    for (size_t i = 0; i < u->n_params; i++) {
-        if (!u->layout->params[i].is_aliased) {
-            fc_unit_publish(u->unit, i, u->shards[i]);
-        }
+    fc_unit_publish(u->unit, u->shards);
+    return FC_OK;
+}
+
+/* What is there is used on: by an unshard from before the phase, or after a failure. */
+static bool is_published(const fc_unsharding *u)
+{
+    const bool is_there = unsharding_is_shown(u) || unsharding_is_gathered(u) || u->is_refilled;
+
+    return is_there && u->made_at == u->ops->n_steps(u->owner);
+}
+
+static fc_status publish(fc_unsharding *u)
+{
+    if (!u->is_extended) {
+        return u->publish_bytes == 0 ? FC_OK : publish_shards(u);
     }
+    if (u->has_extension && is_published(u)) {
+        return FC_OK;
+    }
+    FC_TRY(unsharding_make(u));
+    FC_TRY(publish_shards(u));
+    u->ops->forget(u->owner);
+    return FC_OK;
 }
 
 static void copy_out(fc_unsharding *u)
@@ -32,7 +49,7 @@ static fc_status gather_copy(fc_unsharding *u)
 {
     fc_status st;
 
-    publish(u);
+    FC_TRY(publish(u));
     fc_domain_open(u->domain, (fc_opening){FC_PHASE_UNSHARD, 0, FC_UPDATES_UNKNOWN});
     st = fc_domain_ready(u->domain, u->unit);
     if (st != FC_OK) {
@@ -80,7 +97,7 @@ static fc_status take(fc_unsharding *u, void **memory_out, bool *is_kept_out)
         return FC_OK;
     }
     FC_TRY(fc_domain_ready(u->domain, u->unit));
-    if (u->keeps_memory) {
+    if (u->keeps_memory || u->has_extension) {
         FC_TRY(unsharding_take_slot(u));
         copy_out(u);
         *memory_out = u->memory;
@@ -92,8 +109,12 @@ static fc_status take(fc_unsharding *u, void **memory_out, bool *is_kept_out)
 
 static fc_status renew(fc_unsharding *u)
 {
-    if (u->keeps_memory) {
+    if (u->has_extension && !u->is_made) {
+        return FC_OK;
+    }
+    if (u->keeps_memory || u->has_extension) {
         copy_out(u);
+        FC_TRY(unsharding_fill(u));
     } else {
         u->ops->show(u->owner, u->view);
         unsharding_release_slot(u);

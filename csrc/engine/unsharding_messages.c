@@ -91,6 +91,9 @@ static fc_status gather_list(fc_unsharding *first, fc_batch_gather *gathers, siz
 
     for (size_t i = 0; i < n; i++, u = u->next) {
         FC_TRY(unsharding_take_slot(u));
+        if (!reads_slices(u)) {
+            FC_TRY(unsharding_make(u));
+        }
         gathers[i] = sends(u);
     }
     FC_TRY(fc_slots_acquire(first->slots, fc_batch_pack_bytes(gathers, n), &pack));
@@ -179,6 +182,7 @@ static fc_status renew(fc_unsharding *u)
     if (is_outdated(u)) {
         FC_TRY(fetch(u));
         unsharding_count(u);
+        FC_TRY(unsharding_fill(u));
     }
     return FC_OK;
 }

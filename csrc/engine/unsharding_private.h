@@ -29,7 +29,7 @@ typedef struct gathering {
     /* Gives its memory back; NULL: it is a slot. */
     fc_status (*release)(fc_unsharding *u, bool to_slice);
     /* A phase opens; NULL: peers get the shards with a gather. */
-    void (*publish)(fc_unsharding *u);
+    fc_status (*publish)(fc_unsharding *u);
     /* It is shown: counts what came from peers. */
     void (*count)(fc_unsharding *u);
     /* A forward has used it, or it was resharded; NULL: nothing is to be done. */
@@ -52,14 +52,15 @@ struct fc_unsharding {
     uint8_t state;
     bool keeps_memory, stays_unsharded, has_graph, is_withheld;
     bool is_resident, may_reside, is_watched, is_read, came_along, has_slices;
+    bool is_extended, has_extension, is_made, is_refilled;
     fc_traffic *traffic;
     uint64_t *marks; /* owned; of the shards, when they were noted */
     size_t n_params, bytes;
     int n_ranks;
     uint64_t gather_bytes, publish_bytes; /* that a gather brings, a publish writes */
-    /* Elsewhere than in shared memory. */
-    uint64_t gathered_at; /* in steps of optimizers */
-    const void **shards;  /* owned */
+    uint64_t gathered_at; /* in steps of optimizers; elsewhere than in shared memory */
+    uint64_t made_at;     /* of an extended unit */
+    const void **shards;  /* owned; of all entries of the layout */
     fc_slots *slots;
     fc_unsharding *next; /* in the gather that is being made */
     fc_unit *sliced;     /* in the domain of a smaller group; NULL: none */
@@ -81,6 +82,9 @@ void unsharding_end_slices(fc_unsharding *u);
 void unsharding_discard_writes(fc_unsharding *u);
 /* A shown unit was gathered; counts what came from peers. */
 void unsharding_count(fc_unsharding *u);
+/* Of an extended unit, nothing for others: before a gather reads its shards, and after it. */
+FC_MUST_CHECK fc_status unsharding_make(fc_unsharding *u);
+FC_MUST_CHECK fc_status unsharding_fill(fc_unsharding *u);
 
 /* ---- writes to shards; unsharding_writes.c ---- */
 
@@ -98,6 +102,12 @@ static inline bool unsharding_is_shown(const fc_unsharding *u)
 static inline bool unsharding_is_gathered(const fc_unsharding *u)
 {
     return u->state == FC_UNIT_GATHERED || u->state == FC_UNIT_AHEAD;
+}
+
+/* Its whole parameters are copies, which are there while it is unsharded. */
+static inline bool unsharding_is_copied(const fc_unsharding *u)
+{
+    return u->kind->makes_copies || u->has_extension;
 }
 
 /* Reshard leaves its memory. */

@@ -5,14 +5,12 @@
 
 bool fc_unsharding_publishes(const fc_unsharding *u)
 {
-    return u->publish_bytes > 0;
+    return u->publish_bytes > 0 || u->is_extended;
 }
 
-void fc_unsharding_publish(fc_unsharding *u)
+fc_status fc_unsharding_publish(fc_unsharding *u)
 {
-    if (u->kind->publish != NULL) {
-        u->kind->publish(u);
-    }
+    return u->kind->publish != NULL ? u->kind->publish(u) : FC_OK;
 }
 
 void fc_unsharding_note_shards(fc_unsharding *u)
@@ -26,6 +24,12 @@ void fc_unsharding_note_shards(fc_unsharding *u)
 bool fc_unsharding_was_written(const fc_unsharding *u)
 {
     return u->is_watched && u->ops->find_changed(u->owner, u->marks, 0) < u->n_params;
+}
+
+bool fc_unsharding_is_stale(const fc_unsharding *u)
+{
+    return fc_unsharding_was_written(u) ||
+           (u->has_extension && u->is_read && u->state == FC_UNIT_SHARDED);
 }
 
 fc_status fc_unsharding_check_unwritten(fc_unsharding *u)
@@ -54,10 +58,10 @@ fc_status unsharding_renew_written(fc_unsharding *u)
     }
     FC_TRY(fc_unsharding_check_unwritten(u));
     st = fc_domain_turn(u->domain, u->unit);
-    if (st == FC_OK &&
-        u->publish_bytes > 0) { /* nobody reads now, and nobody does before all have */
-        fc_unsharding_publish(u);
-        st = fc_domain_turn(u->domain, u->unit);
+    if (st == FC_OK && fc_unsharding_publishes(u)) {
+        /* Nobody reads now, and nobody does before all have. */
+        st = fc_unsharding_publish(u);
+        st = st == FC_OK ? fc_domain_turn(u->domain, u->unit) : st;
     }
     if (st != FC_OK) {
         fc_domain_fail(u->domain);

@@ -53,4 +53,6 @@ def hand_down() -> None:
         make_sharded_gradient=_make_sharded_gradient,
         make_slice=_slices.make,
         local_gradient=FSDPParam._local_gradient,
+        make_inputs=FSDPParam.make_inputs,
+        fill_unsharded=FSDPParam.fill_unsharded,
     )

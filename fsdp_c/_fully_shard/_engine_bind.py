@@ -51,6 +51,7 @@ class BoundParam(NamedTuple):
     local_size: tuple[int, ...]
     local_stride: tuple[int, ...]
     copies: int
+    outputs: list[torch.Tensor]  # of an extension: what was gathered
 
 
 class Binding(NamedTuple):
@@ -92,6 +93,9 @@ def _bind_units(groups: Sequence[Any], streams: _C.Streams | None) -> list[_C.Do
         in_sight = _what_is_in_sight(group, shards, replicas)
         by_mesh.setdefault((shards, replicas, in_sight), []).append(group)
     _check_model(by_mesh)
+    for group in groups:
+        for fsdp_param in group.fsdp_params:
+            fsdp_param.lay_out()
     domains: list[_C.Domain] = []
     placed = []
     for (shard_pg, replicate_pg, in_sight), members in by_mesh.items():
@@ -145,7 +149,14 @@ def _make_domains(
     streams: _C.Streams | None,
     in_sight: str,
 ) -> tuple[_C.Domain, _C.Domain | None]:
-    units = [UnitSpec(_fqns.unit_name(g), [spec_of(p) for p in g.fsdp_params]) for g in groups]
+    units = [
+        UnitSpec(
+            _fqns.unit_name(group),
+            [spec_of(p) for p in group.fsdp_params],
+            [spec for p in group.fsdp_params for spec in p.input_specs()],
+        )
+        for group in groups
+    ]
     # What replicas add up next has to be there at once.
     is_alone = streams is None and replicate_pg is None and not in_sight
     batch_bytes = _env.batch_bytes() if is_alone else 0
@@ -208,7 +219,10 @@ def _make_smaller(
     at the index that they have in the domain of their shards."""
     if shard.is_mapped:  # slices lie in the unsharded unit
         return {}
-    params = [[s._replace(orig=s.compute) for s in map(spec_of, g.fsdp_params)] for g in groups]
+    params = [
+        [s._replace(orig=s.compute, is_made=False) for s in map(spec_of, g.fsdp_params)]
+        for g in groups
+    ]
     units = [UnitSpec(_fqns.unit_name(g), p) for g, p in zip(groups, params, strict=True)]
     found: dict[dist.ProcessGroup | None, _C.Domain] = {}
     for group in groups:
@@ -248,22 +262,16 @@ def bind_unit(group: Any, binding: Binding) -> None:
         seen: set[int] = set()
         rows = []
         for fsdp_param, place in zip(group.fsdp_params, layout["params"], strict=True):
-            _own_storage(fsdp_param, seen)
-            dtype = _versions.compute_dtype(fsdp_param)
-            # Of a parameter that is held once per rank each rank reads its own.
-            own = shard_rank if fsdp_param.copies > 1 else 0
-            data = torch.empty(0, dtype=dtype, device=group.device).set_(
-                flat.untyped_storage(),
-                place["offset"] // dtype.itemsize + own,
-                fsdp_param._orig_size,
-                fsdp_param.unsharded_stride,
-            )
-            unsharded = parameter_of(
-                data, fsdp_param.unsharded_spec(dtype), fsdp_param.sharded_param.requires_grad
-            )
-            _param_attributes.copy_attributes(fsdp_param.sharded_param, unsharded)
-            _versions.set_grad_dtype(fsdp_param, unsharded)
-            fsdp_param._unsharded_param = unsharded
+            if not fsdp_param.is_extended:
+                _own_storage(fsdp_param, seen)
+            outputs = fsdp_param.renew_outputs()
+            if outputs:
+                unsharded = fsdp_param.stand_in()
+            else:
+                # Of a parameter that is held once per rank each rank reads its own.
+                own = shard_rank if fsdp_param.copies > 1 else 0
+                unsharded = _view_of(flat, place["offset"], own, fsdp_param)
+                fsdp_param._unsharded_param = unsharded
             fsdp_param.unit = group
             spec = spec_of(fsdp_param)
             rows.append(
@@ -278,6 +286,7 @@ def bind_unit(group: Any, binding: Binding) -> None:
                     local_size=tuple(fsdp_param.sharded_size),
                     local_stride=fsdp_param.local_stride,
                     copies=fsdp_param.copies,
+                    outputs=outputs,
                 )
             )
         group._bind(
@@ -294,6 +303,23 @@ def bind_unit(group: Any, binding: Binding) -> None:
     group._binding = binding
     group._bound_specs = [spec_of(p) for p in group.fsdp_params]
     group.choose_reduce_group()
+
+
+def _view_of(flat: torch.Tensor, offset: int, own: int, fsdp_param: Any) -> nn.Parameter | DTensor:
+    """The unsharded parameter, from `own` elements behind `offset` bytes on."""
+    dtype = _versions.compute_dtype(fsdp_param)
+    data = torch.empty(0, dtype=dtype, device=flat.device).set_(
+        flat.untyped_storage(),
+        offset // dtype.itemsize + own,
+        fsdp_param._orig_size,
+        fsdp_param.unsharded_stride,
+    )
+    unsharded = parameter_of(
+        data, fsdp_param.unsharded_spec(dtype), fsdp_param.sharded_param.requires_grad
+    )
+    _param_attributes.copy_attributes(fsdp_param.sharded_param, unsharded)
+    _versions.set_grad_dtype(fsdp_param, unsharded)
+    return unsharded
 
 
 def parameter_of(

@@ -127,8 +127,14 @@ class FallbackParam(ParamLayout):
         self._update_alias()
         if self._is_alias:
             return self.all_gather_outputs  # torch's group copies it onto itself: nothing
-        with _all_gather_extension.checked(self):
+        is_sharded = self.sharded_state == ShardedState.SHARDED
+        if not (is_sharded and hasattr(self._sharded_local_tensor, "fsdp_pre_all_gather")):
             self._inputs = [tensor.view(-1) for tensor in super().all_gather_inputs]
+            return self._inputs
+        inputs, metadata = _all_gather_extension.ask(self)
+        self._extensions_data.all_gather_metadata = metadata
+        self._extensions_data.all_gather_input_sizes = [tensor.size() for tensor in inputs]
+        self._inputs = [tensor.view(-1) for tensor in inputs]
         return self._inputs
 
     def init_all_gather_outputs(
@@ -144,7 +150,7 @@ class FallbackParam(ParamLayout):
         if is_alone:  # torch's group copies only the first of an extension's inputs
             numels = [tensor.numel() for tensor in inputs]
             dtypes = [tensor.dtype for tensor in inputs]
-        with _outside_of_inference():
+        with outside_of_inference():
             super().init_all_gather_outputs(numels, dtypes, world_size, device, **kwargs)
         if not is_alone:
             return
@@ -158,7 +164,7 @@ class FallbackParam(ParamLayout):
         if hasattr(self._sharded_local_tensor, "fsdp_post_all_gather"):
             self._run_extension(is_new)
         else:
-            with _outside_of_inference():
+            with outside_of_inference():
                 super().init_unsharded_param()
         if is_new:
             copy_attributes(self.sharded_param, self._unsharded_param)
@@ -168,11 +174,16 @@ class FallbackParam(ParamLayout):
 
     @torch.no_grad()  # what the user's code computes there is no part of the model's graph
     def _run_extension(self, is_new: bool) -> None:
+        with contextlib.nullcontext() if is_new else self.explained(), outside_of_inference():
+            super().init_unsharded_param()
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """While an extension fills a whole parameter: an error says what may be the matter."""
         try:
-            with _outside_of_inference():
-                super().init_unsharded_param()
+            yield
         except RuntimeError as error:
-            if is_new or self.fsdp_placement != Shard(0):
+            if self.fsdp_placement != Shard(0):
                 raise
             rows = self._orig_size[0]
             padded = self.padded_sharded_param_size[0] * self.mesh_info.shard_mesh_size
@@ -230,7 +241,7 @@ class FallbackParam(ParamLayout):
 
 
 @contextlib.contextmanager
-def _outside_of_inference() -> Iterator[None]:
+def outside_of_inference() -> Iterator[None]:
     """What is made here is trained later, also if the first forward is in inference mode."""
     if not torch.is_inference_mode_enabled():
         yield

@@ -78,25 +78,11 @@ def why_not_a_tensor(fsdp_param: Any) -> str:
 
 def _why_not_laid_out(fsdp_param: Any, on_host: bool) -> str:
     """What keeps the core from gathering the parameter's memory as it is."""
-    local = fsdp_param._sharded_local_tensor
-    is_special = hasattr(local, "fsdp_pre_all_gather") or _versions.is_typed_spmd(fsdp_param)
-    if is_special or not on_host or not _versions.SHARDS_DTENSORS:
-        return why_not_a_tensor(fsdp_param)
-    if type(local) is torch.Tensor or _has_memory(fsdp_param._sharded_param_data):
-        return ""
-    name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
-    return f"{name} is a {type(local).__name__} without memory of its own"
-
-
-def _has_memory(padded: torch.Tensor) -> bool:
-    """False for wrappers, whose numbers are those of other tensors. Padded shards are alike."""
-    if isinstance(padded, FakeTensor):
-        return False
-    try:
-        storage = padded.untyped_storage()
-        return storage.nbytes() >= padded.numel() * padded.itemsize and storage.data_ptr() != 0
-    except (NotImplementedError, RuntimeError):
-        return False
+    is_special = _versions.is_typed_spmd(fsdp_param) or isinstance(
+        fsdp_param._sharded_param_data, FakeTensor
+    )
+    is_known = on_host and _versions.SHARDS_DTENSORS and not is_special
+    return "" if is_known else why_not_a_tensor(fsdp_param)
 
 
 def _why_not_summed(fsdp_param: Any) -> str:

@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 from fsdp_c import _env
 from fsdp_c._compat import _versions
 from fsdp_c._compat._versions import ShardPlacementResult, resolve_shard_placement
-from fsdp_c._fully_shard import _fallback_param, _model_digest
+from fsdp_c._fully_shard import _extended_param, _fallback_param, _model_digest
 from fsdp_c._fully_shard._param_attributes import copy_attributes
 from fsdp_c._fully_shard._param_layout import is_special
 from fsdp_c._optim import _replaced_params
 
 
-class FSDPParam(_versions.AccumulatedGradient, _fallback_param.FallbackParam):
+class FSDPParam(_versions.AccumulatedGradient, _extended_param.ExtendedParam):
     """Sharding of one parameter."""
 
     inputs_agree = False  # those of an extension, over ranks
@@ -148,7 +148,7 @@ class FSDPParam(_versions.AccumulatedGradient, _fallback_param.FallbackParam):
                 self._attached[name] = (method.__func__ if is_bound else method, is_bound)
 
     def _local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a DTensor's gradient; called by the core."""
+        """This rank's part of a DTensor's gradient, or a wrapper's numbers; called by the core."""
         local = self._get_grad_inner_tensor(grad)
         if isinstance(local, AsyncCollectiveTensor):
             local = local.wait()
@@ -157,6 +157,8 @@ class FSDPParam(_versions.AccumulatedGradient, _fallback_param.FallbackParam):
                 f"the gradient of parameter '{self._name}' has {tuple(local.size())} on this rank"
                 f" and the parameter {tuple(self._orig_size)}: it is placed as {grad.placements}"  # type: ignore[attr-defined]
             )
+        if type(local) is not torch.Tensor:
+            return torch.empty(local.size(), dtype=local.dtype, device=self.device).copy_(local)
         return local
 
     # ---- parameters that were replaced, moved or cast ----
@@ -189,7 +191,8 @@ class FSDPParam(_versions.AccumulatedGradient, _fallback_param.FallbackParam):
 
     def _adopt_registered(self) -> None:
         if not self.is_special:
-            super().reset_sharded_param()
+            with _fallback_param.outside_of_inference():
+                super().reset_sharded_param()
             inner = self._sharded_local_tensor
             for name, (function, is_bound) in self._attached.items():
                 if not hasattr(inner, name):

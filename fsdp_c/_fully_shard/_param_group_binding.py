@@ -130,7 +130,7 @@ class BoundGroup(_C.Group, FallbackGroup):
         """What is returned makes the unit, bound anew, as unsharded and as written as now."""
         is_unsharded, is_kept = self._core_is_unsharded, self._core_is_kept_after_forward
         is_asked = is_unsharded or self._core_is_pending
-        before = [p._unsharded_param for p in self.fsdp_params]
+        before = [p.__dict__.get("_unsharded_param") for p in self.fsdp_params]
         # Perhaps written since.
         values = [old.detach().clone() for old in before] if is_unsharded else []
 
@@ -139,9 +139,10 @@ class BoundGroup(_C.Group, FallbackGroup):
                 self._core_unshard_async()
             if is_unsharded:
                 self._core_unshard()
-            now = [p._unsharded_param for p in self.fsdp_params]
+            now = [p.__dict__.get("_unsharded_param") for p in self.fsdp_params]
             for param, old in zip(now, before, strict=True):
-                _param_attributes.share_hooks(old, param)
+                if param is not None and old is not None:
+                    _param_attributes.share_hooks(old, param)
             for param, value in zip(now, values, strict=False):
                 if not torch.equal(param.detach(), value):
                     param.detach().copy_(value)
@@ -193,4 +194,4 @@ class BoundGroup(_C.Group, FallbackGroup):
         self._uses_fallback = True
         self.fallback_reason = self.fallback_reason or reason
         for fsdp_param in self.fsdp_params:
-            fsdp_param.__dict__.pop("_unsharded_param", None)
+            fsdp_param.forget_whole()

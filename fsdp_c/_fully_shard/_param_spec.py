@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ class ParamSpec(NamedTuple):
     grad: torch.dtype
     has_grad: bool  # is of a type that can be summed
     trainable: bool
+    is_made: bool = False  # what is gathered is made by Python, for each gather
+    n_inputs: int = 0  # of an extension, which are gathered in its place
 
 
 class UnitSpec(NamedTuple):
@@ -30,6 +33,7 @@ class UnitSpec(NamedTuple):
 
     name: str
     params: list[ParamSpec]
+    inputs: Sequence[ParamSpec] = ()  # of all parameters, in their order
 
 
 def spec_of(fsdp_param: Any) -> ParamSpec:
@@ -43,4 +47,6 @@ def spec_of(fsdp_param: Any) -> ParamSpec:
         grad=_versions.grad_dtype(fsdp_param) if has_grad else orig,
         has_grad=has_grad,
         trainable=bool(fsdp_param.sharded_param.requires_grad),
+        is_made=fsdp_param.is_extended,
+        n_inputs=len(fsdp_param.inputs),
     )

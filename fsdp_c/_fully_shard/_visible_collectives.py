@@ -136,7 +136,11 @@ class VisibleMessages(_transport.Messages):
 
 
 def _gathered_dtype(unit: Any) -> torch.dtype:
-    dtypes = {_versions.compute_dtype(fsdp_param) for fsdp_param in unit.fsdp_params}
+    dtypes = set()
+    for fsdp_param in unit.fsdp_params:
+        dtypes |= {tensor.dtype for tensor in fsdp_param.inputs} or {
+            _versions.compute_dtype(fsdp_param)
+        }
     return dtypes.pop() if len(dtypes) == 1 else torch.uint8
 
 

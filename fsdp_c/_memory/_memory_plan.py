@@ -188,7 +188,7 @@ def _unit_of(group: FSDPParamGroup, n_shards: int) -> UnitSpec:
 
 
 def _row_of(fsdp_param: Any, n_shards: int) -> ParamSpec:
-    row = spec_of(fsdp_param)
+    row = spec_of(fsdp_param)._replace(n_inputs=0)  # which only a gather tells
     return row if fsdp_param._orig_size else row._replace(outer=1, rows=n_shards, inner=1)
 
 

@@ -43,22 +43,25 @@ static void write_shards(member *m, uint64_t step)
         fc_unit *unit = fc_domain_unit(m->domain, u);
         const fc_layout *layout = fc_unit_layout(unit);
 
+        float *own[N_PARAMS];
+
         for (size_t k = 0; k < N_PARAMS; k++) {
             const fc_param *p = &layout->params[k];
             size_t row = p->own_rows * p->inner;
-            float *own = calloc(p->outer * row + 1, sizeof(float));
-            float *to = p->is_aliased ? fc_unit_shard_storage(unit, k) : own;
+            float *to;
 
-            CHECK_OR_EXIT(own != NULL);
+            own[k] = calloc(p->outer * row + 1, sizeof(float));
+            to = p->is_aliased ? fc_unit_shard_storage(unit, k) : own[k];
+            CHECK_OR_EXIT(own[k] != NULL);
             for (size_t o = 0; o < p->outer; o++) {
                 for (size_t i = 0; i < row; i++) {
                     to[o * row + i] = value_at(step, u, k, index_in_full(p, layout->rank, o, i));
                 }
             }
-            if (!p->is_aliased) {
-                fc_unit_publish(unit, k, own);
-            }
-            free(own);
+        }
+        fc_unit_publish(unit, (const void *const *)own);
+        for (size_t k = 0; k < N_PARAMS; k++) {
+            free(own[k]);
         }
     }
 }

@@ -32,6 +32,8 @@ static void draw_param(fc_param *p)
     p->trainable = p->has_grad && draw(4) != 0;
     p->is_counted = draw(2) == 0;
     p->is_packed = false;
+    p->is_made = draw(5) == 0;
+    p->n_inputs = 0;
     p->orig = p->has_grad ? draw_float() : (draw(2) == 0 ? FC_I64 : FC_U8);
     p->compute = p->has_grad && draw(2) == 0 ? draw_float() : p->orig;
     p->reduce = p->has_grad ? draw_float() : p->orig;
@@ -193,8 +195,8 @@ static void test_random(void)
             for (size_t i = 0; i < n; i++) {
                 check_rows(&copy[i], n_ranks);
                 CHECK_EQ(copy[i].own_rows, fc_layout_rows(&copy[i], rank, n_ranks));
-                CHECK_EQ(copy[i].is_aliased,
-                         may_alias && copy[i].outer == 1 && copy[i].orig == copy[i].compute);
+                CHECK_EQ(copy[i].is_aliased, may_alias && !copy[i].is_made && copy[i].outer == 1 &&
+                                                 copy[i].orig == copy[i].compute);
             }
             check_buffers(&l);
             check_sections(&l);
@@ -236,7 +238,7 @@ static void test_fingerprint(void)
     prints[n++] = print_of(base, 0, 2, true);
     prints[n++] = print_of(base, 3, 2, false);
     for (size_t i = 0; i < 3; i++) {
-        for (int change = 0; change < 12; change++) {
+        for (int change = 0; change < 13; change++) {
             memcpy(other, base, sizeof(base));
             other[i].outer += change == 0;
             other[i].rows += change == 1 ? 10 : 0;
@@ -249,6 +251,7 @@ static void test_fingerprint(void)
             other[i].trainable = change != 8;
             other[i].is_counted = change == 10;
             other[i].is_packed = change == 11;
+            other[i].is_made = change == 12;
             if (change == 9) {
                 fc_param swapped = other[i];
 
@@ -295,6 +298,49 @@ static void test_packed(void)
     CHECK_EQ(layout.pack_bytes, at * fc_dtype_bytes(FC_BF16));
     CHECK_EQ(layout.trainable_part_bytes, at * fc_dtype_bytes(FC_F32));
     CHECK_EQ(layout.n_sections, 1);
+}
+
+/* Inputs travel in their parameter's place, which keeps its place among the gradients. */
+static void test_inputs(void)
+{
+    fc_param params[5];
+    fc_layout layout;
+    uint64_t print;
+
+    for (size_t i = 0; i < 5; i++) {
+        params[i] = (fc_param){.outer = 1,
+                               .rows = i < 3 ? 5 : 2,
+                               .inner = i < 3 ? 3 : 100 * i,
+                               .orig = i < 3 ? FC_F32 : FC_RAW1,
+                               .compute = i < 3 ? FC_F32 : FC_RAW1,
+                               .reduce = FC_F32,
+                               .grad = FC_F32,
+                               .has_grad = i < 3,
+                               .trainable = i < 3,
+                               .is_made = i == 1 || i > 2,
+                               .n_inputs = i == 1 ? 2 : 0};
+    }
+    CHECK_EQ(fc_layout_count(params, 3), 5);
+    CHECK_EQ(fc_layout_init(&layout, params, 3, 1, 2, true), FC_OK);
+    CHECK_EQ(layout.n_params, 3);
+    CHECK_EQ(layout.n_entries, 5);
+    CHECK(params[0].is_aliased && params[2].is_aliased);
+    CHECK(!params[1].is_aliased && !params[3].is_aliased);
+    CHECK_EQ(params[0].full_at, 0);
+    CHECK_EQ(params[3].full_at, 128);
+    CHECK_EQ(params[4].full_at, 128 + 640);
+    CHECK_EQ(params[2].full_at, 128 + 640 + 832);
+    CHECK_EQ(params[3].pack_at, 64);
+    CHECK_EQ(params[4].pack_at, 64 + 320);
+    CHECK_EQ(params[2].pack_at, 64 + 320 + 448);
+    CHECK_EQ(layout.pack_bytes, 64 + 320 + 448 + 64);
+    CHECK_EQ(params[2].part_at, 2 * params[1].part_at);
+    CHECK_EQ(params[1].grad_at, params[1].part_at);
+    CHECK_EQ(layout.trainable_part_bytes, 3 * params[1].part_at);
+    print = layout.fingerprint;
+    params[1].n_inputs = 1;
+    CHECK_EQ(fc_layout_init(&layout, params, 3, 1, 2, true), FC_OK);
+    CHECK(layout.fingerprint != print);
 }
 
 static void test_too_large(void)
@@ -347,6 +393,7 @@ int main(void)
     test_random();
     test_fingerprint();
     test_packed();
+    test_inputs();
     test_too_large();
     test_pre_divisor();
     CHECK_EQ(fc_alloc_live(), 0);

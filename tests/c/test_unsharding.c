@@ -12,6 +12,7 @@
 #define ROWS 5
 #define COLUMNS 3
 #define N_STEPS 3
+#define INPUT_BYTES 20
 #define BATCH_LIMIT ((size_t)1 << 20)
 #define SLICE_RANKS 2
 
@@ -35,6 +36,10 @@ typedef struct owner {
     bool fails; /* the next call that can */
     fc_written told;
     int n_told;
+    /* Of an extended unit. */
+    char input[INPUT_BYTES]; /* this rank's, of the last make */
+    int n_made, n_filled, n_forgotten;
+    bool fails_to_make, fails_to_fill;
 } owner;
 
 typedef struct world {
@@ -176,6 +181,78 @@ static const fc_unsharding_ops ops = {.show = show,
                                       .is_observed = is_observed,
                                       .n_steps = count_steps};
 
+/* ---- the owner of an extended unit, whose second parameter has one input ---- */
+
+static char input_of(int rank, int n_made, size_t index)
+{
+    return (char)(rank * 50 + n_made * 7 + (int)index);
+}
+
+static fc_status make(void *of)
+{
+    owner *o = of;
+
+    if (o->fails_to_make) {
+        return fc_fail(FC_ERR_INTERRUPTED, "the first method fails");
+    }
+    o->n_made++;
+    for (size_t k = 0; k < INPUT_BYTES; k++) {
+        o->input[k] = input_of(o->layout->rank, o->n_made, k);
+    }
+    return FC_OK;
+}
+
+static fc_status fill(void *of)
+{
+    owner *o = of;
+    const char *input = o->shown + o->layout->params[N_PARAMS].full_at;
+
+    if (o->fails_to_fill) {
+        return fc_fail(FC_ERR_INTERRUPTED, "the second method fails");
+    }
+    o->n_filled++;
+    for (int rank = 0; rank < o->layout->n_ranks; rank++) {
+        for (size_t k = 0; k < INPUT_BYTES; k++) {
+            CHECK_EQ(*input++, input_of(rank, o->n_made, k));
+        }
+    }
+    return FC_OK;
+}
+
+static void forget(void *of)
+{
+    owner *o = of;
+
+    o->n_forgotten++;
+    memset(o->input, 0, sizeof(o->input));
+}
+
+static void get_inputs(void *of, const void **out)
+{
+    owner *o = of;
+
+    out[0] = o->shards[0];
+    out[1] = NULL;
+    out[2] = o->input;
+}
+
+static const fc_unsharding_ops extended_ops = {.show = show,
+                                               .hide = hide,
+                                               .withhold = withhold,
+                                               .enter = enter,
+                                               .leave = leave,
+                                               .shards = get_inputs,
+                                               .make = make,
+                                               .fill = fill,
+                                               .forget = forget,
+                                               .mark = mark,
+                                               .find_changed = find_changed,
+                                               .find_written = find_written,
+                                               .tell_of_write = tell_of_write,
+                                               .is_observed = is_observed,
+                                               .n_steps = count_steps};
+static bool is_extended; /* the worlds that are made next */
+
 /* ---- the world ---- */
 
 static fc_status all_gather(void *context, void *recv, const void *send, size_t bytes)
@@ -250,7 +327,7 @@ static void create(world *w, size_t u)
                                            .sliced = w->small ? fc_domain_unit(w->small, u) : NULL,
                                            .slots = w->slots,
                                            .traffic = &o->traffic,
-                                           .ops = &ops,
+                                           .ops = is_extended ? &extended_ops : &ops,
                                            .owner = o};
 
     o->layout = fc_unit_layout(options.unit);
@@ -299,7 +376,7 @@ static void join_small(world *w, int rank, int n_ranks)
 
 static void join(world *w, int rank, int n_ranks, bool is_mapped)
 {
-    fc_param params[N_PARAMS];
+    fc_param params[N_PARAMS + 1];
     fc_unit_desc units[N_UNITS] = {
         {"first", params, N_PARAMS}, {"second", params, N_PARAMS}, {"third", params, N_PARAMS}};
     fc_transport_config config;
@@ -312,6 +389,12 @@ static void join(world *w, int rank, int n_ranks, bool is_mapped)
         params[i] = make_param(1, ROWS, COLUMNS, FC_F32, true);
         params[i].compute = computed[i];
     }
+    params[1].is_made = is_extended;
+    params[1].n_inputs = is_extended;
+    params[N_PARAMS] = make_param(1, (size_t)n_ranks, INPUT_BYTES, FC_F32, false);
+    params[N_PARAMS].orig = params[N_PARAMS].compute = FC_RAW1;
+    params[N_PARAMS].has_grad = false;
+    params[N_PARAMS].is_made = true;
     CHECK_OK(fc_slots_create(&w->slots));
     config = ranks_config(&w->host, 0, rank, n_ranks, DOMAINS_TIMEOUT_NS);
     if (is_mapped) {
@@ -348,7 +431,7 @@ static void leave_world(world *w)
 static void open(world *w, fc_phase phase)
 {
     for (size_t u = 0; phase != FC_PHASE_BACKWARD && u < N_UNITS; u++) {
-        fc_unsharding_publish(w->owners[u].unsharding);
+        CHECK_OK(fc_unsharding_publish(w->owners[u].unsharding));
         fc_unsharding_note_shards(w->owners[u].unsharding);
     }
     fc_domain_open(w->domain, (fc_opening){phase, 0, FC_UPDATES_UNKNOWN});
@@ -896,6 +979,108 @@ static void body_failing(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+/* Its owner is asked once for each phase, or over messages for each gather, and each time makes the
+ * whole of what came. */
+static void use(world *w, int n_made, int n_filled)
+{
+    const owner *o = &w->owners[0];
+
+    CHECK_OK(unshard(w, 0));
+    CHECK_EQ(o->n_made, n_made);
+    CHECK_EQ(o->n_filled, n_filled);
+    CHECK_EQ(o->n_forgotten, w->is_mapped ? n_made + n_filled : n_filled);
+}
+
+static void begin_backward(world *w)
+{
+    for (size_t u = 0; u < N_UNITS; u++) {
+        if (fc_unsharding_is_stale(w->owners[u].unsharding)) {
+            CHECK_OK(fc_unsharding_publish(w->owners[u].unsharding));
+            fc_unsharding_note_shards(w->owners[u].unsharding);
+        }
+    }
+    open(w, FC_PHASE_BACKWARD);
+}
+
+static void body_extended(int rank, int n_ranks, void *arg)
+{
+    world w;
+    owner *o = &w.owners[0];
+
+    join(&w, rank, n_ranks, *(const bool *)arg);
+    fc_batch_limit(w.domain, 0); /* nothing comes along */
+    write_shards(&w, 0);
+    open(&w, FC_PHASE_FORWARD);
+    use(&w, 1, 1);
+    CHECK(fc_unsharding_is_read_apart(o->unsharding) &&
+          !fc_unsharding_has_own_memory(o->unsharding));
+    fc_unsharding_set_graph(o->unsharding, true);
+    CHECK_OK(reshard(&w, 0));
+    CHECK(o->shown == NULL && o->keeps_size);
+    fc_unsharding_set_graph(o->unsharding, false);
+    close_phase(&w);
+    CHECK_EQ(w.owners[1].n_made, w.is_mapped); /* which nobody uses, and no backward asks for */
+    begin_backward(&w);
+    use(&w, 2, 2);
+    CHECK_EQ(w.owners[1].n_made, w.is_mapped);
+    CHECK_OK(fc_unsharding_keep(o->unsharding));
+    close_phase(&w);
+
+    /* Kept, it is made anew after a step alone. */
+    open(&w, FC_PHASE_FORWARD);
+    use(&w, 2, 2);
+    CHECK_STATE(&w, 0, KEPT);
+    close_phase(&w);
+    CHECK_OK(barrier(&w.host));
+    write_shards(&w, 1);
+    open(&w, FC_PHASE_FORWARD);
+    use(&w, 3, 3);
+    CHECK_OK(reshard(&w, 0));
+    close_phase(&w);
+    CHECK_OK(unshard(&w, 0));
+    CHECK_EQ(o->n_made, 4);
+    CHECK_STATE(&w, 0, KEPT);
+    CHECK_OK(reshard(&w, 0));
+    leave_world(&w);
+}
+
+/* A failure of either method leaves the unit sharded or gathered; what was made is used again. */
+static void body_extended_failing(int rank, int n_ranks, void *arg)
+{
+    world w;
+    owner *o = &w.owners[0];
+
+    join(&w, rank, n_ranks, *(const bool *)arg);
+    fc_batch_limit(w.domain, 0);
+    write_shards(&w, 0);
+    o->fails_to_make = true;
+    CHECK_EQ(fc_unsharding_gather(o->unsharding), FC_ERR_INTERRUPTED);
+    CHECK_STATE(&w, 0, SHARDED);
+    fc_slots_trim(w.slots);
+    CHECK_EQ(fc_slots_bytes(w.slots), 0);
+    o->fails_to_make = false;
+    open(&w, FC_PHASE_FORWARD);
+    o->fails_to_fill = true;
+    CHECK_EQ(unshard(&w, 0), FC_ERR_INTERRUPTED);
+    CHECK(o->shown == NULL && !o->is_entered);
+    o->fails_to_fill = false;
+    use(&w, 1, 1);
+    CHECK_OK(reshard(&w, 0));
+    o->fails_to_fill = true;
+    CHECK_EQ(unshard(&w, 0), FC_ERR_INTERRUPTED);
+    fc_unsharding_drop(o->unsharding);
+    CHECK_STATE(&w, 0, SHARDED);
+    o->fails_to_fill = false;
+    close_phase(&w);
+    open(&w, FC_PHASE_FORWARD);
+    CHECK_OK(unshard(&w, 0));
+    CHECK_EQ(o->n_made, w.is_mapped ? 1 : 2);
+    CHECK_EQ(o->n_filled, 2);
+    CHECK_OK(reshard(&w, 0));
+    close_phase(&w);
+    leave_world(&w);
+}
+
 int main(void)
 {
     static bool kinds[] = {true, false};
@@ -914,6 +1099,14 @@ int main(void)
         ranks_check(4, body_slices_end, &kinds[k]);
     }
     ranks_check(4, body_slices_written, &kinds[0]);
+    is_extended = true;
+    for (size_t k = 0; k < 2; k++) {
+        for (int n_ranks = 1; n_ranks <= 3; n_ranks++) {
+            ranks_check(n_ranks, body_extended, &kinds[k]);
+            ranks_check(n_ranks, body_extended_failing, &kinds[k]);
+        }
+    }
+    is_extended = false;
     ranks_check(1, body_written, NULL);
     ranks_check(2, body_written, NULL);
     ranks_check(2, body_ahead, NULL);

@@ -8,6 +8,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -18,7 +19,8 @@ namespace fc {
 
 namespace {
 
-// This rank's part of a DTensor's gradient, brought to the placements of the parameter.
+// This rank's part of a DTensor's gradient, brought to the placements of the parameter; of another
+// tensor around others a plain one.
 at::Tensor local_part(const at::Tensor &grad, const Param &param)
 {
     const Ref object = checked(THPVariable_Wrap(grad));
@@ -38,7 +40,8 @@ void check_layout(const at::Tensor &grad, const Param &param)
 at::Tensor readable(const at::Tensor &given, const Param &param)
 {
     check_layout(given, param);
-    const at::Tensor grad = param.is_parallel ? local_part(given, param) : given;
+    const at::Tensor grad =
+        param.is_parallel || param.is_wrapped ? local_part(given, param) : given;
     const at::Tensor &full = param.unsharded_local();
     if (full.is_contiguous()) {
         return grad.contiguous();
@@ -47,6 +50,12 @@ at::Tensor readable(const at::Tensor &given, const Param &param)
         return grad;
     }
     return at::empty_strided(full.sizes(), full.strides(), grad.options()).copy_(grad);
+}
+
+at::Tensor zeros_for(const Param &param)
+{
+    const at::Tensor &full = param.unsharded_local();
+    return param.is_wrapped ? at::zeros(full.sizes(), full.scalar_type()) : at::zeros_like(full);
 }
 
 // A gradient that others will be added to: a DTensor stays what it is, so that what ranks of its
@@ -94,7 +103,7 @@ std::vector<at::Tensor> Accumulated::take_gradients(bool with_unused, const fc_r
             grads[i] = readable(fresh, p);
         } else if ((with_unused && p.sharded_tensor().requires_grad()) ||
                    (sums != nullptr && fc_reduction_has_sum(sums, i))) {
-            grads[i] = at::zeros_like(p.unsharded_local());
+            grads[i] = zeros_for(p);
         }
         if (p.copies > 1 && grads[i].defined()) {
             grads[i] = grads[i].expand({p.copies}).contiguous(); // every rank gets all of it

@@ -64,6 +64,8 @@ fc_param parse_param(PyObject *spec, bool is_counted, bool is_packed)
     param.grad = dtype("grad");
     param.has_grad = fields.flag("has_grad");
     param.trainable = fields.flag("trainable");
+    param.is_made = fields.flag("is_made");
+    param.n_inputs = fields.size("n_inputs");
     param.is_counted = is_counted;
     param.is_packed = is_packed;
     fields.end();
@@ -86,12 +88,20 @@ struct UnitList {
             Fields fields(PyList_GET_ITEM(units, static_cast<Py_ssize_t>(i)));
             names[i] = fields.text("name");
             const Ref rows = checked(PySequence_List(fields.object("params").get()));
+            const Ref inputs = checked(PySequence_List(fields.object("inputs").get()));
             fields.end();
-            for (Py_ssize_t j = 0; j < PyList_GET_SIZE(rows.get()); j++) {
-                params[i].push_back(
-                    parse_param(PyList_GET_ITEM(rows.get(), j), is_counted, is_packed));
+            const auto n_params = static_cast<size_t>(PyList_GET_SIZE(rows.get()));
+            for (PyObject *list : {rows.get(), inputs.get()}) {
+                for (Py_ssize_t j = 0; j < PyList_GET_SIZE(list); j++) {
+                    params[i].push_back(
+                        parse_param(PyList_GET_ITEM(list, j), is_counted, is_packed));
+                }
             }
-            descs.push_back({names[i].c_str(), params[i].data(), params[i].size()});
+            if (fc_layout_count(params[i].data(), n_params) != params[i].size()) {
+                PyErr_Format(PyExc_ValueError, "inputs of unit '%s'", names[i].c_str());
+                throw_python();
+            }
+            descs.push_back({names[i].c_str(), params[i].data(), n_params});
         }
     }
 };

@@ -27,14 +27,6 @@ PyObject *local_object(const Param &param) // borrowed; null after `del`
     return in_slot(param.sharded.get(), param.local_slot);
 }
 
-std::string sharded_text(const fc_unit *unit)
-{
-    return "a parameter of FSDP unit '" + std::string(fc_unit_name(unit)) +
-           "' is sharded now, so its full weight cannot be read: the unit is not in forward or "
-           "backward. Read it inside the unit's forward, call unshard() on the unit first, or use "
-           "register_fsdp_forward_method() for the method that needs it";
-}
-
 std::string sharded_for_graph_text(const fc_unit *unit)
 {
     return sharded_text(unit) +
@@ -53,9 +45,10 @@ Param parse_row(PyObject *row)
     Param param;
     param.copies = static_cast<int32_t>(fields.size("copies"));
     param.sharded = fields.object("sharded");
-    param.unsharded = fields.object("unsharded");
+    Ref unsharded = fields.object("unsharded");
     const Ref unsharded_local = fields.object("unsharded_local");
     param.owner = fields.object("owner");
+    fields.object("outputs"); // Extended's
     fields.end();
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(places.get()); i++) {
         Fields place(PyList_GET_ITEM(places.get(), i));
@@ -69,22 +62,10 @@ Param parse_row(PyObject *row)
     param.key = param.places.front().key.get();
     param.has_one_place = param.places.size() == 1 && !param.places.front().module;
     param.local_slot = slot_of(Py_TYPE(param.sharded.get()), name_of(Attribute::local_tensor));
-    param.unsharded_tensor = tensor_of(param.unsharded.get());
-    const at::Tensor view = tensor_of(unsharded_local.get());
-    param.is_parallel = !view.is_same(param.unsharded_tensor);
-    if (param.is_parallel) {
-        param.dtensor_local = view;
-    }
+    param.set_unsharded(std::move(unsharded), tensor_of(unsharded_local.get()));
     param.local = tensor_of(local_object(param));
     param.reduce_type = reinterpret_cast<THPDtype *>(reduce.get())->scalar_type;
     param.grad_type = reinterpret_cast<THPDtype *>(grad.get())->scalar_type;
-    if (holds_gradients_on_leaf) {
-        const at::ScalarType compute = param.unsharded_tensor.scalar_type();
-        param.leaf_grad_type = param.unsharded_tensor.grad_dtype();
-        param.is_widened = param.leaf_grad_type && at::isFloatingType(compute) &&
-                           at::isFloatingType(*param.leaf_grad_type) &&
-                           c10::elementSize(*param.leaf_grad_type) > c10::elementSize(compute);
-    }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(size.get()); i++) {
         param.local_size.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(size.get(), i)));
         param.local_stride.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(stride.get(), i)));
@@ -99,6 +80,30 @@ uint32_t version_of(const at::Tensor &tensor)
 }
 
 } // namespace
+
+std::string sharded_text(const fc_unit *unit)
+{
+    return "a parameter of FSDP unit '" + std::string(fc_unit_name(unit)) +
+           "' is sharded now, so its full weight cannot be read: the unit is not in forward or "
+           "backward. Read it inside the unit's forward, call unshard() on the unit first, or use "
+           "register_fsdp_forward_method() for the method that needs it";
+}
+
+void Param::set_unsharded(Ref object, const at::Tensor &view)
+{
+    unsharded = std::move(object);
+    unsharded_tensor = tensor_of(unsharded.get());
+    is_parallel = !view.is_same(unsharded_tensor);
+    dtensor_local = is_parallel ? view : at::Tensor();
+    is_wrapped = !is_parallel && unsharded_tensor.key_set().has(c10::DispatchKey::Python);
+    if (holds_gradients_on_leaf) {
+        const at::ScalarType compute = unsharded_tensor.scalar_type();
+        leaf_grad_type = unsharded_tensor.grad_dtype();
+        is_widened = leaf_grad_type && at::isFloatingType(compute) &&
+                     at::isFloatingType(*leaf_grad_type) &&
+                     c10::elementSize(*leaf_grad_type) > c10::elementSize(compute);
+    }
+}
 
 uint64_t Param::shard_mark() const
 {
@@ -326,6 +331,18 @@ void Parameters::end_slices()
 {
     if (!slices_->hide()) {
         slices_.reset();
+    }
+}
+
+void Parameters::replace_unsharded(size_t param, Ref object)
+{
+    Param &p = params_[param];
+    const Ref view = is_dtensor_or_subclass(object.get()) ? local_tensor_of(object.get())
+                                                          : Ref::borrow(object.get());
+    at::Tensor grad = std::exchange(p.unsharded_tensor.mutable_grad(), at::Tensor());
+    p.set_unsharded(std::move(object), tensor_of(view.get()));
+    if (grad.defined()) {
+        p.unsharded_tensor.mutable_grad() = std::move(grad);
     }
 }
 

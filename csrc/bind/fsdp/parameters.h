@@ -51,6 +51,7 @@ struct alignas(FC_CACHE_LINE) Param {
     bool is_trained = false;                  // requires_grad when it was filled
     bool has_one_place : 1 = false;           // which needs no __setattr__
     bool is_parallel : 1 = false;             // the unsharded parameter is a DTensor itself
+    bool is_wrapped : 1 = false;              // or another tensor around others
 
     Reused grad;
     at::Tensor accumulated; // unreduced, in the reduce dtype (gradient accumulation)
@@ -66,6 +67,8 @@ struct alignas(FC_CACHE_LINE) Param {
     std::vector<Place> places;
     std::vector<int64_t> local_size, local_stride; // of the shard and of its gradient
 
+    // `view`: what a DTensor has here, else the parameter itself.
+    void set_unsharded(Ref object, const at::Tensor &view);
     // The DTensor. Only Python's reference is kept: torch swaps tensors that nobody else refers to.
     const at::Tensor &sharded_tensor() const;
     // True while the DTensor's local tensor is the one that was found at set-up, in its place.
@@ -89,6 +92,8 @@ static_assert(offsetof(Param, grad) == FC_CACHE_LINE / 2, "two lines make a pair
 static_assert(offsetof(Param, leaf_grad_type) <= FC_CACHE_LINE, "what a step needs is in it");
 
 std::string parameter_name(const Param &param);
+// Why a sharded parameter cannot be read.
+std::string sharded_text(const fc_unit *unit);
 
 class Slices;
 
@@ -119,6 +124,9 @@ public:
     size_t find_written_slice(size_t from) const;
     void tell_of_write(size_t param, fc_written what) const;
     bool has_hooks() const; // post-accumulate hooks
+    // What was gathered is another object from now on; gradients go along.
+    void replace_unsharded(size_t param, Ref object);
+    void note_filled(size_t param) { params_[param].version = params_[param].unsharded_versions(); }
     bool can_reside() const;
 
 protected:

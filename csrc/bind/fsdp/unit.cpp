@@ -35,6 +35,9 @@ Unit::Unit(const UnitDomains &domains, PyObject *post_mesh, PyObject *rows, cons
             move_to(p.local.storage().unsafeGetStorageImpl(), p.storage, fc_unit_region(shard_));
         }
     }
+    if (is_extended(fc_unit_layout(shard_))) {
+        extended_ = std::make_unique<Extended>(*this, rows);
+    }
     check(fc_reduction_create(shard_, replicate, slots(), reduction_ops(), Out(reduction_)));
     begin(make_device(domains, replicate, on_device));
     make_gradients();
@@ -55,7 +58,7 @@ fc_unsharding_options Unit::make_device(const UnitDomains &domains, fc_unit *rep
     }
     made.slots = slots();
     made.traffic = fc_reduction_traffic(reduction_.get());
-    made.ops = unsharding_ops();
+    made.ops = unsharding_ops(extended_.get());
     made.owner = this;
     if (Streams *streams = domain_streams(domains.shard)) {
         const DeviceComms comms = {domain_device_comm(domains.shard),

@@ -4,6 +4,7 @@
 
 #include "bind/device/device.h"
 #include "bind/fsdp/accumulated.h"
+#include "bind/fsdp/extended.h"
 #include "bind/fsdp/gradients.h"
 #include "bind/fsdp/graphs.h"
 #include "bind/fsdp/parameters.h"
@@ -22,7 +23,7 @@ class Range;
 // What the engine calls for a unit whose owner is a GroupObject.
 const fc_reduction_ops *reduction_ops();
 // And for one whose owner is a Unit.
-const fc_unsharding_ops *unsharding_ops();
+const fc_unsharding_ops *unsharding_ops(const Extended *extended);
 
 // Where a unit is: its place in the domains of its shards, of its replicas, and of a smaller group
 // that forward reshards to (over messages), or None.
@@ -42,6 +43,7 @@ public:
     fc_domain *domain() const { return domain_; }
     fc_domain *replicate_domain() const { return replicate_domain_; }
     DeviceUnit *device() const { return device_.get(); }
+    Extended *extended() const { return extended_.get(); }
     fc_reduction *reduction() const { return gradients_->reduction(); }
     ShardGradients &gradients() const { return *gradients_; }
     const fc_traffic &traffic() const { return *fc_reduction_traffic(reduction()); }
@@ -96,6 +98,7 @@ private:
     Ref post_mesh_;
     fc_domain *domain_, *replicate_domain_;
     std::unique_ptr<DeviceUnit> device_; // null in shared memory and over messages
+    std::unique_ptr<Extended> extended_; // null where shards are all that is gathered
     Owned<fc_reduction, fc_reduction_destroy> reduction_;
     std::unique_ptr<ShardGradients> gradients_; // with both
     std::vector<std::unique_ptr<Range>> waits_;

@@ -51,6 +51,35 @@ const fc_unsharding_ops on_parameters = {
     .reside = on_unit<&Unit::take_residence>,
 };
 
+Extended &extended_of(void *owner)
+{
+    return *owner_of(owner).extended();
+}
+
+template <auto call> constexpr Operation<extended_of, call> on_extended;
+
+fc_unsharding_ops extended_ops(bool has_extensions)
+{
+    fc_unsharding_ops ops = on_parameters;
+    ops.show = on_unit<[](Unit &unit, void *memory) {
+        unit.show(memory);
+        unit.extended()->show(memory);
+    }>;
+    ops.hide = on_unit<[](Unit &unit, bool keeps_size) {
+        unit.hide(keeps_size);
+        unit.extended()->hide();
+    }>;
+    ops.shards = on_extended<&Extended::shards>;
+    ops.mark = on_extended<&Extended::mark>;
+    ops.find_changed = on_extended<&Extended::find_changed>;
+    ops.make = on_extended<&Extended::make>;
+    if (has_extensions) {
+        ops.fill = on_extended<&Extended::fill>;
+    }
+    ops.forget = on_extended<&Extended::forget>;
+    return ops;
+}
+
 ShardGradients &gradients_of(void *owner)
 {
     return as_group(owner).unit->gradients();
@@ -77,9 +106,10 @@ int rank_of(const fc_unit *unit)
 
 } // namespace
 
-const fc_unsharding_ops *unsharding_ops()
+const fc_unsharding_ops *unsharding_ops(const Extended *extended)
 {
-    return &on_parameters;
+    static const fc_unsharding_ops without = extended_ops(false), with = extended_ops(true);
+    return extended == nullptr ? &on_parameters : extended->has_extensions() ? &with : &without;
 }
 
 void Parameters::tell_of_write(size_t param, fc_written what) const

@@ -40,9 +40,9 @@ public:
     void drop_pending() { fc_unsharding_drop(unsharding()); }
     void drop_ahead() { fc_unsharding_drop_ahead(unsharding()); }
     bool publishes() const { return fc_unsharding_publishes(unsharding()); }
-    void publish() { fc_unsharding_publish(unsharding()); }
+    void publish() { check_raised(fc_unsharding_publish(unsharding())); }
     void note_shards() { fc_unsharding_note_shards(unsharding()); }
-    bool was_written() const { return fc_unsharding_was_written(unsharding()); }
+    bool is_stale() const { return fc_unsharding_is_stale(unsharding()); }
     void check_unwritten() const { check_raised(fc_unsharding_check_unwritten(unsharding())); }
 
 protected:

@@ -30,7 +30,9 @@
     X(parameter_name)                                                                              \
     X(make_sharded_gradient)                                                                       \
     X(make_slice)                                                                                  \
-    X(local_gradient)
+    X(local_gradient)                                                                              \
+    X(make_inputs)                                                                                 \
+    X(fill_unsharded)
 
 // X(name, text): attributes and keys, of states, of torch's objects and of loggers.
 #define FC_ATTRIBUTES(X)                                                                           \
@@ -45,6 +47,7 @@
     X(pre_backward, "pre_backward")                                                                \
     X(post_backward, "post_backward")                                                              \
     X(local_tensor, "_local_tensor")                                                               \
+    X(inner_tensors, "_unsharded_inner_tensors")                                                   \
     X(dunder_call, "__call__")                                                                     \
     X(debug, "debug")                                                                              \
     X(is_enabled_for, "isEnabledFor")                                                              \
