@@ -82,7 +82,8 @@ C_TEST_SOURCES = {
         "test_group_history test_kernels test_kernels_optim test_kernels_round test_layout "
         "test_nccl test_optim test_reduction test_root test_schedule test_schedule_alone "
         "test_schedule_capture test_schedule_kernels test_schedule_order test_slots "
-        "test_transport test_unsharding test_updates"
+        "test_transport test_unsharding test_unsharding_extended test_unsharding_slices "
+        "test_updates"
     ),
 }
 # Libraries that the test programs open: NCCL's newest interface, and an old one.

@@ -56,14 +56,7 @@ def test_training(rank: int, n_ranks: int, when: str) -> None:
     if when == "later":
         pair.step(data(rank, 9))
     pair.do(lambda side: replace(side, METHODS, []))
-    for step in range(2):
-        pair.step(data(rank, step))
-    for step in range(2):  # micro-batches
-        pair.do(lambda side, last=step == 1: side.model.set_requires_gradient_sync(last))
-        pair.forward(data(rank, step))
-        pair.backward()
-    pair.optimize()
-    pair.eval_forward(data(rank, 5))
+    models.train(pair, rank)
     pair.do(put_back)
     pair.step(data(rank, 6))
     check_on_core(pair)

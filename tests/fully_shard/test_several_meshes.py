@@ -55,14 +55,7 @@ def info_of(kind: str, n_ranks: int) -> Any:
 def test_training(rank: int, n_ranks: int, kind: str) -> None:
     pair = Pair(Net, vectors_apart(info_of(kind, n_ranks)), tolerance=CLOSE)
     pair.check_state_dict()
-    for step in range(2):
-        pair.step(data(rank, step))
-    for step in range(2):  # micro-batches
-        pair.do(lambda side, last=step == 1: side.model.set_requires_gradient_sync(last))
-        pair.forward(data(rank, step))
-        pair.backward()
-    pair.optimize()
-    pair.eval_forward(data(rank, 9))
+    models.train(pair, rank)
     pair.check_state_dict()
     pair.skip_if_same()
     assert runs_on_core(pair.ours)

@@ -158,3 +158,15 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return sum((w * x.mean()).sin().sum() * 10.0**i for i, w in enumerate(self.weights))
+
+
+def train(pair: Any, rank: int) -> None:
+    """Two steps, one of two micro-batches, an evaluation: all that a step does without options."""
+    for step in range(2):
+        pair.step(data(rank, step))
+    for step in range(2):
+        pair.do(lambda side, last=step == 1: side.model.set_requires_gradient_sync(last))
+        pair.forward(data(rank, step))
+        pair.backward()
+    pair.optimize()
+    pair.eval_forward(data(rank, 9))

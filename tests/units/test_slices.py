@@ -14,22 +14,11 @@ import torch.distributed.fsdp as torch_fsdp
 from harness import cached_mesh, failure_of, run_ranks
 from models import use_fallback
 from parity import full
+from test_fallback_torch_fails import WIDTH, Net, batch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp_c
-
-WIDTH = 4
-
-
-class Net(nn.Module):
-    def __init__(self, rows: int = 5) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, rows)
-        self.down = nn.Linear(rows, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
 
 
 class Special(Net):
@@ -42,10 +31,6 @@ class Special(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x * self.scale) @ self.turned.t()
-
-
-def batch(rank: int, step: int = 0) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 class Case:

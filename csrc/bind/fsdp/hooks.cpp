@@ -287,13 +287,7 @@ void enter_by_method(const StateObject *state, GroupObject *group, Ref &args, Re
     const Ref changed = call_method(
         group, Attribute::pre_forward, arguments_of_forward(state, args.get(), kwargs.get()),
         [&] { is_news = group_pre_forward(state->root, group) || is_news; });
-    PyObject *new_args, *new_kwargs;
-    if (!PyArg_ParseTuple(changed.get(), "O!O!", &PyTuple_Type, &new_args, &PyDict_Type,
-                          &new_kwargs)) {
-        throw_python();
-    }
-    args = Ref::borrow(new_args);
-    kwargs = Ref::borrow(new_kwargs);
+    take_arguments(changed.get(), args, kwargs);
 }
 
 void units_pre_forward(StateObject *state, Ref &args, Ref &kwargs)

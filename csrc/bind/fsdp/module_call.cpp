@@ -116,13 +116,7 @@ Ref call_around(PyObject *module, PyObject *state, PyObject *given_args, PyObjec
     PyObject *const before[] = {module, args.get(), kwargs.get()};
     const Ref changed = checked(state_hook_pre_forward(state, before, 3));
     if (changed.get() != Py_None) {
-        PyObject *new_args, *new_kwargs;
-        if (!PyArg_ParseTuple(changed.get(), "O!O!", &PyTuple_Type, &new_args, &PyDict_Type,
-                              &new_kwargs)) {
-            throw_python();
-        }
-        args = Ref::borrow(new_args);
-        kwargs = Ref::borrow(new_kwargs);
+        take_arguments(changed.get(), args, kwargs);
     }
     const Ref forward = checked(PyObject_GetAttr(module, name_of(Attribute::forward)));
     Ref output = checked(PyObject_Call(forward.get(), args.get(), kwargs.get()));

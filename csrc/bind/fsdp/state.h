@@ -154,6 +154,17 @@ inline fc_training training_of(const StateObject *state)
                                    state->root != nullptr ? &state->root->course : nullptr);
 }
 
+// Of a module's call, as who may change them returned them: (tuple, dict).
+inline void take_arguments(PyObject *pair, Ref &args, Ref &kwargs)
+{
+    PyObject *new_args, *new_kwargs;
+    if (!PyArg_ParseTuple(pair, "O!O!", &PyTuple_Type, &new_args, &PyDict_Type, &new_kwargs)) {
+        throw_python();
+    }
+    args = Ref::borrow(new_args);
+    kwargs = Ref::borrow(new_kwargs);
+}
+
 // ValueError as an exception unless `value` is the index of a TrainingState.
 fc_training training_from(PyObject *value);
 
