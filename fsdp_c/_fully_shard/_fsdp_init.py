@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -195,6 +196,25 @@ def put_fields(module: nn.Module, fields: dict[str, tuple[Any, Any]]) -> None:
         module.__dict__[key] = value
 
 
+# Of process groups that hold shards: by their mesh's ranks and the size of the smaller groups.
+_smaller: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def post_forward_mesh_info_for(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
+    """torch's own; units of one mesh share its smaller groups, which torch makes for each of them:
+    a process group is three threads and a set-up of all ranks."""
+    size, n = mesh_info.shard_mesh_size, reshard_after_forward
+    if isinstance(n, bool) or not isinstance(n, int) or not 1 < n < size or size % n != 0:
+        return _fsdp_init._get_post_forward_mesh_info(n, mesh_info)
+    known = _smaller.setdefault(mesh_info.shard_process_group, {})
+    key = (n, *mesh_info.mesh.mesh.flatten().tolist())
+    if key not in known:
+        known[key] = _fsdp_init._get_post_forward_mesh_info(n, mesh_info)
+    return known[key]
+
+
 def make_groups(
     state: FSDPState,
     params: list[nn.Parameter],
@@ -233,7 +253,7 @@ def make_groups(
             members.append(param)
     for info, members in by_mesh.values():
         if info is not mesh_info:
-            after = _fsdp_init._get_post_forward_mesh_info(reshard_after_forward, info)
+            after = post_forward_mesh_info_for(reshard_after_forward, info)
         else:
             after = post_forward_mesh_info
         state._fsdp_param_groups.append(

@@ -147,7 +147,7 @@ def _apply(
             raise NotImplementedError(
                 "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)"
             )
-        post_forward_mesh_info = _torch_init._get_post_forward_mesh_info(reshard, mesh_info)
+        post_forward_mesh_info = _fsdp_init.post_forward_mesh_info_for(reshard, mesh_info)
     modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(module))
     managed_modules = _torch_init._get_managed_modules(modules, ignored_params)
     _fsdp_init.check_params(modules, managed_modules)

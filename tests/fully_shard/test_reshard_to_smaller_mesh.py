@@ -343,8 +343,20 @@ def kept_by_others(rank: int, n_ranks: int) -> None:
         pair.both(values)
 
 
+def shared_groups(rank: int, n_ranks: int) -> None:
+    """Units of one mesh have one smaller mesh."""
+    pair = Pair(Chain, sharding())
+    train(pair, rank)
+    pair.skip_if_same()
+    infos = [b._get_fsdp_state()._fsdp_param_group for b in pair.ours.model.blocks]
+    assert len({id(group.post_forward_mesh_info) for group in infos}) == 1
+    theirs = pair.theirs.model.blocks[0]._get_fsdp_state()._fsdp_param_group
+    assert infos[0].post_forward_mesh_info.mesh == theirs.post_forward_mesh_info.mesh
+
+
 BODIES = [
     plain,
+    shared_groups,
     root_too,
     some_units,
     all_ranks,
