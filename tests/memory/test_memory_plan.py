@@ -76,6 +76,7 @@ def test_planned_is_held(rank: int, n_ranks: int) -> None:
 @on_ranks(2)
 def test_planned_to_two_percent(rank: int, n_ranks: int) -> None:
     """Of sizes that divide evenly and are large beside a page: each purpose, and the sum."""
+    fsdp_c.release_buffers(nn.Linear(1, 1))  # free slots of other models
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
     for layer in model:
@@ -102,6 +103,7 @@ def test_planned_to_two_percent(rank: int, n_ranks: int) -> None:
 
 @on_ranks(4)
 def test_planned_with_replicas(rank: int, n_ranks: int) -> None:
+    fsdp_c.release_buffers(nn.Linear(1, 1))  # free slots of other models
     model = make_net()
     shard_blocks(model, fsdp_c, mesh=cached_mesh((2, 2), ("replicate", "shard")), mp_policy=BF16)
     plan = fsdp_c.memory_plan(model, optimizer=ADAMW)
