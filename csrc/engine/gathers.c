@@ -17,6 +17,12 @@ static size_t chunk_bytes(const fc_param *p)
     return p->chunk_numel * fc_dtype_bytes(p->compute);
 }
 
+/* For each gather, in memory that the gather does not keep. */
+static bool is_made(const fc_param *p)
+{
+    return p->is_made || !fc_layout_is_gathered(p);
+}
+
 bool fc_gathers_fit(const fc_layout *layout)
 {
     const size_t n_ranks = (size_t)layout->n_ranks;
@@ -25,7 +31,7 @@ bool fc_gathers_fit(const fc_layout *layout)
     for (i = 0; i < layout->n_params && n_ranks > 1; i++) {
         const fc_param *p = &layout->params[i];
 
-        if (p->outer != 1 || p->rows % n_ranks != 0) {
+        if (p->outer != 1 || p->rows % n_ranks != 0 || is_made(p)) {
             return false;
         }
     }
@@ -41,6 +47,11 @@ const char *fc_gathers_why_staged(const fc_layout *layout, bool has_groups)
     }
     if (!has_groups) {
         return "a process group gathers one buffer at a time";
+    }
+    for (i = 0; i < layout->n_params; i++) {
+        if (is_made(&layout->params[i])) {
+            return "what it gathers is made for each gather";
+        }
     }
     if (!fc_gathers_fit(layout)) {
         return "a parameter is not sharded evenly on dim 0";

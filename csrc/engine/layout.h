@@ -93,6 +93,11 @@ typedef struct fc_layout {
 
 /* Parameters and their inputs. */
 size_t fc_layout_count(const fc_param *params, size_t n_params);
+/* Whether an entry of the layout is gathered: not a parameter in whose place inputs are. */
+static inline bool fc_layout_is_gathered(const fc_param *entry)
+{
+    return entry->n_inputs == 0;
+}
 
 /* Fills in everything that is computed; aliasing is offered only if `may_alias`. `params` has the
  * inputs, too. */

@@ -50,12 +50,14 @@ fc_status fc_layout_plan_pack(const fc_layout *layout, fc_runs *plan)
 {
     size_t i;
 
-    for (i = 0; i < layout->n_params; i++) {
+    for (i = 0; i < layout->n_entries; i++) {
         const fc_param *p = &layout->params[i];
         const fc_side to = {.base = FC_BASE_WIRE, .type = p->compute, .at = p->pack_at};
         const fc_side from = {.base = FC_BASE_PARAMS + (uint32_t)i, .type = p->orig};
 
-        FC_TRY(add_line(plan, own_numel(p), to, from));
+        if (fc_layout_is_gathered(p)) {
+            FC_TRY(add_line(plan, own_numel(p), to, from));
+        }
     }
     return FC_OK;
 }
@@ -64,7 +66,7 @@ fc_status fc_layout_plan_unpack(const fc_layout *layout, fc_runs *plan)
 {
     size_t i;
 
-    for (i = 0; i < layout->n_params; i++) {
+    for (i = 0; i < layout->n_entries; i++) {
         const fc_param *p = &layout->params[i];
         const fc_side whole = {.base = FC_BASE_UNIT, .type = p->compute, .at = p->full_at};
         const fc_side chunks = {.base = FC_BASE_WIRE,
@@ -72,7 +74,9 @@ fc_status fc_layout_plan_unpack(const fc_layout *layout, fc_runs *plan)
                                 .at = p->pack_at,
                                 .plane_stride = layout->pack_bytes};
 
-        FC_TRY(add_chunks(plan, p, whole, chunks, false));
+        if (fc_layout_is_gathered(p)) {
+            FC_TRY(add_chunks(plan, p, whole, chunks, false));
+        }
     }
     return FC_OK;
 }

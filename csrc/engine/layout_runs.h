@@ -19,7 +19,7 @@ typedef enum fc_layout_base {
     FC_BASE_WIRE,  /* what a collective reads or writes: one pack, n_ranks packs, section after
                     * section n_ranks times, or one part */
     FC_BASE_UNIT,  /* the unsharded buffer, or the gradient buffer */
-    FC_BASE_PARAMS /* and this + i: the shard of parameter i, or its full gradient */
+    FC_BASE_PARAMS /* and this + i: the shard of the layout's entry i, or its full gradient */
 } fc_layout_base;
 
 /* Shards, own_rows each, cast into this rank's pack. */

@@ -46,19 +46,24 @@ static fc_status upload(fc_schedule_unit *unit, void **staging_out)
     s->has_uploads = true;
     FC_TRY(s->ops->alloc(s->options.device, s->options.copy_in, fc_schedule_label(unit, "shards"),
                          unit->staging_bytes, staging_out));
-    for (i = 0; i < l->n_params; i++) {
+    for (i = 0; i < l->n_entries; i++) {
         const fc_param *p = &l->params[i];
         size_t bytes = p->outer * p->own_rows * p->inner * fc_dtype_bytes(p->orig);
         void *to = (char *)*staging_out + unit->staging_at[i];
 
-        unit->uploaded[i] = to;
-        if (bytes > 0) {
+        unit->uploaded[i] = p->is_made ? unit->shards[i] : to;
+        if (bytes > 0 && fc_layout_is_gathered(p) && !p->is_made) {
             FC_TRY(s->ops->copy(s->options.device, s->options.copy_in,
                                 fc_schedule_label(unit, "shards to device"), to, unit->shards[i],
                                 bytes, FC_TO_DEVICE));
         }
     }
     return FC_OK;
+}
+
+static fc_status make_shards(fc_schedule_unit *unit)
+{
+    return unit->maker.make != NULL ? unit->maker.make(unit->maker.context) : FC_OK;
 }
 
 /* This rank's shards, cast, into its part of the slot, or to their places in it. */
@@ -77,6 +82,7 @@ static fc_status pack_shards(fc_schedule_unit *unit, fc_stream_slot *slot)
     if (unit->options.is_direct && !unit->is_packed) {
         return FC_OK;
     }
+    FC_TRY(make_shards(unit));
     if (unit->options.is_offloaded) {
         st = upload(unit, &staging);
         launch.params = unit->uploaded;
@@ -107,13 +113,13 @@ static fc_status gather_each(fc_schedule_unit *unit, const fc_stream_slot *slot)
     const fc_layout *l = unit->options.layout;
     size_t i, n = 0;
 
-    for (i = 0; i < l->n_params; i++) {
+    for (i = 0; i < l->n_entries; i++) {
         const fc_param *p = &l->params[i];
         char *full = slot->memory;
         const void *own = fc_schedule_is_sent_as_is(unit, p) ? unit->shards[i]
                                                              : full + fc_schedule_own_at(unit, p);
 
-        if (p->chunk_numel > 0) {
+        if (p->chunk_numel > 0 && fc_layout_is_gathered(p)) {
             unit->gathers[n++] = (fc_gather){.to = full + p->full_at,
                                              .from = own,
                                              .bytes = p->chunk_numel * fc_dtype_bytes(p->compute)};
@@ -373,10 +379,12 @@ size_t fc_schedule_gathered_bytes(const fc_schedule_unit *unit)
     const fc_layout *l = gathered_layout(unit);
     size_t i, bytes = 0;
 
-    for (i = 0; i < l->n_params; i++) {
+    for (i = 0; i < l->n_entries; i++) {
         const fc_param *p = &l->params[i];
 
-        bytes += p->outer * (p->rows - p->own_rows) * p->inner * fc_dtype_bytes(p->compute);
+        if (fc_layout_is_gathered(p)) {
+            bytes += p->outer * (p->rows - p->own_rows) * p->inner * fc_dtype_bytes(p->compute);
+        }
     }
     return bytes;
 }

@@ -100,8 +100,18 @@ FC_MUST_CHECK fc_status fc_schedule_add(fc_schedule *schedule,
                                         const fc_schedule_unit_options *options,
                                         fc_schedule_unit **out);
 
-/* Shards in the order of the layout's parameters, own_rows each; borrowed while they are set. */
+/* Shards in the order of the layout's entries, own_rows each; borrowed while they are set. */
 void fc_schedule_set_shards(fc_schedule_unit *unit, const void *const *shards);
+
+/* Who makes this rank's part of a gather, where the layout says so. */
+typedef struct fc_schedule_maker {
+    void *context;
+    /* Before each gather, in copy-in: afterwards the shards that are made are set. What they lie
+     * in is not needed any more by what comes later in copy-in. NULL: all shards are there. */
+    fc_status (*make)(void *context);
+} fc_schedule_maker;
+
+void fc_schedule_set_maker(fc_schedule_unit *unit, const fc_schedule_maker *maker);
 /* One rank's shards lie in `full` as in the unsharded buffer, which it stands for from the next
  * unshard on; borrowed. NULL: they are packed into a buffer, as before. While the unit is sharded.
  */

@@ -48,7 +48,7 @@ static fc_status plan_place(const fc_schedule_unit *unit, fc_runs *plan)
     const fc_layout *l = unit->options.layout;
     size_t i;
 
-    for (i = 0; i < l->n_params; i++) {
+    for (i = 0; i < l->n_entries; i++) {
         const fc_param *p = &l->params[i];
         const fc_block block = {
             .planes = 1,
@@ -57,7 +57,7 @@ static fc_status plan_place(const fc_schedule_unit *unit, fc_runs *plan)
             .to = {.base = FC_BASE_UNIT, .type = p->compute, .at = fc_schedule_own_at(unit, p)},
             .from = {.base = FC_BASE_PARAMS + (uint32_t)i, .type = p->orig}};
 
-        if (!fc_schedule_is_sent_as_is(unit, p)) {
+        if (fc_layout_is_gathered(p) && !fc_schedule_is_sent_as_is(unit, p)) {
             FC_TRY(fc_runs_add(plan, &block));
         }
     }
@@ -255,12 +255,14 @@ fc_status fc_schedule_move(fc_schedule_unit *unit, fc_stream *stream, const char
                            const fc_schedule_launch *launch)
 {
     fc_schedule *s = unit->schedule;
+    const fc_layout *l = unit->options.layout;
     const fc_move move = {launch->moves, unit->addresses, launch->divisor, launch->accumulate};
+    const size_t n = launch->moves == unit->pack ? l->n_entries : l->n_params;
     size_t i;
 
     unit->addresses[FC_BASE_WIRE] = (uintptr_t)launch->wire;
     unit->addresses[FC_BASE_UNIT] = (uintptr_t)launch->unit;
-    for (i = 0; i < unit->options.layout->n_params; i++) {
+    for (i = 0; i < n; i++) {
         const void *param = launch->params != NULL ? launch->params[i] : NULL;
 
         unit->addresses[FC_BASE_PARAMS + i] = (uintptr_t)param;

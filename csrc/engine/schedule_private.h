@@ -86,6 +86,7 @@ struct fc_schedule_unit {
     fc_gather *gathers;           /* owned; direct ones of one call */
     bool is_packed;               /* a direct gather has something to pack */
     const void *const *shards;    /* borrowed */
+    fc_schedule_maker maker;      /* of some of them; may be empty */
     fc_schedule_list prefetch[2]; /* forward, backward */
     fc_schedule_state state;
     bool is_from_slice;       /* what was gathered last */

@@ -107,13 +107,18 @@ static void measure(fc_schedule_unit *unit)
     const fc_layout *l = unit->options.layout;
     size_t i;
 
-    for (i = 0; i < l->n_params; i++) {
+    for (i = 0; i < l->n_entries; i++) {
         const fc_param *p = &l->params[i];
         size_t bytes = p->outer * p->own_rows * p->inner * fc_dtype_bytes(p->orig);
 
-        unit->staging_at[i] = unit->staging_bytes;
-        unit->staging_bytes = fc_round_up(unit->staging_bytes + bytes, FC_ALIGN);
+        if (!fc_layout_is_gathered(p)) {
+            continue;
+        }
         unit->is_packed = unit->is_packed || !fc_schedule_is_sent_as_is(unit, p);
+        if (!p->is_made) { /* else it is made there */
+            unit->staging_at[i] = unit->staging_bytes;
+            unit->staging_bytes = fc_round_up(unit->staging_bytes + bytes, FC_ALIGN);
+        }
     }
 }
 
@@ -146,7 +151,7 @@ static fc_status lay_out_post(fc_schedule_unit *unit)
 static fc_status fill(fc_schedule_unit *unit)
 {
     fc_schedule *s = unit->schedule;
-    size_t n = unit->options.layout->n_params;
+    size_t n = unit->options.layout->n_entries;
 
     unit->addresses = fc_alloc(FC_BASE_PARAMS + n, sizeof(*unit->addresses));
     unit->uploaded = fc_alloc(n ? n : 1, sizeof(*unit->uploaded));
@@ -249,6 +254,11 @@ void fc_schedule_remove(fc_schedule_unit *unit)
 void fc_schedule_set_shards(fc_schedule_unit *unit, const void *const *shards)
 {
     unit->shards = shards;
+}
+
+void fc_schedule_set_maker(fc_schedule_unit *unit, const fc_schedule_maker *maker)
+{
+    unit->maker = *maker;
 }
 
 void fc_schedule_set_reduce(fc_schedule_unit *unit, fc_device_comm *reduce)

@@ -86,7 +86,7 @@ void fc_unit_publish(fc_unit *unit, const void *const *shards)
     for (size_t i = 0; i < unit->layout.n_entries; i++) {
         const fc_param *p = &unit->params[i];
 
-        if (!p->is_aliased && p->n_inputs == 0) {
+        if (!p->is_aliased && fc_layout_is_gathered(p)) {
             scatter_chunk(p, unit->layout.rank, p->own_rows, full + p->full_at, shards[i], p->orig);
         }
     }
@@ -110,7 +110,7 @@ void fc_unit_pack(const fc_unit *unit, const void *const *shards, char *pack)
     for (size_t i = 0; i < unit->layout.n_entries; i++) {
         const fc_param *p = &unit->params[i];
 
-        if (p->n_inputs == 0) {
+        if (fc_layout_is_gathered(p)) {
             convert(pack + p->pack_at, p->compute, shards[i], p->orig,
                     p->outer * p->own_rows * p->inner);
         }
@@ -122,7 +122,7 @@ void fc_unit_unpack(const fc_unit *unit, int rank, const char *pack, void *dst)
     for (size_t i = 0; i < unit->layout.n_entries; i++) {
         const fc_param *p = &unit->params[i];
 
-        if (p->n_inputs == 0) {
+        if (fc_layout_is_gathered(p)) {
             scatter_chunk(p, rank, fc_layout_rows(p, rank, unit->layout.n_ranks),
                           (char *)dst + p->full_at, pack + p->pack_at, p->compute);
         }

@@ -21,7 +21,7 @@ static void measure(fc_unsharding *u)
         const fc_param *p = &u->layout->params[i];
         const size_t row = p->outer * p->inner * fc_dtype_bytes(p->compute);
 
-        if (p->n_inputs == 0) {
+        if (fc_layout_is_gathered(p)) {
             u->gather_bytes += (p->rows - p->own_rows) * row;
             u->publish_bytes += p->is_aliased ? 0 : p->own_rows * row;
         }

@@ -63,7 +63,7 @@ static fc_status renew(fc_unsharding *u)
     FC_TRY(start(u));
     FC_TRY(use(u, &u->memory));
     u->ops->show(u->owner, u->memory);
-    return FC_OK;
+    return unsharding_fill(u);
 }
 
 static fc_status release(fc_unsharding *u, bool to_slice)
@@ -77,8 +77,21 @@ static fc_status release(fc_unsharding *u, bool to_slice)
     return FC_OK;
 }
 
+static fc_status make_shards(void *context)
+{
+    fc_unsharding *u = context;
+
+    FC_TRY(unsharding_make(u));
+    u->ops->shards(u->owner, u->shards);
+    return FC_OK;
+}
+
 static fc_status publish(fc_unsharding *u)
 {
+    if (u->is_extended) {
+        fc_schedule_set_maker(u->on_device,
+                              &(fc_schedule_maker){.context = u, .make = make_shards});
+    }
     if (!u->is_resident) {
         u->ops->shards(u->owner, u->shards);
         fc_schedule_set_shards(u->on_device, u->shards);

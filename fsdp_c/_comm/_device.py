@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import CPUOffloadPolicy
 
 from fsdp_c import _built, _env
-from fsdp_c._comm import _nccl
+from fsdp_c._comm import _nccl, _process_group
 from fsdp_c._native import _C
 
 KEEPS_STORAGE = "unsharded parameters keep their storage"
@@ -75,7 +75,7 @@ def why_not(group: Any) -> str:
 def process_groups(group: Any) -> list[dist.ProcessGroup]:
     info = group.mesh_info
     found = (
-        info.shard_process_group,
+        getattr(info, "shard_process_group", None),
         getattr(info, "replicate_process_group", None),
         reduce_group(group),
         smaller_group(group),
@@ -87,7 +87,9 @@ def reduce_group(group: Any) -> dist.ProcessGroup:
     """Who sums gradients: the ranks of the shards, perhaps in a process group of their own."""
     info = group.mesh_info
     # Before torch 2.13 there is no such choice.
-    return getattr(info, "reduce_scatter_process_group", None) or info.shard_process_group
+    return getattr(info, "reduce_scatter_process_group", None) or getattr(
+        info, "shard_process_group", _process_group.ALONE
+    )
 
 
 def smaller_group(group: Any) -> dist.ProcessGroup | None:
@@ -135,6 +137,8 @@ def options_of(group: Any) -> DeviceOptions:
 
 
 def _is_registered(process_group: dist.ProcessGroup) -> bool:
+    if process_group is _process_group.ALONE:
+        return True
     try:
         found = torch._C._distributed_c10d._resolve_process_group(process_group.group_name)
     except (RuntimeError, ValueError, AttributeError):
@@ -149,7 +153,8 @@ def connect(streams: _C.Streams, process_group: dist.ProcessGroup, device: torch
     if process_group.size() > 1 and _may_use_nccl(device):
         with suppress(NotImplementedError):
             nccl = _nccl.group_for(process_group, device)
-    streams.connect(group=str(process_group.group_name), nccl=nccl)
+    is_alone = process_group is _process_group.ALONE
+    streams.connect(group=str(process_group.group_name), nccl=nccl, is_alone=is_alone)
 
 
 def _may_use_nccl(device: torch.device) -> bool:
@@ -181,7 +186,7 @@ def ways(group: Any) -> dict[str, Way]:
     of slices that forward leaves."""
     info = group.mesh_info
     dims = {
-        "shards": info.shard_process_group,
+        "shards": getattr(info, "shard_process_group", None),
         "replicas": getattr(info, "replicate_process_group", None),
         "sums": getattr(info, "reduce_scatter_process_group", None),
         "slices": smaller_group(group),

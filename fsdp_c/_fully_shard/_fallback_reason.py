@@ -26,17 +26,12 @@ def why_torch_everywhere(group: Any) -> str:
     mesh_info = group.mesh_info
     if group.device.type != "cpu" and not _device.is_wanted(group):
         return f"it is on {group.device.type}"
-    if not isinstance(mesh_info, FSDPMeshInfo) and _device.is_wanted(group):
-        return "it is replicated, not sharded"
-    if _versions.is_spmd(mesh_info) and _device.is_wanted(group):
-        return "dp_mesh_dims of a larger mesh"
     if mesh_info.mesh.device_type != group.device.type:
         return f"its mesh is on {mesh_info.mesh.device_type}"
     if not _device.is_wanted(group) and _device.offloads(group)[1]:
         return "offloading to pinned memory"
-    on_host = not _device.is_wanted(group)
     for fsdp_param in group.fsdp_params:
-        if reason := _why_not_laid_out(fsdp_param, on_host) or _why_not_summed(fsdp_param):
+        if reason := _why_not_laid_out(fsdp_param) or _why_not_summed(fsdp_param):
             return reason
     return _device.why_not(group) if _device.is_wanted(group) else ""
 
@@ -50,8 +45,6 @@ def why_torch_here(group: Any) -> str:
         return reason
     if _device.is_wanted(group) and (reason := _visibility.why_visible(group)):
         return reason
-    if _device.is_wanted(group) and torch._C._are_functorch_transforms_active():
-        return "a functorch transform was active in the first forward"
     return ""
 
 
@@ -76,12 +69,12 @@ def why_not_a_tensor(fsdp_param: Any) -> str:
     return f"{name} has spmd types" if _versions.is_typed_spmd(fsdp_param) else ""
 
 
-def _why_not_laid_out(fsdp_param: Any, on_host: bool) -> str:
+def _why_not_laid_out(fsdp_param: Any) -> str:
     """What keeps the core from gathering the parameter's memory as it is."""
     is_special = _versions.is_typed_spmd(fsdp_param) or isinstance(
         fsdp_param._sharded_param_data, FakeTensor
     )
-    is_known = on_host and _versions.SHARDS_DTENSORS and not is_special
+    is_known = _versions.SHARDS_DTENSORS and not is_special
     return "" if is_known else why_not_a_tensor(fsdp_param)
 
 

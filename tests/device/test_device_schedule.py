@@ -9,8 +9,6 @@ from typing import Any
 import models
 import pytest
 import torch
-from behaviour.test_extensions import extended, line_data
-from behaviour.test_tensor_parallel import CLOSE, Mlps, dp_data, mesh_2d, shard_2d
 from harness import cached_mesh
 from models import Net, data
 from parity import Pair, Side, Tolerance, on_ranks
@@ -379,24 +377,6 @@ def test_what_was_written_before_the_first_forward(rank: int, n_ranks: int, by_t
         pair.do(lambda side: side.model.reshard(), "reshard")
         pair.step(data(rank))
         assert is_on_device(pair)
-
-
-@on_ranks(2)
-def test_what_torch_gathers_here_too(rank: int, n_ranks: int) -> None:
-    """Extensions, and DTensors of a mesh of their own; `explain` names them."""
-    mesh = mesh_2d(n_ranks, 1)
-    with _device.on_cpu():
-        extension, parallel = extended(), Pair(Mlps, shard_2d(mesh), tolerance=CLOSE)
-        for step in range(2):
-            extension.step(line_data(rank, step))
-            parallel.step(dp_data(mesh, step))
-    for pair, reason in (
-        (extension, "linear.weight has an all-gather extension"),
-        (parallel, "blocks.0.up.weight is a DTensor of its own (tensor parallel)"),
-    ):
-        rows = fsdp_c.explain(pair.ours.model).units
-        assert rows and all(row.road.startswith("torch: ") for row in rows)
-        assert reason in rows[0].road
 
 
 @pytest.mark.parametrize("is_resharded", [False, True])

@@ -117,8 +117,6 @@ def check_all(rank: int, n_ranks: int, first: bool, in_sight: bool) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("n_ranks", [1, 2])
 def test_transforms(n_ranks: int, transport: str, first: bool) -> None:
-    if transport == "device" and first:
-        pytest.skip("left to torch's implementation")
     harness.run_ranks(check_all, n_ranks, first, False, env=TRANSPORTS[transport])
 
 

@@ -155,6 +155,7 @@ DeviceUnit::DeviceUnit(Streams *streams, fc_unit *shard, fc_unit *replicate,
 
 at::Tensor DeviceUnit::make_buffer(size_t bytes) const
 {
+    const NoModes no_modes;
     const auto size = static_cast<int64_t>(bytes);
     const at::TensorOptions options = at::dtype(at::kByte);
     if (options_.is_offloaded) {
@@ -226,8 +227,9 @@ void streams_connect(Streams &self, Fields &given)
 {
     const std::string group = given.text("group");
     const Ref nccl = given.object("nccl");
+    const bool is_alone = given.flag("is_alone");
     given.end();
-    self.collectives().connect(group, nccl.get());
+    self.collectives().connect(group, nccl.get(), is_alone);
 }
 
 PyMethodDef streams_methods[] = {
@@ -236,8 +238,9 @@ PyMethodDef streams_methods[] = {
         "tells_handles(): whether streams of CUDA can be handed to kernels and to NCCL.",
         METH_STATIC),
     method<streams_connect>(
-        "connect", "connect(*, group, nccl): who does the collectives of the process group "
-                   "of that name, a NcclGroup or, with None, the group itself."),
+        "connect",
+        "connect(*, group, nccl, is_alone): who does the collectives of the process group of that "
+        "name, a NcclGroup or, with None, the group itself, which may stand for one rank."),
     {}};
 
 } // namespace

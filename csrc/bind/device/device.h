@@ -25,8 +25,10 @@ struct Param;
 class Fields;
 
 // A process group's own collectives, on tensors of `device`, which outlives them; it is found by
-// the name that it is registered under. Streams are c10::Streams.
-fc_collectives_group own_collectives(const c10::Device *device, const std::string &name);
+// the name that it is registered under, unless it stands for one rank alone. Streams are
+// c10::Streams.
+fc_collectives_group own_collectives(const c10::Device *device, const std::string &name,
+                                     bool is_alone);
 
 // Those of one device, by the names of their process groups.
 class Collectives : NoCopy {
@@ -35,7 +37,7 @@ public:
 
     // Says who does them: a NcclGroup, which is kept, or with None the process group. What was said
     // first stays.
-    void connect(const std::string &name, PyObject *nccl);
+    void connect(const std::string &name, PyObject *nccl, bool is_alone);
     fc_device_comm *find(const std::string &name) const; // of one that is connected
     fc_collectives *core() const { return core_.get(); }
     const c10::Device &device() const { return device_; }
@@ -82,6 +84,7 @@ public:
     c10::Device device() const { return device_; }
     fc_schedule *schedule() const { return schedule_.get(); }
     Collectives &collectives() { return collectives_; }
+    c10::Stream copying_in() const { return streams_[0]; }
     c10::Stream reducing() const { return streams_[2]; }
     c10::Stream all_reducing() const { return streams_[3]; }
     // Where the newest forward, or unshard, began.

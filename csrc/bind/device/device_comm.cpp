@@ -54,10 +54,10 @@ Collectives::Collectives(c10::Device device) : device_(device)
     check(fc_collectives_create(&host, Out(core_)));
 }
 
-void Collectives::connect(const std::string &name, PyObject *nccl)
+void Collectives::connect(const std::string &name, PyObject *nccl, bool is_alone)
 {
     const fc_collectives_group group =
-        nccl == Py_None ? own_collectives(&device_, name) : by_nccl(nccl);
+        nccl == Py_None ? own_collectives(&device_, name, is_alone) : by_nccl(nccl);
     check(fc_collectives_connect(core(), name.c_str(), &group));
 }
 

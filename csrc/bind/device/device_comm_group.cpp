@@ -17,9 +17,9 @@ namespace {
 
 struct OwnGroup {
     const c10::Device *device;
-    c10::intrusive_ptr<c10d::ProcessGroup> group;
+    c10::intrusive_ptr<c10d::ProcessGroup> group; // null: of one rank
 
-    size_t n_ranks() const { return static_cast<size_t>(group->getSize()); }
+    int n_ranks() const { return group ? group->getSize() : 1; }
 
     at::Tensor tensor_at(const void *memory, size_t numel, at::ScalarType type) const
     {
@@ -66,7 +66,7 @@ fc_status group_all_gather(void *context, fc_stream *stream, fc_label label, voi
     const OwnGroup &own = group_in(context);
     return in_stream(stream, "all-gather", label, [&] {
         const auto part = static_cast<int64_t>(part_bytes);
-        at::Tensor all = own.tensor_at(buffer, own.n_ranks() * part_bytes, at::kByte);
+        at::Tensor all = own.tensor_at(buffer, size_t(own.n_ranks()) * part_bytes, at::kByte);
         at::Tensor mine = all.narrow(0, own.group->getRank() * part, part);
         await([&] { return gather_into(*own.group, all, mine); });
     });
@@ -79,7 +79,7 @@ fc_status group_reduce_scatter(void *context, fc_stream *stream, fc_label label,
     return in_stream(stream, "reduce-scatter", label, [&] {
         const at::ScalarType type = scalar_type_of(dtype);
         at::Tensor part = own.tensor_at(to, numel, type);
-        at::Tensor all = own.tensor_at(from, own.n_ranks() * numel, type);
+        at::Tensor all = own.tensor_at(from, size_t(own.n_ranks()) * numel, type);
         if (own.n_ranks() == 1) {
             part.copy_(all);
         } else {
@@ -100,11 +100,15 @@ fc_status group_all_reduce(void *context, fc_stream *stream, fc_label label, voi
 
 } // namespace
 
-fc_collectives_group own_collectives(const c10::Device *device, const std::string &name)
+fc_collectives_group own_collectives(const c10::Device *device, const std::string &name,
+                                     bool is_alone)
 {
-    auto *own = new OwnGroup{device, c10d::resolve_process_group(name)};
+    auto *own = new OwnGroup{device, {}};
+    if (!is_alone) {
+        own->group = c10d::resolve_process_group(name);
+    }
     return {.context = own,
-            .n_ranks = own->group->getSize(),
+            .n_ranks = own->n_ranks(),
             .all_gather = group_all_gather,
             .reduce_scatter = group_reduce_scatter,
             .all_reduce = group_all_reduce,

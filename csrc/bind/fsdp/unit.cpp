@@ -145,6 +145,7 @@ bool Parameters::can_reside() const
 
 void *Unit::take_residence()
 {
+    const NoModes no_modes;
     const c10::InferenceMode normal(false);
     const c10::StreamGuard guard(device_->computing());
     const fc_layout *layout = fc_unit_layout(shard_);

@@ -4,7 +4,10 @@
 #include "bind/fsdp/state.h"
 #include "bind/fsdp/unit.h"
 
+#include <c10/core/StreamGuard.h>
+
 #include <memory>
+#include <optional>
 
 namespace fc {
 
@@ -72,11 +75,18 @@ fc_unsharding_ops extended_ops(bool has_extensions)
     ops.shards = on_extended<&Extended::shards>;
     ops.mark = on_extended<&Extended::mark>;
     ops.find_changed = on_extended<&Extended::find_changed>;
-    ops.make = on_extended<&Extended::make>;
+    ops.make = on_unit<[](Unit &unit) {
+        std::optional<c10::StreamGuard> guard; // on a device, where shards are packed
+        if (unit.device() != nullptr) {
+            guard.emplace(unit.device()->streams().copying_in());
+        }
+        unit.extended()->make();
+    }>;
     if (has_extensions) {
         ops.fill = on_extended<&Extended::fill>;
     }
     ops.forget = on_extended<&Extended::forget>;
+    ops.can_reside = [](void *) { return false; };
     return ops;
 }
 

@@ -17,11 +17,14 @@ namespace fc {
 // A few need no allocation.
 using Tensors = c10::SmallVector<at::Tensor, 4>;
 
-// While one is there, dispatch modes see nothing and make nothing: tensors are real.
+// While one is there, dispatch modes and functorch's transforms see nothing and make nothing:
+// tensors are real.
 struct NoModes : c10::impl::ExcludeDispatchKeyGuard {
     NoModes()
         : ExcludeDispatchKeyGuard(
-              c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}))
+              c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
+                                   c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                   c10::DispatchKey::FuncTorchDynamicLayerBackMode}))
     {
     }
 };
