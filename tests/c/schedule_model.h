@@ -41,6 +41,7 @@ typedef struct unit_model {
     fc_dtype given[PARAMS]; /* the types */
     bool is_frozen, is_offloaded, is_direct;
     bool may_reside;         /* one rank's shards lie as in the unsharded buffer */
+    bool is_made;            /* its even parameters' shards are, for each gather */
     bool is_resident[STEPS]; /* and are used where they lie */
     bool is_peeked_at;       /* hooks read reduced gradients at once */
     reshard_kind reshard;
@@ -204,6 +205,10 @@ static inline void make_unit(program *p, int index)
         }
     }
     make_residence(p, u);
+    u->is_made = !u->may_reside && (!u->is_direct || p->n_shards == 1) && draw(p, 3) == 0;
+    for (i = 0; u->is_made && i < u->n_params; i += 2) {
+        u->params[i].is_made = true;
+    }
 }
 
 static inline void make_micro(program *p, micro_model *m, bool is_newest)

@@ -12,6 +12,9 @@ typedef struct device_unit {
     fc_param params[PARAMS];
     fc_layout layout;
     const void *shards[PARAMS];
+    const void *given[PARAMS]; /* to the schedule: shards, or what is made of them */
+    void *made[PARAMS];
+    struct worker *worker;
     void *resident; /* what they lie in, as in the unsharded buffer; NULL: each for itself */
     void *out;      /* reduced gradients; NULL: none yet */
 } device_unit;
@@ -455,6 +458,50 @@ static inline fc_status make_shards(worker *w, int unit)
     return FC_OK;
 }
 
+/* For a gather, of the shards as they are then: what copy-in does next reads it. */
+static inline fc_status make_given(void *context)
+{
+    const device_unit *d = context;
+    const worker *w = d->worker;
+    const fc_way way = w->p->units[d - w->units].is_offloaded ? FC_TO_DEVICE : FC_ON_DEVICE;
+    size_t i;
+
+    for (i = 0; i < d->layout.n_params; i++) {
+        const fc_param *q = &d->params[i];
+        const size_t bytes = q->outer * q->own_rows * q->inner * fc_dtype_bytes(q->orig);
+
+        if (q->is_made && bytes > 0) {
+            FC_TRY(w->ops->copy(w->device, w->copy_in, label(w, (int)(d - w->units), "make"),
+                                d->made[i], d->shards[i], bytes, way));
+        }
+    }
+    return FC_OK;
+}
+
+static inline fc_status make_maker(worker *w, int unit)
+{
+    device_unit *d = &w->units[unit];
+    size_t i;
+
+    d->worker = w;
+    for (i = 0; i < d->layout.n_params; i++) {
+        const fc_param *q = &d->params[i];
+        const size_t bytes = q->outer * q->own_rows * q->inner * fc_dtype_bytes(q->orig);
+
+        d->given[i] = d->shards[i];
+        if (q->is_made) {
+            FC_TRY(
+                w->ops->alloc(w->device, w->copy_in, label(w, unit, "made"), bytes, &d->made[i]));
+            d->given[i] = d->made[i];
+        }
+    }
+    if (w->p->units[unit].is_made) {
+        fc_schedule_set_maker(d->unit, &(fc_schedule_maker){.context = d, .make = make_given});
+    }
+    fc_schedule_set_shards(d->unit, d->given);
+    return FC_OK;
+}
+
 static inline fc_status make_device_unit(worker *w, int unit)
 {
     program *p = w->p;
@@ -481,8 +528,7 @@ static inline fc_status make_device_unit(worker *w, int unit)
     }
     FC_TRY(fc_schedule_add(w->schedule, &options, &d->unit));
     FC_TRY(make_shards(w, unit));
-    fc_schedule_set_shards(d->unit, d->shards);
-    return FC_OK;
+    return make_maker(w, unit);
 }
 
 static inline fc_status make_lists(worker *w)
