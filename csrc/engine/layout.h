@@ -99,6 +99,12 @@ static inline bool fc_layout_is_gathered(const fc_param *entry)
     return entry->n_inputs == 0;
 }
 
+/* See fc_param. */
+static inline bool fc_layout_is_packed(const fc_layout *layout)
+{
+    return layout->n_params > 0 && layout->params[0].is_packed;
+}
+
 /* Fills in everything that is computed; aliasing is offered only if `may_alias`. `params` has the
  * inputs, too. */
 FC_MUST_CHECK fc_status fc_layout_init(fc_layout *layout, fc_param *params, size_t n_params,

@@ -102,11 +102,11 @@ struct fc_schedule_unit {
     fc_schedule_unit *next;
 };
 
-/* Compute finishes its gradients. */
+/* Compute finishes its gradients, which nobody else has or looks at. */
 static inline bool fc_schedule_is_alone(const fc_schedule_unit *unit)
 {
     return unit->options.layout->n_ranks == 1 && unit->options.replicas == NULL &&
-           !unit->options.is_offloaded;
+           !unit->options.is_offloaded && !fc_layout_is_packed(unit->options.layout);
 }
 
 static inline fc_label fc_schedule_label(const fc_schedule_unit *unit, const char *what)

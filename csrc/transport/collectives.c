@@ -229,8 +229,9 @@ static fc_status all_reduce(void *context, fc_device_comm *comm, fc_stream *stre
     const fc_collectives_group *g = &peers_of(comm)->group;
 
     if (g->nccl == NULL) {
-        return g->n_ranks == 1 ? FC_OK
-                               : g->all_reduce(g->context, stream, label, buffer, numel, dtype);
+        return g->n_ranks == 1 && !g->is_seen
+                   ? FC_OK
+                   : g->all_reduce(g->context, stream, label, buffer, numel, dtype);
     }
     return ended(all, g,
                  fc_nccl_all_reduce(fc_nccl_reductions(g->nccl), all->host.native(stream), label,

@@ -30,6 +30,7 @@ typedef struct fc_collectives_group {
     void *context;       /* passed first */
     fc_nccl_group *nccl; /* does them all; borrowed until release. NULL: the functions */
     int n_ranks;
+    bool is_seen; /* others look at what they bring: of one rank, too */
     /* Of the process group itself: with more than one rank, and bytes to send. */
     fc_status (*all_gather)(void *context, fc_stream *stream, fc_label label, void *buffer,
                             size_t part_bytes);

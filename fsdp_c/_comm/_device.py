@@ -118,22 +118,40 @@ class DeviceOptions(NamedTuple):
 
     is_offloaded: bool
     is_pinned: bool
+    group: str = ""  # who talks, by the names that are connected
+    replicate_group: str = ""
     post_rank: int = 0  # in a smaller group that forward reshards to
     n_post_ranks: int = 0
     post_group: str = ""
 
 
 def options_of(group: Any) -> DeviceOptions:
-    smaller = smaller_group(group) if is_wanted(group) else None
     is_offloaded, is_pinned = offloads(group)
     options = DeviceOptions(is_offloaded=is_offloaded, is_pinned=is_pinned)
+    if not is_wanted(group):
+        return options
+    info, smaller = group.mesh_info, smaller_group(group)
+    options = options._replace(
+        group=name_of(getattr(info, "shard_process_group", _process_group.ALONE), group)
+    )
+    if replicas := getattr(info, "replicate_process_group", None):
+        options = options._replace(replicate_group=name_of(replicas, group, is_replicate=True))
     if smaller is None:
         return options
     return options._replace(
         post_rank=smaller.rank(),
         n_post_ranks=smaller.size(),
-        post_group=str(smaller.group_name),
+        post_group=name_of(smaller, group),
     )
+
+
+def name_of(process_group: dist.ProcessGroup, group: Any, is_replicate: bool = False) -> str:
+    """Under which name a unit's collectives are connected: those in sight are its own. A process
+    group of one rank may stand for shards and for replicas."""
+    name = str(process_group.group_name)
+    if not group.visible.reason:
+        return name
+    return f"{name} of unit {group.in_sight_as}{' and its replicas' if is_replicate else ''}"
 
 
 def _is_registered(process_group: dist.ProcessGroup) -> bool:
@@ -146,15 +164,26 @@ def _is_registered(process_group: dist.ProcessGroup) -> bool:
     return bool(found == process_group)
 
 
-def connect(streams: _C.Streams, process_group: dist.ProcessGroup, device: torch.device) -> None:
-    """Decides who does the collectives between a group's ranks: NCCL if all can use it, or else
-    the process group. Collective."""
+def connect(
+    streams: _C.Streams,
+    process_group: dist.ProcessGroup,
+    group: Any,
+    messages: Any = None,
+    is_replicate: bool = False,
+) -> None:
+    """Decides who does the collectives between the ranks of a unit: who makes them in sight, NCCL
+    if all can use it, or else the process group. Collective."""
     nccl = None
-    if process_group.size() > 1 and _may_use_nccl(device):
+    if messages is None and process_group.size() > 1 and _may_use_nccl(group.device):
         with suppress(NotImplementedError):
-            nccl = _nccl.group_for(process_group, device)
-    is_alone = process_group is _process_group.ALONE
-    streams.connect(group=str(process_group.group_name), nccl=nccl, is_alone=is_alone)
+            nccl = _nccl.group_for(process_group, group.device)
+    streams.connect(
+        group=name_of(process_group, group, is_replicate),
+        nccl=nccl,
+        messages=messages,
+        rank=process_group.rank(),
+        n_ranks=process_group.size(),
+    )
 
 
 def _may_use_nccl(device: torch.device) -> bool:
@@ -192,13 +221,15 @@ def ways(group: Any) -> dict[str, Way]:
         "slices": smaller_group(group),
     }
     return {
-        dim: _way_of(process_group)
+        dim: _way_of(process_group, bool(group.visible.reason))
         for dim, process_group in dims.items()
         if process_group is not None and process_group.size() > 1
     }
 
 
-def _way_of(process_group: dist.ProcessGroup) -> Way:
+def _way_of(process_group: dist.ProcessGroup, is_in_sight: bool) -> Way:
+    if is_in_sight:
+        return Way("callback")
     if _nccl.find(process_group) is not None:
         return Way("nccl")
     return Way("callback", _nccl.why_not(process_group))

@@ -201,6 +201,8 @@ def _implementation_of(group: Any) -> str:
         return f"torch: {reason}" if reason else "core, from the first forward on"
     if _device.is_taken(group):
         over = _over(_device.ways(group))
+        if group.visible.reason:
+            over = f"collectives in sight ({group.visible.reason})"
         return f"core, on streams of {group.device.type}, over {over}, {_gathered(group)}"
     if group.visible.reason:
         return f"core over collectives in sight: {group.visible.reason}"

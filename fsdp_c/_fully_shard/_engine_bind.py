@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -22,12 +23,14 @@ from fsdp_c._fully_shard import (
     _model_digest,
     _param_attributes,
     _same_model,
-    _visibility,
     _visible_collectives,
 )
 from fsdp_c._fully_shard._heap import HEAP
 from fsdp_c._fully_shard._param_spec import UnitSpec, spec_of
 from fsdp_c._native import _C
+
+# Names of units whose collectives are in sight of somebody, on devices.
+_in_sight = itertools.count()
 
 
 class Place(NamedTuple):
@@ -89,8 +92,8 @@ def _bind_units(groups: Sequence[Any], streams: _C.Streams | None) -> list[_C.Do
     for group in groups:
         shards = getattr(group.mesh_info, "shard_process_group", _process_group.ALONE)
         replicas = getattr(group.mesh_info, "replicate_process_group", None)
-        group.visible = group.wants_visible if streams is None else _visibility.Visible()
-        in_sight = _what_is_in_sight(group, shards, replicas)
+        group.visible = group.wants_visible
+        in_sight = _what_is_in_sight(group, shards, replicas, streams is not None)
         by_mesh.setdefault((shards, replicas, in_sight), []).append(group)
     _check_model(by_mesh)
     for group in groups:
@@ -107,21 +110,43 @@ def _bind_units(groups: Sequence[Any], streams: _C.Streams | None) -> list[_C.Do
             for i, group in enumerate(members)
         ]
     for group, binding in placed:
-        smaller_group = _device.smaller_group(group)
-        if streams is not None and smaller_group is not None:
-            _device.connect(streams, smaller_group, group.device)
+        if streams is not None:
+            _connect(streams, group)
         bind_unit(group, binding)
     if streams is None:
         HEAP.prepare_for_core()
     return domains
 
 
+def _connect(streams: _C.Streams, group: Any) -> None:
+    """Tells a device who does the collectives of a unit. Collective."""
+    info = group.mesh_info
+    shards = getattr(info, "shard_process_group", _process_group.ALONE)
+    replicas = getattr(info, "replicate_process_group", None)
+    group.in_sight_as = next(_in_sight)
+    for process_group, is_replicate, is_last in (
+        (shards, False, replicas is None),
+        (replicas, True, True),
+        (_device.smaller_group(group), False, False),
+    ):
+        if process_group is None:
+            continue
+        messages = None
+        if group.visible.reason:
+            messages = _visible_collectives.VisibleMessages(
+                [group], process_group, is_last, stands_in=False
+            )
+        _device.connect(streams, process_group, group, messages, is_replicate)
+
+
 def _what_is_in_sight(
-    group: Any, shards: dist.ProcessGroup, replicas: dist.ProcessGroup | None
+    group: Any, shards: dist.ProcessGroup, replicas: dist.ProcessGroup | None, on_device: bool
 ) -> str:
     """Of a unit: none of its collectives (empty), all of them, or only sums between replicas."""
     if not group.visible.reason:
         return ""
+    if on_device:
+        return "all"
     is_hooked = replicas is not None and not group.visible.is_watched
     # Sums of shards are divided afterwards, for which float16 lacks the range.
     fits = all(_versions.reduce_dtype(p) != torch.float16 for p in group.fsdp_params)
@@ -165,7 +190,7 @@ def _make_domains(
     def transport(index: int) -> _C.Transport:
         process_group = process_groups[index]
         is_last = index == len(process_groups) - 1
-        if in_sight == "all" or (in_sight and is_last):
+        if streams is None and (in_sight == "all" or (in_sight and is_last)):
             summed = shard_pg if in_sight == "sums" else None
             return _transport.messages_for(
                 process_group,
@@ -186,8 +211,6 @@ def _make_domains(
 
     def make(index: int) -> _C.Domain:
         process_group, transport = process_groups[index], transports[index]
-        if streams is not None:
-            _device.connect(streams, process_group, groups[0].device)
         domain = _C.Domain(
             transport=transport,
             is_replicate=index == 1,
@@ -198,7 +221,6 @@ def _make_domains(
             is_counted=is_counted,
             is_packed=bool(in_sight),
             streams=streams,
-            group=str(process_group.group_name),
         )
         # On a GPU nobody waits for peers, and NCCL has a board of its own.
         is_blocking = _device.is_blocking(process_group, groups[0].device)
@@ -242,7 +264,6 @@ def _make_smaller(
             batch_bytes=0,
             is_counted=False,
             is_packed=messages is not None,
-            group=str(process_group.group_name),
         )
         watch = _transport.watch_for(process_group)
         if watch is not None:

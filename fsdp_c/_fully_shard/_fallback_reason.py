@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from fsdp_c._comm import _agreement, _device
 from fsdp_c._compat import _versions
-from fsdp_c._fully_shard import _fqns, _replaced_functions, _visibility
+from fsdp_c._fully_shard import _fqns, _replaced_functions
 from fsdp_c._fully_shard._param_spec import SUMMABLE
 
 
@@ -42,8 +41,6 @@ def why_torch_here(group: Any) -> str:
         if getattr(group, name) is not default:
             return f"its {name} was replaced"
     if reason := _replaced_functions.replaced_on(group):
-        return reason
-    if _device.is_wanted(group) and (reason := _visibility.why_visible(group)):
         return reason
     return ""
 

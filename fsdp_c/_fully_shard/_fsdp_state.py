@@ -13,7 +13,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
 
 from fsdp_c import _env
-from fsdp_c._comm import _device
 from fsdp_c._fully_shard import (
     _containers,
     _engine_bind,
@@ -243,9 +242,7 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
         states = list(self._root.states)
         reason = self._what_was_replaced(states)
         groups = [group for state in states for group in state._fsdp_param_groups]
-        if not reason and _device.is_taken(groups[0]):
-            reason = _replaced_functions.replaced_collective()
-        elif not reason and _visibility.has_changed(groups):
+        if not reason and _visibility.has_changed(groups):
             self._change_collectives(states, groups)
         if not reason:  # it was put back, or is called, or collectives are in sight now
             self._root.calls_methods = any([group.find_replaced() for group in groups])
@@ -256,6 +253,8 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
     def _change_collectives(self, states: list[FSDPState], groups: list[FSDPParamGroup]) -> None:
         """Binds all units anew; collective, and noticed by ranks that do not come along."""
         assert self._root is not None
+        for group in groups:
+            group.check_partial_sums()
         restore = [group.remember_unsharded() for group in groups]
         for group in groups:
             group.adopt_shards()

@@ -177,8 +177,8 @@ class GroupAttributes(VisibleGroup):
 
     def choose_reduce_group(self) -> None:
         """Tells the schedule of a device which process group sums gradients; collective there."""
-        if _device.is_taken(self):
+        if _device.is_taken(self) and not self.visible.reason:  # else it asks the unit
             assert self._binding is not None
             process_group = _device.reduce_group(self)
-            _device.connect(self._binding[0].streams, process_group, self.device)
-            self._core_set_reduce_group(str(process_group.group_name))
+            _device.connect(self._binding[0].streams, process_group, self)
+            self._core_set_reduce_group(_device.name_of(process_group, self))

@@ -29,6 +29,7 @@ class BoundGroup(_C.Group, FallbackGroup):
     _root: _C.Root | None = None
     # Who looks at its collectives, as it is bound and as it is wanted.
     visible = wants_visible = _visibility.Visible()
+    in_sight_as = 0  # on a device
     _uses_fallback = False
     fallback_reason = ""  # what took the unit there
     _domains_to_await: tuple[_C.Domain, ...] = ()  # that were left, until all ranks have
@@ -73,6 +74,16 @@ class BoundGroup(_C.Group, FallbackGroup):
                 f"shards of FSDP unit '{_fqns.unit_name(self)}' were cast, frozen or are trained"
                 " now, while sums of their gradients wait on the device for the replicas: do that"
                 " before the first of them, or after the backward that brings replicas together"
+            )
+
+    def check_partial_sums(self) -> None:
+        """Before collectives change; those on a device cannot move to another schedule."""
+        if self._core_has_partial_sums and _device.is_taken(self):
+            raise RuntimeError(
+                f"others look at the collectives of FSDP unit '{_fqns.unit_name(self)}' now, or do"
+                " no longer, while sums of its gradients wait on the device for the replicas: begin"
+                " and end that before the first of them, or after the backward that brings replicas"
+                " together"
             )
 
     def _has_other_layout(self) -> bool:

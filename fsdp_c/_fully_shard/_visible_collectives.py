@@ -30,6 +30,7 @@ class VisibleMessages(_transport.Messages):
         process_group: the ranks: of their shards or of their replicas.
         is_last: no other dimension sums after this one.
         shards: the ranks over which the engine has summed up what replicas are given, undivided.
+        stands_in: the package's own collectives are there for those that nobody looks at.
     """
 
     def __init__(
@@ -38,11 +39,13 @@ class VisibleMessages(_transport.Messages):
         process_group: dist.ProcessGroup,
         is_last: bool,
         shards: dist.ProcessGroup | None = None,
+        stands_in: bool = True,
     ) -> None:
         super().__init__(process_group)
         self._param_groups = [weakref.ref(group) for group in param_groups]
         self._is_last = is_last
         self._shards = shards
+        self._stands_in = stands_in
         self._index = 0
 
     def begin(self, unit: int) -> None:
@@ -64,7 +67,7 @@ class VisibleMessages(_transport.Messages):
         if n_ranks == 1:
             output.copy_(input)
             return
-        if not unit.visible.sees_gathers:
+        if self._stands_in and not unit.visible.sees_gathers:
             _communicator.communicator_for(process_group).all_gather(output, input)
             return
         dtype, comm = _gathered_dtype(unit), unit._all_gather_comm
@@ -90,7 +93,7 @@ class VisibleMessages(_transport.Messages):
         unit, process_group = self._unit(), self._live_group()
         before, after, op, _ = _versions.divide_factors(unit, input.dtype)
         divisor = _divisor_of(op, process_group, unit.gradient_divide_factor)
-        if not unit.visible.sees_sums:
+        if self._stands_in and not unit.visible.sees_sums:
             _divide(input, before)
             _communicator.communicator_for(process_group).reduce_scatter(output, input, divisor)
             self._finish(unit, output, after)
@@ -120,7 +123,7 @@ class VisibleMessages(_transport.Messages):
         if self._shards is not None:
             _divide(tensor, before)
             _divide(tensor, _divisor_of(shard_op, self._shards, unit.gradient_divide_factor))
-        if unit.visible.sees_sums:
+        if unit.visible.sees_sums or not self._stands_in:
             dist.all_reduce(tensor, group=process_group, op=op)
         else:
             divisor = _divisor_of(op, process_group, None)

@@ -6,10 +6,12 @@ from unittest import mock
 
 import harness
 import pytest
+from behaviour import test_collectives as collectives
 from behaviour import test_extensions as extensions
 from behaviour import test_replicate as replicate
 from behaviour import test_tensor_parallel as tensor_parallel
 from features import test_llama_2d as llama
+from fully_shard import test_visible_collectives as visible
 
 from fsdp_c._comm import _device
 from fsdp_c._fully_shard._fsdp_state import FSDPState
@@ -83,6 +85,37 @@ ROWS: dict[str, tuple[int, list[Body]]] = {
             "test_ex6_inputs_that_differ_over_ranks",
             "test_ex17_another_dim_needs_inputs_of_the_shards_size",
         ),
+    ),
+    "collectives in sight": (
+        2,
+        bodies(
+            visible,
+            "test_hook_set_and_taken_back_between_steps",
+            "test_hook_of_one_rank",
+            "test_hook_after_an_early_unshard",
+            "test_mode_in_some_steps",
+        )
+        + bodies(
+            collectives,
+            "test_w4_w6_w7_order_of_collectives",
+            "test_w29_w30_w31_w32_memory_and_calls_of_custom_collectives",
+            "test_w34_memory_of_the_group_with_a_custom_reduction",
+        )
+        + bodies(visible, "test_divide_factor_with_a_hook", args=[False, "sharded", None])
+        + bodies(visible, "test_divide_factor_with_a_hook", args=[True, "one replica", None])
+        + bodies(
+            tensor_parallel,
+            "test_tp13_no_collective_for_one_shard",
+        ),
+    ),
+    "collectives in sight on 4 ranks": (
+        4,
+        bodies(visible, "test_hook_between_replicas_with_partial_sums"),
+    ),
+    "collectives in sight on one rank": (
+        1,
+        bodies(visible, "test_divide_factor_with_a_hook", args=[False, "replicas of one", None])
+        + bodies(visible, "test_hook_set_and_taken_back_between_steps"),
     ),
     "an extension on one rank": (1, bodies(extensions, "test_ex23_beside_plain_parameters")),
 }

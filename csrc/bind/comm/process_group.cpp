@@ -15,6 +15,7 @@ namespace {
 struct Messages {
     Ref object;
     size_t n_ranks;
+    c10::Device device;
 };
 
 const Messages &messages_in(void *context)
@@ -23,17 +24,21 @@ const Messages &messages_in(void *context)
 }
 
 /* New reference; nullptr with an exception set. */
-PyObject *elements(const void *data, size_t numel, fc_dtype dtype)
+PyObject *elements(void *context, const void *data, size_t numel, fc_dtype dtype)
 {
     return guarded([&] {
-        const auto options = at::TensorOptions().dtype(scalar_type_of(dtype));
-        return THPVariable_Wrap(at::from_blob(const_cast<void *>(data), {(int64_t)numel}, options));
+        const c10::Device device = messages_in(context).device;
+        const NoModes no_modes;
+        return THPVariable_Wrap(at::for_blob(const_cast<void *>(data), {(int64_t)numel})
+                                    .options(at::dtype(scalar_type_of(dtype)).device(device))
+                                    .target_device(device)
+                                    .make_tensor());
     });
 }
 
-PyObject *bytes(const void *data, size_t n)
+PyObject *bytes(void *context, const void *data, size_t n)
 {
-    return elements(data, n, FC_U8);
+    return elements(context, data, n, FC_U8);
 }
 
 /* Calls a method with `named`, which it takes. An exception stays set and travels as FC_ERR_GROUP.
@@ -55,31 +60,32 @@ fc_status messages_all_gather(void *context, void *recv, const void *send, size_
     const Gil gil;
     return call(context, "all_gather",
                 Py_BuildValue("{sNsN}", "output",
-                              bytes(recv, messages_in(context).n_ranks * send_bytes), "input",
-                              bytes(send, send_bytes)));
+                              bytes(context, recv, messages_in(context).n_ranks * send_bytes),
+                              "input", bytes(context, send, send_bytes)));
 }
 
 fc_status messages_reduce_scatter(void *context, void *recv, void *send, size_t recv_numel,
                                   fc_dtype dtype)
 {
     const Gil gil;
-    return call(context, "reduce_scatter",
-                Py_BuildValue("{sNsN}", "output", elements(recv, recv_numel, dtype), "input",
-                              elements(send, messages_in(context).n_ranks * recv_numel, dtype)));
+    return call(
+        context, "reduce_scatter",
+        Py_BuildValue("{sNsN}", "output", elements(context, recv, recv_numel, dtype), "input",
+                      elements(context, send, messages_in(context).n_ranks * recv_numel, dtype)));
 }
 
 fc_status messages_all_reduce(void *context, void *data, size_t numel, fc_dtype dtype)
 {
     const Gil gil;
     return call(context, "all_reduce",
-                Py_BuildValue("{sN}", "tensor", elements(data, numel, dtype)));
+                Py_BuildValue("{sN}", "tensor", elements(context, data, numel, dtype)));
 }
 
 fc_status messages_broadcast(void *context, void *data, size_t n_bytes, int root)
 {
     const Gil gil;
     return call(context, "broadcast",
-                Py_BuildValue("{sNsi}", "tensor", bytes(data, n_bytes), "src", root));
+                Py_BuildValue("{sNsi}", "tensor", bytes(context, data, n_bytes), "src", root));
 }
 
 /* New reference; nullptr with an exception set. */
@@ -100,12 +106,13 @@ fc_status messages_all_to_all(void *context, void *recv, const size_t *recv_byte
 {
     const Gil gil;
     const size_t n = messages_in(context).n_ranks;
-    return call(context, "all_to_all",
-                Py_BuildValue("{sNsNsNsN}", "output",
-                              bytes(recv, std::accumulate(recv_bytes, recv_bytes + n, size_t(0))),
-                              "received", list_of(recv_bytes, n), "input",
-                              bytes(send, std::accumulate(send_bytes, send_bytes + n, size_t(0))),
-                              "sent", list_of(send_bytes, n)));
+    return call(
+        context, "all_to_all",
+        Py_BuildValue("{sNsNsNsN}", "output",
+                      bytes(context, recv, std::accumulate(recv_bytes, recv_bytes + n, size_t(0))),
+                      "received", list_of(recv_bytes, n), "input",
+                      bytes(context, send, std::accumulate(send_bytes, send_bytes + n, size_t(0))),
+                      "sent", list_of(send_bytes, n)));
 }
 
 fc_status messages_barrier(void *context)
@@ -128,9 +135,9 @@ void messages_release(void *context)
 
 } // namespace
 
-fc_message_ops messages_ops(const Ref &messages, int n_ranks)
+fc_message_ops messages_ops(const Ref &messages, int n_ranks, c10::Device device)
 {
-    return {.context = new Messages{messages, (size_t)n_ranks},
+    return {.context = new Messages{messages, (size_t)n_ranks, device},
             .all_gather = messages_all_gather,
             .reduce_scatter = messages_reduce_scatter,
             .all_reduce = messages_all_reduce,

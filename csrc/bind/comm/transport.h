@@ -7,6 +7,8 @@
 #include "transport/nccl.h"
 #include "transport/transport.h"
 
+#include <c10/core/Device.h>
+
 #include <vector>
 
 namespace fc {
@@ -28,9 +30,10 @@ fc_transport *transport_from_object(PyObject *object);
 fc_nccl_group *nccl_from_object(PyObject *object);
 
 /* The operations of a message transport over `messages`, whose methods have the operations' names
- * (`Messages` of fsdp_c/_comm/_transport.py); they get 1-d CPU tensors that are valid during the
- * call. `begin` may be missing. Kept until the operation `release`. */
-fc_message_ops messages_ops(const Ref &messages, int n_ranks);
+ * (`Messages` of fsdp_c/_comm/_transport.py); they get 1-d tensors of the device that are valid
+ * during the call. `begin` may be missing. Kept until the operation `release`. */
+fc_message_ops messages_ops(const Ref &messages, int n_ranks,
+                            c10::Device device = c10::DeviceType::CPU);
 
 } // namespace fc
 

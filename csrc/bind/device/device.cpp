@@ -125,29 +125,33 @@ DeviceOptions::DeviceOptions(PyObject *options)
     is_pinned = fields.flag("is_pinned");
     post_rank = static_cast<int>(fields.size("post_rank"));
     n_post_ranks = static_cast<int>(fields.size("n_post_ranks"));
+    group = fields.text("group");
+    replicate_group = fields.text("replicate_group");
     post_group = fields.text("post_group");
     fields.end();
 }
 
 DeviceUnit::DeviceUnit(Streams *streams, fc_unit *shard, fc_unit *replicate,
-                       const DeviceComms &comms, const DeviceOptions &options)
-    : streams_(streams), layout_(fc_unit_layout(shard)), has_replicas_(comms.replicas != nullptr),
-      why_staged_(fc_gathers_why_staged(layout_, fc_collectives_has_groups(comms.shards))),
+                       const DeviceOptions &options)
+    : streams_(streams), layout_(fc_unit_layout(shard)), has_replicas_(replicate != nullptr),
       options_(options), full_(layout_->n_params), types_(layout_->n_params)
 {
+    const Collectives &all = streams->collectives();
+    fc_device_comm *shards = all.find(options.group);
+    why_staged_ = fc_gathers_why_staged(layout_, fc_collectives_has_groups(shards));
     fc_schedule_unit_options plan = {};
     plan.name = fc_unit_name(shard);
     plan.layout = layout_;
     plan.shard_unit = shard;
     plan.replicate_unit = replicate;
-    plan.gather = plan.reduce = comms.shards;
-    plan.replicas = comms.replicas;
+    plan.gather = plan.reduce = shards;
+    plan.replicas = has_replicas_ ? all.find(options.replicate_group) : nullptr;
     plan.is_direct = why_staged_ == nullptr;
     plan.is_offloaded = options.is_offloaded != 0;
     if (options.n_post_ranks > 0) {
         plan.post_rank = options.post_rank;
         plan.n_post_ranks = options.n_post_ranks;
-        plan.post_gather = streams->collectives().find(options.post_group);
+        plan.post_gather = all.find(options.post_group);
     }
     plan.pre_divisor = plan.divisor = 1; // given with the gradients
     check(fc_schedule_add(streams->schedule(), &plan, Out(unit_)));
@@ -226,10 +230,15 @@ namespace {
 void streams_connect(Streams &self, Fields &given)
 {
     const std::string group = given.text("group");
-    const Ref nccl = given.object("nccl");
-    const bool is_alone = given.flag("is_alone");
+    const Ref nccl = given.object("nccl"), messages = given.object("messages");
+    const auto rank = static_cast<int>(given.size("rank"));
+    const auto n_ranks = static_cast<int>(given.size("n_ranks"));
     given.end();
-    self.collectives().connect(group, nccl.get(), is_alone);
+    Collectives &all = self.collectives();
+    all.connect(group, messages.get() != Py_None
+                           ? seen_collectives(all.device(), messages, rank, n_ranks)
+                       : nccl.get() != Py_None ? Collectives::by_nccl(nccl.get())
+                                               : own_collectives(&all.device(), group, n_ranks));
 }
 
 PyMethodDef streams_methods[] = {
@@ -239,8 +248,9 @@ PyMethodDef streams_methods[] = {
         METH_STATIC),
     method<streams_connect>(
         "connect",
-        "connect(*, group, nccl, is_alone): who does the collectives of the process group of that "
-        "name, a NcclGroup or, with None, the group itself, which may stand for one rank."),
+        "connect(*, group, nccl, messages, rank, n_ranks): who does the collectives of that name: "
+        "an object that makes them in sight, a NcclGroup or, with None for both, the process group "
+        "that is registered under it."),
     {}};
 
 } // namespace

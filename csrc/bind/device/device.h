@@ -25,19 +25,22 @@ struct Param;
 class Fields;
 
 // A process group's own collectives, on tensors of `device`, which outlives them; it is found by
-// the name that it is registered under, unless it stands for one rank alone. Streams are
-// c10::Streams.
+// the name that it is registered under, if it has several ranks. Streams are c10::Streams.
 fc_collectives_group own_collectives(const c10::Device *device, const std::string &name,
-                                     bool is_alone);
+                                     int n_ranks);
+// Those that an object of Python makes: see Messages in fsdp_c/_comm/_transport.py.
+fc_collectives_group seen_collectives(const c10::Device &device, const Ref &messages, int rank,
+                                      int n_ranks);
 
 // Those of one device, by the names of their process groups.
 class Collectives : NoCopy {
 public:
     explicit Collectives(c10::Device device);
 
-    // Says who does them: a NcclGroup, which is kept, or with None the process group. What was said
-    // first stays.
-    void connect(const std::string &name, PyObject *nccl, bool is_alone);
+    // Says who does those of `name`. What was said first stays.
+    void connect(const std::string &name, const fc_collectives_group &group);
+    // By a NcclGroup, which is kept.
+    static fc_collectives_group by_nccl(PyObject *nccl);
     fc_device_comm *find(const std::string &name) const; // of one that is connected
     fc_collectives *core() const { return core_.get(); }
     const c10::Device &device() const { return device_; }
@@ -110,11 +113,6 @@ private:
     Owned<fc_schedule, fc_schedule_destroy> schedule_;
 };
 
-// Who talks about a unit.
-struct DeviceComms {
-    fc_device_comm *shards = nullptr, *replicas = nullptr; // without replicas: null
-};
-
 // What a unit's plan says of its device.
 struct DeviceOptions {
     // DeviceOptions of fsdp_c/_comm/_device.py.
@@ -122,16 +120,15 @@ struct DeviceOptions {
 
     int is_offloaded = 0; // shards and their gradients are host memory
     int is_pinned = 0;
-    int post_rank = 0, n_post_ranks = 0; // in a smaller group that forward reshards to
-    std::string post_group;
+    int post_rank = 0, n_post_ranks = 0;            // in a smaller group that forward reshards to
+    std::string group, replicate_group, post_group; // names of those that are connected
 };
 
 // One unit in the schedule of its root.
 class DeviceUnit : NoCopy {
 public:
     // The units whose ranks shard and, unless it is null, replicate; both outlive this one.
-    DeviceUnit(Streams *streams, fc_unit *shard, fc_unit *replicate, const DeviceComms &comms,
-               const DeviceOptions &options);
+    DeviceUnit(Streams *streams, fc_unit *shard, fc_unit *replicate, const DeviceOptions &options);
 
     // Where gradients are finished.
     c10::Stream finishing() const
@@ -152,8 +149,8 @@ public:
     bool is_offloaded() const { return options_.is_offloaded != 0; }
     // One rank has all of the unit, on the device.
     bool has_all() const { return layout_->n_ranks == 1 && !is_offloaded(); }
-    // And nobody else has: its gradients are what autograd makes.
-    bool is_alone() const { return has_all() && !has_replicas_; }
+    // And nobody else has, or looks: its gradients are what autograd makes.
+    bool is_alone() const { return has_all() && !has_replicas_ && !fc_layout_is_packed(layout_); }
     // Where a forward computes.
     c10::Stream computing() const { return streams_->computing(); }
     Streams &streams() const { return *streams_; }

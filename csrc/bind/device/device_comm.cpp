@@ -37,15 +37,15 @@ fc_stream *native(fc_stream *stream)
     return given.device().is_cpu() ? nullptr : static_cast<fc_stream *>(native_stream(given));
 }
 
-fc_collectives_group by_nccl(PyObject *nccl)
+} // namespace
+
+fc_collectives_group Collectives::by_nccl(PyObject *nccl)
 {
     fc_nccl_group *group = nccl_from_object(nccl);
     return {.context = Py_NewRef(nccl), .nccl = group, .release = [](void *object) {
                 Py_DECREF(static_cast<PyObject *>(object));
             }};
 }
-
-} // namespace
 
 Collectives::Collectives(c10::Device device) : device_(device)
 {
@@ -54,10 +54,8 @@ Collectives::Collectives(c10::Device device) : device_(device)
     check(fc_collectives_create(&host, Out(core_)));
 }
 
-void Collectives::connect(const std::string &name, PyObject *nccl, bool is_alone)
+void Collectives::connect(const std::string &name, const fc_collectives_group &group)
 {
-    const fc_collectives_group group =
-        nccl == Py_None ? own_collectives(&device_, name, is_alone) : by_nccl(nccl);
     check(fc_collectives_connect(core(), name.c_str(), &group));
 }
 

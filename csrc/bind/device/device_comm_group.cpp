@@ -1,4 +1,5 @@
 // Collectives of units on a device by the process group itself, whatever its backend.
+#include "bind/comm/transport.h"
 #include "bind/compat.h"
 #include "bind/device/device.h"
 #include "bind/tensor/tensors.h"
@@ -8,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -98,17 +100,72 @@ fc_status group_all_reduce(void *context, fc_stream *stream, fc_label label, voi
     });
 }
 
+// ---- in sight: Python makes them ----
+
+struct Seen {
+    fc_message_ops ops;
+    size_t rank;
+};
+
+const Seen &seen_in(void *context)
+{
+    return *static_cast<const Seen *>(context);
+}
+
+fc_status seen_all_gather(void *context, fc_stream *stream, fc_label, void *buffer,
+                          size_t part_bytes)
+{
+    const Seen &seen = seen_in(context);
+    const c10::StreamGuard guard(torch_stream(stream));
+    return seen.ops.all_gather(seen.ops.context, buffer,
+                               static_cast<char *>(buffer) + seen.rank * part_bytes, part_bytes);
+}
+
+fc_status seen_reduce_scatter(void *context, fc_stream *stream, fc_label, void *to,
+                              const void *from, size_t numel, fc_dtype dtype)
+{
+    const Seen &seen = seen_in(context);
+    const c10::StreamGuard guard(torch_stream(stream));
+    return seen.ops.reduce_scatter(seen.ops.context, to, const_cast<void *>(from), numel, dtype);
+}
+
+fc_status seen_all_reduce(void *context, fc_stream *stream, fc_label, void *buffer, size_t numel,
+                          fc_dtype dtype)
+{
+    const Seen &seen = seen_in(context);
+    const c10::StreamGuard guard(torch_stream(stream));
+    return seen.ops.all_reduce(seen.ops.context, buffer, numel, dtype);
+}
+
+void release_seen(void *context)
+{
+    const std::unique_ptr<Seen> seen(static_cast<Seen *>(context));
+    seen->ops.release(seen->ops.context);
+}
+
 } // namespace
 
+fc_collectives_group seen_collectives(const c10::Device &device, const Ref &messages, int rank,
+                                      int n_ranks)
+{
+    return {.context = new Seen{messages_ops(messages, n_ranks, device), static_cast<size_t>(rank)},
+            .n_ranks = n_ranks,
+            .is_seen = true,
+            .all_gather = seen_all_gather,
+            .reduce_scatter = seen_reduce_scatter,
+            .all_reduce = seen_all_reduce,
+            .release = release_seen};
+}
+
 fc_collectives_group own_collectives(const c10::Device *device, const std::string &name,
-                                     bool is_alone)
+                                     int n_ranks)
 {
     auto *own = new OwnGroup{device, {}};
-    if (!is_alone) {
+    if (n_ranks > 1) {
         own->group = c10d::resolve_process_group(name);
     }
     return {.context = own,
-            .n_ranks = own->n_ranks(),
+            .n_ranks = n_ranks,
             .all_gather = group_all_gather,
             .reduce_scatter = group_reduce_scatter,
             .all_reduce = group_all_reduce,

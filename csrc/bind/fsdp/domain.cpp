@@ -32,7 +32,6 @@ struct OwnedDomain {
     Ref transport, watch; // outlive the domain; `watch`: null unless over messages
     Ref streams;          // or None
     Owned<fc_domain, fc_domain_destroy> domain;
-    fc_device_comm *comm = nullptr; // borrowed from the streams
 
     fc_domain *get() const { return domain.get(); }
     size_t n_units() const { return fc_domain_n_units(get()); }
@@ -114,14 +113,13 @@ fc_domain_kind domain_kind(int is_replicate)
 OwnedDomain::OwnedDomain(PyObject *args, PyObject *named)
 {
     PyObject *on, *units, *in = Py_None;
-    const char *group = "";
     int is_replicate, shard_rank, n_shards, is_counted, is_packed;
     Py_ssize_t batch_bytes;
-    parse(args, named, "OpO!iinpp|Os",
+    parse(args, named, "OpO!iinpp|O",
           {"transport", "is_replicate", "units", "shard_rank", "n_shards", "batch_bytes",
-           "is_counted", "is_packed", "streams", "group"},
+           "is_counted", "is_packed", "streams"},
           &on, &is_replicate, &PyList_Type, &units, &shard_rank, &n_shards, &batch_bytes,
-          &is_counted, &is_packed, &in, &group);
+          &is_counted, &is_packed, &in);
     const UnitList list(units, is_counted != 0, is_packed != 0);
     check(fc_domain_create(transport_from_object(on), domain_kind(is_replicate), list.descs.data(),
                            list.descs.size(), shard_rank, n_shards, Out(domain)));
@@ -129,9 +127,6 @@ OwnedDomain::OwnedDomain(PyObject *args, PyObject *named)
     streams = Ref::borrow(in);
     fc_domain_name_fallback(get(), "torch's implementation");
     fc_batch_limit(get(), static_cast<size_t>(batch_bytes));
-    if (in != Py_None) {
-        comm = owned_by<Streams>(in).collectives().find(group);
-    }
 }
 
 Ref domain_layout(OwnedDomain &self, PyObject *unit)
@@ -317,11 +312,6 @@ Streams *domain_streams(PyObject *object)
 {
     PyObject *streams = owned_by<OwnedDomain>(object).streams.get();
     return streams != Py_None ? &owned_by<Streams>(streams) : nullptr;
-}
-
-fc_device_comm *domain_device_comm(PyObject *object)
-{
-    return owned_by<OwnedDomain>(object).comm;
 }
 
 fc_slots *slots()

@@ -13,10 +13,9 @@ namespace fc {
 // Borrowed from the object; TypeError as an exception for anything else.
 fc_domain *domain_of(PyObject *object);
 
-// What the domain's units run on, and its communicator there; null for units in shared memory or
+// What the domain's units run on; null for units in shared memory or
 // over messages.
 Streams *domain_streams(PyObject *object);
-fc_device_comm *domain_device_comm(PyObject *object);
 
 // The pool of private memory for unsharded units, one for the process.
 fc_slots *slots();

@@ -173,7 +173,8 @@ bool keep_for_hidden_output(StateObject *state, PyObject *output)
 // A unit whose collectives, or methods, others see gathers ahead where torch's would.
 void ask_if_seen(const RootObject *root, GroupObject *group, Call call)
 {
-    if (root->calls_methods || fc_domain_is_visible(group->unit->domain())) {
+    const bool is_scheduled = group->unit->device() != nullptr; // which gathers ahead itself
+    if (root->calls_methods || (fc_domain_is_visible(group->unit->domain()) && !is_scheduled)) {
         ask_python(call, group);
     }
 }

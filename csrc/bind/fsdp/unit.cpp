@@ -61,11 +61,7 @@ fc_unsharding_options Unit::make_device(const UnitDomains &domains, fc_unit *rep
     made.ops = unsharding_ops(extended_.get());
     made.owner = this;
     if (Streams *streams = domain_streams(domains.shard)) {
-        const DeviceComms comms = {domain_device_comm(domains.shard),
-                                   replicate != nullptr ? domain_device_comm(domains.replicate)
-                                                        : nullptr};
-        device_ =
-            std::make_unique<DeviceUnit>(streams, shard_, replicate, comms, DeviceOptions(options));
+        device_ = std::make_unique<DeviceUnit>(streams, shard_, replicate, DeviceOptions(options));
         made.schedule = streams->schedule();
         made.on_device = device_->scheduled();
         made.has_all = device_->has_all();
