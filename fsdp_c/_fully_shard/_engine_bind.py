@@ -99,6 +99,8 @@ def _bind_units(groups: Sequence[Any], streams: _C.Streams | None) -> list[_C.Do
     for group in groups:
         for fsdp_param in group.fsdp_params:
             fsdp_param.lay_out()
+        if streams is not None:
+            _connect(streams, group)
     domains: list[_C.Domain] = []
     placed = []
     for (shard_pg, replicate_pg, in_sight), members in by_mesh.items():
@@ -110,8 +112,6 @@ def _bind_units(groups: Sequence[Any], streams: _C.Streams | None) -> list[_C.Do
             for i, group in enumerate(members)
         ]
     for group, binding in placed:
-        if streams is not None:
-            _connect(streams, group)
         bind_unit(group, binding)
     if streams is None:
         HEAP.prepare_for_core()

@@ -124,7 +124,7 @@ def post_gather(
     return None
 
 
-@program("shards that travel as an extension says", on_core=False)
+@program("shards that travel as an extension says")
 def extended(side: Side) -> None:
     class Even(Net):
         """Which is what torch asks for."""
