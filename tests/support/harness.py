@@ -217,7 +217,7 @@ class Pool:
             self.receive_started(pipe)
 
     @classmethod
-    def of(cls, n_ranks: int, settings: dict[str, str] | None) -> "Pool":
+    def of(cls, n_ranks: int, settings: dict[str, str] | None = None) -> "Pool":
         key = (n_ranks, tuple(sorted((settings or {}).items())))
         pool = cls.pools.pop(key, None)
         if cls.in_use is not None and cls.in_use is not pool and cls.in_use.alive:
