@@ -83,11 +83,14 @@ class Scaled(Wrapped):
     """As float8: travels in few bits with a scale for each rank's rows, two tensors a parameter.
 
     Where ranks are padded torch takes nothing but inputs of the shards' padded size: two summands.
+    In a group of one rank it takes one input alone.
     """
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         with torch.no_grad():
             rows = padded(self.inner, math.ceil(outer_size[0] / mesh.size()))
+            if mesh.size() == 1:
+                return (rows,), "whole"
             if outer_size[0] % mesh.size():
                 large = rows.to(torch.bfloat16)
                 return (large, (rows - large).to(torch.float16)), "summands"
@@ -99,6 +102,8 @@ class Scaled(Wrapped):
         if metadata == "summands":
             large, small = outputs
             return (large.float() + small).to(param_dtype)
+        if metadata == "whole":
+            return outputs[0].to(param_dtype)
         codes, scales = outputs
         parts = codes.unflatten(0, (scales.numel(), -1)).to(param_dtype)
         return (parts * scales.view(-1, *[1] * (parts.ndim - 1)).to(param_dtype)).flatten(0, 1)

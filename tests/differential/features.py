@@ -4,6 +4,7 @@
 gets wrong; each place says what.
 """
 
+import re
 import textwrap
 
 import torch
@@ -64,6 +65,7 @@ class FeatureWriter(Writer):
         super().__init__(seed, world)
         self.features = self.pick_features()
         self.program.features = tuple(self.features)
+        self.runs_again = False  # a layer, in one of the forwards
         self.program.counted = False
         self.program.installed = self.has("replicate")  # or torch's would replicate on both sides
         self.is_double = self.is_meta = self.ignores = False
@@ -254,9 +256,12 @@ class FeatureWriter(Writer):
                 self.program.setup.append("\n".join(["noted = []", *lines]))
 
     def set_something(self) -> list[str]:
-        """Setters about shards are refused where a unit below is replicated."""
+        """Setters about shards are refused where a unit below is replicated; and where a shard
+        group has one rank torch divides by a factor of the user's twice."""
         lines = super().set_something()
+        is_alone = self.has("replicate") or "MeshDims(replicate=" in "".join(self.program.setup)
         is_refused = self.has("replicate") and "set_reshard_after_forward" in lines[-1]
+        is_refused = is_refused or (is_alone and "set_gradient_divide_factor" in "".join(lines))
         return [] if is_refused else lines
 
     def evaluate(self) -> list[str]:
@@ -264,9 +269,17 @@ class FeatureWriter(Writer):
         return [line.replace("inference_mode", "no_grad") for line in super().evaluate()]
 
     def hook_lines(self) -> list[str]:
+        """Of a unit that runs several times torch reduces each time, and the core once for all."""
         if self.has(*COLLECTIVES):
-            return ["calls_of_collectives = sorted(noted)\nnoted.clear()"]
+            calls = "set(noted)" if self.runs_again else "noted"
+            return [f"calls_of_collectives = sorted({calls})\nnoted.clear()"]
         return []
+
+    def use(self) -> str:
+        words = super().use()
+        layers = re.findall(r"\d+", words)
+        self.runs_again = self.runs_again or len(set(layers)) < len(layers)
+        return words
 
     def clip(self) -> str:
         """Torch cannot take a norm over several meshes, nor of subclasses."""

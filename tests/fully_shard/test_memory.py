@@ -249,7 +249,9 @@ class MallocCounts(ctypes.Structure):
 
 def is_off_heap(n_bytes: int) -> bool:
     """Whether malloc maps a tensor of this size instead of taking it from its heap."""
-    count = ctypes.CDLL(None).mallinfo2
+    libc = ctypes.CDLL(None)
+    libc.malloc_trim(0)  # or a hole that is large enough would be taken, whatever the thresholds
+    count = libc.mallinfo2
     count.restype = MallocCounts
     before = count().hblks
     tensor = torch.empty(n_bytes, dtype=torch.uint8)

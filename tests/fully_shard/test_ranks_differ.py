@@ -176,7 +176,7 @@ def skip_a_unit(rank: int, n_ranks: int) -> str:
 
 def test_skipped_unit_over_a_process_group() -> None:
     """Who waits says for which unit, once the group's time is over."""
-    answers = harness.run_ranks(skip_a_unit, 2, env={"FSDP_C_TRANSPORT": "callback"})
+    answers = harness.run_ranks(skip_a_unit, 2, apart=True, env={"FSDP_C_TRANSPORT": "callback"})
     assert "while rank 0 waited for it in all-gather of unit blocks.0" in answers[0]
 
 

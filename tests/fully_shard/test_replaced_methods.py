@@ -142,7 +142,7 @@ def check_one_rank(rank: int, n_ranks: int) -> None:
 
 @pytest.mark.parametrize("transport", ["messages", "device"])
 def test_on_one_rank_alone_over(transport: str) -> None:
-    harness.run_ranks(check_one_rank, 2, env=TRANSPORTS[transport])
+    harness.run_ranks(check_one_rank, 2, apart=True, env=TRANSPORTS[transport])
 
 
 @pytest.mark.parametrize("method", ["unshard", "pre_forward", "post_backward"])

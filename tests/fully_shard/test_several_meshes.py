@@ -155,7 +155,7 @@ def differ(rank: int, n_ranks: int) -> dict[str, str]:
 def test_ranks_that_differ_are_named(transport: str) -> None:
     if harness.implementation() is torch.distributed.fsdp:
         pytest.skip("torch hangs here")
-    for answer in harness.run_ranks(differ, 2, env=TRANSPORTS[transport], timeout=60):
+    for answer in harness.run_ranks(differ, 2, apart=True, env=TRANSPORTS[transport], timeout=60):
         for name, text in answer.items():
             assert re.search(SAID[name], text, re.DOTALL), (name, text)
 

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from harness import RankFailure, run_ranks
 
+from fsdp_c import _native
+
 
 def add_up(rank: int, n_ranks: int, start: int) -> tuple[int, float]:
     total = torch.tensor(float(start + rank))
@@ -42,6 +44,10 @@ def end_in_three_ways(rank: int, n_ranks: int) -> str:
 
 def read_variable(rank: int, n_ranks: int, name: str) -> str | None:
     return os.environ.get(name)
+
+
+def kernels_in_use(rank: int, n_ranks: int) -> str:
+    return _native._C.kernels()
 
 
 def skip_here(rank: int, n_ranks: int) -> None:
@@ -87,6 +93,21 @@ def test_dead_rank_in_the_pool() -> None:
 def test_environment() -> None:
     assert run_ranks(read_variable, 2, "FSDP_C_PROBE", env={"FSDP_C_PROBE": "yes"}) == ["yes"] * 2
     assert run_ranks(read_variable, 2, "FSDP_C_PROBE") == [None] * 2
+
+
+def test_worlds_of_settings() -> None:
+    """Calls with the same variables share ranks, which those of others are not."""
+    settings: list[dict[str, str] | None] = [None, *({"FSDP_C_PROBE": f"{n}"} for n in range(4))]
+    worlds = [{pid for pid, _ in run_ranks(add_up, 2, 0, env=env)} for env in settings]
+    assert len(set.union(*worlds)) == 2 * len(settings)
+    for env, world in [(settings[0], worlds[0]), (settings[-1], worlds[-1])]:
+        assert {pid for pid, _ in run_ranks(add_up, 2, 0, env=env)} == world
+    kept = [pool for pool in harness.Pool.pools.values() if pool.n_ranks == 2]
+    assert len(kept) == 1 + harness.WITH_SETTINGS_MAX  # the one used longest ago has ended
+    apart = run_ranks(add_up, 2, 0, env=settings[-1], apart=True)
+    assert {pid for pid, _ in apart}.isdisjoint(worlds[-1])
+    kernels = {"FSDP_C_KERNELS": "ref"}
+    assert run_ranks(kernels_in_use, 1, env=kernels) == ["ref"]
 
 
 def test_skip() -> None:

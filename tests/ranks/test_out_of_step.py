@@ -53,7 +53,9 @@ def differ_in_turn(rank: int, n_ranks: int) -> dict[str, tuple[str, int]]:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_all_ranks_say_who_did_what(transport: str) -> None:
-    answers = harness.run_ranks(differ_in_turn, 2, env=TRANSPORTS[transport], timeout=90)
+    answers = harness.run_ranks(
+        differ_in_turn, 2, apart=True, env=TRANSPORTS[transport], timeout=90
+    )
     for name, pattern in SAID.items():
         for answer in answers:
             assert re.search(pattern, answer[name][0], re.DOTALL), (name, answer[name])
@@ -68,7 +70,9 @@ def differ_unseen(rank: int, n_ranks: int) -> dict[str, tuple[str, int]]:
 
 def test_ranks_of_several_hosts_exchange_words() -> None:
     """Who shares no memory is told by 64 bytes before the first collective of a phase."""
-    answers = harness.run_ranks(differ_unseen, 2, env=TRANSPORTS["messages"], timeout=90)
+    answers = harness.run_ranks(
+        differ_unseen, 2, apart=True, env=TRANSPORTS["messages"], timeout=90
+    )
     for answer in answers:
         for name, (text, _) in answer.items():
             assert re.search(f"{APART}|gradients on rank", text), (name, text)

@@ -91,7 +91,7 @@ BODIES = [skip_a_unit, call_twice, skip_in_backward, reshard_alone]
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_over_messages(body: Callable[[Any, int], None]) -> None:
-    answers = run_ranks(apart, 4, body, env=MESSAGES, timeout=2 * LONG_S)
+    answers = run_ranks(apart, 4, body, apart=True, env=MESSAGES, timeout=2 * LONG_S)
     assert all("rank" in text and "1" in text for text, _ in answers), answers
     assert all(seconds < LONG_S for _, seconds in answers), answers
 
@@ -107,7 +107,7 @@ def raising(rank: int, n_ranks: int) -> list[tuple[str, float]]:
 
 def test_exceptions_over_messages() -> None:
     """A rank that never comes to the collectives of its smaller group ends those of all groups."""
-    answers = run_ranks(raising, 4, env=MESSAGES, timeout=2 * LONG_S)
+    answers = run_ranks(raising, 4, apart=True, env=MESSAGES, timeout=2 * LONG_S)
     for rank, found in enumerate(answers):
         wanted = "for the test" if rank == 1 else "left the backward of step 3 by an exception"
         assert all(wanted in text and seconds < LONG_S for text, seconds in found), answers

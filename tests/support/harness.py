@@ -1,13 +1,14 @@
 """Runs a test function on several ranks, which are processes that stay alive between tests.
 
-`run_ranks(fn, n_ranks, *args)` is what tests call. One helper process imports torch once and forks
-the ranks, so that new ranks cost milliseconds. A pool of ranks per world size is reused until a
-call fails; then it is thrown away.
+`run_ranks(fn, n_ranks, *args)` is what tests call. One helper process imports torch and fsdp_c once
+and forks the ranks, so that new ranks cost milliseconds. A pool of ranks per world size is reused
+until a call fails; then it is thrown away. So are those of calls with variables of fsdp_c.
 """
 
 import atexit
 import contextlib
 import importlib
+import json
 import os
 import signal
 import socket
@@ -22,7 +23,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import rank_process
-from rank_process import SEED, is_for_fsdp_c, receive, receive_message, send, send_message
+from rank_process import SEED, is_for_ranks, receive, receive_message, send, send_message
 from rank_process import seed_everything as seed_everything
 
 START_TIMEOUT_S = 120
@@ -70,6 +71,10 @@ class RankOutcome:
         return self.output
 
 
+Settings = tuple[tuple[str, str], ...]
+WITH_SETTINGS_MAX = 3  # worlds that are kept beside those without
+
+
 # --- the caller's side ----------------------------------------------------------------------------
 
 
@@ -90,13 +95,16 @@ def run_ranks(
 
     `fresh=True` uses new processes for this call alone and returns a `RankOutcome` per rank
     instead: nothing is raised for a rank that raised, exited or was killed, but a rank still
-    running after `timeout` seconds raises. `env` is set before torch is imported, in a process of
-    its own, unless only fsdp_c reads it; it implies new processes, but not outcomes. So does
-    `apart`, for functions that make many process groups: each has a thread that wakes a hundred
-    times a second as long as its process runs.
+    running after `timeout` seconds raises. `apart=True` implies new processes, but not outcomes. It
+    is for functions that leave a world which is no good for others: ranks that went apart, or many
+    process groups, each of which has a thread that wakes a hundred times a second as long as its
+    process runs. `env` is set before torch is imported, in a process of its own, and implies new
+    ranks; variables that only fsdp_c reads are set in ranks that the next call with the same ones
+    uses again.
     """
-    if fresh or apart or env:
-        pool = Pool(launcher_for(env or {}), n_ranks, settings_of_ranks(env or {}))
+    env = env or {}
+    if fresh or apart or not all(map(is_for_ranks, env)):
+        pool = Pool(launcher_for(env), n_ranks, settings_of_ranks(env))
         try:
             outcomes = pool.call(fn, args, timeout, timeout if fresh else GRACE_S)
             pool.close(outcomes)
@@ -107,7 +115,7 @@ def run_ranks(
         if fresh:
             return outcomes
     else:
-        pool = Pool.of(n_ranks)
+        pool = Pool.of(n_ranks, settings_of_ranks(env))
         outcomes = pool.call(fn, args, timeout)
     if not all(outcome.ok for outcome in outcomes):
         pool.kill()
@@ -141,7 +149,7 @@ class Launcher:
         ours, theirs = socket.socketpair()
         settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, rank_process.__file__, str(theirs.fileno())],
+            [sys.executable, rank_process.__file__, str(theirs.fileno()), json.dumps(sys.path)],
             env={**os.environ, **settings, **(env or {})},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -181,7 +189,8 @@ class Launcher:
 class Pool:
     """The ranks of one world."""
 
-    pools: dict[int, "Pool"] = {}
+    # By size and settings, the ones used last at the end.
+    pools: dict[tuple[int, Settings], "Pool"] = {}
     in_use: "Pool | None" = None  # the others are stopped
 
     def __init__(
@@ -208,15 +217,19 @@ class Pool:
             self.receive_started(pipe)
 
     @classmethod
-    def of(cls, n_ranks: int) -> "Pool":
-        pool = cls.pools.get(n_ranks)
+    def of(cls, n_ranks: int, settings: dict[str, str] | None = None) -> "Pool":
+        key = (n_ranks, tuple(sorted((settings or {}).items())))
+        pool = cls.pools.pop(key, None)
         if cls.in_use is not None and cls.in_use is not pool and cls.in_use.alive:
             cls.in_use.signal(signal.SIGSTOP)  # threads of its process groups would go on polling
         if pool is None or not pool.alive:
-            pool = cls.pools[n_ranks] = cls(launcher_for({}), n_ranks)
+            pool = cls(launcher_for({}), n_ranks, settings)
         elif cls.in_use is not pool:
             pool.signal(signal.SIGCONT)
-        cls.in_use = pool
+        cls.pools[key] = cls.in_use = pool
+        with_settings = [key for key in cls.pools if key[1]]
+        if len(with_settings) > WITH_SETTINGS_MAX:
+            cls.pools.pop(with_settings[0]).end()
         return pool
 
     def signal(self, number: int) -> None:
@@ -293,6 +306,14 @@ class Pool:
                 outcome.exit_code = self.await_exit(rank)
                 outcome.output = self.output(rank, 0)
 
+    def end(self) -> None:
+        """As scripts do, if they are alive."""
+        if self.alive:
+            self.close()
+            for rank in range(self.n_ranks):
+                self.await_exit(rank)
+            self.kill()
+
     def kill(self) -> None:
         if not self.alive:
             return
@@ -303,7 +324,6 @@ class Pool:
             file.close()
 
 
-Settings = tuple[tuple[str, str], ...]
 # By settings, none first, the ones used last at the end; each holds an imported torch.
 _launchers: dict[Settings, Launcher] = {}
 LAUNCHERS_MAX = 6
@@ -311,13 +331,13 @@ LAUNCHERS_MAX = 6
 
 def settings_of_ranks(env: dict[str, str]) -> dict[str, str] | None:
     """What ranks set after the fork, where a call has an environment of its own."""
-    own = {name: value for name, value in os.environ.items() if is_for_fsdp_c(name)}
-    return {**own, **{k: v for k, v in env.items() if is_for_fsdp_c(k)}} if env else None
+    own = {name: value for name, value in os.environ.items() if is_for_ranks(name)}
+    return {**own, **{k: v for k, v in env.items() if is_for_ranks(k)}} if env else None
 
 
 def launcher_for(env: dict[str, str]) -> Launcher:
     """The one that has imported torch under these variables."""
-    env = {name: value for name, value in env.items() if not is_for_fsdp_c(name)}
+    env = {name: value for name, value in env.items() if not is_for_ranks(name)}
     key = tuple(sorted(env.items()))
     if not _launchers:
         atexit.register(stop)
@@ -332,11 +352,7 @@ def launcher_for(env: dict[str, str]) -> Launcher:
 def stop() -> None:
     """End all ranks; the next call starts new ones."""
     for pool in Pool.pools.values():
-        if pool.alive:
-            pool.close()
-            for rank in range(pool.n_ranks):
-                pool.await_exit(rank)
-            pool.kill()
+        pool.end()
     Pool.pools.clear()
     for launcher in _launchers.values():
         launcher.close()

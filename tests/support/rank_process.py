@@ -6,6 +6,7 @@ import datetime
 import faulthandler
 import gc
 import importlib
+import json
 import os
 import pickle
 import random
@@ -20,9 +21,12 @@ GROUP_TIMEOUT_S = 60
 SEED = int(os.environ.get("FSDP_C_TEST_SEED", "0"))
 
 
-def is_for_fsdp_c(name: str) -> bool:
-    """Whether a variable counts for fsdp_c alone, which is imported in the ranks."""
-    return name.startswith("FSDP_C_")
+READ_AT_IMPORT = ("FSDP_C_KERNELS",)
+
+
+def is_for_ranks(name: str) -> bool:
+    """Whether a variable counts in the ranks alone, for fsdp_c after its import."""
+    return name.startswith("FSDP_C_") and name not in READ_AT_IMPORT
 
 
 # --- messages -------------------------------------------------------------------------------------
@@ -60,15 +64,15 @@ def receive_message(sock: socket.socket) -> tuple[Any, list[int]]:
 
 def launch(fd: int) -> None:
     """Serve requests until the caller goes; returns in each forked rank when that is done."""
-    # What ranks need, once; without these three each rank would take seconds for them at its first
-    # use.
+    # What ranks need, once; without these each rank would take seconds for them at its first use.
     import torch._dynamo
     import torch.distributed.fsdp
     import torch.distributed.tensor  # noqa: F401
+    from parity import harness
 
-    # A collection after every call then looks at what tests made only.
-    gc.collect()
-    gc.freeze()
+    _ = harness.implementation().fully_shard  # at which the package loads the rest of itself
+
+    freeze()
 
     sock = socket.socket(fileno=fd)
     children: set[int] = set()
@@ -101,6 +105,12 @@ def launch(fd: int) -> None:
     os._exit(0)
 
 
+def freeze() -> None:
+    """The collection after each call then looks at what tests made, not at what is imported."""
+    gc.collect()
+    gc.freeze()
+
+
 # --- a rank's side --------------------------------------------------------------------------------
 
 
@@ -129,7 +139,7 @@ def serve_rank(
     sys.path[:] = path
     os.chdir(directory)
     if settings is not None:
-        for name in filter(is_for_fsdp_c, list(os.environ)):
+        for name in filter(is_for_ranks, list(os.environ)):
             del os.environ[name]
         os.environ.update(settings)
     torch.set_num_threads(1)
@@ -172,8 +182,11 @@ def answer(
     seed_everything(SEED)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
+    is_new = module not in sys.modules
     try:
         fn: Any = importlib.import_module(module)
+        if is_new:
+            freeze()
         for part in name.split("."):
             fn = getattr(fn, part)
         value = fn(rank, n_ranks, *args)
@@ -202,4 +215,5 @@ if __name__ == "__main__":
     # Through the import system, so that there is one module object.
     import rank_process
 
+    sys.path[:] = json.loads(sys.argv[2])
     rank_process.launch(int(sys.argv[1]))

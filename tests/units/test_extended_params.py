@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import harness
 import models
@@ -16,7 +17,15 @@ import torch
 from differential.feature_nets import PRESERVING, Wrapped, convert, padded
 from models import data
 from parity import Plain, Side, Tolerance, on_ranks, sgd
-from test_inner_losses import Net, beside, each_apart, inner, inner_last, two_forwards
+from test_inner_losses import (
+    Net,
+    beside,
+    each_apart,
+    forgetting,
+    inner,
+    inner_last,
+    two_forwards,
+)
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
@@ -92,6 +101,7 @@ def output(model: nn.Module, x: Tensor, scale: float) -> None:
     (model(x).square().sum() * scale).backward()
 
 
+@forgetting
 def train(
     rank: int,
     n_ranks: int,
@@ -176,6 +186,7 @@ def test_named_where_weights_are_gone(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(2)
+@forgetting
 def test_accumulation(rank: int, n_ranks: int) -> None:
     """Micro-batches without synchronisation, between which units stay unsharded or not."""
     for kind in KINDS:
@@ -196,6 +207,7 @@ def test_accumulation(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(2)
+@forgetting
 def test_written_between_and_in_forwards(rank: int, n_ranks: int) -> None:
     """Writes to the whole parameter last until reshard; those to shards are gathered."""
     for kind in KINDS:
@@ -216,6 +228,7 @@ def test_written_between_and_in_forwards(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(2)
+@forgetting
 def test_memory_is_given_back(rank: int, n_ranks: int) -> None:
     side = side_of("summands", models.shard_blocks)
     output(side.model, data(rank), 1)
@@ -229,6 +242,7 @@ def test_memory_is_given_back(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(2)
+@forgetting
 def test_first_forward_in_inference_mode(rank: int, n_ranks: int) -> None:
     for kind in KINDS:
         side = side_of(kind, models.shard_root)
@@ -242,6 +256,7 @@ def test_first_forward_in_inference_mode(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(2)
+@forgetting
 def test_shards_that_are_replaced_or_cast(rank: int, n_ranks: int) -> None:
     for kind in KINDS:
         side = train(rank, n_ranks, kind)
@@ -256,6 +271,7 @@ def test_shards_that_are_replaced_or_cast(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(2)
+@forgetting
 def test_mixed_precision(rank: int, n_ranks: int) -> None:
     """The gradients of a plain model with the same policy, to the bit."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -337,6 +353,7 @@ def test_a_method_that_fails_on_one_rank(env: dict[str, str], method: str) -> No
 
 
 @on_ranks(2)
+@forgetting
 def test_inputs_that_change(rank: int, n_ranks: int) -> None:
     side = side_of("summands", models.shard_blocks)
     output(side.model, data(rank), 1)
@@ -361,11 +378,12 @@ class Again(Aliased):
 
 @on_ranks(2)
 def test_inputs_around_other_tensors(rank: int, n_ranks: int) -> None:
-    KINDS["again"] = Again
-    train(rank, n_ranks, "again")
+    with mock.patch.dict(KINDS, again=Again):
+        train(rank, n_ranks, "again")
 
 
 @on_ranks(2)
+@forgetting
 def test_attached_late_or_gone(rank: int, n_ranks: int) -> None:
     side = side_of("without memory", models.shard_blocks)
     output(side.model, data(rank), 1)
