@@ -11,6 +11,7 @@ HOSTS = [(1, 1), (2, 2), (2, 1, 1)]
 
 def collectives(rank: int, n_ranks: int) -> str:
     import torch
+
     from fsdp_c import Communicator
 
     def of(r: int, n: int) -> Any:
@@ -51,6 +52,7 @@ def test_collectives(hosts: tuple[int, ...]) -> None:
 
 def transports(rank: int, n_ranks: int) -> list[str]:
     import torch.distributed as dist
+
     from fsdp_c._comm._transport import transport_for
 
     found = []
