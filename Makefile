@@ -23,7 +23,7 @@ PARITY := tests/fully_shard tests/behaviour tests/install/test_torch_names.py
 QUICK := tests/quick.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo check test test-parity test-c coverage bench sanitize lint format gpu-check clean
+.PHONY: help build demo check test test-parity test-hosts test-c coverage bench sanitize lint format gpu-check clean
 
 help:  ## list the targets
 	@echo "make TARGET [TORCH=$(TORCH)] [PYTHON=$(PYTHON)]"
@@ -53,6 +53,9 @@ test: build lint  ## lint, C tests and Python tests; PYTEST_ARGS="-k name"
 
 test-parity: build  ## only the tests that compare with torch: its own fully_shard, its private names
 	@$(PYTEST) $(PARITY) $(PYTEST_ARGS)
+
+test-hosts: build  ## only the tests over several hosts, which are network and process spaces of this machine
+	@$(PYTEST) tests/hosts $(PYTEST_ARGS)
 
 test-c: $(READY)  ## only the programs that test the C core
 	@$(PY) -m pytest tests/project/test_c.py $(PYTEST_ARGS)

@@ -50,7 +50,7 @@ C_SOURCES = {
         "callback collectives nccl_board nccl_collectives nccl_group nccl_library nccl_wait "
         "process shm shm_ask shm_region shm_segment shm_wait transport watcher"
     ),
-    "csrc/comm": "arrays comm mapped message pieces step",
+    "csrc/comm": "arrays comm mapped message pieces rails rails_collectives step",
     "csrc/engine": (
         "apart batch clock domain exchange gathers layout layout_runs meet order reduction "
         "reduction_replicas root root_backward schedule schedule_moves schedule_reduce "
@@ -64,7 +64,7 @@ C_SIM_SOURCES = {
 }
 CXX_SOURCES = {
     "csrc/bind": "module",
-    "csrc/bind/comm": "communicator nccl process_group transport",
+    "csrc/bind/comm": "communicator nccl process_group rails transport",
     "csrc/bind/device": "accelerator device device_comm device_comm_group device_unit",
     "csrc/bind/fsdp": (
         "accumulated autograd context domain events extended gradients graphs hooks module_call "
@@ -80,9 +80,9 @@ C_TEST_SOURCES = {
         "test_base test_batch test_collectives test_comm test_comm_arrays test_cuda_index "
         "test_device_host test_device_sim test_exchange test_faults test_gathers "
         "test_group_history test_kernels test_kernels_optim test_kernels_round test_layout "
-        "test_nccl test_optim test_reduction test_root test_schedule test_schedule_alone "
-        "test_schedule_capture test_schedule_kernels test_schedule_order test_slots "
-        "test_transport test_unsharding test_unsharding_extended test_unsharding_slices "
+        "test_nccl test_optim test_rails test_reduction test_root test_schedule "
+        "test_schedule_alone test_schedule_capture test_schedule_kernels test_schedule_order "
+        "test_slots test_transport test_unsharding test_unsharding_extended test_unsharding_slices "
         "test_updates"
     ),
 }

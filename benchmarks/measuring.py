@@ -31,6 +31,8 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 # A rank finds the file for its rows here; its presence is what makes a process a rank.
 ROWS_VARIABLE = "BENCH_ROWS_FILE"
+HOSTS_VARIABLE = "BENCH_HOSTS"
+SUPPORT = Path(__file__).resolve().parent.parent / "tests" / "support"
 Row = dict[str, Any]
 FSDP2 = "torch.distributed.fsdp"
 
@@ -41,10 +43,18 @@ class VerificationError(AssertionError):
 
 @dataclass
 class Launch:
-    """One torchrun: so many ranks, with these arguments beside the user's own."""
+    """One torchrun: so many ranks, with these arguments beside the user's own.
+
+    With `hosts`, how many ranks each has, no torchrun: ranks of the tests' hosts.
+    """
 
     ranks: int
     argv: list[str] = field(default_factory=list)
+    hosts: tuple[int, ...] = ()
+
+    def is_this(self) -> bool:
+        """In a rank: whether it was launched by this."""
+        return os.environ[HOSTS_VARIABLE] == str(self.hosts)
 
 
 @dataclass
@@ -125,7 +135,33 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def launch_hosts(bench: Bench, launch: Launch, argv: list[str], limit_s: float) -> list[Row]:
+    sys.path.append(str(SUPPORT))
+    import hosts
+
+    if hosts.why_not():
+        raise RuntimeError(f"this user cannot have hosts: {hosts.why_not()}")
+    name = Path(bench.file).stem
+    outcomes = hosts.run_hosts(
+        work_on_host, launch.hosts, name, argv, launch.hosts, timeout=limit_s, fresh=True
+    )
+    for outcome in outcomes:
+        if not outcome.ok:
+            raise RuntimeError(f"rank {outcome.rank}: {outcome.error or outcome.output}")
+    return outcomes[0].value
+
+
+def work_on_host(
+    rank: int, n_ranks: int, name: str, argv: list[str], hosts: tuple[int, ...]
+) -> list[Row]:
+    bench = importlib.import_module(name).BENCH
+    os.environ[HOSTS_VARIABLE] = str(hosts)
+    return bench.work(parser_of(bench).parse_args(argv))
+
+
 def launch_ranks(bench: Bench, launch: Launch, argv: list[str], limit_s: float) -> list[Row]:
+    if launch.hosts:
+        return launch_hosts(bench, launch, argv, limit_s)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         rows_file = Path(folder) / "rows.json"
         # One thread a rank, as torchrun itself sets it for several ranks; a fresh standalone store

@@ -68,13 +68,14 @@ def _absolute(text: str) -> str:
 
 TRANSPORT = Variable(
     name="FSDP_C_TRANSPORT",
-    accepted="auto, shm or callback",
+    accepted="auto, shm, rails or callback",
     default="auto",
     meaning=(
-        "How ranks talk: shared memory, the process group's own collectives, or shared memory"
-        " wherever all ranks of the group can use it."
+        "How ranks talk: shared memory; rails, which are shared memory inside of hosts and the"
+        " process group's send and receive between them; the process group's own collectives; or"
+        " the first of these that the group's ranks can use."
     ),
-    parse=_one_of("auto", "shm", "callback"),
+    parse=_one_of("auto", "shm", "rails", "callback"),
 )
 
 KERNELS = Variable(

@@ -91,6 +91,13 @@ static fc_status counted(fc_unit *unit, size_t n_units, fc_wait_kind kind, int64
                          fc_status st)
 {
     count(unit->domain, unit->index, kind, -1, 1, (uint64_t)(fc_now_ns() - start_ns));
+    if (st == FC_ERR_PEER || st == FC_ERR_TIMEOUT || st == FC_ERR_MISMATCH) {
+        char text[FC_MESSAGE_BYTES];
+
+        (void)snprintf(text, sizeof(text), "%s", fc_last_message());
+        return fc_fail(st, "%s of FSDP unit '%s': %s",
+                       kind == FC_WAIT_REDUCE ? "reduction" : "all-gather", unit->name, text);
+    }
     if (st == FC_ERR_GROUP) {
         char others[48] = "";
 

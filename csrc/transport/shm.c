@@ -68,6 +68,8 @@ static fc_status check_processes(const fc_transport *t, const shm_offer *offers)
             return fc_fail(FC_ERR_UNSUPPORTED, "ranks %d and %d cannot see each other's processes",
                            t->global_ranks[0], t->global_ranks[a]);
         }
+    }
+    for (int a = 0; a < t->n_ranks; a++) {
         for (int b = a + 1; b < t->n_ranks; b++) {
             if (offers[a].process.pid == offers[b].process.pid) {
                 return fc_fail(FC_ERR_UNSUPPORTED, "ranks %d and %d have the same process id %d",

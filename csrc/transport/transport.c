@@ -94,7 +94,10 @@ fc_status fc_transport_create(const char *kind, const fc_transport_config *confi
 
 const char *fc_transport_kind(const fc_transport *transport)
 {
-    return fc_transport_is_mapped(transport) ? shm_kind : message_kind;
+    if (fc_transport_is_mapped(transport)) {
+        return shm_kind;
+    }
+    return transport->messages.kind != NULL ? transport->messages.kind : message_kind;
 }
 
 int64_t fc_transport_timeout_ns(double seconds)

@@ -93,6 +93,7 @@ FC_MUST_CHECK fc_status fc_shm_create(const fc_transport_config *config, fc_tran
 
 typedef struct fc_message_ops {
     void *context;
+    const char *kind; /* as fc_transport_kind tells it; static, or NULL: "callback" */
     /* recv holds n_ranks * send_bytes. */
     fc_status (*all_gather)(void *context, void *recv, const void *send, size_t send_bytes);
     /* SUM; send holds n_ranks * recv_numel elements. send may be overwritten. */

@@ -39,7 +39,7 @@ class Communicator:
 
     @property
     def transport(self) -> str:
-        """`"shm"` or `"callback"`."""
+        """`"shm"`, `"rails"` or `"callback"`."""
         return self._open().transport.kind
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:

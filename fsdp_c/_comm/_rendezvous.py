@@ -26,7 +26,7 @@ _GRACE_S = 0.5  # for a signal that ended a peer and is on its way here
 _NO_PROCESSES = frozenset({"fake", "threaded"})
 
 
-def _this_process() -> str:
+def this_process() -> str:
     """Which process this is, as a peer on the same host can check: host, pid, start time."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -43,9 +43,9 @@ def _start_ticks(pid: int) -> str | None:
 
 
 def _is_gone(process: str) -> bool:
-    """Whether a process of this host, as told by `_this_process`, has ended."""
+    """Whether a process of this host, as told by `this_process`, has ended."""
     host, pid, start = process.split()
-    return _this_process().split()[0] == host and _start_ticks(int(pid)) != start
+    return this_process().split()[0] == host and _start_ticks(int(pid)) != start
 
 
 def _notice_at(n_notices: int) -> float:
@@ -152,7 +152,7 @@ def announce(group: dist.ProcessGroup) -> None:
     _announced.add(group)
     store = store_of(group)
     if store is not None:
-        store.set(_process_key(group.rank()), _this_process())
+        store.set(_process_key(group.rank()), this_process())
 
 
 _rendezvous: weakref.WeakKeyDictionary[dist.ProcessGroup, Rendezvous] = weakref.WeakKeyDictionary()

@@ -1,4 +1,5 @@
-"""Transports over torch process groups: shared memory, or the group's own collectives."""
+"""Transports over torch process groups: shared memory, rails between hosts, or the group's own
+collectives."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from fsdp_c import _env
 from fsdp_c._comm import (
+    _hosts,
     _peer_location,  # noqa: F401 (answers peers that wait for this rank)
     _process_group,
 )
@@ -67,12 +69,14 @@ _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.Transport] = (
 def transport_for(group: dist.ProcessGroup | None = None) -> _C.Transport:
     """The transport over `group` (default: the world); made once and kept as long as the group.
 
-    Collective on first use. Shared memory if all ranks of the group can use it, else the group's
-    own collectives; the environment variable FSDP_C_TRANSPORT fixes the choice.
+    Collective on first use. Shared memory if all ranks of the group can use it; rails if they live
+    on several hosts; else the group's own collectives. The environment variable FSDP_C_TRANSPORT
+    fixes the choice.
 
     Raises:
         TimeoutError: a rank did not come within the group's timeout.
-        NotImplementedError: FSDP_C_TRANSPORT=shm where ranks cannot share memory.
+        NotImplementedError: FSDP_C_TRANSPORT=shm where ranks cannot share memory, or =rails where
+            they cannot and do not live on several hosts.
         RuntimeError: the ranks' settings differ.
     """
     group = dist.group.WORLD if group is None else group
@@ -152,7 +156,42 @@ def _make_transport(group: dist.ProcessGroup) -> _C.Transport:
         # All ranks get this error together.
         if wanted == "shm":
             raise
-        return _new_transport(group, "callback", exchange)
+    return _between_hosts(group, exchange, wanted)
+
+
+def _between_hosts(
+    group: dist.ProcessGroup, exchange: Callable[[str, bytes], list[bytes]], wanted: str
+) -> _C.Transport:
+    rails, why_not = None, f"measured over gloo alone, not over {_cpu_backend(group)}"
+    if wanted == "rails" or _cpu_backend(group) == "gloo":
+        rails, why_not = _hosts.rails_for(
+            group, exchange, lambda ranks, among: _local_transport(group, ranks, among)
+        )
+    if rails is None and wanted == "rails":
+        raise NotImplementedError(
+            f"FSDP_C_TRANSPORT=rails: process group {_process_group.label(group)}: {why_not}"
+        )
+    return _new_transport(group, "callback", exchange, rails=rails)
+
+
+def _cpu_backend(group: dist.ProcessGroup) -> str:
+    try:
+        return str(group._get_backend(torch.device("cpu")).name())
+    except RuntimeError:
+        return "a backend without host memory"
+
+
+def _local_transport(
+    group: dist.ProcessGroup, ranks: list[int], exchange: Callable[[str, bytes], list[bytes]]
+) -> _C.Transport:
+    """Shared memory between some ranks of the group, which are on one host."""
+    own = _process_group.described(group, torch.device("cpu"))
+    described = own._replace(
+        rank=ranks.index(own.rank), global_ranks=[own.global_ranks[rank] for rank in ranks]
+    )
+    return _C.Transport(
+        **described._asdict(), exchange=exchange, messages=Messages(group), rails=None, kind="shm"
+    )
 
 
 def _agree(
@@ -177,10 +216,12 @@ def _new_transport(
     kind: str,
     exchange: Callable[[str, bytes], list[bytes]],
     messages: Messages | None = None,
+    rails: _hosts.Rails | None = None,
 ) -> _C.Transport:
     return _C.Transport(
         **_process_group.described(group, torch.device("cpu"))._asdict(),
         exchange=exchange,
         messages=messages or Messages(group),
+        rails=rails,
         kind=kind,
     )

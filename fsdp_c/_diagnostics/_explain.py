@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_c._comm import _device, _transport
+from fsdp_c._comm import _device, _hosts, _transport
 from fsdp_c._compat import _versions
 from fsdp_c._diagnostics import _stats
 from fsdp_c._fully_shard import _fallback_reason, _fqns
@@ -209,8 +209,9 @@ def _implementation_of(group: Any) -> str:
     info = group.mesh_info
     names = ("shard_process_group", "replicate_process_group")
     process_groups = [getattr(info, name, None) for name in names]
-    ways = {_transport.transport_kind(p) for p in process_groups if p is not None and p.size() > 1}
-    return f"core over {' and '.join(_WAYS[way] for way in sorted(ways or {''}))}"
+    several = [p for p in process_groups if p is not None and p.size() > 1]
+    ways = {_hosts.describe(p) or _WAYS[_transport.transport_kind(p)] for p in several}
+    return f"core over {' and '.join(sorted(ways or {_WAYS['']}))}"
 
 
 def _over(ways: dict[str, _device.Way]) -> str:

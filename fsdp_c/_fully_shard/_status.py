@@ -24,7 +24,9 @@ class TreeStatus:
     n_units: int
     runs_on: str  # "core" or "torch"
     reason: str  # why not on the core; empty if it is
-    transports: tuple[str, ...]  # of the core: "shm", "callback" or "nccl" per process group
+    transports: tuple[
+        str, ...
+    ]  # of the core: "shm", "rails", "callback" or "nccl" per process group
     n_ranks: int
 
     def __str__(self) -> str:
@@ -33,6 +35,7 @@ class TreeStatus:
             return f"{what} runs on torch's own implementation: {self.reason}"
         ways = {
             "shm": "shared memory",
+            "rails": "rails between hosts",
             "callback": "the process group's collectives",
             "nccl": "NCCL",
         }

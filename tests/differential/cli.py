@@ -65,7 +65,7 @@ def run_some(seeds: list[int], world: int, fault: str, result: Result, kind: str
     for failure in failures:
         result.failures.setdefault(failure.seed, failure)
     if any(failure.kind != "differs" for failure in failures):
-        harness.Pool.of(world).kill()
+        harness.Pool.pools[world].kill()
     return n_done
 
 

@@ -17,13 +17,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import rank_process
-from rank_process import SEED, is_for_ranks, receive, receive_message, send, send_message
+from rank_process import SEED, Seat, is_for_ranks, receive, receive_message, send, send_message
 from rank_process import seed_everything as seed_everything
 
 START_TIMEOUT_S = 120
@@ -103,20 +103,37 @@ def run_ranks(
     uses again.
     """
     env = env or {}
+    settings = settings_of_ranks(env)
     if fresh or apart or not all(map(is_for_ranks, env)):
-        pool = Pool(launcher_for(env), n_ranks, settings_of_ranks(env))
-        try:
-            outcomes = pool.call(fn, args, timeout, timeout if fresh else GRACE_S)
-            pool.close(outcomes)
-        finally:
-            pool.kill()
-        if any(outcome.timed_out for outcome in outcomes):
-            raise_failure(fn, outcomes)
-        if fresh:
-            return outcomes
-    else:
-        pool = Pool.of(n_ranks, settings_of_ranks(env))
-        outcomes = pool.call(fn, args, timeout)
+        pool = Pool(seats_on(launcher_for(env), n_ranks), settings)
+        return call_once(pool, fn, args, timeout, fresh)
+    key = (n_ranks, tuple(sorted((settings or {}).items())))
+    pool = Pool.of(key, lambda: seats_on(launcher_for({}), n_ranks), settings)
+    return call_again(pool, fn, args, timeout)
+
+
+def call_once(
+    pool: "Pool", fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, fresh: bool
+) -> list[Any]:
+    """On ranks that end afterwards; outcomes where `fresh`, else values."""
+    try:
+        outcomes = pool.call(fn, args, timeout, timeout if fresh else GRACE_S)
+        pool.close(outcomes)
+    finally:
+        pool.kill()
+    if any(outcome.timed_out for outcome in outcomes):
+        raise_failure(fn, outcomes)
+    return outcomes if fresh else values_of(pool, fn, outcomes)
+
+
+def call_again(
+    pool: "Pool", fn: Callable[..., Any], args: tuple[Any, ...], timeout: float
+) -> list[Any]:
+    """On ranks that live on, unless one fails."""
+    return values_of(pool, fn, pool.call(fn, args, timeout))
+
+
+def values_of(pool: "Pool", fn: Callable[..., Any], outcomes: list[RankOutcome]) -> list[Any]:
     if not all(outcome.ok for outcome in outcomes):
         pool.kill()
         skipped = next((o for o in outcomes if o.exc_type == "Skipped"), None)
@@ -142,34 +159,28 @@ def raise_failure(fn: Callable[..., Any], outcomes: list[RankOutcome]) -> None:
     raise RankFailure("\n".join(parts), first.rank, first.exc_type)
 
 
-class Launcher:
-    """The process that imported torch and forks ranks; the only one that signals and reaps them."""
+class Forker:
+    """A process that has imported torch and forks ranks; the only one that signals and reaps
+    them."""
 
-    def __init__(self, env: dict[str, str] | None = None) -> None:
-        ours, theirs = socket.socketpair()
-        settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, rank_process.__file__, str(theirs.fileno()), json.dumps(sys.path)],
-            env={**os.environ, **settings, **(env or {})},
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-        )
-        theirs.close()
-        self.socket = ours
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
         self.exit_codes: dict[int, int] = {}
 
     def ask(self, request: tuple[Any, ...], fds: list[int] | None = None) -> Any:
         send_message(self.socket, request, fds)
         reply, exit_codes = receive_message(self.socket)[0]
         self.exit_codes.update(exit_codes)
+        if isinstance(reply, OSError):
+            raise reply
         return reply
 
     def fork(
-        self, rank: int, n_ranks: int, output: int, settings: dict[str, str] | None
+        self, seat: Seat, output: int, settings: dict[str, str] | None
     ) -> tuple[int, Connection]:
         ours, theirs = socket.socketpair()
         with theirs:
-            request = ("fork", rank, n_ranks, list(sys.path), os.getcwd(), settings)
+            request = ("fork", seat, list(sys.path), os.getcwd(), settings)
             pid = self.ask(request, [theirs.fileno(), output])
         return pid, Connection(ours.detach())
 
@@ -183,25 +194,53 @@ class Launcher:
 
     def close(self) -> None:
         self.socket.close()
+
+
+class Launcher(Forker):
+    """The one that all others come from."""
+
+    def __init__(self, env: dict[str, str] | None = None) -> None:
+        ours, theirs = socket.socketpair()
+        settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, rank_process.__file__, str(theirs.fileno()), json.dumps(sys.path)],
+            env={**os.environ, **settings, **(env or {})},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        super().__init__(ours)
+
+    def close(self) -> None:
+        super().close()
         self.process.wait(STOP_TIMEOUT_S)
+
+
+Seats = list[tuple[Forker, Seat]]
+
+
+def seats_on(forker: Forker, n_ranks: int) -> Seats:
+    """All ranks on one host."""
+    return [(forker, Seat(rank, n_ranks, rank, n_ranks)) for rank in range(n_ranks)]
 
 
 class Pool:
     """The ranks of one world."""
 
-    # By size and settings, the ones used last at the end.
-    pools: dict[tuple[int, Settings], "Pool"] = {}
+    # By what tells them apart and settings, the ones used last at the end.
+    pools: dict[tuple[Any, Settings], "Pool"] = {}
     in_use: "Pool | None" = None  # the others are stopped
 
-    def __init__(
-        self, launcher: Launcher, n_ranks: int, settings: dict[str, str] | None = None
-    ) -> None:
+    def __init__(self, seats: Seats, settings: dict[str, str] | None = None) -> None:
         """`settings`: all of the environment's variables of fsdp_c; None: those of the launcher."""
-        self.launcher = launcher
-        self.n_ranks = n_ranks
+        self.forkers = [forker for forker, _ in seats]
+        self.n_ranks = len(seats)
         self.alive = True
-        self.files = [tempfile.TemporaryFile("w+b") for _ in range(n_ranks)]
-        ranks = [launcher.fork(r, n_ranks, f.fileno(), settings) for r, f in enumerate(self.files)]
+        self.files = [tempfile.TemporaryFile("w+b") for _ in seats]
+        ranks = [
+            forker.fork(seat, file.fileno(), settings)
+            for (forker, seat), file in zip(seats, self.files, strict=True)
+        ]
         self.pids = [pid for pid, _ in ranks]
         self.pipes = [pipe for _, pipe in ranks]
         port = None
@@ -217,13 +256,15 @@ class Pool:
             self.receive_started(pipe)
 
     @classmethod
-    def of(cls, n_ranks: int, settings: dict[str, str] | None = None) -> "Pool":
-        key = (n_ranks, tuple(sorted((settings or {}).items())))
+    def of(
+        cls, key: tuple[Any, Settings], seats: Callable[[], Seats], settings: Any = None
+    ) -> "Pool":
+        """`key`: what tells worlds apart, and the settings' items."""
         pool = cls.pools.pop(key, None)
         if cls.in_use is not None and cls.in_use is not pool and cls.in_use.alive:
             cls.in_use.signal(signal.SIGSTOP)  # threads of its process groups would go on polling
         if pool is None or not pool.alive:
-            pool = cls(launcher_for({}), n_ranks, settings)
+            pool = cls(seats(), settings)
         elif cls.in_use is not pool:
             pool.signal(signal.SIGCONT)
         cls.pools[key] = cls.in_use = pool
@@ -233,7 +274,11 @@ class Pool:
         return pool
 
     def signal(self, number: int) -> None:
-        self.launcher.signal(number, *self.pids)
+        self.signal_ranks(number, range(self.n_ranks))
+
+    def signal_ranks(self, number: int, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self.forkers[rank].signal(number, self.pids[rank])
 
     def receive_started(self, pipe: Connection) -> Any:
         try:
@@ -280,15 +325,15 @@ class Pool:
 
     def await_exit(self, rank: int) -> int:
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        while (code := self.launcher.exit_code(self.pids[rank])) is None:
+        while (code := self.forkers[rank].exit_code(self.pids[rank])) is None:
             if time.monotonic() > deadline:
-                self.launcher.signal(signal.SIGKILL, self.pids[rank])
+                self.signal_ranks(signal.SIGKILL, [rank])
                 deadline += STOP_TIMEOUT_S
             time.sleep(0.01)
         return code
 
     def dump_stacks(self, ranks: dict[int, Connection]) -> None:
-        self.launcher.signal(signal.SIGUSR1, *(self.pids[rank] for rank in ranks))
+        self.signal_ranks(signal.SIGUSR1, ranks)
         time.sleep(0.5)
 
     def output(self, rank: int, start: int) -> str:

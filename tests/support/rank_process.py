@@ -1,7 +1,6 @@
 """What the harness starts: a process that has imported torch and forks ranks, and the ranks."""
 
 import contextlib
-import ctypes
 import datetime
 import faulthandler
 import gc
@@ -14,8 +13,11 @@ import signal
 import socket
 import sys
 import traceback
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
+
+import namespaces
 
 GROUP_TIMEOUT_S = 60
 SEED = int(os.environ.get("FSDP_C_TEST_SEED", "0"))
@@ -62,8 +64,22 @@ def receive_message(sock: socket.socket) -> tuple[Any, list[int]]:
 # --- the launcher's side --------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank is, as a launcher of scripts tells it."""
+
+    rank: int
+    n_ranks: int
+    local_rank: int
+    n_local: int
+    address: str = "127.0.0.1"  # of rank 0's host
+
+
 def launch(fd: int) -> None:
-    """Serve requests until the caller goes; returns in each forked rank when that is done."""
+    """Serve requests until the caller goes; returns in each forked rank when that is done.
+
+    A child that is a network or a host (namespaces.py) serves requests of its own.
+    """
     # What ranks need, once; without these each rank would take seconds for them at its first use.
     import torch._dynamo
     import torch.distributed.fsdp
@@ -85,19 +101,29 @@ def launch(fd: int) -> None:
         while children and (ended := os.waitpid(-1, os.WNOHANG))[0]:
             children.discard(ended[0])
             exit_codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
-        reply = None
-        if request[0] == "fork":
-            reply = os.fork()
-            if reply == 0:
-                sock.close()
+        reply: Any = None
+        try:
+            if request[0] in FORKS:
+                reply = FORKS[request[0]](*request[1:])
+            elif request[0] == "ip":
+                namespaces.ip(*request[1:])
+            elif request[0] == "signal":
+                for pid in children.intersection(request[2:]):
+                    os.kill(pid, request[1])
+        except OSError as error:
+            reply = error
+        if request[0] in FORKS and reply == 0:
+            sock.close()
+            if request[0] == "fork":
                 serve_rank(Connection(fds[0]), fds[1], *request[1:])
                 return
+            sock = socket.socket(fileno=fds[0])
+            children = set()
+            continue
+        for received in fds:
+            os.close(received)
+        if request[0] in FORKS and isinstance(reply, int):
             children.add(reply)
-            for received in fds:
-                os.close(received)
-        elif request[0] == "signal":
-            for pid in children.intersection(request[2:]):
-                os.kill(pid, request[1])
         send_message(sock, (reply, exit_codes))
     for pid in children:
         os.kill(pid, signal.SIGKILL)
@@ -111,14 +137,20 @@ def freeze() -> None:
     gc.freeze()
 
 
+FORKS = {
+    "fork": lambda *_: os.fork(),
+    "network": namespaces.fork_network,
+    "host": namespaces.fork_host,
+}
+
+
 # --- a rank's side --------------------------------------------------------------------------------
 
 
 def serve_rank(
     pipe: Connection,
     output: int,
-    rank: int,
-    n_ranks: int,
+    seat: Seat,
     path: list[str],
     directory: str,
     settings: dict[str, str] | None,
@@ -127,8 +159,8 @@ def serve_rank(
     import torch
     import torch.distributed as dist
 
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    rank, n_ranks = seat.rank, seat.n_ranks
+    namespaces.die_with_parent()
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
@@ -147,19 +179,23 @@ def serve_rank(
     limit = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
     port = receive(pipe)
     if port == "host":
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+        store = dist.TCPStore(
+            seat.address, 0, is_master=True, wait_for_workers=False, timeout=limit
+        )
         send(pipe, port := store.port)
     else:
-        store = dist.TCPStore("127.0.0.1", port, timeout=limit)
+        store = dist.TCPStore(seat.address, port, timeout=limit)
     # What torchrun sets: code under test may look at it.
     os.environ.update(
-        MASTER_ADDR="127.0.0.1",
+        MASTER_ADDR=seat.address,
         MASTER_PORT=str(port),
         RANK=str(rank),
         WORLD_SIZE=str(n_ranks),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(n_ranks),
+        LOCAL_RANK=str(seat.local_rank),
+        LOCAL_WORLD_SIZE=str(seat.n_local),
     )
+    if seat.n_local < n_ranks:
+        os.environ["GLOO_SOCKET_IFNAME"] = namespaces.CARD
     dist.init_process_group("gloo", store=store, rank=rank, world_size=n_ranks, timeout=limit)
     send(pipe, "ready")
     while (request := receive_or_none(pipe)) is not None:

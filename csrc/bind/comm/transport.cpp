@@ -38,10 +38,14 @@ Transport::Transport(Fields &given)
 {
     const RanksConfig ranks(given, &host);
     const Ref messages = given.object("messages");
+    const Ref rails = given.object("rails");
     const char *kind = given.text("kind");
 
     given.end();
-    const fc_message_ops ops = messages_ops(messages, ranks.config.n_ranks);
+    fc_message_ops ops = messages_ops(messages, ranks.config.n_ranks);
+    if (rails.get() != Py_None) {
+        ops = rails_over(rails, ranks.config, ops);
+    }
     check(fc_transport_create(kind, &ranks.config, &ops, Out(core)));
 }
 
@@ -69,7 +73,7 @@ PyMethodDef transport_methods[] = {
 
 PyGetSetDef transport_properties[] = {
     property<[](Transport &self) { return fc_transport_kind(self.core.get()); }>(
-        "kind", "'shm' or 'callback'"),
+        "kind", "'shm', 'rails' or 'callback'"),
     property<[](Transport &self) { return fc_transport_rank(self.core.get()); }>(
         "rank", "This rank in the group."),
     {},
@@ -88,7 +92,7 @@ int register_transport(PyObject *module)
         module,
         {.name = "fsdp_c._C.Transport",
          .doc = "Transport(*, name, rank, global_ranks, timeout_seconds, exchange, messages, "
-                "kind)\n--\n\nMoves bytes between the ranks of one process group. "
+                "rails, kind)\n--\n\nMoves bytes between the ranks of one process group. "
                 "Collective.",
          .methods = transport_methods,
          .properties = transport_properties,

@@ -1,0 +1,66 @@
+/* Collectives of ranks on several hosts: shared memory inside of a host, rails between hosts.
+ *
+ * [Note: rails] What travels between two hosts travels once. Rank i of a host talks to rank i of
+ * the others: these two are a rail. Where hosts have different numbers of ranks, rank r is served
+ * on another host by the rank there whose place on its host is that of r modulo their number: it
+ * receives for its host what r gathers, and sends to r its host's sums. Both sides know all pairs.
+ *
+ * L ranks on each of H hosts, F bytes in the gathered or unreduced buffer. A rank sends:
+ *   all_gather, reduce_scatter   F / (H L) to each of H - 1 ranks
+ *   all_reduce                   both; up to a few KiB: all of it to each of H - 1 ranks
+ *   broadcast                    the root: all of it to a rank of each other host
+ *
+ * Sums are added in the order of ranks on a host, rounded to the type that travels, then in the
+ * order of hosts: the same bits in each run. Threading: serialized.
+ */
+#ifndef FC_COMM_RAILS_H
+#define FC_COMM_RAILS_H
+
+#include "base/status.h"
+#include "transport/transport.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Messages to and from ranks of other hosts. Those between two ranks arrive in order, and all of
+ * them whether or not somebody waits. */
+typedef struct fc_rail_ops {
+    void *context;
+    /* Begin; the memory is lent until that message has been awaited. */
+    fc_status (*send)(void *context, int rank, const void *data, size_t bytes);
+    fc_status (*receive)(void *context, int rank, void *data, size_t bytes);
+    /* Wait, up to a deadline, for the oldest message to or from the rank that nobody has awaited.
+     */
+    fc_status (*await_sent)(void *context, int rank);
+    fc_status (*await_received)(void *context, int rank);
+    /* Gives up what was begun; the memory is not touched any more. */
+    void (*drop)(void *context);
+    void (*release)(void *context);
+} fc_rail_ops;
+
+typedef struct fc_rails_config {
+    int rank, n_ranks;
+    const int *global_ranks;  /* n_ranks, for messages */
+    const int *hosts;         /* n_ranks: where each lives, numbered from 0 by their first ranks */
+    const char *const *names; /* of the hosts */
+    fc_transport *local;      /* mapped, of this host's ranks in their order; NULL: it has one */
+    fc_rail_ops rails;
+    fc_message_ops group; /* the process group's own: makes all_to_all */
+} fc_rails_config;
+
+/* Collective on each host. `local` is borrowed until the operation `release`, which releases rails
+ * and group; so does a failure. A failure of a collective ends this host's others, too. */
+FC_MUST_CHECK fc_status fc_rails_create(const fc_rails_config *config, fc_message_ops *out);
+
+/* What this rank has sent to other hosts. */
+typedef struct fc_rails_sent {
+    uint64_t bytes, messages;
+} fc_rails_sent;
+
+fc_rails_sent fc_rails_count(const fc_message_ops *rails);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

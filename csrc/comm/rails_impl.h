@@ -1,0 +1,67 @@
+/* Inside of rails: pairs of ranks, messages between them, memory that is kept. */
+#ifndef FC_COMM_RAILS_IMPL_H
+#define FC_COMM_RAILS_IMPL_H
+
+#include "comm/comm_impl.h"
+#include "comm/rails.h"
+
+#define RAILS_PIECE_BYTES                                                                          \
+    ((size_t)512 << 10) /* stays in a core's cache until peers have read it                        \
+                         */
+#define RAILS_PIECE_MIN ((size_t)4 << 10)
+#define RAILS_STAGED_BYTES ((size_t)8 << 20) /* of a rank, in a step of a reduction */
+#define RAILS_NAME_BYTES 64
+
+typedef struct rails_buffer {
+    char *data;
+    size_t bytes;
+} rails_buffer;
+
+enum {
+    RAILS_PIECES, /* of sums that come and go */
+    RAILS_PART,   /* this rank's part of an all_reduce */
+    RAILS_N_BUFFERS
+};
+
+typedef struct rails {
+    /* Constant after create. */
+    int rank, n_ranks, n_local, host, n_hosts;
+    size_t held_max;                   /* of ranks whose bytes one rank brings to its host */
+    size_t gather_piece, reduce_piece; /* bytes of a rank's chunk that travel at once */
+    int *hosts, *places;               /* of each rank, places on its host */
+    int *global_ranks;
+    int *holders; /* places of who brings each rank's bytes to this host: itself if it is here */
+    int *served, n_served; /* ranks of other hosts for which this rank does so */
+    int *servers;          /* who does so for this rank, on each host */
+    char (*names)[RAILS_NAME_BYTES];
+
+    /* Owned. */
+    int *numbers;         /* all of the above */
+    const void **sources; /* n_ranks entries of scratch for sums */
+    fc_comm *local;       /* NULL: this rank is alone on its host */
+    fc_rail_ops ops;
+    fc_message_ops group;
+
+    /* Serialized like the calls. */
+    rails_buffer buffers[RAILS_N_BUFFERS];
+    fc_rails_sent sent;
+    bool is_broken;
+    char broken_text[FC_MESSAGE_BYTES];
+} rails;
+
+extern const fc_message_ops rails_ops; /* without context */
+
+FC_MUST_CHECK fc_status rails_check(const rails *r);
+/* This host's other ranks hear of it; later calls fail at once. Returns `status`. */
+fc_status rails_break(rails *r, fc_status status, const char *text);
+
+/* Messages of no bytes are none. */
+FC_MUST_CHECK fc_status rails_send(rails *r, int peer, const void *data, size_t bytes);
+FC_MUST_CHECK fc_status rails_receive(rails *r, int peer, void *data, size_t bytes);
+FC_MUST_CHECK fc_status rails_await_sent(rails *r, int peer, size_t bytes);
+FC_MUST_CHECK fc_status rails_await_received(rails *r, int peer, size_t bytes);
+
+FC_MUST_CHECK fc_status rails_reserve(rails_buffer *buffer, size_t bytes);
+void rails_free_buffers(rails *r);
+
+#endif

@@ -1,0 +1,97 @@
+"""On which hosts the ranks of a process group live, and what rails between these hosts need."""
+
+from __future__ import annotations
+
+import socket
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fsdp_c._comm import _process_group, _rendezvous
+from fsdp_c._native import _C
+
+Exchange = Callable[[str, bytes], list[bytes]]
+
+
+class Rails(NamedTuple):
+    """Read by name in csrc/bind/comm/rails.cpp."""
+
+    hosts: list[int]  # of each rank; numbered by their first ranks
+    names: list[str]  # of the hosts
+    local: _C.Transport | None  # between the ranks of this host
+    group: str  # the process group, as torch registers it
+
+
+_found: weakref.WeakKeyDictionary[dist.ProcessGroup, Rails] = weakref.WeakKeyDictionary()
+
+
+def rails_for(
+    group: dist.ProcessGroup,
+    exchange: Exchange,
+    make_local: Callable[[list[int], Exchange | None], _C.Transport],
+) -> tuple[Rails | None, str]:
+    """What `group` needs for rails, else None and why not; the same on all ranks. Collective.
+
+    `make_local`: a transport of shared memory between these ranks of the group.
+    """
+    processes, names, hosts = _ask(exchange)
+    if len(set(processes)) < len(processes):
+        return None, "some ranks are threads of one process"
+    if len(names) == 1:
+        return None, "all ranks are on one host, where they cannot share memory"
+    rank = group.rank()
+    members = [r for r, host in enumerate(hosts) if host == hosts[rank]]
+    local, why_not = None, ""
+    if len(members) > 1:
+        try:
+            local = make_local(members, _exchange_of(group, hosts[rank], members))
+        except NotImplementedError as error:
+            why_not = str(error)
+    answers = [answer.decode() for answer in exchange("memory of hosts", why_not.encode())]
+    for r, answer in enumerate(answers):
+        if answer:
+            return None, f"ranks of host {names[hosts[r]]} cannot share memory: {answer}"
+    _found[group] = Rails(hosts, names, local, str(group.group_name))
+    return _found[group], ""
+
+
+def _ask(exchange: Exchange) -> tuple[list[str], list[str], list[int]]:
+    """Of each rank its process, the hosts' names, and each rank's host."""
+    mine = f"{_rendezvous.this_process()} {socket.gethostname()}"
+    answers = [answer.decode().split(" ", 3) for answer in exchange("hosts", mine.encode())]
+    numbers: dict[str, int] = {}
+    names: list[str] = []
+    hosts: list[int] = []
+    for place, _, _, name in answers:
+        if place not in numbers:
+            numbers[place] = len(names)
+            names.append(name)
+        hosts.append(numbers[place])
+    return [f"{place} {pid}" for place, pid, *_ in answers], names, hosts
+
+
+def _exchange_of(group: dist.ProcessGroup, host: int, members: list[int]) -> Exchange:
+    """Between the ranks of one host."""
+    store = _rendezvous.store_of(group)
+    assert store is not None
+    return _rendezvous.Rendezvous(
+        dist.PrefixStore(f"fsdp_c/host{host}", store),
+        members.index(group.rank()),
+        len(members),
+        _process_group.timeout_s(group, torch.device("cpu")),
+        _process_group.label(group),
+    ).exchange
+
+
+def describe(group: dist.ProcessGroup) -> str:
+    """ "rails between 2 hosts of 2 ranks"; empty if the group has none."""
+    rails = _found.get(group)
+    if rails is None:
+        return ""
+    sizes = sorted(Counter(rails.hosts).values(), reverse=True)
+    each = str(sizes[0]) if len(set(sizes)) == 1 else ", ".join(map(str, sizes))
+    return f"rails between {len(sizes)} hosts of {each} rank{'s' * (sizes[0] > 1)}"
