@@ -31,7 +31,7 @@ from fsdp_c._native import _C
 
 
 class Place(NamedTuple):
-    """Where a parameter is registered; read by name in csrc/bind/fsdp/unit.cpp."""
+    """Where a parameter is registered; read by name in csrc/bind/fsdp/parameters.cpp."""
 
     parameters: dict[str, Any]  # the module's
     name: str
@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
 
 class BoundParam(NamedTuple):
-    """What the unit has to know of a parameter; read by name in csrc/bind/fsdp/unit.cpp."""
+    """What the unit has to know of a parameter; read by name in csrc/bind/fsdp/parameters.cpp."""
 
     places: list[Place]
     sharded: nn.Parameter

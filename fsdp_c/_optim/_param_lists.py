@@ -27,7 +27,9 @@ class Members:
 
     def __init__(self, params: list[Tensor], sharded: set[int]) -> None:
         self.sharded = sharded.intersection(map(id, params))
-        self.plan = _C.Params(params, self.sharded)  # keeps params, so that the ids stay theirs
+        self.plan = _C.Params(
+            params=params, sharded=self.sharded
+        )  # keeps params: the ids stay theirs
         self.is_on_host = all(p.is_cpu for p in params)
         self.only_known_types = all(type(p) in (DTensor, nn.Parameter, Tensor) for p in params)
         self.result: Any = None  # of torch's collecting
@@ -41,7 +43,7 @@ class Members:
             return False
         if _dispatch_modes.see_operations() or (_is_listwise(group) and _env.is_strict()):
             return False
-        columns = self.plan.collect(optimizer.state, self._keys)
+        columns = self.plan.collect(state=optimizer.state, keys=self._keys)
         if columns is None:
             return False
         for index, column in zip(self._filled, columns, strict=True):
@@ -135,7 +137,7 @@ def step_buffers(members: Members, optimizer: optim.Optimizer, group: dict[str, 
         return False
     if _is_listwise(group) and _env.is_strict():
         return False
-    columns = members.plan.collect(optimizer.state, ("momentum_buffer",))
+    columns = members.plan.collect(state=optimizer.state, keys=("momentum_buffer",))
     if columns is None or any(buffer is None for buffer in columns[2]):
         return False
     _run_sgd(optimizer, group, columns)

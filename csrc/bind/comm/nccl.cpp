@@ -17,7 +17,7 @@ const char library_name[] = "fsdp_c.nccl";
 struct Nccl {
     explicit Nccl(Fields &given);
 
-    fc_host host;
+    Host host;
     Owned<fc_nccl_group, fc_nccl_group_destroy> owner;
     fc_nccl_group *group;
 };

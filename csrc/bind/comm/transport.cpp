@@ -7,7 +7,7 @@
 
 namespace fc {
 
-RanksConfig::RanksConfig(Fields &given, fc_host *host)
+RanksConfig::RanksConfig(Fields &given, Host *host)
 {
     const Ref ranks = checked(PySequence_Fast(given.object("global_ranks").get(),
                                               "global_ranks must be a sequence of ints"));
@@ -22,7 +22,7 @@ RanksConfig::RanksConfig(Fields &given, fc_host *host)
     config.n_ranks = host->n_ranks;
     config.global_ranks = global_ranks.data();
     config.timeout_ns = fc_transport_timeout_ns(given.real("timeout_seconds"));
-    config.host = fc_host_get_ops(host);
+    config.host = host->ops();
 }
 
 namespace {
@@ -30,7 +30,7 @@ namespace {
 struct Transport {
     explicit Transport(Fields &given);
 
-    fc_host host;
+    Host host;
     Owned<fc_transport, fc_transport_destroy> core;
 };
 

@@ -1,10 +1,18 @@
-// Memory of torch's allocator for devices, and whom their collectives are left to.
+// Memory of torch's allocator for devices, and collectives of units there: NCCL's, or those of the
+// process group itself, whatever its backend.
 #include "bind/comm/transport.h"
 #include "bind/compat.h"
 #include "bind/device/device.h"
+#include "bind/tensor/tensors.h"
 
+#include <ATen/ops/from_blob.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/StreamGuard.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <optional>
+#include <vector>
 
 namespace fc {
 
@@ -45,6 +53,102 @@ fc_collectives_group by_nccl(PyObject *nccl)
             }};
 }
 
+// ---- the process group's own ----
+
+struct OwnGroup {
+    const c10::Device *device;
+    c10::intrusive_ptr<c10d::ProcessGroup> group;
+
+    size_t n_ranks() const { return static_cast<size_t>(group->getSize()); }
+
+    at::Tensor tensor_at(const void *memory, size_t numel, at::ScalarType type) const
+    {
+        return at::for_blob(const_cast<void *>(memory), {static_cast<int64_t>(numel)})
+            .options(at::dtype(type).device(*device))
+            .target_device(*device)
+            .make_tensor();
+    }
+};
+
+const OwnGroup &group_in(void *context)
+{
+    return *static_cast<const OwnGroup *>(context);
+}
+
+// Runs `body` with the stream as the current one, as the group sees it.
+template <typename Body>
+fc_status in_stream(fc_stream *stream, const char *what, fc_label label, Body &&body)
+{
+    return attempt(
+        [&] {
+            const c10::StreamGuard guard(torch_stream(stream));
+            body();
+        },
+        "%s of unit %s: %s", what, label.unit);
+}
+
+// A collective of a process group. Without the GIL: backends keep their locks while their threads
+// let go of Python objects. On a host the end is waited for; on an accelerator by the stream.
+template <typename Call> void await(Call &&call)
+{
+    std::optional<NoGil> no_gil;
+    if (PyGILState_Check()) {
+        no_gil.emplace();
+    }
+    if (const c10::intrusive_ptr<c10d::Work> work = call()) {
+        work->wait();
+    }
+}
+
+fc_status group_all_gather(void *context, fc_stream *stream, fc_label label, void *buffer,
+                           size_t part_bytes)
+{
+    const OwnGroup &own = group_in(context);
+    return in_stream(stream, "all-gather", label, [&] {
+        const auto part = static_cast<int64_t>(part_bytes);
+        at::Tensor all = own.tensor_at(buffer, own.n_ranks() * part_bytes, at::kByte);
+        at::Tensor mine = all.narrow(0, own.group->getRank() * part, part);
+        await([&] { return gather_into(*own.group, all, mine); });
+    });
+}
+
+fc_status group_reduce_scatter(void *context, fc_stream *stream, fc_label label, void *to,
+                               const void *from, size_t numel, fc_dtype dtype)
+{
+    const OwnGroup &own = group_in(context);
+    return in_stream(stream, "reduce-scatter", label, [&] {
+        const at::ScalarType type = scalar_type_of(dtype);
+        at::Tensor part = own.tensor_at(to, numel, type);
+        at::Tensor all = own.tensor_at(from, own.n_ranks() * numel, type);
+        if (own.n_ranks() == 1) {
+            part.copy_(all);
+        } else {
+            await([&] { return scatter_sums(*own.group, part, all); });
+        }
+    });
+}
+
+fc_status group_all_reduce(void *context, fc_stream *stream, fc_label label, void *buffer,
+                           size_t numel, fc_dtype dtype)
+{
+    const OwnGroup &own = group_in(context);
+    return in_stream(stream, "all-reduce", label, [&] {
+        std::vector<at::Tensor> tensors = {own.tensor_at(buffer, numel, scalar_type_of(dtype))};
+        await([&] { return own.group->allreduce(tensors); });
+    });
+}
+
+fc_collectives_group by_group(const c10::Device *device, const std::string &name)
+{
+    auto *own = new OwnGroup{device, c10d::resolve_process_group(name)};
+    return {.context = own,
+            .n_ranks = own->group->getSize(),
+            .all_gather = group_all_gather,
+            .reduce_scatter = group_reduce_scatter,
+            .all_reduce = group_all_reduce,
+            .release = [](void *context) { delete static_cast<OwnGroup *>(context); }};
+}
+
 } // namespace
 
 Collectives::Collectives(c10::Device device) : device_(device)
@@ -56,8 +160,7 @@ Collectives::Collectives(c10::Device device) : device_(device)
 
 void Collectives::connect(const std::string &name, PyObject *nccl)
 {
-    const fc_collectives_group group =
-        nccl == Py_None ? own_collectives(&device_, name) : by_nccl(nccl);
+    const fc_collectives_group group = nccl == Py_None ? by_group(&device_, name) : by_nccl(nccl);
     check(fc_collectives_connect(core(), name.c_str(), &group));
 }
 

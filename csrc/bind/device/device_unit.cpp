@@ -1,5 +1,5 @@
 // Gradients of a unit on a device: where its reductions write.
-#include "bind/device/device_unit.h"
+#include "bind/device/device.h"
 
 #include "bind/tensor/tensors.h"
 

@@ -1,7 +1,7 @@
 // Autograd's side of the hooks: on the nodes between units, an identity node on inputs where these
 // do not do, the final callback.
 #include "bind/compat.h"
-#include "bind/fsdp/root.h"
+#include "bind/fsdp/state.h"
 #include "bind/python/untraced.h"
 
 #include <ATen/core/grad_mode.h>

@@ -1,5 +1,5 @@
 // The Python type Context: torch's names for the flags of a root.
-#include "bind/fsdp/context.h"
+#include "bind/fsdp/state.h"
 
 #include "bind/module.h"
 #include "bind/python/objects.h"

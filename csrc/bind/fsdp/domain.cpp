@@ -1,6 +1,6 @@
 // _C.Domain(transport, kind, units, shard_rank, n_shards, batch_bytes, is_counted, streams, group):
 // builds fc_domain from plain Python data.
-#include "bind/fsdp/domain.h"
+#include "bind/fsdp/unit.h"
 
 #include "base/alloc.h"
 #include "bind/comm/transport.h"

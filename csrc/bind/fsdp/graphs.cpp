@@ -64,10 +64,9 @@ const ArrivalHook *watch_arrivals(const at::Tensor &param,
 
 } // namespace
 
-UnitGraph::UnitGraph(const fc_unit *unit, std::vector<Param> &params, const Unsharding &unsharding,
-                     const fc_updates *updates)
-    : unit_(unit), read_(params), unsharding_(unsharding), updates_(updates),
-      steps_seen_(n_steps()), updates_seen_(fc_updates_count(updates)), hooks_(params.size())
+UnitGraph::UnitGraph(const fc_unit *unit, std::vector<Param> &params, const fc_updates *updates)
+    : unit_(unit), read_(params), updates_(updates), steps_seen_(n_steps()),
+      updates_seen_(fc_updates_count(updates)), hooks_(params.size())
 {
     for (const Param &p : params) {
         shard_versions_.push_back(p.shard_versions());
@@ -104,7 +103,7 @@ void UnitGraph::begin_graph(PyObject *state)
     if (!std::exchange(has_graph_, true)) {
         graph_at_ = with_graph_.size();
         with_graph_.push_back(this);
-        fc_unsharding_set_graph(unsharding_.unsharding(), true);
+        fc_unsharding_set_graph(unsharding_, true);
     }
 }
 
@@ -116,7 +115,7 @@ void UnitGraph::end_graph()
     with_graph_.back()->graph_at_ = graph_at_;
     with_graph_[graph_at_] = with_graph_.back();
     with_graph_.pop_back();
-    fc_unsharding_set_graph(unsharding_.unsharding(), false);
+    fc_unsharding_set_graph(unsharding_, false);
 }
 
 bool UnitGraph::note_updates()

@@ -1,6 +1,5 @@
-// The Python type Group: what FSDPParamGroup asks of its unit.
+// The Python types Group, what FSDPParamGroup asks of its unit, and StepCounter.
 #include "bind/fsdp/python_door.h"
-#include "bind/fsdp/root.h"
 #include "bind/fsdp/state.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
@@ -73,12 +72,27 @@ void group_set_aside(GroupObject &group)
     }
 }
 
-// `question` to the bound unit; without one nothing happens, and the answer is no.
+// `question` to the unit, or to that one of its objects of the engine which it is about.
+template <auto question> auto asked(Unit &unit)
+{
+    using Question = decltype(question);
+    if constexpr (std::is_invocable_v<Question, Unit &>) {
+        return std::invoke(question, unit);
+    } else if constexpr (std::is_invocable_v<Question, fc_unsharding *>) {
+        return question(unit.unsharding());
+    } else if constexpr (std::is_invocable_v<Question, fc_domain *>) {
+        return question(unit.domain());
+    } else {
+        return question(unit.reduction());
+    }
+}
+
+// To the bound unit; without one nothing happens, and the answer is no.
 template <auto question> auto ask_unit(GroupObject &group)
 {
-    using Answer = std::invoke_result_t<decltype(question), Unit &>;
+    using Answer = decltype(asked<question>(*group.unit));
     if (group.unit != nullptr) {
-        return std::invoke(question, *group.unit);
+        return asked<question>(*group.unit);
     }
     return Answer();
 }
@@ -103,7 +117,7 @@ template <auto flag> PyGetSetDef setting(const char *name, const char *doc = nul
 void group_keep_storage(GroupObject &group, PyObject *keeps)
 {
     if (group.unit != nullptr) {
-        group.unit->keep_storage(keeps == Py_True);
+        fc_unsharding_keep_memory(group.unit->unsharding(), keeps == Py_True);
     }
 }
 
@@ -262,31 +276,28 @@ PyGetSetDef group_properties[] = {
     property<[](GroupObject &group) { return group.unit != nullptr; }>(
         "_is_bound", "whether the unit runs on the core"),
     unit_property<&Unit::is_unsharded>("_core_is_unsharded", nullptr),
-    unit_property<&Unit::has_slices>("_core_has_slices",
-                                     "whether slices stand in the place of its shards"),
+    unit_property<fc_unsharding_has_slices>("_core_has_slices",
+                                            "whether slices stand in the place of its shards"),
     unit_property<&Unit::is_intact>("_core_is_intact",
                                     "whether every shard is where set-up put it"),
-    unit_property<[](Unit &unit) { return fc_domain_is_mapped(unit.domain()); }>(
-        "_core_is_mapped", "whether its ranks share its memory"),
-    unit_property<[](Unit &unit) { return fc_domain_is_open(unit.domain()); }>(
-        "_core_in_phase", "whether a forward or backward is going on"),
+    unit_property<fc_domain_is_mapped>("_core_is_mapped", "whether its ranks share its memory"),
+    unit_property<fc_domain_is_open>("_core_in_phase", "whether a forward or backward is going on"),
     unit_property<&Unit::is_pending>("_core_is_pending",
                                      "unshard(async_op=True) that was not waited for"),
     unit_property<&Unit::awaits_gradients>(
         "_core_awaits_gradients",
         "whether a backward went through the unit and gave its parameters nothing"),
-    unit_property<&Unit::is_kept_after_forward>(
+    unit_property<fc_unsharding_stays_unsharded>(
         "_core_is_kept_after_forward",
         "whether forward leaves the unsharded parameters registered"),
     unit_property<&Unit::has_accumulated>("_core_has_accumulated",
                                           "whether gradients wait for a later reduction"),
     unit_property<&Unit::has_partial_sums>("_core_has_partial_sums",
                                            "whether sums over shards wait for the replicas"),
-    unit_property<[](Unit &unit) { return fc_reduction_sum_bytes(unit.reduction()); }>(
-        "_core_partial_bytes", "of the memory for such sums"),
+    unit_property<fc_reduction_sum_bytes>("_core_partial_bytes", "of the memory for such sums"),
     property<group_why_staged>("_core_why_staged",
                                "why what a device gathers is copied out; empty: it is not"),
-    unit_property<&Unit::is_resident>(
+    unit_property<fc_unsharding_is_resident>(
         "_core_is_resident", "whether one rank's shards on a device are used where they lie"),
     property<[](GroupObject &group) { return total_traffic(group).unshards != 0; }>(
         "_core_was_used", "whether it was ever unsharded"),
@@ -308,7 +319,7 @@ PyMethodDef group_methods[] = {
     method<group_reshard>("_core_reshard",
                           "Registers the sharded parameters; within a forward that ends with "
                           "slices those."),
-    unit_method<&Unit::keep_after_forward>(
+    unit_method<fc_unsharding_stay_unsharded>(
         "_core_keep_after_forward",
         "Forward leaves the unsharded parameters registered, until the next reshard."),
     method<group_keep_storage>("_core_keep_storage",
@@ -329,11 +340,23 @@ PyMethodDef group_methods[] = {
     method<group_count_load>("_core_count_load", "Its shards are loaded, on all ranks."),
     unit_method<[](Unit &unit) { unit.gradients().release(); }>(
         "_core_release_gradients", "Forgets gradients that are kept for reuse."),
-    unit_method<[](Unit &unit) { fc_reduction_trim(unit.reduction()); }>(
+    unit_method<fc_reduction_trim>(
         "_core_release_sums", "Frees the memory for sums over shards, unless some wait in it."),
     method<group_traffic>("_core_traffic",
                           "What the unit has moved, see fc_traffic in engine/reduction.h."),
     {}};
+
+// ---- the steps of optimizers: of all of them, and each one's ----
+
+void counter_count(StepCounter &counter)
+{
+    fc_step_counter_count(counter.core.get());
+    process.n_steps++;
+    Unit::note_step();
+}
+
+PyMethodDef counter_methods[] = {
+    method<counter_count>("count", "count(): the optimizer has stepped."), {}};
 
 } // namespace
 
@@ -364,6 +387,11 @@ void GroupObject::clear()
 
 int register_group(PyObject *module)
 {
+    if (add_type<StepCounter>(module, {.name = "fsdp_c._C.StepCounter",
+                                       .doc = "How often one optimizer has stepped.",
+                                       .methods = counter_methods}) < 0) {
+        return -1;
+    }
     return add_type<GroupObject>(module, {.name = "fsdp_c._C.Group",
                                           .doc = "Base of FSDPParamGroup: one unit of the core.",
                                           .methods = group_methods,

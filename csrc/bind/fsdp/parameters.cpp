@@ -1,8 +1,6 @@
 // Parameters of a unit: registration, what they show, writes to them.
 #include "bind/fsdp/parameters.h"
 
-#include "bind/fsdp/slices.h"
-
 #include "bind/compat.h"
 #include "bind/python/calls.h"
 #include "bind/python/fields.h"
@@ -170,11 +168,13 @@ bool Reused::is_free() const
 
 std::string parameter_name(const Param &param)
 {
-    Ref fqn = Ref::take(
-        guarded([&] { return ask_python(Call::parameter_name, param.owner.get()).release(); }));
-    const char *text = fqn && PyUnicode_Check(fqn.get()) ? PyUnicode_AsUTF8(fqn.get()) : nullptr;
-    PyErr_Clear();
-    return text != nullptr ? text : "?";
+    std::string name;
+    if (!succeeds(
+            [&] { name = text_from(ask_python(Call::parameter_name, param.owner.get()).get()); })) {
+        PyErr_Clear();
+        name = "?";
+    }
+    return name;
 }
 
 Parameters::Parameters(fc_unit *shard, PyObject *rows, const at::Tensor &flat)

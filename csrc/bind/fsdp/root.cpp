@@ -1,5 +1,5 @@
 // A root for the engine: its lists, and what the course of a step asks of Python and tensors.
-#include "bind/fsdp/root.h"
+#include "bind/fsdp/state.h"
 
 #include "bind/fsdp/events.h"
 #include "bind/fsdp/python_door.h"
@@ -43,27 +43,15 @@ Unit &unit_in(void *owner)
     return *as_group(owner).unit;
 }
 
+fc_unsharding *unsharding_in(void *owner)
+{
+    return unit_in(owner).unsharding();
+}
+
 template <auto call> constexpr Operation<root_in, call> of_root;
 template <auto call> constexpr Operation<as_group, call> of_group;
 template <auto call> constexpr Operation<unit_in, call> of_unit;
-
-void unshard(GroupObject &group)
-{
-    if (group.calls_methods) {
-        unshard_by_methods(&group);
-    } else {
-        group.unit->unshard();
-    }
-}
-
-template <typename Body> void reshard_group(GroupObject &group, Body &&body)
-{
-    if (group.calls_methods) {
-        reshard_by_methods(&group, body);
-    } else {
-        body();
-    }
-}
+template <auto call> constexpr Operation<unsharding_in, call> of_unsharding;
 
 void reshard(GroupObject &group, bool is_news)
 {
@@ -76,14 +64,6 @@ void reshard_after_forward(GroupObject &group, bool in_forward)
     const bool leaves_slices =
         in_forward && group.unit->leaves_slices(group.post_forward_mesh_info);
     reshard_group(group, [&] { group.unit->reshard(leaves_slices); });
-}
-
-// Of a unit whose module may be gone.
-void drop_ahead(GroupObject &group)
-{
-    if (group.unit != nullptr) {
-        group.unit->drop_ahead();
-    }
 }
 
 void accumulate(Unit &unit, bool is_news)
@@ -104,23 +84,23 @@ const fc_root_ops root_ops = {
     .begin = of_root<[](RootObject &root) { root.streams->begin(); }>,
     .resume = of_root<[](RootObject &root) { root.streams->resume(); }>,
     .forget_members = [](void *state) { PySet_Clear(as_state(state)->to_run); },
-    .publishes = of_unit<&Unit::publishes>,
-    .publish = of_unit<&Unit::publish>,
+    .publishes = of_unsharding<fc_unsharding_publishes>,
+    .publish = of_unsharding<fc_unsharding_publish>,
     .is_intact = of_unit<&Unit::is_intact>,
-    .note_shards = of_unit<&Unit::note_shards>,
-    .is_stale = of_unit<&Unit::is_stale>,
-    .check_unwritten = of_unit<&Unit::check_unwritten>,
-    .unshard = of_group<unshard>,
-    .make_unavailable = of_unit<&Unit::make_unavailable>,
+    .note_shards = of_unsharding<fc_unsharding_note_shards>,
+    .is_stale = of_unsharding<fc_unsharding_is_stale>,
+    .check_unwritten = of_unsharding<fc_unsharding_check_unwritten>,
+    .unshard = of_group<unshard_group>,
+    .make_unavailable = of_unsharding<fc_unsharding_withhold>,
     .reshard = of_group<reshard>,
     .reshard_after_forward = of_group<reshard_after_forward>,
-    .is_kept_after_forward = of_unit<&Unit::is_kept_after_forward>,
-    .end_forward = of_unit<&Unit::end_forward>,
-    .keep = of_unit<&Unit::keep>,
+    .is_kept_after_forward = of_unsharding<fc_unsharding_stays_unsharded>,
+    .end_forward = of_unsharding<fc_unsharding_end_forward>,
+    .keep = of_unsharding<fc_unsharding_keep>,
     .is_unsharded = of_unit<&Unit::is_unsharded>,
-    .has_own_memory = of_unit<&Unit::has_own_memory>,
-    .drop_pending = of_unit<&Unit::drop_pending>,
-    .drop_ahead = of_group<drop_ahead>,
+    .has_own_memory = of_unsharding<fc_unsharding_has_own_memory>,
+    .drop_pending = of_unsharding<fc_unsharding_drop>,
+    .drop_ahead = of_unsharding<fc_unsharding_drop_ahead>,
     .await_gradients = of_unit<&Unit::await_gradients>,
     .end_awaiting = of_unit<&Unit::end_awaiting>,
     .defer_upcasts = of_unit<&Unit::defer_upcasts>,
@@ -234,12 +214,9 @@ void pass_group(RootObject *root, GroupObject *group)
 
 void call_post_backward(RootObject *root, GroupObject *group)
 {
-    if (group->calls_methods) {
-        call_method(group, Attribute::post_backward, checked(PyTuple_New(0)),
-                    [=] { pass_group(root, group); });
-    } else {
-        pass_group(root, group);
-    }
+    through_method(
+        group, Attribute::post_backward, [] { return checked(PyTuple_New(0)); },
+        [=] { pass_group(root, group); });
 }
 
 // They end the other way round.

@@ -1,6 +1,5 @@
 // The Python type Root: fields, lifetime, methods. What it does is in root.cpp.
-#include "bind/fsdp/domain.h"
-#include "bind/fsdp/root.h"
+#include "bind/fsdp/state.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
 #include "bind/python/raised.h"

@@ -1,5 +1,5 @@
 // DTensors of slices: made in Python, shown again while nobody else keeps them.
-#include "bind/fsdp/slices.h"
+#include "bind/fsdp/parameters.h"
 
 #include "bind/python/calls.h"
 #include "bind/python/fields.h"

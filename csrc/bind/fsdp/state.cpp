@@ -1,5 +1,5 @@
 // The Python type State: fields, lifetime, methods. What it does is in hooks.cpp.
-#include "bind/fsdp/root.h"
+#include "bind/fsdp/state.h"
 
 #include "bind/module.h"
 #include "bind/python/calls.h"

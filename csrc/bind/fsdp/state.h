@@ -1,10 +1,10 @@
-// _C.State: what fsdp_c's FSDPState is built on; the hooks of one fully_shard call, and its unit.
+// What fsdp_c's classes are built on: _C.State (the hooks of one fully_shard call), _C.Group (its
+// unit), _C.Root and _C.Context; how a root is put to the engine's use.
 #ifndef FC_BIND_FSDP_STATE_H
 #define FC_BIND_FSDP_STATE_H
 
 #include <Python.h>
 
-#include "bind/fsdp/context.h"
 #include "bind/fsdp/unit.h"
 #include "bind/tensor/tensors.h"
 #include "engine/root.h"
@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <vector>
 
 namespace fc {
 
@@ -42,6 +43,17 @@ struct GroupObject {
     char hides_outputs; // pre-backward hangs on the parameters, see keep_for_hidden_output
     PyObject *post_forward_mesh_info; // owned; None: keep the parameters after forward
     PyObject *gradient_divide_factor; // owned; None: the number of ranks
+};
+
+// The base of FSDPStateContext: shared by a root and everything below it.
+struct ContextObject {
+    void open();
+    void close() const;
+
+    PyObject_HEAD
+    fc_root_context course;
+    bool awaits_handle; // of finalize_backward(async_op=True)
+    bool has_warned;    // that gradients were left to finalize_backward() and forgotten
 };
 
 // The base of FSDPState.
@@ -194,6 +206,26 @@ void hook_nodes_inside(StateObject *state, at::TensorList outputs);
 // The same for the gradients of the unit's parameters; for good.
 void hook_params(StateObject *state);
 void queue_final_callback(RootObject *root);
+
+// ---- root.cpp: what is done around the functions of engine/root.h ----
+template <typename Body> void each_state(const RootObject *root, Body &&body)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(root->states); i++) {
+        body(reinterpret_cast<StateObject *>(PyList_GET_ITEM(root->states, i)));
+    }
+}
+
+inline bool root_in_backward(const RootObject *root)
+{
+    return fc_root_in_backward(&root->course);
+}
+
+// After its other fields.
+void root_init(RootObject *root, const std::vector<fc_domain *> &domains);
+void root_pre_forward(StateObject *state);
+void root_end_backward(RootObject *root);
+void root_finalize_backward(RootObject *root);
+void root_reset(RootObject *root, bool drops_gradients);
 
 // ---- hooks.cpp ----
 // None, or (args, kwargs) if they changed. `member`: keeps the books of a grouped unit.

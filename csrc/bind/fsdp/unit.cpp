@@ -1,24 +1,27 @@
 // A unit: its parts, made from what Python has decided; what opens and ends a use of its
-// parameters.
+// parameters, and what hands in its gradients.
 #include "bind/fsdp/unit.h"
 
-#include "bind/device/device_unit.h"
-#include "bind/fsdp/domain.h"
+#include "bind/compat.h"
 #include "bind/fsdp/events.h"
 #include "bind/tensor/tensors.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <memory>
+#include <utility>
 
 namespace fc {
 
 Unit::Unit(const UnitDomains &domains, PyObject *post_mesh, PyObject *rows, const at::Tensor &flat,
            PyObject *on_device, const fc_updates *updates)
     : Parameters(fc_domain_unit(domain_of(domains.shard), domains.index), rows, flat),
-      Accumulated(params_), UnitGraph(shard_, params_, *this, updates),
+      Accumulated(params_), UnitGraph(shard_, params_, updates),
       domain_object_(Ref::borrow(domains.shard)), post_mesh_(Ref::borrow(post_mesh)),
       domain_(domain_of(domains.shard)), replicate_domain_(nullptr)
 {
@@ -39,7 +42,9 @@ Unit::Unit(const UnitDomains &domains, PyObject *post_mesh, PyObject *rows, cons
         extended_ = std::make_unique<Extended>(*this, rows);
     }
     check(fc_reduction_create(shard_, replicate, slots(), reduction_ops(), Out(reduction_)));
-    begin(make_device(domains, replicate, on_device));
+    const fc_unsharding_options options = make_device(domains, replicate, on_device);
+    check_raised(fc_unsharding_create(&options, Out(unsharding_)));
+    set_unsharding(unsharding());
     make_gradients();
     set_says_graph(fc_unsharding_makes_copies(unsharding()));
     withhold(false);
@@ -86,10 +91,12 @@ void Unit::make_gradients()
 
 Unit::~Unit()
 {
-    drop_ahead();
+    if (unsharding_ != nullptr) {
+        fc_unsharding_drop_ahead(unsharding());
+    }
     end_graph();
     forget_slices();
-    end();
+    unsharding_.reset();
 }
 
 bool Unit::is_intact() const
@@ -156,6 +163,83 @@ void *Unit::take_residence()
         p.storage = p.local.storage().mutable_data();
     }
     return home.mutable_data_ptr();
+}
+
+// ---- gradients are handed to the engine, which says when and where their sums are written ----
+
+// Who sets `grad_dtype` on a shard after the first forward gets torch's error.
+void Unit::check_grad_dtype(const Param &param) const
+{
+    const auto *meta = torch::autograd::impl::get_autograd_meta(param.sharded_tensor());
+    if (meta == nullptr || !meta->grad_dtype_ || *meta->grad_dtype_ == param.grad_type ||
+        meta->grad_.defined()) {
+        return;
+    }
+    raise_error(PyExc_RuntimeError,
+                "parameter '%s' of FSDP unit '%s': attempting to assign a gradient with dtype "
+                "'%s' to a tensor with grad_dtype '%s'. From torch 2.15 on grad_dtype can be set "
+                "before the first forward",
+                parameter_name(param).c_str(), name().c_str(), c10::toString(param.grad_type),
+                c10::toString(*meta->grad_dtype_));
+}
+
+void Unit::submit(bool with_unused, const fc_reduce_options &options)
+{
+    // A submission that waits for the peers takes the partial sums along.
+    const bool takes_sums =
+        flushes_partial_sums && options.all_reduce && !fc_reduction_is_submitted(reduction());
+    auto taken = std::make_unique<Taken>();
+    taken->tensors = take_gradients(with_unused, takes_sums ? reduction() : nullptr);
+    taken->grads.resize(params_.size());
+    bool any = false;
+    for (size_t i = 0; i < params_.size(); i++) {
+        at::Tensor &grad = taken->tensors[i];
+        taken->grads[i].is_wanted = params_[i].unsharded_tensor.requires_grad();
+        if (grad.defined()) {
+            any = true;
+            check_grad_dtype(params_[i]);
+            taken->grads[i].data = grad.const_data_ptr();
+            if (taken->grads[i].data == nullptr && grad.numel() > 0) { // a FakeTensor's is nowhere
+                const NoModes no_modes;
+                grad = at::zeros(grad.sizes(),
+                                 params_[i].unsharded_tensor.options().dtype(grad.scalar_type()));
+                taken->grads[i].data = grad.const_data_ptr();
+            }
+            taken->grads[i].dtype = dtype_of(grad.scalar_type());
+            taken->grads[i].is_exclusive = grad.use_count() == 1 && grad.storage().use_count() == 1;
+        }
+    }
+    if (!any) {
+        return;
+    }
+    Range range("FSDP::post_backward_reduce", this);
+    gradients_->submit(std::move(taken), options);
+}
+
+void Unit::accumulate()
+{
+    if (keep_gradients()) {
+        fc_reduction_accumulate(reduction());
+    }
+}
+
+void Unit::inherit(Unit &former)
+{
+    take_from(former);
+    gradients_->inherit(*former.gradients_);
+}
+
+void Unit::drop_gradients()
+{
+    drop();
+    gradients_->drop();
+    gradients_->drop_partial_sums();
+    gradients_->forget_deferred_hooks();
+}
+
+bool Unit::is_settled() const
+{
+    return has_all_gradients() && !has_partial_sums() && fc_unsharding_is_settled(unsharding());
 }
 
 } // namespace fc

@@ -8,8 +8,9 @@
 #include "bind/fsdp/gradients.h"
 #include "bind/fsdp/graphs.h"
 #include "bind/fsdp/parameters.h"
-#include "bind/fsdp/unsharding.h"
+#include "bind/python/raised.h"
 #include "engine/domain.h"
+#include "engine/slots.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -19,6 +20,18 @@
 namespace fc {
 
 class Range;
+
+// ---- domain.cpp: of the Python object that owns an fc_domain, _C.Domain ----
+// Borrowed from the object; TypeError as an exception for anything else.
+fc_domain *domain_of(PyObject *object);
+
+// What the domain's units run on, and its communicator there; null for units in shared memory or
+// over messages.
+Streams *domain_streams(PyObject *object);
+fc_device_comm *domain_device_comm(PyObject *object);
+
+// The pool of private memory for unsharded units, one for the process.
+fc_slots *slots();
 
 // What the engine calls for a unit whose owner is a GroupObject.
 const fc_reduction_ops *reduction_ops();
@@ -32,7 +45,7 @@ struct UnitDomains {
     size_t index;
 };
 
-class Unit : public Parameters, public Unsharding, public Accumulated, public UnitGraph {
+class Unit : public Parameters, public Accumulated, public UnitGraph {
 public:
     // rows, flat: see Parameters; on_device: see DeviceOptions. updates: of the shards, borrowed.
     // post_mesh: of slices that forward leaves, or None.
@@ -44,6 +57,7 @@ public:
     fc_domain *replicate_domain() const { return replicate_domain_; }
     DeviceUnit *device() const { return device_.get(); }
     Extended *extended() const { return extended_.get(); }
+    fc_unsharding *unsharding() const { return unsharding_.get(); }
     fc_reduction *reduction() const { return gradients_->reduction(); }
     ShardGradients &gradients() const { return *gradients_; }
     const fc_traffic &traffic() const { return *fc_reduction_traffic(reduction()); }
@@ -52,6 +66,20 @@ public:
     bool leaves_slices(PyObject *post_forward_mesh_info) const
     {
         return post_mesh_.get() != Py_None && post_forward_mesh_info == post_mesh_.get();
+    }
+    bool is_unsharded() const
+    {
+        return fc_unsharding_is_shown(fc_unsharding_state_of(unsharding()));
+    }
+    // An unshard that was asked for and not waited for.
+    bool is_pending() const
+    {
+        const fc_unsharding_state state = fc_unsharding_state_of(unsharding());
+        return state == FC_UNIT_REQUESTED || state == FC_UNIT_GATHERED;
+    }
+    void reshard(bool to_slice = false)
+    {
+        check_raised(fc_unsharding_reshard(unsharding(), to_slice));
     }
     // Gathers; registration is left to unshard().
     void unshard_private();
@@ -101,6 +129,7 @@ private:
     std::unique_ptr<Extended> extended_; // null where shards are all that is gathered
     Owned<fc_reduction, fc_reduction_destroy> reduction_;
     std::unique_ptr<ShardGradients> gradients_; // with both
+    Owned<fc_unsharding, fc_unsharding_destroy> unsharding_;
     std::vector<std::unique_ptr<Range>> waits_;
 };
 

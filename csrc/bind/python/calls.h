@@ -54,11 +54,6 @@
     X(spec, "_spec")                                                                               \
     X(mesh, "mesh")                                                                                \
     X(placements, "placements")                                                                    \
-    X(step, "step")                                                                                \
-    X(exp_avg, "exp_avg")                                                                          \
-    X(exp_avg_sq, "exp_avg_sq")                                                                    \
-    X(max_exp_avg_sq, "max_exp_avg_sq")                                                            \
-    X(momentum_buffer, "momentum_buffer")                                                          \
     X(call_impl, "_call_impl")                                                                     \
     X(forward, "forward")                                                                          \
     X(forward_pre_hooks, "_forward_pre_hooks")                                                     \

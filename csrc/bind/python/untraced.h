@@ -47,15 +47,13 @@ inline Ref Untraced::set_tracer(PyObject *tracer)
 
 inline void Untraced::restore()
 {
-    PyObject *type, *value, *traceback; // of the hook's error, if it has one
-    PyErr_Fetch(&type, &value, &traceback);
+    const ErrorAside error; // the hook's, if it has one
     try {
         set_tracer(before_.get());
-    } catch (python_error &error) {
-        error.restore();
+    } catch (python_error &failure) {
+        failure.restore();
         PyErr_WriteUnraisable(before_.get());
     }
-    PyErr_Restore(type, value, traceback);
 }
 
 } // namespace fc

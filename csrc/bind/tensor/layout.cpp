@@ -149,11 +149,6 @@ bool is_ordinary(PyObject *object)
                                                      c10::DispatchKey::Functionalize}));
 }
 
-bool is_plain(PyObject *object)
-{
-    return is_ordinary(object) && THPVariable_Unpack(object).is_cpu();
-}
-
 void bump_version(const at::Tensor &tensor)
 {
     tensor.unsafeGetTensorImpl()->bump_version();
@@ -161,13 +156,12 @@ void bump_version(const at::Tensor &tensor)
 
 int find_dtensors()
 {
-    const auto find = []() -> PyObject * {
+    const auto find = [] {
         dtensor_type = reinterpret_cast<PyTypeObject *>(look_up(Import::dtensor).release());
         dtensor_slots = {slot_of(dtensor_type, name_of(Attribute::local_tensor)),
                          slot_of(dtensor_type, name_of(Attribute::spec))};
-        return Py_None;
     };
-    return guarded(find) == nullptr ? -1 : 0;
+    return succeeds(find) ? 0 : -1;
 }
 
 } // namespace fc

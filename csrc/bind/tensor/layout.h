@@ -45,7 +45,6 @@ private:
 
 // A tensor that is memory of this process, or of a GPU, and nothing more.
 bool is_ordinary(PyObject *object);
-bool is_plain(PyObject *object); // of this process
 
 bool is_dtensor(PyObject *object); // and no subclass
 bool is_dtensor_or_subclass(PyObject *object);
