@@ -67,7 +67,7 @@ CXX_SOURCES = {
     "csrc/bind/comm": "communicator host nccl process_group transport",
     "csrc/bind/device": "accelerator device device_comm device_unit",
     "csrc/bind/fsdp": (
-        "accumulated autograd context domain events extended gradients graphs hooks module_call "
+        "accumulated autograd domain events extended gradients graphs hooks module_call "
         "param_group parameters python_door root root_object slices state unit unit_ops"
     ),
     "csrc/bind/optim": "local_tensors params",

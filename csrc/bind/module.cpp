@@ -28,7 +28,8 @@ PyMethodDef functions[] = {
                                              "names what is missing or unknown."),
     function<watch_functions>(
         "watch_functions",
-        "watch_functions([WatchedFunction], names): roots leave the core when one of the functions "
+        "watch_functions(functions=[WatchedFunction], names=): roots leave the core when one of "
+        "the functions "
         "is replaced, or one of the names on a state; not by those of an earlier call."),
     function<call_directly>("call_directly",
                             "call_directly(cls): modules of it whose only hooks are their unit's "
@@ -40,17 +41,20 @@ PyMethodDef functions[] = {
     function<make_noted>(
         "make_noted",
         "make_noted(tensor): one on the same memory whose unit notices `tensor.data`."),
-    function<take_memory>("take_memory", "take_memory(tensor, text) -> bytes: its storage has none "
-                                         "from now on; reading raises text."),
-    function<give_memory>("give_memory", "give_memory(tensor, bytes): its storage gets what bytes "
-                                         "has, which has none from then on."),
+    function<take_memory>("take_memory",
+                          "take_memory(*, tensor, text) -> bytes: its storage has none "
+                          "from now on; reading raises text."),
+    function<give_memory>("give_memory",
+                          "give_memory(*, tensor, bytes): its storage gets what bytes "
+                          "has, which has none from then on."),
     function<count_checkpoint>(
         "count_checkpoint",
         "count_checkpoint(): the forward that runs will be run again, in part, by its backward."),
     function<n_steps>("n_steps", "n_steps() -> int: how many have been counted."),
     function<norm_of>("norm", "norm(values) -> Tensor: the 2-norm of float32 memory."),
     function<clip_factor>(
-        "clip_factor", "clip_factor(max_norm, norm) -> float: what torch multiplies gradients by."),
+        "clip_factor",
+        "clip_factor(*, max_norm, norm) -> float: what torch multiplies gradients by."),
     {}};
 
 int exec(PyObject *module)
@@ -58,9 +62,9 @@ int exec(PyObject *module)
     if (intern_names() < 0 || find_dtensors() < 0) {
         return -1;
     }
-    for (const auto add : {register_transport, register_comm, register_nccl, register_streams,
-                           register_domain, register_context, register_group, register_root,
-                           register_state, register_locals, register_optim}) {
+    for (const auto add :
+         {register_transport, register_comm, register_nccl, register_streams, register_domain,
+          register_group, register_root, register_state, register_locals, register_optim}) {
         if (add(module) < 0) {
             return -1;
         }

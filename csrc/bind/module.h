@@ -14,11 +14,15 @@ class Fields;
 void close_interpreter();
 void set_place(Fields &given);
 void set_callbacks(PyObject *unnamed, PyObject *named);
-void watch_functions(PyObject *args, PyObject *named);
+void watch_functions(Fields &given);
+// True if a watched name is no longer bound to the function that it was watched with.
+bool functions_replaced();
+// True if a state's attribute of this name stands before a method that the core does not call.
+bool is_watched_on_states(PyObject *name);
 
 // ---- tensor/ ----
-at::Tensor take_memory(PyObject *args, PyObject *named);
-void give_memory(PyObject *args, PyObject *named);
+at::Tensor take_memory(Fields &given);
+void give_memory(Fields &given);
 at::Tensor make_noted(PyObject *tensor);
 void note_data(PyObject *tensor);
 // -1 with the Python error set, as the others that register; once, before all that sees DTensors.
@@ -26,7 +30,7 @@ int find_dtensors();
 
 // ---- optim/ ----
 at::Tensor norm_of(PyObject *values);
-double clip_factor(PyObject *args, PyObject *named);
+double clip_factor(Fields &given);
 int register_locals(PyObject *module); // Layouts and Locals
 int register_optim(PyObject *module);  // Params
 
@@ -41,10 +45,9 @@ int register_streams(PyObject *module); // Streams
 void call_directly(PyObject *cls);
 void count_checkpoint();
 int register_domain(PyObject *module);
-int register_context(PyObject *module);
 int register_state(PyObject *module);
 int register_group(PyObject *module); // Group and StepCounter
-int register_root(PyObject *module);
+int register_root(PyObject *module);  // Root and Context
 
 } // namespace fc
 

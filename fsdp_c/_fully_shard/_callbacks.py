@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -11,6 +12,16 @@ from fsdp_c._fully_shard._fsdp_param import FSDPParam
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._fully_shard._fsdp_state import FSDPState
 from fsdp_c._native import _C
+
+_LOG = logging.getLogger("torch.distributed.fsdp.fully_shard")
+
+
+def _is_logging() -> bool:
+    return _LOG.isEnabledFor(logging.DEBUG)
+
+
+def _log_event(text: str) -> None:
+    _LOG.debug("%s", text)
 
 
 def _parameter_name(fsdp_param: Any) -> str | None:
@@ -47,6 +58,8 @@ def hand_down() -> None:
         warn_of_failed_backward=FSDPState._warn_of_failed_backward,
         tell_of_double_backward=FSDPState._tell_of_double_backward,
         explain_error=_errors.explain,
+        is_logging=_is_logging,
+        log_event=_log_event,
         # Of a parameter.
         refuse_sparse_gradient=FSDPParam._refuse_sparse_gradient,
         parameter_name=_parameter_name,

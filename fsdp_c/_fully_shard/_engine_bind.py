@@ -242,6 +242,7 @@ def _make_smaller(
             batch_bytes=0,
             is_counted=False,
             is_packed=messages is not None,
+            streams=None,
             group=str(process_group.group_name),
         )
         watch = _transport.watch_for(process_group)

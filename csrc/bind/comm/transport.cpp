@@ -9,11 +9,10 @@ namespace fc {
 
 RanksConfig::RanksConfig(Fields &given, Host *host)
 {
-    const Ref ranks = checked(PySequence_Fast(given.object("global_ranks").get(),
-                                              "global_ranks must be a sequence of ints"));
+    const Ref ranks = given.list("global_ranks");
 
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(ranks.get()); i++) {
-        global_ranks.push_back(integer_from(PySequence_Fast_GET_ITEM(ranks.get(), i)));
+    for (PyObject *rank : items_of(ranks.get())) {
+        global_ranks.push_back(integer_from(rank));
     }
     host->exchange = given.object("exchange");
     host->n_ranks = (int)global_ranks.size();

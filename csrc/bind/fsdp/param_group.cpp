@@ -31,17 +31,10 @@ std::unique_ptr<Unit> detach(GroupObject *group)
     return unit;
 }
 
-void group_bind(GroupObject &group, PyObject *args, PyObject *named)
+void group_bind(GroupObject &group, Fields &given)
 {
-    PyObject *domain, *replicate, *smaller, *post_mesh, *rows, *flat, *on_device;
-    Py_ssize_t index;
-    parse(args, named, "$OnOOOO!OO!",
-          {"domain", "index", "replicate", "smaller", "post_mesh", "params", "flat", "on_device"},
-          &domain, &index, &replicate, &smaller, &post_mesh, &PyList_Type, &rows, &flat,
-          &PyTuple_Type, &on_device);
-    const UnitDomains domains = {domain, replicate, smaller, static_cast<size_t>(index)};
-    auto unit = std::make_unique<Unit>(domains, post_mesh, rows, tensor_of(flat), on_device,
-                                       &group.course.updates);
+    const UnitParts parts(given);
+    auto unit = std::make_unique<Unit>(parts, &group.course.updates);
     std::unique_ptr<Unit> former(std::exchange(group.former, nullptr));
     if (group.unit != nullptr) {
         former = detach(&group);
@@ -152,19 +145,19 @@ std::vector<Ref> unit_partial_sums(Unit &unit)
     return sums;
 }
 
-void group_set_accumulated(GroupObject &group, PyObject *args, PyObject *named)
+void group_set_accumulated(GroupObject &group, Fields &given)
 {
-    Py_ssize_t index;
-    PyObject *tensor;
-    parse(args, named, "nO", {"index", "tensor"}, &index, &tensor);
+    const size_t index = given.size("index");
+    const Ref tensor = given.object("tensor");
+    given.end();
     if (group.unit == nullptr) {
         return;
     }
-    if (static_cast<size_t>(index) >= group.unit->params().size()) {
+    if (index >= group.unit->params().size()) {
         raise_error(PyExc_IndexError, "no such parameter");
     }
-    group.unit->set_accumulated(static_cast<size_t>(index),
-                                tensor == Py_None ? at::Tensor() : tensor_of(tensor));
+    group.unit->set_accumulated(index,
+                                tensor.get() == Py_None ? at::Tensor() : tensor_of(tensor.get()));
 }
 
 void group_follow(GroupObject &group, PyObject *counter)
@@ -208,23 +201,22 @@ DeviceUnit *device_of(const GroupObject &group)
     return group.unit != nullptr ? group.unit->device() : nullptr;
 }
 
-void group_set_prefetch(GroupObject &group, PyObject *args, PyObject *named)
+void group_set_prefetch(GroupObject &group, Fields &given)
 {
-    int in_backward;
-    PyObject *groups;
-    parse(args, named, "pO!", {"in_backward", "groups"}, &in_backward, &PyList_Type, &groups);
+    const bool in_backward = given.flag("in_backward");
+    const Ref groups = given.list("groups");
+    given.end();
     const DeviceUnit *device = device_of(group);
     if (device == nullptr) {
         return;
     }
     std::vector<fc_schedule_unit *> units;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(groups); i++) {
-        if (const auto *other = device_of(owned_by<GroupObject>(PyList_GET_ITEM(groups, i)))) {
+    for (PyObject *object : items_of(groups.get())) {
+        if (const auto *other = device_of(owned_by<GroupObject>(object))) {
             units.push_back(other->scheduled());
         }
     }
-    check(fc_schedule_set_prefetch(device->scheduled(), in_backward != 0, units.data(),
-                                   units.size()));
+    check(fc_schedule_set_prefetch(device->scheduled(), in_backward, units.data(), units.size()));
 }
 
 void group_set_reduce_group(GroupObject &group, PyObject *name)
@@ -331,9 +323,10 @@ PyMethodDef group_methods[] = {
                                                                           "Drops them."),
     method<group_accumulated>("_core_accumulated",
                               "(index) -> what is accumulated beside a parameter"),
-    method<group_set_accumulated>("_core_set_accumulated", "(index, tensor or None)"),
+    method<group_set_accumulated>("_core_set_accumulated", "(index=, tensor=): a tensor or None"),
     method<group_set_prefetch>(
-        "_core_set_prefetch", "(in_backward, groups): whom to gather behind this one on a device."),
+        "_core_set_prefetch",
+        "(in_backward=, groups=): whom to gather behind this one on a device."),
     method<group_set_reduce_group>("_core_set_reduce_group",
                                    "(name): the process group that sums gradients on a device."),
     method<group_follow>("_core_follow", "(StepCounter): of an optimizer that holds shards of it."),

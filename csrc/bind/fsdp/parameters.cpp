@@ -48,8 +48,8 @@ Param parse_row(PyObject *row)
     param.owner = fields.object("owner");
     fields.object("outputs"); // Extended's
     fields.end();
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(places.get()); i++) {
-        Fields place(PyList_GET_ITEM(places.get(), i));
+    for (PyObject *named : items_of(places.get())) {
+        Fields place(named);
         Ref dict = place.object("parameters"), name = place.object("name"),
             module = place.object("setter");
         place.end();
@@ -64,9 +64,11 @@ Param parse_row(PyObject *row)
     param.local = tensor_of(local_object(param));
     param.reduce_type = reinterpret_cast<THPDtype *>(reduce.get())->scalar_type;
     param.grad_type = reinterpret_cast<THPDtype *>(grad.get())->scalar_type;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(size.get()); i++) {
-        param.local_size.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(size.get(), i)));
-        param.local_stride.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(stride.get(), i)));
+    for (PyObject *n : items_of(size.get())) {
+        param.local_size.push_back(PyLong_AsLongLong(n));
+    }
+    for (PyObject *n : items_of(stride.get())) {
+        param.local_stride.push_back(PyLong_AsLongLong(n));
     }
     return param;
 }
@@ -185,9 +187,9 @@ Parameters::Parameters(fc_unit *shard, PyObject *rows, const at::Tensor &flat)
         name_.clear(); // profiler ranges of the root have no name
     }
     params_.reserve(static_cast<size_t>(PyList_GET_SIZE(rows)));
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(rows); i++) {
-        params_.push_back(parse_row(PyList_GET_ITEM(rows, i)));
-        params_.back().has_grad = fc_unit_layout(shard)->params[i].has_grad;
+    for (PyObject *row : items_of(rows)) {
+        params_.push_back(parse_row(row));
+        params_.back().has_grad = fc_unit_layout(shard)->params[params_.size() - 1].has_grad;
     }
 }
 
@@ -350,31 +352,22 @@ void Parameters::replace_unsharded(size_t param, Ref object)
 
 size_t Parameters::find_changed(const uint64_t *marks, size_t from) const
 {
-    size_t i = from;
-    while (i < params_.size() && params_[i].shard_mark() == marks[i]) {
-        i++;
-    }
-    return i;
+    return first_from(from, params_.size(),
+                      [&](size_t i) { return params_[i].shard_mark() != marks[i]; });
 }
 
 size_t Parameters::find_written_slice(size_t from) const
 {
-    size_t i = from;
-    while (i < params_.size() && !slices_->is_written(i)) {
-        i++;
-    }
-    return i;
+    return first_from(from, params_.size(), [&](size_t i) { return slices_->is_written(i); });
 }
 
 size_t Parameters::find_written(size_t from, bool maybe) const
 {
-    size_t i = from;
-    while (i < params_.size() && !params_[i].is_written() &&
-           !(maybe && (is_data_taken(params_[i].unsharded_tensor) ||
-                       (params_[i].is_parallel && is_data_taken(params_[i].dtensor_local))))) {
-        i++;
-    }
-    return i;
+    return first_from(from, params_.size(), [&](size_t i) {
+        const Param &p = params_[i];
+        return p.is_written() || (maybe && (is_data_taken(p.unsharded_tensor) ||
+                                            (p.is_parallel && is_data_taken(p.dtensor_local))));
+    });
 }
 
 bool Parameters::has_hooks() const

@@ -91,6 +91,15 @@ struct alignas(FC_CACHE_LINE) Param {
 static_assert(offsetof(Param, grad) == FC_CACHE_LINE / 2, "two lines make a pair");
 static_assert(offsetof(Param, leaf_grad_type) <= FC_CACHE_LINE, "what a step needs is in it");
 
+// The first one from `from` on that is it, or `n`.
+template <typename Question> size_t first_from(size_t from, size_t n, Question is_it)
+{
+    while (from < n && !is_it(from)) {
+        from++;
+    }
+    return from;
+}
+
 std::string parameter_name(const Param &param);
 // Why a sharded parameter cannot be read.
 std::string sharded_text(const fc_unit *unit);

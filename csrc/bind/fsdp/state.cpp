@@ -4,7 +4,6 @@
 #include "bind/module.h"
 #include "bind/python/calls.h"
 #include "bind/python/objects.h"
-#include "bind/python/replaced_functions.h"
 #include "bind/python/untraced.h"
 
 #include <structmember.h>
@@ -50,40 +49,37 @@ void StateObject::clear()
 namespace {
 
 // Each a dtype or None.
-void state_set_casts(StateObject &state, PyObject *args, PyObject *named)
+void state_set_casts(StateObject &state, Fields &given)
 {
-    PyObject *param, *output;
-    int casts;
-    parse(args, named, "$pOO", {"cast_inputs", "param_dtype", "output_dtype"}, &casts, &param,
-          &output);
-    const auto type_of = [](PyObject *dtype) {
-        return THPDtype_Check(dtype) ? reinterpret_cast<THPDtype *>(dtype)->scalar_type
-                                     : at::ScalarType::Undefined;
+    const auto type_in = [&](const char *name) {
+        const Ref dtype = given.object(name);
+        return THPDtype_Check(dtype.get()) ? reinterpret_cast<THPDtype *>(dtype.get())->scalar_type
+                                           : at::ScalarType::Undefined;
     };
-    state.casts_inputs = casts != 0;
-    state.param_dtype = type_of(param);
-    state.output_dtype = type_of(output);
+    state.casts_inputs = given.flag("cast_inputs");
+    state.param_dtype = type_in("param_dtype");
+    state.output_dtype = type_in("output_dtype");
+    given.end();
 }
 
 // Root, or None, and a tuple of groups: their order is that of the state's forward.
-void state_join(StateObject &state, PyObject *args, PyObject *named)
+void state_join(StateObject &state, Fields &given)
 {
-    PyObject *root, *groups;
-    int uses_fallback;
-    parse(args, named, "$OO!p", {"root", "groups", "uses_fallback"}, &root, &PyTuple_Type, &groups,
-          &uses_fallback);
-    RootObject *new_root = root == Py_None ? nullptr : &owned_by<RootObject>(root);
+    const Ref root = given.object("root");
+    Ref groups = given.object("groups");
+    state.uses_fallback = given.flag("uses_fallback");
+    given.end();
+    RootObject *new_root = root.get() == Py_None ? nullptr : &owned_by<RootObject>(root.get());
     GroupObject *first = nullptr;
-    for (Py_ssize_t i = PyTuple_GET_SIZE(groups); i-- > 0;) {
-        GroupObject *group = &owned_by<GroupObject>(PyTuple_GET_ITEM(groups, i));
+    for (Py_ssize_t i = PyTuple_GET_SIZE(groups.get()); i-- > 0;) {
+        GroupObject *group = &owned_by<GroupObject>(PyTuple_GET_ITEM(groups.get(), i));
         group->course.next = first != nullptr ? &first->course : nullptr;
         first = group;
     }
     Py_XINCREF(reinterpret_cast<PyObject *>(new_root));
     Py_XSETREF(state.root, new_root);
     state.group = first;
-    Py_XSETREF(state.groups, Py_NewRef(groups));
-    state.uses_fallback = uses_fallback != 0;
+    Py_XSETREF(state.groups, groups.release());
     fc_root_module_join(&state.course, first != nullptr ? &first->course : nullptr,
                         state.modules != nullptr && PyTuple_GET_SIZE(state.modules) > 1);
 }

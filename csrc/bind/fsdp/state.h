@@ -79,7 +79,7 @@ struct StateObject {
 
 // One root and everything below it: shared by its states.
 struct RootObject {
-    void open(PyObject *unnamed, PyObject *named); // (states=, domains=, context=)
+    void open(Fields &given); // states, domains, context
     int traverse(visitproc visit, void *arg) const;
     void clear();
     void close() { std::destroy_at(&hold); }

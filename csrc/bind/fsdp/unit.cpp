@@ -4,6 +4,7 @@
 
 #include "bind/compat.h"
 #include "bind/fsdp/events.h"
+#include "bind/python/fields.h"
 #include "bind/tensor/tensors.h"
 
 #include <ATen/ops/empty.h>
@@ -18,18 +19,29 @@
 
 namespace fc {
 
-Unit::Unit(const UnitDomains &domains, PyObject *post_mesh, PyObject *rows, const at::Tensor &flat,
-           PyObject *on_device, const fc_updates *updates)
-    : Parameters(fc_domain_unit(domain_of(domains.shard), domains.index), rows, flat),
-      Accumulated(params_), UnitGraph(shard_, params_, updates),
-      domain_object_(Ref::borrow(domains.shard)), post_mesh_(Ref::borrow(post_mesh)),
-      domain_(domain_of(domains.shard)), replicate_domain_(nullptr)
+UnitParts::UnitParts(Fields &given)
+    : domain(given.object("domain")), replicate(given.object("replicate")),
+      smaller(given.object("smaller")), index(given.size("index")),
+      post_mesh(given.object("post_mesh")), params(given.list("params")),
+      flat(given.object("flat")), on_device(given.object("on_device"))
 {
-    fc_unit *replicate = nullptr;
-    if (domains.replicate != Py_None) {
-        replicate_object_ = Ref::borrow(domains.replicate);
-        replicate_domain_ = domain_of(domains.replicate);
-        replicate = fc_domain_unit(replicate_domain_, domains.index);
+    given.end();
+}
+
+fc_unit *UnitParts::in(const Ref &of) const
+{
+    return of.get() == Py_None ? nullptr : fc_domain_unit(domain_of(of.get()), index);
+}
+
+Unit::Unit(const UnitParts &parts, const fc_updates *updates)
+    : Parameters(parts.in(parts.domain), parts.params.get(), tensor_of(parts.flat.get())),
+      Accumulated(params_), UnitGraph(shard_, params_, updates),
+      domains_{parts.domain, parts.replicate, parts.smaller}, post_mesh_(parts.post_mesh),
+      domain_(fc_unit_domain(shard_)), replicate_domain_(nullptr)
+{
+    fc_unit *replicate = parts.in(parts.replicate);
+    if (replicate != nullptr) {
+        replicate_domain_ = fc_unit_domain(replicate);
     }
     for (size_t i = 0; i < params_.size(); i++) {
         Param &p = params_[i];
@@ -39,10 +51,10 @@ Unit::Unit(const UnitDomains &domains, PyObject *post_mesh, PyObject *rows, cons
         }
     }
     if (is_extended(fc_unit_layout(shard_))) {
-        extended_ = std::make_unique<Extended>(*this, rows);
+        extended_ = std::make_unique<Extended>(*this, parts.params.get());
     }
     check(fc_reduction_create(shard_, replicate, slots(), reduction_ops(), Out(reduction_)));
-    const fc_unsharding_options options = make_device(domains, replicate, on_device);
+    const fc_unsharding_options options = make_device(parts);
     check_raised(fc_unsharding_create(&options, Out(unsharding_)));
     set_unsharding(unsharding());
     make_gradients();
@@ -52,25 +64,22 @@ Unit::Unit(const UnitDomains &domains, PyObject *post_mesh, PyObject *rows, cons
 }
 
 // What the unit's parameters are unsharded with; on a device a unit there is made first.
-fc_unsharding_options Unit::make_device(const UnitDomains &domains, fc_unit *replicate,
-                                        PyObject *options)
+fc_unsharding_options Unit::make_device(const UnitParts &parts)
 {
     fc_unsharding_options made = {};
     made.unit = shard_;
-    if (domains.smaller != Py_None) {
-        smaller_object_ = Ref::borrow(domains.smaller);
-        made.sliced = fc_domain_unit(domain_of(domains.smaller), domains.index);
-    }
+    made.sliced = parts.in(parts.smaller);
     made.slots = slots();
     made.traffic = fc_reduction_traffic(reduction_.get());
     made.ops = unsharding_ops(extended_.get());
     made.owner = this;
-    if (Streams *streams = domain_streams(domains.shard)) {
-        const DeviceComms comms = {domain_device_comm(domains.shard),
-                                   replicate != nullptr ? domain_device_comm(domains.replicate)
+    if (Streams *streams = domain_streams(parts.domain.get())) {
+        fc_unit *replicate = parts.in(parts.replicate);
+        const DeviceComms comms = {domain_device_comm(parts.domain.get()),
+                                   replicate != nullptr ? domain_device_comm(parts.replicate.get())
                                                         : nullptr};
-        device_ =
-            std::make_unique<DeviceUnit>(streams, shard_, replicate, comms, DeviceOptions(options));
+        device_ = std::make_unique<DeviceUnit>(streams, shard_, replicate, comms,
+                                               DeviceOptions(parts.on_device.get()));
         made.schedule = streams->schedule();
         made.on_device = device_->scheduled();
         made.has_all = device_->has_all();

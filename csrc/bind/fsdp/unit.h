@@ -19,6 +19,7 @@
 
 namespace fc {
 
+class Fields;
 class Range;
 
 // ---- domain.cpp: of the Python object that owns an fc_domain, _C.Domain ----
@@ -38,19 +39,25 @@ const fc_reduction_ops *reduction_ops();
 // And for one whose owner is a Unit.
 const fc_unsharding_ops *unsharding_ops(const Extended *extended);
 
-// Where a unit is: its place in the domains of its shards, of its replicas, and of a smaller group
-// that forward reshards to (over messages), or None.
-struct UnitDomains {
-    PyObject *shard, *replicate, *smaller; // borrowed
+// What a unit is made of.
+struct UnitParts {
+    explicit UnitParts(Fields &given);
+    // The unit in one of the domains; null: None.
+    fc_unit *in(const Ref &domain) const;
+
+    // Of its shards, of its replicas, and of a smaller group that forward reshards to (over
+    // messages), or None; and its place in these.
+    Ref domain, replicate, smaller;
     size_t index;
+    Ref post_mesh;    // of slices that forward leaves, or None
+    Ref params, flat; // see Parameters
+    Ref on_device;    // see DeviceOptions
 };
 
 class Unit : public Parameters, public Accumulated, public UnitGraph {
 public:
-    // rows, flat: see Parameters; on_device: see DeviceOptions. updates: of the shards, borrowed.
-    // post_mesh: of slices that forward leaves, or None.
-    Unit(const UnitDomains &domains, PyObject *post_mesh, PyObject *rows, const at::Tensor &flat,
-         PyObject *on_device, const fc_updates *updates);
+    // updates: of the shards, borrowed.
+    Unit(const UnitParts &parts, const fc_updates *updates);
     ~Unit();
 
     fc_domain *domain() const { return domain_; }
@@ -116,13 +123,12 @@ public:
     bool is_settled() const;
 
 private:
-    fc_unsharding_options make_device(const UnitDomains &domains, fc_unit *replicate,
-                                      PyObject *options);
+    fc_unsharding_options make_device(const UnitParts &parts);
     void make_gradients();
     void check_grad_dtype(const Param &param) const;
 
     // Keep the domains alive until all below is gone.
-    Ref domain_object_, replicate_object_, smaller_object_;
+    const std::array<Ref, 3> domains_;
     Ref post_mesh_;
     fc_domain *domain_, *replicate_domain_;
     std::unique_ptr<DeviceUnit> device_; // null in shared memory and over messages

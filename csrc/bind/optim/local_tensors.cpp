@@ -229,13 +229,12 @@ template <bool gradients> PyObject *layouts_collect(PyObject *self, PyObject *li
     return guarded([&] { return collect(self, list, gradients).release(); });
 }
 
-bool layouts_has_dtensors(PyObject *args, PyObject *named)
+bool layouts_has_dtensors(Fields &given)
 {
-    PyObject *list;
-    int gradients;
-    parse(args, named, "O!p:has_dtensors", {"tensors", "gradients"}, &PyList_Type, &list,
-          &gradients);
-    return has_dtensors(list, gradients != 0);
+    const Ref list = given.list("tensors");
+    const bool gradients = given.flag("gradients");
+    given.end();
+    return has_dtensors(list.get(), gradients);
 }
 
 int layouts_number(Known &self, PyObject *spec)
@@ -258,10 +257,10 @@ PyMethodDef layouts_methods[] = {
      "None: one of them is no memory of real numbers, or none is a DTensor."},
     {"collect_gradients", layouts_collect<true>, METH_O,
      "collect_gradients(tensors) -> Locals | None\n\nThe same of the gradients that tensors have."},
-    function<layouts_has_dtensors>(
-        "has_dtensors",
-        "has_dtensors(tensors, gradients) -> bool\n\nAmong them, or among the gradients they have.",
-        METH_STATIC),
+    function<layouts_has_dtensors>("has_dtensors",
+                                   "has_dtensors(*, tensors, gradients) -> bool\n\nAmong them, or "
+                                   "among the gradients they have.",
+                                   METH_STATIC),
     method<layouts_number>("number", "number(spec) -> int\n\nThat of the spec's layout."),
     method<layouts_first_spec>("spec", "spec(number)\n\nThe first one seen of the layout."),
     {}};
@@ -372,10 +371,11 @@ PyGetSetDef locals_facts[] = {
 
 } // namespace
 
-double clip_factor(PyObject *args, PyObject *named)
+double clip_factor(Fields &given)
 {
-    float max_norm, norm;
-    parse(args, named, "ff:clip_factor", {"max_norm", "norm"}, &max_norm, &norm);
+    const auto max_norm = static_cast<float>(given.real("max_norm"));
+    const auto norm = static_cast<float>(given.real("norm"));
+    given.end();
     return fc_clip_factor_of(max_norm, norm);
 }
 

@@ -27,6 +27,8 @@
     X(refuse_sparse_gradient)                                                                      \
     X(tell_of_double_backward)                                                                     \
     X(explain_error)                                                                               \
+    X(is_logging)                                                                                  \
+    X(log_event)                                                                                   \
     X(parameter_name)                                                                              \
     X(make_sharded_gradient)                                                                       \
     X(make_slice)                                                                                  \
@@ -34,7 +36,7 @@
     X(make_inputs)                                                                                 \
     X(fill_unsharded)
 
-// X(name, text): attributes and keys, of states, of torch's objects and of loggers.
+// X(name, text): attributes and keys, of states and of torch's objects.
 #define FC_ATTRIBUTES(X)                                                                           \
     X(state_context, "_state_ctx")                                                                 \
     X(post_optim_event, "post_optim_event")                                                        \
@@ -49,8 +51,6 @@
     X(local_tensor, "_local_tensor")                                                               \
     X(inner_tensors, "_unsharded_inner_tensors")                                                   \
     X(dunder_call, "__call__")                                                                     \
-    X(debug, "debug")                                                                              \
-    X(is_enabled_for, "isEnabledFor")                                                              \
     X(spec, "_spec")                                                                               \
     X(mesh, "mesh")                                                                                \
     X(placements, "placements")                                                                    \
@@ -75,8 +75,7 @@
     X(collect_grad_tensors, "torch.distributed.fsdp._common_utils", "collect_grad_tensors")        \
     X(replace_grad_tensors, "torch.distributed.fsdp._common_utils", "replace_grad_tensors")        \
     X(swap_tensor_impl, "torch._C", "_swap_tensor_impl")                                           \
-    X(set_eval_frame, "torch._C._dynamo.eval_frame", "set_eval_frame")                             \
-    X(get_logger, "logging", "getLogger")
+    X(set_eval_frame, "torch._C._dynamo.eval_frame", "set_eval_frame")
 
 namespace fc {
 
@@ -98,7 +97,7 @@ constexpr size_t n_calls = static_cast<size_t>(Call::count);
 PyObject *function_of(Call call);
 template <typename... Arguments> Ref ask_python(Call which, Arguments *...arguments)
 {
-    PyObject *const given[] = {reinterpret_cast<PyObject *>(arguments)...};
+    PyObject *const given[] = {reinterpret_cast<PyObject *>(arguments)..., nullptr};
     return checked(PyObject_Vectorcall(function_of(which), given, sizeof...(arguments), nullptr));
 }
 

@@ -129,12 +129,11 @@ at::DataPtr take_from(c10::StorageImpl *storage)
 
 } // namespace
 
-at::Tensor take_memory(PyObject *args, PyObject *named)
+at::Tensor take_memory(Fields &given)
 {
-    PyObject *tensor;
-    const char *text;
-    parse(args, named, "Os:take_memory", {"tensor", "text"}, &tensor, &text);
-    c10::StorageImpl *storage = storage_of(tensor);
+    const Ref tensor = given.object("tensor"), text = given.object("text");
+    given.end();
+    c10::StorageImpl *storage = storage_of(tensor.get());
     const size_t bytes = storage->nbytes();
     at::Tensor taken = at::empty({0}, at::dtype(at::kByte));
     c10::StorageImpl *into = taken.storage().unsafeGetStorageImpl();
@@ -142,18 +141,18 @@ at::Tensor take_memory(PyObject *args, PyObject *named)
     into->set_nbytes(bytes);
     into->set_resizable(false);
     set_memory(storage, nullptr, 0);
-    set_unreadable_text(storage, text);
+    set_unreadable_text(storage, text_from(text.get()));
     taken.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(bytes)});
     return taken;
 }
 
-void give_memory(PyObject *args, PyObject *named)
+void give_memory(Fields &given)
 {
-    PyObject *tensor, *bytes;
-    parse(args, named, "OO:give_memory", {"tensor", "bytes"}, &tensor, &bytes);
-    c10::StorageImpl *storage = storage_of(tensor), *from = storage_of(bytes);
-    const at::Tensor &given = tensor_of(bytes);
-    if (given.scalar_type() != at::kByte || given.storage_offset() != 0 || from == storage) {
+    const Ref tensor = given.object("tensor"), bytes = given.object("bytes");
+    given.end();
+    c10::StorageImpl *storage = storage_of(tensor.get()), *from = storage_of(bytes.get());
+    const at::Tensor &all = tensor_of(bytes.get());
+    if (all.scalar_type() != at::kByte || all.storage_offset() != 0 || from == storage) {
         raise_error(PyExc_ValueError, "expected a tensor of a storage's bytes");
     }
     const size_t n_bytes = from->nbytes();
