@@ -1,7 +1,6 @@
 // fsdp_c._C: an index of what the binding registers.
 #include "bind/module.h"
 
-#include "bind/python/calls.h"
 #include "bind/python/objects.h"
 #include "bind/python/process.h"
 #include "kernels/kernels.h"

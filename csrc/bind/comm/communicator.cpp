@@ -1,16 +1,11 @@
 /* The type `_C.Comm`: tensors as arrays of the core, lent to it for the time of a call. */
 #include "bind/comm/transport.h"
-#include "bind/core.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
 #include "bind/tensor/tensors.h"
 #include "comm/comm.h"
 
-#include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
-#include <torch/csrc/autograd/python_variable.h>
-
-#include <vector>
 
 namespace fc {
 

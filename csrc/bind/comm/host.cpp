@@ -2,12 +2,8 @@
 #include "bind/comm/transport.h"
 
 #include "bind/module.h"
-#include "bind/python/fields.h"
 #include "bind/python/objects.h"
 #include "bind/python/process.h"
-
-#include <cstring>
-#include <unistd.h>
 
 namespace fc {
 

@@ -1,12 +1,9 @@
 /* The type `_C.NcclGroup`. Streams are their handles as ints; tensors may be on any device that the
  * library can read. Collectives are for who tries NCCL: units call the core. */
 #include "bind/comm/transport.h"
-#include "bind/core.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
 #include "bind/tensor/tensors.h"
-
-#include <ATen/core/Tensor.h>
 
 namespace fc {
 

@@ -1,7 +1,6 @@
 /* The type `_C.Transport`. */
 #include "bind/comm/transport.h"
 
-#include "bind/core.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
 

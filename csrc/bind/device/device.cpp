@@ -4,7 +4,6 @@
 #include "bind/compat.h"
 #include "bind/fsdp/unit.h"
 #include "bind/module.h"
-#include "bind/python/fields.h"
 #include "bind/python/objects.h"
 #include "bind/tensor/tensors.h"
 #include "device/host/host.h"
@@ -12,11 +11,8 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/Event.h>
-#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Device.h>
-
-#include <algorithm>
 
 namespace fc {
 
@@ -220,9 +216,7 @@ void DeviceUnit::post(const std::vector<at::Tensor> &grads, uint64_t present, do
 
 // ---- the Python type ----
 
-namespace {
-
-void streams_connect(Streams &self, Fields &given)
+static void streams_connect(Streams &self, Fields &given)
 {
     const std::string group = given.text("group");
     const Ref nccl = given.object("nccl");
@@ -230,7 +224,7 @@ void streams_connect(Streams &self, Fields &given)
     self.collectives().connect(group, nccl.get());
 }
 
-PyMethodDef streams_methods[] = {
+static PyMethodDef streams_methods[] = {
     function<tells_streams>(
         "tells_handles",
         "tells_handles(): whether streams of CUDA can be handed to kernels and to NCCL.",
@@ -239,8 +233,6 @@ PyMethodDef streams_methods[] = {
         "connect", "connect(*, group, nccl): who does the collectives of the process group "
                    "of that name, a NcclGroup or, with None, the group itself."),
     {}};
-
-} // namespace
 
 int register_streams(PyObject *module)
 {

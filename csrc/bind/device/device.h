@@ -2,23 +2,16 @@
 #ifndef FC_BIND_DEVICE_DEVICE_H
 #define FC_BIND_DEVICE_DEVICE_H
 
-#include "bind/core.h"
 #include "bind/fsdp/gradients.h"
-#include "bind/python/python.h"
-#include "device/caller.h"
 #include "engine/schedule.h"
 #include "kernels/cuda/kern_cuda.h"
 #include "transport/collectives.h"
 
-#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
 
 #include <deque>
-#include <memory>
-#include <string>
-#include <vector>
 
 namespace fc {
 
@@ -182,10 +175,10 @@ private:
 // The gradients of a unit's shards on a device. The schedule of the unit's root makes the sums.
 class DeviceGradients : public ShardGradients {
 public:
-    // All borrowed; name: of the unit.
+    // All borrowed.
     DeviceGradients(std::vector<Param> &params, const fc_layout *layout, fc_reduction *reduction,
-                    const std::string &name, DeviceUnit *device)
-        : ShardGradients(params, layout, reduction), name_(name), device_(device)
+                    DeviceUnit *device)
+        : ShardGradients(params, layout, reduction), device_(device)
     {
     }
 
@@ -208,7 +201,6 @@ private:
     void add_apart(const Grads &grads, const Indices &present, uint64_t print, double divisor);
     void place(const Grads &grads, const Indices &present, uint64_t print, double divisor);
 
-    const std::string &name_;
     DeviceUnit *device_;
 };
 

@@ -7,12 +7,7 @@
 
 #include <ATen/ops/from_blob.h>
 #include <c10/core/Allocator.h>
-#include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-
-#include <optional>
-#include <vector>
 
 namespace fc {
 

@@ -6,16 +6,12 @@
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <memory>
-#include <optional>
 #include <typeinfo>
 #include <unordered_set>
-#include <utility>
 
 namespace fc {
 
@@ -125,16 +121,10 @@ uint64_t updates_of(const StateObject *state, uint64_t (Unit::*n)() const)
 // a weight autograd raises, as for a module that is not sharded, and knows no unit's name.
 void warn_if_outdated(const StateObject *state, uint64_t updates)
 {
-    const GroupObject *group = bound_from(state->group);
-    if (group == nullptr || updates_of(state, &Unit::n_updates) == updates) {
-        return;
+    GroupObject *group = bound_from(state->group);
+    if (group != nullptr && updates_of(state, &Unit::n_updates) != updates) {
+        ask_python(Call::warn_of_outdated, group);
     }
-    check(PyErr_WarnFormat(
-        PyExc_UserWarning, 1,
-        "backward goes through a graph of FSDP unit '%s' from before an optimizer step, or a load, "
-        "that has changed its weights since: detach() what is carried over a step, or run all "
-        "backwards before it",
-        fc_unit_name(group->unit->shard_unit())));
 }
 
 // Between two units: on the node whose gradient leaves one and enters the other. On the node, not

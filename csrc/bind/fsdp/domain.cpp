@@ -2,22 +2,14 @@
 // is_packed=, streams=, group=): builds fc_domain from plain Python data.
 #include "bind/fsdp/unit.h"
 
-#include "base/alloc.h"
 #include "bind/comm/transport.h"
-#include "bind/core.h"
 #include "bind/module.h"
-#include "bind/python/fields.h"
 #include "bind/python/objects.h"
 #include "bind/tensor/tensors.h"
 #include "engine/batch.h"
-#include "engine/reduction.h"
-#include "engine/unit.h"
 #include "engine/waits.h"
 
 #include <torch/csrc/Dtype.h>
-
-#include <string>
-#include <vector>
 
 namespace fc {
 
@@ -156,16 +148,10 @@ void domain_name_openers(OwnedDomain &self, PyObject *openers)
 
 Ref dict_of_sizes(const fc_domain_sizes &sizes)
 {
-    return dict_of({{"control", to_python(sizes.control)},
-                    {"full", to_python(sizes.full)},
-                    {"aliased", to_python(sizes.aliased)},
-                    {"arena", to_python(sizes.arena)},
-                    {"gradients", to_python(sizes.grads)},
-                    {"largest", to_python(sizes.largest)},
-                    {"pack", to_python(sizes.pack)},
-                    {"part", to_python(sizes.part)},
-                    {"parts", to_python(sizes.parts)},
-                    {"small", to_python(sizes.small)}});
+    return dict_of({FC_ENTRY(sizes, control), FC_ENTRY(sizes, full), FC_ENTRY(sizes, aliased),
+                    FC_ENTRY(sizes, arena), FC_ENTRY(sizes, grads), FC_ENTRY(sizes, largest),
+                    FC_ENTRY(sizes, pack), FC_ENTRY(sizes, part), FC_ENTRY(sizes, parts),
+                    FC_ENTRY(sizes, small)});
 }
 
 Ref domain_plan(Fields &given)
@@ -196,32 +182,30 @@ int global_rank(fc_domain *domain, int rank)
     return rank < 0 ? -1 : fc_transport_global_rank(fc_domain_transport(domain), rank);
 }
 
-// One for each kind that `unit` waited in; null: no unit's.
-void append_waits(std::vector<Ref> &rows, fc_domain *domain, const fc_unit *unit)
+Ref row_of(fc_domain *domain, const fc_unit *unit, int kind, const fc_waits &w)
 {
-    for (int kind = 0; kind < FC_WAIT_KIND_COUNT; kind++) {
-        const fc_waits w = fc_waits_of(domain, unit, static_cast<fc_wait_kind>(kind));
-        if (w.n > 0) {
-            const char *name = unit != nullptr ? fc_unit_name(unit) : nullptr;
-            rows.push_back(
-                dict_of({{"unit", checked(Py_BuildValue("z", name))},
-                         {"kind", to_python(kind)},
-                         {"count", to_python(w.n)},
-                         {"ns", to_python(w.ns)},
-                         {"longest_ns", to_python(w.longest_ns)},
-                         {"longest_rank", to_python(global_rank(domain, w.longest_peer))}}));
-        }
-    }
+    const char *name = unit != nullptr ? fc_unit_name(unit) : nullptr;
+    return dict_of({{"unit", checked(Py_BuildValue("z", name))},
+                    {"kind", to_python(kind)},
+                    {"longest_rank", to_python(global_rank(domain, w.longest_peer))},
+                    {"count", to_python(w.n)},
+                    FC_ENTRY(w, ns),
+                    FC_ENTRY(w, longest_ns)});
 }
 
 Ref domain_waits(OwnedDomain &self, PyObject *reset)
 {
     fc_domain *domain = self.get();
     std::vector<Ref> rows;
-    for (size_t i = 0; i < self.n_units(); i++) {
-        append_waits(rows, domain, fc_domain_unit(domain, i));
+    for (size_t i = 0; i <= self.n_units(); i++) { // the last are no unit's
+        const fc_unit *unit = i < self.n_units() ? fc_domain_unit(domain, i) : nullptr;
+        for (int kind = 0; kind < FC_WAIT_KIND_COUNT; kind++) {
+            const fc_waits w = fc_waits_of(domain, unit, static_cast<fc_wait_kind>(kind));
+            if (w.n > 0) {
+                rows.push_back(row_of(domain, unit, kind, w));
+            }
+        }
     }
-    append_waits(rows, domain, nullptr);
     const Ref peers = checked(PyDict_New());
     for (int peer = 0; peer < fc_domain_n_ranks(domain); peer++) {
         check(PyDict_SetItem(peers.get(), to_python(global_rank(domain, peer)).get(),

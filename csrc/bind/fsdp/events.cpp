@@ -2,11 +2,7 @@
 #include "bind/fsdp/events.h"
 
 #include "bind/fsdp/unit.h"
-#include "bind/python/calls.h"
 #include "bind/python/objects.h"
-#include "bind/python/process.h"
-
-#include <string>
 
 namespace fc {
 

@@ -9,9 +9,6 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 
-#include <optional>
-#include <utility>
-
 namespace fc {
 
 namespace {
@@ -41,12 +38,8 @@ void set_empty(const at::Tensor &tensor, bool is_readable)
 
 bool is_extended(const fc_layout *layout)
 {
-    for (size_t i = 0; i < layout->n_params; i++) {
-        if (layout->params[i].is_made) {
-            return true;
-        }
-    }
-    return false;
+    return std::any_of(layout->params, layout->params + layout->n_params,
+                       [](const fc_param &p) { return p.is_made; });
 }
 
 Extended::Extended(Parameters &of, PyObject *rows)

@@ -3,12 +3,6 @@
 #define FC_BIND_FSDP_GRADIENTS_H
 
 #include "bind/fsdp/parameters.h"
-#include "engine/reduction.h"
-
-#include <ATen/core/Tensor.h>
-
-#include <memory>
-#include <vector>
 
 namespace fc {
 
@@ -61,6 +55,8 @@ public:
 
 protected:
     virtual at::Tensor make_buffer(size_t bytes) const;
+    // That of a parameter in such memory.
+    at::Tensor gradient_in(const at::Tensor &memory, size_t index) const;
     // Runs the post-accumulate hooks of a parameter whose gradient is there.
     virtual void run_hooks(const Param &param) const;
     // A gradient for every parameter without one (`all`: for every parameter), in one buffer.

@@ -2,12 +2,11 @@
 #include "bind/fsdp/graphs.h"
 
 #include "bind/fsdp/state.h"
+#include "bind/python/objects.h"
 #include "bind/python/untraced.h"
 
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
-
-#include <utility>
 
 namespace fc {
 
@@ -21,11 +20,7 @@ void tell_of_arrival(const Arrivals &arrivals)
     const Untraced untraced;
     PyObject *state = arrivals.state ? PyWeakref_GetObject(arrivals.state.get()) : Py_None;
     if (state == Py_None) {
-        raise_error(PyExc_RuntimeError,
-                    "backward goes through a graph of FSDP unit '%s' from before its parameters "
-                    "were replaced or moved, so that its gradients belong to nothing: call "
-                    "forward again before backward",
-                    arrivals.unit.c_str());
+        ask_python(Call::refuse_orphan, to_python(arrivals.unit.c_str()).get());
     }
     const Ref kept = Ref::borrow(state);
     state_on_arrival(reinterpret_cast<StateObject *>(state));

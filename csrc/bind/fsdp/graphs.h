@@ -4,16 +4,9 @@
 
 #include "bind/fsdp/parameters.h"
 #include "bind/python/process.h"
-#include "engine/unsharding.h"
 #include "engine/updates.h"
 
-#include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function_hook.h>
-
-#include <atomic>
-#include <memory>
-#include <string>
-#include <vector>
 
 namespace fc {
 

@@ -1,11 +1,8 @@
 // The hooks of a module: what happens before and after forward, and before backward.
-#include "bind/fsdp/state.h"
 
 #include "bind/fsdp/events.h"
 #include "bind/fsdp/python_door.h"
 #include "bind/module.h"
-#include "bind/python/calls.h"
-#include "bind/python/process.h"
 #include "bind/tensor/pytree.h"
 
 #include <ATen/SequenceNumber.h>
@@ -130,12 +127,9 @@ void register_pre_backward(StateObject *state, PyObject *output)
 
 bool is_trainable(const GroupObject *group)
 {
-    for (const Param &param : group->unit->params()) {
-        if (param.unsharded_tensor.requires_grad()) {
-            return true;
-        }
-    }
-    return false;
+    const std::vector<Param> &params = group->unit->params();
+    return std::any_of(params.begin(), params.end(),
+                       [](const Param &param) { return param.unsharded_tensor.requires_grad(); });
 }
 
 // An output without a tensor that a hook could be put on says nothing about the start of backward:
@@ -399,10 +393,7 @@ void state_on_arrival(StateObject *state)
         return;
     }
     if (root->context->course.is_failed) { // it is added to what the failed backward has left
-        raise_error(PyExc_RuntimeError,
-                    "the previous backward ended in an exception, and another one reached FSDP "
-                    "unit '%s' without a forward in between: call forward again first",
-                    bound_from(state->group)->unit->name().c_str());
+        ask_python(Call::refuse_backward, bound_from(state->group));
     }
     // After the unit's post-backward it is the end of backward that looks for more.
     const auto is_before = [](const GroupObject *group) {

@@ -1,7 +1,6 @@
 // Calls of sharded modules: nn.Module.__call__ in C for those that have no hooks but their unit's.
 #include "bind/fsdp/state.h"
 #include "bind/module.h"
-#include "bind/python/calls.h"
 #include "bind/python/untraced.h"
 
 #include <torch/csrc/jit/frontend/tracer.h>

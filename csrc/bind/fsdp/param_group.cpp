@@ -1,19 +1,10 @@
 // The Python types Group, what FSDPParamGroup asks of its unit, and StepCounter.
 #include "bind/fsdp/python_door.h"
-#include "bind/fsdp/state.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
-#include "bind/python/process.h"
-#include "bind/tensor/tensors.h"
 
 #include <ATen/ops/empty.h>
 #include <structmember.h>
-
-#include <cstring>
-#include <functional>
-#include <memory>
-#include <utility>
-#include <vector>
 
 namespace fc {
 
@@ -187,13 +178,10 @@ fc_traffic total_traffic(const GroupObject &group)
 Ref group_traffic(GroupObject &group)
 {
     const fc_traffic total = total_traffic(group);
-    return dict_of({{"gathers", to_python(total.gathers)},
-                    {"gathered", to_python(total.gathered)},
-                    {"reductions", to_python(total.reductions)},
-                    {"reduced", to_python(total.reduced)},
-                    {"all_reductions", to_python(total.all_reductions)},
-                    {"all_reduced", to_python(total.all_reduced)},
-                    {"copied", to_python(total.copied)}});
+    return dict_of({FC_ENTRY(total, gathers), FC_ENTRY(total, gathered),
+                    FC_ENTRY(total, reductions), FC_ENTRY(total, reduced),
+                    FC_ENTRY(total, all_reductions), FC_ENTRY(total, all_reduced),
+                    FC_ENTRY(total, copied)});
 }
 
 DeviceUnit *device_of(const GroupObject &group)

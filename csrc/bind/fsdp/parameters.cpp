@@ -3,16 +3,12 @@
 
 #include "bind/compat.h"
 #include "bind/python/calls.h"
-#include "bind/python/fields.h"
+#include "bind/python/objects.h"
 #include "bind/tensor/layout.h"
 #include "bind/tensor/tensors.h"
 
 #include <torch/csrc/Dtype.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
-
-#include <algorithm>
-#include <cstring>
 
 namespace fc {
 
@@ -23,14 +19,6 @@ constexpr const char *root_name = "(root)"; // as unit_name in fsdp_c/_fully_sha
 PyObject *local_object(const Param &param) // borrowed; null after `del`
 {
     return in_slot(param.sharded.get(), param.local_slot);
-}
-
-std::string sharded_for_graph_text(const fc_unit *unit)
-{
-    return sharded_text(unit) +
-           ". If it is a backward that reads it, from a tensor inside of the unit that its output "
-           "does not depend on: return that tensor from the unit's forward, or call "
-           "set_reshard_after_forward(False) on the unit";
 }
 
 // A BoundParam of fsdp_c/_fully_shard/_engine_bind.py.
@@ -81,12 +69,9 @@ uint32_t version_of(const at::Tensor &tensor)
 
 } // namespace
 
-std::string sharded_text(const fc_unit *unit)
+std::string sharded_text(const fc_unit *unit, Call which)
 {
-    return "a parameter of FSDP unit '" + std::string(fc_unit_name(unit)) +
-           "' is sharded now, so its full weight cannot be read: the unit is not in forward or "
-           "backward. Read it inside the unit's forward, call unshard() on the unit first, or use "
-           "register_fsdp_forward_method() for the method that needs it";
+    return text_from(ask_python(which, to_python(fc_unit_name(unit)).get()).get());
 }
 
 void Param::set_unsharded(Ref object, const at::Tensor &view)
@@ -145,6 +130,12 @@ void Param::bump_unsharded_versions() const
     if (is_parallel) {
         dtensor_local.unsafeGetTensorImpl()->bump_version();
     }
+}
+
+bool Param::has_own_grad() const
+{
+    const at::Tensor &present = sharded_tensor().grad();
+    return grad.object && present.defined() && present.is_same(grad.tensor);
 }
 
 bool Param::is_written() const
@@ -245,16 +236,13 @@ void Parameters::hide(bool keeps_size)
 void Parameters::withhold(bool is_withheld)
 {
     if (!is_withheld) {
-        set_unreadable_text(storage_,
-                            says_graph_ ? sharded_for_graph_text(shard_) : sharded_text(shard_));
+        set_unreadable_text(storage_, sharded_text(shard_, says_graph_ ? Call::text_for_graph
+                                                                       : Call::text_of_sharded));
         return;
     }
     shown_ = nullptr;
     storage_->set_nbytes(bytes_); // else autograd's views of it would say less
-    set_unreadable_text(storage_, "backward needs a parameter of FSDP unit '" +
-                                      std::string(fc_unit_name(shard_)) +
-                                      "', which was told to do without: call "
-                                      "set_unshard_in_backward(True) on it");
+    set_unreadable_text(storage_, sharded_text(shard_, Call::text_of_withheld));
 }
 
 PyObject *Parameters::object_of(size_t i, Registered which) const
@@ -370,16 +358,18 @@ size_t Parameters::find_written(size_t from, bool maybe) const
     });
 }
 
+void Parameters::tell_of_write(size_t param, fc_written what) const
+{
+    ask_python(Call::tell_of_write, params_[param].owner.get(), to_python(what).get());
+}
+
 bool Parameters::has_hooks() const
 {
-    for (const Param &p : params_) {
+    return std::any_of(params_.begin(), params_.end(), [](const Param &p) {
         const at::Tensor &tensor = p.sharded_tensor();
-        if (torch::autograd::impl::get_autograd_meta(tensor) != nullptr &&
-            torch::autograd::impl::post_acc_grad_hooks(tensor)) {
-            return true;
-        }
-    }
-    return false;
+        return torch::autograd::impl::get_autograd_meta(tensor) != nullptr &&
+               torch::autograd::impl::post_acc_grad_hooks(tensor);
+    });
 }
 
 } // namespace fc

@@ -3,6 +3,7 @@
 #define FC_BIND_FSDP_PARAMETERS_H
 
 #include "base/alloc.h"
+#include "bind/python/calls.h"
 #include "bind/python/python.h"
 #include "engine/unit.h"
 #include "engine/unsharding.h"
@@ -10,7 +11,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -85,6 +85,9 @@ struct alignas(FC_CACHE_LINE) Param {
     // Writes to the unsharded parameter: counted for a DTensor or its local tensor.
     uint32_t unsharded_versions() const;
     void bump_unsharded_versions() const;
+    // Whether the shard's gradient is the one that is kept for it.
+    bool has_own_grad() const;
+    at::Tensor like_shard(const at::Tensor &memory, at::ScalarType type, int64_t offset) const;
     // Whether the unsharded parameter was written since it was filled.
     bool is_written() const;
 };
@@ -101,8 +104,8 @@ template <typename Question> size_t first_from(size_t from, size_t n, Question i
 }
 
 std::string parameter_name(const Param &param);
-// Why a sharded parameter cannot be read.
-std::string sharded_text(const fc_unit *unit);
+// Why a sharded parameter cannot be read: one of the texts of Python.
+std::string sharded_text(const fc_unit *unit, Call which = Call::text_of_sharded);
 
 // What modules show of a unit after a forward that reshards it to a smaller group: DTensors of this
 // rank's slices, which lie in memory of the engine's while they are shown.

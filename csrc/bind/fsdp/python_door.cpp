@@ -1,8 +1,6 @@
 // The slower door to a unit's transitions: through its group's Python methods.
 #include "bind/fsdp/python_door.h"
 
-#include <utility>
-
 namespace fc {
 
 namespace {

@@ -4,9 +4,7 @@
 #define FC_BIND_FSDP_PYTHON_DOOR_H
 
 #include "bind/fsdp/state.h"
-#include "bind/python/calls.h"
 
-#include <functional>
 #include <initializer_list>
 
 namespace fc {

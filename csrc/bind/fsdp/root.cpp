@@ -1,30 +1,21 @@
 // A root for the engine: its lists, and what the course of a step asks of Python and tensors.
-#include "bind/fsdp/state.h"
 
 #include "bind/fsdp/events.h"
 #include "bind/fsdp/python_door.h"
-#include "bind/python/calls.h"
 #include "bind/python/fields.h"
-#include "bind/python/process.h"
-#include "bind/python/raised.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <vector>
-
 namespace fc {
 
-fc_reduce_options reduce_options(const GroupObject &group)
+fc_reduce_options reduce_options(GroupObject &group)
 {
     PyObject *const given = group.gradient_divide_factor;
     const bool is_given = given != nullptr && given != Py_None;
     const double factor = is_given ? real_from(given) : 0;
     if (is_given && factor == 0) {
-        raise_error(PyExc_ZeroDivisionError,
-                    "set_gradient_divide_factor(0) on unit '%s': its gradients cannot be divided "
-                    "by zero",
-                    group.unit->name().c_str());
+        ask_python(Call::refuse_zero_divisor, &group);
     }
     return fc_root_unit_options(&group.course, factor);
 }
@@ -155,51 +146,11 @@ void warn_if_unfinalized(ContextObject *context)
 {
     if (context->course.is_unfinalized && !context->has_warned) {
         context->has_warned = true;
-        check(PyErr_WarnEx(PyExc_UserWarning,
-                           "backward was left to finalize_backward(), which was not called before "
-                           "this forward: gradients of some FSDP units are not reduced yet, and an "
-                           "optimizer step in between has not used them",
-                           1));
+        ask_python(Call::warn_of_unfinalized);
     }
 }
 
-} // namespace
-
-void root_init(RootObject *root, const std::vector<fc_domain *> &domains)
-{
-    std::vector<fc_root_module *> modules;
-    each_state(root, [&](StateObject *state) { modules.push_back(&state->course); });
-    root->course.owner = root;
-    root->course.ops = &root_ops;
-    root->course.context = &root->context->course;
-    root->course.schedule = root->streams != nullptr ? root->streams->schedule() : nullptr;
-    check(fc_root_init(&root->course, domains.data(), domains.size(), modules.data(),
-                       modules.size()));
-}
-
-void root_pre_forward(StateObject *state)
-{
-    RootObject *root = state->root;
-    if (root->context->course.is_failed) {
-        ask_python(Call::warn_of_failed_backward, state);
-        root_reset(root, true);
-    }
-    if (root_in_backward(root)) {
-        root->course.opener = &state->course; // recomputation: the backward's phase covers it
-        return;
-    }
-    warn_if_unfinalized(root->context);
-    log_look_up_level();
-    log_event("FSDP::root_pre_forward");
-    Range range("FSDP::root_pre_forward");
-    take_post_optim_event(state);
-    rebuild_if_changed(state);
-    root = state->root;
-    check_raised(fc_root_open_forward(&root->course, &state->course, at::GradMode::is_enabled(),
-                                      process.n_changes));
-}
-
-namespace {
+// ---- backward ----
 
 // Of the group alone.
 void pass_group(RootObject *root, GroupObject *group)
@@ -242,6 +193,40 @@ void pass_rest(RootObject *root)
 }
 
 } // namespace
+
+void root_init(RootObject *root, const std::vector<fc_domain *> &domains)
+{
+    std::vector<fc_root_module *> modules;
+    each_state(root, [&](StateObject *state) { modules.push_back(&state->course); });
+    root->course.owner = root;
+    root->course.ops = &root_ops;
+    root->course.context = &root->context->course;
+    root->course.schedule = root->streams != nullptr ? root->streams->schedule() : nullptr;
+    check(fc_root_init(&root->course, domains.data(), domains.size(), modules.data(),
+                       modules.size()));
+}
+
+void root_pre_forward(StateObject *state)
+{
+    RootObject *root = state->root;
+    if (root->context->course.is_failed) {
+        ask_python(Call::warn_of_failed_backward, state);
+        root_reset(root, true);
+    }
+    if (root_in_backward(root)) {
+        root->course.opener = &state->course; // recomputation: the backward's phase covers it
+        return;
+    }
+    warn_if_unfinalized(root->context);
+    log_look_up_level();
+    log_event("FSDP::root_pre_forward");
+    Range range("FSDP::root_pre_forward");
+    take_post_optim_event(state);
+    rebuild_if_changed(state);
+    root = state->root;
+    check_raised(fc_root_open_forward(&root->course, &state->course, at::GradMode::is_enabled(),
+                                      process.n_changes));
+}
 
 void state_post_backward(StateObject *state)
 {

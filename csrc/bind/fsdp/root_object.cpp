@@ -2,12 +2,8 @@
 #include "bind/fsdp/state.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
-#include "bind/python/raised.h"
 
 #include <structmember.h>
-
-#include <memory>
-#include <vector>
 
 namespace fc {
 

@@ -8,7 +8,6 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <cstring>
-#include <utility>
 
 namespace fc {
 

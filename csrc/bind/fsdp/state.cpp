@@ -2,7 +2,6 @@
 #include "bind/fsdp/state.h"
 
 #include "bind/module.h"
-#include "bind/python/calls.h"
 #include "bind/python/objects.h"
 #include "bind/python/untraced.h"
 
@@ -100,34 +99,6 @@ bool is_ours(StateObject *state)
     return state->root != nullptr;
 }
 
-} // namespace
-
-PyObject *state_hook_pre_forward(PyObject *self, PyObject *const *a, Py_ssize_t n)
-{
-    return guarded([&]() -> PyObject * {
-        check_arguments(n, 3);
-        const Untraced untraced;
-        if (!is_ours(as<StateObject>(self))) {
-            return ask_python(Call::torch_pre_forward, self, a[0], a[1], a[2]).release();
-        }
-        return state_pre_forward_member(as<StateObject>(self), a[1], a[2]).release();
-    });
-}
-
-PyObject *state_hook_post_forward(PyObject *self, PyObject *const *a, Py_ssize_t n)
-{
-    return guarded([&]() -> PyObject * {
-        check_arguments(n, 3);
-        const Untraced untraced;
-        if (as<StateObject>(self)->root == nullptr) {
-            return ask_python(Call::torch_post_forward, self, a[0], a[1], a[2]).release();
-        }
-        return state_post_forward_member(as<StateObject>(self), a[0], a[2]).release();
-    });
-}
-
-namespace {
-
 // (args, kwargs) -> (args, kwargs); a whole pass, whatever the members of a grouped unit do
 PyObject *state_enter(PyObject *self, PyObject *const *a, Py_ssize_t n)
 {
@@ -188,6 +159,30 @@ PyMethodDef state_methods[] = {
     {}};
 
 } // namespace
+
+PyObject *state_hook_pre_forward(PyObject *self, PyObject *const *a, Py_ssize_t n)
+{
+    return guarded([&]() -> PyObject * {
+        check_arguments(n, 3);
+        const Untraced untraced;
+        if (!is_ours(as<StateObject>(self))) {
+            return ask_python(Call::torch_pre_forward, self, a[0], a[1], a[2]).release();
+        }
+        return state_pre_forward_member(as<StateObject>(self), a[1], a[2]).release();
+    });
+}
+
+PyObject *state_hook_post_forward(PyObject *self, PyObject *const *a, Py_ssize_t n)
+{
+    return guarded([&]() -> PyObject * {
+        check_arguments(n, 3);
+        const Untraced untraced;
+        if (as<StateObject>(self)->root == nullptr) {
+            return ask_python(Call::torch_post_forward, self, a[0], a[1], a[2]).release();
+        }
+        return state_post_forward_member(as<StateObject>(self), a[0], a[2]).release();
+    });
+}
 
 int register_state(PyObject *module)
 {

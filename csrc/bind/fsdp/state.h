@@ -3,18 +3,11 @@
 #ifndef FC_BIND_FSDP_STATE_H
 #define FC_BIND_FSDP_STATE_H
 
-#include <Python.h>
-
 #include "bind/fsdp/unit.h"
 #include "bind/tensor/tensors.h"
 #include "engine/root.h"
 
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-
-#include <cstddef>
-#include <functional>
-#include <memory>
-#include <vector>
 
 namespace fc {
 
@@ -147,7 +140,7 @@ template <typename Question> bool any_group(const StateObject *state, Question &
 }
 
 // How the group's gradients are reduced now.
-fc_reduce_options reduce_options(const GroupObject &group);
+fc_reduce_options reduce_options(GroupObject &group);
 
 // The engine's owners.
 inline GroupObject &as_group(void *owner)

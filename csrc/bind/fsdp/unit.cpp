@@ -4,18 +4,13 @@
 
 #include "bind/compat.h"
 #include "bind/fsdp/events.h"
-#include "bind/python/fields.h"
+#include "bind/python/objects.h"
 #include "bind/tensor/tensors.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/variable.h>
-
-#include <algorithm>
-#include <memory>
-#include <utility>
 
 namespace fc {
 
@@ -91,8 +86,8 @@ void Unit::make_gradients()
 {
     const fc_layout *layout = fc_unit_layout(shard_);
     if (device_ != nullptr) {
-        gradients_ = std::make_unique<DeviceGradients>(params_, layout, reduction_.get(), name(),
-                                                       device_.get());
+        gradients_ =
+            std::make_unique<DeviceGradients>(params_, layout, reduction_.get(), device_.get());
     } else {
         gradients_ = std::make_unique<ShardGradients>(params_, layout, reduction_.get());
     }
@@ -177,19 +172,16 @@ void *Unit::take_residence()
 // ---- gradients are handed to the engine, which says when and where their sums are written ----
 
 // Who sets `grad_dtype` on a shard after the first forward gets torch's error.
-void Unit::check_grad_dtype(const Param &param) const
+static void check_grad_dtype(const Param &param)
 {
     const auto *meta = torch::autograd::impl::get_autograd_meta(param.sharded_tensor());
     if (meta == nullptr || !meta->grad_dtype_ || *meta->grad_dtype_ == param.grad_type ||
         meta->grad_.defined()) {
         return;
     }
-    raise_error(PyExc_RuntimeError,
-                "parameter '%s' of FSDP unit '%s': attempting to assign a gradient with dtype "
-                "'%s' to a tensor with grad_dtype '%s'. From torch 2.15 on grad_dtype can be set "
-                "before the first forward",
-                parameter_name(param).c_str(), name().c_str(), c10::toString(param.grad_type),
-                c10::toString(*meta->grad_dtype_));
+    ask_python(Call::refuse_grad_dtype, param.owner.get(),
+               to_python(c10::toString(param.grad_type)).get(),
+               to_python(c10::toString(*meta->grad_dtype_)).get());
 }
 
 void Unit::submit(bool with_unused, const fc_reduce_options &options)

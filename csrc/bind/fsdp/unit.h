@@ -5,17 +5,8 @@
 #include "bind/device/device.h"
 #include "bind/fsdp/accumulated.h"
 #include "bind/fsdp/extended.h"
-#include "bind/fsdp/gradients.h"
 #include "bind/fsdp/graphs.h"
-#include "bind/fsdp/parameters.h"
 #include "bind/python/raised.h"
-#include "engine/domain.h"
-#include "engine/slots.h"
-
-#include <ATen/core/Tensor.h>
-
-#include <memory>
-#include <vector>
 
 namespace fc {
 
@@ -125,7 +116,6 @@ public:
 private:
     fc_unsharding_options make_device(const UnitParts &parts);
     void make_gradients();
-    void check_grad_dtype(const Param &param) const;
 
     // Keep the domains alive until all below is gone.
     const std::array<Ref, 3> domains_;

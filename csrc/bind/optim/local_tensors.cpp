@@ -1,6 +1,5 @@
 // The local tensors of many DTensors, for clipping: their norms, and their multiplication.
 #include "bind/module.h"
-#include "bind/python/fields.h"
 #include "bind/python/objects.h"
 #include "bind/tensor/layout.h"
 #include "bind/tensor/tensors.h"
@@ -10,12 +9,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
-#include <algorithm>
-#include <memory>
 #include <optional>
-#include <unordered_map>
-#include <utility>
-#include <vector>
 
 namespace fc {
 
@@ -237,11 +231,6 @@ bool layouts_has_dtensors(Fields &given)
     return has_dtensors(list.get(), gradients);
 }
 
-int layouts_number(Known &self, PyObject *spec)
-{
-    return self.layouts.number_of(spec);
-}
-
 Ref layouts_first_spec(Known &self, PyObject *argument)
 {
     const size_t number = size_from(argument);
@@ -261,23 +250,14 @@ PyMethodDef layouts_methods[] = {
                                    "has_dtensors(*, tensors, gradients) -> bool\n\nAmong them, or "
                                    "among the gradients they have.",
                                    METH_STATIC),
-    method<layouts_number>("number", "number(spec) -> int\n\nThat of the spec's layout."),
+    method<[](Known &self, PyObject *spec) { return self.layouts.number_of(spec); }>(
+        "number", "number(spec) -> int\n\nThat of the spec's layout."),
     method<layouts_first_spec>("spec", "spec(number)\n\nThe first one seen of the layout."),
     {}};
 
 Ref tuple_of(const std::vector<int> &numbers)
 {
     return checked(PyList_AsTuple(to_python(numbers).get()));
-}
-
-Ref locals_numbers(const Locals &self)
-{
-    return tuple_of(self.numbers);
-}
-
-Ref locals_layouts(const Locals &self)
-{
-    return tuple_of(self.layouts);
 }
 
 std::vector<Ref> locals_parts(const Locals &collected)
@@ -348,7 +328,7 @@ void locals_multiply(Locals &collected, PyObject *argument)
 PyMethodDef locals_methods[] = {
     method<&Locals::tensors>("given", "given() -> list[Tensor]\n\nAs they were collected."),
     method<&Locals::locals>("tensors", "tensors() -> list[Tensor]\n\nThe local ones."),
-    method<locals_numbers>(
+    method<[](Locals &self) { return tuple_of(self.numbers); }>(
         "numbers", "numbers() -> tuple[int, ...]\n\nEach tensor's layout; -1: a plain one."),
     method<locals_parts>(
         "parts", "parts() -> list[Locals]\n\nOne for each mesh, and one for plain tensors."),
@@ -363,7 +343,8 @@ PyMethodDef locals_methods[] = {
     {}};
 
 PyGetSetDef locals_facts[] = {
-    property<locals_layouts>("layouts", "numbers of the layouts, each once, as they came"),
+    property<[](Locals &self) { return tuple_of(self.layouts); }>(
+        "layouts", "numbers of the layouts, each once, as they came"),
     property<&Locals::n_meshes>("n_meshes", "plain tensors count as one"),
     property<&Locals::is_uniform>("is_uniform", "of one device and dtype"),
     property<&Locals::is_flat>("is_flat", "contiguous float32 on the CPU"),

@@ -2,16 +2,54 @@
 //
 // A step first looks at everything. Unless all of it is plain float32 memory laid out alike, it
 // touches nothing, and torch's own code runs.
-#include "bind/optim/params.h"
-
 #include "bind/module.h"
 #include "bind/python/objects.h"
+#include "bind/tensor/layout.h"
+#include "optim/optim.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
 namespace fc {
+
+// The type `_C.Params`.
+class OptimizerParams {
+public:
+    explicit OptimizerParams(Fields &given); // params, sharded: the ids of those to step
+    bool is_for(PyObject *params) const;
+    bool step_adam(Fields &given);
+    bool step_sgd(Fields &given);
+    std::vector<Ref> locals(PyObject *rows);
+    Ref collect(Fields &given);
+    int traverse(visitproc visit, void *arg) const;
+
+private:
+    struct Member {
+        Ref param;
+        bool is_ours; // to step
+        int layout;
+    };
+    using Objects = std::span<PyObject *const>;
+
+    template <typename Take>
+    bool each_with_gradient(PyObject *state, const std::vector<Ref> &keys, Take take);
+    bool step(PyObject *state, const fc_optim_rule &rule);
+    bool add(const Member &row, Objects values, const fc_optim_rule &rule);
+    bool add_count(PyObject *step, const fc_adam_options &options);
+    bool add_written(PyObject *object, int layout, at::IntArrayRef sizes, float *&memory);
+    void forget();
+    Ref row_locals(const Member &row, Objects values);
+
+    std::vector<Member> rows_;
+    DTensorLayouts layouts_;
+    bool is_running_ = false;
+    // Of the running step; empty between steps, so that nobody's tensors are kept.
+    std::vector<fc_optim_param> stepped_;
+    std::vector<at::Tensor> steps_, grads_, written_; // written: their versions count
+    double last_step_ = 0;                            // that `numbers_` belong to
+    fc_adam numbers_{};
+};
 
 namespace {
 
@@ -57,38 +95,6 @@ std::vector<Ref> keys_of(const fc_optim_rule &rule)
     return keys;
 }
 
-// The columns of lists, each as long as the first.
-std::vector<PyObject *> columns_of(PyObject *lists)
-{
-    std::vector<PyObject *> columns;
-    for (PyObject *column : items_of(lists)) {
-        columns.push_back(column);
-        if (!PyList_Check(column) || PyList_GET_SIZE(column) != PyList_GET_SIZE(columns[0])) {
-            raise_error(PyExc_TypeError, "expected lists of one length");
-        }
-    }
-    if (columns.size() < 2) {
-        raise_error(PyExc_TypeError, "expected parameters and gradients");
-    }
-    return columns;
-}
-
-std::vector<Ref> empty_lists(size_t n)
-{
-    std::vector<Ref> lists(n);
-    for (Ref &list : lists) {
-        list = checked(PyList_New(0));
-    }
-    return lists;
-}
-
-void append_row(const std::vector<Ref> &columns, const std::vector<Ref> &values)
-{
-    for (size_t c = 0; c < columns.size(); c++) {
-        check(PyList_Append(columns[c].get(), values[c].get()));
-    }
-}
-
 } // namespace
 
 OptimizerParams::OptimizerParams(Fields &given)
@@ -127,7 +133,7 @@ int OptimizerParams::traverse(visitproc visit, void *arg) const
 template <typename Take>
 bool OptimizerParams::each_with_gradient(PyObject *state, const std::vector<Ref> &keys, Take take)
 {
-    Objects values(keys.size() + 2);
+    std::vector<PyObject *> values(keys.size() + 2); // borrowed
     for (const Member &row : rows_) {
         const at::Tensor &tensor = THPVariable_Unpack(row.param.get());
         if (!tensor.grad().defined()) {
@@ -182,7 +188,7 @@ bool OptimizerParams::add_count(PyObject *object, const fc_adam_options &options
     return true;
 }
 
-bool OptimizerParams::add(const Member &row, const Objects &values, const fc_optim_rule &rule)
+bool OptimizerParams::add(const Member &row, Objects values, const fc_optim_rule &rule)
 {
     at::Tensor grad = layouts_.floats_of(values[1], row.layout);
     if (!grad.defined()) {
@@ -212,7 +218,7 @@ bool OptimizerParams::step(PyObject *state, const fc_optim_rule &rule)
     is_running_ = true;
     last_step_ = 0;
     const std::shared_ptr<void> at_exit(nullptr, [this](void *) { forget(); });
-    if (!each_with_gradient(state, keys_of(rule), [&](const Member &row, const Objects &values) {
+    if (!each_with_gradient(state, keys_of(rule), [&](const Member &row, Objects values) {
             return add(row, values, rule);
         })) {
         return false;
@@ -279,12 +285,12 @@ bool OptimizerParams::step_sgd(Fields &given)
 
 // ---- lists ----
 
-// Fills `locals` with those of a row's parameter, gradient and state.
-bool OptimizerParams::row_locals(const Member &row, const Objects &values, std::vector<Ref> &locals)
+// A tuple of those of a row's parameter, gradient and state; null: one has none.
+Ref OptimizerParams::row_locals(const Member &row, Objects values)
 {
-    locals.clear();
+    std::vector<Ref> locals;
     if (!row.is_ours || row.layout == no_layout) {
-        return false;
+        return Ref();
     }
     for (PyObject *value : values) {
         if (locals.size() < 2 || is_dtensor(value)) {
@@ -294,67 +300,58 @@ bool OptimizerParams::row_locals(const Member &row, const Objects &values, std::
             locals.push_back(Ref::borrow(value));
             continue;
         } else {
-            return false;
+            return Ref();
         }
         if (!locals.back()) {
-            return false;
+            return Ref();
         }
         const at::Tensor &first = THPVariable_Unpack(locals.front().get());
         const at::Tensor &local = THPVariable_Unpack(locals.back().get());
         if (local.sizes() != first.sizes() || local.device() != first.device()) {
-            return false;
+            return Ref();
         }
     }
-    return THPVariable_Unpack(locals[0].get()).scalar_type() ==
-           THPVariable_Unpack(locals[1].get()).scalar_type();
+    const bool is_of_one_type = THPVariable_Unpack(locals[0].get()).scalar_type() ==
+                                THPVariable_Unpack(locals[1].get()).scalar_type();
+    return is_of_one_type ? checked(PyList_AsTuple(to_python(locals).get())) : Ref();
 }
 
-// Of columns, the parameters first: the rows that have local tensors throughout, and these, column
-// by column.
-Ref OptimizerParams::locals(PyObject *lists)
+// Of rows, the parameters first: for each a tuple, or None unless it has local tensors throughout.
+std::vector<Ref> OptimizerParams::locals(PyObject *rows)
 {
-    const Ref all = checked(PySequence_Fast(lists, "expected a list of lists"));
-    const Objects columns = columns_of(all.get());
-    const std::vector<Ref> locals = empty_lists(columns.size());
-    const Ref rows = checked(PyList_New(0));
-    Objects values(columns.size());
+    const Ref all = checked(PySequence_List(rows));
     std::vector<Ref> found;
     auto member = rows_.begin();
-    for (Py_ssize_t row = 0; row < PyList_GET_SIZE(columns[0]); row++) {
-        for (size_t c = 0; c < columns.size(); c++) {
-            values[c] = PyList_GET_ITEM(columns[c], row);
+    for (PyObject *row : items_of(all.get())) {
+        if (!PyTuple_Check(row) || PyTuple_GET_SIZE(row) < 2) {
+            raise_error(PyExc_TypeError, "expected parameters and gradients");
         }
-        while (member != rows_.end() && member->param.get() != values[0]) {
+        while (member != rows_.end() && member->param.get() != PyTuple_GET_ITEM(row, 0)) {
             member++; // it has no gradient
         }
-        if (member == rows_.end()) {
-            break;
-        }
-        if (row_locals(*member, values, found)) {
-            check(PyList_Append(rows.get(), to_python(row).get()));
-            append_row(locals, found);
-        }
+        Ref locals = member != rows_.end() ? row_locals(*member, items_of(row)) : Ref();
+        found.push_back(locals ? std::move(locals) : Ref::borrow(Py_None));
     }
-    return checked(PyTuple_Pack(2, rows.get(), to_python(locals).get()));
+    return found;
 }
 
 // Of parameters, gradients and what `state` has under each of `keys`, for every parameter that has
 // a gradient; versions count. None: one of these parameters has no local tensors throughout.
 Ref OptimizerParams::collect(Fields &given)
 {
-    const Ref state = given.object("state"), names = given.object("keys");
+    const Ref state = given.object("state"), names = given.list("keys");
     given.end();
-    std::vector<Ref> keys, found;
+    std::vector<Ref> keys, rows;
     for (PyObject *key : items_of(names.get())) {
         keys.push_back(Ref::borrow(key));
     }
-    const std::vector<Ref> locals = empty_lists(keys.size() + 2);
     std::vector<at::Tensor> written;
-    const auto take = [&](const Member &row, const Objects &values) {
-        if (!row_locals(row, values, found) || THPVariable_Unpack(found[0].get()).is_complex()) {
+    const auto take = [&](const Member &row, Objects values) {
+        rows.push_back(row_locals(row, values));
+        if (!rows.back() ||
+            THPVariable_Unpack(PyTuple_GET_ITEM(rows.back().get(), 0)).is_complex()) {
             return false;
         }
-        append_row(locals, found);
         for (size_t c = 0; c < values.size(); c++) {
             if (c != 1 && is_dtensor(values[c])) {
                 written.push_back(THPVariable_Unpack(values[c]));
@@ -368,22 +365,21 @@ Ref OptimizerParams::collect(Fields &given)
     for (const at::Tensor &dtensor : written) {
         bump_version(dtensor);
     }
-    return to_python(locals);
+    return to_python(rows);
 }
 
-namespace {
-
-PyMethodDef params_methods[] = {
+static PyMethodDef params_methods[] = {
     method<&OptimizerParams::is_for>("is_for",
                                      "is_for(params) -> bool: whether it was made for this list."),
     method<&OptimizerParams::locals>(
         "locals",
-        "locals(columns) -> (rows, columns)\n\nLocal tensors for the rows of an optimizer's lists "
-        "(parameters, gradients, state ...)\nwhose DTensors are laid out alike. Scalars and None "
+        "locals(rows) -> rows\n\nLocal tensors for the rows of an optimizer's lists (parameter, "
+        "gradient, state ...)\nwhose DTensors are laid out alike, None for others. Scalars and "
+        "None "
         "stay as they are."),
     method<&OptimizerParams::collect>(
         "collect",
-        "collect(*, state, keys) -> columns or None\n\nLocal tensors of parameters and gradients, "
+        "collect(*, state, keys) -> rows or None\n\nLocal tensors of parameters and gradients, "
         "and what the state has under each key, for every\nparameter that has a gradient. None: a "
         "parameter lacks one of them."),
     method<&OptimizerParams::step_adam>(
@@ -396,8 +392,6 @@ PyMethodDef params_methods[] = {
                                        "nesterov, maximize, fused_lanes) -> bool\n\nThe same for "
                                        "SGD."),
     {}};
-
-} // namespace
 
 int register_optim(PyObject *module)
 {

@@ -27,6 +27,19 @@
     X(refuse_sparse_gradient)                                                                      \
     X(tell_of_double_backward)                                                                     \
     X(explain_error)                                                                               \
+    X(tell_of_write)                                                                               \
+    X(warn_of_outdated)                                                                            \
+    X(warn_of_unfinalized)                                                                         \
+    X(refuse_backward)                                                                             \
+    X(refuse_zero_divisor)                                                                         \
+    X(refuse_grad_dtype)                                                                           \
+    X(refuse_plain_gradient)                                                                       \
+    X(refuse_frozen_gradient)                                                                      \
+    X(refuse_accumulated)                                                                          \
+    X(refuse_orphan)                                                                               \
+    X(text_of_sharded)                                                                             \
+    X(text_for_graph)                                                                              \
+    X(text_of_withheld)                                                                            \
     X(is_logging)                                                                                  \
     X(log_event)                                                                                   \
     X(parameter_name)                                                                              \

@@ -3,7 +3,6 @@
 #define FC_BIND_PYTHON_OBJECTS_H
 
 #include "bind/python/fields.h"
-#include "bind/python/python.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -12,9 +11,7 @@
 #include <cstring>
 #include <functional>
 #include <initializer_list>
-#include <memory>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 namespace fc {
@@ -121,7 +118,8 @@ template <typename T> inline Ref to_python(const std::vector<T> &values)
     return list;
 }
 
-// {name: value}
+// {name: value}; FC_ENTRY: a field under its name.
+#define FC_ENTRY(of, name) {#name, to_python((of).name)}
 using Entries = std::initializer_list<std::pair<const char *, Ref>>;
 
 inline Ref dict_of(Entries entries)

@@ -4,7 +4,6 @@
 
 #include "bind/python/calls.h"
 
-#include <array>
 #include <cstdint>
 
 namespace fc {

@@ -4,10 +4,8 @@
 
 #include "bind/python/python.h"
 
-#include <exception>
 #include <functional>
 #include <type_traits>
-#include <utility>
 
 namespace fc {
 

@@ -2,8 +2,6 @@
 #include "bind/module.h"
 #include "bind/python/objects.h"
 
-#include <vector>
-
 namespace fc {
 
 namespace {

@@ -116,15 +116,11 @@ PyObject *in_slot(PyObject *object, uint16_t slot)
     return *reinterpret_cast<PyObject **>(reinterpret_cast<char *>(object) + slot);
 }
 
-namespace {
-
-Ref attribute(PyObject *object, uint16_t slot, Attribute name)
+static Ref attribute(PyObject *object, uint16_t slot, Attribute name)
 {
     PyObject *value = in_slot(object, slot);
     return value != nullptr ? Ref::borrow(value) : checked(PyObject_GetAttr(object, name_of(name)));
 }
-
-} // namespace
 
 Ref spec_of(PyObject *dtensor)
 {

@@ -5,8 +5,6 @@
 #include "bind/python/python.h"
 #include "bind/tensor/tensors.h"
 
-#include <ATen/core/Tensor.h>
-
 namespace fc {
 
 // Appends the tensors that require grad, in order. Plain tensors, tuples, lists and dicts are

@@ -9,11 +9,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/autograd/python_variable.h>
 
-#include <algorithm>
 #include <array>
-#include <cstring>
 
 namespace fc {
 
@@ -115,19 +112,15 @@ void point_to(const at::Tensor &tensor, const c10::Storage &storage, int64_t off
 
 // ---- tensors, views and whoever holds them stay without their memory ----
 
-namespace {
-
-c10::StorageImpl *storage_of(PyObject *tensor)
+static c10::StorageImpl *storage_of(PyObject *tensor)
 {
     return tensor_of(tensor).storage().unsafeGetStorageImpl();
 }
 
-at::DataPtr take_from(c10::StorageImpl *storage)
+static at::DataPtr take_from(c10::StorageImpl *storage)
 {
     return storage->set_data_ptr(at::DataPtr(nullptr, c10::Device(c10::kCPU)));
 }
-
-} // namespace
 
 at::Tensor take_memory(Fields &given)
 {

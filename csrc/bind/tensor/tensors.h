@@ -4,7 +4,6 @@
 
 #include <Python.h>
 
-#include "base/dtype.h"
 #include "transport/transport.h"
 
 #include <ATen/core/Tensor.h>
