@@ -1,8 +1,8 @@
 // fsdp_c._C: an index of what the binding registers.
 #include "bind/module.h"
 
+#include "bind/python/calls.h"
 #include "bind/python/objects.h"
-#include "bind/python/process.h"
 #include "kernels/kernels.h"
 
 namespace fc {
@@ -46,7 +46,7 @@ PyMethodDef functions[] = {
     function<give_memory>("give_memory",
                           "give_memory(*, tensor, bytes): its storage gets what bytes "
                           "has, which has none from then on."),
-    function<count_checkpoint>(
+    function<[] { process.n_checkpoints++; }>(
         "count_checkpoint",
         "count_checkpoint(): the forward that runs will be run again, in part, by its backward."),
     function<n_steps>("n_steps", "n_steps() -> int: how many have been counted."),

@@ -43,7 +43,6 @@ int register_streams(PyObject *module); // Streams
 
 // ---- fsdp/ ----
 void call_directly(PyObject *cls);
-void count_checkpoint();
 int register_domain(PyObject *module);
 int register_state(PyObject *module);
 int register_group(PyObject *module); // Group and StepCounter

@@ -2,8 +2,8 @@
 #include "bind/comm/transport.h"
 
 #include "bind/module.h"
+#include "bind/python/calls.h"
 #include "bind/python/objects.h"
-#include "bind/python/process.h"
 
 namespace fc {
 

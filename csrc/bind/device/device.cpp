@@ -5,11 +5,9 @@
 #include "bind/fsdp/unit.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
-#include "bind/tensor/tensors.h"
 #include "device/host/host.h"
 #include "engine/gathers.h"
 
-#include <ATen/ops/empty.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Device.h>
@@ -161,23 +159,6 @@ at::Tensor DeviceUnit::make_buffer(size_t bytes) const
     }
     const c10::StreamGuard guard(is_alone() ? streams_->computing() : streams_->reducing());
     return at::empty({size}, options.device(streams_->device()));
-}
-
-void DeviceUnit::await_gradients() const
-{
-    if (options_.is_offloaded) {
-        check(fc_schedule_await_gradients(streams_->schedule()));
-    }
-}
-
-GradientScope::GradientScope(const DeviceUnit &unit) : guard_(unit.finishing())
-{
-    unit.await_gradients();
-}
-
-void DeviceUnit::set_reduce_group(const std::string &group)
-{
-    fc_schedule_set_reduce(scheduled(), streams_->collectives().find(group));
 }
 
 bool DeviceUnit::stages_all(const std::vector<Param> &params) const

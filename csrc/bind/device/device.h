@@ -131,7 +131,12 @@ public:
     // Why what is gathered is copied out, for people; null: it is not.
     const char *why_staged() const { return why_staged_; }
     // Gradients that are on their way to the host are there.
-    void await_gradients() const;
+    void await_gradients() const
+    {
+        if (is_offloaded()) {
+            check(fc_schedule_await_gradients(streams_->schedule()));
+        }
+    }
     // Whether the plan stages a gradient of each parameter that is trained now.
     bool stages_all(const std::vector<Param> &params) const;
     fc_schedule_unit *scheduled() const { return unit_.get(); }
@@ -145,7 +150,10 @@ public:
     Streams &streams() const { return *streams_; }
     void note_forward() { check(fc_schedule_note_forward(scheduled())); }
     // Sums over the unit's ranks are those of this process group, which is connected, from now on.
-    void set_reduce_group(const std::string &group);
+    void set_reduce_group(const std::string &group)
+    {
+        fc_schedule_set_reduce(scheduled(), streams_->collectives().find(group));
+    }
     // Full gradients, undefined ones: none. The sum, divided, goes to `out`; held without it.
     // `present` is a fingerprint of those that are summed up, held ones included.
     void post(const std::vector<at::Tensor> &grads, uint64_t present, double divisor, void *out,
@@ -166,7 +174,10 @@ private:
 // the host if they go there.
 class GradientScope {
 public:
-    explicit GradientScope(const DeviceUnit &unit);
+    explicit GradientScope(const DeviceUnit &unit) : guard_(unit.finishing())
+    {
+        unit.await_gradients();
+    }
 
 private:
     c10::StreamGuard guard_;

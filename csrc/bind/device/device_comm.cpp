@@ -3,9 +3,7 @@
 #include "bind/comm/transport.h"
 #include "bind/compat.h"
 #include "bind/device/device.h"
-#include "bind/tensor/tensors.h"
 
-#include <ATen/ops/from_blob.h>
 #include <c10/core/Allocator.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
@@ -65,19 +63,14 @@ struct OwnGroup {
     }
 };
 
-const OwnGroup &group_in(void *context)
-{
-    return *static_cast<const OwnGroup *>(context);
-}
-
-// Runs `body` with the stream as the current one, as the group sees it.
+// Runs `body` for the group with the stream as the current one, as the group sees it.
 template <typename Body>
-fc_status in_stream(fc_stream *stream, const char *what, fc_label label, Body &&body)
+fc_status in_stream(void *context, fc_stream *stream, const char *what, fc_label label, Body &&body)
 {
     return attempt(
         [&] {
             const c10::StreamGuard guard(torch_stream(stream));
-            body();
+            body(*static_cast<const OwnGroup *>(context));
         },
         "%s of unit %s: %s", what, label.unit);
 }
@@ -98,8 +91,7 @@ template <typename Call> void await(Call &&call)
 fc_status group_all_gather(void *context, fc_stream *stream, fc_label label, void *buffer,
                            size_t part_bytes)
 {
-    const OwnGroup &own = group_in(context);
-    return in_stream(stream, "all-gather", label, [&] {
+    return in_stream(context, stream, "all-gather", label, [&](const OwnGroup &own) {
         const auto part = static_cast<int64_t>(part_bytes);
         at::Tensor all = own.tensor_at(buffer, own.n_ranks() * part_bytes, at::kByte);
         at::Tensor mine = all.narrow(0, own.group->getRank() * part, part);
@@ -110,8 +102,7 @@ fc_status group_all_gather(void *context, fc_stream *stream, fc_label label, voi
 fc_status group_reduce_scatter(void *context, fc_stream *stream, fc_label label, void *to,
                                const void *from, size_t numel, fc_dtype dtype)
 {
-    const OwnGroup &own = group_in(context);
-    return in_stream(stream, "reduce-scatter", label, [&] {
+    return in_stream(context, stream, "reduce-scatter", label, [&](const OwnGroup &own) {
         const at::ScalarType type = scalar_type_of(dtype);
         at::Tensor part = own.tensor_at(to, numel, type);
         at::Tensor all = own.tensor_at(from, own.n_ranks() * numel, type);
@@ -126,8 +117,7 @@ fc_status group_reduce_scatter(void *context, fc_stream *stream, fc_label label,
 fc_status group_all_reduce(void *context, fc_stream *stream, fc_label label, void *buffer,
                            size_t numel, fc_dtype dtype)
 {
-    const OwnGroup &own = group_in(context);
-    return in_stream(stream, "all-reduce", label, [&] {
+    return in_stream(context, stream, "all-reduce", label, [&](const OwnGroup &own) {
         std::vector<at::Tensor> tensors = {own.tensor_at(buffer, numel, scalar_type_of(dtype))};
         await([&] { return own.group->allreduce(tensors); });
     });

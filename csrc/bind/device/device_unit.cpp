@@ -1,10 +1,6 @@
 // Gradients of a unit on a device: where its reductions write.
 #include "bind/device/device.h"
 
-#include "bind/python/calls.h"
-#include "bind/tensor/tensors.h"
-
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_add.h>
 #include <c10/core/ScalarType.h>
 

@@ -3,11 +3,8 @@
 #include "bind/fsdp/accumulated.h"
 
 #include "bind/compat.h"
-#include "bind/python/calls.h"
 #include "bind/python/objects.h"
-#include "bind/tensor/tensors.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>

@@ -4,7 +4,6 @@
 #include "bind/fsdp/state.h"
 #include "bind/python/untraced.h"
 
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -171,12 +170,10 @@ struct InnerBorder : public torch::autograd::FunctionPreHook {
 
 bool has_border(Node *node)
 {
-    for (const auto &hook : node->tensor_pre_hooks()) {
-        if (typeid(*hook) == typeid(InnerBorder) || typeid(*hook) == typeid(Border)) {
-            return true;
-        }
-    }
-    return false;
+    const auto &hooks = node->tensor_pre_hooks();
+    return std::any_of(hooks.begin(), hooks.end(), [](const auto &hook) {
+        return typeid(*hook) == typeid(InnerBorder) || typeid(*hook) == typeid(Border);
+    });
 }
 
 std::unique_ptr<Border> entry_to(StateObject *state)

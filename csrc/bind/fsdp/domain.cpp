@@ -5,7 +5,6 @@
 #include "bind/comm/transport.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
-#include "bind/tensor/tensors.h"
 #include "engine/batch.h"
 #include "engine/waits.h"
 

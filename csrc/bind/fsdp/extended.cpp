@@ -2,11 +2,8 @@
 #include "bind/fsdp/extended.h"
 
 #include "bind/compat.h"
-#include "bind/python/calls.h"
 #include "bind/python/fields.h"
-#include "bind/tensor/tensors.h"
 
-#include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 
 namespace fc {

@@ -1,15 +1,9 @@
 // The gradients of shards: their memory, their DTensors and the hooks that look at them.
 #include "bind/fsdp/gradients.h"
 
-#include "bind/python/calls.h"
 #include "bind/python/raised.h"
-#include "bind/tensor/tensors.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/from_blob.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -28,19 +22,6 @@ Ref local_gradient(const Param &param)
 }
 
 namespace {
-
-// Bytes in pages of their own. Gradients live long among autograd's short-lived large tensors: on
-// the heap they would pin the holes between those.
-at::Tensor page_buffer(size_t bytes)
-{
-    void *memory = fc_pages_alloc(FC_FOR_GRADIENTS, bytes);
-    if (memory == nullptr) {
-        raise_error(PyExc_MemoryError, "%zu bytes for sharded gradients", bytes);
-    }
-    return at::from_blob(
-        memory, {static_cast<int64_t>(bytes)},
-        [bytes](void *p) { fc_pages_free(FC_FOR_GRADIENTS, p, bytes); }, at::dtype(at::kByte));
-}
 
 bool is_unused(const Param &param)
 {
@@ -70,9 +51,17 @@ at::Tensor ShardGradients::gradient_in(const at::Tensor &memory, size_t index) c
     return params_[index].like_shard(memory, params_[index].grad_type, grad_at(*layout_, index));
 }
 
+// Bytes in pages of their own. Gradients live long among autograd's short-lived large tensors: on
+// the heap they would pin the holes between those.
 at::Tensor ShardGradients::make_buffer(size_t bytes) const
 {
-    return page_buffer(bytes);
+    void *memory = fc_pages_alloc(FC_FOR_GRADIENTS, bytes);
+    if (memory == nullptr) {
+        raise_error(PyExc_MemoryError, "%zu bytes for sharded gradients", bytes);
+    }
+    return at::from_blob(
+        memory, {static_cast<int64_t>(bytes)},
+        [bytes](void *p) { fc_pages_free(FC_FOR_GRADIENTS, p, bytes); }, at::dtype(at::kByte));
 }
 
 bool ShardGradients::can_share_flat() const
@@ -251,11 +240,6 @@ void ShardGradients::submit(std::unique_ptr<Taken> taken, const fc_reduce_option
 {
     const fc_gradient *grads = taken->grads.data();
     check_raised(fc_reduction_submit(reduction_, grads, taken.release(), &options));
-}
-
-void ShardGradients::inherit(const ShardGradients &former)
-{
-    check(fc_reduction_inherit(reduction_, former.reduction_));
 }
 
 } // namespace fc

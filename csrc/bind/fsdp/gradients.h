@@ -38,7 +38,10 @@ public:
     virtual void drop() {}
     virtual void drop_partial_sums() { fc_reduction_drop_sums(reduction_); }
     // From a unit of the same layout in whose place this one comes.
-    virtual void inherit(const ShardGradients &former);
+    virtual void inherit(const ShardGradients &former)
+    {
+        check(fc_reduction_inherit(reduction_, former.reduction_));
+    }
     // Gives back the memory of those that nobody uses, where autograd could need it.
     virtual void release_unused() {}
     // Forgets those that are kept for reuse, so that torch may swap them.

@@ -3,7 +3,6 @@
 #define FC_BIND_FSDP_GRAPHS_H
 
 #include "bind/fsdp/parameters.h"
-#include "bind/python/process.h"
 #include "engine/updates.h"
 
 #include <torch/csrc/autograd/function_hook.h>

@@ -1,12 +1,10 @@
 // The hooks of a module: what happens before and after forward, and before backward.
 
 #include "bind/fsdp/events.h"
-#include "bind/fsdp/python_door.h"
+#include "bind/fsdp/state.h"
 #include "bind/module.h"
-#include "bind/tensor/pytree.h"
 
 #include <ATen/SequenceNumber.h>
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 namespace fc {
@@ -402,11 +400,6 @@ void state_on_arrival(StateObject *state)
     if (!root_in_backward(root) || any_group(state, is_before)) {
         state_pre_backward(state);
     }
-}
-
-void count_checkpoint()
-{
-    process.n_checkpoints++;
 }
 
 } // namespace fc

@@ -1,9 +1,8 @@
 // The Python types Group, what FSDPParamGroup asks of its unit, and StepCounter.
-#include "bind/fsdp/python_door.h"
+#include "bind/fsdp/state.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
 
-#include <ATen/ops/empty.h>
 #include <structmember.h>
 
 namespace fc {
@@ -229,11 +228,6 @@ const char *group_why_staged(GroupObject &group)
     return why != nullptr ? why : "";
 }
 
-void group_set_training(GroupObject &group, PyObject *value)
-{
-    group.course.training = training_from(value);
-}
-
 PyMemberDef group_members[] = {
     {"post_forward_mesh_info", T_OBJECT, offsetof(GroupObject, post_forward_mesh_info), 0, nullptr},
     {"gradient_divide_factor", T_OBJECT, offsetof(GroupObject, gradient_divide_factor), 0, nullptr},
@@ -251,8 +245,10 @@ PyGetSetDef group_properties[] = {
     flag_property<[](GroupObject &group) -> bool & { return group.calls_methods; }>(
         "_core_calls_methods",
         "whether hooks call the group's methods, of which somebody has replaced one"),
-    property<[](GroupObject &group) { return group.course.training; }, group_set_training>(
-        "_training", "TrainingState, as its index"),
+    property<[](GroupObject &group) { return group.course.training; },
+             [](GroupObject &group, PyObject *value) {
+                 group.course.training = training_from(value);
+             }>("_training", "TrainingState, as its index"),
     property<[](GroupObject &group) { return group.unit != nullptr; }>(
         "_is_bound", "whether the unit runs on the core"),
     unit_property<&Unit::is_unsharded>("_core_is_unsharded", nullptr),
@@ -340,11 +336,6 @@ PyMethodDef counter_methods[] = {
     method<counter_count>("count", "count(): the optimizer has stepped."), {}};
 
 } // namespace
-
-void GroupObject::open()
-{
-    fc_root_unit_init(&course);
-}
 
 int GroupObject::traverse(visitproc visit, void *arg) const
 {

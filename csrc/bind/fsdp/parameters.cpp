@@ -2,10 +2,8 @@
 #include "bind/fsdp/parameters.h"
 
 #include "bind/compat.h"
-#include "bind/python/calls.h"
 #include "bind/python/objects.h"
 #include "bind/tensor/layout.h"
-#include "bind/tensor/tensors.h"
 
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/variable.h>
@@ -61,13 +59,13 @@ Param parse_row(PyObject *row)
     return param;
 }
 
+} // namespace
+
 uint32_t version_of(const at::Tensor &tensor)
 {
     const c10::VariableVersion &version = tensor.unsafeGetTensorImpl()->version_counter();
     return version.enabled() ? version.current_version() : 0;
 }
-
-} // namespace
 
 std::string sharded_text(const fc_unit *unit, Call which)
 {
@@ -105,11 +103,6 @@ uint32_t Param::shard_versions() const
     return version_of(sharded_tensor()) + version_of(local);
 }
 
-const at::Tensor &Param::sharded_tensor() const
-{
-    return THPVariable_Unpack(sharded.get());
-}
-
 bool Param::is_in_place() const
 {
     const c10::TensorImpl *impl = local.unsafeGetTensorImpl();
@@ -126,9 +119,9 @@ uint32_t Param::unsharded_versions() const
 
 void Param::bump_unsharded_versions() const
 {
-    unsharded_tensor.unsafeGetTensorImpl()->bump_version();
+    bump_version(unsharded_tensor);
     if (is_parallel) {
-        dtensor_local.unsafeGetTensorImpl()->bump_version();
+        bump_version(dtensor_local);
     }
 }
 
@@ -136,11 +129,6 @@ bool Param::has_own_grad() const
 {
     const at::Tensor &present = sharded_tensor().grad();
     return grad.object && present.defined() && present.is_same(grad.tensor);
-}
-
-bool Param::is_written() const
-{
-    return version != unsharded_versions();
 }
 
 Reused::Reused(Ref made, Ref made_local)
@@ -182,13 +170,6 @@ Parameters::Parameters(fc_unit *shard, PyObject *rows, const at::Tensor &flat)
         params_.push_back(parse_row(row));
         params_.back().has_grad = fc_unit_layout(shard)->params[params_.size() - 1].has_grad;
     }
-}
-
-Parameters::~Parameters() = default;
-
-void Parameters::forget_slices()
-{
-    slices_.reset();
 }
 
 int Parameters::traverse(visitproc visit, void *arg)

@@ -4,13 +4,12 @@
 
 #include "base/alloc.h"
 #include "bind/python/calls.h"
-#include "bind/python/python.h"
+#include "bind/tensor/tensors.h"
 #include "engine/unit.h"
 #include "engine/unsharding.h"
 
-#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/python_variable.h>
 
-#include <cstddef>
 #include <optional>
 #include <string>
 #include <vector>
@@ -70,7 +69,7 @@ struct alignas(FC_CACHE_LINE) Param {
     // `view`: what a DTensor has here, else the parameter itself.
     void set_unsharded(Ref object, const at::Tensor &view);
     // The DTensor. Only Python's reference is kept: torch swaps tensors that nobody else refers to.
-    const at::Tensor &sharded_tensor() const;
+    const at::Tensor &sharded_tensor() const { return THPVariable_Unpack(sharded.get()); }
     // True while the DTensor's local tensor is the one that was found at set-up, in its place.
     bool is_in_place() const;
     // Changes when the shard is written: counted for the DTensor or its local tensor, or, around
@@ -89,10 +88,13 @@ struct alignas(FC_CACHE_LINE) Param {
     bool has_own_grad() const;
     at::Tensor like_shard(const at::Tensor &memory, at::ScalarType type, int64_t offset) const;
     // Whether the unsharded parameter was written since it was filled.
-    bool is_written() const;
+    bool is_written() const { return version != unsharded_versions(); }
 };
 static_assert(offsetof(Param, grad) == FC_CACHE_LINE / 2, "two lines make a pair");
 static_assert(offsetof(Param, leaf_grad_type) <= FC_CACHE_LINE, "what a step needs is in it");
+
+// How often a tensor was written; 0: it does not count.
+uint32_t version_of(const at::Tensor &tensor);
 
 // The first one from `from` on that is it, or `n`.
 template <typename Question> size_t first_from(size_t from, size_t n, Question is_it)
@@ -144,7 +146,6 @@ public:
     // rows: one per parameter, see fsdp_c/_fully_shard/_fsdp_param_group.py; flat: owns the storage
     // that the unsharded parameters are views of.
     Parameters(fc_unit *shard, PyObject *rows, const at::Tensor &flat);
-    ~Parameters();
 
     const std::vector<Param> &params() const { return params_; }
     fc_unit *shard_unit() const { return shard_; }
@@ -173,7 +174,7 @@ public:
 
 protected:
     // While the memory is there that they show.
-    void forget_slices();
+    void forget_slices() { slices_.reset(); }
     // What a graph may look for is said where gathers are copies.
     void set_says_graph(bool says) { says_graph_ = says; }
 

@@ -1,5 +1,5 @@
 // The slower door to a unit's transitions: through its group's Python methods.
-#include "bind/fsdp/python_door.h"
+#include "bind/fsdp/state.h"
 
 namespace fc {
 

@@ -1,10 +1,9 @@
 // A root for the engine: its lists, and what the course of a step asks of Python and tensors.
 
 #include "bind/fsdp/events.h"
-#include "bind/fsdp/python_door.h"
+#include "bind/fsdp/state.h"
 #include "bind/python/fields.h"
 
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 namespace fc {
@@ -244,18 +243,6 @@ void root_end_backward(RootObject *root)
         pass_rest(root);
     }
     check_raised(fc_root_end_backward(&root->course));
-}
-
-void root_finalize_backward(RootObject *root)
-{
-    log_event("FSDP::finalize_backward");
-    Range range("FSDP::finalize_backward");
-    check_raised(fc_root_finalize_backward(&root->course));
-}
-
-void root_reset(RootObject *root, bool drops_gradients)
-{
-    check_raised(fc_root_reset(&root->course, drops_gradients));
 }
 
 } // namespace fc

@@ -1,4 +1,5 @@
 // The Python types Root and Context: fields, lifetime, methods. What they do is in root.cpp.
+#include "bind/fsdp/events.h"
 #include "bind/fsdp/state.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
@@ -6,16 +7,6 @@
 #include <structmember.h>
 
 namespace fc {
-
-void ContextObject::open()
-{
-    course.is_last_backward = true;
-}
-
-void ContextObject::close() const
-{
-    process.n_awaited -= awaits_handle;
-}
 
 void RootObject::open(Fields &given)
 {
@@ -79,11 +70,6 @@ bool is_queued(ContextObject &context)
     return context.course.awaits_end || context.course.is_failed;
 }
 
-void set_queued(ContextObject &context, PyObject *value)
-{
-    context.course.awaits_end = truth_of(value);
-}
-
 void set_pending(ContextObject &context, PyObject *value)
 {
     const bool before = std::exchange(context.awaits_handle, truth_of(value));
@@ -98,8 +84,9 @@ PyGetSetDef context_properties[] = {
     property<active, set_active>(
         "manual_backward_finalization_active",
         "None, or whether the running backward waits for finalize_backward()"),
-    property<is_queued, set_queued>("post_backward_final_callback_queued",
-                                    "whether a backward is going on, or has failed"),
+    property<is_queued, [](ContextObject &context,
+                           PyObject *value) { context.course.awaits_end = truth_of(value); }>(
+        "post_backward_final_callback_queued", "whether a backward is going on, or has failed"),
     property<&ContextObject::awaits_handle, set_pending>(
         "gradient_reduction_pending",
         "whether a handle of finalize_backward() is to be waited for"),
@@ -111,6 +98,13 @@ void root_call_end_backward(RootObject &root)
 {
     check_raised(fc_root_begin_backward(&root.course));
     root_end_backward(&root);
+}
+
+void root_finalize_backward(RootObject &root)
+{
+    log_event("FSDP::finalize_backward");
+    Range range("FSDP::finalize_backward");
+    check_raised(fc_root_finalize_backward(&root.course));
 }
 
 void root_drop_raised_forward(RootObject &root)
@@ -149,8 +143,8 @@ PyMethodDef root_methods[] = {
         check_raised(fc_root_pass(&root.course, &owned_by<GroupObject>(group).course));
     }>("post_backward", "post_backward(group): reshards it and posts its gradients."),
     method<root_call_end_backward>("end_backward", "Finishes all reductions and closes the phase."),
-    method<[](RootObject &root) { root_finalize_backward(&root); }>(
-        "finalize_backward", "Reduces what the backwards of a manual ending left."),
+    method<root_finalize_backward>("finalize_backward",
+                                   "Reduces what the backwards of a manual ending left."),
     method<[](RootObject &root) { root.is_replaced = true; }>(
         "look_again", "The next forward asks who looks at the units' collectives."),
     method<[](RootObject &root) { root_reset(&root, true); }>(

@@ -117,11 +117,6 @@ PyMemberDef state_members[] = {
     {"_modules_to_run_forward", T_OBJECT_EX, offsetof(StateObject, to_run), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 
-fc_training state_training(StateObject &state)
-{
-    return training_of(&state);
-}
-
 void state_set_training(StateObject &state, PyObject *value)
 {
     state.course.backward = state.root != nullptr ? state.root->course.backward : 0;
@@ -139,7 +134,9 @@ int state_setattro(PyObject *self, PyObject *name, PyObject *value)
 }
 
 PyGetSetDef state_properties[] = {
-    property<state_training, state_set_training>("_training", "TrainingState, as its index"), {}};
+    property<[](StateObject &state) { return training_of(&state); }, state_set_training>(
+        "_training", "TrainingState, as its index"),
+    {}};
 
 PyMethodDef state_methods[] = {
     method<state_set_casts>("_set_casts", "_set_casts(cast_inputs=, param_dtype=, output_dtype=)"),

@@ -4,10 +4,11 @@
 #define FC_BIND_FSDP_STATE_H
 
 #include "bind/fsdp/unit.h"
-#include "bind/tensor/tensors.h"
 #include "engine/root.h"
 
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include <initializer_list>
 
 namespace fc {
 
@@ -22,7 +23,7 @@ struct StepCounter {
 
 // The base of FSDPParamGroup: flags that Python sets and the hooks read, and the bound unit.
 struct GroupObject {
-    void open();
+    void open() { fc_root_unit_init(&course); }
     int traverse(visitproc visit, void *arg) const;
     void clear();
     void close() { fc_root_unit_fini(&course); }
@@ -31,7 +32,7 @@ struct GroupObject {
     fc_root_unit course; // flags that Python sets, and what a step's course knows of the unit
     Unit *unit;          // owned; null until bound, and on the fallback
     Unit *former;        // owned; what the next unit inherits from, null: nothing
-    bool calls_methods;  // somebody has replaced one, see python_door.h
+    bool calls_methods;  // somebody has replaced one, see python_door.cpp
     std::function<void()> *waiting; // borrowed; what a method of it that runs is to do
     char hides_outputs; // pre-backward hangs on the parameters, see keep_for_hidden_output
     PyObject *post_forward_mesh_info; // owned; None: keep the parameters after forward
@@ -40,8 +41,8 @@ struct GroupObject {
 
 // The base of FSDPStateContext: shared by a root and everything below it.
 struct ContextObject {
-    void open();
-    void close() const;
+    void open() { course.is_last_backward = true; }
+    void close() const { process.n_awaited -= awaits_handle; }
 
     PyObject_HEAD
     fc_root_context course;
@@ -217,8 +218,53 @@ inline bool root_in_backward(const RootObject *root)
 void root_init(RootObject *root, const std::vector<fc_domain *> &domains);
 void root_pre_forward(StateObject *state);
 void root_end_backward(RootObject *root);
-void root_finalize_backward(RootObject *root);
-void root_reset(RootObject *root, bool drops_gradients);
+inline void root_reset(RootObject *root, bool drops_gradients)
+{
+    check_raised(fc_root_reset(&root->course, drops_gradients));
+}
+
+// ---- python_door.cpp: the slower door to a unit's transitions, through its group's Python
+// methods, where somebody has replaced one. The methods' own code goes on here. ----
+
+using Body = std::function<void()>;
+
+// Calls a method of the group. `body` runs where the class's own method stands: once, and at the
+// latest when the method is through, since peers count on it. Returns what the method does.
+Ref call_method(GroupObject *group, Attribute method, const Ref &arguments, Body body);
+// The same where somebody has replaced a method; else `body` alone, and null.
+template <typename Arguments, typename Run>
+Ref through_method(GroupObject *group, Attribute method, Arguments &&arguments, Run &&body)
+{
+    if (group->calls_methods) {
+        return call_method(group, method, arguments(), body);
+    }
+    body();
+    return Ref();
+}
+
+// For the class's own method: runs the body that is waited for. False: it was called by others.
+bool go_on(GroupObject &group);
+
+// The methods without arguments, one after the other, which know the unit themselves.
+void call_methods(GroupObject &group, std::initializer_list<Attribute> methods);
+// The unit is gathered and shown, or gives its parameters up; `body` does what is still to be done.
+inline void unshard_group(GroupObject &group)
+{
+    if (group.calls_methods) {
+        call_methods(group, {Attribute::unshard, Attribute::wait_for_unshard});
+    }
+    group.unit->unshard();
+}
+template <typename Run> void reshard_group(GroupObject &group, Run &&body)
+{
+    if (group.calls_methods) {
+        call_methods(group, {Attribute::reshard});
+    }
+    body();
+}
+
+// (module that stands for the state, second, third)
+Ref arguments_of_forward(const StateObject *state, PyObject *second, PyObject *third);
 
 // ---- hooks.cpp ----
 // None, or (args, kwargs) if they changed. `member`: keeps the books of a grouped unit.

@@ -5,9 +5,7 @@
 #include "bind/compat.h"
 #include "bind/fsdp/events.h"
 #include "bind/python/objects.h"
-#include "bind/tensor/tensors.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/variable.h>
@@ -35,9 +33,7 @@ Unit::Unit(const UnitParts &parts, const fc_updates *updates)
       domain_(fc_unit_domain(shard_)), replicate_domain_(nullptr)
 {
     fc_unit *replicate = parts.in(parts.replicate);
-    if (replicate != nullptr) {
-        replicate_domain_ = fc_unit_domain(replicate);
-    }
+    replicate_domain_ = replicate != nullptr ? fc_unit_domain(replicate) : nullptr;
     for (size_t i = 0; i < params_.size(); i++) {
         Param &p = params_[i];
         if (fc_unit_layout(shard_)->params[i].is_aliased) {
@@ -48,7 +44,7 @@ Unit::Unit(const UnitParts &parts, const fc_updates *updates)
     if (is_extended(fc_unit_layout(shard_))) {
         extended_ = std::make_unique<Extended>(*this, parts.params.get());
     }
-    check(fc_reduction_create(shard_, replicate, slots(), reduction_ops(), Out(reduction_)));
+    check(fc_reduction_create(shard_, replicate, slots(), &reduction_ops, Out(reduction_)));
     const fc_unsharding_options options = make_device(parts);
     check_raised(fc_unsharding_create(&options, Out(unsharding_)));
     set_unsharding(unsharding());
@@ -95,17 +91,10 @@ void Unit::make_gradients()
 
 Unit::~Unit()
 {
-    if (unsharding_ != nullptr) {
-        fc_unsharding_drop_ahead(unsharding());
-    }
+    fc_unsharding_drop_ahead(unsharding());
     end_graph();
     forget_slices();
     unsharding_.reset();
-}
-
-bool Unit::is_intact() const
-{
-    return Parameters::is_intact() && (device_ == nullptr || device_->stages_all(params_));
 }
 
 void Unit::unshard_private()
@@ -217,30 +206,12 @@ void Unit::submit(bool with_unused, const fc_reduce_options &options)
     gradients_->submit(std::move(taken), options);
 }
 
-void Unit::accumulate()
-{
-    if (keep_gradients()) {
-        fc_reduction_accumulate(reduction());
-    }
-}
-
-void Unit::inherit(Unit &former)
-{
-    take_from(former);
-    gradients_->inherit(*former.gradients_);
-}
-
 void Unit::drop_gradients()
 {
     drop();
     gradients_->drop();
     gradients_->drop_partial_sums();
     gradients_->forget_deferred_hooks();
-}
-
-bool Unit::is_settled() const
-{
-    return has_all_gradients() && !has_partial_sums() && fc_unsharding_is_settled(unsharding());
 }
 
 } // namespace fc

@@ -26,7 +26,7 @@ fc_device_comm *domain_device_comm(PyObject *object);
 fc_slots *slots();
 
 // What the engine calls for a unit whose owner is a GroupObject.
-const fc_reduction_ops *reduction_ops();
+extern const fc_reduction_ops reduction_ops;
 // And for one whose owner is a Unit.
 const fc_unsharding_ops *unsharding_ops(const Extended *extended);
 
@@ -84,7 +84,10 @@ public:
     // Registers and shows the unsharded parameters.
     void unshard();
     // True while every shard is where set-up put it; false asks for a rebuild.
-    bool is_intact() const;
+    bool is_intact() const
+    {
+        return Parameters::is_intact() && (device_ == nullptr || device_->stages_all(params_));
+    }
     // Moves the shards to where the unsharded buffer lies.
     void *take_residence();
 
@@ -95,7 +98,12 @@ public:
         expect_gradients();
     }
     // Keeps gradients for a later backward; peers that reduce the unit meanwhile get an error.
-    void accumulate();
+    void accumulate()
+    {
+        if (keep_gradients()) {
+            fc_reduction_accumulate(reduction());
+        }
+    }
     // Hands what there is to the reduction, zeros for unused parameters if `with_unused`.
     void submit(bool with_unused, const fc_reduce_options &options);
     void show_wait(bool begins); // of a submission for room
@@ -105,13 +113,20 @@ public:
     bool has_accumulated() const { return has_gradients() || has_partial_sums(); }
     // Takes them from the unit in whose place this one comes, in the dtypes of this one. On a
     // device sums that wait for the replicas need the same layout.
-    void inherit(Unit &former);
+    void inherit(Unit &former)
+    {
+        take_from(former);
+        gradients_->inherit(*former.gradients_);
+    }
     // Drops gradients that were not reduced.
     void drop_gradients();
     void release_unused() { gradients_->release_unused(); }
     void run_deferred_hooks() { gradients_->run_deferred_hooks(); }
     // After submit(): true if nothing of the unit is left for the end of backward.
-    bool is_settled() const;
+    bool is_settled() const
+    {
+        return has_all_gradients() && !has_partial_sums() && fc_unsharding_is_settled(unsharding());
+    }
 
 private:
     fc_unsharding_options make_device(const UnitParts &parts);

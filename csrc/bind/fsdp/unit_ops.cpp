@@ -84,7 +84,9 @@ ShardGradients &gradients_of(void *owner)
 
 template <auto call> constexpr Operation<gradients_of, call> on_gradients;
 
-const fc_reduction_ops ops = {
+} // namespace
+
+const fc_reduction_ops reduction_ops = {
     .options = Operation<as_group, reduce_options>(),
     .flat = on_gradients<&ShardGradients::flat>,
     .assign_flat = on_gradients<&ShardGradients::assign_flat>,
@@ -95,17 +97,10 @@ const fc_reduction_ops ops = {
     .wait = [](void *owner, bool begins) { as_group(owner).unit->show_wait(begins); },
 };
 
-} // namespace
-
 const fc_unsharding_ops *unsharding_ops(const Extended *extended)
 {
     static const fc_unsharding_ops without = extended_ops(false), with = extended_ops(true);
     return extended == nullptr ? &on_parameters : extended->has_extensions() ? &with : &without;
-}
-
-const fc_reduction_ops *reduction_ops()
-{
-    return &ops;
 }
 
 void Unit::show_wait(bool begins)

@@ -2,7 +2,6 @@
 #include "bind/python/calls.h"
 
 #include "bind/module.h"
-#include "bind/python/process.h"
 
 #include <algorithm>
 #include <string>

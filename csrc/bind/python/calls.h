@@ -1,5 +1,5 @@
 // The names by which C++ meets Python, all of them: functions that fsdp_c hands down when it is
-// loaded, attributes, and what is looked up in modules of others.
+// loaded, attributes, and what is looked up in modules of others. And what a process has once.
 #ifndef FC_BIND_PYTHON_CALLS_H
 #define FC_BIND_PYTHON_CALLS_H
 
@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cstddef>
+#include <cstdint>
 
 // X(name): functions that fsdp_c/_fully_shard/_callbacks.py hands to set_callbacks, and describes.
 #define FC_CALLS(X)                                                                                \
@@ -105,6 +106,32 @@ enum class Import : size_t {
 #undef FC_ENUM
 
 constexpr size_t n_calls = static_cast<size_t>(Call::count);
+
+// What there is once in a process, since who counts it knows no root. Guarded by the GIL.
+struct Process {
+    // Steps of all optimizers, and loads: copies that were gathered before the last are out of
+    // date, whoever stepped.
+    uint64_t n_steps = 0;
+    // How often some unit came to follow another optimizer, or was loaded: what roots know of that
+    // is out of date.
+    uint64_t n_changes = 0;
+    // Activation checkpoints that began: a forward in which one did is run again by its backward.
+    uint64_t n_checkpoints = 0;
+    // Handles of finalize_backward(async_op=True) that are to be waited for: no forward may begin.
+    int n_awaited = 0;
+    // DEBUG was on in torch's log when a root's forward began last.
+    bool is_logging = false;
+    // Functions of Python, owned: by Call, and of set_place().
+    std::array<PyObject *, n_calls> calls{};
+    PyObject *tell_place = nullptr, *count_collectives = nullptr;
+};
+
+inline Process process;
+
+inline uint64_t n_steps()
+{
+    return process.n_steps;
+}
 
 // Borrowed; RuntimeError as an exception if it was not handed down.
 PyObject *function_of(Call call);

@@ -30,31 +30,21 @@ public:
     }
 
 private:
-    static Ref set_tracer(PyObject *tracer); // returns the one before
-    void restore();
+    static Ref set_tracer(PyObject *tracer) // returns the one before
+    {
+        static PyObject *const set_eval_frame = look_up(Import::set_eval_frame).release();
+        return checked(PyObject_CallOneArg(set_eval_frame, tracer));
+    }
+    void restore()
+    {
+        const ErrorAside error; // the hook's, if it has one
+        if (!succeeds([&] { set_tracer(before_.get()); })) {
+            PyErr_WriteUnraisable(before_.get());
+        }
+    }
 
     Ref before_;
 };
-
-inline Ref Untraced::set_tracer(PyObject *tracer)
-{
-    static PyObject *set_eval_frame = nullptr;
-    if (set_eval_frame == nullptr) {
-        set_eval_frame = look_up(Import::set_eval_frame).release();
-    }
-    return checked(PyObject_CallOneArg(set_eval_frame, tracer));
-}
-
-inline void Untraced::restore()
-{
-    const ErrorAside error; // the hook's, if it has one
-    try {
-        set_tracer(before_.get());
-    } catch (python_error &failure) {
-        failure.restore();
-        PyErr_WriteUnraisable(before_.get());
-    }
-}
 
 } // namespace fc
 

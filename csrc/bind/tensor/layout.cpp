@@ -12,9 +12,7 @@ namespace fc {
 
 namespace {
 
-// The process's, as torch's class is.
-PyTypeObject *dtensor_type = nullptr;
-struct DTensorSlots {
+struct DTensorSlots { // the process's, too
     uint16_t local_tensor, spec;
 } dtensor_slots;
 constexpr size_t max_known_specs = size_t{1} << 16;
@@ -87,21 +85,6 @@ at::Tensor DTensorLayouts::floats_of(PyObject *object, int layout)
                                                                 : at::Tensor();
 }
 
-bool are_floats(const at::Tensor &t)
-{
-    return t.is_cpu() && t.scalar_type() == at::kFloat && t.is_contiguous();
-}
-
-bool is_dtensor(PyObject *object)
-{
-    return Py_TYPE(object) == dtensor_type;
-}
-
-bool is_dtensor_or_subclass(PyObject *object)
-{
-    return PyObject_TypeCheck(object, dtensor_type) != 0;
-}
-
 uint16_t slot_of(PyTypeObject *type, PyObject *name)
 {
     PyObject *slot = _PyType_Lookup(type, name);
@@ -109,11 +92,6 @@ uint16_t slot_of(PyTypeObject *type, PyObject *name)
         raise_error(PyExc_TypeError, "%.100s has no slot '%U'", type->tp_name, name);
     }
     return static_cast<uint16_t>(reinterpret_cast<PyMemberDescrObject *>(slot)->d_member->offset);
-}
-
-PyObject *in_slot(PyObject *object, uint16_t slot)
-{
-    return *reinterpret_cast<PyObject **>(reinterpret_cast<char *>(object) + slot);
 }
 
 static Ref attribute(PyObject *object, uint16_t slot, Attribute name)
@@ -143,11 +121,6 @@ bool is_ordinary(PyObject *object)
            !t.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::FuncTorchGradWrapper,
                                                      c10::DispatchKey::FuncTorchBatched,
                                                      c10::DispatchKey::Functionalize}));
-}
-
-void bump_version(const at::Tensor &tensor)
-{
-    tensor.unsafeGetTensorImpl()->bump_version();
 }
 
 int find_dtensors()

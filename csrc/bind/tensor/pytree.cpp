@@ -1,5 +1,5 @@
 // Traversal of arguments and results: the common shapes here, the rest by torch's functions.
-#include "bind/tensor/pytree.h"
+#include "bind/tensor/tensors.h"
 
 #include "bind/python/calls.h"
 #include "bind/python/fields.h"

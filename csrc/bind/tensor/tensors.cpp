@@ -5,9 +5,6 @@
 #include "bind/module.h"
 #include "bind/python/objects.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <array>
