@@ -39,7 +39,7 @@ fc_status fc_comm_check_parts(const fc_comm *comm, const fc_comm_array *whole,
 fc_status fc_comm_table(const fc_comm *comm, size_t *counts, size_t n_counts, size_t item_bytes)
 {
     const size_t n = (size_t)comm->n_ranks;
-    bool is_fine = n_counts == n * n;
+    bool is_fine = n_counts == n * n && item_bytes > 0;
 
     for (size_t i = 0; is_fine && i < n_counts; i++) {
         is_fine = counts[i] <= (size_t)PTRDIFF_MAX / item_bytes;

@@ -19,14 +19,18 @@ _WRITTEN = (
 )
 
 
+def _name(fsdp_param: Any) -> str:
+    return fsdp_param._param_fqn or "?"
+
+
 def tell_of_write(fsdp_param: Any, what: int) -> None:
     if what < len(_WRITTEN):
         raise RuntimeError(
-            f"the shard of parameter '{fsdp_param._param_fqn}' was written on rank"
+            f"the shard of parameter '{_name(fsdp_param)}' was written on rank"
             f" {dist.get_rank()} {_WRITTEN[what]}"
         )
     warnings.warn(
-        f"the unsharded parameter '{fsdp_param._param_fqn}' of FSDP unit"
+        f"the unsharded parameter '{_name(fsdp_param)}' of FSDP unit"
         f" '{_fqns.unit_name(fsdp_param.unit)}' was written: on one rank it is the shard itself, so"
         " the write stays. Later writes to the unit's parameters last until they are resharded, as"
         " on several ranks; write to the sharded parameters, outside of forward and backward, what"
@@ -69,7 +73,7 @@ def refuse_zero_divisor(group: Any) -> None:
 
 def refuse_grad_dtype(fsdp_param: Any, given: str, wanted: str) -> None:
     raise RuntimeError(
-        f"parameter '{fsdp_param._param_fqn}' of FSDP unit '{_fqns.unit_name(fsdp_param.unit)}':"
+        f"parameter '{_name(fsdp_param)}' of FSDP unit '{_fqns.unit_name(fsdp_param.unit)}':"
         f" attempting to assign a gradient with dtype '{given}' to a tensor with grad_dtype"
         f" '{wanted}'. From torch 2.15 on grad_dtype can be set before the first forward"
     )
@@ -77,7 +81,7 @@ def refuse_grad_dtype(fsdp_param: Any, given: str, wanted: str) -> None:
 
 def refuse_plain_gradient(fsdp_param: Any) -> None:
     raise AssertionError(
-        f"expected the gradient of sharded parameter '{fsdp_param._param_fqn}' to be DTensor, got a"
+        f"expected the gradient of sharded parameter '{_name(fsdp_param)}' to be DTensor, got a"
         " plain tensor: set it to None, or to a DTensor placed as its parameter"
     )
 
@@ -85,7 +89,7 @@ def refuse_plain_gradient(fsdp_param: Any) -> None:
 def refuse_frozen_gradient(fsdp_param: Any) -> None:
     """Parameters that were frozen at set-up have no place in what a device stages."""
     raise RuntimeError(
-        f"parameter '{fsdp_param._param_fqn}' of FSDP unit '{_fqns.unit_name(fsdp_param.unit)}' was"
+        f"parameter '{_name(fsdp_param)}' of FSDP unit '{_fqns.unit_name(fsdp_param.unit)}' was"
         " frozen when this forward began and has a gradient now: call requires_grad_(True) before"
         " the forward"
     )
@@ -93,7 +97,7 @@ def refuse_frozen_gradient(fsdp_param: Any) -> None:
 
 def refuse_accumulated(fsdp_param: Any, dtype: str) -> None:
     raise ValueError(
-        f"an accumulated gradient of parameter '{fsdp_param._param_fqn}' must have the size of the"
+        f"an accumulated gradient of parameter '{_name(fsdp_param)}' must have the size of the"
         f" whole parameter and the dtype {dtype}"
     )
 

@@ -6,8 +6,6 @@
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <algorithm>
-
 namespace fc {
 
 Ref local_gradient(const Param &param)
