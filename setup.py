@@ -64,16 +64,15 @@ C_SIM_SOURCES = {
 }
 CXX_SOURCES = {
     "csrc/bind": "module",
-    "csrc/bind/comm": "communicator nccl process_group rails transport",
-    "csrc/bind/device": "accelerator device device_comm device_comm_group device_unit",
+    "csrc/bind/comm": "communicator host nccl process_group rails transport",
+    "csrc/bind/device": "accelerator device device_comm device_unit",
     "csrc/bind/fsdp": (
-        "accumulated autograd context domain events extended gradients graphs hooks module_call "
-        "param_group parameters python_door reduce root root_object slices state steps unit "
-        "unit_ops"
+        "accumulated autograd domain events extended gradients graphs hooks module_call "
+        "param_group parameters python_door root root_object slices state unit unit_ops"
     ),
-    "csrc/bind/optim": "clip optim params",
-    "csrc/bind/python": "callbacks calls replaced_functions shutdown status",
-    "csrc/bind/tensor": "data_access layout local_tensors pytree taken_memory tensors",
+    "csrc/bind/optim": "local_tensors params",
+    "csrc/bind/python": "calls python replaced_functions",
+    "csrc/bind/tensor": "data_access layout pytree tensors",
 }
 C_TEST_SOURCES = {
     "tests/c": (

@@ -3,7 +3,6 @@
 
 #include "bind/python/calls.h"
 #include "bind/python/objects.h"
-#include "bind/python/process.h"
 #include "kernels/kernels.h"
 
 namespace fc {
@@ -23,33 +22,38 @@ PyMethodDef functions[] = {
         "set_place",
         "set_place(tell=, count=): tell() -> Place, where this rank's program is, for peers that "
         "wait for it; count(group) -> int or None, its collectives."),
-    function<set_callbacks>(
-        "set_callbacks",
-        "set_callbacks(name=function, ...): what the extension asks of Python, all of it."),
+    function<set_callbacks>("set_callbacks", "set_callbacks(name=function, ...): what the "
+                                             "extension asks of Python, all of it; TypeError "
+                                             "names what is missing or unknown."),
     function<watch_functions>(
         "watch_functions",
-        "watch_functions([WatchedFunction], names): roots leave the core when one of the functions "
-        "is replaced, or one of the names on a state."),
-    function<call_directly>(
-        "call_directly",
-        "call_directly(cls): modules of it run their unit's hooks around forward in C."),
+        "watch_functions(functions=[WatchedFunction], names=): roots leave the core when one of "
+        "the functions "
+        "is replaced, or one of the names on a state; not by those of an earlier call."),
+    function<call_directly>("call_directly",
+                            "call_directly(cls): modules of it whose only hooks are their unit's "
+                            "run them around forward "
+                            "in C, unless the class has a way of its own to be called."),
     function<nccl_open>("nccl_open", "nccl_open(path=, is_loaded=) -> {handle, version, text}; "
                                      "is_loaded: only if it is already."),
     function<note_data>("note_data", "note_data(tensor): the same of a new tensor of a subclass."),
     function<make_noted>(
         "make_noted",
         "make_noted(tensor): one on the same memory whose unit notices `tensor.data`."),
-    function<take_memory>("take_memory", "take_memory(tensor, text) -> bytes: its storage has none "
-                                         "from now on; reading raises text."),
+    function<take_memory>("take_memory",
+                          "take_memory(*, tensor, text) -> bytes: its storage has none "
+                          "from now on; reading raises text."),
     function<give_memory>("give_memory",
-                          "give_memory(tensor, bytes): gives its storage memory again."),
-    function<count_checkpoint>(
+                          "give_memory(*, tensor, bytes): its storage gets what bytes "
+                          "has, which has none from then on."),
+    function<[] { process.n_checkpoints++; }>(
         "count_checkpoint",
         "count_checkpoint(): the forward that runs will be run again, in part, by its backward."),
     function<n_steps>("n_steps", "n_steps() -> int: how many have been counted."),
     function<norm_of>("norm", "norm(values) -> Tensor: the 2-norm of float32 memory."),
     function<clip_factor>(
-        "clip_factor", "clip_factor(max_norm, norm) -> float: what torch multiplies gradients by."),
+        "clip_factor",
+        "clip_factor(*, max_norm, norm) -> float: what torch multiplies gradients by."),
     {}};
 
 int exec(PyObject *module)
@@ -57,9 +61,9 @@ int exec(PyObject *module)
     if (intern_names() < 0 || find_dtensors() < 0) {
         return -1;
     }
-    for (const auto add : {register_transport, register_comm, register_nccl, register_streams,
-                           register_steps, register_domain, register_context, register_group,
-                           register_root, register_state, register_locals, register_optim}) {
+    for (const auto add :
+         {register_transport, register_comm, register_nccl, register_streams, register_domain,
+          register_group, register_root, register_state, register_locals, register_optim}) {
         if (add(module) < 0) {
             return -1;
         }

@@ -1,6 +1,7 @@
 /* Arrays as people hand them in: what collectives demand of them, and where their bytes lie. */
 #include "comm/comm_impl.h"
 
+#include <stdint.h>
 #include <string.h>
 
 #define DIMS_MAX 64 /* as torch's operators */
@@ -33,6 +34,19 @@ fc_status fc_comm_check_parts(const fc_comm *comm, const fc_comm_array *whole,
                        part->name, whole->name);
     }
     return FC_OK;
+}
+
+fc_status fc_comm_table(const fc_comm *comm, size_t *counts, size_t n_counts, size_t item_bytes)
+{
+    const size_t n = (size_t)comm->n_ranks;
+    bool is_fine = n_counts == n * n && item_bytes > 0;
+
+    for (size_t i = 0; is_fine && i < n_counts; i++) {
+        is_fine = counts[i] <= (size_t)PTRDIFF_MAX / item_bytes;
+        counts[i] *= item_bytes;
+    }
+    return is_fine ? FC_OK
+                   : fc_fail(FC_ERR_INVALID, "counts must be %zu rows of %zu numbers", n, n);
 }
 
 /* Parts of `data` one after another, as long as every `step`-th entry says. */

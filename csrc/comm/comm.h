@@ -73,6 +73,9 @@ typedef struct fc_comm_array {
  */
 FC_MUST_CHECK fc_status fc_comm_check_parts(const fc_comm *comm, const fc_comm_array *whole,
                                             const fc_comm_array *part);
+/* A table of elements between ranks, n_ranks rows one after another, becomes one of bytes. */
+FC_MUST_CHECK fc_status fc_comm_table(const fc_comm *comm, size_t *counts, size_t n_counts,
+                                      size_t item_bytes);
 /* What all_to_all takes, of arrays that hold their parts in rank order, by its table of bytes.
  * `pieces` and `blocks` have 2 * n_ranks entries: n_ranks of `recv`, then those of `send`. */
 FC_MUST_CHECK fc_status fc_comm_split(const fc_comm *comm, const fc_comm_array *recv,

@@ -83,8 +83,8 @@ static size_t tail_of(part p, size_t fused_lanes)
     return end > tail ? smaller(end - tail, p.numel) : 0;
 }
 
-void fc_optim_adam(const fc_optim_param *params, size_t n_params, size_t block, fc_root root,
-                   size_t fused_lanes)
+static void step_adam(const fc_optim_param *params, size_t n_params, size_t block, fc_root root,
+                      size_t fused_lanes)
 {
     const size_t end = end_of(params, n_params, block);
     const fc_kern_table *kern = fc_kern();
@@ -96,8 +96,8 @@ void fc_optim_adam(const fc_optim_param *params, size_t n_params, size_t block, 
     }
 }
 
-void fc_optim_adam_by(const fc_optim_param *params, size_t n_params, size_t block,
-                      fc_roots_fn roots)
+static void step_adam_by(const fc_optim_param *params, size_t n_params, size_t block,
+                         fc_roots_fn roots)
 {
     alignas(FC_ALIGN) float squares[FC_OPTIM_BLOCK];
     const part first = first_part(params, n_params, block);
@@ -119,8 +119,8 @@ void fc_optim_adam_by(const fc_optim_param *params, size_t n_params, size_t bloc
     }
 }
 
-void fc_optim_sgd(const fc_optim_param *params, size_t n_params, size_t block, const fc_sgd *sgd,
-                  size_t fused_lanes)
+static void step_sgd(const fc_optim_param *params, size_t n_params, size_t block, const fc_sgd *sgd,
+                     size_t fused_lanes)
 {
     const size_t end = end_of(params, n_params, block);
     const fc_kern_table *kern = fc_kern();
@@ -128,6 +128,25 @@ void fc_optim_sgd(const fc_optim_param *params, size_t n_params, size_t block, c
     for (part p = first_part(params, n_params, block); p.numel > 0; p = next_part(p, end)) {
         kern->sgd(sgd, p.of->param + p.start, p.of->grad + p.start, from(p.of->state[0], p.start),
                   p.numel, tail_of(p, fused_lanes));
+    }
+}
+
+const char *fc_optim_key(const fc_optim_rule *rule, size_t i)
+{
+    static const char *const of_adam[] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
+
+    return rule->is_adam ? of_adam[i] : "momentum_buffer";
+}
+
+void fc_optim_step(const fc_optim_param *params, size_t n_params, size_t block,
+                   const fc_optim_rule *rule)
+{
+    if (!rule->is_adam) {
+        step_sgd(params, n_params, block, &rule->sgd, rule->fused_lanes);
+    } else if (rule->root == FC_ROOT_COUNT) {
+        step_adam_by(params, n_params, block, rule->roots);
+    } else {
+        step_adam(params, n_params, block, rule->root, rule->fused_lanes);
     }
 }
 

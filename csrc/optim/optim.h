@@ -35,14 +35,27 @@ size_t fc_optim_cut(fc_optim_param *params, size_t n_params);
 /* x[i] = square root of x[i] */
 typedef void (*fc_roots_fn)(float *x, size_t numel);
 
-/* One block. `fused_lanes`: 0, or how many floats PyTorch's fused kernel takes at a time, for its
- * way of rounding what is left at a parameter's end. */
-void fc_optim_adam(const fc_optim_param *params, size_t n_params, size_t block, fc_root root,
-                   size_t fused_lanes);
-void fc_optim_adam_by(const fc_optim_param *params, size_t n_params, size_t block,
-                      fc_roots_fn roots);
-void fc_optim_sgd(const fc_optim_param *params, size_t n_params, size_t block, const fc_sgd *sgd,
-                  size_t fused_lanes);
+/* How parameters are stepped. */
+typedef struct fc_optim_rule {
+    bool is_adam; /* else SGD */
+    /* How many arrays of state a parameter has: of Adam 2, as AMSGrad 3; of SGD 0 or, with
+     * momentum, 1. */
+    size_t n_state;
+    fc_adam_options adam;
+    fc_root root;      /* of Adam; FC_ROOT_COUNT: as `roots` takes them */
+    fc_roots_fn roots; /* NULL: not needed */
+    fc_sgd sgd;
+    /* 0, or how many floats PyTorch's fused kernel takes at a time, for its way of rounding what is
+     * left at a parameter's end. */
+    size_t fused_lanes;
+} fc_optim_rule;
+
+/* The key under which optimizers keep a parameter's state[i]. */
+const char *fc_optim_key(const fc_optim_rule *rule, size_t i);
+
+/* One block. */
+void fc_optim_step(const fc_optim_param *params, size_t n_params, size_t block,
+                   const fc_optim_rule *rule);
 
 /* The root of the kernels in use that gives the bits of `roots`; FC_ROOT_COUNT: none. */
 fc_root fc_optim_root_of(fc_roots_fn roots);

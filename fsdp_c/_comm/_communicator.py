@@ -73,7 +73,7 @@ class Communicator:
         `input` holds what this rank sends, to rank 0, 1, ..., one after another; `output` gets what
         it receives from rank 0, 1, ... Same dtype; they may not overlap.
         """
-        self._open().all_to_all(output=output, input=input, counts=counts)
+        self._open().all_to_all(output=output, input=input, counts=_flat(counts))
 
     def exchange(
         self,
@@ -87,7 +87,7 @@ class Communicator:
         The elements of ``sent[r]``, in the order of the list and of each tensor's indices, become
         those of ``received[this rank]`` on rank r. `counts` is in elements of `itemsize` bytes.
         """
-        self._open().exchange(received=received, sent=sent, counts=counts, itemsize=itemsize)
+        self._open().exchange(received=received, sent=sent, counts=_flat(counts), itemsize=itemsize)
 
     def all_agree(self, is_true: bool) -> bool:
         """Whether it is true on all ranks."""
@@ -116,6 +116,12 @@ class Communicator:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _flat(counts: Sequence[Sequence[int]]) -> list[int]:
+    if len({len(row) for row in counts}) > 1:
+        raise ValueError("counts must be rows of one length")
+    return [n for row in counts for n in row]
 
 
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = (

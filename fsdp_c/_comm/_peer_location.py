@@ -40,7 +40,7 @@ _LONGEST = 220  # bytes that others see of it
 
 
 class Place(NamedTuple):
-    """Read by name in csrc/bind/python/callbacks.cpp."""
+    """Read by name in csrc/bind/comm/host.cpp."""
 
     text: str
     group: int  # whose collective the program sits in, by its key; 0: in none

@@ -126,7 +126,8 @@ class AccumulatedGradient:
             if self.unit is None:  # type: ignore[attr-defined]
                 self.__dict__["unsharded_accumulated_grad"] = grad
             else:
-                self.unit._core_set_accumulated(self.unit.fsdp_params.index(self), grad)  # type: ignore[attr-defined]
+                index = self.unit.fsdp_params.index(self)  # type: ignore[attr-defined]
+                self.unit._core_set_accumulated(index=index, tensor=grad)  # type: ignore[attr-defined]
 
 
 def lacks_dtypes(group: Any) -> bool:

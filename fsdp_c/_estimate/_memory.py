@@ -110,7 +110,7 @@ def _never_made(units: Sequence[Unit], n_shards: int, n_replicas: int) -> int:
         n_ranks=n_shards * n_replicas,
         is_mapped=True,
     )
-    return sizes["gradients"]
+    return sizes["grads"]
 
 
 def _on_unreached(trace: Trace) -> tuple[str, ...]:

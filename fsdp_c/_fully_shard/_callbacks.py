@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
-from fsdp_c._fully_shard import _errors, _slices
+from fsdp_c._fully_shard import _core_messages, _errors, _slices
 from fsdp_c._fully_shard._fsdp_param import FSDPParam
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._fully_shard._fsdp_state import FSDPState
 from fsdp_c._native import _C
+
+_LOG = logging.getLogger("torch.distributed.fsdp.fully_shard")
+
+
+def _is_logging() -> bool:
+    return _LOG.isEnabledFor(logging.DEBUG)
+
+
+def _log_event(text: str) -> None:
+    _LOG.debug("%s", text)
 
 
 def _parameter_name(fsdp_param: Any) -> str | None:
@@ -21,6 +32,24 @@ def _parameter_name(fsdp_param: Any) -> str | None:
 def _make_sharded_gradient(fsdp_param: Any, local: torch.Tensor) -> torch.Tensor:
     """The DTensor of a gradient, whose local tensor is given."""
     return fsdp_param.to_sharded_dtensor(local)
+
+
+# Of a parameter, a unit, its name or nothing, for people.
+_TEXTS = (
+    _core_messages.tell_of_write,
+    _core_messages.warn_of_outdated,
+    _core_messages.warn_of_unfinalized,
+    _core_messages.refuse_backward,
+    _core_messages.refuse_zero_divisor,
+    _core_messages.refuse_grad_dtype,
+    _core_messages.refuse_plain_gradient,
+    _core_messages.refuse_frozen_gradient,
+    _core_messages.refuse_accumulated,
+    _core_messages.refuse_orphan,
+    _core_messages.text_of_sharded,
+    _core_messages.text_for_graph,
+    _core_messages.text_of_withheld,
+)
 
 
 def hand_down() -> None:
@@ -47,6 +76,9 @@ def hand_down() -> None:
         warn_of_failed_backward=FSDPState._warn_of_failed_backward,
         tell_of_double_backward=FSDPState._tell_of_double_backward,
         explain_error=_errors.explain,
+        is_logging=_is_logging,
+        log_event=_log_event,
+        **{function.__name__: function for function in _TEXTS},
         # Of a parameter.
         refuse_sparse_gradient=FSDPParam._refuse_sparse_gradient,
         parameter_name=_parameter_name,

@@ -34,7 +34,7 @@ _in_sight = itertools.count()
 
 
 class Place(NamedTuple):
-    """Where a parameter is registered; read by name in csrc/bind/fsdp/unit.cpp."""
+    """Where a parameter is registered; read by name in csrc/bind/fsdp/parameters.cpp."""
 
     parameters: dict[str, Any]  # the module's
     name: str
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 
 class BoundParam(NamedTuple):
-    """What the unit has to know of a parameter; read by name in csrc/bind/fsdp/unit.cpp."""
+    """What the unit has to know of a parameter; read by name in csrc/bind/fsdp/parameters.cpp."""
 
     places: list[Place]
     sharded: nn.Parameter
@@ -264,6 +264,7 @@ def _make_smaller(
             batch_bytes=0,
             is_counted=False,
             is_packed=messages is not None,
+            streams=None,
         )
         watch = _transport.watch_for(process_group)
         if watch is not None:

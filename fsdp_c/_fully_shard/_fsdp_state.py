@@ -100,7 +100,7 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
             for in_backward, states in self._prefetched.items():
                 order = slice(None, None, -1 if in_backward else 1)
                 groups = [other for state in states for other in state._fsdp_param_groups[order]]
-                group._core_set_prefetch(in_backward, groups)
+                group._core_set_prefetch(in_backward=in_backward, groups=groups)
                 named = list(group.named_prefetches)
                 named[in_backward] = groups
                 group.named_prefetches = (named[False], named[True])

@@ -2,8 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
+
 from fsdp_c import _env
-from fsdp_c._native import _C
+
+_LIBC = ctypes.CDLL(None)
+# mallopt's, in glibc's malloc.h.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+
+
+def trim() -> None:
+    """Gives back what set-up freed: shards that moved, placeholders of unsharded parameters."""
+    _LIBC.malloc_trim(0)
+
+
+def _set(largest: int, slack: int) -> None:
+    """Allocations of `largest` bytes and more stay off the heap, which keeps up to `slack` free
+    bytes at its end (0: no change).
+
+    glibc's aligned allocation cannot reuse a hole of exactly the size asked for, so a heap of large
+    gradients grows with every unit.
+    """
+    _LIBC.mallopt(_MMAP_THRESHOLD, largest)
+    if slack > 0:
+        _LIBC.mallopt(_TRIM_THRESHOLD, slack)
 
 
 class _Heap:
@@ -20,17 +42,17 @@ class _Heap:
     def prepare_for_shards(self) -> None:
         """Shards leave the heap again when they move to shared memory."""
         if threshold := _env.mmap_threshold():
-            _C.Domain.set_heap(threshold, 0)
+            _set(threshold, 0)
             self.is_set = True
 
     def prepare_for_core(self) -> None:
         self.serves_core = True
         self.prepare_for_shards()
-        _C.Domain.trim_heap()
+        trim()
 
     def prepare_for_fallback(self) -> None:
         if self.is_set and not self.serves_core:
-            _C.Domain.set_heap(*self.LEARNED)
+            _set(*self.LEARNED)
 
 
 HEAP = _Heap()

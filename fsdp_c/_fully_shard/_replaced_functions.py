@@ -72,7 +72,8 @@ def watch(cls: type, names: frozenset[str]) -> None:
         for name in sorted(names)
         if hasattr(cls, name)
     )
-    _C.watch_functions(_originals, STATE_METHODS)  # asked at the beginning of every forward
+    # Asked at the beginning of every forward.
+    _C.watch_functions(functions=_originals, names=STATE_METHODS)
 
 
 def replaced() -> str:

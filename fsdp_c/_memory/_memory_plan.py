@@ -150,7 +150,7 @@ def _planned(
         control += lanes["control"] // replicas
     rank = {
         "parameters": params + unsharded,
-        "gradients": shard["gradients"],
+        "gradients": shard["grads"],
         "optimizer": sum(state_size(row, n_shards) for row in rows),
         "unsharded": max(shard["full"] - n_shards * shard["aliased"], 0) // n_shards,
         "gather slots": 0,

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_c._checkpoint import _safetensors
 from fsdp_c._comm import _agreement
-from fsdp_c._fully_shard import _fqns, _fsdp_module
+from fsdp_c._fully_shard import _fqns, _fsdp_module, _heap
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._fully_shard._fsdp_state import FSDPState
 from fsdp_c._native import _C
@@ -100,12 +100,12 @@ def offload(
     offloaded = _on_all_ranks("offload", groups, prepare, _remove_file)
     _leave_core(offloaded)
     for name, tensor in offloaded.tensors.items():
-        memory = _C.take_memory(tensor, _fsdp_module.OFFLOADED)
+        memory = _C.take_memory(tensor=tensor, text=_fsdp_module.OFFLOADED)
         if offloaded.path is None:
             offloaded.memory.setdefault(name, memory)
         del memory
     _C.Domain.trim_slots()
-    _C.Domain.trim_heap()
+    _heap.trim()
     return n_bytes
 
 
@@ -132,7 +132,7 @@ def onload(model: nn.Module) -> None:
 
     memory = _on_all_ranks("onload", offloaded.groups, prepare)
     for name, tensor in offloaded.tensors.items():
-        _C.give_memory(tensor, memory[name])
+        _C.give_memory(tensor=tensor, bytes=memory[name])
     del memory
     for state in offloaded.states:
         state.offloaded = None

@@ -188,7 +188,7 @@ def collect_gradients(params: list[Tensor]) -> Any:
 
 def has_dtensors(tensors: list[Tensor], gradients: bool = False) -> bool:
     """Among the tensors, or among the gradients that they have."""
-    return _known.has_dtensors(tensors, gradients)
+    return _known.has_dtensors(tensors=tensors, gradients=gradients)
 
 
 def _may_collect() -> bool:
@@ -270,7 +270,7 @@ def multiply(
         if factor is None:
             return False
     elif found.is_flat and whole.is_cpu and whole.dtype == torch.float32 and _agrees():
-        found.multiply(_C.clip_factor(max_norm, whole.item()))
+        found.multiply(_C.clip_factor(max_norm=max_norm, norm=whole.item()))
         return True
     else:
         factor = _factor_by_torch(max_norm, whole)
@@ -314,7 +314,7 @@ def _agrees() -> bool:
     for norm in (0.0, 1e-7, 0.3, 0.999999, 7.7, 1e30, math.inf):
         tensor = torch.tensor(norm, device="cpu", dtype=torch.float32)
         for max_norm in (-0.1, 0.0, 0.1, 1.0, 3.3, 1e300, math.inf):
-            factor = torch.tensor(_C.clip_factor(max_norm, norm), device="cpu")
+            factor = torch.tensor(_C.clip_factor(max_norm=max_norm, norm=norm), device="cpu")
             if not torch.allclose(
                 factor, _factor_by_torch(max_norm, tensor), rtol=0, atol=0, equal_nan=True
             ):

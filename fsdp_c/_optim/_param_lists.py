@@ -27,7 +27,9 @@ class Members:
 
     def __init__(self, params: list[Tensor], sharded: set[int]) -> None:
         self.sharded = sharded.intersection(map(id, params))
-        self.plan = _C.Params(params, self.sharded)  # keeps params, so that the ids stay theirs
+        self.plan = _C.Params(
+            params=params, sharded=self.sharded
+        )  # keeps params: the ids stay theirs
         self.is_on_host = all(p.is_cpu for p in params)
         self.only_known_types = all(type(p) in (DTensor, nn.Parameter, Tensor) for p in params)
         self.result: Any = None  # of torch's collecting
@@ -41,10 +43,10 @@ class Members:
             return False
         if _dispatch_modes.see_operations() or (_is_listwise(group) and _env.is_strict()):
             return False
-        columns = self.plan.collect(optimizer.state, self._keys)
-        if columns is None:
+        rows = self.plan.collect(state=optimizer.state, keys=self._keys)
+        if rows is None:
             return False
-        for index, column in zip(self._filled, columns, strict=True):
+        for index, column in zip(self._filled, zip(*rows, strict=True), strict=bool(rows)):
             lists[index][:] = column
         return True
 
@@ -135,10 +137,10 @@ def step_buffers(members: Members, optimizer: optim.Optimizer, group: dict[str, 
         return False
     if _is_listwise(group) and _env.is_strict():
         return False
-    columns = members.plan.collect(optimizer.state, ("momentum_buffer",))
-    if columns is None or any(buffer is None for buffer in columns[2]):
+    rows = members.plan.collect(state=optimizer.state, keys=("momentum_buffer",))
+    if rows is None or any(buffer is None for _, _, buffer in rows):
         return False
-    _run_sgd(optimizer, group, columns)
+    _run_sgd(optimizer, group, _columns(rows, 3))
     return True
 
 
@@ -165,13 +167,19 @@ def _find(
 ) -> tuple[list[int], list[list[Any]]]:
     """The rows of `lists` that can be replaced, and column by column what to put there."""
     n_rows = len(lists[0])
-    found, columns = plan.locals([column for column in lists if len(column) == n_rows])
+    columns = [column for column in lists if len(column) == n_rows]
+    rows = plan.locals(zip(*columns, strict=True))
+    found = [i for i, row in enumerate(rows) if row is not None]
     if _is_listwise(group) and found:
         # These take lists of one kind only; torch refuses some that would work here.
         n_dtensors = sum(type(param) is DTensor for param in lists[0])
         if n_dtensors > len(found) or _env.is_strict():
             return [], []
-    return found, columns
+    return found, _columns([rows[i] for i in found], len(columns))
+
+
+def _columns(rows: list[tuple[Any, ...]], n: int) -> list[list[Any]]:
+    return [[row[c] for row in rows] for c in range(n)]
 
 
 def _is_listwise(group: dict[str, Any]) -> bool:

@@ -180,7 +180,7 @@ def _step_adam(optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Param
     if lanes is None or _is_scaled(optimizer):
         return False
     kind = _of(group, _ADAM_KINDS)
-    return plan.step_adam(optimizer.state, **numbers, **kind, fused_lanes=lanes)
+    return plan.step_adam(state=optimizer.state, **numbers, **kind, fused_lanes=lanes)
 
 
 def _step_sgd(optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Params) -> bool:
@@ -196,7 +196,7 @@ def _step_sgd(optimizer: optim.Optimizer, group: dict[str, Any], plan: _C.Params
     if lanes is None or writes_gradients or _is_scaled(optimizer):
         return False
     kind = _of(group, _SGD_KINDS)
-    return plan.step_sgd(optimizer.state, **numbers, **kind, fused_lanes=lanes)
+    return plan.step_sgd(state=optimizer.state, **numbers, **kind, fused_lanes=lanes)
 
 
 def _of(group: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def _agrees(fused_lanes: int) -> bool:
             param, other = _wave(numel), _wave(numel)
             sizes = (numel, numel, numel, ())
             theirs, ours = ([_wave(0).new_zeros(size) for size in sizes] for _ in range(2))
-            plan = _C.Params([other], {id(other)})
+            plan = _C.Params(params=[other], sharded={id(other)})
             for scale in (1.0, 1e-3, 7.0):
                 other.grad = (param * scale * numel).sin()
                 lists = [[param], [other.grad.clone()], *[[t] for t in theirs]]
@@ -250,7 +250,7 @@ def _agrees(fused_lanes: int) -> bool:
                 how = {"foreach": False, "fused": fused_lanes != 0, **switches, **_UNSCALED}
                 _param_lists.function_of(optim.Adam)(*lists, **how, **numbers, **kind)
                 state = {other: dict(zip(names, ours, strict=True))}
-                plan.step_adam(state, **numbers, **kind, fused_lanes=fused_lanes)
+                plan.step_adam(state=state, **numbers, **kind, fused_lanes=fused_lanes)
                 if not all(map(torch.equal, [param, *theirs], [other, *ours])):
                     return False
     return True
@@ -264,7 +264,7 @@ def _sgd_agrees(fused_lanes: int) -> bool:
             kind = {"nesterov": nesterov, "maximize": momentum != 0 and weight_decay == 0}
             param, other = _wave(1035), _wave(1035)
             theirs, ours = param.sin(), param.sin()
-            plan = _C.Params([other], {id(other)})
+            plan = _C.Params(params=[other], sharded={id(other)})
             for scale in (1.0, 1e-3, 7.0):
                 other.grad = (param * scale * 1035).sin()
                 lists = [[param], [other.grad.clone()], [theirs] if momentum else []]
@@ -278,7 +278,7 @@ def _sgd_agrees(fused_lanes: int) -> bool:
                     **kind,
                 )
                 state = {other: {"momentum_buffer": ours}}
-                plan.step_sgd(state, lr=0.01, **numbers, **kind, fused_lanes=fused_lanes)
+                plan.step_sgd(state=state, lr=0.01, **numbers, **kind, fused_lanes=fused_lanes)
                 if not torch.equal(param, other) or not torch.equal(theirs, ours):
                     return False
     return True

@@ -111,6 +111,24 @@ static void body_split(int rank, int n, void *arg)
     close_fixture(&f);
 }
 
+static void body_table(int rank, int n, void *arg)
+{
+    size_t table[RANKS_MAX * RANKS_MAX] = {0}, n_counts = (size_t)(n * n);
+    fixture f;
+
+    (void)arg;
+    open_fixture(&f, rank, n);
+    table[0] = 3;
+    table[n_counts - 1] = (size_t)rank + 3;
+    CHECK_EQ(fc_comm_table(f.comm, table, n_counts, 4), FC_OK);
+    CHECK_EQ(table[n_counts - 1], 4 * ((size_t)rank + 3));
+    refuse(fc_comm_table(f.comm, table, n_counts - 1, 4), "numbers");
+    refuse(fc_comm_table(f.comm, table, n_counts, 0), "counts must be");
+    table[0] = (size_t)PTRDIFF_MAX / 4 + 1;
+    refuse(fc_comm_table(f.comm, table, n_counts, 4), "counts must be");
+    close_fixture(&f);
+}
+
 /* In the order of the indices: as many rows as there have to be, and no more. */
 static void check_rows(size_t n_dims, const int64_t *shape, const int64_t *strides, size_t n_pieces)
 {
@@ -170,6 +188,7 @@ int main(void)
     for (int n = 1; n <= RANKS_MAX; n++) {
         ranks_check(n, body_agree, NULL);
         ranks_check(n, body_split, NULL);
+        ranks_check(n, body_table, NULL);
     }
     ranks_check(2, body_arrays, NULL);
     return check_result();

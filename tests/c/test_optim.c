@@ -101,13 +101,13 @@ static void step_whole(const group *g, const fc_optim_param *p)
 
 static void step_block(const group *g, size_t block)
 {
-    if (g->kind >= SGD) {
-        fc_optim_sgd(g->params, N_PARAMS, block, &sgd, g->fused_lanes);
-    } else if (g->kind == ADAM_BY) {
-        fc_optim_adam_by(g->params, N_PARAMS, block, take_roots);
-    } else {
-        fc_optim_adam(g->params, N_PARAMS, block, FC_ROOT_NEAREST, g->fused_lanes);
-    }
+    const fc_optim_rule rule = {.is_adam = g->kind < SGD,
+                                .root = g->kind == ADAM_BY ? FC_ROOT_COUNT : FC_ROOT_NEAREST,
+                                .roots = take_roots,
+                                .sgd = sgd,
+                                .fused_lanes = g->fused_lanes};
+
+    fc_optim_step(g->params, N_PARAMS, block, &rule);
 }
 
 typedef struct worker {
@@ -167,6 +167,15 @@ static void test_blocks(const size_t *shape, optim_kind kind, size_t fused_lanes
     CHECK(g.n_blocks == (numel + FC_OPTIM_BLOCK - 1) / FC_OPTIM_BLOCK);
     CHECK_MSG(memcmp(start.memory, g.memory, sizeof(g.memory)) == 0,
               "kind %d, first parameter of %zu, fused %zu", (int)kind, shape[0], fused_lanes);
+}
+
+static void test_keys(void)
+{
+    const fc_optim_rule adam = {.is_adam = true, .n_state = 3}, momentum = {.n_state = 1};
+
+    CHECK(strcmp(fc_optim_key(&adam, 0), "exp_avg") == 0);
+    CHECK(strcmp(fc_optim_key(&adam, 2), "max_exp_avg_sq") == 0);
+    CHECK(strcmp(fc_optim_key(&momentum, 0), "momentum_buffer") == 0);
 }
 
 static void test_roots(void)
@@ -247,6 +256,7 @@ int main(void)
             test_blocks(shapes[s], kind, 8);
         }
     }
+    test_keys();
     test_roots();
     test_clip();
     test_clip_factor();

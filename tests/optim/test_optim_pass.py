@@ -103,11 +103,11 @@ def test_square_roots_are_torchs(exponent: int) -> None:
         param, averages = torch.zeros_like(squares), torch.full_like(squares, exp_avg)
         param.grad = torch.zeros_like(squares)
         state = {"step": torch.tensor(999.0), "exp_avg": averages * 2, "exp_avg_sq": squares * 2}
-        plan = _C.Params([param], {id(param)})
+        plan = _C.Params(params=[param], sharded={id(param)})
         # Both averages are halved; what is left is their quotient.
         options = {"lr": -1.0, "beta1": 0.5, "beta2": 0.5, "eps": 0.0, "weight_decay": 0.0}
         kind = {"decoupled_weight_decay": True, "amsgrad": False, "maximize": False}
-        assert plan.step_adam({param: state}, **options, **kind, fused_lanes=0)
+        assert plan.step_adam(state={param: state}, **options, **kind, fused_lanes=0)
         assert torch.equal(param, averages / squares.sqrt())
 
 
@@ -323,15 +323,15 @@ def test_refused_rows_touch_nothing(rank: int, n_ranks: int) -> None:
     from fsdp_c._native import _C
 
     def attempt(break_it: Callable[[], None], mend: Callable[[], None]) -> None:
-        plan = _C.Params(params, set(map(id, params)))
+        plan = _C.Params(params=params, sharded=set(map(id, params)))
         copies = [p.to_local().clone() for p in params]
         steps = [optimizer.state[p]["step"].item() for p in params]
         break_it()
-        assert not plan.step_adam(optimizer.state, lr=0.1, **options)
+        assert not plan.step_adam(state=optimizer.state, lr=0.1, **options)
         mend()
         assert all(torch.equal(p.to_local(), copy) for p, copy in zip(params, copies, strict=True))
         assert steps == [optimizer.state[p]["step"].item() for p in params]
-        assert plan.step_adam(optimizer.state, lr=0.0, **options)
+        assert plan.step_adam(state=optimizer.state, lr=0.0, **options)
 
     last = params[-1]
     state = optimizer.state[last]
@@ -341,7 +341,7 @@ def test_refused_rows_touch_nothing(rank: int, n_ranks: int) -> None:
     for key in ("exp_avg", "max_exp_avg_sq", "step"):
         attempt(lambda: state.update({key: kept[key].double()}), lambda: state.update(kept))
     attempt(lambda: optimizer.state.pop(last), lambda: optimizer.state.update({last: state}))
-    plan = _C.Params(params, set(map(id, params)))
+    plan = _C.Params(params=params, sharded=set(map(id, params)))
     assert plan.is_for(params) and not plan.is_for(params[:-1]) and not plan.is_for(params[::-1])
 
 

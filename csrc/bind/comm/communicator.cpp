@@ -1,16 +1,11 @@
 /* The type `_C.Comm`: tensors as arrays of the core, lent to it for the time of a call. */
 #include "bind/comm/transport.h"
-#include "bind/core.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
 #include "bind/tensor/tensors.h"
 #include "comm/comm.h"
 
-#include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
-#include <torch/csrc/autograd/python_variable.h>
-
-#include <vector>
 
 namespace fc {
 
@@ -69,35 +64,15 @@ struct Operand {
     }
 };
 
-/* `n` numbers; what is no list of so many, or does not fit in memory, is not fine. */
-bool read_row(PyObject *object, size_t n, size_t item_bytes, std::vector<size_t> &out)
+/* The table of elements between ranks, row by row, in bytes. */
+std::vector<size_t> table_of(const Comm &self, PyObject *counts, size_t item_bytes)
 {
-    const Ref row = checked(PySequence_Fast(object, "a row of counts must be a list"));
-    bool is_fine = (size_t)PySequence_Fast_GET_SIZE(row.get()) == n;
-
-    for (size_t r = 0; is_fine && r < n; r++) {
-        const size_t count = size_from(PySequence_Fast_GET_ITEM(row.get(), (Py_ssize_t)r));
-
-        is_fine = count <= (size_t)PTRDIFF_MAX / item_bytes;
-        out.push_back(count * item_bytes);
-    }
-    return is_fine;
-}
-
-/* The table of elements between ranks, a list of n_ranks rows, in bytes. */
-std::vector<size_t> table_of(PyObject *object, size_t n_ranks, size_t item_bytes)
-{
-    const Ref rows = checked(PySequence_Fast(object, "counts must be a list of rows"));
-    bool is_fine = (size_t)PySequence_Fast_GET_SIZE(rows.get()) == n_ranks;
     std::vector<size_t> table;
 
-    for (size_t s = 0; is_fine && s < n_ranks; s++) {
-        is_fine = read_row(PySequence_Fast_GET_ITEM(rows.get(), (Py_ssize_t)s), n_ranks, item_bytes,
-                           table);
+    for (PyObject *count : items_of(counts)) {
+        table.push_back(size_from(count));
     }
-    if (!is_fine) {
-        raise_error(PyExc_ValueError, "counts must be %zu rows of %zu numbers", n_ranks, n_ranks);
-    }
+    check(fc_comm_table(self.core, table.data(), table.size(), item_bytes));
     return table;
 }
 
@@ -130,14 +105,12 @@ TensorLists::TensorLists(PyObject *lists, const char *name, size_t n_ranks)
     if (!PyList_Check(lists) || (size_t)PyList_GET_SIZE(lists) != n_ranks) {
         raise_error(PyExc_ValueError, "%s must be a list of %zu lists of tensors", name, n_ranks);
     }
-    for (size_t r = 0; r < n_ranks; r++) {
-        PyObject *list = PyList_GET_ITEM(lists, (Py_ssize_t)r);
-
+    for (PyObject *list : items_of(lists)) {
         if (!PyList_Check(list)) {
             raise_error(PyExc_ValueError, "%s must be a list of lists of tensors", name);
         }
-        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
-            tensors.push_back(memory_of(PyList_GET_ITEM(list, i), name, false));
+        for (PyObject *item : items_of(list)) {
+            tensors.push_back(memory_of(item, name, false));
             append_rows(tensors.back(), pieces);
         }
         ends.push_back(pieces.size());
@@ -234,12 +207,12 @@ fc_status comm_broadcast(Comm &self, Fields &given)
 fc_status comm_all_to_all(Comm &self, Fields &given)
 {
     const Operand output(given, "output"), input(given, "input");
-    const Ref counts = given.object("counts");
+    const Ref counts = given.list("counts");
     std::vector<fc_comm_piece> pieces(2 * self.n_ranks);
     std::vector<fc_comm_block> blocks(2 * self.n_ranks);
 
     given.end();
-    const std::vector<size_t> table = table_of(counts.get(), self.n_ranks, input.tensor.itemsize());
+    const std::vector<size_t> table = table_of(self, counts.get(), input.tensor.itemsize());
     check(fc_comm_split(self.core, &output.array, &input.array, table.data(), pieces.data(),
                         blocks.data()));
     return collective(self, output.tensor, [&] {
@@ -251,8 +224,8 @@ fc_status comm_exchange(Comm &self, Fields &given)
 {
     const TensorLists received(given.object("received").get(), "received", self.n_ranks);
     const TensorLists sent(given.object("sent").get(), "sent", self.n_ranks);
-    const Ref counts = given.object("counts");
-    const std::vector<size_t> table = table_of(counts.get(), self.n_ranks, given.size("itemsize"));
+    const Ref counts = given.list("counts");
+    const std::vector<size_t> table = table_of(self, counts.get(), given.size("itemsize"));
 
     given.end();
     return collective(self, received.tensors, [&] {

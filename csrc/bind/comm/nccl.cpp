@@ -1,12 +1,9 @@
 /* The type `_C.NcclGroup`. Streams are their handles as ints; tensors may be on any device that the
  * library can read. Collectives are for who tries NCCL: units call the core. */
 #include "bind/comm/transport.h"
-#include "bind/core.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
 #include "bind/tensor/tensors.h"
-
-#include <ATen/core/Tensor.h>
 
 namespace fc {
 
@@ -17,7 +14,7 @@ const char library_name[] = "fsdp_c.nccl";
 struct Nccl {
     explicit Nccl(Fields &given);
 
-    fc_host host;
+    Host host;
     Owned<fc_nccl_group, fc_nccl_group_destroy> owner;
     fc_nccl_group *group;
 };
@@ -37,17 +34,6 @@ Nccl::Nccl(Fields &given)
 }
 
 /* ---- failures and the end ---- */
-
-void nccl_leave(Nccl &self, PyObject *seconds)
-{
-    fc_nccl_group_leave(self.group, fc_transport_timeout_ns(real_from(seconds)));
-    PyErr_Clear(); /* an interrupted wait was aborted */
-}
-
-void nccl_abort(Nccl &self, PyObject *why)
-{
-    (void)fc_nccl_abort(self.group, FC_ERR_BROKEN, text_from(why));
-}
 
 /* Asks Python, and stops the wait at an exception. */
 bool nccl_is_ready(void *arg)
@@ -156,9 +142,13 @@ PyMethodDef nccl_methods[] = {
         "watch", "Raise if something is wrong with NCCL or a rank."),
     method<[](Nccl &self) { return fc_nccl_group_close(self.group); }>(
         "close", "Wait until all work is done everywhere, and end. Collective."),
-    method<nccl_leave>("leave",
-                       "leave(seconds): ends locally; aborts what does not end within so long."),
-    method<nccl_abort>("abort", "End here, and on the ranks of this host, with this text."),
+    method<[](Nccl &self, PyObject *seconds) {
+        fc_nccl_group_leave(self.group, fc_transport_timeout_ns(real_from(seconds)));
+        PyErr_Clear(); /* an interrupted wait was aborted */
+    }>("leave", "leave(seconds): ends locally; aborts what does not end within so long."),
+    method<[](Nccl &self, PyObject *why) {
+        (void)fc_nccl_abort(self.group, FC_ERR_BROKEN, text_from(why));
+    }>("abort", "End here, and on the ranks of this host, with this text."),
     method<nccl_wait>("wait",
                       "wait(*, is_ready, what): until is_ready() is true, watching the ranks."),
     method<nccl_all_gather>("all_gather", "all_gather(*, tensor, stream, unit): in place"),

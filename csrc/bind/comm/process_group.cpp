@@ -3,7 +3,6 @@
 
 #include "bind/tensor/tensors.h"
 
-#include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <numeric>

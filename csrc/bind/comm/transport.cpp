@@ -1,19 +1,17 @@
 /* The type `_C.Transport`. */
 #include "bind/comm/transport.h"
 
-#include "bind/core.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
 
 namespace fc {
 
-RanksConfig::RanksConfig(Fields &given, fc_host *host)
+RanksConfig::RanksConfig(Fields &given, Host *host)
 {
-    const Ref ranks = checked(PySequence_Fast(given.object("global_ranks").get(),
-                                              "global_ranks must be a sequence of ints"));
+    const Ref ranks = given.list("global_ranks");
 
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(ranks.get()); i++) {
-        global_ranks.push_back(integer_from(PySequence_Fast_GET_ITEM(ranks.get(), i)));
+    for (PyObject *rank : items_of(ranks.get())) {
+        global_ranks.push_back(integer_from(rank));
     }
     host->exchange = given.object("exchange");
     host->n_ranks = (int)global_ranks.size();
@@ -22,7 +20,7 @@ RanksConfig::RanksConfig(Fields &given, fc_host *host)
     config.n_ranks = host->n_ranks;
     config.global_ranks = global_ranks.data();
     config.timeout_ns = fc_transport_timeout_ns(given.real("timeout_seconds"));
-    config.host = fc_host_get_ops(host);
+    config.host = host->ops();
 }
 
 namespace {
@@ -30,7 +28,7 @@ namespace {
 struct Transport {
     explicit Transport(Fields &given);
 
-    fc_host host;
+    Host host;
     Owned<fc_transport, fc_transport_destroy> core;
 };
 

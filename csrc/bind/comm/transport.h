@@ -2,7 +2,6 @@
 #ifndef FC_BIND_COMM_TRANSPORT_H
 #define FC_BIND_COMM_TRANSPORT_H
 
-#include "bind/python/callbacks.h"
 #include "bind/python/fields.h"
 #include "transport/nccl.h"
 #include "transport/transport.h"
@@ -13,10 +12,18 @@
 
 namespace fc {
 
+/* What a transport asks of the Python process it lives in; outlives its use. */
+struct Host {
+    Ref exchange; /* exchange(what: str, mine: bytes) -> list[bytes] */
+    int n_ranks = 0;
+
+    fc_host_ops ops();
+};
+
 /* Who the ranks are and how they meet, by the names name, rank, global_ranks, timeout_seconds and
  * exchange. `host` outlives what is made of it. */
 struct RanksConfig {
-    RanksConfig(Fields &given, fc_host *host);
+    RanksConfig(Fields &given, Host *host);
 
     std::vector<int> global_ranks;
     fc_transport_config config{}; /* borrows from the above and from what was given */

@@ -1,20 +1,13 @@
 // The table of functions of accelerators, over what c10 and ATen offer for all of them.
-#include "base/status.h"
 #include "bind/compat.h"
 #include "bind/device/device.h"
-#include "bind/tensor/tensors.h"
 #include "device/host/operators.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <utility>
-#include <vector>
 
 struct fc_moves {
     fc_runs plan;                     // owned
@@ -35,18 +28,15 @@ struct Accelerator : fc_called_device {
     bool has_streams() const { return !device.is_cpu(); }
 };
 
-struct BackendEvent {
-    void *handle = nullptr; // made by its first record
-};
-
 Accelerator *accelerator(fc_device *device)
 {
     return static_cast<Accelerator *>(reinterpret_cast<fc_called_device *>(device));
 }
 
-BackendEvent *backend_event(fc_event *event)
+// The backend's event, made by its first record.
+void *&handle_of(fc_event *event)
 {
-    return reinterpret_cast<BackendEvent *>(event);
+    return *reinterpret_cast<void **>(event);
 }
 
 template <typename Body> fc_status attempt_as(fc_label label, Body &&body)
@@ -58,7 +48,7 @@ template <typename Body> fc_status attempt_as(fc_label label, Body &&body)
 
 fc_status accelerator_event_create(fc_device *, fc_event **out)
 {
-    *out = reinterpret_cast<fc_event *>(new BackendEvent());
+    *out = reinterpret_cast<fc_event *>(new void *(nullptr));
     return FC_OK;
 }
 
@@ -66,10 +56,10 @@ void accelerator_event_destroy(fc_device *device, fc_event *event)
 {
     const Accelerator *self = accelerator(device);
     if (event != nullptr) {
-        if (backend_event(event)->handle != nullptr) {
-            self->impl.destroyEvent(backend_event(event)->handle, self->device.index());
+        if (handle_of(event) != nullptr) {
+            self->impl.destroyEvent(handle_of(event), self->device.index());
         }
-        delete backend_event(event);
+        delete &handle_of(event);
     }
 }
 
@@ -80,38 +70,37 @@ fc_status accelerator_record(fc_device *device, fc_event *event, fc_stream *stre
         return FC_OK;
     }
     return attempt_as({"a stream", "record"}, [&] {
-        self->impl.record(&backend_event(event)->handle, torch_stream(stream), self->device.index(),
+        self->impl.record(&handle_of(event), torch_stream(stream), self->device.index(),
                           c10::EventFlag::PYTORCH_DEFAULT);
     });
 }
 
 fc_status accelerator_wait(fc_device *device, fc_stream *stream, fc_event *event)
 {
-    if (backend_event(event)->handle == nullptr) {
+    if (handle_of(event) == nullptr) {
         return FC_OK;
     }
     return attempt_as({"a stream", "wait"}, [&] {
-        accelerator(device)->impl.block(backend_event(event)->handle, torch_stream(stream));
+        accelerator(device)->impl.block(handle_of(event), torch_stream(stream));
     });
 }
 
 fc_status accelerator_query(fc_device *device, fc_event *event, bool *is_over_out)
 {
     return attempt_as({"a stream", "query"}, [&] {
-        *is_over_out = accelerator(device)->impl.queryEvent(backend_event(event)->handle);
+        *is_over_out = accelerator(device)->impl.queryEvent(handle_of(event));
     });
 }
 
 fc_status accelerator_block(fc_device *device, fc_event *event)
 {
-    return attempt_as({"a stream", "synchronize"}, [&] {
-        accelerator(device)->impl.synchronizeEvent(backend_event(event)->handle);
-    });
+    return attempt_as({"a stream", "synchronize"},
+                      [&] { accelerator(device)->impl.synchronizeEvent(handle_of(event)); });
 }
 
 fc_status accelerator_synchronize(fc_device *device, fc_event *event)
 {
-    return backend_event(event)->handle == nullptr
+    return handle_of(event) == nullptr
                ? FC_OK
                : fc_called_synchronize(device, event, accelerator_query, accelerator_block);
 }
@@ -194,26 +183,29 @@ struct ByTorch {
     }
 };
 
-fc_status planes_zero(void *context, const fc_planes *to)
+template <typename Body> fc_status on_planes(void *context, Body &&body)
 {
     const auto *on = static_cast<const ByTorch *>(context);
-    return attempt_as(on->label, [&] { on->tensor(to).zero_(); });
+    return attempt_as(on->label, [&] { body(*on); });
+}
+
+fc_status planes_zero(void *context, const fc_planes *to)
+{
+    return on_planes(context, [&](const ByTorch &on) { on.tensor(to).zero_(); });
 }
 
 fc_status planes_copy(void *context, const fc_planes *to, const fc_planes *from)
 {
-    const auto *on = static_cast<const ByTorch *>(context);
-    return attempt_as(on->label, [&] { on->tensor(to).copy_(on->tensor(from)); });
+    return on_planes(context, [&](const ByTorch &on) { on.tensor(to).copy_(on.tensor(from)); });
 }
 
 fc_status planes_finish(void *context, const fc_planes *to, const fc_planes *from, fc_dtype wide,
                         double divisor, bool accumulate)
 {
-    const auto *on = static_cast<const ByTorch *>(context);
-    return attempt_as(on->label, [&] {
+    return on_planes(context, [&](const ByTorch &on) {
         const at::ScalarType type = scalar_type_of(wide);
-        const at::Tensor target = on->tensor(to);
-        at::Tensor value = on->tensor(from).to(type);
+        const at::Tensor target = on.tensor(to);
+        at::Tensor value = on.tensor(from).to(type);
         value = divisor == 1 ? value : value.div(divisor);
         target.copy_(accumulate ? target.to(type).add_(value) : value);
     });

@@ -4,19 +4,13 @@
 #include "bind/compat.h"
 #include "bind/fsdp/unit.h"
 #include "bind/module.h"
-#include "bind/python/fields.h"
 #include "bind/python/objects.h"
-#include "bind/tensor/tensors.h"
 #include "device/host/host.h"
 #include "engine/gathers.h"
 
-#include <ATen/ops/empty.h>
 #include <c10/core/Event.h>
-#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Device.h>
-
-#include <algorithm>
 
 namespace fc {
 
@@ -172,23 +166,6 @@ at::Tensor DeviceUnit::make_buffer(size_t bytes) const
     return at::empty({size}, options.device(streams_->device()));
 }
 
-void DeviceUnit::await_gradients() const
-{
-    if (options_.is_offloaded) {
-        check(fc_schedule_await_gradients(streams_->schedule()));
-    }
-}
-
-GradientScope::GradientScope(const DeviceUnit &unit) : guard_(unit.finishing())
-{
-    unit.await_gradients();
-}
-
-void DeviceUnit::set_reduce_group(const std::string &group)
-{
-    fc_schedule_set_reduce(scheduled(), streams_->collectives().find(group));
-}
-
 bool DeviceUnit::stages_all(const std::vector<Param> &params) const
 {
     for (size_t i = 0; i < params.size(); i++) {
@@ -225,35 +202,17 @@ void DeviceUnit::post(const std::vector<at::Tensor> &grads, uint64_t present, do
 
 // ---- the Python type ----
 
-namespace {
-
-void streams_connect(Streams &self, Fields &given)
-{
-    const std::string group = given.text("group");
-    const Ref nccl = given.object("nccl"), messages = given.object("messages");
-    const auto rank = static_cast<int>(given.size("rank"));
-    const auto n_ranks = static_cast<int>(given.size("n_ranks"));
-    given.end();
-    Collectives &all = self.collectives();
-    all.connect(group, messages.get() != Py_None
-                           ? seen_collectives(all.device(), messages, rank, n_ranks)
-                       : nccl.get() != Py_None ? Collectives::by_nccl(nccl.get())
-                                               : own_collectives(&all.device(), group, n_ranks));
-}
-
-PyMethodDef streams_methods[] = {
+static PyMethodDef streams_methods[] = {
     function<tells_streams>(
         "tells_handles",
         "tells_handles(): whether streams of CUDA can be handed to kernels and to NCCL.",
         METH_STATIC),
-    method<streams_connect>(
+    method<[](Streams &self, Fields &given) { self.collectives().connect(given); }>(
         "connect",
         "connect(*, group, nccl, messages, rank, n_ranks): who does the collectives of that name: "
         "an object that makes them in sight, a NcclGroup or, with None for both, the process group "
         "that is registered under it."),
     {}};
-
-} // namespace
 
 int register_streams(PyObject *module)
 {

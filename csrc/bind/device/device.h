@@ -2,45 +2,30 @@
 #ifndef FC_BIND_DEVICE_DEVICE_H
 #define FC_BIND_DEVICE_DEVICE_H
 
-#include "bind/core.h"
-#include "bind/python/python.h"
-#include "device/caller.h"
+#include "bind/fsdp/gradients.h"
 #include "engine/schedule.h"
 #include "kernels/cuda/kern_cuda.h"
 #include "transport/collectives.h"
 
-#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
 
 #include <deque>
-#include <memory>
-#include <string>
-#include <vector>
 
 namespace fc {
 
-struct Param;
 class Fields;
-
-// A process group's own collectives, on tensors of `device`, which outlives them; it is found by
-// the name that it is registered under, if it has several ranks. Streams are c10::Streams.
-fc_collectives_group own_collectives(const c10::Device *device, const std::string &name,
-                                     int n_ranks);
-// Those that an object of Python makes: see Messages in fsdp_c/_comm/_transport.py.
-fc_collectives_group seen_collectives(const c10::Device &device, const Ref &messages, int rank,
-                                      int n_ranks);
 
 // Those of one device, by the names of their process groups.
 class Collectives : NoCopy {
 public:
     explicit Collectives(c10::Device device);
 
-    // Says who does those of `name`. What was said first stays.
-    void connect(const std::string &name, const fc_collectives_group &group);
-    // By a NcclGroup, which is kept.
-    static fc_collectives_group by_nccl(PyObject *nccl);
+    // group, nccl, messages, rank, n_ranks: who does those of that name, `messages` in sight of
+    // others, a NcclGroup, which is kept, or with None for both the process group that is
+    // registered under it. What was said first stays.
+    void connect(Fields &given);
     fc_device_comm *find(const std::string &name) const; // of one that is connected
     fc_collectives *core() const { return core_.get(); }
     const c10::Device &device() const { return device_; }
@@ -142,7 +127,12 @@ public:
     // Why what is gathered is copied out, for people; null: it is not.
     const char *why_staged() const { return why_staged_; }
     // Gradients that are on their way to the host are there.
-    void await_gradients() const;
+    void await_gradients() const
+    {
+        if (is_offloaded()) {
+            check(fc_schedule_await_gradients(streams_->schedule()));
+        }
+    }
     // Whether the plan stages a gradient of each parameter that is trained now.
     bool stages_all(const std::vector<Param> &params) const;
     fc_schedule_unit *scheduled() const { return unit_.get(); }
@@ -156,7 +146,10 @@ public:
     Streams &streams() const { return *streams_; }
     void note_forward() { check(fc_schedule_note_forward(scheduled())); }
     // Sums over the unit's ranks are those of this process group, which is connected, from now on.
-    void set_reduce_group(const std::string &group);
+    void set_reduce_group(const std::string &group)
+    {
+        fc_schedule_set_reduce(scheduled(), streams_->collectives().find(group));
+    }
     // Full gradients, undefined ones: none. The sum, divided, goes to `out`; held without it.
     // `present` is a fingerprint of those that are summed up, held ones included.
     void post(const std::vector<at::Tensor> &grads, uint64_t present, double divisor, void *out,
@@ -177,10 +170,45 @@ private:
 // the host if they go there.
 class GradientScope {
 public:
-    explicit GradientScope(const DeviceUnit &unit);
+    explicit GradientScope(const DeviceUnit &unit) : guard_(unit.finishing())
+    {
+        unit.await_gradients();
+    }
 
 private:
     c10::StreamGuard guard_;
+};
+
+// The gradients of a unit's shards on a device. The schedule of the unit's root makes the sums.
+class DeviceGradients : public ShardGradients {
+public:
+    // All borrowed.
+    DeviceGradients(std::vector<Param> &params, const fc_layout *layout, fc_reduction *reduction,
+                    DeviceUnit *device)
+        : ShardGradients(params, layout, reduction), device_(device)
+    {
+    }
+
+    void submit(std::unique_ptr<Taken> taken, const fc_reduce_options &options) override;
+    void drop() override { fc_schedule_drop_gradients(device_->scheduled()); }
+    void drop_partial_sums() override;
+    void inherit(const ShardGradients &former) override;
+    void release_unused() override;
+
+protected:
+    at::Tensor make_buffer(size_t bytes) const override { return device_->make_buffer(bytes); }
+    void run_hooks(const Param &param) const override;
+
+private:
+    using Grads = std::vector<at::Tensor>;
+    using Indices = std::vector<size_t>; // of parameters in the sum
+
+    bool takes_over(const Grads &grads, const Indices &present, double divisor) const;
+    void take_over(const Grads &grads, const Indices &present);
+    void add_apart(const Grads &grads, const Indices &present, uint64_t print, double divisor);
+    void place(const Grads &grads, const Indices &present, uint64_t print, double divisor);
+
+    DeviceUnit *device_;
 };
 
 } // namespace fc

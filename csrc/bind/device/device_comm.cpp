@@ -1,10 +1,13 @@
-// Memory of torch's allocator for devices, and whom their collectives are left to.
+// Memory of torch's allocator for devices, and collectives of units there: NCCL's, those of the
+// process group itself, whatever its backend, or those that Python makes in sight of others.
 #include "bind/comm/transport.h"
 #include "bind/compat.h"
 #include "bind/device/device.h"
 
 #include <c10/core/Allocator.h>
-#include <c10/core/StreamGuard.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <memory>
 
 namespace fc {
 
@@ -37,15 +40,163 @@ fc_stream *native(fc_stream *stream)
     return given.device().is_cpu() ? nullptr : static_cast<fc_stream *>(native_stream(given));
 }
 
-} // namespace
-
-fc_collectives_group Collectives::by_nccl(PyObject *nccl)
+fc_collectives_group by_nccl(PyObject *nccl)
 {
     fc_nccl_group *group = nccl_from_object(nccl);
     return {.context = Py_NewRef(nccl), .nccl = group, .release = [](void *object) {
                 Py_DECREF(static_cast<PyObject *>(object));
             }};
 }
+
+// ---- the process group's own ----
+
+struct OwnGroup {
+    const c10::Device *device;
+    c10::intrusive_ptr<c10d::ProcessGroup> group; // null: of one rank
+
+    size_t n_ranks() const { return group ? static_cast<size_t>(group->getSize()) : 1; }
+
+    at::Tensor tensor_at(const void *memory, size_t numel, at::ScalarType type) const
+    {
+        return at::for_blob(const_cast<void *>(memory), {static_cast<int64_t>(numel)})
+            .options(at::dtype(type).device(*device))
+            .target_device(*device)
+            .make_tensor();
+    }
+};
+
+// Runs `body` for the group with the stream as the current one, as the group sees it.
+template <typename Body>
+fc_status in_stream(void *context, fc_stream *stream, const char *what, fc_label label, Body &&body)
+{
+    return attempt(
+        [&] {
+            const c10::StreamGuard guard(torch_stream(stream));
+            body(*static_cast<const OwnGroup *>(context));
+        },
+        "%s of unit %s: %s", what, label.unit);
+}
+
+// A collective of a process group. Without the GIL: backends keep their locks while their threads
+// let go of Python objects. On a host the end is waited for; on an accelerator by the stream.
+template <typename Call> void await(Call &&call)
+{
+    std::optional<NoGil> no_gil;
+    if (PyGILState_Check()) {
+        no_gil.emplace();
+    }
+    if (const c10::intrusive_ptr<c10d::Work> work = call()) {
+        work->wait();
+    }
+}
+
+fc_status group_all_gather(void *context, fc_stream *stream, fc_label label, void *buffer,
+                           size_t part_bytes)
+{
+    return in_stream(context, stream, "all-gather", label, [&](const OwnGroup &own) {
+        const auto part = static_cast<int64_t>(part_bytes);
+        at::Tensor all = own.tensor_at(buffer, own.n_ranks() * part_bytes, at::kByte);
+        at::Tensor mine = all.narrow(0, own.group->getRank() * part, part);
+        await([&] { return gather_into(*own.group, all, mine); });
+    });
+}
+
+fc_status group_reduce_scatter(void *context, fc_stream *stream, fc_label label, void *to,
+                               const void *from, size_t numel, fc_dtype dtype)
+{
+    return in_stream(context, stream, "reduce-scatter", label, [&](const OwnGroup &own) {
+        const at::ScalarType type = scalar_type_of(dtype);
+        at::Tensor part = own.tensor_at(to, numel, type);
+        at::Tensor all = own.tensor_at(from, own.n_ranks() * numel, type);
+        if (own.n_ranks() == 1) {
+            part.copy_(all);
+        } else {
+            await([&] { return scatter_sums(*own.group, part, all); });
+        }
+    });
+}
+
+fc_status group_all_reduce(void *context, fc_stream *stream, fc_label label, void *buffer,
+                           size_t numel, fc_dtype dtype)
+{
+    return in_stream(context, stream, "all-reduce", label, [&](const OwnGroup &own) {
+        std::vector<at::Tensor> tensors = {own.tensor_at(buffer, numel, scalar_type_of(dtype))};
+        await([&] { return own.group->allreduce(tensors); });
+    });
+}
+
+fc_collectives_group by_group(const c10::Device *device, const std::string &name, int n_ranks)
+{
+    auto *own = new OwnGroup{device, {}};
+    if (n_ranks > 1) {
+        own->group = c10d::resolve_process_group(name);
+    }
+    return {.context = own,
+            .n_ranks = n_ranks,
+            .all_gather = group_all_gather,
+            .reduce_scatter = group_reduce_scatter,
+            .all_reduce = group_all_reduce,
+            .release = [](void *context) { delete static_cast<OwnGroup *>(context); }};
+}
+
+// ---- in sight ----
+
+struct Seen {
+    fc_message_ops ops;
+    size_t rank;
+};
+
+template <typename Call> fc_status in_sight(void *context, fc_stream *stream, Call &&call)
+{
+    const Seen &seen = *static_cast<const Seen *>(context);
+    const c10::StreamGuard guard(torch_stream(stream));
+    return call(seen, seen.ops.context);
+}
+
+fc_status seen_all_gather(void *context, fc_stream *stream, fc_label, void *buffer,
+                          size_t part_bytes)
+{
+    return in_sight(context, stream, [&](const Seen &seen, void *messages) {
+        const void *own = static_cast<char *>(buffer) + seen.rank * part_bytes;
+        return seen.ops.all_gather(messages, buffer, own, part_bytes);
+    });
+}
+
+fc_status seen_reduce_scatter(void *context, fc_stream *stream, fc_label, void *to,
+                              const void *from, size_t numel, fc_dtype dtype)
+{
+    return in_sight(context, stream, [&](const Seen &seen, void *messages) {
+        return seen.ops.reduce_scatter(messages, to, const_cast<void *>(from), numel, dtype);
+    });
+}
+
+fc_status seen_all_reduce(void *context, fc_stream *stream, fc_label, void *buffer, size_t numel,
+                          fc_dtype dtype)
+{
+    return in_sight(context, stream, [&](const Seen &seen, void *messages) {
+        return seen.ops.all_reduce(messages, buffer, numel, dtype);
+    });
+}
+
+void release_seen(void *context)
+{
+    const std::unique_ptr<Seen> seen(static_cast<Seen *>(context));
+    seen->ops.release(seen->ops.context);
+}
+
+fc_collectives_group by_messages(const c10::Device &device, const Ref &messages, int rank,
+                                 int n_ranks)
+{
+    return {.context = new Seen{messages_ops(messages, n_ranks, device), static_cast<size_t>(rank)},
+            .n_ranks = n_ranks,
+            .is_seen = true,
+            .all_gather = seen_all_gather,
+            .reduce_scatter = seen_reduce_scatter,
+            .all_reduce = seen_all_reduce,
+            .release = release_seen};
+}
+
+} // namespace
 
 Collectives::Collectives(c10::Device device) : device_(device)
 {
@@ -54,8 +205,16 @@ Collectives::Collectives(c10::Device device) : device_(device)
     check(fc_collectives_create(&host, Out(core_)));
 }
 
-void Collectives::connect(const std::string &name, const fc_collectives_group &group)
+void Collectives::connect(Fields &given)
 {
+    const std::string name = given.text("group");
+    const Ref nccl = given.object("nccl"), messages = given.object("messages");
+    const int rank = given.integer("rank"), n_ranks = given.integer("n_ranks");
+    given.end();
+    const fc_collectives_group group = messages.get() != Py_None
+                                           ? by_messages(device_, messages, rank, n_ranks)
+                                       : nccl.get() != Py_None ? by_nccl(nccl.get())
+                                                               : by_group(&device_, name, n_ranks);
     check(fc_collectives_connect(core(), name.c_str(), &group));
 }
 

@@ -1,37 +1,19 @@
 // Gradients of a unit on a device: where its reductions write.
-#include "bind/device/device_unit.h"
+#include "bind/device/device.h"
 
-#include "bind/tensor/tensors.h"
-
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_add.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>
-#include <c10/core/StreamGuard.h>
 
 #include <algorithm>
 
 namespace fc {
-
-namespace {
-
-// Parameters that were frozen at set-up have no place in what is staged.
-void refuse_frozen(const std::string &unit, const Param &param)
-{
-    raise_error(PyExc_RuntimeError,
-                "parameter '%s' of FSDP unit '%s' was frozen when this forward began and has a "
-                "gradient now: call requires_grad_(True) before the forward",
-                parameter_name(param).c_str(), unit.c_str());
-}
-
-} // namespace
 
 void DeviceGradients::submit(std::unique_ptr<Taken> taken, const fc_reduce_options &options)
 {
     const Grads &grads = taken->tensors;
     for (size_t i = 0; i < params_.size(); i++) {
         if (grads[i].defined() && !layout_->params[i].trainable) {
-            refuse_frozen(name_, params_[i]);
+            ask_python(Call::refuse_frozen_gradient, params_[i].owner.get());
         }
     }
     std::vector<uint64_t> mask(layout_->mask_words);
@@ -58,9 +40,8 @@ void DeviceGradients::place(const Grads &grads, const Indices &present, uint64_t
     bool is_first = true, is_ours = share_flat_;
     for (size_t i : present) {
         const Param &p = params_[i];
-        const at::Tensor &old = p.sharded_tensor().grad();
-        is_first = is_first && !old.defined();
-        is_ours = is_ours && p.grad.object && old.defined() && old.is_same(p.grad.tensor);
+        is_first = is_first && !p.sharded_tensor().grad().defined();
+        is_ours = is_ours && p.has_own_grad();
     }
     if (takes_over(grads, present, divisor)) {
         take_over(grads, present);
@@ -171,10 +152,7 @@ void DeviceGradients::add_apart(const Grads &grads, const Indices &present, uint
     const GradientScope scope(*device_);
     for (size_t i : present) {
         Param &p = params_[i];
-        const auto item = static_cast<int64_t>(c10::elementSize(p.grad_type));
-        at::Tensor sum = at::empty({0}, sums.options().dtype(p.grad_type));
-        sum.set_(sums.storage(), static_cast<int64_t>(layout_->params[i].grad_at) / item,
-                 p.local_size, p.local_stride);
+        const at::Tensor sum = gradient_in(sums, i);
         if (p.sharded_tensor().grad().defined()) {
             tensor_of(local_gradient(p).get()).add_(sum);
         } else {

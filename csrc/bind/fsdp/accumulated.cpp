@@ -3,17 +3,11 @@
 #include "bind/fsdp/accumulated.h"
 
 #include "bind/compat.h"
-#include "bind/python/calls.h"
-#include "bind/tensor/tensors.h"
+#include "bind/python/objects.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/python_variable.h>
-
-#include <optional>
-#include <utility>
 
 namespace fc {
 
@@ -143,10 +137,8 @@ void Accumulated::set_accumulated(size_t param, const at::Tensor &tensor)
     Param &p = whole_[param];
     if (tensor.defined() &&
         (tensor.sizes() != p.unsharded_tensor.sizes() || tensor.scalar_type() != p.reduce_type)) {
-        raise_error(PyExc_ValueError,
-                    "an accumulated gradient of parameter '%s' must have the size of the whole "
-                    "parameter and the dtype %s",
-                    parameter_name(p).c_str(), c10::toString(p.reduce_type));
+        ask_python(Call::refuse_accumulated, p.owner.get(),
+                   to_python(c10::toString(p.reduce_type)).get());
     }
     p.accumulated = tensor.defined() ? addable(tensor, p) : tensor;
 }
@@ -177,12 +169,9 @@ bool Accumulated::keep_gradients()
 
 bool Accumulated::has_gradients() const
 {
-    for (const Param &p : whole_) {
-        if (p.accumulated.defined() || p.unsharded_tensor.grad().defined()) {
-            return true;
-        }
-    }
-    return false;
+    return std::any_of(whole_.begin(), whole_.end(), [](const Param &p) {
+        return p.accumulated.defined() || p.unsharded_tensor.grad().defined();
+    });
 }
 
 void Accumulated::take_from(Accumulated &former)

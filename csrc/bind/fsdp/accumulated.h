@@ -3,11 +3,6 @@
 #define FC_BIND_FSDP_ACCUMULATED_H
 
 #include "bind/fsdp/parameters.h"
-#include "engine/reduction.h"
-
-#include <ATen/core/Tensor.h>
-
-#include <vector>
 
 namespace fc {
 

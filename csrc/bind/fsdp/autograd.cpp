@@ -1,21 +1,16 @@
 // Autograd's side of the hooks: on the nodes between units, an identity node on inputs where these
 // do not do, the final callback.
 #include "bind/compat.h"
-#include "bind/fsdp/root.h"
+#include "bind/fsdp/state.h"
 #include "bind/python/untraced.h"
 
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <memory>
-#include <optional>
 #include <typeinfo>
 #include <unordered_set>
-#include <utility>
 
 namespace fc {
 
@@ -125,16 +120,10 @@ uint64_t updates_of(const StateObject *state, uint64_t (Unit::*n)() const)
 // a weight autograd raises, as for a module that is not sharded, and knows no unit's name.
 void warn_if_outdated(const StateObject *state, uint64_t updates)
 {
-    const GroupObject *group = bound_from(state->group);
-    if (group == nullptr || updates_of(state, &Unit::n_updates) == updates) {
-        return;
+    GroupObject *group = bound_from(state->group);
+    if (group != nullptr && updates_of(state, &Unit::n_updates) != updates) {
+        ask_python(Call::warn_of_outdated, group);
     }
-    check(PyErr_WarnFormat(
-        PyExc_UserWarning, 1,
-        "backward goes through a graph of FSDP unit '%s' from before an optimizer step, or a load, "
-        "that has changed its weights since: detach() what is carried over a step, or run all "
-        "backwards before it",
-        fc_unit_name(group->unit->shard_unit())));
 }
 
 // Between two units: on the node whose gradient leaves one and enters the other. On the node, not
@@ -181,12 +170,10 @@ struct InnerBorder : public torch::autograd::FunctionPreHook {
 
 bool has_border(Node *node)
 {
-    for (const auto &hook : node->tensor_pre_hooks()) {
-        if (typeid(*hook) == typeid(InnerBorder) || typeid(*hook) == typeid(Border)) {
-            return true;
-        }
-    }
-    return false;
+    const auto &hooks = node->tensor_pre_hooks();
+    return std::any_of(hooks.begin(), hooks.end(), [](const auto &hook) {
+        return typeid(*hook) == typeid(InnerBorder) || typeid(*hook) == typeid(Border);
+    });
 }
 
 std::unique_ptr<Border> entry_to(StateObject *state)

@@ -1,25 +1,14 @@
-// _C.Domain(transport, kind, units, shard_rank, n_shards, batch_bytes, is_counted, streams, group):
-// builds fc_domain from plain Python data.
-#include "bind/fsdp/domain.h"
+// _C.Domain(transport=, is_replicate=, units=, shard_rank=, n_shards=, batch_bytes=, is_counted=,
+// is_packed=, streams=, group=): builds fc_domain from plain Python data.
+#include "bind/fsdp/unit.h"
 
-#include "base/alloc.h"
 #include "bind/comm/transport.h"
-#include "bind/core.h"
 #include "bind/module.h"
-#include "bind/python/fields.h"
 #include "bind/python/objects.h"
-#include "bind/tensor/tensors.h"
 #include "engine/batch.h"
-#include "engine/reduction.h"
-#include "engine/unit.h"
 #include "engine/waits.h"
 
 #include <torch/csrc/Dtype.h>
-
-#include <malloc.h>
-
-#include <string>
-#include <vector>
 
 namespace fc {
 
@@ -27,10 +16,9 @@ namespace {
 
 // What a Python Domain owns.
 struct OwnedDomain {
-    OwnedDomain(PyObject *args, PyObject *named);
+    explicit OwnedDomain(Fields &given);
 
-    Ref transport, watch; // outlive the domain; `watch`: null unless over messages
-    Ref streams;          // or None
+    Ref transport, streams, watch; // outlive the domain; None, and null unless over messages
     Owned<fc_domain, fc_domain_destroy> domain;
 
     fc_domain *get() const { return domain.get(); }
@@ -80,53 +68,45 @@ struct UnitList {
     // `is_counted`: some of the collectives go over messages; `is_packed`: that others look at.
     UnitList(PyObject *units, bool is_counted, bool is_packed = false)
     {
-        const auto n = static_cast<size_t>(PyList_GET_SIZE(units));
-        names.resize(n);
-        params.resize(n);
-        for (size_t i = 0; i < n; i++) {
-            Fields fields(PyList_GET_ITEM(units, static_cast<Py_ssize_t>(i)));
-            names[i] = fields.text("name");
-            const Ref rows = checked(PySequence_List(fields.object("params").get()));
-            const Ref inputs = checked(PySequence_List(fields.object("inputs").get()));
+        names.reserve(items_of(units).size()); // they stay in their place
+        for (PyObject *unit : items_of(units)) {
+            Fields fields(unit);
+            names.emplace_back(fields.text("name"));
+            const Ref rows = fields.list("params"), inputs = fields.list("inputs");
             fields.end();
-            const auto n_params = static_cast<size_t>(PyList_GET_SIZE(rows.get()));
+            std::vector<fc_param> &entries = params.emplace_back();
             for (PyObject *list : {rows.get(), inputs.get()}) {
-                for (Py_ssize_t j = 0; j < PyList_GET_SIZE(list); j++) {
-                    params[i].push_back(
-                        parse_param(PyList_GET_ITEM(list, j), is_counted, is_packed));
+                for (PyObject *spec : items_of(list)) {
+                    entries.push_back(parse_param(spec, is_counted, is_packed));
                 }
             }
-            if (fc_layout_count(params[i].data(), n_params) != params[i].size()) {
-                PyErr_Format(PyExc_ValueError, "inputs of unit '%s'", names[i].c_str());
-                throw_python();
+            const size_t n_params = items_of(rows.get()).size();
+            if (fc_layout_count(entries.data(), n_params) != entries.size()) {
+                raise_error(PyExc_ValueError, "inputs of unit '%s'", names.back().c_str());
             }
-            descs.push_back({names[i].c_str(), params[i].data(), n_params});
+            descs.push_back({names.back().c_str(), entries.data(), n_params});
         }
     }
 };
 
-fc_domain_kind domain_kind(int is_replicate)
+fc_domain_kind domain_kind(Fields &given)
 {
-    return is_replicate ? FC_DOMAIN_REPLICATE : FC_DOMAIN_SHARD;
+    return given.flag("is_replicate") ? FC_DOMAIN_REPLICATE : FC_DOMAIN_SHARD;
 }
 
-OwnedDomain::OwnedDomain(PyObject *args, PyObject *named)
+OwnedDomain::OwnedDomain(Fields &given)
+    : transport(given.object("transport")), streams(given.object("streams"))
 {
-    PyObject *on, *units, *in = Py_None;
-    int is_replicate, shard_rank, n_shards, is_counted, is_packed;
-    Py_ssize_t batch_bytes;
-    parse(args, named, "OpO!iinpp|O",
-          {"transport", "is_replicate", "units", "shard_rank", "n_shards", "batch_bytes",
-           "is_counted", "is_packed", "streams"},
-          &on, &is_replicate, &PyList_Type, &units, &shard_rank, &n_shards, &batch_bytes,
-          &is_counted, &is_packed, &in);
-    const UnitList list(units, is_counted != 0, is_packed != 0);
-    check(fc_domain_create(transport_from_object(on), domain_kind(is_replicate), list.descs.data(),
+    const Ref units = given.list("units");
+    const UnitList list(units.get(), given.flag("is_counted"), given.flag("is_packed"));
+    const fc_domain_kind kind = domain_kind(given);
+    const int shard_rank = given.integer("shard_rank"), n_shards = given.integer("n_shards");
+    const size_t batch_bytes = given.size("batch_bytes");
+    given.end();
+    check(fc_domain_create(transport_from_object(transport.get()), kind, list.descs.data(),
                            list.descs.size(), shard_rank, n_shards, Out(domain)));
-    transport = Ref::borrow(on);
-    streams = Ref::borrow(in);
     fc_domain_name_fallback(get(), "torch's implementation");
-    fc_batch_limit(get(), static_cast<size_t>(batch_bytes));
+    fc_batch_limit(get(), batch_bytes);
 }
 
 Ref domain_layout(OwnedDomain &self, PyObject *unit)
@@ -155,37 +135,31 @@ void domain_name_openers(OwnedDomain &self, PyObject *openers)
 {
     const Ref list = checked(PySequence_List(openers));
     std::vector<const char *> names;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list.get()); i++) {
-        names.push_back(text_from(PyList_GET_ITEM(list.get(), i)));
+    for (PyObject *name : items_of(list.get())) {
+        names.push_back(text_from(name));
     }
     check(fc_domain_name_openers(self.get(), names.data(), names.size()));
 }
 
 Ref dict_of_sizes(const fc_domain_sizes &sizes)
 {
-    return dict_of({{"control", to_python(sizes.control)},
-                    {"full", to_python(sizes.full)},
-                    {"aliased", to_python(sizes.aliased)},
-                    {"arena", to_python(sizes.arena)},
-                    {"gradients", to_python(sizes.grads)},
-                    {"largest", to_python(sizes.largest)},
-                    {"pack", to_python(sizes.pack)},
-                    {"part", to_python(sizes.part)},
-                    {"parts", to_python(sizes.parts)},
-                    {"small", to_python(sizes.small)}});
+    return dict_of({FC_ENTRY(sizes, control), FC_ENTRY(sizes, full), FC_ENTRY(sizes, aliased),
+                    FC_ENTRY(sizes, arena), FC_ENTRY(sizes, grads), FC_ENTRY(sizes, largest),
+                    FC_ENTRY(sizes, pack), FC_ENTRY(sizes, part), FC_ENTRY(sizes, parts),
+                    FC_ENTRY(sizes, small)});
 }
 
-Ref domain_plan(PyObject *args, PyObject *named)
+Ref domain_plan(Fields &given)
 {
-    PyObject *units;
-    int is_replicate, n_shards, n_ranks, is_mapped;
-    parse(args, named, "$pO!iip:plan",
-          {"is_replicate", "units", "n_shards", "n_ranks", "is_mapped"}, &is_replicate,
-          &PyList_Type, &units, &n_shards, &n_ranks, &is_mapped);
-    const UnitList list(units, is_mapped == 0);
+    const Ref units = given.list("units");
+    const fc_domain_kind kind = domain_kind(given);
+    const int n_shards = given.integer("n_shards"), n_ranks = given.integer("n_ranks");
+    const bool is_mapped = given.flag("is_mapped");
+    given.end();
+    const UnitList list(units.get(), !is_mapped);
     fc_domain_sizes sizes;
-    check(fc_domain_plan(domain_kind(is_replicate), list.descs.data(), list.descs.size(), n_shards,
-                         n_ranks, is_mapped, &sizes));
+    check(fc_domain_plan(kind, list.descs.data(), list.descs.size(), n_shards, n_ranks, is_mapped,
+                         &sizes));
     return dict_of_sizes(sizes);
 }
 
@@ -203,32 +177,30 @@ int global_rank(fc_domain *domain, int rank)
     return rank < 0 ? -1 : fc_transport_global_rank(fc_domain_transport(domain), rank);
 }
 
-// One for each kind that `unit` waited in; null: no unit's.
-void append_waits(std::vector<Ref> &rows, fc_domain *domain, const fc_unit *unit)
+Ref row_of(fc_domain *domain, const fc_unit *unit, int kind, const fc_waits &w)
 {
-    for (int kind = 0; kind < FC_WAIT_KIND_COUNT; kind++) {
-        const fc_waits w = fc_waits_of(domain, unit, static_cast<fc_wait_kind>(kind));
-        if (w.n > 0) {
-            const char *name = unit != nullptr ? fc_unit_name(unit) : nullptr;
-            rows.push_back(
-                dict_of({{"unit", checked(Py_BuildValue("z", name))},
-                         {"kind", to_python(kind)},
-                         {"count", to_python(w.n)},
-                         {"ns", to_python(w.ns)},
-                         {"longest_ns", to_python(w.longest_ns)},
-                         {"longest_rank", to_python(global_rank(domain, w.longest_peer))}}));
-        }
-    }
+    const char *name = unit != nullptr ? fc_unit_name(unit) : nullptr;
+    return dict_of({{"unit", checked(Py_BuildValue("z", name))},
+                    {"kind", to_python(kind)},
+                    {"longest_rank", to_python(global_rank(domain, w.longest_peer))},
+                    {"count", to_python(w.n)},
+                    FC_ENTRY(w, ns),
+                    FC_ENTRY(w, longest_ns)});
 }
 
 Ref domain_waits(OwnedDomain &self, PyObject *reset)
 {
     fc_domain *domain = self.get();
     std::vector<Ref> rows;
-    for (size_t i = 0; i < self.n_units(); i++) {
-        append_waits(rows, domain, fc_domain_unit(domain, i));
+    for (size_t i = 0; i <= self.n_units(); i++) { // the last are no unit's
+        const fc_unit *unit = i < self.n_units() ? fc_domain_unit(domain, i) : nullptr;
+        for (int kind = 0; kind < FC_WAIT_KIND_COUNT; kind++) {
+            const fc_waits w = fc_waits_of(domain, unit, static_cast<fc_wait_kind>(kind));
+            if (w.n > 0) {
+                rows.push_back(row_of(domain, unit, kind, w));
+            }
+        }
     }
-    append_waits(rows, domain, nullptr);
     const Ref peers = checked(PyDict_New());
     for (int peer = 0; peer < fc_domain_n_ranks(domain); peer++) {
         check(PyDict_SetItem(peers.get(), to_python(global_rank(domain, peer)).get(),
@@ -244,32 +216,12 @@ Ref domain_waits(OwnedDomain &self, PyObject *reset)
     return result;
 }
 
-// glibc's aligned allocation cannot reuse a hole of exactly the size asked for, so a heap of large
-// gradients grows with every unit.
-void domain_set_heap(PyObject *args, PyObject *named)
-{
-    int largest, slack;
-    parse(args, named, "ii:set_heap", {"largest", "slack"}, &largest, &slack);
-    mallopt(M_MMAP_THRESHOLD, largest);
-    if (slack > 0) {
-        mallopt(M_TRIM_THRESHOLD, slack);
-    }
-}
-
 PyGetSetDef domain_getters[] = {
     property<&OwnedDomain::streams>("streams", "what the units run in on a device, or None"),
     property<[](OwnedDomain &self) { return fc_domain_is_mapped(self.get()); }>(
         "is_mapped", "whether units lie in memory of all ranks"),
     {}};
 PyMethodDef domain_methods[] = {
-    function<domain_set_heap>(
-        "set_heap",
-        "set_heap(largest, slack): allocations of `largest` bytes and more stay off "
-        "the heap, which keeps up to `slack` free bytes at its end (0: no change).",
-        METH_STATIC),
-    // Gives back what set-up freed: shards that moved, placeholders of unsharded parameters.
-    function<[] { malloc_trim(0); }>("trim_heap", "trim_heap(): gives back what is free.",
-                                     METH_STATIC),
     method<[](OwnedDomain &self) { return dict_of_sizes(fc_domain_measure(self.get())); }>(
         "sizes", "sizes() -> {purpose: bytes}"),
     function<domain_plan>(

@@ -2,17 +2,11 @@
 #include "bind/fsdp/events.h"
 
 #include "bind/fsdp/unit.h"
-#include "bind/python/calls.h"
-#include "bind/python/process.h"
-
-#include <string>
+#include "bind/python/objects.h"
 
 namespace fc {
 
 namespace {
-
-constexpr const char *logger_name = "torch.distributed.fsdp.fully_shard";
-constexpr int debug_level = 10; // logging.DEBUG
 
 // "label (unit)"; the root has no name.
 std::string with_name(const char *label, const Unit *unit)
@@ -22,16 +16,6 @@ std::string with_name(const char *label, const Unit *unit)
         text += " (" + unit->name() + ")";
     }
     return text;
-}
-
-// Never freed: logging keeps its loggers for as long as the process lives.
-PyObject *logger()
-{
-    static PyObject *const found = [] {
-        const Ref get = look_up(Import::get_logger);
-        return checked(PyObject_CallFunction(get.get(), "s", logger_name)).release();
-    }();
-    return found;
 }
 
 } // namespace
@@ -48,17 +32,13 @@ Range::Range(const char *label, const Unit *unit)
 void log_event(const char *label, const Unit *unit)
 {
     if (process.is_logging) {
-        const Ref debug = checked(PyObject_GetAttr(logger(), name_of(Attribute::debug)));
-        checked(PyObject_CallFunction(debug.get(), "ss", "%s", with_name(label, unit).c_str()));
+        ask_python(Call::log_event, to_python(with_name(label, unit).c_str()).get());
     }
 }
 
 void log_look_up_level()
 {
-    static PyObject *const level = PyLong_FromLong(debug_level);
-    const Ref answer =
-        checked(PyObject_CallMethodOneArg(logger(), name_of(Attribute::is_enabled_for), level));
-    process.is_logging = PyObject_IsTrue(answer.get()) == 1;
+    process.is_logging = truth_of(ask_python(Call::is_logging).get());
 }
 
 } // namespace fc

@@ -6,8 +6,6 @@
 
 #include <ATen/record_function.h>
 
-#include <memory>
-
 namespace fc {
 
 class Unit;

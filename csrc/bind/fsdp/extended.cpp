@@ -2,15 +2,9 @@
 #include "bind/fsdp/extended.h"
 
 #include "bind/compat.h"
-#include "bind/python/calls.h"
 #include "bind/python/fields.h"
-#include "bind/tensor/tensors.h"
 
-#include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
-
-#include <optional>
-#include <utility>
 
 namespace fc {
 
@@ -41,12 +35,8 @@ void set_empty(const at::Tensor &tensor, bool is_readable)
 
 bool is_extended(const fc_layout *layout)
 {
-    for (size_t i = 0; i < layout->n_params; i++) {
-        if (layout->params[i].is_made) {
-            return true;
-        }
-    }
-    return false;
+    return std::any_of(layout->params, layout->params + layout->n_params,
+                       [](const fc_param &p) { return p.is_made; });
 }
 
 Extended::Extended(Parameters &of, PyObject *rows)
@@ -64,9 +54,9 @@ Extended::Extended(Parameters &of, PyObject *rows)
 
 void Extended::take_outputs(PyObject *tensors)
 {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++) {
+    for (PyObject *object : items_of(tensors)) {
         const fc_param &input = layout_->params[layout_->n_params + outputs_.size()];
-        const at::Tensor &tensor = tensor_of(PyList_GET_ITEM(tensors, i));
+        const at::Tensor &tensor = tensor_of(object);
         outputs_.push_back({tensor, input.full_at, tensor.nbytes()});
         name_reader(tensor);
     }
@@ -87,13 +77,10 @@ void Extended::note_inner(Extension &extension)
         checked(PyObject_GetAttr(p.owner.get(), name_of(Attribute::inner_tensors))).get()));
     extension.inner.clear();
     extension.has_names = false;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list.get()); i++) {
-        const at::Tensor &tensor = tensor_of(PyList_GET_ITEM(list.get(), i));
-        bool is_output = false;
-        for (const Output &output : outputs_) {
-            is_output = is_output || output.tensor.is_alias_of(tensor);
-        }
-        if (!is_output) {
+    for (PyObject *object : items_of(list.get())) {
+        const at::Tensor &tensor = tensor_of(object);
+        if (std::none_of(outputs_.begin(), outputs_.end(),
+                         [&](const Output &output) { return output.tensor.is_alias_of(tensor); })) {
             extension.inner.push_back(tensor);
         }
     }
@@ -151,11 +138,7 @@ void Extended::mark(uint64_t *marks_out) const
 
 size_t Extended::find_changed(const uint64_t *marks, size_t from) const
 {
-    size_t i = from;
-    while (i < layout_->n_params && mark_of(i) == marks[i]) {
-        i++;
-    }
-    return i;
+    return first_from(from, layout_->n_params, [&](size_t i) { return mark_of(i) != marks[i]; });
 }
 
 // ---- Python's part ----
@@ -173,9 +156,8 @@ void Extended::make()
             ask_python(Call::make_inputs, of_.params()[i].owner.get()).get(), "a sequence"));
         const size_t n = p.n_inputs > 0 ? p.n_inputs : 1;
         if (static_cast<size_t>(PySequence_Fast_GET_SIZE(given.get())) != n) {
-            PyErr_Format(PyExc_RuntimeError, "parameter '%s' needs %zu inputs",
-                         parameter_name(of_.params()[i]).c_str(), n);
-            throw_python();
+            raise_error(PyExc_RuntimeError, "parameter '%s' needs %zu inputs",
+                        parameter_name(of_.params()[i]).c_str(), n);
         }
         for (size_t k = 0; k < n; k++) {
             made_[p.n_inputs > 0 ? input++ : i] =

@@ -4,13 +4,6 @@
 #define FC_BIND_FSDP_EXTENDED_H
 
 #include "bind/fsdp/parameters.h"
-#include "bind/python/python.h"
-#include "engine/layout.h"
-
-#include <ATen/core/Tensor.h>
-
-#include <cstddef>
-#include <vector>
 
 namespace fc {
 

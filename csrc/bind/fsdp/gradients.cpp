@@ -1,20 +1,10 @@
 // The gradients of shards: their memory, their DTensors and the hooks that look at them.
 #include "bind/fsdp/gradients.h"
 
-#include "base/alloc.h"
-#include "bind/python/calls.h"
 #include "bind/python/raised.h"
-#include "bind/tensor/tensors.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/from_blob.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
-
-#include <algorithm>
-#include <utility>
 
 namespace fc {
 
@@ -24,19 +14,44 @@ Ref local_gradient(const Param &param)
     Ref local = Ref::take(PyObject_GetAttr(object.get(), name_of(Attribute::local_tensor)));
     if (!local) {
         PyErr_Clear();
-        raise_error(PyExc_AssertionError,
-                    "expected the gradient of sharded parameter '%s' to be DTensor, got a "
-                    "plain tensor: set it to None, or to a DTensor placed as its parameter",
-                    parameter_name(param).c_str());
+        ask_python(Call::refuse_plain_gradient, param.owner.get());
     }
     return local;
 }
 
 namespace {
 
+bool is_unused(const Param &param)
+{
+    return !param.grad.object || param.grad.is_free();
+}
+
+int64_t grad_at(const fc_layout &layout, size_t i) // in elements
+{
+    const fc_param &p = layout.params[i];
+    return static_cast<int64_t>(p.grad_at / fc_dtype_bytes(p.grad));
+}
+
+} // namespace
+
+// A tensor like the shard's local one over memory that is as real as that, whatever modes make.
+at::Tensor Param::like_shard(const at::Tensor &memory, at::ScalarType type, int64_t offset) const
+{
+    const at::NoGradGuard no_grad;
+    const NoModes no_modes;
+    at::Tensor made = at::empty({0}, memory.options().dtype(type));
+    made.set_(memory.storage(), offset, local_size, local_stride);
+    return made;
+}
+
+at::Tensor ShardGradients::gradient_in(const at::Tensor &memory, size_t index) const
+{
+    return params_[index].like_shard(memory, params_[index].grad_type, grad_at(*layout_, index));
+}
+
 // Bytes in pages of their own. Gradients live long among autograd's short-lived large tensors: on
 // the heap they would pin the holes between those.
-at::Tensor page_buffer(size_t bytes)
+at::Tensor ShardGradients::make_buffer(size_t bytes) const
 {
     void *memory = fc_pages_alloc(FC_FOR_GRADIENTS, bytes);
     if (memory == nullptr) {
@@ -47,43 +62,11 @@ at::Tensor page_buffer(size_t bytes)
         [bytes](void *p) { fc_pages_free(FC_FOR_GRADIENTS, p, bytes); }, at::dtype(at::kByte));
 }
 
-bool is_unused(const Param &param)
-{
-    return !param.grad.object || param.grad.is_free();
-}
-
-} // namespace
-
-at::Tensor ShardGradients::make_buffer(size_t bytes) const
-{
-    return page_buffer(bytes);
-}
-
 bool ShardGradients::can_share_flat() const
 {
     return share_flat_ && flat_.defined() && flat_.storage().use_count() == flat_uses_ &&
            std::all_of(params_.begin(), params_.end(), is_unused);
 }
-
-namespace {
-
-int64_t grad_at(const fc_layout &layout, size_t i) // in elements
-{
-    const fc_param &p = layout.params[i];
-    return static_cast<int64_t>(p.grad_at / fc_dtype_bytes(p.grad));
-}
-
-// A tensor like the shard's local one over memory that is as real as that, whatever modes make.
-at::Tensor over(const at::Tensor &memory, at::ScalarType type, int64_t offset, const Param &param)
-{
-    const at::NoGradGuard no_grad;
-    const NoModes no_modes;
-    at::Tensor local = at::empty({0}, memory.options().dtype(type));
-    local.set_(memory.storage(), offset, param.local_size, param.local_stride);
-    return local;
-}
-
-} // namespace
 
 // The DTensor of a shard's gradient, and what tells later whether somebody keeps it.
 void ShardGradients::make_one(Param &param, at::Tensor local)
@@ -100,7 +83,7 @@ void ShardGradients::adopt(Param &param, const at::Tensor &grad)
     if (param.grad.object && param.grad.is_free()) {
         point_to(param.grad.local, grad.storage(), grad.storage_offset());
     } else {
-        make_one(param, over(grad, grad.scalar_type(), grad.storage_offset(), param));
+        make_one(param, param.like_shard(grad, grad.scalar_type(), grad.storage_offset()));
     }
     flat_ = at::Tensor();
     share_flat_ = false;
@@ -146,11 +129,9 @@ void ShardGradients::make(bool all)
     bool flat_is_ours = flat_.defined() && flat_.storage().use_count() == flat_uses_;
     for (size_t i = 0; i < params_.size(); i++) {
         const Param &p = params_[i];
-        const at::Tensor &present = p.sharded_tensor().grad();
-        const bool assigned = p.grad.object && present.defined() && present.is_same(p.grad.tensor);
         const bool reusable =
             p.grad.object && flat_is_ours && p.grad.local.is_alias_of(flat_) && p.grad.is_free();
-        if (layout_->params[i].has_grad && (all || (!assigned && !reusable))) {
+        if (layout_->params[i].has_grad && (all || (!p.has_own_grad() && !reusable))) {
             wanted.push_back(i);
         }
     }
@@ -160,8 +141,7 @@ void ShardGradients::make(bool all)
     const at::NoGradGuard no_grad;
     flat_ = make_buffer(layout_->grad_bytes);
     for (size_t i : wanted) {
-        Param &p = params_[i];
-        make_one(p, over(flat_, p.grad_type, grad_at(*layout_, i), p));
+        make_one(params_[i], gradient_in(flat_, i));
     }
     share_flat_ = true;
     for (size_t i = 0; i < params_.size(); i++) {
@@ -204,10 +184,9 @@ void ShardGradients::run_deferred_hooks()
 
 void *ShardGradients::flat()
 {
-    for (const Param &p : params_) {
-        if (p.sharded_tensor().grad().defined()) {
-            return nullptr;
-        }
+    if (std::any_of(params_.begin(), params_.end(),
+                    [](const Param &p) { return p.sharded_tensor().grad().defined(); })) {
+        return nullptr;
     }
     make(true);
     return flat_.mutable_data_ptr();
@@ -230,10 +209,8 @@ void ShardGradients::assign_flat(const fc_reduce_options *options)
 void ShardGradients::target_of(size_t index, void **target_out, bool *accumulate_out)
 {
     Param &p = params_[index];
-    const at::Tensor present = p.sharded_tensor().grad();
-    const bool is_ours = present.defined() && p.grad.object && present.is_same(p.grad.tensor);
-    *accumulate_out = is_ours;
-    if (is_ours || !present.defined()) {
+    *accumulate_out = p.has_own_grad();
+    if (*accumulate_out || !p.sharded_tensor().grad().defined()) {
         *target_out = p.grad.local.mutable_data_ptr();
         return;
     }
@@ -261,11 +238,6 @@ void ShardGradients::submit(std::unique_ptr<Taken> taken, const fc_reduce_option
 {
     const fc_gradient *grads = taken->grads.data();
     check_raised(fc_reduction_submit(reduction_, grads, taken.release(), &options));
-}
-
-void ShardGradients::inherit(const ShardGradients &former)
-{
-    check(fc_reduction_inherit(reduction_, former.reduction_));
 }
 
 } // namespace fc

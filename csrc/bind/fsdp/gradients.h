@@ -3,12 +3,6 @@
 #define FC_BIND_FSDP_GRADIENTS_H
 
 #include "bind/fsdp/parameters.h"
-#include "engine/reduction.h"
-
-#include <ATen/core/Tensor.h>
-
-#include <memory>
-#include <vector>
 
 namespace fc {
 
@@ -44,7 +38,10 @@ public:
     virtual void drop() {}
     virtual void drop_partial_sums() { fc_reduction_drop_sums(reduction_); }
     // From a unit of the same layout in whose place this one comes.
-    virtual void inherit(const ShardGradients &former);
+    virtual void inherit(const ShardGradients &former)
+    {
+        check(fc_reduction_inherit(reduction_, former.reduction_));
+    }
     // Gives back the memory of those that nobody uses, where autograd could need it.
     virtual void release_unused() {}
     // Forgets those that are kept for reuse, so that torch may swap them.
@@ -61,6 +58,8 @@ public:
 
 protected:
     virtual at::Tensor make_buffer(size_t bytes) const;
+    // That of a parameter in such memory.
+    at::Tensor gradient_in(const at::Tensor &memory, size_t index) const;
     // Runs the post-accumulate hooks of a parameter whose gradient is there.
     virtual void run_hooks(const Param &param) const;
     // A gradient for every parameter without one (`all`: for every parameter), in one buffer.

@@ -2,12 +2,11 @@
 #include "bind/fsdp/graphs.h"
 
 #include "bind/fsdp/state.h"
+#include "bind/python/objects.h"
 #include "bind/python/untraced.h"
 
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
-
-#include <utility>
 
 namespace fc {
 
@@ -21,11 +20,7 @@ void tell_of_arrival(const Arrivals &arrivals)
     const Untraced untraced;
     PyObject *state = arrivals.state ? PyWeakref_GetObject(arrivals.state.get()) : Py_None;
     if (state == Py_None) {
-        raise_error(PyExc_RuntimeError,
-                    "backward goes through a graph of FSDP unit '%s' from before its parameters "
-                    "were replaced or moved, so that its gradients belong to nothing: call "
-                    "forward again before backward",
-                    arrivals.unit.c_str());
+        ask_python(Call::refuse_orphan, to_python(arrivals.unit.c_str()).get());
     }
     const Ref kept = Ref::borrow(state);
     state_on_arrival(reinterpret_cast<StateObject *>(state));
@@ -64,10 +59,9 @@ const ArrivalHook *watch_arrivals(const at::Tensor &param,
 
 } // namespace
 
-UnitGraph::UnitGraph(const fc_unit *unit, std::vector<Param> &params, const Unsharding &unsharding,
-                     const fc_updates *updates)
-    : unit_(unit), read_(params), unsharding_(unsharding), updates_(updates),
-      steps_seen_(n_steps()), updates_seen_(fc_updates_count(updates)), hooks_(params.size())
+UnitGraph::UnitGraph(const fc_unit *unit, std::vector<Param> &params, const fc_updates *updates)
+    : unit_(unit), read_(params), updates_(updates), steps_seen_(n_steps()),
+      updates_seen_(fc_updates_count(updates)), hooks_(params.size())
 {
     for (const Param &p : params) {
         shard_versions_.push_back(p.shard_versions());
@@ -104,7 +98,7 @@ void UnitGraph::begin_graph(PyObject *state)
     if (!std::exchange(has_graph_, true)) {
         graph_at_ = with_graph_.size();
         with_graph_.push_back(this);
-        fc_unsharding_set_graph(unsharding_.unsharding(), true);
+        fc_unsharding_set_graph(unsharding_, true);
     }
 }
 
@@ -116,7 +110,7 @@ void UnitGraph::end_graph()
     with_graph_.back()->graph_at_ = graph_at_;
     with_graph_[graph_at_] = with_graph_.back();
     with_graph_.pop_back();
-    fc_unsharding_set_graph(unsharding_.unsharding(), false);
+    fc_unsharding_set_graph(unsharding_, false);
 }
 
 bool UnitGraph::note_updates()

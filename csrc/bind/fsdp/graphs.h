@@ -3,17 +3,9 @@
 #define FC_BIND_FSDP_GRAPHS_H
 
 #include "bind/fsdp/parameters.h"
-#include "bind/fsdp/unsharding.h"
-#include "bind/python/process.h"
 #include "engine/updates.h"
 
-#include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function_hook.h>
-
-#include <atomic>
-#include <memory>
-#include <string>
-#include <vector>
 
 namespace fc {
 
@@ -29,8 +21,7 @@ using ArrivalHook = torch::autograd::PostAccumulateGradHook;
 class UnitGraph {
 public:
     // All borrowed; updates: of the shards.
-    UnitGraph(const fc_unit *unit, std::vector<Param> &params, const Unsharding &unsharding,
-              const fc_updates *updates);
+    UnitGraph(const fc_unit *unit, std::vector<Param> &params, const fc_updates *updates);
     ~UnitGraph();
 
     // After a forward with gradients, before its reshard: until end_graph() nodes inside of the
@@ -59,6 +50,8 @@ public:
     }
 
 protected:
+    // From then on, for as long as this one.
+    void set_unsharding(fc_unsharding *unsharding) { unsharding_ = unsharding; }
     // A backward goes through the unit.
     void expect_gradients()
     {
@@ -72,7 +65,7 @@ private:
 
     const fc_unit *unit_;
     std::vector<Param> &read_;
-    const Unsharding &unsharding_;
+    fc_unsharding *unsharding_ = nullptr; // borrowed
     const fc_updates *updates_;
     uint64_t steps_seen_, updates_seen_;     // of all optimizers, and of those of the shards
     std::shared_ptr<Arrivals> arrivals_;     // from the first graph on

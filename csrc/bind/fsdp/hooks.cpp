@@ -1,15 +1,10 @@
 // The hooks of a module: what happens before and after forward, and before backward.
-#include "bind/fsdp/root.h"
 
 #include "bind/fsdp/events.h"
-#include "bind/fsdp/python_door.h"
+#include "bind/fsdp/state.h"
 #include "bind/module.h"
-#include "bind/python/calls.h"
-#include "bind/python/process.h"
-#include "bind/tensor/pytree.h"
 
 #include <ATen/SequenceNumber.h>
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 namespace fc {
@@ -20,15 +15,6 @@ bool in_autograd_backward()
 }
 
 namespace {
-
-void unshard_group(GroupObject *group)
-{
-    if (group->calls_methods) {
-        unshard_by_methods(group);
-    } else {
-        group->unit->unshard();
-    }
-}
 
 bool has_units(const StateObject *state)
 {
@@ -73,7 +59,7 @@ bool may_end_at_producer(const StateObject *state)
 {
     const auto has_memory = [](const GroupObject *group) {
         const Unit *unit = group->unit;
-        return unit->device() != nullptr ? !unit->is_resident()
+        return unit->device() != nullptr ? !fc_unsharding_is_resident(unit->unsharding())
                                          : !fc_domain_is_mapped(unit->domain());
     };
     return state->group->course.owns_input && !state->is_strict && !any_group(state, has_memory) &&
@@ -119,7 +105,7 @@ void register_pre_backward(StateObject *state, PyObject *output)
     // Where a backward that begins inside of the unit finds no parameters, or runs code that looks
     // for them.
     const auto is_read_apart = [](const GroupObject *group) {
-        return group->unit->is_read_apart();
+        return fc_unsharding_is_read_apart(group->unit->unsharding());
     };
     if (has_units(state) && !in_autograd_backward() &&
         (state->entry_checkpoints != process.n_checkpoints || any_group(state, is_read_apart))) {
@@ -139,12 +125,9 @@ void register_pre_backward(StateObject *state, PyObject *output)
 
 bool is_trainable(const GroupObject *group)
 {
-    for (const Param &param : group->unit->params()) {
-        if (param.unsharded_tensor.requires_grad()) {
-            return true;
-        }
-    }
-    return false;
+    const std::vector<Param> &params = group->unit->params();
+    return std::any_of(params.begin(), params.end(),
+                       [](const Param &param) { return param.unsharded_tensor.requires_grad(); });
 }
 
 // An output without a tensor that a hook could be put on says nothing about the start of backward:
@@ -196,8 +179,8 @@ void group_post_forward(StateObject *state, GroupObject *group, bool is_needed)
     const bool in_forward =
         group->course.training == FC_TRAINING_FORWARD && !in_autograd_backward();
     const bool is_passed = in_forward && at::GradMode::is_enabled();
-    if (group->calls_methods && in_forward && stays && !is_needed) {
-        reshard_by_methods(group, [] {}); // which finds that it is to do nothing
+    if (in_forward && stays && !is_needed) {
+        reshard_group(*group, [] {}); // a method of others' finds that it is to do nothing
     }
     check_raised(fc_root_leave_unit(&state->root->course, &group->course, in_autograd_backward(),
                                     stays, is_needed));
@@ -209,13 +192,13 @@ void group_post_forward(StateObject *state, GroupObject *group, bool is_needed)
 void units_post_forward(StateObject *state, Ref &output, bool is_needed)
 {
     each_group(state, [&](GroupObject *group) {
-        const auto body = [=] { group_post_forward(state, group, is_needed); };
-        if (group->calls_methods) {
-            const Ref none = checked(PyTuple_New(0));
-            output = call_method(group, Attribute::post_forward,
-                                 arguments_of_forward(state, none.get(), output.get()), body);
-        } else {
-            body();
+        const auto arguments = [&] {
+            return arguments_of_forward(state, checked(PyTuple_New(0)).get(), output.get());
+        };
+        Ref changed = through_method(group, Attribute::post_forward, arguments,
+                                     [&] { group_post_forward(state, group, is_needed); });
+        if (changed) {
+            output = std::move(changed);
         }
     });
 }
@@ -277,28 +260,23 @@ bool group_pre_forward(const RootObject *root, GroupObject *group)
     log_event("FSDP::pre_forward", group->unit);
     Range range("FSDP::pre_forward", group->unit);
     const bool is_news = fc_training_move(&group->course.training, FC_TRAINING_ENTERED);
-    unshard_group(group);
+    unshard_group(*group);
     ask_if_seen(root, group, Call::prefetch_in_forward);
     return is_news;
-}
-
-void enter_by_method(const StateObject *state, GroupObject *group, Ref &args, Ref &kwargs,
-                     bool &is_news)
-{
-    const Ref changed = call_method(
-        group, Attribute::pre_forward, arguments_of_forward(state, args.get(), kwargs.get()),
-        [&] { is_news = group_pre_forward(state->root, group) || is_news; });
-    take_arguments(changed.get(), args, kwargs);
 }
 
 void units_pre_forward(StateObject *state, Ref &args, Ref &kwargs)
 {
     bool is_news = false;
     each_group(state, [&](GroupObject *group) {
-        if (group->calls_methods) {
-            enter_by_method(state, group, args, kwargs, is_news);
-        } else {
+        const auto arguments = [&] {
+            return arguments_of_forward(state, args.get(), kwargs.get());
+        };
+        const Ref changed = through_method(group, Attribute::pre_forward, arguments, [&] {
             is_news = group_pre_forward(state->root, group) || is_news;
+        });
+        if (changed) {
+            take_arguments(changed.get(), args, kwargs);
         }
     });
     if (has_units(state) && (is_news || !state->course.is_grouped)) {
@@ -320,7 +298,7 @@ Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_
     if (training_of(state) == FC_TRAINING_PRE_BACKWARD && !state->root->context->course.is_failed) {
         // Recomputation: the pre-backward hook has gathered the parameters, or they are gathered
         // again. (After a failed backward the state is a leftover, and this a new forward.)
-        each_group(state, unshard_group);
+        each_group(state, [](GroupObject *group) { unshard_group(*group); });
         cast_inputs(state, args, kwargs);
     } else {
         begin_forward(state);
@@ -392,20 +370,18 @@ void state_pre_backward(StateObject *state)
         return;
     }
     if (at::GradMode::is_enabled() &&
-        bound_from(state->group)->unit->is_read_apart()) { // create_graph=True
+        fc_unsharding_is_read_apart(
+            bound_from(state->group)->unit->unsharding())) { // create_graph=True
         ask_python(Call::tell_of_double_backward, state);
     }
     each_group(state, [&](GroupObject *group) {
         if (group->course.training == FC_TRAINING_PRE_BACKWARD) {
             return;
         }
-        const auto body = [=] { group_pre_backward(root, group); };
-        if (group->calls_methods) {
-            const Ref is_default = checked(PyTuple_Pack(1, Py_True));
-            call_method(group, Attribute::pre_backward, is_default, body);
-        } else {
-            body();
-        }
+        through_method(
+            group, Attribute::pre_backward,
+            [] { return checked(PyTuple_Pack(1, Py_True)); }, // it is a default
+            [&] { group_pre_backward(root, group); });
     });
 }
 
@@ -416,10 +392,7 @@ void state_on_arrival(StateObject *state)
         return;
     }
     if (root->context->course.is_failed) { // it is added to what the failed backward has left
-        raise_error(PyExc_RuntimeError,
-                    "the previous backward ended in an exception, and another one reached FSDP "
-                    "unit '%s' without a forward in between: call forward again first",
-                    bound_from(state->group)->unit->name().c_str());
+        ask_python(Call::refuse_backward, bound_from(state->group));
     }
     // After the unit's post-backward it is the end of backward that looks for more.
     const auto is_before = [](const GroupObject *group) {
@@ -428,11 +401,6 @@ void state_on_arrival(StateObject *state)
     if (!root_in_backward(root) || any_group(state, is_before)) {
         state_pre_backward(state);
     }
-}
-
-void count_checkpoint()
-{
-    process.n_checkpoints++;
 }
 
 } // namespace fc

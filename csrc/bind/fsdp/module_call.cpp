@@ -1,7 +1,6 @@
 // Calls of sharded modules: nn.Module.__call__ in C for those that have no hooks but their unit's.
 #include "bind/fsdp/state.h"
 #include "bind/module.h"
-#include "bind/python/calls.h"
 #include "bind/python/untraced.h"
 
 #include <torch/csrc/jit/frontend/tracer.h>
@@ -132,23 +131,17 @@ void explain_error()
     if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
         return;
     }
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    PyErr_NormalizeException(&type, &value, &trace);
-    if (trace != nullptr) {
-        (void)PyException_SetTraceback(value, trace);
-    }
-    if (!Ref::take(guarded([&] { return ask_python(Call::explain_error, value).release(); }))) {
+    ErrorAside error;
+    PyObject *const value = error.object();
+    if (!succeeds([&] { ask_python(Call::explain_error, value); })) {
         PyErr_WriteUnraisable(value); // the error itself is what counts
     }
-    PyErr_Restore(type, value, trace);
 }
 
 // The module's states learn that its call ended in an exception, which is set.
 void note_raised(PyObject *module)
 {
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
+    const ErrorAside error;
     const Ref attributes = Ref::take(PyObject_GenericGetDict(module, nullptr));
     PyObject *hooks = attributes
                           ? PyDict_GetItem(attributes.get(), name_of(Attribute::forward_pre_hooks))
@@ -166,7 +159,6 @@ void note_raised(PyObject *module)
             }
         }
     }
-    PyErr_Restore(type, value, trace);
 }
 
 PyObject *call_module(PyObject *module, PyObject *args, PyObject *kwargs)

@@ -1,20 +1,9 @@
-// The Python type Group: what FSDPParamGroup asks of its unit.
-#include "bind/fsdp/python_door.h"
-#include "bind/fsdp/root.h"
+// The Python types Group, what FSDPParamGroup asks of its unit, and StepCounter.
 #include "bind/fsdp/state.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
-#include "bind/python/process.h"
-#include "bind/tensor/tensors.h"
 
-#include <ATen/ops/empty.h>
 #include <structmember.h>
-
-#include <cstring>
-#include <functional>
-#include <memory>
-#include <utility>
-#include <vector>
 
 namespace fc {
 
@@ -32,17 +21,10 @@ std::unique_ptr<Unit> detach(GroupObject *group)
     return unit;
 }
 
-void group_bind(GroupObject &group, PyObject *args, PyObject *named)
+void group_bind(GroupObject &group, Fields &given)
 {
-    PyObject *domain, *replicate, *smaller, *post_mesh, *rows, *flat, *on_device;
-    Py_ssize_t index;
-    parse(args, named, "$OnOOOO!OO!",
-          {"domain", "index", "replicate", "smaller", "post_mesh", "params", "flat", "on_device"},
-          &domain, &index, &replicate, &smaller, &post_mesh, &PyList_Type, &rows, &flat,
-          &PyTuple_Type, &on_device);
-    const UnitDomains domains = {domain, replicate, smaller, static_cast<size_t>(index)};
-    auto unit = std::make_unique<Unit>(domains, post_mesh, rows, tensor_of(flat), on_device,
-                                       &group.course.updates);
+    const UnitParts parts(given);
+    auto unit = std::make_unique<Unit>(parts, &group.course.updates);
     std::unique_ptr<Unit> former(std::exchange(group.former, nullptr));
     if (group.unit != nullptr) {
         former = detach(&group);
@@ -73,12 +55,27 @@ void group_set_aside(GroupObject &group)
     }
 }
 
-// `question` to the bound unit; without one nothing happens, and the answer is no.
+// `question` to the unit, or to that one of its objects of the engine which it is about.
+template <auto question> auto asked(Unit &unit)
+{
+    using Question = decltype(question);
+    if constexpr (std::is_invocable_v<Question, Unit &>) {
+        return std::invoke(question, unit);
+    } else if constexpr (std::is_invocable_v<Question, fc_unsharding *>) {
+        return question(unit.unsharding());
+    } else if constexpr (std::is_invocable_v<Question, fc_domain *>) {
+        return question(unit.domain());
+    } else {
+        return question(unit.reduction());
+    }
+}
+
+// To the bound unit; without one nothing happens, and the answer is no.
 template <auto question> auto ask_unit(GroupObject &group)
 {
-    using Answer = std::invoke_result_t<decltype(question), Unit &>;
+    using Answer = decltype(asked<question>(*group.unit));
     if (group.unit != nullptr) {
-        return std::invoke(question, *group.unit);
+        return asked<question>(*group.unit);
     }
     return Answer();
 }
@@ -103,7 +100,7 @@ template <auto flag> PyGetSetDef setting(const char *name, const char *doc = nul
 void group_keep_storage(GroupObject &group, PyObject *keeps)
 {
     if (group.unit != nullptr) {
-        group.unit->keep_storage(keeps == Py_True);
+        fc_unsharding_keep_memory(group.unit->unsharding(), keeps == Py_True);
     }
 }
 
@@ -138,19 +135,19 @@ std::vector<Ref> unit_partial_sums(Unit &unit)
     return sums;
 }
 
-void group_set_accumulated(GroupObject &group, PyObject *args, PyObject *named)
+void group_set_accumulated(GroupObject &group, Fields &given)
 {
-    Py_ssize_t index;
-    PyObject *tensor;
-    parse(args, named, "nO", {"index", "tensor"}, &index, &tensor);
+    const size_t index = given.size("index");
+    const Ref tensor = given.object("tensor");
+    given.end();
     if (group.unit == nullptr) {
         return;
     }
-    if (static_cast<size_t>(index) >= group.unit->params().size()) {
+    if (index >= group.unit->params().size()) {
         raise_error(PyExc_IndexError, "no such parameter");
     }
-    group.unit->set_accumulated(static_cast<size_t>(index),
-                                tensor == Py_None ? at::Tensor() : tensor_of(tensor));
+    group.unit->set_accumulated(index,
+                                tensor.get() == Py_None ? at::Tensor() : tensor_of(tensor.get()));
 }
 
 void group_follow(GroupObject &group, PyObject *counter)
@@ -180,13 +177,10 @@ fc_traffic total_traffic(const GroupObject &group)
 Ref group_traffic(GroupObject &group)
 {
     const fc_traffic total = total_traffic(group);
-    return dict_of({{"gathers", to_python(total.gathers)},
-                    {"gathered", to_python(total.gathered)},
-                    {"reductions", to_python(total.reductions)},
-                    {"reduced", to_python(total.reduced)},
-                    {"all_reductions", to_python(total.all_reductions)},
-                    {"all_reduced", to_python(total.all_reduced)},
-                    {"copied", to_python(total.copied)}});
+    return dict_of({FC_ENTRY(total, gathers), FC_ENTRY(total, gathered),
+                    FC_ENTRY(total, reductions), FC_ENTRY(total, reduced),
+                    FC_ENTRY(total, all_reductions), FC_ENTRY(total, all_reduced),
+                    FC_ENTRY(total, copied)});
 }
 
 DeviceUnit *device_of(const GroupObject &group)
@@ -194,23 +188,22 @@ DeviceUnit *device_of(const GroupObject &group)
     return group.unit != nullptr ? group.unit->device() : nullptr;
 }
 
-void group_set_prefetch(GroupObject &group, PyObject *args, PyObject *named)
+void group_set_prefetch(GroupObject &group, Fields &given)
 {
-    int in_backward;
-    PyObject *groups;
-    parse(args, named, "pO!", {"in_backward", "groups"}, &in_backward, &PyList_Type, &groups);
+    const bool in_backward = given.flag("in_backward");
+    const Ref groups = given.list("groups");
+    given.end();
     const DeviceUnit *device = device_of(group);
     if (device == nullptr) {
         return;
     }
     std::vector<fc_schedule_unit *> units;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(groups); i++) {
-        if (const auto *other = device_of(owned_by<GroupObject>(PyList_GET_ITEM(groups, i)))) {
+    for (PyObject *object : items_of(groups.get())) {
+        if (const auto *other = device_of(owned_by<GroupObject>(object))) {
             units.push_back(other->scheduled());
         }
     }
-    check(fc_schedule_set_prefetch(device->scheduled(), in_backward != 0, units.data(),
-                                   units.size()));
+    check(fc_schedule_set_prefetch(device->scheduled(), in_backward, units.data(), units.size()));
 }
 
 void group_set_reduce_group(GroupObject &group, PyObject *name)
@@ -235,11 +228,6 @@ const char *group_why_staged(GroupObject &group)
     return why != nullptr ? why : "";
 }
 
-void group_set_training(GroupObject &group, PyObject *value)
-{
-    group.course.training = training_from(value);
-}
-
 PyMemberDef group_members[] = {
     {"post_forward_mesh_info", T_OBJECT, offsetof(GroupObject, post_forward_mesh_info), 0, nullptr},
     {"gradient_divide_factor", T_OBJECT, offsetof(GroupObject, gradient_divide_factor), 0, nullptr},
@@ -257,36 +245,35 @@ PyGetSetDef group_properties[] = {
     flag_property<[](GroupObject &group) -> bool & { return group.calls_methods; }>(
         "_core_calls_methods",
         "whether hooks call the group's methods, of which somebody has replaced one"),
-    property<[](GroupObject &group) { return group.course.training; }, group_set_training>(
-        "_training", "TrainingState, as its index"),
+    property<[](GroupObject &group) { return group.course.training; },
+             [](GroupObject &group, PyObject *value) {
+                 group.course.training = training_from(value);
+             }>("_training", "TrainingState, as its index"),
     property<[](GroupObject &group) { return group.unit != nullptr; }>(
         "_is_bound", "whether the unit runs on the core"),
     unit_property<&Unit::is_unsharded>("_core_is_unsharded", nullptr),
-    unit_property<&Unit::has_slices>("_core_has_slices",
-                                     "whether slices stand in the place of its shards"),
+    unit_property<fc_unsharding_has_slices>("_core_has_slices",
+                                            "whether slices stand in the place of its shards"),
     unit_property<&Unit::is_intact>("_core_is_intact",
                                     "whether every shard is where set-up put it"),
-    unit_property<[](Unit &unit) { return fc_domain_is_mapped(unit.domain()); }>(
-        "_core_is_mapped", "whether its ranks share its memory"),
-    unit_property<[](Unit &unit) { return fc_domain_is_open(unit.domain()); }>(
-        "_core_in_phase", "whether a forward or backward is going on"),
+    unit_property<fc_domain_is_mapped>("_core_is_mapped", "whether its ranks share its memory"),
+    unit_property<fc_domain_is_open>("_core_in_phase", "whether a forward or backward is going on"),
     unit_property<&Unit::is_pending>("_core_is_pending",
                                      "unshard(async_op=True) that was not waited for"),
     unit_property<&Unit::awaits_gradients>(
         "_core_awaits_gradients",
         "whether a backward went through the unit and gave its parameters nothing"),
-    unit_property<&Unit::is_kept_after_forward>(
+    unit_property<fc_unsharding_stays_unsharded>(
         "_core_is_kept_after_forward",
         "whether forward leaves the unsharded parameters registered"),
     unit_property<&Unit::has_accumulated>("_core_has_accumulated",
                                           "whether gradients wait for a later reduction"),
     unit_property<&Unit::has_partial_sums>("_core_has_partial_sums",
                                            "whether sums over shards wait for the replicas"),
-    unit_property<[](Unit &unit) { return fc_reduction_sum_bytes(unit.reduction()); }>(
-        "_core_partial_bytes", "of the memory for such sums"),
+    unit_property<fc_reduction_sum_bytes>("_core_partial_bytes", "of the memory for such sums"),
     property<group_why_staged>("_core_why_staged",
                                "why what a device gathers is copied out; empty: it is not"),
-    unit_property<&Unit::is_resident>(
+    unit_property<fc_unsharding_is_resident>(
         "_core_is_resident", "whether one rank's shards on a device are used where they lie"),
     property<[](GroupObject &group) { return total_traffic(group).unshards != 0; }>(
         "_core_was_used", "whether it was ever unsharded"),
@@ -308,7 +295,7 @@ PyMethodDef group_methods[] = {
     method<group_reshard>("_core_reshard",
                           "Registers the sharded parameters; within a forward that ends with "
                           "slices those."),
-    unit_method<&Unit::keep_after_forward>(
+    unit_method<fc_unsharding_stay_unsharded>(
         "_core_keep_after_forward",
         "Forward leaves the unsharded parameters registered, until the next reshard."),
     method<group_keep_storage>("_core_keep_storage",
@@ -320,27 +307,35 @@ PyMethodDef group_methods[] = {
                                                                           "Drops them."),
     method<group_accumulated>("_core_accumulated",
                               "(index) -> what is accumulated beside a parameter"),
-    method<group_set_accumulated>("_core_set_accumulated", "(index, tensor or None)"),
+    method<group_set_accumulated>("_core_set_accumulated", "(index=, tensor=): a tensor or None"),
     method<group_set_prefetch>(
-        "_core_set_prefetch", "(in_backward, groups): whom to gather behind this one on a device."),
+        "_core_set_prefetch",
+        "(in_backward=, groups=): whom to gather behind this one on a device."),
     method<group_set_reduce_group>("_core_set_reduce_group",
                                    "(name): the process group that sums gradients on a device."),
     method<group_follow>("_core_follow", "(StepCounter): of an optimizer that holds shards of it."),
     method<group_count_load>("_core_count_load", "Its shards are loaded, on all ranks."),
     unit_method<[](Unit &unit) { unit.gradients().release(); }>(
         "_core_release_gradients", "Forgets gradients that are kept for reuse."),
-    unit_method<[](Unit &unit) { fc_reduction_trim(unit.reduction()); }>(
+    unit_method<fc_reduction_trim>(
         "_core_release_sums", "Frees the memory for sums over shards, unless some wait in it."),
     method<group_traffic>("_core_traffic",
                           "What the unit has moved, see fc_traffic in engine/reduction.h."),
     {}};
 
-} // namespace
+// ---- the steps of optimizers: of all of them, and each one's ----
 
-void GroupObject::open()
+void counter_count(StepCounter &counter)
 {
-    fc_root_unit_init(&course);
+    fc_step_counter_count(counter.core.get());
+    process.n_steps++;
+    Unit::note_step();
 }
+
+PyMethodDef counter_methods[] = {
+    method<counter_count>("count", "count(): the optimizer has stepped."), {}};
+
+} // namespace
 
 int GroupObject::traverse(visitproc visit, void *arg) const
 {
@@ -364,6 +359,11 @@ void GroupObject::clear()
 
 int register_group(PyObject *module)
 {
+    if (add_type<StepCounter>(module, {.name = "fsdp_c._C.StepCounter",
+                                       .doc = "How often one optimizer has stepped.",
+                                       .methods = counter_methods}) < 0) {
+        return -1;
+    }
     return add_type<GroupObject>(module, {.name = "fsdp_c._C.Group",
                                           .doc = "Base of FSDPParamGroup: one unit of the core.",
                                           .methods = group_methods,

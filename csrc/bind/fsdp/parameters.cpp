@@ -1,20 +1,12 @@
 // Parameters of a unit: registration, what they show, writes to them.
 #include "bind/fsdp/parameters.h"
 
-#include "bind/fsdp/slices.h"
-
 #include "bind/compat.h"
-#include "bind/python/calls.h"
-#include "bind/python/fields.h"
+#include "bind/python/objects.h"
 #include "bind/tensor/layout.h"
-#include "bind/tensor/tensors.h"
 
 #include <torch/csrc/Dtype.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
-
-#include <algorithm>
-#include <cstring>
 
 namespace fc {
 
@@ -25,14 +17,6 @@ constexpr const char *root_name = "(root)"; // as unit_name in fsdp_c/_fully_sha
 PyObject *local_object(const Param &param) // borrowed; null after `del`
 {
     return in_slot(param.sharded.get(), param.local_slot);
-}
-
-std::string sharded_for_graph_text(const fc_unit *unit)
-{
-    return sharded_text(unit) +
-           ". If it is a backward that reads it, from a tensor inside of the unit that its output "
-           "does not depend on: return that tensor from the unit's forward, or call "
-           "set_reshard_after_forward(False) on the unit";
 }
 
 // A BoundParam of fsdp_c/_fully_shard/_engine_bind.py.
@@ -50,8 +34,8 @@ Param parse_row(PyObject *row)
     param.owner = fields.object("owner");
     fields.object("outputs"); // Extended's
     fields.end();
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(places.get()); i++) {
-        Fields place(PyList_GET_ITEM(places.get(), i));
+    for (PyObject *named : items_of(places.get())) {
+        Fields place(named);
         Ref dict = place.object("parameters"), name = place.object("name"),
             module = place.object("setter");
         place.end();
@@ -66,12 +50,16 @@ Param parse_row(PyObject *row)
     param.local = tensor_of(local_object(param));
     param.reduce_type = reinterpret_cast<THPDtype *>(reduce.get())->scalar_type;
     param.grad_type = reinterpret_cast<THPDtype *>(grad.get())->scalar_type;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(size.get()); i++) {
-        param.local_size.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(size.get(), i)));
-        param.local_stride.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(stride.get(), i)));
+    for (PyObject *n : items_of(size.get())) {
+        param.local_size.push_back(PyLong_AsLongLong(n));
+    }
+    for (PyObject *n : items_of(stride.get())) {
+        param.local_stride.push_back(PyLong_AsLongLong(n));
     }
     return param;
 }
+
+} // namespace
 
 uint32_t version_of(const at::Tensor &tensor)
 {
@@ -79,14 +67,9 @@ uint32_t version_of(const at::Tensor &tensor)
     return version.enabled() ? version.current_version() : 0;
 }
 
-} // namespace
-
-std::string sharded_text(const fc_unit *unit)
+std::string sharded_text(const fc_unit *unit, Call which)
 {
-    return "a parameter of FSDP unit '" + std::string(fc_unit_name(unit)) +
-           "' is sharded now, so its full weight cannot be read: the unit is not in forward or "
-           "backward. Read it inside the unit's forward, call unshard() on the unit first, or use "
-           "register_fsdp_forward_method() for the method that needs it";
+    return text_from(ask_python(which, to_python(fc_unit_name(unit)).get()).get());
 }
 
 void Param::set_unsharded(Ref object, const at::Tensor &view)
@@ -120,11 +103,6 @@ uint32_t Param::shard_versions() const
     return version_of(sharded_tensor()) + version_of(local);
 }
 
-const at::Tensor &Param::sharded_tensor() const
-{
-    return THPVariable_Unpack(sharded.get());
-}
-
 bool Param::is_in_place() const
 {
     const c10::TensorImpl *impl = local.unsafeGetTensorImpl();
@@ -141,15 +119,16 @@ uint32_t Param::unsharded_versions() const
 
 void Param::bump_unsharded_versions() const
 {
-    unsharded_tensor.unsafeGetTensorImpl()->bump_version();
+    bump_version(unsharded_tensor);
     if (is_parallel) {
-        dtensor_local.unsafeGetTensorImpl()->bump_version();
+        bump_version(dtensor_local);
     }
 }
 
-bool Param::is_written() const
+bool Param::has_own_grad() const
 {
-    return version != unsharded_versions();
+    const at::Tensor &present = sharded_tensor().grad();
+    return grad.object && present.defined() && present.is_same(grad.tensor);
 }
 
 Reused::Reused(Ref made, Ref made_local)
@@ -170,11 +149,13 @@ bool Reused::is_free() const
 
 std::string parameter_name(const Param &param)
 {
-    Ref fqn = Ref::take(
-        guarded([&] { return ask_python(Call::parameter_name, param.owner.get()).release(); }));
-    const char *text = fqn && PyUnicode_Check(fqn.get()) ? PyUnicode_AsUTF8(fqn.get()) : nullptr;
-    PyErr_Clear();
-    return text != nullptr ? text : "?";
+    std::string name;
+    if (!succeeds(
+            [&] { name = text_from(ask_python(Call::parameter_name, param.owner.get()).get()); })) {
+        PyErr_Clear();
+        name = "?";
+    }
+    return name;
 }
 
 Parameters::Parameters(fc_unit *shard, PyObject *rows, const at::Tensor &flat)
@@ -185,17 +166,10 @@ Parameters::Parameters(fc_unit *shard, PyObject *rows, const at::Tensor &flat)
         name_.clear(); // profiler ranges of the root have no name
     }
     params_.reserve(static_cast<size_t>(PyList_GET_SIZE(rows)));
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(rows); i++) {
-        params_.push_back(parse_row(PyList_GET_ITEM(rows, i)));
-        params_.back().has_grad = fc_unit_layout(shard)->params[i].has_grad;
+    for (PyObject *row : items_of(rows)) {
+        params_.push_back(parse_row(row));
+        params_.back().has_grad = fc_unit_layout(shard)->params[params_.size() - 1].has_grad;
     }
-}
-
-Parameters::~Parameters() = default;
-
-void Parameters::forget_slices()
-{
-    slices_.reset();
 }
 
 int Parameters::traverse(visitproc visit, void *arg)
@@ -243,16 +217,13 @@ void Parameters::hide(bool keeps_size)
 void Parameters::withhold(bool is_withheld)
 {
     if (!is_withheld) {
-        set_unreadable_text(storage_,
-                            says_graph_ ? sharded_for_graph_text(shard_) : sharded_text(shard_));
+        set_unreadable_text(storage_, sharded_text(shard_, says_graph_ ? Call::text_for_graph
+                                                                       : Call::text_of_sharded));
         return;
     }
     shown_ = nullptr;
     storage_->set_nbytes(bytes_); // else autograd's views of it would say less
-    set_unreadable_text(storage_, "backward needs a parameter of FSDP unit '" +
-                                      std::string(fc_unit_name(shard_)) +
-                                      "', which was told to do without: call "
-                                      "set_unshard_in_backward(True) on it");
+    set_unreadable_text(storage_, sharded_text(shard_, Call::text_of_withheld));
 }
 
 PyObject *Parameters::object_of(size_t i, Registered which) const
@@ -350,43 +321,36 @@ void Parameters::replace_unsharded(size_t param, Ref object)
 
 size_t Parameters::find_changed(const uint64_t *marks, size_t from) const
 {
-    size_t i = from;
-    while (i < params_.size() && params_[i].shard_mark() == marks[i]) {
-        i++;
-    }
-    return i;
+    return first_from(from, params_.size(),
+                      [&](size_t i) { return params_[i].shard_mark() != marks[i]; });
 }
 
 size_t Parameters::find_written_slice(size_t from) const
 {
-    size_t i = from;
-    while (i < params_.size() && !slices_->is_written(i)) {
-        i++;
-    }
-    return i;
+    return first_from(from, params_.size(), [&](size_t i) { return slices_->is_written(i); });
 }
 
 size_t Parameters::find_written(size_t from, bool maybe) const
 {
-    size_t i = from;
-    while (i < params_.size() && !params_[i].is_written() &&
-           !(maybe && (is_data_taken(params_[i].unsharded_tensor) ||
-                       (params_[i].is_parallel && is_data_taken(params_[i].dtensor_local))))) {
-        i++;
-    }
-    return i;
+    return first_from(from, params_.size(), [&](size_t i) {
+        const Param &p = params_[i];
+        return p.is_written() || (maybe && (is_data_taken(p.unsharded_tensor) ||
+                                            (p.is_parallel && is_data_taken(p.dtensor_local))));
+    });
+}
+
+void Parameters::tell_of_write(size_t param, fc_written what) const
+{
+    ask_python(Call::tell_of_write, params_[param].owner.get(), to_python(what).get());
 }
 
 bool Parameters::has_hooks() const
 {
-    for (const Param &p : params_) {
+    return std::any_of(params_.begin(), params_.end(), [](const Param &p) {
         const at::Tensor &tensor = p.sharded_tensor();
-        if (torch::autograd::impl::get_autograd_meta(tensor) != nullptr &&
-            torch::autograd::impl::post_acc_grad_hooks(tensor)) {
-            return true;
-        }
-    }
-    return false;
+        return torch::autograd::impl::get_autograd_meta(tensor) != nullptr &&
+               torch::autograd::impl::post_acc_grad_hooks(tensor);
+    });
 }
 
 } // namespace fc

@@ -3,14 +3,14 @@
 #define FC_BIND_FSDP_PARAMETERS_H
 
 #include "base/alloc.h"
-#include "bind/python/python.h"
+#include "bind/python/calls.h"
+#include "bind/tensor/tensors.h"
 #include "engine/unit.h"
 #include "engine/unsharding.h"
 
-#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/python_variable.h>
 
-#include <cstddef>
-#include <memory>
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <vector>
@@ -70,7 +70,7 @@ struct alignas(FC_CACHE_LINE) Param {
     // `view`: what a DTensor has here, else the parameter itself.
     void set_unsharded(Ref object, const at::Tensor &view);
     // The DTensor. Only Python's reference is kept: torch swaps tensors that nobody else refers to.
-    const at::Tensor &sharded_tensor() const;
+    const at::Tensor &sharded_tensor() const { return THPVariable_Unpack(sharded.get()); }
     // True while the DTensor's local tensor is the one that was found at set-up, in its place.
     bool is_in_place() const;
     // Changes when the shard is written: counted for the DTensor or its local tensor, or, around
@@ -85,24 +85,68 @@ struct alignas(FC_CACHE_LINE) Param {
     // Writes to the unsharded parameter: counted for a DTensor or its local tensor.
     uint32_t unsharded_versions() const;
     void bump_unsharded_versions() const;
+    // Whether the shard's gradient is the one that is kept for it.
+    bool has_own_grad() const;
+    at::Tensor like_shard(const at::Tensor &memory, at::ScalarType type, int64_t offset) const;
     // Whether the unsharded parameter was written since it was filled.
-    bool is_written() const;
+    bool is_written() const { return version != unsharded_versions(); }
 };
 static_assert(offsetof(Param, grad) == FC_CACHE_LINE / 2, "two lines make a pair");
 static_assert(offsetof(Param, leaf_grad_type) <= FC_CACHE_LINE, "what a step needs is in it");
 
-std::string parameter_name(const Param &param);
-// Why a sharded parameter cannot be read.
-std::string sharded_text(const fc_unit *unit);
+// How often a tensor was written; 0: it does not count.
+uint32_t version_of(const at::Tensor &tensor);
 
-class Slices;
+// The first one from `from` on that is it, or `n`.
+template <typename Question> size_t first_from(size_t from, size_t n, Question is_it)
+{
+    while (from < n && !is_it(from)) {
+        from++;
+    }
+    return from;
+}
+
+std::string parameter_name(const Param &param);
+// Why a sharded parameter cannot be read: one of the texts of Python.
+std::string sharded_text(const fc_unit *unit, Call which = Call::text_of_sharded);
+
+// What modules show of a unit after a forward that reshards it to a smaller group: DTensors of this
+// rank's slices, which lie in memory of the engine's while they are shown.
+class Slices : NoCopy {
+public:
+    explicit Slices(const std::vector<Param> &params);
+    ~Slices();
+
+    PyObject *object(size_t i) const { return slices_[i].kept.object.get(); }
+    // They show `memory`, and are trained as the shards are.
+    void show(const std::vector<Param> &params, char *memory);
+    // What was changed on a slice counts for the shard.
+    void carry_requires_grad(const std::vector<Param> &params) const;
+    // Whether it was written since it is shown, or could have been, uncounted.
+    bool is_written(size_t i) const;
+    // They show nothing. False: somebody keeps one, which has a copy now, and none can be reused.
+    bool hide();
+
+private:
+    struct Slice {
+        Reused kept;
+        size_t at, bytes; // in the memory that is shown
+        size_t storage_uses;
+        uint32_t versions; // when it was shown
+        bool is_trained;
+
+        uint32_t count_versions() const;
+        bool is_free() const;
+    };
+
+    std::vector<Slice> slices_;
+};
 
 class alignas(FC_CACHE_LINE) Parameters {
 public:
     // rows: one per parameter, see fsdp_c/_fully_shard/_fsdp_param_group.py; flat: owns the storage
     // that the unsharded parameters are views of.
     Parameters(fc_unit *shard, PyObject *rows, const at::Tensor &flat);
-    ~Parameters();
 
     const std::vector<Param> &params() const { return params_; }
     fc_unit *shard_unit() const { return shard_; }
@@ -131,7 +175,7 @@ public:
 
 protected:
     // While the memory is there that they show.
-    void forget_slices();
+    void forget_slices() { slices_.reset(); }
     // What a graph may look for is said where gathers are copies.
     void set_says_graph(bool says) { says_graph_ = says; }
 

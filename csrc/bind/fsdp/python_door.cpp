@@ -1,21 +1,17 @@
 // The slower door to a unit's transitions: through its group's Python methods.
-#include "bind/fsdp/python_door.h"
-
-#include <utility>
+#include "bind/fsdp/state.h"
 
 namespace fc {
 
 namespace {
 
 // Methods call each other: of each group the innermost body is to run next.
-class Waiting {
+class Waiting : NoCopy {
 public:
     Waiting(GroupObject *group, Body body)
         : group_(group), body_(std::move(body)), outer_(std::exchange(group->waiting, &body_))
     {
     }
-    Waiting(const Waiting &) = delete;
-    Waiting &operator=(const Waiting &) = delete;
     ~Waiting() { group_->waiting = outer_; }
 
 private:
@@ -52,21 +48,12 @@ bool go_on(GroupObject &group)
     return true;
 }
 
-void unshard_by_methods(GroupObject *group)
+void call_methods(GroupObject &group, std::initializer_list<Attribute> methods)
 {
-    const Ref none = checked(PyTuple_New(0));
-    const Waiting nothing(group, nullptr); // these two know the unit themselves
-    call(group, Attribute::unshard, none);
-    call(group, Attribute::wait_for_unshard, none);
-    group->unit->unshard();
-}
-
-void reshard_by_methods(GroupObject *group, const Body &body)
-{
-    const Ref none = checked(PyTuple_New(0));
-    const Waiting nothing(group, nullptr);
-    call(group, Attribute::reshard, none);
-    body();
+    const Waiting nothing(&group, nullptr);
+    for (const Attribute method : methods) {
+        call(&group, method, checked(PyTuple_New(0)));
+    }
 }
 
 Ref arguments_of_forward(const StateObject *state, PyObject *second, PyObject *third)

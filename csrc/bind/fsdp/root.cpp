@@ -1,30 +1,20 @@
 // A root for the engine: its lists, and what the course of a step asks of Python and tensors.
-#include "bind/fsdp/root.h"
 
 #include "bind/fsdp/events.h"
-#include "bind/fsdp/python_door.h"
-#include "bind/python/calls.h"
+#include "bind/fsdp/state.h"
 #include "bind/python/fields.h"
-#include "bind/python/process.h"
-#include "bind/python/raised.h"
 
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
-
-#include <vector>
 
 namespace fc {
 
-fc_reduce_options reduce_options(const GroupObject &group)
+fc_reduce_options reduce_options(GroupObject &group)
 {
     PyObject *const given = group.gradient_divide_factor;
     const bool is_given = given != nullptr && given != Py_None;
     const double factor = is_given ? real_from(given) : 0;
     if (is_given && factor == 0) {
-        raise_error(PyExc_ZeroDivisionError,
-                    "set_gradient_divide_factor(0) on unit '%s': its gradients cannot be divided "
-                    "by zero",
-                    group.unit->name().c_str());
+        ask_python(Call::refuse_zero_divisor, &group);
     }
     return fc_root_unit_options(&group.course, factor);
 }
@@ -43,27 +33,15 @@ Unit &unit_in(void *owner)
     return *as_group(owner).unit;
 }
 
+fc_unsharding *unsharding_in(void *owner)
+{
+    return unit_in(owner).unsharding();
+}
+
 template <auto call> constexpr Operation<root_in, call> of_root;
 template <auto call> constexpr Operation<as_group, call> of_group;
 template <auto call> constexpr Operation<unit_in, call> of_unit;
-
-void unshard(GroupObject &group)
-{
-    if (group.calls_methods) {
-        unshard_by_methods(&group);
-    } else {
-        group.unit->unshard();
-    }
-}
-
-template <typename Body> void reshard_group(GroupObject &group, Body &&body)
-{
-    if (group.calls_methods) {
-        reshard_by_methods(&group, body);
-    } else {
-        body();
-    }
-}
+template <auto call> constexpr Operation<unsharding_in, call> of_unsharding;
 
 void reshard(GroupObject &group, bool is_news)
 {
@@ -76,14 +54,6 @@ void reshard_after_forward(GroupObject &group, bool in_forward)
     const bool leaves_slices =
         in_forward && group.unit->leaves_slices(group.post_forward_mesh_info);
     reshard_group(group, [&] { group.unit->reshard(leaves_slices); });
-}
-
-// Of a unit whose module may be gone.
-void drop_ahead(GroupObject &group)
-{
-    if (group.unit != nullptr) {
-        group.unit->drop_ahead();
-    }
 }
 
 void accumulate(Unit &unit, bool is_news)
@@ -104,23 +74,23 @@ const fc_root_ops root_ops = {
     .begin = of_root<[](RootObject &root) { root.streams->begin(); }>,
     .resume = of_root<[](RootObject &root) { root.streams->resume(); }>,
     .forget_members = [](void *state) { PySet_Clear(as_state(state)->to_run); },
-    .publishes = of_unit<&Unit::publishes>,
-    .publish = of_unit<&Unit::publish>,
+    .publishes = of_unsharding<fc_unsharding_publishes>,
+    .publish = of_unsharding<fc_unsharding_publish>,
     .is_intact = of_unit<&Unit::is_intact>,
-    .note_shards = of_unit<&Unit::note_shards>,
-    .is_stale = of_unit<&Unit::is_stale>,
-    .check_unwritten = of_unit<&Unit::check_unwritten>,
-    .unshard = of_group<unshard>,
-    .make_unavailable = of_unit<&Unit::make_unavailable>,
+    .note_shards = of_unsharding<fc_unsharding_note_shards>,
+    .is_stale = of_unsharding<fc_unsharding_is_stale>,
+    .check_unwritten = of_unsharding<fc_unsharding_check_unwritten>,
+    .unshard = of_group<unshard_group>,
+    .make_unavailable = of_unsharding<fc_unsharding_withhold>,
     .reshard = of_group<reshard>,
     .reshard_after_forward = of_group<reshard_after_forward>,
-    .is_kept_after_forward = of_unit<&Unit::is_kept_after_forward>,
-    .end_forward = of_unit<&Unit::end_forward>,
-    .keep = of_unit<&Unit::keep>,
+    .is_kept_after_forward = of_unsharding<fc_unsharding_stays_unsharded>,
+    .end_forward = of_unsharding<fc_unsharding_end_forward>,
+    .keep = of_unsharding<fc_unsharding_keep>,
     .is_unsharded = of_unit<&Unit::is_unsharded>,
-    .has_own_memory = of_unit<&Unit::has_own_memory>,
-    .drop_pending = of_unit<&Unit::drop_pending>,
-    .drop_ahead = of_group<drop_ahead>,
+    .has_own_memory = of_unsharding<fc_unsharding_has_own_memory>,
+    .drop_pending = of_unsharding<fc_unsharding_drop>,
+    .drop_ahead = of_unsharding<fc_unsharding_drop_ahead>,
     .await_gradients = of_unit<&Unit::await_gradients>,
     .end_awaiting = of_unit<&Unit::end_awaiting>,
     .defer_upcasts = of_unit<&Unit::defer_upcasts>,
@@ -175,12 +145,50 @@ void warn_if_unfinalized(ContextObject *context)
 {
     if (context->course.is_unfinalized && !context->has_warned) {
         context->has_warned = true;
-        check(PyErr_WarnEx(PyExc_UserWarning,
-                           "backward was left to finalize_backward(), which was not called before "
-                           "this forward: gradients of some FSDP units are not reduced yet, and an "
-                           "optimizer step in between has not used them",
-                           1));
+        ask_python(Call::warn_of_unfinalized);
     }
+}
+
+// ---- backward ----
+
+// Of the group alone.
+void pass_group(RootObject *root, GroupObject *group)
+{
+    check_raised(fc_root_pass(&root->course, &group->course));
+    // All gradients have come: autograd adds up those of a parameter before it hands them over, but
+    // does so anew in a backward within this one.
+    if (torch::autograd::get_current_graph_task_id() == root->graph_task) {
+        fc_root_finish(&root->course, &group->course);
+    }
+}
+
+void call_post_backward(RootObject *root, GroupObject *group)
+{
+    through_method(
+        group, Attribute::post_backward, [] { return checked(PyTuple_New(0)); },
+        [=] { pass_group(root, group); });
+}
+
+// They end the other way round.
+template <typename Body> void each_group_backwards(GroupObject *group, Body &&body)
+{
+    if (GroupObject *first = bound_from(group)) {
+        each_group_backwards(next_group(first), body);
+        body(first);
+    }
+}
+
+// The end passes what has not been passed: for torch's users, by the groups' methods.
+void pass_rest(RootObject *root)
+{
+    each_state(root, [&](const StateObject *state) {
+        each_group_backwards(state->group, [&](GroupObject *group) {
+            if (group->calls_methods && group->course.training != FC_TRAINING_POST_BACKWARD &&
+                group->course.finished_in != root->course.backward) {
+                call_post_backward(root, group);
+            }
+        });
+    });
 }
 
 } // namespace
@@ -219,53 +227,6 @@ void root_pre_forward(StateObject *state)
                                       process.n_changes));
 }
 
-namespace {
-
-// Of the group alone.
-void pass_group(RootObject *root, GroupObject *group)
-{
-    check_raised(fc_root_pass(&root->course, &group->course));
-    // All gradients have come: autograd adds up those of a parameter before it hands them over, but
-    // does so anew in a backward within this one.
-    if (torch::autograd::get_current_graph_task_id() == root->graph_task) {
-        fc_root_finish(&root->course, &group->course);
-    }
-}
-
-void call_post_backward(RootObject *root, GroupObject *group)
-{
-    if (group->calls_methods) {
-        call_method(group, Attribute::post_backward, checked(PyTuple_New(0)),
-                    [=] { pass_group(root, group); });
-    } else {
-        pass_group(root, group);
-    }
-}
-
-// They end the other way round.
-template <typename Body> void each_group_backwards(GroupObject *group, Body &&body)
-{
-    if (GroupObject *first = bound_from(group)) {
-        each_group_backwards(next_group(first), body);
-        body(first);
-    }
-}
-
-// The end passes what has not been passed: for torch's users, by the groups' methods.
-void pass_rest(RootObject *root)
-{
-    each_state(root, [&](const StateObject *state) {
-        each_group_backwards(state->group, [&](GroupObject *group) {
-            if (group->calls_methods && group->course.training != FC_TRAINING_POST_BACKWARD &&
-                group->course.finished_in != root->course.backward) {
-                call_post_backward(root, group);
-            }
-        });
-    });
-}
-
-} // namespace
-
 void state_post_backward(StateObject *state)
 {
     if (RootObject *root = state->root) {
@@ -282,18 +243,6 @@ void root_end_backward(RootObject *root)
         pass_rest(root);
     }
     check_raised(fc_root_end_backward(&root->course));
-}
-
-void root_finalize_backward(RootObject *root)
-{
-    log_event("FSDP::finalize_backward");
-    Range range("FSDP::finalize_backward");
-    check_raised(fc_root_finalize_backward(&root->course));
-}
-
-void root_reset(RootObject *root, bool drops_gradients)
-{
-    check_raised(fc_root_reset(&root->course, drops_gradients));
 }
 
 } // namespace fc

@@ -1,34 +1,30 @@
-// The Python type Root: fields, lifetime, methods. What it does is in root.cpp.
-#include "bind/fsdp/domain.h"
-#include "bind/fsdp/root.h"
+// The Python types Root and Context: fields, lifetime, methods. What they do is in root.cpp.
+#include "bind/fsdp/events.h"
+#include "bind/fsdp/state.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
-#include "bind/python/raised.h"
 
 #include <structmember.h>
 
-#include <memory>
-#include <vector>
-
 namespace fc {
 
-void RootObject::open(PyObject *unnamed, PyObject *named)
+void RootObject::open(Fields &given)
 {
     std::construct_at(&hold);
-    PyObject *given_states, *given_domains, *given_context;
-    parse(unnamed, named, "$O!O!O", {"states", "domains", "context"}, &PyList_Type, &given_states,
-          &PyList_Type, &given_domains, &given_context);
+    Ref all = given.list("states"), of_units = given.list("domains"),
+        shared = given.object("context");
+    given.end();
     std::vector<fc_domain *> linked;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given_domains); i++) {
-        linked.push_back(domain_of(PyList_GET_ITEM(given_domains, i)));
+    for (PyObject *domain : items_of(of_units.get())) {
+        linked.push_back(domain_of(domain));
     }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given_states); i++) {
-        owned_by<StateObject>(PyList_GET_ITEM(given_states, i));
+    for (PyObject *state : items_of(all.get())) {
+        owned_by<StateObject>(state);
     }
-    context = &owned_by<ContextObject>(given_context);
-    Py_INCREF(given_context);
-    states = Py_NewRef(given_states);
-    domains = Py_NewRef(given_domains);
+    context = &owned_by<ContextObject>(shared.get());
+    shared.release();
+    states = all.release();
+    domains = of_units.release();
     streams = linked.empty() ? nullptr : domain_streams(PyList_GET_ITEM(domains, 0));
     has_modes = has_dispatch_modes();
     root_init(this, linked);
@@ -53,10 +49,62 @@ void RootObject::clear()
 
 namespace {
 
+// ---- Context: torch's names for the flags of a root ----
+
+Ref active(ContextObject &context)
+{
+    const fc_root_ending ending = context.course.ending;
+    return ending == FC_ENDING_OPEN ? Ref::borrow(Py_None) : to_python(ending == FC_ENDING_MANUAL);
+}
+
+void set_active(ContextObject &context, PyObject *value)
+{
+    context.course.ending = value == Py_None  ? FC_ENDING_OPEN
+                            : truth_of(value) ? FC_ENDING_MANUAL
+                                              : FC_ENDING_AUTOMATIC;
+}
+
+// A backward that failed has not completed.
+bool is_queued(ContextObject &context)
+{
+    return context.course.awaits_end || context.course.is_failed;
+}
+
+void set_pending(ContextObject &context, PyObject *value)
+{
+    const bool before = std::exchange(context.awaits_handle, truth_of(value));
+    process.n_awaited += context.awaits_handle - before;
+}
+
+PyGetSetDef context_properties[] = {
+    flag_property<[](ContextObject &context) -> bool & { return context.course.is_last_backward; }>(
+        "is_last_backward", nullptr),
+    flag_property<[](ContextObject &context) -> bool & { return context.course.ends_manually; }>(
+        "manual_backward_finalization", nullptr),
+    property<active, set_active>(
+        "manual_backward_finalization_active",
+        "None, or whether the running backward waits for finalize_backward()"),
+    property<is_queued, [](ContextObject &context,
+                           PyObject *value) { context.course.awaits_end = truth_of(value); }>(
+        "post_backward_final_callback_queued", "whether a backward is going on, or has failed"),
+    property<&ContextObject::awaits_handle, set_pending>(
+        "gradient_reduction_pending",
+        "whether a handle of finalize_backward() is to be waited for"),
+    {}};
+
+// ---- Root ----
+
 void root_call_end_backward(RootObject &root)
 {
     check_raised(fc_root_begin_backward(&root.course));
     root_end_backward(&root);
+}
+
+void root_finalize_backward(RootObject &root)
+{
+    log_event("FSDP::finalize_backward");
+    Range range("FSDP::finalize_backward");
+    check_raised(fc_root_finalize_backward(&root.course));
 }
 
 void root_drop_raised_forward(RootObject &root)
@@ -95,8 +143,8 @@ PyMethodDef root_methods[] = {
         check_raised(fc_root_pass(&root.course, &owned_by<GroupObject>(group).course));
     }>("post_backward", "post_backward(group): reshards it and posts its gradients."),
     method<root_call_end_backward>("end_backward", "Finishes all reductions and closes the phase."),
-    method<[](RootObject &root) { root_finalize_backward(&root); }>(
-        "finalize_backward", "Reduces what the backwards of a manual ending left."),
+    method<root_finalize_backward>("finalize_backward",
+                                   "Reduces what the backwards of a manual ending left."),
     method<[](RootObject &root) { root.is_replaced = true; }>(
         "look_again", "The next forward asks who looks at the units' collectives."),
     method<[](RootObject &root) { root_reset(&root, true); }>(
@@ -110,6 +158,13 @@ PyMethodDef root_methods[] = {
 
 int register_root(PyObject *module)
 {
+    if (add_type<ContextObject>(module,
+                                {.name = "fsdp_c._C.Context",
+                                 .doc = "Base of FSDPStateContext: what the units of a root share.",
+                                 .properties = context_properties,
+                                 .flags = Py_TPFLAGS_BASETYPE}) < 0) {
+        return -1;
+    }
     return add_type<RootObject>(
         module, {.name = "fsdp_c._C.Root",
                  .doc = "Root(states=, domains=, context=): a root and all below it.",

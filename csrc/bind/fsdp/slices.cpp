@@ -1,14 +1,11 @@
 // DTensors of slices: made in Python, shown again while nobody else keeps them.
-#include "bind/fsdp/slices.h"
+#include "bind/fsdp/parameters.h"
 
-#include "bind/python/calls.h"
 #include "bind/python/fields.h"
-#include "bind/tensor/tensors.h"
 
 #include <c10/core/CPUAllocator.h>
 
 #include <cstring>
-#include <utility>
 
 namespace fc {
 
@@ -39,8 +36,7 @@ Slices::~Slices()
 
 uint32_t Slices::Slice::count_versions() const
 {
-    return kept.tensor.unsafeGetTensorImpl()->version_counter().current_version() +
-           kept.local.unsafeGetTensorImpl()->version_counter().current_version();
+    return version_of(kept.tensor) + version_of(kept.local);
 }
 
 bool Slices::Slice::is_free() const

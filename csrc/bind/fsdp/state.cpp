@@ -1,10 +1,8 @@
 // The Python type State: fields, lifetime, methods. What it does is in hooks.cpp.
-#include "bind/fsdp/root.h"
+#include "bind/fsdp/state.h"
 
 #include "bind/module.h"
-#include "bind/python/calls.h"
 #include "bind/python/objects.h"
-#include "bind/python/replaced_functions.h"
 #include "bind/python/untraced.h"
 
 #include <structmember.h>
@@ -50,40 +48,37 @@ void StateObject::clear()
 namespace {
 
 // Each a dtype or None.
-void state_set_casts(StateObject &state, PyObject *args, PyObject *named)
+void state_set_casts(StateObject &state, Fields &given)
 {
-    PyObject *param, *output;
-    int casts;
-    parse(args, named, "$pOO", {"cast_inputs", "param_dtype", "output_dtype"}, &casts, &param,
-          &output);
-    const auto type_of = [](PyObject *dtype) {
-        return THPDtype_Check(dtype) ? reinterpret_cast<THPDtype *>(dtype)->scalar_type
-                                     : at::ScalarType::Undefined;
+    const auto type_in = [&](const char *name) {
+        const Ref dtype = given.object(name);
+        return THPDtype_Check(dtype.get()) ? reinterpret_cast<THPDtype *>(dtype.get())->scalar_type
+                                           : at::ScalarType::Undefined;
     };
-    state.casts_inputs = casts != 0;
-    state.param_dtype = type_of(param);
-    state.output_dtype = type_of(output);
+    state.casts_inputs = given.flag("cast_inputs");
+    state.param_dtype = type_in("param_dtype");
+    state.output_dtype = type_in("output_dtype");
+    given.end();
 }
 
 // Root, or None, and a tuple of groups: their order is that of the state's forward.
-void state_join(StateObject &state, PyObject *args, PyObject *named)
+void state_join(StateObject &state, Fields &given)
 {
-    PyObject *root, *groups;
-    int uses_fallback;
-    parse(args, named, "$OO!p", {"root", "groups", "uses_fallback"}, &root, &PyTuple_Type, &groups,
-          &uses_fallback);
-    RootObject *new_root = root == Py_None ? nullptr : &owned_by<RootObject>(root);
+    const Ref root = given.object("root");
+    Ref groups = given.object("groups");
+    state.uses_fallback = given.flag("uses_fallback");
+    given.end();
+    RootObject *new_root = root.get() == Py_None ? nullptr : &owned_by<RootObject>(root.get());
     GroupObject *first = nullptr;
-    for (Py_ssize_t i = PyTuple_GET_SIZE(groups); i-- > 0;) {
-        GroupObject *group = &owned_by<GroupObject>(PyTuple_GET_ITEM(groups, i));
+    for (Py_ssize_t i = PyTuple_GET_SIZE(groups.get()); i-- > 0;) {
+        GroupObject *group = &owned_by<GroupObject>(PyTuple_GET_ITEM(groups.get(), i));
         group->course.next = first != nullptr ? &first->course : nullptr;
         first = group;
     }
     Py_XINCREF(reinterpret_cast<PyObject *>(new_root));
     Py_XSETREF(state.root, new_root);
     state.group = first;
-    Py_XSETREF(state.groups, Py_NewRef(groups));
-    state.uses_fallback = uses_fallback != 0;
+    Py_XSETREF(state.groups, groups.release());
     fc_root_module_join(&state.course, first != nullptr ? &first->course : nullptr,
                         state.modules != nullptr && PyTuple_GET_SIZE(state.modules) > 1);
 }
@@ -103,6 +98,62 @@ bool is_ours(StateObject *state)
     }
     return state->root != nullptr;
 }
+
+// (args, kwargs) -> (args, kwargs); a whole pass, whatever the members of a grouped unit do
+PyObject *state_enter(PyObject *self, PyObject *const *a, Py_ssize_t n)
+{
+    return guarded([&]() -> PyObject * {
+        check_arguments(n, 2);
+        Ref changed = state_pre_forward(as<StateObject>(self), a[0], a[1]);
+        return changed.get() == Py_None ? PyTuple_Pack(2, a[0], a[1]) : changed.release();
+    });
+}
+
+PyMemberDef state_members[] = {
+    {"_root", T_OBJECT, offsetof(StateObject, root), READONLY, "the Root, or None on the fallback"},
+    {"_uses_fallback", T_BOOL, offsetof(StateObject, uses_fallback), READONLY, nullptr},
+    {"_is_strict", T_BOOL, offsetof(StateObject, is_strict), 0, nullptr},
+    {"_modules", T_OBJECT_EX, offsetof(StateObject, modules), 0, nullptr},
+    {"_modules_to_run_forward", T_OBJECT_EX, offsetof(StateObject, to_run), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+
+void state_set_training(StateObject &state, PyObject *value)
+{
+    state.course.backward = state.root != nullptr ? state.root->course.backward : 0;
+    state.course.training = training_from(value);
+}
+
+// Who replaces a method of a state is noticed by the next forward of its root.
+int state_setattro(PyObject *self, PyObject *name, PyObject *value)
+{
+    auto *state = as<StateObject>(self);
+    if (state->root != nullptr && is_watched_on_states(name)) {
+        state->root->is_replaced = true;
+    }
+    return PyObject_GenericSetAttr(self, name, value);
+}
+
+PyGetSetDef state_properties[] = {
+    property<[](StateObject &state) { return training_of(&state); }, state_set_training>(
+        "_training", "TrainingState, as its index"),
+    {}};
+
+PyMethodDef state_methods[] = {
+    method<state_set_casts>("_set_casts", "_set_casts(cast_inputs=, param_dtype=, output_dtype=)"),
+    method<state_join>("_join", "_join(root=, groups=, uses_fallback=)"),
+    {"_hook_pre_forward", fastcall(state_hook_pre_forward), METH_FASTCALL,
+     "The forward pre-hook: (module, args, kwargs) -> None or (args, kwargs)."},
+    {"_hook_post_forward", fastcall(state_hook_post_forward), METH_FASTCALL,
+     "The forward hook: (module, args, output) -> output."},
+    method<[](StateObject &state) { return is_ours(&state); }>(
+        "_takes_core",
+        "Whether the core runs the forward that begins; chooses the implementation if need be."),
+    {"_enter", fastcall(state_enter), METH_FASTCALL, "(args, kwargs) -> (args, kwargs)"},
+    method<[](StateObject &state, PyObject *output) { return state_post_forward(&state, output); }>(
+        "_leave", "(output) -> output"),
+    method<[](StateObject &state) { state_pre_backward(&state); }>(
+        "_core_pre_backward", "What a gradient of an output sets off."),
+    {}};
 
 } // namespace
 
@@ -129,69 +180,6 @@ PyObject *state_hook_post_forward(PyObject *self, PyObject *const *a, Py_ssize_t
         return state_post_forward_member(as<StateObject>(self), a[0], a[2]).release();
     });
 }
-
-namespace {
-
-// (args, kwargs) -> (args, kwargs); a whole pass, whatever the members of a grouped unit do
-PyObject *state_enter(PyObject *self, PyObject *const *a, Py_ssize_t n)
-{
-    return guarded([&]() -> PyObject * {
-        check_arguments(n, 2);
-        Ref changed = state_pre_forward(as<StateObject>(self), a[0], a[1]);
-        return changed.get() == Py_None ? PyTuple_Pack(2, a[0], a[1]) : changed.release();
-    });
-}
-
-PyMemberDef state_members[] = {
-    {"_root", T_OBJECT, offsetof(StateObject, root), READONLY, "the Root, or None on the fallback"},
-    {"_uses_fallback", T_BOOL, offsetof(StateObject, uses_fallback), READONLY, nullptr},
-    {"_is_strict", T_BOOL, offsetof(StateObject, is_strict), 0, nullptr},
-    {"_modules", T_OBJECT_EX, offsetof(StateObject, modules), 0, nullptr},
-    {"_modules_to_run_forward", T_OBJECT_EX, offsetof(StateObject, to_run), 0, nullptr},
-    {nullptr, 0, 0, 0, nullptr}};
-
-fc_training state_training(StateObject &state)
-{
-    return training_of(&state);
-}
-
-void state_set_training(StateObject &state, PyObject *value)
-{
-    state.course.backward = state.root != nullptr ? state.root->course.backward : 0;
-    state.course.training = training_from(value);
-}
-
-// Who replaces a method of a state is noticed by the next forward of its root.
-int state_setattro(PyObject *self, PyObject *name, PyObject *value)
-{
-    auto *state = as<StateObject>(self);
-    if (state->root != nullptr && is_watched_on_states(name)) {
-        state->root->is_replaced = true;
-    }
-    return PyObject_GenericSetAttr(self, name, value);
-}
-
-PyGetSetDef state_properties[] = {
-    property<state_training, state_set_training>("_training", "TrainingState, as its index"), {}};
-
-PyMethodDef state_methods[] = {
-    method<state_set_casts>("_set_casts", "_set_casts(cast_inputs=, param_dtype=, output_dtype=)"),
-    method<state_join>("_join", "_join(root=, groups=, uses_fallback=)"),
-    {"_hook_pre_forward", fastcall(state_hook_pre_forward), METH_FASTCALL,
-     "The forward pre-hook: (module, args, kwargs) -> None or (args, kwargs)."},
-    {"_hook_post_forward", fastcall(state_hook_post_forward), METH_FASTCALL,
-     "The forward hook: (module, args, output) -> output."},
-    method<[](StateObject &state) { return is_ours(&state); }>(
-        "_takes_core",
-        "Whether the core runs the forward that begins; chooses the implementation if need be."),
-    {"_enter", fastcall(state_enter), METH_FASTCALL, "(args, kwargs) -> (args, kwargs)"},
-    method<[](StateObject &state, PyObject *output) { return state_post_forward(&state, output); }>(
-        "_leave", "(output) -> output"),
-    method<[](StateObject &state) { state_pre_backward(&state); }>(
-        "_core_pre_backward", "What a gradient of an output sets off."),
-    {}};
-
-} // namespace
 
 int register_state(PyObject *module)
 {

@@ -1,19 +1,14 @@
-// _C.State: what fsdp_c's FSDPState is built on; the hooks of one fully_shard call, and its unit.
+// What fsdp_c's classes are built on: _C.State (the hooks of one fully_shard call), _C.Group (its
+// unit), _C.Root and _C.Context; how a root is put to the engine's use.
 #ifndef FC_BIND_FSDP_STATE_H
 #define FC_BIND_FSDP_STATE_H
 
-#include <Python.h>
-
-#include "bind/fsdp/context.h"
 #include "bind/fsdp/unit.h"
-#include "bind/tensor/tensors.h"
 #include "engine/root.h"
 
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
-#include <cstddef>
-#include <functional>
-#include <memory>
+#include <initializer_list>
 
 namespace fc {
 
@@ -28,7 +23,7 @@ struct StepCounter {
 
 // The base of FSDPParamGroup: flags that Python sets and the hooks read, and the bound unit.
 struct GroupObject {
-    void open();
+    void open() { fc_root_unit_init(&course); }
     int traverse(visitproc visit, void *arg) const;
     void clear();
     void close() { fc_root_unit_fini(&course); }
@@ -37,11 +32,22 @@ struct GroupObject {
     fc_root_unit course; // flags that Python sets, and what a step's course knows of the unit
     Unit *unit;          // owned; null until bound, and on the fallback
     Unit *former;        // owned; what the next unit inherits from, null: nothing
-    bool calls_methods;  // somebody has replaced one, see python_door.h
+    bool calls_methods;  // somebody has replaced one, see python_door.cpp
     std::function<void()> *waiting; // borrowed; what a method of it that runs is to do
     char hides_outputs; // pre-backward hangs on the parameters, see keep_for_hidden_output
     PyObject *post_forward_mesh_info; // owned; None: keep the parameters after forward
     PyObject *gradient_divide_factor; // owned; None: the number of ranks
+};
+
+// The base of FSDPStateContext: shared by a root and everything below it.
+struct ContextObject {
+    void open() { course.is_last_backward = true; }
+    void close() const { process.n_awaited -= awaits_handle; }
+
+    PyObject_HEAD
+    fc_root_context course;
+    bool awaits_handle; // of finalize_backward(async_op=True)
+    bool has_warned;    // that gradients were left to finalize_backward() and forgotten
 };
 
 // The base of FSDPState.
@@ -67,7 +73,7 @@ struct StateObject {
 
 // One root and everything below it: shared by its states.
 struct RootObject {
-    void open(PyObject *unnamed, PyObject *named); // (states=, domains=, context=)
+    void open(Fields &given); // states, domains, context
     int traverse(visitproc visit, void *arg) const;
     void clear();
     void close() { std::destroy_at(&hold); }
@@ -135,7 +141,7 @@ template <typename Question> bool any_group(const StateObject *state, Question &
 }
 
 // How the group's gradients are reduced now.
-fc_reduce_options reduce_options(const GroupObject &group);
+fc_reduce_options reduce_options(GroupObject &group);
 
 // The engine's owners.
 inline GroupObject &as_group(void *owner)
@@ -194,6 +200,71 @@ void hook_nodes_inside(StateObject *state, at::TensorList outputs);
 // The same for the gradients of the unit's parameters; for good.
 void hook_params(StateObject *state);
 void queue_final_callback(RootObject *root);
+
+// ---- root.cpp: what is done around the functions of engine/root.h ----
+template <typename Body> void each_state(const RootObject *root, Body &&body)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(root->states); i++) {
+        body(reinterpret_cast<StateObject *>(PyList_GET_ITEM(root->states, i)));
+    }
+}
+
+inline bool root_in_backward(const RootObject *root)
+{
+    return fc_root_in_backward(&root->course);
+}
+
+// After its other fields.
+void root_init(RootObject *root, const std::vector<fc_domain *> &domains);
+void root_pre_forward(StateObject *state);
+void root_end_backward(RootObject *root);
+inline void root_reset(RootObject *root, bool drops_gradients)
+{
+    check_raised(fc_root_reset(&root->course, drops_gradients));
+}
+
+// ---- python_door.cpp: the slower door to a unit's transitions, through its group's Python
+// methods, where somebody has replaced one. The methods' own code goes on here. ----
+
+using Body = std::function<void()>;
+
+// Calls a method of the group. `body` runs where the class's own method stands: once, and at the
+// latest when the method is through, since peers count on it. Returns what the method does.
+Ref call_method(GroupObject *group, Attribute method, const Ref &arguments, Body body);
+// The same where somebody has replaced a method; else `body` alone, and null.
+template <typename Arguments, typename Run>
+Ref through_method(GroupObject *group, Attribute method, Arguments &&arguments, Run &&body)
+{
+    if (group->calls_methods) {
+        return call_method(group, method, arguments(), body);
+    }
+    body();
+    return Ref();
+}
+
+// For the class's own method: runs the body that is waited for. False: it was called by others.
+bool go_on(GroupObject &group);
+
+// The methods without arguments, one after the other, which know the unit themselves.
+void call_methods(GroupObject &group, std::initializer_list<Attribute> methods);
+// The unit is gathered and shown, or gives its parameters up; `body` does what is still to be done.
+inline void unshard_group(GroupObject &group)
+{
+    if (group.calls_methods) {
+        call_methods(group, {Attribute::unshard, Attribute::wait_for_unshard});
+    }
+    group.unit->unshard();
+}
+template <typename Run> void reshard_group(GroupObject &group, Run &&body)
+{
+    if (group.calls_methods) {
+        call_methods(group, {Attribute::reshard});
+    }
+    body();
+}
+
+// (module that stands for the state, second, third)
+Ref arguments_of_forward(const StateObject *state, PyObject *second, PyObject *third);
 
 // ---- hooks.cpp ----
 // None, or (args, kwargs) if they changed. `member`: keeps the books of a grouped unit.

@@ -1,33 +1,39 @@
 // A unit: its parts, made from what Python has decided; what opens and ends a use of its
-// parameters.
+// parameters, and what hands in its gradients.
 #include "bind/fsdp/unit.h"
 
-#include "bind/device/device_unit.h"
-#include "bind/fsdp/domain.h"
+#include "bind/compat.h"
 #include "bind/fsdp/events.h"
-#include "bind/tensor/tensors.h"
+#include "bind/python/objects.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/core/StreamGuard.h>
-
-#include <algorithm>
+#include <torch/csrc/autograd/variable.h>
 
 namespace fc {
 
-Unit::Unit(const UnitDomains &domains, PyObject *post_mesh, PyObject *rows, const at::Tensor &flat,
-           PyObject *on_device, const fc_updates *updates)
-    : Parameters(fc_domain_unit(domain_of(domains.shard), domains.index), rows, flat),
-      Accumulated(params_), UnitGraph(shard_, params_, *this, updates),
-      domain_object_(Ref::borrow(domains.shard)), post_mesh_(Ref::borrow(post_mesh)),
-      domain_(domain_of(domains.shard)), replicate_domain_(nullptr)
+UnitParts::UnitParts(Fields &given)
+    : domain(given.object("domain")), replicate(given.object("replicate")),
+      smaller(given.object("smaller")), index(given.size("index")),
+      post_mesh(given.object("post_mesh")), params(given.list("params")),
+      flat(given.object("flat")), on_device(given.object("on_device"))
 {
-    fc_unit *replicate = nullptr;
-    if (domains.replicate != Py_None) {
-        replicate_object_ = Ref::borrow(domains.replicate);
-        replicate_domain_ = domain_of(domains.replicate);
-        replicate = fc_domain_unit(replicate_domain_, domains.index);
-    }
+    given.end();
+}
+
+fc_unit *UnitParts::in(const Ref &of) const
+{
+    return of.get() == Py_None ? nullptr : fc_domain_unit(domain_of(of.get()), index);
+}
+
+Unit::Unit(const UnitParts &parts, const fc_updates *updates)
+    : Parameters(parts.in(parts.domain), parts.params.get(), tensor_of(parts.flat.get())),
+      Accumulated(params_), UnitGraph(shard_, params_, updates),
+      domains_{parts.domain, parts.replicate, parts.smaller}, post_mesh_(parts.post_mesh),
+      domain_(fc_unit_domain(shard_)), replicate_domain_(nullptr)
+{
+    fc_unit *replicate = parts.in(parts.replicate);
+    replicate_domain_ = replicate != nullptr ? fc_unit_domain(replicate) : nullptr;
     for (size_t i = 0; i < params_.size(); i++) {
         Param &p = params_[i];
         if (fc_unit_layout(shard_)->params[i].is_aliased) {
@@ -36,10 +42,12 @@ Unit::Unit(const UnitDomains &domains, PyObject *post_mesh, PyObject *rows, cons
         }
     }
     if (is_extended(fc_unit_layout(shard_))) {
-        extended_ = std::make_unique<Extended>(*this, rows);
+        extended_ = std::make_unique<Extended>(*this, parts.params.get());
     }
-    check(fc_reduction_create(shard_, replicate, slots(), reduction_ops(), Out(reduction_)));
-    begin(make_device(domains, replicate, on_device));
+    check(fc_reduction_create(shard_, replicate, slots(), &reduction_ops, Out(reduction_)));
+    const fc_unsharding_options options = make_device(parts);
+    check_raised(fc_unsharding_create(&options, Out(unsharding_)));
+    set_unsharding(unsharding());
     make_gradients();
     set_says_graph(fc_unsharding_makes_copies(unsharding()));
     withhold(false);
@@ -47,21 +55,18 @@ Unit::Unit(const UnitDomains &domains, PyObject *post_mesh, PyObject *rows, cons
 }
 
 // What the unit's parameters are unsharded with; on a device a unit there is made first.
-fc_unsharding_options Unit::make_device(const UnitDomains &domains, fc_unit *replicate,
-                                        PyObject *options)
+fc_unsharding_options Unit::make_device(const UnitParts &parts)
 {
     fc_unsharding_options made = {};
     made.unit = shard_;
-    if (domains.smaller != Py_None) {
-        smaller_object_ = Ref::borrow(domains.smaller);
-        made.sliced = fc_domain_unit(domain_of(domains.smaller), domains.index);
-    }
+    made.sliced = parts.in(parts.smaller);
     made.slots = slots();
     made.traffic = fc_reduction_traffic(reduction_.get());
     made.ops = unsharding_ops(extended_.get());
     made.owner = this;
-    if (Streams *streams = domain_streams(domains.shard)) {
-        device_ = std::make_unique<DeviceUnit>(streams, shard_, replicate, DeviceOptions(options));
+    if (Streams *streams = domain_streams(parts.domain.get())) {
+        device_ = std::make_unique<DeviceUnit>(streams, shard_, parts.in(parts.replicate),
+                                               DeviceOptions(parts.on_device.get()));
         made.schedule = streams->schedule();
         made.on_device = device_->scheduled();
         made.has_all = device_->has_all();
@@ -73,8 +78,8 @@ void Unit::make_gradients()
 {
     const fc_layout *layout = fc_unit_layout(shard_);
     if (device_ != nullptr) {
-        gradients_ = std::make_unique<DeviceGradients>(params_, layout, reduction_.get(), name(),
-                                                       device_.get());
+        gradients_ =
+            std::make_unique<DeviceGradients>(params_, layout, reduction_.get(), device_.get());
     } else {
         gradients_ = std::make_unique<ShardGradients>(params_, layout, reduction_.get());
     }
@@ -82,15 +87,10 @@ void Unit::make_gradients()
 
 Unit::~Unit()
 {
-    drop_ahead();
+    fc_unsharding_drop_ahead(unsharding());
     end_graph();
     forget_slices();
-    end();
-}
-
-bool Unit::is_intact() const
-{
-    return Parameters::is_intact() && (device_ == nullptr || device_->stages_all(params_));
+    unsharding_.reset();
 }
 
 void Unit::unshard_private()
@@ -153,6 +153,62 @@ void *Unit::take_residence()
         p.storage = p.local.storage().mutable_data();
     }
     return home.mutable_data_ptr();
+}
+
+// ---- gradients are handed to the engine, which says when and where their sums are written ----
+
+// Who sets `grad_dtype` on a shard after the first forward gets torch's error.
+static void check_grad_dtype(const Param &param)
+{
+    const auto *meta = torch::autograd::impl::get_autograd_meta(param.sharded_tensor());
+    if (meta == nullptr || !meta->grad_dtype_ || *meta->grad_dtype_ == param.grad_type ||
+        meta->grad_.defined()) {
+        return;
+    }
+    ask_python(Call::refuse_grad_dtype, param.owner.get(),
+               to_python(c10::toString(param.grad_type)).get(),
+               to_python(c10::toString(*meta->grad_dtype_)).get());
+}
+
+void Unit::submit(bool with_unused, const fc_reduce_options &options)
+{
+    // A submission that waits for the peers takes the partial sums along.
+    const bool takes_sums =
+        flushes_partial_sums && options.all_reduce && !fc_reduction_is_submitted(reduction());
+    auto taken = std::make_unique<Taken>();
+    taken->tensors = take_gradients(with_unused, takes_sums ? reduction() : nullptr);
+    taken->grads.resize(params_.size());
+    bool any = false;
+    for (size_t i = 0; i < params_.size(); i++) {
+        at::Tensor &grad = taken->tensors[i];
+        taken->grads[i].is_wanted = params_[i].unsharded_tensor.requires_grad();
+        if (grad.defined()) {
+            any = true;
+            check_grad_dtype(params_[i]);
+            taken->grads[i].data = grad.const_data_ptr();
+            if (taken->grads[i].data == nullptr && grad.numel() > 0) { // a FakeTensor's is nowhere
+                const NoModes no_modes;
+                grad = at::zeros(grad.sizes(),
+                                 params_[i].unsharded_tensor.options().dtype(grad.scalar_type()));
+                taken->grads[i].data = grad.const_data_ptr();
+            }
+            taken->grads[i].dtype = dtype_of(grad.scalar_type());
+            taken->grads[i].is_exclusive = grad.use_count() == 1 && grad.storage().use_count() == 1;
+        }
+    }
+    if (!any) {
+        return;
+    }
+    Range range("FSDP::post_backward_reduce", this);
+    gradients_->submit(std::move(taken), options);
+}
+
+void Unit::drop_gradients()
+{
+    drop();
+    gradients_->drop();
+    gradients_->drop_partial_sums();
+    gradients_->forget_deferred_hooks();
 }
 
 } // namespace fc

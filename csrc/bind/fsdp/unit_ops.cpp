@@ -2,11 +2,9 @@
 // they lie and that sums are there.
 #include "bind/fsdp/events.h"
 #include "bind/fsdp/state.h"
-#include "bind/fsdp/unit.h"
 
 #include <c10/core/StreamGuard.h>
 
-#include <memory>
 #include <optional>
 
 namespace fc {
@@ -97,7 +95,9 @@ ShardGradients &gradients_of(void *owner)
 
 template <auto call> constexpr Operation<gradients_of, call> on_gradients;
 
-const fc_reduction_ops ops = {
+} // namespace
+
+const fc_reduction_ops reduction_ops = {
     .options = Operation<as_group, reduce_options>(),
     .flat = on_gradients<&ShardGradients::flat>,
     .assign_flat = on_gradients<&ShardGradients::assign_flat>,
@@ -108,47 +108,10 @@ const fc_reduction_ops ops = {
     .wait = [](void *owner, bool begins) { as_group(owner).unit->show_wait(begins); },
 };
 
-int rank_of(const fc_unit *unit)
-{
-    fc_domain *domain = fc_unit_domain(unit);
-    return fc_transport_global_rank(fc_domain_transport(domain), fc_domain_rank(domain));
-}
-
-} // namespace
-
 const fc_unsharding_ops *unsharding_ops(const Extended *extended)
 {
     static const fc_unsharding_ops without = extended_ops(false), with = extended_ops(true);
     return extended == nullptr ? &on_parameters : extended->has_extensions() ? &with : &without;
-}
-
-void Parameters::tell_of_write(size_t param, fc_written what) const
-{
-    const std::string name = parameter_name(params_[param]);
-    if (what == FC_WRITTEN_RESIDENT) {
-        const std::string text =
-            "the unsharded parameter '" + name + "' of FSDP unit '" + name_ +
-            "' was written: on one rank it is the shard itself, so the write stays. Later writes "
-            "to the unit's parameters last until they are resharded, as on several ranks; write to "
-            "the sharded parameters, outside of forward and backward, what is meant to stay";
-        check(PyErr_WarnEx(PyExc_UserWarning, text.c_str(), 1));
-        return;
-    }
-    const char *when = what == FC_WRITTEN_IN_FORWARD
-                           ? "within a forward that had read the parameter before, so other ranks "
-                             "may have read either value: write shards between two forwards, or "
-                             "before their first use in one, or set FSDP_C_TRANSPORT=callback, "
-                             "which gathers for each use"
-                           : "within a backward, after other ranks had gathered it: write shards "
-                             "between backward and forward, or set FSDP_C_BATCH_BYTES=0, which "
-                             "gathers units one by one";
-    raise_error(PyExc_RuntimeError, "the shard of parameter '%s' was written on rank %d %s",
-                name.c_str(), rank_of(shard_), when);
-}
-
-const fc_reduction_ops *reduction_ops()
-{
-    return &ops;
 }
 
 void Unit::show_wait(bool begins)

@@ -2,16 +2,54 @@
 //
 // A step first looks at everything. Unless all of it is plain float32 memory laid out alike, it
 // touches nothing, and torch's own code runs.
-#include "bind/optim/params.h"
-
-#include "bind/python/calls.h"
+#include "bind/module.h"
 #include "bind/python/objects.h"
+#include "bind/tensor/layout.h"
+#include "optim/optim.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
 namespace fc {
+
+// The type `_C.Params`.
+class OptimizerParams {
+public:
+    explicit OptimizerParams(Fields &given); // params, sharded: the ids of those to step
+    bool is_for(PyObject *params) const;
+    bool step_adam(Fields &given);
+    bool step_sgd(Fields &given);
+    std::vector<Ref> locals(PyObject *rows);
+    Ref collect(Fields &given);
+    int traverse(visitproc visit, void *arg) const;
+
+private:
+    struct Member {
+        Ref param;
+        bool is_ours; // to step
+        int layout;
+    };
+    using Objects = std::span<PyObject *const>;
+
+    template <typename Take>
+    bool each_with_gradient(PyObject *state, const std::vector<Ref> &keys, Take take);
+    bool step(PyObject *state, const fc_optim_rule &rule);
+    bool add(const Member &row, Objects values, const fc_optim_rule &rule);
+    bool add_count(PyObject *step, const fc_adam_options &options);
+    bool add_written(PyObject *object, int layout, at::IntArrayRef sizes, float *&memory);
+    void forget();
+    Ref row_locals(const Member &row, Objects values);
+
+    std::vector<Member> rows_;
+    DTensorLayouts layouts_;
+    bool is_running_ = false;
+    // Of the running step; empty between steps, so that nobody's tensors are kept.
+    std::vector<fc_optim_param> stepped_;
+    std::vector<at::Tensor> steps_, grads_, written_; // written: their versions count
+    double last_step_ = 0;                            // that `numbers_` belong to
+    fc_adam numbers_{};
+};
 
 namespace {
 
@@ -44,41 +82,42 @@ PyObject *item(PyObject *dict, PyObject *key) // null: it has none
     return found;
 }
 
-void append_row(const std::vector<Ref> &columns, const std::vector<Ref> &values)
+// Of what a step needs beside parameter and gradient; of Adam the count of steps is the last.
+std::vector<Ref> keys_of(const fc_optim_rule &rule)
 {
-    for (size_t c = 0; c < columns.size(); c++) {
-        check(PyList_Append(columns[c].get(), values[c].get()));
+    std::vector<Ref> keys;
+    for (size_t i = 0; i < rule.n_state; i++) {
+        keys.push_back(to_python(fc_optim_key(&rule, i)));
     }
+    if (rule.is_adam) {
+        keys.push_back(to_python("step"));
+    }
+    return keys;
 }
 
 } // namespace
 
-OptimizerParams::OptimizerParams(PyObject *args, PyObject *named)
+OptimizerParams::OptimizerParams(Fields &given)
 {
-    PyObject *params, *sharded;
-    parse(args, named, "O!O!:Params", {"params", "sharded"}, &PyList_Type, &params, &PySet_Type,
-          &sharded);
-    rows_.reserve(static_cast<size_t>(PyList_GET_SIZE(params)));
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); i++) {
-        const Ref param = Ref::borrow(PyList_GET_ITEM(params, i));
-        const Ref id = checked(PyLong_FromVoidPtr(param.get()));
-        const int is_ours = PySet_Contains(sharded, id.get());
+    const Ref params = given.list("params"), sharded = given.object("sharded");
+    given.end();
+    for (PyObject *object : items_of(params.get())) {
+        const int is_ours =
+            PySet_Contains(sharded.get(), checked(PyLong_FromVoidPtr(object)).get());
         check(is_ours);
-        rows_.push_back({param, is_ours == 1, layouts_.number_for(param.get())});
+        rows_.push_back({Ref::borrow(object), is_ours == 1, layouts_.number_for(object)});
     }
 }
 
 bool OptimizerParams::is_for(PyObject *params) const
 {
-    if (PyList_GET_SIZE(params) != static_cast<Py_ssize_t>(rows_.size())) {
+    if (!PyList_Check(params)) {
         return false;
     }
-    for (size_t i = 0; i < rows_.size(); i++) {
-        if (PyList_GET_ITEM(params, static_cast<Py_ssize_t>(i)) != rows_[i].param.get()) {
-            return false;
-        }
-    }
-    return true;
+    const auto given = items_of(params);
+    return std::equal(
+        given.begin(), given.end(), rows_.begin(), rows_.end(),
+        [](PyObject *object, const Member &row) { return object == row.param.get(); });
 }
 
 int OptimizerParams::traverse(visitproc visit, void *arg) const
@@ -88,6 +127,35 @@ int OptimizerParams::traverse(visitproc visit, void *arg) const
     }
     return 0;
 }
+
+// Calls `take` with each parameter that has a gradient, and with it, its gradient and what the
+// state has under `keys`. False: one lacks something, or is not taken.
+template <typename Take>
+bool OptimizerParams::each_with_gradient(PyObject *state, const std::vector<Ref> &keys, Take take)
+{
+    std::vector<PyObject *> values(keys.size() + 2); // borrowed
+    for (const Member &row : rows_) {
+        const at::Tensor &tensor = THPVariable_Unpack(row.param.get());
+        if (!tensor.grad().defined()) {
+            continue;
+        }
+        const Ref grad = checked(THPVariable_Wrap(tensor.grad()));
+        values[0] = row.param.get();
+        values[1] = grad.get();
+        PyObject *own = row.is_ours && PyDict_Check(state) ? item(state, row.param.get()) : nullptr;
+        bool is_whole = row.is_ours && (keys.empty() || (own != nullptr && PyDict_CheckExact(own)));
+        for (size_t k = 0; is_whole && k < keys.size(); k++) {
+            values[k + 2] = item(own, keys[k].get());
+            is_whole = values[k + 2] != nullptr;
+        }
+        if (!is_whole || !take(row, values)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// ---- steps ----
 
 // Its version will count. False: it is no memory of these sizes.
 bool OptimizerParams::add_written(PyObject *object, int layout, at::IntArrayRef sizes,
@@ -103,79 +171,57 @@ bool OptimizerParams::add_written(PyObject *object, int layout, at::IntArrayRef 
     return true;
 }
 
-bool OptimizerParams::add(const Member &row, const StateObjects &state)
+// Adam's numbers for a parameter that was stepped so often. False: it is no count.
+bool OptimizerParams::add_count(PyObject *object, const fc_adam_options &options)
 {
-    PyObject *param = row.param.get();
-    Ref grad_object = Ref::take(THPVariable_Wrap(THPVariable_Unpack(param).grad()));
-    at::Tensor grad = layouts_.floats_of(grad_object.get(), row.layout);
+    const bool is_memory = is_ordinary(object) && THPVariable_Unpack(object).is_cpu();
+    if (!is_memory || THPVariable_Unpack(object).dim() != 0 ||
+        THPVariable_Unpack(object).scalar_type() != at::kFloat) {
+        return false;
+    }
+    steps_.push_back(THPVariable_Unpack(object));
+    const double count = static_cast<double>(*steps_.back().const_data_ptr<float>()) + 1;
+    if (count != last_step_) {
+        fc_adam_set(&numbers_, &options, count);
+        last_step_ = count;
+    }
+    return true;
+}
+
+bool OptimizerParams::add(const Member &row, Objects values, const fc_optim_rule &rule)
+{
+    at::Tensor grad = layouts_.floats_of(values[1], row.layout);
     if (!grad.defined()) {
         return false;
     }
     fc_optim_param added{};
     added.grad = grad.const_data_ptr<float>();
     added.numel = static_cast<size_t>(grad.numel());
-    const std::array<PyObject *, 4> objects = {param, state[0], state[1], state[2]};
-    const std::array<float **, 4> places = {&added.param, &added.state[0], &added.state[1],
-                                            &added.state[2]};
-    for (size_t i = 0; i < objects.size(); i++) {
-        if (objects[i] != nullptr &&
-            !add_written(objects[i], row.layout, grad.sizes(), *places[i])) {
-            return false;
-        }
+    bool is_whole = add_written(values[0], row.layout, grad.sizes(), added.param);
+    for (size_t i = 0; is_whole && i < rule.n_state; i++) {
+        is_whole = add_written(values[i + 2], row.layout, grad.sizes(), added.state[i]);
     }
+    if (!is_whole || (rule.is_adam && !add_count(values.back(), rule.adam))) {
+        return false;
+    }
+    added.adam = numbers_;
     grads_.push_back(std::move(grad));
     stepped_.push_back(added);
     return true;
 }
 
-bool OptimizerParams::collect_adam(const Member &row, PyObject *own, const fc_adam_options &options,
-                                   bool is_amsgrad)
-{
-    PyObject *step = own == nullptr ? nullptr : item(own, name_of(Attribute::step));
-    PyObject *exp_avg = own == nullptr ? nullptr : item(own, name_of(Attribute::exp_avg));
-    PyObject *exp_avg_sq = own == nullptr ? nullptr : item(own, name_of(Attribute::exp_avg_sq));
-    PyObject *largest =
-        own == nullptr || !is_amsgrad ? nullptr : item(own, name_of(Attribute::max_exp_avg_sq));
-    if (step == nullptr || exp_avg == nullptr || exp_avg_sq == nullptr ||
-        (is_amsgrad && largest == nullptr) || !is_plain(step) ||
-        THPVariable_Unpack(step).dim() != 0 ||
-        THPVariable_Unpack(step).scalar_type() != at::kFloat ||
-        !add(row, {exp_avg, exp_avg_sq, largest})) {
-        return false;
-    }
-    const double count = static_cast<double>(*THPVariable_Unpack(step).const_data_ptr<float>()) + 1;
-    if (count != last_step_) {
-        fc_adam_set(&numbers_, &options, count);
-        last_step_ = count;
-    }
-    stepped_.back().adam = numbers_;
-    steps_.push_back(THPVariable_Unpack(step));
-    return true;
-}
-
-bool OptimizerParams::collect_sgd(const Member &row, PyObject *own)
-{
-    PyObject *buffer = own == nullptr ? nullptr : item(own, name_of(Attribute::momentum_buffer));
-    return buffer != nullptr && add(row, {buffer});
-}
-
-// `collect_row` adds a parameter of which it gets the state, a dict or null. `run` steps a block.
-template <typename Collect, typename Run>
-bool OptimizerParams::step(PyObject *state, Collect collect_row, Run run)
+bool OptimizerParams::step(PyObject *state, const fc_optim_rule &rule)
 {
     if (is_running_) { // in another thread
         return false;
     }
     is_running_ = true;
+    last_step_ = 0;
     const std::shared_ptr<void> at_exit(nullptr, [this](void *) { forget(); });
-    for (const Member &row : rows_) {
-        if (!THPVariable_Unpack(row.param.get()).grad().defined()) {
-            continue;
-        }
-        PyObject *own = row.is_ours ? item(state, row.param.get()) : nullptr;
-        if (!row.is_ours || (own != nullptr && !PyDict_CheckExact(own)) || !collect_row(row, own)) {
-            return false;
-        }
+    if (!each_with_gradient(state, keys_of(rule), [&](const Member &row, Objects values) {
+            return add(row, values, rule);
+        })) {
+        return false;
     }
     const size_t n_blocks = fc_optim_cut(stepped_.data(), stepped_.size());
     for (const at::Tensor &step : steps_) {
@@ -189,40 +235,10 @@ bool OptimizerParams::step(PyObject *state, Collect collect_row, Run run)
     at::parallel_for(0, static_cast<int64_t>(n_blocks), 1, [&](int64_t begin, int64_t end) {
         at::AutoDispatchBelowADInplaceOrView no_autograd;
         for (int64_t i = begin; i < end; i++) {
-            run(static_cast<size_t>(i));
+            fc_optim_step(stepped_.data(), stepped_.size(), static_cast<size_t>(i), &rule);
         }
     });
     return true;
-}
-
-bool OptimizerParams::step_adam(PyObject *state, const fc_adam_options &options, bool is_amsgrad,
-                                size_t fused_lanes)
-{
-    last_step_ = 0;
-    const fc_root root = fused_lanes == 0 ? torchs_root() : FC_ROOT_NEAREST;
-    return step(
-        state,
-        [&](const Member &row, PyObject *own) {
-            return collect_adam(row, own, options, is_amsgrad);
-        },
-        [&](size_t block) {
-            root == FC_ROOT_COUNT
-                ? fc_optim_adam_by(stepped_.data(), stepped_.size(), block, roots_by_torch)
-                : fc_optim_adam(stepped_.data(), stepped_.size(), block, root, fused_lanes);
-        });
-}
-
-bool OptimizerParams::step_sgd(PyObject *state, const fc_sgd &sgd, bool has_momentum,
-                               size_t fused_lanes)
-{
-    return step(
-        state,
-        [&](const Member &row, PyObject *own) {
-            return has_momentum ? collect_sgd(row, own) : add(row, {});
-        },
-        [&](size_t block) {
-            fc_optim_sgd(stepped_.data(), stepped_.size(), block, &sgd, fused_lanes);
-        });
 }
 
 void OptimizerParams::forget()
@@ -234,99 +250,157 @@ void OptimizerParams::forget()
     is_running_ = false;
 }
 
-// Fills `locals` with those of a row's parameter, gradient and state.
-bool OptimizerParams::row_locals(const Member &member, const std::vector<PyObject *> &values,
-                                 std::vector<Ref> &locals)
+bool OptimizerParams::step_adam(Fields &given)
 {
-    locals.clear();
-    if (!member.is_ours || member.layout == no_layout) {
-        return false;
+    const Ref state = given.object("state");
+    fc_optim_rule rule = {};
+    rule.is_adam = true;
+    rule.n_state = given.flag("amsgrad") ? 3 : 2;
+    rule.adam = {given.real("lr"),           given.real("beta1"),
+                 given.real("beta2"),        given.real("eps"),
+                 given.real("weight_decay"), given.flag("decoupled_weight_decay"),
+                 given.flag("maximize")};
+    rule.fused_lanes = given.size("fused_lanes");
+    given.end();
+    rule.root = rule.fused_lanes == 0 ? torchs_root() : FC_ROOT_NEAREST;
+    rule.roots = roots_by_torch;
+    return step(state.get(), rule);
+}
+
+bool OptimizerParams::step_sgd(Fields &given)
+{
+    const Ref state = given.object("state");
+    fc_optim_rule rule = {};
+    rule.sgd = {static_cast<float>(given.real("weight_decay")),
+                static_cast<float>(given.real("momentum")),
+                static_cast<float>(1 - given.real("dampening")),
+                static_cast<float>(-given.real("lr")),
+                given.flag("nesterov"),
+                given.flag("maximize")};
+    rule.n_state = rule.sgd.momentum != 0 ? 1 : 0;
+    rule.fused_lanes = given.size("fused_lanes");
+    given.end();
+    return step(state.get(), rule);
+}
+
+// ---- lists ----
+
+// A tuple of those of a row's parameter, gradient and state; null: one has none.
+Ref OptimizerParams::row_locals(const Member &row, Objects values)
+{
+    std::vector<Ref> locals;
+    if (!row.is_ours || row.layout == no_layout) {
+        return Ref();
     }
     for (PyObject *value : values) {
         if (locals.size() < 2 || is_dtensor(value)) {
-            locals.push_back(layouts_.local_of(value, member.layout));
+            locals.push_back(layouts_.local_of(value, row.layout));
         } else if (value == Py_None ||
                    (THPVariable_Check(value) && THPVariable_Unpack(value).dim() == 0)) {
             locals.push_back(Ref::borrow(value));
             continue;
         } else {
-            return false;
+            return Ref();
         }
         if (!locals.back()) {
-            return false;
+            return Ref();
         }
         const at::Tensor &first = THPVariable_Unpack(locals.front().get());
         const at::Tensor &local = THPVariable_Unpack(locals.back().get());
         if (local.sizes() != first.sizes() || local.device() != first.device()) {
-            return false;
+            return Ref();
         }
     }
-    return THPVariable_Unpack(locals[0].get()).scalar_type() ==
-           THPVariable_Unpack(locals[1].get()).scalar_type();
+    const bool is_of_one_type = THPVariable_Unpack(locals[0].get()).scalar_type() ==
+                                THPVariable_Unpack(locals[1].get()).scalar_type();
+    return is_of_one_type ? checked(PyList_AsTuple(to_python(locals).get())) : Ref();
 }
 
-void OptimizerParams::locals(const std::vector<PyObject *> &columns, PyObject *rows,
-                             const std::vector<Ref> &locals)
+// Of rows, the parameters first: for each a tuple, or None unless it has local tensors throughout.
+std::vector<Ref> OptimizerParams::locals(PyObject *rows)
 {
-    std::vector<PyObject *> values(columns.size());
+    const Ref all = checked(PySequence_List(rows));
     std::vector<Ref> found;
     auto member = rows_.begin();
-    for (Py_ssize_t row = 0; row < PyList_GET_SIZE(columns[0]); row++) {
-        PyObject *param = PyList_GET_ITEM(columns[0], row);
-        while (member != rows_.end() && member->param.get() != param) {
+    for (PyObject *row : items_of(all.get())) {
+        if (!PyTuple_Check(row) || PyTuple_GET_SIZE(row) < 2) {
+            raise_error(PyExc_TypeError, "expected parameters and gradients");
+        }
+        while (member != rows_.end() && member->param.get() != PyTuple_GET_ITEM(row, 0)) {
             member++; // it has no gradient
         }
-        if (member == rows_.end()) {
-            return;
-        }
-        for (size_t c = 0; c < columns.size(); c++) {
-            values[c] = PyList_GET_ITEM(columns[c], row);
-        }
-        if (!row_locals(*member, values, found)) {
-            continue;
-        }
-        check(PyList_Append(rows, checked(PyLong_FromSsize_t(row)).get()));
-        append_row(locals, found);
+        Ref locals = member != rows_.end() ? row_locals(*member, items_of(row)) : Ref();
+        found.push_back(locals ? std::move(locals) : Ref::borrow(Py_None));
     }
+    return found;
 }
 
-bool OptimizerParams::collect(PyObject *state, const std::vector<PyObject *> &keys,
-                              const std::vector<Ref> &locals)
+// Of parameters, gradients and what `state` has under each of `keys`, for every parameter that has
+// a gradient; versions count. None: one of these parameters has no local tensors throughout.
+Ref OptimizerParams::collect(Fields &given)
 {
-    std::vector<PyObject *> values(keys.size() + 2);
-    std::vector<Ref> found;
+    const Ref state = given.object("state"), names = given.list("keys");
+    given.end();
+    std::vector<Ref> keys, rows;
+    for (PyObject *key : items_of(names.get())) {
+        keys.push_back(Ref::borrow(key));
+    }
     std::vector<at::Tensor> written;
-    for (const Member &row : rows_) {
-        Ref grad = Ref::take(THPVariable_Wrap(THPVariable_Unpack(row.param.get()).grad()));
-        if (grad.get() == Py_None) {
-            continue;
-        }
-        PyObject *own = keys.empty() ? nullptr : item(state, row.param.get());
-        if (!keys.empty() && (own == nullptr || !PyDict_CheckExact(own))) {
+    const auto take = [&](const Member &row, Objects values) {
+        rows.push_back(row_locals(row, values));
+        if (!rows.back() ||
+            THPVariable_Unpack(PyTuple_GET_ITEM(rows.back().get(), 0)).is_complex()) {
             return false;
         }
-        values[0] = row.param.get();
-        values[1] = grad.get();
-        for (size_t k = 0; k < keys.size(); k++) {
-            values[k + 2] = item(own, keys[k]);
-            if (values[k + 2] == nullptr) {
-                return false;
-            }
-        }
-        if (!row_locals(row, values, found) || THPVariable_Unpack(found[0].get()).is_complex()) {
-            return false;
-        }
-        append_row(locals, found);
         for (size_t c = 0; c < values.size(); c++) {
             if (c != 1 && is_dtensor(values[c])) {
                 written.push_back(THPVariable_Unpack(values[c]));
             }
         }
+        return true;
+    };
+    if (!each_with_gradient(state.get(), keys, take)) {
+        return Ref::borrow(Py_None);
     }
     for (const at::Tensor &dtensor : written) {
         bump_version(dtensor);
     }
-    return true;
+    return to_python(rows);
+}
+
+static PyMethodDef params_methods[] = {
+    method<&OptimizerParams::is_for>("is_for",
+                                     "is_for(params) -> bool: whether it was made for this list."),
+    method<&OptimizerParams::locals>(
+        "locals",
+        "locals(rows) -> rows\n\nLocal tensors for the rows of an optimizer's lists (parameter, "
+        "gradient, state ...)\nwhose DTensors are laid out alike, None for others. Scalars and "
+        "None "
+        "stay as they are."),
+    method<&OptimizerParams::collect>(
+        "collect",
+        "collect(*, state, keys) -> rows or None\n\nLocal tensors of parameters and gradients, "
+        "and what the state has under each key, for every\nparameter that has a gradient. None: a "
+        "parameter lacks one of them."),
+    method<&OptimizerParams::step_adam>(
+        "step_adam",
+        "step_adam(*, state, lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, amsgrad, "
+        "maximize, fused_lanes) -> bool\n\nOne step of Adam for every parameter that has a "
+        "gradient. False: torch must do it, nothing was touched."),
+    method<&OptimizerParams::step_sgd>("step_sgd",
+                                       "step_sgd(*, state, lr, momentum, dampening, weight_decay, "
+                                       "nesterov, maximize, fused_lanes) -> bool\n\nThe same for "
+                                       "SGD."),
+    {}};
+
+int register_optim(PyObject *module)
+{
+    return add_type<OptimizerParams>(
+        module,
+        {.name = "fsdp_c._C.Params",
+         .doc = "Params(*, params, sharded)\n--\n\nThe parameters of a group; `sharded` has the "
+                "ids of those to step here.",
+         .methods = params_methods});
 }
 
 } // namespace fc

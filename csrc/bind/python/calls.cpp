@@ -2,8 +2,8 @@
 #include "bind/python/calls.h"
 
 #include "bind/module.h"
-#include "bind/python/process.h"
 
+#include <algorithm>
 #include <string>
 
 namespace fc {
@@ -20,24 +20,25 @@ constexpr const char *call_names[] = {
 std::string what_is_wrong(PyObject *named)
 {
     std::string missing, unknown;
+    const auto add = [](std::string &list, const char *head, const char *name) {
+        list += (list.empty() ? head : ", ") + std::string(name);
+    };
     for (const char *name : call_names) {
         if (PyDict_GetItemString(named, name) == nullptr) {
-            missing += std::string(missing.empty() ? "" : ", ") + name;
+            add(missing, "missing: ", name);
         }
     }
     PyObject *key, *value;
     for (Py_ssize_t at = 0; PyDict_Next(named, &at, &key, &value) != 0;) {
-        bool is_known = false;
-        for (const char *name : call_names) {
-            is_known = is_known || PyUnicode_CompareWithASCIIString(key, name) == 0;
-        }
+        const bool is_known =
+            std::any_of(std::begin(call_names), std::end(call_names), [&](const char *name) {
+                return PyUnicode_CompareWithASCIIString(key, name) == 0;
+            });
         if (!is_known || PyCallable_Check(value) == 0) {
-            unknown += std::string(unknown.empty() ? "" : ", ") + PyUnicode_AsUTF8(key);
+            add(unknown, "no such function: ", PyUnicode_AsUTF8(key));
         }
     }
-    return (missing.empty() ? "" : "missing: " + missing) +
-           (missing.empty() || unknown.empty() ? "" : "; ") +
-           (unknown.empty() ? "" : "no such function: " + unknown);
+    return missing + (missing.empty() || unknown.empty() ? "" : "; ") + unknown;
 }
 
 } // namespace

@@ -1,5 +1,5 @@
 // The names by which C++ meets Python, all of them: functions that fsdp_c hands down when it is
-// loaded, attributes, and what is looked up in modules of others.
+// loaded, attributes, and what is looked up in modules of others. And what a process has once.
 #ifndef FC_BIND_PYTHON_CALLS_H
 #define FC_BIND_PYTHON_CALLS_H
 
@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cstddef>
+#include <cstdint>
 
 // X(name): functions that fsdp_c/_fully_shard/_callbacks.py hands to set_callbacks, and describes.
 #define FC_CALLS(X)                                                                                \
@@ -27,6 +28,21 @@
     X(refuse_sparse_gradient)                                                                      \
     X(tell_of_double_backward)                                                                     \
     X(explain_error)                                                                               \
+    X(tell_of_write)                                                                               \
+    X(warn_of_outdated)                                                                            \
+    X(warn_of_unfinalized)                                                                         \
+    X(refuse_backward)                                                                             \
+    X(refuse_zero_divisor)                                                                         \
+    X(refuse_grad_dtype)                                                                           \
+    X(refuse_plain_gradient)                                                                       \
+    X(refuse_frozen_gradient)                                                                      \
+    X(refuse_accumulated)                                                                          \
+    X(refuse_orphan)                                                                               \
+    X(text_of_sharded)                                                                             \
+    X(text_for_graph)                                                                              \
+    X(text_of_withheld)                                                                            \
+    X(is_logging)                                                                                  \
+    X(log_event)                                                                                   \
     X(parameter_name)                                                                              \
     X(make_sharded_gradient)                                                                       \
     X(make_slice)                                                                                  \
@@ -34,7 +50,7 @@
     X(make_inputs)                                                                                 \
     X(fill_unsharded)
 
-// X(name, text): attributes and keys, of states, of torch's objects and of loggers.
+// X(name, text): attributes and keys, of states and of torch's objects.
 #define FC_ATTRIBUTES(X)                                                                           \
     X(state_context, "_state_ctx")                                                                 \
     X(post_optim_event, "post_optim_event")                                                        \
@@ -49,16 +65,9 @@
     X(local_tensor, "_local_tensor")                                                               \
     X(inner_tensors, "_unsharded_inner_tensors")                                                   \
     X(dunder_call, "__call__")                                                                     \
-    X(debug, "debug")                                                                              \
-    X(is_enabled_for, "isEnabledFor")                                                              \
     X(spec, "_spec")                                                                               \
     X(mesh, "mesh")                                                                                \
     X(placements, "placements")                                                                    \
-    X(step, "step")                                                                                \
-    X(exp_avg, "exp_avg")                                                                          \
-    X(exp_avg_sq, "exp_avg_sq")                                                                    \
-    X(max_exp_avg_sq, "max_exp_avg_sq")                                                            \
-    X(momentum_buffer, "momentum_buffer")                                                          \
     X(call_impl, "_call_impl")                                                                     \
     X(forward, "forward")                                                                          \
     X(forward_pre_hooks, "_forward_pre_hooks")                                                     \
@@ -80,8 +89,7 @@
     X(collect_grad_tensors, "torch.distributed.fsdp._common_utils", "collect_grad_tensors")        \
     X(replace_grad_tensors, "torch.distributed.fsdp._common_utils", "replace_grad_tensors")        \
     X(swap_tensor_impl, "torch._C", "_swap_tensor_impl")                                           \
-    X(set_eval_frame, "torch._C._dynamo.eval_frame", "set_eval_frame")                             \
-    X(get_logger, "logging", "getLogger")
+    X(set_eval_frame, "torch._C._dynamo.eval_frame", "set_eval_frame")
 
 namespace fc {
 
@@ -99,11 +107,37 @@ enum class Import : size_t {
 
 constexpr size_t n_calls = static_cast<size_t>(Call::count);
 
+// What there is once in a process, since who counts it knows no root. Guarded by the GIL.
+struct Process {
+    // Steps of all optimizers, and loads: copies that were gathered before the last are out of
+    // date, whoever stepped.
+    uint64_t n_steps = 0;
+    // How often some unit came to follow another optimizer, or was loaded: what roots know of that
+    // is out of date.
+    uint64_t n_changes = 0;
+    // Activation checkpoints that began: a forward in which one did is run again by its backward.
+    uint64_t n_checkpoints = 0;
+    // Handles of finalize_backward(async_op=True) that are to be waited for: no forward may begin.
+    int n_awaited = 0;
+    // DEBUG was on in torch's log when a root's forward began last.
+    bool is_logging = false;
+    // Functions of Python, owned: by Call, and of set_place().
+    std::array<PyObject *, n_calls> calls{};
+    PyObject *tell_place = nullptr, *count_collectives = nullptr;
+};
+
+inline Process process;
+
+inline uint64_t n_steps()
+{
+    return process.n_steps;
+}
+
 // Borrowed; RuntimeError as an exception if it was not handed down.
 PyObject *function_of(Call call);
 template <typename... Arguments> Ref ask_python(Call which, Arguments *...arguments)
 {
-    PyObject *const given[] = {reinterpret_cast<PyObject *>(arguments)...};
+    PyObject *const given[] = {reinterpret_cast<PyObject *>(arguments)..., nullptr};
     return checked(PyObject_Vectorcall(function_of(which), given, sizeof...(arguments), nullptr));
 }
 

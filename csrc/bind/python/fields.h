@@ -5,6 +5,8 @@
 
 #include "bind/python/python.h"
 
+#include <span>
+
 namespace fc {
 
 // What `convert` of CPython makes of an object; its error as an exception.
@@ -44,6 +46,13 @@ inline const char *text_from(PyObject *text) // lives as long as the object
     return value;
 }
 
+// What a list or tuple holds, borrowed, while nobody changes it.
+inline std::span<PyObject *const> items_of(PyObject *sequence)
+{
+    return {PySequence_Fast_ITEMS(sequence),
+            static_cast<size_t>(PySequence_Fast_GET_SIZE(sequence))};
+}
+
 class Fields {
 public:
     explicit Fields(PyObject *row) : row_(row), what_(Py_TYPE(row)->tp_name)
@@ -79,6 +88,8 @@ public:
         }
         return Ref::borrow(found);
     }
+    // A list, or a tuple as one.
+    Ref list(const char *name) { return checked(PySequence_List(object(name).get())); }
     bool flag(const char *name) { return truth_of(object(name).get()); }
     size_t size(const char *name) { return size_from(object(name).get()); }
     int integer(const char *name) { return integer_from(object(name).get()); }

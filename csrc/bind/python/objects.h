@@ -3,7 +3,6 @@
 #define FC_BIND_PYTHON_OBJECTS_H
 
 #include "bind/python/fields.h"
-#include "bind/python/python.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -12,9 +11,7 @@
 #include <cstring>
 #include <functional>
 #include <initializer_list>
-#include <memory>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 namespace fc {
@@ -121,7 +118,8 @@ template <typename T> inline Ref to_python(const std::vector<T> &values)
     return list;
 }
 
-// {name: value}
+// {name: value}; FC_ENTRY: a field under its name.
+#define FC_ENTRY(of, name) {#name, to_python((of).name)}
 using Entries = std::initializer_list<std::pair<const char *, Ref>>;
 
 inline Ref dict_of(Entries entries)
@@ -134,18 +132,6 @@ inline Ref dict_of(Entries entries)
 }
 
 // ---- functions ----
-
-// Arguments by position or name, as PyArg_ParseTupleAndKeywords has them.
-template <size_t N, typename... Out>
-void parse(PyObject *args, PyObject *named, const char *format, const char *const (&names)[N],
-           Out... out)
-{
-    const char *ended[N + 1] = {};
-    std::copy_n(names, N, ended);
-    if (!PyArg_ParseTupleAndKeywords(args, named, format, const_cast<char **>(ended), out...)) {
-        throw_python();
-    }
-}
 
 // Calls `function` with the owned object (without one if T is void) and returns what Python gets.
 template <typename T, auto function, typename... Args>
@@ -277,8 +263,9 @@ template <typename T> Ref construct(PyTypeObject *type, PyObject *unnamed, PyObj
 {
     if constexpr (is_object<T>) {
         Ref self = checked(type->tp_alloc(type, 0)); // all zero
-        if constexpr (requires(T &object) { object.open(unnamed, named); }) {
-            as<T>(self.get())->open(unnamed, named);
+        if constexpr (requires(T &object, Fields &given) { object.open(given); }) {
+            Fields given(unnamed, named);
+            as<T>(self.get())->open(given);
         } else {
             as<T>(self.get())->open();
         }
@@ -286,8 +273,6 @@ template <typename T> Ref construct(PyTypeObject *type, PyObject *unnamed, PyObj
     } else if constexpr (std::is_constructible_v<T, Fields &>) {
         Fields given(unnamed, named);
         return make_owner(type, std::make_unique<T>(given));
-    } else if constexpr (std::is_constructible_v<T, PyObject *, PyObject *>) {
-        return make_owner(type, std::make_unique<T>(unnamed, named));
     } else {
         check(PyArg_ParseTuple(unnamed, "") ? 0 : -1);
         return make_owner(type, std::make_unique<T>());

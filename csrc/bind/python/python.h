@@ -6,7 +6,6 @@
 
 #include "base/status.h"
 #include "bind/core.h"
-#include "bind/python/status.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <unistd.h>
@@ -14,6 +13,12 @@
 #include <atomic>
 #include <exception>
 #include <utility>
+
+/* Raises the exception for `status` (or what a signal's handler raises, where a peer has failed:
+ * Ctrl-C reaches all ranks, one after the other) with this thread's last message; always returns
+ * nullptr. For FC_ERR_INTERRUPTED an exception that a callback or a signal handler has set is kept;
+ * for FC_ERR_GROUP the message goes before that of the process group. The GIL is held. */
+PyObject *fc_raise(fc_status status);
 
 namespace fc {
 
@@ -74,6 +79,33 @@ inline Ref checked(PyObject *owned)
     return Ref::take(owned);
 }
 
+// The error that is set, taken aside: set again at the end, or as drop() says.
+class ErrorAside : NoCopy {
+public:
+    ErrorAside() { PyErr_Fetch(&type_, &value_, &trace_); }
+    ~ErrorAside() { PyErr_Restore(type_, value_, trace_); }
+    // The exception itself, with its traceback; borrowed.
+    PyObject *object()
+    {
+        PyErr_NormalizeException(&type_, &value_, &trace_);
+        if (trace_ != nullptr) {
+            (void)PyException_SetTraceback(value_, trace_);
+        }
+        return value_;
+    }
+    // What is set meanwhile stands.
+    void drop()
+    {
+        Py_XDECREF(type_);
+        Py_XDECREF(value_);
+        Py_XDECREF(trace_);
+        PyErr_Fetch(&type_, &value_, &trace_);
+    }
+
+private:
+    PyObject *type_, *value_, *trace_;
+};
+
 inline void check(int result)
 {
     if (result < 0) {
@@ -104,6 +136,15 @@ template <typename Body> PyObject *guarded(Body &&body)
         PyErr_SetString(PyExc_RuntimeError, error.what());
     }
     return nullptr;
+}
+
+// The same of a body without a result: false with the Python error set.
+template <typename Body> bool succeeds(Body &&body)
+{
+    return bool(Ref::take(guarded([&] {
+        body();
+        return Py_NewRef(Py_None);
+    })));
 }
 
 // The interpreter's end: a thread that asks for its lock then is ended by an exception that no C++

@@ -4,10 +4,8 @@
 
 #include "bind/python/python.h"
 
-#include <exception>
 #include <functional>
 #include <type_traits>
-#include <utility>
 
 namespace fc {
 
@@ -37,14 +35,21 @@ inline void check_raised(fc_status status)
 
 // An operation in one of the engine's tables: `call`, a function of what `find` makes of its owner
 // or a member of that, with the operation's other arguments. Where the operation returns a status
-// `call` may throw, and without those arguments it gives what the only one of them points to.
+// `call` does, too, or may throw, and without those arguments it gives what the only one of them
+// points to.
 template <auto find, auto call> class Operation {
     template <typename Result, typename... Args> using Function = Result (*)(void *, Args...);
 
+    template <typename Result, typename Self, typename... Args>
+    static constexpr bool gives = requires(Result result, Self self, Args... args) {
+        result = std::invoke(call, self, args...);
+    };
+
     template <typename Result, typename... Args> static Result run(void *owner, Args... args)
     {
-        auto &self = find(owner);
-        if constexpr (!std::is_same_v<Result, fc_status>) {
+        auto &&self = find(owner);
+        if constexpr (!std::is_same_v<Result, fc_status> ||
+                      gives<Result, decltype(self), Args...>) {
             return std::invoke(call, self, args...);
         } else if constexpr (std::is_invocable_v<decltype(call), decltype(self), Args...>) {
             return kept([&] { std::invoke(call, self, args...); });
@@ -52,7 +57,7 @@ template <auto find, auto call> class Operation {
             return kept([&] { answer(self, args...); });
         }
     }
-    template <typename Self, typename Answer> static void answer(Self &self, Answer *out)
+    template <typename Self, typename Answer> static void answer(Self &&self, Answer *out)
     {
         *out = std::invoke(call, self);
     }

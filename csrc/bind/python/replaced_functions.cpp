@@ -1,10 +1,6 @@
 // Functions of torch's implementation that the core does not call: notices when one is replaced.
-#include "bind/python/replaced_functions.h"
-
 #include "bind/module.h"
 #include "bind/python/objects.h"
-
-#include <vector>
 
 namespace fc {
 
@@ -87,15 +83,13 @@ bool is_watched_on_states(PyObject *name)
     return watched != nullptr && PySet_Contains(watched->state_names.get(), name) == 1;
 }
 
-void watch_functions(PyObject *args, PyObject *named)
+void watch_functions(Fields &given)
 {
-    PyObject *rows, *state_names;
-    parse(args, named, "OO!:watch_functions", {"functions", "names"}, &rows, &PyFrozenSet_Type,
-          &state_names);
-    const Ref all = checked(PySequence_Fast(rows, "expected a list"));
-    Watched found = {{}, Ref::borrow(state_names)};
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(all.get()); i++) {
-        Fields row(PySequence_Fast_GET_ITEM(all.get(), i));
+    const Ref all = given.list("functions"), state_names = given.object("names");
+    given.end();
+    Watched found = {{}, state_names};
+    for (PyObject *function : items_of(all.get())) {
+        Fields row(function);
         std::vector<Function> &of_owner =
             owner_of(found.owners, row.object("owner").get()).functions;
         of_owner.push_back({row.object("name"), row.object("function")});

@@ -30,33 +30,21 @@ public:
     }
 
 private:
-    static Ref set_tracer(PyObject *tracer); // returns the one before
-    void restore();
+    static Ref set_tracer(PyObject *tracer) // returns the one before
+    {
+        static PyObject *const set_eval_frame = look_up(Import::set_eval_frame).release();
+        return checked(PyObject_CallOneArg(set_eval_frame, tracer));
+    }
+    void restore()
+    {
+        const ErrorAside error; // the hook's, if it has one
+        if (!succeeds([&] { set_tracer(before_.get()); })) {
+            PyErr_WriteUnraisable(before_.get());
+        }
+    }
 
     Ref before_;
 };
-
-inline Ref Untraced::set_tracer(PyObject *tracer)
-{
-    static PyObject *set_eval_frame = nullptr;
-    if (set_eval_frame == nullptr) {
-        set_eval_frame = look_up(Import::set_eval_frame).release();
-    }
-    return checked(PyObject_CallOneArg(set_eval_frame, tracer));
-}
-
-inline void Untraced::restore()
-{
-    PyObject *type, *value, *traceback; // of the hook's error, if it has one
-    PyErr_Fetch(&type, &value, &traceback);
-    try {
-        set_tracer(before_.get());
-    } catch (python_error &error) {
-        error.restore();
-        PyErr_WriteUnraisable(before_.get());
-    }
-    PyErr_Restore(type, value, traceback);
-}
 
 } // namespace fc
 

@@ -1,16 +1,11 @@
 // Notes copies of tensors that share their memory and not their version counter.
 #include "bind/module.h"
 #include "bind/python/calls.h"
-#include "bind/python/python.h"
 #include "bind/tensor/tensors.h"
 
 #include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
-
-#include <atomic>
-#include <utility>
 
 namespace fc {
 

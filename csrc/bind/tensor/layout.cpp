@@ -12,9 +12,7 @@ namespace fc {
 
 namespace {
 
-// The process's, as torch's class is.
-PyTypeObject *dtensor_type = nullptr;
-struct DTensorSlots {
+struct DTensorSlots { // the process's, too
     uint16_t local_tensor, spec;
 } dtensor_slots;
 constexpr size_t max_known_specs = size_t{1} << 16;
@@ -87,21 +85,6 @@ at::Tensor DTensorLayouts::floats_of(PyObject *object, int layout)
                                                                 : at::Tensor();
 }
 
-bool are_floats(const at::Tensor &t)
-{
-    return t.is_cpu() && t.scalar_type() == at::kFloat && t.is_contiguous();
-}
-
-bool is_dtensor(PyObject *object)
-{
-    return Py_TYPE(object) == dtensor_type;
-}
-
-bool is_dtensor_or_subclass(PyObject *object)
-{
-    return PyObject_TypeCheck(object, dtensor_type) != 0;
-}
-
 uint16_t slot_of(PyTypeObject *type, PyObject *name)
 {
     PyObject *slot = _PyType_Lookup(type, name);
@@ -111,20 +94,11 @@ uint16_t slot_of(PyTypeObject *type, PyObject *name)
     return static_cast<uint16_t>(reinterpret_cast<PyMemberDescrObject *>(slot)->d_member->offset);
 }
 
-PyObject *in_slot(PyObject *object, uint16_t slot)
-{
-    return *reinterpret_cast<PyObject **>(reinterpret_cast<char *>(object) + slot);
-}
-
-namespace {
-
-Ref attribute(PyObject *object, uint16_t slot, Attribute name)
+static Ref attribute(PyObject *object, uint16_t slot, Attribute name)
 {
     PyObject *value = in_slot(object, slot);
     return value != nullptr ? Ref::borrow(value) : checked(PyObject_GetAttr(object, name_of(name)));
 }
-
-} // namespace
 
 Ref spec_of(PyObject *dtensor)
 {
@@ -149,25 +123,14 @@ bool is_ordinary(PyObject *object)
                                                      c10::DispatchKey::Functionalize}));
 }
 
-bool is_plain(PyObject *object)
-{
-    return is_ordinary(object) && THPVariable_Unpack(object).is_cpu();
-}
-
-void bump_version(const at::Tensor &tensor)
-{
-    tensor.unsafeGetTensorImpl()->bump_version();
-}
-
 int find_dtensors()
 {
-    const auto find = []() -> PyObject * {
+    const auto find = [] {
         dtensor_type = reinterpret_cast<PyTypeObject *>(look_up(Import::dtensor).release());
         dtensor_slots = {slot_of(dtensor_type, name_of(Attribute::local_tensor)),
                          slot_of(dtensor_type, name_of(Attribute::spec))};
-        return Py_None;
     };
-    return guarded(find) == nullptr ? -1 : 0;
+    return succeeds(find) ? 0 : -1;
 }
 
 } // namespace fc

@@ -45,21 +45,36 @@ private:
 
 // A tensor that is memory of this process, or of a GPU, and nothing more.
 bool is_ordinary(PyObject *object);
-bool is_plain(PyObject *object); // of this process
 
-bool is_dtensor(PyObject *object); // and no subclass
-bool is_dtensor_or_subclass(PyObject *object);
+inline PyTypeObject *dtensor_type = nullptr; // the process's, as torch's class is
+inline bool is_dtensor(PyObject *object)     // and no subclass
+{
+    return Py_TYPE(object) == dtensor_type;
+}
+inline bool is_dtensor_or_subclass(PyObject *object)
+{
+    return PyObject_TypeCheck(object, dtensor_type) != 0;
+}
 
 // Where objects of a class keep what one of its __slots__ names; TypeError if none does.
 uint16_t slot_of(PyTypeObject *type, PyObject *name);
-PyObject *in_slot(PyObject *object, uint16_t slot); // borrowed; null after `del`
+inline PyObject *in_slot(PyObject *object, uint16_t slot) // borrowed; null after `del`
+{
+    return *reinterpret_cast<PyObject **>(reinterpret_cast<char *>(object) + slot);
+}
 
 Ref spec_of(PyObject *dtensor);
 Ref local_tensor_of(PyObject *dtensor); // what it has here, of any kind
 
-bool are_floats(const at::Tensor &tensor); // flat float32 memory of this process
+inline bool are_floats(const at::Tensor &t) // flat float32 memory of this process
+{
+    return t.is_cpu() && t.scalar_type() == at::kFloat && t.is_contiguous();
+}
 
-void bump_version(const at::Tensor &tensor);
+inline void bump_version(const at::Tensor &tensor)
+{
+    tensor.unsafeGetTensorImpl()->bump_version();
+}
 
 } // namespace fc
 

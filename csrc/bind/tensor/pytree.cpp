@@ -1,7 +1,8 @@
 // Traversal of arguments and results: the common shapes here, the rest by torch's functions.
-#include "bind/tensor/pytree.h"
+#include "bind/tensor/tensors.h"
 
 #include "bind/python/calls.h"
+#include "bind/python/fields.h"
 
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -9,30 +10,16 @@ namespace fc {
 
 namespace {
 
-enum class Shape {
-    leaf,
-    tensor,
-    simple,
-    opaque
-};
-
 bool is_scalar(PyObject *object)
 {
     return object == Py_None || PyLong_Check(object) || PyFloat_Check(object) ||
            PyUnicode_Check(object) || PyBytes_Check(object);
 }
 
-// What the traversal may do with an object. `simple`: an exact tuple, list or dict. Tensors are
-// looked for last: for an object of another type torch asks its metaclass.
-Shape shape_of(PyObject *object)
+// An exact tuple, list or dict, which is opened.
+bool is_container(PyObject *object)
 {
-    if (PyTuple_CheckExact(object) || PyList_CheckExact(object) || PyDict_CheckExact(object)) {
-        return Shape::simple;
-    }
-    if (is_scalar(object)) {
-        return Shape::leaf;
-    }
-    return THPVariable_Check(object) ? Shape::tensor : Shape::opaque;
+    return PyTuple_CheckExact(object) || PyList_CheckExact(object) || PyDict_CheckExact(object);
 }
 
 // Calls `visit` with all that a simple container holds.
@@ -46,8 +33,8 @@ template <typename Visit> void each(PyObject *container, Visit visit)
         }
         return;
     }
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(container); i++) {
-        visit(PySequence_Fast_GET_ITEM(container, i));
+    for (PyObject *item : items_of(container)) {
+        visit(item);
     }
 }
 
@@ -75,29 +62,21 @@ template <typename Change> Ref copied(PyObject *container, Change change)
 
 constexpr int max_depth = 100; // torch stops at 128 with an error of its own
 
-// True if only simple containers hold what is reachable.
+// True if only such containers hold what is reachable. Tensors are looked for last: for an object
+// of another type torch asks its metaclass.
 bool is_simple(PyObject *object, int depth)
 {
-    switch (shape_of(object)) {
-    case Shape::leaf:
-    case Shape::tensor:
-        return true;
-    case Shape::opaque:
-        return false;
-    case Shape::simple:
-        break;
+    if (!is_container(object)) {
+        return is_scalar(object) || THPVariable_Check(object);
     }
-    if (depth == 0) {
-        return false;
-    }
-    bool is_so = true;
+    bool is_so = depth > 0;
     each(object, [&](PyObject *item) { is_so = is_so && is_simple(item, depth - 1); });
     return is_so;
 }
 
 void collect(PyObject *object, Tensors &out)
 {
-    if (shape_of(object) == Shape::simple) {
+    if (is_container(object)) {
         each(object, [&](PyObject *item) { collect(item, out); });
     } else if (THPVariable_Check(object)) {
         const at::Tensor &tensor = THPVariable_Unpack(object);
@@ -109,7 +88,7 @@ void collect(PyObject *object, Tensors &out)
 
 Ref replace(PyObject *object, const at::Tensor *&next)
 {
-    if (shape_of(object) == Shape::simple) {
+    if (is_container(object)) {
         return copied(object, [&](PyObject *item) { return replace(item, next); });
     }
     if (THPVariable_Check(object) && THPVariable_Unpack(object).requires_grad()) {

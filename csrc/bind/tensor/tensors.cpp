@@ -1,16 +1,13 @@
-// Element types and storages.
+// Element types and storages: where they point, and who has their memory.
 #include "bind/tensor/tensors.h"
 
-#include "bind/python/python.h"
+#include "bind/compat.h"
+#include "bind/module.h"
+#include "bind/python/objects.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/from_blob.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/autograd/python_variable.h>
 
-#include <algorithm>
 #include <array>
-#include <cstring>
 
 namespace fc {
 
@@ -108,6 +105,50 @@ void point_to(const at::Tensor &tensor, const c10::Storage &storage, int64_t off
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
     impl->set_storage_keep_dtype(storage);
     impl->set_storage_offset(offset);
+}
+
+// ---- tensors, views and whoever holds them stay without their memory ----
+
+static c10::StorageImpl *storage_of(PyObject *tensor)
+{
+    return tensor_of(tensor).storage().unsafeGetStorageImpl();
+}
+
+static at::DataPtr take_from(c10::StorageImpl *storage)
+{
+    return storage->set_data_ptr(at::DataPtr(nullptr, c10::Device(c10::kCPU)));
+}
+
+at::Tensor take_memory(Fields &given)
+{
+    const Ref tensor = given.object("tensor"), text = given.object("text");
+    given.end();
+    c10::StorageImpl *storage = storage_of(tensor.get());
+    const size_t bytes = storage->nbytes();
+    at::Tensor taken = at::empty({0}, at::dtype(at::kByte));
+    c10::StorageImpl *into = taken.storage().unsafeGetStorageImpl();
+    into->set_data_ptr_noswap(take_from(storage));
+    into->set_nbytes(bytes);
+    into->set_resizable(false);
+    set_memory(storage, nullptr, 0);
+    set_unreadable_text(storage, text_from(text.get()));
+    taken.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(bytes)});
+    return taken;
+}
+
+void give_memory(Fields &given)
+{
+    const Ref tensor = given.object("tensor"), bytes = given.object("bytes");
+    given.end();
+    c10::StorageImpl *storage = storage_of(tensor.get()), *from = storage_of(bytes.get());
+    const at::Tensor &all = tensor_of(bytes.get());
+    if (all.scalar_type() != at::kByte || all.storage_offset() != 0 || from == storage) {
+        raise_error(PyExc_ValueError, "expected a tensor of a storage's bytes");
+    }
+    const size_t n_bytes = from->nbytes();
+    set_data(storage, take_from(from), n_bytes, true);
+    set_memory(from, nullptr, 0);
+    set_unreadable_text(from, "this memory was given back to its tensor");
 }
 
 } // namespace fc

@@ -2,12 +2,13 @@
 #ifndef FC_BIND_TENSOR_TENSORS_H
 #define FC_BIND_TENSOR_TENSORS_H
 
-#include <Python.h>
-
-#include "base/dtype.h"
+#include "bind/python/python.h"
 #include "transport/transport.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/Storage.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
@@ -56,6 +57,24 @@ void move_to(c10::StorageImpl *storage, const at::Tensor &home, size_t at);
 
 // Makes a tensor a view of another storage, from an element on; the storage has its dtype.
 void point_to(const at::Tensor &tensor, const c10::Storage &storage, int64_t offset);
+
+// ---- pytree.cpp: the tensors in a module's arguments and results ----
+
+// True if nothing in `object` can hide a tensor from the traversal. None counts as hiding: what a
+// module computes without returning it went somewhere else.
+bool is_transparent(PyObject *object);
+
+// Appends the tensors that require grad, in order. Plain tensors, tuples, lists and dicts are
+// opened here; anything else that may hold tensors (dataclasses, subclasses of containers) is left
+// to torch's own traversal.
+void collect_grad_tensors(PyObject *object, Tensors &out);
+
+// The same object with the collected tensors replaced, in order, by `tensors`; a new reference.
+Ref replace_grad_tensors(PyObject *object, at::TensorList tensors);
+
+// Casts floating-point tensors of a tuple or a dict to `dtype`. Null if nothing has to change;
+// opaque containers go to `cast_any(object)`.
+Ref cast_tensors(PyObject *object, at::ScalarType dtype, PyObject *cast_any);
 
 } // namespace fc
 

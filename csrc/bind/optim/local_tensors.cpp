@@ -1,23 +1,87 @@
-// Collects the local tensors of many DTensors.
+// The local tensors of many DTensors, for clipping: their norms, and their multiplication.
 #include "bind/module.h"
-#include "bind/optim/clip.h"
-#include "bind/python/fields.h"
 #include "bind/python/objects.h"
 #include "bind/tensor/layout.h"
+#include "bind/tensor/tensors.h"
+#include "optim/clip.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
-#include <algorithm>
-#include <memory>
 #include <optional>
-#include <unordered_map>
-#include <utility>
-#include <vector>
 
 namespace fc {
 
 namespace {
+
+// ---- passes over the memory of many tensors, by torch's threads ----
+
+// Lengths of tensors, and their numbers in the order that clipping takes.
+struct Order {
+    std::vector<size_t> numels, numbers;
+};
+using SharedOrder = std::shared_ptr<const Order>;
+
+// Memory of contiguous float32 tensors on the CPU, which have to live as long.
+struct Flat {
+    std::vector<float *> data;
+    SharedOrder order;
+};
+
+SharedOrder order_of(std::vector<size_t> numels)
+{
+    auto order = std::make_shared<Order>();
+    order->numbers.resize(numels.size());
+    fc_clip_order(numels.data(), numels.size(), order->numbers.data());
+    order->numels = std::move(numels);
+    return order;
+}
+
+template <typename Run> void run_parts(const Flat &flat, Run run)
+{
+    const Order &order = *flat.order;
+    const fc_clip_tensors all = {flat.data.data(), order.numels.data(), order.numbers.data()};
+    at::parallel_for(0, static_cast<int64_t>(order.numbers.size()), FC_CLIP_GRAIN,
+                     [&](int64_t begin, int64_t end) {
+                         run(&all, static_cast<size_t>(begin), static_cast<size_t>(end));
+                     });
+}
+
+// `last`: the order of such tensors before; lengths are most often the same.
+Flat flat_of(const std::vector<at::Tensor> &tensors, SharedOrder &last)
+{
+    Flat flat;
+    std::vector<size_t> numels;
+    numels.reserve(tensors.size());
+    flat.data.reserve(tensors.size());
+    for (const at::Tensor &tensor : tensors) {
+        numels.push_back(static_cast<size_t>(tensor.numel()));
+        flat.data.push_back(static_cast<float *>(tensor.data_ptr()));
+    }
+    if (last == nullptr || numels != last->numels) {
+        last = order_of(std::move(numels));
+    }
+    flat.order = last;
+    return flat;
+}
+
+// 2-norms, in the order of the tensors.
+void find_norms(const Flat &flat, float *out)
+{
+    run_parts(flat, [out](const fc_clip_tensors *all, size_t begin, size_t end) {
+        fc_clip_norms(all, begin, end, out);
+    });
+}
+
+void multiply_all(const Flat &flat, float factor)
+{
+    run_parts(flat, [factor](const fc_clip_tensors *all, size_t begin, size_t end) {
+        fc_clip_multiply(all, begin, end, factor);
+    });
+}
+
+// ---- collections of tensors ----
 
 // DTensorLayouts of all tensors that were collected, and for each of them, where it was the first
 // of a collection, the order of that.
@@ -159,18 +223,12 @@ template <bool gradients> PyObject *layouts_collect(PyObject *self, PyObject *li
     return guarded([&] { return collect(self, list, gradients).release(); });
 }
 
-bool layouts_has_dtensors(PyObject *args, PyObject *named)
+bool layouts_has_dtensors(Fields &given)
 {
-    PyObject *list;
-    int gradients;
-    parse(args, named, "O!p:has_dtensors", {"tensors", "gradients"}, &PyList_Type, &list,
-          &gradients);
-    return has_dtensors(list, gradients != 0);
-}
-
-int layouts_number(Known &self, PyObject *spec)
-{
-    return self.layouts.number_of(spec);
+    const Ref list = given.list("tensors");
+    const bool gradients = given.flag("gradients");
+    given.end();
+    return has_dtensors(list.get(), gradients);
 }
 
 Ref layouts_first_spec(Known &self, PyObject *argument)
@@ -188,27 +246,18 @@ PyMethodDef layouts_methods[] = {
      "None: one of them is no memory of real numbers, or none is a DTensor."},
     {"collect_gradients", layouts_collect<true>, METH_O,
      "collect_gradients(tensors) -> Locals | None\n\nThe same of the gradients that tensors have."},
-    function<layouts_has_dtensors>(
-        "has_dtensors",
-        "has_dtensors(tensors, gradients) -> bool\n\nAmong them, or among the gradients they have.",
-        METH_STATIC),
-    method<layouts_number>("number", "number(spec) -> int\n\nThat of the spec's layout."),
+    function<layouts_has_dtensors>("has_dtensors",
+                                   "has_dtensors(*, tensors, gradients) -> bool\n\nAmong them, or "
+                                   "among the gradients they have.",
+                                   METH_STATIC),
+    method<[](Known &self, PyObject *spec) { return self.layouts.number_of(spec); }>(
+        "number", "number(spec) -> int\n\nThat of the spec's layout."),
     method<layouts_first_spec>("spec", "spec(number)\n\nThe first one seen of the layout."),
     {}};
 
 Ref tuple_of(const std::vector<int> &numbers)
 {
     return checked(PyList_AsTuple(to_python(numbers).get()));
-}
-
-Ref locals_numbers(const Locals &self)
-{
-    return tuple_of(self.numbers);
-}
-
-Ref locals_layouts(const Locals &self)
-{
-    return tuple_of(self.layouts);
 }
 
 std::vector<Ref> locals_parts(const Locals &collected)
@@ -279,7 +328,7 @@ void locals_multiply(Locals &collected, PyObject *argument)
 PyMethodDef locals_methods[] = {
     method<&Locals::tensors>("given", "given() -> list[Tensor]\n\nAs they were collected."),
     method<&Locals::locals>("tensors", "tensors() -> list[Tensor]\n\nThe local ones."),
-    method<locals_numbers>(
+    method<[](Locals &self) { return tuple_of(self.numbers); }>(
         "numbers", "numbers() -> tuple[int, ...]\n\nEach tensor's layout; -1: a plain one."),
     method<locals_parts>(
         "parts", "parts() -> list[Locals]\n\nOne for each mesh, and one for plain tensors."),
@@ -294,13 +343,36 @@ PyMethodDef locals_methods[] = {
     {}};
 
 PyGetSetDef locals_facts[] = {
-    property<locals_layouts>("layouts", "numbers of the layouts, each once, as they came"),
+    property<[](Locals &self) { return tuple_of(self.layouts); }>(
+        "layouts", "numbers of the layouts, each once, as they came"),
     property<&Locals::n_meshes>("n_meshes", "plain tensors count as one"),
     property<&Locals::is_uniform>("is_uniform", "of one device and dtype"),
     property<&Locals::is_flat>("is_flat", "contiguous float32 on the CPU"),
     {}};
 
 } // namespace
+
+double clip_factor(Fields &given)
+{
+    const auto max_norm = static_cast<float>(given.real("max_norm"));
+    const auto norm = static_cast<float>(given.real("norm"));
+    given.end();
+    return fc_clip_factor_of(max_norm, norm);
+}
+
+// The norm of a vector's few elements.
+at::Tensor norm_of(PyObject *argument)
+{
+    const at::Tensor &values = tensor_of(argument);
+    if (values.scalar_type() != at::kFloat || !values.is_cpu() || !values.is_contiguous()) {
+        raise_error(PyExc_ValueError, "norm: expected a contiguous float32 tensor on the CPU");
+    }
+    at::AutoDispatchBelowADInplaceOrView no_autograd;
+    at::Tensor found = at::empty({}, at::kFloat);
+    SharedOrder none;
+    find_norms(flat_of({values}, none), static_cast<float *>(found.data_ptr()));
+    return found;
+}
 
 int register_locals(PyObject *module)
 {

@@ -1,9 +1,10 @@
-/* Status to exception. */
-#include "bind/python/status.h"
+/* Statuses as exceptions, and the interpreter's end. */
+#include "bind/python/python.h"
 
 #include "base/clock.h"
-
-#include <unistd.h>
+#include "base/threads.h"
+#include "bind/module.h"
+#include "transport/transport.h"
 
 static PyObject *exception_of(fc_status status)
 {
@@ -28,20 +29,12 @@ static PyObject *exception_of(fc_status status)
 /* The error of a process group, with the last message before its text, caused by it as it was. */
 static void raise_from_group()
 {
-    PyObject *type, *cause, *trace, *error;
+    fc::ErrorAside error;
+    PyObject *cause = Py_NewRef(error.object());
 
-    PyErr_Fetch(&type, &cause, &trace);
-    PyErr_NormalizeException(&type, &cause, &trace);
-    if (trace != nullptr) {
-        (void)PyException_SetTraceback(cause, trace);
-    }
-    Py_DECREF(type);
-    Py_XDECREF(trace);
     PyErr_Format(PyExc_RuntimeError, "%s: %S", fc_last_message(), cause);
-    PyErr_Fetch(&type, &error, &trace);
-    PyErr_NormalizeException(&type, &error, &trace);
-    PyException_SetCause(error, cause); /* takes it */
-    PyErr_Restore(type, error, trace);
+    error.drop();
+    PyException_SetCause(error.object(), cause); /* takes it */
 }
 
 /* Whether a peer's end may be behind the failure. */
@@ -81,20 +74,16 @@ static bool await_signal()
  * thread only. */
 static bool is_interrupted(fc_status status)
 {
-    PyObject *type, *value, *trace;
-
     if (!is_of_peers(status) || getpid() != gettid()) {
         return false;
     }
-    PyErr_Fetch(&type, &value, &trace);
-    if (!await_signal()) {
-        PyErr_Restore(type, value, trace);
-        return false;
+    fc::ErrorAside error;
+    const bool has_raised = await_signal();
+
+    if (has_raised) {
+        error.drop();
     }
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(trace);
-    return true;
+    return has_raised;
 }
 
 PyObject *fc_raise(fc_status status)
@@ -114,4 +103,27 @@ PyObject *fc_raise(fc_status status)
         PyErr_SetString(exception_of(status), text[0] != '\0' ? text : fc_status_text(status));
     }
     return nullptr;
+}
+
+void fc::close_interpreter()
+{
+    constexpr int longest_ms = 1000; // a forked child inherits requests of threads it lacks
+    // Threads of gloo's process groups, as torch names them. After a collective they drop its
+    // tensors, often once the caller has gone on; if they then hold the last reference, they ask
+    // for the GIL, which ends a process that is at its end with "terminate called without an active
+    // exception".
+    constexpr const char *collective_thread = "pt_gloo_runloop";
+
+    Py_BEGIN_ALLOW_THREADS
+    fc_transport_stop_telling();
+    Py_END_ALLOW_THREADS
+    is_closing = true;
+    int n_idle = 0;
+    // Twice: a thread that asks for the GIL sleeps, too, gets it here, and goes on.
+    for (int i = 0; i < longest_ms && (n_idle < 2 || n_asking > 0); i++) {
+        Py_BEGIN_ALLOW_THREADS
+        usleep(1000);
+        n_idle = fc_threads_any_runs(collective_thread) ? 0 : n_idle + 1;
+        Py_END_ALLOW_THREADS
+    }
 }

@@ -1,0 +1,145 @@
+/* Host operations in terms of Python. The core may call them with or without the GIL held. */
+#include "bind/comm/transport.h"
+
+#include "bind/module.h"
+#include "bind/python/calls.h"
+#include "bind/python/objects.h"
+
+namespace fc {
+
+namespace {
+
+/* Of this thread while it waits without the GIL; nullptr otherwise. */
+thread_local PyThreadState *waiting_state = nullptr;
+
+void enter_wait(void *)
+{
+    if (waiting_state == nullptr && PyGILState_Check()) {
+        waiting_state = PyEval_SaveThread();
+    }
+}
+
+void leave_wait(void *)
+{
+    if (waiting_state != nullptr) {
+        PyThreadState *state = waiting_state;
+
+        const Request request;
+        waiting_state = nullptr;
+        PyEval_RestoreThread(state);
+    }
+}
+
+fc_status poll(void *)
+{
+    const Gil gil;
+    const bool is_interrupted = PyErr_CheckSignals() != 0;
+
+    return is_interrupted ? fc_fail(FC_ERR_INTERRUPTED, "interrupted by a signal") : FC_OK;
+}
+
+void notice(void *, const char *line)
+{
+    const Gil gil;
+
+    PySys_FormatStderr("%s\n", line);
+}
+
+/* Copies what all ranks gave. */
+void unpack_answers(PyObject *answers, int n_ranks, size_t bytes, char *all_out)
+{
+    if (!PyList_Check(answers) || PyList_GET_SIZE(answers) != n_ranks) {
+        raise_error(PyExc_TypeError, "exchange must return a list of %d bytes objects", n_ranks);
+    }
+    for (int r = 0; r < n_ranks; r++) {
+        PyObject *item = PyList_GET_ITEM(answers, r); /* borrowed */
+
+        if (!PyBytes_Check(item) || PyBytes_GET_SIZE(item) != (Py_ssize_t)bytes) {
+            raise_error(
+                PyExc_RuntimeError,
+                "rank %d runs another version of fsdp_c, or exchange did not return %zu bytes", r,
+                bytes);
+        }
+        std::memcpy(all_out + (size_t)r * bytes, PyBytes_AS_STRING(item), bytes);
+    }
+}
+
+/* An exception of the callable stays set and travels as FC_ERR_INTERRUPTED. */
+fc_status exchange(void *context, const char *what, const void *mine, size_t bytes, void *all_out)
+{
+    const auto *host = static_cast<Host *>(context);
+    const Gil gil;
+    const bool is_good = succeeds([&] {
+        const Ref sent = checked(PyBytes_FromStringAndSize((const char *)mine, (Py_ssize_t)bytes));
+        const Ref named = dict_of({{"what", to_python(what)}, {"mine", sent}});
+        const Ref answers = checked(
+            PyObject_Call(host->exchange.get(), checked(PyTuple_New(0)).get(), named.get()));
+        unpack_answers(answers.get(), host->n_ranks, bytes, static_cast<char *>(all_out));
+    });
+
+    return is_good ? FC_OK : fc_fail(FC_ERR_INTERRUPTED, "exchange of %s failed", what);
+}
+
+/* On the watcher's thread. Whoever asks is told nothing if this goes wrong. */
+bool tell_place(fc_place *out)
+{
+    const Gil gil;
+    const bool is_told = process.tell_place != nullptr && succeeds([&] {
+                             const Ref answer = checked(PyObject_CallNoArgs(process.tell_place));
+                             Fields fields(answer.get());
+
+                             std::strncpy(out->text, fields.text("text"), sizeof(out->text) - 1);
+                             out->group = fields.size("group");
+                             out->sequence = fields.size("sequence");
+                             out->is_gather = fields.flag("is_gather");
+                             fields.end();
+                         });
+
+    PyErr_Clear();
+    return is_told;
+}
+
+/* Threads beside the main one may do their work between any of its collectives. */
+bool count_collectives(uint64_t group, uint64_t *count_out)
+{
+    if (getpid() != gettid() || process.count_collectives == nullptr) {
+        return false;
+    }
+    const Gil gil;
+    bool is_known = false;
+    const bool is_good = succeeds([&] {
+        const Ref answer =
+            checked(PyObject_CallOneArg(process.count_collectives, to_python(group).get()));
+
+        is_known = answer.get() != Py_None;
+        *count_out = is_known ? size_from(answer.get()) : *count_out;
+    });
+
+    PyErr_Clear();
+    return is_good && is_known;
+}
+
+} // namespace
+
+fc_host_ops Host::ops()
+{
+    return {.context = this,
+            .exchange = fc::exchange,
+            .enter_wait = enter_wait,
+            .leave_wait = leave_wait,
+            .poll = poll,
+            .notice = notice,
+            .tell_place = tell_place,
+            .count_collectives = count_collectives};
+}
+
+void set_place(Fields &given)
+{
+    Ref tell = given.object("tell"), count = given.object("count");
+
+    given.end();
+    Py_XSETREF(process.tell_place, tell.release());
+    Py_XSETREF(process.count_collectives, count.release());
+}
+
+} // namespace fc
