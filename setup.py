@@ -52,8 +52,8 @@ C_SOURCES = {
     ),
     "csrc/comm": "arrays comm mapped message pieces rails rails_collectives step",
     "csrc/engine": (
-        "apart batch clock domain exchange gathers layout layout_runs meet order reduction "
-        "reduction_replicas root root_backward schedule schedule_moves schedule_reduce "
+        "apart batch clock domain exchange gathers layout layout_runs meet order present "
+        "reduction reduction_replicas root root_backward schedule schedule_moves schedule_reduce "
         "schedule_setup schedule_slots slots training unit unsharding unsharding_device "
         "unsharding_mapped unsharding_messages unsharding_states unsharding_writes updates waits"
     ),

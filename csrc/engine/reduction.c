@@ -289,7 +289,7 @@ static fc_status add_to_batch(fc_reduction *r, const fc_gradient *grads)
     return FC_OK;
 }
 
-/* Every rank sends whole sections, zeros for what it has no gradient of: sizes always agree. */
+/* Whole sections, zeros for what a rank has no gradient of: sizes always agree. */
 static void stage_sections(fc_reduction *r, const fc_gradient *grads, char *parts)
 {
     const fc_layout *layout = &r->shard->layout;
@@ -324,8 +324,8 @@ static fc_status submit_messages(fc_reduction *r, const fc_gradient *grads, void
     const fc_layout *layout = &r->shard->layout;
     const size_t bytes = r->moves_frozen ? layout->part_bytes : layout->trainable_part_bytes;
     fc_domain *waiting = fc_batch_waiting(r->shard->domain);
+    fc_present present = {.layout = layout, .frozen = r->moves_frozen};
     scratch_part parts, sum;
-    uint64_t print = 0;
     fc_status status;
 
     (void)memory;
@@ -341,9 +341,10 @@ static fc_status submit_messages(fc_reduction *r, const fc_gradient *grads, void
     if (status == FC_OK) {
         stage_sections(r, grads, parts.data);
         if (r->shard->domain->is_packed) {
-            print = note_present(r, grads, sum.mask);
+            present.print = note_present(r, grads, sum.mask);
+            present.mask = sum.mask;
         }
-        status = fc_waits_reduce_scatter(r->shard, sum.data, parts.data, r->moves_frozen, print);
+        status = fc_waits_reduce_scatter(r->shard, sum.data, parts.data, &present);
         if (status == FC_OK) {
             fc_unit_read_present(r->shard, sum.data, bytes, sum.mask);
             status = reduce_part(r, &sum, options);

@@ -77,7 +77,7 @@ static fc_status all_reduce(fc_reduction *r, const scratch_part *sum,
     const fc_layout *layout = &r->shard->layout;
     const fc_source kept = {r->partial, r->mask, FC_WIRE_REDUCE, NULL};
     const fc_source source = {sum->data, sum->mask, FC_WIRE_REDUCE, NULL};
-    uint64_t print;
+    fc_present present = {.layout = layout, .frozen = r->moves_frozen};
 
     if (fc_reduction_has_sums(r)) {
         add_up(r, &kept, 1, sum->data, sum->mask);
@@ -90,8 +90,11 @@ static fc_status all_reduce(fc_reduction *r, const scratch_part *sum,
             fc_unit_count_present(r->shard, i, sum->data, 1, 0);
         }
     }
-    print = r->shard->domain->is_packed ? reduction_print(r, sum->mask) : 0;
-    FC_TRY(fc_waits_all_reduce(r->replicate, sum->data, r->moves_frozen, print));
+    if (r->shard->domain->is_packed) {
+        present.print = reduction_print(r, sum->mask);
+        present.mask = sum->mask;
+    }
+    FC_TRY(fc_waits_all_reduce(r->replicate, sum->data, &present));
     fc_unit_read_present(r->shard, sum->data,
                          r->moves_frozen ? layout->part_bytes : layout->trainable_part_bytes,
                          sum->mask);

@@ -3,6 +3,7 @@
 
 #include "base/clock.h"
 #include "engine/domain_private.h"
+#include "engine/present.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -165,45 +166,51 @@ static fc_status all_reduce(fc_unit *unit, void *data, size_t numel, fc_dtype dt
 }
 
 static fc_status reduce_scatter_sections(fc_unit *unit, const fc_section *sections, size_t n,
-                                         char *part, char *parts, uint64_t print)
+                                         char *part, char *parts, const fc_present *present)
 {
+    const size_t n_ranks = (size_t)unit->layout.n_ranks;
+
     for (size_t i = 0; i < n; i++) {
         const fc_section *s = &sections[i];
+        char *rows = parts + n_ranks * s->at;
+        const size_t bytes = present_pack(present, s, rows, n_ranks);
 
-        FC_TRY(waits_reduce_scatter(unit, 1, part + s->at,
-                                    parts + (size_t)unit->layout.n_ranks * s->at,
-                                    s->bytes / fc_dtype_bytes(s->reduce), s->reduce, print));
+        FC_TRY(waits_reduce_scatter(unit, 1, part + s->at, rows, bytes / fc_dtype_bytes(s->reduce),
+                                    s->reduce, present->print));
+        present_unpack(present, s, part + s->at);
     }
     return FC_OK;
 }
 
-fc_status fc_waits_reduce_scatter(fc_unit *unit, void *part, void *parts, bool frozen,
-                                  uint64_t print)
+fc_status fc_waits_reduce_scatter(fc_unit *unit, void *part, void *parts, const fc_present *present)
 {
     const fc_layout *l = &unit->layout;
 
-    FC_TRY(reduce_scatter_sections(unit, l->sections, l->n_sections, part, parts, print));
-    return reduce_scatter_sections(unit, l->frozen, frozen ? l->n_frozen : 0, part, parts, print);
+    FC_TRY(reduce_scatter_sections(unit, l->sections, l->n_sections, part, parts, present));
+    return reduce_scatter_sections(unit, l->frozen, present->frozen ? l->n_frozen : 0, part, parts,
+                                   present);
 }
 
 static fc_status all_reduce_sections(fc_unit *unit, const fc_section *sections, size_t n,
-                                     char *part, uint64_t print)
+                                     char *part, const fc_present *present)
 {
     const bool is_needed = unit->domain->n_ranks > 1 || unit->domain->is_packed;
 
     for (size_t i = 0; i < n && is_needed; i++) {
         const fc_section *s = &sections[i];
+        const size_t bytes = present_pack(present, s, part + s->at, 1);
 
-        FC_TRY(
-            all_reduce(unit, part + s->at, s->bytes / fc_dtype_bytes(s->reduce), s->reduce, print));
+        FC_TRY(all_reduce(unit, part + s->at, bytes / fc_dtype_bytes(s->reduce), s->reduce,
+                          present->print));
+        present_unpack(present, s, part + s->at);
     }
     return FC_OK;
 }
 
-fc_status fc_waits_all_reduce(fc_unit *unit, void *part, bool frozen, uint64_t print)
+fc_status fc_waits_all_reduce(fc_unit *unit, void *part, const fc_present *present)
 {
     const fc_layout *l = &unit->layout;
 
-    FC_TRY(all_reduce_sections(unit, l->sections, l->n_sections, part, print));
-    return all_reduce_sections(unit, l->frozen, frozen ? l->n_frozen : 0, part, print);
+    FC_TRY(all_reduce_sections(unit, l->sections, l->n_sections, part, present));
+    return all_reduce_sections(unit, l->frozen, present->frozen ? l->n_frozen : 0, part, present);
 }

@@ -8,6 +8,7 @@
 
 #include "base/status.h"
 #include "engine/domain.h"
+#include "engine/layout.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -35,15 +36,21 @@ uint64_t fc_waits_for(const fc_domain *domain, int peer);
 uint64_t fc_waits_phases(const fc_domain *domain, bool is_backward);
 void fc_waits_reset(fc_domain *domain);
 
+/* What collectives move of a part; equal on all ranks. */
+typedef struct fc_present {
+    const fc_layout *layout; /* of the shard: where parameters lie */
+    const uint64_t *mask;    /* parts are packed, and have gradients of these; NULL: all travels */
+    bool frozen;             /* with parameters that were frozen at set-up */
+    uint64_t print;          /* of the mask, where no element of the parts counts ranks; or 0 */
+} fc_present;
+
 /* Collectives of a message transport, timed: one for each section of the unit's part, in order,
- * whatever gradients a rank has; those of parameters that were frozen at set-up only with `frozen`,
- * which has to be equal on all ranks, as a fingerprint of the parameters that have gradients has
- * where no element of the parts counts these. In `parts` those of all ranks lie next to each other
- * in each section, which begins at n_ranks times its place in a part. */
-FC_MUST_CHECK fc_status fc_waits_reduce_scatter(fc_unit *unit, void *part, void *parts, bool frozen,
-                                                uint64_t print);
+ * whatever gradients a rank has. In `parts` those of all ranks lie next to each other in each
+ * section, which begins at n_ranks times its place in a part. */
+FC_MUST_CHECK fc_status fc_waits_reduce_scatter(fc_unit *unit, void *part, void *parts,
+                                                const fc_present *present);
 /* In place; nothing on one rank, unless others look at it. */
-FC_MUST_CHECK fc_status fc_waits_all_reduce(fc_unit *unit, void *part, bool frozen, uint64_t print);
+FC_MUST_CHECK fc_status fc_waits_all_reduce(fc_unit *unit, void *part, const fc_present *present);
 
 #ifdef __cplusplus
 }

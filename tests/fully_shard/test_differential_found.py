@@ -56,6 +56,41 @@ FOUND = {
         ],
         [["loss = backward(model(data(rank, 1, 2, 3)))"]],
     ),
+    # What hooks and custom reduce-scatters are given had zeros in the places of the others.
+    "an all-reduce hook where some parameters have no gradient": Program(
+        0,
+        2,
+        [
+            "model = Net(3, 'thin thin linear dict')",
+            "fsdp.fully_shard(model)",
+            "noted = []",
+            "model.set_all_reduce_hook(reduce_hook(noted, 0.5))",
+            SHARDS,
+        ],
+        [
+            ["loss = backward(model(data(rank, 1, 2, 3), use=(1, 3)))", "calls = sorted(noted)"],
+            ["loss = backward(model(data(rank, 2, 2, 3), use=(0, 2)))", "calls = sorted(noted)"],
+            ["loss = backward(model(data(rank, 3, 2, 3)))", "calls = sorted(noted)"],
+        ],
+        features=("all-reduce hook",),
+    ),
+    "a custom reduce-scatter and replicas where some parameters have no gradient": Program(
+        0,
+        2,
+        [
+            "model = Net(3, 'thin linear dict')",
+            "fsdp.fully_shard(model, mesh=cached_mesh((1, 2), ('r', 's')))",
+            "noted = []",
+            "model.set_custom_reduce_scatter(ReduceScatter(noted))",
+            "model.set_all_reduce_hook(reduce_hook(noted, 0.5))",
+            SHARDS,
+        ],
+        [
+            ["loss = backward(model(data(rank, 1, 2, 3), use=(2,)))", "calls = sorted(noted)"],
+            ["loss = backward(model(data(rank, 2, 2, 3), use=(0, 1)))", "calls = sorted(noted)"],
+        ],
+        features=("all-reduce hook",),
+    ),
 }
 
 
