@@ -17,6 +17,16 @@ static fc_status fail(rails *r, int peer, const char *what, fc_status status)
     return rails_break(r, status, line);
 }
 
+/* Ranks of other hosts read it as the frame that they wait for next. */
+static void tell(rails *r, int peer, const char *text)
+{
+    rails_frame *frame = &r->farewell;
+
+    frame->header = (rails_header){.op = RAILS_FAILED};
+    (void)snprintf(frame->data, sizeof(frame->data), "%.*s", (int)sizeof(frame->data) - 1, text);
+    (void)r->ops.send(r->ops.context, peer, 0, frame, sizeof(*frame)); /* it may be gone */
+}
+
 fc_status rails_break(rails *r, fc_status status, const char *text)
 {
     char copy[FC_MESSAGE_BYTES]; /* `text` may be the last message itself */
@@ -26,6 +36,16 @@ fc_status rails_break(rails *r, fc_status status, const char *text)
         r->is_broken = true;
         (void)snprintf(r->broken_text, sizeof(r->broken_text), "%s", copy);
         r->ops.drop(r->ops.context);
+        for (int h = 0; h < r->n_hosts; h++) {
+            if (h != r->host) {
+                tell(r, r->servers[h], copy);
+            }
+        }
+        for (int i = 0; i < r->n_served; i++) {
+            if (r->servers[r->hosts[r->served[i]]] != r->served[i]) {
+                tell(r, r->served[i], copy);
+            }
+        }
         if (r->local != NULL) {
             return fc_transport_abort(r->local->transport, status, copy);
         }
@@ -40,42 +60,165 @@ fc_status rails_check(const rails *r)
                : FC_OK;
 }
 
+/* ---- frames ---- */
+
+void rails_begin(rails *r, fc_comm_op op, size_t bytes, fc_dtype dtype, int root)
+{
+    r->header = (rails_header){.sequence = r->header.sequence + 1,
+                               .bytes = bytes,
+                               .op = (uint32_t)op,
+                               .dtype = (uint32_t)dtype,
+                               .root = root};
+    /* Of two that differ, one key is another: in any of these. */
+    r->key = 1 + (uint32_t)((bytes * UINT64_C(0x9e3779b97f4a7c15) >> 40) ^ (uint64_t)op << 24);
+}
+
+static bool is_inline(const rails *r)
+{
+    return r->header.bytes <= RAILS_INLINE_BYTES;
+}
+
+static fc_status line_to(rails *r, int peer, rails_line **out)
+{
+    if (r->lines[peer] == NULL) {
+        r->lines[peer] = fc_alloc(1, sizeof(rails_line));
+    }
+    *out = r->lines[peer];
+    return *out != NULL ? FC_OK : fc_fail(FC_ERR_NOMEM, "a line to rank %d", peer);
+}
+
+static void describe(const rails_header *header, char *out, size_t bytes)
+{
+    static const char *const names[FC_COMM_OP_COUNT] = {
+        "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "barrier"};
+
+    (void)snprintf(out, bytes, "%s of %llu bytes of %s (call %llu)",
+                   header->op < FC_COMM_OP_COUNT ? names[header->op] : "?",
+                   (unsigned long long)header->bytes,
+                   header->dtype < FC_DTYPE_COUNT ? fc_dtype_name((fc_dtype)header->dtype) : "?",
+                   (unsigned long long)header->sequence);
+}
+
+static fc_status check_frame(rails *r, int peer, rails_frame *frame)
+{
+    const rails_header *theirs = &frame->header;
+    char here[128], there[128], line[FC_MESSAGE_BYTES + RAILS_FRAME_BYTES];
+
+    if (memcmp(theirs, &r->header, sizeof(*theirs)) == 0) {
+        return FC_OK;
+    }
+    if (theirs->op == RAILS_FAILED) {
+        frame->data[sizeof(frame->data) - 1] = '\0';
+        (void)snprintf(line, sizeof(line), "rank %d (host %s) failed: %s", r->global_ranks[peer],
+                       r->names[r->hosts[peer]], frame->data);
+        return rails_break(r, FC_ERR_PEER, line);
+    }
+    describe(&r->header, here, sizeof(here));
+    describe(theirs, there, sizeof(there));
+    (void)snprintf(line, sizeof(line),
+                   "ranks call different collectives: rank %d %s, rank %d (host %s) %s: all ranks "
+                   "call the same units in the same order",
+                   r->global_ranks[r->rank], here, r->global_ranks[peer], r->names[r->hosts[peer]],
+                   there);
+    return rails_break(r, FC_ERR_MISMATCH, line);
+}
+
+static fc_status send_now(rails *r, int peer, uint32_t key, const void *data, size_t bytes)
+{
+    const fc_status st = r->ops.send(r->ops.context, peer, key, data, bytes);
+
+    r->sent.messages++;
+    return st == FC_OK ? st : fail(r, peer, "cannot send to", st);
+}
+
 fc_status rails_send(rails *r, int peer, const void *data, size_t bytes)
 {
-    fc_status st;
+    rails_line *line;
 
     if (bytes == 0) {
         return FC_OK;
     }
+    FC_TRY(line_to(r, peer, &line));
     r->sent.bytes += bytes;
-    r->sent.messages++;
-    st = r->ops.send(r->ops.context, peer, data, bytes);
-    return st == FC_OK ? st : fail(r, peer, "cannot send to", st);
+    if (line->opened_out != r->header.sequence) {
+        line->opened_out = r->header.sequence;
+        line->out.header = r->header;
+        if (is_inline(r)) {
+            memcpy(line->out.data, data, bytes);
+        }
+        FC_TRY(send_now(r, peer, 0, &line->out, sizeof(line->out)));
+    }
+    return is_inline(r) ? FC_OK : send_now(r, peer, r->key, data, bytes);
+}
+
+static fc_status receive_now(rails *r, int peer, uint32_t key, void *data, size_t bytes)
+{
+    const fc_status st = r->ops.receive(r->ops.context, peer, key, data, bytes);
+
+    return st == FC_OK ? st : fail(r, peer, "cannot receive from", st);
 }
 
 fc_status rails_receive(rails *r, int peer, void *data, size_t bytes)
 {
-    fc_status st;
+    rails_line *line;
 
     if (bytes == 0) {
         return FC_OK;
     }
-    st = r->ops.receive(r->ops.context, peer, data, bytes);
-    return st == FC_OK ? st : fail(r, peer, "cannot receive from", st);
+    FC_TRY(line_to(r, peer, &line));
+    if (line->opened_in != r->header.sequence) {
+        line->opened_in = r->header.sequence;
+        line->inline_to = data;
+        line->inline_bytes = bytes;
+        FC_TRY(receive_now(r, peer, 0, &line->in, sizeof(line->in)));
+    }
+    return is_inline(r) ? FC_OK : receive_now(r, peer, r->key, data, bytes);
 }
 
-fc_status rails_await_sent(rails *r, int peer, size_t bytes)
+static fc_status sent_now(rails *r, int peer)
 {
-    const fc_status st = bytes == 0 ? FC_OK : r->ops.await_sent(r->ops.context, peer);
+    const fc_status st = r->ops.await_sent(r->ops.context, peer);
 
     return st == FC_OK ? st : fail(r, peer, "could not send to", st);
 }
 
-fc_status rails_await_received(rails *r, int peer, size_t bytes)
+fc_status rails_await_sent(rails *r, int peer, size_t bytes)
 {
-    const fc_status st = bytes == 0 ? FC_OK : r->ops.await_received(r->ops.context, peer);
+    rails_line *line = r->lines[peer];
+
+    if (bytes == 0) {
+        return FC_OK;
+    }
+    if (line->awaited_out != r->header.sequence) {
+        line->awaited_out = r->header.sequence;
+        FC_TRY(sent_now(r, peer));
+    }
+    return is_inline(r) ? FC_OK : sent_now(r, peer);
+}
+
+static fc_status received_now(rails *r, int peer)
+{
+    const fc_status st = r->ops.await_received(r->ops.context, peer);
 
     return st == FC_OK ? st : fail(r, peer, "waited in vain for", st);
+}
+
+fc_status rails_await_received(rails *r, int peer, size_t bytes)
+{
+    rails_line *line = r->lines[peer];
+
+    if (bytes == 0) {
+        return FC_OK;
+    }
+    if (line->awaited_in != r->header.sequence) {
+        line->awaited_in = r->header.sequence;
+        FC_TRY(received_now(r, peer));
+        FC_TRY(check_frame(r, peer, &line->in));
+        if (is_inline(r)) {
+            memcpy(line->inline_to, line->in.data, line->inline_bytes);
+        }
+    }
+    return is_inline(r) ? FC_OK : received_now(r, peer);
 }
 
 fc_status rails_reserve(rails_buffer *buffer, size_t bytes)
@@ -217,6 +360,10 @@ static void destroy(rails *r)
     fc_free(r->names);
     fc_free(r->numbers);
     fc_free((void *)r->sources);
+    for (int q = 0; r->lines != NULL && q < r->n_ranks; q++) {
+        fc_free(r->lines[q]);
+    }
+    fc_free((void *)r->lines);
     fc_free(r);
 }
 
@@ -251,7 +398,9 @@ static fc_status make(const fc_rails_config *config, rails **out)
     r->numbers = fc_alloc(6 * n, sizeof(*r->numbers));
     r->names = fc_alloc(n, sizeof(*r->names));
     r->sources = (const void **)fc_alloc(n, sizeof(*r->sources));
-    if (r->numbers == NULL || r->names == NULL || r->sources == NULL) {
+    r->lines = (rails_line **)fc_alloc(n, sizeof(*r->lines));
+    r->n_ranks = config->n_ranks;
+    if (r->numbers == NULL || r->names == NULL || r->sources == NULL || r->lines == NULL) {
         return fc_fail(FC_ERR_NOMEM, "rails of %zu ranks", n);
     }
     r->hosts = r->numbers;
@@ -261,7 +410,6 @@ static fc_status make(const fc_rails_config *config, rails **out)
     r->served = r->holders + n;
     r->servers = r->served + n;
     r->rank = config->rank;
-    r->n_ranks = config->n_ranks;
     r->ops = config->rails;
     r->group = config->group;
     FC_TRY(learn_hosts(r, config));

@@ -10,6 +10,10 @@
  *   all_reduce                   both; up to a few KiB: all of it to each of H - 1 ranks
  *   broadcast                    the root: all of it to a rank of each other host
  *
+ * Each rank says in a *frame* of fixed size which collective it is in, before what it sends: ranks
+ * that differ get FC_ERR_MISMATCH, and nothing of another size is received. What is small travels
+ * in the frame itself.
+ *
  * Sums are added in the order of ranks on a host, rounded to the type that travels, then in the
  * order of hosts: the same bits in each run. Threading: serialized.
  */
@@ -27,9 +31,10 @@ extern "C" {
  * them whether or not somebody waits. */
 typedef struct fc_rail_ops {
     void *context;
-    /* Begin; the memory is lent until that message has been awaited. */
-    fc_status (*send)(void *context, int rank, const void *data, size_t bytes);
-    fc_status (*receive)(void *context, int rank, void *data, size_t bytes);
+    /* Begin; the memory is lent until that message has been awaited. A message is received by who
+     * asks for the same `key` and size: others may wait for ever. */
+    fc_status (*send)(void *context, int rank, uint32_t key, const void *data, size_t bytes);
+    fc_status (*receive)(void *context, int rank, uint32_t key, void *data, size_t bytes);
     /* Wait, up to a deadline, for the oldest message to or from the rank that nobody has awaited.
      */
     fc_status (*await_sent)(void *context, int rank);
@@ -53,7 +58,7 @@ typedef struct fc_rails_config {
  * and group; so does a failure. A failure of a collective ends this host's others, too. */
 FC_MUST_CHECK fc_status fc_rails_create(const fc_rails_config *config, fc_message_ops *out);
 
-/* What this rank has sent to other hosts. */
+/* What this rank has sent to other hosts; bytes without frames. */
 typedef struct fc_rails_sent {
     uint64_t bytes, messages;
 } fc_rails_sent;

@@ -171,6 +171,7 @@ static fc_status all_gather(void *context, void *recv, const void *send, size_t 
                 .piece_max = smaller(r->gather_piece, send_bytes)};
 
     FC_TRY(rails_check(r));
+    rails_begin(r, FC_COMM_ALL_GATHER, send_bytes, FC_U8, -1);
     return ended(r, r->local != NULL ? gather_shared(&g) : gather_alone(&g));
 }
 
@@ -355,6 +356,7 @@ static fc_status reduce_scatter(void *context, void *recv, void *send, size_t re
     if (fc_kern_reduce(dtype, dtype) == NULL) {
         return fc_fail(FC_ERR_INVALID, "elements of type %s cannot be added", fc_dtype_name(dtype));
     }
+    rails_begin(r, FC_COMM_REDUCE_SCATTER, d.bytes, dtype, -1);
     d.piece_max = smaller(r->reduce_piece, d.bytes > 0 ? d.bytes : 1);
     return ended(r, reduce(&d));
 }
@@ -367,6 +369,7 @@ static fc_status all_reduce_small(rails *r, char *data, size_t numel, fc_dtype d
     const size_t bytes = numel * fc_dtype_bytes(dtype);
     char *sums;
 
+    rails_begin(r, FC_COMM_ALL_REDUCE, bytes, dtype, -1);
     if (r->local != NULL) {
         FC_TRY(fc_comm_all_reduce(r->local, data, numel, dtype, 1.0));
     }
@@ -423,6 +426,7 @@ static fc_status all_reduce(void *context, void *data, size_t numel, fc_dtype dt
 
 static fc_status spread(rails *r, void *data, size_t bytes, int root)
 {
+    rails_begin(r, FC_COMM_BROADCAST, bytes, FC_U8, root);
     if (r->rank == root) {
         for (int h = 0; h < r->n_hosts; h++) {
             if (is_other_host(r, h)) {

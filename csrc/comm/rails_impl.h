@@ -17,6 +17,34 @@ typedef struct rails_buffer {
     size_t bytes;
 } rails_buffer;
 
+#define RAILS_FRAME_BYTES ((size_t)1 << 10)
+
+/* What two ranks must agree on before bytes move. Travels between hosts. */
+typedef struct rails_header {
+    uint64_t sequence, bytes; /* of what one rank sends to another */
+    uint32_t op, dtype;
+    int32_t root;
+    uint32_t pad;
+} rails_header;
+
+#define RAILS_FAILED UINT32_MAX /* in the place of `op`: the sender has failed, and says why */
+
+#define RAILS_INLINE_BYTES (RAILS_FRAME_BYTES - sizeof(rails_header))
+
+typedef struct rails_frame {
+    rails_header header;
+    char data[RAILS_INLINE_BYTES];
+} rails_frame;
+
+/* Between this rank and one of another host. Numbers are of the last collective in which it was
+ * so. */
+typedef struct rails_line {
+    rails_frame out, in;
+    uint64_t opened_out, awaited_out, opened_in, awaited_in;
+    void *inline_to; /* where what comes in the frame goes, and how much */
+    size_t inline_bytes;
+} rails_line;
+
 enum {
     RAILS_PIECES, /* of sums that come and go */
     RAILS_PART,   /* this rank's part of an all_reduce */
@@ -38,14 +66,18 @@ typedef struct rails {
     /* Owned. */
     int *numbers;         /* all of the above */
     const void **sources; /* n_ranks entries of scratch for sums */
+    rails_line **lines;   /* by rank; NULL where nothing has been said yet */
     fc_comm *local;       /* NULL: this rank is alone on its host */
     fc_rail_ops ops;
     fc_message_ops group;
 
     /* Serialized like the calls. */
     rails_buffer buffers[RAILS_N_BUFFERS];
+    rails_header header; /* of the collective that runs */
+    uint32_t key;
     fc_rails_sent sent;
     bool is_broken;
+    rails_frame farewell;
     char broken_text[FC_MESSAGE_BYTES];
 } rails;
 
@@ -54,6 +86,9 @@ extern const fc_message_ops rails_ops; /* without context */
 FC_MUST_CHECK fc_status rails_check(const rails *r);
 /* This host's other ranks hear of it; later calls fail at once. Returns `status`. */
 fc_status rails_break(rails *r, fc_status status, const char *text);
+
+/* Opens a collective in which a rank sends `bytes` to another one. */
+void rails_begin(rails *r, fc_comm_op op, size_t bytes, fc_dtype dtype, int root);
 
 /* Messages of no bytes are none. */
 FC_MUST_CHECK fc_status rails_send(rails *r, int peer, const void *data, size_t bytes);

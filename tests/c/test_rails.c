@@ -115,23 +115,28 @@ static fc_status await(wires *w, queue *q, int peer)
     return is_done ? FC_OK : fc_fail(FC_ERR_PEER, "the line is dead");
 }
 
-static fc_status begin(wires *w, queue *q, const void *data, size_t bytes)
+static fc_status begin(wires *w, queue *q, int peer, const void *data, size_t bytes)
 {
     CHECK(bytes > 0);
     CHECK_EQ(pthread_mutex_lock(&w->lock), 0);
     put(q, (char *)(uintptr_t)data, bytes);
+    if (q == &w->out[peer]) {
+        (void)move(w->fds[peer], q, true); /* what is said last is sent before the line ends */
+    }
     CHECK_EQ(pthread_mutex_unlock(&w->lock), 0);
     return FC_OK;
 }
 
-static fc_status wires_send(void *context, int rank, const void *data, size_t bytes)
+static fc_status wires_send(void *context, int rank, uint32_t key, const void *data, size_t bytes)
 {
-    return begin(context, &((wires *)context)->out[rank], data, bytes);
+    (void)key;
+    return begin(context, &((wires *)context)->out[rank], rank, data, bytes);
 }
 
-static fc_status wires_receive(void *context, int rank, void *data, size_t bytes)
+static fc_status wires_receive(void *context, int rank, uint32_t key, void *data, size_t bytes)
 {
-    return begin(context, &((wires *)context)->in[rank], data, bytes);
+    (void)key;
+    return begin(context, &((wires *)context)->in[rank], rank, data, bytes);
 }
 
 static fc_status wires_await_sent(void *context, int rank)
@@ -150,7 +155,8 @@ static void wires_drop(void *context)
 
     CHECK_EQ(pthread_mutex_lock(&w->lock), 0);
     for (int r = 0; r < w->n_ranks; r++) {
-        w->is_dead[r] = true;
+        w->out[r].n_awaited = w->out[r].n;
+        w->in[r].n_awaited = w->in[r].n;
     }
     w->n_dropped++;
     CHECK_EQ(pthread_mutex_unlock(&w->lock), 0);
@@ -533,6 +539,43 @@ static void test_killed(void)
     close_lines(w.n_ranks, -1);
 }
 
+static int differ_case;
+
+/* Ranks of two hosts that call different collectives, or of different sizes. */
+static void body_differ(int rank, int n_ranks, void *arg)
+{
+    static const size_t sizes_of_case[][2] = {{100, 200}, {4000, 3000}, {4000, 4000}};
+    const bool is_other = rank == n_ranks - 1;
+    const size_t bytes = sizes_of_case[differ_case][is_other];
+    char data[4 * 4000] = {0}, part[4000] = {0};
+    member m;
+    fc_status st;
+
+    close_lines(n_ranks, rank);
+    CHECK_OK(create(&m, arg, rank));
+    if (differ_case == 2 && is_other) {
+        st = m.ops.reduce_scatter(m.ops.context, part, data, bytes / 4, FC_F32);
+    } else {
+        st = m.ops.all_gather(m.ops.context, data, part, bytes);
+    }
+    CHECK(st == FC_ERR_MISMATCH || st == FC_ERR_PEER); /* or who has heard of it */
+    CHECK_HAS(fc_last_message(), "call different collectives: rank 1");
+    destroy(&m);
+}
+
+static void test_ranks_that_differ(void)
+{
+    for (size_t i = 0; i < 2; i++) {
+        for (differ_case = 0; differ_case < 3; differ_case++) {
+            world w = worlds[i];
+
+            make_lines(w.n_ranks);
+            ranks_check(w.n_ranks, body_differ, &w);
+            close_lines(w.n_ranks, -1);
+        }
+    }
+}
+
 static void test_arguments(void)
 {
     static const int hosts[] = {0, 2}, ranks[] = {0, 1};
@@ -556,6 +599,7 @@ int main(void)
     test_arguments();
     test_collectives();
     test_bytes();
+    test_ranks_that_differ();
     test_killed();
     return check_result();
 }

@@ -70,3 +70,26 @@ def transports(rank: int, n_ranks: int) -> list[str]:
 def test_choice_of_transport() -> None:
     for found in run_hosts(transports, (2, 2)):
         assert found == ["callback", "rails", "rails", "shm"]
+
+
+def differ(rank: int, n_ranks: int) -> str:
+    import torch
+
+    from fsdp_c import Communicator
+
+    comm = Communicator()
+    comm.barrier()
+    own = torch.ones(2000 if rank == n_ranks - 1 else 1000)
+    try:
+        comm.all_gather(torch.empty(n_ranks * own.numel()), own)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("hosts", [(1, 1), (2, 2)])
+def test_ranks_that_differ(hosts: tuple[int, ...]) -> None:
+    """Each hears who differs, also who waits for a rank that has given up."""
+    outcomes = run_hosts(differ, hosts, timeout=40, fresh=True)
+    for outcome in outcomes:
+        assert "call different collectives: rank" in outcome.value, outcomes

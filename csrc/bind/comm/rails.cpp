@@ -19,8 +19,11 @@ namespace fc {
 
 namespace {
 
-/* Of messages that are the user's own: theirs are small numbers. */
-constexpr int rail_tag = 0x46534443;
+/* The user's own messages have small numbers as tags, as a rule. */
+int tag_of(uint32_t key)
+{
+    return static_cast<int>((key & 0x3fffffff) | 0x40000000);
+}
 
 struct Message {
     std::vector<at::Tensor> memory;
@@ -71,22 +74,22 @@ c10::intrusive_ptr<c10d::Backend> backend_of(const GroupRails &rails)
     return backend;
 }
 
-fc_status rail_send(void *context, int rank, const void *data, size_t bytes)
+fc_status rail_send(void *context, int rank, uint32_t key, const void *data, size_t bytes)
 {
     GroupRails &rails = rails_in(context);
     return without_gil([&] {
         Message message = message_of(data, bytes);
-        message.work = backend_of(rails)->send(message.memory, rank, rail_tag);
+        message.work = backend_of(rails)->send(message.memory, rank, tag_of(key));
         rails.lines[(size_t)rank].sent.push_back(std::move(message));
     });
 }
 
-fc_status rail_receive(void *context, int rank, void *data, size_t bytes)
+fc_status rail_receive(void *context, int rank, uint32_t key, void *data, size_t bytes)
 {
     GroupRails &rails = rails_in(context);
     return without_gil([&] {
         Message message = message_of(data, bytes);
-        message.work = backend_of(rails)->recv(message.memory, rank, rail_tag);
+        message.work = backend_of(rails)->recv(message.memory, rank, tag_of(key));
         rails.lines[(size_t)rank].received.push_back(std::move(message));
     });
 }
