@@ -65,7 +65,8 @@ def run_some(seeds: list[int], world: int, fault: str, result: Result, kind: str
     for failure in failures:
         result.failures.setdefault(failure.seed, failure)
     if any(failure.kind != "differs" for failure in failures):
-        harness.Pool.pools[world].kill()
+        assert harness.Pool.in_use is not None
+        harness.Pool.in_use.kill()
     return n_done
 
 
