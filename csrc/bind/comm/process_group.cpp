@@ -1,6 +1,7 @@
 /* Memory of the core as tensors for the collectives of Python. */
 #include "bind/comm/transport.h"
 
+#include "bind/python/objects.h"
 #include "bind/tensor/tensors.h"
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -90,14 +91,7 @@ fc_status messages_broadcast(void *context, void *data, size_t n_bytes, int root
 /* New reference; nullptr with an exception set. */
 PyObject *list_of(const size_t *values, size_t n)
 {
-    return guarded([&] {
-        Ref list = checked(PyList_New((Py_ssize_t)n));
-        for (size_t i = 0; i < n; i++) {
-            PyList_SET_ITEM(list.get(), (Py_ssize_t)i,
-                            checked(PyLong_FromSize_t(values[i])).release());
-        }
-        return list.release();
-    });
+    return guarded([&] { return to_python(std::vector<size_t>(values, values + n)).release(); });
 }
 
 fc_status messages_all_to_all(void *context, void *recv, const size_t *recv_bytes, const void *send,

@@ -11,7 +11,6 @@
 
 #include <deque>
 #include <exception>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -45,10 +44,7 @@ GroupRails &rails_in(void *context)
 /* Without the GIL, whose other threads go on; an exception is what the group says. */
 template <typename Body> fc_status without_gil(Body &&body)
 {
-    std::optional<NoGil> no_gil;
-    if (PyGILState_Check()) {
-        no_gil.emplace();
-    }
+    const NoGil no_gil;
     try {
         body();
         return FC_OK;

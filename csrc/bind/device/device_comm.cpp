@@ -96,10 +96,7 @@ fc_status in_stream(void *context, fc_stream *stream, const char *what, fc_label
 // let go of Python objects. On a host the end is waited for; on an accelerator by the stream.
 template <typename Call> void await(Call &&call)
 {
-    std::optional<NoGil> no_gil;
-    if (PyGILState_Check()) {
-        no_gil.emplace();
-    }
+    const NoGil no_gil;
     if (const c10::intrusive_ptr<c10d::Work> work = call()) {
         work->wait();
     }

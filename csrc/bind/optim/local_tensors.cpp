@@ -223,14 +223,6 @@ template <bool gradients> PyObject *layouts_collect(PyObject *self, PyObject *li
     return guarded([&] { return collect(self, list, gradients).release(); });
 }
 
-bool layouts_has_dtensors(Fields &given)
-{
-    const Ref list = given.list("tensors");
-    const bool gradients = given.flag("gradients");
-    given.end();
-    return has_dtensors(list.get(), gradients);
-}
-
 Ref layouts_first_spec(Known &self, PyObject *argument)
 {
     const size_t number = size_from(argument);
@@ -246,10 +238,6 @@ PyMethodDef layouts_methods[] = {
      "None: one of them is no memory of real numbers, or none is a DTensor."},
     {"collect_gradients", layouts_collect<true>, METH_O,
      "collect_gradients(tensors) -> Locals | None\n\nThe same of the gradients that tensors have."},
-    function<layouts_has_dtensors>("has_dtensors",
-                                   "has_dtensors(*, tensors, gradients) -> bool\n\nAmong them, or "
-                                   "among the gradients they have.",
-                                   METH_STATIC),
     method<[](Known &self, PyObject *spec) { return self.layouts.number_of(spec); }>(
         "number", "number(spec) -> int\n\nThat of the spec's layout."),
     method<layouts_first_spec>("spec", "spec(number)\n\nThe first one seen of the layout."),
