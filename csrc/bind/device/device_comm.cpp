@@ -7,8 +7,6 @@
 #include <c10/core/Allocator.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
-#include <memory>
-
 namespace fc {
 
 namespace {
