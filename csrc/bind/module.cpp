@@ -22,9 +22,8 @@ PyMethodDef functions[] = {
         "set_place",
         "set_place(tell=, count=): tell() -> Place, where this rank's program is, for peers that "
         "wait for it; count(group) -> int or None, its collectives."),
-    function<set_callbacks>("set_callbacks", "set_callbacks(name=function, ...): what the "
-                                             "extension asks of Python, all of it; TypeError "
-                                             "names what is missing or unknown."),
+    function<names_of_calls>("callbacks", "callbacks() -> names of what it asks of Python."),
+    function<set_callbacks>("set_callbacks", "set_callbacks(name=function, ...): all of them."),
     function<watch_functions>(
         "watch_functions",
         "watch_functions(functions=[WatchedFunction], names=): roots leave the core when one of "

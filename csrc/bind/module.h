@@ -6,6 +6,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
 namespace fc {
 
 class Fields;
@@ -13,7 +15,8 @@ class Fields;
 // ---- python/ ----
 void close_interpreter();
 void set_place(Fields &given);
-void set_callbacks(PyObject *unnamed, PyObject *named);
+std::vector<const char *> names_of_calls();
+void set_callbacks(Fields &given);
 void watch_functions(Fields &given);
 // True if a watched name is no longer bound to the function that it was watched with.
 bool functions_replaced();

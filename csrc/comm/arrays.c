@@ -36,6 +36,58 @@ fc_status fc_comm_check_parts(const fc_comm *comm, const fc_comm_array *whole,
     return FC_OK;
 }
 
+typedef enum kind {
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    ALL_REDUCE,
+    BROADCAST,
+    N_KINDS
+} kind;
+
+static kind kind_of(const char *what)
+{
+    static const char *const names[N_KINDS] = {"all_gather", "reduce_scatter", "all_reduce",
+                                               "broadcast"};
+    int found = 0;
+
+    while (found < N_KINDS && strcmp(names[found], what) != 0) {
+        found++;
+    }
+    return (kind)found;
+}
+
+fc_status fc_comm_check_arrays(const fc_comm *comm, const char *what, const fc_comm_array *to,
+                               const fc_comm_array *from)
+{
+    const kind k = kind_of(what);
+
+    if (k == N_KINDS) {
+        return fc_fail(FC_ERR_INVALID, "no collective is called %s", what);
+    }
+    if (k == ALL_GATHER || k == REDUCE_SCATTER) {
+        FC_TRY(fc_comm_check_parts(comm, k == ALL_GATHER ? to : from, k == ALL_GATHER ? from : to));
+    }
+    if ((k == REDUCE_SCATTER || k == ALL_REDUCE) && to->dtype >= FC_RAW1) {
+        return fc_fail(FC_ERR_INVALID, "tensors of type %s cannot be added", to->type);
+    }
+    return FC_OK;
+}
+
+fc_status fc_comm_collect(fc_comm *comm, const char *what, const fc_comm_array *to,
+                          const fc_comm_array *from, double divisor, int root)
+{
+    switch (kind_of(what)) {
+    case ALL_GATHER:
+        return fc_comm_all_gather(comm, to->data, from->data, from->bytes);
+    case REDUCE_SCATTER:
+        return fc_comm_reduce_scatter(comm, to->data, from->data, to->numel, to->dtype, divisor);
+    case ALL_REDUCE:
+        return fc_comm_all_reduce(comm, to->data, to->numel, to->dtype, divisor);
+    default:
+        return fc_comm_broadcast(comm, to->data, to->bytes, root);
+    }
+}
+
 fc_status fc_comm_table(const fc_comm *comm, size_t *counts, size_t n_counts, size_t item_bytes)
 {
     const size_t n = (size_t)comm->n_ranks;

@@ -67,12 +67,20 @@ typedef struct fc_comm_array {
     const char *type; /* of its elements */
     char *data;
     size_t numel, bytes;
+    fc_dtype dtype; /* FC_RAW1 and above: cannot be added */
 } fc_comm_array;
 
 /* Whether `whole` has n_ranks times `part`; where they overlap, `part` is this rank's part of it.
  */
 FC_MUST_CHECK fc_status fc_comm_check_parts(const fc_comm *comm, const fc_comm_array *whole,
                                             const fc_comm_array *part);
+/* What the collective of that name demands: "all_gather" and "reduce_scatter" of two arrays,
+ * "all_reduce" and "broadcast", which are in place, of `to`. */
+FC_MUST_CHECK fc_status fc_comm_check_arrays(const fc_comm *comm, const char *what,
+                                             const fc_comm_array *to, const fc_comm_array *from);
+/* Does it; of arrays that have been checked. */
+FC_MUST_CHECK fc_status fc_comm_collect(fc_comm *comm, const char *what, const fc_comm_array *to,
+                                        const fc_comm_array *from, double divisor, int root);
 /* A table of elements between ranks, n_ranks rows one after another, becomes one of bytes. */
 FC_MUST_CHECK fc_status fc_comm_table(const fc_comm *comm, size_t *counts, size_t n_counts,
                                       size_t item_bytes);

@@ -39,7 +39,9 @@ fc_status fc_collectives_create(const fc_collectives_host *host, fc_collectives 
 
 static void release(const fc_collectives_group *group)
 {
-    if (group->release != NULL) {
+    if (group->is_seen) {
+        group->seen.release(group->seen.context);
+    } else if (group->release != NULL) {
         group->release(group->context);
     }
 }
@@ -157,6 +159,45 @@ static fc_status wait_watching(void *context, bool (*ready)(void *arg), void *ar
                                : fc_nccl_wait(all->watched, all->n_watched, ready, arg, &info);
 }
 
+/* ---- in sight ---- */
+
+/* A collective of messages, for its stream. */
+typedef struct seen_call {
+    const fc_message_ops *ops;
+    void *to;
+    const void *from;
+    size_t n;
+    fc_dtype dtype;
+} seen_call;
+
+static fc_status seen_all_gather(void *arg)
+{
+    const seen_call *c = arg;
+
+    return c->ops->all_gather(c->ops->context, c->to, c->from, c->n);
+}
+
+static fc_status seen_reduce_scatter(void *arg)
+{
+    const seen_call *c = arg;
+
+    return c->ops->reduce_scatter(c->ops->context, c->to, (void *)(uintptr_t)c->from, c->n,
+                                  c->dtype);
+}
+
+static fc_status seen_all_reduce(void *arg)
+{
+    const seen_call *c = arg;
+
+    return c->ops->all_reduce(c->ops->context, c->to, c->n, c->dtype);
+}
+
+static fc_status in_sight(const fc_collectives *all, fc_stream *stream, seen_call call,
+                          fc_status (*body)(void *arg))
+{
+    return all->host.in_stream(all->host.context, stream, body, &call);
+}
+
 /* ---- what devices call ---- */
 
 static fc_status alloc_for(void *context, fc_stream *stream, size_t bytes, void **out)
@@ -181,6 +222,12 @@ static fc_status all_gather(void *context, fc_device_comm *comm, fc_stream *stre
 
     if (part_bytes == 0 || (g->nccl == NULL && g->n_ranks == 1)) {
         return FC_OK;
+    }
+    if (g->is_seen) {
+        const char *own = (const char *)buffer + (size_t)g->rank * part_bytes;
+
+        return in_sight(all, stream, (seen_call){&g->seen, buffer, own, part_bytes, FC_U8},
+                        seen_all_gather);
     }
     if (g->nccl == NULL) {
         return g->all_gather(g->context, stream, label, buffer, part_bytes);
@@ -214,6 +261,10 @@ static fc_status reduce_scatter(void *context, fc_device_comm *comm, fc_stream *
     const fc_collectives *all = context;
     const fc_collectives_group *g = &peers_of(comm)->group;
 
+    if (g->is_seen) {
+        return in_sight(all, stream, (seen_call){&g->seen, to, from, numel, dtype},
+                        seen_reduce_scatter);
+    }
     if (g->nccl == NULL) {
         return g->reduce_scatter(g->context, stream, label, to, from, numel, dtype);
     }
@@ -228,10 +279,13 @@ static fc_status all_reduce(void *context, fc_device_comm *comm, fc_stream *stre
     const fc_collectives *all = context;
     const fc_collectives_group *g = &peers_of(comm)->group;
 
+    if (g->is_seen) {
+        return in_sight(all, stream, (seen_call){&g->seen, buffer, NULL, numel, dtype},
+                        seen_all_reduce);
+    }
     if (g->nccl == NULL) {
-        return g->n_ranks == 1 && !g->is_seen
-                   ? FC_OK
-                   : g->all_reduce(g->context, stream, label, buffer, numel, dtype);
+        return g->n_ranks == 1 ? FC_OK
+                               : g->all_reduce(g->context, stream, label, buffer, numel, dtype);
     }
     return ended(all, g,
                  fc_nccl_all_reduce(fc_nccl_reductions(g->nccl), all->host.native(stream), label,

@@ -23,14 +23,20 @@ typedef struct fc_collectives_host {
     void (*free)(void *context, void *memory);
     /* The stream as NCCL takes it. */
     fc_stream *(*native)(fc_stream *stream);
+    /* Calls `body`, which finds the stream to be the current one. Only for groups in sight. */
+    fc_status (*in_stream)(void *context, fc_stream *stream, fc_status (*body)(void *arg),
+                           void *arg);
 } fc_collectives_host;
 
 /* One process group. */
 typedef struct fc_collectives_group {
     void *context;       /* passed first */
     fc_nccl_group *nccl; /* does them all; borrowed until release. NULL: the functions */
-    int n_ranks;
-    bool is_seen; /* others look at what they bring: of one rank, too */
+    int n_ranks, rank;
+    /* Others look at what these bring, which do them all: reductions of one rank, too. They are
+     * released with the group; the functions, and `release`, are not needed. */
+    bool is_seen;
+    fc_message_ops seen;
     /* Of the process group itself: with more than one rank, and bytes to send. */
     fc_status (*all_gather)(void *context, fc_stream *stream, fc_label label, void *buffer,
                             size_t part_bytes);

@@ -97,6 +97,21 @@ FC_MUST_CHECK fc_status fc_nccl_reduce_scatter(fc_device_comm *comm, fc_stream *
 FC_MUST_CHECK fc_status fc_nccl_all_reduce(fc_device_comm *comm, fc_stream *stream, fc_label label,
                                            void *buffer, size_t numel, fc_dtype dtype);
 
+/* ---- for who tries NCCL on arrays of their own ---- */
+
+typedef struct fc_nccl_array {
+    void *data;
+    size_t bytes, numel;
+    fc_dtype dtype;
+} fc_nccl_array;
+
+/* The collective that the label names: "all_gather" and "all_reduce", in place in one output;
+ * "reduce_scatter" of one input; "all_gather_each" of as many inputs as outputs. Of an input
+ * nothing is written. */
+FC_MUST_CHECK fc_status fc_nccl_collect(fc_nccl_group *group, fc_stream *stream, fc_label label,
+                                        const fc_nccl_array *outputs, size_t n_outputs,
+                                        const fc_nccl_array *inputs, size_t n_inputs);
+
 #ifdef __cplusplus
 }
 #endif

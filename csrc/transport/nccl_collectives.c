@@ -1,6 +1,8 @@
 /* Collectives over NCCL: shown on the board first, then enqueued. */
 #include "transport/nccl_private.h"
 
+#include "base/alloc.h"
+
 #include <stdio.h>
 #include <string.h>
 
@@ -160,4 +162,73 @@ fc_status fc_nccl_all_reduce(fc_device_comm *target, fc_stream *stream, fc_label
                           comm->group->nccl->call.all_reduce(buffer, buffer, numel, type,
                                                              FC_NCCL_SUM, comm->handle, stream),
                           &info);
+}
+
+/* ---- by name ---- */
+
+static fc_status collect_each(fc_device_comm *comm, fc_stream *stream, fc_label label,
+                              const fc_nccl_array *outputs, const fc_nccl_array *inputs, size_t n)
+{
+    fc_gather *gathers = fc_alloc(n + 1, sizeof(*gathers));
+    fc_status st;
+
+    if (gathers == NULL) {
+        return fc_fail(FC_ERR_NOMEM, "%zu all-gathers", n);
+    }
+    for (size_t i = 0; i < n; i++) {
+        gathers[i] = (fc_gather){outputs[i].data, inputs[i].data, inputs[i].bytes};
+    }
+    st = fc_nccl_all_gather_each(comm, stream, label, gathers, n);
+    fc_free(gathers);
+    return st;
+}
+
+/* Whether the arrays fit into what is named; `n_ranks` parts make the larger one. */
+static fc_status check_arrays(fc_label label, size_t n_ranks, const fc_nccl_array *outputs,
+                              size_t n_outputs, const fc_nccl_array *inputs, size_t n_inputs)
+{
+    const bool is_each = strcmp(label.what, "all_gather_each") == 0;
+    const bool is_scatter = strcmp(label.what, "reduce_scatter") == 0;
+
+    if (is_each ? n_inputs != n_outputs : n_outputs != 1 || n_inputs != (is_scatter ? 1 : 0)) {
+        return fc_fail(FC_ERR_INVALID, "%s of unit %s: %zu outputs and %zu inputs", label.what,
+                       label.unit, n_outputs, n_inputs);
+    }
+    for (size_t i = 0; i < n_inputs; i++) {
+        const fc_nccl_array *whole = is_scatter ? &inputs[i] : &outputs[i];
+        const fc_nccl_array *part = is_scatter ? &outputs[i] : &inputs[i];
+
+        if (whole->dtype != part->dtype || whole->numel != n_ranks * part->numel) {
+            return fc_fail(FC_ERR_INVALID, "%s of unit %s: %zu elements of type %s for %zu of %s",
+                           label.what, label.unit, inputs[i].numel, fc_dtype_name(inputs[i].dtype),
+                           outputs[i].numel, fc_dtype_name(outputs[i].dtype));
+        }
+    }
+    return FC_OK;
+}
+
+fc_status fc_nccl_collect(fc_nccl_group *group, fc_stream *stream, fc_label label,
+                          const fc_nccl_array *outputs, size_t n_outputs,
+                          const fc_nccl_array *inputs, size_t n_inputs)
+{
+    fc_device_comm *gathers = fc_nccl_gathers(group), *reductions = fc_nccl_reductions(group);
+    const size_t n_ranks = (size_t)group->base->n_ranks;
+
+    FC_TRY(check_arrays(label, n_ranks, outputs, n_outputs, inputs, n_inputs));
+    if (strcmp(label.what, "all_gather_each") == 0) {
+        return collect_each(gathers, stream, label, outputs, inputs, n_inputs);
+    }
+    if (strcmp(label.what, "reduce_scatter") == 0) {
+        return fc_nccl_reduce_scatter(reductions, stream, label, outputs->data, inputs->data,
+                                      outputs->numel, outputs->dtype);
+    }
+    if (strcmp(label.what, "all_reduce") == 0) {
+        return fc_nccl_all_reduce(reductions, stream, label, outputs->data, outputs->numel,
+                                  outputs->dtype);
+    }
+    if (strcmp(label.what, "all_gather") != 0 || outputs->bytes % n_ranks != 0) {
+        return fc_fail(FC_ERR_INVALID, "%s of unit %s: no collective of NCCL's for %zu bytes",
+                       label.what, label.unit, outputs->bytes);
+    }
+    return fc_nccl_all_gather(gathers, stream, label, outputs->data, outputs->bytes / n_ranks);
 }

@@ -45,7 +45,7 @@ class Communicator:
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
         """`output` holds the inputs of all ranks one after another: n_ranks times the elements of
         `input`, same dtype. `input` may be this rank's part of `output`."""
-        self._open().all_gather(output=output, input=input)
+        self._collect("all_gather", output, input)
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, divisor: float = 1.0
@@ -55,15 +55,15 @@ class Communicator:
         `input` has n_ranks times the elements of `output`, same dtype: floating or integer (those
         with divisor 1). `output` may be this rank's part of `input`.
         """
-        self._open().reduce_scatter(output=output, input=input, divisor=divisor)
+        self._collect("reduce_scatter", output, input, divisor)
 
     def all_reduce(self, tensor: torch.Tensor, divisor: float = 1.0) -> None:
         """`tensor` = sum of all ranks' `tensor` / `divisor`, in place; the same bits everywhere."""
-        self._open().all_reduce(tensor=tensor, divisor=divisor)
+        self._collect("all_reduce", tensor, None, divisor)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         """`tensor` of every rank becomes that of rank `src` of the group."""
-        self._open().broadcast(tensor=tensor, src=src)
+        self._collect("broadcast", tensor, None, src=src)
 
     def all_to_all(
         self, output: torch.Tensor, input: torch.Tensor, counts: Sequence[Sequence[int]]
@@ -100,6 +100,16 @@ class Communicator:
     def close(self) -> None:
         """Gives back the memory of this rank; local. Calling it again is fine."""
         self._comm = None
+
+    def _collect(
+        self,
+        what: str,
+        output: torch.Tensor,
+        input: torch.Tensor | None,
+        divisor: float = 1.0,
+        src: int = 0,
+    ) -> None:
+        self._open().collect(what=what, output=output, input=input, divisor=divisor, src=src)
 
     def _open(self) -> _C.Comm:
         if self._comm is None:

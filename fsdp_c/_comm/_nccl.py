@@ -176,7 +176,7 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> _C.NcclGroup:
     try:
         made = _C.NcclGroup(
             **_process_group.described(group, device)._asdict(),
-            exchange=exchange,
+            exchange=None if exchange is None else _rendezvous.for_core(exchange),
             library=mine.handle,
             is_one=any(answer[1] == "1" for answer in answers),
         )

@@ -174,6 +174,24 @@ def exchange_for(group: dist.ProcessGroup) -> Callable[[str, bytes], list[bytes]
     return _rendezvous[group].exchange
 
 
+def for_core(
+    exchange: Callable[[str, bytes], list[bytes]],
+) -> Callable[[str, bytes], bytes]:
+    """The same for ranks that give equally much, in one piece: how the core exchanges its own."""
+
+    def exchange_whole(what: str, mine: bytes) -> bytes:
+        answers = exchange(what, mine)
+        for rank, answer in enumerate(answers):
+            if len(answer) != len(mine):
+                raise RuntimeError(
+                    f"rank {rank} runs another version of fsdp_c: it gave {len(answer)} bytes for"
+                    f" {what}, not {len(mine)}"
+                )
+        return b"".join(answers)
+
+    return exchange_whole
+
+
 def store_of(group: dist.ProcessGroup) -> dist.Store | None:
     """The store that the group's ranks, as processes, have in common."""
     if group not in c10d._world.pg_map or dist.get_backend(group) in _NO_PROCESSES:

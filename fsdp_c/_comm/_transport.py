@@ -15,7 +15,7 @@ from fsdp_c._comm import (
     _peer_location,  # noqa: F401 (answers peers that wait for this rank)
     _process_group,
 )
-from fsdp_c._comm._rendezvous import exchange_for, store_of
+from fsdp_c._comm._rendezvous import exchange_for, for_core, store_of
 from fsdp_c._native import _C
 
 
@@ -190,7 +190,11 @@ def _local_transport(
         rank=ranks.index(own.rank), global_ranks=[own.global_ranks[rank] for rank in ranks]
     )
     return _C.Transport(
-        **described._asdict(), exchange=exchange, messages=Messages(group), rails=None, kind="shm"
+        **described._asdict(),
+        exchange=for_core(exchange),
+        messages=Messages(group),
+        rails=None,
+        kind="shm",
     )
 
 
@@ -220,7 +224,7 @@ def _new_transport(
 ) -> _C.Transport:
     return _C.Transport(
         **_process_group.described(group, torch.device("cpu"))._asdict(),
-        exchange=exchange,
+        exchange=for_core(exchange),
         messages=messages or Messages(group),
         rails=rails,
         kind=kind,

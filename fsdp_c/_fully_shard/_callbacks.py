@@ -52,9 +52,21 @@ _TEXTS = (
 )
 
 
+def set_whole(**named: Any) -> None:
+    """Hands functions down, or says all that is missing or unknown."""
+    wanted = _C.callbacks()
+    missing = [name for name in wanted if name not in named]
+    unknown = [name for name, given in named.items() if name not in wanted or not callable(given)]
+    told = {"missing": missing, "no such function": unknown}
+    wrong = [f"{head}: {', '.join(names)}" for head, names in told.items() if names]
+    if wrong:
+        raise TypeError(f"set_callbacks: {'; '.join(wrong)}")
+    _C.set_callbacks(**named)
+
+
 def hand_down() -> None:
     """Before the first state is made. An error names what the core asks for and is not here."""
-    _C.set_callbacks(
+    set_whole(
         # Of a state, in its forward.
         choose_implementation=FSDPState._choose_implementation,
         leave_replaced=FSDPState._leave_replaced,

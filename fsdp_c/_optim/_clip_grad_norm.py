@@ -56,7 +56,8 @@ def _by_mesh(tensors: list[Tensor]) -> list[list[int]]:
 def _parts(tensors: list[Tensor] | None, found: Any) -> list[tuple[list[Tensor] | None, Any]]:
     """Those of each mesh, and what was collected of them; none if there is one mesh."""
     if found is not None:
-        return [(None, part) for part in found.parts()] if found.n_meshes > 1 else []
+        groups = _by_mesh(found.given()) if found.n_meshes > 1 else []
+        return [(None, found.part(group)) for group in groups]
     groups = _by_mesh(tensors) if tensors and _grad_norm.has_dtensors(tensors) else []
     if len(groups) < 2:
         return []

@@ -188,7 +188,8 @@ def collect_gradients(params: list[Tensor]) -> Any:
 
 def has_dtensors(tensors: list[Tensor], gradients: bool = False) -> bool:
     """Among the tensors, or among the gradients that they have."""
-    return _known.has_dtensors(tensors=tensors, gradients=gradients)
+    given = (tensor for tensor in tensors if isinstance(tensor, Tensor))
+    return any(isinstance(t.grad if gradients else t, DTensor) for t in given)
 
 
 def _may_collect() -> bool:

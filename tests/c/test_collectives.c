@@ -83,9 +83,19 @@ static fc_stream *native(fc_stream *stream)
     return stream;
 }
 
+static int n_streams;
+
+static fc_status in_stream(void *context, fc_stream *stream, fc_status (*body)(void *arg),
+                           void *arg)
+{
+    CHECK(context == NULL && stream == NULL);
+    n_streams++;
+    return body(arg);
+}
+
 static fc_collectives *make(void)
 {
-    const fc_collectives_host host = {NULL, give, take_back, native};
+    const fc_collectives_host host = {NULL, give, take_back, native, in_stream};
     fc_collectives *all = NULL;
 
     CHECK_OR_EXIT(fc_collectives_create(&host, &all) == FC_OK);
@@ -157,6 +167,67 @@ static void test_process_groups(void)
     fc_collectives_destroy(all);
     CHECK(alone.released == 1 && two.released == 1 && late.gathers == 0);
     fc_collectives_destroy(NULL);
+    CHECK_EQ(fc_alloc_live(), 0);
+}
+
+/* ---- in sight ---- */
+
+static float seen_memory[4];
+
+static fc_status see_gather(void *context, void *recv, const void *send, size_t send_bytes)
+{
+    CHECK(recv == seen_memory && send == &seen_memory[1] && send_bytes == sizeof(float));
+    ((asked *)context)->gathers++;
+    return ((asked *)context)->status;
+}
+
+static fc_status see_scatter(void *context, void *recv, void *send, size_t recv_numel,
+                             fc_dtype dtype)
+{
+    CHECK(recv == &seen_memory[3] && send == seen_memory && recv_numel == 2 && dtype == FC_F32);
+    ((asked *)context)->scatters++;
+    return FC_OK;
+}
+
+static fc_status see_reduce(void *context, void *data, size_t numel, fc_dtype dtype)
+{
+    CHECK(data == seen_memory && numel == 4 && dtype == FC_BF16);
+    ((asked *)context)->reduces++;
+    return FC_OK;
+}
+
+/* Reductions are brought to who looks on, of one rank, too; each in its stream. */
+static void check_in_sight(int n_ranks)
+{
+    asked a = {0};
+    const fc_collectives_group group = {.n_ranks = n_ranks,
+                                        .rank = 1,
+                                        .is_seen = true,
+                                        .seen = {.context = &a,
+                                                 .all_gather = see_gather,
+                                                 .reduce_scatter = see_scatter,
+                                                 .all_reduce = see_reduce,
+                                                 .release = note_release}};
+    fc_collectives *all = make();
+    const fc_device_caller call = fc_collectives_caller(all);
+    fc_device_comm *comm;
+
+    n_streams = 0;
+    MUST(fc_collectives_connect(all, "seen", &group));
+    comm = fc_collectives_find(all, "seen");
+    MUST(call.all_gather(call.context, comm, NULL, layer, seen_memory, sizeof(float)));
+    MUST(call.reduce_scatter(call.context, comm, NULL, layer, &seen_memory[3], seen_memory, 2,
+                             FC_F32));
+    MUST(call.all_reduce(call.context, comm, NULL, layer, seen_memory, 4, FC_BF16));
+    CHECK(a.gathers == (n_ranks > 1) && a.scatters == 1 && a.reduces == 1);
+    CHECK_EQ(n_streams, n_ranks > 1 ? 3 : 2);
+    a.status = FC_ERR_GROUP;
+    CHECK_EQ(call.all_gather(call.context, comm, NULL, layer, seen_memory, sizeof(float)),
+             n_ranks > 1 ? FC_ERR_GROUP : FC_OK);
+    MUST(fc_collectives_connect(all, "seen", &group)); /* the first stays */
+    CHECK_EQ(a.released, 1);
+    fc_collectives_destroy(all);
+    CHECK_EQ(a.released, 2);
     CHECK_EQ(fc_alloc_live(), 0);
 }
 
@@ -235,6 +306,8 @@ static void body_nccl(int rank, int n, void *arg)
 int main(void)
 {
     test_process_groups();
+    check_in_sight(1);
+    check_in_sight(2);
     ranks_check(1, body_nccl, NULL);
     return check_result();
 }

@@ -54,9 +54,9 @@ static void body_arrays(int rank, int n, void *arg)
 {
     static float whole_data[RANKS_MAX * 4], other_data[4];
     const size_t part_bytes = sizeof(other_data), shift = sizeof(float);
-    fc_comm_array whole = {"output", "Float", (char *)whole_data, 4 * (size_t)n,
-                           part_bytes * (size_t)n};
-    fc_comm_array part = {"input", "Float", (char *)other_data, 4, part_bytes};
+    fc_comm_array whole = {
+        "output", "Float", (char *)whole_data, 4 * (size_t)n, part_bytes * (size_t)n, FC_F32};
+    fc_comm_array part = {"input", "Float", (char *)other_data, 4, part_bytes, FC_F32};
     fc_comm_array own = part;
     fixture f;
 
@@ -82,8 +82,8 @@ static void body_split(int rank, int n, void *arg)
 {
     char sent[RANKS_MAX * RANKS_MAX], received[RANKS_MAX * RANKS_MAX];
     size_t table[RANKS_MAX * RANKS_MAX], n_sent = (size_t)(n * (rank + 1)), n_received = 0, at = 0;
-    fc_comm_array send = {"input", "Byte", sent, n_sent, n_sent};
-    fc_comm_array recv = {"output", "Byte", received, 0, 0};
+    fc_comm_array send = {"input", "Byte", sent, n_sent, n_sent, FC_U8};
+    fc_comm_array recv = {"output", "Byte", received, 0, 0, FC_U8};
     fc_comm_piece pieces[2 * RANKS_MAX];
     fc_comm_block blocks[2 * RANKS_MAX];
     fixture f;
@@ -159,6 +159,44 @@ static void check_rows(size_t n_dims, const int64_t *shape, const int64_t *strid
     CHECK_EQ(i, n_elements);
 }
 
+/* The four by their names. */
+static void body_collect(int rank, int n, void *arg)
+{
+    float whole[RANKS_MAX] = {0}, ones[RANKS_MAX] = {1, 1, 1, 1}, own = (float)rank, part = 0;
+    const size_t count = (size_t)n, bytes = count * sizeof(float);
+    const fc_comm_array all = {"output", "Float", (char *)whole, count, bytes, FC_F32};
+    const fc_comm_array summands = {"input", "Float", (char *)ones, count, bytes, FC_F32};
+    const fc_comm_array mine = {"input", "Float", (char *)&own, 1, sizeof(own), FC_F32};
+    const fc_comm_array to = {"output", "Float", (char *)&part, 1, sizeof(part), FC_F32};
+    fc_comm_array odd = {"tensor", "ComplexFloat", (char *)whole, 1, 8, FC_RAW1};
+    fixture f;
+
+    (void)arg;
+    open_fixture(&f, rank, n);
+    CHECK_EQ(fc_comm_check_arrays(f.comm, "all_gather", &all, &mine), FC_OK);
+    CHECK_EQ(fc_comm_collect(f.comm, "all_gather", &all, &mine, 1, 0), FC_OK);
+    CHECK_EQ(fc_comm_check_arrays(f.comm, "reduce_scatter", &to, &summands), FC_OK);
+    CHECK_EQ(fc_comm_collect(f.comm, "reduce_scatter", &to, &summands, 2, 0), FC_OK);
+    for (int r = 0; r < n; r++) {
+        CHECK(whole[r] == (float)r);
+    }
+    CHECK(part == (float)n / 2);
+    CHECK_EQ(fc_comm_check_arrays(f.comm, "all_reduce", &mine, &mine), FC_OK);
+    CHECK_EQ(fc_comm_collect(f.comm, "all_reduce", &mine, &mine, 1, 0), FC_OK);
+    CHECK(own == (float)(n * (n - 1) / 2));
+    own = (float)rank + 1;
+    CHECK_EQ(fc_comm_check_arrays(f.comm, "broadcast", &mine, &mine), FC_OK);
+    CHECK_EQ(fc_comm_collect(f.comm, "broadcast", &mine, &mine, 1, n - 1), FC_OK);
+    CHECK(own == (float)n);
+    CHECK_EQ(fc_comm_check_arrays(f.comm, "broadcast", &odd, &odd), FC_OK);
+    refuse(fc_comm_check_arrays(f.comm, "all_reduce", &odd, &odd),
+           "tensors of type ComplexFloat cannot be added");
+    refuse(fc_comm_check_arrays(f.comm, "all_gather", &all, &odd), "the same dtype");
+    refuse(fc_comm_check_arrays(f.comm, "reduce_scatter", &all, &odd), "the same dtype");
+    refuse(fc_comm_check_arrays(f.comm, "gather", &all, &mine), "no collective is called gather");
+    close_fixture(&f);
+}
+
 #define ROWS(n_pieces, sizes, ...)                                                                 \
     check_rows(sizeof((int64_t[])sizes) / sizeof(int64_t), (int64_t[])sizes,                       \
                (int64_t[])__VA_ARGS__, n_pieces)
@@ -187,6 +225,7 @@ int main(void)
     test_rows();
     for (int n = 1; n <= RANKS_MAX; n++) {
         ranks_check(n, body_agree, NULL);
+        ranks_check(n, body_collect, NULL);
         ranks_check(n, body_split, NULL);
         ranks_check(n, body_table, NULL);
     }

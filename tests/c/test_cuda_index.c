@@ -699,7 +699,13 @@ static void check_errors(void)
     CHECK_EQ(fc_runs_add(&plan, &copy), FC_OK);
     const fc_cuda_launch launch = {&plan, plan.runs, plan.stretches, NULL, NULL, NULL};
     CHECK(emulated_kernels.finish(&launch, 1, false) != 0);
+    CHECK_EQ(fc_cuda_move(&emulated_kernels, &launch, 1, true, "reduce", "layers.0"),
+             FC_ERR_SYSTEM);
+    CHECK_HAS(fc_last_message(), "kernel of 'reduce' of 'layers.0': ");
+    CHECK_EQ(fc_cuda_move(&emulated_kernels, &launch, 2, false, "reduce", "layers.0"),
+             FC_ERR_SYSTEM);
     fc_runs_clear(&plan);
+    CHECK_EQ(fc_cuda_move(&emulated_kernels, &launch, 1, false, "gather", "layers.0"), FC_OK);
     CHECK_EQ(fc_cuda_open("/nowhere/kernels.so", &kernels), FC_ERR_UNSUPPORTED);
     CHECK_HAS(fc_last_message(), "no GPU kernels at /nowhere/kernels.so: nvcc was missing");
     CHECK_EQ(fc_cuda_open("/dev/null", &kernels), FC_ERR_UNSUPPORTED);

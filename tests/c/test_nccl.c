@@ -181,6 +181,52 @@ static void reduce_and_check(world *w, fc_nccl_group *group, int rank, int n, in
     CHECK_EQ(ints[0], (1 << n) - 1);
 }
 
+static fc_nccl_array floats(float *data, size_t numel)
+{
+    return (fc_nccl_array){data, numel * sizeof(float), numel, FC_F32};
+}
+
+static fc_status collect(world *w, const char *what, const fc_nccl_array *to, size_t n_to,
+                         const fc_nccl_array *from, size_t n_from)
+{
+    const fc_label label = {"layers.0", what, 0};
+
+    return fc_nccl_collect(w->group, stream_of(0), label, to, n_to, from, n_from);
+}
+
+/* The four by their names, and arrays that do not fit. */
+static void collect_and_check(world *w, int rank, int n)
+{
+    float all[RANKS_MAX] = {0}, each[RANKS_MAX], own = (float)rank, sum = (float)rank, part;
+    float ones[RANKS_MAX] = {1, 1, 1, 1};
+    const fc_nccl_array whole = floats(all, (size_t)n), parts = floats(each, (size_t)n);
+    const fc_nccl_array mine = floats(&own, 1), total = floats(&sum, 1), to = floats(&part, 1);
+    const fc_nccl_array from = floats(ones, (size_t)n);
+    fc_nccl_array odd = floats(ones, (size_t)n + 1);
+
+    all[rank] = own;
+    MUST(collect(w, "all_gather", &whole, 1, NULL, 0));
+    MUST(collect(w, "all_gather_each", &parts, 1, &mine, 1));
+    MUST(collect(w, "reduce_scatter", &to, 1, &from, 1));
+    MUST(collect(w, "all_reduce", &total, 1, NULL, 0));
+    MUST(wait_idle(w, w->group, 0));
+    for (int r = 0; r < n; r++) {
+        CHECK(all[r] == (float)r && each[r] == (float)r);
+    }
+    CHECK(part == (float)n && sum == (float)(n * (n - 1) / 2));
+    CHECK_EQ(collect(w, "all_gather", &whole, 1, &mine, 1), FC_ERR_INVALID);
+    CHECK_HAS(fc_last_message(), "all_gather of unit layers.0: 1 outputs and 1 inputs");
+    CHECK_EQ(collect(w, "reduce_scatter", &to, 1, &odd, 1), FC_ERR_INVALID);
+    odd.dtype = FC_I32;
+    odd.numel = (size_t)n;
+    CHECK_EQ(collect(w, "reduce_scatter", &to, 1, &odd, 1), FC_ERR_INVALID);
+    CHECK_HAS(fc_last_message(), "elements of type I32 for 1 of F32");
+    odd.bytes = (size_t)n + 1;
+    CHECK_EQ(collect(w, "all_gather", &odd, 1, NULL, 0), n == 1 ? FC_OK : FC_ERR_INVALID);
+    CHECK_EQ(collect(w, "broadcast", &to, 1, NULL, 0), FC_ERR_INVALID);
+    CHECK_HAS(fc_last_message(), "broadcast of unit layers.0: no collective of NCCL's");
+}
+
 static void work(int rank, int n, void *arg)
 {
     const setting *s = arg;
@@ -194,6 +240,7 @@ static void work(int rank, int n, void *arg)
             gather_and_check(&w, w.group, rank, n, step);
             reduce_and_check(&w, w.group, rank, n, step);
         }
+        collect_and_check(&w, rank, n);
         MUST(fc_nccl_watch(w.group));
         MUST(fc_nccl_group_close(w.group));
         CHECK_EQ(

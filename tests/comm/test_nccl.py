@@ -186,15 +186,17 @@ def check_collectives(rank: int, n_ranks: int, path: str):
     assert "NCCL 2.30.7" in str(fsdp_c.status())
     whole = torch.zeros(n_ranks, 5)
     whole[rank] = rank + 1
-    group.all_gather(tensor=whole, stream=7, unit="layers.0")
+    group.collect(what="all_gather", outputs=[whole], inputs=[], stream=7, unit="layers.0")
     outputs = [torch.zeros(n_ranks, 3), torch.zeros(n_ranks, dtype=torch.int64)]
     inputs = [torch.full((3,), rank + 0.5), torch.tensor([rank])]
-    group.all_gather_each(outputs=outputs, inputs=inputs, stream=7, unit="layers.1")
+    group.collect(what="all_gather_each", outputs=outputs, inputs=inputs, stream=7, unit="layers.1")
     part = torch.zeros(4, dtype=torch.bfloat16)
     summands = torch.arange(4 * n_ranks, dtype=torch.bfloat16)
-    group.reduce_scatter(output=part, input=summands, stream=8, unit="layers.1")
+    group.collect(
+        what="reduce_scatter", outputs=[part], inputs=[summands], stream=8, unit="layers.1"
+    )
     total = torch.tensor([1.0, rank], dtype=torch.float64)
-    group.all_reduce(tensor=total, stream=8, unit="layers.0")
+    group.collect(what="all_reduce", outputs=[total], inputs=[], stream=8, unit="layers.0")
     wait(7)
     wait(8)
     assert torch.equal(whole, torch.arange(1.0, n_ranks + 1)[:, None].expand(n_ranks, 5))
@@ -203,12 +205,14 @@ def check_collectives(rank: int, n_ranks: int, path: str):
     assert torch.equal(part, n_ranks * summands[4 * rank : 4 * rank + 4])
     assert total.tolist() == [n_ranks, n_ranks * (n_ranks - 1) / 2]
     with pytest.raises(ValueError, match="needs contiguous tensors"):
-        group.all_reduce(tensor=whole.T, stream=7, unit="layers.0")
+        group.collect(what="all_reduce", outputs=[whole.T], inputs=[], stream=7, unit="layers.0")
     with pytest.raises(NotImplementedError, match="does not add up elements of type"):
-        group.all_reduce(tensor=torch.tensor([True]), stream=7, unit="layers.0")
+        group.collect(
+            what="all_reduce", outputs=[torch.tensor([True])], inputs=[], stream=7, unit="layers.0"
+        )
     group.close()
     with pytest.raises(RuntimeError, match="all-reduce of unit layers.0: NCCL's part of process"):
-        group.all_reduce(tensor=total, stream=7, unit="layers.0")
+        group.collect(what="all_reduce", outputs=[total], inputs=[], stream=7, unit="layers.0")
 
 
 def check_ways(rank: int, n_ranks: int, path: str):
@@ -230,7 +234,7 @@ def check_abort(rank: int, n_ranks: int, path: str):
     if rank == 1:
         group.abort("the loss is not a number")
     with pytest.raises(RuntimeError, match="the loss is not a number"):
-        group.all_gather(tensor=buffer, stream=0, unit="layers.0")
+        group.collect(what="all_gather", outputs=[buffer], inputs=[], stream=0, unit="layers.0")
         wait(0)
     with pytest.raises(RuntimeError, match="cannot be used any more"):
         group.close()
@@ -257,7 +261,7 @@ def die(rank: int, n_ranks: int, path: str):
     buffer = torch.zeros(n_ranks)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    group.all_gather(tensor=buffer, stream=0, unit="layers.0")
+    group.collect(what="all_gather", outputs=[buffer], inputs=[], stream=0, unit="layers.0")
     wait(0)
 
 

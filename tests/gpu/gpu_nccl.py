@@ -47,17 +47,31 @@ def run_rank(rank: int, n_ranks: int, store: str) -> None:
 def check_step(group, stream: torch.cuda.Stream, rank: int, n_ranks: int, step: int) -> None:
     whole = torch.zeros(n_ranks, 1 << 16, device="cuda")
     whole[rank] = rank + step
-    group.all_gather(tensor=whole, stream=stream.cuda_stream, unit="layers.0")
+    group.collect(
+        what="all_gather", outputs=[whole], inputs=[], stream=stream.cuda_stream, unit="layers.0"
+    )
     outputs = [torch.zeros(n_ranks, size, device="cuda") for size in (64, 4096)]
     inputs = [torch.full((out.shape[1],), rank + 0.5, device="cuda") for out in outputs]
-    group.all_gather_each(
-        outputs=outputs, inputs=inputs, stream=stream.cuda_stream, unit="layers.1"
+    group.collect(
+        what="all_gather_each",
+        outputs=outputs,
+        inputs=inputs,
+        stream=stream.cuda_stream,
+        unit="layers.1",
     )
     part = torch.zeros(512, dtype=torch.bfloat16, device="cuda")
     summands = torch.ones(512 * n_ranks, dtype=torch.bfloat16, device="cuda")
-    group.reduce_scatter(output=part, input=summands, stream=stream.cuda_stream, unit="layers.1")
+    group.collect(
+        what="reduce_scatter",
+        outputs=[part],
+        inputs=[summands],
+        stream=stream.cuda_stream,
+        unit="layers.1",
+    )
     total = torch.tensor([1.0, rank], device="cuda")
-    group.all_reduce(tensor=total, stream=stream.cuda_stream, unit="layers.0")
+    group.collect(
+        what="all_reduce", outputs=[total], inputs=[], stream=stream.cuda_stream, unit="layers.0"
+    )
     event = stream.record_event()
     group.wait(is_ready=event.query, what="gpu-check")
     ranks = torch.arange(n_ranks, device="cuda")[:, None]
@@ -92,11 +106,17 @@ def time_ways(
 
     def staged() -> None:
         torch._foreach_copy_(list(slot[rank].split(sizes)), shards)
-        group.all_gather(tensor=slot, stream=stream, unit="block")
+        group.collect(what="all_gather", outputs=[slot], inputs=[], stream=stream, unit="block")
         torch._foreach_copy_(outputs["staged"], list(slot.split(sizes, dim=1)))
 
     def direct() -> None:
-        group.all_gather_each(outputs=outputs["direct"], inputs=shards, stream=stream, unit="block")
+        group.collect(
+            what="all_gather_each",
+            outputs=outputs["direct"],
+            inputs=shards,
+            stream=stream,
+            unit="block",
+        )
 
     seconds: dict[str, list[float]] = {"staged": [], "direct": []}
     for _ in range(n_samples):

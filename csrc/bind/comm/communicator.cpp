@@ -56,10 +56,13 @@ struct Operand {
     at::Tensor tensor;
     fc_comm_array array;
 
-    Operand(Fields &given, const char *name)
-        : tensor(memory_of(given.object(name).get(), name, true)),
-          array{name, at::toString(tensor.scalar_type()), static_cast<char *>(tensor.data_ptr()),
-                (size_t)tensor.numel(), tensor.nbytes()}
+    Operand(const Ref &object, const char *name)
+        : tensor(memory_of(object.get(), name, true)), array{name,
+                                                             at::toString(tensor.scalar_type()),
+                                                             static_cast<char *>(tensor.data_ptr()),
+                                                             (size_t)tensor.numel(),
+                                                             tensor.nbytes(),
+                                                             number_of(tensor.scalar_type())}
     {
     }
 };
@@ -155,58 +158,26 @@ fc_status collective(Comm &self, c10::ArrayRef<at::Tensor> written, Call &&call)
     return status;
 }
 
-fc_status comm_all_gather(Comm &self, Fields &given)
+fc_status comm_collect(Comm &self, Fields &given)
 {
-    const Operand output(given, "output"), input(given, "input");
-
-    given.end();
-    check(fc_comm_check_parts(self.core, &output.array, &input.array));
-    return collective(self, output.tensor, [&] {
-        return fc_comm_all_gather(self.core, output.array.data, input.array.data,
-                                  input.array.bytes);
-    });
-}
-
-fc_status comm_reduce_scatter(Comm &self, Fields &given)
-{
-    const Operand output(given, "output"), input(given, "input");
+    const char *what = given.text("what");
+    const Ref output = given.object("output"), input = given.object("input");
     const double divisor = given.real("divisor");
-
-    given.end();
-    check(fc_comm_check_parts(self.core, &input.array, &output.array));
-    const fc_dtype dtype = number_of(input.tensor.scalar_type());
-    return collective(self, output.tensor, [&] {
-        return fc_comm_reduce_scatter(self.core, output.array.data, input.array.data,
-                                      output.array.numel, dtype, divisor);
-    });
-}
-
-fc_status comm_all_reduce(Comm &self, Fields &given)
-{
-    const Operand data(given, "tensor");
-    const double divisor = given.real("divisor");
-
-    given.end();
-    const fc_dtype dtype = number_of(data.tensor.scalar_type());
-    return collective(self, data.tensor, [&] {
-        return fc_comm_all_reduce(self.core, data.array.data, data.array.numel, dtype, divisor);
-    });
-}
-
-fc_status comm_broadcast(Comm &self, Fields &given)
-{
-    const Operand data(given, "tensor");
     const int src = given.integer("src");
 
     given.end();
-    return collective(self, data.tensor, [&] {
-        return fc_comm_broadcast(self.core, data.array.data, data.array.bytes, src);
+    const bool is_in_place = input.get() == Py_None;
+    const Operand to(output, is_in_place ? "tensor" : "output");
+    const Operand from(is_in_place ? output : input, is_in_place ? "tensor" : "input");
+    check(fc_comm_check_arrays(self.core, what, &to.array, &from.array));
+    return collective(self, to.tensor, [&] {
+        return fc_comm_collect(self.core, what, &to.array, &from.array, divisor, src);
     });
 }
 
 fc_status comm_all_to_all(Comm &self, Fields &given)
 {
-    const Operand output(given, "output"), input(given, "input");
+    const Operand output(given.object("output"), "output"), input(given.object("input"), "input");
     const Ref counts = given.list("counts");
     std::vector<fc_comm_piece> pieces(2 * self.n_ranks);
     std::vector<fc_comm_block> blocks(2 * self.n_ranks);
@@ -244,10 +215,8 @@ bool comm_all_agree(Comm &self, PyObject *argument)
 }
 
 PyMethodDef comm_methods[] = {
-    method<comm_all_gather>("all_gather", "all_gather(*, output, input)"),
-    method<comm_reduce_scatter>("reduce_scatter", "reduce_scatter(*, output, input, divisor)"),
-    method<comm_all_reduce>("all_reduce", "all_reduce(*, tensor, divisor)"),
-    method<comm_broadcast>("broadcast", "broadcast(*, tensor, src)"),
+    method<comm_collect>("collect", "collect(*, what, output, input, divisor, src), see "
+                                    "fc_comm_check_arrays in comm/comm.h; input None: in place."),
     method<comm_all_to_all>("all_to_all", "all_to_all(*, output, input, counts)"),
     method<comm_exchange>("exchange",
                           "exchange(*, received, sent, counts, itemsize)\n\nall_to_all between "

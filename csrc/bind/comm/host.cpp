@@ -45,25 +45,6 @@ void notice(void *, const char *line)
     PySys_FormatStderr("%s\n", line);
 }
 
-/* Copies what all ranks gave. */
-void unpack_answers(PyObject *answers, int n_ranks, size_t bytes, char *all_out)
-{
-    if (!PyList_Check(answers) || PyList_GET_SIZE(answers) != n_ranks) {
-        raise_error(PyExc_TypeError, "exchange must return a list of %d bytes objects", n_ranks);
-    }
-    for (int r = 0; r < n_ranks; r++) {
-        PyObject *item = PyList_GET_ITEM(answers, r); /* borrowed */
-
-        if (!PyBytes_Check(item) || PyBytes_GET_SIZE(item) != (Py_ssize_t)bytes) {
-            raise_error(
-                PyExc_RuntimeError,
-                "rank %d runs another version of fsdp_c, or exchange did not return %zu bytes", r,
-                bytes);
-        }
-        std::memcpy(all_out + (size_t)r * bytes, PyBytes_AS_STRING(item), bytes);
-    }
-}
-
 /* An exception of the callable stays set and travels as FC_ERR_INTERRUPTED. */
 fc_status exchange(void *context, const char *what, const void *mine, size_t bytes, void *all_out)
 {
@@ -72,9 +53,13 @@ fc_status exchange(void *context, const char *what, const void *mine, size_t byt
     const bool is_good = succeeds([&] {
         const Ref sent = checked(PyBytes_FromStringAndSize((const char *)mine, (Py_ssize_t)bytes));
         const Ref named = dict_of({{"what", to_python(what)}, {"mine", sent}});
-        const Ref answers = checked(
+        const Ref all = checked(
             PyObject_Call(host->exchange.get(), checked(PyTuple_New(0)).get(), named.get()));
-        unpack_answers(answers.get(), host->n_ranks, bytes, static_cast<char *>(all_out));
+        const size_t all_bytes = (size_t)host->n_ranks * bytes;
+        if (!PyBytes_Check(all.get()) || (size_t)PyBytes_GET_SIZE(all.get()) != all_bytes) {
+            raise_error(PyExc_TypeError, "exchange must return %zu bytes", all_bytes);
+        }
+        std::memcpy(all_out, PyBytes_AS_STRING(all.get()), all_bytes);
     });
 
     return is_good ? FC_OK : fc_fail(FC_ERR_INTERRUPTED, "exchange of %s failed", what);

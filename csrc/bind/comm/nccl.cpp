@@ -57,84 +57,33 @@ fc_status nccl_wait(Nccl &self, Fields &given)
 
 /* ---- collectives ---- */
 
-void require(bool is_good, const char *text)
+/* Of tensors that who gave the list keeps. */
+std::vector<fc_nccl_array> arrays_of(const Ref &list)
 {
-    check(is_good ? FC_OK : fc_fail(FC_ERR_INVALID, "%s", text));
-}
+    std::vector<fc_nccl_array> arrays;
 
-/* Kept by who gave it. */
-const at::Tensor &contiguous(PyObject *object)
-{
-    const at::Tensor &tensor = tensor_of(object);
+    for (PyObject *object : items_of(list.get())) {
+        const at::Tensor &tensor = tensor_of(object);
 
-    require(tensor.is_contiguous(), "a collective over NCCL needs contiguous tensors");
-    return tensor;
-}
-
-/* What every collective is given beside its tensors; the last that is read. */
-struct Queue {
-    fc_stream *stream;
-    fc_label label;
-
-    Queue(Fields &given, const char *what)
-        : stream(reinterpret_cast<fc_stream *>(given.size("stream"))),
-          label{given.text("unit"), what, 0}
-    {
-        given.end();
+        if (!tensor.is_contiguous()) {
+            raise_error(PyExc_ValueError, "a collective over NCCL needs contiguous tensors");
+        }
+        arrays.push_back({tensor.data_ptr(), tensor.nbytes(), (size_t)tensor.numel(),
+                          dtype_of(tensor.scalar_type())});
     }
-};
-
-fc_status nccl_all_gather(Nccl &self, Fields &given)
-{
-    const at::Tensor &all = contiguous(given.object("tensor").get());
-    const Queue at(given, "all_gather");
-    const auto n_ranks = (size_t)self.host.n_ranks;
-
-    require(all.nbytes() % n_ranks == 0, "all_gather: the buffer has no part for each rank");
-    return fc_nccl_all_gather(fc_nccl_gathers(self.group), at.stream, at.label, all.data_ptr(),
-                              all.nbytes() / n_ranks);
+    return arrays;
 }
 
-fc_status nccl_all_gather_each(Nccl &self, Fields &given)
+fc_status nccl_collect(Nccl &self, Fields &given)
 {
-    const Ref outputs = given.object("outputs"), inputs = given.object("inputs");
-    const Queue at(given, "all_gather");
-    std::vector<fc_gather> gathers;
+    const Ref outputs = given.list("outputs"), inputs = given.list("inputs");
+    auto *stream = reinterpret_cast<fc_stream *>(given.size("stream"));
+    const fc_label label = {given.text("unit"), given.text("what"), 0};
 
-    require(PyList_Check(outputs.get()) && PyList_Check(inputs.get()) &&
-                PyList_GET_SIZE(outputs.get()) == PyList_GET_SIZE(inputs.get()),
-            "all_gather_each: as many outputs as inputs");
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(inputs.get()); i++) {
-        const at::Tensor &to = contiguous(PyList_GET_ITEM(outputs.get(), i));
-        const at::Tensor &from = contiguous(PyList_GET_ITEM(inputs.get(), i));
-
-        gathers.push_back({to.data_ptr(), from.data_ptr(), from.nbytes()});
-    }
-    return fc_nccl_all_gather_each(fc_nccl_gathers(self.group), at.stream, at.label, gathers.data(),
-                                   gathers.size());
-}
-
-fc_status nccl_reduce_scatter(Nccl &self, Fields &given)
-{
-    const at::Tensor &to = contiguous(given.object("output").get());
-    const at::Tensor &from = contiguous(given.object("input").get());
-    const Queue at(given, "reduce_scatter");
-
-    require(to.scalar_type() == from.scalar_type(),
-            "reduce_scatter: both tensors must have one type");
-    return fc_nccl_reduce_scatter(fc_nccl_reductions(self.group), at.stream, at.label,
-                                  to.data_ptr(), from.data_ptr(), (size_t)to.numel(),
-                                  dtype_of(to.scalar_type()));
-}
-
-fc_status nccl_all_reduce(Nccl &self, Fields &given)
-{
-    const at::Tensor &tensor = contiguous(given.object("tensor").get());
-    const Queue at(given, "all_reduce");
-
-    return fc_nccl_all_reduce(fc_nccl_reductions(self.group), at.stream, at.label,
-                              tensor.data_ptr(), (size_t)tensor.numel(),
-                              dtype_of(tensor.scalar_type()));
+    given.end();
+    const std::vector<fc_nccl_array> to = arrays_of(outputs), from = arrays_of(inputs);
+    return fc_nccl_collect(self.group, stream, label, to.data(), to.size(), from.data(),
+                           from.size());
 }
 
 PyMethodDef nccl_methods[] = {
@@ -151,12 +100,8 @@ PyMethodDef nccl_methods[] = {
     }>("abort", "End here, and on the ranks of this host, with this text."),
     method<nccl_wait>("wait",
                       "wait(*, is_ready, what): until is_ready() is true, watching the ranks."),
-    method<nccl_all_gather>("all_gather", "all_gather(*, tensor, stream, unit): in place"),
-    method<nccl_all_gather_each>("all_gather_each",
-                                 "all_gather_each(*, outputs, inputs, stream, unit)"),
-    method<nccl_reduce_scatter>("reduce_scatter",
-                                "reduce_scatter(*, output, input, stream, unit): sums"),
-    method<nccl_all_reduce>("all_reduce", "all_reduce(*, tensor, stream, unit): sums"),
+    method<nccl_collect>("collect", "collect(*, what, outputs, inputs, stream, unit), see "
+                                    "fc_nccl_collect in transport/nccl.h."),
     {},
 };
 

@@ -1,6 +1,7 @@
 /* Memory of the core as tensors for the collectives of Python. */
 #include "bind/comm/transport.h"
 
+#include "bind/python/objects.h"
 #include "bind/tensor/tensors.h"
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -35,11 +36,6 @@ PyObject *elements(void *context, const void *data, size_t numel, fc_dtype dtype
     });
 }
 
-PyObject *bytes(void *context, const void *data, size_t n)
-{
-    return elements(context, data, n, FC_U8);
-}
-
 /* Calls a method with `named`, which it takes. An exception stays set and travels as FC_ERR_GROUP.
  */
 fc_status call(void *context, const char *method, PyObject *named)
@@ -57,10 +53,11 @@ fc_status call(void *context, const char *method, PyObject *named)
 fc_status messages_all_gather(void *context, void *recv, const void *send, size_t send_bytes)
 {
     const Gil gil;
-    return call(context, "all_gather",
-                Py_BuildValue("{sNsN}", "output",
-                              bytes(context, recv, messages_in(context).n_ranks * send_bytes),
-                              "input", bytes(context, send, send_bytes)));
+    return call(
+        context, "all_gather",
+        Py_BuildValue("{sNsN}", "output",
+                      elements(context, recv, messages_in(context).n_ranks * send_bytes, FC_U8),
+                      "input", elements(context, send, send_bytes, FC_U8)));
 }
 
 fc_status messages_reduce_scatter(void *context, void *recv, void *send, size_t recv_numel,
@@ -83,21 +80,15 @@ fc_status messages_all_reduce(void *context, void *data, size_t numel, fc_dtype 
 fc_status messages_broadcast(void *context, void *data, size_t n_bytes, int root)
 {
     const Gil gil;
-    return call(context, "broadcast",
-                Py_BuildValue("{sNsi}", "tensor", bytes(context, data, n_bytes), "src", root));
+    return call(
+        context, "broadcast",
+        Py_BuildValue("{sNsi}", "tensor", elements(context, data, n_bytes, FC_U8), "src", root));
 }
 
 /* New reference; nullptr with an exception set. */
 PyObject *list_of(const size_t *values, size_t n)
 {
-    return guarded([&] {
-        Ref list = checked(PyList_New((Py_ssize_t)n));
-        for (size_t i = 0; i < n; i++) {
-            PyList_SET_ITEM(list.get(), (Py_ssize_t)i,
-                            checked(PyLong_FromSize_t(values[i])).release());
-        }
-        return list.release();
-    });
+    return guarded([&] { return to_python(std::vector<size_t>(values, values + n)).release(); });
 }
 
 fc_status messages_all_to_all(void *context, void *recv, const size_t *recv_bytes, const void *send,
@@ -107,11 +98,12 @@ fc_status messages_all_to_all(void *context, void *recv, const size_t *recv_byte
     const size_t n = messages_in(context).n_ranks;
     return call(
         context, "all_to_all",
-        Py_BuildValue("{sNsNsNsN}", "output",
-                      bytes(context, recv, std::accumulate(recv_bytes, recv_bytes + n, size_t(0))),
-                      "received", list_of(recv_bytes, n), "input",
-                      bytes(context, send, std::accumulate(send_bytes, send_bytes + n, size_t(0))),
-                      "sent", list_of(send_bytes, n)));
+        Py_BuildValue(
+            "{sNsNsNsN}", "output",
+            elements(context, recv, std::accumulate(recv_bytes, recv_bytes + n, size_t(0)), FC_U8),
+            "received", list_of(recv_bytes, n), "input",
+            elements(context, send, std::accumulate(send_bytes, send_bytes + n, size_t(0)), FC_U8),
+            "sent", list_of(send_bytes, n)));
 }
 
 fc_status messages_barrier(void *context)

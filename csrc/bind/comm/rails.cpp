@@ -11,7 +11,6 @@
 
 #include <deque>
 #include <exception>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -48,10 +47,7 @@ GroupRails &rails_in(void *context)
 /* Without the GIL, whose other threads go on; an exception is what the group says. */
 template <typename Body> fc_status without_gil(Body &&body)
 {
-    std::optional<NoGil> no_gil;
-    if (PyGILState_Check()) {
-        no_gil.emplace();
-    }
+    const NoGil no_gil;
     try {
         body();
         return FC_OK;
@@ -125,17 +121,6 @@ void rail_release(void *context)
     delete static_cast<GroupRails *>(context);
 }
 
-template <auto convert> auto list_from(Fields &fields, const char *name)
-{
-    const Ref items = checked(PySequence_Fast(fields.object(name).get(), "expected a list"));
-    std::vector<decltype(convert(nullptr))> values;
-
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); i++) {
-        values.push_back(convert(PySequence_Fast_GET_ITEM(items.get(), i)));
-    }
-    return values;
-}
-
 } // namespace
 
 fc_message_ops rails_over(const Ref &rails, const fc_transport_config &config,
@@ -147,8 +132,8 @@ fc_message_ops rails_over(const Ref &rails, const fc_transport_config &config,
             delete ops;
         });
     Fields fields(rails.get());
-    const auto hosts = list_from<integer_from>(fields, "hosts");
-    const auto names = list_from<text_from>(fields, "names");
+    const auto hosts = fields.values<integer_from>("hosts");
+    const auto names = fields.values<text_from>("names");
     const Ref local = fields.object("local");
     const auto process_group = c10d::resolve_process_group(fields.text("group"));
     fields.end();

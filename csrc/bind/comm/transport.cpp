@@ -8,11 +8,7 @@ namespace fc {
 
 RanksConfig::RanksConfig(Fields &given, Host *host)
 {
-    const Ref ranks = given.list("global_ranks");
-
-    for (PyObject *rank : items_of(ranks.get())) {
-        global_ranks.push_back(integer_from(rank));
-    }
+    global_ranks = given.values<integer_from>("global_ranks");
     host->exchange = given.object("exchange");
     host->n_ranks = (int)global_ranks.size();
     config.name = given.text("name");

@@ -14,7 +14,8 @@ namespace fc {
 
 /* What a transport asks of the Python process it lives in; outlives its use. */
 struct Host {
-    Ref exchange; /* exchange(what: str, mine: bytes) -> list[bytes] */
+    Ref exchange; /* exchange(what: str, mine: bytes) -> bytes, all ranks' (for_core of _rendezvous)
+                   */
     int n_ranks = 0;
 
     fc_host_ops ops();

@@ -248,12 +248,8 @@ fc_status accelerator_move(fc_device *device, fc_stream *stream, fc_label label,
                                            torch_stream(stream)) == moves->streams.end()) {
         moves->streams.push_back(torch_stream(stream));
     }
-    const bool is_plain = move->divisor == 1 && !move->accumulate;
-    const int error = is_plain ? self->kernels->move(&launch)
-                               : self->kernels->finish(&launch, move->divisor, move->accumulate);
-    return error == 0 ? FC_OK
-                      : fc_fail(FC_ERR_SYSTEM, "kernel of '%s' of '%s': %s", label.what, label.unit,
-                                self->kernels->error_text(error));
+    return fc_cuda_move(self->kernels, &launch, move->divisor, move->accumulate, label.what,
+                        label.unit);
 }
 
 constexpr fc_device_ops accelerator_ops = {

@@ -112,26 +112,16 @@ void Streams::read_shards()
 
 // ---- DeviceUnit ----
 
-DeviceOptions::DeviceOptions(PyObject *options)
-{
-    Fields fields(options);
-    is_offloaded = fields.flag("is_offloaded");
-    is_pinned = fields.flag("is_pinned");
-    post_rank = static_cast<int>(fields.size("post_rank"));
-    n_post_ranks = static_cast<int>(fields.size("n_post_ranks"));
-    group = fields.text("group");
-    replicate_group = fields.text("replicate_group");
-    post_group = fields.text("post_group");
-    fields.end();
-}
-
-DeviceUnit::DeviceUnit(Streams *streams, fc_unit *shard, fc_unit *replicate,
-                       const DeviceOptions &options)
+DeviceUnit::DeviceUnit(Streams *streams, fc_unit *shard, fc_unit *replicate, PyObject *options)
     : streams_(streams), layout_(fc_unit_layout(shard)), has_replicas_(replicate != nullptr),
-      options_(options), full_(layout_->n_params), types_(layout_->n_params)
+      full_(layout_->n_params), types_(layout_->n_params)
 {
     const Collectives &all = streams->collectives();
-    fc_device_comm *shards = all.find(options.group);
+    Fields given(options);
+    fc_device_comm *shards = all.find(given.text("group"));
+    const char *replicas = given.text("replicate_group"), *post = given.text("post_group");
+    is_offloaded_ = given.flag("is_offloaded");
+    is_pinned_ = given.flag("is_pinned");
     why_staged_ = fc_gathers_why_staged(layout_, fc_collectives_has_groups(shards));
     fc_schedule_unit_options plan = {};
     plan.name = fc_unit_name(shard);
@@ -139,15 +129,14 @@ DeviceUnit::DeviceUnit(Streams *streams, fc_unit *shard, fc_unit *replicate,
     plan.shard_unit = shard;
     plan.replicate_unit = replicate;
     plan.gather = plan.reduce = shards;
-    plan.replicas = has_replicas_ ? all.find(options.replicate_group) : nullptr;
+    plan.replicas = has_replicas_ ? all.find(replicas) : nullptr;
     plan.is_direct = why_staged_ == nullptr;
-    plan.is_offloaded = options.is_offloaded != 0;
-    if (options.n_post_ranks > 0) {
-        plan.post_rank = options.post_rank;
-        plan.n_post_ranks = options.n_post_ranks;
-        plan.post_gather = all.find(options.post_group);
-    }
+    plan.is_offloaded = is_offloaded_;
+    plan.post_rank = given.integer("post_rank");
+    plan.n_post_ranks = given.integer("n_post_ranks");
+    plan.post_gather = plan.n_post_ranks > 0 ? all.find(post) : nullptr;
     plan.pre_divisor = plan.divisor = 1; // given with the gradients
+    given.end();
     check(fc_schedule_add(streams->schedule(), &plan, Out(unit_)));
 }
 
@@ -156,8 +145,8 @@ at::Tensor DeviceUnit::make_buffer(size_t bytes) const
     const NoModes no_modes;
     const auto size = static_cast<int64_t>(bytes);
     const at::TensorOptions options = at::dtype(at::kByte);
-    if (options_.is_offloaded) {
-        return at::empty({size}, options.pinned_memory(options_.is_pinned != 0));
+    if (is_offloaded_) {
+        return at::empty({size}, options.pinned_memory(is_pinned_));
     }
     if (!is_alone()) {
         check(fc_schedule_enter_reduce(streams_->schedule()));

@@ -98,22 +98,12 @@ private:
     Owned<fc_schedule, fc_schedule_destroy> schedule_;
 };
 
-// What a unit's plan says of its device.
-struct DeviceOptions {
-    // DeviceOptions of fsdp_c/_comm/_device.py.
-    explicit DeviceOptions(PyObject *options);
-
-    int is_offloaded = 0; // shards and their gradients are host memory
-    int is_pinned = 0;
-    int post_rank = 0, n_post_ranks = 0;            // in a smaller group that forward reshards to
-    std::string group, replicate_group, post_group; // names of those that are connected
-};
-
 // One unit in the schedule of its root.
 class DeviceUnit : NoCopy {
 public:
     // The units whose ranks shard and, unless it is null, replicate; both outlive this one.
-    DeviceUnit(Streams *streams, fc_unit *shard, fc_unit *replicate, const DeviceOptions &options);
+    // `options`: DeviceOptions of fsdp_c/_comm/_device.py.
+    DeviceUnit(Streams *streams, fc_unit *shard, fc_unit *replicate, PyObject *options);
 
     // Where gradients are finished.
     c10::Stream finishing() const
@@ -136,7 +126,8 @@ public:
     // Whether the plan stages a gradient of each parameter that is trained now.
     bool stages_all(const std::vector<Param> &params) const;
     fc_schedule_unit *scheduled() const { return unit_.get(); }
-    bool is_offloaded() const { return options_.is_offloaded != 0; }
+    // Shards and their gradients are host memory.
+    bool is_offloaded() const { return is_offloaded_; }
     // One rank has all of the unit, on the device.
     bool has_all() const { return layout_->n_ranks == 1 && !is_offloaded(); }
     // And nobody else has, or looks: its gradients are what autograd makes.
@@ -159,9 +150,8 @@ private:
     Streams *streams_;
     const fc_layout *layout_;
     Owned<fc_schedule_unit, fc_schedule_remove> unit_;
-    bool has_replicas_;
+    bool has_replicas_, is_offloaded_, is_pinned_;
     const char *why_staged_;
-    DeviceOptions options_;
     std::vector<const void *> full_;
     std::vector<fc_dtype> types_;
 };

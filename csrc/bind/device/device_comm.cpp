@@ -7,8 +7,6 @@
 #include <c10/core/Allocator.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
-#include <memory>
-
 namespace fc {
 
 namespace {
@@ -38,6 +36,21 @@ fc_stream *native(fc_stream *stream)
 {
     const c10::Stream &given = torch_stream(stream);
     return given.device().is_cpu() ? nullptr : static_cast<fc_stream *>(native_stream(given));
+}
+
+fc_status in_stream_of(void *, fc_stream *stream, fc_status (*body)(void *), void *arg)
+{
+    const c10::StreamGuard guard(torch_stream(stream));
+    return body(arg);
+}
+
+fc_collectives_group by_messages(const c10::Device &device, const Ref &messages, int rank,
+                                 int n_ranks)
+{
+    return {.n_ranks = n_ranks,
+            .rank = rank,
+            .is_seen = true,
+            .seen = messages_ops(messages, n_ranks, device)};
 }
 
 fc_collectives_group by_nccl(PyObject *nccl)
@@ -81,10 +94,7 @@ fc_status in_stream(void *context, fc_stream *stream, const char *what, fc_label
 // let go of Python objects. On a host the end is waited for; on an accelerator by the stream.
 template <typename Call> void await(Call &&call)
 {
-    std::optional<NoGil> no_gil;
-    if (PyGILState_Check()) {
-        no_gil.emplace();
-    }
+    const NoGil no_gil;
     if (const c10::intrusive_ptr<c10d::Work> work = call()) {
         work->wait();
     }
@@ -139,69 +149,15 @@ fc_collectives_group by_group(const c10::Device *device, const std::string &name
             .release = [](void *context) { delete static_cast<OwnGroup *>(context); }};
 }
 
-// ---- in sight ----
-
-struct Seen {
-    fc_message_ops ops;
-    size_t rank;
-};
-
-template <typename Call> fc_status in_sight(void *context, fc_stream *stream, Call &&call)
-{
-    const Seen &seen = *static_cast<const Seen *>(context);
-    const c10::StreamGuard guard(torch_stream(stream));
-    return call(seen, seen.ops.context);
-}
-
-fc_status seen_all_gather(void *context, fc_stream *stream, fc_label, void *buffer,
-                          size_t part_bytes)
-{
-    return in_sight(context, stream, [&](const Seen &seen, void *messages) {
-        const void *own = static_cast<char *>(buffer) + seen.rank * part_bytes;
-        return seen.ops.all_gather(messages, buffer, own, part_bytes);
-    });
-}
-
-fc_status seen_reduce_scatter(void *context, fc_stream *stream, fc_label, void *to,
-                              const void *from, size_t numel, fc_dtype dtype)
-{
-    return in_sight(context, stream, [&](const Seen &seen, void *messages) {
-        return seen.ops.reduce_scatter(messages, to, const_cast<void *>(from), numel, dtype);
-    });
-}
-
-fc_status seen_all_reduce(void *context, fc_stream *stream, fc_label, void *buffer, size_t numel,
-                          fc_dtype dtype)
-{
-    return in_sight(context, stream, [&](const Seen &seen, void *messages) {
-        return seen.ops.all_reduce(messages, buffer, numel, dtype);
-    });
-}
-
-void release_seen(void *context)
-{
-    const std::unique_ptr<Seen> seen(static_cast<Seen *>(context));
-    seen->ops.release(seen->ops.context);
-}
-
-fc_collectives_group by_messages(const c10::Device &device, const Ref &messages, int rank,
-                                 int n_ranks)
-{
-    return {.context = new Seen{messages_ops(messages, n_ranks, device), static_cast<size_t>(rank)},
-            .n_ranks = n_ranks,
-            .is_seen = true,
-            .all_gather = seen_all_gather,
-            .reduce_scatter = seen_reduce_scatter,
-            .all_reduce = seen_all_reduce,
-            .release = release_seen};
-}
-
 } // namespace
 
 Collectives::Collectives(c10::Device device) : device_(device)
 {
-    const fc_collectives_host host = {
-        .context = this, .alloc = alloc, .free = free_memory, .native = native};
+    const fc_collectives_host host = {.context = this,
+                                      .alloc = alloc,
+                                      .free = free_memory,
+                                      .native = native,
+                                      .in_stream = in_stream_of};
     check(fc_collectives_create(&host, Out(core_)));
 }
 

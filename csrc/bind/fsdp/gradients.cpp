@@ -77,7 +77,6 @@ void ShardGradients::make_one(Param &param, at::Tensor local)
     param.grad = Reused(std::move(made), std::move(object));
 }
 
-// A gradient of autograd's becomes the shard's.
 void ShardGradients::adopt(Param &param, const at::Tensor &grad)
 {
     if (param.grad.object && param.grad.is_free()) {
@@ -115,7 +114,6 @@ void ShardGradients::release()
     share_flat_ = false;
 }
 
-// Makes a gradient for every parameter without one (`all`: for every parameter), in one new buffer.
 // A gradient that somebody else holds is left to its holder.
 void ShardGradients::make(bool all)
 {
@@ -126,11 +124,13 @@ void ShardGradients::make(bool all)
         return;
     }
     std::vector<size_t> wanted;
+    size_t n_grads = 0;
     bool flat_is_ours = flat_.defined() && flat_.storage().use_count() == flat_uses_;
     for (size_t i = 0; i < params_.size(); i++) {
         const Param &p = params_[i];
         const bool reusable =
             p.grad.object && flat_is_ours && p.grad.local.is_alias_of(flat_) && p.grad.is_free();
+        n_grads += layout_->params[i].has_grad;
         if (layout_->params[i].has_grad && (all || (!p.has_own_grad() && !reusable))) {
             wanted.push_back(i);
         }
@@ -143,17 +143,10 @@ void ShardGradients::make(bool all)
     for (size_t i : wanted) {
         make_one(params_[i], gradient_in(flat_, i));
     }
-    share_flat_ = true;
-    for (size_t i = 0; i < params_.size(); i++) {
-        const Reused &g = params_[i].grad;
-        share_flat_ = share_flat_ &&
-                      (!layout_->params[i].has_grad || (g.object && g.local.is_alias_of(flat_)));
-    }
+    share_flat_ = wanted.size() == n_grads; // nothing else lies in the new buffer
     flat_uses_ = flat_.storage().use_count();
 }
 
-// Runs the post-accumulate hooks of a parameter whose gradient is final, now or at the end of the
-// phase.
 void ShardGradients::after_write(size_t index, const fc_reduce_options &options)
 {
     Param &p = params_[index];

@@ -66,7 +66,7 @@ fc_unsharding_options Unit::make_device(const UnitParts &parts)
     made.owner = this;
     if (Streams *streams = domain_streams(parts.domain.get())) {
         device_ = std::make_unique<DeviceUnit>(streams, shard_, parts.in(parts.replicate),
-                                               DeviceOptions(parts.on_device.get()));
+                                               parts.on_device.get());
         made.schedule = streams->schedule();
         made.on_device = device_->scheduled();
         made.has_all = device_->has_all();

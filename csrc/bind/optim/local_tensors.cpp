@@ -168,22 +168,6 @@ at::Tensor wanted_of(PyObject *item, bool gradients)
     return gradients ? tensor.grad() : tensor;
 }
 
-// Of a subclass too.
-bool has_dtensors(PyObject *list, bool gradients)
-{
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
-        PyObject *item = PyList_GET_ITEM(list, i);
-        if (THPVariable_Check(item)) {
-            const at::Tensor wanted = wanted_of(item, gradients);
-            Ref object = wanted.defined() ? checked(THPVariable_Wrap(wanted)) : Ref();
-            if (object && is_dtensor_or_subclass(object.get())) {
-                return true;
-            }
-        }
-    }
-    return false;
-}
-
 Ref collect(PyObject *self, PyObject *list, bool gradients)
 {
     const Ref none = Ref::borrow(Py_None);
@@ -196,7 +180,6 @@ Ref collect(PyObject *self, PyObject *list, bool gradients)
     collected->tensors.reserve(n);
     collected->locals.reserve(n);
     collected->numbers.reserve(n);
-    bool is_sharded = false; // plain tensors alone are torch's
     // Comparing specs runs Python code, which may change the list.
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
         PyObject *item = PyList_GET_ITEM(list, i);
@@ -207,28 +190,16 @@ Ref collect(PyObject *self, PyObject *list, bool gradients)
         if (wanted.defined() && !take(*collected, std::move(wanted))) {
             return none;
         }
-        if (!is_sharded && !collected->numbers.empty()) {
-            is_sharded = collected->numbers.front() != no_layout || has_dtensors(list, gradients);
-            if (!is_sharded) {
-                return none;
-            }
-        }
     }
-    return collected->tensors.empty() ? none
-                                      : make_owner(python_type<Locals>, std::move(collected));
+    // Plain tensors alone are torch's.
+    const std::vector<int> &layouts = collected->layouts;
+    const bool is_sharded = layouts.size() > 1 || (!layouts.empty() && layouts[0] != no_layout);
+    return is_sharded ? make_owner(python_type<Locals>, std::move(collected)) : none;
 }
 
 template <bool gradients> PyObject *layouts_collect(PyObject *self, PyObject *list)
 {
     return guarded([&] { return collect(self, list, gradients).release(); });
-}
-
-bool layouts_has_dtensors(Fields &given)
-{
-    const Ref list = given.list("tensors");
-    const bool gradients = given.flag("gradients");
-    given.end();
-    return has_dtensors(list.get(), gradients);
 }
 
 Ref layouts_first_spec(Known &self, PyObject *argument)
@@ -246,10 +217,6 @@ PyMethodDef layouts_methods[] = {
      "None: one of them is no memory of real numbers, or none is a DTensor."},
     {"collect_gradients", layouts_collect<true>, METH_O,
      "collect_gradients(tensors) -> Locals | None\n\nThe same of the gradients that tensors have."},
-    function<layouts_has_dtensors>("has_dtensors",
-                                   "has_dtensors(*, tensors, gradients) -> bool\n\nAmong them, or "
-                                   "among the gradients they have.",
-                                   METH_STATIC),
     method<[](Known &self, PyObject *spec) { return self.layouts.number_of(spec); }>(
         "number", "number(spec) -> int\n\nThat of the spec's layout."),
     method<layouts_first_spec>("spec", "spec(number)\n\nThe first one seen of the layout."),
@@ -260,25 +227,16 @@ Ref tuple_of(const std::vector<int> &numbers)
     return checked(PyList_AsTuple(to_python(numbers).get()));
 }
 
-std::vector<Ref> locals_parts(const Locals &collected)
+Ref locals_part(const Locals &collected, PyObject *indices)
 {
-    std::vector<std::pair<int, std::unique_ptr<Locals>>> parts;
-    for (size_t i = 0; i < collected.tensors.size(); i++) {
-        const int mesh = mesh_number_of(collected, collected.numbers[i]);
-        auto part = std::find_if(parts.begin(), parts.end(),
-                                 [&](const auto &other) { return other.first == mesh; });
-        if (part == parts.end()) {
-            parts.emplace_back(mesh, std::make_unique<Locals>());
-            part = parts.end() - 1;
-            part->second->owner = collected.owner;
-        }
-        add(*part->second, collected.tensors[i], collected.locals[i], collected.numbers[i]);
+    const Ref all = checked(PySequence_List(indices));
+    auto part = std::make_unique<Locals>();
+    part->owner = collected.owner;
+    for (PyObject *index : items_of(all.get())) {
+        const size_t i = size_from(index);
+        add(*part, collected.tensors.at(i), collected.locals.at(i), collected.numbers.at(i));
     }
-    std::vector<Ref> made;
-    for (auto &part : parts) {
-        made.push_back(make_owner(python_type<Locals>, std::move(part.second)));
-    }
-    return made;
+    return make_owner(python_type<Locals>, std::move(part));
 }
 
 const Flat &flat_in(Locals &collected)
@@ -330,8 +288,7 @@ PyMethodDef locals_methods[] = {
     method<&Locals::locals>("tensors", "tensors() -> list[Tensor]\n\nThe local ones."),
     method<[](Locals &self) { return tuple_of(self.numbers); }>(
         "numbers", "numbers() -> tuple[int, ...]\n\nEach tensor's layout; -1: a plain one."),
-    method<locals_parts>(
-        "parts", "parts() -> list[Locals]\n\nOne for each mesh, and one for plain tensors."),
+    method<locals_part>("part", "part(indices) -> Locals\n\nOf these tensors."),
     method<locals_norms>(
         "norms",
         "norms() -> Tensor\n\nThe 2-norm of each local tensor, which are flat; float32, [n]."),

@@ -2,9 +2,9 @@
 #include "bind/python/calls.h"
 
 #include "bind/module.h"
+#include "bind/python/fields.h"
 
-#include <algorithm>
-#include <string>
+#include <iterator>
 
 namespace fc {
 
@@ -15,31 +15,6 @@ constexpr const char *call_names[] = {
     FC_CALLS(FC_TEXT)
 #undef FC_TEXT
 };
-
-// Which of the functions were not given, or what was given beside them; empty: all is well.
-std::string what_is_wrong(PyObject *named)
-{
-    std::string missing, unknown;
-    const auto add = [](std::string &list, const char *head, const char *name) {
-        list += (list.empty() ? head : ", ") + std::string(name);
-    };
-    for (const char *name : call_names) {
-        if (PyDict_GetItemString(named, name) == nullptr) {
-            add(missing, "missing: ", name);
-        }
-    }
-    PyObject *key, *value;
-    for (Py_ssize_t at = 0; PyDict_Next(named, &at, &key, &value) != 0;) {
-        const bool is_known =
-            std::any_of(std::begin(call_names), std::end(call_names), [&](const char *name) {
-                return PyUnicode_CompareWithASCIIString(key, name) == 0;
-            });
-        if (!is_known || PyCallable_Check(value) == 0) {
-            add(unknown, "no such function: ", PyUnicode_AsUTF8(key));
-        }
-    }
-    return missing + (missing.empty() || unknown.empty() ? "" : "; ") + unknown;
-}
 
 } // namespace
 
@@ -85,16 +60,20 @@ Ref look_up(Import what)
                : checked(PyObject_GetAttrString(file.get(), place.attribute));
 }
 
-void set_callbacks(PyObject *unnamed, PyObject *named)
+std::vector<const char *> names_of_calls()
 {
-    if (PyTuple_GET_SIZE(unnamed) > 0 || named == nullptr) {
-        raise_error(PyExc_TypeError, "set_callbacks takes functions by name");
-    }
-    if (const std::string text = what_is_wrong(named); !text.empty()) {
-        raise_error(PyExc_TypeError, "set_callbacks: %s", text.c_str());
-    }
+    return {std::begin(call_names), std::end(call_names)};
+}
+
+void set_callbacks(Fields &given)
+{
+    std::array<Ref, n_calls> functions;
     for (size_t i = 0; i < n_calls; i++) {
-        Py_XSETREF(process.calls[i], Py_NewRef(PyDict_GetItemString(named, call_names[i])));
+        functions[i] = given.object(call_names[i]);
+    }
+    given.end();
+    for (size_t i = 0; i < n_calls; i++) {
+        Py_XSETREF(process.calls[i], functions[i].release());
     }
 }
 

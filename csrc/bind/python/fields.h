@@ -6,6 +6,7 @@
 #include "bind/python/python.h"
 
 #include <span>
+#include <vector>
 
 namespace fc {
 
@@ -90,6 +91,16 @@ public:
     }
     // A list, or a tuple as one.
     Ref list(const char *name) { return checked(PySequence_List(object(name).get())); }
+    // What `convert` makes of the items of one; texts are kept by what was handed down.
+    template <auto convert> auto values(const char *name)
+    {
+        const Ref items = list(name);
+        std::vector<decltype(convert(nullptr))> made;
+        for (PyObject *item : items_of(items.get())) {
+            made.push_back(convert(item));
+        }
+        return made;
+    }
     bool flag(const char *name) { return truth_of(object(name).get()); }
     size_t size(const char *name) { return size_from(object(name).get()); }
     int integer(const char *name) { return integer_from(object(name).get()); }

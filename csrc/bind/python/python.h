@@ -190,14 +190,16 @@ private:
     PyGILState_STATE state_;
 };
 
-// Lets other Python threads run; for long work on memory.
+// Lets other Python threads run, where this one holds the lock; for long work on memory.
 class NoGil : NoCopy {
 public:
-    NoGil() : state_(PyEval_SaveThread()) {}
+    NoGil() : state_(PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
     ~NoGil()
     {
-        const Request request;
-        PyEval_RestoreThread(state_);
+        if (state_ != nullptr) {
+            const Request request;
+            PyEval_RestoreThread(state_);
+        }
     }
 
 private:

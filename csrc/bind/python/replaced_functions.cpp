@@ -52,17 +52,6 @@ bool is_in_place(Owner &owner)
     return true;
 }
 
-Owner &owner_of(std::vector<Owner> &owners, PyObject *object)
-{
-    for (Owner &owner : owners) {
-        if (owner.object.get() == object) {
-            return owner;
-        }
-    }
-    owners.push_back({Ref::borrow(object), 0, {}});
-    return owners.back();
-}
-
 } // namespace
 
 bool functions_replaced()
@@ -90,9 +79,11 @@ void watch_functions(Fields &given)
     Watched found = {{}, state_names};
     for (PyObject *function : items_of(all.get())) {
         Fields row(function);
-        std::vector<Function> &of_owner =
-            owner_of(found.owners, row.object("owner").get()).functions;
-        of_owner.push_back({row.object("name"), row.object("function")});
+        Ref owner = row.object("owner"); // those of one come one after another
+        if (found.owners.empty() || found.owners.back().object.get() != owner.get()) {
+            found.owners.push_back({std::move(owner), 0, {}});
+        }
+        found.owners.back().functions.push_back({row.object("name"), row.object("function")});
         row.end();
     }
     delete std::exchange(watched, new Watched(std::move(found)));

@@ -28,11 +28,7 @@ int place_of(at::ScalarType type, int n)
 
 fc_dtype number_of(at::ScalarType type)
 {
-    const int place = place_of(type, FC_RAW1);
-    if (place == FC_RAW1) {
-        raise_error(PyExc_ValueError, "tensors of type %s cannot be added", c10::toString(type));
-    }
-    return static_cast<fc_dtype>(place);
+    return static_cast<fc_dtype>(place_of(type, FC_RAW1));
 }
 
 fc_dtype dtype_of(at::ScalarType type)

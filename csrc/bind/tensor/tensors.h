@@ -33,7 +33,7 @@ struct NoModes : c10::impl::ExcludeDispatchKeyGuard {
 // The element type, RAW of its size for those without arithmetic; throws for types of other sizes.
 fc_dtype dtype_of(at::ScalarType type);
 
-// The type in which elements are added up; ValueError as an exception if they cannot be.
+// The type in which elements are added up; FC_RAW1: they cannot be.
 fc_dtype number_of(at::ScalarType type);
 
 // A type of that kind and size: the way back, except that RAW comes back as some type of its size.

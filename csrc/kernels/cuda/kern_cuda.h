@@ -52,6 +52,12 @@ const fc_cuda_kernels *fc_cuda_kernels_v1(void);
  * gave. FC_ERR_UNSUPPORTED with a sentence if that is not possible. */
 FC_MUST_CHECK fc_status fc_cuda_open(const char *path, const fc_cuda_kernels **kernels_out);
 
+/* `move` or, where something is left to divide or to add to, `finish`. FC_ERR_SYSTEM names what the
+ * launch was for and the unit. */
+FC_MUST_CHECK fc_status fc_cuda_move(const fc_cuda_kernels *kernels, const fc_cuda_launch *launch,
+                                     double divisor, bool accumulate, const char *what,
+                                     const char *unit);
+
 #ifdef __cplusplus
 }
 #endif

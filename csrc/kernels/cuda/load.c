@@ -40,3 +40,15 @@ fc_status fc_cuda_open(const char *path, const fc_cuda_kernels **kernels_out)
     *kernels_out = kernels;
     return FC_OK;
 }
+
+fc_status fc_cuda_move(const fc_cuda_kernels *kernels, const fc_cuda_launch *launch, double divisor,
+                       bool accumulate, const char *what, const char *unit)
+{
+    const bool is_plain = divisor == 1 && !accumulate;
+    const int error =
+        is_plain ? kernels->move(launch) : kernels->finish(launch, divisor, accumulate);
+
+    return error == 0 ? FC_OK
+                      : fc_fail(FC_ERR_SYSTEM, "kernel of '%s' of '%s': %s", what, unit,
+                                kernels->error_text(error));
+}
