@@ -104,7 +104,7 @@ def test_a_reduction_for_each_dtype(rank: int, n_ranks: int, path: str) -> None:
         assert implementations(model) == {STAGED}
 
 
-@on_ranks(2)
+@on_ranks(2, apart=True)  # the process group's NCCL is no good afterwards
 def test_gradients_of_different_parameters(rank: int, n_ranks: int, path: str) -> None:
     """Whose shard gets one is decided before the sums are there: the ranks have to agree."""
     with chosen(path):
