@@ -49,19 +49,22 @@ void apart_begin(fc_domain *domain, const fc_opening *opening)
     }
 }
 
-/* In all domains of the root: those that have gone past a phase may wait in any of them. */
+/* In all domains of the root: those that have gone past a phase may wait in any of them, and those
+ * that go past it later look there. */
 static void accuse_skippers(fc_domain *domain)
 {
     fc_domain *d = domain;
 
     do {
+        int accused = d->rank; /* nobody by name */
+
         apart_tell(d);
-        for (int r = 0; d->clocks != NULL && r < d->n_ranks; r++) {
-            if (r != d->rank && apart_has_skipped(d, r)) {
-                fc_transport_publish(d->watch, &domain_clock(d, d->rank)->accused,
-                                     phase_of(d->clock) << ACCUSED_SHIFT | (uint64_t)r);
-                break; /* each of them knows itself */
-            }
+        for (int r = 0; d->clocks != NULL && r < d->n_ranks && accused == d->rank; r++) {
+            accused = r != d->rank && apart_has_skipped(d, r) ? r : accused;
+        }
+        if (d->clocks != NULL) {
+            fc_transport_publish(d->watch, &domain_clock(d, d->rank)->accused,
+                                 phase_of(d->clock) << ACCUSED_SHIFT | (uint64_t)accused);
         }
         d = d->next;
     } while (d != domain);

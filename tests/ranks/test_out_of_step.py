@@ -6,6 +6,7 @@ Under torch such a script hangs, ends by SIGABRT or goes on with wrong weights.
 import copy
 import os
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -78,13 +79,18 @@ def test_ranks_of_several_hosts_exchange_words() -> None:
             assert re.search(f"{APART}|gradients on rank", text), (name, text)
 
 
-def two_pass_over(rank: int, n_ranks: int, shape: tuple[int, ...]) -> str:
+def two_pass_over(rank: int, n_ranks: int, shape: tuple[int, ...], naps: dict[int, float]) -> str:
     mesh = harness.cached_mesh(shape, ("replicate", "shard")[-len(shape) :])
     trial = make_trial(rank, mesh=mesh)
     try:
         for step in range(STEPS):
             if step == ODD_STEP and rank >= 2:
                 WAYS["loss_passed_over"](trial, step)
+                time.sleep(naps.get(rank, 0))
+            elif step == ODD_STEP:
+                loss = trial.loss(step)
+                time.sleep(naps.get(rank, 0))
+                loss.backward()
             else:
                 trial.step(step)
     except RuntimeError as error:
@@ -92,10 +98,15 @@ def two_pass_over(rank: int, n_ranks: int, shape: tuple[int, ...]) -> str:
     return ""
 
 
+# Rank 1 learns of it from rank 0, and has ended when rank 3 comes.
+ONE_BY_ONE = {1: 1.0, 3: 2.0}
+
+
+@pytest.mark.parametrize("naps", [{}, ONE_BY_ONE], ids=["together", "one_by_one"])
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
-def test_all_that_pass_over_are_told(shape: tuple[int, ...]) -> None:
-    """Also by ranks that learned of it in another mesh."""
-    answers = harness.run_ranks(two_pass_over, 4, shape, timeout=30)
+def test_all_that_pass_over_are_told(shape: tuple[int, ...], naps: dict[int, float]) -> None:
+    """Also by ranks that learned of it in another mesh, before the last one passed over it."""
+    answers = harness.run_ranks(two_pass_over, 4, shape, naps, timeout=30)
     for text in answers:
         assert "went on to the forward of step 4 without the backward of step 3" in text, answers
 
