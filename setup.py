@@ -51,6 +51,7 @@ C_SOURCES = {
         "process shm shm_ask shm_region shm_segment shm_wait transport watcher"
     ),
     "csrc/comm": "arrays comm mapped message pieces rails rails_collectives step",
+    "csrc/snapshot": "copier ranks snapshot sums",
     "csrc/engine": (
         "apart batch clock domain exchange gathers layout layout_runs meet order present "
         "reduction reduction_replicas root root_backward schedule schedule_moves schedule_reduce "
@@ -72,6 +73,7 @@ CXX_SOURCES = {
     ),
     "csrc/bind/optim": "local_tensors params",
     "csrc/bind/python": "calls python replaced_functions",
+    "csrc/bind/snapshot": "copier",
     "csrc/bind/tensor": "data_access layout pytree tensors",
 }
 C_TEST_SOURCES = {
@@ -81,8 +83,8 @@ C_TEST_SOURCES = {
         "test_group_history test_kernels test_kernels_optim test_kernels_round test_layout "
         "test_nccl test_optim test_rails test_reduction test_root test_schedule "
         "test_schedule_alone test_schedule_capture test_schedule_kernels test_schedule_order "
-        "test_slots test_transport test_unsharding test_unsharding_extended test_unsharding_slices "
-        "test_updates"
+        "test_slots test_snapshot test_transport test_unsharding test_unsharding_extended "
+        "test_unsharding_slices test_updates"
     ),
 }
 # Libraries that the test programs open: NCCL's newest interface, and an old one.

@@ -30,6 +30,7 @@ from fsdp_c._install._install import install, uninstall
 from fsdp_c._memory._memory_plan import MemoryPlan, memory_plan
 from fsdp_c._memory._offload import offload, onload
 from fsdp_c._optim._gather_to_owner import Owned, gather_to_owner, scatter_from_owner
+from fsdp_c._snapshots._snapshots import Snapshots
 from fsdp_c.fsdp1 import FullyShardedDataParallel
 from fsdp_c.strategy import STRATEGIES, Strategy, Units, find_units, no_sync, shard
 
@@ -55,6 +56,7 @@ __all__ = [
     "OffloadPolicy",
     "Owned",
     "STRATEGIES",
+    "Snapshots",
     "Status",
     "Strategy",
     "Traffic",

@@ -218,6 +218,11 @@ def ranks_per_host() -> int | None:
     return _number("LOCAL_WORLD_SIZE")
 
 
+def run_id() -> str:
+    """How torchrun calls a run (TORCHELASTIC_RUN_ID); empty: there is none."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
 def shares_gpus() -> bool:
     """Whether NCCL lets two ranks use one GPU (NCCL_MULTI_RANK_GPU_ENABLE)."""
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "") == "1"

@@ -49,6 +49,14 @@ PyMethodDef functions[] = {
         "count_checkpoint",
         "count_checkpoint(): the forward that runs will be run again, in part, by its backward."),
     function<n_steps>("n_steps", "n_steps() -> int: how many have been counted."),
+    function<snapshot_room>("snapshot_room", "snapshot_room(*, tensors, index_bytes) -> int: how "
+                                             "long a file must be for them."),
+    function<snapshot_facts>("snapshot_facts", "snapshot_facts(file) -> {sequence, step, "
+                                               "data_bytes, index_bytes}, or None: none is whole."),
+    function<snapshot_is_intact>("snapshot_is_intact",
+                                 "snapshot_is_intact(file): whether its bytes are those that were "
+                                 "written; reads them all."),
+    function<snapshot_clear>("snapshot_clear", "snapshot_clear(file): it holds none from now on."),
     function<norm_of>("norm", "norm(values) -> Tensor: the 2-norm of float32 memory."),
     function<clip_factor>(
         "clip_factor",
@@ -60,9 +68,9 @@ int exec(PyObject *module)
     if (intern_names() < 0 || find_dtensors() < 0) {
         return -1;
     }
-    for (const auto add :
-         {register_transport, register_comm, register_nccl, register_streams, register_domain,
-          register_group, register_root, register_state, register_locals, register_optim}) {
+    for (const auto add : {register_transport, register_comm, register_nccl, register_streams,
+                           register_domain, register_group, register_root, register_state,
+                           register_locals, register_optim, register_snapshots}) {
         if (add(module) < 0) {
             return -1;
         }

@@ -31,6 +31,13 @@ void note_data(PyObject *tensor);
 // -1 with the Python error set, as the others that register; once, before all that sees DTensors.
 int find_dtensors();
 
+// ---- snapshot/ ----
+size_t snapshot_room(Fields &given);
+Ref snapshot_facts(PyObject *file);
+bool snapshot_is_intact(PyObject *file);
+void snapshot_clear(PyObject *file);
+int register_snapshots(PyObject *module); // SnapshotCopier and SnapshotRanks
+
 // ---- optim/ ----
 at::Tensor norm_of(PyObject *values);
 double clip_factor(Fields &given);

@@ -15,11 +15,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from fsdp_c._comm import _process_group
 
-_POLL_MIN_S = 0.0005
-_POLL_MAX_S = 0.02
+POLL_MIN_S = 0.0005
+POLL_MAX_S = 0.02
 _NOTICES_S = (5.0, 15.0, 45.0, 120.0)  # how long a wait has lasted when people are told
 _LATER_S = 300.0  # after these
-_LOOK_S = 0.25  # between looks at whether awaited ranks still live
+LOOK_S = 0.25  # between looks at whether awaited ranks still live
 _GRACE_S = 0.5  # for a signal that ended a peer and is on its way here
 
 # Groups whose ranks are no processes of their own.
@@ -28,9 +28,14 @@ _NO_PROCESSES = frozenset({"fake", "threaded"})
 
 def this_process() -> str:
     """Which process this is, as a peer on the same host can check: host, pid, start time."""
+    return process_of(os.getpid())
+
+
+def process_of(pid: int) -> str:
+    """The same of another process of this host."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespace = os.stat("/proc/self/ns/pid").st_ino
-    return f"{boot}/{namespace} {os.getpid()} {_start_ticks(os.getpid())}"
+    return f"{boot}/{namespace} {pid} {_start_ticks(pid)}"
 
 
 def _start_ticks(pid: int) -> str | None:
@@ -42,13 +47,13 @@ def _start_ticks(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
-def _is_gone(process: str) -> bool:
+def is_gone(process: str) -> bool:
     """Whether a process of this host, as told by `this_process`, has ended."""
     host, pid, start = process.split()
     return this_process().split()[0] == host and _start_ticks(int(pid)) != start
 
 
-def _notice_at(n_notices: int) -> float:
+def notice_at(n_notices: int) -> float:
     """How long a wait has to last for one notice more."""
     n_later = n_notices - len(_NOTICES_S) + 1
     return _NOTICES_S[n_notices] if n_later <= 0 else _NOTICES_S[-1] + n_later * _LATER_S
@@ -100,8 +105,8 @@ class Rendezvous:
 
     def _await(self, what: str, keys: list[str]) -> None:
         start = time.monotonic()
-        pause = _POLL_MIN_S
-        next_look = start + _LOOK_S
+        pause = POLL_MIN_S
+        next_look = start + LOOK_S
         n_notices = 0
         while missing := [rank for rank, key in enumerate(keys) if not self.store.check([key])]:
             waited = time.monotonic() - start
@@ -111,7 +116,7 @@ class Rendezvous:
                     f"rank {self.rank} of process group {self.label} waited {waited:.0f} s"
                     f" for ranks [{names}] of it in {what}"
                 )
-            if waited > _notice_at(n_notices):
+            if waited > notice_at(n_notices):
                 n_notices += 1
                 print(
                     f"[fsdp_c] rank {self.rank} of process group {self.label} has waited"
@@ -119,15 +124,15 @@ class Rendezvous:
                     file=sys.stderr,
                 )
             if time.monotonic() > next_look:
-                next_look = time.monotonic() + _LOOK_S
+                next_look = time.monotonic() + LOOK_S
                 self._check_alive(what, missing)
             time.sleep(pause)
-            pause = min(pause * 2, _POLL_MAX_S)
+            pause = min(pause * 2, POLL_MAX_S)
 
     def _check_alive(self, what: str, ranks: list[int]) -> None:
         for rank in ranks:
             key = _process_key(rank)
-            if self.store.check([key]) and _is_gone(self.store.get(key).decode()):
+            if self.store.check([key]) and is_gone(self.store.get(key).decode()):
                 time.sleep(_GRACE_S)  # raises what a signal's handler does
                 raise RuntimeError(
                     f"rank {rank} of process group {self.label} has exited or was killed while"

@@ -25,6 +25,7 @@ USAGE = """usage: python -m fsdp_c [--fsdp1] SCRIPT [ARG ...]
        python -m fsdp_c [--fsdp1] -m MODULE [ARG ...]
        torchrun [OPTION ...] -m fsdp_c [--fsdp1] SCRIPT [ARG ...]
        python -m fsdp_c estimate --help
+       python -m fsdp_c snapshots --help
        python -m fsdp_c --version
 
 Runs a script or a module with fsdp_c in the place of torch.distributed.fsdp.fully_shard.
@@ -83,6 +84,11 @@ def main(arguments: Sequence[str]) -> None:
         from fsdp_c._estimate import _command
 
         _command.main(arguments[1:])
+        return
+    if arguments[0] == "snapshots":
+        from fsdp_c._snapshots import _command as snapshots_command
+
+        snapshots_command.main(arguments[1:])
         return
     watch(has_fsdp1)
     if arguments[0] == "-m":

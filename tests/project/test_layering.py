@@ -19,6 +19,7 @@ PUBLIC = {
     "base": sorted(path.name for path in (CSRC / "base").glob("*.h")),
     "kernels": ["kernels.h", "cuda/kern_cuda.h", "cuda/runs.h"],
     "optim": ["clip.h", "optim.h"],
+    "snapshot": ["copier.h", "ranks.h", "snapshot.h"],
     "device": ["device.h", "caller.h", "host/host.h", "host/moves.h", "host/operators.h"],
     "transport": ["collectives.h", "nccl.h", "transport.h"],
     "comm": ["comm.h", "rails.h"],
@@ -48,11 +49,12 @@ MAY_INCLUDE = {
     "base": [],
     "kernels": ["base"],
     "optim": ["base", "kernels"],
+    "snapshot": ["base"],
     "device": ["base", "kernels"],
     "transport": ["base", "device"],
     "comm": ["base", "kernels", "transport"],
     "engine": ["base", "kernels", "device", "transport", "comm"],
-    "bind": ["base", "kernels", "optim", "device", "transport", "comm", "engine"],
+    "bind": ["base", "kernels", "optim", "snapshot", "device", "transport", "comm", "engine"],
 }
 
 # Downward: a folder imports only what stands before it. Beside the folders are what all of them use
@@ -60,7 +62,7 @@ MAY_INCLUDE = {
 USED_BY_ALL = ("_built", "_env", "_native", "_version")
 USES_ALL = ("__init__", "__main__", "_api")
 FOLDERS = (
-    "_compat _comm _optim _fully_shard _checkpoint strategy fsdp1 _diagnostics _memory _estimate"
+    "_compat _comm _optim _fully_shard _checkpoint _snapshots strategy fsdp1 _diagnostics _memory _estimate"
     " _install"
 ).split()
 

@@ -71,6 +71,7 @@ static void release_region(void *region)
 
 void move_to(c10::StorageImpl *storage, void *home, fc_region *region)
 {
+    finish_copies();
     if (storage->nbytes() > 0) {
         std::memcpy(home, storage->data(), storage->nbytes());
     }
@@ -80,6 +81,7 @@ void move_to(c10::StorageImpl *storage, void *home, fc_region *region)
 
 void move_to(c10::StorageImpl *storage, const at::Tensor &home, size_t at)
 {
+    finish_copies();
     const auto bytes = static_cast<int64_t>(storage->nbytes());
     const at::Tensor place = home.narrow(0, static_cast<int64_t>(at), bytes);
     if (bytes > 0) {
@@ -112,6 +114,7 @@ static c10::StorageImpl *storage_of(PyObject *tensor)
 
 static at::DataPtr take_from(c10::StorageImpl *storage)
 {
+    finish_copies();
     return storage->set_data_ptr(at::DataPtr(nullptr, c10::Device(c10::kCPU)));
 }
 

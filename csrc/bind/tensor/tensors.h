@@ -58,6 +58,9 @@ void move_to(c10::StorageImpl *storage, const at::Tensor &home, size_t at);
 // Makes a tensor a view of another storage, from an element on; the storage has its dtype.
 void point_to(const at::Tensor &tensor, const c10::Storage &storage, int64_t offset);
 
+// Waits until no snapshot reads memory of tensors any more: before memory is moved or given back.
+void finish_copies();
+
 // ---- pytree.cpp: the tensors in a module's arguments and results ----
 
 // True if nothing in `object` can hide a tensor from the traversal. None counts as hiding: what a

@@ -1,0 +1,250 @@
+/* Pieces are cut into runs, which the thread and whoever waits for it take in turn. */
+#include "snapshot/copier.h"
+
+#include "base/alloc.h"
+#include "snapshot/snapshot_private.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <string.h>
+#include <unistd.h>
+
+/* Long enough to be copied at full speed, short enough that who waits finds something to do. */
+#define RUN_BYTES ((size_t)1 << 20)
+
+struct fc_copier {
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    pid_t pid; /* of the process whose thread it is */
+    bool is_ending;
+
+    /* The copy under way, or the last one. */
+    fc_snapshot_job job;
+    fc_snapshot_facts facts;
+    fc_snapshot_piece *pieces; /* owned */
+    size_t room;               /* of `pieces` */
+    size_t next, next_byte;    /* what nobody has taken yet */
+    size_t n_at_work;          /* runs that are being copied */
+    fc_sums data, index;
+    bool is_busy, counts;
+};
+
+typedef struct run {
+    const fc_snapshot_piece *piece;
+    size_t begin, bytes;
+} run;
+
+/* ---- with the lock held ---- */
+
+static bool take_run(fc_copier *c, run *out)
+{
+    const fc_snapshot_piece *piece;
+
+    while (c->is_busy && c->next < c->job.n_pieces) {
+        piece = &c->pieces[c->next];
+        if (!piece->is_now && c->next_byte < piece->bytes) {
+            const size_t left = piece->bytes - c->next_byte;
+
+            *out = (run){piece, c->next_byte, left < RUN_BYTES ? left : RUN_BYTES};
+            c->next_byte += out->bytes;
+            c->n_at_work++;
+            return true;
+        }
+        c->next++;
+        c->next_byte = 0;
+    }
+    return false;
+}
+
+static void add_sums(fc_sums *to, const fc_sums *part)
+{
+    for (int lane = 0; lane < FC_SUM_LANES; lane++) {
+        to->plain[lane] += part->plain[lane];
+        to->weighted[lane] += part->weighted[lane];
+    }
+}
+
+/* After the last run. */
+static void complete(fc_copier *c)
+{
+    c->counts = c->job.is_unchanged(c->job.owner);
+    if (c->counts) {
+        fc_snapshot_commit(c->job.file, &c->facts, &c->data, &c->index);
+    }
+    c->is_busy = false;
+    (void)pthread_cond_broadcast(&c->changed);
+}
+
+static bool is_copied(const fc_copier *c)
+{
+    return c->is_busy && c->next == c->job.n_pieces && c->n_at_work == 0;
+}
+
+/* ---- */
+
+static void copy_part(const fc_copier *c, const fc_snapshot_piece *piece, size_t begin,
+                      size_t bytes, fc_sums *sums)
+{
+    const size_t at = piece->at + begin;
+
+    fc_sums_copy(sums, fc_snapshot_data(c->job.file) + at, (const char *)piece->memory + begin,
+                 bytes, at / FC_SUM_ROW, fc_snapshot_rows(c->facts.data_bytes));
+}
+
+/* Takes runs until there are none; the lock is held between them. */
+static void copy_runs(fc_copier *c)
+{
+    run part;
+
+    while (take_run(c, &part)) {
+        fc_sums sums = {0};
+
+        (void)pthread_mutex_unlock(&c->lock);
+        copy_part(c, part.piece, part.begin, part.bytes, &sums);
+        (void)pthread_mutex_lock(&c->lock);
+        add_sums(&c->data, &sums);
+        c->n_at_work--;
+    }
+    if (is_copied(c)) {
+        complete(c);
+    }
+}
+
+static void *work(void *copier)
+{
+    fc_copier *c = copier;
+
+    (void)pthread_mutex_lock(&c->lock);
+    while (!c->is_ending) {
+        copy_runs(c);
+        if (!c->is_ending) {
+            (void)pthread_cond_wait(&c->changed, &c->lock);
+        }
+    }
+    (void)pthread_mutex_unlock(&c->lock);
+    return NULL;
+}
+
+fc_status fc_copier_create(fc_copier **out)
+{
+    fc_copier *c = fc_alloc(1, sizeof(*c));
+    sigset_t all, before;
+    int code;
+
+    if (c == NULL) {
+        return fc_fail(FC_ERR_NOMEM, "snapshots: out of memory");
+    }
+    (void)pthread_mutex_init(&c->lock, NULL);
+    (void)pthread_cond_init(&c->changed, NULL);
+    c->pid = getpid();
+    /* Signals are for the program's own threads. */
+    (void)sigfillset(&all);
+    (void)pthread_sigmask(SIG_SETMASK, &all, &before);
+    code = pthread_create(&c->thread, NULL, work, c);
+    (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (code != 0) {
+        fc_free(c);
+        return fc_fail_errno(FC_ERR_SYSTEM, code, "snapshots: no thread");
+    }
+    *out = c;
+    return FC_OK;
+}
+
+void fc_copier_destroy(fc_copier *c)
+{
+    if (c == NULL) {
+        return;
+    }
+    if (c->pid == getpid()) {
+        (void)fc_copier_finish(c);
+        (void)pthread_mutex_lock(&c->lock);
+        c->is_ending = true;
+        (void)pthread_cond_broadcast(&c->changed);
+        (void)pthread_mutex_unlock(&c->lock);
+        (void)pthread_join(c->thread, NULL);
+        (void)pthread_cond_destroy(&c->changed);
+        (void)pthread_mutex_destroy(&c->lock);
+    }
+    fc_free(c->pieces);
+    fc_free(c);
+}
+
+static fc_status check_idle(fc_copier *c)
+{
+    bool is_busy;
+
+    (void)pthread_mutex_lock(&c->lock);
+    is_busy = c->is_busy;
+    (void)pthread_mutex_unlock(&c->lock);
+    return is_busy ? fc_fail(FC_ERR_STATE, "snapshots: a copy is under way") : FC_OK;
+}
+
+static fc_status keep_pieces(fc_copier *c, const fc_snapshot_job *job)
+{
+    if (job->n_pieces > c->room) {
+        fc_snapshot_piece *pieces = fc_alloc(job->n_pieces, sizeof(*pieces));
+
+        if (pieces == NULL) {
+            return fc_fail(FC_ERR_NOMEM, "snapshots: out of memory");
+        }
+        fc_free(c->pieces);
+        c->pieces = pieces;
+        c->room = job->n_pieces;
+    }
+    if (job->n_pieces > 0) {
+        memcpy(c->pieces, job->pieces, job->n_pieces * sizeof(*job->pieces));
+    }
+    return FC_OK;
+}
+
+fc_status fc_copier_start(fc_copier *c, const fc_snapshot_job *job)
+{
+    const fc_snapshot_piece *last = job->n_pieces > 0 ? &job->pieces[job->n_pieces - 1] : NULL;
+    char *index;
+
+    FC_TRY(check_idle(c));
+    FC_TRY(keep_pieces(c, job));
+    c->job = *job;
+    c->job.pieces = NULL;
+    c->facts =
+        (fc_snapshot_facts){.sequence = job->sequence,
+                            .step = job->step,
+                            .data_bytes = last ? last->at + fc_round_up(last->bytes, FC_ALIGN) : 0,
+                            .index_bytes = job->index_bytes};
+    c->data = c->index = (fc_sums){0};
+    fc_snapshot_clear(job->file);
+    index = fc_snapshot_data(job->file) + c->facts.data_bytes;
+    fc_sums_copy(&c->index, NULL, job->index, job->index_bytes, 0,
+                 fc_snapshot_rows(job->index_bytes));
+    memcpy(index, job->index, job->index_bytes);
+    for (size_t i = 0; i < job->n_pieces; i++) {
+        if (c->pieces[i].is_now) {
+            copy_part(c, &c->pieces[i], 0, c->pieces[i].bytes, &c->data);
+        }
+    }
+    (void)pthread_mutex_lock(&c->lock);
+    c->next = c->next_byte = 0;
+    c->counts = false;
+    c->is_busy = true;
+    (void)pthread_cond_broadcast(&c->changed);
+    (void)pthread_mutex_unlock(&c->lock);
+    return FC_OK;
+}
+
+bool fc_copier_finish(fc_copier *c)
+{
+    bool counts;
+
+    if (c->pid != getpid()) {
+        return false;
+    }
+    (void)pthread_mutex_lock(&c->lock);
+    copy_runs(c);
+    while (c->is_busy) {
+        (void)pthread_cond_wait(&c->changed, &c->lock);
+    }
+    counts = c->counts;
+    (void)pthread_mutex_unlock(&c->lock);
+    return counts;
+}

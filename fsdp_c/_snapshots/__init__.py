@@ -1,0 +1,1 @@
+"""A run's state in memory that outlives its processes, and back."""

@@ -1,0 +1,487 @@
+"""Snapshots: what a run needs to go on is copied aside after each step, beside the next one."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import json
+import os
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+
+from fsdp_c._comm import _process_group, _rendezvous
+from fsdp_c._fully_shard import _fsdp_module
+from fsdp_c._native import _C
+from fsdp_c._snapshots import _contents, _files, _peers, _run
+
+Exchange = Callable[[str, bytes], list[bytes]]
+_ENDED = 3  # the word of a page that says so
+_open: weakref.WeakSet[Snapshots] = weakref.WeakSet()
+_in_use: set[Path] = set()
+
+
+class Snapshots:
+    """Keeps copies of a run in memory that outlives its processes, so that it goes on from there.
+
+    ```python
+    snapshots = fsdp_c.Snapshots(model, optimizer, extra={"scheduler": scheduler})
+    start = snapshots.resume()  # steps done; 0 where there is nothing to go on from
+    for step in range(start, n_steps):
+        ...
+        optimizer.step()
+        optimizer.zero_grad()
+        snapshots.take(step + 1)
+    snapshots.close()
+    ```
+
+    A rank that is killed at any moment is started again with the others by ``torchrun
+    --max-restarts``; the run ends with the bits that it would have had. Kept are each rank's
+    parameters and buffers, of optimizers state and options, the states of the random number
+    generators of Python, NumPy and torch, and `extra`; not gradients. They are kept twice, so this
+    takes twice the memory of these once more, in files of mode 0600 in ``/dev/shm`` that this user
+    alone can read.
+
+    ``take`` copies buffers and small tensors at once; parameters and state are read beside the next
+    forward, and the optimizers given wait until that is over before they step. What else writes to
+    parameters between ``take`` and the next ``step()``, except by ``.data``, is noticed: the
+    snapshot does not count, a warning names the tensor, and it is copied in ``take`` from then on.
+    Tensors on other devices than the CPU are copied in ``take``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: Any | Sequence[Any] = (),
+        *,
+        every: int = 1,
+        extra: MutableMapping[str, Any] | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        name: str = "main",
+    ) -> None:
+        """Local; the ranks meet in ``resume``.
+
+        Args:
+            model: a module, sharded or not, or several (a copy for EMA, ...).
+            optimizer: one or several; torch's, or anything with ``state_dict`` and
+                ``load_state_dict``.
+            every: snapshots are taken after each so many steps, at least 1.
+            extra: by name, objects with ``state_dict`` and ``load_state_dict`` (schedulers, a
+                GradScaler, the position in the data), torch.Generators, or values that pickle
+                takes, which ``resume`` replaces in this dict.
+            folder: where the files go in place of ``/dev/shm``. It names the run: any process with
+                the same folder, world size and model goes on from them. On a disk they outlive the
+                host only as far as it was written back.
+            name: tells several Snapshots of a run apart.
+
+        Raises:
+            TypeError, ValueError: arguments that are none of these.
+        """
+        models = [model] if isinstance(model, nn.Module) else list(model)
+        is_one = isinstance(optimizer, optim.Optimizer) or hasattr(optimizer, "state_dict")
+        optimizers = [optimizer] if is_one else list(optimizer)
+        _check_arguments(models, optimizers, every, extra)
+        _files.check_name(name)
+        self.extra: MutableMapping[str, Any] = {} if extra is None else extra
+        self._contents = _contents.Contents(models, optimizers, self.extra)
+        self._every = every
+        self._name = name
+        self._folder, self._stem = _files.folder_and_stem(folder, name)
+        self._pid = os.getpid()
+        self._rank, self._world = _place()
+        self._slots: list[_files.Slot] = []
+        self._pages: Any = None  # _C.SnapshotRanks
+        self._peers: _peers.Peers | None = None
+        self._copier: Any = None  # _C.SnapshotCopier
+        self._state = "new"  # then open, off or closed
+        self._number = 0  # of snapshots since resume()
+        self._sequence = 0  # of those of the run
+        self._kept = 1  # the slot that all ranks have whole, or that is not the next one
+        self._pending: list[Tensor] | None = None  # that the copy under way reads
+        self._written: dict[int, Tensor] = {}  # by id, what is written between updates
+        self._has_warned = False
+        self._handles: list[Any] = []
+
+    # ---- going on ----
+
+    def resume(self) -> int:
+        """Loads the newest step that every rank has whole; returns it, or 0 without one.
+
+        Once, after model and optimizers are built and before the first step. Files of runs whose
+        launcher is gone are removed. Collective.
+
+        Raises:
+            RuntimeError: the snapshots are of another world size, model or optimizer, another
+                process writes them, or another rank has failed.
+            ValueError: something that cannot be kept, by its name.
+        """
+        if self._state != "new":
+            raise RuntimeError("Snapshots.resume() is called once, before the first step")
+        exchange = self._exchange()
+        told: dict[str, Any] = {"error": "", "unusable": "", "wholes": []}
+        packed_error: Exception | None = None
+        try:
+            told |= self._look()
+        except _files.Unusable as reason:
+            told["unusable"] = str(reason)
+        except Exception as error:
+            packed_error = error
+            told["error"] = f"{error} (rank {self._rank})"
+        answers = _told(exchange, "Snapshots.resume", told)
+        self._raise_first(answers, packed_error)
+        if unusable := [answer["unusable"] for answer in answers if answer["unusable"]]:
+            self._switch_off(unusable[0])
+            return 0
+        return self._go_on(exchange, answers)
+
+    def _look(self) -> dict[str, Any]:
+        """What this rank has; its files are there afterwards."""
+        self._contents.pack(self._written)  # what cannot be kept is an error now
+        if self._folder == _files.MEMORY:
+            _files.remove_left_overs()
+        elif not self._folder.is_dir():
+            self._folder.mkdir(parents=True, exist_ok=True)
+        paths = list(_files.paths(self._folder, self._stem, self._rank))
+        if paths[0] in _in_use:
+            raise RuntimeError(
+                f"resume: there are Snapshots called {self._name!r} already: give these another"
+                " name="
+            )
+        wholes = []
+        for path in paths:
+            slot = _files.Slot(path)
+            self._slots.append(slot)
+            self._check_owner(slot)
+            facts = slot.facts()
+            if facts is not None and slot.is_intact():
+                wholes.append([facts["sequence"], facts["step"], len(self._slots) - 1])
+        _in_use.add(paths[0])
+        return {
+            "wholes": wholes,
+            "paths": [str(path) for path in paths],
+            "page": self._slots[0].identity,
+            "process": _rendezvous.this_process(),
+        }
+
+    def _check_owner(self, slot: _files.Slot) -> None:
+        owner = slot.owner()
+        if (process := _files.in_use_by(owner)) is not None:
+            raise RuntimeError(
+                f"resume: process {process} writes {slot.path}: another run with this folder, or"
+                " the same command from the same shell. Give one of them another name="
+            )
+        if owner is not None and slot.facts() is not None and owner.world != self._world:
+            raise RuntimeError(
+                f"resume: {slot.path} is of {owner.world} ranks, and this run has {self._world}."
+                " Snapshots go on with as many ranks as took them (fsdp_c.load_shards loads dumps"
+                " at any number). Start as many, or remove them: `python -m fsdp_c snapshots"
+                " --remove`"
+            )
+
+    def _go_on(self, exchange: Exchange, answers: Sequence[dict[str, Any]]) -> int:
+        mine = {(sequence, step): slot for sequence, step, slot in answers[self._rank]["wholes"]}
+        shared = [{(a, b) for a, b, _ in answer["wholes"]} for answer in answers]
+        common = max(set.intersection(*shared), default=(0, 0))
+        slot = mine.get(common)
+        error: Exception | None = None
+        try:
+            parts = self._open_snapshot(slot)
+        except Exception as fault:
+            error = fault
+        told = {"error": f"{error} (rank {self._rank})" if error else ""}
+        self._raise_first(_told(exchange, "fitting snapshots", told), error)
+        try:
+            self._start_from(slot, parts, answers)
+        except Exception as fault:
+            error = fault
+        told = {"error": f"{error} (rank {self._rank})" if error else ""}
+        self._raise_first(_told(exchange, "loading snapshots", told), error)
+        self._sequence, step = common
+        if slot is None and any(shared) and self._rank == 0:
+            had = "; ".join(
+                f"rank {rank}: {', '.join(str(step) for _, step in sorted(wholes)) or 'none'}"
+                for rank, wholes in enumerate(shared)
+            )
+            _fsdp_module.warn_user(
+                f"Snapshots: there is no step that all ranks have whole ({had}), so that"
+                " resume() returns 0: a rank was killed before its first one, or runs on another"
+                " host now"
+            )
+        return step
+
+    def _open_snapshot(self, slot: int | None) -> Any:
+        if slot is None:
+            return None
+        data, index = self._slots[slot].data()
+        file = io.BytesIO(index)
+        return file, self._contents.look_at(file, data)
+
+    def _start_from(self, slot: int | None, parts: Any, answers: Sequence[dict[str, Any]]) -> None:
+        if slot is not None:
+            self._contents.install(*parts)
+            self._kept = slot
+        for number, one in enumerate(self._slots):
+            if number != slot:
+                one.clear()
+        self._open_pages(answers)
+        owner = _files.Owner(
+            run=_run.script(),
+            launcher=_run.launcher(),
+            process=_rendezvous.this_process(),
+            name=self._name,
+            rank=self._rank,
+            world=self._world,
+        )
+        for one in self._slots:
+            one.set_owner(owner)
+        self._copier = _C.SnapshotCopier()
+        for optimizer in self._contents.optimizers:
+            if isinstance(optimizer, optim.Optimizer):
+                self._handles.append(optimizer.register_step_pre_hook(self._before_update))
+                self._handles.append(
+                    optimizer.register_load_state_dict_pre_hook(self._before_update)
+                )
+        _open.add(self)
+        self._state = "open"
+
+    def _open_pages(self, answers: Sequence[dict[str, Any]]) -> None:
+        host = _host_of(answers[self._rank])
+        local = [
+            rank
+            for rank, answer in enumerate(answers)
+            if rank == self._rank or (_host_of(answer) == host and _is_seen(answer))
+        ]
+        self._pages = _C.SnapshotRanks(
+            pages=[answers[rank]["paths"][0] for rank in local],
+            own=local.index(self._rank),
+            files=[path for rank in local for path in answers[rank]["paths"]],
+        )
+        for word in (0, 1, _ENDED):
+            self._pages.set_word(word=word, value=0)
+        group = dist.group.WORLD if dist.is_initialized() else None
+        self._peers = _peers.Peers(
+            name=self._name,
+            rank=self._rank,
+            pages=self._pages,
+            local=local,
+            processes=[answer["process"] for answer in answers],
+            store=_rendezvous.store_of(group) if group is not None else None,
+            timeout_s=_timeout_s(group),
+        )
+
+    def _exchange(self) -> Exchange:
+        if self._world == 1:
+            return lambda what, mine: [mine]
+        group = dist.group.WORLD
+        exchange = _rendezvous.exchange_for(group) if group is not None else None
+        if exchange is None:
+            raise NotImplementedError("Snapshots: ranks must be processes with a store in common")
+        return exchange
+
+    def _raise_first(self, answers: Sequence[dict[str, Any]], mine: Exception | None) -> None:
+        reason = next((answer["error"] for answer in answers if answer["error"]), "")
+        if reason:
+            self._let_go()
+            raise mine or RuntimeError(reason)
+
+    def _switch_off(self, reason: str) -> None:
+        self._let_go()
+        self._state = "off"
+        _fsdp_module.warn_user(f"Snapshots: none are taken, and the run goes on: {reason}")
+
+    # ---- taking ----
+
+    def take(self, step: int) -> None:
+        """After an optimizer's step: keeps the state after `step` steps, each `every`-th time.
+
+        All ranks call it after the same steps. Where there is no room the run goes on, with one
+        warning, and what was kept stays.
+
+        Raises:
+            ValueError: something that cannot be kept, by its name.
+            RuntimeError, TimeoutError: another rank has ended, or does not come.
+        """
+        if self._state == "off":
+            return
+        if self._state != "open":
+            how = "after close()" if self._state == "closed" else "before resume()"
+            raise RuntimeError(f"Snapshots.take() {how}")
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ValueError(f"Snapshots.take: step={step!r} is no number of steps done")
+        if step % self._every == 0 and self._pid == os.getpid():
+            self._take(step)
+
+    def _take(self, step: int) -> None:
+        assert self._peers is not None
+        self.finish()
+        packed = self._contents.pack(self._written)
+        if self._number > 0 and self._peers.are_whole(self._number):
+            self._kept = 1 - self._kept
+        self._number += 1
+        self._sequence += 1
+        slot = self._slots[1 - self._kept]
+        try:
+            slot.reserve(
+                _C.snapshot_room(tensors=packed.pieces.locals, index_bytes=len(packed.index))
+            )
+        except _files.Unusable as reason:
+            self._peers.tell(self._number, _peers.FAILED)
+            self._warn_of_room(str(reason))
+            return
+        self._copier.start(
+            locals=packed.pieces.locals,
+            shown=packed.pieces.shown,
+            now=packed.pieces.now,
+            index=packed.index,
+            file=slot.memory,
+            sequence=self._sequence,
+            step=step,
+        )
+        self._pending = packed.pieces.waiting()
+
+    def _warn_of_room(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _fsdp_module.warn_user(
+                f"Snapshots: rank {self._rank} took none, and the run goes on: {reason}. It tries"
+                " again after each step, without another word"
+            )
+
+    def finish(self) -> None:
+        """Returns when the last snapshot is whole, and nothing is read any more. Local.
+
+        Before parameters are written in a way of your own; the optimizers given do it themselves.
+        """
+        if self._pending is None or self._pid != os.getpid():
+            return
+        assert self._peers is not None
+        changed = [self._pending[place] for place in self._copier.finish()]
+        self._pending = None
+        for tensor in changed:
+            self._written[id(tensor)] = tensor
+        if changed:
+            _fsdp_module.warn_user(
+                f"Snapshots: {self._name_of(changed[0])} was written between take() and the next"
+                " step() of the optimizers given: that snapshot does not count, and it is copied"
+                " in take() from now on. Call finish() before such a write, or take() after it"
+            )
+        self._peers.tell(self._number, _peers.FAILED if changed else _peers.WHOLE)
+
+    def _before_update(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.finish()
+
+    def _name_of(self, tensor: Tensor) -> str:
+        for model in self._contents.models:
+            for name, one in _contents.tensors_of(model).items():
+                if one is tensor:
+                    return f"'{name}'"
+        return f"optimizer state of shape {tuple(tensor.shape)}"
+
+    # ---- the end ----
+
+    def close(self) -> None:
+        """The run has ended well: when all ranks have said so, the files of the host are removed.
+
+        A process that exits with status 0 does the same. Local.
+        """
+        if self._state == "open" and self._pid == os.getpid():
+            self.finish()
+            self._pages.end()
+        self._let_go()
+        self._state = "closed"
+
+    def _let_go(self) -> None:
+        """The files stay."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._pages is not None:
+            self._pages.close()
+            self._pages = None
+        if self._slots:
+            _in_use.discard(self._slots[0].path)
+        for slot in self._slots:
+            slot.close()
+        self._slots.clear()
+        self._copier = None
+
+    def __enter__(self) -> Snapshots:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """As ``close``; after an exception the files stay, for the next start."""
+        if error is None:
+            self.close()
+        elif self._state == "open":
+            self.finish()
+            self._let_go()
+            self._state = "closed"
+
+
+@atexit.register
+def _finish_all() -> None:
+    """An exception ends a process while its last snapshot is copied: that one counts, too."""
+    for snapshots in list(_open):
+        if snapshots._state == "open":
+            snapshots.finish()
+
+
+def _check_arguments(
+    models: Sequence[Any], optimizers: Sequence[Any], every: Any, extra: Any
+) -> None:
+    for model in models:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"Snapshots: model is a {type(model).__name__}, not a module")
+    for optimizer in optimizers:
+        if not (hasattr(optimizer, "state_dict") and hasattr(optimizer, "load_state_dict")):
+            raise TypeError(
+                f"Snapshots: optimizer is a {type(optimizer).__name__} without state_dict and"
+                " load_state_dict"
+            )
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"Snapshots: every={every!r}: a snapshot is taken each 1 or more steps")
+    if extra is not None and not isinstance(extra, MutableMapping):
+        raise TypeError(f"Snapshots: extra is a {type(extra).__name__}, not a dict by names")
+    for key in extra or ():
+        if not isinstance(key, str):
+            raise TypeError(f"Snapshots: extra has the key {key!r}, which is no name")
+
+
+def _place() -> tuple[int, int]:
+    """Rank and world size."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _timeout_s(group: dist.ProcessGroup | None) -> float:
+    if group is None:
+        return 0.0
+    return _process_group.timeout_s(group, torch.device("cpu"))
+
+
+def _told(exchange: Exchange, what: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    return [json.loads(answer) for answer in exchange(what, json.dumps(mine).encode())]
+
+
+def _host_of(answer: dict[str, Any]) -> str:
+    return answer["process"].split("/")[0]
+
+
+def _is_seen(answer: dict[str, Any]) -> bool:
+    """Whether the rank's page is the file of that name here."""
+    try:
+        about = os.lstat(answer["paths"][0])
+    except OSError:
+        return False
+    return [about.st_dev, about.st_ino] == answer["page"]
