@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import io
 import json
 import os
 import weakref
@@ -19,7 +18,7 @@ from torch import Tensor, nn, optim
 from fsdp_c._comm import _process_group, _rendezvous
 from fsdp_c._fully_shard import _fsdp_module
 from fsdp_c._native import _C
-from fsdp_c._snapshots import _contents, _files, _peers, _run
+from fsdp_c._snapshots import _contents, _files, _parts, _peers, _run
 
 Exchange = Callable[[str, bytes], list[bytes]]
 _ENDED = 3  # the word of a page that says so
@@ -191,13 +190,13 @@ class Snapshots:
         slot = mine.get(common)
         error: Exception | None = None
         try:
-            parts = self._open_snapshot(slot)
+            opened = self._open_snapshot(slot)
         except Exception as fault:
             error = fault
         told = {"error": f"{error} (rank {self._rank})" if error else ""}
         self._raise_first(_told(exchange, "fitting snapshots", told), error)
         try:
-            self._start_from(slot, parts, answers)
+            self._start_from(slot, opened, answers)
         except Exception as fault:
             error = fault
         told = {"error": f"{error} (rank {self._rank})" if error else ""}
@@ -215,16 +214,15 @@ class Snapshots:
             )
         return step
 
-    def _open_snapshot(self, slot: int | None) -> Any:
+    def _open_snapshot(self, slot: int | None) -> _contents.Opened | None:
         if slot is None:
             return None
         data, index = self._slots[slot].data()
-        file = io.BytesIO(index)
-        return file, self._contents.look_at(file, data)
+        return self._contents.look_at(index, data)
 
-    def _start_from(self, slot: int | None, parts: Any, answers: Sequence[dict[str, Any]]) -> None:
+    def _start_from(self, slot: int | None, opened: Any, answers: Sequence[dict[str, Any]]) -> None:
         if slot is not None:
-            self._contents.install(*parts)
+            self._contents.install(opened)
             self._kept = slot
         for number, one in enumerate(self._slots):
             if number != slot:
@@ -327,23 +325,21 @@ class Snapshots:
         self._sequence += 1
         slot = self._slots[1 - self._kept]
         try:
-            slot.reserve(
-                _C.snapshot_room(tensors=packed.pieces.locals, index_bytes=len(packed.index))
-            )
+            slot.reserve(_C.snapshot_room(tensors=packed.locals, index_bytes=len(packed.index)))
         except _files.Unusable as reason:
             self._peers.tell(self._number, _peers.FAILED)
             self._warn_of_room(str(reason))
             return
         self._copier.start(
-            locals=packed.pieces.locals,
-            shown=packed.pieces.shown,
-            now=packed.pieces.now,
+            locals=packed.locals,
+            shown=packed.shown,
+            now=packed.now,
             index=packed.index,
             file=slot.memory,
             sequence=self._sequence,
             step=step,
         )
-        self._pending = packed.pieces.waiting()
+        self._pending = packed.waiting()
 
     def _warn_of_room(self, reason: str) -> None:
         if not self._has_warned:
@@ -379,7 +375,7 @@ class Snapshots:
 
     def _name_of(self, tensor: Tensor) -> str:
         for model in self._contents.models:
-            for name, one in _contents.tensors_of(model).items():
+            for name, one in _parts.tensors_of(model).items():
                 if one is tensor:
                     return f"'{name}'"
         return f"optimizer state of shape {tuple(tensor.shape)}"

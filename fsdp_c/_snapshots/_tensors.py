@@ -58,16 +58,14 @@ class Pieces:
         self.locals: list[Tensor] = []
         self.shown: list[Tensor] = []  # whose they are: as users hold them
         self.now: list[bool] = []
+        self.has_copies = False  # of what is not there as it is
+        self.dtensors: list[tuple[DTensor, Tensor]] = []  # with their local tensors
         self._may_wait = may_wait
         self._known: dict[int, Any] = {}  # by id of what is shown, which `shown` keeps
 
     @property
     def sizes(self) -> list[int]:
         return [local.numel() * local.itemsize for local in self.locals]
-
-    def waiting(self) -> list[Tensor]:
-        """Those that are read after the copy has begun."""
-        return [shown for shown, now in zip(self.shown, self.now, strict=True) if not now]
 
     def describe(self, tensor: Tensor) -> Any:
         """Takes its memory; None: it is of a kind that pickle has to take."""
@@ -80,6 +78,7 @@ class Pieces:
             local = self._described(tensor._local_tensor, shown)
             spec = tuple(tensor.placements), tuple(tensor.shape), tuple(tensor.stride())
             mesh = self._mesh_of(tensor)
+            self.dtensors.append((tensor, tensor._local_tensor))
             return local and Sharded(mesh, *spec, tensor.requires_grad, local)
         if is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
@@ -101,10 +100,11 @@ class Pieces:
         return self.meshes.index(tensor.device_mesh)
 
     def _take(self, tensor: Tensor, shown: Tensor) -> Plain:
-        local = tensor.detach()
+        local = tensor
         is_there = local.is_cpu and not (local.is_conj() or local.is_neg()) and _is_dense(local)
         if not is_there:
-            local = local.cpu().contiguous().resolve_conj().resolve_neg()
+            self.has_copies = True
+            local = local.detach().cpu().contiguous().resolve_conj().resolve_neg()
         waits = is_there and id(shown) in self._may_wait and not tensor.is_inference()
         self.locals.append(local)
         self.shown.append(shown)
@@ -147,6 +147,7 @@ class Saved:
         for size in sizes:
             self._places.append(at)
             at += -(-size // ALIGN) * ALIGN
+        self.n_bytes = at
 
     def view(self, plain: Plain) -> Tensor:
         """The bytes themselves, on the host."""
