@@ -223,6 +223,17 @@ def run_id() -> str:
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
+def restart_count() -> int:
+    """How often torchrun has started the run's ranks again (TORCHELASTIC_RESTART_COUNT)."""
+    return _number("TORCHELASTIC_RESTART_COUNT") or 0
+
+
+def restarts_with_old_store() -> bool:
+    """Whether torchrun starts ranks again and gives them the store of those before."""
+    uses_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return uses_agents and bool(_number("TORCHELASTIC_MAX_RESTARTS"))
+
+
 def shares_gpus() -> bool:
     """Whether NCCL lets two ranks use one GPU (NCCL_MULTI_RANK_GPU_ENABLE)."""
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "") == "1"

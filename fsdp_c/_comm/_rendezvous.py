@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from fsdp_c import _env
 from fsdp_c._comm import _process_group
 
 POLL_MIN_S = 0.0005
@@ -201,4 +202,7 @@ def store_of(group: dist.ProcessGroup) -> dist.Store | None:
     """The store that the group's ranks, as processes, have in common."""
     if group not in c10d._world.pg_map or dist.get_backend(group) in _NO_PROCESSES:
         return None
-    return c10d._world.pg_map[group][1]
+    store = c10d._world.pg_map[group][1]
+    # torchrun's outlives its ranks: those that it starts again must not meet the ones before.
+    n_restarts = _env.restart_count()
+    return dist.PrefixStore(f"restart_{n_restarts}", store) if n_restarts else store

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _remove(files: Sequence[_files.Found], is_named: bool) -> str:
-    if any(_files.in_use_by(file.owner) for file in files):
+    if any(file.owner and _files.is_alive(file.owner.process) for file in files):
         return "stays, a living process writes it"
     if not is_named and not all(file.owner is None or _files.is_over(file.owner) for file in files):
         return "stays, its launcher lives or is not known: name it to remove it"

@@ -211,8 +211,9 @@ class Found:
     age_s: float
 
 
-def find(folder: Path = MEMORY) -> list[Found]:
-    """This user's files, by name."""
+def find(folder: Path | None = None) -> list[Found]:
+    """This user's files, by name; in memory unless a folder is given."""
+    folder = folder or MEMORY
     found = []
     for path in sorted(folder.glob(f"{_PREFIX}*")):
         match = _FILE.fullmatch(path.name.removeprefix(_PREFIX))

@@ -15,11 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
+from fsdp_c import _env
 from fsdp_c._comm import _process_group, _rendezvous
 from fsdp_c._fully_shard import _fsdp_module
 from fsdp_c._native import _C
 from fsdp_c._snapshots import _contents, _files, _parts, _peers, _run
 
+_OLD_STORE = (
+    "Snapshots: torchrun gives ranks that it starts again the store of those before them, in which"
+    " gloo finds addresses of processes that are gone, and fails about every other time. Set"
+    " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun: each start then gets a store of its own"
+)
 Exchange = Callable[[str, bytes], list[bytes]]
 _ENDED = 3  # the word of a page that says so
 _open: weakref.WeakSet[Snapshots] = weakref.WeakSet()
@@ -57,7 +63,7 @@ class Snapshots:
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
-        optimizer: Any | Sequence[Any] = (),
+        optimizer: Any | Sequence[Any] | None = None,
         *,
         every: int = 1,
         extra: MutableMapping[str, Any] | None = None,
@@ -84,7 +90,7 @@ class Snapshots:
         """
         models = [model] if isinstance(model, nn.Module) else list(model)
         is_one = isinstance(optimizer, optim.Optimizer) or hasattr(optimizer, "state_dict")
-        optimizers = [optimizer] if is_one else list(optimizer)
+        optimizers = [optimizer] if is_one else list(optimizer or ())
         _check_arguments(models, optimizers, every, extra)
         _files.check_name(name)
         self.extra: MutableMapping[str, Any] = {} if extra is None else extra
@@ -123,6 +129,8 @@ class Snapshots:
         if self._state != "new":
             raise RuntimeError("Snapshots.resume() is called once, before the first step")
         exchange = self._exchange()
+        if self._rank == 0 and _env.restarts_with_old_store() and "gloo" in _backends():
+            _fsdp_module.warn_user(_OLD_STORE)
         told: dict[str, Any] = {"error": "", "unusable": "", "wholes": []}
         packed_error: Exception | None = None
         try:
@@ -160,6 +168,12 @@ class Snapshots:
             facts = slot.facts()
             if facts is not None and slot.is_intact():
                 wholes.append([facts["sequence"], facts["step"], len(self._slots) - 1])
+            elif facts is not None:
+                _fsdp_module.warn_user(
+                    f"Snapshots: {path} is damaged: its bytes are not those of step"
+                    f" {facts['step']} that were written. An older snapshot is taken, if there is"
+                    " one"
+                )
         _in_use.add(paths[0])
         return {
             "wholes": wholes,
@@ -170,17 +184,17 @@ class Snapshots:
 
     def _check_owner(self, slot: _files.Slot) -> None:
         owner = slot.owner()
-        if (process := _files.in_use_by(owner)) is not None:
-            raise RuntimeError(
-                f"resume: process {process} writes {slot.path}: another run with this folder, or"
-                " the same command from the same shell. Give one of them another name="
-            )
         if owner is not None and slot.facts() is not None and owner.world != self._world:
             raise RuntimeError(
                 f"resume: {slot.path} is of {owner.world} ranks, and this run has {self._world}."
                 " Snapshots go on with as many ranks as took them (fsdp_c.load_shards loads dumps"
                 " at any number). Start as many, or remove them: `python -m fsdp_c snapshots"
                 " --remove`"
+            )
+        if (process := _files.in_use_by(owner)) is not None:
+            raise RuntimeError(
+                f"resume: process {process} writes {slot.path}: another run with this folder, or"
+                " the same command from the same shell. Give one of them another name="
             )
 
     def _go_on(self, exchange: Exchange, answers: Sequence[dict[str, Any]]) -> int:
@@ -458,6 +472,10 @@ def _check_arguments(
 def _place() -> tuple[int, int]:
     """Rank and world size."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _backends() -> str:
+    return str(dist.get_backend_config()) if dist.is_initialized() else ""
 
 
 def _timeout_s(group: dist.ProcessGroup | None) -> float:

@@ -1,0 +1,526 @@
+"""Snapshots in one process: what is refused, what is passed over, what is left behind."""
+
+import dataclasses
+import os
+import random
+import resource
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from harness import run_ranks
+from torch import Tensor, nn, optim
+
+import fsdp_c
+from fsdp_c._comm import _rendezvous
+from fsdp_c._install import _launch
+from fsdp_c._snapshots import _files, _run
+
+LARGE = 60_000  # elements that are copied beside the next step
+
+
+class Net(nn.Module):
+    """A layer and a large vector."""
+
+    def __init__(self, width: int = 4, numel: int = LARGE) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, width)
+        self.wide = nn.Parameter(torch.randn(numel))
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().sum() + (self.wide * x.sum()).square().mean()
+
+
+def trained(n_steps: int = 1, **options: Any) -> tuple[Net, optim.Optimizer]:
+    model = Net(**options)
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer, n_steps)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: Any, n_steps: int = 1) -> None:
+    for _ in range(n_steps):
+        model(torch.ones(2, 4)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def leave(folder: Path, *steps: int, extra: Any = None, **options: Any) -> list[Tensor]:
+    """What a killed process leaves after steps; the last one's parameters."""
+    model, optimizer = trained(0, **options)
+    try:
+        with fsdp_c.Snapshots(model, optimizer, folder=folder, extra=extra) as snapshots:
+            assert snapshots.resume() == 0
+            for step in steps:
+                train(model, optimizer)
+                snapshots.take(step)
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        return [param.detach().clone() for param in model.parameters()]
+
+
+def resumed(folder: Path, model: Any = None, optimizer: Any = None, **options: Any) -> int:
+    if model is None:
+        model, optimizer = trained(0)
+    snapshots = fsdp_c.Snapshots(model, optimizer, folder=folder, **options)
+    with snapshots:
+        return snapshots.resume()
+
+
+@pytest.fixture
+def in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands for /dev/shm."""
+    monkeypatch.setattr(_files, "MEMORY", tmp_path)
+    return tmp_path
+
+
+# ---- arguments ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "match"),
+    [
+        ((nn.Linear(1, 1),), {"every": 0}, ValueError, "every=0"),
+        ((nn.Linear(1, 1),), {"every": 1.5}, ValueError, "every=1.5"),
+        ((nn.Linear(1, 1),), {"name": "a/b"}, ValueError, "name='a/b'"),
+        ((nn.Linear(1, 1),), {"extra": [1]}, TypeError, "extra is a list"),
+        ((nn.Linear(1, 1),), {"extra": {1: 2}}, TypeError, "extra has the key 1"),
+        (([3],), {}, TypeError, "model is a int"),
+        ((nn.Linear(1, 1), [3]), {}, TypeError, "optimizer is a int"),
+    ],
+)
+def test_wrong_arguments(arguments: Any, options: Any, error: Any, match: str) -> None:
+    with pytest.raises(error, match=match):
+        fsdp_c.Snapshots(*arguments, **options)
+
+
+def test_calls_out_of_order(tmp_path: Path) -> None:
+    snapshots = fsdp_c.Snapshots(nn.Linear(1, 1), folder=tmp_path)
+    with pytest.raises(RuntimeError, match="before resume"):
+        snapshots.take(1)
+    snapshots.resume()
+    with pytest.raises(RuntimeError, match="called once"):
+        snapshots.resume()
+    for step in (-1, 1.0, True):
+        with pytest.raises(ValueError, match="no number of steps"):
+            snapshots.take(step)  # type: ignore[arg-type]
+    snapshots.close()
+    snapshots.close()
+    with pytest.raises(RuntimeError, match=r"after close\(\)"):
+        snapshots.take(1)
+
+
+def test_extra_that_cannot_be_pickled(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"extra\['way'\] cannot be pickled"):
+        resumed(tmp_path, nn.Linear(1, 1), (), extra={"way": lambda: 0})
+
+
+# ---- other runs ----
+
+
+def changed_groups(model: nn.Module) -> optim.Optimizer:
+    params = list(model.parameters())
+    return optim.AdamW([{"params": params[:1]}, {"params": params[1:]}])
+
+
+@pytest.mark.parametrize(
+    ("options", "make", "match"),
+    [
+        ({"width": 5}, None, r"'layer.weight' has shape \(5, 4\) now, \(4, 4\) in the snapshot"),
+        ({}, lambda m: optim.SGD(m.parameters()), r"optimizer 0 is a .*SGD now, a .*AdamW in"),
+        ({}, changed_groups, r"groups of \[1, 2\] parameters now, of \[3\]"),
+        ({}, lambda m: optim.AdamW([m.wide]), "'layer.bias' in one of them alone"),
+        ({}, lambda m: [], "it holds 1 optimizers, there are 0 now"),
+    ],
+)
+def test_another_model(tmp_path: Path, options: Any, make: Any, match: str) -> None:
+    leave(tmp_path, 1)
+    model = Net(**options)
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match=match):
+        resumed(tmp_path, model, (make or (lambda m: optim.AdamW(m.parameters())))(model))
+    assert all(map(torch.equal, before, model.parameters()))
+    assert resumed(tmp_path) == 1  # nothing is lost
+
+
+def test_another_dtype_and_names(tmp_path: Path) -> None:
+    leave(tmp_path, 1)
+    model = Net().double()
+    with pytest.raises(RuntimeError, match="'layer.weight' is torch.float64 now, torch.float32"):
+        resumed(tmp_path, model, optim.AdamW(model.parameters()))
+    model = Net()
+    model.more = nn.Parameter(torch.ones(2))
+    with pytest.raises(RuntimeError, match="'more' is missing there"):
+        resumed(tmp_path, model, optim.AdamW(model.parameters()))
+    model = Net()
+    del model.count
+    with pytest.raises(RuntimeError, match="'count' is in the snapshot alone"):
+        resumed(tmp_path, model, optim.AdamW(model.parameters()))
+    with torch.device("meta"):
+        model = Net()
+    with pytest.raises(ValueError, match="is a Parameter .* on the meta device"):
+        resumed(tmp_path, model, ())
+
+
+def leave_on_ranks(rank: int, n_ranks: int, folder: Path) -> None:
+    leave(folder, 1, 2)
+
+
+def test_another_world_size(tmp_path: Path) -> None:
+    run_ranks(leave_on_ranks, 2, tmp_path)
+    with pytest.raises(RuntimeError, match="of 2 ranks, and this run has 1"):
+        resumed(tmp_path)
+
+
+def test_of_another_process(tmp_path: Path) -> None:
+    leave(tmp_path, 1)
+    slot = _files.Slot(next(tmp_path.glob("*.0")))
+    owner = slot.owner()
+    assert owner is not None
+    parent = _rendezvous.process_of(os.getppid())
+    slot.set_owner(dataclasses.replace(owner, process=parent))
+    with pytest.raises(RuntimeError, match=f"process {os.getppid()} writes"):
+        resumed(tmp_path)
+
+
+def test_same_name_twice(tmp_path: Path) -> None:
+    first, second, third = (fsdp_c.Snapshots(nn.Linear(1, 1), folder=tmp_path) for _ in range(3))
+    first.resume()
+    with pytest.raises(RuntimeError, match="called 'main' already"):
+        second.resume()
+    other = fsdp_c.Snapshots(nn.Linear(1, 1), folder=tmp_path, name="other")
+    assert other.resume() == 0
+    first.close()
+    assert third.resume() == 0
+    third.close()
+    other.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- what is not whole ----
+
+
+def damage(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def by_step(folder: Path) -> dict[int | None, Path]:
+    return {found.step: found.path for found in _files.find(folder)}
+
+
+def test_torn_ones_are_passed_over(tmp_path: Path) -> None:
+    leave(tmp_path, 1, 2, 3)
+    assert by_step(tmp_path).keys() == {2, 3}
+    damage(by_step(tmp_path)[3], 10_000)
+    with pytest.warns(UserWarning, match="damaged: its bytes are not those of step 3"):
+        model, optimizer = trained(0)
+        with (
+            pytest.raises(ZeroDivisionError),
+            fsdp_c.Snapshots(model, optimizer, folder=tmp_path) as snapshots,
+        ):
+            assert snapshots.resume() == 2
+            raise ZeroDivisionError
+    expected, _ = trained(2)
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))
+    damage(by_step(tmp_path)[2], 8)  # the header
+    assert resumed(tmp_path) == 0
+
+
+def test_cut_off_files(tmp_path: Path) -> None:
+    leave(tmp_path, 1, 2)
+    os.truncate(by_step(tmp_path)[2], 50_000)
+    assert resumed(tmp_path) == 1
+    leave(tmp_path, 1)
+    for path in tmp_path.iterdir():
+        path.write_bytes(b"something else")
+    assert resumed(tmp_path) == 0
+
+
+def test_memory_written_between_does_not_count(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    snapshots = fsdp_c.Snapshots(model, optimizer, folder=tmp_path)
+    snapshots.resume()
+    train(model, optimizer)
+    snapshots.take(1)
+    with torch.no_grad():
+        model.wide.mul_(0.5)
+    with pytest.warns(UserWarning, match="'wide' was written between take"):
+        train(model, optimizer)
+    assert by_step(tmp_path).keys() == {None}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in (2, 3):
+            snapshots.take(step)
+            with torch.no_grad():
+                model.wide.mul_(0.5)
+            train(model, optimizer)
+    assert by_step(tmp_path).keys() == {2, 3}
+    snapshots.close()
+
+
+def test_a_full_file_system(tmp_path: Path) -> None:
+    """A limit of file sizes stands for it: what fails is the same call."""
+    model, optimizer = trained(0)
+    snapshots = fsdp_c.Snapshots(model, optimizer, folder=tmp_path)
+    snapshots.resume()
+    train(model, optimizer)
+    snapshots.take(1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        train(model, optimizer)
+        with pytest.warns(UserWarning, match="took none, and the run goes on: no .*too large"):
+            snapshots.take(2)
+        train(model, optimizer)
+        snapshots.take(3)
+        assert by_step(tmp_path).keys() == {1, None}
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    snapshots.take(4)  # there is room again
+    snapshots.finish()
+    assert by_step(tmp_path).keys() == {1, 4}
+    snapshots.close()
+    about = os.statvfs_result((4096, 4096, 10, 5, 3, 0, 0, 0, 0, 255))
+    again = fsdp_c.Snapshots(model, optimizer, folder=tmp_path)
+    again.resume()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fstatvfs", lambda file: about)
+        patch.setattr(os, "statvfs", lambda path: about)
+        with pytest.warns(UserWarning, match="is full: it has 0 MiB left.*--shm-size"):
+            again.take(1)
+    again.close()
+
+
+def test_no_room_at_all(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    model, optimizer = trained(0)
+    for path in _files.paths(tmp_path, "fsdp_c-snapshots-main", 0):
+        path.mkdir()
+    snapshots = fsdp_c.Snapshots(model, optimizer, folder=tmp_path)
+    with pytest.warns(UserWarning, match="none are taken, and the run goes on: .*cannot be opened"):
+        assert snapshots.resume() == 0
+    snapshots.take(1)
+    snapshots.close()
+
+
+# ---- what comes back ----
+
+
+class WithMemory(optim.SGD):
+    """An optimizer with state of its own."""
+
+    n_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.n_steps += 1
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "n_steps": self.n_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.n_steps = state.pop("n_steps")
+        super().load_state_dict(state)
+
+
+class Kinds(nn.Module):
+    """Tensors of many kinds."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.image = nn.Conv2d(3, 2, 3).to(memory_format=torch.channels_last)
+        self.scalar = nn.Parameter(torch.randn(()))
+        self.empty = nn.Parameter(torch.randn(0, 3))
+        self.short = nn.Parameter(torch.randn(5, 7).bfloat16())
+        self.waves = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.register_buffer("flags", torch.rand(9) > 0.5)
+        self.register_buffer("numbers", torch.randint(99, (3, 5)).t())
+        self.register_buffer("every_other", torch.randn(8)[::2])
+        self.register_buffer("scratch", torch.randn(2), persistent=False)
+
+
+def test_tensors_of_many_kinds(tmp_path: Path) -> None:
+    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+    extra = {"position": [1, 2], "sparse": torch.eye(3).to_sparse(), "rng": generators[0]}
+    model = Kinds(1)
+    with (
+        pytest.raises(ZeroDivisionError),
+        fsdp_c.Snapshots(model, folder=tmp_path, extra=extra) as snapshots,
+    ):
+        snapshots.resume()
+        drawn = [torch.rand(3), random.random(), numpy.random.rand()]
+        snapshots.take(7)
+        drawn = [torch.rand(3), random.random(), numpy.random.rand()]
+        raise ZeroDivisionError
+    again = {"position": None, "sparse": None, "rng": generators[1]}
+    other = Kinds(2)
+    assert resumed(tmp_path, other, extra=again) == 7
+    pairs = [*zip(model.parameters(), other.parameters(), strict=True)]
+    pairs += [*zip(model.buffers(), other.buffers(), strict=True)]
+    for one, two in pairs:
+        assert torch.equal(one, two) and one.stride() == two.stride()
+    assert again["position"] == [1, 2] and torch.equal(again["sparse"].to_dense(), torch.eye(3))
+    assert torch.equal(*(torch.rand(3, generator=generator) for generator in generators))
+    assert torch.equal(drawn[0], torch.rand(3))
+    assert drawn[1:] == [random.random(), numpy.random.rand()]
+
+
+def test_optimizers_with_state_of_their_own(tmp_path: Path) -> None:
+    """State that is loaded has memory of its own, when the files are gone."""
+
+    def make() -> tuple[Net, list[Any]]:
+        model = Net()
+        optimizers = [
+            WithMemory([model.wide], lr=0.1, momentum=0.9),
+            optim.Adam(model.layer.parameters(), lr=torch.tensor(0.1)),
+        ]
+        return model, optimizers
+
+    def step(model: Net, optimizers: list[Any], n_steps: int) -> None:
+        for _ in range(n_steps):
+            model(torch.ones(2, 4)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    model, optimizers = make()
+    with (
+        pytest.raises(ZeroDivisionError),
+        fsdp_c.Snapshots(model, optimizers, folder=tmp_path) as snapshots,
+    ):
+        snapshots.resume()
+        step(model, optimizers, 2)
+        snapshots.take(2)
+        raise ZeroDivisionError
+    other, others = make()
+    step(other, others, 1)  # it is no matter what was there
+    assert resumed(tmp_path, other, others) == 2
+    assert others[0].n_steps == 2 and list(tmp_path.iterdir()) == []
+    for trained, by in ((model, optimizers), (other, others)):
+        step(trained, by, 2)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+# ---- files ----
+
+
+def test_left_overs_of_dead_launchers(in_memory: Path) -> None:
+    model, optimizer = trained(0)
+
+    def names() -> set[str]:
+        return {path.name for path in in_memory.iterdir()}
+
+    first = fsdp_c.Snapshots(model, optimizer)
+    first.resume()
+    mine = names()
+    assert len(mine) == 2 and all(
+        (path.stat().st_mode & 0o777) == 0o600 for path in in_memory.iterdir()
+    )
+    first.take(1)
+    first.finish()
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    here = _rendezvous.this_process().split()[0]
+    for run, launcher in (("dead", f"{here} {gone.pid} 1"), ("alive", _run.launcher())):
+        slot = _files.Slot(in_memory / f"fsdp_c-snapshots-0-{run}-main-0.0")
+        process = f"{here} {gone.pid} 1"
+        slot.set_owner(_files.Owner("x.py", launcher, process, "main", 0, 1))
+        slot.close()
+    second = fsdp_c.Snapshots(model, optimizer, name="second")
+    second.resume()
+    alive = "fsdp_c-snapshots-0-alive-main-0.0"
+    assert mine | {alive} < names() and len(names()) == 5
+    second.close()
+    first.close()
+    assert names() == {alive}
+
+
+def test_runs_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    launcher = _run.launcher()
+    assert launcher.split()[1] == str(os.getppid())
+    named = _run.digest(launcher)
+    assert named == _run.digest(launcher) != _run.digest(launcher + "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "other")
+    assert named != _run.digest(launcher)
+
+
+ENDS = """
+import os, sys
+import torch
+import fsdp_c
+
+def live(name, end):
+    model = torch.nn.Linear(400, 400)
+    optimizer = torch.optim.SGD(model.parameters())
+    snapshots = fsdp_c.Snapshots(model, optimizer, folder=sys.argv[1], name=name)
+    snapshots.resume()
+    snapshots.take(3)
+    end(snapshots)
+
+def fail(snapshots):
+    raise ZeroDivisionError
+
+sys.stderr = open(os.devnull, "w")
+for name, end in {
+    "returns": lambda snapshots: None,
+    "exits": lambda snapshots: sys.exit(0),
+    "exits.with.1": lambda snapshots: sys.exit(1),
+    "exits.with.text": lambda snapshots: sys.exit("a reason"),
+    "raises": fail,
+    "ends.at.once": lambda snapshots: os._exit(0),
+    "closes": lambda snapshots: snapshots.close(),
+}.items():
+    if os.fork() == 0:
+        live(name, end)
+        sys.exit(0)
+    os.wait()
+"""
+
+
+def test_ends_of_processes(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", ENDS, str(tmp_path)]
+    subprocess.run(command, env=environment, check=True, timeout=60)
+    left = {found.run: found.step for found in _files.find(tmp_path) if found.step is not None}
+    assert left == {"exits.with.1": 3, "exits.with.text": 3, "raises": 3, "ends.at.once": 3} or (
+        left == {"exits.with.1": 3, "exits.with.text": 3, "raises": 3}
+    )
+    assert len(_files.find(tmp_path)) == 8
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def output(*arguments: str) -> str:
+        _launch.main(["snapshots", "--folder", str(tmp_path), *arguments])
+        return capsys.readouterr().out
+
+    assert "there are no snapshots" in output()
+    leave(tmp_path, 4, 5)
+    head, row = output().splitlines()
+    assert head.split()[:5] == ["run", "of", "ranks", "step", "size"]
+    assert row.split()[0] == "main" and "1 of 1" in row and " 5 " in row and "MiB" in row
+    assert "a living process writes it" in output("--remove")
+    for path in tmp_path.iterdir():
+        slot = _files.Slot(path)
+        owner = slot.owner()
+        assert owner is not None
+        here, _, _ = owner.process.split()
+        slot.set_owner(dataclasses.replace(owner, process=f"{here} 1 1"))
+        slot.close()
+    assert "its launcher lives" in output("--remove")
+    with pytest.raises(SystemExit):
+        output("--remove", "nobody")
+    assert "removed" in output("--remove", "main")
+    assert list(tmp_path.iterdir()) == []

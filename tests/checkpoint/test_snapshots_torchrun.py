@@ -1,0 +1,56 @@
+"""Snapshots under torchrun --max-restarts: a run that is killed again and again."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_snapshots import N_STEPS, UPDATED, undisturbed
+
+from fsdp_c._snapshots import _files
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "killed.py"
+TIMEOUT_S = 120
+
+
+def torchrun(n_ranks: int, n_restarts: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local-addr", "127.0.0.1", "--monitor-interval", "0.1"]
+    command += ["--nproc-per-node", str(n_ranks), "--max-restarts", str(n_restarts)]
+    return subprocess.run(
+        [*command, str(SCRIPT), *arguments],
+        # Without the last one gloo fails about every other restart.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "deaths"),
+    [
+        (2, ["1:forward:1", "0:copy:3", "1:end:0"]),
+        (3, ["0:between commits:2"]),
+    ],
+)
+def test_killed_again_and_again(tmp_path: Path, n_ranks: int, deaths: list[str]) -> None:
+    done = torchrun(n_ranks, len(deaths), str(tmp_path), *deaths)
+    assert done.returncode == 0, done.stdout[-4000:]
+    for rank, (losses, found) in enumerate(undisturbed(n_ranks, "sharded")):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == found
+        rows = [json.loads(line) for line in (tmp_path / f"{rank}.jsonl").read_text().splitlines()]
+        for life, death in enumerate(deaths, 1):
+            victim, moment, step = death.split(":")
+            done_then = N_STEPS if moment == "end" else int(step) + (moment in UPDATED)
+            steps = [step for number, step, _ in rows if number == life]
+            # At most one step is made again; a death in the life after may come before any is.
+            assert not steps or done_then - 1 <= steps[0] <= done_then
+        assert all(loss == losses[step] for _, step, loss in rows)
+        assert {step for _, step, _ in rows} == set(range(N_STEPS))
+    assert [
+        file.path for file in _files.find() if file.owner and file.owner.run == str(SCRIPT)
+    ] == []
