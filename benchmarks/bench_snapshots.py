@@ -1,7 +1,7 @@
 """What a snapshot after every step costs the step, and what saving and loading cost beside it.
 
 The model and step of `bench_step.py`: the same ranks step without snapshots and with one after
-every step, in turn. torch's distributed checkpoint saves the same state to the same memory.
+every step, in pairs of blocks. torch's distributed checkpoint saves the same to the same memory.
 """
 
 from __future__ import annotations
@@ -126,16 +126,17 @@ def work(args: argparse.Namespace) -> list[Row]:
     optimizer = bench_step.adamw(model.parameters())
     step = functools.partial(bench_step.training_step, model, optimizer, batch)
     folder = shared_folder()
-    rounds = args.rounds or (5 if args.quick else 15)
     with contextlib.suppress(Killed), fsdp_c.Snapshots(model, optimizer, folder=folder) as snaps:
         snaps.resume()
         taking = Taking(step, snaps)
         handle = optimizer.register_step_pre_hook(taking.wait)
         handles = optimizer._optimizer_step_pre_hooks
         handles.move_to_end(handle.id, last=False)  # before that of snapshots: it is timed here
-        cases = {"without": Case(step), "with": Case(taking)}
-        budget = 12 if args.quick else 60
-        times = measuring.measure(cases, rounds, block_s=args.block_s, budget_s=budget)
+        # With something before each step, a block's figure is the median of its steps.
+        base, case = (Case(body, before=lambda: None) for body in (step, taking))
+        budget = 15 if args.quick else 90
+        pairs = args.pairs or 10_000
+        times = measuring.measure_added(base, {"snapshots": case}, budget, args.block_s, pairs)
         handle.remove()
         snaps.take(taking.n_steps + 1)
         raise Killed
@@ -164,28 +165,34 @@ def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
     table = report.Table(
         f"Training step of a GPT with {rows[0]['numel'] / 1e6:.1f}M parameters, "
         f"batch {config.batch} x {config.tokens} tokens per rank, with a snapshot after every step",
-        ["ranks", "MiB a rank", "without", "with", "with / without", "goal", "in take()"]
-        + ["waited by step()", "resume()", "torch: save", "load", "samples"],
-        note="fp32, AdamW, fsdp_c. MiB: shards and state of a snapshot; two are kept. In take(), "
-        "waited by step(): medians of what the program itself is held up; what else the copy costs "
-        "is the processor's and the memory's time. torch: distributed checkpoint into memory.",
+        ["ranks", "MiB a rank", "without", "added", "with / without", "goal", "p10", "p90"]
+        + ["in take()", "waited by step()", "resume()", "torch: save", "load", "pairs"],
+        note="fp32, AdamW, fsdp_c. MiB: shards and state of a snapshot; two are kept. Added: the "
+        "median over pairs of blocks, without and with; p10, p90: of with / without over pairs. In "
+        "take(), waited by step(): medians of what the program itself is held up; what else the "
+        "copy costs is the processor's and the memory's time. torch: distributed checkpoint into "
+        "memory.",
     )
     for row in rows:
-        times = {name: row["times"][name]["median_us"] for name in row["times"]}
+        times = row["times"]["snapshots"]
+        base = times["base_us"]
+        ratios = [(base + times[key]) / base for key in ("median_us", "p10_us", "p90_us")]
         durations = [row[key] for key in ("take_us", "wait_us", "resume_us", "save_us", "load_us")]
         table.rows.append(
             [str(row["ranks"]), report.number(row["bytes"] / MIB)]
-            + [report.duration(times[name]) for name in ("without", "with")]
-            + [report.ratio(times["with"], times["without"], 3), f"<= {GOAL}"]
+            + [report.duration(base), report.duration(times["median_us"])]
+            + [report.number(ratios[0], 3), f"<= {GOAL}"]
+            + [report.number(ratio, 3) for ratio in ratios[1:]]
             + list(map(report.duration, durations))
-            + [str(row["times"]["with"]["samples"])]
+            + [str(times["samples"])]
         )
     return [table]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     bench_step.arguments(parser)
-    parser.add_argument("--block-s", type=float, default=2.0, help="seconds of a case in a round")
+    parser.add_argument("--block-s", type=float, default=2.0, help="seconds of a block")
+    parser.add_argument("--pairs", type=int, help="pairs of blocks; as many as there is time for")
 
 
 BENCH = Bench("snapshots", __file__, __doc__ or "", launches, work, tables, arguments=arguments)

@@ -14,6 +14,7 @@ import bench_host_overhead
 import bench_memory
 import bench_optim
 import bench_owner
+import bench_snapshots
 import bench_step
 import bench_strategies
 import bench_waits
@@ -27,6 +28,7 @@ BENCHES = [
         bench_features,
         bench_collectives,
         bench_step,
+        bench_snapshots,
         bench_waits,
         bench_optim,
         bench_owner,

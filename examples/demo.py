@@ -2,7 +2,8 @@
 
   python examples/demo.py --ranks 2
 
-Ctrl-C saves a checkpoint; the same command with --resume goes on from it.
+Ctrl-C saves a checkpoint; the same command with --resume goes on from it. With --kill a rank is
+killed half way, and the run goes on from memory: beside one that nobody has killed.
 """
 
 import argparse
@@ -39,12 +40,17 @@ class Launcher:
             self._log.unlink(missing_ok=True)
         self._began = time.time()
         launch = ["-m", "torch.distributed.run", "--standalone"]
+        variables = {"OMP_NUM_THREADS": "1", **os.environ}
+        if options.die_at >= 0:
+            launch += ["--max-restarts", "1", "--monitor-interval", "0.1"]
+            # A store for each start: in that of dead ranks gloo finds addresses of theirs.
+            variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         launch += ["--nproc_per_node", str(options.ranks), str(SCRIPT), *to_arguments(options)]
         # One thread a rank, unless the user says otherwise. A session of its own keeps a Ctrl-C
         # of the terminal from torchrun, which would end with a traceback.
         self._process = subprocess.Popen(
             [sys.executable, *launch],
-            env={"OMP_NUM_THREADS": "1", **os.environ},
+            env=variables,
             start_new_session=True,
         )
         code = self._process.wait()
@@ -81,7 +87,31 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=positive, default=2, help="processes to train with")
     parser.add_argument("--no-compare", action="store_true", help="leave out the run under torch")
+    parser.add_argument(
+        "--kill", action="store_true", help="kill a rank half way; the run goes on from memory"
+    )
     return parser.parse_args(arguments)
+
+
+def kill_and_go_on(launcher: Launcher, options: argparse.Namespace) -> int:
+    """A run whose last rank is killed, one that is left alone, and their losses."""
+    died = {"impl": "fsdp_c", "resume": False, "sample_bytes": 0}
+    lives = {"killed": {"snapshots": True, "die_at": options.steps // 2}, "undisturbed": {}}
+    runs: dict[str, Run] = {}
+    for name, more in lives.items():
+        out = options.out / name
+        mine = argparse.Namespace(**{**vars(options), **died, **more, "out": out})
+        print(f"\nTraining, {name}, on {options.ranks} ranks", flush=True)
+        code = launcher.run(mine)
+        if launcher.stopped:
+            return INTERRUPTED
+        if code:
+            sys.exit(f"training failed with exit code {code}; its output is above")
+        runs[name] = read(log_path(out, "fsdp_c"))
+    import report
+
+    report.show_seam(runs["killed"], runs["undisturbed"], options.steps // 2)
+    return 0
 
 
 def train_all(launcher: Launcher, options: argparse.Namespace) -> dict[str, Run] | None:
@@ -121,6 +151,8 @@ def how_to_resume(options: argparse.Namespace) -> str:
 def main() -> int:
     options = parse()
     launcher = Launcher()
+    if options.kill:
+        return kill_and_go_on(launcher, options)
     runs = train_all(launcher, options)
     if runs is None:
         print(how_to_resume(options), flush=True)

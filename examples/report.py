@@ -10,6 +10,8 @@ from runlog import Run
 
 WARM_STEPS = 3  # the first steps of a run set things up and are left out of the speed
 LOSS_ROWS = 8
+SEAM_ROWS = 10
+SEAM_WIDTH = 40  # characters of the highest loss
 MIB = 2**20
 COLOURS = {"fsdp_c": "tab:orange", "torch": "tab:blue"}
 
@@ -45,6 +47,29 @@ def agreement(a: Run, b: Run, dtype: str) -> str:
     allowed = 0.1 if dtype == "bf16" else 0.02
     verdict = "they agree" if apart <= allowed else "THEY DISAGREE"
     return f"the losses of a step differ by {apart:.2e} at most: {verdict}"
+
+
+def show_seam(killed: Run, whole: Run, died_at: int) -> None:
+    """The losses of a run that was killed in a step, as a curve, and whether they are the other's.
+
+    Half of the rows are around the step.
+    """
+    n_steps = len(killed.steps)
+    spread = {round(i * (n_steps - 1) / SEAM_ROWS) for i in range(SEAM_ROWS + 1)}
+    near = {step for step in range(died_at - 3, died_at + 4) if 0 <= step < n_steps}
+    highest = max(step["loss"] for step in killed.steps)
+    print("\n  step      loss")
+    for at in sorted(spread | near):
+        loss = killed.steps[at]["loss"]
+        mark = "  <- killed in this step, and made again" if at == died_at else ""
+        print(f"{at + 1:6d}  {loss:8.4f}  {'#' * round(SEAM_WIDTH * loss / highest)}{mark}")
+    kinds = ("loss", "grad_norm")
+    rows = [[tuple(step[kind] for kind in kinds) for step in run.steps] for run in (killed, whole)]
+    if rows[0] == rows[1] and killed.end == whole.end:
+        print(f"\nAll {n_steps} losses and gradient norms are those of the run that nobody killed,")
+        print("to the last bit.")
+    else:
+        print("\nTHEY DISAGREE with the run that nobody killed.")
 
 
 def loss_table(runs: dict[str, Run]) -> Table:

@@ -35,6 +35,8 @@ def training_options() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of the weights, the batches and the sample")
     add("--resume", action="store_true", help="go on from the last checkpoint below --out")
     add("--save-every", type=positive, default=100, help="steps between checkpoints")
+    add("--snapshots", action="store_true", help="keep each step in memory, and go on from there")
+    add("--die-at", type=int, default=-1, help="step in which the last rank kills itself, once")
     add("--sample-bytes", type=int, default=400, help="length of the text to write at the end")
     add("--out", type=Path, default=Path("demo-out"), help="folder of logs, checkpoints, picture")
     return parser

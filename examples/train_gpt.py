@@ -4,6 +4,7 @@
 
 The script is the same for fsdp_c and for torch but for the module that `fully_shard` comes from.
 SIGINT and SIGTERM end it after the step at hand with a checkpoint that `--resume` goes on from.
+With --snapshots it goes on from memory where torchrun (--max-restarts) starts it again.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import contextlib
 import importlib
 import math
 import os
+import signal
 import time
 from pathlib import Path
 from types import ModuleType
@@ -110,6 +112,11 @@ class Trainer:
         self.model = build_model(importlib.import_module(MODULES[options.impl]), options)
         self.optimizer = make_optimizer(self.model, options.lr)
         self.folder = options.out / options.impl / "checkpoints"
+        self.snapshots: Any = None
+        if options.snapshots:
+            import fsdp_c
+
+            self.snapshots = fsdp_c.Snapshots(self.model, self.optimizer)
 
     def config(self) -> dict[str, Any]:
         """What a checkpoint says about the run that wrote it."""
@@ -135,6 +142,18 @@ class Trainer:
         if changed:
             self.say(f"the losses differ from those of one run in a piece: {', '.join(changed)}")
         return progress["step"]
+
+    def resume_from_memory(self) -> int:
+        """As `resume`, with what this run's ranks have kept before they were started again."""
+        step = self.snapshots.resume()
+        if step:
+            self.say(f"started again; goes on after step {step}, from memory")
+        return step
+
+    def is_to_die(self, step: int) -> bool:
+        """Whether this rank is the one that shows what happens then."""
+        is_first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        return step == self.options.die_at and is_first_life and self.rank == self.n_ranks - 1
 
     def say(self, text: str) -> None:
         if self.rank == 0:
@@ -165,6 +184,9 @@ class Trainer:
 
         began = time.perf_counter()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+        if self.is_to_die(step):
+            print(f"rank {self.rank} kills itself in step {step + 1}", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
         self.optimizer.step()
         self.optimizer.zero_grad()
         seconds += time.perf_counter() - began
@@ -205,8 +227,10 @@ def train(trainer: Trainer, first_step: int, stop: StopRequest, log: Writer | No
     saved, done = first_step, first_step
     for step in range(first_step, options.steps):
         result = trainer.step(step)
-        report = trainer.agree(result, bool(stop))
         done = step + 1
+        if trainer.snapshots:
+            trainer.snapshots.take(done)
+        report = trainer.agree(result, bool(stop))
         if log and bar:
             log.write(
                 "step",
@@ -237,6 +261,8 @@ def train(trainer: Trainer, first_step: int, stop: StopRequest, log: Writer | No
 def run(options: argparse.Namespace, stop: StopRequest) -> None:
     trainer = Trainer(options)
     first_step = trainer.resume() if options.resume else 0
+    if trainer.snapshots:
+        first_step = trainer.resume_from_memory() or first_step
     log = None
     if trainer.rank == 0:
         log = Writer(log_path(options.out, options.impl), first_step)
@@ -257,6 +283,8 @@ def run(options: argparse.Namespace, stop: StopRequest) -> None:
             if log:
                 log.write("end", interrupted=True, n_steps=done)
             return
+        if trainer.snapshots:
+            trainer.snapshots.close()
         validation_loss = trainer.validation_loss()
         trainer.say(f"validation loss {validation_loss:.4f}")
         sample = trainer.sample() if options.sample_bytes > 0 else ""

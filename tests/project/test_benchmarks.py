@@ -26,6 +26,8 @@ TINY = {
     "collectives": ["--sizes", "1024,4096", "--ranks", "2", "--rounds", "2"],
     "step": ["--layers", "1", "--width", "32", "--heads", "2", "--vocabulary", "50"]
     + ["--batch", "2", "--tokens", "8", "--rounds", "2"],
+    "snapshots": ["--layers", "1", "--width", "32", "--heads", "2", "--vocabulary", "50"]
+    + ["--tokens", "8", "--pairs", "2", "--block-s", "0.1"],
     "optim": ["--units", "1", "--layers", "2", "--ranks", "2", "--rounds", "2"]
     + ["--large", "4096"],
     "strategies": ["--layers", "1", "--width", "32", "--heads", "2", "--vocabulary", "64"]
@@ -41,6 +43,7 @@ N_ROWS = {
     "features": 3,
     "collectives": 4,
     "step": 2,
+    "snapshots": 1,
     "optim": 38,
     "strategies": 6,
     "memory": 2,
@@ -48,6 +51,7 @@ N_ROWS = {
     "waits": 3,
 }
 BY_TORCHRUN = "collectives"
+DIFFERENCES = ("host_overhead", "features", "snapshots")
 
 # Gradients flow back through each unit three times too large; gathered values are right only once.
 WRONG = '''
@@ -169,8 +173,9 @@ def check_results(name: str, script: str, folder: Path, stdout: str) -> None:
     assert len(record["rows"]) == N_ROWS[name]
     header = table_lines(stdout)[0]
     others = {"collectives": "gloo", "owner": "full_tensor", "waits": "waited"}
+    others["snapshots"] = "torch: save"
     assert others.get(name, "torch") in header
-    assert "fsdp_c" in header or name in ("owner", "waits")
+    assert "fsdp_c" in header or name in ("owner", "snapshots", "waits")
     for row in record["rows"]:
         if name == "memory":
             assert row["above_empty_mib"] > 0 and row["steps"] == 3
@@ -181,10 +186,7 @@ def check_results(name: str, script: str, folder: Path, stdout: str) -> None:
             for times in row["times"].values():
                 assert times["samples"] >= 2
                 assert times["min_us"] <= times["median_us"] <= times["p90_us"]
-                if name in (
-                    "host_overhead",
-                    "features",
-                ):  # differences, of which noise makes some negative
+                if name in DIFFERENCES:  # of which noise makes some negative
                     assert times["base_us"] > 0 and times.get("waited_us", 0) >= 0
                 else:
                     assert times["min_us"] > 0

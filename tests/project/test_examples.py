@@ -7,6 +7,7 @@ torchrun show that it starts them too, and what it does with signals.
 import contextlib
 import importlib.util
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -158,6 +159,14 @@ def test_demo_compares_and_draws(tmp_path: Path) -> None:
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert len(losses[0]) == 6
+
+
+def test_demo_kills_and_goes_on(tmp_path: Path) -> None:
+    command = [str(EXAMPLES / "demo.py"), *TINY, "--steps", "8", "--kill", "--out", str(tmp_path)]
+    output = run(command)
+    assert "rank 1 kills itself in step 5" in output
+    assert re.search(r"started again; goes on after step [34], from memory", output)
+    assert "All 8 losses" in output and "THEY DISAGREE" not in output
 
 
 @pytest.mark.parametrize("impl", ["torch", "fsdp_c"])
