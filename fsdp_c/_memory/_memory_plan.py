@@ -7,7 +7,7 @@ import inspect
 import math
 import mmap
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._fully_shard._param_spec import ParamSpec, UnitSpec, spec_of
 from fsdp_c._native import _C
 
+_SNAPSHOTS = "copies by Snapshots, in /dev/shm: parameters and optimizer, twice"
 # A parameter to try an optimizer on: a matrix, since some take nothing else.
 _PROBE = (8, 8)
 
@@ -48,7 +49,10 @@ class MemoryPlan:
         return self.rank_total + self.backward
 
     def __str__(self) -> str:
-        rows = [(name, n_bytes, _stats.PURPOSES[name]) for name, n_bytes in self.rank.items()]
+        rows = [
+            (name, n_bytes, _stats.PURPOSES.get(name, _SNAPSHOTS))
+            for name, n_bytes in self.rank.items()
+        ]
         rows.append(("between steps", self.rank_total, "the sum"))
         rows.append(("in backward", self.rank_peak, "with whole gradients, without activations"))
         lines = [
@@ -75,6 +79,7 @@ def memory_plan(
     optimizer: torch.optim.Optimizer | Callable[[list[nn.Parameter]], Any] | None = None,
     units: Iterable[nn.Module] = (),
     mp_policy: MixedPrecisionPolicy | None = None,
+    snapshots: bool = False,
 ) -> MemoryPlan:
     """What a rank, and a host, will hold when the model trains on the core. Local; print it.
 
@@ -89,6 +94,7 @@ def memory_plan(
             tried on a small parameter of each dtype to see what state it keeps.
         units, mp_policy: of a model without ``fully_shard``, the modules that will be units of
             their own, innermost first, and the policy.
+        snapshots: count what `Snapshots` of model and optimizer keep, too.
 
     Raises:
         ValueError: arguments that do not fit each other.
@@ -111,7 +117,7 @@ def memory_plan(
         specs = [_unit_of(group, n_shards) for group in groups]
     else:
         specs = _units_of_modules(model, list(units), mp_policy or MixedPrecisionPolicy(), n_shards)
-    return _planned(
+    plan = _planned(
         specs,
         _outside(model, groups),
         n_shards,
@@ -121,6 +127,8 @@ def memory_plan(
         () if groups or units else ("One unit was assumed: name others with units=",),
         has_replicas,
     )
+    kept = plan.rank["parameters"] + plan.rank["optimizer"]
+    return replace(plan, rank={**plan.rank, "snapshots": 2 * kept}) if snapshots else plan
 
 
 def _planned(

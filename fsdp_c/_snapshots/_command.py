@@ -23,8 +23,11 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     found = _files.find(options.folder)
     runs = {run: list(files) for run, files in groupby(found, key=lambda file: file.run)}
+    if not runs:
+        print(f"there are no snapshots in {options.folder}")
+    elif options.remove is None:
+        print(_table(runs))
     if options.remove is None:
-        print(_table(runs) if runs else f"there are no snapshots in {options.folder}")
         return
     if unknown := set(options.remove) - runs.keys():
         parser.error(f"there is no run {', '.join(sorted(unknown))} in {options.folder}")

@@ -413,6 +413,16 @@ def test_optimizers_with_state_of_their_own(tmp_path: Path) -> None:
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
+def test_memory_is_what_is_planned(tmp_path: Path) -> None:
+    leave(tmp_path, 1, 2, numel=2_000_000)
+    plan = fsdp_c.memory_plan(
+        Net(numel=2_000_000), world_size=1, optimizer=optim.AdamW, snapshots=True
+    )
+    held = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert plan.rank["snapshots"] == pytest.approx(held, rel=0.01)
+    assert "snapshots" in str(plan) and plan.rank_total > plan.rank["snapshots"]
+
+
 # ---- files ----
 
 
