@@ -368,9 +368,13 @@ class Snapshots:
 
         Before parameters are written in a way of your own; the optimizers given do it themselves.
         """
+        if self._peers is not None and (outcome := self._settle()) is not None:
+            self._peers.tell(self._number, outcome)
+
+    def _settle(self) -> int | None:
+        """What became of the snapshot under way; None: there was none."""
         if self._pending is None or self._pid != os.getpid():
-            return
-        assert self._peers is not None
+            return None
         changed = [self._pending[place] for place in self._copier.finish()]
         self._pending = None
         for tensor in changed:
@@ -381,7 +385,7 @@ class Snapshots:
                 " step() of the optimizers given: that snapshot does not count, and it is copied"
                 " in take() from now on. Call finish() before such a write, or take() after it"
             )
-        self._peers.tell(self._number, _peers.FAILED if changed else _peers.WHOLE)
+        return _peers.FAILED if changed else _peers.WHOLE
 
     def _before_update(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -402,7 +406,7 @@ class Snapshots:
         A process that exits with status 0 does the same. Local.
         """
         if self._state == "open" and self._pid == os.getpid():
-            self.finish()
+            self._settle()  # the others need not know: their store may be closed by now
             self._pages.end()
         self._let_go()
         self._state = "closed"
@@ -435,7 +439,7 @@ class Snapshots:
         if error is None:
             self.close()
         elif self._state == "open":
-            self.finish()
+            self._settle()
             self._let_go()
             self._state = "closed"
 
@@ -445,7 +449,7 @@ def _finish_all() -> None:
     """An exception ends a process while its last snapshot is copied: that one counts, too."""
     for snapshots in list(_open):
         if snapshots._state == "open":
-            snapshots.finish()
+            snapshots._settle()
 
 
 def _check_arguments(

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 ALIGN = 64  # FC_ALIGN: where pieces begin
 _SMALL = 1 << 16  # what is copied at once, rather than watched until it is copied
@@ -80,8 +79,9 @@ class Pieces:
             mesh = self._mesh_of(tensor)
             self.dtensors.append((tensor, tensor._local_tensor))
             return local and Sharded(mesh, *spec, tensor.requires_grad, local)
-        if is_traceable_wrapper_subclass(tensor):
-            names, context = tensor.__tensor_flatten__()
+        if _is_wrapper(tensor):
+            wrapper: Any = tensor
+            names, context = wrapper.__tensor_flatten__()
             parts = {name: self._described(getattr(tensor, name), shown) for name in names}
             spec = tuple(tensor.shape), tuple(tensor.stride())
             return None if None in parts.values() else Wrapped(type(tensor), context, *spec, parts)
@@ -117,6 +117,12 @@ class Pieces:
             str(tensor.device),
             tensor.requires_grad,
         )
+
+
+def _is_wrapper(tensor: Tensor) -> bool:
+    """Whether it is of a class that can be taken apart, and put together again."""
+    cls = type(tensor)
+    return hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -209,7 +215,7 @@ def misfit(tensor: Tensor, described: Any) -> str:
             return f"is a {type(tensor).__name__} now, a {described.cls.__name__} in the snapshot"
         parts = [misfit(getattr(tensor, name), part) for name, part in described.inner.items()]
         return next(filter(None, parts), "")
-    if is_traceable_wrapper_subclass(tensor):
+    if _is_wrapper(tensor):
         return f"is a {type(tensor).__name__} now, a plain tensor in the snapshot"
     if tensor.is_meta:
         return "is on the meta device: materialize the model before resume()"
