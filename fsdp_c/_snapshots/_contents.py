@@ -196,6 +196,24 @@ class Contents:
 # ---- what differs ----
 
 
+def check(models: Sequence[Any], optimizers: Sequence[Any], extra: Any) -> None:
+    """Raises TypeError unless they are what they should be."""
+    for model in models:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"Snapshots: model is a {type(model).__name__}, not a module")
+    for optimizer in optimizers:
+        if not (hasattr(optimizer, "state_dict") and hasattr(optimizer, "load_state_dict")):
+            raise TypeError(
+                f"Snapshots: optimizer is a {type(optimizer).__name__} without state_dict and"
+                " load_state_dict"
+            )
+    if extra is not None and not isinstance(extra, MutableMapping):
+        raise TypeError(f"Snapshots: extra is a {type(extra).__name__}, not a dict by names")
+    for key in extra or ():
+        if not isinstance(key, str):
+            raise TypeError(f"Snapshots: extra has the key {key!r}, which is no name")
+
+
 def _faults_of(tensors: dict[str, Tensor], described: dict[str, Any]) -> Iterator[str]:
     for name in described.keys() - tensors.keys():
         yield f"'{name}' is in the snapshot alone"

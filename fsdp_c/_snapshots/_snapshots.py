@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from fsdp_c import _env
-from fsdp_c._comm import _process_group, _rendezvous
+from fsdp_c._comm import _rendezvous
 from fsdp_c._fully_shard import _fsdp_module
 from fsdp_c._native import _C
-from fsdp_c._snapshots import _contents, _files, _parts, _peers, _run
+from fsdp_c._snapshots import _contents, _files, _meeting, _parts, _peers, _run
 
-_OLD_STORE = (
-    "Snapshots: torchrun gives ranks that it starts again the store of those before them, in which"
-    " gloo finds addresses of processes that are gone, and fails about every other time. Set"
-    " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun: each start then gets a store of its own"
-)
-Exchange = Callable[[str, bytes], list[bytes]]
 _ENDED = 3  # the word of a page that says so
 _open: weakref.WeakSet[Snapshots] = weakref.WeakSet()
 _in_use: set[Path] = set()
@@ -91,7 +82,9 @@ class Snapshots:
         models = [model] if isinstance(model, nn.Module) else list(model)
         is_one = isinstance(optimizer, optim.Optimizer) or hasattr(optimizer, "state_dict")
         optimizers = [optimizer] if is_one else list(optimizer or ())
-        _check_arguments(models, optimizers, every, extra)
+        _contents.check(models, optimizers, extra)
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"Snapshots: every={every!r}: one is taken each 1 or more steps")
         _files.check_name(name)
         self.extra: MutableMapping[str, Any] = {} if extra is None else extra
         self._contents = _contents.Contents(models, optimizers, self.extra)
@@ -99,7 +92,8 @@ class Snapshots:
         self._name = name
         self._folder, self._stem = _files.folder_and_stem(folder, name)
         self._pid = os.getpid()
-        self._rank, self._world = _place()
+        self._meeting = _meeting.Meeting()
+        self._rank, self._world = self._meeting.rank, self._meeting.world
         self._slots: list[_files.Slot] = []
         self._pages: Any = None  # _C.SnapshotRanks
         self._peers: _peers.Peers | None = None
@@ -128,24 +122,26 @@ class Snapshots:
         """
         if self._state != "new":
             raise RuntimeError("Snapshots.resume() is called once, before the first step")
-        exchange = self._exchange()
-        if self._rank == 0 and _env.restarts_with_old_store() and "gloo" in _backends():
-            _fsdp_module.warn_user(_OLD_STORE)
-        told: dict[str, Any] = {"error": "", "unusable": "", "wholes": []}
-        packed_error: Exception | None = None
+        self._meeting.open()
+        told: _meeting.Answer = {"error": "", "unusable": "", "wholes": []}
+        error: Exception | None = None
         try:
             told |= self._look()
         except _files.Unusable as reason:
             told["unusable"] = str(reason)
-        except Exception as error:
-            packed_error = error
-            told["error"] = f"{error} (rank {self._rank})"
-        answers = _told(exchange, "Snapshots.resume", told)
-        self._raise_first(answers, packed_error)
-        if unusable := [answer["unusable"] for answer in answers if answer["unusable"]]:
-            self._switch_off(unusable[0])
-            return 0
-        return self._go_on(exchange, answers)
+        except Exception as fault:
+            error = fault
+            told["error"] = self._meeting.told(error)
+        answers = self._meeting.tell("Snapshots.resume", told)
+        try:
+            _meeting.raise_first(answers, error)
+            if unusable := [answer["unusable"] for answer in answers if answer["unusable"]]:
+                self._switch_off(unusable[0])
+                return 0
+            return self._go_on(answers)
+        except BaseException:
+            self._let_go()
+            raise
 
     def _look(self) -> dict[str, Any]:
         """What this rank has; its files are there afterwards."""
@@ -197,24 +193,23 @@ class Snapshots:
                 " the same command from the same shell. Give one of them another name="
             )
 
-    def _go_on(self, exchange: Exchange, answers: Sequence[dict[str, Any]]) -> int:
+    def _go_on(self, answers: Sequence[_meeting.Answer]) -> int:
         mine = {(sequence, step): slot for sequence, step, slot in answers[self._rank]["wholes"]}
         shared = [{(a, b) for a, b, _ in answer["wholes"]} for answer in answers]
         common = max(set.intersection(*shared), default=(0, 0))
         slot = mine.get(common)
+        opened: _contents.Opened | None = None
         error: Exception | None = None
         try:
             opened = self._open_snapshot(slot)
         except Exception as fault:
             error = fault
-        told = {"error": f"{error} (rank {self._rank})" if error else ""}
-        self._raise_first(_told(exchange, "fitting snapshots", told), error)
+        self._meeting.agree("fitting snapshots", error)
         try:
             self._start_from(slot, opened, answers)
         except Exception as fault:
             error = fault
-        told = {"error": f"{error} (rank {self._rank})" if error else ""}
-        self._raise_first(_told(exchange, "loading snapshots", told), error)
+        self._meeting.agree("loading snapshots", error)
         self._sequence, step = common
         if slot is None and any(shared) and self._rank == 0:
             had = "; ".join(
@@ -234,7 +229,9 @@ class Snapshots:
         data, index = self._slots[slot].data()
         return self._contents.look_at(index, data)
 
-    def _start_from(self, slot: int | None, opened: Any, answers: Sequence[dict[str, Any]]) -> None:
+    def _start_from(
+        self, slot: int | None, opened: Any, answers: Sequence[_meeting.Answer]
+    ) -> None:
         if slot is not None:
             self._contents.install(opened)
             self._kept = slot
@@ -262,13 +259,8 @@ class Snapshots:
         _open.add(self)
         self._state = "open"
 
-    def _open_pages(self, answers: Sequence[dict[str, Any]]) -> None:
-        host = _host_of(answers[self._rank])
-        local = [
-            rank
-            for rank, answer in enumerate(answers)
-            if rank == self._rank or (_host_of(answer) == host and _is_seen(answer))
-        ]
+    def _open_pages(self, answers: Sequence[_meeting.Answer]) -> None:
+        local = _meeting.on_this_host(answers, self._rank)
         self._pages = _C.SnapshotRanks(
             pages=[answers[rank]["paths"][0] for rank in local],
             own=local.index(self._rank),
@@ -276,31 +268,15 @@ class Snapshots:
         )
         for word in (0, 1, _ENDED):
             self._pages.set_word(word=word, value=0)
-        group = dist.group.WORLD if dist.is_initialized() else None
         self._peers = _peers.Peers(
             name=self._name,
             rank=self._rank,
             pages=self._pages,
             local=local,
             processes=[answer["process"] for answer in answers],
-            store=_rendezvous.store_of(group) if group is not None else None,
-            timeout_s=_timeout_s(group),
+            store=self._meeting.store,
+            timeout_s=self._meeting.timeout_s,
         )
-
-    def _exchange(self) -> Exchange:
-        if self._world == 1:
-            return lambda what, mine: [mine]
-        group = dist.group.WORLD
-        exchange = _rendezvous.exchange_for(group) if group is not None else None
-        if exchange is None:
-            raise NotImplementedError("Snapshots: ranks must be processes with a store in common")
-        return exchange
-
-    def _raise_first(self, answers: Sequence[dict[str, Any]], mine: Exception | None) -> None:
-        reason = next((answer["error"] for answer in answers if answer["error"]), "")
-        if reason:
-            self._let_go()
-            raise mine or RuntimeError(reason)
 
     def _switch_off(self, reason: str) -> None:
         self._let_go()
@@ -450,56 +426,3 @@ def _finish_all() -> None:
     for snapshots in list(_open):
         if snapshots._state == "open":
             snapshots._settle()
-
-
-def _check_arguments(
-    models: Sequence[Any], optimizers: Sequence[Any], every: Any, extra: Any
-) -> None:
-    for model in models:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"Snapshots: model is a {type(model).__name__}, not a module")
-    for optimizer in optimizers:
-        if not (hasattr(optimizer, "state_dict") and hasattr(optimizer, "load_state_dict")):
-            raise TypeError(
-                f"Snapshots: optimizer is a {type(optimizer).__name__} without state_dict and"
-                " load_state_dict"
-            )
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"Snapshots: every={every!r}: a snapshot is taken each 1 or more steps")
-    if extra is not None and not isinstance(extra, MutableMapping):
-        raise TypeError(f"Snapshots: extra is a {type(extra).__name__}, not a dict by names")
-    for key in extra or ():
-        if not isinstance(key, str):
-            raise TypeError(f"Snapshots: extra has the key {key!r}, which is no name")
-
-
-def _place() -> tuple[int, int]:
-    """Rank and world size."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def _backends() -> str:
-    return str(dist.get_backend_config()) if dist.is_initialized() else ""
-
-
-def _timeout_s(group: dist.ProcessGroup | None) -> float:
-    if group is None:
-        return 0.0
-    return _process_group.timeout_s(group, torch.device("cpu"))
-
-
-def _told(exchange: Exchange, what: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    return [json.loads(answer) for answer in exchange(what, json.dumps(mine).encode())]
-
-
-def _host_of(answer: dict[str, Any]) -> str:
-    return answer["process"].split("/")[0]
-
-
-def _is_seen(answer: dict[str, Any]) -> bool:
-    """Whether the rank's page is the file of that name here."""
-    try:
-        about = os.lstat(answer["paths"][0])
-    except OSError:
-        return False
-    return [about.st_dev, about.st_ino] == answer["page"]
