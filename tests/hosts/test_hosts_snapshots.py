@@ -1,0 +1,90 @@
+"""Snapshots over several hosts, each with a memory of its own: what ranks tell by the store."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hosts import run_hosts
+from models import data
+from test_snapshots import Net, adamw, units
+
+import fsdp_c
+from fsdp_c._snapshots import _files
+
+
+class Killed(Exception):
+    """Leaves the files as a killed process does."""
+
+
+def train(snapshots: Any, model: Any, optimizer: Any, steps: range, rank: int) -> None:
+    for step in steps:
+        model(data(rank, step, 4, 6)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        snapshots.take(step + 1)
+
+
+def go_on(rank: int, n_ranks: int) -> None:
+    torch.manual_seed(rank)
+    model = units(Net())
+    optimizer = adamw(model)
+    try:
+        with fsdp_c.Snapshots(model, optimizer) as snapshots:
+            assert snapshots.resume() == 0
+            peers = snapshots._peers
+            assert peers is not None and peers._has_remote
+            train(snapshots, model, optimizer, range(5), rank)
+            raise Killed
+    except Killed:
+        pass
+    kept = [param._local_tensor.clone() for param in model.parameters()]
+    torch.manual_seed(rank)
+    model = units(Net())
+    optimizer = adamw(model)
+    with fsdp_c.Snapshots(model, optimizer) as snapshots:
+        assert snapshots.resume() == 5
+        again = [param._local_tensor for param in model.parameters()]
+        assert all(map(torch.equal, kept, again))
+        train(snapshots, model, optimizer, range(5, 8), rank)
+        dist.barrier()
+    dist.barrier()
+    assert _files.find() == []
+
+
+def test_two_hosts() -> None:
+    run_hosts(go_on, (1, 1), timeout=120)
+
+
+def test_uneven_hosts() -> None:
+    run_hosts(go_on, (2, 1), timeout=120)
+
+
+def test_failure_is_told_by_the_store(tmp_path: Path) -> None:
+    run_hosts(fail_on_one, (1, 1), timeout=120)
+
+
+def fail_on_one(rank: int, n_ranks: int) -> None:
+    """A rank without room: the other one keeps what they have in common."""
+    model = units(Net())
+    optimizer = adamw(model)
+    with fsdp_c.Snapshots(model, optimizer) as snapshots:
+        snapshots.resume()
+        train(snapshots, model, optimizer, range(1), rank)
+        if rank == 1:
+            slot = snapshots._slots[1]
+            reserve, slot.reserve = slot.reserve, refuse
+        train(snapshots, model, optimizer, range(1, 4), rank)
+        snapshots.finish()
+        steps = {found.step for found in _files.find()}
+        assert steps == ({1, 4} if rank == 0 else {1, None}), steps
+        if rank == 1:
+            slot.reserve = reserve
+        train(snapshots, model, optimizer, range(4, 6), rank)
+        snapshots.finish()
+        assert {found.step for found in _files.find()} == {5, 6}
+        dist.barrier()
+
+
+def refuse(n_bytes: int) -> None:
+    raise _files.Unusable("no room")
