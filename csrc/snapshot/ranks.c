@@ -165,8 +165,7 @@ void fc_snapshot_ranks_set_word(fc_snapshot_ranks *r, size_t i, uint64_t value)
 bool fc_snapshot_ranks_end(fc_snapshot_ranks *r)
 {
     fc_snapshot_set_word(r->pages[r->own], ENDED, 1);
-    /* Of two that end at once, at least one sees both. */
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    /* Words are in one order for all: of two that end at once, at least one sees both. */
     for (size_t rank = 0; rank < r->n_ranks; rank++) {
         if (fc_snapshot_word(r->pages[rank], ENDED) == 0) {
             return false;

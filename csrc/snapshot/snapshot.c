@@ -87,7 +87,8 @@ void fc_snapshot_clear(void *file)
     header *at = file;
 
     __atomic_store_n(&at->commit, 0, __ATOMIC_SEQ_CST);
-    __atomic_thread_fence(__ATOMIC_SEQ_CST); /* before anything that is written next */
+    /* Before anything that is written next: what a killed process had written is there in order. */
+    __atomic_signal_fence(__ATOMIC_SEQ_CST);
 }
 
 void fc_snapshot_commit(void *file, const fc_snapshot_facts *facts, const fc_sums *data,
@@ -105,10 +106,10 @@ void fc_snapshot_commit(void *file, const fc_snapshot_facts *facts, const fc_sum
 
 uint64_t fc_snapshot_word(const void *file, size_t i)
 {
-    return __atomic_load_n(&((const page *)file)->words[i], __ATOMIC_ACQUIRE);
+    return __atomic_load_n(&((const page *)file)->words[i], __ATOMIC_SEQ_CST);
 }
 
 void fc_snapshot_set_word(void *file, size_t i, uint64_t value)
 {
-    __atomic_store_n(&((page *)file)->words[i], value, __ATOMIC_RELEASE);
+    __atomic_store_n(&((page *)file)->words[i], value, __ATOMIC_SEQ_CST);
 }

@@ -224,7 +224,10 @@ static void test_torn(void)
 /* A process that is killed while it copies leaves no snapshot that counts, or a whole one. */
 static void test_killed(void)
 {
-    for (int delay_us = 0; delay_us < 6000; delay_us += 300) {
+    int n_whole = 0;
+
+    for (int delay_us = 0; delay_us < 20000 || (n_whole == 0 && delay_us < 1000000);
+         delay_us += 700) {
         fc_snapshot_facts facts;
         int status;
         pid_t child;
@@ -239,6 +242,7 @@ static void test_killed(void)
                 for (uint64_t step = 1;; step++) {
                     const fc_snapshot_job job = job_of(&w, step);
 
+                    memset(w.memory[2], (int)step, sizes[2]);
                     (void)!fc_copier_start(copier, &job);
                     (void)fc_copier_finish(copier);
                 }
@@ -250,10 +254,13 @@ static void test_killed(void)
         CHECK_EQ(waitpid(child, &status, 0), child);
         CHECK(WIFSIGNALED(status));
         if (fc_snapshot_read(w.file, w.file_bytes, &facts)) {
+            n_whole++;
+            memset(w.memory[2], (int)facts.step, sizes[2]);
             check_file(&w, facts.step);
         }
         close_world(&w);
     }
+    CHECK(n_whole > 0);
 }
 
 static void test_children_let_go(void)

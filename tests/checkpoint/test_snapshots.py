@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import fsdp_c
+from fsdp_c._native import _C
 from fsdp_c._snapshots import _files, _run
 
 N_STEPS = 6
@@ -184,6 +186,8 @@ def run(
         report(step, losses[-1])
         if dies and life.moment == "before take":
             kill()
+        if dies and life.moment == "late":
+            snapshots._copier = Late(snapshots._copier, life, n_ranks, step)
         if dies and life.moment == "between commits":
             await_commit(life, n_ranks, step + 1)
             kill()
@@ -215,11 +219,29 @@ def arrange(moment: str, t: Training) -> None:
         timer.start()
 
 
-def await_commit(life: Life, n_ranks: int, step: int) -> None:
+class Late:
+    """A copier that has not begun when the next update comes, and is killed then.
+
+    Before, it lets the others run ahead as far as they do.
+    """
+
+    def __init__(self, copier: Any, life: Life, n_ranks: int, step: int) -> None:
+        self.copier, self.life, self.n_ranks, self.step = copier, life, n_ranks, step
+
+    def start(self, **about: Any) -> None:
+        _C.snapshot_clear(about["file"])
+
+    def finish(self) -> None:
+        await_commit(self.life, self.n_ranks, self.step + 2, longest_s=0.5)
+        kill()
+
+
+def await_commit(life: Life, n_ranks: int, step: int, longest_s: float = 60) -> None:
     """Until all other ranks have the step whole."""
+    end = time.monotonic() + longest_s
     others = set(range(n_ranks)) - {life.victim % n_ranks}
     launcher = _run.launcher()
-    while others:
+    while others and time.monotonic() < end:
         files = _files.find(life.folder or _files.MEMORY)
         files = [f for f in files if f.owner is not None and f.owner.launcher == launcher]
         others -= {f.rank for f in files if f.step == step}
@@ -247,7 +269,7 @@ def undisturbed(n_ranks: int, kind: str) -> list[tuple[list[float], list[str]]]:
 
 
 # Where the rank has made its update, and the snapshot may be that of the step before.
-UPDATED = ("before take", "between commits", "copy", "updated")
+UPDATED = ("before take", "between commits", "copy", "late", "updated")
 
 
 def check_goes_on(n_ranks: int, life: Life, env: dict[str, str] | None = None) -> None:
@@ -282,6 +304,7 @@ def test_goes_on_over_messages(tmp_path: Path) -> None:
         (2, "updated"),
         (2, "before take"),
         (2, "copy"),
+        (2, "late"),
         (3, "between commits"),
         (3, "end"),
     ],
