@@ -89,6 +89,8 @@ class Slot:
             self.reserve(_C.SNAPSHOT_PAGE)
         except Unusable:
             self.close()
+            if about.st_size == 0:
+                path.unlink(missing_ok=True)
             raise
         self.memory = self._map()
 

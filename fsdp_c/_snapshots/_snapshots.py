@@ -161,6 +161,8 @@ class Snapshots:
             slot = _files.Slot(path)
             self._slots.append(slot)
             self._check_owner(slot)
+            if slot.owner() is None:  # a new one: found if nobody comes to use it
+                slot.set_owner(self._owner())
             facts = slot.facts()
             if facts is not None and slot.is_intact():
                 wholes.append([facts["sequence"], facts["step"], len(self._slots) - 1])
@@ -177,6 +179,16 @@ class Snapshots:
             "page": self._slots[0].identity,
             "process": _rendezvous.this_process(),
         }
+
+    def _owner(self) -> _files.Owner:
+        return _files.Owner(
+            run=_run.script(),
+            launcher=_run.launcher(),
+            process=_rendezvous.this_process(),
+            name=self._name,
+            rank=self._rank,
+            world=self._world,
+        )
 
     def _check_owner(self, slot: _files.Slot) -> None:
         owner = slot.owner()
@@ -239,16 +251,8 @@ class Snapshots:
             if number != slot:
                 one.clear()
         self._open_pages(answers)
-        owner = _files.Owner(
-            run=_run.script(),
-            launcher=_run.launcher(),
-            process=_rendezvous.this_process(),
-            name=self._name,
-            rank=self._rank,
-            world=self._world,
-        )
         for one in self._slots:
-            one.set_owner(owner)
+            one.set_owner(self._owner())
         self._copier = _C.SnapshotCopier()
         for optimizer in self._contents.optimizers:
             if isinstance(optimizer, optim.Optimizer):
@@ -279,6 +283,9 @@ class Snapshots:
         )
 
     def _switch_off(self, reason: str) -> None:
+        for slot in self._slots:
+            if slot.facts() is None:
+                slot.path.unlink(missing_ok=True)
         self._let_go()
         self._state = "off"
         _fsdp_module.warn_user(f"Snapshots: none are taken, and the run goes on: {reason}")

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from harness import RankOutcome, cached_mesh, run_ranks
-from models import Block, data
+from models import Block, data, use_fallback
 from torch import Tensor, nn, optim
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -109,11 +110,11 @@ class Training:
         ]
 
 
-def units(model: nn.Module, **options: Any) -> nn.Module:
+def units(model: nn.Module, fsdp: Any = fsdp_c, **options: Any) -> nn.Module:
     mesh = cached_mesh((dist.get_world_size(),))
     for block in model.blocks:
-        fsdp_c.fully_shard(block, mesh=mesh, **options)
-    return fsdp_c.fully_shard(model, mesh=mesh, **options)
+        fsdp.fully_shard(block, mesh=mesh, **options)
+    return fsdp.fully_shard(model, mesh=mesh, **options)
 
 
 def adamw(model: nn.Module) -> optim.Optimizer:
@@ -128,6 +129,10 @@ def training(kind: str) -> Training:
         units(model, offload_policy=CPUOffloadPolicy())
     elif kind == "fsdp1":
         model = fsdp_c.FullyShardedDataParallel(model, use_orig_params=True)
+    elif kind in ("fallback", "torch"):
+        units(model, fsdp=fsdp_c if kind == "fallback" else torch.distributed.fsdp)
+        if kind == "fallback":
+            use_fallback(model)
     elif kind == "zero2":
         model = fsdp_c.shard(model, "zero2", units=[Block])
     else:
@@ -141,7 +146,7 @@ def training(kind: str) -> Training:
     return Training([model], [adamw(model)], {})
 
 
-KINDS = ("plain", "sharded", "offload", "fsdp1", "zero2", "several")
+KINDS = ("plain", "sharded", "fallback", "torch", "offload", "fsdp1", "zero2", "several")
 
 
 def kill() -> None:

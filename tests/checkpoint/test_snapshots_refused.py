@@ -312,6 +312,14 @@ def test_no_room_at_all(tmp_path: Path) -> None:
         assert snapshots.resume() == 0
     snapshots.take(1)
     snapshots.close()
+    about = os.statvfs_result((4096, 4096, 10, 5, 0, 0, 0, 0, 0, 255))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fstatvfs", lambda file: about)
+        patch.setattr(os, "statvfs", lambda path: about)
+        snapshots = fsdp_c.Snapshots(model, optimizer, folder=tmp_path, name="full")
+        with pytest.warns(UserWarning, match="none are taken, and the run goes on: .* is full"):
+            assert snapshots.resume() == 0
+    assert not [path for path in tmp_path.iterdir() if "full" in path.name]
 
 
 # ---- what comes back ----
