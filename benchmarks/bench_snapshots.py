@@ -13,7 +13,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,24 @@ def shared_folder() -> Path:
     ]
     dist.broadcast_object_list(names, 0)
     return Path(names[0])
+
+
+def processor_times(
+    bodies: Sequence[Callable[[], Any]], n_rounds: int, n_steps: int
+) -> list[float]:
+    """Microseconds of processors that a step of each takes, all threads together: medians.
+
+    Other programs of the machine make a step longer, and these hardly.
+    """
+    found: list[list[float]] = [[] for _ in bodies]
+    for _ in range(n_rounds):
+        for body, times in zip(bodies, found, strict=True):
+            body()
+            started = time.process_time_ns()
+            for _ in range(n_steps):
+                body()
+            times.append((time.process_time_ns() - started) / n_steps / 1e3)
+    return measuring.mean_over_ranks(list(map(statistics.median, found)))
 
 
 class Taking:
@@ -138,6 +156,7 @@ def work(args: argparse.Namespace) -> list[Row]:
         pairs = args.pairs or 10_000
         times = measuring.measure_added(base, {"snapshots": case}, budget, args.block_s, pairs)
         handle.remove()
+        cpu_us = processor_times([step, taking], 2 if args.quick else 5, 3 if args.quick else 8)
         snaps.take(taking.n_steps + 1)
         raise Killed
     wanted, n_bytes = bytes_of(model, optimizer)
@@ -151,6 +170,7 @@ def work(args: argparse.Namespace) -> list[Row]:
     medians = [statistics.median(taking.take_us), statistics.median(waits or [0]), resume_us]
     keys = ("take_us", "wait_us", "resume_us")
     row = dict(zip(keys, measuring.mean_over_ranks(medians), strict=True))
+    row |= {"cpu_without_us": cpu_us[0], "cpu_with_us": cpu_us[1]}
     row |= dcp_times(model, optimizer, folder / "dcp", 2 if args.quick else 5)
     dist.barrier()
     if dist.get_rank() == 0:
@@ -166,9 +186,18 @@ def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
         f"Training step of a GPT with {rows[0]['numel'] / 1e6:.1f}M parameters, "
         f"batch {config.batch} x {config.tokens} tokens per rank, with a snapshot after every step",
         ["ranks", "MiB a rank", "without", "added", "with / without", "goal", "p10", "p90"]
-        + ["in take()", "waited by step()", "resume()", "torch: save", "load", "pairs"],
+        + [
+            "of processors",
+            "in take()",
+            "waited by step()",
+            "resume()",
+            "torch: save",
+            "load",
+            "pairs",
+        ],
         note="fp32, AdamW, fsdp_c. MiB: shards and state of a snapshot; two are kept. Added: the "
-        "median over pairs of blocks, without and with; p10, p90: of with / without over pairs. In "
+        "median over pairs of blocks, without and with; p10, p90: of with / without over pairs. Of "
+        "processors: with / without in processors' time, which other programs hardly change. In "
         "take(), waited by step(): medians of what the program itself is held up; what else the "
         "copy costs is the processor's and the memory's time. torch: distributed checkpoint into "
         "memory.",
@@ -183,6 +212,7 @@ def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
             + [report.duration(base), report.duration(times["median_us"])]
             + [report.number(ratios[0], 3), f"<= {GOAL}"]
             + [report.number(ratio, 3) for ratio in ratios[1:]]
+            + [report.ratio(row["cpu_with_us"], row["cpu_without_us"], 3)]
             + list(map(report.duration, durations))
             + [str(times["samples"])]
         )
