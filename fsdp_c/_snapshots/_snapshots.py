@@ -48,7 +48,7 @@ class Snapshots:
     forward, and the optimizers given wait until that is over before they step. What else writes to
     parameters between ``take`` and the next ``step()``, except by ``.data``, is noticed: the
     snapshot does not count, a warning names the tensor, and it is copied in ``take`` from then on.
-    Tensors on other devices than the CPU are copied in ``take``.
+    Tensors on other devices than the CPU are copied in ``take``; no GPU has run this yet.
     """
 
     def __init__(

@@ -15,6 +15,7 @@ import pytest
 import torch
 from harness import run_ranks
 from torch import Tensor, nn, optim
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fsdp_c
 from fsdp_c._comm import _rendezvous
@@ -383,6 +384,30 @@ def test_tensors_of_many_kinds(tmp_path: Path) -> None:
     assert torch.equal(*(torch.rand(3, generator=generator) for generator in generators))
     assert torch.equal(drawn[0], torch.rand(3))
     assert drawn[1:] == [random.random(), numpy.random.rand()]
+
+
+def test_subclasses_that_can_be_taken_apart(tmp_path: Path) -> None:
+    def make(value: float) -> nn.Module:
+        model = nn.Module()
+        parts = torch.full((3, 2), 1.0 * value), torch.full((3, 2), value + 1.0)
+        model.pair = nn.Parameter(TwoTensor(*parts))
+        return model
+
+    with (
+        pytest.raises(ZeroDivisionError),
+        fsdp_c.Snapshots(
+            make(1), folder=tmp_path, extra={"pair": TwoTensor(torch.ones(2), torch.zeros(2))}
+        ) as snapshots,
+    ):
+        snapshots.resume()
+        snapshots.take(1)
+        raise ZeroDivisionError
+    model, extra = make(7), {"pair": None}
+    assert resumed(tmp_path, model, extra=extra) == 1
+    assert torch.equal(model.pair.a, torch.ones(3, 2)) and model.pair.b[0, 0] == 2
+    found: Any = extra["pair"]
+    assert type(found) is TwoTensor and found.a[0] == 1 and found.b[0] == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_optimizers_with_state_of_their_own(tmp_path: Path) -> None:
