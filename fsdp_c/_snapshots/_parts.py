@@ -57,6 +57,11 @@ def pack(values: Iterable[tuple[str, Any]], pieces: _tensors.Pieces) -> Part:
     return Part(file.getvalue(), pieces)
 
 
+def _can_be_told(leaf: Any) -> bool:
+    """Whether it is another object when it has changed, its memory apart."""
+    return isinstance(leaf, (Tensor, *_VALUES))
+
+
 class Kept:
     """The last part, and by which objects it was packed."""
 
@@ -70,7 +75,7 @@ class Kept:
         is_same: Callable[[Any, Any], bool],
         make: Callable[[], Part],
     ) -> Part:
-        """`seen`: what the part depends on; None: it cannot be told."""
+        """`seen`: what the part depends on; None: something else, too."""
         if (
             self._part is None
             or seen is None
@@ -79,7 +84,8 @@ class Kept:
             or not all(map(is_same, seen, self._seen))
             or not self._part.is_true_still()
         ):
-            self._part, self._seen = make(), seen
+            self._part = make()
+            self._seen = seen if seen is not None and all(map(_can_be_told, seen)) else None
         return self._part
 
     def drop(self) -> None:
@@ -213,7 +219,7 @@ def _state_tensors(optimizer: Any) -> set[int]:
 
 
 def _leaves(optimizer: optim.Optimizer) -> list[Any] | None:
-    """All that state and groups hold; None: what cannot be compared."""
+    """All that state and groups hold; None: more than that."""
     found: list[Any] = []
     for key, state in optimizer.state.items():
         if type(state) is not dict:
@@ -230,7 +236,7 @@ def _leaves(optimizer: optim.Optimizer) -> list[Any] | None:
                 found += value
             else:
                 found.append(value)
-    return found if all(isinstance(leaf, (Tensor, *_VALUES)) for leaf in found) else None
+    return found
 
 
 def _is_same_leaf(now: Any, before: Any) -> bool:

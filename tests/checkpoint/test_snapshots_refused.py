@@ -446,6 +446,33 @@ def test_optimizers_with_state_of_their_own(tmp_path: Path) -> None:
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
+@pytest.mark.parametrize("has_list", [False, True])
+def test_options_and_parameters_that_change(tmp_path: Path, has_list: bool) -> None:
+    """What is packed once is packed again when its objects are others, or change inside."""
+    model, optimizer = trained(1)
+    optimizer.param_groups[0]["notes"] = [1] if has_list else 1
+    with (
+        pytest.raises(ZeroDivisionError),
+        fsdp_c.Snapshots(model, optimizer, folder=tmp_path) as snapshots,
+    ):
+        snapshots.resume()
+        for step in (1, 2, 3):
+            snapshots.take(step)
+        if has_list:
+            optimizer.param_groups[0]["notes"].append(2)
+        optimizer.param_groups[0]["lr"] = 0.5
+        model.wide.data = model.wide.detach() * 2
+        optimizer.state[model.wide]["exp_avg"] = torch.ones(LARGE)
+        snapshots.take(4)
+        raise ZeroDivisionError
+    other, others = trained(0)
+    assert resumed(tmp_path, other, others) == 4
+    group = others.param_groups[0]
+    assert group["notes"] == ([1, 2] if has_list else 1) and group["lr"] == 0.5
+    assert torch.equal(other.wide, model.wide)
+    assert torch.equal(others.state[other.wide]["exp_avg"], torch.ones(LARGE))
+
+
 def test_memory_is_what_is_planned(tmp_path: Path) -> None:
     leave(tmp_path, 1, 2, numel=2_000_000)
     plan = fsdp_c.memory_plan(
