@@ -529,6 +529,15 @@ def test_runs_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert named != _run.digest(launcher)
 
 
+def test_launcher_is_past_shells() -> None:
+    program = "from fsdp_c._snapshots import _run; print(_run.launcher())"
+    command = ["sh", "-c", '("$0" -c "$1"; true); true', sys.executable, program]
+    paths = os.pathsep.join(sys.path)
+    environment = {**os.environ, "PYTHONPATH": paths, "TORCHELASTIC_RUN_ID": "some-run"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == _rendezvous.this_process(), done.stderr
+
+
 ENDS = """
 import os, sys
 import torch
