@@ -170,13 +170,16 @@ def connect(
     group: Any,
     messages: Any = None,
     is_replicate: bool = False,
+    is_slice: bool = False,
 ) -> None:
     """Decides who does the collectives between the ranks of a unit: who makes them in sight, NCCL
     if all can use it, or else the process group. Collective."""
     nccl = None
     if messages is None and process_group.size() > 1 and _may_use_nccl(group.device):
         with suppress(NotImplementedError):
-            nccl = _nccl.group_for(process_group, group.device)
+            nccl = _nccl.group_for(
+                process_group, group.device, gathers=not is_replicate, reduces=not is_slice
+            )
     streams.connect(
         group=name_of(process_group, group, is_replicate),
         nccl=nccl,
