@@ -96,6 +96,17 @@ HOST_TIMEOUT = Variable(
     parse=_seconds,
 )
 
+VERIFY = Variable[int | None](
+    name="FSDP_C_VERIFY",
+    accepted="a number of steps",
+    default=None,
+    meaning=(
+        "How many first steps of a model are compared with plain collectives. Empty: one on several"
+        " GPUs, else none."
+    ),
+    parse=_size,
+)
+
 KERNELS = Variable(
     name="FSDP_C_KERNELS",
     accepted="ref, avx2, avx512 or avx512_bf16",
@@ -173,18 +184,24 @@ DEVICES = Variable[tuple[str, ...]](
     default=(),
     meaning=(
         "Devices whose units the core's stream schedule runs; others go by the fallback. Empty:"
-        " NVIDIA GPUs, for meshes of one rank. cpu: host memory as if it were a device's, which is"
-        " slow, for tests."
+        " NVIDIA GPUs, over the process group's own collectives. cuda: these over communicators of"
+        " NCCL of our own. cpu: host memory as if it were a device's, which is slow, for tests."
     ),
     parse=_some_of("cuda", "cpu", "none"),
 )
 
 VARIABLES: tuple[
-    Variable[str] | Variable[int] | Variable[float] | Variable[bool] | Variable[tuple[str, ...]],
+    Variable[str]
+    | Variable[int]
+    | Variable[int | None]
+    | Variable[float]
+    | Variable[bool]
+    | Variable[tuple[str, ...]],
     ...,
 ] = (
     TRANSPORT,
     HOST_TIMEOUT,
+    VERIFY,
     KERNELS,
     MMAP_THRESHOLD,
     BATCH_BYTES,
