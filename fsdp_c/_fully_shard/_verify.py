@@ -78,9 +78,8 @@ class _Seen:
 
     @property
     def name(self) -> str:
-        return (
-            f"parameter {self.param._module_info.param_name} of unit {_fqns.unit_name(self.group)}"
-        )
+        name = self.param._param_fqn or self.param._module_info.param_name
+        return f"parameter {name} of unit {_fqns.unit_name(self.group)}"
 
     def look(self) -> None:
         self.gathered.append(fingerprint(_local(self.param._unsharded_param)))
