@@ -64,7 +64,7 @@ C_SIM_SOURCES = {
 }
 CXX_SOURCES = {
     "csrc/bind": "module",
-    "csrc/bind/comm": "communicator host nccl process_group rails transport",
+    "csrc/bind/comm": "beats communicator host nccl process_group rails transport",
     "csrc/bind/device": "accelerator device device_comm device_unit",
     "csrc/bind/fsdp": (
         "accumulated autograd domain events extended gradients graphs hooks module_call "
