@@ -142,7 +142,7 @@ static void test_random_layouts(void)
             draw_param(&params[i]);
             mask[i / 64] |= (uint64_t)(draw(4) < density) << (i % 64);
         }
-        CHECK_OK(fc_layout_init(&layout, params, n, 0, n_ranks, false));
+        CHECK_EQ(fc_layout_init(&layout, params, n, 0, n_ranks, false), FC_OK);
         for (size_t s = 0; s < layout.n_sections; s++) {
             check_section(&layout, &layout.sections[s], mask);
             check_untouched(&layout, &layout.sections[s]);
