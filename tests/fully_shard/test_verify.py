@@ -98,7 +98,7 @@ def spoil_gathered(model: Any, rank: int) -> None:
     def spoil(module: Any, *_: Any) -> None:
         if rank == 1:
             with torch.no_grad():
-                module.up.weight.view(-1)[3] *= 1.5
+                module.up.weight.data.view(-1)[3] *= 1.5
 
     model.blocks[1].register_forward_pre_hook(spoil)
 
