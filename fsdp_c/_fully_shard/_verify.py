@@ -82,6 +82,8 @@ class _Seen:
     gathered: list[tuple[tuple[int, int], int]] = field(default_factory=list)
     version: int = 0  # of the whole parameter
     gradient: torch.Tensor | None = None  # kept elements of the sum over this rank's backwards
+    size: torch.Tensor | None = None  # of what was added
+    n_added: int = 0
     before: torch.Tensor | None = None  # of the shard, at the first of them
     is_begun: bool = False
     is_odd: bool = False  # gradients have another layout, or have come in part
@@ -113,6 +115,8 @@ class _Seen:
             self.before = None if shard is None else _local(shard).detach().clone()
             self.is_begun = True
         self.gradient = kept if self.gradient is None else self.gradient + kept
+        self.size = kept.abs() if self.size is None else self.size + kept.abs()
+        self.n_added += 1
 
 
 class _Check:
@@ -271,17 +275,16 @@ def _compare_gradient(seen: _Seen) -> str:
     shards = getattr(info, "shard_process_group", _process_group.ALONE)
     kept = _kept(torch.Size(param._orig_size).numel())
     n_kept, device = len(range(0, kept.stop, kept.step)), seen.group.device
-    # Sums, sums of sizes, and on how many ranks there was a gradient.
+    # Sums, sums of sizes, and how many gradients there were.
     total = torch.zeros(2 * n_kept + 1, dtype=torch.float64, device=device)
-    if seen.gradient is not None:
-        total[:n_kept] = seen.gradient
-        total[n_kept:-1] = seen.gradient.abs()
-        total[-1] = 1
+    if seen.gradient is not None and seen.size is not None:
+        total[:n_kept], total[n_kept:-1], total[-1] = seen.gradient, seen.size, seen.n_added
     for process_group in _process_groups(seen.group):
         dist.all_reduce(total, group=process_group)
-    before, seen.gradient, seen.before, seen.is_begun = seen.before, None, None, False
-    if total[-1] == 0 or seen.is_odd:
-        return ""
+    before, seen.gradient, seen.size, seen.before = seen.before, None, None, None
+    seen.n_added, seen.is_begun = 0, False
+    if total[-1] == 0 or seen.is_odd or param.sharded_param._post_accumulate_grad_hooks:
+        return ""  # such hooks may have changed it, or stepped
     is_own, at = (t.to(device) for t in _places(param, shards.rank(), shards.size()))
     divisor = seen.group.gradient_divide_factor or info.mesh.size()
     wanted, sizes = total[:n_kept][is_own] / divisor, total[n_kept:-1][is_own] / divisor
@@ -295,7 +298,7 @@ def _compare_gradient(seen: _Seen) -> str:
     found = local.reshape(-1)[at].double()
     dtypes = (_versions.reduce_dtype(param), _versions.grad_dtype(param), local.dtype)
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    is_wrong = ~((found - wanted).abs() <= 2 * eps * info.mesh.size() * sizes + 1e-30)
+    is_wrong = ~((found - wanted).abs() <= 2 * eps * total[-1] * sizes + 1e-30)
     is_wrong &= torch.isfinite(wanted)
     if not bool(is_wrong.any()):
         return ""
