@@ -107,9 +107,7 @@ def drawn(panel: Panel, left: float, width: float) -> list[str]:
             )
             x += thick
         middle = left + room * (at + 0.5)
-        parts.append(
-            f'<text x="{middle:.1f}" y="{BOTTOM + 16}" text-anchor="middle">{name}</text>'
-        )
+        parts.append(f'<text x="{middle:.1f}" y="{BOTTOM + 16}" text-anchor="middle">{name}</text>')
     return parts
 
 

@@ -1,4 +1,4 @@
-"""README and docs/: links lead somewhere, commands exist, the chart and the lists are up to date."""
+"""README and docs/: links lead somewhere, commands exist, chart and lists are up to date."""
 
 import re
 import runpy
