@@ -16,8 +16,10 @@ PICTURE = DOCS / "chart.svg"
 RESULTS = DOCS.parent / "benchmarks" / "results"
 HOST = "amd-epyc-2c_202611"
 
-WIDTH, HEIGHT = 860, 330
-TOP, BOTTOM = 66, 262
+# Narrow, with large letters: it is read on phones, too.
+WIDTH, HEIGHT = 600, 590
+TOP, BOTTOM = 70, 232  # of a panel
+SECOND_ROW = 272
 TORCH, OURS, PLAIN = "#c7522a", "#1b6ca8", "#9a9a9a"
 
 
@@ -50,11 +52,11 @@ def step_panel(of: dict[str, Any]) -> Panel:
             for name, colour in (("floor", PLAIN), ("torch", TORCH), ("fsdp_c", OURS))
         ]
         groups.append(({"fp32": "float32", "bf16": "bfloat16"}[row["precision"]], bars))
-    return Panel("Training step, GPT of 29M parameters", "seconds", groups)
+    return Panel("Training step, GPT of 29M", "seconds", groups)
 
 
 def memory_panel(of: dict[str, Any]) -> Panel:
-    """Peak memory of a rank in GiB, by the number of wrapped modules."""
+    """Peak memory of a rank in GiB, by the number of blocks."""
     by_units: dict[int, dict[str, float]] = {}
     for row in of["rows"]:
         by_units.setdefault(row["units"], {})[row["case"]] = row["above_empty_mib"] / 1024
@@ -64,8 +66,8 @@ def memory_panel(of: dict[str, Any]) -> Panel:
             Bar(colour, sizes[name], f"{sizes[name]:.2f}")
             for name, colour in (("torch", TORCH), ("fsdp_c", OURS))
         ]
-        groups.append((f"{units} x 32 MiB", bars))
-    return Panel("Peak memory of a rank, by depth", "GiB", groups[-4:])
+        groups.append((f"{units} blocks", bars))
+    return Panel("Peak memory of a rank, blocks of 32 MiB", "GiB", groups[-4:])
 
 
 def optimizer_panel(of: dict[str, Any]) -> Panel:
@@ -75,39 +77,40 @@ def optimizer_panel(of: dict[str, Any]) -> Panel:
         if row["ranks"] == 2 and "plain" in row["times"]:
             rows.setdefault(row["row"], row)
     groups = []
-    for call, name in (("AdamW", "AdamW"), ("clip_grad_norm_", "clipping")):
+    for call, name in (("AdamW", "AdamW step"), ("clip_grad_norm_", "clipping")):
         times = {case: entry["median_us"] / 1e3 for case, entry in rows[call]["times"].items()}
         bars = [
             Bar(colour, times[case], f"{times[case]:.1f}")
             for case, colour in (("plain", PLAIN), ("torch", TORCH), ("fsdp_c", OURS))
         ]
         groups.append((name, bars))
-    return Panel("Optimizer, 600 small parameters", "milliseconds", groups)
+    return Panel("600 small parameters", "milliseconds", groups)
 
 
-def drawn(panel: Panel, left: float, width: float) -> list[str]:
+def drawn(panel: Panel, left: float, width: float, row: float = 0) -> list[str]:
     most = max(bar.value for _, bars in panel.groups for bar in bars)
+    top, bottom = TOP + row, BOTTOM + row
     parts = [
-        f'<text x="{left:.1f}" y="28" font-weight="bold" font-size="13">{panel.title}</text>',
-        f'<text x="{left:.1f}" y="46" fill="#555">{panel.unit}, lower is better</text>',
-        f'<line x1="{left:.1f}" y1="{BOTTOM}" x2="{left + width:.1f}" y2="{BOTTOM}"'
+        f'<text x="{left:.1f}" y="{row + 26}" font-weight="bold">{panel.title}</text>',
+        f'<text x="{left:.1f}" y="{row + 45}" fill="#555">{panel.unit}, lower is better</text>',
+        f'<line x1="{left:.1f}" y1="{bottom}" x2="{left + width:.1f}" y2="{bottom}"'
         ' stroke="#555"/>',
     ]
     room = width / len(panel.groups)
     for at, (name, bars) in enumerate(panel.groups):
-        thick = min(34.0, (room - 10) / len(bars))
+        thick = min(46.0, (room - 8) / len(bars))
         x = left + room * at + (room - thick * len(bars)) / 2
         for bar in bars:
-            height = max((BOTTOM - TOP) * bar.value / most, 1.0)
+            height = max((bottom - top) * bar.value / most, 1.0)
             parts.append(
-                f'<rect x="{x:.1f}" y="{BOTTOM - height:.1f}" width="{thick - 2:.1f}"'
+                f'<rect x="{x:.1f}" y="{bottom - height:.1f}" width="{thick - 2:.1f}"'
                 f' height="{height:.1f}" fill="{bar.colour}"/>'
-                f'<text x="{x + thick / 2 - 1:.1f}" y="{BOTTOM - height - 4:.1f}"'
-                f' text-anchor="middle" font-size="10">{bar.shown}</text>'
+                f'<text x="{x + thick / 2 - 1:.1f}" y="{bottom - height - 4:.1f}"'
+                f' text-anchor="middle">{bar.shown}</text>'
             )
             x += thick
         middle = left + room * (at + 0.5)
-        parts.append(f'<text x="{middle:.1f}" y="{BOTTOM + 16}" text-anchor="middle">{name}</text>')
+        parts.append(f'<text x="{middle:.1f}" y="{bottom + 18}" text-anchor="middle">{name}</text>')
     return parts
 
 
@@ -117,13 +120,13 @@ def legend() -> list[str]:
         (TORCH, "torch's fully_shard"),
         (OURS, "fsdp_c"),
     )
-    parts, x = [], 24
+    parts, x = [], 20
     for colour, name in names:
         parts.append(
-            f'<rect x="{x}" y="293" width="12" height="12" fill="{colour}"/>'
-            f'<text x="{x + 18}" y="303">{name}</text>'
+            f'<rect x="{x}" y="540" width="13" height="13" fill="{colour}"/>'
+            f'<text x="{x + 19}" y="552">{name}</text>'
         )
-        x += 30 + 6 * len(name)
+        x += 44 + 7 * len(name)
     return parts
 
 
@@ -138,15 +141,15 @@ def caption(of: dict[str, Any]) -> str:
 def picture(results: Path = RESULTS, host: str = HOST) -> str:
     step, memory, optim = (record(results, bench, host) for bench in ("step", "memory", "optim"))
     body = [
-        *drawn(step_panel(step), 24, 230),
-        *drawn(memory_panel(memory), 300, 280),
-        *drawn(optimizer_panel(optim), 626, 210),
+        *drawn(step_panel(step), 20, 290),
+        *drawn(optimizer_panel(optim), 335, 245),
+        *drawn(memory_panel(memory), 20, 560, SECOND_ROW),
         *legend(),
-        f'<text x="{WIDTH - 24}" y="303" text-anchor="end" fill="#555">{caption(step)}</text>',
+        f'<text x="20" y="577" fill="#555">{caption(step)}</text>',
     ]
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}"'
-        f' height="{HEIGHT}" font-size="11" font-family="sans-serif" role="img">'
+        f' height="{HEIGHT}" font-size="14" font-family="sans-serif" role="img">'
     )
     title = "<title>Time of a step, memory and optimizer under torch and fsdp_c</title>"
     background = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
