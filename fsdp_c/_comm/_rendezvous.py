@@ -48,7 +48,7 @@ def _is_gone(process: str) -> bool:
     return this_process().split()[0] == host and _start_ticks(int(pid)) != start
 
 
-def _notice_at(n_notices: int) -> float:
+def notice_at(n_notices: int) -> float:
     """How long a wait has to last for one notice more."""
     n_later = n_notices - len(_NOTICES_S) + 1
     return _NOTICES_S[n_notices] if n_later <= 0 else _NOTICES_S[-1] + n_later * _LATER_S
@@ -111,7 +111,7 @@ class Rendezvous:
                     f"rank {self.rank} of process group {self.label} waited {waited:.0f} s"
                     f" for ranks [{names}] of it in {what}"
                 )
-            if waited > _notice_at(n_notices):
+            if waited > notice_at(n_notices):
                 n_notices += 1
                 print(
                     f"[fsdp_c] rank {self.rank} of process group {self.label} has waited"

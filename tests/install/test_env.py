@@ -14,6 +14,7 @@ BY_NAME = {variable.name: variable for variable in _env.VARIABLES}
 
 def shown(default: object) -> str:
     text = ",".join(default) if isinstance(default, tuple) else default
+    text = "" if text is None else text
     return str(int(text) if isinstance(text, bool) else text) or "empty"
 
 

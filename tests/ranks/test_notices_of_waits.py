@@ -150,7 +150,7 @@ def test_notice_says_where_the_other_rank_is(way: str, told: str) -> None:
 
 
 def test_notices_come_at_growing_intervals() -> None:
-    times = [_rendezvous._notice_at(n) for n in range(7)]
+    times = [_rendezvous.notice_at(n) for n in range(7)]
     assert times == [5, 15, 45, 120, 420, 720, 1020]
 
 
