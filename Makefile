@@ -78,8 +78,9 @@ $(DOCS_READY): docs/requirements.txt
 	@$(DOCS_VENV)/bin/python -m pip install -qq --disable-pip-version-check -r docs/requirements.txt
 	@touch $@
 
+# Told to be quiet, mkdocs would not count warnings.
 docs: $(DOCS_READY)  ## build the documentation as a site in build/docs; warnings are errors
-	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --config-file docs/site/mkdocs.yml
 
 sanitize: $(READY)  ## C tests under address and undefined, then under thread; then the binding
 	@FSDP_C_SANITIZE=address,undefined $(PY) -m pytest tests/project/test_c.py $(PYTEST_ARGS)
