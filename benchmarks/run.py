@@ -16,6 +16,7 @@ import bench_optim
 import bench_owner
 import bench_step
 import bench_strategies
+import bench_verify
 import bench_waits
 import measuring
 import report
@@ -33,6 +34,7 @@ BENCHES = [
         bench_memory,
         bench_estimate,
         bench_strategies,
+        bench_verify,
     )
 ]
 

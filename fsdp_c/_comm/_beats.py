@@ -48,7 +48,7 @@ class Watch:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank = dist.get_rank()
-        self._beats = _C.Beats(group=str(group.group_name), rank=str(self._rank))
+        self._beats = _C.Beats(group=str(group.group_name), rank=self._rank)
         self._watched: weakref.WeakKeyDictionary[dist.ProcessGroup, _Watched] = (
             weakref.WeakKeyDictionary()
         )
@@ -63,7 +63,7 @@ class Watch:
     def stop(self) -> None:
         self._ends.set()
         self._thread.join()
-        self._beats.stop()
+        del self._beats
 
     def add(self, group: dist.ProcessGroup, watched: _Watched) -> None:
         self._watched[group] = watched
@@ -76,7 +76,7 @@ class Watch:
             self._looked = now
             self._beats.say(_peer_location.tell().text)
             wanted = {rank for each in list(self._watched.values()) for rank in self._look(each)}
-            self._beats.want(sorted(map(str, wanted)))
+            self._beats.want(ranks=sorted(wanted))
 
     def _look(self, watched: _Watched) -> list[int]:
         """Whose signs are needed next."""
@@ -111,14 +111,11 @@ class Watch:
                 f"nothing has been heard of it, nor of the store that ranks meet at, for"
                 f" {store_s:.0f} s: a host is down, stopped or has lost its network"
             )
-        heard = self._beats.heard()
-        silent = {
-            rank: min(heard.get(str(rank), ("", asked_s))[1], asked_s)
-            for rank in watched.peers_of(peer)
-        }
+        heard = {rank: self._beats.heard(rank) for rank in watched.peers_of(peer)}
+        silent = {rank: min(row[1] if row else asked_s, asked_s) for rank, row in heard.items()}
         rank, host = watched.ranks[peer], watched.names[watched.hosts[peer]]
         if silent[rank] < _SILENT_S:
-            words = heard.get(str(rank), ("", 0.0))[0]
+            words = heard[rank][0] if heard[rank] else ""
             return 0.0, f"it is at {words}" if words else f"host {host} answers"
         host_s = min(silent.values())
         if host_s < _SILENT_S:

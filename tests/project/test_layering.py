@@ -21,7 +21,7 @@ PUBLIC = {
     "optim": ["clip.h", "optim.h"],
     "device": ["device.h", "caller.h", "host/host.h", "host/moves.h", "host/operators.h"],
     "transport": ["collectives.h", "nccl.h", "transport.h"],
-    "comm": ["comm.h", "rails.h"],
+    "comm": ["beats.h", "comm.h", "rails.h"],
     "engine": [
         "batch.h",
         "domain.h",
