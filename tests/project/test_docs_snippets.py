@@ -8,6 +8,7 @@ sharded, has been trained for a step and has an `optimizer`. docs/migration.md h
 import os
 import re
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ def run_snippet(rank: int, n_ranks: int, code: str, folder: str) -> None:
 
 
 def be_a_rank(rank: int, n_ranks: int, codes: list[str], folder: str) -> None:
+    warnings.simplefilter("error", UserWarning)  # what is shown does not warn
     for code in codes:
         try:
             run_snippet(rank, n_ranks, code, folder)
