@@ -65,6 +65,7 @@ def run_snippet(rank: int, n_ranks: int, code: str, folder: str) -> None:
     if "init_process_group" in code:
         dist.destroy_process_group()
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already
+        torch.manual_seed(1000 + rank)  # as of processes that are started apart
         exec(code, {"__name__": "__main__"})
     else:
         exec(code, scope_for(code, rank, n_ranks, folder))
