@@ -82,12 +82,13 @@ def _without_comments(code: str) -> str:
     return whole.sub(lambda match: match[1] or " ", code)
 
 
-def of_python(path: Path) -> Iterator[str]:
+def of_python(path: Path, with_names: bool = True) -> Iterator[str]:
+    """`with_names`: also texts that have a name in the module."""
     tree = ast.parse(path.read_text())
     if path.stem in _TEXT_MODULES:
         yield from _texts_below(tree)
         return
-    for node in tree.body:  # names for texts
+    for node in tree.body if with_names else ():
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             yield from _texts_below(node.value)
     for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
@@ -162,4 +163,7 @@ def all_messages() -> dict[str, str]:
     for path in sorted((ROOT / "fsdp_c").rglob("*.py")):
         for text in of_python(path):
             found.setdefault(text, str(path.relative_to(ROOT)))
+    for name in ("setup.py", "build_backend.py"):
+        for text in of_python(ROOT / name, with_names=False):
+            found.setdefault(text, name)
     return found
