@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from fsdp_c import _env
 from fsdp_c._comm import _agreement, _process_group
@@ -60,6 +61,12 @@ def _local(tensor: Any) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def _version(tensor: Any) -> int:
+    """Of a DTensor, which is written to itself or through its local one."""
+    local = _local(tensor)
+    return int(tensor._version + (0 if local is tensor else local._version))
+
+
 def _kept(numel: int) -> slice:
     """Elements of a gradient, spread over it; all of a small one."""
     return slice(0, numel, -(-numel // _KEPT_MAX) or 1)
@@ -71,10 +78,15 @@ class _Seen:
 
     group: Any
     param: Any  # FSDPParam
-    gathered: list[tuple[int, int]] = field(default_factory=list)
+    # Fingerprints, and the version of the shard.
+    gathered: list[tuple[tuple[int, int], int]] = field(default_factory=list)
+    version: int = 0  # of the whole parameter
     gradient: torch.Tensor | None = None  # kept elements of the sum over this rank's backwards
+    size: torch.Tensor | None = None  # of what was added
+    n_added: int = 0
     before: torch.Tensor | None = None  # of the shard, at the first of them
     is_begun: bool = False
+    is_odd: bool = False  # gradients have another layout, or have come in part
 
     @property
     def name(self) -> str:
@@ -82,16 +94,29 @@ class _Seen:
         return f"parameter {name} of unit {_fqns.unit_name(self.group)}"
 
     def look(self) -> None:
-        self.gathered.append(fingerprint(_local(self.param._unsharded_param)))
+        """But at what the user's forward has written to."""
+        if _version(self.param._unsharded_param) == self.version:
+            found = fingerprint(_local(self.param._unsharded_param))
+            self.gathered.append((found, self.shard_version))
+
+    @property
+    def shard_version(self) -> int:
+        return _version(self.param.sharded_param)
 
     def add(self, grad: torch.Tensor) -> None:
-        flat = _local(grad).detach().reshape(-1)
-        kept = flat[_kept(flat.numel())].double()
+        local = _local(grad).detach()
+        layouts = [getattr(t, "placements", None) for t in (grad, self.param._unsharded_param)]
+        if local.shape != self.param._orig_size or layouts[0] != layouts[1]:
+            self.is_odd = True
+            return
+        kept = local.reshape(-1)[_kept(local.numel())].double()
         if not self.is_begun:
             shard = self.param.sharded_param.grad
             self.before = None if shard is None else _local(shard).detach().clone()
             self.is_begun = True
         self.gradient = kept if self.gradient is None else self.gradient + kept
+        self.size = kept.abs() if self.size is None else self.size + kept.abs()
+        self.n_added += 1
 
 
 class _Check:
@@ -103,11 +128,13 @@ class _Check:
         ]
         self._handles: list[Any] = []
         self._is_queued = False
+        self._is_missed = False
 
     def watch(self) -> None:
         """Hooks behind those of the units."""
         of_group: dict[Any, list[_Seen]] = {}
         for seen in self._seen:
+            seen.version = _version(seen.param._unsharded_param)
             of_group.setdefault(seen.group, []).append(seen)
             unsharded = seen.param._unsharded_param
             if unsharded.requires_grad:
@@ -115,30 +142,52 @@ class _Check:
                     unsharded.register_hook(lambda g, seen=seen: self._add(seen, g))
                 )
 
-        def look(group: Any) -> None:
-            for seen in of_group[group]:
-                seen.look()
-
         for group in of_group:
             for module in group.modules:
-                hook = module.register_forward_pre_hook(lambda *_, group=group: look(group))
+                hook = module.register_forward_pre_hook(lambda *_, g=group: self._look(of_group[g]))
                 self._handles.append(hook)
+        for module in self._state._modules:
+            self._handles.append(module.register_forward_hook(self._await_backward))
+
+    def _look(self, of_unit: list[_Seen]) -> None:
+        has_failed = self._is_queued and torch._C._current_graph_task_id() == -1
+        if self._is_missed or has_failed:
+            self._end()  # what came is not whole
+        for seen in of_unit if self._handles else ():
+            seen.look()
+
+    def _await_backward(self, module: Any, inputs: Any, output: Any) -> None:
+        """The end of the outermost backward is where gradients are compared."""
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda grad: self._queue())
 
     def _add(self, seen: _Seen, grad: torch.Tensor) -> None:
         if seen.group._reshard_after_forward or not seen.gathered:
             seen.look()  # it was gathered anew; or before there were hooks on the root
         seen.add(grad)
+        self._queue()
+
+    def _queue(self) -> None:
         if not self._is_queued:
             self._is_queued = True
             # After the root's own, which it has queued before.
             torch.autograd.Variable._execution_engine.queue_callback(self._compare)
 
+    def _end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
     def _compare(self) -> None:
         self._is_queued = False
+        # What has ended is a backward inside of another one, if the units are in theirs.
+        self._is_missed = any(seen.group._core_in_phase for seen in self._seen)
+        if self._is_missed:
+            return
         self._n_left -= 1
         if self._n_left <= 0:
-            for handle in self._handles:
-                handle.remove()
+            self._end()
         with torch.no_grad():
             wrong = [what for seen in self._seen for what in compare(seen)]
         groups = list({id(seen.group): seen.group for seen in self._seen}.values())
@@ -150,8 +199,7 @@ class _Check:
             self._give_up(found)
 
     def _give_up(self, found: str) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._end()
         root = self._state._root
         if root is not None:
             states = list(root.states)
@@ -193,8 +241,8 @@ def gathered_plainly(seen: _Seen) -> torch.Tensor:
 def compare(seen: _Seen) -> list[str]:
     """What is wrong with the parameter on this rank. Collective."""
     wrong = []
-    right = fingerprint(gathered_plainly(seen))
-    if any(found != right for found in seen.gathered):
+    right = fingerprint(gathered_plainly(seen)), seen.shard_version
+    if any(found != right and found[1] == right[1] for found in seen.gathered):
         wrong.append(f"{seen.name} was gathered with other bits than an all_gather has")
     if is_due(seen) and (what := _compare_gradient(seen)):
         wrong.append(what)
@@ -227,17 +275,16 @@ def _compare_gradient(seen: _Seen) -> str:
     shards = getattr(info, "shard_process_group", _process_group.ALONE)
     kept = _kept(torch.Size(param._orig_size).numel())
     n_kept, device = len(range(0, kept.stop, kept.step)), seen.group.device
-    # Sums, sums of sizes, and on how many ranks there was a gradient.
+    # Sums, sums of sizes, and how many gradients there were.
     total = torch.zeros(2 * n_kept + 1, dtype=torch.float64, device=device)
-    if seen.gradient is not None:
-        total[:n_kept] = seen.gradient
-        total[n_kept:-1] = seen.gradient.abs()
-        total[-1] = 1
+    if seen.gradient is not None and seen.size is not None:
+        total[:n_kept], total[n_kept:-1], total[-1] = seen.gradient, seen.size, seen.n_added
     for process_group in _process_groups(seen.group):
         dist.all_reduce(total, group=process_group)
-    before, seen.gradient, seen.before, seen.is_begun = seen.before, None, None, False
-    if total[-1] == 0:
-        return ""
+    before, seen.gradient, seen.size, seen.before = seen.before, None, None, None
+    seen.n_added, seen.is_begun = 0, False
+    if total[-1] == 0 or seen.is_odd or param.sharded_param._post_accumulate_grad_hooks:
+        return ""  # such hooks may have changed it, or stepped
     is_own, at = (t.to(device) for t in _places(param, shards.rank(), shards.size()))
     divisor = seen.group.gradient_divide_factor or info.mesh.size()
     wanted, sizes = total[:n_kept][is_own] / divisor, total[n_kept:-1][is_own] / divisor
@@ -251,7 +298,7 @@ def _compare_gradient(seen: _Seen) -> str:
     found = local.reshape(-1)[at].double()
     dtypes = (_versions.reduce_dtype(param), _versions.grad_dtype(param), local.dtype)
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    is_wrong = ~((found - wanted).abs() <= 2 * eps * info.mesh.size() * sizes + 1e-30)
+    is_wrong = ~((found - wanted).abs() <= 2 * eps * total[-1] * sizes + 1e-30)
     is_wrong &= torch.isfinite(wanted)
     if not bool(is_wrong.any()):
         return ""

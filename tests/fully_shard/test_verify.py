@@ -98,29 +98,39 @@ def spoil_gathered(model: Any, rank: int) -> None:
     def spoil(module: Any, *_: Any) -> None:
         if rank == 1:
             with torch.no_grad():
-                module.up.weight.view(-1)[3] *= 1.5
+                module.up.weight.data.view(-1)[3] *= 1.5
 
     model.blocks[1].register_forward_pre_hook(spoil)
 
 
+def before_comparing(model: Any, plant: Callable[[Any], None]) -> None:
+    """Between the reduction and the check."""
+    compare = _verify._compare_gradient
+    chosen = model.blocks[0].up.weight
+
+    def compare_spoilt(seen: Any) -> str:
+        if seen.param.sharded_param is chosen:
+            plant(chosen)
+        return compare(seen)
+
+    mock.patch.object(_verify, "_compare_gradient", compare_spoilt).start()
+
+
 def spoil_gradient(model: Any, rank: int) -> None:
     """A sum to which a rank's part was not added."""
-    parameter = model.blocks[0].up.weight
 
     def spoil(shard: Any) -> None:
         if rank == 0:
             shard.grad._local_tensor.view(-1)[-1] *= 0.5
 
-    parameter.register_post_accumulate_grad_hook(spoil)
+    before_comparing(model, spoil)
 
 
 def lose_gradient(model: Any, rank: int) -> None:
-    parameter = model.blocks[0].up.weight
-
     def lose(shard: Any) -> None:
         shard.grad = None
 
-    parameter.register_post_accumulate_grad_hook(lose)
+    before_comparing(model, lose)
 
 
 PLANTED: dict[Callable[[Any, int], None], str] = {
@@ -139,6 +149,7 @@ def find_planted(rank: int, n_ranks: int, plant: Callable[[Any, int], None]) -> 
     plant(model, rank)
     with pytest.raises(RuntimeError) as caught:
         step(model, rank)
+    mock.patch.stopall()
     model.zero_grad()
     assert road(model) == {"torch"}, road(model)
     step(model, rank)
