@@ -26,7 +26,7 @@ DOCS_VENV := .venv-docs
 DOCS_READY := $(DOCS_VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo check test test-parity test-hosts test-c coverage bench chart docs sanitize lint format \
+.PHONY: help build demo check test test-parity test-hosts test-c coverage mutate bench chart docs sanitize lint format \
     gpu-check clean
 
 help:  ## list the targets
@@ -66,6 +66,9 @@ test-c: $(READY)  ## only the programs that test the C core
 
 coverage: build  ## what the tests of `check` never run, or ARGS="tests/..."; names modules that none meets
 	@$(PY) tests/support/coverage_report.py -n $(WORKERS) --dist worksteal $(or $(ARGS),@$(QUICK))
+
+mutate: $(READY)  ## small mistakes in the C core that its tests must notice, for hours; ARGS="csrc/engine --sample 50"
+	@$(PY) -m tests.mutate $(ARGS)
 
 bench: build  ## compare with torch's own fully_shard; ARGS="--quick"
 	@$(PY) benchmarks/run.py $(ARGS)

@@ -129,8 +129,10 @@ static void check_untouched(const fc_layout *layout, const fc_section *section)
 
 static void test_random_layouts(void)
 {
-    fc_param params[MAX_PARAMS];
+    fc_param params[MAX_PARAMS + 1]; /* one more than there are at most: nobody looks at it */
     fc_layout layout;
+
+    draw_param(&params[MAX_PARAMS]);
 
     for (int round = 0; round < ROUNDS; round++) {
         const size_t n = 1 + draw(draw(10) == 0 ? MAX_PARAMS : 8);
@@ -142,6 +144,8 @@ static void test_random_layouts(void)
             draw_param(&params[i]);
             mask[i / 64] |= (uint64_t)(draw(4) < density) << (i % 64);
         }
+        mask[n / 64] |= UINT64_C(1) << (n % 64);
+        params[n].has_grad = true;
         CHECK_EQ(fc_layout_init(&layout, params, n, 0, n_ranks, false), FC_OK);
         for (size_t s = 0; s < layout.n_sections; s++) {
             check_section(&layout, &layout.sections[s], mask);
