@@ -21,9 +21,13 @@ SANITIZED_TESTS := comm/test_comm device/test_device_nccl device/test_device_sch
 PRELOADED = $(shell gcc -print-file-name=libasan.so) $(shell g++ -print-file-name=libstdc++.so)
 PARITY := tests/fully_shard tests/behaviour tests/install/test_torch_names.py
 QUICK := tests/quick.txt
+# An environment of its own: no torch is needed to read docstrings.
+DOCS_VENV := .venv-docs
+DOCS_READY := $(DOCS_VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo check test test-parity test-hosts test-c coverage bench sanitize lint format gpu-check clean
+.PHONY: help build demo check test test-parity test-hosts test-c coverage mutate bench chart docs sanitize lint format \
+    gpu-check clean
 
 help:  ## list the targets
 	@echo "make TARGET [TORCH=$(TORCH)] [PYTHON=$(PYTHON)]"
@@ -63,8 +67,23 @@ test-c: $(READY)  ## only the programs that test the C core
 coverage: build  ## what the tests of `check` never run, or ARGS="tests/..."; names modules that none meets
 	@$(PY) tests/support/coverage_report.py -n $(WORKERS) --dist worksteal $(or $(ARGS),@$(QUICK))
 
+mutate: $(READY)  ## small mistakes in the C core that its tests must notice, for hours; ARGS="csrc/engine --sample 50"
+	@$(PY) -m tests.mutate $(ARGS)
+
 bench: build  ## compare with torch's own fully_shard; ARGS="--quick"
 	@$(PY) benchmarks/run.py $(ARGS)
+
+chart:  ## draw README's chart again from the results that are kept; ARGS="--host NAME_YYYYMM"
+	@$(PYTHON) docs/make_chart.py $(ARGS)
+
+$(DOCS_READY): docs/requirements.txt
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install -qq --disable-pip-version-check -r docs/requirements.txt
+	@touch $@
+
+# Told to be quiet, mkdocs would not count warnings.
+docs: $(DOCS_READY)  ## build the documentation as a site in build/docs; warnings are errors
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --config-file docs/site/mkdocs.yml
 
 sanitize: $(READY)  ## C tests under address and undefined, then under thread; then the binding
 	@FSDP_C_SANITIZE=address,undefined $(PY) -m pytest tests/project/test_c.py $(PYTEST_ARGS)

@@ -50,7 +50,7 @@ C_SOURCES = {
         "callback collectives nccl_board nccl_collectives nccl_group nccl_library nccl_wait "
         "process shm shm_ask shm_region shm_segment shm_wait transport watcher"
     ),
-    "csrc/comm": "arrays comm mapped message pieces rails rails_collectives step",
+    "csrc/comm": "arrays beats comm mapped message pieces rails rails_collectives step",
     "csrc/snapshot": "copier ranks snapshot sums",
     "csrc/engine": (
         "apart batch clock domain exchange gathers layout layout_runs meet order present "
@@ -65,7 +65,7 @@ C_SIM_SOURCES = {
 }
 CXX_SOURCES = {
     "csrc/bind": "module",
-    "csrc/bind/comm": "communicator host nccl process_group rails transport",
+    "csrc/bind/comm": "beats communicator host nccl process_group rails transport",
     "csrc/bind/device": "accelerator device device_comm device_unit",
     "csrc/bind/fsdp": (
         "accumulated autograd domain events extended gradients graphs hooks module_call "
@@ -78,10 +78,10 @@ CXX_SOURCES = {
 }
 C_TEST_SOURCES = {
     "tests/c": (
-        "test_base test_batch test_collectives test_comm test_comm_arrays test_cuda_index "
-        "test_device_host test_device_sim test_exchange test_faults test_gathers "
+        "test_base test_batch test_beats test_collectives test_comm test_comm_arrays "
+        "test_cuda_index test_device_host test_device_sim test_exchange test_faults test_gathers "
         "test_group_history test_kernels test_kernels_optim test_kernels_round test_layout "
-        "test_nccl test_optim test_rails test_reduction test_root test_schedule "
+        "test_nccl test_optim test_present test_rails test_reduction test_root test_schedule "
         "test_schedule_alone test_schedule_capture test_schedule_kernels test_schedule_order "
         "test_slots test_snapshot test_transport test_unsharding test_unsharding_extended "
         "test_unsharding_slices test_updates"

@@ -17,6 +17,7 @@ import bench_owner
 import bench_snapshots
 import bench_step
 import bench_strategies
+import bench_verify
 import bench_waits
 import measuring
 import report
@@ -35,6 +36,7 @@ BENCHES = [
         bench_memory,
         bench_estimate,
         bench_strategies,
+        bench_verify,
     )
 ]
 

@@ -54,6 +54,13 @@ def _size(text: str) -> int:
     return size
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise ValueError(text)
+    return seconds
+
+
 def _switch(text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError(text)
@@ -76,6 +83,28 @@ TRANSPORT = Variable(
         " the first of these that the group's ranks can use."
     ),
     parse=_one_of("auto", "shm", "rails", "callback"),
+)
+
+HOST_TIMEOUT = Variable(
+    name="FSDP_C_HOST_TIMEOUT",
+    accepted="a number of seconds",
+    default=30.0,
+    meaning=(
+        "A host of which nothing has been heard for so long is given up by ranks that wait for it"
+        " over rails."
+    ),
+    parse=_seconds,
+)
+
+VERIFY = Variable[int | None](
+    name="FSDP_C_VERIFY",
+    accepted="a number of steps",
+    default=None,
+    meaning=(
+        "How many first steps of a model are compared with plain collectives. Empty: one on several"
+        " GPUs, else none."
+    ),
+    parse=_size,
 )
 
 KERNELS = Variable(
@@ -155,16 +184,24 @@ DEVICES = Variable[tuple[str, ...]](
     default=(),
     meaning=(
         "Devices whose units the core's stream schedule runs; others go by the fallback. Empty:"
-        " NVIDIA GPUs, for meshes of one rank. cpu: host memory as if it were a device's, which is"
-        " slow, for tests."
+        " NVIDIA GPUs, over the process group's own collectives. cuda: these over communicators of"
+        " NCCL of our own. cpu: host memory as if it were a device's, which is slow, for tests."
     ),
     parse=_some_of("cuda", "cpu", "none"),
 )
 
 VARIABLES: tuple[
-    Variable[str] | Variable[int] | Variable[bool] | Variable[tuple[str, ...]], ...
+    Variable[str]
+    | Variable[int]
+    | Variable[int | None]
+    | Variable[float]
+    | Variable[bool]
+    | Variable[tuple[str, ...]],
+    ...,
 ] = (
     TRANSPORT,
+    HOST_TIMEOUT,
+    VERIFY,
     KERNELS,
     MMAP_THRESHOLD,
     BATCH_BYTES,
@@ -237,6 +274,12 @@ def restarts_with_old_store() -> bool:
 def shares_gpus() -> bool:
     """Whether NCCL lets two ranks use one GPU (NCCL_MULTI_RANK_GPU_ENABLE)."""
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "") == "1"
+
+
+def orders_launches() -> bool:
+    """Whether NCCL keeps the order of calls in different communicators of a GPU
+    (NCCL_LAUNCH_ORDER_IMPLICIT)."""
+    return os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "") == "1"
 
 
 def device_connections() -> int | None:

@@ -68,9 +68,9 @@ int exec(PyObject *module)
     if (intern_names() < 0 || find_dtensors() < 0) {
         return -1;
     }
-    for (const auto add : {register_transport, register_comm, register_nccl, register_streams,
-                           register_domain, register_group, register_root, register_state,
-                           register_locals, register_optim, register_snapshots}) {
+    for (const auto add : {register_beats, register_transport, register_comm, register_nccl,
+                           register_streams, register_domain, register_group, register_root,
+                           register_state, register_locals, register_optim, register_snapshots}) {
         if (add(module) < 0) {
             return -1;
         }

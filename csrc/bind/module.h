@@ -47,6 +47,7 @@ int register_optim(PyObject *module);  // Params
 // ---- comm/ and device/ ----
 Ref nccl_open(Fields &given);
 int register_transport(PyObject *module);
+int register_beats(PyObject *module);
 int register_comm(PyObject *module);
 int register_nccl(PyObject *module);    // NcclGroup
 int register_streams(PyObject *module); // Streams

@@ -1,17 +1,25 @@
 /* Rails: who talks to whom, and what a failure of one of them ends; see [Note: rails]. */
 #include "comm/rails_impl.h"
 
+#include "base/clock.h"
+
 #include <stdio.h>
 #include <string.h>
 
 /* ---- messages ---- */
+
+static bool is_interrupted(const rails *r)
+{
+    return atomic_load_explicit(&r->interrupted, memory_order_acquire) == RAILS_INTERRUPTED;
+}
 
 /* This host's other ranks hear of it; later calls fail at once. */
 static fc_status fail(rails *r, int peer, const char *what, fc_status status)
 {
     char text[FC_MESSAGE_BYTES / 2], line[FC_MESSAGE_BYTES];
 
-    (void)snprintf(text, sizeof(text), "%s", fc_last_message());
+    (void)snprintf(text, sizeof(text), "%s",
+                   is_interrupted(r) ? r->why_interrupted : fc_last_message());
     (void)snprintf(line, sizeof(line), "rank %d %s rank %d (host %s): %s", r->global_ranks[r->rank],
                    what, r->global_ranks[peer], r->names[r->hosts[peer]], text);
     return rails_break(r, status, line);
@@ -53,11 +61,58 @@ fc_status rails_break(rails *r, fc_status status, const char *text)
     return fc_fail(status, "%s", copy);
 }
 
-fc_status rails_check(const rails *r)
+fc_status rails_check(rails *r)
 {
+    if (!r->is_broken && is_interrupted(r)) {
+        return rails_break(r, FC_ERR_PEER, r->why_interrupted);
+    }
     return r->is_broken
                ? fc_fail(FC_ERR_BROKEN, "the rails cannot be used any more: %s", r->broken_text)
                : FC_OK;
+}
+
+/* ---- what other threads may know and do ---- */
+
+static rails *rails_in(const fc_message_ops *ops)
+{
+    return ops != NULL && ops->kind == rails_ops.kind ? ops->context : NULL;
+}
+
+bool fc_rails_waits(const fc_message_ops *ops, fc_rails_wait *out)
+{
+    const rails *r = rails_in(ops);
+
+    if (r == NULL) {
+        return false;
+    }
+    out->since_ns = atomic_load_explicit(&r->awaited_since, memory_order_acquire);
+    out->rank = atomic_load_explicit(&r->awaited, memory_order_acquire);
+    return out->since_ns != 0 &&
+           atomic_load_explicit(&r->awaited_since, memory_order_relaxed) == out->since_ns;
+}
+
+void fc_rails_interrupt(const fc_message_ops *ops, const char *text)
+{
+    rails *r = rails_in(ops);
+    int expected = RAILS_UNDISTURBED;
+
+    if (r != NULL &&
+        atomic_compare_exchange_strong(&r->interrupted, &expected, RAILS_INTERRUPTING)) {
+        (void)snprintf(r->why_interrupted, sizeof(r->why_interrupted), "%s", text);
+        atomic_store_explicit(&r->interrupted, RAILS_INTERRUPTED, memory_order_release);
+        r->ops.interrupt(r->ops.context);
+    }
+}
+
+static fc_status await_peer(rails *r, int peer, fc_status (*await)(void *context, int rank))
+{
+    fc_status st;
+
+    atomic_store_explicit(&r->awaited, peer, memory_order_relaxed);
+    atomic_store_explicit(&r->awaited_since, fc_now_ns(), memory_order_release);
+    st = await(r->ops.context, peer);
+    atomic_store_explicit(&r->awaited_since, 0, memory_order_release);
+    return st;
 }
 
 /* ---- frames ---- */
@@ -177,7 +232,7 @@ fc_status rails_receive(rails *r, int peer, void *data, size_t bytes)
 
 static fc_status sent_now(rails *r, int peer)
 {
-    const fc_status st = r->ops.await_sent(r->ops.context, peer);
+    const fc_status st = await_peer(r, peer, r->ops.await_sent);
 
     return st == FC_OK ? st : fail(r, peer, "could not send to", st);
 }
@@ -198,7 +253,7 @@ fc_status rails_await_sent(rails *r, int peer, size_t bytes)
 
 static fc_status received_now(rails *r, int peer)
 {
-    const fc_status st = r->ops.await_received(r->ops.context, peer);
+    const fc_status st = await_peer(r, peer, r->ops.await_received);
 
     return st == FC_OK ? st : fail(r, peer, "waited in vain for", st);
 }
@@ -239,61 +294,35 @@ fc_status rails_reserve(rails_buffer *buffer, size_t bytes)
 
 /* ---- who talks to whom ---- */
 
-static int n_ranks_of(const rails *r, int host)
-{
-    int n = 0;
-
-    for (int q = 0; q < r->n_ranks; q++) {
-        n += r->hosts[q] == host;
-    }
-    return n;
-}
-
-/* Ranks of its host that come before it. */
-static int place_of(const rails *r, int rank)
-{
-    int n = 0;
-
-    for (int q = 0; q < rank; q++) {
-        n += r->hosts[q] == r->hosts[rank];
-    }
-    return n;
-}
-
-static int rank_at(const rails *r, int host, int place)
-{
-    for (int q = 0; q < r->n_ranks; q++) {
-        if (r->hosts[q] == host && r->places[q] == place) {
-            return q;
-        }
-    }
-    return -1;
-}
+/* The ranks of each host, in order, one host after the other. */
+typedef struct roster {
+    int *sizes, *begins; /* of hosts */
+    int *ranks;
+} roster;
 
 /* The rank of `host` that serves rank `q` of another one; of its own host: itself. */
-static int server_of(const rails *r, const int *sizes, int q, int host)
+static int server_of(const rails *r, const roster *all, int q, int host)
 {
-    return rank_at(r, host, r->places[q] % sizes[host]);
+    return all->ranks[all->begins[host] + r->places[q] % all->sizes[host]];
 }
 
 /* What a piece may be for all ranks to cut alike. */
 static void choose_pieces(rails *r, const int *sizes)
 {
-    size_t most = 1, hosts_max = 1;
+    int smallest = sizes[0], largest = sizes[0];
+    size_t most = 0; /* on a host of the smallest: as many of each other one, and its own */
 
     for (int h = 0; h < r->n_hosts; h++) {
-        size_t n = 1;
-
-        for (int other = 0; other < r->n_hosts; other++) {
-            n += other != h ? (size_t)((sizes[other] + sizes[h] - 1) / sizes[h]) : 0;
-        }
-        most = n > most ? n : most;
-        hosts_max = (size_t)sizes[h] > hosts_max ? (size_t)sizes[h] : hosts_max;
+        smallest = sizes[h] < smallest ? sizes[h] : smallest;
+        largest = sizes[h] > largest ? sizes[h] : largest;
+    }
+    for (int h = 0; h < r->n_hosts; h++) {
+        most += (size_t)((sizes[h] + smallest - 1) / smallest);
     }
     r->held_max = most;
     r->gather_piece = RAILS_PIECE_BYTES;
     r->reduce_piece = RAILS_PIECE_BYTES;
-    if (hosts_max == 1) {
+    if (largest == 1) {
         r->gather_piece = SIZE_MAX; /* goes straight to its place */
         return;
     }
@@ -306,49 +335,67 @@ static void choose_pieces(rails *r, const int *sizes)
     }
 }
 
-static void pair_up(rails *r, const int *sizes)
+static void pair_up(rails *r, const roster *all)
 {
     for (int h = 0; h < r->n_hosts; h++) {
-        r->servers[h] = server_of(r, sizes, r->rank, h);
+        r->servers[h] = server_of(r, all, r->rank, h);
     }
     for (int q = 0; q < r->n_ranks; q++) {
-        r->holders[q] = r->places[server_of(r, sizes, q, r->host)];
+        r->holders[q] = r->places[server_of(r, all, q, r->host)];
         if (r->hosts[q] != r->host && r->holders[q] == r->places[r->rank]) {
             r->served[r->n_served++] = q;
         }
     }
-    choose_pieces(r, sizes);
+    choose_pieces(r, all->sizes);
+}
+
+/* `all` has room for as many hosts as ranks, and is zero. */
+static fc_status count_hosts(rails *r, const fc_rails_config *config, const roster *all)
+{
+    for (int q = 0; q < r->n_ranks; q++) {
+        const int host = config->hosts[q];
+
+        r->hosts[q] = host;
+        r->global_ranks[q] = config->global_ranks[q];
+        if (host < 0 || host > r->n_hosts) {
+            return fc_fail(FC_ERR_INVALID,
+                           "rank %d lives on host %d: hosts are numbered in the "
+                           "order of their first ranks",
+                           q, host);
+        }
+        r->n_hosts += host == r->n_hosts;
+        r->places[q] = all->sizes[host]++;
+    }
+    for (int h = 1; h < r->n_hosts; h++) {
+        all->begins[h] = all->begins[h - 1] + all->sizes[h - 1];
+    }
+    for (int q = 0; q < r->n_ranks; q++) {
+        all->ranks[all->begins[r->hosts[q]] + r->places[q]] = q;
+    }
+    return FC_OK;
 }
 
 static fc_status learn_hosts(rails *r, const fc_rails_config *config)
 {
-    int *sizes;
+    const size_t n = (size_t)r->n_ranks;
+    int *room = fc_alloc(3 * n, sizeof(*room));
+    const roster all = {room, room + n, room + 2 * n};
+    fc_status st;
 
-    for (int q = 0; q < r->n_ranks; q++) {
-        r->hosts[q] = config->hosts[q];
-        r->global_ranks[q] = config->global_ranks[q];
-        if (r->hosts[q] < 0 || r->hosts[q] > r->n_hosts) {
-            return fc_fail(FC_ERR_INVALID,
-                           "rank %d lives on host %d: hosts are numbered in the "
-                           "order of their first ranks",
-                           q, r->hosts[q]);
-        }
-        r->places[q] = place_of(r, q);
-        r->n_hosts += r->hosts[q] == r->n_hosts;
-    }
-    r->host = r->hosts[r->rank];
-    sizes = fc_alloc((size_t)r->n_hosts, sizeof(*sizes));
-    if (sizes == NULL) {
+    if (room == NULL) {
         return fc_fail(FC_ERR_NOMEM, "rails of %d ranks", r->n_ranks);
     }
-    for (int h = 0; h < r->n_hosts; h++) {
-        sizes[h] = n_ranks_of(r, h);
-        (void)snprintf(r->names[h], sizeof(r->names[h]), "%s", config->names[h]);
+    st = count_hosts(r, config, &all);
+    if (st == FC_OK) {
+        r->host = r->hosts[r->rank];
+        r->n_local = all.sizes[r->host];
+        for (int h = 0; h < r->n_hosts; h++) {
+            (void)snprintf(r->names[h], sizeof(r->names[h]), "%s", config->names[h]);
+        }
+        pair_up(r, &all);
     }
-    r->n_local = sizes[r->host];
-    pair_up(r, sizes);
-    fc_free(sizes);
-    return FC_OK;
+    fc_free(room);
+    return st;
 }
 
 /* ---- lifetime ---- */

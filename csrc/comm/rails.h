@@ -39,6 +39,8 @@ typedef struct fc_rail_ops {
      */
     fc_status (*await_sent)(void *context, int rank);
     fc_status (*await_received)(void *context, int rank);
+    /* From any thread: the wait of another one, and those that follow, end with an error. */
+    void (*interrupt)(void *context);
     /* Gives up what was begun; the memory is not touched any more. */
     void (*drop)(void *context);
     void (*release)(void *context);
@@ -64,6 +66,18 @@ typedef struct fc_rails_sent {
 } fc_rails_sent;
 
 fc_rails_sent fc_rails_count(const fc_message_ops *rails);
+
+/* A rank of the group, on another host, and since when this one waits for it. */
+typedef struct fc_rails_wait {
+    int rank;
+    int64_t since_ns; /* fc_now_ns */
+} fc_rails_wait;
+
+/* False: it waits for none; also of operations that are no rails. From any thread. */
+bool fc_rails_waits(const fc_message_ops *ops, fc_rails_wait *out);
+/* What this rank waits for on rails, now or next, fails with `text` as the cause, and so do this
+ * host's other ranks. From any thread. */
+void fc_rails_interrupt(const fc_message_ops *ops, const char *text);
 
 #ifdef __cplusplus
 }

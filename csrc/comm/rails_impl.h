@@ -5,6 +5,8 @@
 #include "comm/comm_impl.h"
 #include "comm/rails.h"
 
+#include <stdatomic.h>
+
 #define RAILS_PIECE_BYTES                                                                          \
     ((size_t)512 << 10) /* stays in a core's cache until peers have read it                        \
                          */
@@ -79,11 +81,23 @@ typedef struct rails {
     bool is_broken;
     rails_frame farewell;
     char broken_text[FC_MESSAGE_BYTES];
+
+    /* Read and written by other threads. */
+    _Atomic int awaited;           /* rank */
+    _Atomic int64_t awaited_since; /* 0: none is */
+    _Atomic int interrupted;       /* rails_interrupted; the text is constant when it is READY */
+    char why_interrupted[FC_MESSAGE_BYTES / 2];
 } rails;
+
+enum rails_interrupted {
+    RAILS_UNDISTURBED,
+    RAILS_INTERRUPTING,
+    RAILS_INTERRUPTED
+};
 
 extern const fc_message_ops rails_ops; /* without context */
 
-FC_MUST_CHECK fc_status rails_check(const rails *r);
+FC_MUST_CHECK fc_status rails_check(rails *r);
 /* This host's other ranks hear of it; later calls fail at once. Returns `status`. */
 fc_status rails_break(rails *r, fc_status status, const char *text);
 

@@ -41,7 +41,7 @@ def clone(model: _Model) -> _Model:
 
     The copy has modules, parameters and buffers of its own and is sharded by the calls of
     ``fully_shard`` that sharded ``model``. Gradients are not copied, nor what setters changed after
-    those calls. For an average of weights::
+    those calls. For an average of weights:
 
         ema = fsdp_c.clone(model).requires_grad_(False)
         update = torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)

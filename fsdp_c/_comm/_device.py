@@ -49,12 +49,9 @@ def on_cpu(by_torch: bool = False, by_nccl: bool = False) -> Iterator[None]:
 
 
 def is_wanted(group: Any) -> bool:
-    """Whether the unit goes by the schedule of devices, if the core runs it at all. Unasked
-    one rank does: no machine with several GPUs has run the others."""
+    """Whether the unit goes by the schedule of devices, if the core runs it at all."""
     asked = (*_choice.types, *_env.DEVICES.get())
-    if asked:
-        return group.device.type in asked
-    return _is_nvidia(group.device) and group.mesh_info.mesh.size() == 1
+    return group.device.type in asked if asked else _is_nvidia(group.device)
 
 
 def is_taken(group: Any) -> bool:
@@ -170,13 +167,17 @@ def connect(
     group: Any,
     messages: Any = None,
     is_replicate: bool = False,
+    is_slice: bool = False,
 ) -> None:
-    """Decides who does the collectives between the ranks of a unit: who makes them in sight, NCCL
-    if all can use it, or else the process group. Collective."""
+    """Decides who does the collectives between the ranks of a unit: who makes them in sight,
+    communicators of NCCL of our own if they are asked for and all can use it, or else the process
+    group, whose watchdog and deadlines are torch's. Collective."""
     nccl = None
     if messages is None and process_group.size() > 1 and _may_use_nccl(group.device):
         with suppress(NotImplementedError):
-            nccl = _nccl.group_for(process_group, group.device)
+            nccl = _nccl.group_for(
+                process_group, group.device, gathers=not is_replicate, reduces=not is_slice
+            )
     streams.connect(
         group=name_of(process_group, group, is_replicate),
         nccl=nccl,
@@ -189,7 +190,7 @@ def connect(
 def _may_use_nccl(device: torch.device) -> bool:
     if device.type == "cpu":
         return _choice.by_nccl
-    return _is_nvidia(device)
+    return _is_nvidia(device) and device.type in _env.DEVICES.get()
 
 
 def _is_nvidia(device: torch.device) -> bool:

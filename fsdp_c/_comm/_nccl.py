@@ -19,8 +19,9 @@ from fsdp_c._compat import _versions
 from fsdp_c._native import _C
 
 _SONAME = "libnccl.so.2"
-# Before it, the order in which two communicators of one GPU work was the caller's affair.
-_ORDERS_ITSELF = 22600
+# Before it, the order in which two communicators of one GPU work is the caller's affair; from then
+# on NCCL sees to it, if it is asked to.
+_CAN_ORDER = 22600
 # NCCL takes at most 32 multiprocessors per collective: gathers and reductions have room beside each
 # other on a GPU with twice as many.
 _ROOM_FOR_TWO = 64
@@ -96,10 +97,13 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.NcclGroup] = weakref.We
 _refusals: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
-def group_for(group: dist.ProcessGroup, device: torch.device) -> _C.NcclGroup:
+def group_for(
+    group: dist.ProcessGroup, device: torch.device, gathers: bool = True, reduces: bool = True
+) -> _C.NcclGroup:
     """NCCL for the ranks of a process group; made once and kept as long as the group. Collective.
 
-    Gathers and reductions get a communicator each where `device` has room for both at a time.
+    Gathers and reductions get a communicator each where both are made, NCCL keeps two from waiting
+    for each other, and `device` has room for both at a time.
 
     Raises:
         NotImplementedError: on all ranks, if one of them cannot use NCCL; names it and says why.
@@ -107,7 +111,7 @@ def group_for(group: dist.ProcessGroup, device: torch.device) -> _C.NcclGroup:
     if group not in _groups and group not in _refusals:
         _end_with_torch()
         try:
-            _groups[group] = _make(group, device)
+            _groups[group] = _make(group, device, gathers and reduces)
         except NotImplementedError as error:
             _refusals[group] = str(error)
     if group in _refusals:
@@ -144,7 +148,7 @@ def _end_with_torch() -> None:
     _versions.at_destroy(leave)
 
 
-def _make(group: dist.ProcessGroup, device: torch.device) -> _C.NcclGroup:
+def _make(group: dist.ProcessGroup, device: torch.device, wants_two: bool) -> _C.NcclGroup:
     exchange = _rendezvous.exchange_for(group)
     if exchange is None and group.size() > 1:
         raise NotImplementedError(
@@ -164,7 +168,8 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> _C.NcclGroup:
 
     try:
         mine, words = opened(), ""
-        words = f"{mine.version} {int(_needs_one(mine.version, device))} {_place(device)}"
+        is_one = not wants_two or _needs_one(mine.version, device)
+        words = f"{mine.version} {int(is_one)} {_place(device)}"
     except NotImplementedError as error:
         mine, words = None, f"!{error}"
     if _env.TRANSPORT.get() == "callback":
@@ -210,7 +215,7 @@ def _place(device: torch.device) -> str:
 
 def _needs_one(version: int, device: torch.device) -> bool:
     """Whether two communicators could wait for each other on the device."""
-    if version < _ORDERS_ITSELF or _env.device_connections() == 1:
+    if version < _CAN_ORDER or not _env.orders_launches() or _env.device_connections() == 1:
         return True
     if device.type != "cuda":
         return False

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fsdp_c import _env
 from fsdp_c._comm import (
+    _beats,
     _hosts,
     _peer_location,  # noqa: F401 (answers peers that wait for this rank)
     _process_group,
@@ -171,7 +172,10 @@ def _between_hosts(
         raise NotImplementedError(
             f"FSDP_C_TRANSPORT=rails: process group {_process_group.label(group)}: {why_not}"
         )
-    return _new_transport(group, "callback", exchange, rails=rails)
+    transport = _new_transport(group, "callback", exchange, rails=rails)
+    if rails is not None:
+        _beats.watch(group, transport, rails)
+    return transport
 
 
 def _cpu_backend(group: dist.ProcessGroup) -> str:

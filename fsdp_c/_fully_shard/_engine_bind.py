@@ -124,19 +124,22 @@ def _connect(streams: _C.Streams, group: Any) -> None:
     shards = getattr(info, "shard_process_group", _process_group.ALONE)
     replicas = getattr(info, "replicate_process_group", None)
     group.in_sight_as = next(_in_sight)
-    for process_group, is_replicate, is_last in (
-        (shards, False, replicas is None),
-        (replicas, True, True),
-        (_device.smaller_group(group), False, False),
+    for process_group, is_replicate, is_slice in (
+        (shards, False, False),
+        (replicas, True, False),
+        (_device.smaller_group(group), False, True),
     ):
         if process_group is None:
             continue
         messages = None
         if group.visible.reason:
             messages = _visible_collectives.VisibleMessages(
-                [group], process_group, is_last, stands_in=False
+                [group],
+                process_group,
+                is_last=is_replicate or (replicas is None and not is_slice),
+                stands_in=False,
             )
-        _device.connect(streams, process_group, group, messages, is_replicate)
+        _device.connect(streams, process_group, group, messages, is_replicate, is_slice)
 
 
 def _what_is_in_sight(

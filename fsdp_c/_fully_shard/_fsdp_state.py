@@ -26,6 +26,7 @@ from fsdp_c._fully_shard import (
     _shared_params,
     _status,
     _step_messages,
+    _verify,
     _visibility,
 )
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -160,6 +161,7 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
             else:
                 _visibility.choose(groups)
                 self._join_core(states, groups)
+                _verify.begin(self, groups)
             _status.note(self, reason)
         except BaseException:
             if was_root is None:

@@ -174,9 +174,9 @@ class BoundGroup(_C.Group, FallbackGroup):
                     f"parameter '{fsdp_param._param_fqn}' of FSDP unit '{self._module_fqn}', with"
                     f" size {tuple(fsdp_param._orig_size)}, strides {fsdp_param.unsharded_stride}"
                     f" and placement {fsdp_param.fsdp_placement}, can only be run by the core, but"
-                    " its model also needs what only torch's implementation has (README, Not"
-                    " supported). Use a contiguous parameter with at least one dim that the ranks"
-                    " divide evenly, or put it into ignored_params"
+                    " its model also needs what only torch's implementation has"
+                    " (docs/compatibility.md). Use a contiguous parameter with at least one dim"
+                    " that the ranks divide evenly, or put it into ignored_params"
                 )
         super()._init_mp_dtypes()  # its own error for mixed dtypes
 

@@ -154,7 +154,7 @@ def gather_to_owner(
     dim, unevenly, or with copies (HSDP; then one rank of all copies is the owner). Owners depend on
     shapes and order alone, so that tensors of the same shapes have the same owners in each step;
     the largest go first, each to the rank that owns least. Collective over the tensors' meshes, in
-    one collective per bucket; only the parts that the owner lacks travel. ::
+    one collective per bucket; only the parts that the owner lacks travel:
 
         owned = gather_to_owner({name: p.grad for name, p in matrices.items()})
         for name, grad in owned.items():  # of this rank

@@ -63,16 +63,14 @@ def shard(
     It comes to calls of ``fully_shard``, on each unit and then on the model; ``explain(model)``
     shows them. What a strategy sets:
 
-    ============== ========================= ====================== ============================
-    strategy       mesh                      reshard_after_forward  in ``no_sync(model)``
-    ============== ========================= ====================== ============================
-    ddp            (ranks, 1): replicas only False                  gradients stay whole
-    zero1          (ranks,)                  False                  gradients stay whole
-    zero2          (ranks,)                  False                  gradients are sharded at once
-    zero3          (ranks,)                  True, the root too     gradients are sharded at once
-    hybrid         (replicas, shards)        True, the root too     summed over shards only
-    hybrid_zero2   (replicas, shards)        False                  summed over shards only
-    ============== ========================= ====================== ============================
+    | strategy     | mesh                      | reshard_after_forward | in ``no_sync``          |
+    | ------------ | ------------------------- | --------------------- | ----------------------- |
+    | ddp          | (ranks, 1): replicas only | False                 | gradients stay whole    |
+    | zero1        | (ranks,)                  | False                 | gradients stay whole    |
+    | zero2        | (ranks,)                  | False                 | gradients sharded       |
+    | zero3        | (ranks,)                  | True, the root too    | gradients sharded       |
+    | hybrid       | (replicas, shards)        | True, the root too    | summed over shards only |
+    | hybrid_zero2 | (replicas, shards)        | False                 | summed over shards only |
 
     Optimizer, clipping, accumulation and checkpoints are those of ``fully_shard`` under all of
     them: parameters are DTensors, whole ones under "ddp".

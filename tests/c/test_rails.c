@@ -43,7 +43,7 @@ typedef struct wires {
     int n_dropped, n_released;
     pthread_mutex_t lock;
     pthread_t mover; /* messages arrive whether somebody waits for them or not */
-    _Atomic bool ends;
+    _Atomic bool ends, is_interrupted;
 } wires;
 
 static int pairs[RANKS_MAX][RANKS_MAX]; /* made before the ranks are forked */
@@ -107,6 +107,9 @@ static fc_status await(wires *w, queue *q, int peer)
         is_dead = w->is_dead[peer];
         q->n_awaited += is_done;
         CHECK_EQ(pthread_mutex_unlock(&w->lock), 0);
+        if (!is_done && atomic_load(&w->is_interrupted)) {
+            return fc_fail(FC_ERR_PEER, "the wait was interrupted");
+        }
         if (fc_now_ns() > deadline_ns) {
             return fc_fail(FC_ERR_TIMEOUT, "nothing came");
         }
@@ -147,6 +150,11 @@ static fc_status wires_await_sent(void *context, int rank)
 static fc_status wires_await_received(void *context, int rank)
 {
     return await(context, &((wires *)context)->in[rank], rank);
+}
+
+static void wires_interrupt(void *context)
+{
+    atomic_store(&((wires *)context)->is_interrupted, true);
 }
 
 static void wires_drop(void *context)
@@ -266,6 +274,7 @@ static fc_status create(member *m, const world *w, int rank)
                                         .receive = wires_receive,
                                         .await_sent = wires_await_sent,
                                         .await_received = wires_await_received,
+                                        .interrupt = wires_interrupt,
                                         .drop = wires_drop,
                                         .release = wires_release},
                               .group = {.all_to_all = own_all_to_all, .release = wires_release}};
@@ -539,6 +548,84 @@ static void test_killed(void)
     close_lines(w.n_ranks, -1);
 }
 
+/* Ends the first wait for another host that lasts. */
+static void *interrupt(void *arg)
+{
+    const member *m = arg;
+    fc_rails_wait wait = {0};
+
+    while (!fc_rails_waits(&m->ops, &wait) || fc_now_ns() - wait.since_ns < FC_NS_PER_S / 5) {
+        (void)usleep(1000);
+    }
+    CHECK_EQ(wait.rank, m->rank + 2);
+    fc_rails_interrupt(&m->ops, "nothing is heard of host bee");
+    fc_rails_interrupt(&m->ops, "the first one counts");
+    return NULL;
+}
+
+/* A host that is silent, whose lines do not end. */
+static void body_silent(int rank, int n_ranks, void *arg)
+{
+    member m;
+    pthread_t thread;
+    char data[4 * 100];
+    fc_rails_wait wait;
+
+    close_lines(n_ranks, rank);
+    CHECK_OK(create(&m, arg, rank));
+    check_all_gather(&m, 100, 1, false);
+    CHECK(!fc_rails_waits(&m.ops, &wait));
+    if (rank < 2) {
+        CHECK_OR_EXIT(pthread_create(&thread, NULL, interrupt, &m) == 0);
+        CHECK_EQ(m.ops.all_gather(m.ops.context, data, "x", 1), FC_ERR_PEER);
+        CHECK_HAS(fc_last_message(), "waited in vain for rank 1");
+        CHECK_HAS(fc_last_message(), "(host bee): nothing is heard of host bee");
+        CHECK_EQ(m.ops.all_gather(m.ops.context, data, "x", 1), FC_ERR_BROKEN);
+        CHECK_EQ(pthread_join(thread, NULL), 0);
+        CHECK(!fc_rails_waits(&m.ops, &wait));
+    } else { /* rank 3 would wait for rank 1, which has nothing more to say than what failed */
+        (void)usleep(600 * 1000);
+    }
+    destroy(&m);
+}
+
+static void test_silent(void)
+{
+    world w = worlds[1];
+
+    make_lines(w.n_ranks);
+    ranks_check(w.n_ranks, body_silent, &w);
+    close_lines(w.n_ranks, -1);
+}
+
+/* Also where nobody waits at that moment, and of operations that are no rails. */
+static void body_interrupted_early(int rank, int n_ranks, void *arg)
+{
+    member m;
+    char data[2];
+    fc_rails_wait wait;
+    const fc_message_ops none = {.kind = "other"};
+
+    close_lines(n_ranks, rank);
+    CHECK_OK(create(&m, arg, rank));
+    fc_rails_interrupt(&none, "?");
+    CHECK(!fc_rails_waits(&none, &wait));
+    CHECK(!fc_rails_waits(NULL, &wait));
+    fc_rails_interrupt(&m.ops, "enough");
+    CHECK_EQ(m.ops.all_gather(m.ops.context, data, "x", 1), FC_ERR_PEER);
+    CHECK_HAS(fc_last_message(), "enough");
+    destroy(&m);
+}
+
+static void test_interrupted_early(void)
+{
+    world w = worlds[0];
+
+    make_lines(w.n_ranks);
+    ranks_check(w.n_ranks, body_interrupted_early, &w);
+    close_lines(w.n_ranks, -1);
+}
+
 static int differ_case;
 
 /* Ranks of two hosts that call different collectives, or of different sizes. */
@@ -601,5 +688,7 @@ int main(void)
     test_bytes();
     test_ranks_that_differ();
     test_killed();
+    test_silent();
+    test_interrupted_early();
     return check_result();
 }

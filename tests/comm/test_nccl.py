@@ -148,6 +148,9 @@ def test_without_a_library_each_place_is_told(monkeypatch: pytest.MonkeyPatch):
 
 def test_room_for_two_communicators(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    assert _nccl._needs_one(23007, CPU)
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     assert not _nccl._needs_one(23007, CPU)
     assert _nccl._needs_one(22505, CPU)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -163,13 +166,13 @@ def test_gpu_check_says_what_it_leaves_out(tmp_path: Path):
 # --- groups ---------------------------------------------------------------------------------------
 
 
-def open_group(path: str):
+def open_group(path: str, **uses: bool):
     """A group of all ranks over the library, and what waits for a stream's work."""
     os.environ["FSDP_C_NCCL"] = path
     _nccl._library = None
     try:
         process_group = dist.new_group(list(range(dist.get_world_size())))
-        group = _nccl.group_for(process_group, CPU)
+        group = _nccl.group_for(process_group, CPU, **uses)
         assert _nccl.group_for(process_group, CPU) is group
     finally:
         del os.environ["FSDP_C_NCCL"]
@@ -228,6 +231,21 @@ def check_ways(rank: int, n_ranks: int, path: str):
     group.close()
 
 
+def check_communicators(rank: int, n_ranks: int, path: str):
+    """Two only where both kinds of collectives are made, and NCCL keeps them in order."""
+    for order, uses, n_communicators in (
+        ("1", {}, "a communicator each"),
+        ("1", {"gathers": False}, "one communicator"),
+        ("1", {"reduces": False}, "one communicator"),
+        ("0", {}, "one communicator"),
+    ):
+        os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = order
+        group, _ = open_group(path, **uses)
+        assert n_communicators in group.text, (order, uses, group.text)
+        group.close()
+    os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
+
+
 def check_abort(rank: int, n_ranks: int, path: str):
     group, wait = open_group(path)
     buffer = torch.zeros(n_ranks)
@@ -247,7 +265,8 @@ def check_choice(rank: int, n_ranks: int, path: str):
 
 
 def check_all(rank: int, n_ranks: int, path: str):
-    for body in (check_collectives, check_ways, check_abort, check_choice):
+    os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
+    for body in (check_collectives, check_ways, check_communicators, check_abort, check_choice):
         body(rank, n_ranks, path)
     _nccl._library = None
 

@@ -237,14 +237,14 @@ def test_gradients_are_given_back_when_nobody_has_them(
     ("asked", "n_ranks", "is_nvidia", "expected"),
     [
         ("", 1, True, True),
-        ("", 2, True, False),
+        ("", 2, True, True),
         ("", 1, False, False),
         ("cuda", 2, True, True),
         ("none", 1, True, False),
         ("cpu", 1, True, False),
     ],
 )
-def test_one_rank_goes_by_it_unasked(
+def test_nvidia_gpus_go_by_it_unasked(
     asked: str, n_ranks: int, is_nvidia: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FSDP_C_DEVICES", asked)

@@ -294,6 +294,7 @@ def test_ranks_go_on_after_a_death(path: str, tmp_path: Any) -> None:
 
 
 def end_in_order(rank: int, n_ranks: int, path: str) -> None:
+    os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"  # then there are two
     with chosen(path) as control:
         model = sharded(own_mesh(n_ranks))
         train(model, rank)

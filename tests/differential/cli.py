@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import harness
 
-from differential import apart, execute, shrink
+from differential import apart, execute, shrink, where
 from differential.execute import Failure
 from differential.program import WORLDS
 from differential.ways import TRANSPORTS
@@ -48,7 +48,7 @@ def run(
 def run_some(seeds: list[int], world: int, fault: str, result: Result, kind: str) -> int:
     """Run seeds up to the first whose ranks raised; gives how many."""
     try:
-        reports = harness.run_ranks(
+        reports = where.run_ranks(
             execute.run_seeds, world, seeds, fault, kind, timeout=20 + SEED_TIMEOUT_S * len(seeds)
         )
     except harness.RankFailure as error:
@@ -88,6 +88,10 @@ def parse_seeds(text: str) -> range:
     return range(int(first), int(last) if last else int(first) + 1)
 
 
+def parse_hosts(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
 def run_apart(seeds: range, world: int) -> int:
     wrong: list[str] = []
     for transport in TRANSPORTS:
@@ -108,11 +112,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--fault", default="", help="a mistake to plant; see faults.py")
     parser.add_argument("--device", action="store_true", help="the devices' schedule, on the CPU")
     parser.add_argument("--apart", action="store_true", help="ranks that differ; see apart.py")
+    parser.add_argument("--hosts", type=parse_hosts, help="ranks of each: 2,2; see tests/hosts")
     parser.add_argument("--features", action="store_true", help="rare features; see features.py")
     parser.add_argument("--show", type=int, default=1, help="how many failures to make small")
     options = parser.parse_args(arguments)
     if options.device:
         os.environ["FSDP_C_DEVICES"] = "cpu"  # the ranks have it from here
+    if options.hosts:
+        where.choose(options.hosts)
+        options.ranks = sum(options.hosts)
     if options.apart:
         return run_apart(options.seeds, options.ranks or 2)
     start = time.monotonic()

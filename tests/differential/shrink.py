@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import harness
 
-from differential import execute
+from differential import execute, where
 from differential.execute import Failure
 from differential.program import Program
 
@@ -16,7 +16,7 @@ CASE_TIMEOUT_S = 20
 def fails(program: Program, fault: str = "") -> Failure | None:
     """Run one program; ranks that hang or die are a failure too."""
     try:
-        reports = harness.run_ranks(
+        reports = where.run_ranks(
             execute.run_programs, program.world, [program], fault, timeout=CASE_TIMEOUT_S
         )
     except harness.RankFailure as error:

@@ -125,3 +125,18 @@ def test_killed_rank(hosts: tuple[int, ...], victim: int) -> None:
     assert all(texts), outcomes
     of_rail = [text for text in texts if f"for rank {victim} (host host" in text]
     assert of_rail, texts
+
+
+def programs(rank: int, n_ranks: int, seeds: list[int], kind: str) -> list[str]:
+    from differential import execute
+
+    report = execute.run_seeds(rank, n_ranks, seeds, "", kind)
+    return [f"seed {f.seed}: {f.kind} at {f.line}\n{f.text}" for f in report.failures]
+
+
+@pytest.mark.parametrize("kind", ["", "features"])
+@pytest.mark.parametrize("hosts", [(1, 1), (2, 2)])
+def test_random_programs_equal_torch(hosts: tuple[int, ...], kind: str) -> None:
+    """As `python -m tests.differential --hosts 2,2` runs any of them."""
+    for found in run_hosts(programs, hosts, list(range(600, 606)), kind, timeout=100):
+        assert not found, "\n".join(found)

@@ -1,4 +1,4 @@
-"""Environment variables: read when asked, checked, and all in README's table."""
+"""Environment variables: read when asked, checked, and all in the table of docs/settings.md."""
 
 import re
 from pathlib import Path
@@ -14,11 +14,12 @@ BY_NAME = {variable.name: variable for variable in _env.VARIABLES}
 
 def shown(default: object) -> str:
     text = ",".join(default) if isinstance(default, tuple) else default
+    text = "" if text is None else text
     return str(int(text) if isinstance(text, bool) else text) or "empty"
 
 
-def test_readme_lists_every_variable():
-    section = (ROOT / "README.md").read_text().split("## Environment variables", 1)[1]
+def test_docs_list_every_variable():
+    section = (ROOT / "docs/settings.md").read_text().split("## Environment variables", 1)[1]
     rows = ROW.findall(section.split("\n## ", 1)[0])
     expected = [(v.name, v.accepted, shown(v.default), v.meaning) for v in _env.VARIABLES]
     assert rows == expected

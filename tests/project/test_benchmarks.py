@@ -36,6 +36,8 @@ TINY = {
     "owner": ["--layers", "1", "--width", "32", "--rounds", "2"],
     "waits": ["--layers", "1", "--width", "32", "--heads", "2", "--vocabulary", "50"]
     + ["--tokens", "8", "--ranks", "2", "--precisions", "fp32", "--steps", "2"],
+    "verify": ["--layers", "1", "--width", "32", "--heads", "2", "--vocabulary", "50"]
+    + ["--tokens", "8", "--rounds", "2"],
 }
 # What a rank's part of the work is called in the rows, and how many rows the tiny sizes give.
 N_ROWS = {
@@ -49,6 +51,7 @@ N_ROWS = {
     "memory": 2,
     "owner": 4,
     "waits": 3,
+    "verify": 2,
 }
 BY_TORCHRUN = "collectives"
 DIFFERENCES = ("host_overhead", "features", "snapshots")
@@ -172,14 +175,16 @@ def check_results(name: str, script: str, folder: Path, stdout: str) -> None:
         assert table_lines(path.read_text()) == table_lines(stdout) != []
     assert len(record["rows"]) == N_ROWS[name]
     header = table_lines(stdout)[0]
-    others = {"collectives": "gloo", "owner": "full_tensor", "waits": "waited"}
+    others = {"collectives": "gloo", "owner": "full_tensor", "waits": "waited", "verify": "checked"}
     others["snapshots"] = "torch: save"
     assert others.get(name, "torch") in header
-    assert "fsdp_c" in header or name in ("owner", "snapshots", "waits")
+    assert "fsdp_c" in header or name in ("owner", "snapshots", "waits", "verify")
     for row in record["rows"]:
         if name == "memory":
             assert row["above_empty_mib"] > 0 and row["steps"] == 3
             assert all(one["samples"] >= 1 for one in row["by_rank"])
+        elif name == "verify":
+            assert row["samples"] == 4 and all(us > 0 for us in row["step_us"].values())
         elif name == "waits":
             assert row["step_us"] > 0 and row["due_us"] >= 0
         else:

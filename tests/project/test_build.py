@@ -139,4 +139,6 @@ def test_source_archive_can_be_built_and_tested(tmp_path: Path):
         "fsdp_c/py.typed",
     }
     files |= {"tests/gpu/helper.c", "benchmarks/bench_cuda_kernels.py"}
+    pages = ("docs/**/*.*", ".github/**/*.*", "benchmarks/results/*.json", ".ci/run", "*.md")
+    files |= {str(path.relative_to(ROOT)) for glob in pages for path in ROOT.glob(glob)}
     assert files <= names

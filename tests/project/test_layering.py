@@ -22,7 +22,7 @@ PUBLIC = {
     "snapshot": ["copier.h", "ranks.h", "snapshot.h"],
     "device": ["device.h", "caller.h", "host/host.h", "host/moves.h", "host/operators.h"],
     "transport": ["collectives.h", "nccl.h", "transport.h"],
-    "comm": ["comm.h", "rails.h"],
+    "comm": ["beats.h", "comm.h", "rails.h"],
     "engine": [
         "batch.h",
         "domain.h",

@@ -11,6 +11,7 @@
 
 #include <deque>
 #include <exception>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -37,6 +38,10 @@ struct GroupRails {
     c10::weak_intrusive_ptr<c10d::Backend> backend; /* ends with its process group */
     Ref local;                                      /* the transport that the rails borrow */
     std::vector<Lines> lines;                       /* by rank */
+    /* Of the thread that waits and one that ends its wait. */
+    std::mutex mutex;
+    c10::intrusive_ptr<c10d::Work> awaited;
+    bool is_interrupted = false;
 };
 
 GroupRails &rails_in(void *context)
@@ -90,22 +95,47 @@ fc_status rail_receive(void *context, int rank, uint32_t key, void *data, size_t
     });
 }
 
-fc_status await_first(std::deque<Message> &messages)
+void set_awaited(GroupRails &rails, c10::intrusive_ptr<c10d::Work> work)
+{
+    const std::lock_guard<std::mutex> guard(rails.mutex);
+    rails.awaited = std::move(work);
+    TORCH_CHECK(!rails.is_interrupted, "the wait was interrupted");
+}
+
+fc_status await_first(GroupRails &rails, std::deque<Message> &messages)
 {
     return without_gil([&] {
+        set_awaited(rails, messages.front().work);
         messages.front().work->wait(); /* up to the group's own deadline */
+        set_awaited(rails, {});
         messages.pop_front();
     });
 }
 
 fc_status rail_await_sent(void *context, int rank)
 {
-    return await_first(rails_in(context).lines[(size_t)rank].sent);
+    GroupRails &rails = rails_in(context);
+
+    return await_first(rails, rails.lines[(size_t)rank].sent);
 }
 
 fc_status rail_await_received(void *context, int rank)
 {
-    return await_first(rails_in(context).lines[(size_t)rank].received);
+    GroupRails &rails = rails_in(context);
+
+    return await_first(rails, rails.lines[(size_t)rank].received);
+}
+
+/* A backend whose works cannot be ended waits up to its deadline. */
+void rail_interrupt(void *context)
+{
+    GroupRails &rails = rails_in(context);
+    const std::lock_guard<std::mutex> guard(rails.mutex);
+
+    rails.is_interrupted = true;
+    if (rails.awaited) {
+        (void)without_gil([&] { rails.awaited->abort(); });
+    }
 }
 
 void rail_drop(void *context)
@@ -138,7 +168,7 @@ fc_message_ops rails_over(const Ref &rails, const fc_transport_config &config,
     const auto process_group = c10d::resolve_process_group(fields.text("group"));
     fields.end();
     fc_transport *over = local.get() == Py_None ? nullptr : transport_from_object(local.get());
-    auto own = std::make_unique<GroupRails>(GroupRails{
+    std::unique_ptr<GroupRails> own(new GroupRails{
         c10::weak_intrusive_ptr<c10d::Backend>(process_group->getBackend(c10::DeviceType::CPU)),
         local, std::vector<Lines>((size_t)config.n_ranks)});
     const fc_rails_config of = {.rank = config.rank,
@@ -152,6 +182,7 @@ fc_message_ops rails_over(const Ref &rails, const fc_transport_config &config,
                                           .receive = rail_receive,
                                           .await_sent = rail_await_sent,
                                           .await_received = rail_await_received,
+                                          .interrupt = rail_interrupt,
                                           .drop = rail_drop,
                                           .release = rail_release},
                                 .group = *owner};

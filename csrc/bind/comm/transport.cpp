@@ -1,8 +1,10 @@
 /* The type `_C.Transport`. */
 #include "bind/comm/transport.h"
 
+#include "base/clock.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
+#include "comm/rails.h"
 
 namespace fc {
 
@@ -48,6 +50,22 @@ void transport_abort(Transport &self, PyObject *why)
     (void)fc_transport_abort(self.core.get(), FC_ERR_BROKEN, text_from(why));
 }
 
+Ref transport_awaited(Transport &self)
+{
+    fc_rails_wait wait;
+
+    if (!fc_rails_waits(fc_transport_messages(self.core.get()), &wait)) {
+        return Ref::borrow(Py_None);
+    }
+    const double seconds = (double)(fc_now_ns() - wait.since_ns) / (double)FC_NS_PER_S;
+    return checked(Py_BuildValue("(id)", wait.rank, seconds));
+}
+
+void transport_interrupt(Transport &self, PyObject *why)
+{
+    fc_rails_interrupt(fc_transport_messages(self.core.get()), text_from(why));
+}
+
 PyObject *transport_repr(PyObject *self)
 {
     const fc_transport *t = owned<Transport>(self).core.get();
@@ -62,6 +80,11 @@ PyMethodDef transport_methods[] = {
         "check", "Raise if this transport cannot be used any more."),
     method<transport_abort>(
         "abort", "Break the transport on every rank: waits of peers end with this text."),
+    method<transport_awaited>("awaited",
+                              "awaited() -> (rank of the group on another host, seconds) that this "
+                              "rank waits for over rails, or None. From any thread."),
+    method<transport_interrupt>("interrupt", "End this host's waits over rails, with this text as "
+                                             "the cause. From any thread."),
     {},
 };
 

@@ -1,0 +1,269 @@
+/* The thread and what it shares with others, which lives as long as one of them. */
+#define _GNU_SOURCE /* names of threads */
+
+#include "comm/beats.h"
+
+#include "base/alloc.h"
+#include "base/clock.h"
+
+#include <inttypes.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+
+#define PERIOD_NS FC_NS_PER_S
+#define STOP_NS (2 * FC_NS_PER_S)
+
+typedef struct entry {
+    int rank;
+    fc_beat beat;
+} entry;
+
+struct fc_beats {
+    fc_beats_ops ops;
+    int rank;
+    int64_t period_ns;
+    _Atomic int n_users; /* the thread, and who has started it */
+
+    pthread_mutex_t lock; /* of what follows */
+    pthread_cond_t changed;
+    bool is_stopped, has_ended;
+    char said[FC_BEATS_WORDS];
+    entry *wanted;
+    size_t n_wanted;
+    int64_t answered_ns;
+};
+
+static void lock(fc_beats *b)
+{
+    (void)pthread_mutex_lock(&b->lock);
+}
+
+static void unlock(fc_beats *b)
+{
+    (void)pthread_mutex_unlock(&b->lock);
+}
+
+static void let_go(fc_beats *b)
+{
+    if (atomic_fetch_sub(&b->n_users, 1) == 1) {
+        b->ops.release(b->ops.context);
+        (void)pthread_mutex_destroy(&b->lock);
+        (void)pthread_cond_destroy(&b->changed);
+        fc_free(b->wanted);
+        fc_free(b);
+    }
+}
+
+static entry *find(fc_beats *b, int rank)
+{
+    for (size_t i = 0; i < b->n_wanted; i++) {
+        if (b->wanted[i].rank == rank) {
+            return &b->wanted[i];
+        }
+    }
+    return NULL;
+}
+
+/* ---- the thread ---- */
+
+static void note(fc_beats *b, int rank, const char *words)
+{
+    entry *of;
+
+    lock(b);
+    of = find(b, rank);
+    if (of != NULL && words[0] != '\0' && strcmp(words, of->beat.words) != 0) {
+        (void)snprintf(of->beat.words, sizeof(of->beat.words), "%s", words);
+        of->beat.at_ns = fc_now_ns();
+    }
+    unlock(b);
+}
+
+/* False: there are no more. */
+static bool wanted_at(fc_beats *b, size_t i, int *rank)
+{
+    bool is_there;
+
+    lock(b);
+    is_there = i < b->n_wanted;
+    *rank = is_there ? b->wanted[i].rank : 0;
+    unlock(b);
+    return is_there;
+}
+
+static fc_status beat(fc_beats *b, uint64_t number)
+{
+    char words[FC_BEATS_WORDS];
+    int rank;
+
+    lock(b);
+    (void)snprintf(words, sizeof(words), "%" PRIu64 " %.200s", number, b->said);
+    unlock(b);
+    FC_TRY(b->ops.set(b->ops.context, b->rank, words));
+    for (size_t i = 0; wanted_at(b, i, &rank); i++) {
+        words[0] = '\0';
+        FC_TRY(b->ops.get(b->ops.context, rank, words));
+        note(b, rank, words);
+    }
+    return FC_OK;
+}
+
+static void sleep_for_a_period(fc_beats *b)
+{
+    struct timespec until;
+    const int64_t late_ns = b->period_ns;
+
+    (void)clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_sec += late_ns / FC_NS_PER_S + (until.tv_nsec + late_ns % FC_NS_PER_S) / FC_NS_PER_S;
+    until.tv_nsec = (until.tv_nsec + late_ns % FC_NS_PER_S) % FC_NS_PER_S;
+    while (!b->is_stopped && pthread_cond_timedwait(&b->changed, &b->lock, &until) == 0) {
+    }
+}
+
+static void *run(void *arg)
+{
+    fc_beats *b = arg;
+    uint64_t number = 0;
+    bool goes_on = true;
+
+    while (goes_on) {
+        const fc_status st = beat(b, ++number);
+
+        lock(b);
+        if (st == FC_OK) {
+            b->answered_ns = fc_now_ns();
+        }
+        sleep_for_a_period(b);
+        goes_on = !b->is_stopped;
+        b->has_ended = !goes_on;
+        (void)pthread_cond_broadcast(&b->changed);
+        unlock(b);
+    }
+    let_go(b);
+    return NULL;
+}
+
+/* Signals are for the program's own threads. */
+static int start_thread(fc_beats *b)
+{
+    pthread_attr_t attributes;
+    pthread_t thread;
+    sigset_t all, before;
+    int error = pthread_attr_init(&attributes);
+
+    if (error != 0) {
+        return error;
+    }
+    (void)pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    (void)sigfillset(&all);
+    (void)pthread_sigmask(SIG_SETMASK, &all, &before);
+    error = pthread_create(&thread, &attributes, run, b);
+    (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
+    (void)pthread_attr_destroy(&attributes);
+    return error;
+}
+
+fc_status fc_beats_start(const fc_beats_ops *ops, int rank, int64_t period_ns, fc_beats **out)
+{
+    fc_beats *b = fc_alloc(1, sizeof(*b));
+    pthread_condattr_t attributes;
+
+    if (b == NULL) {
+        ops->release(ops->context);
+        return fc_fail(FC_ERR_NOMEM, "signs of life of rank %d", rank);
+    }
+    b->ops = *ops;
+    b->rank = rank;
+    b->period_ns = period_ns > 0 ? period_ns : PERIOD_NS;
+    b->answered_ns = fc_now_ns();
+    atomic_init(&b->n_users, 2);
+    (void)pthread_mutex_init(&b->lock, NULL);
+    (void)pthread_condattr_init(&attributes);
+    (void)pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    (void)pthread_cond_init(&b->changed, &attributes);
+    (void)pthread_condattr_destroy(&attributes);
+    if (start_thread(b) != 0) {
+        atomic_store(&b->n_users, 1);
+        let_go(b);
+        return fc_fail(FC_ERR_NOMEM, "no thread for the signs of life of rank %d", rank);
+    }
+    *out = b;
+    return FC_OK;
+}
+
+/* ---- others ---- */
+
+void fc_beats_stop(fc_beats *b)
+{
+    struct timespec until;
+
+    (void)clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_sec += STOP_NS / FC_NS_PER_S;
+    lock(b);
+    b->is_stopped = true;
+    (void)pthread_cond_broadcast(&b->changed);
+    while (!b->has_ended && pthread_cond_timedwait(&b->changed, &b->lock, &until) == 0) {
+    }
+    unlock(b);
+    let_go(b);
+}
+
+void fc_beats_say(fc_beats *b, const char *words)
+{
+    lock(b);
+    (void)snprintf(b->said, sizeof(b->said), "%s", words);
+    unlock(b);
+}
+
+fc_status fc_beats_want(fc_beats *b, const int *ranks, size_t n)
+{
+    entry *wanted = fc_alloc(n > 0 ? n : 1, sizeof(*wanted)), *before;
+
+    if (wanted == NULL) {
+        return fc_fail(FC_ERR_NOMEM, "signs of life of %zu ranks", n);
+    }
+    lock(b);
+    for (size_t i = 0; i < n; i++) {
+        const entry *known = find(b, ranks[i]);
+
+        wanted[i].rank = ranks[i];
+        if (known != NULL) {
+            wanted[i] = *known;
+        }
+    }
+    before = b->wanted;
+    b->wanted = wanted;
+    b->n_wanted = n;
+    unlock(b);
+    fc_free(before);
+    return FC_OK;
+}
+
+fc_beat fc_beats_heard(fc_beats *b, int rank)
+{
+    const entry *of;
+    fc_beat found = {.at_ns = 0};
+
+    lock(b);
+    of = find(b, rank);
+    if (of != NULL) {
+        found = of->beat;
+    }
+    unlock(b);
+    return found;
+}
+
+int64_t fc_beats_answered_ns(fc_beats *b)
+{
+    int64_t at_ns;
+
+    lock(b);
+    at_ns = b->answered_ns;
+    unlock(b);
+    return at_ns;
+}

@@ -1,0 +1,141 @@
+"""Hosts that fall silent: who waits for one says so, and gives up in the end.
+
+A connection to a host that has lost its power or its network does not break: the process group
+would wait for its timeout. Each rank leaves a sign of life in the group's store every second. A
+rank that waits for another host looks for the signs of its ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from fsdp_c import _env
+from fsdp_c._comm import _hosts, _peer_location, _process_group
+from fsdp_c._comm._rendezvous import notice_at
+from fsdp_c._native import _C
+
+_LOOK_S = 1.0
+_ASK_S = 1.0  # most waits are over by then, and ask nothing
+_SILENT_S = 3.0  # of signs that come every second
+
+
+@dataclass
+class _Watched:
+    """The rails of a group, and what this rank waits for there."""
+
+    transport: _C.Transport
+    hosts: list[int]  # of each rank of the group
+    names: list[str]  # of the hosts
+    ranks: list[int]  # as the world numbers them
+    began: float = 0.0  # the wait
+    n_notices: int = 0
+
+    def peers_of(self, rank: int) -> list[int]:
+        """All of the group that live on a rank's host, as the world numbers them."""
+        pairs = zip(self.ranks, self.hosts, strict=True)
+        return [r for r, host in pairs if host == self.hosts[rank]]
+
+
+class Watch:
+    """Looks at what this rank waits for, in a thread of its own."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._rank = dist.get_rank()
+        self._beats = _C.Beats(group=str(group.group_name), rank=self._rank)
+        self._watched: weakref.WeakKeyDictionary[dist.ProcessGroup, _Watched] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._looked = self._awake_since = time.monotonic()
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fsdp_c hosts", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        self._ends.set()
+        self._thread.join()
+        del self._beats
+
+    def add(self, group: dist.ProcessGroup, watched: _Watched) -> None:
+        self._watched[group] = watched
+
+    def _run(self) -> None:
+        while not self._ends.wait(_LOOK_S):
+            now = time.monotonic()
+            if now - self._looked > 2 * _LOOK_S + 1:  # it was this process that stood still
+                self._awake_since = now
+            self._looked = now
+            self._beats.say(_peer_location.tell().text)
+            wanted = {rank for each in list(self._watched.values()) for rank in self._look(each)}
+            self._beats.want(ranks=sorted(wanted))
+
+    def _look(self, watched: _Watched) -> list[int]:
+        """Whose signs are needed next."""
+        awaited = watched.transport.awaited()
+        if awaited is None or awaited[1] < _ASK_S:
+            return []
+        peer, waited_s = awaited
+        began = time.monotonic() - waited_s
+        if abs(began - watched.began) > 0.1:  # another one
+            watched.began, watched.n_notices = began, 0
+        self._judge(watched, peer, waited_s)
+        return watched.peers_of(peer)
+
+    def _judge(self, watched: _Watched, peer: int, waited_s: float) -> None:
+        silent_s, why = self._silence(watched, peer, waited_s - _ASK_S)
+        if waited_s >= notice_at(watched.n_notices):
+            watched.n_notices += 1
+            line = (
+                f"[fsdp_c] rank {self._rank} has waited {waited_s:.0f} s for rank"
+                f" {watched.ranks[peer]} (host {watched.names[watched.hosts[peer]]}); {why}"
+            )
+            print(line, file=sys.stderr, flush=True)
+        if silent_s >= _env.HOST_TIMEOUT.get():
+            watched.transport.interrupt(why)
+
+    def _silence(self, watched: _Watched, peer: int, asked_s: float) -> tuple[float, str]:
+        """For how long the peer's host has been silent, and what to say of the peer."""
+        asked_s = min(asked_s, time.monotonic() - self._awake_since)
+        store_s = min(self._beats.answered(), asked_s)
+        if store_s >= _SILENT_S:
+            return store_s, (
+                f"nothing has been heard of it, nor of the store that ranks meet at, for"
+                f" {store_s:.0f} s: a host is down, stopped or has lost its network"
+            )
+        heard = {rank: self._beats.heard(rank) for rank in watched.peers_of(peer)}
+        silent = {rank: min(row[1] if row else asked_s, asked_s) for rank, row in heard.items()}
+        rank, host = watched.ranks[peer], watched.names[watched.hosts[peer]]
+        if silent[rank] < _SILENT_S:
+            words = heard[rank][0] if heard[rank] else ""
+            return 0.0, f"it is at {words}" if words else f"host {host} answers"
+        host_s = min(silent.values())
+        if host_s < _SILENT_S:
+            return 0.0, f"its process does not answer (is it stopped?); others of host {host} do"
+        return host_s, (
+            f"nothing has been heard of host {host} for {host_s:.0f} s: it is down, stopped or has"
+            " lost its network"
+        )
+
+
+_watch: Watch | None = None
+
+
+def watch(group: dist.ProcessGroup, transport: _C.Transport, rails: _hosts.Rails) -> None:
+    """From now on this rank's waits over the transport's rails are looked at."""
+    global _watch
+    if _watch is None:
+        world = dist.group.WORLD
+        assert world is not None
+        _watch = Watch(world)
+        _watch.start()
+    ranks = _process_group.global_ranks(group)
+    _watch.add(group, _Watched(transport, rails.hosts, rails.names, ranks))

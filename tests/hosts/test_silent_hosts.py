@@ -1,0 +1,119 @@
+"""Hosts that fall silent: their lines do not break, and nothing arrives."""
+
+import os
+import re
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import harness
+import models
+import pytest
+import torch.distributed as dist
+from harness import RankOutcome
+from hosts import Network, require_hosts, run_hosts
+
+HOST_TIMEOUT = {"FSDP_C_HOST_TIMEOUT": "6"}
+
+
+def train(rank: int, n_ranks: int, folder: str, n_steps: int) -> tuple[str, float]:
+    """What ended it, and how long that took after all were there."""
+    import fsdp_c
+
+    model: Any = models.Net()
+    models.shard_blocks(model, fsdp_c)
+    model(models.data(rank, 0)).square().mean().backward()
+    dist.barrier()
+    Path(folder, str(rank)).touch()
+    began = time.monotonic()
+    try:
+        for step in range(n_steps):
+            model(models.data(rank, step)).square().mean().backward()
+            time.sleep(0.01)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - began
+    return "", time.monotonic() - began
+
+
+@pytest.mark.parametrize("hosts", [(1, 1), (2, 2)])
+def test_a_host_that_loses_its_network(hosts: tuple[int, ...], tmp_path: Path) -> None:
+    """On both sides of the cable; the ranks of a host end together."""
+    require_hosts()
+    network = Network(harness.launcher_for({}))
+
+    def pull() -> None:
+        while len(list(tmp_path.iterdir())) < sum(hosts):
+            time.sleep(0.05)
+        time.sleep(0.5)
+        network.pull_cable(1)
+
+    puller = threading.Thread(target=pull, daemon=True)
+    puller.start()
+    try:
+        ended = run_hosts(
+            train, hosts, str(tmp_path), 100_000, network=network, env=HOST_TIMEOUT, timeout=50
+        )
+    finally:
+        network.close()
+    for rank, (text, seconds) in enumerate(ended):
+        other = "host0" if rank >= hosts[0] else "host1"
+        assert "nothing has been heard of" in text and f"(host {other})" in text, ended
+        assert seconds < 25, ended
+
+
+def train_stopped(rank: int, n_ranks: int, seconds: float) -> str:
+    import fsdp_c
+
+    model: Any = models.Net()
+    models.shard_blocks(model, fsdp_c)
+    model(models.data(rank, 0)).square().mean().backward()
+    dist.barrier()
+    if rank == n_ranks - 1:
+        words = f"kill -STOP {os.getpid()}; sleep {seconds}; kill -CONT {os.getpid()}"
+        subprocess.Popen(["sh", "-c", words])
+        time.sleep(0.2)
+    for step in range(3):
+        model(models.data(rank, step)).square().mean().backward()
+    return "through"
+
+
+def stopped(hosts: tuple[int, ...]) -> list[RankOutcome]:
+    return run_hosts(train_stopped, hosts, 7, timeout=50, fresh=True)
+
+
+def test_a_host_that_stops_for_a_while_is_named_and_waited_for() -> None:
+    outcomes = stopped((1, 1))
+    assert [outcome.value for outcome in outcomes] == ["through"] * 2, outcomes
+    line = r"rank 0 has waited \d s for rank 1 \(host host1\); nothing has been heard of host host1"
+    assert re.search(line, outcomes[0].output), outcomes
+
+
+def test_a_process_that_stops_beside_others() -> None:
+    outcomes = stopped((2, 2))
+    assert [outcome.value for outcome in outcomes] == ["through"] * 4, outcomes
+    line = "for rank 3 (host host1); its process does not answer (is it stopped?); others of host"
+    assert line in outcomes[1].output, outcomes
+
+
+def train_late(rank: int, n_ranks: int) -> str:
+    import fsdp_c
+
+    model: Any = models.Net()
+    models.shard_blocks(model, fsdp_c)
+    model(models.data(rank, 0)).square().mean().backward()
+    if rank == n_ranks - 1:
+        time.sleep(7)
+    model(models.data(rank, 0)).square().mean().backward()
+    return "through"
+
+
+def test_a_rank_that_does_something_else() -> None:
+    """It answers for longer than a silent host is waited for: where it is stands in the notice."""
+    outcomes = run_hosts(
+        train_late, (1, 1), timeout=50, fresh=True, env={"FSDP_C_HOST_TIMEOUT": "2"}
+    )
+    assert [outcome.value for outcome in outcomes] == ["through"] * 2, outcomes
+    assert "for rank 1 (host host1); it is at" in outcomes[0].output, outcomes
+    assert "in train_late" in outcomes[0].output, outcomes
