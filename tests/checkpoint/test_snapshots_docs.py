@@ -1,13 +1,10 @@
-"""docs/when_a_process_dies.md: its Python runs, its commands are those that there are."""
+"""docs/when_a_process_dies.md: its commands are those that there are."""
 
 import re
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn, optim
 
-import fsdp_c
 from fsdp_c._install import _launch
 from fsdp_c._snapshots import _files
 
@@ -16,26 +13,6 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "when_a_process_dies.md"
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-
-
-def test_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_files, "MEMORY", tmp_path)
-    model, average = nn.Linear(2, 2), nn.Linear(2, 2)
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    names = {
-        "fsdp_c": fsdp_c,
-        "model": model,
-        "average": average,
-        "optimizer": optimizer,
-        "scheduler": optim.lr_scheduler.StepLR(optimizer, 1),
-        "n_steps": 3,
-        "batch_of": lambda step: torch.ones(1, 2) * step,
-    }
-    found = blocks("python")
-    assert len(found) == 2
-    for block in found:
-        exec(block, dict(names))
-        assert list(tmp_path.iterdir()) == []
 
 
 def test_commands(

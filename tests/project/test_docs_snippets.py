@@ -2,7 +2,8 @@
 
 A snippet that sets up a process group is a whole script. The others find `model` with `blocks` of
 class `Block`, an input `x`, and `folder`; where a snippet does not shard the model itself, it is
-sharded, has been trained for a step and has an `optimizer`. docs/migration.md has tests of its own.
+sharded, has been trained for a step and has an `optimizer`, a `scheduler`, an `average`, `batch_of(step)`
+up to `n_steps`. docs/migration.md has tests of its own.
 """
 
 import os
@@ -57,6 +58,9 @@ def scope_for(code: str, rank: int, n_ranks: int, folder: str) -> dict[str, Any]
         model(names["x"]).sum().backward()
         optimizer.step()
         names["optimizer"] = optimizer
+        names["scheduler"] = torch.optim.lr_scheduler.LinearLR(optimizer)
+        names["average"] = fsdp_c.clone(model)
+        names |= {"n_steps": 2, "batch_of": lambda step: data(rank, step)}
     return names
 
 
