@@ -2,8 +2,8 @@
 
 A snippet that sets up a process group is a whole script. The others find `model` with `blocks` of
 class `Block`, an input `x`, and `folder`; where a snippet does not shard the model itself, it is
-sharded, has been trained for a step and has an `optimizer`, a `scheduler`, an `average`, `batch_of(step)`
-up to `n_steps`. docs/migration.md has tests of its own.
+sharded, has been trained for a step and has an `optimizer`, a `scheduler`, an `average`, and
+`batch_of(step)` up to `n_steps`. docs/migration.md has tests of its own.
 """
 
 import os
