@@ -78,8 +78,9 @@ static void note(fc_beats *b, int rank, const char *words)
     lock(b);
     of = find(b, rank);
     if (of != NULL && words[0] != '\0' && strcmp(words, of->beat.words) != 0) {
+        /* The first that is found may have been left long ago. */
+        of->beat.at_ns = of->beat.words[0] != '\0' ? fc_now_ns() : 0;
         (void)snprintf(of->beat.words, sizeof(of->beat.words), "%s", words);
-        of->beat.at_ns = fc_now_ns();
     }
     unlock(b);
 }

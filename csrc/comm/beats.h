@@ -42,7 +42,7 @@ FC_MUST_CHECK fc_status fc_beats_want(fc_beats *beats, const int *ranks, size_t 
 
 typedef struct fc_beat {
     char words[FC_BEATS_WORDS];
-    int64_t at_ns; /* when a new sign was found last; 0: none yet */
+    int64_t at_ns; /* when a sign was found last that was new; 0: none yet */
 } fc_beat;
 
 /* Of a rank that is wanted, or was until now. */

@@ -132,7 +132,6 @@ static void test_ranks_hear_each_other(void)
     (void)await_beat(a, 1, first.at_ns, "at train.py:7");
     CHECK_EQ(fc_beats_heard(a, 2).at_ns, 0); /* there is no such rank */
     fc_beats_stop(b);
-    first = fc_beats_heard(a, 1);
     await_sets(s, atomic_load(&s->n_sets) + 5);
     first = fc_beats_heard(a, 1);
     await_sets(s, atomic_load(&s->n_sets) + 5);
@@ -141,6 +140,10 @@ static void test_ranks_hear_each_other(void)
     CHECK_EQ(fc_beats_heard(a, 1).at_ns, first.at_ns); /* what was known stays */
     CHECK_EQ(fc_beats_want(a, last, 1), FC_OK);
     CHECK_EQ(fc_beats_heard(a, 1).at_ns, 0);
+    CHECK_EQ(fc_beats_want(a, both, 2), FC_OK);
+    await_sets(s, atomic_load(&s->n_sets) + 5);
+    CHECK_EQ(fc_beats_heard(a, 1).at_ns, 0); /* an old sign is none */
+    CHECK_HAS(fc_beats_heard(a, 1).words, "at train.py:7");
     fc_beats_stop(a);
     drop(s, 2);
 }
