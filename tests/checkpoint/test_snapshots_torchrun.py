@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_snapshots import N_STEPS, UPDATED, undisturbed
+from test_snapshots import N_STEPS, undisturbed
 
 from fsdp_c._snapshots import _files
 
@@ -43,12 +43,12 @@ def test_killed_again_and_again(tmp_path: Path, n_ranks: int, deaths: list[str])
     for rank, (losses, found) in enumerate(undisturbed(n_ranks, "sharded")):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == found
         rows = [json.loads(line) for line in (tmp_path / f"{rank}.jsonl").read_text().splitlines()]
-        for life, death in enumerate(deaths, 1):
-            victim, moment, step = death.split(":")
-            done_then = N_STEPS if moment == "end" else int(step) + (moment in UPDATED)
+        n_done = 0
+        for life in range(len(deaths) + 1):
             steps = [step for number, step, _ in rows if number == life]
-            # At most one step is made again; a death in the life after may come before any is.
-            assert not steps or done_then - 1 <= steps[0] <= done_then
+            # At most one step is made again. A life may end before any is: gloo fails at times.
+            assert not steps or n_done - 1 <= steps[0] <= n_done, rows
+            n_done = max([n_done, *(step + 1 for step in steps)])
         assert all(loss == losses[step] for _, step, loss in rows)
         assert {step for _, step, _ in rows} == set(range(N_STEPS))
     assert [
