@@ -51,6 +51,6 @@ def test_killed_again_and_again(tmp_path: Path, n_ranks: int, deaths: list[str])
             n_done = max([n_done, *(step + 1 for step in steps)])
         assert all(loss == losses[step] for _, step, loss in rows)
         assert {step for _, step, _ in rows} == set(range(N_STEPS))
-    assert [
-        file.path for file in _files.find() if file.owner and file.owner.run == str(SCRIPT)
-    ] == []
+    ours = [file for file in _files.find() if file.owner and file.owner.run == str(SCRIPT)]
+    # Another one of these tests may run beside this one.
+    assert [file.path for file in ours if file.owner and _files.is_over(file.owner)] == []
