@@ -22,6 +22,7 @@ from fsdp_c._compat import _versions
 from fsdp_c._fully_shard import _fqns
 
 _KEPT_MAX = 1 << 16  # elements of a gradient
+_LOOKS_MAX = 4  # at a parameter, where many backwards come before a reduction
 _STRIDE = 1 << 20  # elements whose fingerprint is taken at a time
 
 
@@ -95,7 +96,8 @@ class _Seen:
 
     def look(self) -> None:
         """But at what the user's forward has written to."""
-        if _version(self.param._unsharded_param) == self.version:
+        is_enough = len(self.gathered) >= _LOOKS_MAX
+        if not is_enough and _version(self.param._unsharded_param) == self.version:
             found = fingerprint(_local(self.param._unsharded_param))
             self.gathered.append((found, self.shard_version))
 
@@ -122,6 +124,7 @@ class _Seen:
 class _Check:
     def __init__(self, state: Any, groups: Sequence[Any], n_steps: int) -> None:
         self._state = state
+        self._groups = groups
         self._n_left = n_steps
         self._seen = [
             _Seen(group, p) for group in groups for p in group.fsdp_params if not p.is_extended
@@ -183,16 +186,19 @@ class _Check:
         self._is_queued = False
         # What has ended is a backward inside of another one, if the units are in theirs.
         self._is_missed = any(seen.group._core_in_phase for seen in self._seen)
-        if self._is_missed:
+        # Held gradients are compared with the backward that reduces them. Who has not reduced what
+        # others have is told so by the core, at its next forward.
+        if self._is_missed or not all(map(_is_reduced, self._groups)):
             return
+        # Ranks meet where a wait has a deadline and names who is missing.
+        _agreement.first_reason_of_units("self-check, before it", self._groups, "")
         self._n_left -= 1
         if self._n_left <= 0:
             self._end()
         with torch.no_grad():
             wrong = [what for seen in self._seen for what in compare(seen)]
-        groups = list({id(seen.group): seen.group for seen in self._seen}.values())
         mine = "; ".join(wrong[:3]) + (f"; {len(wrong) - 3} more" if len(wrong) > 3 else "")
-        found = _agreement.first_reason_of_units("self-check", groups, mine)
+        found = _agreement.first_reason_of_units("self-check", self._groups, mine)
         for seen in self._seen:
             seen.gathered = []
         if found:
@@ -244,15 +250,14 @@ def compare(seen: _Seen) -> list[str]:
     right = fingerprint(gathered_plainly(seen)), seen.shard_version
     if any(found != right and found[1] == right[1] for found in seen.gathered):
         wrong.append(f"{seen.name} was gathered with other bits than an all_gather has")
-    if is_due(seen) and (what := _compare_gradient(seen)):
+    if seen.param.sharded_param.requires_grad and (what := _compare_gradient(seen)):
         wrong.append(what)
     return wrong
 
 
-def is_due(seen: _Seen) -> bool:
-    """Whether this backward was to reduce the gradients."""
-    group = seen.group
-    return group.reduce_grads and group.all_reduce_grads and seen.param.sharded_param.requires_grad
+def _is_reduced(group: Any) -> bool:
+    """Whether backward adds up the unit's gradients over all ranks."""
+    return bool(group.reduce_grads and group.all_reduce_grads)
 
 
 def _places(param: Any, rank: int, n_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -81,10 +81,12 @@ def check_held(rank: int, n_ranks: int) -> None:
     model: Any = make()
     with counted() as names:
         model.set_requires_gradient_sync(False)
-        step(model, rank)
+        for number in range(3):
+            step(model, rank, number)
+        assert not names
         model.set_requires_gradient_sync(True)
-        step(model, rank, 1)
-    assert len(set(names)) == len(names) / 2
+        step(model, rank, 3)
+        assert len(names) == len(list(model.parameters()))
     assert "torch" not in road(model)
 
 
@@ -177,3 +179,20 @@ def test_several_gpus_are_checked_unasked(monkeypatch: pytest.MonkeyPatch) -> No
     assert _verify.steps_for([group("cpu", 2)]) == 0
     monkeypatch.setenv("FSDP_C_VERIFY", "3")
     assert _verify.steps_for([group("cpu", 1)]) == 3
+
+
+def differ_in_sync(rank: int, n_ranks: int) -> str:
+    model: Any = make()
+    model.set_requires_gradient_sync(rank == 0)
+    with pytest.raises(RuntimeError) as caught:
+        step(model, rank)
+        step(model, rank)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_differ_are_told_so_by_the_core(way: str) -> None:
+    """Not by a plain collective that only one of them calls."""
+    env = {"FSDP_C_VERIFY": "1", **WAYS[way]}
+    for text in run_ranks(differ_in_sync, 2, apart=True, env=env, timeout=30):
+        assert "rank 1" in text and "set_requires_gradient_sync" in text, text
