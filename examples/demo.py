@@ -93,6 +93,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def has_trained(launcher: Launcher, options: argparse.Namespace, what: str) -> bool:
+    """False if the run was interrupted."""
+    print(f"\n{what} on {options.ranks} ranks", flush=True)
+    code = launcher.run(options)
+    if code and not launcher.stopped:
+        sys.exit(f"training under {options.impl} failed with exit code {code}; its output is above")
+    return not launcher.stopped
+
+
 def kill_and_go_on(launcher: Launcher, options: argparse.Namespace) -> int:
     """A run whose last rank is killed, one that is left alone, and their losses."""
     died = {"impl": "fsdp_c", "resume": False, "sample_bytes": 0}
@@ -101,12 +110,8 @@ def kill_and_go_on(launcher: Launcher, options: argparse.Namespace) -> int:
     for name, more in lives.items():
         out = options.out / name
         mine = argparse.Namespace(**{**vars(options), **died, **more, "out": out})
-        print(f"\nTraining, {name}, on {options.ranks} ranks", flush=True)
-        code = launcher.run(mine)
-        if launcher.stopped:
+        if not has_trained(launcher, mine, f"Training, {name},"):
             return INTERRUPTED
-        if code:
-            sys.exit(f"training failed with exit code {code}; its output is above")
         runs[name] = read(log_path(out, "fsdp_c"))
     import report
 
@@ -124,12 +129,8 @@ def train_all(launcher: Launcher, options: argparse.Namespace) -> dict[str, Run]
         mine = argparse.Namespace(**{**vars(options), "impl": name})
         if runs:
             mine.sample_bytes = 0
-        print(f"\nTraining under {name} on {options.ranks} ranks", flush=True)
-        code = launcher.run(mine)
-        if launcher.stopped:
+        if not has_trained(launcher, mine, f"Training under {name}"):
             return None
-        if code:
-            sys.exit(f"training under {name} failed with exit code {code}; its output is above")
         runs[name] = read(log_path(options.out, name))
         if not runs[name].steps:
             sys.exit(f"{log_path(options.out, name)} has no steps: run again without --resume")
