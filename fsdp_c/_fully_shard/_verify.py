@@ -191,7 +191,7 @@ class _Check:
         if self._is_missed or not all(map(_is_reduced, self._groups)):
             return
         # Ranks meet where a wait has a deadline and names who is missing.
-        _agreement.first_reason_of_units("self-check, before it", self._groups, "")
+        _agreement.first_reason_of_units("self-check", self._groups, "")
         self._n_left -= 1
         if self._n_left <= 0:
             self._end()
