@@ -7,6 +7,7 @@ import sys
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,6 +34,9 @@ def choose_kernels(module: ModuleType, name: str) -> None:
         )
 
 
-_C = load()
+if TYPE_CHECKING:
+    from fsdp_c import _C
+else:
+    _C = load()
 choose_kernels(_C, _env.KERNELS.get())
 atexit.register(_C.close)

@@ -82,17 +82,14 @@ Ref beats_heard(Beats &self, PyObject *rank)
 }
 
 PyMethodDef beats_methods[] = {
-    method<[](Beats &self, PyObject *words) { fc_beats_say(self.core, text_from(words)); }>(
-        "say", "say(words): what stands beside this rank's next signs."),
+    method<[](Beats &self, PyObject *words) { fc_beats_say(self.core, text_from(words)); }>("say"),
     method<[](Beats &self, Fields &given) {
         const auto ranks = given.values<integer_from>("ranks");
         given.end();
         return fc_beats_want(self.core, ranks.data(), ranks.size());
-    }>("want", "want(*, ranks): whose signs are looked for from now on."),
-    method<beats_heard>("heard",
-                        "heard(rank) -> (words, seconds since its last new sign), or None."),
-    method<[](Beats &self) { return seconds_since(fc_beats_answered_ns(self.core)); }>(
-        "answered", "answered() -> seconds since the store answered last."),
+    }>("want"),
+    method<beats_heard>("heard"),
+    method<[](Beats &self) { return seconds_since(fc_beats_answered_ns(self.core)); }>("answered"),
     {},
 };
 
@@ -100,11 +97,7 @@ PyMethodDef beats_methods[] = {
 
 int register_beats(PyObject *module)
 {
-    return add_type<Beats>(
-        module, {.name = "fsdp_c._C.Beats",
-                 .doc = "Beats(*, group, rank)\n--\n\nLeaves a sign of life in the group's store "
-                        "each second, whatever the interpreter does, until it is dropped.",
-                 .methods = beats_methods});
+    return add_type<Beats>(module, {.name = "fsdp_c._C.Beats", .methods = beats_methods});
 }
 
 } // namespace fc

@@ -215,21 +215,18 @@ bool comm_all_agree(Comm &self, PyObject *argument)
 }
 
 PyMethodDef comm_methods[] = {
-    method<comm_collect>("collect", "collect(*, what, output, input, divisor, src), see "
-                                    "fc_comm_check_arrays in comm/comm.h; input None: in place."),
-    method<comm_all_to_all>("all_to_all", "all_to_all(*, output, input, counts)"),
-    method<comm_exchange>("exchange",
-                          "exchange(*, received, sent, counts, itemsize)\n\nall_to_all between "
-                          "lists of tensors of any strides, a list for each rank."),
-    method<comm_all_agree>("all_agree", "all_agree(bool): whether it is true on all ranks."),
+    method<comm_collect>("collect"),
+    method<comm_all_to_all>("all_to_all"),
+    method<comm_exchange>("exchange"),
+    method<comm_all_agree>("all_agree"),
     method<[](Comm &self) {
         return collective(self, {}, [&] { return fc_comm_barrier(self.core); });
-    }>("barrier", "barrier()"),
+    }>("barrier"),
     {},
 };
 
 PyGetSetDef comm_properties[] = {
-    property<&Comm::transport>("transport", "The Transport it uses."),
+    property<&Comm::transport>("transport"),
     {},
 };
 
@@ -238,11 +235,7 @@ PyGetSetDef comm_properties[] = {
 int register_comm(PyObject *module)
 {
     return add_type<Comm>(
-        module,
-        {.name = "fsdp_c._C.Comm",
-         .doc = "Comm(*, transport)\n--\n\nBlocking collectives on CPU tensors. Collective.",
-         .methods = comm_methods,
-         .properties = comm_properties});
+        module, {.name = "fsdp_c._C.Comm", .methods = comm_methods, .properties = comm_properties});
 }
 
 } // namespace fc

@@ -87,27 +87,22 @@ fc_status nccl_collect(Nccl &self, Fields &given)
 }
 
 PyMethodDef nccl_methods[] = {
-    method<[](Nccl &self) { return fc_nccl_watch(self.group); }>(
-        "watch", "Raise if something is wrong with NCCL or a rank."),
-    method<[](Nccl &self) { return fc_nccl_group_close(self.group); }>(
-        "close", "Wait until all work is done everywhere, and end. Collective."),
+    method<[](Nccl &self) { return fc_nccl_watch(self.group); }>("watch"),
+    method<[](Nccl &self) { return fc_nccl_group_close(self.group); }>("close"),
     method<[](Nccl &self, PyObject *seconds) {
         fc_nccl_group_leave(self.group, fc_transport_timeout_ns(real_from(seconds)));
         PyErr_Clear(); /* an interrupted wait was aborted */
-    }>("leave", "leave(seconds): ends locally; aborts what does not end within so long."),
+    }>("leave"),
     method<[](Nccl &self, PyObject *why) {
         (void)fc_nccl_abort(self.group, FC_ERR_BROKEN, text_from(why));
-    }>("abort", "End here, and on the ranks of this host, with this text."),
-    method<nccl_wait>("wait",
-                      "wait(*, is_ready, what): until is_ready() is true, watching the ranks."),
-    method<nccl_collect>("collect", "collect(*, what, outputs, inputs, stream, unit), see "
-                                    "fc_nccl_collect in transport/nccl.h."),
+    }>("abort"),
+    method<nccl_wait>("wait"),
+    method<nccl_collect>("collect"),
     {},
 };
 
 PyGetSetDef nccl_properties[] = {
-    property<[](Nccl &self) { return fc_nccl_group_describe(self.group); }>(
-        "text", "Ranks, version and communicators."),
+    property<[](Nccl &self) { return fc_nccl_group_describe(self.group); }>("text"),
     {},
 };
 
@@ -136,11 +131,7 @@ int register_nccl(PyObject *module)
 {
     return add_type<Nccl>(
         module,
-        {.name = "fsdp_c._C.NcclGroup",
-         .doc = "NcclGroup(*, name, rank, global_ranks, timeout_seconds, exchange, library, "
-                "is_one)\n--\n\nNCCL for the ranks of one process group. Collective.",
-         .methods = nccl_methods,
-         .properties = nccl_properties});
+        {.name = "fsdp_c._C.NcclGroup", .methods = nccl_methods, .properties = nccl_properties});
 }
 
 } // namespace fc

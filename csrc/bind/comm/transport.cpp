@@ -76,23 +76,16 @@ PyObject *transport_repr(PyObject *self)
 }
 
 PyMethodDef transport_methods[] = {
-    method<[](Transport &self) { return fc_transport_check(self.core.get()); }>(
-        "check", "Raise if this transport cannot be used any more."),
-    method<transport_abort>(
-        "abort", "Break the transport on every rank: waits of peers end with this text."),
-    method<transport_awaited>("awaited",
-                              "awaited() -> (rank of the group on another host, seconds) that this "
-                              "rank waits for over rails, or None. From any thread."),
-    method<transport_interrupt>("interrupt", "End this host's waits over rails, with this text as "
-                                             "the cause. From any thread."),
+    method<[](Transport &self) { return fc_transport_check(self.core.get()); }>("check"),
+    method<transport_abort>("abort"),
+    method<transport_awaited>("awaited"),
+    method<transport_interrupt>("interrupt"),
     {},
 };
 
 PyGetSetDef transport_properties[] = {
-    property<[](Transport &self) { return fc_transport_kind(self.core.get()); }>(
-        "kind", "'shm', 'rails' or 'callback'"),
-    property<[](Transport &self) { return fc_transport_rank(self.core.get()); }>(
-        "rank", "This rank in the group."),
+    property<[](Transport &self) { return fc_transport_kind(self.core.get()); }>("kind"),
+    property<[](Transport &self) { return fc_transport_rank(self.core.get()); }>("rank"),
     {},
 };
 
@@ -105,15 +98,10 @@ fc_transport *transport_from_object(PyObject *object)
 
 int register_transport(PyObject *module)
 {
-    return add_type<Transport>(
-        module,
-        {.name = "fsdp_c._C.Transport",
-         .doc = "Transport(*, name, rank, global_ranks, timeout_seconds, exchange, messages, "
-                "rails, kind)\n--\n\nMoves bytes between the ranks of one process group. "
-                "Collective.",
-         .methods = transport_methods,
-         .properties = transport_properties,
-         .repr = transport_repr});
+    return add_type<Transport>(module, {.name = "fsdp_c._C.Transport",
+                                        .methods = transport_methods,
+                                        .properties = transport_properties,
+                                        .repr = transport_repr});
 }
 
 } // namespace fc

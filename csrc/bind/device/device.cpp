@@ -117,11 +117,11 @@ DeviceUnit::DeviceUnit(Streams *streams, fc_unit *shard, fc_unit *replicate, PyO
       full_(layout_->n_params), types_(layout_->n_params)
 {
     const Collectives &all = streams->collectives();
-    Fields given(options);
-    fc_device_comm *shards = all.find(given.text("group"));
-    const char *replicas = given.text("replicate_group"), *post = given.text("post_group");
-    is_offloaded_ = given.flag("is_offloaded");
-    is_pinned_ = given.flag("is_pinned");
+    Fields fields(options);
+    fc_device_comm *shards = all.find(fields.text("group"));
+    const char *replicas = fields.text("replicate_group"), *post = fields.text("post_group");
+    is_offloaded_ = fields.flag("is_offloaded");
+    is_pinned_ = fields.flag("is_pinned");
     why_staged_ = fc_gathers_why_staged(layout_, fc_collectives_has_groups(shards));
     fc_schedule_unit_options plan = {};
     plan.name = fc_unit_name(shard);
@@ -132,11 +132,11 @@ DeviceUnit::DeviceUnit(Streams *streams, fc_unit *shard, fc_unit *replicate, PyO
     plan.replicas = has_replicas_ ? all.find(replicas) : nullptr;
     plan.is_direct = why_staged_ == nullptr;
     plan.is_offloaded = is_offloaded_;
-    plan.post_rank = given.integer("post_rank");
-    plan.n_post_ranks = given.integer("n_post_ranks");
+    plan.post_rank = fields.integer("post_rank");
+    plan.n_post_ranks = fields.integer("n_post_ranks");
     plan.post_gather = plan.n_post_ranks > 0 ? all.find(post) : nullptr;
     plan.pre_divisor = plan.divisor = 1; // given with the gradients
-    given.end();
+    fields.end();
     check(fc_schedule_add(streams->schedule(), &plan, Out(unit_)));
 }
 
@@ -192,23 +192,13 @@ void DeviceUnit::post(const std::vector<at::Tensor> &grads, uint64_t present, do
 // ---- the Python type ----
 
 static PyMethodDef streams_methods[] = {
-    function<tells_streams>(
-        "tells_handles",
-        "tells_handles(): whether streams of CUDA can be handed to kernels and to NCCL.",
-        METH_STATIC),
-    method<[](Streams &self, Fields &given) { self.collectives().connect(given); }>(
-        "connect",
-        "connect(*, group, nccl, messages, rank, n_ranks): who does the collectives of that name: "
-        "an object that makes them in sight, a NcclGroup or, with None for both, the process group "
-        "that is registered under it."),
+    function<tells_streams>("tells_handles", METH_STATIC),
+    method<[](Streams &self, Fields &given) { self.collectives().connect(given); }>("connect"),
     {}};
 
 int register_streams(PyObject *module)
 {
-    return add_type<Streams>(
-        module, {.name = "fsdp_c._C.Streams",
-                 .doc = "Streams(*, device, by_torch, kernels): the schedule of units on a device.",
-                 .methods = streams_methods});
+    return add_type<Streams>(module, {.name = "fsdp_c._C.Streams", .methods = streams_methods});
 }
 
 } // namespace fc

@@ -217,41 +217,21 @@ Ref domain_waits(OwnedDomain &self, PyObject *reset)
 }
 
 PyGetSetDef domain_getters[] = {
-    property<&OwnedDomain::streams>("streams", "what the units run in on a device, or None"),
-    property<[](OwnedDomain &self) { return fc_domain_is_mapped(self.get()); }>(
-        "is_mapped", "whether units lie in memory of all ranks"),
+    property<&OwnedDomain::streams>("streams"),
+    property<[](OwnedDomain &self) { return fc_domain_is_mapped(self.get()); }>("is_mapped"),
     {}};
 PyMethodDef domain_methods[] = {
-    method<[](OwnedDomain &self) { return dict_of_sizes(fc_domain_measure(self.get())); }>(
-        "sizes", "sizes() -> {purpose: bytes}"),
-    function<domain_plan>(
-        "plan",
-        "plan(*, is_replicate, units, n_shards, n_ranks, is_mapped) -> sizes of such a "
-        "domain",
-        METH_STATIC),
-    method<[](OwnedDomain &self) { return fc_domain_trim(self.get()); }>(
-        "trim", "trim() -> bytes of reduce slots: gives back what is held for speed alone."),
-    function<[] { fc_slots_trim(slots()); }>(
-        "trim_slots", "trim_slots(): gives back the free slots of all domains.", METH_STATIC),
-    function<domain_account>("account",
-                             "account() -> {purpose: bytes that the core holds in this process}",
-                             METH_STATIC),
-    method<domain_waits>("waits",
-                         "waits(reset) -> {forwards, backwards, waits: [{unit, kind, count, ns, "
-                         "longest_ns, longest_rank}], ns_by_rank: {rank: ns}}"),
-    method<domain_layout>("layout",
-                          "layout(unit) -> {full_bytes, params: [{offset, packed, is_aliased}]}"),
-    method<domain_watch>("watch",
-                         "watch(transport): over messages, where ranks see what the others "
-                         "are about to do."),
-    method<domain_name_openers>("name_openers",
-                                "name_openers(names): of the modules that may begin a "
-                                "phase, the root first."),
-    method<[](OwnedDomain &self) { fc_domain_leave(self.get()); }>(
-        "leave", "leave(): peers that wait for this rank get an error from now on."),
-    method<[](OwnedDomain &self) { return fc_domain_await_left(self.get()); }>(
-        "await_left", "await_left(): waits until all peers have left too; "
-                      "RuntimeError if one goes on."),
+    method<[](OwnedDomain &self) { return dict_of_sizes(fc_domain_measure(self.get())); }>("sizes"),
+    function<domain_plan>("plan", METH_STATIC),
+    method<[](OwnedDomain &self) { return fc_domain_trim(self.get()); }>("trim"),
+    function<[] { fc_slots_trim(slots()); }>("trim_slots", METH_STATIC),
+    function<domain_account>("account", METH_STATIC),
+    method<domain_waits>("waits"),
+    method<domain_layout>("layout"),
+    method<domain_watch>("watch"),
+    method<domain_name_openers>("name_openers"),
+    method<[](OwnedDomain &self) { fc_domain_leave(self.get()); }>("leave"),
+    method<[](OwnedDomain &self) { return fc_domain_await_left(self.get()); }>("await_left"),
     {}};
 } // namespace
 
@@ -281,10 +261,9 @@ int register_domain(PyObject *module)
     if (PyModule_AddIntConstant(module, "BORROWED_BYTES_MAX", FC_BORROWED_BYTES_MAX) < 0) {
         return -1;
     }
-    return add_type<OwnedDomain>(module, {.name = "fsdp_c._C.Domain",
-                                          .doc = "Units that travel over one process group.",
-                                          .methods = domain_methods,
-                                          .properties = domain_getters});
+    return add_type<OwnedDomain>(
+        module,
+        {.name = "fsdp_c._C.Domain", .methods = domain_methods, .properties = domain_getters});
 }
 
 } // namespace fc

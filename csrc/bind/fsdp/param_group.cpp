@@ -80,21 +80,20 @@ template <auto question> auto ask_unit(GroupObject &group)
     return Answer();
 }
 
-template <auto question> PyMethodDef unit_method(const char *name, const char *doc)
+template <auto question> PyMethodDef unit_method(const char *name)
 {
-    return method<ask_unit<question>>(name, doc);
+    return method<ask_unit<question>>(name);
 }
 
-template <auto question> PyGetSetDef unit_property(const char *name, const char *doc)
+template <auto question> PyGetSetDef unit_property(const char *name)
 {
-    return property<ask_unit<question>>(name, doc);
+    return property<ask_unit<question>>(name);
 }
 
 // A flag of the step's course.
-template <auto flag> PyGetSetDef setting(const char *name, const char *doc = nullptr)
+template <auto flag> PyGetSetDef setting(const char *name)
 {
-    return flag_property<[](GroupObject &group) -> bool & { return group.course.*flag; }>(name,
-                                                                                          doc);
+    return flag_property<[](GroupObject &group) -> bool & { return group.course.*flag; }>(name);
 }
 
 void group_keep_storage(GroupObject &group, PyObject *keeps)
@@ -239,88 +238,53 @@ PyGetSetDef group_properties[] = {
     setting<&fc_root_unit::reshard_after_backward>("reshard_after_backward"),
     setting<&fc_root_unit::reduce_unused>("reduce_scatter_unused_params"),
     setting<&fc_root_unit::unshard_in_backward>("unshard_in_backward"),
-    setting<&fc_root_unit::is_pending>(
-        "_post_backward_pending",
-        "whether gradients of a backward that went by are still to be reduced"),
+    setting<&fc_root_unit::is_pending>("_post_backward_pending"),
     flag_property<[](GroupObject &group) -> bool & { return group.calls_methods; }>(
-        "_core_calls_methods",
-        "whether hooks call the group's methods, of which somebody has replaced one"),
+        "_core_calls_methods"),
     property<[](GroupObject &group) { return group.course.training; },
              [](GroupObject &group, PyObject *value) {
                  group.course.training = training_from(value);
-             }>("_training", "TrainingState, as its index"),
-    property<[](GroupObject &group) { return group.unit != nullptr; }>(
-        "_is_bound", "whether the unit runs on the core"),
-    unit_property<&Unit::is_unsharded>("_core_is_unsharded", nullptr),
-    unit_property<fc_unsharding_has_slices>("_core_has_slices",
-                                            "whether slices stand in the place of its shards"),
-    unit_property<&Unit::is_intact>("_core_is_intact",
-                                    "whether every shard is where set-up put it"),
-    unit_property<fc_domain_is_mapped>("_core_is_mapped", "whether its ranks share its memory"),
-    unit_property<fc_domain_is_open>("_core_in_phase", "whether a forward or backward is going on"),
-    unit_property<&Unit::is_pending>("_core_is_pending",
-                                     "unshard(async_op=True) that was not waited for"),
-    unit_property<&Unit::awaits_gradients>(
-        "_core_awaits_gradients",
-        "whether a backward went through the unit and gave its parameters nothing"),
-    unit_property<fc_unsharding_stays_unsharded>(
-        "_core_is_kept_after_forward",
-        "whether forward leaves the unsharded parameters registered"),
-    unit_property<&Unit::has_accumulated>("_core_has_accumulated",
-                                          "whether gradients wait for a later reduction"),
-    unit_property<&Unit::has_partial_sums>("_core_has_partial_sums",
-                                           "whether sums over shards wait for the replicas"),
-    unit_property<fc_reduction_sum_bytes>("_core_partial_bytes", "of the memory for such sums"),
-    property<group_why_staged>("_core_why_staged",
-                               "why what a device gathers is copied out; empty: it is not"),
-    unit_property<fc_unsharding_is_resident>(
-        "_core_is_resident", "whether one rank's shards on a device are used where they lie"),
+             }>("_training"),
+    property<[](GroupObject &group) { return group.unit != nullptr; }>("_is_bound"),
+    unit_property<&Unit::is_unsharded>("_core_is_unsharded"),
+    unit_property<fc_unsharding_has_slices>("_core_has_slices"),
+    unit_property<&Unit::is_intact>("_core_is_intact"),
+    unit_property<fc_domain_is_mapped>("_core_is_mapped"),
+    unit_property<fc_domain_is_open>("_core_in_phase"),
+    unit_property<&Unit::is_pending>("_core_is_pending"),
+    unit_property<&Unit::awaits_gradients>("_core_awaits_gradients"),
+    unit_property<fc_unsharding_stays_unsharded>("_core_is_kept_after_forward"),
+    unit_property<&Unit::has_accumulated>("_core_has_accumulated"),
+    unit_property<&Unit::has_partial_sums>("_core_has_partial_sums"),
+    unit_property<fc_reduction_sum_bytes>("_core_partial_bytes"),
+    property<group_why_staged>("_core_why_staged"),
+    unit_property<fc_unsharding_is_resident>("_core_is_resident"),
     property<[](GroupObject &group) { return total_traffic(group).unshards != 0; }>(
-        "_core_was_used", "whether it was ever unsharded"),
+        "_core_was_used"),
     {}};
 
 PyMethodDef group_methods[] = {
-    method<group_bind>("_bind", "_bind(domain=, index=, replicate=, smaller=, post_mesh=, params=, "
-                                "flat=, on_device=)"),
-    method<group_unbind>("_unbind", "Reshards and leaves the core."),
-    method<group_set_aside>(
-        "_set_aside",
-        "Reshards and leaves the core until the next _bind, which takes over gradients that wait."),
-    method<go_on>("_core_go_on",
-                  "Does what the method stands for; False if others than hooks called it."),
-    unit_method<&Unit::unshard_private>("_core_unshard_async",
-                                        "Gathers; registration is left to _core_unshard."),
-    unit_method<&Unit::unshard>("_core_unshard",
-                                "Gathers if needed and registers the unsharded parameters."),
-    method<group_reshard>("_core_reshard",
-                          "Registers the sharded parameters; within a forward that ends with "
-                          "slices those."),
-    unit_method<fc_unsharding_stay_unsharded>(
-        "_core_keep_after_forward",
-        "Forward leaves the unsharded parameters registered, until the next reshard."),
-    method<group_keep_storage>("_core_keep_storage",
-                               "Whether reshard leaves the unsharded parameters' memory as it is."),
-    unit_method<unit_partial_sums>(
-        "_core_partial_sums",
-        "() -> of each parameter a copy of what the replicas have not seen, or None"),
-    unit_method<[](Unit &unit) { unit.gradients().drop_partial_sums(); }>("_core_drop_partial_sums",
-                                                                          "Drops them."),
-    method<group_accumulated>("_core_accumulated",
-                              "(index) -> what is accumulated beside a parameter"),
-    method<group_set_accumulated>("_core_set_accumulated", "(index=, tensor=): a tensor or None"),
-    method<group_set_prefetch>(
-        "_core_set_prefetch",
-        "(in_backward=, groups=): whom to gather behind this one on a device."),
-    method<group_set_reduce_group>("_core_set_reduce_group",
-                                   "(name): the process group that sums gradients on a device."),
-    method<group_follow>("_core_follow", "(StepCounter): of an optimizer that holds shards of it."),
-    method<group_count_load>("_core_count_load", "Its shards are loaded, on all ranks."),
-    unit_method<[](Unit &unit) { unit.gradients().release(); }>(
-        "_core_release_gradients", "Forgets gradients that are kept for reuse."),
-    unit_method<fc_reduction_trim>(
-        "_core_release_sums", "Frees the memory for sums over shards, unless some wait in it."),
-    method<group_traffic>("_core_traffic",
-                          "What the unit has moved, see fc_traffic in engine/reduction.h."),
+    method<group_bind>("_bind"),
+    method<group_unbind>("_unbind"),
+    method<group_set_aside>("_set_aside"),
+    method<go_on>("_core_go_on"),
+    unit_method<&Unit::unshard_private>("_core_unshard_async"),
+    unit_method<&Unit::unshard>("_core_unshard"),
+    method<group_reshard>("_core_reshard"),
+    unit_method<fc_unsharding_stay_unsharded>("_core_keep_after_forward"),
+    method<group_keep_storage>("_core_keep_storage"),
+    unit_method<unit_partial_sums>("_core_partial_sums"),
+    unit_method<[](Unit &unit) { unit.gradients().drop_partial_sums(); }>(
+        "_core_drop_partial_sums"),
+    method<group_accumulated>("_core_accumulated"),
+    method<group_set_accumulated>("_core_set_accumulated"),
+    method<group_set_prefetch>("_core_set_prefetch"),
+    method<group_set_reduce_group>("_core_set_reduce_group"),
+    method<group_follow>("_core_follow"),
+    method<group_count_load>("_core_count_load"),
+    unit_method<[](Unit &unit) { unit.gradients().release(); }>("_core_release_gradients"),
+    unit_method<fc_reduction_trim>("_core_release_sums"),
+    method<group_traffic>("_core_traffic"),
     {}};
 
 // ---- the steps of optimizers: of all of them, and each one's ----
@@ -332,8 +296,7 @@ void counter_count(StepCounter &counter)
     Unit::note_step();
 }
 
-PyMethodDef counter_methods[] = {
-    method<counter_count>("count", "count(): the optimizer has stepped."), {}};
+PyMethodDef counter_methods[] = {method<counter_count>("count"), {}};
 
 } // namespace
 
@@ -359,13 +322,11 @@ void GroupObject::clear()
 
 int register_group(PyObject *module)
 {
-    if (add_type<StepCounter>(module, {.name = "fsdp_c._C.StepCounter",
-                                       .doc = "How often one optimizer has stepped.",
-                                       .methods = counter_methods}) < 0) {
+    if (add_type<StepCounter>(module,
+                              {.name = "fsdp_c._C.StepCounter", .methods = counter_methods}) < 0) {
         return -1;
     }
     return add_type<GroupObject>(module, {.name = "fsdp_c._C.Group",
-                                          .doc = "Base of FSDPParamGroup: one unit of the core.",
                                           .methods = group_methods,
                                           .properties = group_properties,
                                           .members = group_members,

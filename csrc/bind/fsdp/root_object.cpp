@@ -78,18 +78,14 @@ void set_pending(ContextObject &context, PyObject *value)
 
 PyGetSetDef context_properties[] = {
     flag_property<[](ContextObject &context) -> bool & { return context.course.is_last_backward; }>(
-        "is_last_backward", nullptr),
+        "is_last_backward"),
     flag_property<[](ContextObject &context) -> bool & { return context.course.ends_manually; }>(
-        "manual_backward_finalization", nullptr),
-    property<active, set_active>(
-        "manual_backward_finalization_active",
-        "None, or whether the running backward waits for finalize_backward()"),
+        "manual_backward_finalization"),
+    property<active, set_active>("manual_backward_finalization_active"),
     property<is_queued, [](ContextObject &context,
                            PyObject *value) { context.course.awaits_end = truth_of(value); }>(
-        "post_backward_final_callback_queued", "whether a backward is going on, or has failed"),
-    property<&ContextObject::awaits_handle, set_pending>(
-        "gradient_reduction_pending",
-        "whether a handle of finalize_backward() is to be waited for"),
+        "post_backward_final_callback_queued"),
+    property<&ContextObject::awaits_handle, set_pending>("gradient_reduction_pending"),
     {}};
 
 // ---- Root ----
@@ -121,56 +117,44 @@ Ref root_iteration_root(RootObject &root)
 }
 
 PyMemberDef root_members[] = {
-    {"states", T_OBJECT, offsetof(RootObject, states), READONLY, "in named_modules order"},
+    {"states", T_OBJECT, offsetof(RootObject, states), READONLY, nullptr},
     {"domains", T_OBJECT, offsetof(RootObject, domains), READONLY, nullptr},
-    {"calls_methods", T_BOOL, offsetof(RootObject, calls_methods), 0,
-     "whether hooks call the methods of some groups"},
+    {"calls_methods", T_BOOL, offsetof(RootObject, calls_methods), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 
 PyGetSetDef root_properties[] = {
-    property<[](RootObject &root) { return root.course.backward; }>(
-        "backward", "the number of the running backward, or the next one"),
-    property<root_iteration_root>("iteration_root", "the state that began the current forward"),
+    property<[](RootObject &root) { return root.course.backward; }>("backward"),
+    property<root_iteration_root>("iteration_root"),
     property<[](RootObject &root) { return fc_root_is_between_steps(&root.course); }>(
-        "is_between_steps", "whether no forward or backward is going on or to come, and no "
-                            "gradient waits for a reduction"),
+        "is_between_steps"),
     property<[](RootObject &root) { return root_in_backward(&root) && !in_autograd_backward(); }>(
-        "awaits_end", "whether a backward is open that autograd will not end"),
+        "awaits_end"),
     {}};
 
 PyMethodDef root_methods[] = {
     method<[](RootObject &root, PyObject *group) {
         check_raised(fc_root_pass(&root.course, &owned_by<GroupObject>(group).course));
-    }>("post_backward", "post_backward(group): reshards it and posts its gradients."),
-    method<root_call_end_backward>("end_backward", "Finishes all reductions and closes the phase."),
-    method<root_finalize_backward>("finalize_backward",
-                                   "Reduces what the backwards of a manual ending left."),
-    method<[](RootObject &root) { root.is_replaced = true; }>(
-        "look_again", "The next forward asks who looks at the units' collectives."),
-    method<[](RootObject &root) { root_reset(&root, true); }>(
-        "reset", "Drops everything of the running step."),
-    method<root_drop_raised_forward>(
-        "drop_raised_forward",
-        "Ends a forward that was left by an exception, as the next one would."),
+    }>("post_backward"),
+    method<root_call_end_backward>("end_backward"),
+    method<root_finalize_backward>("finalize_backward"),
+    method<[](RootObject &root) { root.is_replaced = true; }>("look_again"),
+    method<[](RootObject &root) { root_reset(&root, true); }>("reset"),
+    method<root_drop_raised_forward>("drop_raised_forward"),
     {}};
 
 } // namespace
 
 int register_root(PyObject *module)
 {
-    if (add_type<ContextObject>(module,
-                                {.name = "fsdp_c._C.Context",
-                                 .doc = "Base of FSDPStateContext: what the units of a root share.",
-                                 .properties = context_properties,
-                                 .flags = Py_TPFLAGS_BASETYPE}) < 0) {
+    if (add_type<ContextObject>(module, {.name = "fsdp_c._C.Context",
+                                         .properties = context_properties,
+                                         .flags = Py_TPFLAGS_BASETYPE}) < 0) {
         return -1;
     }
-    return add_type<RootObject>(
-        module, {.name = "fsdp_c._C.Root",
-                 .doc = "Root(states=, domains=, context=): a root and all below it.",
-                 .methods = root_methods,
-                 .properties = root_properties,
-                 .members = root_members});
+    return add_type<RootObject>(module, {.name = "fsdp_c._C.Root",
+                                         .methods = root_methods,
+                                         .properties = root_properties,
+                                         .members = root_members});
 }
 
 } // namespace fc

@@ -110,7 +110,7 @@ PyObject *state_enter(PyObject *self, PyObject *const *a, Py_ssize_t n)
 }
 
 PyMemberDef state_members[] = {
-    {"_root", T_OBJECT, offsetof(StateObject, root), READONLY, "the Root, or None on the fallback"},
+    {"_root", T_OBJECT, offsetof(StateObject, root), READONLY, nullptr},
     {"_uses_fallback", T_BOOL, offsetof(StateObject, uses_fallback), READONLY, nullptr},
     {"_is_strict", T_BOOL, offsetof(StateObject, is_strict), 0, nullptr},
     {"_modules", T_OBJECT_EX, offsetof(StateObject, modules), 0, nullptr},
@@ -135,24 +135,19 @@ int state_setattro(PyObject *self, PyObject *name, PyObject *value)
 
 PyGetSetDef state_properties[] = {
     property<[](StateObject &state) { return training_of(&state); }, state_set_training>(
-        "_training", "TrainingState, as its index"),
+        "_training"),
     {}};
 
 PyMethodDef state_methods[] = {
-    method<state_set_casts>("_set_casts", "_set_casts(cast_inputs=, param_dtype=, output_dtype=)"),
-    method<state_join>("_join", "_join(root=, groups=, uses_fallback=)"),
-    {"_hook_pre_forward", fastcall(state_hook_pre_forward), METH_FASTCALL,
-     "The forward pre-hook: (module, args, kwargs) -> None or (args, kwargs)."},
-    {"_hook_post_forward", fastcall(state_hook_post_forward), METH_FASTCALL,
-     "The forward hook: (module, args, output) -> output."},
-    method<[](StateObject &state) { return is_ours(&state); }>(
-        "_takes_core",
-        "Whether the core runs the forward that begins; chooses the implementation if need be."),
-    {"_enter", fastcall(state_enter), METH_FASTCALL, "(args, kwargs) -> (args, kwargs)"},
+    method<state_set_casts>("_set_casts"),
+    method<state_join>("_join"),
+    {"_hook_pre_forward", fastcall(state_hook_pre_forward), METH_FASTCALL, nullptr},
+    {"_hook_post_forward", fastcall(state_hook_post_forward), METH_FASTCALL, nullptr},
+    method<[](StateObject &state) { return is_ours(&state); }>("_takes_core"),
+    {"_enter", fastcall(state_enter), METH_FASTCALL, nullptr},
     method<[](StateObject &state, PyObject *output) { return state_post_forward(&state, output); }>(
-        "_leave", "(output) -> output"),
-    method<[](StateObject &state) { state_pre_backward(&state); }>(
-        "_core_pre_backward", "What a gradient of an output sets off."),
+        "_leave"),
+    method<[](StateObject &state) { state_pre_backward(&state); }>("_core_pre_backward"),
     {}};
 
 } // namespace
@@ -183,14 +178,12 @@ PyObject *state_hook_post_forward(PyObject *self, PyObject *const *a, Py_ssize_t
 
 int register_state(PyObject *module)
 {
-    return add_type<StateObject>(module,
-                                 {.name = "fsdp_c._C.State",
-                                  .doc = "Base of FSDPState: the hooks of one fully_shard call.",
-                                  .methods = state_methods,
-                                  .properties = state_properties,
-                                  .members = state_members,
-                                  .setattro = state_setattro,
-                                  .flags = Py_TPFLAGS_BASETYPE});
+    return add_type<StateObject>(module, {.name = "fsdp_c._C.State",
+                                          .methods = state_methods,
+                                          .properties = state_properties,
+                                          .members = state_members,
+                                          .setattro = state_setattro,
+                                          .flags = Py_TPFLAGS_BASETYPE});
 }
 
 } // namespace fc

@@ -212,14 +212,10 @@ Ref layouts_first_spec(Known &self, PyObject *argument)
 }
 
 PyMethodDef layouts_methods[] = {
-    {"collect", layouts_collect<false>, METH_O,
-     "collect(tensors) -> Locals | None\n\n"
-     "None: one of them is no memory of real numbers, or none is a DTensor."},
-    {"collect_gradients", layouts_collect<true>, METH_O,
-     "collect_gradients(tensors) -> Locals | None\n\nThe same of the gradients that tensors have."},
-    method<[](Known &self, PyObject *spec) { return self.layouts.number_of(spec); }>(
-        "number", "number(spec) -> int\n\nThat of the spec's layout."),
-    method<layouts_first_spec>("spec", "spec(number)\n\nThe first one seen of the layout."),
+    {"collect", layouts_collect<false>, METH_O, nullptr},
+    {"collect_gradients", layouts_collect<true>, METH_O, nullptr},
+    method<[](Known &self, PyObject *spec) { return self.layouts.number_of(spec); }>("number"),
+    method<layouts_first_spec>("spec"),
     {}};
 
 Ref tuple_of(const std::vector<int> &numbers)
@@ -284,27 +280,20 @@ void locals_multiply(Locals &collected, PyObject *argument)
 }
 
 PyMethodDef locals_methods[] = {
-    method<&Locals::tensors>("given", "given() -> list[Tensor]\n\nAs they were collected."),
-    method<&Locals::locals>("tensors", "tensors() -> list[Tensor]\n\nThe local ones."),
-    method<[](Locals &self) { return tuple_of(self.numbers); }>(
-        "numbers", "numbers() -> tuple[int, ...]\n\nEach tensor's layout; -1: a plain one."),
-    method<locals_part>("part", "part(indices) -> Locals\n\nOf these tensors."),
-    method<locals_norms>(
-        "norms",
-        "norms() -> Tensor\n\nThe 2-norm of each local tensor, which are flat; float32, [n]."),
-    method<locals_multiply>(
-        "multiply", "multiply(factor)\n\nMultiplies the local tensors, which are flat, in place."),
-    method<count_versions>(
-        "count_versions",
-        "count_versions()\n\nDTensors whose local tensors were changed count that."),
+    method<&Locals::tensors>("given"),
+    method<&Locals::locals>("tensors"),
+    method<[](Locals &self) { return tuple_of(self.numbers); }>("numbers"),
+    method<locals_part>("part"),
+    method<locals_norms>("norms"),
+    method<locals_multiply>("multiply"),
+    method<count_versions>("count_versions"),
     {}};
 
 PyGetSetDef locals_facts[] = {
-    property<[](Locals &self) { return tuple_of(self.layouts); }>(
-        "layouts", "numbers of the layouts, each once, as they came"),
-    property<&Locals::n_meshes>("n_meshes", "plain tensors count as one"),
-    property<&Locals::is_uniform>("is_uniform", "of one device and dtype"),
-    property<&Locals::is_flat>("is_flat", "contiguous float32 on the CPU"),
+    property<[](Locals &self) { return tuple_of(self.layouts); }>("layouts"),
+    property<&Locals::n_meshes>("n_meshes"),
+    property<&Locals::is_uniform>("is_uniform"),
+    property<&Locals::is_flat>("is_flat"),
     {}};
 
 } // namespace
@@ -334,18 +323,12 @@ at::Tensor norm_of(PyObject *argument)
 int register_locals(PyObject *module)
 {
     if (add_type<Locals>(module, {.name = "fsdp_c._C.Locals",
-                                  .doc = "The local tensors of a list of tensors.",
                                   .methods = locals_methods,
                                   .properties = locals_facts,
                                   .flags = Py_TPFLAGS_DISALLOW_INSTANTIATION}) < 0) {
         return -1;
     }
-    return add_type<Known>(
-        module,
-        {.name = "fsdp_c._C.Layouts",
-         .doc = "Layouts()\n--\n\nMeshes and placements of DTensors, numbered as they come; "
-                "collects local tensors.",
-         .methods = layouts_methods});
+    return add_type<Known>(module, {.name = "fsdp_c._C.Layouts", .methods = layouts_methods});
 }
 
 } // namespace fc

@@ -368,39 +368,17 @@ Ref OptimizerParams::collect(Fields &given)
     return to_python(rows);
 }
 
-static PyMethodDef params_methods[] = {
-    method<&OptimizerParams::is_for>("is_for",
-                                     "is_for(params) -> bool: whether it was made for this list."),
-    method<&OptimizerParams::locals>(
-        "locals",
-        "locals(rows) -> rows\n\nLocal tensors for the rows of an optimizer's lists (parameter, "
-        "gradient, state ...)\nwhose DTensors are laid out alike, None for others. Scalars and "
-        "None "
-        "stay as they are."),
-    method<&OptimizerParams::collect>(
-        "collect",
-        "collect(*, state, keys) -> rows or None\n\nLocal tensors of parameters and gradients, "
-        "and what the state has under each key, for every\nparameter that has a gradient. None: a "
-        "parameter lacks one of them."),
-    method<&OptimizerParams::step_adam>(
-        "step_adam",
-        "step_adam(*, state, lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, amsgrad, "
-        "maximize, fused_lanes) -> bool\n\nOne step of Adam for every parameter that has a "
-        "gradient. False: torch must do it, nothing was touched."),
-    method<&OptimizerParams::step_sgd>("step_sgd",
-                                       "step_sgd(*, state, lr, momentum, dampening, weight_decay, "
-                                       "nesterov, maximize, fused_lanes) -> bool\n\nThe same for "
-                                       "SGD."),
-    {}};
+static PyMethodDef params_methods[] = {method<&OptimizerParams::is_for>("is_for"),
+                                       method<&OptimizerParams::locals>("locals"),
+                                       method<&OptimizerParams::collect>("collect"),
+                                       method<&OptimizerParams::step_adam>("step_adam"),
+                                       method<&OptimizerParams::step_sgd>("step_sgd"),
+                                       {}};
 
 int register_optim(PyObject *module)
 {
-    return add_type<OptimizerParams>(
-        module,
-        {.name = "fsdp_c._C.Params",
-         .doc = "Params(*, params, sharded)\n--\n\nThe parameters of a group; `sharded` has the "
-                "ids of those to step here.",
-         .methods = params_methods});
+    return add_type<OptimizerParams>(module,
+                                     {.name = "fsdp_c._C.Params", .methods = params_methods});
 }
 
 } // namespace fc

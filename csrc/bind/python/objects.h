@@ -1,4 +1,5 @@
-// Python types that own a C++ object: their functions are the object's, by templates.
+// Python types that own a C++ object: their functions are the object's, by templates. What they
+// take and return, and what for, says fsdp_c/_C.pyi.
 #ifndef FC_BIND_PYTHON_OBJECTS_H
 #define FC_BIND_PYTHON_OBJECTS_H
 
@@ -183,38 +184,38 @@ template <auto call> using OwnerOf = typename FirstArgument<decltype(call)>::typ
 // A method from a function, or member function, of the owned object. What it takes beside that says
 // how Python calls it: nothing, one object, Fields, or tuple and dict for `parse`.
 template <auto function, typename T = OwnerOf<function>>
-PyMethodDef method(const char *name, const char *doc, int flags = 0)
+PyMethodDef method(const char *name, int flags = 0)
 {
     using Function = decltype(function);
     if constexpr (Takes<T, Function>::value) {
         const auto call = [](PyObject *self, PyObject *) { return called<T, function>(self); };
-        return {name, call, METH_NOARGS | flags, doc};
+        return {name, call, METH_NOARGS | flags, nullptr};
     } else if constexpr (Takes<T, Function, PyObject *>::value) {
-        return {name, called<T, function, PyObject *>, METH_O | flags, doc};
+        return {name, called<T, function, PyObject *>, METH_O | flags, nullptr};
     } else if constexpr (Takes<T, Function, Fields &>::value) {
         auto *call = reinterpret_cast<void *>(called_by_name<T, function>);
         return {name, reinterpret_cast<PyCFunction>(call), METH_FASTCALL | METH_KEYWORDS | flags,
-                doc};
+                nullptr};
     } else {
         auto *call = reinterpret_cast<void *>(called<T, function, PyObject *, PyObject *>);
         return {name, reinterpret_cast<PyCFunction>(call), METH_VARARGS | METH_KEYWORDS | flags,
-                doc};
+                nullptr};
     }
 }
 
 // The same of a module; with METH_STATIC of a type.
-template <auto call> PyMethodDef function(const char *name, const char *doc, int flags = 0)
+template <auto call> PyMethodDef function(const char *name, int flags = 0)
 {
-    return method<call, void>(name, doc, flags);
+    return method<call, void>(name, flags);
 }
 
 // A property from a member, or from a function of the owned object; with `set`, a function of it
 // that gets the new value, it can be assigned.
 template <auto get, auto set = nullptr, typename T = OwnerOf<get>>
-PyGetSetDef property(const char *name, const char *doc)
+PyGetSetDef property(const char *name)
 {
     PyGetSetDef made = {name, [](PyObject *self, void *) { return called<T, get>(self); }, nullptr,
-                        doc, nullptr};
+                        nullptr, nullptr};
     if constexpr (!std::is_null_pointer_v<decltype(set)>) {
         made.set = [](PyObject *self, PyObject *value, void *) {
             if (value == nullptr) {
@@ -229,12 +230,11 @@ PyGetSetDef property(const char *name, const char *doc)
 
 // The same of a flag, to which `find` refers; it takes any truth value, as Python's own attributes
 // do.
-template <auto find, typename T = OwnerOf<find>>
-PyGetSetDef flag_property(const char *name, const char *doc)
+template <auto find, typename T = OwnerOf<find>> PyGetSetDef flag_property(const char *name)
 {
     constexpr auto get = [](T &object) { return static_cast<bool>(find(object)); };
     constexpr auto set = [](T &object, PyObject *value) { find(object) = truth_of(value); };
-    return property<get, set>(name, doc);
+    return property<get, set>(name);
 }
 
 // ---- types ----
@@ -242,7 +242,6 @@ PyGetSetDef flag_property(const char *name, const char *doc)
 // What a type shows. The tables, which may be missing, stay.
 struct TypeParts {
     const char *name; // "fsdp_c._C.<name>"
-    const char *doc;
     PyMethodDef *methods = nullptr;
     PyGetSetDef *properties = nullptr;
     PyMemberDef *members = nullptr;
@@ -334,7 +333,6 @@ template <typename T> int add_type(PyObject *module, const TypeParts &parts)
             slots.push_back({slot, (void *)content});
         }
     };
-    add(Py_tp_doc, parts.doc);
     add(Py_tp_methods, parts.methods);
     add(Py_tp_getset, parts.properties);
     add(Py_tp_members, parts.members);

@@ -162,10 +162,8 @@ std::vector<size_t> finish(SnapshotCopier &self)
 }
 
 PyMethodDef copier_methods[] = {
-    method<start>("start", "start(*, locals, shown, now, index, file, sequence, step): tensors of "
-                           "`now` and the index are copied when it returns."),
-    method<finish>("finish", "finish() -> places of tensors that were written before they were "
-                             "copied; empty: the snapshot counts."),
+    method<start>("start"),
+    method<finish>("finish"),
     {},
 };
 
@@ -239,11 +237,10 @@ void set_word(SnapshotRanks &self, Fields &given)
 }
 
 PyMethodDef ranks_methods[] = {
-    method<get_word>("word", "word(*, rank, word) -> int: of a rank's page."),
-    method<set_word>("set_word", "set_word(*, word, value): of this rank's page."),
-    method<[](SnapshotRanks &self) { return fc_snapshot_ranks_end(open_ranks(self)); }>(
-        "end", "end() -> bool: this rank has ended well; True: all have, and the files are gone."),
-    method<close_ranks>("close", "close(): the end of the process does nothing about them."),
+    method<get_word>("word"),
+    method<set_word>("set_word"),
+    method<[](SnapshotRanks &self) { return fc_snapshot_ranks_end(open_ranks(self)); }>("end"),
+    method<close_ranks>("close"),
     {},
 };
 
@@ -298,17 +295,12 @@ int register_snapshots(PyObject *module)
         PyModule_AddIntConstant(module, "SNAPSHOT_TEXT_AT", FC_SNAPSHOT_TEXT_AT) < 0) {
         return -1;
     }
-    if (add_type<SnapshotCopier>(module, {.name = "fsdp_c._C.SnapshotCopier",
-                                          .doc = "SnapshotCopier()\n--\n\nCopies tensors into a "
-                                                 "file, in a thread of its own.",
-                                          .methods = copier_methods}) < 0) {
+    if (add_type<SnapshotCopier>(
+            module, {.name = "fsdp_c._C.SnapshotCopier", .methods = copier_methods}) < 0) {
         return -1;
     }
-    return add_type<SnapshotRanks>(
-        module, {.name = "fsdp_c._C.SnapshotRanks",
-                 .doc = "SnapshotRanks(*, pages, own, files)\n--\n\nPages of ranks in one folder, "
-                        "see snapshot/ranks.h.",
-                 .methods = ranks_methods});
+    return add_type<SnapshotRanks>(module,
+                                   {.name = "fsdp_c._C.SnapshotRanks", .methods = ranks_methods});
 }
 
 } // namespace fc
