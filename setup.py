@@ -64,9 +64,10 @@ C_SIM_SOURCES = {
     "csrc/device/sim": "sim_collective sim_memory sim_ops sim_queue sim_run",
 }
 CXX_SOURCES = {
+    "csrc/libtorch": ("accelerator group_collectives group_rails group_store noted storage types"),
     "csrc/bind": "module",
-    "csrc/bind/comm": "beats communicator host nccl process_group rails transport",
-    "csrc/bind/device": "accelerator device device_comm device_unit",
+    "csrc/bind/comm": "beats communicator host nccl process_group transport",
+    "csrc/bind/device": "device device_comm device_unit",
     "csrc/bind/fsdp": (
         "accumulated autograd domain events extended gradients graphs hooks module_call "
         "param_group parameters python_door root root_object slices state unit unit_ops"
@@ -74,7 +75,7 @@ CXX_SOURCES = {
     "csrc/bind/optim": "local_tensors params",
     "csrc/bind/python": "calls python replaced_functions",
     "csrc/bind/snapshot": "copier",
-    "csrc/bind/tensor": "data_access layout pytree tensors",
+    "csrc/bind/tensor": "layout pytree tensors",
 }
 C_TEST_SOURCES = {
     "tests/c": (

@@ -3,6 +3,7 @@
 
 #include "bind/python/calls.h"
 #include "bind/python/objects.h"
+#include "bind/tensor/tensors.h"
 #include "kernels/kernels.h"
 
 namespace fc {
@@ -20,7 +21,7 @@ PyMethodDef functions[] = {
     function<call_directly>("call_directly"),
     function<nccl_open>("nccl_open"),
     function<note_data>("note_data"),
-    function<make_noted>("make_noted"),
+    function<[](PyObject *tensor) { return make_noted(tensor_of(tensor)); }>("make_noted"),
     function<take_memory>("take_memory"),
     function<give_memory>("give_memory"),
     function<[] { process.n_checkpoints++; }>("count_checkpoint"),
@@ -35,6 +36,7 @@ PyMethodDef functions[] = {
 
 int exec(PyObject *module)
 {
+    open_interpreter();
     if (intern_names() < 0 || find_dtensors() < 0) {
         return -1;
     }

@@ -13,6 +13,7 @@ namespace fc {
 class Fields;
 
 // ---- python/ ----
+void open_interpreter(); // before all else
 void close_interpreter();
 void set_place(Fields &given);
 std::vector<const char *> names_of_calls();
@@ -26,7 +27,6 @@ bool is_watched_on_states(PyObject *name);
 // ---- tensor/ ----
 at::Tensor take_memory(Fields &given);
 void give_memory(Fields &given);
-at::Tensor make_noted(PyObject *tensor);
 void note_data(PyObject *tensor);
 // -1 with the Python error set, as the others that register; once, before all that sees DTensors.
 int find_dtensors();

@@ -18,7 +18,7 @@ Exchange = Callable[[str, bytes], list[bytes]]
 
 
 class Rails(NamedTuple):
-    """Read by name in csrc/bind/comm/rails.cpp."""
+    """Read by name in csrc/bind/comm/transport.cpp."""
 
     hosts: list[int]  # of each rank; numbered by their first ranks
     names: list[str]  # of the hosts

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -41,6 +42,14 @@ PUBLIC = {
         "updates.h",
         "waits.h",
     ],
+    "libtorch": [
+        "accelerator.h",
+        "process_group.h",
+        "storage.h",
+        "types.h",
+        "unlocked.h",
+        "versions.h",
+    ],
     "bind": [],
 }
 
@@ -54,7 +63,8 @@ MAY_INCLUDE = {
     "transport": ["base", "device"],
     "comm": ["base", "kernels", "transport"],
     "engine": ["base", "kernels", "device", "transport", "comm"],
-    "bind": ["base", "kernels", "optim", "snapshot", "device", "transport", "comm", "engine"],
+    "libtorch": ["base", "kernels", "device", "transport", "comm"],
+    "bind": "base kernels optim snapshot device transport comm engine libtorch".split(),
 }
 
 # Downward: a folder imports only what stands before it. Beside the folders are what all of them use
@@ -86,8 +96,10 @@ def include_fault(path: Path, quote: str, name: str) -> str | None:
     layer = path.relative_to(CSRC).parts[0]
     target, _, header = name.partition("/")
     if quote == "<":
-        is_foreign = name == "Python.h" or target in ("torch", "ATen", "c10", "pybind11")
-        return "sees Python or torch" if is_foreign and layer != "bind" else None
+        if name == "Python.h" or target == "pybind11":
+            return "sees Python" if layer != "bind" else None
+        is_torchs = target in ("torch", "ATen", "c10")
+        return "sees torch" if is_torchs and layer not in ("libtorch", "bind") else None
     if not (CSRC / name).is_file():
         return "is not written from csrc, or does not exist"
     if target == layer:
@@ -122,7 +134,10 @@ def test_includes_go_downward(path: Path):
         ("comm/comm.c", '"', "kernels/kern_tables.h", "is private to kernels"),
         ("base/dtype.h", '"', "dtype.h", "is not written from csrc, or does not exist"),
         ("kernels/kernels.h", '"', "kernels/kern_tables.h", "is private, in a public header"),
-        ("engine/layout.c", "<", "torch/torch.h", "sees Python or torch"),
+        ("engine/layout.c", "<", "torch/torch.h", "sees torch"),
+        ("libtorch/types.cpp", "<", "c10/core/ScalarType.h", None),
+        ("libtorch/types.cpp", "<", "Python.h", "sees Python"),
+        ("libtorch/types.cpp", '"', "bind/core.h", "lies above libtorch"),
         ("bind/module.cpp", "<", "Python.h", None),
         ("comm/comm.c", '"', "kernels/kernels.h", None),
     ],
@@ -131,8 +146,22 @@ def test_the_rule_itself(path: str, quote: str, name: str, fault: str | None):
     assert include_fault(CSRC / path, quote, name) == fault
 
 
+def test_what_uses_libtorch_does_without_python():
+    """Nor does any header of torch that it includes see Python."""
+    include = Path(torch.__file__).parent / "include"
+    command = ["g++", "-std=c++20", "-M", f"-I{CSRC}", f"-I{include}"]
+    sources = sorted((CSRC / "libtorch").glob("*.cpp"))
+    done = subprocess.run(
+        [*command, f"-I{include}/torch/csrc/api/include", *sources], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "/Python.h" not in done.stdout
+
+
 @pytest.mark.parametrize("language", ["c", "c++"])
-@pytest.mark.parametrize("header", PUBLIC_HEADERS)
+@pytest.mark.parametrize(
+    "header", [header for header in PUBLIC_HEADERS if not header.startswith("libtorch/")]
+)
 def test_public_header_stands_alone(header: str, language: str):
     compiler, standard = {"c": ("gcc", "gnu11"), "c++": ("g++", "c++20")}[language]
     command = [compiler, f"-std={standard}", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]

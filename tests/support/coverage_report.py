@@ -1,7 +1,8 @@
 """`make coverage`: lines and functions of fsdp_c and csrc that no chosen test runs.
 
 Works in a copy of the tree, build/coverage, so that no object of it meets the normal build. Fails
-and names the modules of fsdp_c, and the files of csrc/bind, of which no test calls a function.
+and names the modules of fsdp_c, and the files of csrc/libtorch and csrc/bind, of which no test
+calls a function.
 """
 
 import ast

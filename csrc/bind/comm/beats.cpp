@@ -3,59 +3,19 @@
 #include "base/clock.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
-
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include "libtorch/process_group.h"
 
 namespace fc {
 
 namespace {
 
-using Store = c10::intrusive_ptr<c10d::Store>;
-
-template <typename Body> fc_status answered(Body &&body)
-{
-    try {
-        body();
-        return FC_OK;
-    } catch (const std::exception &error) {
-        return fc_fail(FC_ERR_GROUP, "the store: %s", error.what());
-    }
-}
-
-fc_status set(void *context, int rank, const char *words)
-{
-    return answered([&] {
-        (*static_cast<Store *>(context))
-            ->set(std::to_string(rank), std::vector<uint8_t>(words, words + std::strlen(words)));
-    });
-}
-
-fc_status get(void *context, int rank, char *words)
-{
-    return answered([&] {
-        c10d::Store &store = **static_cast<Store *>(context);
-        const std::string key = std::to_string(rank);
-        if (store.check({key})) {
-            const std::vector<uint8_t> found = store.get(key);
-            const size_t n = std::min(found.size(), size_t(FC_BEATS_WORDS - 1));
-            std::copy_n(found.begin(), n, words);
-            words[n] = '\0';
-        }
-    });
-}
-
 struct Beats {
     explicit Beats(Fields &given)
     {
-        const auto group = c10d::resolve_process_group(given.text("group"));
+        const std::string group = given.text("group");
         const int rank = given.integer("rank");
         given.end();
-        auto *store = new Store(
-            c10::make_intrusive<c10d::PrefixStore>("fsdp_c/beats", group->getStore()->clone()));
-        const fc_beats_ops ops = {store, set, get,
-                                  [](void *context) { delete static_cast<Store *>(context); }};
+        const fc_beats_ops ops = group_beats(group);
         check(fc_beats_start(&ops, rank, 0, &core));
     }
     ~Beats()

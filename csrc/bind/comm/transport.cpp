@@ -4,7 +4,7 @@
 #include "base/clock.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
-#include "comm/rails.h"
+#include "libtorch/process_group.h"
 
 namespace fc {
 
@@ -23,10 +23,45 @@ RanksConfig::RanksConfig(Fields &given, Host *host)
 
 namespace {
 
+// Collectives over rails (fc_rails_create), by what Python's `Rails` says (fsdp_c/_comm/_hosts.py);
+// `group`, the process group's own, is released with them, or by an exception. The transport of
+// this host's ranks, which they borrow, is left in `local_out`.
+fc_message_ops rails_over(const Ref &rails, const fc_transport_config &config,
+                          const fc_message_ops &group, Ref &local_out)
+{
+    std::unique_ptr<fc_message_ops, void (*)(fc_message_ops *)> owner(
+        new fc_message_ops(group), [](fc_message_ops *ops) {
+            ops->release(ops->context);
+            delete ops;
+        });
+    Fields fields(rails.get());
+    const auto hosts = fields.values<integer_from>("hosts");
+    const auto names = fields.values<text_from>("names");
+    const std::string name = fields.text("group");
+    Ref local = fields.object("local");
+    fields.end();
+    fc_transport *over = local.get() == Py_None ? nullptr : transport_from_object(local.get());
+    const fc_rails_config of = {.rank = config.rank,
+                                .n_ranks = config.n_ranks,
+                                .global_ranks = config.global_ranks,
+                                .hosts = hosts.data(),
+                                .names = names.data(),
+                                .local = over,
+                                .rails = group_rails(name, config.n_ranks),
+                                .group = *owner};
+    fc_message_ops ops;
+
+    delete owner.release(); /* the core has them from here on */
+    local_out = std::move(local);
+    check(fc_rails_create(&of, &ops));
+    return ops;
+}
+
 struct Transport {
     explicit Transport(Fields &given);
 
     Host host;
+    Ref local; /* of this host's ranks, for rails */
     Owned<fc_transport, fc_transport_destroy> core;
 };
 
@@ -40,7 +75,7 @@ Transport::Transport(Fields &given)
     given.end();
     fc_message_ops ops = messages_ops(messages, ranks.config.n_ranks);
     if (rails.get() != Py_None) {
-        ops = rails_over(rails, ranks.config, ops);
+        ops = rails_over(rails, ranks.config, ops, local);
     }
     check(fc_transport_create(kind, &ranks.config, &ops, Out(core)));
 }

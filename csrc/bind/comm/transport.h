@@ -43,11 +43,6 @@ fc_nccl_group *nccl_from_object(PyObject *object);
 fc_message_ops messages_ops(const Ref &messages, int n_ranks,
                             c10::Device device = c10::DeviceType::CPU);
 
-/* Collectives over rails (fc_rails_create), by what Python's `Rails` says (fsdp_c/_comm/_hosts.py);
- * `group`, the process group's own, is released with them, or by an exception. */
-fc_message_ops rails_over(const Ref &rails, const fc_transport_config &config,
-                          const fc_message_ops &group);
-
 } // namespace fc
 
 #endif

@@ -1,12 +1,12 @@
 // _C.Streams: the schedule of a root whose units are on a device.
 #include "bind/device/device.h"
 
-#include "bind/compat.h"
 #include "bind/fsdp/unit.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
 #include "device/host/host.h"
 #include "engine/gathers.h"
+#include "libtorch/versions.h"
 
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>

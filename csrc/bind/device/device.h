@@ -4,7 +4,7 @@
 
 #include "bind/fsdp/gradients.h"
 #include "engine/schedule.h"
-#include "kernels/cuda/kern_cuda.h"
+#include "libtorch/accelerator.h"
 #include "transport/collectives.h"
 
 #include <c10/core/Device.h>
@@ -28,38 +28,11 @@ public:
     void connect(Fields &given);
     fc_device_comm *find(const std::string &name) const; // of one that is connected
     fc_collectives *core() const { return core_.get(); }
-    const c10::Device &device() const { return device_; }
 
 private:
     c10::Device device_;
     Owned<fc_collectives, fc_collectives_destroy> core_;
 };
-
-inline const c10::Stream &torch_stream(fc_stream *stream)
-{
-    return *reinterpret_cast<const c10::Stream *>(stream);
-}
-
-// Runs `body`; exceptions become a status, whose message has their text last.
-template <typename Body, typename... Words>
-fc_status attempt(Body &&body, const char *format, Words... words)
-{
-    try {
-        body();
-        return FC_OK;
-    } catch (const c10::Error &error) {
-        return fc_fail(FC_ERR_SYSTEM, format, words..., error.what_without_backtrace());
-    } catch (const std::exception &error) {
-        return fc_fail(FC_ERR_SYSTEM, format, words..., error.what());
-    }
-}
-
-// Any accelerator that torch knows as a device of the core. Streams are c10::Streams, events those
-// of their backend, moves launches of `kernels` (null: torch's copies, one for each run of a plan).
-// A host has neither streams nor events: what it is given is done at once.
-using OwnedDevice = std::unique_ptr<fc_device, void (*)(fc_device *)>;
-OwnedDevice make_accelerator(c10::Device device, const fc_device_caller &caller,
-                             const fc_cuda_kernels *kernels);
 
 // One schedule for the units of a root, with what it runs on. CPU tensors have a device, too: there
 // all work is done at once.

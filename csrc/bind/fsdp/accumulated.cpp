@@ -2,8 +2,8 @@
 // backward.
 #include "bind/fsdp/accumulated.h"
 
-#include "bind/compat.h"
 #include "bind/python/objects.h"
+#include "libtorch/versions.h"
 
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>

@@ -1,8 +1,8 @@
 // Autograd's side of the hooks: on the nodes between units, an identity node on inputs where these
 // do not do, the final callback.
-#include "bind/compat.h"
 #include "bind/fsdp/state.h"
 #include "bind/python/untraced.h"
+#include "libtorch/versions.h"
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/utils.h>

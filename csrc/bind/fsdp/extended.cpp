@@ -1,8 +1,8 @@
 // Extensions of a unit: Python is asked for their inputs, and to make whole parameters.
 #include "bind/fsdp/extended.h"
 
-#include "bind/compat.h"
 #include "bind/python/fields.h"
+#include "libtorch/versions.h"
 
 #include <c10/core/InferenceMode.h>
 

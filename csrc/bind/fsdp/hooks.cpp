@@ -21,37 +21,6 @@ bool has_units(const StateObject *state)
     return bound_from(state->group) != nullptr;
 }
 
-// Python's cast for containers that pytree.cpp does not open.
-Ref cast_any(StateObject *state, Call cast)
-{
-    return checked(PyMethod_New(function_of(cast), reinterpret_cast<PyObject *>(state)));
-}
-
-void cast_inputs(StateObject *state, Ref &args, Ref &kwargs)
-{
-    if (!state->casts_inputs || state->param_dtype == at::ScalarType::Undefined) {
-        return;
-    }
-    Range range("FSDP::cast_forward_inputs");
-    const Ref any = cast_any(state, Call::cast_any_input);
-    for (Ref *object : {&args, &kwargs}) {
-        if (Ref cast = cast_tensors(object->get(), state->param_dtype, any.get())) {
-            *object = std::move(cast);
-        }
-    }
-}
-
-Ref cast_output(StateObject *state, PyObject *output)
-{
-    if (state->output_dtype == at::ScalarType::Undefined) {
-        return Ref::borrow(output);
-    }
-    Range range("FSDP::cast_forward_outputs");
-    const Ref any = cast_any(state, Call::cast_any_output);
-    Ref cast = cast_tensors(output, state->output_dtype, any.get());
-    return cast ? std::move(cast) : Ref::borrow(output);
-}
-
 // An identity node costs more than all else of a small unit's step. It is needed where the unit has
 // memory that should go at once, where the producer may be the graph's around a recomputation, and
 // to refuse inputs that are changed in place.

@@ -1,9 +1,9 @@
 // Parameters of a unit: registration, what they show, writes to them.
 #include "bind/fsdp/parameters.h"
 
-#include "bind/compat.h"
 #include "bind/python/objects.h"
 #include "bind/tensor/layout.h"
+#include "libtorch/versions.h"
 
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/variable.h>
@@ -17,6 +17,17 @@ constexpr const char *root_name = "(root)"; // as unit_name in fsdp_c/_fully_sha
 PyObject *local_object(const Param &param) // borrowed; null after `del`
 {
     return in_slot(param.sharded.get(), param.local_slot);
+}
+
+// Whether `object`, which may be null, is the Python object of a tensor that has one.
+bool is_object_of(PyObject *object, const c10::TensorImpl *impl)
+{
+#if FC_TORCH_AT_LEAST(2, 13)
+    return object != nullptr && impl->pyobj_slot()->load_pyobj() == object;
+#else
+    return object != nullptr && THPVariable_Check(object) &&
+           THPVariable_Unpack(object).unsafeGetTensorImpl() == impl;
+#endif
 }
 
 // A BoundParam of fsdp_c/_fully_shard/_engine_bind.py.

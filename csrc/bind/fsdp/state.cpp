@@ -1,6 +1,7 @@
 // The Python type State: fields, lifetime, methods. What it does is in hooks.cpp.
 #include "bind/fsdp/state.h"
 
+#include "bind/fsdp/events.h"
 #include "bind/module.h"
 #include "bind/python/objects.h"
 #include "bind/python/untraced.h"
@@ -150,7 +151,38 @@ PyMethodDef state_methods[] = {
     method<[](StateObject &state) { state_pre_backward(&state); }>("_core_pre_backward"),
     {}};
 
+// Python's cast for containers that pytree.cpp does not open.
+Ref cast_any(StateObject *state, Call cast)
+{
+    return checked(PyMethod_New(function_of(cast), reinterpret_cast<PyObject *>(state)));
+}
+
 } // namespace
+
+void cast_inputs(StateObject *state, Ref &args, Ref &kwargs)
+{
+    if (!state->casts_inputs || state->param_dtype == at::ScalarType::Undefined) {
+        return;
+    }
+    Range range("FSDP::cast_forward_inputs");
+    const Ref any = cast_any(state, Call::cast_any_input);
+    for (Ref *object : {&args, &kwargs}) {
+        if (Ref cast = cast_tensors(object->get(), state->param_dtype, any.get())) {
+            *object = std::move(cast);
+        }
+    }
+}
+
+Ref cast_output(StateObject *state, PyObject *output)
+{
+    if (state->output_dtype == at::ScalarType::Undefined) {
+        return Ref::borrow(output);
+    }
+    Range range("FSDP::cast_forward_outputs");
+    const Ref any = cast_any(state, Call::cast_any_output);
+    Ref cast = cast_tensors(output, state->output_dtype, any.get());
+    return cast ? std::move(cast) : Ref::borrow(output);
+}
 
 PyObject *state_hook_pre_forward(PyObject *self, PyObject *const *a, Py_ssize_t n)
 {

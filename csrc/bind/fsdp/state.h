@@ -177,6 +177,10 @@ fc_training training_from(PyObject *value);
 // Whether autograd runs a backward on this thread.
 bool in_autograd_backward();
 
+// As the policy of the state's unit has it; what must not change stays the same object.
+void cast_inputs(StateObject *state, Ref &args, Ref &kwargs);
+Ref cast_output(StateObject *state, PyObject *output);
+
 // ---- what is registered with the modules; `self`: a state ----
 // (module, args, kwargs) -> None or (args, kwargs)
 PyObject *state_hook_pre_forward(PyObject *self, PyObject *const *arguments, Py_ssize_t n);

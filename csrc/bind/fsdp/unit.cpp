@@ -2,9 +2,9 @@
 // parameters, and what hands in its gradients.
 #include "bind/fsdp/unit.h"
 
-#include "bind/compat.h"
 #include "bind/fsdp/events.h"
 #include "bind/python/objects.h"
+#include "libtorch/versions.h"
 
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
@@ -34,6 +34,7 @@ Unit::Unit(const UnitParts &parts, const fc_updates *updates)
 {
     fc_unit *replicate = parts.in(parts.replicate);
     replicate_domain_ = replicate != nullptr ? fc_unit_domain(replicate) : nullptr;
+    finish_copies();
     for (size_t i = 0; i < params_.size(); i++) {
         Param &p = params_[i];
         if (fc_unit_layout(shard_)->params[i].is_aliased) {
@@ -147,6 +148,7 @@ void *Unit::take_residence()
     const fc_layout *layout = fc_unit_layout(shard_);
     const at::Tensor home = at::empty({static_cast<int64_t>(layout->full_bytes)},
                                       at::dtype(at::kByte).device(params_.front().local.device()));
+    finish_copies();
     for (size_t i = 0; i < params_.size(); i++) {
         Param &p = params_[i];
         move_to(p.local.storage().unsafeGetStorageImpl(), home, layout->params[i].full_at);

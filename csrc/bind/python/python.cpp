@@ -105,6 +105,25 @@ PyObject *fc_raise(fc_status status)
     return nullptr;
 }
 
+/* Of this thread, if it holds the lock; else null. */
+static void *leave_interpreter()
+{
+    return PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+}
+
+static void enter_interpreter(void *left)
+{
+    if (left != nullptr) {
+        const fc::Request request;
+        PyEval_RestoreThread(static_cast<PyThreadState *>(left));
+    }
+}
+
+void fc::open_interpreter()
+{
+    interpreter_lock = {leave_interpreter, enter_interpreter};
+}
+
 void fc::close_interpreter()
 {
     constexpr int longest_ms = 1000; // a forked child inherits requests of threads it lacks

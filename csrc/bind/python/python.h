@@ -6,6 +6,7 @@
 
 #include "base/status.h"
 #include "bind/core.h"
+#include "libtorch/unlocked.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <unistd.h>
@@ -191,20 +192,7 @@ private:
 };
 
 // Lets other Python threads run, where this one holds the lock; for long work on memory.
-class NoGil : NoCopy {
-public:
-    NoGil() : state_(PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
-    ~NoGil()
-    {
-        if (state_ != nullptr) {
-            const Request request;
-            PyEval_RestoreThread(state_);
-        }
-    }
-
-private:
-    PyThreadState *state_;
-};
+using NoGil = Unlocked;
 
 } // namespace fc
 

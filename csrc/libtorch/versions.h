@@ -1,11 +1,9 @@
-// All differences between torch versions that the binding meets.
-#ifndef FC_BIND_COMPAT_H
-#define FC_BIND_COMPAT_H
+// All differences between versions of libtorch that are met here, and in the binding.
+#ifndef FC_LIBTORCH_VERSIONS_H
+#define FC_LIBTORCH_VERSIONS_H
 
-#include <c10/core/StorageImpl.h>
 #include <c10/core/Stream.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/version.h>
 
@@ -103,54 +101,6 @@ inline void *native_stream(const c10::Stream &stream)
     return stream.native_handle();
 #else
     return stream_teller()(&stream);
-#endif
-}
-
-// From now on reading the storage's data raises RuntimeError with `text`.
-inline void set_unreadable_text(c10::StorageImpl *storage, std::string text)
-{
-#if FC_TORCH_AT_LEAST(2, 13)
-    storage->release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(text));
-#else
-    (void)storage; // before 2.13 the error cannot be taken back, so it is never set
-    (void)text;
-#endif
-}
-
-// Gives the storage other data, and says whether reading it raises, with the text that the storage
-// has for that. torch's way to take the error back drops the text. So all is exchanged with another
-// storage's, and the text is not even touched; needs the GIL.
-inline void set_data(c10::StorageImpl *storage, at::DataPtr &&data, size_t bytes, bool is_readable)
-{
-#if FC_TORCH_AT_LEAST(2, 13)
-    static c10::StorageImpl *const other =
-        new c10::StorageImpl(c10::StorageImpl::use_byte_size_t(), 0, at::DataPtr(), nullptr, false);
-    if (is_readable) {
-        other->clear_data_ptr_access_error_msg_();
-    } else {
-        other->release_data_and_set_meta_custom_data_ptr_error_msg_(std::nullopt);
-    }
-    other->set_data_ptr_noswap(std::move(data));
-    other->set_nbytes(bytes);
-    other->set_allocator(storage->allocator()); // it goes along, and so does what follows
-    other->set_resizable(storage->resizable());
-    storage->swap_data_ptr(*other);
-    other->set_data_ptr_noswap(at::DataPtr());
-#else
-    (void)is_readable;
-    storage->set_data_ptr_noswap(std::move(data));
-    storage->set_nbytes(bytes);
-#endif
-}
-
-// Whether `object`, which may be null, is the Python object of a tensor that has one.
-inline bool is_object_of(PyObject *object, const c10::TensorImpl *impl)
-{
-#if FC_TORCH_AT_LEAST(2, 13)
-    return object != nullptr && impl->pyobj_slot()->load_pyobj() == object;
-#else
-    return object != nullptr && THPVariable_Check(object) &&
-           THPVariable_Unpack(object).unsafeGetTensorImpl() == impl;
 #endif
 }
 

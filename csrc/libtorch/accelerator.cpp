@@ -1,10 +1,15 @@
 // The table of functions of accelerators, over what c10 and ATen offer for all of them.
-#include "bind/compat.h"
-#include "bind/device/device.h"
-#include "device/host/operators.h"
+#include "libtorch/accelerator.h"
 
+#include "device/host/operators.h"
+#include "libtorch/types.h"
+#include "libtorch/versions.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>

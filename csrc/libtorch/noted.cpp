@@ -1,11 +1,10 @@
 // Notes copies of tensors that share their memory and not their version counter.
-#include "bind/module.h"
-#include "bind/python/calls.h"
-#include "bind/tensor/tensors.h"
+#include "libtorch/storage.h"
 
 #include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
-#include <torch/csrc/autograd/python_variable.h>
+
+#include <atomic>
 
 namespace fc {
 
@@ -67,18 +66,9 @@ bool is_data_taken(const at::Tensor &tensor)
     return noted != nullptr && noted->is_data_taken();
 }
 
-at::Tensor make_noted(PyObject *tensor)
+at::Tensor make_noted(const at::Tensor &like)
 {
-    const at::Tensor &like = tensor_of(tensor);
     return at::Tensor(c10::make_intrusive<NotedImpl>(c10::Storage(like.storage()), like));
-}
-
-void note_data(PyObject *tensor)
-{
-    const Ref noted = checked(THPVariable_Wrap(make_noted(tensor)));
-    const Ref swap = look_up(Import::swap_tensor_impl);
-    checked(PyObject_CallFunctionObjArgs(swap.get(), tensor, noted.get(), nullptr));
-    tensor_of(tensor).unsafeGetTensorImpl()->set_python_dispatch(true); // lost with its object
 }
 
 } // namespace fc

@@ -1,9 +1,7 @@
 /* Messages between two ranks, by the process group's own send and receive. */
-#include "bind/comm/transport.h"
+#include "libtorch/process_group.h"
 
-#include "bind/compat.h"
-#include "bind/python/python.h"
-#include "comm/rails.h"
+#include "libtorch/unlocked.h"
 
 #include <ATen/ops/from_blob.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -12,7 +10,6 @@
 #include <deque>
 #include <exception>
 #include <mutex>
-#include <string>
 #include <vector>
 
 namespace fc {
@@ -36,7 +33,6 @@ struct Lines {
 
 struct GroupRails {
     c10::weak_intrusive_ptr<c10d::Backend> backend; /* ends with its process group */
-    Ref local;                                      /* the transport that the rails borrow */
     std::vector<Lines> lines;                       /* by rank */
     /* Of the thread that waits and one that ends its wait. */
     std::mutex mutex;
@@ -49,10 +45,10 @@ GroupRails &rails_in(void *context)
     return *static_cast<GroupRails *>(context);
 }
 
-/* Without the GIL, whose other threads go on; an exception is what the group says. */
-template <typename Body> fc_status without_gil(Body &&body)
+/* Other threads of the interpreter go on; an exception is what the group says. */
+template <typename Body> fc_status unlocked(Body &&body)
 {
-    const NoGil no_gil;
+    const Unlocked others_run;
     try {
         body();
         return FC_OK;
@@ -78,7 +74,7 @@ c10::intrusive_ptr<c10d::Backend> backend_of(const GroupRails &rails)
 fc_status rail_send(void *context, int rank, uint32_t key, const void *data, size_t bytes)
 {
     GroupRails &rails = rails_in(context);
-    return without_gil([&] {
+    return unlocked([&] {
         Message message = message_of(data, bytes);
         message.work = backend_of(rails)->send(message.memory, rank, tag_of(key));
         rails.lines[(size_t)rank].sent.push_back(std::move(message));
@@ -88,7 +84,7 @@ fc_status rail_send(void *context, int rank, uint32_t key, const void *data, siz
 fc_status rail_receive(void *context, int rank, uint32_t key, void *data, size_t bytes)
 {
     GroupRails &rails = rails_in(context);
-    return without_gil([&] {
+    return unlocked([&] {
         Message message = message_of(data, bytes);
         message.work = backend_of(rails)->recv(message.memory, rank, tag_of(key));
         rails.lines[(size_t)rank].received.push_back(std::move(message));
@@ -104,7 +100,7 @@ void set_awaited(GroupRails &rails, c10::intrusive_ptr<c10d::Work> work)
 
 fc_status await_first(GroupRails &rails, std::deque<Message> &messages)
 {
-    return without_gil([&] {
+    return unlocked([&] {
         set_awaited(rails, messages.front().work);
         messages.front().work->wait(); /* up to the group's own deadline */
         set_awaited(rails, {});
@@ -134,7 +130,7 @@ void rail_interrupt(void *context)
 
     rails.is_interrupted = true;
     if (rails.awaited) {
-        (void)without_gil([&] { rails.awaited->abort(); });
+        (void)unlocked([&] { rails.awaited->abort(); });
     }
 }
 
@@ -147,50 +143,24 @@ void rail_drop(void *context)
 
 void rail_release(void *context)
 {
-    const Gil gil;
     delete static_cast<GroupRails *>(context);
 }
 
 } // namespace
 
-fc_message_ops rails_over(const Ref &rails, const fc_transport_config &config,
-                          const fc_message_ops &group)
+fc_rail_ops group_rails(const std::string &group, int n_ranks)
 {
-    std::unique_ptr<fc_message_ops, void (*)(fc_message_ops *)> owner(
-        new fc_message_ops(group), [](fc_message_ops *ops) {
-            ops->release(ops->context);
-            delete ops;
-        });
-    Fields fields(rails.get());
-    const auto hosts = fields.values<integer_from>("hosts");
-    const auto names = fields.values<text_from>("names");
-    const Ref local = fields.object("local");
-    const auto process_group = c10d::resolve_process_group(fields.text("group"));
-    fields.end();
-    fc_transport *over = local.get() == Py_None ? nullptr : transport_from_object(local.get());
-    std::unique_ptr<GroupRails> own(new GroupRails{
-        c10::weak_intrusive_ptr<c10d::Backend>(process_group->getBackend(c10::DeviceType::CPU)),
-        local, std::vector<Lines>((size_t)config.n_ranks)});
-    const fc_rails_config of = {.rank = config.rank,
-                                .n_ranks = config.n_ranks,
-                                .global_ranks = config.global_ranks,
-                                .hosts = hosts.data(),
-                                .names = names.data(),
-                                .local = over,
-                                .rails = {.context = own.release(),
-                                          .send = rail_send,
-                                          .receive = rail_receive,
-                                          .await_sent = rail_await_sent,
-                                          .await_received = rail_await_received,
-                                          .interrupt = rail_interrupt,
-                                          .drop = rail_drop,
-                                          .release = rail_release},
-                                .group = *owner};
-    fc_message_ops ops;
+    const auto found = c10d::resolve_process_group(group);
+    auto backend = c10::weak_intrusive_ptr<c10d::Backend>(found->getBackend(c10::DeviceType::CPU));
 
-    delete owner.release(); /* the core has them from here on */
-    check(fc_rails_create(&of, &ops));
-    return ops;
+    return {.context = new GroupRails{std::move(backend), std::vector<Lines>((size_t)n_ranks)},
+            .send = rail_send,
+            .receive = rail_receive,
+            .await_sent = rail_await_sent,
+            .await_received = rail_await_received,
+            .interrupt = rail_interrupt,
+            .drop = rail_drop,
+            .release = rail_release};
 }
 
 } // namespace fc
