@@ -109,7 +109,7 @@ static inline void ranks_leave_wait(void *context)
 static inline fc_transport_config ranks_config(ranks_host *host, int board, int rank, int n_ranks,
                                                int64_t timeout_ns)
 {
-    static const int global_ranks[] = {10, 11, 12, 13, 14, 15};
+    static const int global_ranks[] = {10, 11, 12, 13, 14, 15, 16, 17};
 
     *host = (ranks_host){.board = &ranks_common->boards[board], .rank = rank, .n_ranks = n_ranks};
     return (fc_transport_config){.name = "test group",
