@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_c import _text
 from fsdp_c._diagnostics import _traffic, _waits
 from fsdp_c._fully_shard import _fqns, _fsdp_init
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._native import _C
 
-MIB = 1 << 20
-
+# The legend of `stats`, `memory_plan` and `estimate`.
 PURPOSES = {
     "parameters": "shards, and parameters and buffers that are not sharded",
     "gradients": "of the shards",
@@ -25,6 +25,13 @@ PURPOSES = {
     "gather slots": "private copies of unsharded units",
     "reduce slots": "outgoing gradients, and sums of shards that replicas add up",
     "control": "clocks and headers of the ranks",
+}
+_OF_CORE = {
+    "objects": "units, plans and tables",
+    "slots": "gather slots",
+    "gradients": "of shards",
+    "messages": "parts and packs of collectives, where ranks share no memory",
+    "shared": "mappings that ranks of a host share, whole",
 }
 
 
@@ -46,21 +53,26 @@ class MemoryStats:
         return _traffic.total(self.traffic)
 
     def __str__(self) -> str:
+        lines = ["held by this rank now"]
+        lines += [_text.row(name, PURPOSES[name], n) for name, n in self.rank.items()]
+        lines.append(_text.row("in all", "the sum, without activations", self.rank_total))
+        if self.process:
+            lines.append("of it and of other models, what the core itself has in this process")
+            lines += [_text.row(name, _OF_CORE[name], n) for name, n in self.process.items()]
         moved = self.traffic_total
-        rows = {
-            f"{moved.gathers} all-gathers": moved.gathered,
-            f"{moved.reductions} reduce-scatters": moved.reduced,
-            f"{moved.all_reductions} all-reduces": moved.all_reduced,
-            "really copied": moved.copied,
-        }
-        return "\n".join(
-            [
-                *(f"{name:14}{n / MIB:12.2f} MiB" for name, n in self.rank.items()),
-                *(f"core, {name:8}{n / MIB:12.2f} MiB" for name, n in self.process.items()),
-                *(f"{name:22}{n / MIB:12.2f} MiB moved" for name, n in rows.items()),
-                str(self.waits),
-            ]
-        )
+        lines += [
+            "moved since the units were made",
+            _text.row(f"{moved.gathers} all-gathers", "of the peers' shards", moved.gathered),
+            _text.row(f"{moved.reductions} reduce-scatters", "of gradients", moved.reduced),
+            _text.row(
+                f"{moved.all_reductions} all-reduces",
+                "of gradients, between replicas",
+                moved.all_reduced,
+            ),
+            _text.row("really copied", "what this rank wrote to move all that", moved.copied),
+            str(self.waits),
+        ]
+        return "\n".join(lines)
 
 
 def groups_of(model: nn.Module) -> list[FSDPParamGroup]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from fsdp_c import _text
+
 GB = 10**9
 
 # Per protocol of NCCL: share of the bandwidth, and microseconds of a ring: to begin, per step over
@@ -142,5 +144,6 @@ def hardware_named(name: str | Hardware) -> Hardware:
     if found is None:
         raise ValueError(
             f"unknown hardware {name!r}: use one of {', '.join(HARDWARE)}, here, or a Hardware"
+            f"{_text.did_you_mean(str(name), [*HARDWARE, 'here'])}"
         )
     return found

@@ -164,7 +164,7 @@ def _check_model(model: Any) -> None:
 def _options_of(strategy: Strategy, precision: Any, offload: Any) -> dict[str, Any]:
     options: dict[str, Any] = {"reshard_after_forward": strategy.reshard_after_forward}
     if precision is not None:
-        options["mp_policy"] = _policy_of(precision)
+        options["mp_policy"] = policy_of(precision)
     policy = _offload_of(offload)
     if policy is not None:
         if not strategy.is_sharded and isinstance(policy, CPUOffloadPolicy):
@@ -176,7 +176,8 @@ def _options_of(strategy: Strategy, precision: Any, offload: Any) -> dict[str, A
     return options
 
 
-def _policy_of(precision: Any) -> MixedPrecisionPolicy:
+def policy_of(precision: Any) -> MixedPrecisionPolicy:
+    """What ``precision=`` stands for."""
     if isinstance(precision, MixedPrecisionPolicy):
         return precision
     name = _DTYPES.get(precision, precision) if isinstance(precision, torch.dtype) else precision

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
+
+from fsdp_c import _text
 
 REPLICATE, SHARD = "replicate", "shard"
 
@@ -139,6 +140,5 @@ def strategy_named(name: str | Strategy) -> Strategy:
         return found
     word = getattr(name, "name", str(name))  # of FSDP1's enumeration
     of_fsdp1 = [one.name for one in STRATEGIES.values() if one.fsdp1 == word]
-    close = of_fsdp1[-1:] or difflib.get_close_matches(word.lower(), STRATEGIES, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = _text.did_you_mean(of_fsdp1[-1] if of_fsdp1 else word, STRATEGIES)
     raise ValueError(f"unknown strategy {name!r}: use one of {', '.join(STRATEGIES)}{hint}")
