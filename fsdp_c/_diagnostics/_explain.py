@@ -36,7 +36,12 @@ _WAYS = {"shm": "shared memory", "callback": "messages", "nccl": "NCCL", "": "on
 
 @dataclass(frozen=True)
 class UnitRow:
-    """One unit; all but the numbers are words to read."""
+    """One unit; all but the numbers are words to read.
+
+    Examples:
+        >>> for row in fsdp_c.explain(model).units:
+        ...     print(row.unit, row.params, row.cells)
+    """
 
     unit: str
     params: int  # elements
@@ -57,7 +62,12 @@ class UnitRow:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` returns; `str()` of it is the table."""
+    """What `explain` returns; `str()` of it is the table.
+
+    Examples:
+        >>> found = fsdp_c.explain(model)
+        >>> print(len(found.units), found.choice, found.advice)
+    """
 
     units: tuple[UnitRow, ...]
     choice: _chosen.Choice | None  # None: sharded by hand
@@ -88,6 +98,10 @@ def explain(model: nn.Module) -> Explanation:
 
     Raises:
         ValueError, TypeError: a model without units, or no model.
+
+    Examples:
+        >>> print(fsdp_c.explain(model))
+        >>> slow = [row.unit for row in fsdp_c.explain(model).units if "torch" in row.road]
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"explain expects a module, not {type(model).__name__}: pass the model")

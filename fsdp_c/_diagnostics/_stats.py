@@ -37,7 +37,12 @@ _OF_CORE = {
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """What `stats` counts, in bytes; and this rank's waits."""
+    """What `stats` counts, in bytes; and this rank's waits.
+
+    Examples:
+        >>> held = fsdp_c.stats(model, optimizer)
+        >>> print(held.rank["optimizer"], held.rank_total, held.traffic_total)
+    """
 
     rank: dict[str, int]  # this model's, by the purposes of `MemoryPlan`
     process: dict[str, int] = field(default_factory=dict)  # of the core, for all models
@@ -149,6 +154,11 @@ def stats(
     ``.waits`` says how often and how long this rank waited for others since the first forward, unit
     by unit: for the shards of a forward or backward, for gradients to add up, and at the ends of
     both. With ``reset`` it is counted from here on. Empty where torch's implementation runs.
+
+    Examples:
+        >>> before = fsdp_c.stats(model).traffic_total
+        >>> model(x).sum().backward()
+        >>> print(fsdp_c.stats(model).traffic_total - before)
     """
     groups = groups_of(model)
     params = tensors_of(model)
@@ -184,6 +194,9 @@ def release_buffers(model: nn.Module) -> int:
 
     Raises:
         RuntimeError: in a forward or backward.
+
+    Examples:
+        >>> print(fsdp_c.release_buffers(model), "bytes")
     """
     groups = [group for group in groups_of(model) if group._is_bound]
     for group in groups:

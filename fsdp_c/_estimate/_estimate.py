@@ -65,6 +65,11 @@ def estimate(
 
     Raises:
         ValueError, TypeError: arguments that do not fit each other, a model that cannot be traced.
+
+    Examples:
+        >>> found = fsdp_c.estimate(whole_model, world_size=8, inputs=x, hardware="h100")
+        >>> print(found.fits, found.step_seconds)
+        >>> print(fsdp_c.estimate("gpt", world_size=8, seq=256, optimizer="SGD"))
     """
     setting = _setting.make(
         model,

@@ -30,7 +30,12 @@ _OF_SNAPSHOTS = {"snapshots": "copies by Snapshots, in /dev/shm: parameters and 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by purpose. What ranks of a host share is counted in equal parts, as PSS does."""
+    """Bytes by purpose. What ranks of a host share is counted in equal parts, as PSS does.
+
+    Examples:
+        >>> plan = fsdp_c.memory_plan(model, optimizer=optimizer)
+        >>> print(plan.rank_total, plan.rank_peak, plan.rank["gradients"])
+    """
 
     n_ranks: int
     ranks_per_host: int
@@ -93,6 +98,10 @@ def memory_plan(
     Raises:
         ValueError, TypeError: arguments that do not fit each other, an optimizer that is not known
             or cannot be tried.
+
+    Examples:
+        >>> plan = fsdp_c.memory_plan(whole_model, world_size=64, optimizer="AdamW")
+        >>> print(plan)
     """
     state_size = StateSize(known_optimizer(optimizer))
     groups = _stats.groups_of(model)

@@ -11,7 +11,12 @@ REPLICATE, SHARD = "replicate", "shard"
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to spread a model over ranks. All run on the same units of ``fully_shard``."""
+    """One way to spread a model over ranks. All run on the same units of ``fully_shard``.
+
+    Examples:
+        >>> zero3 = fsdp_c.STRATEGIES["zero3"]
+        >>> print(zero3.summary, zero3.is_sharded, zero3.is_hybrid, zero3.gathers)
+    """
 
     name: str
     summary: str
@@ -45,6 +50,9 @@ class Strategy:
 
         An all-gather and a reduce-scatter bring (n-1)/n of what they are about, an all-reduce
         twice as much.
+
+        Examples:
+            >>> print(fsdp_c.STRATEGIES["hybrid"].volume(n_shards=8, n_replicas=4))
         """
         over_shards = (n_shards - 1) / n_shards
         over_replicas = 2 * (n_replicas - 1) / n_replicas
