@@ -62,7 +62,7 @@ class MemoryStats:
         lines += [_text.row(name, PURPOSES[name], n) for name, n in self.rank.items()]
         lines.append(_text.row("in all", "the sum, without activations", self.rank_total))
         if self.process:
-            lines.append("of it and of other models, what the core itself has in this process")
+            lines.append("held by the core in this process, for all models")
             lines += [_text.row(name, _OF_CORE[name], n) for name, n in self.process.items()]
         moved = self.traffic_total
         lines += [
