@@ -27,7 +27,7 @@ DOCS_READY := $(DOCS_VENV)/.ready
 
 .DEFAULT_GOAL := help
 .PHONY: help build demo check test test-parity test-hosts test-c coverage mutate bench chart docs sanitize lint format \
-    gpu-check clean
+    wheels gpu-check clean
 
 help:  ## list the targets
 	@echo "make TARGET [TORCH=$(TORCH)] [PYTHON=$(PYTHON)]"
@@ -101,6 +101,9 @@ format: $(READY)  ## rewrite all files in the project's style
 	@$(VENV)/bin/ruff check --quiet --fix .
 	@$(VENV)/bin/ruff format .
 	@$(VENV)/bin/clang-format -i $(C_FILES)
+
+wheels:  ## a wheel in dist/ for each Python here and torch, each tried by training; ARGS="--torches 2.13.0"
+	@$(PYTHON) tests/support/wheels.py $(ARGS)
 
 gpu-check:  ## on a machine with a GPU: check and time all that runs there, with PYTHON's torch; ARGS="--only steps"
 	@$(PYTHON) tests/gpu/gpu_check.py $(ARGS)

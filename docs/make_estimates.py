@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
-sys.path.append(str(DOCS.parent))
+sys.path.insert(0, str(DOCS.parent))
 PAGE = DOCS / "estimates.md"
 PICTURE = DOCS / "estimates.svg"
 COMMAND = "$ python -m fsdp_c estimate "
@@ -23,6 +23,7 @@ LINES = [
     ("Llama 70B, hybrid over 64", "llama-70b", "hybrid", "6 3"),
     ("GPT 175B, zero3", "gpt-175b", "zero3", "2 2"),
 ]
+GIB = 1 << 30
 WORLDS = [2**k for k in range(5, 13)]
 COLOURS = ["#1b6ca8", "#c7522a", "#3d7a3d"]
 
@@ -49,7 +50,7 @@ def renewed(text: str) -> str:
 
 
 def curves() -> list[tuple[str, str, list[tuple[int, float, float]]]]:
-    """Name, dashes and (ranks, GB, seconds) of each line."""
+    """Name, dashes and (ranks, GiB, seconds) of each line."""
     from fsdp_c._estimate import estimate
     from fsdp_c._estimate._evaluate import Estimator
     from fsdp_c._estimate._models import CONFIGS, build
@@ -67,7 +68,7 @@ def curves() -> list[tuple[str, str, list[tuple[int, float, float]]]]:
                 world_size=world, strategy=strategy_named(strategy), shards=shards
             )
             one = estimator.evaluate(setting)
-            points.append((world, one.total / 1e9, one.times.step))
+            points.append((world, one.total / GIB, one.times.step))
         found.append((name, dashes, points))
     return found
 
@@ -108,24 +109,25 @@ def panel(
             f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"'
             f' stroke-dasharray="{dashes}"/>'
         )
-    if unit == "GB":
-        y = at_y(80)
+    if unit == "GiB":
+        y = at_y(80e9 / GIB)
         parts.append(
             f'<line x1="{left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#900"/>'
-            f'<text x="{right - 4}" y="{y - 4:.1f}" text-anchor="end" fill="#900">80 GB</text>'
+            f'<text x="{right - 4}" y="{y - 4:.1f}" text-anchor="end" fill="#900">'
+            "74.5 GiB: a card of 80 GB</text>"
         )
     return parts
 
 
 def picture() -> str:
     found = curves()
-    memory = [(name, dashes, [(x, gb) for x, gb, _ in p]) for name, dashes, p in found]
+    memory = [(name, dashes, [(x, gib) for x, gib, _ in p]) for name, dashes, p in found]
     seconds = [(name, dashes, [(x, s) for x, _, s in p]) for name, dashes, p in found]
     parts = [
         '<svg xmlns="http://www.w3.org/2000/svg" width="860" height="340" font-size="11"'
         ' font-family="sans-serif">',
         '<rect width="860" height="340" fill="white"/>',
-        *panel(60, "Memory of a rank", "GB", memory),
+        *panel(60, "Memory of a rank", "GiB", memory),
         *panel(480, "Time of a step", "s", seconds),
     ]
     for i, (colour, (name, dashes, _)) in enumerate(zip(COLOURS, found, strict=True)):

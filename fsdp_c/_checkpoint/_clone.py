@@ -51,6 +51,11 @@ def clone(model: _Model) -> _Model:
 
     Raises:
         ValueError, TypeError: something that cannot be copied; names it. Nothing is changed.
+
+    Examples:
+        >>> ema = fsdp_c.clone(model).requires_grad_(False)
+        >>> update = torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)
+        >>> update(list(ema.parameters()), list(model.parameters()), None)
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"clone expects a module, not {type(model).__name__}: pass the model")

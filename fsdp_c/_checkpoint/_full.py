@@ -25,7 +25,12 @@ _SHOWN = 8  # names in an error
 
 
 class IncompatibleKeys(NamedTuple):
-    """What `load_full` and `load_shards` return: names only the model has, and only the source."""
+    """What `load_full` and `load_shards` return: names only the model has, and only the source.
+
+    Examples:
+        >>> keys = fsdp_c.load_full(model, {}, strict=False)
+        >>> print(keys.missing_keys, keys.unexpected_keys)
+    """
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -74,6 +79,11 @@ def load_full(
     Raises:
         RuntimeError: names, shapes or dtypes that do not fit, all of them in one message.
         ValueError: a file that cannot be read.
+
+    Examples:
+        >>> whole = {name: t.clone() for name, t in fsdp_c.iter_full_params(model)}
+        >>> keys = fsdp_c.load_full(model, whole, strict=False)
+        >>> print(keys.missing_keys)
     """
     tensors = source if isinstance(source, Mapping) else _read(Path(source))
     stored = {name: Stored.of(tensor) for name, tensor in _full_tensors(tensors)}

@@ -36,6 +36,10 @@ def iter_full_params(
 
     Raises:
         ValueError: a parameter is on the meta device or is neither Shard nor Replicate; names it.
+
+    Examples:
+        >>> for name, tensor in fsdp_c.iter_full_params(model, dtype=torch.bfloat16):
+        ...     print(name, tensor.shape)
     """
     entries = [
         (named.names[0], named.tensor)

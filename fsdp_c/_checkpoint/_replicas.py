@@ -37,6 +37,10 @@ def check_replicas(
 
     Raises:
         RuntimeError: without `repair`, on all ranks: the names, and the ranks that differ.
+
+    Examples:
+        >>> repaired = fsdp_c.check_replicas(model, repair=True)
+        >>> print(repaired)
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"check_replicas expects a module, not {type(model).__name__}")

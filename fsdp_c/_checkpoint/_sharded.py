@@ -49,6 +49,9 @@ def save_shards(
     Raises:
         ValueError: something that cannot be saved; names it.
         OSError: the folder cannot be written.
+
+    Examples:
+        >>> fsdp_c.save_shards(model, folder, optimizer=optimizer, extra={"step": 3})
     """
     folder = Path(folder)
     entries = {named.names[0]: named for named in _fqns.tensors_of(model)}
@@ -252,6 +255,11 @@ def load_shards(
         RuntimeError: names, shapes or dtypes that do not fit, all of them in one message.
         ValueError: no complete dump is there, a part of it is damaged, or it has no state for the
             optimizer.
+
+    Examples:
+        >>> fsdp_c.save_shards(model, folder, optimizer=optimizer, extra={"step": 3})
+        >>> keys, extra = fsdp_c.load_shards(model, folder, optimizer=optimizer)
+        >>> print(extra["step"])
     """
     folder = Path(folder)
     manifest = _read_manifest(folder)

@@ -32,6 +32,12 @@ class Communicator:
             nothing has been sent then, so the other ranks wait.
         RuntimeError: ranks disagree, or a rank is gone.
         TimeoutError: a rank did not come within the group's timeout.
+
+    Examples:
+        >>> with fsdp_c.Communicator() as comm:
+        ...     whole = torch.empty(4 * world)
+        ...     comm.all_gather(whole, torch.full((4,), float(rank)))
+        ...     print(comm.transport, whole)
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -44,7 +50,13 @@ class Communicator:
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
         """`output` holds the inputs of all ranks one after another: n_ranks times the elements of
-        `input`, same dtype. `input` may be this rank's part of `output`."""
+        `input`, same dtype. `input` may be this rank's part of `output`.
+
+        Examples:
+            >>> comm = fsdp_c.Communicator()
+            >>> whole = torch.empty(2 * world)
+            >>> comm.all_gather(whole, torch.ones(2))
+        """
         self._collect("all_gather", output, input)
 
     def reduce_scatter(
@@ -54,15 +66,30 @@ class Communicator:
 
         `input` has n_ranks times the elements of `output`, same dtype: floating or integer (those
         with divisor 1). `output` may be this rank's part of `input`.
+
+        Examples:
+            >>> comm = fsdp_c.Communicator()
+            >>> part = torch.empty(2)
+            >>> comm.reduce_scatter(part, torch.ones(2 * world), divisor=world)
         """
         self._collect("reduce_scatter", output, input, divisor)
 
     def all_reduce(self, tensor: torch.Tensor, divisor: float = 1.0) -> None:
-        """`tensor` = sum of all ranks' `tensor` / `divisor`, in place; the same bits everywhere."""
+        """`tensor` = sum of all ranks' `tensor` / `divisor`, in place; the same bits everywhere.
+
+        Examples:
+            >>> loss = torch.tensor([float(rank)])
+            >>> fsdp_c.Communicator().all_reduce(loss, divisor=world)
+        """
         self._collect("all_reduce", tensor, None, divisor)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        """`tensor` of every rank becomes that of rank `src` of the group."""
+        """`tensor` of every rank becomes that of rank `src` of the group.
+
+        Examples:
+            >>> seed = torch.randint(1000, (1,))
+            >>> fsdp_c.Communicator().broadcast(seed, src=0)
+        """
         self._collect("broadcast", tensor, None, src=src)
 
     def all_to_all(
@@ -72,6 +99,11 @@ class Communicator:
 
         `input` holds what this rank sends, to rank 0, 1, ..., one after another; `output` gets what
         it receives from rank 0, 1, ... Same dtype; they may not overlap.
+
+        Examples:
+            >>> counts = [[2] * world for _ in range(world)]
+            >>> received = torch.empty(2 * world)
+            >>> fsdp_c.Communicator().all_to_all(received, torch.ones(2 * world), counts)
         """
         self._open().all_to_all(output=output, input=input, counts=_flat(counts))
 
@@ -86,19 +118,37 @@ class Communicator:
 
         The elements of ``sent[r]``, in the order of the list and of each tensor's indices, become
         those of ``received[this rank]`` on rank r. `counts` is in elements of `itemsize` bytes.
+
+        Examples:
+            >>> counts = [[2] * world for _ in range(world)]
+            >>> received, sent = ([[torch.ones(2)] for _ in range(world)] for _ in range(2))
+            >>> fsdp_c.Communicator().exchange(received, sent, counts, itemsize=4)
         """
         self._open().exchange(received=received, sent=sent, counts=_flat(counts), itemsize=itemsize)
 
     def all_agree(self, is_true: bool) -> bool:
-        """Whether it is true on all ranks."""
+        """Whether it is true on all ranks.
+
+        Examples:
+            >>> is_last = fsdp_c.Communicator().all_agree(bool(x.isfinite().all()))
+        """
         return self._open().all_agree(is_true)
 
     def barrier(self) -> None:
-        """Returns when all ranks have called it."""
+        """Returns when all ranks have called it.
+
+        Examples:
+            >>> fsdp_c.Communicator().barrier()
+        """
         self._open().barrier()
 
     def close(self) -> None:
-        """Gives back the memory of this rank; local. Calling it again is fine."""
+        """Gives back the memory of this rank; local. Calling it again is fine.
+
+        Examples:
+            >>> comm = fsdp_c.Communicator()
+            >>> comm.close()
+        """
         self._comm = None
 
     def _collect(

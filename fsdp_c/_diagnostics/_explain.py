@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp_c import _text
 from fsdp_c._comm import _device, _hosts, _transport
 from fsdp_c._compat import _versions
-from fsdp_c._diagnostics import _stats
-from fsdp_c._fully_shard import _fallback_reason, _fqns
+from fsdp_c._fully_shard import _fallback_reason, _fqns, _unmanaged_params
 from fsdp_c._fully_shard._fsdp_param import FSDPParam
 from fsdp_c.strategy import _advice, _chosen
 from fsdp_c.strategy._units import can_be_split
@@ -21,7 +21,7 @@ from fsdp_c.strategy._units import can_be_split
 _HEAD = (
     "unit",
     "params",
-    "MiB",
+    "size",
     "of it here",
     "placements",
     "reshard",
@@ -30,12 +30,18 @@ _HEAD = (
     "road",
     "state",
 )
+_WHOLE = "frozen and held by no FSDP unit: each rank keeps them whole"
 _WAYS = {"shm": "shared memory", "callback": "messages", "nccl": "NCCL", "": "one rank"}
 
 
 @dataclass(frozen=True)
 class UnitRow:
-    """One unit; all but the numbers are words to read."""
+    """One unit; all but the numbers are words to read.
+
+    Examples:
+        >>> for row in fsdp_c.explain(model).units:
+        ...     print(row.unit, row.params, row.cells)
+    """
 
     unit: str
     params: int  # elements
@@ -51,12 +57,17 @@ class UnitRow:
     @property
     def cells(self) -> tuple[str, ...]:
         unit, params, full, local, *words = astuple(self)
-        return (unit, f"{params:,}", _mib(full), _mib(local), *words)
+        return (unit, f"{params:,}", _text.bytes_text(full), _text.bytes_text(local), *words)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` returns; `str()` of it is the table."""
+    """What `explain` returns; `str()` of it is the table.
+
+    Examples:
+        >>> found = fsdp_c.explain(model)
+        >>> print(len(found.units), found.choice, found.advice)
+    """
 
     units: tuple[UnitRow, ...]
     choice: _chosen.Choice | None  # None: sharded by hand
@@ -83,10 +94,14 @@ def explain(model: nn.Module) -> Explanation:
     """How each unit of a sharded model runs and why; print it. Local, at any time.
 
     Warns of one huge unit, of thousands of tiny ones, of units that no forward has used, of a mesh
-    with replicas and shards the wrong way round.
+    with replicas and shards the wrong way round, and of parameters that no unit holds.
 
     Raises:
         ValueError, TypeError: a model without units, or no model.
+
+    Examples:
+        >>> print(fsdp_c.explain(model))
+        >>> slow = [row.unit for row in fsdp_c.explain(model).units if "torch" in row.road]
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"explain expects a module, not {type(model).__name__}: pass the model")
@@ -106,6 +121,7 @@ def explain(model: nn.Module) -> Explanation:
     for mesh in meshes.values():
         advice += _advice.on_mesh(mesh)
     advice += _on_unused(found)
+    advice += _on_unheld(model, found)
     return Explanation(rows, _chosen.choice_of(model), tuple(advice))
 
 
@@ -236,6 +252,29 @@ def _gathered(group: Any) -> str:
     return "gathered in place" + ", slices copied out" * has_slices
 
 
+def _on_unheld(model: nn.Module, found: Sequence[tuple[str, Any, Any]]) -> list[str]:
+    """Parameters that no unit holds, trained ones and frozen ones; ignored ones cost as much."""
+    if all(group.mesh_info.mesh.size() == 1 for _, _, group in found):
+        return []
+    held = _unmanaged_params.managed()
+    for fsdp_param in (p for _, _, group in found for p in group.fsdp_params):
+        held |= {id(fsdp_param.sharded_param), id(fsdp_param.__dict__.get("_unsharded_param"))}
+    rest = [(_fqns.clean(n), p) for n, p in model.named_parameters() if id(p) not in held]
+    cure = (
+        "take them out of ignored_params, or add them before fully_shard"
+        if isinstance(model, FSDPModule)
+        else f"call fully_shard on the whole {type(model).__name__} too, after its blocks"
+    )
+    advice = []
+    for is_trained, cost in ((True, _unmanaged_params.DRIFT), (False, _WHOLE)):
+        params = {name: p for name, p in rest if p.requires_grad is is_trained}
+        if params:
+            size = _text.bytes_text(sum(p.numel() * p.itemsize for p in params.values()))
+            names = _unmanaged_params.listed(list(params))
+            advice.append(f"{names} ({size} on each rank): {cost}. Unless that is meant, {cure}")
+    return advice
+
+
 def _on_unused(found: Iterable[tuple[str, Any, Any]]) -> list[str]:
     """Units that no forward has used though the model has run."""
     bound = [(name, group) for name, _, group in found if getattr(group, "_is_bound", False)]
@@ -248,7 +287,3 @@ def _on_unused(found: Iterable[tuple[str, Any, Any]]) -> list[str]:
         " meant, freeze or ignore it; if not, its module is called by another way than forward"
         " (register_fsdp_forward_method)"
     ]
-
-
-def _mib(n_bytes: int) -> str:
-    return f"{n_bytes / _stats.MIB:.2f}"

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_c import _text
 from fsdp_c._diagnostics import _traffic, _waits
 from fsdp_c._fully_shard import _fqns, _fsdp_init
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._native import _C
 
-MIB = 1 << 20
-
+# The legend of `stats`, `memory_plan` and `estimate`.
 PURPOSES = {
     "parameters": "shards, and parameters and buffers that are not sharded",
     "gradients": "of the shards",
@@ -26,11 +26,23 @@ PURPOSES = {
     "reduce slots": "outgoing gradients, and sums of shards that replicas add up",
     "control": "clocks and headers of the ranks",
 }
+_OF_CORE = {
+    "objects": "units, plans and tables",
+    "slots": "gather slots",
+    "gradients": "of shards",
+    "messages": "parts and packs of collectives, where ranks share no memory",
+    "shared": "mappings that ranks of a host share, whole",
+}
 
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """What `stats` counts, in bytes; and this rank's waits."""
+    """What `stats` counts, in bytes; and this rank's waits.
+
+    Examples:
+        >>> held = fsdp_c.stats(model, optimizer)
+        >>> print(held.rank["optimizer"], held.rank_total, held.traffic_total)
+    """
 
     rank: dict[str, int]  # this model's, by the purposes of `MemoryPlan`
     process: dict[str, int] = field(default_factory=dict)  # of the core, for all models
@@ -46,21 +58,26 @@ class MemoryStats:
         return _traffic.total(self.traffic)
 
     def __str__(self) -> str:
+        lines = ["held by this rank now"]
+        lines += [_text.row(name, PURPOSES[name], n) for name, n in self.rank.items()]
+        lines.append(_text.row("in all", "the sum, without activations", self.rank_total))
+        if self.process:
+            lines.append("held by the core in this process, for all models")
+            lines += [_text.row(name, _OF_CORE[name], n) for name, n in self.process.items()]
         moved = self.traffic_total
-        rows = {
-            f"{moved.gathers} all-gathers": moved.gathered,
-            f"{moved.reductions} reduce-scatters": moved.reduced,
-            f"{moved.all_reductions} all-reduces": moved.all_reduced,
-            "really copied": moved.copied,
-        }
-        return "\n".join(
-            [
-                *(f"{name:14}{n / MIB:12.2f} MiB" for name, n in self.rank.items()),
-                *(f"core, {name:8}{n / MIB:12.2f} MiB" for name, n in self.process.items()),
-                *(f"{name:22}{n / MIB:12.2f} MiB moved" for name, n in rows.items()),
-                str(self.waits),
-            ]
-        )
+        lines += [
+            "moved since the units were made",
+            _text.row(f"{moved.gathers} all-gathers", "of the peers' shards", moved.gathered),
+            _text.row(f"{moved.reductions} reduce-scatters", "of gradients", moved.reduced),
+            _text.row(
+                f"{moved.all_reductions} all-reduces",
+                "of gradients, between replicas",
+                moved.all_reduced,
+            ),
+            _text.row("really copied", "what this rank wrote to move all that", moved.copied),
+            str(self.waits),
+        ]
+        return "\n".join(lines)
 
 
 def groups_of(model: nn.Module) -> list[FSDPParamGroup]:
@@ -137,6 +154,11 @@ def stats(
     ``.waits`` says how often and how long this rank waited for others since the first forward, unit
     by unit: for the shards of a forward or backward, for gradients to add up, and at the ends of
     both. With ``reset`` it is counted from here on. Empty where torch's implementation runs.
+
+    Examples:
+        >>> before = fsdp_c.stats(model).traffic_total
+        >>> model(x).sum().backward()
+        >>> print(fsdp_c.stats(model).traffic_total - before)
     """
     groups = groups_of(model)
     params = tensors_of(model)
@@ -172,6 +194,9 @@ def release_buffers(model: nn.Module) -> int:
 
     Raises:
         RuntimeError: in a forward or backward.
+
+    Examples:
+        >>> print(fsdp_c.release_buffers(model), "bytes")
     """
     groups = [group for group in groups_of(model) if group._is_bound]
     for group in groups:

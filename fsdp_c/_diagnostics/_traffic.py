@@ -17,6 +17,10 @@ class Traffic:
     all-gather in the dtype of forward, a chunk per peer of a reduce-scatter and twice (n-1)/n of
     what n replicas all-reduce in the dtype of the reduction, without padding. ``copied`` is what
     this rank really wrote to move them: over shared memory an all-gather without a cast is free.
+
+    Examples:
+        >>> for moved in fsdp_c.stats(model).traffic:
+        ...     print(moved.unit, moved.gathers, moved.payload, moved.copied)
     """
 
     unit: str

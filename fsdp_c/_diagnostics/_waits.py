@@ -14,7 +14,12 @@ _ENDS = ("end of forward", "end of backward")
 
 @dataclass(frozen=True)
 class Wait:
-    """All waits of one kind that one unit had."""
+    """All waits of one kind that one unit had.
+
+    Examples:
+        >>> for wait in fsdp_c.stats(model).waits.waits:
+        ...     print(wait.unit, wait.kind, wait.seconds, wait.longest_rank)
+    """
 
     unit: str  # empty: an end of forward or backward, which belongs to no unit
     kind: str
@@ -29,6 +34,10 @@ class WaitStats:
     """Waits of this rank since set-up, or since the last reset; the longest sum first.
 
     Who is there in time costs no wait: a row that is missing means that nothing was exposed.
+
+    Examples:
+        >>> waits = fsdp_c.stats(model, reset=True).waits
+        >>> print(waits.seconds, waits.seconds_per_step, waits.by_rank)
     """
 
     waits: tuple[Wait, ...] = ()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from fsdp_c import _text
 from fsdp_c._estimate._evaluate import Estimator
-from fsdp_c._estimate._hardware import GB
 from fsdp_c._estimate._result import Estimate
 from fsdp_c._estimate._setting import Setting
 from fsdp_c._estimate._table import seconds_text
@@ -39,8 +39,8 @@ def change_that_fits(setting: Setting, estimator: Estimator) -> str:
 
 def _said(words: list[str], found: Estimate) -> str:
     seconds = seconds_text(found.times.step)
-    host = f" and {found.host_memory / GB:,.1f} GB on the host" if found.host_memory else ""
-    return f"{' + '.join(words)}: {found.total / GB:,.1f} GB{host}, {seconds} s per step"
+    host = f" and {_text.bytes_text(found.host_memory)} on the host" if found.host_memory else ""
+    return f"{' + '.join(words)}: {_text.bytes_text(found.total)}{host}, {seconds} s per step"
 
 
 def _checkpointing(setting: Setting) -> Variations:

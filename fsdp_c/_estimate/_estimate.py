@@ -18,7 +18,7 @@ from fsdp_c.strategy import Strategy
 
 
 def estimate(
-    model: nn.Module,
+    model: nn.Module | str,
     *,
     world_size: int,
     strategy: str | Strategy = "zero3",
@@ -43,6 +43,9 @@ def estimate(
     tensors, of repeated blocks four. ``print`` the result.
 
     Args:
+        model: one that is not sharded; or a name: "gpt", "gpt-175b", "gpt-1t", "llama-7b" (of Llama
+            2), "llama-8b", "llama-70b", "llama-405b" (of Llama 3), with the published sizes and a
+            batch of one sequence as long as they were trained with.
         strategy, units, checkpoint: as of ``shard``.
         hardware: a name ("h100", "h200", "a100", "rtx4090"), "here" (CPU ranks of this host, whose
             rates are measured first), or a ``Hardware``.
@@ -51,7 +54,8 @@ def estimate(
         loss: of what forward returns; default: cross-entropy (seq), or a mean of squares.
         precision: "fp32", "bf16" or "fp16" (parameters as they are, computation in that dtype),
             "bf16-true" (parameters, gradients and optimizer too), or a policy of ``fully_shard``.
-        optimizer: a class, a partial, one that was made, or None. Tried on a small parameter.
+        optimizer: a class, a partial, its name in ``torch.optim``, one that was made, or None. It
+            is tried on a small parameter.
         offload: shards, their gradients and the optimizer live in the host's memory.
         micro_batches: forwards and backwards per optimizer step.
         shards: ranks of a shard group of hybrid strategies; default: those of a host.
@@ -61,6 +65,11 @@ def estimate(
 
     Raises:
         ValueError, TypeError: arguments that do not fit each other, a model that cannot be traced.
+
+    Examples:
+        >>> found = fsdp_c.estimate(whole_model, world_size=8, inputs=x, hardware="h100")
+        >>> print(found.fits, found.step_seconds)
+        >>> print(fsdp_c.estimate("gpt", world_size=8, seq=256, optimizer="SGD"))
     """
     setting = _setting.make(
         model,

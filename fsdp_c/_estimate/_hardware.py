@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from fsdp_c import _text
+
 GB = 10**9
 
 # Per protocol of NCCL: share of the bandwidth, and microseconds of a ring: to begin, per step over
@@ -22,7 +24,13 @@ NCCL_RING = {
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of device and the hosts and network that it sits in. Seconds, bytes, per second."""
+    """One kind of device and the hosts and network that it sits in. Seconds, bytes, per second.
+
+    Examples:
+        >>> card = fsdp_c.estimate(whole_model, world_size=1, inputs=x).setting.hardware
+        >>> larger = dataclasses.replace(card, name="larger", memory=2 * card.memory)
+        >>> print(fsdp_c.estimate(whole_model, world_size=8, inputs=x, hardware=larger).fits)
+    """
 
     name: str
     engine: str  # "nccl": private copies of units, streams; "core": ranks of a host share memory
@@ -41,11 +49,21 @@ class Hardware:
     sources: tuple[str, ...] = field(default=(), compare=False)
 
     def flops_of(self, dtype: str) -> float:
-        """Reached in that dtype, or in float32 if the device knows no better."""
+        """Reached in that dtype, or in float32 if the device knows no better.
+
+        Examples:
+            >>> card = fsdp_c.estimate(whole_model, world_size=1, inputs=x).setting.hardware
+            >>> print(card.flops_of("bfloat16"))
+        """
         return self.flops.get(dtype, self.flops["float32"]) * self.efficiency
 
     def slowed(self, factor: float) -> Hardware:
-        """The same where work takes so many times as long; links are as they are."""
+        """The same where work takes so many times as long; links are as they are.
+
+        Examples:
+            >>> card = fsdp_c.estimate(whole_model, world_size=1, inputs=x).setting.hardware
+            >>> half = fsdp_c.estimate(whole_model, world_size=1, inputs=x, hardware=card.slowed(2))
+        """
         return replace(
             self,
             efficiency=self.efficiency / factor,
@@ -142,5 +160,6 @@ def hardware_named(name: str | Hardware) -> Hardware:
     if found is None:
         raise ValueError(
             f"unknown hardware {name!r}: use one of {', '.join(HARDWARE)}, here, or a Hardware"
+            f"{_text.did_you_mean(str(name), [*HARDWARE, 'here'])}"
         )
     return found

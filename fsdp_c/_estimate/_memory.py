@@ -13,6 +13,7 @@ from fsdp_c._estimate._segments import Rules, Segment, Trace
 from fsdp_c._estimate._volume import Unit
 from fsdp_c._fully_shard._param_spec import UnitSpec
 from fsdp_c._memory import _memory_plan
+from fsdp_c._memory._optimizer_state import StateSize
 from fsdp_c._native import _C
 from fsdp_c.strategy import Strategy
 from fsdp_c.strategy._strategies import REPLICATE
@@ -61,7 +62,7 @@ def memory_of(
     trace: Trace,
     offload: bool,
 ) -> Memory:
-    state_size = _memory_plan._StateSize(optimizer)
+    state_size = StateSize(optimizer)
     outside = _memory_plan._outside(model, ())
     state = sum(state_size(row, n_shards) for unit in units for row in unit.rows)
     if engine == "core":
@@ -94,8 +95,7 @@ def memory_of(
     held["reduce slots"] = largest if n_shards * n_replicas > 1 else 0
     slots, live = _worst_moment(trace.segments, units, strategy, n_shards)
     device = {**held, "gather slots": slots, **_of_trace(trace, live)}
-    notes = (*((state_size.note,) if state_size.note else ()), *_on_unreached(trace))
-    return Memory(_ordered(device), host, state, notes)
+    return Memory(_ordered(device), host, state, _on_unreached(trace))
 
 
 def _never_made(units: Sequence[Unit], n_shards: int, n_replicas: int) -> int:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fsdp_c import _text
+
 
 @dataclass(frozen=True)
 class Config:
@@ -25,18 +27,30 @@ class Config:
         return replace(self, **{name: n for name, n in given.items() if n is not None})
 
 
-_LLAMA = "Llama 3 herd of models (Meta, 2024), table 3; Llama 2 paper (2023) for the first version"
+_LLAMA = "Llama 3 herd of models (Meta, 2024), table 3"
 CONFIGS = {
     "gpt": Config("gpt", 12, 768, 12, 50257, 1024, source="GPT-2 small (Radford et al., 2019)"),
     "gpt-175b": Config(
         "gpt", 96, 12288, 96, 50257, 2048, source="GPT-3 (Brown et al., 2020), table 2.1"
     ),
     "gpt-1t": Config("gpt", 128, 25600, 160, 51200, 2048, source="Narayanan et al., 2021, table 1"),
+    "llama-7b": Config(
+        *("llama", 32, 4096, 32, 32000, 4096, 0, 11008),
+        source="Llama 2 (Touvron et al., 2023); mlp: 2/3 of 4 x hidden, to a multiple of 256",
+    ),
     "llama": Config("llama", 32, 4096, 32, 128256, 8192, 8, 14336, source=_LLAMA),
     "llama-8b": Config("llama", 32, 4096, 32, 128256, 8192, 8, 14336, source=_LLAMA),
     "llama-70b": Config("llama", 80, 8192, 64, 128256, 8192, 8, 28672, source=_LLAMA),
     "llama-405b": Config("llama", 126, 16384, 128, 128256, 8192, 8, 53248, source=_LLAMA),
 }
+
+
+def config_named(name: str) -> Config:
+    """ValueError with the names there are, and the closest one."""
+    if name not in CONFIGS:
+        hint = _text.did_you_mean(name, CONFIGS)
+        raise ValueError(f"there is no model {name!r}: use one of {', '.join(CONFIGS)}{hint}")
+    return CONFIGS[name]
 
 
 def build(config: Config) -> nn.Module:

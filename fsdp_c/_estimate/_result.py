@@ -12,7 +12,12 @@ from fsdp_c._estimate._volume import Traffic
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one rank; bytes and seconds. ``print`` shows it as a table."""
+    """Of one rank; bytes and seconds. ``print`` shows it as a table.
+
+    Examples:
+        >>> found = fsdp_c.estimate(whole_model, world_size=8, inputs=x)
+        >>> print(found.total, found.fits, found.step_seconds, found.memory["activations"])
+    """
 
     setting: Setting
     n_parameters: int

@@ -10,8 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from fsdp_c import _text
 from fsdp_c._estimate import _measure
 from fsdp_c._estimate._hardware import Hardware, hardware_named
+from fsdp_c._estimate._models import build, config_named
+from fsdp_c._memory._optimizer_state import known_optimizer
 from fsdp_c.strategy import Strategy, _checkpoint, strategy_named
 
 _FLOAT32 = torch.float32
@@ -96,7 +99,7 @@ class Setting:
 
 
 def make(
-    model: nn.Module,
+    model: nn.Module | str,
     *,
     world_size: int,
     strategy: Any,
@@ -109,8 +112,13 @@ def make(
     **rest: Any,
 ) -> Setting:
     """Raises ValueError or TypeError with the cure, before anything is traced."""
+    if isinstance(model, str):
+        config = config_named(model)
+        seq = config.sequence if seq is None and inputs is None else seq
+        model = build(config.replaced(sequence=seq))
     if not isinstance(model, nn.Module):
         raise TypeError(f"estimate expects a module, not {type(model).__name__}")
+    rest["optimizer"] = known_optimizer(rest["optimizer"])
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(
             "estimate: the model is sharded; pass it as it was built, on the meta device if it is"
@@ -149,13 +157,6 @@ def make(
             f"estimate: no parameter of {type(model).__name__} requires a gradient, so that there"
             " is no step of training: call requires_grad_() on what is to learn"
         )
-    if not (rest["optimizer"] is None or callable(rest["optimizer"])) and not isinstance(
-        rest["optimizer"], torch.optim.Optimizer
-    ):
-        raise TypeError(
-            f"estimate: optimizer={rest['optimizer']!r}: pass a class such as torch.optim.AdamW, a"
-            " partial of one, an optimizer or None"
-        )
     return setting
 
 
@@ -166,7 +167,7 @@ def check(setting: Setting) -> None:
     ):
         raise ValueError(
             f"precision={setting.precision!r}: use one of {', '.join(_POLICIES)} or a"
-            " MixedPrecisionPolicy"
+            f" MixedPrecisionPolicy{_text.did_you_mean(str(setting.precision), _POLICIES)}"
         )
     for name in ("world_size", "micro_batches", "shards", "ranks_per_host"):
         value = getattr(setting, name)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from fsdp_c._estimate._hardware import GB
+from fsdp_c import _text
 from fsdp_c._estimate._memory import PURPOSES
 from fsdp_c._estimate._volume import dtype_name
 
@@ -17,17 +18,16 @@ _NOT_COUNTED = {
 
 
 def text_of(estimate: Any) -> str:
-    lines = [_head(estimate), "", "memory of a rank at the worst moment, GB"]
+    lines = [_head(estimate), "", "memory of a rank at the worst moment"]
     for name, n_bytes in estimate.memory.items():
         if n_bytes:
-            lines.append(f"  {name:14}{n_bytes / GB:12.3f}  {PURPOSES[name]}")
+            lines.append(_text.row(name, PURPOSES[name], n_bytes))
     verdict = "fits" if estimate.fits else "does NOT fit"
-    lines.append(
-        f"  {'in all':14}{estimate.total / GB:12.3f}  of {estimate.limit / GB:.1f}: {verdict}"
-    )
+    limit = _text.bytes_text(estimate.limit)
+    lines.append(_text.row("in all", f"of {limit}: {verdict}", estimate.total))
     lines.append(f"  not in it: {_NOT_COUNTED[estimate.setting.hardware.engine]}")
     if estimate.host_memory:
-        lines.append(f"  {'on the host':14}{estimate.host_memory / GB:12.3f}  offloaded")
+        lines.append(_text.row("on the host", "offloaded", estimate.host_memory))
     if not estimate.fits:
         lines += ["", "cheapest change that makes it fit"]
         lines.append(f"  {estimate.advice or 'none was found'}")
@@ -46,7 +46,7 @@ def _head(estimate: Any) -> str:
         setting.strategy.name
         + (f" ({setting.n_replicas} x {setting.n_shards})" if setting.strategy.is_hybrid else ""),
         precision,
-        "x".join(map(str, _input_shape(setting))) + " per rank",
+        ", ".join("x".join(map(str, shape)) for shape in _input_shapes(setting)) + " per rank",
     ]
     if setting.micro_batches > 1:
         words.append(f"{setting.micro_batches} micro-batches")
@@ -57,14 +57,14 @@ def _head(estimate: Any) -> str:
     return "; ".join(words)
 
 
-def _input_shape(setting: Any) -> tuple[int, ...]:
-    return next(tuple(t.shape) for t in setting.inputs if hasattr(t, "shape"))
+def _input_shapes(setting: Any) -> list[tuple[int, ...]]:
+    return [tuple(t.shape) for t in setting.inputs if hasattr(t, "shape")]
 
 
 def _traffic(estimate: Any) -> list[str]:
     lines = ["collectives of a rank per step"]
     for one in estimate.traffic:
-        lines.append(f"  {one.kind:14}{one.count:12,}  {one.received / GB:,.3f} GB received")
+        lines.append(_text.row(one.kind, f"received by {one.count:,} of them", one.received))
     return lines if estimate.traffic else [*lines, "  none"]
 
 
@@ -77,11 +77,10 @@ def _times(estimate: Any) -> list[str]:
         ("exposed", times.exposed, f"of {seconds_text(times.communication)} communication"),
         ("in all", times.step, _speed(estimate)),
     ):
-        lines.append(f"  {name:14}{seconds_text(seconds):>12}  {what}".rstrip())
-    if len(_input_shape(setting)) == 2:
-        tokens = setting.world_size * setting.micro_batches
-        for size in _input_shape(setting):
-            tokens *= size
+        lines.append(f"  {name:18}{seconds_text(seconds):>14}  {what}".rstrip())
+    shapes = _input_shapes(setting)
+    if len(shapes[0]) == 2:
+        tokens = setting.world_size * setting.micro_batches * math.prod(shapes[0])
         lines.append(f"  {tokens:,} inputs per step, {tokens / times.step:,.0f} per s")
     return lines
 

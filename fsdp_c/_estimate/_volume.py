@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_c._estimate._segments import Trace
 from fsdp_c._fully_shard._param_spec import ParamSpec
 from fsdp_c._memory import _memory_plan
+from fsdp_c._memory._optimizer_state import shard_numel
 from fsdp_c.strategy import Strategy
 
 Rows = list[ParamSpec]
@@ -98,7 +99,7 @@ def _stored_in(dtype: torch.dtype, rows: Rows) -> Rows:
 
 
 def _unit(name: str, rows: Rows, n_shards: int, is_root: bool) -> Unit:
-    numels = [_memory_plan._shard_numel(row, n_shards) for row in rows]
+    numels = [shard_numel(row, n_shards) for row in rows]
     trained = [(n, row) for n, row in zip(numels, rows, strict=True) if row.trainable]
     return Unit(
         name,

@@ -96,6 +96,12 @@ def fully_shard(
     Raises:
         ValueError, TypeError, AssertionError, NotImplementedError: as torch's, and before
             anything is changed.
+
+    Examples:
+        >>> from fsdp_c import fully_shard
+        >>> for block in model.blocks:
+        ...     block = fully_shard(block)
+        >>> model = fully_shard(model)
     """
     torch._C._log_api_usage_once("torch.distributed.fsdp.fully_shard")
     _fsdp_init.check_arguments(module, mesh, mp_policy, offload_policy)

@@ -18,7 +18,12 @@ from fsdp_c._version import __version__
 
 @dataclass(frozen=True)
 class TreeStatus:
-    """One model: a root and all units below it."""
+    """One model: a root and all units below it.
+
+    Examples:
+        >>> on_torch = [tree for tree in fsdp_c.status().trees if tree.runs_on == "torch"]
+        >>> print([(tree.root, tree.reason) for tree in on_torch])
+    """
 
     root: str  # class of the root module
     n_units: int
@@ -46,7 +51,12 @@ class TreeStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """What `fsdp_c.status()` returns; `str()` of it is one line per model."""
+    """What `fsdp_c.status()` returns; `str()` of it is one line per model.
+
+    Examples:
+        >>> found = fsdp_c.status()
+        >>> print(found.version, found.kernels, len(found.trees))
+    """
 
     torch: str  # version
     kernels: str  # instruction set
@@ -67,7 +77,11 @@ _printed: set[str] = set()
 
 
 def status() -> Status:
-    """Which implementation runs each model that has run forward, why, and over which transport."""
+    """Which implementation runs each model that has run forward, why, and over which transport.
+
+    Examples:
+        >>> print(fsdp_c.status())
+    """
     trees = tuple(_describe(root, reason) for root, reason in list(_roots.items()))
     return Status(torch.__version__, _C.kernels(), trees, _nccl.describe())
 

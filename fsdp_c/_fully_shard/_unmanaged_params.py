@@ -25,7 +25,7 @@ _states: weakref.WeakSet[Any] = weakref.WeakSet()  # of all calls of fully_shard
 # Parameters that nothing is said about: ignored on purpose, or named before.
 _not_reported: Any = WeakIdKeyDictionary()
 
-_DRIFT = "held by no FSDP unit: each rank trains a copy of its own, and the copies drift apart"
+DRIFT = "held by no FSDP unit: each rank trains a copy of its own, and the copies drift apart"
 _ON_PURPOSE = (
     "Where that is meant, or you average them yourself, put them into ignored_params of a"
     " fully_shard call"
@@ -53,12 +53,12 @@ def _look(optimizer: optim.Optimizer) -> None:
     alone = [param for param in params if _may_be_alone(param)]
     if not alone or all(_n_ranks(state) == 1 for state in list(_states)):
         return
-    managed = _managed()
-    alone = [param for param in alone if id(param) not in managed]
+    held = managed()
+    alone = [param for param in alone if id(param) not in held]
     if alone:
         _warn_of_those_in_models(alone)
     alone = [param for param in alone if param not in _not_reported and param.grad is not None]
-    if alone and any(id(param) in managed for param in params):
+    if alone and any(id(param) in held for param in params):
         _warn_of_others(alone, optimizer)
     _not_reported.update(dict.fromkeys(alone, True))
 
@@ -78,7 +78,7 @@ def _n_ranks(state: Any) -> int:
     return max((g.mesh_info.mesh.size() for g in state._fsdp_param_groups), default=1)
 
 
-def _managed() -> set[int]:
+def managed() -> set[int]:
     """Ids of what units hold, sharded and not."""
     managed = set()
     for group in (group for state in list(_states) for group in state._fsdp_param_groups):
@@ -106,12 +106,12 @@ def _warn_of_those_in_models(alone: Sequence[Tensor]) -> None:
         name = _class_of(top)
         if outer:
             _fsdp_module.warn_user(
-                f"{_listed(outer)} of {name} {_are(outer)} {_DRIFT}. Call fully_shard on the whole"
+                f"{listed(outer)} of {name} {_are(outer)} {DRIFT}. Call fully_shard on the whole"
                 f" {name} too, after its blocks and before the optimizer is built. {_ON_PURPOSE}"
             )
         if added:
             _fsdp_module.warn_user(
-                f"{_listed(added)} of {name} {_are(added)} {_DRIFT}. Add parameters before"
+                f"{listed(added)} of {name} {_are(added)} {DRIFT}. Add parameters before"
                 " fully_shard, or call it on the module that was added before the optimizer gets"
                 f" its parameters. {_ON_PURPOSE}"
             )
@@ -187,7 +187,7 @@ def _warn_of_others(alone: Sequence[Tensor], optimizer: optim.Optimizer) -> None
 # ---- text ----
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     rest = len(names) - _SHOWN
     shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
     return f"parameter{'s' * (len(names) > 1)} {shown}{f' and {rest} more' if rest > 0 else ''}"

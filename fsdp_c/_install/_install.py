@@ -34,6 +34,12 @@ def install(*, fsdp1: bool = False) -> None:
     Args:
         fsdp1: the same for torch's ``FullyShardedDataParallel``: also the class itself, however it
             is held, makes fsdp_c's objects, which are instances of it.
+
+    Examples:
+        >>> fsdp_c.install()
+        >>> from torch.distributed.fsdp import fully_shard  # fsdp_c's
+        >>> model = fully_shard(model)
+        >>> fsdp_c.uninstall()
     """
     global _is_installed, _has_fsdp1
     if fsdp1 and not _has_fsdp1:
@@ -55,6 +61,10 @@ def uninstall() -> None:
     """Takes `install` back; models that are sharded already stay with fsdp_c.
 
     A module outside of torch that imported the name in between keeps fsdp_c's function.
+
+    Examples:
+        >>> fsdp_c.install()
+        >>> fsdp_c.uninstall()
     """
     global _is_installed, _has_fsdp1
     if not _is_installed:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import mmap
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,22 +14,28 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
-from fsdp_c import _env
+from fsdp_c import _env, _text
 from fsdp_c._compat import _versions
 from fsdp_c._diagnostics import _stats
 from fsdp_c._fully_shard import _fqns
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._fully_shard._param_spec import ParamSpec, UnitSpec, spec_of
+from fsdp_c._memory._optimizer_state import StateSize, known_optimizer, shard_numel
 from fsdp_c._native import _C
+from fsdp_c.strategy import Units, find_units
+from fsdp_c.strategy._shard import policy_of
 
-_SNAPSHOTS = "copies by Snapshots, in /dev/shm: parameters and optimizer, twice"
-# A parameter to try an optimizer on: a matrix, since some take nothing else.
-_PROBE = (8, 8)
+_OF_SNAPSHOTS = {"snapshots": "copies by Snapshots, in /dev/shm: parameters and optimizer, twice"}
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by purpose. What ranks of a host share is counted in equal parts, as PSS does."""
+    """Bytes by purpose. What ranks of a host share is counted in equal parts, as PSS does.
+
+    Examples:
+        >>> plan = fsdp_c.memory_plan(model, optimizer=optimizer)
+        >>> print(plan.rank_total, plan.rank_peak, plan.rank["gradients"])
+    """
 
     n_ranks: int
     ranks_per_host: int
@@ -50,24 +55,17 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         rows = [
-            (name, n_bytes, _stats.PURPOSES.get(name, _SNAPSHOTS))
+            (name, n_bytes, {**_stats.PURPOSES, **_OF_SNAPSHOTS}[name])
             for name, n_bytes in self.rank.items()
         ]
         rows.append(("between steps", self.rank_total, "the sum"))
         rows.append(("in backward", self.rank_peak, "with whole gradients, without activations"))
         lines = [
-            f"{self.n_ranks} ranks, {self.ranks_per_host} per host; MiB per rank, per host",
-            *(
-                f"{name:14}{_mib(n)}{_mib(n * self.ranks_per_host)}  {what}"
-                for name, n, what in rows
-            ),
+            f"{self.n_ranks} ranks, {self.ranks_per_host} per host; bytes of a rank, of a host",
+            *(_text.row(name, what, n, n * self.ranks_per_host) for name, n, what in rows),
             *self.notes,
         ]
         return "\n".join(lines)
-
-
-def _mib(n_bytes: int) -> str:
-    return f"{n_bytes / _stats.MIB:12.2f}"
 
 
 def memory_plan(
@@ -76,8 +74,8 @@ def memory_plan(
     world_size: int | None = None,
     replicas: int | None = None,
     ranks_per_host: int | None = None,
-    optimizer: torch.optim.Optimizer | Callable[[list[nn.Parameter]], Any] | None = None,
-    units: Iterable[nn.Module] = (),
+    optimizer: str | torch.optim.Optimizer | Callable[[list[nn.Parameter]], Any] | None = None,
+    units: Any = "auto",
     mp_policy: MixedPrecisionPolicy | None = None,
     snapshots: bool = False,
 ) -> MemoryPlan:
@@ -90,15 +88,22 @@ def memory_plan(
         replicas: copies of the model among them (HSDP); default: the mesh's, else 1.
         ranks_per_host: default: all. With fewer the ranks share no memory, and the plan is an upper
             bound.
-        optimizer: one that was made, or what makes one of parameters (a class, a partial). It is
-            tried on a small parameter of each dtype to see what state it keeps.
-        units, mp_policy: of a model without ``fully_shard``, the modules that will be units of
-            their own, innermost first, and the policy.
+        optimizer: one that was made, what makes one of parameters (a class, a partial), or a name
+            in ``torch.optim``. It is tried on a small parameter of each dtype to see what state it
+            keeps.
+        units, mp_policy: of a model without ``fully_shard``, what its units will be, as ``shard``
+            takes them, and the policy.
         snapshots: count what `Snapshots` of model and optimizer keep, too.
 
     Raises:
-        ValueError: arguments that do not fit each other.
+        ValueError, TypeError: arguments that do not fit each other, an optimizer that is not known
+            or cannot be tried.
+
+    Examples:
+        >>> plan = fsdp_c.memory_plan(whole_model, world_size=64, optimizer="AdamW")
+        >>> print(plan)
     """
+    state_size = StateSize(known_optimizer(optimizer))
     groups = _stats.groups_of(model)
     mesh = groups[0].mesh_info if groups else None
     has_replicas = isinstance(mesh, HSDPMeshInfo) or (replicas or 1) > 1
@@ -109,22 +114,26 @@ def memory_plan(
         world_size = mesh.mesh.size()
     if world_size % replicas or world_size < 1:
         raise ValueError(f"memory_plan: {world_size} ranks cannot hold {replicas} replicas")
-    if groups and (mp_policy is not None or (units := list(units))):
+    if groups and (mp_policy is not None or not _is_auto(units)):
         raise ValueError("memory_plan: the model is sharded, its units and policies are known")
     n_shards = world_size // replicas
     per_host = ranks_per_host or world_size
+    notes: tuple[str, ...] = ()
     if groups:
         specs = [_unit_of(group, n_shards) for group in groups]
     else:
-        specs = _units_of_modules(model, list(units), mp_policy or MixedPrecisionPolicy(), n_shards)
+        found = find_units(model, units)
+        specs = _units_of_modules(model, found, mp_policy or MixedPrecisionPolicy(), n_shards)
+        if not found and _is_auto(units):
+            notes = ("No repeated blocks were found, so one unit was assumed: name others, units=",)
     plan = _planned(
         specs,
         _outside(model, groups),
         n_shards,
         replicas,
         per_host,
-        _StateSize(optimizer),
-        () if groups or units else ("One unit was assumed: name others with units=",),
+        state_size,
+        notes,
         has_replicas,
     )
     kept = plan.rank["parameters"] + plan.rank["optimizer"]
@@ -137,7 +146,7 @@ def _planned(
     n_shards: int,
     replicas: int,
     per_host: int,
-    state_size: _StateSize,
+    state_size: StateSize,
     notes: tuple[str, ...],
     has_replicas: bool = False,
 ) -> MemoryPlan:
@@ -181,8 +190,6 @@ def _planned(
             rank["gather slots"] += 3 * min(shard["small"], _env.batch_bytes())
             rank["reduce slots"] += 2 * _env.batch_bytes()
         notes += ("Ranks on several hosts share no memory: slots are an upper bound",)
-    if state_size.note:
-        notes += (state_size.note,)
     return MemoryPlan(world, per_host, rank, largest + borrowed, notes)
 
 
@@ -200,10 +207,19 @@ def _row_of(fsdp_param: Any, n_shards: int) -> ParamSpec:
     return row if fsdp_param._orig_size else row._replace(outer=1, rows=n_shards, inner=1)
 
 
+def _is_auto(units: Any) -> bool:
+    return isinstance(units, str) and units == "auto"
+
+
 def _units_of_modules(
-    model: nn.Module, units: Sequence[nn.Module], policy: MixedPrecisionPolicy, n_shards: int
+    model: nn.Module, units: Units, policy: MixedPrecisionPolicy, n_shards: int
 ) -> list[UnitSpec]:
-    by_module = rows_by_module(model, units, policy, n_shards)
+    own = {
+        unit: policy_of(options["precision"])
+        for unit, options in units.options.items()
+        if options.get("precision") is not None
+    }
+    by_module = rows_by_module(model, units, policy, n_shards, own_policies=own)
     return [UnitSpec(type(unit).__name__, rows) for unit, rows in by_module]
 
 
@@ -213,10 +229,12 @@ def rows_by_module(
     policy: MixedPrecisionPolicy,
     n_shards: int,
     without_gradient: Container[nn.Parameter] = (),
+    own_policies: Mapping[nn.Module, MixedPrecisionPolicy] | None = None,
 ) -> list[tuple[nn.Module, list[ParamSpec]]]:
     """Rows of the units' own parameters; units without any are left out.
 
-    `without_gradient`: parameters that get none though they want one.
+    `without_gradient`: parameters that get none though they want one. `own_policies`: of units
+    that have another one.
     """
     found = []
     seen: set[nn.Parameter] = set()
@@ -226,7 +244,8 @@ def rows_by_module(
         if params:
             trained = [p.requires_grad and p not in without_gradient for p in params]
             pairs = zip(params, trained, strict=True)
-            found.append((unit, [_planned_row(p, policy, n_shards, t) for p, t in pairs]))
+            its = (own_policies or {}).get(unit, policy)
+            found.append((unit, [_planned_row(p, its, n_shards, t) for p, t in pairs]))
     return found
 
 
@@ -250,12 +269,8 @@ def _planned_row(
     )
 
 
-def _shard_numel(row: ParamSpec, n_shards: int) -> int:
-    return row.outer * -(-row.rows // n_shards) * row.inner
-
-
 def _shard_bytes(row: ParamSpec, n_shards: int) -> int:
-    return _shard_numel(row, n_shards) * row.orig.itemsize
+    return shard_numel(row, n_shards) * row.orig.itemsize
 
 
 def _casts(row: ParamSpec) -> bool:
@@ -273,46 +288,3 @@ def _outside(model: nn.Module, groups: Sequence[FSDPParamGroup]) -> int:
     managed = {id(p.sharded_param) for group in groups for p in group.fsdp_params}
     tensors = _stats.tensors_of(model) if groups else model.buffers()
     return sum(t.numel() * t.itemsize for t in tensors if id(t) not in managed)
-
-
-# ---- optimizer state ----
-
-
-class _StateSize:
-    """Bytes of state per parameter, found out on a small one of each dtype."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.make = (
-            _maker_of(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        )
-        self.known: dict[torch.dtype, tuple[float, int]] = {}
-        self.note = ""
-
-    def __call__(self, row: ParamSpec, n_shards: int) -> int:
-        if self.make is None or not row.trainable:
-            return 0
-        dtype = row.orig
-        if dtype not in self.known:
-            self.known[dtype] = self._try(dtype)
-        per_element, fixed = self.known[dtype]
-        return round(_shard_numel(row, n_shards) * per_element) + fixed
-
-    def _try(self, dtype: torch.dtype) -> tuple[float, int]:
-        probe = nn.Parameter(torch.ones(_PROBE, dtype=dtype))
-        probe.grad = torch.ones_like(probe)
-        try:
-            optimizer = self.make([probe])
-            optimizer.step()
-        except Exception as error:  # whatever a class of the user's raises
-            self.note = f"Optimizer state is not known: trying it failed ({error})"
-            return 0.0, 0
-        tensors = [t for t in optimizer.state[probe].values() if isinstance(t, torch.Tensor)]
-        like = [t for t in tensors if t.numel() == probe.numel()]
-        rest = [t for t in tensors if t.numel() != probe.numel()]
-        return float(sum(t.itemsize for t in like)), sum(t.numel() * t.itemsize for t in rest)
-
-
-def _maker_of(optimizer: torch.optim.Optimizer) -> Callable[[list[nn.Parameter]], Any]:
-    names = inspect.signature(type(optimizer)).parameters
-    options = {key: value for key, value in optimizer.defaults.items() if key in names}
-    return lambda params: type(optimizer)(params, **options)

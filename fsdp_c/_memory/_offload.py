@@ -74,6 +74,10 @@ def offload(
         ValueError, NotImplementedError, FileExistsError, OSError: this rank cannot.
         RuntimeError: in a step, or before a backward that is still to come; or another rank cannot,
             with its reason. Nothing has been moved on any rank then.
+
+    Examples:
+        >>> n_bytes = fsdp_c.offload(model, optimizer, to=folder)
+        >>> fsdp_c.onload(model)
     """
     states = _states_of(model)
     n_bytes = 0
@@ -117,6 +121,10 @@ def onload(model: nn.Module) -> None:
         ValueError: the model was not offloaded.
         OSError, RuntimeError: a rank cannot, for instance because its file is gone; named on all
             ranks, and the model stays offloaded.
+
+    Examples:
+        >>> n_bytes = fsdp_c.offload(model, optimizer)
+        >>> fsdp_c.onload(model)
     """
     states = _states_of(model)
     offloaded = getattr(states[0], "offloaded", None) if states else None

@@ -105,6 +105,10 @@ class Owned(Mapping[Any, torch.Tensor]):
 
     ``owned[key]`` may be written in place or replaced by a tensor of the same shape before
     `scatter_from_owner`. Iteration goes in the order in which the tensors were passed.
+
+    Examples:
+        >>> owned = fsdp_c.gather_to_owner(dict(model.named_parameters()))
+        >>> print({name: tensor.shape for name, tensor in owned.items()})
     """
 
     def __init__(self, tensors: dict[Any, DTensor], bucket_bytes: int) -> None:
@@ -115,7 +119,12 @@ class Owned(Mapping[Any, torch.Tensor]):
         self._owners: dict[Any, int] = {}
 
     def owner_of(self, key: Hashable) -> int:
-        """The rank, as numbered in the world, that has the tensor."""
+        """The rank, as numbered in the world, that has the tensor.
+
+        Examples:
+            >>> owned = fsdp_c.gather_to_owner(dict(model.named_parameters()))
+            >>> print(owned.owner_of("stem.weight"))
+        """
         return self._owners[key]
 
     def __getitem__(self, key: Any) -> torch.Tensor:
@@ -172,6 +181,13 @@ def gather_to_owner(
         TypeError, ValueError: a tensor is None, not a DTensor, or not Shard or Replicate; names
             the tensor and the rank. Nothing has been sent then.
         RuntimeError: ranks disagree about the tensors (over shared memory), or a rank is gone.
+
+    Examples:
+        >>> grads = {n: p.grad for n, p in model.named_parameters() if p.ndim == 2}
+        >>> owned = fsdp_c.gather_to_owner(grads)
+        >>> for name, gradient in owned.items():
+        ...     gradient.copy_(gradient.sign())
+        >>> fsdp_c.scatter_from_owner(owned)
     """
     _buckets.check(bucket_bytes)
     named = dict(tensors) if isinstance(tensors, Mapping) else dict(enumerate(tensors))
@@ -223,6 +239,10 @@ def scatter_from_owner(owned: Owned, into: Sequence[Any] | Mapping[Any, Any] | N
     Raises:
         TypeError, ValueError: `into` does not fit; names the tensor and the rank. Nothing has been
             sent then.
+
+    Examples:
+        >>> owned = fsdp_c.gather_to_owner(dict(model.named_parameters()))
+        >>> fsdp_c.scatter_from_owner(owned)
     """
     targets = owned._tensors
     if into is not None:

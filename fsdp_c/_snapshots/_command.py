@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from fsdp_c import _text
 from fsdp_c._snapshots import _files
 
 
@@ -43,7 +44,7 @@ def _remove(files: Sequence[_files.Found], is_named: bool) -> str:
         return "stays, its launcher lives or is not known: name it to remove it"
     for file in files:
         file.path.unlink(missing_ok=True)
-    return f"removed, {_mib(files)}"
+    return f"removed, {_size(files)}"
 
 
 def _table(runs: dict[str, list[_files.Found]]) -> str:
@@ -58,7 +59,7 @@ def _table(runs: dict[str, list[_files.Found]]) -> str:
                 Path(owners[0].run).name if owners else "?",
                 f"{len(ranks)} of {world}",
                 _steps(files),
-                _mib(files),
+                _size(files),
                 _age(min(file.age_s for file in files)),
                 _lives([owner.process for owner in owners]),
                 _lives([owner.launcher for owner in owners]),
@@ -80,8 +81,8 @@ def _steps(files: Iterable[_files.Found]) -> str:
     return str(max(common)) if common else "none"
 
 
-def _mib(files: Iterable[_files.Found]) -> str:
-    return f"{sum(file.n_bytes for file in files) / 2**20:.1f} MiB"
+def _size(files: Iterable[_files.Found]) -> str:
+    return _text.bytes_text(sum(file.n_bytes for file in files))
 
 
 def _age(seconds: float) -> str:

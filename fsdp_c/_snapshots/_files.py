@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_c import _text
 from fsdp_c._comm import _rendezvous
 from fsdp_c._native import _C
 from fsdp_c._snapshots import _run
@@ -158,13 +159,13 @@ class Slot:
 
 
 def _why_not(path: Path, n_bytes: int, error: OSError) -> str:
-    wanted = f"{n_bytes / 2**20:.0f} MiB more for {path}"
+    wanted = f"{_text.bytes_text(n_bytes)} more for {path}"
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
         return f"no {wanted}: {error.strerror}"
     about = os.statvfs(path.parent)
-    free = about.f_bavail * about.f_frsize / 2**20
+    free = _text.bytes_text(about.f_bavail * about.f_frsize)
     return (
-        f"{path.parent} is full: it has {free:.0f} MiB left, and a snapshot needs {wanted}. Make it"
+        f"{path.parent} is full: it has {free} left, and a snapshot needs {wanted}. Make it"
         " larger (docker: --shm-size; mount -o remount,size=...), or give Snapshots a folder="
     )
 

@@ -49,6 +49,15 @@ class Snapshots:
     parameters between ``take`` and the next ``step()``, except by ``.data``, is noticed: the
     snapshot does not count, a warning names the tensor, and it is copied in ``take`` from then on.
     Tensors on other devices than the CPU are copied in ``take``; no GPU has run this yet.
+
+    Examples:
+        >>> snapshots = fsdp_c.Snapshots(model, optimizer, extra={"scheduler": scheduler})
+        >>> for step in range(snapshots.resume(), n_steps):
+        ...     model(batch_of(step)).square().mean().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     snapshots.take(step + 1)
+        >>> snapshots.close()
     """
 
     def __init__(
@@ -119,6 +128,11 @@ class Snapshots:
             RuntimeError: the snapshots are of another world size, model or optimizer, another
                 process writes them, or another rank has failed.
             ValueError: something that cannot be kept, by its name.
+
+        Examples:
+            >>> snapshots = fsdp_c.Snapshots(model, optimizer, folder=folder)
+            >>> first = snapshots.resume()
+            >>> snapshots.close()
         """
         if self._state != "new":
             raise RuntimeError("Snapshots.resume() is called once, before the first step")
@@ -301,6 +315,13 @@ class Snapshots:
         Raises:
             ValueError: something that cannot be kept, by its name.
             RuntimeError, TimeoutError: another rank has ended, or does not come.
+
+        Examples:
+            >>> snapshots = fsdp_c.Snapshots(model, optimizer, folder=folder)
+            >>> step = snapshots.resume()
+            >>> optimizer.step()
+            >>> snapshots.take(step + 1)
+            >>> snapshots.close()
         """
         if self._state == "off":
             return
@@ -350,6 +371,12 @@ class Snapshots:
         """Returns when the last snapshot is whole, and nothing is read any more. Local.
 
         Before parameters are written in a way of your own; the optimizers given do it themselves.
+
+        Examples:
+            >>> snapshots = fsdp_c.Snapshots(model, optimizer, folder=folder)
+            >>> snapshots.take(snapshots.resume() + 1)
+            >>> snapshots.finish()
+            >>> snapshots.close()
         """
         if self._peers is not None and (outcome := self._settle()) is not None:
             self._peers.tell(self._number, outcome)
@@ -387,6 +414,11 @@ class Snapshots:
         """The run has ended well: when all ranks have said so, the files of the host are removed.
 
         A process that exits with status 0 does the same. Local.
+
+        Examples:
+            >>> snapshots = fsdp_c.Snapshots(model, optimizer, folder=folder)
+            >>> snapshots.resume()
+            >>> snapshots.close()
         """
         if self._state == "open" and self._pid == os.getpid():
             self._settle()  # the others need not know: their store may be closed by now

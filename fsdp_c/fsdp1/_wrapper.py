@@ -71,6 +71,11 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
     parameter into 1-D pieces. So local shapes differ from FSDP1's, state dicts do not. Works on CPU
     ranks without ``device_id``. ``backward_prefetch``, ``forward_prefetch`` and
     ``limit_all_gathers`` are taken and have nothing to order over shared memory.
+
+    Examples:
+        >>> wrapped = fsdp_c.FullyShardedDataParallel(model)
+        >>> wrapped(x).sum().backward()
+        >>> wrapped.clip_grad_norm_(1.0)
     """
 
     def __init__(
@@ -256,7 +261,14 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside leave gradients on this rank; the first one after adds them up."""
+        """Backward passes inside leave gradients on this rank; the first one after adds them up.
+
+        Examples:
+            >>> wrapped = fsdp_c.FullyShardedDataParallel(model)
+            >>> with wrapped.no_sync():
+            ...     wrapped(x).sum().backward()
+            >>> wrapped(x).sum().backward()
+        """
         if not self._is_root:
             raise RuntimeError(
                 "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on"
@@ -277,7 +289,13 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
             module.set_requires_gradient_sync(is_on, recurse=False)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clips the gradients of all parameters; returns their norm before, a plain tensor."""
+        """Clips the gradients of all parameters; returns their norm before, a plain tensor.
+
+        Examples:
+            >>> wrapped = fsdp_c.FullyShardedDataParallel(model)
+            >>> wrapped(x).sum().backward()
+            >>> norm = wrapped.clip_grad_norm_(1.0)
+        """
         if not self._is_root:
             raise RuntimeError(
                 "`clip_grad_norm_()` should only be called on the root FSDP instance"
@@ -288,7 +306,12 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
         return self._is_root
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Calls the function on all modules, whose parameters are whole meanwhile."""
+        """Calls the function on all modules, whose parameters are whole meanwhile.
+
+        Examples:
+            >>> wrapped = fsdp_c.FullyShardedDataParallel(model)
+            >>> wrapped.apply(lambda m: print(type(m).__name__, sum(1 for _ in m.parameters())))
+        """
         with _summon.summoned([self], writeback=True):
             return nn.Module.apply(self, fn)
 
@@ -296,7 +319,12 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
         return nn.Module._apply(self, *args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Shards, also of units that the last forward has left whole; whole ones if summoned."""
+        """Shards, also of units that the last forward has left whole; whole ones if summoned.
+
+        Examples:
+            >>> wrapped = fsdp_c.FullyShardedDataParallel(model)
+            >>> shards = {name: param.to_local() for name, param in wrapped.named_parameters()}
+        """
         for wrapper in self.fsdp_modules(self):
             if wrapper.training_state is TrainingState.IDLE:
                 for group in wrapper._groups:
@@ -304,7 +332,14 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
         yield from super().named_parameters(*args, **kwargs)
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Lets the hook add gradients up, for all units; see `_hooks.register`."""
+        """Lets the hook add gradients up, for all units; see `_hooks.register`.
+
+        Examples:
+            >>> from torch.distributed.algorithms._comm_hooks import default_hooks
+            >>> wrapped = fsdp_c.FullyShardedDataParallel(model)
+            >>> state = default_hooks.LowPrecisionState(torch.distributed.group.WORLD)
+            >>> wrapped.register_comm_hook(state, default_hooks.bf16_compress_hook)
+        """
         if not self._is_root:
             raise AssertionError("register_comm_hook can only be called on a root instance.")
         _hooks.register(self.fsdp_modules(self), state, hook)

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_c import _text
+
 # A unit is gathered as a whole: below this nothing is worth a word.
 _HUGE_BYTES = 1 << 20
 # Each unit costs a fixed time per step (9 us on the core, hundreds under torch).
@@ -39,7 +41,7 @@ def on_sizes(units: Sequence[Size]) -> list[str]:
         median = statistics.median(unit.n_bytes for unit in units)
         if median < _TINY_BYTES:
             advice.append(
-                f"{len(units)} units of {median / 1024:.1f} KiB in the middle: each costs a"
+                f"{len(units)} units of {_text.bytes_text(median)} in the middle: each costs a"
                 " collective per step, so choose larger ones (blocks rather than layers)"
             )
     return advice

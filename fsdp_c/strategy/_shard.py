@@ -92,6 +92,9 @@ def shard(
 
     Raises:
         ValueError, TypeError: before anything is changed.
+
+    Examples:
+        >>> model = fsdp_c.shard(model, "zero2", units=Block, precision="bf16")
     """
     chosen = strategy_named(strategy)
     _check_model(model)
@@ -129,6 +132,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     "zero1"), sums over shards without the all-reduce between replicas ("hybrid",
     "hybrid_zero2"), or nothing ("zero2", "zero3"), since sharded gradients add up anyway. A model
     that ``fully_shard`` made keeps whole gradients.
+
+    Examples:
+        >>> with fsdp_c.no_sync(model):
+        ...     model(x).sum().backward()  # adds up, sends nothing
+        >>> model(x).sum().backward()
     """
     if not isinstance(model, FSDPModule):
         raise TypeError(f"no_sync needs a sharded model, not {type(model).__name__}: call shard()")
@@ -164,7 +172,7 @@ def _check_model(model: Any) -> None:
 def _options_of(strategy: Strategy, precision: Any, offload: Any) -> dict[str, Any]:
     options: dict[str, Any] = {"reshard_after_forward": strategy.reshard_after_forward}
     if precision is not None:
-        options["mp_policy"] = _policy_of(precision)
+        options["mp_policy"] = policy_of(precision)
     policy = _offload_of(offload)
     if policy is not None:
         if not strategy.is_sharded and isinstance(policy, CPUOffloadPolicy):
@@ -176,7 +184,8 @@ def _options_of(strategy: Strategy, precision: Any, offload: Any) -> dict[str, A
     return options
 
 
-def _policy_of(precision: Any) -> MixedPrecisionPolicy:
+def policy_of(precision: Any) -> MixedPrecisionPolicy:
+    """What ``precision=`` stands for."""
     if isinstance(precision, MixedPrecisionPolicy):
         return precision
     name = _DTYPES.get(precision, precision) if isinstance(precision, torch.dtype) else precision

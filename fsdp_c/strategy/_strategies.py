@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
+
+from fsdp_c import _text
 
 REPLICATE, SHARD = "replicate", "shard"
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to spread a model over ranks. All run on the same units of ``fully_shard``."""
+    """One way to spread a model over ranks. All run on the same units of ``fully_shard``.
+
+    Examples:
+        >>> zero3 = fsdp_c.STRATEGIES["zero3"]
+        >>> print(zero3.summary, zero3.is_sharded, zero3.is_hybrid, zero3.gathers)
+    """
 
     name: str
     summary: str
@@ -44,6 +50,9 @@ class Strategy:
 
         An all-gather and a reduce-scatter bring (n-1)/n of what they are about, an all-reduce
         twice as much.
+
+        Examples:
+            >>> print(fsdp_c.STRATEGIES["hybrid"].volume(n_shards=8, n_replicas=4))
         """
         over_shards = (n_shards - 1) / n_shards
         over_replicas = 2 * (n_replicas - 1) / n_replicas
@@ -139,6 +148,5 @@ def strategy_named(name: str | Strategy) -> Strategy:
         return found
     word = getattr(name, "name", str(name))  # of FSDP1's enumeration
     of_fsdp1 = [one.name for one in STRATEGIES.values() if one.fsdp1 == word]
-    close = of_fsdp1[-1:] or difflib.get_close_matches(word.lower(), STRATEGIES, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = _text.did_you_mean(of_fsdp1[-1] if of_fsdp1 else word, STRATEGIES)
     raise ValueError(f"unknown strategy {name!r}: use one of {', '.join(STRATEGIES)}{hint}")

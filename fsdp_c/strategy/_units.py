@@ -31,6 +31,10 @@ class Units(list[nn.Module]):
     """Modules, innermost first, the root not among them; `options` has what a policy said of one.
 
     ``options[module]`` are the arguments that a ``CustomPolicy`` returned for it.
+
+    Examples:
+        >>> units = fsdp_c.find_units(whole_model, Block)
+        >>> print(len(units), units.options)
     """
 
     def __init__(self, modules: Iterable[nn.Module], options: Found) -> None:
@@ -60,6 +64,10 @@ def find_units(model: nn.Module, units: Any, *, ignored: Iterable[Any] = ()) -> 
 
     Raises:
         ValueError, TypeError: a rule that matches nothing, or is none; "auto" may match nothing.
+
+    Examples:
+        >>> units = fsdp_c.find_units(whole_model, "auto")
+        >>> print([type(unit).__name__ for unit in units])
     """
     ignored_modules, ignored_params = _ignored(model, ignored)
     found = _matching(model, units, ignored_modules, ignored_params)

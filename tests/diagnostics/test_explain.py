@@ -27,15 +27,16 @@ def test_table(rank: int, n_ranks: int) -> None:
     kept = "kept for backward (reshard_after_forward=False)"
     words = ["(Shard(dim=0),)", kept, "float32 -> bfloat16 (inputs too), reduced in float32"]
     words += [f"mean of {n_ranks} ranks", "core over shared memory", "sharded"]
+    here = [f"{row.local_bytes} B" for row in fsdp_c.explain(model).units]
     assert columns[:-2] == [
         ["strategy zero2: " + fsdp_c.STRATEGIES["zero2"].summary],
         [
-            *["unit", "params", "MiB", "of it here", "placements", "reshard", "dtypes"],
+            *["unit", "params", "size", "of it here", "placements", "reshard", "dtypes"],
             *["gradients", "road", "state"],
         ],
-        ["blocks.0", "109", "0.00", "0.00", *words],
-        ["blocks.1", "109", "0.00", "0.00", *words],
-        ["(root)", "45", "0.00", "0.00", *words],
+        ["blocks.0", "109", "436 B", here[0], *words],
+        ["blocks.1", "109", "436 B", here[1], *words],
+        ["(root)", "45", "180 B", here[2], *words],
     ]
     calls = [line[0] for line in columns[-2:]]
     policy = "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
@@ -149,6 +150,48 @@ def test_warnings(rank: int, n_ranks: int) -> None:
     assert advice(fsdp_c.shard(big, units=None)) == "", "most of it is one layer"
 
 
+@on_ranks(2)
+def test_parameters_that_no_unit_holds(rank: int, n_ranks: int) -> None:
+    """Names, bytes and the cure: where only blocks are sharded, and of ignored ones."""
+    mesh = cached_mesh((n_ranks,))
+    model = Net(n_blocks=2)
+    for block in model.blocks:
+        fsdp_c.fully_shard(block, mesh=mesh)
+    names = [n for n, _ in model.named_parameters() if not n.startswith("blocks.")]
+    size = sum(p.numel() * 4 for n, p in model.named_parameters() if n in names)
+    told = advice(model)
+    for when in ("before", "in a gathered state"):
+        assert told == advice(model), when
+        assert told.startswith(f"parameters '{names[0]}', '{names[1]}'"), told
+        assert f"({size} B on each rank): held by no FSDP unit: each rank trains a copy" in told
+        assert told.endswith("call fully_shard on the whole Net too, after its blocks")
+        for block in model.blocks:
+            block.unshard()
+    assert advice(model.blocks[0]) == "", "its own are held"
+    for block in model.blocks:
+        block.reshard()
+    fsdp_c.fully_shard(model, mesh=mesh)
+    assert advice(model) == ""
+    model(data(rank)).sum().backward()
+    assert advice(model) == "" and advice(model.blocks) == ""
+
+    model = Net(n_blocks=2)
+    frozen = model.blocks[0].up.weight.requires_grad_(False)
+    fsdp_c.fully_shard(model, mesh=mesh, ignored_params={frozen})
+    assert advice(model) == (
+        f"parameter 'blocks.0.up.weight' ({frozen.numel() * 4} B on each rank): frozen and held by"
+        " no FSDP unit: each rank keeps them whole. Unless that is meant, take them out of"
+        " ignored_params, or add them before fully_shard"
+    )
+
+
+@on_ranks(1)
+def test_alone_nothing_drifts(rank: int, n_ranks: int) -> None:
+    model = Net(n_blocks=2)
+    fsdp_c.fully_shard(model.blocks[0], mesh=cached_mesh((1,)))
+    assert advice(model) == ""
+
+
 @on_ranks(4)
 def test_swapped_mesh(rank: int, n_ranks: int) -> None:
     ranks = torch.arange(4).view(2, 2)
@@ -170,5 +213,5 @@ def test_thousands_of_tiny_units() -> None:
     def told(n_units: int, n_bytes: int) -> Any:
         return _advice.on_sizes([_advice.Size(str(i), n_bytes, True) for i in range(n_units)])
 
-    assert "2000 units of 4.0 KiB" in told(2000, 4096)[0]
+    assert "2000 units of 4.00 KiB" in told(2000, 4096)[0]
     assert told(2000, 1 << 20) == told(20, 4096) == []

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from fsdp_c._estimate import _command, estimate
 from fsdp_c._estimate._models import CONFIGS, build
@@ -21,6 +22,26 @@ class Net(nn.Module):
         return self.head(self.embedding(tokens))
 make = Net
 word = "no function"
+class Wide(Net):
+    def __init__(self, width):
+        super().__init__()
+len_of = lambda: 3
+"""
+PICTURES = """
+import torch
+from torch import nn
+import beside_it
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.words = nn.Conv2d(3, beside_it.WIDTH, 3), nn.Embedding(10, 8)
+    def forward(self, x, words):
+        return self.layer(x).mean((2, 3)) + self.words(words).mean(1)
+class Counted(Net):
+    def __init__(self):
+        super().__init__()
+        self.rates = [x.item() for x in torch.linspace(0, 1, 3)]
+net = Net()
 """
 
 
@@ -50,8 +71,22 @@ def test_other_models_and_mistakes(capsys, tmp_path: Path, monkeypatch) -> None:
         ("--model my_model:word", "module my_model has no function word"),
         ("--model my_model:make --layers 3", "--layers is for gpt and llama, not my_model:make"),
         ("--model config.json", "needs transformers to be installed"),
+        ("--model my_model:Nett", "has no function Nett; did you mean 'Net'"),
+        ("--model my_model:Wide", r"my_model:Wide\(width\) is called without arguments"),
+        ("--model my_model:len_of", "returned a int, not a module"),
+        ("--model my_modle:make", "there is no module my_modle on the path"),
+        ("--model elsewhere.py:make", "there is no file elsewhere.py"),
+        ("--model my_model.py", "names no function as module:function"),
         ("--model what", "--model what is none of gpt"),
-        ("--optimizer Best", "torch.optim has no Best"),
+        ("--model lama-8b", "did you mean 'llama-8b'"),
+        ("--optimizer Best", "torch.optim has no optimizer 'Best'"),
+        ("--optimizer adamw", "did you mean 'AdamW'"),
+        ("--precision bf61", "did you mean 'bf16'"),
+        ("--hardware h10", "did you mean 'h100'"),
+        ("--inputs 2x0", "write sizes such as 8x3x224x224"),
+        ("--inputs long:", "write sizes such as 8x3x224x224"),
+        ("--inputs lung:2", "torch has no dtype 'lung'; did you mean 'long'"),
+        ("--inputs 2x3 --seq 4", "leave out --seq and --batch"),
         ("--strategy zero9", "unknown strategy 'zero9'"),
         ("--strategy hybrid --shards 3", "do not divide"),
         ("--measured 2:1e9", "no speed of work makes that 1e\\+09"),
@@ -67,6 +102,53 @@ def test_other_models_and_mistakes(capsys, tmp_path: Path, monkeypatch) -> None:
         with pytest.raises(SystemExit):
             _command.main([*SMALL, *words.split()])
         assert text in "".join(capsys.readouterr())
+
+
+def test_any_model_and_inputs(capsys, tmp_path: Path, monkeypatch) -> None:
+    """Of a file that imports what lies beside it; also one that the meta device cannot build."""
+    (tmp_path / "apart").mkdir()
+    (tmp_path / "apart/pictures.py").write_text(PICTURES)
+    (tmp_path / "apart/beside_it.py").write_text("WIDTH = 8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    inputs = "--inputs 4x3x32x32,long:4x16 --world-size 2"
+    texts = []
+    for name in ("Net", "net", "Counted"):
+        _command.main(["--model", f"apart/pictures.py:{name}", *inputs.split()])
+        said = capsys.readouterr()
+        assert ("is built in memory" in said.err) == (name == "Counted"), said.err
+        texts.append(said.out.replace("Counted of", "Net of"))
+    assert texts[0] == texts[1] == texts[2]
+    assert "Net of 304 parameters" in texts[0] and "4x3x32x32, 4x16 per rank" in texts[0]
+    made = sys.modules["pictures"].Net()
+    x = torch.empty(4, 3, 32, 32), torch.empty(4, 16, dtype=torch.long)
+    assert texts[0] == f"{estimate(made, world_size=2, inputs=x)}\n"
+
+
+def test_help_says_every_default() -> None:
+    options = [a for a in _command.parser()._actions if a.option_strings and a.dest != "help"]
+    assert len(options) > 20
+    for option in options:
+        assert option.help is not None and "default" in option.help, option.option_strings
+        if option.default not in (None, False):
+            assert "%(default)s" in option.help, option.option_strings
+
+
+def test_names_of_models_and_optimizers() -> None:
+    """As the command line knows them, in Python too."""
+    assert estimate("llama-7b", world_size=8).n_parameters == 6_738_415_616  # as Meta's has
+    by_name = estimate("gpt", world_size=2, seq=64, optimizer="SGD")
+    model = build(CONFIGS["gpt"].replaced(sequence=64))
+    same = estimate(model, world_size=2, seq=64, optimizer=torch.optim.SGD)
+    assert str(by_name) == str(same)
+    for given, message in (
+        ({"model": "gtp"}, "there is no model 'gtp': use one of .*; did you mean 'gpt'"),
+        ({"optimizer": "adam_w"}, "no optimizer 'adam_w'; did you mean 'AdamW'"),
+        ({"optimizer": "Optimizer"}, "no optimizer 'Optimizer'"),
+        ({"optimizer": "zzz"}, "no optimizer 'zzz'$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            estimate(given.pop("model", "gpt"), world_size=2, **given)
 
 
 def test_scripts_of_that_name(tmp_path: Path, capsys) -> None:

@@ -26,5 +26,9 @@ def test_outputs_are_those_of_the_commands() -> None:
 
 def test_the_picture_has_what_the_page_promises() -> None:
     text = (DOCS / "estimates.svg").read_text()
-    assert text.count("<polyline") == 6 and "80 GB" in text and "GPT 175B, zero3" in text
+    assert (
+        text.count("<polyline") == 6
+        and "74.5 GiB: a card of 80 GB" in text
+        and "GPT 175B, zero3" in text
+    )
     assert "estimates.svg" in (DOCS / "estimates.md").read_text()

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 from collections import namedtuple
 from typing import Any
 
@@ -12,9 +13,11 @@ from models import WIDTH, Block, Net, data, shard_blocks
 from parity import on_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 
 import fsdp_c
+from fsdp_c._diagnostics._stats import PURPOSES
 from fsdp_c._fully_shard._param_spec import ParamSpec, UnitSpec
 from fsdp_c._native import _C
 
@@ -70,7 +73,10 @@ def test_planned_is_held(rank: int, n_ranks: int) -> None:
                 assert plan.rank["optimizer"] == held["optimizer"]
             text = str(plan)
             assert all(name in text for name in plan.rank) and f"{n_ranks} ranks" in text
-            assert "gradients" in str(fsdp_c.stats(model, optimizer))
+            said = str(fsdp_c.stats(model, optimizer))
+            for name in plan.rank:  # one legend
+                line = f"  {name} .*B  {re.escape(PURPOSES[name])}\n"
+                assert re.search(line, text) and re.search(line, said), name
 
 
 @on_ranks(2)
@@ -135,7 +141,12 @@ def test_worlds_that_do_not_run() -> None:
     notes = 65 * 64
     assert hosts.rank["gather slots"] == 2 * matrix + matrix // 64 + notes
     assert "upper bound" in str(hosts)
-    assert "One unit was assumed" in str(fsdp_c.memory_plan(model, world_size=2))
+    for units in ("auto", None, nn.Linear, 1024 * 1024, lambda m: isinstance(m, nn.Linear)):
+        plan = fsdp_c.memory_plan(model, world_size=64, units=units)
+        assert plan.rank["reduce slots"] == (128 if units is None else 2) * matrix, units
+        assert "one unit was assumed" not in str(plan)
+    alone = nn.Linear(4, 4)
+    assert "so one unit was assumed" in str(fsdp_c.memory_plan(alone, world_size=2))
 
 
 def test_optimizers_that_are_tried() -> None:
@@ -148,8 +159,32 @@ def test_optimizers_that_are_tried() -> None:
     assert state(torch.optim.SGD) == 0
     assert state(functools.partial(torch.optim.Adam, amsgrad=True)) == 3 * 4 * numel + 6 * 4
     assert state(torch.optim.RMSprop(model.parameters(), momentum=0.5)) == 2 * 4 * numel + 6 * 4
-    plan = fsdp_c.memory_plan(model, world_size=1, optimizer=lambda params: 1 / 0)
-    assert "Optimizer state is not known" in str(plan) and plan.rank["optimizer"] == 0
+    assert state("RMSprop") == state(torch.optim.RMSprop)
+    with pytest.raises(ValueError, match="what <lambda> keeps is not known, .*division by zero"):
+        state(lambda params: 1 / 0)
+
+    class Odd(torch.optim.SGD):
+        def __init__(self, params: Any, must: int) -> None:
+            super().__init__(params)
+
+    with pytest.raises(ValueError, match="what Odd keeps is not known, .*missing 1 required"):
+        state(Odd(model.parameters(), 1))
+
+
+@on_ranks(2)
+def test_units_are_those_of_shard(rank: int, n_ranks: int) -> None:
+    """Found by the same rules: what is planned of the plain model is planned of the sharded one."""
+
+    class Tuned(CustomPolicy):
+        def __init__(self) -> None:
+            super().__init__(lambda m: {"precision": "bf16"} if isinstance(m, Block) else False)
+
+    for units in ("auto", None, Block, "1KiB", Tuned()):
+        with torch.device("meta"):
+            plain, model = Net(n_blocks=3, hidden=50), Net(n_blocks=3, hidden=50)
+        planned = fsdp_c.memory_plan(plain, world_size=n_ranks, optimizer=ADAMW, units=units)
+        fsdp_c.shard(model, "zero3", units=units)
+        assert planned == fsdp_c.memory_plan(model, optimizer=ADAMW), units
 
 
 def test_mistakes() -> None:
@@ -158,9 +193,13 @@ def test_mistakes() -> None:
         ({}, "needs world_size"),
         ({"world_size": 4, "replicas": 3}, "cannot hold 3 replicas"),
         ({"world_size": 0}, "cannot hold"),
+        ({"world_size": 2, "units": "Blok"}, "matches no module of Block"),
+        ({"world_size": 2, "optimizer": "adamw"}, "did you mean 'AdamW'"),
     ]:
         with pytest.raises(ValueError, match=text):
             fsdp_c.memory_plan(model, **options)
+    with pytest.raises(TypeError, match="optimizer=3: pass a class such as torch.optim.AdamW"):
+        fsdp_c.memory_plan(model, world_size=2, optimizer=3)
 
 
 @on_ranks(2)

@@ -11,6 +11,7 @@ import fsdp_c
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+RECORDS = sorted((DOCS / "decisions").glob("*"))
 READ = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "examples/README.md", *PAGES]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -27,7 +28,7 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[ ]+", "-", word.strip()) for word in words}
 
 
-@pytest.mark.parametrize("page", READ, ids=name_of)
+@pytest.mark.parametrize("page", [*READ, ROOT / "CONTRIBUTING.md"], ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(FENCE.sub("", page.read_text())):
         if "://" in target:
@@ -51,7 +52,7 @@ def test_readme_is_short_and_leads_to_the_pages() -> None:
     assert unlinked == {"index.md", "changelog.md"}  # these show what README and CHANGELOG have
 
 
-@pytest.mark.parametrize("page", [*READ, ROOT / "CONTRIBUTING.md"], ids=name_of)
+@pytest.mark.parametrize("page", [*READ, ROOT / "CONTRIBUTING.md", *RECORDS], ids=name_of)
 def test_commands_exist(page: Path) -> None:
     """Targets of make and files of the tree that a page tells its reader to run or to look at."""
     text = page.read_text()
@@ -83,15 +84,21 @@ def test_api_has_every_public_name() -> None:
         assert getattr(fsdp_c, name).__module__.startswith("torch."), name
 
 
-def test_api_has_an_example_of_each() -> None:
-    text = (DOCS / "api.md").read_text().partition("## torch's own")[0]
-    for part in text.split("\n### ")[1:]:
-        assert "```python\n" in part, part.partition("\n")[0]
-    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
-    called = [name for name in fsdp_c.__all__ if name[0].islower()]
-    torchs = {"register_fsdp_forward_method", "share_comm_ctx"}
-    missing = [name for name in called if not re.search(rf"\b{name}\(", code)]
-    assert set(missing) <= torchs
+def test_records_of_decisions_are_numbered_dated_and_listed() -> None:
+    lines = re.findall(
+        r"^- \[(\d{4})\]\(docs/decisions/([\w-]+\.md)\) (.*)$",
+        (ROOT / "CONTRIBUTING.md").read_text(),
+        re.MULTILINE,
+    )
+    assert sorted(name for _, name, _ in lines) == [record.name for record in RECORDS]
+    assert sorted(int(number) for number, _, _ in lines) == list(range(1, len(RECORDS) + 1))
+    dates = []
+    for number, name, title in sorted(lines):
+        text = (DOCS / "decisions" / name).read_text()
+        found = re.match(rf"# {re.escape(title)}\n\nDecided (\d{{4}}-\d\d-\d\d)\.\n", text)
+        assert found and name.startswith(number), name
+        dates.append(found[1])
+    assert dates == sorted(dates), "the next number is the later one"
 
 
 def test_host_calls_the_same_script() -> None:

@@ -1,4 +1,4 @@
-"""Every Python snippet of README and docs/ runs, on two ranks.
+"""Every Python snippet of README and docs/, and every docstring's example, runs on two ranks.
 
 A snippet that sets up a process group is a whole script. The others find `model` with `blocks` of
 class `Block`, an input `x`, and `folder`; where a snippet does not shard the model itself, it is
@@ -6,6 +6,9 @@ sharded, has been trained for a step and has an `optimizer`, a `scheduler`, an `
 `batch_of(step)` up to `n_steps`. docs/migration.md has tests of its own.
 """
 
+import dataclasses
+import doctest
+import inspect
 import os
 import re
 import tempfile
@@ -41,6 +44,7 @@ def scope_for(code: str, rank: int, n_ranks: int, folder: str) -> dict[str, Any]
     torch.manual_seed(0)
     model = Net()
     names: dict[str, Any] = {
+        "dataclasses": dataclasses,
         "torch": torch,
         "nn": nn,
         "fsdp_c": fsdp_c,
@@ -99,3 +103,44 @@ def test_snippets_run(page: Path) -> None:
             assert all(outcome.ok for outcome in outcomes), outcomes[0].error + outcomes[0].output
         if others:
             run_ranks(be_a_rank, 2, others, folder, apart=True)
+
+
+# ---- docstrings ----
+
+
+def documented() -> dict[str, Any]:
+    """Our public names, and the methods that they define with words of their own."""
+    described = re.findall(r"^::: fsdp_c\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    found = {}
+    for name in described:
+        found[name] = getattr(fsdp_c, name)
+        if inspect.isclass(found[name]):
+            own = {k: v for k, v in vars(found[name]).items() if not k.startswith("_")}
+            methods = {k: v for k, v in own.items() if inspect.isfunction(v) and v.__doc__}
+            found |= {f"{name}.{k}": method for k, method in methods.items()}
+    return found
+
+
+def example_of(thing: Any) -> str:
+    parsed = doctest.DocTestParser().get_examples(inspect.getdoc(thing) or "")
+    return "".join(example.source for example in parsed)
+
+
+def test_every_public_name_has_an_example() -> None:
+    """It calls what it is about; a class's shows each of its properties."""
+    things = documented()
+    assert len(things) > 50
+    for name, thing in things.items():
+        code = example_of(thing)
+        assert code and "Examples:" in inspect.getdoc(thing), name
+        assert not inspect.isfunction(thing) or f"{name.rpartition('.')[2]}(" in code, name
+        if inspect.isclass(thing):
+            properties = [k for k, v in vars(thing).items() if isinstance(v, property)]
+            unseen = [k for k in properties if k[0] != "_" and f".{k}" not in code]
+            assert not unseen, f"{name}: {unseen}"
+
+
+def test_examples_of_docstrings_run() -> None:
+    codes = [f"# {name}\n{example_of(thing)}" for name, thing in documented().items()]
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(be_a_rank, 2, codes, folder, apart=True)

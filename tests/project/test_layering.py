@@ -69,7 +69,7 @@ MAY_INCLUDE = {
 
 # Downward: a folder imports only what stands before it. Beside the folders are what all of them use
 # and the package's own names, which use all of them.
-USED_BY_ALL = ("_built", "_env", "_native", "_version")
+USED_BY_ALL = ("_built", "_env", "_native", "_text", "_version")
 USES_ALL = ("__init__", "__main__", "_api")
 FOLDERS = (
     "_compat _comm _optim _fully_shard _checkpoint _snapshots strategy fsdp1 _diagnostics _memory"

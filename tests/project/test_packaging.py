@@ -14,6 +14,7 @@ from typing import Any
 import build_script
 import pytest
 import torch
+import wheels
 
 import fsdp_c
 
@@ -116,6 +117,35 @@ def test_metadata_names_the_torch_of_a_wheel(installed: tuple[str, Path], tmp_pa
     else:  # the next build in the tree may be for another torch
         assert (version, requires) == (fsdp_c.__version__, ["torch>=2.11"])
     assert ("site-packages" in file) == (kind == "wheel")
+
+
+def test_what_make_wheels_trains(installed: tuple[str, Path], tmp_path: Path):
+    """Of a wheel; an editable install is found in its tree, which the program refuses."""
+    (tmp_path / "train.py").write_text(wheels.TRAINING)
+    command = [installed[1], "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = run(*command, "train.py", cwd=tmp_path)
+    assert (done.returncode == 0) == (installed[0] == "wheel"), done.stderr
+    assert "source/fsdp_c/__init__.py" in done.stderr or installed[0] == "wheel"
+
+
+def test_pythons_of_wheels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    here = wheels.pythons()
+    assert "{}.{}".format(*sys.version_info) in here
+    assert all(Path(path).exists() for path in here.values())
+    monkeypatch.setattr(sys, "argv", ["wheels.py", "--pythons", "2.7"])
+    with pytest.raises(SystemExit):
+        wheels.main()
+    assert "no Python 2.7 with headers here, but 3." in capsys.readouterr().err
+    monkeypatch.setattr(wheels, "tried", failing)
+    said = list(wheels.outcomes([("3.11", Path("python"))], ["2.13.0", "2.99.0"], Path()))
+    out = capsys.readouterr().out
+    assert said == [True, False] and "torch 2.99.0: FAILED\nwhy" in out
+
+
+def failing(base: Path, torch: str, folder: Path) -> str:
+    if torch == "2.13.0":
+        return "trains"
+    raise wheels.Failed("why")
 
 
 def test_types_reach_the_user(
