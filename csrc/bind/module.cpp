@@ -22,6 +22,9 @@ PyMethodDef functions[] = {
         "set_place",
         "set_place(tell=, count=): tell() -> Place, where this rank's program is, for peers that "
         "wait for it; count(group) -> int or None, its collectives."),
+    function<open_window>("open_window",
+                          "open_window(*, run, rank, world, start_ticks, traces): this process is "
+                          "seen from outside from now on."),
     function<names_of_calls>("callbacks", "callbacks() -> names of what it asks of Python."),
     function<set_callbacks>("set_callbacks", "set_callbacks(name=function, ...): all of them."),
     function<watch_functions>(

@@ -15,6 +15,7 @@ class Fields;
 // ---- python/ ----
 void close_interpreter();
 void set_place(Fields &given);
+void open_window(Fields &given);
 std::vector<const char *> names_of_calls();
 void set_callbacks(Fields &given);
 void watch_functions(Fields &given);

@@ -18,6 +18,7 @@ from fsdp_c._comm import (
 )
 from fsdp_c._comm._rendezvous import exchange_for, for_core, store_of
 from fsdp_c._native import _C
+from fsdp_c._window import _open
 
 
 class Messages:
@@ -226,6 +227,7 @@ def _new_transport(
     messages: Messages | None = None,
     rails: _hosts.Rails | None = None,
 ) -> _C.Transport:
+    _open.show_process()
     return _C.Transport(
         **_process_group.described(group, torch.device("cpu"))._asdict(),
         exchange=for_core(exchange),

@@ -21,6 +21,7 @@ PUBLIC = {
     "optim": ["clip.h", "optim.h"],
     "snapshot": ["copier.h", "ranks.h", "snapshot.h"],
     "device": ["device.h", "caller.h", "host/host.h", "host/moves.h", "host/operators.h"],
+    "window": ["page.h", "window.h"],
     "transport": ["collectives.h", "nccl.h", "transport.h"],
     "comm": ["beats.h", "comm.h", "rails.h"],
     "engine": [
@@ -51,10 +52,14 @@ MAY_INCLUDE = {
     "optim": ["base", "kernels"],
     "snapshot": ["base"],
     "device": ["base", "kernels"],
-    "transport": ["base", "device"],
+    "window": ["base"],
+    "transport": ["base", "device", "window"],
     "comm": ["base", "kernels", "transport"],
-    "engine": ["base", "kernels", "device", "transport", "comm"],
-    "bind": ["base", "kernels", "optim", "snapshot", "device", "transport", "comm", "engine"],
+    "engine": ["base", "kernels", "device", "window", "transport", "comm"],
+    "bind": [
+        *("base", "kernels", "optim", "snapshot", "device", "window", "transport", "comm"),
+        "engine",
+    ],
 }
 
 # Downward: a folder imports only what stands before it. Beside the folders are what all of them use
@@ -62,7 +67,7 @@ MAY_INCLUDE = {
 USED_BY_ALL = ("_built", "_env", "_native", "_version")
 USES_ALL = ("__init__", "__main__", "_api")
 FOLDERS = (
-    "_compat _comm _optim _fully_shard _checkpoint _snapshots strategy fsdp1 _diagnostics _memory"
+    "_compat _window _comm _optim _fully_shard _checkpoint _snapshots strategy fsdp1 _diagnostics _memory"
     " _estimate _install"
 ).split()
 

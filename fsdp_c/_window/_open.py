@@ -1,0 +1,29 @@
+"""Opens this process's page, once: from then on `python -m fsdp_c top` sees it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fsdp_c import _env
+from fsdp_c._native import _C
+
+
+def show_process() -> None:
+    """Local. Later calls change nothing; a child made by fork has a page of its own."""
+    has_ranks = dist.is_available() and dist.is_initialized()
+    _C.open_window(
+        run=_run(),
+        rank=dist.get_rank() if has_ranks else 0,
+        world=dist.get_world_size() if has_ranks else 1,
+        start_ticks=int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]),
+        traces=_env.TRACE.get(),
+    )
+
+
+def _run() -> str:
+    """What ranks of one run have alike, and others of this host have not."""
+    name = _env.run_id()
+    return f"{os.getppid()}" if name in ("", "none") else name
