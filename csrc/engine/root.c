@@ -330,7 +330,10 @@ fc_status fc_root_end_forward(fc_root_course *root, bool keeps_graph)
 
 void fc_root_note_raised(fc_root_course *root, const fc_root_module *module)
 {
-    root->has_raised = root->has_raised || (root->opener == module && !fc_root_in_backward(root));
+    if (root->opener == module && !fc_root_in_backward(root)) {
+        root->has_raised = true;
+        root_show(root, FC_WINDOW_FAILED);
+    }
 }
 
 /* ---- failure ---- */

@@ -58,8 +58,7 @@ class Seen:
 
 
 def _pids() -> Iterator[int]:
-    own = os.getpid()
-    return (int(name) for name in os.listdir(_PROC) if name.isdigit() and int(name) != own)
+    return (int(name) for name in os.listdir(_PROC) if name.isdigit())
 
 
 def _candidates(pid: int) -> Iterator[str]:

@@ -130,7 +130,7 @@ def held_up(ranks: Iterable[Rank], after_seconds: float) -> list[str]:
     """A sentence for each rank of a run that others have waited for so long, and that waits for
     nobody here itself: what it does, where it is, who waits."""
     lines = []
-    for run in _by_run(ranks):
+    for run in by_run(ranks):
         by_rank = {rank.rank: rank for rank in run}
         waiting: dict[int, list[Rank]] = {}
         for rank in run:
@@ -143,7 +143,8 @@ def held_up(ranks: Iterable[Rank], after_seconds: float) -> list[str]:
     return lines
 
 
-def _by_run(ranks: Iterable[Rank]) -> Iterable[list[Rank]]:
+def by_run(ranks: Iterable[Rank]) -> Iterable[list[Rank]]:
+    """Never empty ones."""
     runs: dict[tuple[str, int], list[Rank]] = {}
     for rank in ranks:
         runs.setdefault((rank.run, rank.world), []).append(rank)

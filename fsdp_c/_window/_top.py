@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from fsdp_c._window import _processes, _ranks
 from fsdp_c._window._ranks import Host, Rank
 
-_HELD_UP_S = 1.0
+HELD_UP_S = 1.0  # the table alone tells shorter waits
 _CLEAR = "\x1b[H\x1b[2J"
 COLUMNS = (
-    *("run", "rank", "pid", "step", "phase", "for", "unit", "steps/s", "waits for", "memory"),
+    *("rank", "pid", "step", "phase", "for", "unit", "steps/s", "waits for", "memory", "core"),
     "last error",
 )
 
@@ -76,7 +76,8 @@ def _watch(seen: _processes.Seen, options: argparse.Namespace) -> None:
 
     with Live(screen=sys.stdout.isatty(), auto_refresh=False) as live:
         while True:
-            live.update(_table.of(_look(seen, options.run)), refresh=True)
+            table = _table.of(_look(seen, options.run), live.console.width)
+            live.update(table, refresh=True)
             time.sleep(options.every)
 
 
@@ -94,27 +95,42 @@ def _watch_plainly(seen: _processes.Seen, options: argparse.Namespace) -> None:
 
 
 def lines_of(host: Host) -> list[str]:
-    """Plain lines: a table, then who holds up whom, then pages that are not read."""
-    rows = [COLUMNS, *(cells_of(rank) for rank in host.ranks)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return [*(lines if host.ranks else [nothing()]), *remarks_of(host)]
+    """Plain lines: for each run a heading, a table and who holds up whom; then what is not read."""
+    lines = []
+    for run in _ranks.by_run(host.ranks):
+        rows = [COLUMNS, *map(cells_of, run)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+        lines += [heading_of(run)]
+        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines += notes_of(run)
+    return [*lines, *remarks_of(host)]
 
 
-def nothing() -> str:
-    return "no rank of fsdp_c can be seen on this host"
+def heading_of(run: Sequence[Rank]) -> str:
+    first = run[0]
+    return f"run {first.run}: {first.script}, {len(run)} of {first.world} ranks on this host"
+
+
+def notes_of(run: Sequence[Rank]) -> list[str]:
+    """Who holds up whom, and the last errors."""
+    errors = [
+        f"rank {rank.rank}, {duration(rank.error.seconds_ago)} ago: {rank.error.text}"
+        for rank in run
+        if rank.error is not None
+    ]
+    return [*_ranks.held_up(run, HELD_UP_S), *errors]
 
 
 def remarks_of(host: Host) -> list[str]:
-    refused = [f"pid {pid} is not readable: {why}" for pid, why in sorted(host.refused.items())]
-    return [*_ranks.held_up(host.ranks, _HELD_UP_S), *refused]
+    """What is not the matter of one run."""
+    lines = [f"pid {pid} is not readable: {why}" for pid, why in sorted(host.refused.items())]
+    return lines if host.ranks else ["no rank of fsdp_c can be seen on this host", *lines]
 
 
 def cells_of(rank: Rank) -> tuple[str, ...]:
     """In the order of COLUMNS."""
     return (
-        rank.run,
-        f"{rank.rank}/{rank.world}",
+        str(rank.rank),
         str(rank.pid),
         str(rank.step),
         "stopped" if rank.is_stopped else rank.phase,
@@ -122,8 +138,9 @@ def cells_of(rank: Rank) -> tuple[str, ...]:
         rank.unit or "-",
         "-" if rank.steps_per_second is None else f"{rank.steps_per_second:.3g}",
         waits_of(rank),
-        memory_of(rank),
-        "-" if rank.error is None else f"{duration(rank.error.seconds_ago)} ago: {rank.error.text}",
+        size(rank.memory.get("resident", 0)),
+        size(sum(n for purpose, n in rank.memory.items() if purpose != "resident")),
+        "-" if rank.error is None else f"{duration(rank.error.seconds_ago)} ago",
     )
 
 
@@ -134,13 +151,6 @@ def waits_of(rank: Rank) -> str:
     whom = "others" if wait.for_rank is None else f"rank {wait.for_rank}"
     unit = f" of {wait.unit}" if wait.unit else ""
     return f"{whom}, {duration(wait.seconds)}: {wait.operation}{unit}"
-
-
-def memory_of(rank: Rank) -> str:
-    """What the process has, and of it what the core has for units."""
-    core = sum(n for purpose, n in rank.memory.items() if purpose not in ("shared", "resident"))
-    shared, resident = rank.memory["shared"], rank.memory.get("resident", 0)
-    return f"{size(resident)} ({size(core)} + {size(shared)} shared)"
 
 
 def duration(seconds: float) -> str:
