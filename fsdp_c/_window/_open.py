@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,13 +15,17 @@ from fsdp_c._native import _C
 def show_process() -> None:
     """Local. Later calls change nothing; a child made by fork has a page of its own."""
     has_ranks = dist.is_available() and dist.is_initialized()
-    _C.open_window(
-        run=_run(),
-        rank=dist.get_rank() if has_ranks else 0,
-        world=dist.get_world_size() if has_ranks else 1,
-        start_ticks=int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]),
-        traces=_env.TRACE.get(),
-    )
+    traces = _env.TRACE.get()
+    try:
+        _C.open_window(
+            run=_run(),
+            rank=dist.get_rank() if has_ranks else 0,
+            world=dist.get_world_size() if has_ranks else 1,
+            start_ticks=int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]),
+            traces=traces,
+        )
+    except (OSError, MemoryError) as error:  # a run goes on unseen
+        warnings.warn(f"`python -m fsdp_c top` will not see this process: {error}", stacklevel=2)
 
 
 def _run() -> str:

@@ -117,7 +117,7 @@ def test_phases_units_and_steps(rank: int, n_ranks: int) -> None:
     gradients = sum(p.grad._local_tensor.nbytes for p in model.parameters() if p.grad is not None)
     assert now.memory["gradients"] >= gradients > 0
     assert now.memory["resident"] > now.memory["objects"] > 0
-    assert (now.memory["shared"] > 0) == (n_ranks > 1)
+    assert now.memory["shared"] > 0
 
 
 @on_ranks(1)

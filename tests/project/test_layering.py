@@ -67,8 +67,8 @@ MAY_INCLUDE = {
 USED_BY_ALL = ("_built", "_env", "_native", "_version")
 USES_ALL = ("__init__", "__main__", "_api")
 FOLDERS = (
-    "_compat _window _comm _optim _fully_shard _checkpoint _snapshots strategy fsdp1 _diagnostics _memory"
-    " _estimate _install"
+    "_compat _window _comm _optim _fully_shard _checkpoint _snapshots strategy fsdp1 _diagnostics"
+    " _memory _estimate _install"
 ).split()
 
 SUFFIXES = (".c", ".h", ".cpp", ".cu")
