@@ -22,7 +22,7 @@ from models import Net, data, shard_blocks
 from parity import on_ranks
 
 import fsdp_c
-from fsdp_c._window import _page, _processes, _ranks, _top
+from fsdp_c._window import _lines, _page, _processes, _ranks, _top
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 40
@@ -149,7 +149,7 @@ def test_a_backward_that_an_exception_has_left(rank: int, n_ranks: int) -> None:
         assert "rank 1 left the backward" in text
         assert found.error is not None and found.error.count == 1
         assert found.error.text == text and 0 <= found.error.seconds_ago < PATIENCE_S
-        lines = _top.lines_of(_ranks.Host((found,), {}))
+        lines = _lines.lines_of(_ranks.Host((found,), {}))
         assert any(text in line for line in lines)
 
 
@@ -177,7 +177,7 @@ def hold_back(model: Net, rank: int, results: Path) -> None:
 
             host = eventually(find)
         (results / "host.json").write_text(json.dumps(host.as_json()))
-        (results / "lines.txt").write_text("\n".join(_top.lines_of(host)))
+        (results / "lines.txt").write_text("\n".join(_lines.lines_of(host)))
         (results / "once.txt").write_text(run_top("--once", "--run", host.ranks[0].run))
         (results / "json.txt").write_text(run_top("--once", "--json"))
     step(model, rank)
@@ -445,7 +445,7 @@ def test_any_bytes_are_shown_or_refused() -> None:
             assert (rank is None) == bool(refused)
             if rank is not None:
                 json.dumps(_ranks.Host((rank,), {}).as_json())
-                assert _top.lines_of(_ranks.Host((rank,), {}))
+                assert _lines.lines_of(_ranks.Host((rank,), {}))
 
 
 def test_pages_are_opened_for_reading_alone() -> None:
@@ -572,7 +572,7 @@ def test_without_rich_a_terminal_is_told_what_to_install(
 
 
 def test_nobody_there() -> None:
-    assert _top.lines_of(_ranks.Host((), {})) == ["no rank of fsdp_c can be seen on this host"]
+    assert _lines.lines_of(_ranks.Host((), {})) == ["no rank of fsdp_c can be seen on this host"]
     for arguments in (["--every", "0"], ["--every", "nan"]):
         done = subprocess.run(
             [*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
