@@ -22,7 +22,7 @@
 extern "C" {
 #endif
 
-#define FC_WINDOW_NAME "fsdp_c window"
+#define FC_WINDOW_NAME "window-of-fsdp_c"
 #define FC_WINDOW_MAGIC UINT64_C(0x77696e646f776663)
 #define FC_WINDOW_VERSION 1
 

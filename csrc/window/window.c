@@ -153,12 +153,17 @@ static void close_parents(void)
 
 static void begin_anew(void)
 {
+    fc_window_page *parents = fc_window_page_;
+
     close_parents();
     nowhere = (fc_window_page){.use = {.unit = 0}};
-    memcpy(names_nowhere, names_block, sizeof(names_nowhere));
     fc_window_page_ = &nowhere;
     fc_window_events_ = NULL;
-    names_block = names_nowhere;
+    if (parents != &nowhere) {
+        memcpy(names_nowhere, names_block, names.used);
+        names_block = names_nowhere;
+        (void)munmap(parents, parents->head.bytes);
+    }
     names.is_busy = 0;
     window.lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }

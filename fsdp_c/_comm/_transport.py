@@ -136,6 +136,7 @@ def transport_kind(group: dist.ProcessGroup) -> str:
 
 def _make_transport(group: dist.ProcessGroup) -> _C.Transport:
     wanted = _env.TRANSPORT.get()
+    _open.show_process()  # before ranks wait for each other
     is_reachable = group is _process_group.ALONE or store_of(group) is not None
     if not is_reachable and (wanted != "shm" or group.size() > 1):
         if wanted == "shm":

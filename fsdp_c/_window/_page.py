@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-NAME = "fsdp_c window"
+NAME = "window-of-fsdp_c"
 VERSION = 1
 MAGIC = 0x77696E646F776663
 

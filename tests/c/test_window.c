@@ -40,6 +40,20 @@ static int find_file(void)
     return found;
 }
 
+static bool is_mapped(void)
+{
+    FILE *maps = fopen("/proc/self/maps", "r");
+    char line[512];
+    bool found = false;
+
+    CHECK_OR_EXIT(maps != NULL);
+    while (fgets(line, sizeof(line), maps) != NULL) {
+        found = found || strstr(line, FC_WINDOW_NAME) != NULL;
+    }
+    (void)fclose(maps);
+    return found;
+}
+
 /* As another process sees it. */
 static fc_window_page read_page(int fd)
 {
@@ -88,13 +102,16 @@ static void test_nobody_sees_what_is_not_open(void)
 static void test_child_has_none(int fd)
 {
     const uint64_t step = read_page(fd).now.step;
-    const pid_t child = fork();
+    pid_t child;
     int status;
 
+    CHECK(is_mapped());
+    child = fork();
     if (child == 0) {
         const fc_window_config config = {.run = "the child's", .rank = 1, .world = 2};
 
         CHECK_EQ(find_file(), -1);
+        CHECK(!is_mapped());
         CHECK(!fc_window_traces());
         fc_window_enter(FC_WINDOW_BACKWARD, step + 100);
         CHECK_EQ(read_page(fd).now.step, step);
