@@ -15,6 +15,7 @@ from fsdp_c._window import _page
 from fsdp_c._window._page import Page, Refused
 
 _PROC = Path("/proc")
+_LOOKS = 5  # processes without a page are asked again after so many
 _LINK = f"/memfd:{_page.NAME} (deleted)"
 
 
@@ -24,6 +25,8 @@ class Seen:
 
     pages: dict[int, Page] = field(default_factory=dict)  # by pid, as seen from here
     refused: dict[int, str] = field(default_factory=dict)  # why a process's page is not read
+    _n_looks: int = 0
+    _without: dict[int, int] = field(default_factory=dict)  # by pid, the look that found none
 
     def look(self) -> None:
         """Takes in processes that are new, and lets go of those that have ended."""
@@ -31,12 +34,19 @@ class Seen:
         for pid in list(self.pages):
             if not _is_process(pid, self.pages[pid]):
                 self.pages.pop(pid).close()
-        for pid in _pids():
-            if pid not in self.pages:
+        pids = set(_pids())
+        self._n_looks += 1
+        for pid in self._without.keys() - pids:
+            del self._without[pid]
+        for pid in pids - self.pages.keys():
+            if self._n_looks - self._without.get(pid, -_LOOKS) >= _LOOKS:
                 self._open(pid)
 
     def _open(self, pid: int) -> None:
-        for path in _candidates(pid):
+        paths = list(_candidates(pid))
+        if not paths:
+            self._without[pid] = self._n_looks
+        for path in paths:
             try:
                 page = Page(path)
             except Refused as error:

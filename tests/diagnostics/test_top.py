@@ -448,6 +448,17 @@ def test_any_bytes_are_shown_or_refused() -> None:
                 assert _lines.lines_of(_ranks.Host((rank,), {}))
 
 
+def test_a_page_that_comes_later_is_found() -> None:
+    seen = _processes.Seen()
+    _ranks.look(seen)
+    assert os.getpid() not in seen.pages
+    with shown(own_page()):
+        for _ in range(_processes._LOOKS):
+            _ranks.look(seen)
+        assert os.getpid() in seen.pages
+        seen.close()
+
+
 def test_pages_are_opened_for_reading_alone() -> None:
     import fcntl
 
