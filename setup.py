@@ -46,6 +46,7 @@ C_SOURCES = {
     "csrc/kernels/cuda": "load runs",
     "csrc/device": "caller",
     "csrc/device/host": "device moves operators",
+    "csrc/window": "window",
     "csrc/transport": (
         "callback collectives nccl_board nccl_collectives nccl_group nccl_library nccl_wait "
         "process shm shm_ask shm_region shm_segment shm_wait transport watcher"
@@ -85,7 +86,7 @@ C_TEST_SOURCES = {
         "test_nccl test_optim test_present test_rails test_rails_scale test_reduction test_root "
         "test_schedule test_schedule_alone test_schedule_capture test_schedule_kernels "
         "test_schedule_order test_slots test_snapshot test_transport test_unsharding "
-        "test_unsharding_extended test_unsharding_slices test_updates"
+        "test_unsharding_extended test_unsharding_slices test_updates test_window"
     ),
 }
 # Libraries that the test programs open: NCCL's newest interface, and an old one.

@@ -17,6 +17,7 @@ import bench_owner
 import bench_snapshots
 import bench_step
 import bench_strategies
+import bench_trace
 import bench_verify
 import bench_waits
 import measuring
@@ -37,6 +38,7 @@ BENCHES = [
         bench_estimate,
         bench_strategies,
         bench_verify,
+        bench_trace,
     )
 ]
 

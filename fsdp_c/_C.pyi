@@ -28,6 +28,9 @@ def set_place(*, tell: Callable[[], Any], count: Callable[[int], int | None]) ->
     """`tell() -> Place`: where this rank's program is, for peers that wait for it. `count(group)`:
     how many of its collectives have begun."""
 
+def open_window(*, run: str, rank: int, world: int, start_ticks: int, traces: bool) -> None:
+    """This process is seen from outside from now on; see window/window.h."""
+
 def callbacks() -> list[str]:
     """The names of what it asks of Python."""
 

@@ -159,6 +159,17 @@ QUIET = Variable(
     parse=_switch,
 )
 
+TRACE = Variable(
+    name="FSDP_C_TRACE",
+    accepted="0 or 1",
+    default=False,
+    meaning=(
+        "1: the process keeps when phases, units and waits of its last steps began and ended, for"
+        " `python -m fsdp_c trace`. Read once, as the first model is set up."
+    ),
+    parse=_switch,
+)
+
 KEEP_UNSHARDED = Variable(
     name="FSDP_C_KEEP_UNSHARDED",
     accepted="0 or 1",
@@ -207,6 +218,7 @@ VARIABLES: tuple[
     BATCH_BYTES,
     STRICT,
     QUIET,
+    TRACE,
     KEEP_UNSHARDED,
     NCCL,
     DEVICES,

@@ -15,6 +15,7 @@ PyMethodDef functions[] = {
     function<[](PyObject *name) { return fc_kern_use(text_from(name)); }>("use_kernels"),
     function<close_interpreter>("close"),
     function<set_place>("set_place"),
+    function<open_window>("open_window"),
     function<names_of_calls>("callbacks"),
     function<set_callbacks>("set_callbacks"),
     function<watch_functions>("watch_functions"),

@@ -16,6 +16,7 @@ class Fields;
 void open_interpreter(); // before all else
 void close_interpreter();
 void set_place(Fields &given);
+void open_window(Fields &given);
 std::vector<const char *> names_of_calls();
 void set_callbacks(Fields &given);
 void watch_functions(Fields &given);

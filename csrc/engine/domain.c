@@ -6,6 +6,7 @@
 
 #include "engine/domain_private.h"
 #include "engine/exchange.h"
+#include "window/window.h"
 
 #include <assert.h>
 #include <string.h>
@@ -309,6 +310,13 @@ void fc_domain_link(fc_domain *const *domains, size_t n_domains)
     }
 }
 
+static void show_names(fc_domain *domain)
+{
+    for (size_t i = 0; i < domain->n_units; i++) {
+        domain->units[i].shown_as = fc_window_name(domain->units[i].name);
+    }
+}
+
 fc_status fc_domain_create(fc_transport *transport, fc_domain_kind kind, const fc_unit_desc *units,
                            size_t n_units, int shard_rank, int n_shards, fc_domain **out)
 {
@@ -334,6 +342,7 @@ fc_status fc_domain_create(fc_transport *transport, fc_domain_kind kind, const f
         domain->is_mapped = is_mapped;
         domain->clock = (uint64_t)PHASE_CLOSED;
         st = build(domain, units, n_units, shard_rank, n_shards);
+        show_names(domain);
     }
     if (is_mapped) {
         /* A rank that has failed tells the others, who would wait for it in the mapping. */

@@ -76,8 +76,9 @@ struct fc_unit {
     /* Constant after create. */
     fc_domain *domain; /* borrowed */
     size_t index;
-    char *name;       /* owned */
-    fc_param *params; /* owned */
+    char *name;        /* owned */
+    uint32_t shown_as; /* its name in the window */
+    fc_param *params;  /* owned */
     fc_layout layout;
     size_t full_at; /* bytes, in the region */
     /* Its reductions; set by fc_reduction_attach. */

@@ -167,12 +167,25 @@ fc_status root_drop_ahead(const fc_root_course *root, fc_domain *domain)
     return FC_OK;
 }
 
+static fc_window_phase shown_phase(fc_phase phase)
+{
+    static const fc_window_phase shown[] = {
+        [FC_PHASE_FORWARD] = FC_WINDOW_FORWARD,
+        [FC_PHASE_FORWARD_NO_GRAD] = FC_WINDOW_FORWARD_NO_GRAD,
+        [FC_PHASE_UNSHARD] = FC_WINDOW_UNSHARD,
+        [FC_PHASE_BACKWARD] = FC_WINDOW_BACKWARD,
+    };
+
+    return shown[phase];
+}
+
 fc_status root_open(fc_root_course *root, fc_opening opening)
 {
     for (size_t i = 0; i < root->n_domains; i++) {
         FC_TRY(root_drop_ahead(root, root->domains[i]));
         fc_domain_open(root->domains[i], opening);
     }
+    root_show(root, shown_phase(opening.phase));
     return FC_OK;
 }
 
@@ -286,6 +299,7 @@ fc_status fc_root_leave_unit(fc_root_course *root, fc_root_unit *unit, bool reco
         FC_TRY(ops->end_forward(unit->owner));
     }
     (void)fc_training_move(&unit->training, FC_TRAINING_LEFT);
+    root_mark(unit, FC_WINDOW_EVENT_LEFT);
     return FC_OK;
 }
 
@@ -310,12 +324,16 @@ fc_status fc_root_end_forward(fc_root_course *root, bool keeps_graph)
         return FC_OK;
     }
     FC_TRY(or_fail(root, close_forward(root)));
+    root_show(root, FC_WINDOW_BETWEEN);
     return root->schedule != NULL && !keeps_graph ? fc_schedule_end_forward(root->schedule) : FC_OK;
 }
 
 void fc_root_note_raised(fc_root_course *root, const fc_root_module *module)
 {
-    root->has_raised = root->has_raised || (root->opener == module && !fc_root_in_backward(root));
+    if (root->opener == module && !fc_root_in_backward(root)) {
+        root->has_raised = true;
+        root_show(root, FC_WINDOW_FAILED);
+    }
 }
 
 /* ---- failure ---- */
@@ -327,6 +345,7 @@ void fc_root_fail(fc_root_course *root)
     for (size_t i = 0; i < root->n_domains; i++) {
         fc_domain_fail(root->domains[i]);
     }
+    root_show(root, FC_WINDOW_FAILED);
 }
 
 static fc_status reset_unit(const fc_root_ops *ops, fc_root_unit *unit, bool drops_gradients)

@@ -170,9 +170,12 @@ static fc_status reduce_rest(fc_root_course *root, fc_root_unit *unit)
     const bool is_news = fc_training_move(&unit->training, FC_TRAINING_PASSED);
     bool was_reached;
 
+    root_mark(unit, FC_WINDOW_EVENT_PASSED);
     FC_TRY(give_up(root, unit, is_news, &was_reached));
     FC_TRY(unit->reduce_grads ? submit(root, unit) : root->ops->accumulate(unit->owner, is_news));
-    return end_pass(root, unit, was_reached);
+    FC_TRY(end_pass(root, unit, was_reached));
+    root_mark(unit, FC_WINDOW_EVENT_LEFT);
+    return FC_OK;
 }
 
 fc_status fc_root_pass(fc_root_course *root, fc_root_unit *unit)
@@ -181,7 +184,9 @@ fc_status fc_root_pass(fc_root_course *root, fc_root_unit *unit)
     if (unit->reduction == NULL) {
         return FC_OK;
     }
+    root_mark(unit, FC_WINDOW_EVENT_PASSED);
     FC_TRY(or_fail(root, pass(root, unit)));
+    root_mark(unit, FC_WINDOW_EVENT_LEFT);
     if (unit->reduction != NULL) {
         fc_reduction_return_large(unit->reduction->shard->domain);
     }
@@ -305,6 +310,7 @@ static fc_status close_backward(fc_root_course *root, bool is_last)
         FC_TRY(root_drop_ahead(root, root->domains[i]));
         FC_TRY(fc_domain_close(root->domains[i]));
     }
+    root_show(root, FC_WINDOW_BETWEEN);
     return run_deferred_hooks(root);
 }
 

@@ -5,6 +5,7 @@
 #include "engine/domain_private.h"
 #include "engine/reduction_private.h"
 #include "engine/root.h"
+#include "window/window.h"
 
 /* The first bound one from there on, or NULL. */
 static inline fc_root_unit *bound_from(fc_root_unit *unit)
@@ -36,6 +37,22 @@ FC_MUST_CHECK static inline fc_status root_each_backwards(fc_root_course *root, 
         FC_TRY(root_each_backwards(root, bound->next, body, context));
     }
     return body(root, bound, context);
+}
+
+/* Who looks at this process from outside sees the phase that it is in. */
+static inline void root_show(const fc_root_course *root, fc_window_phase phase)
+{
+    if (root->n_domains > 0) {
+        fc_window_enter(phase, root->domains[0]->clock >> STEP_SHIFT);
+    }
+}
+
+/* For the trace: of a unit that may have been unbound. */
+static inline void root_mark(const fc_root_unit *unit, fc_window_event_kind kind)
+{
+    if (fc_window_traces() && unit->reduction != NULL) {
+        fc_window_mark(kind, unit->reduction->shard->shown_as);
+    }
 }
 
 /* Peers learn that this rank has left the phase if it has. */

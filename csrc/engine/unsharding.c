@@ -4,6 +4,8 @@
 #include "engine/domain_private.h"
 #include "engine/order.h"
 #include "engine/root.h"
+#include "window/window.h"
+
 #include <string.h>
 
 /* ---- life ---- */
@@ -205,6 +207,7 @@ fc_status fc_unsharding_begin_use(fc_unsharding *u, bool *is_shown_out)
     const bool is_open = fc_domain_is_open(u->domain);
     const bool in_forward = is_open && !fc_domain_in_backward(u->domain);
 
+    fc_window_use_unit(u->unit->shown_as);
     *is_shown_out = unsharding_is_shown(u);
     if (u->is_watched && in_forward && u->state != FC_UNIT_UNSHARDED) {
         FC_TRY(unsharding_renew_written(u));

@@ -6,6 +6,9 @@
  */
 #include "engine/unsharding_private.h"
 
+#include "engine/domain_private.h"
+#include "window/window.h"
+
 #include <string.h>
 
 static fc_status publish_shards(fc_unsharding *u)
@@ -50,6 +53,7 @@ static fc_status gather_copy(fc_unsharding *u)
     fc_status st;
 
     FC_TRY(publish(u));
+    fc_window_enter(FC_WINDOW_UNSHARD, u->domain->clock >> STEP_SHIFT);
     fc_domain_open(u->domain, (fc_opening){FC_PHASE_UNSHARD, 0, FC_UPDATES_UNKNOWN});
     st = fc_domain_ready(u->domain, u->unit);
     if (st != FC_OK) {
@@ -57,7 +61,9 @@ static fc_status gather_copy(fc_unsharding *u)
         return st;
     }
     copy_out(u);
-    return fc_domain_close(u->domain);
+    FC_TRY(fc_domain_close(u->domain));
+    fc_window_enter(FC_WINDOW_BETWEEN, u->domain->clock >> STEP_SHIFT);
+    return FC_OK;
 }
 
 static fc_status gather(fc_unsharding *u)

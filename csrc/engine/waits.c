@@ -4,6 +4,7 @@
 #include "base/clock.h"
 #include "engine/domain_private.h"
 #include "engine/present.h"
+#include "window/window.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -86,12 +87,29 @@ void fc_waits_reset(fc_domain *domain)
 
 /* ---- messages ---- */
 
+/* Who looks from outside sees a collective as a wait for all ranks. */
+static fc_window_waiting shown(const fc_unit *unit, const char *op, int64_t start_ns)
+{
+    return (fc_window_waiting){.since_ns = (uint64_t)start_ns,
+                               .rank = FC_WINDOW_ALL,
+                               .op = fc_window_name(op),
+                               .unit = unit->shown_as,
+                               .step = unit->domain->clock >> STEP_SHIFT};
+}
+
 /* Counts a collective of `n_units` from this one on that began at `start_ns`; its status, with the
  * unit if it failed. */
 static fc_status counted(fc_unit *unit, size_t n_units, fc_wait_kind kind, int64_t start_ns,
                          fc_status st)
 {
-    count(unit->domain, unit->index, kind, -1, 1, (uint64_t)(fc_now_ns() - start_ns));
+    const int64_t end_ns = fc_now_ns();
+
+    (void)fc_window_wait_for((fc_window_waiting){.since_ns = 0});
+    if (fc_window_traces()) {
+        fc_window_waited(shown(unit, kind == FC_WAIT_REDUCE ? "reduction" : "all-gather", start_ns),
+                         end_ns);
+    }
+    count(unit->domain, unit->index, kind, -1, 1, (uint64_t)(end_ns - start_ns));
     if (st == FC_ERR_PEER || st == FC_ERR_TIMEOUT || st == FC_ERR_MISMATCH) {
         char text[FC_MESSAGE_BYTES];
 
@@ -129,6 +147,7 @@ static fc_status begin(fc_unit *unit, size_t n_units, const char *op, uint64_t d
     }
     *messages_out = messages;
     *start_ns_out = fc_now_ns();
+    (void)fc_window_wait_for(shown(unit, op, *start_ns_out));
     return FC_OK;
 }
 

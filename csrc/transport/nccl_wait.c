@@ -7,6 +7,7 @@
 #include "transport/nccl_private.h"
 
 #include "base/clock.h"
+#include "window/window.h"
 
 #include <sched.h>
 #include <stdio.h>
@@ -216,6 +217,16 @@ static fc_status look_around(nccl_wait *w)
 
 /* ---- waiting ---- */
 
+/* For whom the wait is, nobody can tell. */
+static fc_window_waiting shown(const nccl_wait *w)
+{
+    return (fc_window_waiting){.since_ns = (uint64_t)w->start_ns,
+                               .rank = FC_WINDOW_ALL,
+                               .op = fc_window_name(w->info->op),
+                               .unit = fc_window_name(w->info->unit),
+                               .step = w->info->sequence};
+}
+
 static fc_status sleep_until_ready(nccl_wait *w)
 {
     const struct timespec pause = {.tv_nsec = SLEEP_NS};
@@ -238,6 +249,7 @@ fc_status fc_nccl_wait(fc_nccl_group *const *groups, size_t n_groups, fc_ready_f
     nccl_wait w = {
         .groups = groups, .n_groups = n_groups, .ready = ready, .arg = arg, .info = info};
     const fc_host_ops *host;
+    fc_window_waiting before;
     fc_status st;
     size_t i;
 
@@ -252,6 +264,7 @@ fc_status fc_nccl_wait(fc_nccl_group *const *groups, size_t n_groups, fc_ready_f
     }
     host = &groups[0]->base->host;
     w.start_ns = fc_now_ns();
+    before = fc_window_wait_for(shown(&w));
     w.next_look_ns = w.start_ns + LOOK_NS;
     w.next_poll_ns = w.start_ns + POLL_NS;
     if (host->enter_wait != NULL) {
@@ -260,6 +273,10 @@ fc_status fc_nccl_wait(fc_nccl_group *const *groups, size_t n_groups, fc_ready_f
     st = sleep_until_ready(&w);
     if (host->leave_wait != NULL) {
         host->leave_wait(host->context);
+    }
+    (void)fc_window_wait_for(before);
+    if (fc_window_traces()) {
+        fc_window_waited(shown(&w), fc_now_ns());
     }
     return st;
 }

@@ -6,6 +6,7 @@
  */
 #include "transport/shm_futex.h"
 #include "transport/shm_impl.h"
+#include "window/window.h"
 
 #include <sched.h>
 #include <stdio.h>
@@ -16,6 +17,7 @@
 #define SLICE_MIN_NS FC_NS_PER_MS
 #define SLICE_MAX_NS (20 * FC_NS_PER_MS)
 #define POLL_NS (50 * FC_NS_PER_MS)
+#define PLACE_NS (500 * FC_NS_PER_MS)
 
 typedef struct shm_wait {
     fc_transport *transport;
@@ -25,6 +27,7 @@ typedef struct shm_wait {
     const fc_wait_info *info;
     int64_t start_ns;
     int64_t next_poll_ns;
+    int64_t next_place_ns;
     int n_notices;
     fc_shm_inquiry inquiry;
 } shm_wait;
@@ -196,6 +199,29 @@ static void give_notice(shm_wait *w, int64_t waited_ns)
     t->host.notice(t->host.context, line);
 }
 
+/* Who looks at this process from outside sees what it waits for. */
+static fc_window_waiting shown(const shm_wait *w)
+{
+    return (fc_window_waiting){
+        .since_ns = (uint64_t)w->start_ns,
+        .rank = (uint64_t)fc_transport_global_rank(w->transport, w->peer),
+        .op = fc_window_name(w->info->op),
+        .unit = fc_window_name(w->info->unit),
+        .step = w->info->sequence,
+    };
+}
+
+static void show_place(shm_wait *w, int64_t now_ns)
+{
+    char place[384];
+
+    if (now_ns >= w->next_place_ns) {
+        w->next_place_ns = now_ns + PLACE_NS;
+        fc_shm_tell_place(w->transport, w->peer, &w->inquiry, place, sizeof(place));
+        fc_window_tell_place(place[0] != '\0' ? place + strlen("; ") : "");
+    }
+}
+
 /* What the embedding program wants to do and say while this rank waits; it holds its lock here. */
 static fc_status visit_host(shm_wait *w, int64_t now_ns)
 {
@@ -219,6 +245,7 @@ static fc_status visit_host(shm_wait *w, int64_t now_ns)
     if (st == FC_OK && waited_ns >= fc_transport_notice_ns(w->n_notices)) {
         give_notice(w, waited_ns);
     }
+    show_place(w, now_ns);
     if (t->host.enter_wait != NULL) {
         t->host.enter_wait(t->host.context);
     }
@@ -305,9 +332,12 @@ static fc_status wait_slowly(shm_wait *w)
 {
     fc_transport *t = w->transport;
     fc_status st = FC_OK;
+    int64_t end_ns;
 
     note_activity(t, w->peer, w->info, true);
     if (!yield_until_ready(w)) {
+        const fc_window_waiting before = fc_window_wait_for(shown(w));
+
         if (t->host.enter_wait != NULL) {
             t->host.enter_wait(t->host.context);
         }
@@ -315,9 +345,14 @@ static fc_status wait_slowly(shm_wait *w)
         if (t->host.leave_wait != NULL) {
             t->host.leave_wait(t->host.context);
         }
+        (void)fc_window_wait_for(before);
+    }
+    end_ns = fc_now_ns();
+    if (fc_window_traces()) {
+        fc_window_waited(shown(w), end_ns);
     }
     t->n_waits++;
-    t->wait_ns += (uint64_t)(fc_now_ns() - w->start_ns);
+    t->wait_ns += (uint64_t)(end_ns - w->start_ns);
     return st;
 }
 

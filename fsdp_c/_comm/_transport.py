@@ -18,6 +18,7 @@ from fsdp_c._comm import (
 )
 from fsdp_c._comm._rendezvous import exchange_for, for_core, store_of
 from fsdp_c._native import _C
+from fsdp_c._window import _open
 
 
 class Messages:
@@ -135,6 +136,7 @@ def transport_kind(group: dist.ProcessGroup) -> str:
 
 def _make_transport(group: dist.ProcessGroup) -> _C.Transport:
     wanted = _env.TRANSPORT.get()
+    _open.show_process()  # before ranks wait for each other
     is_reachable = group is _process_group.ALONE or store_of(group) is not None
     if not is_reachable and (wanted != "shm" or group.size() > 1):
         if wanted == "shm":
@@ -226,6 +228,7 @@ def _new_transport(
     messages: Messages | None = None,
     rails: _hosts.Rails | None = None,
 ) -> _C.Transport:
+    _open.show_process()
     return _C.Transport(
         **_process_group.described(group, torch.device("cpu"))._asdict(),
         exchange=for_core(exchange),

@@ -26,6 +26,8 @@ USAGE = """usage: python -m fsdp_c [--fsdp1] SCRIPT [ARG ...]
        torchrun [OPTION ...] -m fsdp_c [--fsdp1] SCRIPT [ARG ...]
        python -m fsdp_c estimate --help
        python -m fsdp_c snapshots --help
+       python -m fsdp_c top --help
+       python -m fsdp_c trace --help
        python -m fsdp_c --version
 
 Runs a script or a module with fsdp_c in the place of torch.distributed.fsdp.fully_shard.
@@ -89,6 +91,16 @@ def main(arguments: Sequence[str]) -> None:
         from fsdp_c._snapshots import _command as snapshots_command
 
         snapshots_command.main(arguments[1:])
+        return
+    if arguments[0] == "top":
+        from fsdp_c._window import _top
+
+        _top.main(arguments[1:])
+        return
+    if arguments[0] == "trace":
+        from fsdp_c._window import _trace
+
+        _trace.main(arguments[1:])
         return
     watch(has_fsdp1)
     if arguments[0] == "-m":

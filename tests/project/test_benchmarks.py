@@ -38,6 +38,8 @@ TINY = {
     + ["--tokens", "8", "--ranks", "2", "--precisions", "fp32", "--steps", "2"],
     "verify": ["--layers", "1", "--width", "32", "--heads", "2", "--vocabulary", "50"]
     + ["--tokens", "8", "--rounds", "2"],
+    "trace": ["--layers", "1", "--width", "32", "--heads", "2", "--vocabulary", "50"]
+    + ["--tokens", "8", "--ranks", "2", "--starts", "1", "--steps", "2"],
 }
 # What a rank's part of the work is called in the rows, and how many rows the tiny sizes give.
 N_ROWS = {
@@ -52,6 +54,7 @@ N_ROWS = {
     "owner": 4,
     "waits": 3,
     "verify": 2,
+    "trace": 4,
 }
 BY_TORCHRUN = "collectives"
 DIFFERENCES = ("host_overhead", "features", "snapshots")
@@ -176,15 +179,17 @@ def check_results(name: str, script: str, folder: Path, stdout: str) -> None:
     assert len(record["rows"]) == N_ROWS[name]
     header = table_lines(stdout)[0]
     others = {"collectives": "gloo", "owner": "full_tensor", "waits": "waited", "verify": "checked"}
-    others["snapshots"] = "torch: save"
+    others |= {"snapshots": "torch: save", "trace": "traced"}
     assert others.get(name, "torch") in header
-    assert "fsdp_c" in header or name in ("owner", "snapshots", "waits", "verify")
+    assert "fsdp_c" in header or name in ("owner", "snapshots", "waits", "verify", "trace")
     for row in record["rows"]:
         if name == "memory":
             assert row["above_empty_mib"] > 0 and row["steps"] == 3
             assert all(one["samples"] >= 1 for one in row["by_rank"])
         elif name == "verify":
             assert row["samples"] == 4 and all(us > 0 for us in row["step_us"].values())
+        elif name == "trace":
+            assert row["samples"] == 2 and 0 < row["min_us"] <= row["median_us"]
         elif name == "waits":
             assert row["step_us"] > 0 and row["due_us"] >= 0
         else:

@@ -22,6 +22,7 @@ PUBLIC = {
     "optim": ["clip.h", "optim.h"],
     "snapshot": ["copier.h", "ranks.h", "snapshot.h"],
     "device": ["device.h", "caller.h", "host/host.h", "host/moves.h", "host/operators.h"],
+    "window": ["page.h", "window.h"],
     "transport": ["collectives.h", "nccl.h", "transport.h"],
     "comm": ["beats.h", "comm.h", "rails.h"],
     "engine": [
@@ -60,11 +61,12 @@ MAY_INCLUDE = {
     "optim": ["base", "kernels"],
     "snapshot": ["base"],
     "device": ["base", "kernels"],
-    "transport": ["base", "device"],
+    "window": ["base"],
+    "transport": ["base", "device", "window"],
     "comm": ["base", "kernels", "transport"],
-    "engine": ["base", "kernels", "device", "transport", "comm"],
+    "engine": ["base", "kernels", "device", "window", "transport", "comm"],
     "libtorch": ["base", "kernels", "device", "transport", "comm"],
-    "bind": "base kernels optim snapshot device transport comm engine libtorch".split(),
+    "bind": ("base kernels optim snapshot device window transport comm engine libtorch".split()),
 }
 
 # Downward: a folder imports only what stands before it. Beside the folders are what all of them use
@@ -72,8 +74,8 @@ MAY_INCLUDE = {
 USED_BY_ALL = ("_built", "_env", "_native", "_text", "_version")
 USES_ALL = ("__init__", "__main__", "_api")
 FOLDERS = (
-    "_compat _comm _optim _fully_shard _checkpoint _snapshots strategy fsdp1 _diagnostics _memory"
-    " _estimate _install"
+    "_compat _window _comm _optim _fully_shard _checkpoint _snapshots strategy fsdp1 _diagnostics"
+    " _memory _estimate _install"
 ).split()
 
 SUFFIXES = (".c", ".h", ".cpp", ".cu")

@@ -104,6 +104,9 @@ def installed_copy(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tu
     return request.param, python
 
 
+EXTRA = 'rich; extra == "top"'
+
+
 def test_metadata_names_the_torch_of_a_wheel(installed: tuple[str, Path], tmp_path: Path):
     kind, python = installed
     done = run(python, "-c", FACTS, cwd=tmp_path)
@@ -112,10 +115,10 @@ def test_metadata_names_the_torch_of_a_wheel(installed: tuple[str, Path], tmp_pa
     if kind == "wheel":
         assert (version, requires) == (
             f"{fsdp_c.__version__}+torch{MINOR}",
-            [f"torch=={MINOR}.*"],
+            [f"torch=={MINOR}.*", EXTRA],
         )
     else:  # the next build in the tree may be for another torch
-        assert (version, requires) == (fsdp_c.__version__, ["torch>=2.11"])
+        assert (version, requires) == (fsdp_c.__version__, ["torch>=2.11", EXTRA])
     assert ("site-packages" in file) == (kind == "wheel")
 
 

@@ -4,6 +4,7 @@
 #include "bind/module.h"
 #include "bind/python/calls.h"
 #include "bind/python/objects.h"
+#include "window/window.h"
 
 namespace fc {
 
@@ -125,6 +126,18 @@ void set_place(Fields &given)
     given.end();
     Py_XSETREF(process.tell_place, tell.release());
     Py_XSETREF(process.count_collectives, count.release());
+}
+
+void open_window(Fields &given)
+{
+    const fc_window_config config = {.run = given.text("run"),
+                                     .rank = given.integer("rank"),
+                                     .world = given.integer("world"),
+                                     .start_ticks = given.size("start_ticks"),
+                                     .traces = given.flag("traces")};
+
+    given.end();
+    check(fc_window_open(&config));
 }
 
 } // namespace fc

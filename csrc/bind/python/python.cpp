@@ -5,6 +5,7 @@
 #include "base/threads.h"
 #include "bind/module.h"
 #include "transport/transport.h"
+#include "window/window.h"
 
 static PyObject *exception_of(fc_status status)
 {
@@ -91,6 +92,7 @@ PyObject *fc_raise(fc_status status)
     if (is_interrupted(status)) {
         return nullptr;
     }
+    fc_window_failed(status, fc_last_message());
     const bool is_set = PyErr_Occurred() != nullptr; /* maybe another than the group's */
 
     if (status == FC_ERR_GROUP && is_set) {

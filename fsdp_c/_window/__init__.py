@@ -1,0 +1,1 @@
+"""What running processes show of themselves, seen from outside."""
