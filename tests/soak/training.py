@@ -2,19 +2,17 @@
 
 import os
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 import fsdp_c
 
 WIDTH = 24
 N_STEPS = 4
-# What a training has besides forward, backward and step.
-WAYS = ("shm", "hsdp", "callback")
 
 
 class Net(nn.Module):
@@ -44,22 +42,26 @@ class Training:
             self.snapshots = fsdp_c.Snapshots(self.model, self.optimizer, folder=folder)
             self.snapshots.resume()
 
-    def step(self, rank: int, step: int) -> float:
+    def gradients(self, rank: int, step: int) -> float:
+        """Clipped, and once at their owners; gives the loss."""
         torch.manual_seed(100 * step + rank)
         loss = self.model(torch.randn(4, WIDTH))
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         owned = fsdp_c.gather_to_owner([p.grad for p in self.model.parameters()])
         fsdp_c.scatter_from_owner(owned)
+        return loss.item()
+
+    def update(self, step: int) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.snapshots is not None:
             self.snapshots.take(step + 1)
-        return loss.item()
 
-    def whole(self) -> list[Tensor]:
-        """All parameters. Collective."""
-        return [p.full_tensor().clone() for p in self.model.parameters()]
+    def step(self, rank: int, step: int) -> float:
+        loss = self.gradients(rank, step)
+        self.update(step)
+        return loss
 
     def close(self) -> None:
         if self.snapshots is not None:
@@ -75,14 +77,8 @@ def train(rank: int, folder: Path | None, n_steps: int = N_STEPS) -> list[float]
 
 def end_as_a_script(error: BaseException, note: str) -> None:
     """The traceback, when it came after the death in the note, and the end of the process."""
-    import traceback
-
     traceback.print_exception(error)
     died = Path(note).read_text() if note and os.path.exists(note) else ""
     if died:
         print(f"\nnoticed after {time.monotonic() - float(died):.2f} s", flush=True)
     os._exit(1)
-
-
-def world_size() -> int:
-    return dist.get_world_size()
