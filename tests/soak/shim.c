@@ -231,7 +231,7 @@ STATE(fc_domain_close, fc_status, (fc_domain * domain), (domain))
 STATE(fc_exchange_reserve, fc_status, (fc_unit * unit, size_t part_bytes, fc_wire wire, char **out),
       (unit, part_bytes, wire, out))
 STATE_VOID(fc_exchange_commit, (fc_unit * unit), (unit))
-STATE_VOID(fc_exchange_sources, (fc_unit * unit, fc_source *out), (unit, out))
+STATE(fc_exchange_sources, fc_status, (fc_unit * unit, fc_source *out), (unit, out))
 STATE_VOID(fc_exchange_consume, (fc_unit * unit), (unit))
 STATE_VOID(fc_domain_mark_closed, (fc_domain * domain), (domain))
 STATE(fc_copier_start, fc_status, (fc_copier * copier, const fc_snapshot_job *job), (copier, job))
