@@ -47,6 +47,7 @@ class Life:
             except Exception:
                 error = traceback.format_exc()
                 self.errors.append(error)
+                print(error, flush=True)
             if not on_any_rank(bool(error)):
                 return
             again()
