@@ -1,7 +1,11 @@
-"""The n-th call to the system fails: an error, the model as it was, and the next try works."""
+"""The n-th call to the system fails: an error, the model as it was, and the next try works.
+
+Or all ranks end with an error that names one, where a rank fails alone at the end of a phase.
+"""
 
 import functools
 import random
+import re
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -29,6 +33,9 @@ WORLDS = (1, 2, 3)
 N_STEPS = 2
 TRIES = 3
 TIMEOUT_S = 25
+# A rank that fails alone, when the others are through with the phase, tries again while they go on:
+# each has to learn which rank that is, and their process group cannot be used any more.
+ENDED = re.compile(r"fails again and again: .*\brank \d+ (is in a collective|failed:)", re.DOTALL)
 
 
 class Life:
@@ -142,6 +149,8 @@ def run(key: str) -> Verdict:
         except harness.RankFailure as error:
             return failed(f"a rank hung: {error}")
     texts = "\n".join(f"--- rank {o.rank}: {o.exit_code} {o.error}\n{o.output}" for o in outcomes)
+    if all(ENDED.search(outcome.error) for outcome in outcomes):
+        return Verdict(facts={"errors": 1, "errors that end the run": 1})
     if not all(outcome.ok for outcome in outcomes):
         return failed(texts)
     has_failed = any(outcome.value[1] for outcome in outcomes)
