@@ -135,8 +135,9 @@ def main(
         share = (end - time.monotonic()) / (len(chosen) - index)
         run_family(family, record, options.seeds, options.count, share)
     about = {"seeds": f"{options.seeds[0]}:{options.seeds[-1] + 1}", "minutes": options.minutes}
-    path = write(record, chosen, about, options.results)
-    print("\n".join(lines_of([record.row(family) for family in chosen])))
+    known = [family for family in families if record.verdicts[family.name]]
+    path = write(record, known, about, options.results)
+    print("\n".join(lines_of([record.row(family) for family in known])))
     for family, key, verdict in record.failures():
         print(f"FAILED {family}/{key}: {verdict.command or command_of(family, key)}")
     print(f"report: {path}")

@@ -12,6 +12,7 @@ from soak.case import Family, Verdict, failed
 ROOT = Path(__file__).resolve().parents[2]
 BATCH = 50
 SECONDS_EACH = 6
+SHOWN = 2500  # characters of the first failure
 SEEDS_APART = 10_000_000  # between two seeds of the campaign
 
 # Options and variables of each way, and the numbers of ranks.
@@ -43,8 +44,7 @@ def run(key: str, fault: str = "") -> Verdict:
     arguments = [*options, *([] if "--hosts" in options else ["--ranks", world])]
     arguments += ["--fault", fault] if fault else []
     command = [sys.executable, "-m", "tests.differential", "--seeds", seeds, *arguments]
-    first, last = map(int, seeds.split(":"))
-    n = last - first
+    n = len(range(*map(int, seeds.split(":"))))
     try:
         done = subprocess.run(
             command,
@@ -64,9 +64,9 @@ def run(key: str, fault: str = "") -> Verdict:
         return Verdict("left out", "no hosts here: the kernel lets this user make no spaces")
     again = " ".join([*(f"{k}={v}" for k, v in variables.items()), "python -m tests.differential"])
     seed = found[0] if found else seeds
-    return failed(
-        done.stdout, n=n, command=f"{again} --seeds {seed} {' '.join(arguments)}".rstrip()
-    )
+    first = FAILURE.search(done.stdout)
+    text = done.stdout[first.start() :][:SHOWN] if first else done.stdout
+    return failed(text, n=n, command=f"{again} --seeds {seed} {' '.join(arguments)}".rstrip())
 
 
 FAMILY = Family(

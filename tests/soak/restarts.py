@@ -24,9 +24,9 @@ def cases(seed: int) -> Iterator[str]:
     while True:
         n_ranks = drawn.choice((2, 3, 4))
         deaths = []
-        for _ in range(N_DEATHS):
+        for step in sorted(drawn.sample(range(5), N_DEATHS)):  # earlier ones are not made again
             moment = drawn.choice([*MOMENTS, f"after {drawn.uniform(0, 0.05):.4f}"])
-            deaths.append(f"{drawn.randrange(n_ranks)}:{moment}:{drawn.randrange(4)}")
+            deaths.append(f"{drawn.randrange(n_ranks)}:{moment}:{step}")
         yield f"{n_ranks}/{','.join(deaths)}"
 
 
