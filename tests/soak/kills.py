@@ -69,7 +69,7 @@ def cases(seed: int) -> Iterator[str]:
         for victim, (counts, _) in enumerate(undisturbed(n_ranks)):
             for state, n in counts.items():
                 if state.rstrip("<>") in STATES:
-                    # How often it waits, and publishes that it does, is another time another number.
+                    # How often it waits, and says so, differs from run to run.
                     last = (n + 1) // 2 if state.startswith("fc_transport_") else n
                     keys += [
                         f"{n_ranks}/{victim}/{state}/{nth}"
