@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 PY := $(VENV)/bin/python
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist worksteal
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-build-isolation
-C_FILES = $(shell find csrc tests/c tests/gpu benchmarks -name "*.[ch]" -o -name "*.cpp" -o -name "*.cu")
+C_FILES = $(shell find csrc tests/c tests/gpu tests/soak benchmarks -name "*.[ch]" -o -name "*.cpp" -o -name "*.cu")
 # A package of its own, found before the tree's since it lies where Python is started.
 SANITIZED := build/sanitized
 SANITIZED_TESTS := comm/test_comm device/test_device_nccl device/test_device_schedule optim/test_optim_local \
@@ -26,8 +26,8 @@ DOCS_VENV := .venv-docs
 DOCS_READY := $(DOCS_VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo check test test-parity test-hosts test-c coverage mutate bench chart docs sanitize lint format \
-    wheels gpu-check clean
+.PHONY: help build demo check test test-parity test-hosts test-c coverage mutate soak bench chart docs sanitize lint \
+    format wheels gpu-check clean
 
 help:  ## list the targets
 	@echo "make TARGET [TORCH=$(TORCH)] [PYTHON=$(PYTHON)]"
@@ -69,6 +69,9 @@ coverage: build  ## what the tests of `check` never run, or ARGS="tests/..."; na
 
 mutate: $(READY)  ## small mistakes in the C core that its tests must notice, for hours; ARGS="csrc/engine --sample 50"
 	@$(PY) -m tests.mutate $(ARGS)
+
+soak: build  ## random programs, kills, failing calls, flipped bits, for minutes to hours; ARGS="--only kills --minutes 60"
+	@$(PY) -m tests.soak $(ARGS)
 
 bench: build  ## compare with torch's own fully_shard; ARGS="--quick"
 	@$(PY) benchmarks/run.py $(ARGS)

@@ -2,6 +2,7 @@
 #include "engine/exchange.h"
 
 #include "engine/domain_private.h"
+#include "engine/unit.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -203,12 +204,36 @@ void fc_exchange_accumulate(fc_unit *unit)
  * and would add up over the units. */
 #define SPARE_BYTES_MAX ((size_t)64 << 10)
 
-/* Where this rank's part of a post of `rank` lies. */
-static const char *part_in_arena(const fc_domain *domain, int rank, const lane *l)
-{
-    size_t offset = domain->kind == FC_DOMAIN_SHARD ? (size_t)domain->rank * l->part_bytes : 0;
+/* This rank's part of a post. */
+typedef struct part {
+    const char *data;
+    size_t bytes;
+    fc_wire wire;
+} part;
 
-    return domain_arena(domain, rank) + l->stage_at + offset;
+/* Where a rank's lane says that its post lies. It is memory that any process of the run can write
+ * to: what lies nowhere is an error, and nothing is read there. */
+static fc_status find_part(const fc_unit *unit, int rank, part *out)
+{
+    const fc_domain *domain = unit->domain;
+    lane *l = domain_lane(domain, rank, unit->index);
+    const uint64_t at = __atomic_load_n(&l->stage_at, __ATOMIC_RELAXED);
+    const uint64_t bytes = __atomic_load_n(&l->part_bytes, __ATOMIC_RELAXED);
+    const uint64_t wire = __atomic_load_n(&l->wire, __ATOMIC_RELAXED);
+    const size_t copies = domain->kind == FC_DOMAIN_SHARD ? (size_t)domain->n_ranks : 1;
+    const size_t before = domain->kind == FC_DOMAIN_SHARD ? (size_t)domain->rank : 0;
+
+    if (wire > FC_WIRE_F16 ||
+        bytes != fc_unit_bytes_of(unit, lane_mask(domain, l), (fc_wire)wire) ||
+        at % FC_ALIGN != 0 || copies * bytes > domain->arena_bytes ||
+        at > domain->arena_bytes - copies * bytes) {
+        return fc_fail(FC_ERR_MISMATCH,
+                       "unit %s: what rank %d says of its gradients in shared memory is not what "
+                       "it wrote: something else writes there",
+                       unit->name, fc_transport_global_rank(domain->transport, rank));
+    }
+    *out = (part){domain_arena(domain, rank) + at + before * bytes, bytes, (fc_wire)wire};
+    return FC_OK;
 }
 
 /* Room for a copy; the caller links it. */
@@ -238,18 +263,20 @@ static fc_status drain(fc_unit *unit, int rank)
     lane *l = domain_lane(domain, rank, unit->index);
     lane *own = domain_lane(domain, domain->rank, unit->index);
     size_t mask_words = unit->layout.mask_words;
-    spilled *copy = take_spare(unit, mask_words + l->part_bytes / sizeof(uint64_t));
     spilled **link = &unit->spilled[rank];
+    spilled *copy;
+    part post;
 
+    FC_TRY(find_part(unit, rank, &post));
+    copy = take_spare(unit, mask_words + post.bytes / sizeof(uint64_t));
     if (copy == NULL) {
         return fc_fail(FC_ERR_NOMEM, "unit %s: %zu bytes to copy rank %d's gradients away",
-                       unit->name, (size_t)l->part_bytes,
-                       fc_transport_global_rank(domain->transport, rank));
+                       unit->name, post.bytes, fc_transport_global_rank(domain->transport, rank));
     }
     memcpy(copy->words, lane_mask(domain, l), mask_words * sizeof(uint64_t));
-    memcpy(copy->words + mask_words, part_in_arena(domain, rank, l), l->part_bytes);
+    memcpy(copy->words + mask_words, post.data, post.bytes);
     copy->tag = tag_of(domain, rank, unit->index);
-    copy->wire = (fc_wire)l->wire;
+    copy->wire = post.wire;
     copy->next = NULL;
     while (*link != NULL) {
         link = &(*link)->next;
@@ -584,7 +611,7 @@ fc_status fc_exchange_await(fc_unit *unit)
     return check_accumulated(domain, unit);
 }
 
-void fc_exchange_sources(fc_unit *unit, fc_source *sources_out)
+fc_status fc_exchange_sources(fc_unit *unit, fc_source *sources_out)
 {
     fc_domain *domain = unit->domain;
     uint64_t wanted = next_tag(unit);
@@ -600,11 +627,15 @@ void fc_exchange_sources(fc_unit *unit, fc_source *sources_out)
             sources_out[r].mask = copy->words;
             sources_out[r].wire = copy->wire;
         } else if (tag_of(domain, r, unit->index) >= wanted) {
-            sources_out[r].part = part_in_arena(domain, r, l);
+            part post;
+
+            FC_TRY(find_part(unit, r, &post));
+            sources_out[r].part = post.data;
             sources_out[r].mask = lane_mask(domain, l);
-            sources_out[r].wire = (fc_wire)l->wire;
+            sources_out[r].wire = post.wire;
         }
     }
+    return FC_OK;
 }
 
 void fc_exchange_consume(fc_unit *unit)

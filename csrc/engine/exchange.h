@@ -75,7 +75,8 @@ typedef struct fc_source {
      * part. Set by the caller. */
     const fc_gradient *grads;
 } fc_source;
-void fc_exchange_sources(fc_unit *unit, fc_source *sources_out);
+/* FC_ERR_MISMATCH: what a rank says of its post cannot be. */
+FC_MUST_CHECK fc_status fc_exchange_sources(fc_unit *unit, fc_source *sources_out);
 
 /* Lets the posters reuse their room. */
 void fc_exchange_consume(fc_unit *unit);

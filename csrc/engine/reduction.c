@@ -505,7 +505,7 @@ static fc_status finish(fc_reduction *r, fc_unit *unit, const fc_reduce_options 
     borrowed taken = {0};
     fc_status status;
 
-    fc_exchange_sources(unit, sources);
+    FC_TRY(fc_exchange_sources(unit, sources));
     if (is_shard && unit->domain->borrower == r) {
         /* Taken: hooks that run below may let another thread submit. */
         taken = take_borrowed(r);

@@ -217,12 +217,17 @@ void fc_unit_read_present(const fc_unit *unit, const char *part, size_t part_byt
 
 size_t fc_unit_part_bytes(const fc_unit *unit, fc_wire wire)
 {
+    return fc_unit_bytes_of(unit, unit->mask, wire);
+}
+
+size_t fc_unit_bytes_of(const fc_unit *unit, const uint64_t *mask, fc_wire wire)
+{
     size_t i, bytes = 0;
 
     for (i = 0; i < unit->layout.n_params; i++) {
         const fc_param *p = &unit->params[i];
 
-        if (fc_exchange_is_present(unit, i)) {
+        if ((mask[i / 64] >> (i % 64) & 1) != 0) {
             size_t end =
                 fc_wire_at(p, wire) + p->chunk_numel * fc_dtype_bytes(fc_wire_dtype(p, wire));
 

@@ -72,6 +72,8 @@ void fc_unit_read_present(const fc_unit *unit, const char *part, size_t part_byt
 
 /* The bytes that a part needs to hold the parameters present in the post under construction. */
 size_t fc_unit_part_bytes(const fc_unit *unit, fc_wire wire);
+/* The same for a mask. */
+size_t fc_unit_bytes_of(const fc_unit *unit, const uint64_t *mask, fc_wire wire);
 
 /* dst = (accumulate ? dst : 0) + sum of the sources that hold `param`, divided. False if none does.
  * dst holds chunk_numel elements of type `dtype`; the sum is made in float32 or wider and, divided,

@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 #define FC_SNAPSHOT_PAGE 4096U  /* bytes before the data */
-#define FC_SNAPSHOT_WORDS 4U    /* that ranks read of each other; 0 in a new file */
+#define FC_SNAPSHOT_WORDS 8U    /* that ranks read of each other; 0 in a new file */
 #define FC_SNAPSHOT_TEXT_AT 512 /* of the owner's text in the page */
 
 /* Part of the memory of a rank. */

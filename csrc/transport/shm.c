@@ -185,6 +185,23 @@ static fc_status join(fc_transport *t, const shm_offer *mine, shm_offer *offers,
     return fc_shm_outcome_agree(t, "shared memory", outcomes, sizeof(*outcomes));
 }
 
+/* A rank without memory even for what the others say tells them so, and hears nothing. */
+static fc_status refuse(const fc_transport_config *config)
+{
+    const int rank = config->global_ranks[config->rank];
+    shm_offer mine;
+
+    memset(&mine, 0, sizeof(mine));
+    mine.outcome.status = FC_ERR_NOMEM;
+    mine.outcome.rank = rank;
+    (void)snprintf(mine.outcome.text, sizeof(mine.outcome.text), "transport of %d ranks",
+                   config->n_ranks);
+    if (config->n_ranks > 1) {
+        FC_TRY(config->host.exchange(config->host.context, "shm offer", &mine, sizeof(mine), NULL));
+    }
+    return fc_fail(FC_ERR_NOMEM, "shared memory: rank %d: %s", rank, mine.outcome.text);
+}
+
 fc_status fc_shm_create(const fc_transport_config *config, fc_transport **out)
 {
     fc_transport *t;
@@ -197,12 +214,14 @@ fc_status fc_shm_create(const fc_transport_config *config, fc_transport **out)
         return fc_fail(FC_ERR_INVALID, "transport of %d ranks: no way to exchange addresses",
                        config->n_ranks);
     }
-    FC_TRY(fc_transport_alloc(config, &t));
-    /* These are not agreed upon: without them this rank could not even tell of a failure. */
+    st = fc_transport_alloc(config, &t);
+    if (st != FC_OK) {
+        return st == FC_ERR_NOMEM ? refuse(config) : st;
+    }
     offers = fc_alloc((size_t)t->n_ranks, sizeof(*offers));
     outcomes = fc_alloc((size_t)t->n_ranks, sizeof(*outcomes));
     if (offers == NULL || outcomes == NULL) {
-        st = fc_fail(FC_ERR_NOMEM, "transport of %d ranks", t->n_ranks);
+        st = refuse(config);
     } else {
         make_offer(t, &mine);
         st = join(t, &mine, offers, outcomes);

@@ -40,7 +40,8 @@ typedef struct fc_place {
 typedef struct fc_host_ops {
     void *context;
     /* Set-up only: every rank gives `bytes` bytes and gets all ranks', in rank order. `what` names
-     * the step; ranks that name different steps must all fail. Optional when n_ranks is 1. */
+     * the step; ranks that name different steps must all fail. `all_out` NULL: the others' bytes
+     * are not wanted. Optional when n_ranks is 1. */
     fc_status (*exchange)(void *context, const char *what, const void *mine, size_t bytes,
                           void *all_out);
     /* Around a wait that sleeps: give up and take back the interpreter's lock. Optional. */

@@ -3,6 +3,7 @@ collective of torch.distributed that it sits in."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
 import sysconfig
@@ -38,6 +39,10 @@ _GATHERS = frozenset(
 )
 _LONGEST = 220  # bytes that others see of it
 
+# Meetings that are no collectives of a process group: by key, how many this rank has come to.
+_counts: dict[int, int] = {}
+_sits_in: tuple[int, str] | None = None  # the key of the one that waits for others, and its name
+
 
 class Place(NamedTuple):
     """Read by name in csrc/bind/comm/host.cpp."""
@@ -52,12 +57,15 @@ def tell() -> Place:
     """The main thread's. For a thread that a peer's question woke: never while all goes well."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = list(_outward(frame))
-    group = _group_of(stack)
-    key, count = (_key(group), _count(group)) if group is not None else (0, 0)
+    group, meeting = _group_of(stack), _sits_in
     user = _user_frame(stack)
     inner = stack[:user]
     text = _line(stack[user]) if user < len(stack) else "no line of Python"
-    inside = _inside(inner)
+    if meeting is not None:
+        key, count, inside = meeting[0], _counts[meeting[0]], meeting[1]
+    else:
+        key, count = (_key(group), _count(group)) if group is not None else (0, 0)
+        inside = _inside(inner)
     text = f"{text}, in {inside}" if inside else text
     is_gather = any(_is_gather(frame) for frame in inner)
     text = text.encode()[:_LONGEST].decode(errors="ignore")
@@ -66,10 +74,30 @@ def tell() -> Place:
 
 def count(key: int) -> int | None:
     """How many collectives of a group this rank has called; None if it is in no such group."""
+    if key in _counts:
+        return _counts[key]
     for group in c10d._world.pg_map:
         if _key(group) == key:
             return _count(group)
     return None
+
+
+def meet(name: str, number: int) -> int:
+    """This rank comes to the `number`-th meeting of a name, as all ranks do; gives its key."""
+    key = _digest(name)
+    _counts[key] = number
+    return key
+
+
+@contextlib.contextmanager
+def waiting(key: int, inside: str) -> Iterator[None]:
+    """Around a wait for others in that meeting, by the main thread."""
+    global _sits_in
+    _sits_in = (key, inside)
+    try:
+        yield
+    finally:
+        _sits_in = None
 
 
 def _outward(frame: FrameType | None) -> Iterator[FrameType]:
@@ -160,7 +188,10 @@ def _redistributed_over(names: Any) -> dist.ProcessGroup | None:
 
 def _key(group: dist.ProcessGroup) -> int:
     """The same on all ranks of the group; not 0."""
-    text = f"{group.group_name} {dist.get_process_group_ranks(group)}"
+    return _digest(f"{group.group_name} {dist.get_process_group_ranks(group)}")
+
+
+def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") | 1
 
 

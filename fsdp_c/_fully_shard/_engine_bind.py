@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -67,14 +67,19 @@ class Binding(NamedTuple):
     smaller: _C.Domain | None  # over messages
 
 
-def bind_units(groups: Sequence[Any], streams: _C.Streams | None = None) -> list[_C.Domain]:
+def bind_units(
+    groups: Sequence[Any],
+    streams: _C.Streams | None = None,
+    then: Callable[[list[_C.Domain]], None] = lambda domains: None,
+) -> list[_C.Domain]:
     """Binds units to the core; collective over each of their process groups. Returns the domains.
 
     All ranks must pass the same units in the same order. On failure no unit is bound and every
-    rank raises. Units on a device share the schedule of those in `streams`.
+    rank raises, also where `then`, which is local and gets the domains, fails on one of them. Units
+    on a device share the schedule of those in `streams`.
     """
     with _apart():
-        return _bind_units(groups, streams)
+        return _bind_units(groups, streams, then)
 
 
 @contextmanager
@@ -86,7 +91,11 @@ def _apart() -> Iterator[None]:
         yield
 
 
-def _bind_units(groups: Sequence[Any], streams: _C.Streams | None) -> list[_C.Domain]:
+def _bind_units(
+    groups: Sequence[Any],
+    streams: _C.Streams | None,
+    then: Callable[[list[_C.Domain]], None],
+) -> list[_C.Domain]:
     streams = _device.streams_for(groups, streams)
     by_mesh: dict[tuple[Any, Any, str], list[Any]] = {}
     for group in groups:
@@ -111,8 +120,20 @@ def _bind_units(groups: Sequence[Any], streams: _C.Streams | None) -> list[_C.Do
             (group, Binding(shard, i, replicate, smaller.get(_device.smaller_group(group))))
             for i, group in enumerate(members)
         ]
-    for group, binding in placed:
-        bind_unit(group, binding)
+    error: Exception | None = None
+    try:
+        for group, binding in placed:
+            bind_unit(group, binding)
+        then(domains)
+    except Exception as fault:
+        error = fault
+    told = f"rank {dist.get_rank()}: {error}" if error is not None and dist.is_initialized() else ""
+    reason = _agreement.first_reason_of_units("binding units", groups, told)
+    if error is not None or reason:
+        for group in groups:
+            if group._is_bound:
+                group.unbind()
+        raise error or RuntimeError(reason)
     if streams is None:
         HEAP.prepare_for_core()
     return domains

@@ -208,7 +208,15 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
                     domains.append(domain)
         streams = domains[0].streams if domains else None
         unbound = [group for group in groups if not group._is_bound]
-        domains += _engine_bind.bind_units(unbound, streams)
+        _engine_bind.bind_units(
+            unbound, streams, lambda made: self._make_root(states, groups, [*domains, *made])
+        )
+        for restore_group in restore:
+            restore_group()
+
+    def _make_root(
+        self, states: list[FSDPState], groups: list[FSDPParamGroup], domains: list[_C.Domain]
+    ) -> None:
         names = [_fqns.state_name(state) for state in states]
         for domain in domains:
             domain.name_openers(names)
@@ -221,8 +229,6 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
         for state in states:
             state._pass_prefetches()
         root.calls_methods = any([group.find_replaced() for group in groups])
-        for restore_group in restore:
-            restore_group()
 
     def _fall_back(self, states: list[Any], groups: list[Any], reason: str) -> None:
         for group in groups:
@@ -289,6 +295,8 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
     def _undo_lazy_init(self, states: list[FSDPState]) -> None:
         """After a failed set-up: the next forward tries again."""
         for state in states:
+            if isinstance(state, FSDPState):  # it may have joined before another rank failed
+                state._join(root=None, groups=(), uses_fallback=False)
             state._is_root = None
             state._state_ctx = state._state_ctx.renewed()
             state._comm_ctx = _fsdp_state.FSDPCommContext()

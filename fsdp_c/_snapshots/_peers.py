@@ -2,7 +2,8 @@
 
 A rank may write over its older snapshot only when all ranks have the newer one: else, killed at
 once, they would have none in common. It writes down what became of its last two; ranks of the host
-read that in its file's page, others in the store.
+read that in its file's page, others in the store. There a rank of the host also tells of which
+steps they are, and its updates, so that ranks that do not take the same ones are named at once.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_c._comm import _rendezvous
+from fsdp_c._comm import _peer_location, _rendezvous
 from fsdp_c._native import _C
 
 WHOLE, FAILED = 1, 2
+# Words of a page: by snapshots' numbers, even and odd, what became of them and of which step they
+# are; the newest one's number; this rank's updates; whether an exception has ended its part. The
+# last word says that it has ended well.
+_OUTCOMES, _STEPS, _TAKEN, _UPDATES, _LEFT, N_WORDS = 0, 2, 4, 5, 6, 8
+_CURE = "All ranks have to call take() once after the same steps"
 
 
 class Peers:
@@ -32,8 +38,10 @@ class Peers:
         processes: Sequence[str],
         store: dist.Store | None,
         timeout_s: float,
+        counts_updates: bool,
     ) -> None:
-        """`pages`: of the ranks `local`, in their order, this one too."""
+        """`pages`: of the ranks `local`, in their order, this one too. `counts_updates`: all ranks
+        make equally many."""
         self._pages: _C.SnapshotRanks = pages
         self._rank = rank
         self._places = {peer: place for place, peer in enumerate(local)}
@@ -42,11 +50,38 @@ class Peers:
         self._prefix = f"fsdp_c/snapshots/{name}"
         self._timeout_s = timeout_s
         self._has_remote = len(local) < len(processes)
+        self._counts_updates = counts_updates
+        self._n_updates = 0
+        self._mine: dict[int, tuple[int, int]] = {}  # of the last two: step, updates before
+        self._key_of_wait = 0
+
+    def come(self, number: int, step: int) -> None:
+        """This rank takes the snapshot of a step as its `number`-th.
+
+        Raises:
+            RuntimeError: a rank of this host has taken another step's.
+        """
+        self._mine.pop(number - 2, None)
+        self._mine[number] = (step, self._n_updates)
+        self._key_of_wait = _peer_location.meet(self._prefix, number)
+        self._pages.set_word(word=_STEPS + number % 2, value=step)
+        self._pages.set_word(word=_TAKEN, value=number)
+        for rank in self._places:
+            self._check_same(rank, number)
+
+    def count_update(self) -> None:
+        """This rank is about to step an optimizer; what it has taken is settled."""
+        self._n_updates += 1
+        self._pages.set_word(word=_UPDATES, value=self._n_updates)
+
+    def leave(self) -> None:
+        """This rank takes no more, because of an exception."""
+        self._pages.set_word(word=_LEFT, value=1)
 
     def tell(self, number: int, outcome: int) -> None:
         """What became of this rank's snapshot of a number, from 1 on."""
         word = number << 2 | outcome
-        self._pages.set_word(word=number % 2, value=word)
+        self._pages.set_word(word=_OUTCOMES + number % 2, value=word)
         if self._has_remote and self._store is not None:
             self._store.set(self._key(self._rank, number), str(word))
 
@@ -54,13 +89,15 @@ class Peers:
         """Whether all ranks' snapshots of this number are; waits for those that do not know yet.
 
         Raises:
-            RuntimeError: a rank has ended. TimeoutError: it does not come.
+            RuntimeError: a rank has ended, or takes other steps. TimeoutError: it does not come.
         """
         outcomes = []
+        inside = f"Snapshots.take(step={self._mine[number + 1][0]})"
         for rank in range(len(self._processes)):
             word = self._word(rank, number)
             if word >> 2 != number:
-                word = self._await(rank, number)
+                with _peer_location.waiting(self._key_of_wait, inside):
+                    word = self._await(rank, number)
             outcomes.append(word & 3)
         return all(outcome == WHOLE for outcome in outcomes)
 
@@ -70,23 +107,51 @@ class Peers:
     def _word(self, rank: int, number: int) -> int:
         place = self._places.get(rank)
         if place is not None:
-            return self._pages.word(rank=place, word=number % 2)
+            return self._pages.word(rank=place, word=_OUTCOMES + number % 2)
         assert self._store is not None
         key = self._key(rank, number)
         return int(self._store.get(key)) if self._store.check([key]) else 0
+
+    def _has_left(self, rank: int) -> bool:
+        place = self._places.get(rank)
+        return place is not None and self._pages.word(rank=place, word=_LEFT) != 0
+
+    def _check_same(self, rank: int, number: int) -> None:
+        place = self._places.get(rank)
+        if place is None or rank == self._rank:
+            return
+        step, updates = self._mine[number]
+        # In this order: who has taken it may step since.
+        theirs = self._pages.word(rank=place, word=_UPDATES)
+        if self._pages.word(rank=place, word=_TAKEN) >= number:
+            other = self._pages.word(rank=place, word=_STEPS + number % 2)
+            if other != step:
+                raise RuntimeError(
+                    f"Snapshots.take: the snapshot that is of step {step} on rank {self._rank} is"
+                    f" of step {other} on rank {rank}: one of them has left out a take(), or has"
+                    f" called it once more. {_CURE}"
+                )
+        elif self._counts_updates and theirs > updates:
+            raise RuntimeError(
+                f"Snapshots.take: rank {rank} has gone on to another update without the snapshot"
+                f" of step {step}, which rank {self._rank} has taken. {_CURE}"
+            )
 
     def _await(self, rank: int, number: int) -> int:
         start = time.monotonic()
         pause, next_look, n_notices = _rendezvous.POLL_MIN_S, start, 0
         while (word := self._word(rank, number)) >> 2 != number:
+            self._check_same(rank, number)
             waited = time.monotonic() - start
             what = f"rank {self._rank} waited {waited:.0f} s in Snapshots.take for rank {rank}"
+            if self._has_left(rank):
+                raise RuntimeError(f"{what}, which an exception has ended")
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + _rendezvous.LOOK_S
                 if _rendezvous.is_gone(self._processes[rank]):
                     raise RuntimeError(f"{what}, which has exited or was killed")
             if waited > self._timeout_s:
-                raise TimeoutError(f"{what}: all ranks have to take the same snapshots")
+                raise TimeoutError(f"{what}. {_CURE}")
             if waited > _rendezvous.notice_at(n_notices):
                 n_notices += 1
                 print(f"[fsdp_c] {what}: is it in another step?", file=sys.stderr)

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
 
 from fsdp_c._comm import _rendezvous
 from fsdp_c._fully_shard import _fsdp_module
 from fsdp_c._native import _C
 from fsdp_c._snapshots import _contents, _files, _meeting, _parts, _peers, _run
 
-_ENDED = 3  # the word of a page that says so
 _open: weakref.WeakSet[Snapshots] = weakref.WeakSet()
 _in_use: set[Path] = set()
 
@@ -192,6 +192,7 @@ class Snapshots:
             "paths": [str(path) for path in paths],
             "page": self._slots[0].identity,
             "process": _rendezvous.this_process(),
+            "updates": self._n_updating(),
         }
 
     def _owner(self) -> _files.Owner:
@@ -270,7 +271,7 @@ class Snapshots:
         self._copier = _C.SnapshotCopier()
         for optimizer in self._contents.optimizers:
             if isinstance(optimizer, optim.Optimizer):
-                self._handles.append(optimizer.register_step_pre_hook(self._before_update))
+                self._handles.append(optimizer.register_step_pre_hook(self._before_step))
                 self._handles.append(
                     optimizer.register_load_state_dict_pre_hook(self._before_update)
                 )
@@ -284,7 +285,7 @@ class Snapshots:
             own=local.index(self._rank),
             files=[path for rank in local for path in answers[rank]["paths"]],
         )
-        for word in (0, 1, _ENDED):
+        for word in range(_peers.N_WORDS):
             self._pages.set_word(word=word, value=0)
         self._peers = _peers.Peers(
             name=self._name,
@@ -292,6 +293,7 @@ class Snapshots:
             pages=self._pages,
             local=local,
             processes=[answer["process"] for answer in answers],
+            counts_updates=self._counts_updates(answers),
             store=self._meeting.store,
             timeout_s=self._meeting.timeout_s,
         )
@@ -314,7 +316,7 @@ class Snapshots:
 
         Raises:
             ValueError: something that cannot be kept, by its name.
-            RuntimeError, TimeoutError: another rank has ended, or does not come.
+            RuntimeError, TimeoutError: another rank has ended, takes other steps, or does not come.
 
         Examples:
             >>> snapshots = fsdp_c.Snapshots(model, optimizer, folder=folder)
@@ -337,6 +339,7 @@ class Snapshots:
         assert self._peers is not None
         self.finish()
         packed = self._contents.pack(self._written)
+        self._peers.come(self._number + 1, step)
         if self._number > 0 and self._peers.are_whole(self._number):
             self._kept = 1 - self._kept
         self._number += 1
@@ -401,6 +404,22 @@ class Snapshots:
         if not torch.compiler.is_compiling():
             self.finish()
 
+    def _before_step(self, *_: Any) -> None:
+        self._before_update()
+        if self._peers is not None and self._pid == os.getpid():
+            self._peers.count_update()
+
+    def _counts_updates(self, answers: Sequence[_meeting.Answer]) -> bool:
+        """Whether ranks make equally many updates, however far they are: the shards' owners do."""
+        return all(answer["updates"] == answers[0]["updates"] > 0 for answer in answers)
+
+    def _n_updating(self) -> int:
+        """Optimizers whose steps are counted; 0: they need not step alike."""
+        tensors = [p for model in self._contents.models for p in model.parameters()]
+        if not any(isinstance(p, DTensor) for p in tensors):
+            return 0
+        return sum(isinstance(one, optim.Optimizer) for one in self._contents.optimizers)
+
     def _name_of(self, tensor: Tensor) -> str:
         for model in self._contents.models:
             for name, one in _parts.tensors_of(model).items():
@@ -455,6 +474,8 @@ class Snapshots:
             self.close()
         elif self._state == "open":
             self._settle()
+            if self._peers is not None:
+                self._peers.leave()
             self._let_go()
             self._state = "closed"
 

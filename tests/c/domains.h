@@ -237,7 +237,7 @@ static inline void member_finish(member *m, fc_unit *unit)
     }
     post = ++m->finishes[index];
     CHECK_OR_EXIT(all != NULL);
-    fc_exchange_sources(unit, sources);
+    CHECK_OR_EXIT(fc_exchange_sources(unit, sources) == FC_OK);
     if (m->borrowed.post == post && m->borrowed.unit == index) {
         sources[m->rank].grads = m->borrowed.data;
     }

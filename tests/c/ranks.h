@@ -81,7 +81,9 @@ static inline fc_status ranks_exchange(void *context, const char *what, const vo
         if (strcmp(theirs->what, what) != 0) {
             return fc_fail(FC_ERR_MISMATCH, "exchange of %s and %s", what, theirs->what);
         }
-        memcpy((char *)all_out + (size_t)r * bytes, theirs->data, bytes);
+        if (all_out != NULL) {
+            memcpy((char *)all_out + (size_t)r * bytes, theirs->data, bytes);
+        }
     }
     if (h->calls == h->fail_at) {
         return fc_fail(FC_ERR_SYSTEM, "exchange fails on purpose");

@@ -3,6 +3,8 @@
 
 #include "domains.h"
 
+#include "engine/domain_private.h"
+
 #define MAX_PARAMS 3
 #define MAX_OPS (2 * DOMAINS_MAX_UNITS)
 
@@ -275,6 +277,43 @@ static void body_too_large(int rank, int n_ranks, void *arg)
     CHECK_EQ(fc_exchange_reserve(unit, FC_PAGE, FC_WIRE_REDUCE, &parts), FC_AGAIN);
     CHECK_EQ(fc_exchange_make_way(unit), FC_ERR_STATE);
     CHECK_HAS(fc_last_message(), "does not fit");
+    CHECK_OK(member_close(&m));
+    member_leave(&m);
+}
+
+/* A bit of what a rank says of its post has changed: its peer reads nothing there. */
+static void body_changed_lane(int rank, int n_ranks, void *arg)
+{
+    const int bit = *(const int *)arg;
+    fc_source sources[RANKS_MAX];
+    model made;
+    member m;
+    lane *theirs;
+    fc_unit *unit;
+
+    member_join(&m, rank, n_ranks);
+    make_equal(&made, 1, 2, n_ranks);
+    member_make_domain(&m, FC_DOMAIN_SHARD, made.units, 1, rank, n_ranks);
+    unit = fc_domain_unit(m.domain, 0);
+    CHECK_OK(member_forward(&m));
+    member_open(&m, true, 2);
+    for (int r = 0; r < n_ranks; r++) {
+        m.planned[r][0] = 1;
+    }
+    if (rank == 0) { /* the other one waits for this rank's post */
+        theirs = domain_lane(m.domain, 1, 0);
+        while (fc_word_load(&theirs->tag) == 0) {
+            (void)sched_yield();
+        }
+        for (uint64_t *word = &theirs->stage_at; word <= &theirs->wire; word++) {
+            *word ^= UINT64_C(1) << bit;
+            CHECK_EQ(fc_exchange_sources(unit, sources), FC_ERR_MISMATCH);
+            CHECK_HAS(fc_last_message(), "what rank 11 says of its gradients");
+            *word ^= UINT64_C(1) << bit;
+        }
+        CHECK_OK(fc_exchange_sources(unit, sources));
+    }
+    CHECK_OK(member_post(&m, 0));
     CHECK_OK(member_close(&m));
     member_leave(&m);
 }
@@ -596,6 +635,11 @@ int main(void)
         ranks_check(n, body_growth, NULL);
     }
     ranks_check(2, body_too_often, NULL);
+    for (int bit = 2; bit < 64; bit++) {
+        if (bit < 6 || bit > 16) { /* others may be another place in the arena */
+            ranks_check(2, body_changed_lane, &bit);
+        }
+    }
     test_deaths();
     return check_result();
 }

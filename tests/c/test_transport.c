@@ -260,13 +260,13 @@ static void body_no_descriptors(int rank, int n_ranks, void *arg)
     fc_transport_destroy(t);
 }
 
-/* Each request of a rank fails once; create and map must end alike on all ranks and leak nothing.
- */
+/* Each request of a rank (`arg`), or of all of them, fails once; create and map must end alike on
+ * all ranks and leak nothing. */
 static void body_alloc_sweep(int rank, int n_ranks, void *arg)
 {
+    const bool fails = arg == NULL || *(const int *)arg == rank;
     int n = 0;
 
-    (void)arg;
     for (bool is_done = false; !is_done; n++) {
         ranks_host host;
         fc_transport_config config = ranks_config(&host, 0, rank, n_ranks, TIMEOUT_NS);
@@ -274,7 +274,7 @@ static void body_alloc_sweep(int rank, int n_ranks, void *arg)
         fc_region *region = NULL;
         fc_status st;
 
-        fc_alloc_fail_after(n);
+        fc_alloc_fail_after(fails ? n : -1);
         st = fc_shm_create(&config, &t);
         if (st == FC_OK) {
             st = fc_transport_map_region(t, "slots", 4096, 1, &region);
@@ -421,6 +421,8 @@ static void test_kinds(void)
 
 int main(void)
 {
+    int first = 0;
+
     int in_shm = count_shm_files();
 
     for (int n = 1; n <= RANKS_MAX; n++) {
@@ -429,6 +431,8 @@ int main(void)
         ranks_check(n, body_no_memory, NULL);
         ranks_check(n, body_no_descriptors, NULL);
         ranks_check(n, body_alloc_sweep, NULL);
+        ranks_check(n, body_alloc_sweep, &first);
+        ranks_check(n, body_alloc_sweep, &(int){n - 1});
     }
     for (int n = 2; n <= RANKS_MAX; n++) {
         ranks_check(n, body_sleep, NULL);

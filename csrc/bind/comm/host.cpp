@@ -60,7 +60,9 @@ fc_status exchange(void *context, const char *what, const void *mine, size_t byt
         if (!PyBytes_Check(all.get()) || (size_t)PyBytes_GET_SIZE(all.get()) != all_bytes) {
             raise_error(PyExc_TypeError, "exchange must return %zu bytes", all_bytes);
         }
-        std::memcpy(all_out, PyBytes_AS_STRING(all.get()), all_bytes);
+        if (all_out != nullptr) {
+            std::memcpy(all_out, PyBytes_AS_STRING(all.get()), all_bytes);
+        }
     });
 
     return is_good ? FC_OK : fc_fail(FC_ERR_INTERRUPTED, "exchange of %s failed", what);

@@ -1,0 +1,1 @@
+"""The campaign: random programs, kills, failing calls, flipped bits and limits, for hours."""

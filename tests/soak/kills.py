@@ -1,0 +1,151 @@
+"""A rank is killed at each state of the protocol; the others raise soon and name it."""
+
+import contextlib
+import functools
+import os
+import random
+import re
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import harness
+
+from soak import build, shim, training
+from soak.case import Family, Verdict, failed
+
+WORLDS = (2, 3, 4)
+TIMEOUT_S = 40
+# A wait that ends sooner than any time limit has been ended by the death.
+SOON_S = 10.0
+SHARED_MEMORY = Path("/dev/shm")
+# What gloo says where a rank sits in a collective that torch makes: it knows no ranks.
+IN_TORCH = re.compile(r"gloo/.*(Connection (reset|closed)|Broken pipe|Read error|Write error)")
+OURS = re.compile(r"fc_|fsdp_c")
+
+# What people call the functions at which a rank is killed: before one (<) and after it (>).
+STATES = {
+    "fc_process_open": "set-up: attaching to a rank",
+    "fc_segment_create": "set-up: making a segment",
+    "fc_segment_open": "set-up: opening a segment",
+    "fc_segment_map": "set-up: mapping a segment",
+    "fc_transport_map_region": "set-up: agreeing on a region",
+    "fc_domain_open": "opened",
+    "fc_domain_ready": "ready, reading parameters",
+    "fc_exchange_reserve": "reserving room for gradients",
+    "fc_exchange_commit": "posted",
+    "fc_exchange_sources": "reading gradients",
+    "fc_exchange_consume": "consumed",
+    "fc_domain_mark_closed": "closing",
+    "fc_domain_close": "closed",
+    "fc_comm_meet": "in a collective of clipping or of owners",
+    "fc_transport_publish": "publishing a word",
+    "fc_transport_wait": "waiting for a word",
+    "fc_copier_start": "a snapshot begins",
+    "fc_copier_finish": "a snapshot ends",
+    "fc_snapshot_clear": "a snapshot is written over",
+    "fc_snapshot_commit": "a snapshot counts",
+    "fc_snapshot_ranks_set_word": "telling of a snapshot",
+}
+
+
+def counted(rank: int, n_ranks: int, folder: Path) -> tuple[dict[str, int], list[float]]:
+    shim.clear()
+    losses = training.train(rank, folder)
+    return shim.counts(), losses
+
+
+@functools.cache
+def undisturbed(n_ranks: int) -> list[tuple[dict[str, int], list[float]]]:
+    """How often each rank reaches each state, and its losses."""
+    with tempfile.TemporaryDirectory() as folder:
+        return harness.run_ranks(counted, n_ranks, Path(folder), apart=True)
+
+
+def cases(seed: int) -> Iterator[str]:
+    keys = []
+    for n_ranks in WORLDS:
+        for victim, (counts, _) in enumerate(undisturbed(n_ranks)):
+            for state, n in counts.items():
+                if state.rstrip("<>") in STATES:
+                    # How often it waits, and says so, differs from run to run.
+                    last = (n + 1) // 2 if state.startswith("fc_transport_") else n
+                    keys += [
+                        f"{n_ranks}/{victim}/{state}/{nth}"
+                        for nth in sorted({1, (n + 1) // 2, last})
+                    ]
+    random.Random(seed).shuffle(keys)
+    yield from keys
+
+
+def live(
+    rank: int, n_ranks: int, victim: int, state: str, nth: int, folder: Path, note: str
+) -> list[float]:
+    shim.plan("kill", state, nth, note) if rank == victim else shim.clear()
+    try:
+        return training.train(rank, folder)
+    except BaseException as error:
+        training.end_as_a_script(error, note)
+        raise
+
+
+def run(key: str) -> Verdict:
+    n_ranks, victim, state, nth = key.split("/")
+    before = set(os.listdir(SHARED_MEMORY))
+    with tempfile.TemporaryDirectory() as name:
+        folder, note = Path(name, "snapshots"), str(Path(name, "died"))
+        folder.mkdir()
+        plan = int(victim), state, int(nth), folder, note
+        try:
+            outcomes = harness.run_ranks(live, int(n_ranks), *plan, fresh=True, timeout=TIMEOUT_S)
+        except harness.RankFailure as error:
+            return failed(f"a rank went on or hung: {error}")
+        left = {path.name for path in Path(name).iterdir()} - {"snapshots", "died"}
+    left |= {name for name in set(os.listdir(SHARED_MEMORY)) - before if OURS.search(name)}
+    if left:
+        return failed(f"left behind: {sorted(left)}")
+    return judge(outcomes, int(victim))
+
+
+def judge(outcomes: list[harness.RankOutcome], victim: int) -> Verdict:
+    texts = "\n".join(f"--- rank {o.rank}: {o.exit_code}\n{o.output}" for o in outcomes)
+    if outcomes[victim].exit_code != -signal.SIGKILL:
+        return failed(f"rank {victim} was not killed there\n{texts}")
+    survivors = [outcome for outcome in outcomes if outcome.rank != victim]
+    losses = [losses for _, losses in undisturbed(len(outcomes))]
+    noticed = []
+    for outcome in survivors:
+        if outcome.ok and outcome.value == losses[outcome.rank]:
+            continue  # it had all that it needed
+        if outcome.exit_code != 1:
+            return failed(f"rank {outcome.rank} ended with {outcome.exit_code}\n{texts}")
+        seconds = re.search(r"noticed after ([\d.]+) s", outcome.output)
+        if seconds is None or float(seconds[1]) > SOON_S:
+            return failed(f"rank {outcome.rank} noticed late\n{texts}")
+        error = re.findall(r"^\w*(?:Error|Exception|Interrupt)\b.*", outcome.output, re.MULTILINE)
+        if error and IN_TORCH.search(error[-1]):
+            noticed.append((float(seconds[1]), True))
+            continue
+        if not error or not re.search(r"\branks? \[?\d", error[-1]):
+            return failed(f"rank {outcome.rank} names no rank\n{texts}")
+        noticed.append((float(seconds[1]), f"rank {victim}" in outcome.output))
+    if noticed and not any(is_named for _, is_named in noticed):
+        return failed(f"nobody names rank {victim}\n{texts}")
+    slowest = max((seconds for seconds, _ in noticed), default=0.0)
+    return Verdict(facts={"slowest notice, s": slowest})
+
+
+@contextlib.contextmanager
+def prepared() -> Iterator[None]:
+    with build.imported_from(build.build()):
+        yield
+
+
+FAMILY = Family(
+    "kills",
+    "a rank is killed at each state; the others name it and leave nothing",
+    cases,
+    run,
+    prepared,
+)
