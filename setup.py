@@ -509,7 +509,7 @@ def metadata_of(commands: list[str]) -> dict[str, object]:
 
     `dist_info` alone is asked for a wheel's metadata; an editable wheel is a tree's.
     """
-    version = runpy.run_path(str(ROOT / "fsdp_c/_version.py"))["__version__"]
+    version = runpy.run_path(str(ROOT / "fsdp_c/_built.py"))["__version__"]
     if {"bdist_wheel", "dist_info"}.isdisjoint(commands):
         oldest = ".".join(map(str, OLDEST_TORCH))
         return {"version": version, "install_requires": [f"torch>={oldest}"]}

@@ -6,7 +6,7 @@ to the script when torch is imported.
 
 from typing import TYPE_CHECKING
 
-from fsdp_c._version import __version__ as __version__
+from fsdp_c._built import __version__ as __version__
 
 if TYPE_CHECKING:  # which would take any name for an attribute if it saw __getattr__
     from fsdp_c._api import *  # noqa: F403

@@ -1,11 +1,12 @@
-"""Which torches this copy was built for, and how to get it for another one; loads no torch."""
+"""The version, which the build reads here too; which torches this copy was built for, and how to
+get it for another one. Loads no torch."""
 
 from __future__ import annotations
 
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-from fsdp_c._version import __version__
+__version__ = "0.1.0"  # wheels add a suffix for their torch
 
 FOLDER = Path(__file__).parent
 _PREFIX = "_C-torch"

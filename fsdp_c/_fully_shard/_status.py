@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp_c import _built, _env
+from fsdp_c._built import __version__
 from fsdp_c._comm import _device, _nccl, _transport
 from fsdp_c._native import _C
-from fsdp_c._version import __version__
 
 
 @dataclass(frozen=True)

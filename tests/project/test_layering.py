@@ -71,11 +71,11 @@ MAY_INCLUDE = {
 
 # Downward: a folder imports only what stands before it. Beside the folders are what all of them use
 # and the package's own names, which use all of them.
-USED_BY_ALL = ("_built", "_env", "_native", "_text", "_version")
+USED_BY_ALL = ("_built", "_env", "_native")
 USES_ALL = ("__init__", "__main__", "_api")
 FOLDERS = (
-    "_compat _window _comm _optim _fully_shard _checkpoint _snapshots strategy fsdp1 _diagnostics"
-    " _memory _estimate _install"
+    "_text _compat _window _comm _optim _fully_shard _checkpoint _snapshots strategy fsdp1"
+    " _diagnostics _memory _estimate _install"
 ).split()
 
 SUFFIXES = (".c", ".h", ".cpp", ".cu")

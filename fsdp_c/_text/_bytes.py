@@ -1,9 +1,4 @@
-"""How the package writes for people: bytes with their unit, and the name that was meant."""
-
-from __future__ import annotations
-
-import difflib
-from collections.abc import Iterable
+"""Bytes with their unit."""
 
 _SCALES = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
@@ -20,10 +15,3 @@ def row(label: str, what: str, *amounts: float) -> str:
     """A line of a report: a label, bytes, and what they are."""
     columns = "".join(f"{bytes_text(n):>14}" for n in amounts)
     return f"  {label:18}{columns}  {what}".rstrip()
-
-
-def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """The end of a message: the closest of the names, however it is capitalized; or nothing."""
-    by_lower = {name.lower(): name for name in names}
-    close = difflib.get_close_matches(word.lower(), by_lower, n=1)
-    return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
