@@ -81,7 +81,7 @@ def run_top(*arguments: str, **variables: str) -> str:
 # ---- what a rank does ----
 
 
-@on_ranks(1, 2)
+@on_ranks(1, 2, apart=True)  # a process keeps its last error
 def test_phases_units_and_steps(rank: int, n_ranks: int) -> None:
     model = make_model(n_ranks)
     seen: list[_ranks.Rank] = []
@@ -120,7 +120,7 @@ def test_phases_units_and_steps(rank: int, n_ranks: int) -> None:
     assert now.memory["shared"] > 0
 
 
-@on_ranks(1)
+@on_ranks(1, apart=True)
 def test_a_forward_that_an_exception_has_left(rank: int, n_ranks: int) -> None:
     model = make_model(n_ranks)
     step(model, rank)
