@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,9 @@ from fsdp_c._fully_shard import (
 from fsdp_c._fully_shard._heap import HEAP
 from fsdp_c._fully_shard._param_spec import UnitSpec, spec_of
 from fsdp_c._native import _C
+
+# The dispatch key that is on while a transform of functorch runs.
+_TRANSFORMS = "FuncTorchDynamicLayerFrontMode"
 
 # Names of units whose collectives are in sight of somebody, on devices.
 _in_sight = itertools.count()
@@ -87,7 +90,11 @@ def _apart() -> Iterator[None]:
     """Neither dispatch modes nor functorch's transforms of a first forward have a part in it:
     shards are as real as before, and levels of a transform end.
     """
-    with _python_dispatch._disable_current_modes(), temporarily_clear_interpreter_stack():
+    # Who looks for transforms gives the thread a stack of them, and autograd then copies it with
+    # every node that it makes, for good: 4,400 instructions for each small unit and step.
+    has_transforms = torch._C._dispatch_tls_is_dispatch_key_included(_TRANSFORMS)
+    without_transforms = temporarily_clear_interpreter_stack() if has_transforms else nullcontext()
+    with _python_dispatch._disable_current_modes(), without_transforms:
         yield
 
 

@@ -182,3 +182,21 @@ def check_plain_parameters(rank: int, n_ranks: int) -> None:
 
 def test_plain_parameters() -> None:
     harness.run_ranks(check_plain_parameters, 2)
+
+
+def look_for_nothing(rank: int, n_ranks: int) -> None:
+    """A thread that has looked has a stack of transforms, which autograd copies with each node."""
+    asked: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            torch._C._functorch, "peek_interpreter_stack", lambda: asked.append("the stack")
+        )
+        model: Any = Net()
+        models.shard_blocks(model, fsdp_c)
+        model(data(rank)).sum().backward()
+        assert [row.road for row in fsdp_c.explain(model).units if "core" not in row.road] == []
+    assert asked == []
+
+
+def test_nobody_looks_for_transforms_where_there_are_none() -> None:
+    harness.run_ranks(look_for_nothing, 1)
