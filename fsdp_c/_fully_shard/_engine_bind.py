@@ -91,7 +91,7 @@ def _apart() -> Iterator[None]:
     shards are as real as before, and levels of a transform end.
     """
     # Who looks for transforms gives the thread a stack of them, and autograd then copies it with
-    # every node that it makes, for good: 4,400 instructions for each small unit and step.
+    # every node that it makes, for good.
     has_transforms = torch._C._dispatch_tls_is_dispatch_key_included(_TRANSFORMS)
     without_transforms = temporarily_clear_interpreter_stack() if has_transforms else nullcontext()
     with _python_dispatch._disable_current_modes(), without_transforms:
