@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -192,6 +193,11 @@ class Torch:
         return [f"-L{self.root / 'lib'}", *(f"-l{name}" for name in libraries)]
 
 
+# The code that runs once per unit and step is never in the processor's nearest cache, so its size
+# is its cost: the binding and the engine are optimized as one, and call torch without trampolines.
+STEP_FLAGS = ["-flto=auto", "-fno-plt"]
+
+
 @dataclass
 class Toolchain:
     """Compilers and flags of one variant; objects of different variants never mix."""
@@ -203,6 +209,15 @@ class Toolchain:
     cc: list[str] = field(default_factory=lambda: shlex.split(os.environ.get("CC", "gcc")))
     cxx: list[str] = field(default_factory=lambda: shlex.split(os.environ.get("CXX", "g++")))
 
+    @cached_property
+    def is_gcc(self) -> bool:
+        """Both are gcc; objects of clang need its own linker for this."""
+        versions = [
+            subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+            for command in (self.cc, self.cxx)
+        ]
+        return all("Free Software Foundation" in text for text in versions)
+
     def mode_flags(self) -> list[str]:
         flags = ["-O0", "-g3"] if self.is_debug else ["-O2", "-g1" if self.sanitize else "-g0"]
         if not self.is_debug and not self.is_test:
@@ -210,6 +225,8 @@ class Toolchain:
         if self.sanitize:
             flags += [f"-fsanitize={self.sanitize}", "-fno-omit-frame-pointer"]
             flags.append("-fno-sanitize-recover=all")
+        if not (self.is_test or self.is_debug or self.sanitize) and self.is_gcc:
+            flags += STEP_FLAGS
         if self.is_strict:
             flags.append("-Werror")
         return flags
@@ -218,6 +235,7 @@ class Toolchain:
         flags = ["-std=gnu11", *C_WARNINGS, *self.mode_flags(), "-fPIC", "-fvisibility=hidden"]
         if source.startswith("csrc/kernels/"):
             flags += ["-ffp-contract=off", *([] if self.is_debug else ["-O3"])]
+            flags += ["-fno-lto"]  # the code that the programs of tests/c have tested
         return [*self.cc, *flags, *FILE_FLAGS.get(source, []), "-pthread", "-Icsrc"]
 
     def cxx_command(self, torch: Torch) -> list[str]:

@@ -26,13 +26,14 @@ from typing import Any
 
 import report
 
-# Appended: an installed fsdp_c goes before the one in the source tree.
-sys.path.append(str(Path(__file__).resolve().parent.parent))
+# This source tree is what is measured where it is built, and an installed fsdp_c elsewhere.
+TREE = Path(__file__).resolve().parent.parent
+sys.path.insert(0 if any(TREE.glob("fsdp_c/_C*.so")) else len(sys.path), str(TREE))
 
 # A rank finds the file for its rows here; its presence is what makes a process a rank.
 ROWS_VARIABLE = "BENCH_ROWS_FILE"
 HOSTS_VARIABLE = "BENCH_HOSTS"
-SUPPORT = Path(__file__).resolve().parent.parent / "tests" / "support"
+SUPPORT = TREE / "tests" / "support"
 Row = dict[str, Any]
 FSDP2 = "torch.distributed.fsdp"
 

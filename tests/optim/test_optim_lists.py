@@ -108,7 +108,7 @@ def test_beside_plain_tensors(rank: int, n_ranks: int, cls: type[optim.Optimizer
 
 
 @pytest.mark.parametrize("kind", [{}, {"foreach": True}, {"fused": True}])
-@on_ranks(2)
+@on_ranks(2, apart=True)
 def test_bfloat16_parameters(rank: int, n_ranks: int, kind: dict[str, Any]) -> None:
     pair = pair_of(make(optim.AdamW, **kind), torch.bfloat16)
     assert train(pair, rank) == [False, True, True]

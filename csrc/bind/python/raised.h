@@ -5,12 +5,15 @@
 #include "bind/python/python.h"
 
 #include <functional>
+#include <memory>
 #include <type_traits>
 
 namespace fc {
 
-// What an operation that the engine has called has thrown, until check_raised().
-inline thread_local std::exception_ptr raised;
+// What an operation that the engine has called has thrown, until check_raised(); owned. A pointer,
+// since threads need no code to begin and end it: it is looked at some twenty times a step and
+// unit.
+inline constinit thread_local std::exception_ptr *raised = nullptr;
 
 // For operations: runs `body`, and keeps what it throws.
 template <typename Body> fc_status kept(Body &&body)
@@ -19,7 +22,7 @@ template <typename Body> fc_status kept(Body &&body)
         body();
         return FC_OK;
     } catch (...) {
-        raised = std::current_exception();
+        delete std::exchange(raised, new std::exception_ptr(std::current_exception()));
         return FC_ERR_INTERRUPTED;
     }
 }
@@ -28,7 +31,8 @@ template <typename Body> fc_status kept(Body &&body)
 inline void check_raised(fc_status status)
 {
     if (raised != nullptr) {
-        std::rethrow_exception(std::exchange(raised, nullptr));
+        const std::unique_ptr<std::exception_ptr> taken(std::exchange(raised, nullptr));
+        std::rethrow_exception(*taken);
     }
     check(status);
 }
