@@ -95,6 +95,8 @@ class Transport:
     def awaited(self) -> tuple[int, float] | None:
         """The rank of the group, on another host, that this one waits for over rails, and for how
         many seconds. From any thread."""
+    def sent(self) -> list[tuple[int, int]]:
+        """Bytes and messages that went to each host over rails, by its number; else empty."""
     def interrupt(self, why: str, /) -> None:
         """Ends this host's waits over rails, with this text as the cause. From any thread."""
 

@@ -20,6 +20,7 @@ from fsdp_c._checkpoint._sharded import load_shards, save_shards
 from fsdp_c._comm._communicator import Communicator
 from fsdp_c._compat import _versions
 from fsdp_c._diagnostics._explain import Explanation, UnitRow, explain
+from fsdp_c._diagnostics._links import Link
 from fsdp_c._diagnostics._stats import MemoryStats, release_buffers, stats
 from fsdp_c._diagnostics._traffic import Traffic
 from fsdp_c._diagnostics._waits import Wait, WaitStats
@@ -50,6 +51,7 @@ __all__ = [
     "GradientReductionHandle",
     "Hardware",
     "IncompatibleKeys",
+    "Link",
     "MemoryPlan",
     "MemoryStats",
     "MixedPrecisionPolicy",

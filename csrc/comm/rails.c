@@ -182,7 +182,7 @@ static fc_status send_now(rails *r, int peer, uint32_t key, const void *data, si
 {
     const fc_status st = r->ops.send(r->ops.context, peer, key, data, bytes);
 
-    r->sent.messages++;
+    r->sent[r->hosts[peer]].messages++;
     return st == FC_OK ? st : fail(r, peer, "cannot send to", st);
 }
 
@@ -194,7 +194,7 @@ fc_status rails_send(rails *r, int peer, const void *data, size_t bytes)
         return FC_OK;
     }
     FC_TRY(line_to(r, peer, &line));
-    r->sent.bytes += bytes;
+    r->sent[r->hosts[peer]].bytes += bytes;
     if (line->opened_out != r->header.sequence) {
         line->opened_out = r->header.sequence;
         line->out.header = r->header;
@@ -411,6 +411,7 @@ static void destroy(rails *r)
         fc_free(r->lines[q]);
     }
     fc_free((void *)r->lines);
+    fc_free(r->sent);
     fc_free(r);
 }
 
@@ -446,8 +447,10 @@ static fc_status make(const fc_rails_config *config, rails **out)
     r->names = fc_alloc(n, sizeof(*r->names));
     r->sources = (const void **)fc_alloc(n, sizeof(*r->sources));
     r->lines = (rails_line **)fc_alloc(n, sizeof(*r->lines));
+    r->sent = fc_alloc(n, sizeof(*r->sent));
     r->n_ranks = config->n_ranks;
-    if (r->numbers == NULL || r->names == NULL || r->sources == NULL || r->lines == NULL) {
+    if (r->numbers == NULL || r->names == NULL || r->sources == NULL || r->lines == NULL ||
+        r->sent == NULL) {
         return fc_fail(FC_ERR_NOMEM, "rails of %zu ranks", n);
     }
     r->hosts = r->numbers;
@@ -490,7 +493,14 @@ fc_status fc_rails_create(const fc_rails_config *config, fc_message_ops *out)
     return FC_OK;
 }
 
-fc_rails_sent fc_rails_count(const fc_message_ops *ops)
+int fc_rails_n_hosts(const fc_message_ops *ops)
 {
-    return ((const rails *)ops->context)->sent;
+    const rails *r = rails_in(ops);
+
+    return r != NULL ? r->n_hosts : 0;
+}
+
+fc_rails_sent fc_rails_count(const fc_message_ops *ops, int host)
+{
+    return ((const rails *)ops->context)->sent[host];
 }

@@ -60,12 +60,15 @@ typedef struct fc_rails_config {
  * and group; so does a failure. A failure of a collective ends this host's others, too. */
 FC_MUST_CHECK fc_status fc_rails_create(const fc_rails_config *config, fc_message_ops *out);
 
-/* What this rank has sent to other hosts; bytes without frames. */
+/* What this rank has sent to a host; bytes without frames. */
 typedef struct fc_rails_sent {
     uint64_t bytes, messages;
 } fc_rails_sent;
 
-fc_rails_sent fc_rails_count(const fc_message_ops *rails);
+/* 0 for operations that are no rails. */
+int fc_rails_n_hosts(const fc_message_ops *ops);
+/* Of rails: to the ranks of one host since they were created. */
+fc_rails_sent fc_rails_count(const fc_message_ops *rails, int host);
 
 /* A rank of the group, on another host, and since when this one waits for it. */
 typedef struct fc_rails_wait {

@@ -77,7 +77,7 @@ typedef struct rails {
     rails_buffer buffers[RAILS_N_BUFFERS];
     rails_header header; /* of the collective that runs */
     uint32_t key;
-    fc_rails_sent sent;
+    fc_rails_sent *sent; /* owned; by host */
     bool is_broken;
     rails_frame farewell;
     char broken_text[FC_MESSAGE_BYTES];

@@ -87,6 +87,12 @@ def _exchange_of(group: dist.ProcessGroup, host: int, members: list[int]) -> Exc
     ).exchange
 
 
+def names(group: dist.ProcessGroup) -> list[str]:
+    """Of the hosts of its ranks, by their numbers; empty if the group has no rails."""
+    rails = _found.get(group)
+    return [] if rails is None else rails.names
+
+
 def describe(group: dist.ProcessGroup) -> str:
     """ "rails between 2 hosts of 2 ranks"; empty if the group has none."""
     rails = _found.get(group)

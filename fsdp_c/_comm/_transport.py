@@ -134,6 +134,12 @@ def transport_kind(group: dist.ProcessGroup) -> str:
     return "" if transport is None else transport.kind
 
 
+def sent_to_hosts(group: dist.ProcessGroup) -> list[tuple[int, int]]:
+    """Bytes and messages over rails to each of `_hosts.names(group)`; of other groups empty."""
+    transport = _transports.get(group)
+    return [] if transport is None else transport.sent()
+
+
 def _make_transport(group: dist.ProcessGroup) -> _C.Transport:
     wanted = _env.TRANSPORT.get()
     _open.show_process()  # before ranks wait for each other

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_c import _text
-from fsdp_c._diagnostics import _traffic, _waits
+from fsdp_c._diagnostics import _links, _traffic, _waits
 from fsdp_c._fully_shard import _fqns, _fsdp_init
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._native import _C
@@ -48,6 +48,7 @@ class MemoryStats:
     process: dict[str, int] = field(default_factory=dict)  # of the core, for all models
     waits: _waits.WaitStats = field(default_factory=_waits.WaitStats)
     traffic: tuple[_traffic.Traffic, ...] = ()  # of this model's units, since they were made
+    links: tuple[_links.Link, ...] = ()  # over rails, for all models
 
     @property
     def rank_total(self) -> int:
@@ -75,6 +76,12 @@ class MemoryStats:
                 moved.all_reduced,
             ),
             _text.row("really copied", "what this rank wrote to move all that", moved.copied),
+            *(
+                _text.row(
+                    f"to host {one.host}", f"{one.messages:,} messages of all models", one.bytes
+                )
+                for one in self.links
+            ),
             str(self.waits),
         ]
         return "\n".join(lines)
@@ -145,7 +152,8 @@ def stats(
     """What the model holds in this rank's memory now, by the purposes of `memory_plan`. Local.
 
     ``.traffic`` has a row per unit of what its collectives have moved so far, ``.traffic_total``
-    the sum; subtract an earlier one for what happened since.
+    the sum; subtract an earlier one for what happened since. ``.links`` says what this rank has
+    sent to each other host, where ranks of several hosts talk over rails.
 
     ``.process`` is the core's own account, over all models of the process: bytes that it holds for
     small objects, gather slots, gradients of shards, messages, and shared mappings (whole, with the
@@ -181,7 +189,7 @@ def stats(
     account = _C.Domain.account()
     rank["gather slots"] = account["slots"]
     waits = _waits.collect(((domain, is_replicate) for domain, _, is_replicate in domains), reset)
-    return MemoryStats(rank, account, waits, _traffic.traffic_of(groups))
+    return MemoryStats(rank, account, waits, _traffic.traffic_of(groups), _links.links_of(groups))
 
 
 def release_buffers(model: nn.Module) -> int:

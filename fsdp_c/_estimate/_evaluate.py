@@ -67,6 +67,7 @@ class Estimator:
                 n_shards,
                 n_replicas,
                 setting.micro_batches,
+                per_host=setting.per_host,
             ),
             times,
             self._traced(setting, modules, []).flops * setting.micro_batches,

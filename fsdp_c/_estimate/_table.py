@@ -65,6 +65,9 @@ def _traffic(estimate: Any) -> list[str]:
     lines = ["collectives of a rank per step"]
     for one in estimate.traffic:
         lines.append(_text.row(one.kind, f"received by {one.count:,} of them", one.received))
+    sent = sum(one.sent for one in estimate.traffic)
+    if sent:
+        lines.append(_text.row("to other hosts", "sent over rails by all of them", sent))
     return lines if estimate.traffic else [*lines, "  none"]
 
 

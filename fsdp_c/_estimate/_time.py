@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fsdp_c._estimate import _volume
 from fsdp_c._estimate._hardware import NCCL_RING, Hardware
 from fsdp_c._estimate._segments import Segment
 from fsdp_c._estimate._volume import Unit
@@ -210,8 +211,11 @@ def _on_core(
     reduces: bool,
 ) -> tuple[float, float]:
     hardware, n = world.hardware, world.n_shards
-    moved = messages = 0.0
+    shard_hosts, replica_hosts = _volume.other_hosts(n, world.n_replicas, world.ranks_per_host)
+    moved = messages = sent = 0.0
     for unit in units:
+        gathers = unit.gathers(strategy) if n > 1 else 0
+        sent += gathers * shard_hosts * unit.unsharded_compute / n
         if unit.casts:  # each rank casts its own shard; nothing is copied otherwise
             moved += unit.shard + unit.unsharded_compute / n
             messages += 1
@@ -221,7 +225,12 @@ def _on_core(
                 unit.unsharded_reduce / n * world.n_replicas, world.n_replicas, unit.shard_gradient
             )
             messages += 1 + (world.n_replicas > 1)
+            part = unit.unsharded_reduce / n
+            sent += shard_hosts * part
+            if world.n_replicas > 1:
+                sent += replica_hosts * _volume.rails_all_reduce(int(part), world.n_replicas)
     took = moved / hardware.bandwidth * world.turns + messages * hardware.latency * world.turns
+    took += sent / hardware.network  # nothing is computed meanwhile
     return sum(seconds) + took, took
 
 

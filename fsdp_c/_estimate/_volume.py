@@ -18,6 +18,7 @@ from fsdp_c._memory._optimizer_state import shard_numel
 from fsdp_c.strategy import Strategy
 
 Rows = list[ParamSpec]
+_RAILS_SMALL = 32 << 10  # ALL_REDUCE_SMALL_BYTES in csrc/comm/rails_collectives.c
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Traffic:
     over: str  # "shard" or "replicate": the mesh dim
     count: int
     received: int  # bytes that it brings to the rank, whatever the algorithm
+    sent: int = 0  # of the core: bytes that the rank sends to other hosts
 
 
 def units_of(
@@ -125,17 +127,23 @@ def traffic_of(
     n_replicas: int,
     micro_batches: int = 1,
     rank: int = 0,
+    per_host: int = 0,
 ) -> list[Traffic]:
     """What a rank of a shard group takes part in during one optimizer step.
 
     As `fsdp_c._diagnostics._traffic.Traffic` counts: peers' chunks of an all-gather, a chunk per
-    peer of a reduce-scatter, twice (n-1)/n of what replicas all-reduce; without padding.
+    peer of a reduce-scatter, twice (n-1)/n of what replicas all-reduce; without padding. With
+    `per_host` ranks on each host, shard groups next to each other, the core's rails carry what is
+    in the note of csrc/comm/rails.h.
     """
     gathers = reduces = gathered = scattered = replicas = summed = 0
+    shard_hosts, replica_hosts = other_hosts(n_shards, n_replicas, per_host)
+    sent = dict.fromkeys(("gather", "reduce", "all-reduce"), 0)
     for unit in units:
         if n_shards > 1:
             n_gathers = micro_batches * unit.gathers(strategy)
             gathers += n_gathers
+            sent["gather"] += n_gathers * shard_hosts * unit.unsharded_compute // n_shards
             gathered += n_gathers * sum(
                 (row.outer * row.rows * row.inner - own_numel(row, n_shards, rank))
                 * row.compute.itemsize
@@ -151,16 +159,35 @@ def traffic_of(
             )
             if n_shards > 1:
                 reduces += n_reduced
+                sent["reduce"] += n_reduced * shard_hosts * unit.unsharded_reduce // n_shards
                 scattered += n_reduced * chunk * (n_shards - 1)
             if n_replicas > 1:  # once per step: until then sums over shards wait
                 replicas += 1
                 summed += 2 * (n_replicas - 1) * chunk // n_replicas
+                sent["all-reduce"] += replica_hosts * rails_all_reduce(
+                    unit.unsharded_reduce // n_shards, n_replicas
+                )
+    if engine != "core":
+        sent = dict.fromkeys(sent, 0)
     rows = [
-        Traffic("all-gather", "shard", gathers, gathered),
-        Traffic("reduce-scatter", "shard", reduces, scattered),
-        Traffic("all-reduce", "replicate", replicas, summed),
+        Traffic("all-gather", "shard", gathers, gathered, sent["gather"]),
+        Traffic("reduce-scatter", "shard", reduces, scattered, sent["reduce"]),
+        Traffic("all-reduce", "replicate", replicas, summed, sent["all-reduce"]),
     ]
     return [row for row in rows if row.count]
+
+
+def other_hosts(n_shards: int, n_replicas: int, per_host: int) -> tuple[int, int]:
+    """How many hosts a rank's shard group and its replicas have beside its own."""
+    if per_host == 0:
+        return 0, 0
+    replicas_here = max(1, per_host // n_shards)
+    return -(-n_shards // per_host) - 1, -(-n_replicas // replicas_here) - 1
+
+
+def rails_all_reduce(n_bytes: int, n: int) -> int:
+    """Bytes to each other host: a part of n there and back, or all if that is little."""
+    return n_bytes if n_bytes <= _RAILS_SMALL else 2 * -(-n_bytes // n)
 
 
 def own_numel(row: tuple[Any, ...], n_shards: int, rank: int) -> int:

@@ -476,21 +476,26 @@ static void test_collectives(void)
 static void body_bytes(int rank, int n_ranks, void *arg)
 {
     const world *w = arg;
-    const uint64_t n_others = (uint64_t)(n_hosts_of(w) - 1);
     const size_t bytes = 100 * KIB;
-    uint64_t n_served = 0;
     member m;
 
     close_lines(n_ranks, rank);
     CHECK_OK(create(&m, arg, rank));
     check_all_gather(&m, bytes, 1, false);
-    CHECK_EQ(fc_rails_count(&m.ops).bytes, n_others * bytes);
-    for (int q = 0; q < n_ranks; q++) {
-        n_served += w->hosts[q] != w->hosts[rank] &&
-                    place_on_host(w, q) % n_on(w, w->hosts[rank]) == place_on_host(w, rank);
+    CHECK_EQ(fc_rails_n_hosts(&m.ops), n_hosts_of(w));
+    for (int h = 0; h < n_hosts_of(w); h++) {
+        CHECK_EQ(fc_rails_count(&m.ops, h).bytes, h == w->hosts[rank] ? 0 : bytes);
     }
     check_reduce_scatter(&m, bytes / 4, FC_F32, 1);
-    CHECK_EQ(fc_rails_count(&m.ops).bytes, (n_others + n_served) * bytes);
+    for (int h = 0; h < n_hosts_of(w); h++) {
+        uint64_t n_served = 0;
+
+        for (int q = 0; h != w->hosts[rank] && q < n_ranks; q++) {
+            n_served += w->hosts[q] == h &&
+                        place_on_host(w, q) % n_on(w, w->hosts[rank]) == place_on_host(w, rank);
+        }
+        CHECK_EQ(fc_rails_count(&m.ops, h).bytes, h == w->hosts[rank] ? 0 : (1 + n_served) * bytes);
+    }
     destroy(&m);
 }
 

@@ -101,6 +101,21 @@ void transport_interrupt(Transport &self, PyObject *why)
     fc_rails_interrupt(fc_transport_messages(self.core.get()), text_from(why));
 }
 
+Ref transport_sent(Transport &self)
+{
+    const fc_message_ops *ops = fc_transport_messages(self.core.get());
+    const int n_hosts = fc_rails_n_hosts(ops);
+    Ref rows = checked(PyList_New(n_hosts));
+
+    for (int h = 0; h < n_hosts; h++) {
+        const fc_rails_sent sent = fc_rails_count(ops, h);
+        Ref row = checked(Py_BuildValue("(KK)", (unsigned long long)sent.bytes,
+                                        (unsigned long long)sent.messages));
+        PyList_SET_ITEM(rows.get(), h, row.release());
+    }
+    return rows;
+}
+
 PyObject *transport_repr(PyObject *self)
 {
     const fc_transport *t = owned<Transport>(self).core.get();
@@ -114,6 +129,7 @@ PyMethodDef transport_methods[] = {
     method<[](Transport &self) { return fc_transport_check(self.core.get()); }>("check"),
     method<transport_abort>("abort"),
     method<transport_awaited>("awaited"),
+    method<transport_sent>("sent"),
     method<transport_interrupt>("interrupt"),
     {},
 };

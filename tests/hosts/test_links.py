@@ -1,0 +1,94 @@
+"""What is sent between hosts: counted by link, equal to theory and to `estimate`."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hosts import run_hosts
+from torch import nn
+
+WIDTH, N_UNITS = 256, 3
+UNIT_BYTES = 4 * WIDTH**2
+# Beside parameters and gradients ranks tell each other what they are about to do.
+WORDS = 2 << 10
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(N_UNITS)])
+
+
+def count(rank: int, n_ranks: int, strategy: str) -> dict[str, int]:
+    import fsdp_c
+
+    model = fsdp_c.shard(net(), strategy, units=[nn.Linear])
+    for _ in range(2):  # the first step sets up
+        before = {link.host: link for link in fsdp_c.stats(model).links}
+        model(torch.ones(2, WIDTH)).sum().backward()
+    after = fsdp_c.stats(model)
+    assert all(f"to host {host}" in str(after) for host in before)
+    assert all(link.messages > before[link.host].messages for link in after.links)
+    return {link.host: (link - before[link.host]).bytes for link in after.links}
+
+
+def estimated(hosts: tuple[int, ...], strategy: str) -> int:
+    import fsdp_c
+
+    x = torch.ones(2, WIDTH)
+    found = fsdp_c.estimate(
+        net(),
+        world_size=sum(hosts),
+        strategy=strategy,
+        hardware="here",
+        precision="fp32",
+        inputs=x,
+        units=[nn.Linear],
+        ranks_per_host=hosts[0],
+    )
+    sent = sum(row.sent for row in found.traffic)
+    assert "to other hosts" in str(found)
+    slow = fsdp_c.estimate(
+        net(),
+        world_size=sum(hosts),
+        strategy=strategy,
+        hardware=replace(found.setting.hardware, network=1e6),
+        precision="fp32",
+        inputs=x,
+        units=[nn.Linear],
+        ranks_per_host=hosts[0],
+    )
+    assert slow.times.communication >= sent / 1e6
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hosts", "n_times"),
+    [
+        ("zero3", (1, 1), 3),  # two all-gathers and a reduce-scatter
+        ("zero3", (2, 2), 3),
+        ("zero3", (1, 1, 1, 1), 3),
+        ("zero2", (2, 2), 2),
+        ("hybrid", (2, 2), 2),  # to and fro, half of a rank's part each
+        ("ddp", (2, 2), 2),
+    ],
+)
+def test_bytes_by_link(strategy: str, hosts: tuple[int, ...], n_times: int) -> None:
+    n_hosts, n_ranks = len(hosts), sum(hosts)
+    of_all = N_UNITS * UNIT_BYTES * n_times // n_ranks
+    found = run_hosts(count, hosts, strategy)
+    for rank, sent in enumerate(found):
+        own = rank // hosts[0]
+        assert set(sent) == {f"host{h}" for h in range(n_hosts) if h != own}
+        assert all(0 <= n - of_all < WORDS for n in sent.values()), (found, of_all)
+    assert estimated(hosts, strategy) == (n_hosts - 1) * of_all
+
+
+def count_alone(rank: int, n_ranks: int) -> int:
+    import fsdp_c
+
+    model = fsdp_c.shard(net())
+    model(torch.ones(2, WIDTH)).sum().backward()
+    return len(fsdp_c.stats(model).links)
+
+
+def test_ranks_of_one_host_have_no_links() -> None:
+    assert run_hosts(count_alone, (2,)) == [0, 0]
