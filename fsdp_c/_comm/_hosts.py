@@ -59,6 +59,11 @@ def rails_for(
     return _found[group], ""
 
 
+def on_one_host(group: dist.ProcessGroup, local: _C.Transport) -> Rails:
+    """Of a group whose ranks all talk over `local`: no rail, and messages that go through it."""
+    return Rails([0] * group.size(), [socket.gethostname()], local, str(group.group_name))
+
+
 def _ask(exchange: Exchange) -> tuple[list[str], list[str], list[int]]:
     """Of each rank its process, the hosts' names, and each rank's host."""
     mine = f"{_rendezvous.this_process()} {socket.gethostname()}"

@@ -286,8 +286,13 @@ def _make_smaller(
         if group.visible.reason:
             own = group.post_forward_mesh_info.shard_process_group
             messages = _visible_collectives.VisibleMessages(groups, own, False)
+        shards = group.mesh_info.shard_process_group
+        if messages is None and _transport.transport_kind(shards) == "rails":
+            transport = _transport.fast_messages_for(process_group)
+        else:
+            transport = _transport.messages_for(process_group, messages)
         found[process_group] = domain = _C.Domain(
-            transport=_transport.messages_for(process_group, messages),
+            transport=transport,
             is_replicate=False,
             units=units,
             shard_rank=process_group.rank(),

@@ -1,9 +1,13 @@
 """What is sent between hosts: counted by link, equal to theory and to `estimate`."""
 
+import contextlib
+import copy
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hosts import run_hosts
 from torch import nn
 
@@ -80,6 +84,53 @@ def test_bytes_by_link(strategy: str, hosts: tuple[int, ...], n_times: int) -> N
         assert set(sent) == {f"host{h}" for h in range(n_hosts) if h != own}
         assert all(0 <= n - of_all < WORDS for n in sent.values()), (found, of_all)
     assert estimated(hosts, strategy) == (n_hosts - 1) * of_all
+
+
+def gather_on_host(rank: int, n_ranks: int) -> tuple[int, list[str]]:
+    """What is sent between hosts by the second step, and the process group's own collectives."""
+    import fsdp_c
+    from fsdp_c._comm import _transport
+
+    torch.manual_seed(0)
+    whole = net()
+    model = copy.deepcopy(whole)
+    for module in model:
+        fsdp_c.fully_shard(module, reshard_after_forward=2)
+    fsdp_c.fully_shard(model)
+    x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(rank))
+    called: list[str] = []
+    sent = 0
+    for _ in range(3):
+        before = sum(link.bytes for link in fsdp_c.stats(model).links)
+        called.clear()
+        with contextlib.ExitStack() as stack:
+            for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
+                stack.enter_context(
+                    mock.patch.object(
+                        _transport.Messages, name, lambda *_, n=name, **__: called.append(n)
+                    )
+                )
+            model.zero_grad()
+            loss = model(x).square().mean()
+            assert {p.to_local().shape[0] for p in model.parameters()} == {WIDTH // 2}
+            loss.backward()
+        sent = sum(link.bytes for link in fsdp_c.stats(model).links) - before
+        whole.zero_grad()
+        whole(x).square().mean().backward()
+        for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+            dist.all_reduce(theirs.grad, op=dist.ReduceOp.SUM)
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad / n_ranks)
+            with torch.no_grad():
+                ours -= 0.5 * ours.grad
+                theirs -= 0.5 * theirs.grad / n_ranks
+    return sent, called
+
+
+def test_backward_gathers_on_its_host() -> None:
+    """`reshard_after_forward` of a host's ranks: only forward and the sums cross."""
+    of_all = N_UNITS * UNIT_BYTES * 2 // 4
+    for sent, called in run_hosts(gather_on_host, (2, 2)):
+        assert 0 <= sent - of_all < WORDS and called == []
 
 
 def count_alone(rank: int, n_ranks: int) -> int:
