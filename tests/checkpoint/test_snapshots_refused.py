@@ -1,6 +1,7 @@
 """Snapshots in one process: what is refused, what is passed over, what is left behind."""
 
 import dataclasses
+import mmap
 import os
 import random
 import resource
@@ -606,3 +607,18 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         output("--remove", "nobody")
     assert "removed" in output("--remove", "main")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_copy_under_way_is_an_error() -> None:
+    """Not the end of the process: errors of Python's need the interpreter's lock."""
+    from fsdp_c._native import _C
+
+    tensor = torch.zeros(16 << 20)
+    room = _C.snapshot_room(tensors=[tensor], index_bytes=1)
+    files = [mmap.mmap(-1, 2 * room) for _ in range(2)]
+    copier = _C.SnapshotCopier()
+    job: dict[str, Any] = {"locals": [tensor], "shown": [tensor], "now": [False], "index": b"x"}
+    copier.start(**job, file=files[0], sequence=1, step=1)
+    with pytest.raises(RuntimeError, match="a copy is under way"):
+        copier.start(**job, file=files[1], sequence=2, step=2)
+    assert copier.finish() == []

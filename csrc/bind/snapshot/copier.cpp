@@ -131,8 +131,11 @@ void start(SnapshotCopier &self, Fields &given)
     job.owner = &self;
     self.read = std::move(read);
     self.file = std::move(file);
-    const NoGil no_gil;
-    check(fc_copier_start(self.core.get(), &job));
+    const fc_status st = [&] {
+        const NoGil no_gil;
+        return fc_copier_start(self.core.get(), &job);
+    }();
+    check(st); // an error of Python's needs the lock
 }
 
 bool finish_core(SnapshotCopier &self)
