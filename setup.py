@@ -206,6 +206,7 @@ class Toolchain:
     is_debug: bool = os.environ.get("FSDP_C_DEBUG") == "1"
     is_strict: bool = os.environ.get("FSDP_C_WERROR") == "1"
     sanitize: str = os.environ.get("FSDP_C_SANITIZE", "")
+    is_joined: bool = True  # optimized as one; what stands between objects needs them apart
     cc: list[str] = field(default_factory=lambda: shlex.split(os.environ.get("CC", "gcc")))
     cxx: list[str] = field(default_factory=lambda: shlex.split(os.environ.get("CXX", "g++")))
 
@@ -225,7 +226,8 @@ class Toolchain:
         if self.sanitize:
             flags += [f"-fsanitize={self.sanitize}", "-fno-omit-frame-pointer"]
             flags.append("-fno-sanitize-recover=all")
-        if not (self.is_test or self.is_debug or self.sanitize) and self.is_gcc:
+        is_plain = not (self.is_test or self.is_debug or self.sanitize)
+        if is_plain and self.is_joined and self.is_gcc:
             flags += STEP_FLAGS
         if self.is_strict:
             flags.append("-Werror")

@@ -1,7 +1,7 @@
 """A copy of the package whose extension has the shim between its objects, in build/soak.
 
-The objects are those of `make build`; only the link is another one. `address` is built anew, under
-the address sanitizer.
+The sources are compiled as for `make build`, but not optimized as one: calls from object to object
+have to stay where the shim can be. `address` is under the address sanitizer.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ def build(sanitize: str = "") -> Path:
     os.environ["FSDP_C_SANITIZE"] = sanitize
     script = build_script.load()
     del os.environ["FSDP_C_SANITIZE"]
-    torch, tools = script.Torch.installed(), script.Toolchain()
+    torch, tools = script.Torch.installed(), script.Toolchain(is_joined=False)
     with script.build_lock():
         objects_at = tools.folder(
             "objects", str(torch), script.sysconfig.get_config_var("EXT_SUFFIX")

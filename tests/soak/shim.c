@@ -1,8 +1,9 @@
 /* Stands between the objects of the extension: kills the process at a state of the protocol, makes
  * the n-th call to the system fail, or changes bits of what ranks tell each other.
  *
- * Only the linker knows of it (`--wrap`): the objects are those that users run. A call within one
- * source does not pass here. One plan at a time, for the process; counts are kept for all kinds.
+ * Only the linker knows of it (`--wrap`): the objects are those that users run, but for being
+ * optimized as one, which would take calls away from here. A call within one source does not pass
+ * here. One plan at a time, for the process; counts are kept for all kinds.
  */
 #define _GNU_SOURCE
 
