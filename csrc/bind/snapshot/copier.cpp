@@ -49,6 +49,12 @@ bool is_unchanged(const Read &read)
            version_of(read.shown) == read.shown_version;
 }
 
+// What a copy works on, until it is over.
+struct Job : NoCopy {
+    std::unique_ptr<Mapped> file;
+    std::vector<Read> read;
+};
+
 struct SnapshotCopier;
 std::vector<SnapshotCopier *> copiers; // all of the process, under the interpreter's lock
 
@@ -65,14 +71,13 @@ struct SnapshotCopier : NoCopy {
         core.reset();
     }
 
-    std::unique_ptr<Mapped> file;
-    std::vector<Read> read;
+    std::unique_ptr<Job> job;                 // null between copies
     Owned<fc_copier, fc_copier_destroy> core; // ends before what it reads
 };
 
-bool are_unchanged(void *copier)
+bool are_unchanged(void *job)
 {
-    const auto &read = static_cast<const SnapshotCopier *>(copier)->read;
+    const auto &read = static_cast<const Job *>(job)->read;
     return std::all_of(read.begin(), read.end(), is_unchanged);
 }
 
@@ -101,9 +106,9 @@ void start(SnapshotCopier &self, Fields &given)
     const auto now = given.values<truth_of>("now");
     const Ref index = given.object("index");
     std::vector<fc_snapshot_piece> pieces;
-    std::vector<Read> read;
+    auto made = std::make_unique<Job>();
 
-    auto file = std::make_unique<Mapped>(given.object("file").get(), true);
+    made->file = std::make_unique<Mapped>(given.object("file").get(), true);
     fc_snapshot_job job = {};
     job.sequence = given.size("sequence");
     job.step = given.size("step");
@@ -114,28 +119,28 @@ void start(SnapshotCopier &self, Fields &given)
 
         pieces.push_back(piece_of(local, now[i]));
         if (!now[i]) {
-            read.push_back({local, outer, local.storage(), version_of(local), version_of(outer)});
+            made->read.push_back(
+                {local, outer, local.storage(), version_of(local), version_of(outer)});
         }
     }
     const Mapped text(index.get(), false);
     const size_t bytes = fc_snapshot_place(pieces.data(), pieces.size());
-    if (file->bytes() < FC_SNAPSHOT_PAGE + bytes + text.bytes()) {
+    if (made->file->bytes() < FC_SNAPSHOT_PAGE + bytes + text.bytes()) {
         raise_error(PyExc_ValueError, "the file of the snapshot is too short");
     }
-    job.file = file->memory();
+    job.file = made->file->memory();
     job.pieces = pieces.data();
     job.n_pieces = pieces.size();
     job.index = text.memory();
     job.index_bytes = text.bytes();
     job.is_unchanged = are_unchanged;
-    job.owner = &self;
-    self.read = std::move(read);
-    self.file = std::move(file);
+    job.owner = made.get();
     const fc_status st = [&] {
         const NoGil no_gil;
         return fc_copier_start(self.core.get(), &job);
     }();
-    check(st); // an error of Python's needs the lock
+    check(st); // an error of Python's needs the lock; a copy under way keeps its job
+    self.job = std::move(made);
 }
 
 bool finish_core(SnapshotCopier &self)
@@ -151,16 +156,15 @@ std::vector<size_t> finish(SnapshotCopier &self)
     std::vector<size_t> changed;
 
     (void)finish_core(self);
-    for (size_t i = 0; i < self.read.size(); i++) {
-        if (!is_unchanged(self.read[i])) {
+    const std::unique_ptr<Job> job = std::move(self.job);
+    for (size_t i = 0; job && i < job->read.size(); i++) {
+        if (!is_unchanged(job->read[i])) {
             changed.push_back(i);
         }
     }
-    if (!changed.empty() && self.file) {
-        fc_snapshot_clear(self.file->memory());
+    if (!changed.empty()) {
+        fc_snapshot_clear(job->file->memory());
     }
-    self.read.clear();
-    self.file.reset();
     return changed;
 }
 
