@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <memory>
+#include <new>
 #include <type_traits>
 
 namespace fc {
@@ -22,7 +23,11 @@ template <typename Body> fc_status kept(Body &&body)
         body();
         return FC_OK;
     } catch (...) {
-        delete std::exchange(raised, new std::exception_ptr(std::current_exception()));
+        auto *now = new (std::nothrow) std::exception_ptr(std::current_exception());
+        if (now == nullptr) {
+            return fc_fail(FC_ERR_NOMEM, "no memory to say what went wrong");
+        }
+        delete std::exchange(raised, now);
         return FC_ERR_INTERRUPTED;
     }
 }
