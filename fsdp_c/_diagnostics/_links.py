@@ -13,7 +13,8 @@ from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 class Link:
     """What this rank has sent to the ranks of another host, for all models of the process.
 
-    Over rails alone. ``bytes`` without the words that say what they belong to.
+    Over rails alone. ``bytes`` without the words that say what they belong to. Hosts of one name
+    count as one.
 
     Examples:
         >>> for link in fsdp_c.stats(model).links:
@@ -31,7 +32,7 @@ class Link:
 
 def links_of(groups: Iterable[FSDPParamGroup]) -> tuple[Link, ...]:
     """By host, over the process groups of these units; empty where all ranks share a host."""
-    infos = [group.mesh_info for group in groups]
+    infos = [info for group in groups for info in (group.mesh_info, group.post_forward_mesh_info)]
     found = {
         process_group
         for info in infos

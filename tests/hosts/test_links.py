@@ -86,8 +86,8 @@ def test_bytes_by_link(strategy: str, hosts: tuple[int, ...], n_times: int) -> N
     assert estimated(hosts, strategy) == (n_hosts - 1) * of_all
 
 
-def gather_on_host(rank: int, n_ranks: int) -> tuple[int, list[str]]:
-    """What is sent between hosts by the second step, and the process group's own collectives."""
+def gather_from_two(rank: int, n_ranks: int) -> tuple[int, list[str]]:
+    """What is sent between hosts by the last step, and the process group's own collectives."""
     import fsdp_c
     from fsdp_c._comm import _transport
 
@@ -126,11 +126,17 @@ def gather_on_host(rank: int, n_ranks: int) -> tuple[int, list[str]]:
     return sent, called
 
 
-def test_backward_gathers_on_its_host() -> None:
-    """`reshard_after_forward` of a host's ranks: only forward and the sums cross."""
-    of_all = N_UNITS * UNIT_BYTES * 2 // 4
-    for sent, called in run_hosts(gather_on_host, (2, 2)):
-        assert 0 <= sent - of_all < WORDS and called == []
+@pytest.mark.parametrize(
+    ("hosts", "parts"),
+    [
+        ((2, 2), 2),  # forward's gather and the sums
+        ((1, 1, 1, 1), 3 * 2 + 2),  # and to the other half of the ranks twice a part
+    ],
+)
+def test_backward_gathers_from_fewer_ranks(hosts: tuple[int, ...], parts: int) -> None:
+    of_all = N_UNITS * UNIT_BYTES // 4 * parts
+    for sent, called in run_hosts(gather_from_two, hosts):
+        assert 0 <= sent - of_all < len(hosts) * WORDS and called == []
 
 
 def count_alone(rank: int, n_ranks: int) -> int:
