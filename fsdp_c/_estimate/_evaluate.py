@@ -42,6 +42,15 @@ class Estimator:
             setting.offload,
         )
         compute = setting.compute or _main_dtype(setting.model)
+        traffic = _volume.traffic_of(
+            units,
+            hardware.engine,
+            setting.strategy,
+            n_shards,
+            n_replicas,
+            setting.micro_batches,
+            per_host=setting.per_host,
+        )
         times = _time.times_of(
             trace.segments,
             units,
@@ -51,6 +60,7 @@ class Estimator:
             memory.state,
             setting.micro_batches,
             setting.offload,
+            sum(one.sent for one in traffic),
         )
         per_rank = hardware.memory / (setting.per_host if hardware.engine == "core" else 1)
         return Estimate(
@@ -60,15 +70,7 @@ class Estimator:
             memory.device,
             memory.host,
             int(per_rank),
-            _volume.traffic_of(
-                units,
-                hardware.engine,
-                setting.strategy,
-                n_shards,
-                n_replicas,
-                setting.micro_batches,
-                per_host=setting.per_host,
-            ),
+            traffic,
             times,
             self._traced(setting, modules, []).flops * setting.micro_batches,
             memory.notes,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_c._estimate import _volume
 from fsdp_c._estimate._hardware import NCCL_RING, Hardware
 from fsdp_c._estimate._segments import Segment
 from fsdp_c._estimate._volume import Unit
@@ -51,6 +50,7 @@ def times_of(
     state_bytes: int,
     micro_batches: int,
     offload: bool,
+    sent_over_rails: int,
 ) -> Times:
     hardware = world.hardware
     seconds = [work_of(segment, hardware, dtype) * world.turns for segment in segments]
@@ -63,6 +63,9 @@ def times_of(
         other = run(segments, seconds, units, strategy, world, not keeps)
         step += (micro_batches - 1) * other[0]
         communication += (micro_batches - 1) * other[1]
+    rails = sent_over_rails / hardware.network  # nothing is computed meanwhile
+    step += rails
+    communication += rails
     optimizer = _optimizer_seconds(units, state_bytes, hardware, offload) * world.turns
     return Times(compute, optimizer, communication, max(step - compute, 0.0))
 
@@ -211,11 +214,8 @@ def _on_core(
     reduces: bool,
 ) -> tuple[float, float]:
     hardware, n = world.hardware, world.n_shards
-    shard_hosts, replica_hosts = _volume.other_hosts(n, world.n_replicas, world.ranks_per_host)
-    moved = messages = sent = 0.0
+    moved = messages = 0.0
     for unit in units:
-        gathers = unit.gathers(strategy) if n > 1 else 0
-        sent += gathers * shard_hosts * unit.unsharded_compute / n
         if unit.casts:  # each rank casts its own shard; nothing is copied otherwise
             moved += unit.shard + unit.unsharded_compute / n
             messages += 1
@@ -225,12 +225,7 @@ def _on_core(
                 unit.unsharded_reduce / n * world.n_replicas, world.n_replicas, unit.shard_gradient
             )
             messages += 1 + (world.n_replicas > 1)
-            part = unit.unsharded_reduce / n
-            sent += shard_hosts * part
-            if world.n_replicas > 1:
-                sent += replica_hosts * _volume.rails_all_reduce(int(part), world.n_replicas)
     took = moved / hardware.bandwidth * world.turns + messages * hardware.latency * world.turns
-    took += sent / hardware.network  # nothing is computed meanwhile
     return sum(seconds) + took, took
 
 

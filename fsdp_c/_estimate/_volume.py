@@ -137,7 +137,7 @@ def traffic_of(
     in the note of csrc/comm/rails.h.
     """
     gathers = reduces = gathered = scattered = replicas = summed = 0
-    shard_hosts, replica_hosts = other_hosts(n_shards, n_replicas, per_host)
+    shard_hosts, replica_hosts = _other_hosts(n_shards, n_replicas, per_host)
     sent = dict.fromkeys(("gather", "reduce", "all-reduce"), 0)
     for unit in units:
         if n_shards > 1:
@@ -164,7 +164,7 @@ def traffic_of(
             if n_replicas > 1:  # once per step: until then sums over shards wait
                 replicas += 1
                 summed += 2 * (n_replicas - 1) * chunk // n_replicas
-                sent["all-reduce"] += replica_hosts * rails_all_reduce(
+                sent["all-reduce"] += replica_hosts * _rails_all_reduce(
                     unit.unsharded_reduce // n_shards, n_replicas
                 )
     if engine != "core":
@@ -177,7 +177,7 @@ def traffic_of(
     return [row for row in rows if row.count]
 
 
-def other_hosts(n_shards: int, n_replicas: int, per_host: int) -> tuple[int, int]:
+def _other_hosts(n_shards: int, n_replicas: int, per_host: int) -> tuple[int, int]:
     """How many hosts a rank's shard group and its replicas have beside its own."""
     if per_host == 0:
         return 0, 0
@@ -185,7 +185,7 @@ def other_hosts(n_shards: int, n_replicas: int, per_host: int) -> tuple[int, int
     return -(-n_shards // per_host) - 1, -(-n_replicas // replicas_here) - 1
 
 
-def rails_all_reduce(n_bytes: int, n: int) -> int:
+def _rails_all_reduce(n_bytes: int, n: int) -> int:
     """Bytes to each other host: a part of n there and back, or all if that is little."""
     return n_bytes if n_bytes <= _RAILS_SMALL else 2 * -(-n_bytes // n)
 
