@@ -1,5 +1,5 @@
-"""Training over several hosts: a GPT's step over the same work without communication, and what
-sharding adds to a step of many small units.
+"""Training over several hosts: a GPT's step over the same work without communication, what
+sharding adds to a step of many small units, and backward's gathers from all ranks or from a host's.
 
 Hosts are network, process and mount spaces of this machine (tests/support/hosts.py), whose ranks
 share its cores: what is measured is work and latency, not a network's rate.
@@ -21,6 +21,7 @@ import report
 from measuring import Bench, Case, Launch, Row
 
 CALLBACK = "fsdp_c, group's collectives"
+LARGE, N_LARGE = 1024, 8
 # What fsdp_c is built to stay under, by hosts: of the floor, and microseconds per unit.
 GOALS = {(1, 1): (1.45, 400), (2, 2): (1.25, 600)}
 
@@ -111,13 +112,51 @@ def time_units(args: argparse.Namespace, cases: dict[str, Any]) -> dict[str, Row
     return measuring.measure_added(base, timed, budget_of(args) / len(timed), 0.5)
 
 
+def reshards(impl: list[str]) -> dict[str, tuple[str, bool]]:
+    """Of each column: the implementation, and whether forward reshards to the host's ranks."""
+    return {
+        f"{name}, {where}": (name, on_host)
+        for name in impl
+        for where, on_host in (("all ranks", False), ("host", True))
+    }
+
+
+def time_reshards(args: argparse.Namespace, cases: dict[str, Any], per_host: int) -> dict[str, Row]:
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(1 + dist.get_rank())
+    x = torch.randn(4, LARGE, requires_grad=True)
+    steps = {}
+    gradients: dict[str, list[torch.Tensor]] = {}
+    for column, (name, on_host) in reshards(args.impl).items():
+        api, mesh, _ = cases[name]
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(LARGE, LARGE, bias=False) for _ in range(N_LARGE)]
+        model = torch.nn.Sequential(*layers)
+        for layer in model:
+            api.fully_shard(layer, mesh=mesh, reshard_after_forward=per_host if on_host else True)
+        api.fully_shard(model, mesh=mesh)
+        steps[column] = bench_host_overhead.train_case(model, x)
+        for _ in range(2):
+            steps[column].before()
+            steps[column].step()
+        gradients[column] = [measuring.local(p.grad).clone() for p in model.parameters()]
+        measuring.same(f"{column}, gradients", gradients[column], next(iter(gradients.values())))
+    return measuring.measure(steps, rounds=40, block_s=0.5, budget_s=budget_of(args))
+
+
 def work(args: argparse.Namespace) -> list[Row]:
     hosts = next(launch.hosts for launch in launches(args) if launch.is_this())
     cases = ways(args)
-    return [
+    rows: list[Row] = [
         {"what": "step", "hosts": hosts, "times": time_steps(args, cases)},
         {"what": "units", "hosts": hosts, "units": args.units, "times": time_units(args, cases)},
     ]
+    if set(hosts) == {hosts[0]} and hosts[0] > 1:
+        times = time_reshards(args, cases, hosts[0])
+        rows.append({"what": "reshards", "hosts": hosts, "times": times})
+    return rows
 
 
 def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
@@ -134,11 +173,21 @@ def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
         ["hosts x ranks", "plain", *names, "goal", "pairs"],
         note="Forward and backward, of the slowest rank, as in bench_host_overhead.py.",
     )
+    columns = reshards(args.impl)
+    gathers = report.Table(
+        f"Step of {N_LARGE} x Linear({LARGE}, {LARGE}), by where backward gathers from",
+        ["hosts x ranks", *columns, "samples"],
+        note="Forward and backward. host: reshard_after_forward=<ranks of a host>.",
+    )
     for row in rows:
         where = " + ".join(map(str, row["hosts"]))
         goal = GOALS.get(tuple(row["hosts"]), ("", ""))
         goals = [f"<= {value}" if value else "" for value in goal]
         times = row["times"]
+        if row["what"] == "reshards":
+            took = [report.duration(times[column]["median_us"]) for column in columns]
+            gathers.rows.append([where, *took, str(times[next(iter(columns))]["samples"])])
+            continue
         samples = str(times[args.impl[-1]]["samples"])
         if row["what"] == "step":
             floor = times["floor"]["median_us"]
@@ -148,7 +197,7 @@ def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
             added = [report.number(times[name]["median_us"] / row["units"], 0) for name in names]
             plain = report.number(times[args.impl[-1]]["base_us"] / row["units"], 0)
             units.rows.append([where, plain, *added, goals[1], samples])
-    return [steps, units]
+    return [steps, units, *([gathers] if gathers.rows else [])]
 
 
 BENCH = Bench("hosts", __file__, __doc__ or "", launches, work, tables, arguments=arguments)
