@@ -52,7 +52,7 @@ C_SOURCES = {
         "callback collectives nccl_board nccl_collectives nccl_group nccl_library nccl_wait "
         "process shm shm_ask shm_region shm_segment shm_wait transport watcher"
     ),
-    "csrc/comm": "arrays beats comm mapped message pieces rails rails_collectives step",
+    "csrc/comm": "arrays beats comm mapped message pieces rails rails_collectives rails_gathers rails_sums step",
     "csrc/snapshot": "copier ranks snapshot sums",
     "csrc/engine": (
         "apart batch clock domain exchange gathers layout layout_runs meet order present "

@@ -117,28 +117,76 @@ static fc_status await_peer(rails *r, int peer, fc_status (*await)(void *context
 
 /* ---- frames ---- */
 
-void rails_begin(rails *r, fc_comm_op op, size_t bytes, fc_dtype dtype, int root)
+fc_status rails_begin(rails *r, rails_kind kind, fc_comm_op op, size_t bytes, fc_dtype dtype,
+                      int root)
 {
-    r->header = (rails_header){.sequence = r->header.sequence + 1,
-                               .bytes = bytes,
-                               .op = (uint32_t)op,
-                               .dtype = (uint32_t)dtype,
-                               .root = root};
-    /* Of two that differ, one key is another: in any of these. */
-    r->key = 1 + (uint32_t)((bytes * UINT64_C(0x9e3779b97f4a7c15) >> 40) ^ (uint64_t)op << 24);
+    rails_call *call = &r->calls[kind];
+
+    *call = (rails_call){
+        .header = {.sequence = ++r->sequence,
+                   .bytes = bytes,
+                   .op = (uint32_t)op,
+                   .dtype = (uint32_t)dtype,
+                   .root = root},
+        /* Of two that differ, one key is another: in any of these. */
+        .key = 1 + (uint32_t)((bytes * UINT64_C(0x9e3779b97f4a7c15) >> 40) ^ (uint64_t)op << 24),
+        .kind = kind,
+        .is_open = kind != RAILS_AT_ONCE,
+        .dtype = dtype};
+    return kind == RAILS_AT_ONCE ? rails_settle(r, call) : FC_OK;
 }
 
-static bool is_inline(const rails *r)
+/* One that was begun before, and is on its way. */
+static rails_call *oldest_before(rails *r, const rails_call *than)
 {
-    return r->header.bytes <= RAILS_INLINE_BYTES;
-}
+    rails_call *oldest = NULL;
 
-static fc_status line_to(rails *r, int peer, rails_line **out)
-{
-    if (r->lines[peer] == NULL) {
-        r->lines[peer] = fc_alloc(1, sizeof(rails_line));
+    for (int k = RAILS_AT_ONCE + 1; k < RAILS_N_KINDS; k++) {
+        rails_call *call = &r->calls[k];
+
+        if (call->is_open && !call->has_arrived && call->header.sequence < than->header.sequence &&
+            (oldest == NULL || call->header.sequence < oldest->header.sequence)) {
+            oldest = call;
+        }
     }
-    *out = r->lines[peer];
+    return oldest;
+}
+
+fc_status rails_settle(rails *r, const rails_call *call)
+{
+    rails_call *older;
+
+    while ((older = oldest_before(r, call)) != NULL) {
+        FC_TRY(older->kind == RAILS_BEGUN_GATHER ? rails_gather_arrive(r, older)
+                                                 : rails_sum_arrive(r, older));
+        older->has_arrived = true;
+    }
+    return FC_OK;
+}
+
+fc_status rails_ended(rails *r, fc_status st)
+{
+    return st == FC_OK || r->is_broken ? st : rails_break(r, st, fc_last_message());
+}
+
+static bool is_inline(const rails_call *call)
+{
+    return call->header.bytes <= RAILS_INLINE_BYTES;
+}
+
+static rails_line **place_of(rails *r, const rails_call *call, int peer)
+{
+    return &r->lines[(size_t)call->kind * (size_t)r->n_ranks + (size_t)peer];
+}
+
+static fc_status line_to(rails *r, const rails_call *call, int peer, rails_line **out)
+{
+    rails_line **place = place_of(r, call, peer);
+
+    if (*place == NULL) {
+        *place = fc_alloc(1, sizeof(rails_line));
+    }
+    *out = *place;
     return *out != NULL ? FC_OK : fc_fail(FC_ERR_NOMEM, "a line to rank %d", peer);
 }
 
@@ -154,12 +202,12 @@ static void describe(const rails_header *header, char *out, size_t bytes)
                    (unsigned long long)header->sequence);
 }
 
-static fc_status check_frame(rails *r, int peer, rails_frame *frame)
+static fc_status check_frame(rails *r, const rails_call *call, int peer, rails_frame *frame)
 {
     const rails_header *theirs = &frame->header;
     char here[128], there[128], line[FC_MESSAGE_BYTES + RAILS_FRAME_BYTES];
 
-    if (memcmp(theirs, &r->header, sizeof(*theirs)) == 0) {
+    if (memcmp(theirs, &call->header, sizeof(*theirs)) == 0) {
         return FC_OK;
     }
     if (theirs->op == RAILS_FAILED) {
@@ -168,7 +216,7 @@ static fc_status check_frame(rails *r, int peer, rails_frame *frame)
                        r->names[r->hosts[peer]], frame->data);
         return rails_break(r, FC_ERR_PEER, line);
     }
-    describe(&r->header, here, sizeof(here));
+    describe(&call->header, here, sizeof(here));
     describe(theirs, there, sizeof(there));
     (void)snprintf(line, sizeof(line),
                    "ranks call different collectives: rank %d %s, rank %d (host %s) %s: all ranks "
@@ -186,24 +234,24 @@ static fc_status send_now(rails *r, int peer, uint32_t key, const void *data, si
     return st == FC_OK ? st : fail(r, peer, "cannot send to", st);
 }
 
-fc_status rails_send(rails *r, int peer, const void *data, size_t bytes)
+fc_status rails_send(rails *r, const rails_call *call, int peer, const void *data, size_t bytes)
 {
     rails_line *line;
 
     if (bytes == 0) {
         return FC_OK;
     }
-    FC_TRY(line_to(r, peer, &line));
+    FC_TRY(line_to(r, call, peer, &line));
     r->sent[r->hosts[peer]].bytes += bytes;
-    if (line->opened_out != r->header.sequence) {
-        line->opened_out = r->header.sequence;
-        line->out.header = r->header;
-        if (is_inline(r)) {
+    if (line->opened_out != call->header.sequence) {
+        line->opened_out = call->header.sequence;
+        line->out.header = call->header;
+        if (is_inline(call)) {
             memcpy(line->out.data, data, bytes);
         }
         FC_TRY(send_now(r, peer, 0, &line->out, sizeof(line->out)));
     }
-    return is_inline(r) ? FC_OK : send_now(r, peer, r->key, data, bytes);
+    return is_inline(call) ? FC_OK : send_now(r, peer, call->key, data, bytes);
 }
 
 static fc_status receive_now(rails *r, int peer, uint32_t key, void *data, size_t bytes)
@@ -213,21 +261,21 @@ static fc_status receive_now(rails *r, int peer, uint32_t key, void *data, size_
     return st == FC_OK ? st : fail(r, peer, "cannot receive from", st);
 }
 
-fc_status rails_receive(rails *r, int peer, void *data, size_t bytes)
+fc_status rails_receive(rails *r, const rails_call *call, int peer, void *data, size_t bytes)
 {
     rails_line *line;
 
     if (bytes == 0) {
         return FC_OK;
     }
-    FC_TRY(line_to(r, peer, &line));
-    if (line->opened_in != r->header.sequence) {
-        line->opened_in = r->header.sequence;
+    FC_TRY(line_to(r, call, peer, &line));
+    if (line->opened_in != call->header.sequence) {
+        line->opened_in = call->header.sequence;
         line->inline_to = data;
         line->inline_bytes = bytes;
         FC_TRY(receive_now(r, peer, 0, &line->in, sizeof(line->in)));
     }
-    return is_inline(r) ? FC_OK : receive_now(r, peer, r->key, data, bytes);
+    return is_inline(call) ? FC_OK : receive_now(r, peer, call->key, data, bytes);
 }
 
 static fc_status sent_now(rails *r, int peer)
@@ -237,18 +285,18 @@ static fc_status sent_now(rails *r, int peer)
     return st == FC_OK ? st : fail(r, peer, "could not send to", st);
 }
 
-fc_status rails_await_sent(rails *r, int peer, size_t bytes)
+fc_status rails_await_sent(rails *r, const rails_call *call, int peer, size_t bytes)
 {
-    rails_line *line = r->lines[peer];
+    rails_line *line = *place_of(r, call, peer);
 
     if (bytes == 0) {
         return FC_OK;
     }
-    if (line->awaited_out != r->header.sequence) {
-        line->awaited_out = r->header.sequence;
+    if (line->awaited_out != call->header.sequence) {
+        line->awaited_out = call->header.sequence;
         FC_TRY(sent_now(r, peer));
     }
-    return is_inline(r) ? FC_OK : sent_now(r, peer);
+    return is_inline(call) ? FC_OK : sent_now(r, peer);
 }
 
 static fc_status received_now(rails *r, int peer)
@@ -258,22 +306,22 @@ static fc_status received_now(rails *r, int peer)
     return st == FC_OK ? st : fail(r, peer, "waited in vain for", st);
 }
 
-fc_status rails_await_received(rails *r, int peer, size_t bytes)
+fc_status rails_await_received(rails *r, const rails_call *call, int peer, size_t bytes)
 {
-    rails_line *line = r->lines[peer];
+    rails_line *line = *place_of(r, call, peer);
 
     if (bytes == 0) {
         return FC_OK;
     }
-    if (line->awaited_in != r->header.sequence) {
-        line->awaited_in = r->header.sequence;
+    if (line->awaited_in != call->header.sequence) {
+        line->awaited_in = call->header.sequence;
         FC_TRY(received_now(r, peer));
-        FC_TRY(check_frame(r, peer, &line->in));
-        if (is_inline(r)) {
+        FC_TRY(check_frame(r, call, peer, &line->in));
+        if (is_inline(call)) {
             memcpy(line->inline_to, line->in.data, line->inline_bytes);
         }
     }
-    return is_inline(r) ? FC_OK : received_now(r, peer);
+    return is_inline(call) ? FC_OK : received_now(r, peer);
 }
 
 fc_status rails_reserve(rails_buffer *buffer, size_t bytes)
@@ -407,8 +455,8 @@ static void destroy(rails *r)
     fc_free(r->names);
     fc_free(r->numbers);
     fc_free((void *)r->sources);
-    for (int q = 0; r->lines != NULL && q < r->n_ranks; q++) {
-        fc_free(r->lines[q]);
+    for (int i = 0; r->lines != NULL && i < r->n_ranks * RAILS_N_KINDS; i++) {
+        fc_free(r->lines[i]);
     }
     fc_free((void *)r->lines);
     fc_free(r->sent);
@@ -421,6 +469,12 @@ static void release(void *context)
     const fc_rail_ops ops = r->ops;
     const fc_message_ops group = r->group;
 
+    for (int k = 0; k < RAILS_N_KINDS; k++) {
+        if (r->calls[k].is_open) {
+            ops.drop(ops.context); /* its messages still use the memory */
+            break;
+        }
+    }
     destroy(r);
     ops.release(ops.context);
     group.release(group.context);
@@ -446,7 +500,7 @@ static fc_status make(const fc_rails_config *config, rails **out)
     r->numbers = fc_alloc(6 * n, sizeof(*r->numbers));
     r->names = fc_alloc(n, sizeof(*r->names));
     r->sources = (const void **)fc_alloc(n, sizeof(*r->sources));
-    r->lines = (rails_line **)fc_alloc(n, sizeof(*r->lines));
+    r->lines = (rails_line **)fc_alloc(n * RAILS_N_KINDS, sizeof(*r->lines));
     r->sent = fc_alloc(n, sizeof(*r->sent));
     r->n_ranks = config->n_ranks;
     if (r->numbers == NULL || r->names == NULL || r->sources == NULL || r->lines == NULL ||

@@ -38,8 +38,8 @@ typedef struct rails_frame {
     char data[RAILS_INLINE_BYTES];
 } rails_frame;
 
-/* Between this rank and one of another host. Numbers are of the last collective in which it was
- * so. */
+/* Between this rank and one of another host, for collectives of a kind. Numbers are of the last one
+ * in which it was so. */
 typedef struct rails_line {
     rails_frame out, in;
     uint64_t opened_out, awaited_out, opened_in, awaited_in;
@@ -47,9 +47,35 @@ typedef struct rails_line {
     size_t inline_bytes;
 } rails_line;
 
+/* [Note: begun collectives] A gather and a sum may be begun, and ended after others: their messages
+ * travel while the caller computes. Local ranks meet in the same order, since all begin and end
+ * alike. Messages between two ranks are awaited in the order in which they were begun, so who is to
+ * wait for younger ones first awaits those of what was begun before: it has *arrived* then, and
+ * lies still until it is ended. */
+typedef enum rails_kind {
+    RAILS_AT_ONCE,
+    RAILS_BEGUN_GATHER,
+    RAILS_BEGUN_SUM,
+    RAILS_N_KINDS
+} rails_kind;
+
+/* A collective that runs, the last one of its kind. */
+typedef struct rails_call {
+    rails_header header;
+    uint32_t key;
+    rails_kind kind;
+    /* Of one that was begun. */
+    bool is_open, has_arrived;
+    const char *send;
+    size_t bytes;
+    fc_dtype dtype;
+} rails_call;
+
 enum {
-    RAILS_PIECES, /* of sums that come and go */
-    RAILS_PART,   /* this rank's part of an all_reduce */
+    RAILS_PIECES,   /* of sums that come and go */
+    RAILS_PART,     /* this rank's part of an all_reduce */
+    RAILS_GATHERED, /* chunks that come for this host while the caller computes */
+    RAILS_SUMS,     /* sums that come and go meanwhile */
     RAILS_N_BUFFERS
 };
 
@@ -68,15 +94,15 @@ typedef struct rails {
     /* Owned. */
     int *numbers;         /* all of the above */
     const void **sources; /* n_ranks entries of scratch for sums */
-    rails_line **lines;   /* by rank; NULL where nothing has been said yet */
+    rails_line **lines;   /* by kind and rank; NULL where nothing has been said yet */
     fc_comm *local;       /* NULL: this rank is alone on its host */
     fc_rail_ops ops;
     fc_message_ops group;
 
     /* Serialized like the calls. */
     rails_buffer buffers[RAILS_N_BUFFERS];
-    rails_header header; /* of the collective that runs */
-    uint32_t key;
+    uint64_t sequence; /* of the last collective */
+    rails_call calls[RAILS_N_KINDS];
     fc_rails_sent *sent; /* owned; by host */
     bool is_broken;
     rails_frame farewell;
@@ -101,16 +127,62 @@ FC_MUST_CHECK fc_status rails_check(rails *r);
 /* This host's other ranks hear of it; later calls fail at once. Returns `status`. */
 fc_status rails_break(rails *r, fc_status status, const char *text);
 
-/* Opens a collective in which a rank sends `bytes` to another one. */
-void rails_begin(rails *r, fc_comm_op op, size_t bytes, fc_dtype dtype, int root);
+/* Opens a collective in which a rank sends `bytes` to another one. One at once waits for what was
+ * begun. */
+FC_MUST_CHECK fc_status rails_begin(rails *r, rails_kind kind, fc_comm_op op, size_t bytes,
+                                    fc_dtype dtype, int root);
+/* What was begun before that collective has arrived. */
+FC_MUST_CHECK fc_status rails_settle(rails *r, const rails_call *call);
+/* What failed beside the rails ends them as well: messages are on their way. Returns `st`. */
+fc_status rails_ended(rails *r, fc_status st);
 
 /* Messages of no bytes are none. */
-FC_MUST_CHECK fc_status rails_send(rails *r, int peer, const void *data, size_t bytes);
-FC_MUST_CHECK fc_status rails_receive(rails *r, int peer, void *data, size_t bytes);
-FC_MUST_CHECK fc_status rails_await_sent(rails *r, int peer, size_t bytes);
-FC_MUST_CHECK fc_status rails_await_received(rails *r, int peer, size_t bytes);
+FC_MUST_CHECK fc_status rails_send(rails *r, const rails_call *call, int peer, const void *data,
+                                   size_t bytes);
+FC_MUST_CHECK fc_status rails_receive(rails *r, const rails_call *call, int peer, void *data,
+                                      size_t bytes);
+FC_MUST_CHECK fc_status rails_await_sent(rails *r, const rails_call *call, int peer, size_t bytes);
+FC_MUST_CHECK fc_status rails_await_received(rails *r, const rails_call *call, int peer,
+                                             size_t bytes);
 
 FC_MUST_CHECK fc_status rails_reserve(rails_buffer *buffer, size_t bytes);
 void rails_free_buffers(rails *r);
+
+/* ---- rails_gathers.c ---- */
+
+fc_status rails_all_gather(void *context, void *recv, const void *send, size_t send_bytes);
+fc_status rails_gather(void *context, const void *send, size_t send_bytes, const fc_gathered *to);
+fc_status rails_gather_begin(void *context, const void *send, size_t send_bytes);
+fc_status rails_gather_end(void *context, const fc_gathered *to);
+/* The messages of one that was begun. */
+FC_MUST_CHECK fc_status rails_gather_arrive(rails *r, const rails_call *call);
+
+/* ---- rails_sums.c ---- */
+
+fc_status rails_reduce_scatter(void *context, void *recv, void *send, size_t recv_numel,
+                               fc_dtype dtype);
+fc_status rails_sum_begin(void *context, void *send, size_t recv_numel, fc_dtype dtype,
+                          bool *is_lent_out);
+fc_status rails_sum_end(void *context, void *recv);
+FC_MUST_CHECK fc_status rails_sum_arrive(rails *r, const rails_call *call);
+
+/* ---- both ---- */
+
+static inline size_t rails_smaller(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+static inline void rails_copy(void *to, const void *from, size_t bytes)
+{
+    if (bytes > 0 && to != from) {
+        fc_kern()->copy(to, from, bytes);
+    }
+}
+
+static inline bool rails_is_other_host(const rails *r, int host)
+{
+    return host != r->host;
+}
 
 #endif

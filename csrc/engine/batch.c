@@ -56,7 +56,10 @@ static size_t rank_bytes(const fc_batch_gather *units, size_t n_units)
 
 size_t fc_batch_pack_bytes(const fc_batch_gather *units, size_t n_units)
 {
-    return ((size_t)units[0].unit->domain->n_ranks + 1) * rank_bytes(units, n_units);
+    const fc_domain *domain = units[0].unit->domain;
+    const size_t n_ranks = waits_takes_gathers(domain) ? 0 : (size_t)domain->n_ranks;
+
+    return (n_ranks + 1) * rank_bytes(units, n_units);
 }
 
 static note note_of(const fc_batch_gather *of)
@@ -115,51 +118,83 @@ static void observe(fc_unit *unit, bool is_observed)
     unit->is_observed = is_observed;
 }
 
-/* Changes nothing. `pack`: what a rank has sent. */
-static fc_status check_all(const fc_batch_gather *units, size_t n_units, int rank, const char *pack)
-{
-    for (size_t i = 0; i < n_units; i++) {
-        const size_t bytes = note_bytes(units[i].unit);
-        note theirs;
+typedef struct gathering {
+    const fc_batch_gather *units;
+    size_t n_units;
+} gathering;
 
-        if (bytes > 0) {
-            memcpy(&theirs, pack, sizeof(theirs));
-            FC_TRY(check_note(&units[i], &theirs, rank));
-        }
-        pack += bytes + units[i].unit->layout.pack_bytes;
+/* What a rank says of a unit, whose note begins at `unit_at`; of `data`, which begins at `at`. */
+static fc_status look_at(const fc_batch_gather *of, int rank, size_t unit_at, size_t at,
+                         const char *data, size_t bytes)
+{
+    fc_unit *unit = of->unit;
+    note theirs;
+
+    if (note_bytes(unit) == 0 || unit_at < at || unit_at >= at + bytes) {
+        return FC_OK;
+    }
+    memcpy(&theirs, data + (unit_at - at), sizeof(theirs)); /* pieces hold whole notes */
+    FC_TRY(check_note(of, &theirs, rank));
+    unit->was_observed = unit->was_observed || theirs.is_observed != 0;
+    return FC_OK;
+}
+
+static fc_status look(void *context, int rank, const char *data, size_t bytes)
+{
+    const gathering *g = context;
+    size_t unit_at = 0;
+
+    for (size_t i = 0; i < g->n_units; i++) {
+        FC_TRY(look_at(&g->units[i], rank, unit_at, 0, data, bytes));
+        unit_at += note_bytes(g->units[i].unit) + g->units[i].unit->layout.pack_bytes;
     }
     return FC_OK;
 }
 
-static void unpack_all(const fc_batch_gather *units, size_t n_units, int rank, const char *pack)
+static void unpack(const fc_batch_gather *of, int rank, size_t pack_at, size_t at, const char *data,
+                   size_t bytes)
 {
-    for (size_t i = 0; i < n_units; i++) {
-        fc_unit *unit = units[i].unit;
-        const size_t bytes = note_bytes(unit);
-        note theirs;
+    const size_t end = pack_at + of->unit->layout.pack_bytes;
+    const size_t from = at > pack_at ? at : pack_at, to = at + bytes < end ? at + bytes : end;
 
-        if (bytes > 0) {
-            memcpy(&theirs, pack, sizeof(theirs));
-            observe(unit, (rank > 0 && unit->is_observed) || theirs.is_observed != 0);
-        }
-        fc_unit_unpack(unit, rank, pack + bytes, units[i].dst);
-        pack += bytes + unit->layout.pack_bytes;
+    if (from < to) {
+        fc_unit_unpack(of->unit, rank, from - pack_at, data + (from - at), to - from, of->dst);
     }
+}
+
+static fc_status take(void *context, int rank, size_t at, const char *data, size_t bytes)
+{
+    const gathering *g = context;
+    size_t unit_at = 0;
+
+    for (size_t i = 0; i < g->n_units; i++) {
+        const fc_batch_gather *of = &g->units[i];
+        const size_t pack_at = unit_at + note_bytes(of->unit);
+
+        if (at > 0) { /* later pieces */
+            FC_TRY(look_at(of, rank, unit_at, at, data, bytes));
+        }
+        unpack(of, rank, pack_at, at, data, bytes);
+        unit_at = pack_at + of->unit->layout.pack_bytes;
+    }
+    return FC_OK;
 }
 
 fc_status fc_batch_all_gather(const fc_batch_gather *units, size_t n_units, char *pack)
 {
     const size_t bytes = rank_bytes(units, n_units);
-    const size_t n_ranks = (size_t)units[0].unit->domain->n_ranks;
-    const char *received = pack + bytes;
+    gathering all = {units, n_units};
+    const fc_gathered to = {&all, look, take};
 
     pack_all(units, n_units, pack);
-    FC_TRY(waits_all_gather(units[0].unit, n_units, pack + bytes, pack, bytes));
-    for (size_t r = 0; r < n_ranks; r++) {
-        FC_TRY(check_all(units, n_units, (int)r, received + r * bytes));
+    for (size_t i = 0; i < n_units; i++) {
+        units[i].unit->was_observed = false;
     }
-    for (size_t r = 0; r < n_ranks; r++) {
-        unpack_all(units, n_units, (int)r, received + r * bytes);
+    FC_TRY(waits_gather(units[0].unit, n_units, pack + bytes, pack, bytes, &to));
+    for (size_t i = 0; i < n_units; i++) {
+        if (note_bytes(units[i].unit) > 0) {
+            observe(units[i].unit, units[i].unit->was_observed);
+        }
     }
     return FC_OK;
 }

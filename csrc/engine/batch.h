@@ -38,7 +38,8 @@ typedef struct fc_batch_gather {
     bool is_observed; /* this rank wants to see the unit's gradients as soon as torch shows them */
 } fc_batch_gather;
 
-/* Scratch memory for a gather of these units. */
+/* Scratch memory for a gather of these units: what this rank sends, and what all do where a
+ * transport gathers into memory. */
 size_t fc_batch_pack_bytes(const fc_batch_gather *units, size_t n_units);
 /* One all-gather. Afterwards a unit that any rank wants to observe joins no batch of posts. A
  * failure leaves units and their buffers as they were. */

@@ -95,6 +95,7 @@ struct fc_unit {
     bool is_finished;  /* nothing of it is left for the end of its backward; root.h */
     /* Over messages: some rank wants its gradients at once, by the unit's last gather. */
     bool is_observed;
+    bool was_observed; /* by the gather that runs */
 };
 
 /* A post's room in this rank's arena; a queue, oldest first. */
@@ -250,8 +251,10 @@ fc_status waits_init(fc_domain *domain);
 fc_status waits_await(fc_domain *domain, const fc_unit *unit, fc_wait_kind kind, int peer,
                       fc_ready_fn ready, void *arg, const fc_wait_info *info);
 /* Collectives of a message transport, for a unit and those after it, `n_units` in all. */
-fc_status waits_all_gather(fc_unit *unit, size_t n_units, void *recv, const void *send,
-                           size_t send_bytes);
+/* `recv` has room for what all ranks send; none where the transport hands on what comes. */
+bool waits_takes_gathers(const fc_domain *domain);
+fc_status waits_gather(fc_unit *unit, size_t n_units, char *recv, const void *send,
+                       size_t send_bytes, const fc_gathered *to);
 fc_status waits_reduce_scatter(fc_unit *unit, size_t n_units, void *recv, void *send,
                                size_t recv_numel, fc_dtype dtype, uint64_t detail);
 

@@ -117,14 +117,38 @@ void fc_unit_pack(const fc_unit *unit, const void *const *shards, char *pack)
     }
 }
 
-void fc_unit_unpack(const fc_unit *unit, int rank, const char *pack, void *dst)
+/* Moves `bytes` of a rank's chunk, from byte `at` on, to their place in a full parameter. */
+static void scatter_bytes(const fc_param *p, int rank, size_t rows, char *full, size_t at,
+                          const char *data, size_t bytes)
+{
+    const size_t item = fc_dtype_bytes(p->compute);
+    const size_t plane = rows * p->inner * item;
+
+    full += chunk_offset(p, rank, p->compute);
+    while (bytes > 0) {
+        char *to = full + at / plane * p->rows * p->inner * item + at % plane;
+        const size_t n = plane - at % plane < bytes ? plane - at % plane : bytes;
+
+        fc_kern()->copy_away(to, data, n);
+        at += n;
+        data += n;
+        bytes -= n;
+    }
+}
+
+void fc_unit_unpack(const fc_unit *unit, int rank, size_t at, const char *data, size_t bytes,
+                    void *dst)
 {
     for (size_t i = 0; i < unit->layout.n_entries; i++) {
         const fc_param *p = &unit->params[i];
+        const size_t rows = fc_layout_rows(p, rank, unit->layout.n_ranks);
+        const size_t end = p->pack_at + p->outer * rows * p->inner * fc_dtype_bytes(p->compute);
+        const size_t from = at > p->pack_at ? at : p->pack_at;
+        const size_t to = at + bytes < end ? at + bytes : end;
 
-        if (fc_layout_is_gathered(p)) {
-            scatter_chunk(p, rank, fc_layout_rows(p, rank, unit->layout.n_ranks),
-                          (char *)dst + p->full_at, pack + p->pack_at, p->compute);
+        if (fc_layout_is_gathered(p) && from < to) {
+            scatter_bytes(p, rank, rows, (char *)dst + p->full_at, from - p->pack_at,
+                          data + (from - at), to - from);
         }
     }
 }

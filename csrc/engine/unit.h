@@ -41,8 +41,9 @@ void fc_unit_discard_writes(fc_unit *unit, size_t param);
 
 /* Writes `shards` (one per entry of the layout, own_rows each) to this rank's pack. */
 void fc_unit_pack(const fc_unit *unit, const void *const *shards, char *pack);
-/* A rank's pack into dst, laid out as the unsharded buffer. */
-void fc_unit_unpack(const fc_unit *unit, int rank, const char *pack, void *dst);
+/* `bytes` of a rank's pack, from byte `at` on, into dst, laid out as the unsharded buffer. */
+void fc_unit_unpack(const fc_unit *unit, int rank, size_t at, const char *data, size_t bytes,
+                    void *dst);
 
 /* ---- slices: of the unit in the domain of a smaller group ---- */
 

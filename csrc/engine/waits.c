@@ -151,15 +151,36 @@ static fc_status begin(fc_unit *unit, size_t n_units, const char *op, uint64_t d
     return FC_OK;
 }
 
-fc_status waits_all_gather(fc_unit *unit, size_t n_units, void *recv, const void *send,
-                           size_t send_bytes)
+bool waits_takes_gathers(const fc_domain *domain)
+{
+    return fc_transport_messages(domain->transport)->gather != NULL;
+}
+
+static fc_status gather(const fc_message_ops *messages, int n_ranks, char *recv, const void *send,
+                        size_t send_bytes, const fc_gathered *to)
+{
+    if (messages->gather != NULL) {
+        return messages->gather(messages->context, send, send_bytes, to);
+    }
+    FC_TRY(messages->all_gather(messages->context, recv, send, send_bytes));
+    for (int r = 0; r < n_ranks; r++) {
+        FC_TRY(to->look(to->context, r, recv + (size_t)r * send_bytes, send_bytes));
+    }
+    for (int r = 0; r < n_ranks; r++) {
+        FC_TRY(to->take(to->context, r, 0, recv + (size_t)r * send_bytes, send_bytes));
+    }
+    return FC_OK;
+}
+
+fc_status waits_gather(fc_unit *unit, size_t n_units, char *recv, const void *send,
+                       size_t send_bytes, const fc_gathered *to)
 {
     const fc_message_ops *messages;
     int64_t start_ns;
 
     FC_TRY(begin(unit, n_units, "all-gather", 0, &messages, &start_ns));
     return counted(unit, n_units, waits_gather_kind(unit->domain), start_ns,
-                   messages->all_gather(messages->context, recv, send, send_bytes));
+                   gather(messages, unit->domain->n_ranks, recv, send, send_bytes, to));
 }
 
 fc_status waits_reduce_scatter(fc_unit *unit, size_t n_units, void *recv, void *send,

@@ -92,6 +92,15 @@ FC_MUST_CHECK fc_status fc_shm_create(const fc_transport_config *config, fc_tran
 
 /* ---- callback: collectives of another process group ---- */
 
+/* Whom a gather brings what ranks send: `bytes` of it that begin at `at`, of each rank in order.
+ * Before anything is taken the first bytes of all ranks are looked at. After a failure, which the
+ * gather returns, nothing more comes. */
+typedef struct fc_gathered {
+    void *context;
+    fc_status (*look)(void *context, int rank, const char *data, size_t bytes);
+    fc_status (*take)(void *context, int rank, size_t at, const char *data, size_t bytes);
+} fc_gathered;
+
 typedef struct fc_message_ops {
     void *context;
     const char *kind; /* as fc_transport_kind tells it; static, or NULL: "callback" */
@@ -110,6 +119,15 @@ typedef struct fc_message_ops {
     fc_status (*barrier)(void *context);
     /* NULL, or told before a collective of a domain which of its units is the first to travel. */
     fc_status (*begin)(void *context, size_t unit);
+    /* NULL, all of them, or: all_gather without memory for what comes; and one that is begun, and
+     * ended after other calls. `send` lies still until then. At most one at a time. */
+    fc_status (*gather)(void *context, const void *send, size_t send_bytes, const fc_gathered *to);
+    fc_status (*gather_begin)(void *context, const void *send, size_t send_bytes);
+    fc_status (*gather_end)(void *context, const fc_gathered *to);
+    /* The same of reduce_scatter; whether `send` is needed to the end. */
+    fc_status (*sum_begin)(void *context, void *send, size_t recv_numel, fc_dtype dtype,
+                           bool *is_lent_out);
+    fc_status (*sum_end)(void *context, void *recv);
     void (*release)(void *context); /* when the transport is destroyed */
 } fc_message_ops;
 
