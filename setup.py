@@ -52,13 +52,17 @@ C_SOURCES = {
         "callback collectives nccl_board nccl_collectives nccl_group nccl_library nccl_wait "
         "process shm shm_ask shm_region shm_segment shm_wait transport watcher"
     ),
-    "csrc/comm": "arrays beats comm mapped message pieces rails rails_collectives rails_gathers rails_sums step",
+    "csrc/comm": (
+        "arrays beats comm mapped message pieces rails rails_collectives rails_gathers rails_sums "
+        "step"
+    ),
     "csrc/snapshot": "copier ranks snapshot sums",
     "csrc/engine": (
         "apart batch clock domain exchange gathers layout layout_runs meet order present "
-        "reduction reduction_replicas root root_backward schedule schedule_moves schedule_reduce "
-        "schedule_setup schedule_slots slots training unit unsharding unsharding_device "
-        "unsharding_mapped unsharding_messages unsharding_states unsharding_writes updates waits"
+        "reduction reduction_begun reduction_replicas root root_backward schedule schedule_moves "
+        "schedule_reduce schedule_setup schedule_slots slots training unit unsharding "
+        "unsharding_device unsharding_mapped unsharding_messages unsharding_states "
+        "unsharding_writes updates waits"
     ),
 }
 # Linked with the programs that test the core, and with nothing else.
@@ -81,13 +85,14 @@ CXX_SOURCES = {
 }
 C_TEST_SOURCES = {
     "tests/c": (
-        "test_base test_batch test_beats test_collectives test_comm test_comm_arrays "
-        "test_cuda_index test_device_host test_device_sim test_exchange test_faults test_gathers "
-        "test_group_history test_kernels test_kernels_optim test_kernels_round test_layout "
-        "test_nccl test_optim test_present test_rails test_rails_scale test_reduction test_root "
-        "test_schedule test_schedule_alone test_schedule_capture test_schedule_kernels "
-        "test_schedule_order test_slots test_snapshot test_transport test_unsharding "
-        "test_unsharding_extended test_unsharding_slices test_updates test_window"
+        "test_base test_batch test_beats test_begun_sums test_collectives test_comm "
+        "test_comm_arrays test_cuda_index test_device_host test_device_sim test_exchange "
+        "test_faults test_gathers test_group_history test_kernels test_kernels_optim "
+        "test_kernels_round test_layout test_nccl test_optim test_present test_rails "
+        "test_rails_scale test_reduction test_root test_schedule test_schedule_alone "
+        "test_schedule_capture test_schedule_kernels test_schedule_order test_slots test_snapshot "
+        "test_transport test_unsharding test_unsharding_extended test_unsharding_slices "
+        "test_updates test_window"
     ),
 }
 # Libraries that the test programs open: NCCL's newest interface, and an old one.

@@ -164,6 +164,26 @@ fc_status rails_settle(rails *r, const rails_call *call)
     return FC_OK;
 }
 
+fc_status rails_arrive(rails *r, rails_call *call)
+{
+    FC_TRY(rails_settle(r, call));
+    if (!call->has_arrived) {
+        FC_TRY(call->kind == RAILS_BEGUN_GATHER ? rails_gather_arrive(r, call)
+                                                : rails_sum_arrive(r, call));
+        call->has_arrived = true;
+    }
+    return FC_OK;
+}
+
+/* Its messages are on their way, whether somebody wants them or not; a failure is told later. */
+void rails_drop(rails *r, rails_call *call)
+{
+    if (call->is_open && rails_check(r) == FC_OK) {
+        (void)rails_ended(r, rails_arrive(r, call));
+    }
+    call->is_open = false;
+}
+
 fc_status rails_ended(rails *r, fc_status st)
 {
     return st == FC_OK || r->is_broken ? st : rails_break(r, st, fc_last_message());

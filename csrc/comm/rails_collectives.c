@@ -134,5 +134,7 @@ const fc_message_ops rails_ops = {.kind = "rails",
                                   .gather = rails_gather,
                                   .gather_begin = rails_gather_begin,
                                   .gather_end = rails_gather_end,
+                                  .gather_drop = rails_gather_drop,
                                   .sum_begin = rails_sum_begin,
-                                  .sum_end = rails_sum_end};
+                                  .sum_end = rails_sum_end,
+                                  .sum_drop = rails_sum_drop};

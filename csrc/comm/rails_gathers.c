@@ -289,6 +289,9 @@ fc_status rails_gather_begin(void *context, const void *send, size_t send_bytes)
     rails *r = context;
     gather g;
 
+    if (r->calls[RAILS_BEGUN_GATHER].is_open) {
+        return FC_AGAIN;
+    }
     FC_TRY(begin(&g, r, RAILS_BEGUN_GATHER, send, send_bytes));
     r->calls[RAILS_BEGUN_GATHER].send = send;
     r->calls[RAILS_BEGUN_GATHER].bytes = send_bytes;
@@ -317,10 +320,7 @@ static fc_status end_whole(gather *g)
 {
     rails *r = g->r;
 
-    FC_TRY(rails_settle(r, g->call));
-    if (!g->call->has_arrived) {
-        FC_TRY(await_whole(g));
-    }
+    FC_TRY(rails_arrive(r, &r->calls[RAILS_BEGUN_GATHER]));
     if (r->local != NULL) {
         FC_TRY(open_local(g));
         return share_pieces(g, true);
@@ -344,6 +344,13 @@ fc_status rails_gather_end(void *context, const fc_gathered *to)
     FC_TRY(rails_check(r));
     call->is_open = false;
     return ended(&g, end_whole(&g));
+}
+
+void rails_gather_drop(void *context)
+{
+    rails *r = context;
+
+    rails_drop(r, &r->calls[RAILS_BEGUN_GATHER]);
 }
 
 /* ---- at once, and taken as it comes ---- */

@@ -131,8 +131,11 @@ fc_status rails_break(rails *r, fc_status status, const char *text);
  * begun. */
 FC_MUST_CHECK fc_status rails_begin(rails *r, rails_kind kind, fc_comm_op op, size_t bytes,
                                     fc_dtype dtype, int root);
-/* What was begun before that collective has arrived. */
+/* What was begun before that collective has arrived; and it as well. */
 FC_MUST_CHECK fc_status rails_settle(rails *r, const rails_call *call);
+FC_MUST_CHECK fc_status rails_arrive(rails *r, rails_call *call);
+/* It ends without a use. */
+void rails_drop(rails *r, rails_call *call);
 /* What failed beside the rails ends them as well: messages are on their way. Returns `st`. */
 fc_status rails_ended(rails *r, fc_status st);
 
@@ -154,6 +157,7 @@ fc_status rails_all_gather(void *context, void *recv, const void *send, size_t s
 fc_status rails_gather(void *context, const void *send, size_t send_bytes, const fc_gathered *to);
 fc_status rails_gather_begin(void *context, const void *send, size_t send_bytes);
 fc_status rails_gather_end(void *context, const fc_gathered *to);
+void rails_gather_drop(void *context);
 /* The messages of one that was begun. */
 FC_MUST_CHECK fc_status rails_gather_arrive(rails *r, const rails_call *call);
 
@@ -164,6 +168,7 @@ fc_status rails_reduce_scatter(void *context, void *recv, void *send, size_t rec
 fc_status rails_sum_begin(void *context, void *send, size_t recv_numel, fc_dtype dtype,
                           bool *is_lent_out);
 fc_status rails_sum_end(void *context, void *recv);
+void rails_sum_drop(void *context);
 FC_MUST_CHECK fc_status rails_sum_arrive(rails *r, const rails_call *call);
 
 /* ---- both ---- */

@@ -290,6 +290,9 @@ fc_status rails_sum_begin(void *context, void *send, size_t recv_numel, fc_dtype
     const size_t bytes = recv_numel * fc_dtype_bytes(dtype);
     reduction d = reduction_of(r, RAILS_BEGUN_SUM, send, bytes, dtype);
 
+    if (r->calls[RAILS_BEGUN_SUM].is_open) {
+        return FC_AGAIN;
+    }
     FC_TRY(check(r, dtype));
     FC_TRY(rails_begin(r, RAILS_BEGUN_SUM, FC_COMM_REDUCE_SCATTER, bytes, dtype, -1));
     r->calls[RAILS_BEGUN_SUM].send = send;
@@ -312,10 +315,7 @@ static fc_status end_whole(rails *r, rails_call *call, char *recv)
 {
     const reduction d = reduction_begun(r, call);
 
-    FC_TRY(rails_settle(r, call));
-    if (!call->has_arrived) {
-        FC_TRY(rails_sum_arrive(r, call));
-    }
+    FC_TRY(rails_arrive(r, call));
     for (size_t done = 0; done < d.bytes; done += d.piece_max) {
         add_hosts(&d, done, recv);
     }
@@ -330,4 +330,11 @@ fc_status rails_sum_end(void *context, void *recv)
     FC_TRY(rails_check(r));
     call->is_open = false;
     return rails_ended(r, end_whole(r, call, recv));
+}
+
+void rails_sum_drop(void *context)
+{
+    rails *r = context;
+
+    rails_drop(r, &r->calls[RAILS_BEGUN_SUM]);
 }

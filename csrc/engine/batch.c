@@ -180,22 +180,48 @@ static fc_status take(void *context, int rank, size_t at, const char *data, size
     return FC_OK;
 }
 
+static void prepare(const fc_batch_gather *units, size_t n_units, char *pack)
+{
+    pack_all(units, n_units, pack);
+    for (size_t i = 0; i < n_units; i++) {
+        units[i].unit->was_observed = false;
+    }
+}
+
+static void observe_all(const fc_batch_gather *units, size_t n_units)
+{
+    for (size_t i = 0; i < n_units; i++) {
+        if (note_bytes(units[i].unit) > 0) {
+            observe(units[i].unit, units[i].unit->was_observed);
+        }
+    }
+}
+
 fc_status fc_batch_all_gather(const fc_batch_gather *units, size_t n_units, char *pack)
 {
     const size_t bytes = rank_bytes(units, n_units);
     gathering all = {units, n_units};
     const fc_gathered to = {&all, look, take};
 
-    pack_all(units, n_units, pack);
-    for (size_t i = 0; i < n_units; i++) {
-        units[i].unit->was_observed = false;
-    }
+    prepare(units, n_units, pack);
     FC_TRY(waits_gather(units[0].unit, n_units, pack + bytes, pack, bytes, &to));
-    for (size_t i = 0; i < n_units; i++) {
-        if (note_bytes(units[i].unit) > 0) {
-            observe(units[i].unit, units[i].unit->was_observed);
-        }
-    }
+    observe_all(units, n_units);
+    return FC_OK;
+}
+
+fc_status fc_batch_begin_gather(const fc_batch_gather *unit, char *pack)
+{
+    prepare(unit, 1, pack);
+    return waits_gather_begin(unit->unit, pack, rank_bytes(unit, 1));
+}
+
+fc_status fc_batch_end_gather(const fc_batch_gather *unit)
+{
+    gathering one = {unit, 1};
+    const fc_gathered to = {&one, look, take};
+
+    FC_TRY(waits_gather_end(unit->unit, &to));
+    observe_all(unit, 1);
     return FC_OK;
 }
 

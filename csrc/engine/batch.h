@@ -46,6 +46,11 @@ size_t fc_batch_pack_bytes(const fc_batch_gather *units, size_t n_units);
 FC_MUST_CHECK fc_status fc_batch_all_gather(const fc_batch_gather *units, size_t n_units,
                                             char *pack);
 
+/* The same of one unit, begun and ended later: `pack` lies still until then, `dst` is where it goes
+ * in the end. FC_AGAIN: another one is under way. */
+FC_MUST_CHECK fc_status fc_batch_begin_gather(const fc_batch_gather *unit, char *pack);
+FC_MUST_CHECK fc_status fc_batch_end_gather(const fc_batch_gather *unit);
+
 /* ---- posts ---- */
 
 typedef struct fc_batch fc_batch;

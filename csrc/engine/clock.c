@@ -33,6 +33,7 @@ void fc_domain_open(fc_domain *domain, fc_opening opening)
         fc_domain_fail(domain);
     }
     reduction_forget_borrowed(domain);
+    reduction_drop_begun(domain);
     fc_exchange_reset(domain);
     batch_drop(domain);
     order_turn(domain);
@@ -292,6 +293,7 @@ void fc_domain_fail(fc_domain *domain)
                              phase_of(domain->clock));
     }
     set_clock(domain, domain->clock | PHASE_CLOSED);
+    reduction_drop_begun(domain); /* once peers have been told: it may wait for them */
 }
 
 void fc_domain_name_fallback(fc_domain *domain, const char *name)

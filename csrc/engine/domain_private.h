@@ -161,6 +161,10 @@ struct fc_domain {
     order order_now, order_last; /* of the backward that runs, and of the one before */
     size_t order_at;             /* in the one before: behind the unit that was used last */
     size_t n_ahead;              /* units that were gathered and not used yet */
+    /* Over messages, see [Note: what travels meanwhile]; NULL: none. */
+    fc_unsharding *gathering; /* borrowed; its gather has begun */
+    void *gathering_pack;     /* from its slots */
+    fc_reduction *summing;    /* borrowed; its sum has begun */
 };
 
 static inline clock_line *domain_clock(const fc_domain *domain, int rank)
@@ -257,6 +261,12 @@ fc_status waits_gather(fc_unit *unit, size_t n_units, char *recv, const void *se
                        size_t send_bytes, const fc_gathered *to);
 fc_status waits_reduce_scatter(fc_unit *unit, size_t n_units, void *recv, void *send,
                                size_t recv_numel, fc_dtype dtype, uint64_t detail);
+/* Of one unit; as fc_message_ops says. */
+fc_status waits_gather_begin(fc_unit *unit, const void *send, size_t send_bytes);
+fc_status waits_gather_end(fc_unit *unit, const fc_gathered *to);
+fc_status waits_sum_begin(fc_unit *unit, void *send, size_t recv_numel, fc_dtype dtype,
+                          bool *is_lent_out);
+fc_status waits_sum_end(fc_unit *unit, void *recv);
 
 static inline fc_wait_kind waits_gather_kind(const fc_domain *domain)
 {
@@ -278,9 +288,13 @@ void order_turn(fc_domain *domain);
 /* Whether the unit may be gathered ahead. */
 bool order_is_small(const fc_unit *unit);
 void order_fini(fc_domain *domain);
+/* Whether its gather may begin before it is asked for; unsharding_messages.c. */
+bool unsharding_may_begin(const fc_unsharding *unsharding);
 
 /* Gives borrowed gradients of a phase that has ended back unread; reduction.c. */
 void reduction_forget_borrowed(fc_domain *domain);
+/* The sum that was begun ends without a use; reduction_begun.c. */
+void reduction_drop_begun(fc_domain *domain);
 
 /* Drops the copies of posts up to `tag`; exchange.c. */
 void exchange_drop_spilled(fc_unit *unit, uint64_t tag);

@@ -70,6 +70,26 @@ fc_unit *fc_order_next(fc_order_walk *walk)
     return NULL;
 }
 
+static bool comes_along(const fc_unit *unit)
+{
+    return order_is_small(unit) && unit->layout.full_bytes <= unit->domain->batch_limit;
+}
+
+fc_unsharding *fc_order_next_large(const fc_domain *domain)
+{
+    const order *last = &domain->order_last;
+
+    if (domain->n_observed > 0 || domain->batch_limit == 0) {
+        return NULL;
+    }
+    for (size_t at = domain->order_at; at < last->n; at++) {
+        if (!comes_along(last->units[at]) && unsharding_may_begin(last->units[at]->unsharding)) {
+            return last->units[at]->unsharding;
+        }
+    }
+    return NULL;
+}
+
 void fc_order_take(fc_order_walk *walk, const fc_unit *unit)
 {
     walk->bytes -= unit->layout.full_bytes;

@@ -11,6 +11,14 @@
  * it is hooks of gradients that write, so nothing comes ahead while any rank has some (see
  * [Note: batches]); whatever else writes there gets an error.
  *
+ * [Note: what travels meanwhile] Where a transport can begin collectives and end them later
+ * (rails), the next unit that is too large to come along begins to be gathered when one is used in
+ * backward: shards travel while that one computes, and go to their place when the unit is asked
+ * for. The sum of a large unit is begun when it is submitted and ended at the next submission, or
+ * at the end of backward: it travels while the unit before computes. One of each at a time. Both as
+ * above are decided from what all ranks have alike. What is begun and not used is dropped at the
+ * end of the phase, by all ranks alike.
+ *
  * Threading: serialized per domain.
  */
 #ifndef FC_ENGINE_ORDER_H
@@ -22,6 +30,8 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+typedef struct fc_unsharding fc_unsharding; /* unsharding.h */
 
 /* The unit is used in the backward that runs. */
 FC_MUST_CHECK fc_status fc_order_note(fc_unit *unit);
@@ -38,6 +48,10 @@ fc_order_walk fc_order_after(const fc_unit *unit);
 fc_unit *fc_order_next(fc_order_walk *walk);
 /* It comes along. */
 void fc_order_take(fc_order_walk *walk, const fc_unit *unit);
+
+/* The next one behind the unit that was used last which is too large to come along, is still to be
+ * gathered, and may be before it is asked for; NULL: none. */
+fc_unsharding *fc_order_next_large(const fc_domain *domain);
 
 /* The unit came ahead, or is used or dropped. */
 void fc_order_set_ahead(fc_unit *unit, bool is_ahead);

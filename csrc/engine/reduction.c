@@ -318,14 +318,36 @@ static uint64_t note_present(const fc_reduction *r, const fc_gradient *grads, ui
     return reduction_print(r, mask);
 }
 
+static fc_status sum_at_once(fc_reduction *r, const fc_gradient *grads, scratch_part *parts,
+                             const fc_reduce_options *options)
+{
+    const fc_layout *layout = &r->shard->layout;
+    const size_t bytes = r->moves_frozen ? layout->part_bytes : layout->trainable_part_bytes;
+    fc_present present = {.layout = layout, .frozen = r->moves_frozen};
+    scratch_part sum;
+    fc_status status;
+
+    FC_TRY(reduction_scratch(r, bytes, &sum));
+    if (r->shard->domain->is_packed) {
+        present.print = note_present(r, grads, sum.mask);
+        present.mask = sum.mask;
+    }
+    status = fc_waits_reduce_scatter(r->shard, sum.data, parts->data, &present);
+    if (status == FC_OK) {
+        fc_unit_read_present(r->shard, sum.data, bytes, sum.mask);
+        status = reduce_part(r, &sum, options);
+    }
+    reduction_give_back(r, &sum);
+    return status;
+}
+
 static fc_status submit_messages(fc_reduction *r, const fc_gradient *grads, void *memory,
                                  const fc_reduce_options *options, bool *is_borrowed)
 {
     const fc_layout *layout = &r->shard->layout;
     const size_t bytes = r->moves_frozen ? layout->part_bytes : layout->trainable_part_bytes;
     fc_domain *waiting = fc_batch_waiting(r->shard->domain);
-    fc_present present = {.layout = layout, .frozen = r->moves_frozen};
-    scratch_part parts, sum;
+    scratch_part parts;
     fc_status status;
 
     (void)memory;
@@ -336,22 +358,16 @@ static fc_status submit_messages(fc_reduction *r, const fc_gradient *grads, void
     if (!r->moves_frozen && fc_batch_admits(r->shard)) {
         return add_to_batch(r, grads);
     }
+    FC_TRY(reduction_end_begun(r->shard->domain));
     FC_TRY(reduction_scratch(r, (size_t)layout->n_ranks * bytes, &parts));
-    status = reduction_scratch(r, bytes, &sum);
-    if (status == FC_OK) {
-        stage_sections(r, grads, parts.data);
-        if (r->shard->domain->is_packed) {
-            present.print = note_present(r, grads, sum.mask);
-            present.mask = sum.mask;
-        }
-        status = fc_waits_reduce_scatter(r->shard, sum.data, parts.data, &present);
-        if (status == FC_OK) {
-            fc_unit_read_present(r->shard, sum.data, bytes, sum.mask);
-            status = reduce_part(r, &sum, options);
-        }
-        reduction_give_back(r, &sum);
+    stage_sections(r, grads, parts.data);
+    status = reduction_begin_sum(r, &parts, options);
+    if (status == FC_AGAIN) {
+        status = sum_at_once(r, grads, &parts, options);
     }
-    reduction_give_back(r, &parts);
+    if (parts.data != NULL) {
+        reduction_give_back(r, &parts);
+    }
     return status;
 }
 
@@ -553,7 +569,11 @@ fc_status fc_reduction_finish_ready(fc_domain *domain, fc_search search)
     fc_unit *unit = NULL;
 
     if (!domain->is_mapped) {
-        return search != FC_SEARCH_OLDEST ? finish_batch(domain) : FC_OK;
+        if (search == FC_SEARCH_OLDEST) {
+            return FC_OK;
+        }
+        FC_TRY(reduction_end_begun(domain));
+        return finish_batch(domain);
     }
     for (;;) {
         FC_TRY(fc_exchange_next(domain, search, &unit));
@@ -640,6 +660,9 @@ void fc_reduction_destroy(fc_reduction *r)
     }
     if (r->shard->domain->borrower == r) {
         reduction_forget_borrowed(r->shard->domain);
+    }
+    if (r->shard->domain->summing == r) {
+        reduction_drop_begun(r->shard->domain);
     }
     fc_free(r->partial);
     fc_free(r->mask);

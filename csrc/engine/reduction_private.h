@@ -16,6 +16,18 @@ typedef struct borrowed {
     size_t part_bytes;
 } borrowed;
 
+/* A part with its mask in scratch memory, zeros. */
+typedef struct scratch_part {
+    char *data;
+    uint64_t *mask;
+} scratch_part;
+
+/* Over messages: a submission whose sum travels. */
+typedef struct begun_sum {
+    scratch_part sum, parts; /* `parts` NULL: they are read */
+    fc_reduce_options options;
+} begun_sum;
+
 /* Takes a submission on its way. True in `is_borrowed`: `memory` has found an owner. */
 typedef fc_status (*submit_fn)(fc_reduction *r, const fc_gradient *grads, void *memory,
                                const fc_reduce_options *options, bool *is_borrowed);
@@ -28,18 +40,13 @@ struct fc_reduction {
     submit_fn submit; /* by the kind of the shard group's domain */
     /* State. */
     borrowed borrowed;
+    begun_sum begun;   /* of the domain's `summing` */
     bool moves_frozen; /* the last submission's collectives do */
     bool is_submitted; /* a submission of this backward carries the partial sums */
     char *partial;     /* owned; a part, NULL before the first sum that waits */
     uint64_t *mask;    /* owned; of `partial`, or of sums on a device */
     fc_traffic traffic;
 };
-
-/* A part with its mask in scratch memory, zeros. */
-typedef struct scratch_part {
-    char *data;
-    uint64_t *mask;
-} scratch_part;
 
 static inline void set_bit(uint64_t *mask, size_t i)
 {
@@ -73,6 +80,14 @@ FC_MUST_CHECK fc_status reduction_reserve(fc_reduction *r, fc_unit *unit, size_t
 /* Adds sums up, divides them and writes them to the shards' gradients. */
 FC_MUST_CHECK fc_status reduction_write(fc_reduction *r, fc_unit *unit, const fc_source *sources,
                                         int n_sources, const fc_reduce_options *options);
+
+/* ---- sums that travel; reduction_begun.c ---- */
+
+/* Takes `parts` if they are still read. FC_AGAIN: its sum has to be made at once. */
+FC_MUST_CHECK fc_status reduction_begin_sum(fc_reduction *r, scratch_part *parts,
+                                            const fc_reduce_options *options);
+/* The one that the domain has begun is there, and is written to its gradients. */
+FC_MUST_CHECK fc_status reduction_end_begun(fc_domain *domain);
 
 /* ---- between replicas; reduction_replicas.c ---- */
 

@@ -157,6 +157,7 @@ fc_status root_each_unit(const fc_root_course *root, fc_status (*operation)(void
 
 fc_status root_drop_ahead(const fc_root_course *root, fc_domain *domain)
 {
+    fc_unsharding_drop_begun(domain);
     for (size_t i = 0; fc_order_n_ahead(domain) > 0 && i < domain->n_units; i++) {
         void *owner = domain->units[i].owner;
 

@@ -82,6 +82,9 @@ fc_status fc_unsharding_create(const fc_unsharding_options *options, fc_unshardi
 
 void fc_unsharding_detach(fc_unsharding *u)
 {
+    if (u->domain->gathering == u) {
+        fc_unsharding_drop_begun(u->domain);
+    }
     if (u->unit->unsharding == u) {
         u->unit->unsharding = NULL;
     }

@@ -175,6 +175,8 @@ FC_MUST_CHECK fc_status fc_unsharding_keep(fc_unsharding *unsharding);
 /* Forgets an unshard that nobody waited for; or what came along and was not used. */
 void fc_unsharding_drop(fc_unsharding *unsharding);
 void fc_unsharding_drop_ahead(fc_unsharding *unsharding);
+/* The gather that the domain has begun and nobody has asked for ends without a use. */
+void fc_unsharding_drop_begun(fc_domain *domain);
 /* Until the next reshard a backward goes on without it. */
 void fc_unsharding_withhold(fc_unsharding *unsharding);
 /* After a forward of the unit: from the first one on its shards may be used where they lie. */

@@ -130,8 +130,86 @@ static void note_gathered(fc_unsharding *u, const fc_unsharding *first, size_t n
     }
 }
 
+/* ---- gathers that begin before they are asked for ---- */
+
+bool unsharding_may_begin(const fc_unsharding *u)
+{
+    return u != NULL && fc_unsharding_is_away((fc_unsharding_state)u->state) && u->memory == NULL &&
+           !u->keeps_memory && !u->is_extended && !reads_slices(u);
+}
+
+static fc_status begin_gather(fc_unsharding *u)
+{
+    const fc_batch_gather one = sends(u);
+    void *pack = NULL;
+    fc_status st;
+
+    FC_TRY(fc_slots_acquire(u->slots, fc_batch_pack_bytes(&one, 1), &pack));
+    st = fc_batch_begin_gather(&one, pack);
+    if (st != FC_OK) {
+        fc_slots_release(u->slots, pack);
+        return st == FC_AGAIN ? FC_OK : st;
+    }
+    u->ops->mark(u->owner, u->marks);
+    u->domain->gathering = u;
+    u->domain->gathering_pack = pack;
+    return FC_OK;
+}
+
+/* A unit is used: the next one's shards travel while it computes. */
+static fc_status begin_next(const fc_unsharding *u)
+{
+    const fc_domain *domain = u->domain;
+    fc_unsharding *next;
+
+    if (domain->gathering != NULL || !waits_takes_gathers(domain)) {
+        return FC_OK;
+    }
+    next = fc_order_next_large(domain);
+    return next != NULL ? begin_gather(next) : FC_OK;
+}
+
+static void give_pack_back(fc_domain *domain)
+{
+    fc_slots_release(domain->gathering->slots, domain->gathering_pack);
+    domain->gathering = NULL;
+}
+
+void fc_unsharding_drop_begun(fc_domain *domain)
+{
+    if (domain->gathering != NULL) {
+        const fc_message_ops *messages = fc_transport_messages(domain->transport);
+
+        messages->gather_drop(messages->context);
+        give_pack_back(domain);
+    }
+}
+
+static fc_status end_gather(fc_unsharding *u)
+{
+    const size_t changed = u->ops->find_changed(u->owner, u->marks, 0);
+    fc_batch_gather one;
+    fc_status st;
+
+    FC_TRY(unsharding_take_slot(u));
+    one = (fc_batch_gather){.unit = u->unit, .dst = u->memory};
+    st = fc_batch_end_gather(&one);
+    give_pack_back(u->domain);
+    if (st == FC_OK && changed < u->n_params) { /* peers got the value before */
+        st = u->ops->tell_of_write(u->owner, changed, FC_WRITTEN_IN_BACKWARD);
+    }
+    if (st != FC_OK) {
+        unsharding_release_slot(u);
+        return st;
+    }
+    note_gathered(u, u, 1);
+    return FC_OK;
+}
+
+/* ---- gathers at once ---- */
+
 /* A failure leaves all of them as they were. */
-static fc_status fetch(fc_unsharding *u)
+static fc_status fetch_now(fc_unsharding *u)
 {
     const fc_unsharding *with_memory = u->memory != NULL ? u : NULL;
     fc_batch_gather one, *gathers = &one;
@@ -154,6 +232,11 @@ static fc_status fetch(fc_unsharding *u)
     return st;
 }
 
+static fc_status fetch(fc_unsharding *u)
+{
+    return u->domain->gathering == u ? end_gather(u) : fetch_now(u);
+}
+
 static fc_status gather(fc_unsharding *u)
 {
     FC_TRY(fetch(u));
@@ -171,10 +254,16 @@ static fc_status take(fc_unsharding *u, void **memory_out, bool *is_kept_out)
 {
     if (fc_domain_in_backward(u->domain)) {
         FC_TRY(fc_order_note(u->unit));
+        FC_TRY(begin_next(u));
     }
     *memory_out = u->memory;
     *is_kept_out = !fc_domain_is_open(u->domain);
     return FC_OK;
+}
+
+static fc_status use_again(fc_unsharding *u)
+{
+    return fc_domain_in_backward(u->domain) ? begin_next(u) : FC_OK;
 }
 
 static fc_status renew(fc_unsharding *u)
@@ -212,6 +301,7 @@ const gathering gathering_messages = {.makes_copies = true,
                                       .gather = gather,
                                       .is_outdated = is_outdated,
                                       .take = take,
+                                      .use_again = use_again,
                                       .renew = renew,
                                       .slice = slice,
                                       .count = count};

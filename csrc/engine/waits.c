@@ -97,25 +97,16 @@ static fc_window_waiting shown(const fc_unit *unit, const char *op, int64_t star
                                .step = unit->domain->clock >> STEP_SHIFT};
 }
 
-/* Counts a collective of `n_units` from this one on that began at `start_ns`; its status, with the
- * unit if it failed. */
-static fc_status counted(fc_unit *unit, size_t n_units, fc_wait_kind kind, int64_t start_ns,
-                         fc_status st)
+/* Its status, with the unit if it failed. */
+static fc_status named(const fc_unit *unit, size_t n_units, fc_wait_kind kind, fc_status st)
 {
-    const int64_t end_ns = fc_now_ns();
+    const char *what = kind == FC_WAIT_REDUCE ? "reduction" : "all-gather";
 
-    (void)fc_window_wait_for((fc_window_waiting){.since_ns = 0});
-    if (fc_window_traces()) {
-        fc_window_waited(shown(unit, kind == FC_WAIT_REDUCE ? "reduction" : "all-gather", start_ns),
-                         end_ns);
-    }
-    count(unit->domain, unit->index, kind, -1, 1, (uint64_t)(end_ns - start_ns));
     if (st == FC_ERR_PEER || st == FC_ERR_TIMEOUT || st == FC_ERR_MISMATCH) {
         char text[FC_MESSAGE_BYTES];
 
         (void)snprintf(text, sizeof(text), "%s", fc_last_message());
-        return fc_fail(st, "%s of FSDP unit '%s': %s",
-                       kind == FC_WAIT_REDUCE ? "reduction" : "all-gather", unit->name, text);
+        return fc_fail(st, "%s of FSDP unit '%s': %s", what, unit->name, text);
     }
     if (st == FC_ERR_GROUP) {
         char others[48] = "";
@@ -129,10 +120,24 @@ static fc_status counted(fc_unit *unit, size_t n_units, fc_wait_kind kind, int64
             "unit or have ended: over a process group all ranks call the same units in "
             "the same order (set_reduce_scatter_unused_params(True) where they use "
             "different parameters of one). The group says",
-            kind == FC_WAIT_REDUCE ? "reduction" : "all-gather", unit->name, others,
-            unit->domain->rank, unit->domain->n_ranks);
+            what, unit->name, others, unit->domain->rank, unit->domain->n_ranks);
     }
     return st;
+}
+
+/* Counts a collective of `n_units` from this one on that began at `start_ns`. */
+static fc_status counted(fc_unit *unit, size_t n_units, fc_wait_kind kind, int64_t start_ns,
+                         fc_status st)
+{
+    const int64_t end_ns = fc_now_ns();
+
+    (void)fc_window_wait_for((fc_window_waiting){.since_ns = 0});
+    if (fc_window_traces()) {
+        fc_window_waited(shown(unit, kind == FC_WAIT_REDUCE ? "reduction" : "all-gather", start_ns),
+                         end_ns);
+    }
+    count(unit->domain, unit->index, kind, -1, 1, (uint64_t)(end_ns - start_ns));
+    return named(unit, n_units, kind, st);
 }
 
 /* Ranks meet, and the transport learns whose collective comes. */
@@ -182,6 +187,62 @@ fc_status waits_gather(fc_unit *unit, size_t n_units, char *recv, const void *se
     return counted(unit, n_units, waits_gather_kind(unit->domain), start_ns,
                    gather(messages, unit->domain->n_ranks, recv, send, send_bytes, to));
 }
+
+/* ---- begun, and ended later: only what is waited for then counts ---- */
+
+static fc_status begun(const fc_unit *unit, fc_wait_kind kind, fc_status st)
+{
+    (void)fc_window_wait_for((fc_window_waiting){.since_ns = 0});
+    return st == FC_AGAIN ? st : named(unit, 1, kind, st);
+}
+
+static int64_t begin_end(const fc_unit *unit, const char *op)
+{
+    const int64_t start_ns = fc_now_ns();
+
+    (void)fc_window_wait_for(shown(unit, op, start_ns));
+    return start_ns;
+}
+
+fc_status waits_gather_begin(fc_unit *unit, const void *send, size_t send_bytes)
+{
+    const fc_message_ops *messages;
+    int64_t start_ns;
+
+    FC_TRY(begin(unit, 1, "all-gather", 0, &messages, &start_ns));
+    return begun(unit, waits_gather_kind(unit->domain),
+                 messages->gather_begin(messages->context, send, send_bytes));
+}
+
+fc_status waits_gather_end(fc_unit *unit, const fc_gathered *to)
+{
+    const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
+    const int64_t start_ns = begin_end(unit, "all-gather");
+
+    return counted(unit, 1, waits_gather_kind(unit->domain), start_ns,
+                   messages->gather_end(messages->context, to));
+}
+
+fc_status waits_sum_begin(fc_unit *unit, void *send, size_t recv_numel, fc_dtype dtype,
+                          bool *is_lent_out)
+{
+    const fc_message_ops *messages;
+    int64_t start_ns;
+
+    FC_TRY(begin(unit, 1, "reduce-scatter", 0, &messages, &start_ns));
+    return begun(unit, FC_WAIT_REDUCE,
+                 messages->sum_begin(messages->context, send, recv_numel, dtype, is_lent_out));
+}
+
+fc_status waits_sum_end(fc_unit *unit, void *recv)
+{
+    const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
+    const int64_t start_ns = begin_end(unit, "reduce-scatter");
+
+    return counted(unit, 1, FC_WAIT_REDUCE, start_ns, messages->sum_end(messages->context, recv));
+}
+
+/* ---- at once ---- */
 
 fc_status waits_reduce_scatter(fc_unit *unit, size_t n_units, void *recv, void *send,
                                size_t recv_numel, fc_dtype dtype, uint64_t detail)

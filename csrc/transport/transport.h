@@ -120,14 +120,17 @@ typedef struct fc_message_ops {
     /* NULL, or told before a collective of a domain which of its units is the first to travel. */
     fc_status (*begin)(void *context, size_t unit);
     /* NULL, all of them, or: all_gather without memory for what comes; and one that is begun, and
-     * ended after other calls. `send` lies still until then. At most one at a time. */
+     * ended or dropped, on all ranks alike, after other calls. `send` lies still until then.
+     * FC_AGAIN: one is under way. */
     fc_status (*gather)(void *context, const void *send, size_t send_bytes, const fc_gathered *to);
     fc_status (*gather_begin)(void *context, const void *send, size_t send_bytes);
     fc_status (*gather_end)(void *context, const fc_gathered *to);
+    void (*gather_drop)(void *context);
     /* The same of reduce_scatter; whether `send` is needed to the end. */
     fc_status (*sum_begin)(void *context, void *send, size_t recv_numel, fc_dtype dtype,
                            bool *is_lent_out);
     fc_status (*sum_end)(void *context, void *recv);
+    void (*sum_drop)(void *context);
     void (*release)(void *context); /* when the transport is destroyed */
 } fc_message_ops;
 

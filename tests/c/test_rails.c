@@ -631,6 +631,21 @@ static void check_begun(member *m, size_t numel, int salt)
     end_sum(m, sum, numel, FC_F32, salt + 10);
 }
 
+/* Ends without a use, and nothing of it is left for the next one. */
+static void check_dropped(member *m, char *send)
+{
+    char *sum = begin_sum(m, 20 * KIB, FC_F32, 1);
+    bool is_lent;
+
+    CHECK_EQ(m->ops.sum_begin(m->ops.context, sum, 1, FC_F32, &is_lent), FC_AGAIN);
+    m->ops.gather_drop(m->ops.context);
+    m->ops.gather_drop(m->ops.context); /* nothing any more */
+    m->ops.sum_drop(m->ops.context);
+    free(sum);
+    free(send);
+    check_begun(m, 1000, 20);
+}
+
 static void body_begun(int rank, int n_ranks, void *arg)
 {
     static const size_t numels[] = {0, 1, 100, 50 * KIB + 3, 300 * KIB};
@@ -650,6 +665,9 @@ static void body_begun(int rank, int n_ranks, void *arg)
     CHECK_EQ(m.ops.gather(m.ops.context, send, 100, &to), FC_ERR_STATE);
     free(send);
     check_all_gather(&m, 100, 1, false);
+    send = begin_gather(&m, 100 * KIB, 1);
+    CHECK_EQ(m.ops.gather_begin(m.ops.context, send, 1), FC_AGAIN);
+    check_dropped(&m, send);
     send = begin_gather(&m, 100 * KIB, 1);
     CHECK_EQ(m.wires->n_dropped, 0);
     check_broadcast(&m, 8, 0); /* nobody ends while a peer waits */

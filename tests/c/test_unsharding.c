@@ -318,6 +318,84 @@ static void body_ahead(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+static void check_begun(int begun, int ended, int dropped)
+{
+    CHECK_EQ(n_begun, begun);
+    CHECK_EQ(n_ended, ended);
+    CHECK_EQ(n_dropped, dropped);
+}
+
+static void end_begun(world *w)
+{
+    fc_unsharding_drop_begun(w->domain);
+    close_phase(w);
+}
+
+/* Over messages that can be begun: the next large unit's gather begins when one is used in
+ * backward, and is used, dropped, or found written. */
+static void body_begun(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    (void)arg;
+    can_begin = true;
+    n_begun = n_ended = n_dropped = 0;
+    join(&w, rank, n_ranks, false);
+    fc_batch_limit(w.domain, 1); /* all are large */
+    write_shards(&w, 0);
+    open(&w, FC_PHASE_FORWARD);
+    CHECK_OK(unshard(&w, 0));
+    check_values(&w, 0, 0);
+    CHECK_OK(reshard(&w, 0));
+    close_phase(&w);
+    backward_until(&w, N_UNITS);
+    end_begun(&w);
+    check_begun(0, 0, 0); /* neither a forward nor the first backward knows what comes next */
+
+    open(&w, FC_PHASE_BACKWARD);
+    CHECK_OK(unshard(&w, 0));
+    check_begun(1, 0, 0);
+    CHECK_STATE(&w, 1, SHARDED);
+    CHECK_OK(unshard(&w, 1));
+    check_begun(2, 1, 0);
+    check_values(&w, 0, 0);
+    check_values(&w, 1, 0);
+    CHECK_OK(reshard(&w, 0));
+    CHECK_OK(reshard(&w, 1));
+    CHECK_OK(unshard(&w, 2));
+    check_begun(2, 2, 0);
+    check_values(&w, 2, 0);
+    CHECK_OK(reshard(&w, 2));
+    end_begun(&w);
+
+    backward_until(&w, 1); /* another course than the one before */
+    CHECK_OK(unshard(&w, 2));
+    check_values(&w, 2, 0);
+    check_begun(3, 2, 0);
+    CHECK_OK(reshard(&w, 2));
+    end_begun(&w);
+    check_begun(3, 2, 1);
+
+    backward_until(&w, 1); /* of 0 and 2: the order of the last one */
+    check_begun(4, 2, 1);
+    w.owners[2].writes[1]++;
+    CHECK_EQ(unshard(&w, 2), FC_ERR_INTERRUPTED);
+    CHECK_EQ(w.owners[2].told, FC_WRITTEN_IN_BACKWARD);
+    check_begun(4, 3, 1); /* with its peers */
+    CHECK_STATE(&w, 2, SHARDED);
+    CHECK_OK(unshard(&w, 2));
+    CHECK_OK(reshard(&w, 2));
+    end_begun(&w);
+
+    backward_until(&w, 1);
+    check_begun(5, 3, 1);
+    fc_unsharding_detach(w.owners[2].unsharding); /* its module is gone */
+    check_begun(5, 3, 2);
+    close_phase(&w);
+    leave_world(&w);
+    can_begin = false;
+}
+
 /* What fails leaves the unit as it was. */
 static void body_failing(int rank, int n_ranks, void *arg)
 {
@@ -369,5 +447,7 @@ int main(void)
     ranks_check(2, body_written, NULL);
     ranks_check(2, body_ahead, NULL);
     ranks_check(3, body_ahead, NULL);
+    ranks_check(2, body_begun, NULL);
+    ranks_check(3, body_begun, NULL);
     return check_result();
 }

@@ -265,6 +265,59 @@ static inline fc_status all_gather(void *context, void *recv, const void *send, 
     return ranks_exchange(context, "all-gather", send, bytes, recv);
 }
 
+/* What a transport does that can begin gathers; counted. */
+static bool can_begin; /* the worlds that are made next */
+static int n_begun, n_ended, n_dropped;
+static const void *begun_send; /* NULL: none is under way */
+static size_t begun_bytes;
+
+static inline fc_status gather(void *context, const void *send, size_t bytes, const fc_gathered *to)
+{
+    char *recv = malloc(RANKS_MAX * bytes);
+    fc_status st = all_gather(context, recv, send, bytes);
+    const int n_ranks = ((ranks_host *)context)->n_ranks;
+
+    for (int r = 0; r < n_ranks && st == FC_OK; r++) {
+        st = to->look(to->context, r, recv + (size_t)r * bytes, bytes);
+    }
+    for (int r = 0; r < n_ranks && st == FC_OK; r++) {
+        st = to->take(to->context, r, 0, recv + (size_t)r * bytes, bytes / 2);
+        st = st == FC_OK ? to->take(to->context, r, bytes / 2, recv + (size_t)r * bytes + bytes / 2,
+                                    bytes - bytes / 2)
+                         : st;
+    }
+    free(recv);
+    return st;
+}
+
+static inline fc_status gather_begin(void *context, const void *send, size_t bytes)
+{
+    (void)context;
+    if (begun_send != NULL) {
+        return FC_AGAIN;
+    }
+    n_begun++;
+    begun_send = send;
+    begun_bytes = bytes;
+    return FC_OK;
+}
+
+static inline fc_status gather_end(void *context, const fc_gathered *to)
+{
+    const void *send = begun_send;
+
+    n_ended++;
+    begun_send = NULL;
+    return gather(context, send, begun_bytes, to);
+}
+
+static inline void gather_drop(void *context)
+{
+    (void)context;
+    n_dropped += begun_send != NULL;
+    begun_send = NULL;
+}
+
 static inline fc_status barrier(void *context)
 {
     char own = 0, all[RANKS_MAX];
@@ -345,6 +398,10 @@ static inline fc_status connect_by_messages(fc_transport_config *config, ranks_h
                                             fc_transport **out)
 {
     const fc_message_ops messages = {.context = host,
+                                     .gather = can_begin ? gather : NULL,
+                                     .gather_begin = gather_begin,
+                                     .gather_end = gather_end,
+                                     .gather_drop = gather_drop,
                                      .all_gather = all_gather,
                                      .reduce_scatter = no_scatter,
                                      .all_reduce = no_reduce,

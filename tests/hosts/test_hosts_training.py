@@ -50,6 +50,21 @@ def test_beside_torch(of: tuple[Any, ...], hosts: tuple[int, ...]) -> None:
     run_hosts(of[0].on_rank, hosts, *of[1:], timeout=120)
 
 
+# Every unit travels alone: its gather in backward begins, and its sum ends, while others compute.
+ALONE = {"FSDP_C_BATCH_BYTES": "1"}
+
+
+@pytest.mark.parametrize("hosts", [(1, 1), (2, 1, 1)])
+def test_units_that_travel_meanwhile_beside_torch(hosts: tuple[int, ...]) -> None:
+    run_hosts(each_beside_torch, hosts, timeout=240, env=ALONE)
+
+
+def each_beside_torch(rank: int, n_ranks: int) -> None:
+    for function, *args in BESIDE_TORCH:
+        if function is not test_clip.test_two_dimensions:
+            function.on_rank(rank, n_ranks, *args)
+
+
 @pytest.mark.parametrize("of", BESIDE_TORCH[:5], ids=name_of)
 def test_uneven_hosts_beside_torch(of: tuple[Any, ...]) -> None:
     run_hosts(of[0].on_rank, (2, 1, 1), *of[1:], timeout=120)

@@ -1,0 +1,367 @@
+/* Sums over messages that are begun when they are submitted and ended later. The peer sends what
+ * this rank sends. */
+#include "ranks.h"
+
+#include "base/alloc.h"
+#include "engine/batch.h"
+#include "engine/reduction.h"
+#include "engine/unit.h"
+
+#define N_UNITS 2
+#define N_RANKS 2
+#define NUMEL ((size_t)6)
+
+typedef struct owner {
+    fc_reduction *reduction;
+    float sum[NUMEL / N_RANKS];
+    bool has;
+} owner;
+
+static bool is_lent; /* what is sent is read to the end */
+static int n_begun, n_ended, n_dropped, n_at_once;
+static const char *begun_send;
+static size_t begun_numel;
+
+/* ---- the owner ---- */
+
+static fc_status get_options(void *of, fc_reduce_options *out)
+{
+    (void)of;
+    *out = (fc_reduce_options){2, true, false};
+    return FC_OK;
+}
+
+static fc_status no_flat(void *of, void **out)
+{
+    (void)of;
+    *out = NULL;
+    return FC_OK;
+}
+
+static fc_status assign_flat(void *of, const fc_reduce_options *options)
+{
+    (void)of, (void)options;
+    return FC_ERR_STATE;
+}
+
+static fc_status prepare(void *of)
+{
+    (void)of;
+    return FC_OK;
+}
+
+static fc_status get_target(void *of, size_t param, void **out, bool *accumulate)
+{
+    owner *o = of;
+
+    CHECK_EQ(param, 0);
+    *out = o->sum;
+    *accumulate = o->has;
+    return FC_OK;
+}
+
+static fc_status assign(void *of, size_t param, const fc_reduce_options *options)
+{
+    (void)param, (void)options;
+    ((owner *)of)->has = true;
+    return FC_OK;
+}
+
+static void release(void *memory)
+{
+    free(memory);
+}
+
+static void wait_for_room(void *of, bool begins)
+{
+    (void)of, (void)begins;
+}
+
+static const fc_reduction_ops ops = {get_options, no_flat, assign_flat, prepare,
+                                     get_target,  assign,  release,     wait_for_room};
+
+/* ---- messages ---- */
+
+static fc_status exchange(void *context, const char *what, const void *mine, size_t bytes,
+                          void *all_out)
+{
+    (void)context, (void)what;
+    for (size_t r = 0; r < N_RANKS; r++) {
+        memcpy((char *)all_out + r * bytes, mine, bytes);
+    }
+    return FC_OK;
+}
+
+static fc_status all_gather(void *context, void *recv, const void *send, size_t bytes)
+{
+    (void)context;
+    return exchange(NULL, "", send, bytes, recv);
+}
+
+static void add(void *recv, const char *send, size_t numel)
+{
+    float x;
+
+    for (size_t i = 0; i < numel; i++) {
+        memcpy(&x, send + i * sizeof(x), sizeof(x));
+        x *= N_RANKS;
+        memcpy((char *)recv + i * sizeof(x), &x, sizeof(x));
+    }
+}
+
+static fc_status reduce_scatter(void *context, void *recv, void *send, size_t numel, fc_dtype dtype)
+{
+    (void)context, (void)dtype;
+    n_at_once++;
+    add(recv, send, numel);
+    return FC_OK;
+}
+
+static fc_status all_reduce(void *context, void *data, size_t numel, fc_dtype dtype)
+{
+    (void)context, (void)data, (void)numel, (void)dtype;
+    return FC_ERR_UNSUPPORTED;
+}
+
+static fc_status broadcast(void *context, void *data, size_t bytes, int root)
+{
+    (void)context, (void)data, (void)bytes, (void)root;
+    return FC_ERR_UNSUPPORTED;
+}
+
+static fc_status all_to_all(void *context, void *recv, const size_t *recv_bytes, const void *send,
+                            const size_t *send_bytes)
+{
+    (void)context, (void)recv, (void)recv_bytes, (void)send, (void)send_bytes;
+    return FC_ERR_UNSUPPORTED;
+}
+
+static fc_status barrier(void *context)
+{
+    (void)context;
+    return FC_OK;
+}
+
+static fc_status sum_begin(void *context, void *send, size_t numel, fc_dtype dtype, bool *lent_out)
+{
+    static char kept[NUMEL * sizeof(float) + 1024];
+
+    (void)context, (void)dtype;
+    if (begun_send != NULL) {
+        return FC_AGAIN;
+    }
+    CHECK_OR_EXIT(numel * sizeof(float) <= sizeof(kept));
+    memcpy(kept, send, numel * sizeof(float));
+    begun_send = is_lent ? send : kept;
+    begun_numel = numel;
+    *lent_out = is_lent;
+    n_begun++;
+    return FC_OK;
+}
+
+static fc_status sum_end(void *context, void *recv)
+{
+    (void)context;
+    add(recv, begun_send, begun_numel);
+    begun_send = NULL;
+    n_ended++;
+    return FC_OK;
+}
+
+static void sum_drop(void *context)
+{
+    (void)context;
+    n_dropped += begun_send != NULL;
+    begun_send = NULL;
+}
+
+static fc_transport *create_transport(void)
+{
+    static const int global_ranks[N_RANKS] = {0, 1};
+    const fc_transport_config config = {.name = "test group",
+                                        .n_ranks = N_RANKS,
+                                        .global_ranks = global_ranks,
+                                        .timeout_ns = FC_NS_PER_S,
+                                        .host = {.exchange = exchange}};
+    const fc_message_ops messages = {.all_gather = all_gather,
+                                     .reduce_scatter = reduce_scatter,
+                                     .all_reduce = all_reduce,
+                                     .broadcast = broadcast,
+                                     .all_to_all = all_to_all,
+                                     .barrier = barrier,
+                                     .sum_begin = sum_begin,
+                                     .sum_end = sum_end,
+                                     .sum_drop = sum_drop};
+    fc_transport *transport = NULL;
+
+    CHECK_OR_EXIT(fc_callback_create(&config, &messages, &transport) == FC_OK);
+    return transport;
+}
+
+/* ---- tests ---- */
+
+typedef struct world {
+    fc_transport *transport;
+    fc_domain *domain;
+    fc_slots *slots;
+    owner owners[N_UNITS];
+} world;
+
+static void make_world(world *w)
+{
+    fc_param param = {.outer = 1,
+                      .rows = NUMEL,
+                      .inner = 1,
+                      .orig = FC_F32,
+                      .compute = FC_F32,
+                      .reduce = FC_F32,
+                      .grad = FC_F32,
+                      .has_grad = true,
+                      .is_counted = true,
+                      .trainable = true};
+    const fc_unit_desc units[N_UNITS] = {{"first", &param, 1}, {"second", &param, 1}};
+
+    *w = (world){.transport = create_transport()};
+    n_begun = n_ended = n_dropped = n_at_once = 0;
+    CHECK_OR_EXIT(fc_slots_create(&w->slots) == FC_OK);
+    CHECK_OR_EXIT(fc_domain_create(w->transport, FC_DOMAIN_SHARD, units, N_UNITS, 0, N_RANKS,
+                                   &w->domain) == FC_OK);
+    fc_domain_link(&w->domain, 1);
+    fc_batch_limit(w->domain, 1); /* all travel alone */
+    for (size_t u = 0; u < N_UNITS; u++) {
+        owner *o = &w->owners[u];
+
+        CHECK_OR_EXIT(fc_reduction_create(fc_domain_unit(w->domain, u), NULL, w->slots, &ops,
+                                          &o->reduction) == FC_OK);
+        fc_reduction_attach(o->reduction, o);
+    }
+}
+
+static void end_world(world *w)
+{
+    for (size_t u = 0; u < N_UNITS; u++) {
+        fc_reduction_attach(w->owners[u].reduction, NULL);
+        fc_reduction_destroy(w->owners[u].reduction);
+    }
+    fc_slots_trim(w->slots);
+    CHECK_EQ(fc_slots_bytes(w->slots), 0); /* nothing was kept */
+    fc_domain_destroy(w->domain);
+    fc_slots_destroy(w->slots);
+    fc_transport_destroy(w->transport);
+    CHECK_EQ(fc_alloc_live(), 0);
+}
+
+static void open(world *w)
+{
+    fc_domain_open(w->domain, (fc_opening){FC_PHASE_BACKWARD, 0, FC_UPDATES_UNKNOWN});
+}
+
+static void submit(world *w, size_t u, float value)
+{
+    static const fc_reduce_options options = {2, true, false};
+    float *data = malloc(NUMEL * sizeof(*data));
+    fc_gradient *grads = malloc(sizeof(*grads));
+
+    for (size_t i = 0; i < NUMEL; i++) {
+        data[i] = value + (float)i;
+    }
+    *grads = (fc_gradient){.data = data, .dtype = FC_F32, .is_wanted = true};
+    CHECK_EQ(fc_reduction_submit(w->owners[u].reduction, grads, grads, &options), FC_OK);
+    free(data); /* it was copied */
+}
+
+/* The mean of two ranks that have the same, `times` over. */
+static void check_sum(const owner *o, float value, float times)
+{
+    CHECK(o->has);
+    for (size_t i = 0; i < NUMEL / N_RANKS; i++) {
+        CHECK(o->sum[i] == times * (value + (float)i));
+    }
+}
+
+static void finish(world *w)
+{
+    CHECK_EQ(fc_reduction_finish_all(&w->domain, 1), FC_OK);
+    CHECK_EQ(fc_domain_close(w->domain), FC_OK);
+}
+
+/* One travels until the next submission, the last one until the end. */
+static void test_ended_by_the_next(void)
+{
+    world w;
+
+    make_world(&w);
+    open(&w);
+    submit(&w, 1, 10);
+    CHECK_EQ(n_begun, 1);
+    CHECK_EQ(fc_reduction_finish_ready(w.domain, FC_SEARCH_OLDEST), FC_OK);
+    CHECK(!w.owners[1].has);
+    submit(&w, 0, 20);
+    CHECK_EQ(n_begun, 2);
+    CHECK_EQ(n_ended, 1);
+    check_sum(&w.owners[1], 10, 1);
+    CHECK(!w.owners[0].has);
+    finish(&w);
+    CHECK_EQ(n_ended, 2);
+    check_sum(&w.owners[0], 20, 1);
+    open(&w); /* and on top of what is there */
+    submit(&w, 0, 20);
+    submit(&w, 0, 20);
+    finish(&w);
+    check_sum(&w.owners[0], 20, 3);
+    CHECK_EQ(n_at_once, 0);
+    end_world(&w);
+}
+
+/* A backward that fails, and a unit that goes, end what was begun without a use. */
+static void test_dropped(void)
+{
+    world w;
+
+    make_world(&w);
+    open(&w);
+    submit(&w, 1, 10);
+    fc_domain_fail(w.domain);
+    CHECK_EQ(n_dropped, 1);
+    open(&w);
+    submit(&w, 1, 30);
+    CHECK(!w.owners[1].has);
+    finish(&w);
+    check_sum(&w.owners[1], 30, 1);
+    open(&w);
+    submit(&w, 0, 10);
+    end_world(&w);
+    CHECK_EQ(n_dropped, 2);
+}
+
+/* Another domain's sum is under way, or units share nothing: it is made at once. */
+static void test_at_once(void)
+{
+    world w;
+
+    make_world(&w);
+    open(&w);
+    begun_send = "another's";
+    submit(&w, 0, 10);
+    begun_send = NULL;
+    CHECK_EQ(n_at_once, 1);
+    check_sum(&w.owners[0], 10, 1);
+    fc_batch_limit(w.domain, 0);
+    submit(&w, 1, 10);
+    CHECK_EQ(n_at_once, 2);
+    check_sum(&w.owners[1], 10, 1);
+    finish(&w);
+    CHECK_EQ(n_begun, 0);
+    end_world(&w);
+}
+
+int main(void)
+{
+    for (int lent = 0; lent < 2; lent++) {
+        is_lent = lent != 0;
+        test_ended_by_the_next();
+        test_dropped();
+        test_at_once();
+    }
+    return check_result();
+}
