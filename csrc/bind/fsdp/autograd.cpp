@@ -236,15 +236,17 @@ bool end_at_producer(StateObject *state, const at::Tensor &input)
     return true;
 }
 
-void route_through_node(StateObject *state, Tensors &tensors)
+Tensors route_through_node(StateObject *state, const BorrowedTensors &tensors)
 {
+    Tensors routed;
     torch::autograd::edge_list edges;
-    edges.reserve(tensors.size());
-    for (const at::Tensor &tensor : tensors) {
-        edges.push_back(torch::autograd::impl::gradient_edge(tensor));
+    edges.reserve(tensors.list.size());
+    for (const at::Tensor *tensor : tensors.list) {
+        edges.push_back(torch::autograd::impl::gradient_edge(*tensor));
+        routed.push_back(*tensor);
     }
     NodePtr node = make_node<PostBackward>(state, std::move(edges));
-    for (at::Tensor &tensor : tensors) {
+    for (at::Tensor &tensor : routed) {
         at::Tensor out;
         {
             at::NoGradGuard no_grad;
@@ -254,17 +256,19 @@ void route_through_node(StateObject *state, Tensors &tensors)
         // In-place changes of an input inside the unit would escape the graph outside of it: refuse
         // them, as torch does.
         if (auto *view = torch::autograd::impl::get_view_autograd_meta(out)) {
-            view->set_creation_meta(tensors.size() > 1
+            view->set_creation_meta(routed.size() > 1
                                         ? torch::autograd::CreationMeta::MULTI_OUTPUT_NODE
                                         : torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION);
         }
         tensor = std::move(out);
     }
+    return routed;
 }
 
-void hook_outputs(StateObject *state, at::TensorList tensors)
+void hook_outputs(StateObject *state, const BorrowedTensors &tensors)
 {
-    for (const at::Tensor &tensor : tensors) {
+    for (const at::Tensor *output : tensors.list) {
+        const at::Tensor &tensor = *output;
         if (const auto &node = tensor.grad_fn()) {
             node->add_tensor_pre_hook(entry_to(state));
             // Changing a view in place goes around its node: then the base's node is the first of
@@ -280,12 +284,12 @@ void hook_outputs(StateObject *state, at::TensorList tensors)
     }
 }
 
-void hook_nodes_inside(StateObject *state, at::TensorList outputs)
+void hook_nodes_inside(StateObject *state, const BorrowedTensors &outputs)
 {
     std::vector<Node *> todo;
     std::unordered_set<Node *> seen;
-    for (const at::Tensor &tensor : outputs) {
-        todo.push_back(tensor.grad_fn().get());
+    for (const at::Tensor *tensor : outputs.list) {
+        todo.push_back(tensor->grad_fn().get());
     }
     while (!todo.empty()) {
         Node *node = todo.back();
