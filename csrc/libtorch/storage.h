@@ -9,6 +9,7 @@
 #include <c10/core/Storage.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <atomic>
 #include <string>
 
 namespace fc {
@@ -47,7 +48,13 @@ void point_to(const at::Tensor &tensor, const c10::Storage &storage, int64_t off
 // A tensor on the same memory that notices whether it is copied with a version counter of its own
 // (`tensor.data`): writes to the copy are writes to its memory that its own counter does not count.
 at::Tensor make_noted(const at::Tensor &like);
-bool is_data_taken(const at::Tensor &noted);
+bool is_data_taken_of(const at::Tensor &noted);
+// Of any tensor of the process, since tensors are nobody's; else nobody has to look at them.
+inline std::atomic<bool> any_data_is_taken{false};
+inline bool is_data_taken(const at::Tensor &noted)
+{
+    return any_data_is_taken.load(std::memory_order_relaxed) && is_data_taken_of(noted);
+}
 
 } // namespace fc
 

@@ -182,6 +182,41 @@ static inline void ranks_check(int n_ranks, ranks_body body, void *arg)
     }
 }
 
+/* A test that calls ranks_check(). */
+typedef struct ranks_test {
+    void (*run)(const void *arg);
+    const void *arg;
+} ranks_test;
+
+#define RANKS_TESTS_MAX 16
+
+/* Tests that mostly wait, all at once: each in a process of its own, with boards and values of its
+ * own. Every one must pass. */
+static inline void ranks_check_at_once(const ranks_test *tests, size_t n_tests)
+{
+    pid_t pids[RANKS_TESTS_MAX];
+
+    CHECK_OR_EXIT(n_tests <= RANKS_TESTS_MAX);
+    (void)fflush(NULL);
+    for (size_t i = 0; i < n_tests; i++) {
+        pids[i] = fork();
+        CHECK_OR_EXIT(pids[i] >= 0);
+        if (pids[i] == 0) {
+            ranks_common = NULL;
+            atomic_store(&check_failures, 0);
+            tests[i].run(tests[i].arg);
+            _exit(check_result());
+        }
+    }
+    for (size_t i = 0; i < n_tests; i++) {
+        int status = -1;
+
+        CHECK_EQ(waitpid(pids[i], &status, 0), pids[i]);
+        CHECK_MSG(status == 0, "test %zu of those at once ended with status %#x", i,
+                  (unsigned)status);
+    }
+}
+
 static inline void ranks_check_value(int index, int64_t expected)
 {
     CHECK_EQ(atomic_load(&ranks_common->values[index]), expected);

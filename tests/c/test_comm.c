@@ -172,9 +172,11 @@ static void close_fixture(fixture *f)
 
 /* ---- values: small integers, so that sums and halves are exact in every type ---- */
 
+#define PERIOD 13 /* of values by index */
+
 static double value_of(int rank, size_t i)
 {
-    return (double)((i * 7 + (size_t)rank * 5) % 13) * 2.0;
+    return (double)((i * 7 + (size_t)rank * 5) % PERIOD) * 2.0;
 }
 
 static void store(char *to, fc_dtype dtype, size_t i, double value)
@@ -186,6 +188,26 @@ static void store(char *to, fc_dtype dtype, size_t i, double value)
         fc_kern_cast(FC_F64, dtype)(at, &value, 1);
     } else {
         memcpy(at, &integer, fc_dtype_bytes(dtype)); /* little-endian */
+    }
+}
+
+/* What `n` ranks from `first` on have at the indices from `from` on, added up. The first ones are
+ * cast and the others copied from those, which is most of this program's work. */
+static void store_sums(char *to, fc_dtype dtype, size_t numel, int first, int n, size_t from,
+                       double divisor)
+{
+    const size_t bytes = numel * fc_dtype_bytes(dtype);
+
+    for (size_t i = 0; i < numel && i < PERIOD; i++) {
+        double sum = 0;
+
+        for (int r = first; r < first + n; r++) {
+            sum += value_of(r, from + i);
+        }
+        store(to, dtype, i, sum / divisor);
+    }
+    for (size_t done = PERIOD * fc_dtype_bytes(dtype); done < bytes; done *= 2) {
+        memcpy(to + done, to, done < bytes - done ? done : bytes - done);
     }
 }
 
@@ -261,17 +283,8 @@ static void check_reduce_scatter(fc_comm *comm, int rank, int n, size_t numel, f
     buffer expected = make_buffer(bytes, 0);
     char *to = in_place ? send.data + (size_t)rank * bytes : recv.data;
 
-    for (size_t i = 0; i < numel * (size_t)n; i++) {
-        store(send.data, dtype, i, value_of(rank, i));
-    }
-    for (size_t i = 0; i < numel; i++) {
-        double sum = 0;
-
-        for (int r = 0; r < n; r++) {
-            sum += value_of(r, (size_t)rank * numel + i);
-        }
-        store(expected.data, dtype, i, sum / divisor);
-    }
+    store_sums(send.data, dtype, numel * (size_t)n, rank, 1, 0, 1.0);
+    store_sums(expected.data, dtype, numel, 0, n, (size_t)rank * numel, divisor);
     CHECK_EQ(fc_comm_reduce_scatter(comm, to, send.data, numel, dtype, divisor), FC_OK);
     check_same("reduce_scatter", to, expected.data, bytes, numel, dtype);
     drop_buffer(&recv);
@@ -286,15 +299,8 @@ static void check_all_reduce(fc_comm *comm, int rank, int n, size_t numel, fc_dt
     buffer data = make_buffer(bytes, 4);
     buffer expected = make_buffer(bytes, 0);
 
-    for (size_t i = 0; i < numel; i++) {
-        double sum = 0;
-
-        for (int r = 0; r < n; r++) {
-            sum += value_of(r, i);
-        }
-        store(data.data, dtype, i, value_of(rank, i));
-        store(expected.data, dtype, i, sum / divisor);
-    }
+    store_sums(data.data, dtype, numel, rank, 1, 0, 1.0);
+    store_sums(expected.data, dtype, numel, 0, n, 0, divisor);
     CHECK_EQ(fc_comm_all_reduce(comm, data.data, numel, dtype, divisor), FC_OK);
     check_same("all_reduce", data.data, expected.data, bytes, numel, dtype);
     drop_buffer(&data);

@@ -516,21 +516,18 @@ static void body_fork(int rank, int n, void *arg)
     }
 }
 
-static void test_places(void)
+static void check_place(const void *arg)
 {
-    static const bool is_stopped[] = {false, true};
+    place_case c = *(const place_case *)arg;
 
-    for (size_t i = 0; i < sizeof(place_cases) / sizeof(place_cases[0]); i++) {
-        place_case c = place_cases[i];
+    ranks_check(2, body_place, &c);
+}
 
-        ranks_check(2, body_place, &c);
-    }
-    for (int i = 0; i < 2; i++) {
-        bool stopped = is_stopped[i];
+static void check_silent(const void *arg)
+{
+    bool is_stopped = *(const bool *)arg;
 
-        ranks_check(2, body_silent, &stopped);
-    }
-    ranks_check(2, body_fork, NULL);
+    ranks_check(2, body_silent, &is_stopped);
 }
 
 /* A rank that fails on its own account ends its peers' waits with its text. */
@@ -649,6 +646,35 @@ static void test_random_kills(void)
     }
 }
 
+static void check_mutual(const void *arg)
+{
+    ranks_check(*(const int *)arg, body_mutual, NULL);
+}
+
+static void check_interrupt(const void *arg)
+{
+    (void)arg;
+    ranks_check(2, body_interrupt, NULL);
+}
+
+/* Seconds each, of nothing but waits. */
+static void test_long_waits(void)
+{
+    static const bool is_stopped[] = {false, true};
+    static const int n_ranks[] = {2, 4};
+    ranks_test tests[RANKS_TESTS_MAX] = {{check_interrupt, NULL}};
+    size_t n = 1;
+
+    for (size_t i = 0; i < sizeof(place_cases) / sizeof(place_cases[0]); i++) {
+        tests[n++] = (ranks_test){check_place, &place_cases[i]};
+    }
+    for (int i = 0; i < 2; i++) {
+        tests[n++] = (ranks_test){check_silent, &is_stopped[i]};
+        tests[n++] = (ranks_test){check_mutual, &n_ranks[i]};
+    }
+    ranks_check_at_once(tests, n);
+}
+
 int main(void)
 {
     int in_shm = count_shm_files();
@@ -659,10 +685,8 @@ int main(void)
         ranks_check(n, body_abort, NULL);
     }
     ranks_check(3, body_stop, NULL);
-    ranks_check(2, body_interrupt, NULL);
-    ranks_check(2, body_mutual, NULL);
-    ranks_check(4, body_mutual, NULL);
-    test_places();
+    ranks_check(2, body_fork, NULL);
+    test_long_waits();
     test_random_kills();
     CHECK_EQ(count_shm_files(), in_shm);
     return check_result();

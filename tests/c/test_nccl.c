@@ -427,21 +427,18 @@ static void fail(int rank, int n, void *arg)
     finish(&w);
 }
 
-static void test_failures(void)
+static void check_failure(const void *arg)
 {
-    for (int i = 0; i < N_FAILURES; i++) {
-        failure f = failures[i];
-        int statuses[RANKS_MAX];
+    failure f = *(const failure *)arg;
+    int statuses[RANKS_MAX];
 
-        for (int n = 2; n <= 3; n++) {
-            ranks_run(n, fail, &f, statuses);
-            for (int r = 0; r < n; r++) {
-                bool is_killed = r == 1 && (f.kind == DIES || f.kind == DIES_IN_INIT);
+    for (int n = 2; n <= 3; n++) {
+        ranks_run(n, fail, &f, statuses);
+        for (int r = 0; r < n; r++) {
+            bool is_killed = r == 1 && (f.kind == DIES || f.kind == DIES_IN_INIT);
 
-                CHECK_MSG(is_killed ? WIFSIGNALED(statuses[r]) : statuses[r] == 0,
-                          "failure %d, rank %d of %d: status %#x", f.kind, r, n,
-                          (unsigned)statuses[r]);
-            }
+            CHECK_MSG(is_killed ? WIFSIGNALED(statuses[r]) : statuses[r] == 0,
+                      "failure %d, rank %d of %d: status %#x", f.kind, r, n, (unsigned)statuses[r]);
         }
     }
 }
@@ -585,12 +582,29 @@ static void fork_away(int rank, int n, void *arg)
     finish(&w);
 }
 
+static void check_long_wait(const void *arg)
+{
+    (void)arg;
+    ranks_check(2, wait_long, NULL);
+}
+
+/* What mostly waits. */
+static void test_failures(void)
+{
+    ranks_test tests[RANKS_TESTS_MAX] = {{check_long_wait, NULL}};
+    size_t n = 1;
+
+    for (int i = 0; i < N_FAILURES; i++) {
+        tests[n++] = (ranks_test){check_failure, &failures[i]};
+    }
+    ranks_check_at_once(tests, n);
+}
+
 static void test_the_rest(void)
 {
     int at;
 
     ranks_check(2, go_on_after_interrupt, NULL);
-    ranks_check(2, wait_long, NULL);
     ranks_check(1, run_out, NULL);
     ranks_check(2, fork_away, NULL);
     for (at = 1; at <= 2; at++) {

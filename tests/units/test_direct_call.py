@@ -43,6 +43,12 @@ class CallsOtherwise(Layer):
         return super()._call_impl(*args, **kwargs) + 2
 
 
+class FindsOtherwise(Layer):
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        return (lambda x: found(x) + 3) if name == "forward" else found
+
+
 def build(side: str, layer: type[Layer] = Layer, **options: Any) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(layer(), layer())
@@ -183,7 +189,7 @@ def test_replaced_parts_are_called(rank: int, n_ranks: int) -> None:
 
     figures = same(scenario)
     assert len({row[0] for row in figures}) == 3
-    for layer in (CallsItself, CallsOtherwise):
+    for layer in (CallsItself, CallsOtherwise, FindsOtherwise):
         kinds = same(lambda side, layer=layer: train(build(side, layer)))
         assert kinds[0] != figures[0][0]
 

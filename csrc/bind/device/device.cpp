@@ -166,8 +166,8 @@ bool DeviceUnit::stages_all(const std::vector<Param> &params) const
     return true;
 }
 
-void DeviceUnit::post(const std::vector<at::Tensor> &grads, uint64_t present, double divisor,
-                      void *out, bool accumulate)
+void DeviceUnit::post(const Tensors &grads, uint64_t present, double divisor, void *out,
+                      bool accumulate)
 {
     for (size_t i = 0; i < grads.size(); i++) {
         const fc_param &p = layout_->params[i];

@@ -116,8 +116,7 @@ public:
     }
     // Full gradients, undefined ones: none. The sum, divided, goes to `out`; held without it.
     // `present` is a fingerprint of those that are summed up, held ones included.
-    void post(const std::vector<at::Tensor> &grads, uint64_t present, double divisor, void *out,
-              bool accumulate);
+    void post(const Tensors &grads, uint64_t present, double divisor, void *out, bool accumulate);
 
 private:
     Streams *streams_;
@@ -163,7 +162,7 @@ protected:
     void run_hooks(const Param &param) const override;
 
 private:
-    using Grads = std::vector<at::Tensor>;
+    using Grads = Tensors;
     using Indices = std::vector<size_t>; // of parameters in the sum
 
     bool takes_over(const Grads &grads, const Indices &present, double divisor) const;

@@ -40,7 +40,7 @@ void DeviceGradients::place(const Grads &grads, const Indices &present, uint64_t
     bool is_first = true, is_ours = share_flat_;
     for (size_t i : present) {
         const Param &p = params_[i];
-        is_first = is_first && !p.sharded_tensor().grad().defined();
+        is_first = is_first && !p.sharded_grad().defined();
         is_ours = is_ours && p.has_own_grad();
     }
     if (takes_over(grads, present, divisor)) {
@@ -127,7 +127,7 @@ void DeviceGradients::take_over(const Grads &grads, const Indices &present)
     std::vector<at::Tensor> sums, terms;
     for (size_t i : present) {
         Param &p = params_[i];
-        if (p.sharded_tensor().grad().defined()) {
+        if (p.sharded_grad().defined()) {
             sums.push_back(tensor_of(local_gradient(p).get()));
             terms.push_back(grads[i]);
         } else {
@@ -153,7 +153,7 @@ void DeviceGradients::add_apart(const Grads &grads, const Indices &present, uint
     for (size_t i : present) {
         Param &p = params_[i];
         const at::Tensor sum = gradient_in(sums, i);
-        if (p.sharded_tensor().grad().defined()) {
+        if (p.sharded_grad().defined()) {
             tensor_of(local_gradient(p).get()).add_(sum);
         } else {
             p.grad.local.copy_(sum);

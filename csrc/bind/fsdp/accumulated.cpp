@@ -72,9 +72,9 @@ Accumulated::Accumulated(std::vector<Param> &params) : whole_(params)
     }
 }
 
-std::vector<at::Tensor> Accumulated::take_gradients(bool with_unused, const fc_reduction *sums)
+Tensors Accumulated::take_gradients(bool with_unused, const fc_reduction *sums)
 {
-    std::vector<at::Tensor> grads(whole_.size());
+    Tensors grads(whole_.size());
     at::NoGradGuard no_grad;
     has_all_ = !std::exchange(has_kept_, false);
     for (size_t i = 0; i < whole_.size(); i++) {

@@ -30,7 +30,7 @@ protected:
     bool keep_gradients();
     // Of each parameter; undefined: none. Zeros for unused ones if `with_unused`, and for those of
     // which `sums` (null: none) has a partial sum.
-    std::vector<at::Tensor> take_gradients(bool with_unused, const fc_reduction *sums);
+    Tensors take_gradients(bool with_unused, const fc_reduction *sums);
     bool has_gradients() const;
     // Those of a unit in whose place this one comes, in the dtypes of this one.
     void take_from(Accumulated &former);

@@ -19,6 +19,7 @@ namespace fc {
 class RootHold : NoCopy {
 public:
     explicit RootHold(RootObject *root) : root_(root) { Py_INCREF(root); }
+    const RootObject *root() const { return root_; }
     ~RootHold()
     {
         if (Py_IsInitialized() && !is_left_behind()) {
@@ -36,16 +37,21 @@ namespace {
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
+// With the GIL held.
+std::shared_ptr<RootHold> hold_of(RootObject *root)
+{
+    std::shared_ptr<RootHold> hold = root->hold.lock();
+    if (hold == nullptr) {
+        hold = std::make_shared<RootHold>(root);
+        root->hold = hold;
+    }
+    return hold;
+}
+
 // Keeps a state alive, which is of the root; made with the GIL held.
 class StateHandle {
 public:
-    explicit StateHandle(StateObject *state) : state_(state), hold_(state->root->hold.lock())
-    {
-        if (hold_ == nullptr) {
-            hold_ = std::make_shared<RootHold>(state->root);
-            state->root->hold = hold_;
-        }
-    }
+    explicit StateHandle(StateObject *state) : state_(state), hold_(hold_of(state->root)) {}
     StateObject *get() const { return state_; }
 
 private:
@@ -130,25 +136,36 @@ void warn_if_outdated(const StateObject *state, uint64_t updates)
 // the tensor: an in-place operation on a view of the output cannot lose it. Among the node's hooks
 // for tensors: those that a user puts on the output afterwards run after it.
 struct Border : public torch::autograd::FunctionPreHook {
-    std::optional<StateHandle> left;    // whose backward is through
-    std::optional<StateHandle> entered; // whose backward begins
-    uint64_t steps = 0, updates = 0;    // of optimizers, when that one's forward ended
+    StateObject *left = nullptr;     // whose backward is through; null: nobody's
+    StateObject *entered = nullptr;  // whose backward begins; null: nobody's
+    uint64_t steps = 0, updates = 0; // of optimizers, when that one's forward ended
 
+    // Keeps the state alive, as one of the two.
+    StateObject *keep(StateObject *state)
+    {
+        if (hold_ == nullptr || hold_->root() != state->root) { // mostly both are of one root
+            (hold_ == nullptr ? hold_ : other_hold_) = hold_of(state->root);
+        }
+        return state;
+    }
     variable_list operator()(const variable_list &grads) override
     {
         Gil gil;
         const Untraced untraced;
-        if (left && training_of(left->get()) == FC_TRAINING_PRE_BACKWARD) {
-            state_post_backward(left->get());
+        if (left != nullptr && training_of(left) == FC_TRAINING_PRE_BACKWARD) {
+            state_post_backward(left);
         }
-        if (entered) {
+        if (entered != nullptr) {
             if (steps != n_steps()) {
-                warn_if_outdated(entered->get(), updates);
+                warn_if_outdated(entered, updates);
             }
-            state_pre_backward(entered->get());
+            state_pre_backward(entered);
         }
         return grads;
     }
+
+private:
+    std::shared_ptr<RootHold> hold_, other_hold_;
 };
 
 // On a node inside of a unit, where most backwards come after having passed a border.
@@ -179,7 +196,7 @@ bool has_border(Node *node)
 std::unique_ptr<Border> entry_to(StateObject *state)
 {
     auto border = std::make_unique<Border>();
-    border->entered.emplace(state);
+    border->entered = border->keep(state);
     border->steps = n_steps();
     border->updates = updates_of(state, &Unit::updates_seen);
     return border;
@@ -229,22 +246,24 @@ bool end_at_producer(StateObject *state, const at::Tensor &input)
         hooks.insert(hooks.begin(), std::make_unique<Border>());
     }
     auto *border = static_cast<Border *>(hooks.front().get());
-    if (border->left) {
+    if (border->left != nullptr) {
         return false; // another unit's input too: that one would keep this one's gradients waiting
     }
-    border->left.emplace(state);
+    border->left = border->keep(state);
     return true;
 }
 
-void route_through_node(StateObject *state, Tensors &tensors)
+Tensors route_through_node(StateObject *state, const BorrowedTensors &tensors)
 {
+    Tensors routed;
     torch::autograd::edge_list edges;
-    edges.reserve(tensors.size());
-    for (const at::Tensor &tensor : tensors) {
-        edges.push_back(torch::autograd::impl::gradient_edge(tensor));
+    edges.reserve(tensors.list.size());
+    for (const at::Tensor *tensor : tensors.list) {
+        edges.push_back(torch::autograd::impl::gradient_edge(*tensor));
+        routed.push_back(*tensor);
     }
     NodePtr node = make_node<PostBackward>(state, std::move(edges));
-    for (at::Tensor &tensor : tensors) {
+    for (at::Tensor &tensor : routed) {
         at::Tensor out;
         {
             at::NoGradGuard no_grad;
@@ -254,17 +273,19 @@ void route_through_node(StateObject *state, Tensors &tensors)
         // In-place changes of an input inside the unit would escape the graph outside of it: refuse
         // them, as torch does.
         if (auto *view = torch::autograd::impl::get_view_autograd_meta(out)) {
-            view->set_creation_meta(tensors.size() > 1
+            view->set_creation_meta(routed.size() > 1
                                         ? torch::autograd::CreationMeta::MULTI_OUTPUT_NODE
                                         : torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION);
         }
         tensor = std::move(out);
     }
+    return routed;
 }
 
-void hook_outputs(StateObject *state, at::TensorList tensors)
+void hook_outputs(StateObject *state, const BorrowedTensors &tensors)
 {
-    for (const at::Tensor &tensor : tensors) {
+    for (const at::Tensor *output : tensors.list) {
+        const at::Tensor &tensor = *output;
         if (const auto &node = tensor.grad_fn()) {
             node->add_tensor_pre_hook(entry_to(state));
             // Changing a view in place goes around its node: then the base's node is the first of
@@ -280,12 +301,12 @@ void hook_outputs(StateObject *state, at::TensorList tensors)
     }
 }
 
-void hook_nodes_inside(StateObject *state, at::TensorList outputs)
+void hook_nodes_inside(StateObject *state, const BorrowedTensors &outputs)
 {
     std::vector<Node *> todo;
     std::unordered_set<Node *> seen;
-    for (const at::Tensor &tensor : outputs) {
-        todo.push_back(tensor.grad_fn().get());
+    for (const at::Tensor *tensor : outputs.list) {
+        todo.push_back(tensor->grad_fn().get());
     }
     while (!todo.empty()) {
         Node *node = todo.back();

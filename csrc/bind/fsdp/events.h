@@ -14,9 +14,16 @@ class Unit;
 // label.
 class Range : NoCopy {
 public:
-    explicit Range(const char *label, const Unit *unit = nullptr);
+    explicit Range(const char *label, const Unit *unit = nullptr)
+    {
+        if (label != nullptr) {
+            begin(label, unit);
+        }
+    }
 
 private:
+    void begin(const char *label, const Unit *unit);
+
     std::unique_ptr<at::RecordFunction> record_;
 };
 

@@ -10,7 +10,7 @@ namespace fc {
 
 Ref local_gradient(const Param &param)
 {
-    const Ref object = checked(THPVariable_Wrap(param.sharded_tensor().grad()));
+    const Ref object = checked(THPVariable_Wrap(param.sharded_grad()));
     Ref local = Ref::take(PyObject_GetAttr(object.get(), name_of(Attribute::local_tensor)));
     if (!local) {
         PyErr_Clear();
@@ -178,7 +178,7 @@ void ShardGradients::run_deferred_hooks()
 void *ShardGradients::flat()
 {
     if (std::any_of(params_.begin(), params_.end(),
-                    [](const Param &p) { return p.sharded_tensor().grad().defined(); })) {
+                    [](const Param &p) { return p.sharded_grad().defined(); })) {
         return nullptr;
     }
     make(true);
@@ -202,8 +202,9 @@ void ShardGradients::assign_flat(const fc_reduce_options *options)
 void ShardGradients::target_of(size_t index, void **target_out, bool *accumulate_out)
 {
     Param &p = params_[index];
-    *accumulate_out = p.has_own_grad();
-    if (*accumulate_out || !p.sharded_tensor().grad().defined()) {
+    const bool is_present = p.sharded_grad().defined();
+    *accumulate_out = is_present && p.has_own_grad();
+    if (*accumulate_out || !is_present) {
         *target_out = p.grad.local.mutable_data_ptr();
         return;
     }
@@ -221,7 +222,7 @@ void ShardGradients::assign(size_t index, const fc_reduce_options *options)
         const at::NoGradGuard no_grad;
         const at::Tensor sum = std::exchange(addend_, at::Tensor());
         std::exchange(added_to_, at::Tensor()).add_(sum);
-    } else if (!p.sharded_tensor().grad().defined()) {
+    } else if (!p.sharded_grad().defined()) {
         p.sharded_tensor().mutable_grad() = p.grad.tensor;
     }
     after_write(index, *options);

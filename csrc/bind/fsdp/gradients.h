@@ -8,8 +8,8 @@ namespace fc {
 
 // A backward's gradients, as the engine holds them.
 struct Taken {
-    std::vector<at::Tensor> tensors; // by parameter; undefined: none
-    std::vector<fc_gradient> grads;
+    Tensors tensors; // by parameter; undefined: none
+    c10::SmallVector<fc_gradient, 4> grads;
 };
 
 inline bool has_bit(const uint64_t *mask, size_t i)

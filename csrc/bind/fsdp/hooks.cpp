@@ -16,6 +16,15 @@ bool in_autograd_backward()
 
 namespace {
 
+// What autograd does on this thread; asked once for a hook, since each answer is the thread's own.
+struct Autograd {
+    const bool records = at::GradMode::is_enabled();
+    const bool in_backward = in_autograd_backward();
+
+    // A forward that a backward will come to, and not what that recomputes.
+    bool is_first_forward() const { return records && !in_backward; }
+};
+
 bool has_units(const StateObject *state)
 {
     return bound_from(state->group) != nullptr;
@@ -24,7 +33,7 @@ bool has_units(const StateObject *state)
 // An identity node costs more than all else of a small unit's step. It is needed where the unit has
 // memory that should go at once, where the producer may be the graph's around a recomputation, and
 // to refuse inputs that are changed in place.
-bool may_end_at_producer(const StateObject *state)
+bool may_end_at_producer(const StateObject *state, const Autograd &autograd)
 {
     const auto has_memory = [](const GroupObject *group) {
         const Unit *unit = group->unit;
@@ -32,29 +41,30 @@ bool may_end_at_producer(const StateObject *state)
                                          : !fc_domain_is_mapped(unit->domain());
     };
     return state->group->course.owns_input && !state->is_strict && !any_group(state, has_memory) &&
-           !in_autograd_backward();
+           !autograd.in_backward;
 }
 
 void register_post_backward(StateObject *state, Ref &args, Ref &kwargs)
 {
-    if (!at::GradMode::is_enabled()) {
+    const Autograd autograd;
+    if (!autograd.records) {
         return;
     }
-    if (!in_autograd_backward()) {
+    if (!autograd.in_backward) {
         each_group(state, [](GroupObject *group) { group->course.n_entered++; });
     }
-    Tensors tensors;
+    BorrowedTensors tensors;
     collect_grad_tensors(args.get(), tensors);
-    const size_t n_args = tensors.size();
+    const size_t n_args = tensors.list.size();
     if (PyDict_GET_SIZE(kwargs.get()) > 0) {
         collect_grad_tensors(kwargs.get(), tensors);
     }
-    if (tensors.empty() ||
-        (tensors.size() == 1 && may_end_at_producer(state) && end_at_producer(state, tensors[0]))) {
+    if (tensors.list.empty() || (tensors.list.size() == 1 && may_end_at_producer(state, autograd) &&
+                                 end_at_producer(state, *tensors.list[0]))) {
         return;
     }
-    route_through_node(state, tensors);
-    const at::TensorList routed = tensors;
+    const Tensors through_node = route_through_node(state, tensors);
+    const at::TensorList routed = through_node;
     if (n_args > 0) {
         args = replace_grad_tensors(args.get(), routed.slice(0, n_args));
     }
@@ -63,31 +73,35 @@ void register_post_backward(StateObject *state, Ref &args, Ref &kwargs)
     }
 }
 
-void register_pre_backward(StateObject *state, PyObject *output)
+void register_pre_backward(StateObject *state, PyObject *output, const Autograd &autograd)
 {
-    if (!at::GradMode::is_enabled()) {
+    if (!autograd.records) {
         return;
     }
-    Tensors tensors;
-    collect_grad_tensors(output, tensors);
-    hook_outputs(state, tensors);
     // Where a backward that begins inside of the unit finds no parameters, or runs code that looks
     // for them.
     const auto is_read_apart = [](const GroupObject *group) {
         return fc_unsharding_is_read_apart(group->unit->unsharding());
     };
-    if (has_units(state) && !in_autograd_backward() &&
-        (state->entry_checkpoints != process.n_checkpoints || any_group(state, is_read_apart))) {
+    const bool may_begin_inside =
+        has_units(state) && !autograd.in_backward &&
+        (state->entry_checkpoints != process.n_checkpoints || any_group(state, is_read_apart));
+    if (may_begin_inside) {
         each_group(state, [&](GroupObject *group) { // a member's, before the others'
             group->unit->begin_graph(reinterpret_cast<PyObject *>(state));
         });
+    }
+    BorrowedTensors tensors;
+    collect_grad_tensors(output, tensors);
+    hook_outputs(state, tensors);
+    if (may_begin_inside) {
         hook_nodes_inside(state, tensors);
     }
     if (state->is_strict) {
-        for (const at::Tensor &tensor : tensors) {
-            if (tensor.is_view()) {
-                ask_python(Call::warn_of_view, state);
-            }
+        const auto is_view = [](const at::Tensor *tensor) { return tensor->is_view(); };
+        for (auto n = std::count_if(tensors.list.begin(), tensors.list.end(), is_view); n > 0;
+             n--) {
+            ask_python(Call::warn_of_view, state);
         }
     }
 }
@@ -102,16 +116,16 @@ bool is_trainable(const GroupObject *group)
 // An output without a tensor that a hook could be put on says nothing about the start of backward:
 // then the unit keeps its parameters for it, and the gradients of those start its end. True if so.
 // A grouped unit's hooks also run when forward raised, with None.
-bool keep_for_hidden_output(StateObject *state, PyObject *output)
+bool keep_for_hidden_output(StateObject *state, PyObject *output, const Autograd &autograd)
 {
     GroupObject *group = state->group;
-    if (!at::GradMode::is_enabled() || in_autograd_backward() || is_transparent(output) ||
-        !any_group(state, is_trainable) || (output == Py_None && state->course.is_grouped)) {
+    if (!autograd.is_first_forward() || is_transparent(output) || !any_group(state, is_trainable) ||
+        (output == Py_None && state->course.is_grouped)) {
         return false;
     }
-    Tensors tensors;
+    BorrowedTensors tensors;
     collect_grad_tensors(output, tensors);
-    if (!tensors.empty()) {
+    if (!tensors.list.empty()) {
         return false;
     }
     if (!group->hides_outputs) {
@@ -132,12 +146,13 @@ void ask_if_seen(const RootObject *root, GroupObject *group, Call call)
 }
 
 // After forward: give the parameters up unless they are to stay.
-void group_post_forward(StateObject *state, GroupObject *group, bool is_needed)
+void group_post_forward(StateObject *state, GroupObject *group, bool is_needed,
+                        const Autograd &autograd)
 {
     log_event("FSDP::post_forward", group->unit);
     Range range("FSDP::post_forward", group->unit);
     DeviceUnit *device = group->unit->device();
-    if (at::GradMode::is_enabled() && !in_autograd_backward()) {
+    if (autograd.is_first_forward()) {
         group->unit->begin_graph(reinterpret_cast<PyObject *>(state));
         if (device != nullptr) {
             device->note_forward();
@@ -145,27 +160,27 @@ void group_post_forward(StateObject *state, GroupObject *group, bool is_needed)
     }
     const bool stays =
         group->post_forward_mesh_info == nullptr || group->post_forward_mesh_info == Py_None;
-    const bool in_forward =
-        group->course.training == FC_TRAINING_FORWARD && !in_autograd_backward();
-    const bool is_passed = in_forward && at::GradMode::is_enabled();
+    const bool in_forward = group->course.training == FC_TRAINING_FORWARD && !autograd.in_backward;
+    const bool is_passed = in_forward && autograd.records;
     if (in_forward && stays && !is_needed) {
         reshard_group(*group, [] {}); // a method of others' finds that it is to do nothing
     }
-    check_raised(fc_root_leave_unit(&state->root->course, &group->course, in_autograd_backward(),
+    check_raised(fc_root_leave_unit(&state->root->course, &group->course, autograd.in_backward,
                                     stays, is_needed));
     if (is_passed) {
         ask_if_seen(state->root, group, Call::note_forward);
     }
 }
 
-void units_post_forward(StateObject *state, Ref &output, bool is_needed)
+void units_post_forward(StateObject *state, Ref &output, bool is_needed, const Autograd &autograd)
 {
     each_group(state, [&](GroupObject *group) {
         const auto arguments = [&] {
             return arguments_of_forward(state, checked(PyTuple_New(0)).get(), output.get());
         };
-        Ref changed = through_method(group, Attribute::post_forward, arguments,
-                                     [&] { group_post_forward(state, group, is_needed); });
+        Ref changed = through_method(group, Attribute::post_forward, arguments, [&] {
+            group_post_forward(state, group, is_needed, autograd);
+        });
         if (changed) {
             output = std::move(changed);
         }
@@ -184,7 +199,8 @@ void group_pre_backward(RootObject *root, GroupObject *group)
 
 // A grouped unit whose members did not all run ends with the root's forward; its backward hangs on
 // the root's output.
-void complete_partial_groups(RootObject *root, const StateObject *entered, Ref &output)
+void complete_partial_groups(RootObject *root, const StateObject *entered, Ref &output,
+                             const Autograd &autograd)
 {
     for (Py_ssize_t i = PyList_GET_SIZE(root->states); i-- > 0;) {
         auto *state = reinterpret_cast<StateObject *>(PyList_GET_ITEM(root->states, i));
@@ -192,8 +208,8 @@ void complete_partial_groups(RootObject *root, const StateObject *entered, Ref &
             continue;
         }
         log_event("FSDP::force_complete_post_forward");
-        units_post_forward(state, output, false);
-        register_pre_backward(state, output.get());
+        units_post_forward(state, output, false, autograd);
+        register_pre_backward(state, output.get(), autograd);
         (void)fc_training_move(&state->course.training, FC_TRAINING_LEFT);
         output = cast_output(state, output.get());
         check(PySet_Clear(state->to_run));
@@ -288,15 +304,17 @@ Ref state_post_forward(StateObject *state, PyObject *given_output)
         return cast_output(state, given_output);
     }
     Ref output = Ref::borrow(given_output);
+    const Autograd autograd;
     if (has_units(state)) {
-        units_post_forward(state, output, keep_for_hidden_output(state, given_output));
+        const bool is_needed = keep_for_hidden_output(state, given_output, autograd);
+        units_post_forward(state, output, is_needed, autograd);
     }
-    register_pre_backward(state, output.get());
+    register_pre_backward(state, output.get(), autograd);
     (void)fc_training_move(&state->course.training, FC_TRAINING_LEFT);
     RootObject *root = state->root;
     if (root->course.opener == &state->course) {
-        complete_partial_groups(root, state, output);
-        check_raised(fc_root_end_forward(&root->course, at::GradMode::is_enabled()));
+        complete_partial_groups(root, state, output, autograd);
+        check_raised(fc_root_end_forward(&root->course, autograd.records));
     }
     return cast_output(state, output.get());
 }
@@ -319,7 +337,7 @@ Ref state_post_forward_member(StateObject *state, PyObject *module, PyObject *ou
         if (was_to_run == 0 || PySet_GET_SIZE(state->to_run) > 0) {
             if (state->course.training == FC_TRAINING_FORWARD) {
                 // The others may never run, and the root need not return what this one computed.
-                register_pre_backward(state, output);
+                register_pre_backward(state, output, Autograd());
             }
             return cast_output(state, output);
         }

@@ -3,6 +3,7 @@
 #include "bind/module.h"
 #include "bind/python/untraced.h"
 
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
 namespace fc {
@@ -14,6 +15,8 @@ struct Caller {
     PyTypeObject *module_type;
     PyObject *globals;         // of the file that defines nn.Module
     PyObject *plain_call_impl; // nn.Module's own function
+    PyObject
+        *plain_getattribute; // and how its attributes are found before its __getattr__ is asked
 };
 
 Caller *caller = nullptr;
@@ -33,6 +36,8 @@ Caller *make_caller()
     made->module_type = reinterpret_cast<PyTypeObject *>(Py_NewRef(type.get()));
     made->plain_call_impl =
         checked(PyObject_GetAttr(type.get(), name_of(Attribute::call_impl))).release();
+    made->plain_getattribute =
+        _PyType_Lookup(made->module_type, name_of(Attribute::dunder_getattribute));
     return made;
 }
 
@@ -108,6 +113,38 @@ PyObject *direct_state(PyObject *module)
     return state == after ? state : nullptr;
 }
 
+// The function of the class that `module.forward` is a method of; borrowed, or null: the attribute
+// has to be asked for.
+PyObject *forward_of_class(PyObject *module)
+{
+    PyTypeObject *const type = Py_TYPE(module);
+    PyObject *const name = name_of(Attribute::forward);
+    PyObject *const found = _PyType_Lookup(type, name);
+    if (found == nullptr || !PyFunction_Check(found) ||
+        _PyType_Lookup(type, name_of(Attribute::dunder_getattribute)) !=
+            caller->plain_getattribute) {
+        return nullptr;
+    }
+    const Ref attributes = checked(PyObject_GenericGetDict(module, nullptr));
+    const int is_own = PyDict_Contains(attributes.get(), name); // somebody has set it on the module
+    check(is_own);
+    return is_own != 0 ? nullptr : found;
+}
+
+Ref call_forward(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    const Ref function = Ref::borrow(forward_of_class(module));
+    if (!function) {
+        const Ref forward = checked(PyObject_GetAttr(module, name_of(Attribute::forward)));
+        return checked(PyObject_Call(forward.get(), args, kwargs));
+    }
+    c10::SmallVector<PyObject *, 8> given = {module};
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++) {
+        given.push_back(PyTuple_GET_ITEM(args, i));
+    }
+    return checked(PyObject_VectorcallDict(function.get(), given.data(), given.size(), kwargs));
+}
+
 Ref call_around(PyObject *module, PyObject *state, PyObject *given_args, PyObject *given_kwargs)
 {
     Ref args = Ref::borrow(given_args);
@@ -117,8 +154,7 @@ Ref call_around(PyObject *module, PyObject *state, PyObject *given_args, PyObjec
     if (changed.get() != Py_None) {
         take_arguments(changed.get(), args, kwargs);
     }
-    const Ref forward = checked(PyObject_GetAttr(module, name_of(Attribute::forward)));
-    Ref output = checked(PyObject_Call(forward.get(), args.get(), kwargs.get()));
+    Ref output = call_forward(module, args.get(), kwargs.get());
     PyObject *const after[] = {module, args.get(), output.get()};
     Ref replaced = checked(state_hook_post_forward(state, after, 3));
     return replaced.get() != Py_None ? std::move(replaced) : std::move(output);

@@ -121,13 +121,6 @@ bool Param::is_in_place() const
            (storage == nullptr || impl->unsafe_storage().data() == storage);
 }
 
-uint32_t Param::unsharded_versions() const
-{
-    const uint32_t own =
-        unsharded_tensor.unsafeGetTensorImpl()->version_counter().current_version();
-    return is_parallel ? own + version_of(dtensor_local) : own;
-}
-
 void Param::bump_unsharded_versions() const
 {
     bump_version(unsharded_tensor);
@@ -138,7 +131,7 @@ void Param::bump_unsharded_versions() const
 
 bool Param::has_own_grad() const
 {
-    const at::Tensor &present = sharded_tensor().grad();
+    const at::Tensor &present = sharded_grad();
     return grad.object && present.defined() && present.is_same(grad.tensor);
 }
 
@@ -199,7 +192,9 @@ bool Parameters::is_intact() const
 {
     for (size_t i = 0; i < params_.size(); i++) {
         const Param &p = params_[i];
-        if (PyDict_GetItem(p.dict, p.key) != object_of(i, registered_) || !p.is_in_place()) {
+        if (PyDict_GetItemWithError(p.dict, p.key) != object_of(i, registered_) ||
+            !p.is_in_place()) {
+            PyErr_Clear();
             return false;
         }
     }

@@ -17,6 +17,9 @@
 
 namespace fc {
 
+// How often a tensor was written; 0: it does not count.
+uint32_t version_of(const at::Tensor &tensor);
+
 // A place where a parameter is registered.
 struct Place {
     Ref dict;   // module._parameters
@@ -76,6 +79,11 @@ struct alignas(FC_CACHE_LINE) Param {
     // Changes when the shard is written: counted for the DTensor or its local tensor, or, around
     // both counters (`param.data.mul_()`), by a write that changes its first bytes.
     uint64_t shard_mark() const;
+    // As the tensor's own grad(), which first asks whether it may warn.
+    const at::Tensor &sharded_grad() const
+    {
+        return sharded_tensor().unsafeGetTensorImpl()->grad();
+    }
     uint32_t shard_versions() const; // the counters alone
     // The view of the unit's storage that the unsharded parameter is or has.
     const at::Tensor &unsharded_local() const
@@ -83,7 +91,12 @@ struct alignas(FC_CACHE_LINE) Param {
         return is_parallel ? dtensor_local : unsharded_tensor;
     }
     // Writes to the unsharded parameter: counted for a DTensor or its local tensor.
-    uint32_t unsharded_versions() const;
+    uint32_t unsharded_versions() const
+    {
+        const uint32_t own =
+            unsharded_tensor.unsafeGetTensorImpl()->version_counter().current_version();
+        return is_parallel ? own + version_of(dtensor_local) : own;
+    }
     void bump_unsharded_versions() const;
     // Whether the shard's gradient is the one that is kept for it.
     bool has_own_grad() const;
@@ -93,9 +106,6 @@ struct alignas(FC_CACHE_LINE) Param {
 };
 static_assert(offsetof(Param, grad) == FC_CACHE_LINE / 2, "two lines make a pair");
 static_assert(offsetof(Param, leaf_grad_type) <= FC_CACHE_LINE, "what a step needs is in it");
-
-// How often a tensor was written; 0: it does not count.
-uint32_t version_of(const at::Tensor &tensor);
 
 // The first one from `from` on that is it, or `n`.
 template <typename Question> size_t first_from(size_t from, size_t n, Question is_it)

@@ -194,13 +194,14 @@ void state_post_backward(StateObject *state);
 // Post-backward runs when autograd comes to the node that made the unit's only input: in the order
 // of a backward that is after all nodes of the unit. False if that node cannot tell.
 bool end_at_producer(StateObject *state, const at::Tensor &input);
-// Routes the tensors through one identity node whose backward is the group's post-backward.
-void route_through_node(StateObject *state, Tensors &tensors);
+// Routes the tensors through one identity node whose backward is the group's post-backward; returns
+// what takes their places.
+Tensors route_through_node(StateObject *state, const BorrowedTensors &tensors);
 // Calls state_pre_backward when the gradient of any of the tensors is about to be used.
-void hook_outputs(StateObject *state, at::TensorList tensors);
+void hook_outputs(StateObject *state, const BorrowedTensors &tensors);
 // The same for each node that the unit has made on the way to these outputs, so that the unit is
 // gathered wherever a backward enters it.
-void hook_nodes_inside(StateObject *state, at::TensorList outputs);
+void hook_nodes_inside(StateObject *state, const BorrowedTensors &outputs);
 // The same for the gradients of the unit's parameters; for good.
 void hook_params(StateObject *state);
 void queue_final_callback(RootObject *root);

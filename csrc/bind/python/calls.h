@@ -65,6 +65,7 @@
     X(local_tensor, "_local_tensor")                                                               \
     X(inner_tensors, "_unsharded_inner_tensors")                                                   \
     X(dunder_call, "__call__")                                                                     \
+    X(dunder_getattribute, "__getattribute__")                                                     \
     X(spec, "_spec")                                                                               \
     X(mesh, "mesh")                                                                                \
     X(placements, "placements")                                                                    \

@@ -62,26 +62,26 @@ template <typename Change> Ref copied(PyObject *container, Change change)
 
 constexpr int max_depth = 100; // torch stops at 128 with an error of its own
 
-// True if only such containers hold what is reachable. Tensors are looked for last: for an object
-// of another type torch asks its metaclass.
+// True if only such containers hold what is reachable. Subclasses of tensors are looked for last:
+// for an object of another type torch asks its metaclass.
 bool is_simple(PyObject *object, int depth)
 {
     if (!is_container(object)) {
-        return is_scalar(object) || THPVariable_Check(object);
+        return THPVariable_CheckExact(object) || is_scalar(object) || THPVariable_Check(object);
     }
     bool is_so = depth > 0;
     each(object, [&](PyObject *item) { is_so = is_so && is_simple(item, depth - 1); });
     return is_so;
 }
 
-void collect(PyObject *object, Tensors &out)
+void collect(PyObject *object, BorrowedTensors &out)
 {
     if (is_container(object)) {
         each(object, [&](PyObject *item) { collect(item, out); });
     } else if (THPVariable_Check(object)) {
         const at::Tensor &tensor = THPVariable_Unpack(object);
         if (tensor.requires_grad()) {
-            out.push_back(tensor);
+            out.list.push_back(&tensor);
         }
     }
 }
@@ -121,7 +121,7 @@ bool is_transparent(PyObject *object)
     return object != Py_None && is_simple(object, max_depth);
 }
 
-void collect_grad_tensors(PyObject *object, Tensors &out)
+void collect_grad_tensors(PyObject *object, BorrowedTensors &out)
 {
     if (is_simple(object, max_depth)) {
         collect(object, out);
@@ -130,6 +130,7 @@ void collect_grad_tensors(PyObject *object, Tensors &out)
     Ref found = checked(PyObject_CallOneArg(look_up(Import::collect_grad_tensors).get(), object));
     Ref list = checked(PySequence_List(found.get()));
     collect(list.get(), out);
+    out.kept.push_back(std::move(list));
 }
 
 Ref replace_grad_tensors(PyObject *object, at::TensorList tensors)

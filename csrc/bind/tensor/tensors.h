@@ -14,10 +14,19 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 
+#include <vector>
+
 namespace fc {
 
 // A few need no allocation.
 using Tensors = c10::SmallVector<at::Tensor, 4>;
+
+// Tensors that Python's objects keep, for while no Python runs: for a second reference to a tensor
+// torch looks for its object, to count it there.
+struct BorrowedTensors {
+    c10::SmallVector<const at::Tensor *, 4> list;
+    std::vector<Ref> kept; // what was made to find them
+};
 
 // The element type, RAW of its size for those without arithmetic; throws for types of other sizes.
 fc_dtype dtype_of(at::ScalarType type);
@@ -37,7 +46,7 @@ bool is_transparent(PyObject *object);
 // Appends the tensors that require grad, in order. Plain tensors, tuples, lists and dicts are
 // opened here; anything else that may hold tensors (dataclasses, subclasses of containers) is left
 // to torch's own traversal.
-void collect_grad_tensors(PyObject *object, Tensors &out);
+void collect_grad_tensors(PyObject *object, BorrowedTensors &out);
 
 // The same object with the collected tensors replaced, in order, by `tensors`; a new reference.
 Ref replace_grad_tensors(PyObject *object, at::TensorList tensors);
