@@ -222,7 +222,9 @@ def test_a_rank_that_holds_up_another_is_named(transport: str, tmp_path: Path) -
     for row in [held, holding, *of_run]:
         assert row.keys() == KEYS
         assert row["memory"].keys() == {*_page.PURPOSES, "resident"}
-    assert of_run[0]["waits"].keys() == {"for_rank", "seconds", "operation", "unit", "where"}
+    assert of_run[0]["waits"].keys() == {
+        *("for_rank", "for_host", "seconds", "operation", "unit", "where")
+    }
 
 
 def rank_of(rank: int, **changes: Any) -> _ranks.Rank:
@@ -400,7 +402,7 @@ def test_a_page_that_is_right_is_read() -> None:
         (b"\0" * 100, "it ends after 100 bytes"),
         (random.Random(0).randbytes(8192), "it is no page of fsdp_c"),
         (own_page(magic=0), "it is no page of fsdp_c"),
-        (own_page(version=9), "its layout is version 9, and this fsdp_c reads 1"),
+        (own_page(version=9), "its layout is version 9, and this fsdp_c reads 2"),
         (own_page(n_bytes=1 << 40), "its numbers do not fit each other"),
         (own_page(names_bytes=1 << 40), "its numbers do not fit each other"),
         (own_page(n_events=1 << 60), "its numbers do not fit each other"),
