@@ -8,6 +8,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -564,15 +565,36 @@ def test_it_goes_on_until_it_is_stopped(
 ) -> None:
     with shown(with_unit(5, b"layers.0\0")):
         for module in ("rich", None):  # None: it cannot be imported
-            if module is None:
-                monkeypatch.setitem(sys.modules, "rich.live", None)
-            else:
-                pytest.importorskip(module)
-            watch_once(monkeypatch, "--run", "mine")
+            with monkeypatch.context() as patch:
+                if module is None:
+                    patch.setitem(sys.modules, "rich.live", None)
+                else:
+                    pytest.importorskip(module)
+                    patch.setattr(sys.stdout, "isatty", lambda: True)
+                watch_once(monkeypatch, "--run", "mine")
             written = capsys.readouterr().out
             assert "run mine: " in written and "layers.0" in written
     watch_once(monkeypatch, "--json", "--run", "mine")
     assert json.loads(capsys.readouterr().out)["ranks"] == []
+
+
+def test_a_pipe_gets_plain_lines_at_once() -> None:
+    """Also where rich is there, which would show them at the end."""
+    pytest.importorskip("rich")
+    watching = subprocess.Popen(
+        [*COMMAND, "--every", "0.1"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    patience = threading.Timer(PATIENCE_S, watching.kill)
+    patience.start()
+    try:
+        assert watching.stdout is not None
+        # Killed, it does not write what it has kept back.
+        line = watching.stdout.readline()
+        assert line.startswith(("run ", "no rank of fsdp_c", "pid ")), line
+    finally:
+        patience.cancel()
+        watching.kill()
+        watching.wait(20)
 
 
 def test_without_rich_a_terminal_is_told_what_to_install(
