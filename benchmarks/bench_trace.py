@@ -45,8 +45,8 @@ def launches(args: argparse.Namespace) -> list[Launch]:
     return [
         Launch(ranks, ["--traced", str(traced)])
         for ranks in args.ranks
-        for _ in range(starts)
-        for traced in (0, 1)
+        for start in range(starts)
+        for traced in ((0, 1), (1, 0))[start % 2]  # neither is always the later one
     ]
 
 

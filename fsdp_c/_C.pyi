@@ -95,6 +95,9 @@ class Transport:
     def awaited(self) -> tuple[int, float] | None:
         """The rank of the group, on another host, that this one waits for over rails, and for how
         many seconds. From any thread."""
+    def tell(self, *, rank: int, text: str) -> None:
+        """What has been found out about a rank of the group, while this one waits for it over
+        rails: `top` shows it."""
     def sent(self) -> list[tuple[int, int]]:
         """Bytes and messages that went to each host over rails, by its number; else empty."""
     def interrupt(self, why: str, /) -> None:

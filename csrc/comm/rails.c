@@ -2,6 +2,7 @@
 #include "comm/rails_impl.h"
 
 #include "base/clock.h"
+#include "window/window.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -104,14 +105,50 @@ void fc_rails_interrupt(const fc_message_ops *ops, const char *text)
     }
 }
 
+void fc_rails_tell(const fc_message_ops *ops, int rank, const char *text)
+{
+    fc_rails_wait wait;
+
+    if (fc_rails_waits(ops, &wait) && wait.rank == rank) {
+        fc_window_tell_of((uint64_t)wait.since_ns, text);
+    }
+}
+
+static const char *const op_names[FC_COMM_OP_COUNT] = {"all_gather", "reduce_scatter", "all_reduce",
+                                                       "broadcast",  "all_to_all",     "barrier"};
+
+/* Who looks at this process from outside sees the rank and its host; the unit, if the collective is
+ * one's, has been told. */
+static fc_window_waiting shown(const rails *r, int peer, fc_window_waiting around, int64_t since_ns)
+{
+    const bool is_unit = around.since_ns != 0;
+
+    return (fc_window_waiting){
+        .since_ns = (uint64_t)since_ns,
+        .rank = (uint64_t)r->global_ranks[peer],
+        .op = is_unit ? around.op : fc_window_name(op_names[r->header.op]),
+        .unit = is_unit ? around.unit : 0,
+        .host = fc_window_name(r->names[r->hosts[peer]]),
+        .step = is_unit ? around.step : 0,
+    };
+}
+
 static fc_status await_peer(rails *r, int peer, fc_status (*await)(void *context, int rank))
 {
+    const int64_t since_ns = fc_now_ns();
+    const fc_window_waiting around = fc_window_waits();
+    const fc_window_waiting what = shown(r, peer, around, since_ns);
     fc_status st;
 
+    (void)fc_window_wait_for(what);
     atomic_store_explicit(&r->awaited, peer, memory_order_relaxed);
-    atomic_store_explicit(&r->awaited_since, fc_now_ns(), memory_order_release);
+    atomic_store_explicit(&r->awaited_since, since_ns, memory_order_release);
     st = await(r->ops.context, peer);
     atomic_store_explicit(&r->awaited_since, 0, memory_order_release);
+    (void)fc_window_wait_for(around);
+    if (fc_window_traces()) {
+        fc_window_waited(what, fc_now_ns());
+    }
     return st;
 }
 
@@ -212,11 +249,8 @@ static fc_status line_to(rails *r, const rails_call *call, int peer, rails_line 
 
 static void describe(const rails_header *header, char *out, size_t bytes)
 {
-    static const char *const names[FC_COMM_OP_COUNT] = {
-        "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "barrier"};
-
     (void)snprintf(out, bytes, "%s of %llu bytes of %s (call %llu)",
-                   header->op < FC_COMM_OP_COUNT ? names[header->op] : "?",
+                   header->op < FC_COMM_OP_COUNT ? op_names[header->op] : "?",
                    (unsigned long long)header->bytes,
                    header->dtype < FC_DTYPE_COUNT ? fc_dtype_name((fc_dtype)header->dtype) : "?",
                    (unsigned long long)header->sequence);

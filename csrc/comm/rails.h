@@ -78,6 +78,9 @@ typedef struct fc_rails_wait {
 
 /* False: it waits for none; also of operations that are no rails. From any thread. */
 bool fc_rails_waits(const fc_message_ops *ops, fc_rails_wait *out);
+/* What has been found out about a rank of the group, while this one waits for it: for those who
+ * look at this process from outside. By one thread at a time, whichever it is. */
+void fc_rails_tell(const fc_message_ops *ops, int rank, const char *text);
 /* What this rank waits for on rails, now or next, fails with `text` as the cause, and so do this
  * host's other ranks. From any thread. */
 void fc_rails_interrupt(const fc_message_ops *ops, const char *text);

@@ -141,18 +141,27 @@ static fc_status counted(fc_unit *unit, size_t n_units, fc_wait_kind kind, int64
 }
 
 /* Ranks meet, and the transport learns whose collective comes. */
+static fc_status make_ready(fc_unit *unit, size_t n_units, const char *op, uint64_t detail,
+                            const fc_message_ops *messages)
+{
+    FC_TRY(meet(unit, n_units, op, detail));
+    return messages->begin != NULL ? messages->begin(messages->context, unit->index) : FC_OK;
+}
+
 static fc_status begin(fc_unit *unit, size_t n_units, const char *op, uint64_t detail,
                        const fc_message_ops **messages_out, int64_t *start_ns_out)
 {
     const fc_message_ops *messages = fc_transport_messages(unit->domain->transport);
+    fc_status st;
 
-    FC_TRY(meet(unit, n_units, op, detail));
-    if (messages->begin != NULL) {
-        FC_TRY(messages->begin(messages->context, unit->index));
+    (void)fc_window_wait_for(shown(unit, op, fc_now_ns())); /* to meet is to wait, too */
+    st = make_ready(unit, n_units, op, detail, messages);
+    if (st != FC_OK) {
+        (void)fc_window_wait_for((fc_window_waiting){.since_ns = 0});
+        return st;
     }
     *messages_out = messages;
     *start_ns_out = fc_now_ns();
-    (void)fc_window_wait_for(shown(unit, op, *start_ns_out));
     return FC_OK;
 }
 

@@ -4,7 +4,7 @@
  * user find in /proc/PID/fd. Only the process writes, others never do. fsdp_c/_window/_page.py
  * reads it and knows these numbers, too: another layout is another FC_WINDOW_VERSION.
  *
- *     head, now, use, wait, error | names | events, if the process traces
+ *     head, now, use, wait, error, told | names | events, if the process traces
  *
  * Words are 8 bytes, in the machine's order. Blocks that begin with `n_writes` have it odd while
  * their owner writes: who reads takes the block between two looks at the same even number. Names
@@ -24,11 +24,12 @@ extern "C" {
 
 #define FC_WINDOW_NAME "window-of-fsdp_c"
 #define FC_WINDOW_MAGIC UINT64_C(0x77696e646f776663)
-#define FC_WINDOW_VERSION 1
+#define FC_WINDOW_VERSION 2
 
 #define FC_WINDOW_RUN_BYTES 128
 #define FC_WINDOW_PLACE_BYTES 232
 #define FC_WINDOW_ERROR_BYTES 1000
+#define FC_WINDOW_TOLD_BYTES 496
 #define FC_WINDOW_BEGAN 32 /* beginnings of steps that are kept */
 #define FC_WINDOW_NAMES_AT FC_PAGE
 #define FC_WINDOW_NAMES_BYTES ((size_t)124 << 10)
@@ -85,6 +86,8 @@ typedef struct fc_window_wait {
     uint64_t rank; /* global, of who is waited for */
     uint64_t op, unit;
     uint64_t step;
+    uint64_t
+        host; /* the name of that rank's, if it is another one; 0: it is not, or nobody knows */
     char place[FC_WINDOW_PLACE_BYTES]; /* where the program of that rank is; empty: not known */
 } fc_window_wait;
 
@@ -94,6 +97,13 @@ typedef struct fc_window_error {
     uint64_t at_ns;
     char text[FC_WINDOW_ERROR_BYTES]; /* of the last one */
 } fc_window_error;
+
+/* What another thread than the one that waits has found out about who is waited for. */
+typedef struct fc_window_told {
+    uint64_t n_writes;
+    uint64_t since_ns; /* of the wait that it is about: of no other one, and of none that is over */
+    char text[FC_WINDOW_TOLD_BYTES];
+} fc_window_told;
 
 typedef enum fc_window_event_kind {
     FC_WINDOW_EVENT_NONE,
@@ -124,6 +134,7 @@ typedef struct fc_window_page {
     fc_window_wait wait;
     char align_error[512 - sizeof(fc_window_wait)];
     fc_window_error error;
+    fc_window_told told;
 } fc_window_page;
 
 #ifdef __cplusplus

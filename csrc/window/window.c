@@ -18,7 +18,8 @@
 static_assert(sizeof(fc_window_event) == 32, "read by other programs");
 static_assert(sizeof(fc_window_page) <= FC_WINDOW_NAMES_AT, "names come behind it");
 static_assert(offsetof(fc_window_page, now) == 512 && offsetof(fc_window_page, use) == 1024 &&
-                  offsetof(fc_window_page, wait) == 1536 && offsetof(fc_window_page, error) == 2048,
+                  offsetof(fc_window_page, wait) == 1536 &&
+                  offsetof(fc_window_page, error) == 2048 && offsetof(fc_window_page, told) == 3072,
               "read by other programs");
 
 #define FALLOCATE_TRIES 100
@@ -309,16 +310,24 @@ void fc_window_enter(fc_window_phase phase, uint64_t step)
     }
 }
 
-fc_window_waiting fc_window_wait_for(fc_window_waiting what)
+fc_window_waiting fc_window_waits(void)
 {
-    fc_window_wait *wait = &fc_window_page_->wait;
-    const fc_window_waiting before = {
+    const fc_window_wait *wait = &fc_window_page_->wait;
+
+    return (fc_window_waiting){
         .since_ns = wait->is_waiting != 0 ? wait->since_ns : 0,
         .rank = wait->rank,
         .op = (uint32_t)wait->op,
         .unit = (uint32_t)wait->unit,
+        .host = (uint32_t)wait->host,
         .step = wait->step,
     };
+}
+
+fc_window_waiting fc_window_wait_for(fc_window_waiting what)
+{
+    fc_window_wait *wait = &fc_window_page_->wait;
+    const fc_window_waiting before = fc_window_waits();
 
     turn(&wait->n_writes);
     put(&wait->is_waiting, what.since_ns != 0);
@@ -327,6 +336,7 @@ fc_window_waiting fc_window_wait_for(fc_window_waiting what)
     put(&wait->op, what.op);
     put(&wait->unit, what.unit);
     put(&wait->step, what.step);
+    put(&wait->host, what.host);
     put((uint64_t *)(void *)wait->place, 0);
     turn(&wait->n_writes);
     return before;
@@ -339,6 +349,16 @@ void fc_window_tell_place(const char *text)
     turn(&wait->n_writes);
     put_text(wait->place, text, sizeof(wait->place));
     turn(&wait->n_writes);
+}
+
+void fc_window_tell_of(uint64_t since_ns, const char *text)
+{
+    fc_window_told *told = &fc_window_page_->told;
+
+    turn(&told->n_writes);
+    put(&told->since_ns, since_ns);
+    put_text(told->text, text, sizeof(told->text));
+    turn(&told->n_writes);
 }
 
 void fc_window_waited(fc_window_waiting what, int64_t until_ns)

@@ -6,7 +6,8 @@
  * are ordered and no more. Until the page is opened, and in a child made by fork, it is private
  * memory that nobody sees.
  *
- * Threading: by one thread at a time, as the calls of a rank are; names may be told by any thread.
+ * Threading: by one thread at a time, as the calls of a rank are; names may be told by any thread,
+ * and what fc_window_tell_of tells by another one.
  */
 #ifndef FC_WINDOW_WINDOW_H
 #define FC_WINDOW_WINDOW_H
@@ -45,13 +46,18 @@ typedef struct fc_window_waiting {
     uint64_t since_ns; /* 0: nothing */
     uint64_t rank;     /* global; FC_WINDOW_ALL */
     uint32_t op, unit; /* names */
+    uint32_t host;     /* a name; 0: this one, or it is not known */
     uint64_t step;
 } fc_window_waiting;
 
+/* What it waits for now. */
+fc_window_waiting fc_window_waits(void);
 /* From now on; returns what it was before, which is to be told again when this wait is over. */
 fc_window_waiting fc_window_wait_for(fc_window_waiting what);
 /* Where the one that is waited for is; NULL or empty: not known. */
 void fc_window_tell_place(const char *text);
+/* What is known of the one that the wait which began at `since_ns` is for. */
+void fc_window_tell_of(uint64_t since_ns, const char *text);
 /* A wait is over; for the trace alone. */
 void fc_window_waited(fc_window_waiting what, int64_t until_ns);
 

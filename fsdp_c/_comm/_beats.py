@@ -92,6 +92,7 @@ class Watch:
 
     def _judge(self, watched: _Watched, peer: int, waited_s: float) -> None:
         silent_s, why = self._silence(watched, peer, waited_s - _ASK_S)
+        watched.transport.tell(rank=peer, text=why)
         if waited_s >= notice_at(watched.n_notices):
             watched.n_notices += 1
             line = (

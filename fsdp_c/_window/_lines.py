@@ -69,6 +69,7 @@ def waits_of(rank: Rank) -> str:
     if wait is None:
         return "-"
     whom = "others" if wait.for_rank is None else f"rank {wait.for_rank}"
+    whom += f" on {wait.for_host}" if wait.for_host else ""
     unit = f" of {wait.unit}" if wait.unit else ""
     return f"{whom}, {duration(wait.seconds)}: {wait.operation}{unit}"
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 NAME = "window-of-fsdp_c"
-VERSION = 1
+VERSION = 2
 MAGIC = 0x77696E646F776663
 
 PHASES = (
@@ -29,13 +29,14 @@ EVENTS = ("none", "phase", "unit", "passed", "left", "wait")
 
 # Where blocks begin, and what is in them. Native order and sizes: pages are read where they are
 # written.
-HEAD_AT, NOW_AT, USE_AT, WAIT_AT, ERROR_AT, NAMES_AT = 0, 512, 1024, 1536, 2048, 4096
+HEAD_AT, NOW_AT, USE_AT, WAIT_AT, ERROR_AT, TOLD_AT, NAMES_AT = 0, 512, 1024, 1536, 2048, 3072, 4096
 BEGAN = 32
 HEAD = struct.Struct("=10Q128s")
 NOW = struct.Struct(f"={5 + BEGAN + len(PURPOSES)}Q")
 USE = struct.Struct("=2Q")
-WAIT = struct.Struct("=7Q232s")
+WAIT = struct.Struct("=8Q232s")
 ERROR = struct.Struct("=3Q1000s")
+TOLD = struct.Struct("=2Q496s")
 EVENT = struct.Struct("=2Q3Ii")
 WORD = struct.Struct("=Q")
 
@@ -82,6 +83,7 @@ class Wait:
     op: str
     unit: str
     step: int
+    host: str  # of that rank, if it is another one; empty: it is not, or nobody knows
     place: str
 
 
@@ -193,14 +195,26 @@ class Page:
         )
 
     def wait(self) -> Wait | None:
-        _, is_waiting, since, rank, op, unit, step, place = self._block(WAIT_AT, WAIT)
+        _, is_waiting, since, rank, op, unit, step, host, place = self._block(WAIT_AT, WAIT)
         if not is_waiting:
             return None
         whom = None if rank == _NO_RANK else int(rank)
         assert isinstance(place, bytes)
         return Wait(
-            int(since), whom, self.name(int(op)), self.name(int(unit)), int(step), text_of(place)
+            int(since),
+            whom,
+            self.name(int(op)),
+            self.name(int(unit)),
+            int(step),
+            self.name(int(host)),
+            text_of(place) or self._told_of(int(since)),
         )
+
+    def _told_of(self, since_ns: int) -> str:
+        """What another thread than the one that waits knows of the one that it waits for."""
+        _, since, text = self._block(TOLD_AT, TOLD)
+        assert isinstance(text, bytes)
+        return text_of(text) if since == since_ns else ""
 
     def error(self) -> Error | None:
         _, n_errors, at, text = self._block(ERROR_AT, ERROR)

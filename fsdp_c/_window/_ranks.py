@@ -23,6 +23,7 @@ class Waits:
     operation: str
     unit: str  # empty: none
     where: str  # what is known of the place of the one that is waited for; empty: nothing
+    for_host: str = ""  # where that rank is; empty: on this host, or it is not known
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,14 @@ def _rank(pid: int, page: Page) -> Rank:
         steps_per_second=_rate(state.began_ns, now_ns),
         waits=None
         if wait is None
-        else Waits(wait.rank, _seconds(wait.since_ns, now_ns), wait.op, wait.unit, wait.place),
+        else Waits(
+            wait.rank,
+            _seconds(wait.since_ns, now_ns),
+            wait.op,
+            wait.unit,
+            wait.place,
+            wait.host,
+        ),
         memory=memory,
         error=None
         if error is None
@@ -171,8 +179,13 @@ def _sentence(whom: int, held: Rank | None, waiting: list[Rank]) -> str:
     assert longest.waits is not None
     ranks = ", ".join(str(rank.rank) for rank in sorted(waiting, key=lambda rank: rank.rank))
     those = f"ranks {ranks} wait" if len(waiting) > 1 else f"rank {ranks} waits"
-    text = f"{those} for rank {whom}, for {longest.waits.seconds:.1f} s"
-    if held is None:
+    direct = [r.waits for r in waiting if r.waits and r.waits.for_rank == whom]
+    host = next((waits.for_host for waits in direct if waits.for_host), "")
+    at = f" on host {host}" if host else ""
+    text = f"{those} for rank {whom}{at}, for {longest.waits.seconds:.1f} s"
+    if held is None and host:
+        text += "; top shows there what it does"
+    elif held is None:
         text += "; it is on another host, or its page cannot be read"
     else:
         unit = f" of unit {held.unit}" if held.unit else ""
@@ -181,6 +194,5 @@ def _sentence(whom: int, held: Rank | None, waiting: list[Rank]) -> str:
             f"; it (pid {held.pid}){stopped} has been in step {held.step}, {held.phase}{unit}, for"
             f" {held.phase_seconds:.1f} s"
         )
-    direct = [r.waits.where for r in waiting if r.waits and r.waits.for_rank == whom]
-    where = next((text for text in direct if text), "")
+    where = next((waits.where for waits in direct if waits.where), "")
     return f"{text}; {where}" if where else text

@@ -62,6 +62,9 @@ def _print_json(seen: _processes.Seen, options: argparse.Namespace) -> None:
 
 
 def _watch(seen: _processes.Seen, options: argparse.Namespace) -> None:
+    if not sys.stdout.isatty():  # rich would show a pipe or a file nothing before the end
+        _watch_plainly(seen, options)
+        return
     try:
         from rich.live import Live
     except ImportError:
@@ -69,7 +72,7 @@ def _watch(seen: _processes.Seen, options: argparse.Namespace) -> None:
         return
     from fsdp_c._window import _table
 
-    with Live(screen=sys.stdout.isatty(), auto_refresh=False) as live:
+    with Live(screen=True, auto_refresh=False) as live:
         while True:
             table = _table.of(_look(seen, options.run), live.console.width)
             live.update(table, refresh=True)

@@ -241,6 +241,27 @@ static void test_wait_within_a_wait(int fd)
     CHECK_EQ(read_page(fd).wait.is_waiting, 0);
 }
 
+static void test_what_another_thread_tells(int fd)
+{
+    const fc_window_waiting what = {
+        .since_ns = 70, .rank = 4, .op = 3, .host = fc_window_name("host1"), .step = 10};
+    const fc_window_waiting before = fc_window_wait_for(what);
+    fc_window_page page;
+
+    CHECK_EQ(fc_window_waits().since_ns, 70);
+    CHECK_EQ(fc_window_waits().host, what.host);
+    fc_window_tell_of(70, "host host1 answers");
+    page = read_page(fd);
+    CHECK_STR(read_name(fd, page.wait.host), "host1");
+    CHECK_STR(page.wait.place, "");
+    CHECK_EQ(page.told.n_writes % 2, 0);
+    CHECK_EQ(page.told.since_ns, page.wait.since_ns);
+    CHECK_STR(page.told.text, "host host1 answers");
+    (void)fc_window_wait_for(before);
+    CHECK_EQ(read_page(fd).wait.host, 0);
+    CHECK_EQ(fc_window_waits().since_ns, 0);
+}
+
 static void test_errors(int fd)
 {
     char text[2 * FC_WINDOW_ERROR_BYTES];
@@ -318,6 +339,7 @@ int main(void)
     test_head(fd);
     test_phases(fd);
     test_wait_within_a_wait(fd);
+    test_what_another_thread_tells(fd);
     test_errors(fd);
     test_events_come_round(fd);
     test_child_has_none(fd);

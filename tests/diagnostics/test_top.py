@@ -8,6 +8,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -222,7 +223,9 @@ def test_a_rank_that_holds_up_another_is_named(transport: str, tmp_path: Path) -
     for row in [held, holding, *of_run]:
         assert row.keys() == KEYS
         assert row["memory"].keys() == {*_page.PURPOSES, "resident"}
-    assert of_run[0]["waits"].keys() == {"for_rank", "seconds", "operation", "unit", "where"}
+    assert of_run[0]["waits"].keys() == {
+        *("for_rank", "for_host", "seconds", "operation", "unit", "where")
+    }
 
 
 def rank_of(rank: int, **changes: Any) -> _ranks.Rank:
@@ -400,7 +403,7 @@ def test_a_page_that_is_right_is_read() -> None:
         (b"\0" * 100, "it ends after 100 bytes"),
         (random.Random(0).randbytes(8192), "it is no page of fsdp_c"),
         (own_page(magic=0), "it is no page of fsdp_c"),
-        (own_page(version=9), "its layout is version 9, and this fsdp_c reads 1"),
+        (own_page(version=9), "its layout is version 9, and this fsdp_c reads 2"),
         (own_page(n_bytes=1 << 40), "its numbers do not fit each other"),
         (own_page(names_bytes=1 << 40), "its numbers do not fit each other"),
         (own_page(n_events=1 << 60), "its numbers do not fit each other"),
@@ -562,15 +565,36 @@ def test_it_goes_on_until_it_is_stopped(
 ) -> None:
     with shown(with_unit(5, b"layers.0\0")):
         for module in ("rich", None):  # None: it cannot be imported
-            if module is None:
-                monkeypatch.setitem(sys.modules, "rich.live", None)
-            else:
-                pytest.importorskip(module)
-            watch_once(monkeypatch, "--run", "mine")
+            with monkeypatch.context() as patch:
+                if module is None:
+                    patch.setitem(sys.modules, "rich.live", None)
+                else:
+                    pytest.importorskip(module)
+                    patch.setattr(sys.stdout, "isatty", lambda: True)
+                watch_once(monkeypatch, "--run", "mine")
             written = capsys.readouterr().out
             assert "run mine: " in written and "layers.0" in written
     watch_once(monkeypatch, "--json", "--run", "mine")
     assert json.loads(capsys.readouterr().out)["ranks"] == []
+
+
+def test_a_pipe_gets_plain_lines_at_once() -> None:
+    """Also where rich is there, which would show them at the end."""
+    pytest.importorskip("rich")
+    watching = subprocess.Popen(
+        [*COMMAND, "--every", "0.1"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    patience = threading.Timer(PATIENCE_S, watching.kill)
+    patience.start()
+    try:
+        assert watching.stdout is not None
+        # Killed, it does not write what it has kept back.
+        line = watching.stdout.readline()
+        assert line.startswith(("run ", "no rank of fsdp_c", "pid ")), line
+    finally:
+        patience.cancel()
+        watching.kill()
+        watching.wait(20)
 
 
 def test_without_rich_a_terminal_is_told_what_to_install(

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = re.findall(
-    r"^```\n((?:export [^\n]*\n)*(?:srun|mpirun|mpiexec) .*?)^```",
+    r"^```\n((?:#[^\n]*\n|export [^\n]*\n)*(?:srun|mpirun|mpiexec) .*?)^```",
     (ROOT / "docs/launching.md").read_text(),
     re.MULTILINE | re.DOTALL,
 )
@@ -36,8 +36,8 @@ while words[0].startswith("-"):
         given[key] = words.pop(0)
     else:
         sizes[option] = int(words.pop(0))
-nodes = sizes.get("--nodes", 1)
-local = sizes["--ntasks-per-node"] if name == "srun" else sizes["-n"]
+nodes = int(os.environ["SLURM_NNODES"]) if name == "srun" else 1
+local = int(os.environ["SLURM_NTASKS_PER_NODE"]) if name == "srun" else sizes["-n"]
 n = nodes * local
 
 def variables(rank):
@@ -102,6 +102,14 @@ def on_this_host(command: str) -> tuple[str, int]:
     return text.replace("--nodes 2 --ntasks-per-node 8", "--nodes 1 --ntasks-per-node 2"), 2
 
 
+def of_batch(text: str) -> dict[str, str]:
+    """What sbatch tells a script, and srun asks it for, of the options in its second line."""
+    (line,) = re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE) or [""]
+    names = {"nodes": "NNODES", "ntasks-per-node": "NTASKS_PER_NODE"}
+    options = dict(re.findall(r"--([\w-]+) (\d+)", line))
+    return {f"SLURM_{names[key]}": options[key] for key in names if key in options}
+
+
 def test_commands_are_there() -> None:
     assert [re.search(r"srun|mpirun|mpiexec", command)[0] for command in COMMANDS] == [
         *("srun", "srun", "mpirun", "mpiexec")
@@ -117,6 +125,7 @@ def test_command_trains_on_two_ranks(command: str, tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith(outer)}
     env |= {"PATH": f"{tmp_path / 'tools'}:{env['PATH']}", "PYTHONPATH": str(ROOT)}
     env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "nodes[1-2]"}  # of an allocation
+    env |= of_batch(text)
     done = subprocess.run(
         ["bash", "-ec", text], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
     )

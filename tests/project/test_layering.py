@@ -63,7 +63,7 @@ MAY_INCLUDE = {
     "device": ["base", "kernels"],
     "window": ["base"],
     "transport": ["base", "device", "window"],
-    "comm": ["base", "kernels", "transport"],
+    "comm": ["base", "kernels", "window", "transport"],
     "engine": ["base", "kernels", "device", "window", "transport", "comm"],
     "libtorch": ["base", "kernels", "device", "transport", "comm"],
     "bind": ("base kernels optim snapshot device window transport comm engine libtorch".split()),

@@ -96,6 +96,15 @@ Ref transport_awaited(Transport &self)
     return checked(Py_BuildValue("(id)", wait.rank, seconds));
 }
 
+void transport_tell(Transport &self, Fields &given)
+{
+    const int rank = given.integer("rank");
+    const char *text = given.text("text");
+
+    given.end();
+    fc_rails_tell(fc_transport_messages(self.core.get()), rank, text);
+}
+
 void transport_interrupt(Transport &self, PyObject *why)
 {
     fc_rails_interrupt(fc_transport_messages(self.core.get()), text_from(why));
@@ -129,6 +138,7 @@ PyMethodDef transport_methods[] = {
     method<[](Transport &self) { return fc_transport_check(self.core.get()); }>("check"),
     method<transport_abort>("abort"),
     method<transport_awaited>("awaited"),
+    method<transport_tell>("tell"),
     method<transport_sent>("sent"),
     method<transport_interrupt>("interrupt"),
     {},
