@@ -119,25 +119,27 @@ static const char *const op_names[FC_COMM_OP_COUNT] = {"all_gather", "reduce_sca
 
 /* Who looks at this process from outside sees the rank and its host; the unit, if the collective is
  * one's, has been told. */
-static fc_window_waiting shown(const rails *r, int peer, fc_window_waiting around, int64_t since_ns)
+static fc_window_waiting shown(const rails *r, const rails_call *call, int peer,
+                               fc_window_waiting around, int64_t since_ns)
 {
     const bool is_unit = around.since_ns != 0;
 
     return (fc_window_waiting){
         .since_ns = (uint64_t)since_ns,
         .rank = (uint64_t)r->global_ranks[peer],
-        .op = is_unit ? around.op : fc_window_name(op_names[r->header.op]),
+        .op = is_unit ? around.op : fc_window_name(op_names[call->header.op]),
         .unit = is_unit ? around.unit : 0,
         .host = fc_window_name(r->names[r->hosts[peer]]),
         .step = is_unit ? around.step : 0,
     };
 }
 
-static fc_status await_peer(rails *r, int peer, fc_status (*await)(void *context, int rank))
+static fc_status await_peer(rails *r, const rails_call *call, int peer,
+                            fc_status (*await)(void *context, int rank))
 {
     const int64_t since_ns = fc_now_ns();
     const fc_window_waiting around = fc_window_waits();
-    const fc_window_waiting what = shown(r, peer, around, since_ns);
+    const fc_window_waiting what = shown(r, call, peer, around, since_ns);
     fc_status st;
 
     (void)fc_window_wait_for(what);
@@ -332,9 +334,9 @@ fc_status rails_receive(rails *r, const rails_call *call, int peer, void *data, 
     return is_inline(call) ? FC_OK : receive_now(r, peer, call->key, data, bytes);
 }
 
-static fc_status sent_now(rails *r, int peer)
+static fc_status sent_now(rails *r, const rails_call *call, int peer)
 {
-    const fc_status st = await_peer(r, peer, r->ops.await_sent);
+    const fc_status st = await_peer(r, call, peer, r->ops.await_sent);
 
     return st == FC_OK ? st : fail(r, peer, "could not send to", st);
 }
@@ -348,14 +350,14 @@ fc_status rails_await_sent(rails *r, const rails_call *call, int peer, size_t by
     }
     if (line->awaited_out != call->header.sequence) {
         line->awaited_out = call->header.sequence;
-        FC_TRY(sent_now(r, peer));
+        FC_TRY(sent_now(r, call, peer));
     }
-    return is_inline(call) ? FC_OK : sent_now(r, peer);
+    return is_inline(call) ? FC_OK : sent_now(r, call, peer);
 }
 
-static fc_status received_now(rails *r, int peer)
+static fc_status received_now(rails *r, const rails_call *call, int peer)
 {
-    const fc_status st = await_peer(r, peer, r->ops.await_received);
+    const fc_status st = await_peer(r, call, peer, r->ops.await_received);
 
     return st == FC_OK ? st : fail(r, peer, "waited in vain for", st);
 }
@@ -369,13 +371,13 @@ fc_status rails_await_received(rails *r, const rails_call *call, int peer, size_
     }
     if (line->awaited_in != call->header.sequence) {
         line->awaited_in = call->header.sequence;
-        FC_TRY(received_now(r, peer));
+        FC_TRY(received_now(r, call, peer));
         FC_TRY(check_frame(r, call, peer, &line->in));
         if (is_inline(call)) {
             memcpy(line->inline_to, line->in.data, line->inline_bytes);
         }
     }
-    return is_inline(call) ? FC_OK : received_now(r, peer);
+    return is_inline(call) ? FC_OK : received_now(r, call, peer);
 }
 
 fc_status rails_reserve(rails_buffer *buffer, size_t bytes)
