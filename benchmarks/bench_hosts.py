@@ -2,7 +2,8 @@
 sharding adds to a step of many small units, and backward's gathers from all ranks or from a host's.
 
 Hosts are network, process and mount spaces of this machine (tests/support/hosts.py), whose ranks
-share its cores: what is measured is work and latency, not a network's rate.
+share its cores: what is measured is work and latency; with --rate also how much of the time on the
+wire is hidden behind computation.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=bench_step.Config.layers)
     parser.add_argument("--units", type=int, default=50)
     parser.add_argument("--budget-s", type=float, help="of each part of a row")
+    parser.add_argument("--rate", help='of what a host sends, as tc has it: "1gbit"; default: any')
 
 
 def worlds(text: str) -> list[tuple[int, ...]]:
@@ -146,8 +148,19 @@ def time_reshards(args: argparse.Namespace, cases: dict[str, Any], per_host: int
     return measuring.measure(steps, rounds=40, block_s=0.5, budget_s=budget_of(args))
 
 
+def limit_rate(rate: str, hosts: tuple[int, ...]) -> None:
+    import namespaces
+    import torch.distributed as dist
+
+    if dist.get_rank() in [sum(hosts[:host]) for host in range(len(hosts))]:
+        namespaces.limit_rate(rate)
+    dist.barrier()
+
+
 def work(args: argparse.Namespace) -> list[Row]:
     hosts = next(launch.hosts for launch in launches(args) if launch.is_this())
+    if args.rate:
+        limit_rate(args.rate, hosts)
     cases = ways(args)
     rows: list[Row] = [
         {"what": "step", "hosts": hosts, "times": time_steps(args, cases)},
@@ -166,7 +179,8 @@ def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
     steps = report.Table(
         "Training step of a GPT over hosts, over the same work without communication (fp32)",
         ["hosts x ranks", "floor", *[f"{name} / floor" for name in names], "goal", "samples"],
-        note="The GPT of bench_step.py, 2 x 128 tokens a rank. One machine is all hosts.",
+        note="The GPT of bench_step.py, 2 x 128 tokens a rank. One machine is all hosts"
+        + (f", each of which sends at most {args.rate}." if args.rate else "."),
     )
     units = report.Table(
         f"Host us per unit and step that sharding adds, {args.units} x Linear(16, 16)",

@@ -8,7 +8,8 @@
 
 /* ---- scratch memory ---- */
 
-fc_status reduction_scratch(fc_reduction *r, size_t bytes, scratch_part *out)
+/* Zeros in its mask alone. */
+static fc_status take_scratch(fc_reduction *r, size_t bytes, scratch_part *out)
 {
     const size_t mask_bytes = r->shard->layout.mask_words * sizeof(uint64_t);
     const size_t mask_at = fc_round_up(bytes, FC_ALIGN);
@@ -16,7 +17,14 @@ fc_status reduction_scratch(fc_reduction *r, size_t bytes, scratch_part *out)
 
     FC_TRY(fc_slots_acquire(r->scratch, mask_at + mask_bytes, &memory));
     *out = (scratch_part){.data = memory, .mask = (void *)((char *)memory + mask_at)};
-    memset(memory, 0, mask_at + mask_bytes);
+    memset(out->mask, 0, mask_bytes);
+    return FC_OK;
+}
+
+fc_status reduction_scratch(fc_reduction *r, size_t bytes, scratch_part *out)
+{
+    FC_TRY(take_scratch(r, bytes, out));
+    memset(out->data, 0, bytes);
     return FC_OK;
 }
 
@@ -289,11 +297,46 @@ static fc_status add_to_batch(fc_reduction *r, const fc_gradient *grads)
     return FC_OK;
 }
 
+/* Zeros where no gradient is written. Parameters lie in a section in their order. */
+static void clear_rest(const fc_layout *layout, const fc_gradient *grads, const fc_section *section,
+                       char *parts)
+{
+    for (int rank = 0; rank < layout->n_ranks; rank++) {
+        char *row = parts + (size_t)layout->n_ranks * section->at + (size_t)rank * section->bytes;
+        size_t at = 0;
+
+        for (size_t i = 0; i < layout->n_params; i++) {
+            const fc_param *p = &layout->params[i];
+
+            if (grads[i].data != NULL && fc_layout_section(layout, p) == section) {
+                memset(row + at, 0, p->part_at - section->at - at);
+                at = p->part_at - section->at +
+                     p->outer * fc_layout_rows(p, rank, layout->n_ranks) * p->inner *
+                         fc_dtype_bytes(p->reduce);
+            }
+        }
+        memset(row + at, 0, section->bytes - at);
+    }
+}
+
+static void clear_rests(const fc_reduction *r, const fc_gradient *grads, char *parts)
+{
+    const fc_layout *layout = &r->shard->layout;
+
+    for (size_t i = 0; i < layout->n_sections; i++) {
+        clear_rest(layout, grads, &layout->sections[i], parts);
+    }
+    for (size_t i = 0; r->moves_frozen && i < layout->n_frozen; i++) {
+        clear_rest(layout, grads, &layout->frozen[i], parts);
+    }
+}
+
 /* Whole sections, zeros for what a rank has no gradient of: sizes always agree. */
 static void stage_sections(fc_reduction *r, const fc_gradient *grads, char *parts)
 {
     const fc_layout *layout = &r->shard->layout;
 
+    clear_rests(r, grads, parts);
     for (size_t i = 0; i < layout->n_params; i++) {
         if (grads[i].data != NULL) {
             const fc_section *section = fc_layout_section(layout, &layout->params[i]);
@@ -359,7 +402,7 @@ static fc_status submit_messages(fc_reduction *r, const fc_gradient *grads, void
         return add_to_batch(r, grads);
     }
     FC_TRY(reduction_end_begun(r->shard->domain));
-    FC_TRY(reduction_scratch(r, (size_t)layout->n_ranks * bytes, &parts));
+    FC_TRY(take_scratch(r, (size_t)layout->n_ranks * bytes, &parts));
     stage_sections(r, grads, parts.data);
     status = reduction_begin_sum(r, &parts, options);
     if (status == FC_AGAIN) {

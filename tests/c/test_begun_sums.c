@@ -9,11 +9,13 @@
 
 #define N_UNITS 2
 #define N_RANKS 2
+#define N_PARAMS 3
 #define NUMEL ((size_t)6)
+#define ODD ((size_t)5) /* of the others: one rank has less */
 
 typedef struct owner {
     fc_reduction *reduction;
-    float sum[NUMEL / N_RANKS];
+    float sum[N_PARAMS][NUMEL / N_RANKS];
     bool has;
 } owner;
 
@@ -21,6 +23,7 @@ static bool is_lent; /* what is sent is read to the end */
 static int n_begun, n_ended, n_dropped, n_at_once;
 static const char *begun_send;
 static size_t begun_numel;
+static char kept[4096]; /* what was sent last */
 
 /* ---- the owner ---- */
 
@@ -54,8 +57,7 @@ static fc_status get_target(void *of, size_t param, void **out, bool *accumulate
 {
     owner *o = of;
 
-    CHECK_EQ(param, 0);
-    *out = o->sum;
+    *out = o->sum[param];
     *accumulate = o->has;
     return FC_OK;
 }
@@ -144,14 +146,12 @@ static fc_status barrier(void *context)
 
 static fc_status sum_begin(void *context, void *send, size_t numel, fc_dtype dtype, bool *lent_out)
 {
-    static char kept[NUMEL * sizeof(float) + 1024];
-
     (void)context, (void)dtype;
     if (begun_send != NULL) {
         return FC_AGAIN;
     }
-    CHECK_OR_EXIT(numel * sizeof(float) <= sizeof(kept));
-    memcpy(kept, send, numel * sizeof(float));
+    CHECK_OR_EXIT(N_RANKS * numel * sizeof(float) <= sizeof(kept));
+    memcpy(kept, send, N_RANKS * numel * sizeof(float));
     begun_send = is_lent ? send : kept;
     begun_numel = numel;
     *lent_out = is_lent;
@@ -210,7 +210,7 @@ typedef struct world {
 static void make_world(world *w)
 {
     fc_param param = {.outer = 1,
-                      .rows = NUMEL,
+                      .rows = ODD,
                       .inner = 1,
                       .orig = FC_F32,
                       .compute = FC_F32,
@@ -219,7 +219,10 @@ static void make_world(world *w)
                       .has_grad = true,
                       .is_counted = true,
                       .trainable = true};
-    const fc_unit_desc units[N_UNITS] = {{"first", &param, 1}, {"second", &param, 1}};
+    fc_param params[N_PARAMS] = {param, param, param};
+    const fc_unit_desc units[N_UNITS] = {{"first", params, N_PARAMS}, {"second", params, N_PARAMS}};
+
+    params[0].rows = NUMEL;
 
     *w = (world){.transport = create_transport()};
     n_begun = n_ended = n_dropped = n_at_once = 0;
@@ -256,18 +259,26 @@ static void open(world *w)
     fc_domain_open(w->domain, (fc_opening){FC_PHASE_BACKWARD, 0, FC_UPDATES_UNKNOWN});
 }
 
-static void submit(world *w, size_t u, float value)
+/* Gradients of the first `n` parameters. */
+static void submit_some(world *w, size_t u, float value, size_t n)
 {
     static const fc_reduce_options options = {2, true, false};
     float *data = malloc(NUMEL * sizeof(*data));
-    fc_gradient *grads = malloc(sizeof(*grads));
+    fc_gradient *grads = calloc(N_PARAMS, sizeof(*grads));
 
     for (size_t i = 0; i < NUMEL; i++) {
         data[i] = value + (float)i;
     }
-    *grads = (fc_gradient){.data = data, .dtype = FC_F32, .is_wanted = true};
+    for (size_t i = 0; i < n; i++) {
+        grads[i] = (fc_gradient){.data = data, .dtype = FC_F32, .is_wanted = true};
+    }
     CHECK_EQ(fc_reduction_submit(w->owners[u].reduction, grads, grads, &options), FC_OK);
     free(data); /* it was copied */
+}
+
+static void submit(world *w, size_t u, float value)
+{
+    submit_some(w, u, value, 1);
 }
 
 /* The mean of two ranks that have the same, `times` over. */
@@ -275,7 +286,7 @@ static void check_sum(const owner *o, float value, float times)
 {
     CHECK(o->has);
     for (size_t i = 0; i < NUMEL / N_RANKS; i++) {
-        CHECK(o->sum[i] == times * (value + (float)i));
+        CHECK(o->sum[0][i] == times * (value + (float)i));
     }
 }
 
@@ -355,6 +366,43 @@ static void test_at_once(void)
     end_world(&w);
 }
 
+/* How many words of a rank's part are not zero. */
+static size_t n_written(const world *w, size_t rank)
+{
+    const size_t bytes = fc_unit_layout(fc_domain_unit(w->domain, 0))->trainable_part_bytes;
+    size_t n = 0;
+
+    CHECK_OR_EXIT(N_RANKS * bytes <= sizeof(kept));
+    for (size_t at = 0; at < bytes; at += sizeof(float)) {
+        static const float zero = 0;
+
+        n += memcmp(kept + rank * bytes + at, &zero, sizeof(zero)) != 0;
+    }
+    return n;
+}
+
+/* Zeros are sent where there is no gradient, whatever lay there before; and counts of ranks. */
+static void test_zeros(void)
+{
+    world w;
+
+    make_world(&w);
+    open(&w);
+    submit_some(&w, 0, 1, N_PARAMS);
+    CHECK_EQ(n_written(&w, 0), NUMEL / 2 + 2 * 3 + N_PARAMS);
+    CHECK_EQ(n_written(&w, 1), NUMEL / 2 + 2 * 2 + N_PARAMS);
+    submit_some(&w, 0, 1, 1);
+    CHECK_EQ(n_written(&w, 0), NUMEL / 2 + 1);
+    CHECK_EQ(n_written(&w, 1), NUMEL / 2 + 1);
+    submit_some(&w, 0, 1, 0);
+    CHECK_EQ(n_written(&w, 0) + n_written(&w, 1), 0);
+    submit_some(&w, 1, 1, 2);
+    CHECK_EQ(n_written(&w, 0), NUMEL / 2 + 3 + 2);
+    CHECK_EQ(n_written(&w, 1), NUMEL / 2 + 2 + 2);
+    finish(&w);
+    end_world(&w);
+}
+
 int main(void)
 {
     for (int lent = 0; lent < 2; lent++) {
@@ -362,6 +410,7 @@ int main(void)
         test_ended_by_the_next();
         test_dropped();
         test_at_once();
+        test_zeros();
     }
     return check_result();
 }

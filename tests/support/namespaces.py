@@ -44,6 +44,14 @@ def ip(*words: str) -> None:
         raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
 
 
+def limit_rate(rate: str) -> None:
+    """What this host sends, to `rate` ("1gbit"), until it ends; called on the host."""
+    shape = f"tc qdisc replace dev {CARD} root tbf rate {rate} burst 512kb limit 8mb"
+    done = subprocess.run(shape.split(), capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{shape}: {done.stderr.strip()}")
+
+
 def die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
