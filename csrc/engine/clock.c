@@ -287,6 +287,7 @@ void fc_domain_fail(fc_domain *domain)
         return;
     }
     batch_drop(domain);
+    order_drop(domain);
     if (domain->clocks != NULL) {
         apart_tell(domain);
         fc_transport_publish(domain->watch, &domain_clock(domain, domain->rank)->failed,

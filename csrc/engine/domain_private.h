@@ -283,8 +283,9 @@ void exchange_reclaim(fc_domain *domain);
 void batch_drop(fc_domain *domain);
 void batch_trim(fc_domain *domain);
 
-/* A phase begins; order.c. */
+/* A phase begins, or fails; order.c. */
 void order_turn(fc_domain *domain);
+void order_drop(fc_domain *domain);
 /* Whether the unit may be gathered ahead. */
 bool order_is_small(const fc_unit *unit);
 void order_fini(fc_domain *domain);

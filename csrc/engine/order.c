@@ -120,6 +120,11 @@ void order_turn(fc_domain *domain)
     domain->order_now.n = domain->order_at = 0;
 }
 
+void order_drop(fc_domain *domain)
+{
+    domain->order_now.n = 0;
+}
+
 void order_fini(fc_domain *domain)
 {
     fc_free(domain->order_now.units);

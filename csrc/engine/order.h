@@ -3,8 +3,9 @@
  * [Note: gathers ahead] Each backward records its order. In the next one a unit's gather brings
  * small units that followed it along, in the same collective. What they are depends on that order
  * and on layouts, which all ranks have alike: who is used is who would be gathered without this,
- * and that ranks have to do alike over a process group. So a backward that failed leaves its order,
- * too. One that takes another course than the one before drops what it did not use.
+ * and that ranks have to do alike over a process group. A backward that failed leaves none, since
+ * ranks may have come to different units in it: the order before it stays. One that takes another
+ * course than the one before drops what it did not use.
  *
  * Only in backward: a script may write shards within a forward, on some ranks alone, and until a
  * peer has told of it (which is a collective) nobody knows that what came ahead is old. In backward

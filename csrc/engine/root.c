@@ -121,6 +121,16 @@ bool fc_root_in_backward(const fc_root_course *root)
     return root->n_domains > 0 && fc_domain_in_backward(root->domains[0]);
 }
 
+bool fc_root_is_visible(const fc_root_course *root)
+{
+    bool is_visible = false;
+
+    for (size_t i = 0; i < root->n_domains; i++) {
+        is_visible = is_visible || fc_domain_is_visible(root->domains[i]);
+    }
+    return is_visible;
+}
+
 bool fc_root_is_between_steps(const fc_root_course *root)
 {
     bool is_free = root->opener == NULL && !fc_root_in_backward(root);

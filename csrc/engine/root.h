@@ -190,6 +190,8 @@ void fc_root_fini(fc_root_course *root);
 /* True while a forward or backward phase is open. */
 bool fc_root_is_open(const fc_root_course *root);
 bool fc_root_in_backward(const fc_root_course *root);
+/* Whether others look at the collectives of any unit. */
+bool fc_root_is_visible(const fc_root_course *root);
 /* Whether nothing of a forward, or of a backward that is still to come, would be lost. */
 bool fc_root_is_between_steps(const fc_root_course *root);
 

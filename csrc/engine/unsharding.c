@@ -192,6 +192,25 @@ void fc_unsharding_keep_memory(fc_unsharding *u, bool keeps)
 
 /* ---- unsharding ---- */
 
+/* Between phases a gather has one of its own: ranks may have left the one before by exceptions, and
+ * after different numbers of collectives. */
+static fc_status gather_between(fc_unsharding *u)
+{
+    fc_status st;
+
+    fc_domain_open(u->domain, (fc_opening){FC_PHASE_UNSHARD, 0, FC_UPDATES_UNKNOWN});
+    fc_domain_mark_closed(u->domain);
+    fc_window_enter(FC_WINDOW_UNSHARD, u->domain->clock >> STEP_SHIFT);
+    st = u->kind->gather(u);
+    if (st != FC_OK) {
+        fc_domain_fail(u->domain);
+        return st;
+    }
+    FC_TRY(fc_domain_close(u->domain));
+    fc_window_enter(FC_WINDOW_BETWEEN, u->domain->clock >> STEP_SHIFT);
+    return FC_OK;
+}
+
 fc_status fc_unsharding_gather(fc_unsharding *u)
 {
     if (unsharding_is_shown(u)) {
@@ -202,7 +221,8 @@ fc_status fc_unsharding_gather(fc_unsharding *u)
     }
     fc_unsharding_drop_ahead(u);
     fc_root_note_use(u->unit);
-    return u->kind->gather(u);
+    return u->kind->makes_copies && !fc_domain_is_open(u->domain) ? gather_between(u)
+                                                                  : u->kind->gather(u);
 }
 
 fc_status fc_unsharding_begin_use(fc_unsharding *u, bool *is_shown_out)

@@ -91,6 +91,29 @@ FOUND = {
         ],
         features=("all-reduce hook",),
     ),
+    # Units that nobody looks at were not in the order of forwards: the last unit of a forward that
+    # had no backward stood before the first one of the next, and was gathered behind it.
+    "custom all-gathers of some units and a forward without a backward": Program(
+        0,
+        2,
+        [
+            "model = Net(4, 'norm linear linear')",
+            *(f"fsdp.fully_shard(model.layers[{i}])" for i in (1, 2)),
+            "fsdp.fully_shard(model)",
+            "noted = []",
+            *(f"model.layers[{i}].set_custom_all_gather(AllGather(noted))" for i in (1, 2)),
+            SHARDS,
+        ],
+        [
+            ["out = model(data(rank, 1, 3, 4))"],
+            [
+                "out = model(data(rank, 2, 4, 4), use=(1, 2))",
+                "loss = backward(out)",
+                "calls = list(noted)",
+            ],
+        ],
+        features=("custom all-gather",),
+    ),
 }
 
 

@@ -1,5 +1,6 @@
 """Programs whose ranks differ, or do what resembles being out of step, and are right: no error."""
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -268,6 +269,42 @@ def failures_caught_by_all(rank: int) -> None:
             continue
         update(optimizer)
     assert n_caught <= 4, n_caught
+
+
+@program
+def unshard_after_failures(rank: int) -> None:
+    """What became of the backward before says nothing of an unshard, on whichever rank comes first;
+    nor do collectives of that backward that only some ranks have begun."""
+    model = made()
+    optimizer = sgd(model)
+    for step in range(3 * STEPS):
+        fails = step % 3 < 2 or rank == 1  # on all ranks, or on one of them
+        hook = model.blocks[1].register_forward_hook(failing if fails else passing)
+        with contextlib.suppress(RuntimeError):
+            total(model(data(rank, step))).backward()
+        hook.remove()
+        optimizer.zero_grad()
+        model.reset_iter_state()
+        unit = model.blocks[step % 3]
+        unit.unshard()
+        whole = [p.detach().clone() for p in unit.parameters()]
+        unit.reshard()
+        for shard, p in zip(unit.parameters(), whole, strict=True):
+            assert torch.equal(shard.full_tensor(), p)
+        train(model, optimizer, rank, step)
+
+
+def failing(module: nn.Module, args: Any, out: Tensor) -> None:
+    """Its backward does, at the output."""
+    out.register_hook(fail)
+
+
+def passing(module: nn.Module, args: Any, out: Tensor) -> None:
+    pass
+
+
+def fail(grad: Tensor) -> None:
+    raise RuntimeError("for the test")
 
 
 @program

@@ -27,7 +27,8 @@ from rank_process import SEED, Seat, is_for_ranks, receive, receive_message, sen
 from rank_process import seed_everything as seed_everything
 
 START_TIMEOUT_S = 120
-STOP_TIMEOUT_S = 10
+# Who has not ended by then is killed: exit code -9. Sixteen ranks on two busy cores take over ten.
+STOP_TIMEOUT_S = 60
 # After the first rank failed the others get this long to fail too: their reasons are often telling.
 GRACE_S = 4
 

@@ -136,11 +136,12 @@ bool keep_for_hidden_output(StateObject *state, PyObject *output, const Autograd
     return true;
 }
 
-// A unit whose collectives, or methods, others see gathers ahead where torch's would.
+// A unit whose collectives, or methods, others see gathers ahead where torch's would: behind any
+// unit of its root.
 void ask_if_seen(const RootObject *root, GroupObject *group, Call call)
 {
     const bool is_scheduled = group->unit->device() != nullptr; // which gathers ahead itself
-    if (root->calls_methods || (fc_domain_is_visible(group->unit->domain()) && !is_scheduled)) {
+    if (root->calls_methods || (fc_root_is_visible(&root->course) && !is_scheduled)) {
         ask_python(call, group);
     }
 }
