@@ -294,7 +294,6 @@ void fc_domain_fail(fc_domain *domain)
                              phase_of(domain->clock));
     }
     set_clock(domain, domain->clock | PHASE_CLOSED);
-    reduction_drop_begun(domain); /* once peers have been told: it may wait for them */
 }
 
 void fc_domain_name_fallback(fc_domain *domain, const char *name)
