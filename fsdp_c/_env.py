@@ -132,7 +132,8 @@ BATCH_BYTES = Variable(
     default=1 << 20,
     meaning=(
         "Where ranks share no memory, units of up to 64 KiB share collectives of up to this many"
-        " bytes on all ranks together; 0: each has its own. Equal on all ranks."
+        " bytes on all ranks together; 0: each has its own, and between hosts none begins before it"
+        " is asked for. Equal on all ranks."
     ),
     parse=_size,
 )
