@@ -1,0 +1,177 @@
+/* Ranks on rails that end, fall silent, are interrupted, or call something else. */
+#define _GNU_SOURCE
+#include "rails_world.h"
+
+/* Rank 3 of two hosts ends: its rail and its host's other rank notice, and what they tell reaches
+ * those that wait for them. */
+static void body_killed(int rank, int n_ranks, void *arg)
+{
+    member m;
+    char data[4 * 100];
+    fc_status st = FC_OK;
+
+    close_lines(n_ranks, rank);
+    CHECK_OK(create(&m, arg, rank));
+    check_all_gather(&m, 100, 1, false);
+    if (rank == 3) {
+        for (int r = 0; r < rank; r++) { /* the test's own process holds these, too */
+            CHECK_EQ(shutdown(pairs[rank][r], SHUT_RDWR), 0);
+        }
+        (void)kill(getpid(), SIGKILL);
+    }
+    for (int i = 0; i < 3 && st == FC_OK; i++) {
+        st = m.ops.all_gather(m.ops.context, data, "x", 1);
+    }
+    CHECK(st != FC_OK);
+    if (rank == 1) {
+        CHECK_EQ(st, FC_ERR_PEER);
+        CHECK_HAS(fc_last_message(), "waited in vain for rank 13 (host bee): the line is dead");
+    }
+    CHECK_EQ(m.wires->n_dropped, 1);
+    CHECK_EQ(m.ops.all_gather(m.ops.context, data, "x", 1), FC_ERR_BROKEN);
+    destroy(&m);
+}
+
+static void test_killed(void)
+{
+    world w = worlds[1];
+    int statuses[RANKS_MAX];
+
+    make_lines(w.n_ranks);
+    ranks_run(w.n_ranks, body_killed, &w, statuses);
+    for (int r = 0; r < 3; r++) {
+        CHECK_EQ(statuses[r], 0);
+    }
+    close_lines(w.n_ranks, -1);
+}
+
+/* Ends the first wait for another host that lasts. */
+static void *interrupt(void *arg)
+{
+    const member *m = arg;
+    fc_rails_wait wait = {0};
+
+    while (!fc_rails_waits(&m->ops, &wait) || fc_now_ns() - wait.since_ns < FC_NS_PER_S / 5) {
+        (void)usleep(1000);
+    }
+    CHECK_EQ(wait.rank, m->rank + 2);
+    fc_rails_interrupt(&m->ops, "nothing is heard of host bee");
+    fc_rails_interrupt(&m->ops, "the first one counts");
+    return NULL;
+}
+
+/* A host that is silent, whose lines do not end. */
+static void body_silent(int rank, int n_ranks, void *arg)
+{
+    member m;
+    pthread_t thread;
+    char data[4 * 100];
+    fc_rails_wait wait;
+
+    close_lines(n_ranks, rank);
+    CHECK_OK(create(&m, arg, rank));
+    check_all_gather(&m, 100, 1, false);
+    CHECK(!fc_rails_waits(&m.ops, &wait));
+    if (rank < 2) {
+        CHECK_OR_EXIT(pthread_create(&thread, NULL, interrupt, &m) == 0);
+        CHECK_EQ(m.ops.all_gather(m.ops.context, data, "x", 1), FC_ERR_PEER);
+        CHECK_HAS(fc_last_message(), "waited in vain for rank 1");
+        CHECK_HAS(fc_last_message(), "(host bee): nothing is heard of host bee");
+        CHECK_EQ(m.ops.all_gather(m.ops.context, data, "x", 1), FC_ERR_BROKEN);
+        CHECK_EQ(pthread_join(thread, NULL), 0);
+        CHECK(!fc_rails_waits(&m.ops, &wait));
+    } else { /* rank 3 would wait for rank 1, which has nothing more to say than what failed */
+        (void)usleep(600 * 1000);
+    }
+    destroy(&m);
+}
+
+static void test_silent(void)
+{
+    check_world(&worlds[1], body_silent);
+}
+
+/* Also where nobody waits at that moment, and of operations that are no rails. */
+static void body_interrupted_early(int rank, int n_ranks, void *arg)
+{
+    member m;
+    char data[2];
+    fc_rails_wait wait;
+    const fc_message_ops none = {.kind = "other"};
+
+    close_lines(n_ranks, rank);
+    CHECK_OK(create(&m, arg, rank));
+    fc_rails_interrupt(&none, "?");
+    CHECK(!fc_rails_waits(&none, &wait));
+    CHECK(!fc_rails_waits(NULL, &wait));
+    fc_rails_interrupt(&m.ops, "enough");
+    CHECK_EQ(m.ops.all_gather(m.ops.context, data, "x", 1), FC_ERR_PEER);
+    CHECK_HAS(fc_last_message(), "enough");
+    destroy(&m);
+}
+
+static void test_interrupted_early(void)
+{
+    check_world(&worlds[0], body_interrupted_early);
+}
+
+static int differ_case;
+
+/* Ranks of two hosts that call different collectives, or of different sizes. */
+static void body_differ(int rank, int n_ranks, void *arg)
+{
+    static const size_t sizes_of_case[][2] = {{100, 200}, {4000, 3000}, {4000, 4000}};
+    const bool is_other = rank == n_ranks - 1;
+    const size_t bytes = sizes_of_case[differ_case][is_other];
+    char data[4 * 4000] = {0}, part[4000] = {0};
+    member m;
+    fc_status st;
+
+    close_lines(n_ranks, rank);
+    CHECK_OK(create(&m, arg, rank));
+    if (differ_case == 2 && is_other) {
+        st = m.ops.reduce_scatter(m.ops.context, part, data, bytes / 4, FC_F32);
+    } else {
+        st = m.ops.all_gather(m.ops.context, data, part, bytes);
+    }
+    CHECK(st == FC_ERR_MISMATCH || st == FC_ERR_PEER); /* or who has heard of it */
+    CHECK_HAS(fc_last_message(), "call different collectives: rank 1");
+    destroy(&m);
+}
+
+static void test_ranks_that_differ(void)
+{
+    for (size_t i = 0; i < 2; i++) {
+        for (differ_case = 0; differ_case < 3; differ_case++) {
+            check_world(&worlds[i], body_differ);
+        }
+    }
+}
+
+static void test_arguments(void)
+{
+    static const int hosts[] = {0, 2}, ranks[] = {0, 1};
+    static const char *const names[] = {"ape", "bee"};
+    wires w = {0};
+    fc_message_ops out;
+    const fc_rails_config config = {.n_ranks = 2,
+                                    .global_ranks = ranks,
+                                    .hosts = hosts,
+                                    .names = names,
+                                    .rails = {.context = &w, .release = wires_release},
+                                    .group = {.context = &w, .release = wires_release}};
+
+    CHECK_EQ(fc_rails_create(&config, &out), FC_ERR_INVALID);
+    CHECK_EQ(w.n_released, 2);
+    CHECK_EQ(fc_alloc_live(), 0);
+}
+
+int main(void)
+{
+    test_arguments();
+    test_ranks_that_differ();
+    test_killed();
+    test_silent();
+    test_interrupted_early();
+    return check_result();
+}
