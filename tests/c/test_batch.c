@@ -1,5 +1,6 @@
 /* Gathers of several units over messages: what is left of them when they fail. */
 #include "ranks.h"
+#include "refused_messages.h"
 
 #include "base/alloc.h"
 #include "engine/batch.h"
@@ -41,38 +42,6 @@ static fc_status all_gather(void *context, void *recv, const void *send, size_t 
     return FC_OK;
 }
 
-static fc_status reduce_scatter(void *context, void *recv, void *send, size_t recv_numel,
-                                fc_dtype dtype)
-{
-    (void)context, (void)recv, (void)send, (void)recv_numel, (void)dtype;
-    return FC_ERR_UNSUPPORTED;
-}
-
-static fc_status all_reduce(void *context, void *data, size_t numel, fc_dtype dtype)
-{
-    (void)context, (void)data, (void)numel, (void)dtype;
-    return FC_ERR_UNSUPPORTED;
-}
-
-static fc_status broadcast(void *context, void *data, size_t bytes, int root)
-{
-    (void)context, (void)data, (void)bytes, (void)root;
-    return FC_ERR_UNSUPPORTED;
-}
-
-static fc_status all_to_all(void *context, void *recv, const size_t *recv_bytes, const void *send,
-                            const size_t *send_bytes)
-{
-    (void)context, (void)recv, (void)recv_bytes, (void)send, (void)send_bytes;
-    return FC_ERR_UNSUPPORTED;
-}
-
-static fc_status barrier(void *context)
-{
-    (void)context;
-    return FC_ERR_UNSUPPORTED;
-}
-
 /* Which unit a collective was announced for, and how many. */
 static size_t begun_with = N_UNITS, n_begun;
 
@@ -92,15 +61,11 @@ static fc_transport *create_transport(void)
                                         .global_ranks = global_ranks,
                                         .timeout_ns = FC_NS_PER_S,
                                         .host = {.exchange = exchange_with_peer}};
-    const fc_message_ops ops = {.all_gather = all_gather,
-                                .reduce_scatter = reduce_scatter,
-                                .all_reduce = all_reduce,
-                                .broadcast = broadcast,
-                                .all_to_all = all_to_all,
-                                .barrier = barrier,
-                                .begin = begin};
+    fc_message_ops ops = refused_messages;
     fc_transport *transport = NULL;
 
+    ops.all_gather = all_gather;
+    ops.begin = begin;
     CHECK_OR_EXIT(fc_callback_create(&config, &ops, &transport) == FC_OK);
     return transport;
 }

@@ -1,6 +1,7 @@
 /* Sums over messages that are begun when they are submitted and ended later. The peer sends what
  * this rank sends. */
 #include "ranks.h"
+#include "refused_messages.h"
 
 #include "base/alloc.h"
 #include "engine/batch.h"
@@ -96,8 +97,7 @@ static fc_status exchange(void *context, const char *what, const void *mine, siz
 
 static fc_status all_gather(void *context, void *recv, const void *send, size_t bytes)
 {
-    (void)context;
-    return exchange(NULL, "", send, bytes, recv);
+    return exchange(context, "", send, bytes, recv);
 }
 
 static void add(void *recv, const char *send, size_t numel)
@@ -116,31 +116,6 @@ static fc_status reduce_scatter(void *context, void *recv, void *send, size_t nu
     (void)context, (void)dtype;
     n_at_once++;
     add(recv, send, numel);
-    return FC_OK;
-}
-
-static fc_status all_reduce(void *context, void *data, size_t numel, fc_dtype dtype)
-{
-    (void)context, (void)data, (void)numel, (void)dtype;
-    return FC_ERR_UNSUPPORTED;
-}
-
-static fc_status broadcast(void *context, void *data, size_t bytes, int root)
-{
-    (void)context, (void)data, (void)bytes, (void)root;
-    return FC_ERR_UNSUPPORTED;
-}
-
-static fc_status all_to_all(void *context, void *recv, const size_t *recv_bytes, const void *send,
-                            const size_t *send_bytes)
-{
-    (void)context, (void)recv, (void)recv_bytes, (void)send, (void)send_bytes;
-    return FC_ERR_UNSUPPORTED;
-}
-
-static fc_status barrier(void *context)
-{
-    (void)context;
     return FC_OK;
 }
 
@@ -183,17 +158,14 @@ static fc_transport *create_transport(void)
                                         .global_ranks = global_ranks,
                                         .timeout_ns = FC_NS_PER_S,
                                         .host = {.exchange = exchange}};
-    const fc_message_ops messages = {.all_gather = all_gather,
-                                     .reduce_scatter = reduce_scatter,
-                                     .all_reduce = all_reduce,
-                                     .broadcast = broadcast,
-                                     .all_to_all = all_to_all,
-                                     .barrier = barrier,
-                                     .sum_begin = sum_begin,
-                                     .sum_end = sum_end,
-                                     .sum_drop = sum_drop};
+    fc_message_ops messages = refused_messages;
     fc_transport *transport = NULL;
 
+    messages.all_gather = all_gather; /* of ranks' phases */
+    messages.reduce_scatter = reduce_scatter;
+    messages.sum_begin = sum_begin;
+    messages.sum_end = sum_end;
+    messages.sum_drop = sum_drop;
     CHECK_OR_EXIT(fc_callback_create(&config, &messages, &transport) == FC_OK);
     return transport;
 }

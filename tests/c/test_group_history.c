@@ -3,6 +3,7 @@
 
 #include "domains.h"
 #include "engine/batch.h"
+#include "refused_messages.h"
 
 #define N_UNITS 2
 #define N_PARAMS 4
@@ -530,38 +531,6 @@ static fc_status gather_by_mail(void *context, void *recv, const void *send, siz
     return ranks_exchange(context, "all-gather", send, bytes, recv);
 }
 
-static fc_status refuse_reduce_scatter(void *context, void *recv, void *send, size_t recv_numel,
-                                       fc_dtype dtype)
-{
-    (void)context, (void)recv, (void)send, (void)recv_numel, (void)dtype;
-    return FC_ERR_UNSUPPORTED;
-}
-
-static fc_status refuse_all_reduce(void *context, void *data, size_t numel, fc_dtype dtype)
-{
-    (void)context, (void)data, (void)numel, (void)dtype;
-    return FC_ERR_UNSUPPORTED;
-}
-
-static fc_status refuse_broadcast(void *context, void *data, size_t bytes, int root)
-{
-    (void)context, (void)data, (void)bytes, (void)root;
-    return FC_ERR_UNSUPPORTED;
-}
-
-static fc_status refuse_all_to_all(void *context, void *recv, const size_t *recv_bytes,
-                                   const void *send, const size_t *send_bytes)
-{
-    (void)context, (void)recv, (void)recv_bytes, (void)send, (void)send_bytes;
-    return FC_ERR_UNSUPPORTED;
-}
-
-static fc_status refuse_barrier(void *context)
-{
-    (void)context;
-    return FC_ERR_UNSUPPORTED;
-}
-
 /* The same parameters, gathered by another process group. */
 static void body_messages(int rank, int n_ranks, void *arg)
 {
@@ -579,13 +548,9 @@ static void body_messages(int rank, int n_ranks, void *arg)
     (void)alarm(DOMAINS_WATCHDOG_S);
     make_shapes();
     config = ranks_config(&m.host, 0, rank, n_ranks, DOMAINS_TIMEOUT_NS);
-    ops = (fc_message_ops){.context = &m.host,
-                           .all_gather = gather_by_mail,
-                           .reduce_scatter = refuse_reduce_scatter,
-                           .all_reduce = refuse_all_reduce,
-                           .broadcast = refuse_broadcast,
-                           .all_to_all = refuse_all_to_all,
-                           .barrier = refuse_barrier};
+    ops = refused_messages;
+    ops.context = &m.host;
+    ops.all_gather = gather_by_mail;
     CHECK_OR_EXIT(fc_callback_create(&config, &ops, &m.transport) == FC_OK);
     member_make_domain(&m, FC_DOMAIN_SHARD, units, 1, rank, n_ranks);
     CHECK(!fc_domain_is_mapped(m.domain));

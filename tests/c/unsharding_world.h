@@ -4,6 +4,7 @@
 #define UNSHARDING_WORLD_H
 
 #include "domains.h"
+#include "refused_messages.h"
 
 #include "engine/batch.h"
 #include "engine/order.h"
@@ -325,33 +326,6 @@ static inline fc_status barrier(void *context)
     return ranks_exchange(context, "barrier", &own, 1, all);
 }
 
-/* Nobody reduces here. */
-static inline fc_status no_scatter(void *context, void *recv, void *send, size_t numel,
-                                   fc_dtype dtype)
-{
-    (void)context, (void)recv, (void)send, (void)numel, (void)dtype;
-    return FC_ERR_UNSUPPORTED;
-}
-
-static inline fc_status no_reduce(void *context, void *data, size_t numel, fc_dtype dtype)
-{
-    (void)context, (void)data, (void)numel, (void)dtype;
-    return FC_ERR_UNSUPPORTED;
-}
-
-static inline fc_status no_broadcast(void *context, void *data, size_t bytes, int root)
-{
-    (void)context, (void)data, (void)bytes, (void)root;
-    return FC_ERR_UNSUPPORTED;
-}
-
-static inline fc_status no_exchange(void *context, void *recv, const size_t *recv_bytes,
-                                    const void *send, const size_t *send_bytes)
-{
-    (void)context, (void)recv, (void)recv_bytes, (void)send, (void)send_bytes;
-    return FC_ERR_UNSUPPORTED;
-}
-
 static inline float value_of(int step, size_t unit, size_t param, size_t index)
 {
     return (float)((step * 7 + (int)unit * 3 + (int)param + (int)index) % 64);
@@ -397,18 +371,15 @@ static inline void create(world *w, size_t u)
 static inline fc_status connect_by_messages(fc_transport_config *config, ranks_host *host,
                                             fc_transport **out)
 {
-    const fc_message_ops messages = {.context = host,
-                                     .gather = can_begin ? gather : NULL,
-                                     .gather_begin = gather_begin,
-                                     .gather_end = gather_end,
-                                     .gather_drop = gather_drop,
-                                     .all_gather = all_gather,
-                                     .reduce_scatter = no_scatter,
-                                     .all_reduce = no_reduce,
-                                     .broadcast = no_broadcast,
-                                     .all_to_all = no_exchange,
-                                     .barrier = barrier};
+    fc_message_ops messages = refused_messages;
 
+    messages.context = host;
+    messages.all_gather = all_gather;
+    messages.barrier = barrier;
+    messages.gather = can_begin ? gather : NULL;
+    messages.gather_begin = gather_begin;
+    messages.gather_end = gather_end;
+    messages.gather_drop = gather_drop;
     return fc_callback_create(config, &messages, out);
 }
 
