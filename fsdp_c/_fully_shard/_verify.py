@@ -130,7 +130,7 @@ class _Check:
             _Seen(group, p) for group in groups for p in group.fsdp_params if not p.is_extended
         ]
         self._handles: list[Any] = []
-        self._is_queued = False
+        self._is_queued = self._is_put_off = False
         self._is_missed = False
 
     def watch(self) -> None:
@@ -183,9 +183,15 @@ class _Check:
         self._handles = []
 
     def _compare(self) -> None:
-        self._is_queued = False
+        in_phase = any(seen.group._core_in_phase for seen in self._seen)
+        if in_phase and not self._is_put_off:
+            # A cast output tells of a backward before the root has queued its end.
+            self._is_put_off = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._compare)
+            return
+        self._is_queued = self._is_put_off = False
         # What has ended is a backward inside of another one, if the units are in theirs.
-        self._is_missed = any(seen.group._core_in_phase for seen in self._seen)
+        self._is_missed = in_phase
         # Held gradients are compared with the backward that reduces them. Who has not reduced what
         # others have is told so by the core, at its next forward.
         if self._is_missed or not all(map(_is_reduced, self._groups)):

@@ -76,6 +76,26 @@ def test_right_steps_pass(n_ranks: int, way: str) -> None:
     run_ranks(check_good, n_ranks, env={"FSDP_C_VERIFY": "2", **WAYS[way]})
 
 
+def check_cast(rank: int, n_ranks: int) -> None:
+    """A cast output tells of a backward before the root has queued its end."""
+    torch.manual_seed(0)
+    model = Net()
+    for block in model.blocks:
+        fsdp_c.fully_shard(block)
+    fsdp_c.fully_shard(model, mp_policy=fsdp_c.MixedPrecisionPolicy(output_dtype=torch.bfloat16))
+    with counted() as names:
+        outputs = [model(data(rank, number)) for number in range(2)]
+        for number, output in enumerate(reversed(outputs)):
+            output.square().mean().backward()
+            assert len(names) == (number + 1) * len(list(model.parameters()))
+    assert "torch" not in road(model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_cast_outputs(way: str) -> None:
+    run_ranks(check_cast, 2, env={"FSDP_C_VERIFY": "2", **WAYS[way]})
+
+
 def check_held(rank: int, n_ranks: int) -> None:
     """Gradients that are held are compared when they are reduced, with those of all backwards."""
     model: Any = make()
