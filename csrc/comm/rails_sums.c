@@ -209,9 +209,9 @@ static fc_status open(reduction *d, rails_buffer *rows)
     return fc_comm_reserve(r->local, &d->local, d->piece_max * (size_t)r->n_ranks);
 }
 
-static fc_status check(const rails *r, fc_dtype dtype)
+static fc_status check(rails *r, fc_dtype dtype)
 {
-    FC_TRY(rails_check((rails *)(uintptr_t)r));
+    FC_TRY(rails_check(r));
     return fc_kern_reduce(dtype, dtype) != NULL
                ? FC_OK
                : fc_fail(FC_ERR_INVALID, "elements of type %s cannot be added",
