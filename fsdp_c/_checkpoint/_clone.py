@@ -24,7 +24,7 @@ from fsdp_c._fully_shard import (
     _param_layout,
 )
 
-_Model = TypeVar("_Model", bound=nn.Module)
+Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass
@@ -36,7 +36,7 @@ class _Copied:
 
 
 @torch.no_grad()
-def clone(model: _Model) -> _Model:
+def clone(model: Model) -> Model:
     """Makes a second sharded model with this one's weights and buffers. Nothing is gathered.
 
     The copy has modules, parameters and buffers of its own and is sharded by the calls of

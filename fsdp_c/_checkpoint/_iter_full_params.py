@@ -19,7 +19,7 @@ from fsdp_c._fully_shard import _fqns
 def iter_full_params(
     model: nn.Module,
     *,
-    bucket_bytes: int = _buckets.DEFAULT_BYTES,
+    bucket_bytes: int = 32 << 20,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields each parameter's name and its whole tensor on every rank, a bucket at a time.
@@ -52,7 +52,7 @@ def iter_full_params(
 @torch.no_grad()
 def full_tensors_of(
     entries: Sequence[tuple[Any, torch.Tensor]],
-    bucket_bytes: int = _buckets.DEFAULT_BYTES,
+    bucket_bytes: int = 32 << 20,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[Any, torch.Tensor]]:
     """Yields each key with its full tensor; see `iter_full_params`."""

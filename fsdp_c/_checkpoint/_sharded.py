@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_c._checkpoint import _full, _safetensors
+from fsdp_c._checkpoint._full import IncompatibleKeys
 from fsdp_c._comm import _communicator, _dtensor_chunks
 from fsdp_c._fully_shard import _fqns
 
@@ -236,7 +237,7 @@ def load_shards(
     strict: bool = True,
     cast: bool = False,
     verify: bool = True,
-) -> tuple[_full.IncompatibleKeys, Any]:
+) -> tuple[IncompatibleKeys, Any]:
     """Reads a dump of `save_shards` into this rank's shards, at any world size and on any mesh.
 
     Files are mapped; a rank reads the parts that overlap its own. Nothing is written before

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-DEFAULT_BYTES = 32 << 20
-
 
 def check(bucket_bytes: int) -> None:
     if bucket_bytes < 1:

@@ -16,6 +16,7 @@ from fsdp_c._compat import _versions
 from fsdp_c._fully_shard import _fallback_reason, _fqns, _unmanaged_params
 from fsdp_c._fully_shard._fsdp_param import FSDPParam
 from fsdp_c.strategy import _advice, _chosen
+from fsdp_c.strategy._chosen import Choice
 from fsdp_c.strategy._units import can_be_split
 
 _HEAD = (
@@ -70,7 +71,7 @@ class Explanation:
     """
 
     units: tuple[UnitRow, ...]
-    choice: _chosen.Choice | None  # None: sharded by hand
+    choice: Choice | None  # None: sharded by hand
     advice: tuple[str, ...]
 
     def __str__(self) -> str:

@@ -12,6 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_c import _text
 from fsdp_c._diagnostics import _links, _traffic, _waits
+from fsdp_c._diagnostics._links import Link
+from fsdp_c._diagnostics._traffic import Traffic
+from fsdp_c._diagnostics._waits import WaitStats
 from fsdp_c._fully_shard import _fqns, _fsdp_init
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._native import _C
@@ -46,16 +49,16 @@ class MemoryStats:
 
     rank: dict[str, int]  # this model's, by the purposes of `MemoryPlan`
     process: dict[str, int] = field(default_factory=dict)  # of the core, for all models
-    waits: _waits.WaitStats = field(default_factory=_waits.WaitStats)
-    traffic: tuple[_traffic.Traffic, ...] = ()  # of this model's units, since they were made
-    links: tuple[_links.Link, ...] = ()  # over rails, for all models
+    waits: WaitStats = field(default_factory=WaitStats)
+    traffic: tuple[Traffic, ...] = ()  # of this model's units, since they were made
+    links: tuple[Link, ...] = ()  # over rails, for all models
 
     @property
     def rank_total(self) -> int:
         return sum(self.rank.values())
 
     @property
-    def traffic_total(self) -> _traffic.Traffic:
+    def traffic_total(self) -> Traffic:
         return _traffic.total(self.traffic)
 
     def __str__(self) -> str:

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 
+_ANY_INPUTS = (
+    "without --inputs it gets token ids: name with --inputs what its forward takes, such as"
+    " --inputs 8x3x224x224"
+)
+_OTHER_INPUTS = (
+    "let --inputs name what its forward takes; if it is the loss, a mean of squares, that fails,"
+    " call fsdp_c.estimate() in Python with a loss="
+)
 _SIZES = ("layers", "hidden", "heads", "kv-heads", "mlp", "vocabulary")
 
 
@@ -93,14 +102,22 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> None:
     args = parser().parse_args(list(arguments))
+    from fsdp_c._estimate._flags import in_flags
+    from fsdp_c._estimate._trace import NotTraced
+
     try:
         print(_estimated(args))
+    except NotTraced as error:
+        cure = _OTHER_INPUTS if args.inputs else _ANY_INPUTS
+        sys.exit(f"{error.why}; {cure}")
     except (ValueError, TypeError, ImportError) as error:
-        sys.exit(f"estimate: {str(error).removeprefix('estimate: ')}")
+        text = in_flags(str(error), has_inputs=bool(args.inputs))
+        sys.exit(f"estimate: {text.removeprefix('estimate: ')}")
 
 
 def _estimated(args: argparse.Namespace) -> str:
     from fsdp_c._estimate import _named, estimate
+    from fsdp_c._estimate._flags import in_flags
 
     if args.inputs and (args.seq is not None or args.batch != 1):
         raise ValueError("--inputs has the batch's sizes: leave out --seq and --batch")
@@ -124,7 +141,8 @@ def _estimated(args: argparse.Namespace) -> str:
         ranks_per_host=args.ranks_per_host,
         measured=args.measured,
     )
-    lines = [str(found)]
+    advice = in_flags(found.advice, has_inputs=bool(args.inputs))
+    lines = [str(dataclasses.replace(found, advice=advice))]
     if args.sources:
         lines += ["", *found.setting.hardware.sources]
     return "\n".join(lines)

@@ -166,7 +166,7 @@ def check(setting: Setting) -> None:
         setting.precision not in _POLICIES
     ):
         raise ValueError(
-            f"precision={setting.precision!r}: use one of {', '.join(_POLICIES)} or a"
+            f"precision={setting.precision!r}: use one of {', '.join(_POLICIES)}, or in Python a"
             f" MixedPrecisionPolicy{_text.did_you_mean(str(setting.precision), _POLICIES)}"
         )
     for name in ("world_size", "micro_batches", "shards", "ranks_per_host"):
@@ -180,7 +180,7 @@ def check(setting: Setting) -> None:
     if world % setting.n_shards:
         raise ValueError(
             f"estimate: {world} ranks do not divide into shard groups of {setting.n_shards}: pass"
-            " shards= or another world_size"
+            " shards= or another world_size="
         )
     if setting.offload and not setting.strategy.is_sharded:
         raise ValueError('estimate: "ddp" has no shards to offload; use strategy="zero2"')

@@ -26,6 +26,14 @@ from fsdp_c._estimate._recorder import Recorder
 from fsdp_c._estimate._segments import Rules, Trace
 
 
+class NotTraced(ValueError):
+    """The model's code raised; the cure depends on who asks."""
+
+    def __init__(self, why: str, cure: str) -> None:
+        super().__init__(f"{why}; {cure}")
+        self.why = why
+
+
 def trace_step(
     model: nn.Module,
     inputs: tuple[Any, ...],
@@ -55,10 +63,11 @@ def trace_step(
             " take topk() of their capacity instead of the rows of a mask"
         ) from error
     except Exception as error:  # whatever the model's code raises
-        raise ValueError(
+        raise NotTraced(
             f"estimate: {type(model).__name__} cannot be traced on fake tensors"
-            f" ({type(error).__name__}: {error}); give inputs= that its forward takes, and a loss="
-            " that makes one number of what it returns"
+            f" ({type(error).__name__}: {error})",
+            "give inputs= that its forward takes, and a loss= that makes one number of what it"
+            " returns",
         ) from error
 
 

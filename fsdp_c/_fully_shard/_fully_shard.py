@@ -39,12 +39,9 @@ _callbacks.hand_down()
 # The function behind torch's decorator: the key of its states.
 _TORCHS_KEY: Any = _torch.fully_shard.__wrapped__  # type: ignore[attr-defined]
 
-# Shared by all calls: policies are never changed.
-_DEFAULT_POLICY = MixedPrecisionPolicy()
-_NO_OFFLOAD = OffloadPolicy()
 _numbers = itertools.count()
 
-_Given = TypeVar("_Given", bound="nn.Module | Sequence[nn.Module]")
+Given = TypeVar("Given", bound="nn.Module | Sequence[nn.Module]")
 
 
 @dataclass(frozen=True)
@@ -58,16 +55,16 @@ class Call:
 
 
 def fully_shard(
-    module: _Given,
+    module: Given,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = _DEFAULT_POLICY,
-    offload_policy: OffloadPolicy = _NO_OFFLOAD,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-) -> _Given:
+) -> Given:
     """Shards parameters, gradients and optimizer states of ``module`` over the ranks of ``mesh``.
 
     A replacement of ``torch.distributed.fsdp.fully_shard`` with its arguments, defaults and

@@ -61,9 +61,9 @@ class Status:
     torch: str  # version
     kernels: str  # instruction set
     trees: tuple[TreeStatus, ...]  # models that have run forward and still live
-    nccl: str = ""  # the library that has been opened, and what it cannot do
-    version: str = __version__  # fsdp_c's
-    built_for: str = _built.minor_of(torch.__version__)  # the torch whose build is loaded
+    nccl: str  # the library that has been opened, and what it cannot do
+    version: str  # fsdp_c's
+    built_for: str  # the torch whose build is loaded
 
     def __str__(self) -> str:
         own = f"fsdp_c {self.version} built for torch {self.built_for}"
@@ -83,7 +83,14 @@ def status() -> Status:
         >>> print(fsdp_c.status())
     """
     trees = tuple(_describe(root, reason) for root, reason in list(_roots.items()))
-    return Status(torch.__version__, _C.kernels(), trees, _nccl.describe())
+    return Status(
+        torch=torch.__version__,
+        kernels=_C.kernels(),
+        trees=trees,
+        nccl=_nccl.describe(),
+        version=__version__,
+        built_for=_built.minor_of(torch.__version__),
+    )
 
 
 def note(root: Any, reason: str) -> None:

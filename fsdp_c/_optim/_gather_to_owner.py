@@ -154,7 +154,7 @@ class Owned(Mapping[Any, torch.Tensor]):
 def gather_to_owner(
     tensors: Sequence[Any] | Mapping[Any, Any],
     *,
-    bucket_bytes: int = _buckets.DEFAULT_BYTES,
+    bucket_bytes: int = 32 << 20,
     into: Owned | None = None,
 ) -> Owned:
     """Gathers each sharded tensor, whole, on exactly one rank of its mesh.

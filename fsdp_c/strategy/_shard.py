@@ -43,11 +43,11 @@ _SYNC_BUCKET_BYTES = 250 << 20  # as FSDP1 and DDP
 
 _warned: set[str] = set()
 
-_Model = TypeVar("_Model", bound=nn.Module)
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def shard(
-    model: _Model,
+    model: Model,
     strategy: str | Strategy = "zero3",
     *,
     units: Any = "auto",
@@ -57,7 +57,7 @@ def shard(
     checkpoint: Any = None,
     ignored: Iterable[nn.Module | nn.Parameter] = (),
     sync: bool | None = None,
-) -> _Model:
+) -> Model:
     """Spreads a model over ranks by the name of a strategy; returns the model, changed in place.
 
     It comes to calls of ``fully_shard``, on each unit and then on the model; ``explain(model)``

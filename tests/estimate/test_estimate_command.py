@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fsdp_c._estimate import _command, estimate
+from fsdp_c._estimate._flags import in_flags
 from fsdp_c._estimate._models import CONFIGS, build
 from fsdp_c._install import _launch
 
@@ -83,16 +84,20 @@ def test_other_models_and_mistakes(capsys, tmp_path: Path, monkeypatch) -> None:
         ("--optimizer adamw", "did you mean 'AdamW'"),
         ("--precision bf61", "did you mean 'bf16'"),
         ("--hardware h10", "did you mean 'h100'"),
+        ("--precision bf61", "--precision bf61: use one of"),
+        ("--world-size 0", "--world-size 0: pass a whole number"),
+        ("--strategy ddp --offload", "use --strategy zero2"),
+        ("--model my_model:make --inputs 2x3", r"of the.*; let --inputs name what its forward"),
         ("--inputs 2x0", "write sizes such as 8x3x224x224"),
         ("--inputs long:", "write sizes such as 8x3x224x224"),
         ("--inputs lung:2", "torch has no dtype 'lung'; did you mean 'long'"),
         ("--inputs 2x3 --seq 4", "leave out --seq and --batch"),
         ("--strategy zero9", "unknown strategy 'zero9'"),
-        ("--strategy hybrid --shards 3", "do not divide"),
+        ("--strategy hybrid --shards 3", "do not divide .*: pass --shards or another --world-size"),
         ("--measured 2:1e9", "no speed of work makes that 1e\\+09"),
     ):
         with pytest.raises(SystemExit, match=message):
-            _command.main([*words.split(), "--world-size", "2"])
+            _command.main(["--world-size", "2", *words.split()])
     _command.main([*SMALL, "--measured", "2:0.0002"])
     assert "0.0002 s were measured on 2 ranks" in capsys.readouterr().out
     for words, text in (
@@ -112,6 +117,10 @@ def test_any_model_and_inputs(capsys, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     inputs = "--inputs 4x3x32x32,long:4x16 --world-size 2"
+    with pytest.raises(
+        SystemExit, match="; without --inputs it gets token ids: name with --inputs"
+    ):
+        _command.main("--model apart/pictures.py:Net --world-size 2".split())
     texts = []
     for name in ("Net", "net", "Counted"):
         _command.main(["--model", f"apart/pictures.py:{name}", *inputs.split()])
@@ -159,3 +168,22 @@ def test_scripts_of_that_name(tmp_path: Path, capsys) -> None:
     with pytest.raises(SystemExit):
         _launch.main(["estimate"])
     assert "the following arguments are required: --world-size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ('checkpoint=True + strategy="zero2": 1 GiB', "--checkpoint + --strategy zero2: 1 GiB"),
+        ("precision='bf61': use one of fp32", "--precision bf61: use one of fp32"),
+        ("world_size=16: 2 GiB, 0.1 s", "--world-size 16: 2 GiB, 0.1 s"),
+        ("measured=(8, 2.9): no speed", "--measured 8:2.9: no speed"),
+        ("pass shards= or another world_size=", "pass --shards or another --world-size"),
+        ("batch=4: 3 GiB", "--batch 4: 3 GiB"),
+    ],
+)
+def test_says_flags_in_the_place_of_arguments(said: str, shown: str) -> None:
+    assert in_flags(said, has_inputs=False) == shown
+
+
+def test_a_batch_of_inputs_has_no_flag_of_its_own() -> None:
+    assert in_flags("batch=4: 3 GiB", has_inputs=True) == "--inputs of batches of 4: 3 GiB"

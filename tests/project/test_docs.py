@@ -1,7 +1,10 @@
 """README and docs/: links lead somewhere, commands exist, chart and lists are up to date."""
 
+import ast
+import inspect
 import re
 import runpy
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -82,6 +85,34 @@ def test_api_has_every_public_name() -> None:
     assert described <= public and not described & of_torch
     for name in of_torch & public:
         assert getattr(fsdp_c, name).__module__.startswith("torch."), name
+
+
+def shown_of(name: str) -> list[str]:
+    """What the site shows of a public name's signatures and fields: annotations and defaults."""
+    (thing,) = ast.parse(textwrap.dedent(inspect.getsource(getattr(fsdp_c, name)))).body
+    functions = [thing] if isinstance(thing, ast.FunctionDef) else []
+    shown: list[ast.AST | None] = []
+    for node in thing.body if isinstance(thing, ast.ClassDef) else []:
+        if isinstance(node, ast.FunctionDef) and not re.match("_(?!_init__)", node.name):
+            functions.append(node)
+        elif isinstance(node, ast.AnnAssign) and not ast.unparse(node.target).startswith("_"):
+            shown += [node.annotation, node.value]
+    for function in functions:
+        shown += [function.returns, *function.args.defaults, *function.args.kw_defaults]
+        shown += [arg.annotation for arg in ast.walk(function.args) if isinstance(arg, ast.arg)]
+    return [ast.unparse(node) for node in shown if node is not None]
+
+
+def test_no_public_signature_shows_a_private_name() -> None:
+    """As mkdocstrings prints it, from the source, and as `help()` does, from the function."""
+    private = re.compile(r"(?<![\w/])_[A-Za-z]\w*| at 0x")
+    described = re.findall(r"^::: fsdp_c\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    for name in described:
+        thing = getattr(fsdp_c, name)
+        methods = {k: v for k, v in vars(thing).items() if inspect.isfunction(v) and k[0] != "_"}
+        signatures = [str(inspect.signature(one)) for one in (thing, *methods.values())]
+        for text in [*shown_of(name), *signatures]:
+            assert not private.search(text), f"{name}: {text}"
 
 
 def test_records_of_decisions_are_numbered_dated_and_listed() -> None:

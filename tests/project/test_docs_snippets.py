@@ -143,4 +143,4 @@ def test_every_public_name_has_an_example() -> None:
 def test_examples_of_docstrings_run() -> None:
     codes = [f"# {name}\n{example_of(thing)}" for name, thing in documented().items()]
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(be_a_rank, 2, codes, folder, apart=True)
+        run_ranks(be_a_rank, 2, codes, folder, apart=True, timeout=240)  # dozens of them
