@@ -167,12 +167,19 @@ fc_status rails_begin(rails *r, rails_kind kind, fc_comm_op op, size_t bytes, fc
                    .op = (uint32_t)op,
                    .dtype = (uint32_t)dtype,
                    .root = root},
+        .message_max = bytes,
         /* Of two that differ, one key is another: in any of these. */
         .key = 1 + (uint32_t)((bytes * UINT64_C(0x9e3779b97f4a7c15) >> 40) ^ (uint64_t)op << 24),
         .kind = kind,
         .is_open = kind != RAILS_AT_ONCE,
         .dtype = dtype};
     return kind == RAILS_AT_ONCE ? rails_settle(r, call) : FC_OK;
+}
+
+bool rails_is_together(const rails *r, size_t bytes)
+{
+    return r->n_local_max > 1 && bytes <= RAILS_TOGETHER_BYTES / (size_t)r->n_local_max &&
+           bytes <= FC_COMM_SLOT_MAX / (size_t)r->n_ranks;
 }
 
 /* One that was begun before, and is on its way. */
@@ -230,7 +237,7 @@ fc_status rails_ended(rails *r, fc_status st)
 
 static bool is_inline(const rails_call *call)
 {
-    return call->header.bytes <= RAILS_INLINE_BYTES;
+    return call->message_max <= RAILS_INLINE_BYTES;
 }
 
 static rails_line **place_of(rails *r, const rails_call *call, int peer)
@@ -423,6 +430,7 @@ static void choose_pieces(rails *r, const int *sizes)
     for (int h = 0; h < r->n_hosts; h++) {
         most += (size_t)((sizes[h] + smallest - 1) / smallest);
     }
+    r->n_local_max = largest;
     r->held_max = most;
     r->gather_piece = RAILS_PIECE_BYTES;
     r->reduce_piece = RAILS_PIECE_BYTES;
@@ -443,6 +451,10 @@ static void pair_up(rails *r, const roster *all)
 {
     for (int h = 0; h < r->n_hosts; h++) {
         r->servers[h] = server_of(r, all, r->rank, h);
+        r->firsts[h] = all->ranks[all->begins[h]];
+        r->lasts[h] = all->ranks[all->begins[h] + all->sizes[h] - 1];
+        r->sizes[h] = all->sizes[h];
+        r->begins[h] = all->begins[h];
     }
     for (int q = 0; q < r->n_ranks; q++) {
         r->holders[q] = r->places[server_of(r, all, q, r->host)];
@@ -553,7 +565,7 @@ static fc_status make(const fc_rails_config *config, rails **out)
     if (r == NULL) {
         return fc_fail(FC_ERR_NOMEM, "rails");
     }
-    r->numbers = fc_alloc(6 * n, sizeof(*r->numbers));
+    r->numbers = fc_alloc(10 * n, sizeof(*r->numbers));
     r->names = fc_alloc(n, sizeof(*r->names));
     r->sources = (const void **)fc_alloc(n, sizeof(*r->sources));
     r->lines = (rails_line **)fc_alloc(n * RAILS_N_KINDS, sizeof(*r->lines));
@@ -569,6 +581,10 @@ static fc_status make(const fc_rails_config *config, rails **out)
     r->holders = r->global_ranks + n;
     r->served = r->holders + n;
     r->servers = r->served + n;
+    r->firsts = r->servers + n;
+    r->lasts = r->firsts + n;
+    r->sizes = r->lasts + n;
+    r->begins = r->sizes + n;
     r->rank = config->rank;
     r->ops = config->rails;
     r->group = config->group;

@@ -6,7 +6,8 @@
  * receives for its host what r gathers, and sends to r its host's sums. Both sides know all pairs.
  *
  * L ranks on each of H hosts, F bytes in the gathered or unreduced buffer. A rank sends:
- *   all_gather, reduce_scatter   F / (H L) to each of H - 1 ranks
+ *   all_gather, reduce_scatter   F / (H L) to each of H - 1 ranks; an all_gather of up to 16 KiB a
+ *                                host: one rank F / H to one of another host, the others nothing
  *   all_reduce                   both; up to a few KiB: all of it to each of H - 1 ranks
  *   broadcast                    the root: all of it to a rank of each other host
  *

@@ -206,6 +206,159 @@ static fc_status gather_shared(gather *g)
     return await_own(g);
 }
 
+/* ---- small chunks: one rank speaks for its host, see [Note: one speaks for its host] ---- */
+
+/* Of `from`, for another host: up by its first rank, down by its last, so that no line carries both
+ * ways at once. Both are rails: who is in another collective there hears of it. */
+static int speaker(const rails *r, int from, int to)
+{
+    return from < to ? r->firsts[from] : r->lasts[from];
+}
+
+static bool speaks_to(const rails *r, int host)
+{
+    return rails_is_other_host(r, host) && speaker(r, r->host, host) == r->rank;
+}
+
+/* The place of this host's rank that has what the host has said. */
+static int listener(const rails *r, int host)
+{
+    return rails_is_other_host(r, host) ? r->holders[speaker(r, host, r->host)] : 0;
+}
+
+static bool listens_to(const rails *r, int host)
+{
+    return rails_is_other_host(r, host) && listener(r, host) == r->places[r->rank];
+}
+
+/* Where it lies there: hosts one after the other, ranks of a host in their order. */
+static size_t said_at(const gather *g, int host)
+{
+    return (size_t)g->r->begins[host] * g->bytes;
+}
+
+static size_t said_bytes(const gather *g, int host)
+{
+    return (size_t)g->r->sizes[host] * g->bytes;
+}
+
+static fc_status listen(const gather *g)
+{
+    rails *r = g->r;
+
+    for (int h = 0; h < r->n_hosts; h++) {
+        if (listens_to(r, h)) {
+            FC_TRY(rails_receive(r, g->call, speaker(r, h, r->host),
+                                 r->buffers[RAILS_TOGETHER].data + said_at(g, h),
+                                 said_bytes(g, h)));
+        }
+    }
+    return FC_OK;
+}
+
+static fc_status speak(const gather *g)
+{
+    rails *r = g->r;
+    char *own = r->buffers[RAILS_TOGETHER].data + said_at(g, r->host);
+
+    for (int place = 0; place < r->n_local; place++) {
+        rails_copy(own + (size_t)place * g->bytes,
+                   place == r->places[r->rank] ? g->send : fc_comm_slot(r->local, place), g->bytes);
+    }
+    for (int h = 0; h < r->n_hosts; h++) {
+        if (speaks_to(r, h)) {
+            FC_TRY(rails_send(r, g->call, r->servers[h], own, said_bytes(g, r->host)));
+        }
+    }
+    return FC_OK;
+}
+
+static fc_status hear(const gather *g)
+{
+    rails *r = g->r;
+
+    for (int h = 0; h < r->n_hosts; h++) {
+        if (listens_to(r, h)) {
+            FC_TRY(rails_await_received(r, g->call, speaker(r, h, r->host), said_bytes(g, h)));
+        }
+    }
+    for (int h = 0; h < r->n_hosts; h++) {
+        if (speaks_to(r, h)) {
+            FC_TRY(rails_await_sent(r, g->call, r->servers[h], said_bytes(g, r->host)));
+        }
+    }
+    return FC_OK;
+}
+
+/* Each rank's chunk in what all hosts have said. */
+static void visit_said(gather *g, visit to)
+{
+    const rails *r = g->r;
+
+    for (int q = 0; q < r->n_ranks; q++) {
+        const int host = r->hosts[q];
+        const char *said = r->local != NULL ? fc_comm_slot(r->local, listener(r, host))
+                                            : r->buffers[RAILS_TOGETHER].data;
+
+        to(g, q, 0, said + said_at(g, host) + (size_t)r->places[q] * g->bytes, g->bytes);
+    }
+}
+
+static void take_said(gather *g)
+{
+    if (g->bytes > 0) {
+        visit_said(g, look);
+        visit_said(g, take);
+    }
+}
+
+static fc_status open_together(gather *g)
+{
+    rails *r = g->r;
+    const size_t all = (size_t)r->n_ranks * g->bytes;
+
+    r->calls[RAILS_AT_ONCE].message_max = (size_t)r->n_local_max * g->bytes;
+    FC_TRY(rails_reserve(&r->buffers[RAILS_TOGETHER], all));
+    if (r->local == NULL) {
+        return FC_OK;
+    }
+    g->local = fc_comm_start(r->local, FC_COMM_ALL_GATHER, g->bytes, FC_U8, 1.0, -1);
+    return fc_comm_reserve(r->local, &g->local, all);
+}
+
+/* What this rank has heard, and the first one what this host has said. */
+static fc_status show(gather *g)
+{
+    rails *r = g->r;
+
+    for (int h = 0; h < r->n_hosts; h++) {
+        if (listener(r, h) == r->places[r->rank]) {
+            rails_copy(fc_comm_next_slot(r->local) + said_at(g, h),
+                       r->buffers[RAILS_TOGETHER].data + said_at(g, h), said_bytes(g, h));
+        }
+    }
+    return fc_comm_meet(r->local, &g->local);
+}
+
+static fc_status gather_together(gather *g)
+{
+    rails *r = g->r;
+
+    FC_TRY(open_together(g));
+    FC_TRY(listen(g));
+    if (r->local != NULL) {
+        rails_copy(fc_comm_next_slot(r->local), g->send, g->bytes);
+        FC_TRY(fc_comm_meet(r->local, &g->local));
+    }
+    FC_TRY(speak(g));
+    FC_TRY(hear(g));
+    if (r->local != NULL) {
+        FC_TRY(show(g));
+    }
+    take_said(g);
+    return FC_OK;
+}
+
 /* ---- at once ---- */
 
 /* Alone on its host: everything goes straight to its place. */
@@ -263,7 +416,9 @@ fc_status rails_all_gather(void *context, void *recv, const void *send, size_t s
 
     FC_TRY(begin(&g, r, RAILS_AT_ONCE, send, send_bytes));
     g.to = &to;
-    return ended(&g, r->local != NULL ? gather_shared(&g) : gather_alone(&g, recv));
+    return ended(&g, rails_is_together(r, send_bytes) ? gather_together(&g)
+                     : r->local != NULL               ? gather_shared(&g)
+                                                      : gather_alone(&g, recv));
 }
 
 /* ---- begun, and ended later ---- */
@@ -357,6 +512,9 @@ void rails_gather_drop(void *context)
 
 static fc_status gather_taken(gather *g)
 {
+    if (rails_is_together(g->r, g->bytes)) {
+        return gather_together(g);
+    }
     if (g->r->local != NULL) {
         return gather_shared(g);
     }

@@ -59,9 +59,19 @@ typedef enum rails_kind {
     RAILS_N_KINDS
 } rails_kind;
 
+/* [Note: one speaks for its host] Of small chunks a message costs more than its bytes. So all that
+ * a host has goes to another host in one message, and who receives it shows it to its host: L times
+ * fewer messages, for one more step in shared memory. The first rank of a host speaks to those
+ * after it, the last one to those before: so that no line carries messages both ways at once, where
+ * the process group's own thread asks again and again for what it may not take while this one
+ * sends. All ranks decide alike, by the size of a chunk.
+ */
+#define RAILS_TOGETHER_BYTES ((size_t)16 << 10) /* of what one host has for another */
+
 /* A collective that runs, the last one of its kind. */
 typedef struct rails_call {
     rails_header header;
+    size_t message_max; /* bytes that one rank sends to another */
     uint32_t key;
     rails_kind kind;
     /* Of one that was begun. */
@@ -74,6 +84,7 @@ typedef struct rails_call {
 enum {
     RAILS_PIECES,   /* of sums that come and go */
     RAILS_PART,     /* this rank's part of an all_reduce */
+    RAILS_TOGETHER, /* what hosts tell each other by one rank of theirs */
     RAILS_GATHERED, /* chunks that come for this host while the caller computes */
     RAILS_SUMS,     /* sums that come and go meanwhile */
     RAILS_N_BUFFERS
@@ -82,6 +93,7 @@ enum {
 typedef struct rails {
     /* Constant after create. */
     int rank, n_ranks, n_local, host, n_hosts;
+    int n_local_max;                   /* of all hosts */
     size_t held_max;                   /* of ranks whose bytes one rank brings to its host */
     size_t gather_piece, reduce_piece; /* bytes of a rank's chunk that travel at once */
     int *hosts, *places;               /* of each rank, places on its host */
@@ -89,6 +101,8 @@ typedef struct rails {
     int *holders; /* places of who brings each rank's bytes to this host: itself if it is here */
     int *served, n_served; /* ranks of other hosts for which this rank does so */
     int *servers;          /* who does so for this rank, on each host */
+    int *firsts, *lasts;   /* ranks of each host */
+    int *sizes, *begins;   /* how many it has; and those before it have */
     char (*names)[RAILS_NAME_BYTES];
 
     /* Owned. */
@@ -131,6 +145,8 @@ fc_status rails_break(rails *r, fc_status status, const char *text);
  * begun. */
 FC_MUST_CHECK fc_status rails_begin(rails *r, rails_kind kind, fc_comm_op op, size_t bytes,
                                     fc_dtype dtype, int root);
+/* One rank speaks for its host in this one, see the note. */
+bool rails_is_together(const rails *r, size_t bytes);
 /* What was begun before that collective has arrived; and it as well. */
 FC_MUST_CHECK fc_status rails_settle(rails *r, const rails_call *call);
 FC_MUST_CHECK fc_status rails_arrive(rails *r, rails_call *call);

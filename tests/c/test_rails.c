@@ -2,7 +2,7 @@
 #define _GNU_SOURCE
 #include "rails_world.h"
 
-static const size_t sizes[] = {0, 1, 3, 1000, 200 * KIB + 7};
+static const size_t sizes[] = {0, 1, 3, 1000, 5000, 200 * KIB + 7};
 
 #define N_SIZES (sizeof(sizes) / sizeof(sizes[0]))
 
@@ -64,8 +64,44 @@ static void test_bytes(void)
     check_worlds(body_bytes);
 }
 
+/* Of little the first rank of a host speaks to the hosts after it, its last one to those before. */
+static void body_together(int rank, int n_ranks, void *arg)
+{
+    static const size_t some[] = {100, 2000}; /* in the frame, and behind it */
+    const world *w = arg;
+    const int own = w->hosts[rank], n_local = n_on(w, own);
+    uint64_t bytes = 0;
+    member m;
+
+    close_lines(n_ranks, rank);
+    CHECK_OK(create(&m, arg, rank));
+    for (size_t i = 0; i < 2; i++) {
+        check_all_gather(&m, some[i], (int)i, false);
+        bytes += (uint64_t)n_local * some[i];
+        for (int h = 0; h < n_hosts_of(w); h++) {
+            const int place = h > own ? 0 : n_local - 1;
+            const bool speaks = h != own && place_on_host(w, rank) == place;
+            const fc_rails_sent sent = fc_rails_count(&m.ops, h);
+
+            CHECK_EQ(sent.bytes, speaks ? bytes : 0);
+            CHECK_EQ(sent.messages, speaks ? (i == 0 ? 1 : 3) : 0);
+        }
+    }
+    destroy(&m);
+}
+
+static void test_together(void)
+{
+    for (size_t i = 0; i < N_WORLDS; i++) {
+        if (worlds[i].n_ranks > n_hosts_of(&worlds[i])) {
+            check_world(&worlds[i], body_together);
+        }
+    }
+}
+
 int main(void)
 {
+    test_together();
     test_collectives();
     test_bytes();
     return check_result();

@@ -60,12 +60,17 @@ static void *interrupt(void *arg)
     return NULL;
 }
 
+#define LARGE (10 * KIB) /* each rank talks to its rail; of less one rank speaks for its host */
+
+static size_t silent_bytes;
+
 /* A host that is silent, whose lines do not end. */
 static void body_silent(int rank, int n_ranks, void *arg)
 {
+    static char data[4 * LARGE];
+    const bool waits = rank == 1 || silent_bytes == LARGE;
     member m;
     pthread_t thread;
-    char data[4 * 100];
     fc_rails_wait wait;
 
     close_lines(n_ranks, rank);
@@ -73,12 +78,12 @@ static void body_silent(int rank, int n_ranks, void *arg)
     check_all_gather(&m, 100, 1, false);
     CHECK(!fc_rails_waits(&m.ops, &wait));
     if (rank < 2) {
-        CHECK_OR_EXIT(pthread_create(&thread, NULL, interrupt, &m) == 0);
-        CHECK_EQ(m.ops.all_gather(m.ops.context, data, "x", 1), FC_ERR_PEER);
+        CHECK_OR_EXIT(!waits || pthread_create(&thread, NULL, interrupt, &m) == 0);
+        CHECK_EQ(m.ops.all_gather(m.ops.context, data, data, silent_bytes), FC_ERR_PEER);
         CHECK_HAS(fc_last_message(), "waited in vain for rank 1");
         CHECK_HAS(fc_last_message(), "(host bee): nothing is heard of host bee");
-        CHECK_EQ(m.ops.all_gather(m.ops.context, data, "x", 1), FC_ERR_BROKEN);
-        CHECK_EQ(pthread_join(thread, NULL), 0);
+        CHECK_EQ(m.ops.all_gather(m.ops.context, data, data, silent_bytes), FC_ERR_BROKEN);
+        CHECK(!waits || pthread_join(thread, NULL) == 0);
         CHECK(!fc_rails_waits(&m.ops, &wait));
     } else { /* rank 3 would wait for rank 1, which has nothing more to say than what failed */
         (void)usleep(600 * 1000);
@@ -88,7 +93,12 @@ static void body_silent(int rank, int n_ranks, void *arg)
 
 static void test_silent(void)
 {
-    check_world(&worlds[1], body_silent);
+    static const size_t sizes[] = {1, LARGE};
+
+    for (size_t i = 0; i < 2; i++) {
+        silent_bytes = sizes[i];
+        check_world(&worlds[1], body_silent);
+    }
 }
 
 /* Also where nobody waits at that moment, and of operations that are no rails. */
@@ -117,19 +127,21 @@ static void test_interrupted_early(void)
 
 static int differ_case;
 
-/* Ranks of two hosts that call different collectives, or of different sizes. */
+/* Ranks of two hosts that call different collectives, or of different sizes: one of them, or all of
+ * its host. */
 static void body_differ(int rank, int n_ranks, void *arg)
 {
-    static const size_t sizes_of_case[][2] = {{100, 200}, {4000, 3000}, {4000, 4000}};
-    const bool is_other = rank == n_ranks - 1;
-    const size_t bytes = sizes_of_case[differ_case][is_other];
-    char data[4 * 4000] = {0}, part[4000] = {0};
+    static const size_t sizes_of_case[][2] = {
+        {100, 200}, {4000, 3000}, {4000, 4000}, {4000, LARGE}, {LARGE, 100}};
+    const bool is_other = differ_case >= 5 ? 2 * rank >= n_ranks : rank == n_ranks - 1;
+    const size_t bytes = sizes_of_case[differ_case % 5][is_other];
+    static char data[4 * LARGE], part[LARGE];
     member m;
     fc_status st;
 
     close_lines(n_ranks, rank);
     CHECK_OK(create(&m, arg, rank));
-    if (differ_case == 2 && is_other) {
+    if (differ_case % 5 == 2 && is_other) {
         st = m.ops.reduce_scatter(m.ops.context, part, data, bytes / 4, FC_F32);
     } else {
         st = m.ops.all_gather(m.ops.context, data, part, bytes);
@@ -142,7 +154,7 @@ static void body_differ(int rank, int n_ranks, void *arg)
 static void test_ranks_that_differ(void)
 {
     for (size_t i = 0; i < 2; i++) {
-        for (differ_case = 0; differ_case < 3; differ_case++) {
+        for (differ_case = 0; differ_case < 2 * 5; differ_case++) {
             check_world(&worlds[i], body_differ);
         }
     }
