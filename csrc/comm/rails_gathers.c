@@ -33,6 +33,15 @@ static void take(gather *g, int rank, size_t at, const char *data, size_t bytes)
     }
 }
 
+/* All ranks are seen before anything is taken. */
+static void take_all(gather *g, void (*ranks)(gather *g, visit to))
+{
+    if (g->bytes > 0) {
+        ranks(g, look);
+        ranks(g, take);
+    }
+}
+
 /* What failed beside the rails ends them; who did not want what came is no failure of them. */
 static fc_status ended(const gather *g, fc_status st)
 {
@@ -304,14 +313,6 @@ static void visit_said(gather *g, visit to)
     }
 }
 
-static void take_said(gather *g)
-{
-    if (g->bytes > 0) {
-        visit_said(g, look);
-        visit_said(g, take);
-    }
-}
-
 static fc_status open_together(gather *g)
 {
     rails *r = g->r;
@@ -355,7 +356,7 @@ static fc_status gather_together(gather *g)
     if (r->local != NULL) {
         FC_TRY(show(g));
     }
-    take_said(g);
+    take_all(g, visit_said);
     return FC_OK;
 }
 
@@ -463,14 +464,6 @@ static void visit_whole(gather *g, visit to)
     }
 }
 
-static void take_whole(gather *g)
-{
-    if (g->bytes > 0) {
-        visit_whole(g, look);
-        visit_whole(g, take);
-    }
-}
-
 static fc_status end_whole(gather *g)
 {
     rails *r = g->r;
@@ -480,7 +473,7 @@ static fc_status end_whole(gather *g)
         FC_TRY(open_local(g));
         return share_pieces(g, true);
     }
-    take_whole(g);
+    take_all(g, visit_whole);
     return FC_OK;
 }
 
@@ -520,7 +513,7 @@ static fc_status gather_taken(gather *g)
     }
     FC_TRY(begin_whole(g));
     FC_TRY(await_whole(g));
-    take_whole(g);
+    take_all(g, visit_whole);
     return FC_OK;
 }
 
