@@ -171,7 +171,7 @@ static void check_dropped(member *m, char *send)
 
 static void body_begun(int rank, int n_ranks, void *arg)
 {
-    static const size_t numels[] = {0, 1, 100, 50 * KIB + 3, 150 * KIB};
+    static const size_t numels[] = {0, 1, 100, 50 * KIB + 3, 257 * KIB}; /* up to 3 pieces */
     taken t = {.bytes = 100, .refuses = 0};
     const fc_gathered to = {&t, look, take};
     member m;
@@ -183,7 +183,6 @@ static void body_begun(int rank, int n_ranks, void *arg)
         check_gather(&m, 4 * numels[i] + 3, (int)i);
         check_begun(&m, numels[i], (int)i);
     }
-    check_gather(&m, 1536 * KIB - 5, 9);
     send = begin_gather(&m, 100, 0); /* who does not want it gets its own error, and goes on */
     CHECK_EQ(m.ops.gather_end(m.ops.context, &to), FC_ERR_STATE);
     memset(t.at, 0, sizeof(t.at));
