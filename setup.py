@@ -53,8 +53,8 @@ C_SOURCES = {
         "process shm shm_ask shm_region shm_segment shm_wait transport watcher"
     ),
     "csrc/comm": (
-        "arrays beats comm mapped message pieces rails rails_collectives rails_gathers rails_sums "
-        "step"
+        "arrays beats comm mapped message pieces rails rails_collectives rails_gathers "
+        "rails_phases rails_sums step"
     ),
     "csrc/snapshot": "copier ranks snapshot sums",
     "csrc/engine": (

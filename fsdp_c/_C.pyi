@@ -95,6 +95,11 @@ class Transport:
     def awaited(self) -> tuple[int, float] | None:
         """The rank of the group, on another host, that this one waits for over rails, and for how
         many seconds. From any thread."""
+    def failed(self) -> tuple[int, int]:
+        """The last phase over rails that this rank left by an exception, or 0, and how many
+        collectives it had ended then. From any thread."""
+    def hear(self, *, rank: int, phase: int, after: int) -> None:
+        """What another rank's `failed` says: a wait for it in that phase ends."""
     def tell(self, *, rank: int, text: str) -> None:
         """What has been found out about a rank of the group, while this one waits for it over
         rails: `top` shows it."""

@@ -72,6 +72,7 @@ struct fc_comm {
     /* Serialized like the calls. */
     uint64_t sequence; /* collectives started */
     uint64_t step;     /* steps published */
+    uint64_t phase;    /* of the caller, counted alike on all ranks; 0: there are none */
     size_t slot_bytes; /* of each staging slot; equal on all ranks */
 };
 
@@ -94,5 +95,10 @@ const char *fc_comm_slot(const fc_comm *comm, int rank);
 /* Publishes what was staged, waits for all ranks and compares their calls. A failure breaks the
  * transport. */
 FC_MUST_CHECK fc_status fc_comm_meet(fc_comm *comm, const fc_comm_call *call);
+
+/* Mapped kind: peers that are in the phase, or come to it, do not wait for this rank any more. */
+void fc_comm_fail_phase(fc_comm *comm, uint64_t phase);
+/* The words for it: two ranks as the world numbers them. */
+void fc_comm_tell_left(char *out, size_t bytes, int left, int waiting);
 
 #endif

@@ -74,7 +74,7 @@ fc_status rails_check(rails *r)
 
 /* ---- what other threads may know and do ---- */
 
-static rails *rails_in(const fc_message_ops *ops)
+rails *rails_in(const fc_message_ops *ops)
 {
     return ops != NULL && ops->kind == rails_ops.kind ? ops->context : NULL;
 }
@@ -144,6 +144,7 @@ static fc_status await_peer(rails *r, const rails_call *call, int peer,
 
     (void)fc_window_wait_for(what);
     atomic_store_explicit(&r->awaited, peer, memory_order_relaxed);
+    atomic_store_explicit(&r->awaited_in, call->header.sequence, memory_order_relaxed);
     atomic_store_explicit(&r->awaited_since, since_ns, memory_order_release);
     st = await(r->ops.context, peer);
     atomic_store_explicit(&r->awaited_since, 0, memory_order_release);
@@ -166,7 +167,8 @@ fc_status rails_begin(rails *r, rails_kind kind, fc_comm_op op, size_t bytes, fc
                    .bytes = bytes,
                    .op = (uint32_t)op,
                    .dtype = (uint32_t)dtype,
-                   .root = root},
+                   .root = root,
+                   .failed = (uint32_t)r->failed},
         .message_max = bytes,
         /* Of two that differ, one key is another: in any of these. */
         .key = 1 + (uint32_t)((bytes * UINT64_C(0x9e3779b97f4a7c15) >> 40) ^ (uint64_t)op << 24),
@@ -270,13 +272,17 @@ static fc_status check_frame(rails *r, const rails_call *call, int peer, rails_f
     const rails_header *theirs = &frame->header;
     char here[128], there[128], line[FC_MESSAGE_BYTES + RAILS_FRAME_BYTES];
 
-    if (memcmp(theirs, &call->header, sizeof(*theirs)) == 0) {
+    if (memcmp(theirs, &call->header, offsetof(rails_header, failed)) == 0) {
         return FC_OK;
     }
     if (theirs->op == RAILS_FAILED) {
         frame->data[sizeof(frame->data) - 1] = '\0';
         (void)snprintf(line, sizeof(line), "rank %d (host %s) failed: %s", r->global_ranks[peer],
                        r->names[r->hosts[peer]], frame->data);
+        return rails_break(r, FC_ERR_PEER, line);
+    }
+    if (rails_has_left(r, theirs)) {
+        rails_tell_left(r, peer, line, sizeof(line));
         return rails_break(r, FC_ERR_PEER, line);
     }
     describe(&call->header, here, sizeof(here));

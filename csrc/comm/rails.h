@@ -82,6 +82,22 @@ bool fc_rails_waits(const fc_message_ops *ops, fc_rails_wait *out);
 /* What has been found out about a rank of the group, while this one waits for it: for those who
  * look at this process from outside. By one thread at a time, whichever it is. */
 void fc_rails_tell(const fc_message_ops *ops, int rank, const char *text);
+/* [Note: left phases] A rank that leaves a phase alone, by an exception, does not come to its
+ * peers' next collective. Phases are counted when all ranks agree that they begin, and when one is
+ * left, so that ranks that all raise alike count alike. This host's others see in shared memory
+ * which phase it left; other hosts are told by who looks for signs of life, and see it in the frame
+ * of its next collective if there is one. */
+typedef struct fc_rails_failure {
+    uint64_t phase; /* the last one that a rank left; 0: none */
+    uint64_t after; /* collectives of its that came to an end before */
+} fc_rails_failure;
+
+/* Of this rank; from any thread. */
+fc_rails_failure fc_rails_failed(const fc_message_ops *ops);
+/* Of another rank: if this one waits for it in that phase, the wait ends as if interrupted. From
+ * any thread. */
+void fc_rails_hear(const fc_message_ops *ops, int rank, fc_rails_failure failure);
+
 /* What this rank waits for on rails, now or next, fails with `text` as the cause, and so do this
  * host's other ranks. From any thread. */
 void fc_rails_interrupt(const fc_message_ops *ops, const char *text);

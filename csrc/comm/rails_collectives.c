@@ -137,4 +137,6 @@ const fc_message_ops rails_ops = {.kind = "rails",
                                   .gather_drop = rails_gather_drop,
                                   .sum_begin = rails_sum_begin,
                                   .sum_end = rails_sum_end,
-                                  .sum_drop = rails_sum_drop};
+                                  .sum_drop = rails_sum_drop,
+                                  .open_phase = rails_open_phase,
+                                  .fail_phase = rails_fail_phase};

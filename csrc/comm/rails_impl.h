@@ -26,7 +26,9 @@ typedef struct rails_header {
     uint64_t sequence, bytes; /* of what one rank sends to another */
     uint32_t op, dtype;
     int32_t root;
-    uint32_t pad;
+    /* Not compared: the last phase that the sender left by an exception, see [Note: left phases];
+     * its low bits. */
+    uint32_t failed;
 } rails_header;
 
 #define RAILS_FAILED UINT32_MAX /* in the place of `op`: the sender has failed, and says why */
@@ -123,9 +125,11 @@ typedef struct rails {
     char broken_text[FC_MESSAGE_BYTES];
 
     /* Read and written by other threads. */
-    _Atomic int awaited;           /* rank */
-    _Atomic int64_t awaited_since; /* 0: none is */
-    _Atomic int interrupted;       /* rails_interrupted; the text is constant when it is READY */
+    _Atomic int awaited;                          /* rank */
+    _Atomic int64_t awaited_since;                /* 0: none is */
+    _Atomic uint64_t awaited_in;                  /* the collective */
+    _Atomic uint64_t phase, failed, failed_after; /* see [Note: left phases] */
+    _Atomic int interrupted; /* rails_interrupted; the text is constant when it is READY */
     char why_interrupted[FC_MESSAGE_BYTES / 2];
 } rails;
 
@@ -136,6 +140,8 @@ enum rails_interrupted {
 };
 
 extern const fc_message_ops rails_ops; /* without context */
+
+rails *rails_in(const fc_message_ops *ops); /* NULL: they are none */
 
 FC_MUST_CHECK fc_status rails_check(rails *r);
 /* This host's other ranks hear of it; later calls fail at once. Returns `status`. */
@@ -166,6 +172,14 @@ FC_MUST_CHECK fc_status rails_await_received(rails *r, const rails_call *call, i
 
 FC_MUST_CHECK fc_status rails_reserve(rails_buffer *buffer, size_t bytes);
 void rails_free_buffers(rails *r);
+
+/* ---- rails_phases.c ---- */
+
+void rails_open_phase(void *context);
+void rails_fail_phase(void *context);
+/* True if the sender has left the phase that this rank is in; then FC_ERR_PEER says so. */
+bool rails_has_left(const rails *r, const rails_header *theirs);
+void rails_tell_left(const rails *r, int peer, char *out, size_t bytes);
 
 /* ---- rails_gathers.c ---- */
 

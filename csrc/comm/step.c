@@ -12,6 +12,7 @@
 /* One per rank, written by that rank alone. */
 typedef struct header_line {
     fc_word step;
+    fc_word failed; /* the last phase that was left by an exception */
     fc_comm_call calls[2];
 } header_line;
 
@@ -22,15 +23,20 @@ static const char *const op_names[FC_COMM_OP_COUNT] = {"all_gather", "reduce_sca
                                                        "broadcast",  "all_to_all",     "barrier"};
 
 typedef struct step_wait {
-    const fc_word *word;
-    uint64_t step;
+    const header_line *line; /* of the peer */
+    uint64_t step, phase;
 } step_wait;
 
-static bool has_stepped(void *arg)
+static bool has_failed(const header_line *line, uint64_t phase)
+{
+    return phase != 0 && fc_word_load(&line->failed) >= phase;
+}
+
+static bool has_stepped_or_failed(void *arg)
 {
     const step_wait *w = arg;
 
-    return fc_word_load(w->word) >= w->step;
+    return fc_word_load(&w->line->step) >= w->step || has_failed(w->line, w->phase);
 }
 
 static header_line *line_of(const fc_comm *comm, int rank)
@@ -67,6 +73,23 @@ static void describe(char *out, size_t bytes, const fc_comm_call *call)
                    (unsigned long long)call->bytes, extra, (unsigned long long)call->sequence);
 }
 
+void fc_comm_tell_left(char *out, size_t bytes, int left, int waiting)
+{
+    (void)snprintf(out, bytes,
+                   "rank %d left its forward or backward by an exception while rank %d waited for "
+                   "it; the gradients of this step are not complete",
+                   left, waiting);
+}
+
+static fc_status fail_left(fc_comm *comm, int peer)
+{
+    char text[FC_MESSAGE_BYTES];
+
+    fc_comm_tell_left(text, sizeof(text), fc_transport_global_rank(comm->transport, peer),
+                      fc_transport_global_rank(comm->transport, comm->rank));
+    return fc_transport_abort(comm->transport, FC_ERR_PEER, text);
+}
+
 /* All ranks see the same headers, so all find the same first difference. */
 static fc_status compare_calls(fc_comm *comm)
 {
@@ -80,6 +103,11 @@ static fc_status compare_calls(fc_comm *comm)
             char theirs[160];
             char text[FC_MESSAGE_BYTES];
 
+            for (int i = 0; i < comm->n_ranks; i++) {
+                if (i != comm->rank && has_failed(line_of(comm, i), comm->phase)) {
+                    return fail_left(comm, i);
+                }
+            }
             describe(ours, sizeof(ours), &first);
             describe(theirs, sizeof(theirs), &call);
             (void)snprintf(
@@ -103,16 +131,24 @@ fc_status fc_comm_meet(fc_comm *comm, const fc_comm_call *call)
     fc_transport_publish(comm->transport, &mine->step, comm->step);
     for (int i = 1; i < comm->n_ranks; i++) {
         int peer = (comm->rank + i) % comm->n_ranks;
-        step_wait w = {.word = &line_of(comm, peer)->step, .step = comm->step};
-        fc_status st = fc_transport_wait(comm->transport, peer, has_stepped, &w, &info);
+        step_wait w = {.line = line_of(comm, peer), .step = comm->step, .phase = comm->phase};
+        fc_status st = fc_transport_wait(comm->transport, peer, has_stepped_or_failed, &w, &info);
 
         if (st == FC_ERR_INTERRUPTED) {
             /* Out of step with its peers, this rank cannot go on. */
             return fc_transport_abort(comm->transport, st, fc_last_message());
         }
         FC_TRY(st);
+        if (fc_word_load(&w.line->step) < w.step) {
+            return fail_left(comm, peer);
+        }
     }
     return compare_calls(comm);
+}
+
+void fc_comm_fail_phase(fc_comm *comm, uint64_t phase)
+{
+    fc_transport_publish(comm->transport, &line_of(comm, comm->rank)->failed, phase);
 }
 
 static char *slot_at(const fc_comm *comm, int rank, uint64_t step)

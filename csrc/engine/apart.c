@@ -386,5 +386,8 @@ fc_status apart_exchange(fc_unit *unit)
     }
     fc_free(words);
     domain->is_ready = st == FC_OK;
+    if (domain->is_ready && messages->open_phase != NULL) {
+        messages->open_phase(messages->context);
+    }
     return st;
 }

@@ -280,6 +280,17 @@ static bool is_completed(const fc_domain *domain)
            fc_word_load(&domain_clock(domain, domain->rank)->completed) >= phase_of(domain->clock);
 }
 
+/* Before ranks have met in a forward, who failed it may still come: to its next one. */
+static void tell_transport(const fc_domain *domain)
+{
+    const fc_message_ops *messages = fc_transport_messages(domain->transport);
+
+    if (messages != NULL && messages->fail_phase != NULL &&
+        (domain->is_ready || fc_domain_in_backward(domain))) {
+        messages->fail_phase(messages->context);
+    }
+}
+
 void fc_domain_fail(fc_domain *domain)
 {
     reduction_forget_borrowed(domain);
@@ -288,6 +299,7 @@ void fc_domain_fail(fc_domain *domain)
     }
     batch_drop(domain);
     order_drop(domain);
+    tell_transport(domain);
     if (domain->clocks != NULL) {
         apart_tell(domain);
         fc_transport_publish(domain->watch, &domain_clock(domain, domain->rank)->failed,

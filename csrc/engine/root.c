@@ -339,24 +339,29 @@ fc_status fc_root_end_forward(fc_root_course *root, bool keeps_graph)
     return root->schedule != NULL && !keeps_graph ? fc_schedule_end_forward(root->schedule) : FC_OK;
 }
 
+/* ---- failure ---- */
+
+static void fail_phase(fc_root_course *root)
+{
+    for (size_t i = 0; i < root->n_domains; i++) {
+        fc_domain_fail(root->domains[i]);
+    }
+    root_show(root, FC_WINDOW_FAILED);
+}
+
 void fc_root_note_raised(fc_root_course *root, const fc_root_module *module)
 {
     if (root->opener == module && !fc_root_in_backward(root)) {
         root->has_raised = true;
-        root_show(root, FC_WINDOW_FAILED);
+        fail_phase(root);
     }
 }
-
-/* ---- failure ---- */
 
 void fc_root_fail(fc_root_course *root)
 {
     root->context->awaits_end = false;
     root->context->is_failed = true;
-    for (size_t i = 0; i < root->n_domains; i++) {
-        fc_domain_fail(root->domains[i]);
-    }
-    root_show(root, FC_WINDOW_FAILED);
+    fail_phase(root);
 }
 
 static fc_status reset_unit(const fc_root_ops *ops, fc_root_unit *unit, bool drops_gradients)

@@ -212,7 +212,8 @@ FC_MUST_CHECK fc_status fc_root_leave_unit(fc_root_course *root, fc_root_unit *u
                                            bool recomputes, bool stays, bool is_needed);
 /* Closes the forward's phase; nothing else if it runs within a backward. */
 FC_MUST_CHECK fc_status fc_root_end_forward(fc_root_course *root, bool keeps_graph);
-/* A call of `module` ended in an exception, and with it the forward, if it began there. */
+/* A call of `module` ended in an exception, and with it the forward, if it began there: tells peers
+ * at once. */
 void fc_root_note_raised(fc_root_course *root, const fc_root_module *module);
 
 /* ---- backward ---- */

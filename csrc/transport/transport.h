@@ -131,6 +131,10 @@ typedef struct fc_message_ops {
                            bool *is_lent_out);
     fc_status (*sum_end)(void *context, void *recv);
     void (*sum_drop)(void *context);
+    /* NULL, both, or told that all ranks have come to a phase of a domain, and that this one has
+     * left it by an exception: who waits for it there gets FC_ERR_PEER. */
+    void (*open_phase)(void *context);
+    void (*fail_phase)(void *context);
     void (*release)(void *context); /* when the transport is destroyed */
 } fc_message_ops;
 

@@ -2,7 +2,8 @@
 
 A connection to a host that has lost its power or its network does not break: the process group
 would wait for its timeout. Each rank leaves a sign of life in the group's store every second. A
-rank that waits for another host looks for the signs of its ranks.
+rank that waits for another host looks for the signs of its ranks. Beside them stands which phases a
+rank has left by exceptions: who waits for it there gives up at once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 import weakref
+import zlib
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -30,6 +32,7 @@ _SILENT_S = 3.0  # of signs that come every second
 class _Watched:
     """The rails of a group, and what this rank waits for there."""
 
+    name: str  # of the group, short and alike on all its ranks
     transport: _C.Transport
     hosts: list[int]  # of each rank of the group
     names: list[str]  # of the hosts
@@ -41,6 +44,21 @@ class _Watched:
         """All of the group that live on a rank's host, as the world numbers them."""
         pairs = zip(self.ranks, self.hosts, strict=True)
         return [r for r, host in pairs if host == self.hosts[rank]]
+
+
+def _failures_of(watched: list[_Watched]) -> str:
+    """The phases that this rank has left by exceptions, one word without spaces."""
+    found = [(each.name, *each.transport.failed()) for each in watched]
+    return ";".join(f"{name}:{phase}:{after}" for name, phase, after in found if phase) or "-"
+
+
+def _hear(watched: _Watched, peer: int, words: str) -> None:
+    """Ends the wait for a peer that has left the phase in which this rank waits."""
+    for text in words.partition(" ")[0].split(";"):
+        name, *numbers = text.split(":")
+        if name == watched.name and len(numbers) == 2:
+            phase, after = map(int, numbers)
+            watched.transport.hear(rank=peer, phase=phase, after=after)
 
 
 class Watch:
@@ -74,8 +92,9 @@ class Watch:
             if now - self._looked > 2 * _LOOK_S + 1:  # it was this process that stood still
                 self._awake_since = now
             self._looked = now
-            self._beats.say(_peer_location.tell().text)
-            wanted = {rank for each in list(self._watched.values()) for rank in self._look(each)}
+            watched = list(self._watched.values())
+            self._beats.say(f"{_failures_of(watched)} {_peer_location.tell().text}")
+            wanted = {rank for each in watched for rank in self._look(each)}
             self._beats.want(ranks=sorted(wanted))
 
     def _look(self, watched: _Watched) -> list[int]:
@@ -102,6 +121,8 @@ class Watch:
             print(line, file=sys.stderr, flush=True)
         if silent_s >= _env.HOST_TIMEOUT.get():
             watched.transport.interrupt(why)
+        elif said := self._beats.heard(watched.ranks[peer]):
+            _hear(watched, peer, said[0])
 
     def _silence(self, watched: _Watched, peer: int, asked_s: float) -> tuple[float, str]:
         """For how long the peer's host has been silent, and what to say of the peer."""
@@ -116,7 +137,7 @@ class Watch:
         silent = {rank: min(row[1] if row else asked_s, asked_s) for rank, row in heard.items()}
         rank, host = watched.ranks[peer], watched.names[watched.hosts[peer]]
         if silent[rank] < _SILENT_S:
-            words = heard[rank][0] if heard[rank] else ""
+            words = heard[rank][0].partition(" ")[2] if heard[rank] else ""
             return 0.0, f"it is at {words}" if words else f"host {host} answers"
         host_s = min(silent.values())
         if host_s < _SILENT_S:
@@ -139,4 +160,5 @@ def watch(group: dist.ProcessGroup, transport: _C.Transport, rails: _hosts.Rails
         _watch = Watch(world)
         _watch.start()
     ranks = _process_group.global_ranks(group)
-    _watch.add(group, _Watched(transport, rails.hosts, rails.names, ranks))
+    name = f"{zlib.crc32(str(group.group_name).encode()):x}"
+    _watch.add(group, _Watched(name, transport, rails.hosts, rails.names, ranks))

@@ -125,6 +125,103 @@ static void test_interrupted_early(void)
     check_world(&worlds[0], body_interrupted_early);
 }
 
+/* Ranks that leave a phase all alike go on. One that leaves it alone is named: by its host's
+ * others, by those who hear of them, and by its rail, which is told. */
+#define LEFT(rank, by) "rank " rank " left its forward or backward by an exception while rank " by
+
+static void *hear(void *arg)
+{
+    const member *m = arg;
+    const uint64_t phase = 3, after = 4;
+    const fc_rails_failure failures[] = {
+        {phase - 1, after - 1}, /* an older phase */
+        {phase, after + 1},     /* it took part in what is waited for, and failed then */
+        {0, 0},
+    };
+    fc_rails_wait wait = {0};
+
+    while (!fc_rails_waits(&m->ops, &wait)) {
+        (void)usleep(1000);
+    }
+    CHECK_EQ(wait.rank, 1);
+    for (size_t i = 0; i < 3; i++) {
+        fc_rails_hear(&m->ops, 1, failures[i]);
+    }
+    fc_rails_hear(&m->ops, 2, (fc_rails_failure){phase, after}); /* not whom it waits for */
+    (void)usleep(50 * 1000);
+    CHECK(fc_rails_waits(&m->ops, &wait));
+    fc_rails_hear(&m->ops, 1, (fc_rails_failure){phase, after});
+    return NULL;
+}
+
+static void body_left(int rank, int n_ranks, void *arg)
+{
+    static char data[4 * LARGE];
+    member m;
+    pthread_t thread;
+    fc_rails_failure failed;
+
+    close_lines(n_ranks, rank);
+    CHECK_OK(create(&m, arg, rank));
+    check_all_gather(&m, 100, 1, false);
+    m.ops.open_phase(m.ops.context);
+    check_all_gather(&m, 100, 2, false);
+    CHECK_EQ(fc_rails_failed(&m.ops).phase, 0);
+    m.ops.fail_phase(m.ops.context); /* phase 1, on all; now it is 2 */
+    check_all_gather(&m, 100, 3, false);
+    m.ops.open_phase(m.ops.context);
+    check_all_gather(&m, LARGE, 4, false);
+    if (rank == 1) {
+        m.ops.fail_phase(m.ops.context);
+        failed = fc_rails_failed(&m.ops);
+        CHECK_EQ(failed.phase, 3);
+        CHECK_EQ(failed.after, 4);
+        m.ops.open_phase(m.ops.context); /* later failures do not hide it */
+        m.ops.fail_phase(m.ops.context);
+        (void)usleep(500 * 1000);
+        CHECK(m.ops.all_gather(m.ops.context, data, data, 1) != FC_OK); /* by either's words */
+    } else {
+        CHECK_OR_EXIT(rank != 3 || pthread_create(&thread, NULL, hear, &m) == 0);
+        CHECK_EQ(m.ops.all_gather(m.ops.context, data, data, LARGE), FC_ERR_PEER);
+        CHECK(strstr(fc_last_message(), LEFT("11", "10")) != NULL ||
+              strstr(fc_last_message(), LEFT("11", "13")) != NULL);
+        CHECK(rank != 3 || pthread_join(thread, NULL) == 0);
+        CHECK_EQ(m.ops.all_gather(m.ops.context, data, data, 1), FC_ERR_BROKEN);
+    }
+    destroy(&m);
+}
+
+/* It goes on to another collective, of a host without others. */
+static void body_left_and_went_on(int rank, int n_ranks, void *arg)
+{
+    char data[2 * 100];
+    member m;
+
+    close_lines(n_ranks, rank);
+    CHECK_OK(create(&m, arg, rank));
+    m.ops.open_phase(m.ops.context);
+    check_all_gather(&m, 100, 1, false);
+    if (rank == 0) {
+        CHECK_EQ(m.ops.all_gather(m.ops.context, data, data, 100), FC_ERR_PEER);
+        CHECK_HAS(fc_last_message(), LEFT("11", "10"));
+    } else {
+        m.ops.fail_phase(m.ops.context);
+        CHECK(m.ops.all_gather(m.ops.context, data, data, 64) != FC_OK);
+    }
+    destroy(&m);
+}
+
+static void test_left_phases(void)
+{
+    const fc_message_ops none = {.kind = "other"};
+
+    check_world(&worlds[1], body_left);
+    check_world(&worlds[0], body_left_and_went_on);
+    CHECK_EQ(fc_rails_failed(&none).phase, 0);
+    CHECK_EQ(fc_rails_failed(NULL).phase, 0);
+    fc_rails_hear(&none, 0, (fc_rails_failure){1, 1});
+}
+
 static int differ_case;
 
 /* Ranks of two hosts that call different collectives, or of different sizes: one of them, or all of
@@ -185,5 +282,6 @@ int main(void)
     test_killed();
     test_silent();
     test_interrupted_early();
+    test_left_phases();
     return check_result();
 }

@@ -4,6 +4,7 @@ import re
 import time
 from pathlib import Path
 
+import models
 import pytest
 import torch
 import torch.nn as nn
@@ -11,6 +12,8 @@ from callback_net import CallbackNet, sharded
 from harness import run_ranks
 from snapshots import Net, batch, check_trains
 from torch.distributed.tensor import DTensor
+
+import fsdp_c
 
 
 class Trouble(Exception):
@@ -168,3 +171,78 @@ def test_exception_on_one_rank(point: str, n_ranks: int) -> None:
     ]
     for text in errors:
         assert re.search(r"rank \d", text), text
+
+
+def raises_and_is_gone(rank: int, n_ranks: int, point: str) -> tuple[str, float]:
+    """The last rank raises in the second step and makes no other; the others have one wait."""
+    armed = False
+
+    def probe(here: str) -> None:
+        if armed and here == point and rank == n_ranks - 1:
+            raise Trouble
+
+    net = sharded(CallbackNet(probe))
+    began = time.monotonic()
+    try:
+        for step in range(3):
+            armed = step == 1
+            net(batch(rank, step)).square().sum().backward()
+    except Trouble:
+        return "trouble", 0.0
+    except RuntimeError as error:
+        return str(error), time.monotonic() - began
+    return "through", 0.0
+
+
+@pytest.mark.parametrize("transport", ["shm", "callback"])
+@pytest.mark.parametrize("point", ["in_forward", "in_backward"])
+def test_one_rank_raises_and_is_gone(point: str, transport: str) -> None:
+    """Its process lives on: nobody waits for it until the group's deadline."""
+    found = run_ranks(raises_and_is_gone, 3, point, env={"FSDP_C_TRANSPORT": transport}, timeout=40)
+    assert found[2] == ("trouble", 0.0)
+    for text, seconds in found[:2]:
+        assert f"rank 2 left the {point.removeprefix('in_')} of step 2" in text, found
+        assert seconds < 20, found
+
+
+class Enough(Exception):
+    """A hook's, which ends a forward as soon as what is wanted is there."""
+
+
+def stops_early(rank: int, n_ranks: int) -> None:
+    """Features are taken by a hook that ends the forward; their loss goes backward."""
+
+    def features(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        taken = []
+
+        def take(module: nn.Module, args: object, out: torch.Tensor) -> None:
+            taken.append(out)
+            raise Enough
+
+        handle = model.blocks[1].register_forward_hook(take)
+        with pytest.raises(Enough):
+            model(x)
+        handle.remove()
+        return taken[0]
+
+    torch.manual_seed(0)
+    plain = models.Net()
+    torch.manual_seed(0)
+    model = models.Net()
+    models.shard_blocks(model, fsdp_c)
+    for step in range(3):
+        model.zero_grad()
+        plain.zero_grad()
+        features(model, models.data(rank, step)).square().mean().backward()
+        for peer in range(n_ranks):
+            (features(plain, models.data(peer, step)).square().mean() / n_ranks).backward()
+        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None), name
+            if theirs.grad is not None:
+                torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.parametrize("transport", ["shm", "callback"])
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_a_hook_ends_forward_early(n_ranks: int, transport: str) -> None:
+    run_ranks(stops_early, n_ranks, env={"FSDP_C_TRANSPORT": transport})

@@ -110,6 +110,23 @@ void transport_interrupt(Transport &self, PyObject *why)
     fc_rails_interrupt(fc_transport_messages(self.core.get()), text_from(why));
 }
 
+Ref transport_failed(Transport &self)
+{
+    const fc_rails_failure found = fc_rails_failed(fc_transport_messages(self.core.get()));
+
+    return checked(
+        Py_BuildValue("(KK)", (unsigned long long)found.phase, (unsigned long long)found.after));
+}
+
+void transport_hear(Transport &self, Fields &given)
+{
+    const int rank = given.integer("rank");
+    const fc_rails_failure failure = {given.size("phase"), given.size("after")};
+
+    given.end();
+    fc_rails_hear(fc_transport_messages(self.core.get()), rank, failure);
+}
+
 Ref transport_sent(Transport &self)
 {
     const fc_message_ops *ops = fc_transport_messages(self.core.get());
@@ -138,6 +155,8 @@ PyMethodDef transport_methods[] = {
     method<[](Transport &self) { return fc_transport_check(self.core.get()); }>("check"),
     method<transport_abort>("abort"),
     method<transport_awaited>("awaited"),
+    method<transport_failed>("failed"),
+    method<transport_hear>("hear"),
     method<transport_tell>("tell"),
     method<transport_sent>("sent"),
     method<transport_interrupt>("interrupt"),

@@ -1,0 +1,117 @@
+"""Over several hosts a rank leaves its forward or backward by an exception: alone, it is named on
+the others within seconds, and nobody waits for the group's deadline; all alike, they go on."""
+
+import time
+from typing import Any
+
+import models
+import pytest
+import torch
+from hosts import run_hosts
+
+VICTIM = 1
+BAD = 1  # the step
+SOON_S = 20.0  # far from the timeout of the group
+LEFT = f"rank {VICTIM} left its forward or backward by an exception while rank "
+
+
+class OwnError(Exception):
+    pass
+
+
+def refuse(*unused: Any) -> None:
+    raise OwnError("the script's own")
+
+
+def step_with(model: Any, rank: int, step: int, where: str) -> None:
+    """One that raises in forward, behind the first blocks, or in backward, behind the last ones."""
+    handle = None
+    if where == "forward":
+        handle = model.blocks[1].register_forward_pre_hook(refuse)
+    try:
+        out = model(models.data(rank, step))
+        if where == "backward":
+            out.register_hook(refuse)
+        out.square().mean().backward()
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def live(rank: int, n_ranks: int, where: str, goes_on: bool, who: str) -> tuple[str, float]:
+    import fsdp_c
+
+    model: Any = models.Net()
+    models.shard_blocks(model, fsdp_c)
+    began = time.monotonic()
+    for step in range(4):
+        is_bad = step == BAD and who in ("all", str(rank))
+        try:
+            step_with(model, rank, step, where if is_bad else "")
+        except OwnError:
+            if not goes_on:
+                return "own", 0.0
+        except RuntimeError as error:
+            return str(error), time.monotonic() - began
+        model.zero_grad()
+    return "through", 0.0
+
+
+def alone(hosts: tuple[int, ...], where: str, goes_on: bool) -> list[tuple[str, float]]:
+    outcomes = run_hosts(live, hosts, where, goes_on, str(VICTIM), timeout=60, fresh=True)
+    assert all(outcome.ok for outcome in outcomes), outcomes
+    return [outcome.value for outcome in outcomes]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("hosts", [(2, 2), (2, 1), (1, 1)])
+def test_alone(hosts: tuple[int, ...], where: str) -> None:
+    """It does something else from then on: no message of its ever says so."""
+    found = alone(hosts, where, False)
+    for rank, (text, seconds) in enumerate(found):
+        if rank == VICTIM:
+            assert text == "own", found
+        else:
+            assert LEFT in text and seconds < SOON_S, found
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("hosts", [(2, 1), (1, 1)])
+def test_alone_and_goes_on(hosts: tuple[int, ...], where: str) -> None:
+    """Its next collective is not what the others wait for."""
+    found = alone(hosts, where, True)
+    for rank, (text, seconds) in enumerate(found):
+        assert seconds < SOON_S and text not in ("through", "own"), found
+        assert rank == VICTIM or LEFT in text or "out of step" in text, found
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("hosts", [(2, 2), (1, 1)])
+def test_all_alike(hosts: tuple[int, ...], where: str) -> None:
+    for text, _ in run_hosts(live, hosts, where, True, "all", timeout=60):
+        assert text == "through"
+
+
+def gradients_after(rank: int, n_ranks: int, where: str) -> None:
+    """Of the step after one that all have left: those of the unsharded model."""
+    import fsdp_c
+
+    torch.manual_seed(0)
+    plain: Any = models.Net()
+    torch.manual_seed(0)
+    model: Any = models.Net()
+    models.shard_blocks(model, fsdp_c)
+    for _ in range(2):
+        with pytest.raises(OwnError):
+            step_with(model, rank, BAD, where)
+        model.zero_grad()
+    step_with(model, rank, 2, "")
+    for peer in range(n_ranks):
+        (plain(models.data(peer, 2)).square().mean() / n_ranks).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_gradients_after_all_have_raised(where: str) -> None:
+    run_hosts(gradients_after, (2, 1), where, timeout=60)
