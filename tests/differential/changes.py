@@ -6,6 +6,7 @@ fails; going on after an exception in backward without a reset, since there are 
 
 import torch.distributed.fsdp as torch_fsdp
 
+from differential import on_device
 from differential.steps import Steps
 
 # Refused by torch.optim on a CPU, or for leaves; the same errors must come, and no step.
@@ -132,6 +133,8 @@ class Changes(Steps):
 
     def wait_late(self) -> list[str]:
         """Handles that are waited for after a forward, twice, or never; of members of a group."""
+        if on_device.gathers_anew(self.program):
+            return []
         members = [f"model.layers[{index}]" for group in self.groups for index in group]
         unit = self.rng.choice([*members, self.unit()])
         lines = [f"handle = {unit}.unshard(async_op=True)"]

@@ -1,5 +1,6 @@
 """What goes on around a forward and a backward: hooks of all kinds, other ways to call a module."""
 
+from differential import on_device
 from differential.changes import Changes
 
 SAVED = [
@@ -68,7 +69,7 @@ class Contexts(Changes):
 
     def parameter_hooks(self) -> list[str]:
         """On unsharded parameters, which are the same objects in each forward."""
-        if self.around == "reentrant" or self.has_hooks:
+        if self.around == "reentrant" or self.has_hooks or on_device.gathers_anew(self.program):
             return []
         unit, hook = self.unit(), self.rng.choice(PARAMETER_HOOKS)
         return [

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_c
-from differential import faults, feature_nets, features, generate, nets
+from differential import faults, feature_nets, features, generate, nets, on_device
 from differential.program import Program
 
 
@@ -80,6 +80,7 @@ class Side:
             "world": program.world,
         }
         self.counting = Counting() if program.counted else None
+        self.registers_shards = on_device.registers_shards(program)
 
     def run(self, code: types.CodeType, number: int) -> Exception | None:
         # torch.manual_seed would format a stack for each device.
@@ -118,7 +119,10 @@ class Side:
         for prefix in ("", "second_"):
             if f"{prefix}model" in self.names:
                 shards = self.names.get(f"{prefix}shards", {})
-                seen[f"{prefix}model"] = see_model(self.names[f"{prefix}model"], shards)
+                model = see_model(self.names[f"{prefix}model"], shards)
+                if self.registers_shards:
+                    del model["registered"], model["registered gradient"]
+                seen[f"{prefix}model"] = model
         return seen
 
 

@@ -23,6 +23,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from differential import on_device
+
 aten = torch.ops.aten
 # What fully_shard does to a shard: the results are of the subclass again.
 PRESERVING = {
@@ -255,7 +257,7 @@ class ReduceScatter(Allocating):
         self.calls = calls
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        self.calls.append(("reduce", output_tensor.numel(), str(output_tensor.dtype)))
+        self.calls.append(("reduce", on_device.size_of(output_tensor), str(output_tensor.dtype)))
         return reduce(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
@@ -263,7 +265,7 @@ def reduce_hook(calls: list[Any], factor: float) -> Callable[[Tensor], None]:
     """Notes what it gets, and scales it."""
 
     def hook(output: Tensor) -> None:
-        calls.append(("hook", output.numel(), str(output.dtype)))
+        calls.append(("hook", on_device.size_of(output), str(output.dtype)))
         output.mul_(factor)
 
     return hook

@@ -4,6 +4,7 @@ Left out is what torch itself gets wrong, silently or not, where fsdp_c gives th
 each place says what.
 """
 
+from differential import on_device
 from differential.changes import CHANGE_BLOCKS
 from differential.contexts import CONTEXT_BLOCKS, Contexts
 from differential.program import WORLDS, Program
@@ -119,6 +120,8 @@ class Writer(Contexts):
         return lines + self.hook_lines() + self.finish()
 
     def unshard(self) -> list[str]:
+        if on_device.gathers_anew(self.program):
+            return []
         unit = self.unit()
         lines = [f"{unit}.unshard()"]
         if self.chance(0.5):

@@ -110,7 +110,8 @@ def write(record: Record, families: list[Family], options: dict[str, Any], folde
         }
         for family, key, v in record.failures()
     ]
-    path = report.result_path(folder, "soak", False, ".json")
+    minor = ".".join(facts["versions"]["torch"].split(".")[:2])
+    path = report.result_path(folder, f"soak_torch{minor}", False, ".json")
     report.write_json(path, {**facts, "rows": rows, "failures": failures})
     machine = facts["hardware"]
     names = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
