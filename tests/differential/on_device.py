@@ -26,5 +26,7 @@ def registers_shards(program: Program) -> bool:
 
 
 def gathers_anew(program: Program) -> bool:
-    """In the first forward, what was unsharded before."""
-    return is_used() and not program.has("data(rank", "tokens(rank")
+    """What was unsharded before the first forward, or before one that a dispatch mode begins to see
+    or no longer sees: features draw these, and count."""
+    has_run = program.has("data(rank", "tokens(rank")
+    return is_used() and (not has_run or program.has("AllGather("))
