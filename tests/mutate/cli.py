@@ -35,6 +35,9 @@ def main() -> int:
     parser.add_argument("paths", nargs="*", default=list(DEFAULT), help="sources or folders")
     parser.add_argument("--sample", type=int, help="so many of them, drawn by the seed")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--programs", default="test_*", help="the programs that may notice: test_schedule*,test_nccl"
+    )
     parser.add_argument("--again", action="store_true", help="also what earlier runs have tried")
     args = parser.parse_args()
     mutants = chosen(args.paths, args.sample, args.seed)
@@ -43,7 +46,7 @@ def main() -> int:
     due = [m for m in mutants if m.key not in excused and m.key not in known]
     print(f"{len(mutants)} mutants, {len(mutants) - len(due)} of them known", flush=True)
     if due:
-        trial = Trial()
+        trial = Trial(args.programs.split(","))
         for index, mutant in enumerate(due, 1):
             known[mutant.key] = fate = trial.fate_of(mutant)
             print(f"{index}/{len(due)} {mutant.file}:{mutant.number} {fate}", flush=True)
@@ -82,7 +85,7 @@ def equivalents() -> set[str]:
 class Trial:
     """A copy of the tree in which one source is wrong at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, patterns: list[str]) -> None:
         TREE.mkdir(parents=True, exist_ok=True)
         for name in COPIED:
             source, target = ROOT / name, TREE / name
@@ -94,8 +97,8 @@ class Trial:
         if problem := self.build():
             raise SystemExit(f"the tree does not build as it is:\n{problem}")
         self.seconds: dict[str, float] = {}
-        programs = [path for path in PROGRAMS.glob("test_*") if not path.suffix]
-        for program in sorted(programs):
+        found = {path for pattern in patterns for path in PROGRAMS.glob(pattern)}
+        for program in sorted(path for path in found if not path.suffix):
             began = time.monotonic()
             if not passes(program, 600):
                 raise SystemExit(f"{program.name} fails as it is")
