@@ -65,7 +65,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--optimizer",
         default="AdamW",
-        help="a class of torch.optim, or none (default: %(default)s)",
+        help="a class of torch.optim; module:function or file.py:function, called with a list of"
+        " parameters; or none (default: %(default)s)",
     )
     add(
         "--units",
@@ -132,7 +133,7 @@ def _estimated(args: argparse.Namespace) -> str:
         seq=None if args.inputs else args.seq or sequence,
         inputs=_named.inputs_named(args.inputs) if args.inputs else None,
         precision=args.precision,
-        optimizer=None if args.optimizer == "none" else args.optimizer,
+        optimizer=_named.optimizer_named(args.optimizer),
         units=args.units,
         checkpoint=args.checkpoint,
         offload=args.offload,

@@ -50,16 +50,29 @@ def model_named(name: str, sizes: dict[str, int | None], seq: int | None) -> tup
     )
 
 
-def _made_by(name: str) -> nn.Module:
+def optimizer_named(name: str) -> Any:
+    """What ``estimate`` takes: of ``module:function`` or ``file.py:function`` that function, of
+    ``none`` None, else the name."""
+    if name.lower() == "none":
+        return None
+    return _found(name) if ":" in name else name
+
+
+def _found(name: str) -> Callable[..., Any]:
     place, _, function = name.rpartition(":")
     module = _imported(place)
-    make = getattr(module, function, None)
-    if isinstance(make, nn.Module):
-        return make
-    if not callable(make):
+    found = getattr(module, function, None)
+    if not callable(found):
         there = [n for n, value in vars(module).items() if callable(value) and n[0] != "_"]
         hint = _text.did_you_mean(function, there)
         raise ValueError(f"module {module.__name__} has no function {function}{hint}")
+    return found
+
+
+def _made_by(name: str) -> nn.Module:
+    make = _found(name)
+    if isinstance(make, nn.Module):
+        return make
     _check_takes_nothing(make, name)
     made = _on_meta(make, name)
     if not isinstance(made, nn.Module):

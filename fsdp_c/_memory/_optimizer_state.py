@@ -73,8 +73,8 @@ class StateSize:
         except Exception as error:  # whatever a class of the user's raises
             raise ValueError(
                 f"what {_name_of(self.optimizer)} keeps is not known, since trying it on a {dtype}"
-                f" parameter of size {_PROBE} failed ({error}): pass a class or a function that"
-                " makes an optimizer of a list of parameters"
+                f" parameter of size {_PROBE} failed ({error}): name a class or a function that"
+                " makes an optimizer of a list of parameters, or optimizer=None to count none"
             ) from error
         tensors = [t for t in state if isinstance(t, torch.Tensor)]
         like = [t for t in tensors if t.numel() == probe.numel()]

@@ -1,5 +1,7 @@
 """python -m fsdp_c estimate."""
 
+import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +56,29 @@ def test_says_what_the_function_says(capsys) -> None:
         model = build(CONFIGS[kind].replaced(**sizes, sequence=16))
         found = estimate(model, world_size=4, seq=16, checkpoint=True)
         assert text.startswith(str(found)) and "NVIDIA H100 SXM data sheet" in text
+
+
+def test_optimizers_of_ones_own(capsys, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "optimizers.py").write_text(
+        "import torch\ndef heavy(params):\n    return torch.optim.SGD(params, lr=1, momentum=0.9)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = ["--optimizer", "optimizers.py:heavy"]
+    _command.main([*SMALL, *words])
+    model = build(
+        CONFIGS["gpt"].replaced(layers=5, hidden=64, heads=4, vocabulary=100, sequence=16)
+    )
+    momentum = functools.partial(torch.optim.SGD, lr=1, momentum=0.9)
+    found = estimate(model, world_size=4, seq=16, optimizer=momentum)
+    assert capsys.readouterr().out.startswith(str(found))
+    for words, message in (
+        (["--optimizer", "optimizers.py:havy"], "has no function havy; did you mean 'heavy'"),
+        (["--optimizer", "LBFGS"], "or --optimizer None to count none"),
+    ):
+        with pytest.raises(SystemExit, match=re.escape(message)):
+            _command.main([*SMALL, *words])
+    for none in ("None", "none"):
+        _command.main([*SMALL, "--optimizer", none])
 
 
 def test_other_models_and_mistakes(capsys, tmp_path: Path, monkeypatch) -> None:

@@ -36,7 +36,9 @@ def main() -> int:
     parser.add_argument("--sample", type=int, help="so many of them, drawn by the seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--programs", default="test_*", help="the programs that may notice: test_schedule*,test_nccl"
+        "--programs",
+        default="test_*",
+        help="those that may notice: test_schedule*,test_nccl",
     )
     parser.add_argument("--again", action="store_true", help="also what earlier runs have tried")
     args = parser.parse_args()
