@@ -619,6 +619,7 @@ fc_status fc_rails_create(const fc_rails_config *config, fc_message_ops *out)
         config->group.release(config->group.context);
         return st;
     }
+    rails_enter_phase(r, 1);
     *out = rails_ops;
     out->context = r;
     out->release = release;

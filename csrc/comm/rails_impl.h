@@ -175,6 +175,7 @@ void rails_free_buffers(rails *r);
 
 /* ---- rails_phases.c ---- */
 
+void rails_enter_phase(rails *r, uint64_t phase); /* 1 as it begins */
 void rails_open_phase(void *context);
 void rails_fail_phase(void *context);
 /* True if the sender has left the phase that this rank is in; then FC_ERR_PEER says so. */

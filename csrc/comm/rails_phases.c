@@ -11,7 +11,7 @@ static void store(_Atomic uint64_t *word, uint64_t value)
     atomic_store_explicit(word, value, memory_order_release);
 }
 
-static void enter(rails *r, uint64_t phase)
+void rails_enter_phase(rails *r, uint64_t phase)
 {
     store(&r->phase, phase);
     if (r->local != NULL) {
@@ -23,7 +23,7 @@ void rails_open_phase(void *context)
 {
     rails *r = context;
 
-    enter(r, load(&r->phase) + 1);
+    rails_enter_phase(r, load(&r->phase) + 1);
 }
 
 /* Of what was begun nobody knows yet whether it arrives. */
@@ -52,12 +52,12 @@ void rails_fail_phase(void *context)
     if (r->local != NULL) {
         fc_comm_fail_phase(r->local, phase);
     }
-    enter(r, phase + 1);
+    rails_enter_phase(r, phase + 1);
 }
 
 bool rails_has_left(const rails *r, const rails_header *theirs)
 {
-    return theirs->failed != 0 && (int32_t)(theirs->failed - (uint32_t)load(&r->phase)) >= 0;
+    return (int32_t)(theirs->failed - (uint32_t)load(&r->phase)) >= 0;
 }
 
 void rails_tell_left(const rails *r, int peer, char *out, size_t bytes)
@@ -83,7 +83,7 @@ void fc_rails_hear(const fc_message_ops *ops, int rank, fc_rails_failure failure
     fc_rails_wait wait;
     char text[FC_MESSAGE_BYTES / 2];
 
-    if (r != NULL && fc_rails_waits(ops, &wait) && wait.rank == rank && failure.phase != 0 &&
+    if (r != NULL && fc_rails_waits(ops, &wait) && wait.rank == rank &&
         failure.phase >= load(&r->phase) && failure.after < load(&r->awaited_in)) {
         rails_tell_left(r, rank, text, sizeof(text));
         fc_rails_interrupt(ops, text);

@@ -169,6 +169,43 @@ static void check_dropped(member *m, char *send)
     check_begun(m, 1000, 20);
 }
 
+/* What is under way when a phase is left may never come; what has arrived does not count as such.
+ */
+static void check_left(member *m)
+{
+    char *gather = begin_gather(m, KIB, 1), *sum;
+    const uint64_t before = fc_rails_failed(&m->ops).after;
+
+    m->ops.fail_phase(m->ops.context);
+    CHECK_EQ(fc_rails_failed(&m->ops).after, before + 1); /* another one began in between */
+    check_all_gather(m, KIB, 2, false);                   /* for which it had to arrive */
+    m->ops.fail_phase(m->ops.context);
+    CHECK_EQ(fc_rails_failed(&m->ops).after, before + 3);
+    sum = begin_sum(m, KIB, FC_F32, 3);
+    end_gather(m, gather, KIB, 1);
+    gather = begin_gather(m, KIB, 4);
+    m->ops.fail_phase(m->ops.context);
+    CHECK_EQ(fc_rails_failed(&m->ops).after, before + 3);
+    end_gather(m, gather, KIB, 4);
+    end_sum(m, sum, KIB, FC_F32, 3);
+    m->ops.fail_phase(m->ops.context);
+    CHECK_EQ(fc_rails_failed(&m->ops).after, before + 5);
+}
+
+static void body_left(int rank, int n_ranks, void *arg)
+{
+    member m;
+
+    close_lines(n_ranks, rank);
+    CHECK_OK(create(&m, arg, rank));
+    check_all_gather(&m, 100, 1, false);
+    m.ops.open_phase(m.ops.context);
+    m.ops.fail_phase(m.ops.context);
+    check_all_gather(&m, 100, 1, false);
+    check_left(&m);
+    destroy(&m);
+}
+
 static void body_begun(int rank, int n_ranks, void *arg)
 {
     static const size_t numels[] = {0, 1, 100, 50 * KIB + 3, 257 * KIB}; /* up to 3 pieces */
@@ -202,6 +239,8 @@ static void body_begun(int rank, int n_ranks, void *arg)
 static void test_begun(void)
 {
     check_worlds(body_begun);
+    check_world(&worlds[0], body_left);
+    check_world(&worlds[1], body_left);
 }
 
 int main(void)

@@ -19,7 +19,9 @@ class Lines(Setting):
             return ""
         order = range(len(self.layers))
         chosen = self.rng.sample(order, self.rng.randint(1, len(self.layers)))
-        if not self.has_hooks and self.chance(0.4):
+        # Torch reduces what ran twice in a reentrant checkpoint twice.
+        may_repeat = not self.has_hooks and not (self.program.counted and "reentrant" in self.layers)
+        if may_repeat and self.chance(0.4):
             chosen.append(self.rng.choice(chosen))
             self.adds_many = True
         return f", use={tuple(chosen)}"
