@@ -20,7 +20,8 @@ class Lines(Setting):
         order = range(len(self.layers))
         chosen = self.rng.sample(order, self.rng.randint(1, len(self.layers)))
         # Torch reduces what ran twice in a reentrant checkpoint twice.
-        may_repeat = not self.has_hooks and not (self.program.counted and "reentrant" in self.layers)
+        is_counted_twice = self.program.counted and "reentrant" in self.layers
+        may_repeat = not self.has_hooks and not is_counted_twice
         if may_repeat and self.chance(0.4):
             chosen.append(self.rng.choice(chosen))
             self.adds_many = True
