@@ -93,6 +93,7 @@ typedef struct program {
     int64_t fail_at; /* which allocation fails on each rank; negative: none */
     bool has_failed;
     bool may_fail;     /* the test looks at the faults itself */
+    fc_status ended;   /* how it did */
     bool steps_beside; /* the optimizer has a stream of its own */
     bool shares_comm;  /* reductions use the communicator of gathers */
     bool moves_sums;   /* which they do from the second step on */
