@@ -12,9 +12,10 @@
 
 #include <stdbool.h>
 
+#define RANKS 16
 #define UNITS 5
 #define PARAMS 3
-#define ELEMENTS 96 /* of a parameter at most */
+#define ELEMENTS 384 /* of a parameter at most */
 #define STEPS 3
 #define MICROS 3
 #define CALLS 8
@@ -101,11 +102,11 @@ typedef struct program {
     int n_at_once;     /* collectives on a device; 0: any number */
     fc_status (*wrap)(fc_device *simulated, fc_device **out); /* NULL: units use it as it is */
     void (*unwrap)(fc_device *device);
-    size_t peak_bytes[4];
-    fc_device_comm *gather[4], *reduce[4], *replicas[4], *few[4]; /* by rank */
-    fc_stream *streams[4][6];
+    size_t peak_bytes[RANKS];
+    fc_device_comm *gather[RANKS], *reduce[RANKS], *replicas[RANKS], *few[RANKS]; /* by rank */
+    fc_stream *streams[RANKS][6];
     _Atomic int n_wrong;
-    void *shards[4][UNITS][PARAMS];
+    void *shards[RANKS][UNITS][PARAMS];
 } program;
 
 static uint64_t mix(uint64_t x)
@@ -230,20 +231,25 @@ static inline void make_micro(program *p, micro_model *m, bool is_newest)
     m->is_last = is_newest || draw(p, 2) == 0;
 }
 
-static inline void make_program_of(program *p, uint64_t seed, direct_units direct)
+/* Ranks of a group of shards, and how many such groups there are. */
+typedef struct shape {
+    int n_shards, n_replicas;
+} shape;
+
+static inline void make_program_among(program *p, uint64_t seed, direct_units direct,
+                                      const shape *shapes, size_t n_shapes)
 {
-    static const int shapes[][2] = {{1, 1}, {1, 1}, {1, 1}, {2, 1}, {3, 1},
-                                    {4, 1}, {2, 2}, {1, 2}, {2, 2}};
-    int i, j, shape;
+    shape drawn;
+    int i, j;
 
     memset(p, 0, sizeof(*p));
     p->fail_at = -1;
     p->direct = direct;
     p->random = mix(seed);
-    shape = (int)draw(p, sizeof(shapes) / sizeof(shapes[0]));
-    p->n_shards = shapes[shape][0];
-    p->n_replicas = shapes[shape][1];
-    p->n_few = p->n_shards == 4 ? 2 : 1;
+    drawn = shapes[draw(p, n_shapes)];
+    p->n_shards = drawn.n_shards;
+    p->n_replicas = drawn.n_replicas;
+    p->n_few = p->n_shards >= 4 && p->n_shards % 2 == 0 ? p->n_shards / 2 : 1;
     p->n_units = 1 + (int)draw(p, UNITS);
     p->n_reduce_inputs = draw(p, 4);
     p->max_gathers = draw(p, 4);
@@ -265,6 +271,14 @@ static inline void make_program_of(program *p, uint64_t seed, direct_units direc
             make_micro(p, &s->micros[j], j == s->n_micros - 1);
         }
     }
+}
+
+static inline void make_program_of(program *p, uint64_t seed, direct_units direct)
+{
+    static const shape shapes[] = {{1, 1}, {1, 1}, {1, 1}, {2, 1}, {3, 1},
+                                   {4, 1}, {2, 2}, {1, 2}, {2, 2}};
+
+    make_program_among(p, seed, direct, shapes, sizeof(shapes) / sizeof(shapes[0]));
 }
 
 static inline void make_program(program *p, uint64_t seed)
@@ -296,9 +310,9 @@ static inline void write_gradient(const unit_model *u, const grad_key *k, void *
 {
     const fc_param *p = &u->params[k->param];
     fc_dtype type = type_of_gradient(u, k->param);
-    uint64_t seed =
-        mix((uint64_t)(((k->step * 8 + k->micro) * 16 + k->call) * 64 + k->rank * 8 + k->unit) * 8 +
-            (uint64_t)k->param);
+    uint64_t seed = mix(
+        (uint64_t)(((k->step * 8 + k->micro) * 16 + k->call) * 128 + k->rank * 8 + k->unit) * 8 +
+        (uint64_t)k->param);
     size_t j;
 
     for (j = 0; j < numel_of(p); j++) {
@@ -333,8 +347,8 @@ static inline void halve(fc_dtype dtype, void *at, size_t numel)
 
 /* Sums over ranks, each of them held or not. */
 typedef struct sums {
-    value staged[4][PARAMS];
-    value partial[4][PARAMS]; /* by replica */
+    value staged[RANKS][PARAMS];
+    value partial[RANKS][PARAMS]; /* by replica */
     bool is_held, is_partial, is_reduced;
 } sums;
 
@@ -348,6 +362,7 @@ static inline void stage_plainly(const program *p, const unit_model *u, sums *s,
             const fc_param *q = &u->params[i];
 
             k.param = i;
+            CHECK_OR_EXIT(numel_of(q) <= ELEMENTS);
             if (has_gradient(u, &k)) {
                 write_gradient(u, &k, grad.bytes);
                 add(type_of_gradient(u, i), q->reduce, &s->staged[k.rank][i], &grad, numel_of(q),
@@ -368,8 +383,8 @@ static inline void sum_ranks(const fc_param *q, value *to, const void *const *fr
 static inline void reduce_plainly(const program *p, unit_model *u, sums *s, int step,
                                   bool is_partial)
 {
-    const void *from[4];
-    value own[4], sum;
+    const void *from[RANKS];
+    value own[RANKS], sum;
     size_t i;
     int replica, r;
 

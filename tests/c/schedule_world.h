@@ -642,7 +642,7 @@ static inline fc_status make_comm(fc_sim *sim, const char *name, int first, int 
                                   fc_device_comm **by_rank)
 {
     fc_device_comm *comm;
-    int ranks[4] = {0}, i;
+    int ranks[RANKS] = {0}, i;
 
     for (i = 0; i < n; i++) {
         ranks[i] = first + i * stride;

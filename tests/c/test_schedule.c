@@ -22,6 +22,19 @@ static void test_random_programs(uint64_t n_seeds)
     }
 }
 
+/* As many ranks as two machines of eight have, and numbers that are no power of two. */
+static void test_many_ranks(uint64_t n_seeds)
+{
+    static const shape shapes[] = {{16, 1}, {8, 2}, {4, 4}, {2, 8}, {1, 16}, {5, 3}, {7, 2}};
+    char first[512];
+
+    for (uint64_t seed = 0; seed < n_seeds; seed++) {
+        make_program_among(&the_program, seed, DIRECT_SOME, shapes,
+                           sizeof(shapes) / sizeof(shapes[0]));
+        (void)run(&the_program, seed, first, sizeof(first));
+    }
+}
+
 /* Without any one of its waits the schedule is wrong, and the simulator says so. */
 static void test_every_wait_is_needed(direct_units direct, bool is_verbose)
 {
@@ -76,6 +89,7 @@ int main(int argc, char **argv)
     uint64_t n_seeds = argc > 1 ? (uint64_t)strtoul(argv[1], NULL, 10) : 1000;
 
     test_random_programs(n_seeds);
+    test_many_ranks(n_seeds / 40);
     test_every_wait_is_needed(DIRECT_ALL, argc > 1);
     test_every_wait_is_needed(DIRECT_NONE, argc > 1);
     test_failed_allocations();

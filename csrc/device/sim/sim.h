@@ -27,7 +27,7 @@
 extern "C" {
 #endif
 
-#define FC_SIM_RANKS 8
+#define FC_SIM_RANKS 16
 #define FC_SIM_STREAMS 12 /* of a rank, the host being one */
 
 typedef struct fc_sim fc_sim;
