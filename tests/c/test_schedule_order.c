@@ -375,6 +375,7 @@ static void test_mistakes_are_named(void)
     fc_layout layout;
     fc_sim *sim = NULL;
     bool is_reduced;
+    const void *shard = NULL;
     void *full = NULL;
 
     MUST(fc_sim_create(1, 1, &sim));
@@ -390,10 +391,23 @@ static void test_mistakes_are_named(void)
     MUST(fc_schedule_add(schedule, &options, &unit));
     CHECK_EQ(fc_schedule_unshard(unit, &full), FC_ERR_STATE);
     CHECK_HAS(fc_last_message(), "unit 'layer': unshard without shards before the iteration");
+    CHECK_EQ(fc_schedule_start(unit), FC_ERR_STATE);
+    CHECK_HAS(fc_last_message(), "unit 'layer': gather without shards before the iteration");
+    fc_schedule_set_shards(unit, &shard); /* each of the two alone is not enough */
+    CHECK_EQ(fc_schedule_unshard(unit, &full), FC_ERR_STATE);
+    CHECK_HAS(fc_last_message(), "unit 'layer': unshard before the iteration");
+    CHECK_EQ(fc_schedule_start(unit), FC_ERR_STATE);
+    CHECK_HAS(fc_last_message(), "unit 'layer': gather before the iteration");
+    fc_schedule_set_shards(unit, NULL);
+    CHECK_EQ(fc_schedule_post_forward(unit), FC_ERR_STATE);
+    CHECK_HAS(fc_last_message(), "unit 'layer': post_forward before the iteration");
     CHECK_EQ(fc_schedule_post_backward(unit, &grads, &is_reduced), FC_ERR_STATE);
     CHECK_EQ(fc_schedule_end_backward(schedule, true), FC_ERR_STATE);
     MUST(fc_schedule_reset(schedule));
     MUST(fc_schedule_begin(schedule, s, NULL));
+    CHECK_EQ(fc_schedule_unshard(unit, &full), FC_ERR_STATE);
+    CHECK_HAS(fc_last_message(), "unit 'layer': unshard without shards while it is sharded");
+    CHECK_EQ(fc_schedule_start(unit), FC_ERR_STATE);
     CHECK_EQ(fc_schedule_post_forward(unit), FC_ERR_STATE);
     CHECK_HAS(fc_last_message(), "unit 'layer': post_forward while it is sharded");
     MUST(fc_schedule_post_backward(unit, &grads, &is_reduced));
