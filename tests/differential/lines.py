@@ -100,10 +100,11 @@ class Lines(Setting):
             f"{unit}.unshard()",
             f"handle = {unit}.unshard(async_op=True)",
             "reshard(model, fsdp)",
-            # The fallback then unshards in another order; collectives differ by one.
+            # The fallback then unshards in another order; collectives differ by one. Torch leaves
+            # units unsharded that it gathers for a replicated root's backward in vain.
             *(
                 []
-                if self.program.counted
+                if self.program.counted or self.program.has("replicate(")
                 else [f"with torch.no_grad():\n    other = {self.forward()}"]
             ),
             "model.eval()",
