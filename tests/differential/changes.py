@@ -60,6 +60,8 @@ class Changes(Steps):
             return []
         if self.program.has("set_requires_all_reduce", "set_is_last_backward"):
             return []
+        if on_device.gradients_come_late(self.program):
+            return []
         if "again" in self.layers:  # the core reduces a module that ran twice once, at the end
             return []
         self.adds_many = True

@@ -106,7 +106,7 @@ class Writer(Contexts):
             # Reentrant checkpoints reduce the modules of a unit one by one.
             if self.program.has("requires_grad_(") or (self.groups and self.around == "reentrant"):
                 return []
-        last = self.chance(0.3)
+        last = self.chance(0.3) and not on_device.gradients_come_late(self.program)
         part = self.unit() if self.chance(0.3) else "model"
         lines = [f"{part}.{setter}(False{recurse})"]
         if last:

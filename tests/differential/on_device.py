@@ -25,6 +25,11 @@ def registers_shards(program: Program) -> bool:
     return is_used() and any(SLICES.search(line) for line in program.lines)
 
 
+def gradients_come_late(program: Program) -> bool:
+    """Those of offloaded units: with the last backward, or as it is finalized."""
+    return is_used() and program.has("CPUOffloadPolicy")
+
+
 def gathers_anew(program: Program) -> bool:
     """What was unsharded before the first forward, or before one that a dispatch mode begins to see
     or no longer sees: features draw these, and count."""

@@ -109,7 +109,7 @@ class Setting:
         if self.around == "reentrant" and self.stem == "identity":
             # Torch gathers for a backward that does not come to the layers.
             self.program.counted = False
-        if self.around == "reentrant" and hidden:
+        if self.around == "reentrant" and (hidden or self.stem == "identity"):
             # Such a checkpoint hides the gradients of containers. A root all of whose outputs are
             # hidden stays unsharded, where torch would fail in backward.
             self.has_own = True
