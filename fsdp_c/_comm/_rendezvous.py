@@ -115,13 +115,14 @@ class Rendezvous:
             if waited > self.timeout_s:
                 raise TimeoutError(
                     f"rank {self.rank} of process group {self.label} waited {waited:.0f} s"
-                    f" for ranks [{names}] of it in {what}"
+                    f" for ranks [{names}] of it in {what}{self._why_missing(missing)}"
                 )
             if waited > notice_at(n_notices):
                 n_notices += 1
                 print(
                     f"[fsdp_c] rank {self.rank} of process group {self.label} has waited"
-                    f" {waited:.0f} s for ranks [{names}] of it in {what}",
+                    f" {waited:.0f} s for ranks [{names}] of it in {what}"
+                    f"{self._why_missing(missing)}",
                     file=sys.stderr,
                 )
             if time.monotonic() > next_look:
@@ -129,6 +130,18 @@ class Rendezvous:
                 self._check_alive(what, missing)
             time.sleep(pause)
             pause = min(pause * 2, POLL_MAX_S)
+
+    def _why_missing(self, missing: list[int]) -> str:
+        """A launcher of its own may start other ranks as the script alone."""
+        if not self.store.check([_process_key(self.rank)]):
+            return ""  # not a group in which ranks say so
+        strange = [rank for rank in missing if not self.store.check([_process_key(rank)])]
+        if not strange:
+            return ""
+        return (
+            f"; ranks {strange} have sharded nothing with fsdp_c yet: if they never do, start all"
+            " ranks alike (torchrun -m fsdp_c), or call fsdp_c.install() in the script"
+        )
 
     def _check_alive(self, what: str, ranks: list[int]) -> None:
         for rank in ranks:

@@ -299,3 +299,39 @@ def test_handler_of_a_signal_within_a_wait(does_raise: bool) -> None:
     for outcome in outcomes:
         assert not outcome.error and outcome.exit_code == 0, outcome
     assert ("told" in outcomes[1].output) == does_raise
+
+
+def shard_on_rank_0(rank: int, n_ranks: int) -> str:
+    """Rank 1 was started without fsdp_c."""
+    if rank == 1:
+        time.sleep(1.5)
+        return ""
+    sharded(Net())
+    _rendezvous._NOTICES_S = (0.3, 0.6, 0.8, 0.9)
+    group = dist.group.WORLD
+    assert group is not None
+    exchange = _rendezvous.exchange_for(group)
+    assert exchange is not None
+    _rendezvous._rendezvous[group].timeout_s = 1.0
+    with pytest.raises(TimeoutError) as caught:
+        exchange("a test", b"")
+    return str(caught.value)
+
+
+def shard_and_dawdle(rank: int, n_ranks: int) -> None:
+    net = sharded(Net())
+    dist.barrier()
+    _rendezvous._NOTICES_S = (0.3, 0.6, 0.8, 0.9)
+    if rank == 1:
+        time.sleep(1.5)
+    check_trains(net, Net())
+
+
+def test_ranks_without_fsdp_c_are_told_from_late_ones() -> None:
+    told = "ranks [1] have sharded nothing with fsdp_c yet"
+    outcomes = run_ranks(shard_on_rank_0, 2, fresh=True)
+    assert all(outcome.ok for outcome in outcomes), [outcome.error for outcome in outcomes]
+    assert told in outcomes[0].output and told in outcomes[0].value, outcomes
+    outcomes = run_ranks(shard_and_dawdle, 2, fresh=True)
+    assert all(outcome.ok for outcome in outcomes), [outcome.error for outcome in outcomes]
+    assert "for ranks [1]" in outcomes[0].output and told not in outcomes[0].output, outcomes
