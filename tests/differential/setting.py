@@ -106,9 +106,8 @@ class Setting:
         self.steps_others = False  # parameters that backward has not reached
         self.roots = ["model"]
         hidden = {"tuple", "dict", "dataclass"}.intersection(self.layers)
-        if self.around == "reentrant" and self.stem == "identity":
-            # Torch gathers for a backward that does not come to the layers.
-            self.program.counted = False
+        if self.around == "reentrant":
+            self.program.counted = False  # torch gathers for a backward that may not come
         if self.around == "reentrant" and (hidden or self.stem == "identity"):
             # Such a checkpoint hides the gradients of containers. A root all of whose outputs are
             # hidden stays unsharded, where torch would fail in backward.
