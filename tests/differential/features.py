@@ -12,7 +12,6 @@ import torch.distributed.fsdp as torch_fsdp
 from parity import Tolerance
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 
-from differential import on_device
 from differential.generate import Writer
 from differential.program import Program
 
@@ -71,8 +70,6 @@ class FeatureWriter(Writer):
         self.program.installed = self.has("replicate")  # or torch's would replicate on both sides
         self.is_double = self.is_meta = self.ignores = False
         self.stem, self.output, self.around = "linear", "tensor", ""
-        if on_device.is_used():  # which calls a hook once for a layer that ran twice
-            self.layers = ["linear" if name == "again" else name for name in self.layers]
         self.width = self.rng.choice([3, 4, 4, 6])
         self.mesh = ()
         self.dtypes = [self.rng.choice(DTYPES)]
@@ -274,7 +271,7 @@ class FeatureWriter(Writer):
     def hook_lines(self) -> list[str]:
         """Of a unit that runs several times torch reduces each time, and the core once for all."""
         if self.has(*COLLECTIVES):
-            calls = "set(noted)" if self.runs_again else "noted"
+            calls = "set(noted)" if self.runs_again or "again" in self.layers else "noted"
             return [f"calls_of_collectives = sorted({calls})\nnoted.clear()"]
         return []
 
