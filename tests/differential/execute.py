@@ -151,12 +151,15 @@ def assigned(tree: ast.AST) -> list[str]:
 
 def tolerance_of(program: Program, theirs: Side) -> Tolerance:
     """Gradients that cancel are small, and may be off by what their addends were rounded by: about
-    what the largest gradient of the model is rounded by."""
-    if not program.rounds:
+    what the largest gradient of the model is rounded by. Two addends have one order."""
+    if not program.rounds and program.world <= 2:
         return program.tolerance
-    grads = [local(p.grad) for p in theirs.names.get("shards", {}).values() if p.grad is not None]
+    shards = [*theirs.names.get("shards", {}).values()]
+    shards += theirs.names.get("second_shards", {}).values()
+    grads = [local(p.grad) for p in shards if p.grad is not None]
     largest = max((grad.abs().max().item() for grad in grads if grad.numel()), default=0.0)
-    absolute = program.tolerance.scaled * largest if math.isfinite(largest) else 0.0
+    rounding = program.tolerance.scaled if program.rounds else torch.finfo(torch.float32).eps
+    absolute = rounding * largest if math.isfinite(largest) else 0.0
     return dataclasses.replace(program.tolerance, absolute=absolute)
 
 
