@@ -183,6 +183,7 @@ class Forker:
         with theirs:
             request = ("fork", seat, list(sys.path), os.getcwd(), settings)
             pid = self.ask(request, [theirs.fileno(), output])
+        self.exit_codes.pop(pid, None)  # of an earlier process, whose number this one has
         return pid, Connection(ours.detach())
 
     def exit_code(self, pid: int) -> int | None:
