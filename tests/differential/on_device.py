@@ -26,7 +26,7 @@ def registers_shards(program: Program) -> bool:
 
 
 def gradients_come_late(program: Program) -> bool:
-    """Those of offloaded units: with the last backward, or as it is finalized."""
+    """Those of offloaded units: the last backward, or its finalization, waits for the copies."""
     return is_used() and program.has("CPUOffloadPolicy")
 
 
