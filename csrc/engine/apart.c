@@ -311,9 +311,10 @@ int apart_find_accuser(const fc_domain *domain)
     return -1;
 }
 
+/* The phase is the accusation's: the peer may have begun its next one by now. */
 fc_status apart_admit(fc_domain *domain, int peer)
 {
-    const uint64_t phase = phase_of(fc_word_load(&domain_clock(domain, peer)->clock));
+    const uint64_t phase = fc_word_load(&domain_clock(domain, peer)->accused) >> ACCUSED_SHIFT;
     char text[REASON_BYTES];
 
     domain->admitted = phase;

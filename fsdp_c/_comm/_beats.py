@@ -54,7 +54,10 @@ def _failures_of(watched: list[_Watched]) -> str:
 
 def _hear(watched: _Watched, peer: int, words: str) -> None:
     """Ends the wait for a peer that has left the phase in which this rank waits."""
-    for text in words.partition(" ")[0].split(";"):
+    failures, space, _ = words.partition(" ")
+    if not space:  # cut off, within a number perhaps
+        return
+    for text in failures.split(";"):
         name, *numbers = text.split(":")
         if name == watched.name and len(numbers) == 2:
             phase, after = map(int, numbers)
