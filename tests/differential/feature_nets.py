@@ -23,8 +23,6 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from differential import on_device
-
 aten = torch.ops.aten
 # What fully_shard does to a shard: the results are of the subclass again.
 PRESERVING = {
@@ -257,7 +255,7 @@ class ReduceScatter(Allocating):
         self.calls = calls
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        self.calls.append(("reduce", on_device.size_of(output_tensor), str(output_tensor.dtype)))
+        self.calls.append(("reduce", output_tensor.numel(), str(output_tensor.dtype)))
         return reduce(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
@@ -265,7 +263,7 @@ def reduce_hook(calls: list[Any], factor: float) -> Callable[[Tensor], None]:
     """Notes what it gets, and scales it."""
 
     def hook(output: Tensor) -> None:
-        calls.append(("hook", on_device.size_of(output), str(output.dtype)))
+        calls.append(("hook", output.numel(), str(output.dtype)))
         output.mul_(factor)
 
     return hook
@@ -276,6 +274,11 @@ class Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
+
+
+def without_sizes(calls: list[Any]) -> list[Any]:
+    """What collectives were given, but how much of sums."""
+    return [(name, 0 if name != "gather" else size, dtype) for name, size, dtype in calls]
 
 
 METHODS = ("unshard", "reshard", "post_backward", "pre_backward")
@@ -325,4 +328,5 @@ FEATURE_NAMES: dict[str, Any] = {
     "replicate": replicate,
     "spread": spread,
     "vectors_apart": vectors_apart,
+    "without_sizes": without_sizes,
 }

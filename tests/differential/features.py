@@ -12,6 +12,7 @@ import torch.distributed.fsdp as torch_fsdp
 from parity import Tolerance
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 
+from differential import on_device
 from differential.generate import Writer
 from differential.program import Program
 
@@ -66,6 +67,7 @@ class FeatureWriter(Writer):
         self.features = self.pick_features()
         self.program.features = tuple(self.features)
         self.runs_again = False  # a layer, in one of the forwards
+        self.leaves_out = False  # a layer of a unit that others are in, perhaps
         self.program.counted = False
         self.program.installed = self.has("replicate")  # or torch's would replicate on both sides
         self.is_double = self.is_meta = self.ignores = False
@@ -271,7 +273,11 @@ class FeatureWriter(Writer):
     def hook_lines(self) -> list[str]:
         """Of a unit that runs several times torch reduces each time, and the core once for all."""
         if self.has(*COLLECTIVES):
-            calls = "set(noted)" if self.runs_again or "again" in self.layers else "noted"
+            calls = "noted"
+            if self.leaves_out or on_device.sums_whole_units(self.program):
+                calls = f"without_sizes({calls})"
+            if self.runs_again or "again" in self.layers:
+                calls = f"set({calls})"
             return [f"calls_of_collectives = sorted({calls})\nnoted.clear()"]
         return []
 
@@ -279,6 +285,7 @@ class FeatureWriter(Writer):
         words = super().use()
         layers = re.findall(r"\d+", words)
         self.runs_again = self.runs_again or len(set(layers)) < len(layers)
+        self.leaves_out = self.leaves_out or (on_device.is_used() and words != "")
         return words
 
     def clip(self) -> str:

@@ -4,10 +4,10 @@ it by that."""
 import os
 import re
 
-from torch import Tensor
-
 from differential.program import Program
 
+# Layers that run without some of their parameters, or whose parameters are frozen.
+LACKING = re.compile(r"unused|frozen|requires_grad_\(")
 SLICES = re.compile(r"reshard_after_forward=\d")
 
 
@@ -15,9 +15,9 @@ def is_used() -> bool:
     return bool(os.environ.get("FSDP_C_DEVICES"))
 
 
-def size_of(output: Tensor) -> int:
-    """What is noted of sums: a device adds up a unit whole, torch what has gradients."""
-    return 0 if is_used() else output.numel()
+def sums_whole_units(program: Program) -> bool:
+    """A device adds up a unit whole, torch what has gradients; which is less here."""
+    return is_used() and any(LACKING.search(line) for line in program.lines)
 
 
 def registers_shards(program: Program) -> bool:
