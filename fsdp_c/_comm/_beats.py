@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from fsdp_c import _env
-from fsdp_c._comm import _hosts, _peer_location, _process_group
-from fsdp_c._comm._rendezvous import notice_at
+from fsdp_c._comm import _hosts, _peer_location, _process_group, _rendezvous
 from fsdp_c._native import _C
 
 _LOOK_S = 1.0
@@ -29,21 +28,13 @@ _SILENT_S = 3.0  # of signs that come every second
 
 
 @dataclass
-class _Watched:
+class _Watched(_hosts.Hosts):
     """The rails of a group, and what this rank waits for there."""
 
     name: str  # of the group, short and alike on all its ranks
     transport: _C.Transport
-    hosts: list[int]  # of each rank of the group
-    names: list[str]  # of the hosts
-    ranks: list[int]  # as the world numbers them
     began: float = 0.0  # the wait
     n_notices: int = 0
-
-    def peers_of(self, rank: int) -> list[int]:
-        """All of the group that live on a rank's host, as the world numbers them."""
-        pairs = zip(self.ranks, self.hosts, strict=True)
-        return [r for r, host in pairs if host == self.hosts[rank]]
 
 
 def _failures_of(watched: list[_Watched]) -> str:
@@ -73,6 +64,8 @@ class Watch:
         self._watched: weakref.WeakKeyDictionary[dist.ProcessGroup, _Watched] = (
             weakref.WeakKeyDictionary()
         )
+        self._met: dict[int, _hosts.Hosts] = {}  # by rank of the world
+        self._missing: dict[int, float] = {}  # in set-up, since when
         self._looked = self._awake_since = time.monotonic()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fsdp_c hosts", daemon=True)
@@ -89,6 +82,22 @@ class Watch:
     def add(self, group: dist.ProcessGroup, watched: _Watched) -> None:
         self._watched[group] = watched
 
+    def meet(self, hosts: _hosts.Hosts) -> None:
+        """Ranks that have a watch, too, or are about to."""
+        self._met.update(dict.fromkeys(hosts.ranks, hosts))
+
+    def look(self, missing: list[int]) -> str:
+        """Why one of the ranks that set-up waits for is given up, or nothing."""
+        now, before = time.monotonic(), self._missing
+        self._missing = {rank: before.get(rank, now) for rank in missing if rank in self._met}
+        for rank, since in self._missing.items():
+            hosts = self._met[rank]
+            peer = hosts.ranks.index(rank)
+            silent_s, why = self._silence(hosts, peer, now - since - _ASK_S)
+            if silent_s >= _env.HOST_TIMEOUT.get():
+                return f"rank {rank} (host {hosts.names[hosts.hosts[peer]]}): {why}"
+        return ""
+
     def _run(self) -> None:
         while not self._ends.wait(_LOOK_S):
             now = time.monotonic()
@@ -98,6 +107,9 @@ class Watch:
             watched = list(self._watched.values())
             self._beats.say(f"{_failures_of(watched)} {_peer_location.tell().text}")
             wanted = {rank for each in watched for rank in self._look(each)}
+            for rank in list(self._missing):
+                hosts = self._met[rank]
+                wanted.update(hosts.peers_of(hosts.ranks.index(rank)))
             self._beats.want(ranks=sorted(wanted))
 
     def _look(self, watched: _Watched) -> list[int]:
@@ -115,7 +127,7 @@ class Watch:
     def _judge(self, watched: _Watched, peer: int, waited_s: float) -> None:
         silent_s, why = self._silence(watched, peer, waited_s - _ASK_S)
         watched.transport.tell(rank=peer, text=why)
-        if waited_s >= notice_at(watched.n_notices):
+        if waited_s >= _rendezvous.notice_at(watched.n_notices):
             watched.n_notices += 1
             line = (
                 f"[fsdp_c] rank {self._rank} has waited {waited_s:.0f} s for rank"
@@ -127,7 +139,7 @@ class Watch:
         elif said := self._beats.heard(watched.ranks[peer]):
             _hear(watched, peer, said[0])
 
-    def _silence(self, watched: _Watched, peer: int, asked_s: float) -> tuple[float, str]:
+    def _silence(self, hosts: _hosts.Hosts, peer: int, asked_s: float) -> tuple[float, str]:
         """For how long the peer's host has been silent, and what to say of the peer."""
         asked_s = min(asked_s, time.monotonic() - self._awake_since)
         store_s = min(self._beats.answered(), asked_s)
@@ -136,9 +148,9 @@ class Watch:
                 f"nothing has been heard of it, nor of the store that ranks meet at, for"
                 f" {store_s:.0f} s: a host is down, stopped or has lost its network"
             )
-        heard = {rank: self._beats.heard(rank) for rank in watched.peers_of(peer)}
+        heard = {rank: self._beats.heard(rank) for rank in hosts.peers_of(peer)}
         silent = {rank: min(row[1] if row else asked_s, asked_s) for rank, row in heard.items()}
-        rank, host = watched.ranks[peer], watched.names[watched.hosts[peer]]
+        rank, host = hosts.ranks[peer], hosts.names[hosts.hosts[peer]]
         if silent[rank] < _SILENT_S:
             words = heard[rank][0].partition(" ")[2] if heard[rank] else ""
             return 0.0, f"it is at {words}" if words else f"host {host} answers"
@@ -154,14 +166,21 @@ class Watch:
 _watch: Watch | None = None
 
 
-def watch(group: dist.ProcessGroup, transport: _C.Transport, rails: _hosts.Rails) -> None:
-    """From now on this rank's waits over the transport's rails are looked at."""
+def meet(hosts: _hosts.Hosts) -> None:
+    """Ranks of several hosts have met: they leave signs of life from now on."""
     global _watch
     if _watch is None:
         world = dist.group.WORLD
         assert world is not None
         _watch = Watch(world)
         _watch.start()
+        _rendezvous.look_at_hosts_by(_watch.look)
+    _watch.meet(hosts)
+
+
+def watch(group: dist.ProcessGroup, transport: _C.Transport, rails: _hosts.Rails) -> None:
+    """From now on this rank's waits over the transport's rails are looked at."""
+    assert _watch is not None
     ranks = _process_group.global_ranks(group)
     name = f"{zlib.crc32(str(group.group_name).encode()):x}"
-    _watch.add(group, _Watched(name, transport, rails.hosts, rails.names, ranks))
+    _watch.add(group, _Watched(rails.hosts, rails.names, ranks, name, transport))

@@ -9,6 +9,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from fsdp_c._comm._rendezvous import telling_of_ended
 from fsdp_c._comm._transport import transport_for
 from fsdp_c._native import _C
 
@@ -192,5 +193,6 @@ _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = (
 def communicator_for(group: dist.ProcessGroup) -> Communicator:
     """The package's own communicator over the group; collective on first use."""
     if group not in _communicators:
-        _communicators[group] = Communicator(group)
+        with telling_of_ended():
+            _communicators[group] = Communicator(group)
     return _communicators[group]

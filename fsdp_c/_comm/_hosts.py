@@ -6,6 +6,7 @@ import socket
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,20 @@ from fsdp_c._comm import _process_group, _rendezvous
 from fsdp_c._native import _C
 
 Exchange = Callable[[str, bytes], list[bytes]]
+
+
+@dataclass
+class Hosts:
+    """Where the ranks of a group live."""
+
+    hosts: list[int]  # of each rank of the group
+    names: list[str]  # of the hosts
+    ranks: list[int]  # as the world numbers them
+
+    def peers_of(self, rank: int) -> list[int]:
+        """All of the group that live on a rank's host, as the world numbers them."""
+        pairs = zip(self.ranks, self.hosts, strict=True)
+        return [r for r, host in pairs if host == self.hosts[rank]]
 
 
 class Rails(NamedTuple):
@@ -33,16 +48,19 @@ def rails_for(
     group: dist.ProcessGroup,
     exchange: Exchange,
     make_local: Callable[[list[int], Exchange | None], _C.Transport],
+    met: Callable[[Hosts], None],
 ) -> tuple[Rails | None, str]:
     """What `group` needs for rails, else None and why not; the same on all ranks. Collective.
 
-    `make_local`: a transport of shared memory between these ranks of the group.
+    `make_local`: a transport of shared memory between these ranks of the group. `met`: is told
+    where all ranks live, if on several hosts, before anything else is set up.
     """
     processes, names, hosts = _ask(exchange)
     if len(set(processes)) < len(processes):
         return None, "some ranks are threads of one process"
     if len(names) == 1:
         return None, "all ranks are on one host, where they cannot share memory"
+    met(Hosts(hosts, names, _process_group.global_ranks(group)))
     rank = group.rank()
     members = [r for r, host in enumerate(hosts) if host == hosts[rank]]
     local, why_not = None, ""
@@ -83,10 +101,11 @@ def _exchange_of(group: dist.ProcessGroup, host: int, members: list[int]) -> Exc
     """Between the ranks of one host."""
     store = _rendezvous.store_of(group)
     assert store is not None
+    ranks = _process_group.global_ranks(group)
     return _rendezvous.Rendezvous(
         dist.PrefixStore(f"fsdp_c/host{host}", store),
         members.index(group.rank()),
-        len(members),
+        [ranks[member] for member in members],
         _process_group.timeout_s(group, torch.device("cpu")),
         _process_group.label(group),
     ).exchange

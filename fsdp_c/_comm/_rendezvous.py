@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ POLL_MAX_S = 0.02
 _NOTICES_S = (5.0, 15.0, 45.0, 120.0)  # how long a wait has lasted when people are told
 _LATER_S = 300.0  # after these
 LOOK_S = 0.25  # between looks at whether awaited ranks still live
+_LISTED = 8  # ranks that are looked at, and named in a message
 _GRACE_S = 0.5  # for a signal that ended a peer and is on its way here
 
 # Groups whose ranks are no processes of their own.
@@ -60,18 +62,29 @@ def notice_at(n_notices: int) -> float:
     return _NOTICES_S[n_notices] if n_later <= 0 else _NOTICES_S[-1] + n_later * _LATER_S
 
 
+# Looks at ranks of other hosts, as the world numbers them: why one of them is given up, or nothing.
+_look_at_hosts: Callable[[list[int]], str] | None = None
+
+
+def look_at_hosts_by(look: Callable[[list[int]], str]) -> None:
+    """From now on waits for ranks of several hosts ask it, at each look."""
+    global _look_at_hosts
+    _look_at_hosts = look
+
+
 class Rendezvous:
     """Exchanges a few bytes between the ranks of a group over its store; for set-up only.
 
     It polls instead of blocking in the store, so that Ctrl-C works and late ranks can be named.
+    `ranks`: those of the group, in its order, as the world numbers them.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, n_ranks: int, timeout_s: float, label: str
+        self, store: dist.Store, rank: int, ranks: list[int], timeout_s: float, label: str
     ) -> None:
         self.store = store
         self.rank = rank
-        self.n_ranks = n_ranks
+        self.ranks = ranks
         self.timeout_s = timeout_s
         self.label = label
         self.count = 0
@@ -87,19 +100,19 @@ class Rendezvous:
         except dist.DistError as error:
             time.sleep(_GRACE_S)  # raises what a signal's handler does
             raise RuntimeError(
-                f"rank {self.rank} of process group {self.label} lost the group's store in the"
-                f" set-up of fsdp_c ({what}): the process that keeps it (rank 0, or the launcher)"
+                f"rank {self.ranks[self.rank]} lost the store in the set-up of fsdp_c over process"
+                f" group {self.label} ({what}): the process that keeps it (rank 0, or the launcher)"
                 " has exited or was killed"
             ) from error
 
     def _exchange(self, what: str, mine: bytes) -> list[bytes]:
         prefix = f"fsdp_c/{self.count}/{what}"
         self.store.set(f"{prefix}/{self.rank}", mine)
-        keys = [f"{prefix}/{rank}" for rank in range(self.n_ranks)]
+        keys = [f"{prefix}/{rank}" for rank in range(len(self.ranks))]
         self._await(what, keys)
         answers = [bytes(self.store.get(key)) for key in keys]
         # Who comes last has seen everybody read everything.
-        if self.store.add(f"{prefix}/read", 1) == self.n_ranks:
+        if self.store.add(f"{prefix}/read", 1) == len(self.ranks):
             for key in (*keys, f"{prefix}/read"):
                 self.store.delete_key(key)
         return answers
@@ -109,69 +122,141 @@ class Rendezvous:
         pause = POLL_MIN_S
         next_look = start + LOOK_S
         n_notices = 0
-        while missing := [rank for rank, key in enumerate(keys) if not self.store.check([key])]:
-            waited = time.monotonic() - start
-            names = ", ".join(map(str, missing))
-            if waited > self.timeout_s:
-                raise TimeoutError(
-                    f"rank {self.rank} of process group {self.label} waited {waited:.0f} s"
-                    f" for ranks [{names}] of it in {what}{self._why_missing(missing)}"
-                )
-            if waited > notice_at(n_notices):
-                n_notices += 1
-                print(
-                    f"[fsdp_c] rank {self.rank} of process group {self.label} has waited"
-                    f" {waited:.0f} s for ranks [{names}] of it in {what}"
-                    f"{self._why_missing(missing)}",
-                    file=sys.stderr,
-                )
+        while not self.store.check(keys):
             if time.monotonic() > next_look:
                 next_look = time.monotonic() + LOOK_S
-                self._check_alive(what, missing)
+                missing = [self.ranks[i] for i in _missing(self.store, keys, 0, len(keys))]
+                n_notices = self._look(what, missing, time.monotonic() - start, n_notices)
             time.sleep(pause)
             pause = min(pause * 2, POLL_MAX_S)
+        if _look_at_hosts is not None:
+            _look_at_hosts([])
 
-    def _why_missing(self, missing: list[int]) -> str:
-        """A launcher of its own may start other ranks as the script alone."""
-        if not self.store.check([_process_key(self.rank)]):
-            return ""  # not a group in which ranks say so
-        strange = [rank for rank in missing if not self.store.check([_process_key(rank)])]
-        if not strange:
-            return ""
-        return (
-            f"; ranks {strange} have sharded nothing with fsdp_c yet: if they never do, start all"
-            " ranks alike (torchrun -m fsdp_c), or call fsdp_c.install() in the script"
+    def _look(self, what: str, missing: list[int], waited: float, n_notices: int) -> int:
+        """Raises for ranks that will not come, and tells people now and then; how often."""
+        text = (
+            f"rank {self.ranks[self.rank]} has waited {waited:.0f} s for ranks {_listed(missing)}"
+            f" in the set-up of fsdp_c over process group {self.label} ({what})"
         )
+        if missing and waited > self.timeout_s:
+            raise TimeoutError(f"{text}{_why_missing(missing)}")
+        self._check_alive(what, missing)
+        if not missing or waited <= notice_at(n_notices):
+            return n_notices
+        print(f"[fsdp_c] {text}{_why_missing(missing)}", file=sys.stderr)
+        return n_notices + 1
 
     def _check_alive(self, what: str, ranks: list[int]) -> None:
         for rank in ranks:
-            key = _process_key(rank)
-            if self.store.check([key]) and is_gone(self.store.get(key).decode()):
+            if _has_ended(rank):
+                _tell_of_ended()
                 time.sleep(_GRACE_S)  # raises what a signal's handler does
                 raise RuntimeError(
-                    f"rank {rank} of process group {self.label} has exited or was killed while"
-                    f" rank {self.rank} waited for it in the set-up of fsdp_c ({what})"
+                    f"rank {rank} has exited or was killed while rank {self.ranks[self.rank]}"
+                    " waited for it in the set-up of fsdp_c over process group"
+                    f" {self.label} ({what})"
                 )
+        if _look_at_hosts is not None and (why := _look_at_hosts(ranks)):
+            raise RuntimeError(
+                f"rank {self.ranks[self.rank]} has given up waiting in the set-up of fsdp_c over"
+                f" process group {self.label} ({what}) for {why}"
+            )
+
+
+def _missing(store: dist.Store, keys: list[str], begin: int, end: int) -> list[int]:
+    """Which of the keys are not there, the first _LISTED; asks few questions of a large world."""
+    if store.check(keys[begin:end]):
+        return []
+    if end - begin == 1:
+        return [begin]
+    middle = (begin + end) // 2
+    found = _missing(store, keys, begin, middle)
+    if len(found) < _LISTED:
+        found += _missing(store, keys, middle, end)
+    return found[:_LISTED]
+
+
+def _listed(ranks: list[int]) -> str:
+    return f"[{', '.join(map(str, ranks))}{', ...' if len(ranks) == _LISTED else ''}]"
+
+
+# ---- what the ranks of the world tell of their processes ----
+
+
+def _store_of_world() -> dist.Store | None:
+    world = dist.group.WORLD
+    return None if world is None else store_of(world)
 
 
 def _process_key(rank: int) -> str:
     return f"fsdp_c/process/{rank}"
 
 
+def _ended_key(rank: int) -> str:
+    return f"fsdp_c/ended/{rank}"
+
+
+def _found(store: dist.Store, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
+
+
 _announced: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
-def announce(group: dist.ProcessGroup) -> None:
-    """Tells the group's ranks which process this is, so that they notice if it dies before set-up.
+def announce() -> None:
+    """Tells all ranks which process this is, so that they notice if it dies before or in set-up.
 
-    Local, once per group.
+    Local, once per world.
     """
-    if group.size() == 1 or group in _announced or group not in c10d._world.pg_map:
+    world, store = dist.group.WORLD, _store_of_world()
+    if world is None or store is None or world.size() == 1 or world in _announced:
         return
-    _announced.add(group)
-    store = store_of(group)
-    if store is not None:
-        store.set(_process_key(group.rank()), this_process())
+    _announced.add(world)
+    store.set(_process_key(dist.get_rank()), this_process())
+
+
+def _why_missing(missing: list[int]) -> str:
+    """A launcher of its own may start other ranks as the script alone."""
+    store = _store_of_world()
+    if store is None or not store.check([_process_key(dist.get_rank())]):
+        return ""
+    strange = [rank for rank in missing if not store.check([_process_key(rank)])]
+    if not strange:
+        return ""
+    return (
+        f"; ranks {_listed(strange)} have sharded nothing with fsdp_c yet: if they never do, start"
+        " all ranks alike (torchrun -m fsdp_c), or call fsdp_c.install() in the script"
+    )
+
+
+def _has_ended(rank: int) -> bool:
+    """Whether the process of a rank has: on this host, or as a rank of its host has told."""
+    store = _store_of_world()
+    process = "" if store is None else _found(store, _process_key(rank))
+    if store is None or not process:
+        return False
+    return is_gone(process) or _found(store, _ended_key(rank)) == process
+
+
+@contextlib.contextmanager
+def telling_of_ended() -> Iterator[None]:
+    """Around set-up: if it fails since a process of this host is gone, other hosts learn of it."""
+    try:
+        yield
+    except BaseException:
+        _tell_of_ended()
+        raise
+
+
+def _tell_of_ended() -> None:
+    store = _store_of_world()
+    if store is None or _look_at_hosts is None:
+        return
+    with contextlib.suppress(dist.DistError):
+        for rank in range(dist.get_world_size()):
+            process = _found(store, _process_key(rank))
+            if process and is_gone(process):
+                store.set(_ended_key(rank), process)
 
 
 _rendezvous: weakref.WeakKeyDictionary[dist.ProcessGroup, Rendezvous] = weakref.WeakKeyDictionary()
@@ -188,7 +273,11 @@ def exchange_for(group: dist.ProcessGroup) -> Callable[[str, bytes], list[bytes]
     if group not in _rendezvous:
         timeout = _process_group.timeout_s(group, torch.device("cpu"))
         _rendezvous[group] = Rendezvous(
-            store, group.rank(), group.size(), timeout, _process_group.label(group)
+            store,
+            group.rank(),
+            _process_group.global_ranks(group),
+            timeout,
+            _process_group.label(group),
         )
     return _rendezvous[group].exchange
 

@@ -16,7 +16,7 @@ from fsdp_c._comm import (
     _peer_location,  # noqa: F401 (answers peers that wait for this rank)
     _process_group,
 )
-from fsdp_c._comm._rendezvous import exchange_for, for_core, store_of
+from fsdp_c._comm._rendezvous import exchange_for, for_core, store_of, telling_of_ended
 from fsdp_c._native import _C
 from fsdp_c._window import _open
 
@@ -87,7 +87,8 @@ def transport_for(group: dist.ProcessGroup | None = None) -> _C.Transport:
     transport = _transports.get(group)
     # A child made by fork inherits the cache; its parent's transports refuse to serve it.
     if transport is None:
-        transport = _make_transport(group)
+        with telling_of_ended():
+            transport = _make_transport(group)
         _transports[group] = transport
     return transport
 
@@ -126,7 +127,8 @@ def watch_for(group: dist.ProcessGroup) -> _C.Transport | None:
     if known is not None and known.kind == "shm":
         return known
     if group not in _watches:
-        _watches[group] = _make_watch(group)
+        with telling_of_ended():
+            _watches[group] = _make_watch(group)
     return _watches[group]
 
 
@@ -186,7 +188,10 @@ def _between_hosts(
     rails, why_not = None, f"measured over gloo alone, not over {_cpu_backend(group)}"
     if wanted == "rails" or _cpu_backend(group) == "gloo":
         rails, why_not = _hosts.rails_for(
-            group, exchange, lambda ranks, among: _local_transport(group, ranks, among)
+            group,
+            exchange,
+            make_local=lambda ranks, among: _local_transport(group, ranks, among),
+            met=_beats.meet,
         )
     if rails is None and wanted == "rails":
         raise NotImplementedError(

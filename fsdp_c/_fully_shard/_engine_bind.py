@@ -16,7 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _python_dispatch
 
 from fsdp_c import _env
-from fsdp_c._comm import _agreement, _device, _process_group, _transport
+from fsdp_c._comm import _agreement, _device, _process_group, _rendezvous, _transport
 from fsdp_c._compat import _versions
 from fsdp_c._fully_shard import (
     _fqns,
@@ -81,7 +81,7 @@ def bind_units(
     rank raises, also where `then`, which is local and gets the domains, fails on one of them. Units
     on a device share the schedule of those in `streams`.
     """
-    with _apart():
+    with _apart(), _rendezvous.telling_of_ended():
         return _bind_units(groups, streams, then)
 
 

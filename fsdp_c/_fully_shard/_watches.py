@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_c._comm import _agreement, _rendezvous
+from fsdp_c._comm import _rendezvous
 from fsdp_c._fully_shard import (
     _activation_checkpoints,
     _errors,
@@ -23,8 +23,7 @@ def watch(state: Any, ignored_params: Any = None) -> None:
     _save_guard.install()
     _clip_grad_norm.install()
     if state._device.type == "cpu":
-        for process_group in _agreement.process_groups_of([group.mesh_info for group in groups]):
-            _rendezvous.announce(process_group)
+        _rendezvous.announce()
     if state._device.type in ("cpu", "cuda"):
         _step.watch(groups)
         _update_counters.watch(groups)

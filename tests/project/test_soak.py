@@ -109,7 +109,7 @@ def test_kills_and_failing_calls(tmp_path: Path) -> None:
 
 def test_a_rank_that_was_not_killed_is_a_failure() -> None:
     with kills.prepared():
-        verdict = kills.run("2/1/fc_domain_open>/1000")
+        verdict = kills.run("shared memory/2/1/fc_domain_open>/1000")
         assert verdict.fate == "failed" and "was not killed there" in verdict.text
         counts = failing.undisturbed(2)[0][2]
         assert all(counts[call] > 0 for call in failing.CALLS if call != "pidfd_open"), counts

@@ -16,11 +16,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from callback_net import CallbackNet, sharded
 from harness import run_ranks
 from snapshots import Net, batch, check_gradients, check_trains
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
+from fsdp_c import fully_shard
+from fsdp_c._comm._transport import transport_for
 from fsdp_c._native import _C
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -319,3 +324,21 @@ def test_exit_while_gloo_drops_tensors(tmp_path: Path) -> None:
     for outcome in run_ranks(leave_a_thread_of_gloo, 1, str(note), fresh=True):
         assert outcome.ok, outcome
     assert note.read_text() == "True"
+
+
+def die_before_a_meeting_of_all(rank: int, n_ranks: int) -> str:
+    """Units are on another process group; on the world nobody has set anything up."""
+    mesh = DeviceMesh.from_group(dist.new_group(list(range(n_ranks))), "cpu")
+    fully_shard(nn.Linear(4, 4), mesh=mesh)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as caught:
+        transport_for(dist.group.WORLD)
+    return str(caught.value)
+
+
+def test_a_death_is_seen_in_groups_that_the_dead_never_used() -> None:
+    alive, dead = run_ranks(die_before_a_meeting_of_all, 2, fresh=True, timeout=20)
+    assert dead.exit_code == -signal.SIGKILL
+    assert "rank 1 has exited or was killed while rank 0 waited for it" in alive.value, alive

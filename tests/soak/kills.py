@@ -7,23 +7,52 @@ import random
 import re
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import harness
+import hosts
+import namespaces
 
 from soak import build, shim, training
-from soak.case import Family, Verdict, failed
+from soak.case import LEFT_OUT, Family, Verdict, failed
 
-WORLDS = (2, 3, 4)
 TIMEOUT_S = 40
 # A wait that ends sooner than any time limit has been ended by the death.
 SOON_S = 10.0
 SHARED_MEMORY = Path("/dev/shm")
-# What gloo says where a rank sits in a collective that torch makes: it knows no ranks.
+# What gloo says where a rank sits in a collective of the process group: it knows no ranks.
 IN_TORCH = re.compile(r"gloo/.*(Connection (reset|closed)|Broken pipe|Read error|Write error)")
 OURS = re.compile(r"fc_|fsdp_c")
 
+
+@dataclass(frozen=True)
+class Way:
+    """What carries the bytes between ranks."""
+
+    worlds: tuple[tuple[int, ...], ...]  # ranks of each host
+    variables: dict[str, str] = field(default_factory=dict)
+    mesh: tuple[int, ...] = ()  # of replicas and shards
+
+    def run(
+        self, world: tuple[int, ...], fn: Callable[..., Any], *arguments: Any, **options: Any
+    ) -> list[Any]:
+        """Gives the shape of the mesh to `fn`, before its arguments."""
+        arguments = (self.mesh, *arguments)
+        if len(world) > 1:
+            return hosts.run_hosts(fn, world, *arguments, env=self.variables, **options)
+        return harness.run_ranks(fn, world[0], *arguments, env=self.variables, **options)
+
+
+WAYS = {
+    "shared memory": Way(((2,), (3,), (4,))),
+    "messages": Way(((2,), (3,)), {"FSDP_C_TRANSPORT": "callback"}),
+    # Of a rank alone on its host, which dies in set-up, only signs of life tell.
+    "rails": Way(((1, 1), (2, 1), (2, 2)), {"FSDP_C_HOST_TIMEOUT": "5"}),
+    "replicas": Way(((4,),), mesh=(2, 2)),
+}
 # What people call the functions at which a rank is killed: before one (<) and after it (>).
 STATES = {
     "fc_process_open": "set-up: attaching to a rank",
@@ -47,73 +76,108 @@ STATES = {
     "fc_snapshot_clear": "a snapshot is written over",
     "fc_snapshot_commit": "a snapshot counts",
     "fc_snapshot_ranks_set_word": "telling of a snapshot",
+    "apart_exchange": "telling what begins, over messages",
+    "meet": "meeting before a collective of messages",
+    "waits_gather": "an all-gather of messages",
+    "waits_gather_begin": "an all-gather of messages begins",
+    "waits_gather_end": "an all-gather of messages ends",
+    "waits_reduce_scatter": "a reduce-scatter of messages",
+    "waits_sum_end": "a reduce-scatter of messages ends",
+    "fc_waits_all_reduce": "an all-reduce of replicas",
+    "rails_send": "sending to another host",
+    "rails_receive": "receiving from another host",
+    "rails_await_sent": "waiting for what is sent",
+    "rails_await_received": "waiting for what comes",
 }
 
 
-def counted(rank: int, n_ranks: int, folder: Path) -> tuple[dict[str, int], list[float]]:
+def mesh_of(shape: tuple[int, ...]) -> Any:
+    return harness.cached_mesh(shape, ("replicate", "shard")) if shape else None
+
+
+def counted(
+    rank: int, n_ranks: int, shape: tuple[int, ...], folder: Path
+) -> tuple[dict[str, int], list[float]]:
     shim.clear()
-    losses = training.train(rank, folder)
+    losses = training.train(rank, folder, mesh=mesh_of(shape))
     return shim.counts(), losses
 
 
 @functools.cache
-def undisturbed(n_ranks: int) -> list[tuple[dict[str, int], list[float]]]:
+def undisturbed(way: str, world: tuple[int, ...]) -> list[tuple[dict[str, int], list[float]]]:
     """How often each rank reaches each state, and its losses."""
     with tempfile.TemporaryDirectory() as folder:
-        return harness.run_ranks(counted, n_ranks, Path(folder), apart=True)
+        outcomes = WAYS[way].run(world, counted, Path(folder), fresh=True, timeout=TIMEOUT_S)
+    assert all(outcome.ok for outcome in outcomes), outcomes
+    return [outcome.value for outcome in outcomes]
+
+
+def text_of(world: tuple[int, ...]) -> str:
+    return "+".join(map(str, world))
+
+
+def worlds_of(way: str) -> tuple[tuple[int, ...], ...]:
+    return () if way == "rails" and namespaces.why_not() else WAYS[way].worlds
 
 
 def cases(seed: int) -> Iterator[str]:
     keys = []
-    for n_ranks in WORLDS:
-        for victim, (counts, _) in enumerate(undisturbed(n_ranks)):
-            for state, n in counts.items():
-                if state.rstrip("<>") in STATES:
-                    # How often it waits, and says so, differs from run to run.
-                    last = (n + 1) // 2 if state.startswith("fc_transport_") else n
-                    keys += [
-                        f"{n_ranks}/{victim}/{state}/{nth}"
-                        for nth in sorted({1, (n + 1) // 2, last})
-                    ]
+    for way in WAYS:
+        if not worlds_of(way):
+            yield f"{way}/none"
+        for world in worlds_of(way):
+            for victim, (counts, _) in enumerate(undisturbed(way, world)):
+                for state, n in counts.items():
+                    if state.rstrip("<>") in STATES:
+                        # How often it waits, and says so, differs from run to run.
+                        last = (n + 1) // 2 if state.startswith("fc_transport_") else n
+                        keys += [
+                            f"{way}/{text_of(world)}/{victim}/{state}/{nth}"
+                            for nth in sorted({1, (n + 1) // 2, last})
+                        ]
     random.Random(seed).shuffle(keys)
     yield from keys
 
 
 def live(
-    rank: int, n_ranks: int, victim: int, state: str, nth: int, folder: Path, note: str
-) -> list[float]:
+    rank: int, n_ranks: int, shape: tuple[int, ...], victim: int, state: str, nth: int,
+    folder: Path, note: str,
+) -> list[float]:  # fmt: skip
     shim.plan("kill", state, nth, note) if rank == victim else shim.clear()
     try:
-        return training.train(rank, folder)
+        return training.train(rank, folder, mesh=mesh_of(shape))
     except BaseException as error:
         training.end_as_a_script(error, note)
         raise
 
 
 def run(key: str) -> Verdict:
-    n_ranks, victim, state, nth = key.split("/")
+    way, world, *where = key.split("/")
+    if not where:
+        return Verdict(LEFT_OUT, f"no hosts here: {namespaces.why_not()}")
+    victim, state, nth = where
+    hosts_of = tuple(map(int, world.split("+")))
     before = set(os.listdir(SHARED_MEMORY))
     with tempfile.TemporaryDirectory() as name:
         folder, note = Path(name, "snapshots"), str(Path(name, "died"))
         folder.mkdir()
         plan = int(victim), state, int(nth), folder, note
         try:
-            outcomes = harness.run_ranks(live, int(n_ranks), *plan, fresh=True, timeout=TIMEOUT_S)
+            outcomes = WAYS[way].run(hosts_of, live, *plan, fresh=True, timeout=TIMEOUT_S)
         except harness.RankFailure as error:
             return failed(f"a rank went on or hung: {error}")
         left = {path.name for path in Path(name).iterdir()} - {"snapshots", "died"}
     left |= {name for name in set(os.listdir(SHARED_MEMORY)) - before if OURS.search(name)}
     if left:
         return failed(f"left behind: {sorted(left)}")
-    return judge(outcomes, int(victim))
+    return judge(outcomes, int(victim), [losses for _, losses in undisturbed(way, hosts_of)])
 
 
-def judge(outcomes: list[harness.RankOutcome], victim: int) -> Verdict:
+def judge(outcomes: list[harness.RankOutcome], victim: int, losses: list[list[float]]) -> Verdict:
     texts = "\n".join(f"--- rank {o.rank}: {o.exit_code}\n{o.output}" for o in outcomes)
     if outcomes[victim].exit_code != -signal.SIGKILL:
         return failed(f"rank {victim} was not killed there\n{texts}")
     survivors = [outcome for outcome in outcomes if outcome.rank != victim]
-    losses = [losses for _, losses in undisturbed(len(outcomes))]
     noticed = []
     for outcome in survivors:
         if outcome.ok and outcome.value == losses[outcome.rank]:

@@ -8,6 +8,7 @@
 #define _GNU_SOURCE
 
 #include "comm/comm_impl.h"
+#include "comm/rails_impl.h"
 #include "engine/domain_private.h"
 #include "engine/exchange.h"
 #include "snapshot/copier.h"
@@ -243,6 +244,36 @@ STATE_VOID(fc_snapshot_commit,
 STATE_VOID(fc_snapshot_clear, (void *file), (file))
 STATE_VOID(fc_snapshot_ranks_set_word, (fc_snapshot_ranks * ranks, size_t i, uint64_t value),
            (ranks, i, value))
+
+/* Over messages and over rails. */
+
+STATE(apart_exchange, fc_status, (fc_unit * unit), (unit))
+STATE(meet, fc_status, (fc_unit * unit, size_t n_units, const char *op, uint64_t detail),
+      (unit, n_units, op, detail))
+STATE(waits_gather, fc_status,
+      (fc_unit * unit, size_t n_units, char *recv, const void *send, size_t send_bytes,
+       const fc_gathered *to),
+      (unit, n_units, recv, send, send_bytes, to))
+STATE(waits_gather_begin, fc_status, (fc_unit * unit, const void *send, size_t send_bytes),
+      (unit, send, send_bytes))
+STATE(waits_gather_end, fc_status, (fc_unit * unit, const fc_gathered *to), (unit, to))
+STATE(waits_reduce_scatter, fc_status,
+      (fc_unit * unit, size_t n_units, void *recv, void *send, size_t recv_numel, fc_dtype dtype,
+       uint64_t detail),
+      (unit, n_units, recv, send, recv_numel, dtype, detail))
+STATE(waits_sum_end, fc_status, (fc_unit * unit, void *recv), (unit, recv))
+STATE(fc_waits_all_reduce, fc_status, (fc_unit * unit, void *part, const fc_present *present),
+      (unit, part, present))
+STATE(rails_send, fc_status,
+      (rails * r, const rails_call *call, int peer, const void *data, size_t bytes),
+      (r, call, peer, data, bytes))
+STATE(rails_receive, fc_status,
+      (rails * r, const rails_call *call, int peer, void *data, size_t bytes),
+      (r, call, peer, data, bytes))
+STATE(rails_await_sent, fc_status, (rails * r, const rails_call *call, int peer, size_t bytes),
+      (r, call, peer, bytes))
+STATE(rails_await_received, fc_status, (rails * r, const rails_call *call, int peer, size_t bytes),
+      (r, call, peer, bytes))
 
 /* Those that tell where shared words lie, too. */
 

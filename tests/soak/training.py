@@ -68,8 +68,8 @@ class Training:
             self.snapshots.close()
 
 
-def train(rank: int, folder: Path | None, n_steps: int = N_STEPS) -> list[float]:
-    training = Training(folder)
+def train(rank: int, folder: Path | None, n_steps: int = N_STEPS, mesh: Any = None) -> list[float]:
+    training = Training(folder, mesh)
     losses = [training.step(rank, step) for step in range(n_steps)]
     training.close()
     return losses
