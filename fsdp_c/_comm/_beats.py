@@ -3,12 +3,14 @@
 A connection to a host that has lost its power or its network does not break: the process group
 would wait for its timeout. Each rank leaves a sign of life in the group's store every second. A
 rank that waits for another host looks for the signs of its ranks. Beside them stands which phases a
-rank has left by exceptions: who waits for it there gives up at once.
+rank has left by exceptions, and which processes of its host have ended: who waits for those gives
+up at once.
 """
 
 from __future__ import annotations
 
 import atexit
+import math
 import sys
 import threading
 import time
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from fsdp_c import _env
-from fsdp_c._comm import _hosts, _peer_location, _process_group, _rendezvous
+from fsdp_c._comm import _hosts, _peer_location, _rendezvous
 from fsdp_c._native import _C
 
 _LOOK_S = 1.0
@@ -43,6 +45,12 @@ def _failures_of(watched: list[_Watched]) -> str:
     return ";".join(f"{name}:{phase}:{after}" for name, phase, after in found if phase) or "-"
 
 
+def _ended_in(words: str) -> list[int]:
+    """Which ranks of its host a rank's sign of life calls ended."""
+    fields = words.split(" ")
+    return [int(rank) for rank in fields[1].split(",") if rank != "-"] if len(fields) > 2 else []
+
+
 def _hear(watched: _Watched, peer: int, words: str) -> None:
     """Ends the wait for a peer that has left the phase in which this rank waits."""
     failures, space, _ = words.partition(" ")
@@ -64,7 +72,8 @@ class Watch:
         self._watched: weakref.WeakKeyDictionary[dist.ProcessGroup, _Watched] = (
             weakref.WeakKeyDictionary()
         )
-        self._met: dict[int, _hosts.Hosts] = {}  # by rank of the world
+        self._met: dict[int, _hosts.Hosts] = {}  # by rank of the world, replaced whole
+        self._neighbours: dict[int, str] = {}  # the processes of ranks of this host
         self._missing: dict[int, float] = {}  # in set-up, since when
         self._looked = self._awake_since = time.monotonic()
         self._ends = threading.Event()
@@ -84,7 +93,10 @@ class Watch:
 
     def meet(self, hosts: _hosts.Hosts) -> None:
         """Ranks that have a watch, too, or are about to."""
-        self._met.update(dict.fromkeys(hosts.ranks, hosts))
+        self._met = {**self._met, **dict.fromkeys(hosts.ranks, hosts)}
+        processes = dict(zip(hosts.ranks, hosts.processes, strict=True))
+        peers = hosts.peers_of(hosts.ranks.index(self._rank))
+        self._neighbours = {**self._neighbours, **{rank: processes[rank] for rank in peers}}
 
     def look(self, missing: list[int]) -> str:
         """Why one of the ranks that set-up waits for is given up, or nothing."""
@@ -105,7 +117,9 @@ class Watch:
                 self._awake_since = now
             self._looked = now
             watched = list(self._watched.values())
-            self._beats.say(f"{_failures_of(watched)} {_peer_location.tell().text}")
+            ended = [r for r, process in self._neighbours.items() if _rendezvous.is_gone(process)]
+            told = ",".join(map(str, ended)) or "-"
+            self._beats.say(f"{_failures_of(watched)} {told} {_peer_location.tell().text}")
             wanted = {rank for each in watched for rank in self._look(each)}
             for rank in list(self._missing):
                 hosts = self._met[rank]
@@ -149,10 +163,13 @@ class Watch:
                 f" {store_s:.0f} s: a host is down, stopped or has lost its network"
             )
         heard = {rank: self._beats.heard(rank) for rank in hosts.peers_of(peer)}
+        tellers = [r for r, row in heard.items() if row and hosts.ranks[peer] in _ended_in(row[0])]
+        if tellers:
+            return math.inf, f"its process has ended, as rank {tellers[0]} of its host tells"
         silent = {rank: min(row[1] if row else asked_s, asked_s) for rank, row in heard.items()}
         rank, host = hosts.ranks[peer], hosts.names[hosts.hosts[peer]]
         if silent[rank] < _SILENT_S:
-            words = heard[rank][0].partition(" ")[2] if heard[rank] else ""
+            words = heard[rank][0].split(" ", 2)[-1] if heard[rank] else ""
             return 0.0, f"it is at {words}" if words else f"host {host} answers"
         host_s = min(silent.values())
         if host_s < _SILENT_S:
@@ -167,7 +184,7 @@ _watch: Watch | None = None
 
 
 def meet(hosts: _hosts.Hosts) -> None:
-    """Ranks of several hosts have met: they leave signs of life from now on."""
+    """Ranks of several hosts have met: they leave signs of life from now on. Local."""
     global _watch
     if _watch is None:
         world = dist.group.WORLD
@@ -178,9 +195,8 @@ def meet(hosts: _hosts.Hosts) -> None:
     _watch.meet(hosts)
 
 
-def watch(group: dist.ProcessGroup, transport: _C.Transport, rails: _hosts.Rails) -> None:
-    """From now on this rank's waits over the transport's rails are looked at."""
+def watch(group: dist.ProcessGroup, transport: _C.Transport) -> None:
+    """From now on this rank's waits over the transport's rails are looked at; after `meet`."""
     assert _watch is not None
-    ranks = _process_group.global_ranks(group)
     name = f"{zlib.crc32(str(group.group_name).encode()):x}"
-    _watch.add(group, _Watched(rails.hosts, rails.names, ranks, name, transport))
+    _watch.add(group, _Watched(**vars(_hosts.of(group)), name=name, transport=transport))

@@ -25,6 +25,17 @@ class Hosts:
     hosts: list[int]  # of each rank of the group
     names: list[str]  # of the hosts
     ranks: list[int]  # as the world numbers them
+    processes: list[str]  # of each rank of the group, as `this_process` tells them
+
+    @classmethod
+    def of(cls, processes: list[str], names: list[str], ranks: list[int]) -> Hosts:
+        """`names`: what each rank's host is called."""
+        places: dict[str, tuple[int, str]] = {}
+        hosts = []
+        for process, name in zip(processes, names, strict=True):
+            number, _ = places.setdefault(process.split()[0], (len(places), name))
+            hosts.append(number)
+        return cls(hosts, [name for _, name in places.values()], ranks, processes)
 
     def peers_of(self, rank: int) -> list[int]:
         """All of the group that live on a rank's host, as the world numbers them."""
@@ -41,7 +52,13 @@ class Rails(NamedTuple):
     group: str  # the process group, as torch registers it
 
 
+_met: weakref.WeakKeyDictionary[dist.ProcessGroup, Hosts] = weakref.WeakKeyDictionary()
 _found: weakref.WeakKeyDictionary[dist.ProcessGroup, Rails] = weakref.WeakKeyDictionary()
+
+
+def of(group: dist.ProcessGroup) -> Hosts:
+    """Those of a group that has rails."""
+    return _met[group]
 
 
 def rails_for(
@@ -55,12 +72,14 @@ def rails_for(
     `make_local`: a transport of shared memory between these ranks of the group. `met`: is told
     where all ranks live, if on several hosts, before anything else is set up.
     """
-    processes, names, hosts = _ask(exchange)
-    if len(set(processes)) < len(processes):
+    found = _ask(group, exchange)
+    hosts, names = found.hosts, found.names
+    if len(set(found.processes)) < len(found.processes):
         return None, "some ranks are threads of one process"
     if len(names) == 1:
         return None, "all ranks are on one host, where they cannot share memory"
-    met(Hosts(hosts, names, _process_group.global_ranks(group)))
+    _met[group] = found
+    met(found)
     rank = group.rank()
     members = [r for r, host in enumerate(hosts) if host == hosts[rank]]
     local, why_not = None, ""
@@ -82,19 +101,11 @@ def on_one_host(group: dist.ProcessGroup, local: _C.Transport) -> Rails:
     return Rails([0] * group.size(), [socket.gethostname()], local, str(group.group_name))
 
 
-def _ask(exchange: Exchange) -> tuple[list[str], list[str], list[int]]:
-    """Of each rank its process, the hosts' names, and each rank's host."""
-    mine = f"{_rendezvous.this_process()} {socket.gethostname()}"
-    answers = [answer.decode().split(" ", 3) for answer in exchange("hosts", mine.encode())]
-    numbers: dict[str, int] = {}
-    names: list[str] = []
-    hosts: list[int] = []
-    for place, _, _, name in answers:
-        if place not in numbers:
-            numbers[place] = len(names)
-            names.append(name)
-        hosts.append(numbers[place])
-    return [f"{place} {pid}" for place, pid, *_ in answers], names, hosts
+def _ask(group: dist.ProcessGroup, exchange: Exchange) -> Hosts:
+    mine = f"{socket.gethostname()} {_rendezvous.this_process()}"
+    answers = [answer.decode().split(" ", 1) for answer in exchange("hosts", mine.encode())]
+    ranks = _process_group.global_ranks(group)
+    return Hosts.of([process for _, process in answers], [name for name, _ in answers], ranks)
 
 
 def _exchange_of(group: dist.ProcessGroup, host: int, members: list[int]) -> Exchange:

@@ -66,6 +66,12 @@ def notice_at(n_notices: int) -> float:
 _look_at_hosts: Callable[[list[int]], str] | None = None
 
 
+def why_given_up(ranks: list[int]) -> str:
+    """Why a rank of another host that is waited for will not come, or nothing. A wait asks now and
+    then, and once without ranks when it has ended."""
+    return "" if _look_at_hosts is None else _look_at_hosts(ranks)
+
+
 def look_at_hosts_by(look: Callable[[list[int]], str]) -> None:
     """From now on waits for ranks of several hosts ask it, at each look."""
     global _look_at_hosts
@@ -129,8 +135,7 @@ class Rendezvous:
                 n_notices = self._look(what, missing, time.monotonic() - start, n_notices)
             time.sleep(pause)
             pause = min(pause * 2, POLL_MAX_S)
-        if _look_at_hosts is not None:
-            _look_at_hosts([])
+        why_given_up([])
 
     def _look(self, what: str, missing: list[int], waited: float, n_notices: int) -> int:
         """Raises for ranks that will not come, and tells people now and then; how often."""
@@ -156,7 +161,7 @@ class Rendezvous:
                     " waited for it in the set-up of fsdp_c over process group"
                     f" {self.label} ({what})"
                 )
-        if _look_at_hosts is not None and (why := _look_at_hosts(ranks)):
+        if why := why_given_up(ranks):
             raise RuntimeError(
                 f"rank {self.ranks[self.rank]} has given up waiting in the set-up of fsdp_c over"
                 f" process group {self.label} ({what}) for {why}"

@@ -199,7 +199,7 @@ def _between_hosts(
         )
     transport = _new_transport(group, "callback", exchange, rails=rails)
     if rails is not None:
-        _beats.watch(group, transport, rails)
+        _beats.watch(group, transport)
     return transport
 
 

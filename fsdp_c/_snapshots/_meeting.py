@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_c import _env
-from fsdp_c._comm import _process_group, _rendezvous
+from fsdp_c._comm import _beats, _hosts, _process_group, _rendezvous
 from fsdp_c._fully_shard import _fsdp_module
 
 Answer = dict[str, Any]
@@ -55,6 +55,13 @@ class Meeting:
     def agree(self, what: str, error: Exception | None) -> None:
         """Raises on all ranks where one has an error; collective."""
         raise_first(self.tell(what, {"error": self.told(error)}), error)
+
+    def meet_hosts(self, answers: Sequence[Answer]) -> None:
+        """Ranks of several hosts leave signs of life for those that wait for them."""
+        columns = ([answer[name] for answer in answers] for name in ("process", "host"))
+        hosts = _hosts.Hosts.of(*columns, ranks=list(range(len(answers))))
+        if len(hosts.names) > 1:
+            _beats.meet(hosts)
 
     def told(self, error: Exception | None) -> str:
         return f"{error} (rank {self.rank})" if error is not None else ""

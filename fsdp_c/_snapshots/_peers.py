@@ -150,6 +150,8 @@ class Peers:
                 next_look = time.monotonic() + _rendezvous.LOOK_S
                 if _rendezvous.is_gone(self._processes[rank]):
                     raise RuntimeError(f"{what}, which has exited or was killed")
+                if why := _rendezvous.why_given_up([rank]):
+                    raise RuntimeError(f"{what}, which is given up: {why}")
             if waited > self._timeout_s:
                 raise TimeoutError(f"{what}. {_CURE}")
             if waited > _rendezvous.notice_at(n_notices):
@@ -157,4 +159,5 @@ class Peers:
                 print(f"[fsdp_c] {what}: is it in another step?", file=sys.stderr)
             time.sleep(pause)
             pause = min(pause * 2, _rendezvous.POLL_MAX_S)
+        _rendezvous.why_given_up([])
         return word

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import weakref
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
@@ -192,6 +193,7 @@ class Snapshots:
             "paths": [str(path) for path in paths],
             "page": self._slots[0].identity,
             "process": _rendezvous.this_process(),
+            "host": socket.gethostname(),
             "updates": self._n_updating(),
         }
 
@@ -287,6 +289,7 @@ class Snapshots:
         )
         for word in range(_peers.N_WORDS):
             self._pages.set_word(word=word, value=0)
+        self._meeting.meet_hosts(answers)
         self._peers = _peers.Peers(
             name=self._name,
             rank=self._rank,

@@ -1,8 +1,12 @@
 """Snapshots over several hosts, each with a memory of its own: what ranks tell by the store."""
 
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hosts import run_hosts
@@ -88,3 +92,36 @@ def fail_on_one(rank: int, n_ranks: int) -> None:
 
 def refuse(n_bytes: int) -> None:
     raise _files.Unusable("no room")
+
+
+def die_in_a_snapshot(rank: int, n_ranks: int, victim: int) -> tuple[str, float]:
+    """What ended the wait for a rank that never told what became of its part; after how long."""
+
+    def die(number: int, outcome: int) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    model = units(Net())
+    snapshots = fsdp_c.Snapshots(model, adamw(model), name=f"{n_ranks}ranks")
+    snapshots.resume()
+    peers = snapshots._peers
+    assert peers is not None
+    if rank == victim:
+        peers.tell = die  # type: ignore[method-assign]
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        for step in range(1, 4):
+            snapshots.take(step)
+            snapshots.finish()
+    return str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize(("hosts", "victim"), [((1, 1), 1), ((1, 2), 2)])
+def test_a_rank_that_dies_in_a_snapshot(hosts: tuple[int, ...], victim: int) -> None:
+    env = {"FSDP_C_HOST_TIMEOUT": "4"}
+    outcomes = run_hosts(die_in_a_snapshot, hosts, victim, env=env, timeout=40, fresh=True)
+    assert outcomes.pop(victim).exit_code == -signal.SIGKILL
+    for outcome in outcomes:
+        assert outcome.ok, outcome
+        text, seconds = outcome.value
+        assert f"for rank {victim}" in text or f"rank {victim} " in text, text
+        assert seconds < 15, outcome  # not the process group's timeout
