@@ -25,6 +25,7 @@ class ExtendedParam(FallbackParam):
 
     inputs: Sequence[Tensor] = ()  # of an extension; their sizes and dtypes are what counts
     _next: tuple[list[Tensor], Any] | None = None  # what set-up has asked for already
+    _next_of: tuple[int, int] | None = None  # versions of the shard then: a step or load may follow
     _metadata: Any = None  # of the last gather
     _whole_sizes: Sequence[tuple[int, ...]] = ()  # in which all ranks' inputs are given back
 
@@ -48,9 +49,12 @@ class ExtendedParam(FallbackParam):
             return
         self.inputs_agree = False
         with torch.no_grad(), outside_of_inference():
-            self._next = _all_gather_extension.ask(self)
+            self._next, self._next_of = _all_gather_extension.ask(self), self._shard_versions()
         self.inputs = [tensor.to("meta") for tensor in self._next[0]]
         self._whole_sizes = [(-1, *tensor.size()[1:]) for tensor in self.inputs]
+
+    def _shard_versions(self) -> tuple[int, int]:
+        return self.sharded_param._version, self._sharded_local_tensor._version
 
     def renew_outputs(self) -> list[Tensor]:
         """Where an extension's inputs are gathered: the first gather makes a whole parameter."""
@@ -110,12 +114,12 @@ class ExtendedParam(FallbackParam):
         if not self.inputs:
             local = self._sharded_local_tensor
             return [torch.empty(local.size(), dtype=local.dtype, device=self.device).copy_(local)]
-        if self._next is None:
+        if self._next is None or self._next_of != self._shard_versions():
             inputs, metadata = _all_gather_extension.ask(self)
             _all_gather_extension.check_alike(self, inputs)
         else:
             inputs, metadata = self._next
-            self._next = None
+        self._next = None
         self._metadata = metadata
         return inputs
 

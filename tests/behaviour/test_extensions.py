@@ -512,6 +512,38 @@ def test_ex20_one_pair_of_calls_per_gather(rank: int, n_ranks: int) -> None:
     assert pair.both(n_calls) == ["pre", "post"]
 
 
+class Partly(nn.Module):
+    """Runs one layer, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Line(WIDTH), Line(WIDTH)
+
+    def forward(self, x: Tensor, is_whole: bool) -> Tensor:
+        x = self.first(x)
+        return self.second(x) if is_whole else x
+
+
+@on_ranks(2)
+def test_ex20_a_unit_that_comes_late_is_asked_anew(rank: int, n_ranks: int) -> None:
+    """What its method gave at set-up is of weights that have changed since."""
+
+    def shard(model: nn.Module, fsdp: Any) -> None:
+        fsdp.fully_shard(model.second)
+        fsdp.fully_shard(model)
+        model.extension = Extension(model.second.linear.weight._local_tensor).attach()
+
+    pair = Pair(Partly, shard)
+    pair.both(lambda side: side.model(line_data(rank), False))
+
+    def load(side: Side) -> None:
+        state = {name: value.detach() * 1.5 for name, value in side.model.state_dict().items()}
+        side.model.load_state_dict(state)
+
+    pair.do(load)
+    pair.both(lambda side: side.model(line_data(rank), True))
+
+
 @on_ranks(2)
 def test_ex21_what_a_subclass_has_to_implement(rank: int, n_ranks: int) -> None:
     """The operators that a parameter of a tensor subclass sees at set-up, in forward and saving."""

@@ -80,6 +80,7 @@ ROWS: dict[str, tuple[int, list[Body]]] = {
             "test_ex18_offloaded_shards",
             "test_ex19_gradients_are_plain_and_in_the_original_dtype",
             "test_ex19_frozen_parameters_are_gathered",
+            "test_ex20_a_unit_that_comes_late_is_asked_anew",
             "test_ex20_one_pair_of_calls_per_gather",
             "test_ex23_beside_plain_parameters",
             "test_ex6_inputs_that_differ_over_ranks",

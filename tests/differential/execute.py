@@ -163,6 +163,13 @@ def tolerance_of(program: Program, theirs: Side) -> Tolerance:
     return dataclasses.replace(program.tolerance, absolute=absolute)
 
 
+def forgive_gathers(ours: dict[str, int], theirs: dict[str, int]) -> None:
+    """Forwards without gradients are in torch's order of prefetches, which gathers for nothing."""
+    for name, n in theirs.items():
+        if "allgather" in name and ours.get(name, 0) < n:
+            ours[name] = n
+
+
 def align(ours: Side, theirs: Side) -> None:
     """Go on from torch's shards and gradients where bits differ within the tolerance."""
     for group in ("shards", "second_shards"):
@@ -186,6 +193,11 @@ def judge(ours: Exception | None, theirs: Exception | None) -> str:
 def is_torchs_own(error: Exception | None) -> bool:
     """A defect of torch: a prefetch from a replicated unit whose context is not set up yet."""
     return isinstance(error, AttributeError) and "all_gather_copy_in_stream" in str(error)
+
+
+def is_lost_by_torch(error: Exception | None) -> bool:
+    """DTensors have cut a gradient over ranks with other data each; torch takes its parts."""
+    return isinstance(error, RuntimeError) and "on this rank and the parameter" in str(error)
 
 
 def describe(error: Exception | None) -> str:
@@ -250,6 +262,8 @@ def run_line(
     kind = judge(our_error, error)
     if kind == "only torch raises" and is_torchs_own(error):
         return None, f"torch's own {describe(error)[:150]}"
+    if kind == "only fsdp_c raises" and is_lost_by_torch(our_error):
+        return None, f"lost by torch: {describe(our_error)[:150]}"
     if kind:
         text = f"torch: {describe(error)}\nfsdp_c: {describe(our_error)}"
         return Failure(program.seed, kind, line, text), ""
@@ -258,12 +272,10 @@ def run_line(
         return None, f"{type(error).__name__} at {line.splitlines()[0][:60]}: {str(error)[:90]}"
     try:
         new, is_optimizer = assigned(tree), "optimizer" in line
-        compare(
-            ours.see(new, is_optimizer),
-            theirs.see(new, is_optimizer),
-            tolerance_of(program, theirs),
-            "",
-        )
+        seen, expected = ours.see(new, is_optimizer), theirs.see(new, is_optimizer)
+        if "collectives" in seen and program.has("no_grad", "inference_mode"):
+            forgive_gathers(seen["collectives"], expected["collectives"])
+        compare(seen, expected, tolerance_of(program, theirs), "")
     except AssertionError as difference:
         return Failure(program.seed, "differs", line, str(difference)), ""
     if program.tolerance.realign:

@@ -8,6 +8,7 @@ from differential.program import Program
 
 # Layers that run without some of their parameters, or whose parameters are frozen.
 LACKING = re.compile(r"unused|frozen|requires_grad_\(")
+RUN = re.compile(r"\bmodel\(.*\(rank")
 SLICES = re.compile(r"reshard_after_forward=\d")
 
 
@@ -33,5 +34,5 @@ def gradients_come_late(program: Program) -> bool:
 def gathers_anew(program: Program) -> bool:
     """What was unsharded before the first forward, or before one that a dispatch mode begins to see
     or no longer sees: features draw these, and count."""
-    has_run = program.has("data(rank", "tokens(rank")
+    has_run = any(RUN.search(line) for line in program.lines)
     return is_used() and (not has_run or program.has("AllGather("))

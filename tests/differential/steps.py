@@ -3,6 +3,8 @@
 All of it happens while the model is sharded: what is done to unsharded parameters is lost.
 """
 
+import re
+
 from differential.lines import Lines
 
 SCHEDULERS = [
@@ -188,6 +190,9 @@ class Steps(Lines):
             return []
         if not self.program.has("out = model("):
             return []
+        # What was frozen at set-up and is freed is reduced for itself.
+        if self.program.counted and (self.freezes or "frozen" in self.layers):
+            return []
         self.steps_others = True
         part = self.rng.choice(["[::2]", "[1::2]", "[:1]", "[-1:]", "[:]"])
         return [
@@ -225,7 +230,7 @@ class Steps(Lines):
             "second_optimizer.step()",
             "second_optimizer.zero_grad()",
         ]
-        return lines + (self.finish() if "model(" in lines[-4] else [])
+        return lines + (self.finish() if re.search(r"\bmodel\(", lines[-4]) else [])
 
 
 STEP_BLOCKS = {
