@@ -563,6 +563,12 @@ def snapshot_is_intact(file: Any, /) -> bool:
 def snapshot_clear(file: Any, /) -> None:
     """It holds none from now on."""
 
+def snapshot_header(file: Any, /) -> bytes:
+    """What makes its snapshot count, for a copy of its data and index elsewhere."""
+
+def snapshot_adopt(*, file: Any, header: bytes) -> bool:
+    """Data and index count from now on. False: that is no header of a snapshot that fits."""
+
 class SnapshotCopier:
     """Copies tensors into a file, in a thread of its own."""
 

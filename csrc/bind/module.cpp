@@ -31,6 +31,8 @@ PyMethodDef functions[] = {
     function<snapshot_facts>("snapshot_facts"),
     function<snapshot_is_intact>("snapshot_is_intact"),
     function<snapshot_clear>("snapshot_clear"),
+    function<snapshot_header>("snapshot_header"),
+    function<snapshot_adopt>("snapshot_adopt"),
     function<norm_of>("norm"),
     function<clip_factor>("clip_factor"),
     {}};

@@ -37,6 +37,8 @@ size_t snapshot_room(Fields &given);
 Ref snapshot_facts(PyObject *file);
 bool snapshot_is_intact(PyObject *file);
 void snapshot_clear(PyObject *file);
+Ref snapshot_header(PyObject *file);
+bool snapshot_adopt(Fields &given);
 int register_snapshots(PyObject *module); // SnapshotCopier and SnapshotRanks
 
 // ---- optim/ ----

@@ -5,6 +5,7 @@
 #include "snapshot/snapshot_private.h"
 
 #include <assert.h>
+#include <string.h>
 
 #define MAGIC UINT64_C(0x66636e7370686f74)
 #define VERSION 1U
@@ -24,6 +25,7 @@ typedef struct page {
     uint64_t words[FC_SNAPSHOT_WORDS];
 } page;
 
+static_assert(sizeof(header) == FC_SNAPSHOT_HEADER, "travels between hosts");
 static_assert(offsetof(page, words) == 256, "read by other processes");
 static_assert(sizeof(page) <= FC_SNAPSHOT_TEXT_AT, "the owner's text stands behind it");
 static_assert(FC_SUM_ROW == FC_ALIGN, "pieces begin with a row");
@@ -89,6 +91,31 @@ void fc_snapshot_clear(void *file)
     __atomic_store_n(&at->commit, 0, __ATOMIC_SEQ_CST);
     /* Before anything that is written next: what a killed process had written is there in order. */
     __atomic_signal_fence(__ATOMIC_SEQ_CST);
+}
+
+void fc_snapshot_header(const void *file, void *out)
+{
+    memcpy(out, file, FC_SNAPSHOT_HEADER);
+}
+
+bool fc_snapshot_adopt(void *file, size_t file_bytes, const void *given)
+{
+    header *at = file;
+    fc_snapshot_facts facts;
+    uint64_t commit;
+
+    if (file_bytes < FC_SNAPSHOT_PAGE) {
+        return false;
+    }
+    fc_snapshot_clear(file);
+    memcpy(at, given, offsetof(header, commit));
+    memcpy(&commit, (const char *)given + offsetof(header, commit), sizeof(commit));
+    __atomic_store_n(&at->commit, commit, __ATOMIC_RELEASE);
+    if (!fc_snapshot_read(file, file_bytes, &facts)) {
+        fc_snapshot_clear(file);
+        return false;
+    }
+    return true;
 }
 
 void fc_snapshot_commit(void *file, const fc_snapshot_facts *facts, const fc_sums *data,

@@ -53,6 +53,15 @@ bool fc_snapshot_is_intact(const void *file, size_t file_bytes);
 /* From now on the file holds none. */
 void fc_snapshot_clear(void *file);
 
+#define FC_SNAPSHOT_HEADER 72U /* bytes */
+
+/* The header of a file, for a copy of it elsewhere. */
+void fc_snapshot_header(const void *file, void *out);
+
+/* Data and index are there as another file has them, and count from now on with its header. False:
+ * that is none of a snapshot that fits; nothing counts then. */
+bool fc_snapshot_adopt(void *file, size_t file_bytes, const void *header);
+
 /* Word `i` of the page. */
 uint64_t fc_snapshot_word(const void *file, size_t i);
 void fc_snapshot_set_word(void *file, size_t i, uint64_t value);

@@ -25,7 +25,7 @@ from fsdp_c._native import _C
 from fsdp_c.strategy import Units, find_units
 from fsdp_c.strategy._shard import policy_of
 
-_OF_SNAPSHOTS = {"snapshots": "copies by Snapshots, in /dev/shm: parameters and optimizer, twice"}
+_OF_SNAPSHOTS = {"snapshots": "copies by Snapshots, in /dev/shm: of parameters and optimizer"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def memory_plan(
     optimizer: str | torch.optim.Optimizer | Callable[[list[nn.Parameter]], Any] | None = None,
     units: Any = "auto",
     mp_policy: MixedPrecisionPolicy | None = None,
-    snapshots: bool = False,
+    snapshots: bool | int = False,
 ) -> MemoryPlan:
     """What a rank, and a host, will hold when the model trains on the core. Local; print it.
 
@@ -93,7 +93,7 @@ def memory_plan(
             keeps.
         units, mp_policy: of a model without ``fully_shard``, what its units will be, as ``shard``
             takes them, and the policy.
-        snapshots: count what `Snapshots` of model and optimizer keep, too.
+        snapshots: count what `Snapshots` of model and optimizer keep, too; 2: with `copies=2`.
 
     Raises:
         ValueError, TypeError: arguments that do not fit each other, an optimizer that is not known
@@ -137,7 +137,11 @@ def memory_plan(
         has_replicas,
     )
     kept = plan.rank["parameters"] + plan.rank["optimizer"]
-    return replace(plan, rank={**plan.rank, "snapshots": 2 * kept}) if snapshots else plan
+    return (
+        replace(plan, rank={**plan.rank, "snapshots": 2 * kept * int(snapshots)})
+        if snapshots
+        else plan
+    )
 
 
 def _planned(

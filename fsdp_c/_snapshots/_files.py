@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -248,5 +248,34 @@ def remove_left_overs() -> None:
             found.path.unlink(missing_ok=True)
 
 
-def paths(folder: Path, stem: str, rank: int) -> Iterator[Path]:
-    return (folder / f"{stem}-{rank}.{slot}" for slot in range(N_SLOTS))
+def paths(folder: Path, stem: str, rank: int, is_copy: bool = False) -> Iterator[Path]:
+    """Of a rank's snapshots, or of copies of them that another rank keeps."""
+    first = N_SLOTS if is_copy else 0
+    return (folder / f"{stem}-{rank}.{slot}" for slot in range(first, first + N_SLOTS))
+
+
+class Lying(NamedTuple):
+    """A snapshot in a file that is not of the rank that found it."""
+
+    rank: int  # whose snapshot it is
+    sequence: int
+    step: int
+    n_bytes: int  # of data and index
+    path: str
+
+
+def lying(folder: Path, stem: str, besides: int) -> list[Lying]:
+    """Those of a run here, but for a rank's own files."""
+    found = []
+    own = set(paths(folder, stem, besides))
+    for path in sorted(folder.glob(f"{stem}-*")):
+        match = _FILE.fullmatch(path.name)
+        if match is None or match["run"] != stem or path in own:
+            continue
+        with contextlib.suppress(OSError):
+            facts, _ = _look(path)
+            if facts is not None and path.lstat().st_uid == os.getuid():
+                n_bytes = facts["data_bytes"] + facts["index_bytes"]
+                at = facts["sequence"], facts["step"]
+                found.append(Lying(int(match["rank"]), *at, n_bytes, str(path)))
+    return found

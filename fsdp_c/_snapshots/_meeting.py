@@ -56,12 +56,19 @@ class Meeting:
         """Raises on all ranks where one has an error; collective."""
         raise_first(self.tell(what, {"error": self.told(error)}), error)
 
-    def meet_hosts(self, answers: Sequence[Answer]) -> None:
+    def meet_hosts(self, answers: Sequence[Answer]) -> _hosts.Hosts:
         """Ranks of several hosts leave signs of life for those that wait for them."""
         columns = ([answer[name] for answer in answers] for name in ("process", "host"))
         hosts = _hosts.Hosts.of(*columns, ranks=list(range(len(answers))))
         if len(hosts.names) > 1:
             _beats.meet(hosts)
+        return hosts
+
+    def bytes_group(self) -> dist.ProcessGroup:
+        """For what is long; on the host, and for nothing else. Collective."""
+        group = dist.new_group(backend="gloo", group_desc="fsdp_c_snapshots")
+        assert group is not None
+        return group
 
     def told(self, error: Exception | None) -> str:
         return f"{error} (rank {self.rank})" if error is not None else ""

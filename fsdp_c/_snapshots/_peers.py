@@ -39,9 +39,10 @@ class Peers:
         store: dist.Store | None,
         timeout_s: float,
         counts_updates: bool,
+        keeper: int | None,
     ) -> None:
         """`pages`: of the ranks `local`, in their order, this one too. `counts_updates`: all ranks
-        make equally many."""
+        make equally many. `keeper`: the rank for which this one's word may have to wait."""
         self._pages: _C.SnapshotRanks = pages
         self._rank = rank
         self._places = {peer: place for place, peer in enumerate(local)}
@@ -51,6 +52,7 @@ class Peers:
         self._timeout_s = timeout_s
         self._has_remote = len(local) < len(processes)
         self._counts_updates = counts_updates
+        self._keeper = rank if keeper is None else keeper
         self._n_updates = 0
         self._mine: dict[int, tuple[int, int]] = {}  # of the last two: step, updates before
         self._key_of_wait = 0
@@ -138,19 +140,20 @@ class Peers:
             )
 
     def _await(self, rank: int, number: int) -> int:
+        peer = self._keeper if rank == self._rank else rank
         start = time.monotonic()
         pause, next_look, n_notices = _rendezvous.POLL_MIN_S, start, 0
         while (word := self._word(rank, number)) >> 2 != number:
             self._check_same(rank, number)
             waited = time.monotonic() - start
-            what = f"rank {self._rank} waited {waited:.0f} s in Snapshots.take for rank {rank}"
-            if self._has_left(rank):
+            what = f"rank {self._rank} waited {waited:.0f} s in Snapshots.take for rank {peer}"
+            if self._has_left(peer):
                 raise RuntimeError(f"{what}, which an exception has ended")
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + _rendezvous.LOOK_S
-                if _rendezvous.is_gone(self._processes[rank]):
+                if _rendezvous.is_gone(self._processes[peer]):
                     raise RuntimeError(f"{what}, which has exited or was killed")
-                if why := _rendezvous.why_given_up([rank]):
+                if why := _rendezvous.why_given_up([peer]):
                     raise RuntimeError(f"{what}, which is given up: {why}")
             if waited > self._timeout_s:
                 raise TimeoutError(f"{what}. {_CURE}")

@@ -6,6 +6,7 @@ import atexit
 import os
 import socket
 import weakref
+from collections import Counter
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,13 +16,23 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
-from fsdp_c._comm import _rendezvous
+from fsdp_c._comm import _hosts, _rendezvous
 from fsdp_c._fully_shard import _fsdp_module
 from fsdp_c._native import _C
-from fsdp_c._snapshots import _contents, _files, _meeting, _parts, _peers, _run
+from fsdp_c._snapshots import (
+    _contents,
+    _copies,
+    _fetch,
+    _files,
+    _meeting,
+    _parts,
+    _peers,
+    _run,
+)
 
 _open: weakref.WeakSet[Snapshots] = weakref.WeakSet()
 _in_use: set[Path] = set()
+_n_resumes: Counter[str] = Counter()  # by name: what is told in the store is of one of them
 
 
 class Snapshots:
@@ -70,6 +81,7 @@ class Snapshots:
         extra: MutableMapping[str, Any] | None = None,
         folder: str | os.PathLike[str] | None = None,
         name: str = "main",
+        copies: int = 1,
     ) -> None:
         """Local; the ranks meet in ``resume``.
 
@@ -85,6 +97,9 @@ class Snapshots:
                 the same folder, world size and model goes on from them. On a disk they outlive the
                 host only as far as it was written back.
             name: tells several Snapshots of a run apart.
+            copies: 2 keeps each rank's snapshots in the memory of another host, too, so that a run
+                goes on after a host has died. They are sent beside the next step, which takes the
+                network that time and each rank's host as much memory again.
 
         Raises:
             TypeError, ValueError: arguments that are none of these.
@@ -95,26 +110,32 @@ class Snapshots:
         _contents.check(models, optimizers, extra)
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"Snapshots: every={every!r}: one is taken each 1 or more steps")
+        if isinstance(copies, bool) or copies not in (1, 2):
+            raise ValueError(f"Snapshots: copies={copies!r}: 1, or 2 for one on another host, too")
         _files.check_name(name)
         self.extra: MutableMapping[str, Any] = {} if extra is None else extra
         self._contents = _contents.Contents(models, optimizers, self.extra)
         self._every = every
         self._name = name
+        self._n_copies = copies
         self._folder, self._stem = _files.folder_and_stem(folder, name)
         self._pid = os.getpid()
+        self._key = name  # among what this process has resumed
         self._meeting = _meeting.Meeting()
         self._rank, self._world = self._meeting.rank, self._meeting.world
         self._slots: list[_files.Slot] = []
         self._pages: Any = None  # _C.SnapshotRanks
         self._peers: _peers.Peers | None = None
         self._copier: Any = None  # _C.SnapshotCopier
+        self._copies: _copies.Copies | None = None  # on another host
+        self._group: Any = None  # a process group for these, once they are needed
         self._state = "new"  # then open, off or closed
         self._number = 0  # of snapshots since resume()
         self._sequence = 0  # of those of the run
         self._kept = 1  # the slot that all ranks have whole, or that is not the next one
         self._pending: list[Tensor] | None = None  # that the copy under way reads
         self._written: dict[int, Tensor] = {}  # by id, what is written between updates
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_copies = False
         self._handles: list[Any] = []
 
     # ---- going on ----
@@ -137,6 +158,8 @@ class Snapshots:
         """
         if self._state != "new":
             raise RuntimeError("Snapshots.resume() is called once, before the first step")
+        _n_resumes[self._name] += 1
+        self._key = f"{self._name}/{_n_resumes[self._name]}"
         self._meeting.open()
         told: _meeting.Answer = {"error": "", "unusable": "", "wholes": []}
         error: Exception | None = None
@@ -195,15 +218,19 @@ class Snapshots:
             "process": _rendezvous.this_process(),
             "host": socket.gethostname(),
             "updates": self._n_updating(),
+            "copies": self._n_copies,
+            "stem": [str(self._folder), self._stem],
+            "lying": _files.lying(self._folder, self._stem, besides=self._rank),
         }
 
-    def _owner(self) -> _files.Owner:
+    def _owner(self, of: int | None = None) -> _files.Owner:
+        """`of`: the rank whose snapshots the file has; default: this one."""
         return _files.Owner(
             run=_run.script(),
             launcher=_run.launcher(),
             process=_rendezvous.this_process(),
             name=self._name,
-            rank=self._rank,
+            rank=self._rank if of is None else of,
             world=self._world,
         )
 
@@ -223,9 +250,10 @@ class Snapshots:
             )
 
     def _go_on(self, answers: Sequence[_meeting.Answer]) -> int:
+        _check_copies(answers)
         mine = {(sequence, step): slot for sequence, step, slot in answers[self._rank]["wholes"]}
         shared = [{(a, b) for a, b, _ in answer["wholes"]} for answer in answers]
-        common = max(set.intersection(*shared), default=(0, 0))
+        common = self._fetch(answers, shared, mine)
         slot = mine.get(common)
         opened: _contents.Opened | None = None
         error: Exception | None = None
@@ -235,7 +263,7 @@ class Snapshots:
             error = fault
         self._meeting.agree("fitting snapshots", error)
         try:
-            self._start_from(slot, opened, answers)
+            self._start_from(slot, opened, answers, common)
         except Exception as fault:
             error = fault
         self._meeting.agree("loading snapshots", error)
@@ -252,6 +280,47 @@ class Snapshots:
             )
         return step
 
+    def _fetch(
+        self,
+        answers: Sequence[_meeting.Answer],
+        own: Sequence[set[_fetch.Step]],
+        mine: dict[_fetch.Step, int],
+    ) -> _fetch.Step:
+        """The step to go on from. Who lacks it is given it by another host; adds it to `mine`."""
+        lying = [[_files.Lying(*file) for file in answer["lying"]] for answer in answers]
+        while True:
+            common, needs = _fetch.plan(own, lying)
+            if not needs:
+                return common
+            bad: list[str] = []
+            error: Exception | None = None
+            try:
+                files = [file for holder, file in needs.values() if holder == self._rank]
+                bad = [file.path for file in files if not _fetch.is_readable(file)]
+                if self._rank in needs:
+                    n_bytes = needs[self._rank][1].n_bytes
+                    self._slots[0].reserve(_C.SNAPSHOT_PAGE + n_bytes)
+            except Exception as fault:
+                error = fault
+            told = {"error": self._meeting.told(error), "bad": bad}
+            found = self._meeting.tell("snapshots of other hosts", told)
+            _meeting.raise_first(found, error)
+            if not any(answer["bad"] for answer in found):
+                break
+            lying = [
+                [file for file in files if file.path not in answer["bad"]]
+                for files, answer in zip(lying, found, strict=True)
+            ]
+        self._group = self._meeting.bytes_group()
+        try:
+            _fetch.fetch(self._rank, needs, self._group, self._slots[0])
+        except Exception as fault:
+            error = fault
+        self._meeting.agree("snapshots from other hosts", error)
+        if self._rank in needs:
+            mine[common] = 0
+        return common
+
     def _open_snapshot(self, slot: int | None) -> _contents.Opened | None:
         if slot is None:
             return None
@@ -259,7 +328,11 @@ class Snapshots:
         return self._contents.look_at(index, data)
 
     def _start_from(
-        self, slot: int | None, opened: Any, answers: Sequence[_meeting.Answer]
+        self,
+        slot: int | None,
+        opened: Any,
+        answers: Sequence[_meeting.Answer],
+        common: _fetch.Step,
     ) -> None:
         if slot is not None:
             self._contents.install(opened)
@@ -267,10 +340,20 @@ class Snapshots:
         for number, one in enumerate(self._slots):
             if number != slot:
                 one.clear()
-        self._open_pages(answers)
+        hosts = self._meeting.meet_hosts(answers)
+        has_copies = self._n_copies > 1 and len(hosts.names) > 1
+        to = _copies.keepers(hosts) if has_copies else [-1] * self._world
+        self._open_pages(answers, to)
         for one in self._slots:
             one.set_owner(self._owner())
         self._copier = _C.SnapshotCopier()
+        if has_copies:
+            self._open_copies(hosts, to, common)
+        elif self._n_copies > 1 and self._rank == 0:
+            _fsdp_module.warn_user(
+                "Snapshots: copies=2, and all ranks are on one host: a second copy would die with"
+                " it, and none is kept"
+            )
         for optimizer in self._contents.optimizers:
             if isinstance(optimizer, optim.Optimizer):
                 self._handles.append(optimizer.register_step_pre_hook(self._before_step))
@@ -280,18 +363,23 @@ class Snapshots:
         _open.add(self)
         self._state = "open"
 
-    def _open_pages(self, answers: Sequence[_meeting.Answer]) -> None:
+    def _open_pages(self, answers: Sequence[_meeting.Answer], keepers: Sequence[int]) -> None:
+        """`keepers`: of each rank, who keeps its copies."""
         local = _meeting.on_this_host(answers, self._rank)
+        files = [path for rank in local for path in answers[rank]["paths"]]
+        for owner, keeper in enumerate(keepers):
+            if keeper in local:
+                folder, stem = answers[keeper]["stem"]
+                files += map(str, _files.paths(Path(folder), stem, owner, is_copy=True))
         self._pages = _C.SnapshotRanks(
             pages=[answers[rank]["paths"][0] for rank in local],
             own=local.index(self._rank),
-            files=[path for rank in local for path in answers[rank]["paths"]],
+            files=files,
         )
         for word in range(_peers.N_WORDS):
             self._pages.set_word(word=word, value=0)
-        self._meeting.meet_hosts(answers)
         self._peers = _peers.Peers(
-            name=self._name,
+            name=self._key,
             rank=self._rank,
             pages=self._pages,
             local=local,
@@ -299,7 +387,39 @@ class Snapshots:
             counts_updates=self._counts_updates(answers),
             store=self._meeting.store,
             timeout_s=self._meeting.timeout_s,
+            keeper=keepers[self._rank] if keepers[self._rank] >= 0 else None,
         )
+
+    def _open_copies(
+        self, hosts: _hosts.Hosts, keepers: Sequence[int], common: _fetch.Step
+    ) -> None:
+        """Collective. What is gone on from is sent first."""
+        kept: dict[int, list[_files.Slot]] = {}
+        for owner, keeper in enumerate(keepers):
+            if keeper == self._rank:
+                paths = _files.paths(self._folder, self._stem, owner, is_copy=True)
+                kept[owner] = list(map(_files.Slot, paths))
+                for slot in kept[owner]:
+                    facts = slot.facts()
+                    if facts is not None and (facts["sequence"], facts["step"]) != common:
+                        slot.clear()
+                    slot.set_owner(self._owner(owner))
+        assert self._peers is not None and self._meeting.store is not None
+        self._copies = _copies.Copies(
+            rank=self._rank,
+            hosts=hosts,
+            group=self._group or self._meeting.bytes_group(),
+            store=self._meeting.store,
+            prefix=f"fsdp_c/snapshots/{self._key}",
+            kept=kept,
+            owner_of=self._owner,
+            tell=self._peers.tell,
+        )
+        mine = self._slots[self._kept]
+        if (facts := mine.facts()) is not None:
+            n_bytes = facts["data_bytes"] + facts["index_bytes"]
+            self._copies.begin(0, mine, facts["sequence"], n_bytes)
+            self._copies.settle(_peers.WHOLE)
 
     def _switch_off(self, reason: str) -> None:
         for slot in self._slots:
@@ -352,6 +472,8 @@ class Snapshots:
             slot.reserve(_C.snapshot_room(tensors=packed.locals, index_bytes=len(packed.index)))
         except _files.Unusable as reason:
             self._peers.tell(self._number, _peers.FAILED)
+            if self._copies is not None:
+                self._copies.skip(self._number)
             self._warn_of_room(str(reason))
             return
         self._copier.start(
@@ -364,6 +486,18 @@ class Snapshots:
             step=step,
         )
         self._pending = packed.waiting()
+        if self._copies is not None:
+            n_bytes = _C.snapshot_room(tensors=packed.locals, index_bytes=len(packed.index))
+            self._copies.begin(self._number, slot, self._sequence, n_bytes - _C.SNAPSHOT_PAGE)
+            self._warn_of_copies(self._copies)
+
+    def _warn_of_copies(self, copies: _copies.Copies) -> None:
+        if copies.problem and not self._has_warned_of_copies:
+            self._has_warned_of_copies = True
+            _fsdp_module.warn_user(
+                f"Snapshots: rank {self._rank} has no second copy on host {copies.host}, and the"
+                f" run goes on: {copies.problem}"
+            )
 
     def _warn_of_room(self, reason: str) -> None:
         if not self._has_warned:
@@ -384,7 +518,11 @@ class Snapshots:
             >>> snapshots.finish()
             >>> snapshots.close()
         """
-        if self._peers is not None and (outcome := self._settle()) is not None:
+        if self._peers is None or (outcome := self._settle()) is None:
+            return
+        if self._copies is not None:
+            self._copies.settle(outcome)
+        else:
             self._peers.tell(self._number, outcome)
 
     def _settle(self) -> int | None:
@@ -453,6 +591,9 @@ class Snapshots:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._copies is not None:
+            self._copies.close()
+            self._copies = None
         if self._pages is not None:
             self._pages.close()
             self._pages = None
@@ -483,9 +624,20 @@ class Snapshots:
             self._state = "closed"
 
 
+def _check_copies(answers: Sequence[_meeting.Answer]) -> None:
+    for rank, answer in enumerate(answers):
+        if answer["copies"] != answers[0]["copies"]:
+            raise ValueError(
+                f"Snapshots: copies={answers[0]['copies']} on rank 0 and {answer['copies']} on rank"
+                f" {rank}: give all ranks the same"
+            )
+
+
 @atexit.register
 def _finish_all() -> None:
     """An exception ends a process while its last snapshot is copied: that one counts, too."""
     for snapshots in list(_open):
         if snapshots._state == "open":
             snapshots._settle()
+            if snapshots._copies is not None:  # no thread may be in the process group then
+                snapshots._copies.close()

@@ -221,6 +221,46 @@ static void test_torn(void)
     close_world(&w);
 }
 
+/* A copy of data, index and header elsewhere is a snapshot, too. */
+static void test_adopted(void)
+{
+    char header[FC_SNAPSHOT_HEADER];
+    fc_snapshot_facts facts;
+    fc_copier *copier;
+    fc_snapshot_job job;
+    world w, other;
+
+    open_world(&w);
+    open_world(&other);
+    CHECK_EQ(fc_copier_create(&copier), FC_OK);
+    job = job_of(&w, 9);
+    CHECK_EQ(fc_copier_start(copier, &job), FC_OK);
+    CHECK(fc_copier_finish(copier));
+    memcpy(other.file + FC_SNAPSHOT_PAGE, w.file + FC_SNAPSHOT_PAGE,
+           w.file_bytes - FC_SNAPSHOT_PAGE);
+    fc_snapshot_header(w.file, header);
+    CHECK(fc_snapshot_adopt(other.file, other.file_bytes, header));
+    CHECK(fc_snapshot_is_intact(other.file, other.file_bytes));
+    CHECK(fc_snapshot_read(other.file, other.file_bytes, &facts));
+    CHECK_EQ(facts.step, 9);
+    /* What is none, or does not fit, leaves none. */
+    CHECK(!fc_snapshot_adopt(other.file, other.file_bytes - 1, header));
+    CHECK(!fc_snapshot_read(other.file, other.file_bytes, &facts));
+    CHECK(!fc_snapshot_adopt(other.file, FC_SNAPSHOT_PAGE - 1, header));
+    for (size_t at = 0; at < sizeof(header); at++) {
+        header[at] = (char)(header[at] ^ 0x10);
+        CHECK_MSG(!fc_snapshot_adopt(other.file, other.file_bytes, header), "byte %zu", at);
+        CHECK(!fc_snapshot_read(other.file, other.file_bytes, &facts));
+        header[at] = (char)(header[at] ^ 0x10);
+    }
+    CHECK(fc_snapshot_adopt(other.file, other.file_bytes, header));
+    other.file[FC_SNAPSHOT_PAGE] ^= 1; /* the bytes themselves are looked at by who reads them */
+    CHECK(!fc_snapshot_is_intact(other.file, other.file_bytes));
+    fc_copier_destroy(copier);
+    close_world(&other);
+    close_world(&w);
+}
+
 /* A process that is killed while it copies leaves no snapshot that counts, or a whole one. */
 static void test_killed(void)
 {
@@ -406,6 +446,7 @@ int main(void)
     test_sums();
     test_copies();
     test_torn();
+    test_adopted();
     test_killed();
     test_children_let_go();
     test_ranks();

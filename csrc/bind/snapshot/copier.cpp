@@ -296,6 +296,27 @@ void snapshot_clear(PyObject *file)
     fc_snapshot_clear(Mapped(file, true).memory());
 }
 
+Ref snapshot_header(PyObject *file)
+{
+    const Mapped mapped(file, false);
+    char header[FC_SNAPSHOT_HEADER];
+
+    fc_snapshot_header(mapped.memory(), header);
+    return checked(PyBytes_FromStringAndSize(header, sizeof(header)));
+}
+
+bool snapshot_adopt(Fields &given)
+{
+    const Mapped file(given.object("file").get(), true);
+    const Mapped header(given.object("header").get(), false);
+
+    given.end();
+    if (header.bytes() != FC_SNAPSHOT_HEADER) {
+        raise_error(PyExc_ValueError, "this is no header of a snapshot");
+    }
+    return fc_snapshot_adopt(file.memory(), file.bytes(), header.memory());
+}
+
 int register_snapshots(PyObject *module)
 {
     if (PyModule_AddIntConstant(module, "SNAPSHOT_PAGE", FC_SNAPSHOT_PAGE) < 0 ||
