@@ -22,7 +22,7 @@ POLL_MAX_S = 0.02
 _NOTICES_S = (5.0, 15.0, 45.0, 120.0)  # how long a wait has lasted when people are told
 _LATER_S = 300.0  # after these
 LOOK_S = 0.25  # between looks at whether awaited ranks still live
-_LISTED = 8  # ranks that are looked at, and named in a message
+_LISTED = 8  # ranks that a message names
 _GRACE_S = 0.5  # for a signal that ended a peer and is on its way here
 
 # Groups whose ranks are no processes of their own.
@@ -169,20 +169,21 @@ class Rendezvous:
 
 
 def _missing(store: dist.Store, keys: list[str], begin: int, end: int) -> list[int]:
-    """Which of the keys are not there, the first _LISTED; asks few questions of a large world."""
+    """Which of the keys are not there, the first ones; asks few questions of a large world."""
     if store.check(keys[begin:end]):
         return []
     if end - begin == 1:
         return [begin]
     middle = (begin + end) // 2
     found = _missing(store, keys, begin, middle)
-    if len(found) < _LISTED:
+    if len(found) <= _LISTED:
         found += _missing(store, keys, middle, end)
-    return found[:_LISTED]
+    return found[: _LISTED + 1]
 
 
 def _listed(ranks: list[int]) -> str:
-    return f"[{', '.join(map(str, ranks))}{', ...' if len(ranks) == _LISTED else ''}]"
+    more = ", ..." if len(ranks) > _LISTED else ""
+    return f"[{', '.join(map(str, ranks[:_LISTED]))}{more}]"
 
 
 # ---- what the ranks of the world tell of their processes ----

@@ -4,8 +4,8 @@ A rank's snapshots go, beside the next step, to a rank of the next host, which k
 it keeps its own. Bytes travel over a process group that does nothing else; what they are is said in
 the store, so that nobody waits in the group for something that may not come:
 
-    owner   offer                sending  ........  commit | drop
-    keeper        ready | full            (bytes)                 kept         gone
+    owner   offer                       sending  ........  commit | drop
+    keeper        ready | full | kept            (bytes)                 kept         gone
 
 The owner's part of a snapshot is told to be whole when its copy is kept, too.
 """
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_c._comm import _hosts
+from fsdp_c._comm import _hosts, _rendezvous
 from fsdp_c._native import _C
 from fsdp_c._snapshots import _files, _peers
 
@@ -131,7 +131,7 @@ class _Sender:
         """Whether the keeper has the bytes."""
         self._line.say(0, job.number, "offer", job.n_bytes, job.sequence)
         answer = self._answer(job)
-        if answer[0] == "full":
+        if answer[0] != "ready":  # full, or kept: it is there from before the run was resumed
             self.problem = " ".join(answer[1:])
             return False
         self._wait(lambda: self._is_copied(job) or job.is_settled.is_set())
@@ -155,8 +155,8 @@ class _Sender:
         def has_come() -> bool:
             number, words = self._line.heard(1)
             found[:] = words
-            if words == ["gone"]:
-                raise RuntimeError("the rank there has closed its snapshots")
+            if words[:1] == ["gone"]:
+                raise RuntimeError(" ".join(words[1:]) or "the rank there has closed its snapshots")
             return number == job.number and words[0] != after
 
         self._wait(has_come)
@@ -201,14 +201,18 @@ class _Keeper:
             self._wakes.notify()
 
     def _run(self) -> None:
-        handled = -1
-        with contextlib.suppress(Exception):  # the owner is gone, and says so where it is missed
+        handled, why = -1, ""
+        try:
             while self._has_taken_after(handled):
                 handled, words = self._next(handled + 1, "", is_due=False)
                 if words[0] == "offer":
                     self._keep(handled, int(words[1]), int(words[2]))
-        with contextlib.suppress(Exception):
-            self._line.say(1, 0, "gone")
+        except _Stopped:
+            pass
+        except Exception as error:
+            why = str(error)
+        with contextlib.suppress(Exception):  # the owner may be gone, and the store with it
+            self._line.say(1, 0, "gone", why)
 
     def _has_taken_after(self, number: int) -> bool:
         """Waits until this rank has taken a later one; False: there will be none."""
@@ -220,6 +224,7 @@ class _Keeper:
         """The owner's first word about a snapshot of this number or a later one that is not
         `before`; raises if the run ends and none is due."""
         end: float | None = None
+        pause = _POLL_S
         while True:
             found, words = self._line.heard(0)
             if found > number or (found == number and words[0] != before):
@@ -228,10 +233,15 @@ class _Keeper:
                 end = end or time.monotonic() + (_ENDS_S if is_due else 0)
                 if time.monotonic() >= end:
                     raise _Stopped
-            time.sleep(_POLL_S)
+            time.sleep(pause)
+            pause = min(pause * 2, _rendezvous.POLL_MAX_S)
 
     def _keep(self, number: int, n_bytes: int, sequence: int) -> None:
         slot = self._slots[sequence % len(self._slots)]
+        facts = slot.facts()
+        if number == 0 and facts is not None and facts["sequence"] == sequence:
+            self._line.say(1, number, "kept")
+            return
         slot.clear()
         try:
             slot.reserve(_C.SNAPSHOT_PAGE + n_bytes)

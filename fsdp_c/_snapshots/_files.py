@@ -80,7 +80,7 @@ class Slot:
         except OSError as error:
             raise Unusable(f"{path} cannot be opened: {error.strerror}") from None
         about = os.fstat(self._file)
-        if about.st_uid != os.getuid() or not stat.S_ISREG(about.st_mode):
+        if not _is_ours(about):
             os.close(self._file)
             raise Unusable(f"{path} belongs to another user")
         os.fchmod(self._file, stat.S_IRUSR | stat.S_IWUSR)
@@ -222,14 +222,17 @@ def find(folder: Path | None = None) -> list[Found]:
         match = _FILE.fullmatch(path.name.removeprefix(_PREFIX))
         with contextlib.suppress(OSError):
             about = path.lstat()
-            is_ours = stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid()
-            if match and is_ours:
+            if match and _is_ours(about):
                 facts, owner = _look(path)
                 step = facts["step"] if facts else None
                 age = time.time() - about.st_mtime
                 rank, size = int(match["rank"]), about.st_size
                 found.append(Found(path, match["run"], rank, owner, step, size, age))
     return found
+
+
+def _is_ours(about: os.stat_result) -> bool:
+    return stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid()
 
 
 def _look(path: Path) -> tuple[dict[str, Any] | None, Owner | None]:
@@ -273,8 +276,9 @@ def lying(folder: Path, stem: str, besides: int) -> list[Lying]:
         if match is None or match["run"] != stem or path in own:
             continue
         with contextlib.suppress(OSError):
-            facts, _ = _look(path)
-            if facts is not None and path.lstat().st_uid == os.getuid():
+            about = path.lstat()
+            facts = _look(path)[0] if _is_ours(about) else None
+            if facts is not None:
                 n_bytes = facts["data_bytes"] + facts["index_bytes"]
                 at = facts["sequence"], facts["step"]
                 found.append(Lying(int(match["rank"]), *at, n_bytes, str(path)))

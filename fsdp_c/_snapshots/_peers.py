@@ -8,6 +8,7 @@ steps they are, and its updates, so that ranks that do not take the same ones ar
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -19,8 +20,9 @@ from fsdp_c._comm import _peer_location, _rendezvous
 from fsdp_c._native import _C
 
 WHOLE, FAILED = 1, 2
+BY_EXCEPTION, CLOSED = 1, 2  # how a rank leaves
 # Words of a page: by snapshots' numbers, even and odd, what became of them and of which step they
-# are; the newest one's number; this rank's updates; whether an exception has ended its part. The
+# are; the newest one's number; this rank's updates; how it has left, if it has. The
 # last word says that it has ended well.
 _OUTCOMES, _STEPS, _TAKEN, _UPDATES, _LEFT, N_WORDS = 0, 2, 4, 5, 6, 8
 _CURE = "All ranks have to call take() once after the same steps"
@@ -76,9 +78,12 @@ class Peers:
         self._n_updates += 1
         self._pages.set_word(word=_UPDATES, value=self._n_updates)
 
-    def leave(self) -> None:
-        """This rank takes no more, because of an exception."""
-        self._pages.set_word(word=_LEFT, value=1)
+    def leave(self, how: int) -> None:
+        """This rank takes no more."""
+        self._pages.set_word(word=_LEFT, value=how)
+        if self._has_remote and self._store is not None:
+            with contextlib.suppress(dist.DistError):  # it may be closed by now
+                self._store.set(self._left_key(self._rank), str(how))
 
     def tell(self, number: int, outcome: int) -> None:
         """What became of this rank's snapshot of a number, from 1 on."""
@@ -114,9 +119,17 @@ class Peers:
         key = self._key(rank, number)
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
-    def _has_left(self, rank: int) -> bool:
+    def _left_key(self, rank: int) -> str:
+        return f"{self._prefix}/{rank}/left"
+
+    def _left(self, rank: int) -> int:
+        """How a rank has left; 0: it has not."""
         place = self._places.get(rank)
-        return place is not None and self._pages.word(rank=place, word=_LEFT) != 0
+        if place is not None:
+            return self._pages.word(rank=place, word=_LEFT)
+        assert self._store is not None
+        key = self._left_key(rank)
+        return int(self._store.get(key)) if self._store.check([key]) else 0
 
     def _check_same(self, rank: int, number: int) -> None:
         place = self._places.get(rank)
@@ -147,10 +160,16 @@ class Peers:
             self._check_same(rank, number)
             waited = time.monotonic() - start
             what = f"rank {self._rank} waited {waited:.0f} s in Snapshots.take for rank {peer}"
-            if self._has_left(peer):
-                raise RuntimeError(f"{what}, which an exception has ended")
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + _rendezvous.LOOK_S
+                # In this order: what it has told before it left counts.
+                left = self._left(peer)
+                if left and (word := self._word(rank, number)) >> 2 == number:
+                    return word
+                if left == BY_EXCEPTION:
+                    raise RuntimeError(f"{what}, which an exception has ended")
+                if left == CLOSED:
+                    raise RuntimeError(f"{what}, which has called close(). {_CURE}")
                 if _rendezvous.is_gone(self._processes[peer]):
                     raise RuntimeError(f"{what}, which has exited or was killed")
                 if why := _rendezvous.why_given_up([peer]):

@@ -581,7 +581,9 @@ class Snapshots:
             >>> snapshots.close()
         """
         if self._state == "open" and self._pid == os.getpid():
-            self._settle()  # the others need not know: their store may be closed by now
+            self._settle()  # who needs to know waits for a next one, which this rank does not take
+            if self._peers is not None:
+                self._peers.leave(_peers.CLOSED)
             self._pages.end()
         self._let_go()
         self._state = "closed"
@@ -619,7 +621,7 @@ class Snapshots:
         elif self._state == "open":
             self._settle()
             if self._peers is not None:
-                self._peers.leave()
+                self._peers.leave(_peers.BY_EXCEPTION)
             self._let_go()
             self._state = "closed"
 

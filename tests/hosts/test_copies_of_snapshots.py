@@ -236,5 +236,59 @@ def test_plans() -> None:
 
 
 def test_files_of_others(tmp_path: Path) -> None:
-    assert os.listdir(tmp_path) == []
-    assert _files.lying(tmp_path, "x", besides=0) == []
+    """Whole ones of the run, by name; not this rank's own, nor of other runs, nor links."""
+    made = {}
+    model = torch.nn.Linear(2, 2)
+    for name, n_steps in (("run", 2), ("other", 1)):
+        with pytest.raises(Killed), fsdp_c.Snapshots(model, folder=tmp_path, name=name) as one:
+            one.resume()
+            for step in range(n_steps):
+                one.take(step + 1)
+            made[name] = one._stem
+            raise Killed
+    stem = made["run"]
+    os.symlink(tmp_path / f"{stem}-0.0", tmp_path / f"{stem}-5.0")
+    (tmp_path / f"{stem}-6.0").write_bytes(b"short")
+    assert _files.lying(tmp_path, stem, besides=0) == []
+    found = _files.lying(tmp_path, stem, besides=3)
+    assert {(file.rank, file.step) for file in found} == {(0, 1), (0, 2)}
+    assert all(_fetch.is_readable(file) and file.n_bytes > 0 for file in found)
+
+
+# ---- careless ----
+
+
+def be_careless(rank: int, n_ranks: int, how: str) -> str:
+    run = started(name=how, copies=2)
+    snapshots, model, _, _ = run
+    try:
+        with snapshots:
+            for step in range(4):
+                if rank == 1 and step == 2 and how == "raises":
+                    raise Killed
+                if rank != 1 or step != 2 or how != "skips":
+                    snapshots.take(step + 1)
+                if rank == 1 and step == 2 and how == "twice":
+                    snapshots.take(step + 1)
+                snapshots.finish()
+    except Killed:
+        return "raised"
+    except (RuntimeError, TimeoutError) as error:
+        return str(error)
+    finally:
+        for path in own_files():
+            path.unlink(missing_ok=True)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "who", "text"),
+    [
+        ("raises", 0, "for rank 1, which an exception has ended"),
+        ("skips", 0, "for rank 1, which has called close()"),
+        ("twice", 1, "for rank 0, which has called close()"),
+    ],
+)
+def test_ranks_that_differ(how: str, who: int, text: str) -> None:
+    """The other one is told who, and does not wait for the process group's timeout."""
+    assert text in run_hosts(be_careless, (1, 1), how, timeout=40)[who]
