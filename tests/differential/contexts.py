@@ -119,15 +119,15 @@ class Contexts(Changes):
         ]
 
     def copy_around(self) -> list[str]:
-        """Copies of what may be copied."""
+        """Copies of what may be copied: torch's gradients may not."""
+        clear = "for p in shards.values():\n    p.grad = None\n"
         return [
             "reshard(model, fsdp)",
             self.rng.choice(
                 [
                     "copied = __import__('copy').deepcopy(model.state_dict())",
-                    "copied = __import__('copy').deepcopy(shards)",
+                    f"{clear}copied = __import__('copy').deepcopy(shards)",
                     "copied = __import__('copy').deepcopy(optimizer.state_dict())",
-                    "copied = __import__('copy').deepcopy([p.grad for p in shards.values()])",
                     "copied = __import__('copy').copy(next(iter(shards.values())))",
                 ]
             ),

@@ -84,6 +84,7 @@ class Side:
         }
         self.counting = Counting() if program.counted else None
         self.registers_shards = on_device.registers_shards(program)
+        self.largest = 0.0  # of all gradients so far
 
     def run(self, code: types.CodeType, number: int) -> Exception | None:
         # torch.manual_seed would format a stack for each device.
@@ -152,18 +153,23 @@ def assigned(tree: ast.AST) -> list[str]:
     return names
 
 
-def tolerance_of(program: Program, theirs: Side) -> Tolerance:
-    """Gradients that cancel are small, and may be off by what their addends were rounded by: about
-    what the largest gradient of the model is rounded by. Two addends have one order."""
-    if not program.rounds and program.world <= 2:
-        return program.tolerance
-    shards = [*theirs.names.get("shards", {}).values()]
-    shards += theirs.names.get("second_shards", {}).values()
+def largest_gradient(side: Side) -> float:
+    """Of this rank's parts; 0 if there is none, or no number."""
+    shards = [*side.names.get("shards", {}).values(), *side.names.get("second_shards", {}).values()]
     grads = [local(p.grad) for p in shards if p.grad is not None]
     largest = max((grad.abs().max().item() for grad in grads if grad.numel()), default=0.0)
+    return largest if math.isfinite(largest) else 0.0
+
+
+def tolerance_of(program: Program, theirs: Side) -> Tolerance:
+    """Gradients that cancel are small, and may be off by what their addends were rounded by: about
+    what the largest gradient of the model is rounded by, here or before on any rank. Two addends
+    have one order."""
+    if not program.rounds and program.world <= 2:
+        return program.tolerance
+    theirs.largest = max(theirs.largest, largest_gradient(theirs))
     rounding = program.tolerance.scaled if program.rounds else torch.finfo(torch.float32).eps
-    absolute = rounding * largest if math.isfinite(largest) else 0.0
-    return dataclasses.replace(program.tolerance, absolute=absolute)
+    return dataclasses.replace(program.tolerance, absolute=rounding * theirs.largest)
 
 
 def forgive_gathers(ours: dict[str, int], theirs: dict[str, int]) -> None:
@@ -230,7 +236,10 @@ def run_program(rank: int, program: Program, report: Report, fault: str = "") ->
             report.failures.append(failure)
         elif ends:
             report.ends.append(ends)
-        if is_over(failure is not None or bool(ends), program.world):
+        is_over, theirs.largest = exchange(
+            failure is not None or bool(ends), theirs.largest, program.world
+        )
+        if is_over:
             break
     road = road_of(ours.names["model"]) if "model" in ours.names else "no model"
     report.roads.append(road)
@@ -245,12 +254,13 @@ def road_of(model: nn.Module) -> str:
         return "no units"  # or none with parameters
 
 
-def is_over(mine: bool, world: int) -> bool:
-    """Whether a rank stops. Between blocks, because each exchange costs about as much as a line."""
-    flag = torch.tensor([float(mine)])
+def exchange(is_over: bool, largest: float, world: int) -> tuple[bool, float]:
+    """Whether a rank stops, and the largest gradient of all ranks. Between blocks, because each
+    exchange costs about as much as a line."""
+    seen = torch.tensor([float(is_over), largest])
     if world > 1:
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag.item())
+        dist.all_reduce(seen, dist.ReduceOp.MAX)
+    return bool(seen[0].item()), seen[1].item()
 
 
 def run_line(

@@ -97,7 +97,8 @@ class Writer(Contexts):
         """Micro-batches without reduction. With a reduce dtype torch refuses held gradients of
         some parameters and fresh ones of others."""
         self.adds_many = True
-        same = "" if self.mixes or self.is_hsdp else None
+        # Where some are held, what runs twice is reduced once, by torch each time.
+        same = "" if self.mixes or self.is_hsdp or self.program.counted else None
         recurse = ", recurse=False" if self.chance(0.2) else ""
         setter = "set_requires_gradient_sync"
         if self.is_hsdp and self.chance(0.6):

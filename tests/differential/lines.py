@@ -76,8 +76,12 @@ class Lines(Setting):
 
     @property
     def stays_unsharded(self) -> bool:
-        """Torch goes on with old weights where a unit is unsharded while its shards change."""
-        return self.steps_others or self.program.has("set_reshard_after_backward(False")
+        """Torch goes on with old weights where a unit is unsharded while its shards change: after a
+        backward that does not reach a root's parameters, too."""
+        is_reached = self.stem != "identity" or self.has_own
+        may_pass_by = not is_reached and not {"tanh", "dropout"}.isdisjoint(self.layers)
+        is_held = self.program.has("set_reshard_after_backward(False")
+        return self.steps_others or is_held or may_pass_by
 
     def hook_lines(self) -> list[str]:
         return ["hooked = sorted(log, key=str)", "log.clear()"] if self.has_hooks else []

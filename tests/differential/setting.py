@@ -108,9 +108,11 @@ class Setting:
         hidden = {"tuple", "dict", "dataclass"}.intersection(self.layers)
         if self.around == "reentrant":
             self.program.counted = False  # torch gathers for a backward that may not come
-        if self.around == "reentrant" and (hidden or self.stem == "identity"):
-            # Such a checkpoint hides the gradients of containers. A root all of whose outputs are
-            # hidden stays unsharded, where torch would fail in backward.
+        is_first = self.stem == "identity" and "reentrant" in (self.around, *self.layers)
+        if is_first or (self.around == "reentrant" and hidden):
+            # Such a checkpoint hides the gradients of containers, and has none if its input has
+            # none. A root all of whose outputs are hidden stays unsharded, where torch would fail
+            # in backward.
             self.has_own = True
         if "recurrent" in self.layers or "tied" in self.layers:
             self.adds_many = True

@@ -137,6 +137,8 @@ class Steps(Lines):
             return ["reshard(model, fsdp)", self.optimizer(is_any=True), *self.train()]
         kind = self.rng.choice(["SGD", "AdamW", "Adam"])
         late = self.rng.choice(["", ", 'lr': 0.002", ", 'weight_decay': 0.1"])
+        # The first optimizer leaves gradients of the others, to which each checkpoint adds.
+        self.adds_many |= self.around == "reentrant"
         return [
             "reshard(model, fsdp)",
             "some = list(model.parameters())\n"
@@ -172,14 +174,15 @@ class Steps(Lines):
 
     def step_oddly(self) -> list[str]:
         """Steps that a script would not make, but may."""
+        # Torch cannot copy gradients that lie behind others in memory.
+        clear = EACH + "p.grad = None\n"
         line = self.rng.choice(
             [
                 "optimizer.step()",
                 "optimizer.zero_grad()\noptimizer.step()",
-                "what = attempt(lambda: __import__('copy').deepcopy(optimizer).step())",
+                f"{clear}what = attempt(lambda: __import__('copy').deepcopy(optimizer).step())",
                 "full = {name: p.full_tensor() for name, p in shards.items()}",
-                # Torch cannot copy gradients that lie behind others in memory.
-                "optimizer.zero_grad()\ntwin = __import__('copy').deepcopy(shards)",
+                f"{clear}twin = __import__('copy').deepcopy(shards)",
             ]
         )
         return ["reshard(model, fsdp)", line, *self.train()]

@@ -1,5 +1,6 @@
 """Memory of parameters and gradients: released, guarded after that, never changed under a user."""
 
+import copy
 import ctypes
 import platform
 from collections.abc import Callable
@@ -165,6 +166,18 @@ def accumulate(rank: int, n_ranks: int) -> None:
         torch.testing.assert_close(grad.to_local(), 2 * before)
 
 
+def copy_gradients(rank: int, n_ranks: int) -> None:
+    """Copies are whole, of gradients that lie behind others in memory, too."""
+    net, reference = sharded(), Net()
+    net(batch(rank)).square().sum().backward()
+    twin = copy.deepcopy(dict(net.named_parameters()))
+    with torch.no_grad():
+        for name, param in net.named_parameters():
+            assert torch.equal(twin[name].grad.to_local(), param.grad.to_local())
+            twin[name].grad.to_local().zero_()
+    check_gradients(net, reference, n_ranks)
+
+
 def assign_gradients(rank: int, n_ranks: int) -> None:
     """Gradients that the user made are added to, in the user's own object."""
     net, reference = sharded(), Net()
@@ -179,7 +192,7 @@ def assign_gradients(rank: int, n_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3])
-@pytest.mark.parametrize("fn", [zero_in_place, accumulate, assign_gradients])
+@pytest.mark.parametrize("fn", [zero_in_place, accumulate, copy_gradients, assign_gradients])
 def test_gradient_objects(fn: Callable, n_ranks: int) -> None:
     run_ranks(fn, n_ranks)
 
@@ -246,7 +259,7 @@ def is_off_heap(n_bytes: int, kept: list[torch.Tensor]) -> bool:
     # A hole that is large enough is taken, whatever the thresholds: by the first one. Both are
     # kept, so that they leave no hole.
     kept += [torch.empty(n_bytes, dtype=torch.uint8) for _ in range(2)]
-    # The word before a block of glibc's holds its size and flags, of which 2 says that it is mapped.
+    # The word before a block of glibc holds its size and flags, of which 2 says that it is mapped.
     header = ctypes.c_size_t.from_address(kept[-1].data_ptr() - ctypes.sizeof(ctypes.c_size_t))
     return bool(header.value & 2)
 

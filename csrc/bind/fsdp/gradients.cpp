@@ -68,13 +68,15 @@ bool ShardGradients::can_share_flat() const
            std::all_of(params_.begin(), params_.end(), is_unused);
 }
 
-// The DTensor of a shard's gradient, and what tells later whether somebody keeps it.
-void ShardGradients::make_one(Param &param, at::Tensor local)
+// The DTensor of a shard's gradient, and what tells later whether somebody keeps it. It is made of
+// the start of that memory: torch cannot copy a DTensor that was made behind it (copy.deepcopy).
+void ShardGradients::make_one(Param &param, const at::Tensor &memory, at::ScalarType type,
+                              int64_t offset)
 {
-    Ref object = checked(THPVariable_Wrap(local));
-    local.reset();
+    Ref object = checked(THPVariable_Wrap(param.like_shard(memory, type, 0)));
     Ref made = ask_python(Call::make_sharded_gradient, param.owner.get(), object.get());
     param.grad = Reused(std::move(made), std::move(object));
+    point_to(param.grad.local, memory.storage(), offset);
 }
 
 void ShardGradients::adopt(Param &param, const at::Tensor &grad)
@@ -82,7 +84,7 @@ void ShardGradients::adopt(Param &param, const at::Tensor &grad)
     if (param.grad.object && param.grad.is_free()) {
         point_to(param.grad.local, grad.storage(), grad.storage_offset());
     } else {
-        make_one(param, param.like_shard(grad, grad.scalar_type(), grad.storage_offset()));
+        make_one(param, grad, grad.scalar_type(), grad.storage_offset());
     }
     flat_ = at::Tensor();
     share_flat_ = false;
@@ -141,7 +143,7 @@ void ShardGradients::make(bool all)
     const at::NoGradGuard no_grad;
     flat_ = make_buffer(layout_->grad_bytes);
     for (size_t i : wanted) {
-        make_one(params_[i], gradient_in(flat_, i));
+        make_one(params_[i], flat_, params_[i].grad_type, grad_at(*layout_, i));
     }
     share_flat_ = wanted.size() == n_grads; // nothing else lies in the new buffer
     flat_uses_ = flat_.storage().use_count();

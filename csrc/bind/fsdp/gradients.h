@@ -78,7 +78,7 @@ protected:
     bool share_flat_ = false; // every cached gradient lies in flat_
 
 private:
-    void make_one(Param &param, at::Tensor local);
+    void make_one(Param &param, const at::Tensor &memory, at::ScalarType type, int64_t offset);
     void restore_flat();
 
     size_t flat_uses_ = 0; // of its storage, right after construction
