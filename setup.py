@@ -24,6 +24,7 @@ import site
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -217,13 +218,20 @@ class Toolchain:
     cxx: list[str] = field(default_factory=lambda: shlex.split(os.environ.get("CXX", "g++")))
 
     @cached_property
-    def is_gcc(self) -> bool:
-        """Both are gcc; objects of clang need its own linker for this."""
+    def can_join(self) -> bool:
+        """Both are gcc, since objects of clang need its own linker for this, and the linker finds
+        gcc's part in it; some installations lack that."""
         versions = [
             subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
             for command in (self.cc, self.cxx)
         ]
-        return all("Free Software Foundation" in text for text in versions)
+        if not all("Free Software Foundation" in text for text in versions):
+            return False
+        with tempfile.TemporaryDirectory() as folder:
+            source, library = Path(folder, "tried.cpp"), Path(folder, "tried.so")
+            source.write_text("int tried() { return 1; }\n")
+            command = [*self.cxx, *STEP_FLAGS, "-fPIC", "-shared", str(source), "-o", str(library)]
+            return subprocess.run(command, capture_output=True).returncode == 0
 
     def mode_flags(self) -> list[str]:
         flags = ["-O0", "-g3"] if self.is_debug else ["-O2", "-g1" if self.sanitize else "-g0"]
@@ -233,7 +241,7 @@ class Toolchain:
             flags += [f"-fsanitize={self.sanitize}", "-fno-omit-frame-pointer"]
             flags.append("-fno-sanitize-recover=all")
         is_plain = not (self.is_test or self.is_debug or self.sanitize)
-        if is_plain and self.is_joined and self.is_gcc:
+        if is_plain and self.is_joined and self.can_join:
             flags += STEP_FLAGS
         if self.is_strict:
             flags.append("-Werror")

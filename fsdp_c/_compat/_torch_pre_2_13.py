@@ -7,12 +7,12 @@ parameter; nothing starts over after an exception.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_init,
     _fsdp_param,
@@ -26,6 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 )
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._pytree import tree_flatten, tree_map
 
 
 @dataclass
@@ -34,6 +35,20 @@ class ShardPlacementResult:
 
     placement: Shard | None
     mesh_info: FSDPMeshInfo
+
+
+def _needs_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def collect_grad_tensors(output: Any) -> tuple[Tensor, ...]:
+    """The tensors of a tree that need gradients, where torch's own hooks look for them."""
+    return tuple(filter(_needs_grad, tree_flatten(output)[0]))
+
+
+def replace_grad_tensors(output: Any, tensors: Iterator[Tensor]) -> Any:
+    """The tree with others in their places, in the same order."""
+    return tree_map(lambda value: next(tensors) if _needs_grad(value) else value, output)
 
 
 def resolve_shard_placement(result: Any, mesh_info: FSDPMeshInfo) -> ShardPlacementResult:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import _common_utils
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_collectives,
     _fsdp_common,
@@ -32,6 +33,8 @@ if TORCH >= (2, 13):
     get_orig_param_uid = _fsdp_param._get_orig_param_uid
     get_mesh_info = _fsdp_init._get_mesh_info
     validate_mesh = _fsdp_init._validate_mesh
+    collect_grad_tensors = _common_utils.collect_grad_tensors
+    replace_grad_tensors = _common_utils.replace_grad_tensors
 else:
     from fsdp_c._compat import _torch_pre_2_13
 
@@ -43,6 +46,8 @@ else:
     get_orig_param_uid = _torch_pre_2_13.get_orig_param_uid
     get_mesh_info = _torch_pre_2_13.get_mesh_info
     validate_mesh = _torch_pre_2_13.validate_mesh
+    collect_grad_tensors = _torch_pre_2_13.collect_grad_tensors
+    replace_grad_tensors = _torch_pre_2_13.replace_grad_tensors
 
 # The collectives that units of torch's call.
 COLLECTIVES = (

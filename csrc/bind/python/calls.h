@@ -87,8 +87,8 @@
     X(nn_module_file, "torch.nn.modules.module", nullptr)                                          \
     X(nn_module, "torch.nn.modules.module", "Module")                                              \
     X(dtensor, "torch.distributed.tensor", "DTensor")                                              \
-    X(collect_grad_tensors, "torch.distributed.fsdp._common_utils", "collect_grad_tensors")        \
-    X(replace_grad_tensors, "torch.distributed.fsdp._common_utils", "replace_grad_tensors")        \
+    X(collect_grad_tensors, "fsdp_c._compat._versions", "collect_grad_tensors")                    \
+    X(replace_grad_tensors, "fsdp_c._compat._versions", "replace_grad_tensors")                    \
     X(swap_tensor_impl, "torch._C", "_swap_tensor_impl")                                           \
     X(set_eval_frame, "torch._C._dynamo.eval_frame", "set_eval_frame")
 
