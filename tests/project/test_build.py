@@ -112,6 +112,19 @@ def test_core_cannot_see_python(build_script: ModuleType, tmp_path: Path):
     assert done.returncode != 0 and "Python.h: No such file" in done.stderr
 
 
+@pytest.mark.parametrize("can_link", [True, False])
+def test_gcc_that_cannot_join_objects_builds_without(
+    build_script: ModuleType, tmp_path: Path, can_link: bool
+):
+    """As where the linker says "could not run lto-wrapper": sources compile all the same."""
+    compiler = tmp_path / "g++"
+    refusal = "" if can_link else 'case "$*" in *-flto*-shared*) exit 1;; esac\n'
+    compiler.write_text(f'#!/bin/sh\n{refusal}exec g++ "$@"\n')
+    compiler.chmod(0o755)
+    tools = build_script.Toolchain(is_test=False, is_debug=False, sanitize="", cxx=[str(compiler)])
+    assert ("-flto=auto" in tools.mode_flags()) == can_link
+
+
 def test_make_lists_every_target():
     rules = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     shown = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
