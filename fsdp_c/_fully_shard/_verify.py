@@ -62,6 +62,19 @@ def _local(tensor: Any) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def _settled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A shard or its gradient; what is offloaded is read after its copy from the device."""
+    if device.type == "cuda" and tensor.device != device:
+        torch.cuda.synchronize(device)
+    return tensor
+
+
+def _at(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Elements of a tensor that may be offloaded, on the device of their places."""
+    settled = _settled(tensor, places.device)
+    return settled.reshape(-1)[places.to(tensor.device)].double().to(places.device)
+
+
 def _version(tensor: Any) -> int:
     """Of a DTensor, which is written to itself or through its local one."""
     local = _local(tensor)
@@ -114,7 +127,10 @@ class _Seen:
         kept = local.reshape(-1)[_kept(local.numel())].double()
         if not self.is_begun:
             shard = self.param.sharded_param.grad
-            self.before = None if shard is None else _local(shard).detach().clone()
+            device = self.group.device
+            self.before = (
+                None if shard is None else _settled(_local(shard).detach(), device).clone()
+            )
             self.is_begun = True
         self.gradient = kept if self.gradient is None else self.gradient + kept
         self.size = kept.abs() if self.size is None else self.size + kept.abs()
@@ -237,7 +253,8 @@ def gathered_plainly(seen: _Seen) -> torch.Tensor:
     param = seen.param
     group = getattr(seen.group.mesh_info, "shard_process_group", _process_group.ALONE)
     dim = param.fsdp_placement.dim
-    own = _local(param.sharded_param).detach().to(_versions.compute_dtype(param))
+    own = _local(param.sharded_param).detach()
+    own = own.to(seen.group.device, _versions.compute_dtype(param))  # it may be offloaded
     if group.size() == 1:
         return own
     rows = param._orig_size[dim]
@@ -301,12 +318,12 @@ def _compare_gradient(seen: _Seen) -> str:
     wanted, sizes = total[:n_kept][is_own] / divisor, total[n_kept:-1][is_own] / divisor
     shard = param.sharded_param.grad
     if before is not None:
-        old = before.reshape(-1)[at].double()
+        old = _at(before, at)
         wanted, sizes = wanted + old, sizes + old.abs()
     if shard is None:
         return f"the gradient of {seen.name} was lost" if at.numel() else ""
     local = _local(shard)
-    found = local.reshape(-1)[at].double()
+    found = _at(local, at)
     dtypes = (_versions.reduce_dtype(param), _versions.grad_dtype(param), local.dtype)
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     is_wrong = ~((found - wanted).abs() <= 2 * eps * total[-1] * sizes + 1e-30)
