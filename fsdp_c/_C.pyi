@@ -37,9 +37,9 @@ def callbacks() -> list[str]:
 def set_callbacks(**functions: Callable[..., Any]) -> None:
     """All of them."""
 
-def watch_functions(*, functions: Sequence[Any], names: frozenset[str]) -> None:
-    """Roots leave the core when one of the functions (WatchedFunction) is replaced, or one of the
-    names on a state; not by those of an earlier call."""
+def watch_functions(*, functions: Sequence[Any]) -> None:
+    """Roots look around in their next forward when one of the functions (WatchedFunction) is
+    replaced; not by those of an earlier call."""
 
 def call_directly(cls: type, /) -> None:
     """Modules of the class whose only hooks are their unit's run these around forward in C, unless
@@ -430,9 +430,7 @@ class State:
     _training: int  # TrainingState, as its index
     @property
     def _root(self) -> Root | None:
-        """None on the fallback."""
-    @property
-    def _uses_fallback(self) -> bool: ...
+        """None before the first forward, and where the state was handed over to torch's."""
     def _set_casts(
         self,
         *,
@@ -440,15 +438,13 @@ class State:
         param_dtype: torch.dtype | None,
         output_dtype: torch.dtype | None,
     ) -> None: ...
-    def _join(
-        self, *, root: Root | None, groups: tuple[Group, ...], uses_fallback: bool
-    ) -> None: ...
+    def _join(self, *, root: Root | None, groups: tuple[Group, ...]) -> None: ...
     def _hook_pre_forward(self, module: torch.nn.Module, args: Any, kwargs: Any, /) -> Any:
         """The forward pre-hook: None or (args, kwargs)."""
     def _hook_post_forward(self, module: torch.nn.Module, args: Any, output: Any, /) -> Any:
         """The forward hook: the output."""
     def _takes_core(self) -> bool:
-        """Whether the core runs the forward that begins; chooses the implementation if need be."""
+        """Before a forward: whether the core runs it, or the state was handed over to torch's."""
     def _enter(self, args: Any, kwargs: Any, /) -> tuple[Any, Any]: ...
     def _leave(self, output: Any, /) -> Any: ...
     def _core_pre_backward(self) -> None:

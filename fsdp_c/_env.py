@@ -195,9 +195,10 @@ DEVICES = Variable[tuple[str, ...]](
     accepted="cuda, cpu or none, separated by commas",
     default=(),
     meaning=(
-        "Devices whose units the core's stream schedule runs; others go by the fallback. Empty:"
-        " NVIDIA GPUs, over the process group's own collectives. cuda: these over communicators of"
-        " NCCL of our own. cpu: host memory as if it were a device's, which is slow, for tests."
+        "Devices whose units the core's stream schedule runs. Others, but for the CPU, have torch's"
+        " own units: none asks for that on GPUs. Empty: NVIDIA GPUs, over the process group's own"
+        " collectives. cuda: these over communicators of NCCL of our own. cpu: host memory as if it"
+        " were a device's, which is slow, for tests."
     ),
     parse=_some_of("cuda", "cpu", "none"),
 )

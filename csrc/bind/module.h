@@ -23,7 +23,6 @@ void watch_functions(Fields &given);
 // True if a watched name is no longer bound to the function that it was watched with.
 bool functions_replaced();
 // True if a state's attribute of this name stands before a method that the core does not call.
-bool is_watched_on_states(PyObject *name);
 
 // ---- tensor/ ----
 at::Tensor take_memory(Fields &given);

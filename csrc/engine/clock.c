@@ -129,12 +129,12 @@ static fc_status check_present(fc_domain *domain, int peer, const char *op, cons
         count_refused(domain);
     }
     return fc_fail(FC_ERR_PEER,
-                   "rank %d no longer runs this model on the core, and rank %d waits for it in "
-                   "%s%s%s: hooks, collectives or replaced functions that only %s has must be set "
-                   "on all ranks",
+                   "rank %d has left the collectives of this model's units for others, and rank "
+                   "%d waits for it in %s%s%s: hooks, collectives and replaced functions must be "
+                   "set on all ranks",
                    fc_transport_global_rank(domain->transport, peer),
                    fc_transport_global_rank(domain->transport, domain->rank), op,
-                   unit != NULL ? " of unit " : "", unit != NULL ? unit : "", domain->fallback);
+                   unit != NULL ? " of unit " : "", unit != NULL ? unit : "");
 }
 
 /* Waits until every peer's clock is at least `target`. A peer that has left the phase by an
@@ -308,11 +308,6 @@ void fc_domain_fail(fc_domain *domain)
     set_clock(domain, domain->clock | PHASE_CLOSED);
 }
 
-void fc_domain_name_fallback(fc_domain *domain, const char *name)
-{
-    domain->fallback = name;
-}
-
 void fc_domain_leave(fc_domain *domain)
 {
     if (domain->clock == CLOCK_LEFT) {
@@ -343,10 +338,8 @@ static bool left_or_goes_on(void *arg)
 
 fc_status fc_domain_await_left(fc_domain *domain)
 {
-    char op[96];
-    const fc_wait_info info = {op, NULL, domain->left_after >> STEP_SHIFT};
+    const fc_wait_info info = {"the change of collectives", NULL, domain->left_after >> STEP_SHIFT};
 
-    (void)snprintf(op, sizeof(op), "the change to %s", domain->fallback);
     if (!domain->is_mapped) {
         return FC_OK;
     }
@@ -360,11 +353,11 @@ fc_status fc_domain_await_left(fc_domain *domain)
         if (goes_on(domain, peer)) {
             count_refused(domain);
             return fc_fail(FC_ERR_PEER,
-                           "rank %d no longer runs this model on the core, and rank %d does: "
-                           "hooks, collectives or replaced functions that only %s has must be "
-                           "set on all ranks",
+                           "rank %d has left the collectives of this model's units for others, "
+                           "and rank %d goes on with them: hooks, collectives and replaced "
+                           "functions must be set on all ranks",
                            fc_transport_global_rank(domain->transport, domain->rank),
-                           fc_transport_global_rank(domain->transport, peer), domain->fallback);
+                           fc_transport_global_rank(domain->transport, peer));
         }
     }
     return FC_OK;

@@ -337,7 +337,6 @@ fc_status fc_domain_create(fc_transport *transport, fc_domain_kind kind, const f
         domain->transport = transport;
         domain->kind = kind;
         domain->rank = fc_transport_rank(transport);
-        domain->fallback = "the fallback";
         domain->n_ranks = fc_transport_n_ranks(transport);
         domain->is_mapped = is_mapped;
         domain->clock = (uint64_t)PHASE_CLOSED;

@@ -130,8 +130,6 @@ void fc_domain_mark_closed(fc_domain *domain);
 FC_MUST_CHECK fc_status fc_domain_close(fc_domain *domain);
 /* Ends an open phase as failed; local. */
 void fc_domain_fail(fc_domain *domain);
-/* What runs the units of a rank that leaves, for messages; static. "the fallback" at first. */
-void fc_domain_name_fallback(fc_domain *domain, const char *name);
 /* Says that this rank opens no more phases: who waits for it gets an error instead. Local. */
 void fc_domain_leave(fc_domain *domain);
 /* After fc_domain_leave: waits until every peer has left too. A peer that goes on instead is an

@@ -130,7 +130,6 @@ struct fc_domain {
     size_t lanes_at, lane_bytes, arenas_at, arena_bytes;
     /* This rank's phase. */
     uint64_t clock;
-    const char *fallback; /* static; see fc_domain_name_fallback */
     uint64_t left_after;  /* the last clock before CLOCK_LEFT */
     uint64_t refused_in;  /* the last phase that failed because a peer had left */
     bool is_ready;

@@ -16,12 +16,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 from fsdp_c._checkpoint import _full
 from fsdp_c._compat._versions import ShardPlacementResult
 from fsdp_c._fully_shard import (
-    _fallback_reason,
     _fsdp_init,
     _fsdp_module,
     _fully_shard,
     _param_attributes,
     _param_layout,
+    _torchs_own,
 )
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -119,7 +119,7 @@ def _states_of(model: nn.Module) -> list[Any]:
 
 def _full_on_meta(fsdp_param: Any) -> nn.Parameter:
     """What the parameter was before it was sharded, but without memory."""
-    if reason := _fallback_reason.why_not_a_tensor(fsdp_param):
+    if reason := _torchs_own.why_not_a_tensor(fsdp_param):
         raise ValueError(f"clone: {reason}, and only plain tensors can be copied")
     shard = fsdp_param.sharded_param
     size = fsdp_param._orig_size

@@ -14,8 +14,6 @@ from fsdp_c import _built, _env
 from fsdp_c._comm import _nccl, _process_group
 from fsdp_c._native import _C
 
-KEEPS_STORAGE = "unsharded parameters keep their storage"
-
 # Beside the extension where nvcc was there.
 _KERNELS = _built.FOLDER / "libfsdp_c_cuda.so"
 
@@ -50,8 +48,17 @@ def on_cpu(by_torch: bool = False, by_nccl: bool = False) -> Iterator[None]:
 
 def is_wanted(group: Any) -> bool:
     """Whether the unit goes by the schedule of devices, if the core runs it at all."""
+    return _has_schedule(group.device)
+
+
+def has_core(device: torch.device) -> bool:
+    """Whether the core runs units there."""
+    return device.type == "cpu" or _has_schedule(device)
+
+
+def _has_schedule(device: torch.device) -> bool:
     asked = (*_choice.types, *_env.DEVICES.get())
-    return group.device.type in asked if asked else _is_nvidia(group.device)
+    return device.type in asked if asked else _is_nvidia(device)
 
 
 def is_taken(group: Any) -> bool:
@@ -65,7 +72,7 @@ def why_not(group: Any) -> str:
         if not _is_registered(process_group):
             return "a process group without a registered name"
     if any(p.keep_unsharded_storage for p in group.fsdp_params):
-        return KEEPS_STORAGE
+        return "unsharded parameters keep their storage"
     return ""
 
 

@@ -61,8 +61,6 @@ COLLECTIVES = (
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "_has_grad_dtype_override")
 # From 2.15 reset_iter_state() drops the gradients of shards too.
 RESET_DROPS_GRADIENTS = HAS_GRAD_DTYPE
-# From 2.15 sums that wait for the replicas are kept by parameter.
-REPACKS_PARTIAL_SUMS = HAS_GRAD_DTYPE
 # From 2.15 a unit has two functions that lay out what its collectives move.
 LAYOUT_FUNCTIONS = {
     name: getattr(_fsdp_param_group, default)
@@ -135,67 +133,11 @@ class AccumulatedGradient:
                 self.unit._core_set_accumulated(index=index, tensor=grad)  # type: ignore[attr-defined]
 
 
-def lacks_dtypes(group: Any) -> bool:
-    """Whether torch's group was set up while all was frozen, and something is trained now.
-
-    From 2.15 it takes dtypes from frozen parameters too.
-    """
-    return (
-        not HAS_GRAD_DTYPE
-        and group._orig_dtype is None
-        and any(p.sharded_param.requires_grad for p in group.fsdp_params)
-    )
-
-
-def has_gradient(fsdp_param: Any) -> bool:
-    """Whether the parameter has a part in the reduction that torch's group is about to make."""
-    leaf = getattr(fsdp_param, "_unsharded_param", None)
-    return leaf is not None and (
-        leaf.grad is not None or fsdp_param.unsharded_accumulated_grad is not None
-    )
-
-
-def accumulate_before_reduction(group: Any) -> None:
-    """Before 2.15 torch's group cannot reduce what is held together with what is fresh."""
-    params = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-    if HAS_GRAD_DTYPE or not group.reduce_grads or group._reduce_dtype is None:
-        return
-    if all(p.unsharded_accumulated_grad is None for p in params):
-        return
-    for fsdp_param in params:
-        fsdp_param.accumulate_unsharded_grad_if_needed()
-        fsdp_param.to_accumulated_grad_if_needed()
-        is_zero = fsdp_param.unsharded_accumulated_grad is None
-        if (
-            is_zero
-            and group.reduce_scatter_unused_params
-            and fsdp_param.sharded_param.requires_grad
-        ):
-            fsdp_param.unsharded_accumulated_grad = torch.zeros_like(
-                fsdp_param._unsharded_param, dtype=group._reduce_dtype, requires_grad=False
-            )
-
-
-def drop_accumulated_gradients(group: Any) -> None:
-    """Before 2.15 torch's reset keeps what micro-batches without synchronisation have left."""
-    if HAS_GRAD_DTYPE:
-        return
-    for fsdp_param in group.fsdp_params:
-        fsdp_param.unsharded_accumulated_grad = None
-        if (leaf := getattr(fsdp_param, "_unsharded_param", None)) is not None:
-            leaf.grad = None
-
-
 def accumulated_dtype(fsdp_param: Any) -> torch.dtype:
     """The dtype in which micro-batches without synchronization are added up."""
     if HAS_GRAD_DTYPE:
         return fsdp_param.unsharded_grad_dtype or compute_dtype(fsdp_param)
     return fsdp_param.reduce_dtype or compute_dtype(fsdp_param)
-
-
-def leaf_grad_dtype(fsdp_param: Any) -> torch.dtype:
-    """The dtype of gradients on the unsharded parameter, where micro-batches may leave them."""
-    return accumulated_dtype(fsdp_param) if HAS_GRAD_DTYPE else compute_dtype(fsdp_param)
 
 
 def set_sum_dtypes(fsdp_params: Sequence[Any]) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp_c import _text
 from fsdp_c._comm import _device, _hosts, _transport
 from fsdp_c._compat import _versions
-from fsdp_c._fully_shard import _fallback_reason, _fqns, _unmanaged_params
+from fsdp_c._fully_shard import _fqns, _torchs_own, _unmanaged_params
 from fsdp_c._fully_shard._fsdp_param import FSDPParam
 from fsdp_c.strategy import _advice, _chosen
 from fsdp_c.strategy._chosen import Choice
@@ -212,9 +212,9 @@ def _reshard_of(state: Any, group: Any) -> str:
 
 
 def _implementation_of(group: Any) -> str:
-    reason = getattr(group, "fallback_reason", "torch's fully_shard made it")
+    reason = getattr(group, "why_torchs", "torch's fully_shard made it")
     if not getattr(group, "_is_bound", False):
-        reason = reason or _fallback_reason.why_torch(group)
+        reason = reason or _torchs_own.why(group)
         return f"torch: {reason}" if reason else "core, from the first forward on"
     if _device.is_taken(group):
         over = _over(_device.ways(group))

@@ -24,6 +24,8 @@ def adopt_below(root: nn.Module) -> None:
     for module in root.modules():
         state = _composable_state._get_module_state(module)
         is_torchs = isinstance(state, _fsdp_state.FSDPState) and not isinstance(state, FSDPState)
+        if getattr(state, "is_handed_over", False):
+            continue
         if is_torchs and state not in adopted and state._is_root is None:
             adopted[state] = _adopt(state)
     for torchs, ours in adopted.items():

@@ -68,17 +68,17 @@ def hand_down() -> None:
     """Before the first state is made. An error names what the core asks for and is not here."""
     set_whole(
         # Of a state, in its forward.
-        choose_implementation=FSDPState._choose_implementation,
-        leave_replaced=FSDPState._leave_replaced,
+        join_root=FSDPState._join_root,
+        look_around=FSDPState._look_around,
         rebuild_units=FSDPState._rebuild_units,
         refuse_unless_waited=FSDPState._refuse_unless_waited,
         # Of a unit whose collectives others see.
         note_forward=FSDPParamGroup._note_forward,
         prefetch_in_forward=FSDPParamGroup._prefetch_in_forward,
         prefetch_in_backward=FSDPParamGroup._prefetch_in_backward,
-        # Of a state on the fallback: (module, args, kwargs), and (module, args, output).
-        torch_pre_forward=FSDPState._torch_pre_forward,
-        torch_post_forward=FSDPState._torch_post_forward,
+        # Of a state that was handed over: (module, args, kwargs), and (module, args, output).
+        torchs_pre_forward=FSDPState._torchs_pre_forward,
+        torchs_post_forward=FSDPState._torchs_post_forward,
         # Of a state and what the core does not open.
         cast_any_input=FSDPState._cast_any_input,
         cast_any_output=FSDPState._cast_any_output,

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import Shard
 
 from fsdp_c._compat import _versions
 from fsdp_c._fully_shard import _all_gather_extension
-from fsdp_c._fully_shard._fallback_param import FallbackParam, outside_of_inference
+from fsdp_c._fully_shard._param_attributes import copy_attributes
+from fsdp_c._fully_shard._param_layout import ParamLayout, outside_of_inference
 from fsdp_c._fully_shard._param_spec import ParamSpec
 
 
-class ExtendedParam(FallbackParam):
+class ExtendedParam(ParamLayout):
     """What the core asks of Python for each gather of such a parameter.
 
     An extension's inputs are gathered in the parameter's place, and its second method makes the
@@ -95,6 +98,16 @@ class ExtendedParam(FallbackParam):
         _versions.set_grad_dtype(self, param)
         return param
 
+    def check_post_forward(self) -> None:
+        """NotImplementedError at set-up for what torch's class finds out in mid-step."""
+        if self.is_dtensor or self.has_extension:
+            has_extension = self.has_extension
+            what = "has an all-gather extension" if has_extension else "is a DTensor of its own"
+            raise NotImplementedError(
+                f"reshard_after_forward is an int, and parameter '{self._param_fqn}' {what}, which"
+                " cannot be resharded to a smaller mesh: pass True or False"
+            )
+
     def _init_extensions(self) -> None:
         inner = self.__dict__.get("_unsharded_inner_tensors")
         super()._init_extensions()
@@ -129,11 +142,14 @@ class ExtendedParam(FallbackParam):
         if whole is None:
             self._extensions_data.all_gather_metadata = self._metadata
             self._extensions_data.all_gather_input_sizes = [tensor.size() for tensor in self.inputs]
-            self.init_unsharded_param()
+            # What the user's code computes is no part of the model's graph.
+            with torch.no_grad(), outside_of_inference():
+                self.init_unsharded_param()
+            copy_attributes(self.sharded_param, self._unsharded_param)
             return self._unsharded_param
         for tensor in self._unsharded_inner_tensors:
             _fsdp_param.alloc_storage(tensor)
-        with self.explained():
+        with self._explained():
             self._sharded_local_tensor.fsdp_post_all_gather(
                 tuple(map(Tensor.view, self.all_gather_outputs, self._whole_sizes)),
                 self._metadata,
@@ -143,6 +159,24 @@ class ExtendedParam(FallbackParam):
         if hasattr(self, "_release_all_gather_outputs_if_needed"):  # from torch 2.15
             self._release_all_gather_outputs_if_needed()
         return whole
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """While an extension fills a whole parameter: an error says what may be the matter."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.fsdp_placement != Shard(0):
+                raise
+            rows = self._orig_size[0]
+            padded = self.padded_sharded_param_size[0] * self._n_shards
+            if padded == rows:
+                raise
+            raise RuntimeError(
+                f"{error}\nThis was raised by fsdp_post_all_gather of parameter '{self._name}',"
+                f" which has {rows} rows, as has `out`, while the gathered tensors have {padded},"
+                " the last of them padding: narrow them to the rows of `out`"
+            ) from error
 
 
 def _has_memory(padded: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""One parameter: torch's FSDPParam, which the core or the fallback runs."""
+"""One parameter: torch's FSDPParam, whose tensors are the core's."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_c import _env
 from fsdp_c._compat import _versions
 from fsdp_c._compat._versions import ShardPlacementResult, resolve_shard_placement
-from fsdp_c._fully_shard import _extended_param, _fallback_param, _model_digest
+from fsdp_c._fully_shard import _extended_param, _model_digest, _step_messages
 from fsdp_c._fully_shard._param_attributes import copy_attributes
-from fsdp_c._fully_shard._param_layout import is_special
+from fsdp_c._fully_shard._param_layout import is_special, outside_of_inference
 from fsdp_c._optim import _replaced_params
 
 
@@ -161,14 +161,26 @@ class FSDPParam(_versions.AccumulatedGradient, _extended_param.ExtendedParam):
             return torch.empty(local.size(), dtype=local.dtype, device=self.device).copy_(local)
         return local
 
+    def _refuse_sparse_gradient(self) -> None:
+        """Called by the core."""
+        _step_messages.refuse_sparse_gradient(self)
+
+    def become_torchs(self) -> None:
+        """An object of torch's own class, sharded, that knows no core."""
+        self.forget_whole()
+        keeps_storage = self.__dict__.pop("_keeps_storage", False)
+        for name in ("_attached", "inputs_agree", "origin", "unit", "inputs", "_next", "_metadata"):
+            self.__dict__.pop(name, None)
+        self.__class__ = _versions.TorchParam
+        if keeps_storage:
+            self.keep_unsharded_storage = True
+
     # ---- parameters that were replaced, moved or cast ----
 
     def reset_sharded_param(self) -> None:
         old = self.sharded_param
         self._check_registered()
         self._adopt_registered()
-        if self.sharded_param.dtype != getattr(self, "orig_dtype", self.sharded_param.dtype):
-            self.is_recast = True
         if self.sharded_param is not old:
             _replaced_params.forget(self.sharded_param)
             _replaced_params.note(
@@ -191,7 +203,7 @@ class FSDPParam(_versions.AccumulatedGradient, _extended_param.ExtendedParam):
 
     def _adopt_registered(self) -> None:
         if not self.is_special:
-            with _fallback_param.outside_of_inference():
+            with outside_of_inference():
                 super().reset_sharded_param()
             inner = self._sharded_local_tensor
             for name, (function, is_bound) in self._attached.items():

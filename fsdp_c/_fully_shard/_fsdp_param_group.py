@@ -22,8 +22,8 @@ from fsdp_c._fully_shard._param_group_state_dict import StateDictGroup
 class FSDPParamGroup(StateDictGroup):
     """The parameters of one ``fully_shard`` call on one mesh.
 
-    Bound to the core, its methods are those of the core's unit; otherwise it behaves as torch's
-    class does. Flags such as ``reduce_grads`` are the core's; they take effect at the next hook.
+    From the first forward, or unshard, on its methods are those of the core's unit. Flags such as
+    ``reduce_grads`` are the core's; they take effect at the next hook.
     """
 
     fsdp_params: list[FSDPParam]
@@ -69,7 +69,7 @@ class FSDPParamGroup(StateDictGroup):
 
     def _init_mp_dtypes(self) -> None:
         dtypes = {p.sharded_param.dtype for p in self.fsdp_params if p.sharded_param.requires_grad}
-        if len(dtypes) <= 1 or self._uses_fallback or _env.is_strict():
+        if len(dtypes) <= 1 or _env.is_strict():
             super()._init_mp_dtypes()
         else:
             for fsdp_param in self.fsdp_params:
@@ -87,8 +87,10 @@ class FSDPParamGroup(StateDictGroup):
         """Passes on whether the memory of a parameter is to stay over reshards: then all of it."""
         keeps = any(p.keep_unsharded_storage for p in self.fsdp_params)
         if keeps and _device.is_taken(self):
-            self.move_root_to_fallback(_device.KEEPS_STORAGE)
-            return
+            raise NotImplementedError(
+                f"keep_unsharded_storage of a parameter of FSDP unit '{_fqns.unit_name(self)}' was"
+                f" set after the first forward on {self.device.type}: set it before"
+            )
         self._core_keep_storage(keeps)
 
     # ---- transitions ----
@@ -98,14 +100,8 @@ class FSDPParamGroup(StateDictGroup):
             raise RuntimeError(
                 f"unshard of unit '{_fqns.unit_name(self)}': {_fsdp_module.OFFLOADED}"
             )
-        if not self._is_bound and not self._uses_fallback:
-            self._choose_alone()
         if not self._is_bound:
-            # Who left alone would wait in collectives that nobody joins.
-            for domain in self._domains_to_await:
-                domain.await_left()
-            self._domains_to_await = ()
-            return super().unshard(async_op)
+            self._bind_early()
         if not self.unshard_in_backward and self._training_state == TrainingState.PRE_BACKWARD:
             return None
         self._adopt_replaced_shards()
@@ -118,43 +114,31 @@ class FSDPParamGroup(StateDictGroup):
 
     def keep_unsharded(self) -> None:
         """From an explicit unshard on forward leaves the unit alone, until it is resharded."""
-        if self._is_bound:
-            self._core_keep_after_forward()
-        else:
-            self._is_kept_after_forward = True
+        self._core_keep_after_forward()
 
     def wait_for_unshard(self) -> None:
-        if not self._is_bound:
-            return super().wait_for_unshard()
-        if self._core_is_pending:
+        if self._is_bound and self._core_is_pending:
             self._core_unshard()
-        return None
 
     def reshard(self) -> None:
-        if not self._is_bound:
-            return super().reshard()
-        if self._training_state == TrainingState.FORWARD and not self._reshard_after_forward:
-            return None
+        is_kept = self._training_state == TrainingState.FORWARD and not self._reshard_after_forward
+        if is_kept or not self._is_bound:
+            return
         self._core_reshard()
         if not self._core_in_phase:
             # nn.Module._apply reshards first and then swaps parameters and gradients.
             self._core_release_gradients()
-        return None
 
     def _to_sharded(self) -> None:
         if not self._is_bound:
-            return super()._to_sharded()
+            return
         if self._root is not None:
             self._root.drop_raised_forward()
         if not self._core_in_phase:  # else a forward or backward still needs the parameters
             self._core_reshard()
-        return None
 
     def _to_unsharded(self) -> None:
-        if not self._is_bound:
-            return super()._to_unsharded()
         self._core_unshard()
-        return None
 
     # ---- what hooks call where a method was replaced; the core goes on in it ----
 
@@ -180,10 +164,7 @@ class FSDPParamGroup(StateDictGroup):
         """Called by pipelines too, after their last micro-batch."""
         if self._core_go_on():
             return
-        if not self._is_bound:
-            super().post_backward(*unused)
-            return
-        if self._root is not None:
+        if self._is_bound and self._root is not None:
             self._root.post_backward(self)
             if self.reduce_grads and self._core_awaits_gradients:
                 self._warn_of_missing_gradients()
@@ -200,15 +181,11 @@ class FSDPParamGroup(StateDictGroup):
 
     def finalize_backward(self) -> None:
         """Not called by the core, but by who calls post_backward() himself."""
-        if not self._is_bound:
-            super().finalize_backward()
-        elif self._root is not None and self._root.awaits_end:
+        if self._root is not None and self._root.awaits_end:
             self._root.end_backward()  # of all units: a phase ends for all of them at once
 
     def _reset_iter_state(self) -> None:
-        if not self._is_bound:
-            super()._reset_iter_state()
-        elif _versions.RESET_DROPS_GRADIENTS:  # the core drops those that were not reduced
+        if _versions.RESET_DROPS_GRADIENTS:  # the core drops those that were not reduced
             for fsdp_param in self.fsdp_params:
                 fsdp_param.sharded_param.grad = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,22 +11,21 @@ from torch import nn
 from torch.autograd.graph import _MultiHandle
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 from torch.distributed.fsdp._fully_shard._fsdp_api import MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
+from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 
 from fsdp_c import _env
+from fsdp_c._compat import _versions
 from fsdp_c._fully_shard import (
     _containers,
     _engine_bind,
-    _fallback_reason,
-    _fallback_state,
     _fqns,
     _fsdp_module,
-    _heap,
     _replaced_functions,
     _same_model,
     _shared_params,
     _status,
     _step_messages,
+    _torchs_own,
     _verify,
     _visibility,
 )
@@ -57,21 +57,30 @@ class FSDPStateContext(_C.Context, _fsdp_state.FSDPStateContext):
         return context
 
 
-class FSDPState(_C.State, _fallback_state.FallbackState):
+class FSDPState(_C.State, _versions.TorchState):
     """Hooks, root and units of one call.
 
-    The module's hooks are functions of the core. In the first forward of a root its
-    implementation is chosen: the core, or torch's own if one unit needs that.
+    The module's hooks are functions of the core. What the core cannot run is handed over to a state
+    of torch's own class, which takes this one's place: at set-up, or by a forward of the root.
     """
 
     _fsdp_param_groups: list[FSDPParamGroup]
     _state_ctx: FSDPStateContext
     call: Any = None  # of fully_shard: see _fully_shard.Call
     offloaded: Any = None  # while the memory is away: see _memory/_offload
+    torchs: Any = None  # what stands in its place
+    # States that have left the core, why, and whom that still waits for.
+    leaving: tuple[Sequence[Any], str, Sequence[_C.Domain]] | None = None
 
     def __init__(self) -> None:
         super().__init__()
         self._state_ctx = FSDPStateContext()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _replaced_functions.STATE_METHODS:
+            what = f"the FSDP state of {type(self._modules[0]).__name__}"
+            _replaced_functions.refuse(name, what)
+        super().__setattr__(name, value)
 
     # ---- whom to prefetch; over shared memory there is nothing to do ahead of time ----
 
@@ -142,61 +151,60 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
         )
         self._is_strict = _env.is_strict()
 
-    def _choose_implementation(self) -> None:
+    def settle(self) -> None:
+        """At the end of set-up: hands over what the core will never run."""
+        if reason := _torchs_own.why_from_the_start(self):
+            self._hand_over([self], reason)
+
+    def _join_root(self) -> None:
         """Called by the first forward. Collective if the root runs on the core."""
+        root = self._state_ctx.all_states[0] if self._is_root is False else self
+        if isinstance(root, FSDPState) and root.leaving is not None:
+            root._await_others()
+        if self.torchs is not None:
+            return
         self._refuse_if_offloaded()
         was_root = self._is_root
         try:
+            if was_root is False:
+                reason = "some of the units around it are torch's own"
+                self._hand_over([self], reason)
+                return
             _shared_params.check(self._modules[0])
             _fsdp_module.warn_of_empty_buffers(self._modules[0])
             self._lazy_init()
             states = self._state_ctx.all_states
             groups = [group for state in states for group in state._fsdp_param_groups]
             _fsdp_module.warn_of_lost_settings(groups, [_fqns.unit_name(group) for group in groups])
-            reason = self._why_torch(states, groups)
-            if reason:
-                self._fall_back(states, groups, reason)
-                if self._is_root and all(isinstance(group, FSDPParamGroup) for group in groups):
+            if reason := _torchs_own.why_of_root(states, groups):
+                if all(isinstance(group, FSDPParamGroup) for group in groups):
                     _same_model.check_origins(groups)
-            else:
-                _visibility.choose(groups)
-                self._join_core(states, groups)
-                _verify.begin(self, groups)
-            _status.note(self, reason)
+                self._hand_over(states, reason)
+                return
+            _visibility.choose(groups)
+            self._join_core(states, groups)
+            _verify.begin(self, groups)
+            _status.note(self, "")
         except BaseException:
-            if was_root is None:
+            if was_root is None and self.torchs is None:
                 self._undo_lazy_init([*self._state_ctx.all_states, self])
             raise
 
-    def _why_torch(self, states: list[Any], groups: list[Any]) -> str:
-        """What keeps the root from the core, on this rank or another; empty if nothing does."""
-        if self._is_root is not True:
-            return "its units ran forward without their root"
-        if not all(isinstance(part, FSDPState | FSDPParamGroup) for part in (*states, *groups)):
-            return "some of its units were sharded by torch's fully_shard"
-        for group in groups:
-            if not group._is_bound and (reason := _fallback_reason.why_torch_everywhere(group)):
-                return f"unit {_fqns.unit_name(group)}: {reason}"
-        return _fallback_reason.agreed_reason(groups, self._why_torch_here(states, groups))
+    def _hand_over(self, states: Sequence[Any], reason: str) -> None:
+        """The states below this one, and its own, become torch's."""
+        self.leaving = (states, reason, _torchs_own.leave_core(states))
+        self._await_others()
 
-    def _why_torch_here(self, states: list[Any], groups: list[Any]) -> str:
-        if reason := self._what_was_replaced(states):
-            return reason
-        for group in groups:
-            reason = group.fallback_reason
-            if not reason and not group._is_bound:
-                reason = _fallback_reason.why_torch_here(group)
-            if reason:
-                return f"unit {_fqns.unit_name(group)}: {reason}"
-        return ""
-
-    def _what_was_replaced(self, states: list[Any]) -> str:
-        if reason := _replaced_functions.replaced():
-            return reason
-        for state in states:
-            if reason := _replaced_functions.replaced_on(state):
-                return f"state of {type(state._modules[0]).__name__}: {reason}"
-        return ""
+    def _await_others(self) -> None:
+        assert self.leaving is not None
+        states, reason, domains = self.leaving
+        for domain in domains:
+            domain.await_left()
+        is_root, self.leaving = self._is_root, None
+        _torchs_own.hand_over(states, reason)
+        if is_root:
+            self.torchs._lazy_init()
+        _status.note(self.torchs, reason)
 
     def _join_core(self, states: list[FSDPState], groups: list[FSDPParamGroup]) -> None:
         restore = [] if self._root is not None else [g.leave_early_binding() for g in groups]
@@ -225,38 +233,22 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
         for state in states:
             for group in state._fsdp_param_groups:
                 group._root = root
-            state._join(root=root, groups=tuple(state._fsdp_param_groups), uses_fallback=False)
+            state._join(root=root, groups=tuple(state._fsdp_param_groups))
         for state in states:
             state._pass_prefetches()
         root.calls_methods = any([group.find_replaced() for group in groups])
 
-    def _fall_back(self, states: list[Any], groups: list[Any], reason: str) -> None:
-        for group in groups:
-            if isinstance(group, FSDPParamGroup):
-                group.check_fallback()
-        for group in groups:
-            if isinstance(group, FSDPParamGroup):
-                group.leave_core(reason)
-        _heap.HEAP.prepare_for_fallback()
-        for context in {id(state._state_ctx): state._state_ctx for state in states}.values():
-            context.__dict__.pop("_root", None)
-        for state in states:
-            if isinstance(state, FSDPState):
-                state._join(root=None, groups=(), uses_fallback=True)
-
-    def _leave_replaced(self) -> None:
-        """Called by a forward, after a function of torch's implementation was replaced."""
+    def _look_around(self) -> None:
+        """Called by a forward, after functions, methods or collectives were replaced."""
         assert self._root is not None
         states = list(self._root.states)
-        reason = self._what_was_replaced(states)
         groups = [group for state in states for group in state._fsdp_param_groups]
-        if not reason and _visibility.has_changed(groups):
-            self._change_collectives(states, groups)
-        if not reason:  # it was put back, or is called, or collectives are in sight now
-            self._root.calls_methods = any([group.find_replaced() for group in groups])
+        if reason := _torchs_own.why_here(groups):
+            states[0]._hand_over(states, reason)
             return
-        self._fall_back(states, groups, reason)
-        _status.note(states[0], reason)
+        if _visibility.has_changed(groups):
+            self._change_collectives(states, groups)
+        self._root.calls_methods = any([group.find_replaced() for group in groups])
 
     def _change_collectives(self, states: list[FSDPState], groups: list[FSDPParamGroup]) -> None:
         """Binds all units anew; collective, and noticed by ranks that do not come along."""
@@ -279,24 +271,26 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
         for restore_group in restore:
             restore_group()
 
-    def leave_core(self, reason: str) -> None:
-        """From now on torch's implementation runs this state; between two steps only."""
-        groups = [group for group in self._fsdp_param_groups if group._is_bound]
-        self._fall_back([self], groups, reason)
-
     def _init_shared_state(self) -> None:
         """What was set below the root before the units came together counts for all of them."""
         context = self._state_ctx
         for other in (state._state_ctx for state in context.all_states):
             context.is_last_backward = context.is_last_backward and other.is_last_backward
             context.post_optim_event = context.post_optim_event or other.post_optim_event
+        comm = self._comm_ctx
+        is_live = hasattr(comm, "all_gather_stream")  # shared with a root that has run already
+        kept = dict(vars(comm)) if is_live else {}
         super()._init_shared_state()
+        kept["reduce_scatter_max_input_buffers"] = max(
+            comm.reduce_scatter_max_input_buffers, kept.get("reduce_scatter_max_input_buffers", 1)
+        )
+        vars(comm).update(kept)
 
     def _undo_lazy_init(self, states: list[FSDPState]) -> None:
         """After a failed set-up: the next forward tries again."""
         for state in states:
             if isinstance(state, FSDPState):  # it may have joined before another rank failed
-                state._join(root=None, groups=(), uses_fallback=False)
+                state._join(root=None, groups=())
             state._is_root = None
             state._state_ctx = state._state_ctx.renewed()
             state._comm_ctx = _fsdp_state.FSDPCommContext()
@@ -319,44 +313,29 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
 
     # ---- entered from Python: register_fsdp_forward_method, pipelines, tools ----
 
-    def _root_pre_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        result = super()._root_pre_forward(module, args, kwargs)
-        if self._state_ctx.iter_forward_root is self:
-            # A forward that no backward follows has no place in the order of prefetches.
-            self._comm_ctx.is_backward_expected = torch.is_grad_enabled()
-        return result
-
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._takes_core():
             return self._enter(args, kwargs)
-        self._refuse_if_offloaded()
-        return super()._pre_forward(module, args, kwargs)
+        return self._torchs_pre_forward(module, args, kwargs)
 
     def _post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
         if self._root is None:
-            return super()._post_forward(module, input, output)
+            return self._torchs_post_forward(module, input, output)
         return self._leave(output)
 
     def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
-        if self._root is None:
-            if torch.is_grad_enabled():
-                self._tell_of_double_backward()
-            return super()._pre_backward(grad)
-        self._core_pre_backward()
+        if self._root is not None:
+            self._core_pre_backward()
         return grad
 
     def _root_post_backward_final_callback(self) -> None:
-        if self._root is None:
-            super()._root_post_backward_final_callback()
-        else:
+        if self._root is not None:
             self._root.end_backward()
 
     def finalize_backward(self, *, wait_for_gradient_reduction: bool = True) -> None:
-        if self._root is None:
+        if self._root is None:  # nothing has run
             super().finalize_backward(wait_for_gradient_reduction=wait_for_gradient_reduction)
         else:
             self._validate_finalize_backward()
@@ -401,29 +380,29 @@ class FSDPState(_C.State, _fallback_state.FallbackState):
                 f"forward of {type(self._modules[0]).__name__}: {_fsdp_module.OFFLOADED}"
             )
 
-    def _torch_pre_forward(
+    def _warn_of_hidden_output(self) -> None:
+        unit = _fqns.unit_name(self._fsdp_param_groups[0])
+        _step_messages.warn_of_hidden_output(unit, stacklevel=2)
+
+    def _warn_of_failed_backward(self) -> None:
+        _step_messages.warn_of_failed_backward(stacklevel=2)
+
+    # ---- a forward that had begun when the state was handed over ----
+
+    def _torchs_pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._refuse_if_offloaded()
-        if len(self._modules) > 1 and not self._modules_to_run_forward:
-            self._modules_to_run_forward.update(self._modules)
-        return _fallback_state.FallbackState._pre_forward(self, module, args, kwargs)
+        torchs = self.torchs
+        if len(self._modules) > 1 and not torchs._modules_to_run_forward:
+            torchs._modules_to_run_forward.update(self._modules)
+        return torchs._pre_forward(module, args, kwargs)
 
-    def _torch_post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
-        if len(self._modules) > 1:
-            if module not in self._modules_to_run_forward:
-                return self._cast_output_dtype(output)
-            self._modules_to_run_forward.remove(module)
-            if self._modules_to_run_forward:
-                if (
-                    self._training_state == TrainingState.FORWARD
-                    and not _fallback_state.in_backward()
-                ):
-                    # The others may never run, and the root need not return what this computed.
-                    # In a backward (a reentrant checkpoint) the end of it is known already.
-                    output = self._register_pre_backward_hook(output)
-                return self._cast_output_dtype(output)
-        return _fallback_state.FallbackState._post_forward(self, module, input, output)
+    def _torchs_post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
+        if self.torchs is None:  # no forward has begun
+            return output
+        return self.torchs._post_forward(module, input, output)
+
+    # ---- containers that the core does not open ----
 
     def _cast_any_input(self, value: Any) -> Any:
         cast = functools.partial(_cast_fp_tensor, self._mp_policy.param_dtype)

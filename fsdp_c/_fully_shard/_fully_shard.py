@@ -196,6 +196,7 @@ def _apply(
     )
     _fsdp_module.equip(modules)
     _watches.watch(state, ignored_params)
+    state.settle()
     return module
 
 

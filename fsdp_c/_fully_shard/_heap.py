@@ -50,7 +50,7 @@ class _Heap:
         self.prepare_for_shards()
         trim()
 
-    def prepare_for_fallback(self) -> None:
+    def prepare_for_torch(self) -> None:
         if self.is_set and not self.serves_core:
             _set(*self.LEARNED)
 

@@ -1,4 +1,4 @@
-"""Attributes of torch's FSDPParamGroup: the core answers some, others need the fallback."""
+"""Attributes of torch's FSDPParamGroup: what the core answers, and who sets what."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from fsdp_c import _env
 from fsdp_c._comm import _device
 from fsdp_c._compat import _versions
-from fsdp_c._fully_shard import _fallback_reason, _fqns, _replaced_functions
+from fsdp_c._fully_shard import _fqns, _replaced_functions
 from fsdp_c._fully_shard._param_group_visible import VisibleGroup
 from fsdp_c._fully_shard._training_state import training_state
 
@@ -20,7 +20,9 @@ from fsdp_c._fully_shard._training_state import training_state
 _COMMS = ("_all_gather_comm", "_reduce_scatter_comm")
 _SEEN = {"_all_reduce_hook", *_COMMS}  # what may look at the unit's collectives
 _CALLED = _replaced_functions.CALLED_METHODS
-_TORCH_ONLY = {*_replaced_functions.GROUP_METHODS - _CALLED, *_versions.LAYOUT_FUNCTIONS}
+_UNCALLED = _replaced_functions.GROUP_METHODS - _CALLED
+# What the next forward looks at.
+_LOOKED_AT = _SEEN | _versions.LAYOUT_FUNCTIONS.keys()
 
 
 @contextmanager
@@ -100,11 +102,12 @@ class GroupAttributes(VisibleGroup):
                 " set to None"
             )
 
-    # ---- what only torch's implementation knows: setting it later takes the root there ----
+    # ---- what others put in ----
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_trackers = name in _CALLED and _replaced_functions.is_trackers(value)
-        if (name in (_TORCH_ONLY | _SEEN) or is_trackers) and self._core_has_accumulated:
+        if name in _UNCALLED:
+            _replaced_functions.refuse(name, f"FSDP unit '{_fqns.unit_name(self)}'")
+        if name in _LOOKED_AT and self._core_has_accumulated:
             raise RuntimeError(
                 f"{name} of FSDP unit '{_fqns.unit_name(self)}' was set while gradients of"
                 " backward passes without synchronization are held: set it before the first of"
@@ -112,36 +115,18 @@ class GroupAttributes(VisibleGroup):
             )
         if name in _COMMS:
             value = self._checked_comm(name, value)
-        was_set, old = name in self.__dict__, self.__dict__.get(name)
         super().__setattr__(name, value)
         if name in _CALLED:
             self._core_calls_methods = True
             if self._root is not None:
                 self._root.calls_methods = True
-        if name in _SEEN and self._root is not None:
+        if name in _LOOKED_AT and self._root is not None:
             self._root.look_again()
-        is_trackers = is_trackers and self._is_bound
-        if (is_trackers or self._needs_fallback(name)) and (
-            reason := _fallback_reason.why_torch(self)
-        ):
-            try:
-                self.move_root_to_fallback(reason)
-            except BaseException:
-                if was_set:
-                    super().__setattr__(name, old)
-                else:
-                    super().__delattr__(name)
-                raise
 
     def find_replaced(self) -> bool:
         """Whether hooks have to call methods: those of the class may be back."""
-        self._core_calls_methods = not _CALLED.isdisjoint(self.__dict__)
+        self._core_calls_methods = _replaced_functions.calls_methods(self)
         return self._core_calls_methods
-
-    def _needs_fallback(self, name: str) -> bool:
-        if name in _SEEN:  # the schedule of devices shows nobody its collectives
-            return self._is_bound and _device.is_taken(self)
-        return self._is_bound and name in _TORCH_ONLY
 
     def _checked_comm(self, name: str, comm: Any) -> Any:
         """A user's collective, or torch's own for None."""

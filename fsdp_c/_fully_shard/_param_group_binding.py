@@ -1,4 +1,4 @@
-"""Which implementation runs a unit: bound to the core, unbound again, left to the fallback."""
+"""A unit bound to the core, unbound again, bound anew."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from fsdp_c._comm import _device
+from fsdp_c._compat import _versions
 from fsdp_c._fully_shard import (
     _engine_bind,
-    _fallback_reason,
     _fqns,
     _param_attributes,
     _param_spec,
-    _status,
+    _torchs_own,
     _visibility,
 )
-from fsdp_c._fully_shard._fallback_param_group import FallbackGroup
 from fsdp_c._native import _C
 
 
-class BoundGroup(_C.Group, FallbackGroup):
+class BoundGroup(_C.Group, _versions.TorchGroup):
     """A unit that can be bound to the core, between two steps."""
 
     _binding: _engine_bind.Binding | None = None
@@ -30,24 +29,26 @@ class BoundGroup(_C.Group, FallbackGroup):
     # Who looks at its collectives, as it is bound and as it is wanted.
     visible = wants_visible = _visibility.Visible()
     in_sight_as = 0  # on a device
-    _uses_fallback = False
-    fallback_reason = ""  # what took the unit there
-    _domains_to_await: tuple[_C.Domain, ...] = ()  # that were left, until all ranks have
+    why_torchs = ""  # a unit of torch's own stands in its place
 
     # ---- binding ----
 
-    def _choose_alone(self) -> None:
+    def _bind_early(self) -> None:
         """Before the first forward a unit is in no root; collective."""
-        self.fallback_reason = _fallback_reason.why_torch_everywhere(self)
-        if not self.fallback_reason:
-            mine = _fallback_reason.why_torch_here(self)
-            self.fallback_reason = _fallback_reason.agreed_reason([self], mine)
-        if self.fallback_reason:
-            self.check_fallback()
-            self._uses_fallback = True
-        else:
-            _visibility.choose([self])
-            self._bind_alone()
+        if self.why_torchs:
+            raise RuntimeError(
+                f"FSDP unit '{_fqns.unit_name(self)}' was handed over to torch's implementation"
+                f" ({self.why_torchs}): ask its module for the unit that stands in its place"
+            )
+        mine = _torchs_own.why_here([self]) or _torchs_own.why(self)
+        if reason := _torchs_own.agreed([self], mine):
+            raise RuntimeError(
+                f"unshard of FSDP unit '{_fqns.unit_name(self)}': torch's implementation is to run"
+                f" it ({reason}), and takes it with the first forward of its root: unshard it after"
+                " that"
+            )
+        _visibility.choose([self])
+        self._bind_alone()
 
     def _bind_alone(self) -> None:
         self._root = _C.Root(
@@ -163,46 +164,3 @@ class BoundGroup(_C.Group, FallbackGroup):
                 self._core_keep_after_forward()
 
         return restore
-
-    # ---- to the fallback ----
-
-    def check_fallback(self) -> None:
-        """Raises if the unit holds what only the core can run."""
-        for fsdp_param in self.fsdp_params:
-            if fsdp_param.is_special:
-                raise NotImplementedError(
-                    f"parameter '{fsdp_param._param_fqn}' of FSDP unit '{self._module_fqn}', with"
-                    f" size {tuple(fsdp_param._orig_size)}, strides {fsdp_param.unsharded_stride}"
-                    f" and placement {fsdp_param.fsdp_placement}, can only be run by the core, but"
-                    " its model also needs what only torch's implementation has"
-                    " (docs/compatibility.md). Use a contiguous parameter with at least one dim"
-                    " that the ranks divide evenly, or put it into ignored_params"
-                )
-        super()._init_mp_dtypes()  # its own error for mixed dtypes
-
-    def move_root_to_fallback(self, reason: str) -> None:
-        """From now on torch's implementation runs the whole root; between two steps only."""
-        root = self._root
-        states = root.states if root is not None else []
-        for group in (self, *(group for state in states for group in state._fsdp_param_groups)):
-            group.check_fallback()
-        self.leave_core(reason)
-        for state in states:
-            state.leave_core(reason)
-        if states:
-            _status.note(states[0], f"unit {_fqns.unit_name(self)}: {reason}")
-
-    def leave_core(self, reason: str) -> None:
-        """Goes back to torch's implementation, sharded; local."""
-        if self._uses_fallback:  # it may be unsharded there, for instance by an early unshard()
-            return
-        self._is_kept_after_forward = self._core_is_kept_after_forward
-        binding = self._binding or ()
-        self.unbind()
-        self._domains_to_await = tuple(part for part in binding if isinstance(part, _C.Domain))
-        for domain in self._domains_to_await:
-            domain.leave()
-        self._uses_fallback = True
-        self.fallback_reason = self.fallback_reason or reason
-        for fsdp_param in self.fsdp_params:
-            fsdp_param.forget_whole()

@@ -10,6 +10,11 @@ from fsdp_c._fully_shard import _param_attributes
 from fsdp_c._fully_shard._param_group_attributes import GroupAttributes
 
 
+def show_shards(group: Any) -> None:
+    """In the unit's modules, as before a state_dict; of torch's own units too."""
+    (group._before_state_dict if isinstance(group, StateDictGroup) else group._to_sharded)()
+
+
 class StateDictGroup(GroupAttributes):
     """The hooks on the unit's modules, in the place of torch's."""
 
@@ -33,15 +38,25 @@ class StateDictGroup(GroupAttributes):
                     module._register_load_state_dict_pre_hook(self._before_load)
                 )
 
+    def remove_state_dict_hooks(self) -> None:
+        """For good."""
+        handles: list[Any] = [*self._post_save_state_dict_hook_handles]
+        for by_module in (
+            self._module_to_pre_save_state_dict_hook_handle,
+            self._module_to_pre_load_state_dict_hook_handle,
+        ):
+            handles.extend(by_module.values())
+            by_module.clear()
+        self._post_save_state_dict_hook_handles.clear()
+        for handle in handles:
+            handle.remove()
+
     def _before_state_dict(self, *_: Any) -> None:
         if self.is_summoned:  # what stands in the modules now is to be saved
             return
-        if self._is_bound:
-            # Slices over messages stay: a rank that saves alone would gather between other ranks.
-            if not (self._core_has_slices and self._binding.smaller):  # type: ignore[union-attr]
-                self._to_sharded()
-        else:
-            self.show_shards()
+        # Slices over messages stay: a rank that saves alone would gather between other ranks.
+        if self._is_bound and not (self._core_has_slices and self._binding.smaller):  # type: ignore[union-attr]
+            self._to_sharded()
 
     def _before_load(self, *_: Any) -> None:
         self._core_count_load()  # all ranks load: what was gathered is out of date

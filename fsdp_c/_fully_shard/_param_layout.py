@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -24,6 +25,16 @@ def strides_for(size: Sequence[int], order: Sequence[int] | None) -> tuple[int, 
         strides[dim] = step
         step *= max(size[dim], 1)
     return tuple(strides)
+
+
+@contextlib.contextmanager
+def outside_of_inference() -> Iterator[None]:
+    """What is made here is trained later, also if the first forward is in inference mode."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -89,6 +100,10 @@ class ParamLayout(_versions.TorchParam):
         )
         _versions.copy_grad_dtype(param, self.sharded_param)
         self._setattr_on_modules(self.sharded_param)
+
+    def _init_sharded_post_forward_param_metadata(self, param: torch.Tensor) -> None:
+        if not self.is_special:  # torch's has a size for what it shards alone
+            super()._init_sharded_post_forward_param_metadata(param)
 
     def unsharded_spec(self, dtype: torch.dtype) -> DTensorSpec | None:
         """Of the unsharded parameter, if it is a DTensor (tensor parallel, or of a larger mesh)."""

@@ -1,10 +1,10 @@
-"""Functions of torch's implementation that tools replace: the core calls none of them."""
+"""Functions of torch's implementation that tools replace: the core calls few of them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,7 @@ def _if_torchs(function: Any) -> Any:
     return function if code is not None and code.co_filename.startswith(_TORCH) else None
 
 
+_ours: set[type] = set()
 _originals = [
     WatchedFunction(owner, name, _if_torchs(getattr(owner, name)))
     for owner, names in _NAMES.items()
@@ -67,21 +68,37 @@ _originals = [
 
 def watch(cls: type, names: frozenset[str]) -> None:
     """Watches functions of a class of ours too."""
+    _ours.add(cls)
     _originals.extend(
         WatchedFunction(cls, name, getattr(cls, name))
         for name in sorted(names)
         if hasattr(cls, name)
     )
     # Asked at the beginning of every forward.
-    _C.watch_functions(functions=_originals, names=STATE_METHODS)
+    _C.watch_functions(functions=_originals)
 
 
 def replaced() -> str:
-    """Says which of the functions is not torch's own any more; empty if all are.
+    """Says which of torch's functions is not its own any more; empty if all are.
 
     Collectives are not among them: see `replaced_collective`.
     """
-    return _first_replaced(row for row in _originals if row.owner is not dist)
+    return _first_replaced(row for row in _originals if row.owner not in (dist, *_ours))
+
+
+def refuse_replaced() -> None:
+    """NotImplementedError if a method of a class of ours was replaced that nothing calls."""
+    for owner, name, original in _originals:
+        if owner in _ours and name not in CALLED_METHODS and getattr(owner, name) is not original:
+            refuse(name, f"fsdp_c's class {owner.__name__}")
+
+
+def calls_methods(group: Any) -> bool:
+    """Whether somebody has replaced a method of the unit, or of its class, that hooks call then."""
+    return not CALLED_METHODS.isdisjoint(vars(group)) or any(
+        row.owner is type(group) and getattr(row.owner, row.name) is not row.function
+        for row in _originals
+    )
 
 
 def replaced_collective() -> str:
@@ -96,18 +113,10 @@ def _first_replaced(rows: Iterable[WatchedFunction]) -> str:
     return ""
 
 
-def replaced_on(part: Any) -> str:
-    """The same for the methods of one unit or state."""
-    for name, value in vars(part).items():
-        if isinstance(part, _C.Group) and name in CALLED_METHODS:
-            if is_trackers(value):
-                return f"its {name} was replaced by torch's memory tracker"
-        elif name in (GROUP_METHODS if isinstance(part, _C.Group) else STATE_METHODS):
-            return f"its {name} was replaced"
-    return ""
-
-
-def is_trackers(function: Any) -> bool:
-    """Whether a tool replaced it that counts what torch's implementation allocates."""
-    found = getattr(function, "__globals__", {}).get("__name__", "")
-    return found.startswith("torch.distributed._tools.")
+def refuse(name: str, owner: str) -> NoReturn:
+    """NotImplementedError for a method of one object that nothing of the core calls."""
+    raise NotImplementedError(
+        f"{name} of {owner} was replaced, and nothing would call it: the core calls"
+        f" {', '.join(sorted(CALLED_METHODS))} of units. Replace it on torch's class before the"
+        " first forward, and torch's implementation runs the model"
+    )

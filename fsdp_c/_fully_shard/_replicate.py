@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed._composable import replicate_with_fsdp as _torch
+from torch.distributed._composable_state import _get_module_state
 
 from fsdp_c._compat import _redirection
 from fsdp_c._fully_shard import _fsdp_init, _fsdp_module, _watches
@@ -73,6 +74,9 @@ def _init_param_group(
 def _apply_to_module(modules: tuple[nn.Module, ...], *args: Any) -> None:
     _originals["_apply_to_module"](modules, *args)
     _fsdp_module.equip(modules)
+    state = _get_module_state(modules[0])
+    if isinstance(state, FSDPState):
+        state.settle()
 
 
 def install() -> None:

@@ -82,7 +82,8 @@ def status() -> Status:
     Examples:
         >>> print(fsdp_c.status())
     """
-    trees = tuple(_describe(root, reason) for root, reason in list(_roots.items()))
+    run = [root for root in list(_roots) if root._is_root and not getattr(root, "torchs", None)]
+    trees = tuple(_describe(root, _roots[root]) for root in run)
     return Status(
         torch=torch.__version__,
         kernels=_C.kernels(),
@@ -94,7 +95,7 @@ def status() -> Status:
 
 
 def note(root: Any, reason: str) -> None:
-    """Remembers a root's implementation and prints it once, on rank 0; at its first forward."""
+    """Remembers a root's implementation and prints it once, on rank 0."""
     _roots[root] = reason
     if _env.QUIET.get() or (dist.is_initialized() and dist.get_rank() != 0):
         return
@@ -105,7 +106,8 @@ def note(root: Any, reason: str) -> None:
 
 
 def _describe(root: Any, reason: str) -> TreeStatus:
-    groups = [g for state in root._state_ctx.all_states for g in state._fsdp_param_groups]
+    states = root._state_ctx.all_states or [root]  # none before the first forward
+    groups = [group for state in states for group in state._fsdp_param_groups]
     meshes = [g.mesh_info for g in groups]
     sharding = [getattr(m, "shard_process_group", None) for m in meshes]
     replicas = [getattr(m, "replicate_process_group", None) for m in meshes]
@@ -119,7 +121,7 @@ def _describe(root: Any, reason: str) -> TreeStatus:
         kinds = {way.kind for group in taken for way in _device.ways(group).values()}
     return TreeStatus(
         root=type(root._modules[0]).__mro__[2].__name__,
-        n_units=sum(bool(state._fsdp_param_groups) for state in root._state_ctx.all_states),
+        n_units=sum(bool(state._fsdp_param_groups) for state in states),
         runs_on="torch" if reason else "core",
         reason=reason,
         transports=() if reason else tuple(sorted(kind for kind in kinds if kind)),

@@ -1,4 +1,4 @@
-"""What a step warns of and refuses, whether the core or the fallback runs it."""
+"""What a step warns of and refuses."""
 
 from __future__ import annotations
 

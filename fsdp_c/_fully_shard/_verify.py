@@ -230,9 +230,7 @@ class _Check:
         self._end()
         root = self._state._root
         if root is not None:
-            states = list(root.states)
-            groups = [group for state in states for group in state._fsdp_param_groups]
-            self._state._fall_back(states, groups, f"the self-check of its first step: {found}")
+            self._state._hand_over(list(root.states), f"the self-check of its first step: {found}")
         raise RuntimeError(
             f"the self-check of this step (FSDP_C_VERIFY) has found, on rank {dist.get_rank()} or"
             f" another: {found}. Drop this step's gradients (zero_grad) and repeat it: torch's"

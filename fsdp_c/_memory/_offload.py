@@ -272,7 +272,7 @@ def _leave_core(offloaded: _Offloaded) -> None:
     for state in offloaded.states:
         state.offloaded = offloaded
         if state._root is not None:
-            state._join(root=None, groups=(), uses_fallback=False)
+            state._join(root=None, groups=())
             state._state_ctx.__dict__.pop("_root", None)
     for group in offloaded.groups:
         group.is_offloaded = True

@@ -68,7 +68,7 @@ def _averages(wrapper: Any, group: Any, state: Any, hook: Any) -> bool:
 
 def _reduce_in(group: Any, dtype: torch.dtype) -> None:
     _versions.set_reduce_dtype(group, dtype)
-    if not group._is_bound:
+    if not getattr(group, "_is_bound", False):
         group._init_mp_dtypes()
 
 

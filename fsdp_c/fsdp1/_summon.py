@@ -59,6 +59,7 @@ def summoned(
     """Full parameters in the modules of the units (wrappers); collective."""
     for unit in units:
         _check_idle(unit)
+    _refuse_torchs(units)
     _reshard(units)
     by_unit = [[_SummonedParam(fsdp_param) for fsdp_param in _params_of(unit)] for unit in units]
     for unit in units:
@@ -113,6 +114,16 @@ def _marked_summoned(groups: Sequence[Any]) -> Iterator[None]:
     finally:
         for group in groups:
             group.is_summoned = False
+
+
+def _refuse_torchs(units: Sequence[Any]) -> None:
+    for group in (group for unit in units for group in unit._groups):
+        if reason := getattr(group, "why_torchs", ""):
+            raise NotImplementedError(
+                f"summon_full_params: torch's implementation runs the model ({reason}), whose units"
+                " would put shards in the places of whole parameters: read these with"
+                " fsdp_c.iter_full_params(), or gather a state dict"
+            )
 
 
 def _check_idle(unit: Any) -> None:

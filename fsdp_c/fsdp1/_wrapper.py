@@ -30,10 +30,11 @@ from torch.distributed.fsdp._common_utils import (
     _is_fsdp_flattened,
     _set_fsdp_flattened,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.fsdp._wrap_utils import _auto_wrap
 
+from fsdp_c._fully_shard import _param_group_state_dict
 from fsdp_c._fully_shard._fully_shard import fully_shard
+from fsdp_c._native import _C
 from fsdp_c.fsdp1 import (
     _bridge,
     _clip,
@@ -152,7 +153,7 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
             unit._become_nested()
         _materialize.prepare(self, module, device, param_init_fn, sync_module_states)
         self._fsdp_wrapped_module = module
-        self._unit: FSDPState | None = None
+        self._made_unit: Any = None
         self._summoned_params: list[Any] = []  # while its parameters are summoned
         if not (_is_container(module) or isinstance(module, FullyShardedDataParallel)):
             self._shard(device_mesh)
@@ -212,11 +213,16 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
             ),
             ignored_params=self._ignored_params,
         )
-        self._unit = module._get_fsdp_state()
+        self._made_unit = module._get_fsdp_state()
         module.set_reduce_scatter_unused_params(True)  # the flat gradient has zeros there
         for group in self._groups:
             for fsdp_param in group.fsdp_params:
                 _set_fsdp_flattened(fsdp_param.sharded_param)
+
+    @property
+    def _unit(self) -> Any:
+        """The state of the wrapped module, which the first forward may hand over to torch's."""
+        return getattr(self._made_unit, "torchs", None) or self._made_unit
 
     @property
     def _groups(self) -> list[Any]:
@@ -234,11 +240,12 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
             unit, policy = self._unit, self._unit._mp_policy
             is_cast = self.mixed_precision.cast_forward_inputs
             unit._mp_policy = dataclasses.replace(policy, cast_forward_inputs=is_cast)
-            unit._set_casts(
-                cast_inputs=is_cast,
-                param_dtype=policy.param_dtype,
-                output_dtype=policy.output_dtype,
-            )
+            if isinstance(unit, _C.State):
+                unit._set_casts(
+                    cast_inputs=is_cast,
+                    param_dtype=policy.param_dtype,
+                    output_dtype=policy.output_dtype,
+                )
 
     # ---- running ----
 
@@ -328,7 +335,7 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
         for wrapper in self.fsdp_modules(self):
             if wrapper.training_state is TrainingState.IDLE:
                 for group in wrapper._groups:
-                    group._before_state_dict()
+                    _param_group_state_dict.show_shards(group)
         yield from super().named_parameters(*args, **kwargs)
 
     def register_comm_hook(self, state: object, hook: Any) -> None:

@@ -149,7 +149,7 @@ class Named(Net):
 
 @on_ranks(2)
 def test_what_comes_along(rank: int, n_ranks: int) -> None:
-    """Methods that count as forward, checkpointing, replicas, the fallback, no memory yet."""
+    """Methods that count as forward, checkpointing, replicas, no memory yet."""
     model: Any = fsdp_c.shard(Named(), "zero2", precision="bf16", checkpoint=True, units=Block)
     fsdp_c.register_fsdp_forward_method(model, "run")
     twin = fsdp_c.clone(model)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from harness import RankOutcome, cached_mesh, run_ranks
-from models import Block, data, use_fallback
+from models import Block, data
 from torch import Tensor, nn, optim
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -129,10 +129,8 @@ def training(kind: str) -> Training:
         units(model, offload_policy=CPUOffloadPolicy())
     elif kind == "fsdp1":
         model = fsdp_c.FullyShardedDataParallel(model, use_orig_params=True)
-    elif kind in ("fallback", "torch"):
-        units(model, fsdp=fsdp_c if kind == "fallback" else torch.distributed.fsdp)
-        if kind == "fallback":
-            use_fallback(model)
+    elif kind == "torch":
+        units(model, fsdp=torch.distributed.fsdp)
     elif kind == "zero2":
         model = fsdp_c.shard(model, "zero2", units=[Block])
     else:
@@ -146,7 +144,7 @@ def training(kind: str) -> Training:
     return Training([model], [adamw(model)], {})
 
 
-KINDS = ("plain", "sharded", "fallback", "torch", "offload", "fsdp1", "zero2", "several")
+KINDS = ("plain", "sharded", "torch", "offload", "fsdp1", "zero2", "several")
 
 
 def kill() -> None:

@@ -20,15 +20,15 @@ Body = tuple[Callable[..., None], Sequence[Any]]
 
 
 def run_all(rank: int, n_ranks: int, bodies: Sequence[Body], by_torch: bool) -> None:
-    """None of them may take the fallback."""
+    """None of them may be handed over."""
     reasons = []
 
-    def refuse(self: Any, states: Any, groups: Any, reason: str) -> None:
+    def refuse(self: Any, states: Any, reason: str) -> None:
         reasons.append(reason)
         raise AssertionError(reason)
 
     for body, args in bodies:
-        with mock.patch.object(FSDPState, "_fall_back", refuse), _device.on_cpu(by_torch):
+        with mock.patch.object(FSDPState, "_hand_over", refuse), _device.on_cpu(by_torch):
             body(rank, n_ranks, *args)
         assert not reasons, (body.__qualname__, reasons)
 

@@ -137,7 +137,7 @@ def test_replicas_and_accumulation(rank: int, n_ranks: int, path: str) -> None:
 # --- who has no NCCL ------------------------------------------------------------------------------
 
 
-def check_fallback(rank: int, n_ranks: int, reason: str) -> None:
+def check_messages(rank: int, n_ranks: int, reason: str) -> None:
     model = sharded(own_mesh(n_ranks, 1))
     train(model, rank)
     (implementation,) = implementations(model)
@@ -149,18 +149,18 @@ def check_fallback(rank: int, n_ranks: int, reason: str) -> None:
 @on_ranks(2)
 def test_one_rank_without_it_is_all_without(rank: int, n_ranks: int, path: str) -> None:
     with chosen("/nowhere/libnccl.so.2" if rank == 1 else path):
-        check_fallback(rank, n_ranks, "rank 1 cannot use NCCL: NCCL cannot be opened")
+        check_messages(rank, n_ranks, "rank 1 cannot use NCCL: NCCL cannot be opened")
     other = path.replace("in.so", "in_old.so")
     control_of(other).version = 21805
     with chosen(other if rank == 1 else path):
-        check_fallback(rank, n_ranks, "rank 1 has NCCL 21805, rank 0 has 23007")
+        check_messages(rank, n_ranks, "rank 1 has NCCL 21805, rank 0 has 23007")
     with chosen(path) as control:
         live = control.n_live
         os.environ["FSDP_C_TRANSPORT"] = "callback" if rank == 0 else "auto"
-        check_fallback(rank, n_ranks, "rank 0 cannot use NCCL: FSDP_C_TRANSPORT=callback asks")
+        check_messages(rank, n_ranks, "rank 0 cannot use NCCL: FSDP_C_TRANSPORT=callback asks")
         del os.environ["FSDP_C_TRANSPORT"]
         control.hangs_in_init = True
-        check_fallback(rank, n_ranks, "cannot use NCCL: .*nothing came of it within 1 s")
+        check_messages(rank, n_ranks, "cannot use NCCL: .*nothing came of it within 1 s")
         control.hangs_in_init = False
         assert control.n_live == live
 

@@ -63,7 +63,7 @@ def _(side):
 def _(side):
     side.note("loss 7", side.data(0))
 
-@ours("takes the fallback", on_core=False)
+@ours("is torch's", on_core=False)
 def _(side):
     pass
 
@@ -99,13 +99,13 @@ def test_programs_go_on_after_one_that_fails(tmp_path: Path, monkeypatch: pytest
     script.write_text(BAD.format(folder=str(ROOT / "tests" / "gpu")))
     monkeypatch.setattr(gpu_beside, "__file__", str(script))
     monkeypatch.setattr(gpu_beside, "PROGRAM_S", 8)
-    names = ["raises", "differs", "takes the fallback", "is more than torch can do", "dies"]
+    names = ["raises", "differs", "is torch's", "is more than torch can do", "dies"]
     names += ["loses the GPU", "is good", "hangs"]
     found = results(tmp_path, "1 rank", names)
     wanted = {
         "raises": ("failed", "ValueError: here"),
         "differs": ("failed", "different notes"),
-        "takes the fallback": ("failed", "core"),
+        "is torch's": ("failed", "core"),
         "is more than torch can do": ("left out", "torch's own fails: AssertionError: torch's"),
         "dies": ("failed", "rank 0 of 1 ended with status -6"),
         "loses the GPU": ("failed", "illegal memory access"),

@@ -104,7 +104,7 @@ class Lines(Setting):
             f"{unit}.unshard()",
             f"handle = {unit}.unshard(async_op=True)",
             "reshard(model, fsdp)",
-            # The fallback then unshards in another order; collectives differ by one. Torch leaves
+            # Torch then unshards in another order; collectives differ by one. Torch leaves
             # units unsharded that it gathers for a replicated root's backward in vain.
             *(
                 []

@@ -43,8 +43,8 @@ FOUND = {
             ]
         ],
     ),
-    # On the fallback a member that is computed again got a hook of its own, whose backward closed
-    # the unit to the members before it: their gradients were lost.
+    # A member that is computed again got a hook of its own, whose backward closed the unit to the
+    # members before it: their gradients were lost.
     "a grouped unit in reentrant checkpoints": Program(
         0,
         2,

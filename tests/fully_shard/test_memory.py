@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness import cached_mesh, implementation, run_ranks
-from models import use_fallback
+from models import function_replaced
 from snapshots import Net, batch, check_gradients
 from torch.distributed.tensor import DTensor
 
@@ -265,7 +265,7 @@ def is_off_heap(n_bytes: int, kept: list[torch.Tensor]) -> bool:
 
 
 def heap_by_implementation(rank: int, n_ranks: int) -> list[tuple[bool, bool]]:
-    """Of 20 and 40 MiB: before, after set-up, then after a tree on the fallback and on the core."""
+    """Of 20 and 40 MiB: before, after set-up, after a tree of torch's own and one on the core."""
     kept: list[torch.Tensor] = []
 
     def look() -> tuple[bool, ...]:
@@ -277,10 +277,11 @@ def heap_by_implementation(rank: int, n_ranks: int) -> list[tuple[bool, bool]]:
     on_torch, on_core = (nn.Linear(4, 4) for _ in range(2))
     api.fully_shard(on_torch)
     seen.append(look())
-    use_fallback(on_torch)
-    for net in (on_torch, on_core, on_torch):
-        if net is on_core:
-            api.fully_shard(net)
+    with function_replaced():
+        on_torch(torch.ones(1, 4)).sum().backward()
+    seen.append(look())
+    api.fully_shard(on_core)
+    for net in (on_core, on_torch):
         net(torch.ones(1, 4)).sum().backward()
         seen.append(look())
     return seen
@@ -289,11 +290,11 @@ def heap_by_implementation(rank: int, n_ranks: int) -> list[tuple[bool, bool]]:
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="other allocators have no heap to tune"
 )
-def test_large_tensors_are_off_the_heap_unless_the_fallback_allocates_them() -> None:
+def test_large_tensors_are_off_the_heap_unless_torch_allocates_them() -> None:
     for outcome in run_ranks(heap_by_implementation, 2, fresh=True):
         assert outcome.ok, outcome.error
-        before, set_up, fallback, core, both = outcome.value
+        before, set_up, torchs, core, both = outcome.value
         assert before == (False, True)
         assert set_up == (True, True)
-        assert fallback == (False, True)
+        assert torchs == (False, True)
         assert core == both == (True, True)

@@ -343,7 +343,7 @@ def test_the_two_steps_one_by_one(rank: int, n_ranks: int) -> None:
 
 @on_ranks(2)
 def test_ranks_of_which_one_falls_back(rank: int, n_ranks: int) -> None:
-    """One rank's gradients are on the fallback: then all ranks make torch's collectives."""
+    """One rank's operations are looked at: then all ranks make torch's collectives."""
     mesh = share_memory(n_ranks)
     for kind, finite in itertools.product((2.0, math.inf, 0.0), (False, True)):
         for step in range(4):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import cached_mesh, failure_of, run_ranks
-from models import use_fallback
+from models import function_replaced
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -163,10 +163,12 @@ def seeds_that_differ() -> None:
         train(model)
 
 
-def seeds_that_differ_on_the_fallback() -> None:
+def seeds_that_differ_on_torchs_implementation() -> None:
     model = sharded(net(seed=dist.get_rank()))
-    use_fallback(model)
-    with warns_once("parameter 'emb.weight' and", "on rank 1 than on rank 0"):
+    with (
+        warns_once("parameter 'emb.weight' and", "on rank 1 than on rank 0"),
+        function_replaced(),
+    ):
         train(model)
 
 
@@ -205,7 +207,7 @@ BODIES = [
     head_added_after_some_steps,
     a_parameter_beside_the_model,
     seeds_that_differ,
-    seeds_that_differ_on_the_fallback,
+    seeds_that_differ_on_torchs_implementation,
     replicas_that_differ,
     one_parameter_that_differs,
     save_by_one_rank,

@@ -1,10 +1,13 @@
 """Small models for the tests, ways to shard them, and data that every process can compute."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 # Not divisible by 2, 3 or 4, so that every rank but the first has a ragged or an empty shard
 # somewhere.
@@ -46,10 +49,20 @@ class Net(nn.Module):
         return x + self.offset
 
 
-def use_fallback(model: Any) -> None:
-    """From the next forward on torch's implementation runs the model: a method was replaced."""
-    group = model._get_fsdp_state()._fsdp_param_groups[0]
-    group._record_post_forward = group._record_post_forward
+@contextlib.contextmanager
+def function_replaced() -> Iterator[None]:
+    """A forward in here hands its model over to torch's own implementation."""
+    original = FSDPParamGroup._record_post_forward
+    FSDPParamGroup._record_post_forward = lambda self: original(self)
+    try:
+        yield
+    finally:
+        FSDPParamGroup._record_post_forward = original
+
+
+def is_torchs(model: Any) -> bool:
+    """Whether the module's state and units are torch's own."""
+    return type(model._get_fsdp_state()) is FSDPState
 
 
 class Tied(nn.Module):

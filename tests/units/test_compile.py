@@ -32,7 +32,7 @@ def compiled_first(model: nn.Module, fsdp: Any) -> None:
 
 
 def replicated_blocks(model: nn.Module, fsdp: Any) -> None:
-    """On the fallback."""
+    """Replicas below a sharded root."""
     for block in model.blocks:
         replicate(block)
     fsdp.fully_shard(model)

@@ -94,7 +94,7 @@ def side_of(kind: str, shard: Callable[..., None], build: Any = Net, **options: 
 def assert_on_core(model: nn.Module) -> None:
     states = model._get_fsdp_state()._state_ctx.all_states
     groups = [group for state in states for group in state._fsdp_param_groups]
-    assert groups and all(group._is_bound for group in groups), groups[0].fallback_reason
+    assert groups and all(group._is_bound for group in groups), groups[0].why_torchs
 
 
 def output(model: nn.Module, x: Tensor, scale: float) -> None:

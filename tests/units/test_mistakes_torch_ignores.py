@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from harness import cached_mesh, failure_of, run_ranks
-from models import use_fallback
 from parity import full
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -214,21 +213,6 @@ def df28_equal_mesh_made_again(fsdp: Any, rank: int, n_ranks: int) -> None:
     assert full(model.weight.grad).shape == (4, 4)
 
 
-def b13_double_backward(fsdp: Any, rank: int, n_ranks: int) -> None:
-    """Over shared memory the core does it: see test_inner_losses.py."""
-    model = sharded(fsdp, n_ranks)
-    use_fallback(model)
-    x = torch.ones(2, 4, requires_grad=True)
-    with pytest.warns(UserWarning, match=r"unit '\(root\)': a second backward"):
-        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train(sharded(fsdp, n_ranks))
-    with pytest.raises(RuntimeError, match="setStorage"):
-        grad.square().sum().backward()
-    model.reset_iter_state()
-
-
 def split_backward(model: Any, x: Tensor) -> None:
     """As schedules of torch.distributed.pipelining do that delay the gradients of weights."""
     model.set_is_last_backward(False)
@@ -265,7 +249,6 @@ def pp7_split_backward_of_resharded_units(fsdp: Any, rank: int, n_ranks: int) ->
 
 BODIES = [
     pp7_split_backward_of_resharded_units,
-    b13_double_backward,
     df28_equal_mesh_infos_are_one,
     df28_replicated_info_for_a_parameter,
     df28_meshes_that_overlap,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from harness import cached_mesh, run_ranks
-from models import use_fallback
+from models import function_replaced
 from parity import full
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -365,13 +365,13 @@ def with_hook(rank: int, n_ranks: int, kind: str, late: bool) -> None:
     shard_root(model, harness.implementation(), mesh=cached_mesh((n_ranks,)), **options)
     if late:
         train_both(model, plain, n_steps=1)
-        with pytest.raises((error, NotImplementedError), match=f"{match}|compatibility"):
-            use_fallback(model)
-        train_both(model, plain, n_steps=1)
-        return
-    use_fallback(model)
-    with pytest.raises((error, NotImplementedError), match=f"{match}|compatibility"):
+    with (
+        pytest.raises((error, NotImplementedError), match=f"{match}|compatibility"),
+        function_replaced(),
+    ):
         model(model.inputs(rank, 0))
+    if late:
+        train_both(model, plain, n_steps=1)
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from harness import cached_mesh, failure_of, run_ranks
-from models import use_fallback
 from parity import full
-from test_fallback_torch_fails import WIDTH, Net, batch
+from test_features_torch_fails import WIDTH, Net, batch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -161,24 +160,11 @@ BODIES = [
     loss_of_slices,
     one_rank_saves,
 ]
-TORCH_DOES, ON_FALLBACK = [fewer_rows_than_ranks], [*BODIES[:2], fewer_rows_than_ranks]
+TORCH_DOES = [fewer_rows_than_ranks]
 
 
-def run_ours(rank: int, n_ranks: int, name: str, on_fallback: bool) -> str:
-    def body(fsdp: Any, rank: int) -> None:
-        globals()[name](Fallback() if on_fallback else fsdp, rank)
-
-    return failure_of(body, fsdp_c, rank)
-
-
-class Fallback:
-    """A method that is replaced takes a model there."""
-
-    def fully_shard(self, module: nn.Module, **options: Any) -> nn.Module:
-        fsdp_c.fully_shard(module, **options)
-        if isinstance(module, nn.Sequential):
-            use_fallback(module[0])
-        return module
+def run_ours(rank: int, n_ranks: int, name: str) -> str:
+    return failure_of(globals()[name], fsdp_c, rank)
 
 
 def run_torch(rank: int, n_ranks: int) -> dict[str, str]:
@@ -189,13 +175,7 @@ def run_torch(rank: int, n_ranks: int) -> dict[str, str]:
 @pytest.mark.parametrize("name", [body.__name__ for body in BODIES + TORCH_DOES])
 def test_trains(name: str, transport: str) -> None:
     env = {"FSDP_C_TRANSPORT": transport} if transport == "callback" else None
-    errors = run_ranks(run_ours, 4, name, False, env=env)
-    assert not any(errors), "\n".join(errors)
-
-
-@pytest.mark.parametrize("name", [body.__name__ for body in ON_FALLBACK])
-def test_trains_on_the_fallback(name: str) -> None:
-    errors = run_ranks(run_ours, 4, name, True)
+    errors = run_ranks(run_ours, 4, name, env=env)
     assert not any(errors), "\n".join(errors)
 
 

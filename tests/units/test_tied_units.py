@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from harness import cached_mesh, run_ranks
-from models import Tied, tokens, use_fallback
+from models import Tied, function_replaced, is_torchs, tokens
 from parity import full
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -106,13 +106,13 @@ def test_accumulates(shard: Any) -> None:
     run_ranks(train, 2, shard, 2)
 
 
-def train_on_fallback(rank: int, n_ranks: int, shard: Any) -> None:
+def train_on_torchs(rank: int, n_ranks: int, shard: Any) -> None:
     """Ties are a matter of set-up, so trees that torch's code runs have them too."""
     model, plain = build()
     shard(model, harness.implementation(), mesh=cached_mesh((n_ranks,)))
-    use_fallback(model.blocks[0])
-    model(tokens(rank)).square().mean().backward()
-    assert model._get_fsdp_state()._root is None
+    with function_replaced():
+        model(tokens(rank)).square().mean().backward()
+    assert is_torchs(model) and is_torchs(model.blocks[0])
     model.reshard()
     for peer in range(n_ranks):
         (plain(tokens(peer)).square().mean() / n_ranks).backward()
@@ -123,7 +123,7 @@ def train_on_fallback(rank: int, n_ranks: int, shard: Any) -> None:
 
 @pytest.mark.parametrize("shard", SHARDINGS)
 def test_trains_on_torchs_implementation(shard: Any) -> None:
-    run_ranks(train_on_fallback, 2, shard)
+    run_ranks(train_on_torchs, 2, shard)
 
 
 def refuse(rank: int, n_ranks: int, shard: Any, strict: bool) -> None:

@@ -105,7 +105,6 @@ OwnedDomain::OwnedDomain(Fields &given)
     given.end();
     check(fc_domain_create(transport_from_object(transport.get()), kind, list.descs.data(),
                            list.descs.size(), shard_rank, n_shards, Out(domain)));
-    fc_domain_name_fallback(get(), "torch's implementation");
     fc_batch_limit(get(), batch_bytes);
 }
 

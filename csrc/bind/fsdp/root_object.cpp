@@ -137,7 +137,7 @@ PyMethodDef root_methods[] = {
     }>("post_backward"),
     method<root_call_end_backward>("end_backward"),
     method<root_finalize_backward>("finalize_backward"),
-    method<[](RootObject &root) { root.is_replaced = true; }>("look_again"),
+    method<[](RootObject &root) { root.looks_around = true; }>("look_again"),
     method<[](RootObject &root) { root_reset(&root, true); }>("reset"),
     method<root_drop_raised_forward>("drop_raised_forward"),
     {}};

@@ -67,7 +67,6 @@ void state_join(StateObject &state, Fields &given)
 {
     const Ref root = given.object("root");
     Ref groups = given.object("groups");
-    state.uses_fallback = given.flag("uses_fallback");
     given.end();
     RootObject *new_root = root.get() == Py_None ? nullptr : &owned_by<RootObject>(root.get());
     GroupObject *first = nullptr;
@@ -84,18 +83,33 @@ void state_join(StateObject &state, Fields &given)
                         state.modules != nullptr && PyTuple_GET_SIZE(state.modules) > 1);
 }
 
-// Decides, before the first forward, whether the state runs here. False: the fallback.
+// Somebody has put in what the core has to look at. Between two steps only.
+void look_around(StateObject *state)
+{
+    RootObject *root = state->root;
+    const bool is_asked = root->looks_around || root->calls_methods || functions_replaced() ||
+                          has_dispatch_modes() != root->has_modes;
+    if (!is_asked) {
+        return;
+    }
+    if (fc_root_was_left(&root->course, &state->course)) {
+        root_reset(root, false);
+    }
+    if (root->course.opener == nullptr && fc_root_is_between_steps(&root->course)) {
+        root->looks_around = false;
+        root->has_modes = has_dispatch_modes();
+        ask_python(Call::look_around, state);
+    }
+}
+
+// Before a forward. False: the state was handed over to torch's.
 bool is_ours(StateObject *state)
 {
-    if (state->root == nullptr && !state->uses_fallback) {
-        ask_python(Call::choose_implementation, state);
-    } else if (state->root != nullptr && state->root->course.opener == nullptr &&
-               (state->root->is_replaced || state->root->calls_methods || functions_replaced() ||
-                has_dispatch_modes() != state->root->has_modes) &&
-               fc_root_is_between_steps(&state->root->course)) {
-        state->root->is_replaced = false;
-        state->root->has_modes = has_dispatch_modes();
-        ask_python(Call::leave_replaced, state);
+    if (state->root == nullptr) {
+        ask_python(Call::join_root, state);
+    } else if (state->root->course.opener == nullptr ||
+               state->course.training != FC_TRAINING_IDLE) {
+        look_around(state);
     }
     return state->root != nullptr;
 }
@@ -112,7 +126,6 @@ PyObject *state_enter(PyObject *self, PyObject *const *a, Py_ssize_t n)
 
 PyMemberDef state_members[] = {
     {"_root", T_OBJECT, offsetof(StateObject, root), READONLY, nullptr},
-    {"_uses_fallback", T_BOOL, offsetof(StateObject, uses_fallback), READONLY, nullptr},
     {"_is_strict", T_BOOL, offsetof(StateObject, is_strict), 0, nullptr},
     {"_modules", T_OBJECT_EX, offsetof(StateObject, modules), 0, nullptr},
     {"_modules_to_run_forward", T_OBJECT_EX, offsetof(StateObject, to_run), 0, nullptr},
@@ -122,16 +135,6 @@ void state_set_training(StateObject &state, PyObject *value)
 {
     state.course.backward = state.root != nullptr ? state.root->course.backward : 0;
     state.course.training = training_from(value);
-}
-
-// Who replaces a method of a state is noticed by the next forward of its root.
-int state_setattro(PyObject *self, PyObject *name, PyObject *value)
-{
-    auto *state = as<StateObject>(self);
-    if (state->root != nullptr && is_watched_on_states(name)) {
-        state->root->is_replaced = true;
-    }
-    return PyObject_GenericSetAttr(self, name, value);
 }
 
 PyGetSetDef state_properties[] = {
@@ -190,7 +193,7 @@ PyObject *state_hook_pre_forward(PyObject *self, PyObject *const *a, Py_ssize_t 
         check_arguments(n, 3);
         const Untraced untraced;
         if (!is_ours(as<StateObject>(self))) {
-            return ask_python(Call::torch_pre_forward, self, a[0], a[1], a[2]).release();
+            return ask_python(Call::torchs_pre_forward, self, a[0], a[1], a[2]).release();
         }
         return state_pre_forward_member(as<StateObject>(self), a[1], a[2]).release();
     });
@@ -202,7 +205,7 @@ PyObject *state_hook_post_forward(PyObject *self, PyObject *const *a, Py_ssize_t
         check_arguments(n, 3);
         const Untraced untraced;
         if (as<StateObject>(self)->root == nullptr) {
-            return ask_python(Call::torch_post_forward, self, a[0], a[1], a[2]).release();
+            return ask_python(Call::torchs_post_forward, self, a[0], a[1], a[2]).release();
         }
         return state_post_forward_member(as<StateObject>(self), a[0], a[2]).release();
     });
@@ -214,7 +217,6 @@ int register_state(PyObject *module)
                                           .methods = state_methods,
                                           .properties = state_properties,
                                           .members = state_members,
-                                          .setattro = state_setattro,
                                           .flags = Py_TPFLAGS_BASETYPE});
 }
 

@@ -30,7 +30,7 @@ struct GroupObject {
 
     PyObject_HEAD
     fc_root_unit course; // flags that Python sets, and what a step's course knows of the unit
-    Unit *unit;          // owned; null until bound, and on the fallback
+    Unit *unit;          // owned; null until bound
     Unit *former;        // owned; what the next unit inherits from, null: nothing
     bool calls_methods;  // somebody has replaced one, see python_door.cpp
     std::function<void()> *waiting; // borrowed; what a method of it that runs is to do
@@ -58,14 +58,13 @@ struct StateObject {
 
     PyObject_HEAD
     fc_root_module course;
-    RootObject *root;           // owned; null while undecided or on the fallback
+    RootObject *root;           // owned; null before the first forward, or handed over
     PyObject *groups;           // owned; a tuple
     GroupObject *group;         // the first of them; null without parameters
     PyObject *modules;          // owned; a tuple
     PyObject *to_run;           // owned; the set of modules of a grouped unit that are still to run
     uint64_t entry_sequence;    // of the autograd nodes made since forward was entered
     uint64_t entry_checkpoints; // activation checkpoints of the process, then
-    char uses_fallback;
     char casts_inputs;
     char is_strict; // as torch: warns of outputs that are views, refuses inputs changed in place
     at::ScalarType param_dtype, output_dtype; // Undefined: as they are
@@ -86,7 +85,7 @@ struct RootObject {
     Streams *streams;             // borrowed from the domains; null without a device
     std::weak_ptr<RootHold> hold; // of autograd's nodes
     int64_t graph_task;           // autograd's number of the running backward
-    bool is_replaced;             // a method of one of the states was, since set-up
+    bool looks_around;            // somebody has put in what the next forward has to look at
     bool calls_methods;           // of some of its groups
     bool has_modes;               // a dispatch mode was active when units were bound
 };

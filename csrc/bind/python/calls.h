@@ -11,15 +11,15 @@
 
 // X(name): functions that fsdp_c/_fully_shard/_callbacks.py hands to set_callbacks, and describes.
 #define FC_CALLS(X)                                                                                \
-    X(choose_implementation)                                                                       \
-    X(leave_replaced)                                                                              \
+    X(join_root)                                                                                   \
+    X(look_around)                                                                                 \
     X(rebuild_units)                                                                               \
     X(refuse_unless_waited)                                                                        \
     X(note_forward)                                                                                \
     X(prefetch_in_forward)                                                                         \
     X(prefetch_in_backward)                                                                        \
-    X(torch_pre_forward)                                                                           \
-    X(torch_post_forward)                                                                          \
+    X(torchs_pre_forward)                                                                          \
+    X(torchs_post_forward)                                                                         \
     X(cast_any_input)                                                                              \
     X(cast_any_output)                                                                             \
     X(warn_of_view)                                                                                \

@@ -22,7 +22,6 @@ struct Owner {
 // Never freed: the interpreter may be gone when static objects are.
 struct Watched {
     std::vector<Owner> owners;
-    Ref state_names; // a frozenset
 };
 Watched *watched = nullptr;
 
@@ -67,16 +66,11 @@ bool functions_replaced()
     return false;
 }
 
-bool is_watched_on_states(PyObject *name)
-{
-    return watched != nullptr && PySet_Contains(watched->state_names.get(), name) == 1;
-}
-
 void watch_functions(Fields &given)
 {
-    const Ref all = given.list("functions"), state_names = given.object("names");
+    const Ref all = given.list("functions");
     given.end();
-    Watched found = {{}, state_names};
+    Watched found;
     for (PyObject *function : items_of(all.get())) {
         Fields row(function);
         Ref owner = row.object("owner"); // those of one come one after another

@@ -1,7 +1,6 @@
-"""Behaviours that torch gets wrong, on the core and on the fallback; the unsharded model judges.
+"""What torch gets wrong in steps; the unsharded model judges.
 
-Each body runs under fsdp_c on both and, expected to fail, under torch: a torch that does
-better is noticed. A method that is replaced takes a model to the fallback.
+Each body runs under fsdp_c and, expected to fail, under torch: a torch that does better is noticed.
 """
 
 import copy
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from harness import cached_mesh, failure_of, run_ranks
-from models import use_fallback
 from parity import full
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -54,10 +52,10 @@ def batch(rank: int, step: int = 0) -> Tensor:
 
 
 class Case:
-    """A model, sharded under one implementation on one road, and the same unsharded."""
+    """A model, sharded under one implementation, and the same unsharded."""
 
-    def __init__(self, fsdp: Any, is_on_core: bool) -> None:
-        self.fsdp, self.is_on_core = fsdp, is_on_core
+    def __init__(self, fsdp: Any) -> None:
+        self.fsdp = fsdp
         self.rank, self.n_ranks = dist.get_rank(), dist.get_world_size()
 
     def build(
@@ -71,8 +69,6 @@ class Case:
         model = copy.deepcopy(plain)
         for unit in (*units(model), model):
             self.fsdp.fully_shard(unit, **options)
-        if not self.is_on_core:
-            use_fallback(model)
         return model, plain
 
     def policy(self) -> Any:
@@ -373,8 +369,6 @@ def g3_sparse_gradient_is_named(case: Case) -> None:
     model = nn.Sequential(nn.Embedding(6, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH))
     for unit in (model[0], model):
         case.fsdp.fully_shard(unit)
-    if not case.is_on_core:
-        use_fallback(model[0])
     with pytest.raises(ValueError, match=r"'0.weight' is sparse"):
         model(torch.tensor([1, 2])).sum().backward()
 
@@ -452,15 +446,11 @@ MENDED = {
 
 
 def run_ours(rank: int, n_ranks: int, name: str) -> str:
-    def on_both(body: Callable[[Case], None]) -> None:
-        for is_on_core in (True, False):
-            body(Case(fsdp_c, is_on_core))
-
-    return failure_of(on_both, globals()[name])
+    return failure_of(globals()[name], Case(fsdp_c))
 
 
 def run_torch(rank: int, n_ranks: int) -> dict[str, str]:
-    return {body.__name__: failure_of(body, Case(torch_fsdp, True)) for body in BODIES}
+    return {body.__name__: failure_of(body, Case(torch_fsdp)) for body in BODIES}
 
 
 @pytest.mark.parametrize("name", [body.__name__ for body in BODIES])

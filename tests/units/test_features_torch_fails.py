@@ -1,4 +1,4 @@
-"""Trees that torch's implementation runs, where it fails on its own and under fsdp_c does not.
+"""Features of which torch gets something wrong, and fsdp_c does not.
 
 Each body runs under fsdp_c and, expected to fail, under torch: a torch that does better is noticed.
 An unsharded model is the judge.
@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from harness import cached_mesh, failure_of, run_ranks
-from models import use_fallback
 from parity import full
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
@@ -61,7 +60,6 @@ def df31_divide_factor_over_gloo(fsdp: Any, rank: int, n_ranks: int) -> None:
         model, plain = pair()
         fsdp.fully_shard(model, mesh=mesh)
         model.set_force_sum_reduction_for_comms(is_forced)
-        use_fallback(model)
         model.set_gradient_divide_factor(3.0)
         model(batch(rank)).square().sum().backward()
         check_gradients(model, plain, 3.0)
@@ -71,25 +69,9 @@ def df31_divide_factor_over_gloo(fsdp: Any, rank: int, n_ranks: int) -> None:
 
 def df31_offload_without_accelerator(fsdp: Any, rank: int, n_ranks: int) -> None:
     """There is nothing that pinned memory could speed up."""
-    for is_on_core in (True, False):
-        model, plain = pair()
-        policy = fsdp.CPUOffloadPolicy()
-        fsdp.fully_shard(model, mesh=cached_mesh((n_ranks,)), offload_policy=policy)
-        if not is_on_core:
-            use_fallback(model)
-        model(batch(rank)).square().sum().backward()
-        check_gradients(model, plain, n_ranks)
-
-
-def df38_no_order_of_forwards_without_backward(fsdp: Any, rank: int, n_ranks: int) -> None:
     model, plain = pair()
-    for module in (model.up, model):
-        fsdp.fully_shard(module, mesh=cached_mesh((n_ranks,)))
-    use_fallback(model)
-    for _ in range(3):
-        with torch.no_grad():
-            model(batch(rank))
-    assert model._get_fsdp_state()._comm_ctx.post_forward_order == []
+    policy = fsdp.CPUOffloadPolicy()
+    fsdp.fully_shard(model, mesh=cached_mesh((n_ranks,)), offload_policy=policy)
     model(batch(rank)).square().sum().backward()
     check_gradients(model, plain, n_ranks)
 
@@ -101,7 +83,6 @@ def df19_another_dtype_after_the_first_forward(fsdp: Any, rank: int, n_ranks: in
         model, plain = pair()
         for module in (model.up, model):
             fsdp.fully_shard(module, mesh=cached_mesh((n_ranks,)), mp_policy=policy)
-        use_fallback(model)
         model(batch(rank)).square().sum().backward()
         for to in (torch.float64, torch.float32):
             for module in (model, plain):
@@ -213,7 +194,6 @@ def df29_clip_grad_norm_over_meshes(fsdp: Any, rank: int, n_ranks: int) -> None:
 BODIES = [
     df19_another_dtype_after_the_first_forward,
     df31_divide_factor_over_gloo,
-    df38_no_order_of_forwards_without_backward,
     df18_int_reshard_of_an_extension,
     df27_ex3_extension_survives_a_move,
     df27_ex15_all_inputs_in_a_group_of_one,

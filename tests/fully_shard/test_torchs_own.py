@@ -1,5 +1,6 @@
-"""Trees that the core leaves to torch's own implementation, from the start or from some step on."""
+"""Models that are handed over to torch's own implementation, from the start or some step on."""
 
+import contextlib
 import copy
 import io
 from typing import Any
@@ -11,63 +12,54 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from models import Net, data
-from parity import Pair, Plain, Side, full, on_ranks
+from parity import Pair, Plain, full, on_ranks
 
 
-def replace_method(side: Side) -> None:
-    models.use_fallback(side.model.blocks[1])
-
-
-def runs_on_core(side: Side) -> bool:
-    return side.model.blocks[0]._get_fsdp_state()._root is not None
+def is_torchs(pair: Pair) -> bool:
+    units = [unit for unit in pair.ours.model.modules() if isinstance(unit, torch_fsdp.FSDPModule)]
+    return all(map(models.is_torchs, units))
 
 
 @on_ranks(1, 2)
-def test_method_replaced_before_the_first_forward(rank: int, n_ranks: int) -> None:
+def test_function_replaced_before_the_first_forward(rank: int, n_ranks: int) -> None:
     pair = Pair(Net, models.shard_blocks)
-    pair.do(replace_method)
-    for step in range(3):
+    with models.function_replaced():
+        pair.step(data(rank, 0))
+    for step in range(1, 3):
         pair.step(data(rank, step))
     pair.skip_if_same()
-    assert not runs_on_core(pair.ours)
+    assert is_torchs(pair)
 
 
 @on_ranks(1, 2)
-def test_method_replaced_between_steps(rank: int, n_ranks: int) -> None:
-    """After the first forward, too, it takes the whole tree to torch's implementation."""
+def test_function_replaced_between_steps(rank: int, n_ranks: int) -> None:
+    """After the first forward, too, it hands the whole model over."""
     pair = Pair(Net, models.shard_blocks)
     pair.step(data(rank, 0))
-    is_torch = pair.ours.fsdp is pair.theirs.fsdp
-    assert is_torch or runs_on_core(pair.ours)
-    pair.do(replace_method)
-    assert is_torch or not runs_on_core(pair.ours)
-    for step in range(1, 4):
+    assert pair.ours.fsdp is pair.theirs.fsdp or not is_torchs(pair)
+    with models.function_replaced():
+        pair.step(data(rank, 1))
+    assert is_torchs(pair)
+    for step in range(2, 5):
         pair.step(data(rank, step))
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_unsharded_before_the_first_forward(rank: int, n_ranks: int) -> None:
-    """The parameters that an early unshard() gave, and hooks on them, are those of the forward."""
-    pair = Pair(Net, models.shard_blocks)
-    pair.do(replace_method)
-
-    def unshard(side: Side) -> None:
-        block = side.model.blocks[1]
-        block.unshard()
-        side.hooked = block.up.weight
-        side.hooked.register_hook(lambda grad: grad * 3)
-
-    pair.do(unshard)
-    pair.forward(data(rank))
-    pair.backward()
-
-    def still_the_same(side: Side) -> bool:
-        side.model.blocks[1].unshard()
-        found = side.model.blocks[1].up.weight
-        side.model.blocks[1].reshard()
-        return found is side.hooked
-
-    assert pair.both(still_the_same) is True
+    """A unit alone is not handed over: the error says what to do."""
+    fsdp = harness.implementation()
+    if fsdp is torch_fsdp:
+        return
+    net = Net()
+    models.shard_blocks(net, fsdp)
+    with models.function_replaced():
+        with pytest.raises(RuntimeError, match="'.*': torch's implementation is to run.*replaced"):
+            net.blocks[1].unshard()
+        net(data(rank)).sum().backward()
+    assert models.is_torchs(net.blocks[1])
+    net.blocks[1].unshard()
+    assert net.blocks[1].up.weight.shape == (models.HIDDEN, models.WIDTH)
+    net.blocks[1].reshard()
 
 
 @on_ranks(1, 2)
@@ -82,17 +74,16 @@ def test_parameters_can_be_copied_and_saved(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(2, 3)
-def test_method_of_one_rank_before_the_first_forward(rank: int, n_ranks: int) -> None:
-    """The others learn of it and take the fallback too."""
+def test_replaced_on_one_rank_before_the_first_forward(rank: int, n_ranks: int) -> None:
+    """The others learn of it and hand over too."""
     pair = Pair(Net, models.shard_blocks)
-    if rank == n_ranks - 1:
-        pair.do(lambda side: models.use_fallback(side.model.blocks[0]))
-    for step in range(2):
-        pair.step(data(rank, step))
+    with models.function_replaced() if rank == n_ranks - 1 else contextlib.nullcontext():
+        pair.step(data(rank, 0))
+    pair.step(data(rank, 1))
     pair.skip_if_same()
-    assert not runs_on_core(pair.ours)
-    reason = pair.ours.model._get_fsdp_state()._fsdp_param_groups[0].fallback_reason
-    assert "blocks.0" in reason and "was replaced" in reason
+    assert is_torchs(pair)
+    reason = pair.ours.model._get_fsdp_state()._fsdp_param_groups[0].why_torchs
+    assert "was replaced" in reason
     assert (f"on rank {n_ranks - 1}" in reason) == (rank < n_ranks - 1)
 
 
@@ -109,39 +100,42 @@ def after_a_step(rank: int, build: Any = Net) -> Any:
 
 
 @on_ranks(2)
-def test_method_of_one_rank_between_steps(rank: int, n_ranks: int) -> None:
+def test_replaced_on_one_rank_between_steps(rank: int, n_ranks: int) -> None:
     """Then the others are in their forward already, and are told at once; so is that rank."""
     model = after_a_step(rank)
     if model is None:
         return
     if rank == 0:
-        models.use_fallback(model.blocks[0])
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="rank 0 no longer runs.*and rank 1 does"):
-                model(data(rank))
-        dist.barrier()
-        dist.barrier()
-        check_fallback(model, rank)
+        with models.function_replaced():
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="rank 0 has left.*and rank 1 goes on"):
+                    model(data(rank))
+            dist.barrier()
+            dist.barrier()
+            check_torchs(model, rank)
         return
     model.reshard()
     before = [parameter._local_tensor.clone() for parameter in model.parameters()]
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="rank 0 no longer runs.*set on all ranks"):
+        with pytest.raises(RuntimeError, match="rank 0 has left.*set on all ranks"):
             model(data(rank))
     model.reshard()
     after = [parameter._local_tensor for parameter in model.parameters()]
     assert all(map(torch.equal, before, after))
     dist.barrier()
-    models.use_fallback(model.blocks[1])
-    dist.barrier()
-    check_fallback(model, rank)
+    with models.function_replaced():
+        dist.barrier()
+        check_torchs(model, rank)
 
 
-def check_fallback(model: Any, rank: int, n_ranks: int = 2, build: Any = Net) -> None:
+def check_torchs(model: Any, rank: int, n_ranks: int = 2, build: Any = Net) -> None:
     """Once all ranks have left the core they go on."""
     plain = Plain(build)
+    model.reshard()
     model.zero_grad()
     model(data(rank)).sum().backward()
+    assert models.is_torchs(model)
+    model.reshard()
     plain.backward([plain.model(data(r)).sum() for r in range(n_ranks)], n_ranks)
     for name, parameter in plain.model.named_parameters():
         torch.testing.assert_close(full(model.get_parameter(name).grad), parameter.grad, msg=name)
@@ -169,8 +163,8 @@ def test_left_after_one_rank_failed(rank: int, n_ranks: int) -> None:
         for _ in range(3):
             with pytest.raises(ValueError, match="not a number"):
                 model(data(rank).fill_(torch.nan))
-    models.use_fallback(model.blocks[0])
-    check_fallback(model, rank, n_ranks, Picky)
+    with models.function_replaced():
+        check_torchs(model, rank, n_ranks, Picky)
 
 
 @on_ranks(2)
@@ -179,13 +173,14 @@ def test_each_rank_tries_once_more(rank: int, n_ranks: int) -> None:
     model = after_a_step(rank)
     if model is None:
         return
-    if rank == 0:
-        models.use_fallback(model.blocks[0])
-    try:
-        model(data(rank))
-    except RuntimeError as error:  # rank 0 may also come when the other one has left already
-        assert "rank 0 no longer runs" in str(error)
-        if rank == 1:
-            models.use_fallback(model.blocks[0])
-        model(data(rank))
-    check_fallback(model, rank)
+    with contextlib.ExitStack() as stack:
+        if rank == 0:
+            stack.enter_context(models.function_replaced())
+        try:
+            model(data(rank))
+        except RuntimeError as error:  # rank 0 may also come when the other one has left already
+            assert "rank 0 has left" in str(error)
+            if rank == 1:
+                stack.enter_context(models.function_replaced())
+            model(data(rank))
+        check_torchs(model, rank)
