@@ -198,10 +198,18 @@ class Streams:
     def tells_handles() -> bool:
         """Whether streams of CUDA can be handed to kernels and to NCCL."""
     def connect(
-        self, *, group: str, nccl: NcclGroup | None, messages: Any, rank: int, n_ranks: int
+        self,
+        *,
+        group: str,
+        nccl: NcclGroup | None,
+        messages: Any,
+        rank: int,
+        n_ranks: int,
+        may_scale: bool,
     ) -> None:
         """Who does the collectives of that name: `messages` in sight of others, NCCL or, with None
-        for both, the process group that is registered under it."""
+        for both, the process group that is registered under it. `may_scale`: gradients may be
+        divided by it before they are added up."""
 
 class Domain:
     """Units that travel over one process group."""
@@ -269,6 +277,7 @@ class Group:
     reshard_after_backward: bool
     reduce_scatter_unused_params: bool
     unshard_in_backward: bool
+    force_sum_reduction_for_comms: bool
     post_forward_mesh_info: Any
     gradient_divide_factor: float | None
     _training: int  # TrainingState, as its index

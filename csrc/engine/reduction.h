@@ -33,6 +33,7 @@ typedef struct fc_reduce_options {
     double divisor;   /* of the sum over all ranks */
     bool all_reduce;  /* false: keep the sum over the shard group (HSDP) */
     bool defer_hooks; /* the caller's: passed on to `assign` */
+    bool is_sum;      /* the caller's: of devices whose collectives could scale what they add up */
 } fc_reduce_options;
 
 /* What a unit's owner does for its reductions. `owner`: see fc_reduction_attach. */

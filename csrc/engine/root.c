@@ -45,7 +45,8 @@ fc_reduce_options fc_root_unit_options(const fc_root_unit *unit, double factor)
         divisor = fc_domain_n_ranks(r->shard->domain);
         divisor *= r->replicate != NULL ? fc_domain_n_ranks(r->replicate->domain) : 1;
     }
-    return (fc_reduce_options){divisor, unit->all_reduce_grads, unit->defers_hooks};
+    return (fc_reduce_options){divisor, unit->all_reduce_grads, unit->defers_hooks,
+                               unit->force_sum};
 }
 
 void fc_root_module_join(fc_root_module *module, fc_root_unit *unit, bool is_grouped)

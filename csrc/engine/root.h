@@ -53,6 +53,7 @@ struct fc_root_unit {
     bool reshard_after_backward; /* false: parameters stay for the next forward */
     bool reduce_unused;          /* parameters without a gradient take part with zeros */
     bool unshard_in_backward;    /* false: backward has to do without parameters */
+    bool force_sum;              /* passed on in the options of reductions */
     /* State. */
     bool is_pending;      /* gradients of a backward that went by are still to be reduced */
     bool defers_hooks;    /* hooks of its gradients run at the end of the phase */

@@ -55,6 +55,7 @@ fc_status in_stream_of(void *, fc_stream *stream, fc_status (*body)(void *), voi
 struct OwnGroup {
     c10::Device device;
     c10::intrusive_ptr<c10d::ProcessGroup> group; // null: of one rank
+    c10d::ReduceOp op;                            // of reductions
 
     size_t n_ranks() const { return group ? static_cast<size_t>(group->getSize()) : 1; }
 
@@ -110,7 +111,7 @@ fc_status group_reduce_scatter(void *context, fc_stream *stream, fc_label label,
         if (own.n_ranks() == 1) {
             part.copy_(all);
         } else {
-            await([&] { return scatter_sums(*own.group, part, all); });
+            await([&] { return scatter_sums(*own.group, part, all, own.op); });
         }
     });
 }
@@ -120,23 +121,36 @@ fc_status group_all_reduce(void *context, fc_stream *stream, fc_label label, voi
 {
     return in_stream(context, stream, "all-reduce", label, [&](const OwnGroup &own) {
         std::vector<at::Tensor> tensors = {own.tensor_at(buffer, numel, scalar_type_of(dtype))};
-        await([&] { return own.group->allreduce(tensors); });
+        await([&] { return own.group->allreduce(tensors, {.reduceOp = own.op}); });
     });
+}
+
+// As torch's fully_shard asks for it.
+void group_scale(void *context, double factor)
+{
+    auto &own = *static_cast<OwnGroup *>(context);
+    const bool is_average = factor == 1.0 / static_cast<double>(own.n_ranks());
+    own.op = factor == 1  ? c10d::ReduceOp(c10d::ReduceOp::SUM)
+             : is_average ? c10d::ReduceOp(c10d::ReduceOp::AVG)
+                          : scaled_sums(factor);
 }
 
 } // namespace
 
-fc_collectives_group group_collectives(c10::Device device, const std::string &name, int n_ranks)
+fc_collectives_group group_collectives(c10::Device device, const std::string &name, int n_ranks,
+                                       bool may_scale)
 {
-    auto *own = new OwnGroup{device, {}};
+    auto *own = new OwnGroup{device, {}, c10d::ReduceOp::SUM};
     if (n_ranks > 1) {
         own->group = c10d::resolve_process_group(name);
     }
     return {.context = own,
             .n_ranks = n_ranks,
+            .may_scale = may_scale,
             .all_gather = group_all_gather,
             .reduce_scatter = group_reduce_scatter,
             .all_reduce = group_all_reduce,
+            .scale = group_scale,
             .release = [](void *context) { delete static_cast<OwnGroup *>(context); }};
 }
 

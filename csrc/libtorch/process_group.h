@@ -14,7 +14,8 @@
 namespace fc {
 
 // `group` is the name under which torch has registered it; of one rank there need be none.
-fc_collectives_group group_collectives(c10::Device device, const std::string &group, int n_ranks);
+fc_collectives_group group_collectives(c10::Device device, const std::string &group, int n_ranks,
+                                       bool may_scale);
 // Of the device's memory and streams; it outlives their use.
 fc_collectives_host collectives_host(const c10::Device *device);
 

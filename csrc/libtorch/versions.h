@@ -55,10 +55,21 @@ inline c10::intrusive_ptr<c10d::Work> gather_into(c10d::ProcessGroup &group, at:
 #endif
 }
 
+// Sums of what was multiplied before; the function has its name since 2.13.
+inline c10d::ReduceOp scaled_sums(double factor)
+{
+#if FC_TORCH_AT_LEAST(2, 13)
+    return c10d::makePreMulSum(factor);
+#else
+    return c10d::makeNCCLPreMulSum(factor);
+#endif
+}
+
 inline c10::intrusive_ptr<c10d::Work> scatter_sums(c10d::ProcessGroup &group, at::Tensor &part,
-                                                   at::Tensor &all)
+                                                   at::Tensor &all, const c10d::ReduceOp &op)
 {
     c10d::ReduceScatterOptions options;
+    options.reduceOp = op;
     options.asyncOp = false;
 #if FC_TORCH_AT_LEAST(2, 13)
     return group.reduce_scatter_single(part, all, options);

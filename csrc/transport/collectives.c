@@ -123,6 +123,25 @@ bool fc_collectives_has_groups(const fc_device_comm *comm)
     return peers_of(comm)->group.nccl != NULL;
 }
 
+int fc_collectives_n_ranks(const fc_device_comm *comm)
+{
+    return peers_of(comm)->group.n_ranks;
+}
+
+bool fc_collectives_scale(fc_device_comm *comm, double factor)
+{
+    const fc_collectives_group *g = &peers_of(comm)->group;
+
+    if (!g->may_scale || g->is_seen) {
+        return factor == 1;
+    }
+    if (g->nccl != NULL) {
+        return fc_nccl_scale(g->nccl, factor);
+    }
+    g->scale(g->context, factor);
+    return true;
+}
+
 /* ---- failures ---- */
 
 /* What a collective came to. */

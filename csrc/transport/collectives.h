@@ -33,6 +33,8 @@ typedef struct fc_collectives_group {
     void *context;       /* passed first */
     fc_nccl_group *nccl; /* does them all; borrowed until release. NULL: the functions */
     int n_ranks, rank;
+    /* It is wanted that elements are multiplied before they are added up, where that can be. */
+    bool may_scale;
     /* Others look at what these bring, which do them all: reductions of one rank, too. They are
      * released with the group; the functions, and `release`, are not needed. */
     bool is_seen;
@@ -45,6 +47,8 @@ typedef struct fc_collectives_group {
                                 const void *from, size_t numel, fc_dtype dtype);
     fc_status (*all_reduce)(void *context, fc_stream *stream, fc_label label, void *buffer,
                             size_t numel, fc_dtype dtype);
+    /* From now on by this, until it is 1 again. Only where it may scale. */
+    void (*scale)(void *context, double factor);
     void (*release)(void *context);
 } fc_collectives_group;
 
@@ -59,6 +63,11 @@ FC_MUST_CHECK fc_status fc_collectives_connect(fc_collectives *all, const char *
 fc_device_comm *fc_collectives_find(const fc_collectives *all, const char *name); /* or NULL */
 /* Whether several all-gathers are one piece of work. */
 bool fc_collectives_has_groups(const fc_device_comm *comm);
+int fc_collectives_n_ranks(const fc_device_comm *comm);
+/* From now on each rank's elements are multiplied by the factor before they are added up, in their
+ * own type. False: they cannot be, and sums stay what they are; with the factor 1 they always can.
+ */
+bool fc_collectives_scale(fc_device_comm *comm, double factor);
 
 /* For devices; valid as long as `all`. */
 fc_device_caller fc_collectives_caller(fc_collectives *all);

@@ -97,6 +97,11 @@ FC_MUST_CHECK fc_status fc_nccl_reduce_scatter(fc_device_comm *comm, fc_stream *
 FC_MUST_CHECK fc_status fc_nccl_all_reduce(fc_device_comm *comm, fc_stream *stream, fc_label label,
                                            void *buffer, size_t numel, fc_dtype dtype);
 
+/* From now on reductions multiply elements by the factor before they add them up. False: NCCL has
+ * no such operation without being asked to make one, and sums stay what they are. It has averages.
+ */
+bool fc_nccl_scale(fc_nccl_group *group, double factor);
+
 /* ---- for who tries NCCL on arrays of their own ---- */
 
 typedef struct fc_nccl_array {

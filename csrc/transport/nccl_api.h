@@ -40,7 +40,9 @@ enum {
     FC_NCCL_BFLOAT16 = 9
 };
 
-#define FC_NCCL_SUM 0 /* ncclRedOp_t */
+/* ncclRedOp_t */
+#define FC_NCCL_SUM 0
+#define FC_NCCL_AVG 4 /* 2.10 */
 #define FC_NCCL_NO_COLOR (-1)
 #define FC_NCCL_MAGIC 0xcafebeefU
 #define FC_NCCL_UNDEFINED INT_MIN

@@ -131,6 +131,17 @@ fc_status fc_nccl_all_gather_each(fc_device_comm *target, fc_stream *stream, fc_
         comm, gather_each(&comm->group->nccl->call, comm, stream, gathers, n_gathers), &info);
 }
 
+bool fc_nccl_scale(fc_nccl_group *group, double factor)
+{
+    group->has_averages = factor != 1 && factor == 1.0 / group->base->n_ranks;
+    return factor == 1 || group->has_averages;
+}
+
+static int operation_of(const fc_nccl_comm *comm)
+{
+    return comm->group->has_averages ? FC_NCCL_AVG : FC_NCCL_SUM;
+}
+
 fc_status fc_nccl_reduce_scatter(fc_device_comm *target, fc_stream *stream, fc_label label,
                                  void *to, const void *from, size_t numel, fc_dtype dtype)
 {
@@ -141,8 +152,8 @@ fc_status fc_nccl_reduce_scatter(fc_device_comm *target, fc_stream *stream, fc_l
     FC_TRY(find_type(comm, &info, dtype, &type));
     FC_TRY(begin(comm, &info, numel * fc_dtype_bytes(dtype), (uint64_t)type, label.detail));
     return fc_nccl_settle(comm,
-                          comm->group->nccl->call.reduce_scatter(from, to, numel, type, FC_NCCL_SUM,
-                                                                 comm->handle, stream),
+                          comm->group->nccl->call.reduce_scatter(
+                              from, to, numel, type, operation_of(comm), comm->handle, stream),
                           &info);
 }
 
@@ -160,7 +171,8 @@ fc_status fc_nccl_all_reduce(fc_device_comm *target, fc_stream *stream, fc_label
     }
     return fc_nccl_settle(comm,
                           comm->group->nccl->call.all_reduce(buffer, buffer, numel, type,
-                                                             FC_NCCL_SUM, comm->handle, stream),
+                                                             operation_of(comm), comm->handle,
+                                                             stream),
                           &info);
 }
 

@@ -34,6 +34,7 @@ struct fc_nccl_group {
     fc_nccl_comm comms[FC_NCCL_COMMS];
     int n_comms;
     bool is_closed;
+    bool has_averages; /* reductions are, of floating-point numbers */
     char text[FC_NCCL_TEXT_BYTES];
 };
 

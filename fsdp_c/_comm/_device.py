@@ -191,6 +191,7 @@ def connect(
         messages=messages,
         rank=process_group.rank(),
         n_ranks=process_group.size(),
+        may_scale=_process_group.scales(process_group, group.device),
     )
 
 

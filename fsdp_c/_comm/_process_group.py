@@ -50,6 +50,17 @@ def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
         return c10d.default_pg_timeout.total_seconds()
 
 
+def scales(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group's backend multiplies what it is about to add up where torch asks for
+    averages: NCCL's alone."""
+    if group is ALONE:
+        return False
+    try:
+        return bool(group._get_backend(device).name() == "nccl")
+    except (AttributeError, RuntimeError):
+        return False
+
+
 class Described(NamedTuple):
     """What the core is told of a group; read by name in csrc/bind/comm/transport.cpp."""
 

@@ -68,7 +68,7 @@ static inline fc_status get_options(void *of, fc_reduce_options *out)
 {
     const owner *o = of;
 
-    *out = (fc_reduce_options){1, o->course.all_reduce_grads, o->course.defers_hooks};
+    *out = (fc_reduce_options){1, o->course.all_reduce_grads, o->course.defers_hooks, false};
     return FC_OK;
 }
 

@@ -31,7 +31,7 @@ static char kept[4096]; /* what was sent last */
 static fc_status get_options(void *of, fc_reduce_options *out)
 {
     (void)of;
-    *out = (fc_reduce_options){2, true, false};
+    *out = (fc_reduce_options){2, true, false, false};
     return FC_OK;
 }
 
@@ -234,7 +234,7 @@ static void open(world *w)
 /* Gradients of the first `n` parameters. */
 static void submit_some(world *w, size_t u, float value, size_t n)
 {
-    static const fc_reduce_options options = {2, true, false};
+    static const fc_reduce_options options = {2, true, false, false};
     float *data = malloc(NUMEL * sizeof(*data));
     fc_gradient *grads = calloc(N_PARAMS, sizeof(*grads));
 

@@ -17,6 +17,7 @@ static const fc_label layer = {"layers.0", "test", 0};
 /* A process group that notes what it is asked for. */
 typedef struct asked {
     int gathers, scatters, reduces, released;
+    double factor;
     fc_status status;
 } asked;
 
@@ -49,6 +50,11 @@ static fc_status note_reduce(void *context, fc_stream *stream, fc_label label, v
     return FC_OK;
 }
 
+static void note_scale(void *context, double factor)
+{
+    ((asked *)context)->factor = factor;
+}
+
 static void note_release(void *context)
 {
     ((asked *)context)->released++;
@@ -61,6 +67,7 @@ static fc_collectives_group own_group(asked *a, int n_ranks)
                                   .all_gather = note_gather,
                                   .reduce_scatter = note_scatter,
                                   .all_reduce = note_reduce,
+                                  .scale = note_scale,
                                   .release = note_release};
 }
 
@@ -263,6 +270,28 @@ static bool at_once(void *arg)
     return true;
 }
 
+/* Factors reach who may scale; others say that they do not, but for 1. */
+static void test_scales(void)
+{
+    asked plain = {0}, scaling = {0};
+    const fc_collectives_group of_plain = own_group(&plain, 3);
+    fc_collectives_group of_scaling = own_group(&scaling, 3);
+    fc_collectives *all = make();
+
+    of_scaling.may_scale = true;
+    MUST(fc_collectives_connect(all, "plain", &of_plain));
+    MUST(fc_collectives_connect(all, "scaling", &of_scaling));
+    CHECK_EQ(fc_collectives_n_ranks(fc_collectives_find(all, "plain")), 3);
+    CHECK(!fc_collectives_scale(fc_collectives_find(all, "plain"), 0.5));
+    CHECK(fc_collectives_scale(fc_collectives_find(all, "plain"), 1));
+    CHECK(plain.factor == 0);
+    CHECK(fc_collectives_scale(fc_collectives_find(all, "scaling"), 0.5));
+    CHECK(scaling.factor == 0.5);
+    CHECK(fc_collectives_scale(fc_collectives_find(all, "scaling"), 1));
+    CHECK(scaling.factor == 1);
+    fc_collectives_destroy(all);
+}
+
 /* Where one has failed the other ends, too, and each later call tells why. */
 static void body_nccl(int rank, int n, void *arg)
 {
@@ -278,12 +307,17 @@ static void body_nccl(int rank, int n, void *arg)
     (void)n;
     (void)arg;
     for (int i = 0; i < 2; i++) {
-        const fc_collectives_group by_nccl = {
-            .context = &kept, .nccl = groups[i], .release = note_release};
+        const fc_collectives_group by_nccl = {.context = &kept,
+                                              .nccl = groups[i],
+                                              .n_ranks = 1,
+                                              .may_scale = true,
+                                              .release = note_release};
 
         MUST(fc_collectives_connect(all, i == 0 ? "shards" : "replicas", &by_nccl));
     }
     CHECK(fc_collectives_has_groups(fc_collectives_find(all, "shards")));
+    CHECK(!fc_collectives_scale(fc_collectives_find(all, "shards"), 0.5)); /* no average of one */
+    CHECK(fc_collectives_scale(fc_collectives_find(all, "shards"), 1));
     MUST(gather(all, "shards", 4));
     MUST(gather(all, "replicas", 4));
     MUST(fc_collectives_watch(all));
@@ -306,6 +340,7 @@ static void body_nccl(int rank, int n, void *arg)
 int main(void)
 {
     test_process_groups();
+    test_scales();
     check_in_sight(1);
     check_in_sight(2);
     ranks_check(1, body_nccl, NULL);

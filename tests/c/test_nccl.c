@@ -11,6 +11,7 @@
 
 #include <dlfcn.h>
 #include <limits.h>
+#include <math.h>
 
 #define TIMEOUT_NS (20 * FC_NS_PER_S)
 #define SHORT_NS (300 * FC_NS_PER_MS)
@@ -181,6 +182,30 @@ static void reduce_and_check(world *w, fc_nccl_group *group, int rank, int n, in
     CHECK_EQ(ints[0], (1 << n) - 1);
 }
 
+/* Averages, and sums again. */
+static void average_and_check(world *w, fc_nccl_group *group, int rank, int n)
+{
+    float from[RANKS_MAX], mean, part, expected = 0, own = (float)rank + 0.1f;
+
+    for (int r = 0; r < n; r++) {
+        from[r] = own;
+        expected += ((float)r + 0.1f) / (float)n;
+    }
+    mean = own;
+    CHECK(fc_nccl_scale(group, 1.0 / n));
+    MUST(fc_nccl_reduce_scatter(fc_nccl_reductions(group), stream_of(1), layer, &part, from, 1,
+                                FC_F32));
+    MUST(fc_nccl_all_reduce(fc_nccl_reductions(group), stream_of(1), layer, &mean, 1, FC_F32));
+    MUST(wait_idle(w, group, 1));
+    CHECK(fabsf(part - expected) < 1e-6f && mean == part);
+    CHECK(!fc_nccl_scale(group, 0.3)); /* which is no average: sums */
+    mean = 1;
+    MUST(fc_nccl_all_reduce(fc_nccl_reductions(group), stream_of(1), layer, &mean, 1, FC_F32));
+    MUST(wait_idle(w, group, 1));
+    CHECK(mean == (float)n);
+    CHECK(fc_nccl_scale(group, 1));
+}
+
 static fc_nccl_array floats(float *data, size_t numel)
 {
     return (fc_nccl_array){data, numel * sizeof(float), numel, FC_F32};
@@ -240,6 +265,7 @@ static void work(int rank, int n, void *arg)
             gather_and_check(&w, w.group, rank, n, step);
             reduce_and_check(&w, w.group, rank, n, step);
         }
+        average_and_check(&w, w.group, rank, n);
         collect_and_check(&w, rank, n);
         MUST(fc_nccl_watch(w.group));
         MUST(fc_nccl_group_close(w.group));

@@ -46,7 +46,7 @@ static fc_status get_options(void *of, fc_reduce_options *out)
 {
     const owner *o = of;
 
-    *out = (fc_reduce_options){o->divisor, o->all_reduce, false};
+    *out = (fc_reduce_options){o->divisor, o->all_reduce, false, false};
     return FC_OK;
 }
 

@@ -205,7 +205,10 @@ static void body_divided(int rank, int n_ranks, void *arg)
     unit->all_reduce_grads = unit->defers_hooks = true;
     CHECK_EQ(fc_root_unit_options(unit, 2.5).divisor, 2.5);
     CHECK(fc_root_unit_options(unit, 0).all_reduce && fc_root_unit_options(unit, 0).defer_hooks);
-    unit->defers_hooks = false;
+    CHECK(!fc_root_unit_options(unit, 0).is_sum);
+    unit->force_sum = true;
+    CHECK(fc_root_unit_options(unit, 0).is_sum);
+    unit->force_sum = unit->defers_hooks = false;
     leave(w);
 }
 

@@ -1,11 +1,13 @@
 """Units on a device whose collectives NCCL does: a stand-in for it that moves host memory."""
 
 import datetime
+import functools
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from test_device_schedule import is_on_device, shard_blocks
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_c
-from fsdp_c._comm import _nccl
+from fsdp_c._comm import _device, _nccl, _process_group
 
 BLOCKS = 3  # of Net, which is a unit, too
 OVER_NCCL = "core, on streams of cpu, over NCCL"
@@ -132,6 +134,77 @@ def test_replicas_and_accumulation(rank: int, n_ranks: int, path: str) -> None:
             assert control.n_collectives == before + 4 * BLOCKS + 3
         assert is_on_device(pair)
         assert implementations(pair.ours.model) == {STAGED}
+
+
+# --- averages -------------------------------------------------------------------------------------
+
+
+def mean_gradient(rank: int, n_ranks: int, set_up: Callable[[Any], None], **options: Any) -> Any:
+    """Of a row of the weight on this rank, all of which are the sum of the ranks' data."""
+    model = fsdp_c.fully_shard(torch.nn.Linear(WIDTH, n_ranks, bias=False), **options)
+    set_up(model)
+    model(row(rank)[None]).sum().backward()
+    return model.weight.grad.to_local()[0]
+
+
+WIDTH = 64
+
+
+def row(rank: int) -> torch.Tensor:
+    return torch.randn(WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+def added(rows: Iterable[torch.Tensor]) -> torch.Tensor:
+    """In the order of ranks."""
+    return functools.reduce(torch.add, rows)
+
+
+def as_it_is(model: Any) -> None:
+    """Nothing is set."""
+
+
+def force_sums(model: Any) -> None:
+    model.set_force_sum_reduction_for_comms(True)
+
+
+def set_factor(model: Any, factor: float) -> None:
+    model.set_gradient_divide_factor(factor)
+
+
+@on_ranks(3)
+def test_an_nccl_group_divides_before_it_adds(rank: int, n_ranks: int, path: str) -> None:
+    """As torch's fully_shard asks it to: three thirds have other bits than a third of three."""
+    rows = [row(rank) for rank in range(n_ranks)]
+    before, after = added(row / n_ranks for row in rows), added(rows) / n_ranks
+    assert not torch.equal(before, after)
+    fifth = functools.partial(set_factor, factor=5.0)  # for which it has no operation
+    narrow = fsdp_c.MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    replicas = cached_mesh((n_ranks, 1), ("replicate", "shard"))
+    with chosen(path), mock.patch.object(_process_group, "scales", lambda *_: False):
+        assert torch.equal(mean_gradient(rank, n_ranks, as_it_is, mesh=own_mesh(n_ranks)), after)
+    with chosen(path), mock.patch.object(_process_group, "scales", lambda *_: True):
+        mesh = own_mesh(n_ranks)
+        assert torch.equal(mean_gradient(rank, n_ranks, as_it_is, mesh=mesh), before)
+        assert torch.equal(mean_gradient(rank, n_ranks, force_sums, mesh=mesh), after)
+        assert torch.equal(mean_gradient(rank, n_ranks, fifth, mesh=mesh), added(rows) / 5)
+        assert torch.equal(mean_gradient(rank, n_ranks, as_it_is, mesh=mesh), before)
+        rounded = mean_gradient(rank, n_ranks, as_it_is, mesh=mesh, mp_policy=narrow)
+        torch.testing.assert_close(rounded, after, atol=1e-2, rtol=1e-2)
+        assert torch.equal(mean_gradient(rank, n_ranks, as_it_is, mesh=replicas), before)
+
+
+@on_ranks(3)
+def test_a_process_group_is_asked_for_averages(rank: int, n_ranks: int) -> None:
+    """gloo has these, and says that it has no sums of what was scaled."""
+    mesh, total = own_mesh(n_ranks), added(map(row, range(n_ranks)))
+    with _device.on_cpu(), mock.patch.object(_process_group, "scales", lambda *_: True):
+        found = mean_gradient(rank, n_ranks, as_it_is, mesh=mesh)
+        torch.testing.assert_close(found, total / n_ranks)
+        fifth = functools.partial(set_factor, factor=5.0)
+        with pytest.raises(OSError, match=r"Cannot use ReduceOp\.PREMUL_SUM with Gloo"):
+            mean_gradient(rank, n_ranks, fifth, mesh=mesh)
+        found = mean_gradient(rank, n_ranks, force_sums, mesh=mesh)
+        torch.testing.assert_close(found, total / n_ranks)
 
 
 # --- who has no NCCL ------------------------------------------------------------------------------

@@ -128,8 +128,8 @@ DeviceUnit::DeviceUnit(Streams *streams, fc_unit *shard, fc_unit *replicate, PyO
     plan.layout = layout_;
     plan.shard_unit = shard;
     plan.replicate_unit = replicate;
-    plan.gather = plan.reduce = shards;
-    plan.replicas = has_replicas_ ? all.find(replicas) : nullptr;
+    plan.gather = plan.reduce = reduce_ = shards;
+    plan.replicas = replicas_ = has_replicas_ ? all.find(replicas) : nullptr;
     plan.is_direct = why_staged_ == nullptr;
     plan.is_offloaded = is_offloaded_;
     plan.post_rank = fields.integer("post_rank");
@@ -166,8 +166,31 @@ bool DeviceUnit::stages_all(const std::vector<Param> &params) const
     return true;
 }
 
-void DeviceUnit::post(const Tensors &grads, uint64_t present, double divisor, void *out,
-                      bool accumulate)
+// Who adds gradients up multiplies them before by these.
+bool DeviceUnit::scale(double in_shards, double in_replicas) const
+{
+    const bool is_done = fc_collectives_scale(reduce_, in_shards);
+    return (replicas_ == nullptr || fc_collectives_scale(replicas_, in_replicas)) && is_done;
+}
+
+// Whether sums will come divided: torch's fully_shard has NCCL multiply gradients before it adds
+// them up, but for types that overflow.
+bool DeviceUnit::scales(const fc_reduce_options &options) const
+{
+    const int n_shards = layout_->n_ranks;
+    const int n_replicas = replicas_ != nullptr ? fc_collectives_n_ranks(replicas_) : 1;
+    const bool is_average = options.divisor == static_cast<double>(n_shards) * n_replicas;
+    bool may = !options.is_sum && (is_average || n_shards > 1);
+    for (size_t i = 0; i < layout_->n_sections; i++) {
+        const fc_dtype type = layout_->sections[i].reduce;
+        may = may && (type == FC_F32 || type == FC_BF16);
+    }
+    return may &&
+           (is_average ? scale(1.0 / n_shards, 1.0 / n_replicas) : scale(1 / options.divisor, 1));
+}
+
+void DeviceUnit::post(const Tensors &grads, uint64_t present, const fc_reduce_options &options,
+                      void *out, bool accumulate)
 {
     for (size_t i = 0; i < grads.size(); i++) {
         const fc_param &p = layout_->params[i];
@@ -175,6 +198,7 @@ void DeviceUnit::post(const Tensors &grads, uint64_t present, double divisor, vo
         full_[i] = is_given ? grads[i].const_data_ptr() : nullptr;
         types_[i] = is_given ? dtype_of(grads[i].scalar_type()) : p.compute;
     }
+    const double divisor = scales(options) ? 1 : options.divisor;
     const double pre_divisor = fc_layout_pre_divisor(layout_, divisor);
     const fc_schedule_grads given = {.full = full_.data(),
                                      .types = types_.data(),
@@ -186,7 +210,9 @@ void DeviceUnit::post(const Tensors &grads, uint64_t present, double divisor, vo
                                      .keep_unsharded = true,
                                      .present = present};
     bool is_reduced = false;
-    check(fc_schedule_post_backward(scheduled(), &given, &is_reduced));
+    const fc_status status = fc_schedule_post_backward(scheduled(), &given, &is_reduced);
+    scale(1, 1);
+    check(status);
 }
 
 // ---- the Python type ----

@@ -112,16 +112,22 @@ public:
     // Sums over the unit's ranks are those of this process group, which is connected, from now on.
     void set_reduce_group(const std::string &group)
     {
-        fc_schedule_set_reduce(scheduled(), streams_->collectives().find(group));
+        reduce_ = streams_->collectives().find(group);
+        fc_schedule_set_reduce(scheduled(), reduce_);
     }
     // Full gradients, undefined ones: none. The sum, divided, goes to `out`; held without it.
     // `present` is a fingerprint of those that are summed up, held ones included.
-    void post(const Tensors &grads, uint64_t present, double divisor, void *out, bool accumulate);
+    void post(const Tensors &grads, uint64_t present, const fc_reduce_options &options, void *out,
+              bool accumulate);
 
 private:
+    bool scale(double in_shards, double in_replicas) const;
+    bool scales(const fc_reduce_options &options) const;
+
     Streams *streams_;
     const fc_layout *layout_;
     Owned<fc_schedule_unit, fc_schedule_remove> unit_;
+    fc_device_comm *reduce_, *replicas_; // null: there are none
     bool has_replicas_, is_offloaded_, is_pinned_;
     const char *why_staged_;
     std::vector<const void *> full_;
@@ -167,8 +173,10 @@ private:
 
     bool takes_over(const Grads &grads, const Indices &present, double divisor) const;
     void take_over(const Grads &grads, const Indices &present);
-    void add_apart(const Grads &grads, const Indices &present, uint64_t print, double divisor);
-    void place(const Grads &grads, const Indices &present, uint64_t print, double divisor);
+    void add_apart(const Grads &grads, const Indices &present, uint64_t print,
+                   const fc_reduce_options &options);
+    void place(const Grads &grads, const Indices &present, uint64_t print,
+               const fc_reduce_options &options);
 
     DeviceUnit *device_;
 };

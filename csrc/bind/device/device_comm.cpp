@@ -17,12 +17,14 @@ fc_collectives_group by_messages(const c10::Device &device, const Ref &messages,
             .seen = messages_ops(messages, n_ranks, device)};
 }
 
-fc_collectives_group by_nccl(PyObject *nccl)
+fc_collectives_group by_nccl(PyObject *nccl, int n_ranks, bool may_scale)
 {
     fc_nccl_group *group = nccl_from_object(nccl);
-    return {.context = Py_NewRef(nccl), .nccl = group, .release = [](void *object) {
-                Py_DECREF(static_cast<PyObject *>(object));
-            }};
+    return {.context = Py_NewRef(nccl),
+            .nccl = group,
+            .n_ranks = n_ranks,
+            .may_scale = may_scale,
+            .release = [](void *object) { Py_DECREF(static_cast<PyObject *>(object)); }};
 }
 
 } // namespace
@@ -38,11 +40,12 @@ void Collectives::connect(Fields &given)
     const std::string name = given.text("group");
     const Ref nccl = given.object("nccl"), messages = given.object("messages");
     const int rank = given.integer("rank"), n_ranks = given.integer("n_ranks");
+    const bool may_scale = given.flag("may_scale");
     given.end();
     const fc_collectives_group group =
         messages.get() != Py_None ? by_messages(device_, messages, rank, n_ranks)
-        : nccl.get() != Py_None   ? by_nccl(nccl.get())
-                                  : group_collectives(device_, name, n_ranks);
+        : nccl.get() != Py_None   ? by_nccl(nccl.get(), n_ranks, may_scale)
+                                  : group_collectives(device_, name, n_ranks, may_scale);
     check(fc_collectives_connect(core(), name.c_str(), &group));
 }
 

@@ -19,7 +19,7 @@ void DeviceGradients::submit(std::unique_ptr<Taken> taken, const fc_reduce_optio
     std::vector<uint64_t> mask(layout_->mask_words);
     uint64_t print;
     if (!fc_reduction_announce(reduction_, taken->grads.data(), &options, mask.data(), &print)) {
-        device_->post(grads, print, options.divisor, nullptr, false);
+        device_->post(grads, print, options, nullptr, false);
         return;
     }
     Indices present;
@@ -28,14 +28,14 @@ void DeviceGradients::submit(std::unique_ptr<Taken> taken, const fc_reduce_optio
             present.push_back(i);
         }
     }
-    place(grads, present, print, options.divisor);
+    place(grads, present, print, options);
     for (size_t i : present) {
         after_write(i, options);
     }
 }
 
 void DeviceGradients::place(const Grads &grads, const Indices &present, uint64_t print,
-                            double divisor)
+                            const fc_reduce_options &options)
 {
     bool is_first = true, is_ours = share_flat_;
     for (size_t i : present) {
@@ -43,18 +43,18 @@ void DeviceGradients::place(const Grads &grads, const Indices &present, uint64_t
         is_first = is_first && !p.sharded_grad().defined();
         is_ours = is_ours && p.has_own_grad();
     }
-    if (takes_over(grads, present, divisor)) {
+    if (takes_over(grads, present, options.divisor)) {
         take_over(grads, present);
         return;
     }
     if (!is_first && !is_ours) {
-        add_apart(grads, present, print, divisor);
+        add_apart(grads, present, print, options);
         return;
     }
     if (is_first && !can_share_flat()) {
         make(true);
     }
-    device_->post(grads, print, divisor, flat_.mutable_data_ptr(), is_ours);
+    device_->post(grads, print, options, flat_.mutable_data_ptr(), is_ours);
     for (size_t i : present) {
         params_[i].sharded_tensor().mutable_grad() = params_[i].grad.tensor;
     }
@@ -143,10 +143,10 @@ void DeviceGradients::take_over(const Grads &grads, const Indices &present)
 
 // Some shards have gradients and others do not, or the user's own.
 void DeviceGradients::add_apart(const Grads &grads, const Indices &present, uint64_t print,
-                                double divisor)
+                                const fc_reduce_options &options)
 {
     const at::Tensor sums = make_buffer(layout_->grad_bytes);
-    device_->post(grads, print, divisor, sums.mutable_data_ptr(), false);
+    device_->post(grads, print, options, sums.mutable_data_ptr(), false);
     make(false);
     at::NoGradGuard no_grad;
     const GradientScope scope(*device_);

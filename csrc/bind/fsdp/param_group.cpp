@@ -238,6 +238,7 @@ PyGetSetDef group_properties[] = {
     setting<&fc_root_unit::reshard_after_backward>("reshard_after_backward"),
     setting<&fc_root_unit::reduce_unused>("reduce_scatter_unused_params"),
     setting<&fc_root_unit::unshard_in_backward>("unshard_in_backward"),
+    setting<&fc_root_unit::force_sum>("force_sum_reduction_for_comms"),
     setting<&fc_root_unit::is_pending>("_post_backward_pending"),
     flag_property<[](GroupObject &group) -> bool & { return group.calls_methods; }>(
         "_core_calls_methods"),

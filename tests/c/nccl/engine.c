@@ -165,11 +165,28 @@ fc_dtype dtype_of(int type)
     }
 }
 
+/* Each is divided before it is added up. */
+static void add_means(const comm *c, const work *w, const void *const *sources, fc_dtype dtype)
+{
+    const size_t bytes = w->count * fc_dtype_bytes(dtype), n = (size_t)c->n_ranks;
+    char *parts = malloc(n * bytes);
+    const void *divided[RANKS];
+
+    for (size_t r = 0; parts != NULL && r < n; r++) {
+        fc_kern_reduce(dtype, dtype)(parts + r * bytes, &sources[r], 1, w->count, (double)n, false);
+        divided[r] = parts + r * bytes;
+    }
+    if (parts != NULL) {
+        fc_kern_reduce(dtype, dtype)(w->to, divided, n, w->count, 1.0, false);
+    }
+    free(parts);
+}
+
 static void perform(const comm *c, const work *w)
 {
     const void *sources[RANKS];
-    size_t at =
-        w->what.kind == SCATTER ? (size_t)c->rank * (w->what.bytes / (size_t)c->n_ranks) : 0;
+    const bool is_scatter = w->what.kind == SCATTER || w->what.kind == SCATTER_MEANS;
+    size_t at = is_scatter ? (size_t)c->rank * (w->what.bytes / (size_t)c->n_ranks) : 0;
     fc_dtype dtype = dtype_of(w->what.type);
 
     for (int r = 0; r < c->n_ranks; r++) {
@@ -179,6 +196,8 @@ static void perform(const comm *c, const work *w)
         for (int r = 0; r < c->n_ranks; r++) {
             memcpy((char *)w->to + (size_t)r * w->what.bytes, sources[r], w->what.bytes);
         }
+    } else if (w->what.kind == SCATTER_MEANS || w->what.kind == REDUCE_MEANS) {
+        add_means(c, w, sources, dtype);
     } else {
         fc_kern_reduce(dtype, dtype)(w->to, sources, (size_t)c->n_ranks, w->count, 1.0, false);
     }

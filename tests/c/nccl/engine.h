@@ -52,7 +52,9 @@ typedef struct world {
 enum {
     GATHER,
     SCATTER,
-    REDUCE
+    REDUCE,
+    SCATTER_MEANS,
+    REDUCE_MEANS
 };
 
 typedef struct work {

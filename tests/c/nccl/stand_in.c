@@ -302,11 +302,13 @@ API int ncclAllGather(const void *from, void *to, size_t count, int type, void *
 API int ncclReduceScatter(const void *from, void *to, size_t count, int type, int op, void *handle,
                           void *stream)
 {
-    if (op != FC_NCCL_SUM) {
+    const int kind = op == FC_NCCL_AVG ? SCATTER_MEANS : SCATTER;
+
+    if (op != FC_NCCL_SUM && op != FC_NCCL_AVG) {
         return fault("ncclReduceScatter with operation %d", op);
     }
     return enqueue(handle, "ncclReduceScatter",
-                   &(work){.what = {ranks_of(handle) * bytes_of(count, type), SCATTER, type},
+                   &(work){.what = {ranks_of(handle) * bytes_of(count, type), kind, type},
                            .from = from,
                            .to = to,
                            .stream = stream,
@@ -316,11 +318,13 @@ API int ncclReduceScatter(const void *from, void *to, size_t count, int type, in
 API int ncclAllReduce(const void *from, void *to, size_t count, int type, int op, void *handle,
                       void *stream)
 {
-    if (op != FC_NCCL_SUM) {
+    const int kind = op == FC_NCCL_AVG ? REDUCE_MEANS : REDUCE;
+
+    if (op != FC_NCCL_SUM && op != FC_NCCL_AVG) {
         return fault("ncclAllReduce with operation %d", op);
     }
     return enqueue(handle, "ncclAllReduce",
-                   &(work){.what = {bytes_of(count, type), REDUCE, type},
+                   &(work){.what = {bytes_of(count, type), kind, type},
                            .from = from,
                            .to = to,
                            .stream = stream,
