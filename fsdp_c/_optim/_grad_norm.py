@@ -19,7 +19,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+from torch.utils._foreach_utils import (
+    _device_has_foreach_support,
+    _group_tensors_by_device_and_dtype,
+)
 
 from fsdp_c._comm import _communicator, _transport
 from fsdp_c._native import _C
@@ -241,8 +244,9 @@ def _norms(found: Any, norm_type: float, foreach: bool | None) -> Tensor:
             # torch refuses these of no elements, on the ranks that have none.
             fill = 0.0 if norm_type > 0 else math.inf
             tensors = [t if t.numel() > 0 else t.new_full((1,), fill) for t in tensors]
-        # By default torch takes DTensors one by one; on a CPU the function for many does too.
-        if foreach or (foreach is None and tensors[0].is_cpu):
+        # As plain tensors are taken: torch takes DTensors one by one, with launches for each. On a
+        # CPU the function for many does too.
+        if foreach or (foreach is None and _device_has_foreach_support(tensors[0].device)):
             norms.extend(torch._foreach_norm(tensors, norm_type))
         else:
             norms.extend(torch.linalg.vector_norm(t, norm_type) for t in tensors)

@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
+from fsdp_c._optim import _grad_norm
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float64, torch.float32)
 KINDS = (2.0, 1.0, 3.0, math.inf, 0.0, -math.inf, -1.0)
 SHAPES = ((6, 5), (4,), (1, 3), (8, 2), (2, 3, 4))
@@ -53,6 +55,19 @@ def parameter(
     made = nn.Parameter(torch.zeros_like(values))
     made.grad = values
     return made
+
+
+@on_ranks(1)
+def test_one_by_one_where_torch_has_no_function_for_many(rank: int, n_ranks: int) -> None:
+    """As plain tensors are clipped, whose device decides."""
+    mesh = share_memory(n_ranks)
+    parameters = [parameter(mesh, shape, i, dtype=torch.float64) for i, shape in enumerate(SHAPES)]
+    with mock.patch.object(torch, "_foreach_norm", wraps=torch._foreach_norm) as many:
+        found = clip_grad_norm_(parameters, 1e9)
+        assert many.call_count == 1
+        with mock.patch.object(_grad_norm, "_device_has_foreach_support", lambda device: False):
+            assert torch.equal(local(clip_grad_norm_(parameters, 1e9)), local(found))
+        assert many.call_count == 1
 
 
 def local(tensor: Tensor) -> Tensor:
