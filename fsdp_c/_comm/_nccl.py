@@ -85,6 +85,15 @@ def opened() -> Library:
     return _library
 
 
+def loaded() -> Library:
+    """The copy that this process has loaded already: torch's process groups use it.
+
+    Raises:
+        NotImplementedError: there is none, or it cannot be used.
+    """
+    return Library(**_C.nccl_open(path=_SONAME, is_loaded=True))
+
+
 def describe() -> str:
     """The library in use, and whose ranks cannot use it; empty if none has been asked for."""
     text = "" if _library is None else _library.text

@@ -157,10 +157,31 @@ def test_room_for_two_communicators(monkeypatch: pytest.MonkeyPatch):
     assert _nccl._needs_one(23007, CPU)
 
 
+RANKS_OF_A_GPU = [f"{ranks} on one GPU" for ranks in ("1 rank", "2 ranks", "3 ranks")]
+
+
+def nccl_rows(tmp_path: Path, device_type: str) -> list[tuple[str, str, str]]:
+    gpu_nccl.run(Rows(tmp_path / "rows", "nccl"), device_type)
+    return [(row["check"], row["result"], row["note"]) for row in read(tmp_path / "rows")]
+
+
 def test_gpu_check_says_what_it_leaves_out(tmp_path: Path):
-    gpu_nccl.run(Rows(tmp_path / "rows", "nccl"), "cpu")
-    (row,) = read(tmp_path / "rows")
-    assert (row["check"], row["result"]) == ("NCCL", "left out") and row["note"]
+    left_out = [(name, "left out", "there is no GPU") for name in RANKS_OF_A_GPU]
+    assert nccl_rows(tmp_path, "cpu") == left_out
+
+
+def test_gpu_check_requires_several_ranks_over_nccl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """An NCCL that is too old for them is no reason to leave them out."""
+    old = _nccl.Library(None, 22809, "NCCL 2.28.9")
+    monkeypatch.setattr(_nccl, "opened", lambda: old)
+    monkeypatch.setattr(gpu_nccl.gpu_ranks, "run", lambda *_, **__: None)
+    why = "it needs NCCL 2.30.3 (NCCL 2.28.9)"
+    assert nccl_rows(tmp_path, "cuda") == [
+        (RANKS_OF_A_GPU[0], "passed", ""),
+        *((name, "not run", why) for name in RANKS_OF_A_GPU[1:]),
+    ]
 
 
 # --- groups ---------------------------------------------------------------------------------------

@@ -12,7 +12,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "gpu"))
 
 import gpu_beside  # noqa: E402
+import gpu_check  # noqa: E402
+import gpu_nccl  # noqa: E402
 import gpu_ranks  # noqa: E402
+import gpu_rows  # noqa: E402
 from gpu_rows import Rows, read  # noqa: E402
 from gpu_sides import PROGRAMS, Side, compare  # noqa: E402
 
@@ -132,7 +135,7 @@ def test_programs_that_all_crash_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_ranks_need_is_found_from_anywhere(tmp_path: Path):
     """Parts run with their own folder alone on the path."""
-    code = "import gpu_beside; print(gpu_beside.why_not('2 ranks, NCCL', 'cpu'))"
+    code = "import gpu_nccl; print(gpu_nccl.why_not(2))"
     env = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "gpu")}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
@@ -145,6 +148,58 @@ def test_two_ranks_of_a_gpu_leave_out_what_crashes_over_gloo():
     assert set(on_host) - set(on_gpu) == {
         name for name, program in PROGRAMS.items() if program.gathers and 2 in program.ranks
     }
+
+
+def test_three_ranks_run_some_and_what_is_theirs():
+    found = gpu_beside.names_for("3 ranks, torch's NCCL", "cuda")
+    assert {"float32", "larger units", "a mesh of (3, 1)", "a mesh of (1, 3)"} <= set(found)
+    assert {PROGRAMS[name].beside for name in found} == {"torch"}
+    assert any(PROGRAMS[name].gathers for name in found)  # NCCL's own collectives are there
+
+
+def test_an_old_nccl_keeps_worlds_from_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Those that need it, and of torch's alone where it is torch's."""
+
+    def why_not(n_ranks: int, by_torch: bool) -> str:
+        return "torch's is old" if by_torch else ""
+
+    ran: list[str] = []
+    monkeypatch.setattr(gpu_nccl, "why_not", why_not)
+    monkeypatch.setattr(gpu_beside, "run_world", lambda rows, kind, world, names: ran.append(world))
+    rows = Rows(tmp_path / "rows", "training")
+    gpu_beside.run_programs(rows, "cuda")
+    assert ran == ["1 rank", "2 ranks, gloo", "2 ranks, NCCL"]
+    assert [(row["check"], row["result"], row["note"]) for row in read(rows.path)] == [
+        (f"programs, {world}", "not run", "torch's is old")
+        for world in ("2 ranks, torch's NCCL", "3 ranks, torch's NCCL", "3 ranks, NCCL")
+    ]
+
+
+def test_what_was_not_run_is_counted_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def start(part: gpu_check.Part, file: Path, device_type: str, limit_s: float) -> None:
+        Rows(file, part.name).end("one", "passed", 0.0)
+        Rows(file, part.name).left_out("two", "there is no GPU")
+        Rows(file, part.name).not_run("three", "it needs NCCL 2.30.3")
+
+    monkeypatch.setattr(gpu_check, "start", start)
+    words = ["--device", "cpu", "--only", "nccl", "--out", str(tmp_path)]
+    assert gpu_check.main(words) == 1
+    said = capsys.readouterr().out
+    assert "NOT RUN three: it needs NCCL 2.30.3" in said
+    assert "1 checks passed, 0 failed, 1 not run: " in said
+    (path,) = tmp_path.glob("*.md")
+    assert "not run" in path.read_text()
+    assert gpu_check.main([*words, "--minutes", "0"]) == 1
+    assert "NOT RUN nccl, all of it: 0 minutes are over" in capsys.readouterr().out
+
+
+def test_bad_results_are_red_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
+    assert [gpu_rows.shown(result) for result in ("passed", "failed")] == ["passed", "FAILED"]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert gpu_rows.shown("passed") == "passed"
+    assert gpu_rows.shown("not run") == "\033[31mNOT RUN\033[0m"
 
 
 def noted(*notes: tuple[str, torch.Tensor | None]) -> Side:
@@ -180,3 +235,7 @@ def test_equal_notes_pass():
     compare(noted(*notes), noted(*notes[:3], ("norm", small)), 1e-6)
     with pytest.raises(AssertionError, match="norm is off by 1.2e-07"):
         compare(noted(*notes), noted(*notes[:3], ("norm", small)), 0.0)
+    compare(noted(*notes), noted(*notes[:3], ("norm", small)), 0.0, ulps=1)
+    with pytest.raises(AssertionError, match="off by 0.0078 .* allowed 0 or 1 ulps"):
+        wide = torch.tensor([1 + 2**-7]), torch.tensor([1.0])
+        compare(noted(("norm", wide[0])), noted(("norm", wide[1])), 0.0, ulps=1)

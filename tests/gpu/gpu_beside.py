@@ -1,4 +1,4 @@
-"""Runs the programs of gpu_programs.py: many in a process, on one rank and on two of one GPU.
+"""Runs the programs of gpu_programs.py: many in a process, on one rank and on several of one GPU.
 
 `python gpu_beside.py RANK RANKS STORE DEVICE WORLD ROWS SECONDS NAME...` is a rank, with a limit
 for each program. One that fails is a row like the others; one that crashes or hangs ends its
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gpu_nccl
 import gpu_programs  # noqa: F401  (which fills the list)
 import gpu_ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from gpu_nccl import TWO_RANKS_SINCE
 from gpu_rows import Rows, read
 from gpu_sides import PROGRAMS, Program, Side, compare
 
@@ -36,29 +36,24 @@ class World:
     n_ranks: int
     ways: frozenset[str]  # who does the collectives of units
     env: dict[str, str]
+    by_nccl: bool = False  # what the process group of many ranks does, torch's own collectives too
+
+    @property
+    def needs_nccl(self) -> bool:
+        return self.by_nccl or "nccl" in self.ways
 
 
+CALLBACK, NCCL = frozenset({"callback"}), frozenset({"nccl"})
+# As users have it who set nothing: over the process group's own collectives.
+UNSET = {"FSDP_C_DEVICES": ""}
 WORLDS = {
     "1 rank": World(1, frozenset(), {}),
-    "2 ranks, gloo": World(2, frozenset({"callback"}), {"FSDP_C_TRANSPORT": "callback"}),
-    "2 ranks, NCCL": World(2, frozenset({"nccl"}), {}),
+    "2 ranks, gloo": World(2, CALLBACK, {"FSDP_C_TRANSPORT": "callback"}),
+    "2 ranks, NCCL": World(2, NCCL, {}),
+    "2 ranks, torch's NCCL": World(2, CALLBACK, UNSET, by_nccl=True),
+    "3 ranks, torch's NCCL": World(3, CALLBACK, UNSET, by_nccl=True),
+    "3 ranks, NCCL": World(3, NCCL, {}, by_nccl=True),
 }
-
-
-def why_not(world: str, device_type: str) -> str:
-    """Why a world cannot be had here."""
-    if "nccl" not in WORLDS[world].ways:
-        return ""
-    sys.path.append(str(gpu_ranks.ROOT))
-    try:
-        from fsdp_c._comm import _nccl
-
-        library = _nccl.opened()
-    except (ImportError, NotImplementedError) as error:
-        return str(error)
-    if device_type == "cpu":
-        return f"there is no GPU ({library.text})"
-    return "" if library.version >= TWO_RANKS_SINCE else f"it needs NCCL 2.30.3 ({library.text})"
 
 
 # ---- a rank ----
@@ -79,7 +74,8 @@ def outcome_of(program: Program, device: torch.device, world: World) -> tuple[st
         run(program, found)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        compare(found, expected, program.tolerance)
+        ulps = program.gpu_ulps if device.type == "cuda" else 0
+        compare(found, expected, program.tolerance, ulps)
         check_implementation(found, program, world)
     except Exception as error:  # a row tells it, and the next program is tried
         traceback.print_exc()
@@ -129,7 +125,7 @@ def run_rank(
     limit_s: str,
     *names: str,
 ) -> None:
-    device = gpu_ranks.begin(rank, n_ranks, store, device_type)
+    device = gpu_ranks.begin(rank, n_ranks, store, device_type, WORLDS[world].by_nccl or None)
     control = dist.new_group(backend="gloo")
     rows = Rows(Path(file), PART)
     for name in names:
@@ -154,7 +150,7 @@ def row_of(name: str, world: str) -> str:
 
 def names_for(world: str, device_type: str) -> list[str]:
     n_ranks = WORLDS[world].n_ranks
-    crash = n_ranks > 1 and device_type == "cuda"
+    crash = n_ranks > 1 and device_type == "cuda" and not WORLDS[world].by_nccl
     return [
         name
         for name, program in PROGRAMS.items()
@@ -189,10 +185,20 @@ def start(rows: Rows, device_type: str, world: str, names: list[str]) -> None:
     gpu_ranks.run(__file__, WORLDS[world].n_ranks, *words, env=env, limit_s=300)
 
 
+def why_not(world: World) -> str:
+    """Why its ranks cannot talk."""
+    needed = {True} if world.by_nccl else set()
+    needed |= {False} if world.ways == NCCL else set()
+    reasons = (gpu_nccl.why_not(world.n_ranks, by_torch) for by_torch in sorted(needed))
+    return next(filter(None, reasons), "")
+
+
 def run_programs(rows: Rows, device_type: str) -> None:
     for world in WORLDS:
-        if why := why_not(world, device_type):
-            rows.left_out(f"programs, {world}", why)
+        if WORLDS[world].needs_nccl and device_type == "cpu":
+            rows.left_out(f"programs, {world}", "there is no GPU")
+        elif why := why_not(WORLDS[world]):
+            rows.not_run(f"programs, {world}", why)
         else:
             run_world(rows, device_type, world, names_for(world, device_type))
 

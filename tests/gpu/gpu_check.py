@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_rows import Row, Rows, read
+from gpu_rows import BAD, Row, Rows, read, shown
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
@@ -48,7 +48,7 @@ PARTS = [
     Part("steps", "steps, and host time per unit", "gpu_train", "run_figures", 300),
     Part("optimizers", "their steps, and clipping", "gpu_optim", "run", 120),
     Part("copies", "kernels beside the device's copies", "bench_cuda_kernels", "run", 240),
-    Part("nccl", "one rank, and two on one GPU", "gpu_nccl", "run", 300),
+    Part("nccl", "one rank, and two and three on one GPU", "gpu_nccl", "run", 300),
     Part("sanitizer", "compute-sanitizer", "gpu_kernels_check", "run_sanitizer", 420),
 ]
 
@@ -162,13 +162,13 @@ def run_parts(options: argparse.Namespace, file: Path) -> None:
             continue
         left = end - time.monotonic()
         if left < 10:
-            Rows(file, part.name).left_out("all of it", f"{options.minutes:g} minutes are over")
+            Rows(file, part.name).not_run("all of it", f"{options.minutes:g} minutes are over")
         else:
             start(part, file, options.device, min(part.limit_s, left))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0: all passed, 1: something failed, 2: there is no GPU."""
+    """0: all passed, 1: something failed or was not run, 2: there is no GPU."""
     options = parser().parse_args(arguments)
     if options.part:
         run_part(next(p for p in PARTS if p.name == options.part), options.rows, options.device)
@@ -188,11 +188,16 @@ def main(arguments: list[str] | None = None) -> int:
         run_parts(options, file)
         rows = read(file)
     path = write_results(options.out, options.device, rows)
-    found = {kind: [r for r in rows if r.get("result") == kind] for kind in ("passed", "failed")}
-    print(f"{len(found['passed'])} checks passed, {len(found['failed'])} failed: {path}")
-    for row in found["failed"]:
-        print(f"  {row['part']}, {row['check']}: {row['note']}")
-    return int(bool(found["failed"]))
+    print(f"{counted(rows)}: {path}")
+    bad = [row for row in rows if row.get("result") in BAD]
+    for row in bad:
+        print(f"  {shown(row['result'])} {row['part']}, {row['check']}: {row['note']}")
+    return int(bool(bad))
+
+
+def counted(rows: list[Row]) -> str:
+    n = {kind: sum(row.get("result") == kind for row in rows) for kind in ("passed", *BAD)}
+    return f"{n['passed']} checks passed, {n['failed']} failed, {n['not run']} not run"
 
 
 if __name__ == "__main__":

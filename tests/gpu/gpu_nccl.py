@@ -1,4 +1,4 @@
-"""NCCL's groups on a GPU: one rank, and two ranks on one device where NCCL allows that.
+"""NCCL's groups on a GPU: one rank, and two and three ranks on one device, which NCCL has to allow.
 
 `run()` starts the ranks as processes and kills them after a time; `python gpu_nccl.py RANK RANKS
 STORE` is one of them. Needs a build of the extension.
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from gpu_rows import Rows
 
-TWO_RANKS_SINCE = 23003
+MANY_RANKS_SINCE = 23003
 
 
 def run_rank(rank: int, n_ranks: int, store: str) -> None:
@@ -132,23 +132,29 @@ def time_ways(
     return ", ".join(f"{way} {us:.0f} us" for way, us in found.items())
 
 
-def run(rows: Rows, device_type: str) -> None:
+def why_not(n_ranks: int, by_torch: bool = False) -> str:
+    """Why so many ranks of one GPU cannot talk over the NCCL of fsdp_c here, or of torch's process
+    groups."""
     sys.path.append(str(gpu_ranks.ROOT))
     try:
         from fsdp_c._comm import _nccl
 
-        library = _nccl.opened()
+        library = _nccl.loaded() if by_torch else _nccl.opened()
     except (ImportError, NotImplementedError) as error:
-        rows.left_out("NCCL", str(error))
-        return
-    if device_type == "cpu":
-        rows.left_out("NCCL", f"there is no GPU ({library.text})")
-        return
-    for n_ranks, env in ((1, {}), (2, gpu_ranks.TWO_RANKS)):
+        return str(error)
+    is_old = n_ranks > 1 and library.version < MANY_RANKS_SINCE
+    return f"it needs NCCL 2.30.3 ({library.text})" if is_old else ""
+
+
+def run(rows: Rows, device_type: str) -> None:
+    for n_ranks in (1, 2, 3):
         name = f"{n_ranks} rank{'s' * (n_ranks > 1)} on one GPU"
-        if n_ranks > 1 and library.version < TWO_RANKS_SINCE:
-            rows.left_out(name, f"it needs NCCL 2.30.3 ({library.text})")
+        if device_type == "cpu":
+            rows.left_out(name, "there is no GPU")
+        elif why := why_not(n_ranks):
+            rows.not_run(name, why)
         else:
+            env = gpu_ranks.MANY_RANKS if n_ranks > 1 else {}
             rows.check(name, lambda n=n_ranks, env=env: gpu_ranks.run(__file__, n, env=env))
 
 

@@ -25,23 +25,23 @@ Policy = torch_fsdp.MixedPrecisionPolicy
 # ---- policies ----
 
 
-@program("float32")
+@program("float32", on_three=True)
 def float32(side: Side) -> None:
     side.train(side.net())
 
 
-@program("parameters in bfloat16")
+@program("parameters in bfloat16", on_three=True)
 def in_bfloat16(side: Side) -> None:
     side.train(side.net(mp_policy=Policy(BF16, F32)))
 
 
-@program("kept after forward")
+@program("kept after forward", on_three=True)
 def kept_after_forward(side: Side) -> None:
     side.train(side.net(reshard_after_forward=False))
     side.train(side.net(reshard_after_forward=False, mp_policy=Policy(BF16, F32)))
 
 
-@program("a policy for each unit, two of float16")
+@program("a policy for each unit, two of float16", on_three=True)
 def policy_for_each(side: Side) -> None:
     torch.manual_seed(7)
     model = Net().to(side.device)
@@ -55,7 +55,7 @@ def policy_for_each(side: Side) -> None:
     side.train(side.root(model, mp_policy=Policy(F16, F32, output_dtype=F32)))
 
 
-@program("all in bfloat16, sums in float32")
+@program("all in bfloat16, sums in float32", on_three=True)
 def all_in_bfloat16(side: Side) -> None:
     torch.manual_seed(7)
     model = side.shard(Net().to(side.device, BF16), mp_policy=Policy(None, F32))
@@ -81,7 +81,7 @@ class Large(nn.Module):
         return x
 
 
-@program("larger units")
+@program("larger units", on_three=True)
 def larger(side: Side) -> None:
     for options in ({}, {"mp_policy": Policy(BF16, F32)}, {"mp_policy": Policy(BF16, BF16)}):
         side.train(side.net(Large, **options))
@@ -152,7 +152,7 @@ def sharded_on_dim_1(side: Side) -> None:
         side.train(side.net(shard_placement_fn=place, mp_policy=policy))
 
 
-@program("shards and gradients on the host")
+@program("shards and gradients on the host", on_three=True)
 def offloaded(side: Side) -> None:
     is_cuda = side.device.type == "cuda"
     policy = torch_fsdp.CPUOffloadPolicy(pin_memory=is_cuda)
@@ -190,12 +190,14 @@ def replicated(shape: tuple[int, ...]) -> Callable[[Side], None]:
 program("a mesh of (1, 1)", ranks=(1,))(replicated((1, 1)))
 program("a mesh of (2, 1)", ranks=(2,))(replicated((2, 1)))
 program("a mesh of (1, 2)", ranks=(2,))(replicated((1, 2)))
+program("a mesh of (3, 1)", ranks=(3,))(replicated((3, 1)))
+program("a mesh of (1, 3)", ranks=(3,))(replicated((1, 3)))
 
 
 # ---- gradients ----
 
 
-@program("accumulation without synchronization")
+@program("accumulation without synchronization", on_three=True)
 def accumulation(side: Side) -> None:
     for keeps, options in ((False, {}), (True, {}), (False, {"mp_policy": Policy(BF16, F32)})):
         model = side.net(**options)
@@ -214,7 +216,7 @@ def accumulation(side: Side) -> None:
         side.note_parameters(model)
 
 
-@program("accumulation of reduced gradients")
+@program("accumulation of reduced gradients", on_three=True)
 def accumulation_of_reduced(side: Side) -> None:
     for options in ({}, {"mp_policy": Policy(BF16, F32)}):
         model = side.net(**options)
@@ -245,7 +247,7 @@ def gradients_that_stay(side: Side) -> None:
     side.note_parameters(model)
 
 
-@program("blocks that a step leaves out")
+@program("blocks that a step leaves out", on_three=True)
 def left_out(side: Side) -> None:
     model = side.net()
     optimizer = side.sgd(model)
@@ -281,7 +283,7 @@ def several_forwards(side: Side) -> None:
         optimizer.zero_grad()
 
 
-@program("divided by another number")
+@program("divided by another number", on_three=True)
 def divided(side: Side) -> None:
     model = side.net()
     for unit in side.units(model):
@@ -389,7 +391,7 @@ def step_in_backward(side: Side) -> None:
 
 # Sums of squares are added up in an order that follows the alignment of gradients, which torch
 # takes from the middle of a buffer.
-@program("clip_grad_norm_ of types 1, 2 and inf", gathers=True, tolerance=1e-6)
+@program("clip_grad_norm_ of types 1, 2 and inf", gathers=True, tolerance=1e-6, on_three=True)
 def clipped(side: Side) -> None:
     for policy in (Policy(), Policy(BF16, F32)):
         model = side.net(mp_policy=policy)
@@ -406,22 +408,47 @@ def clipped(side: Side) -> None:
             optimizer.zero_grad()
 
 
-@program("clip_grad_norm_ of gradients in memory of their own", gathers=True, on_core=False)
-def clipped_exactly(side: Side) -> None:
-    for dtype in (torch.float32, BF16, F16):
-        model = side.net(lambda dtype=dtype: Net().to(dtype))
-        for step, norm_type in enumerate((2.0, 1.0, 3.0, 0.0, math.inf, -math.inf) * 2):
-            generator = torch.Generator().manual_seed(step)
-            params = list(model.parameters())
-            for param in params:
-                values = side.part(torch.randn(param.shape, generator=generator))
-                param.grad = torch.empty_like(param)
-                local(param.grad).copy_(values)
-            foreach = None if step < 6 else step % 2 == 0
-            with side.clipping(waits=side.n_ranks > 1 or step < 6):
-                norm: Any = nn.utils.clip_grad_norm_(params, 0.1, norm_type, foreach=foreach)
-            side.note("norm", norm.full_tensor())
-            side.note_gradients(model)
+def clipped_alone(*ways: bool | None) -> Callable[[Side], None]:
+    """Gradients in memory of their own; `ways`: what is said of foreach."""
+
+    def run(side: Side) -> None:
+        for dtype in (torch.float32, BF16, F16):
+            model = side.net(lambda dtype=dtype: Net().to(dtype))
+            for step, norm_type in enumerate((2.0, 1.0, 3.0, 0.0, math.inf, -math.inf) * 2):
+                for foreach in ways:
+                    clip(side, model, dtype, norm_type, foreach, step)
+
+    def clip(
+        side: Side, model: Any, dtype: Any, norm_type: float, foreach: bool | None, step: int
+    ) -> None:
+        generator = torch.Generator().manual_seed(step)
+        params = list(model.parameters())
+        for param in params:
+            values = side.part(torch.randn(param.shape, generator=generator))
+            param.grad = torch.empty_like(param)
+            local(param.grad).copy_(values)
+        with side.clipping(waits=side.n_ranks > 1 or step < 6):
+            norm: Any = nn.utils.clip_grad_norm_(params, 0.1, norm_type, foreach=foreach)
+        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        side.note(f"norm of type {norm_type:g} of {dtype}, foreach={foreach}", whole)
+        side.note_gradients(model)
+
+    return run
+
+
+program(
+    "clip_grad_norm_ of gradients in memory of their own, foreach or not",
+    gathers=True,
+    on_core=False,
+)(clipped_alone(True, False))
+# By default torch takes DTensors one by one; the function for many, which plain tensors go to, adds
+# up in another order on a GPU.
+program(
+    "clip_grad_norm_ of gradients in memory of their own", gathers=True, on_core=False, gpu_ulps=4
+)(clipped_alone(None))
+program("clip_grad_norm_ as plain tensors are clipped", beside="bare", ranks=(1,), on_core=False)(
+    clipped_alone(None, True, False)
+)
 
 
 @program("torch.amp.GradScaler, with a step that is skipped", gathers=True)
@@ -632,7 +659,7 @@ def another_stream(side: Side) -> None:
                 stream.wait_stream(torch.cuda.current_stream())
 
 
-@program("many steps without a look at the GPU")
+@program("many steps without a look at the GPU", on_three=True)
 def many_steps(side: Side) -> None:
     for options in ({}, {"mp_policy": Policy(BF16, F32)}):
         model = side.net(**options)
@@ -663,7 +690,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-@program("state dicts of shards")
+@program("state dicts of shards", on_three=True)
 def sharded_states(side: Side) -> None:
     model = side.net()
     optimizer = adamw(model)
@@ -682,7 +709,7 @@ def sharded_states(side: Side) -> None:
     side.train(third)
 
 
-@program("whole state dicts, and a checkpoint", gathers=True)
+@program("whole state dicts, and a checkpoint", gathers=True, on_three=True)
 def whole_states(side: Side) -> None:
     for to_cpu in (False, True):
         model = side.net(mp_policy=Policy(BF16, F32))

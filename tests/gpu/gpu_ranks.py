@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT_S = 120  # for processes, unless they are given another
-# Two ranks share the multiprocessors: few blocks each. NVLink's multicast does not know of them.
-TWO_RANKS = {
+# Ranks share the multiprocessors: few blocks each. NVLink's multicast does not know of them.
+MANY_RANKS = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_MAX_CTAS": "2",
@@ -34,15 +34,17 @@ class RankError(Exception):
 def environment(device_type: str, n_ranks: int) -> dict[str, str]:
     """In which the stream schedule runs units on the device."""
     env = {"FSDP_C_DEVICES": device_type, "FSDP_C_QUIET": "1", "OMP_NUM_THREADS": "1"}
-    return env | (TWO_RANKS if n_ranks > 1 else {})
+    return env | (MANY_RANKS if n_ranks > 1 else {})
 
 
-def begin(rank: int, n_ranks: int, store: str, device_type: str) -> torch.device:
-    """A rank's process group; gives its device."""
+def begin(
+    rank: int, n_ranks: int, store: str, device_type: str, by_nccl: bool | None = None
+) -> torch.device:
+    """A rank's process group, over NCCL if `by_nccl`, or of one rank; gives its device."""
     device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
         torch.cuda.set_device(device)
-    is_nccl = device_type == "cuda" and n_ranks == 1
+    is_nccl = device_type == "cuda" and (n_ranks == 1 if by_nccl is None else by_nccl)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if is_nccl else "gloo",
         init_method=f"file://{store}",

@@ -91,6 +91,7 @@ class Side:
         self.name, self.api, self.device = name, api, device
         self.is_ours = name == "fsdp_c"
         self.rank, self.n_ranks = dist.get_rank(), dist.get_world_size()
+        self.by_nccl = device.type == "cuda" and "nccl" in dist.get_backend_config()
         self.models: list[Any] = []
         self.notes: list[tuple[str, Tensor | None]] = []
 
@@ -109,7 +110,7 @@ class Side:
     def root(self, model: Any, **options: Any) -> Any:
         self.unit(model, **options)
         self.models.append(model)
-        if self.api is torch_fsdp and self.n_ranks > 1:
+        if self.api is torch_fsdp and self.n_ranks > 1 and not self.by_nccl:
             for unit in self.units(model):
                 # gloo has no averages of what is on a GPU.
                 unit.set_force_sum_reduction_for_comms(True)
@@ -226,6 +227,7 @@ class Program:
     gathers: bool  # DTensor's own collectives, which crash over gloo on a GPU
     ranks: tuple[int, ...]
     on_core: bool  # whether the stream schedule has to run it
+    gpu_ulps: int  # on a GPU so many eps of a tensor's type are allowed, too
 
 
 PROGRAMS: dict[str, Program] = {}
@@ -238,18 +240,22 @@ def program(
     tolerance: float = 0.0,
     gathers: bool = False,
     ranks: tuple[int, ...] = (1, 2),
+    on_three: bool = False,
     on_core: bool = True,
+    gpu_ulps: int = 0,
 ) -> Callable[[Callable[[Side], None]], Callable[[Side], None]]:
     def decorate(run: Callable[[Side], None]) -> Callable[[Side], None]:
         assert name not in PROGRAMS, name
-        PROGRAMS[name] = Program(name, run, beside, tolerance, gathers, ranks, on_core)
+        on = (*ranks, 3) if on_three else ranks
+        PROGRAMS[name] = Program(name, run, beside, tolerance, gathers, on, on_core, gpu_ulps)
         return run
 
     return decorate
 
 
-def compare(found: Side, expected: Side, tolerance: float) -> None:
-    """AssertionError unless both have noted the same; names what is farthest off."""
+def compare(found: Side, expected: Side, tolerance: float, ulps: int = 0) -> None:
+    """AssertionError unless both have noted the same; names what is farthest off. `ulps`: eps of a
+    tensor's type that are allowed beside the tolerance."""
     whats = [what for what, _ in expected.notes]
     assert [what for what, _ in found.notes] == whats, "different notes"
     off: list[tuple[float, str]] = []
@@ -259,12 +265,18 @@ def compare(found: Side, expected: Side, tolerance: float) -> None:
             continue
         kinds = [(t.dtype, tuple(t.shape), t.device.type) for t in (ours, theirs)]
         assert kinds[0] == kinds[1], f"{what} is {kinds[0]} for {kinds[1]}"
-        if (distance := _distance(ours, theirs)) > tolerance:
+        allowed = max(tolerance, ulps * _eps(theirs))
+        if (distance := _distance(ours, theirs)) > allowed:
             off.append((distance, what))
     assert not off, (
-        f"{max(off)[1]} is off by {max(off)[0]:.2g} of its largest number; allowed {tolerance:g};"
+        f"{max(off)[1]} is off by {max(off)[0]:.2g} of its largest number; allowed {tolerance:g}"
+        f"{f' or {ulps} ulps' * (ulps > 0)};"
         f" {off[0][1]} is the first of {len(off)} in {len(whats)}"
     )
+
+
+def _eps(tensor: Tensor) -> float:
+    return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Training on a GPU: programs beside torch's, a captured step, memory, and how fast steps are.
+"""Training on a GPU: programs beside torch's, captured steps, memory, and how fast steps are.
 
 What is captured, measured or timed has a process of its own: `python gpu_train.py RANK RANKS STORE
 DEVICE WHAT [ROWS]`. On the device "cpu" figures run over host memory. Needs a build of the
@@ -156,12 +156,15 @@ class Timed:
         self.steps: list[float] = []
         self.calls: list[float] = []
 
+    def step(self) -> None:
+        self.model(self.x).square().mean().backward()
+
     def run(self) -> None:
         is_cuda = self.x.is_cuda
         if is_cuda:
             torch.cuda.synchronize()
         begun = time.perf_counter()
-        self.model(self.x).square().mean().backward()
+        self.step()
         self.calls.append(time.perf_counter() - begun)
         if is_cuda:
             torch.cuda.synchronize()
@@ -171,6 +174,26 @@ class Timed:
     def forget(self) -> None:
         self.steps.clear()
         self.calls.clear()
+
+
+class Captured(Timed):
+    """The step is a CUDA graph that is replayed; it writes the same gradients again."""
+
+    def __init__(self, side: Timed) -> None:
+        super().__init__(side.model, side.x)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                side.step()
+                side.model.zero_grad()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            side.step()
+
+    def step(self) -> None:
+        self.graph.replay()
 
 
 @dataclass(frozen=True)
@@ -212,11 +235,7 @@ def figures(rows: Rows, device: torch.device, figure: Figure) -> None:
     apis = {"bare": None, "torch": torch_fsdp, "fsdp_c": fsdp_c}
     peaks = {name: peak_mib(figure, api, device) for name, api in apis.items()}
     sides = {name: side_of(figure, api, device) for name, api in apis.items()}
-    for sample in range(figure.n_samples + 3):
-        for side in sides.values():
-            side.run()
-            if sample < 3:
-                side.forget()
+    time_in_turn(sides, figure.n_samples)
     bare, n_units = sides["bare"], len(sides["bare"].model)
     host = {
         name: (statistics.median(side.calls) - statistics.median(bare.calls)) / n_units * 1e6
@@ -233,6 +252,34 @@ def figures(rows: Rows, device: torch.device, figure: Figure) -> None:
             host_of_torch=host[name] / host["torch"] if host["torch"] > 0 else 0.0,
             peak_mib=peaks[name],
         )
+
+
+def captured_figures(rows: Rows, device: torch.device, figure: Figure) -> None:
+    """Steps as they are called beside steps in a CUDA graph, in turn; medians."""
+    import fsdp_c
+
+    apis = {"bare": None, "fsdp_c": fsdp_c}
+    sides = {name: side_of(figure, api, device) for name, api in apis.items()}
+    for name, api in apis.items():
+        sides[f"{name}, captured"] = Captured(side_of(figure, api, device))
+    time_in_turn(sides, figure.n_samples)
+    steps = {name: statistics.median(side.steps) for name, side in sides.items()}
+    for name, step in steps.items():
+        rows.figure(
+            f"{figure.name}: forward and backward in a CUDA graph, one rank",
+            side=name,
+            ms=step * 1e3,
+            of_bare=step / steps["bare"],
+            of_bare_captured=step / steps["bare, captured"],
+        )
+
+
+def time_in_turn(sides: dict[str, Timed], n_samples: int) -> None:
+    for sample in range(n_samples + 3):
+        for side in sides.values():
+            side.run()
+            if sample < 3:
+                side.forget()
 
 
 # ---- processes ----
@@ -252,12 +299,17 @@ FIGURES = {
 }
 
 
+CAPTURED = {f"{name}, captured": FIGURES[name] for name in ("small units", "GPT")}
+
+
 def run_rank(
     rank: int, n_ranks: int, store: str, device_type: str, what: str, file: str = ""
 ) -> None:
     device = gpu_ranks.begin(rank, n_ranks, store, device_type)
     if what in FIGURES:
         figures(Rows(Path(file), "steps"), device, FIGURES[what])
+    elif what in CAPTURED:
+        captured_figures(Rows(Path(file), "steps"), device, CAPTURED[what])
     else:
         CHECKS[what](device)
     dist.destroy_process_group()
@@ -283,6 +335,11 @@ def run_checks(rows: Rows, device_type: str) -> None:
 def run_figures(rows: Rows, device_type: str) -> None:
     for what in FIGURES:
         rows.check(what, lambda what=what: start(device_type, what, str(rows.path)))
+    for what in CAPTURED:
+        if device_type == "cuda":
+            rows.check(what, lambda what=what: start(device_type, what, str(rows.path)))
+        else:
+            rows.left_out(what, "there is no GPU")
 
 
 if __name__ == "__main__":
