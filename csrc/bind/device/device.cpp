@@ -185,8 +185,15 @@ bool DeviceUnit::scales(const fc_reduce_options &options) const
         const fc_dtype type = layout_->sections[i].reduce;
         may = may && (type == FC_F32 || type == FC_BF16);
     }
-    return may &&
-           (is_average ? scale(1.0 / n_shards, 1.0 / n_replicas) : scale(1 / options.divisor, 1));
+    if (!may) {
+        return false;
+    }
+    const bool is_done =
+        is_average ? scale(1.0 / n_shards, 1.0 / n_replicas) : scale(1 / options.divisor, 1);
+    if (!is_done) {
+        scale(1, 1); // one of the two may have taken it
+    }
+    return is_done;
 }
 
 void DeviceUnit::post(const Tensors &grads, uint64_t present, const fc_reduce_options &options,
