@@ -130,8 +130,8 @@ struct fc_domain {
     size_t lanes_at, lane_bytes, arenas_at, arena_bytes;
     /* This rank's phase. */
     uint64_t clock;
-    uint64_t left_after;  /* the last clock before CLOCK_LEFT */
-    uint64_t refused_in;  /* the last phase that failed because a peer had left */
+    uint64_t left_after; /* the last clock before CLOCK_LEFT */
+    uint64_t refused_in; /* the last phase that failed because a peer had left */
     bool is_ready;
     uint64_t n_met;             /* collectives of messages in this phase */
     uint64_t before;            /* the phase before this one */
