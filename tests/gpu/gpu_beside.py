@@ -75,7 +75,7 @@ def outcome_of(program: Program, device: torch.device, world: World) -> tuple[st
         if device.type == "cuda":
             torch.cuda.synchronize()
         ulps = program.gpu_ulps if device.type == "cuda" else 0
-        compare(found, expected, program.tolerance, ulps)
+        compare(found, expected, program.tolerance_of(world.n_ranks), ulps)
         check_implementation(found, program, world)
     except Exception as error:  # a row tells it, and the next program is tried
         traceback.print_exc()

@@ -41,7 +41,8 @@ def kept_after_forward(side: Side) -> None:
     side.train(side.net(reshard_after_forward=False, mp_policy=Policy(BF16, F32)))
 
 
-@program("a policy for each unit, two of float16", on_three=True)
+# Torch divides sums of float16 by 1.5 in float16, the core in float32.
+@program("a policy for each unit, two of float16", on_three=True, of_three=2e-2)
 def policy_for_each(side: Side) -> None:
     torch.manual_seed(7)
     model = Net().to(side.device)
@@ -190,7 +191,8 @@ def replicated(shape: tuple[int, ...]) -> Callable[[Side], None]:
 program("a mesh of (1, 1)", ranks=(1,))(replicated((1, 1)))
 program("a mesh of (2, 1)", ranks=(2,))(replicated((2, 1)))
 program("a mesh of (1, 2)", ranks=(2,))(replicated((1, 2)))
-program("a mesh of (3, 1)", ranks=(3,))(replicated((3, 1)))
+# NCCL adds up replicas in an order that depends on the place in the buffer, which torch packs.
+program("a mesh of (3, 1)", ranks=(3,), of_three=1e-5)(replicated((3, 1)))
 program("a mesh of (1, 3)", ranks=(3,))(replicated((1, 3)))
 
 

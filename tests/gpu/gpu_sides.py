@@ -228,6 +228,10 @@ class Program:
     ranks: tuple[int, ...]
     on_core: bool  # whether the stream schedule has to run it
     gpu_ulps: int  # on a GPU so many eps of a tensor's type are allowed, too
+    of_three: float  # the tolerance of three ranks, where sums or divisions round otherwise
+
+    def tolerance_of(self, n_ranks: int) -> float:
+        return max(self.tolerance, self.of_three if n_ranks > 2 else 0.0)
 
 
 PROGRAMS: dict[str, Program] = {}
@@ -243,11 +247,14 @@ def program(
     on_three: bool = False,
     on_core: bool = True,
     gpu_ulps: int = 0,
+    of_three: float = 0.0,
 ) -> Callable[[Callable[[Side], None]], Callable[[Side], None]]:
     def decorate(run: Callable[[Side], None]) -> Callable[[Side], None]:
         assert name not in PROGRAMS, name
         on = (*ranks, 3) if on_three else ranks
-        PROGRAMS[name] = Program(name, run, beside, tolerance, gathers, on, on_core, gpu_ulps)
+        PROGRAMS[name] = Program(
+            name, run, beside, tolerance, gathers, on, on_core, gpu_ulps, of_three
+        )
         return run
 
     return decorate
