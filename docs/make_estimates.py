@@ -76,7 +76,7 @@ def curves() -> list[tuple[str, str, list[tuple[int, float, float]]]]:
 def panel(
     left: int, title: str, unit: str, lines: list[tuple[str, str, list[tuple[int, float]]]]
 ) -> list[str]:
-    """One diagram of 380 x 260; x and y are logarithmic."""
+    """One diagram of 340 x 230; x and y are logarithmic."""
     values = [y for _, _, points in lines for _, y in points]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     right, top, bottom = left + 340, 40, 270
@@ -88,7 +88,7 @@ def panel(
     def at_y(y: float) -> float:
         return bottom - (bottom - top) * (math.log10(y) - low) / (high - low)
 
-    parts = [f'<text x="{left}" y="24" font-weight="bold">{title}</text>']
+    parts = [f'<text x="{left}" y="24" font-weight="bold">{title}, {unit}</text>']
     for world in WORLDS:
         x = at_x(world)
         parts.append(f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{bottom}" stroke="#ddd"/>')
@@ -102,7 +102,6 @@ def panel(
                     f'<line x1="{left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#ddd"/>'
                     f'<text x="{left - 5}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>'
                 )
-    parts.append(f'<text x="{left - 5}" y="{top - 8}" text-anchor="end">{unit}</text>')
     for colour, (_, dashes, points) in zip(COLOURS, lines, strict=True):
         path = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in points)
         parts.append(
@@ -124,19 +123,22 @@ def picture() -> str:
     memory = [(name, dashes, [(x, gib) for x, gib, _ in p]) for name, dashes, p in found]
     seconds = [(name, dashes, [(x, s) for x, _, s in p]) for name, dashes, p in found]
     parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" width="860" height="340" font-size="11"'
-        ' font-family="sans-serif">',
-        '<rect width="860" height="340" fill="white"/>',
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 430 650" width="516" height="780"'
+        ' font-size="11" font-family="sans-serif" role="img">',
+        "<title>Memory of a rank and time of a step over the number of GPUs</title>",
+        '<rect width="430" height="650" fill="white"/>',
         *panel(60, "Memory of a rank", "GiB", memory),
-        *panel(480, "Time of a step", "s", seconds),
+        '<g transform="translate(0 300)">',
+        *panel(60, "Time of a step", "s", seconds),
+        "</g>",
     ]
     for i, (colour, (name, dashes, _)) in enumerate(zip(COLOURS, found, strict=True)):
-        x = 60 + 230 * i
+        x, y = 60 + 170 * (i % 2), 616 + 20 * (i // 2)
         parts.append(
-            f'<line x1="{x}" y1="316" x2="{x + 30}" y2="316" stroke="{colour}" stroke-width="2"'
-            f' stroke-dasharray="{dashes}"/><text x="{x + 36}" y="320">{name}</text>'
+            f'<line x1="{x}" y1="{y}" x2="{x + 30}" y2="{y}" stroke="{colour}" stroke-width="2"'
+            f' stroke-dasharray="{dashes}"/><text x="{x + 36}" y="{y + 4}">{name}</text>'
         )
-    parts.append('<text x="760" y="320">x: H100 GPUs</text></svg>')
+    parts.append('<text x="400" y="640" text-anchor="end">x: H100 GPUs</text></svg>')
     return "\n".join(parts) + "\n"
 
 
