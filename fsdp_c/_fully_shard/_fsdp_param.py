@@ -168,12 +168,12 @@ class FSDPParam(_versions.AccumulatedGradient, _extended_param.ExtendedParam):
     def become_torchs(self) -> None:
         """An object of torch's own class, sharded, that knows no core."""
         self.forget_whole()
-        keeps_storage = self.__dict__.pop("_keeps_storage", False)
+        keeps_storage = self.__dict__.pop("_keeps_storage", None)
         for name in ("_attached", "inputs_agree", "origin", "unit", "inputs", "_next", "_metadata"):
             self.__dict__.pop(name, None)
         self.__class__ = _versions.TorchParam
-        if keeps_storage:
-            self.keep_unsharded_storage = True
+        if keeps_storage is not None:
+            self.keep_unsharded_storage = keeps_storage
 
     # ---- parameters that were replaced, moved or cast ----
 
