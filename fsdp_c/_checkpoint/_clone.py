@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 
 from fsdp_c._checkpoint import _full
+from fsdp_c._compat import _versions
 from fsdp_c._compat._versions import ShardPlacementResult
 from fsdp_c._fully_shard import (
     _fsdp_init,
@@ -51,6 +52,7 @@ def clone(model: Model) -> Model:
 
     Raises:
         ValueError, TypeError: something that cannot be copied; names it. Nothing is changed.
+        NotImplementedError: torch's implementation runs a unit.
 
     Examples:
         >>> ema = fsdp_c.clone(model).requires_grad_(False)
@@ -97,6 +99,7 @@ def _states_of(model: nn.Module) -> list[Any]:
             )
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
+            _torchs_own.refuse("clone", _versions.groups_of(state))
             if getattr(state, "call", None) is None:
                 raise ValueError(
                     f"clone: module '{name or '(root)'}' was not sharded by fsdp_c.fully_shard:"

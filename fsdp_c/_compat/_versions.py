@@ -252,19 +252,23 @@ def default_comms() -> tuple[type, type]:
 def divide_factors(group: Any, dtype: torch.dtype) -> tuple[float | None, float | None, Any, Any]:
     """By what torch's group divides gradients before and after its collectives, and their ops."""
     info = group.mesh_info
-    shards = getattr(info, "shard_process_group", None)
-    is_forced = group.force_sum_reduction_for_comms
-    if group.gradient_divide_factor is not None and shards is not None:
-        # Only NCCL can scale while it sums; with one rank there is nothing to scatter.
-        is_forced = is_forced or (shards.size() > 1 and dist.get_backend(shards) != "nccl")
     return _fsdp_collectives._get_gradient_divide_factors(
-        shards,
+        getattr(info, "shard_process_group", None),
         getattr(info, "replicate_process_group", None),
         dtype,
         group.device.type,
         group.gradient_divide_factor,
-        is_forced,
+        sums_are_forced(group),
     )
+
+
+def sums_are_forced(group: Any) -> bool:
+    """Whether torch's group has to divide sums itself, asked to or not."""
+    shards = getattr(group.mesh_info, "shard_process_group", None)
+    if group.gradient_divide_factor is None or shards is None or shards.size() == 1:
+        return group.force_sum_reduction_for_comms
+    # Only NCCL can scale while it sums; with one rank there is nothing to scatter.
+    return group.force_sum_reduction_for_comms or dist.get_backend(shards) != "nccl"
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:

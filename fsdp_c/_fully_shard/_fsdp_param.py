@@ -17,7 +17,7 @@ from fsdp_c import _env
 from fsdp_c._compat import _versions
 from fsdp_c._compat._versions import ShardPlacementResult, resolve_shard_placement
 from fsdp_c._fully_shard import _extended_param, _model_digest, _step_messages
-from fsdp_c._fully_shard._param_attributes import copy_attributes
+from fsdp_c._fully_shard._param_attributes import copy_attributes, share_hooks
 from fsdp_c._fully_shard._param_layout import is_special, outside_of_inference
 from fsdp_c._optim import _replaced_params
 
@@ -165,8 +165,17 @@ class FSDPParam(_versions.AccumulatedGradient, _extended_param.ExtendedParam):
         """Called by the core."""
         _step_messages.refuse_sparse_gradient(self)
 
-    def become_torchs(self) -> None:
-        """An object of torch's own class, sharded, that knows no core."""
+    def keep_values(self) -> None:
+        """For `become_torchs`: the unit is unsharded, and its parameters were perhaps written."""
+        if not self.has_extension:
+            self._values = _local(self._unsharded_param).detach().clone()
+
+    def become_torchs(self) -> bool:
+        """An object of torch's own class that knows no core; returns whether it is unsharded, with
+        the values of `keep_values`. Users' hooks of the whole parameter stay."""
+        values = self.__dict__.pop("_values", None)
+        whole = None if self.has_extension else self.__dict__.get("_unsharded_param")
+        n_shards = self._n_shards
         self.forget_whole()
         keeps_storage = self.__dict__.pop("_keeps_storage", None)
         for name in ("_attached", "inputs_agree", "origin", "unit", "inputs", "_next", "_metadata"):
@@ -174,6 +183,9 @@ class FSDPParam(_versions.AccumulatedGradient, _extended_param.ExtendedParam):
         self.__class__ = _versions.TorchParam
         if keeps_storage is not None:
             self.keep_unsharded_storage = keeps_storage
+        if whole is not None:
+            _gather_as_torch(self, n_shards, whole, values)
+        return values is not None
 
     # ---- parameters that were replaced, moved or cast ----
 
@@ -219,3 +231,25 @@ class FSDPParam(_versions.AccumulatedGradient, _extended_param.ExtendedParam):
             param._local_tensor = self.place(param._local_tensor)
         self._sharding_spec = param._spec
         _versions.forget_specs(self)
+
+
+def _gather_as_torch(torchs: Any, n_shards: int, old: torch.Tensor, values: Any) -> None:
+    """What a parameter of torch's has since its first gather: a whole one, with what hung on the
+    old one. Without values its memory is away, as after a reshard."""
+    dtype = _local(old).dtype
+    numel = torchs._sharded_param_data.numel() * n_shards  # with what pads the shards
+    with torch.no_grad(), outside_of_inference():
+        gathered = torch.empty(numel, dtype=dtype, device=torchs.device)
+        torchs.all_gather_outputs = [gathered]
+        torchs.init_unsharded_param()
+    whole = torchs._unsharded_param
+    copy_attributes(old, whole)
+    share_hooks(old, whole)
+    if values is None:
+        _fsdp_param.free_storage(gathered)
+    else:
+        _local(whole).detach().copy_(values)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -192,7 +192,7 @@ class FSDPState(_C.State, _versions.TorchState):
 
     def _hand_over(self, states: Sequence[Any], reason: str) -> None:
         """The states below this one, and its own, become torch's."""
-        self.leaving = (states, reason, _torchs_own.leave_core(states))
+        self.leaving = (states, reason, _torchs_own.leave_core(states, reason))
         self._await_others()
 
     def _await_others(self) -> None:
@@ -292,10 +292,13 @@ class FSDPState(_C.State, _versions.TorchState):
             if isinstance(state, FSDPState):  # it may have joined before another rank failed
                 state._join(root=None, groups=())
             state._is_root = None
-            state._state_ctx = state._state_ctx.renewed()
+            # What was set is the root's by now.
+            is_self = state is self
+            state._state_ctx = self._state_ctx.renewed() if is_self else FSDPStateContext()
             state._comm_ctx = _fsdp_state.FSDPCommContext()
             for group in state._fsdp_param_groups:
                 group.comm_ctx = state._comm_ctx
+                group._module_fqn = None  # torch's set-up adds to a name that is there
 
     def _rebuild_units(self) -> None:
         """Called when a shard is not where set-up put it. Collective if a layout changed."""

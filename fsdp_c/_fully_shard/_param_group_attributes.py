@@ -105,6 +105,7 @@ class GroupAttributes(VisibleGroup):
     # ---- what others put in ----
 
     def __setattr__(self, name: str, value: Any) -> None:
+        self.refuse_if_torchs()
         if name in _UNCALLED:
             _replaced_functions.refuse(name, f"FSDP unit '{_fqns.unit_name(self)}'")
         if name in _LOOKED_AT and self._core_has_accumulated:

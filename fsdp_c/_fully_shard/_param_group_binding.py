@@ -35,11 +35,7 @@ class BoundGroup(_C.Group, _versions.TorchGroup):
 
     def _bind_early(self) -> None:
         """Before the first forward a unit is in no root; collective."""
-        if self.why_torchs:
-            raise RuntimeError(
-                f"FSDP unit '{_fqns.unit_name(self)}' was handed over to torch's implementation"
-                f" ({self.why_torchs}): ask its module for the unit that stands in its place"
-            )
+        self.refuse_if_torchs()
         mine = _torchs_own.why_here([self]) or _torchs_own.why(self)
         if reason := _torchs_own.agreed([self], mine):
             raise RuntimeError(
@@ -49,6 +45,14 @@ class BoundGroup(_C.Group, _versions.TorchGroup):
             )
         _visibility.choose([self])
         self._bind_alone()
+
+    def refuse_if_torchs(self) -> None:
+        """RuntimeError if a unit of torch's own stands in its place."""
+        if self.why_torchs:
+            raise RuntimeError(
+                f"FSDP unit '{_fqns.unit_name(self)}' was handed over to torch's implementation"
+                f" ({self.why_torchs}): ask its module for the unit that stands in its place"
+            )
 
     def _bind_alone(self) -> None:
         self._root = _C.Root(
@@ -115,8 +119,16 @@ class BoundGroup(_C.Group, _versions.TorchGroup):
         if self.rebind():  # before the first forward a unit stands alone
             self._bind_alone()
 
-    def unbind(self) -> None:
-        """Leaves the core, sharded."""
+    def find_replaced_shards(self) -> None:
+        """Those that a forward on the core would take from here on."""
+        if self._is_bound and not self._core_is_unsharded and not self._core_is_intact:
+            self.adopt_shards()
+
+    def unbind(self, keeps_values: bool = False) -> None:
+        """Leaves the core, sharded; the values of unsharded parameters may be kept beside."""
+        if keeps_values and self._is_bound and self._core_is_unsharded:
+            for fsdp_param in self.fsdp_params:
+                fsdp_param.keep_values()
         self._unbind()
         self._binding = self._root = None
         self._sharded_state = ShardedState.SHARDED

@@ -14,7 +14,14 @@ from torch.distributed._composable.replicate_with_fsdp import _ReplicateState
 
 from fsdp_c._comm import _agreement, _device
 from fsdp_c._compat import _versions
-from fsdp_c._fully_shard import _errors, _fqns, _heap, _replaced_functions, _unmanaged_params
+from fsdp_c._fully_shard import (
+    _errors,
+    _fqns,
+    _heap,
+    _hook_places,
+    _replaced_functions,
+    _unmanaged_params,
+)
 from fsdp_c._fully_shard._param_spec import SUMMABLE
 from fsdp_c._native import _C
 
@@ -23,7 +30,6 @@ _OF_EACH = {
     "_module_fqn",  # torch adds to a name that is there
     "_module_to_pre_save_state_dict_hook_handle",
     "_module_to_pre_load_state_dict_hook_handle",
-    "comm_ctx",
     "_all_gather_result",
     "_sharded_state",
     "_training_state",
@@ -134,10 +140,20 @@ def _why_not_summed(fsdp_param: Any) -> str:
     return ""
 
 
+def refuse(what: str, groups: Sequence[Any]) -> None:
+    """NotImplementedError if a unit was handed over, for what works on the core alone."""
+    for group in groups:
+        if reason := getattr(group, "why_torchs", ""):
+            raise NotImplementedError(
+                f"{what}: torch's implementation runs FSDP unit '{_fqns.unit_name(group)}'"
+                f" ({reason}), and this is for units that run on the core"
+            )
+
+
 # ---- handing over ----
 
 
-def leave_core(states: Sequence[Any]) -> list[_C.Domain]:
+def leave_core(states: Sequence[Any], reason: str) -> list[_C.Domain]:
     """Before `hand_over`, between two steps: no rank's core is to run these any more; local.
 
     What is returned has to be waited for: who left alone would wait in collectives of torch's that
@@ -146,13 +162,14 @@ def leave_core(states: Sequence[Any]) -> list[_C.Domain]:
     ours = [state for state in states if isinstance(state, _C.State)]
     for state in ours:
         for group in state._fsdp_param_groups:
-            _check(group, is_set_up=state._is_root is not None)
+            _check(group, reason, is_set_up=state._is_root is not None)
+            group.find_replaced_shards()
     domains: dict[_C.Domain, None] = {}
     for state in ours:
         for group in state._fsdp_param_groups:
             parts = group._binding or ()
             domains.update((part, None) for part in parts if isinstance(part, _C.Domain))
-            group.unbind()
+            group.unbind(keeps_values=True)
         state._join(root=None, groups=())
         state._state_ctx.__dict__.pop("_root", None)
     for domain in domains:
@@ -174,20 +191,33 @@ def hand_over(states: Sequence[Any], reason: str) -> None:
             setattr(torchs, name, [made.get(other, other) for other in getattr(state, name)])
 
 
-def _check(group: Any, is_set_up: bool) -> None:
+def _check(group: Any, reason: str, is_set_up: bool) -> None:
     """Raises if the unit has what torch cannot run either."""
     for fsdp_param in group.fsdp_params:
         if fsdp_param.is_special:
             raise NotImplementedError(
-                f"parameter '{fsdp_param._param_fqn}' of FSDP unit '{group._module_fqn}', with"
+                f"parameter '{fsdp_param._param_fqn}' of FSDP unit '{_fqns.unit_name(group)}', with"
                 f" size {tuple(fsdp_param._orig_size)}, strides {fsdp_param.unsharded_stride}"
                 f" and placement {fsdp_param.fsdp_placement}, can only be run by the core, but"
-                " its model also needs what only torch's implementation has"
-                " (docs/compatibility.md). Use a contiguous parameter with at least one dim"
-                " that the ranks divide evenly, or put it into ignored_params"
+                f" its model also needs torch's implementation ({reason}). Use a contiguous"
+                " parameter with at least one dim that the ranks divide evenly, or put it into"
+                " ignored_params"
             )
-    if is_set_up:  # else torch's own set-up refuses them
-        _versions.TorchGroup._init_mp_dtypes(group)  # its own error for mixed dtypes
+    if replaced := _replaced_functions.CALLED_METHODS & vars(group).keys():
+        raise NotImplementedError(
+            f"{min(replaced)} of FSDP unit '{_fqns.unit_name(group)}' was replaced, and the unit is"
+            f" to be torch's own ({reason}), which would not call it: replace it on the module's"
+            " unit after that, or on torch's class"
+        )
+    if not is_set_up:  # torch's own set-up refuses what follows
+        return
+    try:
+        _versions.TorchGroup._init_mp_dtypes(group)
+    except AssertionError as error:
+        raise AssertionError(
+            f"FSDP unit '{_fqns.unit_name(group)}' is to be torch's own ({reason}), which refuses"
+            f" its dtypes: {error}"
+        ) from error
 
 
 def _state_of(ours: Any, reason: str) -> Any:
@@ -195,19 +225,21 @@ def _state_of(ours: Any, reason: str) -> Any:
     is_replicated = isinstance(ours, _ReplicateState)
     torchs = _ReplicateState() if is_replicated else _versions.TorchState()
     modules, context = ours._modules, ours._state_ctx
-    ours._pre_forward_hook_handle.remove()
-    ours._post_forward_hook_handle.remove()
-    for module in modules:
-        del _composable_state._module_state_mapping[module]
-        states = module.__dict__[STATE_KEY]
-        states.update({key: torchs for key, state in states.items() if state is ours})
-    torchs.init(modules, ours._device, ours._mp_policy, ours._auto_reshard_after_forward)
+    with _hook_places.kept(modules):
+        ours._pre_forward_hook_handle.remove()
+        ours._post_forward_hook_handle.remove()
+        for module in modules:
+            del _composable_state._module_state_mapping[module]
+            states = module.__dict__[STATE_KEY]
+            states.update({key: torchs for key, state in states.items() if state is ours})
+        torchs.init(modules, ours._device, ours._mp_policy, ours._auto_reshard_after_forward)
+    torchs._comm_ctx = ours._comm_ctx  # perhaps shared with another root
     torchs._fsdp_param_groups[:] = [
         _group_of(group, ours._mp_policy, reason) for group in ours._fsdp_param_groups
     ]
     if ours._is_root is False and not isinstance(context.all_states[0], _C.State):
         _join_torchs_root(ours, torchs)
-    else:
+    elif ours._is_root is not False:  # else it is the root's, whose state has it
         for name in ("is_last_backward", "post_optim_event", "manual_backward_finalization"):
             if hasattr(context, name):
                 setattr(torchs._state_ctx, name, getattr(context, name))
@@ -220,11 +252,11 @@ def _state_of(ours: Any, reason: str) -> Any:
 
 def _join_torchs_root(ours: Any, torchs: Any) -> None:
     """Its root is torch's, and set up: the forward that runs now is that root's."""
-    torchs._is_root, torchs._state_ctx, torchs._comm_ctx = False, ours._state_ctx, ours._comm_ctx
+    torchs._is_root, torchs._state_ctx = False, ours._state_ctx
     states = ours._state_ctx.all_states
     states[states.index(ours)] = torchs
     for group, old in zip(torchs._fsdp_param_groups, ours._fsdp_param_groups, strict=True):
-        group.comm_ctx, group._module_fqn = ours._comm_ctx, old._module_fqn
+        group._module_fqn = old._module_fqn
         group.lazy_init()
 
 
@@ -242,8 +274,11 @@ def _group_of(ours: Any, mp_policy: Any, reason: str) -> Any:
     )
     for name in vars(torchs).keys() - _OF_EACH:
         setattr(torchs, name, getattr(ours, name))
-    for fsdp_param in torchs.fsdp_params:
-        fsdp_param.become_torchs()
+    is_whole = [fsdp_param.become_torchs() for fsdp_param in torchs.fsdp_params]
+    if is_whole and all(is_whole):
+        torchs._to_unsharded()
+    if _versions.sums_are_forced(ours):
+        torchs.force_sum_reduction_for_comms = True
     ours.fsdp_params = []  # nobody who still has it finds them here
     torchs.why_torchs = ours.why_torchs = reason
     return torchs

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from fsdp_c import _env, _text
 from fsdp_c._compat import _versions
 from fsdp_c._diagnostics import _stats
-from fsdp_c._fully_shard import _fqns
+from fsdp_c._fully_shard import _fqns, _fsdp_init, _torchs_own
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._fully_shard._param_spec import ParamSpec, UnitSpec, spec_of
 from fsdp_c._memory._optimizer_state import StateSize, known_optimizer, shard_numel
@@ -98,12 +98,15 @@ def memory_plan(
     Raises:
         ValueError, TypeError: arguments that do not fit each other, an optimizer that is not known
             or cannot be tried.
+        NotImplementedError: torch's implementation runs a unit.
 
     Examples:
         >>> plan = fsdp_c.memory_plan(whole_model, world_size=64, optimizer="AdamW")
         >>> print(plan)
     """
     state_size = StateSize(known_optimizer(optimizer))
+    for module in model.modules():
+        _torchs_own.refuse("memory_plan", _fsdp_init.groups_of(module))
     groups = _stats.groups_of(model)
     mesh = groups[0].mesh_info if groups else None
     has_replicas = isinstance(mesh, HSDPMeshInfo) or (replicas or 1) > 1

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_c._checkpoint import _safetensors
 from fsdp_c._comm import _agreement
-from fsdp_c._fully_shard import _fqns, _fsdp_module, _heap
+from fsdp_c._compat import _versions
+from fsdp_c._fully_shard import _fqns, _fsdp_module, _heap, _torchs_own
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._fully_shard._fsdp_state import FSDPState
 from fsdp_c._native import _C
@@ -163,6 +164,8 @@ def _states_of(model: nn.Module) -> list[Any]:
 
 def _check(model: nn.Module, states: Sequence[Any]) -> None:
     """Raises unless the model, whole and at rest, can be moved."""
+    for state in states:
+        _torchs_own.refuse("offload", _versions.groups_of(state))
     if not states or not all(isinstance(state, FSDPState) for state in states):
         raise ValueError(
             f"offload: {type(model).__name__} has no modules, or not only modules, that were"

@@ -45,7 +45,8 @@ def register(wrappers: Sequence[Any], state: Any, hook: Callable[..., None]) -> 
                 _hand_over(wrapper, group, functools.partial(hook, state))
             elif hook in _COMPRESSED:
                 _reduce_in(group, _COMPRESSED[hook])
-    roots = {id(w._unit._root): w._unit for w in wrappers if w._unit and w._unit._root}
+    on_core = [w._unit for w in wrappers if getattr(w._unit, "_root", None)]
+    roots = {id(unit._root): unit for unit in on_core}
     for unit in roots.values():
         unit._rebuild_units()
 
