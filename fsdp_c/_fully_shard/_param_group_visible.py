@@ -9,6 +9,30 @@ from typing import Any
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from fsdp_c._fully_shard._param_group_binding import BoundGroup
+from fsdp_c._native import _C
+
+
+class _ForwardOrder:
+    """Units as their forwards came whose backward is still to come, of all roots that share a
+    context. As torch's ``post_forward_order`` it is over when a backward of one of them is."""
+
+    def __init__(self) -> None:
+        self.number = 0  # grows with each that is over
+        self.groups: list[Any] = []
+        self._backwards: dict[_C.Root, int] = {}  # which one each root was in then
+
+    def append(self, group: Any, root: _C.Root) -> tuple[int, int]:
+        """The order's number, and the place in it."""
+        if self.is_over():
+            self.number += 1
+            self.groups = []
+            self._backwards = {}
+        self._backwards.setdefault(root, root.backward)
+        self.groups.append(group)
+        return self.number, len(self.groups) - 1
+
+    def is_over(self) -> bool:
+        return any(root.backward != backward for root, backward in self._backwards.items())
 
 
 class VisibleGroup(BoundGroup):
@@ -18,18 +42,16 @@ class VisibleGroup(BoundGroup):
     gathers_async = False
     # Units to gather behind this one, as the user has named them: in forward, in backward.
     named_prefetches: tuple[Sequence[Any], Sequence[Any]] = ((), ())
-    # In which backward, and as the how-manieth: forwards whose backward is still to come.
+    # In which order, and as the how-manieth: forwards whose backward is still to come.
     _forwards: tuple[tuple[int, int], ...] = ()
 
     def _note_forward(self) -> None:
         """The unit's forward has ended; a backward gathers units in the opposite order."""
         assert self._root is not None
-        order = self.comm_ctx.__dict__.setdefault("forwards_of", [0, []])
-        if order[0] != self._root.backward:
-            order[:] = self._root.backward, []
-        known = tuple(entry for entry in self._forwards if entry[0] == order[0])
-        self._forwards = (*known, (order[0], len(order[1])))
-        order[1].append(self)
+        order = self.comm_ctx.__dict__.setdefault("forward_order", _ForwardOrder())
+        place = order.append(self, self._root)
+        known = tuple(entry for entry in self._forwards if entry[0] == order.number)
+        self._forwards = (*known, place)
 
     def _is_last_of_unit(self) -> bool:
         return self._param_group_index == self._num_param_groups - 1
@@ -56,15 +78,15 @@ class VisibleGroup(BoundGroup):
 
     def _before_in_forward(self) -> Sequence[Any]:
         """The groups of the unit before this one; of several groups the second one asks."""
-        backward, order = self.comm_ctx.__dict__.get("forwards_of", (0, []))
-        if self._root is None or backward != self._root.backward or not self._forwards:
+        order = self.comm_ctx.__dict__.get("forward_order")
+        if self._root is None or order is None or order.is_over() or not self._forwards:
             return ()
-        *others, (of_backward, at) = self._forwards
+        *others, (number, at) = self._forwards
         self._forwards = tuple(others)
-        if of_backward != backward or self._num_param_groups > 1 and self._param_group_index != 1:
+        if number != order.number or self._num_param_groups > 1 and self._param_group_index != 1:
             return ()
-        before = [group for group in order[:at] if group.modules is not self.modules]
+        before = [group for group in order.groups[:at] if group.modules is not self.modules]
         if self._num_param_groups == 1:
-            return order[at - 1 : at]
+            return order.groups[at - 1 : at]
         same = itertools.takewhile(lambda g: g.modules is before[-1].modules, reversed(before))
         return list(same)

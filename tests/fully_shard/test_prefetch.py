@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import harness
 import models
 import pytest
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from models import Branches, Net, data
 from parity import Pair, Side, on_ranks, total
 from torch import nn
@@ -105,3 +107,24 @@ def test_counted_collectives(rank: int, n_ranks: int, own: bool, reshard: bool |
         pair.optimize()
     with torch.no_grad():
         pair.both(lambda side: side.model(data(rank)), "no_grad")
+
+
+@on_ranks(2)
+def test_shared_contexts_share_the_order_of_forwards(rank: int, n_ranks: int) -> None:
+    """The last unit of one model is prefetched by the first of the other one, however many
+    backward passes each has had."""
+    seen = []
+    for fsdp in (torch_fsdp, harness.implementation()):
+        harness.seed_everything(1)
+        first, second = Net(), Net()
+        for model in (first, second):
+            models.shard_blocks(model, fsdp)
+        with CommDebugMode() as counter:
+            first(data(rank)).sum().backward()
+            (first(data(rank)).sum() + second(data(rank)).sum()).backward()
+            torch_fsdp.share_comm_ctx([first, second])
+            for _ in range(2):
+                (second(data(rank)) + first(data(rank))).sum().backward()
+            second(data(rank)).sum().backward()
+        seen.append({str(name): count for name, count in counter.get_comm_counts().items()})
+    assert seen[0] == seen[1]
