@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import nn
 from torch.distributed import _composable_state
-from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 
-from fsdp_c._fully_shard import _fsdp_module, _hook_places, _replicate, _watches
+from fsdp_c._fully_shard import _fsdp_module, _replicate, _state_places, _watches
 from fsdp_c._fully_shard._fsdp_param import FSDPParam
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._fully_shard._fsdp_state import FSDPState
@@ -38,22 +37,12 @@ def adopt_below(root: nn.Module) -> None:
 def _adopt(torchs: Any) -> FSDPState:
     is_replicated = isinstance(torchs, _replicate.TorchsState)
     ours = _replicate.ReplicateState() if is_replicated else FSDPState()
-    modules = torchs._modules
-    with _hook_places.kept(modules):
-        torchs._pre_forward_hook_handle.remove()
-        torchs._post_forward_hook_handle.remove()
-        for module in modules:
-            del _composable_state._module_state_mapping[module]
-            states = module.__dict__[STATE_KEY]
-            for key, state in states.items():
-                if state is torchs:
-                    states[key] = ours
-        ours.init(modules, torchs._device, torchs._mp_policy, torchs._auto_reshard_after_forward)
+    _state_places.take_place(ours, torchs)
     context, before = ours._state_ctx, torchs._state_ctx
     context.is_last_backward = before.is_last_backward
     context.post_optim_event = before.post_optim_event
     ours._fsdp_param_groups = [_adopt_group(group) for group in torchs._fsdp_param_groups]
-    _fsdp_module.equip(modules)
+    _fsdp_module.equip(ours._modules)
     _watches.watch(ours)
     return ours
 

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed import _composable_state
-from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed._composable.replicate_with_fsdp import _ReplicateState
 
 from fsdp_c._comm import _agreement, _device
@@ -18,8 +16,8 @@ from fsdp_c._fully_shard import (
     _errors,
     _fqns,
     _heap,
-    _hook_places,
     _replaced_functions,
+    _state_places,
     _unmanaged_params,
 )
 from fsdp_c._fully_shard._param_spec import SUMMABLE
@@ -224,15 +222,8 @@ def _state_of(ours: Any, reason: str) -> Any:
     """Torch's, in the same modules, with the same shards and what was set."""
     is_replicated = isinstance(ours, _ReplicateState)
     torchs = _ReplicateState() if is_replicated else _versions.TorchState()
-    modules, context = ours._modules, ours._state_ctx
-    with _hook_places.kept(modules):
-        ours._pre_forward_hook_handle.remove()
-        ours._post_forward_hook_handle.remove()
-        for module in modules:
-            del _composable_state._module_state_mapping[module]
-            states = module.__dict__[STATE_KEY]
-            states.update({key: torchs for key, state in states.items() if state is ours})
-        torchs.init(modules, ours._device, ours._mp_policy, ours._auto_reshard_after_forward)
+    context = ours._state_ctx
+    _state_places.take_place(torchs, ours)
     torchs._comm_ctx = ours._comm_ctx  # perhaps shared with another root
     torchs._fsdp_param_groups[:] = [
         _group_of(group, ours._mp_policy, reason) for group in ours._fsdp_param_groups

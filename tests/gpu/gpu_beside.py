@@ -1,4 +1,4 @@
-"""Runs the programs of gpu_programs.py: many in a process, on one rank and on several of one GPU.
+"""Runs the training programs: many in a process, on one rank and on several of one GPU.
 
 `python gpu_beside.py RANK RANKS STORE DEVICE WORLD ROWS SECONDS NAME...` is a rank, with a limit
 for each program. One that fails is a row like the others; one that crashes or hangs ends its
@@ -19,6 +19,7 @@ from typing import Any
 
 import gpu_nccl
 import gpu_programs  # noqa: F401  (which fills the list)
+import gpu_programs_around  # noqa: F401  (the rest of it)
 import gpu_ranks
 import torch
 import torch.distributed as dist
