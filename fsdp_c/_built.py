@@ -46,7 +46,10 @@ def extension(torch_version: str, folder: Path = FOLDER) -> Path:
 def _cure(minor: str, others: list[str], folder: Path) -> str:
     root = folder.parent
     if (root / "setup.py").is_file() and (root / "csrc").is_dir():
-        return f"build it for this environment with `pip install --no-deps -e {root}`"
+        return (
+            f"build it for this environment with `pip install --no-deps -e {root}`, or, if one is"
+            f" installed, run from another folder than {root}, which hides it"
+        )
     wheel = f"install a build for torch {minor}, whose version ends in +torch{minor}"
     if not others:
         return wheel

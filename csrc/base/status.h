@@ -32,7 +32,7 @@ typedef enum fc_status {
 } fc_status;
 
 #define FC_MUST_CHECK __attribute__((warn_unused_result))
-#define FC_MESSAGE_BYTES 1024
+#define FC_MESSAGE_BYTES 1536
 
 /* Records a formatted message for this thread and returns `status`. */
 fc_status fc_fail(fc_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));

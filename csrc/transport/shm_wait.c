@@ -89,7 +89,7 @@ static void describe_peer(char *out, size_t bytes, const fc_transport *t, int pe
         (void)snprintf(out, bytes, "rank %d waits for rank %d in %s", t->global_ranks[peer],
                        fc_transport_global_rank(t, awaited), what);
     } else {
-        (void)snprintf(out, bytes, "rank %d last did %s", t->global_ranks[peer], what);
+        (void)snprintf(out, bytes, "rank %d last waited in %s", t->global_ranks[peer], what);
     }
 }
 

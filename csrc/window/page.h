@@ -4,7 +4,7 @@
  * user find in /proc/PID/fd. Only the process writes, others never do. fsdp_c/_window/_page.py
  * reads it and knows these numbers, too: another layout is another FC_WINDOW_VERSION.
  *
- *     head, now, use, wait, error, told | names | events, if the process traces
+ *     head, now, use, wait, told, error | names | events, if the process traces
  *
  * Words are 8 bytes, in the machine's order. Blocks that begin with `n_writes` have it odd while
  * their owner writes: who reads takes the block between two looks at the same even number. Names
@@ -24,11 +24,11 @@ extern "C" {
 
 #define FC_WINDOW_NAME "window-of-fsdp_c"
 #define FC_WINDOW_MAGIC UINT64_C(0x77696e646f776663)
-#define FC_WINDOW_VERSION 2
+#define FC_WINDOW_VERSION 3
 
 #define FC_WINDOW_RUN_BYTES 128
 #define FC_WINDOW_PLACE_BYTES 232
-#define FC_WINDOW_ERROR_BYTES 1000
+#define FC_WINDOW_ERROR_BYTES 1512
 #define FC_WINDOW_TOLD_BYTES 496
 #define FC_WINDOW_BEGAN 32 /* beginnings of steps that are kept */
 #define FC_WINDOW_NAMES_AT FC_PAGE
@@ -132,9 +132,9 @@ typedef struct fc_window_page {
     fc_window_use use;
     char align_wait[512 - sizeof(fc_window_use)];
     fc_window_wait wait;
-    char align_error[512 - sizeof(fc_window_wait)];
-    fc_window_error error;
+    char align_told[512 - sizeof(fc_window_wait)];
     fc_window_told told;
+    fc_window_error error;
 } fc_window_page;
 
 #ifdef __cplusplus

@@ -19,7 +19,7 @@ static_assert(sizeof(fc_window_event) == 32, "read by other programs");
 static_assert(sizeof(fc_window_page) <= FC_WINDOW_NAMES_AT, "names come behind it");
 static_assert(offsetof(fc_window_page, now) == 512 && offsetof(fc_window_page, use) == 1024 &&
                   offsetof(fc_window_page, wait) == 1536 &&
-                  offsetof(fc_window_page, error) == 2048 && offsetof(fc_window_page, told) == 3072,
+                  offsetof(fc_window_page, told) == 2048 && offsetof(fc_window_page, error) == 2560,
               "read by other programs");
 
 #define FALLOCATE_TRIES 100

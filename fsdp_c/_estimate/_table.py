@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from fsdp_c import _text
@@ -81,10 +80,12 @@ def _times(estimate: Any) -> list[str]:
         ("in all", times.step, _speed(estimate)),
     ):
         lines.append(f"  {name:18}{seconds_text(seconds):>14}  {what}".rstrip())
-    shapes = _input_shapes(setting)
-    if len(shapes[0]) == 2:
-        tokens = setting.world_size * setting.micro_batches * math.prod(shapes[0])
-        lines.append(f"  {tokens:,} inputs per step, {tokens / times.step:,.0f} per s")
+    first = next(t for t in setting.inputs if hasattr(t, "shape"))
+    if first.ndim:  # token ids of shape (batch, length), or a batch of whatever else
+        is_tokens = first.ndim == 2 and not first.is_floating_point()
+        each, word = (first.numel(), "tokens") if is_tokens else (first.shape[0], "samples")
+        n = setting.world_size * setting.micro_batches * each
+        lines.append(f"  {n:,} {word} per step, {n / times.step:,.0f} per s")
     return lines
 
 

@@ -21,6 +21,7 @@ class Visible(NamedTuple):
     # Seen as they are made; else at most what they bring is.
     sees_gathers: bool = False
     sees_sums: bool = False
+    is_of_all: bool = True  # nobody looks on some ranks alone
 
     @property
     def is_watched(self) -> bool:
@@ -78,6 +79,7 @@ def _take(groups: Sequence[Any], theirs: Sequence[Visible], rank: int) -> None:
             reason,
             own.sees_gathers or other.sees_gathers,
             own.sees_sums or other.sees_sums,
+            own.is_of_all and bool(own.reason) == bool(other.reason),
         )
 
 
@@ -87,7 +89,7 @@ def has_changed(groups: Sequence[Any]) -> bool:
 
 
 def _differs(now: Visible, bound: Visible) -> bool:
-    if " on rank " in bound.reason and not now.reason:  # another rank's
+    if not now.reason and not bound.is_of_all:  # others see no change
         return False
     return (
         bool(now.reason) != bool(bound.reason)

@@ -42,7 +42,8 @@ def _reasons() -> Iterator[str]:
     elif {"transformers", "accelerate"} & sys.modules.keys():
         yield (
             "the Trainer and accelerate shard where they are told to: fsdp= and fsdp_config= of"
-            " TrainingArguments, or accelerate launch --use_fsdp --fsdp_version 2"
+            " TrainingArguments, or accelerate launch --use_fsdp --fsdp_version 2; on CPU ranks set"
+            " ACCELERATE_USE_CPU=true, too"
         )
     elif {"lightning", "pytorch_lightning", "lightning_fabric"} & sys.modules.keys():
         yield "Lightning shards where its strategy does: strategy=ModelParallelStrategy()"

@@ -159,7 +159,7 @@ class Peers:
         while (word := self._word(rank, number)) >> 2 != number:
             self._check_same(rank, number)
             waited = time.monotonic() - start
-            what = f"rank {self._rank} waited {waited:.0f} s in Snapshots.take for rank {peer}"
+            what = f"rank {self._rank} waited {waited:.1f} s in Snapshots.take for rank {peer}"
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + _rendezvous.LOOK_S
                 # In this order: what it has told before it left counts.

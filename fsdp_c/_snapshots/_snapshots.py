@@ -573,7 +573,8 @@ class Snapshots:
     def close(self) -> None:
         """The run has ended well: when all ranks have said so, the files of the host are removed.
 
-        A process that exits with status 0 does the same. Local.
+        A process that exits with status 0 does the same. Call it last, after what the run leaves
+        behind is saved: a rank that is killed later starts from the beginning. Local.
 
         Examples:
             >>> snapshots = fsdp_c.Snapshots(model, optimizer, folder=folder)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 NAME = "window-of-fsdp_c"
-VERSION = 2
+VERSION = 3
 MAGIC = 0x77696E646F776663
 
 PHASES = (
@@ -29,13 +29,13 @@ EVENTS = ("none", "phase", "unit", "passed", "left", "wait")
 
 # Where blocks begin, and what is in them. Native order and sizes: pages are read where they are
 # written.
-HEAD_AT, NOW_AT, USE_AT, WAIT_AT, ERROR_AT, TOLD_AT, NAMES_AT = 0, 512, 1024, 1536, 2048, 3072, 4096
+HEAD_AT, NOW_AT, USE_AT, WAIT_AT, TOLD_AT, ERROR_AT, NAMES_AT = 0, 512, 1024, 1536, 2048, 2560, 4096
 BEGAN = 32
 HEAD = struct.Struct("=10Q128s")
 NOW = struct.Struct(f"={5 + BEGAN + len(PURPOSES)}Q")
 USE = struct.Struct("=2Q")
 WAIT = struct.Struct("=8Q232s")
-ERROR = struct.Struct("=3Q1000s")
+ERROR = struct.Struct("=3Q1512s")
 TOLD = struct.Struct("=2Q496s")
 EVENT = struct.Struct("=2Q3Ii")
 WORD = struct.Struct("=Q")

@@ -6,6 +6,7 @@ names can be read, so their processes are left out.
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -67,6 +68,14 @@ class Seen:
             self.pages.popitem()[1].close()
 
 
+def require_run(parser: argparse.ArgumentParser, seen: Seen, run: str | None) -> None:
+    """Ends the program where a run was named and no rank here is of it."""
+    runs = sorted({page.head.run for page in seen.pages.values()})
+    if run is not None and run not in runs:
+        there = ", ".join(runs) or "none"
+        parser.exit(1, f"no rank here is of run {run}: runs that can be seen are {there}\n")
+
+
 def _pids() -> Iterator[int]:
     return (int(name) for name in os.listdir(_PROC) if name.isdigit())
 
@@ -114,6 +123,14 @@ def script_of(pid: int) -> str:
         return ""
     found = next((w for w in words[1:] if w.endswith(".py")), words[0] if words else "")
     return _page.text_of(os.path.basename(found).encode())
+
+
+def pid_namespace(pid: int) -> int:
+    """The number of the namespace that gives the process its pid; 0: not known."""
+    try:
+        return os.stat(_PROC / str(pid) / "ns" / "pid").st_ino
+    except OSError:
+        return 0
 
 
 def is_stopped(pid: int) -> bool:

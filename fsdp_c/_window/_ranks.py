@@ -52,6 +52,7 @@ class Rank:
     error: LastError | None
     is_stopped: bool  # by a signal or a debugger
     is_tracing: bool
+    pid_namespace: int = 0  # its number; 0: not known
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ def _rank(pid: int, page: Page) -> Rank:
         else LastError(error.text, _seconds(error.at_ns, now_ns), error.n_errors),
         is_stopped=_processes.is_stopped(pid),
         is_tracing=head.n_events > 0,
+        pid_namespace=_processes.pid_namespace(pid),
     )
 
 
@@ -152,11 +154,19 @@ def held_up(ranks: Iterable[Rank], after_seconds: float) -> list[str]:
 
 
 def by_run(ranks: Iterable[Rank]) -> Iterable[list[Rank]]:
-    """Never empty ones."""
+    """Never empty ones. Containers may call different runs the same: where a number comes twice,
+    those of each process namespace are a run."""
     runs: dict[tuple[str, int], list[Rank]] = {}
     for rank in ranks:
         runs.setdefault((rank.run, rank.world), []).append(rank)
-    return runs.values()
+    for run in runs.values():
+        if len({rank.rank for rank in run}) == len(run):
+            yield run
+            continue
+        apart: dict[int, list[Rank]] = {}
+        for rank in run:
+            apart.setdefault(rank.pid_namespace, []).append(rank)
+        yield from apart.values()
 
 
 def _end_of_chain(rank: Rank, by_rank: dict[int, Rank]) -> int | None:

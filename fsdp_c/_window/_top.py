@@ -18,7 +18,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m fsdp_c top", description=__doc__)
     parser.add_argument("--once", action="store_true", help="look once, print, and end")
     parser.add_argument("--json", action="store_true", help="an object for each look, on a line")
-    parser.add_argument("--run", help="only the ranks of this run")
+    parser.add_argument("--run", help="only the ranks of this run, as the table names it")
     parser.add_argument(
         "--every", type=_seconds, default=1.0, metavar="SECONDS", help="how often to look; 1"
     )
@@ -28,7 +28,9 @@ def main(arguments: Sequence[str]) -> None:
         if options.json:
             _print_json(seen, options)
         elif options.once:
-            print("\n".join(_lines.lines_of(_look(seen, options.run))))
+            host = _ranks.look(seen)
+            _processes.require_run(parser, seen, options.run)
+            print("\n".join(_lines.lines_of(_of_run(host, options.run))))
         else:
             _watch(seen, options)
     except KeyboardInterrupt:
@@ -47,7 +49,10 @@ def _seconds(text: str) -> float:
 
 
 def _look(seen: _processes.Seen, run: str | None) -> Host:
-    host = _ranks.look(seen)
+    return _of_run(_ranks.look(seen), run)
+
+
+def _of_run(host: Host, run: str | None) -> Host:
     if run is None:
         return host
     return Host(tuple(rank for rank in host.ranks if rank.run == run), host.refused)

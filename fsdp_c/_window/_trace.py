@@ -29,6 +29,7 @@ def main(arguments: Sequence[str]) -> None:
     seen = _processes.Seen()
     try:
         spans, ranks = _spans(seen, options.run)
+        _processes.require_run(parser, seen, options.run)
     finally:
         seen.close()
     if not ranks:

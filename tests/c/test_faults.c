@@ -274,7 +274,7 @@ static void body_late(int rank, int n, void *arg)
     }
     CHECK_HAS(fc_last_message(), "did not come within 0.25 s");
     CHECK_HAS(fc_last_message(), "reduce-scatter of unit layers.3 (step 2)");
-    CHECK_HAS(fc_last_message(), n == 2 ? "rank 11 last did" : "last did");
+    CHECK_HAS(fc_last_message(), n == 2 ? "rank 11 last waited in" : "last waited in");
     CHECK(strstr(fc_last_message(), "; it") == NULL); /* nobody was asked so soon */
     atomic_fetch_add(&ranks_common->values[ROUNDS_DONE], 1);
     fc_region_release(region);

@@ -191,6 +191,7 @@ def be_held_up(rank: int, n_ranks: int, results: Path) -> None:
 KEYS = {
     *("run", "script", "pid", "rank", "world", "step", "phase", "phase_seconds", "unit"),
     *("steps_per_second", "waits", "memory", "error", "is_stopped", "is_tracing"),
+    "pid_namespace",
 }
 
 
@@ -255,6 +256,22 @@ def test_waits_are_followed_to_their_end() -> None:
     assert _ranks.held_up([waiting(0, 1)], 1.0) == [
         "rank 0 waits for rank 1, for 5.0 s; it is on another host, or its page cannot be read"
     ]
+
+
+def test_runs_of_one_name_in_two_containers_are_two() -> None:
+    ranks = [rank_of(rank, pid_namespace=space) for space in (1, 2) for rank in (0, 1)]
+    found = [[(rank.rank, rank.pid_namespace) for rank in run] for run in _ranks.by_run(ranks)]
+    assert found == [[(0, 1), (1, 1)], [(0, 2), (1, 2)]]
+    # A run whose ranks have a container each is one.
+    apart = [rank_of(rank, pid_namespace=rank + 1) for rank in range(3)]
+    assert [len(run) for run in _ranks.by_run(apart)] == [3]
+
+
+def test_a_run_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        _top.main(["--once", "--run", "nobody's"])
+    assert ended.value.code == 1
+    assert "no rank here is of run nobody's: runs that can be seen are " in capsys.readouterr().err
 
 
 def test_steps_per_second() -> None:
@@ -403,7 +420,7 @@ def test_a_page_that_is_right_is_read() -> None:
         (b"\0" * 100, "it ends after 100 bytes"),
         (random.Random(0).randbytes(8192), "it is no page of fsdp_c"),
         (own_page(magic=0), "it is no page of fsdp_c"),
-        (own_page(version=9), "its layout is version 9, and this fsdp_c reads 2"),
+        (own_page(version=9), "its layout is version 9, and this fsdp_c reads 3"),
         (own_page(n_bytes=1 << 40), "its numbers do not fit each other"),
         (own_page(names_bytes=1 << 40), "its numbers do not fit each other"),
         (own_page(n_events=1 << 60), "its numbers do not fit each other"),

@@ -167,6 +167,35 @@ def test_mode_in_some_steps(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(2)
+def test_mode_around_the_first_forward_alone(rank: int, n_ranks: int) -> None:
+    """The next one finds the model where it would be without."""
+    pair = Pair(Net, models.shard_blocks, tolerance=CLOSE)
+
+    def step(side: Side, index: int) -> None:
+        with Collectives() if index == 0 else contextlib.nullcontext():
+            side.model(data(rank, index)).sum().backward()
+
+    pair.do(lambda side: step(side, 0))
+    pair.skip_if_same()
+    assert any("dispatch mode" in word for word in words(pair.ours))
+    for index in range(1, 3):
+        pair.do(lambda side, index=index: step(side, index))
+        assert not any("dispatch mode" in word for word in words(pair.ours))
+    pair.check("at the end")
+
+
+@on_ranks(2)
+def test_mode_of_one_rank_around_the_first_forward(rank: int, n_ranks: int) -> None:
+    """Its end is seen on that rank alone, so that nothing changes."""
+    pair = Pair(Net, models.shard_blocks, tolerance=CLOSE)
+    for index in range(3):
+        with Collectives() if rank == 1 and index == 0 else contextlib.nullcontext():
+            pair.step(data(rank, index))
+    pair.skip_if_same()
+    assert all("dispatch mode" in word for word in words(pair.ours))
+
+
+@on_ranks(2)
 def test_mode_of_one_rank_is_named(rank: int, n_ranks: int) -> None:
     fsdp = harness.implementation()
     if fsdp is torch_fsdp:

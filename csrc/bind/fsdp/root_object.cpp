@@ -26,7 +26,6 @@ void RootObject::open(Fields &given)
     states = all.release();
     domains = of_units.release();
     streams = linked.empty() ? nullptr : domain_streams(PyList_GET_ITEM(domains, 0));
-    has_modes = has_dispatch_modes();
     root_init(this, linked);
 }
 

@@ -83,6 +83,14 @@ void state_join(StateObject &state, Fields &given)
                         state.modules != nullptr && PyTuple_GET_SIZE(state.modules) > 1);
 }
 
+// Roots are made where no mode is seen. The state may have got another one, or none any more.
+void note_modes(StateObject *state)
+{
+    if (state->root != nullptr) {
+        state->root->has_modes = has_dispatch_modes();
+    }
+}
+
 // Somebody has put in what the core has to look at. Between two steps only.
 void look_around(StateObject *state)
 {
@@ -97,8 +105,8 @@ void look_around(StateObject *state)
     }
     if (root->course.opener == nullptr && fc_root_is_between_steps(&root->course)) {
         root->looks_around = false;
-        root->has_modes = has_dispatch_modes();
         ask_python(Call::look_around, state);
+        note_modes(state);
     }
 }
 
@@ -107,6 +115,7 @@ bool is_ours(StateObject *state)
 {
     if (state->root == nullptr) {
         ask_python(Call::join_root, state);
+        note_modes(state);
     } else if (state->root->course.opener == nullptr ||
                state->course.training != FC_TRAINING_IDLE) {
         look_around(state);

@@ -87,7 +87,7 @@ struct RootObject {
     int64_t graph_task;           // autograd's number of the running backward
     bool looks_around;            // somebody has put in what the next forward has to look at
     bool calls_methods;           // of some of its groups
-    bool has_modes;               // a dispatch mode was active when units were bound
+    bool has_modes;               // a dispatch mode was active when somebody looked last
 };
 
 // Who uses one sees the collectives of units.
