@@ -287,23 +287,26 @@ fc_status apart_accuse(fc_domain *domain, int peer, const char *sentence)
     return st;
 }
 
-/* True if `peer` has failed a phase because this rank had passed it over. */
+/* True if `peer` has failed a phase because this rank had passed it over. Over messages whoever is
+ * past that phase has: without the collective that the peer was in. */
 static bool is_accused(const fc_domain *domain, int peer)
 {
     const clock_line *line = domain_clock(domain, peer);
     const uint64_t accused = fc_word_load(&line->accused);
-    const uint64_t phase = phase_of(fc_word_load(&line->clock));
+    const uint64_t phase = accused >> ACCUSED_SHIFT, theirs = fc_word_load(&line->clock);
     const uint64_t mask = UINT64_MAX << ACCUSED_SHIFT;
     const bool is_named = (accused & ~mask) == (uint64_t)domain->rank;
     const bool has_skipped = phase > domain->before;
+    /* The peer is there still, or its model is gone since. */
+    const bool is_last = theirs == CLOCK_LEFT ? phase >= domain->before : phase == phase_of(theirs);
 
-    return accused != 0 && (accused & mask) == phase << ACCUSED_SHIFT &&
-           phase < phase_of(domain->clock) && phase > domain->admitted && (is_named || has_skipped);
+    return accused != 0 && is_last && phase < phase_of(domain->clock) && phase > domain->admitted &&
+           (is_named || has_skipped || !domain->is_mapped);
 }
 
-int apart_find_accuser(const fc_domain *domain)
+static int find_accuser(const fc_domain *domain)
 {
-    for (int r = 0; r < domain->n_ranks; r++) {
+    for (int r = 0; domain->clocks != NULL && r < domain->n_ranks; r++) {
         if (r != domain->rank && is_accused(domain, r)) {
             return r;
         }
@@ -311,9 +314,27 @@ int apart_find_accuser(const fc_domain *domain)
     return -1;
 }
 
-/* The phase is the accusation's: the peer may have begun its next one by now. */
-fc_status apart_admit(fc_domain *domain, int peer)
+/* Over messages who is accused in one domain of the root comes to no collective of the others. */
+apart_accusation apart_find_accused(fc_domain *domain)
 {
+    fc_domain *d = domain;
+
+    do {
+        const int peer = d == domain || !d->is_mapped ? find_accuser(d) : -1;
+
+        if (peer >= 0) {
+            return (apart_accusation){d, peer};
+        }
+        d = d->next;
+    } while (d != domain && !domain->is_mapped);
+    return (apart_accusation){NULL, -1};
+}
+
+/* The phase is the accusation's: the peer may have begun its next one by now. */
+fc_status apart_admit(apart_accusation accusation)
+{
+    fc_domain *domain = accusation.in;
+    const int peer = accusation.peer;
     const uint64_t phase = fc_word_load(&domain_clock(domain, peer)->accused) >> ACCUSED_SHIFT;
     char text[REASON_BYTES];
 
@@ -322,6 +343,9 @@ fc_status apart_admit(fc_domain *domain, int peer)
         return fc_fail(FC_ERR_MISMATCH,
                        "ranks are out of step: rank %d has ended a phase that rank %d passed over",
                        global(domain, peer), global(domain, domain->rank));
+    }
+    if (!domain->is_mapped) { /* peers that only see this rank leave are told why */
+        (void)snprintf(domain->verdict, sizeof(domain->verdict), "%s", text);
     }
     return fc_fail(FC_ERR_MISMATCH, "%s", text);
 }

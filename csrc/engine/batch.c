@@ -14,6 +14,7 @@ typedef struct note {
     uint64_t print; /* of the unit */
     uint64_t limit; /* of batches */
     uint64_t is_observed;
+    uint64_t order; /* that it would follow in this forward */
 } note;
 
 typedef struct entry {
@@ -66,7 +67,8 @@ static note note_of(const fc_batch_gather *of)
 {
     return (note){.print = fc_fingerprint(of->unit->layout.fingerprint, of->unit->index),
                   .limit = of->unit->domain->batch_limit,
-                  .is_observed = of->is_observed};
+                  .is_observed = of->is_observed,
+                  .order = order_told(of->unit->domain)};
 }
 
 /* Writes what this rank sends. */
@@ -136,6 +138,7 @@ static fc_status look_at(const fc_batch_gather *of, int rank, size_t unit_at, si
     memcpy(&theirs, data + (unit_at - at), sizeof(theirs)); /* pieces hold whole notes */
     FC_TRY(check_note(of, &theirs, rank));
     unit->was_observed = unit->was_observed || theirs.is_observed != 0;
+    unit->has_other_order = unit->has_other_order || theirs.order != order_told(unit->domain);
     return FC_OK;
 }
 
@@ -184,15 +187,20 @@ static void prepare(const fc_batch_gather *units, size_t n_units, char *pack)
 {
     pack_all(units, n_units, pack);
     for (size_t i = 0; i < n_units; i++) {
-        units[i].unit->was_observed = false;
+        units[i].unit->was_observed = units[i].unit->has_other_order = false;
     }
 }
 
 static void observe_all(const fc_batch_gather *units, size_t n_units)
 {
     for (size_t i = 0; i < n_units; i++) {
-        if (note_bytes(units[i].unit) > 0) {
-            observe(units[i].unit, units[i].unit->was_observed);
+        fc_unit *unit = units[i].unit;
+
+        if (note_bytes(unit) > 0) {
+            observe(unit, unit->was_observed);
+            if (!fc_domain_in_backward(unit->domain)) {
+                order_heard(unit->domain, !unit->has_other_order);
+            }
         }
     }
 }

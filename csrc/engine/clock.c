@@ -54,7 +54,7 @@ void fc_domain_open(fc_domain *domain, fc_opening opening)
 }
 
 typedef struct clock_wait {
-    const fc_domain *domain;
+    fc_domain *domain;
     int peer;
     uint64_t target;
 } clock_wait;
@@ -66,11 +66,25 @@ static bool clock_reached(void *arg)
     return fc_word_load(&domain_clock(wait->domain, wait->peer)->clock) >= wait->target;
 }
 
-static bool reached_or_accused(void *arg)
+/* Over messages a forward ends without a wait for peers: one that leaves it by an exception does
+ * not come to the backward behind it. If this rank has left it, too, a script stops forwards on
+ * purpose.
+ */
+static bool has_left_forward(const fc_domain *domain, int peer)
+{
+    const uint64_t phase = phase_of(domain->clock), forward = phase & ~PHASE_MASK;
+
+    return !domain->is_mapped && (phase & PHASE_MASK) != 0 &&
+           fc_word_load(&domain_clock(domain, peer)->failed) == forward &&
+           fc_word_load(&domain_clock(domain, domain->rank)->failed) != forward;
+}
+
+static bool reached_or_over(void *arg)
 {
     const clock_wait *wait = arg;
 
-    return clock_reached(arg) || apart_find_accuser(wait->domain) >= 0;
+    return clock_reached(arg) || apart_find_accused(wait->domain).in != NULL ||
+           has_left_forward(wait->domain, wait->peer);
 }
 
 bool domain_has_failed(const fc_domain *domain, int peer)
@@ -83,21 +97,27 @@ bool domain_has_failed(const fc_domain *domain, int peer)
     return fc_word_load(&line->failed) >= phase && fc_word_load(&line->completed) < phase;
 }
 
+static fc_status fail_left(fc_domain *domain, int peer, uint64_t phase, const char *op,
+                           const char *unit)
+{
+    return fc_fail(
+        FC_ERR_PEER,
+        "rank %d left the %s of step %llu by an exception while rank %d was in %s%s%s; the "
+        "gradients of this step are not complete",
+        fc_transport_global_rank(domain->transport, peer),
+        (phase & PHASE_MASK) != 0 ? "backward" : "forward",
+        (unsigned long long)(domain->clock >> STEP_SHIFT),
+        fc_transport_global_rank(domain->transport, domain->rank), op,
+        unit != NULL ? " of unit " : "", unit != NULL ? unit : "");
+}
+
 fc_status domain_check_peer(fc_domain *domain, int peer, const char *op, const char *unit)
 {
     if (!domain_has_failed(domain, peer)) {
         return FC_OK;
     }
     FC_TRY(apart_told_by(domain, peer));
-    return fc_fail(
-        FC_ERR_PEER,
-        "rank %d left the %s of step %llu by an exception while rank %d was in %s%s%s; the "
-        "gradients of this step are not complete",
-        fc_transport_global_rank(domain->transport, peer),
-        (phase_of(domain->clock) & PHASE_MASK) != 0 ? "backward" : "forward",
-        (unsigned long long)(domain->clock >> STEP_SHIFT),
-        fc_transport_global_rank(domain->transport, domain->rank), op,
-        unit != NULL ? " of unit " : "", unit != NULL ? unit : "");
+    return fail_left(domain, peer, phase_of(domain->clock), op, unit);
 }
 
 /* In all domains of the root: a peer may ask in any of them. */
@@ -152,14 +172,22 @@ static fc_status await_clocks(fc_domain *domain, uint64_t target, const char *op
         if (peer == domain->rank) {
             continue;
         }
-        while (!clock_reached(&wait)) {
-            const int accuser = apart_find_accuser(domain);
+        while (!clock_reached(&wait) && !has_left_forward(domain, peer)) {
+            apart_accusation accused = apart_find_accused(domain);
 
-            if (accuser >= 0) {
-                return apart_admit(domain, accuser);
+            if (accused.in != NULL) {
+                return apart_admit(accused);
             }
-            FC_TRY(waits_await(domain, of, waits_gather_kind(domain), peer, reached_or_accused,
-                               &wait, &info));
+            FC_TRY(waits_await(domain, of, waits_gather_kind(domain), peer, reached_or_over, &wait,
+                               &info));
+        }
+        if (has_left_forward(domain, peer)) {
+            apart_accusation accused =
+                apart_find_accused(domain); /* because of which it may have left */
+
+            return accused.in != NULL
+                       ? apart_admit(accused)
+                       : fail_left(domain, peer, phase_of(domain->clock) & ~PHASE_MASK, op, unit);
         }
         if (!fc_domain_is_open(domain)) {
             FC_TRY(domain_check_peer(domain, peer, op, unit));

@@ -95,7 +95,8 @@ struct fc_unit {
     bool is_finished;  /* nothing of it is left for the end of its backward; root.h */
     /* Over messages: some rank wants its gradients at once, by the unit's last gather. */
     bool is_observed;
-    bool was_observed; /* by the gather that runs */
+    bool was_observed;    /* by the gather that runs */
+    bool has_other_order; /* some rank tells another one with it; order.h */
 };
 
 /* A post's room in this rank's arena; a queue, oldest first. */
@@ -105,10 +106,17 @@ typedef struct ring_entry {
     uint64_t tag;
 } ring_entry;
 
-/* Units, as they were used in a backward. */
-typedef struct order {
+/* Units, as they were used in a phase. */
+typedef struct order_list {
     fc_unit **units; /* owned; of this domain */
     size_t n, capacity;
+    uint64_t print; /* of which they are; 0: none */
+} order_list;
+
+/* Of one kind of phase; order.c. */
+typedef struct order {
+    order_list now, last; /* of the phase that runs, and of the one before */
+    size_t at;            /* in the one before: behind the unit that was used last */
 } order;
 
 struct fc_domain {
@@ -157,9 +165,10 @@ struct fc_domain {
     fc_batch *batch; /* owned; NULL before the first post that waits */
     size_t n_observed;
     /* Over messages; order.c. */
-    order order_now, order_last; /* of the backward that runs, and of the one before */
-    size_t order_at;             /* in the one before: behind the unit that was used last */
-    size_t n_ahead;              /* units that were gathered and not used yet */
+    order orders[2];                    /* of forwards, of backwards */
+    bool is_order_told, is_order_alike; /* this forward's first gather has, and all have one */
+    bool is_written;                    /* a shard was, within this forward */
+    size_t n_ahead;                     /* units that were gathered and not used yet */
     /* Over messages, see [Note: what travels meanwhile]; NULL: none. */
     fc_unsharding *gathering; /* borrowed; its gather has begun */
     void *gathering_pack;     /* from its slots */
@@ -232,9 +241,15 @@ fc_status apart_check_read(fc_domain *domain, int peer, const fc_unit *unit);
 /* FC_ERR_MISMATCH with the sentence, which all ranks of this phase get, and `peer` in a later one.
  */
 fc_status apart_accuse(fc_domain *domain, int peer, const char *sentence);
-/* A peer that has failed a phase because this rank had passed it over, or -1; its words, once. */
-int apart_find_accuser(const fc_domain *domain);
-fc_status apart_admit(fc_domain *domain, int peer);
+/* The domain of the root in which a peer has failed a phase because this rank had passed it over,
+ * or NULL; its words, once. */
+typedef struct apart_accusation {
+    fc_domain *in; /* NULL: none */
+    int peer;
+} apart_accusation;
+
+apart_accusation apart_find_accused(fc_domain *domain);
+fc_status apart_admit(apart_accusation accusation);
 /* Over messages without a clock: the same checks by a word of each rank's. Once a phase. */
 fc_status apart_exchange(fc_unit *unit);
 /* Shows why this rank fails its phase, if ranks are out of step; before `failed`. */
@@ -285,6 +300,11 @@ void batch_trim(fc_domain *domain);
 /* A phase begins, or fails; order.c. */
 void order_turn(fc_domain *domain);
 void order_drop(fc_domain *domain);
+/* In a forward, what its first gather tells peers: of the order that this rank would follow. 0:
+ * none. */
+uint64_t order_told(const fc_domain *domain);
+/* That gather has come: whether all ranks tell the same. */
+void order_heard(fc_domain *domain, bool is_alike);
 /* Whether the unit may be gathered ahead. */
 bool order_is_small(const fc_unit *unit);
 void order_fini(fc_domain *domain);

@@ -71,12 +71,12 @@ typedef struct meeting {
 static bool has_come_or_gone(void *arg)
 {
     const meeting *m = arg;
-    const fc_domain *domain = m->unit->domain;
+    fc_domain *domain = m->unit->domain;
     const clock_line *line = domain_clock(domain, m->peer);
 
     return fc_word_load(&line->met) >= m->number ||
            phase_of(fc_word_load(&line->clock)) > phase_of(domain->clock) ||
-           domain_has_failed(domain, m->peer) || apart_find_accuser(domain) >= 0;
+           domain_has_failed(domain, m->peer) || apart_find_accused(domain).in != NULL;
 }
 
 #define ADVICE                                                                                     \
@@ -132,8 +132,10 @@ static fc_status look_at(const meeting *m)
 {
     fc_domain *domain = m->unit->domain;
     const clock_line *line = domain_clock(domain, m->peer);
+    /* In this order: who has come goes on, whoever is accused meanwhile. */
+    apart_accusation accused = apart_find_accused(domain);
     const uint64_t theirs = fc_word_load(&line->met);
-    const int accuser = apart_find_accuser(domain);
+    fc_status st;
 
     /* Who is one meeting ahead waits there, and has not written over this one's word yet. */
     if (theirs == m->number || theirs == m->number + 1) {
@@ -141,10 +143,14 @@ static fc_status look_at(const meeting *m)
 
         return what == m->what ? FC_OK : fail_other(m, what);
     }
-    if (accuser >= 0) {
-        return apart_admit(domain, accuser);
+    if (accused.in != NULL) {
+        return apart_admit(accused);
     }
-    FC_TRY(domain_check_peer(domain, m->peer, operation_of(m->what), m->unit->name));
+    st = domain_check_peer(domain, m->peer, operation_of(m->what), m->unit->name);
+    if (st != FC_OK) {
+        accused = apart_find_accused(domain); /* because of which the peer may have left */
+        return accused.in != NULL ? apart_admit(accused) : st;
+    }
     FC_TRY(apart_check_skipped(domain, m->peer, m->unit));
     return fail_gone(m);
 }
@@ -173,6 +179,7 @@ fc_status meet(fc_unit *unit, size_t n_units, const char *op, uint64_t detail)
     fc_domain *domain = unit->domain;
     meeting m = {
         .unit = unit, .number = next_meeting(domain), .what = what_of(unit, n_units, op, detail)};
+    apart_accusation accused;
     clock_line *own;
 
     if (domain->is_mapped || domain->n_ranks == 1 || domain->clock == CLOCK_LEFT) {
@@ -182,6 +189,10 @@ fc_status meet(fc_unit *unit, size_t n_units, const char *op, uint64_t detail)
         return domain->is_packed ? FC_OK : apart_exchange(unit);
     }
     FC_TRY(clock_ready(domain, unit));
+    accused = apart_find_accused(domain);
+    if (accused.in != NULL) { /* before peers see this rank come */
+        return apart_admit(accused);
+    }
     own = domain_clock(domain, domain->rank);
     domain->n_met = m.number;
     __atomic_store_n(&own->what[m.number & 1].value, m.what, __ATOMIC_RELEASE);

@@ -1,4 +1,4 @@
-/* The order of backward, as lists of units; see [Note: gathers ahead]. */
+/* The orders of forward and backward, as lists of units; see [Note: gathers ahead]. */
 #include "engine/order.h"
 
 #include "engine/domain_private.h"
@@ -6,11 +6,16 @@
 
 #include <string.h>
 
+static order *order_of(const fc_domain *domain)
+{
+    return (order *)&domain->orders[fc_domain_in_backward(domain)];
+}
+
 fc_status fc_order_note(fc_unit *unit)
 {
-    order *now = &unit->domain->order_now;
-    const order *last = &unit->domain->order_last;
-    size_t at = unit->domain->order_at;
+    order *o = order_of(unit->domain);
+    order_list *now = &o->now;
+    size_t at = o->at;
 
     if (now->n == now->capacity) {
         const size_t capacity = now->capacity > 0 ? 2 * now->capacity : unit->domain->n_units + 1;
@@ -23,29 +28,71 @@ fc_status fc_order_note(fc_unit *unit)
             memcpy(units, now->units, now->n * sizeof(fc_unit *));
         }
         fc_free(now->units);
-        *now = (order){units, now->n, capacity};
+        now->units = units;
+        now->capacity = capacity;
     }
     now->units[now->n++] = unit;
-    while (at < last->n && last->units[at] != unit) {
+    now->print = fc_fingerprint(now->print, unit->index + 1);
+    while (at < o->last.n && o->last.units[at] != unit) {
         at++;
     }
-    if (at < last->n) {
-        unit->domain->order_at = at + 1;
+    if (at < o->last.n) {
+        o->at = at + 1;
     }
     return FC_OK;
 }
 
+static void forget(order_list *list)
+{
+    list->n = 0;
+    list->print = 0;
+}
+
+/* ---- whether it is followed ---- */
+
+bool fc_order_is_followed(const fc_domain *domain)
+{
+    return fc_domain_in_backward(domain)
+               ? domain->n_observed == 0
+               : fc_domain_is_open(domain) && domain->n_ranks > 1 && domain->is_order_alike;
+}
+
+bool fc_order_is_learnt(const fc_domain *domain)
+{
+    return domain->batch_limit > 0 && domain->orders[0].last.n == 0;
+}
+
+void fc_order_note_written(fc_domain *domain)
+{
+    domain->is_written = true;
+}
+
+uint64_t order_told(const fc_domain *domain)
+{
+    return domain->batch_limit > 0 ? domain->orders[0].last.print : 0;
+}
+
+void order_heard(fc_domain *domain, bool is_alike)
+{
+    if (!domain->is_order_told) {
+        domain->is_order_told = true;
+        domain->is_order_alike = is_alike && order_told(domain) != 0;
+    }
+}
+
+/* ---- who follows ---- */
+
 fc_order_walk fc_order_after(const fc_unit *unit)
 {
     const fc_domain *domain = unit->domain;
-    const order *last = &domain->order_last;
-    size_t at = domain->order_at;
+    const order *o = order_of(domain);
+    size_t at = o->at;
 
-    while (at < last->n && last->units[at] != unit) {
+    while (at < o->last.n && o->last.units[at] != unit) {
         at++;
     }
     /* Who is not found is followed by nobody. */
-    return (fc_order_walk){domain, at + 1, domain->n_observed == 0 ? domain->batch_limit : 0};
+    return (fc_order_walk){domain, at + 1, fc_order_is_followed(domain) ? domain->batch_limit : 0};
 }
 
 bool order_is_small(const fc_unit *unit)
@@ -58,7 +105,7 @@ bool order_is_small(const fc_unit *unit)
 
 fc_unit *fc_order_next(fc_order_walk *walk)
 {
-    const order *last = &walk->domain->order_last;
+    const order_list *last = &order_of(walk->domain)->last;
 
     while (walk->at < last->n) {
         fc_unit *unit = last->units[walk->at++];
@@ -75,16 +122,23 @@ static bool comes_along(const fc_unit *unit)
     return order_is_small(unit) && unit->layout.full_bytes <= unit->domain->batch_limit;
 }
 
+bool fc_order_may_take(const fc_unit *unit)
+{
+    return comes_along(unit) || waits_takes_gathers(unit->domain);
+}
+
 fc_unsharding *fc_order_next_large(const fc_domain *domain)
 {
-    const order *last = &domain->order_last;
+    const order *o = order_of(domain);
 
-    if (domain->n_observed > 0 || domain->batch_limit == 0) {
+    if (!fc_order_is_followed(domain) || domain->batch_limit == 0) {
         return NULL;
     }
-    for (size_t at = domain->order_at; at < last->n; at++) {
-        if (!comes_along(last->units[at]) && unsharding_may_begin(last->units[at]->unsharding)) {
-            return last->units[at]->unsharding;
+    for (size_t at = o->at; at < o->last.n; at++) {
+        fc_unit *unit = o->last.units[at];
+
+        if (!comes_along(unit) && unsharding_may_begin(unit->unsharding)) {
+            return unit->unsharding;
         }
     }
     return NULL;
@@ -111,22 +165,36 @@ size_t fc_order_n_ahead(const fc_domain *domain)
 
 void order_turn(fc_domain *domain)
 {
-    const order last = domain->order_last;
+    for (int i = 0; i < 2; i++) {
+        order *o = &domain->orders[i];
+        const order_list last = o->last;
 
-    if (domain->order_now.n > 0) {
-        domain->order_last = domain->order_now;
-        domain->order_now = last;
+        if (o->now.n > 0) {
+            o->last = o->now;
+            o->now = last;
+        }
+        forget(&o->now);
+        o->at = 0;
     }
-    domain->order_now.n = domain->order_at = 0;
+    if (domain->is_written) {
+        forget(&domain->orders[0].last);
+    }
+    domain->is_order_told = domain->is_order_alike = domain->is_written = false;
 }
 
 void order_drop(fc_domain *domain)
 {
-    domain->order_now.n = 0;
+    for (int i = 0; i < 2; i++) {
+        forget(&domain->orders[i].now);
+    }
+    forget(&domain->orders[0].last);
+    domain->is_order_alike = false;
 }
 
 void order_fini(fc_domain *domain)
 {
-    fc_free(domain->order_now.units);
-    fc_free(domain->order_last.units);
+    for (int i = 0; i < 2; i++) {
+        fc_free(domain->orders[i].now.units);
+        fc_free(domain->orders[i].last.units);
+    }
 }

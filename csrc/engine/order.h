@@ -1,16 +1,22 @@
-/* The order in which a message domain's units are used in backward, and who is gathered ahead.
+/* The order in which a message domain's units are used in a phase, and who is gathered ahead.
  *
- * [Note: gathers ahead] Each backward records its order. In the next one a unit's gather brings
- * small units that followed it along, in the same collective. What they are depends on that order
- * and on layouts, which all ranks have alike: who is used is who would be gathered without this,
- * and that ranks have to do alike over a process group. A backward that failed leaves none, since
- * ranks may have come to different units in it: the order before it stays. One that takes another
- * course than the one before drops what it did not use.
+ * [Note: gathers ahead] Each forward and each backward records its order. In the next one a unit's
+ * gather brings small units that followed it along, in the same collective. What they are depends
+ * on that order and on layouts, which all ranks have alike: who is used is who would be gathered
+ * without this, and that ranks have to do alike over a process group. A backward that failed leaves
+ * none, since ranks may have come to different units in it: the order before it stays. A phase that
+ * takes another course than the one before drops what it did not use.
  *
- * Only in backward: a script may write shards within a forward, on some ranks alone, and until a
- * peer has told of it (which is a collective) nobody knows that what came ahead is old. In backward
- * it is hooks of gradients that write, so nothing comes ahead while any rank has some (see
- * [Note: batches]); whatever else writes there gets an error.
+ * In backward it is hooks of gradients that write shards, so nothing comes ahead while any rank has
+ * some (see [Note: batches]); whatever else writes there gets an error.
+ *
+ * In a forward a script may write shards, on some ranks alone, and who reads what came ahead cannot
+ * know. So a rank first looks whether it writes at all: in a forward that follows no order it adds
+ * up its shards' bytes as the forward opens and as each unit is gathered, and leaves no order if
+ * they differ. The first gather of a forward travels alone, and tells the order that the rank would
+ * follow: all follow it if all tell the same, else nobody does. Who then finds that a shard which
+ * came ahead has other bytes now gets an error, and leaves no order either; nor does a forward that
+ * failed. A script that writes in every forward is so gathered unit by unit, on all ranks.
  *
  * [Note: what travels meanwhile] Where a transport can begin collectives and end them later
  * (rails), the next unit that is too large to come along begins to be gathered when one is used in
@@ -34,8 +40,17 @@ extern "C" {
 
 typedef struct fc_unsharding fc_unsharding; /* unsharding.h */
 
-/* The unit is used in the backward that runs. */
+/* The unit is used in the phase that runs. */
 FC_MUST_CHECK fc_status fc_order_note(fc_unit *unit);
+
+/* Whether units are gathered ahead, in the phase that runs. */
+bool fc_order_is_followed(const fc_domain *domain);
+/* Whether the next forward looks for writes, as it follows no order. */
+bool fc_order_is_learnt(const fc_domain *domain);
+/* Whether the unit would ever be gathered ahead: along with others, or begun before its use. */
+bool fc_order_may_take(const fc_unit *unit);
+/* A shard was written within the forward that runs. */
+void fc_order_note_written(fc_domain *domain);
 
 /* A walk along those that followed a unit. */
 typedef struct fc_order_walk {

@@ -326,6 +326,9 @@ static fc_status close_forward(fc_root_course *root)
             }
         }
     }
+    for (size_t i = 0; i < root->n_domains; i++) {
+        FC_TRY(root_drop_ahead(root, root->domains[i]));
+    }
     return root_close(root);
 }
 

@@ -41,7 +41,7 @@ fc_status fc_unsharding_create(const fc_unsharding_options *options, fc_unshardi
     fc_unit *unit = options->unit;
     const size_t n_params = unit->layout.n_params;
     fc_unsharding *u = fc_alloc(1, sizeof(*u));
-    uint64_t *marks = fc_alloc(n_params, sizeof(*marks));
+    uint64_t *marks = fc_alloc(2 * n_params, sizeof(*marks));
     const void **shards = fc_alloc(unit->layout.n_entries, sizeof(*shards));
 
     if (u == NULL || marks == NULL || shards == NULL) {
@@ -62,6 +62,7 @@ fc_status fc_unsharding_create(const fc_unsharding_options *options, fc_unshardi
                          .state = FC_UNIT_SHARDED,
                          .traffic = options->traffic,
                          .marks = marks,
+                         .sums = marks + n_params,
                          .n_params = n_params,
                          .bytes = unit->layout.full_bytes,
                          .shards = shards,
@@ -216,10 +217,9 @@ fc_status fc_unsharding_gather(fc_unsharding *u)
     if (unsharding_is_shown(u)) {
         return FC_OK;
     }
-    if (unsharding_is_gathered(u) && !u->kind->is_outdated(u)) {
+    if (u->state == FC_UNIT_AHEAD || (u->state == FC_UNIT_GATHERED && !u->kind->is_outdated(u))) {
         return unsharding_claim(u);
     }
-    fc_unsharding_drop_ahead(u);
     fc_root_note_use(u->unit);
     return u->kind->makes_copies && !fc_domain_is_open(u->domain) ? gather_between(u)
                                                                   : u->kind->gather(u);

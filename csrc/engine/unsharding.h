@@ -85,6 +85,7 @@ FC_MUST_CHECK fc_status fc_unsharding_next(fc_unsharding_state state, fc_unshard
 typedef enum fc_written {
     FC_WRITTEN_IN_FORWARD,  /* a shard, after this forward had read it: an error */
     FC_WRITTEN_IN_BACKWARD, /* a shard that peers had gathered ahead: an error */
+    FC_WRITTEN_AHEAD,       /* the same in a forward */
     FC_WRITTEN_RESIDENT     /* an unsharded parameter that is its shard: the write stays */
 } fc_written;
 

@@ -1,9 +1,9 @@
 /* Units over messages: each rank gathers a copy for each use.
  *
- * Bytes: a gather writes this rank's pack once and the whole unit once. In backward it brings small
- * units along, see [Note: gathers ahead] in order.h. Where forward reshards to a smaller group each
- * rank copies its slice, and backward gathers slices between the ranks of that group alone. A
- * forward gathers shards: they may have been written since.
+ * Bytes: a gather writes this rank's pack once and the whole unit once. It brings small units
+ * along, see [Note: gathers ahead] in order.h. Where forward reshards to a smaller group each rank
+ * copies its slice, and backward gathers slices between the ranks of that group alone. A forward
+ * gathers shards: they may have been written since.
  */
 #include "engine/unsharding_private.h"
 
@@ -34,7 +34,7 @@ static void find_followers(fc_unsharding *u, size_t *n_out)
 
     *n_out = 1;
     u->next = u; /* the last one names itself: it is in the list */
-    if (!fc_domain_in_backward(u->domain)) {
+    if (!fc_order_is_followed(u->domain)) {
         return;
     }
     while ((unit = fc_order_next(&walk)) != NULL) {
@@ -42,7 +42,7 @@ static void find_followers(fc_unsharding *u, size_t *n_out)
 
         if (next == NULL || next->next != NULL ||
             !fc_unsharding_is_away((fc_unsharding_state)next->state) || next->keeps_memory ||
-            !is_alike(u, next)) {
+            !is_alike(u, next) || (next->is_extended && !fc_domain_in_backward(u->domain))) {
             continue;
         }
         fc_order_take(&walk, unit);
@@ -111,7 +111,7 @@ static uint64_t moved_bytes(const fc_unsharding *u)
 static void come_along(fc_unsharding *u)
 {
     fc_root_note_use(u->unit);
-    u->ops->mark(u->owner, u->marks);
+    unsharding_note_ahead(u);
     u->traffic->gathered += moved_bytes(u);
     u->came_along = true;
     unsharding_turn(u, FC_UNIT_COME_ALONG);
@@ -150,7 +150,7 @@ static fc_status begin_gather(fc_unsharding *u)
         fc_slots_release(u->slots, pack);
         return st == FC_AGAIN ? FC_OK : st;
     }
-    u->ops->mark(u->owner, u->marks);
+    unsharding_note_ahead(u);
     u->domain->gathering = u;
     u->domain->gathering_pack = pack;
     return FC_OK;
@@ -187,7 +187,6 @@ void fc_unsharding_drop_begun(fc_domain *domain)
 
 static fc_status end_gather(fc_unsharding *u)
 {
-    const size_t changed = u->ops->find_changed(u->owner, u->marks, 0);
     fc_batch_gather one;
     fc_status st;
 
@@ -195,8 +194,8 @@ static fc_status end_gather(fc_unsharding *u)
     one = (fc_batch_gather){.unit = u->unit, .dst = u->memory};
     st = fc_batch_end_gather(&one);
     give_pack_back(u->domain);
-    if (st == FC_OK && changed < u->n_params) { /* peers got the value before */
-        st = u->ops->tell_of_write(u->owner, changed, FC_WRITTEN_IN_BACKWARD);
+    if (st == FC_OK) { /* peers got the value before */
+        st = unsharding_check_ahead(u);
     }
     if (st != FC_OK) {
         unsharding_release_slot(u);
@@ -216,6 +215,9 @@ static fc_status fetch_now(fc_unsharding *u)
     fc_status st;
     size_t n;
 
+    if (fc_domain_is_open(u->domain) && !fc_domain_in_backward(u->domain)) {
+        unsharding_look_for_writes(u);
+    }
     find_followers(u, &n);
     if (n > 1) {
         gathers = fc_alloc(n, sizeof(*gathers));
@@ -252,7 +254,7 @@ static bool is_outdated(const fc_unsharding *u)
 
 static fc_status take(fc_unsharding *u, void **memory_out, bool *is_kept_out)
 {
-    if (fc_domain_in_backward(u->domain)) {
+    if (fc_domain_is_open(u->domain)) {
         FC_TRY(fc_order_note(u->unit));
         FC_TRY(begin_next(u));
     }
@@ -263,7 +265,7 @@ static fc_status take(fc_unsharding *u, void **memory_out, bool *is_kept_out)
 
 static fc_status use_again(fc_unsharding *u)
 {
-    return fc_domain_in_backward(u->domain) ? begin_next(u) : FC_OK;
+    return begin_next(u);
 }
 
 static fc_status renew(fc_unsharding *u)

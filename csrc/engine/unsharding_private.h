@@ -55,6 +55,7 @@ struct fc_unsharding {
     bool is_extended, has_extension, is_made, is_refilled;
     fc_traffic *traffic;
     uint64_t *marks; /* owned; of the shards, when they were noted */
+    uint64_t *sums;  /* behind them: of what the shards held then */
     size_t n_params, bytes;
     int n_ranks;
     uint64_t gather_bytes, publish_bytes; /* that a gather brings, a publish writes */
@@ -67,6 +68,7 @@ struct fc_unsharding {
     void *slices;        /* from the slots */
     uint64_t sliced_gather_bytes;
     bool is_from_slices; /* what was gathered last */
+    bool is_summed;      /* marks and sums are of when the forward opened */
     fc_schedule *schedule;
     fc_schedule_unit *on_device;
 };
@@ -98,6 +100,13 @@ static inline bool unsharding_is_shown(const fc_unsharding *u)
 {
     return fc_unsharding_is_shown((fc_unsharding_state)u->state);
 }
+
+/* It goes ahead: notes what peers get of it. */
+void unsharding_note_ahead(fc_unsharding *u);
+/* What went ahead is asked for: an error of the owner if a shard was written since. */
+FC_MUST_CHECK fc_status unsharding_check_ahead(fc_unsharding *u);
+/* It is gathered in a forward: notes whether it was written since that opened. */
+void unsharding_look_for_writes(fc_unsharding *u);
 
 static inline bool unsharding_is_gathered(const fc_unsharding *u)
 {

@@ -1,7 +1,83 @@
 /* Shards: where peers read them, and writes to them while peers may. */
 #include "engine/unsharding_private.h"
 
+#include "base/sum.h"
 #include "engine/order.h"
+
+/* ---- over messages ---- */
+
+/* Owners of extended units make what is gathered: their shards say nothing of it. */
+static bool may_go_ahead(const fc_unsharding *u)
+{
+    return u->kind == &gathering_messages && u->n_ranks > 1 && !u->is_extended;
+}
+
+/* Of a shard: of what it holds. Versions of tensors say less: not all that writes changes them. */
+static uint64_t sum_of(const fc_unsharding *u, size_t param)
+{
+    const fc_param *p = &u->layout->params[param];
+    const size_t numel = fc_layout_is_gathered(p) ? p->outer * p->own_rows * p->inner : 0;
+
+    return fc_sum_bytes(u->shards[param], numel * fc_dtype_bytes(p->orig));
+}
+
+static void note_sums(fc_unsharding *u)
+{
+    u->ops->shards(u->owner, u->shards);
+    for (size_t i = 0; i < u->n_params; i++) {
+        u->sums[i] = sum_of(u, i);
+    }
+}
+
+/* The first parameter whose shard is another one than noted, or their number. */
+static size_t find_written(fc_unsharding *u)
+{
+    size_t i = 0;
+
+    u->ops->shards(u->owner, u->shards);
+    while (i < u->n_params && u->sums[i] == sum_of(u, i)) {
+        i++;
+    }
+    return i;
+}
+
+void unsharding_note_ahead(fc_unsharding *u)
+{
+    if (fc_domain_in_backward(u->domain)) {
+        u->ops->mark(u->owner, u->marks);
+    } else {
+        note_sums(u);
+    }
+    u->is_summed = false;
+}
+
+fc_status unsharding_check_ahead(fc_unsharding *u)
+{
+    const bool in_backward = fc_domain_in_backward(u->domain);
+    const size_t changed =
+        in_backward ? u->ops->find_changed(u->owner, u->marks, 0) : find_written(u);
+
+    if (changed == u->n_params) {
+        return FC_OK;
+    }
+    if (!in_backward) {
+        fc_order_note_written(u->domain);
+    }
+    return u->ops->tell_of_write(u->owner, changed,
+                                 in_backward ? FC_WRITTEN_IN_BACKWARD : FC_WRITTEN_AHEAD);
+}
+
+void unsharding_look_for_writes(fc_unsharding *u)
+{
+    /* A write may leave the same bytes this time, or go around the counters. */
+    if (u->is_summed && (u->ops->find_changed(u->owner, u->marks, 0) < u->n_params ||
+                         find_written(u) < u->n_params)) {
+        fc_order_note_written(u->domain);
+    }
+    u->is_summed = false;
+}
+
+/* ---- in shared memory ---- */
 
 bool fc_unsharding_publishes(const fc_unsharding *u)
 {
@@ -18,6 +94,11 @@ void fc_unsharding_note_shards(fc_unsharding *u)
     u->is_read = false;
     if (u->is_watched) {
         u->ops->mark(u->owner, u->marks);
+    }
+    u->is_summed = may_go_ahead(u) && fc_order_is_learnt(u->domain) && fc_order_may_take(u->unit);
+    if (u->is_summed) {
+        u->ops->mark(u->owner, u->marks);
+        note_sums(u);
     }
 }
 
@@ -73,13 +154,12 @@ fc_status unsharding_renew_written(fc_unsharding *u)
 
 fc_status unsharding_claim(fc_unsharding *u)
 {
-    size_t changed;
-
     if (u->state == FC_UNIT_AHEAD) {
-        changed = u->ops->find_changed(u->owner, u->marks, 0);
-        if (changed < u->n_params) { /* peers have read the value before */
+        const fc_status st = unsharding_check_ahead(u);
+
+        if (st != FC_OK) { /* peers have read the value before */
             fc_unsharding_drop_ahead(u);
-            return u->ops->tell_of_write(u->owner, changed, FC_WRITTEN_IN_BACKWARD);
+            return st;
         }
         fc_order_set_ahead(u->unit, false);
     }

@@ -16,6 +16,9 @@ _WRITTEN = (
     " FSDP_C_TRANSPORT=callback, which gathers for each use",
     "within a backward, after other ranks had gathered it: write shards between backward and"
     " forward, or set FSDP_C_BATCH_BYTES=0, which gathers units one by one",
+    "within a forward, after other ranks had gathered it ahead of its use, as no forward before had"
+    " written any: write shards before the model's forward, or set FSDP_C_BATCH_BYTES=0, which"
+    " gathers units one by one",
 )
 
 

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m fsdp_c top", description=__doc__)
     parser.add_argument("--once", action="store_true", help="look once, print, and end")
     parser.add_argument("--json", action="store_true", help="an object for each look, on a line")
-    parser.add_argument("--run", help="only the ranks of this run, as the table names it")
+    parser.add_argument("--run", help="only the ranks of this run")
     parser.add_argument(
         "--every", type=_seconds, default=1.0, metavar="SECONDS", help="how often to look; 1"
     )

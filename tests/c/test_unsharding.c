@@ -94,8 +94,12 @@ static void body_steps(int rank, int n_ranks, void *arg)
         const fc_traffic *t = &w.owners[u].traffic;
 
         CHECK_EQ(t->unshards, 2 * N_STEPS);
-        /* The first backward sees no order, the others gather two units with the first. */
-        CHECK_EQ(t->gathers, n_ranks == 1 ? 0 : w.is_mapped || u == 0 ? 2 * N_STEPS : N_STEPS + 1);
+        /* The first phases follow no order. Then backward gathers two units with the first, and
+         * forward, whose first gather is alone, one with the second. */
+        CHECK_EQ(t->gathers, n_ranks == 1            ? 0
+                             : w.is_mapped || u == 0 ? 2 * N_STEPS
+                             : u == 1                ? N_STEPS + 1
+                                                     : 2);
         CHECK_EQ(t->gathered % (2 * N_STEPS), 0);
         CHECK_EQ(t->gathered > 0, n_ranks > 1);
     }
@@ -318,6 +322,99 @@ static void body_ahead(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+static void phase_of_all(world *w, fc_phase phase)
+{
+    open(w, phase);
+    for (size_t u = 0; u < N_UNITS; u++) {
+        CHECK_OK(unshard(w, u));
+        CHECK_OK(reshard(w, u));
+    }
+    close_phase(w);
+}
+
+static void forward_until(world *w, size_t n)
+{
+    open(w, FC_PHASE_FORWARD);
+    for (size_t u = 0; u < n; u++) {
+        CHECK_OK(unshard(w, u));
+        CHECK_OK(reshard(w, u));
+    }
+}
+
+/* Over messages: a forward follows the one before unless some rank has written shards in that. */
+static void body_ahead_in_forward(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    (void)arg;
+    join(&w, rank, n_ranks, false);
+    write_shards(&w, 0);
+    forward_until(&w, 1);
+    CHECK_STATE(&w, 1, SHARDED);
+    for (size_t u = 1; u < N_UNITS; u++) {
+        CHECK_OK(unshard(&w, u));
+        CHECK_OK(reshard(&w, u));
+    }
+    close_phase(&w);
+
+    forward_until(&w, 1); /* the first gather is alone */
+    CHECK_STATE(&w, 1, SHARDED);
+    CHECK_OK(unshard(&w, 1));
+    CHECK_STATE(&w, 2, AHEAD);
+    w.owners[2].writes[0]++; /* the same bytes: peers have the right ones */
+    CHECK_OK(unshard(&w, 2));
+    check_values(&w, 2, 0);
+    CHECK_OK(reshard(&w, 1));
+    CHECK_OK(reshard(&w, 2));
+    close_phase(&w);
+
+    /* One rank finds other bytes, and leaves; then nobody goes ahead, and then all do again. */
+    forward_until(&w, 2);
+    CHECK_STATE(&w, 2, AHEAD);
+    if (rank == 0) {
+        w.owners[2].shards[1][0] += 1; /* around the counters */
+        CHECK_EQ(unshard(&w, 2), FC_ERR_INTERRUPTED);
+        CHECK_EQ(w.owners[2].told, FC_WRITTEN_AHEAD);
+        CHECK_STATE(&w, 2, SHARDED);
+        w.owners[2].shards[1][0] -= 1;
+        fc_domain_fail(w.domain);
+    } else {
+        CHECK_OK(unshard(&w, 2));
+        CHECK_OK(reshard(&w, 2));
+        fc_domain_mark_closed(w.domain);
+        CHECK(fc_domain_close(w.domain) != FC_ERR_MISMATCH); /* a peer has left it */
+    }
+    forward_until(&w, 2);
+    CHECK_STATE(&w, 2, SHARDED);
+    CHECK_OK(unshard(&w, 2));
+    CHECK_OK(reshard(&w, 2));
+    close_phase(&w);
+    forward_until(&w, 2);
+    CHECK_STATE(&w, 2, AHEAD);
+    fc_unsharding_drop_ahead(w.owners[2].unsharding);
+    close_phase(&w);
+
+    /* A rank that writes in the forward that looks for it keeps all from going ahead. */
+    open(&w, FC_PHASE_FORWARD);
+    fc_domain_fail(w.domain);
+    for (int step = 0; step < 3; step++) {
+        open(&w, FC_PHASE_FORWARD);
+        CHECK_OK(unshard(&w, 0));
+        CHECK_OK(reshard(&w, 0));
+        if (rank == n_ranks - 1) {
+            w.owners[1].writes[0]++; /* of the same bytes this time */
+        }
+        CHECK_OK(unshard(&w, 1));
+        CHECK_STATE(&w, 2, SHARDED);
+        CHECK_OK(unshard(&w, 2));
+        CHECK_OK(reshard(&w, 1));
+        CHECK_OK(reshard(&w, 2));
+        close_phase(&w);
+    }
+    phase_of_all(&w, FC_PHASE_BACKWARD);
+    leave_world(&w);
+}
+
 static void check_begun(int begun, int ended, int dropped)
 {
     CHECK_EQ(n_begun, begun);
@@ -447,6 +544,8 @@ int main(void)
     ranks_check(2, body_written, NULL);
     ranks_check(2, body_ahead, NULL);
     ranks_check(3, body_ahead, NULL);
+    ranks_check(2, body_ahead_in_forward, NULL);
+    ranks_check(3, body_ahead_in_forward, NULL);
     ranks_check(2, body_begun, NULL);
     ranks_check(3, body_begun, NULL);
     return check_result();

@@ -48,6 +48,11 @@ def call_twice(model: Any, rank: int) -> None:
     total(model(data(rank), use=(0, 0, 1, 2) if rank == 1 else (0, 1, 2))).backward()
 
 
+def call_again(model: Any, rank: int) -> None:
+    """The other ranks are in backward by then, of which the first collective is of few ranks."""
+    total(model(data(rank), use=(0, 1, 2, 2) if rank == 1 else (0, 1, 2))).backward()
+
+
 def skip_in_backward(model: Any, rank: int) -> None:
     output = model(data(rank))
     if rank != 1:
@@ -86,7 +91,7 @@ def apart(rank: int, n_ranks: int, body: Callable[[Any, int], None]) -> tuple[st
     return "", time.monotonic() - begin
 
 
-BODIES = [skip_a_unit, call_twice, skip_in_backward, reshard_alone]
+BODIES = [skip_a_unit, call_twice, call_again, skip_in_backward, reshard_alone]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)

@@ -204,6 +204,80 @@ def test_backward_gathers_ahead(rank: int, n_ranks: int) -> None:
         assert fsdp_c.stats(model).rank["gather slots"] <= plan.rank["gather slots"]
 
 
+@on_ranks(2, 3)
+def test_forward_gathers_ahead(rank: int, n_ranks: int) -> None:
+    """From the second on, behind a first unit that is gathered alone."""
+    with messages() as calls:
+        model = Branches(6)
+        shard(model, fsdp_c)
+        gathers = []
+        for use in (range(6), range(6), (0, 2, 5), (0, 2, 5), (5, 2, 0), (5, 2, 0), (1, 1)):
+            calls["all_gather"] = 0
+            output = model(data(rank), use=tuple(use))
+            gathers.append(calls["all_gather"])
+            output.square().sum().backward()
+        assert gathers == [7, 2, 2, 2, 4, 2, 3], gathers
+        # An evaluation follows the order as well, and a forward that fails leaves none.
+        with torch.no_grad():
+            for expected in (4, 2):
+                calls["all_gather"] = 0
+                model(data(rank), use=(0, 3, 4))
+                assert calls["all_gather"] == expected
+        with pytest.raises(IndexError):
+            model(data(rank), use=(0, 3, 9))
+        for expected in (4, 2):
+            calls["all_gather"] = 0
+            output = model(data(rank), use=(0, 3, 4))
+            assert calls["all_gather"] == expected
+            output.sum().backward()
+
+
+class Late(Net):
+    """Writes a shard of its last block in forward, in front of the third one; later on only."""
+
+    writes = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            if index == 2 and self.writes:
+                self.blocks[-1].up.weight.to_local().data.mul_(2)
+            x = block(x)
+        return x
+
+
+@on_ranks(2)
+def test_shards_written_in_a_later_forward(rank: int, n_ranks: int) -> None:
+    """The other rank has gathered them: the one that writes gets an error, and from then on both
+    gather units one by one as long as it writes."""
+    with messages() as calls:
+        pair = pair_of(lambda: Late(4, own=False))
+        for step in range(2):
+            pair.step(data(rank, step))
+        for side in (pair.ours, pair.theirs):
+            side.model.writes = rank == 1
+        text = (
+            r"'blocks\.3\.up\.weight' was written on rank 1 within a forward, after other ranks"
+            if rank == 1
+            else "rank 1"
+        )
+        with pytest.raises(RuntimeError, match=text):
+            train(pair.ours.model, rank)
+        pair.ours.model.zero_grad()
+        if rank == 1:  # which torch has not done
+            pair.ours.model.blocks[-1].up.weight.to_local().data.mul_(0.5)
+        dist.barrier()
+        for step in range(2, 4):
+            calls["all_gather"] = 0
+            pair.step(data(rank, step))
+            assert calls["all_gather"] == 4 + 1
+        for side in (pair.ours, pair.theirs):
+            side.model.writes = False
+        for step in range(4, 6):
+            calls["all_gather"] = 0
+            pair.step(data(rank, step))
+        assert calls["all_gather"] == 2 + 1
+
+
 class Meddling(Net):
     """Writes shards of its first block in backward, behind the last one."""
 
@@ -241,7 +315,7 @@ def test_shards_written_behind_a_gather(rank: int, n_ranks: int) -> None:
             handle = param.register_post_accumulate_grad_hook(lambda p: p.add_(p.grad))
             calls["all_gather"] = 0
             train(model, rank)
-            assert calls["all_gather"] == 8
+            assert calls["all_gather"] == (8 if batch_bytes else 2 + 4)
             handle.remove()
             del os.environ["FSDP_C_BATCH_BYTES"]
 

@@ -99,9 +99,15 @@ def train(model: nn.Module, rank: int, n_ranks: int) -> list[Tensor]:
     return seen
 
 
+@pytest.mark.parametrize("transport", ["", "callback"])
 @pytest.mark.parametrize("update", UPDATES)
-@on_ranks(1, 2, 3)
-def test_read_after_it_was_written(rank: int, n_ranks: int, update: str) -> None:
+@pytest.mark.parametrize("n_ranks", [1, 2, 3])
+def test_read_after_it_was_written(n_ranks: int, update: str, transport: str) -> None:
+    env = {"FSDP_C_TRANSPORT": transport} if transport else {}
+    run_ranks(read_after_it_was_written, n_ranks, update, env=env)
+
+
+def read_after_it_was_written(rank: int, n_ranks: int, update: str) -> None:
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for options in ({}, {"mp_policy": bf16}):
         sides = [
