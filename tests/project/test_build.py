@@ -37,7 +37,9 @@ def test_other_torch_minor_is_refused():
         _built.extension("2.9.1+cpu")
     text = str(error.value)
     assert built_for[1] in text and "torch 2.9.1+cpu is installed" in text
-    assert text.endswith(f"`pip install --no-deps -e {_built.FOLDER.parent}`")
+    root = _built.FOLDER.parent
+    assert f"`pip install --no-deps -e {root}`" in text
+    assert text.endswith(f"run from another folder than {root}, which hides it")
 
 
 def test_without_the_source_another_build_is_named(tmp_path: Path):
