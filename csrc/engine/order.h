@@ -19,12 +19,12 @@
  * failed. A script that writes in every forward is so gathered unit by unit, on all ranks.
  *
  * [Note: what travels meanwhile] Where a transport can begin collectives and end them later
- * (rails), the next unit that is too large to come along begins to be gathered when one is used in
- * backward: shards travel while that one computes, and go to their place when the unit is asked
- * for. The sum of a large unit is begun when it is submitted and ended at the next submission, or
- * at the end of backward: it travels while the unit before computes. One of each at a time. Both as
- * above are decided from what all ranks have alike. What is begun and not used is dropped at the
- * end of the phase, by all ranks alike.
+ * (rails), the next unit that is too large to come along begins to be gathered when one is used:
+ * shards travel while that one computes, and go to their place when the unit is asked for. The sum
+ * of a large unit is begun when it is submitted and ended at the next submission, or at the end of
+ * backward: it travels while the unit before computes. One of each at a time. Both as above are
+ * decided from what all ranks have alike. What is begun and not used is dropped at the end of the
+ * phase, by all ranks alike.
  *
  * Threading: serialized per domain.
  */
