@@ -178,6 +178,43 @@ def copy_gradients(rank: int, n_ranks: int) -> None:
     check_gradients(net, reference, n_ranks)
 
 
+def compile_gradients(rank: int, n_ranks: int) -> None:
+    """What torch.compile makes of a function of one, as of an optimizer's step."""
+    net = sharded()
+    net(batch(rank)).square().sum().backward()
+    for param in net.parameters():
+        torch._dynamo.reset()
+        twice = torch.compile(lambda grad: (grad * 2).to_local(), backend="eager", fullgraph=True)
+        assert torch.equal(twice(param.grad), param.grad.to_local() * 2)
+
+
+def move_gradients(rank: int, n_ranks: int) -> None:
+    """A gradient whose memory the user moves, to share it, stays one that backward adds to."""
+    net, reference = sharded(), Net()
+    net(batch(rank)).square().sum().backward()
+    moved = net.second.weight.grad.to_local().share_memory_()
+    for step in range(3):
+        torch.optim.SGD(net.parameters(), lr=0.1).zero_grad(set_to_none=step < 2)
+        net(batch(rank, step)).square().sum().backward()
+        check_gradients(net, reference, n_ranks, step)
+    assert moved.is_shared()
+
+
+def hold_one_gradient(rank: int, n_ranks: int) -> None:
+    """It costs the next step other memory, and no step after that."""
+    net, reference = sharded(), Net()
+    net(batch(rank)).square().sum().backward()
+    held = net.first.weight.grad
+    places = []
+    for step in range(1, 5):
+        torch.optim.SGD(net.parameters(), lr=0.1).zero_grad()
+        net(batch(rank, step)).square().sum().backward()
+        check_gradients(net, reference, n_ranks, step)
+        places.append([param.grad.to_local().data_ptr() for param in net.parameters()])
+    assert held is not net.first.weight.grad
+    assert places[1] == places[2] == places[3]
+
+
 def assign_gradients(rank: int, n_ranks: int) -> None:
     """Gradients that the user made are added to, in the user's own object."""
     net, reference = sharded(), Net()
@@ -192,7 +229,18 @@ def assign_gradients(rank: int, n_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3])
-@pytest.mark.parametrize("fn", [zero_in_place, accumulate, copy_gradients, assign_gradients])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        zero_in_place,
+        accumulate,
+        copy_gradients,
+        compile_gradients,
+        move_gradients,
+        hold_one_gradient,
+        assign_gradients,
+    ],
+)
 def test_gradient_objects(fn: Callable, n_ranks: int) -> None:
     run_ranks(fn, n_ranks)
 

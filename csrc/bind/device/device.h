@@ -165,6 +165,11 @@ public:
 
 protected:
     at::Tensor make_buffer(size_t bytes) const override { return device_->make_buffer(bytes); }
+    // In the storage that the allocator gave, which alone heeds Tensor.record_stream().
+    void show(const Param &param, const at::Tensor &memory, int64_t offset) const override
+    {
+        point_to(param.grad.local, memory.storage(), offset);
+    }
     void run_hooks(const Param &param) const override;
 
 private:

@@ -21,11 +21,6 @@ Ref local_gradient(const Param &param)
 
 namespace {
 
-bool is_unused(const Param &param)
-{
-    return !param.grad.object || param.grad.is_free();
-}
-
 int64_t grad_at(const fc_layout &layout, size_t i) // in elements
 {
     const fc_param &p = layout.params[i];
@@ -62,27 +57,67 @@ at::Tensor ShardGradients::make_buffer(size_t bytes) const
         [bytes](void *p) { fc_pages_free(FC_FOR_GRADIENTS, p, bytes); }, at::dtype(at::kByte));
 }
 
-bool ShardGradients::can_share_flat() const
+bool ShardGradients::lies_in_flat(size_t index) const
 {
-    return share_flat_ && flat_.defined() && flat_.storage().use_count() == flat_uses_ &&
-           std::all_of(params_.begin(), params_.end(), is_unused);
+    const Reused &grad = params_[index].grad;
+    if (!grad.object || !flat_.defined()) {
+        return false;
+    }
+    const auto offset = static_cast<size_t>(grad.local.storage_offset()) * grad.local.itemsize();
+    return static_cast<const char *>(grad.local.storage().data()) + offset ==
+           static_cast<const char *>(flat_.const_data_ptr()) + layout_->params[index].grad_at;
 }
 
-// The DTensor of a shard's gradient, and what tells later whether somebody keeps it. It is made of
-// the start of that memory: torch cannot copy a DTensor that was made behind it (copy.deepcopy).
+// Nobody holds it, nor memory of it.
+bool ShardGradients::is_reusable(size_t index) const
+{
+    const Reused &grad = params_[index].grad;
+    return lies_in_flat(index) && grad.local.storage().use_count() == storage_uses_ &&
+           grad.is_free();
+}
+
+bool ShardGradients::can_share_flat() const
+{
+    const auto is_in_use = [&](size_t i) { return params_[i].grad.object && !is_reusable(i); };
+    return share_flat_ && flat_.defined() &&
+           first_from(0, params_.size(), is_in_use) == params_.size();
+}
+
+// In a storage of its own: torch neither copies a DTensor that lies behind the start of one
+// (copy.deepcopy) nor, before 2.15, compiles one that does not lie where its local tensor does. It
+// goes up to the next one, so that who adds up storages counts what is held.
+void ShardGradients::show(const Param &param, const at::Tensor &memory, int64_t offset) const
+{
+    const size_t at = static_cast<size_t>(offset) * param.grad.local.itemsize();
+    size_t end = memory.nbytes();
+    for (size_t i = 0; i < params_.size(); i++) {
+        const fc_param &other = layout_->params[i];
+        if (other.has_grad && other.grad_at > at) {
+            end = std::min(end, other.grad_at);
+        }
+    }
+    auto *owner = new c10::Storage(memory.storage());
+    char *data = static_cast<char *>(owner->mutable_data()) + at;
+    const c10::DeleterFnPtr release = [](void *p) { delete static_cast<c10::Storage *>(p); };
+    at::DataPtr part(data, owner, release, memory.device());
+    point_to(param.grad.local,
+             {c10::Storage::use_byte_size_t(), end - at, std::move(part), nullptr, false}, 0);
+}
+
+// The DTensor of a shard's gradient, and what tells later whether somebody keeps it.
 void ShardGradients::make_one(Param &param, const at::Tensor &memory, at::ScalarType type,
                               int64_t offset)
 {
     Ref object = checked(THPVariable_Wrap(param.like_shard(memory, type, 0)));
     Ref made = ask_python(Call::make_sharded_gradient, param.owner.get(), object.get());
     param.grad = Reused(std::move(made), std::move(object));
-    point_to(param.grad.local, memory.storage(), offset);
+    show(param, memory, offset);
 }
 
 void ShardGradients::adopt(Param &param, const at::Tensor &grad)
 {
     if (param.grad.object && param.grad.is_free()) {
-        point_to(param.grad.local, grad.storage(), grad.storage_offset());
+        show(param, grad, grad.storage_offset());
     } else {
         make_one(param, grad, grad.scalar_type(), grad.storage_offset());
     }
@@ -94,17 +129,25 @@ void ShardGradients::adopt(Param &param, const at::Tensor &grad)
 // A new buffer for gradients whose memory was given back, unless somebody has one of them.
 void ShardGradients::restore_flat()
 {
-    share_flat_ = std::all_of(params_.begin(), params_.end(), is_unused);
+    share_flat_ = std::all_of(params_.begin(), params_.end(),
+                              [](const Param &p) { return !p.grad.object || p.grad.is_free(); });
     if (!share_flat_) {
         return;
     }
     flat_ = make_buffer(layout_->grad_bytes);
     for (size_t i = 0; i < params_.size(); i++) {
         if (params_[i].grad.object) {
-            point_to(params_[i].grad.local, flat_.storage(), grad_at(*layout_, i));
+            show(params_[i], flat_, grad_at(*layout_, i));
         }
     }
-    flat_uses_ = flat_.storage().use_count();
+    count_uses();
+}
+
+// After gradients were made in the newest buffer.
+void ShardGradients::count_uses()
+{
+    const size_t i = first_from(0, params_.size(), [&](size_t k) { return lies_in_flat(k); });
+    storage_uses_ = i < params_.size() ? params_[i].grad.local.storage().use_count() : 0;
 }
 
 void ShardGradients::release()
@@ -125,19 +168,21 @@ void ShardGradients::make(bool all)
     if (can_share_flat()) {
         return;
     }
+    // If one needs another buffer, all go there that can: apart they would need others in turn.
     std::vector<size_t> wanted;
     size_t n_grads = 0;
-    bool flat_is_ours = flat_.defined() && flat_.storage().use_count() == flat_uses_;
+    bool needs_buffer = false;
     for (size_t i = 0; i < params_.size(); i++) {
-        const Param &p = params_[i];
-        const bool reusable =
-            p.grad.object && flat_is_ours && p.grad.local.is_alias_of(flat_) && p.grad.is_free();
-        n_grads += layout_->params[i].has_grad;
-        if (layout_->params[i].has_grad && (all || (!p.has_own_grad() && !reusable))) {
+        if (!layout_->params[i].has_grad) {
+            continue;
+        }
+        n_grads++;
+        if (all || !params_[i].has_own_grad()) {
             wanted.push_back(i);
+            needs_buffer = needs_buffer || all || !is_reusable(i);
         }
     }
-    if (wanted.empty()) {
+    if (!needs_buffer) {
         return;
     }
     const at::NoGradGuard no_grad;
@@ -146,7 +191,7 @@ void ShardGradients::make(bool all)
         make_one(params_[i], flat_, params_[i].grad_type, grad_at(*layout_, i));
     }
     share_flat_ = wanted.size() == n_grads; // nothing else lies in the new buffer
-    flat_uses_ = flat_.storage().use_count();
+    count_uses();
 }
 
 void ShardGradients::after_write(size_t index, const fc_reduce_options &options)

@@ -58,6 +58,8 @@ public:
 
 protected:
     virtual at::Tensor make_buffer(size_t bytes) const;
+    // The gradient that is kept for a parameter shows memory, from an element on.
+    virtual void show(const Param &param, const at::Tensor &memory, int64_t offset) const;
     // That of a parameter in such memory.
     at::Tensor gradient_in(const at::Tensor &memory, size_t index) const;
     // Runs the post-accumulate hooks of a parameter whose gradient is there.
@@ -80,8 +82,11 @@ protected:
 private:
     void make_one(Param &param, const at::Tensor &memory, at::ScalarType type, int64_t offset);
     void restore_flat();
+    bool lies_in_flat(size_t index) const;
+    bool is_reusable(size_t index) const;
+    void count_uses();
 
-    size_t flat_uses_ = 0; // of its storage, right after construction
+    size_t storage_uses_ = 0; // of a gradient in flat_, right after construction
     std::vector<size_t> deferred_hooks_;
     at::Tensor added_to_, addend_; // between target_of() and assign(): the user's own gradient
 };
