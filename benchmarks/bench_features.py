@@ -61,6 +61,8 @@ def measure(feature: Feature, apis: dict[str, Any], args: argparse.Namespace) ->
             model(x).sum().backward()
         verify(name, feature, model, x, args.units)
     cases = {name: case(feature, model, x) for name, model in models.items()}
+    if feature.calls:
+        cases["calls"] = case(feature, feature.calling(args.units), x)
     budget_s = args.budget_s or (1 if args.quick else 6)
     pairs = args.pairs or (4 if args.quick else 200)
     times = measuring.measure_added(case(feature, plain, x), cases, budget_s, 0.05, pairs)
@@ -144,17 +146,20 @@ def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
     table = report.Table(
         f"Host us per unit and step over the same model without sharding, {args.units} x "
         "Linear(16, 16), forward + backward",
-        ["feature", "ranks", "plain", *args.impl, "to reach", "p10", "p90", "pairs", "runs on"],
+        ["feature", "ranks", "plain", "calls", *args.impl, "to reach", "p10", "p90", "pairs"]
+        + ["runs on"],
         note="plain: us per unit of the model without sharding (with tensor parallelism or DTensors"
-        f" where the feature needs them). p10, p90, pairs, runs on: of {last}.",
+        " where the feature needs them). calls: us per unit of that model with the calls of the"
+        " process group that the feature makes, of units' sizes, and nothing else. p10, p90, pairs,"
+        f" runs on: of {last}.",
     )
     for row in rows:
         feature = CASES[row["feature"]]
         if "missing" in row:
-            cells = ["-"] * (len(args.impl) + 1) + [feature.goal, "-", "-", "-", row["missing"]]
+            cells = ["-"] * (len(args.impl) + 2) + [feature.goal, "-", "-", "-", row["missing"]]
         else:
             cells = [report.number(per_unit(row, last, "base_us"))]
-            cells += [report.number(per_unit(row, name)) for name in args.impl]
+            cells += [report.number(per_unit(row, name)) for name in ("calls", *args.impl)]
             cells += [feature.goal]
             cells += [report.number(per_unit(row, last, key)) for key in ("p10_us", "p90_us")]
             cells += [str(row["times"][last]["samples"]), row["ran on"].get(last, "-")]

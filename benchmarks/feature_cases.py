@@ -60,12 +60,18 @@ class Feature:
     transport: str = ""
     data_mesh: Callable[[], Any] = lambda: None  # where ranks share their data: the others' mesh
     missing: Callable[[], str] = lambda: ""  # why the installed torch lacks it
+    # Of the process group, which a unit makes in a step since somebody has a part in them.
+    calls: tuple[str, ...] = ()
 
     def plain(self, n_units: int) -> Any:
         return self.prepare(linears(n_units))
 
     def sharded(self, api: Any, n_units: int) -> Any:
         return self.shard(api, self.plain(n_units))
+
+    def calling(self, n_units: int) -> Any:
+        """The model without sharding, and those calls of units' sizes where units make them."""
+        return with_calls(self.plain(n_units), self.calls)
 
     def data_group(self) -> Any:
         mesh = self.data_mesh()
@@ -258,6 +264,37 @@ def shard_with_hook(api: Any, model: Any) -> Any:
     return shard_all(api, model, add_hook, mesh=hsdp_mesh())
 
 
+def with_calls(model: Any, calls: tuple[str, ...]) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    n_ranks, numel = dist.get_world_size(), sum(p.numel() for p in model[0].parameters())
+    group = hsdp_mesh().get_group("replicate") if calls == SUMS else None
+    whole, shard = torch.zeros(numel), torch.zeros(numel // n_ranks)
+
+    def gather(*_: Any) -> None:
+        dist.all_gather_into_tensor(whole, shard)
+
+    def scatter(*_: Any) -> None:
+        dist.reduce_scatter_tensor(shard, whole)
+
+    def add_up(*_: Any) -> None:
+        dist.all_reduce(shard, group=group)
+
+    for module in model:
+        if "gather" in calls:
+            module.register_forward_pre_hook(gather)
+            module.register_full_backward_pre_hook(gather)
+        if "scatter" in calls:
+            module.bias.register_post_accumulate_grad_hook(scatter)
+        if "sum" in calls:
+            module.bias.register_post_accumulate_grad_hook(add_up)
+    return model
+
+
+GATHERS, ALL, SUMS = ("gather",), ("gather", "scatter"), ("sum",)
+
+
 class AllGather:
     """What torch does, written by a user."""
 
@@ -333,8 +370,8 @@ def shard_watched(api: Any, model: Any) -> Any:
 
 
 case("reshard_int", "reshard_after_forward=2", 4, "<= 150", shard_to_two)
-case("all_reduce_hook", "all-reduce hook (HSDP)", 4, "<= 400", shard_with_hook)
-case("custom_all_gather", "custom all-gather", 2, "<= 900", shard_with_gather)
+case("all_reduce_hook", "all-reduce hook (HSDP)", 4, "<= 400", shard_with_hook, calls=SUMS)
+case("custom_all_gather", "custom all-gather", 2, "<= 900", shard_with_gather, calls=GATHERS)
 case("replicate", "replicate", 2, "<= 20", replicate_all)
 case("several_meshes", "two meshes in a unit", 2, "-", shard_two_meshes, missing=missing_meshes)
 case("replaced_method", "a method of groups replaced", 2, "-", shard_watched)
@@ -353,6 +390,7 @@ def dispatch_mode() -> AbstractContextManager:
     return Mode()
 
 
-case("mode", "a dispatch mode, active", 2, "<= 900", first=dispatch_mode, around=dispatch_mode)
+watched: dict[str, Any] = {"first": dispatch_mode, "around": dispatch_mode, "calls": ALL}
+case("mode", "a dispatch mode, active", 2, "<= 900", **watched)
 case("after_mode", "after a dispatch mode", 2, "as plain", first=dispatch_mode)
 case("messages", "the process group's messages", 2, "<= 400", transport="callback")
