@@ -435,6 +435,7 @@ class State:
 
     _modules: tuple[torch.nn.Module, ...]
     _modules_to_run_forward: set[torch.nn.Module]
+    _is_compiled: bool
     _is_strict: bool
     _training: int  # TrainingState, as its index
     @property

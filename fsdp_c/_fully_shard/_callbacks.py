@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fsdp_c._fully_shard import _core_messages, _errors, _slices
+from fsdp_c._fully_shard import _async_inputs, _core_messages, _errors, _slices
 from fsdp_c._fully_shard._fsdp_param import FSDPParam
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
 from fsdp_c._fully_shard._fsdp_state import FSDPState
@@ -79,6 +79,8 @@ def hand_down() -> None:
         # Of a state that was handed over: (module, args, kwargs), and (module, args, output).
         torchs_pre_forward=FSDPState._torchs_pre_forward,
         torchs_post_forward=FSDPState._torchs_post_forward,
+        # Of a state and its module's arguments.
+        wait_for_inputs=_async_inputs.wait_for,
         # Of a state and what the core does not open.
         cast_any_input=FSDPState._cast_any_input,
         cast_any_output=FSDPState._cast_any_output,

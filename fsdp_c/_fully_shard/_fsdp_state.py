@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 from fsdp_c import _env
 from fsdp_c._compat import _versions
 from fsdp_c._fully_shard import (
+    _async_inputs,
     _containers,
     _engine_bind,
     _fqns,
@@ -149,6 +150,7 @@ class FSDPState(_C.State, _versions.TorchState):
             param_dtype=policy.param_dtype,
             output_dtype=policy.output_dtype,
         )
+        self._is_compiled = any(_async_inputs.is_compiled(module) for module in self._modules)
         self._is_strict = _env.is_strict()
 
     def settle(self) -> None:

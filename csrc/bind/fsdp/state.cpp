@@ -135,6 +135,7 @@ PyObject *state_enter(PyObject *self, PyObject *const *a, Py_ssize_t n)
 
 PyMemberDef state_members[] = {
     {"_root", T_OBJECT, offsetof(StateObject, root), READONLY, nullptr},
+    {"_is_compiled", T_BOOL, offsetof(StateObject, is_compiled), 0, nullptr},
     {"_is_strict", T_BOOL, offsetof(StateObject, is_strict), 0, nullptr},
     {"_modules", T_OBJECT_EX, offsetof(StateObject, modules), 0, nullptr},
     {"_modules_to_run_forward", T_OBJECT_EX, offsetof(StateObject, to_run), 0, nullptr},
@@ -196,6 +197,30 @@ Ref cast_output(StateObject *state, PyObject *output)
     return cast ? std::move(cast) : Ref::borrow(output);
 }
 
+namespace {
+
+// torch.compile reads the numbers inside of a collective's output, past the node that takes its
+// gradient: that one is lost, or backward fails. Which outputs are waited for there anyway.
+bool has_async_gradient(PyObject *args, PyObject *kwargs)
+{
+    if (!at::GradMode::is_enabled()) {
+        return false;
+    }
+    BorrowedTensors tensors;
+    collect_grad_tensors(args, tensors);
+    collect_grad_tensors(kwargs, tensors);
+    return std::any_of(tensors.list.begin(), tensors.list.end(), [](const at::Tensor *tensor) {
+        if (!tensor->key_set().has(at::DispatchKey::Python)) {
+            return false;
+        }
+        static PyObject *const async = look_up(Import::async_tensor).release();
+        const Ref object = checked(THPVariable_Wrap(*tensor));
+        return reinterpret_cast<PyObject *>(Py_TYPE(object.get())) == async;
+    });
+}
+
+} // namespace
+
 PyObject *state_hook_pre_forward(PyObject *self, PyObject *const *a, Py_ssize_t n)
 {
     return guarded([&]() -> PyObject * {
@@ -204,7 +229,15 @@ PyObject *state_hook_pre_forward(PyObject *self, PyObject *const *a, Py_ssize_t 
         if (!is_ours(as<StateObject>(self))) {
             return ask_python(Call::torchs_pre_forward, self, a[0], a[1], a[2]).release();
         }
-        return state_pre_forward_member(as<StateObject>(self), a[1], a[2]).release();
+        auto *state = as<StateObject>(self);
+        if ((state->is_compiled || untraced.is_in_compiled()) && has_async_gradient(a[1], a[2])) {
+            const Ref waited = ask_python(Call::wait_for_inputs, self, a[1], a[2]);
+            PyObject *args = PyTuple_GET_ITEM(waited.get(), 0);
+            PyObject *kwargs = PyTuple_GET_ITEM(waited.get(), 1);
+            Ref changed = state_pre_forward_member(state, args, kwargs);
+            return changed.get() == Py_None ? PyTuple_Pack(2, args, kwargs) : changed.release();
+        }
+        return state_pre_forward_member(state, a[1], a[2]).release();
     });
 }
 

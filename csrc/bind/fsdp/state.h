@@ -66,7 +66,8 @@ struct StateObject {
     uint64_t entry_sequence;    // of the autograd nodes made since forward was entered
     uint64_t entry_checkpoints; // activation checkpoints of the process, then
     char casts_inputs;
-    char is_strict; // as torch: warns of outputs that are views, refuses inputs changed in place
+    char is_compiled; // its module is what torch.compile returned: forward, without the hooks
+    char is_strict;   // as torch: warns of outputs that are views, refuses inputs changed in place
     at::ScalarType param_dtype, output_dtype; // Undefined: as they are
 };
 

@@ -20,6 +20,7 @@
     X(prefetch_in_backward)                                                                        \
     X(torchs_pre_forward)                                                                          \
     X(torchs_post_forward)                                                                         \
+    X(wait_for_inputs)                                                                             \
     X(cast_any_input)                                                                              \
     X(cast_any_output)                                                                             \
     X(warn_of_view)                                                                                \
@@ -87,6 +88,7 @@
     X(nn_module_file, "torch.nn.modules.module", nullptr)                                          \
     X(nn_module, "torch.nn.modules.module", "Module")                                              \
     X(dtensor, "torch.distributed.tensor", "DTensor")                                              \
+    X(async_tensor, "torch.distributed._functional_collectives", "AsyncCollectiveTensor")          \
     X(collect_grad_tensors, "fsdp_c._compat._versions", "collect_grad_tensors")                    \
     X(replace_grad_tensors, "fsdp_c._compat._versions", "replace_grad_tensors")                    \
     X(swap_tensor_impl, "torch._C", "_swap_tensor_impl")                                           \

@@ -22,6 +22,8 @@ public:
             before_ = set_tracer(Py_None);
         }
     }
+    // Whether what torch.compile has made is running, and goes on with what the hook returns.
+    bool is_in_compiled() const { return before_ && before_.get() != Py_None; }
     ~Untraced()
     {
         if (before_) {
