@@ -214,8 +214,7 @@ void fc_transport_stop_telling(void);
 typedef enum fc_end {
     FC_END_UNTOLD,
     FC_END_IN_ORDER,
-    FC_END_BY_EXCEPTION,
-    FC_END_COUNT
+    FC_END_BY_EXCEPTION
 } fc_end;
 
 /* To the peers of all transports over shared memory, who find it once this process is gone. */
