@@ -24,6 +24,9 @@ def use_kernels(name: str) -> bool:
 def close() -> None:
     """From now on other threads than the main one stay out of the interpreter, which ends."""
 
+def find_end() -> str | None:
+    """Which rank of this host is at its end, and how; None: none that shares memory with this."""
+
 def set_place(*, tell: Callable[[], Any], count: Callable[[int], int | None]) -> None:
     """`tell() -> Place`: where this rank's program is, for peers that wait for it. `count(group)`:
     how many of its collectives have begun."""

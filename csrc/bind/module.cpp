@@ -14,6 +14,7 @@ PyMethodDef functions[] = {
     function<[] { return fc_kern()->name; }>("kernels"),
     function<[](PyObject *name) { return fc_kern_use(text_from(name)); }>("use_kernels"),
     function<close_interpreter>("close"),
+    function<find_end>("find_end"),
     function<set_place>("set_place"),
     function<open_window>("open_window"),
     function<names_of_calls>("callbacks"),

@@ -15,6 +15,7 @@ class Fields;
 // ---- python/ ----
 void open_interpreter(); // before all else
 void close_interpreter();
+Ref find_end();
 void set_place(Fields &given);
 void open_window(Fields &given);
 std::vector<const char *> names_of_calls();

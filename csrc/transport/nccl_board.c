@@ -430,8 +430,8 @@ static fc_status look_at(const fc_nccl_board *board, int r)
                    ? fc_fail(FC_ERR_PEER, "rank %d has left the group", rank)
                    : FC_OK;
     }
-    return is_lost(board, peer) ? fc_fail(FC_ERR_PEER, "rank %d (pid %d) exited or was killed",
-                                          rank, (int)peer->process.id.pid)
+    return is_lost(board, peer) ? fc_fail(FC_ERR_PEER, "rank %d (pid %d) " FC_PROCESS_LOST, rank,
+                                          (int)peer->process.id.pid)
                                 : FC_OK;
 }
 

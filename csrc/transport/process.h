@@ -39,6 +39,9 @@ fc_status fc_open_status(int code);
 bool fc_process_is_alive(const fc_process *process);
 bool fc_process_is_stopped(const fc_process *process); /* by SIGSTOP, or by a debugger */
 
+/* Of a process that is gone and whose program did not say that it ended. */
+#define FC_PROCESS_LOST "was killed, or left by os._exit"
+
 /* Calls `reset` in every child made by fork from now on, for state that its parent's threads may
  * have left half way. */
 void fc_process_reset_in_children(void (*reset)(void));

@@ -47,6 +47,7 @@ typedef struct fc_shm_rank {
     /* Written by the owner. The bell is a futex: it changes with every publication. */
     alignas(FC_CACHE_LINE) _Atomic uint32_t bell;
     _Atomic uint32_t is_closed;
+    _Atomic uint32_t end; /* of the owner's program: fc_end */
     /* Written by peers that sleep on the bell, and by those that ask where the owner is. */
     alignas(FC_CACHE_LINE) _Atomic uint32_t n_sleepers;
     _Atomic uint32_t n_asked;
@@ -133,6 +134,9 @@ bool fc_shm_waits_for_us(const fc_transport *transport, int peer, fc_shm_inquiry
 /* "; it is at train.py:41 in main", or why that is not known; nothing if it was not asked. */
 void fc_shm_tell_place(const fc_transport *transport, int peer, const fc_shm_inquiry *inquiry,
                        char *out, size_t bytes);
+
+/* "rank 1 (pid 4711) ended its script", of one that is gone or about to be. */
+void fc_shm_tell_end(const fc_transport *transport, int peer, char *out, size_t bytes);
 
 /* All ranks give `bytes` (at most FC_SHM_MAIL_BYTES) and get everybody's in rank order, through the
  * control segment: waits end like every wait. A failure breaks the transport. */

@@ -123,19 +123,31 @@ static fc_status fail_wait(shm_wait *w, fc_status status, const char *found)
     return fc_transport_abort(t, status, text);
 }
 
+/* What has become of a peer that does not come any more. */
+static const char *end_of(const fc_shm_rank *peer)
+{
+    switch (atomic_load_explicit(&peer->end, memory_order_acquire)) {
+    case FC_END_IN_ORDER:
+        return "ended its script";
+    case FC_END_BY_EXCEPTION:
+        return "ended its script by an exception";
+    default:
+        return atomic_load_explicit(&peer->is_closed, memory_order_acquire) ? "finished"
+                                                                            : FC_PROCESS_LOST;
+    }
+}
+
+void fc_shm_tell_end(const fc_transport *t, int peer, char *out, size_t bytes)
+{
+    (void)snprintf(out, bytes, "rank %d (pid %d) %s", t->global_ranks[peer],
+                   (int)t->shm->peers[peer].id.pid, end_of(fc_shm_rank_of(t, peer)));
+}
+
 static fc_status fail_gone(shm_wait *w)
 {
-    fc_transport *t = w->transport;
-    const fc_shm_rank *peer = fc_shm_rank_of(t, w->peer);
-    char found[128];
+    char found[FC_END_BYTES];
 
-    if (atomic_load_explicit(&peer->is_closed, memory_order_acquire)) {
-        (void)snprintf(found, sizeof(found), "rank %d (pid %d) finished", t->global_ranks[w->peer],
-                       (int)t->shm->peers[w->peer].id.pid);
-    } else {
-        (void)snprintf(found, sizeof(found), "rank %d (pid %d) exited or was killed",
-                       t->global_ranks[w->peer], (int)t->shm->peers[w->peer].id.pid);
-    }
+    fc_shm_tell_end(w->transport, w->peer, found, sizeof(found));
     return fail_wait(w, FC_ERR_PEER, found);
 }
 

@@ -210,6 +210,22 @@ FC_MUST_CHECK fc_status fc_transport_wait(fc_transport *transport, int peer, fc_
  * goes on. Without the locks that such a call may want. */
 void fc_transport_stop_telling(void);
 
+/* How a program ended that ran to its end; one that was killed says nothing. */
+typedef enum fc_end {
+    FC_END_UNTOLD,
+    FC_END_IN_ORDER,
+    FC_END_BY_EXCEPTION
+} fc_end;
+
+/* To the peers of all transports over shared memory, who find it once this process is gone. */
+void fc_transport_tell_end(fc_end end);
+
+#define FC_END_BYTES 128
+
+/* Which rank of this host is at its end, and how: "rank 1 (pid 4711) ended its script". False: none
+ * that shares a transport over shared memory with this process. */
+bool fc_transport_find_end(char out[FC_END_BYTES]);
+
 /* Waits so far (those that did not find ready() true at once) and nanoseconds spent in them. */
 void fc_transport_wait_stats(const fc_transport *transport, uint64_t *waits_out,
                              uint64_t *wait_ns_out);

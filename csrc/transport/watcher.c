@@ -1,4 +1,4 @@
-/* The thread that tells peers where this process's program is, when they ask.
+/* The thread that tells peers where this process's program is, when they ask; and how it ended.
  *
  * One per process, from its first transport over shared memory on until the last is gone. It looks
  * a few times a second whether somebody has asked, and only then calls the host, which may take
@@ -47,7 +47,8 @@ static bool (*find_asked(void))(fc_place *)
         fc_shm_rank *own = own_block(t);
         uint32_t asked = atomic_load_explicit(&own->n_asked, memory_order_acquire);
 
-        if (asked != atomic_load_explicit(&own->answer.answered, memory_order_relaxed)) {
+        if (t->host.tell_place != NULL &&
+            asked != atomic_load_explicit(&own->answer.answered, memory_order_relaxed)) {
             atomic_store_explicit(&own->answer.heard, asked, memory_order_release);
             tell = t->host.tell_place;
         }
@@ -115,10 +116,6 @@ static void start(void)
     pthread_t thread;
     sigset_t all, before;
 
-    if (!watcher.is_fork_safe) {
-        watcher.is_fork_safe = true;
-        fc_process_reset_in_children(begin_anew);
-    }
     if (pthread_attr_init(&attributes) != 0) {
         return;
     }
@@ -135,13 +132,17 @@ static void start(void)
 
 void fc_watcher_add(fc_transport *transport)
 {
-    if (transport->host.tell_place == NULL || transport->n_ranks == 1) {
+    if (transport->n_ranks == 1) {
         return;
     }
     (void)pthread_mutex_lock(&watcher.lock);
+    if (!watcher.is_fork_safe) {
+        watcher.is_fork_safe = true;
+        fc_process_reset_in_children(begin_anew);
+    }
     transport->shm->next_watched = watcher.first;
     watcher.first = transport;
-    if (!watcher.is_running && !watcher.is_stopped) {
+    if (transport->host.tell_place != NULL && !watcher.is_running && !watcher.is_stopped) {
         start();
     }
     (void)pthread_mutex_unlock(&watcher.lock);
@@ -178,6 +179,41 @@ static bool is_running(void)
     answer = watcher.is_running;
     (void)pthread_mutex_unlock(&watcher.lock);
     return answer;
+}
+
+void fc_transport_tell_end(fc_end end)
+{
+    (void)pthread_mutex_lock(&watcher.lock);
+    for (const fc_transport *t = watcher.first; t != NULL; t = t->shm->next_watched) {
+        atomic_store_explicit(&own_block(t)->end, (uint32_t)end, memory_order_release);
+    }
+    (void)pthread_mutex_unlock(&watcher.lock);
+}
+
+static bool is_at_end(const fc_transport *t, int peer)
+{
+    const fc_shm_rank *block = fc_shm_rank_of(t, peer);
+
+    return peer != t->rank &&
+           (atomic_load_explicit(&block->end, memory_order_acquire) != FC_END_UNTOLD ||
+            !fc_process_is_alive(&t->shm->peers[peer]));
+}
+
+bool fc_transport_find_end(char out[FC_END_BYTES])
+{
+    bool is_found = false;
+
+    (void)pthread_mutex_lock(&watcher.lock);
+    for (const fc_transport *t = watcher.first; t != NULL && !is_found; t = t->shm->next_watched) {
+        for (int r = 0; r < t->n_ranks && !is_found; r++) {
+            is_found = is_at_end(t, r);
+            if (is_found) {
+                fc_shm_tell_end(t, r, out, FC_END_BYTES);
+            }
+        }
+    }
+    (void)pthread_mutex_unlock(&watcher.lock);
+    return is_found;
 }
 
 void fc_transport_stop_telling(void)

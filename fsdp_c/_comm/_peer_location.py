@@ -24,6 +24,7 @@ _TORCH = str(Path(torch.__file__).parent) + "/"
 _OURS = str(_built.FOLDER) + "/"
 _DISTRIBUTED = _TORCH + "distributed/"
 _C10D = _DISTRIBUTED + "distributed_c10d.py"
+_SAVES = (_DISTRIBUTED + "checkpoint/", _OURS + "_checkpoint/")
 _STANDARD = sysconfig.get_path("stdlib") + "/"
 _INSTALLED = ("site-packages/", "dist-packages/")
 
@@ -37,6 +38,7 @@ _GATHERS = frozenset(
     """full_tensor get_state_dict get_model_state_dict get_optimizer_state_dict
     _gather_state_dict""".split()
 )
+_WRAPPERS = ("wrapper", "inner_func", "decorate_context", "generator_context", "no_grad")
 _LONGEST = 220  # bytes that others see of it
 
 # Meetings that are no collectives of a process group: by key, how many this rank has come to.
@@ -70,6 +72,14 @@ def tell() -> Place:
     is_gather = any(_is_gather(frame) for frame in inner)
     text = text.encode()[:_LONGEST].decode(errors="ignore")
     return Place(text=text, group=key, sequence=count, is_gather=is_gather)
+
+
+def called(stack: list[FrameType]) -> tuple[str, bool]:
+    """What of torch.distributed, or of ours, the user's code has called, or nothing; and whether
+    that saves. The innermost frame comes first."""
+    inner = stack[: _user_frame(stack)]
+    is_save = any(f.f_code.co_filename.startswith(_SAVES) or _is_gather(f) for f in inner)
+    return _inside(inner), is_save
 
 
 def count(key: int) -> int | None:
@@ -137,11 +147,11 @@ def _inside(inner: list[FrameType]) -> str:
     """What of torch.distributed, or of ours, the user's code has called."""
     for frame in reversed(inner):
         path, name = frame.f_code.co_filename, frame.f_code.co_name
-        if name.startswith(("_", "<")) or name in ("wrapper", "decorate_context", "no_grad"):
+        if name.startswith(("_", "<")) or name in _WRAPPERS:
             continue
         if path == _C10D:
             return f"torch.distributed's {name}"
-        if path.startswith(_DISTRIBUTED):
+        if path.startswith((_DISTRIBUTED, *_SAVES)):
             return getattr(frame.f_code, "co_qualname", name)
     return ""
 

@@ -13,6 +13,7 @@ from fsdp_c import _env
 from fsdp_c._comm import (
     _beats,
     _hosts,
+    _last_error,  # noqa: F401 (speaks at the end of the script)
     _peer_location,  # noqa: F401 (answers peers that wait for this rank)
     _process_group,
 )

@@ -49,14 +49,24 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--micro-batches", type=int, default=1, help="per optimizer step (default: %(default)s)")
     add("--world-size", type=int, required=True, help="ranks in all (no default: it is required)")
-    add("--ranks-per-host", type=int, help="default: the hardware's")
+    add(
+        "--ranks-per-host",
+        type=int,
+        help="ranks that share a host, and its memory if they are CPU ranks (default: one for each"
+        " GPU of such a host; with --hardware here all of them)",
+    )
     add(
         "--shards",
         type=int,
         help="ranks of a shard group of hybrid strategies (default: those of a host)",
     )
     add("--strategy", default="zero3", help=f"{', '.join(STRATEGIES)} (default: %(default)s)")
-    add("--hardware", default="h100", help=f"{', '.join(HARDWARE)}, here (default: %(default)s)")
+    add(
+        "--hardware",
+        default="h100",
+        help=f"{', '.join(HARDWARE)}, or here: CPU ranks of this host, whose speed is measured now"
+        " (default: %(default)s)",
+    )
     add(
         "--precision",
         default="bf16",

@@ -59,7 +59,8 @@ def estimate(
         offload: shards, their gradients and the optimizer live in the host's memory.
         micro_batches: forwards and backwards per optimizer step.
         shards: ranks of a shard group of hybrid strategies; default: those of a host.
-        ranks_per_host: default: the hardware's.
+        ranks_per_host: default: one for each GPU of such a host; all ("here"). CPU ranks of a host
+            have equal parts of its memory.
         measured: (ranks, seconds) of a step of this training that was run, on few ranks and
             otherwise as described here: work is taken to be as fast as it was there.
 

@@ -10,6 +10,7 @@ import torch
 
 from fsdp_c._estimate._hardware import Hardware
 
+HERE = "here"
 _WIDTH = 512
 _COPIED = 32 << 20
 # Ranks of a host, at most: all of them are on this one.
@@ -32,7 +33,7 @@ def this_host() -> Hardware:
     finally:
         torch.set_num_threads(threads)
     return Hardware(
-        "here",
+        HERE,
         engine="core",
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         flops=flops,

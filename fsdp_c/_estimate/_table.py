@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_c import _text
+from fsdp_c._estimate._measure import HERE
 from fsdp_c._estimate._memory import PURPOSES
 from fsdp_c._estimate._volume import dtype_name
 
@@ -23,7 +24,9 @@ def text_of(estimate: Any) -> str:
             lines.append(_text.row(name, PURPOSES[name], n_bytes))
     verdict = "fits" if estimate.fits else "does NOT fit"
     limit = _text.bytes_text(estimate.limit)
-    lines.append(_text.row("in all", f"of {limit}: {verdict}", estimate.total))
+    lines.append(
+        _text.row("in all", f"of {limit}{_shared(estimate.setting)}: {verdict}", estimate.total)
+    )
     lines.append(f"  not in it: {_NOT_COUNTED[estimate.setting.hardware.engine]}")
     if estimate.host_memory:
         lines.append(_text.row("on the host", "offloaded", estimate.host_memory))
@@ -36,12 +39,11 @@ def text_of(estimate: Any) -> str:
 
 def _head(estimate: Any) -> str:
     setting = estimate.setting
-    hosts = -(-setting.world_size // setting.per_host)
     precision = setting.precision if isinstance(setting.precision, str) else "a policy"
     words = [
         f"{type(setting.model).__name__} of {count(estimate.n_parameters)} parameters,"
         f" {estimate.n_units} units",
-        f"{setting.world_size} x {setting.hardware.name} on {hosts} host{'s' * (hosts > 1)}",
+        _where(setting),
         setting.strategy.name
         + (f" ({setting.n_replicas} x {setting.n_shards})" if setting.strategy.is_hybrid else ""),
         precision,
@@ -54,6 +56,24 @@ def _head(estimate: Any) -> str:
     if setting.offload:
         words.append("offload")
     return "; ".join(words)
+
+
+def _where(setting: Any) -> str:
+    """What the ranks run on."""
+    n, name = setting.world_size, setting.hardware.name
+    hosts = -(-n // setting.per_host)
+    if name != HERE:
+        return f"{n} x {name} on {hosts} host{'s' * (hosts > 1)}"
+    ranks = f"{n} CPU rank{'s' * (n > 1)}"
+    return f"{ranks} on {f'{hosts} hosts like this one' if hosts > 1 else 'this host'}"
+
+
+def _shared(setting: Any) -> str:
+    """How the memory of a host becomes that of a rank."""
+    if setting.hardware.engine != "core" or setting.per_host == 1:
+        return ""
+    whole = _text.bytes_text(setting.hardware.memory)
+    return f", a host's {whole} among the {setting.per_host} ranks on it"
 
 
 def _input_shapes(setting: Any) -> list[tuple[int, ...]]:

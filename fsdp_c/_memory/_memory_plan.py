@@ -53,6 +53,13 @@ class MemoryPlan:
         """In backward, without activations."""
         return self.rank_total + self.backward
 
+    def _where(self) -> str:
+        if self.ranks_per_host < self.n_ranks:
+            return f"{self.n_ranks} ranks, {self.ranks_per_host} on each host"
+        if self.n_ranks == 1:
+            return "1 rank"
+        return f"{self.n_ranks} ranks, all taken to be on one host (ranks_per_host= says otherwise)"
+
     def __str__(self) -> str:
         rows = [
             (name, n_bytes, {**_stats.PURPOSES, **_OF_SNAPSHOTS}[name])
@@ -61,7 +68,7 @@ class MemoryPlan:
         rows.append(("between steps", self.rank_total, "the sum"))
         rows.append(("in backward", self.rank_peak, "with whole gradients, without activations"))
         lines = [
-            f"{self.n_ranks} ranks, {self.ranks_per_host} per host; bytes of a rank, of a host",
+            f"{self._where()}; bytes of a rank, of a host",
             *(_text.row(name, what, n, n * self.ranks_per_host) for name, n, what in rows),
             *self.notes,
         ]
@@ -86,8 +93,8 @@ def memory_plan(
     Args:
         world_size: ranks in all; default: those of the model's mesh.
         replicas: copies of the model among them (HSDP); default: the mesh's, else 1.
-        ranks_per_host: default: all. With fewer the ranks share no memory, and the plan is an upper
-            bound.
+        ranks_per_host: default: all, so that one host has them all and they share its memory. With
+            fewer they share none, and the plan is an upper bound.
         optimizer: one that was made, what makes one of parameters (a class, a partial), or a name
             in ``torch.optim``. It is tried on a small parameter of each dtype to see what state it
             keeps.

@@ -18,8 +18,8 @@ def main(arguments: Sequence[str]) -> None:
         "--remove",
         nargs="*",
         metavar="RUN",
-        help="remove these runs' files; without a name, of all that no launcher will start again."
-        " Files that a living process writes stay",
+        help="remove these runs' files, by the names that are shown here and by top; without a"
+        " name, of all that no launcher will start again. Files that a living process writes stay",
     )
     options = parser.parse_args(arguments)
     found = _files.find(options.folder)
@@ -30,11 +30,19 @@ def main(arguments: Sequence[str]) -> None:
         print(_table(runs))
     if options.remove is None:
         return
-    if unknown := set(options.remove) - runs.keys():
+    names = {run: {run, _name(files)} for run, files in runs.items()}
+    if unknown := set(options.remove) - set().union(*names.values()):
         parser.error(f"there is no run {', '.join(sorted(unknown))} in {options.folder}")
     for run, files in runs.items():
-        if run in options.remove or not options.remove:
-            print(f"{run}: {_remove(files, is_named=run in options.remove)}")
+        is_named = not names[run].isdisjoint(options.remove)
+        if is_named or not options.remove:
+            print(f"{_name(files)}: {_remove(files, is_named)}")
+
+
+def _name(files: Sequence[_files.Found]) -> str:
+    """As `top` has it; of files that do not tell it, what theirs have in common."""
+    shown = [file.owner.shown for file in files if file.owner is not None and file.owner.shown]
+    return shown[0] if shown else files[0].run
 
 
 def _remove(files: Sequence[_files.Found], is_named: bool) -> str:
@@ -48,15 +56,18 @@ def _remove(files: Sequence[_files.Found], is_named: bool) -> str:
 
 
 def _table(runs: dict[str, list[_files.Found]]) -> str:
-    rows = [("run", "of", "ranks", "step", "size", "age", "process lives", "launcher lives")]
-    for run, files in runs.items():
+    rows = [
+        ("run", "of", "name", "ranks", "step", "size", "age", "process lives", "launcher lives")
+    ]
+    for files in runs.values():
         owners = [file.owner for file in files if file.owner is not None]
         ranks = {file.rank for file in files}
         world = owners[0].world if owners else len(ranks)
         rows.append(
             (
-                run,
+                _name(files),
                 Path(owners[0].run).name if owners else "?",
+                owners[0].name if owners else "?",
                 f"{len(ranks)} of {world}",
                 _steps(files),
                 _size(files),

@@ -40,12 +40,13 @@ class Unusable(Exception):
 class Owner:
     """What a file's first page says of the process that writes it."""
 
-    run: str  # torchrun's number of it, or the script
+    run: str  # its script
     launcher: str
     process: str
     name: str
     rank: int
     world: int
+    shown: str = ""  # how `top` calls the run; empty: an older fsdp_c wrote it
 
 
 def check_name(name: str) -> None:
@@ -206,7 +207,7 @@ class Found:
     """A file that lies somewhere."""
 
     path: Path
-    run: str
+    run: str  # of the file's name: alike in all files of a run's Snapshots
     rank: int
     owner: Owner | None
     step: int | None  # None: no snapshot in it is whole

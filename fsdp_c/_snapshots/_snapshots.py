@@ -29,6 +29,7 @@ from fsdp_c._snapshots import (
     _peers,
     _run,
 )
+from fsdp_c._window._open import name_of_run
 
 _open: weakref.WeakSet[Snapshots] = weakref.WeakSet()
 _in_use: set[Path] = set()
@@ -232,6 +233,7 @@ class Snapshots:
             name=self._name,
             rank=self._rank if of is None else of,
             world=self._world,
+            shown=name_of_run(),
         )
 
     def _check_owner(self, slot: _files.Slot) -> None:

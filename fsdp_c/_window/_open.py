@@ -18,7 +18,7 @@ def show_process() -> None:
     traces = _env.TRACE.get()
     try:
         _C.open_window(
-            run=_run(),
+            run=name_of_run(),
             rank=dist.get_rank() if has_ranks else 0,
             world=dist.get_world_size() if has_ranks else 1,
             start_ticks=int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]),
@@ -28,7 +28,7 @@ def show_process() -> None:
         warnings.warn(f"`python -m fsdp_c top` will not see this process: {error}", stacklevel=2)
 
 
-def _run() -> str:
-    """What ranks of one run have alike, and others of this host have not."""
+def name_of_run() -> str:
+    """What ranks of one run have alike, and others of this host have not; for people, too."""
     name = _env.run_id()
     return f"{os.getppid()}" if name in ("", "none") else name

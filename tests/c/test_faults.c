@@ -31,6 +31,8 @@ typedef enum fault_kind {
     KILLED,
     EXITED,
     FINISHED,
+    ENDED,
+    RAISED,
     KIND_COUNT
 } fault_kind;
 
@@ -46,6 +48,15 @@ enum {
     STARTED = 16
 };
 
+/* As the others say it. */
+static const char *const ends[KIND_COUNT] = {
+    [KILLED] = " was killed, or left by os._exit while",
+    [EXITED] = " was killed, or left by os._exit while",
+    [FINISHED] = " finished while",
+    [ENDED] = " ended its script while",
+    [RAISED] = " ended its script by an exception while",
+};
+
 static fault_point armed = POINT_COUNT;
 static fault_kind armed_kind;
 static fc_transport *armed_transport;
@@ -59,6 +70,12 @@ static void die_at(fault_point point)
     case FINISHED:
         fc_transport_destroy(armed_transport);
         _exit(0);
+    case ENDED:
+        fc_transport_tell_end(FC_END_IN_ORDER);
+        _exit(0);
+    case RAISED:
+        fc_transport_tell_end(FC_END_BY_EXCEPTION);
+        _exit(1);
     case EXITED:
         _exit(0);
     default:
@@ -165,7 +182,7 @@ static void body_death(int rank, int n, void *arg)
     fc_transport *t = create(&host, rank, n, TIMEOUT_NS);
     fc_region *region = NULL;
     fc_status st;
-    char name[48];
+    char name[48], end[FC_END_BYTES];
 
     armed_kind = f->kind;
     armed_transport = t;
@@ -187,7 +204,12 @@ static void body_death(int rank, int n, void *arg)
     CHECK_MSG(!is_victim, "the victim lives on: point %d", (int)f->point);
     (void)snprintf(name, sizeof(name), "rank %d (pid ", 10 + n - 1);
     check_broken(t, st, name);
-    CHECK_HAS(fc_last_message(), f->kind == FINISHED ? "finished" : "exited or was killed");
+    CHECK_HAS(fc_last_message(), ends[f->kind]);
+    if (f->kind != FINISHED) { /* whose process may still be there */
+        CHECK(fc_transport_find_end(end));
+        CHECK_HAS(end,
+                  n == 2 ? name : "rank 1"); /* of three another survivor may have ended, too */
+    }
     if (f->point < BEFORE_MAPPING) {
         CHECK_HAS(fc_last_message(), "layers.3");
     }
@@ -225,9 +247,11 @@ static void body_stop(int rank, int n, void *arg)
     ranks_host host;
     fc_transport *t = create(&host, rank, n, TIMEOUT_NS);
     fc_region *region = NULL;
+    char end[FC_END_BYTES];
 
     (void)arg;
     CHECK_OR_EXIT(fc_transport_map_region(t, "test memory", FC_PAGE, 7, &region) == FC_OK);
+    CHECK(!fc_transport_find_end(end));
     atomic_store(&ranks_common->values[PIDS + rank], (int64_t)getpid());
     for (uint64_t i = 1; i <= 200; i++) {
         if (rank == 0 && (i == 50 || i == 100)) {

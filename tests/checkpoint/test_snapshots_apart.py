@@ -71,7 +71,8 @@ def test_of_a_sharded_model(mistake: str, tmp_path: Path) -> None:
     found = errors("sharded", mistake, tmp_path)
     wanted = {SKIPS_ONE: f"{OTHER_STEPS}|{GONE_ON}", STOPS: GONE_ON}.get(mistake, IN_TAKE)
     assert any(re.search(wanted, error) for error in found), found
-    others = f"{OTHER_STEPS}|{GONE_ON}|{IN_TAKE}|exited or was killed|an exception has ended"
+    ends = "ended its script|was killed, or left|exited or was killed|an exception has ended"
+    others = f"{OTHER_STEPS}|{GONE_ON}|{IN_TAKE}|{ends}"
     assert all(re.search(others, error) for error in found), found
 
 

@@ -22,6 +22,7 @@ import fsdp_c
 from fsdp_c._comm import _rendezvous
 from fsdp_c._install import _launch
 from fsdp_c._snapshots import _files, _run
+from fsdp_c._window import _open
 
 LARGE = 60_000  # elements that are copied beside the next step
 
@@ -592,8 +593,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "there are no snapshots" in output()
     leave(tmp_path, 4, 5)
     head, row = output().splitlines()
-    assert head.split()[:5] == ["run", "of", "ranks", "step", "size"]
-    assert row.split()[0] == "main" and "1 of 1" in row and " 5 " in row and "MiB" in row
+    assert head.split()[:6] == ["run", "of", "name", "ranks", "step", "size"]
+    # As `top` calls it.
+    assert row.split()[0] == _open.name_of_run() == str(os.getppid())
+    assert row.split()[2] == "main" and "1 of 1" in row and " 5 " in row and "MiB" in row
     assert "a living process writes it" in output("--remove")
     for path in tmp_path.iterdir():
         slot = _files.Slot(path)
@@ -605,7 +608,21 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "its launcher lives" in output("--remove")
     with pytest.raises(SystemExit):
         output("--remove", "nobody")
-    assert "removed" in output("--remove", "main")
+    assert f"{os.getppid()}: removed" in output("--remove", str(os.getppid()))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_command_and_files_of_an_older_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in _files.paths(tmp_path, "fsdp_c-snapshots-0-abc-main", 0):
+        slot = _files.Slot(path)
+        slot.set_owner(_files.Owner("x.py", "nobody 1 1", "nobody 1 1", "main", 0, 1))
+        slot.close()
+    folder = ["snapshots", "--folder", str(tmp_path)]
+    _launch.main(folder)
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["0-abc-main", "x.py", "main"]
+    _launch.main([*folder, "--remove", "0-abc-main"])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,6 +1,7 @@
 """python -m fsdp_c estimate."""
 
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fsdp_c import _text
 from fsdp_c._estimate import _command, estimate
 from fsdp_c._estimate._flags import in_flags
 from fsdp_c._estimate._models import CONFIGS, build
@@ -89,8 +91,14 @@ def test_other_models_and_mistakes(capsys, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     _command.main("--model my_model:make --world-size 2 --seq 4 --optimizer none".split())
     text = capsys.readouterr().out
-    _command.main("--world-size 2 --hardware here --sources".split() + SMALL[:-2])
-    assert "2 x here on 1 host" in (here := capsys.readouterr().out) and "by one thread" in here
+    _command.main([*SMALL[:-2], *"--world-size 2 --hardware here --sources".split()])
+    assert "; 2 CPU ranks on this host; " in (here := capsys.readouterr().out)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    whole, half = _text.bytes_text(memory), _text.bytes_text(memory // 2)
+    assert f"of {half}, a host's {whole} among the 2 ranks on it: " in here
+    assert "by one thread" in here
+    _command.main([*SMALL, *"--ranks-per-host 2 --hardware here".split()])
+    assert "; 4 CPU ranks on 2 hosts like this one; " in capsys.readouterr().out
     assert "what malloc keeps of freed tensors (in measured runs 2 to 25 %" in here
     assert "Net of 170 parameters" in text and "optimizer  " not in text.partition("time")[0]
     for words, message in (

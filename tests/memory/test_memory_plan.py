@@ -72,7 +72,7 @@ def test_planned_is_held(rank: int, n_ranks: int) -> None:
             if rank == 0 and n_ranks == 1:
                 assert plan.rank["optimizer"] == held["optimizer"]
             text = str(plan)
-            assert all(name in text for name in plan.rank) and f"{n_ranks} ranks" in text
+            assert all(name in text for name in plan.rank) and f"{n_ranks} rank" in text
             said = str(fsdp_c.stats(model, optimizer))
             for name in plan.rank:  # one legend
                 line = f"  {name} .*B  {re.escape(PURPOSES[name])}\n"
@@ -140,7 +140,8 @@ def test_worlds_that_do_not_run() -> None:
     hosts = fsdp_c.memory_plan(model, world_size=64, ranks_per_host=8, units=model)
     notes = 65 * 64
     assert hosts.rank["gather slots"] == 2 * matrix + matrix // 64 + notes
-    assert "upper bound" in str(hosts)
+    assert "upper bound" in str(hosts) and "64 ranks, 8 on each host; bytes" in str(hosts)
+    assert "64 ranks, all taken to be on one host (ranks_per_host= says otherwise)" in str(plan)
     for units in ("auto", None, nn.Linear, 1024 * 1024, lambda m: isinstance(m, nn.Linear)):
         plan = fsdp_c.memory_plan(model, world_size=64, units=units)
         assert plan.rank["reduce slots"] == (128 if units is None else 2) * matrix, units

@@ -5,13 +5,17 @@ from pathlib import Path
 
 import messages
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/troubleshooting.md"
 INTERNAL = Path(__file__).with_name("internal_messages.txt")
 ITEM = re.compile(r"^- (`+) ?(.*?) ?\1(?:<br>.*)?$", re.MULTILINE)
-# Of two words, which are too few to tell text from names.
-SHORT = {"…='…': expected …"}
+# Of two words or one, which are too few to tell text from names.
+SHORT = {"…='…': expected …", "rank … (pid …) …"}
+# gloo's, which tests/ranks/test_last_error.py makes it say; torch's.
+NO_NUMPY = "Failed to initialize NumPy: No module named 'numpy'"
+OF_OTHERS = {"Connection closed by peer", "Connection reset by peer", NO_NUMPY}
 
 
 def listed_on_page() -> list[str]:
@@ -50,10 +54,18 @@ def test_every_message_is_explained_or_internal() -> None:
 def test_nothing_is_listed_that_is_not_shown() -> None:
     found = messages.all_messages()
     texts, files = internal()
-    gone = [text for text in [*listed_on_page(), *texts] if text not in found and text not in SHORT]
+    known = {*found, *SHORT, *OF_OTHERS}
+    gone = [text for text in [*listed_on_page(), *texts] if text not in known]
     assert not gone, "no source has these any more:\n" + "\n".join(gone)
     for pattern in files:
         assert any(Path(path).match(pattern) for path in found.values()), pattern
+
+
+def test_torch_warns_so_of_numpy() -> None:
+    begins, _, _ = NO_NUMPY.partition(":")
+    library = Path(torch.__file__).parent / "lib/libtorch_python.so"
+    assert begins.encode() in library.read_bytes()
+    assert NO_NUMPY in (ROOT / "docs/getting_started.md").read_text()
 
 
 def test_lists_have_no_doubles_and_reasons() -> None:

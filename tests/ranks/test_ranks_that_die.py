@@ -91,6 +91,12 @@ def survive(
     return {"text": "", "step": step}
 
 
+SAID = {
+    "kill": "was killed, or left by os._exit",
+    "kill_with_child": "was killed, or left by os._exit",
+    "exit": "was killed, or left by os._exit",
+    "uncaught": "ended its script|left the forward of step 2 by an exception",
+}
 ENDINGS = [
     *[(2, 1, "kill", point, 1) for point in POINTS],
     (2, 1, "kill", "before_forward", 0),
@@ -137,6 +143,7 @@ def test_ranks_notice_the_end_of_one(
         )
         assert text, "the death went unnoticed"
         assert re.search(rf"rank {victim}\b", text), text
+        assert re.search(SAID[way], text) or "in the set-up of fsdp_c" in text, text
         assert re.search(r"first|second|root|gather|reduc|forward|backward|set-?up", text), text
         # The model of a survivor says the same thing again instead of hanging.
         assert re.search(rf"rank {victim}\b", outcome.value["again"])

@@ -31,8 +31,8 @@ _ASSERTION = re.compile(r"\b_?[Ss]tatic_assert\([^;]*;")
 # Here texts are made or put together that others raise or print.
 _TEXT_MODULES = set(
     "_advice _built _core_messages _errors _explain _torchs_own _full _hosts _idle"
-    " _beats _lines _peer_location _ranks _status _step_messages _torch_names _unmanaged_params"
-    " _verify".split()
+    " _beats _last_error _lines _peer_location _ranks _status _step_messages _torch_names"
+    " _unmanaged_params _verify".split()
 )
 _SHOWN_BY = re.compile(r"warn\w*|print|exit")
 

@@ -121,6 +121,13 @@ fc_host_ops Host::ops()
             .count_collectives = count_collectives};
 }
 
+Ref find_end()
+{
+    char found[FC_END_BYTES];
+
+    return fc_transport_find_end(found) ? to_python((const char *)found) : Ref::borrow(Py_None);
+}
+
 void set_place(Fields &given)
 {
     Ref tell = given.object("tell"), count = given.object("count");

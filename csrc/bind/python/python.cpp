@@ -126,6 +126,12 @@ void fc::open_interpreter()
     interpreter_lock = {leave_interpreter, enter_interpreter};
 }
 
+static fc_end end_of_script()
+{
+    // Where Python leaves an exception that nothing caught; one of the interactive shell, too.
+    return PySys_GetObject("last_type") != nullptr ? FC_END_BY_EXCEPTION : FC_END_IN_ORDER;
+}
+
 void fc::close_interpreter()
 {
     constexpr int longest_ms = 1000; // a forked child inherits requests of threads it lacks
@@ -135,6 +141,7 @@ void fc::close_interpreter()
     // exception".
     constexpr const char *collective_thread = "pt_gloo_runloop";
 
+    fc_transport_tell_end(end_of_script());
     Py_BEGIN_ALLOW_THREADS
     fc_transport_stop_telling();
     Py_END_ALLOW_THREADS
