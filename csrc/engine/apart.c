@@ -287,8 +287,17 @@ fc_status apart_accuse(fc_domain *domain, int peer, const char *sentence)
     return st;
 }
 
+/* True if this rank has left a phase by an exception: it did not pass that phase over. */
+static bool has_failed_itself(const fc_domain *domain, uint64_t phase)
+{
+    const clock_line *own = domain_clock(domain, domain->rank);
+
+    return fc_word_load(&own->failed) >= phase && fc_word_load(&own->completed) < phase;
+}
+
 /* True if `peer` has failed a phase because this rank had passed it over. Over messages whoever is
- * past that phase has: without the collective that the peer was in. */
+ * past that phase has, without the collective that the peer was in, unless it has failed it: then
+ * to be told of that again would end the next phase, of which the peer would be told in turn. */
 static bool is_accused(const fc_domain *domain, int peer)
 {
     const clock_line *line = domain_clock(domain, peer);
@@ -301,7 +310,7 @@ static bool is_accused(const fc_domain *domain, int peer)
     const bool is_last = theirs == CLOCK_LEFT ? phase >= domain->before : phase == phase_of(theirs);
 
     return accused != 0 && is_last && phase < phase_of(domain->clock) && phase > domain->admitted &&
-           (is_named || has_skipped || !domain->is_mapped);
+           (is_named || has_skipped || (!domain->is_mapped && !has_failed_itself(domain, phase)));
 }
 
 static int find_accuser(const fc_domain *domain)

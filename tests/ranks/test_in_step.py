@@ -253,22 +253,24 @@ def optimizers_with_a_past(rank: int) -> None:
 
 @program
 def failures_caught_by_all(rank: int) -> None:
-    """One rank fails once, between forward and backward; all catch what they get, and go on."""
-    model = made()
-    optimizer = sgd(model)
-    n_caught = 0
-    for step in range(3 * STEPS):
-        try:
-            loss = total(model(data(rank, step)))
-            if step == 2 and rank == 1:
-                raise ValueError("no loss")
-            loss.backward()
-        except (RuntimeError, ValueError):
-            n_caught += 1
-            optimizer.zero_grad()
-            continue
-        update(optimizer)
-    assert n_caught <= 4, n_caught
+    """One rank fails once, between forward and backward; all catch what they get, and go on. What
+    follows depends on who is how far by then, so it is done often."""
+    for _ in range(15):
+        model = made()
+        optimizer = sgd(model)
+        n_caught = 0
+        for step in range(3 * STEPS):
+            try:
+                loss = total(model(data(rank, step)))
+                if step == 2 and rank == 1:
+                    raise ValueError("no loss")
+                loss.backward()
+            except (RuntimeError, ValueError):
+                n_caught += 1
+                optimizer.zero_grad()
+                continue
+            update(optimizer)
+        assert n_caught <= 4, n_caught
 
 
 @program
