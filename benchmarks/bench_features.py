@@ -28,10 +28,15 @@ def launches(args: argparse.Namespace) -> list[Launch]:
     unknown = set(args.only or []) - set(CASES)
     if unknown:
         raise RuntimeError(f"no feature is called {', '.join(sorted(unknown))}: {list(CASES)}")
-    together: dict[tuple[int, str], list[str]] = {}
+    together: dict[tuple[int, str, tuple[str, ...]], list[str]] = {}
     for name in args.only or CASES:
-        together.setdefault((CASES[name].ranks, CASES[name].transport), []).append(name)
-    return [Launch(ranks, ["--only", ",".join(found)]) for (ranks, _), found in together.items()]
+        feature, impls = CASES[name], tuple(args.impl)
+        for some in [(impl,) for impl in impls] if feature.apart else [impls]:
+            together.setdefault((feature.ranks, feature.transport, some), []).append(name)
+    return [
+        Launch(ranks, ["--only", ",".join(found), "--impl", ",".join(impls)])
+        for (ranks, _, impls), found in together.items()
+    ]
 
 
 def work(args: argparse.Namespace) -> list[Row]:
@@ -141,6 +146,16 @@ def per_unit(row: Row, name: str, statistic: str = "median_us") -> float | None:
     return row["times"][name][statistic] / row["units"] if name in row["times"] else None
 
 
+def joined(rows: list[Row]) -> list[Row]:
+    """One row for each feature, whose implementations may have run apart."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        one = found.setdefault(row["feature"], row | {"times": {}, "ran on": {}})
+        one["times"].update(row["times"])
+        one["ran on"].update(row.get("ran on", {}))
+    return list(found.values())
+
+
 def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
     last = args.impl[-1]
     table = report.Table(
@@ -153,7 +168,7 @@ def tables(args: argparse.Namespace, rows: list[Row]) -> list[report.Table]:
         " process group that the feature makes, of units' sizes, and nothing else. p10, p90, pairs,"
         f" runs on: of {last}.",
     )
-    for row in rows:
+    for row in joined(rows):
         feature = CASES[row["feature"]]
         if "missing" in row:
             cells = ["-"] * (len(args.impl) + 2) + [feature.goal, "-", "-", "-", row["missing"]]

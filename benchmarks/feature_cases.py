@@ -62,6 +62,8 @@ class Feature:
     missing: Callable[[], str] = lambda: ""  # why the installed torch lacks it
     # Of the process group, which a unit makes in a step since somebody has a part in them.
     calls: tuple[str, ...] = ()
+    # Each implementation in processes of its own: one leaves threads there that wake all the time.
+    apart: bool = False
 
     def plain(self, n_units: int) -> Any:
         return self.prepare(linears(n_units))
@@ -369,7 +371,8 @@ def shard_watched(api: Any, model: Any) -> Any:
     return shard_all(api, model, watch)
 
 
-case("reshard_int", "reshard_after_forward=2", 4, "<= 150", shard_to_two)
+# torch makes two process groups for each unit: 250 threads a rank, awake 8,000 times a second.
+case("reshard_int", "reshard_after_forward=2", 4, "<= 150", shard_to_two, apart=True)
 case("all_reduce_hook", "all-reduce hook (HSDP)", 4, "<= 400", shard_with_hook, calls=SUMS)
 case("custom_all_gather", "custom all-gather", 2, "<= 900", shard_with_gather, calls=GATHERS)
 case("replicate", "replicate", 2, "<= 20", replicate_all)
