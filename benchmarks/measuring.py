@@ -285,7 +285,8 @@ def measure(
     times as long. Ranks meet before a block, and a block of several steps begins with one that is
     not counted, so that neither the ranks' skew nor the other case's cache is charged. A sample is
     a step, or a block's mean step where nothing runs between steps,
-    averaged over ranks. After `budget_s` no new round begins, but one is always measured.
+    averaged over ranks. After `budget_s` no new round begins, but two are always measured: one
+    sample has no spread.
     """
     steps = {
         name: _steps_per_block(case, block_s, least_steps, most_steps)
@@ -295,7 +296,7 @@ def measure(
     order = list(cases)
     started = time.perf_counter()
     for index in range(rounds):
-        if index > 0 and agreed_max(time.perf_counter() - started) > budget_s:
+        if index > 1 and agreed_max(time.perf_counter() - started) > budget_s:
             break
         for name in order[index % len(order) :] + order[: index % len(order)]:
             samples[name] += _block(cases[name], steps[name])
@@ -321,7 +322,8 @@ def measure_added(
     while open_cases := [
         name
         for name in cases
-        if not blocks[name] or (used[name] < budget_s and len(blocks[name]) < most_pairs)
+        if len(blocks[name]) < min(2, most_pairs)
+        or (used[name] < budget_s and len(blocks[name]) < most_pairs)
     ]:
         name = min(open_cases, key=lambda name: used[name])
         started = time.perf_counter()
