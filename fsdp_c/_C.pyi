@@ -440,6 +440,7 @@ class State:
     _modules_to_run_forward: set[torch.nn.Module]
     _is_compiled: bool
     _is_strict: bool
+    _fills_in_gradients: bool
     _training: int  # TrainingState, as its index
     @property
     def _root(self) -> Root | None:

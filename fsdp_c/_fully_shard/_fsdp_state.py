@@ -152,6 +152,7 @@ class FSDPState(_C.State, _versions.TorchState):
         )
         self._is_compiled = any(_async_inputs.is_compiled(module) for module in self._modules)
         self._is_strict = _env.is_strict()
+        self._fills_in_gradients = True
 
     def settle(self) -> None:
         """At the end of set-up: hands over what the core will never run."""

@@ -214,6 +214,7 @@ class FullyShardedDataParallel(_TORCHS, metaclass=_InTorchsPlace):
             ignored_params=self._ignored_params,
         )
         self._made_unit = module._get_fsdp_state()
+        self._made_unit._fills_in_gradients = False  # FSDP1 has no autograd.Function on inputs
         module.set_reduce_scatter_unused_params(True)  # the flat gradient has zeros there
         for group in self._groups:
             for fsdp_param in group.fsdp_params:

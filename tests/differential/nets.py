@@ -124,6 +124,28 @@ class Nested(nn.Module):
         return self.outer(torch.tanh(self.inner(x)))
 
 
+class Several(nn.Module):
+    """Gives a module, which may be a unit of its own, two inputs: that one uses the first alone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, width)
+        self.inner = FirstOf(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.first(x), second=self.second(x))
+
+
+class FirstOf(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        return torch.tanh(self.linear(first))
+
+
 class Many(nn.Module):
     """Its output is a container: a tuple, a dict or a dataclass."""
 
@@ -202,6 +224,7 @@ LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "buffered": Buffered,
     "recurrent": Recurrent,
     "nested": Nested,
+    "several": Several,
     "tuple": lambda width: Many(width, "tuple"),
     "dict": lambda width: Many(width, "dict"),
     "dataclass": lambda width: Many(width, "dataclass"),

@@ -52,11 +52,11 @@ OPTIMIZERS = [
 LAYER_NAMES = (
     "block block block linear linear norm tied tiny unused frozen buffered recurrent nested nested"
     " tuple dict dataclass thin recompute reentrant tanh dropout again convolved attention lstm"
-    " listed weighted wrapped composed inplace"
+    " listed weighted wrapped composed inplace several"
 ).split()
 # Layers all of whose parameters have as many rows as the model is wide.
 EVEN_ROWS = frozenset(
-    "linear norm tied buffered recurrent tuple dict dataclass tanh dropout again".split()
+    "linear norm tied buffered recurrent tuple dict dataclass tanh dropout again several".split()
 )
 HOOKS = [
     "register_forward_pre_hook(lambda module, args: (args[0] * 2,))",
@@ -130,7 +130,9 @@ class Setting:
             free = [index for index in free if index not in group]
         self.singles = [index for index in free if self.chance(0.75)]
         self.inner = [
-            index for index, name in enumerate(self.layers) if name == "nested" and self.chance(0.5)
+            index
+            for index, name in enumerate(self.layers)
+            if name in ("nested", "several") and self.chance(0.5)
         ]
 
     def pick_mesh(self) -> tuple[int, ...]:

@@ -140,3 +140,25 @@ def test_summoned_in_forward(rank: int, n_ranks: int) -> None:
 
     summon(pair.theirs)
     summon(pair.ours)
+
+
+class FirstOf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self.block(x)
+
+
+@on_ranks(2)
+def test_input_that_is_not_used(rank: int, n_ranks: int) -> None:
+    """It gets no gradient: this class has no autograd.Function on inputs."""
+    pair = Sides(FirstOf, sides.wrap_root)
+
+    def step(side: Side) -> list[Any]:
+        inputs = [torch.ones(2, sides.WIDTH, requires_grad=True) for _ in range(2)]
+        side.model(*inputs).sum().backward()
+        return [x.grad for x in inputs]
+
+    assert pair.both(step)[1] is None

@@ -10,6 +10,7 @@ import torch
 from models import WIDTH, Block, data
 from parity import Pair, Side, on_ranks, total
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclasses.dataclass
@@ -251,3 +252,71 @@ def test_hooks_of_the_user(rank: int, n_ranks: int) -> None:
     for step in range(2):
         pair.step(data(rank, step))
         pair.both(lambda side: list(side.model.seen), "seen")
+
+
+class OneUsed(nn.Module):
+    """Its unit is given several inputs and uses the first; one is used elsewhere too."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by = by
+        self.sources = nn.ModuleList(Block() for _ in range(3))
+        self.unit = FirstOf(by)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = (source(x) for source in self.sources)
+        if self.by == "keyword":
+            return self.unit(first, other=second, more=[third]) + third
+        return self.unit(first, second, [third]) + third
+
+
+class FirstOf(nn.Module):
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by = by
+        self.inner = Block()
+
+    def forward(self, x: Tensor, other: Tensor, more: list[Tensor]) -> Tensor:
+        if self.by == "recomputed":
+            return checkpoint(self.inner, x, use_reentrant=False)
+        return self.inner(x)
+
+
+def shard_sources(model: nn.Module, fsdp: Any) -> None:
+    for source in model.sources:
+        fsdp.fully_shard(source)
+    fsdp.fully_shard(model.unit)
+    fsdp.fully_shard(model)
+
+
+@pytest.mark.parametrize("by", ["position", "keyword", "recomputed"])
+@on_ranks(1, 2)
+def test_inputs_that_are_not_used(rank: int, n_ranks: int, by: str) -> None:
+    """What lies behind them gets zeros, as behind any autograd.Function, and weight decay."""
+    pair = Pair(
+        lambda: OneUsed(by),
+        shard_sources,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.1),
+    )
+
+    def step(side: Side) -> list[bool]:
+        total(side.model(data(rank))).backward()
+        return [p.grad is None for p in side.model.sources[1].parameters()]
+
+    for _ in range(3):
+        assert not any(pair.both(step))
+        pair.optimize()
+
+
+@on_ranks(1, 2)
+def test_a_leaf_that_is_not_used(rank: int, n_ranks: int) -> None:
+    pair = Pair(lambda: FirstOf("position"), models.shard_root)
+
+    def step(side: Side) -> tuple[Tensor, ...]:
+        inputs = [data(rank).requires_grad_() for _ in range(3)]
+        total(side.model(*inputs[:2], inputs[2:])).backward()
+        return tuple(x.grad for x in inputs)
+
+    for _ in range(2):
+        pair.both(step)
+        pair.optimize()

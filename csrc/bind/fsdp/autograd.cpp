@@ -98,13 +98,15 @@ void learn_of_input(StateObject *state, const torch::autograd::edge_list &inputs
 // Identity on a unit's inputs. Its backward runs when the unit's own backward is through.
 struct PostBackward : public Node {
     StateHandle state;
+    std::vector<bool> gets_zeros; // each input, where the unit has not used it
 
-    PostBackward(StateObject *s, torch::autograd::edge_list &&next)
-        : Node(std::move(next)), state(s)
+    PostBackward(StateObject *s, torch::autograd::edge_list &&next, std::vector<bool> &&zeros)
+        : Node(std::move(next)), state(s), gets_zeros(std::move(zeros))
     {
     }
     variable_list apply(variable_list &&grads) override
     {
+        fill_in(grads);
         Gil gil;
         const Untraced untraced;
         state_post_backward(state.get());
@@ -112,6 +114,19 @@ struct PostBackward : public Node {
         return std::move(grads);
     }
     std::string name() const override { return "RegisterPostBackwardFunctionBackward"; }
+
+private:
+    // As torch's autograd.Function: an input that the unit has not used gets zeros, and so does all
+    // that lies behind it. A DTensor's zeros would be a plain tensor of the global shape, which its
+    // operators refuse: there it gets none, as in the unsharded model.
+    void fill_in(variable_list &grads) const
+    {
+        for (size_t i = 0; i < grads.size(); i++) {
+            if (!grads[i].defined() && gets_zeros[i]) {
+                grads[i] = input_metadata(i).zeros_like();
+            }
+        }
+    }
 };
 
 // Of all units of the state; zero without any.
@@ -258,11 +273,15 @@ Tensors route_through_node(StateObject *state, const BorrowedTensors &tensors)
     Tensors routed;
     torch::autograd::edge_list edges;
     edges.reserve(tensors.list.size());
+    std::vector<bool> gets_zeros;
     for (const at::Tensor *tensor : tensors.list) {
         edges.push_back(torch::autograd::impl::gradient_edge(*tensor));
         routed.push_back(*tensor);
+        gets_zeros.push_back(state->fills_in_gradients &&
+                             !tensor->key_set().has(c10::DispatchKey::Python) &&
+                             !tensor->is_nested());
     }
-    NodePtr node = make_node<PostBackward>(state, std::move(edges));
+    NodePtr node = make_node<PostBackward>(state, std::move(edges), std::move(gets_zeros));
     for (at::Tensor &tensor : routed) {
         at::Tensor out;
         {

@@ -137,6 +137,7 @@ PyMemberDef state_members[] = {
     {"_root", T_OBJECT, offsetof(StateObject, root), READONLY, nullptr},
     {"_is_compiled", T_BOOL, offsetof(StateObject, is_compiled), 0, nullptr},
     {"_is_strict", T_BOOL, offsetof(StateObject, is_strict), 0, nullptr},
+    {"_fills_in_gradients", T_BOOL, offsetof(StateObject, fills_in_gradients), 0, nullptr},
     {"_modules", T_OBJECT_EX, offsetof(StateObject, modules), 0, nullptr},
     {"_modules_to_run_forward", T_OBJECT_EX, offsetof(StateObject, to_run), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr}};

@@ -68,6 +68,7 @@ struct StateObject {
     char casts_inputs;
     char is_compiled; // its module is what torch.compile returned: forward, without the hooks
     char is_strict;   // as torch: warns of outputs that are views, refuses inputs changed in place
+    char fills_in_gradients; // of inputs that the unit has not used: zeros, as torch's fully_shard
     at::ScalarType param_dtype, output_dtype; // Undefined: as they are
 };
 
