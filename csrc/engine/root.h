@@ -134,6 +134,7 @@ typedef struct fc_root_ops {
     fc_status (*accumulate)(void *unit, bool is_news);
     fc_status (*submit)(void *unit, bool with_unused);
     bool (*has_accumulated)(void *unit);
+    bool (*has_held)(void *unit);          /* of earlier backwards, full */
     bool (*has_all_gradients)(void *unit); /* the last submission had one of each parameter */
     bool (*is_settled)(void *unit);        /* nothing of it is gathered, nor waits */
     fc_status (*end_graph)(void *unit);    /* no other backward can begin inside of it */

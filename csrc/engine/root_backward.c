@@ -150,7 +150,7 @@ static fc_status end_pass(fc_root_course *root, fc_root_unit *unit, bool was_rea
 }
 
 /* While the backward goes on: a unit that forward has entered several times is reduced once, when
- * it was passed as often. */
+ * it was passed as often. What earlier backwards have left goes ahead, as torch's does. */
 static fc_status pass(fc_root_course *root, fc_root_unit *unit)
 {
     bool was_reached;
@@ -158,7 +158,7 @@ static fc_status pass(fc_root_course *root, fc_root_unit *unit)
     FC_TRY(give_up(root, unit, true, &was_reached));
     if (!unit->reduce_grads) {
         FC_TRY(root->ops->accumulate(unit->owner, true));
-    } else if (unit->n_passed >= unit->n_entered) {
+    } else if (unit->n_passed >= unit->n_entered || root->ops->has_held(unit->owner)) {
         FC_TRY(submit(root, unit));
     }
     return end_pass(root, unit, was_reached);

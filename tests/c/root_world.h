@@ -284,6 +284,11 @@ static inline bool has_accumulated(void *of)
     return o->has_accumulated || o->fresh != 0 || fc_reduction_has_sums(o->reduction);
 }
 
+static inline bool has_held(void *of)
+{
+    return ((owner *)of)->has_accumulated;
+}
+
 static inline bool had_gradient(void *of)
 {
     return ((owner *)of)->had_gradient;
@@ -355,6 +360,7 @@ static const fc_root_ops root_ops = {
     .accumulate = accumulate,
     .submit = submit,
     .has_accumulated = has_accumulated,
+    .has_held = has_held,
     .has_all_gradients = had_gradient,
     .is_settled = is_settled,
     .end_graph = end_graph,

@@ -79,6 +79,33 @@ static void body_repeated(int rank, int n_ranks, void *arg)
     leave(w);
 }
 
+/* What was held for a module that runs twice goes ahead of what this backward brings. */
+static void body_held(int rank, int n_ranks, void *arg)
+{
+    world *w = join(rank, n_ranks, *(const int *)arg);
+
+    set(w, false, true);
+    forward(w, N_UNITS);
+    CHECK_OK(backward(w, 1, 0));
+    set(w, true, true);
+    forward(w, 1);
+    CHECK_OK(reach(w, 2));
+    CHECK_OK(pass(w, 2, 2));
+    CHECK_OK(reach(w, 1));
+    w->events[0] = '\0';
+    CHECK_OK(pass(w, 1, 0));
+    CHECK(strstr(w->events, "submit1") != NULL);
+    CHECK_OK(reach(w, 1));
+    w->events[0] = '\0';
+    CHECK_OK(pass(w, 1, 2));
+    CHECK(strstr(w->events, "submit1") != NULL);
+    CHECK_OK(reach(w, 0));
+    CHECK_OK(pass(w, 0, 2));
+    CHECK_OK(end(w));
+    check_sums(w, 1, 2);
+    leave(w);
+}
+
 /* Inputs that need no gradient: the end of backward passes the unit; and one that came later. */
 static void body_late(int rank, int n_ranks, void *arg)
 {
@@ -297,8 +324,9 @@ static void body_several(int rank, int n_ranks, void *arg)
 int main(void)
 {
     static int one = 1, two = 2, three = 3;
-    static const ranks_body bodies[] = {body_steps,  body_finished, body_repeated, body_late,
-                                        body_manual, body_left,     body_divided,  body_several};
+    static const ranks_body bodies[] = {body_steps, body_finished, body_repeated,
+                                        body_held,  body_late,     body_manual,
+                                        body_left,  body_divided,  body_several};
 
     check_training();
     check_input();

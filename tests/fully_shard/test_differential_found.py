@@ -114,6 +114,25 @@ FOUND = {
         ],
         features=("custom all-gather",),
     ),
+    # What was held came along with the sum after the unit's last pass.
+    "gradients held for a layer that runs twice go ahead": Program(
+        0,
+        2,
+        [
+            "model = Net(4, 'linear again')",
+            "fsdp.fully_shard(model.layers[0])",
+            "fsdp.fully_shard(model)",
+            SHARDS,
+        ],
+        [
+            ["model.layers[0].set_requires_gradient_sync(False)"],
+            ["loss = backward(model(data(rank, 1, 3, 4)))"],
+            ["loss = backward(model(data(rank, 2, 3, 4)))"],
+            ["model.layers[0].set_requires_gradient_sync(True)"],
+            ["loss = backward(model(data(rank, 3, 3, 4)))"],
+        ],
+        counted=True,
+    ),
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from soak.case import Family, Verdict, failed
 
 ROOT = Path(__file__).resolve().parents[2]
-BATCH = 50
+BATCH = 200  # of one start of the ranks, which costs as much as 20 programs
 SECONDS_EACH = 6
 SHOWN = 2500  # characters of the first failure
 SEEDS_APART = 10_000_000  # between two seeds of the campaign
@@ -66,6 +66,7 @@ def run(key: str, fault: str = "") -> Verdict:
     seed = found[0] if found else seeds
     first = FAILURE.search(done.stdout)
     text = done.stdout[first.start() :][:SHOWN] if first else done.stdout
+    text += f"\nseeds that failed: {', '.join(found)}" if len(found) > 1 else ""
     return failed(text, n=n, command=f"{again} --seeds {seed} {' '.join(arguments)}".rstrip())
 
 

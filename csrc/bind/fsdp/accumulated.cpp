@@ -167,6 +167,12 @@ bool Accumulated::keep_gradients()
     return any;
 }
 
+bool Accumulated::has_held() const
+{
+    return std::any_of(whole_.begin(), whole_.end(),
+                       [](const Param &p) { return p.accumulated.defined(); });
+}
+
 bool Accumulated::has_gradients() const
 {
     return std::any_of(whole_.begin(), whole_.end(), [](const Param &p) {

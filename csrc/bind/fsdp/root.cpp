@@ -99,6 +99,7 @@ const fc_root_ops root_ops = {
     .accumulate = of_unit<accumulate>,
     .submit = of_group<submit>,
     .has_accumulated = of_unit<&Unit::has_accumulated>,
+    .has_held = of_unit<&Unit::has_held>,
     .has_all_gradients = of_unit<&Unit::has_all_gradients>,
     .is_settled = of_unit<&Unit::is_settled>,
     .end_graph = of_unit<&Unit::end_graph>,
