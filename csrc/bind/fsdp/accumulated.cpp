@@ -167,12 +167,6 @@ bool Accumulated::keep_gradients()
     return any;
 }
 
-bool Accumulated::has_held() const
-{
-    return std::any_of(whole_.begin(), whole_.end(),
-                       [](const Param &p) { return p.accumulated.defined(); });
-}
-
 bool Accumulated::has_gradients() const
 {
     return std::any_of(whole_.begin(), whole_.end(), [](const Param &p) {
@@ -200,6 +194,7 @@ void Accumulated::take_from(Accumulated &former)
 
 void Accumulated::drop()
 {
+    has_kept_ = false;
     for (Param &p : whole_) {
         p.accumulated = at::Tensor();
         p.unsharded_tensor.mutable_grad() = at::Tensor();

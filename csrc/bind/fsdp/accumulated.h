@@ -32,7 +32,7 @@ protected:
     // which `sums` (null: none) has a partial sum.
     Tensors take_gradients(bool with_unused, const fc_reduction *sums);
     bool has_gradients() const;
-    bool has_held() const; // of earlier backwards
+    bool has_held() const { return has_kept_; } // of earlier backwards
     // Those of a unit in whose place this one comes, in the dtypes of this one.
     void take_from(Accumulated &former);
     void drop();

@@ -110,6 +110,7 @@ public:
     bool has_partial_sums() const { return fc_reduction_has_sums(reduction()); }
     // True while gradients of earlier backwards wait for a reduction.
     bool has_accumulated() const { return has_gradients() || has_partial_sums(); }
+    using Accumulated::has_held;
     // Takes them from the unit in whose place this one comes, in the dtypes of this one. On a
     // device sums that wait for the replicas need the same layout.
     void inherit(Unit &former)
