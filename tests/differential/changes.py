@@ -120,9 +120,12 @@ class Changes(Steps):
 
     def other_way_in(self) -> list[str]:
         """A registered method of a unit, after the root has run."""
-        if not self.singles or not self.program.has("out = model("):
+        # A reentrant checkpoint has no backward without an input that needs a gradient; torch's
+        # parameters stay unsharded then, and old.
+        able = [index for index in self.singles if self.layers[index] != "reentrant"]
+        if not able or not self.program.has("out = model("):
             return []
-        layer = f"model.layers[{self.rng.choice(self.singles)}]"
+        layer = f"model.layers[{self.rng.choice(able)}]"
         dtype = ", dtype=torch.float64" if self.is_double else ""
         self.n_inputs += 1
         return [
