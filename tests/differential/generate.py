@@ -108,6 +108,7 @@ class Writer(Contexts):
             if self.program.has("requires_grad_(") or (self.groups and self.around == "reentrant"):
                 return []
         last = self.chance(0.3) and not on_device.gradients_come_late(self.program)
+        last = last and not self.program.counted  # torch gathers what the forward before has used
         part = self.unit() if self.chance(0.3) else "model"
         lines = [f"{part}.{setter}(False{recurse})"]
         if last:
