@@ -354,6 +354,7 @@ static void free_full(fc_schedule_unit *unit)
     }
     unit->full = NULL;
     unit->state = FC_STATE_SHARDED;
+    unit->is_reached = false;
 }
 
 void fc_schedule_reshard(fc_schedule_unit *unit)
@@ -484,6 +485,7 @@ fc_status fc_schedule_note_forward(fc_schedule_unit *unit)
     }
     s->order[s->n_order] = (fc_schedule_entry){unit, unit->last_entry};
     unit->last_entry = (ptrdiff_t)s->n_order++;
+    unit->is_reached = false;
     return FC_OK;
 }
 
@@ -525,15 +527,17 @@ fc_status fc_schedule_post_forward(fc_schedule_unit *unit)
     return unit->options.reshard_after_forward ? fc_schedule_reshard_after_forward(unit) : FC_OK;
 }
 
-/* The unit whose forward ended before the newest one of this unit that has no backward yet. */
+/* The unit whose forward ended before the newest one of this unit that has no backward yet. Who
+ * asks again in the same backward, as replaced methods do, gets none. */
 static fc_schedule_unit *unit_before(fc_schedule_unit *unit)
 {
     fc_schedule *s = unit->schedule;
     ptrdiff_t entry = unit->last_entry;
 
-    if (entry < 0) {
+    if (entry < 0 || unit->is_reached) {
         return NULL;
     }
+    unit->is_reached = true;
     unit->last_entry = s->order[entry].before;
     return entry > 0 ? s->order[entry - 1].unit : NULL;
 }

@@ -98,7 +98,8 @@ struct fc_schedule_unit {
     fc_event *kept_event;     /* owned; the slice is there */
     fc_stream_slot *waiting;  /* staged gradients not yet reduced */
     fc_stream_slot *partial;  /* scattered, not yet all-reduced */
-    ptrdiff_t last_entry;
+    ptrdiff_t last_entry;     /* in the order of forwards; -1: none is left */
+    bool is_reached;          /* by a backward, since its newest forward or gather */
     fc_schedule_unit *next;
 };
 

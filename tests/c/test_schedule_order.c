@@ -23,8 +23,9 @@ static void mark(const char *what)
     (void)strncat(gathered, what, sizeof(gathered) - strlen(gathered) - 1);
 }
 
-/* Four units in a row, forward and backward; marks are where the next unit is entered. */
-static const char *order_of(size_t max_gathers, const int lists[2][4])
+/* Four units in a row, forward and backward; marks are where the next unit is entered. `again`: the
+ * last one has a forward of its own in between, and backward asks twice for each. */
+static const char *order_of(size_t max_gathers, const int lists[2][4], bool again)
 {
     static const char *const names[4] = {"a", "b", "c", "d"};
     fc_param params[1] = {{.outer = 1, .rows = 2, .inner = 1, .has_grad = true, .trainable = true}};
@@ -87,10 +88,18 @@ static const char *order_of(size_t max_gathers, const int lists[2][4])
         mark(" ");
     }
     mark("| ");
+    if (again) {
+        MUST(fc_schedule_pre_forward(units[3], &full));
+        MUST(fc_schedule_post_forward(units[3]));
+        mark(" | ");
+    }
     for (i = 3; i >= 0; i--) {
         bool is_reduced;
 
         MUST(fc_schedule_pre_backward(units[i], &full));
+        if (again) {
+            MUST(fc_schedule_pre_backward(units[i], &full));
+        }
         MUST(fc_schedule_post_backward(units[i], &(fc_schedule_grads){.sync = FC_SYNC_ALL},
                                        &is_reduced));
         mark(" ");
@@ -113,11 +122,12 @@ static void test_prefetch_order(void)
     static const int two[2][4] = {{2, 2, 1, 0}, {0, 1, 2, 2}};
     static const int empty[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
 
-    CHECK_STR(order_of(0, none), "a b c d | dc b a  ");
-    CHECK_STR(order_of(0, forward_one), "ab c d  | dc b a  ");
-    CHECK_STR(order_of(0, two), "abc d   | dcb a   ");
-    CHECK_STR(order_of(1, two), "ab c d  | dc b a  ");
-    CHECK_STR(order_of(0, empty), "a b c d | dc b a  ");
+    CHECK_STR(order_of(0, none, false), "a b c d | dc b a  ");
+    CHECK_STR(order_of(0, forward_one, false), "ab c d  | dc b a  ");
+    CHECK_STR(order_of(0, two, false), "abc d   | dcb a   ");
+    CHECK_STR(order_of(1, two, false), "ab c d  | dc b a  ");
+    CHECK_STR(order_of(0, empty, false), "a b c d | dc b a  ");
+    CHECK_STR(order_of(0, none, true), "a b c d | d | d cb a  ");
 }
 
 /* Equal units one after the other, on two ranks. */
