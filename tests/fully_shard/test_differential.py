@@ -13,7 +13,7 @@ from differential.program import WORLDS, Program
 N_SEEDS = 300
 CHUNK = 25
 # Of programs with rare features, by the number of ranks.
-FEATURE_SEEDS = {2: range(284, 296), 4: range(292, 304)}
+FEATURE_SEEDS = {2: range(378, 390), 4: range(541, 553)}
 
 
 def n_seeds() -> int:
