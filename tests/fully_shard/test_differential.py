@@ -65,7 +65,7 @@ def test_planted_mistake_is_found(fault: str) -> None:
     if harness.implementation().__name__ != "fsdp_c":
         pytest.skip("mistakes are planted into fsdp_c")
     world = 2
-    result = cli.run(list(range(1000, 1060)), world, fault, chunk=20)
+    result = cli.run(list(range(1100, 1160)), world, fault, chunk=20)
     assert result.failures, f"{fault} was not noticed"
 
 
