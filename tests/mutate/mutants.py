@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ _NEGATION = re.compile(r"(?<=[ (])!(?=[\w(])")
 _TRIED = re.compile(r"^(\s*)FC_TRY\((.*)\);$")
 _CALL = re.compile(r"^(\s+)(?:\(void\))?([a-z]\w*)\(.*\);$")
 _STEP = re.compile(r"\b(\w+(?:->\w+|\.\w+)*)(\+\+|--)(?=[;)])")
+_NAME = re.compile(r"^\w[\w *]*?\b(\w+)\(")
 _KEPT_CALLS = frozenset({"assert", "return", "sizeof", "va_end", "va_start"})
 
 
@@ -38,11 +40,14 @@ class Mutant:
     number: int  # of the line, from 1
     before: str
     after: str
+    function: str
+    ordinal: int  # among those of the function that read the same, from 0
 
     @property
     def key(self) -> str:
         """The same after lines were added elsewhere."""
-        return f"{self.file}: {self.before.strip()} -> {self.after.strip()}"
+        place = f"{self.function} #{self.ordinal}" if self.ordinal else self.function
+        return f"{self.file} {place}: {self.before.strip()} -> {self.after.strip()}"
 
 
 def _blanked(text: str) -> list[str]:
@@ -77,12 +82,19 @@ def _edits(line: str, blank: str) -> Iterator[str]:
 def mutants_of(file: str, text: str) -> list[Mutant]:
     """All of a source, in order. Only bodies of functions are changed."""
     found = []
+    n_alike: Counter[tuple[str, str, str]] = Counter()
     is_inside = False
+    function = ""
     for number, (line, blank) in enumerate(zip(text.splitlines(), _blanked(text), strict=True), 1):
         if blank.startswith("{"):
             is_inside = True
         elif blank.startswith("}"):
             is_inside = False
+        elif not is_inside and (match := _NAME.match(blank)):
+            function = match[1]
         if is_inside and not blank.lstrip().startswith(("#", "static const")):
-            found += [Mutant(file, number, line, after) for after in _edits(line, blank)]
+            for after in _edits(line, blank):
+                alike = (function, line.strip(), after.strip())
+                found.append(Mutant(file, number, line, after, function, n_alike[alike]))
+                n_alike[alike] += 1
     return found

@@ -34,6 +34,8 @@ class Family:
     # Around all its cases: what has to be built, ranks that are started with it.
     prepared: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     unit: str = "cases"
+    # What all of it would be, where that is known.
+    whole: Callable[[], str] = str
 
 
 def command_of(family: str, key: str) -> str:

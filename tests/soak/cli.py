@@ -66,6 +66,7 @@ def run_family(
                 break
             if key in done:
                 continue
+            record.whole[family.name] = family.whole()
             began = time.monotonic()
             verdict = run_one(family, key)
             record.add(family.name, key, verdict, time.monotonic() - began)

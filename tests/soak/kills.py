@@ -120,23 +120,31 @@ def worlds_of(way: str) -> tuple[tuple[int, ...], ...]:
     return () if way == "rails" and namespaces.why_not() else WAYS[way].worlds
 
 
-def cases(seed: int) -> Iterator[str]:
-    keys = []
+def places() -> Iterator[tuple[str, int]]:
+    """A rank of a world at a state, the begin of keys, and how often it gets there."""
     for way in WAYS:
-        if not worlds_of(way):
-            yield f"{way}/none"
         for world in worlds_of(way):
             for victim, (counts, _) in enumerate(undisturbed(way, world)):
                 for state, n in counts.items():
                     if state.rstrip("<>") in STATES:
-                        # How often it waits, and says so, differs from run to run.
-                        last = (n + 1) // 2 if state.startswith("fc_transport_") else n
-                        keys += [
-                            f"{way}/{text_of(world)}/{victim}/{state}/{nth}"
-                            for nth in sorted({1, (n + 1) // 2, last})
-                        ]
-    random.Random(seed).shuffle(keys)
-    yield from keys
+                        yield f"{way}/{text_of(world)}/{victim}/{state}", n
+
+
+def cases(seed: int) -> Iterator[str]:
+    """Each rank at each state once, half way through; then the first time, then the last."""
+    found = list(places())
+    random.Random(seed).shuffle(found)
+    yield from (f"{way}/none" for way in WAYS if not worlds_of(way))
+    yield from (f"{place}/{(n + 1) // 2}" for place, n in found)
+    yield from (f"{place}/1" for place, n in found if n > 2)
+    # How often it waits, and says so, differs from run to run.
+    firm = [(place, n) for place, n in found if "/fc_transport_" not in place]
+    yield from (f"{place}/{n}" for place, n in firm if n > 1)
+
+
+@functools.cache
+def whole() -> str:
+    return f"{sum(1 for _ in places())} states of ranks"
 
 
 def live(
@@ -212,4 +220,5 @@ FAMILY = Family(
     cases,
     run,
     prepared,
+    whole=whole,
 )

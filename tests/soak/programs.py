@@ -57,7 +57,8 @@ def run(key: str, fault: str = "") -> Verdict:
         )
     except subprocess.TimeoutExpired as late:
         return failed(f"did not end: {(late.stdout or b'')[-3000:]!r}", n=n)
-    summary, found = SUMMARY.search(done.stdout), FAILURE.findall(done.stdout)
+    summary = SUMMARY.search(done.stdout)
+    found = list(dict.fromkeys(FAILURE.findall(done.stdout)))
     if done.returncode == 0 and summary and int(summary[3]) == 0:
         return Verdict(n=n, facts={"lines": int(summary[2])})
     if "cannot have hosts" in done.stdout:

@@ -22,9 +22,11 @@ class Record:
         self.path = path
         self.verdicts: dict[str, dict[str, Verdict]] = collections.defaultdict(dict)
         self.seconds: collections.Counter[str] = collections.Counter()
+        self.whole: dict[str, str] = {}
         if goes_on and path.exists():
             kept = json.loads(path.read_text())
             self.seconds.update(kept["seconds"])
+            self.whole.update(kept.get("whole", {}))
             for family, verdicts in kept["verdicts"].items():
                 for key, fields in verdicts.items():
                     self.verdicts[family][key] = Verdict(**fields)
@@ -40,6 +42,7 @@ class Record:
     def as_dict(self) -> dict[str, Any]:
         return {
             "seconds": dict(self.seconds),
+            "whole": self.whole,
             "verdicts": {
                 family: {key: dataclasses.asdict(v) for key, v in verdicts.items()}
                 for family, verdicts in self.verdicts.items()
@@ -64,6 +67,7 @@ class Record:
             "family": family.name,
             "what": family.what,
             "unit": family.unit,
+            "whole": self.whole.get(family.name, ""),
             "cases": len(verdicts),
             "trials": sum(v.n for v in verdicts if v.fate != LEFT_OUT),
             "failed": sum(v.fate == FAILED for v in verdicts),
@@ -85,8 +89,10 @@ def lines_of(rows: list[dict[str, Any]]) -> list[str]:
             f"{name}: {fact['largest' if name in LARGEST else 'sum']:g}"
             for name, fact in row["facts"].items()
         )
+        whole = f" ({row['whole']} in all)" if row["whole"] else ""
         lines.append(
-            f"| {row['family']} | {row['what']} | {row['trials']} {row['unit']} | {row['failed']}"
+            f"| {row['family']} | {row['what']} | {row['trials']} {row['unit']}{whole}"
+            f" | {row['failed']}"
             f" | {sum(row['left out'].values())} | {row['seconds'] / 60:.1f} | {seen} |"
         )
     return lines

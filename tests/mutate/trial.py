@@ -1,0 +1,288 @@
+"""Builds the core with one mistake at a time, and runs the programs that come by it.
+
+A mistake costs the objects that it changes and the links of the programs that run: no more is
+built. Which programs come by a line is counted once, by gcov.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from mutate.mutants import Mutant
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = ("csrc", "tests/c", "setup.py", "pyproject.toml", "fsdp_c/_built.py")
+LIMIT_S = 15.0  # of a program that takes a few seconds; more if it is slower as it is
+# How the objects of a kind differ from what setup.py says. What no program notices is tried once
+# more with the sanitizers: they see what reads or writes one element too far.
+FLAGS = {
+    "plain": [],
+    "sanitized": ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "cover": ["--coverage", "-O1"],
+}
+GCOV_EXIT = """
+#include <sys/syscall.h>
+#include <unistd.h>
+void __gcov_dump(void);
+void _exit(int status)
+{
+    __gcov_dump();
+    syscall(SYS_exit_group, status);
+    __builtin_unreachable();
+}
+"""
+
+
+@dataclass(frozen=True)
+class Build:
+    """What setup.py says of the core, of its programs and of how they are built."""
+
+    core: tuple[str, ...]
+    programs: tuple[str, ...]  # sources
+    commands: dict[str, list[str]]  # of a source, without `-c`, itself and `-o`
+    linker: list[str]
+    libraries: list[str]
+
+    @classmethod
+    def described(cls, tree: Path) -> Build:
+        there = os.getcwd()
+        os.chdir(tree)
+        try:
+            setup = runpy.run_path("setup.py", run_name="setup")
+            tools = setup["Toolchain"](is_test=True)
+            core = setup["sources"](setup["C_SOURCES"], ".c")
+            core += setup["sources"](setup["C_SIM_SOURCES"], ".c")
+            programs = setup["sources"](setup["C_TEST_SOURCES"], ".c")
+        finally:
+            os.chdir(there)
+        commands = {source: tools.c_command(source) for source in core}
+        commands |= {source: [*tools.c_command(source), "-Itests/c"] for source in programs}
+        linker = [*tools.cc, *tools.mode_flags()]
+        return cls(tuple(core), tuple(programs), commands, linker, setup["LINK_FLAGS"])
+
+
+class Tree:
+    """A copy of the sources, with the objects of all of them as they are."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in COPIED:
+            source, target = ROOT / name, folder / name
+            if source.is_dir():
+                shutil.rmtree(target, ignore_errors=True)
+                shutil.copytree(source, target)
+            else:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, target)
+        digest = hashlib.sha256()
+        for path in sorted(p for n in COPIED for p in files_below(folder / n)):
+            digest.update(str(path).encode() + path.read_bytes())
+        self.digest = digest.hexdigest()
+        self.build = Build.described(folder)
+        built = folder / "build/built"
+        if not built.exists() or built.read_text() != self.digest:
+            done = self.run([sys.executable, "setup.py", "-q", "build_c_tests", "--only-libraries"])
+            if done.returncode != 0:
+                raise SystemExit(f"the tree does not build as it is:\n{done.stderr}")
+            self.compile_all("plain")
+            self.compile_all("sanitized")
+            built.write_text(self.digest)
+        self.users = self.included_by()
+        self.sanitizes: dict[str, bool] = {}
+        self.sanitizing = threading.Lock()
+
+    def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, cwd=self.folder, capture_output=True, text=True)
+
+    def object(self, kind: str, source: str) -> str:
+        return f"build/{kind}/{source}.o"
+
+    def compile_all(self, kind: str) -> None:
+        def compile_one(source: str) -> None:
+            target = self.folder / self.object(kind, source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            command = [*self.build.commands[source], *FLAGS[kind], "-c", source]
+            done = self.run([*command, "-o", str(target)])
+            if done.returncode != 0:
+                raise SystemExit(f"{source} does not compile as it is:\n{done.stderr}")
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(compile_one, self.build.commands))
+
+    def included_by(self) -> dict[str, list[str]]:
+        """Sources that have to be compiled anew where a file changes."""
+        users: dict[str, list[str]] = {}
+        for source, command in self.build.commands.items():
+            text = self.run([*command, "-MM", source]).stdout
+            for name in text.replace("\\\n", " ").split()[1:]:
+                users.setdefault(os.path.normpath(name), []).append(source)
+        return users
+
+
+class Coverage:
+    """The programs that run each line, and how long each of them takes."""
+
+    def __init__(self, tree: Tree, kept: Path) -> None:
+        known = json.loads(kept.read_text()) if kept.exists() else {}
+        if known.get("of") != tree.digest:
+            known = {"of": tree.digest, **self.counted(tree)}
+            kept.write_text(json.dumps(known))
+        self.seconds: dict[str, float] = known["seconds"]
+        self.lines: dict[str, dict[str, list[str]]] = known["lines"]
+
+    @staticmethod
+    def counted(tree: Tree) -> dict[str, object]:
+        print("counting which program runs which line", flush=True)
+        tree.compile_all("cover")
+        at_exit = tree.folder / "build/cover/at_exit.c"
+        at_exit.write_text(GCOV_EXIT)
+        seconds: dict[str, float] = {}
+        lines: dict[str, dict[str, list[str]]] = {}
+        core = [tree.object("cover", source) for source in tree.build.core]
+        for source in tree.build.programs:
+            name = Path(source).stem
+            program = tree.folder / "build/c-tests" / name
+            objects = [tree.object("cover", source), *core, str(at_exit)]
+            command = [*tree.build.linker, "--coverage", "-o", str(program), *objects]
+            done = tree.run([*command, *tree.build.libraries])
+            if done.returncode != 0:
+                raise SystemExit(f"{name} does not link as it is:\n{done.stderr}")
+            began = time.monotonic()
+            if not passes(program, 600):
+                raise SystemExit(f"{name} fails as it is")
+            seconds[name] = time.monotonic() - began
+            print(f"  {name} {seconds[name]:.1f} s", flush=True)
+            counts = [str(p) for p in (tree.folder / "build/cover").rglob("*.gcda")]
+            output = tree.run(["gcov", "--json-format", "--stdout", *counts]).stdout
+            for text in output.splitlines():
+                for file in json.loads(text)["files"]:
+                    of_file = lines.setdefault(os.path.normpath(file["file"]), {})
+                    for line in file["lines"]:
+                        if line["count"] and name not in (
+                            programs := of_file.setdefault(str(line["line_number"]), [])
+                        ):
+                            programs.append(name)
+            for path in counts:
+                Path(path).unlink()
+        return {"seconds": seconds, "lines": lines}
+
+    def programs(self, mutant: Mutant) -> list[str]:
+        """The quick ones first. Lines without code, such as half an expression, count as the
+        closest line before them that has some."""
+        of_file = self.lines.get(mutant.file, {})
+        numbers = [int(n) for n in of_file]
+        if str(mutant.number) in of_file:
+            names = of_file[str(mutant.number)]
+        else:
+            before = [n for n in numbers if mutant.number - 6 <= n < mutant.number]
+            names = of_file[str(max(before))] if before else []
+        return sorted(names, key=self.seconds.__getitem__)
+
+
+class Worker:
+    """A folder in which one mutant at a time is built and tried."""
+
+    def __init__(self, tree: Tree, coverage: Coverage, folder: Path) -> None:
+        self.tree, self.coverage, self.folder = tree, coverage, folder
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for library in (tree.folder / "build/c-tests").glob("*.so"):
+            (folder / library.name).symlink_to(library)
+
+    def fate_of(self, mutant: Mutant, kinds: tuple[str, ...]) -> str:
+        names = self.coverage.programs(mutant)
+        if not names:
+            return "survived: no program runs it"
+        lines = (self.tree.folder / mutant.file).read_text().splitlines()
+        assert lines[mutant.number - 1] == mutant.before
+        lines[mutant.number - 1] = mutant.after
+        shutil.rmtree(self.folder / "changed", ignore_errors=True)
+        changed = self.folder / "changed" / mutant.file
+        changed.parent.mkdir(parents=True)
+        changed.write_text("\n".join(lines) + "\n")
+        for kind in kinds:
+            replaced = self.compiled(kind, mutant.file)
+            if replaced is None:
+                return "killed by the compiler"
+            for name in names:
+                if kind == "sanitized" and not self.sanitizes(name):
+                    continue
+                if not self.passes(kind, name, replaced):
+                    return f"killed by {name}" + (f", {kind}" if kind != "plain" else "")
+        return f"survived {len(names)} programs"
+
+    def sanitizes(self, name: str) -> bool:
+        """Whether a program passes with the sanitizers as it is."""
+        with self.tree.sanitizing:
+            known = self.tree.sanitizes
+            if name not in known:
+                known[name] = self.passes("sanitized", name, {})
+            return known[name]
+
+    def compiled(self, kind: str, file: str) -> dict[str, str] | None:
+        """The objects that differ, by source."""
+        tree, build = self.tree, self.tree.build
+        is_source = file in build.commands
+        replaced: dict[str, str] = {}
+        for source in [file] if is_source else tree.users.get(file, []):
+            target = str(self.folder / f"{len(replaced)}.o")
+            command = [*build.commands[source], *FLAGS[kind], "-w"]
+            where = command.index("-Icsrc")
+            command[where:where] = [f"-I{self.folder}/changed/csrc"]
+            path = str(self.folder / "changed" / file) if is_source else source
+            if tree.run([*command, "-c", path, "-o", target]).returncode != 0:
+                return None
+            replaced[source] = target
+        return replaced
+
+    def passes(self, kind: str, name: str, replaced: dict[str, str]) -> bool:
+        tree, build = self.tree, self.tree.build
+        program = self.folder / name
+        sources = [f"tests/c/{name}.c", *build.core]
+        objects = [replaced.get(source) or tree.object(kind, source) for source in sources]
+        command = [*build.linker, *FLAGS[kind], "-o", str(program), *objects, *build.libraries]
+        done = tree.run(command)
+        if done.returncode != 0:
+            raise SystemExit(f"{name} does not link:\n{done.stderr}")
+        limit_s = max(LIMIT_S, 5 * self.coverage.seconds[name])
+        has_passed = passes(program, limit_s if kind == "plain" else 4 * limit_s)
+        program.unlink()
+        return has_passed
+
+
+def files_below(path: Path) -> Iterable[Path]:
+    return (p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+
+
+def passes(program: Path, limit_s: float) -> bool:
+    process = subprocess.Popen(
+        [program],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        return process.wait(timeout=limit_s) in (0, 77)  # 77: left out
+    except subprocess.TimeoutExpired:
+        return False
+    finally:  # ranks too that a failing program has left behind
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
