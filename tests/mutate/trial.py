@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mutate.mutants import Mutant
 
@@ -88,20 +89,18 @@ class Tree:
             else:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, target)
-        digest = hashlib.sha256()
-        for path in sorted(p for n in COPIED for p in files_below(folder / n)):
-            digest.update(str(path).encode() + path.read_bytes())
-        self.digest = digest.hexdigest()
         self.build = Build.described(folder)
-        built = folder / "build/built"
-        if not built.exists() or built.read_text() != self.digest:
+        self.kept = folder / "build/mutated.json"  # what objects were made from
+        self.made: dict[str, str] = json.loads(self.kept.read_text()) if self.kept.exists() else {}
+        self.included = self.included_files()
+        core = [self.digest_of(source) for source in self.build.core]
+        self.core_digest = hashlib.sha256("".join(core).encode()).hexdigest()
+        if self.is_stale("libraries", self.core_digest):
             done = self.run([sys.executable, "setup.py", "-q", "build_c_tests", "--only-libraries"])
             if done.returncode != 0:
                 raise SystemExit(f"the tree does not build as it is:\n{done.stderr}")
-            self.compile_all("plain")
-            self.compile_all("sanitized")
-            built.write_text(self.digest)
-        self.users = self.included_by()
+        self.compile_all("plain")
+        self.compile_all("sanitized")
         self.sanitizes: dict[str, bool] = {}
         self.sanitizing = threading.Lock()
 
@@ -110,6 +109,19 @@ class Tree:
 
     def object(self, kind: str, source: str) -> str:
         return f"build/{kind}/{source}.o"
+
+    def is_stale(self, name: str, digest: str) -> bool:
+        """Whether it has to be made; notes that it is."""
+        if self.made.get(name) == digest:
+            return False
+        self.made[name] = digest
+        return True
+
+    def digest_of(self, source: str) -> str:
+        digest = hashlib.sha256(" ".join(self.build.commands[source]).encode())
+        for name in self.included[source]:
+            digest.update(name.encode() + (self.folder / name).read_bytes())
+        return digest.hexdigest()
 
     def compile_all(self, kind: str) -> None:
         def compile_one(source: str) -> None:
@@ -120,17 +132,27 @@ class Tree:
             if done.returncode != 0:
                 raise SystemExit(f"{source} does not compile as it is:\n{done.stderr}")
 
+        due = [
+            source
+            for source in self.build.commands
+            if self.is_stale(self.object(kind, source), self.digest_of(source))
+        ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(compile_one, self.build.commands))
+            list(pool.map(compile_one, due))
+        self.kept.write_text(json.dumps(self.made))
 
-    def included_by(self) -> dict[str, list[str]]:
-        """Sources that have to be compiled anew where a file changes."""
-        users: dict[str, list[str]] = {}
+    def included_files(self) -> dict[str, list[str]]:
+        """Of each source: itself and what of ours it includes."""
+        found: dict[str, list[str]] = {}
         for source, command in self.build.commands.items():
             text = self.run([*command, "-MM", source]).stdout
-            for name in text.replace("\\\n", " ").split()[1:]:
-                users.setdefault(os.path.normpath(name), []).append(source)
-        return users
+            names = text.replace("\\\n", " ").split()[1:]
+            found[source] = sorted({os.path.normpath(name) for name in names})
+        return found
+
+    def users(self, file: str) -> list[str]:
+        """Sources that have to be compiled anew where a file changes."""
+        return [source for source, names in self.included.items() if file in names]
 
 
 class Coverage:
@@ -138,47 +160,60 @@ class Coverage:
 
     def __init__(self, tree: Tree, kept: Path) -> None:
         known = json.loads(kept.read_text()) if kept.exists() else {}
-        if known.get("of") != tree.digest:
-            known = {"of": tree.digest, **self.counted(tree)}
-            kept.write_text(json.dumps(known))
-        self.seconds: dict[str, float] = known["seconds"]
-        self.lines: dict[str, dict[str, list[str]]] = known["lines"]
+        self.seconds: dict[str, float] = {}
+        self.lines: dict[str, dict[str, list[str]]] = {}
+        self.counted: dict[str, dict[str, Any]] = {}
+        due = {}
+        for source in tree.build.programs:
+            name, digest = Path(source).stem, tree.core_digest + tree.digest_of(source)
+            if known.get(name, {}).get("of") == digest:
+                self.counted[name] = known[name]
+            else:
+                due[name] = digest
+        if due:
+            print(f"counting which lines {len(due)} programs run", flush=True)
+            tree.compile_all("cover")
+        for name, digest in due.items():
+            self.counted[name] = {"of": digest, **self.count(tree, name)}
+            kept.write_text(json.dumps(self.counted))
+        for name, counted in self.counted.items():
+            self.seconds[name] = counted["seconds"]
+            for file, numbers in counted["lines"].items():
+                for number in numbers:
+                    self.lines.setdefault(file, {}).setdefault(number, []).append(name)
 
     @staticmethod
-    def counted(tree: Tree) -> dict[str, object]:
-        print("counting which program runs which line", flush=True)
-        tree.compile_all("cover")
+    def count(tree: Tree, name: str) -> dict[str, Any]:
         at_exit = tree.folder / "build/cover/at_exit.c"
         at_exit.write_text(GCOV_EXIT)
-        seconds: dict[str, float] = {}
-        lines: dict[str, dict[str, list[str]]] = {}
         core = [tree.object("cover", source) for source in tree.build.core]
-        for source in tree.build.programs:
-            name = Path(source).stem
-            program = tree.folder / "build/c-tests" / name
-            objects = [tree.object("cover", source), *core, str(at_exit)]
-            command = [*tree.build.linker, "--coverage", "-o", str(program), *objects]
-            done = tree.run([*command, *tree.build.libraries])
-            if done.returncode != 0:
-                raise SystemExit(f"{name} does not link as it is:\n{done.stderr}")
-            began = time.monotonic()
-            if not passes(program, 600):
-                raise SystemExit(f"{name} fails as it is")
-            seconds[name] = time.monotonic() - began
-            print(f"  {name} {seconds[name]:.1f} s", flush=True)
-            counts = [str(p) for p in (tree.folder / "build/cover").rglob("*.gcda")]
-            output = tree.run(["gcov", "--json-format", "--stdout", *counts]).stdout
-            for text in output.splitlines():
-                for file in json.loads(text)["files"]:
-                    of_file = lines.setdefault(os.path.normpath(file["file"]), {})
-                    for line in file["lines"]:
-                        if line["count"] and name not in (
-                            programs := of_file.setdefault(str(line["line_number"]), [])
-                        ):
-                            programs.append(name)
-            for path in counts:
-                Path(path).unlink()
-        return {"seconds": seconds, "lines": lines}
+        program = tree.folder / "build/c-tests" / name
+        objects = [tree.object("cover", f"tests/c/{name}.c"), *core, str(at_exit)]
+        command = [*tree.build.linker, "--coverage", "-o", str(program), *objects]
+        done = tree.run([*command, *tree.build.libraries])
+        if done.returncode != 0:
+            raise SystemExit(f"{name} does not link as it is:\n{done.stderr}")
+        data = tree.folder / "build/counts"
+        shutil.rmtree(data, ignore_errors=True)
+        began = time.monotonic()
+        if not passes(program, 600, {"GCOV_PREFIX": str(data)}):
+            raise SystemExit(f"{name} fails as it is")
+        seconds = time.monotonic() - began
+        counts = list(data.rglob("*.gcda"))
+        for path in counts:  # objects may come from another folder
+            notes = str(path).rpartition("/build/cover/")[2].replace(".gcda", ".gcno")
+            shutil.copy2(tree.folder / "build/cover" / notes, path.with_suffix(".gcno"))
+        lines: dict[str, list[str]] = {}
+        output = tree.run(["gcov", "--json-format", "--stdout", *map(str, counts)]).stdout
+        for text in output.splitlines():
+            for file in json.loads(text)["files"]:
+                found = lines.setdefault(os.path.normpath(file["file"]), [])
+                found += [str(line["line_number"]) for line in file["lines"] if line["count"]]
+        print(f"  {name}: {seconds:.1f} s", flush=True)
+        return {
+            "seconds": seconds,
+            "lines": {file: sorted(set(n)) for file, n in lines.items() if n},
+        }
 
     def programs(self, mutant: Mutant) -> list[str]:
         """The quick ones first. Lines without code, such as half an expression, count as the
@@ -205,8 +240,6 @@ class Worker:
 
     def fate_of(self, mutant: Mutant, kinds: tuple[str, ...]) -> str:
         names = self.coverage.programs(mutant)
-        if not names:
-            return "survived: no program runs it"
         lines = (self.tree.folder / mutant.file).read_text().splitlines()
         assert lines[mutant.number - 1] == mutant.before
         lines[mutant.number - 1] = mutant.after
@@ -223,7 +256,7 @@ class Worker:
                     continue
                 if not self.passes(kind, name, replaced):
                     return f"killed by {name}" + (f", {kind}" if kind != "plain" else "")
-        return f"survived {len(names)} programs"
+        return f"survived {len(names)} programs" if names else "survived: no program runs it"
 
     def sanitizes(self, name: str) -> bool:
         """Whether a program passes with the sanitizers as it is."""
@@ -238,7 +271,7 @@ class Worker:
         tree, build = self.tree, self.tree.build
         is_source = file in build.commands
         replaced: dict[str, str] = {}
-        for source in [file] if is_source else tree.users.get(file, []):
+        for source in [file] if is_source else tree.users(file):
             target = str(self.folder / f"{len(replaced)}.o")
             command = [*build.commands[source], *FLAGS[kind], "-w"]
             where = command.index("-Icsrc")
@@ -268,9 +301,10 @@ def files_below(path: Path) -> Iterable[Path]:
     return (p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
 
 
-def passes(program: Path, limit_s: float) -> bool:
+def passes(program: Path, limit_s: float, env: dict[str, str] | None = None) -> bool:
     process = subprocess.Popen(
         [program],
+        env={**os.environ, **(env or {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
