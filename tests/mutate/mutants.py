@@ -23,7 +23,8 @@ SWAPS = {
     "false": ["true"],
 }
 _OPERATOR = re.compile(r"(?<= )(<=|>=|==|!=|&&|\|\||<|>|\+|-)(?= )|\b(true|false)\b")
-_NUMBER = re.compile(r"(?<=[ (\[])([012])(?=[;,)\] ])")
+# Nothing tells that an array has room for one more.
+_NUMBER = re.compile(r"(?<=[ (\[])(?<!alloc\()([012])(?=[;,)\] ])")
 _NEGATION = re.compile(r"(?<=[ (])!(?=[\w(])")
 _TRIED = re.compile(r"^(\s*)FC_TRY\((.*)\);$")
 _CALL = re.compile(r"^(\s+)(?:\(void\))?([a-z]\w*)\(.*\);$")
