@@ -586,14 +586,20 @@ class SnapshotCopier:
         self,
         *,
         locals: Sequence[Tensor],
+        sources: Sequence[Tensor],
         shown: Sequence[Tensor],
         now: Sequence[bool],
+        watched: Sequence[bool],
         index: Any,
         file: Any,
         sequence: int,
         step: int,
     ) -> None:
-        """Tensors of `now` and the index are copied when it returns."""
+        """Tensors of `now` and the index are copied when it returns.
+
+        `locals` are on the host; where the one of `sources` is another, on a device, it is copied
+        there first, when its device gets to it. Those of `watched` must not change until then.
+        """
     def finish(self) -> list[int]:
         """Places of tensors that were written before they were copied; none: it counts."""
 

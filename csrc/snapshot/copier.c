@@ -28,6 +28,7 @@ struct fc_copier {
     size_t n_at_work;          /* runs that are being copied */
     fc_sums data, index;
     bool is_busy, counts;
+    bool is_there, is_awaited; /* the memory of pieces; a thread sees to it */
 };
 
 typedef struct run {
@@ -68,7 +69,7 @@ static void add_sums(fc_sums *to, const fc_sums *part)
 /* After the last run. */
 static void complete(fc_copier *c)
 {
-    c->counts = c->job.is_unchanged(c->job.owner);
+    c->counts = c->is_there && c->job.is_unchanged(c->job.owner);
     if (c->counts) {
         fc_snapshot_commit(c->job.file, &c->facts, &c->data, &c->index);
     }
@@ -92,11 +93,36 @@ static void copy_part(const fc_copier *c, const fc_snapshot_piece *piece, size_t
                  bytes, at / FC_SUM_ROW, fc_snapshot_rows(c->facts.data_bytes));
 }
 
+/* With the lock held, which is given away meanwhile. */
+static void await_memory(fc_copier *c)
+{
+    bool is_there;
+
+    while (c->is_busy && c->is_awaited) {
+        (void)pthread_cond_wait(&c->changed, &c->lock);
+    }
+    if (!c->is_busy || c->is_there) {
+        return;
+    }
+    c->is_awaited = true;
+    (void)pthread_mutex_unlock(&c->lock);
+    is_there = c->job.await(c->job.owner);
+    (void)pthread_mutex_lock(&c->lock);
+    c->is_awaited = false;
+    c->is_there = is_there;
+    if (!is_there) {
+        c->next = c->job.n_pieces;
+        complete(c);
+    }
+    (void)pthread_cond_broadcast(&c->changed);
+}
+
 /* Takes runs until there are none; the lock is held between them. */
 static void copy_runs(fc_copier *c)
 {
     run part;
 
+    await_memory(c);
     while (take_run(c, &part)) {
         fc_sums sums = {0};
 
@@ -226,6 +252,7 @@ fc_status fc_copier_start(fc_copier *c, const fc_snapshot_job *job)
     (void)pthread_mutex_lock(&c->lock);
     c->next = c->next_byte = 0;
     c->counts = false;
+    c->is_there = job->await == NULL;
     c->is_busy = true;
     (void)pthread_cond_broadcast(&c->changed);
     (void)pthread_mutex_unlock(&c->lock);

@@ -25,12 +25,14 @@ class Packed(NamedTuple):
 
     index: bytes
     locals: list[Tensor]
+    sources: list[Tensor]
     shown: list[Tensor]
     now: list[bool]
+    watched: list[bool]
 
     def waiting(self) -> list[Tensor]:
         """Those that are read after the copy has begun."""
-        return [shown for shown, now in zip(self.shown, self.now, strict=True) if not now]
+        return [shown for shown, waits in zip(self.shown, self.watched, strict=True) if waits]
 
 
 class Opened(NamedTuple):
@@ -91,8 +93,10 @@ class Contents:
         return Packed(
             b"".join(texts),
             [tensor for one in pieces for tensor in one.locals],
+            [tensor for one in pieces for tensor in one.sources],
             [tensor for one in pieces for tensor in one.shown],
             [now for one in pieces for now in one.now],
+            [watched for one in pieces for watched in one.watched],
         )
 
     def _forget(self) -> None:

@@ -32,7 +32,7 @@ class Part:
         self._room = self._room_now()
 
     def _room_now(self) -> int:
-        return _C.snapshot_room(tensors=self.pieces.locals, index_bytes=0)
+        return _C.snapshot_room(tensors=self.pieces.sources, index_bytes=0)
 
     def is_true_still(self) -> bool:
         """Of tensors that are the same objects: whether they have the same memory."""

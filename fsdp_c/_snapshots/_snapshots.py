@@ -61,7 +61,8 @@ class Snapshots:
     forward, and the optimizers given wait until that is over before they step. What else writes to
     parameters between ``take`` and the next ``step()``, except by ``.data``, is noticed: the
     snapshot does not count, a warning names the tensor, and it is copied in ``take`` from then on.
-    Tensors on other devices than the CPU are copied in ``take``; no GPU has run this yet.
+    Tensors on an accelerator are copied on a stream of its own, into pinned memory that takes as
+    much as they once more; no GPU has run this yet.
 
     Examples:
         >>> snapshots = fsdp_c.Snapshots(model, optimizer, extra={"scheduler": scheduler})
@@ -480,8 +481,10 @@ class Snapshots:
             return
         self._copier.start(
             locals=packed.locals,
+            sources=packed.sources,
             shown=packed.shown,
             now=packed.now,
+            watched=packed.watched,
             index=packed.index,
             file=slot.memory,
             sequence=self._sequence,
@@ -531,8 +534,8 @@ class Snapshots:
         """What became of the snapshot under way; None: there was none."""
         if self._pending is None or self._pid != os.getpid():
             return None
-        changed = [self._pending[place] for place in self._copier.finish()]
-        self._pending = None
+        pending, self._pending = self._pending, None
+        changed = [pending[place] for place in self._copier.finish()]
         for tensor in changed:
             self._written[id(tensor)] = tensor
         if changed:

@@ -54,9 +54,11 @@ class Pieces:
     def __init__(self, meshes: Sequence[DeviceMesh], may_wait: Container[int]) -> None:
         """`may_wait`: ids of tensors that stay as they are until the next update."""
         self.meshes = list(meshes)
-        self.locals: list[Tensor] = []
+        self.locals: list[Tensor] = []  # on the host
+        self.sources: list[Tensor] = []  # what is copied there first; else the same
         self.shown: list[Tensor] = []  # whose they are: as users hold them
         self.now: list[bool] = []
+        self.watched: list[bool] = []  # must not change until they are copied
         self.has_copies = False  # of what is not there as it is
         self.dtensors: list[tuple[DTensor, Tensor]] = []  # with their local tensors
         self._may_wait = may_wait
@@ -100,15 +102,22 @@ class Pieces:
         return self.meshes.index(tensor.device_mesh)
 
     def _take(self, tensor: Tensor, shown: Tensor) -> Plain:
-        local = tensor
-        is_there = local.is_cpu and not (local.is_conj() or local.is_neg()) and _is_dense(local)
-        if not is_there:
-            self.has_copies = True
-            local = local.detach().cpu().contiguous().resolve_conj().resolve_neg()
-        waits = is_there and id(shown) in self._may_wait and not tensor.is_inference()
+        may_wait = id(shown) in self._may_wait and not tensor.is_inference()
+        local = source = tensor
+        if not tensor.is_cpu:
+            local = _host_memory(tensor)
+            now, watched = False, may_wait
+        else:
+            if tensor.is_conj() or tensor.is_neg() or not _is_dense(tensor):
+                self.has_copies, may_wait = True, False
+                local = source = tensor.detach().contiguous().resolve_conj().resolve_neg()
+            now = not may_wait or local.numel() * local.itemsize < _SMALL
+            watched = not now
         self.locals.append(local)
+        self.sources.append(source)
         self.shown.append(shown)
-        self.now.append(not waits or local.numel() * local.itemsize < _SMALL)
+        self.now.append(now)
+        self.watched.append(watched)
         return Plain(
             len(self.locals) - 1,
             local.dtype,
@@ -117,6 +126,16 @@ class Pieces:
             str(tensor.device),
             tensor.requires_grad,
         )
+
+
+def _host_memory(tensor: Tensor) -> Tensor:
+    """Where a device's tensor is copied to: pinned, so that nobody waits, where there is that."""
+    shape = tuple(tensor.shape)
+    stride = tensor.stride() if _is_dense(tensor) else torch.empty(shape, device="meta").stride()
+    try:
+        return torch.empty_strided(shape, stride, dtype=tensor.dtype, pin_memory=True)
+    except RuntimeError:
+        return torch.empty_strided(shape, stride, dtype=tensor.dtype)
 
 
 def _is_wrapper(tensor: Tensor) -> bool:

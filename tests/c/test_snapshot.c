@@ -89,6 +89,9 @@ typedef struct world {
     char *file;
     size_t file_bytes;
     bool is_unchanged;
+    bool comes; /* what a device copies */
+    int n_awaited;
+    char *on_device; /* piece 2, before it is there */
 } world;
 
 static bool answer(void *owner)
@@ -182,6 +185,53 @@ static void test_copies(void)
     CHECK_EQ(fc_copier_start(copier, &job), FC_OK);
     fc_copier_destroy(copier);
     check_file(&w, 22);
+    close_world(&w);
+}
+
+/* Who waits for a device's copy, this thread or the copier's, puts it there. */
+static bool await_device(void *owner)
+{
+    world *w = owner;
+
+    w->n_awaited++;
+    if (w->comes) {
+        memcpy(w->memory[2], w->on_device, sizes[2]);
+    }
+    return w->comes;
+}
+
+static void test_awaited(void)
+{
+    fc_copier *copier;
+    world w;
+
+    open_world(&w);
+    w.on_device = filled(sizes[2], 77);
+    CHECK_EQ(fc_copier_create(&copier), FC_OK);
+    for (uint64_t step = 1; step <= 40; step++) {
+        fc_snapshot_job job = job_of(&w, step);
+
+        job.await = await_device;
+        w.n_awaited = 0;
+        w.comes = step % 4 != 0;
+        memset(w.memory[2], 0, sizes[2]);
+        CHECK_EQ(fc_copier_start(copier, &job), FC_OK);
+        if (step % 2 == 0) {
+            (void)usleep(200); /* the copier's thread comes first */
+        }
+        CHECK(fc_copier_finish(copier) == w.comes);
+        CHECK_EQ(w.n_awaited, 1);
+        if (w.comes) {
+            check_file(&w, step);
+            CHECK(memcmp(w.file + FC_SNAPSHOT_PAGE + w.pieces[2].at, w.on_device, sizes[2]) == 0);
+        } else {
+            fc_snapshot_facts facts;
+
+            CHECK(!fc_snapshot_read(w.file, w.file_bytes, &facts));
+        }
+    }
+    fc_copier_destroy(copier);
+    free(w.on_device);
     close_world(&w);
 }
 
@@ -445,6 +495,7 @@ int main(void)
     }
     test_sums();
     test_copies();
+    test_awaited();
     test_torn();
     test_adopted();
     test_killed();

@@ -634,7 +634,14 @@ def test_a_copy_under_way_is_an_error() -> None:
     room = _C.snapshot_room(tensors=[tensor], index_bytes=1)
     files = [mmap.mmap(-1, 2 * room) for _ in range(2)]
     copier = _C.SnapshotCopier()
-    job: dict[str, Any] = {"locals": [tensor], "shown": [tensor], "now": [False], "index": b"x"}
+    job: dict[str, Any] = {
+        "locals": [tensor],
+        "sources": [tensor],
+        "shown": [tensor],
+        "now": [False],
+        "watched": [True],
+        "index": b"x",
+    }
 
     def start(number: int) -> None:
         copier.start(**job, file=files[number % 2], sequence=number + 1, step=number)

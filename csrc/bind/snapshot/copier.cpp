@@ -6,6 +6,10 @@
 #include "bind/tensor/tensors.h"
 #include "snapshot/ranks.h"
 
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <algorithm>
 
 namespace fc {
@@ -53,6 +57,50 @@ bool is_unchanged(const Read &read)
 struct Job : NoCopy {
     std::unique_ptr<Mapped> file;
     std::vector<Read> read;
+    std::vector<c10::Event> staged; // behind copies from devices
+    std::string error;              // of these
+};
+
+// The stream of a device on which its tensors are copied to the host, while it computes on others.
+class Staging {
+public:
+    explicit Staging(c10::Device device)
+        : impl_(device.type()), stream_(impl_.getStreamFromGlobalPool(device, false))
+    {
+    }
+
+    c10::Device device() const { return stream_.device(); }
+    void begin() { mark(current()).block(stream_); }
+    // A source that stays as it is is read when this stream gets to it, another one at once.
+    void copy(const at::Tensor &to, const at::Tensor &source, bool stays) const
+    {
+        const at::NoGradGuard no_grad;
+        const c10::StreamGuard guard(stays ? stream_ : current());
+        to.copy_(source, /*non_blocking=*/true);
+    }
+    void end(std::vector<c10::Event> &events)
+    {
+        events.push_back(mark(stream_));
+        events.push_back(mark(current()));
+    }
+
+private:
+    c10::Stream current() const { return impl_.getStream(device()); }
+    static c10::Event mark(const c10::Stream &stream)
+    {
+        c10::Event event(stream.device_type());
+        event.record(stream);
+        return event;
+    }
+
+    c10::impl::VirtualGuardImpl impl_;
+    c10::Stream stream_;
+};
+
+// A tensor that is copied to the host first.
+struct Staged {
+    at::Tensor local, source;
+    bool stays;
 };
 
 struct SnapshotCopier;
@@ -71,6 +119,7 @@ struct SnapshotCopier : NoCopy {
         core.reset();
     }
 
+    std::vector<Staging> stagings;            // one for each device that was met
     std::unique_ptr<Job> job;                 // null between copies
     Owned<fc_copier, fc_copier_destroy> core; // ends before what it reads
 };
@@ -79,6 +128,20 @@ bool are_unchanged(void *job)
 {
     const auto &read = static_cast<const Job *>(job)->read;
     return std::all_of(read.begin(), read.end(), is_unchanged);
+}
+
+bool await_staged(void *owner)
+{
+    Job &job = *static_cast<Job *>(owner);
+    try {
+        for (const c10::Event &event : job.staged) {
+            event.synchronize();
+        }
+        return true;
+    } catch (const std::exception &error) {
+        job.error = error.what();
+        return false;
+    }
 }
 
 // Bytes of a dense tensor: from its first element on, in whichever order the others lie.
@@ -95,17 +158,59 @@ size_t room_for(PyObject *tensors)
     std::vector<fc_snapshot_piece> pieces;
     const Ref list = checked(PySequence_List(tensors));
     for (PyObject *tensor : items_of(list.get())) {
-        pieces.push_back(piece_of(tensor_of(tensor), true));
+        pieces.push_back({nullptr, tensor_of(tensor).nbytes(), 0, true});
     }
     return fc_snapshot_place(pieces.data(), pieces.size());
 }
 
+Staging &staging_of(SnapshotCopier &self, c10::Device device)
+{
+    for (Staging &known : self.stagings) {
+        if (known.device() == device) {
+            return known;
+        }
+    }
+    return self.stagings.emplace_back(device);
+}
+
+bool finish_core(SnapshotCopier &self)
+{
+    const NoGil no_gil;
+    return fc_copier_finish(self.core.get());
+}
+
+// The host's memory is there when the events have come.
+void stage(SnapshotCopier &self, const std::vector<Staged> &tensors,
+           std::vector<c10::Event> &events)
+{
+    std::vector<c10::Device> devices;
+
+    (void)finish_core(self); // may read the same memory still
+    for (const Staged &one : tensors) {
+        if (one.source.sizes() != one.local.sizes() || one.source.dtype() != one.local.dtype()) {
+            raise_error(PyExc_ValueError, "a snapshot's tensor has another shape than before");
+        }
+        const c10::Device device = one.source.device();
+        Staging &staging = staging_of(self, device);
+        if (std::find(devices.begin(), devices.end(), device) == devices.end()) {
+            devices.push_back(device);
+            staging.begin();
+        }
+        staging.copy(one.local, one.source, one.stays);
+    }
+    for (const c10::Device device : devices) {
+        staging_of(self, device).end(events);
+    }
+}
+
 void start(SnapshotCopier &self, Fields &given)
 {
-    const Ref locals = given.list("locals"), shown = given.list("shown");
-    const auto now = given.values<truth_of>("now");
+    const Ref locals = given.list("locals"), sources = given.list("sources");
+    const Ref shown = given.list("shown");
+    const auto now = given.values<truth_of>("now"), watched = given.values<truth_of>("watched");
     const Ref index = given.object("index");
     std::vector<fc_snapshot_piece> pieces;
+    std::vector<Staged> staged;
     auto made = std::make_unique<Job>();
 
     made->file = std::make_unique<Mapped>(given.object("file").get(), true);
@@ -115,12 +220,16 @@ void start(SnapshotCopier &self, Fields &given)
     given.end();
     for (size_t i = 0; i < now.size(); i++) {
         const at::Tensor &local = tensor_of(items_of(locals.get())[i]);
+        const at::Tensor &source = tensor_of(items_of(sources.get())[i]);
         const at::Tensor &outer = tensor_of(items_of(shown.get())[i]);
 
         pieces.push_back(piece_of(local, now[i]));
-        if (!now[i]) {
+        if (watched[i]) {
             made->read.push_back(
-                {local, outer, local.storage(), version_of(local), version_of(outer)});
+                {source, outer, source.storage(), version_of(source), version_of(outer)});
+        }
+        if (!source.is_same(local)) {
+            staged.push_back({local, source, static_cast<bool>(watched[i])});
         }
     }
     const Mapped text(index.get(), false);
@@ -134,6 +243,10 @@ void start(SnapshotCopier &self, Fields &given)
     job.index = text.memory();
     job.index_bytes = text.bytes();
     job.is_unchanged = are_unchanged;
+    if (!staged.empty()) {
+        stage(self, staged, made->staged);
+        job.await = await_staged;
+    }
     job.owner = made.get();
     const fc_status st = [&] {
         const NoGil no_gil;
@@ -141,12 +254,6 @@ void start(SnapshotCopier &self, Fields &given)
     }();
     check(st); // an error of Python's needs the lock; a copy under way keeps its job
     self.job = std::move(made);
-}
-
-bool finish_core(SnapshotCopier &self)
-{
-    const NoGil no_gil;
-    return fc_copier_finish(self.core.get());
 }
 
 // Which of the tensors that were read have changed before the copy was over, by their places among
@@ -157,6 +264,11 @@ std::vector<size_t> finish(SnapshotCopier &self)
 
     (void)finish_core(self);
     const std::unique_ptr<Job> job = std::move(self.job);
+    if (job && !job->error.empty()) {
+        raise_error(
+            PyExc_RuntimeError,
+            ("Snapshots: a device has not copied what it was asked to: " + job->error).c_str());
+    }
     for (size_t i = 0; job && i < job->read.size(); i++) {
         if (!is_unchanged(job->read[i])) {
             changed.push_back(i);
