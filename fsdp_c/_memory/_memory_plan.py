@@ -25,7 +25,7 @@ from fsdp_c._native import _C
 from fsdp_c.strategy import Units, find_units
 from fsdp_c.strategy._shard import policy_of
 
-_OF_SNAPSHOTS = {"snapshots": "copies by Snapshots, in /dev/shm: of parameters and optimizer"}
+_OF_SNAPSHOTS = {"snapshots": "copies by Snapshots, on the host: of parameters and optimizer"}
 
 
 @dataclass(frozen=True)
@@ -147,11 +147,11 @@ def memory_plan(
         has_replicas,
     )
     kept = plan.rank["parameters"] + plan.rank["optimizer"]
-    return (
-        replace(plan, rank={**plan.rank, "snapshots": 2 * kept * int(snapshots)})
-        if snapshots
-        else plan
-    )
+    if not snapshots:
+        return plan
+    n_pinned = int(any(group.device.type not in ("cpu", "meta") for group in groups))
+    n_kept = 2 * int(snapshots) + n_pinned
+    return replace(plan, rank={**plan.rank, "snapshots": n_kept * kept})
 
 
 def _planned(
