@@ -16,7 +16,7 @@ typedef struct stand_in {
     int polls; /* a call stays in progress until it was asked about so often, or this is 0 */
     bool hangs_in_init; /* communicators never get ready */
     bool dies_in_init;  /* SIGKILL */
-    bool hangs;         /* no collective ends */
+    _Atomic bool hangs; /* no collective ends */
     int error_at;       /* the collective, from 1, after which `error` is reported; 0: none */
     int error;
     int fail_calls;        /* result of every collective's call; 0: they work */
