@@ -57,8 +57,7 @@ static fc_status fail(const driver *call, int error, const char *what)
     if (call->error_text(error, &text) != SUCCESS || text == NULL) {
         text = "unknown error";
     }
-    return fc_fail(FC_ERR_SYSTEM, "CUDA's driver answers '%s' to %s: %s", text, what,
-                   "NCCL's work on the GPU cannot be watched");
+    return fc_fail(FC_ERR_SYSTEM, "CUDA's driver answers '%s' to %s", text, what);
 }
 
 static fc_status checked(const driver *call, int error, const char *what)

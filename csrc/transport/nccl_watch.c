@@ -59,7 +59,7 @@ static bool found_late(const fc_nccl_comm *comm, const fc_wait_info *info, uint6
     char who[400];
 
     fc_nccl_board_tell(group->board, comm->number, sequence, who, sizeof(who));
-    (void)snprintf(text, sizeof(text), "%s within %.3g s after this rank had enqueued it: %s", what,
+    (void)snprintf(text, sizeof(text), "%s within %.3g s of its call: %s", what,
                    (double)group->timeout_ns / (double)FC_NS_PER_S, who);
     return found(group, info, FC_ERR_TIMEOUT, text, out);
 }
@@ -127,7 +127,7 @@ static bool look_at_call(const fc_nccl_group *group, fc_nccl_end *out)
     if (fc_nccl_board_own(group->board, comm->number, &deed)) {
         info = (fc_wait_info){.op = deed.op, .unit = deed.unit, .sequence = deed.sequence};
     }
-    return found_late(comm, &info, deed.sequence, "the call of NCCL did not return", out);
+    return found_late(comm, &info, deed.sequence, "NCCL did not take it", out);
 }
 
 static bool look_at(fc_nccl_group *group, fc_nccl_end *out)

@@ -145,7 +145,7 @@ typedef struct failure {
 static const failure failures[N_FAILURES] = {
     {LATE, FC_ERR_TIMEOUT,
      "rank 10 was in all-gather of unit layers.1 of process group test group over NCCL",
-     "the device did not do it within 0.3 s after this rank had enqueued it: rank 11 called 1, "
+     "the device did not do it within 0.3 s of its call: rank 11 called 1, "
      "last all-gather of 'layers.0' (96 bytes)"},
     {LATE_IN_SUM, FC_ERR_TIMEOUT, "rank 10 was in all-reduce of unit layers.0 of process group",
      "rank 11 has called none"},
@@ -364,9 +364,9 @@ static void block(int rank, int n, void *arg)
     if (arg != NULL) { /* nobody makes room: the deadline does */
         atomic_store(&w.control->blocks, true);
         CHECK_EQ(gather(&w, "layers.0"), FC_ERR_TIMEOUT);
-        CHECK_HAS(fc_last_message(), "the call of NCCL did not return within 0.3 s after this rank "
-                                     "had enqueued it: no rank that can be seen from here is "
-                                     "behind; rank 1");
+        CHECK_HAS(fc_last_message(),
+                  "NCCL did not take it within 0.3 s of its call: no rank that can "
+                  "be seen from here is behind; rank 1");
         CHECK_STR(fc_last_message(), reported + 9);
         CHECK_EQ(w.control->n_aborts, 2);
         CHECK_EQ(gather(&w, "layers.0"), FC_ERR_BROKEN);
