@@ -101,7 +101,7 @@ fc_status fc_nccl_all_gather(fc_device_comm *target, fc_stream *stream, fc_label
     FC_TRY(fc_nccl_enter(comm));
     return finish(comm,
                   comm->group->nccl->call.all_gather(own, buffer, part_bytes, FC_NCCL_INT8,
-                                                     comm->handle, stream),
+                                                     fc_nccl_handle(comm), stream),
                   stream, &info);
 }
 
@@ -118,7 +118,7 @@ static int gather_each(const fc_nccl_functions *call, fc_nccl_comm *comm, fc_str
     for (i = 0; i < n_gathers && (result == FC_NCCL_SUCCESS || result == FC_NCCL_IN_PROGRESS);
          i++) {
         result = call->all_gather(gathers[i].from, gathers[i].to, gathers[i].bytes, FC_NCCL_INT8,
-                                  comm->handle, stream);
+                                  fc_nccl_handle(comm), stream);
     }
     ended = call->group_end();
     return result == FC_NCCL_SUCCESS || result == FC_NCCL_IN_PROGRESS ? ended : result;
@@ -169,7 +169,7 @@ fc_status fc_nccl_reduce_scatter(fc_device_comm *target, fc_stream *stream, fc_l
     FC_TRY(fc_nccl_enter(comm));
     return finish(comm,
                   comm->group->nccl->call.reduce_scatter(from, to, numel, type, operation_of(comm),
-                                                         comm->handle, stream),
+                                                         fc_nccl_handle(comm), stream),
                   stream, &info);
 }
 
@@ -188,7 +188,8 @@ fc_status fc_nccl_all_reduce(fc_device_comm *target, fc_stream *stream, fc_label
     FC_TRY(fc_nccl_enter(comm));
     return finish(comm,
                   comm->group->nccl->call.all_reduce(buffer, buffer, numel, type,
-                                                     operation_of(comm), comm->handle, stream),
+                                                     operation_of(comm), fc_nccl_handle(comm),
+                                                     stream),
                   stream, &info);
 }
 

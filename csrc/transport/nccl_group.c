@@ -236,12 +236,11 @@ static fc_status close_comm(fc_nccl_comm *comm)
     int result;
 
     FC_TRY(fc_nccl_enter(comm));
-    result = call->comm_finalize(comm->handle);
+    result = call->comm_finalize(fc_nccl_handle(comm));
     fc_nccl_leave(comm);
     FC_TRY(fc_nccl_settle(comm, result, &info));
     FC_TRY(fc_nccl_enter(comm));
-    handle = comm->handle;
-    comm->handle = NULL;
+    handle = __atomic_exchange_n(&comm->handle, NULL, __ATOMIC_ACQ_REL);
     result = call->comm_destroy(handle);
     fc_nccl_leave(comm);
     return fc_nccl_is_error(result) ? fc_nccl_settle(comm, result, &info) : FC_OK;

@@ -95,6 +95,13 @@ void fc_nccl_version_text(int version, char *out, size_t bytes);
 FC_MUST_CHECK fc_status fc_nccl_enter(fc_nccl_comm *comm);
 void fc_nccl_leave(fc_nccl_comm *comm);
 
+/* For a call, by who is in `calling`. Who aborts within a call that hangs takes it away meanwhile.
+ */
+static inline void *fc_nccl_handle(const fc_nccl_comm *comm)
+{
+    return __atomic_load_n(&comm->handle, __ATOMIC_ACQUIRE);
+}
+
 /* What a call came to: waits while it is in progress. Any other result but success breaks the
  * group.
  */

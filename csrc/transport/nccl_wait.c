@@ -88,12 +88,13 @@ bool fc_nccl_is_error(int result)
 
 int fc_nccl_ask(const fc_nccl_comm *comm)
 {
+    void *handle = fc_nccl_handle(comm);
     int error = FC_NCCL_SUCCESS, result;
 
-    if (comm->handle == NULL) {
+    if (handle == NULL) {
         return FC_NCCL_IN_PROGRESS;
     }
-    result = comm->group->nccl->call.comm_async_error(comm->handle, &error);
+    result = comm->group->nccl->call.comm_async_error(handle, &error);
     return result == FC_NCCL_SUCCESS ? error : result;
 }
 
@@ -114,7 +115,6 @@ int fc_nccl_take_handles(fc_nccl_group *group, void *handles[FC_NCCL_COMMS])
     int n = 0;
 
     for (int i = 0; i < group->n_comms; i++) {
-        /* In one step: who aborts within a call that hangs is not alone. */
         void *handle = __atomic_exchange_n(&group->comms[i].handle, NULL, __ATOMIC_ACQ_REL);
 
         if (handle != NULL) {
@@ -212,7 +212,7 @@ static fc_status fail_at(fc_nccl_group *group, fc_status status, const fc_wait_i
 fc_status fc_nccl_tell_result(const fc_nccl_comm *comm, int result, char *out, size_t bytes)
 {
     const fc_nccl_functions *call = &comm->group->nccl->call;
-    const char *more = call->last_error == NULL ? NULL : call->last_error(comm->handle);
+    const char *more = call->last_error == NULL ? NULL : call->last_error(fc_nccl_handle(comm));
 
     (void)snprintf(out, bytes, "NCCL reports '%s'%s%.300s", call->error_text(result),
                    more == NULL || more[0] == '\0' ? "" : ": ", more == NULL ? "" : more);

@@ -27,7 +27,9 @@ typedef struct stand_in {
     int fail_queries;      /* result of each question about an event; 0: they are answered */
 
     /* Seen. */
-    int n_inits, n_splits, n_collectives, n_groups, n_aborts, n_destroyed, n_live;
+    int n_inits, n_splits, n_collectives, n_groups;
+    _Atomic int n_aborts;
+    int n_destroyed, n_live;
     int n_events;              /* that live */
     int n_records, n_contexts; /* and contexts that were made current, and still are */
     _Atomic int n_blocked, n_queries;
