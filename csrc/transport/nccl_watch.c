@@ -180,19 +180,20 @@ static int take_handles(fc_nccl_group *group, void *handles[FC_NCCL_COMMS])
     return n;
 }
 
-/* Without the lock: an abort takes its time. Of the group nothing is needed from the aborts on. */
+/* Without the lock: an abort takes its time, and stderr may. Of the group nothing is needed once
+ * its handles are taken: its owner waits for the rest, but not for good. */
 static void end(fc_nccl_group *group, const fc_nccl_end *why)
 {
     const fc_nccl *nccl = group->nccl;
+    void (*report)(const char *line) = group->options.report;
     void *handles[FC_NCCL_COMMS];
     char line[FC_MESSAGE_BYTES];
-    int n;
+    int n = take_handles(group, handles);
 
     (void)snprintf(line, sizeof(line), "[fsdp_c] %.1500s", why->text);
-    if (group->options.report != NULL) {
-        group->options.report(line);
+    if (report != NULL) {
+        report(line);
     }
-    n = take_handles(group, handles);
     while (n > 0) {
         (void)nccl->call.comm_abort(handles[--n]);
     }
