@@ -50,8 +50,8 @@ C_SOURCES = {
     "csrc/device/host": "device moves operators",
     "csrc/window": "window",
     "csrc/transport": (
-        "callback collectives nccl_board nccl_collectives nccl_group nccl_library nccl_marks "
-        "nccl_wait nccl_watch process shm shm_ask shm_region shm_segment shm_wait transport watcher"
+        "callback collectives nccl_board nccl_call nccl_collectives nccl_group nccl_library "
+        "nccl_marks nccl_wait nccl_watch process shm shm_ask shm_region shm_segment shm_wait transport watcher"
     ),
     "csrc/comm": (
         "arrays beats comm mapped message pieces rails rails_collectives rails_gathers "
