@@ -46,12 +46,13 @@ C_SOURCES = {
     "csrc/kernels": "kern_avx2 kern_avx512 kern_avx512_bf16 kern_optim kern_ref kern_select no_x86",
     "csrc/optim": "clip optim",
     "csrc/kernels/cuda": "load runs",
-    "csrc/device": "caller",
+    "csrc/device": "caller cuda_events",
     "csrc/device/host": "device moves operators",
     "csrc/window": "window",
     "csrc/transport": (
-        "callback collectives nccl_board nccl_collectives nccl_group nccl_library nccl_wait "
-        "process shm shm_ask shm_region shm_segment shm_wait transport watcher"
+        "callback collectives nccl_board nccl_call nccl_collectives nccl_group nccl_library "
+        "nccl_marks nccl_wait nccl_watch process shm shm_ask shm_region shm_segment shm_wait "
+        "transport watcher"
     ),
     "csrc/comm": (
         "arrays beats comm mapped message pieces rails rails_collectives rails_gathers "
@@ -89,16 +90,17 @@ C_TEST_SOURCES = {
         "test_base test_batch test_beats test_begun_sums test_collectives test_comm "
         "test_comm_arrays test_cuda_index test_device_host test_device_sim test_exchange "
         "test_faults test_gathers test_group_history test_kernels test_kernels_optim "
-        "test_kernels_round test_layout test_nccl test_optim test_present test_rails "
-        "test_rails_begun test_rails_faults test_rails_scale test_reduction test_root "
+        "test_kernels_round test_layout test_nccl test_nccl_deadlines test_optim test_present "
+        "test_rails test_rails_begun test_rails_faults test_rails_scale test_reduction test_root "
         "test_schedule test_schedule_alone test_schedule_capture test_schedule_faults "
         "test_schedule_kernels test_schedule_order test_slots test_snapshot test_transport "
         "test_unsharding test_unsharding_extended test_unsharding_slices test_updates "
         "test_window"
     ),
 }
-# Libraries that the test programs open: NCCL's newest interface, and an old one.
-NCCL_STAND_IN = ["tests/c/nccl/engine.c", "tests/c/nccl/stand_in.c"]
+# Libraries that the test programs open: NCCL's newest interface, and an old one, with events of
+# CUDA's driver.
+NCCL_STAND_IN = [f"tests/c/nccl/{name}.c" for name in ("driver", "engine", "stand_in")]
 C_TEST_LIBRARIES = {"libnccl_stand_in.so": [], "libnccl_stand_in_old.so": ["-DSTAND_IN_OLD"]}
 
 # One library beside the extension, without a link to torch. One PTX for all: machine code for each

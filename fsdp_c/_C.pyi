@@ -153,6 +153,9 @@ class Beats:
 def nccl_open(*, path: str, is_loaded: bool) -> dict[str, Any]:
     """The library as {handle, version, text}. `is_loaded`: only if it is already."""
 
+def cuda_events(*, path: str, gpu: int) -> Any:
+    """See fc_cuda_events_open in device/events.h."""
+
 class NcclGroup:
     """NCCL for the ranks of one process group. Collective."""
 
@@ -165,6 +168,7 @@ class NcclGroup:
         timeout_seconds: float,
         exchange: Callable[..., bytes],
         library: Any,
+        events: Any,
         is_one: bool,
     ) -> None: ...
     @property

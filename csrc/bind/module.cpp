@@ -22,6 +22,7 @@ PyMethodDef functions[] = {
     function<watch_functions>("watch_functions"),
     function<call_directly>("call_directly"),
     function<nccl_open>("nccl_open"),
+    function<cuda_events>("cuda_events"),
     function<note_data>("note_data"),
     function<[](PyObject *tensor) { return make_noted(tensor_of(tensor)); }>("make_noted"),
     function<take_memory>("take_memory"),

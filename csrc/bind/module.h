@@ -49,6 +49,7 @@ int register_optim(PyObject *module);  // Params
 
 // ---- comm/ and device/ ----
 Ref nccl_open(Fields &given);
+Ref cuda_events(Fields &given);
 int register_transport(PyObject *module);
 int register_beats(PyObject *module);
 int register_comm(PyObject *module);

@@ -1,18 +1,21 @@
 /* NCCL for the ranks of one process group: communicators of our own over the library that torch
- * brings, each wait with a deadline, and an end when a rank of this host dies.
+ * brings, each wait and each collective with a deadline, and an end when a rank of this host dies.
  *
  * A group has a communicator for gathers and one for reductions, or one for both. They never block:
  * calls enqueue work on a stream, and what NCCL does meanwhile is waited for here, where
- * errors, deadlines, dead processes and Ctrl-C are noticed. After a failure the group is broken:
- * its communicators have been aborted, and each later call fails with the first failure's text.
+ * errors, deadlines, dead processes and Ctrl-C are noticed. Beside those who wait a thread of the
+ * process looks at what is on the device, so that a program that waits elsewhere (for the stream,
+ * say) goes on, too. After a failure the group is broken: its communicators have been aborted, and
+ * each later call fails with the first failure's text.
  *
- * Threading: serialized per process, as NCCL asks for one issuing thread. Creation, split and close
- * are collective.
+ * Threading: serialized per process, as NCCL asks for one issuing thread. Calls of NCCL are made
+ * between the host's enter_wait and leave_wait. Creation, split and close are collective.
  */
 #ifndef FC_TRANSPORT_NCCL_H
 #define FC_TRANSPORT_NCCL_H
 
 #include "device/device.h"
+#include "device/events.h"
 #include "transport/transport.h"
 
 #include <stdbool.h>
@@ -44,6 +47,12 @@ typedef struct fc_nccl_options {
      * Needed on a device with room for one collective at a time, where two communicators can
      * each occupy one rank and wait for the other. */
     bool is_one;
+    /* A collective that the device has not done `timeout_ns` after it was enqueued ends the group,
+     * whatever this rank does meanwhile. Copied. NULL: who does not wait learns nothing. */
+    const fc_events *events;
+    /* Gets one line of text when that happens; called by a thread of this library, which waits for
+     * nobody. Optional. */
+    void (*report)(const char *line);
 } fc_nccl_options;
 
 /* Over the config's exchange; the calling thread's current device. */

@@ -47,7 +47,7 @@ typedef struct board_page {
 typedef struct board_peer {
     board_page *page; /* NULL: not watched */
     fc_process process;
-    int64_t gone_ns; /* when that was seen first; 0: it lives */
+    _Atomic int64_t gone_ns; /* when that was seen first; 0: it lives */
 } board_peer;
 
 struct fc_nccl_board {
@@ -331,6 +331,14 @@ fc_status fc_nccl_board_post(fc_nccl_board *board, int comm, const fc_nccl_deed 
     return FC_OK;
 }
 
+bool fc_nccl_board_own(const fc_nccl_board *board, int comm, fc_nccl_deed *out)
+{
+    board_page *page = board->peers[board->base->rank].page;
+    uint64_t last = atomic_load_explicit(&page->last[comm], memory_order_acquire);
+
+    return last != 0 && read_deed(page, comm, last, out);
+}
+
 /* What rank r did last in `comm`. */
 static void tell_last(const fc_nccl_board *board, int r, int comm, char *out, size_t bytes)
 {
@@ -408,11 +416,16 @@ static bool is_lost(const fc_nccl_board *board, board_peer *peer)
 {
     int64_t now_ns = fc_now_ns();
 
-    if (peer->gone_ns == 0 && fc_process_is_alive(&peer->process)) {
+    int64_t gone_ns = atomic_load_explicit(&peer->gone_ns, memory_order_relaxed);
+
+    if (gone_ns == 0 && fc_process_is_alive(&peer->process)) {
         return false;
     }
-    peer->gone_ns = peer->gone_ns == 0 ? now_ns : peer->gone_ns;
-    return is_missed(board, peer->page) || now_ns - peer->gone_ns >= GRACE_NS;
+    if (gone_ns == 0) {
+        gone_ns = now_ns;
+        atomic_store_explicit(&peer->gone_ns, gone_ns, memory_order_relaxed);
+    }
+    return is_missed(board, peer->page) || now_ns - gone_ns >= GRACE_NS;
 }
 
 static fc_status look_at(const fc_nccl_board *board, int r)

@@ -3,6 +3,7 @@
  *
  * Every rank owns a page of shared memory that its peers read. A peer on another host, or whose
  * process cannot be seen, has no page here: of it only NCCL's own errors and time-outs tell.
+ * Threading: multi after create and until destroy, but for deeds, which one thread posts.
  */
 #ifndef FC_TRANSPORT_NCCL_BOARD_H
 #define FC_TRANSPORT_NCCL_BOARD_H
@@ -45,6 +46,9 @@ int fc_nccl_board_n_watched(const fc_nccl_board *board);
  * board did something else in the same place of the order, FC_AGAIN if one has given up: look. */
 FC_MUST_CHECK fc_status fc_nccl_board_post(fc_nccl_board *board, int comm,
                                            const fc_nccl_deed *deed);
+
+/* What this rank did last in communicator `comm`; false: nothing. */
+FC_MUST_CHECK bool fc_nccl_board_own(const fc_nccl_board *board, int comm, fc_nccl_deed *out);
 
 /* FC_OK, or that a rank's process is gone (FC_ERR_PEER) or has given up (its own words). */
 FC_MUST_CHECK fc_status fc_nccl_board_look(fc_nccl_board *board);

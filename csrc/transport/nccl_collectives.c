@@ -2,6 +2,7 @@
 #include "transport/nccl_private.h"
 
 #include "base/alloc.h"
+#include "base/clock.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -40,7 +41,8 @@ static fc_status begin(fc_nccl_comm *comm, const fc_wait_info *info, size_t byte
     fc_nccl_deed deed = {.bytes = bytes, .form = form, .detail = detail};
     fc_status st;
 
-    FC_TRY(fc_transport_check(group->base));
+    FC_TRY(fc_nccl_check(group));
+    comm->began_ns = fc_now_ns();
     if (group->is_closed) {
         return fc_fail(FC_ERR_STATE, "%s of unit %s: NCCL's part of process group %s is closed",
                        info->op, info->unit, group->base->name);
@@ -60,6 +62,17 @@ static fc_status begin(fc_nccl_comm *comm, const fc_wait_info *info, size_t byte
     }
     comm->sequence++;
     return FC_OK;
+}
+
+/* What the call that began with fc_nccl_enter has come to; behind it comes a mark. */
+static fc_status finish(fc_nccl_comm *comm, int result, fc_stream *stream, const fc_wait_info *info)
+{
+    fc_status st;
+
+    fc_nccl_leave(comm);
+    FC_TRY(fc_nccl_settle(comm, result, info));
+    st = fc_nccl_marks_put(comm, stream, info);
+    return st == FC_OK ? FC_OK : fc_nccl_abort(comm->group, st, fc_last_message());
 }
 
 static fc_status find_type(fc_nccl_comm *comm, const fc_wait_info *info, fc_dtype dtype, int *out)
@@ -85,10 +98,11 @@ fc_status fc_nccl_all_gather(fc_device_comm *target, fc_stream *stream, fc_label
     if (base->n_ranks == 1) {
         return FC_OK;
     }
-    return fc_nccl_settle(comm,
-                          comm->group->nccl->call.all_gather(own, buffer, part_bytes, FC_NCCL_INT8,
-                                                             comm->handle, stream),
-                          &info);
+    FC_TRY(fc_nccl_enter(comm));
+    return finish(comm,
+                  comm->group->nccl->call.all_gather(own, buffer, part_bytes, FC_NCCL_INT8,
+                                                     fc_nccl_handle(comm), stream),
+                  stream, &info);
 }
 
 /* The first failure; the group is ended whatever happened in it. */
@@ -104,7 +118,7 @@ static int gather_each(const fc_nccl_functions *call, fc_nccl_comm *comm, fc_str
     for (i = 0; i < n_gathers && (result == FC_NCCL_SUCCESS || result == FC_NCCL_IN_PROGRESS);
          i++) {
         result = call->all_gather(gathers[i].from, gathers[i].to, gathers[i].bytes, FC_NCCL_INT8,
-                                  comm->handle, stream);
+                                  fc_nccl_handle(comm), stream);
     }
     ended = call->group_end();
     return result == FC_NCCL_SUCCESS || result == FC_NCCL_IN_PROGRESS ? ended : result;
@@ -127,8 +141,9 @@ fc_status fc_nccl_all_gather_each(fc_device_comm *target, fc_stream *stream, fc_
     if (n_gathers == 0) {
         return FC_OK;
     }
-    return fc_nccl_settle(
-        comm, gather_each(&comm->group->nccl->call, comm, stream, gathers, n_gathers), &info);
+    FC_TRY(fc_nccl_enter(comm));
+    return finish(comm, gather_each(&comm->group->nccl->call, comm, stream, gathers, n_gathers),
+                  stream, &info);
 }
 
 bool fc_nccl_scale(fc_nccl_group *group, double factor)
@@ -151,10 +166,11 @@ fc_status fc_nccl_reduce_scatter(fc_device_comm *target, fc_stream *stream, fc_l
 
     FC_TRY(find_type(comm, &info, dtype, &type));
     FC_TRY(begin(comm, &info, numel * fc_dtype_bytes(dtype), (uint64_t)type, label.detail));
-    return fc_nccl_settle(comm,
-                          comm->group->nccl->call.reduce_scatter(
-                              from, to, numel, type, operation_of(comm), comm->handle, stream),
-                          &info);
+    FC_TRY(fc_nccl_enter(comm));
+    return finish(comm,
+                  comm->group->nccl->call.reduce_scatter(from, to, numel, type, operation_of(comm),
+                                                         fc_nccl_handle(comm), stream),
+                  stream, &info);
 }
 
 fc_status fc_nccl_all_reduce(fc_device_comm *target, fc_stream *stream, fc_label label,
@@ -169,11 +185,12 @@ fc_status fc_nccl_all_reduce(fc_device_comm *target, fc_stream *stream, fc_label
     if (comm->group->base->n_ranks == 1) {
         return FC_OK;
     }
-    return fc_nccl_settle(comm,
-                          comm->group->nccl->call.all_reduce(buffer, buffer, numel, type,
-                                                             operation_of(comm), comm->handle,
-                                                             stream),
-                          &info);
+    FC_TRY(fc_nccl_enter(comm));
+    return finish(comm,
+                  comm->group->nccl->call.all_reduce(buffer, buffer, numel, type,
+                                                     operation_of(comm), fc_nccl_handle(comm),
+                                                     stream),
+                  stream, &info);
 }
 
 /* ---- by name ---- */

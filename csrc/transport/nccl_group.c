@@ -52,9 +52,12 @@ static fc_status init_comm(fc_nccl_comm *comm, const fc_nccl_id *id)
     const fc_wait_info info = {.op = "the set-up of a communicator"};
     fc_nccl_group *group = comm->group;
     fc_nccl_config config = config_of(group);
-    int result = group->nccl->call.comm_init(&comm->handle, group->base->n_ranks, *id,
-                                             group->base->rank, &config);
+    int result;
 
+    FC_TRY(fc_nccl_enter(comm));
+    result = group->nccl->call.comm_init(&comm->handle, group->base->n_ranks, *id,
+                                         group->base->rank, &config);
+    fc_nccl_leave(comm);
     return fc_nccl_settle(comm, result, &info);
 }
 
@@ -64,9 +67,12 @@ static fc_status split_comm(fc_nccl_comm *comm, fc_nccl_comm *first)
     const fc_wait_info info = {.op = "the split of a communicator"};
     fc_nccl_group *group = comm->group;
     fc_nccl_config config = config_of(group);
-    int result =
-        group->nccl->call.comm_split(first->handle, 0, group->base->rank, &comm->handle, &config);
+    int result;
 
+    FC_TRY(fc_nccl_enter(comm));
+    result =
+        group->nccl->call.comm_split(first->handle, 0, group->base->rank, &comm->handle, &config);
+    fc_nccl_leave(comm);
     FC_TRY(fc_nccl_settle(first, result, &info));
     return fc_nccl_settle(comm, FC_NCCL_IN_PROGRESS, &info);
 }
@@ -144,14 +150,29 @@ static fc_status alloc_group(const fc_transport_config *config, const fc_nccl_op
         return st;
     }
     group->options = *options;
+    group->options.events = NULL;
+    if (options->events != NULL) {
+        group->events = *options->events;
+    }
+    (void)pthread_mutex_init(&group->calling, NULL);
+    group->timeout_ns = config->timeout_ns;
     group->nccl = options->nccl;
     group->n_comms = options->is_one ? 1 : 2;
     for (i = 0; i < FC_NCCL_COMMS; i++) {
         group->comms[i].group = group;
         group->comms[i].number = i;
+        (void)pthread_mutex_init(&group->comms[i].marks.looking, NULL);
     }
     *out = group;
     return FC_OK;
+}
+
+static fc_status prepare_deadlines(fc_nccl_group *group)
+{
+    for (int i = 0; i < group->n_comms; i++) {
+        FC_TRY(fc_nccl_marks_create(&group->comms[i]));
+    }
+    return fc_nccl_watch_over(group);
 }
 
 static fc_status create(const fc_transport_config *config, const fc_nccl_options *options,
@@ -168,6 +189,9 @@ static fc_status create(const fc_transport_config *config, const fc_nccl_options
         st = fc_fail(FC_ERR_NOMEM, "NCCL's ids of %d ranks", config->n_ranks);
     } else {
         st = make_ids(group, ids);
+        if (st == FC_OK) {
+            st = prepare_deadlines(group);
+        }
         st = fc_nccl_board_create(group->base, st, ids, all, &group->board);
     }
     if (st == FC_OK) {
@@ -208,15 +232,18 @@ static fc_status close_comm(fc_nccl_comm *comm)
 {
     const fc_wait_info info = {.op = "the end of a communicator"};
     const fc_nccl_functions *call = &comm->group->nccl->call;
-    void *handle = comm->handle;
+    void *handle;
     int result;
 
-    FC_TRY(fc_nccl_settle(comm, call->comm_finalize(handle), &info));
-    comm->handle = NULL;
+    FC_TRY(fc_nccl_enter(comm));
+    result = call->comm_finalize(fc_nccl_handle(comm));
+    fc_nccl_leave(comm);
+    FC_TRY(fc_nccl_settle(comm, result, &info));
+    FC_TRY(fc_nccl_enter(comm));
+    handle = __atomic_exchange_n(&comm->handle, NULL, __ATOMIC_ACQ_REL);
     result = call->comm_destroy(handle);
-    return result == FC_NCCL_SUCCESS || result == FC_NCCL_IN_PROGRESS
-               ? FC_OK
-               : fc_nccl_settle(comm, result, &info);
+    fc_nccl_leave(comm);
+    return fc_nccl_is_error(result) ? fc_nccl_settle(comm, result, &info) : FC_OK;
 }
 
 fc_status fc_nccl_group_close(fc_nccl_group *group)
@@ -226,11 +253,12 @@ fc_status fc_nccl_group_close(fc_nccl_group *group)
     if (group->is_closed) {
         return FC_OK;
     }
-    FC_TRY(fc_transport_check(group->base));
+    FC_TRY(fc_nccl_check(group));
     for (i = group->n_comms - 1; i >= 0; i--) {
         FC_TRY(close_comm(&group->comms[i]));
     }
     fc_nccl_board_leave(group->board);
+    fc_nccl_stop_watching(group);
     group->is_closed = true;
     return FC_OK;
 }
@@ -243,6 +271,7 @@ void fc_nccl_group_leave(fc_nccl_group *group, int64_t limit_ns)
     if (group->is_closed || fc_transport_is_forked(base)) {
         return;
     }
+    fc_nccl_stop_watching(group); /* who waits below watches, and not for long */
     fc_nccl_board_leave(group->board);
     base->timeout_ns = limit_ns < timeout_ns ? limit_ns : timeout_ns;
     if (fc_nccl_group_close(group) != FC_OK) {
@@ -258,10 +287,14 @@ void fc_nccl_group_destroy(fc_nccl_group *group)
         return;
     }
     if (!fc_transport_is_forked(group->base)) {
+        fc_nccl_stop_watching(group);
         if (group->board != NULL) {
             fc_nccl_board_leave(group->board);
         }
         fc_nccl_abort_comms(group);
+    }
+    for (int i = 0; i < group->n_comms; i++) {
+        fc_nccl_marks_destroy(&group->comms[i]);
     }
     fc_nccl_board_destroy(group->board);
     fc_transport_destroy(group->base);

@@ -1,8 +1,8 @@
 /* Waiting for NCCL and looking after its ranks: errors, deadlines, deaths, and the end of a group.
  *
  * The host waits in two places: for a call that NCCL goes on with in the background, and for work
- * on the device (fc_nccl_wait). Whoever waits also looks around; nobody else does, so there is no
- * thread of our own.
+ * on the device (fc_nccl_wait). Whoever waits also looks around. Who waits elsewhere does not,
+ * which is what the thread of nccl_watch.c is for.
  */
 #include "transport/nccl_private.h"
 
@@ -30,23 +30,24 @@ typedef struct nccl_wait {
 
 /* ---- failing ---- */
 
-void fc_nccl_abort_comms(fc_nccl_group *group)
+fc_status fc_nccl_check(fc_nccl_group *group)
 {
-    int i;
-
-    for (i = group->n_comms - 1; i >= 0; i--) {
-        if (group->comms[i].handle != NULL) {
-            /* Whatever it answers, the handle is gone. */
-            (void)group->nccl->call.comm_abort(group->comms[i].handle);
-            group->comms[i].handle = NULL;
-        }
+    if (group->base->broken == FC_OK && !fc_transport_is_forked(group->base) &&
+        atomic_load_explicit(&group->state, memory_order_acquire) == FC_NCCL_WAS_ENDED) {
+        fc_transport_mark_broken(group->base, group->end.status, group->end.text);
+        return fc_fail(group->end.status, "%s", group->end.text);
     }
+    return fc_transport_check(group->base);
 }
 
 static fc_status end_group(fc_nccl_group *group, fc_status status, const char *text, bool is_known)
 {
     bool is_first = group->base->broken == FC_OK && !fc_transport_is_forked(group->base);
+    int state = FC_NCCL_GOES_ON;
 
+    if (is_first) {
+        (void)atomic_compare_exchange_strong(&group->state, &state, FC_NCCL_ENDED);
+    }
     status = fc_transport_abort(group->base, status, text);
     if (is_first && !is_known) {
         fc_nccl_board_give_up(group->board, status, group->base->broken_text);
@@ -64,7 +65,7 @@ fc_status fc_nccl_abort(fc_nccl_group *group, fc_status status, const char *text
 
 bool fc_nccl_is_broken(const fc_nccl_group *group)
 {
-    return group->base->broken != FC_OK;
+    return group->base->broken != FC_OK || atomic_load(&group->state) == FC_NCCL_WAS_ENDED;
 }
 
 static void describe(const fc_wait_info *info, char *out, size_t bytes)
@@ -76,31 +77,44 @@ static void describe(const fc_wait_info *info, char *out, size_t bytes)
     }
 }
 
+void fc_nccl_tell_place(const fc_nccl_group *group, const fc_wait_info *info, const char *found,
+                        char *out, size_t bytes)
+{
+    const fc_transport *base = group->base;
+    char what[160];
+
+    describe(info, what, sizeof(what));
+    (void)snprintf(out, bytes, "%.600s; rank %d was in %s of process group %s over NCCL", found,
+                   base->global_ranks[base->rank], what, base->name);
+}
+
 /* `found` is what happened; the place where this rank was is added. What the board said is known to
  * all who see it, and not told again. */
 static fc_status fail_at(fc_nccl_group *group, fc_status status, const fc_wait_info *info,
                          const char *found, bool is_known)
 {
-    const fc_transport *base = group->base;
-    char what[160];
     char text[FC_MESSAGE_BYTES];
 
-    describe(info, what, sizeof(what));
-    (void)snprintf(text, sizeof(text), "%.600s; rank %d was in %s of process group %s over NCCL",
-                   found, base->global_ranks[base->rank], what, base->name);
+    fc_nccl_tell_place(group, info, found, text, sizeof(text));
     return end_group(group, status, text, is_known);
+}
+
+fc_status fc_nccl_tell_result(const fc_nccl_comm *comm, int result, char *out, size_t bytes)
+{
+    const fc_nccl_functions *call = &comm->group->nccl->call;
+    const char *more = call->last_error == NULL ? NULL : call->last_error(fc_nccl_handle(comm));
+
+    (void)snprintf(out, bytes, "NCCL reports '%s'%s%.300s", call->error_text(result),
+                   more == NULL || more[0] == '\0' ? "" : ": ", more == NULL ? "" : more);
+    return result == FC_NCCL_REMOTE_ERROR ? FC_ERR_PEER : FC_ERR_SYSTEM;
 }
 
 static fc_status fail_result(fc_nccl_comm *comm, int result, const fc_wait_info *info)
 {
-    const fc_nccl_functions *call = &comm->group->nccl->call;
-    const char *more = call->last_error == NULL ? NULL : call->last_error(comm->handle);
     char found[512];
+    fc_status st = fc_nccl_tell_result(comm, result, found, sizeof(found));
 
-    (void)snprintf(found, sizeof(found), "NCCL reports '%s'%s%.300s", call->error_text(result),
-                   more == NULL || more[0] == '\0' ? "" : ": ", more == NULL ? "" : more);
-    return fail_at(comm->group, result == FC_NCCL_REMOTE_ERROR ? FC_ERR_PEER : FC_ERR_SYSTEM, info,
-                   found, false);
+    return fail_at(comm->group, st, info, found, false);
 }
 
 /* Who is late in which communicator. */
@@ -130,18 +144,12 @@ static fc_status fail_late(const nccl_wait *w, fc_nccl_group *group)
 fc_status fc_nccl_look(fc_nccl_group *group, const fc_wait_info *info)
 {
     fc_status st;
-    int i, result, error = FC_NCCL_SUCCESS;
+    int i, result;
 
-    FC_TRY(fc_transport_check(group->base));
+    FC_TRY(fc_nccl_check(group));
     for (i = 0; i < group->n_comms; i++) {
-        if (group->comms[i].handle == NULL) {
-            continue;
-        }
-        result = group->nccl->call.comm_async_error(group->comms[i].handle, &error);
-        if (result == FC_NCCL_SUCCESS) {
-            result = error;
-        }
-        if (result != FC_NCCL_SUCCESS && result != FC_NCCL_IN_PROGRESS) {
+        result = fc_nccl_async_error(&group->comms[i]);
+        if (fc_nccl_is_error(result)) {
             return fail_result(&group->comms[i], result, info);
         }
     }
@@ -243,6 +251,15 @@ static fc_status sleep_until_ready(nccl_wait *w)
     return FC_OK;
 }
 
+/* Work that was aborted is over, too. */
+static fc_status check_all(fc_nccl_group *const *groups, size_t n_groups)
+{
+    for (size_t i = 0; i < n_groups; i++) {
+        FC_TRY(fc_nccl_check(groups[i]));
+    }
+    return FC_OK;
+}
+
 fc_status fc_nccl_wait(fc_nccl_group *const *groups, size_t n_groups, fc_ready_fn ready, void *arg,
                        const fc_wait_info *info)
 {
@@ -257,10 +274,10 @@ fc_status fc_nccl_wait(fc_nccl_group *const *groups, size_t n_groups, fc_ready_f
         return fc_fail(FC_ERR_INVALID, "a wait for %s without a group to watch", info->op);
     }
     for (i = 0; i < n_groups; i++) {
-        FC_TRY(fc_transport_check(groups[i]->base));
+        FC_TRY(fc_nccl_check(groups[i]));
     }
     if (ready(arg)) {
-        return FC_OK;
+        return check_all(groups, n_groups);
     }
     host = &groups[0]->base->host;
     w.start_ns = fc_now_ns();
@@ -278,7 +295,7 @@ fc_status fc_nccl_wait(fc_nccl_group *const *groups, size_t n_groups, fc_ready_f
     if (fc_window_traces()) {
         fc_window_waited(shown(&w), fc_now_ns());
     }
-    return st;
+    return st == FC_OK ? check_all(groups, n_groups) : st;
 }
 
 typedef struct progress {
@@ -290,15 +307,8 @@ typedef struct progress {
 static bool has_ended(void *arg)
 {
     progress *p = arg;
-    int error = FC_NCCL_SUCCESS;
 
-    if (p->comm->handle == NULL) {
-        return false;
-    }
-    p->result = p->comm->group->nccl->call.comm_async_error(p->comm->handle, &error);
-    if (p->result == FC_NCCL_SUCCESS) {
-        p->result = error;
-    }
+    p->result = fc_nccl_async_error(p->comm);
     return p->result != FC_NCCL_IN_PROGRESS;
 }
 
@@ -312,5 +322,6 @@ fc_status fc_nccl_settle(fc_nccl_comm *comm, int result, const fc_wait_info *inf
         FC_TRY(fc_nccl_wait(groups, 1, has_ended, &p, info));
         comm->is_pending = false;
     }
+    FC_TRY(fc_nccl_check(comm->group)); /* what was ended meanwhile says why */
     return p.result == FC_NCCL_SUCCESS ? FC_OK : fail_result(comm, p.result, info);
 }

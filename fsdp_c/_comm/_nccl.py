@@ -19,6 +19,7 @@ from fsdp_c._compat import _versions
 from fsdp_c._native import _C
 
 _SONAME = "libnccl.so.2"
+_DRIVER = "libcuda.so.1"
 # Before it, the order in which two communicators of one GPU work is the caller's affair; from then
 # on NCCL sees to it, if it is asked to.
 _CAN_ORDER = 22600
@@ -176,11 +177,11 @@ def _make(group: dist.ProcessGroup, device: torch.device, wants_two: bool) -> _C
         return answers
 
     try:
-        mine, words = opened(), ""
+        mine, events, words = opened(), _events(device), ""
         is_one = not wants_two or _needs_one(mine.version, device)
         words = f"{mine.version} {int(is_one)} {_place(device)}"
-    except NotImplementedError as error:
-        mine, words = None, f"!{error}"
+    except (NotImplementedError, OSError) as error:
+        mine, events, words = None, None, f"!{error}"
     if _env.TRANSPORT.get() == "callback":
         words = f"!{_env.TRANSPORT.name}=callback asks for the process group's own collectives"
     answers = [answer.split() for answer in tell("NCCL", words)]
@@ -192,6 +193,7 @@ def _make(group: dist.ProcessGroup, device: torch.device, wants_two: bool) -> _C
             **_process_group.described(group, device)._asdict(),
             exchange=None if exchange is None else _rendezvous.for_core(exchange),
             library=mine.handle,
+            events=events,
             is_one=any(answer[1] == "1" for answer in answers),
         )
     except (RuntimeError, OSError) as error:  # timeouts are of the second kind
@@ -220,6 +222,14 @@ def _place(device: torch.device) -> str:
     if device.type != "cuda" or (opened().version >= _MANY_RANKS and _env.shares_gpus()):
         return "-"
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _events(device: torch.device) -> Any:
+    """By these what is under way on a GPU is watched; host memory has none."""
+    if device.type != "cuda":
+        return None
+    gpu = torch.cuda.current_device() if device.index is None else device.index
+    return _C.cuda_events(path=_DRIVER, gpu=gpu)
 
 
 def _needs_one(version: int, device: torch.device) -> bool:

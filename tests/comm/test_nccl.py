@@ -1,19 +1,24 @@
 """NCCL from Python: its header, the copy that torch has, groups of ranks over a stand-in."""
 
 import ctypes
+import datetime
 import importlib.util
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from nccl_stand_in import built, control_of
+from nccl_stand_in import built, control_of, watched
 
 from fsdp_c._comm import _nccl
 
@@ -187,18 +192,24 @@ def test_gpu_check_requires_several_ranks_over_nccl(
 # --- groups ---------------------------------------------------------------------------------------
 
 
-def open_group(path: str, **uses: bool):
+def idle_test(path: str):
+    is_idle = ctypes.CDLL(path).fc_stand_in_is_idle
+    is_idle.restype, is_idle.argtypes = ctypes.c_bool, [ctypes.c_void_p]
+    return is_idle
+
+
+def open_group(path: str, seconds: float = 300, **uses: bool):
     """A group of all ranks over the library, and what waits for a stream's work."""
     os.environ["FSDP_C_NCCL"] = path
     _nccl._library = None
     try:
-        process_group = dist.new_group(list(range(dist.get_world_size())))
+        timeout = datetime.timedelta(seconds=seconds)
+        process_group = dist.new_group(list(range(dist.get_world_size())), timeout=timeout)
         group = _nccl.group_for(process_group, CPU, **uses)
         assert _nccl.group_for(process_group, CPU) is group
     finally:
         del os.environ["FSDP_C_NCCL"]
-    is_idle = ctypes.CDLL(path).fc_stand_in_is_idle
-    is_idle.restype, is_idle.argtypes = ctypes.c_bool, [ctypes.c_void_p]
+    is_idle = idle_test(path)
     return group, lambda stream: group.wait(is_ready=lambda: is_idle(stream), what="synchronize")
 
 
@@ -279,21 +290,94 @@ def check_abort(rank: int, n_ranks: int, path: str):
         group.close()
 
 
+def check_others_run(rank: int, n_ranks: int, path: str):
+    """While NCCL has no room for a collective, other threads of the interpreter go on."""
+    group, wait = open_group(path)
+    control = control_of(path)
+    buffer = torch.zeros(n_ranks)
+
+    def make_room() -> None:
+        while not control.n_blocked:
+            time.sleep(0.001)
+        control.blocks = False
+
+    for what, tensors in (("all_gather", buffer), ("all_reduce", buffer[:1])):
+        control.blocks = True
+        other = threading.Thread(target=make_room)
+        other.start()
+        group.collect(what=what, outputs=[tensors], inputs=[], stream=0, unit="layers.0")
+        other.join()
+        wait(0)
+    group.close()
+
+
+@contextmanager
+def errors_into(path: Path) -> Iterator[None]:
+    """What is written to descriptor 2, by whomever."""
+    before = os.dup(2)
+    with path.open("w") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
+def check_deadline(rank: int, n_ranks: int, path: str, folder: Path):
+    """The others do not come, and this rank waits for the device by itself."""
+    control, is_idle = control_of(path), idle_test(path)
+    buffer, errors = torch.zeros(n_ranks), folder / str(rank)
+    with watched(path):
+        group, _ = open_group(path, seconds=1)
+    if rank == 0:
+        n_aborts = control.n_aborts
+        with errors_into(errors):
+            group.collect(what="all_gather", outputs=[buffer], inputs=[], stream=0, unit="layers.7")
+            while not is_idle(0):
+                time.sleep(0.01)
+        line = errors.read_text()
+        assert line.startswith("[fsdp_c] the device did not do it within 1 s of its call: rank 1")
+        assert "rank 1 has called none" in line
+        assert "rank 0 was in all-gather of unit layers.7 of process group" in line
+        assert line.count("\n") == 1
+        while control.n_aborts < n_aborts + 2:
+            time.sleep(0.01)
+        with pytest.raises(TimeoutError) as caught:
+            group.watch()
+        assert str(caught.value).strip() == line.removeprefix("[fsdp_c] ").strip()
+        with pytest.raises(RuntimeError, match="cannot be used any more: the device did not do"):
+            group.collect(what="all_gather", outputs=[buffer], inputs=[], stream=0, unit="layers.8")
+    dist.barrier()
+    if rank == 1:
+        with pytest.raises(TimeoutError, match="rank 0 failed: the device did not do it within"):
+            group.watch()
+    group.leave(1.0)
+
+
 def check_choice(rank: int, n_ranks: int, path: str):
     """One rank lacks the library: none uses it."""
     with pytest.raises(NotImplementedError, match="rank 1 cannot use NCCL: NCCL cannot be opened"):
         open_group("/nowhere/libnccl.so.2" if rank == 1 else path)
 
 
-def check_all(rank: int, n_ranks: int, path: str):
+def check_all(rank: int, n_ranks: int, path: str, folder: Path):
     os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
-    for body in (check_collectives, check_ways, check_communicators, check_abort, check_choice):
+    for body in (
+        check_collectives,
+        check_ways,
+        check_communicators,
+        check_abort,
+        check_others_run,
+        check_choice,
+    ):
         body(rank, n_ranks, path)
+    check_deadline(rank, n_ranks, path, folder)
     _nccl._library = None
 
 
-def test_groups_over_the_store_of_a_process_group(stand_in: str):
-    run_ranks(check_all, 2, stand_in)
+def test_groups_over_the_store_of_a_process_group(stand_in: str, tmp_path: Path):
+    run_ranks(check_all, 2, stand_in, tmp_path)
 
 
 def die(rank: int, n_ranks: int, path: str):

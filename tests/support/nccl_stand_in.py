@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from fsdp_c._comm import _device, _nccl
+from fsdp_c._native import _C
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "build/c-tests"
@@ -22,10 +23,14 @@ class Control(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("version", "polls")),
         *((name, ctypes.c_bool) for name in ("hangs_in_init", "dies_in_init", "hangs")),
         *((name, ctypes.c_int) for name in ("error_at", "error", "fail_calls")),
-        ("ends_work", ctypes.c_bool),
+        *((name, ctypes.c_bool) for name in ("ends_work", "blocks", "captures")),
+        *((name, ctypes.c_int) for name in ("fail_event_at", "fail_queries")),
         *(
             (f"n_{what}", ctypes.c_int)
-            for what in "inits splits collectives groups aborts destroyed live".split()
+            for what in (
+                "inits splits collectives groups aborts destroyed live"
+                " events records contexts blocked queries"
+            ).split()
         ),
         *((name, ctypes.c_int) for name in ("config_bytes", "n_faults")),
         ("fault", ctypes.c_char * 256),
@@ -50,14 +55,26 @@ def control_of(path: str) -> Control:
 
 
 @contextmanager
+def watched(path: str) -> Iterator[None]:
+    """Groups that are made in here have events of the stand-in's, as on GPUs."""
+    events = _nccl._events
+    _nccl._events = lambda _: _C.cuda_events(path=path, gpu=0)
+    try:
+        yield
+    finally:
+        _nccl._events = events
+
+
+@contextmanager
 def chosen(path: str) -> Iterator[Control]:
     """Models that run their first forward in here go by the schedule of devices, over this NCCL."""
     os.environ["FSDP_C_NCCL"] = path
     _nccl._library = None
-    control = control_of(path) if Path(path).exists() else Control()
+    is_there = Path(path).exists()
+    control = control_of(path) if is_there else Control()
     control.ends_work = True
     try:
-        with _device.on_cpu(by_nccl=True):
+        with watched(path) if is_there else nullcontext(), _device.on_cpu(by_nccl=True):
             yield control
         assert control.fault == b"", control.fault
     finally:

@@ -5,11 +5,22 @@
 #include "bind/python/objects.h"
 #include "bind/tensor/tensors.h"
 
+#include <cstdio>
+#include <memory>
+
 namespace fc {
 
 namespace {
 
 const char library_name[] = "fsdp_c.nccl";
+const char events_name[] = "fsdp_c.events";
+
+/* Not by Python's stderr: a program that waits for the device may keep the interpreter's lock. */
+void report(const char *line)
+{
+    (void)std::fprintf(stderr, "%s\n", line);
+    (void)std::fflush(stderr);
+}
 
 struct Nccl {
     explicit Nccl(Fields &given);
@@ -22,12 +33,17 @@ struct Nccl {
 Nccl::Nccl(Fields &given)
 {
     const RanksConfig ranks(given, &host);
-    const Ref library = given.object("library");
+    const Ref library = given.object("library"), events = given.object("events");
+    const bool is_watched = events.get() != Py_None;
     const fc_nccl_options options = {
         .nccl = static_cast<fc_nccl *>(PyCapsule_GetPointer(library.get(), library_name)),
-        .is_one = given.flag("is_one")};
+        .is_one = given.flag("is_one"),
+        .events = is_watched
+                      ? static_cast<fc_events *>(PyCapsule_GetPointer(events.get(), events_name))
+                      : nullptr,
+        .report = report};
 
-    check(options.nccl == nullptr ? -1 : 0);
+    check(PyErr_Occurred() != nullptr ? -1 : 0);
     given.end();
     check(fc_nccl_group_create(&ranks.config, &options, Out(owner)));
     group = owner.get();
@@ -120,6 +136,22 @@ Ref nccl_open(Fields &given)
     return dict_of({{"handle", checked(PyCapsule_New(handle, library_name, nullptr))},
                     {"version", to_python(fc_nccl_version(library))},
                     {"text", to_python(fc_nccl_describe(library))}});
+}
+
+Ref cuda_events(Fields &given)
+{
+    const char *path = given.text("path");
+    const int gpu = given.integer("gpu");
+    fc_events found = {};
+
+    given.end();
+    check(fc_cuda_events_open(path, gpu, &found));
+    auto kept = std::make_unique<fc_events>(found);
+    Ref capsule = checked(PyCapsule_New(kept.get(), events_name, [](PyObject *self) {
+        delete static_cast<fc_events *>(PyCapsule_GetPointer(self, events_name));
+    }));
+    (void)kept.release();
+    return capsule;
 }
 
 fc_nccl_group *nccl_from_object(PyObject *object)

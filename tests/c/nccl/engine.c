@@ -17,6 +17,7 @@
 stand_in control = {.version = 23007};
 pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 comm *comms;
+uint64_t n_enqueued;
 
 int fault(const char *format, ...)
 {
@@ -79,18 +80,49 @@ comm *make_comm(world *shared, int rank, int n_ranks)
     return c;
 }
 
-comm *find(void *handle)
+static comm *known(const void *handle)
 {
     comm *c = comms;
 
-    while (c != NULL && (void *)c != handle) {
+    while (c != NULL && (const void *)c != handle) {
         c = c->next;
     }
+    return c;
+}
+
+comm *find(void *handle)
+{
+    comm *c = known(handle);
+
     if (c == NULL || c->is_dead) {
         (void)fault("a call on a communicator that does not exist or was ended");
         return NULL;
     }
     return c;
+}
+
+void enter(void *handle, const char *call)
+{
+    comm *c;
+
+    (void)pthread_mutex_lock(&lock);
+    c = known(handle);
+    if (c != NULL && c->n_callers++ > 0) {
+        (void)fault("%s while another thread is in a call on the communicator", call);
+    }
+    (void)pthread_mutex_unlock(&lock);
+}
+
+void leave(void *handle)
+{
+    comm *c;
+
+    (void)pthread_mutex_lock(&lock);
+    c = known(handle);
+    if (c != NULL) {
+        c->n_callers--;
+    }
+    (void)pthread_mutex_unlock(&lock);
 }
 
 void bury(comm *c)
@@ -314,11 +346,25 @@ int append(comm *c, const work *what)
     *w = *what;
     w->next = NULL;
     w->sequence = ++c->n_posted;
+    w->serial = ++n_enqueued;
     while (*link != NULL) {
         link = &(*link)->next;
     }
     *link = w;
     return FC_NCCL_SUCCESS;
+}
+
+bool is_done(uint64_t serial)
+{
+    bool answer = true;
+
+    for (comm *c = comms; c != NULL; c = c->next) {
+        if (!c->is_dead) {
+            go_on(c);
+            answer = answer && (c->first == NULL || c->first->serial > serial);
+        }
+    }
+    return answer;
 }
 
 size_t bytes_of(size_t count, int type)

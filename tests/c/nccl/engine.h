@@ -64,6 +64,7 @@ typedef struct work {
     void *to;
     void *stream;
     uint64_t sequence;
+    uint64_t serial; /* in the process */
     size_t count;
 } work;
 
@@ -74,6 +75,7 @@ typedef struct comm {
     int polls_left;
     bool is_ready, is_final, is_dead;
     int error;
+    int n_callers; /* threads that are in a call */
     int n_splits;
     void **split_out; /* a split is under way */
     split_entry *split_mine;
@@ -84,7 +86,8 @@ typedef struct comm {
 
 extern stand_in control;
 extern pthread_mutex_t lock;
-extern comm *comms; /* of this process, the newest first */
+extern uint64_t n_enqueued; /* collectives of this process so far: the newest serial */
+extern comm *comms;         /* of this process, the newest first */
 
 /* A breach of NCCL's rules; the first is kept. Gives FC_NCCL_INVALID_USAGE. Without the lock, too.
  */
@@ -98,6 +101,9 @@ world *open_world(int pid, int number);
 comm *make_comm(world *shared, int rank, int n_ranks);
 comm *find(void *handle); /* NULL and a fault: there is none, or it was ended */
 void bury(comm *c);
+/* Around a call, of which a communicator has one at a time; they take the lock. */
+void enter(void *handle, const char *call);
+void leave(void *handle);
 /* Ranks of a communicator, without its rules; takes the lock. */
 size_t ranks_of(void *handle);
 
@@ -107,6 +113,8 @@ fc_dtype dtype_of(int type); /* FC_DTYPE_COUNT: there is no such type */
 size_t bytes_of(size_t count, int type);
 /* Copied to the end of the communicator's work. */
 int append(comm *c, const work *what);
+/* Whether all that was enqueued up to a serial is done, after going on with all of it. */
+bool is_done(uint64_t serial);
 
 /* As far as it gets now. */
 void go_on(comm *c);

@@ -143,6 +143,7 @@ API int ncclCommGetAsyncError(void *handle, int *error)
     comm *c;
     int result = FC_NCCL_SUCCESS;
 
+    enter(handle, "ncclCommGetAsyncError");
     (void)pthread_mutex_lock(&lock);
     c = find(handle);
     if (c == NULL) {
@@ -155,6 +156,7 @@ API int ncclCommGetAsyncError(void *handle, int *error)
         c->polls_left -= c->polls_left > 0;
     }
     (void)pthread_mutex_unlock(&lock);
+    leave(handle);
     return result;
 }
 
@@ -259,14 +261,43 @@ static void remember(comm *c)
     }
 }
 
+static bool is_ended(void *handle)
+{
+    bool answer = true;
+
+    (void)pthread_mutex_lock(&lock);
+    for (comm *c = comms; c != NULL; c = c->next) {
+        answer = answer && ((void *)c != handle || c->is_dead);
+    }
+    (void)pthread_mutex_unlock(&lock);
+    return answer;
+}
+
+/* As where the device's queue is full. False: the communicator has ended meanwhile. */
+static bool await_room(void *handle)
+{
+    bool has_ended = false;
+
+    atomic_fetch_add(&control.n_blocked, 1);
+    while (atomic_load(&control.blocks) && !has_ended) {
+        (void)usleep(500);
+        has_ended = is_ended(handle);
+    }
+    atomic_fetch_sub(&control.n_blocked, 1);
+    return !has_ended;
+}
+
 /* A call outside of groups is a group of its own. */
-static int enqueue(void *handle, const char *call, const work *what)
+static int enqueue_now(void *handle, const char *call, const work *what)
 {
     comm *c;
     int result = FC_NCCL_INVALID_USAGE;
 
     if (control.fail_calls != 0) {
         return control.fail_calls;
+    }
+    if (atomic_load(&control.blocks) && !await_room(handle)) {
+        return FC_NCCL_INTERNAL_ERROR;
     }
     (void)pthread_mutex_lock(&lock);
     c = at_rest(handle, call);
@@ -285,6 +316,16 @@ static int enqueue(void *handle, const char *call, const work *what)
         result = answer(c);
     }
     (void)pthread_mutex_unlock(&lock);
+    return result;
+}
+
+static int enqueue(void *handle, const char *call, const work *what)
+{
+    int result;
+
+    enter(handle, call);
+    result = enqueue_now(handle, call, what);
+    leave(handle);
     return result;
 }
 
