@@ -109,14 +109,13 @@ def _describe(root: Any, reason: str) -> TreeStatus:
     states = root._state_ctx.all_states or [root]  # none before the first forward
     groups = [group for state in states for group in state._fsdp_param_groups]
     meshes = [g.mesh_info for g in groups]
-    sharding = [getattr(m, "shard_process_group", None) for m in meshes]
-    replicas = [getattr(m, "replicate_process_group", None) for m in meshes]
-    process_groups = {id(p): p for p in (*sharding, *replicas) if p is not None}.values()
-    several = [p for p in process_groups if p.size() > 1]
+    bound = [g for g in groups if getattr(g, "_is_bound", False)]
+    in_sight = {id(g) for g in bound if g.visible.reason}
+    several = [p for g in groups if id(g) not in in_sight for p in _several(g.mesh_info)]
     kinds = {_transport.transport_kind(p) for p in several}
-    if several and any(getattr(g, "_is_bound", False) and g.visible.is_watched for g in groups):
+    if any((g.visible.reason or g.visible.is_watched) and _several(g.mesh_info) for g in bound):
         kinds.add("callback")
-    taken = [g for g in groups if getattr(g, "_is_bound", False) and _device.is_taken(g)]
+    taken = [g for g in bound if _device.is_taken(g)]
     if taken:
         kinds = {way.kind for group in taken for way in _device.ways(group).values()}
     return TreeStatus(
@@ -127,3 +126,10 @@ def _describe(root: Any, reason: str) -> TreeStatus:
         transports=() if reason else tuple(sorted(kind for kind in kinds if kind)),
         n_ranks=max((m.mesh.size() for m in meshes), default=1),
     )
+
+
+def _several(mesh_info: Any) -> list[dist.ProcessGroup]:
+    """Process groups of a mesh that have more than one rank."""
+    names = ("shard_process_group", "replicate_process_group")
+    process_groups = (getattr(mesh_info, name, None) for name in names)
+    return [p for p in process_groups if p is not None and p.size() > 1]
