@@ -1,0 +1,247 @@
+/* Ranks that leave step: how their steps begin, what one of them passes over, and who learns of it;
+ * over shared memory and over messages. */
+#define _GNU_SOURCE
+
+#include "apart_world.h"
+
+#define TEXT_BYTES 1024
+
+/* ---- how a step begins ---- */
+
+/* Whom a rank finds to differ from itself where rank 1 alone is another. */
+static int other_of(const world *w)
+{
+    return w->rank == 1 ? 0 : 1;
+}
+
+static const char *use_of(fc_phase phase)
+{
+    return phase == FC_PHASE_FORWARD           ? "a forward with gradients"
+           : phase == FC_PHASE_FORWARD_NO_GRAD ? "a forward without gradients"
+                                               : "unshard()";
+}
+
+/* Rank 1 uses the model otherwise. Each rank says what it does itself first. */
+static void check_uses(world *w, int step, fc_phase common, fc_phase other)
+{
+    const fc_phase mine = w->rank == 1 ? other : common, theirs = w->rank == 1 ? common : other;
+    char text[TEXT_BYTES];
+
+    begin(w, mine, 0, 7);
+    together(w);
+    (void)snprintf(text, sizeof(text),
+                   "step %d is %s on rank %d and %s on rank %d: all ranks must use the model alike "
+                   "(evaluate, and read full parameters, on all ranks or on none)",
+                   step, use_of(mine), 10 + w->rank, use_of(theirs), 10 + other_of(w));
+    CHECK_FAILS(read_unit(w, 0), FC_ERR_PEER, text);
+    CHECK(!fc_domain_is_open(w->domain));
+    together(w);
+}
+
+static const char *name_of(uint32_t opener)
+{
+    static const char *const names[] = {"Model", "Model.embed", "Model.head"};
+
+    return opener < N_OPENERS ? names[opener] : "?";
+}
+
+/* Rank 1 begins elsewhere. All say the same of two ranks. */
+static void check_openers(world *w, int step, uint32_t common, uint32_t other)
+{
+    const int first = w->rank == 2 ? 1 : 0, second = w->rank == 2 ? 2 : 1;
+    const uint32_t at_first = first == 1 ? other : common, at_second = second == 1 ? other : common;
+    char text[TEXT_BYTES];
+
+    begin(w, FC_PHASE_FORWARD, w->rank == 1 ? other : common, w->rank == 1 ? 21 : 20);
+    together(w);
+    (void)snprintf(text, sizeof(text),
+                   "ranks are out of step: step %d begins in the forward of %s on rank %d, whose "
+                   "shards have seen %d optimizer steps, and of %s on rank %d (%d steps). Call the "
+                   "whole model on all ranks, or the same units in the same order; what only some "
+                   "ranks run belongs inside the model's forward",
+                   step, name_of(at_first), 10 + first, first == 1 ? 21 : 20, name_of(at_second),
+                   10 + second, second == 1 ? 21 : 20);
+    CHECK_FAILS(read_unit(w, 0), FC_ERR_MISMATCH, text);
+    CHECK(!fc_domain_is_open(w->domain));
+    together(w);
+}
+
+/* Shards of rank 1 have seen other steps. */
+static void check_updates(world *w, int step, size_t unit, uint64_t common, uint64_t other)
+{
+    static const char *const names[N_UNITS] = {"embed", "layers.0", "head"};
+    const int first = w->rank == 2 ? 1 : 0, second = w->rank == 2 ? 2 : 1;
+    char text[TEXT_BYTES];
+
+    begin(w, FC_PHASE_FORWARD, 0, w->rank == 1 ? other : common);
+    together(w);
+    (void)snprintf(text, sizeof(text),
+                   "ranks are out of step at unit %s: step %d begins after %d optimizer steps (and "
+                   "loads) over the shards of rank %d, and after %d over those of rank %d; " CAUSES
+                   ", a step() that was left out or made twice; " CURE,
+                   unit < N_UNITS ? names[unit] : "(root)", step,
+                   (int)(first == 1 ? other : common), 10 + first,
+                   (int)(second == 1 ? other : common), 10 + second);
+    CHECK_FAILS(unit < N_UNITS ? read_unit(w, unit) : fc_domain_close(w->domain), FC_ERR_MISMATCH,
+                text);
+    CHECK(!fc_domain_is_open(w->domain));
+    together(w);
+}
+
+static void body_openings(int rank, int n_ranks, void *arg)
+{
+    const bool is_one = rank == 1;
+    int step = 1;
+    world w;
+
+    join(&w, *(const travel *)arg, rank, n_ranks, false);
+    run_phase(&w, FC_PHASE_FORWARD, 1, 3);
+    run_phase(&w, FC_PHASE_BACKWARD, is_one ? 2 : 0, is_one ? 4 : 5); /* the kind alone matters */
+    check_uses(&w, ++step, FC_PHASE_FORWARD, FC_PHASE_FORWARD_NO_GRAD);
+    run_phase(&w, FC_PHASE_FORWARD_NO_GRAD, 2, 3);
+    check_uses(&w, step += 2, FC_PHASE_UNSHARD, FC_PHASE_FORWARD);
+    check_uses(&w, ++step, FC_PHASE_FORWARD_NO_GRAD, FC_PHASE_UNSHARD);
+    check_openers(&w, ++step, 0, 2);
+    check_openers(&w, ++step, 1, N_OPENERS);
+    /* Whose names do not fit are alike. */
+    run_phase(&w, FC_PHASE_FORWARD, is_one ? 0xffff : 0x123456, 9);
+    step++;
+    check_updates(&w, ++step, 0, 12, 11);
+    check_updates(&w, ++step, 2, 0, 1);
+    if (w.kind == MAPPED) { /* who reads nothing learns it at the end */
+        check_updates(&w, ++step, N_UNITS, 0, 1);
+    }
+    run_phase(&w, FC_PHASE_FORWARD, 0, is_one ? FC_UPDATES_UNKNOWN : 13);
+    run_phase(&w, FC_PHASE_FORWARD, 0, is_one ? 14 : FC_UPDATES_UNKNOWN);
+    run_phase(&w, FC_PHASE_UNSHARD, is_one ? 1 : 2, is_one ? 15 : 16);
+    leave_world(&w);
+}
+
+/* Over shared memory who looks at nobody's beginning is told what the others have found. */
+static void body_told(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    (void)arg;
+    join(&w, MAPPED, rank, n_ranks, false);
+    for (int step = 1; step <= 3; step++) {
+        begin(&w, rank == 1 ? FC_PHASE_FORWARD_NO_GRAD : FC_PHASE_FORWARD, 0, 0);
+        together(&w);
+        if (rank < 2) {
+            CHECK_EQ(read_unit(&w, 0), FC_ERR_PEER);
+        }
+        together(&w);
+        if (rank == 2) {
+            char text[TEXT_BYTES];
+
+            (void)snprintf(text, sizeof(text),
+                           "step %d is a forward with gradients on rank 10 and a forward without "
+                           "gradients on rank 11: all ranks must use the model alike (evaluate, "
+                           "and read full parameters, on all ranks or on none)",
+                           step);
+            CHECK_FAILS(fc_domain_close(w.domain), FC_ERR_MISMATCH, text);
+        }
+        together(&w);
+    }
+    run_phase(&w, FC_PHASE_FORWARD, 0, 0);
+    leave_world(&w);
+}
+
+/* ---- words, where there is no clock ---- */
+
+static void body_words(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    (void)arg;
+    join(&w, ALONE, rank, n_ranks, false);
+    CHECK_OK(read_unit(&w, 0)); /* in no phase */
+    CHECK_EQ(w.n_words, 0);
+    for (int step = 1; step <= 3; step++) {
+        begin(&w, FC_PHASE_FORWARD, 0, 0);
+        CHECK_OK(read_unit(&w, 0));
+        CHECK_OK(read_unit(&w, 1));
+        CHECK_OK(fc_domain_close(w.domain));
+        begin(&w, FC_PHASE_BACKWARD, 0, 0);
+        CHECK_OK(fc_domain_close(w.domain)); /* in which nothing travels */
+        CHECK_EQ(w.n_words, n_ranks > 1 ? step : 0);
+        CHECK_EQ(w.n_opened, n_ranks > 1 ? step : 0);
+    }
+    CHECK_EQ(w.n_failed, 0);
+    leave_world(&w);
+}
+
+/* One rank is in the forward of a step, the others in a backward. */
+static void body_other_phase(int rank, int n_ranks, void *arg)
+{
+    const int first = rank == 2 ? 1 : 0, second = rank == 2 ? 2 : 1;
+    char text[TEXT_BYTES];
+    world w;
+
+    (void)arg;
+    join(&w, ALONE, rank, n_ranks, false);
+    run_phase(&w, FC_PHASE_FORWARD, 0, 5);
+    begin(&w, rank == 1 ? FC_PHASE_FORWARD : FC_PHASE_BACKWARD, 0, 6);
+    (void)snprintf(
+        text, sizeof(text),
+        "ranks are out of step at unit head: rank %d is in %s of its step %d and rank %d "
+        "in %s of its step %d; optimizer steps that their shards have seen: %d on rank "
+        "%d, %d on rank %d; " CAUSES "; " CURE,
+        10 + first, first == 1 ? "the forward" : "the backward", first == 1 ? 2 : 1, 10 + second,
+        second == 1 ? "the forward" : "the backward", second == 1 ? 2 : 1, first == 1 ? 6 : 5,
+        10 + first, second == 1 ? 6 : 5, 10 + second);
+    CHECK_FAILS(read_unit(&w, 2), FC_ERR_MISMATCH, text);
+    CHECK(!fc_domain_is_open(w.domain));
+    CHECK_EQ(w.n_opened, 1);
+    CHECK_EQ(w.n_failed, rank != 1); /* who has met nobody in a forward may come to the next one */
+    run_phase(&w, FC_PHASE_FORWARD, 0, 6);
+    CHECK_EQ(w.n_opened, 2);
+    leave_world(&w);
+}
+
+/* Their own collective fails, or they have no memory for it. */
+static void body_no_words(int rank, int n_ranks, void *arg)
+{
+    char text[TEXT_BYTES];
+    world w;
+
+    (void)arg;
+    join(&w, ALONE, rank, n_ranks, false);
+    begin(&w, FC_PHASE_FORWARD, 0, 0);
+    w.fails_with = FC_ERR_GROUP;
+    (void)snprintf(text, sizeof(text),
+                   "what ranks tell each other before FSDP unit 'embed' failed on rank %d of %d. A "
+                   "rank may have ended, or be in another collective. The group says",
+                   rank, n_ranks);
+    CHECK_FAILS(read_unit(&w, 0), FC_ERR_GROUP, text);
+    w.fails_with = FC_ERR_INTERRUPTED;
+    CHECK_FAILS(read_unit(&w, 0), FC_ERR_INTERRUPTED, "no luck");
+    w.fails_with = FC_OK;
+    CHECK_EQ(w.n_gathers, 2);
+    fc_alloc_fail_after(0);
+    (void)snprintf(text, sizeof(text), "the words of %d ranks", n_ranks);
+    CHECK_EQ(fc_domain_meet(unit_of(&w, 0), "all-gather", 0), FC_OK); /* there are no clocks */
+    CHECK_FAILS(read_unit(&w, 0), FC_ERR_NOMEM, text);
+    fc_alloc_fail_after(-1);
+    CHECK_EQ(w.n_opened, 0);
+    CHECK_OK(read_unit(&w, 0));
+    CHECK_EQ(w.n_opened, 1);
+    CHECK_OK(fc_domain_close(w.domain));
+    leave_world(&w);
+}
+
+int main(void)
+{
+    for (int n = 2; n <= 3; n++) {
+        for (travel kind = MAPPED; kind < N_KINDS; kind++) {
+            ranks_check(n, body_openings, &kind);
+        }
+        ranks_check(n, body_other_phase, NULL);
+        ranks_check(n, body_no_words, NULL);
+    }
+    ranks_check(3, body_told, NULL);
+    for (int n = 1; n <= 3; n++) {
+        ranks_check(n, body_words, NULL);
+    }
+    return check_result();
+}
