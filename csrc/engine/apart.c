@@ -339,15 +339,19 @@ apart_accusation apart_find_accused(fc_domain *domain)
     return (apart_accusation){NULL, -1};
 }
 
-/* The phase is the accusation's: the peer may have begun its next one by now. */
+/* The phase is the accusation's: the peer may have begun its next one by now. It is admitted in all
+ * domains of the root, since the peer has said it in all of them. */
 fc_status apart_admit(apart_accusation accusation)
 {
-    fc_domain *domain = accusation.in;
+    fc_domain *domain = accusation.in, *d = domain;
     const int peer = accusation.peer;
     const uint64_t phase = fc_word_load(&domain_clock(domain, peer)->accused) >> ACCUSED_SHIFT;
     char text[REASON_BYTES];
 
-    domain->admitted = phase;
+    do {
+        d->admitted = phase;
+        d = d->next;
+    } while (d != domain);
     if (!read_reason(domain, peer, phase, text)) {
         return fc_fail(FC_ERR_MISMATCH,
                        "ranks are out of step: rank %d has ended a phase that rank %d passed over",

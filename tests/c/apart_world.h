@@ -8,6 +8,7 @@
 
 #include "engine/batch.h"
 
+#define TIMEOUT_NS (10 * FC_NS_PER_S)
 #define N_UNITS 3
 #define N_OPENERS 3
 #define ROWS 5
@@ -34,6 +35,9 @@ typedef struct world {
     ranks_host host, watch_host, own_host; /* the last one of the test's own meetings */
     fc_transport *transport, *watch;
     fc_domain *domain;
+    /* Of the same root and ranks; NULL: there is none. */
+    fc_transport *second_transport, *second_watch;
+    fc_domain *second;
     bool is_packed;
     /* Counted. */
     int n_gathers, n_words, n_sums, n_reductions, n_opened, n_failed;
@@ -127,43 +131,58 @@ static inline fc_status connect_by_messages(fc_transport_config *config, ranks_h
     return fc_callback_create(config, &messages, out);
 }
 
-static inline void join(world *w, travel kind, int rank, int n_ranks, bool is_packed)
+static inline void make_domain(world *w, fc_transport **transport, fc_transport **watch,
+                               fc_domain **domain)
 {
     static const char *const names[N_OPENERS] = {"Model", "Model.embed", "Model.head"};
     fc_param params[N_UNITS];
     const fc_unit_desc units[N_UNITS] = {
         {"embed", &params[0], 1}, {"layers.0", &params[1], 1}, {"head", &params[2], 1}};
-    fc_transport_config config;
+    fc_transport_config config = ranks_config(&w->host, 0, w->rank, w->n_ranks, TIMEOUT_NS);
 
+    for (size_t u = 0; u < N_UNITS; u++) {
+        params[u] = make_param(1, ROWS, COLUMNS, FC_F32, true);
+        params[u].is_packed = w->is_packed;
+    }
+    if (w->kind == MAPPED) {
+        CHECK_OR_EXIT(fc_shm_create(&config, transport) == FC_OK);
+    } else {
+        CHECK_OR_EXIT(connect_by_messages(&config, &w->host, transport) == FC_OK);
+    }
+    CHECK_OR_EXIT(fc_domain_create(*transport, FC_DOMAIN_SHARD, units, N_UNITS, w->rank, w->n_ranks,
+                                   domain) == FC_OK);
+    if (w->kind == WATCHED) {
+        config = ranks_config(&w->watch_host, 1, w->rank, w->n_ranks, TIMEOUT_NS);
+        CHECK_OR_EXIT(fc_shm_create(&config, watch) == FC_OK);
+        CHECK_OR_EXIT(fc_domain_watch(*domain, *watch) == FC_OK);
+    }
+    CHECK_OR_EXIT(fc_domain_name_openers(*domain, names, N_OPENERS) == FC_OK);
+}
+
+static inline void join(world *w, travel kind, int rank, int n_ranks, bool is_packed)
+{
     (void)alarm(DOMAINS_WATCHDOG_S);
     *w = (world){.kind = kind, .rank = rank, .n_ranks = n_ranks, .is_packed = is_packed};
     of_messages = w;
-    for (size_t u = 0; u < N_UNITS; u++) {
-        params[u] = make_param(1, ROWS, COLUMNS, FC_F32, true);
-        params[u].is_packed = is_packed;
-    }
     w->own_host = (ranks_host){.board = &ranks_common->boards[3], .rank = rank, .n_ranks = n_ranks};
-    config = ranks_config(&w->host, 0, rank, n_ranks, DOMAINS_TIMEOUT_NS);
-    if (kind == MAPPED) {
-        CHECK_OR_EXIT(fc_shm_create(&config, &w->transport) == FC_OK);
-    } else {
-        CHECK_OR_EXIT(connect_by_messages(&config, &w->host, &w->transport) == FC_OK);
-    }
-    CHECK_OR_EXIT(fc_domain_create(w->transport, FC_DOMAIN_SHARD, units, N_UNITS, rank, n_ranks,
-                                   &w->domain) == FC_OK);
-    if (kind == WATCHED) {
-        config = ranks_config(&w->watch_host, 1, rank, n_ranks, DOMAINS_TIMEOUT_NS);
-        CHECK_OR_EXIT(fc_shm_create(&config, &w->watch) == FC_OK);
-        CHECK_OR_EXIT(fc_domain_watch(w->domain, w->watch) == FC_OK);
-    }
-    CHECK_OR_EXIT(fc_domain_name_openers(w->domain, names, N_OPENERS) == FC_OK);
+    make_domain(w, &w->transport, &w->watch, &w->domain);
+}
+
+/* The root has another domain over the same ranks. */
+static inline void join_second(world *w)
+{
+    make_domain(w, &w->second_transport, &w->second_watch, &w->second);
+    fc_domain_link((fc_domain *const[]){w->domain, w->second}, 2);
 }
 
 static inline void leave_world(world *w)
 {
     fc_domain_destroy(w->domain);
+    fc_domain_destroy(w->second);
     fc_transport_destroy(w->transport);
     fc_transport_destroy(w->watch);
+    fc_transport_destroy(w->second_transport);
+    fc_transport_destroy(w->second_watch);
     CHECK_EQ(fc_alloc_live(), 0);
     CHECK_EQ(count_segments(), 0);
 }
@@ -183,10 +202,21 @@ static inline fc_unit *unit_of(const world *w, size_t u)
 static inline void begin(world *w, fc_phase phase, uint32_t opener, uint64_t updates)
 {
     fc_domain_open(w->domain, (fc_opening){phase, opener, updates});
+    if (w->second != NULL) {
+        fc_domain_open(w->second, (fc_opening){phase, opener, updates});
+    }
 }
 
-/* A gather of `n` units from `u` on, in one collective. */
-static inline fc_status gather(world *w, size_t u, size_t n)
+static inline void end(world *w)
+{
+    CHECK_OK(fc_domain_close(w->domain));
+    if (w->second != NULL) {
+        CHECK_OK(fc_domain_close(w->second));
+    }
+}
+
+/* A gather of `n` units of a domain from `u` on, in one collective. */
+static inline fc_status gather(fc_domain *domain, size_t u, size_t n)
 {
     static const float zeros[NUMEL];
     static char full[N_UNITS][4096];
@@ -196,7 +226,8 @@ static inline fc_status gather(world *w, size_t u, size_t n)
     char *pack;
 
     for (size_t i = 0; i < n; i++) {
-        gathers[i] = (fc_batch_gather){.unit = unit_of(w, u + i), .shards = shards, .dst = full[i]};
+        gathers[i] = (fc_batch_gather){
+            .unit = fc_domain_unit(domain, u + i), .shards = shards, .dst = full[i]};
         CHECK_OR_EXIT(fc_unit_layout(gathers[i].unit)->full_bytes <= sizeof(full[i]));
     }
     pack = malloc(fc_batch_pack_bytes(gathers, n));
@@ -207,9 +238,15 @@ static inline fc_status gather(world *w, size_t u, size_t n)
 }
 
 /* What a rank does that wants a unit's parameters. */
+static inline fc_status read_in(fc_domain *domain, size_t u)
+{
+    return fc_domain_is_mapped(domain) ? fc_domain_ready(domain, fc_domain_unit(domain, u))
+                                       : gather(domain, u, 1);
+}
+
 static inline fc_status read_unit(world *w, size_t u)
 {
-    return w->kind == MAPPED ? fc_domain_ready(w->domain, unit_of(w, u)) : gather(w, u, 1);
+    return read_in(w->domain, u);
 }
 
 /* A phase in which all ranks are alike. */
@@ -217,7 +254,7 @@ static inline void run_phase(world *w, fc_phase phase, uint32_t opener, uint64_t
 {
     begin(w, phase, opener, updates);
     CHECK_OK(read_unit(w, 0));
-    CHECK_OK(fc_domain_close(w->domain));
+    end(w);
     CHECK(!fc_domain_is_open(w->domain));
 }
 

@@ -147,6 +147,148 @@ static void body_told(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+/* ---- a backward that one rank passes over ---- */
+
+/* What `rank` says of rank 1, which is in the forward of step 2. */
+static void describe_skip(char *text, const char *unit, int rank, int backward, int before)
+{
+    (void)snprintf(text, TEXT_BYTES,
+                   "ranks are out of step at unit %s: rank 11 went on to the forward of step 2 "
+                   "without the backward of step 1%s that rank %d is in; optimizer steps that "
+                   "their shards have seen: %d on rank 11, %d on rank %d; " CAUSES "; " CURE,
+                   unit, backward > 1 ? " (number 2 of it)" : "", 10 + rank, before + 1, before,
+                   10 + rank);
+}
+
+/* Rank 1 leaves out backward number `backward`; in two domains of the root, if there are so many.
+ */
+static void skip(world *w, int backward)
+{
+    run_phase(w, FC_PHASE_FORWARD, 0, 4);
+    for (int b = 1; b < backward; b++) {
+        run_phase(w, FC_PHASE_BACKWARD, 0, 4);
+    }
+    begin(w, w->rank == 1 ? FC_PHASE_FORWARD : FC_PHASE_BACKWARD, 0, w->rank == 1 ? 5 : 4);
+    together(w);
+}
+
+/* All that are in it say so; rank 1 is told once, and all go on. */
+static void body_skipped(int rank, int n_ranks, void *arg)
+{
+    for (int backward = 1; backward <= 2; backward++) {
+        char text[TEXT_BYTES];
+        world w;
+
+        join(&w, *(const travel *)arg, rank, n_ranks, false);
+        skip(&w, backward);
+        if (rank != 1) {
+            describe_skip(text, "layers.0", rank, backward, 4);
+            CHECK_FAILS(read_unit(&w, 1), FC_ERR_MISMATCH, text);
+            CHECK(!fc_domain_is_open(w.domain));
+        }
+        together(&w);
+        if (rank == 1) {
+            describe_skip(text, "layers.0", 0, backward, 4);
+            CHECK_FAILS(read_unit(&w, 2), FC_ERR_MISMATCH, text);
+            CHECK(fc_domain_is_open(w.domain));
+        }
+        together(&w);
+        if (rank != 1) {
+            begin(&w, FC_PHASE_FORWARD, 0, 5);
+        }
+        CHECK_OK(read_unit(&w, 0));
+        end(&w);
+        run_phase(&w, FC_PHASE_BACKWARD, 0, 5);
+        leave_world(&w);
+    }
+}
+
+/* Who has said it may have left for good before the one that is meant has heard of it, as it waits
+ * for another. */
+static void body_skipped_and_left(int rank, int n_ranks, void *arg)
+{
+    char text[TEXT_BYTES];
+    world w;
+
+    join(&w, *(const travel *)arg, rank, n_ranks, false);
+    skip(&w, 1);
+    describe_skip(text, "head", 2, 1, 4);
+    if (rank == 2) {
+        CHECK_FAILS(read_unit(&w, 2), FC_ERR_MISMATCH, text);
+        fc_domain_leave(w.domain);
+    }
+    together(&w);
+    if (rank == 1) {
+        CHECK_FAILS(read_unit(&w, 0), FC_ERR_MISMATCH, text);
+    }
+    together(&w);
+    leave_world(&w);
+}
+
+/* Shards that have not changed may be read over shared memory, not gathered by messages. */
+static void body_skipped_unchanged(int rank, int n_ranks, void *arg)
+{
+    char text[TEXT_BYTES];
+    world w;
+
+    join(&w, *(const travel *)arg, rank, n_ranks, false);
+    run_phase(&w, FC_PHASE_FORWARD, 0, 4);
+    begin(&w, rank == 1 ? FC_PHASE_FORWARD : FC_PHASE_BACKWARD, 0, 4);
+    together(&w);
+    if (rank != 1 && w.kind == MAPPED) {
+        CHECK_OK(read_unit(&w, 0));
+        end(&w);
+    } else if (rank != 1) {
+        (void)snprintf(text, sizeof(text),
+                       "without the backward of step 1 that rank %d is in; optimizer steps that "
+                       "their shards have seen: 4 on rank 11, 4 on rank %d;",
+                       10 + rank, 10 + rank);
+        CHECK_EQ(read_unit(&w, 0), FC_ERR_MISMATCH);
+        CHECK_HAS(fc_last_message(), text);
+    }
+    together(&w);
+    leave_world(&w);
+}
+
+/* A root with two domains: what is found in one ends the phase in both, and who has passed it over
+ * is told wherever it comes. */
+static void body_skipped_in_two(int rank, int n_ranks, void *arg)
+{
+    const travel kind = *(const travel *)arg;
+
+    for (int found_in = 0; found_in < 2; found_in++) {
+        for (int told_in = 0; told_in < 2; told_in++) {
+            fc_domain *domains[2];
+            char text[TEXT_BYTES];
+            world w;
+
+            join(&w, kind, rank, n_ranks, false);
+            join_second(&w);
+            domains[0] = w.domain;
+            domains[1] = w.second;
+            skip(&w, 1);
+            if (rank != 1) {
+                describe_skip(text, "embed", rank, 1, 4);
+                CHECK_FAILS(read_in(domains[found_in], 0), FC_ERR_MISMATCH, text);
+                CHECK(!fc_domain_is_open(w.domain) && !fc_domain_is_open(w.second));
+            }
+            together(&w);
+            describe_skip(text, "embed", 0, 1, 4);
+            if (rank == 1) {
+                CHECK_FAILS(read_in(domains[told_in], 1), FC_ERR_MISMATCH, text);
+            }
+            together(&w);
+            if (rank != 1) {
+                begin(&w, FC_PHASE_FORWARD, 0, 5);
+            }
+            CHECK_OK(read_in(w.domain, 0));
+            CHECK_OK(read_in(w.second, 0));
+            end(&w);
+            leave_world(&w);
+        }
+    }
+}
+
 /* ---- words, where there is no clock ---- */
 
 static void body_words(int rank, int n_ranks, void *arg)
@@ -238,6 +380,16 @@ int main(void)
         }
         ranks_check(n, body_other_phase, NULL);
         ranks_check(n, body_no_words, NULL);
+    }
+    for (int n = 2; n <= 3; n++) {
+        for (travel kind = MAPPED; kind <= WATCHED; kind++) {
+            ranks_check(n, body_skipped, &kind);
+            ranks_check(n, body_skipped_unchanged, &kind);
+            ranks_check(n, body_skipped_in_two, &kind);
+        }
+    }
+    for (travel kind = MAPPED; kind <= WATCHED; kind++) {
+        ranks_check(3, body_skipped_and_left, &kind);
     }
     ranks_check(3, body_told, NULL);
     for (int n = 1; n <= 3; n++) {
