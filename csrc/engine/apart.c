@@ -58,6 +58,7 @@ static void accuse_skippers(fc_domain *domain)
     do {
         int accused = d->rank; /* nobody by name */
 
+        d->admitted = phase_of(d->clock); /* this rank raises it now */
         apart_tell(d);
         for (int r = 0; d->clocks != NULL && r < d->n_ranks && accused == d->rank; r++) {
             accused = r != d->rank && apart_has_skipped(d, r) ? r : accused;
