@@ -43,18 +43,15 @@ static uint64_t what_of(const fc_unit *unit, size_t n_units, const char *op, uin
 
 static const char *operation_of(uint64_t what)
 {
-    const size_t kind = (size_t)(what >> KIND_SHIFT & 3);
-
-    return kind < N_OPERATIONS ? operations[kind] : "?";
+    return operations[what >> KIND_SHIFT & 3];
 }
 
 static void describe(const fc_domain *domain, uint64_t what, char *out, size_t bytes)
 {
-    const size_t unit = (size_t)(what >> UNIT_SHIFT);
+    const fc_unit *unit = &domain->units[what >> UNIT_SHIFT];
     const size_t n = (size_t)(what >> N_UNITS_SHIFT & N_UNITS_MASK);
 
-    (void)snprintf(out, bytes, "the %s of unit %s", operation_of(what),
-                   unit < domain->n_units ? domain->units[unit].name : "?");
+    (void)snprintf(out, bytes, "the %s of unit %s", operation_of(what), unit->name);
     if (n > 1) {
         const size_t used = strlen(out);
 

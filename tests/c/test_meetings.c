@@ -173,6 +173,169 @@ static void body_again(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+/* ---- none at all ---- */
+
+/* Rank 1 ends the phase without the collective, and opens the next one. */
+static void body_gone(int rank, int n_ranks, void *arg)
+{
+    char text[TEXT_BYTES];
+    world w;
+
+    (void)arg;
+    join(&w, WATCHED, rank, n_ranks, false);
+    for (int n_before = 0; n_before < 2; n_before++) {
+        begin(&w, FC_PHASE_FORWARD, 0, 0);
+        for (int i = 0; i < n_before; i++) {
+            CHECK_OK(meet(&w, (act){0, "all-gather", 0}));
+        }
+        if (rank == 1) {
+            together(&w); /* they have begun */
+            end(&w);
+            begin(&w, FC_PHASE_BACKWARD, 0, 0);
+        } else {
+            together(&w);
+            (void)snprintf(
+                text, sizeof(text),
+                "rank 11 has gone on without the all-reduce of unit head, which rank %d is in "
+                "(step %d): " ADVICE,
+                10 + rank, n_before + 1);
+            CHECK_FAILS(meet(&w, (act){2, "all-reduce", 0}), FC_ERR_MISMATCH, text);
+            CHECK(!fc_domain_is_open(w.domain));
+        }
+        together(&w);
+        if (rank == 1) {
+            (void)snprintf(text, sizeof(text),
+                           "rank 11 has gone on without the all-reduce of unit head, which rank 10 "
+                           "is in (step %d): " ADVICE,
+                           n_before + 1);
+            CHECK_FAILS(meet(&w, (act){0, "all-gather", 0}), FC_ERR_MISMATCH, text);
+            fc_domain_fail(w.domain);
+        }
+        together(&w);
+    }
+    meet_alike(&w, FC_PHASE_FORWARD, 2);
+    leave_world(&w);
+}
+
+/* Rank 1 leaves the phase by an exception; the others are told so, whatever they are in. */
+static void body_failed(int rank, int n_ranks, void *arg)
+{
+    char text[TEXT_BYTES];
+    world w;
+
+    (void)arg;
+    join(&w, WATCHED, rank, n_ranks, false);
+    for (int step = 1; step <= 4; step++) {
+        const bool is_backward = step % 2 == 0, is_met = step > 2;
+
+        begin(&w, FC_PHASE_FORWARD, 0, 0);
+        if (is_backward) {
+            CHECK_OK(meet(&w, (act){0, "all-gather", 0}));
+            end(&w);
+            begin(&w, FC_PHASE_BACKWARD, 0, 0);
+        }
+        if (is_met) {
+            CHECK_OK(meet(&w, (act){1, "all-gather", 0}));
+        }
+        together(&w);
+        if (rank == 1) {
+            w.n_failed = 0;
+            fc_domain_fail(w.domain);
+            CHECK_EQ(w.n_failed, is_met || is_backward);
+        } else {
+            (void)snprintf(text, sizeof(text),
+                           "rank 11 left the %s of step %d by an exception while rank %d was in "
+                           "reduce-scatter of unit embed; the gradients of this step are not "
+                           "complete",
+                           is_backward ? "backward" : "forward", step, 10 + rank);
+            CHECK_FAILS(meet(&w, (act){0, "reduce-scatter", 0}), FC_ERR_PEER, text);
+            fc_domain_fail(w.domain);
+        }
+        together(&w);
+    }
+    meet_alike(&w, FC_PHASE_FORWARD, 2);
+    leave_world(&w);
+}
+
+/* Rank 1 leaves a forward by an exception, of which the others hear in the backward. If they have
+ * left it, too, they wait for it there. */
+static void body_left_forward(int rank, int n_ranks, void *arg)
+{
+    char text[TEXT_BYTES];
+    world w;
+
+    (void)arg;
+    join(&w, WATCHED, rank, n_ranks, false);
+    for (int step = 1; step <= 3; step++) {
+        const bool is_alike = step == 2;
+
+        begin(&w, FC_PHASE_FORWARD, 0, 0);
+        CHECK_OK(meet(&w, (act){0, "all-gather", 0}));
+        if (rank == 1 || is_alike) {
+            fc_domain_fail(w.domain);
+        } else {
+            end(&w);
+        }
+        together(&w);
+        if (is_alike) {
+            meet_alike(&w, FC_PHASE_BACKWARD, 2);
+        } else if (rank != 1) {
+            begin(&w, FC_PHASE_BACKWARD, 0, 0);
+            (void)snprintf(text, sizeof(text),
+                           "rank 11 left the forward of step %d by an exception while rank %d was "
+                           "in all-gather of unit embed; the gradients of this step are not "
+                           "complete",
+                           step, 10 + rank);
+            CHECK_FAILS(meet(&w, (act){0, "all-gather", 0}), FC_ERR_PEER, text);
+            fc_domain_fail(w.domain);
+        }
+        together(&w);
+    }
+    meet_alike(&w, FC_PHASE_FORWARD, 2);
+    leave_world(&w);
+}
+
+/* ---- who was not there ---- */
+
+/* Ranks 0 and 1 differ. Rank 2 comes to no collective of that phase, and is told in its next one
+ * what it was; unless it has left the phase by an exception itself. */
+static void body_third(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    (void)arg;
+    join(&w, WATCHED, rank, n_ranks, false);
+    for (int step = 1; step <= 2; step++) {
+        const bool has_failed = step == 2;
+
+        begin(&w, FC_PHASE_FORWARD, (uint32_t)(rank == 1), 0);
+        together(&w);
+        if (rank < 2) {
+            CHECK_EQ(meet(&w, (act){0, "all-gather", 0}), FC_ERR_MISMATCH);
+            CHECK_HAS(fc_last_message(), "begins in the forward of Model on rank 10");
+        } else if (has_failed) {
+            fc_domain_fail(w.domain);
+        } else {
+            end(&w);
+        }
+        together(&w);
+        if (rank == 2 && !has_failed) {
+            begin(&w, FC_PHASE_BACKWARD, 0, 0);
+            CHECK_EQ(meet(&w, (act){0, "all-gather", 0}), FC_ERR_MISMATCH);
+            CHECK_HAS(fc_last_message(), "begins in the forward of Model on rank 10");
+            fc_domain_fail(w.domain);
+        }
+        if (rank == 2) {
+            atomic_store(&ranks_common->values[step], 1);
+        } else {
+            CHECK(ranks_await(step, 1));
+            (void)usleep(20000); /* rank 2 is the first in the next forward, most often */
+        }
+        meet_alike(&w, FC_PHASE_FORWARD, 2);
+    }
+    leave_world(&w);
+}
+
 int main(void)
 {
     for (int n = 1; n <= 3; n++) {
@@ -186,6 +349,10 @@ int main(void)
         }
         ranks_check(n, body_more, NULL);
         ranks_check(n, body_again, NULL);
+        ranks_check(n, body_gone, NULL);
+        ranks_check(n, body_failed, NULL);
+        ranks_check(n, body_left_forward, NULL);
     }
+    ranks_check(3, body_third, NULL);
     return check_result();
 }
