@@ -20,7 +20,6 @@ static uint64_t next_meeting(const fc_domain *domain)
 }
 
 static const char *const operations[] = {"all-gather", "reduce-scatter", "all-reduce"};
-#define N_OPERATIONS (sizeof(operations) / sizeof(operations[0]))
 
 /* In one word that all ranks must have alike: the unit, how many, the operation, and a fingerprint
  * of the gradients that take part. */
@@ -34,7 +33,7 @@ static uint64_t what_of(const fc_unit *unit, size_t n_units, const char *op, uin
 {
     uint64_t kind = 0;
 
-    while (kind + 1 < N_OPERATIONS && strcmp(operations[kind], op) != 0) {
+    while (strcmp(operations[kind], op) != 0) {
         kind++;
     }
     return (uint64_t)unit->index << UNIT_SHIFT | (n_units & N_UNITS_MASK) << N_UNITS_SHIFT |

@@ -44,7 +44,8 @@ typedef struct world {
     fc_status fails_with; /* the next collectives; FC_OK: they do not */
 } world;
 
-static world *of_messages; /* whose collectives run */
+static const char *last_name = "head"; /* of units */
+static world *of_messages;             /* whose collectives run */
 
 /* ---- messages ---- */
 
@@ -137,7 +138,7 @@ static inline void make_domain(world *w, fc_transport **transport, fc_transport 
     static const char *const names[N_OPENERS] = {"Model", "Model.embed", "Model.head"};
     fc_param params[N_UNITS];
     const fc_unit_desc units[N_UNITS] = {
-        {"embed", &params[0], 1}, {"layers.0", &params[1], 1}, {"head", &params[2], 1}};
+        {"embed", &params[0], 1}, {"layers.0", &params[1], 1}, {last_name, &params[2], 1}};
     fc_transport_config config = ranks_config(&w->host, 0, w->rank, w->n_ranks, TIMEOUT_NS);
 
     for (size_t u = 0; u < N_UNITS; u++) {

@@ -149,6 +149,34 @@ static void body_more(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+/* Long names are cut. */
+static void body_long(int rank, int n_ranks, void *arg)
+{
+    static char name[200], text[TEXT_BYTES];
+    world w;
+
+    (void)arg;
+    memset(name, 'x', sizeof(name) - 1);
+    last_name = name;
+    join(&w, WATCHED, rank, n_ranks, false);
+    begin(&w, FC_PHASE_FORWARD, 0, 0);
+    (void)snprintf(text, sizeof(text),
+                   "rank 10 is in the all-gather of unit %.136s and rank 11 in the all-gather of "
+                   "unit layers.0 and 1 more (step 1): " ADVICE,
+                   name);
+    CHECK_FAILS(gather(w.domain, rank == 1 ? 1 : 2, rank == 1 ? 2 : 1), FC_ERR_MISMATCH, text);
+    together(&w);
+    begin(&w, FC_PHASE_FORWARD, 0, 0);
+    (void)snprintf(text, sizeof(text),
+                   "rank 10 is in the all-gather of unit embed and rank 11 in the all-reduce of "
+                   "unit %.136s (step 2): " ADVICE,
+                   name);
+    CHECK_FAILS(meet(&w, rank == 1 ? (act){2, "all-reduce", 0} : (act){0, "all-gather", 0}),
+                FC_ERR_MISMATCH, text);
+    together(&w);
+    leave_world(&w);
+}
+
 /* Who is ahead waits for the others, and is told nothing of what they know already. */
 static void body_again(int rank, int n_ranks, void *arg)
 {
@@ -353,6 +381,7 @@ int main(void)
         ranks_check(n, body_failed, NULL);
         ranks_check(n, body_left_forward, NULL);
     }
+    ranks_check(2, body_long, NULL);
     ranks_check(3, body_third, NULL);
     return check_result();
 }
