@@ -147,6 +147,33 @@ static void body_told(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+/* Sentences are of their phase: who fails the next one by an exception has no other reason. */
+static void body_failed_after(int rank, int n_ranks, void *arg)
+{
+    char text[TEXT_BYTES];
+    world w;
+
+    join(&w, *(const travel *)arg, rank, n_ranks, false);
+    check_uses(&w, 1, FC_PHASE_FORWARD, FC_PHASE_UNSHARD);
+    begin(&w, FC_PHASE_FORWARD, 0, 0);
+    together(&w);
+    if (rank == 1) {
+        fc_domain_fail(w.domain);
+    }
+    together(&w);
+    if (rank != 1) {
+        (void)snprintf(text, sizeof(text),
+                       "rank 11 left the forward of step 2 by an exception while rank %d was in "
+                       "%s; the gradients of this step are not complete",
+                       10 + rank,
+                       w.kind == MAPPED ? "the end of forward" : "all-gather of unit embed");
+        CHECK_FAILS(w.kind == MAPPED ? fc_domain_close(w.domain) : read_unit(&w, 0), FC_ERR_PEER,
+                    text);
+    }
+    together(&w);
+    leave_world(&w);
+}
+
 /* ---- a backward that one rank passes over ---- */
 
 /* What `rank` says of rank 1, which is in the forward of step 2. */
@@ -383,6 +410,7 @@ int main(void)
     }
     for (int n = 2; n <= 3; n++) {
         for (travel kind = MAPPED; kind <= WATCHED; kind++) {
+            ranks_check(n, body_failed_after, &kind);
             ranks_check(n, body_skipped, &kind);
             ranks_check(n, body_skipped_unchanged, &kind);
             ranks_check(n, body_skipped_in_two, &kind);

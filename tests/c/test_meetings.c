@@ -4,6 +4,8 @@
 
 #include "apart_world.h"
 
+#include "engine/waits.h"
+
 #define TEXT_BYTES 1024
 #define ADVICE                                                                                     \
     "over a process group all ranks call the same units in the same order, with the same "         \
@@ -49,6 +51,117 @@ static void body_alike(int rank, int n_ranks, void *arg)
     CHECK_OK(meet(&w, (act){0, "all-gather", 0}));
     CHECK_EQ(w.n_gathers, 0);
     leave_world(&w);
+}
+
+/* Over shared memory there is nobody to meet. */
+static void body_mapped(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    (void)arg;
+    join(&w, MAPPED, rank, n_ranks, false);
+    begin(&w, FC_PHASE_FORWARD, 0, 0);
+    if (rank == 0) {
+        CHECK_OK(meet(&w, (act){0, "all-gather", 0}));
+    }
+    end(&w);
+    leave_world(&w);
+}
+
+/* ---- waits ---- */
+
+/* Until rank 0 has waited for the others, which come late: counted by what it is about to do. */
+static void wait_for_others(world *w, act what, fc_wait_kind kind)
+{
+    const uint64_t n = fc_waits_of(w->domain, unit_of(w, what.unit), kind).n;
+    int32_t has_waited[RANKS_MAX] = {0};
+
+    for (int i = 0; i < 1000 && has_waited[0] == 0; i++) {
+        int32_t own;
+
+        if (w->rank > 0) {
+            (void)usleep(2000);
+        }
+        CHECK_OK(meet(w, what));
+        own = fc_waits_of(w->domain, unit_of(w, what.unit), kind).n > n;
+        CHECK_OK(ranks_exchange(&w->own_host, "waited", &own, sizeof(own), has_waited));
+    }
+    CHECK(has_waited[0] != 0);
+}
+
+static void body_waits(int rank, int n_ranks, void *arg)
+{
+    uint64_t ns = 0, ns_by_peer = 0;
+    world w;
+
+    (void)arg;
+    join(&w, WATCHED, rank, n_ranks, false);
+    meet_alike(&w, FC_PHASE_FORWARD, 0);
+    begin(&w, FC_PHASE_FORWARD, 0, 0);
+    CHECK_OK(meet(&w, (act){1, "all-gather", 0}));
+    wait_for_others(&w, (act){0, "all-gather", 0}, FC_WAIT_FORWARD);
+    CHECK_EQ(fc_waits_of(w.domain, unit_of(&w, 0), FC_WAIT_BACKWARD).n, 0);
+    CHECK_EQ(fc_waits_of(w.domain, unit_of(&w, 0), FC_WAIT_REDUCE).n, 0);
+    end(&w);
+    begin(&w, FC_PHASE_BACKWARD, 0, 0);
+    CHECK_OK(meet(&w, (act){1, "all-gather", 0}));
+    wait_for_others(&w, (act){2, "all-gather", 0}, FC_WAIT_BACKWARD);
+    CHECK_EQ(fc_waits_of(w.domain, unit_of(&w, 2), FC_WAIT_FORWARD).n, 0);
+    CHECK_EQ(fc_waits_of(w.domain, unit_of(&w, 2), FC_WAIT_REDUCE).n, 0);
+    wait_for_others(&w, (act){2, "reduce-scatter", 0}, FC_WAIT_REDUCE);
+    wait_for_others(&w, (act){2, "all-reduce", 0}, FC_WAIT_REDUCE);
+    CHECK_EQ(fc_waits_of(w.domain, unit_of(&w, 0), FC_WAIT_REDUCE).n, 0);
+    end(&w);
+    /* Each is for somebody. */
+    for (fc_wait_kind kind = FC_WAIT_FORWARD; kind < FC_WAIT_KIND_COUNT; kind++) {
+        for (size_t u = 0; u <= N_UNITS; u++) {
+            const fc_unit *unit = u < N_UNITS ? unit_of(&w, u) : NULL;
+            const fc_waits waits = fc_waits_of(w.domain, unit, kind);
+
+            ns += waits.ns;
+            CHECK((waits.n == 0) == (waits.longest_peer == -1));
+            CHECK(waits.longest_peer != rank && waits.longest_peer < n_ranks);
+            CHECK(waits.longest_ns <= waits.ns);
+            CHECK(waits.n == 0 || waits.longest_ns <= fc_waits_for(w.domain, waits.longest_peer));
+        }
+    }
+    for (int r = 0; r < n_ranks; r++) {
+        ns_by_peer += fc_waits_for(w.domain, r);
+    }
+    CHECK_EQ(ns_by_peer, ns);
+    CHECK_EQ(fc_waits_for(w.domain, rank), 0);
+    leave_world(&w);
+}
+
+/* Who waits for a rank that dies is told so, and waits for nobody after that. */
+static void body_death(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    (void)arg;
+    join(&w, WATCHED, rank, n_ranks, false);
+    begin(&w, FC_PHASE_FORWARD, 0, 0);
+    CHECK_OK(meet(&w, (act){0, "all-gather", 0}));
+    if (rank == 1) {
+        (void)kill(getpid(), SIGKILL);
+    }
+    CHECK_EQ(meet(&w, (act){1, "reduce-scatter", 0}), FC_ERR_PEER);
+    CHECK_HAS(fc_last_message(), "rank 11 (pid ");
+    CHECK_HAS(fc_last_message(), "in reduce-scatter of unit layers.0 (step 1)");
+    begin(&w, FC_PHASE_FORWARD, 0, 0);
+    CHECK_EQ(meet(&w, (act){0, "all-gather", 0}), FC_ERR_BROKEN);
+    leave_world(&w);
+}
+
+static void test_death(int n_ranks)
+{
+    int statuses[RANKS_MAX];
+
+    ranks_run(n_ranks, body_death, NULL, statuses);
+    CHECK_EQ(statuses[1], SIGKILL);
+    for (int r = 0; r < n_ranks; r += 2) {
+        CHECK_EQ(statuses[r], 0);
+    }
 }
 
 /* ---- another collective ---- */
@@ -370,6 +483,9 @@ int main(void)
         ranks_check(n, body_alike, NULL);
     }
     for (int n = 2; n <= 3; n++) {
+        ranks_check(n, body_mapped, NULL);
+        ranks_check(n, body_waits, NULL);
+        test_death(n);
         for (size_t i = 0; i < sizeof(others) / sizeof(others[0]); i++) {
             other o = others[i];
 
