@@ -4,6 +4,9 @@
 
 #include "apart_world.h"
 
+#include "engine/exchange.h"
+#include "engine/unit.h"
+
 #define TEXT_BYTES 1024
 
 /* ---- how a step begins ---- */
@@ -131,7 +134,7 @@ static void body_told(int rank, int n_ranks, void *arg)
             CHECK_EQ(read_unit(&w, 0), FC_ERR_PEER);
         }
         together(&w);
-        if (rank == 2) {
+        if (rank >= 2) {
             char text[TEXT_BYTES];
 
             (void)snprintf(text, sizeof(text),
@@ -144,6 +147,46 @@ static void body_told(int rank, int n_ranks, void *arg)
         together(&w);
     }
     run_phase(&w, FC_PHASE_FORWARD, 0, 0);
+    leave_world(&w);
+}
+
+/* Who was told tells others: ranks 2 and 3 differ, and rank 0, which waits for their gradients,
+ * fails in turn, with their words. */
+static void body_retold(int rank, int n_ranks, void *arg)
+{
+    const char *const text = "step 1 begins after 2 optimizer steps (and loads) over the shards of "
+                             "rank 12, and after 3 over those of rank 13";
+    world w;
+
+    (void)arg;
+    join(&w, MAPPED, rank, n_ranks, false);
+    begin(&w, FC_PHASE_FORWARD, 0, rank >= 2 ? (uint64_t)rank : FC_UPDATES_UNKNOWN);
+    together(&w);
+    if (rank >= 2) {
+        CHECK_EQ(read_unit(&w, 0), FC_ERR_MISMATCH);
+        CHECK_HAS(fc_last_message(), text);
+    } else if (rank == 1) {
+        fc_domain_mark_closed(w.domain);
+    }
+    together(&w);
+    if (rank == 0) {
+        fc_unit *unit = unit_of(&w, 0);
+        char *parts;
+
+        fc_exchange_set_present(unit, 0);
+        CHECK_OK(fc_exchange_reserve(unit, fc_unit_part_bytes(unit, FC_WIRE_REDUCE), FC_WIRE_REDUCE,
+                                     &parts));
+        fc_exchange_commit(unit);
+        CHECK_EQ(fc_exchange_await(unit), FC_ERR_MISMATCH);
+        CHECK_HAS(fc_last_message(), text);
+        fc_domain_fail(w.domain);
+    }
+    together(&w);
+    if (rank == 1) {
+        CHECK_EQ(fc_domain_close(w.domain), FC_ERR_MISMATCH);
+        CHECK_HAS(fc_last_message(), text);
+    }
+    together(&w);
     leave_world(&w);
 }
 
@@ -176,21 +219,24 @@ static void body_failed_after(int rank, int n_ranks, void *arg)
 
 /* ---- a backward that one rank passes over ---- */
 
-/* What `rank` says of rank 1, which is in the forward of step 2. */
+static int step_of_skip; /* whose backward it is */
+
+/* What `rank` says of rank 1, which is in the next step's forward. */
 static void describe_skip(char *text, const char *unit, int rank, int backward, int before)
 {
     (void)snprintf(text, TEXT_BYTES,
-                   "ranks are out of step at unit %s: rank 11 went on to the forward of step 2 "
-                   "without the backward of step 1%s that rank %d is in; optimizer steps that "
+                   "ranks are out of step at unit %s: rank 11 went on to the forward of step %d "
+                   "without the backward of step %d%s that rank %d is in; optimizer steps that "
                    "their shards have seen: %d on rank 11, %d on rank %d; " CAUSES "; " CURE,
-                   unit, backward > 1 ? " (number 2 of it)" : "", 10 + rank, before + 1, before,
-                   10 + rank);
+                   unit, step_of_skip + 1, step_of_skip, backward > 1 ? " (number 2 of it)" : "",
+                   10 + rank, before + 1, before, 10 + rank);
 }
 
 /* Rank 1 leaves out backward number `backward`; in two domains of the root, if there are so many.
  */
 static void skip(world *w, int backward)
 {
+    step_of_skip++;
     run_phase(w, FC_PHASE_FORWARD, 0, 4);
     for (int b = 1; b < backward; b++) {
         run_phase(w, FC_PHASE_BACKWARD, 0, 4);
@@ -207,6 +253,7 @@ static void body_skipped(int rank, int n_ranks, void *arg)
         world w;
 
         join(&w, *(const travel *)arg, rank, n_ranks, false);
+        step_of_skip = 0;
         skip(&w, backward);
         if (rank != 1) {
             describe_skip(text, "layers.0", rank, backward, 4);
@@ -247,6 +294,74 @@ static void body_skipped_and_left(int rank, int n_ranks, void *arg)
     together(&w);
     if (rank == 1) {
         CHECK_FAILS(read_unit(&w, 0), FC_ERR_MISMATCH, text);
+    }
+    together(&w);
+    leave_world(&w);
+}
+
+/* Who has passed it over and then left the next phase by an exception is told in the one after
+ * that, in each domain of the root; whoever it is. */
+static void body_skipped_and_failed(int rank, int n_ranks, void *arg)
+{
+    const int skipper = *(const int *)arg;
+    const bool skips = rank == skipper;
+
+    for (int told_in = 0; told_in < 2; told_in++) {
+        char text[64];
+        world w;
+
+        join(&w, MAPPED, rank, n_ranks, false);
+        join_second(&w);
+        run_phase(&w, FC_PHASE_FORWARD, 0, 4);
+        begin(&w, skips ? FC_PHASE_FORWARD : FC_PHASE_BACKWARD, 0, skips ? 5 : 4);
+        together(&w);
+        (void)snprintf(text, sizeof(text), "rank %d went on to the forward of step 2 without",
+                       10 + skipper);
+        if (!skips) {
+            CHECK_EQ(read_unit(&w, 0), FC_ERR_MISMATCH);
+            CHECK_HAS(fc_last_message(), text);
+        }
+        together(&w);
+        if (skips) {
+            fc_domain_fail(w.domain);
+            fc_domain_fail(w.second);
+            begin(&w, FC_PHASE_FORWARD, 0, 5);
+            CHECK_EQ(read_in(told_in == 0 ? w.domain : w.second, 0), FC_ERR_MISMATCH);
+            CHECK_HAS(fc_last_message(), text);
+        }
+        together(&w);
+        leave_world(&w);
+    }
+}
+
+/* Who was told of it by another one accuses, too: rank 1 has found it and is in the next forward
+ * before rank 2, which had passed it over, looks there; rank 0 is not. */
+static void body_told_accuses(int rank, int n_ranks, void *arg)
+{
+    const char *const text =
+        "rank 12 went on to the forward of step 2 without the backward of step "
+        "1 that rank 11 is in";
+    world w;
+
+    (void)arg;
+    join(&w, MAPPED, rank, n_ranks, false);
+    run_phase(&w, FC_PHASE_FORWARD, 0, 4);
+    begin(&w, rank == 2 ? FC_PHASE_FORWARD : FC_PHASE_BACKWARD, 0, 5);
+    together(&w);
+    if (rank == 1) {
+        CHECK_EQ(read_unit(&w, 0), FC_ERR_MISMATCH);
+        CHECK_HAS(fc_last_message(), text);
+        begin(&w, FC_PHASE_FORWARD, 0, 5);
+    }
+    together(&w);
+    if (rank == 0) {
+        CHECK_EQ(fc_domain_close(w.domain), FC_ERR_MISMATCH);
+        CHECK_HAS(fc_last_message(), text);
+    }
+    together(&w);
+    if (rank == 2) {
+        CHECK_EQ(read_unit(&w, 0), FC_ERR_MISMATCH);
+        CHECK_HAS(fc_last_message(), text);
     }
     together(&w);
     leave_world(&w);
@@ -293,6 +408,10 @@ static void body_skipped_in_two(int rank, int n_ranks, void *arg)
             join_second(&w);
             domains[0] = w.domain;
             domains[1] = w.second;
+            step_of_skip = 0;
+            if (told_in == found_in) { /* what was said of an earlier phase plays no part */
+                check_uses(&w, ++step_of_skip, FC_PHASE_FORWARD, FC_PHASE_UNSHARD);
+            }
             skip(&w, 1);
             if (rank != 1) {
                 describe_skip(text, "embed", rank, 1, 4);
@@ -419,7 +538,14 @@ int main(void)
     for (travel kind = MAPPED; kind <= WATCHED; kind++) {
         ranks_check(3, body_skipped_and_left, &kind);
     }
-    ranks_check(3, body_told, NULL);
+    for (int n = 2; n <= 3; n++) {
+        for (int skipper = 0; skipper < n; skipper++) {
+            ranks_check(n, body_skipped_and_failed, &skipper);
+        }
+    }
+    ranks_check(4, body_told, NULL);
+    ranks_check(4, body_retold, NULL);
+    ranks_check(3, body_told_accuses, NULL);
     for (int n = 1; n <= 3; n++) {
         ranks_check(n, body_words, NULL);
     }
