@@ -150,6 +150,61 @@ static void body_told(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+/* What a rank finds in its own phase it says in its own words, though another one has failed that
+ * phase already. */
+static void body_own_words(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    join(&w, *(const travel *)arg, rank, n_ranks, false);
+    run_phase(&w, FC_PHASE_FORWARD, 0, 0);
+    if (rank != 1) {
+        begin(&w, rank == 2 ? FC_PHASE_UNSHARD : FC_PHASE_FORWARD, 0, 0);
+    }
+    together(&w);
+    if (rank == 2) {
+        CHECK_EQ(read_unit(&w, 0), FC_ERR_PEER);
+        CHECK_HAS(fc_last_message(), "is unshard() on rank 12 and a forward with gradients on "
+                                     "rank 10");
+    }
+    together(&w);
+    if (rank == 1) {
+        (void)usleep(10000); /* most often rank 0 waits for this one by then */
+        begin(&w, FC_PHASE_FORWARD, 0, 0);
+    }
+    if (rank != 2) {
+        CHECK_EQ(read_unit(&w, 0), FC_ERR_PEER);
+        CHECK_HAS(fc_last_message(), "and unshard() on rank 12");
+    }
+    leave_world(&w);
+}
+
+/* Over messages: rank 2 has failed a phase and left for good. Rank 0, which was in that phase and
+ * came to no collective of it, is told in the next one as it waits for rank 1. */
+static void body_left_behind(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    (void)arg;
+    join(&w, WATCHED, rank, n_ranks, false);
+    begin(&w, FC_PHASE_FORWARD, rank == 1, 0);
+    together(&w);
+    if (rank == 2) {
+        CHECK_EQ(read_unit(&w, 0), FC_ERR_MISMATCH);
+        CHECK_HAS(fc_last_message(), "begins in the forward of Model.embed on rank 11");
+        fc_domain_leave(w.domain);
+    }
+    together(&w);
+    if (rank == 0) {
+        end(&w);
+        begin(&w, FC_PHASE_BACKWARD, 0, 0);
+        CHECK_EQ(read_unit(&w, 0), FC_ERR_MISMATCH);
+        CHECK_HAS(fc_last_message(), "begins in the forward of Model.embed on rank 11");
+    }
+    together(&w);
+    leave_world(&w);
+}
+
 /* Who was told tells others: ranks 2 and 3 differ, and rank 0, which waits for their gradients,
  * fails in turn, with their words. */
 static void body_retold(int rank, int n_ranks, void *arg)
@@ -275,6 +330,29 @@ static void body_skipped(int rank, int n_ranks, void *arg)
         run_phase(&w, FC_PHASE_BACKWARD, 0, 5);
         leave_world(&w);
     }
+}
+
+/* Two have passed it over: both are told. */
+static void body_two_skip(int rank, int n_ranks, void *arg)
+{
+    char text[TEXT_BYTES];
+    world w;
+
+    join(&w, *(const travel *)arg, rank, n_ranks, false);
+    run_phase(&w, FC_PHASE_FORWARD, 0, 4);
+    begin(&w, rank > 0 ? FC_PHASE_FORWARD : FC_PHASE_BACKWARD, 0, rank > 0 ? 5 : 4);
+    together(&w);
+    step_of_skip = 1;
+    describe_skip(text, "embed", 0, 1, 4);
+    if (rank == 0) {
+        CHECK_FAILS(read_unit(&w, 0), FC_ERR_MISMATCH, text);
+    }
+    together(&w);
+    if (rank > 0) {
+        CHECK_FAILS(read_unit(&w, 0), FC_ERR_MISMATCH, text);
+    }
+    together(&w);
+    leave_world(&w);
 }
 
 /* Who has said it may have left for good before the one that is meant has heard of it, as it waits
@@ -546,6 +624,11 @@ int main(void)
     ranks_check(4, body_told, NULL);
     ranks_check(4, body_retold, NULL);
     ranks_check(3, body_told_accuses, NULL);
+    for (travel kind = MAPPED; kind <= WATCHED; kind++) {
+        ranks_check(3, body_two_skip, &kind);
+        ranks_check(3, body_own_words, &kind);
+    }
+    ranks_check(3, body_left_behind, NULL);
     for (int n = 1; n <= 3; n++) {
         ranks_check(n, body_words, NULL);
     }
