@@ -332,6 +332,34 @@ static void body_skipped(int rank, int n_ranks, void *arg)
     }
 }
 
+/* Over messages who was told, and fails the phase because of that, tells those who come to it. */
+static void body_skipped_and_told(int rank, int n_ranks, void *arg)
+{
+    char text[TEXT_BYTES];
+    world w;
+
+    (void)arg;
+    join(&w, WATCHED, rank, n_ranks, false);
+    step_of_skip = 0;
+    skip(&w, 1);
+    describe_skip(text, "embed", 0, 1, 4);
+    if (rank != 1) {
+        CHECK_EQ(read_unit(&w, 0), FC_ERR_MISMATCH);
+    }
+    together(&w);
+    if (rank == 1) {
+        CHECK_FAILS(read_unit(&w, 0), FC_ERR_MISMATCH, text);
+        fc_domain_fail(w.domain);
+    }
+    together(&w);
+    if (rank != 1) {
+        begin(&w, FC_PHASE_FORWARD, 0, 5);
+        CHECK_FAILS(read_unit(&w, 0), FC_ERR_MISMATCH, text);
+    }
+    together(&w);
+    leave_world(&w);
+}
+
 /* Two have passed it over: both are told. */
 static void body_two_skip(int rank, int n_ranks, void *arg)
 {
@@ -617,6 +645,7 @@ int main(void)
         ranks_check(3, body_skipped_and_left, &kind);
     }
     for (int n = 2; n <= 3; n++) {
+        ranks_check(n, body_skipped_and_told, NULL);
         for (int skipper = 0; skipper < n; skipper++) {
             ranks_check(n, body_skipped_and_failed, &skipper);
         }

@@ -285,6 +285,38 @@ static void test_trim_batch(void)
     CHECK_EQ(fc_alloc_live(), 0);
 }
 
+/* Posts that wait in a batch are of their phase: they go as it fails, or as the next one opens. */
+static void test_dropped_batch(void)
+{
+    fc_transport *transport = connect_by_messages(2);
+    const fc_opening opening = {FC_PHASE_BACKWARD, 0, FC_UPDATES_UNKNOWN};
+    fc_domain *domain = NULL;
+    model m = models[0];
+    char *parts;
+    size_t pitch;
+
+    describe(&m);
+    m.units[0].n_params = m.units[1].n_params = m.units[2].n_params = 1;
+    CHECK_OR_EXIT(fc_domain_create(transport, FC_DOMAIN_SHARD, m.units, m.n_units, 0, 2, &domain) ==
+                  FC_OK);
+    fc_batch_limit(domain, (size_t)1 << 20);
+    for (int fails = 0; fails < 2; fails++) {
+        fc_domain_open(domain, opening);
+        CHECK(fc_batch_waiting(domain) == NULL);
+        CHECK_OK(fc_batch_add(fc_domain_unit(domain, 0), &parts, &pitch));
+        CHECK(fc_batch_waiting(domain) == domain);
+        if (fails != 0) {
+            fc_domain_fail(domain);
+            CHECK(fc_batch_waiting(domain) == NULL);
+        } else {
+            CHECK_OK(fc_domain_close(domain));
+        }
+    }
+    fc_domain_destroy(domain);
+    fc_transport_destroy(transport);
+    CHECK_EQ(fc_alloc_live(), 0);
+}
+
 /* ---- what is refused ---- */
 
 static void test_many_ranks(void)
@@ -427,6 +459,7 @@ int main(void)
     test_plans();
     test_plans_without_memory();
     test_trim_batch();
+    test_dropped_batch();
     test_many_ranks();
     test_broken();
     test_packed();

@@ -192,6 +192,31 @@ static void body_leaves_in_phase(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+/* Who has found all in a phase looks no more; nobody begins one over a transport that is broken. */
+static void body_ready(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    (void)arg;
+    join(&w, MAPPED, rank, n_ranks, false);
+    begin(&w, FC_PHASE_FORWARD, 0, 0);
+    CHECK_OK(read_unit(&w, 0));
+    together(&w);
+    if (rank == 1) {
+        fc_domain_leave(w.domain);
+    }
+    together(&w);
+    CHECK_OK(read_unit(&w, 1));
+    together(&w);
+    if (rank != 1) {
+        begin(&w, FC_PHASE_FORWARD, 0, 0);
+        CHECK_EQ(fc_transport_abort(w.transport, FC_ERR_SYSTEM, "it is broken"), FC_ERR_SYSTEM);
+        CHECK_EQ(read_unit(&w, 1), FC_ERR_BROKEN);
+    }
+    together(&w);
+    leave_world(&w);
+}
+
 /* ---- exceptions ---- */
 
 /* Who fails a phase that all have closed has failed nothing; who fails a later one did nothing
@@ -228,6 +253,25 @@ static void body_fails_later(int rank, int n_ranks, void *arg)
         together(&w);
     }
     run_phase(&w, FC_PHASE_FORWARD, 0, 0);
+    leave_world(&w);
+}
+
+/* Over messages, too, who has ended a forward has not left it by an exception after that. */
+static void body_completed(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    (void)arg;
+    join(&w, WATCHED, rank, n_ranks, false);
+    begin(&w, FC_PHASE_FORWARD, 0, 0);
+    CHECK_OK(read_unit(&w, 0));
+    end(&w);
+    if (rank == 1) {
+        fc_domain_fail(w.domain);
+        CHECK_EQ(w.n_failed, 0);
+    }
+    together(&w);
+    run_phase(&w, FC_PHASE_BACKWARD, 0, 0);
     leave_world(&w);
 }
 
@@ -368,6 +412,8 @@ int main(void)
             ranks_check(n, body_leaves_in_phase, &which);
         }
         ranks_check(n, body_last_stays, NULL);
+        ranks_check(n, body_ready, NULL);
+        ranks_check(n, body_completed, NULL);
         ranks_check(n, body_reopened, NULL);
         ranks_check(n, body_turns, NULL);
         for (int how = 0; how < 3; how++) {
