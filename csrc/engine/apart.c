@@ -309,7 +309,7 @@ static bool is_accused(const fc_domain *domain, int peer)
     /* The peer is there still, or its model is gone since. */
     const bool is_last = theirs == CLOCK_LEFT ? phase >= domain->before : phase == phase_of(theirs);
 
-    return accused != 0 && is_last && phase < phase_of(domain->clock) && phase > domain->admitted &&
+    return is_last && phase < phase_of(domain->clock) && phase > domain->admitted &&
            (is_named || has_skipped || (!domain->is_mapped && !has_failed_itself(domain, phase)));
 }
 

@@ -132,14 +132,14 @@ static inline fc_status connect_by_messages(fc_transport_config *config, ranks_h
     return fc_callback_create(config, &messages, out);
 }
 
-static inline void make_domain(world *w, fc_transport **transport, fc_transport **watch,
+static inline void make_domain(world *w, int board, fc_transport **transport, fc_transport **watch,
                                fc_domain **domain)
 {
     static const char *const names[N_OPENERS] = {"Model", "Model.embed", "Model.head"};
     fc_param params[N_UNITS];
     const fc_unit_desc units[N_UNITS] = {
         {"embed", &params[0], 1}, {"layers.0", &params[1], 1}, {last_name, &params[2], 1}};
-    fc_transport_config config = ranks_config(&w->host, 0, w->rank, w->n_ranks, TIMEOUT_NS);
+    fc_transport_config config = ranks_config(&w->host, board, w->rank, w->n_ranks, TIMEOUT_NS);
 
     for (size_t u = 0; u < N_UNITS; u++) {
         params[u] = make_param(1, ROWS, COLUMNS, FC_F32, true);
@@ -153,7 +153,7 @@ static inline void make_domain(world *w, fc_transport **transport, fc_transport 
     CHECK_OR_EXIT(fc_domain_create(*transport, FC_DOMAIN_SHARD, units, N_UNITS, w->rank, w->n_ranks,
                                    domain) == FC_OK);
     if (w->kind == WATCHED) {
-        config = ranks_config(&w->watch_host, 1, w->rank, w->n_ranks, TIMEOUT_NS);
+        config = ranks_config(&w->watch_host, board, w->rank, w->n_ranks, TIMEOUT_NS);
         CHECK_OR_EXIT(fc_shm_create(&config, watch) == FC_OK);
         CHECK_OR_EXIT(fc_domain_watch(*domain, *watch) == FC_OK);
     }
@@ -166,13 +166,13 @@ static inline void join(world *w, travel kind, int rank, int n_ranks, bool is_pa
     *w = (world){.kind = kind, .rank = rank, .n_ranks = n_ranks, .is_packed = is_packed};
     of_messages = w;
     w->own_host = (ranks_host){.board = &ranks_common->boards[3], .rank = rank, .n_ranks = n_ranks};
-    make_domain(w, &w->transport, &w->watch, &w->domain);
+    make_domain(w, 0, &w->transport, &w->watch, &w->domain);
 }
 
 /* The root has another domain over the same ranks. */
 static inline void join_second(world *w)
 {
-    make_domain(w, &w->second_transport, &w->second_watch, &w->second);
+    make_domain(w, 0, &w->second_transport, &w->second_watch, &w->second);
     fc_domain_link((fc_domain *const[]){w->domain, w->second}, 2);
 }
 

@@ -492,6 +492,44 @@ static void body_third(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+/* Ranks 0 and 1 are one domain of a root, ranks 0 and 2 the other. Rank 2 says that rank 0 has
+ * passed a backward over, who hears of it though it comes to the first domain alone; once. */
+static void body_elsewhere(int rank, int n_ranks, void *arg)
+{
+    fc_status st = FC_OK;
+    world w = {.kind = WATCHED, .n_ranks = 2, .rank = rank > 0};
+
+    (void)arg;
+    (void)alarm(DOMAINS_WATCHDOG_S);
+    of_messages = &w;
+    w.own_host = (ranks_host){.board = &ranks_common->boards[3], .rank = rank, .n_ranks = n_ranks};
+    make_domain(&w, rank == 2 ? 1 : 0, &w.transport, &w.watch, &w.domain);
+    if (rank == 0) {
+        make_domain(&w, 1, &w.second_transport, &w.second_watch, &w.second);
+        fc_domain_link((fc_domain *const[]){w.domain, w.second}, 2);
+    }
+    begin(&w, FC_PHASE_FORWARD, 0, 0);
+    together(&w);
+    end(&w);
+    begin(&w, rank == 2 ? FC_PHASE_BACKWARD : FC_PHASE_FORWARD, 0, 0);
+    together(&w);
+    if (rank == 2) {
+        CHECK_EQ(meet(&w, (act){0, "all-gather", 0}), FC_ERR_MISMATCH);
+    }
+    together(&w);
+    if (rank == 0) {
+        st = meet(&w, (act){1, "all-gather", 0});
+        CHECK_EQ(st, FC_ERR_MISMATCH);
+        CHECK_HAS(fc_last_message(), "without the backward of step 1 that rank 11 is in");
+    }
+    if (rank < 2) {
+        CHECK_OK(meet(&w, (act){1, "all-gather", 0}));
+        CHECK_OK(meet(&w, (act){2, "all-gather", 0}));
+    }
+    together(&w);
+    leave_world(&w);
+}
+
 int main(void)
 {
     for (int n = 1; n <= 3; n++) {
@@ -514,5 +552,6 @@ int main(void)
     }
     ranks_check(2, body_long, NULL);
     ranks_check(3, body_third, NULL);
+    ranks_check(3, body_elsewhere, NULL);
     return check_result();
 }
