@@ -58,6 +58,7 @@ static void accuse_skippers(fc_domain *domain)
     do {
         int accused = d->rank; /* nobody by name */
 
+        d->admitted = phase_of(d->clock); /* this rank raises it now */
         apart_tell(d);
         for (int r = 0; d->clocks != NULL && r < d->n_ranks && accused == d->rank; r++) {
             accused = r != d->rank && apart_has_skipped(d, r) ? r : accused;
@@ -113,9 +114,8 @@ static bool read_reason(const fc_domain *domain, int peer, uint64_t phase, char 
         return false;
     }
     memcpy(out, theirs->text, REASON_BYTES);
-    out[REASON_BYTES - 1] = '\0';
     /* A write, of the same value, so that no read of the text comes after it. */
-    return out[0] != '\0' && __atomic_fetch_add(&theirs->phase, 0, __ATOMIC_ACQ_REL) == phase;
+    return __atomic_fetch_add(&theirs->phase, 0, __ATOMIC_ACQ_REL) == phase;
 }
 
 fc_status apart_told_by(fc_domain *domain, int peer)
@@ -309,7 +309,7 @@ static bool is_accused(const fc_domain *domain, int peer)
     /* The peer is there still, or its model is gone since. */
     const bool is_last = theirs == CLOCK_LEFT ? phase >= domain->before : phase == phase_of(theirs);
 
-    return accused != 0 && is_last && phase < phase_of(domain->clock) && phase > domain->admitted &&
+    return is_last && phase < phase_of(domain->clock) && phase > domain->admitted &&
            (is_named || has_skipped || (!domain->is_mapped && !has_failed_itself(domain, phase)));
 }
 
@@ -339,15 +339,19 @@ apart_accusation apart_find_accused(fc_domain *domain)
     return (apart_accusation){NULL, -1};
 }
 
-/* The phase is the accusation's: the peer may have begun its next one by now. */
+/* The phase is the accusation's: the peer may have begun its next one by now. It is admitted in all
+ * domains of the root, since the peer has said it in all of them. */
 fc_status apart_admit(apart_accusation accusation)
 {
-    fc_domain *domain = accusation.in;
+    fc_domain *domain = accusation.in, *d = domain;
     const int peer = accusation.peer;
     const uint64_t phase = fc_word_load(&domain_clock(domain, peer)->accused) >> ACCUSED_SHIFT;
     char text[REASON_BYTES];
 
-    domain->admitted = phase;
+    do {
+        d->admitted = phase;
+        d = d->next;
+    } while (d != domain);
     if (!read_reason(domain, peer, phase, text)) {
         return fc_fail(FC_ERR_MISMATCH,
                        "ranks are out of step: rank %d has ended a phase that rank %d passed over",

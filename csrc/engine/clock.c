@@ -47,9 +47,7 @@ void fc_domain_open(fc_domain *domain, fc_opening opening)
     domain->is_ready = domain->n_ranks == 1;
     domain->phases[is_backward]++;
     domain->clock = phase << PHASE_SHIFT;
-    if (domain->n_ranks > 1) {
-        apart_begin(domain, &opening);
-    }
+    apart_begin(domain, &opening);
     set_clock(domain, domain->clock);
 }
 
@@ -206,7 +204,7 @@ fc_status fc_domain_ready(fc_domain *domain, const fc_unit *unit)
 
 fc_status clock_ready(fc_domain *domain, const fc_unit *unit)
 {
-    if (domain->is_ready || domain->clocks == NULL || domain->clock == CLOCK_LEFT) {
+    if (domain->is_ready || domain->clock == CLOCK_LEFT) {
         return FC_OK;
     }
     FC_TRY(fc_transport_check(domain->watch));
@@ -234,7 +232,7 @@ fc_status fc_domain_turn(fc_domain *domain, const fc_unit *unit)
     static const char *const op = "the gather of shards that were written within forward";
     const uint64_t step = domain->clock >> STEP_SHIFT;
     const fc_wait_info info = {op, unit->name, step};
-    clock_wait wait = {domain, 0, step << STEP_SHIFT};
+    clock_wait wait = {.domain = domain, .target = step << STEP_SHIFT};
     fc_word *own;
 
     if (!domain->is_mapped || domain->n_ranks == 1) {
@@ -295,7 +293,6 @@ fc_status fc_domain_close(fc_domain *domain)
                       NULL);
     if (st == FC_OK) {
         mark_completed(domain);
-        exchange_reclaim(domain);
     }
     return st;
 }

@@ -115,8 +115,8 @@ FC_MUST_CHECK fc_status fc_domain_watch(fc_domain *domain, fc_transport *watch);
  * failed first. */
 void fc_domain_open(fc_domain *domain, fc_opening opening);
 /* Before a collective of messages that a unit's parameters or gradients need, made elsewhere than
- * in this folder: the ranks meet here first. `op` is a word for people: "all-gather"; `detail` a
- * fingerprint of the parameters whose gradients take part, or 0. */
+ * in this folder: the ranks meet here first. `op` is "all-gather", "reduce-scatter" or
+ * "all-reduce"; `detail` a fingerprint of the parameters whose gradients take part, or 0. */
 FC_MUST_CHECK fc_status fc_domain_meet(fc_unit *unit, const char *op, uint64_t detail);
 /* Before the first read of peers' shards in a phase; waits once per phase. A peer whose step began
  * otherwise is an error, here or when the phase is closed. */

@@ -143,7 +143,7 @@ struct fc_domain {
     bool is_ready;
     uint64_t n_met;             /* collectives of messages in this phase */
     uint64_t before;            /* the phase before this one */
-    uint64_t admitted;          /* this rank has raised what others say of that phase */
+    uint64_t admitted;          /* this rank has raised that ranks are out of step in that phase */
     uint64_t began, updates;    /* as in the clock line */
     char verdict[REASON_BYTES]; /* why ranks are out of step; empty: they are not */
     /* This rank's arena. */
