@@ -12,7 +12,7 @@
 
 #define N_UNITS 3
 #define N_PARAMS 2
-#define ROWS 5
+#define ROWS 25 /* so that slices of a smaller group lie elsewhere in their whole */
 #define COLUMNS 3
 #define N_STEPS 3
 #define INPUT_BYTES 20
@@ -21,7 +21,7 @@
 
 /* Shards of the first parameter lie in shared memory where there is some; the second is narrowed.
  */
-static const fc_dtype computed[N_PARAMS] = {FC_F32, FC_BF16};
+static fc_dtype computed[N_PARAMS] = {FC_F32, FC_BF16};
 
 /* What has the tensors of one unit of one rank. */
 typedef struct owner {
@@ -32,11 +32,13 @@ typedef struct owner {
     float *shards[N_PARAMS];
     uint64_t writes[N_PARAMS]; /* to shards */
     bool is_written[N_PARAMS]; /* the unsharded parameter */
-    const char *shown;         /* NULL: nothing */
-    const char *slices;        /* NULL: the shards are shown, or the whole */
+    bool may_be_written[N_PARAMS];
+    const char *shown;  /* NULL: nothing */
+    const char *slices; /* NULL: the shards are shown, or the whole */
     bool is_slice_written[N_PARAMS];
     bool keeps_size, is_withheld, is_entered, is_observed;
-    bool fails; /* the next call that can */
+    int n_shown, n_hidden, n_withheld; /* calls */
+    bool fails;                        /* the next call that can */
     fc_written told;
     int n_told;
     /* Of an extended unit. */
@@ -67,17 +69,20 @@ static bool messages_fail;
 static inline void show(void *of, void *memory)
 {
     ((owner *)of)->shown = memory;
+    ((owner *)of)->n_shown++;
 }
 
 static inline void hide(void *of, bool keeps_size)
 {
     ((owner *)of)->shown = NULL;
     ((owner *)of)->keeps_size = keeps_size;
+    ((owner *)of)->n_hidden++;
 }
 
 static inline void withhold(void *of, bool is_withheld)
 {
     ((owner *)of)->is_withheld = is_withheld;
+    ((owner *)of)->n_withheld++;
 }
 
 static inline fc_status move(owner *o, bool is_entered, const char *slices)
@@ -87,6 +92,7 @@ static inline fc_status move(owner *o, bool is_entered, const char *slices)
         return fc_fail(FC_ERR_INTERRUPTED, "the owner fails");
     }
     memset(o->is_written, 0, sizeof(o->is_written));
+    memset(o->may_be_written, 0, sizeof(o->may_be_written));
     o->is_entered = is_entered;
     o->slices = slices;
     memset(o->is_slice_written, 0, sizeof(o->is_slice_written));
@@ -101,11 +107,11 @@ static inline fc_status enter(void *of)
 static inline fc_status leave(void *of, void *slices)
 {
     owner *o = of;
-    bool was_written[N_PARAMS];
+    const owner before = *o;
 
-    memcpy(was_written, o->is_written, sizeof(was_written));
     FC_TRY(move(o, false, slices));
-    memcpy(o->is_written, was_written, sizeof(was_written));
+    memcpy(o->is_written, before.is_written, sizeof(o->is_written));
+    memcpy(o->may_be_written, before.may_be_written, sizeof(o->may_be_written));
     return FC_OK;
 }
 
@@ -135,8 +141,9 @@ static inline size_t find_changed(void *of, const uint64_t *marks, size_t from)
 
 static inline size_t find_written(void *of, size_t from, bool maybe)
 {
-    (void)maybe;
-    while (from < N_PARAMS && !((owner *)of)->is_written[from]) {
+    const owner *o = of;
+
+    while (from < N_PARAMS && !o->is_written[from] && !(maybe && o->may_be_written[from])) {
         from++;
     }
     return from;
@@ -296,6 +303,9 @@ static inline fc_status gather_begin(void *context, const void *send, size_t byt
     (void)context;
     if (begun_send != NULL) {
         return FC_AGAIN;
+    }
+    if (messages_fail) {
+        return fc_fail(FC_ERR_GROUP, "nobody is there");
     }
     n_begun++;
     begun_send = send;
