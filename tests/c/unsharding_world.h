@@ -55,6 +55,8 @@ typedef struct world {
     ranks_host small_host;
     fc_transport *small_transport;
     fc_domain *small;
+    ranks_host clock_host;
+    fc_transport *clock;
     fc_slots *slots;
     owner owners[N_UNITS];
     int rank;
@@ -63,6 +65,7 @@ typedef struct world {
 
 static uint64_t n_steps;
 static bool messages_fail;
+static bool has_clock; /* over messages: the worlds that are made next, as ranks of one host do */
 
 /* ---- the owner ---- */
 
@@ -273,6 +276,9 @@ static inline fc_status all_gather(void *context, void *recv, const void *send, 
     return ranks_exchange(context, "all-gather", send, bytes, recv);
 }
 
+static fc_status (*gathers_by)(void *context, void *recv, const void *send,
+                               size_t bytes) = all_gather;
+
 /* What a transport does that can begin gathers; counted. */
 static bool can_begin; /* the worlds that are made next */
 static int n_begun, n_ended, n_dropped;
@@ -282,7 +288,7 @@ static size_t begun_bytes;
 static inline fc_status gather(void *context, const void *send, size_t bytes, const fc_gathered *to)
 {
     char *recv = malloc(RANKS_MAX * bytes);
-    fc_status st = all_gather(context, recv, send, bytes);
+    fc_status st = gathers_by(context, recv, send, bytes);
     const int n_ranks = ((ranks_host *)context)->n_ranks;
 
     for (int r = 0; r < n_ranks && st == FC_OK; r++) {
@@ -384,7 +390,7 @@ static inline fc_status connect_by_messages(fc_transport_config *config, ranks_h
     fc_message_ops messages = refused_messages;
 
     messages.context = host;
-    messages.all_gather = all_gather;
+    messages.all_gather = gathers_by;
     messages.barrier = barrier;
     messages.gather = can_begin ? gather : NULL;
     messages.gather_begin = gather_begin;
@@ -445,6 +451,11 @@ static inline void join(world *w, int rank, int n_ranks, bool is_mapped)
     }
     CHECK_OK(
         fc_domain_create(w->transport, FC_DOMAIN_SHARD, units, N_UNITS, rank, n_ranks, &w->domain));
+    if (has_clock && !is_mapped) {
+        config = ranks_config(&w->clock_host, 3, rank, n_ranks, DOMAINS_TIMEOUT_NS);
+        CHECK_OK(fc_shm_create(&config, &w->clock));
+        CHECK_OK(fc_domain_watch(w->domain, w->clock));
+    }
     join_small(w, rank, n_ranks);
     fc_domain_link(&w->domain, 1);
     fc_batch_limit(w->domain, BATCH_LIMIT);
@@ -465,6 +476,7 @@ static inline void leave_world(world *w)
     fc_domain_destroy(w->small);
     fc_transport_destroy(w->transport);
     fc_transport_destroy(w->small_transport);
+    fc_transport_destroy(w->clock);
     fc_slots_destroy(w->slots);
     CHECK_EQ(fc_alloc_live(), 0);
 }
