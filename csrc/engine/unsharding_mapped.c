@@ -93,12 +93,14 @@ static bool is_outdated(const fc_unsharding *u)
 
 static fc_status take(fc_unsharding *u, void **memory_out, bool *is_kept_out)
 {
-    if (!u->keeps_memory && u->state == FC_UNIT_GATHERED && fc_domain_is_open(u->domain)) {
-        unsharding_release_slot(u); /* shards may have been written since */
-        unsharding_turn(u, FC_UNIT_OUTDATE);
+    if (u->state == FC_UNIT_GATHERED && fc_domain_is_open(u->domain)) {
+        if (!u->keeps_memory) {
+            unsharding_release_slot(u);
+        }
+        unsharding_turn(u, FC_UNIT_OUTDATE); /* shards may have been written since */
     }
-    *is_kept_out = u->state == FC_UNIT_GATHERED && !u->keeps_memory;
-    if (u->state == FC_UNIT_GATHERED) {
+    *is_kept_out = u->state == FC_UNIT_GATHERED;
+    if (*is_kept_out) {
         *memory_out = u->memory;
         return FC_OK;
     }

@@ -130,6 +130,44 @@ static void body_memory(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+/* Memory that is kept is filled anew by each gather, whenever that was asked for. */
+static void body_kept_memory(int rank, int n_ranks, void *arg)
+{
+    world w;
+    owner *o = &w.owners[0];
+
+    join(&w, rank, n_ranks, *(const bool *)arg);
+    fc_batch_limit(w.domain, 0);
+    fc_unsharding_keep_memory(o->unsharding, true);
+    write_shards(&w, 0);
+    open(&w, FC_PHASE_FORWARD);
+    CHECK_OK(unshard(&w, 0));
+    check_values(&w, 0, 0);
+    CHECK(fc_unsharding_has_own_memory(o->unsharding) == w.is_mapped);
+    CHECK_OK(reshard(&w, 0));
+    close_phase(&w);
+    write_shards(&w, 1);
+    CHECK_OK(fc_unsharding_gather(o->unsharding));
+    CHECK_OK(barrier(&w.host)); /* peers have read the shards */
+    write_shards(&w, 2);
+    open(&w, FC_PHASE_FORWARD);
+    CHECK_OK(unshard(&w, 0));
+    check_values(&w, 0, 2);
+    CHECK_OK(reshard(&w, 0));
+    close_phase(&w);
+    CHECK_OK(unshard(&w, 0)); /* or shown since before */
+    check_values(&w, 0, 2);
+    CHECK_STATE(&w, 0, KEPT);
+    CHECK_OK(barrier(&w.host));
+    write_shards(&w, 1);
+    open(&w, FC_PHASE_FORWARD);
+    CHECK_OK(unshard(&w, 0));
+    check_values(&w, 0, 1);
+    CHECK_OK(reshard(&w, 0));
+    close_phase(&w);
+    leave_world(&w);
+}
+
 /* An object that ends gives back what it has, and nobody finds it any more. */
 static void body_destroy(int rank, int n_ranks, void *arg)
 {
@@ -455,6 +493,7 @@ int main(void)
             ranks_check(n_ranks, body_traffic, &kinds[k]);
             ranks_check(n_ranks, body_memory, &kinds[k]);
             ranks_check(n_ranks, body_owner, &kinds[k]);
+            ranks_check(n_ranks, body_kept_memory, &kinds[k]);
             ranks_check(n_ranks, body_written_whole, &kinds[k]);
             ranks_check(n_ranks, body_watched, &kinds[k]);
         }
