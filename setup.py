@@ -86,7 +86,7 @@ CXX_SOURCES = {
 }
 C_TEST_SOURCES = {
     "tests/c": (
-        "test_base test_batch test_batch_posts "
+        "test_base test_batch test_batch_pieces test_batch_posts "
         "test_beats test_begun_sums test_collectives test_comm "
         "test_comm_arrays test_cuda_index test_device_host test_device_sim test_exchange "
         "test_faults test_gathers test_group_history test_kernels test_kernels_optim "
