@@ -11,12 +11,11 @@
 
 #include <string.h>
 
-static fc_status publish_shards(fc_unsharding *u)
+static void publish_shards(fc_unsharding *u)
 {
     u->traffic->copied += u->publish_bytes;
     u->ops->shards(u->owner, u->shards);
     fc_unit_publish(u->unit, u->shards);
-    return FC_OK;
 }
 
 /* What is there is used on: by an unshard from before the phase, or after a failure. */
@@ -30,13 +29,16 @@ static bool is_published(const fc_unsharding *u)
 static fc_status publish(fc_unsharding *u)
 {
     if (!u->is_extended) {
-        return u->publish_bytes == 0 ? FC_OK : publish_shards(u);
+        if (u->publish_bytes > 0) {
+            publish_shards(u);
+        }
+        return FC_OK;
     }
     if (u->has_extension && is_published(u)) {
         return FC_OK;
     }
     FC_TRY(unsharding_make(u));
-    FC_TRY(publish_shards(u));
+    publish_shards(u);
     u->ops->forget(u->owner);
     return FC_OK;
 }

@@ -40,6 +40,7 @@ typedef struct owner {
     int n_shown, n_hidden, n_withheld; /* calls */
     bool fails;                        /* the next call that can */
     fc_written told;
+    size_t told_param;
     int n_told;
     /* Of an extended unit. */
     char input[INPUT_BYTES]; /* this rank's, of the last make */
@@ -162,8 +163,8 @@ static inline size_t find_written_slice(void *of, size_t from)
 
 static inline fc_status tell_of_write(void *of, size_t param, fc_written what)
 {
-    (void)param;
     ((owner *)of)->told = what;
+    ((owner *)of)->told_param = param;
     ((owner *)of)->n_told++;
     return fc_fail(FC_ERR_INTERRUPTED, "a write at the wrong time");
 }
