@@ -97,7 +97,9 @@ static void body_memory(int rank, int n_ranks, void *arg)
     fc_unsharding_drop(o->unsharding);
     CHECK_EQ(used_bytes(&w), 0);
 
-    /* Shown, it is nobody's to take. */
+    /* Shown, it is nobody's to take; a copy that was made before the phase is none any more. */
+    CHECK_OK(fc_unsharding_gather(o->unsharding));
+    CHECK_OK(barrier(&w.host)); /* peers have read the shards */
     open(&w, FC_PHASE_FORWARD);
     CHECK_OK(unshard(&w, 0));
     CHECK_EQ(used_bytes(&w), held);
@@ -248,6 +250,11 @@ static void body_no_memory(int rank, int n_ranks, void *arg)
         fc_alloc_fail_after(-1);
         CHECK_STATE(&w, 0, UNSHARDED);
         check_values(&w, 0, 0);
+        fc_unsharding_keep_memory(w.owners[1].unsharding, true);
+        fc_alloc_fail_after(0);
+        CHECK_EQ(unshard(&w, 1), FC_ERR_NOMEM);
+        fc_alloc_fail_after(-1);
+        CHECK_STATE(&w, 1, REQUESTED);
     }
     CHECK_OK(fc_unsharding_keep(o->unsharding));
     CHECK_STATE(&w, 0, KEPT);
@@ -345,9 +352,18 @@ static void body_written_whole(int rank, int n_ranks, void *arg)
         close_phase(&w);
     }
 
-    /* Kept, it follows its shards unless it was written for sure. */
+    /* Kept, it has the write, and the next use does not. */
     open(&w, FC_PHASE_FORWARD);
     CHECK_OK(unshard(&w, 0));
+    memset((char *)(uintptr_t)o->shown + o->layout->params[0].full_at, 0x3f, 8);
+    o->may_be_written[0] = true;
+    CHECK_OK(fc_unsharding_keep(o->unsharding));
+    CHECK_EQ(o->shown[o->layout->params[0].full_at], 0x3f);
+    CHECK_OK(reshard(&w, 0));
+    CHECK_OK(unshard(&w, 0));
+    check_values(&w, 0, 0);
+
+    /* It follows its shards unless it was written for sure. */
     CHECK_OK(fc_unsharding_keep(o->unsharding));
     close_phase(&w);
     CHECK_OK(barrier(&w.host));
@@ -423,6 +439,8 @@ static void body_between(int rank, int n_ranks, void *arg)
         if (!w.is_mapped) {
             CHECK_EQ(seen_phase, FC_WINDOW_UNSHARD);
         }
+        CHECK_OK(fc_unsharding_gather(o->unsharding)); /* it is there */
+        CHECK_EQ(fc_window()->now.step, n);
         fc_unsharding_drop(o->unsharding);
     }
     leave_world(&w);
@@ -450,6 +468,7 @@ static void body_apart(int rank, int n_ranks, void *arg)
     } else {
         st = fc_unsharding_gather(o->unsharding);
         CHECK_STATE(&w, 0, SHARDED);
+        CHECK_EQ(fc_window()->now.phase, FC_WINDOW_UNSHARD);
     }
     CHECK(st == FC_ERR_PEER || st == FC_ERR_MISMATCH); /* it sees that, or is told */
     CHECK_HAS(fc_last_message(), "a forward with gradients on rank 10");
@@ -457,6 +476,25 @@ static void body_apart(int rank, int n_ranks, void *arg)
     CHECK(o->shown == NULL);
     CHECK(!fc_domain_is_open(w.domain));
     CHECK_EQ(used_bytes(&w), 0);
+    leave_world(&w);
+}
+
+/* In shared memory a peer that leaves the phase of a copy fails it. */
+static void body_peer_fails_copy(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    join(&w, rank, n_ranks, *(const bool *)arg);
+    write_shards(&w, 0);
+    if (rank == 0) {
+        fc_domain_open(w.domain, (fc_opening){FC_PHASE_UNSHARD, 0, FC_UPDATES_UNKNOWN});
+        CHECK_OK(fc_domain_ready(w.domain, fc_domain_unit(w.domain, 0)));
+        fc_domain_fail(w.domain);
+    } else {
+        CHECK_EQ(fc_unsharding_gather(w.owners[0].unsharding), FC_ERR_PEER);
+        CHECK_STATE(&w, 0, SHARDED);
+        CHECK_EQ(used_bytes(&w), 0);
+    }
     leave_world(&w);
 }
 
@@ -470,9 +508,22 @@ static void body_peer_fails(int rank, int n_ranks, void *arg)
     write_shards(&w, 0);
     CHECK_OK(unshard(&w, 0));
     CHECK_STATE(&w, 0, KEPT);
+    open(&w, FC_PHASE_FORWARD);
+    CHECK_OK(unshard(&w, 2));
+    CHECK_OK(barrier(&w.host));
+    fc_domain_fail(w.domain); /* an exception, on all ranks */
     if (rank == 0) {
         fc_domain_leave(w.domain);
     } else {
+        CHECK_EQ(fc_unsharding_gather(w.owners[1].unsharding), FC_ERR_PEER);
+        CHECK_STATE(&w, 1, SHARDED);
+        CHECK(!fc_domain_is_open(w.domain));
+        CHECK_EQ(used_bytes(&w), w.owners[0].layout->full_bytes);
+        open(&w, FC_PHASE_FORWARD);
+        CHECK_EQ(fc_unsharding_keep(w.owners[2].unsharding), FC_ERR_PEER);
+        CHECK_STATE(&w, 2, UNSHARDED);
+        CHECK_EQ(used_bytes(&w), w.owners[0].layout->full_bytes);
+        fc_domain_fail(w.domain);
         open(&w, FC_PHASE_FORWARD);
         CHECK_EQ(fc_unsharding_begin_use(w.owners[0].unsharding, &is_shown), FC_ERR_PEER);
         CHECK_STATE(&w, 0, KEPT);
@@ -503,5 +554,6 @@ int main(void)
         ranks_check(3, body_apart, &kinds[k]);
     }
     ranks_check(2, body_peer_fails, &kinds[0]);
+    ranks_check(2, body_peer_fails_copy, &kinds[0]);
     return check_result();
 }

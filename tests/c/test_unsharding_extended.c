@@ -150,6 +150,35 @@ static void body_extended_gathers(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+/* A kept one follows its shards, or says that it cannot; their bytes say nothing of it. */
+static void body_extended_kept(int rank, int n_ranks, void *arg)
+{
+    world w;
+    owner *o = &w.owners[0];
+
+    join(&w, rank, n_ranks, *(const bool *)arg);
+    write_shards(&w, 0);
+    open(&w, FC_PHASE_FORWARD);
+    o->writes[0]++;
+    CHECK_OK(unshard(&w, 0));
+    CHECK_OK(fc_unsharding_keep(o->unsharding));
+    close_phase(&w);
+    CHECK_OK(barrier(&w.host));
+    write_shards(&w, 1);
+    open(&w, FC_PHASE_FORWARD);
+    CHECK(!fc_order_is_learnt(w.domain) || w.is_mapped);
+    o->fails_to_fill = true;
+    CHECK_EQ(unshard(&w, 0), FC_ERR_INTERRUPTED);
+    CHECK_STATE(&w, 0, KEPT);
+    o->fails_to_fill = false;
+    CHECK_OK(unshard(&w, 0));
+    CHECK_EQ(o->n_made, w.is_mapped ? 3 : 2); /* in shared memory for the write, too */
+    CHECK_EQ(o->n_filled, 2);
+    CHECK_OK(reshard(&w, 0));
+    close_phase(&w);
+    leave_world(&w);
+}
+
 /* Nor are they begun before they are asked for. */
 static void body_extended_large(int rank, int n_ranks, void *arg)
 {
@@ -188,6 +217,9 @@ int main(void)
     for (int n_ranks = 2; n_ranks <= 3; n_ranks++) {
         ranks_check(n_ranks, body_extended_gathers, NULL);
         ranks_check(n_ranks, body_extended_large, NULL);
+        for (size_t k = 0; k < 2; k++) {
+            ranks_check(n_ranks, body_extended_kept, &kinds[k]);
+        }
     }
     return check_result();
 }
