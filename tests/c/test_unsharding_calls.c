@@ -200,19 +200,19 @@ static void body_destroy(int rank, int n_ranks, void *arg)
             }
             close_phase(&w);
         }
+        fc_unsharding_destroy(w.owners[1].unsharding);
+        w.owners[1].unsharding = NULL;
         open(&w, FC_PHASE_BACKWARD);
         CHECK_OK(unshard(&w, 0));
-        CHECK_STATE(&w, 1, AHEAD);
-        CHECK_EQ(fc_order_n_ahead(w.domain), 2);
-        fc_unsharding_destroy(w.owners[1].unsharding);
+        CHECK_STATE(&w, 2, AHEAD);
         CHECK_EQ(fc_order_n_ahead(w.domain), 1);
-        CHECK_EQ(used_bytes(&w), 2 * o->layout->full_bytes);
-        CHECK_OK(unshard(&w, 2));
-        CHECK_OK(reshard(&w, 2));
+        fc_unsharding_destroy(w.owners[2].unsharding);
+        w.owners[2].unsharding = NULL;
+        CHECK_EQ(fc_order_n_ahead(w.domain), 0);
+        CHECK_EQ(used_bytes(&w), o->layout->full_bytes);
         CHECK_OK(reshard(&w, 0));
-        w.owners[1].unsharding = NULL;
-        fc_unsharding_drop_begun(w.domain);
         CHECK_OK(fc_domain_close(w.domain));
+        create(&w, 2);
         create(&w, 1);
     }
     leave_world(&w);
@@ -479,6 +479,25 @@ static void body_apart(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+/* Over messages a rank that has no memory for a copy fails the phase, so that nobody waits. */
+static void body_short_memory(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    has_clock = true;
+    join(&w, rank, n_ranks, *(const bool *)arg);
+    write_shards(&w, 0);
+    if (rank == 0) {
+        fc_alloc_fail_after(0);
+        CHECK_EQ(fc_unsharding_gather(w.owners[0].unsharding), FC_ERR_NOMEM);
+        fc_alloc_fail_after(-1);
+    } else {
+        CHECK_EQ(fc_unsharding_gather(w.owners[0].unsharding), FC_ERR_PEER);
+        CHECK_STATE(&w, 0, SHARDED);
+    }
+    leave_world(&w);
+}
+
 /* In shared memory a peer that leaves the phase of a copy fails it. */
 static void body_peer_fails_copy(int rank, int n_ranks, void *arg)
 {
@@ -553,6 +572,7 @@ int main(void)
         ranks_check(2, body_between, &kinds[k]);
         ranks_check(3, body_apart, &kinds[k]);
     }
+    ranks_check(2, body_short_memory, &kinds[1]);
     ranks_check(2, body_peer_fails, &kinds[0]);
     ranks_check(2, body_peer_fails_copy, &kinds[0]);
     return check_result();

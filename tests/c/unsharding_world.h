@@ -12,7 +12,9 @@
 
 #define N_UNITS 3
 #define N_PARAMS 2
+#ifndef ROWS
 #define ROWS 25 /* so that slices of a smaller group lie elsewhere in their whole */
+#endif
 #define COLUMNS 3
 #define N_STEPS 3
 #define INPUT_BYTES 20
