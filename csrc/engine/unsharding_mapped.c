@@ -11,12 +11,11 @@
 
 #include <string.h>
 
-static fc_status publish_shards(fc_unsharding *u)
+static void publish_shards(fc_unsharding *u)
 {
     u->traffic->copied += u->publish_bytes;
     u->ops->shards(u->owner, u->shards);
     fc_unit_publish(u->unit, u->shards);
-    return FC_OK;
 }
 
 /* What is there is used on: by an unshard from before the phase, or after a failure. */
@@ -30,13 +29,16 @@ static bool is_published(const fc_unsharding *u)
 static fc_status publish(fc_unsharding *u)
 {
     if (!u->is_extended) {
-        return u->publish_bytes == 0 ? FC_OK : publish_shards(u);
+        if (u->publish_bytes > 0) {
+            publish_shards(u);
+        }
+        return FC_OK;
     }
     if (u->has_extension && is_published(u)) {
         return FC_OK;
     }
     FC_TRY(unsharding_make(u));
-    FC_TRY(publish_shards(u));
+    publish_shards(u);
     u->ops->forget(u->owner);
     return FC_OK;
 }
@@ -93,12 +95,14 @@ static bool is_outdated(const fc_unsharding *u)
 
 static fc_status take(fc_unsharding *u, void **memory_out, bool *is_kept_out)
 {
-    if (!u->keeps_memory && u->state == FC_UNIT_GATHERED && fc_domain_is_open(u->domain)) {
-        unsharding_release_slot(u); /* shards may have been written since */
-        unsharding_turn(u, FC_UNIT_OUTDATE);
+    if (u->state == FC_UNIT_GATHERED && fc_domain_is_open(u->domain)) {
+        if (!u->keeps_memory) {
+            unsharding_release_slot(u);
+        }
+        unsharding_turn(u, FC_UNIT_OUTDATE); /* shards may have been written since */
     }
-    *is_kept_out = u->state == FC_UNIT_GATHERED && !u->keeps_memory;
-    if (u->state == FC_UNIT_GATHERED) {
+    *is_kept_out = u->state == FC_UNIT_GATHERED;
+    if (*is_kept_out) {
         *memory_out = u->memory;
         return FC_OK;
     }

@@ -273,9 +273,10 @@ static fc_status renew(fc_unsharding *u)
     if (is_outdated(u)) {
         FC_TRY(fetch(u));
         unsharding_count(u);
-        FC_TRY(unsharding_fill(u));
+    } else if (!u->is_refilled) {
+        return FC_OK;
     }
-    return FC_OK;
+    return unsharding_fill(u);
 }
 
 static fc_status slice(fc_unsharding *u, void **slices_out)

@@ -16,7 +16,7 @@ static bool may_go_ahead(const fc_unsharding *u)
 static uint64_t sum_of(const fc_unsharding *u, size_t param)
 {
     const fc_param *p = &u->layout->params[param];
-    const size_t numel = fc_layout_is_gathered(p) ? p->outer * p->own_rows * p->inner : 0;
+    const size_t numel = p->outer * p->own_rows * p->inner;
 
     return fc_sum_bytes(u->shards[param], numel * fc_dtype_bytes(p->orig));
 }
@@ -48,7 +48,6 @@ void unsharding_note_ahead(fc_unsharding *u)
     } else {
         note_sums(u);
     }
-    u->is_summed = false;
 }
 
 fc_status unsharding_check_ahead(fc_unsharding *u)
@@ -74,7 +73,6 @@ void unsharding_look_for_writes(fc_unsharding *u)
                          find_written(u) < u->n_params)) {
         fc_order_note_written(u->domain);
     }
-    u->is_summed = false;
 }
 
 /* ---- in shared memory ---- */

@@ -31,8 +31,42 @@ static void fill(size_t rows)
     }
 }
 
+/* Whatever stands behind the parameters is none. */
+static void test_made(void)
+{
+    static const char made[] = "what it gathers is made for each gather";
+
+    fill(8);
+    for (size_t i = 0; i < 3; i++) {
+        params[i].is_made = true;
+        CHECK_STR(why_staged(3, 4, true), made);
+        CHECK(!fc_gathers_fit(&layout));
+        CHECK((i == 2) == (why_staged(2, 4, true) == NULL));
+        params[i].is_made = false;
+        params[i].n_inputs = 1;
+        CHECK_STR(why_staged(3, 4, true), made);
+        params[i].n_inputs = 0;
+    }
+    params[3].chunk_numel = 1;
+    CHECK(why_staged(3, 4, true) == NULL);
+}
+
+static void test_uneven(void)
+{
+    static const char uneven[] = "a parameter is not sharded evenly on dim 0";
+
+    for (size_t i = 0; i < 3; i++) {
+        fill(8);
+        params[i] = matrix(1, 7, 8);
+        CHECK_STR(why_staged(3, 2, true), uneven);
+        CHECK(!fc_gathers_fit(&layout));
+    }
+}
+
 int main(void)
 {
+    test_made();
+    test_uneven();
     fill(8);
     CHECK(why_staged(32, 4, true) == NULL);
     CHECK_STR(why_staged(33, 4, true), "it has many parameters");
@@ -48,6 +82,8 @@ int main(void)
     params[1] = matrix(1, 0, 4); /* takes part in nothing */
     CHECK(why_staged(2, 4, true) == NULL);
     CHECK(why_staged(0, 4, true) == NULL);
+    params[0] = params[1];
+    CHECK(why_staged(2, 4, true) == NULL);
     /* One rank alone has its parameters in one piece, however they are sharded. */
     params[0] = matrix(3, 7, 1);
     CHECK(why_staged(PARAMS, 1, false) == NULL);

@@ -121,23 +121,110 @@ static void body_slices_end(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
-/* What is written to slices in shared memory is not what a backward reads. */
+/* What is written to slices in shared memory is not what a backward reads, nor who reads behind a
+ * reshard. */
 static void body_slices_written(int rank, int n_ranks, void *arg)
 {
     world w;
     owner *o = &w.owners[0];
-    const fc_param *p;
 
     join(&w, rank, n_ranks, *(const bool *)arg);
-    forward_to_slices(&w, 0);
-    p = &o->layout->params[0];
-    ((float *)(void *)(o->slices + p->full_at))[0] = 77;
-    o->is_slice_written[0] = true;
-    open(&w, FC_PHASE_BACKWARD);
+    for (int is_left = 0; is_left < 2; is_left++) {
+        for (size_t written = 0; written < 3; written++) { /* the first, the second, both */
+            forward_to_slices(&w, 0);
+            for (size_t i = 0; i < N_PARAMS; i++) {
+                if (written == 2 || written == i) {
+                    memset((char *)(uintptr_t)o->slices + o->layout->params[i].full_at, 0x3f, 8);
+                    o->is_slice_written[i] = true;
+                }
+            }
+            if (is_left) {
+                CHECK_OK(reshard(&w, 0));
+                CHECK(!fc_unsharding_has_slices(o->unsharding));
+            }
+            open(&w, FC_PHASE_BACKWARD);
+            CHECK_OK(unshard(&w, 0));
+            check_values(&w, 0, 0);
+            CHECK_OK(reshard(&w, 0));
+            close_phase(&w);
+            CHECK_OK(barrier(&w.host)); /* peers have read the shards */
+        }
+    }
+    leave_world(&w);
+}
+
+/* Over messages slices have a slot of their own while they are shown. */
+static void body_slices_memory(int rank, int n_ranks, void *arg)
+{
+    world w;
+    owner *o = &w.owners[0];
+    size_t slices, whole;
+
+    join(&w, rank, n_ranks, *(const bool *)arg);
+    fc_batch_limit(w.domain, 0);
+    fc_batch_limit(w.small, 0);
+    whole = o->layout->full_bytes;
+    slices = fc_round_up(fc_unit_layout(fc_domain_unit(w.small, 0))->pack_bytes, FC_PAGE);
+    write_shards(&w, 0);
+    open(&w, FC_PHASE_FORWARD);
     CHECK_OK(unshard(&w, 0));
+    fc_slots_trim(w.slots);
+    fc_alloc_fail_after(0);
+    CHECK_EQ(reshard_to_slice(&w, 0), FC_ERR_NOMEM);
+    fc_alloc_fail_after(-1);
+    CHECK_STATE(&w, 0, UNSHARDED);
     check_values(&w, 0, 0);
+    o->fails = true;
+    CHECK_EQ(reshard_to_slice(&w, 0), FC_ERR_INTERRUPTED);
+    CHECK(!fc_unsharding_has_slices(o->unsharding));
+    fc_slots_trim(w.slots);
+    CHECK_EQ(fc_slots_bytes(w.slots), whole);
+    CHECK_OK(reshard_to_slice(&w, 0));
+    CHECK(fc_unsharding_has_slices(o->unsharding));
+    fc_slots_trim(w.slots);
+    CHECK_EQ(fc_slots_bytes(w.slots), slices);
     CHECK_OK(reshard(&w, 0));
+    CHECK(!fc_unsharding_has_slices(o->unsharding));
+    fc_slots_trim(w.slots);
+    CHECK_EQ(fc_slots_bytes(w.slots), 0);
     close_phase(&w);
+    leave_world(&w);
+}
+
+/* Over messages a gather between the ranks of a smaller group brings nobody along who has no
+ * slices. */
+static void body_slices_alike(int rank, int n_ranks, void *arg)
+{
+    world w;
+    uint64_t copied;
+
+    join(&w, rank, n_ranks, *(const bool *)arg);
+    for (int step = 0; step < 2; step++) {
+        write_shards(&w, step);
+        open(&w, FC_PHASE_FORWARD);
+        for (size_t u = 0; u < N_UNITS; u++) {
+            CHECK_OK(unshard(&w, u));
+            CHECK_OK(fc_unsharding_reshard(w.owners[u].unsharding, u != 1));
+        }
+        close_phase(&w);
+        open(&w, FC_PHASE_BACKWARD);
+        copied = w.owners[0].traffic.copied;
+        CHECK_OK(unshard(&w, 0));
+        CHECK_EQ(w.owners[0].traffic.copied - copied,
+                 w.owners[0].layout->full_bytes +
+                     fc_unit_layout(fc_domain_unit(w.small, 0))->pack_bytes);
+        check_values(&w, 0, step);
+        CHECK_STATE(&w, 1, SHARDED);
+        CHECK_EQ(fc_unsharding_state_of(w.owners[2].unsharding),
+                 step == 0 ? FC_UNIT_SLICED : FC_UNIT_AHEAD);
+        CHECK_OK(reshard(&w, 0));
+        for (size_t u = 1; u < N_UNITS; u++) {
+            CHECK_OK(unshard(&w, u));
+            check_values(&w, u, step);
+            CHECK_OK(reshard(&w, u));
+        }
+        close_phase(&w);
+    }
     leave_world(&w);
 }
 
@@ -150,5 +237,7 @@ int main(void)
         ranks_check(4, body_slices_end, &kinds[k]);
     }
     ranks_check(4, body_slices_written, &kinds[0]);
+    ranks_check(4, body_slices_memory, &kinds[1]);
+    ranks_check(4, body_slices_alike, &kinds[1]);
     return check_result();
 }

@@ -12,7 +12,9 @@
 
 #define N_UNITS 3
 #define N_PARAMS 2
-#define ROWS 5
+#ifndef ROWS
+#define ROWS 25 /* so that slices of a smaller group lie elsewhere in their whole */
+#endif
 #define COLUMNS 3
 #define N_STEPS 3
 #define INPUT_BYTES 20
@@ -21,7 +23,7 @@
 
 /* Shards of the first parameter lie in shared memory where there is some; the second is narrowed.
  */
-static const fc_dtype computed[N_PARAMS] = {FC_F32, FC_BF16};
+static fc_dtype computed[N_PARAMS] = {FC_F32, FC_BF16};
 
 /* What has the tensors of one unit of one rank. */
 typedef struct owner {
@@ -32,12 +34,15 @@ typedef struct owner {
     float *shards[N_PARAMS];
     uint64_t writes[N_PARAMS]; /* to shards */
     bool is_written[N_PARAMS]; /* the unsharded parameter */
-    const char *shown;         /* NULL: nothing */
-    const char *slices;        /* NULL: the shards are shown, or the whole */
+    bool may_be_written[N_PARAMS];
+    const char *shown;  /* NULL: nothing */
+    const char *slices; /* NULL: the shards are shown, or the whole */
     bool is_slice_written[N_PARAMS];
     bool keeps_size, is_withheld, is_entered, is_observed;
-    bool fails; /* the next call that can */
+    int n_shown, n_hidden, n_withheld; /* calls */
+    bool fails;                        /* the next call that can */
     fc_written told;
+    size_t told_param;
     int n_told;
     /* Of an extended unit. */
     char input[INPUT_BYTES]; /* this rank's, of the last make */
@@ -53,6 +58,8 @@ typedef struct world {
     ranks_host small_host;
     fc_transport *small_transport;
     fc_domain *small;
+    ranks_host clock_host;
+    fc_transport *clock;
     fc_slots *slots;
     owner owners[N_UNITS];
     int rank;
@@ -61,23 +68,27 @@ typedef struct world {
 
 static uint64_t n_steps;
 static bool messages_fail;
+static bool has_clock; /* over messages: the worlds that are made next, as ranks of one host do */
 
 /* ---- the owner ---- */
 
 static inline void show(void *of, void *memory)
 {
     ((owner *)of)->shown = memory;
+    ((owner *)of)->n_shown++;
 }
 
 static inline void hide(void *of, bool keeps_size)
 {
     ((owner *)of)->shown = NULL;
     ((owner *)of)->keeps_size = keeps_size;
+    ((owner *)of)->n_hidden++;
 }
 
 static inline void withhold(void *of, bool is_withheld)
 {
     ((owner *)of)->is_withheld = is_withheld;
+    ((owner *)of)->n_withheld++;
 }
 
 static inline fc_status move(owner *o, bool is_entered, const char *slices)
@@ -87,6 +98,7 @@ static inline fc_status move(owner *o, bool is_entered, const char *slices)
         return fc_fail(FC_ERR_INTERRUPTED, "the owner fails");
     }
     memset(o->is_written, 0, sizeof(o->is_written));
+    memset(o->may_be_written, 0, sizeof(o->may_be_written));
     o->is_entered = is_entered;
     o->slices = slices;
     memset(o->is_slice_written, 0, sizeof(o->is_slice_written));
@@ -101,11 +113,11 @@ static inline fc_status enter(void *of)
 static inline fc_status leave(void *of, void *slices)
 {
     owner *o = of;
-    bool was_written[N_PARAMS];
+    const owner before = *o;
 
-    memcpy(was_written, o->is_written, sizeof(was_written));
     FC_TRY(move(o, false, slices));
-    memcpy(o->is_written, was_written, sizeof(was_written));
+    memcpy(o->is_written, before.is_written, sizeof(o->is_written));
+    memcpy(o->may_be_written, before.may_be_written, sizeof(o->may_be_written));
     return FC_OK;
 }
 
@@ -135,8 +147,9 @@ static inline size_t find_changed(void *of, const uint64_t *marks, size_t from)
 
 static inline size_t find_written(void *of, size_t from, bool maybe)
 {
-    (void)maybe;
-    while (from < N_PARAMS && !((owner *)of)->is_written[from]) {
+    const owner *o = of;
+
+    while (from < N_PARAMS && !o->is_written[from] && !(maybe && o->may_be_written[from])) {
         from++;
     }
     return from;
@@ -152,8 +165,8 @@ static inline size_t find_written_slice(void *of, size_t from)
 
 static inline fc_status tell_of_write(void *of, size_t param, fc_written what)
 {
-    (void)param;
     ((owner *)of)->told = what;
+    ((owner *)of)->told_param = param;
     ((owner *)of)->n_told++;
     return fc_fail(FC_ERR_INTERRUPTED, "a write at the wrong time");
 }
@@ -266,6 +279,9 @@ static inline fc_status all_gather(void *context, void *recv, const void *send, 
     return ranks_exchange(context, "all-gather", send, bytes, recv);
 }
 
+static fc_status (*gathers_by)(void *context, void *recv, const void *send,
+                               size_t bytes) = all_gather;
+
 /* What a transport does that can begin gathers; counted. */
 static bool can_begin; /* the worlds that are made next */
 static int n_begun, n_ended, n_dropped;
@@ -275,7 +291,7 @@ static size_t begun_bytes;
 static inline fc_status gather(void *context, const void *send, size_t bytes, const fc_gathered *to)
 {
     char *recv = malloc(RANKS_MAX * bytes);
-    fc_status st = all_gather(context, recv, send, bytes);
+    fc_status st = gathers_by(context, recv, send, bytes);
     const int n_ranks = ((ranks_host *)context)->n_ranks;
 
     for (int r = 0; r < n_ranks && st == FC_OK; r++) {
@@ -296,6 +312,9 @@ static inline fc_status gather_begin(void *context, const void *send, size_t byt
     (void)context;
     if (begun_send != NULL) {
         return FC_AGAIN;
+    }
+    if (messages_fail) {
+        return fc_fail(FC_ERR_GROUP, "nobody is there");
     }
     n_begun++;
     begun_send = send;
@@ -374,7 +393,7 @@ static inline fc_status connect_by_messages(fc_transport_config *config, ranks_h
     fc_message_ops messages = refused_messages;
 
     messages.context = host;
-    messages.all_gather = all_gather;
+    messages.all_gather = gathers_by;
     messages.barrier = barrier;
     messages.gather = can_begin ? gather : NULL;
     messages.gather_begin = gather_begin;
@@ -435,6 +454,11 @@ static inline void join(world *w, int rank, int n_ranks, bool is_mapped)
     }
     CHECK_OK(
         fc_domain_create(w->transport, FC_DOMAIN_SHARD, units, N_UNITS, rank, n_ranks, &w->domain));
+    if (has_clock && !is_mapped) {
+        config = ranks_config(&w->clock_host, 3, rank, n_ranks, DOMAINS_TIMEOUT_NS);
+        CHECK_OK(fc_shm_create(&config, &w->clock));
+        CHECK_OK(fc_domain_watch(w->domain, w->clock));
+    }
     join_small(w, rank, n_ranks);
     fc_domain_link(&w->domain, 1);
     fc_batch_limit(w->domain, BATCH_LIMIT);
@@ -455,6 +479,7 @@ static inline void leave_world(world *w)
     fc_domain_destroy(w->small);
     fc_transport_destroy(w->transport);
     fc_transport_destroy(w->small_transport);
+    fc_transport_destroy(w->clock);
     fc_slots_destroy(w->slots);
     CHECK_EQ(fc_alloc_live(), 0);
 }
