@@ -41,7 +41,8 @@ typedef struct world {
     fc_schedule_unit *on_device;
     fc_param param;
     fc_layout layout;
-    char *shard;
+    void *memory;
+    const void *shards[1]; /* there */
 } world;
 
 static world w;
@@ -352,7 +353,6 @@ static void make_device(void)
     static const int ranks[1] = {0};
     fc_device_comm *comm = NULL;
     void *memory = NULL;
-    const void *shards[1];
     fc_schedule_unit_options options = {.name = "first",
                                         .layout = &w.layout,
                                         .reshard_after_forward = true,
@@ -380,9 +380,8 @@ static void make_device(void)
     CHECK_OK(fc_schedule_add(w.schedule, &options, &w.on_device));
     CHECK_OK(w.device->ops->alloc(w.device, w.streams[0], (fc_label){"world", "memory", 0}, 64,
                                   &memory));
-    w.shard = memory;
-    shards[0] = w.shard;
-    fc_schedule_set_shards(w.on_device, shards);
+    w.shards[0] = w.memory = memory;
+    fc_schedule_set_shards(w.on_device, w.shards);
     w.course.schedule = w.schedule;
 }
 
@@ -390,15 +389,17 @@ static void unmake_device(void)
 {
     fc_event *event = NULL;
 
-    w.device->ops->free(w.device, w.shard);
     CHECK_OK(w.device->ops->event_create(w.device, &event));
-    for (int i = 0; i < N_STREAMS; i++) {
-        CHECK_OK(w.device->ops->record(w.device, event, w.streams[i]));
+    for (int i = 0; i < 2 * N_STREAMS; i++) {
+        if (i == N_STREAMS) { /* nothing reads it any more */
+            w.device->ops->free(w.device, w.memory);
+        }
+        CHECK_OK(w.device->ops->record(w.device, event, w.streams[i % N_STREAMS]));
         CHECK_OK(w.device->ops->synchronize(w.device, event));
     }
     w.device->ops->event_destroy(w.device, event);
     fc_schedule_destroy(w.schedule);
-    CHECK_EQ(fc_sim_faults(w.sim), 0);
+    CHECK_MSG(fc_sim_faults(w.sim) == 0, "%s", fc_sim_fault(w.sim, 0));
     fc_sim_destroy(w.sim);
 }
 
