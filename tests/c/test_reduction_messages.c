@@ -641,9 +641,13 @@ static void body_announced(int rank, int n_ranks, void *arg)
 static void body_visible(int rank, int n_ranks, void *arg)
 {
     fc_root_course root = {0};
+    fc_root_unit unit;
     world w;
 
     join(&w, rank, n_ranks, arg);
+    fc_root_unit_init(&unit);
+    unit.reduction = w.owners[0].reduction;
+    CHECK_EQ(fc_root_unit_options(&unit, 0).divisor, w.of->is_packed ? 1 : n_ranks);
     root.domains = w.domains;
     CHECK(!fc_root_is_visible(&root));
     for (root.n_domains = 1; root.n_domains <= w.n_domains; root.n_domains++) {

@@ -38,6 +38,11 @@ static void test_published(void)
     w.owners[0].publishes = false;
     check_usual_step();
     unmake_world();
+    make_world(); /* a backward of a forward that ran in another root */
+    w.owners[1].publishes = w.owners[1].is_stale = true;
+    CHECK_OK(reach(1));
+    CHECK_ASKED("stale1 publish1 note1 await unshard1 defer1! ");
+    unmake_world();
 }
 
 /* Shards that have gone elsewhere are looked for no further, nor are those behind them. */
@@ -213,12 +218,12 @@ static void test_late(void)
     CHECK_EQ(w.course.n_finished, 1);
     CHECK_OK(pass(2));
     CHECK_EQ(w.course.n_finished, 1);
+    CHECK_OK(unshard(&w.owners[2]));
     CHECK_OK(pass(3));
     CHECK_OK(reach(1));
     CHECK_OK(pass(1));
     CHECK_OK(reach(0));
     CHECK_OK(pass(0));
-    CHECK_EQ(w.course.n_finished, N_UNITS);
     asked[0] = '\0';
     CHECK_OK(end_backward());
     CHECK_HAS(asked, "keep2");
@@ -272,10 +277,18 @@ static void test_accumulated(void)
     for (size_t u = 0; u < N_UNITS; u++) {
         CHECK(w.owners[u].course.is_pending);
     }
+    for (size_t m = 0; m < N_MODULES; m++) { /* for whoever has it next, too */
+        CHECK_EQ(fc_root_module_training(&w.modules[m], NULL), FC_TRAINING_IDLE);
+    }
     CHECK(fc_root_is_between_steps(&w.course)); /* but for what the caller has */
     w.owners[1].has_more = true;
     CHECK(!fc_root_is_between_steps(&w.course));
     w.owners[1].has_more = false;
+    for (size_t u = 0; u < N_UNITS; u++) {
+        w.owners[u].course.n_entered = 1;
+        CHECK(!fc_root_is_between_steps(&w.course));
+        w.owners[u].course.n_entered = 0;
+    }
     set(true);
     check_usual_step();
     CHECK(!w.owners[1].course.is_pending);
@@ -452,6 +465,52 @@ static void test_empty(void)
     CHECK_EQ(fc_alloc_live(), 0);
 }
 
+/* What a unit is bound to works for it alone, and was not finished yet. */
+static void test_binding(void)
+{
+    fc_root_unit *unit = &w.owners[1].course;
+    fc_unit *shard;
+
+    make_world();
+    shard = fc_domain_unit(w.domains[0], 1);
+    CHECK(fc_unit_owner(shard) == &w.owners[1]);
+    fc_reduction_traffic(w.owners[1].reduction)->unshards = 3;
+    shard->is_finished = true;
+    fc_root_unit_bind(unit, NULL, NULL);
+    CHECK(fc_unit_owner(shard) == NULL && unit->reduction == NULL && unit->owner == NULL);
+    CHECK_EQ(unit->past.unshards, 3);
+    fc_root_unit_bind(unit, w.owners[1].reduction, &w.owners[1]);
+    CHECK(fc_unit_owner(shard) == &w.owners[1] && !shard->is_finished);
+    fc_reduction_traffic(w.owners[1].reduction)->unshards = 1;
+    fc_root_unit_bind(unit, w.owners[1].reduction, &w.owners[1]);
+    CHECK_EQ(unit->past.unshards, 4);
+    unmake_world();
+}
+
+/* A forward tells peers what the shards of all units have seen, bound or not. */
+static void test_updates(void)
+{
+    fc_step_counter *counter = NULL;
+    bool is_news = false;
+
+    make_world();
+    CHECK_OK(fc_step_counter_create(&counter));
+    CHECK_OK(fc_updates_follow(&w.owners[3].course.updates, counter, &is_news));
+    fc_step_counter_count(counter);
+    for (uint64_t n = 1; n < 4; n++) {
+        if (n == 2) {
+            fc_updates_load(&w.unbound.updates);
+        }
+        CHECK_OK(fc_root_open_forward(&w.course, &w.modules[0], true, n < 3 ? 5 : 6));
+        CHECK_EQ(fc_updates_count(&w.course.updates), n < 3 ? n : n + 1); /* looks again */
+        CHECK_OK(fc_root_end_forward(&w.course, true));
+        fc_step_counter_count(counter);
+    }
+    fc_step_counter_release(counter);
+    fc_root_unit_fini(&w.unbound);
+    unmake_world();
+}
+
 /* ---- on a device ---- */
 
 #define RELEASED "release0 release1 release2 release3 "
@@ -495,6 +554,14 @@ static void test_device(void)
         CHECK(n_freed > 0);
     }
     unmake_world();
+    make_world();
+    make_device();
+    w.forgets_to_begin = true;
+    CHECK_OK(forward(true));
+    CHECK_EQ(backward(0), FC_ERR_STATE);
+    CHECK_HAS(fc_last_message(), "before an iteration has begun");
+    CHECK_OK(fc_root_reset(&w.course, true));
+    unmake_world();
 }
 
 int main(void)
@@ -515,6 +582,8 @@ int main(void)
     test_ahead();
     test_reset();
     test_empty();
+    test_binding();
+    test_updates();
     test_device();
     return check_result();
 }

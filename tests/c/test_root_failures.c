@@ -29,17 +29,18 @@ static fc_status play_accumulated(void)
 
 static fc_status play_manual(void)
 {
-    w.context.ends_manually = true;
+    w.context.ends_manually = w.owners[1].publishes = true;
     FC_TRY(forward(true));
     FC_TRY(backward(2));
+    w.owners[1].is_stale = true;
     return ended(fc_root_finalize_backward(&w.course));
 }
 
 /* Without being reached. */
 static fc_status play_passed(void)
 {
+    w.owners[1].publishes = w.owners[1].is_stale = true;
     FC_TRY(forward(true));
-    FC_TRY(ended(fc_root_begin_backward(&w.course)));
     w.in_backward = true;
     FC_TRY(pass(3));
     return end_backward();
@@ -116,6 +117,26 @@ static void test_failures(void)
     }
 }
 
+/* Whatever memory there is none for, nothing is left of the root. */
+static void test_no_memory(void)
+{
+    fc_root_module *modules[N_MODULES];
+    fc_root_course course = {.ops = &ops};
+    const int64_t live = (make_world(), fc_alloc_live());
+
+    for (size_t i = 0; i < N_MODULES; i++) {
+        modules[i] = &w.modules[i];
+    }
+    for (int n = 0; n < 2; n++) {
+        fc_alloc_fail_after(n);
+        CHECK_EQ(fc_root_init(&course, w.domains, N_DOMAINS, modules, N_MODULES), FC_ERR_NOMEM);
+        fc_alloc_fail_after(-1);
+        CHECK_HAS(fc_last_message(), "no memory for a root of 3 modules");
+        CHECK_EQ(fc_alloc_live(), live);
+    }
+    unmake_world();
+}
+
 /* ---- what the trace shows ---- */
 
 static int n_events(uint64_t from, fc_window_event_kind kind, size_t u)
@@ -163,6 +184,7 @@ int main(void)
 {
     ranks_init();
     test_failures();
+    test_no_memory();
     test_trace();
     return check_result();
 }
