@@ -27,6 +27,7 @@ typedef struct setup {
     bool shards_are_mapped; /* else all collectives are messages */
     bool is_packed;
     size_t batch_limit;
+    bool has_replica; /* one alone, where there are no others */
 } setup;
 
 /* Collectives of one domain. */
@@ -220,7 +221,7 @@ static void join(world *w, int rank, int n_ranks, const setup *of)
 
     (void)alarm(DOMAINS_WATCHDOG_S);
     *w = (world){.of = of, .rank = rank, .n_ranks = n_ranks, .n_shards = of->n_shards};
-    w->n_domains = n_ranks > of->n_shards ? 2 : 1;
+    w->n_domains = n_ranks > of->n_shards || of->has_replica ? 2 : 1;
     here = w;
     n_submitted = n_released = 0;
     CHECK_OK(fc_slots_create(&w->slots));
@@ -298,10 +299,16 @@ static bool is_trained(int seed, size_t param)
 /* Ranks have different parameters, if somebody counts who has which. */
 static bool is_missing(const world *w, int seed, int rank, size_t param)
 {
-    return !is_trained(seed, param) ||
-           (w->of->is_packed ? seed % 2 == 1 && param == 1
-                             : (seed % 2 == 1 && param == 1 && rank % 2 == 1) ||
-                                   (param == FROZEN && rank % w->n_shards > 0));
+    if (!is_trained(seed, param) || param == 0) {
+        return param != 0;
+    }
+    if (w->of->is_packed) {
+        return seed % 2 == 1 && param == 1;
+    }
+    return param == FROZEN ? rank % w->n_shards > 0
+           : seed % 4 == 1 ? rank % 2 == 1
+           : seed % 4 == 2 ? rank > 0
+                           : seed % 4 == 3;
 }
 
 static fc_status submit(world *w, size_t u, int seed)
@@ -415,7 +422,7 @@ static void check_traffic(const world *w, size_t u, const fc_traffic *before, in
             }
         }
         all_reduced += is_in_group(w, seed, i) || is_in_group(w, seed + 1, i) ? own : 0;
-        if (n_replicas > 1) { /* kept, and added to the next one */
+        if (w->n_domains > 1) { /* kept, and added to the next one */
             copied += is_in_group(w, seed, i) ? 2 * chunk : 0;
             copied += is_in_group(w, seed + 1, i) && w->of->shards_are_mapped ? chunk : 0;
         }
@@ -480,7 +487,8 @@ static void body_steps(int rank, int n_ranks, void *arg)
             CHECK(!fc_reduction_is_submitted(w.owners[u].reduction));
             check_traffic(&w, u, &before[u], step);
         }
-        CHECK_EQ(w.channels[1].n_all_sums - n_all_sums, w.n_domains > 1 ? n_expected : 0);
+        CHECK_EQ(w.channels[1].n_all_sums - n_all_sums,
+                 n_ranks > w.n_shards || (w.n_domains > 1 && w.of->is_packed) ? n_expected : 0);
         check_sums(&w, step, step + 1);
     }
     leave(&w);
@@ -637,6 +645,64 @@ static void body_announced(int rank, int n_ranks, void *arg)
     leave(&w);
 }
 
+/* More parameters than there are bits in a word. */
+static void body_many(int rank, int n_ranks, void *arg)
+{
+    enum {
+        N_MANY = 70
+    };
+    static const float one = 1;
+    const fc_reduce_options keep = {DIVISOR, false, false, false};
+    fc_param params[N_MANY];
+    const fc_unit_desc desc = {"many", params, N_MANY};
+    uint64_t mask[2], other_mask[2], print, other_print;
+    fc_transport_config config;
+    fc_transport *transport = NULL;
+    fc_domain *domains[2] = {NULL};
+    fc_reduction *r = NULL, *next = NULL;
+    ranks_host host;
+
+    (void)arg;
+    config = ranks_config(&host, 0, rank, n_ranks, DOMAINS_TIMEOUT_NS);
+    CHECK_OK(fc_shm_create(&config, &transport));
+    for (size_t i = 0; i < N_MANY; i++) {
+        params[i] = make_param(1, 1, 1, FC_F32, true);
+    }
+    for (int d = 0; d < 2; d++) {
+        CHECK_OK(fc_domain_create(transport, d == 0 ? FC_DOMAIN_SHARD : FC_DOMAIN_REPLICATE, &desc,
+                                  1, 0, 1, &domains[d]));
+    }
+    CHECK_OK(fc_reduction_create(fc_domain_unit(domains[0], 0), fc_domain_unit(domains[1], 0), NULL,
+                                 &ops, &r));
+    CHECK_OK(fc_reduction_create(fc_domain_unit(domains[0], 0), fc_domain_unit(domains[1], 0), NULL,
+                                 &ops, &next));
+    for (size_t i = 0; i < N_MANY; i++) {
+        fc_gradient grads[N_MANY] = {{.data = NULL}};
+
+        grads[i].data = &one;
+        CHECK(!fc_reduction_announce(r, grads, &keep, mask, &print));
+        CHECK(mask[i / 64] == UINT64_C(1) << i % 64 && mask[1 - i / 64] == 0);
+        CHECK(fc_reduction_has_sums(r) && fc_reduction_has_sum(r, i));
+        CHECK_OK(fc_reduction_inherit(next, r));
+        CHECK(fc_reduction_has_sum(next, i) && fc_reduction_sum(next, i) == NULL);
+        fc_reduction_drop_sums(r);
+        CHECK(!fc_reduction_has_sums(r) && !fc_reduction_has_sum(r, i));
+        CHECK_OK(fc_reduction_inherit(next, r)); /* of which there is nothing to take */
+        CHECK(fc_reduction_has_sum(next, i));
+        grads[i].data = NULL;
+        grads[(i + 1) % N_MANY].data = &one;
+        CHECK(!fc_reduction_announce(r, grads, &keep, other_mask, &other_print));
+        CHECK(print != other_print);
+        fc_reduction_drop_sums(r);
+    }
+    fc_reduction_destroy(r);
+    fc_reduction_destroy(next);
+    fc_domain_destroy(domains[1]);
+    fc_domain_destroy(domains[0]);
+    fc_transport_destroy(transport);
+    CHECK_EQ(fc_alloc_live(), 0);
+}
+
 /* A root is visible if any domain is. */
 static void body_visible(int rank, int n_ranks, void *arg)
 {
@@ -659,20 +725,31 @@ static void body_visible(int rank, int n_ranks, void *arg)
 
 int main(void)
 {
-    static setup pair = {2, false, false, 0}, three = {3, false, false, 0};
-    static setup batched = {2, false, false, 4096}, replicas = {1, false, false, 0};
-    static setup in_memory = {2, true, false, 0};
-    static setup packed_pair = {2, false, true, 0}, packed_replicas = {1, false, true, 0};
-    static setup packed_behind = {2, true, true, 0};
+    static setup pair = {2, false, false, 0, false}, three = {3, false, false, 0, false};
+    static setup batched = {2, false, false, 4096, false}, replicas = {1, false, false, 0, false};
+    static setup in_memory = {2, true, false, 0, false};
+    static setup packed_pair = {2, false, true, 0, false},
+                 packed_replicas = {1, false, true, 0, false};
+    static setup packed_behind = {2, true, true, 0, false};
+    static setup lone = {2, false, false, 0, true}, lone_packed = {2, false, true, 0, true};
+    static setup lone_in_memory = {2, true, false, 0, true};
     static const struct {
         int n_ranks;
         setup *of;
-    } all[] = {{2, &pair},           {3, &three},
-               {2, &batched},        {2, &replicas},
-               {3, &replicas},       {4, &pair},
-               {4, &in_memory},      {2, &packed_pair},
-               {4, &packed_pair},    {2, &packed_replicas},
-               {1, &packed_replicas}};
+    } all[] = {{2, &pair},
+               {3, &three},
+               {2, &batched},
+               {2, &replicas},
+               {3, &replicas},
+               {4, &pair},
+               {4, &in_memory},
+               {2, &packed_pair},
+               {4, &packed_pair},
+               {2, &packed_replicas},
+               {1, &packed_replicas},
+               {2, &lone},
+               {2, &lone_packed},
+               {2, &lone_in_memory}};
 
     for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) {
         ranks_check(all[i].n_ranks, body_steps, all[i].of);
@@ -688,6 +765,7 @@ int main(void)
     ranks_check(4, body_left, &in_memory);
     ranks_check(2, body_announced, &pair);
     ranks_check(4, body_announced, &pair);
+    ranks_check(1, body_many, NULL);
     ranks_check(2, body_visible, &pair);
     ranks_check(2, body_visible, &packed_pair);
     ranks_check(4, body_visible, &packed_behind);
