@@ -196,7 +196,7 @@ static inline fc_status reshard_after_forward(void *of, bool in_forward)
 static inline fc_status drop_ahead(void *of)
 {
     if (of == &w.owners[N_UNITS - 1]) {
-        w.domains[0]->n_ahead = 0;
+        w.domains[0]->n_ahead = w.domains[1]->n_ahead = 0;
     }
     return take("ahead", of, "");
 }
@@ -286,7 +286,8 @@ static inline void make_units(void)
     for (size_t u = 0; u < N_UNITS; u++) {
         owner *o = &w.owners[u];
 
-        CHECK_OK(fc_reduction_create(fc_domain_unit(w.domains[0], u), NULL, w.slots, &no_reductions,
+        CHECK_OK(fc_reduction_create(fc_domain_unit(w.domains[0], u),
+                                     fc_domain_unit(w.domains[1], u), w.slots, &no_reductions,
                                      &o->reduction));
         fc_root_unit_init(&o->course);
         fc_root_unit_bind(&o->course, o->reduction, o);

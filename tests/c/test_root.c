@@ -183,6 +183,7 @@ static void body_failing(int rank, int n_ranks, void *arg)
     CHECK_OK(fc_root_reset(&w->course, true));
     CHECK(!w->context.is_failed && fc_root_is_between_steps(&w->course));
     for (size_t u = 0; u < N_UNITS; u++) {
+        CHECK(!fc_reduction_is_submitted(w->owners[u].reduction));
         CHECK(!w->owners[u].is_unsharded && !w->owners[u].has_accumulated);
         w->owners[u].has_sum = false;
     }
@@ -383,6 +384,26 @@ static void body_refusing(int rank, int n_ranks, void *arg)
     leave(w);
 }
 
+/* No rank goes on before all of those with which it shares something have ended the forward. */
+static void body_together(int rank, int n_ranks, void *arg)
+{
+    world *w = join(rank, n_ranks, *(const int *)arg);
+
+    for (int late = 0; late < n_ranks; late++) {
+        const bool waits = rank != late && (rank / w->n_shards == late / w->n_shards ||
+                                            rank % w->n_shards == late % w->n_shards);
+
+        CHECK_OK(fc_root_open_forward(&w->course, &w->modules[0], true, 0));
+        if (rank == late) {
+            (void)usleep(2000);
+            atomic_store(&ranks_common->values[1], late + 1);
+        }
+        CHECK_OK(fc_root_end_forward(&w->course, true));
+        CHECK(!waits || atomic_load(&ranks_common->values[1]) >= late + 1);
+    }
+    leave(w);
+}
+
 /* The last rank leaves the forward that the others go on from. */
 static void body_leaving(int rank, int n_ranks, void *arg)
 {
@@ -448,6 +469,9 @@ int main(void)
     }
     ranks_check(2, body_failing, &two);
     ranks_check(4, body_failing, &two);
+    ranks_check(2, body_together, &two);
+    ranks_check(2, body_together, &one);
+    ranks_check(4, body_together, &two);
     ranks_check(2, body_refusing, &two);
     ranks_check(2, body_leaving, &two);
     ranks_check(3, body_leaving, &three);

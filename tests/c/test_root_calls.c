@@ -378,7 +378,18 @@ static void test_ahead(void)
     w.domains[0]->n_ahead = 1;
     CHECK_OK(fc_root_end_forward(&w.course, true));
     CHECK_ASKED(CHECKED "ahead0 ahead1 ahead2 ahead3 ");
+    CHECK_OK(fc_root_end_forward(&w.course, true)); /* which is over */
+    CHECK_ASKED("");
+    CHECK_OK(fc_root_open_forward(&w.course, &w.modules[0], true, 0));
+    w.domains[1]->n_ahead = 1;
+    asked[0] = '\0';
+    CHECK_OK(fc_root_end_forward(&w.course, true));
+    CHECK_ASKED(CHECKED "ahead0 ahead1 ahead2 ahead3 ");
     CHECK_OK(reach(0));
+    asked[0] = '\0';
+    CHECK_OK(fc_root_end_forward(&w.course, true)); /* of what runs again in a backward */
+    CHECK_ASKED("");
+    CHECK(fc_root_in_backward(&w.course));
     w.domains[0]->n_ahead = 1;
     fc_root_unit_bind(&w.owners[1].course, NULL, NULL); /* its module is gone */
     asked[0] = '\0';
@@ -447,6 +458,44 @@ static void test_reset(void)
     unmake_world();
 }
 
+/* A forward that was left by an exception: who began it tells peers, and finds out later. */
+static void test_raised(void)
+{
+    make_world();
+    for (size_t m = 0; m < N_MODULES; m++) {
+        fc_root_module *module = &w.modules[m];
+
+        CHECK(!fc_root_was_left(&w.course, module));
+        CHECK_OK(fc_root_open_forward(&w.course, module, true, 0));
+        CHECK_EQ(fc_root_was_left(&w.course, module), m == 0);
+        module->training = FC_TRAINING_FORWARD;
+        for (size_t other = 0; other < N_MODULES; other++) {
+            CHECK_EQ(fc_root_was_left(&w.course, &w.modules[other]), other == 0 || other == m);
+            if (other != m) {
+                fc_root_note_raised(&w.course, &w.modules[other]);
+            }
+        }
+        module->is_grouped = true;
+        CHECK(!fc_root_was_left(&w.course, module));
+        module->is_grouped = false;
+        CHECK(fc_root_is_open(&w.course) && !w.course.has_raised);
+        fc_root_note_raised(&w.course, module);
+        CHECK(!fc_root_is_open(&w.course) && !fc_domain_is_open(w.domains[1]));
+        CHECK(w.course.has_raised);
+        CHECK_EQ(fc_window()->now.phase, FC_WINDOW_FAILED);
+        CHECK_OK(fc_root_reset(&w.course, false));
+        module->training = FC_TRAINING_FORWARD;
+        CHECK(!fc_root_was_left(&w.course, module));
+        module->training = FC_TRAINING_IDLE;
+    }
+    CHECK_OK(reach(0));
+    w.course.opener = &w.modules[0];
+    fc_root_note_raised(&w.course, &w.modules[0]); /* what runs again in a backward */
+    CHECK(fc_root_is_open(&w.course) && !w.course.has_raised);
+    w.course.opener = NULL;
+    unmake_world();
+}
+
 /* A root without modules or domains. */
 static void test_empty(void)
 {
@@ -461,6 +510,7 @@ static void test_empty(void)
     CHECK_OK(fc_root_reset(&empty, true));
     CHECK(!context.is_failed);
     fc_root_fini(&empty);
+    CHECK(empty.n_domains == 0 && empty.n_modules == 0);
     fc_root_fini(&empty);
     CHECK_EQ(fc_alloc_live(), 0);
 }
@@ -581,6 +631,7 @@ int main(void)
     test_few_units();
     test_ahead();
     test_reset();
+    test_raised();
     test_empty();
     test_binding();
     test_updates();

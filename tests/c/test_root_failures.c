@@ -122,6 +122,8 @@ static void test_no_memory(void)
 {
     fc_root_module *modules[N_MODULES];
     fc_root_course course = {.ops = &ops};
+    fc_step_counter *counter = NULL;
+    bool is_news = false;
     const int64_t live = (make_world(), fc_alloc_live());
 
     for (size_t i = 0; i < N_MODULES; i++) {
@@ -133,7 +135,16 @@ static void test_no_memory(void)
         fc_alloc_fail_after(-1);
         CHECK_HAS(fc_last_message(), "no memory for a root of 3 modules");
         CHECK_EQ(fc_alloc_live(), live);
+        CHECK(course.domains == NULL && course.modules == NULL);
     }
+    CHECK_OK(fc_step_counter_create(&counter));
+    CHECK_OK(fc_updates_follow(&w.owners[0].course.updates, counter, &is_news));
+    fc_alloc_fail_after(0);
+    CHECK_EQ(fc_root_open_forward(&w.course, &w.modules[0], true, 0), FC_ERR_NOMEM);
+    fc_alloc_fail_after(-1);
+    CHECK_OK(fc_root_open_forward(&w.course, &w.modules[0], true, 0)); /* it looks again */
+    CHECK_EQ(fc_updates_count(&w.course.updates), fc_updates_count(&w.owners[0].course.updates));
+    fc_step_counter_release(counter);
     unmake_world();
 }
 
