@@ -141,14 +141,16 @@ static void attach(world *w, size_t u)
     fc_reduction_attach(o->reduction, o);
 }
 
-static void join(world *w, int rank, int n_ranks, int n_shards)
+/* `n_shards` negative: so many, with a replica even where there is no other one. */
+static void join(world *w, int rank, int n_ranks, int of)
 {
+    const int n_shards = of < 0 ? -of : of;
     fc_param params[N_PARAMS];
     fc_unit_desc units[N_UNITS] = {{"first", params, N_PARAMS}, {"second", params, N_PARAMS}};
     const int n_replicas = n_ranks / n_shards;
 
     (void)alarm(DOMAINS_WATCHDOG_S);
-    *w = (world){.rank = rank, .n_shards = n_shards, .n_domains = n_replicas > 1 ? 2 : 1};
+    *w = (world){.rank = rank, .n_shards = n_shards, .n_domains = n_replicas > 1 || of < 0 ? 2 : 1};
     n_submitted = n_released = 0;
     CHECK_OK(fc_slots_create(&w->slots));
     for (size_t i = 0; i < N_PARAMS; i++) {
@@ -319,10 +321,9 @@ static void set_all_reduce(world *w, bool all_reduce)
 /* Backwards that add up, into one another's sums or over replicas that wait for the second. */
 static void body_steps(int rank, int n_ranks, void *arg)
 {
-    const int n_shards = *(const int *)arg;
     world w;
 
-    join(&w, rank, n_ranks, n_shards);
+    join(&w, rank, n_ranks, *(const int *)arg);
     for (int step = 0; step < N_STEPS; step++) {
         const bool is_exclusive = step % 3 == 0;
 
@@ -420,6 +421,55 @@ static void body_failing(int rank, int n_ranks, void *arg)
     leave(&w);
 }
 
+/* Whatever memory there is none for is told, and nothing of it is left. */
+static void body_no_memory(int rank, int n_ranks, void *arg)
+{
+    fc_status st = FC_ERR_NOMEM;
+    fc_reduction *unmade = NULL;
+    int n_failures = 0;
+    world w;
+
+    join(&w, rank, n_ranks, *(const int *)arg);
+    for (int n = 0; n < 2; n++) {
+        fc_alloc_fail_after(n);
+        CHECK_EQ(fc_reduction_create(w.owners[0].shard, NULL, w.slots, &ops, &unmade),
+                 FC_ERR_NOMEM);
+        CHECK_HAS(fc_last_message(), "no memory for the reductions of unit 'first'");
+    }
+    for (int n = 0; st != FC_OK; n++) {
+        open(&w, FC_PHASE_FORWARD);
+        close_all(&w);
+        open(&w, FC_PHASE_BACKWARD);
+        set_all_reduce(&w, false);
+        fc_alloc_fail_after(n);
+        st = submit_of(&w, 0, 0, false, (fc_dtype[]){FC_BF16, FC_BF16});
+        st = st == FC_OK ? fc_reduction_finish_all(w.domains, w.n_domains) : st;
+        fc_alloc_fail_after(-1);
+        atomic_fetch_add(&ranks_common->values[1], 1);
+        CHECK(ranks_await(1, (n + 1) * n_ranks));
+        if (st != FC_OK) {
+            CHECK_EQ(st, FC_ERR_NOMEM);
+            n_failures++;
+            for (size_t d = 0; d < w.n_domains; d++) {
+                fc_domain_fail(w.domains[d]);
+            }
+            CHECK_EQ(n_released, n_submitted);
+            fc_reduction_drop_sums(w.owners[0].reduction);
+        } else {
+            close_all(&w);
+        }
+    }
+    CHECK_EQ(n_failures > 0, n_ranks > w.n_shards || w.n_domains > 1);
+    set_all_reduce(&w, true);
+    open(&w, FC_PHASE_FORWARD);
+    close_all(&w);
+    forget(&w);
+    fc_reduction_drop_sums(w.owners[0].reduction);
+    CHECK_OK(backward(&w, 2, false));
+    check_sums(&w, 0, 2, 2, n_ranks, 0.5F);
+    leave(&w);
+}
+
 /* Gradients travel in their own type where all have the same; else in that of the reduction. */
 static void body_types(int rank, int n_ranks, void *arg)
 {
@@ -438,7 +488,8 @@ static void body_types(int rank, int n_ranks, void *arg)
             is_exclusive && w.n_shards > 1 && (i % 4 < 2 || is_missing(seed, rank, 1));
         const fc_traffic before = *fc_reduction_traffic(w.owners[0].reduction);
         fc_traffic now;
-        size_t copied = 0, reduced = 0;
+        const size_t n_replicas = (size_t)(n_ranks / w.n_shards);
+        size_t copied = 0, reduced = 0, all_reduced = 0;
 
         open(&w, FC_PHASE_FORWARD);
         close_all(&w);
@@ -457,6 +508,10 @@ static void body_types(int rank, int n_ranks, void *arg)
             const bool stays =
                 is_alone && (i % 4 == 0 || (is_missing(seed, rank, 1) && i % 4 == 3));
 
+            /* Of what a rank of its shard group has. */
+            if (w.n_shards > 1 || !is_missing(seed, rank, k)) {
+                all_reduced += p->own_rows * p->inner * sizeof(float);
+            }
             if (!is_missing(seed, rank, k) && !stays) {
                 copied += rows * p->inner * (is_alone ? sizeof(float) : item);
             }
@@ -465,10 +520,15 @@ static void body_types(int rank, int n_ranks, void *arg)
             }
         }
         now = *fc_reduction_traffic(w.owners[0].reduction);
-        CHECK_EQ(now.copied - before.copied, copied);
+        if (w.n_domains == 1 || w.n_shards == 1) {
+            CHECK_EQ(now.copied - before.copied, copied);
+        }
+        CHECK_EQ(now.all_reduced - before.all_reduced,
+                 n_replicas > 1 ? 2 * (n_replicas - 1) * all_reduced / n_replicas : 0);
+        CHECK(!fc_reduction_is_submitted(w.owners[0].reduction) || w.n_domains == 1);
         CHECK_EQ(now.reduced - before.reduced, reduced);
         CHECK_EQ(now.reductions - before.reductions, w.n_shards > 1);
-        CHECK_EQ(now.all_reductions - before.all_reductions, w.n_domains > 1);
+        CHECK_EQ(now.all_reductions - before.all_reductions, n_replicas > 1);
     }
     leave(&w);
 }
@@ -569,7 +629,7 @@ static void body_copies(int rank, int n_ranks, void *arg)
 
 int main(void)
 {
-    static int one = 1, two = 2, three = 3, four = 4;
+    static int one = 1, two = 2, three = 3, four = 4, lone_one = -1, lone_two = -2;
 
     ranks_check(1, body_steps, &one);
     ranks_check(2, body_steps, &two);
@@ -583,6 +643,13 @@ int main(void)
     ranks_check(2, body_failing, &two);
     ranks_check(2, body_failing, &one);
     ranks_check(4, body_failing, &two);
+    ranks_check(1, body_steps, &lone_one);
+    ranks_check(2, body_steps, &lone_two);
+    ranks_check(1, body_no_memory, &lone_one);
+    ranks_check(2, body_no_memory, &two);
+    ranks_check(2, body_no_memory, &one);
+    ranks_check(4, body_no_memory, &two);
+    ranks_check(4, body_types, &two);
     ranks_check(1, body_types, &one);
     ranks_check(2, body_types, &one);
     ranks_check(2, body_types, &two);
