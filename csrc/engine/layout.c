@@ -66,23 +66,27 @@ static size_t padded_numel(const fc_param *param)
                             : fc_round_up(param->chunk_numel + param->is_counted, FC_ALIGN / 2);
 }
 
+/* Each of its elements lies aligned, also behind packed ones of another type. */
 static void place_section(fc_layout *layout, bool trainable, fc_dtype reduce)
 {
-    size_t i, at = layout->part_bytes;
+    const size_t at = fc_round_up(layout->part_bytes, fc_dtype_bytes(reduce));
+    size_t i, end = at;
 
     for (i = 0; i < layout->n_params; i++) {
         fc_param *p = &layout->params[i];
 
         if (p->has_grad && p->trainable == trainable && p->reduce == reduce) {
-            p->part_at = place_chunk(p, &layout->part_bytes, padded_numel(p), p->reduce);
+            p->part_at = place_chunk(p, &end, padded_numel(p), p->reduce);
+            layout->grad_bytes = fc_round_up(layout->grad_bytes, fc_dtype_bytes(p->grad));
             p->grad_at = place_chunk(p, &layout->grad_bytes, padded_numel(p), p->grad);
         }
     }
-    if (layout->part_bytes > at) {
+    if (end > at) {
         fc_section *section = trainable ? &layout->sections[layout->n_sections++]
                                         : &layout->frozen[layout->n_frozen++];
 
-        *section = (fc_section){.reduce = reduce, .at = at, .bytes = layout->part_bytes - at};
+        *section = (fc_section){.reduce = reduce, .at = at, .bytes = end - at};
+        layout->part_bytes = end;
     }
 }
 

@@ -414,7 +414,7 @@ fc_status fc_root_reset(fc_root_course *root, bool drops_gradients)
         context->is_unfinalized = false;
     }
     root->opener = NULL;
-    root->has_raised = false;
+    root->has_raised = root->defers_hooks = false;
     context->awaits_end = context->is_failed = false;
     return FC_OK;
 }

@@ -6,6 +6,7 @@
 #include "domains.h"
 
 #include "engine/root.h"
+#include "window/window.h"
 
 #define N_UNITS 3
 #define N_MODULES (N_UNITS + 1) /* the root has no parameters */
@@ -42,6 +43,7 @@ struct world {
     int rank, n_ranks, n_shards;
     bool in_backward;              /* the caller's */
     size_t fails_in;               /* the unit whose submission fails; N_UNITS: none */
+    size_t fails_to_assign;        /* and whose sum is refused */
     int n_kept, n_asked, n_passed; /* calls of `keep`, `await_end`, `note_passed` */
     char events[256];              /* what units did, in order */
 };
@@ -84,6 +86,9 @@ static inline fc_status assign(void *of, size_t param, const fc_reduce_options *
     owner *o = of;
 
     (void)param;
+    if (o->world->fails_to_assign == (size_t)(o - o->world->owners)) {
+        return fc_fail(FC_ERR_INTERRUPTED, "the caller refuses");
+    }
     o->has_sum = true;
     o->has_deferred = options->defer_hooks;
     note(o, options->defer_hooks ? "sum" : "hook");
@@ -399,7 +404,7 @@ static inline world *join(int rank, int n_ranks, int n_shards)
     w->n_ranks = n_ranks;
     w->n_shards = n_shards;
     w->n_domains = n_ranks > n_shards ? 2 : 1;
-    w->fails_in = N_UNITS;
+    w->fails_in = w->fails_to_assign = N_UNITS;
     CHECK_OK(fc_slots_create(&w->slots));
     for (size_t d = 0; d < w->n_domains; d++) {
         join_domain(w, d, units);
@@ -467,6 +472,7 @@ static inline void forward(world *w, size_t again)
     CHECK(is_intact);
     CHECK_OK(fc_root_open_forward(&w->course, &w->modules[0], true, 0));
     CHECK(fc_root_is_open(&w->course) && !fc_root_is_between_steps(&w->course));
+    CHECK_EQ(fc_window()->now.phase, FC_WINDOW_FORWARD);
     for (size_t u = 0; u < N_UNITS; u++) {
         enter(w, u);
         if (u == again) {

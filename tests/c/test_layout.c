@@ -300,6 +300,50 @@ static void test_packed(void)
     CHECK_EQ(layout.n_sections, 1);
 }
 
+/* What is added up or shown lies where its type can be read; what is gathered travels as bytes. */
+static void test_packed_types(void)
+{
+    static const fc_dtype types[] = {FC_F32, FC_BF16, FC_F64, FC_F32};
+    fc_param params[4];
+    fc_layout layout;
+
+    for (size_t i = 0; i < 4; i++) {
+        params[i] = (fc_param){.outer = 1,
+                               .rows = 3,
+                               .inner = 3,
+                               .orig = types[i],
+                               .compute = types[i],
+                               .reduce = types[i],
+                               .grad = types[i],
+                               .has_grad = true,
+                               .trainable = i < 3,
+                               .is_packed = true};
+    }
+    CHECK_EQ(fc_layout_init(&layout, params, 4, 0, 1, false), FC_OK);
+    CHECK_EQ(layout.pack_bytes, 9 * (4 + 2 + 8 + 4));
+    CHECK_EQ(layout.n_sections, 3);
+    CHECK_EQ(layout.n_frozen, 1);
+    for (size_t i = 0; i < 4; i++) {
+        const fc_section *section = fc_layout_section(&layout, &params[i]);
+
+        CHECK_EQ(section->at, params[i].part_at);
+        CHECK_EQ(section->bytes, 9 * fc_dtype_bytes(types[i]));
+        CHECK_EQ(section->at % fc_dtype_bytes(types[i]), 0);
+        CHECK_EQ(fc_wire_at(&params[i], FC_WIRE_REDUCE), params[i].part_at);
+        CHECK_EQ(params[i].grad_at % fc_dtype_bytes(types[i]), 0);
+    }
+    for (size_t i = 0; i < 4; i++) { /* and not where another one does */
+        for (size_t k = 0; k < 4; k++) {
+            const size_t bytes = 9 * fc_dtype_bytes(types[k]);
+
+            CHECK(i == k || params[i].part_at < params[k].part_at ||
+                  params[i].part_at >= params[k].part_at + bytes);
+            CHECK(i == k || params[i].grad_at < params[k].grad_at ||
+                  params[i].grad_at >= params[k].grad_at + bytes);
+        }
+    }
+}
+
 /* Inputs travel in their parameter's place, which keeps its place among the gradients. */
 static void test_inputs(void)
 {
@@ -393,6 +437,7 @@ int main(void)
     test_random();
     test_fingerprint();
     test_packed();
+    test_packed_types();
     test_inputs();
     test_too_large();
     test_pre_divisor();

@@ -183,6 +183,7 @@ static void body_failing(int rank, int n_ranks, void *arg)
     CHECK_OK(fc_root_reset(&w->course, true));
     CHECK(!w->context.is_failed && fc_root_is_between_steps(&w->course));
     for (size_t u = 0; u < N_UNITS; u++) {
+        CHECK(!fc_reduction_is_submitted(w->owners[u].reduction));
         CHECK(!w->owners[u].is_unsharded && !w->owners[u].has_accumulated);
         w->owners[u].has_sum = false;
     }
@@ -255,8 +256,21 @@ static void check_input(void)
     root.backward++;
     CHECK(!fc_root_asks_for_input(&root, &unit));
     root.backward = 7; /* of another root */
+    module.training = FC_TRAINING_PRE_BACKWARD;
+    module.backward = 7;
+    CHECK_EQ(fc_root_module_training(&module, &root), FC_TRAINING_PRE_BACKWARD);
     fc_root_module_join(&module, &unit, false);
     CHECK(!fc_root_asks_for_input(&root, &unit));
+    root.backward = 1;
+    CHECK_EQ(fc_root_module_training(&module, &root), FC_TRAINING_IDLE);
+    CHECK_EQ(fc_root_module_training(&module, NULL), FC_TRAINING_PRE_BACKWARD);
+    unit.finished_in = 1;
+    unit.input_seen_in = 0;
+    fc_root_module_join(&module, &unit, true);
+    CHECK(module.is_grouped && unit.finished_in == 0);
+    CHECK(fc_root_asks_for_input(&root, &unit));
+    root.backward = 7;
+    CHECK(fc_root_asks_for_input(&root, &unit)); /* nobody has seen it */
 }
 
 static void check_training(void)
@@ -321,6 +335,122 @@ static void body_several(int rank, int n_ranks, void *arg)
     leave(w);
 }
 
+enum {
+    SUBMITTED /* in ranks_common */
+};
+
+/* Rank 1 refuses a sum as it passes its unit, or rank 0 while it passes the next one or at the end.
+ */
+static void body_refusing(int rank, int n_ranks, void *arg)
+{
+    world *w = join(rank, n_ranks, *(const int *)arg);
+
+    for (int i = 0; i < 3; i++) {
+        const bool refuses = rank == (i == 0 ? 1 : 0);
+
+        forward(w, N_UNITS);
+        CHECK_OK(reach(w, 2));
+        w->fails_to_assign = refuses ? 2 : N_UNITS;
+        if (rank == 0) {
+            CHECK_OK(pass(w, 2, 1));
+            atomic_fetch_add(&ranks_common->values[SUBMITTED], 1);
+            CHECK(ranks_await(SUBMITTED, 2 * (i + 1)));
+        } else {
+            CHECK(ranks_await(SUBMITTED, 2 * i + 1));
+            CHECK_EQ(pass(w, 2, 1), refuses ? FC_ERR_INTERRUPTED : FC_OK);
+            atomic_fetch_add(&ranks_common->values[SUBMITTED], 1);
+        }
+        w->events[0] = '\0';
+        if (i == 1 && refuses) {
+            CHECK_EQ(pass(w, 1, 1), FC_ERR_INTERRUPTED);
+            CHECK(strstr(w->events, "submit1") == NULL); /* nothing comes behind it */
+        } else if (i == 2 && refuses) {
+            CHECK_EQ(end(w), FC_ERR_INTERRUPTED);
+        } else if (!refuses) {
+            CHECK_EQ(end(w), FC_ERR_PEER);
+        }
+        CHECK_HAS(fc_last_message(), refuses ? "the caller refuses" : "left the backward");
+        CHECK(w->context.is_failed && !fc_root_is_open(&w->course));
+        CHECK_EQ(fc_window()->now.phase, FC_WINDOW_FAILED);
+        w->fails_to_assign = N_UNITS;
+        CHECK_OK(fc_root_reset(&w->course, true));
+        for (size_t u = 0; u < N_UNITS; u++) {
+            w->owners[u].has_sum = false;
+        }
+    }
+    forward(w, N_UNITS);
+    CHECK_OK(backward(w, 3, 0));
+    check_sums(w, 3, 3);
+    leave(w);
+}
+
+/* No rank goes on before all of those with which it shares something have ended the forward. */
+static void body_together(int rank, int n_ranks, void *arg)
+{
+    world *w = join(rank, n_ranks, *(const int *)arg);
+
+    for (int late = 0; late < n_ranks; late++) {
+        const bool waits = rank != late && (rank / w->n_shards == late / w->n_shards ||
+                                            rank % w->n_shards == late % w->n_shards);
+
+        CHECK_OK(fc_root_open_forward(&w->course, &w->modules[0], true, 0));
+        if (rank == late) {
+            (void)usleep(2000);
+            atomic_store(&ranks_common->values[1 + late], 1);
+        }
+        CHECK_OK(fc_root_end_forward(&w->course, true));
+        CHECK(!waits || atomic_load(&ranks_common->values[1 + late]) == 1);
+    }
+    leave(w);
+}
+
+/* The last rank leaves the forward that the others go on from. */
+static void body_leaving(int rank, int n_ranks, void *arg)
+{
+    world *w = join(rank, n_ranks, *(const int *)arg);
+
+    CHECK_OK(fc_root_open_forward(&w->course, &w->modules[0], true, 0));
+    if (rank == n_ranks - 1) {
+        fc_root_fail(&w->course);
+    } else {
+        CHECK_EQ(fc_root_begin_backward(&w->course), FC_ERR_PEER);
+        CHECK_HAS(fc_last_message(), "left the forward of step 1");
+    }
+    CHECK(w->context.is_failed && !fc_root_is_open(&w->course));
+    CHECK_OK(fc_root_reset(&w->course, true));
+    forward(w, N_UNITS);
+    CHECK_OK(backward(w, 2, 0));
+    check_sums(w, 2, 2);
+    leave(w);
+}
+
+/* Forwards that begin at another module, or with shards that have seen less, are told apart. */
+static void body_apart(int rank, int n_ranks, void *arg)
+{
+    static const char *const openers[N_MODULES] = {"", "a", "b", "c"};
+    world *w = join(rank, n_ranks, *(const int *)arg);
+    const bool is_other = rank == n_ranks - 1;
+
+    CHECK_OK(fc_domain_name_openers(w->domains[0], openers, N_MODULES));
+    forward(w, N_UNITS);
+    CHECK_OK(backward(w, 1, 0));
+    CHECK_OK(fc_root_open_forward(&w->course, &w->modules[is_other ? 3 : 2], true, 0));
+    CHECK_EQ(fc_root_end_forward(&w->course, true), FC_ERR_MISMATCH);
+    CHECK_HAS(fc_last_message(), "in the forward of b on rank 10");
+    CHECK_HAS(fc_last_message(), "and of c on rank 11");
+    CHECK(w->context.is_failed);
+    CHECK_OK(fc_root_reset(&w->course, true));
+    if (is_other) {
+        fc_updates_load(&w->owners[2].course.updates);
+    }
+    CHECK_OK(fc_root_open_forward(&w->course, &w->modules[0], true, 1));
+    CHECK_EQ(fc_root_end_forward(&w->course, true), FC_ERR_MISMATCH);
+    CHECK_HAS(fc_last_message(), "after 0 optimizer steps (and loads) over the shards of rank 10");
+    CHECK_HAS(fc_last_message(), "after 1 over those of rank 11");
+    CHECK_OK(fc_root_reset(&w->course, true));
+    leave(w);
+}
+
 int main(void)
 {
     static int one = 1, two = 2, three = 3;
@@ -339,5 +469,12 @@ int main(void)
     }
     ranks_check(2, body_failing, &two);
     ranks_check(4, body_failing, &two);
+    ranks_check(2, body_together, &two);
+    ranks_check(2, body_together, &one);
+    ranks_check(4, body_together, &two);
+    ranks_check(2, body_refusing, &two);
+    ranks_check(2, body_leaving, &two);
+    ranks_check(3, body_leaving, &three);
+    ranks_check(2, body_apart, &two);
     return check_result();
 }
