@@ -16,7 +16,7 @@
 
 /* What the device was asked for since the last time. */
 typedef struct calls {
-    int events, allocs, frees;
+    int events, allocs, frees, moves;
     size_t planned; /* elements of all plans */
     char gathered[32];
 } calls;
@@ -49,6 +49,13 @@ static fc_status count_plan(fc_device *device, fc_runs *plan, fc_moves **out)
         now.planned += (size_t)plan->runs[i].n_lines * plan->runs[i].line_numel;
     }
     return simulated->moves_create(device, plan, out);
+}
+
+static fc_status count_move(fc_device *device, fc_stream *stream, fc_label label,
+                            const fc_move *move)
+{
+    now.moves++;
+    return simulated->move(device, stream, label, move);
 }
 
 static fc_status note_gather(fc_device *device, fc_device_comm *comm, fc_stream *stream,
@@ -129,6 +136,7 @@ static void make_world(world *w, const kind *k)
     w->counting.alloc = count_alloc;
     w->counting.free = count_free;
     w->counting.moves_create = count_plan;
+    w->counting.move = count_move;
     w->counting.all_gather = note_gather;
     w->device->ops = &w->counting;
     for (int i = 0; i < STREAMS; i++) {
@@ -544,6 +552,29 @@ static void test_held_gradients_are_dropped(void)
     unmake(&w);
 }
 
+/* What the caller gives stands for the unit's own divisor, 1 too, which staging is in vain for. */
+static void test_the_given_divisor_counts(void)
+{
+    const kind k = {.n_ranks = 1, .pre_divisor = 2};
+    fc_schedule_grads given = {.sync = FC_SYNC_ALL};
+    bool is_reduced;
+    world w;
+
+    make_world(&w, &k);
+    given.full = w.grads;
+    given.out = w.out;
+    begin(&w);
+    for (int divisor = 0; divisor < 3; divisor++) {
+        given.pre_divisor = divisor;
+        (void)take();
+        MUST(fc_schedule_post_backward(w.units[0], &given, &is_reduced));
+        CHECK(is_reduced);
+        CHECK_EQ(take().moves, divisor == 1 ? 1 : 2);
+    }
+    end(&w);
+    unmake(&w);
+}
+
 int main(void)
 {
     const size_t own = 8 * 16 * PARAMS, all = 2 * own;
@@ -574,5 +605,6 @@ int main(void)
     test_some_gradient_is_needed(true);
     test_some_gradient_is_needed(false);
     test_held_gradients_are_dropped();
+    test_the_given_divisor_counts();
     return check_result();
 }

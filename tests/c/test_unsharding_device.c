@@ -331,7 +331,7 @@ static void test_residence_fails(void)
 }
 
 /* A write that reached the shards ends it, and is told of if it is known. */
-static void test_residence_ends_with_a_write(bool is_counted, fc_status warns)
+static void test_residence_ends_with_a_write(size_t param, bool is_counted, fc_status warns)
 {
     device_world w;
     tensors *t;
@@ -339,18 +339,18 @@ static void test_residence_ends_with_a_write(bool is_counted, fc_status warns)
     make_device_world(&w, 1, alone);
     t = begin_forward(&w);
     pass(&w, 0);
-    t->base.is_written[1] = is_counted;
-    t->maybe_written = true;
+    t->base.is_written[param] = is_counted;
+    t->maybe_written = !is_counted;
     t->warns = warns;
     CHECK_EQ(fc_unsharding_reshard(t->base.unsharding, false), is_counted ? warns : FC_OK);
     CHECK(!is_resident(t));
     check_state(&w, 0, FC_UNIT_SHARDED);
     CHECK_EQ(t->base.n_told, is_counted);
     if (is_counted) {
-        CHECK_EQ(t->told_of, 1);
+        CHECK_EQ(t->told_of, param);
         CHECK_EQ(t->base.told, FC_WRITTEN_RESIDENT);
     }
-    t->base.is_written[1] = t->maybe_written = false;
+    t->base.is_written[param] = t->maybe_written = false;
     use_there(&w, 0);
     CHECK(t->base.shown != NULL && t->base.shown != t->home);
     check_values_there(&w, 0);
@@ -358,6 +358,94 @@ static void test_residence_ends_with_a_write(bool is_counted, fc_status warns)
     reshard_there(&w, 0, false);
     CHECK_EQ(t->base.n_told, is_counted);
     close_there(&w, true);
+    unmake_device_world(&w);
+}
+
+static void test_residence_cannot_end(void)
+{
+    device_world w;
+    tensors *t;
+
+    make_device_world(&w, 1, alone);
+    t = begin_forward(&w);
+    pass(&w, 0);
+    t->base.is_written[0] = true;
+    w.ranks[0].fails_to_record = true;
+    CHECK_EQ(fc_unsharding_reshard(t->base.unsharding, false), FC_ERR_SYSTEM);
+    CHECK_EQ(t->base.n_told, 0);
+    w.ranks[0].fails_to_record = false;
+    close_there(&w, true);
+    unmake_device_world(&w);
+}
+
+/* ---- failures ---- */
+
+/* The device has no memory at the `n`-th request from now. */
+static fc_status without_memory(tensors *t, int64_t n, fc_status (*act)(fc_unsharding *))
+{
+    fc_status st;
+
+    fc_sim_fail_alloc(t->rank->device, n);
+    st = act(t->base.unsharding);
+    fc_sim_fail_alloc(t->rank->device, -1);
+    return st;
+}
+
+static fc_status use_once(fc_unsharding *u)
+{
+    bool is_shown;
+
+    FC_TRY(fc_unsharding_begin_use(u, &is_shown));
+    return is_shown ? FC_OK : fc_unsharding_show(u);
+}
+
+static fc_status to_slice(fc_unsharding *u)
+{
+    return fc_unsharding_reshard(u, true);
+}
+
+/* What fails leaves the unit as it was, and may be tried again. */
+static void test_failures(void)
+{
+    device_world w;
+    tensors *t;
+
+    make_device_world(&w, 1, (kind){.is_extended = true, .has_slices = true});
+    t = &w.ranks[0].tensors[0];
+    for (int in_phase = 0; in_phase < 2; in_phase++) {
+        if (in_phase) {
+            CHECK_OK(fc_schedule_end_forward(w.ranks[0].schedule));
+            open_there(&w, FC_PHASE_FORWARD);
+        }
+        t->base.fails_to_make = true;
+        CHECK_EQ(fc_unsharding_gather(t->base.unsharding), FC_ERR_INTERRUPTED);
+        t->base.fails_to_make = false;
+        CHECK_EQ(without_memory(t, 0, fc_unsharding_gather), FC_ERR_NOMEM);
+        check_state(&w, 0, FC_UNIT_SHARDED);
+        gather_there(&w, 0);
+        CHECK_EQ(without_memory(t, 0, use_once), FC_ERR_NOMEM);
+        check_state(&w, 0, FC_UNIT_GATHERED);
+        CHECK(t->base.shown == NULL);
+        use_there(&w, 0);
+        check_values_there(&w, 0);
+        if (in_phase) {
+            CHECK_EQ(without_memory(t, 0, to_slice), FC_ERR_NOMEM);
+        }
+        reshard_there(&w, 0, false);
+    }
+    close_there(&w, true);
+    for (int n = 0; n < 2; n++) { /* of the gather, of the copy */
+        use_there(&w, 0);
+        step_shards(&w);
+        open_there(&w, FC_PHASE_FORWARD);
+        CHECK_EQ(without_memory(t, n, use_once), FC_ERR_NOMEM);
+        reshard_there(&w, 0, false);
+        use_there(&w, 0);
+        check_values_there(&w, 0);
+        reshard_there(&w, 0, false);
+        close_there(&w, true);
+    }
+    CHECK_EQ(fc_sim_bytes(w.ranks[0].device), w.ranks[0].rest_bytes);
     unmake_device_world(&w);
 }
 
@@ -376,8 +464,10 @@ int main(void)
     }
     test_residence_does_not_begin();
     test_residence_fails();
-    test_residence_ends_with_a_write(true, FC_OK);
-    test_residence_ends_with_a_write(true, FC_ERR_INTERRUPTED);
-    test_residence_ends_with_a_write(false, FC_OK);
+    test_residence_ends_with_a_write(0, true, FC_OK);
+    test_residence_ends_with_a_write(1, true, FC_ERR_INTERRUPTED);
+    test_residence_ends_with_a_write(0, false, FC_OK);
+    test_residence_cannot_end();
+    test_failures();
     return check_result();
 }

@@ -39,6 +39,7 @@ typedef struct device_rank {
     fc_schedule *schedule;
     tensors tensors[N_UNITS];
     int n_gathers; /* that the device was asked for */
+    bool fails_to_record;
     size_t rest_bytes;
 } device_rank;
 
@@ -159,6 +160,9 @@ static inline fc_status reside(void *of, void **home_out)
 /* Of an extended unit: its second parameter is gathered as its shard is, and made of that. */
 static inline fc_status make_there(void *of)
 {
+    if (((tensors *)of)->base.fails_to_make) {
+        return fc_fail(FC_ERR_INTERRUPTED, "the first method fails");
+    }
     ((tensors *)of)->base.n_made++;
     return FC_OK;
 }
@@ -206,6 +210,12 @@ static inline fc_status count_gather(fc_device *device, fc_device_comm *comm, fc
 {
     rank_of(device)->n_gathers++;
     return simulated->all_gather(device, comm, stream, label, buffer, part_bytes);
+}
+
+static inline fc_status record(fc_device *device, fc_event *event, fc_stream *stream)
+{
+    return rank_of(device)->fails_to_record ? fc_fail(FC_ERR_SYSTEM, "no event")
+                                            : simulated->record(device, event, stream);
 }
 
 static inline void make_tensors(device_rank *r, size_t u, fc_device_comm *comm,
@@ -276,6 +286,7 @@ static inline void make_rank(device_world *w, int rank, fc_device_comm *comm)
     simulated = r->device->ops;
     r->counting = *simulated;
     r->counting.all_gather = count_gather;
+    r->counting.record = record;
     r->device->ops = &r->counting;
     for (size_t i = 0; i < STREAMS; i++) {
         CHECK_OK(fc_sim_stream_create(w->sim, rank, names[i], &r->streams[i]));
