@@ -233,7 +233,7 @@ class Coverage:
 
     @staticmethod
     def is_inlined(mutant: Mutant) -> bool:
-        declared = rf"^(?:INLINE|FC_INLINE|static inline)\b[^;{{]*\b{mutant.function}\("
+        declared = rf"^(?:INLINE|FC_BOTH|static inline)\b[^;{{]*\b{mutant.function}\("
         return re.search(declared, (ROOT / mutant.file).read_text(), re.MULTILINE) is not None
 
 
