@@ -87,7 +87,7 @@ CXX_SOURCES = {
 C_TEST_SOURCES = {
     "tests/c": (
         "test_base test_batch test_beats test_begun_sums test_collectives test_comm "
-        "test_comm_arrays test_cuda_index test_device_host test_device_sim test_exchange "
+        "test_comm_arrays test_cuda_index test_cuda_plans test_device_host test_device_sim test_exchange "
         "test_faults test_gathers test_group_history test_kernels test_kernels_optim "
         "test_kernels_round test_layout test_nccl test_optim test_present test_rails "
         "test_rails_begun test_rails_faults test_rails_scale test_reduction test_root "
