@@ -87,15 +87,15 @@ CXX_SOURCES = {
 C_TEST_SOURCES = {
     "tests/c": (
         "test_base test_batch test_beats test_begun_sums test_collectives test_comm "
-        "test_comm_arrays test_cuda_index test_cuda_plans test_device_host test_device_sim test_exchange "
-        "test_faults test_gathers test_group_history test_kernels test_kernels_optim "
-        "test_kernels_round test_layout test_nccl test_optim test_present test_rails "
-        "test_rails_begun test_rails_faults test_rails_scale test_reduction test_root "
+        "test_comm_arrays test_cuda_index test_cuda_plans test_device_host test_device_sim "
+        "test_exchange test_faults test_gathers test_group_history test_kernels "
+        "test_kernels_optim test_kernels_round test_layout test_nccl test_optim test_present "
+        "test_rails test_rails_begun test_rails_faults test_rails_scale test_reduction test_root "
         "test_schedule test_schedule_alone test_schedule_capture test_schedule_faults "
-        "test_schedule_grads test_schedule_kernels test_schedule_meetings test_schedule_order "
-        "test_schedule_units test_slots test_snapshot test_transport test_unsharding "
-        "test_unsharding_device test_unsharding_extended test_unsharding_slices test_updates "
-        "test_window"
+        "test_schedule_gathers test_schedule_grads test_schedule_kernels test_schedule_meetings "
+        "test_schedule_order test_schedule_units test_slots test_snapshot test_transport "
+        "test_unsharding test_unsharding_device test_unsharding_extended test_unsharding_slices "
+        "test_updates test_window"
     ),
 }
 # Libraries that the test programs open: NCCL's newest interface, and an old one.

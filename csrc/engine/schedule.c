@@ -337,8 +337,9 @@ static fc_status give_back(fc_schedule_unit *unit)
     fc_schedule *s = unit->schedule;
     fc_stream_slot *slot = unit->gathered;
 
-    FC_TRY(fc_stream_slot_mark(s, slot, s->compute));
-    release_gathered(unit);
+    unit->gathered = NULL;
+    FC_TRY(fc_stream_slot_mark(s, slot, s->compute)); /* else nobody gets it: its use has no end */
+    fc_stream_pool_release(&s->gathers, slot);
     if (!s->is_open) {
         return fc_stream_pool_drop(s, &s->gathers);
     }
@@ -360,8 +361,8 @@ static void free_full(fc_schedule_unit *unit)
     }
     if (unit->gathered == NULL) {
         fc_schedule_free_full(unit);
-    } else if (give_back(unit) != FC_OK) { /* nobody gets a slot whose last use is not known */
-        unit->gathered = NULL;
+    } else {
+        (void)give_back(unit);
     }
     unit->full = NULL;
     unit->state = FC_STATE_SHARDED;

@@ -19,13 +19,15 @@
 
 /* What the device was asked for since the last time. */
 typedef struct calls {
-    int events, allocs, frees, moves;
+    int events, allocs, frees, moves, records, waits, copies;
     size_t planned; /* elements of all plans */
+    size_t pieces;  /* of direct gathers */
     char gathered[32];
 } calls;
 
 static calls now;
 static const fc_device_ops *simulated;
+static bool gathers_fail, waits_fail;
 
 static inline fc_status count_event(fc_device *device, fc_event **out)
 {
@@ -64,8 +66,37 @@ static inline fc_status count_move(fc_device *device, fc_stream *stream, fc_labe
 static inline fc_status note_gather(fc_device *device, fc_device_comm *comm, fc_stream *stream,
                                     fc_label label, void *buffer, size_t part_bytes)
 {
+    if (gathers_fail) {
+        return fc_fail(FC_ERR_SYSTEM, "no gather");
+    }
     (void)strncat(now.gathered, label.unit, sizeof(now.gathered) - strlen(now.gathered) - 1);
     return simulated->all_gather(device, comm, stream, label, buffer, part_bytes);
+}
+
+static inline fc_status count_pieces(fc_device *device, fc_device_comm *comm, fc_stream *stream,
+                                     fc_label label, const fc_gather *gathers, size_t n_gathers)
+{
+    now.pieces += n_gathers;
+    return simulated->all_gather_each(device, comm, stream, label, gathers, n_gathers);
+}
+
+static inline fc_status count_record(fc_device *device, fc_event *event, fc_stream *stream)
+{
+    now.records++;
+    return simulated->record(device, event, stream);
+}
+
+static inline fc_status count_wait(fc_device *device, fc_stream *stream, fc_event *event)
+{
+    now.waits++;
+    return waits_fail ? fc_fail(FC_ERR_SYSTEM, "no wait") : simulated->wait(device, stream, event);
+}
+
+static inline fc_status count_copy(fc_device *device, fc_stream *stream, fc_label label, void *to,
+                                   const void *from, size_t bytes, fc_way way)
+{
+    now.copies++;
+    return simulated->copy(device, stream, label, to, from, bytes, way);
 }
 
 static inline calls take(void)
@@ -141,6 +172,10 @@ static inline void make_world(world *w, const kind *k)
     w->counting.moves_create = count_plan;
     w->counting.move = count_move;
     w->counting.all_gather = note_gather;
+    w->counting.all_gather_each = count_pieces;
+    w->counting.record = count_record;
+    w->counting.wait = count_wait;
+    w->counting.copy = count_copy;
     w->device->ops = &w->counting;
     for (int i = 0; i < STREAMS; i++) {
         MUST(fc_sim_stream_create(w->sim, 0, names[i], &w->streams[i]));
@@ -204,6 +239,12 @@ static inline void begin(world *w)
 static inline void end(world *w)
 {
     MUST(fc_schedule_end_backward(w->schedule, true));
+}
+
+static inline void check_bytes_after_end(world *w)
+{
+    end(w);
+    CHECK_EQ(fc_sim_bytes(w->device), w->rest_bytes);
 }
 
 static inline void unshard(world *w, int unit)
