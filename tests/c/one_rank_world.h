@@ -27,7 +27,8 @@ typedef struct calls {
 
 static calls now;
 static const fc_device_ops *simulated;
-static bool gathers_fail, waits_fail;
+static bool gathers_fail, waits_fail, records_fail;
+static int n_syncs, failing_sync = -1;
 
 static inline fc_status count_event(fc_device *device, fc_event **out)
 {
@@ -83,7 +84,14 @@ static inline fc_status count_pieces(fc_device *device, fc_device_comm *comm, fc
 static inline fc_status count_record(fc_device *device, fc_event *event, fc_stream *stream)
 {
     now.records++;
-    return simulated->record(device, event, stream);
+    return records_fail ? fc_fail(FC_ERR_SYSTEM, "no event")
+                        : simulated->record(device, event, stream);
+}
+
+static inline fc_status count_sync(fc_device *device, fc_event *event)
+{
+    return n_syncs++ == failing_sync ? fc_fail(FC_ERR_SYSTEM, "no end")
+                                     : simulated->synchronize(device, event);
 }
 
 static inline fc_status count_wait(fc_device *device, fc_stream *stream, fc_event *event)
@@ -175,6 +183,7 @@ static inline void make_world(world *w, const kind *k)
     w->counting.all_gather_each = count_pieces;
     w->counting.record = count_record;
     w->counting.wait = count_wait;
+    w->counting.synchronize = count_sync;
     w->counting.copy = count_copy;
     w->device->ops = &w->counting;
     for (int i = 0; i < STREAMS; i++) {

@@ -223,6 +223,108 @@ static void test_a_slice_is_used_once(void)
     unmake(&w);
 }
 
+/* One that could not be kept is none: the whole is gathered again. */
+static void test_a_slice_that_is_not_there(void)
+{
+    const kind sliced = {.has_slices = true};
+    world w;
+
+    make_world(&w, &sliced);
+    begin(&w);
+    unshard(&w, 0);
+    records_fail = true;
+    CHECK_EQ(fc_schedule_reshard_after_forward(w.units[0]), FC_ERR_SYSTEM);
+    records_fail = false;
+    MUST(fc_schedule_reshard_after_forward(w.units[0]));
+    fc_schedule_reshard(w.units[0]);
+    unshard(&w, 0);
+    CHECK_EQ(fc_schedule_gathering_ranks(w.units[0]), 2);
+    records_fail = true;
+    CHECK_EQ(fc_schedule_post_forward(w.units[0]), FC_ERR_SYSTEM);
+    records_fail = false;
+    await_all(&w);
+    fc_schedule_destroy(w.schedule);
+    w.schedule = NULL;
+    unmake(&w);
+}
+
+/* What is resharded after the end of an iteration is free at once. */
+static void test_reshard_after_the_end(bool is_direct)
+{
+    const kind k = {.is_direct = is_direct};
+
+    for (int is_forward = 0; is_forward < 2; is_forward++) {
+        world w;
+
+        make_world(&w, &k);
+        begin(&w);
+        unshard(&w, 0);
+        MUST(is_forward ? fc_schedule_end_forward(w.schedule)
+                        : fc_schedule_end_backward(w.schedule, true));
+        CHECK(fc_sim_bytes(w.device) > w.rest_bytes);
+        fc_schedule_reshard(w.units[0]);
+        CHECK_EQ(fc_sim_bytes(w.device), w.rest_bytes);
+        unmake(&w);
+    }
+}
+
+/* Gradients come to the host from two streams, each of which may fail. */
+static void test_gradients_do_not_come(int failing)
+{
+    const fc_label label = {"world", "memory", 0};
+    fc_schedule_unit *unit = NULL;
+    const void *shards[PARAMS];
+    void *out = NULL;
+    bool is_reduced;
+    world w;
+
+    make_world(&w, &(kind){.has_replicas = true});
+    w.options.name = "unit";
+    w.options.layout = &w.layouts[0];
+    w.options.is_offloaded = true;
+    MUST(fc_schedule_add(w.schedule, &w.options, &unit));
+    MUST(fc_sim_host_alloc(w.device, label, 4096, &out));
+    shards[0] = shards[1] = out;
+    fc_schedule_set_shards(unit, shards);
+    w.rest_bytes = fc_sim_bytes(w.device);
+    begin(&w);
+    n_syncs = 0;
+    MUST(fc_schedule_await_gradients(w.schedule)); /* there are none */
+    CHECK_EQ(n_syncs, 0);
+    MUST(fc_schedule_post_backward(
+        unit, &(fc_schedule_grads){.full = w.grads, .out = out, .sync = FC_SYNC_ALL}, &is_reduced));
+    failing_sync = failing;
+    CHECK_EQ(fc_schedule_await_gradients(w.schedule), failing < 2 ? FC_ERR_SYSTEM : FC_OK);
+    failing_sync = -1;
+    n_syncs = 0;
+    MUST(fc_schedule_await_gradients(w.schedule));
+    CHECK_EQ(n_syncs, failing < 2 ? 2 : 0);
+    end(&w);
+    unmake(&w);
+}
+
+/* A forward that no backward follows leaves neither slices nor gathers in flight. */
+static void test_a_forward_ends(void)
+{
+    const kind sliced = {.has_slices = true};
+    world w;
+
+    make_world(&w, &sliced);
+    MUST(fc_schedule_end_forward(w.schedule)); /* none has begun */
+    begin(&w);
+    unshard(&w, 0);
+    MUST(fc_schedule_post_forward(w.units[0]));
+    MUST(fc_schedule_start(w.units[1]));
+    waits_fail = true;
+    CHECK_EQ(fc_schedule_end_forward(w.schedule), FC_ERR_SYSTEM);
+    waits_fail = false;
+    await_all(&w); /* what compute does not wait for */
+    MUST(fc_schedule_start(w.units[1]));
+    MUST(fc_schedule_end_forward(w.schedule));
+    CHECK_EQ(fc_sim_bytes(w.device), w.rest_bytes);
+    unmake(&w);
+}
+
 /* The order of forwards, however many there are. */
 static void test_many_forwards(void)
 {
@@ -234,6 +336,12 @@ static void test_many_forwards(void)
 
     make_world(&w, &staged);
     begin(&w);
+    unshard(&w, 2);
+    fc_alloc_fail_after(0);
+    CHECK_EQ(fc_schedule_post_forward(w.units[2]), FC_ERR_NOMEM);
+    fc_alloc_fail_after(-1);
+    CHECK_STR(fc_last_message(), "order of 64 units");
+    fc_schedule_reshard(w.units[2]);
     for (int i = 0; i < N; i++) {
         MUST(fc_schedule_pre_forward(w.units[i % 3 == 0], &full));
         MUST(fc_schedule_post_forward(w.units[i % 3 == 0]));
@@ -266,6 +374,13 @@ int main(void)
     test_a_gather_that_fails_leaves_nothing();
     test_an_iteration_drops_prefetches();
     test_a_slice_is_used_once();
+    test_a_slice_that_is_not_there();
+    test_reshard_after_the_end(true);
+    test_reshard_after_the_end(false);
+    for (int failing = 0; failing < 3; failing++) {
+        test_gradients_do_not_come(failing);
+    }
+    test_a_forward_ends();
     test_many_forwards();
     return check_result();
 }
