@@ -156,8 +156,14 @@ static size_t slot_bytes(const fc_schedule_unit *unit)
     return is_direct(unit) ? l->full_bytes : l->pack_bytes * (size_t)l->n_ranks;
 }
 
-/* copy-in comes behind the beginning of the iteration: with the first gather, so that a capture of
- * units that have none does not reach it. */
+/* copy-in comes behind compute as it is now: with the next gather, so that a capture of units that
+ * have none does not reach it. */
+static fc_status owe_wait(fc_schedule *s)
+{
+    s->owes_wait = true;
+    return s->ops->record(s->options.device, s->begun, s->compute);
+}
+
 static fc_status enter_copy_in(fc_schedule *s)
 {
     if (!s->owes_wait) {
@@ -298,11 +304,16 @@ fc_status fc_schedule_unshard(fc_schedule_unit *unit, void **full_out)
 
 fc_status fc_schedule_set_resident(fc_schedule_unit *unit, void *full)
 {
+    fc_schedule *s = unit->schedule;
+
     if (unit->state != FC_STATE_SHARDED) {
         return fc_schedule_unit_fail(unit, "set_resident");
     }
+    if (full == NULL && unit->resident != NULL && s->is_open) {
+        FC_TRY(owe_wait(s)); /* compute may have written to the shards in this iteration */
+    }
     unit->resident = full;
-    unit->schedule->has_resident = unit->schedule->has_resident || full != NULL;
+    s->has_resident = s->has_resident || full != NULL;
     return FC_OK;
 }
 
@@ -326,8 +337,9 @@ static fc_status give_back(fc_schedule_unit *unit)
     fc_schedule *s = unit->schedule;
     fc_stream_slot *slot = unit->gathered;
 
-    FC_TRY(fc_stream_slot_mark(s, slot, s->compute));
-    release_gathered(unit);
+    unit->gathered = NULL;
+    FC_TRY(fc_stream_slot_mark(s, slot, s->compute)); /* else nobody gets it: its use has no end */
+    fc_stream_pool_release(&s->gathers, slot);
     if (!s->is_open) {
         return fc_stream_pool_drop(s, &s->gathers);
     }
@@ -349,8 +361,8 @@ static void free_full(fc_schedule_unit *unit)
     }
     if (unit->gathered == NULL) {
         fc_schedule_free_full(unit);
-    } else if (give_back(unit) != FC_OK) { /* nobody gets a slot whose last use is not known */
-        unit->gathered = NULL;
+    } else {
+        (void)give_back(unit);
     }
     unit->full = NULL;
     unit->state = FC_STATE_SHARDED;
@@ -447,8 +459,7 @@ fc_status fc_schedule_begin(fc_schedule *s, fc_stream *compute, fc_event *optimi
         s->owes_wait = false;
         return fc_schedule_order(s, FC_ORDER_OPTIMIZER, s->options.copy_in, optimizer);
     }
-    s->owes_wait = true;
-    return s->ops->record(s->options.device, s->begun, compute);
+    return owe_wait(s);
 }
 
 fc_status fc_schedule_read_shards(fc_schedule *s, fc_stream *compute)

@@ -92,7 +92,7 @@ static fc_status plan_add(const fc_layout *l, fc_runs *plan)
 static fc_status plan_stage(const fc_schedule_unit *unit, const fc_dtype *types, fc_runs *plan)
 {
     const fc_layout *l = unit->options.layout;
-    fc_dtype *grads = fc_alloc(l->n_params ? l->n_params : 1, sizeof(*grads));
+    fc_dtype *grads = fc_alloc(l->n_params, sizeof(*grads));
     fc_status st;
     size_t i;
 

@@ -51,7 +51,7 @@ struct fc_schedule {
     fc_stream *compute; /* NULL before the first begin */
     fc_event *event;    /* owned; recorded and waited for in one go */
     fc_event *begun;    /* owned; where shards may be read from in this iteration */
-    bool owes_wait;     /* copy-in has not waited for it, since nothing was gathered yet */
+    bool owes_wait;     /* copy-in has not waited for it, since nothing was gathered since */
     fc_stream_pool gathers, inputs, outputs;
     fc_schedule_unit *units;  /* owned */
     fc_schedule_entry *order; /* owned */

@@ -131,7 +131,7 @@ static fc_status lay_out_post(fc_schedule_unit *unit)
     if (unit->options.n_post_ranks == 0) {
         return FC_OK;
     }
-    unit->post_params = fc_alloc(l->n_params ? l->n_params : 1, sizeof(fc_param));
+    unit->post_params = fc_alloc(l->n_params, sizeof(fc_param));
     if (unit->post_params == NULL) {
         return fc_fail(FC_ERR_NOMEM, "unit '%s'", unit->name);
     }
@@ -154,9 +154,9 @@ static fc_status fill(fc_schedule_unit *unit)
     size_t n = unit->options.layout->n_entries;
 
     unit->addresses = fc_alloc(FC_BASE_PARAMS + n, sizeof(*unit->addresses));
-    unit->uploaded = fc_alloc(n ? n : 1, sizeof(*unit->uploaded));
-    unit->staging_at = fc_alloc(n ? n : 1, sizeof(*unit->staging_at));
-    unit->gathers = fc_alloc(n ? n : 1, sizeof(*unit->gathers));
+    unit->uploaded = fc_alloc(n, sizeof(*unit->uploaded));
+    unit->staging_at = fc_alloc(n, sizeof(*unit->staging_at));
+    unit->gathers = fc_alloc(n, sizeof(*unit->gathers));
     if (unit->addresses == NULL || unit->uploaded == NULL || unit->staging_at == NULL ||
         unit->gathers == NULL) {
         return fc_fail(FC_ERR_NOMEM, "unit '%s'", unit->name);
@@ -270,7 +270,7 @@ fc_status fc_schedule_set_prefetch(fc_schedule_unit *unit, bool in_backward,
                                    fc_schedule_unit *const *units, size_t n_units)
 {
     fc_schedule_list *list = &unit->prefetch[in_backward ? 1 : 0];
-    fc_schedule_unit **copy = fc_alloc(n_units ? n_units : 1, sizeof(fc_schedule_unit *));
+    fc_schedule_unit **copy = fc_alloc(n_units, sizeof(fc_schedule_unit *));
     size_t n = 0;
 
     if (copy == NULL) {

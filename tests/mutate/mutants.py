@@ -81,10 +81,11 @@ def _edits(line: str, blank: str) -> Iterator[str]:
 
 
 def mutants_of(file: str, text: str) -> list[Mutant]:
-    """All of a source, in order. Only bodies of functions are changed."""
+    """All of a source, in order. Only bodies of functions are changed, and nothing that is for the
+    compiler of GPUs alone."""
     found = []
     n_alike: Counter[tuple[str, str, str]] = Counter()
-    is_inside = False
+    is_inside = is_of_device = False
     function = ""
     for number, (line, blank) in enumerate(zip(text.splitlines(), _blanked(text), strict=True), 1):
         if blank.startswith("{"):
@@ -93,6 +94,10 @@ def mutants_of(file: str, text: str) -> list[Mutant]:
             is_inside = False
         elif not is_inside and (match := _NAME.match(blank)):
             function = match[1]
+        if blank.startswith("#"):
+            is_of_device = blank == "#ifdef __CUDA_ARCH__"
+        if is_of_device:
+            continue
         if is_inside and not blank.lstrip().startswith(("#", "static const")):
             for after in _edits(line, blank):
                 alike = (function, line.strip(), after.strip())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -199,6 +200,7 @@ class Coverage:
         if not passes(program, 600, {"GCOV_PREFIX": str(data)}):
             raise SystemExit(f"{name} fails as it is")
         seconds = time.monotonic() - began
+        # That of GCOV_EXIT lies elsewhere.
         counts = [path for path in data.rglob("*.gcda") if "/build/cover/" in str(path)]
         for path in counts:  # objects may come from another folder
             notes = str(path).rpartition("/build/cover/")[2].replace(".gcda", ".gcno")
@@ -225,7 +227,14 @@ class Coverage:
         else:
             before = [n for n in numbers if mutant.number - 6 <= n < mutant.number]
             names = of_file[str(max(before))] if before else []
+        if not names and self.is_inlined(mutant):  # such calls may leave no line of their own
+            names = sorted({name for some in of_file.values() for name in some})
         return sorted(names, key=self.seconds.__getitem__)
+
+    @staticmethod
+    def is_inlined(mutant: Mutant) -> bool:
+        declared = rf"^(?:INLINE|FC_BOTH|static inline)\b[^;{{]*\b{mutant.function}\("
+        return re.search(declared, (ROOT / mutant.file).read_text(), re.MULTILINE) is not None
 
 
 class Worker:

@@ -276,10 +276,8 @@ static void skip(fc_side *side, size_t planes, size_t lines, size_t numel)
 static bool cut(const fc_runs *runs, fc_block *first, fc_block *second)
 {
     size_t planes = first->planes / 2, lines = 0, numel = 0;
-    size_t total;
 
-    if (!__builtin_mul_overflow(first->planes * first->lines, first->numel, &total) &&
-        total <= runs->numel_max) {
+    if (first->planes * first->lines * first->numel <= runs->numel_max) {
         return false;
     }
     *second = *first;

@@ -1,0 +1,135 @@
+/* Gradients of a unit: which of them are reduced, held or dropped, and by what plans. */
+#include "one_rank_world.h"
+
+/* Of parameters that take part; whatever lies behind them. */
+static void test_some_gradient_is_needed(bool is_alone)
+{
+    const kind k = {.n_ranks = is_alone ? 1 : 2};
+    const void *full[PARAMS + 1] = {NULL};
+    world w;
+
+    make_world(&w, &k);
+    begin(&w);
+    CHECK(!post(&w, 0, NULL, FC_SYNC_ALL));
+    full[PARAMS] = w.grads[0]; /* nobody's */
+    CHECK(!post(&w, 0, full, FC_SYNC_ALL));
+    full[1] = w.grads[0];
+    CHECK(post(&w, 0, full, FC_SYNC_ALL));
+    w.params[0][1].trainable = false;
+    CHECK(!post(&w, 0, full, FC_SYNC_ALL));
+    w.params[0][1].trainable = true;
+    w.params[0][1].has_grad = false;
+    CHECK(!post(&w, 0, full, FC_SYNC_ALL));
+    w.params[0][1].has_grad = true;
+    end(&w);
+    unmake(&w);
+}
+
+/* What is dropped is not reduced later, and its memory is free. */
+static void test_held_gradients_are_dropped(void)
+{
+    world w;
+
+    make_world(&w, &(kind){.has_replicas = true});
+    begin(&w);
+    CHECK(!post(&w, 0, w.grads, FC_SYNC_NONE));
+    fc_schedule_drop_partial_sum(w.units[0]); /* there is none */
+    CHECK(post(&w, 0, NULL, FC_SYNC_ALL));
+    CHECK(!post(&w, 0, w.grads, FC_SYNC_NONE));
+    fc_schedule_drop_gradients(w.units[0]);
+    CHECK(!post(&w, 0, NULL, FC_SYNC_ALL));
+    CHECK(!post(&w, 0, w.grads, FC_SYNC_SCATTER));
+    CHECK(!post(&w, 0, NULL, FC_SYNC_SCATTER)); /* it is held still */
+    CHECK(post(&w, 0, NULL, FC_SYNC_ALL));
+    CHECK(!post(&w, 0, w.grads, FC_SYNC_SCATTER));
+    fc_schedule_drop_partial_sum(w.units[0]);
+    CHECK(!post(&w, 0, NULL, FC_SYNC_ALL));
+    CHECK(!post(&w, 0, w.grads, FC_SYNC_SCATTER));
+    CHECK(!post(&w, 0, w.grads, FC_SYNC_NONE));
+    fc_schedule_drop_gradients(w.units[0]); /* both */
+    CHECK(!post(&w, 0, NULL, FC_SYNC_ALL));
+    CHECK(!post(&w, 1, w.grads, FC_SYNC_SCATTER));
+    fc_schedule_move_partial_sum(w.units[1], w.units[2]);
+    CHECK(!post(&w, 1, NULL, FC_SYNC_ALL));
+    CHECK(post(&w, 2, NULL, FC_SYNC_ALL));
+    end(&w);
+    CHECK_EQ(fc_sim_bytes(w.device), w.rest_bytes);
+    unmake(&w);
+}
+
+/* What the caller gives stands for the unit's own divisor, 1 too, which staging is in vain for. */
+static void test_the_given_divisor_counts(void)
+{
+    const kind k = {.n_ranks = 1, .pre_divisor = 2};
+    fc_schedule_grads given = {.sync = FC_SYNC_ALL};
+    bool is_reduced;
+    world w;
+
+    make_world(&w, &k);
+    given.full = w.grads;
+    given.out = w.out;
+    begin(&w);
+    for (int divisor = 0; divisor < 3; divisor++) {
+        given.pre_divisor = divisor;
+        (void)take();
+        MUST(fc_schedule_post_backward(w.units[0], &given, &is_reduced));
+        CHECK(is_reduced);
+        CHECK_EQ(take().moves, divisor == 1 ? 1 : 2);
+    }
+    end(&w);
+    unmake(&w);
+}
+
+/* A plan for each combination of types, made when it is first needed. */
+static void test_plans_are_made_once(int n_ranks)
+{
+    static const fc_dtype computed[] = {FC_F32, FC_F32}, narrow[] = {FC_BF16, FC_F32},
+                          other[] = {FC_BF16, FC_F16};
+    const struct {
+        const fc_dtype *types;
+        fc_schedule_sync sync;
+        bool is_made; /* a plan */
+    } cases[] = {
+        {NULL, FC_SYNC_ALL, false},
+        {computed, FC_SYNC_ALL, false},
+        {narrow, FC_SYNC_ALL, true},
+        {other, FC_SYNC_ALL, true},
+        {narrow, FC_SYNC_ALL, false},
+        {other, FC_SYNC_ALL, false},
+        {NULL, FC_SYNC_NONE, false},
+        {computed, FC_SYNC_ALL, false},
+        /* Alone, those above were finished at once, and these are held first. */
+        {narrow, FC_SYNC_NONE, n_ranks == 1},
+        {narrow, FC_SYNC_ALL, false},
+    };
+    const kind k = {.n_ranks = n_ranks};
+    world w;
+
+    make_world(&w, &k);
+    begin(&w);
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        bool is_reduced;
+
+        (void)take();
+        MUST(fc_schedule_post_backward(
+            w.units[0],
+            &(fc_schedule_grads){
+                .full = w.grads, .types = cases[i].types, .out = w.out, .sync = cases[i].sync},
+            &is_reduced));
+        CHECK_EQ(is_reduced, cases[i].sync == FC_SYNC_ALL);
+        CHECK_MSG((take().planned > 0) == cases[i].is_made, "case %zu", i);
+    }
+    end(&w);
+    unmake(&w);
+}
+
+int main(void)
+{
+    test_some_gradient_is_needed(true);
+    test_some_gradient_is_needed(false);
+    test_held_gradients_are_dropped();
+    test_the_given_divisor_counts();
+    test_plans_are_made_once(1);
+    test_plans_are_made_once(2);
+    return check_result();
+}
