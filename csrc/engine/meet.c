@@ -20,6 +20,7 @@ static uint64_t next_meeting(const fc_domain *domain)
 }
 
 static const char *const operations[] = {"all-gather", "reduce-scatter", "all-reduce"};
+#define N_OPERATIONS (sizeof(operations) / sizeof(operations[0]))
 
 /* In one word that all ranks must have alike: the unit, how many, the operation, and a fingerprint
  * of the gradients that take part. */
@@ -42,15 +43,19 @@ static uint64_t what_of(const fc_unit *unit, size_t n_units, const char *op, uin
 
 static const char *operation_of(uint64_t what)
 {
-    return operations[what >> KIND_SHIFT & 3];
+    const size_t kind = (size_t)(what >> KIND_SHIFT & 3);
+
+    return kind < N_OPERATIONS ? operations[kind] : "?";
 }
 
+/* The word may be a peer's: whatever it is, nothing is read that is not there. */
 static void describe(const fc_domain *domain, uint64_t what, char *out, size_t bytes)
 {
-    const fc_unit *unit = &domain->units[what >> UNIT_SHIFT];
+    const size_t unit = (size_t)(what >> UNIT_SHIFT);
     const size_t n = (size_t)(what >> N_UNITS_SHIFT & N_UNITS_MASK);
 
-    (void)snprintf(out, bytes, "the %s of unit %s", operation_of(what), unit->name);
+    (void)snprintf(out, bytes, "the %s of unit %s", operation_of(what),
+                   unit < domain->n_units ? domain->units[unit].name : "?");
     if (n > 1) {
         const size_t used = strlen(out);
 

@@ -4,6 +4,7 @@
 
 #include "apart_world.h"
 
+#include "engine/domain_private.h"
 #include "engine/waits.h"
 
 #define TEXT_BYTES 1024
@@ -19,7 +20,7 @@ typedef struct act {
     uint64_t detail;
 } act;
 
-static fc_status meet(world *w, act what)
+static fc_status come(world *w, act what)
 {
     return fc_domain_meet(unit_of(w, what.unit), what.op, what.detail);
 }
@@ -29,7 +30,7 @@ static void meet_alike(world *w, fc_phase phase, int n)
 {
     begin(w, phase, 0, 0);
     for (int i = 0; i < n; i++) {
-        CHECK_OK(meet(w, (act){(size_t)i % N_UNITS, "all-gather", 0}));
+        CHECK_OK(come(w, (act){(size_t)i % N_UNITS, "all-gather", 0}));
     }
     end(w);
 }
@@ -48,7 +49,7 @@ static void body_alike(int rank, int n_ranks, void *arg)
     }
     /* Who left meets nobody. */
     fc_domain_leave(w.domain);
-    CHECK_OK(meet(&w, (act){0, "all-gather", 0}));
+    CHECK_OK(come(&w, (act){0, "all-gather", 0}));
     CHECK_EQ(w.n_gathers, 0);
     leave_world(&w);
 }
@@ -62,7 +63,7 @@ static void body_mapped(int rank, int n_ranks, void *arg)
     join(&w, MAPPED, rank, n_ranks, false);
     begin(&w, FC_PHASE_FORWARD, 0, 0);
     if (rank == 0) {
-        CHECK_OK(meet(&w, (act){0, "all-gather", 0}));
+        CHECK_OK(come(&w, (act){0, "all-gather", 0}));
     }
     end(&w);
     leave_world(&w);
@@ -82,7 +83,7 @@ static void wait_for_others(world *w, act what, fc_wait_kind kind)
         if (w->rank > 0) {
             (void)usleep(2000);
         }
-        CHECK_OK(meet(w, what));
+        CHECK_OK(come(w, what));
         own = fc_waits_of(w->domain, unit_of(w, what.unit), kind).n > n;
         CHECK_OK(ranks_exchange(&w->own_host, "waited", &own, sizeof(own), has_waited));
     }
@@ -98,13 +99,13 @@ static void body_waits(int rank, int n_ranks, void *arg)
     join(&w, WATCHED, rank, n_ranks, false);
     meet_alike(&w, FC_PHASE_FORWARD, 0);
     begin(&w, FC_PHASE_FORWARD, 0, 0);
-    CHECK_OK(meet(&w, (act){1, "all-gather", 0}));
+    CHECK_OK(come(&w, (act){1, "all-gather", 0}));
     wait_for_others(&w, (act){0, "all-gather", 0}, FC_WAIT_FORWARD);
     CHECK_EQ(fc_waits_of(w.domain, unit_of(&w, 0), FC_WAIT_BACKWARD).n, 0);
     CHECK_EQ(fc_waits_of(w.domain, unit_of(&w, 0), FC_WAIT_REDUCE).n, 0);
     end(&w);
     begin(&w, FC_PHASE_BACKWARD, 0, 0);
-    CHECK_OK(meet(&w, (act){1, "all-gather", 0}));
+    CHECK_OK(come(&w, (act){1, "all-gather", 0}));
     wait_for_others(&w, (act){2, "all-gather", 0}, FC_WAIT_BACKWARD);
     CHECK_EQ(fc_waits_of(w.domain, unit_of(&w, 2), FC_WAIT_FORWARD).n, 0);
     CHECK_EQ(fc_waits_of(w.domain, unit_of(&w, 2), FC_WAIT_REDUCE).n, 0);
@@ -141,15 +142,15 @@ static void body_death(int rank, int n_ranks, void *arg)
     (void)arg;
     join(&w, WATCHED, rank, n_ranks, false);
     begin(&w, FC_PHASE_FORWARD, 0, 0);
-    CHECK_OK(meet(&w, (act){0, "all-gather", 0}));
+    CHECK_OK(come(&w, (act){0, "all-gather", 0}));
     if (rank == 1) {
         (void)kill(getpid(), SIGKILL);
     }
-    CHECK_EQ(meet(&w, (act){1, "reduce-scatter", 0}), FC_ERR_PEER);
+    CHECK_EQ(come(&w, (act){1, "reduce-scatter", 0}), FC_ERR_PEER);
     CHECK_HAS(fc_last_message(), "rank 11 (pid ");
     CHECK_HAS(fc_last_message(), "in reduce-scatter of unit layers.0 (step 1)");
     begin(&w, FC_PHASE_FORWARD, 0, 0);
-    CHECK_EQ(meet(&w, (act){0, "all-gather", 0}), FC_ERR_BROKEN);
+    CHECK_EQ(come(&w, (act){0, "all-gather", 0}), FC_ERR_BROKEN);
     leave_world(&w);
 }
 
@@ -220,9 +221,9 @@ static void body_other(int rank, int n_ranks, void *arg)
     for (int before = 0; before < 2; before++) {
         begin(&w, before == 0 ? FC_PHASE_FORWARD : FC_PHASE_BACKWARD, 0, 0);
         for (int i = 0; i < before; i++) {
-            CHECK_OK(meet(&w, (act){0, "all-gather", 0}));
+            CHECK_OK(come(&w, (act){0, "all-gather", 0}));
         }
-        CHECK_FAILS(meet(&w, rank == 1 ? o->rank_1 : o->common), FC_ERR_MISMATCH,
+        CHECK_FAILS(come(&w, rank == 1 ? o->rank_1 : o->common), FC_ERR_MISMATCH,
                     rank == 2 ? o->text_of_2 : o->text);
         CHECK(!fc_domain_is_open(w.domain));
         CHECK_EQ(w.n_failed, before + 1);
@@ -284,7 +285,7 @@ static void body_long(int rank, int n_ranks, void *arg)
                    "rank 10 is in the all-gather of unit embed and rank 11 in the all-reduce of "
                    "unit %.136s (step 2): " ADVICE,
                    name);
-    CHECK_FAILS(meet(&w, rank == 1 ? (act){2, "all-reduce", 0} : (act){0, "all-gather", 0}),
+    CHECK_FAILS(come(&w, rank == 1 ? (act){2, "all-reduce", 0} : (act){0, "all-gather", 0}),
                 FC_ERR_MISMATCH, text);
     together(&w);
     leave_world(&w);
@@ -299,7 +300,7 @@ static void body_again(int rank, int n_ranks, void *arg)
     join(&w, WATCHED, rank, n_ranks, false);
     for (int ahead = 0; ahead < n_ranks; ahead++) {
         begin(&w, FC_PHASE_FORWARD, 0, 0);
-        CHECK_EQ(meet(&w, (act){rank == 1, "all-gather", 0}), FC_ERR_MISMATCH);
+        CHECK_EQ(come(&w, (act){rank == 1, "all-gather", 0}), FC_ERR_MISMATCH);
         together(&w);
         if (rank == ahead) {
             atomic_store(&ranks_common->values[ahead], 1);
@@ -308,7 +309,7 @@ static void body_again(int rank, int n_ranks, void *arg)
             (void)usleep(20000); /* most often it waits by then */
         }
         begin(&w, FC_PHASE_FORWARD, 0, 0);
-        CHECK_OK(meet(&w, (act){0, "all-gather", 0}));
+        CHECK_OK(come(&w, (act){0, "all-gather", 0}));
         end(&w);
     }
     leave_world(&w);
@@ -327,7 +328,7 @@ static void body_gone(int rank, int n_ranks, void *arg)
     for (int n_before = 0; n_before < 2; n_before++) {
         begin(&w, FC_PHASE_FORWARD, 0, 0);
         for (int i = 0; i < n_before; i++) {
-            CHECK_OK(meet(&w, (act){0, "all-gather", 0}));
+            CHECK_OK(come(&w, (act){0, "all-gather", 0}));
         }
         if (rank == 1) {
             together(&w); /* they have begun */
@@ -340,7 +341,7 @@ static void body_gone(int rank, int n_ranks, void *arg)
                 "rank 11 has gone on without the all-reduce of unit head, which rank %d is in "
                 "(step %d): " ADVICE,
                 10 + rank, n_before + 1);
-            CHECK_FAILS(meet(&w, (act){2, "all-reduce", 0}), FC_ERR_MISMATCH, text);
+            CHECK_FAILS(come(&w, (act){2, "all-reduce", 0}), FC_ERR_MISMATCH, text);
             CHECK(!fc_domain_is_open(w.domain));
         }
         together(&w);
@@ -349,7 +350,7 @@ static void body_gone(int rank, int n_ranks, void *arg)
                            "rank 11 has gone on without the all-reduce of unit head, which rank 10 "
                            "is in (step %d): " ADVICE,
                            n_before + 1);
-            CHECK_FAILS(meet(&w, (act){0, "all-gather", 0}), FC_ERR_MISMATCH, text);
+            CHECK_FAILS(come(&w, (act){0, "all-gather", 0}), FC_ERR_MISMATCH, text);
             fc_domain_fail(w.domain);
         }
         together(&w);
@@ -371,12 +372,12 @@ static void body_failed(int rank, int n_ranks, void *arg)
 
         begin(&w, FC_PHASE_FORWARD, 0, 0);
         if (is_backward) {
-            CHECK_OK(meet(&w, (act){0, "all-gather", 0}));
+            CHECK_OK(come(&w, (act){0, "all-gather", 0}));
             end(&w);
             begin(&w, FC_PHASE_BACKWARD, 0, 0);
         }
         if (is_met) {
-            CHECK_OK(meet(&w, (act){1, "all-gather", 0}));
+            CHECK_OK(come(&w, (act){1, "all-gather", 0}));
         }
         together(&w);
         if (rank == 1) {
@@ -389,7 +390,7 @@ static void body_failed(int rank, int n_ranks, void *arg)
                            "reduce-scatter of unit embed; the gradients of this step are not "
                            "complete",
                            is_backward ? "backward" : "forward", step, 10 + rank);
-            CHECK_FAILS(meet(&w, (act){0, "reduce-scatter", 0}), FC_ERR_PEER, text);
+            CHECK_FAILS(come(&w, (act){0, "reduce-scatter", 0}), FC_ERR_PEER, text);
             fc_domain_fail(w.domain);
         }
         together(&w);
@@ -411,7 +412,7 @@ static void body_left_forward(int rank, int n_ranks, void *arg)
         const bool is_alike = step == 2;
 
         begin(&w, FC_PHASE_FORWARD, 0, 0);
-        CHECK_OK(meet(&w, (act){0, "all-gather", 0}));
+        CHECK_OK(come(&w, (act){0, "all-gather", 0}));
         if (rank == 1 || is_alike) {
             fc_domain_fail(w.domain);
         } else {
@@ -427,7 +428,7 @@ static void body_left_forward(int rank, int n_ranks, void *arg)
                            "in all-gather of unit embed; the gradients of this step are not "
                            "complete",
                            step, 10 + rank);
-            CHECK_FAILS(meet(&w, (act){0, "all-gather", 0}), FC_ERR_PEER, text);
+            CHECK_FAILS(come(&w, (act){0, "all-gather", 0}), FC_ERR_PEER, text);
             fc_domain_fail(w.domain);
         }
         together(&w);
@@ -457,7 +458,7 @@ static void body_third(int rank, int n_ranks, void *arg)
         begin(&w, FC_PHASE_FORWARD, (uint32_t)(rank == 1), 0);
         together(&w);
         if (rank < 2) {
-            CHECK_EQ(meet(&w, (act){0, "all-gather", 0}), FC_ERR_MISMATCH);
+            CHECK_EQ(come(&w, (act){0, "all-gather", 0}), FC_ERR_MISMATCH);
             CHECK_HAS(fc_last_message(), "begins in the forward of Model on rank 10");
         } else if (way == NOT_AT_ALL) {
             fc_domain_fail(w.domain);
@@ -471,7 +472,7 @@ static void body_third(int rank, int n_ranks, void *arg)
                 fc_domain_fail(w.domain);
                 begin(&w, FC_PHASE_FORWARD, 0, 0);
             }
-            CHECK_EQ(meet(&w, (act){0, "all-gather", 0}), FC_ERR_MISMATCH);
+            CHECK_EQ(come(&w, (act){0, "all-gather", 0}), FC_ERR_MISMATCH);
             CHECK_HAS(fc_last_message(), "begins in the forward of Model on rank 10");
             if (way == IN_BACKWARD) {
                 fc_domain_fail(w.domain);
@@ -486,7 +487,7 @@ static void body_third(int rank, int n_ranks, void *arg)
         if (rank < 2 || way != IN_FORWARD) {
             begin(&w, FC_PHASE_FORWARD, 0, 0);
         }
-        CHECK_OK(meet(&w, (act){0, "all-gather", 0}));
+        CHECK_OK(come(&w, (act){0, "all-gather", 0}));
         end(&w);
     }
     leave_world(&w);
@@ -514,18 +515,37 @@ static void body_elsewhere(int rank, int n_ranks, void *arg)
     begin(&w, rank == 2 ? FC_PHASE_BACKWARD : FC_PHASE_FORWARD, 0, 0);
     together(&w);
     if (rank == 2) {
-        CHECK_EQ(meet(&w, (act){0, "all-gather", 0}), FC_ERR_MISMATCH);
+        CHECK_EQ(come(&w, (act){0, "all-gather", 0}), FC_ERR_MISMATCH);
     }
     together(&w);
     if (rank == 0) {
-        st = meet(&w, (act){1, "all-gather", 0});
+        st = come(&w, (act){1, "all-gather", 0});
         CHECK_EQ(st, FC_ERR_MISMATCH);
         CHECK_HAS(fc_last_message(), "without the backward of step 1 that rank 11 is in");
     }
     if (rank < 2) {
-        CHECK_OK(meet(&w, (act){1, "all-gather", 0}));
-        CHECK_OK(meet(&w, (act){2, "all-gather", 0}));
+        CHECK_OK(come(&w, (act){1, "all-gather", 0}));
+        CHECK_OK(come(&w, (act){2, "all-gather", 0}));
     }
+    together(&w);
+    leave_world(&w);
+}
+
+/* A word of a peer's names a unit that is not there, as after a flipped bit. */
+static void body_damaged(int rank, int n_ranks, void *arg)
+{
+    fc_status st = FC_OK;
+    world w;
+
+    (void)arg;
+    join(&w, WATCHED, rank, n_ranks, false);
+    begin(&w, FC_PHASE_FORWARD, 0, 0);
+    if (rank == 1) {
+        unit_of(&w, 1)->index = 0xfffff;
+    }
+    st = come(&w, (act){1, "all-gather", 0});
+    CHECK_EQ(st, FC_ERR_MISMATCH);
+    CHECK_HAS(fc_last_message(), "in the all-gather of unit ?");
     together(&w);
     leave_world(&w);
 }
@@ -550,6 +570,7 @@ int main(void)
         ranks_check(n, body_failed, NULL);
         ranks_check(n, body_left_forward, NULL);
     }
+    ranks_check(2, body_damaged, NULL);
     ranks_check(2, body_long, NULL);
     ranks_check(3, body_third, NULL);
     ranks_check(3, body_elsewhere, NULL);

@@ -371,3 +371,43 @@ def test_ranks_that_differ_are_named(
     # Who comes late hears that the other has left; the other says why.
     named = [text for text in texts if "all ranks make the same calls in the same order" in text]
     assert named and all("in " in text and "(step 2)" in text for text in named), texts
+
+
+class Mixed(torch.nn.Module):
+    """Parameters of three types in one unit: 8 bytes each behind 9 times 4 or 2 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(1, 5, bias=False)
+        self.second = torch.nn.Linear(5, 3, dtype=torch.bfloat16)
+        self.third = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(self.second(self.first(x).bfloat16()).double())
+
+
+@on_ranks(2, 3)
+def test_types_in_one_unit(rank: int, n_ranks: int) -> None:
+    """torch refuses them; the unsharded model is the judge."""
+    torch.manual_seed(0)
+    whole, model = Mixed(), Mixed()
+    model.load_state_dict(whole.state_dict())
+    fsdp_c.fully_shard(model, mesh=cached_mesh((n_ranks,)))
+    model.set_all_reduce_hook(lambda reduced: None)
+    for step in range(3):
+        inputs = [
+            torch.randn(4, 1, generator=torch.Generator().manual_seed(10 * step + r))
+            for r in range(n_ranks)
+        ]
+        for x in inputs:
+            (whole(x).square().mean() / n_ranks).backward()
+        model(inputs[rank]).square().mean().backward()
+        for (name, p), q in zip(whole.named_parameters(), model.parameters(), strict=True):
+            # bfloat16 sums are rounded at other places.
+            torch.testing.assert_close(
+                q.grad.full_tensor(), p.grad, rtol=0.03, atol=0.03 * float(p.grad.abs().max())
+            )
+        whole.zero_grad()
+        model.zero_grad()
+    (tree,) = [tree for tree in fsdp_c.status().trees if tree.root == "Mixed"]
+    assert tree.transports == ("callback",)
