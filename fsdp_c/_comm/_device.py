@@ -58,7 +58,8 @@ def has_core(device: torch.device) -> bool:
 
 def _has_schedule(device: torch.device) -> bool:
     asked = (*_choice.types, *_env.DEVICES.get())
-    return device.type in asked if asked else _is_nvidia(device)
+    # torch.device knows that word as the type whose name an extension has changed.
+    return any(device.type == torch.device(word).type for word in asked if word != "none") if asked else _is_nvidia(device)
 
 
 def is_taken(group: Any) -> bool:
