@@ -57,20 +57,29 @@ def shuffled(seed: int) -> Order:
     return Order(2, (), seed)
 
 
-def built() -> Path:
-    """The library, compiled again where a source has changed."""
+def place(script: ModuleType) -> Path:
+    return ROOT / script.Toolchain(is_test=True).folder("fake", *facts(script)) / f"{NAME}_device.so"
+
+
+def facts(script: ModuleType) -> tuple[str, str]:
+    return str(script.Torch.installed()), sysconfig.get_config_var("EXT_SUFFIX")
+
+
+@functools.cache
+def build() -> None:
+    """Compiles the library where a source has changed."""
     script = build_script.load()
     before = Path.cwd()
-    with script.build_lock():
-        torch_here, tools = script.Torch.installed(), script.Toolchain(is_test=True)
-        folder = tools.folder("objects", str(torch_here), sysconfig.get_config_var("EXT_SUFFIX"))
-        command = [*tools.cxx_command(torch_here), "-O0", f"-DTORCH_EXTENSION_NAME={NAME}_device"]
-        made = script.compile_object(SOURCE, command, folder)
-        library = folder / f"{NAME}_device.so"
-        flags = [*tools.mode_flags(), "-shared"]
-        script.link(library, [*tools.cxx, *flags], [made], torch_here.link_flags())
-    os.chdir(before)
-    return ROOT / library
+    try:
+        with script.build_lock():
+            tools, library = script.Toolchain(is_test=True), place(script)
+            there = script.Torch.installed()
+            command = [*tools.cxx_command(there), f"-DTORCH_EXTENSION_NAME={NAME}_device", "-O0"]
+            made = script.compile_object(SOURCE, command, library.parent.relative_to(ROOT))
+            flags = [*tools.mode_flags(), "-shared"]
+            script.link(library, [*tools.cxx, *flags], [made], there.link_flags())
+    finally:
+        os.chdir(before)
 
 
 class Module(ModuleType):
@@ -89,8 +98,8 @@ class Module(ModuleType):
 
 @functools.cache
 def load() -> Any:
-    """The library's functions, once in a process."""
-    spec = importlib.util.spec_from_file_location(f"{NAME}_device", built())
+    """The library's functions, once in a process; whoever starts ranks has built it."""
+    spec = importlib.util.spec_from_file_location(f"{NAME}_device", place(build_script.load()))
     assert spec is not None and spec.loader is not None
     torch.utils.rename_privateuse1_backend(NAME)
     device = importlib.util.module_from_spec(spec)
@@ -98,7 +107,8 @@ def load() -> Any:
     torch._register_device_module(NAME, Module(f"torch.{NAME}"))
 
     def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        return device.group(dist.ProcessGroupGloo(store, rank, size, timeout))
+        stores = [dist.PrefixStore(str(n), store) for n in range(4)]
+        return device.group([dist.ProcessGroupGloo(each, rank, size, timeout) for each in stores])
 
     dist.Backend.register_backend("streamed", make, devices=[NAME])
     return device

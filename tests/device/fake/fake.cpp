@@ -7,6 +7,7 @@
 namespace fake {
 
 // As NCCL's: asynchronous collectives are in a stream of the group, others in the current one.
+// Each stream has ranks of its own to talk to, so that nothing orders collectives but events.
 class Work final : public c10d::Work {
 public:
     Work(Mark end, std::vector<at::Tensor> kept) : end_(end), kept_(std::move(kept)) {}
@@ -33,8 +34,8 @@ private:
 
 class Group final : public c10d::Backend {
 public:
-    explicit Group(c10::intrusive_ptr<c10d::Backend> inner)
-        : Backend(inner->getRank(), inner->getSize()), inner_(std::move(inner)),
+    explicit Group(std::vector<c10::intrusive_ptr<c10d::Backend>> inner)
+        : Backend(inner[0]->getRank(), inner[0]->getSize()), inner_(std::move(inner)),
           stream_(next_of_groups++)
     {
     }
@@ -45,16 +46,28 @@ public:
                                                    const c10d::AllgatherOptions &options) override
     {
         return later(options.asyncOp, {all, own}, [=](auto &inner, auto &tensors) {
-            return inner._allgather_base(tensors[0], tensors[1], options);
+            return ended(inner._allgather_base(tensors[0], tensors[1], options));
         });
     }
 
+    // gloo's own is not begun before somebody waits for it.
     c10::intrusive_ptr<c10d::Work>
     _reduce_scatter_base(at::Tensor &part, at::Tensor &all,
                          const c10d::ReduceScatterOptions &options) override
     {
-        return later(options.asyncOp, {part, all}, [=](auto &inner, auto &tensors) {
-            return inner._reduce_scatter_base(tensors[0], tensors[1], options);
+        return later(options.asyncOp, {part, all}, [=, rank = rank_](auto &inner, auto &tensors) {
+            const at::Tensor target = tensors[0];
+            std::vector<at::Tensor> sums = {tensors[1].clone()};
+            const IsOver is_over = ended(inner.allreduce(sums, {.reduceOp = options.reduceOp}));
+            const at::Tensor mine =
+                sums[0].flatten().narrow(0, rank * target.numel(), target.numel());
+            return [target, mine, is_over] {
+                const bool answer = is_over();
+                if (answer) {
+                    plainly([&] { target.copy_(mine.view(target.sizes())); });
+                }
+                return answer;
+            };
         });
     }
 
@@ -62,7 +75,7 @@ public:
                                              const c10d::AllreduceOptions &options) override
     {
         return later(options.asyncOp, given, [=](auto &inner, auto &tensors) {
-            return inner.allreduce(tensors, options);
+            return ended(inner.allreduce(tensors, options));
         });
     }
 
@@ -70,11 +83,16 @@ public:
                                              const c10d::BroadcastOptions &options) override
     {
         return later(options.asyncOp, given, [=](auto &inner, auto &tensors) {
-            return inner.broadcast(tensors, options);
+            return ended(inner.broadcast(tensors, options));
         });
     }
 
 private:
+    static IsOver ended(c10::intrusive_ptr<c10d::Work> work)
+    {
+        return [work] { return work->isCompleted() && work->wait(); };
+    }
+
     template <typename Start>
     c10::intrusive_ptr<c10d::Work> later(bool is_async, const std::vector<at::Tensor> &given,
                                          Start start)
@@ -85,10 +103,10 @@ private:
         }
         const int stream = is_async ? stream_ : current_stream;
         streams.wait(stream, streams.mark(current_stream));
-        streams.enqueue(stream, [inner = inner_, host, start]() mutable -> IsOver {
-            c10::intrusive_ptr<c10d::Work> work;
-            plainly([&] { work = start(*inner, host); });
-            return [work] { return work->isCompleted() && work->wait(); };
+        streams.enqueue(stream, [inner = inner_of(stream), host, start]() mutable {
+            IsOver is_over;
+            plainly([&] { is_over = start(*inner, host); });
+            return is_over;
         });
         if (!is_async) {
             return {};
@@ -96,7 +114,16 @@ private:
         return c10::make_intrusive<Work>(streams.mark(stream), given);
     }
 
-    c10::intrusive_ptr<c10d::Backend> inner_;
+    // One for the group's own stream, one each for those that the core gathers and reduces in.
+    const c10::intrusive_ptr<c10d::Backend> &inner_of(int stream) const
+    {
+        const bool is_cores = stream == first_pooled + 1 || stream == first_pooled + 2;
+        return stream == stream_ ? inner_[1]
+               : is_cores        ? inner_[stream + 1 - first_pooled]
+                                 : inner_[0];
+    }
+
+    std::vector<c10::intrusive_ptr<c10d::Backend>> inner_;
     int stream_;
 };
 
@@ -104,6 +131,7 @@ private:
 static void start_again()
 {
     streams.synchronize();
+    memory.wipe();
     next_pooled = first_pooled;
     next_new = first_new;
 }
@@ -133,13 +161,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module)
     module.def("set_order", [](int order, const std::set<int> &ahead, uint32_t seed) {
         streams.set_order(static_cast<Order>(order), ahead, seed);
     });
-    module.def("watch", [](int kind, int dropped) {
-        streams.watch(static_cast<Kind>(kind), dropped);
-    });
+    module.def("watch",
+               [](int kind, int dropped) { streams.watch(static_cast<Kind>(kind), dropped); });
     module.def("said", &said);
     module.def("start_again", [] { let_others_run(start_again); });
     module.def("synchronize", [] { let_others_run([] { streams.synchronize(); }); });
-    module.def("group", [](const c10::intrusive_ptr<c10d::Backend> &inner) {
+    module.def("group", [](const std::vector<c10::intrusive_ptr<c10d::Backend>> &inner) {
         return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<Group>(inner));
     });
 }

@@ -72,10 +72,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     bool queryEvent(void *event) const override
     {
         Event *asked = event_of(event);
-        if (asked != nullptr && asked->n_queries++ > 0) {
-            synchronizeEvent(event);
+        if (asked == nullptr || asked->mark.stream < 0) {
+            return true;
         }
-        return asked == nullptr || streams.is_reached(asked->mark);
+        if (asked->n_queries++ == 0) {
+            return !streams.heeds(HOST_WAIT, -1, asked->mark.stream) ||
+                   streams.is_reached(asked->mark);
+        }
+        streams.reach(asked->mark);
+        return true;
     }
 
     void synchronizeEvent(void *event) const override

@@ -17,8 +17,8 @@ inline const c10::Device the_device(c10::DeviceType::PrivateUse1, 0);
 
 inline thread_local int current_stream = 0;
 
-// Freed memory goes to the next who asks in its stream; until then it holds bytes that are NaN in
-// all floating types. Memory is never given back to the system.
+// Freed memory goes to the next who asks in its stream, the newest first. In that stream's order it
+// gets bytes then that are NaN in all floating types. Memory is never given back to the system.
 class Memory final : public c10::Allocator {
 public:
     c10::DataPtr allocate(size_t bytes) override
@@ -54,6 +54,18 @@ public:
         return block == blocks_.end() ? -1 : block->second.home;
     }
 
+    // While no stream has anything to do: nobody finds what a program before this one has left.
+    void wipe()
+    {
+        const Locked locked(lock);
+        settle();
+        for (const auto &[home, free] : free_) {
+            for (const auto &[bytes, memory] : free) {
+                std::memset(memory, 0xff, bytes);
+            }
+        }
+    }
+
 private:
     struct Block {
         size_t bytes;
@@ -66,23 +78,26 @@ private:
         std::vector<Mark> marks;
     };
 
-    static size_t rounded(size_t bytes) { return (bytes + 511) / 512 * 512; }
-
     static void give_back(void *memory);
 
     void *take(size_t bytes)
     {
         const Locked locked(lock);
         settle();
-        auto &free = free_[{current_stream, rounded(bytes)}];
-        if (!free.empty()) {
-            void *memory = free.back();
-            free.pop_back();
+        const size_t size = (bytes + 511) / 512 * 512;
+        auto &free = free_[current_stream];
+        auto found = free.lower_bound(size);
+        if (found != free.end()) { // of these the one that was freed last
+            found = std::prev(free.upper_bound(found->first));
+        } else {
+            void *memory = std::aligned_alloc(512, size);
+            std::memset(memory, 0xff, size);
+            blocks_[memory] = {size, current_stream, {}};
             return memory;
         }
-        void *memory = std::aligned_alloc(512, rounded(bytes));
-        std::memset(memory, 0xff, rounded(bytes));
-        blocks_[memory] = {rounded(bytes), current_stream, {}};
+        void *memory = found->second;
+        free.erase(found);
+        streams.run(current_stream, [memory, bytes] { std::memset(memory, 0xff, bytes); });
         return memory;
     }
 
@@ -123,13 +138,11 @@ private:
     void offer(void *memory)
     {
         const Block &block = blocks_[memory];
-        streams.run(block.home,
-                    [memory, bytes = block.bytes] { std::memset(memory, 0xff, bytes); });
-        free_[{block.home, block.bytes}].push_back(memory);
+        free_[block.home].emplace(block.bytes, memory);
     }
 
     std::map<void *, Block> blocks_;
-    std::map<std::pair<int, size_t>, std::vector<void *>> free_;
+    std::map<int, std::multimap<size_t, void *>> free_; // by home and size
     std::vector<Pending> pending_;
 };
 

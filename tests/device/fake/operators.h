@@ -24,9 +24,9 @@ inline at::Tensor on_host(const at::Tensor &tensor)
     }
     c10::Storage storage = tensor.storage();
     if (!tensor.is_cpu()) {
-        storage = c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(),
-                               at::DataPtr(const_cast<void *>(storage.data()), at::kCPU), nullptr,
-                               false);
+        storage =
+            c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(),
+                         at::DataPtr(const_cast<void *>(storage.data()), at::kCPU), nullptr, false);
     }
     at::Tensor host = at::detail::make_tensor<c10::TensorImpl>(
         std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
@@ -274,9 +274,7 @@ inline at::Tensor copy(const at::Tensor &from, const at::Tensor &to, bool non_bl
     if (from.is_cpu() && !non_blocking) {
         plainly([&] { source = source.clone(); });
     }
-    streams.run(current_stream, [to = on_host(to), source] {
-        plainly([&] { to.copy_(source); });
-    });
+    streams.run(current_stream, [to = on_host(to), source] { plainly([&] { to.copy_(source); }); });
     if (to.is_cpu() && !non_blocking) {
         streams.reach(streams.mark(current_stream));
     }
@@ -293,12 +291,32 @@ inline const at::Tensor &resize(const at::Tensor &tensor, at::IntArrayRef sizes,
 {
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
     impl->set_sizes_contiguous(sizes);
-    const size_t bytes = (static_cast<size_t>(impl->storage_offset()) + impl->numel()) *
-                         impl->itemsize();
+    const size_t bytes =
+        (static_cast<size_t>(impl->storage_offset()) + impl->numel()) * impl->itemsize();
     if (bytes > tensor.storage().nbytes()) {
         Hooks().resizePrivateUse1Bytes(tensor.storage(), bytes);
     }
     return tensor;
+}
+
+inline at::Tensor &set_to_part(at::Tensor &tensor, at::Storage source, int64_t offset,
+                               at::IntArrayRef sizes, at::IntArrayRef strides)
+{
+    c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+    impl->set_storage_keep_dtype(std::move(source));
+    impl->set_storage_offset(offset);
+    if (strides.data() == nullptr) {
+        impl->set_sizes_contiguous(sizes);
+    } else {
+        impl->set_sizes_and_strides(sizes, strides);
+    }
+    return tensor;
+}
+
+inline at::Tensor &set_to_all(at::Tensor &tensor, at::Storage source)
+{
+    const auto n = static_cast<int64_t>(source.nbytes() / tensor.itemsize());
+    return set_to_part(tensor, std::move(source), 0, {n}, {1});
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library)
@@ -313,6 +331,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library)
     library.impl("_copy_from", &copy);
     library.impl("record_stream", &record_stream);
     library.impl("resize_", &resize);
+    library.impl("set_.source_Storage", &set_to_all);
+    library.impl("set_.source_Storage_storage_offset", &set_to_part);
 }
 
 } // namespace fake
