@@ -190,6 +190,9 @@ NCCL = Variable(
     parse=_absolute,
 )
 
+# torch's own word for a device type that an extension implements and names.
+EXTENSION = "privateuseone"
+
 DEVICES = Variable[tuple[str, ...]](
     name="FSDP_C_DEVICES",
     accepted="cuda, privateuseone, cpu or none, separated by commas",
@@ -201,7 +204,7 @@ DEVICES = Variable[tuple[str, ...]](
         " accelerator that is an extension of torch, whatever its name. cpu: host memory as if it"
         " were a device's, which is slow, for tests."
     ),
-    parse=_some_of("cuda", "privateuseone", "cpu", "none"),
+    parse=_some_of("cuda", EXTENSION, "cpu", "none"),
 )
 
 VARIABLES: tuple[

@@ -281,9 +281,7 @@ REDUNDANT = {
 
 @pytest.mark.parametrize("name", REDUNDANT)
 def test_ignored_waits_show(name: str):
-    ranks = run_ranks(
-        without_each, 2, name, Kind.WAIT, True, timeout=120, apart=True, env=ENV
-    )
+    ranks = run_ranks(without_each, 2, name, Kind.WAIT, True, timeout=120, apart=True, env=ENV)
     unseen: dict[tuple[int, int], int] = {}
     for each in zip(*ranks, strict=True):
         stream, of, _ = each[0]

@@ -1,5 +1,5 @@
-"""A device for tests, "fake": host memory behind streams whose work is done as late, or as early, as
-events allow (tests/device/fake). Built once; loaded in ranks that have not run a backward yet."""
+"""A device for tests, "fake": host memory behind streams whose work is done as late, or as early,
+as events allow (tests/device/fake). Built once; loaded in ranks that have run no backward yet."""
 
 import functools
 import importlib.util
@@ -58,7 +58,9 @@ def shuffled(seed: int) -> Order:
 
 
 def place(script: ModuleType) -> Path:
-    return ROOT / script.Toolchain(is_test=True).folder("fake", *facts(script)) / f"{NAME}_device.so"
+    return (
+        ROOT / script.Toolchain(is_test=True).folder("fake", *facts(script)) / f"{NAME}_device.so"
+    )
 
 
 def facts(script: ModuleType) -> tuple[str, str]:
@@ -123,7 +125,9 @@ def mesh_of(shape: Sequence[int]) -> DeviceMesh:
     mine = []
     for dim in range(len(shape)):
         lines = rows.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
-        groups = {tuple(line): dist.new_group(line, backend="cpu:gloo,fake:streamed") for line in lines}
+        groups = {
+            tuple(line): dist.new_group(line, backend="cpu:gloo,fake:streamed") for line in lines
+        }
         mine += [group for line, group in groups.items() if dist.get_rank() in line]
     return DeviceMesh.from_group(
         mine if len(mine) > 1 else mine[0], NAME, mesh=rows, mesh_dim_names=names
