@@ -75,18 +75,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         if (asked == nullptr || asked->mark.stream < 0) {
             return true;
         }
-        if (asked->n_queries++ == 0) {
-            return !streams.heeds(HOST_WAIT, -1, asked->mark.stream) ||
-                   streams.is_reached(asked->mark);
+        if (asked->n_queries++ > 0) {
+            streams.reach(asked->mark);
         }
-        streams.reach(asked->mark);
-        return true;
+        return streams.is_reached(asked->mark);
     }
 
     void synchronizeEvent(void *event) const override
     {
-        if (event != nullptr) {
-            streams.reach(event_of(event)->mark);
+        const Event *asked = event_of(event);
+        if (asked != nullptr && streams.heeds(HOST_WAIT, -1, asked->mark.stream)) {
+            streams.reach(asked->mark);
         }
     }
 
