@@ -25,6 +25,7 @@ NAME = "fake"
 # The core's streams by the numbers that the device gives them; 0 is the default one, and on from
 # 50 are the script's own, on from 100 those of process groups.
 COMPUTE, COPY_IN, GATHER, REDUCE, ALL_REDUCE = range(5)
+HOST = -1
 
 
 class Kind(IntEnum):
