@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 PY := $(VENV)/bin/python
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist worksteal
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-build-isolation
-C_FILES = $(shell find csrc tests/c tests/gpu tests/soak benchmarks -name "*.[ch]" -o -name "*.cpp" -o -name "*.cu")
+C_FILES = $(shell find csrc tests/c tests/device tests/gpu tests/soak benchmarks -name "*.[ch]" -o -name "*.cpp" -o -name "*.cu")
 # A package of its own, found before the tree's since it lies where Python is started.
 SANITIZED := build/sanitized
 SANITIZED_TESTS := comm/test_comm device/test_device_nccl device/test_device_schedule optim/test_optim_local \

@@ -190,17 +190,21 @@ NCCL = Variable(
     parse=_absolute,
 )
 
+# torch's own word for a device type that an extension implements and names.
+EXTENSION = "privateuseone"
+
 DEVICES = Variable[tuple[str, ...]](
     name="FSDP_C_DEVICES",
-    accepted="cuda, cpu or none, separated by commas",
+    accepted="cuda, privateuseone, cpu or none, separated by commas",
     default=(),
     meaning=(
         "Devices whose units the core's stream schedule runs. Others, but for the CPU, have torch's"
         " own units: none asks for that on GPUs. Empty: NVIDIA GPUs, over the process group's own"
-        " collectives. cuda: these over communicators of NCCL of our own. cpu: host memory as if it"
+        " collectives. cuda: these over communicators of NCCL of our own. privateuseone: an"
+        " accelerator that is an extension of torch, whatever its name. cpu: host memory as if it"
         " were a device's, which is slow, for tests."
     ),
-    parse=_some_of("cuda", "cpu", "none"),
+    parse=_some_of("cuda", EXTENSION, "cpu", "none"),
 )
 
 VARIABLES: tuple[

@@ -58,7 +58,13 @@ def has_core(device: torch.device) -> bool:
 
 def _has_schedule(device: torch.device) -> bool:
     asked = (*_choice.types, *_env.DEVICES.get())
-    return device.type in asked if asked else _is_nvidia(device)
+    return _type_word(device) in asked if asked else _is_nvidia(device)
+
+
+def _type_word(device: torch.device) -> str:
+    """The device's type; that of an extension of torch, which names it, is privateuseone."""
+    is_extension = torch.device(_env.EXTENSION).type == device.type
+    return _env.EXTENSION if is_extension else device.type
 
 
 def is_taken(group: Any) -> bool:

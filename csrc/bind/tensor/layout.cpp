@@ -116,8 +116,8 @@ bool is_ordinary(PyObject *object)
         return false;
     }
     const at::Tensor &t = THPVariable_Unpack(object);
-    return (t.is_cpu() || t.is_cuda()) && t.layout() == at::kStrided && !t.is_inference() &&
-           !t.is_neg() &&
+    return (t.is_cpu() || t.is_cuda() || t.is_privateuseone()) && t.layout() == at::kStrided &&
+           !t.is_inference() && !t.is_neg() &&
            !t.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::FuncTorchGradWrapper,
                                                      c10::DispatchKey::FuncTorchBatched,
                                                      c10::DispatchKey::Functionalize}));
