@@ -402,7 +402,7 @@ def test_types_in_one_unit(rank: int, n_ranks: int) -> None:
         for x in inputs:
             (whole(x).square().mean() / n_ranks).backward()
         model(inputs[rank]).square().mean().backward()
-        for (name, p), q in zip(whole.named_parameters(), model.parameters(), strict=True):
+        for p, q in zip(whole.parameters(), model.parameters(), strict=True):
             # bfloat16 sums are rounded at other places.
             torch.testing.assert_close(
                 q.grad.full_tensor(), p.grad, rtol=0.03, atol=0.03 * float(p.grad.abs().max())
