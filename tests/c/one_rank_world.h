@@ -98,7 +98,7 @@ static inline fc_status count_sync(fc_device *device, fc_event *event)
 static inline fc_status count_wait(fc_device *device, fc_stream *stream, fc_event *event)
 {
     now.waits++;
-    return waits_fail && waits_left-- <= 0 ? fc_fail(FC_ERR_SYSTEM, "no wait")
+    return waits_fail && waits_left-- == 0 ? fc_fail(FC_ERR_SYSTEM, "no wait")
                                            : simulated->wait(device, stream, event);
 }
 
