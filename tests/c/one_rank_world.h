@@ -28,6 +28,7 @@ typedef struct calls {
 static calls now;
 static const fc_device_ops *simulated;
 static bool gathers_fail, waits_fail, records_fail;
+static int waits_left; /* before they fail */
 static int n_syncs, failing_sync = -1;
 
 static inline fc_status count_event(fc_device *device, fc_event **out)
@@ -97,7 +98,8 @@ static inline fc_status count_sync(fc_device *device, fc_event *event)
 static inline fc_status count_wait(fc_device *device, fc_stream *stream, fc_event *event)
 {
     now.waits++;
-    return waits_fail ? fc_fail(FC_ERR_SYSTEM, "no wait") : simulated->wait(device, stream, event);
+    return waits_fail && waits_left-- == 0 ? fc_fail(FC_ERR_SYSTEM, "no wait")
+                                           : simulated->wait(device, stream, event);
 }
 
 static inline fc_status count_copy(fc_device *device, fc_stream *stream, fc_label label, void *to,

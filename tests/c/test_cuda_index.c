@@ -1,11 +1,14 @@
 /* GPU kernels run thread by thread on the host, over random plans, against plain loops over
  * elements: every byte of every destination is compared. */
+#define _GNU_SOURCE
+
 #include "check.h"
 #include "emulated_cuda.h"
 
 #include "base/alloc.h"
 #include "engine/layout_runs.h"
 
+#include <dlfcn.h>
 #include <math.h>
 
 #define BLOCKS_MAX 6
@@ -688,6 +691,7 @@ static void check_errors(void)
     const uint32_t base = 0;
     const size_t at = 0;
     const fc_cuda_kernels *kernels = NULL;
+    Dl_info other;
     fc_runs plan;
 
     fc_runs_init(&plan);
@@ -710,6 +714,9 @@ static void check_errors(void)
     CHECK_HAS(fc_last_message(), "no GPU kernels at /nowhere/kernels.so: nvcc was missing");
     CHECK_EQ(fc_cuda_open("/dev/null", &kernels), FC_ERR_UNSUPPORTED);
     CHECK_HAS(fc_last_message(), "cannot be opened: /dev/null");
+    CHECK_OR_EXIT(dladdr((void *)(uintptr_t)malloc, &other) != 0);
+    CHECK_EQ(fc_cuda_open(other.dli_fname, &kernels), FC_ERR_UNSUPPORTED);
+    CHECK_HAS(fc_last_message(), "holds GPU kernels of another version of fsdp_c");
     CHECK(kernels == NULL);
 }
 

@@ -97,6 +97,7 @@ static void test_lines_are_cut_in_tiles(void)
     check_tiles(block_of(1, 3, 8 * TILE - 4, far, 0), 24, 0);
     check_tiles(block_of(1, 3, 8 * TILE, far, 0), 24, 8);
     check_tiles(block_of(1, 9, 60, far, 0), 2, 0);
+    check_tiles(block_of(1, 2, 60, far, 0), 1, 0);
     check_tiles(block_of(1, 128, 4, far, 0), 1, 0);
     check_tiles(block_of(1, 9, TILE / 4, far + 4, 0), 9, 1);
     check_tiles(block_of(1, 9, TILE / 4 - 1, far, 0), 3, 0);
@@ -134,6 +135,11 @@ static void test_regular_runs(void)
     check_regular(block_of(2, 3, 7, 48, 160), false);
     check_regular(block_of(2, 3, 8, 44, 160), false);
     check_regular(block_of(2, 3, 8, 48, 168), false);
+    block = block_of(1, 1, 16, 0, 0);
+    block.to.type = block.from.type = FC_U8;
+    check_regular(block, true);
+    block.from.at = 1;
+    check_regular(block, false);
     block = block_of(1, 1, 8, 0, 0); /* half a vector of the narrow side is one there */
     block.to.type = FC_BF16;
     block.to.at = 8;
@@ -299,6 +305,8 @@ static void test_large_blocks_are_cut(void)
     check_parts(1, 1, 128, 1, (const uint32_t[][2]){{1, 128}});
     check_parts(1, 1, 129, 2, (const uint32_t[][2]){{1, 64}, {1, 65}});
     check_parts(1, 1, 257, 3, (const uint32_t[][2]){{1, 128}, {1, 64}, {1, 65}});
+    check_parts(1, 1, 130, 2, (const uint32_t[][2]){{1, 128}, {1, 2}});
+    check_parts(1, 1, 400, 4, (const uint32_t[][2]){{1, 128}, {1, 128}, {1, 128}, {1, 16}});
     check_parts(1, 1, 64, 1, (const uint32_t[][2]){{1, 64}});
     check_parts(1, 2, 64, 1, (const uint32_t[][2]){{2, 64}});
     check_parts(1, 2, 65, 2, (const uint32_t[][2]){{1, 65}, {1, 65}});

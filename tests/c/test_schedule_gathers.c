@@ -136,6 +136,7 @@ static void test_residence_and_waits(void)
     CHECK_EQ(take().records, 0);
     MUST(fc_schedule_begin(w.schedule, w.streams[0], optimizer));
     CHECK_EQ(take().waits, 2);
+    waits_left = 0;
     waits_fail = true;
     CHECK_EQ(fc_schedule_begin(w.schedule, w.streams[0], optimizer), FC_ERR_SYSTEM);
     CHECK_EQ(take().waits, 1);
@@ -315,6 +316,7 @@ static void test_a_forward_ends(void)
     unshard(&w, 0);
     MUST(fc_schedule_post_forward(w.units[0]));
     MUST(fc_schedule_start(w.units[1]));
+    waits_left = 0;
     waits_fail = true;
     CHECK_EQ(fc_schedule_end_forward(w.schedule), FC_ERR_SYSTEM);
     waits_fail = false;
@@ -363,6 +365,62 @@ static void test_many_forwards(void)
     unmake(&w);
 }
 
+/* With an iteration, the order of its forwards ends. */
+static void test_an_order_ends(void)
+{
+    void *full;
+    world w;
+
+    make_world(&w, &staged);
+    begin(&w);
+    for (int i = 0; i < 2; i++) {
+        unshard(&w, i);
+        MUST(fc_schedule_post_forward(w.units[i]));
+    }
+    end(&w);
+    begin(&w);
+    unshard(&w, 2);
+    MUST(fc_schedule_post_forward(w.units[2]));
+    (void)take();
+    MUST(fc_schedule_pre_backward(w.units[1], &full));
+    CHECK_STR(take().gathered, "b");
+    fc_schedule_reshard(w.units[1]);
+    check_bytes_after_end(&w);
+    unmake(&w);
+}
+
+/* After a reset nothing is unsharded, in flight or held; it says so if it cannot be. */
+static void test_a_reset(void)
+{
+    bool is_reduced;
+    world w;
+
+    make_world(&w, &staged);
+    MUST(fc_schedule_reset(w.schedule)); /* nothing has begun */
+    begin(&w);
+    unshard(&w, 0);
+    MUST(fc_schedule_start(w.units[1]));
+    MUST(fc_schedule_post_backward(w.units[2], &(fc_schedule_grads){.full = w.grads}, &is_reduced));
+    await_all(&w); /* what waits that fail would have been for */
+    for (waits_left = 0; waits_left < 2; waits_left++) {
+        const int n = waits_left;
+
+        waits_fail = true;
+        CHECK_EQ(fc_schedule_reset(w.schedule), FC_ERR_SYSTEM);
+        waits_fail = false;
+        waits_left = n;
+    }
+    waits_left = 0;
+    MUST(fc_schedule_reset(w.schedule));
+    CHECK_EQ(fc_sim_bytes(w.device), w.rest_bytes);
+    begin(&w);
+    MUST(fc_schedule_post_backward(w.units[2], &(fc_schedule_grads){.sync = FC_SYNC_ALL},
+                                   &is_reduced));
+    CHECK(!is_reduced);
+    end(&w);
+    unmake(&w);
+}
+
 int main(void)
 {
     for (int i = 0; i < 4; i++) {
@@ -382,5 +440,7 @@ int main(void)
     }
     test_a_forward_ends();
     test_many_forwards();
+    test_an_order_ends();
+    test_a_reset();
     return check_result();
 }

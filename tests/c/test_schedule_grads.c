@@ -83,8 +83,8 @@ static void test_the_given_divisor_counts(void)
 /* A plan for each combination of types, made when it is first needed. */
 static void test_plans_are_made_once(int n_ranks)
 {
-    static const fc_dtype computed[] = {FC_F32, FC_F32}, narrow[] = {FC_BF16, FC_F32},
-                          other[] = {FC_BF16, FC_F16};
+    static const fc_dtype computed[] = {FC_F32, FC_F32, FC_BF16 /* nobody's */},
+                          narrow[] = {FC_BF16, FC_F32}, other[] = {FC_BF16, FC_F16};
     const struct {
         const fc_dtype *types;
         fc_schedule_sync sync;

@@ -275,7 +275,7 @@ static void skip(fc_side *side, size_t planes, size_t lines, size_t numel)
 /* Cuts a block in two; false if it is small enough, or cannot be cut. */
 static bool cut(const fc_runs *runs, fc_block *first, fc_block *second)
 {
-    size_t planes = first->planes / 2, lines = 0, numel = 0;
+    size_t planes = first->planes / 2, lines = 0, numel = 0; /* 1 / 2: none is skipped */
 
     if (first->planes * first->lines * first->numel <= runs->numel_max) {
         return false;
@@ -295,7 +295,6 @@ static bool cut(const fc_runs *runs, fc_block *first, fc_block *second)
     } else {
         return false;
     }
-    planes = lines == 0 && numel == 0 ? planes : 0;
     skip(&second->to, planes, lines, numel);
     skip(&second->from, planes, lines, numel);
     return true;
