@@ -94,7 +94,7 @@ C_TEST_SOURCES = {
         "test_rails_begun test_rails_faults test_rails_scale test_reduction test_root "
         "test_schedule test_schedule_alone test_schedule_capture test_schedule_faults "
         "test_schedule_kernels test_schedule_order test_slots test_snapshot test_transport "
-        "test_unsharding test_unsharding_ahead test_unsharding_calls "
+        "test_unit test_unsharding test_unsharding_ahead test_unsharding_calls "
         "test_unsharding_extended test_unsharding_pages test_unsharding_slices "
         "test_unsharding_writes test_updates "
         "test_window"
