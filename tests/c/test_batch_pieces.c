@@ -72,7 +72,10 @@ static fc_status gather(void *context, const void *send, size_t bytes, const fc_
         const size_t n = bytes - at < piece_bytes ? bytes - at : piece_bytes;
 
         for (int r = 0; r < N_RANKS && at == 0; r++) {
-            FC_TRY(to->look(to->context, r, sent[r], n));
+            char first[BYTES_MAX] = {0}; /* the rest has not come */
+
+            memcpy(first, sent[r], n);
+            FC_TRY(to->look(to->context, r, first, n));
         }
         for (int r = 0; r < N_RANKS; r++) {
             char *piece = malloc(n); /* so that nothing is read before it or behind */

@@ -491,9 +491,11 @@ static void body_short_memory(int rank, int n_ranks, void *arg)
         fc_alloc_fail_after(0);
         CHECK_EQ(fc_unsharding_gather(w.owners[0].unsharding), FC_ERR_NOMEM);
         fc_alloc_fail_after(-1);
+        CHECK(ranks_await(0, 1)); /* still there */
     } else {
         CHECK_EQ(fc_unsharding_gather(w.owners[0].unsharding), FC_ERR_PEER);
         CHECK_STATE(&w, 0, SHARDED);
+        atomic_store(&ranks_common->values[0], 1);
     }
     leave_world(&w);
 }

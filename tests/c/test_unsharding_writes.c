@@ -132,6 +132,9 @@ static void body_written_ahead(int rank, int n_ranks, void *arg)
         CHECK_STATE(&w, 2, SHARDED);
         w.owners[2].shards[i][0] -= 1;
         close_phase(&w); /* an exception that was caught */
+        open(&w, FC_PHASE_BACKWARD);
+        CHECK(fc_order_is_learnt(w.domain));
+        close_phase(&w);
     }
     leave_world(&w);
 }
