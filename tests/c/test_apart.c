@@ -515,7 +515,7 @@ static void body_skipped_in_two(int rank, int n_ranks, void *arg)
             domains[0] = w.domain;
             domains[1] = w.second;
             step_of_skip = 0;
-            if (told_in == found_in) { /* what was said of an earlier phase plays no part */
+            if (told_in != found_in) { /* what was said of an earlier phase plays no part */
                 check_uses(&w, ++step_of_skip, FC_PHASE_FORWARD, FC_PHASE_UNSHARD);
             }
             skip(&w, 1);

@@ -33,7 +33,7 @@ static void describe(model *m)
 
         m->params[u][0] = make_param(1, s->rows[0], 4, FC_F32, s->trainable[0]);
         m->params[u][1] = make_param(1, s->rows[1], 4, FC_F32, s->trainable[1]);
-        m->params[u][1].compute = FC_BF16; /* not aliased */
+        m->params[u][u % 2].compute = FC_BF16; /* not aliased */
         m->units[u] = (fc_unit_desc){names[u], m->params[u], 2};
     }
 }
@@ -72,7 +72,7 @@ static fc_domain_sizes expect(const model *m, int n_shards, int n_ranks, bool is
         }
         if (is_mapped && m->kind == FC_DOMAIN_SHARD) {
             s.full += l.full_bytes;
-            s.aliased += l.params[0].chunk_numel * sizeof(float);
+            s.aliased += l.params[(u + 1) % 2].chunk_numel * sizeof(float);
         }
         usual = most(usual, copies * l.trainable_part_bytes);
         any = most(any, copies * l.part_bytes);
@@ -405,6 +405,15 @@ static void body_clocks(int rank, int n_ranks, void *arg)
     CHECK_EQ(fc_domain_watch(domain, m.transport), FC_ERR_INVALID);
     CHECK_STR(fc_last_message(), text);
     CHECK_EQ(fc_domain_region_bytes(domain), bytes);
+    fc_domain_destroy(domain);
+    domain = NULL;
+    CHECK_OK(fc_domain_create(transport, FC_DOMAIN_SHARD, made.units, 0, 0, n_ranks, &domain));
+    CHECK_EQ(fc_domain_watch(domain, other), FC_ERR_INVALID);
+    CHECK_STR(fc_last_message(), "unit : its ranks need no other clock");
+    fc_domain_destroy(domain);
+    CHECK_OK(fc_domain_create(transport, FC_DOMAIN_SHARD, made.units, 1, 0, n_ranks, &domain));
+    CHECK_EQ(fc_domain_watch(domain, other), FC_ERR_INVALID);
+    CHECK_STR(fc_last_message(), text);
     fc_domain_destroy(domain);
     domain = NULL;
     /* Ranks with other units are told. */

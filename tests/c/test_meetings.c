@@ -92,12 +92,12 @@ static void wait_for_others(world *w, act what, fc_wait_kind kind)
 
 static void body_waits(int rank, int n_ranks, void *arg)
 {
-    uint64_t ns = 0, ns_by_peer = 0;
+    uint64_t n = 0, ns = 0, ns_by_peer = 0, n_before, ns_before, n_all, ns_all;
     world w;
 
     (void)arg;
     join(&w, WATCHED, rank, n_ranks, false);
-    meet_alike(&w, FC_PHASE_FORWARD, 0);
+    fc_transport_wait_stats(w.watch, &n_before, &ns_before);
     begin(&w, FC_PHASE_FORWARD, 0, 0);
     CHECK_OK(come(&w, (act){1, "all-gather", 0}));
     wait_for_others(&w, (act){0, "all-gather", 0}, FC_WAIT_FORWARD);
@@ -119,6 +119,7 @@ static void body_waits(int rank, int n_ranks, void *arg)
             const fc_unit *unit = u < N_UNITS ? unit_of(&w, u) : NULL;
             const fc_waits waits = fc_waits_of(w.domain, unit, kind);
 
+            n += waits.n;
             ns += waits.ns;
             CHECK((waits.n == 0) == (waits.longest_peer == -1));
             CHECK(waits.longest_peer != rank && waits.longest_peer < n_ranks);
@@ -131,6 +132,13 @@ static void body_waits(int rank, int n_ranks, void *arg)
     }
     CHECK_EQ(ns_by_peer, ns);
     CHECK_EQ(fc_waits_for(w.domain, rank), 0);
+    fc_transport_wait_stats(w.watch, &n_all, &ns_all);
+    CHECK_EQ(n, n_all - n_before);
+    CHECK_EQ(ns, ns_all - ns_before);
+    fc_waits_reset(w.domain);
+    for (int r = 0; r < n_ranks; r++) {
+        CHECK_EQ(fc_waits_for(w.domain, r), 0);
+    }
     leave_world(&w);
 }
 
@@ -260,6 +268,35 @@ static void body_more(int rank, int n_ranks, void *arg)
             : "rank 10 is in the all-gather of unit embed and 1 more and rank 11 in the all-gather "
               "of unit embed and 2 more (step 2): " ADVICE);
     together(&w);
+    leave_world(&w);
+}
+
+/* Collectives of one unit are told as such. */
+static void body_one_unit(int rank, int n_ranks, void *arg)
+{
+    static const char *const ops[] = {"reduce-scatter", "all-reduce"};
+    static float part[4096];
+    world w;
+
+    (void)arg;
+    join(&w, WATCHED, rank, n_ranks, false);
+    for (size_t i = 0; i < 2; i++) {
+        fc_unit *unit = unit_of(&w, rank == 1 ? 2 : 0);
+        const fc_present present = {.layout = fc_unit_layout(unit)};
+        char text[TEXT_BYTES];
+
+        begin(&w, FC_PHASE_FORWARD, 0, 0);
+        (void)snprintf(
+            text, sizeof(text),
+            "rank 10 is in the %s of unit embed and rank 11 in the %s of unit head (step "
+            "%zu): " ADVICE,
+            ops[i], ops[i], i + 1);
+        CHECK_FAILS(i == 0 ? fc_waits_reduce_scatter(unit, part, part + 2048, &present)
+                           : fc_waits_all_reduce(unit, part, &present),
+                    FC_ERR_MISMATCH, text);
+        together(&w);
+    }
+    CHECK_EQ(w.n_reductions + w.n_sums, 0);
     leave_world(&w);
 }
 
@@ -571,6 +608,7 @@ int main(void)
         ranks_check(n, body_left_forward, NULL);
     }
     ranks_check(2, body_damaged, NULL);
+    ranks_check(2, body_one_unit, NULL);
     ranks_check(2, body_long, NULL);
     ranks_check(3, body_third, NULL);
     ranks_check(3, body_elsewhere, NULL);

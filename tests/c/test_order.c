@@ -29,6 +29,8 @@ static fc_status gather(void *context, const void *send, size_t bytes, const fc_
 static fc_transport *transport;
 static fc_domain *domain;
 
+static size_t large_rows = 20000;
+
 static void make_domain(int n_ranks, bool takes_gathers)
 {
     static const char *const names[N_UNITS] = {"a", "b", "c", "large", "e"};
@@ -44,7 +46,7 @@ static void make_domain(int n_ranks, bool takes_gathers)
 
     for (size_t u = 0; u < N_UNITS; u++) {
         params[u] = (fc_param){.outer = 1,
-                               .rows = u == LARGE ? 20000 : 8,
+                               .rows = u == LARGE ? large_rows : 8,
                                .inner = 1,
                                .orig = FC_F32,
                                .compute = FC_F32,
@@ -389,8 +391,46 @@ static void test_sizes(void)
     end_domain();
 }
 
+/* The largest that is small: what all ranks have of it, and what they send. */
+static void test_largest_small(void)
+{
+    for (int more = 0; more < 2; more++) {
+        large_rows = FC_BATCH_UNIT_BYTES / sizeof(float) + (size_t)more;
+        make_domain(2, false);
+        CHECK_EQ(order_is_small(unit_of(LARGE)), more == 0);
+        CHECK_EQ(2 * fc_unit_layout(unit_of(LARGE))->pack_bytes == FC_BATCH_UNIT_BYTES, more == 0);
+        CHECK_EQ(fc_unit_layout(unit_of(LARGE))->full_bytes == FC_BATCH_UNIT_BYTES, more == 0);
+        end_domain();
+    }
+    large_rows = 20000;
+}
+
+/* A phase of one unit is an order; no bytes at all are no limit. */
+static void test_little(void)
+{
+    make_domain(2, false);
+    forward(true, "0 1 2");
+    forward(true, "1");
+    open(FC_PHASE_FORWARD);
+    order_heard(domain, true);
+    check_after(1, "");
+    check_after(0, "");
+    fc_batch_limit(domain, 1);
+    CHECK(order_told(domain) != 0);
+    CHECK_EQ(fc_domain_close(domain), FC_OK);
+    open(FC_PHASE_BACKWARD);
+    fc_domain_fail(domain); /* leaves no order of forwards */
+    CHECK_EQ(order_told(domain), 0);
+    CHECK(fc_order_is_learnt(domain));
+    fc_batch_limit(domain, 0);
+    CHECK(!fc_order_is_learnt(domain));
+    end_domain();
+}
+
 int main(void)
 {
+    test_largest_small();
+    test_little();
     test_forward();
     test_both();
     test_empty();

@@ -20,11 +20,12 @@ enum {
     FIRST,  /* float32 */
     SECOND, /* float32 */
     WIDE,   /* float64: a section of its own */
+    WIDE_SECOND,
     FROZEN,
     N_PARAMS
 };
 
-static const size_t rows[N_PARAMS] = {6, 10, 4, 8};
+static const size_t rows[N_PARAMS] = {6, 10, 4, 7, 8};
 static int world_size;
 
 /* What the collectives saw. */
@@ -36,6 +37,7 @@ static struct call {
 } calls[MAX_CALLS];
 static size_t n_calls;
 static fc_status fails_with;
+static bool fails_late; /* not as it is announced */
 
 static void see(const char *op, const char *shown_as, size_t numel, fc_dtype dtype)
 {
@@ -93,7 +95,7 @@ static fc_status begin_of(void *context, size_t unit)
     (void)context;
     CHECK_EQ(unit, 1);
     CHECK(fc_window_waits().since_ns != 0);
-    return trouble();
+    return fails_late ? FC_OK : trouble();
 }
 
 static fc_status all_gather(void *context, void *recv, const void *send, size_t bytes)
@@ -207,7 +209,7 @@ static void make_world(world *w, int n_ranks, bool is_packed, bool is_backward)
     const fc_unit_desc units[N_UNITS] = {{"layers.0", params, 1}, {NAME, params, N_PARAMS}};
 
     for (size_t i = 0; i < N_PARAMS; i++) {
-        const fc_dtype type = i == WIDE ? FC_F64 : FC_F32;
+        const fc_dtype type = i == WIDE || i == WIDE_SECOND ? FC_F64 : FC_F32;
 
         params[i] = (fc_param){.outer = 1,
                                .rows = rows[i] * (size_t)n_ranks,
@@ -223,6 +225,7 @@ static void make_world(world *w, int n_ranks, bool is_packed, bool is_backward)
     world_size = n_ranks;
     n_calls = 0;
     fails_with = FC_OK;
+    fails_late = false;
     memset(w, 0, sizeof(*w));
     ops.begin = begin_of;
     ops.all_gather = all_gather;
@@ -327,7 +330,8 @@ static void test_sums(int n_ranks, bool is_packed, bool with_frozen, uint64_t ma
 
     for (int is_reduce_scatter = 0; is_reduce_scatter < 2; is_reduce_scatter++) {
         const char *op = is_reduce_scatter != 0 ? "reduce-scatter" : "all-reduce";
-        const size_t n_first = mask == 0 ? 0 : rows[SECOND];
+        const size_t n_first = (mask >> SECOND & 1) != 0 ? rows[SECOND] : 0;
+        const size_t n_wide = (mask >> WIDE_SECOND & 1) != 0 ? rows[WIDE_SECOND] : 0;
         fc_present present;
         size_t n = 0;
 
@@ -347,8 +351,9 @@ static void test_sums(int n_ranks, bool is_packed, bool with_frozen, uint64_t ma
             for (size_t i = 0; i < w.layout->n_sections; i++, n++) {
                 const fc_section *s = &w.layout->sections[i];
 
-                check_call(n, op, s->reduce == FC_F32 && n_first != 0 ? n_first : numel_of(s),
-                           s->reduce);
+                const size_t some = s->reduce == FC_F32 ? n_first : n_wide;
+
+                check_call(n, op, some != 0 ? some : numel_of(s), s->reduce);
             }
             for (size_t i = 0; with_frozen && i < w.layout->n_frozen; i++, n++) {
                 check_call(n, op, numel_of(&w.layout->frozen[i]), w.layout->frozen[i].reduce);
@@ -386,6 +391,7 @@ static void test_failing_sums(void)
 
 typedef struct taken {
     int looks, takes;
+    bool failing_take;
     fc_status st; /* of the next look */
 } taken;
 
@@ -409,7 +415,7 @@ static fc_status take(void *context, int rank, size_t at, const char *data, size
     CHECK_EQ(at, 0);
     CHECK_EQ(bytes, 6);
     CHECK(memcmp(data, "hello", 6) == 0);
-    return FC_OK;
+    return t->failing_take ? fc_fail(FC_ERR_INTERRUPTED, "no luck") : FC_OK;
 }
 
 static fc_status gather(world *w, size_t n_units, taken *t)
@@ -422,7 +428,7 @@ static fc_status gather(world *w, size_t n_units, taken *t)
 
 static void test_counts(bool is_backward)
 {
-    uint64_t ns = 0, longest = 0;
+    uint64_t ns = 0, longest = 0, took_ns = 0;
     fc_waits waits;
     world w;
 
@@ -432,13 +438,16 @@ static void test_counts(bool is_backward)
     for (uint64_t n = 1; n <= 3; n++) {
         taken t = {0};
 
+        const int64_t began_ns = fc_now_ns();
+
         n_calls = 0;
         CHECK_EQ(gather(&w, 1, &t), FC_OK);
+        took_ns += (uint64_t)(fc_now_ns() - began_ns);
         CHECK_EQ(t.takes, 3);
         check_call(0, "all-gather", 6, FC_RAW1);
         check_counts(&w, is_backward ? 0 : n, is_backward ? n : 0, 0);
         waits = fc_waits_of(w.domain, w.unit, is_backward ? FC_WAIT_BACKWARD : FC_WAIT_FORWARD);
-        CHECK(waits.ns > ns);
+        CHECK(waits.ns > ns && waits.ns <= took_ns);
         longest = waits.ns - ns > longest ? waits.ns - ns : longest;
         CHECK_EQ(waits.longest_ns, longest);
         ns = waits.ns;
@@ -554,6 +563,68 @@ static void test_failures(void)
     end_world(&w);
 }
 
+/* The collectives themselves, one unit each; what is under way is no failure of the unit's. */
+static void test_late_failures(void)
+{
+    static float send[4];
+    float sum[2];
+    bool is_lent;
+    taken t = {.failing_take = true};
+    fc_present present;
+    world w;
+
+    make_world(&w, 2, false, false);
+    present = (fc_present){.layout = w.layout, .frozen = true};
+    CHECK_FAILS(gather(&w, 1, &t), FC_ERR_INTERRUPTED, "no luck");
+    CHECK_EQ(t.takes, 1);
+    n_calls = 0;
+    fails_late = true;
+    fails_with = FC_ERR_GROUP;
+    t = (taken){0};
+    CHECK_FAILS(gather(&w, 1, &t), FC_ERR_GROUP, "all-gather of FSDP unit 'layers.1' " OF_GROUP);
+    CHECK_EQ(t.looks, 0);
+    CHECK_FAILS(waits_gather_begin(w.unit, "hello", 6), FC_ERR_GROUP,
+                "all-gather of FSDP unit 'layers.1' " OF_GROUP);
+    CHECK_FAILS(waits_sum_begin(w.unit, send, 2, FC_F32, &is_lent), FC_ERR_GROUP,
+                "reduction of FSDP unit 'layers.1' " OF_GROUP);
+    n_calls = 0;
+    CHECK_FAILS(waits_reduce_scatter(w.unit, 1, sum, send, 2, FC_F32, 0), FC_ERR_GROUP,
+                "reduction of FSDP unit 'layers.1' " OF_GROUP);
+    CHECK_FAILS(fc_waits_reduce_scatter(w.unit, w.part, w.parts, &present), FC_ERR_GROUP,
+                "reduction of FSDP unit 'layers.1' " OF_GROUP);
+    CHECK_FAILS(fc_waits_all_reduce(w.unit, w.part, &present), FC_ERR_GROUP,
+                "reduction of FSDP unit 'layers.1' " OF_GROUP);
+    CHECK_EQ(n_calls, 3); /* the first of several sections is the last one that is tried */
+    n_calls = 0;
+    fails_with = FC_AGAIN;
+    CHECK_EQ(waits_gather_begin(w.unit, "hello", 6), FC_AGAIN);
+    CHECK_EQ(waits_sum_begin(w.unit, send, 2, FC_F32, &is_lent), FC_AGAIN);
+    end_world(&w);
+}
+
+static void test_no_memory(void)
+{
+    fc_param param = {.outer = 1, .rows = 4, .inner = 1, .orig = FC_F32};
+    const fc_unit_desc unit = {"a", &param, 1};
+    fc_status st = FC_ERR_NOMEM;
+    world w;
+    int n = 0;
+
+    make_world(&w, 2, false, false);
+    while (st != FC_OK) {
+        fc_domain *domain = NULL;
+
+        CHECK_OR_EXIT(n < 100);
+        fc_alloc_fail_after(n++);
+        st = fc_domain_create(w.transport, FC_DOMAIN_SHARD, &unit, 1, 0, 2, &domain);
+        fc_alloc_fail_after(-1);
+        CHECK_EQ(st, st == FC_OK ? FC_OK : FC_ERR_NOMEM);
+        CHECK_EQ(domain != NULL, st == FC_OK);
+        fc_domain_destroy(domain);
+    }
+    end_world(&w);
+}
+
 /* ---- the trace ---- */
 
 static fc_window_event event_of(uint64_t n)
@@ -601,12 +672,15 @@ int main(void)
             test_sums(n, true, with_frozen != 0, 0);
         }
         test_sums(n, true, false, 1U << SECOND);
+        test_sums(n, true, false, 1U << SECOND | 1U << WIDE_SECOND);
     }
     test_failing_sums();
     test_counts(false);
     test_counts(true);
     test_begun();
     test_failures();
+    test_late_failures();
+    test_no_memory();
     test_trace();
     return check_result();
 }
