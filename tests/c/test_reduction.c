@@ -470,6 +470,17 @@ static void body_no_memory(int rank, int n_ranks, void *arg)
     leave(&w);
 }
 
+static fc_status note_flat(void *of, const fc_reduce_options *options)
+{
+    (void)options;
+    ((owner *)of)->has[0] = true;
+    return FC_OK;
+}
+
+/* Of a unit whose gradients are left in the buffer. */
+static const fc_reduction_ops flat_ops = {get_options, get_flat, note_flat, prepare,
+                                          get_target,  assign,   release,   wait_for_room};
+
 /* Gradients travel in their own type where all have the same; else in that of the reduction. */
 static void body_types(int rank, int n_ranks, void *arg)
 {
@@ -627,6 +638,74 @@ static void body_copies(int rank, int n_ranks, void *arg)
     leave(&w);
 }
 
+/* Large gradients are given back while backward goes on, small ones never taken. */
+static void body_large(int rank, int n_ranks, void *arg)
+{
+    static const size_t inner_of_case[] = {2048, FC_BORROWED_BYTES_MAX / sizeof(float) / 2,
+                                           FC_BORROWED_BYTES_MAX / sizeof(float)};
+    const fc_reduce_options options = {1, true, false, false};
+
+    (void)arg;
+    for (int i = 0; i < 3; i++) {
+        const size_t numel = (size_t)n_ranks * inner_of_case[i];
+        fc_param param = make_param(1, (size_t)n_ranks, inner_of_case[i], FC_F32, true);
+        const fc_unit_desc desc = {"large", &param, 1};
+        static owner o;
+        ranks_host host;
+        fc_transport_config config = ranks_config(&host, 0, rank, n_ranks, DOMAINS_TIMEOUT_NS);
+        fc_transport *transport = NULL;
+        fc_domain *domain = NULL;
+        fc_slots *slots = NULL;
+        float *memory = malloc(numel * sizeof(float) + sizeof(fc_gradient));
+        fc_gradient *grad = (fc_gradient *)(void *)(memory + numel);
+
+        CHECK_OR_EXIT(memory != NULL);
+        o = (owner){.all_reduce = true, .divisor = 1};
+        n_released = 0;
+        CHECK_OK(fc_slots_create(&slots));
+        CHECK_OK(fc_shm_create(&config, &transport));
+        CHECK_OK(fc_domain_create(transport, FC_DOMAIN_SHARD, &desc, 1, rank, n_ranks, &domain));
+        o.shard = fc_domain_unit(domain, 0);
+        o.flat = malloc(fc_unit_layout(o.shard)->grad_bytes);
+        CHECK_OR_EXIT(o.flat != NULL);
+        CHECK_OK(fc_reduction_create(o.shard, NULL, slots, &flat_ops, &o.reduction));
+        fc_reduction_attach(o.reduction, &o);
+        fc_domain_open(domain, (fc_opening){.phase = FC_PHASE_FORWARD});
+        CHECK_OK(fc_domain_close(domain));
+        fc_domain_open(domain, (fc_opening){.phase = FC_PHASE_BACKWARD});
+        for (size_t k = 0; k < numel; k++) {
+            memory[k] = (float)(k % 97 + (size_t)rank);
+        }
+        *grad = (fc_gradient){memory, FC_F32, true, true};
+        CHECK_OK(fc_reduction_submit(o.reduction, grad, memory, &options));
+        CHECK_EQ(n_released, i == 0);
+        fc_reduction_return_large(domain);
+        CHECK_EQ(n_released, i != 1);
+        CHECK_OK(fc_reduction_finish_all(&domain, 1));
+        CHECK_EQ(n_released, 1);
+        CHECK(o.has[0]);
+        for (size_t k = 0; k < inner_of_case[i]; k++) {
+            const size_t at = (size_t)rank * inner_of_case[i] + k;
+            float wanted = 0;
+
+            for (int r = 0; r < n_ranks; r++) {
+                wanted += (float)(at % 97 + (size_t)r);
+            }
+            if (o.flat[k] != wanted) {
+                CHECK_MSG(false, "[%zu]: %g, not %g", k, (double)o.flat[k], (double)wanted);
+                break;
+            }
+        }
+        CHECK_OK(fc_domain_close(domain));
+        fc_reduction_destroy(o.reduction);
+        fc_domain_destroy(domain);
+        fc_transport_destroy(transport);
+        fc_slots_destroy(slots);
+        free(o.flat);
+        CHECK_EQ(fc_alloc_live(), 0);
+    }
+}
+
 int main(void)
 {
     static int one = 1, two = 2, three = 3, four = 4, lone_one = -1, lone_two = -2;
@@ -650,6 +729,7 @@ int main(void)
     ranks_check(2, body_no_memory, &one);
     ranks_check(4, body_no_memory, &two);
     ranks_check(4, body_types, &two);
+    ranks_check(2, body_large, NULL);
     ranks_check(1, body_types, &one);
     ranks_check(2, body_types, &one);
     ranks_check(2, body_types, &two);
