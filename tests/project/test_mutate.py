@@ -37,6 +37,6 @@ def test_what_is_changed() -> None:
 
 
 def test_equivalent_ones_are_mutants() -> None:
-    files = {key.split(":")[0] for key in equivalents()}
+    files = {key.split(" ")[0] for key in equivalents()}
     keys = {m.key for file in files for m in mutants_of(file, Path(ROOT, file).read_text())}
     assert equivalents() <= keys
