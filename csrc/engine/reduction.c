@@ -422,7 +422,7 @@ static bool moves_frozen(const fc_reduction *r, const fc_gradient *grads)
 
     for (size_t i = 0; layout->n_frozen > 0 && i < layout->n_params; i++) {
         if (layout->params[i].has_grad && !layout->params[i].trainable &&
-            (grads[i].data != NULL || grads[i].is_wanted || has_bit(r->mask, i))) {
+            (grads[i].data != NULL || grads[i].is_wanted)) {
             return true;
         }
     }
@@ -450,7 +450,8 @@ static void count(fc_reduction *r, const fc_gradient *grads)
 
 static void begin(fc_reduction *r, const fc_gradient *grads, const fc_reduce_options *options)
 {
-    r->moves_frozen = moves_frozen(r, grads);
+    r->moves_frozen = r->keeps_frozen || moves_frozen(r, grads);
+    r->keeps_frozen = r->moves_frozen && r->replicate != NULL && !options->all_reduce;
     count(r, grads);
     r->is_submitted = options->all_reduce;
 }

@@ -42,6 +42,7 @@ struct fc_reduction {
     borrowed borrowed;
     begun_sum begun;   /* of the domain's `summing` */
     bool moves_frozen; /* the last submission's collectives do */
+    bool keeps_frozen; /* it left sums to the replicas, of which some may have frozen ones */
     bool is_submitted; /* a submission of this backward carries the partial sums */
     char *partial;     /* owned; a part, NULL before the first sum that waits */
     uint64_t *mask;    /* owned; of `partial`, or of sums on a device */

@@ -207,6 +207,7 @@ fc_status fc_reduction_inherit(fc_reduction *r, const fc_reduction *former)
 {
     const fc_layout *layout = &r->shard->layout;
 
+    r->keeps_frozen = former->keeps_frozen;
     if (!fc_reduction_has_sums(former)) {
         return FC_OK;
     }
@@ -229,7 +230,7 @@ fc_status fc_reduction_inherit(fc_reduction *r, const fc_reduction *former)
 void fc_reduction_drop_sums(fc_reduction *r)
 {
     clear(r);
-    r->is_submitted = false;
+    r->is_submitted = r->keeps_frozen = false;
 }
 
 void fc_reduction_trim(fc_reduction *r)

@@ -24,6 +24,7 @@ static bool is_lent; /* what is sent is read to the end */
 static int n_begun, n_ended, n_dropped, n_at_once;
 static const char *begun_send;
 static size_t begun_numel;
+static fc_dtype begun_dtype;
 static char kept[4096]; /* what was sent last */
 
 /* ---- the owner ---- */
@@ -121,12 +122,13 @@ static fc_status reduce_scatter(void *context, void *recv, void *send, size_t nu
 
 static fc_status sum_begin(void *context, void *send, size_t numel, fc_dtype dtype, bool *lent_out)
 {
-    (void)context, (void)dtype;
+    (void)context;
     if (begun_send != NULL) {
         return FC_AGAIN;
     }
-    CHECK_OR_EXIT(N_RANKS * numel * sizeof(float) <= sizeof(kept));
-    memcpy(kept, send, N_RANKS * numel * sizeof(float));
+    CHECK_OR_EXIT(N_RANKS * numel * fc_dtype_bytes(dtype) <= sizeof(kept));
+    memcpy(kept, send, N_RANKS * numel * fc_dtype_bytes(dtype));
+    begun_dtype = dtype;
     begun_send = is_lent ? send : kept;
     begun_numel = numel;
     *lent_out = is_lent;
@@ -179,14 +181,14 @@ typedef struct world {
     owner owners[N_UNITS];
 } world;
 
-static void make_world(world *w)
+static void make_world_of(world *w, fc_dtype reduce)
 {
     fc_param param = {.outer = 1,
                       .rows = ODD,
                       .inner = 1,
                       .orig = FC_F32,
                       .compute = FC_F32,
-                      .reduce = FC_F32,
+                      .reduce = reduce,
                       .grad = FC_F32,
                       .has_grad = true,
                       .is_counted = true,
@@ -210,6 +212,11 @@ static void make_world(world *w)
                                           &o->reduction) == FC_OK);
         fc_reduction_attach(o->reduction, o);
     }
+}
+
+static void make_world(world *w)
+{
+    make_world_of(w, FC_F32);
 }
 
 static void end_world(world *w)
@@ -318,6 +325,49 @@ static void test_dropped(void)
     CHECK_EQ(n_dropped, 2);
 }
 
+/* Sums travel in the type in which they are made. */
+static void test_narrow(void)
+{
+    world w;
+
+    make_world_of(&w, FC_BF16);
+    open(&w);
+    submit(&w, 0, 10);
+    CHECK_EQ(begun_dtype, FC_BF16);
+    CHECK_EQ(begun_numel * fc_dtype_bytes(FC_BF16),
+             fc_unit_layout(fc_domain_unit(w.domain, 0))->trainable_part_bytes);
+    fc_domain_fail(w.domain);
+    end_world(&w);
+    CHECK_EQ(n_dropped, 1);
+}
+
+/* A sum for which there is no memory is not begun, and the next one is right. */
+static void test_no_memory(void)
+{
+    static const fc_reduce_options options = {2, true, false, false};
+    fc_status st = FC_ERR_NOMEM;
+    int n = 0;
+    world w;
+
+    make_world(&w);
+    while (st != FC_OK) {
+        fc_gradient *grads = calloc(N_PARAMS, sizeof(*grads));
+        const float data[NUMEL] = {0};
+
+        grads[0] = (fc_gradient){.data = data, .dtype = FC_F32, .is_wanted = true};
+        open(&w);
+        fc_alloc_fail_after(n++);
+        st = fc_reduction_submit(w.owners[0].reduction, grads, grads, &options);
+        fc_alloc_fail_after(-1);
+        CHECK(st == FC_OK || st == FC_ERR_NOMEM);
+        CHECK_EQ(n_begun, st == FC_OK);
+    }
+    CHECK(n > 1);
+    finish(&w);
+    CHECK(w.owners[0].has);
+    end_world(&w);
+}
+
 /* Another domain's sum is under way, or units share nothing: it is made at once. */
 static void test_at_once(void)
 {
@@ -382,6 +432,8 @@ int main(void)
         is_lent = lent != 0;
         test_ended_by_the_next();
         test_dropped();
+        test_narrow();
+        test_no_memory();
         test_at_once();
         test_zeros();
     }

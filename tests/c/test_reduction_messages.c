@@ -305,7 +305,7 @@ static bool is_missing(const world *w, int seed, int rank, size_t param)
     if (w->of->is_packed) {
         return seed % 2 == 1 && param == 1;
     }
-    return param == FROZEN ? rank % w->n_shards > 0
+    return param == FROZEN ? rank > 0
            : seed % 4 == 1 ? rank % 2 == 1
            : seed % 4 == 2 ? rank > 0
                            : seed % 4 == 3;
@@ -490,6 +490,41 @@ static void body_steps(int rank, int n_ranks, void *arg)
         CHECK_EQ(w.channels[1].n_all_sums - n_all_sums,
                  n_ranks > w.n_shards || (w.n_domains > 1 && w.of->is_packed) ? n_expected : 0);
         check_sums(&w, step, step + 1);
+    }
+    leave(&w);
+}
+
+/* Sums that wait pass to the reduction that comes next, or are dropped; with those of parameters
+ * that were frozen, which one rank alone has. */
+static void body_inherited(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    join(&w, rank, n_ranks, arg);
+    for (int drops = 0; drops < 2; drops++) {
+        int n_all_sums;
+
+        take_first(&w, 0);
+        for (size_t u = 0; u < N_UNITS; u++) {
+            owner *o = &w.owners[u];
+            fc_reduction *former = o->reduction;
+
+            CHECK_OK(fc_reduction_create(o->shard, fc_domain_unit(w.domains[1], u), w.slots, &ops,
+                                         &o->reduction));
+            fc_reduction_attach(o->reduction, o);
+            CHECK_OK(fc_reduction_inherit(o->reduction, former));
+            fc_reduction_destroy(former);
+            if (drops != 0) {
+                fc_reduction_drop_sums(o->reduction);
+            }
+        }
+        n_all_sums = w.channels[1].n_all_sums;
+        forward(&w);
+        CHECK_OK(backward(&w, 1, true));
+        close_all(&w);
+        /* One of each type, and of each unit's frozen ones. */
+        CHECK_EQ(w.channels[1].n_all_sums - n_all_sums, 1 + 1 + 2 + (drops != 0 ? 0 : N_UNITS));
+        check_sums(&w, drops, 1);
     }
     leave(&w);
 }
@@ -754,6 +789,9 @@ int main(void)
     for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) {
         ranks_check(all[i].n_ranks, body_steps, all[i].of);
     }
+    ranks_check(2, body_inherited, &replicas);
+    ranks_check(4, body_inherited, &pair);
+    ranks_check(4, body_inherited, &in_memory);
     ranks_check(2, body_batches, &batched);
     ranks_check(2, body_failing, &pair);
     ranks_check(2, body_failing, &batched);

@@ -218,6 +218,11 @@ static void body_left(int rank, int n_ranks, void *arg)
     forward(w, N_UNITS);
     CHECK_OK(backward(w, 2, 0));
     check_sums(w, 1, 2);
+    CHECK_OK(fc_root_open_forward(&w->course, &w->modules[0], true, 0));
+    CHECK_EQ(fc_reduction_is_submitted(w->owners[0].reduction), w->n_domains == 1);
+    fc_root_note_raised(&w->course, &w->modules[0]);
+    CHECK_OK(fc_root_reset(&w->course, false));
+    CHECK(!fc_reduction_is_submitted(w->owners[0].reduction));
     leave(w);
 }
 
@@ -427,7 +432,7 @@ static void body_leaving(int rank, int n_ranks, void *arg)
 /* Forwards that begin at another module, or with shards that have seen less, are told apart. */
 static void body_apart(int rank, int n_ranks, void *arg)
 {
-    static const char *const openers[N_MODULES] = {"", "a", "b", "c"};
+    static const char *const openers[N_MODULES] = {"root", "a", "b", "c"};
     world *w = join(rank, n_ranks, *(const int *)arg);
     const bool is_other = rank == n_ranks - 1;
 
@@ -439,6 +444,11 @@ static void body_apart(int rank, int n_ranks, void *arg)
     CHECK_HAS(fc_last_message(), "in the forward of b on rank 10");
     CHECK_HAS(fc_last_message(), "and of c on rank 11");
     CHECK(w->context.is_failed);
+    CHECK_OK(fc_root_reset(&w->course, true));
+    CHECK_OK(fc_root_open_forward(&w->course, &w->modules[is_other ? 1 : 0], true, 0));
+    CHECK_EQ(fc_root_end_forward(&w->course, true), FC_ERR_MISMATCH);
+    CHECK_HAS(fc_last_message(), "in the forward of root on rank 10");
+    CHECK_HAS(fc_last_message(), "and of a on rank 11");
     CHECK_OK(fc_root_reset(&w->course, true));
     if (is_other) {
         fc_updates_load(&w->owners[2].course.updates);

@@ -8,6 +8,7 @@ static void test_usual_steps(void)
 {
     make_world();
     CHECK(w.course.publishes); /* nobody has looked yet */
+    CHECK(w.domains[0]->next == w.domains[1] && w.domains[1]->next == w.domains[0]);
     CHECK_EQ(w.course.backward, 1);
     for (uint64_t step = 1; step < 4; step++) {
         check_usual_step();
@@ -227,6 +228,15 @@ static void test_late(void)
     asked[0] = '\0';
     CHECK_OK(end_backward());
     CHECK_HAS(asked, "keep2");
+    for (size_t d = 0; d < N_DOMAINS; d++) { /* or one of any domain was used again */
+        CHECK_OK(forward(true));
+        CHECK_OK(reach(0));
+        w.domains[d]->n_reused++;
+        w.course.n_finished = w.course.n_units;
+        asked[0] = '\0';
+        CHECK_OK(end_backward());
+        CHECK_HAS(asked, "keep2");
+    }
     unmake_world();
 }
 
@@ -547,11 +557,11 @@ static void test_updates(void)
     CHECK_OK(fc_step_counter_create(&counter));
     CHECK_OK(fc_updates_follow(&w.owners[3].course.updates, counter, &is_news));
     fc_step_counter_count(counter);
-    for (uint64_t n = 1; n < 4; n++) {
+    for (uint64_t n = 1; n < 5; n++) {
         if (n == 2) {
             fc_updates_load(&w.unbound.updates);
         }
-        CHECK_OK(fc_root_open_forward(&w.course, &w.modules[0], true, n < 3 ? 5 : 6));
+        CHECK_OK(fc_root_open_forward(&w.course, &w.modules[0], true, n < 3 ? 5 : 3 + n));
         CHECK_EQ(fc_updates_count(&w.course.updates), n < 3 ? n : n + 1); /* looks again */
         CHECK_OK(fc_root_end_forward(&w.course, true));
         fc_step_counter_count(counter);

@@ -1,0 +1,213 @@
+/* Reductions: the types in which gradients travel, what is copied of them, and where there is no
+ * memory for it. */
+#define _GNU_SOURCE
+
+#include "reduction_world.h"
+
+/* Whatever memory there is none for is told, and nothing of it is left. */
+static void body_no_memory(int rank, int n_ranks, void *arg)
+{
+    fc_status st = FC_ERR_NOMEM;
+    fc_reduction *unmade = NULL;
+    int n_failures = 0;
+    world w;
+
+    join(&w, rank, n_ranks, *(const int *)arg);
+    for (int n = 0; n < 2; n++) {
+        fc_alloc_fail_after(n);
+        CHECK_EQ(fc_reduction_create(w.owners[0].shard, NULL, w.slots, &ops, &unmade),
+                 FC_ERR_NOMEM);
+        CHECK_HAS(fc_last_message(), "no memory for the reductions of unit 'first'");
+    }
+    for (int n = 0; st != FC_OK; n++) {
+        open(&w, FC_PHASE_FORWARD);
+        close_all(&w);
+        open(&w, FC_PHASE_BACKWARD);
+        set_all_reduce(&w, false);
+        fc_alloc_fail_after(n);
+        st = submit_of(&w, 0, 0, false, (fc_dtype[]){FC_BF16, FC_BF16});
+        st = st == FC_OK ? fc_reduction_finish_all(w.domains, w.n_domains) : st;
+        fc_alloc_fail_after(-1);
+        atomic_fetch_add(&ranks_common->values[1], 1);
+        CHECK(ranks_await(1, (n + 1) * n_ranks));
+        if (st != FC_OK) {
+            CHECK_EQ(st, FC_ERR_NOMEM);
+            n_failures++;
+            for (size_t d = 0; d < w.n_domains; d++) {
+                fc_domain_fail(w.domains[d]);
+            }
+            CHECK_EQ(n_released, n_submitted);
+            fc_reduction_drop_sums(w.owners[0].reduction);
+        } else {
+            close_all(&w);
+        }
+    }
+    CHECK_EQ(n_failures > 0, n_ranks > w.n_shards || w.n_domains > 1);
+    set_all_reduce(&w, true);
+    open(&w, FC_PHASE_FORWARD);
+    close_all(&w);
+    forget(&w);
+    fc_reduction_drop_sums(w.owners[0].reduction);
+    CHECK_OK(backward(&w, 2, false));
+    check_sums(&w, 0, 2, 2, n_ranks, 0.5F);
+    leave(&w);
+}
+
+/* Gradients travel in their own type where all have the same; else in that of the reduction. */
+static void body_types(int rank, int n_ranks, void *arg)
+{
+    static const fc_dtype types[][N_PARAMS] = {
+        {FC_F32, FC_F32}, {FC_BF16, FC_BF16}, {FC_BF16, FC_F32}, {FC_F32, FC_BF16}};
+    static const size_t item_of[] = {4, 2, 4, 4}; /* as they travel */
+    world w;
+
+    join(&w, rank, n_ranks, *(const int *)arg);
+    set_all_reduce(&w, true);
+    for (int i = 0; i < 16; i++) {
+        const fc_dtype *type = types[i % 4];
+        const bool is_exclusive = i >= 8, is_alone = n_ranks == 1;
+        const int seed = i / 4;
+        const bool is_borrowed =
+            is_exclusive && w.n_shards > 1 && (i % 4 < 2 || is_missing(seed, rank, 1));
+        const fc_traffic before = *fc_reduction_traffic(w.owners[0].reduction);
+        fc_traffic now;
+        const size_t n_replicas = (size_t)(n_ranks / w.n_shards);
+        size_t copied = 0, reduced = 0, all_reduced = 0;
+
+        open(&w, FC_PHASE_FORWARD);
+        close_all(&w);
+        open(&w, FC_PHASE_BACKWARD);
+        CHECK_OK(submit_of(&w, 0, seed, is_exclusive, type));
+        CHECK_EQ(n_released, n_submitted - is_borrowed);
+        CHECK_OK(fc_reduction_finish_all(w.domains, w.n_domains));
+        close_all(&w);
+        check_sums(&w, 0, seed, seed, n_ranks, 0.5F);
+        forget(&w);
+        for (size_t k = 0; k < N_PARAMS; k++) {
+            const fc_param *p = &fc_unit_layout(w.owners[0].shard)->params[k];
+            const size_t rows = p->rows - (is_borrowed ? p->own_rows : 0);
+            /* What is missing has no type; alone, what has the reduction's own is not moved. */
+            const size_t item = is_missing(seed, rank, 1) && i % 4 == 2 ? 2 : item_of[i % 4];
+            const bool stays =
+                is_alone && (i % 4 == 0 || (is_missing(seed, rank, 1) && i % 4 == 3));
+
+            /* Of what a rank of its shard group has. */
+            if (w.n_shards > 1 || !is_missing(seed, rank, k)) {
+                all_reduced += p->own_rows * p->inner * sizeof(float);
+            }
+            if (!is_missing(seed, rank, k) && !stays) {
+                copied += rows * p->inner * (is_alone ? sizeof(float) : item);
+            }
+            if (!is_missing(seed, rank, k)) {
+                reduced += (size_t)(w.n_shards - 1) * p->own_rows * p->inner * sizeof(float);
+            }
+        }
+        now = *fc_reduction_traffic(w.owners[0].reduction);
+        if (w.n_domains == 1 || w.n_shards == 1) {
+            CHECK_EQ(now.copied - before.copied, copied);
+        }
+        CHECK_EQ(now.all_reduced - before.all_reduced,
+                 n_replicas > 1 ? 2 * (n_replicas - 1) * all_reduced / n_replicas : 0);
+        CHECK(!fc_reduction_is_submitted(w.owners[0].reduction) || w.n_domains == 1);
+        CHECK_EQ(now.reduced - before.reduced, reduced);
+        CHECK_EQ(now.reductions - before.reductions, w.n_shards > 1);
+        CHECK_EQ(now.all_reductions - before.all_reductions, n_replicas > 1);
+    }
+    leave(&w);
+}
+
+static fc_status note_flat(void *of, const fc_reduce_options *options)
+{
+    (void)options;
+    ((owner *)of)->has[0] = true;
+    return FC_OK;
+}
+
+/* Of a unit whose gradients are left in the buffer. */
+static const fc_reduction_ops flat_ops = {get_options, get_flat, note_flat, prepare,
+                                          get_target,  assign,   release,   wait_for_room};
+
+/* Large gradients are given back while backward goes on, small ones never taken. */
+static void body_large(int rank, int n_ranks, void *arg)
+{
+    static const size_t inner_of_case[] = {2048, FC_BORROWED_BYTES_MAX / sizeof(float) / 2,
+                                           FC_BORROWED_BYTES_MAX / sizeof(float)};
+    const fc_reduce_options options = {1, true, false, false};
+
+    (void)arg;
+    for (int i = 0; i < 3; i++) {
+        const size_t numel = (size_t)n_ranks * inner_of_case[i];
+        fc_param param = make_param(1, (size_t)n_ranks, inner_of_case[i], FC_F32, true);
+        const fc_unit_desc desc = {"large", &param, 1};
+        static owner o;
+        ranks_host host;
+        fc_transport_config config = ranks_config(&host, 0, rank, n_ranks, DOMAINS_TIMEOUT_NS);
+        fc_transport *transport = NULL;
+        fc_domain *domain = NULL;
+        fc_slots *slots = NULL;
+        float *memory = malloc(numel * sizeof(float) + sizeof(fc_gradient));
+        fc_gradient *grad = (fc_gradient *)(void *)(memory + numel);
+
+        CHECK_OR_EXIT(memory != NULL);
+        o = (owner){.all_reduce = true, .divisor = 1};
+        n_released = 0;
+        CHECK_OK(fc_slots_create(&slots));
+        CHECK_OK(fc_shm_create(&config, &transport));
+        CHECK_OK(fc_domain_create(transport, FC_DOMAIN_SHARD, &desc, 1, rank, n_ranks, &domain));
+        o.shard = fc_domain_unit(domain, 0);
+        o.flat = malloc(fc_unit_layout(o.shard)->grad_bytes);
+        CHECK_OR_EXIT(o.flat != NULL);
+        CHECK_OK(fc_reduction_create(o.shard, NULL, slots, &flat_ops, &o.reduction));
+        fc_reduction_attach(o.reduction, &o);
+        fc_domain_open(domain, (fc_opening){.phase = FC_PHASE_FORWARD});
+        CHECK_OK(fc_domain_close(domain));
+        fc_domain_open(domain, (fc_opening){.phase = FC_PHASE_BACKWARD});
+        for (size_t k = 0; k < numel; k++) {
+            memory[k] = (float)(k % 97 + (size_t)rank);
+        }
+        *grad = (fc_gradient){memory, FC_F32, true, true};
+        CHECK_OK(fc_reduction_submit(o.reduction, grad, memory, &options));
+        CHECK_EQ(n_released, i == 0);
+        fc_reduction_return_large(domain);
+        CHECK_EQ(n_released, i != 1);
+        CHECK_OK(fc_reduction_finish_all(&domain, 1));
+        CHECK_EQ(n_released, 1);
+        CHECK(o.has[0]);
+        for (size_t k = 0; k < inner_of_case[i]; k++) {
+            const size_t at = (size_t)rank * inner_of_case[i] + k;
+            float wanted = 0;
+
+            for (int r = 0; r < n_ranks; r++) {
+                wanted += (float)(at % 97 + (size_t)r);
+            }
+            if (o.flat[k] != wanted) {
+                CHECK_MSG(false, "[%zu]: %g, not %g", k, (double)o.flat[k], (double)wanted);
+                break;
+            }
+        }
+        CHECK_OK(fc_domain_close(domain));
+        fc_reduction_destroy(o.reduction);
+        fc_domain_destroy(domain);
+        fc_transport_destroy(transport);
+        fc_slots_destroy(slots);
+        free(o.flat);
+        CHECK_EQ(fc_alloc_live(), 0);
+    }
+}
+
+int main(void)
+{
+    static int one = 1, two = 2, three = 3, lone_one = -1;
+
+    ranks_check(1, body_no_memory, &lone_one);
+    ranks_check(2, body_no_memory, &two);
+    ranks_check(2, body_no_memory, &one);
+    ranks_check(4, body_no_memory, &two);
+    ranks_check(4, body_types, &two);
+    ranks_check(1, body_types, &one);
+    ranks_check(2, body_types, &one);
+    ranks_check(2, body_types, &two);
+    ranks_check(3, body_types, &three);
+    ranks_check(2, body_large, NULL);
+    return check_result();
+}
