@@ -114,8 +114,9 @@ static bool read_reason(const fc_domain *domain, int peer, uint64_t phase, char 
         return false;
     }
     memcpy(out, theirs->text, REASON_BYTES);
+    out[REASON_BYTES - 1] = '\0'; /* whatever a peer has written there */
     /* A write, of the same value, so that no read of the text comes after it. */
-    return __atomic_fetch_add(&theirs->phase, 0, __ATOMIC_ACQ_REL) == phase;
+    return out[0] != '\0' && __atomic_fetch_add(&theirs->phase, 0, __ATOMIC_ACQ_REL) == phase;
 }
 
 fc_status apart_told_by(fc_domain *domain, int peer)
