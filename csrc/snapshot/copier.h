@@ -22,8 +22,9 @@ typedef struct fc_snapshot_job {
     size_t n_pieces;
     const void *index;
     size_t index_bytes;
-    /* NULL: memory is there. Else called once, by any thread, before a piece that is not `is_now` is
-     * read: returns when a device has copied it there, or false: then the snapshot does not count. */
+    /* NULL: memory is there. Else called once, by any thread, before a piece that is not `is_now`
+     * is read: returns when a device has copied it there, or false: then the snapshot does not
+     * count. */
     bool (*await)(void *owner);
     /* Whether the memory of pieces is as it was when the copy began. Asked once, by any thread,
      * when all is copied; where it is not, the snapshot does not count. */

@@ -4,6 +4,7 @@
 #ifndef UNSHARDING_DEVICE_WORLD_H
 #define UNSHARDING_DEVICE_WORLD_H
 
+#define ROWS 5
 #include "unsharding_world.h"
 
 #include "device/sim/sim.h"
