@@ -606,31 +606,33 @@ static inline fc_status await_streams(const worker *w, fc_stream **streams)
 
 static inline fc_status work(fc_device *device, int rank, void *arg)
 {
+    static worker workers[RANKS]; /* what a rank that fails has queued reads its own still */
     program *p = arg;
     fc_stream **streams = p->streams[rank];
-    worker w = {.p = p,
-                .device = device,
-                .ops = device->ops,
-                .rank = rank,
-                .compute = streams[0],
-                .copy_in = streams[1],
-                .gather = streams[2],
-                .reduce = streams[3],
-                .all_reduce = streams[4],
-                .step = streams[p->steps_beside ? 5 : 0]};
-    fc_schedule_options options = {device,       w.copy_in,          w.gather,       w.reduce,
-                                   w.all_reduce, p->n_reduce_inputs, p->max_gathers, p->without};
+    worker *w = &workers[rank];
+    *w = (worker){.p = p,
+                  .device = device,
+                  .ops = device->ops,
+                  .rank = rank,
+                  .compute = streams[0],
+                  .copy_in = streams[1],
+                  .gather = streams[2],
+                  .reduce = streams[3],
+                  .all_reduce = streams[4],
+                  .step = streams[p->steps_beside ? 5 : 0]};
+    fc_schedule_options options = {device,        w->copy_in,         w->gather,      w->reduce,
+                                   w->all_reduce, p->n_reduce_inputs, p->max_gathers, p->without};
     fc_status st;
 
     if (p->wrap != NULL) {
         FC_TRY(p->wrap(device, &options.device));
     }
-    st = make_world_of(&w, &options);
-    st = st == FC_OK ? train_and_fail(&w) : st;
-    st = st == FC_OK ? await_streams(&w, streams) : st;
-    w.ops->event_destroy(device, w.optimizer);
-    w.ops->event_destroy(device, w.handover);
-    fc_schedule_destroy(w.schedule);
+    st = make_world_of(w, &options);
+    st = st == FC_OK ? train_and_fail(w) : st;
+    st = st == FC_OK ? await_streams(w, streams) : st;
+    w->ops->event_destroy(device, w->optimizer);
+    w->ops->event_destroy(device, w->handover);
+    fc_schedule_destroy(w->schedule);
     if (p->unwrap != NULL) {
         p->unwrap(options.device);
     }
