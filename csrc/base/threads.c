@@ -1,7 +1,10 @@
-/* Names and states of threads, from /proc. */
+/* Names and states of threads, from /proc; starting them. */
+#define _GNU_SOURCE /* names of threads */
+
 #include "base/threads.h"
 
 #include <dirent.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -42,4 +45,28 @@ bool fc_threads_any_runs(const char *name)
     }
     (void)closedir(tasks);
     return found;
+}
+
+int fc_thread_start(const char *name, void *(*body)(void *arg), void *arg, pthread_t *out)
+{
+    pthread_t thread;
+    sigset_t all, before;
+    int error;
+
+    (void)sigfillset(&all);
+    (void)pthread_sigmask(SIG_SETMASK, &all, &before);
+    error = pthread_create(&thread, NULL, body, arg);
+    (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (error != 0) {
+        return error;
+    }
+    if (name != NULL) {
+        (void)pthread_setname_np(thread, name);
+    }
+    if (out != NULL) {
+        *out = thread;
+    } else {
+        (void)pthread_detach(thread);
+    }
+    return 0;
 }

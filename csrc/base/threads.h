@@ -2,6 +2,7 @@
 #ifndef FC_BASE_THREADS_H
 #define FC_BASE_THREADS_H
 
+#include <pthread.h>
 #include <stdbool.h>
 
 #ifdef __cplusplus
@@ -11,6 +12,11 @@ extern "C" {
 /* Whether a thread of that name runs, or would if it got a processor; it sleeps otherwise. Names
  * have up to 15 characters. */
 bool fc_threads_any_runs(const char *name);
+
+/* Starts a thread that no signal comes to: they are for the program's own. `name` may be NULL, and
+ * a thread that ends must not have done so before this returns. `out` NULL: nobody joins it. 0, or
+ * what errno would be. */
+int fc_thread_start(const char *name, void *(*body)(void *arg), void *arg, pthread_t *out);
 
 #ifdef __cplusplus
 }

@@ -5,10 +5,10 @@
 
 #include "base/alloc.h"
 #include "base/clock.h"
+#include "base/threads.h"
 
 #include <inttypes.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -149,26 +149,6 @@ static void *run(void *arg)
     return NULL;
 }
 
-/* Signals are for the program's own threads. */
-static int start_thread(fc_beats *b)
-{
-    pthread_attr_t attributes;
-    pthread_t thread;
-    sigset_t all, before;
-    int error = pthread_attr_init(&attributes);
-
-    if (error != 0) {
-        return error;
-    }
-    (void)pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    (void)sigfillset(&all);
-    (void)pthread_sigmask(SIG_SETMASK, &all, &before);
-    error = pthread_create(&thread, &attributes, run, b);
-    (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
-    (void)pthread_attr_destroy(&attributes);
-    return error;
-}
-
 fc_status fc_beats_start(const fc_beats_ops *ops, int rank, int64_t period_ns, fc_beats **out)
 {
     fc_beats *b = fc_alloc(1, sizeof(*b));
@@ -188,7 +168,7 @@ fc_status fc_beats_start(const fc_beats_ops *ops, int rank, int64_t period_ns, f
     (void)pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
     (void)pthread_cond_init(&b->changed, &attributes);
     (void)pthread_condattr_destroy(&attributes);
-    if (start_thread(b) != 0) {
+    if (fc_thread_start(NULL, run, b, NULL) != 0) {
         atomic_store(&b->n_users, 1);
         let_go(b);
         return fc_fail(FC_ERR_NOMEM, "no thread for the signs of life of rank %d", rank);

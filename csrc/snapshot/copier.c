@@ -2,10 +2,10 @@
 #include "snapshot/copier.h"
 
 #include "base/alloc.h"
+#include "base/threads.h"
 #include "snapshot/snapshot_private.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -155,7 +155,6 @@ static void *work(void *copier)
 fc_status fc_copier_create(fc_copier **out)
 {
     fc_copier *c = fc_alloc(1, sizeof(*c));
-    sigset_t all, before;
     int code;
 
     if (c == NULL) {
@@ -164,11 +163,7 @@ fc_status fc_copier_create(fc_copier **out)
     (void)pthread_mutex_init(&c->lock, NULL);
     (void)pthread_cond_init(&c->changed, NULL);
     c->pid = getpid();
-    /* Signals are for the program's own threads. */
-    (void)sigfillset(&all);
-    (void)pthread_sigmask(SIG_SETMASK, &all, &before);
-    code = pthread_create(&c->thread, NULL, work, c);
-    (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
+    code = fc_thread_start(NULL, work, c, &c->thread);
     if (code != 0) {
         fc_free(c);
         return fc_fail_errno(FC_ERR_SYSTEM, code, "snapshots: no thread");

@@ -5,13 +5,11 @@
  * it looks at the oldest mark of each communicator that was not reached. While there is one it
  * looks around as those who wait do; without one a peer may leave, and nobody misses it.
  */
-#define _GNU_SOURCE /* names of threads */
-
+#include "base/threads.h"
 #include "transport/nccl_private.h"
 #include "transport/process.h"
 #include "transport/shm_futex.h"
 
-#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -237,27 +235,14 @@ static void *look_around(void *arg)
 
 /* ---- from when to when ---- */
 
-/* Signals are for the program's own threads. */
+/* The thread wants the lock, which is held here. */
 static fc_status start(void)
 {
-    pthread_attr_t attributes;
-    pthread_t thread;
-    sigset_t all, before;
-    int code = pthread_attr_init(&attributes);
+    int error = fc_thread_start(FC_NCCL_WATCHER_NAME, look_around, NULL, NULL);
 
-    if (code == 0) {
-        (void)pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-        (void)sigfillset(&all);
-        (void)pthread_sigmask(SIG_SETMASK, &all, &before);
-        code = pthread_create(&thread, &attributes, look_around, NULL);
-        watch.is_running = code == 0;
-        if (watch.is_running) { /* it lives: it wants the lock */
-            (void)pthread_setname_np(thread, FC_NCCL_WATCHER_NAME);
-        }
-        (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
-        (void)pthread_attr_destroy(&attributes);
-    }
-    return code == 0 ? FC_OK : fc_fail_errno(FC_ERR_SYSTEM, code, "no thread to watch NCCL's work");
+    watch.is_running = error == 0;
+    return error == 0 ? FC_OK
+                      : fc_fail_errno(FC_ERR_SYSTEM, error, "no thread to watch NCCL's work");
 }
 
 fc_status fc_nccl_watch_over(fc_nccl_group *group)

@@ -4,13 +4,11 @@
  * a few times a second whether somebody has asked, and only then calls the host, which may take
  * long: nobody's lock is held meanwhile. A child made by fork has no such thread, and begins anew.
  */
-#define _GNU_SOURCE /* names of threads */
-
+#include "base/threads.h"
 #include "transport/shm_futex.h"
 #include "transport/shm_impl.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <string.h>
 
 #define LOOK_NS (200 * FC_NS_PER_MS)
@@ -109,25 +107,10 @@ static void *watch(void *arg)
     return NULL;
 }
 
-/* Without a thread nobody is told, and that is all. Signals are for the program's own threads. */
+/* Without a thread nobody is told, and that is all. It wants the lock, which is held here. */
 static void start(void)
 {
-    pthread_attr_t attributes;
-    pthread_t thread;
-    sigset_t all, before;
-
-    if (pthread_attr_init(&attributes) != 0) {
-        return;
-    }
-    (void)pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    (void)sigfillset(&all);
-    (void)pthread_sigmask(SIG_SETMASK, &all, &before);
-    watcher.is_running = pthread_create(&thread, &attributes, watch, NULL) == 0;
-    if (watcher.is_running) { /* it lives: it wants the lock */
-        (void)pthread_setname_np(thread, FC_WATCHER_NAME);
-    }
-    (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
-    (void)pthread_attr_destroy(&attributes);
+    watcher.is_running = fc_thread_start(FC_WATCHER_NAME, watch, NULL, NULL) == 0;
 }
 
 void fc_watcher_add(fc_transport *transport)
