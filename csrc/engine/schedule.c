@@ -256,6 +256,19 @@ static fc_status unpack(fc_schedule_unit *unit)
     return FC_OK;
 }
 
+/* What is unsharded is there for the guest too. */
+static fc_status show_guest(fc_schedule *s)
+{
+    return s->guest == NULL ? FC_OK : fc_schedule_chain(s, FC_ORDER_GUEST, s->compute, s->guest);
+}
+
+/* What the guest uses may be written or freed in compute's order. */
+static fc_status await_guest(fc_schedule *s)
+{
+    return s->guest == NULL ? FC_OK
+                            : fc_schedule_chain(s, FC_ORDER_GUEST_USE, s->guest, s->compute);
+}
+
 static fc_status finish_gather(fc_schedule_unit *unit)
 {
     fc_schedule *s = unit->schedule;
@@ -298,6 +311,7 @@ fc_status fc_schedule_unshard(fc_schedule_unit *unit, void **full_out)
     if (unit->state == FC_STATE_GATHERING) {
         FC_TRY(finish_gather(unit));
     }
+    FC_TRY(show_guest(unit->schedule));
     *full_out = unit->full;
     return FC_OK;
 }
@@ -359,7 +373,9 @@ static void free_full(fc_schedule_unit *unit)
     if (unit->state != FC_STATE_UNSHARDED) {
         return;
     }
-    if (unit->gathered == NULL) {
+    if (await_guest(unit->schedule) != FC_OK) {
+        unit->gathered = NULL; /* nobody gets what the guest may read still */
+    } else if (unit->gathered == NULL) {
         fc_schedule_free_full(unit);
     } else {
         (void)give_back(unit);
@@ -426,6 +442,15 @@ static fc_status prefetch_list(const fc_schedule_list *list)
 
 /* ---- an iteration ---- */
 
+static fc_status set_guest(fc_schedule *s, fc_stream *guest)
+{
+    if (s->guest != guest) {
+        FC_TRY(await_guest(s));
+    }
+    s->guest = guest;
+    return FC_OK;
+}
+
 static fc_status set_compute(fc_schedule *s, fc_stream *compute)
 {
     if (s->compute != NULL && s->compute != compute &&
@@ -434,6 +459,7 @@ static fc_status set_compute(fc_schedule *s, fc_stream *compute)
         return fc_fail(FC_ERR_STATE, "an iteration begins on another stream than the one before it,"
                                      " whose last backward has not ended");
     }
+    FC_TRY(set_guest(s, NULL));
     s->compute = compute;
     s->inputs.home = compute;
     return FC_OK;
@@ -462,11 +488,16 @@ fc_status fc_schedule_begin(fc_schedule *s, fc_stream *compute, fc_event *optimi
     return owe_wait(s);
 }
 
-fc_status fc_schedule_read_shards(fc_schedule *s, fc_stream *compute)
+fc_status fc_schedule_read_shards(fc_schedule *s, fc_stream *caller)
 {
-    FC_TRY(set_compute(s, compute));
+    if (s->is_open && s->compute != caller) {
+        FC_TRY(set_guest(s, caller));
+        FC_TRY(await_guest(s)); /* compute may use shards where they lie */
+    } else {
+        FC_TRY(set_compute(s, caller));
+    }
     s->owes_wait = false;
-    return fc_schedule_chain(s, FC_ORDER_OPTIMIZER, compute, s->options.copy_in);
+    return fc_schedule_chain(s, FC_ORDER_OPTIMIZER, caller, s->options.copy_in);
 }
 
 fc_status fc_schedule_pre_forward(fc_schedule_unit *unit, void **full_out)

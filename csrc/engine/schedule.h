@@ -17,8 +17,9 @@
  * event of their last use; other unsharded buffers are allocated and freed in the order of compute.
  *
  * An iteration is begin, forwards, backwards, end_backward. Between begin and the last end_backward
- * all calls mean one compute stream. Every rank makes the same calls in the same order. A failed
- * call leaves the schedule usable after fc_schedule_reset. Threading: serialized.
+ * all calls mean one compute stream; a guest, who unshards in between in a stream of its own, comes
+ * behind compute, and compute behind it. Every rank makes the same calls in the same order. A
+ * failed call leaves the schedule usable after fc_schedule_reset. Threading: serialized.
  */
 #ifndef FC_ENGINE_SCHEDULE_H
 #define FC_ENGINE_SCHEDULE_H
@@ -39,6 +40,8 @@ extern "C" {
 #define FC_SCHEDULE_WAITS(X)                                                                       \
     X(OPTIMIZER, "copy-in", "what compute did to the shards before the iteration")                 \
     X(RESIDENT, "compute", "what was done to the shards that it uses where they lie")              \
+    X(GUEST, "a guest", "compute, which has unsharded for it")                                     \
+    X(GUEST_USE, "compute", "what a guest did with what was unsharded")                            \
     X(PACKED, "gather", "the own part")                                                            \
     X(GATHERED, "compute", "the all-gather, before it copies out or uses it")                      \
     X(GATHER_SLOT, "copy-in", "the last copy-out from the slot, or use of it")                     \
@@ -182,8 +185,10 @@ FC_MUST_CHECK fc_status fc_schedule_enter_reduce(fc_schedule *schedule);
 FC_MUST_CHECK fc_status fc_schedule_await_gradients(fc_schedule *schedule);
 /* The host may write offloaded shards that were gathered by now. */
 FC_MUST_CHECK fc_status fc_schedule_await_shards(fc_schedule *schedule);
-/* Outside of an iteration: shards may be read as compute leaves them by now. */
-FC_MUST_CHECK fc_status fc_schedule_read_shards(fc_schedule *schedule, fc_stream *compute);
+/* Outside of forward and backward: shards may be read as the caller leaves them by now. Inside of
+ * an iteration another stream than compute is a guest, until compute calls or the next one begins;
+ * else the caller is compute from here on. */
+FC_MUST_CHECK fc_status fc_schedule_read_shards(fc_schedule *schedule, fc_stream *caller);
 /* Outside of forward and backward, inside of an iteration or after fc_schedule_read_shards. */
 FC_MUST_CHECK fc_status fc_schedule_unshard(fc_schedule_unit *unit, void **full_out);
 /* Gathers ahead of fc_schedule_unshard; the beginning of an iteration keeps what was asked for, but

@@ -49,6 +49,7 @@ struct fc_schedule {
     fc_schedule_options options;
     const fc_device_ops *ops;
     fc_stream *compute; /* NULL before the first begin */
+    fc_stream *guest;   /* it uses what is unsharded as well; NULL: nobody but compute does */
     fc_event *event;    /* owned; recorded and waited for in one go */
     fc_event *begun;    /* owned; where shards may be read from in this iteration */
     bool owes_wait;     /* copy-in has not waited for it, since nothing was gathered since */

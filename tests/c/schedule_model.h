@@ -19,6 +19,7 @@
 #define STEPS 3
 #define MICROS 3
 #define CALLS 8
+#define STREAMS 7 /* of a device */
 
 #define MUST(call) CHECK_EQ(call, FC_OK)
 
@@ -64,6 +65,9 @@ typedef struct micro_model {
     bool is_used[UNITS]; /* its gradients are given */
     fc_schedule_sync sync;
     bool is_last;
+    bool is_visited; /* between forward and backward another stream unshards one of its units */
+    int visited;
+    bool leaves_sharded;
 } micro_model;
 
 typedef struct step_model {
@@ -104,7 +108,7 @@ typedef struct program {
     void (*unwrap)(fc_device *device);
     size_t peak_bytes[RANKS];
     fc_device_comm *gather[RANKS], *reduce[RANKS], *replicas[RANKS], *few[RANKS]; /* by rank */
-    fc_stream *streams[RANKS][6];
+    fc_stream *streams[RANKS][STREAMS];
     _Atomic int n_wrong;
     void *shards[RANKS][UNITS][PARAMS];
 } program;
@@ -229,6 +233,9 @@ static inline void make_micro(program *p, micro_model *m, bool is_newest)
     }
     m->sync = is_newest ? FC_SYNC_ALL : (fc_schedule_sync)draw(p, 3);
     m->is_last = is_newest || draw(p, 2) == 0;
+    m->is_visited = draw(p, 3) == 0;
+    m->visited = m->calls[draw(p, (uint64_t)m->n_calls)];
+    m->leaves_sharded = draw(p, 2) == 0;
 }
 
 /* Ranks of a group of shards, and how many such groups there are. */

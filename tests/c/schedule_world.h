@@ -215,6 +215,24 @@ static inline fc_status forward(worker *w, int step, const micro_model *m, bool 
     return fc_schedule_post_forward(w->units[m->calls[0]].unit);
 }
 
+/* Another stream looks at a unit between a forward and its backward. */
+static inline fc_status visit(worker *w, int step, const micro_model *m)
+{
+    fc_stream *const compute = w->compute, *const guest = w->p->streams[w->rank][STREAMS - 1];
+    fc_schedule_unit *unit = w->units[m->visited].unit;
+    void *full;
+
+    FC_TRY(fc_schedule_read_shards(w->schedule, guest));
+    FC_TRY(fc_schedule_unshard(unit, &full));
+    w->compute = guest;
+    FC_TRY(look_at(w, m->visited, w->p->units[m->visited].seen[step], full, "visit"));
+    w->compute = compute;
+    if (m->leaves_sharded) {
+        fc_schedule_reshard(unit);
+    }
+    return fc_schedule_read_shards(w->schedule, compute);
+}
+
 static inline fc_status backward(worker *w, int step, int micro)
 {
     const micro_model *m = &w->p->steps[step].micros[micro];
@@ -410,6 +428,9 @@ static inline fc_status train(worker *w)
 
             FC_TRY(begin(w, gives));
             FC_TRY(forward(w, step, &s->micros[micro], false));
+            if (s->micros[micro].is_visited) {
+                FC_TRY(visit(w, step, &s->micros[micro]));
+            }
             FC_TRY(backward(w, step, micro));
         }
         FC_TRY(step_units(w, step));
@@ -596,7 +617,7 @@ static inline fc_status await_streams(const worker *w, fc_stream **streams)
     fc_status st = FC_OK;
 
     FC_TRY(w->ops->event_create(w->device, &event));
-    for (int i = 0; i < 6 && st == FC_OK; i++) {
+    for (int i = 0; i < STREAMS && st == FC_OK; i++) {
         FC_TRY(w->ops->record(w->device, event, streams[i]));
         st = w->ops->synchronize(w->device, event);
     }
@@ -658,8 +679,8 @@ static inline fc_status make_comm(fc_sim *sim, const char *name, int first, int 
 
 static inline void make_world(program *p, fc_sim *sim)
 {
-    static const char *const names[] = {"compute", "copy-in",    "gather",
-                                        "reduce",  "all-reduce", "optimizer"};
+    static const char *const names[] = {"compute",    "copy-in",   "gather", "reduce",
+                                        "all-reduce", "optimizer", "guest"};
     int n = p->n_shards * p->n_replicas, i, j;
 
     for (i = 0; i < p->n_replicas; i++) {
@@ -676,7 +697,7 @@ static inline void make_world(program *p, fc_sim *sim)
         MUST(make_comm(sim, "few", i, p->n_few, 1, p->few));
     }
     for (i = 0; i < n; i++) {
-        for (j = 0; j < 6; j++) {
+        for (j = 0; j < STREAMS; j++) {
             MUST(fc_sim_stream_create(sim, i, names[j], &p->streams[i][j]));
         }
     }

@@ -32,8 +32,8 @@ static fc_status event_create(fc_device *device, fc_event **out)
     return real_ops->event_create(device, out);
 }
 
-/* A reshard returns nothing: a slot that compute could not mark, or that copy-in could not free
- * behind that mark, is not used again. */
+/* A reshard returns nothing: memory that compute could not mark, that a guest could not, behind
+ * whose mark compute did not come, or that copy-in could not free behind one, is not used again. */
 static void note_reshard(const fc_stream *stream, int passing)
 {
     for (int rank = 0; n_calls == fails_at && rank < RANKS; rank++) {
@@ -44,12 +44,14 @@ static void note_reshard(const fc_stream *stream, int passing)
 static fc_status record(fc_device *device, fc_event *event, fc_stream *stream)
 {
     note_reshard(stream, 0);
+    note_reshard(stream, STREAMS - 1);
     FC_TRY(count("record"));
     return real_ops->record(device, event, stream);
 }
 
 static fc_status wait(fc_device *device, fc_stream *stream, fc_event *event)
 {
+    note_reshard(stream, 0);
     note_reshard(stream, 1);
     FC_TRY(count("wait"));
     return real_ops->wait(device, stream, event);

@@ -199,6 +199,25 @@ def streams_that_change(side: Side) -> None:
 
 
 @program
+def guests(side: Side) -> None:
+    """A unit is unsharded and used in another stream between a forward and its backward."""
+    for options in ({}, {"reshard_after_forward": False}):
+        model = side.net(**options)
+        block = next(m for m in model.modules() if m is not model and hasattr(m, "unshard"))
+        for step in range(2):
+            loss = side.loss(model, step)
+            with side.stream():
+                block.unshard()
+                side.keep(*block.parameters())
+                if step == 1:
+                    block.reshard()
+            loss.backward()
+            side.keep(*(p.grad for p in model.parameters()))
+            side.change(model)
+            model.zero_grad()
+
+
+@program
 def hooks(side: Side) -> None:
     """On gradients, which the stream that makes them runs."""
     model = side.net()
