@@ -398,6 +398,12 @@ static fc_status compare_words(fc_unit *unit, const word *words, int peer)
     return fail(domain, FC_ERR_MISMATCH, text);
 }
 
+/* That of an unshard is closed from its beginning on. */
+static bool is_in_phase(const fc_domain *domain)
+{
+    return fc_domain_is_open(domain) || (domain->began & STATE_MASK) == FC_PHASE_UNSHARD;
+}
+
 fc_status apart_exchange(fc_unit *unit)
 {
     fc_domain *domain = unit->domain;
@@ -406,7 +412,7 @@ fc_status apart_exchange(fc_unit *unit)
     word *words;
     fc_status st;
 
-    if (domain->is_ready || domain->n_ranks == 1 || !fc_domain_is_open(domain)) {
+    if (domain->is_ready || domain->n_ranks == 1 || !is_in_phase(domain)) {
         return FC_OK;
     }
     words = fc_alloc((size_t)domain->n_ranks, sizeof(word));

@@ -593,6 +593,37 @@ static void body_other_phase(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+/* One rank unshards a unit between phases, the others are in a forward; then all of them do. */
+static void body_unshard_beside_forward(int rank, int n_ranks, void *arg)
+{
+    char text[TEXT_BYTES];
+    world w;
+
+    (void)arg;
+    join(&w, ALONE, rank, n_ranks, false);
+    run_phase(&w, FC_PHASE_FORWARD, 0, 5);
+    begin(&w, rank == 1 ? FC_PHASE_UNSHARD : FC_PHASE_FORWARD, 0, 5);
+    if (rank == 1) {
+        fc_domain_mark_closed(w.domain);
+    }
+    (void)snprintf(text, sizeof(text),
+                   "step 2 is %s on rank %d and %s on rank %d: all ranks must use the model alike "
+                   "(evaluate, and read full parameters, on all ranks or on none)",
+                   rank == 1 ? "unshard()" : "a forward with gradients", 10 + rank,
+                   rank == 1 ? "a forward with gradients" : "unshard()", rank == 1 ? 10 : 11);
+    CHECK_FAILS(read_unit(&w, 2), FC_ERR_PEER, text);
+    CHECK_EQ(w.n_words, 2);
+    for (int i = 0; i < 2; i++) {
+        begin(&w, FC_PHASE_UNSHARD, 0, 5);
+        fc_domain_mark_closed(w.domain);
+        CHECK_OK(read_unit(&w, 2));
+        CHECK_OK(fc_domain_close(w.domain));
+    }
+    CHECK_EQ(w.n_words, 4);
+    run_phase(&w, FC_PHASE_FORWARD, 0, 5);
+    leave_world(&w);
+}
+
 /* Their own collective fails, or they have no memory for it. */
 static void body_no_words(int rank, int n_ranks, void *arg)
 {
@@ -631,6 +662,7 @@ int main(void)
             ranks_check(n, body_openings, &kind);
         }
         ranks_check(n, body_other_phase, NULL);
+        ranks_check(n, body_unshard_beside_forward, NULL);
         ranks_check(n, body_no_words, NULL);
     }
     for (int n = 2; n <= 3; n++) {

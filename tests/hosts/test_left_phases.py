@@ -115,3 +115,29 @@ def gradients_after(rank: int, n_ranks: int, where: str) -> None:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_gradients_after_all_have_raised(where: str) -> None:
     run_hosts(gradients_after, (2, 1), where, timeout=60)
+
+
+def unshard_beside(rank: int, n_ranks: int) -> str:
+    """One rank unshards a block while the others are in a forward; then all train on."""
+    import fsdp_c
+
+    model: Any = models.Net()
+    models.shard_blocks(model, fsdp_c)
+    step_with(model, rank, 0, "")
+    with pytest.raises(RuntimeError) as found:
+        if rank == VICTIM:
+            model.blocks[0].unshard()
+        step_with(model, rank, 1, "")
+    step_with(model, rank, 2, "")
+    model.blocks[0].unshard()
+    model.blocks[0].reshard()
+    step_with(model, rank, 3, "")
+    return str(found.value)
+
+
+@pytest.mark.parametrize("transport", ["", "callback"])
+def test_unshard_beside_a_forward(transport: str) -> None:
+    env = {"FSDP_C_TRANSPORT": transport} if transport else {}
+    for outcome in run_hosts(unshard_beside, (1, 1), timeout=60, fresh=True, env=env):
+        assert outcome.ok, outcome
+        assert f"unshard() on rank {VICTIM}" in outcome.value, outcome
