@@ -660,6 +660,22 @@ static void check_squares_of_many(void)
     fc_runs_clear(&plan);
 }
 
+/* For the slot with the most parts, eight for a thread, in whole warps of at most one block. */
+static void check_slot_threads(void)
+{
+    static const uint32_t cases[][2] = {{1, 32},    {256, 32},    {257, 64},     {512, 64},
+                                        {513, 128}, {8192, 1024}, {100000, 1024}};
+
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        fc_slot slots[] = {{0, 1}, {4, 4 + 4 * cases[i][0]}, {9, 9}};
+        const fc_runs plan = {.slots = slots, .n_slots = 3, .stretch_tiles = 4};
+        const fc_runs none = {.slots = slots, .n_slots = 1, .stretch_tiles = 4};
+
+        CHECK_EQ(fc_slot_threads(&plan), cases[i][1]);
+        CHECK_EQ(fc_slot_threads(&none), FC_WARP);
+    }
+}
+
 enum {
     STATES = FC_RUN_OPERANDS
 };
@@ -791,6 +807,7 @@ int main(void)
     check_shifts();
     check_many_bases();
     check_squares_of_many();
+    check_slot_threads();
     check_errors();
     return check_result();
 }
