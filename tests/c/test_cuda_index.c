@@ -707,14 +707,16 @@ static void check_adam(void)
     const size_t numel = draw_numel();
     float *values[STATES], *expected[STATES], *cpu[STATES];
     uint32_t bases[STATES];
-    size_t ats[STATES], shift = draw(4);
+    const size_t common = draw(4);
+    size_t ats[STATES];
     uint64_t addresses[STATES];
     fc_adam adam;
     fc_runs plan;
 
     fc_adam_set(&adam, &options, 1 + (double)draw(5));
     for (uint32_t s = 0; s < STATES; s++) {
-        shift = draw(6) == 0 ? draw(4) : shift; /* mostly all alike */
+        const size_t shift = draw(6) == 0 ? draw(4) : common; /* mostly all alike */
+
         values[s] = take((shift + numel) * sizeof(float));
         expected[s] = take((shift + numel) * sizeof(float));
         fill_numbers((char *)values[s], FC_F32, shift + numel);
