@@ -164,10 +164,11 @@ INLINE vf root_of(fc_root root, vf x)
 
 INLINE float root_of_one(fc_root root, float x)
 {
-    float same[LANES];
+    const vf same = root_of(root, set_f32(x));
+    float one;
 
-    store_f32(same, root_of(root, set_f32(x)), false);
-    return same[0];
+    memcpy(&one, &same, sizeof(one));
+    return one;
 }
 
 INLINE void adam_of(const fc_adam *a, fc_root root, bool has_l2, float *param, const float *grad,

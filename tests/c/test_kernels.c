@@ -363,6 +363,63 @@ static void test_meaning(const fc_kern_table *table)
     CHECK_EQ(byte, (7 + 200 + 200) % 256);
 }
 
+/* ---- Which tables there are ---- */
+
+/* Whether the system says that all CPUs have what the space-separated names say. */
+static bool cpu_has(const char *flags, const char *names)
+{
+    char name[32];
+    int length;
+
+    while (sscanf(names, " %29s%n", name + 1, &length) == 1) {
+        name[0] = ' ';
+        (void)strcat(name, " ");
+        if (strstr(flags, name) == NULL) {
+            return false;
+        }
+        names += length;
+    }
+    return true;
+}
+
+/* The line of /proc/cpuinfo, each flag between spaces; empty where CPUs are of another kind. */
+static void read_flags(char *flags, int room)
+{
+    FILE *file = fopen("/proc/cpuinfo", "r");
+
+    flags[0] = '\0';
+    while (file != NULL && fgets(flags, room - 1, file) != NULL && strncmp(flags, "flags", 5) != 0) {
+        flags[0] = '\0';
+    }
+    if (file != NULL) {
+        (void)fclose(file);
+    }
+    (void)strcpy(flags + strcspn(flags, "\n"), " ");
+}
+
+static void test_which_tables(void)
+{
+    static const char *const wanted[][2] = {
+        {"ref", ""},
+        {"avx2", "avx2 fma f16c"},
+        {"avx512", "avx512f avx512bw avx512vl avx512dq f16c"},
+        {"avx512_bf16", "avx512f avx512bw avx512vl avx512dq f16c avx512_bf16"},
+    };
+    const fc_kern_table *const *tables;
+    size_t n_tables = fc_kern_tables(&tables);
+    char flags[8192];
+    size_t n = 0;
+
+    read_flags(flags, sizeof(flags));
+    for (size_t i = 0; i < COUNT(wanted); i++) {
+        if (cpu_has(flags, wanted[i][1])) {
+            CHECK_OR_EXIT(n < n_tables);
+            CHECK_STR(tables[n++]->name, wanted[i][0]);
+        }
+    }
+    CHECK_EQ(n, n_tables);
+}
+
 static void test_lookup(void)
 {
     const fc_kern_table *const *tables;
@@ -439,6 +496,7 @@ int main(void)
     const fc_kern_table *const *tables;
     size_t n_tables = fc_kern_tables(&tables);
 
+    test_which_tables();
     test_lookup();
     make_rooms();
     for (size_t i = 0; i < n_tables; i++) {

@@ -4,6 +4,10 @@
 
 #include "kernels/kernels.h"
 
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
 enum {
     PARAM,
     GRAD,
@@ -95,6 +99,204 @@ static void test_optim(const fc_kern_table *ref, const fc_kern_table *table)
     }
 }
 
+/* ---- Against plain loops: every length, wherever arrays lie ---- */
+
+#define PLAIN_NUMEL_MAX 70
+
+#define PLAIN_ROOM 128
+
+typedef float short_arrays[N_ARRAYS][PLAIN_ROOM];
+
+/* Of one element, as the formulas say. What torch adds to a product in one rounding is fmaf. */
+static void plain_adam(const fc_adam *a, bool is_tail, short_arrays x, bool has_largest, size_t i)
+{
+    float g = a->is_maximized ? -x[GRAD][i] : x[GRAD][i];
+    float way, square, step;
+
+    g = a->l2 != 0 ? fmaf(x[PARAM][i], a->l2, g) : g;
+    way = g - x[EXP_AVG][i];
+    x[EXP_AVG][i] =
+        a->weight1 < 0.5f ? fmaf(a->weight1, way, x[EXP_AVG][i]) : fmaf(a->weight1 - 1, way, g);
+    square = is_tail ? fmaf(x[EXP_AVG_SQ][i], a->beta2, a->weight2 * g * g)
+                     : fmaf(a->weight2 * g, g, x[EXP_AVG_SQ][i] * a->beta2);
+    x[EXP_AVG_SQ][i] = square;
+    if (has_largest) {
+        square = x[LARGEST][i] > square ? x[LARGEST][i] : square;
+        x[LARGEST][i] = square;
+    }
+    step = a->step_size * x[EXP_AVG][i] / (sqrtf(square) / a->correction + a->eps);
+    x[PARAM][i] = x[PARAM][i] * a->decay + step;
+}
+
+static void plain_sgd(const fc_sgd *s, bool is_tail, short_arrays x, bool has_buffer, size_t i)
+{
+    float g = s->is_maximized ? -x[GRAD][i] : x[GRAD][i];
+
+    g = s->decay != 0 ? fmaf(x[PARAM][i], s->decay, g) : g;
+    if (has_buffer) {
+        float b = is_tail ? fmaf(x[EXP_AVG][i], s->momentum, g * s->weight)
+                          : fmaf(g, s->weight, x[EXP_AVG][i] * s->momentum);
+
+        x[EXP_AVG][i] = b;
+        g = s->is_nesterov ? fmaf(b, s->momentum, g) : b;
+    }
+    x[PARAM][i] = fmaf(g, s->step_size, x[PARAM][i]);
+}
+
+/* Eight lanes; of what is left four are squared together, if there are, and the others fused. */
+static float plain_norm(const float *x, size_t numel)
+{
+    float lanes[8] = {0};
+    float sum = 0;
+    size_t i = 0;
+
+    for (; i < numel / 8 * 8; i++) {
+        float square = x[i] * x[i];
+
+        lanes[i % 8] += square;
+    }
+    for (size_t k = 0; k < 8; k++) {
+        sum = k == 0 ? lanes[0] : sum + lanes[k];
+    }
+    for (size_t end = numel % 8 < 4 ? i : i + 4; i < end; i++) {
+        float square = x[i] * x[i];
+
+        sum += square;
+    }
+    for (; i < numel; i++) {
+        sum = fmaf(x[i], x[i], sum);
+    }
+    return sqrtf(sum);
+}
+
+static short_arrays plain_wanted;
+static short_arrays plain_found;
+
+/* An unused decay leaves the gradient as it is, however large the parameter; of equal squares the
+ * new one counts. */
+static void put_unusual(short_arrays x, size_t at)
+{
+    x[PARAM][at] = INFINITY;
+    x[LARGEST][at + 1] = -0.0f;
+    x[GRAD][at + 1] = x[PARAM][at + 1] = x[EXP_AVG_SQ][at + 1] = 0.0f;
+    x[GRAD][at + 2] = -0.0f;
+    x[EXP_AVG][at + 2] = -0.0f;
+}
+
+static void begin_plain(size_t at, bool has_decay)
+{
+    for (size_t a = 0; a < N_ARRAYS; a++) {
+        for (size_t i = 0; i < PLAIN_ROOM; i++) {
+            float value = (float)ordinary();
+
+            plain_wanted[a][i] = a >= EXP_AVG_SQ ? fabsf(value) : value;
+        }
+    }
+    if (!has_decay) {
+        put_unusual(plain_wanted, at);
+        put_unusual(plain_wanted, at + 20);
+    }
+    memcpy(plain_found, plain_wanted, sizeof(plain_found));
+}
+
+static void check_plain(const fc_kern_table *table, const char *what, size_t numel, unsigned kind)
+{
+    CHECK_MSG(memcmp(plain_wanted, plain_found, sizeof(plain_found)) == 0,
+              "%s: %s of %zu elements, kind %u", table->name, what, numel, kind);
+}
+
+/* A fused kernel's vectors may be longer than a table's. */
+static size_t tail_of(size_t numel, unsigned kind)
+{
+    static const size_t tails[] = {0, 1, 4, 7, 8, 15};
+    const size_t tail = tails[kind % COUNT(tails)];
+
+    return tail < numel ? tail : numel;
+}
+
+static void test_plain_adam(const fc_kern_table *table, size_t numel, unsigned kind)
+{
+    static const double betas[] = {0.9, 0.5, 0.3}; /* both forms of the interpolation */
+    const fc_adam_options options = {0.01, betas[kind % 3],   0.999,        1e-8,
+                                     0.1,  kind / 3 % 2 != 0, kind / 6 != 0};
+    const bool has_largest = (numel + kind) % 2 == 0;
+    const size_t at = numel % 17, n_tail = tail_of(numel, kind);
+    float (*x)[PLAIN_ROOM] = plain_found;
+    fc_adam adam;
+
+    fc_adam_set(&adam, &options, 3);
+    begin_plain(at, adam.l2 != 0);
+    for (size_t i = 0; i < numel; i++) {
+        plain_adam(&adam, i + n_tail >= numel, plain_wanted, has_largest, at + i);
+    }
+    table->adam(&adam, FC_ROOT_NEAREST, x[PARAM] + at, x[GRAD] + at, x[EXP_AVG] + at,
+                x[EXP_AVG_SQ] + at, has_largest ? x[LARGEST] + at : NULL, numel, n_tail);
+    check_plain(table, "Adam", numel, kind);
+    begin_plain(at, adam.l2 != 0);
+    for (size_t i = 0; i < numel; i++) {
+        plain_adam(&adam, false, plain_wanted, has_largest, at + i);
+        plain_wanted[SQUARES][at + i] =
+            sqrtf(plain_wanted[has_largest ? LARGEST : EXP_AVG_SQ][at + i]);
+    }
+    table->adam_moments(&adam, x[PARAM] + at, x[GRAD] + at, x[EXP_AVG] + at, x[EXP_AVG_SQ] + at,
+                        has_largest ? x[LARGEST] + at : NULL, x[SQUARES] + at, numel);
+    CHECK(table->roots(FC_ROOT_NEAREST, x[SQUARES] + at, numel));
+    table->adam_update(&adam, x[PARAM] + at, x[EXP_AVG] + at, x[SQUARES] + at, numel);
+    check_plain(table, "Adam in parts", numel, kind);
+}
+
+static void test_plain_sgd(const fc_kern_table *table, size_t numel, unsigned kind)
+{
+    const bool has_buffer = kind % 3 != 0;
+    const fc_sgd sgd = {
+        kind / 3 % 2 == 0 ? 0.0f : 0.1f, 0.9f, 0.7f, -0.01f, kind % 3 == 2, kind / 6 != 0};
+    const size_t at = numel % 17, n_tail = tail_of(numel, kind);
+    float (*x)[PLAIN_ROOM] = plain_found;
+
+    begin_plain(at, sgd.decay != 0);
+    for (size_t i = 0; i < numel; i++) {
+        plain_sgd(&sgd, i + n_tail >= numel, plain_wanted, has_buffer, at + i);
+        plain_wanted[SQUARES][at + i] *= 0.3f;
+    }
+    table->sgd(&sgd, x[PARAM] + at, x[GRAD] + at, has_buffer ? x[EXP_AVG] + at : NULL, numel,
+               n_tail);
+    table->multiply(x[SQUARES] + at, 0.3f, numel);
+    check_plain(table, "SGD", numel, kind);
+}
+
+/* Of `numel` arrays, and as many elements: each a little shorter or longer than its neighbours. */
+static void test_plain_norms(const fc_kern_table *table, size_t numel)
+{
+    const float *xs[PLAIN_NUMEL_MAX] = {NULL};
+    size_t lengths[PLAIN_NUMEL_MAX] = {0};
+    float found[PLAIN_NUMEL_MAX + 1];
+
+    found[numel] = -1;
+    for (size_t i = 0; i < numel; i++) {
+        xs[i] = plain_found[i % N_ARRAYS] + i % 9;
+        lengths[i] = numel + i * 7 % 23;
+    }
+    table->norms(found, xs, lengths, numel);
+    for (size_t i = 0; i < numel; i++) {
+        CHECK_MSG(found[i] == plain_norm(xs[i], lengths[i]), "%s: norm %zu of %zu: %a", table->name,
+                  i, numel, (double)found[i]);
+    }
+    CHECK(found[numel] == -1);
+}
+
+static void test_plain(const fc_kern_table *table)
+{
+    for (size_t numel = 0; numel < PLAIN_NUMEL_MAX; numel++) {
+        for (unsigned kind = 0; kind < 12; kind++) {
+            test_plain_adam(table, numel, kind);
+            test_plain_sgd(table, numel, kind);
+        }
+        test_plain_norms(table, numel);
+    }
+}
+
+/* ---- Roots ---- */
+
 /* The two kernels of one step with `root` between them. */
 static void run_in_two(const fc_kern_table *table, const fc_adam *adam, fc_root root,
                        optim_arrays x, size_t numel)
@@ -126,26 +328,83 @@ static void test_adam_with(const fc_kern_table *table, fc_root root)
     }
 }
 
-/* Numbers of every size: one by one as many at once, next to the nearest, and quarters alike. */
+#ifdef __x86_64__
+/* From SSE's estimate, with every product rounded. Denormals and the largest are left. */
+static float refined_root(float x)
+{
+    float inverse = _mm_cvtss_f32(_mm_rsqrt_ss(_mm_set_ss(x)));
+    float root = x * inverse;
+    float half_inverse = inverse * 0.5f;
+    float error = 0.5f - root * half_inverse;
+
+    root = root * error + root;
+    half_inverse = half_inverse * error + half_inverse;
+    error = x - root * root;
+    return x < 0x1p-126f || x > 0x1.ffep127f ? sqrtf(x) : error * half_inverse + root;
+}
+
+/* From AVX-512's; small ones as if they were 2^64 times as large. */
+static __attribute__((target("avx512f"))) float estimated_root(float x)
+{
+    const float size = x < 0x1p-60f ? 0x1p32f : 1;
+    const float scaled = x * size * size;
+    float inverse = _mm_cvtss_f32(_mm_rsqrt14_ss(_mm_setzero_ps(), _mm_set_ss(scaled)));
+    float root = scaled * inverse;
+
+    return fmaf(fmaf(-root, root, scaled), inverse * 0.5f, root) / size;
+}
+#else
+#define refined_root sqrtf
+#define estimated_root sqrtf
+#endif
+
+static float plain_root(fc_root root, float x)
+{
+    return root == FC_ROOT_NEAREST   ? sqrtf(x)
+           : root == FC_ROOT_REFINED ? refined_root(x)
+                                     : estimated_root(x);
+}
+
+/* Numbers of every size, many at once and one by one: next to the nearest. */
 static void test_roots(const fc_kern_table *table, fc_root root)
 {
     static float x[MAX_NUMEL];
-    static float quarters[MAX_NUMEL];
+    static float found[MAX_NUMEL];
 
     for (size_t i = 0; i < MAX_NUMEL; i++) {
-        x[i] = ldexpf(1 + (float)(i % 4096) / 4096, (int)(i % 270) - 147);
-        quarters[i] = x[i] >= 0x1p-120f ? x[i] / 4 : x[i];
+        x[i] = ldexpf(1 + (float)(i % 4096) / 4096, (int)(i % 277) - 149);
     }
-    CHECK(table->roots(root, quarters, MAX_NUMEL));
+    memcpy(found, x, sizeof(found));
+    CHECK(table->roots(root, found, MAX_NUMEL));
     for (size_t i = 0; i < MAX_NUMEL; i++) {
         float by_itself = x[i];
+        float wanted = plain_root(root, x[i]);
         float nearest = sqrtf(x[i]);
 
         CHECK(table->roots(root, &by_itself, 1));
-        CHECK_MSG(by_itself == quarters[i] * (x[i] >= 0x1p-120f ? 2 : 1), "%s: %a", table->name,
+        CHECK_MSG(by_itself == wanted && found[i] == wanted, "%s: %d: %a: %a %a, expected %a",
+                  table->name, (int)root, (double)x[i], (double)by_itself, (double)found[i],
+                  (double)wanted);
+        CHECK_MSG(fabsf(wanted - nearest) <= nearest * 0x1p-23f, "%s: %a", table->name,
                   (double)x[i]);
-        CHECK_MSG(fabsf(by_itself - nearest) <= nearest * 0x1p-23f, "%s: %a", table->name,
-                  (double)x[i]);
+    }
+}
+
+/* So many, wherever they lie, and none behind them. */
+static void test_some_roots(const fc_kern_table *table, fc_root root)
+{
+    for (size_t numel = 0; numel < 40; numel++) {
+        float x[64];
+
+        for (size_t i = 0; i < COUNT(x); i++) {
+            x[i] = 4;
+        }
+        CHECK(table->roots(root, x + numel % 17, numel));
+        for (size_t i = 0; i < COUNT(x); i++) {
+            bool is_one = i >= numel % 17 && i < numel % 17 + numel;
+
+            CHECK_MSG(x[i] == (is_one ? 2 : 4), "%s: %zu of %zu", table->name, i, numel);
+        }
     }
 }
 
@@ -158,11 +417,25 @@ static void test_unusual_roots(const fc_kern_table *table, fc_root root)
     CHECK(isinf(x[2]) && isnan(x[3]) && isnan(x[4]) && isnan(x[5]) && isnan(x[6]));
 }
 
+/* Those that its instructions can take. */
+static bool has_root(const fc_kern_table *table, fc_root root)
+{
+    const bool is_ref = strcmp(table->name, "ref") == 0;
+    const bool is_avx2 = strcmp(table->name, "avx2") == 0;
+
+    return root == FC_ROOT_NEAREST || (!is_ref && (root == FC_ROOT_REFINED || !is_avx2));
+}
+
 static void test_every_root(const fc_kern_table *table)
 {
     for (fc_root root = FC_ROOT_NEAREST; root < FC_ROOT_COUNT; root++) {
-        if (table->roots(root, NULL, 0)) {
+        float four = 4;
+
+        CHECK_EQ(table->roots(root, &four, 1), has_root(table, root));
+        CHECK(four == (has_root(table, root) ? 2 : 4));
+        if (has_root(table, root)) {
             test_roots(table, root);
+            test_some_roots(table, root);
             test_unusual_roots(table, root);
             test_adam_with(table, root);
         }
@@ -232,6 +505,7 @@ int main(void)
 
     for (size_t i = 0; i < n_tables; i++) {
         test_optim_meaning(tables[i]);
+        test_plain(tables[i]);
         test_every_root(tables[i]);
         if (i > 0) {
             test_optim(tables[0], tables[i]);
