@@ -328,6 +328,7 @@ static void body_searches(int rank, int n_ranks, void *arg)
         take(&w, 0, 1, 10, 20);
         CHECK_EQ(next(&w, FC_SEARCH_OWN), 0);
         take(&w, 0, 0, 10, 20);
+        CHECK_EQ(next(&w, FC_SEARCH_OWN), N_UNITS); /* the third is not its own */
         CHECK_EQ(next(&w, FC_SEARCH_ALL), 2);
         take(&w, 0, 2, 10, 0);
         meet_all(&w);
@@ -391,6 +392,48 @@ static void body_copies(int rank, int n_ranks, void *arg)
     }
     (void)fc_domain_trim(w.domains[0]);
     CHECK_EQ(fc_alloc_live(), live);
+    leave(&w);
+}
+
+/* A post that everybody has copied away is offered all the same, though not as the oldest one. */
+static void body_left_arena(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    (void)n_ranks, (void)arg;
+    join(&w, rank, 1, USUAL);
+    if (rank == 0) {
+        CHECK_EQ(put(&w, 0, 10), 0);
+        CHECK_EQ(put(&w, 1, 20), HALF);
+        meet_all(&w);
+        meet_all(&w); /* the other one has copied both away */
+        CHECK_OK(make_way(&w, 0, 2));
+        CHECK_EQ(put(&w, 2, 30), 0);
+        CHECK_OK(make_way(&w, 0, 3));
+        CHECK_EQ(put(&w, 3, 40), HALF);
+        CHECK_EQ(next(&w, FC_SEARCH_OWN), N_UNITS);
+        for (size_t u = 2; u-- > 0;) {
+            meet_all(&w);
+            meet_all(&w); /* and has posted this one */
+            CHECK_EQ(next(&w, FC_SEARCH_OLDEST), N_UNITS);
+            CHECK_EQ(next(&w, FC_SEARCH_OWN), u);
+            take(&w, 0, u, 10 * (float)(u + 1), 50);
+        }
+    } else {
+        meet_all(&w);
+        CHECK_OK(make_way(&w, 0, 0));
+        CHECK_OK(make_way(&w, 0, 0));
+        meet_all(&w);
+        for (size_t u = 2; u-- > 0;) {
+            meet_all(&w);
+            CHECK(put(&w, u, 50) >= 0);
+            meet_all(&w);
+        }
+    }
+    fc_domain_mark_closed(w.domains[0]);
+    take_all(&w, 0, rank == 0 ? 2 : 0,
+             (float[N_UNITS][N_RANKS]){{10, 50}, {20, 50}, {30, 0}, {40, 0}}, NULL);
+    CHECK_OK(fc_domain_close(w.domains[0]));
     leave(&w);
 }
 
@@ -505,37 +548,43 @@ static void body_not_stuck(int rank, int n_ranks, void *arg)
  * before a reset is never offered. */
 static void body_failed(int rank, int n_ranks, void *arg)
 {
+    const int failing = *(const int *)arg;
     fc_unit *unit = NULL;
     world w;
 
-    (void)n_ranks, (void)arg;
+    (void)n_ranks;
     join(&w, rank, 1, USUAL);
     CHECK_EQ(put(&w, 2, 10), 0);
     fc_exchange_set_present(fc_domain_unit(w.domains[0], 3), 0);
     meet_all(&w);
-    if (rank == 1) {
+    if (rank == failing) {
         fc_domain_fail(w.domains[0]);
     }
     meet_all(&w);
-    if (rank == 0) {
+    if (rank != failing) {
         CHECK_EQ(next(&w, FC_SEARCH_OLDEST), N_UNITS);
         CHECK_EQ(next(&w, FC_SEARCH_OWN), N_UNITS);
         fc_domain_mark_closed(w.domains[0]);
         CHECK_EQ(fc_exchange_next(w.domains[0], FC_SEARCH_ALL, &unit), FC_ERR_PEER);
-        CHECK_HAS(fc_last_message(), "rank 11 left the backward of step 1 by an exception while "
-                                     "rank 10 was in reduce-scatter of unit third");
+        CHECK_HAS(fc_last_message(), failing == 1 ? "rank 11 left the backward of step 1 by an "
+                                                    "exception while rank 10 was in "
+                                                    "reduce-scatter of unit third"
+                                                  : "rank 10 left the backward of step 1 by an "
+                                                    "exception while rank 11 was in "
+                                                    "reduce-scatter of unit third");
         fc_domain_fail(w.domains[0]);
     }
     fc_exchange_reset(w.domains[0]);
     CHECK(!fc_exchange_is_present(fc_domain_unit(w.domains[0], 3), 0));
     meet_all(&w);
-    if (rank == 1) { /* who has failed reads no more: the other one has room before it goes on */
+    if (rank ==
+        failing) { /* who has failed reads no more: the other one has room before it goes on */
         meet_all(&w);
     }
     open(&w, FC_PHASE_BACKWARD);
     CHECK_EQ(put(&w, 2, 30), 0);
     CHECK_EQ(put(&w, 0, 40), HALF);
-    if (rank == 0) {
+    if (rank != failing) {
         meet_all(&w);
     }
     meet_all(&w);
@@ -546,6 +595,31 @@ static void body_failed(int rank, int n_ranks, void *arg)
     take(&w, 0, 0, 40, 40);
     CHECK_EQ(next(&w, FC_SEARCH_ALL), N_UNITS);
     CHECK_OK(fc_domain_close(w.domains[0]));
+    leave(&w);
+}
+
+/* Who has gone on without this backward is named by whoever adds up in it. */
+static void body_skipped(int rank, int n_ranks, void *arg)
+{
+    fc_unit *unit = NULL;
+    world w;
+
+    (void)n_ranks, (void)arg;
+    join(&w, rank, 1, USUAL);
+    fc_domain_mark_closed(w.domains[0]);
+    CHECK_EQ(next(&w, FC_SEARCH_ALL), N_UNITS);
+    CHECK_OK(fc_domain_close(w.domains[0]));
+    open(&w, rank == 0 ? FC_PHASE_BACKWARD : FC_PHASE_FORWARD);
+    meet_all(&w);
+    if (rank == 0) {
+        CHECK_EQ(put(&w, 0, 10), 0);
+        CHECK_EQ(fc_exchange_next(w.domains[0], FC_SEARCH_OWN, &unit), FC_ERR_MISMATCH);
+        CHECK_HAS(fc_last_message(), "ranks are out of step at unit first: rank 11 went on to the "
+                                     "forward of step 2 without the backward of step 1 (number 2 "
+                                     "of it) that rank 10 is in");
+    }
+    meet_all(&w);
+    fc_domain_fail(w.domains[0]);
     leave(&w);
 }
 
@@ -616,6 +690,36 @@ static void body_awaited(int rank, int n_ranks, void *arg)
     leave(&w);
 }
 
+/* A wait at the end counts for the first unit that is not settled. */
+static void body_counted(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    (void)n_ranks, (void)arg;
+    join(&w, rank, 1, USUAL);
+    if (rank == 0) {
+        CHECK_EQ(put(&w, 1, 10), 0);
+        CHECK_EQ(put(&w, 2, 20), HALF);
+    }
+    meet_all(&w);
+    if (rank == 1) {
+        (void)usleep(2000);
+    }
+    fc_domain_mark_closed(w.domains[0]);
+    for (size_t u = 1; u < 3; u++) {
+        CHECK_EQ(next(&w, FC_SEARCH_ALL), u);
+        take(&w, 0, u, 10 * (float)u, 0);
+    }
+    CHECK_EQ(next(&w, FC_SEARCH_ALL), N_UNITS);
+    for (size_t u = 0; u < N_UNITS; u++) {
+        const fc_unit *unit = fc_domain_unit(w.domains[0], u);
+
+        CHECK(fc_waits_of(w.domains[0], unit, FC_WAIT_REDUCE).n <= (u == 1));
+    }
+    CHECK_OK(fc_domain_close(w.domains[0]));
+    leave(&w);
+}
+
 int main(void)
 {
     static bool yes = true;
@@ -625,6 +729,7 @@ int main(void)
     ranks_check(N_RANKS, body_searches, NULL);
     ranks_check(N_RANKS, body_copies, NULL);
     ranks_check(N_RANKS, body_copies, &yes);
+    ranks_check(N_RANKS, body_left_arena, NULL);
     ranks_check(N_RANKS, body_two_domains, NULL);
     for (int i = 0; i < 4; i++) {
         stuck peer = {(size_t)i / 2, i % 2};
@@ -632,8 +737,12 @@ int main(void)
         ranks_check(N_RANKS, body_stuck, &peer);
     }
     ranks_check(N_RANKS, body_not_stuck, NULL);
-    ranks_check(N_RANKS, body_failed, NULL);
+    for (int failing = 0; failing < N_RANKS; failing++) {
+        ranks_check(N_RANKS, body_failed, &failing);
+    }
+    ranks_check(N_RANKS, body_skipped, NULL);
     ranks_check(N_RANKS, body_kept, NULL);
     ranks_check(N_RANKS, body_awaited, NULL);
+    ranks_check(N_RANKS, body_counted, NULL);
     return check_result();
 }
