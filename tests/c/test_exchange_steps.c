@@ -316,6 +316,25 @@ static void body_counted(int rank, int n_ranks, void *arg)
     leave(&w);
 }
 
+/* A domain without units has nothing to reduce. */
+static void body_no_units(int rank, int n_ranks, void *arg)
+{
+    fc_unit *unit = NULL;
+    member m;
+
+    (void)arg;
+    member_join(&m, rank, n_ranks);
+    member_make_domain(&m, FC_DOMAIN_SHARD, NULL, 0, rank, n_ranks);
+    member_open(&m, true, 1);
+    CHECK_OK(fc_exchange_next(m.domain, FC_SEARCH_OWN, &unit));
+    CHECK(unit == NULL);
+    fc_domain_mark_closed(m.domain);
+    CHECK_OK(fc_exchange_next(m.domain, FC_SEARCH_ALL, &unit));
+    CHECK(unit == NULL);
+    CHECK_OK(fc_domain_close(m.domain));
+    member_leave(&m);
+}
+
 /* Who waits for a peer that ends is told so. */
 static void body_peer_ends(int rank, int n_ranks, void *arg)
 {
@@ -355,6 +374,7 @@ int main(void)
     ranks_check(N_RANKS, body_kept, NULL);
     ranks_check(N_RANKS, body_awaited, NULL);
     ranks_check(N_RANKS, body_counted, NULL);
+    ranks_check(N_RANKS, body_no_units, NULL);
     test_peer_ends();
     return check_result();
 }
