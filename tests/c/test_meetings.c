@@ -271,18 +271,35 @@ static void body_more(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+static fc_status begin_one(fc_unit *unit, size_t i)
+{
+    static float part[4096];
+    const fc_present present = {.layout = fc_unit_layout(unit)};
+    bool is_lent;
+
+    switch (i) {
+    case 0:
+        return fc_waits_reduce_scatter(unit, part, part + 2048, &present);
+    case 1:
+        return fc_waits_all_reduce(unit, part, &present);
+    case 2:
+        return waits_sum_begin(unit, part, 4, FC_F32, &is_lent);
+    default:
+        return waits_gather_begin(unit, part, 4);
+    }
+}
+
 /* Collectives of one unit are told as such. */
 static void body_one_unit(int rank, int n_ranks, void *arg)
 {
-    static const char *const ops[] = {"reduce-scatter", "all-reduce"};
-    static float part[4096];
+    static const char *const ops[] = {"reduce-scatter", "all-reduce", "reduce-scatter",
+                                      "all-gather"};
     world w;
 
     (void)arg;
     join(&w, WATCHED, rank, n_ranks, false);
-    for (size_t i = 0; i < 2; i++) {
+    for (size_t i = 0; i < 4; i++) {
         fc_unit *unit = unit_of(&w, rank == 1 ? 2 : 0);
-        const fc_present present = {.layout = fc_unit_layout(unit)};
         char text[TEXT_BYTES];
 
         begin(&w, FC_PHASE_FORWARD, 0, 0);
@@ -291,9 +308,7 @@ static void body_one_unit(int rank, int n_ranks, void *arg)
             "rank 10 is in the %s of unit embed and rank 11 in the %s of unit head (step "
             "%zu): " ADVICE,
             ops[i], ops[i], i + 1);
-        CHECK_FAILS(i == 0 ? fc_waits_reduce_scatter(unit, part, part + 2048, &present)
-                           : fc_waits_all_reduce(unit, part, &present),
-                    FC_ERR_MISMATCH, text);
+        CHECK_FAILS(begin_one(unit, i), FC_ERR_MISMATCH, text);
         together(&w);
     }
     CHECK_EQ(w.n_reductions + w.n_sums, 0);
