@@ -202,6 +202,22 @@ static inline void take_all(world *w, size_t d, size_t first, float (*values)[N_
     }
 }
 
+/* The two units from `first` on, which one of the ranks has posted, in whatever order. */
+static inline void take_two(world *w, size_t d, size_t first, const float *of_first,
+                            const float *of_second)
+{
+    size_t last = N_UNITS;
+
+    for (size_t i = 0; i < 2; i++) {
+        const size_t u = next_in(w, d, FC_SEARCH_ALL);
+
+        CHECK_OR_EXIT(u != last && (u == first || u == first + 1));
+        take(w, d, u, of_first[u - first], of_second[u - first]);
+        last = u;
+    }
+    CHECK_EQ(next_in(w, d, FC_SEARCH_ALL), N_UNITS);
+}
+
 static inline fc_status make_way(world *w, size_t d, size_t u)
 {
     return fc_exchange_make_way(fc_domain_unit(w->domains[d], u));

@@ -260,11 +260,7 @@ static void body_stuck_with_changed_lane(int rank, int n_ranks, void *arg)
     }
     CHECK_EQ(next_in(&w, 0, FC_SEARCH_ALL), N_UNITS);
     fc_domain_mark_closed(w.domains[1]);
-    for (size_t u = 0; u < 2; u++) {
-        CHECK_EQ(next_in(&w, 1, FC_SEARCH_ALL), u);
-        take(&w, 1, u, 0, 10);
-    }
-    CHECK_EQ(next_in(&w, 1, FC_SEARCH_ALL), N_UNITS);
+    take_two(&w, 1, 0, (float[]){0, 0}, (float[]){10, 10});
     for (size_t d = 0; d < 2; d++) {
         CHECK_OK(fc_domain_close(w.domains[d]));
     }

@@ -302,11 +302,7 @@ static void body_counted(int rank, int n_ranks, void *arg)
         CHECK(ranks_await(0, n_waits + 1));
     }
     fc_domain_mark_closed(w.domains[0]);
-    for (size_t u = 1; u < 3; u++) {
-        CHECK_EQ(next(&w, FC_SEARCH_ALL), u);
-        take(&w, 0, u, 10 * (float)u, 0);
-    }
-    CHECK_EQ(next(&w, FC_SEARCH_ALL), N_UNITS);
+    take_two(&w, 0, 1, (float[]){10, 20}, (float[]){0, 0});
     for (size_t u = 0; u < N_UNITS && rank == 0; u++) {
         const fc_unit *unit = fc_domain_unit(w.domains[0], u);
 
