@@ -583,12 +583,28 @@ static void body_elsewhere(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+typedef struct damage {
+    uint64_t what;
+    const char *last_name, *text;
+} damage;
+
+#define X68 "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
+
+static const damage damages[] = {
+    {UINT64_MAX, "head", "and rank 11 in the ? of unit ? and 1022 more (step 1)"},
+    {UINT64_C(3) << 44 | UINT64_C(1) << 34, "head",
+     "and rank 11 in the all-gather of unit ? (step 1)"},
+    {UINT64_C(2) << 44 | UINT64_C(3) << 34, X68 X68 X68,
+     "and rank 11 in the all-gather of unit " X68 X68 " (step 1)"},
+};
+
 /* Of a peer's word everything may be wrong, as after flipped bits. */
 static void body_damaged(int rank, int n_ranks, void *arg)
 {
+    const damage *of = arg;
     world w;
 
-    (void)arg;
+    last_name = of->last_name;
     join(&w, WATCHED, rank, n_ranks, false);
     begin(&w, FC_PHASE_FORWARD, 0, 0);
     CHECK_OK(come(&w, (act){0, "all-gather", 0}));
@@ -597,12 +613,12 @@ static void body_damaged(int rank, int n_ranks, void *arg)
         clock_line *own = domain_clock(w.domain, rank);
 
         for (int slot = 0; slot < 2; slot++) {
-            __atomic_store_n(&own->what[slot].value, UINT64_MAX, __ATOMIC_RELEASE);
+            __atomic_store_n(&own->what[slot].value, of->what, __ATOMIC_RELEASE);
         }
         __atomic_fetch_add(&own->met.value, 1, __ATOMIC_RELEASE);
     } else {
         CHECK_EQ(come(&w, (act){1, "all-gather", 0}), FC_ERR_MISMATCH);
-        CHECK_HAS(fc_last_message(), "and rank 11 in the ? of unit ?");
+        CHECK_HAS(fc_last_message(), of->text);
     }
     together(&w);
     leave_world(&w);
@@ -628,7 +644,11 @@ int main(void)
         ranks_check(n, body_failed, NULL);
         ranks_check(n, body_left_forward, NULL);
     }
-    ranks_check(2, body_damaged, NULL);
+    for (size_t i = 0; i < sizeof(damages) / sizeof(damages[0]); i++) {
+        damage of = damages[i];
+
+        ranks_check(2, body_damaged, &of);
+    }
     ranks_check(2, body_one_unit, NULL);
     ranks_check(2, body_long, NULL);
     ranks_check(3, body_third, NULL);
