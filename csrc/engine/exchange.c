@@ -723,7 +723,4 @@ void fc_exchange_reset(fc_domain *domain)
         exchange_drop_spilled(unit, UINT64_MAX);
         memset(unit->mask, 0, unit->layout.mask_words * sizeof(uint64_t));
     }
-    if (domain->is_mapped) {
-        exchange_reclaim(domain);
-    }
 }

@@ -4,6 +4,7 @@
 
 #include "apart_world.h"
 
+#include "engine/domain_private.h"
 #include "engine/exchange.h"
 #include "engine/unit.h"
 
@@ -655,6 +656,68 @@ static void body_no_words(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+/* ---- what a peer has written ---- */
+
+/* Rank 0 finds that its peer differs, twice; the second time as it has failed the phase. The peer,
+ * which has not looked itself, hears of it as it closes. */
+static void body_found_late(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    (void)arg;
+    join(&w, MAPPED, rank, n_ranks, false);
+    for (int step = 1; step <= 2; step++) {
+        begin(&w, FC_PHASE_FORWARD, (uint32_t)(rank == 1), 0);
+        together(&w);
+        if (rank == 0) {
+            if (step == 2) {
+                fc_domain_fail(w.domain);
+            }
+            CHECK_EQ(read_unit(&w, 0), FC_ERR_MISMATCH);
+            CHECK_HAS(fc_last_message(), "begins in the forward of Model on rank 10");
+        }
+        together(&w);
+        if (rank == 1) {
+            CHECK_EQ(fc_domain_close(w.domain), FC_ERR_MISMATCH);
+            CHECK_HAS(fc_last_message(), "begins in the forward of Model on rank 10");
+        }
+        together(&w);
+    }
+    leave_world(&w);
+}
+
+/* Of a sentence without an end what fits is told, and of none that its rank has failed. */
+static void body_damaged_sentence(int rank, int n_ranks, void *arg)
+{
+    static char whole[REASON_BYTES];
+    world w;
+
+    (void)arg;
+    join(&w, MAPPED, rank, n_ranks, false);
+    memset(whole, 'x', sizeof(whole) - 1);
+    for (int is_empty = 0; is_empty < 2; is_empty++) {
+        begin(&w, FC_PHASE_FORWARD, (uint32_t)(rank == 1), 0);
+        together(&w);
+        if (rank == 0) {
+            char *text = domain_reason(w.domain, 0)->text;
+
+            CHECK_EQ(read_unit(&w, 0), FC_ERR_MISMATCH);
+            memset(text, 'x', REASON_BYTES);
+            text[0] = is_empty != 0 ? '\0' : 'x';
+        }
+        together(&w);
+        if (rank == 1 && is_empty == 0) {
+            CHECK_FAILS(fc_domain_close(w.domain), FC_ERR_MISMATCH, whole);
+        } else if (rank == 1) {
+            CHECK_FAILS(fc_domain_close(w.domain), FC_ERR_PEER,
+                        "rank 10 left the forward of step 2 by an exception while rank 11 was in "
+                        "the end of forward; the gradients of this step are not complete");
+        }
+        together(&w);
+    }
+    leave_world(&w);
+}
+
 int main(void)
 {
     for (int n = 2; n <= 3; n++) {
@@ -690,6 +753,8 @@ int main(void)
         ranks_check(3, body_own_words, &kind);
     }
     ranks_check(3, body_left_behind, NULL);
+    ranks_check(2, body_found_late, NULL);
+    ranks_check(2, body_damaged_sentence, NULL);
     for (int n = 1; n <= 3; n++) {
         ranks_check(n, body_words, NULL);
     }

@@ -309,6 +309,8 @@ static void body_changed_lane(int rank, int n_ranks, void *arg)
             *word ^= UINT64_C(1) << bit;
             CHECK_EQ(fc_exchange_sources(unit, sources), FC_ERR_MISMATCH);
             CHECK_HAS(fc_last_message(), "what rank 11 says of its gradients");
+            CHECK_EQ(fc_exchange_make_way(unit), FC_ERR_MISMATCH); /* nor is it copied away */
+            CHECK_HAS(fc_last_message(), "what rank 11 says of its gradients");
             *word ^= UINT64_C(1) << bit;
         }
         CHECK_OK(fc_exchange_sources(unit, sources));
@@ -516,6 +518,56 @@ static void body_failed_later(int rank, int n_ranks, void *arg)
     member_leave(&m);
 }
 
+/* Whoever waits for a peer hears at once that it has failed, even if another one is not there yet.
+ */
+static void body_failed_awaited(int rank, int n_ranks, void *arg)
+{
+    member *m = &((member *)arg)[rank]; /* shared: peers see who waits */
+    const ranks_host *waiting = &((const member *)arg)[0].host;
+    fc_unit *unit = NULL;
+    model made;
+
+    for (int i = 0; i < 2; i++) {
+        member_join(m, rank, n_ranks);
+        make_equal(&made, 1, 2, n_ranks);
+        member_make_domain(m, FC_DOMAIN_SHARD, made.units, 1, rank, n_ranks);
+        CHECK_OK(member_forward(m));
+        member_open(m, true, 2);
+        CHECK_OK(ranks_exchange(&m->host, "all are here", &rank, sizeof(rank), NULL));
+        if (rank == 0) {
+            if (i == 0) {
+                CHECK_OK(member_post(m, 0));
+                CHECK_EQ(fc_exchange_await(fc_domain_unit(m->domain, 0)), FC_ERR_PEER);
+            } else {
+                fc_domain_mark_closed(m->domain);
+                CHECK_EQ(fc_exchange_next(m->domain, FC_SEARCH_ALL, &unit), FC_ERR_PEER);
+            }
+            CHECK_HAS(fc_last_message(), "rank 12 left the backward of step 1 by an exception "
+                                         "while rank 10 was in reduce-scatter of unit embed");
+        } else if (rank == 2) {
+            while (__atomic_load_n(&waiting->entered, __ATOMIC_RELAXED) == 0) {
+                (void)usleep(100);
+            }
+        }
+        if (rank != 1) {
+            fc_domain_fail(m->domain);
+        }
+        CHECK_OK(ranks_exchange(&m->host, "all have failed", &rank, sizeof(rank), NULL));
+        fc_domain_fail(m->domain);
+        member_leave(m);
+    }
+}
+
+static void test_failed_awaited(void)
+{
+    member *members =
+        mmap(NULL, 3 * sizeof(*members), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+
+    CHECK_OR_EXIT(members != MAP_FAILED);
+    ranks_check(3, body_failed_awaited, members);
+    CHECK_EQ(munmap(members, 3 * sizeof(*members)), 0);
+}
+
 /* Posts until somebody kills the last rank, at any instant. */
 static void body_death(int rank, int n_ranks, void *arg)
 {
@@ -525,6 +577,7 @@ static void body_death(int rank, int n_ranks, void *arg)
     model made;
     member m;
     char victim[32];
+    char *parts = NULL;
 
     member_join(&m, rank, n_ranks);
     make_model(&made, h.n_units, true, h.seed);
@@ -565,6 +618,8 @@ static void body_death(int rank, int n_ranks, void *arg)
     (void)snprintf(victim, sizeof(victim), "rank %d (pid ", 10 + n_ranks - 1);
     CHECK_HAS(fc_last_message(), victim);
     CHECK_EQ(fc_transport_check(m.transport), FC_ERR_BROKEN);
+    CHECK_EQ(fc_exchange_reserve(fc_domain_unit(m.domain, 0), 64, FC_WIRE_REDUCE, &parts),
+             FC_ERR_BROKEN);
     member_leave(&m);
 }
 
@@ -634,9 +689,10 @@ int main(void)
         ranks_check(n, body_failed_later, NULL);
         ranks_check(n, body_growth, NULL);
     }
+    test_failed_awaited();
     ranks_check(2, body_too_often, NULL);
     for (int bit = 2; bit < 64; bit++) {
-        if (bit < 6 || bit > 16) { /* others may be another place in the arena */
+        if (bit < 6 || bit > 11) { /* others may be another place in the arena */
             ranks_check(2, body_changed_lane, &bit);
         }
     }

@@ -72,6 +72,33 @@ static void body_await_left(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+/* Who waits for a rank to leave is told that it has ended. */
+static void body_peer_ends(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    (void)arg;
+    join(&w, MAPPED, rank, n_ranks, false);
+    run_phase(&w, FC_PHASE_FORWARD, 0, 0);
+    together(&w);
+    if (rank == 1) {
+        (void)raise(SIGKILL);
+    }
+    fc_domain_leave(w.domain);
+    CHECK_EQ(fc_domain_await_left(w.domain), FC_ERR_PEER);
+    CHECK_HAS(fc_last_message(), "rank 11 (pid ");
+    leave_world(&w);
+}
+
+static void test_peer_ends(void)
+{
+    int statuses[RANKS_MAX];
+
+    ranks_run(2, body_peer_ends, NULL, statuses);
+    CHECK_EQ(statuses[0], 0);
+    CHECK_EQ(statuses[1], SIGKILL);
+}
+
 /* Rank 1 leaves and the others go on: all are told, each time that they try. Then they leave, too.
  */
 static void body_one_leaves(int rank, int n_ranks, void *arg)
@@ -425,5 +452,6 @@ int main(void)
             ranks_check(n, body_left_turn, &kind);
         }
     }
+    test_peer_ends();
     return check_result();
 }

@@ -271,18 +271,35 @@ static void body_more(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+static fc_status begin_one(fc_unit *unit, size_t i)
+{
+    static float part[4096];
+    const fc_present present = {.layout = fc_unit_layout(unit)};
+    bool is_lent;
+
+    switch (i) {
+    case 0:
+        return fc_waits_reduce_scatter(unit, part, part + 2048, &present);
+    case 1:
+        return fc_waits_all_reduce(unit, part, &present);
+    case 2:
+        return waits_sum_begin(unit, part, 4, FC_F32, &is_lent);
+    default:
+        return waits_gather_begin(unit, part, 4);
+    }
+}
+
 /* Collectives of one unit are told as such. */
 static void body_one_unit(int rank, int n_ranks, void *arg)
 {
-    static const char *const ops[] = {"reduce-scatter", "all-reduce"};
-    static float part[4096];
+    static const char *const ops[] = {"reduce-scatter", "all-reduce", "reduce-scatter",
+                                      "all-gather"};
     world w;
 
     (void)arg;
     join(&w, WATCHED, rank, n_ranks, false);
-    for (size_t i = 0; i < 2; i++) {
+    for (size_t i = 0; i < 4; i++) {
         fc_unit *unit = unit_of(&w, rank == 1 ? 2 : 0);
-        const fc_present present = {.layout = fc_unit_layout(unit)};
         char text[TEXT_BYTES];
 
         begin(&w, FC_PHASE_FORWARD, 0, 0);
@@ -291,9 +308,7 @@ static void body_one_unit(int rank, int n_ranks, void *arg)
             "rank 10 is in the %s of unit embed and rank 11 in the %s of unit head (step "
             "%zu): " ADVICE,
             ops[i], ops[i], i + 1);
-        CHECK_FAILS(i == 0 ? fc_waits_reduce_scatter(unit, part, part + 2048, &present)
-                           : fc_waits_all_reduce(unit, part, &present),
-                    FC_ERR_MISMATCH, text);
+        CHECK_FAILS(begin_one(unit, i), FC_ERR_MISMATCH, text);
         together(&w);
     }
     CHECK_EQ(w.n_reductions + w.n_sums, 0);
@@ -568,12 +583,28 @@ static void body_elsewhere(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+typedef struct damage {
+    uint64_t what;
+    const char *last_name, *text;
+} damage;
+
+#define X68 "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
+
+static const damage damages[] = {
+    {UINT64_MAX, "head", "and rank 11 in the ? of unit ? and 1022 more (step 1)"},
+    {UINT64_C(3) << 44 | UINT64_C(1) << 34, "head",
+     "and rank 11 in the all-gather of unit ? (step 1)"},
+    {UINT64_C(2) << 44 | UINT64_C(3) << 34, X68 X68 X68,
+     "and rank 11 in the all-gather of unit " X68 X68 " (step 1)"},
+};
+
 /* Of a peer's word everything may be wrong, as after flipped bits. */
 static void body_damaged(int rank, int n_ranks, void *arg)
 {
+    const damage *of = arg;
     world w;
 
-    (void)arg;
+    last_name = of->last_name;
     join(&w, WATCHED, rank, n_ranks, false);
     begin(&w, FC_PHASE_FORWARD, 0, 0);
     CHECK_OK(come(&w, (act){0, "all-gather", 0}));
@@ -582,12 +613,12 @@ static void body_damaged(int rank, int n_ranks, void *arg)
         clock_line *own = domain_clock(w.domain, rank);
 
         for (int slot = 0; slot < 2; slot++) {
-            __atomic_store_n(&own->what[slot].value, UINT64_MAX, __ATOMIC_RELEASE);
+            __atomic_store_n(&own->what[slot].value, of->what, __ATOMIC_RELEASE);
         }
         __atomic_fetch_add(&own->met.value, 1, __ATOMIC_RELEASE);
     } else {
         CHECK_EQ(come(&w, (act){1, "all-gather", 0}), FC_ERR_MISMATCH);
-        CHECK_HAS(fc_last_message(), "and rank 11 in the ? of unit ?");
+        CHECK_HAS(fc_last_message(), of->text);
     }
     together(&w);
     leave_world(&w);
@@ -613,7 +644,11 @@ int main(void)
         ranks_check(n, body_failed, NULL);
         ranks_check(n, body_left_forward, NULL);
     }
-    ranks_check(2, body_damaged, NULL);
+    for (size_t i = 0; i < sizeof(damages) / sizeof(damages[0]); i++) {
+        damage of = damages[i];
+
+        ranks_check(2, body_damaged, &of);
+    }
     ranks_check(2, body_one_unit, NULL);
     ranks_check(2, body_long, NULL);
     ranks_check(3, body_third, NULL);

@@ -161,6 +161,27 @@ static void body_accumulated(int rank, int n_ranks, void *arg)
     leave(&w);
 }
 
+/* A backward that closes and is never finished gives back what it has borrowed as the next phase
+ * opens. */
+static void body_unfinished(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    (void)arg;
+    join(&w, rank, n_ranks, n_ranks);
+    set_all_reduce(&w, true);
+    open(&w, FC_PHASE_FORWARD);
+    close_all(&w);
+    open(&w, FC_PHASE_BACKWARD);
+    CHECK_OK(submit(&w, 0, 2, true));
+    close_all(&w);
+    CHECK_EQ(n_released, 0);
+    open(&w, FC_PHASE_FORWARD);
+    CHECK_EQ(n_released, 1);
+    close_all(&w);
+    leave(&w);
+}
+
 /* Backwards of which replica 0 keeps its sums while the others hand theirs on. */
 static void body_kept_sums(int rank, int n_ranks, void *arg)
 {
@@ -223,6 +244,7 @@ int main(void)
     ranks_check(2, body_repeated, &one);
     ranks_check(3, body_repeated, &three);
     ranks_check(2, body_accumulated, &two);
+    ranks_check(2, body_unfinished, NULL);
     ranks_check(2, body_kept_sums, &one);
     ranks_check(4, body_kept_sums, &two);
     ranks_check(2, body_copies, &two);

@@ -331,7 +331,8 @@ static void test_sums(int n_ranks, bool is_packed, bool with_frozen, uint64_t ma
     for (int is_reduce_scatter = 0; is_reduce_scatter < 2; is_reduce_scatter++) {
         const char *op = is_reduce_scatter != 0 ? "reduce-scatter" : "all-reduce";
         const size_t n_first = (mask >> SECOND & 1) != 0 ? rows[SECOND] : 0;
-        const size_t n_wide = (mask >> WIDE_SECOND & 1) != 0 ? rows[WIDE_SECOND] : 0;
+        const size_t n_wide =
+            (mask >> WIDE & 1) * rows[WIDE] + (mask >> WIDE_SECOND & 1) * rows[WIDE_SECOND];
         fc_present present;
         size_t n = 0;
 
@@ -672,6 +673,7 @@ int main(void)
             test_sums(n, true, with_frozen != 0, 0);
         }
         test_sums(n, true, false, 1U << SECOND);
+        test_sums(n, true, false, 1U << SECOND | 1U << WIDE);
         test_sums(n, true, false, 1U << SECOND | 1U << WIDE_SECOND);
     }
     test_failing_sums();
