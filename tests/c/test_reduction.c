@@ -141,6 +141,50 @@ static void body_repeated(int rank, int n_ranks, void *arg)
     leave(&w);
 }
 
+static void meet(int n_ranks)
+{
+    static int n_met;
+
+    atomic_fetch_add(&ranks_common->values[0], 1);
+    CHECK(ranks_await(0, ++n_met * n_ranks));
+}
+
+/* What fails while a submission waits for room is told, and nothing is asked for after it. */
+static void body_no_room(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    join(&w, rank, n_ranks, *(const int *)arg);
+    set_all_reduce(&w, true);
+    for (int n = 0; n <= 4; n++) {
+        const bool is_memory = n == 4; /* else an owner fails, at whatever it is asked for */
+
+        open(&w, FC_PHASE_FORWARD);
+        close_all(&w);
+        open(&w, FC_PHASE_BACKWARD);
+        /* A peer's other unit can be copied away, or the unit's last submission finished. */
+        CHECK_OK(submit(&w, is_memory && rank > 0 ? 1 : 0, 0, false));
+        meet(n_ranks);
+        if (rank == 0) {
+            calls_left = is_memory ? -1 : n;
+            fc_alloc_fail_after(is_memory ? 0 : -1);
+            CHECK_EQ(submit(&w, 0, 1, false), is_memory ? FC_ERR_NOMEM : FC_ERR_INTERRUPTED);
+            CHECK_HAS(fc_last_message(),
+                      is_memory ? "bytes to copy rank 11's gradients away" : "the owner fails");
+            CHECK_EQ(has_failed, !is_memory);
+            CHECK(!w.owners[0].is_waiting);
+            calls_left = -1;
+            has_failed = false;
+            fc_alloc_fail_after(-1);
+        }
+        meet(n_ranks);
+        fc_domain_fail(w.domains[0]);
+        forget(&w);
+    }
+    CHECK_EQ(w.owners[0].n_waits, rank == 0 ? 5 : 0);
+    leave(&w);
+}
+
 /* This rank keeps what others reduce: they hear of it. */
 static void body_accumulated(int rank, int n_ranks, void *arg)
 {
@@ -222,6 +266,7 @@ int main(void)
     ranks_check(1, body_repeated, &one);
     ranks_check(2, body_repeated, &one);
     ranks_check(3, body_repeated, &three);
+    ranks_check(2, body_no_room, &two);
     ranks_check(2, body_accumulated, &two);
     ranks_check(2, body_kept_sums, &one);
     ranks_check(4, body_kept_sums, &two);

@@ -109,6 +109,47 @@ static void body_steps(int rank, int n_ranks, void *arg)
     leave(&w);
 }
 
+/* Of one parameter alone, whichever it is, nothing is written of the others. */
+static void body_one_alone(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    join(&w, rank, n_ranks, arg);
+    w.all_reduce = true;
+    for (size_t param = 0; param < N_PARAMS; param++) {
+        const fc_reduce_options options = {DIVISOR, true, false, false};
+        float ones[NUMEL];
+
+        for (size_t k = 0; k < NUMEL; k++) {
+            ones[k] = 1;
+        }
+        forward(&w);
+        open(&w, FC_PHASE_BACKWARD);
+        for (size_t u = 0; u < N_UNITS; u++) {
+            fc_gradient *grads = guarded_create(N_PARAMS * sizeof(*grads));
+
+            grads[param] = (fc_gradient){.data = ones, .dtype = FC_F32, .is_wanted = true};
+            n_submitted++;
+            CHECK_OK(fc_reduction_submit(w.owners[u].reduction, grads, grads, &options));
+        }
+        CHECK_OK(fc_reduction_finish_all(w.domains, w.n_domains));
+        close_all(&w);
+        for (size_t u = 0; u < N_UNITS; u++) {
+            owner *o = &w.owners[u];
+            const fc_param *p = &fc_unit_layout(o->shard)->params[param];
+
+            for (size_t i = 0; i < N_PARAMS; i++) {
+                CHECK_EQ(o->has[i], i == param);
+            }
+            for (size_t k = 0; k < p->own_rows * p->inner; k++) {
+                CHECK(o->sums[param][k] == (float)n_ranks / DIVISOR);
+            }
+            memset(o->has, 0, sizeof(o->has));
+        }
+    }
+    leave(&w);
+}
+
 /* Sums that wait pass to the reduction that comes next, or are dropped; with those of parameters
  * that were frozen, which one rank alone has. */
 static void body_inherited(int rank, int n_ranks, void *arg)
@@ -294,6 +335,7 @@ int main(void)
 
     for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) {
         ranks_check(all[i].n_ranks, body_steps, all[i].of);
+        ranks_check(all[i].n_ranks, body_one_alone, all[i].of);
     }
     ranks_check(2, body_inherited, &replicas);
     ranks_check(4, body_inherited, &pair);
