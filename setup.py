@@ -94,15 +94,14 @@ C_TEST_SOURCES = {
         "test_kernels_optim test_kernels_round test_layout test_leaving test_meetings "
         "test_nccl test_nccl_deadlines test_optim test_order test_present test_rails "
         "test_rails_begun test_rails_faults test_rails_scale test_reduction "
-        "test_reduction_messages test_reduction_seen test_reduction_types test_root "
-        "test_root_calls test_root_failures test_schedule test_schedule_alone "
-        "test_schedule_capture test_schedule_faults test_schedule_gathers "
-        "test_schedule_grads test_schedule_kernels test_schedule_meetings "
-        "test_schedule_order test_schedule_units test_slots test_snapshot test_transport "
-        "test_unit test_unsharding test_unsharding_ahead test_unsharding_calls "
-        "test_unsharding_device test_unsharding_extended test_unsharding_pages "
-        "test_unsharding_slices test_unsharding_writes test_updates test_waits "
-        "test_window"
+        "test_reduction_messages test_reduction_seen test_reduction_sent test_reduction_types "
+        "test_root test_root_calls test_root_failures test_schedule test_schedule_alone "
+        "test_schedule_capture test_schedule_faults test_schedule_gathers test_schedule_grads "
+        "test_schedule_kernels test_schedule_meetings test_schedule_order test_schedule_units "
+        "test_slots test_snapshot test_transport test_unit test_unsharding "
+        "test_unsharding_ahead test_unsharding_calls test_unsharding_device "
+        "test_unsharding_extended test_unsharding_pages test_unsharding_slices "
+        "test_unsharding_writes test_updates test_waits test_window"
     ),
 }
 # Libraries that the test programs open: NCCL's newest interface, and an old one, with events of

@@ -421,8 +421,8 @@ static bool moves_frozen(const fc_reduction *r, const fc_gradient *grads)
     const fc_layout *layout = &r->shard->layout;
 
     for (size_t i = 0; layout->n_frozen > 0 && i < layout->n_params; i++) {
-        if (layout->params[i].has_grad && !layout->params[i].trainable &&
-            (grads[i].data != NULL || grads[i].is_wanted)) {
+        if ((grads[i].data != NULL || grads[i].is_wanted) && layout->params[i].has_grad &&
+            !layout->params[i].trainable) {
             return true;
         }
     }

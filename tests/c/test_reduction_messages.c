@@ -268,6 +268,48 @@ static void body_failing(int rank, int n_ranks, void *arg)
     leave(&w);
 }
 
+/* Whatever memory there is none for is told, nothing of it is left, and the next step is right. */
+static void body_no_memory(int rank, int n_ranks, void *arg)
+{
+    fc_status st = FC_ERR_NOMEM;
+    int n_failures = 0;
+    world w;
+
+    join(&w, rank, n_ranks, arg);
+    while (st != FC_OK) {
+        forward(&w);
+        fc_slots_trim(w.slots);
+        (void)fc_domain_trim(w.domains[0]);
+        fc_alloc_fail_after(n_failures);
+        st = backward(&w, 3, w.n_domains == 1);
+        fc_alloc_fail_after(-1);
+        atomic_fetch_add(&ranks_common->values[0], 1);
+        CHECK(ranks_await(0, (n_failures + 1) * n_ranks));
+        if (st == FC_OK) {
+            close_all(&w);
+            continue;
+        }
+        CHECK_EQ(st, FC_ERR_NOMEM);
+        for (size_t d = 0; d < w.n_domains; d++) {
+            fc_domain_fail(w.domains[d]);
+            fc_exchange_reset(w.domains[d]);
+        }
+        for (size_t u = 0; u < N_UNITS; u++) {
+            fc_reduction_drop_sums(w.owners[u].reduction);
+            memset(w.owners[u].has, 0, sizeof(w.owners[u].has));
+        }
+        n_failures++;
+    }
+    CHECK(n_failures >= 2);
+    if (w.n_domains > 1) {
+        forward(&w);
+        CHECK_OK(backward(&w, 4, true));
+        close_all(&w);
+    }
+    check_sums(&w, 3, w.n_domains > 1 ? 4 : 3);
+    leave(&w);
+}
+
 /* Where nobody counts who has which parameters, ranks that differ are told so. */
 static void body_differing(int rank, int n_ranks, void *arg)
 {
@@ -346,6 +388,10 @@ int main(void)
     ranks_check(2, body_failing, &replicas);
     ranks_check(4, body_failing, &pair);
     ranks_check(4, body_failing, &in_memory);
+    ranks_check(2, body_no_memory, &pair);
+    ranks_check(2, body_no_memory, &batched);
+    ranks_check(2, body_no_memory, &replicas);
+    ranks_check(4, body_no_memory, &pair);
     ranks_check(2, body_differing, &packed_pair);
     ranks_check(2, body_differing, &packed_replicas);
     ranks_check(4, body_left, &in_memory);
