@@ -178,10 +178,36 @@ static void body_no_room(int rank, int n_ranks, void *arg)
             fc_alloc_fail_after(-1);
         }
         meet(n_ranks);
-        fc_domain_fail(w.domains[0]);
+        for (size_t d = 0; d < w.n_domains; d++) {
+            fc_domain_fail(w.domains[d]);
+        }
         forget(&w);
     }
     CHECK_EQ(w.owners[0].n_waits, rank == 0 ? 5 : 0);
+    leave(&w);
+}
+
+/* The same of sums that were kept: replicas whose sums this one keeps fail. */
+static void body_no_room_for_kept(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    join(&w, rank, n_ranks, *(const int *)arg);
+    set_all_reduce(&w, true);
+    open(&w, FC_PHASE_FORWARD);
+    close_all(&w);
+    open(&w, FC_PHASE_BACKWARD);
+    CHECK_OK(submit(&w, 0, 0, false));
+    meet(n_ranks);
+    if (rank == 0) {
+        set_all_reduce(&w, false);
+        CHECK_OK(submit(&w, 0, 1, false));
+        set_all_reduce(&w, true);
+        CHECK_EQ(submit(&w, 0, 2, false), FC_ERR_MISMATCH);
+        CHECK_HAS(fc_last_message(), "rank 10 keeps the gradients of unit first");
+        CHECK(fc_reduction_has_sums(w.owners[0].reduction));
+    }
+    meet(n_ranks);
     leave(&w);
 }
 
@@ -267,6 +293,8 @@ int main(void)
     ranks_check(2, body_repeated, &one);
     ranks_check(3, body_repeated, &three);
     ranks_check(2, body_no_room, &two);
+    ranks_check(2, body_no_room, &one);
+    ranks_check(2, body_no_room_for_kept, &one);
     ranks_check(2, body_accumulated, &two);
     ranks_check(2, body_kept_sums, &one);
     ranks_check(4, body_kept_sums, &two);
