@@ -633,23 +633,25 @@ fc_status fc_reduction_finish_ready(fc_domain *domain, fc_search search)
     }
 }
 
-fc_status fc_reduction_finish_all(fc_domain *const *domains, size_t n_domains)
+static fc_status finish_kind(fc_domain *const *domains, size_t n_domains, bool are_replicate)
 {
-    static const bool kinds[] = {false, true};
-
-    for (size_t k = 0; k < 2; k++) {
-        for (size_t i = 0; i < n_domains; i++) {
-            if (fc_domain_is_replicate(domains[i]) == kinds[k]) {
-                fc_domain_mark_closed(domains[i]);
-            }
+    for (size_t i = 0; i < n_domains; i++) {
+        if (fc_domain_is_replicate(domains[i]) == are_replicate) {
+            fc_domain_mark_closed(domains[i]);
         }
-        for (size_t i = 0; i < n_domains; i++) {
-            if (fc_domain_is_replicate(domains[i]) == kinds[k]) {
-                FC_TRY(fc_reduction_finish_ready(domains[i], FC_SEARCH_ALL));
-            }
+    }
+    for (size_t i = 0; i < n_domains; i++) {
+        if (fc_domain_is_replicate(domains[i]) == are_replicate) {
+            FC_TRY(fc_reduction_finish_ready(domains[i], FC_SEARCH_ALL));
         }
     }
     return FC_OK;
+}
+
+fc_status fc_reduction_finish_all(fc_domain *const *domains, size_t n_domains)
+{
+    FC_TRY(finish_kind(domains, n_domains, false));
+    return finish_kind(domains, n_domains, true);
 }
 
 /* ---- life ---- */

@@ -4,6 +4,8 @@
 
 #include "reduction_world.h"
 
+#include "engine/domain_private.h"
+
 /* Backwards that add up, into one another's sums or over replicas that wait for the second. */
 static void body_steps(int rank, int n_ranks, void *arg)
 {
@@ -141,7 +143,7 @@ static void body_repeated(int rank, int n_ranks, void *arg)
     leave(&w);
 }
 
-static void meet(int n_ranks)
+static void await_all(int n_ranks)
 {
     static int n_met;
 
@@ -164,7 +166,7 @@ static void body_no_room(int rank, int n_ranks, void *arg)
         open(&w, FC_PHASE_BACKWARD);
         /* A peer's other unit can be copied away, or the unit's last submission finished. */
         CHECK_OK(submit(&w, is_memory && rank > 0 ? 1 : 0, 0, false));
-        meet(n_ranks);
+        await_all(n_ranks);
         if (rank == 0) {
             calls_left = is_memory ? -1 : n;
             fc_alloc_fail_after(is_memory ? 0 : -1);
@@ -177,7 +179,7 @@ static void body_no_room(int rank, int n_ranks, void *arg)
             has_failed = false;
             fc_alloc_fail_after(-1);
         }
-        meet(n_ranks);
+        await_all(n_ranks);
         for (size_t d = 0; d < w.n_domains; d++) {
             fc_domain_fail(w.domains[d]);
         }
@@ -198,7 +200,7 @@ static void body_no_room_for_kept(int rank, int n_ranks, void *arg)
     close_all(&w);
     open(&w, FC_PHASE_BACKWARD);
     CHECK_OK(submit(&w, 0, 0, false));
-    meet(n_ranks);
+    await_all(n_ranks);
     if (rank == 0) {
         set_all_reduce(&w, false);
         CHECK_OK(submit(&w, 0, 1, false));
@@ -207,7 +209,49 @@ static void body_no_room_for_kept(int rank, int n_ranks, void *arg)
         CHECK_HAS(fc_last_message(), "rank 10 keeps the gradients of unit first");
         CHECK(fc_reduction_has_sums(w.owners[0].reduction));
     }
-    meet(n_ranks);
+    await_all(n_ranks);
+    leave(&w);
+}
+
+/* What a peer says of its gradients has changed: nothing is made of it. */
+static void body_changed(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    join(&w, rank, n_ranks, *(const int *)arg);
+    open(&w, FC_PHASE_FORWARD);
+    close_all(&w);
+    open(&w, FC_PHASE_BACKWARD);
+    CHECK_OK(submit(&w, 0, 0, false));
+    await_all(n_ranks);
+    if (rank == 0) {
+        domain_lane(w.domains[0], 1, 0)->part_bytes++;
+        CHECK_EQ(fc_reduction_finish_all(w.domains, 1), FC_ERR_MISMATCH);
+        CHECK_HAS(fc_last_message(), "what rank 11 says of its gradients");
+        CHECK(!w.owners[0].has[0]);
+    }
+    await_all(n_ranks);
+    leave(&w);
+}
+
+/* A reduction that goes takes its own borrowed gradients along, and no others. */
+static void body_gone(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    join(&w, rank, n_ranks, *(const int *)arg);
+    open(&w, FC_PHASE_FORWARD);
+    close_all(&w);
+    open(&w, FC_PHASE_BACKWARD);
+    CHECK_OK(submit(&w, 0, 0, true));
+    for (size_t u = N_UNITS; u-- > 0;) {
+        CHECK_EQ(n_released, 0);
+        fc_reduction_attach(w.owners[u].reduction, NULL);
+        fc_reduction_destroy(w.owners[u].reduction);
+        w.owners[u].reduction = NULL;
+    }
+    CHECK_EQ(n_released, 1);
+    await_all(n_ranks);
     leave(&w);
 }
 
@@ -295,6 +339,8 @@ int main(void)
     ranks_check(2, body_no_room, &two);
     ranks_check(2, body_no_room, &one);
     ranks_check(2, body_no_room_for_kept, &one);
+    ranks_check(2, body_changed, &two);
+    ranks_check(2, body_gone, &two);
     ranks_check(2, body_accumulated, &two);
     ranks_check(2, body_kept_sums, &one);
     ranks_check(4, body_kept_sums, &two);

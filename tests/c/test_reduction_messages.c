@@ -327,6 +327,22 @@ static void body_differing(int rank, int n_ranks, void *arg)
     leave(&w);
 }
 
+/* Over messages nobody looks who keeps gradients. */
+static void body_kept(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    join(&w, rank, n_ranks, arg);
+    forward(&w);
+    open(&w, FC_PHASE_BACKWARD);
+    for (size_t u = 0; u < N_UNITS; u++) {
+        fc_reduction_accumulate(w.owners[u].reduction);
+    }
+    CHECK_OK(fc_reduction_finish_all(w.domains, w.n_domains));
+    close_all(&w);
+    leave(&w);
+}
+
 /* Every other rank leaves the backward while its peer in shared memory waits for its gradients. */
 static void body_left(int rank, int n_ranks, void *arg)
 {
@@ -394,6 +410,7 @@ int main(void)
     ranks_check(4, body_no_memory, &pair);
     ranks_check(2, body_differing, &packed_pair);
     ranks_check(2, body_differing, &packed_replicas);
+    ranks_check(2, body_kept, &pair);
     ranks_check(4, body_left, &in_memory);
     return check_result();
 }
