@@ -319,15 +319,11 @@ static void clear_rest(const fc_layout *layout, const fc_gradient *grads, const 
     }
 }
 
-static void clear_rests(const fc_reduction *r, const fc_gradient *grads, char *parts)
+static void clear_rests(const fc_layout *layout, const fc_gradient *grads,
+                        const fc_section *sections, size_t n, char *parts)
 {
-    const fc_layout *layout = &r->shard->layout;
-
-    for (size_t i = 0; i < layout->n_sections; i++) {
-        clear_rest(layout, grads, &layout->sections[i], parts);
-    }
-    for (size_t i = 0; r->moves_frozen && i < layout->n_frozen; i++) {
-        clear_rest(layout, grads, &layout->frozen[i], parts);
+    for (size_t i = 0; i < n; i++) {
+        clear_rest(layout, grads, &sections[i], parts);
     }
 }
 
@@ -336,7 +332,10 @@ static void stage_sections(fc_reduction *r, const fc_gradient *grads, char *part
 {
     const fc_layout *layout = &r->shard->layout;
 
-    clear_rests(r, grads, parts);
+    clear_rests(layout, grads, layout->sections, layout->n_sections, parts);
+    if (r->moves_frozen) {
+        clear_rests(layout, grads, layout->frozen, layout->n_frozen, parts);
+    }
     for (size_t i = 0; i < layout->n_params; i++) {
         if (grads[i].data != NULL) {
             const fc_section *section = fc_layout_section(layout, &layout->params[i]);

@@ -281,7 +281,7 @@ static void body_no_memory(int rank, int n_ranks, void *arg)
         fc_slots_trim(w.slots);
         (void)fc_domain_trim(w.domains[0]);
         fc_alloc_fail_after(n_failures);
-        st = backward(&w, 3, w.n_domains == 1);
+        st = backward(&w, 4, w.n_domains == 1);
         fc_alloc_fail_after(-1);
         atomic_fetch_add(&ranks_common->values[0], 1);
         CHECK(ranks_await(0, (n_failures + 1) * n_ranks));
@@ -303,10 +303,10 @@ static void body_no_memory(int rank, int n_ranks, void *arg)
     CHECK(n_failures >= 2);
     if (w.n_domains > 1) {
         forward(&w);
-        CHECK_OK(backward(&w, 4, true));
+        CHECK_OK(backward(&w, 5, true));
         close_all(&w);
     }
-    check_sums(&w, 3, w.n_domains > 1 ? 4 : 3);
+    check_sums(&w, 4, w.n_domains > 1 ? 5 : 4);
     leave(&w);
 }
 
