@@ -136,7 +136,7 @@ fc_wire reduction_wire(const fc_layout *layout, const fc_gradient *grads)
             return FC_WIRE_REDUCE;
         }
     }
-    return fc_layout_wire(layout, first->dtype);
+    return first != NULL ? fc_layout_wire(layout, first->dtype) : FC_WIRE_REDUCE;
 }
 
 static fc_status make_room(fc_unit *unit, size_t part_bytes, fc_wire wire, char **parts_out)

@@ -213,6 +213,38 @@ static void body_no_room_for_kept(int rank, int n_ranks, void *arg)
     leave(&w);
 }
 
+/* A submission without any gradient, whatever its peers submit: parameters may have no elements. */
+static void body_nothing(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    join(&w, rank, n_ranks, *(const int *)arg);
+    set_all_reduce(&w, true);
+    for (int n_without = 1; n_without <= n_ranks; n_without++) {
+        open(&w, FC_PHASE_FORWARD);
+        close_all(&w);
+        open(&w, FC_PHASE_BACKWARD);
+        if (rank < n_without) {
+            const fc_reduce_options options = {w.owners[0].divisor, true, false, false};
+            char *memory = guarded_create(SUBMITTED_BYTES);
+
+            n_submitted++;
+            CHECK_OK(fc_reduction_submit(w.owners[0].reduction,
+                                         (fc_gradient *)(void *)(memory + NUMBERS_BYTES), memory,
+                                         &options));
+        } else {
+            CHECK_OK(submit(&w, 0, 0, false));
+        }
+        CHECK_OK(submit(&w, 1, 0, false));
+        CHECK_OK(fc_reduction_finish_all(w.domains, w.n_domains));
+        close_all(&w);
+        CHECK_EQ(w.owners[0].has[0], n_without < n_ranks);
+        check_sums(&w, 1, 0, 0, n_ranks, 0.5F);
+        forget(&w);
+    }
+    leave(&w);
+}
+
 /* What a peer says of its gradients has changed: nothing is made of it. */
 static void body_changed(int rank, int n_ranks, void *arg)
 {
@@ -339,6 +371,9 @@ int main(void)
     ranks_check(2, body_no_room, &two);
     ranks_check(2, body_no_room, &one);
     ranks_check(2, body_no_room_for_kept, &one);
+    ranks_check(1, body_nothing, &one);
+    ranks_check(2, body_nothing, &one);
+    ranks_check(4, body_nothing, &two);
     ranks_check(2, body_changed, &two);
     ranks_check(2, body_gone, &two);
     ranks_check(2, body_accumulated, &two);

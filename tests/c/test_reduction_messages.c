@@ -109,26 +109,30 @@ static void body_steps(int rank, int n_ranks, void *arg)
     leave(&w);
 }
 
-/* Of one parameter alone, whichever it is, nothing is written of the others. */
+/* Of one parameter alone, whichever it is, nothing is written of the others; also where one rank
+ * has a gradient of it, if somebody counts who has. */
 static void body_one_alone(int rank, int n_ranks, void *arg)
 {
+    static const fc_reduce_options options = {DIVISOR, true, false, false};
+    float ones[NUMEL];
     world w;
 
     join(&w, rank, n_ranks, arg);
     w.all_reduce = true;
-    for (size_t param = 0; param < N_PARAMS; param++) {
-        const fc_reduce_options options = {DIVISOR, true, false, false};
-        float ones[NUMEL];
+    for (size_t k = 0; k < NUMEL; k++) {
+        ones[k] = 1;
+    }
+    for (size_t n = 0; n < (w.of->is_packed ? 1 : 2) * N_PARAMS; n++) {
+        const size_t param = n % N_PARAMS;
+        const int n_with = n < N_PARAMS ? n_ranks : 1;
 
-        for (size_t k = 0; k < NUMEL; k++) {
-            ones[k] = 1;
-        }
         forward(&w);
         open(&w, FC_PHASE_BACKWARD);
         for (size_t u = 0; u < N_UNITS; u++) {
             fc_gradient *grads = guarded_create(N_PARAMS * sizeof(*grads));
 
-            grads[param] = (fc_gradient){.data = ones, .dtype = FC_F32, .is_wanted = true};
+            grads[param].is_wanted = true;
+            grads[param].data = rank < n_with ? ones : NULL;
             n_submitted++;
             CHECK_OK(fc_reduction_submit(w.owners[u].reduction, grads, grads, &options));
         }
@@ -142,7 +146,7 @@ static void body_one_alone(int rank, int n_ranks, void *arg)
                 CHECK_EQ(o->has[i], i == param);
             }
             for (size_t k = 0; k < p->own_rows * p->inner; k++) {
-                CHECK(o->sums[param][k] == (float)n_ranks / DIVISOR);
+                CHECK(o->sums[param][k] == (float)n_with / DIVISOR);
             }
             memset(o->has, 0, sizeof(o->has));
         }
