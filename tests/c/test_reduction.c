@@ -51,6 +51,10 @@ static void body_inherit(int rank, int n_ranks, void *arg)
 
         attach(&w, u);
         CHECK_EQ(fc_reduction_sum_bytes(w.owners[u].reduction), 0);
+        fc_alloc_fail_after(0);
+        CHECK_EQ(fc_reduction_inherit(w.owners[u].reduction, former), FC_ERR_NOMEM);
+        CHECK_HAS(fc_last_message(), "bytes for partial sums of unit");
+        CHECK(!fc_reduction_has_sums(w.owners[u].reduction));
         CHECK_OK(fc_reduction_inherit(w.owners[u].reduction, former));
         CHECK(fc_reduction_sum_bytes(w.owners[u].reduction) > 0);
         CHECK(fc_reduction_sum(w.owners[u].reduction, 1) != NULL);
