@@ -244,6 +244,96 @@ static void body_page(int rank, int n_ranks, void *arg)
     leave_single(&s);
 }
 
+/* As many parameters as a word of a mask has bits, between replicas: one backward's sums wait for
+ * the next one's, in another reduction; a third one's go alone. */
+static void body_word(int rank, int n_ranks, void *arg)
+{
+    enum {
+        N = 64
+    };
+    static const float one = 1;
+    static owner o;
+    fc_param params[N];
+    const fc_unit_desc desc = {"word", params, N};
+    fc_transport *transports[2];
+    fc_domain *domains[2];
+    fc_slots *slots = NULL;
+    fc_reduction *former;
+    ranks_host hosts[2];
+    fc_unit *replicate;
+
+    (void)arg;
+    o = (owner){.divisor = 1};
+    n_released = 0;
+    CHECK_OK(fc_slots_create(&slots));
+    for (size_t i = 0; i < N; i++) {
+        params[i] = make_param(1, 1, 1, FC_F32, true);
+    }
+    for (int d = 0; d < 2; d++) {
+        const fc_transport_config config =
+            ranks_config(&hosts[d], d == 0 ? rank : n_ranks, d == 0 ? 0 : rank,
+                         d == 0 ? 1 : n_ranks, DOMAINS_TIMEOUT_NS);
+
+        CHECK_OK(fc_shm_create(&config, &transports[d]));
+        CHECK_OK(fc_domain_create(transports[d], d == 0 ? FC_DOMAIN_SHARD : FC_DOMAIN_REPLICATE,
+                                  &desc, 1, 0, 1, &domains[d]));
+    }
+    fc_domain_link(domains, 2);
+    o.shard = fc_domain_unit(domains[0], 0);
+    replicate = fc_domain_unit(domains[1], 0);
+    o.flat = malloc(fc_unit_layout(o.shard)->grad_bytes);
+    CHECK_OR_EXIT(o.flat != NULL);
+    CHECK_OK(fc_reduction_create(o.shard, replicate, slots, &flat_ops, &o.reduction));
+    fc_reduction_attach(o.reduction, &o);
+    for (int n = 0; n < 3; n++) {
+        const fc_reduce_options options = {1, n > 0, false, false};
+        fc_gradient *grads = calloc(N, sizeof(*grads));
+
+        CHECK_OR_EXIT(grads != NULL);
+        for (size_t i = 0; i < N; i++) {
+            grads[i] = (fc_gradient){.data = &one, .dtype = FC_F32, .is_wanted = true};
+        }
+        o.all_reduce = options.all_reduce;
+        o.has[0] = false;
+        for (int k = 0; k < 4; k++) {
+            fc_domain_open(
+                domains[k % 2],
+                (fc_opening){k < 2 ? FC_PHASE_FORWARD : FC_PHASE_BACKWARD, 0, FC_UPDATES_UNKNOWN});
+            if (k < 2) {
+                CHECK_OK(fc_domain_close(domains[k]));
+            }
+        }
+        CHECK_OK(fc_reduction_submit(o.reduction, grads, grads, &options));
+        CHECK_OK(fc_reduction_finish_all(domains, 2));
+        CHECK_OK(fc_domain_close(domains[0]));
+        CHECK_OK(fc_domain_close(domains[1]));
+        CHECK_EQ(o.has[0], n > 0);
+        for (size_t i = 0; i < N && n > 0; i++) {
+            const char *at = (const char *)o.flat + fc_unit_layout(o.shard)->params[i].grad_at;
+
+            CHECK(*(const float *)(const void *)at == (float)(n == 1 ? 2 * n_ranks : n_ranks));
+        }
+        if (n == 0) {
+            former = o.reduction;
+            CHECK_OK(fc_reduction_create(o.shard, replicate, slots, &flat_ops, &o.reduction));
+            fc_reduction_attach(o.reduction, &o);
+            CHECK_OK(fc_reduction_inherit(o.reduction, former));
+            fc_reduction_destroy(former);
+        }
+        CHECK_EQ(fc_reduction_traffic(o.reduction)->all_reduced,
+                 (size_t)n * 2 * (size_t)(n_ranks - 1) * N * sizeof(one) / (size_t)n_ranks);
+    }
+    CHECK_EQ(n_released, 3);
+    fc_reduction_destroy(o.reduction);
+    for (int d = 2; d-- > 0;) {
+        fc_domain_destroy(domains[d]);
+        fc_transport_destroy(transports[d]);
+    }
+    fc_slots_destroy(slots);
+    free(o.flat);
+    CHECK_EQ(fc_alloc_live(), 0);
+}
+
 int main(void)
 {
     static int one = 1, two = 2, three = 3, lone_one = -1;
@@ -259,5 +349,6 @@ int main(void)
     ranks_check(3, body_types, &three);
     ranks_check(2, body_large, NULL);
     ranks_check(1, body_page, NULL);
+    ranks_check(2, body_word, NULL);
     return check_result();
 }
