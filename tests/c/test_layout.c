@@ -465,6 +465,10 @@ static void test_pre_divisor(void)
     for (size_t i = 0; i < sizeof(expected) / sizeof(expected[0]); i++) {
         CHECK_EQ(fc_layout_pre_divisor(&layout, expected[i].divisor), expected[i].before);
     }
+    params[0].reduce = FC_F16; /* alone */
+    CHECK_EQ(fc_layout_init(&layout, params, 2, 0, 2, false), FC_OK);
+    CHECK_EQ(layout.n_sections, 1);
+    CHECK_EQ(fc_layout_pre_divisor(&layout, 8), 4);
 }
 
 int main(void)
