@@ -136,7 +136,7 @@ fc_wire reduction_wire(const fc_layout *layout, const fc_gradient *grads)
             return FC_WIRE_REDUCE;
         }
     }
-    return fc_layout_wire(layout, first->dtype);
+    return first != NULL ? fc_layout_wire(layout, first->dtype) : FC_WIRE_REDUCE;
 }
 
 static fc_status make_room(fc_unit *unit, size_t part_bytes, fc_wire wire, char **parts_out)
@@ -319,15 +319,11 @@ static void clear_rest(const fc_layout *layout, const fc_gradient *grads, const 
     }
 }
 
-static void clear_rests(const fc_reduction *r, const fc_gradient *grads, char *parts)
+static void clear_rests(const fc_layout *layout, const fc_gradient *grads,
+                        const fc_section *sections, size_t n, char *parts)
 {
-    const fc_layout *layout = &r->shard->layout;
-
-    for (size_t i = 0; i < layout->n_sections; i++) {
-        clear_rest(layout, grads, &layout->sections[i], parts);
-    }
-    for (size_t i = 0; r->moves_frozen && i < layout->n_frozen; i++) {
-        clear_rest(layout, grads, &layout->frozen[i], parts);
+    for (size_t i = 0; i < n; i++) {
+        clear_rest(layout, grads, &sections[i], parts);
     }
 }
 
@@ -336,7 +332,10 @@ static void stage_sections(fc_reduction *r, const fc_gradient *grads, char *part
 {
     const fc_layout *layout = &r->shard->layout;
 
-    clear_rests(r, grads, parts);
+    clear_rests(layout, grads, layout->sections, layout->n_sections, parts);
+    if (r->moves_frozen) {
+        clear_rests(layout, grads, layout->frozen, layout->n_frozen, parts);
+    }
     for (size_t i = 0; i < layout->n_params; i++) {
         if (grads[i].data != NULL) {
             const fc_section *section = fc_layout_section(layout, &layout->params[i]);
@@ -421,8 +420,8 @@ static bool moves_frozen(const fc_reduction *r, const fc_gradient *grads)
     const fc_layout *layout = &r->shard->layout;
 
     for (size_t i = 0; layout->n_frozen > 0 && i < layout->n_params; i++) {
-        if (layout->params[i].has_grad && !layout->params[i].trainable &&
-            (grads[i].data != NULL || grads[i].is_wanted)) {
+        if ((grads[i].data != NULL || grads[i].is_wanted) && layout->params[i].has_grad &&
+            !layout->params[i].trainable) {
             return true;
         }
     }
@@ -633,23 +632,25 @@ fc_status fc_reduction_finish_ready(fc_domain *domain, fc_search search)
     }
 }
 
-fc_status fc_reduction_finish_all(fc_domain *const *domains, size_t n_domains)
+static fc_status finish_kind(fc_domain *const *domains, size_t n_domains, bool are_replicate)
 {
-    static const bool kinds[] = {false, true};
-
-    for (size_t k = 0; k < 2; k++) {
-        for (size_t i = 0; i < n_domains; i++) {
-            if (fc_domain_is_replicate(domains[i]) == kinds[k]) {
-                fc_domain_mark_closed(domains[i]);
-            }
+    for (size_t i = 0; i < n_domains; i++) {
+        if (fc_domain_is_replicate(domains[i]) == are_replicate) {
+            fc_domain_mark_closed(domains[i]);
         }
-        for (size_t i = 0; i < n_domains; i++) {
-            if (fc_domain_is_replicate(domains[i]) == kinds[k]) {
-                FC_TRY(fc_reduction_finish_ready(domains[i], FC_SEARCH_ALL));
-            }
+    }
+    for (size_t i = 0; i < n_domains; i++) {
+        if (fc_domain_is_replicate(domains[i]) == are_replicate) {
+            FC_TRY(fc_reduction_finish_ready(domains[i], FC_SEARCH_ALL));
         }
     }
     return FC_OK;
+}
+
+fc_status fc_reduction_finish_all(fc_domain *const *domains, size_t n_domains)
+{
+    FC_TRY(finish_kind(domains, n_domains, false));
+    return finish_kind(domains, n_domains, true);
 }
 
 /* ---- life ---- */

@@ -5,6 +5,7 @@
 #ifndef REDUCTION_MESSAGES_WORLD_H
 #define REDUCTION_MESSAGES_WORLD_H
 #include "domains.h"
+#include "guarded.h"
 #include "refused_messages.h"
 
 #include "engine/batch.h"
@@ -173,7 +174,7 @@ static inline fc_status assign(void *of, size_t param, const fc_reduce_options *
 static inline void release(void *memory)
 {
     n_released++;
-    free(memory);
+    guarded_destroy(memory, N_PARAMS * sizeof(fc_gradient));
 }
 
 static inline void refuse_to_wait(void *of, bool begins)
@@ -316,10 +317,10 @@ static inline fc_status submit(world *w, size_t u, int seed)
 {
     const fc_reduce_options options = {DIVISOR, w->all_reduce, false, false};
     float *full = malloc(N_PARAMS * NUMEL * sizeof(float));
-    fc_gradient *grads = calloc(N_PARAMS, sizeof(*grads));
+    fc_gradient *grads = guarded_create(N_PARAMS * sizeof(*grads));
     fc_status st;
 
-    CHECK_OR_EXIT(full != NULL && grads != NULL);
+    CHECK_OR_EXIT(full != NULL);
     for (size_t i = 0; i < N_PARAMS; i++) {
         for (size_t k = 0; k < rows_of[i] * inner_of[i]; k++) {
             full[i * NUMEL + k] = value_of(seed, w->rank, u, i, k);

@@ -4,6 +4,7 @@
 #define REDUCTION_WORLD_H
 
 #include "domains.h"
+#include "guarded.h"
 
 #include "engine/reduction.h"
 
@@ -13,6 +14,9 @@
 #define COLUMNS 4000
 #define NUMEL (ROWS * COLUMNS)
 #define N_STEPS 6
+/* A submission: its numbers, and behind them the list. */
+#define NUMBERS_BYTES (N_PARAMS * NUMEL * sizeof(float))
+#define SUBMITTED_BYTES (NUMBERS_BYTES + N_PARAMS * sizeof(fc_gradient))
 
 static const size_t rows_of[N_PARAMS] = {ROWS, 5};
 static const size_t inner_of[N_PARAMS] = {COLUMNS, 3};
@@ -115,7 +119,7 @@ static inline fc_status get_target(void *of, size_t param, void **out, bool *acc
 static inline void release(void *memory)
 {
     n_released++;
-    free(memory);
+    guarded_destroy(memory, SUBMITTED_BYTES);
 }
 
 static inline void wait_for_room(void *of, bool begins)
@@ -233,11 +237,10 @@ static inline fc_status submit_of(world *w, size_t u, int seed, bool is_exclusiv
 {
     const owner *o = &w->owners[u];
     const fc_reduce_options options = {o->divisor, o->all_reduce, false, false};
-    char *memory = malloc(N_PARAMS * NUMEL * sizeof(float) + N_PARAMS * sizeof(fc_gradient));
-    fc_gradient *grads = (fc_gradient *)(void *)(memory + N_PARAMS * NUMEL * sizeof(float));
+    char *memory = guarded_create(SUBMITTED_BYTES);
+    fc_gradient *grads = (fc_gradient *)(void *)(memory + NUMBERS_BYTES);
     static float full[NUMEL];
 
-    CHECK_OR_EXIT(memory != NULL);
     for (size_t i = 0; i < N_PARAMS; i++) {
         const size_t numel = rows_of[i] * inner_of[i];
         char *data = memory + i * NUMEL * sizeof(float);

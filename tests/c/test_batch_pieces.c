@@ -2,6 +2,7 @@
  * note, and of parts without notes.
  */
 #include "check.h"
+#include "guarded.h"
 #include "refused_messages.h"
 
 #include "base/alloc.h"
@@ -78,13 +79,12 @@ static fc_status gather(void *context, const void *send, size_t bytes, const fc_
             FC_TRY(to->look(to->context, r, first, n));
         }
         for (int r = 0; r < N_RANKS; r++) {
-            char *piece = malloc(n); /* so that nothing is read before it or behind */
+            char *piece = guarded_create(n);
             fc_status st;
 
-            CHECK_OR_EXIT(piece != NULL);
             memcpy(piece, sent[r] + at, n);
             st = to->take(to->context, r, at, piece, n);
-            free(piece);
+            guarded_destroy(piece, n);
             FC_TRY(st);
         }
     }

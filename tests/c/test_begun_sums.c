@@ -20,6 +20,7 @@ typedef struct owner {
     bool has;
 } owner;
 
+static bool is_gone; /* the peer: sums end without it */
 static bool is_lent; /* what is sent is read to the end */
 static int n_begun, n_ended, n_dropped, n_at_once;
 static const char *begun_send;
@@ -139,9 +140,13 @@ static fc_status sum_begin(void *context, void *send, size_t numel, fc_dtype dty
 static fc_status sum_end(void *context, void *recv)
 {
     (void)context;
+    n_ended++;
+    if (is_gone) {
+        begun_send = NULL;
+        return fc_fail(FC_ERR_GROUP, "nobody is there");
+    }
     add(recv, begun_send, begun_numel);
     begun_send = NULL;
-    n_ended++;
     return FC_OK;
 }
 
@@ -219,11 +224,19 @@ static void make_world(world *w)
     make_world_of(w, FC_F32);
 }
 
+static void end_reduction(owner *o)
+{
+    fc_reduction_attach(o->reduction, NULL);
+    fc_reduction_destroy(o->reduction);
+    o->reduction = NULL;
+}
+
 static void end_world(world *w)
 {
     for (size_t u = 0; u < N_UNITS; u++) {
-        fc_reduction_attach(w->owners[u].reduction, NULL);
-        fc_reduction_destroy(w->owners[u].reduction);
+        if (w->owners[u].reduction != NULL) {
+            end_reduction(&w->owners[u]);
+        }
     }
     fc_slots_trim(w->slots);
     CHECK_EQ(fc_slots_bytes(w->slots), 0); /* nothing was kept */
@@ -239,11 +252,12 @@ static void open(world *w)
 }
 
 /* Gradients of the first `n` parameters. */
-static void submit_some(world *w, size_t u, float value, size_t n)
+static fc_status try_to_submit(world *w, size_t u, float value, size_t n)
 {
     static const fc_reduce_options options = {2, true, false, false};
     float *data = malloc(NUMEL * sizeof(*data));
     fc_gradient *grads = calloc(N_PARAMS, sizeof(*grads));
+    fc_status st;
 
     for (size_t i = 0; i < NUMEL; i++) {
         data[i] = value + (float)i;
@@ -251,8 +265,14 @@ static void submit_some(world *w, size_t u, float value, size_t n)
     for (size_t i = 0; i < n; i++) {
         grads[i] = (fc_gradient){.data = data, .dtype = FC_F32, .is_wanted = true};
     }
-    CHECK_EQ(fc_reduction_submit(w->owners[u].reduction, grads, grads, &options), FC_OK);
+    st = fc_reduction_submit(w->owners[u].reduction, grads, grads, &options);
     free(data); /* it was copied */
+    return st;
+}
+
+static void submit_some(world *w, size_t u, float value, size_t n)
+{
+    CHECK_EQ(try_to_submit(w, u, value, n), FC_OK);
 }
 
 static void submit(world *w, size_t u, float value)
@@ -321,8 +341,37 @@ static void test_dropped(void)
     check_sum(&w.owners[1], 30, 1);
     open(&w);
     submit(&w, 0, 10);
-    end_world(&w);
+    end_reduction(&w.owners[1]); /* which has begun none */
+    CHECK_EQ(n_dropped, 1);
+    end_reduction(&w.owners[0]);
     CHECK_EQ(n_dropped, 2);
+    end_world(&w);
+}
+
+/* A sum that does not come is told to whoever ends it, and nothing is made of it. */
+static void test_gone(void)
+{
+    world w;
+
+    make_world(&w);
+    for (int is_at_end = 0; is_at_end < 2; is_at_end++) {
+        open(&w);
+        submit(&w, 1, 10);
+        is_gone = true;
+        CHECK_EQ(is_at_end ? fc_reduction_finish_all(&w.domain, 1) : try_to_submit(&w, 0, 20, 1),
+                 FC_ERR_GROUP);
+        CHECK_HAS(fc_last_message(), "reduction of FSDP unit 'second' failed");
+        is_gone = false;
+        CHECK_EQ(n_begun, is_at_end + 1);
+        fc_domain_fail(w.domain);
+        CHECK(!w.owners[0].has && !w.owners[1].has);
+    }
+    open(&w);
+    submit(&w, 1, 30);
+    finish(&w);
+    check_sum(&w.owners[1], 30, 1);
+    CHECK_EQ(n_dropped, 0);
+    end_world(&w);
 }
 
 /* Sums travel in the type in which they are made. */
@@ -432,6 +481,7 @@ int main(void)
         is_lent = lent != 0;
         test_ended_by_the_next();
         test_dropped();
+        test_gone();
         test_narrow();
         test_no_memory();
         test_at_once();

@@ -1,5 +1,6 @@
 /* Layouts against brute force over elements: chunks, offsets, order, fingerprints. */
 #include "check.h"
+#include "guarded.h"
 
 #include "base/alloc.h"
 #include "engine/layout.h"
@@ -166,7 +167,8 @@ static void check_uniform(const fc_layout *l)
 
 static void test_random(void)
 {
-    static fc_param params[MAX_PARAMS], copy[MAX_PARAMS];
+    static fc_param params[MAX_PARAMS];
+    fc_param *room = guarded_create(sizeof(params));
 
     for (int round = 0; round < ROUNDS; round++) {
         size_t n = round % 50 == 0 ? draw(MAX_PARAMS) : draw(9);
@@ -174,6 +176,7 @@ static void test_random(void)
         bool may_alias = draw(2) == 0;
         bool is_plain = draw(3) == 0;
         uint64_t print = 0;
+        fc_param *copy = room + MAX_PARAMS - n; /* up to where no more can be read */
 
         for (size_t i = 0; i < n; i++) {
             draw_param(&params[i]);
@@ -185,8 +188,10 @@ static void test_random(void)
         for (int rank = 0; rank < n_ranks; rank++) {
             fc_layout l;
 
-            memcpy(copy, params, sizeof(params));
+            memcpy(copy, params, n * sizeof(*params));
+            CHECK_EQ(fc_layout_count(copy, n), n);
             CHECK_EQ(fc_layout_init(&l, copy, n, rank, n_ranks, may_alias), FC_OK);
+            CHECK(!fc_layout_is_packed(&l));
             CHECK_EQ(l.rank, rank);
             CHECK_EQ(l.n_ranks, n_ranks);
             CHECK_EQ(l.mask_words, n / 64 + (n % 64 != 0));
@@ -203,6 +208,7 @@ static void test_random(void)
             check_uniform(&l);
         }
     }
+    guarded_destroy(room, sizeof(params));
 }
 
 static uint64_t print_of(const fc_param *params, size_t n, int n_ranks, bool may_alias)
@@ -298,6 +304,31 @@ static void test_packed(void)
     CHECK_EQ(layout.pack_bytes, at * fc_dtype_bytes(FC_BF16));
     CHECK_EQ(layout.trainable_part_bytes, at * fc_dtype_bytes(FC_F32));
     CHECK_EQ(layout.n_sections, 1);
+}
+
+/* A unit without a parameter is not packed, and nothing travels of one without elements. */
+static void test_packed_few(void)
+{
+    fc_param *param = guarded_create(sizeof(*param));
+    fc_layout layout;
+
+    *param = (fc_param){.outer = 1,
+                        .rows = 0,
+                        .inner = 3,
+                        .orig = FC_F32,
+                        .compute = FC_F32,
+                        .reduce = FC_F32,
+                        .grad = FC_F32,
+                        .has_grad = true,
+                        .trainable = true,
+                        .is_packed = true};
+    CHECK_EQ(fc_layout_init(&layout, param, 1, 0, 2, false), FC_OK);
+    CHECK(fc_layout_is_packed(&layout));
+    CHECK_EQ(layout.n_sections, 0);
+    CHECK(fc_layout_section(&layout, param) == NULL);
+    CHECK_EQ(fc_layout_init(&layout, param + 1, 0, 0, 2, false), FC_OK);
+    CHECK(!fc_layout_is_packed(&layout));
+    guarded_destroy(param, sizeof(*param));
 }
 
 /* What is added up or shown lies where its type can be read; what is gathered travels as bytes. */
@@ -406,6 +437,10 @@ static void test_too_large(void)
     CHECK_EQ(fc_layout_init(&l, &p, 1, 0, 3, true), FC_ERR_INVALID);
     p.rows = (size_t)1 << 40;
     CHECK_EQ(fc_layout_init(&l, &p, 1, 0, 3, true), FC_OK);
+    p.rows = SIZE_MAX / 64;
+    CHECK_EQ(fc_layout_init(&l, &p, 1, 0, 1, true), FC_OK);
+    p.rows++;
+    CHECK_EQ(fc_layout_init(&l, &p, 1, 0, 1, true), FC_ERR_INVALID);
     p.rows = 1;
     CHECK_EQ(fc_layout_init(&l, &p, 1, 1023, 1024, true), FC_OK);
     CHECK_EQ(p.own_rows, 0);
@@ -430,6 +465,10 @@ static void test_pre_divisor(void)
     for (size_t i = 0; i < sizeof(expected) / sizeof(expected[0]); i++) {
         CHECK_EQ(fc_layout_pre_divisor(&layout, expected[i].divisor), expected[i].before);
     }
+    params[0].reduce = FC_F16; /* alone */
+    CHECK_EQ(fc_layout_init(&layout, params, 2, 0, 2, false), FC_OK);
+    CHECK_EQ(layout.n_sections, 1);
+    CHECK_EQ(fc_layout_pre_divisor(&layout, 8), 4);
 }
 
 int main(void)
@@ -437,6 +476,7 @@ int main(void)
     test_random();
     test_fingerprint();
     test_packed();
+    test_packed_few();
     test_packed_types();
     test_inputs();
     test_too_large();

@@ -4,6 +4,8 @@
 
 #include "reduction_world.h"
 
+#include "engine/domain_private.h"
+
 /* Backwards that add up, into one another's sums or over replicas that wait for the second. */
 static void body_steps(int rank, int n_ranks, void *arg)
 {
@@ -49,6 +51,10 @@ static void body_inherit(int rank, int n_ranks, void *arg)
 
         attach(&w, u);
         CHECK_EQ(fc_reduction_sum_bytes(w.owners[u].reduction), 0);
+        fc_alloc_fail_after(0);
+        CHECK_EQ(fc_reduction_inherit(w.owners[u].reduction, former), FC_ERR_NOMEM);
+        CHECK_HAS(fc_last_message(), "bytes for partial sums of unit");
+        CHECK(!fc_reduction_has_sums(w.owners[u].reduction));
         CHECK_OK(fc_reduction_inherit(w.owners[u].reduction, former));
         CHECK(fc_reduction_sum_bytes(w.owners[u].reduction) > 0);
         CHECK(fc_reduction_sum(w.owners[u].reduction, 1) != NULL);
@@ -138,6 +144,150 @@ static void body_repeated(int rank, int n_ranks, void *arg)
         forget(&w);
     }
     CHECK(w.owners[0].n_waits > 0 || n_ranks == 1);
+    leave(&w);
+}
+
+static void await_all(int n_ranks)
+{
+    static int n_met;
+
+    atomic_fetch_add(&ranks_common->values[0], 1);
+    CHECK(ranks_await(0, ++n_met * n_ranks));
+}
+
+/* What fails while a submission waits for room is told, and nothing is asked for after it. */
+static void body_no_room(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    join(&w, rank, n_ranks, *(const int *)arg);
+    set_all_reduce(&w, true);
+    for (int n = 0; n <= 4; n++) {
+        const bool is_memory = n == 4; /* else an owner fails, at whatever it is asked for */
+
+        open(&w, FC_PHASE_FORWARD);
+        close_all(&w);
+        open(&w, FC_PHASE_BACKWARD);
+        /* A peer's other unit can be copied away, or the unit's last submission finished. */
+        CHECK_OK(submit(&w, is_memory && rank > 0 ? 1 : 0, 0, false));
+        await_all(n_ranks);
+        if (rank == 0) {
+            calls_left = is_memory ? -1 : n;
+            fc_alloc_fail_after(is_memory ? 0 : -1);
+            CHECK_EQ(submit(&w, 0, 1, false), is_memory ? FC_ERR_NOMEM : FC_ERR_INTERRUPTED);
+            CHECK_HAS(fc_last_message(),
+                      is_memory ? "bytes to copy rank 11's gradients away" : "the owner fails");
+            CHECK_EQ(has_failed, !is_memory);
+            CHECK(!w.owners[0].is_waiting);
+            calls_left = -1;
+            has_failed = false;
+            fc_alloc_fail_after(-1);
+        }
+        await_all(n_ranks);
+        for (size_t d = 0; d < w.n_domains; d++) {
+            fc_domain_fail(w.domains[d]);
+        }
+        forget(&w);
+    }
+    CHECK_EQ(w.owners[0].n_waits, rank == 0 ? 5 : 0);
+    leave(&w);
+}
+
+/* The same of sums that were kept: replicas whose sums this one keeps fail. */
+static void body_no_room_for_kept(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    join(&w, rank, n_ranks, *(const int *)arg);
+    set_all_reduce(&w, true);
+    open(&w, FC_PHASE_FORWARD);
+    close_all(&w);
+    open(&w, FC_PHASE_BACKWARD);
+    CHECK_OK(submit(&w, 0, 0, false));
+    await_all(n_ranks);
+    if (rank == 0) {
+        set_all_reduce(&w, false);
+        CHECK_OK(submit(&w, 0, 1, false));
+        set_all_reduce(&w, true);
+        CHECK_EQ(submit(&w, 0, 2, false), FC_ERR_MISMATCH);
+        CHECK_HAS(fc_last_message(), "rank 10 keeps the gradients of unit first");
+        CHECK(fc_reduction_has_sums(w.owners[0].reduction));
+    }
+    await_all(n_ranks);
+    leave(&w);
+}
+
+/* A submission without any gradient, whatever its peers submit: parameters may have no elements. */
+static void body_nothing(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    join(&w, rank, n_ranks, *(const int *)arg);
+    set_all_reduce(&w, true);
+    for (int n_without = 1; n_without <= n_ranks; n_without++) {
+        open(&w, FC_PHASE_FORWARD);
+        close_all(&w);
+        open(&w, FC_PHASE_BACKWARD);
+        if (rank < n_without) {
+            const fc_reduce_options options = {w.owners[0].divisor, true, false, false};
+            char *memory = guarded_create(SUBMITTED_BYTES);
+
+            n_submitted++;
+            CHECK_OK(fc_reduction_submit(w.owners[0].reduction,
+                                         (fc_gradient *)(void *)(memory + NUMBERS_BYTES), memory,
+                                         &options));
+        } else {
+            CHECK_OK(submit(&w, 0, 0, false));
+        }
+        CHECK_OK(submit(&w, 1, 0, false));
+        CHECK_OK(fc_reduction_finish_all(w.domains, w.n_domains));
+        close_all(&w);
+        CHECK_EQ(w.owners[0].has[0], n_without < n_ranks);
+        check_sums(&w, 1, 0, 0, n_ranks, 0.5F);
+        forget(&w);
+    }
+    leave(&w);
+}
+
+/* What a peer says of its gradients has changed: nothing is made of it. */
+static void body_changed(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    join(&w, rank, n_ranks, *(const int *)arg);
+    open(&w, FC_PHASE_FORWARD);
+    close_all(&w);
+    open(&w, FC_PHASE_BACKWARD);
+    CHECK_OK(submit(&w, 0, 0, false));
+    await_all(n_ranks);
+    if (rank == 0) {
+        domain_lane(w.domains[0], 1, 0)->part_bytes++;
+        CHECK_EQ(fc_reduction_finish_all(w.domains, 1), FC_ERR_MISMATCH);
+        CHECK_HAS(fc_last_message(), "what rank 11 says of its gradients");
+        CHECK(!w.owners[0].has[0]);
+    }
+    await_all(n_ranks);
+    leave(&w);
+}
+
+/* A reduction that goes takes its own borrowed gradients along, and no others. */
+static void body_gone(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    join(&w, rank, n_ranks, *(const int *)arg);
+    open(&w, FC_PHASE_FORWARD);
+    close_all(&w);
+    open(&w, FC_PHASE_BACKWARD);
+    CHECK_OK(submit(&w, 0, 0, true));
+    for (size_t u = N_UNITS; u-- > 0;) {
+        CHECK_EQ(n_released, 0);
+        fc_reduction_attach(w.owners[u].reduction, NULL);
+        fc_reduction_destroy(w.owners[u].reduction);
+        w.owners[u].reduction = NULL;
+    }
+    CHECK_EQ(n_released, 1);
+    await_all(n_ranks);
     leave(&w);
 }
 
@@ -243,6 +393,14 @@ int main(void)
     ranks_check(1, body_repeated, &one);
     ranks_check(2, body_repeated, &one);
     ranks_check(3, body_repeated, &three);
+    ranks_check(2, body_no_room, &two);
+    ranks_check(2, body_no_room, &one);
+    ranks_check(2, body_no_room_for_kept, &one);
+    ranks_check(1, body_nothing, &one);
+    ranks_check(2, body_nothing, &one);
+    ranks_check(4, body_nothing, &two);
+    ranks_check(2, body_changed, &two);
+    ranks_check(2, body_gone, &two);
     ranks_check(2, body_accumulated, &two);
     ranks_check(2, body_unfinished, NULL);
     ranks_check(2, body_kept_sums, &one);

@@ -109,6 +109,51 @@ static void body_steps(int rank, int n_ranks, void *arg)
     leave(&w);
 }
 
+/* Of one parameter alone, whichever it is, nothing is written of the others; also where one rank
+ * has a gradient of it, if somebody counts who has. */
+static void body_one_alone(int rank, int n_ranks, void *arg)
+{
+    static const fc_reduce_options options = {DIVISOR, true, false, false};
+    float ones[NUMEL];
+    world w;
+
+    join(&w, rank, n_ranks, arg);
+    w.all_reduce = true;
+    for (size_t k = 0; k < NUMEL; k++) {
+        ones[k] = 1;
+    }
+    for (size_t n = 0; n < (w.of->is_packed ? 1 : 2) * N_PARAMS; n++) {
+        const size_t param = n % N_PARAMS;
+        const int n_with = n < N_PARAMS ? n_ranks : 1;
+
+        forward(&w);
+        open(&w, FC_PHASE_BACKWARD);
+        for (size_t u = 0; u < N_UNITS; u++) {
+            fc_gradient *grads = guarded_create(N_PARAMS * sizeof(*grads));
+
+            grads[param].is_wanted = true;
+            grads[param].data = rank < n_with ? ones : NULL;
+            n_submitted++;
+            CHECK_OK(fc_reduction_submit(w.owners[u].reduction, grads, grads, &options));
+        }
+        CHECK_OK(fc_reduction_finish_all(w.domains, w.n_domains));
+        close_all(&w);
+        for (size_t u = 0; u < N_UNITS; u++) {
+            owner *o = &w.owners[u];
+            const fc_param *p = &fc_unit_layout(o->shard)->params[param];
+
+            for (size_t i = 0; i < N_PARAMS; i++) {
+                CHECK_EQ(o->has[i], i == param);
+            }
+            for (size_t k = 0; k < p->own_rows * p->inner; k++) {
+                CHECK(o->sums[param][k] == (float)n_with / DIVISOR);
+            }
+            memset(o->has, 0, sizeof(o->has));
+        }
+    }
+    leave(&w);
+}
+
 /* Sums that wait pass to the reduction that comes next, or are dropped; with those of parameters
  * that were frozen, which one rank alone has. */
 static void body_inherited(int rank, int n_ranks, void *arg)
@@ -227,6 +272,50 @@ static void body_failing(int rank, int n_ranks, void *arg)
     leave(&w);
 }
 
+/* Whatever memory there is none for is told, nothing of it is left, and the next step is right. */
+static void body_no_memory(int rank, int n_ranks, void *arg)
+{
+    fc_status st = FC_ERR_NOMEM;
+    int n_failures = 0;
+    bool is_whole;
+    world w;
+
+    join(&w, rank, n_ranks, arg);
+    is_whole = w.n_domains == 1 || w.of->shards_are_mapped; /* else sums stay */
+    while (st != FC_OK) {
+        forward(&w);
+        fc_slots_trim(w.slots);
+        (void)fc_domain_trim(w.domains[0]);
+        fc_alloc_fail_after(n_failures);
+        st = backward(&w, 4, is_whole);
+        fc_alloc_fail_after(-1);
+        atomic_fetch_add(&ranks_common->values[0], 1);
+        CHECK(ranks_await(0, (n_failures + 1) * n_ranks));
+        if (st == FC_OK) {
+            close_all(&w);
+            continue;
+        }
+        CHECK_EQ(st, FC_ERR_NOMEM);
+        for (size_t d = 0; d < w.n_domains; d++) {
+            fc_domain_fail(w.domains[d]);
+            fc_exchange_reset(w.domains[d]);
+        }
+        for (size_t u = 0; u < N_UNITS; u++) {
+            fc_reduction_drop_sums(w.owners[u].reduction);
+            memset(w.owners[u].has, 0, sizeof(w.owners[u].has));
+        }
+        n_failures++;
+    }
+    CHECK(n_failures >= 2);
+    if (!is_whole) {
+        forward(&w);
+        CHECK_OK(backward(&w, 5, true));
+        close_all(&w);
+    }
+    check_sums(&w, 4, is_whole ? 4 : 5);
+    leave(&w);
+}
+
 /* Where nobody counts who has which parameters, ranks that differ are told so. */
 static void body_differing(int rank, int n_ranks, void *arg)
 {
@@ -241,6 +330,22 @@ static void body_differing(int rank, int n_ranks, void *arg)
     CHECK_HAS(fc_last_message(), "with gradients of different parameters");
     CHECK_HAS(fc_last_message(),
               w.n_domains > 1 ? "all-reduce of unit second" : "reduce-scatter of unit second");
+    leave(&w);
+}
+
+/* Over messages nobody looks who keeps gradients. */
+static void body_kept(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    join(&w, rank, n_ranks, arg);
+    forward(&w);
+    open(&w, FC_PHASE_BACKWARD);
+    for (size_t u = 0; u < N_UNITS; u++) {
+        fc_reduction_accumulate(w.owners[u].reduction);
+    }
+    CHECK_OK(fc_reduction_finish_all(w.domains, w.n_domains));
+    close_all(&w);
     leave(&w);
 }
 
@@ -294,6 +399,7 @@ int main(void)
 
     for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) {
         ranks_check(all[i].n_ranks, body_steps, all[i].of);
+        ranks_check(all[i].n_ranks, body_one_alone, all[i].of);
     }
     ranks_check(2, body_inherited, &replicas);
     ranks_check(4, body_inherited, &pair);
@@ -304,8 +410,14 @@ int main(void)
     ranks_check(2, body_failing, &replicas);
     ranks_check(4, body_failing, &pair);
     ranks_check(4, body_failing, &in_memory);
+    ranks_check(2, body_no_memory, &pair);
+    ranks_check(2, body_no_memory, &batched);
+    ranks_check(2, body_no_memory, &replicas);
+    ranks_check(4, body_no_memory, &pair);
+    ranks_check(4, body_no_memory, &in_memory);
     ranks_check(2, body_differing, &packed_pair);
     ranks_check(2, body_differing, &packed_replicas);
+    ranks_check(2, body_kept, &pair);
     ranks_check(4, body_left, &in_memory);
     return check_result();
 }

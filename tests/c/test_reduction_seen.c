@@ -9,8 +9,8 @@
 static void body_announced(int rank, int n_ranks, void *arg)
 {
     static const float one = 1;
-    fc_gradient first[N_PARAMS] = {{.data = &one}, {.data = NULL}};
-    fc_gradient second[N_PARAMS] = {{.data = NULL}, {.data = &one}};
+    fc_gradient *first = guarded_create(N_PARAMS * sizeof(*first));
+    fc_gradient *second = guarded_create(N_PARAMS * sizeof(*second));
     fc_reduce_options options = {DIVISOR, false, false, false};
     uint64_t mask = 0, print = 0, print_of_second = 0, print_of_both = 0;
     const bool has_replicas = n_ranks > ((const setup *)arg)->n_shards;
@@ -19,6 +19,7 @@ static void body_announced(int rank, int n_ranks, void *arg)
 
     join(&w, rank, n_ranks, arg);
     r = w.owners[0].reduction;
+    first[0].data = second[1].data = &one;
     CHECK_EQ(fc_reduction_announce(r, first, &options, &mask, &print), !has_replicas);
     CHECK_EQ(mask, 1);
     CHECK_EQ(fc_reduction_has_sums(r), has_replicas);
@@ -32,6 +33,8 @@ static void body_announced(int rank, int n_ranks, void *arg)
     CHECK_EQ(mask, 2);
     CHECK(print_of_second != print && (print_of_second == print_of_both) != has_replicas);
     CHECK_EQ(fc_reduction_traffic(r)->reductions, 3);
+    guarded_destroy(first, N_PARAMS * sizeof(*first));
+    guarded_destroy(second, N_PARAMS * sizeof(*second));
     leave(&w);
 }
 

@@ -123,9 +123,57 @@ static fc_status note_flat(void *of, const fc_reduce_options *options)
     return FC_OK;
 }
 
+static void free_memory(void *memory)
+{
+    n_released++;
+    free(memory);
+}
+
 /* Of a unit whose gradients are left in the buffer. */
-static const fc_reduction_ops flat_ops = {get_options, get_flat, note_flat, prepare,
-                                          get_target,  assign,   release,   wait_for_room};
+static const fc_reduction_ops flat_ops = {get_options, get_flat, note_flat,   prepare,
+                                          get_target,  assign,   free_memory, wait_for_room};
+
+/* One unit of one parameter. */
+typedef struct single {
+    owner o;
+    ranks_host host;
+    fc_transport *transport;
+    fc_domain *domain;
+    fc_slots *slots;
+} single;
+
+/* In its backward. */
+static void join_single(single *s, int rank, int n_ranks, size_t inner)
+{
+    fc_param param = make_param(1, (size_t)n_ranks, inner, FC_F32, true);
+    const fc_unit_desc desc = {"single", &param, 1};
+    const fc_transport_config config = ranks_config(&s->host, 0, rank, n_ranks, DOMAINS_TIMEOUT_NS);
+
+    s->o = (owner){.all_reduce = true, .divisor = 1};
+    n_released = 0;
+    CHECK_OK(fc_slots_create(&s->slots));
+    CHECK_OK(fc_shm_create(&config, &s->transport));
+    CHECK_OK(fc_domain_create(s->transport, FC_DOMAIN_SHARD, &desc, 1, rank, n_ranks, &s->domain));
+    s->o.shard = fc_domain_unit(s->domain, 0);
+    s->o.flat = malloc(fc_unit_layout(s->o.shard)->grad_bytes);
+    CHECK_OR_EXIT(s->o.flat != NULL);
+    CHECK_OK(fc_reduction_create(s->o.shard, NULL, s->slots, &flat_ops, &s->o.reduction));
+    fc_reduction_attach(s->o.reduction, &s->o);
+    fc_domain_open(s->domain, (fc_opening){.phase = FC_PHASE_FORWARD});
+    CHECK_OK(fc_domain_close(s->domain));
+    fc_domain_open(s->domain, (fc_opening){.phase = FC_PHASE_BACKWARD});
+}
+
+static void leave_single(single *s)
+{
+    CHECK_OK(fc_domain_close(s->domain));
+    fc_reduction_destroy(s->o.reduction);
+    fc_domain_destroy(s->domain);
+    fc_transport_destroy(s->transport);
+    fc_slots_destroy(s->slots);
+    free(s->o.flat);
+    CHECK_EQ(fc_alloc_live(), 0);
+}
 
 /* Large gradients are given back while backward goes on, small ones never taken. */
 static void body_large(int rank, int n_ranks, void *arg)
@@ -137,42 +185,23 @@ static void body_large(int rank, int n_ranks, void *arg)
     (void)arg;
     for (int i = 0; i < 3; i++) {
         const size_t numel = (size_t)n_ranks * inner_of_case[i];
-        fc_param param = make_param(1, (size_t)n_ranks, inner_of_case[i], FC_F32, true);
-        const fc_unit_desc desc = {"large", &param, 1};
-        static owner o;
-        ranks_host host;
-        fc_transport_config config = ranks_config(&host, 0, rank, n_ranks, DOMAINS_TIMEOUT_NS);
-        fc_transport *transport = NULL;
-        fc_domain *domain = NULL;
-        fc_slots *slots = NULL;
+        static single s;
         float *memory = malloc(numel * sizeof(float) + sizeof(fc_gradient));
         fc_gradient *grad = (fc_gradient *)(void *)(memory + numel);
 
         CHECK_OR_EXIT(memory != NULL);
-        o = (owner){.all_reduce = true, .divisor = 1};
-        n_released = 0;
-        CHECK_OK(fc_slots_create(&slots));
-        CHECK_OK(fc_shm_create(&config, &transport));
-        CHECK_OK(fc_domain_create(transport, FC_DOMAIN_SHARD, &desc, 1, rank, n_ranks, &domain));
-        o.shard = fc_domain_unit(domain, 0);
-        o.flat = malloc(fc_unit_layout(o.shard)->grad_bytes);
-        CHECK_OR_EXIT(o.flat != NULL);
-        CHECK_OK(fc_reduction_create(o.shard, NULL, slots, &flat_ops, &o.reduction));
-        fc_reduction_attach(o.reduction, &o);
-        fc_domain_open(domain, (fc_opening){.phase = FC_PHASE_FORWARD});
-        CHECK_OK(fc_domain_close(domain));
-        fc_domain_open(domain, (fc_opening){.phase = FC_PHASE_BACKWARD});
+        join_single(&s, rank, n_ranks, inner_of_case[i]);
         for (size_t k = 0; k < numel; k++) {
             memory[k] = (float)(k % 97 + (size_t)rank);
         }
         *grad = (fc_gradient){memory, FC_F32, true, true};
-        CHECK_OK(fc_reduction_submit(o.reduction, grad, memory, &options));
+        CHECK_OK(fc_reduction_submit(s.o.reduction, grad, memory, &options));
         CHECK_EQ(n_released, i == 0);
-        fc_reduction_return_large(domain);
+        fc_reduction_return_large(s.domain);
         CHECK_EQ(n_released, i != 1);
-        CHECK_OK(fc_reduction_finish_all(&domain, 1));
+        CHECK_OK(fc_reduction_finish_all(&s.domain, 1));
         CHECK_EQ(n_released, 1);
-        CHECK(o.has[0]);
+        CHECK(s.o.has[0]);
         for (size_t k = 0; k < inner_of_case[i]; k++) {
             const size_t at = (size_t)rank * inner_of_case[i] + k;
             float wanted = 0;
@@ -180,19 +209,129 @@ static void body_large(int rank, int n_ranks, void *arg)
             for (int r = 0; r < n_ranks; r++) {
                 wanted += (float)(at % 97 + (size_t)r);
             }
-            if (o.flat[k] != wanted) {
-                CHECK_MSG(false, "[%zu]: %g, not %g", k, (double)o.flat[k], (double)wanted);
+            if (s.o.flat[k] != wanted) {
+                CHECK_MSG(false, "[%zu]: %g, not %g", k, (double)s.o.flat[k], (double)wanted);
                 break;
             }
         }
-        CHECK_OK(fc_domain_close(domain));
-        fc_reduction_destroy(o.reduction);
-        fc_domain_destroy(domain);
-        fc_transport_destroy(transport);
-        fc_slots_destroy(slots);
-        free(o.flat);
-        CHECK_EQ(fc_alloc_live(), 0);
+        leave_single(&s);
     }
+}
+
+/* Which parameters a sum holds is said behind it, also where that fills its pages. */
+static void body_page(int rank, int n_ranks, void *arg)
+{
+    static const size_t numel = FC_PAGE / sizeof(float);
+    const fc_reduce_options options = {1, true, false, false};
+    fc_gradient *grad = malloc(sizeof(*grad) + numel * fc_dtype_bytes(FC_BF16));
+    static single s;
+
+    (void)arg;
+    CHECK_OR_EXIT(grad != NULL);
+    join_single(&s, rank, n_ranks, numel);
+    for (size_t k = 0; k < numel; k++) {
+        s.o.flat[k] = (float)(k % 97);
+    }
+    fc_kern_cast(FC_F32, FC_BF16)(grad + 1, s.o.flat, numel);
+    *grad = (fc_gradient){grad + 1, FC_BF16, true, true};
+    memset(s.o.flat, 0, FC_PAGE);
+    CHECK_OK(fc_reduction_submit(s.o.reduction, grad, grad, &options));
+    CHECK_EQ(fc_slots_bytes(s.slots), 2 * FC_PAGE);
+    CHECK(s.o.has[0]);
+    for (size_t k = 0; k < numel; k++) {
+        CHECK(s.o.flat[k] == (float)(k % 97));
+    }
+    leave_single(&s);
+}
+
+/* As many parameters as a word of a mask has bits, between replicas: one backward's sums wait for
+ * the next one's, in another reduction; a third one's go alone. */
+static void body_word(int rank, int n_ranks, void *arg)
+{
+    enum {
+        N = 64
+    };
+    static const float one = 1;
+    static owner o;
+    fc_param params[N];
+    const fc_unit_desc desc = {"word", params, N};
+    fc_transport *transports[2];
+    fc_domain *domains[2];
+    fc_slots *slots = NULL;
+    fc_reduction *former;
+    ranks_host hosts[2];
+    fc_unit *replicate;
+
+    (void)arg;
+    o = (owner){.divisor = 1};
+    n_released = 0;
+    CHECK_OK(fc_slots_create(&slots));
+    for (size_t i = 0; i < N; i++) {
+        params[i] = make_param(1, 1, 1, FC_F32, true);
+    }
+    for (int d = 0; d < 2; d++) {
+        const fc_transport_config config =
+            ranks_config(&hosts[d], d == 0 ? rank : n_ranks, d == 0 ? 0 : rank,
+                         d == 0 ? 1 : n_ranks, DOMAINS_TIMEOUT_NS);
+
+        CHECK_OK(fc_shm_create(&config, &transports[d]));
+        CHECK_OK(fc_domain_create(transports[d], d == 0 ? FC_DOMAIN_SHARD : FC_DOMAIN_REPLICATE,
+                                  &desc, 1, 0, 1, &domains[d]));
+    }
+    fc_domain_link(domains, 2);
+    o.shard = fc_domain_unit(domains[0], 0);
+    replicate = fc_domain_unit(domains[1], 0);
+    o.flat = malloc(fc_unit_layout(o.shard)->grad_bytes);
+    CHECK_OR_EXIT(o.flat != NULL);
+    CHECK_OK(fc_reduction_create(o.shard, replicate, slots, &flat_ops, &o.reduction));
+    fc_reduction_attach(o.reduction, &o);
+    for (int n = 0; n < 3; n++) {
+        const fc_reduce_options options = {1, n > 0, false, false};
+        fc_gradient *grads = calloc(N, sizeof(*grads));
+
+        CHECK_OR_EXIT(grads != NULL);
+        for (size_t i = 0; i < N; i++) {
+            grads[i] = (fc_gradient){.data = &one, .dtype = FC_F32, .is_wanted = true};
+        }
+        o.all_reduce = options.all_reduce;
+        o.has[0] = false;
+        for (int k = 0; k < 4; k++) {
+            fc_domain_open(
+                domains[k % 2],
+                (fc_opening){k < 2 ? FC_PHASE_FORWARD : FC_PHASE_BACKWARD, 0, FC_UPDATES_UNKNOWN});
+            if (k < 2) {
+                CHECK_OK(fc_domain_close(domains[k]));
+            }
+        }
+        CHECK_OK(fc_reduction_submit(o.reduction, grads, grads, &options));
+        CHECK_OK(fc_reduction_finish_all(domains, 2));
+        CHECK_OK(fc_domain_close(domains[0]));
+        CHECK_OK(fc_domain_close(domains[1]));
+        CHECK_EQ(o.has[0], n > 0);
+        for (size_t i = 0; i < N && n > 0; i++) {
+            const char *at = (const char *)o.flat + fc_unit_layout(o.shard)->params[i].grad_at;
+
+            CHECK(*(const float *)(const void *)at == (float)(n == 1 ? 2 * n_ranks : n_ranks));
+        }
+        if (n == 0) {
+            former = o.reduction;
+            CHECK_OK(fc_reduction_create(o.shard, replicate, slots, &flat_ops, &o.reduction));
+            fc_reduction_attach(o.reduction, &o);
+            CHECK_OK(fc_reduction_inherit(o.reduction, former));
+            fc_reduction_destroy(former);
+        }
+        CHECK_EQ(fc_reduction_traffic(o.reduction)->all_reduced,
+                 (size_t)n * 2 * (size_t)(n_ranks - 1) * N * sizeof(one) / (size_t)n_ranks);
+    }
+    CHECK_EQ(n_released, 3);
+    fc_reduction_destroy(o.reduction);
+    for (int d = 2; d-- > 0;) {
+        fc_domain_destroy(domains[d]);
+        fc_transport_destroy(transports[d]);
+    }
+    fc_slots_destroy(slots);
+    free(o.flat);
+    CHECK_EQ(fc_alloc_live(), 0);
 }
 
 int main(void)
@@ -209,5 +348,7 @@ int main(void)
     ranks_check(2, body_types, &two);
     ranks_check(3, body_types, &three);
     ranks_check(2, body_large, NULL);
+    ranks_check(1, body_page, NULL);
+    ranks_check(2, body_word, NULL);
     return check_result();
 }
