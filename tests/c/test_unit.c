@@ -396,8 +396,9 @@ static void test_many_sources(void)
                          param(MANY_OUTER, MANY_ROWS, MANY_COLUMNS, FC_F32, FC_F32)};
     static float full[MANY_OUTER * MANY_ROWS * MANY_COLUMNS], sums[MANY_OWN + 2];
     static fc_source sources[FC_MAX_RANKS];
+    static float all[1024];
     const fc_gradient grads[2] = {{.data = NULL}, {.data = full}};
-    uint64_t mask = 2;
+    uint64_t mask = 3;
     char *parts;
     world w;
     size_t bytes, at;
@@ -405,9 +406,10 @@ static void test_many_sources(void)
     join(&w, params, 2);
     bytes = w.layout->part_bytes;
     at = w.layout->params[1].part_at / sizeof(float);
+    CHECK_OR_EXIT(w.layout->grad_bytes <= sizeof(all));
     parts = calloc(FC_MAX_RANKS, bytes);
     CHECK_OR_EXIT(parts != NULL);
-    for (size_t n_narrow = 0; n_narrow < 3; n_narrow++) {
+    for (size_t n_narrow = 0; n_narrow <= 3; n_narrow++) {
         float wanted[MANY_OWN] = {0};
 
         for (size_t r = 0; r < FC_MAX_RANKS; r++) {
@@ -432,7 +434,9 @@ static void test_many_sources(void)
                 full[(k / plane * 2 + 1) * plane + k % plane] = own[k];
             }
         }
-        for (int borrows = 0; borrows < 2; borrows++) {
+        CHECK(fc_unit_reduce_all(w.unit, sources, FC_MAX_RANKS, all, 1));
+        CHECK(memcmp((char *)all + w.layout->params[1].grad_at, wanted, sizeof(wanted)) == 0);
+        for (int borrows = 0; n_narrow < 3 && borrows < 2; borrows++) {
             memset(sums, 0, sizeof(sums));
             sources[5].grads = borrows != 0 ? grads : NULL;
             CHECK(fc_unit_reduce(w.unit, sources, FC_MAX_RANKS, 1, sums + 1, FC_F32, 1, false));
