@@ -4,6 +4,9 @@
 
 #include "root_calls.h"
 
+#include "engine/unsharding_private.h"
+#include "refused_messages.h"
+
 static void test_usual_steps(void)
 {
     make_world();
@@ -405,6 +408,12 @@ static void test_ahead(void)
     asked[0] = '\0';
     CHECK_OK(end_backward());
     CHECK_HAS(asked, "keep2 drop2 ahead0 ahead2 ahead3 ");
+    w.domains[0]->n_ahead = 1;
+    fc_root_unit_bind(&w.owners[3].course, NULL, NULL);
+    CHECK_OK(fc_root_open_forward(&w.course, &w.modules[0], true, 0));
+    CHECK_HAS(asked, "ahead0 ahead2 ");
+    CHECK_EQ(w.domains[0]->n_ahead, 1);
+    w.domains[0]->n_ahead = 0;
     unmake_world();
 }
 
@@ -571,6 +580,114 @@ static void test_updates(void)
     unmake_world();
 }
 
+/* ---- over messages ---- */
+
+static int n_dropped;
+
+static void drop_gather(void *context)
+{
+    (void)context;
+    n_dropped++;
+}
+
+static fc_status no_exchange(void *context, const char *what, const void *mine, size_t bytes,
+                             void *all_out)
+{
+    (void)context, (void)what, (void)mine, (void)bytes, (void)all_out;
+    return FC_ERR_UNSUPPORTED;
+}
+
+static fc_transport *messages;
+static fc_domain *by_messages;
+
+static void make_messages(bool is_packed)
+{
+    static const int ranks[2] = {0, 1};
+    const fc_transport_config config = {.name = "messages",
+                                        .n_ranks = 2,
+                                        .global_ranks = ranks,
+                                        .timeout_ns = DOMAINS_TIMEOUT_NS,
+                                        .host = {.exchange = no_exchange}};
+    fc_message_ops transport_ops = refused_messages;
+    fc_param param = make_param(1, 2, 2, FC_F32, true);
+    const fc_unit_desc unit = {"first", &param, 1};
+
+    param.is_packed = is_packed;
+    transport_ops.gather_drop = drop_gather;
+    CHECK_OK(fc_callback_create(&config, &transport_ops, &messages));
+    CHECK_OK(fc_domain_create(messages, FC_DOMAIN_SHARD, &unit, 1, 0, 2, &by_messages));
+}
+
+static void unmake_messages(void)
+{
+    fc_domain_destroy(by_messages);
+    fc_transport_destroy(messages);
+}
+
+/* Others look at what one of its domains sends, whichever it is; and divide for themselves. */
+static void test_visible(void)
+{
+    fc_reduction *reduction = NULL;
+    fc_root_unit unit;
+
+    make_world();
+    CHECK(!fc_root_is_visible(&w.course));
+    for (int i = 0; i < 4; i++) {
+        fc_root_context context = {.awaits_end = false};
+        fc_root_course root = {.ops = &ops, .context = &context};
+        fc_domain *domains[2] = {w.domains[0], w.domains[0]};
+
+        make_messages(i % 2 != 0);
+        domains[i / 2] = by_messages;
+        CHECK_OK(fc_root_init(&root, domains, 2, NULL, 0));
+        CHECK_EQ(fc_root_is_visible(&root), i % 2 != 0);
+        CHECK_OK(fc_reduction_create(fc_domain_unit(by_messages, 0), NULL, w.slots, &no_reductions,
+                                     &reduction));
+        fc_root_unit_init(&unit);
+        fc_root_unit_bind(&unit, reduction, &unit);
+        CHECK_EQ(fc_root_unit_options(&unit, 0).divisor, i % 2 != 0 ? 1 : 2);
+        CHECK_EQ(fc_root_unit_options(&unit, 4).divisor, i % 2 != 0 ? 1 : 4);
+        fc_root_unit_bind(&unit, NULL, NULL);
+        fc_reduction_destroy(reduction);
+        fc_root_fini(&root);
+        unmake_messages();
+    }
+    unmake_world();
+}
+
+/* A gather that has begun and is not used is given up as a phase begins, and as it ends. */
+static void test_begun(void)
+{
+    fc_root_context context = {.is_last_backward = true};
+    fc_root_course root = {.ops = &ops, .context = &context, .owner = &w};
+    fc_root_module module = {.training = FC_TRAINING_IDLE}, *modules[1] = {&module};
+    fc_unsharding begun;
+
+    make_world();
+    make_messages(false);
+    begun = (fc_unsharding){.slots = w.slots, .domain = by_messages};
+    CHECK_OK(fc_root_init(&root, &by_messages, 1, modules, 1));
+    n_dropped = 0;
+    for (int i = 0; i < 4; i++) {
+        CHECK_OK(fc_slots_acquire(w.slots, 1, &by_messages->gathering_pack));
+        by_messages->gathering = &begun;
+        if (i == 0) {
+            CHECK_OK(fc_root_open_forward(&root, &module, true, 0));
+        } else if (i == 1) {
+            CHECK_OK(fc_root_end_forward(&root, true));
+        } else if (i == 2) {
+            CHECK_OK(fc_root_begin_backward(&root));
+        } else {
+            CHECK_OK(fc_root_end_backward(&root));
+        }
+        CHECK(by_messages->gathering == NULL);
+        CHECK_EQ(n_dropped, i + 1);
+    }
+    fc_root_fini(&root);
+    unmake_messages();
+    unmake_world();
+}
+
 /* ---- on a device ---- */
 
 #define RELEASED "release0 release1 release2 release3 "
@@ -645,6 +762,8 @@ int main(void)
     test_empty();
     test_binding();
     test_updates();
+    test_visible();
+    test_begun();
     test_device();
     return check_result();
 }
