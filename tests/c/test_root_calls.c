@@ -4,6 +4,7 @@
 
 #include "root_calls.h"
 
+#include "engine/reduction_private.h"
 #include "engine/unsharding_private.h"
 #include "refused_messages.h"
 
@@ -117,6 +118,27 @@ static void test_unused(void)
                     2) "unshard1 defer1! passed1 reshard1! submit1+ undefer1 graph1 "
                        "unshard0 defer0! " PASSED(0));
     unmake_world();
+}
+
+/* Gradients that are lent and large are given back as their unit was passed; others stay. */
+static void test_lent(void)
+{
+    static const fc_gradient none = {.data = NULL};
+
+    for (size_t more = 0; more < 2; more++) {
+        make_world();
+        CHECK_OK(forward(true));
+        CHECK_OK(reach(2));
+        n_released = 0;
+        w.owners[3].reduction->borrowed =
+            (borrowed){.grads = &none, .memory = &w, .bytes = FC_BORROWED_BYTES_MAX + more};
+        w.domains[0]->borrower = w.owners[3].reduction;
+        CHECK_OK(pass(3));
+        CHECK_EQ(n_released, more);
+        CHECK_OK(fc_root_reset(&w.course, true));
+        CHECK_EQ(n_released, 1);
+        unmake_world();
+    }
 }
 
 /* No later backward can begin inside of a unit that was reached and passed with all gradients. */
@@ -749,6 +771,7 @@ int main(void)
     test_damaged();
     test_left();
     test_unused();
+    test_lent();
     test_end_of_graph();
     test_repeated();
     test_late();

@@ -131,6 +131,45 @@ static void test_slices(void)
     leave(&w);
 }
 
+/* Slices of parameters lie where the whole unit has them; inputs have none. */
+static void test_inputs(void)
+{
+    fc_param small[] = {param(1, 4, 2, FC_F32, FC_F32), param(1, 4, 2, FC_F32, FC_F32),
+                        param(1, 6, 50, FC_F32, FC_F32)};
+    fc_param large[] = {param(1, 4, 90, FC_F32, FC_F32), param(1, 4, 2, FC_F32, FC_F32),
+                        param(1, 6, 50, FC_F32, FC_F32)};
+    const fc_param *input;
+    world w, whole;
+    char *full, *pack;
+    size_t at;
+
+    small[0].n_inputs = large[1].n_inputs = 1;
+    join(&w, small, 2);
+    join(&whole, large, 2);
+    input = &w.layout->params[2];
+    at = input->full_at;
+    CHECK(whole.layout->params[2].full_at != at);
+    full = malloc(w.layout->full_bytes);
+    pack = malloc(w.layout->pack_bytes);
+    CHECK_OR_EXIT(full != NULL && pack != NULL);
+    memset(full, 0x11, w.layout->full_bytes);
+    memset(pack, 0x55, w.layout->pack_bytes);
+    fc_unit_slice(w.unit, full, pack);
+    for (size_t k = 2 * 2 * sizeof(float); k < w.layout->params[1].pack_at; k++) {
+        CHECK_EQ(pack[k], 0x55);
+    }
+    fc_unit_place_slices(w.unit, whole.unit);
+    for (size_t i = 0; i < 2; i++) {
+        CHECK_EQ(w.layout->params[i].full_at, whole.layout->params[i].full_at);
+    }
+    CHECK_EQ(input->full_at, at);
+    free(full);
+    free(pack);
+    fc_domain_destroy(whole.domain);
+    fc_transport_destroy(whole.transport);
+    leave(&w);
+}
+
 /* The count stands behind a chunk, and touches nothing else. Who is not counted is not looked for,
  * nor are inputs. */
 static void test_counts(void)
@@ -498,6 +537,7 @@ static void test_two_runs(void)
 int main(void)
 {
     test_slices();
+    test_inputs();
     test_counts();
     test_rounding();
     test_reduce_all();
