@@ -229,66 +229,6 @@ static void body_real(int rank, int n_ranks, void *arg)
     }
 }
 
-/* A lane says which of its unit's parameters a post has, however many they are. */
-static void body_many_params(int rank, int n_ranks, void *arg)
-{
-    enum {
-        MANY = 700 /* more than one cache line */
-    };
-    static fc_param params[MANY];
-    const size_t n_params[] = {MANY, 1, 65};
-    fc_unit_desc units[3];
-    member m;
-
-    (void)arg;
-    for (size_t i = 0; i < MANY; i++) {
-        params[i] = make_param(1, 4, 1, FC_F32, true);
-    }
-    for (size_t u = 0; u < 3; u++) {
-        units[u] = (fc_unit_desc){"many", params, n_params[u]};
-    }
-    member_join(&m, rank, n_ranks);
-    member_make_domain(&m, FC_DOMAIN_SHARD, units, 3, rank, n_ranks);
-    CHECK_OK(member_forward(&m));
-    member_open(&m, true, 1);
-    for (size_t u = 3; u-- > 0;) {
-        fc_unit *unit = fc_domain_unit(m.domain, u);
-        size_t bytes;
-        char *parts;
-
-        for (size_t i = 0; i < n_params[u]; i++) {
-            if (u == 1 || (int)i % (n_ranks + 1) != rank) {
-                fc_exchange_set_present(unit, i);
-            }
-        }
-        bytes = fc_unit_part_bytes(unit, FC_WIRE_REDUCE);
-        CHECK_OK(fc_exchange_reserve(unit, bytes, FC_WIRE_REDUCE, &parts));
-        memset(parts, 0, (size_t)n_ranks * bytes);
-        fc_exchange_commit(unit);
-    }
-    fc_domain_mark_closed(m.domain);
-    for (int n = 0; n < 3; n++) {
-        fc_source sources[RANKS_MAX];
-        fc_unit *unit = NULL;
-
-        CHECK_OK(fc_exchange_next(m.domain, FC_SEARCH_ALL, &unit));
-        CHECK_OR_EXIT(unit != NULL);
-        CHECK_OK(fc_exchange_sources(unit, sources));
-        for (int r = 0; r < n_ranks; r++) {
-            CHECK_OR_EXIT(sources[r].part != NULL);
-            for (size_t i = 0; i < fc_unit_layout(unit)->n_params; i++) {
-                const bool is_present = (sources[r].mask[i / 64] >> i % 64 & 1) != 0;
-
-                CHECK_EQ(is_present,
-                         unit == fc_domain_unit(m.domain, 1) || (int)i % (n_ranks + 1) != r);
-            }
-        }
-        fc_exchange_consume(unit);
-    }
-    CHECK_OK(fc_domain_close(m.domain));
-    member_leave(&m);
-}
-
 /* Ranks of which one has a unit of another shape are told, though it takes as many bytes. */
 static void body_other_shapes(int rank, int n_ranks, void *arg)
 {
@@ -770,7 +710,6 @@ int main(void)
         ranks_check(n, body_real, NULL);
     }
     for (int n = 2; n <= 3; n++) {
-        ranks_check(n, body_many_params, NULL);
         ranks_check(n, body_other_shapes, NULL);
         ranks_check(n, body_refused, NULL);
         ranks_check(n, body_trim, NULL);
