@@ -188,7 +188,6 @@ void order_drop(fc_domain *domain)
         forget(&domain->orders[i].now);
     }
     forget(&domain->orders[0].last);
-    domain->is_order_alike = false;
 }
 
 void order_fini(fc_domain *domain)

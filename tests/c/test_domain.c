@@ -6,6 +6,7 @@
 #include "refused_messages.h"
 
 #include "engine/batch.h"
+#include "engine/exchange.h"
 
 #define MAX_UNITS 6
 #define SMALL_BYTES ((size_t)8 << 20) /* of an arena that holds all reductions */
@@ -106,11 +107,13 @@ static void check_sizes(const fc_domain_sizes *s, const fc_domain_sizes *wanted,
 #define HALF {true, false}
 #define FROZEN {false, false}
 
-/* Small ones of which all fit; one that is larger than all others; so many that not all fit; ones
- * of which two are more than fit; one that is frozen; all frozen. */
+/* Small ones of which all fit; one that is larger than all others; ones of which all are a little
+ * more than two; so many that not all fit; ones of which two are more than fit; one that is frozen;
+ * all frozen. */
 static const model models[] = {
     {.n_units = 3, .shapes = {{{9, 4}, TRAINED}, {{5, 7}, HALF}, {{130, 2}, TRAINED}}},
     {.n_units = 2, .shapes = {{{4000, 3}, TRAINED}, {{5, 7}, TRAINED}}},
+    {.n_units = 3, .shapes = {{{4000, 3}, TRAINED}, {{4000, 3}, TRAINED}, {{2000, 3}, TRAINED}}},
     {.n_units = 5,
      .shapes = {{{0x30000, 1}, TRAINED},
                 {{0x30000, 2}, TRAINED},
@@ -144,6 +147,33 @@ static void test_plans(void)
                 check_sizes(&sizes, &wanted, is_mapped);
             }
         }
+    }
+    CHECK_EQ(fc_alloc_live(), 0);
+}
+
+#define N_ALIKE 64
+#define N_WIDE 65
+
+/* Each rank has a lane of whole cache lines for each unit; of ten ranks one line holds 64
+ * parameters. The widest unit says how long they are, whichever it is. */
+static void test_lanes(void)
+{
+    static const size_t wides[] = {0, 30, N_ALIKE - 1, N_ALIKE};
+    static fc_param params[N_WIDE];
+    fc_unit_desc units[N_ALIKE] = {{NULL}};
+    fc_domain_sizes sizes, without;
+
+    for (size_t i = 0; i < N_WIDE; i++) {
+        params[i] = make_param(1, 2, 1, FC_F32, true);
+    }
+    CHECK_OK(fc_domain_plan(FC_DOMAIN_SHARD, units, 0, 10, 10, true, &without));
+    for (size_t i = 0; i < sizeof(wides) / sizeof(wides[0]); i++) {
+        for (size_t u = 0; u < N_ALIKE; u++) {
+            units[u] = (fc_unit_desc){"a", params, u == wides[i] ? N_WIDE : N_WIDE - 1};
+        }
+        CHECK_OK(fc_domain_plan(FC_DOMAIN_SHARD, units, N_ALIKE, 10, 10, true, &sizes));
+        CHECK_EQ(sizes.control - without.control,
+                 (wides[i] < N_ALIKE ? 2 : 1) * (size_t)10 * N_ALIKE * FC_CACHE_LINE);
     }
     CHECK_EQ(fc_alloc_live(), 0);
 }
@@ -199,6 +229,54 @@ static void body_real(int rank, int n_ranks, void *arg)
     }
 }
 
+/* Ranks of which one has a unit of another shape are told, though it takes as many bytes. */
+static void body_other_shapes(int rank, int n_ranks, void *arg)
+{
+    (void)arg;
+    for (size_t other = 0; other <= 3; other++) {
+        fc_param params[3];
+        fc_unit_desc units[3];
+        member m;
+
+        for (size_t u = 0; u < 3; u++) {
+            const bool is_other = u == other && rank == n_ranks - 1;
+
+            params[u] = make_param(1, is_other ? 12 : 6, is_other ? 2 : 4, FC_F32, true);
+            units[u] = (fc_unit_desc){"a", &params[u], 1};
+        }
+        member_join(&m, rank, n_ranks);
+        CHECK_EQ(fc_domain_create(m.transport, FC_DOMAIN_SHARD, units, 3, rank, n_ranks, &m.domain),
+                 other < 3 ? FC_ERR_MISMATCH : FC_OK);
+        member_leave(&m);
+    }
+}
+
+/* A rank that has no memory for its units tells the others, by the name of the first one. */
+static void body_refused(int rank, int n_ranks, void *arg)
+{
+    static const char *const texts[] = {": rank 10: domain of 0 units",
+                                        "a: rank 10: domain of 1 units",
+                                        "a: rank 10: domain of 2 units"};
+
+    (void)arg;
+    for (size_t n_units = 0; n_units <= 2; n_units++) {
+        model made = models[0];
+        member m;
+        fc_status st;
+
+        describe(&made);
+        member_join(&m, rank, n_ranks);
+        fc_alloc_fail_after(rank == 0 ? 0 : -1);
+        st = fc_domain_create(m.transport, FC_DOMAIN_SHARD, made.units, n_units, rank, n_ranks,
+                              &m.domain);
+        fc_alloc_fail_after(-1);
+        CHECK_EQ(st, FC_ERR_NOMEM);
+        CHECK_STR(fc_last_message(), texts[n_units]);
+        CHECK(m.domain == NULL);
+        member_leave(&m);
+    }
+}
+
 /* ---- what is given back ---- */
 
 /* An arena goes once nobody reads there, and no other rank's; what is posted next is right. */
@@ -233,6 +311,84 @@ static void body_trim(int rank, int n_ranks, void *arg)
         CHECK_OK(member_close(&m));
         CHECK_OK(ranks_exchange(&m.host, "read", &rank, sizeof(rank), NULL));
         CHECK_EQ(fc_domain_trim(m.domain), arena);
+    }
+    member_leave(&m);
+}
+
+/* What lies beside a rank's arena stays: shards of all ranks, and what others have posted. */
+static void body_trim_beside(int rank, int n_ranks, void *arg)
+{
+    model made = models[1]; /* of whole pages */
+    size_t arena;
+    member m;
+
+    (void)arg;
+    describe(&made);
+    member_join(&m, rank, n_ranks);
+    member_make_domain(&m, FC_DOMAIN_SHARD, made.units, made.n_units, rank, n_ranks);
+    arena = fc_domain_arena_bytes(m.domain);
+    for (size_t u = 0; u < made.n_units; u++) {
+        fc_unit *unit = fc_domain_unit(m.domain, u);
+        const fc_param *p = &fc_unit_layout(unit)->params[(u + 1) % 2];
+
+        memset(fc_unit_shard_storage(unit, (u + 1) % 2), 1 + rank, p->chunk_numel * sizeof(float));
+    }
+    CHECK_OK(ranks_exchange(&m.host, "written", &rank, sizeof(rank), NULL));
+    for (int poster = 0; poster < n_ranks; poster++) {
+        member_open(&m, true, 2);
+        m.planned[poster][0] = 1;
+        if (rank == poster) {
+            CHECK_OK(member_post(&m, 0));
+        }
+        CHECK_OK(ranks_exchange(&m.host, "posted", &rank, sizeof(rank), NULL));
+        CHECK_EQ(fc_domain_trim(m.domain), rank == poster ? 0 : arena);
+        CHECK_OK(ranks_exchange(&m.host, "trimmed", &rank, sizeof(rank), NULL));
+        CHECK_OK(member_close(&m)); /* compares the sums */
+    }
+    for (size_t u = 0; u < made.n_units; u++) {
+        const fc_unit *unit = fc_domain_unit(m.domain, u);
+        const fc_param *p = &fc_unit_layout(unit)->params[(u + 1) % 2];
+        const char *full = (const char *)fc_unit_view(unit) + p->full_at;
+        size_t n_wrong = 0;
+
+        for (size_t k = 0; k < p->rows * p->inner * sizeof(float); k++) {
+            n_wrong += full[k] != 1 + (char)(k / (p->chunk_rows * p->inner * sizeof(float)));
+        }
+        CHECK_EQ(n_wrong, 0);
+    }
+    CHECK_OK(ranks_exchange(&m.host, "read", &rank, sizeof(rank), NULL));
+    member_leave(&m);
+}
+
+/* Copies of posts that are kept for the next ones go, of all units. */
+static void body_trim_copies(int rank, int n_ranks, void *arg)
+{
+    model made = models[0];
+    int64_t live;
+    member m;
+
+    (void)arg;
+    describe(&made);
+    member_join(&m, rank, n_ranks);
+    member_make_domain(&m, FC_DOMAIN_SHARD, made.units, made.n_units, rank, n_ranks);
+    live = fc_alloc_live();
+    for (uint64_t round = 0; round < 2; round++) {
+        member_open(&m, true, 3 + round);
+        for (size_t u = 0; u < made.n_units; u++) {
+            m.planned[0][u] = 1;
+            if (rank == 0) {
+                CHECK_OK(member_post(&m, u));
+            }
+        }
+        CHECK_OK(ranks_exchange(&m.host, "posted", &rank, sizeof(rank), NULL));
+        for (size_t u = 0; u < made.n_units && rank != 0; u++) {
+            CHECK_OK(fc_exchange_make_way(fc_domain_unit(m.domain, u)));
+        }
+        CHECK_OK(member_close(&m));
+        CHECK_EQ(fc_alloc_live(), live + (rank == 0 ? 0 : (int64_t)made.n_units));
+        CHECK_EQ(fc_domain_trim(m.domain), fc_domain_arena_bytes(m.domain));
+        CHECK_EQ(fc_alloc_live(), live);
+        CHECK_OK(ranks_exchange(&m.host, "trimmed", &rank, sizeof(rank), NULL));
     }
     member_leave(&m);
 }
@@ -313,6 +469,81 @@ static void test_dropped_batch(void)
         }
     }
     fc_domain_destroy(domain);
+    fc_transport_destroy(transport);
+    CHECK_EQ(fc_alloc_live(), 0);
+}
+
+/* ---- domains of one root ---- */
+
+#define N_LINKED 4
+
+/* The domains that a search from each of them comes by, where posts wait in one of them. */
+static void check_linked(fc_domain *const *domains, const int *root_of)
+{
+    for (int waiting = 0; waiting < N_LINKED; waiting++) {
+        char *parts;
+        size_t pitch;
+
+        CHECK_OK(fc_batch_add(fc_domain_unit(domains[waiting], 0), &parts, &pitch));
+        for (int from = 0; from < N_LINKED; from++) {
+            CHECK_MSG((fc_batch_waiting(domains[from]) == domains[waiting]) ==
+                          (root_of[from] == root_of[waiting]),
+                      "from %d to %d", from, waiting);
+        }
+        fc_domain_fail(domains[waiting]);
+        fc_domain_open(domains[waiting], (fc_opening){FC_PHASE_BACKWARD, 0, FC_UPDATES_UNKNOWN});
+    }
+}
+
+/* Open, with room for posts that wait. */
+static fc_domain *make_waiting(fc_transport *transport, const fc_unit_desc *unit)
+{
+    fc_domain *domain = NULL;
+
+    CHECK_OR_EXIT(fc_domain_create(transport, FC_DOMAIN_SHARD, unit, 1, 0, 2, &domain) == FC_OK);
+    fc_batch_limit(domain, (size_t)1 << 20);
+    fc_domain_open(domain, (fc_opening){FC_PHASE_BACKWARD, 0, FC_UPDATES_UNKNOWN});
+    return domain;
+}
+
+/* A domain is linked to those that it was named with last, and to no others. */
+static void test_links(void)
+{
+    fc_transport *transport = connect_by_messages(2);
+    fc_domain *d[N_LINKED];
+    model m = models[0];
+    char *parts;
+    size_t pitch;
+
+    describe(&m);
+    m.units[0].n_params = 1;
+    for (int i = 0; i < N_LINKED; i++) {
+        d[i] = make_waiting(transport, &m.units[0]);
+    }
+    check_linked(d, (const int[]){0, 1, 2, 3});
+    fc_domain_link(d, N_LINKED);
+    check_linked(d, (const int[]){0, 0, 0, 0});
+    fc_domain_link(d, 0);
+    check_linked(d, (const int[]){0, 0, 0, 0});
+    fc_domain_link(d, 2);
+    check_linked(d, (const int[]){0, 0, 1, 1});
+    fc_domain_link(d + 1, 2);
+    check_linked(d, (const int[]){0, 1, 1, 2});
+    fc_domain_link(d, 3);
+    check_linked(d, (const int[]){0, 0, 0, 1});
+    fc_domain_link(d, 1);
+    check_linked(d, (const int[]){0, 1, 1, 2});
+    fc_domain_link(d, 3);
+    fc_domain_destroy(d[1]);
+    d[1] = make_waiting(transport, &m.units[0]); /* where the other one was */
+    CHECK_OK(fc_batch_add(fc_domain_unit(d[1], 0), &parts, &pitch));
+    CHECK_OR_EXIT(fc_batch_waiting(d[0]) == NULL && fc_batch_waiting(d[2]) == NULL);
+    fc_domain_fail(d[1]);
+    fc_domain_open(d[1], (fc_opening){FC_PHASE_BACKWARD, 0, FC_UPDATES_UNKNOWN});
+    check_linked(d, (const int[]){0, 1, 0, 2});
+    for (int i = 0; i < N_LINKED; i++) {
+        fc_domain_destroy(d[i]);
+    }
     fc_transport_destroy(transport);
     CHECK_EQ(fc_alloc_live(), 0);
 }
@@ -467,6 +698,8 @@ int main(void)
 {
     test_plans();
     test_plans_without_memory();
+    test_lanes();
+    test_links();
     test_trim_batch();
     test_dropped_batch();
     test_many_ranks();
@@ -477,7 +710,11 @@ int main(void)
         ranks_check(n, body_real, NULL);
     }
     for (int n = 2; n <= 3; n++) {
+        ranks_check(n, body_other_shapes, NULL);
+        ranks_check(n, body_refused, NULL);
         ranks_check(n, body_trim, NULL);
+        ranks_check(n, body_trim_beside, NULL);
+        ranks_check(n, body_trim_copies, NULL);
         ranks_check(n, body_clocks, NULL);
     }
     return check_result();

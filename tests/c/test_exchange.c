@@ -281,6 +281,84 @@ static void body_too_large(int rank, int n_ranks, void *arg)
     member_leave(&m);
 }
 
+/* Whether a rank's post has a parameter of a unit. */
+static bool has_many(int rank, int n_ranks, size_t unit, size_t param)
+{
+    return unit == 1 || (int)param % (n_ranks + 1) != rank;
+}
+
+static void check_many(member *m)
+{
+    for (int n = 0; n < 3; n++) {
+        fc_source sources[RANKS_MAX];
+        fc_unit *unit = NULL;
+        size_t u = 0;
+
+        CHECK_OK(fc_exchange_next(m->domain, FC_SEARCH_ALL, &unit));
+        CHECK_OR_EXIT(unit != NULL);
+        while (fc_domain_unit(m->domain, u) != unit) {
+            u++;
+        }
+        CHECK_OK(fc_exchange_sources(unit, sources));
+        for (int r = 0; r < m->n_ranks; r++) {
+            CHECK_OR_EXIT(sources[r].part != NULL);
+            for (size_t i = 0; i < fc_unit_layout(unit)->n_params; i++) {
+                CHECK_EQ(sources[r].mask[i / 64] >> i % 64 & 1, has_many(r, m->n_ranks, u, i));
+            }
+        }
+        fc_exchange_consume(unit);
+    }
+}
+
+/* A lane says which of its unit's parameters a post has, and who has read it, however many they
+ * are; of the widest unit it is as long as a cache line, or longer. */
+static void body_many_params(int rank, int n_ranks, void *arg)
+{
+    const bool is_longer = *(const bool *)arg;
+    const size_t n_words = (FC_CACHE_LINE - sizeof(lane)) / sizeof(fc_word) - (size_t)n_ranks;
+    const size_t n_params[] = {n_words * 64 + is_longer, 1, 65};
+    fc_param *params = calloc(n_params[0], sizeof(*params));
+    fc_unit_desc units[3];
+    member m;
+
+    CHECK_OR_EXIT(params != NULL);
+    for (size_t i = 0; i < n_params[0]; i++) {
+        params[i] = make_param(1, 4, 1, FC_F32, true);
+    }
+    for (size_t u = 0; u < 3; u++) {
+        units[u] = (fc_unit_desc){"many", params, n_params[u]};
+    }
+    member_join(&m, rank, n_ranks);
+    member_make_domain(&m, FC_DOMAIN_SHARD, units, 3, rank, n_ranks);
+    free(params);
+    CHECK_OK(member_forward(&m));
+    member_open(&m, true, 1);
+    for (size_t u = 3; u-- > 0;) {
+        fc_unit *unit = fc_domain_unit(m.domain, u);
+        size_t bytes;
+        char *parts;
+
+        for (size_t i = 0; i < n_params[u]; i++) {
+            if (has_many(rank, n_ranks, u, i)) {
+                fc_exchange_set_present(unit, i);
+            }
+        }
+        bytes = fc_unit_part_bytes(unit, FC_WIRE_REDUCE);
+        CHECK_OK(fc_exchange_reserve(unit, bytes, FC_WIRE_REDUCE, &parts));
+        memset(parts, 0, (size_t)n_ranks * bytes);
+        fc_exchange_commit(unit);
+    }
+    fc_domain_mark_closed(m.domain);
+    for (int turn = 0; turn < n_ranks; turn++) { /* what one has read the next one still reads */
+        if (turn == rank) {
+            check_many(&m);
+        }
+        CHECK_OK(ranks_exchange(&m.host, "turn", &rank, sizeof(rank), NULL));
+    }
+    CHECK_OK(fc_domain_close(m.domain));
+    member_leave(&m);
+}
+
 /* A bit of what a rank says of its post has changed: its peer reads nothing there. */
 static void body_changed_lane(int rank, int n_ranks, void *arg)
 {
@@ -675,6 +753,10 @@ int main(void)
     static bool yes = true;
     static bool no = false;
 
+    for (int n = 2; n <= 3; n++) {
+        ranks_check(n, body_many_params, &yes);
+        ranks_check(n, body_many_params, &no);
+    }
     test_orders();
     test_histories(FC_DOMAIN_SHARD);
     test_histories(FC_DOMAIN_REPLICATE);

@@ -8,6 +8,7 @@
 #include "engine/domain_private.h"
 #include "engine/order.h"
 #include "engine/unit.h"
+#include "engine/unsharding_private.h"
 
 #define N_UNITS 5
 #define LARGE 3 /* the unit that is too large to come along */
@@ -427,8 +428,114 @@ static void test_little(void)
     end_domain();
 }
 
+/* What is behind an order's end is of an older one, in the same memory. */
+static void test_shorter(void)
+{
+    make_domain(2, false);
+    forward(true, "0 1 4 2");
+    forward(true, "0 1");
+    forward(true, "0 1");
+    open(FC_PHASE_FORWARD);
+    order_heard(domain, true);
+    check_after(0, "1");
+    use("4"); /* which is not in it, and leaves the place */
+    check_after(0, "1");
+    use("0 1");
+    check_after(1, "");
+    CHECK_EQ(fc_domain_close(domain), FC_OK);
+    end_domain();
+    make_domain(2, false);
+    forward(true, "0 1 2 0 1 2"); /* as many as its memory has room for */
+    open(FC_PHASE_FORWARD);
+    order_heard(domain, true);
+    check_after(4, "");
+    use("4");
+    check_after(2, "0 1 2");
+    use("0 1 2 0 1");
+    check_after(2, "");
+    CHECK_EQ(fc_domain_close(domain), FC_OK);
+    end_domain();
+}
+
+/* ---- who may begin ---- */
+
+static fc_unsharding unshardings[N_UNITS];
+
+static void make_unshardings(void)
+{
+    for (size_t u = 0; u < N_UNITS; u++) {
+        unshardings[u] = (fc_unsharding){.domain = domain, .state = FC_UNIT_SHARDED};
+        unit_of(u)->unsharding = &unshardings[u];
+    }
+}
+
+static void check_next_large(const fc_unsharding *expected)
+{
+    CHECK(fc_order_next_large(domain) == expected);
+}
+
+/* The next one that is too large to come along, and away. */
+static void test_next_large(void)
+{
+    make_domain(2, true);
+    make_unshardings();
+    forward(true, "0 1 3 4");
+    backward("4 3 1 0");
+    open(FC_PHASE_FORWARD);
+    check_next_large(NULL); /* it is not followed yet */
+    order_heard(domain, true);
+    check_next_large(&unshardings[LARGE]);
+    unshardings[LARGE].state = FC_UNIT_UNSHARDED;
+    check_next_large(NULL);
+    unshardings[LARGE].state = FC_UNIT_SHARDED;
+    use("0");
+    check_next_large(&unshardings[LARGE]);
+    use("3");
+    check_next_large(NULL);
+    CHECK_EQ(fc_domain_close(domain), FC_OK);
+    open(FC_PHASE_BACKWARD);
+    use("4");
+    check_next_large(&unshardings[LARGE]);
+    fc_batch_limit(domain, 0);
+    check_next_large(NULL);
+    fc_batch_limit(domain, 1); /* all are too large */
+    check_next_large(&unshardings[LARGE]);
+    use("3");
+    check_next_large(&unshardings[1]);
+    fc_domain_fail(domain);
+    end_domain();
+    make_domain(2, true);
+    make_unshardings();
+    forward(true, "0 1 3");
+    forward(true, "0 1");
+    forward(true, "0 1");
+    open(FC_PHASE_FORWARD);
+    order_heard(domain, true);
+    check_next_large(NULL); /* of an older order */
+    CHECK_EQ(fc_domain_close(domain), FC_OK);
+    end_domain();
+}
+
+/* What came ahead is counted until it is used or dropped, whatever becomes of the phase. */
+static void test_ahead(void)
+{
+    make_domain(2, false);
+    forward(true, "0 1 2");
+    fc_order_set_ahead(unit_of(1), true);
+    open(FC_PHASE_FORWARD);
+    CHECK_EQ(fc_order_n_ahead(domain), 1);
+    use("0");
+    fc_domain_fail(domain);
+    CHECK_EQ(fc_order_n_ahead(domain), 1);
+    fc_order_set_ahead(unit_of(1), false);
+    end_domain();
+}
+
 int main(void)
 {
+    test_shorter();
+    test_next_large();
+    test_ahead();
     test_largest_small();
     test_little();
     test_forward();

@@ -182,6 +182,10 @@ static void body_failing(int rank, int n_ranks, void *arg)
     CHECK(w->context.is_failed && !w->context.awaits_end && !fc_root_is_open(&w->course));
     CHECK_OK(fc_root_reset(&w->course, true));
     CHECK(!w->context.is_failed && fc_root_is_between_steps(&w->course));
+    CHECK_OK(ranks_exchange(&w->hosts[0], "reset", &rank, sizeof(rank), NULL));
+    if (rank == 1) { /* nobody reads any more what the failed one has not read */
+        CHECK_EQ(fc_domain_trim(w->domains[0]), fc_domain_arena_bytes(w->domains[0]));
+    }
     for (size_t u = 0; u < N_UNITS; u++) {
         CHECK(!fc_reduction_is_submitted(w->owners[u].reduction));
         CHECK(!w->owners[u].is_unsharded && !w->owners[u].has_accumulated);
@@ -409,6 +413,19 @@ static void body_together(int rank, int n_ranks, void *arg)
     leave(w);
 }
 
+/* A rank that waits for one group keeps none of another one waiting: the last rank shares nothing
+ * with the first one, which waits for it. */
+static void body_closing(int rank, int n_ranks, void *arg)
+{
+    world *w = join(rank, n_ranks, *(const int *)arg);
+
+    CHECK_OK(fc_root_open_forward(&w->course, &w->modules[0], true, 0));
+    CHECK(rank != 0 || ranks_await(n_ranks, 1));
+    CHECK_OK(fc_root_end_forward(&w->course, true));
+    atomic_store(&ranks_common->values[1 + rank], 1);
+    leave(w);
+}
+
 /* The last rank leaves the forward that the others go on from. */
 static void body_leaving(int rank, int n_ranks, void *arg)
 {
@@ -420,6 +437,29 @@ static void body_leaving(int rank, int n_ranks, void *arg)
     } else {
         CHECK_EQ(fc_root_begin_backward(&w->course), FC_ERR_PEER);
         CHECK_HAS(fc_last_message(), "left the forward of step 1");
+    }
+    CHECK(w->context.is_failed && !fc_root_is_open(&w->course));
+    CHECK_OK(fc_root_reset(&w->course, true));
+    forward(w, N_UNITS);
+    CHECK_OK(backward(w, 2, 0));
+    check_sums(w, 2, 2);
+    leave(w);
+}
+
+/* Who leaves a backward whose sums are complete is noticed at its end. */
+static void body_gone(int rank, int n_ranks, void *arg)
+{
+    world *w = join(rank, n_ranks, *(const int *)arg);
+
+    forward(w, N_UNITS);
+    CHECK_OK(fc_root_begin_backward(&w->course));
+    if (rank == n_ranks - 1) {
+        fc_root_fail(&w->course);
+        atomic_store(&ranks_common->values[1], 1);
+    } else {
+        CHECK(ranks_await(1, 1));
+        CHECK_EQ(end(w), FC_ERR_PEER);
+        CHECK_HAS(fc_last_message(), "left the backward of step 1");
     }
     CHECK(w->context.is_failed && !fc_root_is_open(&w->course));
     CHECK_OK(fc_root_reset(&w->course, true));
@@ -482,9 +522,11 @@ int main(void)
     ranks_check(2, body_together, &two);
     ranks_check(2, body_together, &one);
     ranks_check(4, body_together, &two);
+    ranks_check(4, body_closing, &two);
     ranks_check(2, body_refusing, &two);
     ranks_check(2, body_leaving, &two);
     ranks_check(3, body_leaving, &three);
+    ranks_check(2, body_gone, &two);
     ranks_check(2, body_apart, &two);
     return check_result();
 }

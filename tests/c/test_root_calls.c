@@ -4,6 +4,10 @@
 
 #include "root_calls.h"
 
+#include "engine/reduction_private.h"
+#include "engine/unsharding_private.h"
+#include "refused_messages.h"
+
 static void test_usual_steps(void)
 {
     make_world();
@@ -114,6 +118,27 @@ static void test_unused(void)
                     2) "unshard1 defer1! passed1 reshard1! submit1+ undefer1 graph1 "
                        "unshard0 defer0! " PASSED(0));
     unmake_world();
+}
+
+/* Gradients that are lent and large are given back as their unit was passed; others stay. */
+static void test_lent(void)
+{
+    static const fc_gradient none = {.data = NULL};
+
+    for (size_t more = 0; more < 2; more++) {
+        make_world();
+        CHECK_OK(forward(true));
+        CHECK_OK(reach(2));
+        n_released = 0;
+        w.owners[3].reduction->borrowed =
+            (borrowed){.grads = &none, .memory = &w, .bytes = FC_BORROWED_BYTES_MAX + more};
+        w.domains[0]->borrower = w.owners[3].reduction;
+        CHECK_OK(pass(3));
+        CHECK_EQ(n_released, more);
+        CHECK_OK(fc_root_reset(&w.course, true));
+        CHECK_EQ(n_released, 1);
+        unmake_world();
+    }
 }
 
 /* No later backward can begin inside of a unit that was reached and passed with all gradients. */
@@ -405,6 +430,14 @@ static void test_ahead(void)
     asked[0] = '\0';
     CHECK_OK(end_backward());
     CHECK_HAS(asked, "keep2 drop2 ahead0 ahead2 ahead3 ");
+    w.domains[0]->n_ahead = 1;
+    w.domains[0]->n_units = 2; /* units behind them are none of its own */
+    asked[0] = '\0';
+    CHECK_OK(fc_root_open_forward(&w.course, &w.modules[0], true, 0));
+    CHECK_HAS(asked, "ahead0 ");
+    CHECK(strstr(asked, "ahead2") == NULL);
+    w.domains[0]->n_units = N_UNITS;
+    w.domains[0]->n_ahead = 0;
     unmake_world();
 }
 
@@ -571,6 +604,114 @@ static void test_updates(void)
     unmake_world();
 }
 
+/* ---- over messages ---- */
+
+static int n_dropped;
+
+static void drop_gather(void *context)
+{
+    (void)context;
+    n_dropped++;
+}
+
+static fc_status no_exchange(void *context, const char *what, const void *mine, size_t bytes,
+                             void *all_out)
+{
+    (void)context, (void)what, (void)mine, (void)bytes, (void)all_out;
+    return FC_ERR_UNSUPPORTED;
+}
+
+static fc_transport *messages;
+static fc_domain *by_messages;
+
+static void make_messages(bool is_packed)
+{
+    static const int ranks[2] = {0, 1};
+    const fc_transport_config config = {.name = "messages",
+                                        .n_ranks = 2,
+                                        .global_ranks = ranks,
+                                        .timeout_ns = DOMAINS_TIMEOUT_NS,
+                                        .host = {.exchange = no_exchange}};
+    fc_message_ops transport_ops = refused_messages;
+    fc_param param = make_param(1, 2, 2, FC_F32, true);
+    const fc_unit_desc unit = {"first", &param, 1};
+
+    param.is_packed = is_packed;
+    transport_ops.gather_drop = drop_gather;
+    CHECK_OK(fc_callback_create(&config, &transport_ops, &messages));
+    CHECK_OK(fc_domain_create(messages, FC_DOMAIN_SHARD, &unit, 1, 0, 2, &by_messages));
+}
+
+static void unmake_messages(void)
+{
+    fc_domain_destroy(by_messages);
+    fc_transport_destroy(messages);
+}
+
+/* Others look at what one of its domains sends, whichever it is; and divide for themselves. */
+static void test_visible(void)
+{
+    fc_reduction *reduction = NULL;
+    fc_root_unit unit;
+
+    make_world();
+    CHECK(!fc_root_is_visible(&w.course));
+    for (int i = 0; i < 4; i++) {
+        fc_root_context context = {.awaits_end = false};
+        fc_root_course root = {.ops = &ops, .context = &context};
+        fc_domain *domains[2] = {w.domains[0], w.domains[0]};
+
+        make_messages(i % 2 != 0);
+        domains[i / 2] = by_messages;
+        CHECK_OK(fc_root_init(&root, domains, 2, NULL, 0));
+        CHECK_EQ(fc_root_is_visible(&root), i % 2 != 0);
+        CHECK_OK(fc_reduction_create(fc_domain_unit(by_messages, 0), NULL, w.slots, &no_reductions,
+                                     &reduction));
+        fc_root_unit_init(&unit);
+        fc_root_unit_bind(&unit, reduction, &unit);
+        CHECK_EQ(fc_root_unit_options(&unit, 0).divisor, i % 2 != 0 ? 1 : 2);
+        CHECK_EQ(fc_root_unit_options(&unit, 4).divisor, i % 2 != 0 ? 1 : 4);
+        fc_root_unit_bind(&unit, NULL, NULL);
+        fc_reduction_destroy(reduction);
+        fc_root_fini(&root);
+        unmake_messages();
+    }
+    unmake_world();
+}
+
+/* A gather that has begun and is not used is given up as a phase begins, and as it ends. */
+static void test_begun(void)
+{
+    fc_root_context context = {.is_last_backward = true};
+    fc_root_course root = {.ops = &ops, .context = &context, .owner = &w};
+    fc_root_module module = {.training = FC_TRAINING_IDLE}, *modules[1] = {&module};
+    fc_unsharding begun;
+
+    make_world();
+    make_messages(false);
+    begun = (fc_unsharding){.slots = w.slots, .domain = by_messages};
+    CHECK_OK(fc_root_init(&root, &by_messages, 1, modules, 1));
+    n_dropped = 0;
+    for (int i = 0; i < 4; i++) {
+        CHECK_OK(fc_slots_acquire(w.slots, 1, &by_messages->gathering_pack));
+        by_messages->gathering = &begun;
+        if (i == 0) {
+            CHECK_OK(fc_root_open_forward(&root, &module, true, 0));
+        } else if (i == 1) {
+            CHECK_OK(fc_root_end_forward(&root, true));
+        } else if (i == 2) {
+            CHECK_OK(fc_root_begin_backward(&root));
+        } else {
+            CHECK_OK(fc_root_end_backward(&root));
+        }
+        CHECK(by_messages->gathering == NULL);
+        CHECK_EQ(n_dropped, i + 1);
+    }
+    fc_root_fini(&root);
+    unmake_messages();
+    unmake_world();
+}
+
 /* ---- on a device ---- */
 
 #define RELEASED "release0 release1 release2 release3 "
@@ -632,6 +773,7 @@ int main(void)
     test_damaged();
     test_left();
     test_unused();
+    test_lent();
     test_end_of_graph();
     test_repeated();
     test_late();
@@ -645,6 +787,8 @@ int main(void)
     test_empty();
     test_binding();
     test_updates();
+    test_visible();
+    test_begun();
     test_device();
     return check_result();
 }
