@@ -416,6 +416,8 @@ static void test_inputs(void)
     params[1].n_inputs = 1;
     CHECK_EQ(fc_layout_init(&layout, params, 3, 1, 2, true), FC_OK);
     CHECK(layout.fingerprint != print);
+    params[0].n_inputs = 3;
+    CHECK_EQ(fc_layout_count(params, 3), 3 + 3 + 1);
 }
 
 static void test_too_large(void)
