@@ -393,6 +393,39 @@ static void body_refusing(int rank, int n_ranks, void *arg)
     leave(w);
 }
 
+/* Rank 0 refuses a sum that comes when nothing but sums is left; the other one has its own. */
+static void body_refusing_last(int rank, int n_ranks, void *arg)
+{
+    world *w = join(rank, n_ranks, *(const int *)arg);
+
+    forward(w, N_UNITS);
+    if (rank == 0) {
+        for (size_t u = N_UNITS; u-- > 0;) {
+            CHECK_OK(reach(w, u));
+            CHECK_OK(pass(w, u, 1));
+        }
+        w->fails_to_assign = 1;
+        atomic_store(&ranks_common->values[SUBMITTED], 1);
+        CHECK_EQ(end(w), FC_ERR_INTERRUPTED);
+        CHECK_HAS(fc_last_message(), "the caller refuses");
+        CHECK(w->context.is_failed && !fc_root_is_open(&w->course));
+        w->fails_to_assign = N_UNITS;
+        CHECK_OK(fc_root_reset(&w->course, true));
+        for (size_t u = 0; u < N_UNITS; u++) {
+            w->owners[u].has_sum = false;
+        }
+    } else {
+        CHECK_OK(fc_root_begin_backward(&w->course)); /* for which rank 0 waits */
+        CHECK(ranks_await(SUBMITTED, 1));
+        CHECK_OK(backward(w, 1, 0));
+        check_sums(w, 1, 1);
+    }
+    forward(w, N_UNITS);
+    CHECK_OK(backward(w, 2, 0));
+    check_sums(w, 2, 2);
+    leave(w);
+}
+
 /* No rank goes on before all of those with which it shares something have ended the forward. */
 static void body_together(int rank, int n_ranks, void *arg)
 {
@@ -524,6 +557,7 @@ int main(void)
     ranks_check(4, body_together, &two);
     ranks_check(4, body_closing, &two);
     ranks_check(2, body_refusing, &two);
+    ranks_check(2, body_refusing_last, &two);
     ranks_check(2, body_leaving, &two);
     ranks_check(3, body_leaving, &three);
     ranks_check(2, body_gone, &two);
