@@ -9,6 +9,8 @@ from parity import Pair, Side, Tolerance, compare, local, on_ranks, total
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+import fsdp_c
+
 
 def shard_blocks(**options):
     return lambda model, fsdp: models.shard_blocks(model, fsdp, **options)
@@ -442,3 +444,16 @@ def test_exception_in_forward(rank: int, n_ranks: int) -> None:
     pair.both(fail)
     pair.step(data(rank, 1))
     pair.step(data(rank, 2))
+
+
+@on_ranks(1, 2, 3)
+def test_unit_whose_gradients_have_no_elements(rank: int, n_ranks: int) -> None:
+    """torch refuses it; unsharded, what lies before it has gradients of zeros."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 0))
+    fsdp_c.fully_shard(model[1])
+    fsdp_c.fully_shard(model)
+    for step in range(2):
+        model(data(rank, step, 3, 4)).sum().backward()
+    assert all(param.grad is None or param.grad.numel() == 0 for param in model[1].parameters())
+    for param in model[0].parameters():
+        assert param.grad is not None and not param.grad.full_tensor().any()

@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable
@@ -311,21 +312,28 @@ def files_below(path: Path) -> Iterable[Path]:
 
 
 def passes(program: Path, limit_s: float, env: dict[str, str] | None = None) -> bool:
-    process = subprocess.Popen(
-        [program],
-        env={**os.environ, **(env or {})},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        return process.wait(timeout=limit_s) in (0, 77)  # 77: left out
-    except subprocess.TimeoutExpired:
-        return False
-    finally:  # ranks too that a failing program has left behind
+    """A program that has said what is wrong is not waited for."""
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            [program],
+            env={**os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + limit_s
         try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        process.wait()
+            while time.monotonic() < deadline:
+                try:
+                    return process.wait(timeout=0.2) in (0, 77)  # 77: left out
+                except subprocess.TimeoutExpired:
+                    if b": not true: " in os.pread(said.fileno(), 1 << 16, 0):
+                        break
+            return False
+        finally:  # ranks too that a failing program has left behind
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
