@@ -388,7 +388,8 @@ static void read_flags(char *flags, int room)
     FILE *file = fopen("/proc/cpuinfo", "r");
 
     flags[0] = '\0';
-    while (file != NULL && fgets(flags, room - 1, file) != NULL && strncmp(flags, "flags", 5) != 0) {
+    while (file != NULL && fgets(flags, room - 1, file) != NULL &&
+           strncmp(flags, "flags", 5) != 0) {
         flags[0] = '\0';
     }
     if (file != NULL) {

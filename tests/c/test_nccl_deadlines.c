@@ -213,6 +213,8 @@ static void fail(int rank, int n, void *arg)
         CHECK_EQ(fc_nccl_abort(w.group, FC_ERR_INVALID, "no more"), FC_ERR_INVALID);
     } else if (f->kind != DIES && f->kind != GIVES_UP) {
         come_too_late(&w, f);
+    } else {
+        CHECK(ranks_await(0, 1)); /* one that leaves meanwhile would be named instead */
     }
     finish_with_events(&w);
 }

@@ -10,7 +10,7 @@ from differential.generate import make_program
 from differential.program import WORLDS, Program
 
 # Under the torch that development uses; another one gets a tenth.
-N_SEEDS = 120
+N_SEEDS = 80
 CHUNK = 25
 # Of programs with rare features, by the number of ranks.
 FEATURE_SEEDS = {2: range(378, 390), 4: range(541, 553)}
