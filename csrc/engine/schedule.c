@@ -495,8 +495,8 @@ fc_status fc_schedule_read_shards(fc_schedule *s, fc_stream *caller)
         FC_TRY(await_guest(s)); /* compute may use shards where they lie */
     } else {
         FC_TRY(set_compute(s, caller));
+        s->owes_wait = false;
     }
-    s->owes_wait = false;
     return fc_schedule_chain(s, FC_ORDER_OPTIMIZER, caller, s->options.copy_in);
 }
 

@@ -65,7 +65,9 @@ typedef struct micro_model {
     bool is_used[UNITS]; /* its gradients are given */
     fc_schedule_sync sync;
     bool is_last;
-    bool is_visited; /* between forward and backward another stream unshards one of its units */
+    /* Before the forward, or between it and the backward, another stream unshards one of its units.
+     */
+    bool is_visited_first, is_visited;
     int visited;
     bool leaves_sharded;
 } micro_model;
@@ -233,6 +235,7 @@ static inline void make_micro(program *p, micro_model *m, bool is_newest)
     }
     m->sync = is_newest ? FC_SYNC_ALL : (fc_schedule_sync)draw(p, 3);
     m->is_last = is_newest || draw(p, 2) == 0;
+    m->is_visited_first = draw(p, 4) == 0;
     m->is_visited = draw(p, 3) == 0;
     m->visited = m->calls[draw(p, (uint64_t)m->n_calls)];
     m->leaves_sharded = draw(p, 2) == 0;

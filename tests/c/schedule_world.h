@@ -215,7 +215,7 @@ static inline fc_status forward(worker *w, int step, const micro_model *m, bool 
     return fc_schedule_post_forward(w->units[m->calls[0]].unit);
 }
 
-/* Another stream looks at a unit between a forward and its backward. */
+/* Another stream looks at a unit beside a forward and its backward. */
 static inline fc_status visit(worker *w, int step, const micro_model *m)
 {
     fc_stream *const compute = w->compute, *const guest = w->p->streams[w->rank][STREAMS - 1];
@@ -427,6 +427,9 @@ static inline fc_status train(worker *w)
             bool gives = s->gives_event && micro == 0 && step > 0 && !s->has_eval;
 
             FC_TRY(begin(w, gives));
+            if (s->micros[micro].is_visited_first) {
+                FC_TRY(visit(w, step, &s->micros[micro]));
+            }
             FC_TRY(forward(w, step, &s->micros[micro], false));
             if (s->micros[micro].is_visited) {
                 FC_TRY(visit(w, step, &s->micros[micro]));
