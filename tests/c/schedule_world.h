@@ -215,6 +215,8 @@ static inline fc_status forward(worker *w, int step, const micro_model *m, bool 
     return fc_schedule_post_forward(w->units[m->calls[0]].unit);
 }
 
+static _Thread_local bool is_resharding; /* a guest is, which returns nothing */
+
 /* Another stream looks at a unit beside a forward and its backward. */
 static inline fc_status visit(worker *w, int step, const micro_model *m)
 {
@@ -228,7 +230,9 @@ static inline fc_status visit(worker *w, int step, const micro_model *m)
     FC_TRY(look_at(w, m->visited, w->p->units[m->visited].seen[step], full, "visit"));
     w->compute = compute;
     if (m->leaves_sharded) {
+        is_resharding = true;
         fc_schedule_reshard(unit);
+        is_resharding = false;
     }
     return fc_schedule_read_shards(w->schedule, compute);
 }
