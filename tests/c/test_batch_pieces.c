@@ -15,6 +15,7 @@
 #define N_UNITS 3
 #define N_PARAMS 2
 #define N_RANKS 2
+#include "alike_ranks.h"
 #define ROWS 5
 #define COLUMNS 7
 #define LIMIT ((size_t)1 << 20)
@@ -42,21 +43,6 @@ static char sent[N_RANKS][BYTES_MAX];
 static size_t sent_bytes;
 static size_t piece_bytes;
 static const void *begun_send; /* NULL: none is */
-
-static fc_status exchange(void *context, const char *what, const void *mine, size_t bytes,
-                          void *all_out)
-{
-    (void)context, (void)what;
-    for (size_t r = 0; r < N_RANKS; r++) {
-        memcpy((char *)all_out + r * bytes, mine, bytes);
-    }
-    return FC_OK;
-}
-
-static fc_status all_gather(void *context, void *recv, const void *send, size_t bytes)
-{
-    return exchange(context, "", send, bytes, recv);
-}
 
 static fc_status gather(void *context, const void *send, size_t bytes, const fc_gathered *to)
 {

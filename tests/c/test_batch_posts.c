@@ -12,6 +12,7 @@
 #include "kernels/kernels.h"
 
 #define N_RANKS 4
+#include "alike_ranks.h"
 #define RANK 1
 #define LIMIT ((size_t)1 << 20)
 #define MANY_PARAMS 256 /* whose mask fills an entry */
@@ -44,21 +45,6 @@ static const char *const names[N_UNITS] = {"pair",     "plain",       "tiny", "m
 static bool is_gone;
 static size_t n_sums, summed_numel;
 static fc_dtype summed_type;
-
-static fc_status exchange(void *context, const char *what, const void *mine, size_t bytes,
-                          void *all_out)
-{
-    (void)context, (void)what;
-    for (size_t r = 0; r < N_RANKS; r++) {
-        memcpy((char *)all_out + r * bytes, mine, bytes);
-    }
-    return FC_OK;
-}
-
-static fc_status all_gather(void *context, void *recv, const void *send, size_t bytes)
-{
-    return exchange(context, "", send, bytes, recv);
-}
 
 /* What this rank has for all ranks, summed up, so that each part counts. */
 static fc_status reduce_scatter(void *context, void *recv, void *send, size_t recv_numel,

@@ -10,6 +10,7 @@
 
 #define N_UNITS 2
 #define N_RANKS 2
+#include "alike_ranks.h"
 #define N_PARAMS 3
 #define NUMEL ((size_t)6)
 #define ODD ((size_t)5) /* of the others: one rank has less */
@@ -86,21 +87,6 @@ static const fc_reduction_ops ops = {get_options, no_flat, assign_flat, prepare,
                                      get_target,  assign,  release,     wait_for_room};
 
 /* ---- messages ---- */
-
-static fc_status exchange(void *context, const char *what, const void *mine, size_t bytes,
-                          void *all_out)
-{
-    (void)context, (void)what;
-    for (size_t r = 0; r < N_RANKS; r++) {
-        memcpy((char *)all_out + r * bytes, mine, bytes);
-    }
-    return FC_OK;
-}
-
-static fc_status all_gather(void *context, void *recv, const void *send, size_t bytes)
-{
-    return exchange(context, "", send, bytes, recv);
-}
 
 static void add(void *recv, const char *send, size_t numel)
 {
