@@ -12,7 +12,6 @@ import contextlib
 import functools
 import os
 import shutil
-import statistics
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -51,19 +50,18 @@ def folders() -> Iterator[dict[int, Path]]:
 
 def measured(args: argparse.Namespace, step: Any, kept: dict[int, Any], optimizer: Any) -> Row:
     """Times of each, and in `take` and before the optimizer."""
-    cases, row = {}, {}
     takings = {copies: Taking(step, snapshots) for copies, snapshots in kept.items()}
-    for copies, taking in takings.items():
-        handle = optimizer.register_step_pre_hook(taking.wait)
-        optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)
-        cases[f"copies={copies}"] = Case(taking, before=lambda: None)
-    budget, pairs = 15 if args.quick else 90, args.pairs or 10_000
+    # With something before each step, a block's figure is the median of its steps.
     base = Case(step, before=lambda: None)
-    row["times"] = measuring.measure_added(base, cases, budget, args.block_s, pairs)
+    cases = {f"copies={n}": Case(taking, before=lambda: None) for n, taking in takings.items()}
+    budget, pairs = 15 if args.quick else 90, args.pairs or 10_000
+    with contextlib.ExitStack() as hooks:
+        for taking in takings.values():
+            hooks.enter_context(taking.timed_waits(optimizer))
+        times = measuring.measure_added(base, cases, budget, args.block_s, pairs)
+    row: Row = {"times": times}
     for copies, taking in takings.items():
-        waits = [us for us in taking.wait_us if us > 5]  # the others had nothing to wait for
-        found = [statistics.median(taking.take_us), statistics.median(waits or [0])]
-        row[f"held up, copies={copies}"] = measuring.mean_over_ranks(found)
+        row[f"held up, copies={copies}"] = taking.held_up()
         for number in range(2):  # the first is whole on both hosts once the second is taken
             kept[copies].take(taking.n_steps + 1 + number)
             kept[copies].finish()

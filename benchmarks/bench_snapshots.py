@@ -13,7 +13,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,20 @@ class Taking:
         self.take_us: list[float] = []
         self.wait_us: list[float] = []
 
+    @contextlib.contextmanager
+    def timed_waits(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        handle = optimizer.register_step_pre_hook(self.wait)
+        # Before that of snapshots, so that it is timed here.
+        optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)
+        yield
+        handle.remove()
+
+    def held_up(self) -> list[float]:
+        """Microseconds in `take` and before the optimizer: medians."""
+        waits = [us for us in self.wait_us if us > 5]  # the others had nothing to wait for
+        medians = [statistics.median(self.take_us), statistics.median(waits or [0])]
+        return measuring.mean_over_ranks(medians)
+
     def wait(self, *_: Any) -> None:
         """What the optimizer's step waits for the copy."""
         started = time.perf_counter_ns()
@@ -147,15 +161,12 @@ def work(args: argparse.Namespace) -> list[Row]:
     with contextlib.suppress(Killed), fsdp_c.Snapshots(model, optimizer, folder=folder) as snaps:
         snaps.resume()
         taking = Taking(step, snaps)
-        handle = optimizer.register_step_pre_hook(taking.wait)
-        handles = optimizer._optimizer_step_pre_hooks
-        handles.move_to_end(handle.id, last=False)  # before that of snapshots: it is timed here
         # With something before each step, a block's figure is the median of its steps.
         base, case = (Case(body, before=lambda: None) for body in (step, taking))
         budget = 15 if args.quick else 90
         pairs = args.pairs or 10_000
-        times = measuring.measure_added(base, {"snapshots": case}, budget, args.block_s, pairs)
-        handle.remove()
+        with taking.timed_waits(optimizer):
+            times = measuring.measure_added(base, {"snapshots": case}, budget, args.block_s, pairs)
         cpu_us = processor_times([step, taking], 2 if args.quick else 5, 3 if args.quick else 8)
         snaps.take(taking.n_steps + 1)
         raise Killed
@@ -166,10 +177,8 @@ def work(args: argparse.Namespace) -> list[Row]:
     resume_us = timed(again.resume)
     measuring.same("what a snapshot brings back", bytes_of(model, optimizer)[0], wanted)
     again.close()
-    waits = [us for us in taking.wait_us if us > 5]  # the others had nothing to wait for
-    medians = [statistics.median(taking.take_us), statistics.median(waits or [0]), resume_us]
-    keys = ("take_us", "wait_us", "resume_us")
-    row = dict(zip(keys, measuring.mean_over_ranks(medians), strict=True))
+    found = [*taking.held_up(), *measuring.mean_over_ranks([resume_us])]
+    row = dict(zip(("take_us", "wait_us", "resume_us"), found, strict=True))
     row |= {"cpu_without_us": cpu_us[0], "cpu_with_us": cpu_us[1]}
     row |= dcp_times(model, optimizer, folder / "dcp", 2 if args.quick else 5)
     dist.barrier()
