@@ -66,7 +66,8 @@ static size_t padded_numel(const fc_param *param)
                             : fc_round_up(param->chunk_numel + param->is_counted, FC_ALIGN / 2);
 }
 
-/* Each of its elements lies aligned, also behind packed ones of another type. */
+/* Each of its elements lies aligned, also behind packed ones of another type; gradients as complex
+ * numbers do, which are two elements. */
 static void place_section(fc_layout *layout, bool trainable, fc_dtype reduce)
 {
     const size_t at = fc_round_up(layout->part_bytes, fc_dtype_bytes(reduce));
@@ -77,7 +78,7 @@ static void place_section(fc_layout *layout, bool trainable, fc_dtype reduce)
 
         if (p->has_grad && p->trainable == trainable && p->reduce == reduce) {
             p->part_at = place_chunk(p, &end, padded_numel(p), p->reduce);
-            layout->grad_bytes = fc_round_up(layout->grad_bytes, fc_dtype_bytes(p->grad));
+            layout->grad_bytes = fc_round_up(layout->grad_bytes, 2 * fc_dtype_bytes(p->grad));
             p->grad_at = place_chunk(p, &layout->grad_bytes, padded_numel(p), p->grad);
         }
     }

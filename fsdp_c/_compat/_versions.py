@@ -135,9 +135,11 @@ class AccumulatedGradient:
 
 def accumulated_dtype(fsdp_param: Any) -> torch.dtype:
     """The dtype in which micro-batches without synchronization are added up."""
-    if HAS_GRAD_DTYPE:
-        return fsdp_param.unsharded_grad_dtype or compute_dtype(fsdp_param)
-    return fsdp_param.reduce_dtype or compute_dtype(fsdp_param)
+    compute = compute_dtype(fsdp_param)
+    asked = fsdp_param.unsharded_grad_dtype if HAS_GRAD_DTYPE else fsdp_param.reduce_dtype
+    if compute.is_complex:  # where torch refuses a real reduce_dtype: no part of it is lost
+        return torch.promote_types(asked or compute, compute)
+    return asked or compute
 
 
 def set_sum_dtypes(fsdp_params: Sequence[Any]) -> None:

@@ -26,7 +26,7 @@ from fsdp_c._fully_shard import (
     _visible_collectives,
 )
 from fsdp_c._fully_shard._heap import HEAP
-from fsdp_c._fully_shard._param_spec import UnitSpec, spec_of
+from fsdp_c._fully_shard._param_spec import UnitSpec, gradient_dtypes, parts_of, spec_of
 from fsdp_c._native import _C
 
 # The dispatch key that is on while a transform of functorch runs.
@@ -180,7 +180,7 @@ def _what_is_in_sight(
         return "all"
     is_hooked = replicas is not None and not group.visible.is_watched
     # Sums of shards are divided afterwards, for which float16 lacks the range.
-    fits = all(_versions.reduce_dtype(p) != torch.float16 for p in group.fsdp_params)
+    fits = all(parts_of(_versions.reduce_dtype(p)) != torch.float16 for p in group.fsdp_params)
     return (
         "sums" if is_hooked and fits and _transport.transport_for(shards).kind == "shm" else "all"
     )
@@ -331,7 +331,7 @@ def bind_unit(group: Any, binding: Binding) -> None:
                 unsharded = _view_of(flat, place["offset"], own, fsdp_param)
                 fsdp_param._unsharded_param = unsharded
             fsdp_param.unit = group
-            spec = spec_of(fsdp_param)
+            reduce, grad = gradient_dtypes(fsdp_param)
             rows.append(
                 BoundParam(
                     places=_places(fsdp_param),
@@ -339,8 +339,8 @@ def bind_unit(group: Any, binding: Binding) -> None:
                     unsharded=unsharded,
                     unsharded_local=getattr(unsharded, "_local_tensor", unsharded),
                     owner=fsdp_param,
-                    reduce=spec.reduce,
-                    grad=spec.grad,
+                    reduce=reduce,
+                    grad=grad,
                     local_size=tuple(fsdp_param.sharded_size),
                     local_stride=fsdp_param.local_stride,
                     copies=fsdp_param.copies,

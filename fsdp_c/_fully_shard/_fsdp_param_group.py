@@ -71,11 +71,23 @@ class FSDPParamGroup(StateDictGroup):
         dtypes = {p.sharded_param.dtype for p in self.fsdp_params if p.sharded_param.requires_grad}
         if len(dtypes) <= 1 or _env.is_strict():
             super()._init_mp_dtypes()
+            self._refuse_real_sums()
         else:
             for fsdp_param in self.fsdp_params:
                 fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
             _versions.allow_mixed_dtypes(self)
         _versions.set_sum_dtypes(self.fsdp_params)
+
+    def _refuse_real_sums(self) -> None:
+        """Of complex gradients, where torch does."""
+        for fsdp_param in self.fsdp_params if _env.is_strict() else ():
+            reduce = fsdp_param.mp_policy.reduce_dtype
+            if fsdp_param.orig_dtype.is_complex and reduce is not None and not reduce.is_complex:
+                raise TypeError(
+                    f"FSDP unit '{_fqns.unit_name(self)}' has a complex parameter"
+                    f" '{fsdp_param._module_info.param_name}', whose gradients torch cannot sum in"
+                    f" {reduce}. Without FSDP_C_STRICT=1 they are summed as complex numbers"
+                )
 
     def lazy_init(self) -> None:
         super().lazy_init()

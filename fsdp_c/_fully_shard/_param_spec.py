@@ -9,7 +9,16 @@ import torch
 
 from fsdp_c._compat import _versions
 
-SUMMABLE = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+_SUMMABLE = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+
+
+def parts_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the numbers that an element is: the core takes a complex one as two."""
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def is_summable(dtype: torch.dtype) -> bool:
+    return parts_of(dtype) in _SUMMABLE
 
 
 class ParamSpec(NamedTuple):
@@ -18,7 +27,7 @@ class ParamSpec(NamedTuple):
     outer: int
     rows: int  # of the dim that ranks shard
     inner: int
-    orig: torch.dtype
+    orig: torch.dtype  # none is complex
     compute: torch.dtype
     reduce: torch.dtype
     grad: torch.dtype
@@ -38,15 +47,31 @@ class UnitSpec(NamedTuple):
 
 def spec_of(fsdp_param: Any) -> ParamSpec:
     orig = fsdp_param.orig_dtype
-    has_grad = orig in SUMMABLE and _versions.reduce_dtype(fsdp_param) in SUMMABLE
+    outer, rows, inner = fsdp_param.geometry()
+    reduce, grad = gradient_dtypes(fsdp_param)
     return ParamSpec(
-        *fsdp_param.geometry(),
-        orig=orig,
-        compute=_versions.compute_dtype(fsdp_param),
-        reduce=_versions.reduce_dtype(fsdp_param) if has_grad else orig,
-        grad=_versions.grad_dtype(fsdp_param) if has_grad else orig,
-        has_grad=has_grad,
+        outer,
+        rows,
+        inner * (2 if orig.is_complex else 1),
+        orig=parts_of(orig),
+        compute=parts_of(_versions.compute_dtype(fsdp_param)),
+        reduce=parts_of(reduce),
+        grad=parts_of(grad),
+        has_grad=_has_gradient(fsdp_param),
         trainable=bool(fsdp_param.sharded_param.requires_grad),
         is_made=fsdp_param.is_extended,
         n_inputs=len(fsdp_param.inputs),
     )
+
+
+def gradient_dtypes(fsdp_param: Any) -> tuple[torch.dtype, torch.dtype]:
+    """In which gradients are summed over ranks, and which the shard's has; the parameter's own if
+    it has none."""
+    if not _has_gradient(fsdp_param):
+        return fsdp_param.orig_dtype, fsdp_param.orig_dtype
+    return _versions.reduce_dtype(fsdp_param), _versions.grad_dtype(fsdp_param)
+
+
+def _has_gradient(fsdp_param: Any) -> bool:
+    dtypes = (fsdp_param.orig_dtype, _versions.reduce_dtype(fsdp_param))
+    return all(is_summable(dtype) for dtype in dtypes)

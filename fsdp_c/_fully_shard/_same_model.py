@@ -10,8 +10,9 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_c._comm import _agreement, _process_group, _rendezvous
+from fsdp_c._compat import _versions
 from fsdp_c._fully_shard import _fqns, _model_digest
-from fsdp_c._fully_shard._param_spec import spec_of
+from fsdp_c._fully_shard._param_spec import gradient_dtypes
 
 
 def _describe(groups: Sequence[Any]) -> list[list[str]]:
@@ -19,15 +20,16 @@ def _describe(groups: Sequence[Any]) -> list[list[str]]:
     lines = []
     for group in groups:
         for fsdp_param in group.fsdp_params:
-            spec = spec_of(fsdp_param)
+            compute = _versions.compute_dtype(fsdp_param)
+            reduce, grad = gradient_dtypes(fsdp_param)
             lines.append(
                 [
                     _fqns.unit_name(group),
                     fsdp_param._module_info.param_name,
                     f"size {tuple(fsdp_param._orig_size)}, {fsdp_param.fsdp_placement}",
-                    f"parameter {spec.orig}, compute {spec.compute}, reduce {spec.reduce},"
-                    f" gradient {spec.grad}",
-                    "trainable" if spec.trainable else "frozen",
+                    f"parameter {fsdp_param.orig_dtype}, compute {compute}, reduce {reduce},"
+                    f" gradient {grad}",
+                    "trainable" if fsdp_param.sharded_param.requires_grad else "frozen",
                 ]
             )
     return lines

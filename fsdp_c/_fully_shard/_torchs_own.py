@@ -20,7 +20,7 @@ from fsdp_c._fully_shard import (
     _state_places,
     _unmanaged_params,
 )
-from fsdp_c._fully_shard._param_spec import SUMMABLE
+from fsdp_c._fully_shard._param_spec import is_summable
 from fsdp_c._native import _C
 
 # Attributes of torch's unit that a new one has of its own.
@@ -52,8 +52,8 @@ def why_from_the_start(state: Any) -> str:
 
 def _why_never_laid_out(fsdp_param: Any) -> str:
     shard = fsdp_param.sharded_param
-    if shard.requires_grad and not shard.is_floating_point():
-        return f"gradients of {_name(fsdp_param)} are of another dtype than floating point"
+    if shard.requires_grad and not is_summable(shard.dtype):
+        return f"gradients of {_name(fsdp_param)} are {shard.dtype}"
     is_fake = isinstance(fsdp_param._sharded_param_data, FakeTensor)
     if is_fake or _versions.is_typed_spmd(fsdp_param) or not _versions.SHARDS_DTENSORS:
         return why_not_a_tensor(fsdp_param)
@@ -132,9 +132,9 @@ def _why_not_summed(fsdp_param: Any) -> str:
         return ""
     if _versions.takes_any_gradient(fsdp_param):
         return f"gradients of {_name(fsdp_param)} may be of any dtype (grad_dtype=None)"
-    dtypes = {_versions.reduce_dtype(fsdp_param), _versions.grad_dtype(fsdp_param)}
-    if not dtypes <= SUMMABLE:
-        return f"gradients of {_name(fsdp_param)} are of another dtype than floating point"
+    for dtype in (_versions.reduce_dtype(fsdp_param), _versions.grad_dtype(fsdp_param)):
+        if not is_summable(dtype):
+            return f"gradients of {_name(fsdp_param)} are {dtype}"
     return ""
 
 

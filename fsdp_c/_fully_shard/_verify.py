@@ -72,7 +72,11 @@ def _settled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _at(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Elements of a tensor that may be offloaded, on the device of their places."""
     settled = _settled(tensor, places.device)
-    return settled.reshape(-1)[places.to(tensor.device)].double().to(places.device)
+    return _widest(settled.reshape(-1)[places.to(tensor.device)]).to(places.device)
+
+
+def _widest(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _version(tensor: Any) -> int:
@@ -124,7 +128,7 @@ class _Seen:
         if local.shape != self.param._orig_size or layouts[0] != layouts[1]:
             self.is_odd = True
             return
-        kept = local.reshape(-1)[_kept(local.numel())].double()
+        kept = _widest(local.reshape(-1)[_kept(local.numel())])
         if not self.is_begun:
             shard = self.param.sharded_param.grad
             device = self.group.device
@@ -250,11 +254,11 @@ def gathered_plainly(seen: _Seen) -> torch.Tensor:
     """The whole parameter, of the dtype that forward computes in."""
     param = seen.param
     group = getattr(seen.group.mesh_info, "shard_process_group", _process_group.ALONE)
-    dim = param.fsdp_placement.dim
     own = _local(param.sharded_param).detach()
     own = own.to(seen.group.device, _versions.compute_dtype(param))  # it may be offloaded
-    if group.size() == 1:
+    if group.size() == 1 or not param._orig_size:  # a scalar is every rank's
         return own
+    dim = param.fsdp_placement.dim
     rows = param._orig_size[dim]
     padded = own.new_zeros(
         [-(-rows // group.size()) if d == dim else n for d, n in enumerate(param._orig_size)]
@@ -283,9 +287,12 @@ def _is_reduced(group: Any) -> bool:
 
 def _places(param: Any, rank: int, n_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the kept elements: which are in this rank's rows, and where these lie in its shard."""
-    size, dim = list(param._orig_size), param.fsdp_placement.dim
+    size = list(param._orig_size)
     kept = _kept(torch.Size(size).numel())
     places = torch.arange(0, kept.stop, kept.step)
+    if not size:
+        return torch.ones_like(places, dtype=torch.bool), places
+    dim = param.fsdp_placement.dim
     inner = torch.Size(size[dim + 1 :]).numel()
     row = places // inner % size[dim]
     chunk = -(-size[dim] // n_ranks)
@@ -302,7 +309,7 @@ def _compare_gradient(seen: _Seen) -> str:
     kept = _kept(torch.Size(param._orig_size).numel())
     n_kept, device = len(range(0, kept.stop, kept.step)), seen.group.device
     # Sums, sums of sizes, and how many gradients there were.
-    total = torch.zeros(2 * n_kept + 1, dtype=torch.float64, device=device)
+    total = _widest(torch.zeros(2 * n_kept + 1, dtype=param.orig_dtype, device=device))
     if seen.gradient is not None and seen.size is not None:
         total[:n_kept], total[n_kept:-1], total[-1] = seen.gradient, seen.size, seen.n_added
     for process_group in _process_groups(seen.group):
@@ -313,7 +320,8 @@ def _compare_gradient(seen: _Seen) -> str:
         return ""  # such hooks may have changed it, or stepped
     is_own, at = (t.to(device) for t in _places(param, shards.rank(), shards.size()))
     divisor = seen.group.gradient_divide_factor or info.mesh.size()
-    wanted, sizes = total[:n_kept][is_own] / divisor, total[n_kept:-1][is_own] / divisor
+    wanted, sizes = total[:n_kept][is_own] / divisor, total[n_kept:-1].real[is_own] / divisor
+    n_added = total[-1].real
     shard = param.sharded_param.grad
     if before is not None:
         old = _at(before, at)
@@ -324,7 +332,7 @@ def _compare_gradient(seen: _Seen) -> str:
     found = _at(local, at)
     dtypes = (_versions.reduce_dtype(param), _versions.grad_dtype(param), local.dtype)
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    is_wrong = ~((found - wanted).abs() <= 2 * eps * total[-1] * sizes + 1e-30)
+    is_wrong = ~((found - wanted).abs() <= 2 * eps * n_added * sizes + 1e-30)
     is_wrong &= torch.isfinite(wanted)
     if not bool(is_wrong.any()):
         return ""

@@ -19,7 +19,7 @@ from fsdp_c._compat import _versions
 from fsdp_c._diagnostics import _stats
 from fsdp_c._fully_shard import _fqns, _fsdp_init, _torchs_own
 from fsdp_c._fully_shard._fsdp_param_group import FSDPParamGroup
-from fsdp_c._fully_shard._param_spec import ParamSpec, UnitSpec, spec_of
+from fsdp_c._fully_shard._param_spec import ParamSpec, UnitSpec, is_summable, parts_of, spec_of
 from fsdp_c._memory._optimizer_state import StateSize, known_optimizer, shard_numel
 from fsdp_c._native import _C
 from fsdp_c.strategy import Units, find_units
@@ -218,7 +218,7 @@ def _unit_of(group: FSDPParamGroup, n_shards: int) -> UnitSpec:
 
 def _row_of(fsdp_param: Any, n_shards: int) -> ParamSpec:
     row = spec_of(fsdp_param)._replace(n_inputs=0)  # which only a gather tells
-    return row if fsdp_param._orig_size else row._replace(outer=1, rows=n_shards, inner=1)
+    return row if fsdp_param._orig_size else row._replace(outer=1, rows=n_shards)
 
 
 def _is_auto(units: Any) -> bool:
@@ -267,18 +267,21 @@ def _planned_row(
     param: nn.Parameter, policy: MixedPrecisionPolicy, n_shards: int, is_trained: bool
 ) -> ParamSpec:
     orig = param.dtype
-    is_float = orig.is_floating_point
-    compute = policy.param_dtype if is_float and policy.param_dtype is not None else orig
+    has_grad = is_summable(orig)
+    compute = (policy.param_dtype if orig.is_floating_point else None) or orig
     reduce = policy.reduce_dtype or _versions.unset_reduce_dtype(orig, compute)
+    if orig.is_complex:
+        reduce = torch.promote_types(reduce, orig)
     size = tuple(param.shape)
     geometry = (1, size[0], math.prod(size[1:])) if size else (1, n_shards, 1)
     return ParamSpec(
-        *geometry,
-        orig=orig,
-        compute=compute,
-        reduce=reduce if is_float else orig,
-        grad=orig,
-        has_grad=is_float,
+        *geometry[:2],
+        inner=geometry[2] * (2 if orig.is_complex else 1),
+        orig=parts_of(orig),
+        compute=parts_of(compute),
+        reduce=parts_of(reduce) if has_grad else orig,
+        grad=parts_of(orig),
+        has_grad=has_grad,
         trainable=is_trained,
     )
 

@@ -165,21 +165,6 @@ def test_many_dtypes_in_a_unit(rank: int, n_ranks: int, param: torch.dtype | Non
 
 
 @on_ranks(1, 2)
-def test_complex_parameters(rank: int, n_ranks: int) -> None:
-    class Complex(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(5, WIDTH, dtype=torch.complex64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.view_as_real(x.to(torch.complex64) @ self.weight.t())
-
-    pair = Pair(Complex, models.shard_root)
-    for step in range(2):
-        pair.step(data(rank, step))
-
-
-@on_ranks(1, 2)
 def test_autocast(rank: int, n_ranks: int) -> None:
     pair = Pair(Net, models.shard_blocks)
 

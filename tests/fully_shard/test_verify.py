@@ -12,6 +12,7 @@ import torch.distributed as dist
 from harness import cached_mesh, run_ranks
 from models import Net, data, shard_blocks
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import fsdp_c
 from fsdp_c._fully_shard import _verify
@@ -74,6 +75,42 @@ def check_good(rank: int, n_ranks: int) -> None:
 @pytest.mark.parametrize("n_ranks", [2, 4])
 def test_right_steps_pass(n_ranks: int, way: str) -> None:
     run_ranks(check_good, n_ranks, env={"FSDP_C_VERIFY": "2", **WAYS[way]})
+
+
+class Unusual(nn.Module):
+    """A scalar, fewer rows than ranks, no elements, other strides, complex numbers, other dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.row = nn.Parameter(torch.randn(1, 5))
+        self.nothing = nn.Parameter(torch.randn(0, 3))
+        self.columns = nn.Parameter(torch.randn(6, 4).t())
+        self.kernel = nn.Parameter(
+            torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        )
+        self.modes = nn.Parameter(torch.randn(3, 4, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [p.abs().sum() * (i + 1) for i, p in enumerate(self.parameters())]
+        return torch.stack(parts) * x.mean()
+
+
+def check_unusual(rank: int, n_ranks: int) -> None:
+    for place in (None, lambda param: Shard(1) if param.shape == (3, 4) else None):
+        torch.manual_seed(0)
+        model = Unusual()
+        fsdp_c.fully_shard(model, shard_placement_fn=place)
+        with counted() as names:
+            step(model, rank)
+            step(model, rank, 1)
+        assert len(names) == 2 * len(list(model.parameters()))
+        assert "torch" not in road(model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_unusual_parameters(way: str) -> None:
+    run_ranks(check_unusual, 2, env={"FSDP_C_VERIFY": "2", **WAYS[way]})
 
 
 def check_cast(rank: int, n_ranks: int) -> None:

@@ -203,7 +203,7 @@ void DeviceUnit::post(const Tensors &grads, uint64_t present, const fc_reduce_op
         const fc_param &p = layout_->params[i];
         const bool is_given = grads[i].defined();
         full_[i] = is_given ? grads[i].const_data_ptr() : nullptr;
-        types_[i] = is_given ? dtype_of(grads[i].scalar_type()) : p.compute;
+        types_[i] = is_given ? dtype_of_parts(grads[i].scalar_type()) : p.compute;
     }
     const double divisor = scales(options) ? 1 : options.divisor;
     const double pre_divisor = fc_layout_pre_divisor(layout_, divisor);

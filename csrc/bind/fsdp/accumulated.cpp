@@ -29,13 +29,18 @@ void check_layout(const at::Tensor &grad, const Param &param)
     }
 }
 
-// A gradient that the core can read: dense, real floating point, on the CPU, in memory as its
-// parameter is.
+// Views that show their memory negated or conjugated: what autograd makes of complex numbers.
+at::Tensor with_own_values(const at::Tensor &grad)
+{
+    return grad.is_conj() || grad.is_neg() ? grad.resolve_conj().resolve_neg() : grad;
+}
+
+// A gradient that the core can read: dense, in memory as its parameter is, and as it is there.
 at::Tensor readable(const at::Tensor &given, const Param &param)
 {
     check_layout(given, param);
     const at::Tensor grad =
-        param.is_parallel || param.is_wrapped ? local_part(given, param) : given;
+        with_own_values(param.is_parallel || param.is_wrapped ? local_part(given, param) : given);
     const at::Tensor &full = param.unsharded_local();
     if (full.is_contiguous()) {
         return grad.contiguous();

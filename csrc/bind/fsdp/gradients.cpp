@@ -21,10 +21,9 @@ Ref local_gradient(const Param &param)
 
 namespace {
 
-int64_t grad_at(const fc_layout &layout, size_t i) // in elements
+int64_t grad_at(const fc_param &p, const Param &param) // in elements
 {
-    const fc_param &p = layout.params[i];
-    return static_cast<int64_t>(p.grad_at / fc_dtype_bytes(p.grad));
+    return static_cast<int64_t>(p.grad_at / c10::elementSize(param.grad_type));
 }
 
 } // namespace
@@ -41,7 +40,8 @@ at::Tensor Param::like_shard(const at::Tensor &memory, at::ScalarType type, int6
 
 at::Tensor ShardGradients::gradient_in(const at::Tensor &memory, size_t index) const
 {
-    return params_[index].like_shard(memory, params_[index].grad_type, grad_at(*layout_, index));
+    const Param &p = params_[index];
+    return p.like_shard(memory, p.grad_type, grad_at(layout_->params[index], p));
 }
 
 // Bytes in pages of their own. Gradients live long among autograd's short-lived large tensors: on
@@ -137,7 +137,7 @@ void ShardGradients::restore_flat()
     flat_ = make_buffer(layout_->grad_bytes);
     for (size_t i = 0; i < params_.size(); i++) {
         if (params_[i].grad.object) {
-            show(params_[i], flat_, grad_at(*layout_, i));
+            show(params_[i], flat_, grad_at(layout_->params[i], params_[i]));
         }
     }
     count_uses();
@@ -188,7 +188,8 @@ void ShardGradients::make(bool all)
     const at::NoGradGuard no_grad;
     flat_ = make_buffer(layout_->grad_bytes);
     for (size_t i : wanted) {
-        make_one(params_[i], flat_, params_[i].grad_type, grad_at(*layout_, i));
+        Param &p = params_[i];
+        make_one(p, flat_, p.grad_type, grad_at(layout_->params[i], p));
     }
     share_flat_ = wanted.size() == n_grads; // nothing else lies in the new buffer
     count_uses();

@@ -115,12 +115,13 @@ Ref group_accumulated(GroupObject &group, PyObject *index)
 Ref partial_sum(const Unit &unit, size_t index)
 {
     const fc_param &p = fc_unit_layout(unit.shard_unit())->params[index];
+    const at::ScalarType type = unit.params()[index].reduce_type;
     const void *sum = fc_reduction_sum(unit.reduction(), index);
     if (sum == nullptr) {
         return Ref::borrow(Py_None);
     }
-    const at::Tensor copy =
-        at::empty({static_cast<int64_t>(p.chunk_numel)}, scalar_type_of(p.reduce));
+    const size_t bytes = p.chunk_numel * fc_dtype_bytes(p.reduce);
+    const at::Tensor copy = at::empty({static_cast<int64_t>(bytes / c10::elementSize(type))}, type);
     std::memcpy(copy.mutable_data_ptr(), sum, copy.nbytes());
     return to_python(copy);
 }

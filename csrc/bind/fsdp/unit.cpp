@@ -194,7 +194,7 @@ void Unit::submit(bool with_unused, const fc_reduce_options &options)
                                  params_[i].unsharded_tensor.options().dtype(grad.scalar_type()));
                 taken->grads[i].data = grad.const_data_ptr();
             }
-            taken->grads[i].dtype = dtype_of(grad.scalar_type());
+            taken->grads[i].dtype = dtype_of_parts(grad.scalar_type());
             taken->grads[i].is_exclusive = grad.use_count() == 1 && grad.storage().use_count() == 1;
         }
     }

@@ -17,6 +17,11 @@ fc_dtype dtype_of(at::ScalarType type)
     return found;
 }
 
+fc_dtype dtype_of_parts(at::ScalarType type)
+{
+    return dtype_of(c10::toRealValueType(type));
+}
+
 const at::Tensor &tensor_of(PyObject *object)
 {
     if (!THPVariable_Check(object)) {

@@ -30,6 +30,8 @@ struct BorrowedTensors {
 
 // The element type, RAW of its size for those without arithmetic; throws for types of other sizes.
 fc_dtype dtype_of(at::ScalarType type);
+// The same of the numbers that are added up: a complex one is two.
+fc_dtype dtype_of_parts(at::ScalarType type);
 
 // The tensor inside a Python object; TypeError as an exception if it is none.
 const at::Tensor &tensor_of(PyObject *object);
