@@ -124,7 +124,7 @@ def _validated(fsdp_param: Any, inner: torch.Tensor, result: Any) -> tuple[list[
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
         tensor = torch.empty(tensor.size(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-    return tensor.contiguous()
+    return tensor.contiguous().resolve_conj().resolve_neg()
 
 
 def _check_padding(

@@ -38,12 +38,13 @@ MESSAGES = {"FSDP_C_TRANSPORT": "callback"}
 
 
 class Summands(Wrapped):
-    """Travels as a coarse and a fine part of other types, and comes out in memory of its own."""
+    """Travels as a coarse and a fine part of other types, and comes out in memory of its own. The
+    fine one is a view that shows its memory negated."""
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         rows = padded(self.inner, math.ceil(outer_size[0] / mesh.size()))
         coarse = rows.to(torch.bfloat16)
-        return (coarse, rows - coarse), "summands"
+        return (coarse, torch._neg_view(coarse - rows)), "summands"
 
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
         assert metadata == "summands"
