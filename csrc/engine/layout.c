@@ -66,8 +66,20 @@ static size_t padded_numel(const fc_param *param)
                             : fc_round_up(param->chunk_numel + param->is_counted, FC_ALIGN / 2);
 }
 
-/* Each of its elements lies aligned, also behind packed ones of another type; gradients as complex
- * numbers do, which are two elements. */
+/* Begins complex numbers at an even element in both buffers, where packed ones end at an odd one.
+ */
+static void pair_up(const fc_param *param, size_t section_at, size_t *end, size_t *grad_bytes)
+{
+    const size_t item = fc_dtype_bytes(param->reduce), grad = fc_dtype_bytes(param->grad);
+
+    if (param->is_complex && (*end - section_at) / item % 2 != 0) {
+        *end += item;
+        *grad_bytes += grad;
+    }
+    *grad_bytes = fc_round_up(*grad_bytes, param->is_complex ? 2 * grad : grad);
+}
+
+/* Each of its elements lies aligned, also behind packed ones of another type. */
 static void place_section(fc_layout *layout, bool trainable, fc_dtype reduce)
 {
     const size_t at = fc_round_up(layout->part_bytes, fc_dtype_bytes(reduce));
@@ -77,8 +89,8 @@ static void place_section(fc_layout *layout, bool trainable, fc_dtype reduce)
         fc_param *p = &layout->params[i];
 
         if (p->has_grad && p->trainable == trainable && p->reduce == reduce) {
+            pair_up(p, at, &end, &layout->grad_bytes);
             p->part_at = place_chunk(p, &end, padded_numel(p), p->reduce);
-            layout->grad_bytes = fc_round_up(layout->grad_bytes, 2 * fc_dtype_bytes(p->grad));
             p->grad_at = place_chunk(p, &layout->grad_bytes, padded_numel(p), p->grad);
         }
     }
@@ -187,10 +199,10 @@ static uint64_t mix(uint64_t print, const fc_param *p)
     print = fc_fingerprint(print, p->inner);
     print = fc_fingerprint(print, (uint64_t)p->orig << 24 | (uint64_t)p->compute << 16 |
                                       (uint64_t)p->reduce << 8 | (uint64_t)p->grad);
-    return fc_fingerprint(print, (uint64_t)p->n_inputs << 6 | (uint64_t)p->is_made << 5 |
-                                     (uint64_t)p->is_packed << 4 | (uint64_t)p->is_counted << 3 |
-                                     (uint64_t)p->is_aliased << 2 | (uint64_t)p->has_grad << 1 |
-                                     (uint64_t)p->trainable);
+    return fc_fingerprint(print, (uint64_t)p->n_inputs << 7 | (uint64_t)p->is_complex << 6 |
+                                     (uint64_t)p->is_made << 5 | (uint64_t)p->is_packed << 4 |
+                                     (uint64_t)p->is_counted << 3 | (uint64_t)p->is_aliased << 2 |
+                                     (uint64_t)p->has_grad << 1 | (uint64_t)p->trainable);
 }
 
 /* What is gathered, in the buffers that hold it: inputs where their parameter would be. */

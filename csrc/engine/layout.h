@@ -43,8 +43,9 @@ typedef struct fc_param {
      * ceil(rows / n_ranks); outer is 1 for dim 0. */
     size_t outer, rows, inner;
     fc_dtype orig, compute, reduce, grad;
-    bool has_grad;  /* floating point: may receive a gradient */
-    bool trainable; /* at set-up; only orders the parts */
+    bool is_complex; /* two elements are a number: `inner` is even, and numbers lie aligned */
+    bool has_grad;   /* floating point: may receive a gradient */
+    bool trainable;  /* at set-up; only orders the parts */
     /* Over messages: an element behind its chunk in a part counts the ranks that have a gradient.
      */
     bool is_counted;

@@ -27,7 +27,7 @@ class ParamSpec(NamedTuple):
     outer: int
     rows: int  # of the dim that ranks shard
     inner: int
-    orig: torch.dtype  # none is complex
+    orig: torch.dtype  # of numbers: none is complex
     compute: torch.dtype
     reduce: torch.dtype
     grad: torch.dtype
@@ -35,6 +35,7 @@ class ParamSpec(NamedTuple):
     trainable: bool
     is_made: bool = False  # what is gathered is made by Python, for each gather
     n_inputs: int = 0  # of an extension, which are gathered in its place
+    is_complex: bool = False  # pairs of numbers, along `inner`
 
 
 class UnitSpec(NamedTuple):
@@ -61,6 +62,7 @@ def spec_of(fsdp_param: Any) -> ParamSpec:
         trainable=bool(fsdp_param.sharded_param.requires_grad),
         is_made=fsdp_param.is_extended,
         n_inputs=len(fsdp_param.inputs),
+        is_complex=orig.is_complex,
     )
 
 

@@ -283,6 +283,7 @@ def _planned_row(
         grad=parts_of(orig),
         has_grad=has_grad,
         trainable=is_trained,
+        is_complex=orig.is_complex,
     )
 
 

@@ -244,7 +244,7 @@ static void test_fingerprint(void)
     prints[n++] = print_of(base, 0, 2, true);
     prints[n++] = print_of(base, 3, 2, false);
     for (size_t i = 0; i < 3; i++) {
-        for (int change = 0; change < 13; change++) {
+        for (int change = 0; change < 14; change++) {
             memcpy(other, base, sizeof(base));
             other[i].outer += change == 0;
             other[i].rows += change == 1 ? 10 : 0;
@@ -258,6 +258,7 @@ static void test_fingerprint(void)
             other[i].is_counted = change == 10;
             other[i].is_packed = change == 11;
             other[i].is_made = change == 12;
+            other[i].is_complex = change == 13;
             if (change == 9) {
                 fc_param swapped = other[i];
 
@@ -473,6 +474,42 @@ static void test_pre_divisor(void)
     CHECK_EQ(fc_layout_pre_divisor(&layout, 8), 4);
 }
 
+/* Complex numbers, which are two elements, begin at an even one behind packed chunks of an odd
+ * size; parts and gradients stay alike, since both are read in one go. */
+static void test_packed_complex(void)
+{
+    static const size_t inner[] = {3, 2, 5, 4}, at[] = {0, 10, 16, 32};
+    fc_param params[4];
+    fc_layout layout;
+
+    for (size_t i = 0; i < 4; i++) {
+        params[i] = (fc_param){.outer = 1,
+                               .rows = 3,
+                               .inner = inner[i],
+                               .orig = FC_F32,
+                               .compute = FC_F32,
+                               .reduce = FC_F32,
+                               .grad = FC_BF16,
+                               .is_complex = i % 2 == 1,
+                               .has_grad = true,
+                               .trainable = true,
+                               .is_packed = true};
+    }
+    CHECK_EQ(fc_layout_init(&layout, params, 4, 0, 1, false), FC_OK);
+    CHECK(layout.is_uniform);
+    for (size_t i = 0; i < 4; i++) {
+        CHECK_EQ(params[i].part_at, at[i] * fc_dtype_bytes(FC_F32));
+        CHECK_EQ(params[i].grad_at, at[i] * fc_dtype_bytes(FC_BF16));
+    }
+    CHECK_EQ(layout.part_bytes, 44 * fc_dtype_bytes(FC_F32));
+    params[0].grad =
+        FC_BF16; /* of another type than the one behind it, which begins in its words */
+    params[1].grad = FC_F32;
+    CHECK_EQ(fc_layout_init(&layout, params, 2, 0, 1, false), FC_OK);
+    CHECK_EQ(params[1].part_at, 10 * fc_dtype_bytes(FC_F32));
+    CHECK_EQ(params[1].grad_at, 24);
+}
+
 int main(void)
 {
     test_random();
@@ -480,6 +517,7 @@ int main(void)
     test_packed();
     test_packed_few();
     test_packed_types();
+    test_packed_complex();
     test_inputs();
     test_too_large();
     test_pre_divisor();

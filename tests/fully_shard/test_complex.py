@@ -191,6 +191,19 @@ def test_replicas_and_partial_sums(rank: int, n_ranks: int) -> None:
 
 
 @on_ranks(2, 3)
+def test_sums_that_others_look_at(rank: int, n_ranks: int) -> None:
+    """There chunks lie next to one another, an odd number of real ones before complex ones."""
+    seen = []
+
+    def shard(model: nn.Module, fsdp: Any) -> None:
+        fsdp.fully_shard(model)
+        model.set_all_reduce_hook(lambda reduced: seen.append(reduced.numel()))
+
+    check_steps(Mixed, shard, rank, n_ranks)
+    assert seen
+
+
+@on_ranks(2, 3)
 def test_accumulated_without_synchronization(rank: int, n_ranks: int) -> None:
     side, plain = Side("tested", fsdp_c, Mixed, models.shard_root, sgd), Plain(Mixed)
     for micro in range(3):

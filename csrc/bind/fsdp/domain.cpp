@@ -49,6 +49,7 @@ fc_param parse_param(PyObject *spec, bool is_counted, bool is_packed)
     param.compute = dtype("compute");
     param.reduce = dtype("reduce");
     param.grad = dtype("grad");
+    param.is_complex = fields.flag("is_complex");
     param.has_grad = fields.flag("has_grad");
     param.trainable = fields.flag("trainable");
     param.is_made = fields.flag("is_made");
