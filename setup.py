@@ -383,9 +383,14 @@ def job_count() -> int:
     return int(os.environ.get("MAX_JOBS") or min(os.cpu_count() or 1, 4))
 
 
-def compile_all(commands: dict[str, list[str]], folder: Path) -> list[Path]:
+def compile_all(*wanted: tuple[dict[str, list[str]], Path]) -> list[Path]:
+    """The objects of each source's command, in a folder."""
     with ThreadPoolExecutor(job_count()) as pool:
-        work = [pool.submit(compile_object, s, command, folder) for s, command in commands.items()]
+        work = [
+            pool.submit(compile_object, source, command, folder)
+            for commands, folder in wanted
+            for source, command in commands.items()
+        ]
         wait(work, return_when=FIRST_EXCEPTION)
         pool.shutdown(cancel_futures=True)
     for item in work:
@@ -461,9 +466,9 @@ class BuildExtension(build_ext):
     def build_extension(self, ext: Extension) -> None:
         torch, tools = Torch.installed(), Toolchain()
         folder = tools.folder("objects", str(torch), sysconfig.get_config_var("EXT_SUFFIX"))
-        commands = {self.join_binding(folder): tools.cxx_command(torch)}
-        commands |= {source: tools.c_command(source) for source in sources(C_SOURCES, ".c")}
-        objects = compile_all(commands, folder)
+        binding = {self.join_binding(folder): tools.cxx_command(torch)}
+        core = {source: tools.c_command(source) for source in sources(C_SOURCES, ".c")}  # any torch
+        objects = compile_all((binding, folder), (core, tools.folder("objects")))
         exports = folder / "exports.map"
         exports.write_text(EXPORTS)
         library = folder / "_C.so"
@@ -532,10 +537,10 @@ class BuildCTests(Command):
         tools = Toolchain(is_test=True)
         folder = tools.folder("objects")
         names = sources(C_SOURCES, ".c") + sources(C_SIM_SOURCES, ".c")
-        core = compile_all({s: tools.c_command(s) for s in names}, folder)
+        core = compile_all(({s: tools.c_command(s) for s in names}, folder))
         for name, flags in C_TEST_LIBRARIES.items():
             commands = {s: [*tools.c_command(s), *flags, "-Itests/c"] for s in NCCL_STAND_IN}
-            made = compile_all(commands, folder / name)
+            made = compile_all((commands, folder / name))
             library = Path(self.build_dir, name)
             link(library, [*tools.cc, *tools.mode_flags(), "-shared"], [*made, *core], LINK_FLAGS)
         if not self.only_libraries:
@@ -543,7 +548,8 @@ class BuildCTests(Command):
 
     def build_programs(self, tools: Toolchain, core: list[Path], folder: Path) -> None:
         programs = sources(C_TEST_SOURCES, ".c")
-        tests = compile_all({s: [*tools.c_command(s), "-Itests/c"] for s in programs}, folder)
+        commands = {s: [*tools.c_command(s), "-Itests/c"] for s in programs}
+        tests = compile_all((commands, folder))
         for test in tests:
             program = Path(self.build_dir, test.name.removesuffix(".c.o"))
             link(program, [*tools.cc, *tools.mode_flags()], [test, *core], LINK_FLAGS)

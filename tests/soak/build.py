@@ -38,7 +38,7 @@ def build(sanitize: str = "") -> Path:
         commands = {script.BuildExtension.join_binding(None, objects_at): tools.cxx_command(torch)}
         for source in [*script.sources(script.C_SOURCES, ".c"), str(SHIM)]:
             commands[source] = tools.c_command(source)
-        objects = script.compile_all(commands, objects_at)
+        objects = script.compile_all((commands, objects_at))
         exports = objects_at / "soak.map"
         exports.write_text(script.EXPORTS.replace("global:", "global: soak_*;"))
         names = sorted({a or b for a, b in WRAPPED.findall((ROOT / SHIM).read_text())} - {"##fn"})
