@@ -219,6 +219,59 @@ static void test_slices(int n_ranks)
     unmake_device_world(&w);
 }
 
+/* What is given up elsewhere than behind a forward leaves no slice: it is gathered from all ranks
+ * again. */
+static void test_no_slices_of_what_is_given_up(void)
+{
+    device_world w;
+
+    make_device_world(&w, 2, (kind){.is_extended = true, .has_slices = true});
+    open_there(&w, FC_PHASE_FORWARD);
+    EACH(&w, r)
+    {
+        fc_unsharding_keep_memory(r->tensors[0].base.unsharding, true);
+    }
+    use_there(&w, 0);
+    reshard_there(&w, 0, false);
+    EACH(&w, r)
+    {
+        fc_unsharding_keep_memory(r->tensors[0].base.unsharding, false); /* which has waited */
+    }
+    gather_there(&w, 1);
+    EACH(&w, r)
+    {
+        owner *second = &r->tensors[1].base;
+
+        second->fails_to_fill = true;
+        CHECK_EQ(fc_unsharding_show(second->unsharding), FC_ERR_INTERRUPTED);
+        second->fails_to_fill = false;
+        fc_unsharding_drop(second->unsharding);
+    }
+    for (size_t u = 0; u < 2; u++) {
+        use_there(&w, u);
+        EACH(&w, r)
+        {
+            CHECK_EQ(r->tensors[u].base.traffic.gathers, 2);
+        }
+        check_values_there(&w, u);
+        reshard_there(&w, u, false);
+    }
+    EACH(&w, r)
+    {
+        const size_t bytes = fc_sim_bytes(r->device);
+        owner *first = &r->tensors[0].base;
+        bool is_shown;
+
+        CHECK_OK(fc_unsharding_begin_use(first->unsharding, &is_shown));
+        CHECK_OK(fc_unsharding_gather(first->unsharding));
+        CHECK_OK(fc_unsharding_show(first->unsharding));
+        fc_unsharding_destroy(first->unsharding);
+        first->unsharding = NULL;
+        CHECK_EQ(fc_sim_bytes(r->device), bytes);
+    }
+    unmake_device_world(&w);
+}
+
 /* ---- one rank that uses its shards where they lie ---- */
 
 static const kind alone = {.has_all = true, .can_reside = true};
@@ -462,6 +515,7 @@ int main(void)
     for (int how = 0; how < 4; how++) {
         test_residence_begins_behind_the_first_forward(how & 1, how & 2);
     }
+    test_no_slices_of_what_is_given_up();
     test_residence_does_not_begin();
     test_residence_fails();
     test_residence_ends_with_a_write(0, true, FC_OK);

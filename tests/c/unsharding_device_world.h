@@ -171,6 +171,9 @@ static inline fc_status make_there(void *of)
 static inline fc_status fill_there(void *of)
 {
     CHECK(((tensors *)of)->base.shown != NULL);
+    if (((tensors *)of)->base.fails_to_fill) {
+        return fc_fail(FC_ERR_INTERRUPTED, "the second method fails");
+    }
     ((tensors *)of)->base.n_filled++;
     return FC_OK;
 }
