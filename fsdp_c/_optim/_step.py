@@ -53,6 +53,9 @@ _SGD_KINDS = ("nesterov", "maximize")
 # What a GradScaler leaves to an optimizer's step: to unscale, and to pass over what is not finite.
 _UNSCALED = {"grad_scale": None, "found_inf": None}
 
+# Where torch.compile has a wrapper for what it leaves alone: from its first use on `_init_group`.
+_DYNAMO = str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py")
+
 _units: weakref.WeakSet[Any] = weakref.WeakSet()
 _originals: dict[type[optim.Optimizer], Callable[..., Any]] = {}
 
@@ -102,7 +105,7 @@ def _replacement(cls: type[optim.Optimizer], original: Callable[..., Any]) -> Ca
             and type(self) in CLASSES
             and not torch.compiler.is_compiling()
             # Another caller, such as a `step` that somebody put in, wants lists of the parameters.
-            and sys._getframe(1).f_code is torchs_step
+            and _caller() is torchs_step
         ):
             members = _members_of(self, group)
         if members is None:
@@ -126,6 +129,14 @@ def _replacement(cls: type[optim.Optimizer], original: Callable[..., Any]) -> Ca
     return _init_group
 
 
+def _caller() -> CodeType | None:
+    """Of the function that asks."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename == _DYNAMO:
+        frame = frame.f_back
+    return None if frame is None else frame.f_code
+
+
 def _torchs_step(cls: type[optim.Optimizer]) -> CodeType | None:
     """What calls `_init_group` in torch's own step; None if the class has another by now."""
     code = inspect.unwrap(cls.step).__code__
@@ -133,7 +144,8 @@ def _torchs_step(cls: type[optim.Optimizer]) -> CodeType | None:
 
 
 def _is_of_torch(code: CodeType) -> bool:
-    return Path(code.co_filename).parent == Path(optim.__file__).parent
+    path = Path(code.co_filename)
+    return path.parent == Path(optim.__file__).parent or str(path) == _DYNAMO
 
 
 def _runs_torchs_arithmetic(cls: type[optim.Optimizer]) -> bool:

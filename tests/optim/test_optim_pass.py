@@ -75,6 +75,24 @@ def test_bits(rank: int, n_ranks: int, kind: str) -> None:
             assert results == [True] * len(results) and results
 
 
+def use_compile() -> None:
+    torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+@on_ranks(2, apart=True)
+def test_beside_torch_compile(rank: int, n_ranks: int, is_first: bool) -> None:
+    """Which wraps a method of all optimizers when it is used for the first time."""
+    if is_first:
+        use_compile()
+    pair = Pair(Tiny, models.shard_root, optimizer=make())
+    assert all(train(pair, rank))
+    use_compile()
+    assert all(train(pair, rank)), "from torch.compile on"
+    for cls in (optim.RMSprop, optim.SGD):  # whose lists get local tensors
+        Pair(Tiny, models.shard_root, optimizer=make(cls)).step(data(rank))
+
+
 @pytest.mark.parametrize("kernels", ["ref", "avx2", "avx512"])
 @on_ranks(1)
 def test_bits_with_any_kernels(rank: int, n_ranks: int, kernels: str) -> None:
