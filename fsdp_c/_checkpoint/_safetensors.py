@@ -106,6 +106,15 @@ def _entry(
     return Entry(tuple(about["shape"]), dtype, data[begin:end], crc)
 
 
+def name_of(dtype: torch.dtype, what: str) -> str:
+    if dtype not in NAMES:
+        raise ValueError(
+            f"{what} is {dtype}, which a safetensors file cannot hold: use"
+            " torch.distributed.checkpoint"
+        )
+    return NAMES[dtype]
+
+
 def write(path: Path, tensors: Mapping[str, torch.Tensor], *, checksums: bool = False) -> None:
     """Writes CPU tensors and brings them to the disk; needs no memory for copies."""
     # The largest elements first: so each lies at a multiple of its size, and there are no holes.
@@ -117,7 +126,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], *, checksums: bool = 
     for name, tensor in tensors.items():
         n_bytes = tensor.numel() * tensor.itemsize
         header[name] = {
-            "dtype": NAMES[tensor.dtype],
+            "dtype": name_of(tensor.dtype, f"'{name}'"),
             "shape": list(tensor.shape),
             "data_offsets": [at, at + n_bytes],
         }

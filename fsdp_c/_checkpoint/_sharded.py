@@ -74,7 +74,7 @@ def save_shards(
             pieces.append([_file_name(number, holder), key, [[p.start, p.stop] for p in box]])
             if holder == rank:
                 own[key] = _full.local_part(tensor)
-        dtype = _safetensors.NAMES[tensor.dtype]
+        dtype = _safetensors.name_of(tensor.dtype, f"save_shards: '{name}'")
         listed[name] = {"shape": list(tensor.shape), "dtype": dtype, "pieces": pieces}
     manifest = {
         "format": _FORMAT,
@@ -217,7 +217,8 @@ def _name_of(param: torch.Tensor, names: dict[int, str]) -> str:
 def _checked(value: Any, what: str) -> Any:
     if isinstance(value, torch.Tensor):  # an option, such as a learning rate
         if value.numel() == 1 and not isinstance(value, DTensor):
-            return {"tensor": value.item(), "dtype": _safetensors.NAMES[value.dtype]}
+            dtype = _safetensors.name_of(value.dtype, f"save_shards: {what}")
+            return {"tensor": value.item(), "dtype": dtype}
     elif isinstance(value, _PLAIN):
         return value
     elif isinstance(value, (list, tuple)) and all(isinstance(item, _PLAIN) for item in value):

@@ -383,6 +383,9 @@ def test_dump_refuses(tmp_path: Path) -> None:
     optimizer.param_groups[0]["lr"] = object()
     with pytest.raises(ValueError, match="option 'lr' of the optimizer is a object"):
         fsdp_c.save_shards(model, tmp_path, optimizer=optimizer)
+    wide = nn.Linear(2, 2, dtype=torch.complex128)
+    with pytest.raises(ValueError, match="'weight' is torch.complex128, which a safetensors file"):
+        fsdp_c.save_shards(wide, tmp_path)
     assert os.listdir(tmp_path) == []
     fsdp_c.save_shards(model, tmp_path)
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
