@@ -128,12 +128,15 @@ def why_not_a_tensor(fsdp_param: Any) -> str:
 
 
 def _why_not_summed(fsdp_param: Any) -> str:
+    orig, compute = fsdp_param.orig_dtype, _versions.compute_dtype(fsdp_param)
+    if orig.is_complex != compute.is_complex:
+        return f"{_name(fsdp_param)} is {orig} and computed with as {compute}"
     if not fsdp_param.sharded_param.requires_grad:
         return ""
     if _versions.takes_any_gradient(fsdp_param):
         return f"gradients of {_name(fsdp_param)} may be of any dtype (grad_dtype=None)"
     for dtype in (_versions.reduce_dtype(fsdp_param), _versions.grad_dtype(fsdp_param)):
-        if not is_summable(dtype):
+        if not is_summable(dtype) or dtype.is_complex != orig.is_complex:
             return f"gradients of {_name(fsdp_param)} are {dtype}"
     return ""
 

@@ -271,3 +271,26 @@ def test_strict_refuses_as_torch(rank: int, n_ranks: int) -> None:
         fsdp_c.fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=F32))
         with pytest.raises(TypeError, match="cannot sum in torch.float32"):
             model(data(rank))
+
+
+@pytest.mark.parametrize("what", ["param_dtype", "reduce_dtype"])
+@on_ranks(2)
+def test_complex_dtypes_for_real_ones(rank: int, n_ranks: int, what: str) -> None:
+    """Torch computes with them as complex numbers, or sums gradients as such: it has to do it."""
+
+    class Real(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, WIDTH))
+            self.fixed = nn.Parameter(torch.randn(5), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = x.to(self.weight.dtype) @ self.weight.t() + self.fixed
+            return as_reals(out) if out.is_complex() else out
+
+    def shard(model: nn.Module, fsdp: Any) -> None:
+        fsdp.fully_shard(model, mp_policy=fsdp.MixedPrecisionPolicy(**{what: C64}))
+
+    pair = Pair(Real, shard)
+    pair.step(data(rank))
+    assert harness.implementation() is not fsdp_c or models.is_torchs(pair.ours.model)
