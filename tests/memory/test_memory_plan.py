@@ -241,10 +241,10 @@ def test_release_buffers(rank: int, n_ranks: int) -> None:
 )
 def test_specs_have_the_fields_that_the_core_reads(fields: tuple[str, ...], error: type[Exception]):
     values = dict.fromkeys(("outer", "rows", "inner", "has_grad", "trainable", "new"), 1)
-    values |= {"is_made": False, "n_inputs": 0}
+    values |= {"is_made": False, "n_inputs": 0, "is_complex": False}
     values |= dict.fromkeys(("orig", "compute", "reduce", "grad"), torch.float32)
     row = namedtuple("Row", fields)(*map(values.__getitem__, fields))
-    with pytest.raises(error, match="12 fields, 11|n_inputs"):
+    with pytest.raises(error, match="13 fields, 12|is_complex"):
         _C.Domain.plan(
             is_replicate=False,
             units=[UnitSpec("unit", [row])],
