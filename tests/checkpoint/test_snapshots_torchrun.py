@@ -11,7 +11,7 @@ from test_snapshots import N_STEPS, undisturbed
 from fsdp_c._snapshots import _files
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "killed.py"
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 def torchrun(n_ranks: int, n_restarts: int, *arguments: str) -> subprocess.CompletedProcess[str]:

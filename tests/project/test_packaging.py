@@ -151,6 +151,7 @@ def failing(base: Path, torch: str, folder: Path) -> str:
     raise wheels.Failed("why")
 
 
+@pytest.mark.parametrize("installed", ["wheel"], indirect=True)
 def test_types_reach_the_user(
     installed: tuple[str, Path], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ):
