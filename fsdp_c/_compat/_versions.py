@@ -135,11 +135,13 @@ class AccumulatedGradient:
 
 def accumulated_dtype(fsdp_param: Any) -> torch.dtype:
     """The dtype in which micro-batches without synchronization are added up."""
-    compute = compute_dtype(fsdp_param)
     asked = fsdp_param.unsharded_grad_dtype if HAS_GRAD_DTYPE else fsdp_param.reduce_dtype
-    if compute.is_complex:  # where torch refuses a real reduce_dtype: no part of it is lost
-        return torch.promote_types(asked or compute, compute)
-    return asked or compute
+    return with_both_parts(asked or compute_dtype(fsdp_param), compute_dtype(fsdp_param))
+
+
+def with_both_parts(asked: torch.dtype, compute: torch.dtype) -> torch.dtype:
+    """No part of a complex gradient is lost in sums of a real dtype, which torch refuses."""
+    return torch.promote_types(asked, compute) if compute.is_complex else asked
 
 
 def set_sum_dtypes(fsdp_params: Sequence[Any]) -> None:

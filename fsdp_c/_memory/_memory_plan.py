@@ -269,9 +269,8 @@ def _planned_row(
     orig = param.dtype
     has_grad = is_summable(orig)
     compute = (policy.param_dtype if orig.is_floating_point else None) or orig
-    reduce = policy.reduce_dtype or _versions.unset_reduce_dtype(orig, compute)
-    if orig.is_complex:
-        reduce = torch.promote_types(reduce, orig)
+    asked = policy.reduce_dtype or _versions.unset_reduce_dtype(orig, compute)
+    reduce = _versions.with_both_parts(asked, compute)
     size = tuple(param.shape)
     geometry = (1, size[0], math.prod(size[1:])) if size else (1, n_shards, 1)
     return ParamSpec(

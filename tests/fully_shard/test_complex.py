@@ -203,9 +203,10 @@ def test_sums_that_others_look_at(rank: int, n_ranks: int) -> None:
     assert seen
 
 
+@pytest.mark.parametrize("build", [Mixed, Lazy])
 @on_ranks(2, 3)
-def test_accumulated_without_synchronization(rank: int, n_ranks: int) -> None:
-    side, plain = Side("tested", fsdp_c, Mixed, models.shard_root, sgd), Plain(Mixed)
+def test_accumulated_without_synchronization(rank: int, n_ranks: int, build: Any) -> None:
+    side, plain = Side("tested", fsdp_c, build, models.shard_root, sgd), Plain(build)
     for micro in range(3):
         side.model.set_requires_gradient_sync(micro == 2)
         total(side.model(data(rank, micro))).backward()
@@ -221,16 +222,6 @@ def test_gradients_that_are_lazily_negated(rank: int, n_ranks: int) -> None:
     if not leaf.imaginary.grad.is_neg() or not leaf.waves.grad.is_conj():
         pytest.skip("this torch writes them out")
     check_steps(Lazy, lambda m, fsdp: fsdp.fully_shard(m), rank, n_ranks)
-
-
-@on_ranks(2)
-def test_lazy_gradients_that_are_kept(rank: int, n_ranks: int) -> None:
-    side, plain = Side("tested", fsdp_c, Lazy, models.shard_root, sgd), Plain(Lazy)
-    for micro in range(3):
-        side.model.set_requires_gradient_sync(micro == 2)
-        total(side.model(data(rank, micro))).backward()
-        plain.backward([total(plain.model(data(r, micro))) for r in range(n_ranks)], n_ranks)
-    plain.check(side, CLOSE)
 
 
 @on_ranks(2)
