@@ -113,9 +113,9 @@ def kill_and_go_on(launcher: Launcher, options: argparse.Namespace) -> int:
         if not has_trained(launcher, mine, f"Training, {name},"):
             return INTERRUPTED
         runs[name] = read(log_path(out, "fsdp_c"))
-    import report
+    import demo_report
 
-    report.show_seam(runs["killed"], runs["undisturbed"], options.steps // 2)
+    demo_report.show_seam(runs["killed"], runs["undisturbed"], options.steps // 2)
     return 0
 
 
@@ -158,11 +158,11 @@ def main() -> int:
     if runs is None:
         print(how_to_resume(options), flush=True)
         return INTERRUPTED
-    import report
+    import demo_report
 
-    report.show(runs)
+    demo_report.show(runs)
     picture = options.out / "demo.png"
-    report.draw(runs, picture)
+    demo_report.draw(runs, picture)
     print(f"Picture: {picture.resolve()}")
     return 0
 

@@ -16,6 +16,7 @@ sys.path[:0] = [str(TESTS / "support"), *SHARED, str(TESTS)]
 sys.path.append(str(TESTS.parent))
 
 import harness  # noqa: E402
+import warm_python  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,6 +48,12 @@ def rest_of(item: pytest.Item) -> tuple[str, str]:
     """The test and its other parameters."""
     others = {name: value for name, value in values_of(item).items() if name != "n_ranks"}
     return item.nodeid.partition("[")[0], repr(others)
+
+
+@pytest.fixture
+def quick_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python that has imported torch already starts scripts, and what they start."""
+    monkeypatch.setattr(sys, "executable", warm_python.executable())
 
 
 def pytest_sessionfinish() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("quick_scripts")
 sys.path.append(str(ROOT / "tests" / "gpu"))
 
 import gpu_check  # noqa: E402

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("quick_scripts")
 sys.path.append(str(ROOT / "tests" / "gpu"))
 
 import gpu_beside  # noqa: E402

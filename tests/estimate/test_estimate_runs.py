@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from models import WIDTH, Block, Net, data
 from parity import on_ranks
@@ -297,6 +298,7 @@ else:
 """
 
 
+@pytest.mark.usefixtures("quick_scripts")
 def test_the_benchmark_recovers_what_made_its_rows() -> None:
     """Rows of the model itself, on a machine three times as slow; wrong bytes are refused."""
     folder = Path(__file__).resolve().parents[2] / "benchmarks"

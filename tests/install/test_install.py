@@ -91,6 +91,7 @@ def test_usage() -> None:
         assert done.returncode == 2 and "usage: " in done.stderr
 
 
+@pytest.mark.usefixtures("quick_scripts")
 def test_under_torchrun() -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
     facts = facts_of(start("-m", "fsdp_c", SCRIPT, "x", launcher=launcher))
@@ -98,6 +99,7 @@ def test_under_torchrun() -> None:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.usefixtures("quick_scripts")
 def test_children(method: str) -> None:
     script = SCRIPTS / "spawning.py"
     done = start("-m", "fsdp_c", script, method)

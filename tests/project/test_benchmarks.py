@@ -20,6 +20,7 @@ import torch.distributed as dist
 from harness import run_ranks
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+pytestmark = pytest.mark.usefixtures("quick_scripts")
 TINY = {
     "host_overhead": ["--units", "2,3", "--ranks", "2", "--pairs", "2"],
     "features": ["--only", "plain,extension,mode", "--units", "2", "--pairs", "2"],

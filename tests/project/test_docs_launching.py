@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("quick_scripts")
 COMMANDS = re.findall(
     r"^```\n((?:#[^\n]*\n|export [^\n]*\n)*(?:srun|mpirun|mpiexec) .*?)^```",
     (ROOT / "docs/launching.md").read_text(),

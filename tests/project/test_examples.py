@@ -28,6 +28,7 @@ import corpus  # noqa: E402
 import runlog  # noqa: E402
 
 TIMEOUT_S = 300
+pytestmark = pytest.mark.usefixtures("quick_scripts")
 TINY = ["--layers", "1", "--dim", "32", "--seq", "16", "--batch", "2", "--sample-bytes", "8"]
 NUMBERED = [
     ("01_minimal.py", 2, "rank 1 holds (32, 64) of (64, 64)"),

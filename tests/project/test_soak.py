@@ -82,6 +82,7 @@ def test_families_have_names_of_their_own() -> None:
 # ---- families ----
 
 
+@pytest.mark.usefixtures("quick_scripts")
 def test_a_planted_mistake_is_found_by_programs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ GLOOS = re.compile(
     r"RuntimeError: \[.*/gloo/transport/tcp/pair\.cc:\d+\] .*(Connection \w+ by peer)"
 )
 TIMEOUT_S = 120
+pytestmark = pytest.mark.usefixtures("quick_scripts")
 
 SCRIPT = """
 import os, sys

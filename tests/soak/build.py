@@ -1,6 +1,6 @@
 """A copy of the package whose extension has the shim between its objects, in build/soak.
 
-The sources are compiled as for `make build`, but not optimized as one: calls from object to object
+The sources are those of `make build`, hardly optimized and not as one: calls from object to object
 have to stay where the shim can be. `address` is under the address sanitizer.
 """
 
@@ -35,9 +35,10 @@ def build(sanitize: str = "") -> Path:
         objects_at = tools.folder(
             "objects", str(torch), script.sysconfig.get_config_var("EXT_SUFFIX")
         )
-        commands = {script.BuildExtension.join_binding(None, objects_at): tools.cxx_command(torch)}
+        binding = script.BuildExtension.join_binding(None, objects_at)
+        commands = {binding: [*tools.cxx_command(torch), "-O0"]}
         for source in [*script.sources(script.C_SOURCES, ".c"), str(SHIM)]:
-            commands[source] = tools.c_command(source)
+            commands[source] = [*tools.c_command(source), "-O1"]
         objects = script.compile_all((commands, objects_at))
         exports = objects_at / "soak.map"
         exports.write_text(script.EXPORTS.replace("global:", "global: soak_*;"))

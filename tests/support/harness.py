@@ -26,6 +26,7 @@ import rank_process
 from rank_process import SEED, Seat, is_for_ranks, receive, receive_message, send, send_message
 from rank_process import seed_everything as seed_everything
 
+PYTHON = sys.executable
 START_TIMEOUT_S = 120
 # Who has not ended by then is killed: exit code -9. Sixteen ranks on two busy cores take over ten.
 STOP_TIMEOUT_S = 60
@@ -205,7 +206,7 @@ class Launcher(Forker):
         ours, theirs = socket.socketpair()
         settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, rank_process.__file__, str(theirs.fileno()), json.dumps(sys.path)],
+            [PYTHON, rank_process.__file__, str(theirs.fileno()), json.dumps(sys.path)],
             env={**os.environ, **settings, **(env or {})},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,

@@ -50,8 +50,8 @@ def send_message(sock: socket.socket, message: Any, fds: list[int] | None = None
     sock.sendall(data)
 
 
-def receive_message(sock: socket.socket) -> tuple[Any, list[int]]:
-    head, fds, _, _ = socket.recv_fds(sock, 4, 2)
+def receive_message(sock: socket.socket, n_fds: int = 2) -> tuple[Any, list[int]]:
+    head, fds, _, _ = socket.recv_fds(sock, 4, n_fds)
     if not head:
         raise EOFError
     n_bytes = int.from_bytes(head, "little")
