@@ -27,7 +27,7 @@ static void measure(fc_unsharding *u)
             u->gather_bytes += (p->rows - p->own_rows) * row;
             u->publish_bytes += p->is_aliased ? 0 : p->own_rows * row;
         }
-        if (u->sliced != NULL && i < u->n_params) {
+        if (u->sliced != NULL) {
             u->sliced_gather_bytes += (p->rows - u->sliced->params[i].own_rows) * row;
         }
     }

@@ -137,8 +137,8 @@ typedef struct fc_unsharding_ops {
 
 typedef struct fc_unsharding_options {
     fc_unit *unit;
-    /* Over messages: the unit in the domain of a smaller group that forward reshards to, laid out
-     * in the compute dtypes; else NULL. */
+    /* Over messages: the unit, without inputs, in the domain of a smaller group that forward
+     * reshards to, laid out in the compute dtypes; else NULL. */
     fc_unit *sliced;
     fc_slots *slots;
     fc_traffic *traffic;

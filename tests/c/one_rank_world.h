@@ -28,7 +28,7 @@ typedef struct calls {
 static calls now;
 static const fc_device_ops *simulated;
 static bool gathers_fail, waits_fail, records_fail;
-static int waits_left; /* before they fail */
+static int waits_left, records_left; /* before one fails */
 static int n_syncs, failing_sync = -1;
 
 static inline fc_status count_event(fc_device *device, fc_event **out)
@@ -85,8 +85,8 @@ static inline fc_status count_pieces(fc_device *device, fc_device_comm *comm, fc
 static inline fc_status count_record(fc_device *device, fc_event *event, fc_stream *stream)
 {
     now.records++;
-    return records_fail ? fc_fail(FC_ERR_SYSTEM, "no event")
-                        : simulated->record(device, event, stream);
+    return records_fail && records_left-- == 0 ? fc_fail(FC_ERR_SYSTEM, "no event")
+                                               : simulated->record(device, event, stream);
 }
 
 static inline fc_status count_sync(fc_device *device, fc_event *event)

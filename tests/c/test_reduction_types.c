@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 
 #include "reduction_world.h"
+#include "refused_messages.h"
 
 /* Whatever memory there is none for is told, and nothing of it is left. */
 static void body_no_memory(int rank, int n_ranks, void *arg)
@@ -244,8 +245,20 @@ static void body_page(int rank, int n_ranks, void *arg)
     leave_single(&s);
 }
 
-/* As many parameters as a word of a mask has bits, between replicas: one backward's sums wait for
- * the next one's, in another reduction; a third one's go alone. */
+/* Memory that slots give out next has been used before. */
+static void fill_slot(fc_slots *slots, size_t bytes)
+{
+    void *memory = NULL;
+
+    CHECK_OK(fc_slots_acquire(slots, bytes, &memory));
+    memset(memory, 0xff, bytes);
+    fc_slots_release(slots, memory);
+}
+
+/* As many parameters as a word of a mask has bits, and an input behind them: one backward's sums
+ * wait for the next one's, in another reduction; a third one's go alone. Between replicas in shared
+ * memory, or to one alone over messages.
+ */
 static void body_word(int rank, int n_ranks, void *arg)
 {
     enum {
@@ -253,7 +266,8 @@ static void body_word(int rank, int n_ranks, void *arg)
     };
     static const float one = 1;
     static owner o;
-    fc_param params[N];
+    const bool is_mapped = n_ranks > 1;
+    fc_param params[N + 1];
     const fc_unit_desc desc = {"word", params, N};
     fc_transport *transports[2];
     fc_domain *domains[2];
@@ -266,15 +280,21 @@ static void body_word(int rank, int n_ranks, void *arg)
     o = (owner){.divisor = 1};
     n_released = 0;
     CHECK_OK(fc_slots_create(&slots));
-    for (size_t i = 0; i < N; i++) {
-        params[i] = make_param(1, 1, 1, FC_F32, true);
+    for (size_t i = 0; i <= N; i++) {
+        params[i] = make_param(1, 1, i < N ? 1 : FC_ALIGN / 2, FC_F32, true);
+        params[i].is_counted = !is_mapped;
     }
+    params[0].n_inputs = 1;
+    params[0].is_made = params[N].is_made = true;
+    params[N].has_grad = false;
     for (int d = 0; d < 2; d++) {
         const fc_transport_config config =
             ranks_config(&hosts[d], d == 0 ? rank : n_ranks, d == 0 ? 0 : rank,
                          d == 0 ? 1 : n_ranks, DOMAINS_TIMEOUT_NS);
 
-        CHECK_OK(fc_shm_create(&config, &transports[d]));
+        CHECK_OK(d == 0 || is_mapped
+                     ? fc_shm_create(&config, &transports[d])
+                     : fc_callback_create(&config, &refused_messages, &transports[d]));
         CHECK_OK(fc_domain_create(transports[d], d == 0 ? FC_DOMAIN_SHARD : FC_DOMAIN_REPLICATE,
                                   &desc, 1, 0, 1, &domains[d]));
     }
@@ -295,6 +315,7 @@ static void body_word(int rank, int n_ranks, void *arg)
         }
         o.all_reduce = options.all_reduce;
         o.has[0] = false;
+        fill_slot(slots, fc_unit_layout(o.shard)->part_bytes + FC_PAGE);
         for (int k = 0; k < 4; k++) {
             fc_domain_open(
                 domains[k % 2],
@@ -349,6 +370,7 @@ int main(void)
     ranks_check(3, body_types, &three);
     ranks_check(2, body_large, NULL);
     ranks_check(1, body_page, NULL);
+    ranks_check(1, body_word, NULL);
     ranks_check(2, body_word, NULL);
     return check_result();
 }

@@ -57,6 +57,35 @@ static void test_held_gradients_are_dropped(void)
     unmake(&w);
 }
 
+/* Memory whose last use could not be marked is not used again, and the caller is told. */
+static void test_marks_of_a_held_sum_fail(void)
+{
+    bool has_failed = true;
+    int n = 0;
+
+    for (; has_failed; n++) {
+        fc_schedule_grads given = {.sync = FC_SYNC_ALL};
+        bool is_reduced;
+        world w;
+        fc_status st;
+
+        make_world(&w, &(kind){.has_replicas = true});
+        given.full = w.grads;
+        given.out = w.out;
+        begin(&w);
+        CHECK(!post(&w, 0, w.grads, FC_SYNC_SCATTER));
+        records_left = n;
+        records_fail = true;
+        st = fc_schedule_post_backward(w.units[0], &given, &is_reduced);
+        records_fail = false;
+        has_failed = records_left < 0;
+        CHECK_EQ(st, has_failed ? FC_ERR_SYSTEM : FC_OK);
+        CHECK_EQ(is_reduced, !has_failed);
+        unmake(&w);
+    }
+    CHECK(n > 3); /* of the input, the held sum, the new one */
+}
+
 /* What the caller gives stands for the unit's own divisor, 1 too, which staging is in vain for. */
 static void test_the_given_divisor_counts(void)
 {
@@ -128,6 +157,7 @@ int main(void)
     test_some_gradient_is_needed(true);
     test_some_gradient_is_needed(false);
     test_held_gradients_are_dropped();
+    test_marks_of_a_held_sum_fail();
     test_the_given_divisor_counts();
     test_plans_are_made_once(1);
     test_plans_are_made_once(2);

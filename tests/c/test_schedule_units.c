@@ -335,6 +335,26 @@ static void test_compute_stays_with_held_gradients(fc_schedule_sync sync)
     unmake(&w);
 }
 
+/* A guest in the place of another: compute behind both of them, copy-in behind the new one. */
+static void test_a_guest_that_cannot_come(void)
+{
+    world w;
+
+    make_world(&w, &staged);
+    begin(&w);
+    for (int n = 0; n < 3; n++) {
+        MUST(fc_schedule_read_shards(w.schedule, w.streams[5]));
+        (void)take();
+        waits_left = n;
+        waits_fail = true;
+        CHECK_EQ(fc_schedule_read_shards(w.schedule, w.streams[4]), FC_ERR_SYSTEM);
+        waits_fail = false;
+        CHECK_EQ(take().waits, n + 1);
+    }
+    end(&w);
+    unmake(&w);
+}
+
 int main(void)
 {
     const size_t own = 8 * 16 * PARAMS, all = 2 * own;
@@ -367,5 +387,6 @@ int main(void)
     test_compute_stays_where_it_is(&direct, true);
     test_compute_stays_with_held_gradients(FC_SYNC_NONE);
     test_compute_stays_with_held_gradients(FC_SYNC_SCATTER);
+    test_a_guest_that_cannot_come();
     return check_result();
 }

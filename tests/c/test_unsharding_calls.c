@@ -74,6 +74,27 @@ static void body_traffic(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+/* The least that peers may read elsewhere than in a shard. */
+static void body_one_byte(int rank, int n_ranks, void *arg)
+{
+    world w;
+    const owner *o = &w.owners[0];
+
+    (void)arg;
+    is_tiny = true;
+    join(&w, rank, n_ranks, true);
+    memset(o->shards[0], 7, 1);
+    CHECK(fc_unsharding_publishes(o->unsharding));
+    open(&w, FC_PHASE_FORWARD);
+    CHECK_EQ(o->traffic.copied, 1);
+    CHECK_OK(unshard(&w, 0));
+    CHECK_EQ(*o->shown, 7);
+    CHECK_OK(reshard(&w, 0));
+    close_phase(&w);
+    leave_world(&w);
+    is_tiny = false;
+}
+
 /* ---- memory ---- */
 
 static void body_memory(int rank, int n_ranks, void *arg)
@@ -560,6 +581,7 @@ int main(void)
 {
     static bool kinds[] = {true, false};
 
+    ranks_check(1, body_one_byte, NULL);
     for (size_t k = 0; k < 2; k++) {
         for (int n_ranks = 1; n_ranks <= 3; n_ranks++) {
             ranks_check(n_ranks, body_traffic, &kinds[k]);

@@ -333,18 +333,20 @@ static void test_residence_begins_behind_the_first_forward(bool is_shown, bool h
     unmake_device_world(&w);
 }
 
-/* Who writes to its own parameters, or may have, keeps to copies; so does who cannot move. */
+/* Who writes to its own parameters, or may have, keeps to copies; so does who cannot move. Nor does
+ * what has no memory. */
 static void test_residence_does_not_begin(void)
 {
-    for (int why = 0; why < 5; why++) {
+    for (int why = 0; why < 6; why++) {
         device_world w;
         kind k = alone;
         tensors *t;
 
         k.has_all = why != 0;
+        k.is_empty = why == 5;
         make_device_world(&w, 1, k);
         t = begin_forward(&w);
-        CHECK_EQ(t->n_asked, why != 0);
+        CHECK_EQ(t->n_asked, k.has_all && !k.is_empty);
         t->base.is_written[0] = why == 1;
         t->base.is_written[1] = why == 2;
         t->maybe_written = why == 3;

@@ -203,7 +203,8 @@ static void body_unwritten(int rank, int n_ranks, void *arg)
     }
 }
 
-/* One rank alone writes before a use within a forward: it is told, and leaves the phase. */
+/* One rank alone writes before a use within a forward: it is told, and leaves the phase; no peer
+ * gets the write. */
 static void body_written_alone(int rank, int n_ranks, void *arg)
 {
     world w;
@@ -215,14 +216,17 @@ static void body_written_alone(int rank, int n_ranks, void *arg)
     use(&w, 0, 0);
     if (rank == 0) {
         w.owners[1].writes[0]++;
+        write_element(&w, 1, 1, 60);
         CHECK_EQ(unshard(&w, 1), FC_ERR_PEER);
         CHECK_HAS(fc_last_message(), "shards of unit second were written within a forward on rank "
                                      "10 and not on rank 11");
         CHECK_STATE(&w, 1, SHARDED);
         CHECK(!fc_domain_is_open(w.domain));
     } else {
-        use(&w, 1, 0);
+        CHECK_OK(unshard(&w, 1));
         CHECK_EQ(fc_domain_close(w.domain), FC_ERR_PEER);
+        check_values(&w, 1, 0);
+        CHECK_OK(reshard(&w, 1));
     }
     leave_world(&w);
 }

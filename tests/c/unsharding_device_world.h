@@ -47,7 +47,7 @@ typedef struct device_rank {
 /* How the units of a world are. */
 typedef struct kind {
     bool is_narrowed; /* the second parameter */
-    bool is_extended, is_offloaded, has_slices, has_all, can_reside;
+    bool is_extended, is_offloaded, is_empty, has_slices, has_all, can_reside;
 } kind;
 
 typedef struct device_world {
@@ -297,7 +297,7 @@ static inline void make_rank(device_world *w, int rank, fc_device_comm *comm)
     }
     CHECK_OK(fc_sim_comm_create(w->sim, "alone", &rank, 1, &alone));
     for (size_t i = 0; i < N_PARAMS; i++) {
-        params[i] = make_param(1, ROWS, COLUMNS, FC_F32, true);
+        params[i] = make_param(1, w->kind.is_empty ? 0 : ROWS, COLUMNS, FC_F32, true);
     }
     params[1].compute = w->kind.is_narrowed ? FC_BF16 : FC_F32;
     config = ranks_config(&r->host, 0, rank, w->n_ranks, DOMAINS_TIMEOUT_NS);

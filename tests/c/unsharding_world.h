@@ -267,7 +267,8 @@ static const fc_unsharding_ops extended_ops = {.show = show,
                                                .tell_of_write = tell_of_write,
                                                .is_observed = is_observed,
                                                .n_steps = count_steps};
-static bool is_extended; /* the worlds that are made next */
+/* The worlds that are made next: of extended units, or of units of one byte, which is cast. */
+static bool is_extended, is_tiny;
 
 /* ---- the world ---- */
 
@@ -438,6 +439,13 @@ static inline void join(world *w, int rank, int n_ranks, bool is_mapped)
     for (size_t i = 0; i < N_PARAMS; i++) {
         params[i] = make_param(1, ROWS, COLUMNS, FC_F32, true);
         params[i].compute = computed[i];
+    }
+    if (is_tiny) {
+        params[0] = make_param(1, 1, 1, FC_F32, false);
+        params[0].orig = FC_U8;
+        params[0].compute = FC_I8;
+        params[0].has_grad = false;
+        params[1].rows = 0;
     }
     params[1].is_made = is_extended;
     params[1].n_inputs = is_extended;
