@@ -99,6 +99,7 @@ class VisibleMessages(_transport.Messages):
             self._finish(unit, output, after)
             return
         comm = unit._reduce_scatter_comm
+        input, output = _as_gradients(unit, input), _as_gradients(unit, output)
         sent = comm.allocate((input.numel(),), dtype=input.dtype, device=unit.device)
         sent.copy_(input)
         received = comm.allocate((output.numel(),), dtype=input.dtype, device=unit.device)
@@ -124,6 +125,7 @@ class VisibleMessages(_transport.Messages):
             _divide(tensor, before)
             _divide(tensor, _divisor_of(shard_op, self._shards, unit.gradient_divide_factor))
         if unit.visible.sees_sums or not self._stands_in:
+            tensor = _as_gradients(unit, tensor)
             dist.all_reduce(tensor, group=process_group, op=op)
         else:
             divisor = _divisor_of(op, process_group, None)
@@ -134,7 +136,7 @@ class VisibleMessages(_transport.Messages):
         if not self._is_last:
             return
         if unit._all_reduce_hook is not None:
-            unit._all_reduce_hook(tensor)
+            unit._all_reduce_hook(_as_gradients(unit, tensor))
         _divide(tensor, after)
 
 
@@ -145,6 +147,13 @@ def _gathered_dtype(unit: Any) -> torch.dtype:
             _versions.compute_dtype(fsdp_param)
         }
     return dtypes.pop() if len(dtypes) == 1 else torch.uint8
+
+
+def _as_gradients(unit: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Of complex numbers where all parameters have them: the engine adds up pairs."""
+    if not tensor.is_complex() and all(p.orig_dtype.is_complex for p in unit.fsdp_params):
+        return torch.view_as_complex(tensor.view(-1, 2))
+    return tensor
 
 
 def _divisor_of(op: Any, process_group: dist.ProcessGroup, factor: float | None) -> float:

@@ -18,7 +18,7 @@ from differential.program import Program
 
 # Of each kind at most one: how parameters lie, what they are, who reduces them, who watches.
 LAYOUTS = ("tensor parallel", "dp_mesh_dims", "replicate", "int", "two meshes")
-TENSORS = ("scaled extension", "kept extension", "subclass")
+TENSORS = ("scaled extension", "kept extension", "subclass", "complex")
 COLLECTIVES = ("all-reduce hook", "custom all-gather", "custom reduce-scatter")
 WATCHERS = ("dispatch mode", "replaced methods")
 KINDS = (LAYOUTS, TENSORS, COLLECTIVES, WATCHERS)
@@ -123,6 +123,10 @@ class FeatureWriter(Writer):
             self.width = 4  # torch registers wrong shards where rows do not divide
         self.layers = [self.rng.choice(choices) for _ in range(self.rng.randint(1, 4))]
         self.layers[0] = "block" if self.layers[0] == "again" else self.layers[0]
+        if self.has("complex"):
+            self.dtypes = [DTYPES[0]]  # torch casts to real dtypes, and sums in no others
+            for _ in range(self.rng.randint(1, 2)):
+                self.layers.insert(self.rng.randint(1, len(self.layers)), "waves")
         if self.has("dp_mesh_dims"):
             self.has_own = False  # a product of DTensors and tensors
         self.adds_many = True
@@ -182,7 +186,7 @@ class FeatureWriter(Writer):
             index = self.rng.randrange(len(self.layers))
             add(self.rng.choice(FREEZING).format(index))
         self.write_layout()
-        if self.tensor:
+        if self.tensor in CLASSES:
             every = ", every=2" if self.chance(0.3) else ""
             add(f"n_converted = convert(model, {CLASSES[self.tensor]}{every})")
         options = self.unit_options()
@@ -294,6 +298,13 @@ class FeatureWriter(Writer):
             return "n_gradients = sum(p.grad is not None for p in shards.values())"
         return super().clip()
 
+    def pick_units(self) -> None:
+        """Torch takes no complex parameters beside real ones in a unit."""
+        super().pick_units()
+        waves = [index for index, name in enumerate(self.layers) if name == "waves"]
+        self.groups = [group for group in self.groups if not set(group).intersection(waves)]
+        self.singles = sorted({*self.singles, *waves})
+
     def units(self) -> list[str]:
         if self.has("replicate"):  # of one module each
             return [f"model.layers[{index}]" for index in self.singles]
@@ -328,6 +339,8 @@ REFUSED_BESIDE: dict[str, tuple[str, ...]] = {
     # torch asks for the gather of all ranks, and then gathers nothing; from slices it gathers none.
     "scaled extension": ("replicate", "int"),
     "kept extension": ("replicate", "int"),
+    # plain activations; torch registers wrong shards where rows do not divide.
+    "complex": ("tensor parallel", "dp_mesh_dims", "int"),
     # torch has no setters of these for replicated units, nor for several meshes.
     "all-reduce hook": ("replicate", "two meshes"),
     "custom all-gather": ("replicate", "two meshes"),

@@ -210,6 +210,20 @@ class Listed(nn.Module):
         return torch.tanh(x * self.named["gain"] + self.some[0]) + self.some[1].sum(0)
 
 
+class Waves(nn.Module):
+    """Complex parameters alone, of rows that not every number of ranks divides."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.into = nn.Parameter(torch.randn(5, width, dtype=torch.complex64))
+        self.back = nn.Parameter(torch.randn(width, 5, dtype=torch.complex64))
+        self.phase = nn.Parameter(torch.randn(1, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves = x.to(self.into.dtype) @ self.into.t() * self.phase.conj()
+        return torch.tanh((waves @ self.back.t()).real / 8)
+
+
 # What a layer of a `Net` can be, by the name that programs use.
 LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "block": lambda width: Block(width, 7),
@@ -240,6 +254,7 @@ LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "wrapped": lambda width: checkpoint_wrapper(Block(width, 4)),
     "composed": lambda width: composable_checkpoint(Block(width, 4)),
     "inplace": lambda width: nn.LeakyReLU(0.5, inplace=True),
+    "waves": Waves,
 }
 
 

@@ -11,6 +11,7 @@ import harness
 import models
 import pytest
 import torch
+from differential.feature_nets import ReduceScatter
 from models import WIDTH, data
 from parity import Pair, Plain, Side, Tolerance, on_ranks, sgd, total
 from torch import Tensor, nn
@@ -110,6 +111,34 @@ def test_units_of_complex_parameters(rank: int, n_ranks: int, dtype: torch.dtype
     pair = Pair(lambda: Complex(dtype), models.shard_root)
     models.train(pair, rank)
     pair.check_state_dict()
+    check_on_core(pair.ours.model)
+
+
+@pytest.mark.parametrize("mesh", [(), (2, 1)], ids=["shards", "replicas"])
+@on_ranks(2)
+def test_an_all_reduce_hook_gets_complex_numbers(
+    rank: int, n_ranks: int, mesh: tuple[int, ...]
+) -> None:
+    """The sums that torch's has, in their sizes; a custom reduce-scatter gets them, too."""
+    seen: dict[Any, list[Any]] = {}
+
+    def shard(model: nn.Module, fsdp: Any) -> None:
+        where = {"mesh": harness.cached_mesh(mesh, ("r", "s"))} if mesh else {}
+        fsdp.fully_shard(model, **where)
+        noted = seen.setdefault(fsdp, [])
+
+        def turn(output: Tensor) -> None:
+            noted.append((output.dtype, output.numel()))
+            output.mul_(1j)
+
+        model.set_all_reduce_hook(turn)
+        if not mesh:
+            model.set_custom_reduce_scatter(ReduceScatter(noted))
+
+    pair = Pair(Complex, shard)
+    pair.step(data(rank))
+    theirs, ours = seen.values()
+    assert theirs == ours and theirs
     check_on_core(pair.ours.model)
 
 

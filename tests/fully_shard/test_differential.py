@@ -13,7 +13,7 @@ from differential.program import WORLDS, Program
 N_SEEDS = 80
 CHUNK = 25
 # Of programs with rare features, by the number of ranks.
-FEATURE_SEEDS = {2: range(378, 390), 4: range(541, 553)}
+FEATURE_SEEDS = {2: range(743, 752), 4: range(404, 415)}
 
 
 def n_seeds() -> int:

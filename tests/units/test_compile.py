@@ -3,14 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
+import harness
 import models
 import pytest
 import torch
 import torch._dynamo
-from behaviour.pairs import CLOSE, ROUGH, agree, backward, gradients, sharded, shards
+from behaviour.pairs import CLOSE, EXACT, ROUGH, agree, backward, gradients, sharded, shards
 from models import WIDTH, Net, data
-from parity import Tolerance, on_ranks
+from parity import Tolerance, compare, on_ranks, total
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -102,6 +104,20 @@ def test_compiled(rank: int, n_ranks: int, way: str) -> None:
             backward(model, data(rank, step))
 
     check_counts(lambda: Net(2), *WAYS[way], see, CLOSE)
+
+
+@on_ranks(1, 2)
+def test_compiled_autograd_is_refused(rank: int, n_ranks: int) -> None:
+    """Torch's own leaves gradients as they are on each rank; the next step is right."""
+    model, expected = (sharded(harness.implementation(), Net) for _ in range(2))
+    loss = total(model(data(rank)))
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        with pytest.raises(NotImplementedError, match="compiled autograd cannot run"):
+            loss.backward()
+    model.zero_grad()
+    for one in (model, expected):
+        backward(one, data(rank, 1))
+    compare(gradients(shards(model)), gradients(shards(expected)), EXACT, "the next step")
 
 
 def check_counts(

@@ -95,6 +95,17 @@ void learn_of_input(StateObject *state, const torch::autograd::edge_list &inputs
     }
 }
 
+using torch::dynamo::autograd::CompiledNodeArgs;
+
+// Its graph has no place for collectives; torch's own leaves gradients unreduced there.
+void refuse_compiled_autograd()
+{
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false,
+        "compiled autograd cannot run the backward of sharded units: call backward() outside of"
+        " torch._dynamo.compiled_autograd, which leaves the forward compiled");
+}
+
 // Identity on a unit's inputs. Its backward runs when the unit's own backward is through.
 struct PostBackward : public Node {
     StateHandle state;
@@ -114,6 +125,7 @@ struct PostBackward : public Node {
         return std::move(grads);
     }
     std::string name() const override { return "RegisterPostBackwardFunctionBackward"; }
+    void compiled_args(CompiledNodeArgs &) const override { refuse_compiled_autograd(); }
 
 private:
     // As torch's autograd.Function: an input that the unit has not used gets zeros, and so does all
@@ -178,6 +190,7 @@ struct Border : public torch::autograd::FunctionPreHook {
         }
         return grads;
     }
+    void compiled_args(CompiledNodeArgs &) const override { refuse_compiled_autograd(); }
 
 private:
     std::shared_ptr<RootHold> hold_, other_hold_;
@@ -198,6 +211,7 @@ struct InnerBorder : public torch::autograd::FunctionPreHook {
         }
         return grads;
     }
+    void compiled_args(CompiledNodeArgs &) const override { refuse_compiled_autograd(); }
 };
 
 bool has_border(Node *node)
