@@ -11,6 +11,7 @@ real one. A script has another parent than the one that started it.
 import atexit
 import contextlib
 import functools
+import importlib.util
 import os
 import runpy
 import selectors
@@ -240,12 +241,14 @@ def run(words: list[str]) -> None:
 
 
 def import_what_scripts_do() -> None:
-    import torch._dynamo
     import torch.distributed.argparse_util
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp
     import torch.distributed.launcher.api
-    import torch.distributed.tensor.parallel  # noqa: F401
+    import torch.distributed.tensor.parallel
+
+    if importlib.util.find_spec("triton") is None:  # which complains where a process ends
+        import torch._dynamo  # noqa: F401
 
 
 def main() -> None:
