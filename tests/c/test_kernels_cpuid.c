@@ -120,16 +120,48 @@ static void test_without(const cpu_feature *feature, bool has_avx2, bool has_avx
               "no %s: AVX-512 with bfloat16 %d", feature->name, bf16);
 }
 
-int main(void)
+static const cpu_feature nothing = {.name = "nothing"};
+static bool is_trapped_first;
+
+/* Before tables are looked for. */
+__attribute__((constructor(101))) static void begin(void)
 {
-    static const cpu_feature nothing = {.name = "nothing"};
-    const bool has_avx2 = fc_kern_table_avx2() != NULL, has_avx512 = fc_kern_table_avx512() != NULL;
     struct sigaction action = {.sa_sigaction = answer, .sa_flags = SA_SIGINFO};
 
-    if (!trap_cpuid(true)) {
+    missing = &nothing;
+    is_trapped_first = sigaction(SIGSEGV, &action, NULL) == 0 && trap_cpuid(true);
+}
+
+/* All that this CPU would have with bfloat16, in order. */
+static void test_found(void)
+{
+    const fc_kern_table *const wanted[] = {fc_kern_table_ref(), fc_kern_table_avx2(),
+                                           fc_kern_table_avx512(), fc_kern_table_avx512_bf16()};
+    const fc_kern_table *const *tables;
+    size_t n_tables = fc_kern_tables(&tables);
+    size_t n = 0;
+
+    for (size_t i = 0; i < COUNT(wanted); i++) {
+        if (wanted[i] != NULL) {
+            CHECK_OR_EXIT(n < n_tables);
+            CHECK_STR(tables[n++]->name, wanted[i]->name);
+        }
+    }
+    CHECK_EQ(n, n_tables);
+    CHECK_STR(fc_kern()->name, tables[n - 1]->name);
+}
+
+int main(void)
+{
+    bool has_avx2, has_avx512;
+
+    if (!is_trapped_first) {
         CHECK_SKIP("CPUID cannot trap here");
     }
-    CHECK_OR_EXIT(trap_cpuid(false) && sigaction(SIGSEGV, &action, NULL) == 0);
+    test_found();
+    CHECK_OR_EXIT(trap_cpuid(false));
+    has_avx2 = fc_kern_table_avx2() != NULL;
+    has_avx512 = fc_kern_table_avx512() != NULL;
     test_without(&nothing, has_avx2, has_avx512);
     for (size_t i = 0; i < COUNT(features); i++) {
         test_without(&features[i], has_avx2, has_avx512);
