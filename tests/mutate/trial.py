@@ -297,16 +297,15 @@ class Worker:
     def compiled(self, kind: str, file: str) -> dict[str, str] | None:
         """The objects that differ, by source."""
         tree, build = self.tree, self.tree.build
-        is_source = file in build.commands
         replaced: dict[str, str] = {}
         users = tree.users(file)
         met = [source for source in users if source in self.coverage.sources.get(file, ())]
-        for source in [file] if is_source else met or users:
+        for source in met or users:
             target = str(self.folder / f"{len(replaced)}.o")
             command = [*build.commands[source], *FLAGS[kind], "-w"]
             where = command.index("-Icsrc")
             command[where:where] = [f"-I{self.folder}/changed/csrc"]
-            path = str(self.folder / "changed" / file) if is_source else source
+            path = str(self.folder / "changed" / file) if source == file else source
             if tree.run([*command, "-c", path, "-o", target]).returncode != 0:
                 return None
             replaced[source] = target
