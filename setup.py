@@ -89,11 +89,12 @@ C_TEST_SOURCES = {
     "tests/c": (
         "test_apart test_base test_batch test_batch_pieces test_batch_posts "
         "test_beats test_begun_sums test_collectives test_comm test_comm_arrays "
-        "test_cuda_flat test_cuda_index test_cuda_plans test_device_host "
-        "test_device_sim test_domain test_exchange test_exchange_room "
+        "test_cuda_flat test_cuda_index test_cuda_open test_cuda_plans "
+        "test_device_host test_device_sim test_domain test_exchange test_exchange_room "
         "test_exchange_steps test_faults test_gathers test_group_history "
-        "test_kernels test_kernels_optim test_kernels_round test_layout "
-        "test_leaving test_meetings test_nccl test_nccl_deadlines test_optim "
+        "test_kernels test_kernels_bf16 test_kernels_cpuid test_kernels_optim "
+        "test_kernels_round test_layout test_leaving test_meetings test_nccl "
+        "test_nccl_deadlines test_optim "
         "test_order test_present test_rails test_rails_begun test_rails_faults "
         "test_rails_scale test_reduction test_reduction_messages "
         "test_reduction_seen test_reduction_sent test_reduction_types test_root "
@@ -108,8 +109,10 @@ C_TEST_SOURCES = {
     ),
 }
 # Libraries that the test programs open: NCCL's newest interface, and an old one, with events of
-# CUDA's driver.
-NCCL_STAND_IN = [f"tests/c/nccl/{name}.c" for name in ("driver", "engine", "stand_in")]
+# CUDA's driver, and GPU kernels of this version, and of another one.
+NCCL_STAND_IN = [
+    f"tests/c/nccl/{name}.c" for name in ("driver", "engine", "gpu_kernels", "stand_in")
+]
 C_TEST_LIBRARIES = {"libnccl_stand_in.so": [], "libnccl_stand_in_old.so": ["-DSTAND_IN_OLD"]}
 
 # One library beside the extension, without a link to torch. One PTX for all: machine code for each

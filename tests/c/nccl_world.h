@@ -2,6 +2,7 @@
 #ifndef FC_TESTS_NCCL_WORLD_H
 #define FC_TESTS_NCCL_WORLD_H
 
+#include "library_path.h"
 #include "nccl_stand_in.h"
 #include "ranks.h"
 
@@ -10,7 +11,6 @@
 #include "transport/nccl_api.h"
 
 #include <dlfcn.h>
-#include <limits.h>
 
 #define TIMEOUT_NS (20 * FC_NS_PER_S)
 #define SHORT_NS (300 * FC_NS_PER_MS)
@@ -38,17 +38,6 @@ static int stream_memory[2];
 static inline fc_stream *stream_of(int number)
 {
     return (fc_stream *)(void *)&stream_memory[number];
-}
-
-static inline void library_path(const char *name, char *out)
-{
-    char folder[PATH_MAX - 64];
-    ssize_t n = readlink("/proc/self/exe", folder, sizeof(folder) - 1);
-
-    CHECK_OR_EXIT(n > 0);
-    folder[n] = '\0';
-    *strrchr(folder, '/') = '\0';
-    (void)snprintf(out, PATH_MAX, "%s/%s", folder, name);
 }
 
 /* The control of the library, which it may open for the first time. */

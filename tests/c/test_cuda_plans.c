@@ -420,8 +420,9 @@ static void test_flat_runs(void)
     fc_runs_clear(&plan);
 }
 
-/* Every request for memory fails once; what has been added by then is still there. */
-static void test_lack_of_memory(void)
+/* Every request for memory fails once; what has been added by then is still there. Lists grow at
+ * even numbers of runs: `odd` says whether blocks or flat runs are added there. */
+static void test_lack_of_memory(uint32_t odd)
 {
     const int64_t live = fc_alloc_live();
     int n_failed = 0;
@@ -439,8 +440,8 @@ static void test_lack_of_memory(void)
 
             block.to.base = 2 * n;
             block.from.base = 2 * n + 1;
-            st = n % 2 == 0 ? fc_runs_add(&plan, &block)
-                            : fc_runs_add_flat(&plan, FC_F32, 4, 2, (uint32_t[]){1, 0}, ats);
+            st = n % 2 == odd ? fc_runs_add(&plan, &block)
+                              : fc_runs_add_flat(&plan, FC_F32, 4, 2, (uint32_t[]){1, 0}, ats);
         }
         fc_alloc_fail_after(-1);
         CHECK(plan.n_runs == n || (st != FC_OK && plan.n_runs + 1 >= n));
@@ -469,6 +470,7 @@ int main(void)
     test_small_blocks_are_not_cut();
     test_too_many_tiles();
     test_flat_runs();
-    test_lack_of_memory();
+    test_lack_of_memory(0);
+    test_lack_of_memory(1);
     return check_result();
 }

@@ -1,8 +1,9 @@
 """Tries mutants in a copy of the tree, and says which of them no test has noticed.
 
-Only the programs that run the changed line are tried, the quick ones first; one that fails or hangs
-ends it. What survives is shown, unless equivalent.txt says why it changes nothing. What was killed
-is kept, so that a run that was stopped goes on; what survived is tried again.
+Only the programs that run the changed line are tried, the usual killers of its file and the quick
+ones first; one that fails or hangs ends it. What survives is shown, unless equivalent.txt says why
+it changes nothing. What was killed is kept, so that a run that was stopped goes on; what survived
+is tried again.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--quick", action="store_true", help="without the sanitizers")
     parser.add_argument("--again", action="store_true", help="also what earlier runs have killed")
+    parser.add_argument("--programs", type=lambda names: names.split(","), help="only these: a,b")
     args = parser.parse_args()
     mutants = chosen(args.paths, args.sample, args.seed)
     excused = equivalents()
@@ -42,7 +44,8 @@ def main() -> int:
     ]
     print(f"{len(mutants)} mutants, {len(mutants) - len(due)} of them known", flush=True)
     if due:
-        try_all(due, args.workers, ("plain",) if args.quick else ("plain", "sanitized"), known)
+        kinds = ("plain",) if args.quick else ("plain", "sanitized")
+        try_all(due, args.workers, kinds, args.programs, known)
     survivors = [m for m in mutants if known.get(m.key, "").startswith("survived")]
     survivors = [m for m in survivors if m.key not in excused]
     for mutant in survivors:
@@ -55,9 +58,13 @@ def main() -> int:
 
 
 def try_all(
-    due: list[Mutant], n_workers: int, kinds: tuple[str, ...], known: dict[str, str]
+    due: list[Mutant],
+    n_workers: int,
+    kinds: tuple[str, ...],
+    programs: list[str] | None,
+    known: dict[str, str],
 ) -> None:
-    tree = Tree(FOLDER / "tree")
+    tree = Tree(FOLDER / "tree", kinds, programs)
     coverage = Coverage(tree, FOLDER / "coverage.json")
     free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
     for index in range(n_workers):

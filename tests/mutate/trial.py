@@ -1,7 +1,7 @@
 """Builds the core with one mistake at a time, and runs the programs that come by it.
 
-A mistake costs the objects that it changes and the links of the programs that run: no more is
-built. Which programs come by a line is counted once, by gcov.
+A mistake costs the objects that run what it changes and the links of the programs that run: no more
+is built. Which programs come by a line is counted once, by gcov.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +30,11 @@ from mutate.mutants import Mutant
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("csrc", "tests/c", "setup.py", "pyproject.toml", "fsdp_c/_built.py")
 LIMIT_S = 15.0  # of a program that takes a few seconds; more if it is slower as it is
-# How the objects of a kind differ from what setup.py says. What no program notices is tried once
-# more with the sanitizers: they see what reads or writes one element too far.
+# How the objects of a kind differ from what setup.py says: a mutant is compiled in half the time
+# where it is not optimized for speed. What no program notices is tried once more with the
+# sanitizers: they see what reads or writes one element too far.
 FLAGS = {
-    "plain": [],
+    "plain": ["-O1"],
     "sanitized": ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "cover": ["--coverage", "-O1"],
 }
@@ -60,7 +62,7 @@ class Build:
     libraries: list[str]
 
     @classmethod
-    def described(cls, tree: Path) -> Build:
+    def described(cls, tree: Path, only: Container[str] | None) -> Build:
         there = os.getcwd()
         os.chdir(tree)
         try:
@@ -69,6 +71,7 @@ class Build:
             core = setup["sources"](setup["C_SOURCES"], ".c")
             core += setup["sources"](setup["C_SIM_SOURCES"], ".c")
             programs = setup["sources"](setup["C_TEST_SOURCES"], ".c")
+            programs = [p for p in programs if only is None or stem_of(p) in only]
         finally:
             os.chdir(there)
         commands = {source: tools.c_command(source) for source in core}
@@ -80,7 +83,9 @@ class Build:
 class Tree:
     """A copy of the sources, with the objects of all of them as they are."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, kinds: Iterable[str], only: Container[str] | None = None
+    ) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         for name in COPIED:
@@ -91,18 +96,20 @@ class Tree:
             else:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, target)
-        self.build = Build.described(folder)
+        self.build = Build.described(folder, only)
         self.kept = folder / "build/mutated.json"  # what objects were made from
         self.made: dict[str, str] = json.loads(self.kept.read_text()) if self.kept.exists() else {}
         self.included = self.included_files()
         core = [self.digest_of(source) for source in self.build.core]
         self.core_digest = hashlib.sha256("".join(core).encode()).hexdigest()
-        if self.is_stale("libraries", self.core_digest):
+        stand_ins = [path.read_bytes() for path in sorted((folder / "tests/c/nccl").iterdir())]
+        digest = hashlib.sha256(self.core_digest.encode() + b"".join(stand_ins)).hexdigest()
+        if self.is_stale("libraries", digest):
             done = self.run([sys.executable, "setup.py", "-q", "build_c_tests", "--only-libraries"])
             if done.returncode != 0:
                 raise SystemExit(f"the tree does not build as it is:\n{done.stderr}")
-        self.compile_all("plain")
-        self.compile_all("sanitized")
+        for kind in kinds:
+            self.compile_all(kind)
         self.sanitizes: dict[str, bool] = {}
         self.sanitizing = threading.Lock()
 
@@ -158,19 +165,21 @@ class Tree:
 
 
 class Coverage:
-    """The programs that run each line, and how long each of them takes."""
+    """The programs that run each line, how long each of them takes, and the sources whose objects
+    run a header's."""
 
     def __init__(self, tree: Tree, kept: Path) -> None:
-        known = json.loads(kept.read_text()) if kept.exists() else {}
+        self.counted: dict[str, dict[str, Any]] = {}
+        if kept.exists():
+            self.counted = json.loads(kept.read_text())
         self.seconds: dict[str, float] = {}
         self.lines: dict[str, dict[str, list[str]]] = {}
-        self.counted: dict[str, dict[str, Any]] = {}
+        self.sources: dict[str, set[str]] = {}
+        self.kills: Counter[tuple[str, str]] = Counter()  # of a file's mutants, by a program
         due = {}
         for source in tree.build.programs:
-            name, digest = Path(source).stem, tree.core_digest + tree.digest_of(source)
-            if known.get(name, {}).get("of") == digest:
-                self.counted[name] = known[name]
-            else:
+            name, digest = stem_of(source), tree.core_digest + tree.digest_of(source)
+            if self.counted.get(name, {}).get("of") != digest:
                 due[name] = digest
         if due:
             print(f"counting which lines {len(due)} programs run", flush=True)
@@ -178,8 +187,11 @@ class Coverage:
         for name, digest in due.items():
             self.counted[name] = {"of": digest, **self.count(tree, name)}
             kept.write_text(json.dumps(self.counted))
-        for name, counted in self.counted.items():
+        for name in map(stem_of, tree.build.programs):
+            counted = self.counted[name]
             self.seconds[name] = counted["seconds"]
+            for file, sources in counted.get("sources", {}).items():
+                self.sources.setdefault(file, set()).update(sources)
             for file, numbers in counted["lines"].items():
                 for number in numbers:
                     self.lines.setdefault(file, {}).setdefault(number, []).append(name)
@@ -207,20 +219,27 @@ class Coverage:
             notes = str(path).rpartition("/build/cover/")[2].replace(".gcda", ".gcno")
             shutil.copy2(tree.folder / "build/cover" / notes, path.with_suffix(".gcno"))
         lines: dict[str, list[str]] = {}
+        sources: dict[str, list[str]] = {}
         output = tree.run(["gcov", "--json-format", "--stdout", *map(str, counts)]).stdout
-        for text in output.splitlines():
-            for file in json.loads(text)["files"]:
-                found = lines.setdefault(os.path.normpath(file["file"]), [])
-                found += [str(line["line_number"]) for line in file["lines"] if line["count"]]
+        for counted in map(json.loads, output.splitlines()):
+            source = counted["data_file"].rpartition("/build/cover/")[2].removesuffix(".gcda")
+            for file in counted["files"]:
+                path = os.path.normpath(file["file"])
+                run = [str(line["line_number"]) for line in file["lines"] if line["count"]]
+                if run:
+                    lines.setdefault(path, []).extend(run)
+                    sources.setdefault(path, []).append(source)
         print(f"  {name}: {seconds:.1f} s", flush=True)
         return {
             "seconds": seconds,
-            "lines": {file: sorted(set(n)) for file, n in lines.items() if n},
+            "lines": {file: sorted(set(n)) for file, n in lines.items()},
+            "sources": sources,
         }
 
     def programs(self, mutant: Mutant) -> list[str]:
-        """The quick ones first. Lines without code, such as half an expression, count as the
-        closest line before them that has some."""
+        """First those that have killed most of the file's mutants, then the quick ones. Lines
+        without code, such as half an expression, count as the closest line before them that has
+        some."""
         of_file = self.lines.get(mutant.file, {})
         numbers = [int(n) for n in of_file]
         if str(mutant.number) in of_file:
@@ -230,7 +249,7 @@ class Coverage:
             names = of_file[str(max(before))] if before else []
         if not names and self.is_inlined(mutant):  # such calls may leave no line of their own
             names = sorted({name for some in of_file.values() for name in some})
-        return sorted(names, key=self.seconds.__getitem__)
+        return sorted(names, key=lambda name: (-self.kills[mutant.file, name], self.seconds[name]))
 
     @staticmethod
     def is_inlined(mutant: Mutant) -> bool:
@@ -265,6 +284,7 @@ class Worker:
                 if kind == "sanitized" and not self.sanitizes(name):
                     continue
                 if not self.passes(kind, name, replaced):
+                    self.coverage.kills[mutant.file, name] += 1
                     return f"killed by {name}" + (f", {kind}" if kind != "plain" else "")
         return f"survived {len(names)} programs" if names else "survived: no program runs it"
 
@@ -279,14 +299,15 @@ class Worker:
     def compiled(self, kind: str, file: str) -> dict[str, str] | None:
         """The objects that differ, by source."""
         tree, build = self.tree, self.tree.build
-        is_source = file in build.commands
         replaced: dict[str, str] = {}
-        for source in [file] if is_source else tree.users(file):
+        users = tree.users(file)
+        met = [source for source in users if source in self.coverage.sources.get(file, ())]
+        for source in met or users:
             target = str(self.folder / f"{len(replaced)}.o")
             command = [*build.commands[source], *FLAGS[kind], "-w"]
             where = command.index("-Icsrc")
             command[where:where] = [f"-I{self.folder}/changed/csrc"]
-            path = str(self.folder / "changed" / file) if is_source else source
+            path = str(self.folder / "changed" / file) if source == file else source
             if tree.run([*command, "-c", path, "-o", target]).returncode != 0:
                 return None
             replaced[source] = target
@@ -305,6 +326,10 @@ class Worker:
         has_passed = passes(program, limit_s if kind == "plain" else 4 * limit_s)
         program.unlink()
         return has_passed
+
+
+def stem_of(source: str) -> str:
+    return Path(source).stem
 
 
 def files_below(path: Path) -> Iterable[Path]:
