@@ -22,9 +22,11 @@ from gpu_sides import PROGRAMS, Side, compare  # noqa: E402
 
 # Beside torch and beside the bare model, of each way to notice that something is wrong.
 SOME = {
-    "1 rank": ["float32", "frozen, and trained later", "shards that travel as an extension says"],
+    "1 rank": ["float32", "frozen, and trained later", "a run that goes on from a snapshot"],
     "2 ranks, gloo": [
+        "shards that travel as an extension says",
         "parameters in bfloat16",
+        "a run that goes on from a snapshot",
         "failures in forward and backward, then on",
         "clip_grad_norm_ of gradients in memory of their own",
     ],

@@ -310,6 +310,31 @@ def beside_training(side: Side) -> None:
     side.train(model, first=5)
 
 
+@program("a run that goes on from a snapshot", on_three=True)
+def gone_on(side: Side) -> None:
+    import fsdp_c
+
+    model = side.net()
+    optimizer = adamw(model)
+    if not side.is_ours:
+        side.train(model, optimizer)
+        side.train(model, optimizer, 3)
+        return
+    with suppress(KeyboardInterrupt), fsdp_c.Snapshots(model, optimizer) as snapshots:
+        assert snapshots.resume() == 0
+        side.train(model, optimizer)
+        snapshots.take(3)
+        side.lag()
+        side.loss(model, 9).backward()  # beside which it is copied
+        optimizer.step()
+        raise KeyboardInterrupt  # its files stay
+    model = side.net()
+    optimizer = adamw(model)
+    with fsdp_c.Snapshots(model, optimizer) as snapshots:
+        assert snapshots.resume() == 3
+        side.train(model, optimizer, 3)
+
+
 @program("offload() is refused on a GPU and harms nothing", ranks=(1,))
 def moved_away(side: Side) -> None:
     import fsdp_c
