@@ -25,6 +25,9 @@ QUICK := tests/quick.txt
 DOCS_VENV := .venv-docs
 DOCS_READY := $(DOCS_VENV)/.ready
 
+# Where it is set, each process compiles what it imports anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help build demo check test test-parity test-hosts test-c coverage mutate soak bench chart docs sanitize lint \
     format wheels gpu-check clean
