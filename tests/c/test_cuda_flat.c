@@ -118,9 +118,11 @@ static void check_slot_threads(void)
         fc_slot slots[] = {{0, 1}, {4, 4 + 4 * cases[i][0]}, {9, 9}};
         const fc_runs plan = {.slots = slots, .n_slots = 3, .stretch_tiles = 4};
         const fc_runs none = {.slots = slots, .n_slots = 1, .stretch_tiles = 4};
+        const fc_runs first = {.slots = slots + 1, .n_slots = 2, .stretch_tiles = 4};
 
         CHECK_EQ(fc_slot_threads(&plan), cases[i][1]);
         CHECK_EQ(fc_slot_threads(&none), FC_WARP);
+        CHECK_EQ(fc_slot_threads(&first), cases[i][1]);
     }
 }
 
