@@ -2,6 +2,8 @@
 #ifndef FAKE_STREAMS_H
 #define FAKE_STREAMS_H
 
+#include <Python.h>
+
 #include <chrono>
 #include <cstdint>
 #include <deque>
@@ -45,9 +47,29 @@ enum Order {
     RANDOM // any stream goes on at any time
 };
 
-// All that is shared. Who holds it may run what streams have, which takes it again.
+// All that is shared. Who holds it may run what streams have, which takes it again, or Python's
+// lock, as the end of a process group's work does: nobody waits here with that one.
 inline std::recursive_mutex lock;
-using Locked = std::lock_guard<std::recursive_mutex>;
+
+class Locked {
+public:
+    explicit Locked(std::recursive_mutex &mutex) : mutex_(mutex)
+    {
+        if (!mutex_.try_lock()) {
+            PyThreadState *state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+            mutex_.lock();
+            if (state != nullptr) {
+                PyEval_RestoreThread(state);
+            }
+        }
+    }
+    ~Locked() { mutex_.unlock(); }
+    Locked(const Locked &) = delete;
+    Locked &operator=(const Locked &) = delete;
+
+private:
+    std::recursive_mutex &mutex_;
+};
 
 class Streams {
 public:
