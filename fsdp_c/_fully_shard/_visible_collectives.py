@@ -152,7 +152,7 @@ def _gathered_dtype(unit: Any) -> torch.dtype:
 def _as_gradients(unit: Any, tensor: torch.Tensor) -> torch.Tensor:
     """Of complex numbers where all parameters have them: the engine adds up pairs."""
     if not tensor.is_complex() and all(p.orig_dtype.is_complex for p in unit.fsdp_params):
-        return torch.view_as_complex(tensor.view(-1, 2))
+        return torch.view_as_complex(tensor.view(tensor.numel() // 2, 2))
     return tensor
 
 

@@ -32,6 +32,7 @@ MAY_DIFFER = (
     "PYTHONPATH",
     "PYTHON_EXEC",
     "TORCHELASTIC_",
+    "TORCHINDUCTOR_CACHE_DIR",
     "TORCH_NCCL_",
     "TORCH_DISABLE_SHARE_RDZV",
 )
@@ -144,10 +145,10 @@ class Server:
                     request = self.accept()
                     if request is not None:
                         return request
-                elif key.data is None:
+                elif key.fileobj in self.children:
                     self.pass_on(key.fileobj)
-                else:
-                    self.tell(key.data)
+                elif key.data in self.children:
+                    self.tell(key.data)  # after which that one may still be in this round
 
     def accept(self) -> tuple[list[str], str, dict[str, str]] | None:
         client, _ = self.listener.accept()
