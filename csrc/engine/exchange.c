@@ -430,20 +430,24 @@ static readiness look_at(fc_domain *domain, size_t index, int *missing_out)
     return own_done ? READY : NOT_YET;
 }
 
-static bool has_a_peer_failed(const fc_domain *domain)
+/* A peer that has left the phase by an exception without a post for the unit's next reduction; -1
+ * if none. One that posted before took part in it, whatever it did later. */
+static int find_lost(const fc_unit *unit)
 {
+    const fc_domain *domain = unit->domain;
     int r;
 
     for (r = 0; r < domain->n_ranks; r++) {
-        if (r != domain->rank && domain_has_failed(domain, r)) {
-            return true;
+        if (r != domain->rank && domain_has_failed(domain, r) &&
+            !has_posted(unit, r, next_tag(unit))) {
+            return r;
         }
     }
-    return false;
+    return -1;
 }
 
 /* A peer that keeps its gradients while others reduce theirs is a mistake of the script. */
-static fc_status check_accumulated(fc_domain *domain, const fc_unit *unit)
+static fc_status check_accumulated(fc_domain *domain, const fc_unit *unit, fc_search search)
 {
     int r;
 
@@ -464,10 +468,13 @@ static fc_status check_accumulated(fc_domain *domain, const fc_unit *unit)
         }
     }
     for (r = 0; r < domain->n_ranks; r++) {
-        if (r != domain->rank) {
-            FC_TRY(domain_check_peer(domain, r, "reduce-scatter", unit->name));
-            FC_TRY(apart_check_skipped(domain, r, unit));
+        if (r == domain->rank) {
+            continue;
         }
+        if (search == FC_SEARCH_ALL) {
+            FC_TRY(domain_check_peer(domain, r, "reduce-scatter", unit->name));
+        }
+        FC_TRY(apart_check_skipped(domain, r, unit));
     }
     return FC_OK;
 }
@@ -562,7 +569,7 @@ static fc_status next_of_all(fc_domain *domain, fc_unit **unit_out)
 
         *unit_out = find_ready(domain, &wait);
         if (*unit_out != NULL) {
-            return check_accumulated(domain, *unit_out);
+            return check_accumulated(domain, *unit_out, FC_SEARCH_ALL);
         }
         if (wait.peer < 0) {
             return FC_OK;
@@ -590,25 +597,32 @@ fc_status fc_exchange_next(fc_domain *domain, fc_search search, fc_unit **unit_o
         return next_of_all(domain, unit_out);
     }
     *unit_out = find_own(domain, search == FC_SEARCH_OLDEST);
-    if (*unit_out != NULL && has_a_peer_failed(domain)) {
+    if (*unit_out != NULL && find_lost(*unit_out) >= 0) {
         *unit_out = NULL; /* an error at the end: this rank may be about to raise the same */
     }
-    return *unit_out != NULL ? check_accumulated(domain, *unit_out) : FC_OK;
+    return *unit_out != NULL ? check_accumulated(domain, *unit_out, search) : FC_OK;
 }
 
 fc_status fc_exchange_await(fc_unit *unit)
 {
     fc_domain *domain = unit->domain;
     const fc_wait_info info = {"reduce-scatter", unit->name, domain->clock >> STEP_SHIFT};
-    int missing;
 
-    while (look_at(domain, unit->index, &missing) == NOT_YET) {
+    for (;;) {
+        int missing, lost;
+        const bool is_awaited = look_at(domain, unit->index, &missing) == NOT_YET;
         post_wait arg = {domain, unit->index, missing};
 
+        lost = find_lost(unit);
+        if (lost >= 0) {
+            FC_TRY(domain_check_peer(domain, lost, info.op, info.unit));
+        }
+        if (!is_awaited) {
+            break;
+        }
         FC_TRY(waits_await(domain, unit, FC_WAIT_REDUCE, missing, peer_answered, &arg, &info));
-        FC_TRY(domain_check_peer(domain, missing, info.op, info.unit));
     }
-    return check_accumulated(domain, unit);
+    return check_accumulated(domain, unit, FC_SEARCH_OWN);
 }
 
 fc_status fc_exchange_sources(fc_unit *unit, fc_source *sources_out)

@@ -48,10 +48,12 @@ typedef enum fc_search {
 } fc_search;
 
 /* The next unit with a reduction to finish, or NULL: none yet (OLDEST, OWN), or none left (ALL). A
- * peer that has left the phase by an exception is an error of ALL; the others find nothing then. */
+ * peer that has left the phase by an exception is an error of ALL; the others find no unit that it
+ * has not posted. */
 FC_MUST_CHECK fc_status fc_exchange_next(fc_domain *domain, fc_search search, fc_unit **unit_out);
 
-/* Waits until the unit's last post of this rank can be finished. */
+/* Waits until the unit's last post of this rank can be finished. A peer that has left the phase by
+ * an exception without a post of its own is an error. */
 FC_MUST_CHECK fc_status fc_exchange_await(fc_unit *unit);
 
 /* Progress towards reserving room for `unit`: copies a peer's post away, or waits for a peer to
