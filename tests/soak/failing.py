@@ -127,17 +127,25 @@ def undisturbed(n_ranks: int) -> list[tuple[list[float], list[str], dict[str, in
         return harness.run_ranks(live, n_ranks, -1, "", 0, Path(folder), apart=True)
 
 
-def cases(seed: int) -> Iterator[str]:
-    keys = []
+def calls() -> Iterator[str]:
+    """Every call of every rank."""
     for n_ranks in WORLDS:
         for victim, (_, errors, counts) in enumerate(undisturbed(n_ranks)):
             assert not errors, errors
             for call in CALLS:
-                keys += [
-                    f"{n_ranks}/{victim}/{call}/{nth}" for nth in range(1, counts.get(call, 0) + 1)
-                ]
+                for nth in range(1, counts.get(call, 0) + 1):
+                    yield f"{n_ranks}/{victim}/{call}/{nth}"
+
+
+def cases(seed: int) -> Iterator[str]:
+    keys = list(calls())
     random.Random(seed).shuffle(keys)
     yield from keys
+
+
+@functools.cache
+def whole() -> str:
+    return f"{sum(1 for _ in calls())} calls"
 
 
 def run(key: str) -> Verdict:
@@ -169,4 +177,5 @@ FAMILY = Family(
     cases,
     run,
     kills.prepared,
+    whole=whole,
 )
