@@ -24,6 +24,9 @@ WAYS: dict[str, tuple[list[str], dict[str, str], list[int]]] = {
     "rails 2,2": (["--hosts", "2,2"], {}, [4]),
     "features": (["--features"], {}, [2, 4]),
     "features on the device": (["--features", "--device"], {}, [2]),
+    "features over messages": (["--features"], {"FSDP_C_TRANSPORT": "callback"}, [2, 4]),
+    "features over rails 1,1": (["--features", "--hosts", "1,1"], {}, [2]),
+    "features over rails 2,2": (["--features", "--hosts", "2,2"], {}, [4]),
 }
 FAILURE = re.compile(r"^seed (\d+) on \d+ ranks .*$", re.MULTILINE)
 SUMMARY = re.compile(r"^(\d+) seeds, (\d+) lines, (\d+) failures", re.MULTILINE)
