@@ -493,11 +493,19 @@ static bool peer_answered(void *arg)
     return has_left_phase(wait->domain, wait->peer) || has_posted(unit, wait->peer, next_tag(unit));
 }
 
+/* Not while a peer is missing that has failed: an error at the end, since this rank may be about to
+ * raise the same. Looked at in this order: who has failed posts no more. */
+static bool is_whole(fc_domain *domain, size_t index)
+{
+    int missing;
+
+    return look_at(domain, index, &missing) == READY && find_lost(&domain->units[index]) < 0;
+}
+
 /* Among this rank's unfinished posts, the first that can be finished; NULL if none. */
 static fc_unit *find_own(fc_domain *domain, bool oldest_only)
 {
     size_t s, i;
-    int missing;
 
     for (s = domain->unfinished; s < domain->newest; s++) {
         const ring_entry *entry = domain_entry(domain, s);
@@ -506,7 +514,7 @@ static fc_unit *find_own(fc_domain *domain, bool oldest_only)
             domain->unfinished += s == domain->unfinished;
             continue;
         }
-        if (look_at(domain, entry->unit, &missing) == READY) {
+        if (is_whole(domain, entry->unit)) {
             return &domain->units[entry->unit];
         }
         if (oldest_only) {
@@ -515,8 +523,7 @@ static fc_unit *find_own(fc_domain *domain, bool oldest_only)
     }
     /* A post that was copied away by everybody has left the arena. */
     for (i = 0; i < domain->n_units && !oldest_only; i++) {
-        if (domain->units[i].finished < domain->units[i].posted &&
-            look_at(domain, i, &missing) == READY) {
+        if (domain->units[i].finished < domain->units[i].posted && is_whole(domain, i)) {
             return &domain->units[i];
         }
     }
@@ -597,9 +604,6 @@ fc_status fc_exchange_next(fc_domain *domain, fc_search search, fc_unit **unit_o
         return next_of_all(domain, unit_out);
     }
     *unit_out = find_own(domain, search == FC_SEARCH_OLDEST);
-    if (*unit_out != NULL && find_lost(*unit_out) >= 0) {
-        *unit_out = NULL; /* an error at the end: this rank may be about to raise the same */
-    }
     return *unit_out != NULL ? check_accumulated(domain, *unit_out, search) : FC_OK;
 }
 
