@@ -52,8 +52,42 @@ static void test_full(void)
     CHECK_EQ(statuses[2], SIGKILL);
 }
 
+/* A unit that the one who failed is not in is in nobody's way: the other ones are found. */
+static void body_others(int rank, int n_ranks, void *arg)
+{
+    fc_unit *unit = NULL;
+    world w;
+
+    (void)n_ranks, (void)arg;
+    join(&w, rank, 1, FC_PAGE / 4 / N_RANKS / sizeof(float) / 16 * 16);
+    if (rank != 1) {
+        CHECK_EQ(put(&w, 0, 10), 0);
+    }
+    CHECK(put(&w, 3, 20) >= 0);
+    meet_all(&w);
+    if (rank == 1) {
+        fc_domain_fail(w.domains[0]);
+    }
+    meet_all(&w);
+    if (rank != 1) {
+        CHECK_EQ(next(&w, FC_SEARCH_OLDEST), N_UNITS);
+        CHECK_EQ(next(&w, FC_SEARCH_OWN), 3);
+        fc_domain_mark_closed(w.domains[0]);
+        CHECK_EQ(next(&w, FC_SEARCH_ALL), 3);
+        fc_exchange_consume(fc_domain_unit(w.domains[0], 3));
+        CHECK_EQ(fc_exchange_next(w.domains[0], FC_SEARCH_ALL, &unit), FC_ERR_PEER);
+        CHECK_HAS(fc_last_message(), "rank 11 left the backward of step 1 by an exception");
+        CHECK_HAS(fc_last_message(), "in reduce-scatter of unit first");
+        fc_domain_fail(w.domains[0]);
+    }
+    meet_all(&w);
+    fc_exchange_reset(w.domains[0]);
+    leave(&w);
+}
+
 int main(void)
 {
     test_full();
+    ranks_check(N_RANKS, body_others, NULL);
     return check_result();
 }

@@ -115,6 +115,57 @@ def test_each_rank_raises_its_own_exception(n_ranks: int, tmp_path: Path) -> Non
     run_ranks(raise_last, n_ranks, tmp_path)
 
 
+def await_file(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def raise_in_hooks(rank: int, n_ranks: int, folder: Path, which: int) -> None:
+    """A hook of a shard's gradient raises on the last rank, whose gradients are the last to come;
+    the others come to that sum at the end of their backward, which waits until then."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    for layer in net:
+        fsdp_c.fully_shard(layer)
+    fsdp_c.fully_shard(net)
+
+    def raises(param: nn.Parameter) -> None:
+        raise Trouble
+
+    def first(grad: torch.Tensor) -> None:
+        if rank == n_ranks - 1:
+            for other in range(n_ranks - 1):
+                await_file(folder / f"through {other}")
+
+    def last(grad: torch.Tensor) -> None:
+        if rank < n_ranks - 1:
+            (folder / f"through {rank}").touch()
+            await_file(folder / "raised")
+
+    handle = net[which].weight.register_post_accumulate_grad_hook(raises)
+    x = torch.randn(4, 8, requires_grad=True)
+    x.register_hook(last)
+    out = net(x)
+    out.register_hook(first)
+    with pytest.raises(Trouble):
+        out.sum().backward()
+    if rank == n_ranks - 1:
+        (folder / "raised").touch()
+    handle.remove()
+    net.reset_iter_state()
+    net.zero_grad()
+    net(x.detach()).sum().backward()
+    assert all(param.grad is not None for param in net.parameters())
+
+
+@pytest.mark.parametrize("which", [0, 2])
+@pytest.mark.parametrize("n_ranks", [2, 3])
+def test_each_rank_raises_in_its_own_hook(n_ranks: int, which: int, tmp_path: Path) -> None:
+    run_ranks(raise_in_hooks, n_ranks, tmp_path, which)
+
+
 def one_rank_in_trouble(rank: int, n_ranks: int, point: str) -> list[str]:
     """The last rank skips the rest of an iteration; returns what each iteration came to."""
     armed = False
