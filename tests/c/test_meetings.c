@@ -369,6 +369,42 @@ static void body_again(int rank, int n_ranks, void *arg)
 
 /* ---- none at all ---- */
 
+/* Who has failed the phase and is two further by now, without collectives, has left it by an
+ * exception all the same: nobody is accused, and all go on from there. */
+static void body_failed_long_ago(int rank, int n_ranks, void *arg)
+{
+    char text[TEXT_BYTES];
+    world w;
+
+    (void)arg;
+    join(&w, WATCHED, rank, n_ranks, false);
+    meet_alike(&w, FC_PHASE_FORWARD, 1);
+    begin(&w, FC_PHASE_BACKWARD, 0, 0);
+    CHECK_OK(come(&w, (act){0, "all-gather", 0}));
+    together(&w);
+    if (rank == 1) {
+        fc_domain_fail(w.domain);
+        begin(&w, FC_PHASE_FORWARD, 0, 0);
+        end(&w);
+        begin(&w, FC_PHASE_BACKWARD, 0, 0);
+        together(&w);
+    } else {
+        together(&w);
+        (void)snprintf(text, sizeof(text),
+                       "rank 11 left the backward of step 1 by an exception while rank %d was in "
+                       "all-reduce of unit head; the gradients of this step are not complete",
+                       10 + rank);
+        CHECK_FAILS(come(&w, (act){2, "all-reduce", 0}), FC_ERR_PEER, text);
+        fc_domain_fail(w.domain);
+        begin(&w, FC_PHASE_FORWARD, 0, 0);
+        end(&w);
+        begin(&w, FC_PHASE_BACKWARD, 0, 0);
+    }
+    CHECK_OK(come(&w, (act){2, "all-reduce", 0}));
+    end(&w);
+    leave_world(&w);
+}
+
 /* Rank 1 ends the phase without the collective, and opens the next one. */
 static void body_gone(int rank, int n_ranks, void *arg)
 {
@@ -642,6 +678,7 @@ int main(void)
         ranks_check(n, body_again, NULL);
         ranks_check(n, body_gone, NULL);
         ranks_check(n, body_failed, NULL);
+        ranks_check(n, body_failed_long_ago, NULL);
         ranks_check(n, body_left_forward, NULL);
     }
     for (size_t i = 0; i < sizeof(damages) / sizeof(damages[0]); i++) {
