@@ -11,6 +11,7 @@ import torch.nn as nn
 from callback_net import CallbackNet, sharded
 from harness import run_ranks
 from snapshots import Net, batch, check_trains
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp_c
@@ -222,6 +223,41 @@ def test_exception_on_one_rank(point: str, n_ranks: int) -> None:
     ]
     for text in errors:
         assert re.search(r"rank \d", text), text
+
+
+def replicas_in_trouble(rank: int, n_ranks: int, who: int) -> list[str]:
+    """One rank of a shard group leaves a forward; all leave that one, and no other."""
+    mesh = init_device_mesh("cpu", (2, n_ranks // 2), mesh_dim_names=("replicate", "shard"))
+    armed = False
+
+    def probe(here: str) -> None:
+        if armed and here == "in_forward" and rank == who:
+            raise Trouble
+
+    net = CallbackNet(probe)
+    for layer in (net.first, net.second):
+        fsdp_c.fully_shard(layer, mesh=mesh)
+    fsdp_c.fully_shard(net, mesh=mesh)
+    results = []
+    for step in range(5):
+        armed = step == 2
+        net.zero_grad()
+        try:
+            net(batch(rank, step)).square().sum().backward()
+            results.append("done")
+        except (Trouble, RuntimeError) as error:
+            net.reset_iter_state()
+            results.append(str(error) or "trouble")
+    return results
+
+
+@pytest.mark.parametrize("who", [0, 3])
+def test_all_replicas_leave_a_forward_that_one_rank_left(who: int) -> None:
+    outcomes = run_ranks(replicas_in_trouble, 4, who, env={"FSDP_C_TRANSPORT": "shm"})
+    for rank, found in enumerate(outcomes):
+        assert found[:2] + found[3:] == ["done"] * 4, outcomes
+        wanted = "^trouble$" if rank == who else r"^rank \d left the forward of step 3 by an exception"
+        assert re.search(wanted, found[2]), outcomes
 
 
 def raises_and_is_gone(rank: int, n_ranks: int, point: str) -> tuple[str, float]:
