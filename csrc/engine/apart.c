@@ -291,9 +291,7 @@ fc_status apart_accuse(fc_domain *domain, int peer, const char *sentence)
 /* True if this rank has left a phase by an exception: it did not pass that phase over. */
 static bool has_failed_itself(const fc_domain *domain, uint64_t phase)
 {
-    const clock_line *own = domain_clock(domain, domain->rank);
-
-    return fc_word_load(&own->failed) >= phase && fc_word_load(&own->completed) < phase;
+    return clock_has_failed(domain_clock(domain, domain->rank), phase);
 }
 
 /* True if `peer` has failed a phase because this rank had passed it over. Over messages whoever is

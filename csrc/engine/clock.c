@@ -87,12 +87,7 @@ static bool reached_or_over(void *arg)
 
 bool domain_has_failed(const fc_domain *domain, int peer)
 {
-    const clock_line *line = domain_clock(domain, peer);
-    uint64_t phase = phase_of(domain->clock);
-
-    /* In this order: who completed this phase before it failed a later one did nothing wrong here.
-     */
-    return fc_word_load(&line->failed) >= phase && fc_word_load(&line->completed) < phase;
+    return clock_has_failed(domain_clock(domain, peer), phase_of(domain->clock));
 }
 
 static fc_status fail_left(fc_domain *domain, int peer, uint64_t phase, const char *op,

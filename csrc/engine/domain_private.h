@@ -180,6 +180,17 @@ static inline clock_line *domain_clock(const fc_domain *domain, int rank)
     return (clock_line *)(void *)(domain->clocks + (size_t)rank * FC_CACHE_LINE);
 }
 
+/* Whether a rank has left a phase by an exception. Who failed a later one did so behind it if it
+ * had completed this one before; over messages who failed this one may have completed a later one
+ * since, without this rank. */
+static inline bool clock_has_failed(const clock_line *line, uint64_t phase)
+{
+    const uint64_t failed = fc_word_load(&line->failed); /* before `completed` */
+
+    return (failed == phase && phase != 0) ||
+           (failed > phase && fc_word_load(&line->completed) < phase);
+}
+
 static inline reason *domain_reason(const fc_domain *domain, int rank)
 {
     return (reason *)(void *)(domain->clocks + (size_t)domain->n_ranks * FC_CACHE_LINE +

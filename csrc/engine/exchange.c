@@ -430,6 +430,19 @@ static readiness look_at(fc_domain *domain, size_t index, int *missing_out)
     return own_done ? READY : NOT_YET;
 }
 
+/* A peer that has left the phase by an exception; -1 if none. */
+static int find_failed(const fc_domain *domain)
+{
+    int r;
+
+    for (r = 0; r < domain->n_ranks; r++) {
+        if (r != domain->rank && domain_has_failed(domain, r)) {
+            return r;
+        }
+    }
+    return -1;
+}
+
 /* A peer that has left the phase by an exception without a post for the unit's next reduction; -1
  * if none. One that posted before took part in it, whatever it did later. */
 static int find_lost(const fc_unit *unit)
@@ -447,7 +460,7 @@ static int find_lost(const fc_unit *unit)
 }
 
 /* A peer that keeps its gradients while others reduce theirs is a mistake of the script. */
-static fc_status check_accumulated(fc_domain *domain, const fc_unit *unit, fc_search search)
+static fc_status check_accumulated(fc_domain *domain, const fc_unit *unit)
 {
     int r;
 
@@ -468,13 +481,9 @@ static fc_status check_accumulated(fc_domain *domain, const fc_unit *unit, fc_se
         }
     }
     for (r = 0; r < domain->n_ranks; r++) {
-        if (r == domain->rank) {
-            continue;
+        if (r != domain->rank) {
+            FC_TRY(apart_check_skipped(domain, r, unit));
         }
-        if (search == FC_SEARCH_ALL) {
-            FC_TRY(domain_check_peer(domain, r, "reduce-scatter", unit->name));
-        }
-        FC_TRY(apart_check_skipped(domain, r, unit));
     }
     return FC_OK;
 }
@@ -493,11 +502,19 @@ static bool peer_answered(void *arg)
     return has_left_phase(wait->domain, wait->peer) || has_posted(unit, wait->peer, next_tag(unit));
 }
 
+/* Not while a peer is missing that has failed: an error at the end, since this rank may be about to
+ * raise the same. Looked at in this order: who has failed posts no more. */
+static bool is_whole(fc_domain *domain, size_t index)
+{
+    int missing;
+
+    return look_at(domain, index, &missing) == READY && find_lost(&domain->units[index]) < 0;
+}
+
 /* Among this rank's unfinished posts, the first that can be finished; NULL if none. */
 static fc_unit *find_own(fc_domain *domain, bool oldest_only)
 {
     size_t s, i;
-    int missing;
 
     for (s = domain->unfinished; s < domain->newest; s++) {
         const ring_entry *entry = domain_entry(domain, s);
@@ -506,7 +523,7 @@ static fc_unit *find_own(fc_domain *domain, bool oldest_only)
             domain->unfinished += s == domain->unfinished;
             continue;
         }
-        if (look_at(domain, entry->unit, &missing) == READY) {
+        if (is_whole(domain, entry->unit)) {
             return &domain->units[entry->unit];
         }
         if (oldest_only) {
@@ -515,19 +532,20 @@ static fc_unit *find_own(fc_domain *domain, bool oldest_only)
     }
     /* A post that was copied away by everybody has left the arena. */
     for (i = 0; i < domain->n_units && !oldest_only; i++) {
-        if (domain->units[i].finished < domain->units[i].posted &&
-            look_at(domain, i, &missing) == READY) {
+        if (domain->units[i].finished < domain->units[i].posted && is_whole(domain, i)) {
             return &domain->units[i];
         }
     }
     return NULL;
 }
 
-/* The next unit whose reduction can be finished; else wait_out names the first that is not settled,
- * of those that somebody posted if there is one, and whom it waits for, -1 if all are. */
+/* The next unit whose reduction can be finished, those last that a peer has failed without; else
+ * wait_out names the first that is not settled, of those that somebody posted if there is one, and
+ * whom it waits for, -1 if all are. */
 static fc_unit *find_ready(fc_domain *domain, post_wait *wait_out)
 {
     readiness awaited = NOTHING_POSTED;
+    fc_unit *lost = NULL;
     size_t n;
     int missing;
 
@@ -536,17 +554,20 @@ static fc_unit *find_ready(fc_domain *domain, post_wait *wait_out)
         size_t i = (domain->cursor + n) % domain->n_units;
         readiness ready = look_at(domain, i, &missing);
 
-        if (ready == READY) {
+        if (ready == READY && find_lost(&domain->units[i]) < 0) {
             domain->cursor = i;
             return &domain->units[i];
         }
-        if (ready > awaited) {
+        if (ready == READY && lost == NULL) {
+            lost = &domain->units[i];
+        }
+        if (ready != READY && ready > awaited) {
             awaited = ready;
             wait_out->unit = i;
             wait_out->peer = missing;
         }
     }
-    return NULL;
+    return lost;
 }
 
 /* Any unit will do: a peer with a full arena may wait for this rank to read another one first. */
@@ -556,23 +577,36 @@ static bool any_progress(void *arg)
     post_wait ignored;
     drainable post;
 
-    return peer_answered(arg) || find_ready(wait->domain, &ignored) != NULL ||
+    return peer_answered(arg) || find_failed(wait->domain) >= 0 ||
+           find_ready(wait->domain, &ignored) != NULL ||
            (is_a_peer_stuck(wait->domain) && find_drainable(wait->domain, &post));
 }
 
-/* Among all units, the next that can be finished; waits as long as one is not settled. */
+/* Among all units, the next that can be finished; waits as long as one is not settled. A peer that
+ * has failed is an error when no unit is left that all have posted: hooks of those sums may raise
+ * here what they have raised there. */
 static fc_status next_of_all(fc_domain *domain, fc_unit **unit_out)
 {
     for (;;) {
+        /* Before units are looked at: all have posted by then whatever it has added up. */
+        const int failed = find_failed(domain);
         post_wait wait;
         drainable post;
 
         *unit_out = find_ready(domain, &wait);
-        if (*unit_out != NULL) {
-            return check_accumulated(domain, *unit_out, FC_SEARCH_ALL);
+        if (*unit_out != NULL && find_lost(*unit_out) < 0) {
+            return check_accumulated(domain, *unit_out);
         }
-        if (wait.peer < 0) {
+        if (*unit_out == NULL && wait.peer < 0) {
             return FC_OK;
+        }
+        if (failed >= 0) {
+            const fc_unit *at = *unit_out != NULL ? *unit_out : &domain->units[wait.unit];
+
+            FC_TRY(domain_check_peer(domain, failed, "reduce-scatter", at->name));
+        }
+        if (*unit_out != NULL) {
+            continue; /* a peer has failed since */
         }
         if (is_a_peer_stuck(domain) && find_drainable(domain, &post)) {
             FC_TRY(drain(post.unit, post.rank));
@@ -582,7 +616,6 @@ static fc_status next_of_all(fc_domain *domain, fc_unit **unit_out)
 
             FC_TRY(waits_await(domain, &domain->units[wait.unit], FC_WAIT_REDUCE, wait.peer,
                                any_progress, &wait, &info));
-            FC_TRY(domain_check_peer(domain, wait.peer, info.op, info.unit));
         }
     }
 }
@@ -597,10 +630,7 @@ fc_status fc_exchange_next(fc_domain *domain, fc_search search, fc_unit **unit_o
         return next_of_all(domain, unit_out);
     }
     *unit_out = find_own(domain, search == FC_SEARCH_OLDEST);
-    if (*unit_out != NULL && find_lost(*unit_out) >= 0) {
-        *unit_out = NULL; /* an error at the end: this rank may be about to raise the same */
-    }
-    return *unit_out != NULL ? check_accumulated(domain, *unit_out, search) : FC_OK;
+    return *unit_out != NULL ? check_accumulated(domain, *unit_out) : FC_OK;
 }
 
 fc_status fc_exchange_await(fc_unit *unit)
@@ -622,7 +652,7 @@ fc_status fc_exchange_await(fc_unit *unit)
         }
         FC_TRY(waits_await(domain, unit, FC_WAIT_REDUCE, missing, peer_answered, &arg, &info));
     }
-    return check_accumulated(domain, unit, FC_SEARCH_OWN);
+    return check_accumulated(domain, unit);
 }
 
 fc_status fc_exchange_sources(fc_unit *unit, fc_source *sources_out)

@@ -47,9 +47,9 @@ typedef enum fc_search {
     FC_SEARCH_ALL /* whatever any rank posted in this phase; waits. After fc_domain_mark_closed */
 } fc_search;
 
-/* The next unit with a reduction to finish, or NULL: none yet (OLDEST, OWN), or none left (ALL). A
- * peer that has left the phase by an exception is an error of ALL; the others find no unit that it
- * has not posted. */
+/* The next unit with a reduction to finish, or NULL: none yet (OLDEST, OWN), or none left (ALL).
+ * One that a peer has not posted which has left the phase by an exception is not found, and an
+ * error of ALL when no other one is left. */
 FC_MUST_CHECK fc_status fc_exchange_next(fc_domain *domain, fc_search search, fc_unit **unit_out);
 
 /* Waits until the unit's last post of this rank can be finished. A peer that has left the phase by

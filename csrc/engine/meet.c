@@ -128,13 +128,14 @@ static fc_status fail_gone(const meeting *m)
     return apart_accuse(domain, m->peer, text);
 }
 
-/* FC_ERR_* unless the peer is in the same meeting, or on its way there. */
+/* FC_ERR_* unless the peer is in the same meeting, or on its way there: FC_AGAIN then. */
 static fc_status look_at(const meeting *m)
 {
     fc_domain *domain = m->unit->domain;
     const clock_line *line = domain_clock(domain, m->peer);
     /* In this order: who has come goes on, whoever is accused meanwhile. */
     apart_accusation accused = apart_find_accused(domain);
+    const bool is_past = phase_of(fc_word_load(&line->clock)) > phase_of(domain->clock);
     const uint64_t theirs = fc_word_load(&line->met);
     fc_status st;
 
@@ -152,7 +153,9 @@ static fc_status look_at(const meeting *m)
         accused = apart_find_accused(domain); /* because of which the peer may have left */
         return accused.in != NULL ? apart_admit(accused) : st;
     }
-    return fail_gone(m); /* who has passed the phase over was found as it began */
+    /* Who has passed the phase over was found as it began. Or a third rank has accused this one,
+     * and has gone on meanwhile: the peer is only late. */
+    return is_past || theirs > m->number ? fail_gone(m) : FC_AGAIN;
 }
 
 static fc_status meet_peers(meeting *m)
@@ -161,15 +164,19 @@ static fc_status meet_peers(meeting *m)
     const fc_wait_info info = {operation_of(m->what), m->unit->name, domain->clock >> STEP_SHIFT};
     const fc_wait_kind kind =
         (m->what >> KIND_SHIFT & 3) == 0 ? waits_gather_kind(domain) : FC_WAIT_REDUCE;
+    fc_status st;
 
     for (m->peer = 0; m->peer < domain->n_ranks; m->peer++) {
         if (m->peer == domain->rank) {
             continue;
         }
-        if (!has_come_or_gone(m)) {
-            FC_TRY(waits_await(domain, m->unit, kind, m->peer, has_come_or_gone, m, &info));
-        }
-        FC_TRY(look_at(m));
+        do {
+            if (!has_come_or_gone(m)) {
+                FC_TRY(waits_await(domain, m->unit, kind, m->peer, has_come_or_gone, m, &info));
+            }
+            st = look_at(m);
+        } while (st == FC_AGAIN);
+        FC_TRY(st);
     }
     return FC_OK;
 }

@@ -201,15 +201,27 @@ fc_status root_open(fc_root_course *root, fc_opening opening)
     return FC_OK;
 }
 
-fc_status root_close(fc_root_course *root)
+static fc_status close_kind(fc_root_course *root, bool are_replicate)
 {
     for (size_t i = 0; i < root->n_domains; i++) {
-        fc_domain_mark_closed(root->domains[i]);
+        if (fc_domain_is_replicate(root->domains[i]) == are_replicate) {
+            fc_domain_mark_closed(root->domains[i]);
+        }
     }
     for (size_t i = 0; i < root->n_domains; i++) {
-        FC_TRY(fc_domain_close(root->domains[i]));
+        if (fc_domain_is_replicate(root->domains[i]) == are_replicate) {
+            FC_TRY(fc_domain_close(root->domains[i]));
+        }
     }
     return FC_OK;
+}
+
+/* A rank whose shard group has failed the phase leaves it by an exception between its replicas,
+ * which would hear nothing of that if it had closed it there. */
+fc_status root_close(fc_root_course *root)
+{
+    FC_TRY(close_kind(root, false));
+    return close_kind(root, true);
 }
 
 /* ---- forward ---- */

@@ -3,8 +3,8 @@
  * A root is one module and those below it, in order; each may have a unit, or several, one for each
  * mesh that its parameters are sharded over: forward and backward reach them in order, and backward
  * passes them the other way round. The domains of these units open and close their phases together:
- * all are marked closed before one of them is waited for, and sums over shards are finished before
- * those over replicas.
+ * all are marked closed before one of them is waited for, those of shards before those of replicas,
+ * and so are sums finished.
  *
  * In a backward a unit is *reached* when its parameters are needed, and *passed* when its gradients
  * are there. A unit that forward has entered several times is reduced when it was passed as often.

@@ -66,7 +66,8 @@ static inline fc_status or_fail(fc_root_course *root, fc_status status)
 
 /* Opens a phase in all domains. */
 FC_MUST_CHECK fc_status root_open(fc_root_course *root, fc_opening opening);
-/* Marks it closed in all of them, then waits for the peers in each. */
+/* Marks it closed in all of them and waits for the peers in each: between shards, then between
+ * replicas. */
 FC_MUST_CHECK fc_status root_close(fc_root_course *root);
 /* Gives up what was gathered ahead and not used in the phase. */
 FC_MUST_CHECK fc_status root_drop_ahead(const fc_root_course *root, fc_domain *domain);

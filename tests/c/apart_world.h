@@ -46,6 +46,8 @@ typedef struct world {
 
 static const char *last_name = "head"; /* of units */
 static world *of_messages;             /* whose collectives run */
+/* Of clocks over messages; NULL: nothing more. */
+static void (*at_wait)(void *context), (*at_end_of_wait)(void *context);
 
 /* ---- messages ---- */
 
@@ -154,6 +156,10 @@ static inline void make_domain(world *w, int board, fc_transport **transport, fc
                                    domain) == FC_OK);
     if (w->kind == WATCHED) {
         config = ranks_config(&w->watch_host, board, w->rank, w->n_ranks, TIMEOUT_NS);
+        if (at_wait != NULL) {
+            config.host.enter_wait = at_wait;
+            config.host.leave_wait = at_end_of_wait;
+        }
         CHECK_OR_EXIT(fc_shm_create(&config, watch) == FC_OK);
         CHECK_OR_EXIT(fc_domain_watch(*domain, *watch) == FC_OK);
     }

@@ -1,4 +1,4 @@
-/* The exchange step by step, for two ranks that take turns: where posts lie, what is offered when.
+/* The exchange step by step, for a few ranks that take turns: where posts lie, what is offered when.
  */
 #ifndef FC_TESTS_EXCHANGE_WORLD_H
 #define FC_TESTS_EXCHANGE_WORLD_H
@@ -8,7 +8,9 @@
 #include "engine/domain_private.h"
 
 #define N_UNITS 4
+#ifndef N_RANKS
 #define N_RANKS 2
+#endif
 #define MAX_DOMAINS 2
 #define LARGE ((size_t)1 << 15) /* elements of a part whose copies are not kept */
 

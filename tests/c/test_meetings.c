@@ -369,6 +369,42 @@ static void body_again(int rank, int n_ranks, void *arg)
 
 /* ---- none at all ---- */
 
+/* Who has failed the phase and is two further by now, without collectives, has left it by an
+ * exception all the same: nobody is accused, and all go on from there. */
+static void body_failed_long_ago(int rank, int n_ranks, void *arg)
+{
+    char text[TEXT_BYTES];
+    world w;
+
+    (void)arg;
+    join(&w, WATCHED, rank, n_ranks, false);
+    meet_alike(&w, FC_PHASE_FORWARD, 1);
+    begin(&w, FC_PHASE_BACKWARD, 0, 0);
+    CHECK_OK(come(&w, (act){0, "all-gather", 0}));
+    together(&w);
+    if (rank == 1) {
+        fc_domain_fail(w.domain);
+        begin(&w, FC_PHASE_FORWARD, 0, 0);
+        end(&w);
+        begin(&w, FC_PHASE_BACKWARD, 0, 0);
+        together(&w);
+    } else {
+        together(&w);
+        (void)snprintf(text, sizeof(text),
+                       "rank 11 left the backward of step 1 by an exception while rank %d was in "
+                       "all-reduce of unit head; the gradients of this step are not complete",
+                       10 + rank);
+        CHECK_FAILS(come(&w, (act){2, "all-reduce", 0}), FC_ERR_PEER, text);
+        fc_domain_fail(w.domain);
+        begin(&w, FC_PHASE_FORWARD, 0, 0);
+        end(&w);
+        begin(&w, FC_PHASE_BACKWARD, 0, 0);
+    }
+    CHECK_OK(come(&w, (act){2, "all-reduce", 0}));
+    end(&w);
+    leave_world(&w);
+}
+
 /* Rank 1 ends the phase without the collective, and opens the next one. */
 static void body_gone(int rank, int n_ranks, void *arg)
 {
@@ -583,6 +619,74 @@ static void body_elsewhere(int rank, int n_ranks, void *arg)
     leave_world(&w);
 }
 
+/* ---- an accusation that is over ---- */
+
+enum {
+    WAITS,
+    ACCUSED,
+    SEEN,
+    OVER
+};
+
+static void note_wait(void *context)
+{
+    (void)context;
+    if (of_messages->second != NULL && fc_domain_is_open(of_messages->second)) {
+        atomic_store(&ranks_common->values[WAITS], 1);
+    }
+}
+
+/* Rank 0 has found that it is accused, and before it looks whose words these are the accuser goes
+ * on. */
+static void let_accuser_go_on(void *context)
+{
+    const fc_domain *second = of_messages->second;
+
+    (void)context;
+    if (second != NULL && fc_word_load(&domain_clock(second, 1)->accused) != 0) {
+        CHECK(ranks_await(ACCUSED, 1));
+        atomic_store(&ranks_common->values[SEEN], 1);
+        CHECK(ranks_await(OVER, 1));
+    }
+}
+
+/* As above, but rank 1 is late, and rank 2 in its next phase when rank 0 would be told: rank 0 goes
+ * on to wait for rank 1, and accuses nobody. */
+static void body_accusation_over(int rank, int n_ranks, void *arg)
+{
+    world w = {.kind = WATCHED, .n_ranks = 2, .rank = rank > 0};
+
+    (void)arg;
+    (void)alarm(DOMAINS_WATCHDOG_S);
+    of_messages = &w;
+    at_wait = note_wait;
+    at_end_of_wait = let_accuser_go_on;
+    w.own_host = (ranks_host){.board = &ranks_common->boards[3], .rank = rank, .n_ranks = n_ranks};
+    make_domain(&w, rank == 2 ? 1 : 0, &w.transport, &w.watch, &w.domain);
+    if (rank == 0) {
+        make_domain(&w, 1, &w.second_transport, &w.second_watch, &w.second);
+        fc_domain_link((fc_domain *const[]){w.domain, w.second}, 2);
+    }
+    begin(&w, FC_PHASE_FORWARD, 0, 0);
+    together(&w);
+    end(&w);
+    begin(&w, rank == 2 ? FC_PHASE_BACKWARD : FC_PHASE_FORWARD, 0, 0);
+    together(&w);
+    if (rank == 2) {
+        CHECK(ranks_await(WAITS, 1));
+        CHECK_EQ(come(&w, (act){0, "all-gather", 0}), FC_ERR_MISMATCH);
+        atomic_store(&ranks_common->values[ACCUSED], 1);
+        CHECK(ranks_await(SEEN, 1));
+        begin(&w, FC_PHASE_FORWARD, 0, 0);
+        atomic_store(&ranks_common->values[OVER], 1);
+    } else {
+        CHECK(rank == 0 || ranks_await(OVER, 1));
+        CHECK_OK(come(&w, (act){1, "all-gather", 0}));
+    }
+    together(&w);
+    leave_world(&w);
+}
+
 typedef struct damage {
     uint64_t what;
     const char *last_name, *text;
@@ -642,6 +746,7 @@ int main(void)
         ranks_check(n, body_again, NULL);
         ranks_check(n, body_gone, NULL);
         ranks_check(n, body_failed, NULL);
+        ranks_check(n, body_failed_long_ago, NULL);
         ranks_check(n, body_left_forward, NULL);
     }
     for (size_t i = 0; i < sizeof(damages) / sizeof(damages[0]); i++) {
@@ -653,5 +758,6 @@ int main(void)
     ranks_check(2, body_long, NULL);
     ranks_check(3, body_third, NULL);
     ranks_check(3, body_elsewhere, NULL);
+    ranks_check(3, body_accusation_over, NULL);
     return check_result();
 }

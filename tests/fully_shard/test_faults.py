@@ -11,6 +11,7 @@ import torch.nn as nn
 from callback_net import CallbackNet, sharded
 from harness import run_ranks
 from snapshots import Net, batch, check_trains
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp_c
@@ -115,6 +116,57 @@ def test_each_rank_raises_its_own_exception(n_ranks: int, tmp_path: Path) -> Non
     run_ranks(raise_last, n_ranks, tmp_path)
 
 
+def await_file(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def raise_in_hooks(rank: int, n_ranks: int, folder: Path, which: int) -> None:
+    """A hook of a shard's gradient raises on the last rank, whose gradients are the last to come;
+    the others come to that sum at the end of their backward, which waits until then."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    for layer in net:
+        fsdp_c.fully_shard(layer)
+    fsdp_c.fully_shard(net)
+
+    def raises(param: nn.Parameter) -> None:
+        raise Trouble
+
+    def first(grad: torch.Tensor) -> None:
+        if rank == n_ranks - 1:
+            for other in range(n_ranks - 1):
+                await_file(folder / f"through {other}")
+
+    def last(grad: torch.Tensor) -> None:
+        if rank < n_ranks - 1:
+            (folder / f"through {rank}").touch()
+            await_file(folder / "raised")
+
+    handle = net[which].weight.register_post_accumulate_grad_hook(raises)
+    x = torch.randn(4, 8, requires_grad=True)
+    x.register_hook(last)
+    out = net(x)
+    out.register_hook(first)
+    with pytest.raises(Trouble):
+        out.sum().backward()
+    if rank == n_ranks - 1:
+        (folder / "raised").touch()
+    handle.remove()
+    net.reset_iter_state()
+    net.zero_grad()
+    net(x.detach()).sum().backward()
+    assert all(param.grad is not None for param in net.parameters())
+
+
+@pytest.mark.parametrize("which", [0, 2])
+@pytest.mark.parametrize("n_ranks", [2, 3])
+def test_each_rank_raises_in_its_own_hook(n_ranks: int, which: int, tmp_path: Path) -> None:
+    run_ranks(raise_in_hooks, n_ranks, tmp_path, which)
+
+
 def one_rank_in_trouble(rank: int, n_ranks: int, point: str) -> list[str]:
     """The last rank skips the rest of an iteration; returns what each iteration came to."""
     armed = False
@@ -171,6 +223,41 @@ def test_exception_on_one_rank(point: str, n_ranks: int) -> None:
     ]
     for text in errors:
         assert re.search(r"rank \d", text), text
+
+
+def replicas_in_trouble(rank: int, n_ranks: int, who: int) -> list[str]:
+    """One rank of a shard group leaves a forward; all leave that one, and no other."""
+    mesh = init_device_mesh("cpu", (2, n_ranks // 2), mesh_dim_names=("replicate", "shard"))
+    armed = False
+
+    def probe(here: str) -> None:
+        if armed and here == "in_forward" and rank == who:
+            raise Trouble
+
+    net = CallbackNet(probe)
+    for layer in (net.first, net.second):
+        fsdp_c.fully_shard(layer, mesh=mesh)
+    fsdp_c.fully_shard(net, mesh=mesh)
+    results = []
+    for step in range(5):
+        armed = step == 2
+        net.zero_grad()
+        try:
+            net(batch(rank, step)).square().sum().backward()
+            results.append("done")
+        except (Trouble, RuntimeError) as error:
+            net.reset_iter_state()
+            results.append(str(error) or "trouble")
+    return results
+
+
+@pytest.mark.parametrize("who", [0, 3])
+def test_all_replicas_leave_a_forward_that_one_rank_left(who: int) -> None:
+    outcomes = run_ranks(replicas_in_trouble, 4, who, env={"FSDP_C_TRANSPORT": "shm"})
+    for rank, found in enumerate(outcomes):
+        assert found[:2] + found[3:] == ["done"] * 4, outcomes
+        wanted = "^trouble$" if rank == who else r"^rank \d left the forward of step 3 by an exception"
+        assert re.search(wanted, found[2]), outcomes
 
 
 def raises_and_is_gone(rank: int, n_ranks: int, point: str) -> tuple[str, float]:
