@@ -446,16 +446,23 @@ static void body_together(int rank, int n_ranks, void *arg)
     leave(w);
 }
 
-/* A rank that waits for one group keeps none of another one waiting: the last rank shares nothing
- * with the first one, which waits for it. */
+/* Who leaves a forward at its end is heard of by all, those too that share no group with it: none
+ * goes on into the backward. */
 static void body_closing(int rank, int n_ranks, void *arg)
 {
     world *w = join(rank, n_ranks, *(const int *)arg);
 
     CHECK_OK(fc_root_open_forward(&w->course, &w->modules[0], true, 0));
-    CHECK(rank != 0 || ranks_await(n_ranks, 1));
-    CHECK_OK(fc_root_end_forward(&w->course, true));
-    atomic_store(&ranks_common->values[1 + rank], 1);
+    if (rank == 0) {
+        fc_root_fail(&w->course);
+    } else {
+        CHECK_EQ(fc_root_end_forward(&w->course, true), FC_ERR_PEER);
+        CHECK_HAS(fc_last_message(), "left the forward of step 1");
+    }
+    CHECK(w->context.is_failed && !fc_root_is_open(&w->course));
+    CHECK_OK(fc_root_reset(&w->course, true));
+    forward(w, N_UNITS);
+    CHECK_OK(backward(w, 2, 0));
     leave(w);
 }
 
