@@ -1,4 +1,5 @@
-/* The exchange step by step, for a few ranks that take turns: where posts lie, what is offered when.
+/* The exchange step by step, for a few ranks that take turns: where posts lie, what is offered
+ * when.
  */
 #ifndef FC_TESTS_EXCHANGE_WORLD_H
 #define FC_TESTS_EXCHANGE_WORLD_H
