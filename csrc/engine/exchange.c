@@ -435,8 +435,8 @@ static int find_failed(const fc_domain *domain)
 {
     int r;
 
-    for (r = 0; r < domain->n_ranks; r++) {
-        if (r != domain->rank && domain_has_failed(domain, r)) {
+    for (r = 0; r < domain->n_ranks; r++) { /* this rank has not */
+        if (domain_has_failed(domain, r)) {
             return r;
         }
     }
@@ -451,8 +451,7 @@ static int find_lost(const fc_unit *unit)
     int r;
 
     for (r = 0; r < domain->n_ranks; r++) {
-        if (r != domain->rank && domain_has_failed(domain, r) &&
-            !has_posted(unit, r, next_tag(unit))) {
+        if (domain_has_failed(domain, r) && !has_posted(unit, r, next_tag(unit))) {
             return r;
         }
     }
