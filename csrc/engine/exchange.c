@@ -458,7 +458,8 @@ static int find_lost(const fc_unit *unit)
     return -1;
 }
 
-/* A peer that keeps its gradients while others reduce theirs is a mistake of the script. */
+/* A peer that keeps its gradients while others reduce theirs, or that has gone on without them, is
+ * a mistake of the script. */
 static fc_status check_accumulated(fc_domain *domain, const fc_unit *unit)
 {
     int r;
@@ -478,8 +479,6 @@ static fc_status check_accumulated(fc_domain *domain, const fc_unit *unit)
                 (unsigned long long)(domain->clock >> STEP_SHIFT));
             return apart_accuse(domain, r, text);
         }
-    }
-    for (r = 0; r < domain->n_ranks; r++) {
         if (r != domain->rank) {
             FC_TRY(apart_check_skipped(domain, r, unit));
         }
@@ -632,6 +631,14 @@ fc_status fc_exchange_next(fc_domain *domain, fc_search search, fc_unit **unit_o
     return *unit_out != NULL ? check_accumulated(domain, *unit_out) : FC_OK;
 }
 
+/* Or another one than the peer will not. */
+static bool peer_answered_or_lost(void *arg)
+{
+    const post_wait *wait = arg;
+
+    return peer_answered(arg) || find_lost(&wait->domain->units[wait->unit]) >= 0;
+}
+
 fc_status fc_exchange_await(fc_unit *unit)
 {
     fc_domain *domain = unit->domain;
@@ -649,7 +656,8 @@ fc_status fc_exchange_await(fc_unit *unit)
         if (!is_awaited) {
             break;
         }
-        FC_TRY(waits_await(domain, unit, FC_WAIT_REDUCE, missing, peer_answered, &arg, &info));
+        FC_TRY(
+            waits_await(domain, unit, FC_WAIT_REDUCE, missing, peer_answered_or_lost, &arg, &info));
     }
     return check_accumulated(domain, unit);
 }

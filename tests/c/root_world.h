@@ -35,7 +35,7 @@ struct world {
     fc_root_context context;
     ranks_host hosts[2];
     fc_transport *transports[2];
-    fc_domain *domains[2];
+    fc_domain *domains[2], *crossed[2];
     size_t n_domains;
     fc_slots *slots;
     owner owners[N_UNITS];
@@ -376,17 +376,23 @@ static const fc_root_ops root_ops = {
 
 /* ---- the world ---- */
 
+/* Two meshes of shards over all ranks, in another order on odd ranks; the second one's units are
+ * nobody's. */
+static bool has_crossed_meshes;
+
 static inline void join_domain(world *w, size_t d, const fc_unit_desc *units)
 {
     /* Ranks that follow one another share a unit; boards 0 and 1, then 2 and 3. */
     const int n_replicas = w->n_ranks / w->n_shards;
     const int board = (int)d * 2 + (d == 0 ? w->rank / w->n_shards : w->rank % w->n_shards);
-    const int place = d == 0 ? w->rank % w->n_shards : w->rank / w->n_shards;
-    fc_transport_config config = ranks_config(
-        &w->hosts[d], board, place, d == 0 ? w->n_shards : n_replicas, DOMAINS_TIMEOUT_NS);
+    const bool is_shard = d == 0 || has_crossed_meshes;
+    const int place = is_shard ? w->rank % w->n_shards : w->rank / w->n_shards;
+    fc_transport_config config =
+        ranks_config(&w->hosts[d], has_crossed_meshes ? (int)d * 2 : board, place,
+                     is_shard ? w->n_shards : n_replicas, DOMAINS_TIMEOUT_NS);
 
     CHECK_OK(fc_shm_create(&config, &w->transports[d]));
-    CHECK_OK(fc_domain_create(w->transports[d], d == 0 ? FC_DOMAIN_SHARD : FC_DOMAIN_REPLICATE,
+    CHECK_OK(fc_domain_create(w->transports[d], is_shard ? FC_DOMAIN_SHARD : FC_DOMAIN_REPLICATE,
                               units, N_UNITS, w->rank % w->n_shards, w->n_shards, &w->domains[d]));
 }
 
@@ -403,7 +409,7 @@ static inline world *join(int rank, int n_ranks, int n_shards)
     w->rank = rank;
     w->n_ranks = n_ranks;
     w->n_shards = n_shards;
-    w->n_domains = n_ranks > n_shards ? 2 : 1;
+    w->n_domains = n_ranks > n_shards || has_crossed_meshes ? 2 : 1;
     w->fails_in = w->fails_to_assign = N_UNITS;
     CHECK_OK(fc_slots_create(&w->slots));
     for (size_t d = 0; d < w->n_domains; d++) {
@@ -418,8 +424,8 @@ static inline world *join(int rank, int n_ranks, int n_shards)
             o->world = w;
             o->shard = fc_domain_unit(w->domains[0], i - 1);
             CHECK_OK(fc_reduction_create(
-                o->shard, w->n_domains > 1 ? fc_domain_unit(w->domains[1], i - 1) : NULL, w->slots,
-                &reduction_ops, &o->reduction));
+                o->shard, n_ranks > n_shards ? fc_domain_unit(w->domains[1], i - 1) : NULL,
+                w->slots, &reduction_ops, &o->reduction));
             fc_root_unit_init(&o->course);
             fc_root_unit_bind(&o->course, o->reduction, o);
         }
@@ -429,7 +435,10 @@ static inline world *join(int rank, int n_ranks, int n_shards)
     w->course.owner = w;
     w->course.ops = &root_ops;
     w->course.context = &w->context;
-    CHECK_OK(fc_root_init(&w->course, w->domains, w->n_domains, modules, N_MODULES));
+    w->crossed[0] = w->domains[1];
+    w->crossed[1] = w->domains[0];
+    CHECK_OK(fc_root_init(&w->course, has_crossed_meshes && rank % 2 != 0 ? w->crossed : w->domains,
+                          w->n_domains, modules, N_MODULES));
     return w;
 }
 

@@ -595,12 +595,19 @@ static void body_failed_later(int rank, int n_ranks, void *arg)
     member_leave(&m);
 }
 
+typedef struct awaited {
+    member *members;
+    int waits, fails;
+} awaited;
+
 /* Whoever waits for a peer hears at once that it has failed, even if another one is not there yet.
  */
 static void body_failed_awaited(int rank, int n_ranks, void *arg)
 {
-    member *m = &((member *)arg)[rank]; /* shared: peers see who waits */
-    const ranks_host *waiting = &((const member *)arg)[0].host;
+    const awaited *what = arg;
+    member *m = &what->members[rank]; /* shared: peers see who waits */
+    const ranks_host *waiting = &what->members[what->waits].host;
+    char text[128];
     fc_unit *unit = NULL;
     model made;
 
@@ -611,7 +618,7 @@ static void body_failed_awaited(int rank, int n_ranks, void *arg)
         CHECK_OK(member_forward(m));
         member_open(m, true, 2);
         CHECK_OK(ranks_exchange(&m->host, "all are here", &rank, sizeof(rank), NULL));
-        if (rank == 0) {
+        if (rank == what->waits) {
             if (i == 0) {
                 CHECK_OK(member_post(m, 0));
                 CHECK_EQ(fc_exchange_await(fc_domain_unit(m->domain, 0)), FC_ERR_PEER);
@@ -619,9 +626,12 @@ static void body_failed_awaited(int rank, int n_ranks, void *arg)
                 fc_domain_mark_closed(m->domain);
                 CHECK_EQ(fc_exchange_next(m->domain, FC_SEARCH_ALL, &unit), FC_ERR_PEER);
             }
-            CHECK_HAS(fc_last_message(), "rank 12 left the backward of step 1 by an exception "
-                                         "while rank 10 was in reduce-scatter of unit embed");
-        } else if (rank == 2) {
+            (void)snprintf(text, sizeof(text),
+                           "rank %d left the backward of step 1 by an exception while rank %d was "
+                           "in reduce-scatter of unit embed",
+                           10 + what->fails, 10 + what->waits);
+            CHECK_HAS(fc_last_message(), text);
+        } else if (rank == what->fails) {
             while (__atomic_load_n(&waiting->entered, __ATOMIC_RELAXED) == 0) {
                 (void)usleep(100);
             }
@@ -641,7 +651,8 @@ static void test_failed_awaited(void)
         mmap(NULL, 3 * sizeof(*members), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 
     CHECK_OR_EXIT(members != MAP_FAILED);
-    ranks_check(3, body_failed_awaited, members);
+    ranks_check(3, body_failed_awaited, &(awaited){members, 0, 2});
+    ranks_check(3, body_failed_awaited, &(awaited){members, 2, 0});
     CHECK_EQ(munmap(members, 3 * sizeof(*members)), 0);
 }
 

@@ -200,12 +200,13 @@ static void body_failed(int rank, int n_ranks, void *arg)
  */
 static void body_failed_before(int rank, int n_ranks, void *arg)
 {
+    const int failing = *(const int *)arg;
     world w;
 
-    (void)n_ranks, (void)arg;
+    (void)n_ranks;
     join(&w, rank, 1, USUAL);
     CHECK_EQ(put(&w, 2, 10), 0);
-    if (rank == 1) {
+    if (rank == failing) {
         fc_domain_fail(w.domains[0]);
         meet_all(&w);
     } else {
@@ -216,8 +217,12 @@ static void body_failed_before(int rank, int n_ranks, void *arg)
         CHECK_EQ(next(&w, FC_SEARCH_OLDEST), N_UNITS);
         CHECK_EQ(next(&w, FC_SEARCH_OWN), N_UNITS);
         CHECK_EQ(fc_exchange_await(fc_domain_unit(w.domains[0], 0)), FC_ERR_PEER);
-        CHECK_HAS(fc_last_message(), "rank 11 left the backward of step 1 by an exception while "
-                                     "rank 10 was in reduce-scatter of unit first");
+        CHECK_HAS(fc_last_message(), failing == 1 ? "rank 11 left the backward of step 1 by an "
+                                                    "exception while rank 10 was in "
+                                                    "reduce-scatter of unit first"
+                                                  : "rank 10 left the backward of step 1 by an "
+                                                    "exception while rank 11 was in "
+                                                    "reduce-scatter of unit first");
         fc_domain_fail(w.domains[0]);
     }
     fc_exchange_reset(w.domains[0]);
@@ -227,22 +232,26 @@ static void body_failed_before(int rank, int n_ranks, void *arg)
 /* Who has gone on without this backward is named by whoever adds up in it. */
 static void body_skipped(int rank, int n_ranks, void *arg)
 {
+    const int skipping = *(const int *)arg;
     fc_unit *unit = NULL;
+    char text[192];
     world w;
 
-    (void)n_ranks, (void)arg;
+    (void)n_ranks;
     join(&w, rank, 1, USUAL);
     fc_domain_mark_closed(w.domains[0]);
     CHECK_EQ(next(&w, FC_SEARCH_ALL), N_UNITS);
     CHECK_OK(fc_domain_close(w.domains[0]));
-    open(&w, rank == 0 ? FC_PHASE_BACKWARD : FC_PHASE_FORWARD);
+    open(&w, rank == skipping ? FC_PHASE_FORWARD : FC_PHASE_BACKWARD);
     meet_all(&w);
-    if (rank == 0) {
+    if (rank != skipping) {
         CHECK_EQ(put(&w, 0, 10), 0);
         CHECK_EQ(fc_exchange_next(w.domains[0], FC_SEARCH_OWN, &unit), FC_ERR_MISMATCH);
-        CHECK_HAS(fc_last_message(), "ranks are out of step at unit first: rank 11 went on to the "
-                                     "forward of step 2 without the backward of step 1 (number 2 "
-                                     "of it) that rank 10 is in");
+        (void)snprintf(text, sizeof(text),
+                       "ranks are out of step at unit first: rank %d went on to the forward of "
+                       "step 2 without the backward of step 1 (number 2 of it) that rank %d is in",
+                       10 + skipping, 10 + rank);
+        CHECK_HAS(fc_last_message(), text);
     }
     meet_all(&w);
     fc_domain_fail(w.domains[0]);
@@ -397,9 +406,9 @@ int main(void)
     ranks_check(N_RANKS, body_searches, NULL);
     for (int failing = 0; failing < N_RANKS; failing++) {
         ranks_check(N_RANKS, body_failed, &failing);
+        ranks_check(N_RANKS, body_failed_before, &failing);
+        ranks_check(N_RANKS, body_skipped, &failing);
     }
-    ranks_check(N_RANKS, body_failed_before, NULL);
-    ranks_check(N_RANKS, body_skipped, NULL);
     ranks_check(N_RANKS, body_kept, NULL);
     ranks_check(N_RANKS, body_awaited, NULL);
     ranks_check(N_RANKS, body_counted, NULL);

@@ -472,6 +472,21 @@ static void body_closing(int rank, int n_ranks, void *arg)
     leave(w);
 }
 
+/* A rank that waits for one mesh keeps none of another one waiting. */
+static void body_crossed(int rank, int n_ranks, void *arg)
+{
+    world *w;
+
+    (void)arg;
+    has_crossed_meshes = true;
+    w = join(rank, n_ranks, n_ranks);
+    CHECK_OK(fc_root_open_forward(&w->course, &w->modules[0], true, 0));
+    CHECK_OK(fc_root_end_forward(&w->course, true));
+    CHECK_OK(fc_root_begin_backward(&w->course));
+    CHECK_OK(end(w));
+    leave(w);
+}
+
 /* The last rank leaves the forward that the others go on from. */
 static void body_leaving(int rank, int n_ranks, void *arg)
 {
@@ -569,6 +584,7 @@ int main(void)
     ranks_check(2, body_together, &one);
     ranks_check(4, body_together, &two);
     ranks_check(4, body_closing, &two);
+    ranks_check(2, body_crossed, NULL);
     ranks_check(2, body_refusing, &two);
     ranks_check(2, body_refusing_last, &two);
     ranks_check(2, body_leaving, &two);
