@@ -274,6 +274,12 @@ class FeatureWriter(Writer):
         """Torch cannot use what it has made in inference mode: a unit that runs late is one."""
         return [line.replace("inference_mode", "no_grad") for line in super().evaluate()]
 
+    def meanwhile(self) -> list[str]:
+        """After an evaluation there torch gathers once more, behind a unit's backward."""
+        lines = super().meanwhile()
+        self.runs_again = self.runs_again or "no_grad" in "".join(lines)
+        return lines
+
     def hook_lines(self) -> list[str]:
         """Of a unit that runs several times torch reduces each time, and the core once for all."""
         if self.has(*COLLECTIVES):
