@@ -11,6 +11,11 @@ static void store(_Atomic uint64_t *word, uint64_t value)
     atomic_store_explicit(word, value, memory_order_release);
 }
 
+/* A phase is known by how many have begun, which all ranks count alike, and by how often this rank
+ * has left one since: who left one that the others completed counts with them again from the next
+ * one on. */
+#define LEFT_BITS 8
+
 void rails_enter_phase(rails *r, uint64_t phase)
 {
     store(&r->phase, phase);
@@ -23,7 +28,7 @@ void rails_open_phase(void *context)
 {
     rails *r = context;
 
-    rails_enter_phase(r, load(&r->phase) + 1);
+    rails_enter_phase(r, ((load(&r->phase) >> LEFT_BITS) + 1) << LEFT_BITS);
 }
 
 /* Of what was begun nobody knows yet whether it arrives. */
@@ -57,7 +62,7 @@ void rails_fail_phase(void *context)
 
 bool rails_has_left(const rails *r, const rails_header *theirs)
 {
-    return (int32_t)(theirs->failed - (uint32_t)load(&r->phase)) >= 0;
+    return theirs->failed != 0 && (int32_t)(theirs->failed - (uint32_t)load(&r->phase)) >= 0;
 }
 
 void rails_tell_left(const rails *r, int peer, char *out, size_t bytes)
