@@ -44,6 +44,7 @@ fc_status rails_break(rails *r, fc_status status, const char *text)
     if (!r->is_broken) {
         r->is_broken = true;
         (void)snprintf(r->broken_text, sizeof(r->broken_text), "%s", copy);
+        rails_tell_broken(r);
         r->ops.drop(r->ops.context);
         for (int h = 0; h < r->n_hosts; h++) {
             if (h != r->host) {

@@ -1,6 +1,8 @@
 /* Ranks that leave a phase by an exception while others wait; see [Note: left phases]. */
 #include "comm/rails_impl.h"
 
+#include <stdio.h>
+
 static uint64_t load(const _Atomic uint64_t *word)
 {
     return atomic_load_explicit(word, memory_order_acquire);
@@ -31,10 +33,10 @@ void rails_open_phase(void *context)
     rails_enter_phase(r, ((load(&r->phase) >> LEFT_BITS) + 1) << LEFT_BITS);
 }
 
-/* Of what was begun nobody knows yet whether it arrives. */
+/* Of what was begun nobody knows yet whether it arrives. The last one may be what broke these. */
 static uint64_t collectives_ended(const rails *r)
 {
-    uint64_t n = r->sequence;
+    uint64_t n = r->is_broken && r->sequence > 0 ? r->sequence - 1 : r->sequence;
 
     for (int k = RAILS_AT_ONCE + 1; k < RAILS_N_KINDS; k++) {
         const rails_call *call = &r->calls[k];
@@ -46,11 +48,20 @@ static uint64_t collectives_ended(const rails *r)
     return n;
 }
 
+void rails_tell_broken(rails *r)
+{
+    store(&r->failed_after, collectives_ended(r));
+    store(&r->failed, RAILS_BROKEN);
+}
+
 void rails_fail_phase(void *context)
 {
     rails *r = context;
     const uint64_t phase = load(&r->phase);
 
+    if (r->is_broken) {
+        return; /* all that wait hear of that */
+    }
     /* In this order: who reads the phase finds no fewer collectives than belong to it. */
     store(&r->failed_after, collectives_ended(r));
     store(&r->failed, phase);
@@ -90,7 +101,12 @@ void fc_rails_hear(const fc_message_ops *ops, int rank, fc_rails_failure failure
 
     if (r != NULL && fc_rails_waits(ops, &wait) && wait.rank == rank &&
         failure.phase >= load(&r->phase) && failure.after < load(&r->awaited_in)) {
-        rails_tell_left(r, rank, text, sizeof(text));
+        if (failure.phase == RAILS_BROKEN) {
+            (void)snprintf(text, sizeof(text), "rank %d has failed, as its own error says",
+                           r->global_ranks[rank]);
+        } else {
+            rails_tell_left(r, rank, text, sizeof(text));
+        }
         fc_rails_interrupt(ops, text);
     }
 }

@@ -187,6 +187,9 @@ static void body_left(int rank, int n_ranks, void *arg)
         CHECK(strstr(fc_last_message(), LEFT("11", "10")) != NULL ||
               strstr(fc_last_message(), LEFT("11", "13")) != NULL);
         CHECK(rank != 3 || pthread_join(thread, NULL) == 0);
+        failed = fc_rails_failed(&m.ops); /* in that collective, whatever it has sent */
+        CHECK_EQ(failed.phase, UINT64_MAX);
+        CHECK_EQ(failed.after, 4);
         CHECK_EQ(m.ops.all_gather(m.ops.context, data, data, 1), FC_ERR_BROKEN);
     }
     destroy(&m);
