@@ -300,12 +300,14 @@ static bool is_completed(const fc_domain *domain)
            fc_word_load(&domain_clock(domain, domain->rank)->completed) >= phase_of(domain->clock);
 }
 
-/* Before ranks have met in a forward, who failed it may still come: to its next one. */
+/* Before ranks have met in a forward, who failed it may still come: to its next one. Where they have
+ * a clock nobody waits in a collective to which a rank has not come, and the transport counts no
+ * phases that ranks may have failed at different times. */
 static void tell_transport(const fc_domain *domain)
 {
     const fc_message_ops *messages = fc_transport_messages(domain->transport);
 
-    if (messages != NULL && messages->fail_phase != NULL &&
+    if (messages != NULL && messages->fail_phase != NULL && domain->clocks == NULL &&
         (domain->is_ready || fc_domain_in_backward(domain))) {
         messages->fail_phase(messages->context);
     }
