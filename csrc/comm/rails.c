@@ -44,6 +44,7 @@ fc_status rails_break(rails *r, fc_status status, const char *text)
     if (!r->is_broken) {
         r->is_broken = true;
         (void)snprintf(r->broken_text, sizeof(r->broken_text), "%s", copy);
+        rails_tell_broken(r);
         r->ops.drop(r->ops.context);
         for (int h = 0; h < r->n_hosts; h++) {
             if (h != r->host) {
@@ -543,12 +544,7 @@ static void release(void *context)
     const fc_rail_ops ops = r->ops;
     const fc_message_ops group = r->group;
 
-    for (int k = 0; k < RAILS_N_KINDS; k++) {
-        if (r->calls[k].is_open) {
-            ops.drop(ops.context); /* its messages still use the memory */
-            break;
-        }
-    }
+    ops.drop(ops.context); /* messages still use the memory: of what was begun, and why it failed */
     destroy(r);
     ops.release(ops.context);
     group.release(group.context);

@@ -88,7 +88,7 @@ void fc_rails_tell(const fc_message_ops *ops, int rank, const char *text);
  * which phase it left; other hosts are told by who looks for signs of life, and see it in the frame
  * of its next collective if there is one. */
 typedef struct fc_rails_failure {
-    uint64_t phase; /* the last one that a rank left; 0: none */
+    uint64_t phase; /* the last one that a rank left; 0: none; UINT64_MAX: its rails are broken */
     uint64_t after; /* collectives of its that came to an end before */
 } fc_rails_failure;
 

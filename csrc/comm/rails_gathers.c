@@ -488,10 +488,12 @@ fc_status rails_gather_end(void *context, const fc_gathered *to)
                 .piece_max = call->bytes,
                 .staging = &r->buffers[RAILS_GATHERED],
                 .to = to};
+    fc_status st;
 
     FC_TRY(rails_check(r));
+    st = ended(&g, end_whole(&g));
     call->is_open = false;
-    return ended(&g, end_whole(&g));
+    return st;
 }
 
 void rails_gather_drop(void *context)

@@ -178,6 +178,10 @@ void rails_free_buffers(rails *r);
 void rails_enter_phase(rails *r, uint64_t phase); /* 1 as it begins */
 void rails_open_phase(void *context);
 void rails_fail_phase(void *context);
+/* Who waits for this rank in a collective that it has not ended hears of it by its signs of life: a
+ * message that was given up keeps those behind it. */
+void rails_tell_broken(rails *r);
+#define RAILS_BROKEN UINT64_MAX /* in the place of a phase */
 /* True if the sender has left the phase that this rank is in; then FC_ERR_PEER says so. */
 bool rails_has_left(const rails *r, const rails_header *theirs);
 void rails_tell_left(const rails *r, int peer, char *out, size_t bytes);

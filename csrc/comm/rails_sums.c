@@ -326,10 +326,12 @@ fc_status rails_sum_end(void *context, void *recv)
 {
     rails *r = context;
     rails_call *call = &r->calls[RAILS_BEGUN_SUM];
+    fc_status st;
 
     FC_TRY(rails_check(r));
+    st = rails_ended(r, end_whole(r, call, recv));
     call->is_open = false;
-    return rails_ended(r, end_whole(r, call, recv));
+    return st;
 }
 
 void rails_sum_drop(void *context)

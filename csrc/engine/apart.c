@@ -366,8 +366,22 @@ fc_status apart_admit(apart_accusation accusation)
 
 /* What travels; of one size whatever the ranks are about to do. */
 typedef struct word {
-    uint64_t clock, began, updates, pad[5];
+    uint64_t clock, began, updates, n_left, pad[4];
 } word;
+
+/* Of replicas, which do not meet in forward: gradients of one are of a step after the other's. */
+static fc_status fail_left_alone(fc_unit *unit, const word *words, int first, int second)
+{
+    fc_domain *domain = unit->domain;
+    char text[REASON_BYTES];
+
+    (void)snprintf(text, sizeof(text),
+                   "ranks are out of step at unit %s: since they met last rank %d has left %llu "
+                   "forwards or backwards by exceptions, and rank %d %llu; " CURE,
+                   unit->name, global(domain, first), (unsigned long long)words[first].n_left,
+                   global(domain, second), (unsigned long long)words[second].n_left);
+    return fail(domain, FC_ERR_MISMATCH, text);
+}
 
 static fc_status compare_words(fc_unit *unit, const word *words, int peer)
 {
@@ -380,7 +394,8 @@ static fc_status compare_words(fc_unit *unit, const word *words, int peer)
     char text[REASON_BYTES];
 
     if ((phase_of(a->clock) & PHASE_MASK) == (phase_of(b->clock) & PHASE_MASK)) {
-        return compare(domain, &mine, &theirs, unit);
+        FC_TRY(compare(domain, &mine, &theirs, unit));
+        return a->n_left == b->n_left ? FC_OK : fail_left_alone(unit, words, first, second);
     }
     a = &words[first]; /* so that both say the same */
     b = &words[second];
@@ -406,8 +421,9 @@ fc_status apart_exchange(fc_unit *unit)
 {
     fc_domain *domain = unit->domain;
     const fc_message_ops *messages = fc_transport_messages(domain->transport);
-    const word mine = {.clock = domain->clock, .began = domain->began, .updates = domain->updates};
+    const word mine = {domain->clock, domain->began, domain->updates, domain->n_left, {0}};
     word *words;
+    bool has_met;
     fc_status st;
 
     if (domain->is_ready || domain->n_ranks == 1 || !is_in_phase(domain)) {
@@ -424,12 +440,17 @@ fc_status apart_exchange(fc_unit *unit)
                      "rank may have ended, or be in another collective. The group says",
                      unit->name, domain->rank, domain->n_ranks);
     }
+    has_met = st == FC_OK;
     for (int r = 0; st == FC_OK && r < domain->n_ranks; r++) {
         st = r != domain->rank ? compare_words(unit, words, r) : FC_OK;
     }
     fc_free(words);
     domain->is_ready = st == FC_OK;
-    if (domain->is_ready && messages->open_phase != NULL) {
+    if (has_met) {
+        domain->n_left = 0;
+    }
+    /* Also where they differ, which all find out: nobody is blamed for what ended before. */
+    if (has_met && messages->open_phase != NULL) {
         messages->open_phase(messages->context);
     }
     return st;

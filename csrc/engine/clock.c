@@ -300,13 +300,20 @@ static bool is_completed(const fc_domain *domain)
            fc_word_load(&domain_clock(domain, domain->rank)->completed) >= phase_of(domain->clock);
 }
 
-/* Before ranks have met in a forward, who failed it may still come: to its next one. */
+/* Before ranks have met in a forward, who failed it may still come: to its next one. Replicas meet
+ * in none: they wait in the backward that does not come. */
+static bool is_missed(const fc_domain *domain)
+{
+    return domain->is_ready || fc_domain_in_backward(domain) || domain->kind == FC_DOMAIN_REPLICATE;
+}
+
+/* Where ranks have a clock nobody waits in a collective to which a rank has not come, and the
+ * transport counts no phases that ranks may have failed at different times. */
 static void tell_transport(const fc_domain *domain)
 {
     const fc_message_ops *messages = fc_transport_messages(domain->transport);
 
-    if (messages != NULL && messages->fail_phase != NULL &&
-        (domain->is_ready || fc_domain_in_backward(domain))) {
+    if (messages != NULL && messages->fail_phase != NULL && domain->clocks == NULL) {
         messages->fail_phase(messages->context);
     }
 }
@@ -319,7 +326,10 @@ void fc_domain_fail(fc_domain *domain)
     }
     batch_drop(domain);
     order_drop(domain);
-    tell_transport(domain);
+    if (is_missed(domain)) {
+        tell_transport(domain);
+    }
+    domain->n_left += domain->kind == FC_DOMAIN_REPLICATE;
     if (domain->clocks != NULL) {
         apart_tell(domain);
         fc_transport_publish(domain->watch, &domain_clock(domain, domain->rank)->failed,

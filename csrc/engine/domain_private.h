@@ -141,9 +141,10 @@ struct fc_domain {
     uint64_t left_after; /* the last clock before CLOCK_LEFT */
     uint64_t refused_in; /* the last phase that failed because a peer had left */
     bool is_ready;
-    uint64_t n_met;             /* collectives of messages in this phase */
-    uint64_t before;            /* the phase before this one */
-    uint64_t admitted;          /* this rank has raised that ranks are out of step in that phase */
+    uint64_t n_met;    /* collectives of messages in this phase */
+    uint64_t n_left;   /* of replicas without a clock: phases left by exceptions since they met */
+    uint64_t before;   /* the phase before this one */
+    uint64_t admitted; /* this rank has raised that ranks are out of step in that phase */
     uint64_t began, updates;    /* as in the clock line */
     char verdict[REASON_BYTES]; /* why ranks are out of step; empty: they are not */
     /* This rank's arena. */

@@ -136,7 +136,11 @@ void rail_interrupt(void *context)
 
 void rail_drop(void *context)
 {
-    for (Lines &lines : rails_in(context).lines) {
+    GroupRails &rails = rails_in(context);
+    const std::lock_guard<std::mutex> guard(rails.mutex);
+
+    rails.awaited = {}; /* of a wait that failed: it would still be received */
+    for (Lines &lines : rails.lines) {
         lines = {};
     }
 }

@@ -10,6 +10,7 @@ up at once.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 import sys
 import threading
@@ -27,6 +28,7 @@ from fsdp_c._native import _C
 _LOOK_S = 1.0
 _ASK_S = 1.0  # most waits are over by then, and ask nothing
 _SILENT_S = 3.0  # of signs that come every second
+_SAID_BYTES = 200  # of it that travel, in csrc/comm/beats.c
 
 
 @dataclass
@@ -49,6 +51,14 @@ def _ended_in(words: str) -> list[int]:
     """Which ranks of its host a rank's sign of life calls ended."""
     fields = words.split(" ")
     return [int(rank) for rank in fields[1].split(",") if rank != "-"] if len(fields) > 2 else []
+
+
+def _place() -> str:
+    """Where this rank's program is, or nothing: a group of its script may be going just now."""
+    try:
+        return _peer_location.tell().text
+    except Exception:
+        return ""
 
 
 def _hear(watched: _Watched, peer: int, words: str) -> None:
@@ -112,19 +122,25 @@ class Watch:
 
     def _run(self) -> None:
         while not self._ends.wait(_LOOK_S):
-            now = time.monotonic()
-            if now - self._looked > 2 * _LOOK_S + 1:  # it was this process that stood still
-                self._awake_since = now
-            self._looked = now
-            watched = list(self._watched.values())
-            ended = [r for r, process in self._neighbours.items() if _rendezvous.is_gone(process)]
-            told = ",".join(map(str, ended)) or "-"
-            self._beats.say(f"{_failures_of(watched)} {told} {_peer_location.tell().text}")
-            wanted = {rank for each in watched for rank in self._look(each)}
-            for rank in list(self._missing):
-                hosts = self._met[rank]
-                wanted.update(hosts.peers_of(hosts.ranks.index(rank)))
-            self._beats.want(ranks=sorted(wanted))
+            # Of what cannot be told just now, as no file can be opened, the next look tells.
+            with contextlib.suppress(Exception):
+                self._look_around()
+
+    def _look_around(self) -> None:
+        now = time.monotonic()
+        if now - self._looked > 2 * _LOOK_S + 1:  # it was this process that stood still
+            self._awake_since = now
+        self._looked = now
+        watched = list(self._watched.values())
+        ended = [r for r, process in self._neighbours.items() if _rendezvous.is_gone(process)]
+        told = ",".join(map(str, ended)) or "-"
+        said = f"{_failures_of(watched)} {told} {_place()}"
+        self._beats.say(said.encode()[:_SAID_BYTES].decode(errors="ignore"))
+        wanted = {rank for each in watched for rank in self._look(each)}
+        for rank in list(self._missing):
+            hosts = self._met[rank]
+            wanted.update(hosts.peers_of(hosts.ranks.index(rank)))
+        self._beats.want(ranks=sorted(wanted))
 
     def _look(self, watched: _Watched) -> list[int]:
         """Whose signs are needed next."""

@@ -66,7 +66,8 @@ def tell() -> Place:
     if meeting is not None:
         key, count, inside = meeting[0], _counts[meeting[0]], meeting[1]
     else:
-        key, count = (_key(group), _count(group)) if group is not None else (0, 0)
+        n_called = None if group is None else _count(group)
+        key, count = (0, 0) if group is None or n_called is None else (_key(group), n_called)
         inside = _inside(inner)
     text = f"{text}, in {inside}" if inside else text
     is_gather = any(_is_gather(frame) for frame in inner)
@@ -205,8 +206,12 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") | 1
 
 
-def _count(group: dist.ProcessGroup) -> int:
-    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+def _count(group: dist.ProcessGroup) -> int | None:
+    """None: groups of several backends count nothing."""
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except RuntimeError:
+        return None
 
 
 _C.set_place(tell=tell, count=count)

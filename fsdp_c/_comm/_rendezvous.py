@@ -45,7 +45,7 @@ def _start_ticks(pid: int) -> str | None:
     """When the process began; None if it is gone or only waits to be reaped."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):  # others say nothing: no file can be opened
         return None
     return None if fields[0] in "ZX" else fields[19]
 

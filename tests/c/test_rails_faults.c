@@ -127,12 +127,13 @@ static void test_interrupted_early(void)
 
 /* Ranks that leave a phase all alike go on. One that leaves it alone is named: by its host's
  * others, by those who hear of them, and by its rail, which is told. */
+#define SECOND_PHASE 0x200 /* that has been opened */
 #define LEFT(rank, by) "rank " rank " left its forward or backward by an exception while rank " by
 
 static void *hear(void *arg)
 {
     const member *m = arg;
-    const uint64_t phase = 4, after = 4;
+    const uint64_t phase = SECOND_PHASE, after = 4;
     const fc_rails_failure failures[] = {
         {phase - 1, after - 1}, /* an older phase */
         {phase, after + 1},     /* it took part in what is waited for, and failed then */
@@ -167,14 +168,14 @@ static void body_left(int rank, int n_ranks, void *arg)
     m.ops.open_phase(m.ops.context);
     check_all_gather(&m, 100, 2, false);
     CHECK_EQ(fc_rails_failed(&m.ops).phase, 0);
-    m.ops.fail_phase(m.ops.context); /* on all: they begin with 1, and are in 3 then */
+    m.ops.fail_phase(m.ops.context); /* on all */
     check_all_gather(&m, 100, 3, false);
     m.ops.open_phase(m.ops.context);
     check_all_gather(&m, LARGE, 4, false);
     if (rank == 1) {
         m.ops.fail_phase(m.ops.context);
         failed = fc_rails_failed(&m.ops);
-        CHECK_EQ(failed.phase, 4);
+        CHECK_EQ(failed.phase, SECOND_PHASE);
         CHECK_EQ(failed.after, 4);
         m.ops.open_phase(m.ops.context); /* later failures do not hide it */
         m.ops.fail_phase(m.ops.context);
@@ -186,6 +187,9 @@ static void body_left(int rank, int n_ranks, void *arg)
         CHECK(strstr(fc_last_message(), LEFT("11", "10")) != NULL ||
               strstr(fc_last_message(), LEFT("11", "13")) != NULL);
         CHECK(rank != 3 || pthread_join(thread, NULL) == 0);
+        failed = fc_rails_failed(&m.ops); /* in that collective, whatever it has sent */
+        CHECK_EQ(failed.phase, UINT64_MAX);
+        CHECK_EQ(failed.after, 4);
         CHECK_EQ(m.ops.all_gather(m.ops.context, data, data, 1), FC_ERR_BROKEN);
     }
     destroy(&m);
@@ -212,12 +216,36 @@ static void body_left_and_went_on(int rank, int n_ranks, void *arg)
     destroy(&m);
 }
 
+/* Who has left a phase at its end, which nobody has noticed, counts phases as the others do again
+ * from the next one on: failures of either are heard by the other. */
+static void body_left_at_the_end(int rank, int n_ranks, void *arg)
+{
+    uint64_t failed[2], mine;
+    member m;
+
+    close_lines(n_ranks, rank);
+    CHECK_OK(create(&m, arg, rank));
+    m.ops.open_phase(m.ops.context);
+    if (rank == 1) {
+        m.ops.fail_phase(m.ops.context);
+    }
+    check_all_gather(&m, 100, 1, false);
+    m.ops.open_phase(m.ops.context);
+    check_all_gather(&m, 100, 2, false);
+    m.ops.fail_phase(m.ops.context);
+    mine = fc_rails_failed(&m.ops).phase;
+    CHECK_OK(m.ops.all_gather(m.ops.context, failed, &mine, sizeof(mine)));
+    CHECK_EQ(failed[0], failed[1]);
+    destroy(&m);
+}
+
 static void test_left_phases(void)
 {
     const fc_message_ops none = {.kind = "other"};
 
     check_world(&worlds[1], body_left);
     check_world(&worlds[0], body_left_and_went_on);
+    check_world(&worlds[0], body_left_at_the_end);
     CHECK_EQ(fc_rails_failed(&none).phase, 0);
     CHECK_EQ(fc_rails_failed(NULL).phase, 0);
     fc_rails_hear(&none, 0, (fc_rails_failure){1, 1});
