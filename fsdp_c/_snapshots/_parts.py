@@ -29,17 +29,19 @@ class Part:
         self.text = text
         self.pieces = pieces
         self.sizes = pieces.sizes
-        self._room = self._room_now()
+        self._then = self._layout()
 
-    def _room_now(self) -> int:
-        return _C.snapshot_room(tensors=self.pieces.sources, index_bytes=0)
+    def _layout(self) -> tuple[int, list[Any]]:
+        sources = self.pieces.sources
+        room = _C.snapshot_room(tensors=sources, index_bytes=0)
+        return room, [(source.dtype, source.stride()) for source in sources]
 
     def is_true_still(self) -> bool:
-        """Of tensors that are the same objects: whether they have the same memory."""
+        """Of tensors that are the same objects: whether their memory is laid out as it was."""
         return (
             not self.pieces.has_copies
             and all(tensor._local_tensor is local for tensor, local in self.pieces.dtensors)
-            and self._room_now() == self._room
+            and self._layout() == self._then
         )
 
 

@@ -480,6 +480,44 @@ def test_options_and_parameters_that_change(tmp_path: Path, has_list: bool) -> N
     assert torch.equal(*pairs)
 
 
+def set_data(model: nn.Module, convert: Any) -> None:
+    for param in model.parameters():
+        param.data = convert(param.data)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda data: data.contiguous(memory_format=torch.channels_last),
+        lambda data: data.transpose(0, 1).contiguous().transpose(0, 1),
+        lambda data: data.half(),
+    ],
+    ids=["channels last", "transposed", "dtype"],
+)
+def test_layouts_that_change_in_place(tmp_path: Path, convert: Any) -> None:
+    """As `model.to` does it: the parameter is the same object, and takes as many bytes."""
+
+    def make() -> nn.Module:
+        model = nn.Module()
+        model.image = nn.Parameter(torch.randn(4, 3, 5, 5).bfloat16())
+        return model
+
+    model = make()
+    with (
+        pytest.raises(ZeroDivisionError),
+        fsdp_c.Snapshots(model, folder=tmp_path) as snapshots,
+    ):
+        snapshots.resume()
+        snapshots.take(1)
+        set_data(model, convert)
+        snapshots.take(2)
+        raise ZeroDivisionError
+    other = make()
+    set_data(other, convert)
+    assert resumed(tmp_path, other, ()) == 2
+    assert torch.equal(other.image, model.image)
+
+
 def test_memory_is_what_is_planned(tmp_path: Path) -> None:
     leave(tmp_path, 1, 2, numel=2_000_000)
     plan = fsdp_c.memory_plan(
