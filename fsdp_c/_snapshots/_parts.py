@@ -39,7 +39,7 @@ class Part:
     def is_true_still(self) -> bool:
         """Of tensors that are the same objects: whether their memory is laid out as it was."""
         return (
-            not self.pieces.has_copies
+            not self.pieces.changes_unseen
             and all(tensor._local_tensor is local for tensor, local in self.pieces.dtensors)
             and self._layout() == self._then
         )

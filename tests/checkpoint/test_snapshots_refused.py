@@ -415,6 +415,44 @@ def test_subclasses_that_can_be_taken_apart(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_parts_of_subclasses_that_are_replaced(tmp_path: Path) -> None:
+    """A quantized weight gets another scale: the weight is the same object."""
+    model = nn.Module()
+    model.pair = nn.Parameter(TwoTensor(torch.ones(3, 2), torch.ones(3, 2)))
+    with (
+        pytest.raises(ZeroDivisionError),
+        fsdp_c.Snapshots(model, folder=tmp_path) as snapshots,
+    ):
+        snapshots.resume()
+        snapshots.take(1)
+        model.pair.b = torch.full((3, 2), 9.0)
+        snapshots.take(2)
+        raise ZeroDivisionError
+    other = nn.Module()
+    other.pair = nn.Parameter(TwoTensor(torch.zeros(3, 2), torch.zeros(3, 2)))
+    assert resumed(tmp_path, other, ()) == 2
+    assert torch.equal(other.pair.b, model.pair.b)
+
+
+def test_state_that_pickle_takes(tmp_path: Path) -> None:
+    """A tensor without memory of its own, written in place."""
+    model, optimizer = trained(1)
+    mask = torch.eye(3).to_sparse()
+    optimizer.state[model.wide]["mask"] = mask
+    with (
+        pytest.raises(ZeroDivisionError),
+        fsdp_c.Snapshots(model, optimizer, folder=tmp_path) as snapshots,
+    ):
+        snapshots.resume()
+        snapshots.take(1)
+        mask.mul_(3)
+        snapshots.take(2)
+        raise ZeroDivisionError
+    other, others = trained(0)
+    assert resumed(tmp_path, other, others) == 2
+    assert torch.equal(others.state[other.wide]["mask"].to_dense(), 3 * torch.eye(3))
+
+
 def test_optimizers_with_state_of_their_own(tmp_path: Path) -> None:
     """State that is loaded has memory of its own, when the files are gone."""
 
