@@ -90,7 +90,7 @@ class Snapshots:
         Args:
             model: a module, sharded or not, or several (a copy for EMA, ...).
             optimizer: one or several; torch's, or anything with ``state_dict`` and
-                ``load_state_dict``.
+                ``load_state_dict``: with one that is not torch's ``take`` copies all at once.
             every: snapshots are taken after each so many steps, at least 1.
             extra: by name, objects with ``state_dict`` and ``load_state_dict`` (schedulers, a
                 GradScaler, the position in the data), torch.Generators, or values that pickle
@@ -358,7 +358,7 @@ class Snapshots:
                 " it, and none is kept"
             )
         for optimizer in self._contents.optimizers:
-            if isinstance(optimizer, optim.Optimizer):
+            if _parts.calls_hooks(optimizer):
                 self._handles.append(optimizer.register_step_pre_hook(self._before_step))
                 self._handles.append(
                     optimizer.register_load_state_dict_pre_hook(self._before_update)
@@ -564,7 +564,7 @@ class Snapshots:
         tensors = [p for model in self._contents.models for p in model.parameters()]
         if not any(isinstance(p, DTensor) for p in tensors):
             return 0
-        return sum(isinstance(one, optim.Optimizer) for one in self._contents.optimizers)
+        return sum(map(_parts.calls_hooks, self._contents.optimizers))
 
     def _name_of(self, tensor: Tensor) -> str:
         for model in self._contents.models:

@@ -489,6 +489,98 @@ def test_optimizers_with_state_of_their_own(tmp_path: Path) -> None:
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
+class ByData:
+    """No class of torch's; writes as many do, so that no version tells."""
+
+    def __init__(self, params: Any) -> None:
+        self.params = list(params)
+        self.moments = [torch.zeros_like(p) for p in self.params]
+
+    def step(self) -> None:
+        for param, moment in zip(self.params, self.moments, strict=True):
+            moment.data.add_(1)
+            param.data.add_(moment.data)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moments": self.moments}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.moments = state["moments"]
+
+
+class Around(optim.Optimizer):
+    """Looks like torch's and holds one: only the inner one has hooks."""
+
+    def __init__(self, inner: ByData) -> None:
+        self.inner = inner
+        self.step = inner.step  # type: ignore[method-assign]
+
+    @property
+    def state(self) -> Any:
+        return {i: {"moment": moment} for i, moment in enumerate(self.inner.moments)}
+
+    @property
+    def param_groups(self) -> Any:
+        return [{"params": self.inner.params}]
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.inner.load_state_dict(state)
+
+
+class NotYet:
+    """A copier whose thread has not begun when its owner waits for it."""
+
+    def __init__(self, copier: Any) -> None:
+        self.copier = copier
+        self.about: dict[str, Any] = {}
+
+    def start(self, **about: Any) -> None:
+        about["locals"] = [
+            local.clone() if now else local
+            for local, now in zip(about["locals"], about["now"], strict=True)
+        ]
+        about["sources"] = about["locals"]
+        self.about = about
+
+    def finish(self) -> list[int]:
+        about, self.about = self.about, {}
+        if about:
+            self.copier.start(**about)
+        return self.copier.finish()
+
+
+@pytest.mark.parametrize("is_around", [False, True])
+def test_optimizers_that_call_no_hooks(tmp_path: Path, is_around: bool) -> None:
+    """Nothing that they write is read later."""
+
+    def make() -> tuple[nn.Module, Any]:
+        model = nn.Module()
+        model.wide = nn.Parameter(torch.zeros(LARGE))
+        optimizer = ByData(model.parameters())
+        return model, Around(optimizer) if is_around else optimizer
+
+    model, optimizer = make()
+    with (
+        pytest.raises(ZeroDivisionError),
+        fsdp_c.Snapshots(model, optimizer, folder=tmp_path) as snapshots,
+    ):
+        snapshots.resume()
+        snapshots._copier = NotYet(snapshots._copier)
+        optimizer.step()
+        snapshots.take(1)
+        optimizer.step()
+        snapshots.finish()
+        raise ZeroDivisionError
+    other, others = make()
+    assert resumed(tmp_path, other, others) == 1
+    assert torch.equal(other.wide, torch.ones(LARGE))
+    moments = others.state_dict()["moments"]
+    assert all(torch.equal(moment, torch.ones(LARGE)) for moment in moments)
+
+
 @pytest.mark.parametrize("has_list", [False, True])
 def test_options_and_parameters_that_change(tmp_path: Path, has_list: bool) -> None:
     """What is packed once is packed again when its objects are others, or change inside."""
