@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
@@ -547,8 +546,7 @@ class Snapshots:
         return _peers.FAILED if changed else _peers.WHOLE
 
     def _before_update(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.finish()
+        self.finish()
 
     def _before_step(self, *_: Any) -> None:
         self._before_update()

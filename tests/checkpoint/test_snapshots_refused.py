@@ -581,6 +581,26 @@ def test_optimizers_that_call_no_hooks(tmp_path: Path, is_around: bool) -> None:
     assert all(torch.equal(moment, torch.ones(LARGE)) for moment in moments)
 
 
+def test_compiled_steps_wait(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.wide = nn.Parameter(torch.zeros(LARGE))
+    model.wide.grad = torch.ones(LARGE)
+    optimizer = optim.SGD(model.parameters(), lr=1.0, foreach=True)
+    step = torch.compile(optimizer.step, backend="eager")
+    with fsdp_c.Snapshots(model, optimizer, folder=tmp_path) as snapshots:
+        snapshots.resume()
+        snapshots._copier = NotYet(snapshots._copier)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Snapshots")
+            for number in range(1, 4):
+                step()
+                snapshots.take(number)
+            step()
+        assert by_step(tmp_path).keys() == {2, 3}
+        data, _ = _files.Slot(by_step(tmp_path)[3]).data()
+        assert torch.equal(data[: 4 * LARGE].view(torch.float32), torch.full((LARGE,), -3.0))
+
+
 @pytest.mark.parametrize("has_list", [False, True])
 def test_options_and_parameters_that_change(tmp_path: Path, has_list: bool) -> None:
     """What is packed once is packed again when its objects are others, or change inside."""
