@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import threading
 import weakref
 from collections import Counter
 from collections.abc import MutableMapping, Sequence
@@ -135,6 +136,7 @@ class Snapshots:
         self._sequence = 0  # of those of the run
         self._kept = 1  # the slot that all ranks have whole, or that is not the next one
         self._pending: list[Tensor] | None = None  # that the copy under way reads
+        self._settling = threading.RLock()  # a thread that steps waits for another one's wait
         self._written: dict[int, Tensor] = {}  # by id, what is written between updates
         self._has_warned = self._has_warned_of_copies = False
         self._handles: list[Any] = []
@@ -531,10 +533,13 @@ class Snapshots:
 
     def _settle(self) -> int | None:
         """What became of the snapshot under way; None: there was none."""
-        if self._pending is None or self._pid != os.getpid():
+        if self._pid != os.getpid():
             return None
-        pending, self._pending = self._pending, None
-        changed = [pending[place] for place in self._copier.finish()]
+        with self._settling:
+            pending, self._pending = self._pending, None
+            if pending is None:
+                return None
+            changed = [pending[place] for place in self._copier.finish()]
         for tensor in changed:
             self._written[id(tensor)] = tensor
         if changed:

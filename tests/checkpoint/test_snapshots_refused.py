@@ -7,6 +7,7 @@ import random
 import resource
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -599,6 +600,40 @@ def test_compiled_steps_wait(tmp_path: Path) -> None:
         assert by_step(tmp_path).keys() == {2, 3}
         data, _ = _files.Slot(by_step(tmp_path)[3]).data()
         assert torch.equal(data[: 4 * LARGE].view(torch.float32), torch.full((LARGE,), -3.0))
+
+
+class Slow:
+    """A copier whose copy is not over before an update, or before it is clear that none comes."""
+
+    def __init__(self, copier: Any, update: threading.Event) -> None:
+        self.copier, self.update = copier, update
+        self.is_awaited = threading.Event()
+        self.is_too_late = False
+
+    def start(self, **about: Any) -> None:
+        self.copier.start(**about)
+
+    def finish(self) -> list[int]:
+        self.is_awaited.set()
+        self.is_too_late |= self.update.wait(0.5)
+        return self.copier.finish()
+
+
+def test_steps_of_two_threads(tmp_path: Path) -> None:
+    """Each waits for the copy, not only the one that comes first."""
+    model, optimizer = trained(1)
+    update = threading.Event()
+    with fsdp_c.Snapshots(model, optimizer, folder=tmp_path) as snapshots:
+        snapshots.resume()
+        snapshots._copier = copier = Slow(snapshots._copier, update)
+        snapshots.take(1)
+        first = threading.Thread(target=snapshots.finish)
+        first.start()
+        copier.is_awaited.wait()
+        train(model, optimizer)
+        update.set()
+        first.join()
+        assert not copier.is_too_late
 
 
 @pytest.mark.parametrize("has_list", [False, True])
