@@ -755,6 +755,10 @@ def test_runs_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert named == _run.digest(launcher) != _run.digest(launcher + "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "other")
     assert named != _run.digest(launcher)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    named = _run.digest(launcher)
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--lr=0.2"])
+    assert named != _run.digest(launcher)
 
 
 def test_launcher_is_past_shells() -> None:
