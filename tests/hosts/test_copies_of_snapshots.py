@@ -132,6 +132,34 @@ def test_ranks_that_have_other_numbers_now(tmp_path: Path) -> None:
     run_hosts(number_anew, (1, 1), tmp_path, timeout=120)
 
 
+def number_anew_with_copies(rank: int, n_ranks: int, shelf: Path) -> None:
+    """The same: now a rank finds copies of its snapshots on its own host."""
+    run = started(name="swapped", copies=2)
+    before = killed(run, rank, N_STEPS)
+    stem = run[0]._stem
+    for path in own_files():
+        shutil.move(path, shelf / path.name.removeprefix(f"{stem}-"))
+    dist.barrier()
+    for name in [f"{1 - rank}.{slot}" for slot in (0, 1)] + [f"{rank}.{slot}" for slot in (2, 3)]:
+        shutil.copy(shelf / name, f"/dev/shm/{stem}-{name}")
+    dist.barrier()
+    run = started(name="swapped", copies=2)
+    snapshots, model, _, first = run
+    assert first == N_STEPS
+    assert is_same(shards_of(model), before[first])
+    train(run, rank, N_STEPS + 2)
+    snapshots.finish()
+    dist.barrier()
+    snapshots.close()
+    dist.barrier()
+    for path in own_files():
+        path.unlink(missing_ok=True)
+
+
+def test_copies_of_ranks_that_have_other_numbers_now(tmp_path: Path) -> None:
+    run_hosts(number_anew_with_copies, (1, 1), tmp_path, timeout=120)
+
+
 def damaged(rank: int, n_ranks: int) -> None:
     """A copy that is not what was sent is not gone on from: an older step is."""
     run = started(name="damaged", copies=2)
