@@ -494,7 +494,10 @@ class Snapshots:
         self._pending = packed.waiting()
         if self._copies is not None:
             n_bytes = _C.snapshot_room(tensors=packed.locals, index_bytes=len(packed.index))
-            self._copies.begin(self._number, slot, self._sequence, n_bytes - _C.SNAPSHOT_PAGE)
+            kept = self._slots[self._kept].facts()
+            stays = kept["sequence"] if kept is not None else 0
+            n_bytes -= _C.SNAPSHOT_PAGE
+            self._copies.begin(self._number, slot, self._sequence, n_bytes, stays)
             self._warn_of_copies(self._copies)
 
     def _warn_of_copies(self, copies: _copies.Copies) -> None:

@@ -206,6 +206,34 @@ def test_a_host_without_room() -> None:
     run_hosts(without_room, (1, 1), timeout=120)
 
 
+def lose_after_failures(rank: int, n_ranks: int) -> None:
+    """Snapshots that count on one rank alone push out no copy of what all have in common."""
+    run = started(name="failures", copies=2)
+    snapshots = run[0]
+    before = train(run, rank, 1)
+    snapshots.finish()
+    while snapshots._peers._word(rank, 1) >> 2 != 1:
+        time.sleep(0.01)
+    if rank == 1:
+        for slot in snapshots._slots:
+            slot.reserve = lambda n_bytes: (_ for _ in ()).throw(_files.Unusable("no room"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        killed((*run[:3], 1), rank, N_STEPS)
+    if rank == 0:
+        for path in own_files():
+            path.unlink(missing_ok=True)
+    dist.barrier()
+    snapshots, model, _, first = started(name="failures", copies=2)
+    assert first == 1, first
+    assert is_same(shards_of(model), before[1])
+    snapshots.close()
+
+
+def test_a_host_that_is_lost_after_failures() -> None:
+    run_hosts(lose_after_failures, (1, 1), timeout=120)
+
+
 def differ(rank: int, n_ranks: int) -> None:
     with pytest.raises(ValueError, match=r"copies=1 on rank 0 and 2 on rank 1"):
         started(name="differ", copies=1 + rank)
