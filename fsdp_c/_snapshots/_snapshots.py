@@ -267,10 +267,16 @@ class Snapshots:
             error = fault
         self._meeting.agree("fitting snapshots", error)
         try:
-            self._start_from(slot, opened, answers, common)
+            if opened is not None:
+                self._contents.install(opened)
         except Exception as fault:
             error = fault
         self._meeting.agree("loading snapshots", error)
+        try:
+            self._start_from(slot, answers, common)
+        except Exception as fault:
+            error = fault
+        self._meeting.agree("starting snapshots", error)
         self._sequence, step = common
         if slot is None and any(shared) and self._rank == 0:
             had = "; ".join(
@@ -334,12 +340,10 @@ class Snapshots:
     def _start_from(
         self,
         slot: int | None,
-        opened: Any,
         answers: Sequence[_meeting.Answer],
         common: _fetch.Step,
     ) -> None:
         if slot is not None:
-            self._contents.install(opened)
             self._kept = slot
         for number, one in enumerate(self._slots):
             if number != slot:

@@ -234,6 +234,29 @@ def test_a_host_that_is_lost_after_failures() -> None:
     run_hosts(lose_after_failures, (1, 1), timeout=120)
 
 
+def fails_to_load(rank: int, n_ranks: int) -> str:
+    """Its error is told to all at once: nobody waits for it in what comes next."""
+    run = started(name="load", copies=2)
+    killed(run, rank, 2)
+    torch.manual_seed(1)
+    model = units(Net())
+    snapshots = fsdp_c.Snapshots(model, adamw(model), name="load", copies=2)
+    if rank == 1:
+        snapshots._contents.install = lambda opened: (_ for _ in ()).throw(Killed("not so"))
+    try:
+        snapshots.resume()
+    except (Killed, RuntimeError) as error:
+        return str(error)
+    finally:
+        for path in own_files():
+            path.unlink(missing_ok=True)
+    return ""
+
+
+def test_a_rank_that_fails_to_load() -> None:
+    assert run_hosts(fails_to_load, (1, 1), timeout=60) == ["not so (rank 1)", "not so"]
+
+
 def differ(rank: int, n_ranks: int) -> None:
     with pytest.raises(ValueError, match=r"copies=1 on rank 0 and 2 on rank 1"):
         started(name="differ", copies=1 + rank)
