@@ -277,7 +277,7 @@ class Snapshots:
         except Exception as fault:
             error = fault
         self._meeting.agree("starting snapshots", error)
-        self._sequence, step = common
+        self._sequence = _before_first(answers, common)
         if slot is None and any(shared) and self._rank == 0:
             had = "; ".join(
                 f"rank {rank}: {', '.join(str(step) for _, step in sorted(wholes)) or 'none'}"
@@ -288,7 +288,7 @@ class Snapshots:
                 " resume() returns 0: a rank was killed before its first one, or runs on another"
                 " host now"
             )
-        return step
+        return common[1]
 
     def _fetch(
         self,
@@ -640,6 +640,17 @@ class Snapshots:
                 self._peers.leave(_peers.BY_EXCEPTION)
             self._let_go()
             self._state = "closed"
+
+def _before_first(answers: Sequence[_meeting.Answer], common: _fetch.Step) -> int:
+    """The sequence that this life of the run begins behind: in the upper half the life's number.
+
+    Files of an earlier life may lie where nobody writes over them, of steps that are made again.
+    """
+    found = [entry[0] for answer in answers for entry in answer["wholes"]]
+    found += [entry[1] for answer in answers for entry in answer["lying"]]
+    life = 1 + max((sequence >> 32 for sequence in found), default=0)
+    return life << 32 | common[0] & 0xFFFFFFFF
+
 
 
 def _check_copies(answers: Sequence[_meeting.Answer]) -> None:

@@ -16,6 +16,7 @@ import numpy
 import pytest
 import torch
 from harness import run_ranks
+import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -271,6 +272,45 @@ def test_memory_written_between_does_not_count(tmp_path: Path) -> None:
             train(model, optimizer)
     assert by_step(tmp_path).keys() == {2, 3}
     snapshots.close()
+
+def live_thrice(rank: int, n_ranks: int, folder: Path) -> list[int]:
+    """Each life trains otherwise; in the second one rank 1 has no room for step 2."""
+    found = []
+    for life in range(3):
+        model = nn.Linear(2, 2)
+        with (
+            pytest.raises(ZeroDivisionError),
+            fsdp_c.Snapshots(model, folder=folder) as snapshots,
+        ):
+            found.append(snapshots.resume())
+            for step in range(found[-1] + 1, 3):
+                nn.init.constant_(model.weight, 10 * life + step)
+                if life == 1 and rank == 1:
+                    for slot in snapshots._slots:
+                        slot.reserve = refuse  # type: ignore[method-assign]
+                snapshots.take(step)
+            raise ZeroDivisionError
+        dist.barrier()
+        mine = {f.step: f.path for f in _files.find(folder) if f.rank == rank}
+        if life == 0:  # a host that is not there in the next life has this
+            if rank == 1:
+                os.link(mine[2], folder / "gone")
+            mine[2].unlink()
+        elif life == 1 and rank == 1:
+            (folder / "gone").rename(folder / "fsdp_c-snapshots-main-1.2")
+        dist.barrier()
+    return [*found, int(model.weight[0, 0])]
+
+
+def refuse(n_bytes: int) -> None:
+    raise _files.Unusable("no room")
+
+
+def test_steps_of_two_lives_are_not_mixed(tmp_path: Path) -> None:
+    """A file of an earlier life comes back, of a step that was made again since."""
+    found = run_ranks(live_thrice, 2, tmp_path, timeout=60)
+    assert found == [[0, 1, 1, 22]] * 2
+
 
 
 def test_a_full_file_system(tmp_path: Path) -> None:
