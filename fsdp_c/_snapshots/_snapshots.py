@@ -202,8 +202,7 @@ class Snapshots:
             slot = _files.Slot(path)
             self._slots.append(slot)
             self._check_owner(slot)
-            if slot.owner() is None:  # a new one: found if nobody comes to use it
-                slot.set_owner(self._owner())
+            slot.set_owner(self._owner())  # now: another process may come before this one goes on
             facts = slot.facts()
             if facts is not None and slot.is_intact():
                 wholes.append([facts["sequence"], facts["step"], len(self._slots) - 1])
@@ -641,6 +640,7 @@ class Snapshots:
             self._let_go()
             self._state = "closed"
 
+
 def _before_first(answers: Sequence[_meeting.Answer], common: _fetch.Step) -> int:
     """The sequence that this life of the run begins behind: in the upper half the life's number.
 
@@ -650,7 +650,6 @@ def _before_first(answers: Sequence[_meeting.Answer], common: _fetch.Step) -> in
     found += [entry[1] for answer in answers for entry in answer["lying"]]
     life = 1 + max((sequence >> 32 for sequence in found), default=0)
     return life << 32 | common[0] & 0xFFFFFFFF
-
 
 
 def _check_copies(answers: Sequence[_meeting.Answer]) -> None:

@@ -5,6 +5,7 @@ import mmap
 import os
 import random
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -15,15 +16,15 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from harness import run_ranks
 import torch.distributed as dist
+from harness import run_ranks
 from torch import Tensor, nn, optim
 from torch.testing._internal.two_tensor import TwoTensor
 
 import fsdp_c
 from fsdp_c._comm import _rendezvous
 from fsdp_c._install import _launch
-from fsdp_c._snapshots import _files, _run
+from fsdp_c._snapshots import _files, _run, _snapshots
 from fsdp_c._window import _open
 
 LARGE = 60_000  # elements that are copied beside the next step
@@ -195,6 +196,36 @@ def test_of_another_process(tmp_path: Path) -> None:
         resumed(tmp_path)
 
 
+def test_two_processes_at_once(tmp_path: Path) -> None:
+    """One comes while the other one meets its ranks: it does not become a second writer."""
+    leave(tmp_path, 1)
+    here = _rendezvous.this_process().split()[0]
+    for slot in map(_files.Slot, tmp_path.iterdir()):
+        owner = slot.owner()
+        assert owner is not None
+        slot.set_owner(dataclasses.replace(owner, process=f"{here} {os.getpid()} 1"))  # gone
+    snapshots = fsdp_c.Snapshots(*trained(0), folder=tmp_path)
+    tell = snapshots._meeting.tell
+
+    def tell_late(*args: Any) -> Any:
+        if not codes:
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)  # torch's threads are not there
+                _snapshots._in_use.clear()
+                try:
+                    os._exit(resumed(tmp_path))
+                except RuntimeError as error:
+                    os._exit(100 if f"process {os.getppid()} writes" in str(error) else 101)
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        return tell(*args)
+
+    codes: list[int] = []
+    snapshots._meeting.tell = tell_late  # type: ignore[method-assign]
+    assert snapshots.resume() == 1 and codes == [100]
+    snapshots.close()
+
+
 def test_same_name_twice(tmp_path: Path) -> None:
     first, second, third = (fsdp_c.Snapshots(nn.Linear(1, 1), folder=tmp_path) for _ in range(3))
     first.resume()
@@ -242,37 +273,6 @@ def test_torn_ones_are_passed_over(tmp_path: Path) -> None:
     assert resumed(tmp_path) == 0
 
 
-def test_cut_off_files(tmp_path: Path) -> None:
-    leave(tmp_path, 1, 2)
-    os.truncate(by_step(tmp_path)[2], 50_000)
-    assert resumed(tmp_path) == 1
-    leave(tmp_path, 1)
-    for path in tmp_path.iterdir():
-        path.write_bytes(b"something else")
-    assert resumed(tmp_path) == 0
-
-
-def test_memory_written_between_does_not_count(tmp_path: Path) -> None:
-    model, optimizer = trained(0)
-    snapshots = fsdp_c.Snapshots(model, optimizer, folder=tmp_path)
-    snapshots.resume()
-    train(model, optimizer)
-    snapshots.take(1)
-    with torch.no_grad():
-        model.wide.mul_(0.5)
-    with pytest.warns(UserWarning, match="'wide' was written between take"):
-        train(model, optimizer)
-    assert by_step(tmp_path).keys() == {None}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in (2, 3):
-            snapshots.take(step)
-            with torch.no_grad():
-                model.wide.mul_(0.5)
-            train(model, optimizer)
-    assert by_step(tmp_path).keys() == {2, 3}
-    snapshots.close()
-
 def live_thrice(rank: int, n_ranks: int, folder: Path) -> list[int]:
     """Each life trains otherwise; in the second one rank 1 has no room for step 2."""
     found = []
@@ -311,6 +311,37 @@ def test_steps_of_two_lives_are_not_mixed(tmp_path: Path) -> None:
     found = run_ranks(live_thrice, 2, tmp_path, timeout=60)
     assert found == [[0, 1, 1, 22]] * 2
 
+
+def test_cut_off_files(tmp_path: Path) -> None:
+    leave(tmp_path, 1, 2)
+    os.truncate(by_step(tmp_path)[2], 50_000)
+    assert resumed(tmp_path) == 1
+    leave(tmp_path, 1)
+    for path in tmp_path.iterdir():
+        path.write_bytes(b"something else")
+    assert resumed(tmp_path) == 0
+
+
+def test_memory_written_between_does_not_count(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    snapshots = fsdp_c.Snapshots(model, optimizer, folder=tmp_path)
+    snapshots.resume()
+    train(model, optimizer)
+    snapshots.take(1)
+    with torch.no_grad():
+        model.wide.mul_(0.5)
+    with pytest.warns(UserWarning, match="'wide' was written between take"):
+        train(model, optimizer)
+    assert by_step(tmp_path).keys() == {None}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in (2, 3):
+            snapshots.take(step)
+            with torch.no_grad():
+                model.wide.mul_(0.5)
+            train(model, optimizer)
+    assert by_step(tmp_path).keys() == {2, 3}
+    snapshots.close()
 
 
 def test_a_full_file_system(tmp_path: Path) -> None:
