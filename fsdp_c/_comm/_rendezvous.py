@@ -311,6 +311,7 @@ def store_of(group: dist.ProcessGroup) -> dist.Store | None:
     if group not in c10d._world.pg_map or dist.get_backend(group) in _NO_PROCESSES:
         return None
     store = c10d._world.pg_map[group][1]
-    # torchrun's outlives its ranks: those that it starts again must not meet the ones before.
-    n_restarts = _env.restart_count()
+    # torchrun's outlives its ranks: those that it starts again must not meet the ones before. In a
+    # store of the ranks' own all meet: agents count restarts by hosts, and a new host's from 0.
+    n_restarts = _env.restart_count() if _env.restarts_with_old_store() else 0
     return dist.PrefixStore(f"restart_{n_restarts}", store) if n_restarts else store

@@ -55,7 +55,8 @@ class Contents:
         self.models = list(models)
         self.optimizers = list(optimizers)
         self.extra = extra
-        self._models_part = _parts.ModelsPart(self.models)
+        all_wait = all(map(_parts.calls_hooks, self.optimizers))
+        self._models_part = _parts.ModelsPart(self.models, may_wait=all_wait)
         self._optimizer_parts = [
             _parts.OptimizerPart(optimizer, f"the state of optimizer {number}")
             for number, optimizer in enumerate(self.optimizers)

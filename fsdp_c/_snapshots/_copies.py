@@ -72,9 +72,10 @@ class _Job:
     """A snapshot that is on its way to the keeper; without memory, one that was not taken."""
 
     def __init__(
-        self, number: int, memory: Any = None, sequence: int = 0, n_bytes: int = 0
+        self, number: int, memory: Any = None, sequence: int = 0, n_bytes: int = 0, stays: int = 0
     ) -> None:
         self.number, self.memory, self.sequence, self.n_bytes = number, memory, sequence, n_bytes
+        self.stays = stays  # what all ranks have in common, by its sequence: as long as this counts
         self.outcome: int | None = None
         self.is_settled = threading.Event()
 
@@ -129,7 +130,7 @@ class _Sender:
 
     def _offer(self, job: _Job) -> bool:
         """Whether the keeper has the bytes."""
-        self._line.say(0, job.number, "offer", job.n_bytes, job.sequence)
+        self._line.say(0, job.number, "offer", job.n_bytes, job.sequence, job.stays)
         answer = self._answer(job)
         if answer[0] != "ready":  # full, or kept: it is there from before the run was resumed
             self.problem = " ".join(answer[1:])
@@ -206,7 +207,7 @@ class _Keeper:
             while self._has_taken_after(handled):
                 handled, words = self._next(handled + 1, "", is_due=False)
                 if words[0] == "offer":
-                    self._keep(handled, int(words[1]), int(words[2]))
+                    self._keep(handled, *map(int, words[1:]))
         except _Stopped:
             pass
         except Exception as error:
@@ -236,12 +237,14 @@ class _Keeper:
             time.sleep(pause)
             pause = min(pause * 2, _rendezvous.POLL_MAX_S)
 
-    def _keep(self, number: int, n_bytes: int, sequence: int) -> None:
-        slot = self._slots[sequence % len(self._slots)]
-        facts = slot.facts()
-        if number == 0 and facts is not None and facts["sequence"] == sequence:
+    def _keep(self, number: int, n_bytes: int, sequence: int, stays: int) -> None:
+        held = [(slot.facts() or {"sequence": 0})["sequence"] for slot in self._slots]
+        if number == 0 and sequence in held:
             self._line.say(1, number, "kept")
             return
+        # The older one; but snapshots that did not count may have come since what stays.
+        _, place = min((one, place) for place, one in enumerate(held) if one != stays or one == 0)
+        slot = self._slots[place]
         slot.clear()
         try:
             slot.reserve(_C.SNAPSHOT_PAGE + n_bytes)
@@ -298,9 +301,12 @@ class Copies:
         """Why the last snapshot has no second copy, or nothing."""
         return self._sender.problem
 
-    def begin(self, number: int, slot: _files.Slot, sequence: int, n_bytes: int) -> None:
-        """A snapshot is being taken; 0: one that is whole, from before `resume`."""
-        self._go(_Job(number, slot.memory, sequence, n_bytes))
+    def begin(
+        self, number: int, slot: _files.Slot, sequence: int, n_bytes: int, stays: int = 0
+    ) -> None:
+        """A snapshot is being taken; 0: one that is whole, from before `resume`. `stays`: the
+        sequence of the one whose copy it may not replace."""
+        self._go(_Job(number, slot.memory, sequence, n_bytes, stays))
 
     def skip(self, number: int) -> None:
         """It is not taken, which the others know already."""

@@ -60,7 +60,12 @@ def fetch(rank: int, needs: dict[int, Source], group: dist.ProcessGroup, slot: _
     """
     header = torch.empty(len(_C.snapshot_header(slot.memory)), dtype=torch.uint8)
     for receiver, (sender, file) in sorted(needs.items()):
-        if rank == sender:
+        if rank == sender == receiver:  # a copy that another host's rank of its number left here
+            memory = _mapped(file)
+            slot.clear()
+            _copies.body_of(slot.memory, file.n_bytes).copy_(_copies.body_of(memory, file.n_bytes))
+            _adopt(slot, _C.snapshot_header(memory), sender, file)
+        elif rank == sender:
             memory = _mapped(file)
             sent = torch.frombuffer(bytearray(_C.snapshot_header(memory)), dtype=torch.uint8)
             group.send([sent], receiver, receiver).wait()
@@ -69,7 +74,11 @@ def fetch(rank: int, needs: dict[int, Source], group: dist.ProcessGroup, slot: _
             group.recv([header], sender, receiver).wait()
             slot.clear()
             group.recv([_copies.body_of(slot.memory, file.n_bytes)], sender, receiver).wait()
-            is_fit = _C.snapshot_adopt(file=slot.memory, header=header.numpy().tobytes())
-            if not is_fit or not slot.is_intact():
-                slot.clear()
-                raise RuntimeError(f"resume: what rank {sender} sent of {file.path} is damaged")
+            _adopt(slot, header.numpy().tobytes(), sender, file)
+
+
+def _adopt(slot: _files.Slot, header: bytes, sender: int, file: _files.Lying) -> None:
+    is_fit = _C.snapshot_adopt(file=slot.memory, header=header)
+    if not is_fit or not slot.is_intact():
+        slot.clear()
+        raise RuntimeError(f"resume: what rank {sender} sent of {file.path} is damaged")

@@ -29,17 +29,19 @@ class Part:
         self.text = text
         self.pieces = pieces
         self.sizes = pieces.sizes
-        self._room = self._room_now()
+        self._then = self._layout()
 
-    def _room_now(self) -> int:
-        return _C.snapshot_room(tensors=self.pieces.sources, index_bytes=0)
+    def _layout(self) -> tuple[int, list[Any]]:
+        sources = self.pieces.sources
+        room = _C.snapshot_room(tensors=sources, index_bytes=0)
+        return room, [(source.dtype, source.stride()) for source in sources]
 
     def is_true_still(self) -> bool:
-        """Of tensors that are the same objects: whether they have the same memory."""
+        """Of tensors that are the same objects: whether their memory is laid out as it was."""
         return (
-            not self.pieces.has_copies
+            not self.pieces.changes_unseen
             and all(tensor._local_tensor is local for tensor, local in self.pieces.dtensors)
-            and self._room_now() == self._room
+            and self._layout() == self._then
         )
 
 
@@ -126,9 +128,11 @@ def _fsdp_params_of(model: nn.Module) -> Iterator[Any]:
 class ModelsPart(Kept):
     """Tensors of all models."""
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
+    def __init__(self, models: Sequence[nn.Module], may_wait: bool) -> None:
+        """`may_wait`: who writes parameters waits until they are copied."""
         super().__init__()
         self._models = models
+        self._may_wait = may_wait
         self._fsdp_params: list[tuple[Any, Tensor]] = []
 
     def get(self, make_pieces: Callable[[set[int]], _tensors.Pieces]) -> Part:
@@ -139,7 +143,7 @@ class ModelsPart(Kept):
             tensors = [tensors_of(model) for model in self._models]
             # Buffers do not wait: forwards write them, and batch norm's without telling.
             waits = {id(t) for m in tensors for t in m.values() if isinstance(t, nn.Parameter)}
-            pieces = make_pieces(waits)
+            pieces = make_pieces(waits if self._may_wait else set())
             described = [_described(named, pieces) for named in tensors]
             return pack([("the models", described)], pieces)
 
@@ -178,6 +182,13 @@ def params_of(optimizer: Any) -> list[Tensor]:
     return [param for group in groups for param in group["params"]]
 
 
+def calls_hooks(optimizer: Any) -> bool:
+    """Whether it waits before it steps; what only looks like torch's optimizers does not."""
+    return isinstance(optimizer, optim.Optimizer) and hasattr(
+        optimizer, "_optimizer_step_pre_hooks"
+    )
+
+
 def _is_stock(optimizer: Any) -> bool:
     """Whether state and groups are all that it keeps, as torch.optim's own classes have it."""
     cls = type(optimizer)
@@ -212,7 +223,7 @@ class OptimizerPart(Kept):
 
 def _state_tensors(optimizer: Any) -> set[int]:
     """Ids of what changes in its steps alone."""
-    if not isinstance(optimizer, optim.Optimizer):
+    if not calls_hooks(optimizer):
         return set()
     states = [state for state in optimizer.state.values() if isinstance(state, dict)]
     return {id(value) for state in states for value in state.values()}

@@ -51,6 +51,9 @@ def script() -> str:
 
 
 def digest(launched_by: str) -> str:
-    """A name of the run: of its launcher, and of what that calls it."""
-    named = _env.run_id() or script()
+    """A name of the run: of its launcher, and of what that calls it.
+
+    A shell calls it by its command: the same script with other arguments is another run.
+    """
+    named = _env.run_id() or "\0".join((script(), *sys.argv[1:]))
     return hashlib.blake2b(f"{launched_by}\0{named}".encode(), digest_size=8).hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import threading
 import weakref
 from collections import Counter
 from collections.abc import MutableMapping, Sequence
@@ -12,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
@@ -90,7 +90,7 @@ class Snapshots:
         Args:
             model: a module, sharded or not, or several (a copy for EMA, ...).
             optimizer: one or several; torch's, or anything with ``state_dict`` and
-                ``load_state_dict``.
+                ``load_state_dict``: with one that is not torch's ``take`` copies all at once.
             every: snapshots are taken after each so many steps, at least 1.
             extra: by name, objects with ``state_dict`` and ``load_state_dict`` (schedulers, a
                 GradScaler, the position in the data), torch.Generators, or values that pickle
@@ -136,6 +136,7 @@ class Snapshots:
         self._sequence = 0  # of those of the run
         self._kept = 1  # the slot that all ranks have whole, or that is not the next one
         self._pending: list[Tensor] | None = None  # that the copy under way reads
+        self._settling = threading.RLock()  # a thread that steps waits for another one's wait
         self._written: dict[int, Tensor] = {}  # by id, what is written between updates
         self._has_warned = self._has_warned_of_copies = False
         self._handles: list[Any] = []
@@ -201,8 +202,7 @@ class Snapshots:
             slot = _files.Slot(path)
             self._slots.append(slot)
             self._check_owner(slot)
-            if slot.owner() is None:  # a new one: found if nobody comes to use it
-                slot.set_owner(self._owner())
+            slot.set_owner(self._owner())  # now: another process may come before this one goes on
             facts = slot.facts()
             if facts is not None and slot.is_intact():
                 wholes.append([facts["sequence"], facts["step"], len(self._slots) - 1])
@@ -266,11 +266,17 @@ class Snapshots:
             error = fault
         self._meeting.agree("fitting snapshots", error)
         try:
-            self._start_from(slot, opened, answers, common)
+            if opened is not None:
+                self._contents.install(opened)
         except Exception as fault:
             error = fault
         self._meeting.agree("loading snapshots", error)
-        self._sequence, step = common
+        try:
+            self._start_from(slot, answers, common)
+        except Exception as fault:
+            error = fault
+        self._meeting.agree("starting snapshots", error)
+        self._sequence = _before_first(answers, common)
         if slot is None and any(shared) and self._rank == 0:
             had = "; ".join(
                 f"rank {rank}: {', '.join(str(step) for _, step in sorted(wholes)) or 'none'}"
@@ -281,7 +287,7 @@ class Snapshots:
                 " resume() returns 0: a rank was killed before its first one, or runs on another"
                 " host now"
             )
-        return step
+        return common[1]
 
     def _fetch(
         self,
@@ -333,12 +339,10 @@ class Snapshots:
     def _start_from(
         self,
         slot: int | None,
-        opened: Any,
         answers: Sequence[_meeting.Answer],
         common: _fetch.Step,
     ) -> None:
         if slot is not None:
-            self._contents.install(opened)
             self._kept = slot
         for number, one in enumerate(self._slots):
             if number != slot:
@@ -358,7 +362,7 @@ class Snapshots:
                 " it, and none is kept"
             )
         for optimizer in self._contents.optimizers:
-            if isinstance(optimizer, optim.Optimizer):
+            if _parts.calls_hooks(optimizer):
                 self._handles.append(optimizer.register_step_pre_hook(self._before_step))
                 self._handles.append(
                     optimizer.register_load_state_dict_pre_hook(self._before_update)
@@ -493,7 +497,10 @@ class Snapshots:
         self._pending = packed.waiting()
         if self._copies is not None:
             n_bytes = _C.snapshot_room(tensors=packed.locals, index_bytes=len(packed.index))
-            self._copies.begin(self._number, slot, self._sequence, n_bytes - _C.SNAPSHOT_PAGE)
+            kept = self._slots[self._kept].facts()
+            stays = kept["sequence"] if kept is not None else 0
+            n_bytes -= _C.SNAPSHOT_PAGE
+            self._copies.begin(self._number, slot, self._sequence, n_bytes, stays)
             self._warn_of_copies(self._copies)
 
     def _warn_of_copies(self, copies: _copies.Copies) -> None:
@@ -532,10 +539,13 @@ class Snapshots:
 
     def _settle(self) -> int | None:
         """What became of the snapshot under way; None: there was none."""
-        if self._pending is None or self._pid != os.getpid():
+        if self._pid != os.getpid():
             return None
-        pending, self._pending = self._pending, None
-        changed = [pending[place] for place in self._copier.finish()]
+        with self._settling:
+            pending, self._pending = self._pending, None
+            if pending is None:
+                return None
+            changed = [pending[place] for place in self._copier.finish()]
         for tensor in changed:
             self._written[id(tensor)] = tensor
         if changed:
@@ -547,8 +557,7 @@ class Snapshots:
         return _peers.FAILED if changed else _peers.WHOLE
 
     def _before_update(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.finish()
+        self.finish()
 
     def _before_step(self, *_: Any) -> None:
         self._before_update()
@@ -564,7 +573,7 @@ class Snapshots:
         tensors = [p for model in self._contents.models for p in model.parameters()]
         if not any(isinstance(p, DTensor) for p in tensors):
             return 0
-        return sum(isinstance(one, optim.Optimizer) for one in self._contents.optimizers)
+        return sum(map(_parts.calls_hooks, self._contents.optimizers))
 
     def _name_of(self, tensor: Tensor) -> str:
         for model in self._contents.models:
@@ -630,6 +639,17 @@ class Snapshots:
                 self._peers.leave(_peers.BY_EXCEPTION)
             self._let_go()
             self._state = "closed"
+
+
+def _before_first(answers: Sequence[_meeting.Answer], common: _fetch.Step) -> int:
+    """The sequence that this life of the run begins behind: in the upper half the life's number.
+
+    Files of an earlier life may lie where nobody writes over them, of steps that are made again.
+    """
+    found = [entry[0] for answer in answers for entry in answer["wholes"]]
+    found += [entry[1] for answer in answers for entry in answer["lying"]]
+    life = 1 + max((sequence >> 32 for sequence in found), default=0)
+    return life << 32 | common[0] & 0xFFFFFFFF
 
 
 def _check_copies(answers: Sequence[_meeting.Answer]) -> None:

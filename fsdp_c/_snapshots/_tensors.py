@@ -59,7 +59,7 @@ class Pieces:
         self.shown: list[Tensor] = []  # whose they are: as users hold them
         self.now: list[bool] = []
         self.watched: list[bool] = []  # must not change until they are copied
-        self.has_copies = False  # of what is not there as it is
+        self.changes_unseen = False  # has what its tensors' identity and layout do not tell
         self.dtensors: list[tuple[DTensor, Tensor]] = []  # with their local tensors
         self._may_wait = may_wait
         self._known: dict[int, Any] = {}  # by id of what is shown, which `shown` keeps
@@ -72,6 +72,7 @@ class Pieces:
         """Takes its memory; None: it is of a kind that pickle has to take."""
         if id(tensor) not in self._known:
             self._known[id(tensor)] = self._described(tensor, tensor)
+            self.changes_unseen |= self._known[id(tensor)] is None
         return self._known[id(tensor)]
 
     def _described(self, tensor: Tensor, shown: Tensor) -> Any:
@@ -83,6 +84,7 @@ class Pieces:
             return local and Sharded(mesh, *spec, tensor.requires_grad, local)
         if _is_wrapper(tensor):
             wrapper: Any = tensor
+            self.changes_unseen = True  # it may hold other parts then, and words about them
             names, context = wrapper.__tensor_flatten__()
             parts = {name: self._described(getattr(tensor, name), shown) for name in names}
             spec = tuple(tensor.shape), tuple(tensor.stride())
@@ -109,7 +111,7 @@ class Pieces:
             now, watched = False, may_wait
         else:
             if tensor.is_conj() or tensor.is_neg() or not _is_dense(tensor):
-                self.has_copies, may_wait = True, False
+                self.changes_unseen, may_wait = True, False  # copied here, and again each time
                 local = source = tensor.detach().contiguous().resolve_conj().resolve_neg()
             now = not may_wait or local.numel() * local.itemsize < _SMALL
             watched = not now

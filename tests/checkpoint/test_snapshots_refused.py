@@ -5,8 +5,10 @@ import mmap
 import os
 import random
 import resource
+import signal
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from harness import run_ranks
 from torch import Tensor, nn, optim
 from torch.testing._internal.two_tensor import TwoTensor
@@ -21,7 +24,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import fsdp_c
 from fsdp_c._comm import _rendezvous
 from fsdp_c._install import _launch
-from fsdp_c._snapshots import _files, _run
+from fsdp_c._snapshots import _files, _run, _snapshots
 from fsdp_c._window import _open
 
 LARGE = 60_000  # elements that are copied beside the next step
@@ -193,6 +196,36 @@ def test_of_another_process(tmp_path: Path) -> None:
         resumed(tmp_path)
 
 
+def test_two_processes_at_once(tmp_path: Path) -> None:
+    """One comes while the other one meets its ranks: it does not become a second writer."""
+    leave(tmp_path, 1)
+    here = _rendezvous.this_process().split()[0]
+    for slot in map(_files.Slot, tmp_path.iterdir()):
+        owner = slot.owner()
+        assert owner is not None
+        slot.set_owner(dataclasses.replace(owner, process=f"{here} {os.getpid()} 1"))  # gone
+    snapshots = fsdp_c.Snapshots(*trained(0), folder=tmp_path)
+    tell = snapshots._meeting.tell
+
+    def tell_late(*args: Any) -> Any:
+        if not codes:
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)  # torch's threads are not there
+                _snapshots._in_use.clear()
+                try:
+                    os._exit(resumed(tmp_path))
+                except RuntimeError as error:
+                    os._exit(100 if f"process {os.getppid()} writes" in str(error) else 101)
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        return tell(*args)
+
+    codes: list[int] = []
+    snapshots._meeting.tell = tell_late  # type: ignore[method-assign]
+    assert snapshots.resume() == 1 and codes == [100]
+    snapshots.close()
+
+
 def test_same_name_twice(tmp_path: Path) -> None:
     first, second, third = (fsdp_c.Snapshots(nn.Linear(1, 1), folder=tmp_path) for _ in range(3))
     first.resume()
@@ -238,6 +271,45 @@ def test_torn_ones_are_passed_over(tmp_path: Path) -> None:
     assert all(map(torch.equal, model.parameters(), expected.parameters()))
     damage(by_step(tmp_path)[2], 8)  # the header
     assert resumed(tmp_path) == 0
+
+
+def live_thrice(rank: int, n_ranks: int, folder: Path) -> list[int]:
+    """Each life trains otherwise; in the second one rank 1 has no room for step 2."""
+    found = []
+    for life in range(3):
+        model = nn.Linear(2, 2)
+        with (
+            pytest.raises(ZeroDivisionError),
+            fsdp_c.Snapshots(model, folder=folder) as snapshots,
+        ):
+            found.append(snapshots.resume())
+            for step in range(found[-1] + 1, 3):
+                nn.init.constant_(model.weight, 10 * life + step)
+                if life == 1 and rank == 1:
+                    for slot in snapshots._slots:
+                        slot.reserve = refuse  # type: ignore[method-assign]
+                snapshots.take(step)
+            raise ZeroDivisionError
+        dist.barrier()
+        mine = {f.step: f.path for f in _files.find(folder) if f.rank == rank}
+        if life == 0:  # a host that is not there in the next life has this
+            if rank == 1:
+                os.link(mine[2], folder / "gone")
+            mine[2].unlink()
+        elif life == 1 and rank == 1:
+            (folder / "gone").rename(folder / "fsdp_c-snapshots-main-1.2")
+        dist.barrier()
+    return [*found, int(model.weight[0, 0])]
+
+
+def refuse(n_bytes: int) -> None:
+    raise _files.Unusable("no room")
+
+
+def test_steps_of_two_lives_are_not_mixed(tmp_path: Path) -> None:
+    """A file of an earlier life comes back, of a step that was made again since."""
+    found = run_ranks(live_thrice, 2, tmp_path, timeout=60)
+    assert found == [[0, 1, 1, 22]] * 2
 
 
 def test_cut_off_files(tmp_path: Path) -> None:
@@ -415,6 +487,44 @@ def test_subclasses_that_can_be_taken_apart(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_parts_of_subclasses_that_are_replaced(tmp_path: Path) -> None:
+    """A quantized weight gets another scale: the weight is the same object."""
+    model = nn.Module()
+    model.pair = nn.Parameter(TwoTensor(torch.ones(3, 2), torch.ones(3, 2)))
+    with (
+        pytest.raises(ZeroDivisionError),
+        fsdp_c.Snapshots(model, folder=tmp_path) as snapshots,
+    ):
+        snapshots.resume()
+        snapshots.take(1)
+        model.pair.b = torch.full((3, 2), 9.0)
+        snapshots.take(2)
+        raise ZeroDivisionError
+    other = nn.Module()
+    other.pair = nn.Parameter(TwoTensor(torch.zeros(3, 2), torch.zeros(3, 2)))
+    assert resumed(tmp_path, other, ()) == 2
+    assert torch.equal(other.pair.b, model.pair.b)
+
+
+def test_state_that_pickle_takes(tmp_path: Path) -> None:
+    """A tensor without memory of its own, written in place."""
+    model, optimizer = trained(1)
+    mask = torch.eye(3).to_sparse()
+    optimizer.state[model.wide]["mask"] = mask
+    with (
+        pytest.raises(ZeroDivisionError),
+        fsdp_c.Snapshots(model, optimizer, folder=tmp_path) as snapshots,
+    ):
+        snapshots.resume()
+        snapshots.take(1)
+        mask.mul_(3)
+        snapshots.take(2)
+        raise ZeroDivisionError
+    other, others = trained(0)
+    assert resumed(tmp_path, other, others) == 2
+    assert torch.equal(others.state[other.wide]["mask"].to_dense(), 3 * torch.eye(3))
+
+
 def test_optimizers_with_state_of_their_own(tmp_path: Path) -> None:
     """State that is loaded has memory of its own, when the files are gone."""
 
@@ -451,6 +561,152 @@ def test_optimizers_with_state_of_their_own(tmp_path: Path) -> None:
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
+class ByData:
+    """No class of torch's; writes as many do, so that no version tells."""
+
+    def __init__(self, params: Any) -> None:
+        self.params = list(params)
+        self.moments = [torch.zeros_like(p) for p in self.params]
+
+    def step(self) -> None:
+        for param, moment in zip(self.params, self.moments, strict=True):
+            moment.data.add_(1)
+            param.data.add_(moment.data)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moments": self.moments}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.moments = state["moments"]
+
+
+class Around(optim.Optimizer):
+    """Looks like torch's and holds one: only the inner one has hooks."""
+
+    def __init__(self, inner: ByData) -> None:
+        self.inner = inner
+        self.step = inner.step  # type: ignore[method-assign]
+
+    @property
+    def state(self) -> Any:
+        return {i: {"moment": moment} for i, moment in enumerate(self.inner.moments)}
+
+    @property
+    def param_groups(self) -> Any:
+        return [{"params": self.inner.params}]
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.inner.load_state_dict(state)
+
+
+class NotYet:
+    """A copier whose thread has not begun when its owner waits for it."""
+
+    def __init__(self, copier: Any) -> None:
+        self.copier = copier
+        self.about: dict[str, Any] = {}
+
+    def start(self, **about: Any) -> None:
+        about["locals"] = [
+            local.clone() if now else local
+            for local, now in zip(about["locals"], about["now"], strict=True)
+        ]
+        about["sources"] = about["locals"]
+        self.about = about
+
+    def finish(self) -> list[int]:
+        about, self.about = self.about, {}
+        if about:
+            self.copier.start(**about)
+        return self.copier.finish()
+
+
+@pytest.mark.parametrize("is_around", [False, True])
+def test_optimizers_that_call_no_hooks(tmp_path: Path, is_around: bool) -> None:
+    """Nothing that they write is read later."""
+
+    def make() -> tuple[nn.Module, Any]:
+        model = nn.Module()
+        model.wide = nn.Parameter(torch.zeros(LARGE))
+        optimizer = ByData(model.parameters())
+        return model, Around(optimizer) if is_around else optimizer
+
+    model, optimizer = make()
+    with (
+        pytest.raises(ZeroDivisionError),
+        fsdp_c.Snapshots(model, optimizer, folder=tmp_path) as snapshots,
+    ):
+        snapshots.resume()
+        snapshots._copier = NotYet(snapshots._copier)
+        optimizer.step()
+        snapshots.take(1)
+        optimizer.step()
+        snapshots.finish()
+        raise ZeroDivisionError
+    other, others = make()
+    assert resumed(tmp_path, other, others) == 1
+    assert torch.equal(other.wide, torch.ones(LARGE))
+    moments = others.state_dict()["moments"]
+    assert all(torch.equal(moment, torch.ones(LARGE)) for moment in moments)
+
+
+def test_compiled_steps_wait(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.wide = nn.Parameter(torch.zeros(LARGE))
+    model.wide.grad = torch.ones(LARGE)
+    optimizer = optim.SGD(model.parameters(), lr=1.0, foreach=True)
+    step = torch.compile(optimizer.step, backend="eager")
+    with fsdp_c.Snapshots(model, optimizer, folder=tmp_path) as snapshots:
+        snapshots.resume()
+        snapshots._copier = NotYet(snapshots._copier)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Snapshots")
+            for number in range(1, 4):
+                step()
+                snapshots.take(number)
+            step()
+        assert by_step(tmp_path).keys() == {2, 3}
+        data, _ = _files.Slot(by_step(tmp_path)[3]).data()
+        assert torch.equal(data[: 4 * LARGE].view(torch.float32), torch.full((LARGE,), -3.0))
+
+
+class Slow:
+    """A copier whose copy is not over before an update, or before it is clear that none comes."""
+
+    def __init__(self, copier: Any, update: threading.Event) -> None:
+        self.copier, self.update = copier, update
+        self.is_awaited = threading.Event()
+        self.is_too_late = False
+
+    def start(self, **about: Any) -> None:
+        self.copier.start(**about)
+
+    def finish(self) -> list[int]:
+        self.is_awaited.set()
+        self.is_too_late |= self.update.wait(0.5)
+        return self.copier.finish()
+
+
+def test_steps_of_two_threads(tmp_path: Path) -> None:
+    """Each waits for the copy, not only the one that comes first."""
+    model, optimizer = trained(1)
+    update = threading.Event()
+    with fsdp_c.Snapshots(model, optimizer, folder=tmp_path) as snapshots:
+        snapshots.resume()
+        snapshots._copier = copier = Slow(snapshots._copier, update)
+        snapshots.take(1)
+        first = threading.Thread(target=snapshots.finish)
+        first.start()
+        copier.is_awaited.wait()
+        train(model, optimizer)
+        update.set()
+        first.join()
+        assert not copier.is_too_late
+
+
 @pytest.mark.parametrize("has_list", [False, True])
 def test_options_and_parameters_that_change(tmp_path: Path, has_list: bool) -> None:
     """What is packed once is packed again when its objects are others, or change inside."""
@@ -478,6 +734,44 @@ def test_options_and_parameters_that_change(tmp_path: Path, has_list: bool) -> N
     assert torch.equal(other.wide, model.wide)
     pairs = others.state[other.wide]["exp_avg"], optimizer.state[model.wide]["exp_avg"]
     assert torch.equal(*pairs)
+
+
+def set_data(model: nn.Module, convert: Any) -> None:
+    for param in model.parameters():
+        param.data = convert(param.data)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda data: data.contiguous(memory_format=torch.channels_last),
+        lambda data: data.transpose(0, 1).contiguous().transpose(0, 1),
+        lambda data: data.half(),
+    ],
+    ids=["channels last", "transposed", "dtype"],
+)
+def test_layouts_that_change_in_place(tmp_path: Path, convert: Any) -> None:
+    """As `model.to` does it: the parameter is the same object, and takes as many bytes."""
+
+    def make() -> nn.Module:
+        model = nn.Module()
+        model.image = nn.Parameter(torch.randn(4, 3, 5, 5).bfloat16())
+        return model
+
+    model = make()
+    with (
+        pytest.raises(ZeroDivisionError),
+        fsdp_c.Snapshots(model, folder=tmp_path) as snapshots,
+    ):
+        snapshots.resume()
+        snapshots.take(1)
+        set_data(model, convert)
+        snapshots.take(2)
+        raise ZeroDivisionError
+    other = make()
+    set_data(other, convert)
+    assert resumed(tmp_path, other, ()) == 2
+    assert torch.equal(other.image, model.image)
 
 
 def test_memory_is_what_is_planned(tmp_path: Path) -> None:
@@ -531,6 +825,10 @@ def test_runs_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     named = _run.digest(launcher)
     assert named == _run.digest(launcher) != _run.digest(launcher + "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "other")
+    assert named != _run.digest(launcher)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    named = _run.digest(launcher)
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--lr=0.2"])
     assert named != _run.digest(launcher)
 
 

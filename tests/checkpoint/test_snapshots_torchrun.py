@@ -6,8 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+from harness import run_ranks
 from test_snapshots import N_STEPS, undisturbed
 
+import fsdp_c
 from fsdp_c._snapshots import _files
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "killed.py"
@@ -47,3 +51,19 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
     ours = [file for file in _files.find() if file.owner and file.owner.run == str(SCRIPT)]
     # Another one of these tests may run beside this one.
     assert [file.path for file in ours if file.owner and _files.is_over(file.owner)] == []
+
+
+def meet(rank: int, n_ranks: int, folder: Path) -> None:
+    """An agent that is new has started its ranks for the first time, the other one has again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", str(rank))
+        patch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+        with fsdp_c.Snapshots(torch.nn.Linear(2, 2), folder=folder) as snapshots:
+            assert snapshots.resume() == 0
+            snapshots.take(1)
+
+
+def test_agents_count_restarts_of_their_own_host(tmp_path: Path) -> None:
+    outcomes = run_ranks(meet, 2, tmp_path, fresh=True, timeout=60)
+    assert all(outcome.ok for outcome in outcomes), outcomes

@@ -132,6 +132,34 @@ def test_ranks_that_have_other_numbers_now(tmp_path: Path) -> None:
     run_hosts(number_anew, (1, 1), tmp_path, timeout=120)
 
 
+def number_anew_with_copies(rank: int, n_ranks: int, shelf: Path) -> None:
+    """The same: now a rank finds copies of its snapshots on its own host."""
+    run = started(name="swapped", copies=2)
+    before = killed(run, rank, N_STEPS)
+    stem = run[0]._stem
+    for path in own_files():
+        shutil.move(path, shelf / path.name.removeprefix(f"{stem}-"))
+    dist.barrier()
+    for name in [f"{1 - rank}.{slot}" for slot in (0, 1)] + [f"{rank}.{slot}" for slot in (2, 3)]:
+        shutil.copy(shelf / name, f"/dev/shm/{stem}-{name}")
+    dist.barrier()
+    run = started(name="swapped", copies=2)
+    snapshots, model, _, first = run
+    assert first == N_STEPS
+    assert is_same(shards_of(model), before[first])
+    train(run, rank, N_STEPS + 2)
+    snapshots.finish()
+    dist.barrier()
+    snapshots.close()
+    dist.barrier()
+    for path in own_files():
+        path.unlink(missing_ok=True)
+
+
+def test_copies_of_ranks_that_have_other_numbers_now(tmp_path: Path) -> None:
+    run_hosts(number_anew_with_copies, (1, 1), tmp_path, timeout=120)
+
+
 def damaged(rank: int, n_ranks: int) -> None:
     """A copy that is not what was sent is not gone on from: an older step is."""
     run = started(name="damaged", copies=2)
@@ -176,6 +204,57 @@ def without_room(rank: int, n_ranks: int) -> None:
 
 def test_a_host_without_room() -> None:
     run_hosts(without_room, (1, 1), timeout=120)
+
+
+def lose_after_failures(rank: int, n_ranks: int) -> None:
+    """Snapshots that count on one rank alone push out no copy of what all have in common."""
+    run = started(name="failures", copies=2)
+    snapshots = run[0]
+    before = train(run, rank, 1)
+    snapshots.finish()
+    while snapshots._peers._word(rank, 1) >> 2 != 1:
+        time.sleep(0.01)
+    if rank == 1:
+        for slot in snapshots._slots:
+            slot.reserve = lambda n_bytes: (_ for _ in ()).throw(_files.Unusable("no room"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        killed((*run[:3], 1), rank, N_STEPS)
+    if rank == 0:
+        for path in own_files():
+            path.unlink(missing_ok=True)
+    dist.barrier()
+    snapshots, model, _, first = started(name="failures", copies=2)
+    assert first == 1, first
+    assert is_same(shards_of(model), before[1])
+    snapshots.close()
+
+
+def test_a_host_that_is_lost_after_failures() -> None:
+    run_hosts(lose_after_failures, (1, 1), timeout=120)
+
+
+def fails_to_load(rank: int, n_ranks: int) -> str:
+    """Its error is told to all at once: nobody waits for it in what comes next."""
+    run = started(name="load", copies=2)
+    killed(run, rank, 2)
+    torch.manual_seed(1)
+    model = units(Net())
+    snapshots = fsdp_c.Snapshots(model, adamw(model), name="load", copies=2)
+    if rank == 1:
+        snapshots._contents.install = lambda opened: (_ for _ in ()).throw(Killed("not so"))
+    try:
+        snapshots.resume()
+    except (Killed, RuntimeError) as error:
+        return str(error)
+    finally:
+        for path in own_files():
+            path.unlink(missing_ok=True)
+    return ""
+
+
+def test_a_rank_that_fails_to_load() -> None:
+    assert run_hosts(fails_to_load, (1, 1), timeout=60) == ["not so (rank 1)", "not so"]
 
 
 def differ(rank: int, n_ranks: int) -> None:
