@@ -45,7 +45,8 @@ typedef struct world {
 } world;
 
 static const char *last_name = "head"; /* of units */
-static world *of_messages;             /* whose collectives run */
+static fc_domain_kind kind_of_domains = FC_DOMAIN_SHARD;
+static world *of_messages; /* whose collectives run */
 /* Of clocks over messages; NULL: nothing more. */
 static void (*at_wait)(void *context), (*at_end_of_wait)(void *context);
 
@@ -152,7 +153,7 @@ static inline void make_domain(world *w, int board, fc_transport **transport, fc
     } else {
         CHECK_OR_EXIT(connect_by_messages(&config, &w->host, transport) == FC_OK);
     }
-    CHECK_OR_EXIT(fc_domain_create(*transport, FC_DOMAIN_SHARD, units, N_UNITS, w->rank, w->n_ranks,
+    CHECK_OR_EXIT(fc_domain_create(*transport, kind_of_domains, units, N_UNITS, w->rank, w->n_ranks,
                                    domain) == FC_OK);
     if (w->kind == WATCHED) {
         config = ranks_config(&w->watch_host, board, w->rank, w->n_ranks, TIMEOUT_NS);

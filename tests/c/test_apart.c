@@ -7,6 +7,7 @@
 #include "engine/domain_private.h"
 #include "engine/exchange.h"
 #include "engine/unit.h"
+#include "engine/waits.h"
 
 #define TEXT_BYTES 1024
 
@@ -587,10 +588,57 @@ static void body_other_phase(int rank, int n_ranks, void *arg)
         10 + first, second == 1 ? 6 : 5, 10 + second);
     CHECK_FAILS(read_unit(&w, 2), FC_ERR_MISMATCH, text);
     CHECK(!fc_domain_is_open(w.domain));
-    CHECK_EQ(w.n_opened, 1);
     CHECK_EQ(w.n_failed, rank != 1); /* who has met nobody in a forward may come to the next one */
+    CHECK_EQ(w.n_opened, 2);         /* and blames nobody there for what all have heard of */
     run_phase(&w, FC_PHASE_FORWARD, 0, 6);
-    CHECK_EQ(w.n_opened, 2);
+    CHECK_EQ(w.n_opened, 3);
+    leave_world(&w);
+}
+
+static fc_status add_up(world *w)
+{
+    static float part[4096];
+    const fc_present present = {.layout = fc_unit_layout(unit_of(w, 0))};
+
+    return fc_waits_all_reduce(unit_of(w, 0), part, &present);
+}
+
+/* Replicas do not meet in forward. Rank 1 leaves one alone and comes to the next backward: its
+ * gradients are of a later step. Where all leave one they go on. */
+static void body_replicas(int rank, int n_ranks, void *arg)
+{
+    const int first = rank == 2 ? 1 : 0, second = rank == 2 ? 2 : 1;
+    char text[TEXT_BYTES];
+    world w;
+
+    (void)arg;
+    kind_of_domains = FC_DOMAIN_REPLICATE;
+    join(&w, ALONE, rank, n_ranks, false);
+    for (int round = 0; round < 3; round++) {
+        begin(&w, FC_PHASE_FORWARD, 0, 0);
+        w.n_failed = 0;
+        if (round == 0 || rank == 1) {
+            fc_domain_fail(w.domain);
+            CHECK_EQ(w.n_failed, 1);
+            begin(&w, FC_PHASE_FORWARD, 0, 0);
+        }
+        end(&w);
+        begin(&w, FC_PHASE_BACKWARD, 0, 0);
+        if (round == 0) {
+            CHECK_OK(add_up(&w));
+        } else {
+            (void)snprintf(text, sizeof(text),
+                           "ranks are out of step at unit embed: since they met last rank %d has "
+                           "left %d forwards or backwards by exceptions, and rank %d %d; " CURE,
+                           10 + first, first, 10 + second, second == 1);
+            CHECK_FAILS(add_up(&w), FC_ERR_MISMATCH, text);
+        }
+        end(&w);
+    }
+    begin(&w, FC_PHASE_BACKWARD, 0, 0);
+    CHECK_OK(add_up(&w));
+    end(&w);
+    CHECK_EQ(w.n_opened, 4);
     leave_world(&w);
 }
 
@@ -725,6 +773,7 @@ int main(void)
             ranks_check(n, body_openings, &kind);
         }
         ranks_check(n, body_other_phase, NULL);
+        ranks_check(n, body_replicas, NULL);
         ranks_check(n, body_unshard_beside_forward, NULL);
         ranks_check(n, body_no_words, NULL);
     }

@@ -1,13 +1,16 @@
 """Over several hosts a rank leaves its forward or backward by an exception: alone, it is named on
 the others within seconds, and nobody waits for the group's deadline; all alike, they go on."""
 
+import contextlib
 import time
+from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import torch
 from hosts import run_hosts
+from torch.distributed.device_mesh import DeviceMesh
 
 VICTIM = 1
 BAD = 1  # the step
@@ -73,6 +76,73 @@ def test_alone(hosts: tuple[int, ...], where: str) -> None:
             assert text == "own", found
         else:
             assert LEFT in text and seconds < SOON_S, found
+
+
+def live_apart(rank: int, n_ranks: int, folder: str) -> tuple[str, float]:
+    """The other host comes to a large unit when this one has given up what it sent of it."""
+    import fsdp_c
+
+    model: Any = models.Net(hidden=4000)
+    models.shard_blocks(model, fsdp_c)
+
+    def come_late(*unused: Any) -> None:
+        time.sleep(2)
+
+    if rank != 0:
+        hook = refuse if rank == VICTIM else come_late
+        model.blocks[1].register_forward_pre_hook(hook, prepend=True)
+    began, said = time.monotonic(), "own"
+    with contextlib.suppress(OwnError):
+        try:
+            model(models.data(rank, 0))
+        except RuntimeError as error:
+            said = str(error)
+    seconds = time.monotonic() - began
+    Path(folder, str(rank)).touch()
+    while len(list(Path(folder).iterdir())) < n_ranks:  # nobody's lines end before
+        time.sleep(0.05)
+    return said, seconds
+
+
+def test_alone_while_the_other_host_is_late(tmp_path: Path) -> None:
+    outcomes = run_hosts(live_apart, (2, 2), str(tmp_path), timeout=60, fresh=True)
+    found = [outcome.value for outcome in outcomes]
+    for rank, (text, seconds) in enumerate(found):
+        assert (text == "own") == (rank == VICTIM) and seconds < SOON_S, found
+    assert LEFT in found[0][0], found
+    assert any(LEFT in text for text, _ in found[2:]), found
+
+
+def replicas(rank: int, n_ranks: int, goes_on: bool, folder: str) -> list[str]:
+    """Shards inside of hosts, replicas between: one of them leaves a forward."""
+    import fsdp_c
+
+    ranks = torch.arange(4).view(2, 2)
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
+    model: Any = models.Net()
+    models.shard_blocks(model, fsdp_c, mesh=mesh)
+    said = []
+    for step in range(2 if rank >= 2 else 3):
+        try:
+            step_with(model, rank, step, "forward" if (rank, step) == (VICTIM, BAD) else "")
+            said.append("through")
+        except (OwnError, RuntimeError) as error:
+            said.append(str(error))
+            if not goes_on:
+                break
+        model.zero_grad()
+    Path(folder, str(rank)).touch()
+    while len(list(Path(folder).iterdir())) < n_ranks:
+        time.sleep(0.05)
+    return said
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_one_replica_alone(goes_on: bool, tmp_path: Path) -> None:
+    """The other one does not wait for it, nor add up its next step's gradients."""
+    for outcome in run_hosts(replicas, (2, 2), goes_on, str(tmp_path), timeout=40, fresh=True):
+        assert outcome.ok, outcome
+        assert outcome.value[0] == "through" and "through" not in outcome.value[BAD:], outcome
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
