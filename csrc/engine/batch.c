@@ -14,7 +14,8 @@ typedef struct note {
     uint64_t print; /* of the unit */
     uint64_t limit; /* of batches */
     uint64_t is_observed;
-    uint64_t order; /* that it would follow in this forward */
+    uint64_t order;    /* that it would follow in this forward */
+    uint64_t backward; /* and in the backward behind it */
 } note;
 
 typedef struct entry {
@@ -68,7 +69,8 @@ static note note_of(const fc_batch_gather *of)
     return (note){.print = fc_fingerprint(of->unit->layout.fingerprint, of->unit->index),
                   .limit = of->unit->domain->batch_limit,
                   .is_observed = of->is_observed,
-                  .order = order_told(of->unit->domain)};
+                  .order = order_told(of->unit->domain, false),
+                  .backward = order_told(of->unit->domain, true)};
 }
 
 /* Writes what this rank sends. */
@@ -138,7 +140,10 @@ static fc_status look_at(const fc_batch_gather *of, int rank, size_t unit_at, si
     memcpy(&theirs, data + (unit_at - at), sizeof(theirs)); /* pieces hold whole notes */
     FC_TRY(check_note(of, &theirs, rank));
     unit->was_observed = unit->was_observed || theirs.is_observed != 0;
-    unit->has_other_order = unit->has_other_order || theirs.order != order_told(unit->domain);
+    unit->has_other_order =
+        unit->has_other_order || theirs.order != order_told(unit->domain, false);
+    unit->has_other_backward =
+        unit->has_other_backward || theirs.backward != order_told(unit->domain, true);
     return FC_OK;
 }
 
@@ -188,6 +193,7 @@ static void prepare(const fc_batch_gather *units, size_t n_units, char *pack)
     pack_all(units, n_units, pack);
     for (size_t i = 0; i < n_units; i++) {
         units[i].unit->was_observed = units[i].unit->has_other_order = false;
+        units[i].unit->has_other_backward = false;
     }
 }
 
@@ -199,7 +205,7 @@ static void observe_all(const fc_batch_gather *units, size_t n_units)
         if (note_bytes(unit) > 0) {
             observe(unit, unit->was_observed);
             if (!fc_domain_in_backward(unit->domain)) {
-                order_heard(unit->domain, !unit->has_other_order);
+                order_heard(unit->domain, !unit->has_other_order, !unit->has_other_backward);
             }
         }
     }

@@ -97,6 +97,7 @@ struct fc_unit {
     bool is_observed;
     bool was_observed;    /* by the gather that runs */
     bool has_other_order; /* some rank tells another one with it; order.h */
+    bool has_other_backward;
 };
 
 /* A post's room in this rank's arena; a queue, oldest first. */
@@ -168,6 +169,7 @@ struct fc_domain {
     /* Over messages; order.c. */
     order orders[2];                    /* of forwards, of backwards */
     bool is_order_told, is_order_alike; /* this forward's first gather has, and all have one */
+    bool is_backward_other;             /* some rank would follow another order in backward */
     bool is_written;                    /* a shard was, within this forward */
     size_t n_ahead;                     /* units that were gathered and not used yet */
     /* Over messages, see [Note: what travels meanwhile]; NULL: none. */
@@ -312,11 +314,11 @@ void batch_trim(fc_domain *domain);
 /* A phase begins, or fails; order.c. */
 void order_turn(fc_domain *domain);
 void order_drop(fc_domain *domain);
-/* In a forward, what its first gather tells peers: of the order that this rank would follow. 0:
- * none. */
-uint64_t order_told(const fc_domain *domain);
+/* In a forward, what its first gather tells peers: of the order that this rank would follow, or in
+ * the backward behind it. 0: none. */
+uint64_t order_told(const fc_domain *domain, bool of_backward);
 /* That gather has come: whether all ranks tell the same. */
-void order_heard(fc_domain *domain, bool is_alike);
+void order_heard(fc_domain *domain, bool is_alike, bool is_backward_alike);
 /* Whether the unit may be gathered ahead. */
 bool order_is_small(const fc_unit *unit);
 void order_fini(fc_domain *domain);

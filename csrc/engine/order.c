@@ -53,7 +53,7 @@ static void forget(order_list *list)
 bool fc_order_is_followed(const fc_domain *domain)
 {
     return fc_domain_in_backward(domain)
-               ? domain->n_observed == 0
+               ? domain->n_observed == 0 && !domain->is_backward_other
                : fc_domain_is_open(domain) && domain->n_ranks > 1 && domain->is_order_alike;
 }
 
@@ -67,16 +67,17 @@ void fc_order_note_written(fc_domain *domain)
     domain->is_written = true;
 }
 
-uint64_t order_told(const fc_domain *domain)
+uint64_t order_told(const fc_domain *domain, bool of_backward)
 {
-    return domain->batch_limit > 0 ? domain->orders[0].last.print : 0;
+    return domain->batch_limit > 0 ? domain->orders[of_backward].last.print : 0;
 }
 
-void order_heard(fc_domain *domain, bool is_alike)
+void order_heard(fc_domain *domain, bool is_alike, bool is_backward_alike)
 {
     if (!domain->is_order_told) {
         domain->is_order_told = true;
-        domain->is_order_alike = is_alike && order_told(domain) != 0;
+        domain->is_order_alike = is_alike && order_told(domain, false) != 0;
+        domain->is_backward_other = !is_backward_alike;
     }
 }
 

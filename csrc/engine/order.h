@@ -4,8 +4,10 @@
  * gather brings small units that followed it along, in the same collective. What they are depends
  * on that order and on layouts, which all ranks have alike: who is used is who would be gathered
  * without this, and that ranks have to do alike over a process group. A backward that failed leaves
- * none, since ranks may have come to different units in it: the order before it stays. A phase that
- * takes another course than the one before drops what it did not use.
+ * none, since ranks may have come to different units in it: the order before it stays. On ranks
+ * that did not fail it another one is left: the first gather of a forward tells that order, too,
+ * and if ranks differ nobody follows one in the backward behind it. A phase that takes another
+ * course than the one before drops what it did not use.
  *
  * In backward it is hooks of gradients that write shards, so nothing comes ahead while any rank has
  * some (see [Note: batches]); whatever else writes there gets an error.

@@ -95,7 +95,7 @@ static void use(const char *places)
 static void forward(bool is_alike, const char *places)
 {
     open(FC_PHASE_FORWARD);
-    order_heard(domain, is_alike);
+    order_heard(domain, is_alike, true);
     use(places);
     CHECK_EQ(fc_domain_close(domain), FC_OK);
 }
@@ -129,10 +129,10 @@ static void test_forward(void)
 {
     make_domain(2, false);
     CHECK(fc_order_is_learnt(domain));
-    CHECK_EQ(order_told(domain), 0);
+    CHECK_EQ(order_told(domain, false), 0);
     CHECK(!fc_order_is_followed(domain)); /* between phases */
     open(FC_PHASE_FORWARD);
-    order_heard(domain, true); /* none is known yet */
+    order_heard(domain, true, true); /* none is known yet */
     CHECK(!fc_order_is_followed(domain));
     use("0 2 1 4");
     check_after(0, "");
@@ -141,12 +141,12 @@ static void test_forward(void)
     CHECK(fc_order_is_learnt(domain)); /* it is known from the next one on */
     open(FC_PHASE_FORWARD);
     CHECK(!fc_order_is_learnt(domain));
-    CHECK(order_told(domain) != 0);
+    CHECK(order_told(domain, false) != 0);
     CHECK(!fc_order_is_followed(domain)); /* until all have told it */
     check_after(0, "");
-    order_heard(domain, true);
+    order_heard(domain, true, true);
     CHECK(fc_order_is_followed(domain));
-    order_heard(domain, false); /* the first gather decides */
+    order_heard(domain, false, true); /* the first gather decides */
     CHECK(fc_order_is_followed(domain));
     check_after(0, "2 1 4");
     check_after(1, "4");
@@ -168,7 +168,7 @@ static void test_both(void)
     forward(true, "0 1 0 2");
     backward("2 1 0");
     open(FC_PHASE_FORWARD);
-    order_heard(domain, true);
+    order_heard(domain, true, true);
     check_after(0, "1 0 2");
     use("0 1");
     check_after(0, "2"); /* the second time */
@@ -197,7 +197,7 @@ static void test_empty(void)
     forward(true, "");
     backward("");
     open(FC_PHASE_FORWARD);
-    order_heard(domain, true);
+    order_heard(domain, true, true);
     check_after(0, "1 2");
     CHECK_EQ(fc_domain_close(domain), FC_OK);
     open(FC_PHASE_BACKWARD);
@@ -214,7 +214,7 @@ static void test_many(void)
     }
     CHECK_EQ(fc_domain_close(domain), FC_OK);
     open(FC_PHASE_FORWARD);
-    order_heard(domain, true);
+    order_heard(domain, true, true);
     for (int i = 0; i < 98; i++) {
         fc_order_walk walk = fc_order_after(unit_of(i % 7 == 3 ? 1 : 0));
 
@@ -241,7 +241,7 @@ static void test_no_memory(void)
     use("4");
     CHECK_EQ(fc_domain_close(domain), FC_OK);
     open(FC_PHASE_FORWARD);
-    order_heard(domain, true);
+    order_heard(domain, true, true);
     check_after(2, "0 1 2 4");
     end_domain();
 }
@@ -255,7 +255,7 @@ static uint64_t told_after(const char *places)
     make_domain(2, false);
     forward(true, places);
     open(FC_PHASE_FORWARD);
-    told = order_told(domain);
+    told = order_told(domain, false);
     end_domain();
     return told;
 }
@@ -274,30 +274,30 @@ static void test_told(void)
     forward(true, "0 1");
     fc_batch_limit(domain, 0);
     open(FC_PHASE_FORWARD);
-    CHECK_EQ(order_told(domain), 0);
+    CHECK_EQ(order_told(domain, false), 0);
     CHECK(!fc_order_is_learnt(domain));
-    order_heard(domain, true);
+    order_heard(domain, true, true);
     CHECK(!fc_order_is_followed(domain));
     end_domain();
     /* One of them tells another one: nobody follows, until all tell the same. */
     make_domain(2, false);
     forward(true, "0 1");
     open(FC_PHASE_FORWARD);
-    order_heard(domain, false);
-    order_heard(domain, true);
+    order_heard(domain, false, true);
+    order_heard(domain, true, true);
     CHECK(!fc_order_is_followed(domain));
     check_after(0, "");
     use("0 1");
     CHECK_EQ(fc_domain_close(domain), FC_OK);
     open(FC_PHASE_FORWARD);
-    order_heard(domain, true);
+    order_heard(domain, true, true);
     check_after(0, "1");
     end_domain();
     /* Alone nothing travels in forward. */
     make_domain(1, false);
     forward(true, "0 1");
     open(FC_PHASE_FORWARD);
-    order_heard(domain, true);
+    order_heard(domain, true, true);
     CHECK(!fc_order_is_followed(domain));
     end_domain();
 }
@@ -310,18 +310,18 @@ static void test_written(void)
     forward(true, "0 1");
     backward("1 0");
     open(FC_PHASE_FORWARD);
-    order_heard(domain, true);
+    order_heard(domain, true, true);
     use("0 1");
     fc_order_note_written(domain);
     CHECK_EQ(fc_domain_close(domain), FC_OK);
     open(FC_PHASE_BACKWARD); /* leaves no order of forwards */
-    CHECK_EQ(order_told(domain), 0);
+    CHECK_EQ(order_told(domain, false), 0);
     CHECK(fc_order_is_learnt(domain));
     check_after(1, "0");
     CHECK_EQ(fc_domain_close(domain), FC_OK);
     forward(true, "0 2");
     open(FC_PHASE_FORWARD);
-    order_heard(domain, true);
+    order_heard(domain, true, true);
     check_after(0, "2");
     end_domain();
 }
@@ -332,13 +332,13 @@ static void test_failed(void)
     forward(true, "0 1 2");
     backward("2 1 0");
     open(FC_PHASE_FORWARD);
-    order_heard(domain, true);
+    order_heard(domain, true, true);
     use("1");
     fc_domain_fail(domain);
     CHECK(!fc_order_is_followed(domain));
     open(FC_PHASE_FORWARD); /* none is left */
-    CHECK_EQ(order_told(domain), 0);
-    order_heard(domain, true);
+    CHECK_EQ(order_told(domain, false), 0);
+    order_heard(domain, true, true);
     CHECK(!fc_order_is_followed(domain));
     use("0 1 2");
     CHECK_EQ(fc_domain_close(domain), FC_OK);
@@ -364,7 +364,7 @@ static void test_sizes(void)
     CHECK(fc_order_may_take(unit_of(0)) && !fc_order_may_take(unit_of(LARGE)));
     forward(true, "0 1 3 2 4");
     open(FC_PHASE_FORWARD);
-    order_heard(domain, true);
+    order_heard(domain, true, true);
     check_after(0, "1 2 4");
     /* As many as the limit allows. */
     fc_batch_limit(domain, 2 * bytes);
@@ -413,18 +413,44 @@ static void test_little(void)
     forward(true, "0 1 2");
     forward(true, "1");
     open(FC_PHASE_FORWARD);
-    order_heard(domain, true);
+    order_heard(domain, true, true);
     check_after(1, "");
     check_after(0, "");
     fc_batch_limit(domain, 1);
-    CHECK(order_told(domain) != 0);
+    CHECK(order_told(domain, false) != 0);
     CHECK_EQ(fc_domain_close(domain), FC_OK);
     open(FC_PHASE_BACKWARD);
     fc_domain_fail(domain); /* leaves no order of forwards */
-    CHECK_EQ(order_told(domain), 0);
+    CHECK_EQ(order_told(domain, false), 0);
     CHECK(fc_order_is_learnt(domain));
     fc_batch_limit(domain, 0);
     CHECK(!fc_order_is_learnt(domain));
+    end_domain();
+}
+
+/* Ranks that left a backward at its end know another order than those that ended it: nobody follows
+ * one before all have made the next. */
+static void test_other_backward(void)
+{
+    make_domain(2, false);
+    forward(true, "0 1 2");
+    backward("2 1 0");
+    for (int n = 0; n < 3; n++) {
+        const bool is_alike = n != 1;
+
+        open(FC_PHASE_FORWARD);
+        CHECK(order_told(domain, true) != 0);
+        order_heard(domain, true, is_alike);
+        order_heard(domain, true, !is_alike); /* the first gather decides */
+        CHECK(fc_order_is_followed(domain));
+        use("0 1 2");
+        CHECK_EQ(fc_domain_close(domain), FC_OK);
+        open(FC_PHASE_BACKWARD);
+        CHECK_EQ(fc_order_is_followed(domain), is_alike);
+        check_after(2, is_alike ? "1 0" : "");
+        use("2 1 0");
+        CHECK_EQ(fc_domain_close(domain), FC_OK);
+    }
     end_domain();
 }
 
@@ -436,7 +462,7 @@ static void test_shorter(void)
     forward(true, "0 1");
     forward(true, "0 1");
     open(FC_PHASE_FORWARD);
-    order_heard(domain, true);
+    order_heard(domain, true, true);
     check_after(0, "1");
     use("4"); /* which is not in it, and leaves the place */
     check_after(0, "1");
@@ -447,7 +473,7 @@ static void test_shorter(void)
     make_domain(2, false);
     forward(true, "0 1 2 0 1 2"); /* as many as its memory has room for */
     open(FC_PHASE_FORWARD);
-    order_heard(domain, true);
+    order_heard(domain, true, true);
     check_after(4, "");
     use("4");
     check_after(2, "0 1 2");
@@ -483,7 +509,7 @@ static void test_next_large(void)
     backward("4 3 1 0");
     open(FC_PHASE_FORWARD);
     check_next_large(NULL); /* it is not followed yet */
-    order_heard(domain, true);
+    order_heard(domain, true, true);
     check_next_large(&unshardings[LARGE]);
     unshardings[LARGE].state = FC_UNIT_UNSHARDED;
     check_next_large(NULL);
@@ -510,7 +536,7 @@ static void test_next_large(void)
     forward(true, "0 1");
     forward(true, "0 1");
     open(FC_PHASE_FORWARD);
-    order_heard(domain, true);
+    order_heard(domain, true, true);
     check_next_large(NULL); /* of an older order */
     CHECK_EQ(fc_domain_close(domain), FC_OK);
     end_domain();
@@ -534,6 +560,7 @@ static void test_ahead(void)
 int main(void)
 {
     test_shorter();
+    test_other_backward();
     test_next_large();
     test_ahead();
     test_largest_small();

@@ -10,6 +10,7 @@ import models
 import pytest
 import torch
 from hosts import run_hosts
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 VICTIM = 1
@@ -143,6 +144,49 @@ def test_one_replica_alone(goes_on: bool, tmp_path: Path) -> None:
     for outcome in run_hosts(replicas, (2, 2), goes_on, str(tmp_path), timeout=40, fresh=True):
         assert outcome.ok, outcome
         assert outcome.value[0] == "through" and "through" not in outcome.value[BAD:], outcome
+
+
+class Late(nn.Module):
+    """Its last sum is of a large unit; small ones come along with others in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(models.WIDTH, 8000)
+        self.down = nn.Linear(8000, models.WIDTH)
+        self.blocks = nn.Sequential(*(models.Block() for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.blocks(self.down(torch.tanh(self.up(x))))
+        return y
+
+
+def behind_the_last_sum(rank: int, n_ranks: int) -> list[str]:
+    """One rank leaves its first backward, in which nobody waits for it any more."""
+    import fsdp_c
+
+    model = Late()
+    for module in (model.up, model.down, *model.blocks, model):
+        fsdp_c.fully_shard(module)
+    said = []
+    for step in range(3):
+        x = models.data(rank, step).clone().requires_grad_()
+        if (rank, step) == (VICTIM, 0):
+            x.register_hook(refuse)
+        try:
+            model(x).square().mean().backward()
+            said.append("through")
+        except OwnError:
+            said.append("own")
+        model.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("transport", ["rails", "callback"])
+def test_alone_behind_the_last_sum(transport: str) -> None:
+    """All come to the same units ahead in the backwards behind it."""
+    env = {"FSDP_C_TRANSPORT": transport}
+    for rank, said in enumerate(run_hosts(behind_the_last_sum, (1, 1), timeout=60, env=env)):
+        assert said == ["own" if rank == VICTIM else "through", "through", "through"]
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
