@@ -160,25 +160,32 @@ class Late(nn.Module):
         return y
 
 
-def behind_the_last_sum(rank: int, n_ranks: int) -> list[str]:
-    """One rank leaves its first backward, in which nobody waits for it any more."""
+def late_model() -> Late:
     import fsdp_c
 
     model = Late()
     for module in (model.up, model.down, *model.blocks, model):
         fsdp_c.fully_shard(module)
-    said = []
-    for step in range(3):
-        x = models.data(rank, step).clone().requires_grad_()
-        if (rank, step) == (VICTIM, 0):
-            x.register_hook(refuse)
-        try:
-            model(x).square().mean().backward()
-            said.append("through")
-        except OwnError:
-            said.append("own")
+    return model
+
+
+def late_step(model: Late, rank: int, step: int, is_left: bool) -> str:
+    """One that may be left in backward, where nobody waits for this rank any more."""
+    x = models.data(rank, step).clone().requires_grad_()
+    if is_left:
+        x.register_hook(refuse)
+    try:
+        model(x).square().mean().backward()
+    except OwnError:
+        return "own"
+    finally:
         model.zero_grad()
-    return said
+    return "through"
+
+
+def behind_the_last_sum(rank: int, n_ranks: int) -> list[str]:
+    model = late_model()
+    return [late_step(model, rank, step, (rank, step) == (VICTIM, 0)) for step in range(3)]
 
 
 @pytest.mark.parametrize("transport", ["rails", "callback"])
@@ -187,6 +194,31 @@ def test_alone_behind_the_last_sum(transport: str) -> None:
     env = {"FSDP_C_TRANSPORT": transport}
     for rank, said in enumerate(run_hosts(behind_the_last_sum, (1, 1), timeout=60, env=env)):
         assert said == ["own" if rank == VICTIM else "through", "through", "through"]
+
+
+def left_again(rank: int, n_ranks: int, folder: str) -> str:
+    """One rank leaves a backward at its end, unnoticed; the other one leaves a later forward."""
+    model = late_model()
+    said = [late_step(model, rank, step, (rank, step) == (VICTIM, 1)) for step in range(3)]
+    assert said[0] == said[2] == "through"
+    if rank != VICTIM:
+        model.blocks[1].register_forward_pre_hook(refuse, prepend=True)
+    try:
+        text = late_step(model, rank, 3, False)
+    except RuntimeError as error:
+        text = str(error)
+    Path(folder, str(rank)).touch()
+    while len(list(Path(folder).iterdir())) < n_ranks:
+        time.sleep(0.05)
+    return text
+
+
+def test_the_other_one_alone_later(tmp_path: Path) -> None:
+    """Both count phases alike by then."""
+    outcomes = run_hosts(left_again, (1, 1), str(tmp_path), timeout=40, fresh=True)
+    assert all(outcome.ok for outcome in outcomes), outcomes
+    assert outcomes[0].value == "own"
+    assert "rank 0 left its forward or backward by an exception" in outcomes[1].value
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -11,6 +11,7 @@ from typing import Any
 import harness
 import models
 import pytest
+import torch
 import torch.distributed as dist
 from harness import RankOutcome
 from hosts import Network, require_hosts, run_hosts
@@ -117,3 +118,22 @@ def test_a_rank_that_does_something_else() -> None:
     assert [outcome.value for outcome in outcomes] == ["through"] * 2, outcomes
     assert "for rank 1 (host host1); it is at" in outcomes[0].output, outcomes
     assert "in train_late" in outcomes[0].output, outcomes
+
+
+def look_on(rank: int, n_ranks: int) -> bool:
+    """A collective over a group of several backends, which counts none, lasts for some looks."""
+    import fsdp_c
+
+    model: Any = models.Net()
+    models.shard_blocks(model, fsdp_c)
+    model(models.data(rank, 0)).square().mean().backward()
+    mixed = dist.new_group(backend="cpu:gloo")
+    if rank == 1:
+        time.sleep(3)
+    dist.all_reduce(torch.ones(1), group=mixed)
+    return any(thread.name == "fsdp_c hosts" for thread in threading.enumerate())
+
+
+def test_a_group_without_numbers_ends_no_looks() -> None:
+    outcomes = run_hosts(look_on, (1, 1), timeout=40, fresh=True)
+    assert [outcome.value for outcome in outcomes] == [True, True], outcomes
