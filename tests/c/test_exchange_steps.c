@@ -137,6 +137,16 @@ static void body_searches(int rank, int n_ranks, void *arg)
     leave(&w);
 }
 
+static void check_left(int failing)
+{
+    CHECK_HAS(fc_last_message(), failing == 1 ? "rank 11 left the backward of step 1 by an "
+                                                "exception while rank 10 was in reduce-scatter of "
+                                                "unit first"
+                                              : "rank 10 left the backward of step 1 by an "
+                                                "exception while rank 11 was in reduce-scatter of "
+                                                "unit first");
+}
+
 /* Who posts and leaves the phase by an exception is an error at the end alone, since what it posted
  * is whole: this rank may be about to raise the same exception. What was posted before a reset is
  * never offered. */
@@ -164,12 +174,7 @@ static void body_failed(int rank, int n_ranks, void *arg)
         CHECK_EQ(next(&w, FC_SEARCH_ALL), 2); /* a hook of it may raise the same here */
         take(&w, 0, 2, 10, 10);
         CHECK_EQ(fc_exchange_next(w.domains[0], FC_SEARCH_ALL, &unit), FC_ERR_PEER);
-        CHECK_HAS(fc_last_message(), failing == 1 ? "rank 11 left the backward of step 1 by an "
-                                                    "exception while rank 10 was in "
-                                                    "reduce-scatter of unit first"
-                                                  : "rank 10 left the backward of step 1 by an "
-                                                    "exception while rank 11 was in "
-                                                    "reduce-scatter of unit first");
+        check_left(failing);
         fc_domain_fail(w.domains[0]);
     }
     fc_exchange_reset(w.domains[0]);
@@ -217,12 +222,7 @@ static void body_failed_before(int rank, int n_ranks, void *arg)
         CHECK_EQ(next(&w, FC_SEARCH_OLDEST), N_UNITS);
         CHECK_EQ(next(&w, FC_SEARCH_OWN), N_UNITS);
         CHECK_EQ(fc_exchange_await(fc_domain_unit(w.domains[0], 0)), FC_ERR_PEER);
-        CHECK_HAS(fc_last_message(), failing == 1 ? "rank 11 left the backward of step 1 by an "
-                                                    "exception while rank 10 was in "
-                                                    "reduce-scatter of unit first"
-                                                  : "rank 10 left the backward of step 1 by an "
-                                                    "exception while rank 11 was in "
-                                                    "reduce-scatter of unit first");
+        check_left(failing);
         fc_domain_fail(w.domains[0]);
     }
     fc_exchange_reset(w.domains[0]);
