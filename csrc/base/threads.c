@@ -3,10 +3,13 @@
 
 #include "base/threads.h"
 
+#include "base/clock.h"
+
 #include <dirent.h>
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 
 #define TASKS "/proc/self/task"
 #define STAT_BYTES 128 /* the thread's number, its name and its state come first */
@@ -69,4 +72,22 @@ int fc_thread_start(const char *name, void *(*body)(void *arg), void *arg, pthre
         (void)pthread_detach(thread);
     }
     return 0;
+}
+
+void fc_condition_init(pthread_cond_t *out)
+{
+    pthread_condattr_t attributes;
+
+    (void)pthread_condattr_init(&attributes);
+    (void)pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    (void)pthread_cond_init(out, &attributes);
+    (void)pthread_condattr_destroy(&attributes);
+}
+
+bool fc_condition_wait(pthread_cond_t *condition, pthread_mutex_t *lock, int64_t deadline_ns)
+{
+    const struct timespec until = {.tv_sec = deadline_ns / FC_NS_PER_S,
+                                   .tv_nsec = deadline_ns % FC_NS_PER_S};
+
+    return pthread_cond_timedwait(condition, lock, &until) == 0;
 }

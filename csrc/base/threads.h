@@ -4,6 +4,7 @@
 
 #include <pthread.h>
 #include <stdbool.h>
+#include <stdint.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -17,6 +18,12 @@ bool fc_threads_any_runs(const char *name);
  * a thread that ends must not have done so before this returns. `out` NULL: nobody joins it. 0, or
  * what errno would be. */
 int fc_thread_start(const char *name, void *(*body)(void *arg), void *arg, pthread_t *out);
+
+/* A condition whose deadlines are of fc_now_ns. */
+void fc_condition_init(pthread_cond_t *out);
+
+/* As pthread_cond_wait; false: the deadline has come. */
+bool fc_condition_wait(pthread_cond_t *condition, pthread_mutex_t *lock, int64_t deadline_ns);
 
 #ifdef __cplusplus
 }

@@ -13,7 +13,6 @@
 #include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
-#include <time.h>
 
 #define PERIOD_NS FC_NS_PER_S
 #define STOP_NS (2 * FC_NS_PER_S)
@@ -116,13 +115,9 @@ static fc_status beat(fc_beats *b, uint64_t number)
 
 static void sleep_for_a_period(fc_beats *b)
 {
-    struct timespec until;
-    const int64_t late_ns = b->period_ns;
+    const int64_t until = fc_deadline_ns(b->period_ns);
 
-    (void)clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_sec += late_ns / FC_NS_PER_S + (until.tv_nsec + late_ns % FC_NS_PER_S) / FC_NS_PER_S;
-    until.tv_nsec = (until.tv_nsec + late_ns % FC_NS_PER_S) % FC_NS_PER_S;
-    while (!b->is_stopped && pthread_cond_timedwait(&b->changed, &b->lock, &until) == 0) {
+    while (!b->is_stopped && fc_condition_wait(&b->changed, &b->lock, until)) {
     }
 }
 
@@ -152,7 +147,6 @@ static void *run(void *arg)
 fc_status fc_beats_start(const fc_beats_ops *ops, int rank, int64_t period_ns, fc_beats **out)
 {
     fc_beats *b = fc_alloc(1, sizeof(*b));
-    pthread_condattr_t attributes;
 
     if (b == NULL) {
         ops->release(ops->context);
@@ -164,10 +158,7 @@ fc_status fc_beats_start(const fc_beats_ops *ops, int rank, int64_t period_ns, f
     b->answered_ns = fc_now_ns();
     atomic_init(&b->n_users, 2);
     (void)pthread_mutex_init(&b->lock, NULL);
-    (void)pthread_condattr_init(&attributes);
-    (void)pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    (void)pthread_cond_init(&b->changed, &attributes);
-    (void)pthread_condattr_destroy(&attributes);
+    fc_condition_init(&b->changed);
     if (fc_thread_start(NULL, run, b, NULL) != 0) {
         atomic_store(&b->n_users, 1);
         let_go(b);
@@ -181,14 +172,12 @@ fc_status fc_beats_start(const fc_beats_ops *ops, int rank, int64_t period_ns, f
 
 void fc_beats_stop(fc_beats *b)
 {
-    struct timespec until;
+    const int64_t until = fc_deadline_ns(STOP_NS);
 
-    (void)clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_sec += STOP_NS / FC_NS_PER_S;
     lock(b);
     b->is_stopped = true;
     (void)pthread_cond_broadcast(&b->changed);
-    while (!b->has_ended && pthread_cond_timedwait(&b->changed, &b->lock, &until) == 0) {
+    while (!b->has_ended && fc_condition_wait(&b->changed, &b->lock, until)) {
     }
     unlock(b);
     let_go(b);

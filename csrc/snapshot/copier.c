@@ -2,6 +2,7 @@
 #include "snapshot/copier.h"
 
 #include "base/alloc.h"
+#include "base/clock.h"
 #include "base/threads.h"
 #include "snapshot/snapshot_private.h"
 
@@ -11,6 +12,10 @@
 
 /* Long enough to be copied at full speed, short enough that who waits finds something to do. */
 #define RUN_BYTES ((size_t)1 << 20)
+
+/* Between questions for a commit. */
+#define FIRST_PAUSE_NS FC_NS_PER_MS
+#define LAST_PAUSE_NS (128 * FC_NS_PER_MS)
 
 struct fc_copier {
     pthread_t thread;
@@ -27,7 +32,8 @@ struct fc_copier {
     size_t next, next_byte;    /* what nobody has taken yet */
     size_t n_at_work;          /* runs that are being copied */
     fc_sums data, index;
-    bool is_busy, counts;
+    bool is_busy;              /* memory is being read */
+    bool is_judged, counts;    /* whether it is known if the snapshot counts */
     bool is_there, is_awaited; /* the memory of pieces; a thread sees to it */
 };
 
@@ -69,11 +75,22 @@ static void add_sums(fc_sums *to, const fc_sums *part)
 /* After the last run. */
 static void complete(fc_copier *c)
 {
-    c->counts = c->is_there && c->job.is_unchanged(c->job.owner);
+    c->is_busy = false;
+    c->is_judged = !c->is_there;
+    (void)pthread_cond_broadcast(&c->changed);
+}
+
+/* In the owner's thread: this one cannot see a write that is under way. */
+static void judge(fc_copier *c)
+{
+    if (c->is_busy || c->is_judged) {
+        return;
+    }
+    c->is_judged = true;
+    c->counts = c->job.is_unchanged(c->job.owner);
     if (c->counts) {
         fc_snapshot_commit(c->job.file, &c->facts, &c->data, &c->index);
     }
-    c->is_busy = false;
     (void)pthread_cond_broadcast(&c->changed);
 }
 
@@ -137,6 +154,21 @@ static void copy_runs(fc_copier *c)
     }
 }
 
+/* Whether it has waited for an answer, and things may be different now. */
+static bool ask(fc_copier *c)
+{
+    int64_t pause_ns = FIRST_PAUSE_NS;
+    bool has_waited = false;
+
+    while (!c->is_busy && !c->is_judged && !c->is_ending && c->job.ask_for_commit != NULL) {
+        c->job.ask_for_commit(c->job.owner);
+        (void)fc_condition_wait(&c->changed, &c->lock, fc_deadline_ns(pause_ns));
+        pause_ns = pause_ns < LAST_PAUSE_NS ? 2 * pause_ns : LAST_PAUSE_NS;
+        has_waited = true;
+    }
+    return has_waited;
+}
+
 static void *work(void *copier)
 {
     fc_copier *c = copier;
@@ -144,7 +176,7 @@ static void *work(void *copier)
     (void)pthread_mutex_lock(&c->lock);
     while (!c->is_ending) {
         copy_runs(c);
-        if (!c->is_ending) {
+        if (!ask(c) && !c->is_ending) {
             (void)pthread_cond_wait(&c->changed, &c->lock);
         }
     }
@@ -161,8 +193,9 @@ fc_status fc_copier_create(fc_copier **out)
         return fc_fail(FC_ERR_NOMEM, "snapshots: out of memory");
     }
     (void)pthread_mutex_init(&c->lock, NULL);
-    (void)pthread_cond_init(&c->changed, NULL);
+    fc_condition_init(&c->changed);
     c->pid = getpid();
+    c->is_judged = true;
     code = fc_thread_start(NULL, work, c, &c->thread);
     if (code != 0) {
         fc_free(c);
@@ -193,12 +226,12 @@ void fc_copier_destroy(fc_copier *c)
 
 static fc_status check_idle(fc_copier *c)
 {
-    bool is_busy;
+    bool is_over;
 
     (void)pthread_mutex_lock(&c->lock);
-    is_busy = c->is_busy;
+    is_over = !c->is_busy && c->is_judged;
     (void)pthread_mutex_unlock(&c->lock);
-    return is_busy ? fc_fail(FC_ERR_STATE, "snapshots: a copy is under way") : FC_OK;
+    return !is_over ? fc_fail(FC_ERR_STATE, "snapshots: a copy is under way") : FC_OK;
 }
 
 static fc_status keep_pieces(fc_copier *c, const fc_snapshot_job *job)
@@ -246,12 +279,21 @@ fc_status fc_copier_start(fc_copier *c, const fc_snapshot_job *job)
     }
     (void)pthread_mutex_lock(&c->lock);
     c->next = c->next_byte = 0;
-    c->counts = false;
+    c->is_judged = c->counts = false;
     c->is_there = job->await == NULL;
     c->is_busy = true;
     (void)pthread_cond_broadcast(&c->changed);
     (void)pthread_mutex_unlock(&c->lock);
     return FC_OK;
+}
+
+void fc_copier_commit(fc_copier *c)
+{
+    if (c->pid == getpid()) {
+        (void)pthread_mutex_lock(&c->lock);
+        judge(c);
+        (void)pthread_mutex_unlock(&c->lock);
+    }
 }
 
 bool fc_copier_finish(fc_copier *c)
@@ -266,6 +308,7 @@ bool fc_copier_finish(fc_copier *c)
     while (c->is_busy) {
         (void)pthread_cond_wait(&c->changed, &c->lock);
     }
+    judge(c);
     counts = c->counts;
     (void)pthread_mutex_unlock(&c->lock);
     return counts;

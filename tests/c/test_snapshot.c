@@ -188,6 +188,79 @@ static void test_copies(void)
     close_world(&w);
 }
 
+/* ---- the owner commits ---- */
+
+static _Atomic int n_asked;
+
+static void note_asked(void *owner)
+{
+    (void)owner;
+    n_asked++;
+}
+
+/* Waits until the copier has asked so many times. */
+static void await_asked(int times)
+{
+    for (int i = 0; n_asked < times && i < 100000; i++) {
+        (void)usleep(100);
+    }
+    CHECK(n_asked >= times);
+}
+
+static void test_commits(void)
+{
+    fc_snapshot_facts facts;
+    fc_copier *copier;
+    fc_snapshot_job job;
+    world w;
+
+    open_world(&w);
+    CHECK_EQ(fc_copier_create(&copier), FC_OK);
+    fc_copier_commit(copier); /* nothing has begun */
+    for (uint64_t step = 1; step <= 4; step++) {
+        job = job_of(&w, step);
+        job.ask_for_commit = note_asked;
+        n_asked = 0;
+        CHECK_EQ(fc_copier_start(copier, &job), FC_OK);
+        await_asked(3); /* and again, as long as there is no answer */
+        CHECK(!fc_snapshot_read(w.file, w.file_bytes, &facts));
+        CHECK_EQ(fc_copier_start(copier, &job), FC_ERR_STATE);
+        if (step == 3) { /* written before the commit */
+            w.is_unchanged = false;
+            fc_copier_commit(copier);
+            CHECK(!fc_snapshot_read(w.file, w.file_bytes, &facts));
+            w.is_unchanged = true; /* what is judged once stays so */
+            fc_copier_commit(copier);
+            CHECK(!fc_copier_finish(copier));
+            CHECK(!fc_snapshot_read(w.file, w.file_bytes, &facts));
+            continue;
+        }
+        if (step < 3) {
+            fc_copier_commit(copier);
+            check_file(&w, step);
+            fc_copier_commit(copier);
+            w.is_unchanged = false; /* too late to matter */
+        }
+        CHECK(fc_copier_finish(copier));
+        w.is_unchanged = true;
+        check_file(&w, step);
+    }
+    /* A commit that comes too early does nothing. */
+    for (uint64_t step = 5; step < 50; step++) {
+        job = job_of(&w, step);
+        CHECK_EQ(fc_copier_start(copier, &job), FC_OK);
+        fc_copier_commit(copier);
+        CHECK(fc_copier_finish(copier));
+        check_file(&w, step);
+    }
+    job = job_of(&w, 50); /* the end does not wait for who is asked */
+    job.ask_for_commit = note_asked;
+    CHECK_EQ(fc_copier_start(copier, &job), FC_OK);
+    fc_copier_destroy(copier);
+    check_file(&w, 50);
+    close_world(&w);
+}
+
 /* Who waits for a device's copy, this thread or the copier's, puts it there. */
 static bool await_device(void *owner)
 {
@@ -362,6 +435,7 @@ static void test_children_let_go(void)
     CHECK_EQ(fc_copier_create(&copier), FC_OK);
     child = fork();
     if (child == 0) {
+        fc_copier_commit(copier);
         CHECK(!fc_copier_finish(copier));
         fc_copier_destroy(copier);
         _exit(check_result());
@@ -495,6 +569,7 @@ int main(void)
     }
     test_sums();
     test_copies();
+    test_commits();
     test_awaited();
     test_torn();
     test_adopted();

@@ -195,6 +195,8 @@ def run(
             await_commit(life, n_ranks, step + 1)
             kill()
         snapshots.take(step + 1)
+        if life.moment == "between commits" and step == life.at_step:
+            await_commit(life, n_ranks, step + 1)  # the others' too: the victim comes no further
         if dies and life.moment == "copy":
             kill()
     found = t.digests()

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from one_process import LARGE, Net, by_step, leave, resumed, train, trained
 from torch import nn, optim
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_c
 from fsdp_c._snapshots import _files
@@ -319,6 +321,86 @@ def test_steps_of_two_threads(tmp_path: Path) -> None:
         update.set()
         first.join()
         assert not copier.is_too_late
+
+
+def whole_after(folder: Path, longest_s: float) -> bool:
+    """Whether a snapshot becomes whole while this thread runs Python code."""
+    end = time.monotonic() + longest_s
+    while time.monotonic() < end:
+        if set(by_step(folder)) != {None}:
+            return True
+    return False
+
+
+class Writing(TorchDispatchMode):
+    """The copy begins when the memory is about to be written, and is over before the version says
+    so: that comes when the operator has ended."""
+
+    def __init__(self, folder: Path, copier: Any) -> None:
+        super().__init__()
+        self.folder, self.copier = folder, copier
+        self.was_whole: list[bool] = []
+
+    def start(self, **about: Any) -> None:
+        self.about = about
+
+    def finish(self) -> list[int]:
+        return self.copier.finish()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.copier.start(**self.about)
+        found = func(*args, **(kwargs or {}))
+        self.was_whole.append(whole_after(self.folder, 0.3))
+        return found
+
+
+def test_killed_while_a_parameter_is_written(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    snapshots = fsdp_c.Snapshots(model, optimizer, folder=tmp_path)
+    snapshots.resume()
+    snapshots._copier = mode = Writing(tmp_path, snapshots._copier)
+    snapshots.take(1)
+    with torch.no_grad(), mode:
+        model.wide.normal_()
+    assert mode.was_whole == [False]
+    with pytest.warns(UserWarning, match="'wide' was written between take"):
+        snapshots.finish()
+    assert set(by_step(tmp_path)) == {None}
+    snapshots.close()
+
+
+def test_counts_before_the_next_update(tmp_path: Path) -> None:
+    """A process that is killed in its backward goes on from the last step."""
+    model, optimizer = trained(1)
+    snapshots = fsdp_c.Snapshots(model, optimizer, folder=tmp_path)
+    snapshots.resume()
+    for step in range(1, 3):
+        snapshots.take(step)
+        assert whole_after(tmp_path, 60)
+        train(model, optimizer)
+        assert step in by_step(tmp_path)
+    snapshots.close()
+
+
+def test_taken_by_another_thread(tmp_path: Path) -> None:
+    """Its writes are its own: it commits itself, before its next update."""
+    model, optimizer = trained(1)
+    snapshots = fsdp_c.Snapshots(model, optimizer, folder=tmp_path)
+    snapshots.resume()
+    found = []
+
+    def body() -> None:
+        snapshots.take(1)
+        found.append(whole_after(tmp_path, 0.3))
+        train(model, optimizer)
+        found.append(whole_after(tmp_path, 0.3))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    while thread.is_alive():  # this one runs Python code, too
+        pass
+    assert found == [False, True]
+    snapshots.close()
 
 
 @pytest.mark.parametrize("has_list", [False, True])

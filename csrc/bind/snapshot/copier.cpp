@@ -8,9 +8,12 @@
 
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <atomic>
+#include <thread>
 
 namespace fc {
 
@@ -56,6 +59,7 @@ bool is_unchanged(const Read &read)
 // What a copy works on, until it is over.
 struct Job : NoCopy {
     std::unique_ptr<Mapped> file;
+    const std::thread::id owner = std::this_thread::get_id();
     std::vector<Read> read;
     std::vector<c10::Event> staged; // behind copies from devices
     std::string error;              // of these
@@ -128,6 +132,33 @@ bool are_unchanged(void *job)
 {
     const auto &read = static_cast<const Job *>(job)->read;
     return std::all_of(read.begin(), read.end(), is_unchanged);
+}
+
+// Commits what is copied, between two instructions of the main thread's Python code.
+//
+// A version counts a write when it is over. So it is asked for by the thread that writes, outside
+// of operators: these may run Python code themselves, for modes and tensor subclasses.
+std::atomic<bool> is_asked{false};
+
+int commit_copies(void *)
+{
+    is_asked = false;
+    if (c10::impl::tls_local_dispatch_key_set().excluded_.has(c10::DispatchKey::ADInplaceOrView)) {
+        return 0;
+    }
+    for (SnapshotCopier *copier : copiers) {
+        if (copier->job && copier->job->owner == std::this_thread::get_id()) {
+            fc_copier_commit(copier->core.get());
+        }
+    }
+    return 0;
+}
+
+void ask_for_commit(void *)
+{
+    if (!is_asked.exchange(true) && Py_AddPendingCall(commit_copies, nullptr) != 0) {
+        is_asked = false; // too many are pending: the copier asks again
+    }
 }
 
 bool await_staged(void *owner)
@@ -242,6 +273,7 @@ void start(SnapshotCopier &self, Fields &given)
     job.n_pieces = pieces.size();
     job.index = text.memory();
     job.index_bytes = text.bytes();
+    job.ask_for_commit = ask_for_commit;
     job.is_unchanged = are_unchanged;
     if (!staged.empty()) {
         stage(self, staged, made->staged);
