@@ -63,6 +63,7 @@ class Contents:
         ]
         self._n_written = 0
         self._meshes_then: list[DeviceMesh] = []  # when a part was packed last
+        self._mesh_forms: list[Any] = []  # of these
 
     # ---- to a snapshot ----
 
@@ -78,6 +79,7 @@ class Contents:
 
         def make_pieces(may_wait: set[int]) -> _tensors.Pieces:
             self._meshes_then = self._meshes()
+            self._mesh_forms = list(map(_mesh_form, self._meshes_then))
             return _tensors.Pieces(self._meshes_then, may_wait - written.keys())
 
         parts = [self._models_part.get(make_pieces)]
@@ -88,6 +90,7 @@ class Contents:
             "format": FORMAT,
             "texts": [len(part.text) for part in parts],
             "sizes": [part.sizes for part in parts],
+            "meshes": self._mesh_forms,
         }
         texts = [pickle.dumps(head), *(part.text for part in parts)]
         pieces = [part.pieces for part in parts]
@@ -148,6 +151,11 @@ class Contents:
         forms = [pickle.loads(_tensors.load(*part)) for part in parts[1:-1]]
         models = [_parts.tensors_of(model) for model in self.models]
         faults: list[str] = []
+        meshes = list(map(_mesh_form, self._meshes()))
+        if meshes != head.get("meshes", meshes):
+            faults.append(
+                f"its meshes are {_meshes_text(head['meshes'])}, and {_meshes_text(meshes)} now"
+            )
         if len(models) != len(described):
             faults.append(f"it holds {len(described)} models, there are {len(models)} now")
         for tensors, saved in zip(models, described, strict=False):
@@ -199,6 +207,15 @@ class Contents:
 
 
 # ---- what differs ----
+
+
+def _mesh_form(mesh: DeviceMesh) -> Any:
+    """Which rank is where: with another order it holds another shard."""
+    return tuple(mesh.mesh.shape), mesh.mesh.flatten().tolist()
+
+
+def _meshes_text(forms: Sequence[Any]) -> str:
+    return ", ".join(f"{tuple(shape)} of ranks {ranks}" for shape, ranks in forms) or "none"
 
 
 def check(models: Sequence[Any], optimizers: Sequence[Any], extra: Any) -> None:

@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,14 @@ from fsdp_c._snapshots import _files, _peers
 
 _POLL_S = 0.005
 _ENDS_S = 5.0  # for bytes that are under way when the run ends
+
+
+class Kept(NamedTuple):
+    """Where a rank keeps another one's copies."""
+
+    owner: int
+    slots: list[_files.Slot]
+    problem: str = ""  # why there are none
 
 
 class _Stopped(Exception):
@@ -180,11 +188,11 @@ class _Keeper:
     def __init__(
         self,
         line: _Line,
-        slots: Sequence[_files.Slot],
+        kept: Kept,
         receive: Callable[[Tensor], None],
         owner: Callable[[], _files.Owner],
     ) -> None:
-        self._line, self._slots, self._receive, self._owner = line, slots, receive, owner
+        self._line, self._kept, self._receive, self._owner = line, kept, receive, owner
         self._wakes = threading.Condition()
         self._taken = -1  # the last one of this rank
         self._stops = False
@@ -238,13 +246,16 @@ class _Keeper:
             pause = min(pause * 2, _rendezvous.POLL_MAX_S)
 
     def _keep(self, number: int, n_bytes: int, sequence: int, stays: int) -> None:
-        held = [(slot.facts() or {"sequence": 0})["sequence"] for slot in self._slots]
+        if not self._kept.slots:
+            self._line.say(1, number, "full", self._kept.problem)
+            return
+        held = [(slot.facts() or {"sequence": 0})["sequence"] for slot in self._kept.slots]
         if number == 0 and sequence in held:
             self._line.say(1, number, "kept")
             return
         # The older one; but snapshots that did not count may have come since what stays.
         _, place = min((one, place) for place, one in enumerate(held) if one != stays or one == 0)
-        slot = self._slots[place]
+        slot = self._kept.slots[place]
         slot.clear()
         try:
             slot.reserve(_C.SNAPSHOT_PAGE + n_bytes)
@@ -272,12 +283,12 @@ class Copies:
         group: dist.ProcessGroup,
         store: dist.Store,
         prefix: str,
-        kept: dict[int, list[_files.Slot]],
+        kept: Sequence[Kept],
         owner_of: Callable[[int], _files.Owner],
         tell: Callable[[int, int], None],
     ) -> None:
-        """`kept`: files for copies, of each rank that this one keeps them for; `owner_of`: what
-        these say of this process. `tell`: what became of this rank's snapshot of a number."""
+        """`kept`: of each rank that this one keeps copies for; `owner_of`: what their files say of
+        this process. `tell`: what became of this rank's snapshot of a number."""
         to = keepers(hosts)[rank]
         self.host = hosts.names[hosts.hosts[to]]
         self._kept = kept
@@ -285,12 +296,12 @@ class Copies:
         def send(data: Tensor) -> None:
             group.send([data], to, rank).wait()
 
-        def keeper_of(owner: int) -> _Keeper:
+        def keeper_of(one: Kept) -> _Keeper:
             return _Keeper(
-                _Line(store, prefix, owner),
-                kept[owner],
-                receive=lambda data: group.recv([data], owner, owner).wait(),
-                owner=lambda: owner_of(owner),
+                _Line(store, prefix, one.owner),
+                one,
+                receive=lambda data: group.recv([data], one.owner, one.owner).wait(),
+                owner=lambda: owner_of(one.owner),
             )
 
         self._sender = _Sender(_Line(store, prefix, rank), send, tell)
@@ -328,6 +339,6 @@ class Copies:
             part.stop()
         for part in parts:
             part.thread.join(_ENDS_S)
-        for slots in self._kept.values():
-            for slot in slots:
+        for one in self._kept:
+            for slot in one.slots:
                 slot.close()

@@ -193,10 +193,16 @@ def is_alive(process: str) -> bool:
 
 
 def is_over(owner: Owner) -> bool:
-    """Whether a run is known to have ended: its launcher and the rank are gone."""
+    """Whether a run is known to have ended: its launcher and the rank are gone.
+
+    A launcher outside of this space of processes (`docker exec`) is the process 0: who knows.
+    """
     here = _rendezvous.this_process().split()[0]
-    processes = (owner.launcher, owner.process)
-    return all(p.split()[0] == here and not is_alive(p) for p in processes)
+    processes = [p.split() for p in (owner.launcher, owner.process)]
+    return all(
+        host == here and pid != "0" and not is_alive(f"{host} {pid} {start}")
+        for host, pid, start in processes
+    )
 
 
 # ---- all of them ----

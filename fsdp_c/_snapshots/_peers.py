@@ -22,8 +22,8 @@ from fsdp_c._native import _C
 WHOLE, FAILED = 1, 2
 BY_EXCEPTION, CLOSED = 1, 2  # how a rank leaves
 # Words of a page: by snapshots' numbers, even and odd, what became of them and of which step they
-# are; the newest one's number; this rank's updates; how it has left, if it has. The
-# last word says that it has ended well.
+# are (behind its lowest bits of the number); the newest one's number; this rank's updates; how it
+# has left, if it has. The last word says that it has ended well.
 _OUTCOMES, _STEPS, _TAKEN, _UPDATES, _LEFT, N_WORDS = 0, 2, 4, 5, 6, 8
 _CURE = "All ranks have to call take() once after the same steps"
 
@@ -68,7 +68,7 @@ class Peers:
         self._mine.pop(number - 2, None)
         self._mine[number] = (step, self._n_updates)
         self._key_of_wait = _peer_location.meet(self._prefix, number)
-        self._pages.set_word(word=_STEPS + number % 2, value=step)
+        self._pages.set_word(word=_STEPS + number % 2, value=_step_word(number, step))
         self._pages.set_word(word=_TAKEN, value=number)
         for rank in self._places:
             self._check_same(rank, number)
@@ -139,8 +139,9 @@ class Peers:
         # In this order: who has taken it may step since.
         theirs = self._pages.word(rank=place, word=_UPDATES)
         if self._pages.word(rank=place, word=_TAKEN) >= number:
-            other = self._pages.word(rank=place, word=_STEPS + number % 2)
-            if other != step:
+            word = self._pages.word(rank=place, word=_STEPS + number % 2)
+            other = word >> 2
+            if other != step and word == _step_word(number, other):  # not of a later one already
                 raise RuntimeError(
                     f"Snapshots.take: the snapshot that is of step {step} on rank {self._rank} is"
                     f" of step {other} on rank {rank}: one of them has left out a take(), or has"
@@ -183,3 +184,7 @@ class Peers:
             pause = min(pause * 2, _rendezvous.POLL_MAX_S)
         _rendezvous.why_given_up([])
         return word
+
+
+def _step_word(number: int, step: int) -> int:
+    return step << 2 | number >> 1 & 3

@@ -271,11 +271,7 @@ class Snapshots:
         except Exception as fault:
             error = fault
         self._meeting.agree("loading snapshots", error)
-        try:
-            self._start_from(slot, answers, common)
-        except Exception as fault:
-            error = fault
-        self._meeting.agree("starting snapshots", error)
+        self._start_from(slot, answers, common)
         self._sequence = _before_first(answers, common)
         if slot is None and any(shared) and self._rank == 0:
             had = "; ".join(
@@ -342,20 +338,21 @@ class Snapshots:
         answers: Sequence[_meeting.Answer],
         common: _fetch.Step,
     ) -> None:
-        if slot is not None:
-            self._kept = slot
-        for number, one in enumerate(self._slots):
-            if number != slot:
-                one.clear()
         hosts = self._meeting.meet_hosts(answers)
         has_copies = self._n_copies > 1 and len(hosts.names) > 1
         to = _copies.keepers(hosts) if has_copies else [-1] * self._world
-        self._open_pages(answers, to)
-        for one in self._slots:
-            one.set_owner(self._owner())
-        self._copier = _C.SnapshotCopier()
+        kept: list[_copies.Kept] = []
+        error: Exception | None = None
+        try:
+            self._keep_slot(slot)
+            self._open_pages(answers, to)
+            kept = self._open_kept(to, common)
+            self._copier = _C.SnapshotCopier()
+        except Exception as fault:
+            error = fault
+        self._meeting.agree("starting snapshots", error)
         if has_copies:
-            self._open_copies(hosts, to, common)
+            self._open_copies(hosts, kept)
         elif self._n_copies > 1 and self._rank == 0:
             _fsdp_module.warn_user(
                 "Snapshots: copies=2, and all ranks are on one host: a second copy would die with"
@@ -370,10 +367,20 @@ class Snapshots:
         _open.add(self)
         self._state = "open"
 
+    def _keep_slot(self, slot: int | None) -> None:
+        if slot is not None:
+            self._kept = slot
+        for number, one in enumerate(self._slots):
+            if number != slot:
+                one.clear()
+            one.set_owner(self._owner())
+
     def _open_pages(self, answers: Sequence[_meeting.Answer], keepers: Sequence[int]) -> None:
         """`keepers`: of each rank, who keeps its copies."""
         local = _meeting.on_this_host(answers, self._rank)
         files = [path for rank in local for path in answers[rank]["paths"]]
+        # What ranks that had other numbers have left here is nobody's at the end.
+        files += [_files.Lying(*file).path for rank in local for file in answers[rank]["lying"]]
         for owner, keeper in enumerate(keepers):
             if keeper in local:
                 folder, stem = answers[keeper]["stem"]
@@ -381,7 +388,7 @@ class Snapshots:
         self._pages = _C.SnapshotRanks(
             pages=[answers[rank]["paths"][0] for rank in local],
             own=local.index(self._rank),
-            files=files,
+            files=list(dict.fromkeys(files)),
         )
         for word in range(_peers.N_WORDS):
             self._pages.set_word(word=word, value=0)
@@ -397,20 +404,26 @@ class Snapshots:
             keeper=keepers[self._rank] if keepers[self._rank] >= 0 else None,
         )
 
-    def _open_copies(
-        self, hosts: _hosts.Hosts, keepers: Sequence[int], common: _fetch.Step
-    ) -> None:
-        """Collective. What is gone on from is sent first."""
-        kept: dict[int, list[_files.Slot]] = {}
+    def _open_kept(self, keepers: Sequence[int], common: _fetch.Step) -> list[_copies.Kept]:
+        """Of each rank whose copies this one keeps."""
+        found = []
         for owner, keeper in enumerate(keepers):
             if keeper == self._rank:
                 paths = _files.paths(self._folder, self._stem, owner, is_copy=True)
-                kept[owner] = list(map(_files.Slot, paths))
-                for slot in kept[owner]:
+                try:
+                    kept = _copies.Kept(owner, list(map(_files.Slot, paths)))
+                except _files.Unusable as reason:
+                    kept = _copies.Kept(owner, [], str(reason))
+                for slot in kept.slots:
                     facts = slot.facts()
                     if facts is not None and (facts["sequence"], facts["step"]) != common:
                         slot.clear()
                     slot.set_owner(self._owner(owner))
+                found.append(kept)
+        return found
+
+    def _open_copies(self, hosts: _hosts.Hosts, kept: Sequence[_copies.Kept]) -> None:
+        """Collective. What is gone on from is sent first."""
         assert self._peers is not None and self._meeting.store is not None
         self._copies = _copies.Copies(
             rank=self._rank,
@@ -478,23 +491,27 @@ class Snapshots:
         try:
             slot.reserve(_C.snapshot_room(tensors=packed.locals, index_bytes=len(packed.index)))
         except _files.Unusable as reason:
-            self._peers.tell(self._number, _peers.FAILED)
-            if self._copies is not None:
-                self._copies.skip(self._number)
+            self._tell_of_none()
             self._warn_of_room(str(reason))
             return
-        self._copier.start(
-            locals=packed.locals,
-            sources=packed.sources,
-            shown=packed.shown,
-            now=packed.now,
-            watched=packed.watched,
-            index=packed.index,
-            file=slot.memory,
-            sequence=self._sequence,
-            step=step,
-        )
-        self._pending = packed.waiting()
+        try:
+            self._copier.start(
+                locals=packed.locals,
+                sources=packed.sources,
+                shown=packed.shown,
+                now=packed.now,
+                watched=packed.watched,
+                index=packed.index,
+                file=slot.memory,
+                sequence=self._sequence,
+                step=step,
+            )
+            self._pending = packed.waiting()
+        except BaseException:  # an interrupt may come when it has begun
+            self._copier.finish()
+            slot.clear()
+            self._tell_of_none()
+            raise
         if self._copies is not None:
             n_bytes = _C.snapshot_room(tensors=packed.locals, index_bytes=len(packed.index))
             kept = self._slots[self._kept].facts()
@@ -502,6 +519,13 @@ class Snapshots:
             n_bytes -= _C.SNAPSHOT_PAGE
             self._copies.begin(self._number, slot, self._sequence, n_bytes, stays)
             self._warn_of_copies(self._copies)
+
+    def _tell_of_none(self) -> None:
+        """This rank takes no snapshot of this number."""
+        assert self._peers is not None
+        self._peers.tell(self._number, _peers.FAILED)
+        if self._copies is not None:
+            self._copies.skip(self._number)
 
     def _warn_of_copies(self, copies: _copies.Copies) -> None:
         if copies.problem and not self._has_warned_of_copies:

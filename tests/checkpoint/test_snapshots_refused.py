@@ -3,6 +3,7 @@
 import dataclasses
 import mmap
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from harness import run_ranks
 from one_process import Net, by_step, leave, resumed, train, trained
 from torch import nn, optim
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_c
 from fsdp_c._comm import _rendezvous
@@ -128,6 +130,29 @@ def test_another_world_size(tmp_path: Path) -> None:
     run_ranks(leave_on_ranks, 2, tmp_path)
     with pytest.raises(RuntimeError, match="of 2 ranks, and this run has 1"):
         resumed(tmp_path)
+
+
+def live_on_a_mesh(rank: int, n_ranks: int, folder: Path, order: list[int]) -> str:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    fsdp_c.fully_shard(model, mesh=DeviceMesh("cpu", order))
+    try:
+        with fsdp_c.Snapshots(model, folder=folder) as snapshots:
+            if snapshots.resume() == 0:
+                snapshots.take(1)
+            raise ZeroDivisionError
+    except (RuntimeError, ZeroDivisionError) as error:
+        return str(error)
+
+
+def test_another_order_of_ranks(tmp_path: Path) -> None:
+    """Shards of another place in the mesh have the same shapes."""
+    run_ranks(live_on_a_mesh, 2, tmp_path, [0, 1])
+    for outcome in run_ranks(live_on_a_mesh, 2, tmp_path, [1, 0]):
+        text = r"its meshes are \(2,\) of ranks \[0, 1\], and \(2,\) of ranks \[1, 0\] now"
+        assert re.search(text, outcome), outcome
+    for outcome in run_ranks(live_on_a_mesh, 2, tmp_path, [0, 1]):
+        assert outcome == ""
 
 
 def test_of_another_process(tmp_path: Path) -> None:
@@ -361,18 +386,19 @@ def test_left_overs_of_dead_launchers(in_memory: Path) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     here = _rendezvous.this_process().split()[0]
-    for run, launcher in (("dead", f"{here} {gone.pid} 1"), ("alive", _run.launcher())):
+    outside = f"{here} 0 None"  # `docker exec`, which may start it again
+    dead = f"{here} {gone.pid} 1"
+    for run, launcher in (("dead", dead), ("alive", _run.launcher()), ("outside", outside)):
         slot = _files.Slot(in_memory / f"fsdp_c-snapshots-0-{run}-main-0.0")
-        process = f"{here} {gone.pid} 1"
-        slot.set_owner(_files.Owner("x.py", launcher, process, "main", 0, 1))
+        slot.set_owner(_files.Owner("x.py", launcher, dead, "main", 0, 1))
         slot.close()
     second = fsdp_c.Snapshots(model, optimizer, name="second")
     second.resume()
-    alive = "fsdp_c-snapshots-0-alive-main-0.0"
-    assert mine | {alive} < names() and len(names()) == 5
+    alive = {f"fsdp_c-snapshots-0-{run}-main-0.0" for run in ("alive", "outside")}
+    assert mine | alive < names() and len(names()) == 6
     second.close()
     first.close()
-    assert names() == {alive}
+    assert names() == alive
 
 
 def test_runs_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,3 +538,33 @@ def test_a_copy_under_way_is_an_error() -> None:
         if errors:
             break
     assert errors and "a copy is under way" in errors[0]
+
+
+class Interrupted:
+    """Ctrl-C comes when a copy has begun."""
+
+    def __init__(self, copier: Any) -> None:
+        self.copier = copier
+        self.finish = copier.finish
+        self.is_due = True
+
+    def start(self, **about: Any) -> None:
+        self.copier.start(**about)
+        if self.is_due:
+            self.is_due = False
+            raise KeyboardInterrupt
+
+
+def test_interrupted_when_a_copy_has_begun(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    with fsdp_c.Snapshots(model, optimizer, folder=tmp_path) as snapshots:
+        snapshots.resume()
+        snapshots._copier = Interrupted(snapshots._copier)
+        with pytest.raises(KeyboardInterrupt):
+            snapshots.take(1)
+        assert set(by_step(tmp_path)) == {None}
+        for step in (2, 3):
+            train(model, optimizer)
+            snapshots.take(step)
+        snapshots.finish()
+        assert set(by_step(tmp_path)) == {2, 3}

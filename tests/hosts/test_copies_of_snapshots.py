@@ -124,8 +124,7 @@ def number_anew(rank: int, n_ranks: int, shelf: Path) -> None:
     train(run, rank, N_STEPS + 2)
     snapshots.close()
     dist.barrier()
-    for path in own_files():
-        path.unlink(missing_ok=True)
+    assert own_files() == []  # nor what ranks of other numbers had left
 
 
 def test_ranks_that_have_other_numbers_now(tmp_path: Path) -> None:
@@ -152,8 +151,7 @@ def number_anew_with_copies(rank: int, n_ranks: int, shelf: Path) -> None:
     dist.barrier()
     snapshots.close()
     dist.barrier()
-    for path in own_files():
-        path.unlink(missing_ok=True)
+    assert own_files() == []
 
 
 def test_copies_of_ranks_that_have_other_numbers_now(tmp_path: Path) -> None:
@@ -184,13 +182,29 @@ def test_a_damaged_copy() -> None:
     run_hosts(damaged, (1, 1), timeout=120)
 
 
-def without_room(rank: int, n_ranks: int) -> None:
+def no_room(*_: Any) -> Any:
+    raise _files.Unusable("no room")
+
+
+class NoCopies(_files.Slot):
+    """No file for a copy can be made."""
+
+    def __init__(self, path: Path) -> None:
+        if path.suffix in (".2", ".3"):
+            no_room()
+        super().__init__(path)
+
+
+def without_room(rank: int, n_ranks: int, is_from_the_start: bool) -> None:
     """One host keeps no copies: told once, and the run goes on from what is on each host."""
-    run = started(name="full", copies=2)
-    if rank == 1:
-        (slots,) = run[0]._copies._kept.values()
-        for slot in slots:
-            slot.reserve = lambda n_bytes: (_ for _ in ()).throw(_files.Unusable("no room"))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1 and is_from_the_start:
+            patch.setattr(_files, "Slot", NoCopies)
+        run = started(name="full", copies=2)
+    if rank == 1 and not is_from_the_start:
+        (kept,) = run[0]._copies._kept
+        for slot in kept.slots:
+            slot.reserve = no_room
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         killed(run, rank, N_STEPS)
@@ -202,8 +216,9 @@ def without_room(rank: int, n_ranks: int) -> None:
     snapshots.close()
 
 
-def test_a_host_without_room() -> None:
-    run_hosts(without_room, (1, 1), timeout=120)
+@pytest.mark.parametrize("is_from_the_start", [True, False])
+def test_a_host_without_room(is_from_the_start: bool) -> None:
+    run_hosts(without_room, (1, 1), is_from_the_start, timeout=120)
 
 
 def lose_after_failures(rank: int, n_ranks: int) -> None:
@@ -216,7 +231,7 @@ def lose_after_failures(rank: int, n_ranks: int) -> None:
         time.sleep(0.01)
     if rank == 1:
         for slot in snapshots._slots:
-            slot.reserve = lambda n_bytes: (_ for _ in ()).throw(_files.Unusable("no room"))
+            slot.reserve = no_room
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         killed((*run[:3], 1), rank, N_STEPS)
@@ -234,15 +249,19 @@ def test_a_host_that_is_lost_after_failures() -> None:
     run_hosts(lose_after_failures, (1, 1), timeout=120)
 
 
-def fails_to_load(rank: int, n_ranks: int) -> str:
+def fails_to_load(rank: int, n_ranks: int, where: str) -> str:
     """Its error is told to all at once: nobody waits for it in what comes next."""
+
+    def fail(*_: Any) -> Any:
+        raise Killed("not so")
+
     run = started(name="load", copies=2)
     killed(run, rank, 2)
     torch.manual_seed(1)
     model = units(Net())
     snapshots = fsdp_c.Snapshots(model, adamw(model), name="load", copies=2)
     if rank == 1:
-        snapshots._contents.install = lambda opened: (_ for _ in ()).throw(Killed("not so"))
+        setattr(snapshots if where == "_open_pages" else snapshots._contents, where, fail)
     try:
         snapshots.resume()
     except (Killed, RuntimeError) as error:
@@ -253,8 +272,9 @@ def fails_to_load(rank: int, n_ranks: int) -> str:
     return ""
 
 
-def test_a_rank_that_fails_to_load() -> None:
-    assert run_hosts(fails_to_load, (1, 1), timeout=60) == ["not so (rank 1)", "not so"]
+@pytest.mark.parametrize("where", ["install", "_open_pages"])
+def test_a_rank_that_fails_to_load(where: str) -> None:
+    assert run_hosts(fails_to_load, (1, 1), where, timeout=60) == ["not so (rank 1)", "not so"]
 
 
 def differ(rank: int, n_ranks: int) -> None:
