@@ -46,7 +46,7 @@ class Peers:
         """`pages`: of the ranks `local`, in their order, this one too. `counts_updates`: all ranks
         make equally many. `keeper`: the rank for which this one's word may have to wait."""
         self._pages: _C.SnapshotRanks = pages
-        self._rank = rank
+        self.rank = rank
         self._places = {peer: place for place, peer in enumerate(local)}
         self._processes = processes
         self._store = store
@@ -83,14 +83,14 @@ class Peers:
         self._pages.set_word(word=_LEFT, value=how)
         if self._has_remote and self._store is not None:
             with contextlib.suppress(dist.DistError):  # it may be closed by now
-                self._store.set(self._left_key(self._rank), str(how))
+                self._store.set(self._left_key(self.rank), str(how))
 
     def tell(self, number: int, outcome: int) -> None:
         """What became of this rank's snapshot of a number, from 1 on."""
         word = number << 2 | outcome
         self._pages.set_word(word=_OUTCOMES + number % 2, value=word)
         if self._has_remote and self._store is not None:
-            self._store.set(self._key(self._rank, number), str(word))
+            self._store.set(self._key(self.rank, number), str(word))
 
     def are_whole(self, number: int) -> bool:
         """Whether all ranks' snapshots of this number are; waits for those that do not know yet.
@@ -133,7 +133,7 @@ class Peers:
 
     def _check_same(self, rank: int, number: int) -> None:
         place = self._places.get(rank)
-        if place is None or rank == self._rank:
+        if place is None or rank == self.rank:
             return
         step, updates = self._mine[number]
         # In this order: who has taken it may step since.
@@ -143,24 +143,24 @@ class Peers:
             other = word >> 2
             if other != step and word == _step_word(number, other):  # not of a later one already
                 raise RuntimeError(
-                    f"Snapshots.take: the snapshot that is of step {step} on rank {self._rank} is"
+                    f"Snapshots.take: the snapshot that is of step {step} on rank {self.rank} is"
                     f" of step {other} on rank {rank}: one of them has left out a take(), or has"
                     f" called it once more. {_CURE}"
                 )
         elif self._counts_updates and theirs > updates:
             raise RuntimeError(
                 f"Snapshots.take: rank {rank} has gone on to another update without the snapshot"
-                f" of step {step}, which rank {self._rank} has taken. {_CURE}"
+                f" of step {step}, which rank {self.rank} has taken. {_CURE}"
             )
 
     def _await(self, rank: int, number: int) -> int:
-        peer = self._keeper if rank == self._rank else rank
+        peer = self._keeper if rank == self.rank else rank
         start = time.monotonic()
         pause, next_look, n_notices = _rendezvous.POLL_MIN_S, start, 0
         while (word := self._word(rank, number)) >> 2 != number:
             self._check_same(rank, number)
             waited = time.monotonic() - start
-            what = f"rank {self._rank} waited {waited:.1f} s in Snapshots.take for rank {peer}"
+            what = f"rank {self.rank} waited {waited:.1f} s in Snapshots.take for rank {peer}"
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + _rendezvous.LOOK_S
                 # In this order: what it has told before it left counts.

@@ -190,7 +190,7 @@ def run(
         if dies and life.moment == "before take":
             kill()
         if dies and life.moment == "late":
-            snapshots._copier = Late(snapshots._copier, life, n_ranks, step)
+            snapshots._taking.copier = Late(snapshots._taking.copier, life, n_ranks, step)
         if dies and life.moment == "between commits":
             await_commit(life, n_ranks, step + 1)
             kill()

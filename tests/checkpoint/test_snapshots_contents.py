@@ -256,7 +256,7 @@ def test_optimizers_that_call_no_hooks(tmp_path: Path, is_around: bool) -> None:
         fsdp_c.Snapshots(model, optimizer, folder=tmp_path) as snapshots,
     ):
         snapshots.resume()
-        snapshots._copier = NotYet(snapshots._copier)
+        snapshots._taking.copier = NotYet(snapshots._taking.copier)
         optimizer.step()
         snapshots.take(1)
         optimizer.step()
@@ -277,7 +277,7 @@ def test_compiled_steps_wait(tmp_path: Path) -> None:
     step = torch.compile(optimizer.step, backend="eager")
     with fsdp_c.Snapshots(model, optimizer, folder=tmp_path) as snapshots:
         snapshots.resume()
-        snapshots._copier = NotYet(snapshots._copier)
+        snapshots._taking.copier = NotYet(snapshots._taking.copier)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Snapshots")
             for number in range(1, 4):
@@ -312,7 +312,7 @@ def test_steps_of_two_threads(tmp_path: Path) -> None:
     update = threading.Event()
     with fsdp_c.Snapshots(model, optimizer, folder=tmp_path) as snapshots:
         snapshots.resume()
-        snapshots._copier = copier = Slow(snapshots._copier, update)
+        snapshots._taking.copier = copier = Slow(snapshots._taking.copier, update)
         snapshots.take(1)
         first = threading.Thread(target=snapshots.finish)
         first.start()
@@ -358,7 +358,7 @@ def test_killed_while_a_parameter_is_written(tmp_path: Path) -> None:
     model, optimizer = trained(1)
     snapshots = fsdp_c.Snapshots(model, optimizer, folder=tmp_path)
     snapshots.resume()
-    snapshots._copier = mode = Writing(tmp_path, snapshots._copier)
+    snapshots._taking.copier = mode = Writing(tmp_path, snapshots._taking.copier)
     snapshots.take(1)
     with torch.no_grad(), mode:
         model.wide.normal_()

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fsdp_c
 from fsdp_c._comm import _rendezvous
 from fsdp_c._install import _launch
-from fsdp_c._snapshots import _files, _run, _snapshots
+from fsdp_c._snapshots import _files, _resuming, _run
 from fsdp_c._window import _open
 
 
@@ -175,14 +175,14 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
         assert owner is not None
         slot.set_owner(dataclasses.replace(owner, process=f"{here} {os.getpid()} 1"))  # gone
     snapshots = fsdp_c.Snapshots(*trained(0), folder=tmp_path)
-    tell = snapshots._meeting.tell
+    tell = snapshots._resuming._meeting.tell
 
     def tell_late(*args: Any) -> Any:
         if not codes:
             child = os.fork()
             if child == 0:
                 signal.alarm(20)  # torch's threads are not there
-                _snapshots._in_use.clear()
+                _resuming._in_use.clear()
                 try:
                     os._exit(resumed(tmp_path))
                 except RuntimeError as error:
@@ -191,7 +191,7 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
         return tell(*args)
 
     codes: list[int] = []
-    snapshots._meeting.tell = tell_late  # type: ignore[method-assign]
+    snapshots._resuming._meeting.tell = tell_late  # type: ignore[method-assign]
     assert snapshots.resume() == 1 and codes == [100]
     snapshots.close()
 
@@ -252,7 +252,7 @@ def live_thrice(rank: int, n_ranks: int, folder: Path) -> list[int]:
             for step in range(found[-1] + 1, 3):
                 nn.init.constant_(model.weight, 10 * life + step)
                 if life == 1 and rank == 1:
-                    for slot in snapshots._slots:
+                    for slot in snapshots._taking.slots:
                         slot.reserve = refuse  # type: ignore[method-assign]
                 snapshots.take(step)
             raise ZeroDivisionError
@@ -559,7 +559,7 @@ def test_interrupted_when_a_copy_has_begun(tmp_path: Path) -> None:
     model, optimizer = trained(1)
     with fsdp_c.Snapshots(model, optimizer, folder=tmp_path) as snapshots:
         snapshots.resume()
-        snapshots._copier = Interrupted(snapshots._copier)
+        snapshots._taking.copier = Interrupted(snapshots._taking.copier)
         with pytest.raises(KeyboardInterrupt):
             snapshots.take(1)
         assert set(by_step(tmp_path)) == {None}

@@ -57,8 +57,8 @@ def killed(run: Any, rank: int, n_steps: int, awaits_copy: bool = True) -> Any:
         with run[0] as snapshots:
             found = train(run, rank, n_steps)
             snapshots.finish()
-            number = snapshots._number
-            while awaits_copy and snapshots._peers._word(rank, number) >> 2 != number:
+            number = snapshots._taking.number
+            while awaits_copy and snapshots._taking.peers._word(rank, number) >> 2 != number:
                 time.sleep(0.01)
             raise Killed
     except Killed:
@@ -115,7 +115,9 @@ def number_anew(rank: int, n_ranks: int, shelf: Path) -> None:
         shutil.move(path, shelf / path.name[-3:])
     dist.barrier()
     for slot in range(2):
-        shutil.copy(shelf / f"{1 - rank}.{slot}", f"/dev/shm/{run[0]._stem}-{1 - rank}.{slot}")
+        shutil.copy(
+            shelf / f"{1 - rank}.{slot}", f"/dev/shm/{run[0]._place.stem}-{1 - rank}.{slot}"
+        )
     dist.barrier()
     run = started(name="anew")
     snapshots, model, _, first = run
@@ -135,7 +137,7 @@ def number_anew_with_copies(rank: int, n_ranks: int, shelf: Path) -> None:
     """The same: now a rank finds copies of its snapshots on its own host."""
     run = started(name="swapped", copies=2)
     before = killed(run, rank, N_STEPS)
-    stem = run[0]._stem
+    stem = run[0]._place.stem
     for path in own_files():
         shutil.move(path, shelf / path.name.removeprefix(f"{stem}-"))
     dist.barrier()
@@ -166,7 +168,9 @@ def damaged(rank: int, n_ranks: int) -> None:
         for path in own_files():
             path.unlink(missing_ok=True)
     else:
-        newest = max(_files.lying(run[0]._folder, run[0]._stem, besides=0), key=lambda f: f.step)
+        newest = max(
+            _files.lying(run[0]._place.folder, run[0]._place.stem, besides=0), key=lambda f: f.step
+        )
         with Path(newest.path).open("r+b") as file:
             file.seek(8192)
             byte = file.read(1)
@@ -202,7 +206,7 @@ def without_room(rank: int, n_ranks: int, is_from_the_start: bool) -> None:
             patch.setattr(_files, "Slot", NoCopies)
         run = started(name="full", copies=2)
     if rank == 1 and not is_from_the_start:
-        (kept,) = run[0]._copies._kept
+        (kept,) = run[0]._taking.copies._kept
         for slot in kept.slots:
             slot.reserve = no_room
     with warnings.catch_warnings(record=True) as caught:
@@ -227,10 +231,10 @@ def lose_after_failures(rank: int, n_ranks: int) -> None:
     snapshots = run[0]
     before = train(run, rank, 1)
     snapshots.finish()
-    while snapshots._peers._word(rank, 1) >> 2 != 1:
+    while snapshots._taking.peers._word(rank, 1) >> 2 != 1:
         time.sleep(0.01)
     if rank == 1:
-        for slot in snapshots._slots:
+        for slot in snapshots._taking.slots:
             slot.reserve = no_room
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -261,7 +265,7 @@ def fails_to_load(rank: int, n_ranks: int, where: str) -> str:
     model = units(Net())
     snapshots = fsdp_c.Snapshots(model, adamw(model), name="load", copies=2)
     if rank == 1:
-        setattr(snapshots if where == "_open_pages" else snapshots._contents, where, fail)
+        setattr(snapshots._resuming if where == "_open_pages" else snapshots._contents, where, fail)
     try:
         snapshots.resume()
     except (Killed, RuntimeError) as error:
@@ -343,7 +347,7 @@ def test_files_of_others(tmp_path: Path) -> None:
             one.resume()
             for step in range(n_steps):
                 one.take(step + 1)
-            made[name] = one._stem
+            made[name] = one._place.stem
             raise Killed
     stem = made["run"]
     os.symlink(tmp_path / f"{stem}-0.0", tmp_path / f"{stem}-5.0")

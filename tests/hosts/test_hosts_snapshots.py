@@ -36,7 +36,7 @@ def go_on(rank: int, n_ranks: int) -> None:
     try:
         with fsdp_c.Snapshots(model, optimizer) as snapshots:
             assert snapshots.resume() == 0
-            peers = snapshots._peers
+            peers = snapshots._taking.peers
             assert peers is not None and peers._has_remote
             train(snapshots, model, optimizer, range(5), rank)
             raise Killed
@@ -76,7 +76,7 @@ def fail_on_one(rank: int, n_ranks: int) -> None:
         snapshots.resume()
         train(snapshots, model, optimizer, range(1), rank)
         if rank == 1:
-            slot = snapshots._slots[1]
+            slot = snapshots._taking.slots[1]
             reserve, slot.reserve = slot.reserve, refuse
         train(snapshots, model, optimizer, range(1, 4), rank)
         snapshots.finish()
@@ -103,7 +103,7 @@ def die_in_a_snapshot(rank: int, n_ranks: int, victim: int) -> tuple[str, float]
     model = units(Net())
     snapshots = fsdp_c.Snapshots(model, adamw(model), name=f"{n_ranks}ranks")
     snapshots.resume()
-    peers = snapshots._peers
+    peers = snapshots._taking.peers
     assert peers is not None
     if rank == victim:
         peers.tell = die  # type: ignore[method-assign]
