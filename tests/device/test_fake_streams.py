@@ -7,6 +7,8 @@ on the CPU. Then one wait after the other is ignored, and somebody has to notice
 """
 
 import contextlib
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -325,3 +327,40 @@ def test_ignored_waits_show(name: str, kind: Kind):
         if not any(is_seen for _, _, is_seen in each):
             unseen[stream, of] = unseen.get((stream, of), 0) + 1
     assert unseen == REDUNDANT[name, kind]
+
+
+class OnPurpose(Exception):
+    """What a backward fails with."""
+
+
+def go_on_after_failures(rank: int, n_ranks: int) -> list[str]:
+    """What steps end with, of which each second one fails in backward."""
+    fake_device.load()
+    side = Side(rank, n_ranks, fake_device.NAME)
+    model = side.net()
+    fails = False
+
+    def fail(grad: Tensor) -> None:
+        if fails:
+            raise OnPurpose
+
+    model.blocks[1].register_forward_hook(lambda _, args, out: out.register_hook(fail) and None)
+    ends = []
+    sys.setswitchinterval(100)  # who has the interpreter's lock keeps it
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(40):
+            fails = step % 2 == 1
+            try:
+                side.loss(model, step).backward()
+                ends.append("")
+            except Exception as error:
+                ends.append(repr(error))
+            model.zero_grad()
+    return ends
+
+
+def test_a_step_after_a_failed_backward_whose_thread_is_late():
+    """Autograd's thread for the device may be the last to let go of the backward, at any time."""
+    ends = run_ranks(go_on_after_failures, 1, timeout=60, apart=True, env=ENV)[0]
+    assert ends == ["", repr(OnPurpose())] * 20
