@@ -220,6 +220,37 @@ def guests(side: Side) -> None:
 
 
 @program
+def units_in_streams_of_their_own(side: Side) -> None:
+    """As the branches of a model that run beside each other do."""
+    for options in ({}, {"reshard_after_forward": False}):
+        model = side.net(**options)
+
+        def forward(x: Tensor, model: Any = model) -> Tensor:
+            x = model.stem(x)
+            with side.stream():
+                y = model.blocks[0](x)
+            x = model.blocks[2](model.blocks[1](x) + y)
+            return x * model.scale.sum() + model.offset
+
+        model.forward = forward
+        side.train(model, range(3))
+
+
+@program
+def forwards_in_other_streams(side: Side) -> None:
+    """Than the one in which backward is called, and its gradients are used."""
+    for options in ({}, {"reshard_after_forward": False}):
+        model = side.net(**options)
+        for step in range(2):
+            with side.stream():
+                loss = side.loss(model, step)
+            loss.backward()
+            side.keep(*(p.grad for p in model.parameters()))
+            side.change(model)
+            model.zero_grad()
+
+
+@program
 def hooks(side: Side) -> None:
     """On gradients, which the stream that makes them runs."""
     model = side.net()
@@ -269,7 +300,7 @@ def in_orders(rank: int, n_ranks: int, names: list[str]) -> None:
             assert all(same), f"{name}, {order}: {same}"
 
 
-@pytest.mark.parametrize("names", [list(PROGRAMS)[:5], list(PROGRAMS)[5:]])
+@pytest.mark.parametrize("names", [list(PROGRAMS)[:5], list(PROGRAMS)[5:10], list(PROGRAMS)[10:]])
 def test_two_ranks_in_any_order(names: list[str]):
     run_ranks(in_orders, 2, names, timeout=120, apart=True, env=ENV)
 
