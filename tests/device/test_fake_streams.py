@@ -251,6 +251,16 @@ def forwards_in_other_streams(side: Side) -> None:
 
 
 @program
+def replicas_apart(side: Side) -> None:
+    """Some of a unit's gradients are there and others are not: their sums have memory of their own,
+    which goes before they were added."""
+    model = side.net((side.n_ranks, 1))
+    for step in range(4):
+        side.backward(model, step)
+        next(model.blocks[2].parameters()).grad = None
+
+
+@program
 def hooks(side: Side) -> None:
     """On gradients, which the stream that makes them runs."""
     model = side.net()

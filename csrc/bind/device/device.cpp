@@ -205,7 +205,12 @@ at::Tensor DeviceUnit::make_buffer(size_t bytes) const
         check(fc_schedule_enter_reduce(streams_->schedule()));
     }
     const c10::StreamGuard guard(is_alone() ? streams_->computing() : streams_->reducing());
-    return at::empty({size}, options.device(streams_->device()));
+    const at::Tensor buffer = at::empty({size}, options.device(streams_->device()));
+    if (has_replicas_) { // where it is written and read, and may be when it goes
+        const c10::impl::VirtualGuardImpl impl(streams_->device().type());
+        impl.recordDataPtrOnStream(buffer.storage().data_ptr(), streams_->all_reducing());
+    }
+    return buffer;
 }
 
 bool DeviceUnit::stages_all(const std::vector<Param> &params) const
