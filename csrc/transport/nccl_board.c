@@ -356,7 +356,7 @@ static void tell_last(const fc_nccl_board *board, int r, int comm, char *out, si
                    (unsigned long long)last, what);
 }
 
-void fc_nccl_board_tell(const fc_nccl_board *board, int comm, uint64_t sequence, char *out,
+bool fc_nccl_board_tell(const fc_nccl_board *board, int comm, uint64_t sequence, char *out,
                         size_t bytes)
 {
     const fc_transport *base = board->base;
@@ -386,6 +386,7 @@ void fc_nccl_board_tell(const fc_nccl_board *board, int comm, uint64_t sequence,
         (void)snprintf(out + used, bytes - used, "; %d ranks of other hosts cannot be seen",
                        n_unseen);
     }
+    return n_behind > 0;
 }
 
 /* ---- life and death ---- */

@@ -59,8 +59,9 @@ void fc_nccl_board_give_up(fc_nccl_board *board, fc_status status, const char *t
 /* This rank leaves in order: its end is no failure from here on. */
 void fc_nccl_board_leave(fc_nccl_board *board);
 
-/* Who is behind `sequence` in communicator `comm`, with what each did last; who is not watched. */
-void fc_nccl_board_tell(const fc_nccl_board *board, int comm, uint64_t sequence, char *out,
+/* Who is behind `sequence` in communicator `comm`, with what each did last; who is not watched.
+ * False: nobody that can be seen is. */
+bool fc_nccl_board_tell(const fc_nccl_board *board, int comm, uint64_t sequence, char *out,
                         size_t bytes);
 
 #endif

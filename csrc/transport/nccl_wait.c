@@ -117,14 +117,13 @@ static fc_status fail_result(fc_nccl_comm *comm, int result, const fc_wait_info 
     return fail_at(comm->group, st, info, found, false);
 }
 
-/* Who is late in which communicator. */
+/* Who is late, in the first communicator where somebody is. */
 static void tell_late(const fc_nccl_group *group, char *out, size_t bytes)
 {
-    int i;
+    bool is_found = false;
 
-    out[0] = '\0';
-    for (i = 0; i < group->n_comms && out[0] == '\0'; i++) {
-        fc_nccl_board_tell(group->board, i, group->comms[i].sequence, out, bytes);
+    for (int i = 0; i < group->n_comms && !is_found; i++) {
+        is_found = fc_nccl_board_tell(group->board, i, group->comms[i].sequence, out, bytes);
     }
 }
 

@@ -56,7 +56,7 @@ static bool found_late(const fc_nccl_comm *comm, const fc_wait_info *info, uint6
     char text[640];
     char who[400];
 
-    fc_nccl_board_tell(group->board, comm->number, sequence, who, sizeof(who));
+    (void)fc_nccl_board_tell(group->board, comm->number, sequence, who, sizeof(who));
     (void)snprintf(text, sizeof(text), "%s within %.3g s of its call: %s", what,
                    (double)group->timeout_ns / (double)FC_NS_PER_S, who);
     return found(group, info, FC_ERR_TIMEOUT, text, out);

@@ -219,6 +219,7 @@ enum {
     DIES,
     DIES_IN_INIT,
     LATE,
+    LATE_IN_SUM, /* in the other communicator */
     HANGS,
     HANGS_IN_INIT,
     ASYNC_ERROR,
@@ -240,6 +241,8 @@ static const failure failures[N_FAILURES] = {
     {DIES_IN_INIT, FC_OK, FC_ERR_PEER, "", "was in the set-up of a communicator"},
     {LATE, FC_ERR_TIMEOUT, FC_ERR_TIMEOUT, "rank 11 called 1,",
      "rank 11 called 1, last all-gather of 'layers.0'"},
+    {LATE_IN_SUM, FC_ERR_TIMEOUT, FC_ERR_TIMEOUT, "failed: nothing came of it",
+     "rank 11 has called none"},
     {HANGS, FC_ERR_TIMEOUT, FC_ERR_TIMEOUT, "nothing came of it within 0.3 s",
      "nothing came of it within 0.3 s: "},
     {HANGS_IN_INIT, FC_ERR_TIMEOUT, FC_ERR_TIMEOUT, "in the ", "nothing came of it within 0.3 s: "},
@@ -260,6 +263,15 @@ static fc_status gather(world *w, const char *unit)
     return fc_nccl_all_gather(fc_nccl_gathers(w->group), stream_of(0), label, memory, PART);
 }
 
+static fc_status sum(world *w)
+{
+    static float number;
+
+    FC_TRY(
+        fc_nccl_all_reduce(fc_nccl_reductions(w->group), stream_of(1), layer, &number, 1, FC_F32));
+    return wait_idle(w, w->group, 1);
+}
+
 /* The rank that fails: what it does instead of its part. */
 static fc_status misbehave(world *w, int kind)
 {
@@ -270,6 +282,9 @@ static fc_status misbehave(world *w, int kind)
     case LATE:
         (void)usleep(2 * SHORT_NS / 1000);
         break;
+    case LATE_IN_SUM:
+        (void)usleep(2 * SHORT_NS / 1000);
+        return sum(w);
     case HANGS:
         w->control->hangs = true;
         break;
@@ -298,7 +313,8 @@ static fc_status misbehave(world *w, int kind)
 
 static fc_status try_all(world *w, int rank, int n, const failure *f)
 {
-    bool is_short = f->kind == LATE || f->kind == HANGS || f->kind == HANGS_IN_INIT;
+    bool is_short =
+        f->kind == LATE || f->kind == LATE_IN_SUM || f->kind == HANGS || f->kind == HANGS_IN_INIT;
 
     w->control->hangs_in_init = f->kind == HANGS_IN_INIT && rank == 1;
     w->control->dies_in_init = f->kind == DIES_IN_INIT && rank == 1;
@@ -307,6 +323,9 @@ static fc_status try_all(world *w, int rank, int n, const failure *f)
     FC_TRY(wait_idle(w, w->group, 0));
     if (rank == 1) {
         return misbehave(w, f->kind);
+    }
+    if (f->kind == LATE_IN_SUM) {
+        return sum(w);
     }
     FC_TRY(gather(w, "layers.1"));
     return wait_idle(w, w->group, 0);

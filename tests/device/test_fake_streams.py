@@ -7,6 +7,8 @@ on the CPU. Then one wait after the other is ignored, and somebody has to notice
 """
 
 import contextlib
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -218,6 +220,47 @@ def guests(side: Side) -> None:
 
 
 @program
+def units_in_streams_of_their_own(side: Side) -> None:
+    """As the branches of a model that run beside each other do."""
+    for options in ({}, {"reshard_after_forward": False}):
+        model = side.net(**options)
+
+        def forward(x: Tensor, model: Any = model) -> Tensor:
+            x = model.stem(x)
+            with side.stream():
+                y = model.blocks[0](x)
+            x = model.blocks[2](model.blocks[1](x) + y)
+            return x * model.scale.sum() + model.offset
+
+        model.forward = forward
+        side.train(model, range(3))
+
+
+@program
+def forwards_in_other_streams(side: Side) -> None:
+    """Than the one in which backward is called, and its gradients are used."""
+    for options in ({}, {"reshard_after_forward": False}):
+        model = side.net(**options)
+        for step in range(2):
+            with side.stream():
+                loss = side.loss(model, step)
+            loss.backward()
+            side.keep(*(p.grad for p in model.parameters()))
+            side.change(model)
+            model.zero_grad()
+
+
+@program
+def replicas_apart(side: Side) -> None:
+    """Some of a unit's gradients are there and others are not: their sums have memory of their own,
+    which goes before they were added."""
+    model = side.net((side.n_ranks, 1))
+    for step in range(4):
+        side.backward(model, step)
+        next(model.blocks[2].parameters()).grad = None
+
+
+@program
 def hooks(side: Side) -> None:
     """On gradients, which the stream that makes them runs."""
     model = side.net()
@@ -267,7 +310,7 @@ def in_orders(rank: int, n_ranks: int, names: list[str]) -> None:
             assert all(same), f"{name}, {order}: {same}"
 
 
-@pytest.mark.parametrize("names", [list(PROGRAMS)[:5], list(PROGRAMS)[5:]])
+@pytest.mark.parametrize("names", [list(PROGRAMS)[:5], list(PROGRAMS)[5:10], list(PROGRAMS)[10:]])
 def test_two_ranks_in_any_order(names: list[str]):
     run_ranks(in_orders, 2, names, timeout=120, apart=True, env=ENV)
 
@@ -325,3 +368,40 @@ def test_ignored_waits_show(name: str, kind: Kind):
         if not any(is_seen for _, _, is_seen in each):
             unseen[stream, of] = unseen.get((stream, of), 0) + 1
     assert unseen == REDUNDANT[name, kind]
+
+
+class OnPurpose(Exception):
+    """What a backward fails with."""
+
+
+def go_on_after_failures(rank: int, n_ranks: int) -> list[str]:
+    """What steps end with, of which each second one fails in backward."""
+    fake_device.load()
+    side = Side(rank, n_ranks, fake_device.NAME)
+    model = side.net()
+    fails = False
+
+    def fail(grad: Tensor) -> None:
+        if fails:
+            raise OnPurpose
+
+    model.blocks[1].register_forward_hook(lambda _, args, out: out.register_hook(fail) and None)
+    ends = []
+    sys.setswitchinterval(100)  # who has the interpreter's lock keeps it
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(40):
+            fails = step % 2 == 1
+            try:
+                side.loss(model, step).backward()
+                ends.append("")
+            except Exception as error:
+                ends.append(repr(error))
+            model.zero_grad()
+    return ends
+
+
+def test_a_step_after_a_failed_backward_whose_thread_is_late():
+    """Autograd's thread for the device may be the last to let go of the backward, at any time."""
+    ends = run_ranks(go_on_after_failures, 1, timeout=60, apart=True, env=ENV)[0]
+    assert ends == ["", repr(OnPurpose())] * 20

@@ -21,6 +21,16 @@ fc_stream *handle_of(const c10::Stream &stream)
     return reinterpret_cast<fc_stream *>(const_cast<c10::Stream *>(&stream));
 }
 
+// `second` waits for all that is in `first` now.
+void chain(const c10::Stream &first, const c10::Stream &second)
+{
+    if (first != second) {
+        c10::Event event(first.device_type());
+        event.record(first);
+        event.block(second);
+    }
+}
+
 constexpr size_t n_streams = 4;
 
 c10::Device device_from(PyObject *object)
@@ -98,11 +108,23 @@ void Streams::resume()
     if (forward_ == nullptr || newest_ == forward_) {
         return;
     }
-    c10::Event unsharded(device_.type());
-    unsharded.record(*newest_);
-    unsharded.block(*forward_);
+    chain(*newest_, *forward_);
     check(fc_schedule_read_shards(schedule(), handle_of(*forward_)));
     newest_ = forward_;
+}
+
+c10::Stream Streams::show_caller() const
+{
+    const c10::Stream caller = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+    chain(computing(), caller);
+    return caller;
+}
+
+c10::Stream Streams::await_caller() const
+{
+    const c10::Stream caller = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+    chain(caller, computing());
+    return caller;
 }
 
 void Streams::read_shards()
@@ -140,6 +162,37 @@ DeviceUnit::DeviceUnit(Streams *streams, fc_unit *shard, fc_unit *replicate, PyO
     check(fc_schedule_add(streams->schedule(), &plan, Out(unit_)));
 }
 
+void DeviceUnit::show_caller()
+{
+    const c10::Stream caller = streams_->show_caller();
+    if (caller == computing()) {
+        return;
+    }
+    if (user_ && *user_ != caller) {
+        chain(*user_, computing());
+    }
+    user_ = caller;
+    is_used_apart_ = true;
+}
+
+void DeviceUnit::await_users()
+{
+    streams_->await_caller();
+    if (user_) {
+        chain(*user_, computing());
+        user_.reset();
+    }
+}
+
+// Its memory goes back to the stream that it was made in, which may not write to it before.
+void DeviceUnit::note_read(const at::Tensor &grad) const
+{
+    const c10::impl::VirtualGuardImpl impl(streams_->device().type());
+    for (const c10::Stream &reader : {computing(), impl.getStream(streams_->device())}) {
+        impl.recordDataPtrOnStream(grad.storage().data_ptr(), reader);
+    }
+}
+
 at::Tensor DeviceUnit::make_buffer(size_t bytes) const
 {
     const NoModes no_modes;
@@ -152,7 +205,12 @@ at::Tensor DeviceUnit::make_buffer(size_t bytes) const
         check(fc_schedule_enter_reduce(streams_->schedule()));
     }
     const c10::StreamGuard guard(is_alone() ? streams_->computing() : streams_->reducing());
-    return at::empty({size}, options.device(streams_->device()));
+    const at::Tensor buffer = at::empty({size}, options.device(streams_->device()));
+    if (has_replicas_) { // where it is written and read, and may be when it goes
+        const c10::impl::VirtualGuardImpl impl(streams_->device().type());
+        impl.recordDataPtrOnStream(buffer.storage().data_ptr(), streams_->all_reducing());
+    }
+    return buffer;
 }
 
 bool DeviceUnit::stages_all(const std::vector<Param> &params) const
@@ -202,6 +260,9 @@ void DeviceUnit::post(const Tensors &grads, uint64_t present, const fc_reduce_op
     for (size_t i = 0; i < grads.size(); i++) {
         const fc_param &p = layout_->params[i];
         const bool is_given = grads[i].defined();
+        if (is_given && is_used_apart_) {
+            note_read(grads[i]);
+        }
         full_[i] = is_given ? grads[i].const_data_ptr() : nullptr;
         types_[i] = is_given ? dtype_of_parts(grads[i].scalar_type()) : p.compute;
     }
@@ -217,6 +278,7 @@ void DeviceUnit::post(const Tensors &grads, uint64_t present, const fc_reduce_op
                                      .keep_unsharded = true,
                                      .present = present};
     bool is_reduced = false;
+    streams_->await_caller();
     const fc_status status = fc_schedule_post_backward(scheduled(), &given, &is_reduced);
     scale(1, 1);
     check(status);

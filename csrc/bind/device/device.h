@@ -12,6 +12,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include <deque>
+#include <optional>
 
 namespace fc {
 
@@ -58,6 +59,10 @@ public:
     void read_shards();
     // Backward computes where the forward began, behind what was unsharded on another stream since.
     void resume();
+    // The caller, whose stream need not be where units compute, comes behind that, or before it.
+    // The streams are the same mostly, and nothing is to do. Returns the caller's.
+    c10::Stream show_caller() const;
+    c10::Stream await_caller() const;
 
 private:
     fc_stream *current();
@@ -107,6 +112,13 @@ public:
     bool is_alone() const { return has_all() && !has_replicas_ && !fc_layout_is_packed(layout_); }
     // Where a forward computes.
     c10::Stream computing() const { return streams_->computing(); }
+    // A script may run a unit in a stream of its own, beside the others of the root. What was
+    // unsharded is there for that stream, which has done what it does with it before it goes.
+    void show_caller();
+    void await_users();
+    // Gradients of such a unit are read in other streams than their own.
+    bool is_used_apart() const { return is_used_apart_; }
+    void note_read(const at::Tensor &grad) const;
     Streams &streams() const { return *streams_; }
     void note_forward() { check(fc_schedule_note_forward(scheduled())); }
     // Sums over the unit's ranks are those of this process group, which is connected, from now on.
@@ -128,6 +140,8 @@ private:
     const fc_layout *layout_;
     Owned<fc_schedule_unit, fc_schedule_remove> unit_;
     fc_device_comm *reduce_, *replicas_; // null: there are none
+    std::optional<c10::Stream> user_;    // one that uses what is unsharded, beside that of compute
+    bool is_used_apart_ = false;         // or was, at any time
     bool has_replicas_, is_offloaded_, is_pinned_;
     const char *why_staged_;
     std::vector<const void *> full_;

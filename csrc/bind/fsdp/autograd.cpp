@@ -232,17 +232,22 @@ std::unique_ptr<Border> entry_to(StateObject *state)
 }
 
 // Lives in the graph task's list of final callbacks. If it goes without having run, backward has
-// failed.
+// failed. A thread of autograd's may be the last to hold the task, and be late: a forward that
+// comes before it has found the failure by itself, and is left alone.
 class FinalCallback : NoCopy {
 public:
-    explicit FinalCallback(RootObject *root) : root_(root) { Py_INCREF(root); }
+    explicit FinalCallback(RootObject *root) : root_(root)
+    {
+        Py_INCREF(root);
+        root->context->final_callback = this;
+    }
     ~FinalCallback()
     {
         if (!Py_IsInitialized() || is_left_behind()) {
             return;
         }
         Gil gil;
-        if (!has_run_) {
+        if (take_place()) {
             fc_root_fail(&root_->course);
         }
         Py_DECREF(root_);
@@ -251,13 +256,21 @@ public:
     {
         Gil gil;
         const Untraced untraced;
-        has_run_ = true;
+        take_place();
         root_end_backward(root_);
     }
 
 private:
+    // False: somebody else has, or it was never the newest.
+    bool take_place()
+    {
+        const void *&place = root_->context->final_callback;
+        const bool is_its = place == this;
+        place = is_its ? nullptr : place;
+        return is_its;
+    }
+
     RootObject *root_;
-    bool has_run_ = false;
 };
 
 } // namespace
@@ -368,6 +381,14 @@ void hook_params(StateObject *state)
             }
         }
     });
+}
+
+void find_failed_backward(RootObject *root)
+{
+    if (root->context->final_callback != nullptr && !in_autograd_backward()) {
+        root->context->final_callback = nullptr;
+        fc_root_fail(&root->course);
+    }
 }
 
 void queue_final_callback(RootObject *root)

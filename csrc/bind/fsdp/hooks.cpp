@@ -277,6 +277,7 @@ Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_
     if (process.n_awaited > 0) {
         ask_python(Call::refuse_unless_waited, state);
     }
+    find_failed_backward(state->root);
     Ref args = Ref::borrow(given_args), kwargs = Ref::borrow(given_kwargs);
     if (is_recomputed_first(state)) {
         state_pre_backward(state);

@@ -244,6 +244,9 @@ void root_end_backward(RootObject *root)
         pass_rest(root);
     }
     check_raised(fc_root_end_backward(&root->course));
+    if (root->streams != nullptr) { // backward() may have been called in another than the forward
+        root->streams->show_caller();
+    }
 }
 
 } // namespace fc

@@ -100,6 +100,9 @@ void root_finalize_backward(RootObject &root)
     log_event("FSDP::finalize_backward");
     Range range("FSDP::finalize_backward");
     check_raised(fc_root_finalize_backward(&root.course));
+    if (root.streams != nullptr) {
+        root.streams->show_caller();
+    }
 }
 
 void root_drop_raised_forward(RootObject &root)

@@ -46,8 +46,9 @@ struct ContextObject {
 
     PyObject_HEAD
     fc_root_context course;
-    bool awaits_handle; // of finalize_backward(async_op=True)
-    bool has_warned;    // that gradients were left to finalize_backward() and forgotten
+    bool awaits_handle;         // of finalize_backward(async_op=True)
+    bool has_warned;            // that gradients were left to finalize_backward() and forgotten
+    const void *final_callback; // of the newest backward, while it has not run; null: none waits
 };
 
 // The base of FSDPState.
@@ -206,6 +207,8 @@ void hook_nodes_inside(StateObject *state, const BorrowedTensors &outputs);
 // The same for the gradients of the unit's parameters; for good.
 void hook_params(StateObject *state);
 void queue_final_callback(RootObject *root);
+// As a forward begins: a backward that has not ended has failed.
+void find_failed_backward(RootObject *root);
 
 // ---- root.cpp: what is done around the functions of engine/root.h ----
 template <typename Body> void each_state(const RootObject *root, Body &&body)

@@ -114,6 +114,22 @@ void Unit::unshard()
                     this);
         check_raised(fc_unsharding_show(unsharding()));
     }
+    show_caller();
+}
+
+// Before what is unsharded goes, and before gradients are taken from the parameters.
+void Unit::await_users()
+{
+    if (device_ == nullptr) {
+        return;
+    }
+    device_->await_users();
+    for (size_t i = 0; device_->is_used_apart() && i < params_.size(); i++) {
+        const at::Tensor &grad = params_[i].unsharded_tensor.grad();
+        if (grad.defined() && grad.has_storage()) { // not a DTensor
+            device_->note_read(grad);
+        }
+    }
 }
 
 // ---- shards of one rank alone on a device: they lie as in the unsharded buffer, which they are
@@ -174,6 +190,7 @@ static void check_grad_dtype(const Param &param)
 
 void Unit::submit(bool with_unused, const fc_reduce_options &options)
 {
+    await_users();
     // A submission that waits for the peers takes the partial sums along.
     const bool takes_sums =
         flushes_partial_sums && options.all_reduce && !fc_reduction_is_submitted(reduction());

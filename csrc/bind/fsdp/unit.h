@@ -76,6 +76,7 @@ public:
     }
     void reshard(bool to_slice = false)
     {
+        await_users();
         check_raised(fc_unsharding_reshard(unsharding(), to_slice));
     }
     // Gathers; registration is left to unshard().
@@ -99,6 +100,7 @@ public:
     // Keeps gradients for a later backward; peers that reduce the unit meanwhile get an error.
     void accumulate()
     {
+        await_users();
         if (keep_gradients()) {
             fc_reduction_accumulate(reduction());
         }
@@ -128,7 +130,16 @@ public:
         return has_all_gradients() && !has_partial_sums() && fc_unsharding_is_settled(unsharding());
     }
 
+    // On a device: the caller's stream may be another than the one that units compute in.
+    void show_caller()
+    {
+        if (device_ != nullptr) {
+            device_->show_caller();
+        }
+    }
+
 private:
+    void await_users();
     fc_unsharding_options make_device(const UnitParts &parts);
     void make_gradients();
 

@@ -65,6 +65,7 @@ fc_unsharding_ops extended_ops(bool has_extensions)
     ops.show = on_unit<[](Unit &unit, void *memory) {
         unit.show(memory);
         unit.extended()->show(memory);
+        unit.show_caller(); // which makes what it shows of it
     }>;
     ops.hide = on_unit<[](Unit &unit, bool keeps_size) {
         unit.hide(keeps_size);
