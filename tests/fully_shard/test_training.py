@@ -1,5 +1,8 @@
 """Training beside torch: several forwards or backwards, none, and unsharding by hand."""
 
+from typing import Any
+
+import harness
 import models
 import pytest
 import torch
@@ -390,6 +393,55 @@ def test_registered_forward_method(rank: int, n_ranks: int) -> None:
         pair.backward()
         pair.optimize()
         pair.step(data(rank, step))
+
+
+class Recursive(nn.Module):
+    """Calls itself as its forward ends, or in the middle, from which it goes on."""
+
+    def __init__(self, in_the_middle: bool) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.in_the_middle = in_the_middle
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = self.blocks[0](torch.tanh(self.stem(x)))
+        if depth and self.in_the_middle:
+            x = x + self(x, depth - 1)
+        x = self.blocks[1](x)
+        return x if self.in_the_middle or not depth else self(x, depth - 1)
+
+
+def call_itself(rank: int, n_ranks: int, is_root: bool, in_the_middle: bool) -> None:
+    def build() -> nn.Module:
+        model = Recursive(in_the_middle)
+        return model if is_root else nn.Sequential(model, nn.Linear(WIDTH, WIDTH))
+
+    def shard(model: nn.Module, fsdp: Any) -> None:
+        for module in reversed(list(model.modules())):
+            if module is model or isinstance(module, Block | Recursive):
+                fsdp.fully_shard(module)
+
+    pair = Pair(build, shard)
+    for step in range(3):
+        x = data(rank, step, 4, WIDTH).requires_grad_(step > 0)
+        for syncs in (False, False, True):
+            pair.do(lambda side, syncs=syncs: side.model.set_requires_gradient_sync(syncs))
+            pair.forward(x)
+            pair.backward()
+            if not syncs:
+                pair.eval_forward(data(rank, 9, 4, WIDTH))
+        pair.optimize()
+
+
+@pytest.mark.parametrize("is_root", [True, False])
+@pytest.mark.parametrize("transport", ["shm", "callback"])
+def test_a_module_that_calls_itself(transport: str, is_root: bool) -> None:
+    """Its calls are one to backward. Torch keeps the weights of a root alone through the inner
+    call."""
+    for in_the_middle in (False, True) if is_root else (False,):
+        env = {"FSDP_C_TRANSPORT": transport}
+        harness.run_ranks(call_itself, 2, is_root, in_the_middle, env=env)
 
 
 @on_ranks(2)

@@ -229,7 +229,7 @@ bool is_recomputed_first(const StateObject *state)
 void begin_forward(StateObject *state)
 {
     fc_root_module *course = &state->course;
-    if (fc_root_was_left(&state->root->course, course)) {
+    if (root_was_left(state)) {
         root_reset(state->root, false);
     }
     const bool is_first = !course->is_grouped || course->training != FC_TRAINING_FORWARD;
@@ -265,7 +265,9 @@ void units_pre_forward(StateObject *state, Ref &args, Ref &kwargs)
             take_arguments(changed.get(), args, kwargs);
         }
     });
-    if (has_units(state) && (is_news || !state->course.is_grouped)) {
+    // The calls that a module makes of itself are passed when the one around them is. What an
+    // exception has left in forward is entered anew.
+    if (has_units(state) && (is_news || !(state->course.is_grouped || is_running(state)))) {
         register_post_backward(state, args, kwargs);
     }
 }
@@ -293,6 +295,7 @@ Ref state_pre_forward(StateObject *state, PyObject *given_args, PyObject *given_
         // Nodes of casts are outside: backward comes to them after the unit's post-backward.
         state->entry_sequence = at::sequence_number::peek();
         units_pre_forward(state, args, kwargs); // set-up may have been repeated
+        note_entered(state);
     }
     if (args.get() == given_args && kwargs.get() == given_kwargs) {
         return Ref::borrow(Py_None);

@@ -10,6 +10,33 @@ namespace fc {
 
 namespace {
 
+// A call that this thread is in.
+class RunningCall : NoCopy {
+public:
+    explicit RunningCall(PyObject *module) : module_(module), around_(newest_) { newest_ = this; }
+    ~RunningCall() { newest_ = around_; }
+    static RunningCall *newest() { return newest_; }
+    RunningCall *around() const { return around_; }
+    bool is_of(const StateObject *state) const
+    {
+        Py_ssize_t i = 0;
+        while (i < PyTuple_GET_SIZE(state->modules) &&
+               PyTuple_GET_ITEM(state->modules, i) != module_) {
+            i++;
+        }
+        return i < PyTuple_GET_SIZE(state->modules);
+    }
+    bool has_entered = false; // the forward of the module's state
+
+private:
+    static thread_local RunningCall *newest_;
+
+    PyObject *module_; // borrowed
+    RunningCall *around_;
+};
+
+thread_local RunningCall *RunningCall::newest_ = nullptr;
+
 // nn.Module, and what is the same in every call. Never freed.
 struct Caller {
     PyTypeObject *module_type;
@@ -214,6 +241,7 @@ PyObject *call_module(PyObject *module, PyObject *args, PyObject *kwargs)
 // tp_call of the classes.
 PyObject *call(PyObject *module, PyObject *args, PyObject *kwargs)
 {
+    RunningCall running(module);
     PyObject *output = call_module(module, args, kwargs);
     if (output == nullptr) {
         note_raised(module);
@@ -223,6 +251,23 @@ PyObject *call(PyObject *module, PyObject *args, PyObject *kwargs)
 }
 
 } // namespace
+
+void note_entered(const StateObject *state)
+{
+    RunningCall *newest = RunningCall::newest();
+    if (newest != nullptr && newest->is_of(state)) {
+        newest->has_entered = true;
+    }
+}
+
+bool is_running(const StateObject *state)
+{
+    const RunningCall *running = RunningCall::newest();
+    while (running != nullptr && !(running->has_entered && running->is_of(state))) {
+        running = running->around();
+    }
+    return running != nullptr;
+}
 
 void call_directly(PyObject *cls)
 {

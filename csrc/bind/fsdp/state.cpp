@@ -100,7 +100,7 @@ void look_around(StateObject *state)
     if (!is_asked) {
         return;
     }
-    if (fc_root_was_left(&root->course, &state->course)) {
+    if (root_was_left(state)) {
         root_reset(root, false);
     }
     if (root->course.opener == nullptr && fc_root_is_between_steps(&root->course)) {

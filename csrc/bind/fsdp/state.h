@@ -192,6 +192,12 @@ PyObject *state_hook_post_forward(PyObject *self, PyObject *const *arguments, Py
 // Post-backward, from autograd; then nothing may be left of the unit for the end of backward.
 void state_post_backward(StateObject *state);
 
+// ---- module_call.cpp ----
+// Forward has entered the state, in the call of its module that this thread began last.
+void note_entered(const StateObject *state);
+// Whether such a call goes on: it calls its module again.
+bool is_running(const StateObject *state);
+
 // ---- autograd; autograd.cpp ----
 // Post-backward runs when autograd comes to the node that made the unit's only input: in the order
 // of a backward that is after all nodes of the unit. False if that node cannot tell.
@@ -221,6 +227,16 @@ template <typename Body> void each_state(const RootObject *root, Body &&body)
 inline bool root_in_backward(const RootObject *root)
 {
     return fc_root_in_backward(&root->course);
+}
+
+// Before the state is entered: whether the forward that began before was left by an exception. One
+// that calls itself goes on.
+inline bool root_was_left(const StateObject *state)
+{
+    const fc_root_course *course = &state->root->course;
+    return fc_root_was_left(course, &state->course) &&
+           (course->has_raised ||
+            !is_running(static_cast<const StateObject *>(course->opener->owner)));
 }
 
 // After its other fields.
