@@ -32,7 +32,8 @@ def gradients_come_late(program: Program) -> bool:
 
 
 def gathers_anew(program: Program) -> bool:
-    """What was unsharded before the first forward, or before one that a dispatch mode begins to see
-    or no longer sees: features draw these, and count."""
+    """What was unsharded before the first forward, before one that a dispatch mode begins to see or
+    no longer sees (features draw these, and count), or before one that trains what was frozen."""
     has_run = any(RUN.search(line) for line in program.lines)
-    return is_used() and (not has_run or program.has("AllGather("))
+    has_changed = program.has("AllGather(") or program.has("requires_grad_(")
+    return is_used() and (not has_run or has_changed)
