@@ -1,6 +1,7 @@
 """Features of units on a device whose streams do their work as late, or as early, as events allow:
 programs as in test_fake_streams.py."""
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -63,6 +64,30 @@ def checkpointed_inside(side: Side) -> None:
         composable_checkpoint(block)
     models.shard_blocks(model, fsdp_of(side), mesh=side.mesh())
     side.train(model, range(3))
+
+
+@program
+def unsharded_by_hand(side: Side) -> None:
+    model = side.net()
+    for step in range(3):
+        handles = [block.unshard(async_op=True) for block in model.blocks]
+        if step == 1:
+            for handle in handles:
+                handle.wait()
+        if step == 2:
+            handles[0].wait()
+            side.keep(*model.blocks[0].parameters())
+        side.train(model, range(step, step + 1))
+    with side.stream():
+        handle = model.blocks[1].unshard(async_op=True)
+    handle.wait()
+    side.keep(*model.blocks[1].parameters())
+    model.blocks[1].reshard()
+    side.change(model)
+    model.blocks[1].unshard()
+    side.keep(*model.blocks[1].parameters())
+    model.blocks[1].reshard()
+    side.train(model)
 
 
 @program
@@ -329,6 +354,41 @@ def divided(side: Side) -> None:
 
 
 @program
+def forwards_in_two_streams(side: Side) -> None:
+    """Before the backward of both."""
+    for options in ({}, {"reshard_after_forward": False}):
+        model = side.net(**options)
+        for step in range(3):
+            first = side.loss(model, 2 * step)
+            with side.stream():
+                second = side.loss(model, 2 * step + 1)
+            if step == 2:
+                second.backward()
+                first.backward()
+            else:
+                (first + second).backward()
+            side.keep(*(p.grad for p in model.parameters()))
+            model.zero_grad()
+            side.change(model)
+
+
+@program
+def micro_batches_in_streams(side: Side) -> None:
+    for shape, options in (((side.n_ranks,), {}), ((side.n_ranks, 1), {})):
+        model = side.net(shape, **options)
+        for step in range(4):
+            is_last = step % 2 == 1
+            if len(shape) > 1:
+                model.set_requires_all_reduce(is_last)
+            else:
+                model.set_requires_gradient_sync(is_last)
+                model.set_is_last_backward(step == 3)
+            with side.stream() if is_last else contextlib.nullcontext():
+                side.loss(model, step).backward()
+        side.keep(*(p.grad for p in model.parameters()))
+
+
+@program
 def averaged_in_streams(side: Side) -> None:
     """As scripts do that log, clip and step in a stream of their own."""
     model = side.net()
@@ -357,3 +417,8 @@ def library() -> None:
 @pytest.mark.parametrize("part", range(4))
 def test_two_ranks_in_any_order(part: int):
     run_ranks(in_orders, 2, list(PROGRAMS)[part::4], timeout=200, apart=True, env=ENV)
+
+
+def test_one_rank_in_any_order():
+    names = ["forwards_in_two_streams", "unsharded_by_hand"]
+    run_ranks(in_orders, 1, names, timeout=120, apart=True, env=ENV)

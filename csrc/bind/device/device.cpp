@@ -90,6 +90,11 @@ fc_stream *Streams::current()
     return handle_of(*known);
 }
 
+const c10::Stream *Streams::bound_to() const
+{
+    return reinterpret_cast<const c10::Stream *>(fc_schedule_bound_to(schedule()));
+}
+
 c10::Stream Streams::computing() const
 {
     return newest_ != nullptr ? *newest_
@@ -99,18 +104,25 @@ c10::Stream Streams::computing() const
 void Streams::begin()
 {
     check(fc_collectives_watch(collectives_.core()));
-    check(fc_schedule_begin(schedule(), current(), nullptr));
+    if (const c10::Stream *bound = bound_to()) { // by a forward whose backward is to come
+        newest_ = bound;
+        await_caller();
+    } else {
+        current();
+    }
+    check(fc_schedule_begin(schedule(), handle_of(*newest_), nullptr));
     forward_ = newest_;
 }
 
 void Streams::resume()
 {
-    if (forward_ == nullptr || newest_ == forward_) {
+    const c10::Stream *bound = bound_to(), *target = bound != nullptr ? bound : forward_;
+    if (target == nullptr || newest_ == target) {
         return;
     }
-    chain(*newest_, *forward_);
-    check(fc_schedule_read_shards(schedule(), handle_of(*forward_)));
-    newest_ = forward_;
+    chain(*newest_, *target);
+    check(fc_schedule_read_shards(schedule(), handle_of(*target)));
+    newest_ = target;
 }
 
 c10::Stream Streams::show_caller() const

@@ -52,8 +52,8 @@ public:
     // Where the newest forward, or unshard, began.
     c10::Stream computing() const;
 
-    // A forward begins in the current stream: shards may be read behind what is in it. Raises if
-    // something is wrong with another rank.
+    // A forward begins in the current stream, or where one did whose backward is to come: shards
+    // may be read behind what is in it. Raises if something is wrong with another rank.
     void begin();
     // The same for an unshard outside of forward and backward.
     void read_shards();
@@ -66,6 +66,7 @@ public:
 
 private:
     fc_stream *current();
+    const c10::Stream *bound_to() const; // null: by nothing to any
 
     c10::Device device_;
     Collectives collectives_;
