@@ -3,6 +3,7 @@ programs as in test_fake_streams.py."""
 
 import contextlib
 import warnings
+from types import MethodType
 from typing import Any
 
 import fake_device
@@ -405,6 +406,59 @@ def averaged_in_streams(side: Side) -> None:
     side.keep(*model.parameters())
 
 
+def pre_scaled(
+    self: Tensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+) -> Any:
+    """What is gathered is of one scale, which it is multiplied with again."""
+    total = self.detach().sum()
+    scale = total * 0 + 4
+    return (self / scale,), scale
+
+
+def post_scaled(
+    self: Tensor,
+    gathered: tuple[Tensor],
+    scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+) -> Any:
+    if out is None:
+        whole = gathered[0] * scale
+        return whole, (whole,)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+        torch.mul(gathered[0], scale, out=out)
+    return None
+
+
+@program
+def extended(side: Side) -> None:
+    seed_everything(1)
+    model = nn.Module()
+    model.blocks = nn.ModuleList(models.Block(8, 8) for _ in range(3))
+    model.forward = lambda x: model.blocks[2](model.blocks[1](model.blocks[0](x)))
+    model.to(side.device)
+    models.shard_blocks(model, fsdp_of(side), mesh=side.mesh())
+    for param in model.parameters():
+        part = param._local_tensor
+        part.fsdp_pre_all_gather = MethodType(pre_scaled, part)
+        part.fsdp_post_all_gather = MethodType(post_scaled, part)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.nn.functional.pad(data(side.rank, step), (0, 2)).to(side.device)
+        loss = model(x).square().mean()
+        if step == 1:
+            with side.stream():
+                model.blocks[1].unshard()
+                side.keep(*model.blocks[1].parameters())
+                model.blocks[1].reshard()
+        loss.backward()
+        side.keep(*(p.grad for p in model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    side.keep(*model.parameters())
+
+
 def in_orders(rank: int, n_ranks: int, names: list[str]) -> None:
     in_orders_of(rank, n_ranks, {name: PROGRAMS[name] for name in names})
 
@@ -420,5 +474,5 @@ def test_two_ranks_in_any_order(part: int):
 
 
 def test_one_rank_in_any_order():
-    names = ["forwards_in_two_streams", "unsharded_by_hand"]
+    names = ["forwards_in_two_streams", "unsharded_by_hand", "extended"]
     run_ranks(in_orders, 1, names, timeout=120, apart=True, env=ENV)

@@ -139,6 +139,11 @@ c10::Stream Streams::await_caller() const
     return caller;
 }
 
+void Streams::hold_copies() const
+{
+    chain(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_), copying_in());
+}
+
 void Streams::read_shards()
 {
     check(fc_schedule_read_shards(schedule(), current()));

@@ -63,6 +63,9 @@ public:
     // The streams are the same mostly, and nothing is to do. Returns the caller's.
     c10::Stream show_caller() const;
     c10::Stream await_caller() const;
+    // The caller has used what an extension has made in copy-in beside what is gathered, such as a
+    // scale: what comes there next may get its memory.
+    void hold_copies() const;
 
 private:
     fc_stream *current();
