@@ -406,6 +406,24 @@ def averaged_in_streams(side: Side) -> None:
     side.keep(*model.parameters())
 
 
+@program
+def reduced_at_the_end(side: Side) -> None:
+    """Of a backward, which is called in another stream than units compute in: their inputs need no
+    gradient, and for parameters that were not used zeros are made."""
+    model = side.net()
+    block = model.blocks[0]
+    block.forward = lambda x: x + block.norm(x)
+    model.forward = lambda x: block(x) * model.scale.sum()
+    model.set_reduce_scatter_unused_params(True)
+    for step in range(3):
+        with side.stream():
+            loss = side.loss(model, step)
+        loss.backward()
+        side.keep(*(p.grad for p in model.parameters() if p.grad is not None))
+        model.zero_grad()
+        side.change(model)
+
+
 def pre_scaled(
     self: Tensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
 ) -> Any:

@@ -210,6 +210,18 @@ void DeviceUnit::note_read(const at::Tensor &grad) const
     }
 }
 
+void DeviceUnit::take_from_caller(const Tensors &grads) const
+{
+    if (streams_->await_caller() == computing() && !is_used_apart_) {
+        return;
+    }
+    for (const at::Tensor &grad : grads) {
+        if (grad.defined()) {
+            note_read(grad);
+        }
+    }
+}
+
 at::Tensor DeviceUnit::make_buffer(size_t bytes) const
 {
     const NoModes no_modes;
@@ -277,9 +289,6 @@ void DeviceUnit::post(const Tensors &grads, uint64_t present, const fc_reduce_op
     for (size_t i = 0; i < grads.size(); i++) {
         const fc_param &p = layout_->params[i];
         const bool is_given = grads[i].defined();
-        if (is_given && is_used_apart_) {
-            note_read(grads[i]);
-        }
         full_[i] = is_given ? grads[i].const_data_ptr() : nullptr;
         types_[i] = is_given ? dtype_of_parts(grads[i].scalar_type()) : p.compute;
     }
@@ -295,7 +304,6 @@ void DeviceUnit::post(const Tensors &grads, uint64_t present, const fc_reduce_op
                                      .keep_unsharded = true,
                                      .present = present};
     bool is_reduced = false;
-    streams_->await_caller();
     const fc_status status = fc_schedule_post_backward(scheduled(), &given, &is_reduced);
     scale(1, 1);
     check(status);

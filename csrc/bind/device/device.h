@@ -123,6 +123,9 @@ public:
     // Gradients of such a unit are read in other streams than their own.
     bool is_used_apart() const { return is_used_apart_; }
     void note_read(const at::Tensor &grad) const;
+    // Where units compute comes behind what the caller has made of gradients, as the end of a
+    // backward does in the stream that backward() was called in.
+    void take_from_caller(const Tensors &grads) const;
     Streams &streams() const { return *streams_; }
     void note_forward() { check(fc_schedule_note_forward(scheduled())); }
     // Sums over the unit's ranks are those of this process group, which is connected, from now on.
