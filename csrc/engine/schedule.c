@@ -451,11 +451,40 @@ static fc_status set_guest(fc_schedule *s, fc_stream *guest)
     return FC_OK;
 }
 
+static bool has_pooled(const fc_schedule *s)
+{
+    return fc_stream_pool_has_memory(&s->gathers) || fc_stream_pool_has_memory(&s->inputs) ||
+           fc_stream_pool_has_memory(&s->outputs);
+}
+
+static bool has_used(const fc_schedule *s)
+{
+    return s->gathers.n_used + s->inputs.n_used + s->outputs.n_used > 0;
+}
+
+fc_stream *fc_schedule_bound_to(const fc_schedule *s)
+{
+    const fc_schedule_unit *u = s->units;
+
+    while (u != NULL && u->kept == NULL && (u->full == NULL || u->full == u->resident)) {
+        u = u->next;
+    }
+    return u != NULL || (s->is_open ? has_pooled(s) : has_used(s)) ? s->compute : NULL;
+}
+
+static fc_status drop_free(fc_schedule *s)
+{
+    FC_TRY(fc_stream_pool_drop(s, &s->gathers));
+    FC_TRY(fc_stream_pool_drop(s, &s->inputs));
+    return fc_stream_pool_drop(s, &s->outputs);
+}
+
 static fc_status set_compute(fc_schedule *s, fc_stream *compute)
 {
-    if (s->compute != NULL && s->compute != compute &&
-        (fc_stream_pool_has_memory(&s->gathers) || fc_stream_pool_has_memory(&s->inputs) ||
-         fc_stream_pool_has_memory(&s->outputs))) {
+    if (s->compute != NULL && s->compute != compute && !s->is_open) {
+        FC_TRY(drop_free(s)); /* which an unshard has left */
+    }
+    if (s->compute != NULL && s->compute != compute && has_pooled(s)) {
         return fc_fail(FC_ERR_STATE, "an iteration begins on another stream than the one before it,"
                                      " whose last backward has not ended");
     }
@@ -490,7 +519,7 @@ fc_status fc_schedule_begin(fc_schedule *s, fc_stream *compute, fc_event *optimi
 
 fc_status fc_schedule_read_shards(fc_schedule *s, fc_stream *caller)
 {
-    if (s->is_open && s->compute != caller) {
+    if (s->compute != caller && (s->is_open || fc_schedule_bound_to(s) != NULL)) {
         FC_TRY(set_guest(s, caller));
         FC_TRY(await_guest(s)); /* compute may use shards where they lie */
     } else {

@@ -132,6 +132,9 @@ FC_MUST_CHECK fc_status fc_schedule_set_prefetch(fc_schedule_unit *unit, bool in
 /* Shards may be read from here on: behind `optimizer`, or behind compute if it is NULL. */
 FC_MUST_CHECK fc_status fc_schedule_begin(fc_schedule *schedule, fc_stream *compute,
                                           fc_event *optimizer);
+/* Compute, where something lies in its memory still, which a forward without its backward has left,
+ * or an unshard: then the next iteration is in that stream, too. NULL: it may be in any. */
+fc_stream *fc_schedule_bound_to(const fc_schedule *schedule);
 /* The unsharded buffer is there for what compute does next. */
 FC_MUST_CHECK fc_status fc_schedule_pre_forward(fc_schedule_unit *unit, void **full_out);
 FC_MUST_CHECK fc_status fc_schedule_post_forward(fc_schedule_unit *unit);
@@ -186,8 +189,8 @@ FC_MUST_CHECK fc_status fc_schedule_await_gradients(fc_schedule *schedule);
 /* The host may write offloaded shards that were gathered by now. */
 FC_MUST_CHECK fc_status fc_schedule_await_shards(fc_schedule *schedule);
 /* Outside of forward and backward: shards may be read as the caller leaves them by now. Inside of
- * an iteration another stream than compute is a guest, until compute calls or the next one begins;
- * else the caller is compute from here on. */
+ * an iteration, and where compute is bound, another stream is a guest, until compute calls or the
+ * next one begins; else the caller is compute from here on. */
 FC_MUST_CHECK fc_status fc_schedule_read_shards(fc_schedule *schedule, fc_stream *caller);
 /* Outside of forward and backward, inside of an iteration or after fc_schedule_read_shards. */
 FC_MUST_CHECK fc_status fc_schedule_unshard(fc_schedule_unit *unit, void **full_out);

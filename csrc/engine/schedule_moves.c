@@ -7,6 +7,10 @@
 
 #include <string.h>
 
+/* Of a unit, for types that came later: a model that is used alike in all steps needs one or two.
+ */
+#define MIXED_MAX 8
+
 /* This rank's chunks of the unsharded buffer, into a pack of the smaller group. */
 static fc_status plan_slice(const fc_layout *post, fc_runs *plan)
 {
@@ -192,18 +196,30 @@ static fc_status staging_create(fc_schedule_unit *unit, const fc_dtype *types, b
                   &plan, &staging->moves);
 }
 
+/* NULL: there is none. */
+static const fc_schedule_staging *find_staging(const fc_schedule_unit *unit, const fc_dtype *types,
+                                               bool is_straight)
+{
+    const size_t bytes = unit->options.layout->n_params * sizeof(*types);
+    const fc_schedule_staging *staging = unit->stagings;
+
+    while (staging != NULL &&
+           (staging->is_straight != is_straight || memcmp(staging->types, types, bytes) != 0)) {
+        staging = staging->next;
+    }
+    return staging;
+}
+
 static fc_status known_or_made(fc_schedule_unit *unit, const fc_dtype *types, bool is_straight,
                                fc_moves **out)
 {
-    size_t bytes = unit->options.layout->n_params * sizeof(*types);
+    const fc_schedule_staging *known = find_staging(unit, types, is_straight);
     fc_schedule_staging *staging;
     fc_status st;
 
-    for (staging = unit->stagings; staging != NULL; staging = staging->next) {
-        if (staging->is_straight == is_straight && memcmp(staging->types, types, bytes) == 0) {
-            *out = staging->moves;
-            return FC_OK;
-        }
+    if (known != NULL) {
+        *out = known->moves;
+        return FC_OK;
     }
     staging = fc_alloc(1, sizeof(*staging));
     if (staging == NULL) {
@@ -219,16 +235,6 @@ static fc_status known_or_made(fc_schedule_unit *unit, const fc_dtype *types, bo
     unit->stagings = staging;
     *out = staging->moves;
     return FC_OK;
-}
-
-fc_status fc_schedule_staging_for(fc_schedule_unit *unit, const fc_dtype *types, bool is_straight,
-                                  fc_moves **out)
-{
-    if (types == NULL || are_compute_types(unit->options.layout, types)) {
-        *out = is_straight ? unit->straight : unit->stage;
-        return FC_OK;
-    }
-    return known_or_made(unit, types, is_straight, out);
 }
 
 void fc_schedule_moves_destroy(fc_schedule_unit *unit)
@@ -268,4 +274,76 @@ fc_status fc_schedule_move(fc_schedule_unit *unit, fc_stream *stream, const char
         unit->addresses[FC_BASE_PARAMS + i] = (uintptr_t)param;
     }
     return s->ops->move(s->options.device, stream, fc_schedule_label(unit, what), &move);
+}
+
+/* ---- gradients ---- */
+
+static bool is_given(const fc_schedule_unit *unit, const fc_schedule_launch *launch, size_t param)
+{
+    const fc_param *p = &unit->options.layout->params[param];
+
+    return launch->params[param] != NULL && p->has_grad && p->trainable;
+}
+
+static fc_status move_by(fc_schedule_unit *unit, const fc_dtype *types, bool is_straight,
+                         fc_schedule_launch launch)
+{
+    if (types == NULL || are_compute_types(unit->options.layout, types)) {
+        launch.moves = is_straight ? unit->straight : unit->stage;
+    } else {
+        FC_TRY(known_or_made(unit, types, is_straight, &launch.moves));
+    }
+    return fc_schedule_move(unit, unit->schedule->compute, is_straight ? "finish" : "stage",
+                            &launch);
+}
+
+/* Those of one type alone, by the plan for all of that type: the others count as absent. */
+static fc_status move_type(fc_schedule_unit *unit, const fc_dtype *types, fc_dtype type,
+                           bool is_straight, fc_schedule_launch launch)
+{
+    const size_t n = unit->options.layout->n_params;
+    size_t i;
+
+    for (i = 0; i < n; i++) {
+        unit->type_of_each[i] = type;
+        unit->of_type[i] = types[i] == type ? launch.params[i] : NULL;
+    }
+    launch.params = unit->of_type;
+    return move_by(unit, unit->type_of_each, is_straight, launch);
+}
+
+/* One after the other: all but the first are added to the zeros that it has left for them. */
+static fc_status move_types(fc_schedule_unit *unit, const fc_dtype *types, bool is_straight,
+                            fc_schedule_launch launch)
+{
+    const size_t n = unit->options.layout->n_params;
+    bool is_done[FC_DTYPE_COUNT] = {false};
+    size_t i;
+
+    for (i = 0; i < n; i++) {
+        if (is_given(unit, &launch, i) && !is_done[types[i]]) {
+            is_done[types[i]] = true;
+            FC_TRY(move_type(unit, types, types[i], is_straight, launch));
+            launch.accumulate = true;
+        }
+    }
+    return FC_OK;
+}
+
+/* Where steps use other parameters each, and have added up gradients of some of them (experts),
+ * there would be as many plans as sets of parameters; none may go, since a captured graph may read
+ * it. Beyond some of them gradients are moved a type at a time, by a plan for each type. */
+fc_status fc_schedule_move_grads(fc_schedule_unit *unit, const fc_dtype *types, bool is_straight,
+                                 const fc_schedule_launch *launch)
+{
+    if (types == NULL || are_compute_types(unit->options.layout, types) ||
+        find_staging(unit, types, is_straight) != NULL) {
+        return move_by(unit, types, is_straight, *launch);
+    }
+    if (unit->n_mixed < MIXED_MAX) {
+        FC_TRY(move_by(unit, types, is_straight, *launch));
+        unit->n_mixed++;
+        return FC_OK;
+    }
+    return move_types(unit, types, is_straight, *launch);
 }

@@ -78,8 +78,11 @@ struct fc_schedule_unit {
     fc_moves *pack, *unpack, *slice, *post_unpack; /* owned */
     fc_moves *stage, *straight, *finish, *add;     /* owned */
     fc_schedule_staging *stagings;                 /* owned; of types that came later */
+    size_t n_mixed;                                /* of these, for all types of a call */
+    fc_dtype *type_of_each;                        /* owned; one for all, of one launch */
     uint64_t *addresses;                           /* owned; of one launch */
     const void **uploaded; /* owned; offloaded shards on the device, for one launch */
+    const void **of_type;  /* owned; gradients of one type, for one launch */
     fc_layout post;        /* of the smaller group; post_params is NULL without one */
     fc_param *post_params; /* owned */
     size_t *staging_at;    /* owned; offloaded shards on the device */
@@ -153,11 +156,6 @@ void fc_schedule_moves_destroy(fc_schedule_unit *unit);
 bool fc_schedule_is_sent_as_is(const fc_schedule_unit *unit, const fc_param *param);
 /* Where this rank's chunk of a parameter lies in the unsharded buffer: bytes. */
 size_t fc_schedule_own_at(const fc_schedule_unit *unit, const fc_param *param);
-/* The plan that stages gradients of these types (NULL: all of type `compute`), made once; straight:
- * that finishes them at once. */
-FC_MUST_CHECK fc_status fc_schedule_staging_for(fc_schedule_unit *unit, const fc_dtype *types,
-                                                bool is_straight, fc_moves **out);
-
 /* What one launch of a unit's plan works on. */
 typedef struct fc_schedule_launch {
     fc_moves *moves;
@@ -169,6 +167,10 @@ typedef struct fc_schedule_launch {
 } fc_schedule_launch;
 FC_MUST_CHECK fc_status fc_schedule_move(fc_schedule_unit *unit, fc_stream *stream,
                                          const char *what, const fc_schedule_launch *launch);
+/* Stages full gradients of these types (NULL: all of type `compute`) in compute; straight: finishes
+ * them at once. The plan is the types'. */
+FC_MUST_CHECK fc_status fc_schedule_move_grads(fc_schedule_unit *unit, const fc_dtype *types,
+                                               bool is_straight, const fc_schedule_launch *launch);
 
 /* ---- schedule.c ---- */
 

@@ -31,7 +31,6 @@ static fc_status stage(fc_schedule_unit *unit, const fc_schedule_grads *grads)
                                  .divisor = pre_divisor_of(unit, grads),
                                  .accumulate = unit->waiting != NULL};
 
-    FC_TRY(fc_schedule_staging_for(unit, grads->types, false, &launch.moves));
     if (unit->waiting == NULL) {
         FC_TRY(fc_stream_pool_acquire(s, &s->inputs, fc_schedule_label(unit, ""),
                                       unit->options.layout->trainable_part_bytes *
@@ -39,7 +38,7 @@ static fc_status stage(fc_schedule_unit *unit, const fc_schedule_grads *grads)
                                       &unit->waiting));
     }
     launch.wire = unit->waiting->memory;
-    return fc_schedule_move(unit, s->compute, "stage", &launch);
+    return fc_schedule_move_grads(unit, grads->types, false, &launch);
 }
 
 static fc_status scatter_sections(fc_schedule_unit *unit, uint64_t present, const void *from,
@@ -233,13 +232,12 @@ static bool is_straight(const fc_schedule_unit *unit, const fc_schedule_grads *g
 
 static fc_status finish_straight(fc_schedule_unit *unit, const fc_schedule_grads *grads)
 {
-    fc_schedule_launch launch = {.unit = grads->out,
-                                 .params = grads->full,
-                                 .divisor = divisor_of(unit, grads),
-                                 .accumulate = grads->accumulate};
+    const fc_schedule_launch launch = {.unit = grads->out,
+                                       .params = grads->full,
+                                       .divisor = divisor_of(unit, grads),
+                                       .accumulate = grads->accumulate};
 
-    FC_TRY(fc_schedule_staging_for(unit, grads->types, true, &launch.moves));
-    return fc_schedule_move(unit, unit->schedule->compute, "finish", &launch);
+    return fc_schedule_move_grads(unit, grads->types, true, &launch);
 }
 
 static fc_status finish_waiting(fc_schedule_unit *unit, const fc_schedule_grads *grads)

@@ -57,6 +57,8 @@ static void unit_destroy(fc_schedule_unit *unit)
     fc_free(unit->post_params);
     fc_free(unit->addresses);
     fc_free(unit->uploaded);
+    fc_free(unit->of_type);
+    fc_free(unit->type_of_each);
     fc_free(unit->staging_at);
     fc_free(unit->gathers);
     fc_free(unit->prefetch[0].units);
@@ -155,10 +157,12 @@ static fc_status fill(fc_schedule_unit *unit)
 
     unit->addresses = fc_alloc(FC_BASE_PARAMS + n, sizeof(*unit->addresses));
     unit->uploaded = fc_alloc(n, sizeof(*unit->uploaded));
+    unit->of_type = fc_alloc(n, sizeof(*unit->of_type));
+    unit->type_of_each = fc_alloc(n, sizeof(*unit->type_of_each));
     unit->staging_at = fc_alloc(n, sizeof(*unit->staging_at));
     unit->gathers = fc_alloc(n, sizeof(*unit->gathers));
-    if (unit->addresses == NULL || unit->uploaded == NULL || unit->staging_at == NULL ||
-        unit->gathers == NULL) {
+    if (unit->addresses == NULL || unit->uploaded == NULL || unit->of_type == NULL ||
+        unit->type_of_each == NULL || unit->staging_at == NULL || unit->gathers == NULL) {
         return fc_fail(FC_ERR_NOMEM, "unit '%s'", unit->name);
     }
     measure(unit);

@@ -1,4 +1,5 @@
 /* Gradients of a unit: which of them are reduced, held or dropped, and by what plans. */
+#include "kernels/kernels.h"
 #include "one_rank_world.h"
 
 /* Of parameters that take part; whatever lies behind them. */
@@ -152,6 +153,71 @@ static void test_plans_are_made_once(int n_ranks)
     unmake(&w);
 }
 
+#define ROW 256 /* elements of a parameter */
+
+static const fc_dtype types_of_four[] = {FC_F32, FC_F64, FC_BF16, FC_F16};
+
+/* `which` of the pairs of types; without the second gradient if there is only one. */
+static void post_pair(world *w, int which, bool has_both, fc_schedule_sync sync, bool accumulate)
+{
+    const fc_dtype pair[PARAMS] = {types_of_four[which % 4], types_of_four[which / 4]};
+    const void *full[PARAMS] = {w->grads[0], has_both ? w->grads[1] : NULL};
+    const fc_schedule_grads given = {
+        .full = full, .types = pair, .out = w->out, .sync = sync, .accumulate = accumulate};
+    float values[ROW];
+    bool is_reduced;
+
+    for (int j = 0; j < PARAMS; j++) {
+        for (int i = 0; i < ROW; i++) {
+            values[i] = (float)(i % 64 + j + 1);
+        }
+        fc_kern_cast(FC_F32, pair[j])((void *)(uintptr_t)w->grads[j], values, ROW);
+    }
+    MUST(fc_schedule_post_backward(w->units[0], &given, &is_reduced));
+    await_all(w);
+}
+
+static void check_sums(const world *w, bool has_both, int n)
+{
+    for (int j = 0; j < PARAMS; j++) {
+        const float *sums = (const float *)((const char *)w->out + w->params[0][j].grad_at);
+
+        for (int i = 0; i < ROW; i++) {
+            CHECK_EQ(sums[i], j == 0 || has_both ? (float)(n * (i % 64 + j + 1)) : 0);
+        }
+    }
+}
+
+/* However many combinations come, as of experts that are used or not; and sums are the same. */
+static void test_plans_are_few(int n_ranks)
+{
+    const kind k = {.n_ranks = n_ranks};
+    size_t planned = 0;
+    world w;
+
+    make_world(&w, &k);
+    begin(&w);
+    for (int n = 0; n < 64; n++) {
+        const int which = n / 4;
+        const bool has_both = n % 2 == 0, is_held = n % 4 > 1;
+
+        if (is_held) {
+            post_pair(&w, which, has_both, FC_SYNC_NONE, false);
+        }
+        post_pair(&w, which, has_both, FC_SYNC_ALL, false);
+        if (n_ranks == 1) {
+            check_sums(&w, has_both, is_held ? 2 : 1);
+            post_pair(&w, which, has_both, FC_SYNC_ALL, true);
+            check_sums(&w, has_both, is_held ? 3 : 2);
+        }
+        planned += take().planned;
+    }
+    CHECK(planned / (PARAMS * ROW) > 8);
+    CHECK(planned / (PARAMS * ROW) <= 8 + 3 * 2); /* several types at once; the others each */
+    end(&w);
+    unmake(&w);
+}
+
 int main(void)
 {
     test_some_gradient_is_needed(true);
@@ -161,5 +227,7 @@ int main(void)
     test_the_given_divisor_counts();
     test_plans_are_made_once(1);
     test_plans_are_made_once(2);
+    test_plans_are_few(1);
+    test_plans_are_few(2);
     return check_result();
 }

@@ -318,6 +318,36 @@ static void test_compute_stays_where_it_is(const kind *k, bool may_go)
     unmake(&w);
 }
 
+/* What an unshard has left outside of an iteration binds nobody, but what it has made does: who
+ * comes in another stream is a guest then. */
+static void test_unshards_between_iterations(const kind *k)
+{
+    world w;
+
+    make_world(&w, k);
+    await_all(&w);
+    CHECK(fc_schedule_bound_to(w.schedule) == NULL);
+    MUST(fc_schedule_read_shards(w.schedule, w.streams[5]));
+    unshard(&w, 0);
+    CHECK(fc_schedule_bound_to(w.schedule) == w.streams[5]);
+    MUST(fc_schedule_read_shards(w.schedule, w.streams[0]));
+    unshard(&w, 1);
+    CHECK(fc_schedule_bound_to(w.schedule) == w.streams[5]);
+    fc_schedule_reshard(w.units[0]);
+    fc_schedule_reshard(w.units[1]);
+    CHECK(fc_schedule_bound_to(w.schedule) == NULL);
+    MUST(fc_schedule_read_shards(w.schedule, w.streams[0]));
+    CHECK_EQ(fc_sim_bytes(w.device), w.rest_bytes);
+    MUST(fc_schedule_begin(w.schedule, w.streams[0], NULL));
+    unshard(&w, 0);
+    CHECK(fc_schedule_bound_to(w.schedule) == w.streams[0]);
+    fc_schedule_reshard(w.units[0]);
+    CHECK(fc_schedule_bound_to(w.schedule) == w.streams[0]); /* by slots, which the next one uses */
+    end(&w);
+    CHECK(fc_schedule_bound_to(w.schedule) == NULL);
+    unmake(&w);
+}
+
 /* Nor while gradients are held. */
 static void test_compute_stays_with_held_gradients(fc_schedule_sync sync)
 {
@@ -385,6 +415,8 @@ int main(void)
     test_a_unit_of_one_byte();
     test_compute_stays_where_it_is(&staged, false);
     test_compute_stays_where_it_is(&direct, true);
+    test_unshards_between_iterations(&staged);
+    test_unshards_between_iterations(&direct);
     test_compute_stays_with_held_gradients(FC_SYNC_NONE);
     test_compute_stays_with_held_gradients(FC_SYNC_SCATTER);
     test_a_guest_that_cannot_come();

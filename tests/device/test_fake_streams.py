@@ -61,13 +61,16 @@ class Side:
         seed_everything(1)
         model = Net(n_blocks).to(self.device)
         shape = shape or (self.n_ranks,)
-        if self.device == "cpu":
-            mesh = cached_mesh(shape, ("replicate", "shard")[-len(shape) :])
-            models.shard_blocks(model, torch.distributed.fsdp, mesh=mesh, **options)
-        else:
-            mesh = fake_device.mesh_of(shape)
-            models.shard_blocks(model, harness.implementation(), mesh=mesh, **options)
+        own = self.device == "cpu"
+        fsdp = torch.distributed.fsdp if own else harness.implementation()
+        models.shard_blocks(model, fsdp, mesh=self.mesh(shape), **options)
         return model
+
+    def mesh(self, shape: tuple[int, ...] = ()) -> Any:
+        shape = shape or (self.n_ranks,)
+        if self.device == "cpu":
+            return cached_mesh(shape, ("replicate", "shard")[-len(shape) :])
+        return fake_device.mesh_of(shape)
 
     def loss(self, model: Any, step: int) -> Tensor:
         return model(data(self.rank, step).to(self.device)).square().mean()
@@ -294,18 +297,22 @@ def results(
 
 
 def in_orders(rank: int, n_ranks: int, names: list[str]) -> None:
+    in_orders_of(rank, n_ranks, {name: PROGRAMS[name] for name in names})
+
+
+def in_orders_of(rank: int, n_ranks: int, programs: dict[str, Program]) -> None:
     fake_device.load()  # before any backward: autograd has a thread for each device it knows then
-    for name in names:
+    for name, run in programs.items():
         beside = Side(rank, n_ranks, "cpu")
-        PROGRAMS[name](beside)
-        first, said = results(PROGRAMS[name], rank, n_ranks, AT_ONCE)
+        run(beside)
+        first, said = results(run, rank, n_ranks, AT_ONCE)
         assert any(stream == COPY_IN for _, stream, _ in said), f"{name}: not on the core"
         rough = {"rtol": 0.05, "atol": 0.05} if name in ROUGH else {}
         torch.testing.assert_close(
             first, beside.seen, **rough, msg=lambda text, name=name: f"{name}: {text}"
         )
         for order in ORDERS:
-            again, _ = results(PROGRAMS[name], rank, n_ranks, order)
+            again, _ = results(run, rank, n_ranks, order)
             same = [torch.equal(a, b) for a, b in zip(again, first, strict=True)]
             assert all(same), f"{name}, {order}: {same}"
 

@@ -90,6 +90,11 @@ fc_stream *Streams::current()
     return handle_of(*known);
 }
 
+const c10::Stream *Streams::bound_to() const
+{
+    return reinterpret_cast<const c10::Stream *>(fc_schedule_bound_to(schedule()));
+}
+
 c10::Stream Streams::computing() const
 {
     return newest_ != nullptr ? *newest_
@@ -99,18 +104,25 @@ c10::Stream Streams::computing() const
 void Streams::begin()
 {
     check(fc_collectives_watch(collectives_.core()));
-    check(fc_schedule_begin(schedule(), current(), nullptr));
+    if (const c10::Stream *bound = bound_to()) { // by a forward whose backward is to come
+        newest_ = bound;
+        await_caller();
+    } else {
+        current();
+    }
+    check(fc_schedule_begin(schedule(), handle_of(*newest_), nullptr));
     forward_ = newest_;
 }
 
 void Streams::resume()
 {
-    if (forward_ == nullptr || newest_ == forward_) {
+    const c10::Stream *bound = bound_to(), *target = bound != nullptr ? bound : forward_;
+    if (target == nullptr || newest_ == target) {
         return;
     }
-    chain(*newest_, *forward_);
-    check(fc_schedule_read_shards(schedule(), handle_of(*forward_)));
-    newest_ = forward_;
+    chain(*newest_, *target);
+    check(fc_schedule_read_shards(schedule(), handle_of(*target)));
+    newest_ = target;
 }
 
 c10::Stream Streams::show_caller() const
@@ -125,6 +137,11 @@ c10::Stream Streams::await_caller() const
     const c10::Stream caller = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
     chain(caller, computing());
     return caller;
+}
+
+void Streams::hold_copies() const
+{
+    chain(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_), copying_in());
 }
 
 void Streams::read_shards()
@@ -190,6 +207,18 @@ void DeviceUnit::note_read(const at::Tensor &grad) const
     const c10::impl::VirtualGuardImpl impl(streams_->device().type());
     for (const c10::Stream &reader : {computing(), impl.getStream(streams_->device())}) {
         impl.recordDataPtrOnStream(grad.storage().data_ptr(), reader);
+    }
+}
+
+void DeviceUnit::take_from_caller(const Tensors &grads) const
+{
+    if (streams_->await_caller() == computing() && !is_used_apart_) {
+        return;
+    }
+    for (const at::Tensor &grad : grads) {
+        if (grad.defined()) {
+            note_read(grad);
+        }
     }
 }
 
@@ -260,9 +289,6 @@ void DeviceUnit::post(const Tensors &grads, uint64_t present, const fc_reduce_op
     for (size_t i = 0; i < grads.size(); i++) {
         const fc_param &p = layout_->params[i];
         const bool is_given = grads[i].defined();
-        if (is_given && is_used_apart_) {
-            note_read(grads[i]);
-        }
         full_[i] = is_given ? grads[i].const_data_ptr() : nullptr;
         types_[i] = is_given ? dtype_of_parts(grads[i].scalar_type()) : p.compute;
     }
@@ -278,7 +304,6 @@ void DeviceUnit::post(const Tensors &grads, uint64_t present, const fc_reduce_op
                                      .keep_unsharded = true,
                                      .present = present};
     bool is_reduced = false;
-    streams_->await_caller();
     const fc_status status = fc_schedule_post_backward(scheduled(), &given, &is_reduced);
     scale(1, 1);
     check(status);

@@ -52,8 +52,8 @@ public:
     // Where the newest forward, or unshard, began.
     c10::Stream computing() const;
 
-    // A forward begins in the current stream: shards may be read behind what is in it. Raises if
-    // something is wrong with another rank.
+    // A forward begins in the current stream, or where one did whose backward is to come: shards
+    // may be read behind what is in it. Raises if something is wrong with another rank.
     void begin();
     // The same for an unshard outside of forward and backward.
     void read_shards();
@@ -63,9 +63,13 @@ public:
     // The streams are the same mostly, and nothing is to do. Returns the caller's.
     c10::Stream show_caller() const;
     c10::Stream await_caller() const;
+    // The caller has used what an extension has made in copy-in beside what is gathered, such as a
+    // scale: what comes there next may get its memory.
+    void hold_copies() const;
 
 private:
     fc_stream *current();
+    const c10::Stream *bound_to() const; // null: by nothing to any
 
     c10::Device device_;
     Collectives collectives_;
@@ -119,6 +123,9 @@ public:
     // Gradients of such a unit are read in other streams than their own.
     bool is_used_apart() const { return is_used_apart_; }
     void note_read(const at::Tensor &grad) const;
+    // Where units compute comes behind what the caller has made of gradients, as the end of a
+    // backward does in the stream that backward() was called in.
+    void take_from_caller(const Tensors &grads) const;
     Streams &streams() const { return *streams_; }
     void note_forward() { check(fc_schedule_note_forward(scheduled())); }
     // Sums over the unit's ranks are those of this process group, which is connected, from now on.

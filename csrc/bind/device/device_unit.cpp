@@ -11,6 +11,7 @@ namespace fc {
 void DeviceGradients::submit(std::unique_ptr<Taken> taken, const fc_reduce_options &options)
 {
     const Grads &grads = taken->tensors;
+    device_->take_from_caller(grads);
     for (size_t i = 0; i < params_.size(); i++) {
         if (grads[i].defined() && !layout_->params[i].trainable) {
             ask_python(Call::refuse_frozen_gradient, params_[i].owner.get());

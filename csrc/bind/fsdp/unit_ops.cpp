@@ -82,7 +82,12 @@ fc_unsharding_ops extended_ops(bool has_extensions)
         unit.extended()->make();
     }>;
     if (has_extensions) {
-        ops.fill = on_extended<&Extended::fill>;
+        ops.fill = on_unit<[](Unit &unit) {
+            unit.extended()->fill();
+            if (unit.device() != nullptr) {
+                unit.device()->streams().hold_copies();
+            }
+        }>;
     }
     ops.forget = on_extended<&Extended::forget>;
     ops.can_reside = [](void *) { return false; };

@@ -226,7 +226,7 @@ private:
             if (!must) {
                 return false;
             }
-            std::this_thread::sleep_for(std::chrono::microseconds(50));
+            let_others_go_on();
             if (n % 1000 == 999) { // perhaps another rank waits for another stream of this one
                 const Running running(queue);
                 for (auto &[_, other] : queues_) {
@@ -235,6 +235,16 @@ private:
             }
         }
         return true;
+    }
+
+    // A collective's end may need Python's lock in another thread.
+    static void let_others_go_on()
+    {
+        PyThreadState *state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+        if (state != nullptr) {
+            PyEval_RestoreThread(state);
+        }
     }
 
     struct Running {
