@@ -14,7 +14,7 @@ import torch
 import torch.distributed.fsdp
 from harness import run_ranks, seed_everything
 from models import Net, data
-from test_fake_streams import ENV, Program, Side, in_orders_of
+from test_fake_streams import ENV, OnPurpose, Program, Side, in_orders_of
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -287,10 +287,6 @@ def inference_between(side: Side) -> None:
             model.zero_grad()
             side.change(model)
             side.change(other)
-
-
-class OnPurpose(Exception):
-    """What forwards and backwards fail with."""
 
 
 @program

@@ -111,6 +111,10 @@ class Side:
         outer.wait_stream(inner)
 
 
+class OnPurpose(Exception):
+    """What forwards and backwards fail with."""
+
+
 Program = Callable[[Side], None]
 PROGRAMS: dict[str, Program] = {}
 
@@ -375,10 +379,6 @@ def test_ignored_waits_show(name: str, kind: Kind):
         if not any(is_seen for _, _, is_seen in each):
             unseen[stream, of] = unseen.get((stream, of), 0) + 1
     assert unseen == REDUNDANT[name, kind]
-
-
-class OnPurpose(Exception):
-    """What a backward fails with."""
 
 
 def go_on_after_failures(rank: int, n_ranks: int) -> list[str]:
