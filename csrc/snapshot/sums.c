@@ -27,6 +27,7 @@ static void add_rows_plain(fc_sums *sums, char *dst, const char *src, size_t n)
 #include <immintrin.h>
 
 #define VECTORS 2
+#define AHEAD 4096 /* bytes: the hardware's own prefetching ends with a page */
 #define AVX2 __attribute__((target("avx2")))
 
 typedef __m256i vector;
@@ -39,6 +40,7 @@ AVX2 static inline void add_rows(fc_sums *sums, char *dst, const char *src, size
         plain[v] = weighted[v] = _mm256_setzero_si256();
     }
     for (size_t row = 0; row < n; row++, src += FC_SUM_ROW) {
+        _mm_prefetch(src + AHEAD, _MM_HINT_T1);
         for (int v = 0; v < VECTORS; v++) {
             const vector x = _mm256_loadu_si256((const vector *)(const void *)src + v);
 

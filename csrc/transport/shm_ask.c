@@ -122,11 +122,14 @@ static const char *why_silent(const fc_transport *t, int peer, const fc_shm_inqu
 {
     const fc_shm_answer *theirs = &fc_shm_rank_of(t, peer)->answer;
     uint32_t heard = atomic_load_explicit(&theirs->heard, memory_order_acquire);
+    uint32_t answered = atomic_load_explicit(&theirs->answered, memory_order_acquire);
+    bool has_heard = (int32_t)(heard - inquiry->question) >= 0;
 
     if (fc_process_is_stopped(&t->shm->peers[peer])) {
         return "; its process is stopped (by SIGSTOP or a debugger)";
     }
-    return (int32_t)(heard - inquiry->question) >= 0
+    /* Or its watcher still asks Python for who asked before, and hears nobody meanwhile. */
+    return has_heard || heard != answered
                ? "; its Python does not answer: it is in a C call that keeps the interpreter's lock"
                : "; its process does not answer";
 }

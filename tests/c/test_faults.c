@@ -471,12 +471,13 @@ static bool tell_nothing_yet(fc_place *out)
 {
     (void)out;
     atomic_store(&is_telling, true);
-    (void)ranks_await(ROUNDS_DONE, 1);
+    (void)ranks_await(ROUNDS_DONE, 2);
     (void)usleep(50000);
     atomic_store(&is_telling, false);
     return false;
 }
 
+/* The last rank asks when the silent one's watcher is within its call already. */
 static void body_silent(int rank, int n, void *arg)
 {
     bool is_stopped = *(const bool *)arg;
@@ -493,17 +494,19 @@ static void body_silent(int rank, int n, void *arg)
         if (is_stopped) {
             (void)raise(SIGSTOP);
         }
-        CHECK(ranks_await(ROUNDS_DONE, 1));
+        CHECK(ranks_await(ROUNDS_DONE, n - 1));
         /* Not while a call of the host's goes on. */
         fc_transport_stop_telling();
         CHECK(!atomic_load(&is_telling));
     } else {
         CHECK(ranks_await(PIDS, 1));
+        (void)usleep(rank == 2 ? 700000 : 0);
         CHECK_EQ(wait_for(t, region, 1, 1), FC_ERR_TIMEOUT);
         CHECK_HAS(fc_last_message(), is_stopped
                                          ? "; its process is stopped"
                                          : "; its Python does not answer: it is in a C call");
-        atomic_store(&ranks_common->values[ROUNDS_DONE], 1);
+        atomic_fetch_add(&ranks_common->values[ROUNDS_DONE], 1);
+        CHECK(ranks_await(ROUNDS_DONE, n - 1));
         (void)kill((pid_t)atomic_load(&ranks_common->values[PIDS]), SIGCONT);
     }
     fc_region_release(region);
@@ -551,7 +554,7 @@ static void check_silent(const void *arg)
 {
     bool is_stopped = *(const bool *)arg;
 
-    ranks_check(2, body_silent, &is_stopped);
+    ranks_check(3, body_silent, &is_stopped);
 }
 
 /* A rank that fails on its own account ends its peers' waits with its text. */
