@@ -47,3 +47,34 @@ def test_a_rank_that_dies_in_set_up(hosts: tuple[int, ...], victim: int) -> None
         text, seconds = outcome.value
         assert f"rank {victim}" in text and "set-up" in text, outcome
         assert seconds < LATE_S, outcome  # not the process group's timeout
+
+
+def lose_the_store(rank: int, n_ranks: int) -> tuple[str, float]:
+    """What ended it, and how long that took."""
+    import fsdp_c
+    from fsdp_c._comm import _beats
+
+    def meet_alone(hosts: Any) -> None:
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1)
+        meet(hosts)
+
+    meet, _beats.meet = _beats.meet, meet_alone
+    model = models.Net()
+    models.shard_blocks(model, fsdp_c)
+    began = time.monotonic()
+    try:
+        model(models.data(rank, 0))
+    except RuntimeError as error:
+        return str(error), time.monotonic() - began
+    return "", 0.0
+
+
+def test_the_rank_with_the_store_dies_before_others_connect_to_it_again() -> None:
+    """torch would try for a minute."""
+    env = {"FSDP_C_HOST_TIMEOUT": str(HOST_TIMEOUT_S)}
+    outcomes = run_hosts(lose_the_store, (1, 1), env=env, timeout=40, fresh=True)
+    assert outcomes[1].ok, outcomes
+    text, seconds = outcomes[1].value
+    assert "rank 0" in text and seconds < LATE_S, outcomes
