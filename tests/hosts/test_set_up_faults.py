@@ -4,6 +4,7 @@ reads yet."""
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import models
@@ -49,15 +50,18 @@ def test_a_rank_that_dies_in_set_up(hosts: tuple[int, ...], victim: int) -> None
         assert seconds < LATE_S, outcome  # not the process group's timeout
 
 
-def lose_the_store(rank: int, n_ranks: int) -> tuple[str, float]:
+def lose_the_store(rank: int, n_ranks: int, note: str) -> tuple[str, float]:
     """What ended it, and how long that took."""
     import fsdp_c
     from fsdp_c._comm import _beats
 
     def meet_alone(hosts: Any) -> None:
         if rank == 0:
+            Path(note).touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(1)
+        while not Path(note).exists():
+            time.sleep(0.05)
+        time.sleep(0.5)
         meet(hosts)
 
     meet, _beats.meet = _beats.meet, meet_alone
@@ -71,10 +75,12 @@ def lose_the_store(rank: int, n_ranks: int) -> tuple[str, float]:
     return "", 0.0
 
 
-def test_the_rank_with_the_store_dies_before_others_connect_to_it_again() -> None:
+def test_the_rank_with_the_store_dies_before_others_connect_to_it_again(tmp_path: Path) -> None:
     """torch would try for a minute."""
     env = {"FSDP_C_HOST_TIMEOUT": str(HOST_TIMEOUT_S)}
-    outcomes = run_hosts(lose_the_store, (1, 1), env=env, timeout=40, fresh=True)
+    outcomes = run_hosts(
+        lose_the_store, (1, 1), str(tmp_path / "note"), env=env, timeout=40, fresh=True
+    )
     assert outcomes[1].ok, outcomes
     text, seconds = outcomes[1].value
     assert "rank 0" in text and seconds < LATE_S, outcomes
