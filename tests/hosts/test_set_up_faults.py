@@ -50,17 +50,17 @@ def test_a_rank_that_dies_in_set_up(hosts: tuple[int, ...], victim: int) -> None
         assert seconds < LATE_S, outcome  # not the process group's timeout
 
 
-def lose_the_store(rank: int, n_ranks: int, note: str) -> tuple[str, float]:
+def lose_the_store(rank: int, n_ranks: int, folder: str) -> tuple[str, float]:
     """What ended it, and how long that took."""
     import fsdp_c
     from fsdp_c._comm import _beats
 
     def meet_alone(hosts: Any) -> None:
-        if rank == 0:
-            Path(note).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        while not Path(note).exists():
+        Path(folder, str(rank)).touch()
+        while len(list(Path(folder).iterdir())) < n_ranks:
             time.sleep(0.05)
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.5)
         meet(hosts)
 
@@ -78,9 +78,7 @@ def lose_the_store(rank: int, n_ranks: int, note: str) -> tuple[str, float]:
 def test_the_rank_with_the_store_dies_before_others_connect_to_it_again(tmp_path: Path) -> None:
     """torch would try for a minute."""
     env = {"FSDP_C_HOST_TIMEOUT": str(HOST_TIMEOUT_S)}
-    outcomes = run_hosts(
-        lose_the_store, (1, 1), str(tmp_path / "note"), env=env, timeout=40, fresh=True
-    )
+    outcomes = run_hosts(lose_the_store, (1, 1), str(tmp_path), env=env, timeout=40, fresh=True)
     assert outcomes[1].ok, outcomes
     text, seconds = outcomes[1].value
     assert "rank 0" in text and seconds < LATE_S, outcomes
