@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from fsdp_c import _env
 from fsdp_c._comm import _hosts, _peer_location, _rendezvous
+from fsdp_c._compat import _versions
 from fsdp_c._native import _C
 
 _LOOK_S = 1.0
@@ -76,9 +77,10 @@ def _hear(watched: _Watched, peer: int, words: str) -> None:
 class Watch:
     """Looks at what this rank waits for, in a thread of its own."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, world: dist.ProcessGroup) -> None:
+        self.world = weakref.ref(world)
         self._rank = dist.get_rank()
-        self._beats = _C.Beats(group=str(group.group_name), rank=self._rank)
+        self._beats = _C.Beats(group=str(world.group_name), rank=self._rank)
         self._watched: weakref.WeakKeyDictionary[dist.ProcessGroup, _Watched] = (
             weakref.WeakKeyDictionary()
         )
@@ -92,8 +94,10 @@ class Watch:
     def start(self) -> None:
         self._thread.start()
         atexit.register(self.stop)
+        _versions.at_destroy(end)
 
     def stop(self) -> None:
+        atexit.unregister(self.stop)
         self._ends.set()
         self._thread.join()
         del self._beats
@@ -202,13 +206,24 @@ _watch: Watch | None = None
 def meet(hosts: _hosts.Hosts) -> None:
     """Ranks of several hosts have met: they leave signs of life from now on. Local."""
     global _watch
+    world = dist.group.WORLD
+    assert world is not None
+    if _watch is not None and _watch.world() is not world:
+        end()
     if _watch is None:
-        world = dist.group.WORLD
-        assert world is not None
         _watch = Watch(world)
         _watch.start()
         _rendezvous.look_at_hosts_by(_watch.look)
     _watch.meet(hosts)
+
+
+def end() -> None:
+    """A world's store ends with it, and numbers of ranks mean others in the next one."""
+    global _watch
+    if _watch is not None:
+        _rendezvous.look_at_hosts_by(None)
+        _watch.stop()
+        _watch = None
 
 
 def watch(group: dist.ProcessGroup, transport: _C.Transport) -> None:

@@ -72,8 +72,8 @@ def why_given_up(ranks: list[int]) -> str:
     return "" if _look_at_hosts is None else _look_at_hosts(ranks)
 
 
-def look_at_hosts_by(look: Callable[[list[int]], str]) -> None:
-    """From now on waits for ranks of several hosts ask it, at each look."""
+def look_at_hosts_by(look: Callable[[list[int]], str] | None) -> None:
+    """From now on waits for ranks of several hosts ask it, at each look; None: nobody."""
     global _look_at_hosts
     _look_at_hosts = look
 

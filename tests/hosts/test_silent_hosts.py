@@ -1,5 +1,7 @@
 """Hosts that fall silent: their lines do not break, and nothing arrives."""
 
+import datetime
+import gc
 import os
 import re
 import subprocess
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from harness import RankOutcome
 from hosts import Network, require_hosts, run_hosts
 
+LIMIT = datetime.timedelta(seconds=60)
 HOST_TIMEOUT = {"FSDP_C_HOST_TIMEOUT": "6"}
 
 
@@ -137,3 +140,50 @@ def look_on(rank: int, n_ranks: int) -> bool:
 def test_a_group_without_numbers_ends_no_looks() -> None:
     outcomes = run_hosts(look_on, (1, 1), timeout=40, fresh=True)
     assert [outcome.value for outcome in outcomes] == [True, True], outcomes
+
+
+def train_in_two_worlds(rank: int, n_ranks: int, folder: str) -> str:
+    """The second one has a store of its own, ranks in the other order, and one that is late."""
+    import fsdp_c
+
+    def begin(world: int) -> None:
+        place = Path(folder, str(world))
+        if rank == 0:
+            store = dist.TCPStore(os.environ["MASTER_ADDR"], 0, n_ranks, True, LIMIT, False)
+            place.with_suffix(".new").write_text(str(store.port))
+            place.with_suffix(".new").rename(place)
+        else:
+            while not place.exists():
+                time.sleep(0.05)
+            port = int(place.read_text())
+            store = dist.TCPStore(os.environ["MASTER_ADDR"], port, n_ranks, False, LIMIT)
+        number = (rank + world) % n_ranks
+        dist.init_process_group("gloo", store=store, rank=number, world_size=n_ranks, timeout=LIMIT)
+
+    for world in range(2):
+        dist.destroy_process_group()
+        gc.collect()
+        begin(world)
+        model: Any = models.Net()
+        models.shard_blocks(model, fsdp_c)
+        for _ in range(2):
+            model(models.data(rank, 0)).square().mean().backward()
+            if rank == n_ranks - 1:
+                time.sleep(7 * world)
+        dist.barrier()
+        del model
+    return "through"
+
+
+def test_a_second_world_has_looks_of_its_own(tmp_path: Path) -> None:
+    outcomes = run_hosts(
+        train_in_two_worlds,
+        (1, 1),
+        str(tmp_path),
+        timeout=60,
+        fresh=True,
+        env={"FSDP_C_HOST_TIMEOUT": "2"},
+    )
+    assert [outcome.value for outcome in outcomes] == ["through"] * 2, outcomes
+    told = r"rank 1 has waited \d+ s for rank 0 \(host host1\); it is at .* in train_in_two_worlds"
+    assert re.search(told, outcomes[0].output), outcomes
