@@ -2,6 +2,7 @@
 programs as in test_fake_streams.py."""
 
 import contextlib
+import functools
 import warnings
 from types import MethodType
 from typing import Any
@@ -339,6 +340,25 @@ def reduced_by_hook(side: Side) -> None:
     for unit in units(model):
         unit.set_all_reduce_hook(lambda grad: grad.mul_(2))
     side.train(model, range(2))
+
+
+@program
+def reduced_by_hook_in_its_stream(side: Side) -> None:
+    """Which keeps what it was given, padding included, for what it adds in the next step."""
+    model = side.net()
+    stream = None if side.device == "cpu" else torch.Stream(device=side.device)
+    totals: dict[int, Tensor] = {}
+
+    def add_up(index: int, grad: Tensor) -> None:
+        totals[index] = totals[index] + grad if index in totals else grad.clone()
+        grad.add_(totals[index])
+
+    for i, unit in enumerate(units(model)):
+        unit.set_all_reduce_hook(functools.partial(add_up, i), stream=stream)
+    side.train(model, range(3))
+    if stream is not None:
+        torch.accelerator.current_stream().wait_stream(stream)
+    side.keep(*totals.values())
 
 
 @program
