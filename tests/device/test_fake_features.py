@@ -406,6 +406,21 @@ def micro_batches_in_streams(side: Side) -> None:
 
 
 @program
+def added_up_in_another_stream(side: Side) -> None:
+    """By autograd: somebody has the graph of a micro-batch before, and with it the nodes that add
+    up gradients, in the stream of its forward."""
+    for shape in ((side.n_ranks,), (side.n_ranks, 1)):
+        model = side.net(shape, reshard_after_forward=False)
+        losses = []
+        for step in range(3):
+            model.set_requires_gradient_sync(step == 2)
+            with side.stream() if step > 0 else contextlib.nullcontext():
+                losses.append(side.loss(model, step))
+            losses[-1].backward()
+        side.keep(*(p.grad for p in model.parameters()))
+
+
+@program
 def averaged_in_streams(side: Side) -> None:
     """As scripts do that log, clip and step in a stream of their own."""
     model = side.net()
