@@ -46,6 +46,38 @@ static bool is_wanted(const fc_param *p)
     return p->has_grad && p->trainable;
 }
 
+fc_status fc_layout_plan_padding(const fc_param *p, fc_runs *plan)
+{
+    const fc_side to = {.base = FC_BASE_WIRE,
+                        .type = p->compute,
+                        .at = p->pack_at + own_numel(p) * fc_dtype_bytes(p->compute)};
+    const fc_side zeros = {.base = FC_BASE_ZEROS, .type = p->compute};
+
+    return p->is_packed ? add_line(plan, p->chunk_numel - own_numel(p), to, zeros) : FC_OK;
+}
+
+/* The same in the chunks of all ranks: behind the last one that has rows, and all of those after
+ * it. */
+static fc_status add_padding(fc_runs *plan, const fc_param *p, fc_side chunks, size_t n_ranks)
+{
+    const size_t n_even = p->chunk_rows == 0 ? n_ranks : p->rows / p->chunk_rows;
+    const size_t last = p->outer * (p->rows - n_even * p->chunk_rows) * p->inner;
+    const fc_side zeros = {.base = FC_BASE_ZEROS, .type = chunks.type};
+    fc_side to = chunks;
+
+    if (n_even == n_ranks) {
+        return FC_OK;
+    }
+    to.at += n_even * chunks.plane_stride + last * fc_dtype_bytes(chunks.type);
+    FC_TRY(add_line(plan, p->chunk_numel - last, to, zeros));
+    to.at = chunks.at + (n_even + 1) * chunks.plane_stride;
+    return fc_runs_add(plan, &(fc_block){.planes = n_ranks - n_even - 1,
+                                         .lines = 1,
+                                         .numel = p->chunk_numel,
+                                         .to = to,
+                                         .from = zeros});
+}
+
 fc_status fc_layout_plan_pack(const fc_layout *layout, fc_runs *plan)
 {
     size_t i;
@@ -57,6 +89,7 @@ fc_status fc_layout_plan_pack(const fc_layout *layout, fc_runs *plan)
 
         if (fc_layout_is_gathered(p)) {
             FC_TRY(add_line(plan, own_numel(p), to, from));
+            FC_TRY(fc_layout_plan_padding(p, plan));
         }
     }
     return FC_OK;
@@ -95,7 +128,8 @@ static fc_status stage_one(const fc_layout *layout, const fc_section *section, s
                             .at = fc_wire_at(p, wire) + before / bytes * wire_bytes,
                             .plane_stride = section->bytes / bytes * wire_bytes};
 
-    return add_chunks(plan, p, whole, chunks, true);
+    FC_TRY(add_chunks(plan, p, whole, chunks, true));
+    return p->is_packed ? add_padding(plan, p, chunks, (size_t)layout->n_ranks) : FC_OK;
 }
 
 fc_status fc_layout_plan_stage(const fc_layout *layout, const fc_dtype *grads, fc_wire wire,

@@ -29,6 +29,7 @@ static fc_status plan_slice(const fc_layout *post, fc_runs *plan)
         block.from.line_stride = p->rows * row;
         block.from.at = p->full_at + (size_t)post->rank * p->chunk_rows * row;
         FC_TRY(fc_runs_add(plan, &block));
+        FC_TRY(fc_layout_plan_padding(p, plan));
     }
     return FC_OK;
 }

@@ -8,7 +8,8 @@ then the all-reduce hook. Where nobody looks, the package's own collectives stan
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -136,8 +137,23 @@ class VisibleMessages(_transport.Messages):
         if not self._is_last:
             return
         if unit._all_reduce_hook is not None:
-            unit._all_reduce_hook(_as_gradients(unit, tensor))
+            with _stream_of_hook(unit):
+                unit._all_reduce_hook(_as_gradients(unit, tensor))
         _divide(tensor, after)
+
+
+@contextmanager
+def _stream_of_hook(unit: Any) -> Iterator[None]:
+    """The one that was given with it, between what is in the current one before and afterwards."""
+    stream = unit._all_reduce_hook_stream
+    if stream is None or unit.device.type == "cpu":
+        yield
+        return
+    current = torch.accelerator.current_stream(unit.device)
+    stream.wait_stream(current)
+    with stream:
+        yield
+    current.wait_stream(stream)
 
 
 def _gathered_dtype(unit: Any) -> torch.dtype:

@@ -281,6 +281,9 @@ typedef struct unit {
 
 static void draw_unit(unit *u)
 {
+    const bool is_packed = draw(4) == 0;
+    const fc_dtype of_all = draw_float(); /* packed: chunks lie where their type may */
+
     u->n_params = 1 + draw(PARAMS_MAX);
     u->n_ranks = 1 + (int)draw(RANKS_MAX);
     for (size_t i = 0; i < u->n_params; i++) {
@@ -296,6 +299,13 @@ static void draw_unit(unit *u)
         p->reduce = p->has_grad ? draw_float() : p->orig;
         p->grad = p->has_grad ? draw_float() : p->orig;
         u->grads[i] = p->has_grad ? draw_float() : p->orig;
+        if (is_packed) {
+            p->is_packed = true;
+            p->orig = p->has_grad ? p->orig : of_all;
+            p->compute = of_all;
+            p->reduce = of_all;
+            p->grad = p->has_grad ? p->grad : of_all;
+        }
     }
     for (int r = 0; r < u->n_ranks; r++) {
         memcpy(u->of_rank[r], u->params, sizeof(u->params));
@@ -345,9 +355,23 @@ static void run_plan(visit make, const fc_layout *layout, const uint64_t *addres
     } else {
         CHECK_EQ(emulated_kernels.move(&launch), 0);
     }
-    /* Up to two runs per parameter, whatever the number of ranks. */
-    CHECK(plan.n_runs <= 2 * layout->n_params);
+    /* Up to two runs per parameter, and two of padding, whatever the number of ranks. */
+    CHECK(plan.n_runs <= (fc_layout_is_packed(layout) ? 4 : 2) * layout->n_params);
     fc_runs_clear(&plan);
+}
+
+/* Others look at what travels: it has zeros behind a chunk that is not whole. */
+static void check_padding(const unit *u, int rank, const char *pack)
+{
+    for (size_t i = 0; i < u->n_params && fc_layout_is_packed(&u->layout[0]); i++) {
+        const fc_param *p = &u->of_rank[rank][i];
+        const size_t item = fc_dtype_bytes(p->compute);
+        const size_t end = p->pack_at + p->chunk_numel * item;
+
+        for (size_t at = p->pack_at + p->outer * p->own_rows * p->inner * item; at < end; at++) {
+            CHECK_EQ(pack[at], 0);
+        }
+    }
 }
 
 /* Every rank packs its shards; one takes the packs apart. */
@@ -355,7 +379,7 @@ static void check_gather(const unit *u)
 {
     const fc_layout *layout = &u->layout[0];
     char *shards[RANKS_MAX][PARAMS_MAX], *packs, *full, *expected;
-    uint64_t addresses[FC_BASE_PARAMS + PARAMS_MAX];
+    uint64_t addresses[FC_BASE_PARAMS + PARAMS_MAX] = {0};
 
     packs = take((size_t)u->n_ranks * layout->pack_bytes);
     full = take(layout->full_bytes);
@@ -372,7 +396,9 @@ static void check_gather(const unit *u)
             fill_bits(shards[r][i], bytes);
             addresses[FC_BASE_PARAMS + i] = (uintptr_t)shards[r][i];
         }
+        memset(packs + (size_t)r * layout->pack_bytes, 0x5a, layout->pack_bytes);
         run_plan(fc_layout_plan_pack, &u->layout[r], addresses, NULL);
+        check_padding(u, r, packs + (size_t)r * layout->pack_bytes);
     }
     addresses[FC_BASE_WIRE] = (uintptr_t)packs;
     addresses[FC_BASE_UNIT] = (uintptr_t)full;
@@ -476,7 +502,7 @@ static void check_reduce(const unit *u)
     const size_t bytes = (size_t)u->n_ranks * layout->trainable_part_bytes;
     const int finisher = (int)draw((uint64_t)u->n_ranks);
     char *grads[PARAMS_MAX], *staged = take(bytes), *expected = take(bytes), *part;
-    uint64_t addresses[FC_BASE_PARAMS + PARAMS_MAX];
+    uint64_t addresses[FC_BASE_PARAMS + PARAMS_MAX] = {0};
 
     grads_of_unit = u->grads;
     wire_of_unit = layout->may_narrow ? (fc_wire)draw(3) : FC_WIRE_REDUCE;
@@ -494,6 +520,9 @@ static void check_reduce(const unit *u)
             continue;
         }
         fill_numbers(grads[i], u->grads[i], numel);
+        for (int r = 0; p->is_packed && r < u->n_ranks; r++) {
+            memset(expected + staged_at(layout, p, r), 0, p->chunk_numel * fc_dtype_bytes(type));
+        }
         for (size_t n = 0; n < numel; n++) {
             const size_t o = n / (p->rows * p->inner), row = n / p->inner % p->rows;
             int owner;

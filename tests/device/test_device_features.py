@@ -95,6 +95,7 @@ ROWS: dict[str, tuple[int, list[Body]]] = {
             "test_hook_of_one_rank",
             "test_hook_after_an_early_unshard",
             "test_mode_in_some_steps",
+            "test_padding_is_zeros",
         )
         + bodies(
             collectives,

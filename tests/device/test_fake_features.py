@@ -2,6 +2,7 @@
 programs as in test_fake_streams.py."""
 
 import contextlib
+import functools
 import warnings
 from types import MethodType
 from typing import Any
@@ -12,6 +13,7 @@ import models
 import pytest
 import torch
 import torch.distributed.fsdp
+from behaviour.test_extensions import Wrapped
 from harness import run_ranks, seed_everything
 from models import Net, data
 from test_fake_streams import ENV, OnPurpose, Program, Side, in_orders_of
@@ -342,6 +344,25 @@ def reduced_by_hook(side: Side) -> None:
 
 
 @program
+def reduced_by_hook_in_its_stream(side: Side) -> None:
+    """Which keeps what it was given, padding included, for what it adds in the next step."""
+    model = side.net()
+    stream = None if side.device == "cpu" else torch.Stream(device=side.device)
+    totals: dict[int, Tensor] = {}
+
+    def add_up(index: int, grad: Tensor) -> None:
+        totals[index] = totals[index] + grad if index in totals else grad.clone()
+        grad.add_(totals[index])
+
+    for i, unit in enumerate(units(model)):
+        unit.set_all_reduce_hook(functools.partial(add_up, i), stream=stream)
+    side.train(model, range(3))
+    if stream is not None:
+        torch.accelerator.current_stream().wait_stream(stream)
+    side.keep(*totals.values())
+
+
+@program
 def divided(side: Side) -> None:
     model = side.net()
     for unit in units(model):
@@ -382,6 +403,21 @@ def micro_batches_in_streams(side: Side) -> None:
                 model.set_is_last_backward(step == 3)
             with side.stream() if is_last else contextlib.nullcontext():
                 side.loss(model, step).backward()
+        side.keep(*(p.grad for p in model.parameters()))
+
+
+@program
+def added_up_in_another_stream(side: Side) -> None:
+    """By autograd: somebody has the graph of a micro-batch before, and with it the nodes that add
+    up gradients, in the stream of its forward."""
+    for shape in ((side.n_ranks,), (side.n_ranks, 1)):
+        model = side.net(shape, reshard_after_forward=False)
+        losses = []
+        for step in range(3):
+            model.set_requires_gradient_sync(step == 2)
+            with side.stream() if step > 0 else contextlib.nullcontext():
+                losses.append(side.loss(model, step))
+            losses[-1].backward()
         side.keep(*(p.grad for p in model.parameters()))
 
 
@@ -429,6 +465,10 @@ def pre_scaled(
     return (self / scale,), scale
 
 
+def pre_as_it_is(self: Tensor, *_: Any) -> Any:
+    return (self.detach(),), None
+
+
 def post_scaled(
     self: Tensor,
     gathered: tuple[Tensor],
@@ -471,6 +511,34 @@ def extended(side: Side) -> None:
         optimizer.step()
         optimizer.zero_grad()
     side.keep(*model.parameters())
+
+
+def post_wrapped(
+    self: Tensor, gathered: tuple[Tensor], _: Any, dtype: torch.dtype, *, out: Any = None
+) -> Any:
+    return None if out is not None else (Wrapped(gathered[0]), gathered)
+
+
+@program
+def wrapped_and_unused(side: Side) -> None:
+    """Zeros are made for parameters around other tensors that had no part in a forward."""
+    seed_everything(1)
+    model = nn.Module()
+    model.blocks = nn.ModuleList(models.Block(8, 8) for _ in range(3))
+    model.blocks[1].spare = nn.Linear(64, 64)
+    model.forward = lambda x: model.blocks[1](model.blocks[0](x))
+    model.to(side.device)
+    models.shard_blocks(model, fsdp_of(side), mesh=side.mesh())
+    for param in model.blocks[1].spare.parameters():
+        part = param._local_tensor
+        part.fsdp_pre_all_gather = MethodType(pre_as_it_is, part)
+        part.fsdp_post_all_gather = MethodType(post_wrapped, part)
+    model.set_reduce_scatter_unused_params(True)
+    x = torch.nn.functional.pad(data(side.rank), (0, 2)).to(side.device)
+    model(x).square().mean().backward()
+    dirt = [torch.full(size, torch.inf) for size in 32 * ((64, 64), (64,))]
+    del dirt  # where memory of the host was given back, so that who reads it still does not see 0
+    side.keep(*(p.grad for p in model.blocks[1].parameters()))
 
 
 def in_orders(rank: int, n_ranks: int, names: list[str]) -> None:

@@ -65,6 +65,41 @@ def test_hook_set_and_taken_back_between_steps(rank: int, n_ranks: int) -> None:
     assert not any("hook" in word for word in words(pair.ours))
 
 
+@on_ranks(2, 3)
+def test_padding_is_zeros(rank: int, n_ranks: int) -> None:
+    """Who looks may take the norm of what travels, or scale by its largest element."""
+
+    def note(call: Any, into: list[Any]) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            given = kwargs.get("input_tensor")
+            into.append((given if given is not None else args[1]).double().norm())
+            return call(*args, **kwargs)
+
+        return noted
+
+    def train(side: Side) -> list[torch.Tensor]:
+        seen: list[Any] = []
+        unit = side.model.blocks[1]
+        group = unit._get_fsdp_state()._fsdp_param_group
+        for comm, take in (
+            (group._all_gather_comm, unit.set_custom_all_gather),
+            (group._reduce_scatter_comm, unit.set_custom_reduce_scatter),
+        ):
+            custom = type("Custom", (type(comm),), {"__call__": note(type(comm).__call__, seen)})
+            take(custom())
+        unit.set_all_reduce_hook(lambda grad: seen.append(grad.double().norm()))
+        for step in range(3):
+            dirt = [torch.full((n,), torch.inf) for n in range(1, 600)]
+            del dirt  # into memory that the next who ask get
+            side.model(data(rank, step)).square().mean().backward()
+        return seen
+
+    policy = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for options in ({}, {"mp_policy": policy}):
+        pair = Pair(Net, functools.partial(models.shard_blocks, **options), tolerance=CLOSE)
+        pair.both(train, "norms")
+
+
 @on_ranks(4)
 def test_hook_between_replicas_with_partial_sums(rank: int, n_ranks: int) -> None:
     def shard(model: Any, fsdp: Any) -> None:

@@ -81,7 +81,7 @@ Streams::Streams(Fields &given)
 
 fc_stream *Streams::current()
 {
-    const c10::Stream stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+    const c10::Stream stream = caller();
     auto known = std::find(computing_.begin(), computing_.end(), stream);
     if (known == computing_.end()) {
         known = computing_.insert(known, stream);
@@ -97,8 +97,7 @@ const c10::Stream *Streams::bound_to() const
 
 c10::Stream Streams::computing() const
 {
-    return newest_ != nullptr ? *newest_
-                              : c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+    return newest_ != nullptr ? *newest_ : caller();
 }
 
 void Streams::begin()
@@ -125,23 +124,28 @@ void Streams::resume()
     newest_ = target;
 }
 
+c10::Stream Streams::caller() const
+{
+    return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+}
+
 c10::Stream Streams::show_caller() const
 {
-    const c10::Stream caller = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
-    chain(computing(), caller);
-    return caller;
+    const c10::Stream now = caller();
+    chain(computing(), now);
+    return now;
 }
 
 c10::Stream Streams::await_caller() const
 {
-    const c10::Stream caller = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
-    chain(caller, computing());
-    return caller;
+    const c10::Stream now = caller();
+    chain(now, computing());
+    return now;
 }
 
 void Streams::hold_copies() const
 {
-    chain(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_), copying_in());
+    chain(caller(), copying_in());
 }
 
 void Streams::read_shards()
@@ -199,6 +203,13 @@ void DeviceUnit::await_users()
         chain(*user_, computing());
         user_.reset();
     }
+}
+
+void DeviceUnit::await_maker(const c10::Stream &maker)
+{
+    const c10::Stream caller = streams_->caller();
+    chain(maker, caller);
+    is_used_apart_ = is_used_apart_ || maker != caller || maker != computing();
 }
 
 // Its memory goes back to the stream that it was made in, which may not write to it before.

@@ -59,8 +59,9 @@ public:
     void read_shards();
     // Backward computes where the forward began, behind what was unsharded on another stream since.
     void resume();
-    // The caller, whose stream need not be where units compute, comes behind that, or before it.
-    // The streams are the same mostly, and nothing is to do. Returns the caller's.
+    c10::Stream caller() const; // whose stream need not be where units compute
+    // The caller comes behind where units compute, or before it. The streams are the same mostly,
+    // and nothing is to do. Returns the caller's.
     c10::Stream show_caller() const;
     c10::Stream await_caller() const;
     // The caller has used what an extension has made in copy-in beside what is gathered, such as a
@@ -120,6 +121,9 @@ public:
     // unsharded is there for that stream, which has done what it does with it before it goes.
     void show_caller();
     void await_users();
+    // The caller, and with it where units compute, comes behind a stream that gradients were made
+    // in. A graph that somebody keeps has it from an earlier forward.
+    void await_maker(const c10::Stream &maker);
     // Gradients of such a unit are read in other streams than their own.
     bool is_used_apart() const { return is_used_apart_; }
     void note_read(const at::Tensor &grad) const;

@@ -54,7 +54,10 @@ at::Tensor readable(const at::Tensor &given, const Param &param)
 at::Tensor zeros_for(const Param &param)
 {
     const at::Tensor &full = param.unsharded_local();
-    return param.is_wrapped ? at::zeros(full.sizes(), full.scalar_type()) : at::zeros_like(full);
+    if (!param.is_wrapped) {
+        return at::zeros_like(full);
+    }
+    return at::zeros(full.sizes(), at::dtype(full.scalar_type()).device(full.device()));
 }
 
 // A gradient that others will be added to: a DTensor stays what it is, so that what ranks of its

@@ -117,11 +117,21 @@ void Unit::unshard()
     show_caller();
 }
 
-// Before what is unsharded goes, and before gradients are taken from the parameters.
+// Before what is unsharded goes, and before gradients that were added up are taken from the
+// parameters.
 void Unit::await_users()
 {
     if (device_ == nullptr) {
         return;
+    }
+    for (const Param &p : params_) { // by autograd, in the stream that its node was made in
+        if (p.unsharded_tensor.grad().defined()) {
+            const NodePtr node =
+                torch::autograd::impl::try_get_grad_accumulator(p.unsharded_tensor);
+            if (node != nullptr && node->stream()) {
+                device_->await_maker(*node->stream());
+            }
+        }
     }
     device_->await_users();
     for (size_t i = 0; device_->is_used_apart() && i < params_.size(); i++) {
