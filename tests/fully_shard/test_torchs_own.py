@@ -68,7 +68,7 @@ def test_unsharded_before_the_first_forward(rank: int, n_ranks: int) -> None:
 
 @on_ranks(2)
 def test_spmd_types_are_named_as_the_reason(rank: int, n_ranks: int) -> None:
-    """torch 2.15 makes DTensors of parameters that have such types."""
+    """torch makes DTensors of parameters that have such types (from 2.14)."""
     fsdp = harness.implementation()
     if fsdp is torch_fsdp:
         return
