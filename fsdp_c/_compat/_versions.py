@@ -231,13 +231,13 @@ def allow_mixed_dtypes(group: Any) -> None:
 
 
 def is_annotated(param: torch.nn.Parameter) -> bool:
-    """Whether a parameter carries spmd_types annotations (from 2.15, with that package)."""
+    """Whether a parameter carries spmd_types annotations (from 2.14, with that package)."""
     spmd = getattr(_fsdp_param, "spmd", None)
     return spmd is not None and bool(spmd.get_local_type(param))
 
 
 def is_typed_spmd(fsdp_param: Any) -> bool:
-    """Whether the parameter carries spmd_types annotations (from 2.15)."""
+    """Whether the parameter carries spmd_types annotations (from 2.14)."""
     return bool(getattr(fsdp_param, "is_spmd_types", False))
 
 

@@ -118,13 +118,15 @@ def _name(fsdp_param: Any) -> str:
 def why_not_a_tensor(fsdp_param: Any) -> str:
     """What the parameter is other than a tensor of numbers, each rank's rows of it."""
     local, name = fsdp_param._sharded_local_tensor, _name(fsdp_param)
+    if _versions.is_typed_spmd(fsdp_param):  # torch has made DTensors of them: asked first
+        return f"{name} has spmd types"
     if fsdp_param.is_dtensor:
         return f"{name} is a DTensor of its own (tensor parallel)"
     if type(local) is not torch.Tensor:
         return f"{name} is a {type(local).__name__}"
     if hasattr(local, "fsdp_pre_all_gather"):
         return f"{name} has an all-gather extension"
-    return f"{name} has spmd types" if _versions.is_typed_spmd(fsdp_param) else ""
+    return ""
 
 
 def _why_not_summed(fsdp_param: Any) -> str:

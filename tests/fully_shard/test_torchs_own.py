@@ -13,6 +13,10 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from models import Net, data
 from parity import Pair, Plain, full, on_ranks
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fsdp_c._fully_shard import _torchs_own
 
 
 def is_torchs(pair: Pair) -> bool:
@@ -60,6 +64,22 @@ def test_unsharded_before_the_first_forward(rank: int, n_ranks: int) -> None:
     net.blocks[1].unshard()
     assert net.blocks[1].up.weight.shape == (models.HIDDEN, models.WIDTH)
     net.blocks[1].reshard()
+
+
+@on_ranks(2)
+def test_spmd_types_are_named_as_the_reason(rank: int, n_ranks: int) -> None:
+    """torch makes DTensors of parameters that have such types (from 2.14)."""
+    fsdp = harness.implementation()
+    if fsdp is torch_fsdp:
+        return
+    mesh = harness.cached_mesh((n_ranks, 1), ("dp", "tp"))
+    layer = nn.Linear(4, 4, bias=False)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh["tp"], [Shard(0)]))
+    fsdp.fully_shard(layer, mesh=mesh["dp"])
+    (param,) = layer._get_fsdp_state()._fsdp_param_group.fsdp_params
+    assert "DTensor" in _torchs_own.why_not_a_tensor(param)
+    param.is_spmd_types = True
+    assert _torchs_own.why_not_a_tensor(param) == "weight has spmd types"
 
 
 @on_ranks(1, 2)
