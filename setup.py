@@ -42,7 +42,7 @@ OLDEST_TORCH = (2, 11)
 
 # Every source, by folder; a file that is not named here is an error.
 C_SOURCES = {
-    "csrc/base": "alloc clock dtype status sum threads",
+    "csrc/base": "alloc clock dtype idle status sum threads",
     "csrc/kernels": "kern_avx2 kern_avx512 kern_avx512_bf16 kern_optim kern_ref kern_select no_x86",
     "csrc/optim": "clip optim",
     "csrc/kernels/cuda": "load runs",

@@ -1,8 +1,12 @@
-/* Pieces are cut into runs, which the thread and whoever waits for it take in turn. */
+/* Pieces are cut into runs, which whoever waits for something takes in turn: for a peer, or for the
+ * copy. The thread takes what is left when most of the time is over that the last copy had, so that
+ * it does not take a processor from those that compute.
+ */
 #include "snapshot/copier.h"
 
 #include "base/alloc.h"
 #include "base/clock.h"
+#include "base/idle.h"
 #include "base/threads.h"
 #include "snapshot/snapshot_private.h"
 
@@ -12,6 +16,11 @@
 
 /* Long enough to be copied at full speed, short enough that who waits finds something to do. */
 #define RUN_BYTES ((size_t)1 << 20)
+/* Of who may be needed elsewhere at any time. */
+#define IDLE_BYTES ((size_t)1 << 16)
+
+/* A kill loses no more than that beside what it loses anyway. */
+#define LATEST_NS FC_NS_PER_S
 
 /* Between questions for a commit. */
 #define FIRST_PAUSE_NS FC_NS_PER_MS
@@ -33,6 +42,8 @@ struct fc_copier {
     size_t n_at_work;          /* runs that are being copied */
     fc_sums data, index;
     bool is_busy;              /* memory is being read */
+    int64_t began_ns, had_ns;  /* and how long the last copy had */
+    int64_t turn_ns;           /* when the thread begins */
     bool is_judged, counts;    /* whether it is known if the snapshot counts */
     bool is_there, is_awaited; /* the memory of pieces; a thread sees to it */
 };
@@ -44,7 +55,7 @@ typedef struct run {
 
 /* ---- with the lock held ---- */
 
-static bool take_run(fc_copier *c, run *out)
+static bool take_run(fc_copier *c, size_t at_most, run *out)
 {
     const fc_snapshot_piece *piece;
 
@@ -53,7 +64,7 @@ static bool take_run(fc_copier *c, run *out)
         if (!piece->is_now && c->next_byte < piece->bytes) {
             const size_t left = piece->bytes - c->next_byte;
 
-            *out = (run){piece, c->next_byte, left < RUN_BYTES ? left : RUN_BYTES};
+            *out = (run){piece, c->next_byte, left < at_most ? left : at_most};
             c->next_byte += out->bytes;
             c->n_at_work++;
             return true;
@@ -134,23 +145,58 @@ static void await_memory(fc_copier *c)
     (void)pthread_cond_broadcast(&c->changed);
 }
 
+/* The lock is given away meanwhile. */
+static void copy_run(fc_copier *c, const run *part)
+{
+    fc_sums sums = {0};
+
+    (void)pthread_mutex_unlock(&c->lock);
+    copy_part(c, part->piece, part->begin, part->bytes, &sums);
+    (void)pthread_mutex_lock(&c->lock);
+    add_sums(&c->data, &sums);
+    c->n_at_work--;
+}
+
 /* Takes runs until there are none; the lock is held between them. */
 static void copy_runs(fc_copier *c)
 {
     run part;
 
     await_memory(c);
-    while (take_run(c, &part)) {
-        fc_sums sums = {0};
-
-        (void)pthread_mutex_unlock(&c->lock);
-        copy_part(c, part.piece, part.begin, part.bytes, &sums);
-        (void)pthread_mutex_lock(&c->lock);
-        add_sums(&c->data, &sums);
-        c->n_at_work--;
+    while (take_run(c, RUN_BYTES, &part)) {
+        copy_run(c, &part);
     }
     if (is_copied(c)) {
         complete(c);
+    }
+}
+
+/* Of any thread that waits. */
+static bool copy_a_little(void *copier)
+{
+    fc_copier *c = copier;
+    bool is_found;
+    run part;
+
+    if (c->pid != getpid()) {
+        return false;
+    }
+    (void)pthread_mutex_lock(&c->lock);
+    is_found = take_run(c, IDLE_BYTES, &part);
+    if (is_found) {
+        copy_run(c, &part);
+    }
+    if (is_copied(c)) {
+        complete(c);
+    }
+    (void)pthread_mutex_unlock(&c->lock);
+    return is_found;
+}
+
+static void await_turn(fc_copier *c)
+{
+    while (c->is_busy && !c->is_ending && fc_now_ns() < c->turn_ns) {
+        (void)fc_condition_wait(&c->changed, &c->lock, c->turn_ns);
     }
 }
 
@@ -175,6 +221,7 @@ static void *work(void *copier)
 
     (void)pthread_mutex_lock(&c->lock);
     while (!c->is_ending) {
+        await_turn(c);
         copy_runs(c);
         if (!ask(c) && !c->is_ending) {
             (void)pthread_cond_wait(&c->changed, &c->lock);
@@ -282,6 +329,11 @@ fc_status fc_copier_start(fc_copier *c, const fc_snapshot_job *job)
     c->is_judged = c->counts = false;
     c->is_there = job->await == NULL;
     c->is_busy = true;
+    c->began_ns = fc_now_ns();
+    c->turn_ns = c->began_ns;
+    if (c->is_there && fc_idle_begin(copy_a_little, c)) {
+        c->turn_ns += c->had_ns / 4 * 3 < LATEST_NS ? c->had_ns / 4 * 3 : LATEST_NS;
+    }
     (void)pthread_cond_broadcast(&c->changed);
     (void)pthread_mutex_unlock(&c->lock);
     return FC_OK;
@@ -303,7 +355,12 @@ bool fc_copier_finish(fc_copier *c)
     if (c->pid != getpid()) {
         return false;
     }
+    fc_idle_end(c);
     (void)pthread_mutex_lock(&c->lock);
+    if (c->began_ns != 0) {
+        c->had_ns = fc_now_ns() - c->began_ns;
+        c->began_ns = 0;
+    }
     copy_runs(c);
     while (c->is_busy) {
         (void)pthread_cond_wait(&c->changed, &c->lock);

@@ -1,9 +1,11 @@
-/* Waiting for a peer: ask, yield, sleep; and find out why it does not come.
+/* Waiting for a peer: ask, yield, sleep; and find out why it does not come. What there is to do for
+ * a while is done in place of a yield or a sleep.
  *
  * Yielding first beats spinning when ranks share cores, and a futex wake costs some 25 us across
  * cores: so a wait yields for about a millisecond and only then sleeps. All checks that cost a
  * system call are made between two sleeps.
  */
+#include "base/idle.h"
 #include "transport/shm_futex.h"
 #include "transport/shm_impl.h"
 #include "window/window.h"
@@ -301,7 +303,9 @@ static bool yield_until_ready(shm_wait *w)
         }
     }
     do {
-        (void)sched_yield();
+        if (!fc_idle_step()) {
+            (void)sched_yield();
+        }
         if (w->ready(w->arg)) {
             return true;
         }
@@ -328,7 +332,7 @@ static fc_status sleep_until_ready(shm_wait *w)
         atomic_fetch_add_explicit(&peer->n_sleepers, 1, memory_order_seq_cst);
         bell = atomic_load_explicit(&peer->bell, memory_order_seq_cst);
         is_ready = w->ready(w->arg);
-        if (!is_ready && fc_futex_sleep(&peer->bell, bell, slice_ns)) {
+        if (!is_ready && !fc_idle_step() && fc_futex_sleep(&peer->bell, bell, slice_ns)) {
             w->next_poll_ns = 0; /* the signal may be a Ctrl-C */
         }
         atomic_fetch_sub_explicit(&peer->n_sleepers, 1, memory_order_seq_cst);

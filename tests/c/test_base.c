@@ -5,6 +5,7 @@
 #include "base/alloc.h"
 #include "base/clock.h"
 #include "base/dtype.h"
+#include "base/idle.h"
 #include "base/status.h"
 #include "base/threads.h"
 
@@ -238,6 +239,36 @@ static void test_threads(void)
     CHECK(!fc_threads_any_runs(name));
 }
 
+/* ---- work for waits ---- */
+
+static bool count_down(void *context)
+{
+    int *const left = context;
+
+    CHECK(!fc_idle_step()); /* one thread is at it */
+    return (*left)-- > 0;
+}
+
+static void test_idle(void)
+{
+    int left = 2, other = 1;
+
+    CHECK(!fc_idle_step());
+    CHECK(fc_idle_begin(count_down, &left));
+    CHECK(!fc_idle_begin(count_down, &other));
+    CHECK(fc_idle_step());
+    fc_idle_end(&other); /* is not that work */
+    CHECK(fc_idle_step());
+    CHECK(!fc_idle_step()); /* it says that nothing is left */
+    CHECK_EQ(left, -1);
+    CHECK(!fc_idle_step()); /* and is not asked again */
+    CHECK_EQ(left, -1);
+    CHECK(fc_idle_begin(count_down, &other));
+    fc_idle_end(&other);
+    CHECK(!fc_idle_step());
+    CHECK_EQ(other, 1);
+}
+
 int main(void)
 {
     test_status();
@@ -249,5 +280,6 @@ int main(void)
     test_dtype();
     test_clock();
     test_threads();
+    test_idle();
     return check_result();
 }

@@ -2,6 +2,7 @@
 #include "check.h"
 
 #include "base/alloc.h"
+#include "base/idle.h"
 #include "snapshot/copier.h"
 #include "snapshot/ranks.h"
 #include "snapshot/snapshot.h"
@@ -205,6 +206,44 @@ static void await_asked(int times)
         (void)usleep(100);
     }
     CHECK(n_asked >= times);
+}
+
+/* Who waits for something copies a little at a time, as long as the thread has not begun. */
+static void test_copies_of_who_waits(void)
+{
+    const int n_runs = 1 + (5 << 20) / (1 << 16) + (2 << 20) / (1 << 16) + 1;
+    fc_copier *copier;
+    fc_snapshot_job job;
+    world w;
+    int n = 0;
+
+    open_world(&w);
+    CHECK_EQ(fc_copier_create(&copier), FC_OK);
+    job = job_of(&w, 1);
+    CHECK_EQ(fc_copier_start(copier, &job), FC_OK);
+    (void)usleep(600000); /* of the next copy the thread lets 450 ms pass */
+    CHECK(fc_copier_finish(copier));
+    check_file(&w, 1);
+    job = job_of(&w, 2);
+    job.ask_for_commit = note_asked;
+    n_asked = 0;
+    CHECK_EQ(fc_copier_start(copier, &job), FC_OK);
+    while (fc_idle_step()) {
+        n++;
+    }
+    CHECK_EQ(n, n_runs);
+    await_asked(1); /* at once */
+    fc_copier_commit(copier);
+    check_file(&w, 2);
+    CHECK(fc_copier_finish(copier));
+    /* Nobody is left in it. */
+    job = job_of(&w, 3);
+    CHECK_EQ(fc_copier_start(copier, &job), FC_OK);
+    CHECK(fc_idle_step());
+    fc_copier_destroy(copier);
+    CHECK(!fc_idle_step());
+    check_file(&w, 3);
+    close_world(&w);
 }
 
 static void test_commits(void)
@@ -569,6 +608,7 @@ int main(void)
     }
     test_sums();
     test_copies();
+    test_copies_of_who_waits();
     test_commits();
     test_awaited();
     test_torn();

@@ -4,6 +4,7 @@
 #include "ranks.h"
 
 #include "base/alloc.h"
+#include "base/idle.h"
 #include "transport/transport_impl.h"
 
 #include <math.h>
@@ -134,6 +135,45 @@ static void body_sleep(int rank, int n_ranks, void *arg)
     CHECK(waits > 0);
     CHECK(wait_ns > 0);
     CHECK_EQ(host.entered, 0);
+    fc_region_release(region);
+    fc_transport_destroy(t);
+}
+
+/* What there is to do: in waits that yield, and in those that would sleep. */
+static int n_steps;
+
+static bool take_a_step(void *context)
+{
+    const int *const total = context;
+
+    (void)usleep(200);
+    n_steps++;
+    return n_steps < *total;
+}
+
+static void body_idle(int rank, int n_ranks, void *arg)
+{
+    int few = 3, many = 1000000;
+    ranks_host host;
+    fc_transport *t = create(&host, 0, rank, n_ranks);
+    fc_region *region = map(t, FC_PAGE);
+
+    (void)arg;
+    for (int i = 0; i < 2; i++) {
+        n_steps = 0;
+        CHECK(fc_idle_begin(take_a_step, i == 0 ? &few : &many));
+        if (rank == 1) {
+            (void)usleep(100000);
+            CHECK_EQ(n_steps, 0); /* this rank has not waited */
+        }
+        meet(t, region, (uint64_t)i + 1);
+        if (rank == 0) {
+            CHECK(i == 0 ? n_steps == few : n_steps > 10);
+        }
+        fc_idle_end(&few);
+        fc_idle_end(&many);
+        CHECK(!fc_idle_step());
+    }
     fc_region_release(region);
     fc_transport_destroy(t);
 }
@@ -438,6 +478,7 @@ int main(void)
         ranks_check(n, body_sleep, NULL);
         ranks_check(n, body_mismatch, NULL);
     }
+    ranks_check(2, body_idle, NULL);
     ranks_check(4, body_groups, NULL);
     test_threads_are_refused();
     test_bad_arguments();
