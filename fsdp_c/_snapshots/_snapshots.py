@@ -34,9 +34,10 @@ class Snapshots:
     alone can read.
 
     ``take`` copies buffers and small tensors at once; parameters and state are read beside the next
-    forward and backward, and the optimizers given wait until that is over before they step. What else writes to
-    parameters between ``take`` and the next ``step()``, except by ``.data``, is noticed: the
-    snapshot does not count, a warning names the tensor, and it is copied in ``take`` from then on.
+    forward and backward, and the optimizers given wait until that is over before they step. What
+    else writes to parameters between ``take`` and the next ``step()``, except by ``.data``, is
+    noticed: the snapshot does not count, a warning names the tensor, and it is copied in ``take``
+    from then on.
     Tensors on an accelerator are copied on a stream of its own, into pinned memory that takes as
     much as they once more; no GPU has run this yet.
 
