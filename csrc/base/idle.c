@@ -23,7 +23,8 @@ bool fc_idle_begin(bool (*step)(void *context), void *context)
 {
     bool is_free;
 
-    /* Never waits: in a child made by fork another thread of its parent may have the lock. */
+    /* Never waits: in a child made by fork a thread of its parent may have the lock for ever. Then
+     * nothing begins there, and nothing is to end. */
     if (pthread_mutex_trylock(&idle.lock) != 0) {
         return false;
     }

@@ -44,6 +44,7 @@ struct fc_copier {
     bool is_busy;              /* memory is being read */
     int64_t began_ns, had_ns;  /* and how long the last copy had */
     int64_t turn_ns;           /* when the thread begins */
+    bool is_offered;           /* to whoever waits */
     bool is_judged, counts;    /* whether it is known if the snapshot counts */
     bool is_there, is_awaited; /* the memory of pieces; a thread sees to it */
 };
@@ -331,7 +332,8 @@ fc_status fc_copier_start(fc_copier *c, const fc_snapshot_job *job)
     c->is_busy = true;
     c->began_ns = fc_now_ns();
     c->turn_ns = c->began_ns;
-    if (c->is_there && fc_idle_begin(copy_a_little, c)) {
+    c->is_offered = c->is_there && fc_idle_begin(copy_a_little, c);
+    if (c->is_offered) {
         c->turn_ns += c->had_ns / 4 * 3 < LATEST_NS ? c->had_ns / 4 * 3 : LATEST_NS;
     }
     (void)pthread_cond_broadcast(&c->changed);
@@ -355,7 +357,10 @@ bool fc_copier_finish(fc_copier *c)
     if (c->pid != getpid()) {
         return false;
     }
-    fc_idle_end(c);
+    if (c->is_offered) {
+        fc_idle_end(c);
+        c->is_offered = false;
+    }
     (void)pthread_mutex_lock(&c->lock);
     if (c->began_ns != 0) {
         c->had_ns = fc_now_ns() - c->began_ns;
