@@ -1,4 +1,4 @@
-"""Casts of tensors in containers of any kind; containers keep their types and attributes."""
+"""Tensors in containers of any kind: casts, which keep types and attributes, and what is seen."""
 
 from __future__ import annotations
 
@@ -43,6 +43,19 @@ def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return x
 
     return apply(value)
+
+
+def shows_all_tensors(value: Any) -> bool:
+    """Whether torch's traversal comes by all tensors that are reachable from `value`."""
+    others = getattr(value, "__dict__", {}).keys()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return others <= set(names) and all(shows_all_tensors(getattr(value, n)) for n in names)
+    if isinstance(value, (list, tuple)):
+        return not others and all(map(shows_all_tensors, value))
+    if isinstance(value, dict):
+        return not others and all(map(shows_all_tensors, value.values()))
+    return isinstance(value, (Tensor, int, float, complex, str, bytes, type(None)))
 
 
 def _dataclass(x: Any, fields: dict[str, Any]) -> Any:

@@ -1,5 +1,8 @@
 """Training beside torch: several forwards or backwards, none, and unsharding by hand."""
 
+import collections
+import dataclasses
+import warnings
 from typing import Any
 
 import harness
@@ -7,6 +10,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from models import WIDTH, Block, Branches, Net, data
 from parity import Pair, Side, Tolerance, compare, local, on_ranks, total
 from torch import Tensor, nn
@@ -393,6 +397,51 @@ def test_registered_forward_method(rank: int, n_ranks: int) -> None:
         pair.backward()
         pair.optimize()
         pair.step(data(rank, step))
+
+
+@dataclasses.dataclass
+class Result:
+    value: Any
+    note: Any = None
+
+
+class Detached(nn.Module):
+    """What it returns needs no backward; `hide` says where it is."""
+
+    def __init__(self, hide: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.hide = hide
+
+    def forward(self, x: Tensor) -> Any:
+        return self.hide(self.layer(x).detach())
+
+
+@on_ranks(2)
+def test_outputs_without_gradients(rank: int, n_ranks: int) -> None:
+    """In what torch opens too, they hide no tensor: no warning, and the unit is resharded."""
+    shown = (
+        Result,
+        lambda x: Result([x, 1.0], Result({"x": x})),
+        lambda x: collections.OrderedDict(x=Result((x,))),
+    )
+    for hide in shown:
+        for fsdp in (torch_fsdp, fsdp_c):
+            model = fsdp.fully_shard(Detached(hide), reshard_after_forward=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                model(data(rank))
+            assert isinstance(model.layer.weight, DTensor)
+
+    def hidden(x: Tensor) -> Result:
+        result = Result(x)
+        result.other = model.layer.weight.sum()  # no field
+        return result
+
+    model = fsdp_c.fully_shard(Detached(hidden), reshard_after_forward=True)
+    with pytest.warns(UserWarning, match="no tensor in its output"):
+        model(data(rank)).other.backward()
+    assert model.layer.weight.grad is not None
 
 
 class Recursive(nn.Module):

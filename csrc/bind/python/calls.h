@@ -91,6 +91,7 @@
     X(async_tensor, "torch.distributed._functional_collectives", "AsyncCollectiveTensor")          \
     X(collect_grad_tensors, "fsdp_c._compat._versions", "collect_grad_tensors")                    \
     X(replace_grad_tensors, "fsdp_c._compat._versions", "replace_grad_tensors")                    \
+    X(shows_all_tensors, "fsdp_c._fully_shard._containers", "shows_all_tensors")                   \
     X(swap_tensor_impl, "torch._C", "_swap_tensor_impl")                                           \
     X(set_eval_frame, "torch._C._dynamo.eval_frame", "set_eval_frame")
 

@@ -118,7 +118,11 @@ Ref cast_one(PyObject *object, at::ScalarType dtype, PyObject *cast_any, bool &c
 
 bool is_transparent(PyObject *object)
 {
-    return object != Py_None && is_simple(object, max_depth);
+    if (object == Py_None || is_simple(object, max_depth)) {
+        return object != Py_None;
+    }
+    return truth_of(
+        checked(PyObject_CallOneArg(look_up(Import::shows_all_tensors).get(), object)).get());
 }
 
 void collect_grad_tensors(PyObject *object, BorrowedTensors &out)
