@@ -245,7 +245,8 @@ static bool count_down(void *context)
 {
     int *const left = context;
 
-    CHECK(!fc_idle_step()); /* one thread is at it */
+    CHECK(!fc_idle_step());                     /* one thread is at it, */
+    CHECK(!fc_idle_begin(count_down, context)); /* which nobody waits for */
     return (*left)-- > 0;
 }
 
