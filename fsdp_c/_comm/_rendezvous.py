@@ -69,7 +69,8 @@ _look_at_hosts: Callable[[list[int]], str] | None = None
 def why_given_up(ranks: list[int]) -> str:
     """Why a rank of another host that is waited for will not come, or nothing. A wait asks now and
     then, and once without ranks when it has ended."""
-    return "" if _look_at_hosts is None else _look_at_hosts(ranks)
+    look = _look_at_hosts  # a thread may ask while the world is destroyed
+    return "" if look is None else look(ranks)
 
 
 def look_at_hosts_by(look: Callable[[list[int]], str] | None) -> None:

@@ -15,9 +15,21 @@ HOST_TIMEOUT_S = 4
 LATE_S = 15
 
 
-def die_in_set_up(rank: int, n_ranks: int, victim: int) -> tuple[str, float]:
+def set_up(rank: int) -> tuple[str, float]:
     """What ended it, and how long that took."""
     import fsdp_c
+
+    model = models.Net()
+    models.shard_blocks(model, fsdp_c)
+    began = time.monotonic()
+    try:
+        model(models.data(rank, 0))
+    except RuntimeError as error:
+        return str(error), time.monotonic() - began
+    return "", 0.0
+
+
+def die_in_set_up(rank: int, n_ranks: int, victim: int) -> tuple[str, float]:
     from fsdp_c._comm import _beats
 
     def meet_and_die(hosts: Any) -> None:
@@ -27,14 +39,7 @@ def die_in_set_up(rank: int, n_ranks: int, victim: int) -> tuple[str, float]:
     meet = _beats.meet
     if rank == victim:
         _beats.meet = meet_and_die
-    model = models.Net()
-    models.shard_blocks(model, fsdp_c)
-    began = time.monotonic()
-    try:
-        model(models.data(rank, 0))
-    except RuntimeError as error:
-        return str(error), time.monotonic() - began
-    return "", 0.0
+    return set_up(rank)
 
 
 @pytest.mark.parametrize(("hosts", "victim"), [((2, 2), 3), ((2, 2), 1), ((2, 1), 2), ((1, 1), 1)])
@@ -51,8 +56,6 @@ def test_a_rank_that_dies_in_set_up(hosts: tuple[int, ...], victim: int) -> None
 
 
 def lose_the_store(rank: int, n_ranks: int, folder: str) -> tuple[str, float]:
-    """What ended it, and how long that took."""
-    import fsdp_c
     from fsdp_c._comm import _beats
 
     def meet_alone(hosts: Any) -> None:
@@ -65,14 +68,7 @@ def lose_the_store(rank: int, n_ranks: int, folder: str) -> tuple[str, float]:
         meet(hosts)
 
     meet, _beats.meet = _beats.meet, meet_alone
-    model = models.Net()
-    models.shard_blocks(model, fsdp_c)
-    began = time.monotonic()
-    try:
-        model(models.data(rank, 0))
-    except RuntimeError as error:
-        return str(error), time.monotonic() - began
-    return "", 0.0
+    return set_up(rank)
 
 
 def test_the_rank_with_the_store_dies_before_others_connect_to_it_again(tmp_path: Path) -> None:

@@ -119,13 +119,12 @@ bool is_trainable(const GroupObject *group)
 bool keep_for_hidden_output(StateObject *state, PyObject *output, const Autograd &autograd)
 {
     GroupObject *group = state->group;
-    if (!autograd.is_first_forward() || is_transparent(output) || !any_group(state, is_trainable) ||
-        (output == Py_None && state->course.is_grouped)) {
+    if (!autograd.is_first_forward() || (output == Py_None && state->course.is_grouped)) {
         return false;
     }
     BorrowedTensors tensors;
     collect_grad_tensors(output, tensors);
-    if (!tensors.list.empty()) {
+    if (!tensors.list.empty() || is_transparent(output) || !any_group(state, is_trainable)) {
         return false;
     }
     if (!group->hides_outputs) {
