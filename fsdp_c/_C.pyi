@@ -568,6 +568,9 @@ SNAPSHOT_TEXT_AT: int  # of the owner's text in the page
 def snapshot_room(*, tensors: Sequence[Tensor], index_bytes: int) -> int:
     """How long a file must be for them, in bytes."""
 
+def snapshot_layouts(tensors: Sequence[Tensor], /) -> bytes:
+    """Dtypes, sizes and strides, to see whether they are what they were."""
+
 def snapshot_facts(file: Any, /) -> dict[str, int] | None:
     """{sequence, step, data_bytes, index_bytes}; None: no whole one is there."""
 

@@ -30,6 +30,7 @@ PyMethodDef functions[] = {
     function<[] { process.n_checkpoints++; }>("count_checkpoint"),
     function<n_steps>("n_steps"),
     function<snapshot_room>("snapshot_room"),
+    function<snapshot_layouts>("snapshot_layouts"),
     function<snapshot_facts>("snapshot_facts"),
     function<snapshot_is_intact>("snapshot_is_intact"),
     function<snapshot_clear>("snapshot_clear"),

@@ -34,6 +34,7 @@ int find_dtensors();
 
 // ---- snapshot/ ----
 size_t snapshot_room(Fields &given);
+Ref snapshot_layouts(PyObject *tensors);
 Ref snapshot_facts(PyObject *file);
 bool snapshot_is_intact(PyObject *file);
 void snapshot_clear(PyObject *file);

@@ -31,10 +31,8 @@ class Part:
         self.sizes = pieces.sizes
         self._then = self._layout()
 
-    def _layout(self) -> tuple[int, list[Any]]:
-        sources = self.pieces.sources
-        room = _C.snapshot_room(tensors=sources, index_bytes=0)
-        return room, [(source.dtype, source.stride()) for source in sources]
+    def _layout(self) -> bytes:
+        return _C.snapshot_layouts(self.pieces.sources)
 
     def is_true_still(self) -> bool:
         """Of tensors that are the same objects: whether their memory is laid out as it was."""
@@ -64,6 +62,11 @@ def _can_be_told(leaf: Any) -> bool:
     return isinstance(leaf, (Tensor, *_VALUES))
 
 
+def _are_alike(now: list[Any], before: list[Any], is_same: Callable[[Any, Any], bool]) -> bool:
+    """As long; nearly always they are the same objects, which C sees alone."""
+    return all(map(operator.is_, now, before)) or all(map(is_same, now, before))
+
+
 class Kept:
     """The last part, and by which objects it was packed."""
 
@@ -83,7 +86,7 @@ class Kept:
             or seen is None
             or self._seen is None
             or len(seen) != len(self._seen)
-            or not all(map(is_same, seen, self._seen))
+            or not _are_alike(seen, self._seen, is_same)
             or not self._part.is_true_still()
         ):
             self._part = make()

@@ -415,6 +415,24 @@ size_t snapshot_room(Fields &given)
     return FC_SNAPSHOT_PAGE + room_for(tensors.get()) + index_bytes;
 }
 
+Ref snapshot_layouts(PyObject *tensors)
+{
+    const Ref list = checked(PySequence_List(tensors));
+    std::vector<int64_t> words;
+
+    for (PyObject *object : items_of(list.get())) {
+        const at::Tensor tensor = tensor_of(object);
+        const auto sizes = tensor.sizes(), strides = tensor.strides();
+
+        words.push_back(static_cast<int64_t>(tensor.scalar_type()));
+        words.push_back(tensor.dim());
+        words.insert(words.end(), sizes.begin(), sizes.end());
+        words.insert(words.end(), strides.begin(), strides.end());
+    }
+    return checked(PyBytes_FromStringAndSize(reinterpret_cast<const char *>(words.data()),
+                                             static_cast<Py_ssize_t>(words.size() * 8)));
+}
+
 Ref snapshot_facts(PyObject *file)
 {
     const Mapped mapped(file, false);
