@@ -282,7 +282,6 @@ typedef struct unit {
 static void draw_unit(unit *u)
 {
     const bool is_packed = draw(4) == 0;
-    const fc_dtype of_all = draw_float(); /* packed: chunks lie where their type may */
 
     u->n_params = 1 + draw(PARAMS_MAX);
     u->n_ranks = 1 + (int)draw(RANKS_MAX);
@@ -301,10 +300,6 @@ static void draw_unit(unit *u)
         u->grads[i] = p->has_grad ? draw_float() : p->orig;
         if (is_packed) {
             p->is_packed = true;
-            p->orig = p->has_grad ? p->orig : of_all;
-            p->compute = of_all;
-            p->reduce = of_all;
-            p->grad = p->has_grad ? p->grad : of_all;
         }
     }
     for (int r = 0; r < u->n_ranks; r++) {
@@ -442,12 +437,14 @@ static fc_status plan_finish(const fc_layout *layout, fc_runs *plan)
 /* Where the chunk that a rank gets of a parameter lies in what is reduced. */
 static size_t staged_at(const fc_layout *layout, const fc_param *p, int rank)
 {
-    size_t before = 0, k;
+    const fc_section *section = layout->sections;
+    size_t before;
 
-    for (k = 0; layout->sections[k].reduce != p->reduce; k++) {
-        before += (size_t)layout->n_ranks * layout->sections[k].bytes;
+    while (section->reduce != p->reduce) {
+        section++;
     }
-    before += (size_t)rank * layout->sections[k].bytes + p->part_at - layout->sections[k].at;
+    before = (size_t)layout->n_ranks * section->at + (size_t)rank * section->bytes + p->part_at -
+             section->at;
     return before / fc_dtype_bytes(p->reduce) * fc_dtype_bytes(fc_wire_dtype(p, wire_of_unit));
 }
 

@@ -19,7 +19,7 @@ from models import Net, data
 from test_fake_streams import ENV, OnPurpose, Program, Side, in_orders_of
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 PROGRAMS: dict[str, Program] = {}
@@ -360,6 +360,45 @@ def reduced_by_hook_in_its_stream(side: Side) -> None:
     if stream is not None:
         torch.accelerator.current_stream().wait_stream(stream)
     side.keep(*totals.values())
+
+
+class OddlyTyped(nn.Module):
+    """Chunks of most parameters begin at no multiple of their elements' bytes, in a pack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.octets = nn.Parameter(torch.arange(5, dtype=torch.uint8), requires_grad=False)
+        self.halves = nn.Parameter(torch.randn(6).bfloat16(), requires_grad=False)
+        self.singles = nn.Parameter(torch.randn(6, 5))
+        self.doubles = nn.Parameter(torch.randn(5, 6).double(), requires_grad=False)
+        self.pairs = nn.Parameter(torch.randn(3, dtype=torch.complex64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.singles.to(x) @ self.doubles.to(x)
+        pairs = self.pairs
+        added = torch.view_as_real(pairs) if pairs.is_complex() else pairs
+        return x * self.halves.to(x) + self.octets.to(x).sum() + added.to(x).sum()
+
+
+@program
+def several_types_in_sight(side: Side) -> None:
+    """Of units whose chunks lie next to one another, as torch sends them."""
+    for dtype in (None, torch.float32):
+        seed_everything(1)
+        model = nn.Sequential(*(OddlyTyped() for _ in range(3))).to(side.device)
+        policy = MixedPrecisionPolicy(dtype, torch.float32)
+        for module in (*model, model):
+            fsdp_of(side).fully_shard(module, mesh=side.mesh(), mp_policy=policy)
+        for block in model:
+            block.set_all_reduce_hook(lambda grad: grad.mul_(2))
+        for step in range(2):
+            loss = side.loss(model, step)
+            model[1].unshard()
+            side.keep(*model[1].parameters())
+            model[1].reshard()
+            loss.backward()
+            side.keep(*(p.grad for p in model.parameters() if p.grad is not None))
+            model.zero_grad()
 
 
 @program

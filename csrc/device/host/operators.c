@@ -10,15 +10,25 @@ typedef struct launch {
     fc_status *status; /* of the first that failed */
 } launch;
 
-static fc_planes planes_of(const fc_run *run, const fc_host_operand *side, uint8_t dtype)
+static bool has_whole_elements(const fc_host_operand *side, uint8_t dtype)
 {
     size_t item = fc_dtype_bytes((fc_dtype)dtype);
+
+    return ((uintptr_t)side->first | side->line_stride | side->plane_stride) % item == 0;
+}
+
+/* In elements of a type that those of the run are made of. */
+static fc_planes planes_of(const fc_run *run, const fc_host_operand *side, uint8_t dtype,
+                           fc_dtype as)
+{
+    size_t item = fc_dtype_bytes(as);
     size_t lines = run->lines_per_plane;
+    size_t numel = run->line_numel * (fc_dtype_bytes((fc_dtype)dtype) / item);
 
     return (fc_planes){
         .first = side->first,
-        .dtype = (fc_dtype)dtype,
-        .sizes = {(int64_t)(run->n_lines / lines), (int64_t)lines, (int64_t)run->line_numel},
+        .dtype = as,
+        .sizes = {(int64_t)(run->n_lines / lines), (int64_t)lines, (int64_t)numel},
         .strides = {(int64_t)(side->plane_stride / item), (int64_t)(side->line_stride / item), 1}};
 }
 
@@ -40,7 +50,13 @@ static fc_status move_run(const launch *l, const fc_planes *to, const fc_planes 
 static void visit(const void *arg, const fc_run *run, fc_host_operand to, fc_host_operand from)
 {
     const launch *l = arg;
-    fc_planes target = planes_of(run, &to, run->to), source = planes_of(run, &from, run->from);
+    /* Packs of several types lie between elements. What is only copied then goes as bytes; nothing
+     * that is added up lies so, and of a cast only its one line begins so. */
+    const bool is_split = run->from == run->to && !(has_whole_elements(&to, run->to) &&
+                                                    has_whole_elements(&from, run->from));
+    const fc_planes target = planes_of(run, &to, run->to, is_split ? FC_RAW1 : (fc_dtype)run->to);
+    const fc_planes source =
+        planes_of(run, &from, run->from, is_split ? FC_RAW1 : (fc_dtype)run->from);
 
     if (*l->status == FC_OK) {
         *l->status = move_run(l, &target, &source);

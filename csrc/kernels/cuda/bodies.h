@@ -74,13 +74,16 @@ FC_BOTH void fc_transfer(const fc_sum *sum, int from, int to, int k, int depth, 
                          const uint64_t *src, bool is_zero, uint32_t n)
 {
     const int in_bytes = k * fc_element_bytes(from), out_bytes = k * fc_element_bytes(to);
+    const bool is_anywhere = sum == NULL && k == 1; /* vectors and sums lie aligned */
     fc_vector in[FC_DEPTH], old[FC_DEPTH];
 
     FC_UNROLL
     for (int j = 0; j < depth; j++) {
         in[j] = old[j] = (fc_vector){{0, 0, 0, 0}};
         if ((uint32_t)j < n && !is_zero) {
-            in[j] = fc_load((const char *)(uintptr_t)src[j], in_bytes);
+            const char *at = (const char *)(uintptr_t)src[j];
+
+            in[j] = is_anywhere ? fc_load_element(at, in_bytes) : fc_load(at, in_bytes);
         }
         if (sum != NULL && (uint32_t)j < n && sum->accumulate) {
             old[j] = fc_load((const char *)(uintptr_t)dst[j], out_bytes);
@@ -93,7 +96,11 @@ FC_BOTH void fc_transfer(const fc_sum *sum, int from, int to, int k, int depth, 
                             : from == to ? in[j]
                                          : fc_cast_vector(from, to, k, in[j]);
 
-            fc_store((char *)(uintptr_t)dst[j], out, out_bytes);
+            if (is_anywhere) {
+                fc_store_element((char *)(uintptr_t)dst[j], out, out_bytes);
+            } else {
+                fc_store((char *)(uintptr_t)dst[j], out, out_bytes);
+            }
         }
     }
 }

@@ -142,12 +142,14 @@ FC_BOTH uint64_t fc_line_offset(const fc_run *run, uint32_t line, int operand)
 }
 
 /* How many elements of the tile's line lie between a vector's boundary and its beginning; negative
- * if the operands do not lie alike. `dst` and `src` are the line's. */
+ * if the operands do not lie alike, or between elements. `dst` and `src` are the line's. */
 FC_BOTH int fc_lead(uint64_t dst, uint32_t dst_bytes, uint64_t src, uint32_t src_bytes, uint32_t k)
 {
     const uint32_t lead = (uint32_t)(dst & (k * dst_bytes - 1)) / dst_bytes;
 
-    return ((src - lead * src_bytes) & (k * src_bytes - 1)) == 0 ? (int)lead : -1;
+    return (dst & (dst_bytes - 1)) == 0 && ((src - lead * src_bytes) & (k * src_bytes - 1)) == 0
+               ? (int)lead
+               : -1;
 }
 
 /* The tiles from `first` to `end` of a long line. `lead`: by how many elements the line begins

@@ -87,6 +87,37 @@ FC_BOTH void fc_store(char *at, fc_vector v, int bytes)
 #endif
 }
 
+/* One element, of up to 8 bytes, wherever it lies: packs of several types are bytes to others. */
+FC_BOTH fc_vector fc_load_element(const char *at, int bytes)
+{
+    fc_vector v = {{0, 0, 0, 0}};
+
+    if (((uintptr_t)at & (uintptr_t)(bytes - 1)) == 0) {
+        return fc_load(at, bytes);
+    }
+    FC_UNROLL
+    for (int i = 0; i < 8; i++) {
+        if (i < bytes) {
+            v.word[i / 4] |= fc_load(at + i, 1).word[0] << (8 * (i % 4));
+        }
+    }
+    return v;
+}
+
+FC_BOTH void fc_store_element(char *at, fc_vector v, int bytes)
+{
+    if (((uintptr_t)at & (uintptr_t)(bytes - 1)) == 0) {
+        fc_store(at, v, bytes);
+        return;
+    }
+    FC_UNROLL
+    for (int i = 0; i < 8; i++) {
+        if (i < bytes) {
+            fc_store(at + i, (fc_vector){{v.word[i / 4] >> (8 * (i % 4)), 0, 0, 0}}, 1);
+        }
+    }
+}
+
 /* ---- narrowing ---- */
 
 /* As the plain kernels narrow, but that a device writes its own NaN. */
