@@ -77,16 +77,11 @@ class Taking:
         self.peers.come(self.number + 1, step)
         if self.number > 0 and self.peers.are_whole(self.number):
             self._kept = 1 - self._kept
-        self.number += 1
-        self._sequence += 1
         slot = self.slots[1 - self._kept]
         try:
+            self.number += 1
+            self._sequence += 1
             slot.reserve(_C.snapshot_room(tensors=packed.locals, index_bytes=len(packed.index)))
-        except _files.Unusable as reason:
-            self._tell_of_none()
-            self._warn_of_room(str(reason))
-            return
-        try:
             self.copier.start(
                 locals=packed.locals,
                 sources=packed.sources,
@@ -99,6 +94,10 @@ class Taking:
                 step=step,
             )
             self._pending = packed.waiting()
+        except _files.Unusable as reason:
+            self._tell_of_none()
+            self._warn_of_room(str(reason))
+            return
         except BaseException:  # an interrupt may come when it has begun
             self.copier.finish()
             slot.clear()
@@ -136,22 +135,23 @@ class Taking:
 
     def finish(self) -> None:
         """Returns when the last snapshot is whole, and nothing is read any more. Local."""
-        if (outcome := self._settle()) is None:
+        if self._pid != os.getpid():
             return
-        if self.copies is not None:
-            self.copies.settle(outcome)
-        else:
-            self.peers.tell(self.number, outcome)
+        with self._settling:
+            if (outcome := self._settle()) is None:
+                return
+            if self.copies is not None:
+                self.copies.settle(outcome)
+            else:
+                self.peers.tell(self.number, outcome)
+            self._pending = None  # an interrupt before leaves it to the next call
 
     def _settle(self) -> int | None:
         """What became of the snapshot under way; None: there was none."""
-        if self._pid != os.getpid():
-            return None
         with self._settling:
-            pending, self._pending = self._pending, None
-            if pending is None:
+            if self._pending is None:
                 return None
-            changed = [pending[place] for place in self.copier.finish()]
+            changed = [self._pending[place] for place in self.copier.finish()]
         for tensor in changed:
             self._written[id(tensor)] = tensor
         if changed:
@@ -160,7 +160,9 @@ class Taking:
                 " step() of the optimizers given: that snapshot does not count, and it is copied"
                 " in take() from now on. Call finish() before such a write, or take() after it"
             )
-        return _peers.FAILED if changed else _peers.WHOLE
+        facts = self.slots[1 - self._kept].facts()
+        is_whole = facts is not None and facts["sequence"] == self._sequence
+        return _peers.WHOLE if is_whole else _peers.FAILED
 
     def _before_update(self, *_: Any) -> None:
         self.finish()
@@ -183,6 +185,7 @@ class Taking:
         """This rank takes no more; how it leaves is `_peers.CLOSED` or `BY_EXCEPTION`."""
         if self._pid == os.getpid():
             self._settle()  # who needs to know waits for a next one, which this rank does not take
+            self._pending = None
             self.peers.leave(how)
             if how == _peers.CLOSED:
                 self._pages.end()
@@ -197,6 +200,8 @@ class Taking:
 
     def end_with_process(self) -> None:
         """An exception ends a process while its last snapshot is copied: that one counts, too."""
+        if self._pid != os.getpid():
+            return
         self._settle()
         if self.copies is not None:  # no thread may be in the process group then
             self.copies.close()

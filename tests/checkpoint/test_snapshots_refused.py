@@ -541,30 +541,64 @@ def test_a_copy_under_way_is_an_error() -> None:
 
 
 class Interrupted:
-    """Ctrl-C comes when a copy has begun."""
+    """Ctrl-C comes when a call has done its work."""
 
-    def __init__(self, copier: Any) -> None:
-        self.copier = copier
-        self.finish = copier.finish
-        self.is_due = True
+    def __init__(self, inner: Any, method: str) -> None:
+        self._inner, self._method = inner, method
 
-    def start(self, **about: Any) -> None:
-        self.copier.start(**about)
-        if self.is_due:
-            self.is_due = False
+    def __getattr__(self, name: str) -> Any:
+        if name != self._method:
+            return getattr(self._inner, name)
+        self._method = ""
+
+        def call(*args: Any, **given: Any) -> None:
+            getattr(self._inner, name)(*args, **given)
             raise KeyboardInterrupt
 
+        return call
 
-def test_interrupted_when_a_copy_has_begun(tmp_path: Path) -> None:
+
+@pytest.mark.parametrize(
+    ("method", "is_whole"),
+    [("reserve", False), ("start", False), ("finish", True), ("tell", True)],
+)
+def test_interrupted(tmp_path: Path, method: str, is_whole: bool) -> None:
+    """A program that goes on after Ctrl-C has snapshots of its later steps."""
     model, optimizer = trained(1)
     with fsdp_c.Snapshots(model, optimizer, folder=tmp_path) as snapshots:
         snapshots.resume()
-        snapshots._taking.copier = Interrupted(snapshots._taking.copier)
+        taking = snapshots._taking
+        if method == "reserve":
+            taking.slots[:] = [Interrupted(slot, method) for slot in taking.slots]
+        elif method == "tell":
+            taking.peers = Interrupted(taking.peers, method)
+        else:
+            taking.copier = Interrupted(taking.copier, method)
         with pytest.raises(KeyboardInterrupt):
             snapshots.take(1)
-        assert set(by_step(tmp_path)) == {None}
+            optimizer.step()
+        assert set(by_step(tmp_path)) == ({None, 1} if is_whole else {None})
+        if method == "reserve":  # of the other file, too
+            taking.slots[:] = [slot._inner for slot in taking.slots]
         for step in (2, 3):
             train(model, optimizer)
             snapshots.take(step)
         snapshots.finish()
         assert set(by_step(tmp_path)) == {2, 3}
+
+
+def test_interrupted_before_it_is_known_what_was_written(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    with fsdp_c.Snapshots(model, optimizer, folder=tmp_path) as snapshots:
+        snapshots.resume()
+        snapshots.take(1)
+        snapshots.finish()
+        snapshots.take(2)
+        snapshots._taking.copier = Interrupted(snapshots._taking.copier, "finish")
+        with torch.no_grad():
+            model.wide.add_(1)
+        with pytest.raises(KeyboardInterrupt):
+            snapshots.finish()
+        snapshots.take(3)
+        snapshots.finish()
+        assert set(by_step(tmp_path)) == {1, 3}  # and not over what the ranks have in common
