@@ -417,6 +417,11 @@ static void test_inputs(void)
     params[1].n_inputs = 1;
     CHECK_EQ(fc_layout_init(&layout, params, 3, 1, 2, true), FC_OK);
     CHECK(layout.fingerprint != print);
+    params[0].n_inputs = 2; /* each parameter has its own */
+    CHECK_EQ(fc_layout_init(&layout, params, 2, 1, 2, true), FC_OK);
+    CHECK_EQ(params[2].pack_at, 0);
+    CHECK_EQ(params[3].pack_at, 64);
+    CHECK_EQ(params[4].pack_at, 64 + 320);
     params[0].n_inputs = 3;
     CHECK_EQ(fc_layout_count(params, 3), 3 + 3 + 1);
 }
@@ -508,6 +513,12 @@ static void test_packed_complex(void)
     CHECK_EQ(fc_layout_init(&layout, params, 2, 0, 1, false), FC_OK);
     CHECK_EQ(params[1].part_at, 10 * fc_dtype_bytes(FC_F32));
     CHECK_EQ(params[1].grad_at, 24);
+    params[0].rows = 5;
+    params[0].inner = 1; /* an even one of its section, which begins at an odd one */
+    params[1].reduce = FC_F64;
+    CHECK_EQ(fc_layout_init(&layout, params, 2, 0, 1, false), FC_OK);
+    CHECK_EQ(layout.sections[1].at, 24);
+    CHECK_EQ(params[1].part_at, 24);
 }
 
 int main(void)
