@@ -426,6 +426,28 @@ static void test_inputs(void)
     CHECK_EQ(fc_layout_count(params, 3), 3 + 3 + 1);
 }
 
+/* Gradients travel narrow where float32 adds them up, whatever those have that get none. */
+static void test_narrow(void)
+{
+    fc_param params[2];
+    fc_layout layout;
+
+    for (size_t i = 0; i < 2; i++) {
+        params[i] = (fc_param){.outer = 1,
+                               .rows = 4,
+                               .inner = 1,
+                               .reduce = i == 0 ? FC_F32 : FC_BF16,
+                               .has_grad = i == 0,
+                               .trainable = true};
+    }
+    CHECK_EQ(fc_layout_init(&layout, params, 2, 0, 2, true), FC_OK);
+    CHECK_EQ(fc_layout_wire(&layout, FC_BF16), FC_WIRE_BF16);
+    CHECK_EQ(fc_layout_wire(&layout, FC_F64), FC_WIRE_REDUCE);
+    params[1].has_grad = true;
+    CHECK_EQ(fc_layout_init(&layout, params, 2, 0, 2, true), FC_OK);
+    CHECK_EQ(fc_layout_wire(&layout, FC_BF16), FC_WIRE_REDUCE);
+}
+
 static void test_too_large(void)
 {
     fc_param p = {.outer = 1,
@@ -530,6 +552,7 @@ int main(void)
     test_packed_types();
     test_packed_complex();
     test_inputs();
+    test_narrow();
     test_too_large();
     test_pre_divisor();
     CHECK_EQ(fc_alloc_live(), 0);
