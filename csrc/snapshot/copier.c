@@ -103,7 +103,6 @@ static void judge(fc_copier *c)
     if (c->counts) {
         fc_snapshot_commit(c->job.file, &c->facts, &c->data, &c->index);
     }
-    (void)pthread_cond_broadcast(&c->changed);
 }
 
 static bool is_copied(const fc_copier *c)
@@ -140,8 +139,7 @@ static void await_memory(fc_copier *c)
     c->is_awaited = false;
     c->is_there = is_there;
     if (!is_there) {
-        c->next = c->job.n_pieces;
-        complete(c);
+        c->next = c->job.n_pieces; /* nothing is left to copy */
     }
     (void)pthread_cond_broadcast(&c->changed);
 }

@@ -23,6 +23,7 @@ typedef struct calls {
     size_t planned; /* elements of all plans */
     size_t pieces;  /* of direct gathers */
     char gathered[32];
+    const char *gathered_at; /* memory of the last one */
 } calls;
 
 static calls now;
@@ -72,6 +73,7 @@ static inline fc_status note_gather(fc_device *device, fc_device_comm *comm, fc_
         return fc_fail(FC_ERR_SYSTEM, "no gather");
     }
     (void)strncat(now.gathered, label.unit, sizeof(now.gathered) - strlen(now.gathered) - 1);
+    now.gathered_at = buffer;
     return simulated->all_gather(device, comm, stream, label, buffer, part_bytes);
 }
 
@@ -106,6 +108,7 @@ static inline fc_status count_copy(fc_device *device, fc_stream *stream, fc_labe
                                    const void *from, size_t bytes, fc_way way)
 {
     now.copies++;
+    CHECK_EQ((intptr_t)to % 16, 0); /* vectors are read there */
     return simulated->copy(device, stream, label, to, from, bytes, way);
 }
 

@@ -11,6 +11,7 @@
 
 #include <errno.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <sys/prctl.h>
 #include <unistd.h>
@@ -270,6 +271,40 @@ static void test_idle(void)
     CHECK_EQ(other, 1);
 }
 
+static bool linger(void *context)
+{
+    atomic_int *const at = context;
+
+    atomic_store(at, 1);
+    (void)usleep(50000);
+    atomic_store(at, 2);
+    return true;
+}
+
+static void *step_once(void *unused)
+{
+    (void)unused;
+    CHECK(fc_idle_step());
+    return NULL;
+}
+
+/* What the work uses may be freed then. */
+static void test_the_end_waits_for_who_is_at_it(void)
+{
+    atomic_int at = 0;
+    pthread_t thread;
+
+    CHECK(fc_idle_begin(linger, &at));
+    CHECK_EQ(pthread_create(&thread, NULL, step_once, NULL), 0);
+    while (atomic_load(&at) == 0) {
+        (void)usleep(100);
+    }
+    fc_idle_end(&at);
+    CHECK_EQ(atomic_load(&at), 2);
+    CHECK(!fc_idle_step());
+    CHECK_EQ(pthread_join(thread, NULL), 0);
+}
+
 int main(void)
 {
     test_status();
@@ -282,5 +317,6 @@ int main(void)
     test_clock();
     test_threads();
     test_idle();
+    test_the_end_waits_for_who_is_at_it();
     return check_result();
 }

@@ -28,6 +28,7 @@ enum {
     BATCH_LIMIT,
     IS_OBSERVED,
     ORDER,
+    BACKWARD,
     NOTE_WORDS
 };
 
@@ -42,6 +43,7 @@ enum {
 static char sent[N_RANKS][BYTES_MAX];
 static size_t sent_bytes;
 static size_t piece_bytes;
+static bool is_own_last; /* of the ranks whose bytes come */
 static const void *begun_send; /* NULL: none is */
 
 static fc_status gather(void *context, const void *send, size_t bytes, const fc_gathered *to)
@@ -58,13 +60,15 @@ static fc_status gather(void *context, const void *send, size_t bytes, const fc_
     for (size_t at = 0; at < bytes; at += piece_bytes) {
         const size_t n = bytes - at < piece_bytes ? bytes - at : piece_bytes;
 
-        for (int r = 0; r < N_RANKS && at == 0; r++) {
+        for (int i = 0; i < N_RANKS && at == 0; i++) {
+            const int r = is_own_last ? N_RANKS - 1 - i : i;
             char first[BYTES_MAX] = {0}; /* the rest has not come */
 
             memcpy(first, sent[r], n);
             FC_TRY(to->look(to->context, r, first, n));
         }
-        for (int r = 0; r < N_RANKS; r++) {
+        for (int i = 0; i < N_RANKS; i++) {
+            const int r = is_own_last ? N_RANKS - 1 - i : i;
             char *piece = guarded_create(n);
             fc_status st;
 
@@ -306,6 +310,9 @@ static void test_notes(void)
     for (size_t k = 0; k < N_UNITS; k++) { /* nobody looks any more */
         CHECK(fc_batch_admits(m.gathers[k].unit));
     }
+    fc_domain_open(m.domain, (fc_opening){.phase = FC_PHASE_BACKWARD});
+    CHECK(fc_order_is_followed(m.domain));
+    fc_domain_fail(m.domain);
     leave(&m);
     leave(&peer);
     CHECK_EQ(fc_alloc_live(), 0);
@@ -335,10 +342,25 @@ static void test_orders(void)
             begin_forward(&m);
             if (!is_alike && !is_packed) {
                 *word_of(&m, 0, ORDER) ^= 1;
+                *word_of(&m, 0, BACKWARD) ^= 1;
             }
             CHECK(!fc_order_is_followed(m.domain));
             CHECK_OK(gather_all(&m));
             CHECK_EQ(fc_order_is_followed(m.domain), is_alike && !is_packed);
+            CHECK_OK(fc_domain_close(m.domain));
+            fc_domain_open(m.domain, (fc_opening){.phase = FC_PHASE_BACKWARD});
+            CHECK_EQ(fc_order_is_followed(m.domain), is_alike || is_packed);
+            if (!is_alike && !is_packed) { /* it counts until the next forward */
+                *word_of(&m, 0, ORDER) ^= 1;
+                *word_of(&m, 0, BACKWARD) ^= 1;
+                CHECK_OK(fc_domain_close(m.domain));
+                fc_domain_open(m.domain, (fc_opening){.phase = FC_PHASE_FORWARD});
+                CHECK_OK(gather_all(&m));
+                CHECK(fc_order_is_followed(m.domain));
+                CHECK_OK(fc_domain_close(m.domain));
+                fc_domain_open(m.domain, (fc_opening){.phase = FC_PHASE_BACKWARD});
+                CHECK(fc_order_is_followed(m.domain));
+            }
             fc_domain_fail(m.domain);
             fc_domain_fail(peer.domain);
             leave(&m);
@@ -375,8 +397,11 @@ int main(void)
 {
     test_pieces(false);
     test_pieces(true);
-    test_notes();
-    test_orders();
-    test_begun();
+    for (int i = 0; i < 2; i++) {
+        is_own_last = i == 1;
+        test_notes();
+        test_orders();
+        test_begun();
+    }
     return check_result();
 }

@@ -277,6 +277,17 @@ static void test_batches(void)
     CHECK_EQ(plan.runs[plan.n_runs - 1].base[1], 1);
     check_consistent(&plan);
     fc_runs_clear(&plan);
+    block.to.base = 1; /* two new ones where there is room for one */
+    for (uint32_t i = 0; i < FC_RUNS_BASES - 2; i++) {
+        block.from.base = 100 + i;
+        CHECK_EQ(fc_runs_add(&plan, &block), FC_OK);
+    }
+    CHECK_EQ(plan.n_bases, FC_RUNS_BASES - 1);
+    block.to.base = 2;
+    block.from.base = 3;
+    CHECK_EQ(fc_runs_add(&plan, &block), FC_OK);
+    CHECK_EQ(plan.n_batches, 2);
+    fc_runs_clear(&plan);
 }
 
 /* ---- runs that are too large ---- */

@@ -417,8 +417,35 @@ static void test_inputs(void)
     params[1].n_inputs = 1;
     CHECK_EQ(fc_layout_init(&layout, params, 3, 1, 2, true), FC_OK);
     CHECK(layout.fingerprint != print);
+    params[0].n_inputs = 2; /* each parameter has its own */
+    CHECK_EQ(fc_layout_init(&layout, params, 2, 1, 2, true), FC_OK);
+    CHECK_EQ(params[2].pack_at, 0);
+    CHECK_EQ(params[3].pack_at, 64);
+    CHECK_EQ(params[4].pack_at, 64 + 320);
     params[0].n_inputs = 3;
     CHECK_EQ(fc_layout_count(params, 3), 3 + 3 + 1);
+}
+
+/* Gradients travel narrow where float32 adds them up, whatever those have that get none. */
+static void test_narrow(void)
+{
+    fc_param params[2];
+    fc_layout layout;
+
+    for (size_t i = 0; i < 2; i++) {
+        params[i] = (fc_param){.outer = 1,
+                               .rows = 4,
+                               .inner = 1,
+                               .reduce = i == 0 ? FC_F32 : FC_BF16,
+                               .has_grad = i == 0,
+                               .trainable = true};
+    }
+    CHECK_EQ(fc_layout_init(&layout, params, 2, 0, 2, true), FC_OK);
+    CHECK_EQ(fc_layout_wire(&layout, FC_BF16), FC_WIRE_BF16);
+    CHECK_EQ(fc_layout_wire(&layout, FC_F64), FC_WIRE_REDUCE);
+    params[1].has_grad = true;
+    CHECK_EQ(fc_layout_init(&layout, params, 2, 0, 2, true), FC_OK);
+    CHECK_EQ(fc_layout_wire(&layout, FC_BF16), FC_WIRE_REDUCE);
 }
 
 static void test_too_large(void)
@@ -508,6 +535,12 @@ static void test_packed_complex(void)
     CHECK_EQ(fc_layout_init(&layout, params, 2, 0, 1, false), FC_OK);
     CHECK_EQ(params[1].part_at, 10 * fc_dtype_bytes(FC_F32));
     CHECK_EQ(params[1].grad_at, 24);
+    params[0].rows = 5;
+    params[0].inner = 1; /* an even one of its section, which begins at an odd one */
+    params[1].reduce = FC_F64;
+    CHECK_EQ(fc_layout_init(&layout, params, 2, 0, 1, false), FC_OK);
+    CHECK_EQ(layout.sections[1].at, 24);
+    CHECK_EQ(params[1].part_at, 24);
 }
 
 int main(void)
@@ -519,6 +552,7 @@ int main(void)
     test_packed_types();
     test_packed_complex();
     test_inputs();
+    test_narrow();
     test_too_large();
     test_pre_divisor();
     CHECK_EQ(fc_alloc_live(), 0);

@@ -201,6 +201,40 @@ static void test_an_iteration_drops_prefetches(void)
     unmake(&w);
 }
 
+/* A slice whose rows do not fill its chunk, as others see it: zeros behind them. */
+static void test_padding_of_a_slice(void)
+{
+    static const char zeros[16 * sizeof(float)];
+    fc_schedule_unit *unit = NULL;
+    fc_param params[PARAMS];
+    fc_layout layout;
+    world w;
+
+    make_world(&w, &staged);
+    for (int i = 0; i < PARAMS; i++) {
+        params[i] = (fc_param){.outer = 1, .rows = 3, .inner = 16, .is_packed = true};
+    }
+    MUST(fc_layout_init(&layout, params, PARAMS, 0, 2, false));
+    w.options.name = "unit";
+    w.options.layout = &layout;
+    w.options.n_post_ranks = 2;
+    w.options.post_rank = 1;
+    MUST(fc_schedule_add(w.schedule, &w.options, &unit));
+    fc_schedule_set_shards(unit, w.shards);
+    begin(&w);
+    MUST(fc_schedule_unshard(unit, &(void *){NULL}));
+    MUST(fc_schedule_post_forward(unit));
+    (void)take();
+    MUST(fc_schedule_start(unit));
+    await_all(&w);
+    for (size_t i = 0; i < PARAMS; i++) { /* two rows each, the second one of none */
+        CHECK(memcmp(now.gathered_at + (2 * (PARAMS + i) + 1) * sizeof(zeros), zeros,
+                     sizeof(zeros)) == 0);
+    }
+    end(&w);
+    unmake(&w);
+}
+
 /* A slice is gone once it was gathered from. */
 static void test_a_slice_is_used_once(void)
 {
@@ -211,8 +245,13 @@ static void test_a_slice_is_used_once(void)
     begin(&w);
     unshard(&w, 0);
     MUST(fc_schedule_post_forward(w.units[0]));
+    (void)take();
+    MUST(fc_schedule_reshard_after_forward(w.units[0])); /* it has been */
+    CHECK_EQ(take().allocs, 0);
     MUST(fc_schedule_start(w.units[0]));
     (void)take();
+    fc_schedule_reshard(w.units[0]); /* copy-in may read it still */
+    CHECK_EQ(take().frees, 0);
     unshard(&w, 0);
     CHECK_EQ(take().frees, 1);
     CHECK_EQ(fc_schedule_gathering_ranks(w.units[0]), 1);
@@ -267,8 +306,37 @@ static void test_reshard_after_the_end(bool is_direct)
         CHECK(fc_sim_bytes(w.device) > w.rest_bytes);
         fc_schedule_reshard(w.units[0]);
         CHECK_EQ(fc_sim_bytes(w.device), w.rest_bytes);
+        if (is_direct) { /* staged ones leave their slot to the next gather */
+            MUST(fc_schedule_read_shards(w.schedule, w.streams[0]));
+            unshard(&w, 0);
+            fc_schedule_reshard(w.units[0]);
+            CHECK_EQ(fc_sim_bytes(w.device), w.rest_bytes);
+        }
         unmake(&w);
     }
+}
+
+/* A slot whose memory has outlived an iteration is as any other one with the next gather. */
+static void test_a_slot_outlives_an_iteration(void)
+{
+    world w;
+
+    make_world(&w, &(kind){.is_direct = true});
+    begin(&w);
+    unshard(&w, 0);
+    end(&w);
+    begin(&w);
+    (void)take();
+    fc_schedule_reshard(w.units[0]);
+    CHECK_EQ(take().frees, 1);
+    for (int i = 0; i < 2; i++) { /* a new slot, then that one */
+        unshard(&w, 1);
+        (void)take();
+        fc_schedule_reshard(w.units[1]);
+        CHECK_EQ(take().frees, 0);
+    }
+    end(&w);
+    unmake(&w);
 }
 
 /* Gradients come to the host from two streams, each of which may fail. */
@@ -302,6 +370,35 @@ static void test_gradients_do_not_come(int failing)
     n_syncs = 0;
     MUST(fc_schedule_await_gradients(w.schedule));
     CHECK_EQ(n_syncs, failing < 2 ? 2 : 0);
+    end(&w);
+    unmake(&w);
+}
+
+/* Shards come to the device before a gather that fails. */
+static void test_shards_of_a_gather_that_fails(void)
+{
+    const fc_label label = {"world", "shard", 0};
+    fc_schedule_unit *unit = NULL;
+    const void *shards[PARAMS];
+    void *shard = NULL;
+    world w;
+
+    make_world(&w, &staged);
+    w.options.name = "unit";
+    w.options.layout = &w.layouts[0];
+    w.options.is_offloaded = true;
+    MUST(fc_schedule_add(w.schedule, &w.options, &unit));
+    MUST(fc_sim_host_alloc(w.device, label, 4096, &shard));
+    shards[0] = shards[1] = shard;
+    fc_schedule_set_shards(unit, shards);
+    w.rest_bytes = fc_sim_bytes(w.device);
+    begin(&w);
+    waits_left = 1; /* for copy-in */
+    waits_fail = true;
+    CHECK_EQ(fc_schedule_start(unit), FC_ERR_SYSTEM);
+    waits_fail = false;
+    MUST(fc_schedule_await_shards(w.schedule));
+    fc_sim_host_access(w.device, label, (fc_sim_range){shard, 4096, true});
     end(&w);
     unmake(&w);
 }
@@ -362,6 +459,86 @@ static void test_many_forwards(void)
         unshard(&w, before);
     }
     fc_schedule_reshard(w.units[0]);
+    fc_schedule_reshard(w.units[1]);
+    check_bytes_after_end(&w);
+    unmake(&w);
+}
+
+/* Of another schedule nothing is gathered with a unit of this one. */
+static void test_units_of_others_are_not_prefetched(void)
+{
+    fc_schedule_unit *theirs = NULL;
+    fc_schedule *other = NULL;
+    void *full;
+    world w;
+
+    make_world(&w, &staged);
+    MUST(fc_schedule_create(&(fc_schedule_options){w.device, w.streams[1], w.streams[2],
+                                                   w.streams[3], w.streams[4], 1, 0, 0},
+                            &other));
+    w.options.name = "theirs";
+    w.options.layout = &w.layouts[0];
+    MUST(fc_schedule_add(other, &w.options, &theirs));
+    fc_schedule_set_shards(theirs, w.shards);
+    MUST(fc_schedule_set_prefetch(w.units[0], false,
+                                  (fc_schedule_unit *const[]){theirs, w.units[1]}, 2));
+    begin(&w);
+    MUST(fc_schedule_begin(other, w.streams[0], NULL));
+    (void)take();
+    MUST(fc_schedule_pre_forward(w.units[0], &full));
+    CHECK_STR(take().gathered, "ab");
+    fc_schedule_reshard(w.units[0]);
+    MUST(fc_schedule_end_backward(other, true));
+    fc_schedule_destroy(other);
+    check_bytes_after_end(&w);
+    unmake(&w);
+}
+
+/* A unit that stays unsharded is reached anew by the backward of each of its forwards. */
+static void test_a_unit_that_stays(void)
+{
+    void *full;
+    world w;
+
+    make_world(&w, &staged);
+    begin(&w);
+    for (int i = 0; i < 2; i++) {
+        unshard(&w, 0);
+        MUST(fc_schedule_post_forward(w.units[0]));
+        unshard(&w, 1);
+        MUST(fc_schedule_note_forward(w.units[1]));
+        (void)take();
+        MUST(fc_schedule_pre_backward(w.units[1], &full));
+        CHECK_STR(take().gathered, "a");
+        unshard(&w, 0);
+        fc_schedule_reshard(w.units[0]);
+    }
+    fc_schedule_reshard(w.units[1]);
+    check_bytes_after_end(&w);
+    unmake(&w);
+}
+
+/* Forwards are counted back for a unit with a list of its own, too. */
+static void test_a_list_is_taken_away(void)
+{
+    static const int forwards[] = {0, 1, 2, 1};
+    void *full;
+    world w;
+
+    make_world(&w, &staged);
+    begin(&w);
+    for (int i = 0; i < 4; i++) {
+        unshard(&w, forwards[i]);
+        MUST(fc_schedule_post_forward(w.units[forwards[i]]));
+    }
+    MUST(fc_schedule_set_prefetch(w.units[1], true, &w.units[3], 1));
+    (void)take();
+    MUST(fc_schedule_pre_backward(w.units[1], &full));
+    CHECK_STR(take().gathered, "bd");
+    fc_schedule_reshard(w.units[1]);
+    MUST(fc_schedule_set_prefetch(w.units[1], true, NULL, 0));
+    MUST(fc_schedule_pre_backward(w.units[1], &full));
+    CHECK_STR(take().gathered, "ba");
     fc_schedule_reshard(w.units[1]);
     check_bytes_after_end(&w);
     unmake(&w);
@@ -433,15 +610,21 @@ int main(void)
     test_residence_and_waits();
     test_a_gather_that_fails_leaves_nothing();
     test_an_iteration_drops_prefetches();
+    test_padding_of_a_slice();
     test_a_slice_is_used_once();
     test_a_slice_that_is_not_there();
     test_reshard_after_the_end(true);
     test_reshard_after_the_end(false);
+    test_a_slot_outlives_an_iteration();
     for (int failing = 0; failing < 3; failing++) {
         test_gradients_do_not_come(failing);
     }
+    test_shards_of_a_gather_that_fails();
     test_a_forward_ends();
     test_many_forwards();
+    test_units_of_others_are_not_prefetched();
+    test_a_unit_that_stays();
+    test_a_list_is_taken_away();
     test_an_order_ends();
     test_a_reset();
     return check_result();

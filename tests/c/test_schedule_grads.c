@@ -58,6 +58,21 @@ static void test_held_gradients_are_dropped(void)
     unmake(&w);
 }
 
+/* With replicas one sum is scattered while another one is added up. */
+static void test_sums_that_overlap(bool has_replicas)
+{
+    world w;
+
+    make_world(&w, &(kind){.has_replicas = has_replicas});
+    begin(&w);
+    CHECK(post(&w, 0, w.grads, FC_SYNC_ALL));
+    (void)take();
+    CHECK(post(&w, 1, w.grads, FC_SYNC_ALL));
+    CHECK_EQ(take().allocs, has_replicas ? 1 : 0);
+    end(&w);
+    unmake(&w);
+}
+
 /* Memory whose last use could not be marked is not used again, and the caller is told. */
 static void test_marks_of_a_held_sum_fail(void)
 {
@@ -82,6 +97,10 @@ static void test_marks_of_a_held_sum_fail(void)
         has_failed = records_left < 0;
         CHECK_EQ(st, has_failed ? FC_ERR_SYSTEM : FC_OK);
         CHECK_EQ(is_reduced, !has_failed);
+        if (has_failed) { /* nor is it freed before that use */
+            MUST(fc_schedule_reset(w.schedule));
+            CHECK_EQ(fc_sim_bytes(w.device), w.rest_bytes);
+        }
         unmake(&w);
     }
     CHECK(n > 3); /* of the input, the held sum, the new one */
@@ -223,6 +242,8 @@ int main(void)
     test_some_gradient_is_needed(true);
     test_some_gradient_is_needed(false);
     test_held_gradients_are_dropped();
+    test_sums_that_overlap(true);
+    test_sums_that_overlap(false);
     test_marks_of_a_held_sum_fail();
     test_the_given_divisor_counts();
     test_plans_are_made_once(1);

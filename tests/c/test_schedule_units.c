@@ -360,7 +360,9 @@ static void test_compute_stays_with_held_gradients(fc_schedule_sync sync)
     MUST(fc_schedule_read_shards(w.schedule, w.streams[5])); /* a guest */
     CHECK(post(&w, 0, NULL, FC_SYNC_ALL));
     end(&w);
+    await_all(&w);
     MUST(fc_schedule_begin(w.schedule, w.streams[5], NULL));
+    CHECK(post(&w, 0, w.grads, FC_SYNC_ALL)); /* staged in memory of that stream */
     end(&w);
     unmake(&w);
 }

@@ -24,7 +24,8 @@ typedef struct tensors {
     size_t told_of;
     int n_read, n_asked, n_resided;
     bool fails_to_read, fails_to_reside, can_reside;
-    char *home; /* owned; where it resides */
+    bool has_moved; /* what is gathered lies elsewhere, which nobody knows yet */
+    char *home;     /* owned; where it resides */
 } tensors;
 
 typedef struct device_rank {
@@ -165,7 +166,14 @@ static inline fc_status make_there(void *of)
         return fc_fail(FC_ERR_INTERRUPTED, "the first method fails");
     }
     ((tensors *)of)->base.n_made++;
+    ((tensors *)of)->has_moved = true;
     return FC_OK;
+}
+
+static inline void get_shards_there(void *of, const void **out)
+{
+    ((tensors *)of)->has_moved = false;
+    get_shards(of, out);
 }
 
 static inline fc_status fill_there(void *of)
@@ -189,7 +197,7 @@ static const fc_unsharding_ops device_ops = {.show = show,
                                              .enter = enter,
                                              .leave = leave,
                                              .leave_slices = leave_slices,
-                                             .shards = get_shards,
+                                             .shards = get_shards_there,
                                              .mark = mark,
                                              .find_changed = find_changed,
                                              .find_written = find_written_there,
@@ -213,6 +221,9 @@ static inline fc_status count_gather(fc_device *device, fc_device_comm *comm, fc
                                      fc_label label, void *buffer, size_t part_bytes)
 {
     rank_of(device)->n_gathers++;
+    for (size_t u = 0; u < N_UNITS; u++) {
+        CHECK(!rank_of(device)->tensors[u].has_moved);
+    }
     return simulated->all_gather(device, comm, stream, label, buffer, part_bytes);
 }
 
