@@ -40,7 +40,9 @@ class Opened(NamedTuple):
 
     described: list[dict[str, Any]]  # tensors of models
     models: _tensors.Saved
-    parts: list[tuple[io.BytesIO, _tensors.Saved]]  # of optimizers, and the rest
+    states: list[tuple[io.BytesIO, _tensors.Saved]]  # of optimizers
+    rng: dict[str, Any]
+    extra: dict[str, tuple[str, Any]]
 
 
 class Contents:
@@ -146,9 +148,9 @@ class Contents:
             raise RuntimeError(
                 f"resume: the snapshot has format {head['format']}, this version reads {FORMAT}"
             )
-        parts = list(self._parts_of(file, data, head))
-        described = _tensors.load(*parts[0])
-        forms = [pickle.loads(_tensors.load(*part)) for part in parts[1:-1]]
+        model, *states, rest = self._parts_of(file, data, head)
+        described = _tensors.load(*model)
+        forms = [pickle.loads(_tensors.load(*state)) for state in states]
         models = [_parts.tensors_of(model) for model in self.models]
         faults: list[str] = []
         meshes = list(map(_mesh_form, self._meshes()))
@@ -161,15 +163,19 @@ class Contents:
         for tensors, saved in zip(models, described, strict=False):
             faults += _faults_of(tensors, saved)
         faults += _faults_of_optimizers([self._form_of(one) for one in self.optimizers], forms)
+        rng, extra = _tensors.load(*rest), {}
+        if not faults:  # its tensors may need the meshes
+            extra = {key: _tensors.load(*rest) for key in _tensors.load(*rest)}
+            faults += _faults_of_extra(self.extra, extra)
         if faults:
             more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
             raise RuntimeError(
                 f"resume: the snapshot is of something else: {'; '.join(faults[:_SHOWN])}{more}."
-                " Build models and optimizers as the run did that took it; or, if this is another"
-                " run, give it another name=, or remove what is there with"
+                " Build models, optimizers and extra as the run did that took it; or, if this is"
+                " another run, give it another name=, or remove what is there with"
                 " `python -m fsdp_c snapshots --remove`"
             )
-        return Opened(described, parts[0][1], parts[1:])
+        return Opened(described, model[1], states, rng, extra)
 
     def _parts_of(
         self, file: io.BytesIO, data: Tensor, head: dict[str, Any]
@@ -186,18 +192,13 @@ class Contents:
             tensors = _parts.tensors_of(model)
             for name, one in described.items():
                 opened.models.copy_into(tensors[name], one)
-        *states, rest = opened.parts
-        for optimizer, part in zip(self.optimizers, states, strict=True):
+        for optimizer, part in zip(self.optimizers, opened.states, strict=True):
             _parts.set_state(optimizer, _tensors.load(*part))
-        rng = _tensors.load(*rest)
-        for key in _tensors.load(*rest):
-            self._set_extra(key, _tensors.load(*rest))
-        _set_rng_states(rng)
+        for key, kept in opened.extra.items():
+            self._set_extra(key, *kept)
+        _set_rng_states(opened.rng)
 
-    def _set_extra(self, key: str, kept: Any) -> None:
-        how, value = kept
-        if key not in self.extra:
-            raise RuntimeError(f"resume: the snapshot has extra[{key!r}], which is missing now")
+    def _set_extra(self, key: str, how: str, value: Any) -> None:
         if how == "state":
             self.extra[key].load_state_dict(value)
         elif how == "generator":
@@ -264,7 +265,23 @@ def _faults_of_optimizers(now: Sequence[Any], saved: Sequence[Any]) -> Iterator[
             )
 
 
+def _faults_of_extra(now: MutableMapping[str, Any], saved: dict[str, Any]) -> Iterator[str]:
+    for key in saved.keys() - now.keys():
+        yield f"extra[{key!r}] is in the snapshot alone"
+    for key, value in now.items():
+        if key not in saved:
+            yield f"extra[{key!r}] is missing there"
+        elif (kind := _kind_of(value)) != saved[key][0]:
+            yield f"extra[{key!r}] is {_KINDS[kind]} now, {_KINDS[saved[key][0]]} in the snapshot"
+
+
 # ---- random numbers and extra ----
+
+_KINDS = {
+    "generator": "a torch.Generator",
+    "state": "an object with load_state_dict()",
+    "value": "a value",
+}
 
 
 def _rng_states() -> dict[str, Any]:
@@ -291,9 +308,15 @@ def _set_rng_states(states: dict[str, Any]) -> None:
         setters[name](state)
 
 
-def _kept_of(value: Any) -> tuple[str, Any]:
+def _kind_of(value: Any) -> str:
     if isinstance(value, torch.Generator):
-        return "generator", value.get_state()
-    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-        return "state", value.state_dict()
-    return "value", value
+        return "generator"
+    has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return "state" if has_state else "value"
+
+
+def _kept_of(value: Any) -> tuple[str, Any]:
+    kind = _kind_of(value)
+    if kind == "generator":
+        return kind, value.get_state()
+    return kind, value.state_dict() if kind == "state" else value

@@ -110,8 +110,8 @@ class Snapshots:
         launcher is gone are removed. Collective.
 
         Raises:
-            RuntimeError: the snapshots are of another world size, model or optimizer, another
-                process writes them, or another rank has failed.
+            RuntimeError: the snapshots are of another world size, model, optimizer or extra,
+                another process writes them, or another rank has failed.
             ValueError: something that cannot be kept, by its name.
 
         Examples:

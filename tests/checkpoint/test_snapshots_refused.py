@@ -103,6 +103,28 @@ def test_another_model(tmp_path: Path, options: Any, make: Any, match: str) -> N
     assert resumed(tmp_path) == 1  # nothing is lost
 
 
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({}, r"extra\['rng'\] is in the snapshot alone"),
+        ({"scheduler": None}, r"extra\['scheduler'\] is missing there"),
+        ({"rng": 3}, r"extra\['rng'\] is a value now, a torch.Generator in the snapshot"),
+        ({"rng": nn.Linear(1, 1)}, r"is an object with load_state_dict\(\) now, a torch.Generator"),
+    ],
+)
+def test_other_extra(tmp_path: Path, changed: dict[str, Any], match: str) -> None:
+    leave(tmp_path, 1, extra={"position": 1, "rng": torch.Generator()})
+    model, optimizer = trained(0)
+    extra = {"position": 0, **changed}
+    if "scheduler" in changed:
+        extra |= {"rng": torch.Generator(), "scheduler": optim.lr_scheduler.StepLR(optimizer, 1)}
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match=match):
+        resumed(tmp_path, model, optimizer, extra=extra)
+    assert all(map(torch.equal, before, model.parameters())) and extra["position"] == 0
+    assert not optimizer.state
+
+
 def test_another_dtype_and_names(tmp_path: Path) -> None:
     leave(tmp_path, 1)
     model = Net().double()
