@@ -10,7 +10,7 @@ from torch.distributed._composable import replicate_with_fsdp as _torch
 from torch.distributed._composable_state import _get_module_state
 
 from fsdp_c._compat import _redirection
-from fsdp_c._fully_shard import _fsdp_init, _fsdp_module, _watches
+from fsdp_c._fully_shard import _fsdp_init, _fsdp_module, _unmanaged_params, _watches
 from fsdp_c._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 
 _originals: dict[str, Any] = {}
@@ -43,6 +43,15 @@ class ReplicateState(FSDPState, TorchsState):
 
 
 ReplicateState.__name__ = ReplicateState.__qualname__ = TorchsState.__name__
+
+
+def _get_modules_and_states(
+    module: Any, device: torch.device, ignored_params: Any = None, **kwargs: Any
+) -> Any:
+    """The only one of these functions that is told what to ignore."""
+    found = _originals["_get_modules_and_states"](module, device, ignored_params, **kwargs)
+    _unmanaged_params.ignore(found[1], ignored_params)
+    return found
 
 
 def _init_param_group(
@@ -81,7 +90,7 @@ def _apply_to_module(modules: tuple[nn.Module, ...], *args: Any) -> None:
 
 def install() -> None:
     """`replicate` looks these functions up in its module; who holds `replicate` gets them too."""
-    for function in (_init_param_group, _apply_to_module):
+    for function in (_get_modules_and_states, _init_param_group, _apply_to_module):
         name = function.__name__
         _originals.setdefault(name, getattr(_torch, name))
         setattr(_torch, name, function)

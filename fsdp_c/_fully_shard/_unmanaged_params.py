@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn, optim
@@ -22,8 +22,10 @@ from fsdp_c._optim import _replaced_params
 
 _SHOWN = 3  # names in a warning
 _states: weakref.WeakSet[Any] = weakref.WeakSet()  # of all calls of fully_shard
-# Parameters that nothing is said about: ignored on purpose, or named before.
+# Parameters that nothing is said about: named before, or ignored on purpose and of no module.
 _not_reported: Any = WeakIdKeyDictionary()
+# Where the ignored ones are: `to_empty` puts others there, and refuses those with weak references.
+_ignored: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 DRIFT = "held by no FSDP unit: each rank trains a copy of its own, and the copies drift apart"
 _ON_PURPOSE = (
@@ -35,9 +37,36 @@ _ON_PURPOSE = (
 def watch(state: Any, ignored_params: Iterable[Tensor] | None) -> None:
     """Optimizers are looked at once, at their first step."""
     _states.add(state)
-    for param in ignored_params or ():
-        _not_reported[param] = True
+    ignore(state._modules, ignored_params)
     _replaced_params.also(_look)
+
+
+def ignore(modules: Iterable[nn.Module], params: Iterable[Tensor] | None) -> None:
+    """The modules' parameters that a call was told to pass over, or those of other modules."""
+    wanted = {id(param): param for param in params or ()}
+    _find_ignored((m for top in modules for m in top.modules() if wanted), wanted)
+    if wanted.keys() - ignored():
+        _find_ignored(_all_modules(), wanted)
+    for address in wanted.keys() - ignored():
+        _not_reported[wanted[address]] = True
+
+
+def _find_ignored(modules: Iterable[nn.Module], wanted: Container[int]) -> None:
+    for module in modules:
+        for name, param in module.__dict__.get("_parameters", {}).items():
+            if id(param) in wanted:
+                _ignored.setdefault(module, set()).add(name)
+
+
+def ignored() -> set[int]:
+    """Ids of what is now where parameters were ignored."""
+    places = [(m.__dict__["_parameters"], names) for m, names in list(_ignored.items())]
+    return {id(params.get(name)) for params, names in places for name in names}
+
+
+def _all_modules() -> list[nn.Module]:
+    # A module does not know what it is part of. (`isinstance` would run code of proxies.)
+    return [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
 
 
 def meshes() -> set[Any]:
@@ -53,8 +82,8 @@ def _look(optimizer: optim.Optimizer) -> None:
     alone = [param for param in params if _may_be_alone(param)]
     if not alone or all(_n_ranks(state) == 1 for state in list(_states)):
         return
-    held = managed()
-    alone = [param for param in alone if id(param) not in held]
+    held, on_purpose = managed(), ignored()
+    alone = [param for param in alone if id(param) not in held | on_purpose]
     if alone:
         _warn_of_those_in_models(alone)
     alone = [param for param in alone if param not in _not_reported and param.grad is not None]
@@ -92,8 +121,7 @@ def managed() -> set[int]:
 
 
 def _warn_of_those_in_models(alone: Sequence[Tensor]) -> None:
-    # A module does not know what it is part of. (`isinstance` would run code of proxies.)
-    modules: list[Any] = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+    modules = _all_modules()
     for module in modules:
         if isinstance(module, DistributedDataParallel) or _is_torchs_fsdp1(module):
             _not_reported.update(dict.fromkeys(module.parameters(), True))

@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from harness import cached_mesh, failure_of, run_ranks
 from models import function_replaced
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -100,6 +101,17 @@ def warns_once(*parts: str) -> Any:
 
 
 # ---- parameters that no unit holds ----
+
+
+def outer_params(model: Net) -> set[nn.Parameter]:
+    return {p for part in (model.emb, model.norm, model.head) for p in part.parameters()}
+
+
+def fill(model: nn.Module) -> None:
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.1)
 
 
 def units_without_a_root() -> None:
@@ -229,8 +241,35 @@ def s_ignored_parameters() -> None:
     ignored = set(model.head.parameters()) | set(model.emb.parameters())
     train(sharded(model, ignored_params=ignored))
     model = net()
-    ignored = {p for part in (model.emb, model.norm, model.head) for p in part.parameters()}
-    train(sharded(model, root=False, ignored_params=ignored))
+    train(sharded(model, root=False, ignored_params=outer_params(model)))
+
+
+def s_ignored_parameters_that_to_empty_replaces() -> None:
+    for root in (True, False):
+        with torch.device("meta"):
+            model = Net()
+        sharded(model, root=root, ignored_params=outer_params(model))
+        fill(model)
+        train(model)
+
+
+def s_ignored_shards_that_to_empty_swaps() -> None:
+    with torch.device("meta"):
+        model = Net()
+    fsdp_c.fully_shard(model.head)
+    sharded(model, ignored_params=set(model.head.parameters()))
+    fill(model)
+    train(model)
+
+
+def s_ignored_by_replicate() -> None:
+    fsdp_c.install()
+    try:
+        model = net()
+        replicate(model, ignored_params=set(model.head.parameters()))
+    finally:
+        fsdp_c.uninstall()
+    train(model)
 
 
 def s_averaged_by_hooks() -> None:
