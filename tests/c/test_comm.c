@@ -515,8 +515,7 @@ enum {
 static fc_status call_differently(fc_comm *comm, int kind, int rank, int n, char *out, char *in)
 {
     const bool is_other = rank == n - 1;
-    static const size_t to_first[RANKS_MAX * RANKS_MAX] = {8, 0},
-                                             to_last[RANKS_MAX * RANKS_MAX] = {0, 8};
+    size_t table[RANKS_MAX * RANKS_MAX] = {0};
 
     switch (kind) {
     case OTHER_SIZE:
@@ -531,8 +530,9 @@ static fc_status call_differently(fc_comm *comm, int kind, int rank, int n, char
         return fc_comm_reduce_scatter(comm, out, in, 8, is_other ? FC_I32 : FC_F32, 1.0);
     case OTHER_DIVISOR:
         return fc_comm_all_reduce(comm, out, 8, FC_F32, is_other ? 2.0 : 1.0);
-    case OTHER_TABLE: /* the same bytes in all, for another rank */
-        return all_to_all(comm, rank, n, out, in, is_other ? to_last : to_first);
+    case OTHER_TABLE: /* the same bytes in all, for another rank, of the last one */
+        table[(n - 1) * n + is_other] = 8;
+        return all_to_all(comm, rank, n, out, in, table);
     default:
         return fc_comm_broadcast(comm, out, 8, is_other ? 0 : 1);
     }
