@@ -358,7 +358,7 @@ static bool is_there_soon(void *owner)
 static void test_many_pieces(void)
 {
     enum {
-        N = 20000
+        N = 4000
     };
     char *memory = filled((size_t)N * FC_SUM_ROW, 5);
     fc_snapshot_piece *pieces = calloc(N, sizeof(*pieces));
