@@ -46,6 +46,7 @@ typedef struct world {
 static int n_submitted, n_released;
 static int calls_left = -1; /* of owners until one fails; negative: none does */
 static bool has_failed;
+static void (*meanwhile)(void); /* what another thread does while the next one waits for room */
 
 /* ---- the owner ---- */
 
@@ -125,10 +126,15 @@ static inline void release(void *memory)
 static inline void wait_for_room(void *of, bool begins)
 {
     owner *o = of;
+    void (*const other)(void) = meanwhile;
 
     CHECK(o->is_waiting != begins);
     o->is_waiting = begins;
     o->n_waits += begins;
+    meanwhile = NULL;
+    if (other != NULL) {
+        other();
+    }
 }
 
 static const fc_reduction_ops ops = {get_options, get_flat, assign_flat, prepare,

@@ -43,7 +43,7 @@ enum {
 static char sent[N_RANKS][BYTES_MAX];
 static size_t sent_bytes;
 static size_t piece_bytes;
-static bool is_own_last; /* of the ranks whose bytes come */
+static bool is_own_last;       /* of the ranks whose bytes come */
 static const void *begun_send; /* NULL: none is */
 
 static fc_status gather(void *context, const void *send, size_t bytes, const fc_gathered *to)

@@ -18,7 +18,7 @@
 typedef struct owner {
     fc_reduction *reduction;
     float sum[N_PARAMS][NUMEL / N_RANKS];
-    bool has;
+    bool has, is_asked[N_PARAMS];
 } owner;
 
 static bool is_gone; /* the peer: sums end without it */
@@ -61,6 +61,7 @@ static fc_status get_target(void *of, size_t param, void **out, bool *accumulate
 {
     owner *o = of;
 
+    o->is_asked[param] = true;
     *out = o->sum[param];
     *accumulate = o->has;
     return FC_OK;
@@ -172,6 +173,8 @@ typedef struct world {
     owner owners[N_UNITS];
 } world;
 
+static bool are_packed, has_frozen; /* the last parameter */
+
 static void make_world_of(world *w, fc_dtype reduce)
 {
     fc_param param = {.outer = 1,
@@ -182,13 +185,14 @@ static void make_world_of(world *w, fc_dtype reduce)
                       .reduce = reduce,
                       .grad = FC_F32,
                       .has_grad = true,
-                      .is_counted = true,
+                      .is_counted = !are_packed,
+                      .is_packed = are_packed,
                       .trainable = true};
     fc_param params[N_PARAMS] = {param, param, param};
     const fc_unit_desc units[N_UNITS] = {{"first", params, N_PARAMS}, {"second", params, N_PARAMS}};
 
     params[0].rows = NUMEL;
-
+    params[N_PARAMS - 1].trainable = !has_frozen;
     *w = (world){.transport = create_transport()};
     n_begun = n_ended = n_dropped = n_at_once = 0;
     CHECK_OR_EXIT(fc_slots_create(&w->slots) == FC_OK);
@@ -422,6 +426,57 @@ static void test_at_once(void)
     finish(&w);
     CHECK_EQ(n_begun, 0);
     end_world(&w);
+    are_packed = true; /* nothing tells behind it who has a gradient */
+    make_world(&w);
+    open(&w);
+    submit(&w, 0, 10);
+    CHECK_EQ(n_at_once, 1);
+    check_sum(&w.owners[0], 10, 1);
+    finish(&w);
+    CHECK_EQ(n_begun, 0);
+    end_world(&w);
+    are_packed = false;
+}
+
+/* What is lent is nobody else's until the sum has ended. */
+static void test_lent_memory(void)
+{
+    void *memory = NULL;
+    world w;
+
+    make_world(&w);
+    open(&w);
+    submit(&w, 1, 10);
+    CHECK_EQ(fc_slots_acquire(w.slots, 1, &memory), FC_OK);
+    CHECK(memory != begun_send);
+    fc_slots_release(w.slots, memory);
+    finish(&w);
+    check_sum(&w.owners[1], 10, 1);
+    end_world(&w);
+}
+
+/* What lay behind a sum says nothing of parameters that it does not move. */
+static void test_frozen(void)
+{
+    void *memory[2] = {NULL};
+    world w;
+
+    has_frozen = true;
+    make_world(&w);
+    for (size_t i = 0; i < 2; i++) {
+        CHECK_EQ(fc_slots_acquire(w.slots, FC_PAGE, &memory[i]), FC_OK);
+        memset(memory[i], 1, FC_PAGE);
+    }
+    fc_slots_release(w.slots, memory[0]);
+    fc_slots_release(w.slots, memory[1]);
+    open(&w);
+    submit(&w, 0, 10);
+    CHECK_EQ(n_begun, 1);
+    finish(&w);
+    check_sum(&w.owners[0], 10, 1);
+    CHECK(!w.owners[0].is_asked[N_PARAMS - 1]);
+    end_world(&w);
+    has_frozen = false;
 }
 
 /* How many words of a rank's part are not zero. */
@@ -471,6 +526,8 @@ int main(void)
         test_narrow();
         test_no_memory();
         test_at_once();
+        test_lent_memory();
+        test_frozen();
         test_zeros();
     }
     return check_result();

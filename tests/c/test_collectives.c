@@ -6,6 +6,7 @@
 
 #include "base/alloc.h"
 #include "transport/collectives.h"
+#include "transport/nccl_private.h"
 
 #include <limits.h>
 
@@ -292,6 +293,37 @@ static void test_scales(void)
     fc_collectives_destroy(all);
 }
 
+/* Reductions have one of their own: they run beside gathers. */
+static void check_communicators(fc_collectives *all, const fc_nccl_group *shards)
+{
+    const fc_device_caller call = fc_collectives_caller(all);
+    fc_device_comm *comm = fc_collectives_find(all, "shards");
+    float from[4] = {0}, to[4];
+    fc_nccl_deed deed = {0};
+    uint64_t form = 0;
+
+    CHECK_EQ(shards->comms[0].sequence, 1);
+    CHECK_EQ(shards->comms[1].sequence, 0);
+    MUST(call.reduce_scatter(call.context, comm, NULL, (fc_label){"unit", "reduce-scatter", 7}, to,
+                             from, 4, FC_F32));
+    CHECK(fc_nccl_board_own(shards->board, 1, &deed));
+    CHECK_EQ(deed.detail, 7); /* of whose gradients: ranks that differ learn of it */
+    MUST(call.all_reduce(call.context, comm, NULL, (fc_label){"unit", "all-reduce", 9}, to, 4,
+                         FC_F32));
+    CHECK(fc_nccl_board_own(shards->board, 1, &deed));
+    CHECK_EQ(deed.detail, 9);
+    CHECK_EQ(shards->comms[0].sequence, 1);
+    CHECK_EQ(shards->comms[1].sequence, 2);
+    for (size_t i = 0; i < 2; i++) { /* nor is one what swaps two sizes */
+        const fc_gather gathers[] = {{&to[0], &from[0], 4 + 4 * i}, {&to[2], &from[2], 8 - 4 * i}};
+
+        MUST(call.all_gather_each(call.context, comm, NULL, layer, gathers, 2));
+        CHECK(fc_nccl_board_own(shards->board, 0, &deed));
+        CHECK(i == 0 || deed.form != form);
+        form = deed.form;
+    }
+}
+
 /* Where one has failed the other ends, too, and each later call tells why. */
 static void body_nccl(int rank, int n, void *arg)
 {
@@ -320,6 +352,7 @@ static void body_nccl(int rank, int n, void *arg)
     CHECK(fc_collectives_scale(fc_collectives_find(all, "shards"), 1));
     MUST(gather(all, "shards", 4));
     MUST(gather(all, "replicas", 4));
+    check_communicators(all, groups[0]);
     MUST(fc_collectives_watch(all));
     MUST(call.wait(call.context, at_once, NULL));
     CHECK_EQ(fc_nccl_abort(groups[0], FC_ERR_BROKEN, "no more of this"), FC_ERR_BROKEN);

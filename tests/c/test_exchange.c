@@ -367,6 +367,7 @@ static void body_changed_lane(int rank, int n_ranks, void *arg)
     member m;
     lane *theirs;
     fc_unit *unit;
+    uint64_t at;
 
     member_join(&m, rank, n_ranks);
     make_equal(&made, 1, 2, n_ranks);
@@ -390,6 +391,10 @@ static void body_changed_lane(int rank, int n_ranks, void *arg)
             CHECK_HAS(fc_last_message(), "what rank 11 says of its gradients");
             *word ^= UINT64_C(1) << bit;
         }
+        at = theirs->stage_at; /* the last part alone does not fit */
+        theirs->stage_at = m.domain->arena_bytes - theirs->part_bytes;
+        CHECK_EQ(fc_exchange_sources(unit, sources), FC_ERR_MISMATCH);
+        theirs->stage_at = at;
         CHECK_OK(fc_exchange_sources(unit, sources));
     }
     CHECK_OK(member_post(&m, 0));

@@ -24,7 +24,7 @@ static fc_status take(void *context, int rank, size_t at, const char *data, size
     CHECK_EQ(at, t->at[rank]); /* in order */
     t->at[rank] = at + bytes;
     for (size_t i = 0; i < bytes; i++) {
-        t->n_wrong += data[i] != (char)((at + i) * 7 + (size_t)(rank * 31 + t->salt));
+        t->n_wrong += data[i] != byte_of(at + i, rank, t->salt);
     }
     return FC_OK;
 }
@@ -38,7 +38,7 @@ static fc_status look(void *context, int rank, const char *data, size_t bytes)
     for (int r = 0; r < RANKS_MAX; r++) {
         CHECK_EQ(t->at[r], 0);
     }
-    t->n_seen += 1 + (data[0] != (char)(rank * 31 + t->salt));
+    t->n_seen += 1 + (data[0] != byte_of(0, rank, t->salt));
     return FC_OK;
 }
 
@@ -47,7 +47,7 @@ static char *chunk_of(const member *m, size_t bytes, int salt)
     char *send = malloc(bytes + 1);
 
     for (size_t i = 0; i < bytes; i++) {
-        send[i] = (char)(i * 7 + (size_t)(m->rank * 31 + salt));
+        send[i] = byte_of(i, m->rank, salt);
     }
     return send;
 }

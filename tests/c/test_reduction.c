@@ -36,6 +36,35 @@ static void body_steps(int rank, int n_ranks, void *arg)
     leave(&w);
 }
 
+/* Of one that is made in another type, which lies elsewhere. */
+static void check_inherited_wider(const world *w, size_t u)
+{
+    const fc_reduction *former = w->owners[u].reduction;
+    fc_unit wider = *w->owners[u].shard;
+    fc_reduction *r = NULL;
+    fc_param params[N_PARAMS];
+
+    for (size_t i = 0; i < N_PARAMS; i++) {
+        params[i] = wider.params[i];
+        params[i].reduce = FC_F64;
+    }
+    CHECK_OK(fc_layout_init(&wider.layout, params, N_PARAMS, wider.layout.rank,
+                            wider.layout.n_ranks, false));
+    wider.params = params;
+    CHECK_OK(fc_reduction_create(&wider, fc_domain_unit(w->domains[1], u), w->slots, &ops, &r));
+    CHECK_OK(fc_reduction_inherit(r, former));
+    for (size_t i = 0; i < N_PARAMS; i++) {
+        const double *now = fc_reduction_sum(r, i);
+        const float *before = fc_reduction_sum(former, i);
+
+        CHECK((now != NULL) == (before != NULL));
+        for (size_t k = 0; now != NULL && k < params[i].own_rows * params[i].inner; k++) {
+            CHECK(now[k] == (double)before[k]);
+        }
+    }
+    fc_reduction_destroy(r);
+}
+
 /* Sums that wait pass to the reduction that comes next, or are dropped. */
 static void body_inherit(int rank, int n_ranks, void *arg)
 {
@@ -49,6 +78,7 @@ static void body_inherit(int rank, int n_ranks, void *arg)
     for (size_t u = 0; u < N_UNITS; u++) {
         fc_reduction *former = w.owners[u].reduction;
 
+        check_inherited_wider(&w, u);
         attach(&w, u);
         CHECK_EQ(fc_reduction_sum_bytes(w.owners[u].reduction), 0);
         fc_alloc_fail_after(0);
@@ -153,6 +183,42 @@ static void await_all(int n_ranks)
 
     atomic_fetch_add(&ranks_common->values[0], 1);
     CHECK(ranks_await(0, ++n_met * n_ranks));
+}
+
+static world *of_threads;
+
+static void submit_second(void)
+{
+    CHECK_OK(submit(of_threads, 1, 0, true));
+}
+
+/* What another thread lends while a submission waits for room is written before that takes its
+ * place. */
+static void body_lent_meanwhile(int rank, int n_ranks, void *arg)
+{
+    world w;
+
+    join(&w, rank, n_ranks, *(const int *)arg);
+    set_all_reduce(&w, true);
+    of_threads = &w;
+    for (int step = 0; step < 4; step++) {
+        open(&w, FC_PHASE_FORWARD);
+        close_all(&w);
+        open(&w, FC_PHASE_BACKWARD);
+        CHECK_OK(submit(&w, 0, 0, false));
+        await_all(n_ranks);
+        (void)usleep(rank == step % n_ranks ? 0 : 5000); /* one of them comes first */
+        meanwhile = submit_second;
+        CHECK_OK(submit(&w, 0, 1, true));
+        CHECK(meanwhile == NULL);
+        CHECK_OK(fc_reduction_finish_all(w.domains, w.n_domains));
+        CHECK_EQ(n_released, n_submitted);
+        close_all(&w);
+        check_sums(&w, 0, 0, 1, n_ranks, 0.5F);
+        check_sums(&w, 1, 0, 0, n_ranks, 0.5F);
+        forget(&w);
+    }
+    leave(&w);
 }
 
 /* What fails while a submission waits for room is told, and nothing is asked for after it. */
@@ -393,6 +459,8 @@ int main(void)
     ranks_check(1, body_repeated, &one);
     ranks_check(2, body_repeated, &one);
     ranks_check(3, body_repeated, &three);
+    ranks_check(2, body_lent_meanwhile, &two);
+    ranks_check(3, body_lent_meanwhile, &three);
     ranks_check(2, body_no_room, &two);
     ranks_check(2, body_no_room, &one);
     ranks_check(2, body_no_room_for_kept, &one);

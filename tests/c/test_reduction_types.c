@@ -200,6 +200,8 @@ static void body_large(int rank, int n_ranks, void *arg)
         CHECK_EQ(n_released, i == 0);
         fc_reduction_return_large(s.domain);
         CHECK_EQ(n_released, i != 1);
+        CHECK_EQ(fc_reduction_traffic(s.o.reduction)->copied, /* each part once */
+                 (numel - (i == 1 ? inner_of_case[i] : 0)) * sizeof(float));
         CHECK_OK(fc_reduction_finish_all(&s.domain, 1));
         CHECK_EQ(n_released, 1);
         CHECK(s.o.has[0]);

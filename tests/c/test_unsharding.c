@@ -372,11 +372,14 @@ static void body_ahead_in_forward(int rank, int n_ranks, void *arg)
     forward_until(&w, 2);
     CHECK_STATE(&w, 2, AHEAD);
     if (rank == 0) {
-        w.owners[2].shards[1][0] += 1; /* around the counters */
+        const fc_param *p = &w.owners[2].layout->params[1];
+        float *last = &w.owners[2].shards[1][p->own_rows * p->inner - 1];
+
+        *last += 1; /* around the counters */
         CHECK_EQ(unshard(&w, 2), FC_ERR_INTERRUPTED);
         CHECK_EQ(w.owners[2].told, FC_WRITTEN_AHEAD);
         CHECK_STATE(&w, 2, SHARDED);
-        w.owners[2].shards[1][0] -= 1;
+        *last -= 1;
         fc_domain_fail(w.domain);
     } else {
         CHECK_OK(unshard(&w, 2));

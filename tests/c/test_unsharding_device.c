@@ -247,10 +247,14 @@ static void test_no_slices_of_what_is_given_up(void)
         second->fails_to_fill = false;
         fc_unsharding_drop(second->unsharding);
     }
+    close_there(&w, true);
+    step_shards(&w); /* what was made of them is made anew */
+    open_there(&w, FC_PHASE_FORWARD);
     for (size_t u = 0; u < 2; u++) {
         use_there(&w, u);
         EACH(&w, r)
         {
+            CHECK_EQ(r->tensors[u].base.n_made, 2);
             CHECK_EQ(r->tensors[u].base.traffic.gathers, 2);
         }
         check_values_there(&w, u);

@@ -76,6 +76,17 @@ static void body_slices(int rank, int n_ranks, void *arg)
         gathered = w.owners[0].traffic.gathered - gathered;
         CHECK(gathered < w.owners[0].traffic.gathered / (2 * (uint64_t)step + 1) || w.is_mapped);
     }
+    /* With what all ranks gather none of them comes along. */
+    forward_to_slices(&w, N_STEPS);
+    CHECK_OK(reshard(&w, 0));
+    open(&w, FC_PHASE_BACKWARD);
+    for (size_t u = 0; u < N_UNITS; u++) {
+        CHECK_OK(unshard(&w, u));
+        CHECK(u > 0 || fc_unsharding_state_of(w.owners[1].unsharding) == FC_UNIT_SLICED);
+        check_values(&w, u, N_STEPS);
+        CHECK_OK(reshard(&w, u));
+    }
+    close_phase(&w);
     leave_world(&w);
 }
 
