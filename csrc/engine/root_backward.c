@@ -99,6 +99,19 @@ static fc_status finish_oldest(const fc_root_unit *unit)
                : fc_reduction_finish_ready(unit->reduction->replicate->domain, FC_SEARCH_OLDEST);
 }
 
+/* In shared memory this rank may wait in one domain for who waits in a hook that was called for a
+ * sum of another one, in a collective of the user's: all ranks run hooks after the last sum then,
+ * in one order. */
+static bool waits_in_several(const fc_root_course *root)
+{
+    size_t n = 0;
+
+    for (size_t i = 0; i < root->n_domains; i++) {
+        n += root->domains[i]->is_mapped && root->domains[i]->n_ranks > 1;
+    }
+    return n > 1;
+}
+
 /* Its parameters go. True in `was_reached_out`: it was reached before. */
 static fc_status give_up(fc_root_course *root, fc_root_unit *unit, bool is_news,
                          bool *was_reached_out)
@@ -116,7 +129,7 @@ static fc_status give_up(fc_root_course *root, fc_root_unit *unit, bool is_news,
     *was_reached_out = ops->end_awaiting(unit->owner);
     /* A module that ran several times may be read again by peers in this phase: an optimizer in one
      * of the hooks of its gradients must not write its shards before the end. */
-    if (unit->n_entered > 1) {
+    if (unit->n_entered > 1 || waits_in_several(root)) {
         unit->defers_hooks = root->defers_hooks = true;
     }
     if (unit->reshard_after_backward) {
@@ -282,18 +295,22 @@ static fc_status end_modules(fc_root_course *root, bool is_manual)
     return FC_OK;
 }
 
+static fc_status run_hooks_of(fc_root_course *root, fc_root_unit *unit, const void *unused)
+{
+    (void)unused;
+    unit->defers_hooks = false;
+    return root->ops->run_deferred_hooks(unit->owner);
+}
+
+/* In the order in which backwards mostly come to units. */
 static fc_status run_deferred_hooks(fc_root_course *root)
 {
     if (!root->defers_hooks) {
         return FC_OK;
     }
     root->defers_hooks = false;
-    for (size_t i = 0; i < root->n_modules; i++) {
-        FOR_EACH_UNIT(unit, root->modules[i])
-        {
-            unit->defers_hooks = false;
-            FC_TRY(root->ops->run_deferred_hooks(unit->owner));
-        }
+    for (size_t i = root->n_modules; i-- > 0;) {
+        FC_TRY(root_each_backwards(root, root->modules[i]->unit, run_hooks_of, NULL));
     }
     return FC_OK;
 }

@@ -55,10 +55,14 @@ static void body_finished(int rank, int n_ranks, void *arg)
     leave(w);
 }
 
-/* A module that ran twice is reduced once, after its second backward, and its hooks run last. */
+/* A module that ran twice is reduced once, after its second backward, and its hooks run last; with
+ * replicas all do, since one rank may wait in a hook that another one comes to last. */
 static void body_repeated(int rank, int n_ranks, void *arg)
 {
     world *w = join(rank, n_ranks, *(const int *)arg);
+    const bool are_both_shared = w->n_domains == 2 && fc_domain_n_ranks(w->domains[0]) > 1 &&
+                                 fc_domain_n_ranks(w->domains[1]) > 1;
+    const char *hooks = are_both_shared ? "hook2 hook1 hook0 " : "hook1 ";
 
     forward(w, 1);
     CHECK_OK(reach(w, 2));
@@ -73,7 +77,7 @@ static void body_repeated(int rank, int n_ranks, void *arg)
     CHECK_OK(reach(w, 0));
     CHECK_OK(pass(w, 0, 1));
     CHECK_OK(end(w));
-    CHECK_STR(w->events + strlen(w->events) - strlen("hook1 "), "hook1 ");
+    CHECK_STR(strstr(w->events, hooks) != NULL ? strstr(w->events, hooks) : w->events, hooks);
     CHECK(!w->owners[1].course.defers_hooks);
     check_sums(w, 1, 1);
     leave(w);

@@ -193,9 +193,9 @@ static void test_repeated(void)
         CHECK_OK(end_backward());
         if (n_passed == 1) {
             CHECK_ASKED("forget0 " LOOKED_AT(0) "forget1 reshard1 submit1 undefer1 " LOOKED_AT(
-                1) "forget2 " LOOKED_AT(3) LOOKED_AT(2) "hooks0 hooks1 hooks2 hooks3 ");
+                1) "forget2 " LOOKED_AT(3) LOOKED_AT(2) "hooks3 hooks2 hooks1 hooks0 ");
         } else {
-            CHECK_ASKED("hooks0 hooks1 hooks2 hooks3 ");
+            CHECK_ASKED("hooks3 hooks2 hooks1 hooks0 ");
         }
         CHECK(!unit->defers_hooks);
         check_usual_step();

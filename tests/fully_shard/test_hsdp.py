@@ -5,9 +5,10 @@ from typing import Any
 import models
 import pytest
 import torch
+import torch.distributed as dist
 from harness import cached_mesh
 from models import Branches, Net, data
-from parity import Pair, Plain, Tolerance, on_ranks, total
+from parity import Pair, Plain, Side, Tolerance, on_ranks, total
 from test_accumulation import setter
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -136,6 +137,29 @@ def test_divide_factor(
         total(pair.ours.model(data(rank))).backward()
         plain.backward([total(plain.model(data(r))) for r in range(n_ranks)], factor)
         plain.check(pair.ours, CLOSE)
+
+
+@on_ranks(4)
+def test_collectives_in_hooks_of_gradients(rank: int, n_ranks: int) -> None:
+    """All ranks come to them in one order, which is torch's."""
+    pair = Pair(Net, sharding((2, 2)))
+
+    def register(side: Side) -> None:
+        side.kept_hooks = []
+        for place, (name, shard) in enumerate(side.shards.items()):
+
+            def hook(param: nn.Parameter, name: str = name, place: int = place) -> None:
+                places = torch.tensor([place])
+                dist.all_reduce(places)
+                assert places.item() == n_ranks * place
+                side.kept_hooks.append(name)
+
+            shard.register_post_accumulate_grad_hook(hook)
+
+    pair.both(register)
+    for step in range(3):
+        pair.step(data(rank, step))
+        pair.both(lambda side: side.kept_hooks, "hook calls")
 
 
 @on_ranks(2, 4)
