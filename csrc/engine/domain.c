@@ -78,10 +78,11 @@ static size_t copies_staged(const fc_domain *domain)
 /* Between shards: two of the largest reductions, or all of them if they are small; any single one
  * must fit. Between replicas: all of them. A rank that waited for room there, while its shard group
  * waits for it and the replica's group for the replica, could close a circle of waits. */
-static size_t arena_bytes_needed(const fc_domain *domain)
+static size_t arena_bytes_needed(const fc_domain *domain, size_t *spare_out)
 {
-    size_t i, largest = 0, any = 0, sum = 0;
+    size_t i, largest = 0, any = 0, sum = 0, spare = 0;
 
+    *spare_out = 0;
     if (domain->n_ranks == 1) {
         return 0;
     }
@@ -92,7 +93,9 @@ static size_t arena_bytes_needed(const fc_domain *domain)
         largest = usual > largest ? usual : largest;
         any = most > any ? most : any;
         sum += fc_round_up(usual, FC_ALIGN);
+        spare += fc_round_up(most, FC_ALIGN);
     }
+    *spare_out = fc_round_up(spare, FC_PAGE);
     if (domain->kind == FC_DOMAIN_SHARD) {
         sum = sum < ARENA_SMALL_BYTES ? sum : ARENA_SMALL_BYTES;
     }
@@ -100,7 +103,7 @@ static size_t arena_bytes_needed(const fc_domain *domain)
     return fc_round_up(largest > any ? largest : any, FC_PAGE);
 }
 
-/* Decides where everything lies; returns the bytes of it all. */
+/* Decides where everything lies; returns the bytes of it all but the spare arenas. */
 static size_t lay_out(fc_domain *domain)
 {
     size_t i, at, words = 1;
@@ -119,8 +122,9 @@ static size_t lay_out(fc_domain *domain)
         at += domain->kind == FC_DOMAIN_SHARD ? domain->units[i].layout.full_bytes : 0;
     }
     domain->arenas_at = at;
-    domain->arena_bytes = arena_bytes_needed(domain);
-    return at + (size_t)domain->n_ranks * domain->arena_bytes;
+    domain->arena_bytes = arena_bytes_needed(domain, &domain->spare_bytes);
+    domain->spares_at = at + (size_t)domain->n_ranks * domain->arena_bytes;
+    return domain->spares_at;
 }
 
 static const char *first_name(const fc_domain *domain)
@@ -142,12 +146,14 @@ static void drop_openers(fc_domain *domain)
 static fc_status map(fc_domain *domain)
 {
     uint64_t print = (uint64_t)domain->kind;
+    const size_t bytes = lay_out(domain);
 
     for (size_t i = 0; i < domain->n_units; i++) {
         print = fc_fingerprint(print, domain->units[i].layout.fingerprint);
     }
-    FC_TRY(fc_transport_map_region(domain->transport, first_name(domain), lay_out(domain), print,
-                                   &domain->region));
+    FC_TRY(fc_transport_map_with_spare(domain->transport, first_name(domain), bytes,
+                                       (size_t)domain->n_ranks * domain->spare_bytes, print,
+                                       &domain->region));
     domain->clocks = domain->region->shared;
     domain->watch = domain->transport;
     return FC_OK;

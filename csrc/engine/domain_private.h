@@ -137,6 +137,7 @@ struct fc_domain {
     char **openers;          /* owned */
     size_t n_openers;
     size_t lanes_at, lane_bytes, arenas_at, arena_bytes;
+    size_t spares_at, spare_bytes; /* behind the arenas: [Note: a spare arena] in exchange.c */
     /* This rank's phase. */
     uint64_t clock;
     uint64_t left_after; /* the last clock before CLOCK_LEFT */
@@ -155,6 +156,8 @@ struct fc_domain {
     size_t unfinished;      /* this rank has finished all entries before it */
     size_t next_at;         /* bytes; where the next post goes */
     size_t cursor;          /* where the search for finishable units goes on */
+    bool is_spread;         /* posts may lie in the spare arena, until all are over */
+    bool has_spread;        /* they did before */
     fc_domain *next;        /* of the same root, in a ring */
     fc_reduction *borrower; /* borrowed; has gradients that are read later; NULL: none has */
     uint64_t n_reused;      /* finished units that were used again; root.h */
@@ -225,6 +228,15 @@ static inline uint64_t *lane_mask(const fc_domain *domain, lane *l)
 static inline char *domain_arena(const fc_domain *domain, int rank)
 {
     return domain->region->shared + domain->arenas_at + (size_t)rank * domain->arena_bytes;
+}
+
+/* Where a post is; it lies in the arena, or behind it in the spare one. */
+static inline char *domain_post(const fc_domain *domain, int rank, size_t at)
+{
+    return at < domain->arena_bytes
+               ? domain_arena(domain, rank) + at
+               : domain->region->shared + domain->spares_at + (size_t)rank * domain->spare_bytes +
+                     (at - domain->arena_bytes);
 }
 
 /* The part of a tag or clock that names the phase. */

@@ -1,6 +1,7 @@
 /* Posting, finding and releasing reductions; see exchange.h for the protocol. */
 #include "engine/exchange.h"
 
+#include "base/clock.h"
 #include "engine/domain_private.h"
 #include "engine/unit.h"
 
@@ -54,6 +55,15 @@ static uint64_t next_tag(const fc_unit *unit)
 
 /* ---- the arena ---- */
 
+/* [Note: a spare arena] A post that finds no room waits for its peers to read older ones. They may
+ * wait for this rank meanwhile, in a collective of the user's that it has yet to come to (of tensor
+ * parallel layers, of batch norm); an arena is not large enough for a backward. So nobody waits
+ * long: after a while posts go to the spare arena, which holds one of each unit and takes memory as
+ * it is written, until the arena is empty again. Once it was needed, it mostly is again: then it is
+ * not waited for as long. */
+#define PATIENCE_NS (250 * FC_NS_PER_MS) /* before peers are asked where they are */
+#define NEXT_PATIENCE_NS (5 * FC_NS_PER_MS)
+
 /* True when rank r != own has read this rank's post `tag` of a unit, or never will: a phase that
  * was left by an exception leaves posts unread. */
 static bool has_read(const fc_domain *domain, int r, size_t unit, uint64_t tag)
@@ -102,7 +112,52 @@ void exchange_reclaim(fc_domain *domain)
     }
     if (domain->oldest == domain->newest) {
         domain->next_at = 0;
+        if (domain->is_spread) {
+            domain->is_spread = false;
+            fc_region_give_back(domain->region,
+                                domain->spares_at + (size_t)domain->rank * domain->spare_bytes,
+                                domain->spare_bytes);
+        }
     }
+}
+
+/* Whether that lies within one of the arenas. */
+static bool is_place(const fc_domain *domain, size_t at, size_t bytes)
+{
+    const size_t end = domain->arena_bytes + (at < domain->arena_bytes ? 0 : domain->spare_bytes);
+
+    return at <= end && bytes <= end - at;
+}
+
+static bool is_free(const fc_domain *domain, size_t at, size_t bytes)
+{
+    bool is_free = is_place(domain, at, bytes);
+
+    for (size_t s = domain->oldest; s < domain->newest && is_free; s++) {
+        const ring_entry *entry = domain_entry(domain, s);
+
+        is_free = at + bytes <= entry->at || entry->at + entry->bytes <= at;
+    }
+    return is_free;
+}
+
+/* The lowest place between the entries, and behind them. */
+static bool find_room_between(const fc_domain *domain, size_t bytes, size_t *at_out)
+{
+    size_t lowest = SIZE_MAX;
+
+    for (size_t s = domain->oldest; s < domain->newest; s++) {
+        const ring_entry *entry = domain_entry(domain, s);
+        const size_t end = entry->at + entry->bytes;
+
+        lowest = end < lowest && is_free(domain, end, bytes) ? end : lowest;
+    }
+    lowest = is_free(domain, 0, bytes) ? 0 : lowest;
+    if (domain->arena_bytes < lowest && is_free(domain, domain->arena_bytes, bytes)) {
+        lowest = domain->arena_bytes;
+    }
+    *at_out = lowest;
+    return lowest != SIZE_MAX;
 }
 
 /* Finds room between the newest and the oldest entry; false if there is none. */
@@ -112,6 +167,9 @@ static bool find_room(const fc_domain *domain, size_t bytes, size_t *at_out)
 
     if (bytes > domain->arena_bytes || domain->newest - domain->oldest == domain->ring_capacity) {
         return false;
+    }
+    if (domain->is_spread) {
+        return find_room_between(domain, bytes, at_out);
     }
     *at_out = domain->next_at;
     if (domain->oldest == domain->newest) {
@@ -154,7 +212,7 @@ fc_status fc_exchange_reserve(fc_unit *unit, size_t part_bytes, fc_wire wire, ch
     own->stage_at = at;
     own->part_bytes = part_bytes;
     own->wire = (uint64_t)wire;
-    *parts_out = domain_arena(domain, domain->rank) + at;
+    *parts_out = domain_post(domain, domain->rank, at);
     return FC_OK;
 }
 
@@ -225,14 +283,13 @@ static fc_status find_part(const fc_unit *unit, int rank, part *out)
 
     if (wire > FC_WIRE_F16 ||
         bytes != fc_unit_bytes_of(unit, lane_mask(domain, l), (fc_wire)wire) ||
-        at % FC_ALIGN != 0 || copies * bytes > domain->arena_bytes ||
-        at > domain->arena_bytes - copies * bytes) {
+        at % FC_ALIGN != 0 || !is_place(domain, at, copies * bytes)) {
         return fc_fail(FC_ERR_MISMATCH,
                        "unit %s: what rank %d says of its gradients in shared memory is not what "
                        "it wrote: something else writes there",
                        unit->name, fc_transport_global_rank(domain->transport, rank));
     }
-    *out = (part){domain_arena(domain, rank) + at + before * bytes, bytes, (fc_wire)wire};
+    *out = (part){domain_post(domain, rank, at) + before * bytes, bytes, (fc_wire)wire};
     return FC_OK;
 }
 
@@ -714,6 +771,7 @@ typedef struct way_wait {
     size_t unit;
     uint64_t tag;
     int reader;
+    int64_t until_ns; /* posts go to the spare arena then */
 } way_wait;
 
 static bool way_was_made(void *arg)
@@ -721,14 +779,15 @@ static bool way_was_made(void *arg)
     const way_wait *wait = arg;
     drainable post;
 
-    return has_read(wait->domain, wait->reader, wait->unit, wait->tag) ||
+    return fc_now_ns() >= wait->until_ns ||
+           has_read(wait->domain, wait->reader, wait->unit, wait->tag) ||
            find_drainable(wait->domain, &post) || find_own(wait->domain, false) != NULL;
 }
 
 fc_status fc_exchange_make_way(fc_unit *unit)
 {
     fc_domain *domain = unit->domain;
-    way_wait wait = {domain, unit->index, unit->posted, -1};
+    way_wait wait = {domain, unit->index, unit->posted, -1, INT64_MAX};
     const fc_wait_info info = {"reduce-scatter", unit->name, domain->clock >> STEP_SHIFT};
     drainable post;
     fc_status st;
@@ -746,6 +805,9 @@ fc_status fc_exchange_make_way(fc_unit *unit)
         }
         wait.unit = oldest->unit;
         wait.tag = oldest->tag;
+        if (!domain->is_spread) {
+            wait.until_ns = fc_deadline_ns(domain->has_spread ? NEXT_PATIENCE_NS : PATIENCE_NS);
+        }
     }
     wait.reader = slowest_reader(domain, wait.unit, wait.tag);
     if (wait.reader < 0) {
@@ -757,6 +819,9 @@ fc_status fc_exchange_make_way(fc_unit *unit)
     toggle_stuck(domain);
     st = waits_await(domain, unit, FC_WAIT_REDUCE, wait.reader, way_was_made, &wait, &info);
     toggle_stuck(domain);
+    if (st == FC_OK && fc_now_ns() >= wait.until_ns) {
+        domain->is_spread = domain->has_spread = true;
+    }
     return st;
 }
 

@@ -88,8 +88,8 @@ static fc_status make_page(fc_nccl_board *board, board_offer *offer)
     char *memory;
 
     FC_TRY(fc_process_self(&offer->process));
-    FC_TRY(fc_segment_create("board of NCCL's ranks", sizeof(board_page), 1, &offer->page));
-    FC_TRY(fc_segment_map(offer->page.fd, sizeof(board_page), false, &memory));
+    FC_TRY(fc_segment_create("board of NCCL's ranks", sizeof(board_page), 0, 1, &offer->page));
+    FC_TRY(fc_segment_map(offer->page.fd, sizeof(board_page), 0, false, &memory));
     board->peers[board->base->rank].page = (board_page *)(void *)memory;
     return FC_OK;
 }
@@ -107,7 +107,7 @@ static fc_status watch(board_peer *peer, const board_offer *offer)
     FC_TRY(st);
     st = fc_segment_open(&offer->page, &fd);
     if (st == FC_OK) {
-        st = fc_segment_map(fd, sizeof(board_page), false, &memory);
+        st = fc_segment_map(fd, sizeof(board_page), 0, false, &memory);
         fc_segment_close(fd);
     }
     if (st != FC_OK) {

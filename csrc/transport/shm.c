@@ -97,7 +97,7 @@ static fc_status attach(fc_transport *t, const shm_offer *offers)
         FC_TRY(fc_process_open(&offers[r].process, &shm->peers[r]));
     }
     FC_TRY(fc_segment_open(&offers[0].control, &fd));
-    st = fc_segment_map(fd, shm->control_bytes, false, &memory);
+    st = fc_segment_map(fd, shm->control_bytes, 0, false, &memory);
     fc_segment_close(fd);
     FC_TRY(st);
     shm->control = (fc_shm_control *)(void *)memory;
@@ -165,7 +165,7 @@ static void make_offer(fc_transport *t, shm_offer *offer)
         st = fc_process_self(&offer->process);
     }
     if (st == FC_OK && t->rank == 0) {
-        st = fc_segment_create("control segment", t->shm->control_bytes, t->n_ranks,
+        st = fc_segment_create("control segment", t->shm->control_bytes, 0, t->n_ranks,
                                &offer->control);
     }
     fc_shm_outcome_set(&offer->outcome, t, st);

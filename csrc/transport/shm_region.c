@@ -84,16 +84,17 @@ static fc_status compare_offers(const fc_transport *t, region_offer *offers)
     return FC_OK;
 }
 
-static fc_status map_both(const fc_segment_id *id, size_t bytes, fc_region *region)
+static fc_status map_both(const fc_segment_id *id, fc_region *region)
 {
+    const size_t bytes = region->bytes, spare = region->spare;
     fc_status st;
     int fd;
 
     FC_TRY(fc_segment_open(id, &fd));
-    st = fc_segment_map(fd, bytes, false, &region->shared);
+    st = fc_segment_map(fd, bytes, spare, false, &region->shared);
     if (st == FC_OK) {
         fc_account_add(FC_FOR_SHARED, (int64_t)bytes);
-        st = fc_segment_map(fd, bytes, true, &region->view);
+        st = fc_segment_map(fd, bytes, spare, true, &region->view);
     }
     fc_segment_close(fd);
     return st;
@@ -105,8 +106,8 @@ static void free_region(shm_region *r)
         if (r->region.shared != NULL) {
             fc_account_add(FC_FOR_SHARED, -(int64_t)r->region.bytes);
         }
-        fc_segment_unmap(r->region.view, r->region.bytes);
-        fc_segment_unmap(r->region.shared, r->region.bytes);
+        fc_segment_unmap(r->region.view, r->region.bytes + r->region.spare);
+        fc_segment_unmap(r->region.shared, r->region.bytes + r->region.spare);
         fc_free(r);
     }
 }
@@ -123,13 +124,13 @@ static fc_status agree_on_region(fc_transport *t, const region_offer *mine, shm_
     FC_TRY(fc_shm_outcome_agree(t, mine->what, answers, sizeof(*mine)));
     FC_TRY(compare_offers(t, answers));
     segment = ((const region_offer *)answers)[0].segment;
-    fc_shm_outcome_set(&outcome, t, map_both(&segment, region->region.bytes, &region->region));
+    fc_shm_outcome_set(&outcome, t, map_both(&segment, &region->region));
     FC_TRY(fc_shm_exchange(t, "set-up of shared memory", &outcome, sizeof(outcome), answers));
     return fc_shm_outcome_agree(t, mine->what, answers, sizeof(outcome));
 }
 
-static shm_region *make_offer(fc_transport *t, const char *what, size_t bytes, uint64_t fingerprint,
-                              region_offer *mine)
+static shm_region *make_offer(fc_transport *t, const char *what, size_t bytes, size_t spare,
+                              uint64_t fingerprint, region_offer *mine)
 {
     shm_region *region = fc_alloc(1, sizeof(*region));
     fc_status st = FC_OK;
@@ -143,9 +144,10 @@ static shm_region *make_offer(fc_transport *t, const char *what, size_t bytes, u
         st = fc_fail(FC_ERR_NOMEM, "%zu bytes", sizeof(*region));
     } else {
         region->region.bytes = bytes;
+        region->region.spare = spare;
         atomic_init(&region->n_references, 1);
         if (t->rank == 0) {
-            st = fc_segment_create(what, bytes, t->n_ranks, &mine->segment);
+            st = fc_segment_create(what, bytes, spare, t->n_ranks, &mine->segment);
         }
     }
     fc_shm_outcome_set(&mine->outcome, t, st);
@@ -155,6 +157,12 @@ static shm_region *make_offer(fc_transport *t, const char *what, size_t bytes, u
 fc_status fc_transport_map_region(fc_transport *transport, const char *what, size_t bytes,
                                   uint64_t fingerprint, fc_region **out)
 {
+    return fc_transport_map_with_spare(transport, what, bytes, 0, fingerprint, out);
+}
+
+fc_status fc_transport_map_with_spare(fc_transport *transport, const char *what, size_t bytes,
+                                      size_t spare, uint64_t fingerprint, fc_region **out)
+{
     region_offer mine;
     shm_region *region;
     fc_status st;
@@ -163,7 +171,7 @@ fc_status fc_transport_map_region(fc_transport *transport, const char *what, siz
     if (transport->shm == NULL) {
         return fc_fail(FC_ERR_UNSUPPORTED, "process group %s shares no memory", transport->name);
     }
-    region = make_offer(transport, what, bytes, fingerprint, &mine);
+    region = make_offer(transport, what, bytes, spare, fingerprint, &mine);
     st = agree_on_region(transport, &mine, region);
     fc_segment_close(mine.segment.fd);
     if (st != FC_OK) {
@@ -206,7 +214,7 @@ void fc_region_give_back(fc_region *region, size_t offset, size_t bytes)
     size_t begin = fc_round_up(offset, FC_PAGE);
     size_t end = (offset + bytes) / FC_PAGE * FC_PAGE;
 
-    if (begin < end && end <= region->bytes) {
+    if (begin < end && end <= region->bytes + region->spare) {
         (void)madvise(region->shared + begin, end - begin, MADV_REMOVE);
     }
 }

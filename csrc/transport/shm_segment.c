@@ -56,12 +56,12 @@ static fc_status check_file_limit(const char *what, size_t bytes)
 
 /* Reserves every page now, so that missing memory is an error here and not a SIGBUS in the middle
  * of a step. */
-static fc_status reserve(int fd, const char *what, size_t bytes)
+static fc_status reserve(int fd, const char *what, size_t bytes, size_t spare)
 {
     int code = EINTR;
 
-    FC_TRY(check_file_limit(what, bytes));
-    if (ftruncate(fd, (off_t)bytes) != 0) {
+    FC_TRY(check_file_limit(what, bytes + spare));
+    if (ftruncate(fd, (off_t)(bytes + spare)) != 0) {
         return fc_fail_errno(FC_ERR_NOMEM, errno, "%s: %zu bytes of shared memory", what, bytes);
     }
     for (int i = 0; i < FALLOCATE_TRIES && code == EINTR; i++) {
@@ -86,16 +86,18 @@ static fc_status write_header(int fd, const char *what, const segment_header *he
     return FC_OK;
 }
 
-fc_status fc_segment_create(const char *what, size_t bytes, int n_ranks, fc_segment_id *out)
+fc_status fc_segment_create(const char *what, size_t bytes, size_t spare, int n_ranks,
+                            fc_segment_id *out)
 {
     segment_header header = {.magic = SEGMENT_MAGIC,
                              .version = SEGMENT_VERSION,
                              .n_ranks = (uint32_t)n_ranks,
-                             .bytes = bytes};
+                             .bytes = bytes + spare};
+    const size_t most = (size_t)INT64_MAX - (size_t)2 * FC_PAGE;
     fc_status st;
     int fd;
 
-    if (bytes > (size_t)INT64_MAX - (size_t)2 * FC_PAGE) {
+    if (bytes > most || spare > most - bytes) {
         return fc_fail(FC_ERR_INVALID, "%s: %zu bytes of shared memory", what, bytes);
     }
     if (getrandom(&header.nonce, sizeof(header.nonce), 0) != (ssize_t)sizeof(header.nonce)) {
@@ -107,7 +109,7 @@ fc_status fc_segment_create(const char *what, size_t bytes, int n_ranks, fc_segm
                              "%s: cannot create shared memory", what);
     }
     (void)fchmod(fd, S_IRUSR | S_IWUSR);
-    st = reserve(fd, what, FC_PAGE + mapped_bytes(bytes));
+    st = reserve(fd, what, FC_PAGE + mapped_bytes(bytes), spare);
     if (st == FC_OK) {
         st = write_header(fd, what, &header);
     }
@@ -116,7 +118,7 @@ fc_status fc_segment_create(const char *what, size_t bytes, int n_ranks, fc_segm
         return st;
     }
     *out = (fc_segment_id){.nonce = header.nonce,
-                           .bytes = bytes,
+                           .bytes = header.bytes,
                            .pid = (int32_t)getpid(),
                            .fd = fd,
                            .n_ranks = header.n_ranks};
@@ -154,10 +156,11 @@ fc_status fc_segment_open(const fc_segment_id *id, int *fd_out)
     return FC_OK;
 }
 
-fc_status fc_segment_map(int fd, size_t bytes, bool is_private, char **out)
+fc_status fc_segment_map(int fd, size_t bytes, size_t spare, bool is_private, char **out)
 {
     int flags = is_private ? MAP_PRIVATE | MAP_NORESERVE : MAP_SHARED;
-    void *memory = mmap(NULL, mapped_bytes(bytes), PROT_READ | PROT_WRITE, flags, fd, FC_PAGE);
+    void *memory =
+        mmap(NULL, mapped_bytes(bytes + spare), PROT_READ | PROT_WRITE, flags, fd, FC_PAGE);
 
     if (memory == MAP_FAILED) {
         return fc_fail_errno(errno == ENOMEM ? FC_ERR_NOMEM : FC_ERR_SYSTEM, errno,

@@ -22,8 +22,10 @@ typedef struct fc_segment_id {
     uint32_t reserved;
 } fc_segment_id;
 
-/* Zeroed memory, all of it reserved: later use cannot run out. FC_ERR_NOMEM or FC_ERR_SYSTEM. */
-FC_MUST_CHECK fc_status fc_segment_create(const char *what, size_t bytes, int n_ranks,
+/* Zeroed memory, all of it reserved: later use cannot run out. Behind it `spare` bytes, of whole
+ * pages, as are `bytes` then, which take memory as they are written. FC_ERR_NOMEM or
+ * FC_ERR_SYSTEM. */
+FC_MUST_CHECK fc_status fc_segment_create(const char *what, size_t bytes, size_t spare, int n_ranks,
                                           fc_segment_id *out);
 
 /* FC_ERR_UNSUPPORTED when the creator's descriptor cannot be reached or is something else. */
@@ -31,7 +33,8 @@ FC_MUST_CHECK fc_status fc_segment_open(const fc_segment_id *id, int *fd_out);
 
 /* Maps the bytes behind the header. A private mapping reads what others write; own writes stay
  * private. */
-FC_MUST_CHECK fc_status fc_segment_map(int fd, size_t bytes, bool is_private, char **out);
+FC_MUST_CHECK fc_status fc_segment_map(int fd, size_t bytes, size_t spare, bool is_private,
+                                       char **out);
 void fc_segment_unmap(char *memory, size_t bytes);
 void fc_segment_close(int fd); /* -1 is fine */
 

@@ -75,6 +75,7 @@ typedef struct fc_region {
     char *shared; /* read and write; all ranks see the writes */
     char *view;   /* same bytes for reading; a write to it stays private until discarded */
     size_t bytes;
+    size_t spare; /* behind them, which take memory as they are written */
 } fc_region;
 
 /* What a rank waits for, told to people when it takes long or fails. */
@@ -175,6 +176,11 @@ fc_status fc_transport_abort(fc_transport *transport, fc_status status, const ch
 FC_MUST_CHECK fc_status fc_transport_map_region(fc_transport *transport, const char *what,
                                                 size_t bytes, uint64_t fingerprint,
                                                 fc_region **out);
+/* The same, and behind `bytes`, of whole pages, `spare` more, of whole pages too, which take memory
+ * as they are written; they are not reserved, and count nowhere. */
+FC_MUST_CHECK fc_status fc_transport_map_with_spare(fc_transport *transport, const char *what,
+                                                    size_t bytes, size_t spare,
+                                                    uint64_t fingerprint, fc_region **out);
 
 /* Collective, in the place of fc_transport_map_region on a rank that failed before it: all ranks
  * get `status` and this rank's last message, and the transport stays as it was. */

@@ -300,6 +300,46 @@ static void body_finishable(int rank, int n_ranks, void *arg)
     leave(&w);
 }
 
+/* A peer that reads nothing, since it waits elsewhere, holds nobody up: posts go behind the arena,
+ * and that memory is given back when they are over. */
+static void body_spare(int rank, int n_ranks, void *arg)
+{
+    fc_domain *domain;
+    world w;
+
+    (void)n_ranks, (void)arg;
+    join(&w, rank, 1, USUAL);
+    domain = w.domains[0];
+    CHECK_EQ(domain->spare_bytes, 2 * FC_PAGE); /* one of each unit */
+    if (rank == 0) {
+        char *memory = domain_post(domain, 0, domain->arena_bytes);
+        const float *spare = (const float *)(const void *)memory;
+        const int64_t at = memory - domain_arena(domain, 0);
+
+        CHECK_EQ(put(&w, 0, 10), 0);
+        CHECK_EQ(put(&w, 1, 20), HALF);
+        CHECK_EQ(put(&w, 2, 30), FC_AGAIN);
+        CHECK_OK(make_way(&w, 0, 2));
+        CHECK_EQ(put(&w, 2, 30), at);
+        CHECK_EQ(put(&w, 3, 40), at + HALF);
+        meet_all(&w);
+        CHECK(*spare == 30);
+        fc_domain_mark_closed(domain);
+        take_all(&w, 0, 0, (float[N_UNITS][N_RANKS]){{10, 0}, {20, 0}, {30, 50}, {40, 0}}, NULL);
+        CHECK_OK(fc_domain_close(domain));
+        exchange_reclaim(domain);
+        CHECK(*spare == 0 && !domain->is_spread && domain->has_spread);
+    } else {
+        meet_all(&w);
+        CHECK_OK(make_way(&w, 0, 0));
+        CHECK_EQ(put(&w, 2, 50), 0);
+        fc_domain_mark_closed(domain);
+        take_all(&w, 0, 0, (float[N_UNITS][N_RANKS]){{10, 0}, {20, 0}, {30, 50}, {40, 0}}, NULL);
+        CHECK_OK(fc_domain_close(domain));
+    }
+    leave(&w);
+}
+
 int main(void)
 {
     static bool yes = true;
@@ -316,6 +356,7 @@ int main(void)
         ranks_check(N_RANKS, body_stuck, &peer);
     }
     ranks_check(N_RANKS, body_not_stuck, NULL);
+    ranks_check(N_RANKS, body_spare, NULL);
     ranks_check(N_RANKS, body_stuck_with_changed_lane, NULL);
     return check_result();
 }
