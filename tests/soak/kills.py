@@ -59,7 +59,7 @@ STATES = {
     "fc_segment_create": "set-up: making a segment",
     "fc_segment_open": "set-up: opening a segment",
     "fc_segment_map": "set-up: mapping a segment",
-    "fc_transport_map_region": "set-up: agreeing on a region",
+    "fc_transport_map_with_spare": "set-up: agreeing on a region",
     "fc_domain_open": "opened",
     "fc_domain_ready": "ready, reading parameters",
     "fc_exchange_reserve": "reserving room for gradients",

@@ -219,15 +219,15 @@ static void maybe_flip(void)
 
 STATE(fc_process_open, fc_status, (const fc_process_id *id, fc_process *out), (id, out))
 STATE(fc_segment_create, fc_status,
-      (const char *what, size_t bytes, int n_ranks, fc_segment_id *out),
-      (what, bytes, n_ranks, out))
+      (const char *what, size_t bytes, size_t spare, int n_ranks, fc_segment_id *out),
+      (what, bytes, spare, n_ranks, out))
 STATE(fc_segment_open, fc_status, (const fc_segment_id *id, int *out), (id, out))
-STATE(fc_segment_map, fc_status, (int fd, size_t bytes, bool is_private, char **out),
-      (fd, bytes, is_private, out))
-STATE(fc_transport_map_region, fc_status,
-      (fc_transport * transport, const char *what, size_t bytes, uint64_t fingerprint,
+STATE(fc_segment_map, fc_status, (int fd, size_t bytes, size_t spare, bool is_private, char **out),
+      (fd, bytes, spare, is_private, out))
+STATE(fc_transport_map_with_spare, fc_status,
+      (fc_transport * transport, const char *what, size_t bytes, size_t spare, uint64_t fingerprint,
        fc_region **out),
-      (transport, what, bytes, fingerprint, out))
+      (transport, what, bytes, spare, fingerprint, out))
 STATE(fc_domain_ready, fc_status, (fc_domain * domain, const fc_unit *unit), (domain, unit))
 STATE(fc_domain_close, fc_status, (fc_domain * domain), (domain))
 STATE(fc_exchange_reserve, fc_status, (fc_unit * unit, size_t part_bytes, fc_wire wire, char **out),
