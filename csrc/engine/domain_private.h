@@ -157,7 +157,7 @@ struct fc_domain {
     size_t next_at;         /* bytes; where the next post goes */
     size_t cursor;          /* where the search for finishable units goes on */
     bool is_spread;         /* posts may lie in the spare arena, until all are over */
-    bool has_spread;        /* they did before */
+    int haste;              /* how often the wait before they may is halved */
     fc_domain *next;        /* of the same root, in a ring */
     fc_reduction *borrower; /* borrowed; has gradients that are read later; NULL: none has */
     uint64_t n_reused;      /* finished units that were used again; root.h */

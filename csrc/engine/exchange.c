@@ -60,9 +60,9 @@ static uint64_t next_tag(const fc_unit *unit)
  * parallel layers, of batch norm); an arena is not large enough for a backward. So nobody waits
  * long: after a while posts go to the spare arena, which holds one of each unit and takes memory as
  * it is written, until the arena is empty again. Once it was needed, it mostly is again: then it is
- * not waited for as long. */
+ * not waited for as long, until waits end by themselves again. */
 #define PATIENCE_NS (250 * FC_NS_PER_MS) /* before peers are asked where they are */
-#define NEXT_PATIENCE_NS (5 * FC_NS_PER_MS)
+#define HASTE_MAX 6                      /* 4 ms then */
 
 /* True when rank r != own has read this rank's post `tag` of a unit, or never will: a phase that
  * was left by an exception leaves posts unread. */
@@ -806,7 +806,7 @@ fc_status fc_exchange_make_way(fc_unit *unit)
         wait.unit = oldest->unit;
         wait.tag = oldest->tag;
         if (!domain->is_spread) {
-            wait.until_ns = fc_deadline_ns(domain->has_spread ? NEXT_PATIENCE_NS : PATIENCE_NS);
+            wait.until_ns = fc_deadline_ns(PATIENCE_NS >> domain->haste);
         }
     }
     wait.reader = slowest_reader(domain, wait.unit, wait.tag);
@@ -819,8 +819,9 @@ fc_status fc_exchange_make_way(fc_unit *unit)
     toggle_stuck(domain);
     st = waits_await(domain, unit, FC_WAIT_REDUCE, wait.reader, way_was_made, &wait, &info);
     toggle_stuck(domain);
-    if (st == FC_OK && fc_now_ns() >= wait.until_ns) {
-        domain->is_spread = domain->has_spread = true;
+    if (st == FC_OK && wait.until_ns != INT64_MAX) {
+        domain->is_spread = fc_now_ns() >= wait.until_ns;
+        domain->haste = domain->is_spread ? HASTE_MAX : domain->haste - (domain->haste > 0);
     }
     return st;
 }

@@ -94,7 +94,7 @@ static fc_status map_both(const fc_segment_id *id, fc_region *region)
     st = fc_segment_map(fd, bytes, spare, false, &region->shared);
     if (st == FC_OK) {
         fc_account_add(FC_FOR_SHARED, (int64_t)bytes);
-        st = fc_segment_map(fd, bytes, spare, true, &region->view);
+        st = fc_segment_map(fd, bytes, 0, true, &region->view);
     }
     fc_segment_close(fd);
     return st;
@@ -106,7 +106,7 @@ static void free_region(shm_region *r)
         if (r->region.shared != NULL) {
             fc_account_add(FC_FOR_SHARED, -(int64_t)r->region.bytes);
         }
-        fc_segment_unmap(r->region.view, r->region.bytes + r->region.spare);
+        fc_segment_unmap(r->region.view, r->region.bytes);
         fc_segment_unmap(r->region.shared, r->region.bytes + r->region.spare);
         fc_free(r);
     }

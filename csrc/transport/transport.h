@@ -75,7 +75,7 @@ typedef struct fc_region {
     char *shared; /* read and write; all ranks see the writes */
     char *view;   /* same bytes for reading; a write to it stays private until discarded */
     size_t bytes;
-    size_t spare; /* behind them, which take memory as they are written */
+    size_t spare; /* behind them, not in `view`; they take memory as they are written */
 } fc_region;
 
 /* What a rank waits for, told to people when it takes long or fails. */
