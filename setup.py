@@ -60,11 +60,11 @@ C_SOURCES = {
     ),
     "csrc/snapshot": "copier ranks snapshot sums",
     "csrc/engine": (
-        "apart batch clock domain exchange gathers layout layout_runs meet order present "
-        "reduction reduction_begun reduction_replicas root root_backward schedule schedule_moves "
-        "schedule_reduce schedule_setup schedule_slots slots training unit unsharding "
-        "unsharding_device unsharding_mapped unsharding_messages unsharding_states "
-        "unsharding_writes updates waits"
+        "apart batch clock domain exchange exchange_arena exchange_full gathers layout "
+        "layout_runs meet order present reduction reduction_begun reduction_replicas root "
+        "root_backward schedule schedule_moves schedule_reduce schedule_setup "
+        "schedule_slots slots training unit unsharding unsharding_device unsharding_mapped "
+        "unsharding_messages unsharding_states unsharding_writes updates waits"
     ),
 }
 # Linked with the programs that test the core, and with nothing else.
@@ -90,7 +90,7 @@ C_TEST_SOURCES = {
         "test_apart test_base test_batch test_batch_pieces test_batch_posts "
         "test_beats test_begun_sums test_collectives test_comm test_comm_arrays "
         "test_cuda_flat test_cuda_index test_cuda_open test_cuda_plans "
-        "test_device_host test_device_sim test_domain test_exchange test_exchange_failed "
+        "test_device_host test_device_sim test_domain test_exchange test_exchange_arena test_exchange_failed "
         "test_exchange_room test_exchange_steps test_faults test_gathers test_group_history "
         "test_kernels test_kernels_bf16 test_kernels_cpuid test_kernels_optim "
         "test_kernels_round test_layout test_leaving test_meetings test_nccl "

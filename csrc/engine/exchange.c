@@ -1,196 +1,13 @@
 /* Posting, finding and releasing reductions; see exchange.h for the protocol. */
 #include "engine/exchange.h"
 
-#include "base/clock.h"
-#include "engine/domain_private.h"
+#include "engine/exchange_private.h"
 #include "engine/unit.h"
 
 #include <stdio.h>
 #include <string.h>
 
 #define NUMBER_MASK STATE_MASK /* a tag is phase << 8 | number of the post, from 1 */
-
-/* ---- tags ---- */
-
-/* The last tag of `rank` for this unit, if it belongs to the current phase, else 0. */
-static uint64_t tag_of(const fc_domain *domain, int rank, size_t unit)
-{
-    uint64_t tag = rank == domain->rank ? domain->units[unit].posted
-                                        : fc_word_load(&domain_lane(domain, rank, unit)->tag);
-
-    return phase_of(tag) == phase_of(domain->clock) ? tag : 0;
-}
-
-/* The copy of a rank's post, or NULL. */
-static const spilled *find_spilled(const fc_unit *unit, int rank, uint64_t tag)
-{
-    const spilled *copy = unit->spilled[rank];
-
-    while (copy != NULL && copy->tag != tag) {
-        copy = copy->next;
-    }
-    return copy;
-}
-
-/* True when `rank` has posted `wanted` or a later tag of this phase. A post that was copied away
- * may have been followed by one of the next phase. */
-static bool has_posted(const fc_unit *unit, int rank, uint64_t wanted)
-{
-    return tag_of(unit->domain, rank, unit->index) >= wanted ||
-           find_spilled(unit, rank, wanted) != NULL;
-}
-
-static bool has_left_phase(const fc_domain *domain, int rank)
-{
-    return fc_word_load(&domain_clock(domain, rank)->clock) >= (domain->clock | PHASE_CLOSED);
-}
-
-/* The tag of the unit's next reduction in this phase. */
-static uint64_t next_tag(const fc_unit *unit)
-{
-    uint64_t first = phase_of(unit->domain->clock) << PHASE_SHIFT;
-
-    return (unit->finished > first ? unit->finished : first) + 1;
-}
-
-/* ---- the arena ---- */
-
-/* [Note: a spare arena] A post that finds no room waits for its peers to read older ones. They may
- * wait for this rank meanwhile, in a collective of the user's that it has yet to come to (of tensor
- * parallel layers, of batch norm); an arena is not large enough for a backward. So nobody waits
- * long: after a while posts go to the spare arena, which holds one of each unit and takes memory as
- * it is written, until the arena is empty again. Once it was needed, it mostly is again: then it is
- * not waited for as long, until waits end by themselves again. */
-#define PATIENCE_NS (250 * FC_NS_PER_MS) /* before peers are asked where they are */
-#define HASTE_MAX 6                      /* 4 ms then */
-
-/* True when rank r != own has read this rank's post `tag` of a unit, or never will: a phase that
- * was left by an exception leaves posts unread. */
-static bool has_read(const fc_domain *domain, int r, size_t unit, uint64_t tag)
-{
-    const clock_line *line = domain_clock(domain, r);
-
-    return fc_word_load(lane_consumed(domain_lane(domain, r, unit), domain->rank)) >= tag ||
-           fc_word_load(&line->clock) >= (tag | STATE_MASK) ||
-           fc_word_load(&line->failed) >= phase_of(tag);
-}
-
-/* A peer that has yet to read a post of this rank; -1 if none. */
-static int slowest_reader(const fc_domain *domain, size_t unit, uint64_t tag)
-{
-    int r;
-
-    for (r = 0; r < domain->n_ranks; r++) {
-        if (r != domain->rank && !has_read(domain, r, unit, tag)) {
-            return r;
-        }
-    }
-    return -1;
-}
-
-/* True when nobody needs a post of this rank any more; its own part lies there too. */
-static bool is_over(const fc_unit *unit, uint64_t tag)
-{
-    const fc_domain *domain = unit->domain;
-
-    return (unit->finished >= tag || find_spilled(unit, domain->rank, tag) != NULL) &&
-           slowest_reader(domain, unit->index, tag) < 0;
-}
-
-void exchange_reclaim(fc_domain *domain)
-{
-    while (domain->oldest < domain->newest) {
-        const ring_entry *entry = domain_entry(domain, domain->oldest);
-
-        if (!is_over(&domain->units[entry->unit], entry->tag)) {
-            break;
-        }
-        domain->oldest++;
-    }
-    if (domain->unfinished < domain->oldest) {
-        domain->unfinished = domain->oldest;
-    }
-    if (domain->oldest == domain->newest) {
-        domain->next_at = 0;
-        if (domain->is_spread) {
-            domain->is_spread = false;
-            fc_region_give_back(domain->region,
-                                domain->spares_at + (size_t)domain->rank * domain->spare_bytes,
-                                domain->spare_bytes);
-        }
-    }
-}
-
-/* Whether that lies within one of the arenas. */
-static bool is_place(const fc_domain *domain, size_t at, size_t bytes)
-{
-    const size_t end = domain->arena_bytes + (at < domain->arena_bytes ? 0 : domain->spare_bytes);
-
-    return at <= end && bytes <= end - at;
-}
-
-static bool is_free(const fc_domain *domain, size_t at, size_t bytes)
-{
-    bool is_free = is_place(domain, at, bytes);
-
-    for (size_t s = domain->oldest; s < domain->newest && is_free; s++) {
-        const ring_entry *entry = domain_entry(domain, s);
-
-        is_free = at + bytes <= entry->at || entry->at + entry->bytes <= at;
-    }
-    return is_free;
-}
-
-/* The lowest place between the entries, and behind them. */
-static bool find_room_between(const fc_domain *domain, size_t bytes, size_t *at_out)
-{
-    size_t lowest = SIZE_MAX;
-
-    for (size_t s = domain->oldest; s < domain->newest; s++) {
-        const ring_entry *entry = domain_entry(domain, s);
-        const size_t end = entry->at + entry->bytes;
-
-        lowest = end < lowest && is_free(domain, end, bytes) ? end : lowest;
-    }
-    lowest = is_free(domain, 0, bytes) ? 0 : lowest;
-    if (domain->arena_bytes < lowest && is_free(domain, domain->arena_bytes, bytes)) {
-        lowest = domain->arena_bytes;
-    }
-    *at_out = lowest;
-    return lowest != SIZE_MAX;
-}
-
-/* Finds room between the newest and the oldest entry; false if there is none. */
-static bool find_room(const fc_domain *domain, size_t bytes, size_t *at_out)
-{
-    size_t oldest_at;
-
-    if (bytes > domain->arena_bytes || domain->newest - domain->oldest == domain->ring_capacity) {
-        return false;
-    }
-    if (domain->is_spread) {
-        return find_room_between(domain, bytes, at_out);
-    }
-    *at_out = domain->next_at;
-    if (domain->oldest == domain->newest) {
-        return true; /* next_at is 0 */
-    }
-    oldest_at = domain_entry(domain, domain->oldest)->at;
-    if (domain->next_at <= oldest_at) {
-        return oldest_at - domain->next_at >= bytes;
-    }
-    if (domain->arena_bytes - domain->next_at >= bytes) {
-        return true;
-    }
-    *at_out = 0;
-    return oldest_at >= bytes;
-}
-
-/* True when the unit's lane, which has one header, may carry a new post. */
-static bool is_lane_free(const fc_unit *unit)
-{
-    return is_over(unit, unit->posted);
-}
 
 fc_status fc_exchange_reserve(fc_unit *unit, size_t part_bytes, fc_wire wire, char **parts_out)
 {
@@ -206,7 +23,7 @@ fc_status fc_exchange_reserve(fc_unit *unit, size_t part_bytes, fc_wire wire, ch
         return fc_fail(FC_ERR_STATE, "unit %s was reduced 255 times in one backward", unit->name);
     }
     exchange_reclaim(domain);
-    if (!is_lane_free(unit) || !find_room(domain, bytes, &at)) {
+    if (!exchange_is_lane_free(unit) || !arena_find_room(domain, bytes, &at)) {
         return FC_AGAIN;
     }
     own->stage_at = at;
@@ -232,19 +49,12 @@ void fc_exchange_commit(fc_unit *unit)
     lane *own = domain_lane(domain, domain->rank, unit->index);
     size_t copies = domain->kind == FC_DOMAIN_SHARD ? (size_t)domain->n_ranks : 1;
     size_t bytes = fc_round_up(copies * own->part_bytes, FC_ALIGN);
-    uint64_t previous = tag_of(domain, domain->rank, unit->index);
-    uint64_t first = phase_of(domain->clock) << PHASE_SHIFT;
+    const uint64_t previous = tag_of(domain, domain->rank, unit->index);
 
-    if (previous == 0) {
-        previous = unit->finished > first ? unit->finished : first;
-    }
     memcpy(lane_mask(domain, own), unit->mask, unit->layout.mask_words * sizeof(uint64_t));
     memset(unit->mask, 0, unit->layout.mask_words * sizeof(uint64_t));
-    unit->posted = previous + 1;
-    *domain_entry(domain, domain->newest) =
-        (ring_entry){own->stage_at, bytes, unit->index, unit->posted};
-    domain->newest++;
-    domain->next_at = own->stage_at + bytes;
+    unit->posted = previous != 0 ? previous + 1 : next_tag(unit);
+    arena_take(unit, own->stage_at, bytes);
     fc_transport_publish(domain->transport, &own->tag, unit->posted);
 }
 
@@ -256,22 +66,14 @@ void fc_exchange_accumulate(fc_unit *unit)
     __atomic_store_n(&own->accumulated_in, phase_of(domain->clock), __ATOMIC_RELEASE);
 }
 
-/* ---- copying posts away ---- */
-
-/* Copies up to here are kept for the next time: larger ones take longer to fill than to allocate,
- * and would add up over the units. */
-#define SPARE_BYTES_MAX ((size_t)64 << 10)
-
-/* This rank's part of a post. */
-typedef struct part {
-    const char *data;
-    size_t bytes;
-    fc_wire wire;
-} part;
+static bool has_left_phase(const fc_domain *domain, int rank)
+{
+    return fc_word_load(&domain_clock(domain, rank)->clock) >= (domain->clock | PHASE_CLOSED);
+}
 
 /* Where a rank's lane says that its post lies. It is memory that any process of the run can write
  * to: what lies nowhere is an error, and nothing is read there. */
-static fc_status find_part(const fc_unit *unit, int rank, part *out)
+fc_status exchange_find_part(const fc_unit *unit, int rank, part *out)
 {
     const fc_domain *domain = unit->domain;
     lane *l = domain_lane(domain, rank, unit->index);
@@ -283,7 +85,7 @@ static fc_status find_part(const fc_unit *unit, int rank, part *out)
 
     if (wire > FC_WIRE_F16 ||
         bytes != fc_unit_bytes_of(unit, lane_mask(domain, l), (fc_wire)wire) ||
-        at % FC_ALIGN != 0 || !is_place(domain, at, copies * bytes)) {
+        at % FC_ALIGN != 0 || !arena_is_place(domain, at, copies * bytes)) {
         return fc_fail(FC_ERR_MISMATCH,
                        "unit %s: what rank %d says of its gradients in shared memory is not what "
                        "it wrote: something else writes there",
@@ -291,156 +93,6 @@ static fc_status find_part(const fc_unit *unit, int rank, part *out)
     }
     *out = (part){domain_post(domain, rank, at) + before * bytes, bytes, (fc_wire)wire};
     return FC_OK;
-}
-
-/* Room for a copy; the caller links it. */
-static spilled *take_spare(fc_unit *unit, size_t words)
-{
-    spilled *copy = unit->spare;
-
-    if (copy != NULL) {
-        unit->spare = copy->next;
-        if (copy->capacity >= words) {
-            return copy;
-        }
-        fc_free(copy);
-    }
-    copy = fc_alloc(1, sizeof(*copy) + words * sizeof(uint64_t));
-    if (copy != NULL) {
-        copy->capacity = words;
-    }
-    return copy;
-}
-
-/* Copies a post's part for this rank away, so that its poster can go on. The poster may be this
- * rank. */
-static fc_status drain(fc_unit *unit, int rank)
-{
-    fc_domain *domain = unit->domain;
-    lane *l = domain_lane(domain, rank, unit->index);
-    lane *own = domain_lane(domain, domain->rank, unit->index);
-    size_t mask_words = unit->layout.mask_words;
-    spilled **link = &unit->spilled[rank];
-    spilled *copy;
-    part post;
-
-    FC_TRY(find_part(unit, rank, &post));
-    copy = take_spare(unit, mask_words + post.bytes / sizeof(uint64_t));
-    if (copy == NULL) {
-        return fc_fail(FC_ERR_NOMEM, "unit %s: %zu bytes to copy rank %d's gradients away",
-                       unit->name, post.bytes, fc_transport_global_rank(domain->transport, rank));
-    }
-    memcpy(copy->words, lane_mask(domain, l), mask_words * sizeof(uint64_t));
-    memcpy(copy->words + mask_words, post.data, post.bytes);
-    copy->tag = tag_of(domain, rank, unit->index);
-    copy->wire = post.wire;
-    copy->next = NULL;
-    while (*link != NULL) {
-        link = &(*link)->next;
-    }
-    *link = copy;
-    if (rank != domain->rank) {
-        fc_transport_publish(domain->transport, lane_consumed(own, rank), copy->tag);
-    }
-    return FC_OK;
-}
-
-void exchange_drop_spilled(fc_unit *unit, uint64_t tag)
-{
-    int r;
-
-    for (r = 0; r < unit->domain->n_ranks; r++) {
-        while (unit->spilled[r] != NULL && unit->spilled[r]->tag <= tag) {
-            spilled *copy = unit->spilled[r];
-
-            unit->spilled[r] = copy->next;
-            if (copy->capacity * sizeof(uint64_t) > SPARE_BYTES_MAX) {
-                fc_free(copy);
-                continue;
-            }
-            copy->next = unit->spare;
-            unit->spare = copy;
-        }
-    }
-}
-
-/* True when this rank could copy the last post of a rank away. */
-static bool is_drainable(const fc_unit *unit, int rank)
-{
-    uint64_t tag = tag_of(unit->domain, rank, unit->index);
-
-    return tag > unit->finished && find_spilled(unit, rank, tag) == NULL;
-}
-
-/* A peer's post that this rank could copy away. */
-typedef struct drainable {
-    fc_unit *unit;
-    int rank;
-} drainable;
-
-static bool find_drainable_in(const fc_domain *domain, drainable *out)
-{
-    size_t i;
-    int r;
-
-    for (i = 0; i < domain->n_units; i++) {
-        for (r = 0; r < domain->n_ranks; r++) {
-            if (r != domain->rank && is_drainable(&domain->units[i], r)) {
-                *out = (drainable){&domain->units[i], r};
-                return true;
-            }
-        }
-    }
-    return false;
-}
-
-/* The first in this domain or another one of its root: where ranks use two domains in different
- * orders, each may wait for room in the one that the other has not come to. */
-static bool find_drainable(const fc_domain *domain, drainable *out)
-{
-    const fc_domain *d = domain;
-
-    do {
-        if (d->region != NULL && find_drainable_in(d, out)) {
-            return true;
-        }
-        d = d->next;
-    } while (d != domain);
-    return false;
-}
-
-static bool is_a_peer_stuck_in(const fc_domain *domain)
-{
-    int r;
-
-    for (r = 0; r < domain->n_ranks; r++) {
-        if (r != domain->rank && (fc_word_load(&domain_clock(domain, r)->stuck) & 1) != 0) {
-            return true;
-        }
-    }
-    return false;
-}
-
-/* In this domain or another one of its root. */
-static bool is_a_peer_stuck(const fc_domain *domain)
-{
-    const fc_domain *d = domain;
-
-    do {
-        if (d->region != NULL && is_a_peer_stuck_in(d)) {
-            return true;
-        }
-        d = d->next;
-    } while (d != domain);
-    return false;
-}
-
-/* Called in pairs: begins and ends this rank's being stuck. */
-static void toggle_stuck(fc_domain *domain)
-{
-    fc_word *word = &domain_clock(domain, domain->rank)->stuck;
-
-    fc_transport_publish(domain->transport, word, fc_word_load(word) + 1);
 }
 
 /* ---- finishing ---- */
@@ -566,8 +218,7 @@ static bool is_whole(fc_domain *domain, size_t index)
     return look_at(domain, index, &missing) == READY && find_lost(&domain->units[index]) < 0;
 }
 
-/* Among this rank's unfinished posts, the first that can be finished; NULL if none. */
-static fc_unit *find_own(fc_domain *domain, bool oldest_only)
+fc_unit *exchange_find_own(fc_domain *domain, bool oldest_only)
 {
     size_t s, i;
 
@@ -634,7 +285,7 @@ static bool any_progress(void *arg)
 
     return peer_answered(arg) || find_failed(wait->domain) >= 0 ||
            find_ready(wait->domain, &ignored) != NULL ||
-           (is_a_peer_stuck(wait->domain) && find_drainable(wait->domain, &post));
+           (exchange_is_a_peer_stuck(wait->domain) && exchange_find_drainable(wait->domain, &post));
 }
 
 /* Among all units, the next that can be finished; waits as long as one is not settled. A peer that
@@ -663,8 +314,8 @@ static fc_status next_of_all(fc_domain *domain, fc_unit **unit_out)
         if (*unit_out != NULL) {
             continue; /* a peer has failed since */
         }
-        if (is_a_peer_stuck(domain) && find_drainable(domain, &post)) {
-            FC_TRY(drain(post.unit, post.rank));
+        if (exchange_is_a_peer_stuck(domain) && exchange_find_drainable(domain, &post)) {
+            FC_TRY(exchange_drain(post.unit, post.rank));
         } else {
             const fc_wait_info info = {"reduce-scatter", domain->units[wait.unit].name,
                                        domain->clock >> STEP_SHIFT};
@@ -684,7 +335,7 @@ fc_status fc_exchange_next(fc_domain *domain, fc_search search, fc_unit **unit_o
     if (search == FC_SEARCH_ALL) {
         return next_of_all(domain, unit_out);
     }
-    *unit_out = find_own(domain, search == FC_SEARCH_OLDEST);
+    *unit_out = exchange_find_own(domain, search == FC_SEARCH_OLDEST);
     return *unit_out != NULL ? check_accumulated(domain, *unit_out) : FC_OK;
 }
 
@@ -737,7 +388,7 @@ fc_status fc_exchange_sources(fc_unit *unit, fc_source *sources_out)
         } else if (tag_of(domain, r, unit->index) >= wanted) {
             part post;
 
-            FC_TRY(find_part(unit, r, &post));
+            FC_TRY(exchange_find_part(unit, r, &post));
             sources_out[r].part = post.data;
             sources_out[r].mask = lane_mask(domain, l);
             sources_out[r].wire = post.wire;
@@ -761,69 +412,6 @@ void fc_exchange_consume(fc_unit *unit)
             fc_transport_publish(domain->transport, lane_consumed(own, r), tag);
         }
     }
-}
-
-/* ---- a full arena ---- */
-
-/* The post of this rank that is in the way, and who has not read it. */
-typedef struct way_wait {
-    fc_domain *domain;
-    size_t unit;
-    uint64_t tag;
-    int reader;
-    int64_t until_ns; /* posts go to the spare arena then */
-} way_wait;
-
-static bool way_was_made(void *arg)
-{
-    const way_wait *wait = arg;
-    drainable post;
-
-    return fc_now_ns() >= wait->until_ns ||
-           has_read(wait->domain, wait->reader, wait->unit, wait->tag) ||
-           find_drainable(wait->domain, &post) || find_own(wait->domain, false) != NULL;
-}
-
-fc_status fc_exchange_make_way(fc_unit *unit)
-{
-    fc_domain *domain = unit->domain;
-    way_wait wait = {domain, unit->index, unit->posted, -1, INT64_MAX};
-    const fc_wait_info info = {"reduce-scatter", unit->name, domain->clock >> STEP_SHIFT};
-    drainable post;
-    fc_status st;
-
-    if (find_drainable(domain, &post)) {
-        return drain(post.unit, post.rank);
-    }
-    if (is_lane_free(unit)) {
-        const ring_entry *oldest = domain_entry(domain, domain->oldest);
-
-        if (domain->oldest == domain->newest) {
-            return fc_fail(FC_ERR_STATE,
-                           "unit %s: its reduction does not fit an arena of %zu bytes", unit->name,
-                           domain->arena_bytes);
-        }
-        wait.unit = oldest->unit;
-        wait.tag = oldest->tag;
-        if (!domain->is_spread) {
-            wait.until_ns = fc_deadline_ns(PATIENCE_NS >> domain->haste);
-        }
-    }
-    wait.reader = slowest_reader(domain, wait.unit, wait.tag);
-    if (wait.reader < 0) {
-        /* Only this rank's own part is left in it, if that. */
-        return is_drainable(&domain->units[wait.unit], domain->rank)
-                   ? drain(&domain->units[wait.unit], domain->rank)
-                   : FC_OK;
-    }
-    toggle_stuck(domain);
-    st = waits_await(domain, unit, FC_WAIT_REDUCE, wait.reader, way_was_made, &wait, &info);
-    toggle_stuck(domain);
-    if (st == FC_OK && wait.until_ns != INT64_MAX) {
-        domain->is_spread = fc_now_ns() >= wait.until_ns;
-        domain->haste = domain->is_spread ? HASTE_MAX : domain->haste - (domain->haste > 0);
-    }
-    return st;
 }
 
 void fc_exchange_reset(fc_domain *domain)
