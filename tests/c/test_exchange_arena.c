@@ -211,6 +211,8 @@ static void check_places(void)
                      is_in_arena || is_in_spare);
         }
     }
+    CHECK(!arena_is_place(&w.domain, 0, bytes_of(ARENA_BLOCKS) + 1));
+    CHECK(!arena_is_place(&w.domain, bytes_of(ARENA_BLOCKS), bytes_of(SPARE_BLOCKS) + 1));
     CHECK(!arena_is_place(&w.domain, 0, SIZE_MAX));
     CHECK(!arena_is_place(&w.domain, SIZE_MAX, 1));
     CHECK(!arena_is_place(&w.domain, FC_ALIGN, SIZE_MAX));

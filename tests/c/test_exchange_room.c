@@ -304,17 +304,23 @@ static void body_finishable(int rank, int n_ranks, void *arg)
  * and that memory is given back when they are over. */
 static void body_spare(int rank, int n_ranks, void *arg)
 {
+    const int poster = *(const int *)arg;
+    float values[N_UNITS][N_RANKS] = {{0}};
     fc_domain *domain;
     world w;
 
-    (void)n_ranks, (void)arg;
+    (void)n_ranks;
     join(&w, rank, 1, USUAL);
     domain = w.domains[0];
+    for (size_t u = 0; u < N_UNITS; u++) {
+        values[u][poster] = 10 * (float)(u + 1);
+    }
+    values[2][1 - poster] = 50;
     CHECK_EQ(domain->spare_bytes, 2 * FC_PAGE); /* one of each unit */
-    if (rank == 0) {
-        char *memory = domain_post(domain, 0, domain->arena_bytes);
+    if (rank == poster) {
+        char *memory = domain_post(domain, rank, domain->arena_bytes);
         const float *spare = (const float *)(const void *)memory;
-        const int64_t at = memory - domain_arena(domain, 0);
+        const int64_t at = memory - domain_arena(domain, rank);
 
         CHECK_EQ(put(&w, 0, 10), 0);
         CHECK_EQ(put(&w, 1, 20), HALF);
@@ -325,7 +331,7 @@ static void body_spare(int rank, int n_ranks, void *arg)
         meet_all(&w);
         CHECK(*spare == 30);
         fc_domain_mark_closed(domain);
-        take_all(&w, 0, 0, (float[N_UNITS][N_RANKS]){{10, 0}, {20, 0}, {30, 50}, {40, 0}}, NULL);
+        take_all(&w, 0, 0, values, NULL);
         CHECK_OK(fc_domain_close(domain));
         meet_all(&w); /* the other one has read all */
         exchange_reclaim(domain);
@@ -337,7 +343,7 @@ static void body_spare(int rank, int n_ranks, void *arg)
         CHECK_OK(make_way(&w, 0, 0));
         CHECK_EQ(put(&w, 2, 50), 0);
         fc_domain_mark_closed(domain);
-        take_all(&w, 0, 0, (float[N_UNITS][N_RANKS]){{10, 0}, {20, 0}, {30, 50}, {40, 0}}, NULL);
+        take_all(&w, 0, 0, values, NULL);
         CHECK_OK(fc_domain_close(domain));
         meet_all(&w);
     }
@@ -360,7 +366,9 @@ int main(void)
         ranks_check(N_RANKS, body_stuck, &peer);
     }
     ranks_check(N_RANKS, body_not_stuck, NULL);
-    ranks_check(N_RANKS, body_spare, NULL);
+    for (int poster = 0; poster < N_RANKS; poster++) {
+        ranks_check(N_RANKS, body_spare, &poster);
+    }
     ranks_check(N_RANKS, body_stuck_with_changed_lane, NULL);
     return check_result();
 }
