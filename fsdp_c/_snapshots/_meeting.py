@@ -18,7 +18,9 @@ Answer = dict[str, Any]
 _OLD_STORE = (
     "Snapshots: torchrun gives ranks that it starts again the store of those before them, in which"
     " gloo finds addresses of processes that are gone, and fails about every other time. Set"
-    " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun: each start then gets a store of its own"
+    " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, and give it --rdzv-backend=c10d"
+    " --rdzv-endpoint=HOST:PORT in place of --master-addr and --master-port, with which that has no"
+    " effect: each start then gets a store of its own"
 )
 
 

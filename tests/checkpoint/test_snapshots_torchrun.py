@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,24 @@ def meet(rank: int, n_ranks: int, folder: Path) -> None:
 def test_agents_count_restarts_of_their_own_host(tmp_path: Path) -> None:
     outcomes = run_ranks(meet, 2, tmp_path, fresh=True, timeout=60)
     assert all(outcome.ok for outcome in outcomes), outcomes
+
+
+def warned(rank: int, n_ranks: int, folder: Path, uses_agents: bool, n_restarts: int) -> list[str]:
+    """What `resume()` says of torchrun's store."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setenv("TORCHELASTIC_MAX_RESTARTS", str(n_restarts))
+        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(uses_agents))
+        with fsdp_c.Snapshots(torch.nn.Linear(2, 2), folder=folder) as snapshots:
+            snapshots.resume()
+    return [str(warning.message) for warning in caught if "store of" in str(warning.message)]
+
+
+@pytest.mark.parametrize(("uses_agents", "n_restarts"), [(True, 3), (True, 0), (False, 3)])
+def test_store_of_dead_processes(tmp_path: Path, uses_agents: bool, n_restarts: int) -> None:
+    outcomes = run_ranks(warned, 2, tmp_path, uses_agents, n_restarts, fresh=True, timeout=60)
+    assert all(outcome.ok for outcome in outcomes), outcomes
+    first, *others = [outcome.value for outcome in outcomes]
+    assert others == [[]]
+    assert len(first) == (uses_agents and n_restarts > 0)
+    assert all("--rdzv-backend=c10d --rdzv-endpoint" in text for text in first)
