@@ -29,6 +29,7 @@ N_SLOTS = 2
 _PREFIX = "fsdp_c-snapshots-"
 _NAME = re.compile(r"[A-Za-z0-9_.]+")
 _FILE = re.compile(r"(?P<run>.*)-(?P<rank>\d+)\.(?P<slot>\d)")
+_NAMELESS_S = 600  # a file is given its owner's text as soon as it is there
 _GROWTH = 1 << 16  # room beyond what is needed, so that an index may become longer
 
 
@@ -254,7 +255,11 @@ def _look(path: Path) -> tuple[dict[str, Any] | None, Owner | None]:
 def remove_left_overs() -> None:
     """Files in memory of runs that nobody will start again."""
     for found in find():
-        if found.owner is not None and is_over(found.owner):
+        if found.owner is not None:
+            is_left = is_over(found.owner)
+        else:
+            is_left = found.step is None and found.age_s > _NAMELESS_S
+        if is_left:
             found.path.unlink(missing_ok=True)
 
 

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -414,10 +415,14 @@ def test_left_overs_of_dead_launchers(in_memory: Path) -> None:
         slot = _files.Slot(in_memory / f"fsdp_c-snapshots-0-{run}-main-0.0")
         slot.set_owner(_files.Owner("x.py", launcher, dead, "main", 0, 1))
         slot.close()
+    for run, age_s in (("new", 0), ("nameless", 3600)):  # killed before there was an owner in it
+        path = in_memory / f"fsdp_c-snapshots-0-{run}-main-0.0"
+        _files.Slot(path).close()
+        os.utime(path, (time.time() - age_s,) * 2)
     second = fsdp_c.Snapshots(model, optimizer, name="second")
     second.resume()
-    alive = {f"fsdp_c-snapshots-0-{run}-main-0.0" for run in ("alive", "outside")}
-    assert mine | alive < names() and len(names()) == 6
+    alive = {f"fsdp_c-snapshots-0-{run}-main-0.0" for run in ("alive", "outside", "new")}
+    assert mine | alive < names() and len(names()) == 7
     second.close()
     first.close()
     assert names() == alive
