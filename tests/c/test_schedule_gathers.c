@@ -339,25 +339,34 @@ static void test_a_slot_outlives_an_iteration(void)
     unmake(&w);
 }
 
+/* A unit whose shards are in the host's memory. */
+static fc_schedule_unit *add_offloaded(world *w, fc_label label, void **memory_out)
+{
+    static const void *shards[PARAMS]; /* borrowed */
+    fc_schedule_unit *unit = NULL;
+
+    w->options.name = "unit";
+    w->options.layout = &w->layouts[0];
+    w->options.is_offloaded = true;
+    MUST(fc_schedule_add(w->schedule, &w->options, &unit));
+    MUST(fc_sim_host_alloc(w->device, label, 4096, memory_out));
+    shards[0] = shards[1] = *memory_out;
+    fc_schedule_set_shards(unit, shards);
+    w->rest_bytes = fc_sim_bytes(w->device);
+    return unit;
+}
+
 /* Gradients come to the host from two streams, each of which may fail. */
 static void test_gradients_do_not_come(int failing)
 {
     const fc_label label = {"world", "memory", 0};
-    fc_schedule_unit *unit = NULL;
-    const void *shards[PARAMS];
+    fc_schedule_unit *unit;
     void *out = NULL;
     bool is_reduced;
     world w;
 
     make_world(&w, &(kind){.has_replicas = true});
-    w.options.name = "unit";
-    w.options.layout = &w.layouts[0];
-    w.options.is_offloaded = true;
-    MUST(fc_schedule_add(w.schedule, &w.options, &unit));
-    MUST(fc_sim_host_alloc(w.device, label, 4096, &out));
-    shards[0] = shards[1] = out;
-    fc_schedule_set_shards(unit, shards);
-    w.rest_bytes = fc_sim_bytes(w.device);
+    unit = add_offloaded(&w, label, &out);
     begin(&w);
     n_syncs = 0;
     MUST(fc_schedule_await_gradients(w.schedule)); /* there are none */
@@ -378,20 +387,12 @@ static void test_gradients_do_not_come(int failing)
 static void test_shards_of_a_gather_that_fails(void)
 {
     const fc_label label = {"world", "shard", 0};
-    fc_schedule_unit *unit = NULL;
-    const void *shards[PARAMS];
+    fc_schedule_unit *unit;
     void *shard = NULL;
     world w;
 
     make_world(&w, &staged);
-    w.options.name = "unit";
-    w.options.layout = &w.layouts[0];
-    w.options.is_offloaded = true;
-    MUST(fc_schedule_add(w.schedule, &w.options, &unit));
-    MUST(fc_sim_host_alloc(w.device, label, 4096, &shard));
-    shards[0] = shards[1] = shard;
-    fc_schedule_set_shards(unit, shards);
-    w.rest_bytes = fc_sim_bytes(w.device);
+    unit = add_offloaded(&w, label, &shard);
     begin(&w);
     waits_left = 1; /* for copy-in */
     waits_fail = true;
