@@ -99,17 +99,17 @@ static fc_status finish_oldest(const fc_root_unit *unit)
                : fc_reduction_finish_ready(unit->reduction->replicate->domain, FC_SEARCH_OLDEST);
 }
 
-/* In shared memory this rank may wait in one domain for who waits in a hook that was called for a
- * sum of another one, in a collective of the user's: all ranks run hooks after the last sum then,
- * in one order. */
-static bool waits_in_several(const fc_root_course *root)
+/* In shared memory a rank finds sums when it looks, each at another point of its backward. A hook
+ * may make a collective, and so may the rest of the backward: all ranks run hooks after the last
+ * sum then, in one order. */
+static bool finds_sums(const fc_root_course *root)
 {
-    size_t n = 0;
+    bool finds = false;
 
     for (size_t i = 0; i < root->n_domains; i++) {
-        n += root->domains[i]->is_mapped && root->domains[i]->n_ranks > 1;
+        finds = finds || (root->domains[i]->is_mapped && root->domains[i]->n_ranks > 1);
     }
-    return n > 1;
+    return finds;
 }
 
 /* Its parameters go. True in `was_reached_out`: it was reached before. */
@@ -129,7 +129,7 @@ static fc_status give_up(fc_root_course *root, fc_root_unit *unit, bool is_news,
     *was_reached_out = ops->end_awaiting(unit->owner);
     /* A module that ran several times may be read again by peers in this phase: an optimizer in one
      * of the hooks of its gradients must not write its shards before the end. */
-    if (unit->n_entered > 1 || waits_in_several(root)) {
+    if (unit->n_entered > 1 || finds_sums(root)) {
         unit->defers_hooks = root->defers_hooks = true;
     }
     if (unit->reshard_after_backward) {

@@ -5,6 +5,7 @@ from typing import Any
 import models
 import pytest
 import torch
+import torch.distributed as dist
 from models import Branches, Net, data
 from parity import Pair, Side, Tolerance, on_ranks
 from torch import nn
@@ -172,6 +173,27 @@ def test_post_accumulate_hooks(rank: int, n_ranks: int) -> None:
         pair.backward()
         pair.both(lambda side: sorted(side.kept_hooks, key=lambda pair: pair[0]), "hook calls")
         assert len(pair.ours.kept_hooks) == micro * len(pair.ours.shards)
+
+
+@on_ranks(2, 3)
+def test_collectives_in_hooks(rank: int, n_ranks: int) -> None:
+    """Of gradients and of modules: all ranks come to all of them in one order."""
+    pair = Pair(Net, models.shard_blocks)
+
+    def meet(place: int) -> None:
+        places = torch.tensor([place])
+        dist.all_reduce(places)
+        assert places.item() == n_ranks * place
+
+    def register(side: Side) -> None:
+        for place, shard in enumerate(side.shards.values()):
+            shard.register_post_accumulate_grad_hook(lambda _, place=place: meet(place))
+        for place, block in enumerate(side.model.blocks):
+            block.register_full_backward_hook(lambda *_, place=100 + place: meet(place))
+
+    pair.both(register)
+    for step in range(3):
+        pair.step(data(rank, step))
 
 
 @pytest.mark.parametrize("reshard", [True, False])
