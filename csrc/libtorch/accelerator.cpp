@@ -186,6 +186,33 @@ struct ByTorch {
         return memory_at(device, planes->first, planes->sizes, planes->strides,
                          scalar_type_of(planes->dtype));
     }
+
+    at::Tensor bytes(const fc_planes *planes) const
+    {
+        const auto item = static_cast<int64_t>(fc_dtype_bytes(planes->dtype));
+        const int64_t *sizes = planes->sizes, *strides = planes->strides;
+        return memory_at(device, planes->first, {sizes[0], sizes[1], sizes[2] * item},
+                         {strides[0] * item, strides[1] * item, 1}, at::kByte);
+    }
+
+    // Kernels of torch read and write whole elements: others go through memory of their own.
+    at::Tensor read(const fc_planes *planes) const
+    {
+        return planes->is_unaligned ? bytes(planes)
+                                          .clone(at::MemoryFormat::Contiguous)
+                                          .view(scalar_type_of(planes->dtype))
+                                    : tensor(planes);
+    }
+
+    void write(const fc_planes *planes, const at::Tensor &value) const
+    {
+        if (planes->is_unaligned) {
+            const at::Tensor rounded = value.to(scalar_type_of(planes->dtype));
+            bytes(planes).copy_(rounded.contiguous().view(at::kByte));
+        } else {
+            tensor(planes).copy_(value);
+        }
+    }
 };
 
 template <typename Body> fc_status on_planes(void *context, Body &&body)
@@ -196,12 +223,14 @@ template <typename Body> fc_status on_planes(void *context, Body &&body)
 
 fc_status planes_zero(void *context, const fc_planes *to)
 {
-    return on_planes(context, [&](const ByTorch &on) { on.tensor(to).zero_(); });
+    return on_planes(context, [&](const ByTorch &on) {
+        (to->is_unaligned ? on.bytes(to) : on.tensor(to)).zero_();
+    });
 }
 
 fc_status planes_copy(void *context, const fc_planes *to, const fc_planes *from)
 {
-    return on_planes(context, [&](const ByTorch &on) { on.tensor(to).copy_(on.tensor(from)); });
+    return on_planes(context, [&](const ByTorch &on) { on.write(to, on.read(from)); });
 }
 
 fc_status planes_finish(void *context, const fc_planes *to, const fc_planes *from, fc_dtype wide,
@@ -209,10 +238,9 @@ fc_status planes_finish(void *context, const fc_planes *to, const fc_planes *fro
 {
     return on_planes(context, [&](const ByTorch &on) {
         const at::ScalarType type = scalar_type_of(wide);
-        const at::Tensor target = on.tensor(to);
-        at::Tensor value = on.tensor(from).to(type);
+        at::Tensor value = on.read(from).to(type);
         value = divisor == 1 ? value : value.div(divisor);
-        target.copy_(accumulate ? target.to(type).add_(value) : value);
+        on.write(to, accumulate ? on.read(to).to(type).add_(value) : value);
     });
 }
 

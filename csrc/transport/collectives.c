@@ -144,16 +144,16 @@ bool fc_collectives_scale(fc_device_comm *comm, double factor)
 
 /* ---- failures ---- */
 
-/* What a collective came to. */
-static fc_status ended(const fc_collectives *all, const fc_collectives_group *group, fc_status st)
+/* What a collective or a wait came to: where it has broken its group, all end. */
+static fc_status ended(const fc_collectives *all, const fc_nccl_group *nccl, fc_status st)
 {
     char text[FC_MESSAGE_BYTES];
 
-    if (st == FC_OK || group->nccl == NULL) {
+    if (st == FC_OK || !fc_nccl_is_broken(nccl)) {
         return st;
     }
     (void)snprintf(text, sizeof(text), "%s", fc_last_message());
-    for (size_t i = 0; fc_nccl_is_broken(group->nccl) && i < all->n_watched; i++) {
+    for (size_t i = 0; i < all->n_watched; i++) {
         (void)fc_nccl_abort(all->watched[i], st, text);
     }
     return fc_fail(st, "%s", text);
@@ -163,7 +163,7 @@ fc_status fc_collectives_watch(fc_collectives *all)
 {
     for (const peers *p = all->first; p != NULL; p = p->next) {
         if (p->group.nccl != NULL) {
-            FC_TRY(ended(all, &p->group, fc_nccl_watch(p->group.nccl)));
+            FC_TRY(ended(all, p->group.nccl, fc_nccl_watch(p->group.nccl)));
         }
     }
     return FC_OK;
@@ -173,9 +173,18 @@ static fc_status wait_watching(void *context, bool (*ready)(void *arg), void *ar
 {
     const fc_wait_info info = {.op = "a wait for the device"};
     const fc_collectives *all = context;
+    fc_status st;
 
-    return all->n_watched == 0 ? FC_AGAIN
-                               : fc_nccl_wait(all->watched, all->n_watched, ready, arg, &info);
+    if (all->n_watched == 0) {
+        return FC_AGAIN;
+    }
+    st = fc_nccl_wait(all->watched, all->n_watched, ready, arg, &info);
+    for (size_t i = 0; i < all->n_watched; i++) {
+        if (fc_nccl_is_broken(all->watched[i])) {
+            return ended(all, all->watched[i], st);
+        }
+    }
+    return st;
 }
 
 /* ---- in sight ---- */
@@ -251,7 +260,7 @@ static fc_status all_gather(void *context, fc_device_comm *comm, fc_stream *stre
     if (g->nccl == NULL) {
         return g->all_gather(g->context, stream, label, buffer, part_bytes);
     }
-    return ended(all, g,
+    return ended(all, g->nccl,
                  fc_nccl_all_gather(fc_nccl_gathers(g->nccl), all->host.native(stream), label,
                                     buffer, part_bytes));
 }
@@ -268,7 +277,7 @@ static fc_status all_gather_each(void *context, fc_device_comm *comm, fc_stream 
                    : fc_fail(FC_ERR_UNSUPPORTED,
                              "all-gathers of unit %s: a process group has no groups", label.unit);
     }
-    return ended(all, g,
+    return ended(all, g->nccl,
                  fc_nccl_all_gather_each(fc_nccl_gathers(g->nccl), all->host.native(stream), label,
                                          gathers, n_gathers));
 }
@@ -287,7 +296,7 @@ static fc_status reduce_scatter(void *context, fc_device_comm *comm, fc_stream *
     if (g->nccl == NULL) {
         return g->reduce_scatter(g->context, stream, label, to, from, numel, dtype);
     }
-    return ended(all, g,
+    return ended(all, g->nccl,
                  fc_nccl_reduce_scatter(fc_nccl_reductions(g->nccl), all->host.native(stream),
                                         label, to, from, numel, dtype));
 }
@@ -306,7 +315,7 @@ static fc_status all_reduce(void *context, fc_device_comm *comm, fc_stream *stre
         return g->n_ranks == 1 ? FC_OK
                                : g->all_reduce(g->context, stream, label, buffer, numel, dtype);
     }
-    return ended(all, g,
+    return ended(all, g->nccl,
                  fc_nccl_all_reduce(fc_nccl_reductions(g->nccl), all->host.native(stream), label,
                                     buffer, numel, dtype));
 }

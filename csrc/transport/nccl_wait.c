@@ -117,24 +117,39 @@ static fc_status fail_result(fc_nccl_comm *comm, int result, const fc_wait_info 
     return fail_at(comm->group, st, info, found, false);
 }
 
-/* Who is late, in the first communicator where somebody is. */
-static void tell_late(const fc_nccl_group *group, char *out, size_t bytes)
+/* Who is late, in the first communicator where somebody is; false: nobody that can be seen. */
+static bool tell_late(const fc_nccl_group *group, char *out, size_t bytes)
 {
     bool is_found = false;
 
     for (int i = 0; i < group->n_comms && !is_found; i++) {
         is_found = fc_nccl_board_tell(group->board, i, group->comms[i].sequence, out, bytes);
     }
+    return is_found;
 }
 
+/* The first group in which somebody is late; `group` where none is known to be. */
+static fc_nccl_group *find_late(const nccl_wait *w, fc_nccl_group *group, char *who, size_t bytes)
+{
+    for (size_t i = 0; i < w->n_groups; i++) {
+        if (tell_late(w->groups[i], who, bytes)) {
+            return w->groups[i];
+        }
+    }
+    (void)tell_late(group, who, bytes);
+    return group;
+}
+
+/* In the group whose deadline it was all may be in time: the device waits for other groups, too. */
 static fc_status fail_late(const nccl_wait *w, fc_nccl_group *group)
 {
+    const int64_t timeout_ns = group->base->timeout_ns;
     char found[640];
     char who[400];
 
-    tell_late(group, who, sizeof(who));
+    group = find_late(w, group, who, sizeof(who));
     (void)snprintf(found, sizeof(found), "nothing came of it within %.3g s: %s",
-                   (double)group->base->timeout_ns / (double)FC_NS_PER_S, who);
+                   (double)timeout_ns / (double)FC_NS_PER_S, who);
     return fail_at(group, FC_ERR_TIMEOUT, w->info, found, false);
 }
 
@@ -163,8 +178,10 @@ fc_status fc_nccl_watch(fc_nccl_group *group)
     return fc_nccl_look(group, &info);
 }
 
-static void give_notice(nccl_wait *w, const fc_transport *base, int64_t waited_ns)
+static void give_notice(nccl_wait *w, int64_t waited_ns)
 {
+    const fc_transport *base = w->groups[0]->base;
+    const fc_nccl_group *group;
     char what[160];
     char who[400];
     char line[FC_MESSAGE_BYTES];
@@ -174,11 +191,11 @@ static void give_notice(nccl_wait *w, const fc_transport *base, int64_t waited_n
         return;
     }
     describe(w->info, what, sizeof(what));
-    tell_late(w->groups[0], who, sizeof(who));
+    group = find_late(w, w->groups[0], who, sizeof(who));
     (void)snprintf(line, sizeof(line),
                    "[fsdp_c] rank %d has waited %d s in %s of process group %s over NCCL: %s",
-                   base->global_ranks[base->rank], (int)(waited_ns / FC_NS_PER_S), what, base->name,
-                   who);
+                   base->global_ranks[base->rank], (int)(waited_ns / FC_NS_PER_S), what,
+                   group->base->name, who);
     base->host.notice(base->host.context, line);
 }
 
@@ -196,7 +213,7 @@ static fc_status visit_host(nccl_wait *w, int64_t now_ns)
         st = base->host.poll(base->host.context);
     }
     if (st == FC_OK && now_ns - w->start_ns >= fc_transport_notice_ns(w->n_notices)) {
-        give_notice(w, base, now_ns - w->start_ns);
+        give_notice(w, now_ns - w->start_ns);
     }
     if (base->host.enter_wait != NULL) {
         base->host.enter_wait(base->host.context);

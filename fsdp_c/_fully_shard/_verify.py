@@ -165,10 +165,16 @@ class _Check:
                     unsharded.register_hook(lambda g, seen=seen: self._add(seen, g))
                 )
 
-        for group in of_group:
+        for group, of_unit in of_group.items():
+            frozen = [seen for seen in of_unit if not seen.param._unsharded_param.requires_grad]
             for module in group.modules:
                 hook = module.register_forward_pre_hook(lambda *_, g=group: self._look(of_group[g]))
                 self._handles.append(hook)
+                if frozen:
+                    hook = module.register_forward_hook(
+                        lambda *call, seen=frozen: self._await_gather(seen, call[-1])
+                    )
+                    self._handles.append(hook)
         for module in self._state._modules:
             self._handles.append(module.register_forward_hook(self._await_backward))
 
@@ -178,6 +184,19 @@ class _Check:
             self._end()  # what came is not whole
         for seen in of_unit if self._handles else ():
             seen.look()
+
+    def _await_gather(self, frozen: list[_Seen], output: Any) -> None:
+        """Backward gathers a unit again; no gradient tells of parameters that have none."""
+
+        def look(grad: torch.Tensor) -> None:
+            group = frozen[0].group
+            is_gathered = group._reshard_after_forward and group._core_is_unsharded
+            for seen in frozen if self._handles and is_gathered else ():
+                seen.look()
+
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(look)
 
     def _await_backward(self, module: Any, inputs: Any, output: Any) -> None:
         """The end of the outermost backward is where gradients are compared."""
@@ -303,6 +322,25 @@ def _places(param: Any, rank: int, n_ranks: int) -> tuple[torch.Tensor, torch.Te
     return is_own, local[is_own]
 
 
+def _is_sum(
+    found: torch.Tensor,
+    wanted: torch.Tensor,
+    sizes: torch.Tensor,
+    undivided: torch.Tensor,
+    n_added: torch.Tensor,
+    dtypes: Sequence[torch.dtype],
+) -> torch.Tensor:
+    """Whether it is what is wanted, but for what adding up in these dtypes rounds or overflows."""
+    infos = [torch.finfo(dtype) for dtype in dtypes]
+    n_roundings = n_added + 6  # casts and divisions, too; each by half a unit at most
+    bound = sizes * torch.expm1(n_roundings * max(info.eps for info in infos) / 2)
+    bound = bound + n_roundings * max(info.smallest_normal * info.eps for info in infos) / 2
+    is_near = (found - wanted).abs() <= bound + 1e-30
+    overflows = undivided >= min(info.max for info in infos)
+    is_finite = torch.isfinite(wanted)
+    return torch.where(torch.isfinite(found), is_near & is_finite, overflows | ~is_finite)
+
+
 def _compare_gradient(seen: _Seen) -> str:
     param, info = seen.param, seen.group.mesh_info
     shards = getattr(info, "shard_process_group", _process_group.ALONE)
@@ -320,7 +358,8 @@ def _compare_gradient(seen: _Seen) -> str:
         return ""  # such hooks may have changed it, or stepped
     is_own, at = (t.to(device) for t in _places(param, shards.rank(), shards.size()))
     divisor = seen.group.gradient_divide_factor or info.mesh.size()
-    wanted, sizes = total[:n_kept][is_own] / divisor, total[n_kept:-1].real[is_own] / divisor
+    undivided = total[n_kept:-1].real[is_own]
+    wanted, sizes = total[:n_kept][is_own] / divisor, undivided / divisor
     n_added = total[-1].real
     shard = param.sharded_param.grad
     if before is not None:
@@ -331,9 +370,7 @@ def _compare_gradient(seen: _Seen) -> str:
     local = _local(shard)
     found = _at(local, at)
     dtypes = (_versions.reduce_dtype(param), _versions.grad_dtype(param), local.dtype)
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    is_wrong = ~((found - wanted).abs() <= 2 * eps * n_added * sizes + 1e-30)
-    is_wrong &= torch.isfinite(wanted)
+    is_wrong = ~_is_sum(found, wanted, sizes, undivided, n_added, dtypes)
     if not bool(is_wrong.any()):
         return ""
     worst = int(is_wrong.nonzero()[0])

@@ -241,15 +241,21 @@ static void check_in_sight(int n_ranks)
 
 /* ---- NCCL ---- */
 
-static fc_nccl_group *open_group(const fc_nccl *nccl, ranks_host *host, int rank)
+static fc_nccl_group *open_among(const fc_nccl *nccl, ranks_host *host, int board, int rank, int n,
+                                 int64_t timeout_ns)
 {
-    const fc_transport_config config = ranks_config(host, 0, rank, 1, TIMEOUT_NS);
+    const fc_transport_config config = ranks_config(host, board, rank, n, timeout_ns);
     const fc_nccl_options options = {.nccl = nccl};
     fc_nccl_group *group = NULL;
 
     MUST(fc_nccl_group_create(&config, &options, &group));
     CHECK_OR_EXIT(group != NULL);
     return group;
+}
+
+static fc_nccl_group *open_group(const fc_nccl *nccl, ranks_host *host, int rank)
+{
+    return open_among(nccl, host, 0, rank, 1, TIMEOUT_NS);
 }
 
 static const fc_nccl *open_stand_in(void)
@@ -370,6 +376,50 @@ static void body_nccl(int rank, int n, void *arg)
     CHECK_EQ(fc_alloc_live(), live);
 }
 
+/* Of two groups that are waited for one is late: it is the one that is named, at any place among
+ * them, whosever deadline it was, and both end. */
+static void body_late(int rank, int n, void *arg)
+{
+    const int late = *(const int *)arg; /* the board of the group; the others are in time */
+    const fc_nccl *nccl = open_stand_in();
+    const int64_t live = fc_alloc_live();
+    ranks_host hosts[2];
+    fc_nccl_group *groups[2];
+    asked kept = {0};
+    fc_collectives_group by_nccl = {.context = &kept, .n_ranks = n, .release = note_release};
+    fc_collectives *all = make();
+    const fc_device_caller call = fc_collectives_caller(all);
+
+    for (int i = 0; i < 2; i++) {
+        groups[i] =
+            open_among(nccl, &hosts[i], i, rank, n, i == 0 ? FC_NS_PER_S / 4 : FC_NS_PER_S / 2);
+        by_nccl.nccl = groups[i];
+        MUST(fc_collectives_connect(all, i == 0 ? "shards" : "replicas", &by_nccl));
+    }
+    for (int i = 0; i < 2; i++) {
+        if (rank == 0 || i != late) {
+            MUST(gather(all, i == 0 ? "shards" : "replicas", 4));
+        }
+    }
+    if (rank == 0) {
+        CHECK_EQ(call.wait(call.context, never, NULL), FC_ERR_TIMEOUT);
+        CHECK_HAS(fc_last_message(), "rank 11 has called none");
+        CHECK(fc_nccl_is_broken(groups[0]) && fc_nccl_is_broken(groups[1]));
+        atomic_store(&ranks_common->values[0], 1);
+    } else {
+        CHECK(ranks_await(0, 1));
+        for (int i = 0; i < 2; i++) {
+            CHECK_EQ(fc_nccl_watch(groups[i]), FC_ERR_TIMEOUT);
+            CHECK_HAS(fc_last_message(), "rank 10 failed: nothing came of it within");
+            CHECK_HAS(fc_last_message(), "rank 11 has called none");
+        }
+    }
+    fc_collectives_destroy(all);
+    fc_nccl_group_destroy(groups[0]);
+    fc_nccl_group_destroy(groups[1]);
+    CHECK_EQ(fc_alloc_live(), live);
+}
+
 int main(void)
 {
     test_process_groups();
@@ -377,5 +427,8 @@ int main(void)
     check_in_sight(1);
     check_in_sight(2);
     ranks_check(1, body_nccl, NULL);
+    for (int late = 0; late < 2; late++) {
+        ranks_check(2, body_late, &late);
+    }
     return check_result();
 }

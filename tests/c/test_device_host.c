@@ -385,7 +385,7 @@ static void test_operators(void)
 /* Two packs of which each begins with a number of two bytes: floats between elements are bytes. */
 static void test_operators_between_elements(void)
 {
-    static char memory[256];
+    static _Alignas(8) char memory[256];
     const fc_block unpack = {2, 1, 3, {0, FC_F32, 0, 12, 12}, {1, FC_F32, 2, 12, 14}};
     const fc_block cast = {1, 1, 3, {1, FC_F32, 2, 12, 12}, {0, FC_F64, 0, 24, 24}};
     const uint64_t addresses[] = {(uintptr_t)memory, (uintptr_t)memory + 128};
@@ -397,6 +397,7 @@ static void test_operators_between_elements(void)
     MUST(operate(&s, &plan, addresses, 1, false));
     CHECK_STR(s.text, "c");
     CHECK(s.to.dtype == FC_RAW1 && s.from.dtype == FC_RAW1);
+    CHECK(!s.to.is_unaligned && !s.from.is_unaligned); /* bytes are aligned everywhere */
     CHECK(s.from.first == memory + 128 + 2);
     CHECK(s.from.sizes[1] == 2 && s.from.sizes[2] == 12 && s.to.sizes[2] == 12);
     CHECK(s.from.strides[1] == 14 && s.to.strides[1] == 12);
@@ -405,6 +406,7 @@ static void test_operators_between_elements(void)
     MUST(operate(&s, &plan, addresses, 1, false));
     CHECK(s.to.dtype == FC_F32 && s.from.dtype == FC_F64 && s.to.sizes[2] == 3);
     CHECK(s.to.first == memory + 128 + 2);
+    CHECK(s.to.is_unaligned && !s.from.is_unaligned);
     fc_runs_clear(&plan);
     CHECK_EQ(fc_alloc_live(), 0);
 }

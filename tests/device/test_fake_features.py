@@ -20,6 +20,7 @@ from test_fake_streams import ENV, OnPurpose, Program, Side, in_orders_of
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 PROGRAMS: dict[str, Program] = {}
@@ -122,6 +123,78 @@ def sliced(side: Side) -> None:
     side.change(model)
     model.set_reshard_after_forward(True)
     side.train(model, range(1))
+
+
+@program
+def sliced_by_model(side: Side) -> None:
+    """Two models in a program, whose units reshard each in its way."""
+    for n in (1, side.n_ranks):
+        model = side.net(reshard_after_forward=n)
+        side.train(model)
+        model.blocks[0].set_reshard_after_forward(False)
+        model.blocks[1].set_reshard_after_backward(False)
+        side.train(model, range(2, 4))
+        with torch.no_grad():
+            side.keep(side.loss(model, 9))
+        for unit in units(model):
+            unit.reshard()
+        side.change(model)
+        side.train(model)
+
+
+@program
+def stepped_in_another_stream(side: Side) -> None:
+    """The next gathers are behind the event of the step, and nothing else is."""
+    model = side.net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        side.backward(model, step)
+        if side.device == "cpu":
+            optimizer.step()
+            side.loss(model, step + 5).backward()
+        else:
+            stream = torch.Stream(device=side.device)
+            stream.wait_stream(torch.accelerator.current_stream())
+            with stream:
+                optimizer.step()
+            model.set_post_optim_event(stream.record_event())
+            side.loss(model, step + 5).backward()
+            torch.accelerator.current_stream().wait_stream(stream)
+        optimizer.zero_grad()
+    side.keep(*model.parameters())
+
+
+@program
+def whole_tensors(side: Side) -> None:
+    """What DTensors make of shards that units have trained: gathered, and sharded in other rows."""
+    model = side.net()
+    side.train(model)
+    side.keep(*(p.full_tensor() for p in model.state_dict().values() if isinstance(p, DTensor)))
+    layer = nn.Linear(8, 8).to(side.device)
+    with torch.no_grad():
+        for param in layer.parameters():
+            param.fill_(0.5)
+    fsdp_of(side).fully_shard(
+        layer, mesh=side.mesh(), shard_placement_fn=lambda param: Shard(param.ndim - 1)
+    )
+    x = torch.nn.functional.pad(data(side.rank), (0, 2)).to(side.device)
+    layer(x).square().mean().backward()
+    side.keep(*(p.grad for p in layer.parameters()))
+    side.keep(layer.weight.redistribute(placements=[Shard(0)]))
+
+
+@program
+def replicas_offloaded(side: Side) -> None:
+    """Sums of replicas that wait for others, and then go to the host."""
+    offload = CPUOffloadPolicy(pin_memory=side.device != "cpu")
+    model = side.net((side.n_ranks, 1), offload_policy=offload)
+    side.train(model)
+    for step in range(2):
+        model.set_requires_all_reduce(step == 1)
+        side.loss(model, step).backward()
+    side.keep(*(p.grad for p in model.parameters()))
+    side.change(model)
+    side.train(model)
 
 
 @program
@@ -589,9 +662,9 @@ def library() -> None:
     fake_device.build()
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(5))
 def test_two_ranks_in_any_order(part: int):
-    run_ranks(in_orders, 2, list(PROGRAMS)[part::4], timeout=200, apart=True, env=ENV)
+    run_ranks(in_orders, 2, list(PROGRAMS)[part::5], timeout=200, apart=True, env=ENV)
 
 
 def test_one_rank_in_any_order():

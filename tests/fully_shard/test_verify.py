@@ -151,6 +151,22 @@ def test_held_gradients() -> None:
     run_ranks(check_held, 2, env={"FSDP_C_VERIFY": "2"})
 
 
+def check_halves(rank: int, n_ranks: int) -> None:
+    """Sums of float16 that round to multiples of its least number, and sums that overflow."""
+    policy = fsdp_c.MixedPrecisionPolicy(param_dtype=torch.float16)
+    for scale in (1e-7, 1e-5, 1e-3, 1.0, 1e4, 1e5):
+        model = make(mp_policy=policy)
+        with counted() as names:
+            (model(data(0, 0)).float().square().mean() * scale).backward()
+        assert len(names) == len(list(model.parameters()))
+        assert "torch" not in road(model), scale
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_float16_rounds_and_overflows(way: str) -> None:
+    run_ranks(check_halves, 2, env={"FSDP_C_VERIFY": "1", **WAYS[way]})
+
+
 def spoil_gathered(model: Any, rank: int) -> None:
     """One element of what one rank gathered: a wrong offset, a missing wait, a stale shard."""
 
@@ -160,6 +176,21 @@ def spoil_gathered(model: Any, rank: int) -> None:
                 module.up.weight.data.view(-1)[3] *= 1.5
 
     model.blocks[1].register_forward_pre_hook(spoil)
+
+
+def spoil_frozen(model: Any, rank: int) -> None:
+    """What backward gathers of a unit in which no gradient tells of it."""
+    model.blocks[1].requires_grad_(False)
+
+    def spoil(grad: Any) -> None:
+        if rank == 1:
+            with torch.no_grad():
+                model.blocks[1].up.weight.data.view(-1)[3] *= 1.5
+
+    def await_backward(module: Any, inputs: Any, output: Any) -> None:
+        output.register_hook(spoil)
+
+    model.blocks[1].register_forward_hook(await_backward)
 
 
 def before_comparing(model: Any, plant: Callable[[Any], None]) -> None:
@@ -185,6 +216,20 @@ def spoil_gradient(model: Any, rank: int) -> None:
     before_comparing(model, spoil)
 
 
+def lose_nan(model: Any, rank: int) -> None:
+    """That one rank's gradient has."""
+
+    def lose(shard: Any) -> None:
+        shard.grad._local_tensor.fill_(0.5)
+
+    def spoil(module: Any, inputs: Any, output: Any) -> None:
+        output.register_hook(lambda grad: grad * torch.nan)
+
+    if rank == 1:
+        model.blocks[0].up.register_forward_hook(spoil)
+    before_comparing(model, lose)
+
+
 def lose_gradient(model: Any, rank: int) -> None:
     def lose(shard: Any) -> None:
         shard.grad = None
@@ -194,17 +239,20 @@ def lose_gradient(model: Any, rank: int) -> None:
 
 PLANTED: dict[Callable[[Any, int], None], str] = {
     spoil_gathered: "up.*of unit blocks.1 was gathered with other bits",
+    spoil_frozen: "up.*of unit blocks.1 was gathered with other bits",
+    lose_nan: "reduced gradient of parameter .*weight of unit blocks.0 is .* sum is nan",
     spoil_gradient: "reduced gradient of parameter .*weight of unit blocks.0 is .* where a",
     lose_gradient: "the gradient of parameter .*weight of unit blocks.0 was lost",
 }
 
 
+IN_BFLOAT16 = (spoil_gathered, spoil_frozen)
+
+
 def find_planted(rank: int, n_ranks: int, plant: Callable[[Any, int], None]) -> str:
     # In bfloat16 what was gathered is not the memory of the shards.
     policy = fsdp_c.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model: Any = make(
-        mp_policy=policy if plant is spoil_gathered else fsdp_c.MixedPrecisionPolicy()
-    )
+    model: Any = make(mp_policy=policy if plant in IN_BFLOAT16 else fsdp_c.MixedPrecisionPolicy())
     plant(model, rank)
     with pytest.raises(RuntimeError) as caught:
         step(model, rank)
@@ -222,6 +270,26 @@ def test_planted_errors_are_found_on_all_ranks(plant: Callable[[Any, int], None]
     env = {"FSDP_C_VERIFY": "1", **WAYS[way]}
     for text in run_ranks(find_planted, 2, plant, env=env):
         assert re.search(PLANTED[plant], text), text
+
+
+def find_among_many(rank: int, n_ranks: int) -> str:
+    """A lost sum of many gradients in bfloat16, whose roundings add up."""
+    model: Any = make(mp_policy=fsdp_c.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    before_comparing(model, lambda shard: shard.grad._local_tensor.zero_())
+    model.set_requires_gradient_sync(False)
+    for number in range(31):
+        step(model, rank, number)
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(RuntimeError) as caught:
+        step(model, rank, 31)
+    mock.patch.stopall()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_lost_sum_of_many_is_found(way: str) -> None:
+    for text in run_ranks(find_among_many, 2, env={"FSDP_C_VERIFY": "1", **WAYS[way]}):
+        assert "weight of unit blocks.0 is 0 where" in text, text
 
 
 def test_several_gpus_are_checked_unasked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ static fc_planes planes_of(const fc_run *run, const fc_host_operand *side, uint8
     return (fc_planes){
         .first = side->first,
         .dtype = as,
+        .is_unaligned = (uintptr_t)side->first % item != 0,
         .sizes = {(int64_t)(run->n_lines / lines), (int64_t)lines, (int64_t)numel},
         .strides = {(int64_t)(side->plane_stride / item), (int64_t)(side->line_stride / item), 1}};
 }
@@ -50,8 +51,8 @@ static fc_status move_run(const launch *l, const fc_planes *to, const fc_planes 
 static void visit(const void *arg, const fc_run *run, fc_host_operand to, fc_host_operand from)
 {
     const launch *l = arg;
-    /* Packs of several types lie between elements. What is only copied then goes as bytes; nothing
-     * that is added up lies so, and of a cast only its one line begins so. */
+    /* Packs of several types lie between elements. What is only copied then goes as bytes; of a
+     * cast the strides are whole elements. */
     const bool is_split = run->from == run->to && !(has_whole_elements(&to, run->to) &&
                                                     has_whole_elements(&from, run->from));
     const fc_planes target = planes_of(run, &to, run->to, is_split ? FC_RAW1 : (fc_dtype)run->to);

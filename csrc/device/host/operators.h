@@ -13,6 +13,7 @@ extern "C" {
 typedef struct fc_planes {
     void *first;
     fc_dtype dtype;
+    bool is_unaligned; /* `first` is no multiple of an element's size: to be touched as bytes */
     int64_t sizes[3], strides[3];
 } fc_planes;
 

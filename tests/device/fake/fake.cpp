@@ -4,6 +4,8 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <map>
+
 namespace fake {
 
 // As NCCL's: asynchronous collectives are in a stream of the group, others in the current one.
@@ -79,6 +81,30 @@ public:
         });
     }
 
+    c10::intrusive_ptr<c10d::Work>
+    allgather_into_tensor_coalesced(std::vector<at::Tensor> &all, std::vector<at::Tensor> &own,
+                                    const c10d::AllgatherOptions &options) override
+    {
+        c10::intrusive_ptr<c10d::Work> last;
+        for (size_t i = 0; i < all.size(); i++) {
+            last = _allgather_base(all[i], own[i], options);
+        }
+        return last;
+    }
+
+    c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor &to, at::Tensor &from,
+                                                 std::vector<int64_t> &to_sizes,
+                                                 std::vector<int64_t> &from_sizes,
+                                                 const c10d::AllToAllOptions &options) override
+    {
+        return later(
+            options.asyncOp, {to, from},
+            [=, to_sizes = to_sizes, from_sizes = from_sizes](auto &inner, auto &tensors) mutable {
+                return ended(
+                    inner.alltoall_base(tensors[0], tensors[1], to_sizes, from_sizes, options));
+            });
+    }
+
     c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor> &given,
                                              const c10d::BroadcastOptions &options) override
     {
@@ -114,16 +140,17 @@ private:
         return c10::make_intrusive<Work>(streams.mark(stream), given);
     }
 
-    // One for the group's own stream, one each for those that the core gathers and reduces in.
-    const c10::intrusive_ptr<c10d::Backend> &inner_of(int stream) const
+    // Ranks use streams for the first time in the same order.
+    const c10::intrusive_ptr<c10d::Backend> &inner_of(int stream)
     {
-        const bool is_cores = stream == first_pooled + 1 || stream == first_pooled + 2;
-        return stream == stream_ ? inner_[1]
-               : is_cores        ? inner_[stream + 1 - first_pooled]
-                                 : inner_[0];
+        const size_t number = number_of_.emplace(stream, number_of_.size()).first->second;
+        TORCH_CHECK(number < inner_.size(), "a process group in more than ", inner_.size(),
+                    " streams");
+        return inner_[number];
     }
 
     std::vector<c10::intrusive_ptr<c10d::Backend>> inner_;
+    std::map<int, size_t> number_of_; // in which a stream's collectives are
     int stream_;
 };
 

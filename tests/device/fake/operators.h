@@ -32,6 +32,11 @@ inline at::Tensor on_host(const at::Tensor &tensor)
         std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
     c10::TensorImpl *impl = host.unsafeGetTensorImpl();
     impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+    // Kernels of devices fault where elements do not lie at multiples of their size.
+    TORCH_CHECK(reinterpret_cast<uintptr_t>(host.const_data_ptr()) %
+                        c10::elementSize(c10::toRealValueType(host.scalar_type())) ==
+                    0,
+                "a tensor of ", host.scalar_type(), " lies between elements");
     if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
         impl->set_wrapped_number(true);
     }
