@@ -103,9 +103,9 @@ def test_a_planted_mistake_is_found_by_programs(
 
 def test_kills_and_failing_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kills, "WAYS", {"shared memory": kills.Way(((2,),))})
-    assert run(tmp_path, "--only", "kills,calls", "--count", "4") == 0
+    assert run(tmp_path, "--only", "kills,calls", "--count", "2") == 0
     rows = {row["family"]: row for row in report_in(tmp_path)[0]["rows"]}
-    assert rows["kills"]["trials"] == rows["calls"]["trials"] == 4
+    assert rows["kills"]["trials"] == rows["calls"]["trials"] == 2
     assert re.fullmatch(r"\d\d states of ranks", rows["kills"]["whole"]), rows
 
 
