@@ -83,8 +83,10 @@ fc_status fc_root_init(fc_root_course *root, fc_domain *const *domains, size_t n
         fc_root_fini(root);
         return fc_fail(FC_ERR_NOMEM, "no memory for a root of %zu modules", n_modules);
     }
+    root->finds_sums = false;
     for (size_t i = 0; i < n_domains; i++) {
         root->domains[i] = domains[i];
+        root->finds_sums = root->finds_sums || (domains[i]->is_mapped && domains[i]->n_ranks > 1);
     }
     for (size_t i = 0; i < n_modules; i++) {
         root->modules[i] = modules[i];

@@ -153,6 +153,10 @@ struct fc_root_course {
     size_t n_domains;
     fc_root_module **modules; /* owned; the first one is the root's own */
     size_t n_modules;
+    /* In shared memory a rank finds sums when it looks, each at another point of its backward. A
+     * hook of a gradient may make a collective, and so may the rest of the backward: all ranks run
+     * hooks after the last sum then, in one order. */
+    bool finds_sums;
     /* State. */
     fc_root_module *opener; /* began the forward that runs; NULL: none runs */
     uint64_t backward;      /* the number of the running or next one, from 1 */

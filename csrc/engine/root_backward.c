@@ -99,19 +99,6 @@ static fc_status finish_oldest(const fc_root_unit *unit)
                : fc_reduction_finish_ready(unit->reduction->replicate->domain, FC_SEARCH_OLDEST);
 }
 
-/* In shared memory a rank finds sums when it looks, each at another point of its backward. A hook
- * may make a collective, and so may the rest of the backward: all ranks run hooks after the last
- * sum then, in one order. */
-static bool finds_sums(const fc_root_course *root)
-{
-    bool finds = false;
-
-    for (size_t i = 0; i < root->n_domains; i++) {
-        finds = finds || (root->domains[i]->is_mapped && root->domains[i]->n_ranks > 1);
-    }
-    return finds;
-}
-
 /* Its parameters go. True in `was_reached_out`: it was reached before. */
 static fc_status give_up(fc_root_course *root, fc_root_unit *unit, bool is_news,
                          bool *was_reached_out)
@@ -129,7 +116,7 @@ static fc_status give_up(fc_root_course *root, fc_root_unit *unit, bool is_news,
     *was_reached_out = ops->end_awaiting(unit->owner);
     /* A module that ran several times may be read again by peers in this phase: an optimizer in one
      * of the hooks of its gradients must not write its shards before the end. */
-    if (unit->n_entered > 1 || finds_sums(root)) {
+    if (unit->n_entered > 1 || root->finds_sums) {
         unit->defers_hooks = root->defers_hooks = true;
     }
     if (unit->reshard_after_backward) {
