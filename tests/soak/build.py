@@ -1,7 +1,7 @@
 """A copy of the package whose extension has the shim between its objects, in build/soak.
 
-The sources are those of `make build`, hardly optimized and not as one: calls from object to object
-have to stay where the shim can be. `address` is under the address sanitizer.
+The core is that of the programs of tests/c, and nothing is optimized as one: calls from object to
+object have to stay where the shim can be. `address` is under the address sanitizer.
 """
 
 import contextlib
@@ -36,10 +36,13 @@ def build(sanitize: str = "") -> Path:
             "objects", str(torch), script.sysconfig.get_config_var("EXT_SUFFIX")
         )
         binding = script.BuildExtension.join_binding(None, objects_at)
-        commands = {binding: [*tools.cxx_command(torch), "-O0"]}
-        for source in [*script.sources(script.C_SOURCES, ".c"), str(SHIM)]:
-            commands[source] = [*tools.c_command(source), "-O1"]
-        objects = script.compile_all((commands, objects_at))
+        own = {
+            binding: [*tools.cxx_command(torch), "-O0"],
+            str(SHIM): [*tools.c_command(str(SHIM)), "-O1"],
+        }
+        checked = script.Toolchain(is_test=True)
+        core = {s: checked.c_command(s) for s in script.sources(script.C_SOURCES, ".c")}
+        objects = script.compile_all((own, objects_at), (core, checked.folder("objects")))
         exports = objects_at / "soak.map"
         exports.write_text(script.EXPORTS.replace("global:", "global: soak_*;"))
         names = sorted({a or b for a, b in WRAPPED.findall((ROOT / SHIM).read_text())} - {"##fn"})

@@ -26,7 +26,6 @@ NAME = "fake"
 # 50 are the script's own, on from 100 those of process groups.
 COMPUTE, COPY_IN, GATHER, REDUCE, ALL_REDUCE = range(5)
 HOST = -1
-STREAMS = 12  # that a process group has collectives in
 
 
 class Kind(IntEnum):
@@ -111,8 +110,10 @@ def load() -> Any:
     torch._register_device_module(NAME, Module(f"torch.{NAME}"))
 
     def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        stores = [dist.PrefixStore(str(n), store) for n in range(STREAMS)]
-        return device.group([dist.ProcessGroupGloo(each, rank, size, timeout) for each in stores])
+        def inner(n: int) -> Any:
+            return dist.ProcessGroupGloo(dist.PrefixStore(str(n), store), rank, size, timeout)
+
+        return device.group(rank, size, inner)
 
     dist.Backend.register_backend("streamed", make, devices=[NAME])
     return device

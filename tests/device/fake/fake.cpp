@@ -4,6 +4,8 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <pybind11/functional.h>
+
 #include <map>
 
 namespace fake {
@@ -34,11 +36,13 @@ private:
     std::vector<at::Tensor> kept_; // until somebody has waited
 };
 
+// The backend on the host of a process group's n-th stream.
+using MakeInner = std::function<c10::intrusive_ptr<c10d::Backend>(size_t n)>;
+
 class Group final : public c10d::Backend {
 public:
-    explicit Group(std::vector<c10::intrusive_ptr<c10d::Backend>> inner)
-        : Backend(inner[0]->getRank(), inner[0]->getSize()), inner_(std::move(inner)),
-          stream_(next_of_groups++)
+    Group(int rank, int size, MakeInner make)
+        : Backend(rank, size), make_(std::move(make)), stream_(next_of_groups++)
     {
     }
 
@@ -143,14 +147,15 @@ private:
     // Ranks use streams for the first time in the same order.
     const c10::intrusive_ptr<c10d::Backend> &inner_of(int stream)
     {
-        const size_t number = number_of_.emplace(stream, number_of_.size()).first->second;
-        TORCH_CHECK(number < inner_.size(), "a process group in more than ", inner_.size(),
-                    " streams");
-        return inner_[number];
+        c10::intrusive_ptr<c10d::Backend> &inner = inner_[stream];
+        if (!inner) {
+            inner = make_(inner_.size() - 1);
+        }
+        return inner;
     }
 
-    std::vector<c10::intrusive_ptr<c10d::Backend>> inner_;
-    std::map<int, size_t> number_of_; // in which a stream's collectives are
+    MakeInner make_;
+    std::map<int, c10::intrusive_ptr<c10d::Backend>> inner_; // by stream
     int stream_;
 };
 
@@ -193,7 +198,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module)
     module.def("said", &said);
     module.def("start_again", [] { let_others_run(start_again); });
     module.def("synchronize", [] { let_others_run([] { streams.synchronize(); }); });
-    module.def("group", [](const std::vector<c10::intrusive_ptr<c10d::Backend>> &inner) {
-        return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<Group>(inner));
+    module.def("group", [](int rank, int size, const MakeInner &make) {
+        return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<Group>(rank, size, make));
     });
 }
