@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import cached_mesh, implementation, seed_everything
 from models import Block, data
 from parity import Pair, Side, Tolerance, on_ranks
@@ -535,6 +536,7 @@ def test_ex20_a_unit_that_comes_late_is_asked_anew(rank: int, n_ranks: int) -> N
 
     pair = Pair(Partly, shard)
     pair.both(lambda side: side.model(line_data(rank), False))
+    dist.barrier()  # the other rank has compared its unsharded parameters
 
     def load(side: Side) -> None:
         state = {name: value.detach() * 1.5 for name, value in side.model.state_dict().items()}
