@@ -52,18 +52,28 @@ void set_memory(c10::StorageImpl *storage, void *memory, size_t bytes)
     storage->set_nbytes(bytes);
 }
 
-static void release_region(void *region)
-{
-    fc_region_release(static_cast<fc_region *>(region));
-}
+namespace {
 
-void move_to(c10::StorageImpl *storage, void *home, fc_region *region)
+struct Home {
+    fc_region *region;
+    at::DataPtr former; // NumPy and others may have its address
+    ~Home() { fc_region_release(region); }
+};
+
+} // namespace
+
+void move_to(c10::StorageImpl *storage, void *home, fc_region *region, bool keeps_former)
 {
     if (storage->nbytes() > 0) {
         std::memcpy(home, storage->data(), storage->nbytes());
     }
     fc_region_retain(region);
-    storage->set_data_ptr_noswap(at::DataPtr(home, region, release_region, c10::Device(c10::kCPU)));
+    auto *owner = new Home{region, {}};
+    at::DataPtr former = storage->set_data_ptr(
+        {home, owner, [](void *p) { delete static_cast<Home *>(p); }, c10::Device(c10::kCPU)});
+    if (keeps_former) {
+        owner->former = std::move(former);
+    }
 }
 
 void move_to(c10::StorageImpl *storage, const at::Tensor &home, size_t at)

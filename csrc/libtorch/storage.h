@@ -37,8 +37,8 @@ void set_data(c10::StorageImpl *storage, at::DataPtr &&data, size_t bytes, bool 
 void set_memory(c10::StorageImpl *storage, void *memory, size_t bytes);
 
 // Copies the storage's bytes to `home` (in `region`, which it then keeps alive) and points the
-// storage, hence every tensor on it, there.
-void move_to(c10::StorageImpl *storage, void *home, fc_region *region);
+// storage, hence every tensor on it, there. The memory of before may have to stay as long.
+void move_to(c10::StorageImpl *storage, void *home, fc_region *region, bool keeps_former);
 // The same to bytes of a tensor of its device, from `at` on.
 void move_to(c10::StorageImpl *storage, const at::Tensor &home, size_t at);
 

@@ -67,7 +67,7 @@ class BoundGroup(_C.Group, _versions.TorchGroup):
             registered = info.module._parameters.get(info.param_name)
             if not hasattr(registered, "_local_tensor"):
                 raise ValueError(
-                    f"parameter '{fsdp_param._param_fqn}' of FSDP unit '{self._module_fqn}' was"
+                    f"parameter '{fsdp_param._name}' of FSDP unit '{self._module_fqn}' was"
                     f" replaced by a {type(registered).__name__} that is not sharded: assign a"
                     " DTensor with the parameter's mesh and placements (distribute_tensor), or"
                     " copy into the parameter in place"

@@ -175,6 +175,20 @@ def test_post_accumulate_hooks(rank: int, n_ranks: int) -> None:
         assert len(pair.ours.kept_hooks) == micro * len(pair.ours.shards)
 
 
+@on_ranks(1, 2)
+def test_post_accumulate_hooks_that_return_something(rank: int, n_ranks: int) -> None:
+    """Nobody looks at it: autograd's own refusal is not for hooks that FSDP calls."""
+    pair = Pair(Net, models.shard_blocks)
+
+    def register(side: Side) -> None:
+        for shard in side.shards.values():
+            shard.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
+
+    pair.both(register)
+    for step in range(2):
+        pair.step(data(rank, step))
+
+
 @on_ranks(2, 3)
 def test_collectives_in_hooks(rank: int, n_ranks: int) -> None:
     """Of gradients and of modules: all ranks come to all of them in one order."""

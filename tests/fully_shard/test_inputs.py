@@ -134,6 +134,28 @@ def test_no_tensor_inputs(rank: int, n_ranks: int) -> None:
     pair.step(None)
 
 
+class Giving(nn.Linear):
+    """Gives its weight out, which is the same leaf in each forward; `hook` is a user's on it."""
+
+    hook: Any = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        if self.hook is not None:
+            self.weight.register_hook(self.hook)
+            self.hook = None
+        return super().forward(x), self.weight
+
+
+@pytest.mark.parametrize("has_hook", [False, True])
+@on_ranks(1, 2)
+def test_a_parameter_as_output(rank: int, n_ranks: int, has_hook: bool) -> None:
+    pair = Pair(lambda: Giving(WIDTH, WIDTH), models.shard_root)
+    if has_hook:
+        pair.both(lambda side: setattr(side.model, "hook", lambda grad: grad * 2))
+    for step in range(3):
+        pair.step(data(rank, step))
+
+
 class Multi(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -88,6 +88,22 @@ def use_outside_forward(rank: int, n_ranks: int) -> None:
         net.first.weight @ torch.ones(4)
 
 
+def read_numpy(rank: int, n_ranks: int) -> None:
+    net = sharded()
+    views = [shard.to_local().detach().numpy() for shard in net.parameters()]
+    before = [view.copy() for view in views]
+    for _ in range(2):
+        net(batch(rank)).square().sum().backward()
+    for view, value in zip(views, before, strict=True):
+        assert (view == value).all()
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_memory_of_shards_stays_for_who_has_its_address(n_ranks: int) -> None:
+    """They move into memory that ranks share with the first forward."""
+    run_ranks(read_numpy, n_ranks)
+
+
 def test_sharded_weight_outside_forward() -> None:
     run_ranks(use_outside_forward, 2)
 

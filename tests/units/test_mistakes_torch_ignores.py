@@ -96,6 +96,22 @@ def y14_assignment_of_another_layout(fsdp: Any, rank: int, n_ranks: int) -> None
         state["up.weight"] = make(model.up.weight)
         with pytest.raises(ValueError, match=r"'(up\.)?weight' was replaced by a.*Shard\(dim=0\)"):
             model.load_state_dict(state, assign=True)
+    model = sharded(fsdp, n_ranks)
+    nn.utils.parametrizations.weight_norm(model.up)
+    with pytest.raises(ValueError, match=r"'weight' of FSDP unit 'up' was replaced by a NoneType"):
+        train(model)
+
+
+def y14_assignment_between_forward_and_backward(fsdp: Any, rank: int, n_ranks: int) -> None:
+    """The graph is of what was there before; what was assigned stays."""
+    model = sharded(fsdp, n_ranks)
+    train(model)
+    loss = model(torch.ones(2, 4)).square().sum()
+    zeros = {name: torch.zeros_like(shard) for name, shard in model.state_dict().items()}
+    model.load_state_dict(zeros, assign=True)
+    with pytest.raises(RuntimeError, match=r"parameters were replaced.*call forward again"):
+        loss.backward()
+    assert not model(torch.ones(2, 4)).any()
 
 
 def y16_shards_replaced_between_steps(fsdp: Any, rank: int, n_ranks: int) -> None:
@@ -258,6 +274,7 @@ BODIES = [
     i37_optimizer_of_unsharded_parameters,
     y13_optimizer_of_shards_that_were_replaced,
     y14_assignment_of_another_layout,
+    y14_assignment_between_forward_and_backward,
     y16_shards_replaced_between_steps,
     y26_share_memory,
     i29_shallow_copy,

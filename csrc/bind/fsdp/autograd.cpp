@@ -328,6 +328,18 @@ Tensors route_through_node(StateObject *state, const BorrowedTensors &tensors)
     return routed;
 }
 
+// On a leaf. It may have hooks already: those of users, and of the forward before where that gave
+// out the same one, such as a parameter.
+static void hook_leaf(StateObject *state, const at::Tensor &leaf)
+{
+    auto &hooks = torch::autograd::impl::hooks(leaf);
+    std::erase_if(hooks, [=](const auto &hook) {
+        return typeid(*hook) == typeid(Border) &&
+               static_cast<Border *>(hook.get())->entered == state;
+    });
+    hooks.push_back(entry_to(state));
+}
+
 void hook_outputs(StateObject *state, const BorrowedTensors &tensors)
 {
     for (const at::Tensor *output : tensors.list) {
@@ -342,7 +354,7 @@ void hook_outputs(StateObject *state, const BorrowedTensors &tensors)
                 base->add_tensor_pre_hook(entry_to(state));
             }
         } else {
-            torch::autograd::impl::add_hook(tensor, entry_to(state));
+            hook_leaf(state, tensor);
         }
     }
 }
@@ -377,7 +389,7 @@ void hook_params(StateObject *state)
     each_group(state, [&](const GroupObject *group) {
         for (const Param &param : group->unit->params()) {
             if (param.unsharded_tensor.requires_grad()) {
-                torch::autograd::impl::add_hook(param.unsharded_tensor, entry_to(state));
+                hook_leaf(state, param.unsharded_tensor);
             }
         }
     });

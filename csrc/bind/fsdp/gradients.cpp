@@ -1,6 +1,7 @@
 // The gradients of shards: their memory, their DTensors and the hooks that look at them.
 #include "bind/fsdp/gradients.h"
 
+#include "bind/python/fields.h"
 #include "bind/python/raised.h"
 
 #include <ATen/ops/empty_strided.h>
@@ -208,11 +209,19 @@ void ShardGradients::after_write(size_t index, const fc_reduce_options &options)
     run_hooks(p);
 }
 
+// As torch's own does: autograd would refuse hooks that return something.
 void ShardGradients::run_hooks(const Param &param) const
 {
-    at::NoGradGuard no_grad;
-    const at::Tensor &sharded = param.sharded_tensor();
-    (*torch::autograd::impl::post_acc_grad_hooks(sharded))(sharded);
+    const at::NoGradGuard no_grad;
+    PyObject *const sharded = param.sharded.get();
+    const Ref hooks = checked(PyObject_GetAttr(sharded, name_of(Attribute::post_accumulate_hooks)));
+    if (hooks.get() == Py_None) {
+        return;
+    }
+    const Ref all = checked(PyDict_Values(hooks.get())); // one may remove itself
+    for (PyObject *hook : items_of(all.get())) {
+        checked(PyObject_CallOneArg(hook, sharded));
+    }
 }
 
 void ShardGradients::run_deferred_hooks()

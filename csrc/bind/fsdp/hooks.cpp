@@ -191,6 +191,10 @@ void group_pre_backward(RootObject *root, GroupObject *group)
 {
     log_event("FSDP::pre_backward", group->unit);
     Range range("FSDP::pre_backward", group->unit);
+    if (group->unit->has_replaced_shards()) { // the former ones would take their places again
+        const char *const name = fc_unit_name(group->unit->shard_unit());
+        ask_python(Call::refuse_orphan, to_python(name).get());
+    }
     check_raised(fc_root_enter_backward(&root->course, &group->course));
     if (group->course.unshard_in_backward) {
         ask_if_seen(root, group, Call::prefetch_in_backward);

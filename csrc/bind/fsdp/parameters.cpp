@@ -188,17 +188,29 @@ int Parameters::traverse(visitproc visit, void *arg)
     return 0;
 }
 
+bool Parameters::is_registered(size_t i) const
+{
+    const Param &p = params_[i];
+    PyObject *const found = PyDict_GetItemWithError(p.dict, p.key);
+    if (found == nullptr) {
+        PyErr_Clear();
+    }
+    return found == object_of(i, registered_);
+}
+
 bool Parameters::is_intact() const
 {
-    for (size_t i = 0; i < params_.size(); i++) {
-        const Param &p = params_[i];
-        if (PyDict_GetItemWithError(p.dict, p.key) != object_of(i, registered_) ||
-            !p.is_in_place()) {
-            PyErr_Clear();
-            return false;
-        }
+    size_t i = 0;
+    while (i < params_.size() && is_registered(i) && params_[i].is_in_place()) {
+        i++;
     }
-    return true;
+    return i == params_.size();
+}
+
+bool Parameters::has_replaced_shards() const
+{
+    const auto is_replaced = [this](size_t i) { return !is_registered(i); };
+    return registered_ == SHARDS && first_from(0, params_.size(), is_replaced) < params_.size();
 }
 
 // ---- what they show ----

@@ -165,6 +165,8 @@ public:
     // True while every shard is where set-up put it, and the registered parameters are those that
     // were registered last.
     bool is_intact() const;
+    // Whether other parameters stand now where the shards were left.
+    bool has_replaced_shards() const;
 
     // ---- see fc_unsharding_ops ----
     void show(void *memory);
@@ -196,6 +198,7 @@ private:
         WHOLE
     };
     PyObject *object_of(size_t i, Registered which) const;
+    bool is_registered(size_t i) const;
     void register_params(Registered which);
     void end_slices();
 

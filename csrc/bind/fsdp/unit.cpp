@@ -26,6 +26,10 @@ fc_unit *UnitParts::in(const Ref &of) const
     return of.get() == Py_None ? nullptr : fc_domain_unit(domain_of(of.get()), index);
 }
 
+// Of a shard's storage, at most: the local tensor, what that was detached from, and the flat one
+// that torch keeps.
+static constexpr size_t own_uses_of_shards = 3;
+
 Unit::Unit(const UnitParts &parts, const fc_updates *updates)
     : Parameters(parts.in(parts.domain), parts.params.get(), tensor_of(parts.flat.get())),
       Accumulated(params_), UnitGraph(shard_, params_, updates),
@@ -39,7 +43,9 @@ Unit::Unit(const UnitParts &parts, const fc_updates *updates)
         Param &p = params_[i];
         if (fc_unit_layout(shard_)->params[i].is_aliased) {
             p.storage = fc_unit_shard_storage(shard_, i);
-            move_to(p.local.storage().unsafeGetStorageImpl(), p.storage, fc_unit_region(shard_));
+            const c10::Storage &storage = p.local.storage();
+            move_to(storage.unsafeGetStorageImpl(), p.storage, fc_unit_region(shard_),
+                    storage.use_count() > own_uses_of_shards);
         }
     }
     if (is_extended(fc_unit_layout(shard_))) {

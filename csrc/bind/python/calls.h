@@ -72,6 +72,7 @@
     X(placements, "placements")                                                                    \
     X(call_impl, "_call_impl")                                                                     \
     X(forward, "forward")                                                                          \
+    X(post_accumulate_hooks, "_post_accumulate_grad_hooks")                                        \
     X(forward_pre_hooks, "_forward_pre_hooks")                                                     \
     X(forward_hooks, "_forward_hooks")                                                             \
     X(forward_hooks_always_called, "_forward_hooks_always_called")                                 \
