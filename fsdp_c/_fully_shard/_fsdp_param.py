@@ -193,6 +193,8 @@ class FSDPParam(_versions.AccumulatedGradient, _extended_param.ExtendedParam):
         old = self.sharded_param
         self._check_registered()
         self._adopt_registered()
+        # torch.utils.swap_tensors leaves a hook to Python alone, and autograd's part has none.
+        share_hooks(self.sharded_param, self.sharded_param)
         if self.sharded_param is not old:
             _replaced_params.forget(self.sharded_param)
             _replaced_params.note(

@@ -24,7 +24,7 @@ class BoundGroup(_C.Group, _versions.TorchGroup):
     """A unit that can be bound to the core, between two steps."""
 
     _binding: _engine_bind.Binding | None = None
-    _bound_specs: list[_param_spec.ParamSpec] | None = None
+    _bound_layout: list[_param_spec.ParamSpec] | None = None
     _root: _C.Root | None = None
     # Who looks at its collectives, as it is bound and as it is wanted.
     visible = wants_visible = _visibility.Visible()
@@ -76,9 +76,9 @@ class BoundGroup(_C.Group, _versions.TorchGroup):
         self._init_mp_dtypes()
         if self._core_has_partial_sums and _device.is_taken(self) and self._has_other_layout():
             raise RuntimeError(
-                f"shards of FSDP unit '{_fqns.unit_name(self)}' were cast, frozen or are trained"
-                " now, while sums of their gradients wait on the device for the replicas: do that"
-                " before the first of them, or after the backward that brings replicas together"
+                f"shards of FSDP unit '{_fqns.unit_name(self)}' were cast while sums of their"
+                " gradients wait on the device for the replicas: do that before the first of them,"
+                " or after the backward that brings replicas together"
             )
 
     def check_partial_sums(self) -> None:
@@ -92,7 +92,7 @@ class BoundGroup(_C.Group, _versions.TorchGroup):
             )
 
     def _has_other_layout(self) -> bool:
-        return [_param_spec.spec_of(p) for p in self.fsdp_params] != self._bound_specs
+        return [_param_spec.layout_of(p) for p in self.fsdp_params] != self._bound_layout
 
     def rebind(self) -> bool:
         """Binds the unit anew to what `adopt_shards` has found; held gradients go along.

@@ -226,6 +226,30 @@ def test_steps_in_backward(rank: int, n_ranks: int, cls: type[optim.Optimizer]) 
         pair.both(lambda side: [o.state_dict() for o in side.kept_all.values()], "states")
 
 
+@on_ranks(2)
+def test_hooks_outlive_a_conversion(rank: int, n_ranks: int) -> None:
+    """module.to() swaps the shards' tensors, also where nothing is to be converted."""
+    pair = Pair(lambda: Net(n_blocks=2), models.shard_blocks, tolerance=EXACT)
+
+    def prepare(side: Side) -> None:
+        side.kept_all = []
+        for name, p in side.shards.items():
+            handle = p.register_post_accumulate_grad_hook(
+                lambda p, side=side, name=name: side.kept_all.append((name, p.dtype, p.grad.dtype))
+            )
+        side.model.to("cpu")
+        handle.remove()
+
+    pair.do(prepare)
+    for index in range(3):
+        pair.forward(data(rank, index))
+        pair.backward()
+        ran = pair.both(lambda side: sorted(side.kept_all, key=str), "hooks")
+        assert len(ran) == (index + 1) * (len(pair.ours.shards) - 1)
+        pair.optimize()
+        pair.do(lambda side: side.model.float(), "conversion")
+
+
 @pytest.mark.parametrize("kind", ["swa", "ema"])
 @on_ranks(2)
 def test_averages(rank: int, n_ranks: int, kind: str) -> None:

@@ -271,6 +271,28 @@ def test_shards_that_are_replaced_or_cast(rank: int, n_ranks: int) -> None:
         assert_on_core(side.model)
 
 
+@on_ranks(2, 3)
+@forgetting
+def test_loaded_then_frozen(rank: int, n_ranks: int) -> None:
+    """Of three ranks the last is padded: torch replaces its shards of a wrapper at each load."""
+    for kind in KINDS:
+        side, plain = side_of(kind, models.shard_blocks), Judge(Net)
+        side.model(data(rank))
+        side.model.reshard()
+        state = {name: value.clone() for name, value in side.model.state_dict().items()}
+        for trained in (False, True):
+            side.model.load_state_dict(state)
+            for model in (side.model, plain.model):
+                for name, parameter in model.named_parameters():
+                    if name.startswith("blocks.0."):
+                        parameter.requires_grad_(trained)
+                model.zero_grad()
+            for r in range(n_ranks):
+                output(plain.model, data(r), 1 / n_ranks)
+            output(side.model, data(rank), 1)
+            plain.check(side, CLOSE)
+
+
 @on_ranks(2)
 @forgetting
 def test_mixed_precision(rank: int, n_ranks: int) -> None:

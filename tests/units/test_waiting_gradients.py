@@ -216,3 +216,34 @@ def test_gradients_that_come_late(rank: int, n_ranks: int) -> None:
     for name, param in plain.named_parameters():
         grad = full(model.get_parameter(name).grad) * n_ranks
         torch.testing.assert_close(grad, param.grad, rtol=1e-5, atol=1e-4, msg=name)
+
+
+@on_ranks(2)
+def test_a_hook_runs_once_for_several_sums(rank: int, n_ranks: int) -> None:
+    """A module that runs twice makes two sums of what has waited; an optimizer in the hook takes
+    the gradient away with the first call."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model.extend(model[:2])
+    fsdp = harness.implementation()
+    fsdp.fully_shard(model[0])
+    fsdp.fully_shard(model)
+    found = []
+
+    def take(parameter: Tensor) -> None:
+        found.append(parameter.grad._local_tensor.clone())
+        parameter.grad = None
+
+    weight = model[0].weight
+    plain = nn.Parameter(weight.full_tensor().detach().clone())
+    bias = model[0].bias.full_tensor().detach()
+    weight.register_post_accumulate_grad_hook(take)
+    for micro_batch in range(3):
+        model.set_requires_gradient_sync(micro_batch == 2)
+        model(data(rank, micro_batch)[:, :4]).sum().backward()
+        for r in range(n_ranks):
+            hidden = data(r, micro_batch)[:, :4]
+            for _ in range(2):
+                hidden = nn.functional.linear(hidden, plain, bias).tanh()
+            (hidden.sum() / n_ranks).backward()
+    assert len(found) == 1
+    torch.testing.assert_close(found[0], plain.grad.chunk(n_ranks)[rank])

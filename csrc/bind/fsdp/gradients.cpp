@@ -5,6 +5,7 @@
 #include "bind/python/raised.h"
 
 #include <ATen/ops/empty_strided.h>
+#include <algorithm>
 #include <torch/csrc/autograd/variable.h>
 
 namespace fc {
@@ -203,7 +204,12 @@ void ShardGradients::after_write(size_t index, const fc_reduce_options &options)
         return;
     }
     if (options.defer_hooks) {
-        deferred_hooks_.push_back(index);
+        // Of a module that ran several times a backward may make several sums: when hooks run all
+        // of them are in the gradient, and the first call may take it away.
+        if (std::find(deferred_hooks_.begin(), deferred_hooks_.end(), index) ==
+            deferred_hooks_.end()) {
+            deferred_hooks_.push_back(index);
+        }
         return;
     }
     run_hooks(p);
