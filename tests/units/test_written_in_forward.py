@@ -120,6 +120,44 @@ def read_after_it_was_written(rank: int, n_ranks: int, update: str) -> None:
     assert {tree.runs_on for tree in trees} == {"core"}
 
 
+class Table(nn.Module):
+    """Its first row stays zero, with whichever average of tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.online, self.target = (nn.Embedding(8, WIDTH, padding_idx=0) for _ in range(2))
+        self.target.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.online(x)
+        with torch.no_grad():
+            around_the_counters([self.target.weight], [self.online.weight])
+            z = self.target(x)
+        return (y - z).square().sum()
+
+
+@on_ranks(2, 3)
+def test_rows_that_no_write_changes(rank: int, n_ranks: int) -> None:
+    """All ranks know of a write, whatever it leaves as it was on some."""
+    x = torch.arange(rank, 8)
+    seen = []
+    for api in (torch_fsdp, fsdp_c):
+        model = Table()
+        for layer in (model.online, model.target):
+            api.fully_shard(layer, mesh=cached_mesh((n_ranks,)))
+        api.fully_shard(model, mesh=cached_mesh((n_ranks,)))
+        optimizer = torch.optim.SGD(model.online.parameters(), lr=0.05)
+        losses = []
+        for _ in range(3):
+            losses.append(model(x))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append([loss.detach() for loss in losses])
+    torch.testing.assert_close(seen[1], seen[0])
+
+
 @on_ranks(1, 2)
 def test_published_copies_may_be_read_before(rank: int, n_ranks: int) -> None:
     """A cast copy is what peers read: the write is for the next use, as under torch."""

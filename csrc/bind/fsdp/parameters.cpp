@@ -99,14 +99,22 @@ void Param::set_unsharded(Ref object, const at::Tensor &view)
     }
 }
 
+// `.data` goes around the versions: three of the shard's words say what it has changed.
 uint64_t Param::shard_mark() const
 {
-    uint32_t first = 0;
-    if (local.nbytes() >= sizeof(first)) {
-        std::memcpy(&first, local.const_data_ptr(), sizeof(first));
+    uint32_t sample = 0;
+    const size_t bytes = local.nbytes();
+    if (bytes >= sizeof(uint32_t)) {
+        const auto *data = static_cast<const char *>(local.const_data_ptr());
+        const size_t last = bytes / sizeof(uint32_t) - 1;
+        for (const size_t at : {size_t{0}, last / 2, last}) {
+            uint32_t word;
+            std::memcpy(&word, data + at * sizeof(word), sizeof(word));
+            sample = (sample ^ word) * 0x9E3779B1U; // 2^32 / the golden ratio, odd: one to one
+        }
     }
     const uint64_t versions = shard_versions();
-    return versions << 32 | first;
+    return versions << 32 | sample;
 }
 
 uint32_t Param::shard_versions() const
