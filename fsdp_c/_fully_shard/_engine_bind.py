@@ -26,13 +26,7 @@ from fsdp_c._fully_shard import (
     _visible_collectives,
 )
 from fsdp_c._fully_shard._heap import HEAP
-from fsdp_c._fully_shard._param_spec import (
-    UnitSpec,
-    gradient_dtypes,
-    layout_of,
-    parts_of,
-    spec_of,
-)
+from fsdp_c._fully_shard._param_spec import UnitSpec, gradient_dtypes, parts_of, spec_of
 from fsdp_c._native import _C
 
 # The dispatch key that is on while a transform of functorch runs.
@@ -365,7 +359,7 @@ def bind_unit(group: Any, binding: Binding) -> None:
         )
         group.keep_storage()
     group._binding = binding
-    group._bound_layout = [layout_of(p) for p in group.fsdp_params]
+    group.note_layout()
     group.choose_reduce_group()
 
 

@@ -76,9 +76,9 @@ class BoundGroup(_C.Group, _versions.TorchGroup):
         self._init_mp_dtypes()
         if self._core_has_partial_sums and _device.is_taken(self) and self._has_other_layout():
             raise RuntimeError(
-                f"shards of FSDP unit '{_fqns.unit_name(self)}' were cast while sums of their"
-                " gradients wait on the device for the replicas: do that before the first of them,"
-                " or after the backward that brings replicas together"
+                f"shards of FSDP unit '{_fqns.unit_name(self)}' were cast, frozen or are trained"
+                " now, while sums of their gradients wait on the device for the replicas: do that"
+                " before the first of them, or after the backward that brings replicas together"
             )
 
     def check_partial_sums(self) -> None:
@@ -91,8 +91,22 @@ class BoundGroup(_C.Group, _versions.TorchGroup):
                 " together"
             )
 
+    def note_layout(self) -> None:
+        self._bound_layout = self._layout()
+
     def _has_other_layout(self) -> bool:
-        return [_param_spec.layout_of(p) for p in self.fsdp_params] != self._bound_layout
+        return self._layout() != self._bound_layout
+
+    def _layout(self) -> list[_param_spec.ParamSpec]:
+        """Frozen parameters are another one on a device alone, where they take no gradients.
+
+        Elsewhere that only orders parts, and ranks differ in whether they find a shard replaced, as
+        those of a wrapper are where they are padded: laying them out anew takes all ranks.
+        """
+        specs = [_param_spec.spec_of(p) for p in self.fsdp_params]
+        if not _device.is_taken(self):
+            specs = [spec._replace(trainable=True) for spec in specs]
+        return specs
 
     def rebind(self) -> bool:
         """Binds the unit anew to what `adopt_shards` has found; held gradients go along.

@@ -66,14 +66,6 @@ def spec_of(fsdp_param: Any) -> ParamSpec:
     )
 
 
-def layout_of(fsdp_param: Any) -> ParamSpec:
-    """The same, but for what only orders a layout's parts: a parameter may be frozen, or trained
-    again, in the layout that it has. Ranks differ in whether they find its shard replaced, as those
-    of a wrapper are where they are padded, and laying it out anew takes all of them.
-    """
-    return spec_of(fsdp_param)._replace(trainable=True)
-
-
 def gradient_dtypes(fsdp_param: Any) -> tuple[torch.dtype, torch.dtype]:
     """In which gradients are summed over ranks, and which the shard's has; the parameter's own if
     it has none."""

@@ -26,9 +26,9 @@ fc_unit *UnitParts::in(const Ref &of) const
     return of.get() == Py_None ? nullptr : fc_domain_unit(domain_of(of.get()), index);
 }
 
-// Of a shard's storage, at most: the local tensor, what that was detached from, and the flat one
-// that torch keeps.
-static constexpr size_t own_uses_of_shards = 3;
+// Of a shard's storage, as set-up leaves it: the local tensor, what that was detached from, the flat
+// one that torch keeps, and what that is a view of.
+static constexpr size_t own_uses_of_shards = 4;
 
 Unit::Unit(const UnitParts &parts, const fc_updates *updates)
     : Parameters(parts.in(parts.domain), parts.params.get(), tensor_of(parts.flat.get())),
