@@ -26,8 +26,8 @@ fc_unit *UnitParts::in(const Ref &of) const
     return of.get() == Py_None ? nullptr : fc_domain_unit(domain_of(of.get()), index);
 }
 
-// Of a shard's storage, as set-up leaves it: the local tensor, what that was detached from, the flat
-// one that torch keeps, and what that is a view of.
+// Of a shard's storage, as set-up leaves it: the local tensor, what that was detached from, the
+// flat one that torch keeps, and what that is a view of.
 static constexpr size_t own_uses_of_shards = 4;
 
 Unit::Unit(const UnitParts &parts, const fc_updates *updates)
