@@ -288,6 +288,21 @@ fc_status apart_accuse(fc_domain *domain, int peer, const char *sentence)
     return st;
 }
 
+fc_status apart_accuse_all(fc_domain *domain, const char *sentence)
+{
+    const fc_status st = fail(domain, FC_ERR_MISMATCH, sentence);
+    fc_domain *d = domain;
+
+    do {
+        if (d->clocks != NULL) {
+            fc_transport_publish(d->watch, &domain_clock(d, d->rank)->accused,
+                                 phase_of(d->clock) << ACCUSED_SHIFT | ACCUSED_ALL);
+        }
+        d = d->next;
+    } while (d != domain);
+    return st;
+}
+
 /* True if this rank has left a phase by an exception: it did not pass that phase over. */
 static bool has_failed_itself(const fc_domain *domain, uint64_t phase)
 {
@@ -303,7 +318,8 @@ static bool is_accused(const fc_domain *domain, int peer)
     const uint64_t accused = fc_word_load(&line->accused);
     const uint64_t phase = accused >> ACCUSED_SHIFT, theirs = fc_word_load(&line->clock);
     const uint64_t mask = UINT64_MAX << ACCUSED_SHIFT;
-    const bool is_named = (accused & ~mask) == (uint64_t)domain->rank;
+    const uint64_t who = accused & ~mask;
+    const bool is_named = who == ACCUSED_ALL || who == (uint64_t)domain->rank;
     const bool has_skipped = phase > domain->before;
     /* The peer is there still, or its model is gone since. */
     const bool is_last = theirs == CLOCK_LEFT ? phase >= domain->before : phase == phase_of(theirs);

@@ -42,7 +42,8 @@ typedef struct clock_line {
 
 #define OPENER_SHIFT 8
 #define OPENER_MAX ((UINT64_C(1) << (STEP_SHIFT - OPENER_SHIFT)) - 1)
-#define ACCUSED_SHIFT 10 /* FC_MAX_RANKS */
+#define ACCUSED_SHIFT 11
+#define ACCUSED_ALL ((uint64_t)FC_MAX_RANKS) /* in the place of a rank */
 
 /* Why a rank failed a phase, in its own words; written before `failed`. */
 #define REASON_BYTES 760
@@ -267,6 +268,8 @@ fc_status apart_check_read(fc_domain *domain, int peer, const fc_unit *unit);
 /* FC_ERR_MISMATCH with the sentence, which all ranks of this phase get, and `peer` in a later one.
  */
 fc_status apart_accuse(fc_domain *domain, int peer, const char *sentence);
+/* And all of them in a later one. */
+fc_status apart_accuse_all(fc_domain *domain, const char *sentence);
 /* The domain of the root in which a peer has failed a phase because this rank had passed it over,
  * or NULL; its words, once. */
 typedef struct apart_accusation {

@@ -1,6 +1,7 @@
 /* Submitting gradients to the shard group, and finishing what is there; see reduction.h. */
 #include "engine/reduction_private.h"
 
+#include <stdio.h>
 #include <string.h>
 
 /* Up to here one sum over whole parts is worth more than the copy of the own part. */
@@ -531,11 +532,58 @@ static bool is_in_any(const fc_source *sources, int n_sources, size_t param)
     return false;
 }
 
+/* `peer` negative: it is not known which one. */
+static fc_status fail_frozen(fc_reduction *r, const fc_unit *unit, int peer, size_t param)
+{
+    fc_domain *domain = unit->domain;
+    char name[REASON_BYTES / 4], text[REASON_BYTES], who[32] = "another rank";
+
+    r->ops->name(owner_of(r), param, name, sizeof(name));
+    if (peer >= 0) {
+        (void)snprintf(who, sizeof(who), "rank %d",
+                       fc_transport_global_rank(domain->transport, peer));
+    }
+    (void)snprintf(text, sizeof(text),
+                   "parameter '%s' of unit %s is frozen (requires_grad=False) on rank %d, and %s "
+                   "has a gradient of it in step %llu: freeze and free parameters alike on all "
+                   "ranks, before the forward",
+                   name, unit->name, fc_transport_global_rank(domain->transport, domain->rank), who,
+                   (unsigned long long)(domain->clock >> STEP_SHIFT));
+    return apart_accuse_all(domain, text);
+}
+
+/* What a peer trains and this rank does not would get a gradient here that its optimizer does not
+ * look for: the shards would be of several models. */
+static fc_status check_frozen(fc_reduction *r, const fc_unit *unit, const fc_source *sources,
+                              int n_sources)
+{
+    const size_t n = unit->layout.n_params;
+    const int own = unit->domain->is_mapped ? unit->domain->rank : -1;
+
+    for (size_t i = r->ops->find_frozen(owner_of(r), 0); i < n;
+         i = r->ops->find_frozen(owner_of(r), i + 1)) {
+        int peer = n_sources - 1;
+
+        if (!is_in_any(sources, n_sources, i)) {
+            continue;
+        }
+        if (own >= 0 && unit == r->shard && is_in_any(&sources[own], 1, i)) {
+            continue; /* an earlier one of this backward's submissions has brought it */
+        }
+        while (peer >= 0 && (own < 0 || peer == own || !is_in_any(&sources[peer], 1, i))) {
+            peer--;
+        }
+        return fail_frozen(r, unit, peer, i);
+    }
+    return FC_OK;
+}
+
 fc_status reduction_write(fc_reduction *r, fc_unit *unit, const fc_source *sources, int n_sources,
                           const fc_reduce_options *options)
 {
     bool is_written;
 
+    FC_TRY(check_frozen(r, unit, sources, n_sources));
     FC_TRY(write_flat(r, unit, sources, n_sources, options, &is_written));
     if (is_written) {
         return FC_OK;

@@ -53,6 +53,11 @@ typedef struct fc_reduction_ops {
     void (*release)(void *memory);
     /* A submission waits for room, or does no longer. */
     void (*wait)(void *owner, bool begins);
+    /* The first parameter from `from` on that is frozen here, and of which this rank has brought no
+     * gradient since it was not; or the number of parameters. */
+    size_t (*find_frozen)(void *owner, size_t from);
+    /* A parameter's name, for people. */
+    void (*name)(void *owner, size_t param, char *out, size_t bytes);
 } fc_reduction_ops;
 
 /* Bytes that a unit has moved, since it was made. The payload is what a collective would bring to

@@ -183,8 +183,14 @@ static inline void refuse_to_wait(void *of, bool begins)
     CHECK(false);
 }
 
-static const fc_reduction_ops ops = {get_options, no_flat, refuse_flat, prepare,
-                                     get_target,  assign,  release,     refuse_to_wait};
+static inline size_t find_frozen(void *of, size_t from)
+{
+    (void)of, (void)from;
+    return SIZE_MAX;
+}
+
+static const fc_reduction_ops ops = {get_options, no_flat, refuse_flat,    prepare,     get_target,
+                                     assign,      release, refuse_to_wait, find_frozen, NULL};
 
 /* ---- the world ---- */
 

@@ -26,7 +26,7 @@ typedef struct owner {
     fc_reduction *reduction;
     fc_unit *shard;
     float sums[N_PARAMS][NUMEL]; /* the shards' gradients */
-    bool has[N_PARAMS];
+    bool has[N_PARAMS], is_frozen[N_PARAMS];
     float *flat; /* owned */
     bool all_reduce, is_waiting;
     double divisor;
@@ -137,8 +137,24 @@ static inline void wait_for_room(void *of, bool begins)
     }
 }
 
-static const fc_reduction_ops ops = {get_options, get_flat, assign_flat, prepare,
-                                     get_target,  assign,   release,     wait_for_room};
+static inline size_t find_frozen(void *of, size_t from)
+{
+    const owner *o = of;
+
+    while (from < N_PARAMS && !o->is_frozen[from]) {
+        from++;
+    }
+    return from;
+}
+
+static inline void name_param(void *of, size_t param, char *out, size_t bytes)
+{
+    (void)of;
+    (void)snprintf(out, bytes, "p%zu", param);
+}
+
+static const fc_reduction_ops ops = {get_options, get_flat, assign_flat,   prepare,     get_target,
+                                     assign,      release,  wait_for_room, find_frozen, name_param};
 
 /* ---- the world ---- */
 

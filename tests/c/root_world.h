@@ -121,8 +121,15 @@ static inline void wait_for_room(void *of, bool begins)
     (void)of, (void)begins;
 }
 
+static inline size_t find_frozen(void *of, size_t from)
+{
+    (void)of, (void)from;
+    return SIZE_MAX;
+}
+
 static const fc_reduction_ops reduction_ops = {get_options, get_flat, assign_flat, do_nothing,
-                                               get_target,  assign,   free,        wait_for_room};
+                                               get_target,  assign,   free,        wait_for_room,
+                                               find_frozen, NULL};
 
 /* ---- what the root asks of the caller ---- */
 

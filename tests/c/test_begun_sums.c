@@ -84,8 +84,14 @@ static void wait_for_room(void *of, bool begins)
     (void)of, (void)begins;
 }
 
-static const fc_reduction_ops ops = {get_options, no_flat, assign_flat, prepare,
-                                     get_target,  assign,  release,     wait_for_room};
+static size_t find_frozen(void *of, size_t from)
+{
+    (void)of, (void)from;
+    return SIZE_MAX;
+}
+
+static const fc_reduction_ops ops = {get_options, no_flat, assign_flat,   prepare,     get_target,
+                                     assign,      release, wait_for_room, find_frozen, NULL};
 
 /* ---- messages ---- */
 

@@ -377,6 +377,38 @@ static void body_accumulated(int rank, int n_ranks, void *arg)
     leave(&w);
 }
 
+/* Rank 1 does not train what it has no gradient of and its peers have one. */
+static void body_frozen(int rank, int n_ranks, void *arg)
+{
+    fc_status st;
+    world w;
+
+    join(&w, rank, n_ranks, *(const int *)arg);
+    set_all_reduce(&w, true);
+    for (int step = 0; step < 3; step++) {
+        open(&w, FC_PHASE_FORWARD);
+        close_all(&w);
+        /* Rank 1 has a gradient of it; it has none, and trains it; it does not. */
+        w.owners[1].is_frozen[1] = rank == 1 && (step == 2 || (step == 0 && w.n_domains == 1));
+        st = backward(&w, step == 0 ? 2 : 1, step == 2);
+        if (step < 2) {
+            CHECK_OK(st);
+            check_sums(&w, 1, step == 0 ? 2 : 1, step == 0 ? 2 : 1, n_ranks, 0.5F);
+        } else if (rank == 1) {
+            CHECK_EQ(st, FC_ERR_MISMATCH);
+            CHECK_HAS(fc_last_message(), "parameter 'p1' of unit second is frozen "
+                                         "(requires_grad=False) on rank 1");
+            CHECK_HAS(fc_last_message(), "has a gradient of it in step 3");
+            CHECK_HAS(fc_last_message(), ", and rank 1");
+        } else {
+            CHECK(st == FC_OK || st == FC_ERR_MISMATCH);
+        }
+        forget(&w);
+    }
+    await_all(n_ranks);
+    leave(&w);
+}
+
 /* A backward that closes and is never finished gives back what it has borrowed as the next phase
  * opens. */
 static void body_unfinished(int rank, int n_ranks, void *arg)
@@ -470,6 +502,10 @@ int main(void)
     ranks_check(2, body_changed, &two);
     ranks_check(2, body_gone, &two);
     ranks_check(2, body_accumulated, &two);
+    ranks_check(2, body_frozen, &two);
+    ranks_check(2, body_frozen, &one);
+    ranks_check(3, body_frozen, &three);
+    ranks_check(4, body_frozen, &two);
     ranks_check(2, body_unfinished, NULL);
     ranks_check(2, body_kept_sums, &one);
     ranks_check(4, body_kept_sums, &two);

@@ -130,9 +130,16 @@ static void free_memory(void *memory)
     free(memory);
 }
 
+static size_t find_none(void *of, size_t from)
+{
+    (void)of, (void)from;
+    return SIZE_MAX;
+}
+
 /* Of a unit whose gradients are left in the buffer. */
 static const fc_reduction_ops flat_ops = {get_options, get_flat, note_flat,   prepare,
-                                          get_target,  assign,   free_memory, wait_for_room};
+                                          get_target,  assign,   free_memory, wait_for_room,
+                                          find_none,   NULL};
 
 /* One unit of one parameter. */
 typedef struct single {

@@ -111,6 +111,43 @@ def test_all_that_pass_over_are_told(shape: tuple[int, ...], naps: dict[int, flo
         assert "went on to the forward of step 4 without the backward of step 3" in text, answers
 
 
+def freeze_on_one_rank(rank: int, n_ranks: int) -> dict[str, str]:
+    """What the last rank says, and the others then, of parameters that it alone has frozen."""
+    said = {}
+    for frozen in ("blocks.1.down.weight", "blocks.1"):
+        for kept in (False, True):
+            trial = make_trial(rank)
+            try:
+                for step in range(STEPS):
+                    if step == ODD_STEP and rank == n_ranks - 1:
+                        for name, shard in trial.model.named_parameters():
+                            shard.requires_grad_(not name.startswith(frozen))
+                    trial.model.set_requires_gradient_sync(not kept)
+                    trial.loss(step).backward()
+                    trial.model.set_requires_gradient_sync(True)
+                    trial.step(step)
+                dist.barrier()
+                text = ""
+            except RuntimeError as error:
+                text = str(error)
+            said[f"{frozen}, {kept}"] = text
+    return said
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "messages", "device"])
+@pytest.mark.parametrize("n_ranks", [2, 3])
+def test_frozen_on_one_rank(n_ranks: int, transport: str) -> None:
+    answers = harness.run_ranks(
+        freeze_on_one_rank, n_ranks, apart=True, env=TRANSPORTS[transport], timeout=90
+    )
+    for answer in answers:
+        for case, text in answer.items():
+            assert re.search("frozen .*on rank .*has a gradient|with gradients", text), (case, text)
+    if transport == "shared memory":
+        for case, text in answers[0].items():
+            assert f"on rank {n_ranks - 1}, and rank " in text, (case, text)
+
+
 def caught_in_forward(trial: Trial, step: int) -> None:
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("no memory for a block")

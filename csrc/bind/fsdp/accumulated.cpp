@@ -85,6 +85,7 @@ Tensors Accumulated::take_gradients(bool with_unused, const fc_reduction *sums)
     Tensors grads(whole_.size());
     at::NoGradGuard no_grad;
     has_all_ = !std::exchange(has_kept_, false);
+    has_absent_ = false;
     for (size_t i = 0; i < whole_.size(); i++) {
         Param &p = whole_[i];
         at::Tensor &fresh = p.unsharded_tensor.mutable_grad();
@@ -107,6 +108,9 @@ Tensors Accumulated::take_gradients(bool with_unused, const fc_reduction *sums)
                    (sums != nullptr && fc_reduction_has_sum(sums, i))) {
             grads[i] = zeros_for(p);
         }
+        p.is_absent = !grads[i].defined() && !p.unsharded_tensor.requires_grad() && !p.was_kept;
+        has_absent_ = has_absent_ || p.is_absent;
+        p.was_kept = false;
         if (p.copies > 1 && grads[i].defined()) {
             grads[i] = grads[i].expand({p.copies}).contiguous(); // every rank gets all of it
         }
@@ -158,6 +162,7 @@ bool Accumulated::keep_gradients()
     has_all_ = true;
     for (Param &p : whole_) {
         at::Tensor &fresh = p.unsharded_tensor.mutable_grad();
+        p.was_kept = p.was_kept || p.unsharded_tensor.requires_grad();
         if (!fresh.defined()) {
             has_all_ = has_all_ && !(p.has_grad && p.is_trained);
             continue;
@@ -173,6 +178,17 @@ bool Accumulated::keep_gradients()
         } // else autograd adds the next one to it where it is
     }
     return any;
+}
+
+// A unit that is not used keeps what its last submission said, and its unsharded parameters do.
+size_t Accumulated::find_frozen(size_t from) const
+{
+    size_t i = has_absent_ ? from : whole_.size();
+    while (i < whole_.size() && !(whole_[i].is_absent && !whole_[i].is_trained &&
+                                  !whole_[i].sharded_tensor().requires_grad())) {
+        i++;
+    }
+    return i;
 }
 
 bool Accumulated::has_gradients() const

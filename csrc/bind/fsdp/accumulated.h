@@ -15,6 +15,8 @@ public:
     // A backward goes through the unit. True from then on if none of its parameters has had a
     // gradient since.
     bool awaits_gradients() const { return awaits_; }
+    // See fc_reduction_ops.
+    size_t find_frozen(size_t from) const;
     // Fresh gradients stay as narrow as they are, unless they are the first of several to be added
     // up; from pre-backward to post-backward.
     void defer_upcasts(bool reduces);
@@ -43,6 +45,7 @@ private:
     bool has_widened_ = false; // a parameter whose gradients are wider than it is
     bool has_kept_ = false;    // for the next submission
     bool has_all_ = false;
+    bool has_absent_ = false;
 };
 
 } // namespace fc

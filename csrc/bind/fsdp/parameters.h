@@ -60,8 +60,10 @@ struct alignas(FC_CACHE_LINE) Param {
     at::Tensor accumulated; // unreduced, in the reduce dtype (gradient accumulation)
     int32_t copies = 1;     // a replicated parameter is held once per rank
     at::ScalarType reduce_type, grad_type;
-    bool has_grad = false;   // may have one
-    bool is_widened = false; // leaf_grad_type is wider than the parameter
+    bool has_grad = false;       // may have one
+    bool is_widened : 1 = false; // leaf_grad_type is wider than the parameter
+    bool was_kept : 1 = false;   // trained when gradients were kept for the next submission
+    bool is_absent : 1 = false;  // frozen in the newest submission, and not in it
 
     // The dtype in which autograd keeps the unsharded gradient, none: any; from torch 2.15.
     std::optional<at::ScalarType> leaf_grad_type;

@@ -112,6 +112,12 @@ const fc_reduction_ops reduction_ops = {
     .assign = on_gradients<&ShardGradients::assign>,
     .release = [](void *memory) { delete static_cast<Taken *>(memory); },
     .wait = [](void *owner, bool begins) { as_group(owner).unit->show_wait(begins); },
+    .find_frozen = [](void *owner, size_t from) { return as_group(owner).unit->find_frozen(from); },
+    .name =
+        [](void *owner, size_t param, char *out, size_t bytes) {
+            (void)snprintf(out, bytes, "%s",
+                           parameter_name(as_group(owner).unit->params()[param]).c_str());
+        },
 };
 
 const fc_unsharding_ops *unsharding_ops(const Extended *extended)
