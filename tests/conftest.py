@@ -1,5 +1,6 @@
 """Makes the source tree importable, adds the suite's options and ends the ranks at the end."""
 
+import random
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -23,17 +24,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seeds", type=int, help="how many random programs to run")
     parser.addoption("--first-seed", type=int, default=0, help="the seed of the first of them")
     parser.addoption("--one-world", action="store_true", help="two ranks where a test has several")
+    parser.addoption("--all-worlds", action="store_true", help="each case on all numbers of ranks")
 
 
+# Of a test's cases, how many run on other numbers of ranks than two: one in so many.
+OTHER_WORLDS = 3
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`--one-world`: of a test's numbers of ranks, two or else the smallest."""
-    if not config.getoption("--one-world"):
+    """All cases of a test run on two ranks, or else the smallest number that it has, and some of
+    them on each other number: none with `--one-world`, all with `--all-worlds`."""
+    if config.getoption("--all-worlds"):
         return
-    worlds: dict[tuple[str, str], list[int]] = defaultdict(list)
+    worlds: dict[str, dict[int, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
-        worlds[rest_of(item)].append(n_ranks_of(item))
-    chosen = {rest: 2 if 2 in sizes else min(sizes) for rest, sizes in worlds.items()}
-    items[:] = [item for item in items if n_ranks_of(item) == chosen[rest_of(item)]]
+        worlds[item.nodeid.partition("[")[0]][n_ranks_of(item)].append(item)
+    unwanted: set[pytest.Item] = set()
+    for test, of in worlds.items():
+        cases = {rest_of(item) for item in of[2 if 2 in of else min(of)]}
+        for n_ranks, mine in of.items():
+            others = [item for item in mine if rest_of(item) in cases]
+            if n_ranks == (2 if 2 in of else min(of)):
+                continue
+            n = 0 if config.getoption("--one-world") else -(-len(others) // OTHER_WORLDS)
+            kept = random.Random(f"{test} {n_ranks}").sample(others, n)
+            unwanted.update(set(others) - set(kept))
+    items[:] = [item for item in items if item not in unwanted]
 
 
 def values_of(item: pytest.Item) -> dict[str, object]:
@@ -44,10 +61,9 @@ def n_ranks_of(item: pytest.Item) -> int:
     return values_of(item).get("n_ranks", 0)
 
 
-def rest_of(item: pytest.Item) -> tuple[str, str]:
-    """The test and its other parameters."""
-    others = {name: value for name, value in values_of(item).items() if name != "n_ranks"}
-    return item.nodeid.partition("[")[0], repr(others)
+def rest_of(item: pytest.Item) -> str:
+    """The other parameters of the test."""
+    return repr({name: value for name, value in values_of(item).items() if name != "n_ranks"})
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import torch.distributed.fsdp
 from behaviour.test_extensions import Wrapped
 from harness import run_ranks, seed_everything
 from models import Net, data
-from test_fake_streams import ENV, OnPurpose, Program, Side, in_orders_of
+from test_fake_streams import ENV, ORDERS, OnPurpose, Program, Side, in_orders_of
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -654,7 +654,12 @@ def wrapped_and_unused(side: Side) -> None:
 
 
 def in_orders(rank: int, n_ranks: int, names: list[str]) -> None:
-    in_orders_of(rank, n_ranks, {name: PROGRAMS[name] for name in names})
+    def orders(name: str) -> tuple[fake_device.Order, ...]:
+        """The latest one, and another one in turn: streams' own programs have them all."""
+        others = [order for order in ORDERS if order is not fake_device.LAZY]
+        return fake_device.LAZY, others[list(PROGRAMS).index(name) % len(others)]
+
+    in_orders_of(rank, n_ranks, {name: PROGRAMS[name] for name in names}, orders)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,7 +9,7 @@ on the CPU. Then one wait after the other is ignored, and somebody has to notice
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -304,7 +304,12 @@ def in_orders(rank: int, n_ranks: int, names: list[str]) -> None:
     in_orders_of(rank, n_ranks, {name: PROGRAMS[name] for name in names})
 
 
-def in_orders_of(rank: int, n_ranks: int, programs: dict[str, Program]) -> None:
+def in_orders_of(
+    rank: int,
+    n_ranks: int,
+    programs: dict[str, Program],
+    orders: Callable[[str], Sequence[fake_device.Order]] = lambda name: ORDERS,
+) -> None:
     fake_device.load()  # before any backward: autograd has a thread for each device it knows then
     for name, run in programs.items():
         beside = Side(rank, n_ranks, "cpu")
@@ -315,7 +320,7 @@ def in_orders_of(rank: int, n_ranks: int, programs: dict[str, Program]) -> None:
         torch.testing.assert_close(
             first, beside.seen, **rough, msg=lambda text, name=name: f"{name}: {text}"
         )
-        for order in ORDERS:
+        for order in orders(name):
             again, _ = results(run, rank, n_ranks, order)
             same = [torch.equal(a, b) for a, b in zip(again, first, strict=True)]
             assert all(same), f"{name}, {order}: {same}"
