@@ -210,7 +210,19 @@ class FSDPParam(_versions.AccumulatedGradient, _extended_param.ExtendedParam):
     def _name(self) -> str:
         return self._param_fqn or self._module_info.param_name
 
+    def check_is_there(self, of_unit: str = "") -> None:
+        """ValueError if its module has no parameter of its name any more."""
+        info = self._module_info
+        if info.module._parameters.get(info.param_name) is None:
+            raise ValueError(
+                f"parameter '{self._name}'{of_unit} is no parameter of its"
+                f" {type(info.module).__name__} any more: it was deleted or set to None, or a"
+                " parametrization (weight_norm, spectral_norm, pruning) took its place. Do that"
+                " before fully_shard"
+            )
+
     def _check_registered(self) -> None:
+        self.check_is_there()
         param = getattr(self._module_info.module, self._module_info.param_name)
         sizes = (self.sharded_size, self.padded_sharded_param_size)
         if not isinstance(param, DTensor) or param._local_tensor.size() not in sizes:

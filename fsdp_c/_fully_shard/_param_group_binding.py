@@ -65,13 +65,7 @@ class BoundGroup(_C.Group, _versions.TorchGroup):
         for fsdp_param in self.fsdp_params:
             info = fsdp_param._module_info
             registered = info.module._parameters.get(info.param_name)
-            if registered is None:
-                raise ValueError(
-                    f"parameter '{fsdp_param._name}' of FSDP unit '{self._module_fqn}' is no"
-                    f" parameter of its {type(info.module).__name__} any more: it was deleted or"
-                    " set to None, or a parametrization (weight_norm, spectral_norm, pruning) took"
-                    " its place. Do that before fully_shard"
-                )
+            fsdp_param.check_is_there(f" of FSDP unit '{self._module_fqn}'")
             if not hasattr(registered, "_local_tensor"):
                 raise ValueError(
                     f"parameter '{fsdp_param._name}' of FSDP unit '{self._module_fqn}' was"
