@@ -19,6 +19,7 @@ from fsdp_c._compat._versions import ShardPlacementResult, resolve_shard_placeme
 from fsdp_c._fully_shard import _extended_param, _model_digest, _step_messages
 from fsdp_c._fully_shard._param_attributes import copy_attributes, share_hooks
 from fsdp_c._fully_shard._param_layout import is_special, outside_of_inference
+from fsdp_c._native import _C
 from fsdp_c._optim import _replaced_params
 
 
@@ -191,8 +192,12 @@ class FSDPParam(_versions.AccumulatedGradient, _extended_param.ExtendedParam):
 
     def reset_sharded_param(self) -> None:
         old = self.sharded_param
+        is_in_unit = self.unit is not None and not self.is_extended
+        memory = self._sharded_param_data if is_in_unit else None
         self._check_registered()
         self._adopt_registered()
+        if memory is not None and not _shares_storage(memory, self._sharded_param_data):
+            _leave_place(memory)
         # torch.utils.swap_tensors leaves a hook to Python alone, and autograd's part has none.
         share_hooks(self.sharded_param, self.sharded_param)
         if self.sharded_param is not old:
@@ -205,7 +210,19 @@ class FSDPParam(_versions.AccumulatedGradient, _extended_param.ExtendedParam):
     def _name(self) -> str:
         return self._param_fqn or self._module_info.param_name
 
+    def check_is_there(self, of_unit: str = "") -> None:
+        """ValueError if its module has no parameter of its name any more."""
+        info = self._module_info
+        if info.module._parameters.get(info.param_name) is None:
+            raise ValueError(
+                f"parameter '{self._name}'{of_unit} is no parameter of its"
+                f" {type(info.module).__name__} any more: it was deleted or set to None, or a"
+                " parametrization (weight_norm, spectral_norm, pruning) took its place. Do that"
+                " before fully_shard"
+            )
+
     def _check_registered(self) -> None:
+        self.check_is_there()
         param = getattr(self._module_info.module, self._module_info.param_name)
         sizes = (self.sharded_size, self.padded_sharded_param_size)
         if not isinstance(param, DTensor) or param._local_tensor.size() not in sizes:
@@ -251,6 +268,21 @@ def _gather_as_torch(torchs: Any, n_shards: int, old: torch.Tensor, values: Any)
         _fsdp_param.free_storage(gathered)
     else:
         _local(whole).detach().copy_(values)
+
+
+def _shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def _leave_place(former: torch.Tensor) -> None:
+    """A shard that was replaced keeps its values in memory of its own: whoever has it may put it
+    back, as `functional_call` does, and the new one takes its place in the unit's memory."""
+    storage = former.untyped_storage()
+    if storage.nbytes() == 0 or former.is_meta:
+        return
+    with torch.no_grad(), outside_of_inference():
+        as_bytes = torch.empty(0, dtype=torch.uint8, device=former.device).set_(storage)
+        _C.give_memory(tensor=as_bytes, bytes=as_bytes.clone())
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -65,6 +65,7 @@ class BoundGroup(_C.Group, _versions.TorchGroup):
         for fsdp_param in self.fsdp_params:
             info = fsdp_param._module_info
             registered = info.module._parameters.get(info.param_name)
+            fsdp_param.check_is_there(f" of FSDP unit '{self._module_fqn}'")
             if not hasattr(registered, "_local_tensor"):
                 raise ValueError(
                     f"parameter '{fsdp_param._name}' of FSDP unit '{self._module_fqn}' was"

@@ -184,6 +184,37 @@ def test_plain_parameters() -> None:
     harness.run_ranks(check_plain_parameters, 2)
 
 
+def check_shards(rank: int, n_ranks: int) -> None:
+    """Shards of other values count in the call, where torch takes those of the model, and go."""
+    if harness.implementation() is torch_fsdp:
+        return
+    harness.seed_everything(1)
+    plain = Net()
+    model: Any = copy.deepcopy(plain)
+    models.shard_blocks(model, fsdp_c)
+    model.set_reshard_after_forward(True)  # the root shows shards when the call ends
+    model(data(rank)).sum().backward()
+    model.reshard()
+    other = copy.deepcopy(plain)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.mul_(0.5)
+    shards = {name: param.detach() * 0.5 for name, param in model.named_parameters()}
+    with torch.no_grad():
+        for _ in range(2):
+            found = func.functional_call(model, shards, (data(rank),))
+            torch.testing.assert_close(found, other(data(rank)), **CLOSE)
+            torch.testing.assert_close(model(data(rank)), plain(data(rank)), **CLOSE)
+    for name, shard in shards.items():
+        torch.testing.assert_close(shard.full_tensor(), other.get_parameter(name))
+    model.zero_grad()
+    check_step(model, plain, rank, n_ranks)
+
+
+def test_shards() -> None:
+    harness.run_ranks(check_shards, 2)
+
+
 def look_for_nothing(rank: int, n_ranks: int) -> None:
     """A thread that has looked has a stack of transforms, which autograd copies with each node."""
     asked: list[str] = []

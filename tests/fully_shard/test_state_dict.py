@@ -306,6 +306,31 @@ def test_load_by_assignment(after_forward: bool, n_ranks: int) -> None:
     run_ranks(assign, n_ranks, after_forward)
 
 
+def assign_and_put_back(rank: int, n_ranks: int) -> None:
+    """As an evaluation of averaged weights does: what had been there keeps its values."""
+    net = sharded()
+    train(net, rank)
+    kept, before = net.state_dict(), whole(net.state_dict())
+    others = other_values(n_ranks)
+    values = whole(others)
+    for _ in range(2):
+        for state, wanted in ((others, values), (kept, before)):
+            net.load_state_dict(state, assign=True)
+            with torch.no_grad():
+                net(batch(rank))
+            assert_equal_states(net.state_dict(), wanted)
+            assert_equal_states(kept, before)
+            assert_equal_states(others, values)
+    reference = Net()
+    reference.load_state_dict(before)
+    check_trains(net, reference)
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_what_assignment_replaced_is_put_back(n_ranks: int) -> None:
+    run_ranks(assign_and_put_back, n_ranks)
+
+
 def assign_to_meta(rank: int, n_ranks: int, dtype: torch.dtype) -> None:
     with torch.device("meta"):
         net = Net()

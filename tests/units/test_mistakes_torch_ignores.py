@@ -98,7 +98,14 @@ def y14_assignment_of_another_layout(fsdp: Any, rank: int, n_ranks: int) -> None
             model.load_state_dict(state, assign=True)
     model = sharded(fsdp, n_ranks)
     nn.utils.parametrizations.weight_norm(model.up)
-    with pytest.raises(ValueError, match=r"'weight' of FSDP unit 'up' was replaced by a NoneType"):
+    with pytest.raises(ValueError, match=r"'weight' .*is no parameter of its .*Lin"):
+        train(model)
+    model = sharded(fsdp, n_ranks)
+    train(model)
+    model.up.weight = None
+    with pytest.raises(
+        ValueError, match=r"'up\.weight' .* any more: it was deleted or set to None"
+    ):
         train(model)
 
 
