@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import weakref
 from types import MethodType
 from typing import Any
 
@@ -28,6 +29,7 @@ class FSDPParam(_versions.AccumulatedGradient, _extended_param.ExtendedParam):
 
     inputs_agree = False  # those of an extension, over ranks
     origin: _model_digest.Origin | None = None
+    _former: weakref.ref[torch.Tensor] | None = None
     unit: Any = None  # the FSDPParamGroup, while that is bound to the core
 
     def adopt(self) -> None:
@@ -201,6 +203,8 @@ class FSDPParam(_versions.AccumulatedGradient, _extended_param.ExtendedParam):
         # torch.utils.swap_tensors leaves a hook to Python alone, and autograd's part has none.
         share_hooks(self.sharded_param, self.sharded_param)
         if self.sharded_param is not old:
+            is_back = self.sharded_param is self.former()
+            self._former = None if is_back else weakref.ref(old)
             _replaced_params.forget(self.sharded_param)
             _replaced_params.note(
                 old, self._name, "was replaced, by load_state_dict(assign=True) or by hand"
@@ -209,6 +213,10 @@ class FSDPParam(_versions.AccumulatedGradient, _extended_param.ExtendedParam):
     @property
     def _name(self) -> str:
         return self._param_fqn or self._module_info.param_name
+
+    def former(self) -> Any:
+        """The shard that this one has replaced, until it is put back."""
+        return self._former() if self._former is not None else None
 
     def check_is_there(self, of_unit: str = "") -> None:
         """ValueError if its module has no parameter of its name any more."""

@@ -61,6 +61,8 @@ class BoundGroup(_C.Group, _versions.TorchGroup):
 
     def adopt_shards(self) -> None:
         """Finds shards that were replaced, moved or cast since set-up; the unit is bound still."""
+        if self._core_is_unsharded:
+            self._check_assigned()
         self._core_reshard()
         for fsdp_param in self.fsdp_params:
             info = fsdp_param._module_info
@@ -81,6 +83,20 @@ class BoundGroup(_C.Group, _versions.TorchGroup):
                 " now, while sums of their gradients wait on the device for the replicas: do that"
                 " before the first of them, or after the backward that brings replicas together"
             )
+
+    def _check_assigned(self) -> None:
+        """Of an unsharded unit: a shard that was not there before takes its place for one forward,
+        and who puts back what stood there puts an unsharded parameter back."""
+        for fsdp_param in self.fsdp_params:
+            info = fsdp_param._module_info
+            registered = info.module._parameters.get(info.param_name)
+            known = (fsdp_param._unsharded_param, fsdp_param.sharded_param, fsdp_param.former())
+            if hasattr(registered, "_local_tensor") and not any(registered is p for p in known):
+                raise RuntimeError(
+                    f"parameter '{fsdp_param._name}' of FSDP unit '{self._module_fqn}' was replaced"
+                    " while the unit is unsharded, as its last forward has left it: call reshard()"
+                    " on its module before"
+                )
 
     def check_partial_sums(self) -> None:
         """Before collectives change; those on a device cannot move to another schedule."""

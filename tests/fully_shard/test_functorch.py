@@ -215,6 +215,41 @@ def test_shards() -> None:
     harness.run_ranks(check_shards, 2)
 
 
+def check_shards_of_a_root_that_stays(rank: int, n_ranks: int) -> None:
+    """Its unsharded parameters stand where the call puts the model's shards back.
+
+    They are written to the dictionary of the call, by which it would be given them again.
+    """
+    if harness.implementation() is torch_fsdp:
+        return
+    harness.seed_everything(1)
+    plain = Net()
+    model: Any = copy.deepcopy(plain)
+    models.shard_blocks(model, fsdp_c)
+    shards = {name: param.detach() * 0.5 for name, param in model.named_parameters()}
+    other = copy.deepcopy(plain)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.mul_(0.5)
+        for resharded in (False, True):
+            found = func.functional_call(model, dict(shards), (data(rank),))
+            torch.testing.assert_close(found, other(data(rank)), **CLOSE)
+            if resharded:
+                model.reshard()
+                for name, shard in model.named_parameters():
+                    torch.testing.assert_close(shard.full_tensor(), plain.get_parameter(name))
+            torch.testing.assert_close(model(data(rank)), plain(data(rank)), **CLOSE)
+            with pytest.raises(RuntimeError, match="while the unit is unsharded.*call reshard"):
+                func.functional_call(model, dict(shards), (data(rank),))
+            torch.testing.assert_close(model(data(rank)), plain(data(rank)), **CLOSE)
+            model.reshard()
+    check_step(model, plain, rank, n_ranks)
+
+
+def test_shards_of_a_root_that_stays() -> None:
+    harness.run_ranks(check_shards_of_a_root_that_stays, 2)
+
+
 def look_for_nothing(rank: int, n_ranks: int) -> None:
     """A thread that has looked has a stack of transforms, which autograd copies with each node."""
     asked: list[str] = []

@@ -259,11 +259,25 @@ PyObject *Parameters::object_of(size_t i, Registered which) const
                              : slices_->object(i);
 }
 
+// A shard stands in the place of an unsharded parameter: somebody has put it there, or back, as
+// `functional_call` does behind a forward that leaves its unit unsharded. The next forward takes
+// it.
+bool Parameters::is_assigned(size_t i) const
+{
+    const Param &p = params_[i];
+    PyObject *const found = PyDict_GetItem(p.dict, p.key);
+    return found != nullptr && found != p.unsharded.get() && found != p.sharded.get() &&
+           !p.is_parallel && !p.is_wrapped && PyObject_HasAttrString(found, "_local_tensor") == 1;
+}
+
 void Parameters::register_params(Registered which)
 {
     for (size_t i = 0; i < params_.size(); i++) {
         const Param &p = params_[i];
         PyObject *object = object_of(i, which);
+        if (registered_ == WHOLE && which == SHARDS && is_assigned(i)) {
+            continue;
+        }
         if (p.has_one_place) {
             check(PyDict_SetItem(p.dict, p.key, object));
             continue;

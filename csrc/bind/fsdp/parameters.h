@@ -201,6 +201,7 @@ private:
     };
     PyObject *object_of(size_t i, Registered which) const;
     bool is_registered(size_t i) const;
+    bool is_assigned(size_t i) const;
     void register_params(Registered which);
     void end_slices();
 
