@@ -16,19 +16,21 @@ from fsdp_c._fully_shard._param_spec import gradient_dtypes
 
 
 def _describe(groups: Sequence[Any]) -> list[list[str]]:
-    """One line per parameter: unit, name, size, dtypes."""
+    """One line per parameter: unit, name, size, dtypes, what its policy does in forward."""
     lines = []
     for group in groups:
         for fsdp_param in group.fsdp_params:
             compute = _versions.compute_dtype(fsdp_param)
             reduce, grad = gradient_dtypes(fsdp_param)
+            policy = fsdp_param.mp_policy
             lines.append(
                 [
                     _fqns.unit_name(group),
                     fsdp_param._module_info.param_name,
                     f"size {tuple(fsdp_param._orig_size)}, {fsdp_param.fsdp_placement}",
                     f"parameter {fsdp_param.orig_dtype}, compute {compute}, reduce {reduce},"
-                    f" gradient {grad}",
+                    f" gradient {grad}, output_dtype {policy.output_dtype},"
+                    f" cast_forward_inputs {policy.cast_forward_inputs}",
                     "trainable" if fsdp_param.sharded_param.requires_grad else "frozen",
                 ]
             )

@@ -204,3 +204,20 @@ def uses_that_differ(rank: int, n_ranks: int, shape: tuple[int, ...]) -> None:
         use, other = (first, second) if rank % 2 == 0 else (second, first)
         with pytest.raises(RuntimeError, match=f"is {use} on rank {rank} and {other} on rank"):
             USES[use](model, data(rank, 0))
+
+
+POLICIES = {
+    "param_dtype": torch.bfloat16,
+    "reduce_dtype": torch.float64,
+    "output_dtype": torch.float64,
+    "cast_forward_inputs": False,
+}
+
+
+@pytest.mark.parametrize("field", POLICIES)
+@on_ranks(2)
+def test_policies_that_differ_are_named(rank: int, n_ranks: int, field: str) -> None:
+    policy = torch_fsdp.MixedPrecisionPolicy(**({field: POLICIES[field]} if rank == 1 else {}))
+    side = make(Branches, lambda model, fsdp: models.shard_blocks(model, fsdp, mp_policy=policy))
+    with pytest.raises(RuntimeError, match="different models: rank 0 has .* where rank 1 has"):
+        side.model(data(rank))
