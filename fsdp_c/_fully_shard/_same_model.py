@@ -16,7 +16,7 @@ from fsdp_c._fully_shard._param_spec import gradient_dtypes
 
 
 def _describe(groups: Sequence[Any]) -> list[list[str]]:
-    """One line per parameter: unit, name, size, dtypes, what its policy does in forward."""
+    """One line per parameter: unit, name, size, dtypes, what its policy does, the divide factor."""
     lines = []
     for group in groups:
         for fsdp_param in group.fsdp_params:
@@ -30,7 +30,8 @@ def _describe(groups: Sequence[Any]) -> list[list[str]]:
                     f"size {tuple(fsdp_param._orig_size)}, {fsdp_param.fsdp_placement}",
                     f"parameter {fsdp_param.orig_dtype}, compute {compute}, reduce {reduce},"
                     f" gradient {grad}, output_dtype {policy.output_dtype},"
-                    f" cast_forward_inputs {policy.cast_forward_inputs}",
+                    f" cast_forward_inputs {policy.cast_forward_inputs},"
+                    f" divide factor {group.gradient_divide_factor}",
                     "trainable" if fsdp_param.sharded_param.requires_grad else "frozen",
                 ]
             )

@@ -221,3 +221,11 @@ def test_policies_that_differ_are_named(rank: int, n_ranks: int, field: str) -> 
     side = make(Branches, lambda model, fsdp: models.shard_blocks(model, fsdp, mp_policy=policy))
     with pytest.raises(RuntimeError, match="different models: rank 0 has .* where rank 1 has"):
         side.model(data(rank))
+
+
+@on_ranks(2)
+def test_divide_factors_that_differ_are_named(rank: int, n_ranks: int) -> None:
+    side = make(Branches, models.shard_blocks)
+    side.model.set_gradient_divide_factor(2.0 + rank)
+    with pytest.raises(RuntimeError, match="divide factor 2.0.* where rank 1 .*divide factor 3.0"):
+        side.model(data(rank))
