@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.tensor import DTensor
 
 from fsdp_c._comm import _device
 from fsdp_c._compat import _versions
@@ -91,6 +92,8 @@ class BoundGroup(_C.Group, _versions.TorchGroup):
             info = fsdp_param._module_info
             registered = info.module._parameters.get(info.param_name)
             known = (fsdp_param._unsharded_param, fsdp_param.sharded_param, fsdp_param.former())
+            if isinstance(fsdp_param._unsharded_param, DTensor):
+                continue  # tensor parallel: it would not be told from a shard
             if hasattr(registered, "_local_tensor") and not any(registered is p for p in known):
                 raise RuntimeError(
                     f"parameter '{fsdp_param._name}' of FSDP unit '{self._module_fqn}' was replaced"
