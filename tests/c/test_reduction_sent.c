@@ -96,11 +96,18 @@ static void release(void *memory)
     guarded_destroy(memory, N_PARAMS * sizeof(fc_gradient));
 }
 
+static size_t find_frozen(void *of, size_t from)
+{
+    (void)of, (void)from;
+    return SIZE_MAX;
+}
+
 static const fc_reduction_ops ops = {.options = get_options,
                                      .flat = no_flat,
                                      .prepare = prepare,
                                      .target = refuse_target,
-                                     .release = release};
+                                     .release = release,
+                                     .find_frozen = find_frozen};
 
 /* ---- the unit ---- */
 
