@@ -117,6 +117,22 @@ def test_accumulated_micro_batches_differ(rank: int, n_ranks: int) -> None:
     plain.check(side, tolerance())
 
 
+@on_ranks(2, 3)
+def test_frozen_on_all_after_some_have_used_it(rank: int, n_ranks: int) -> None:
+    """Who has no gradient of it is not taken for one that has frozen it alone."""
+    side = make(Choosy, models.shard_root)
+    plain = Plain(Choosy)
+    for micro, names in enumerate([("ab", "b"), ("ab", "ab")]):
+        side.model.set_requires_gradient_sync(micro == 1)
+        for model in (side.model, plain.model):
+            model.a.requires_grad_(micro == 0)
+        total(side.model(data(rank, micro), names[rank % 2])).backward()
+        losses = [total(plain.model(data(r, micro), names[r % 2])) for r in range(n_ranks)]
+        plain.backward(losses, n_ranks)
+    assert side.model.a.grad is not None
+    plain.check(side, tolerance())
+
+
 class TwoMeshes(nn.Module):
     """Units so large that a rank cannot post three of a mesh before the other has read one."""
 
