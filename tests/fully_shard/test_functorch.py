@@ -184,22 +184,27 @@ def test_plain_parameters() -> None:
     harness.run_ranks(check_plain_parameters, 2)
 
 
+def halved() -> tuple[Any, Net, dict[str, Any], Net]:
+    """A sharded model, the same unsharded; shards of half its values, a model of these."""
+    harness.seed_everything(1)
+    plain, other = Net(), Net()
+    model: Any = copy.deepcopy(plain)
+    models.shard_blocks(model, fsdp_c)
+    other.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        for param in other.parameters():
+            param.mul_(0.5)
+    return model, plain, {n: p.detach() * 0.5 for n, p in model.named_parameters()}, other
+
+
 def check_shards(rank: int, n_ranks: int) -> None:
     """Shards of other values count in the call, where torch takes those of the model, and go."""
     if harness.implementation() is torch_fsdp:
         return
-    harness.seed_everything(1)
-    plain = Net()
-    model: Any = copy.deepcopy(plain)
-    models.shard_blocks(model, fsdp_c)
+    model, plain, shards, other = halved()
     model.set_reshard_after_forward(True)  # the root shows shards when the call ends
     model(data(rank)).sum().backward()
     model.reshard()
-    other = copy.deepcopy(plain)
-    with torch.no_grad():
-        for param in other.parameters():
-            param.mul_(0.5)
-    shards = {name: param.detach() * 0.5 for name, param in model.named_parameters()}
     with torch.no_grad():
         for _ in range(2):
             found = func.functional_call(model, shards, (data(rank),))
@@ -222,15 +227,8 @@ def check_shards_of_a_root_that_stays(rank: int, n_ranks: int) -> None:
     """
     if harness.implementation() is torch_fsdp:
         return
-    harness.seed_everything(1)
-    plain = Net()
-    model: Any = copy.deepcopy(plain)
-    models.shard_blocks(model, fsdp_c)
-    shards = {name: param.detach() * 0.5 for name, param in model.named_parameters()}
-    other = copy.deepcopy(plain)
+    model, plain, shards, other = halved()
     with torch.no_grad():
-        for param in other.parameters():
-            param.mul_(0.5)
         for resharded in (False, True):
             found = func.functional_call(model, dict(shards), (data(rank),))
             torch.testing.assert_close(found, other(data(rank)), **CLOSE)
