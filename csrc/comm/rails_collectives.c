@@ -139,4 +139,5 @@ const fc_message_ops rails_ops = {.kind = "rails",
                                   .sum_end = rails_sum_end,
                                   .sum_drop = rails_sum_drop,
                                   .open_phase = rails_open_phase,
-                                  .fail_phase = rails_fail_phase};
+                                  .fail_phase = rails_fail_phase,
+                                  .give_up = rails_give_up};

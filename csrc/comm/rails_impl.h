@@ -178,6 +178,7 @@ void rails_free_buffers(rails *r);
 void rails_enter_phase(rails *r, uint64_t phase); /* 1 as it begins */
 void rails_open_phase(void *context);
 void rails_fail_phase(void *context);
+void rails_give_up(void *context, const char *text);
 /* Who waits for this rank in a collective that it has not ended hears of it by its signs of life: a
  * message that was given up keeps those behind it. */
 void rails_tell_broken(rails *r);

@@ -71,6 +71,11 @@ void rails_fail_phase(void *context)
     rails_enter_phase(r, phase + 1);
 }
 
+void rails_give_up(void *context, const char *text)
+{
+    (void)rails_break(context, FC_ERR_MISMATCH, text);
+}
+
 bool rails_has_left(const rails *r, const rails_header *theirs)
 {
     return theirs->failed != 0 && (int32_t)(theirs->failed - (uint32_t)load(&r->phase)) >= 0;

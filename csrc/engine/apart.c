@@ -294,9 +294,13 @@ fc_status apart_accuse_all(fc_domain *domain, const char *sentence)
     fc_domain *d = domain;
 
     do {
+        const fc_message_ops *messages = fc_transport_messages(d->transport);
+
         if (d->clocks != NULL) {
             fc_transport_publish(d->watch, &domain_clock(d, d->rank)->accused,
                                  phase_of(d->clock) << ACCUSED_SHIFT | ACCUSED_ALL);
+        } else if (messages != NULL && messages->give_up != NULL) {
+            messages->give_up(messages->context, sentence); /* nothing else is told between hosts */
         }
         d = d->next;
     } while (d != domain);

@@ -268,7 +268,7 @@ fc_status apart_check_read(fc_domain *domain, int peer, const fc_unit *unit);
 /* FC_ERR_MISMATCH with the sentence, which all ranks of this phase get, and `peer` in a later one.
  */
 fc_status apart_accuse(fc_domain *domain, int peer, const char *sentence);
-/* And all of them in a later one. */
+/* And all of them in a later one, or, between hosts, in their next collective. */
 fc_status apart_accuse_all(fc_domain *domain, const char *sentence);
 /* The domain of the root in which a peer has failed a phase because this rank had passed it over,
  * or NULL; its words, once. */

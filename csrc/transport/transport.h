@@ -136,6 +136,9 @@ typedef struct fc_message_ops {
      * left it by an exception: who waits for it there gets FC_ERR_PEER. */
     void (*open_phase)(void *context);
     void (*fail_phase)(void *context);
+    /* NULL, or: this rank comes to no collective any more, and why. Who waits for it, now or later,
+     * fails with `text`; its own later calls with FC_ERR_BROKEN. */
+    void (*give_up)(void *context, const char *text);
     void (*release)(void *context); /* when the transport is destroyed */
 } fc_message_ops;
 

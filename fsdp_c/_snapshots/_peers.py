@@ -82,15 +82,17 @@ class Peers:
         """This rank takes no more."""
         self._pages.set_word(word=_LEFT, value=how)
         if self._has_remote and self._store is not None:
+            number = max(self._mine, default=0)
+            step, _ = self._mine.get(number, (0, 0))
             with contextlib.suppress(dist.DistError):  # it may be closed by now
-                self._store.set(self._left_key(self.rank), str(how))
+                self._store.set(self._left_key(self.rank), f"{how} {number} {step}")
 
     def tell(self, number: int, outcome: int) -> None:
         """What became of this rank's snapshot of a number, from 1 on."""
         word = number << 2 | outcome
         self._pages.set_word(word=_OUTCOMES + number % 2, value=word)
         if self._has_remote and self._store is not None:
-            self._store.set(self._key(self.rank, number), str(word))
+            self._store.set(self._key(self.rank, number), f"{word} {self._mine[number][0]}")
 
     def are_whole(self, number: int) -> bool:
         """Whether all ranks' snapshots of this number are; waits for those that do not know yet.
@@ -117,19 +119,29 @@ class Peers:
             return self._pages.word(rank=place, word=_OUTCOMES + number % 2)
         assert self._store is not None
         key = self._key(rank, number)
-        return int(self._store.get(key)) if self._store.check([key]) else 0
+        if not self._store.check([key]):
+            return 0
+        word, step = map(int, self._store.get(key).split())
+        if word >> 2 == number:
+            self._check_step(rank, number, step)
+        return word
 
     def _left_key(self, rank: int) -> str:
         return f"{self._prefix}/{rank}/left"
 
-    def _left(self, rank: int) -> int:
-        """How a rank has left; 0: it has not."""
+    def _left(self, rank: int, number: int) -> int:
+        """How a rank has left; 0: it has not. One of another host says what it took last."""
         place = self._places.get(rank)
         if place is not None:
             return self._pages.word(rank=place, word=_LEFT)
         assert self._store is not None
         key = self._left_key(rank)
-        return int(self._store.get(key)) if self._store.check([key]) else 0
+        if not self._store.check([key]):
+            return 0
+        how, last, step = map(int, self._store.get(key).split())
+        if last == number:
+            self._check_step(rank, number, step)
+        return how
 
     def _check_same(self, rank: int, number: int) -> None:
         place = self._places.get(rank)
@@ -141,16 +153,21 @@ class Peers:
         if self._pages.word(rank=place, word=_TAKEN) >= number:
             word = self._pages.word(rank=place, word=_STEPS + number % 2)
             other = word >> 2
-            if other != step and word == _step_word(number, other):  # not of a later one already
-                raise RuntimeError(
-                    f"Snapshots.take: the snapshot that is of step {step} on rank {self.rank} is"
-                    f" of step {other} on rank {rank}: one of them has left out a take(), or has"
-                    f" called it once more. {_CURE}"
-                )
+            if word == _step_word(number, other):  # not of a later one already
+                self._check_step(rank, number, other)
         elif self._counts_updates and theirs > updates:
             raise RuntimeError(
                 f"Snapshots.take: rank {rank} has gone on to another update without the snapshot"
                 f" of step {step}, which rank {self.rank} has taken. {_CURE}"
+            )
+
+    def _check_step(self, rank: int, number: int, theirs: int) -> None:
+        mine = self._mine[number][0]
+        if theirs != mine:
+            raise RuntimeError(
+                f"Snapshots.take: the snapshot that is of step {mine} on rank {self.rank} is"
+                f" of step {theirs} on rank {rank}: one of them has left out a take(), or has"
+                f" called it once more. {_CURE}"
             )
 
     def _await(self, rank: int, number: int) -> int:
@@ -164,7 +181,7 @@ class Peers:
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + _rendezvous.LOOK_S
                 # In this order: what it has told before it left counts.
-                left = self._left(peer)
+                left = self._left(peer, number)
                 if left and (word := self._word(rank, number)) >> 2 == number:
                     return word
                 if left == BY_EXCEPTION:

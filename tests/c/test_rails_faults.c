@@ -216,6 +216,27 @@ static void body_left_and_went_on(int rank, int n_ranks, void *arg)
     destroy(&m);
 }
 
+/* Whoever comes to a collective later is told why, on its host and on the others. */
+static void body_gave_up(int rank, int n_ranks, void *arg)
+{
+    static char data[4 * 100];
+    member m;
+
+    close_lines(n_ranks, rank);
+    CHECK_OK(create(&m, arg, rank));
+    m.ops.open_phase(m.ops.context);
+    check_all_gather(&m, 100, 1, false);
+    if (rank == 1) {
+        m.ops.give_up(m.ops.context, "parameter 'w' is frozen");
+        CHECK_EQ(m.ops.all_gather(m.ops.context, data, data, 100), FC_ERR_BROKEN);
+    } else {
+        m.ops.open_phase(m.ops.context);
+        CHECK(m.ops.all_gather(m.ops.context, data, data, 100) != FC_OK);
+    }
+    CHECK_HAS(fc_last_message(), "parameter 'w' is frozen");
+    destroy(&m);
+}
+
 /* Who has left a phase at its end, which nobody has noticed, counts phases as the others do again
  * from the next one on: failures of either are heard by the other. */
 static void body_left_at_the_end(int rank, int n_ranks, void *arg)
@@ -246,6 +267,8 @@ static void test_left_phases(void)
     check_world(&worlds[1], body_left);
     check_world(&worlds[0], body_left_and_went_on);
     check_world(&worlds[0], body_left_at_the_end);
+    check_world(&worlds[0], body_gave_up);
+    check_world(&worlds[1], body_gave_up);
     CHECK_EQ(fc_rails_failed(&none).phase, 0);
     CHECK_EQ(fc_rails_failed(NULL).phase, 0);
     fc_rails_hear(&none, 0, (fc_rails_failure){1, 1});

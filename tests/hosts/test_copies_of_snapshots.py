@@ -388,10 +388,10 @@ def be_careless(rank: int, n_ranks: int, how: str) -> str:
     ("how", "who", "text"),
     [
         ("raises", 0, "for rank 1, which an exception has ended"),
-        ("skips", 0, "for rank 1, which has called close()"),
-        ("twice", 1, "for rank 0, which has called close()"),
+        ("skips", 0, "of step 3 on rank 0 is of step 4 on rank 1"),
+        ("twice", 1, "of step 3 on rank 1 is of step 4 on rank 0"),
     ],
 )
 def test_ranks_that_differ(how: str, who: int, text: str) -> None:
-    """The other one is told who, and does not wait for the process group's timeout."""
+    """The other one is told how, and does not wait for the process group's timeout."""
     assert text in run_hosts(be_careless, (1, 1), how, timeout=40)[who]

@@ -221,6 +221,51 @@ def test_the_other_one_alone_later(tmp_path: Path) -> None:
     assert "rank 0 left its forward or backward by an exception" in outcomes[1].value
 
 
+def freeze(rank: int, n_ranks: int, is_hybrid: bool, folder: str) -> tuple[str, float]:
+    """The last rank alone freezes a parameter: its backward has no collective of that left."""
+    import fsdp_c
+
+    model: Any = models.Net()
+    mesh = None
+    if is_hybrid:
+        ranks = torch.arange(n_ranks).view(2, -1)
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
+    models.shard_blocks(model, fsdp_c, mesh=mesh)
+    began, said = time.monotonic(), "through"
+    try:
+        for step in range(4):
+            if (rank, step) == (n_ranks - 1, BAD):
+                model.get_parameter(FROZEN).requires_grad_(False)
+            step_with(model, rank, step, "")
+            model.zero_grad()
+    except RuntimeError as error:
+        said = str(error)
+    seconds = time.monotonic() - began
+    Path(folder, str(rank)).touch()
+    while len(list(Path(folder).iterdir())) < n_ranks:  # nobody's end is what the others notice
+        time.sleep(0.05)
+    return said, seconds
+
+
+FROZEN = "blocks.0.up.weight"
+
+
+@pytest.mark.parametrize("is_hybrid", [False, True], ids=["sharded", "hybrid"])
+@pytest.mark.parametrize("hosts", [(2, 2), (2, 1), (1, 1)])
+def test_frozen_on_one_rank(hosts: tuple[int, ...], is_hybrid: bool, tmp_path: Path) -> None:
+    """All are told which, also those that have ended that backward; or who has left since it was
+    told."""
+    if is_hybrid and sum(hosts) % 2:
+        pytest.skip("replicas of one size")
+    last = sum(hosts) - 1
+    for outcome in run_hosts(freeze, hosts, is_hybrid, str(tmp_path), timeout=60, fresh=True):
+        assert outcome.ok, outcome
+        said, seconds = outcome.value
+        is_neighbour = is_hybrid and outcome.rank != last and "left its forward or backward" in said
+        assert (f"'{FROZEN}'" in said and "is frozen" in said) or is_neighbour, outcome
+        assert seconds < SOON_S, outcome
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("hosts", [(2, 1), (1, 1)])
 def test_alone_and_goes_on(hosts: tuple[int, ...], where: str) -> None:
