@@ -15,6 +15,7 @@ from test_snapshots import N_STEPS, undisturbed
 import fsdp_c
 from fsdp_c._snapshots import _files
 
+pytestmark = pytest.mark.usefixtures("quick_scripts")
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "killed.py"
 TIMEOUT_S = 300
 
