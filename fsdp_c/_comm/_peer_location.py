@@ -34,6 +34,13 @@ _MEETINGS = frozenset(
     all_gather_coalesced all_gather_object reduce_scatter reduce_scatter_single
     reduce_scatter_tensor all_to_all all_to_all_single barrier""".split()
 )
+# Those that wait for their root, and in the root for all: where the root is found.
+_ROOTED = {
+    "broadcast": "group_src",
+    "scatter": "group_src",
+    "gather": "group_dst",
+    "reduce": "group_dst",
+}
 _GATHERS = frozenset(
     """full_tensor get_state_dict get_model_state_dict get_optimizer_state_dict
     _gather_state_dict""".split()
@@ -59,7 +66,7 @@ def tell() -> Place:
     """The main thread's. For a thread that a peer's question woke: never while all goes well."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = list(_outward(frame))
-    group, meeting = _group_of(stack), _sits_in
+    (group, root), meeting = _group_of(stack), _sits_in
     user = _user_frame(stack)
     inner = stack[:user]
     text = _line(stack[user]) if user < len(stack) else "no line of Python"
@@ -67,7 +74,7 @@ def tell() -> Place:
         key, count, inside = meeting[0], _counts[meeting[0]], meeting[1]
     else:
         n_called = None if group is None else _count(group)
-        key, count = (0, 0) if group is None or n_called is None else (_key(group), n_called)
+        key, count = (0, 0) if group is None or n_called is None else (_key(group, root), n_called)
         inside = _inside(inner)
     text = f"{text}, in {inside}" if inside else text
     is_gather = any(_is_gather(frame) for frame in inner)
@@ -88,7 +95,7 @@ def count(key: int) -> int | None:
     if key in _counts:
         return _counts[key]
     for group in c10d._world.pg_map:
-        if _key(group) == key:
+        if key in (_key(group), _key(group, group.rank())):
             return _count(group)
     return None
 
@@ -161,8 +168,9 @@ def _is_gather(frame: FrameType) -> bool:
     return frame.f_code.co_name in _GATHERS and frame.f_code.co_filename.startswith(_DISTRIBUTED)
 
 
-def _group_of(stack: list[FrameType]) -> dist.ProcessGroup | None:
-    """Of the collective in which the innermost frames are, if it is one for all ranks of a group.
+def _group_of(stack: list[FrameType]) -> tuple[dist.ProcessGroup | None, int | None]:
+    """Of the collective in which the innermost frames are, if it is one for all ranks of a group;
+    and for which of these alone it waits here, None: for all.
 
     Locals are looked at in frames of torch.distributed alone, which soon end.
     """
@@ -170,16 +178,22 @@ def _group_of(stack: list[FrameType]) -> dist.ProcessGroup | None:
     for frame in stack:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
         if not path.startswith(_TORCH):
-            return None
+            break
         if path == _C10D and not is_waited_for:
-            return _argument(frame) if name in _MEETINGS else None
+            group = _argument(frame)
+            if name in _MEETINGS:
+                return group, None
+            root = frame.f_locals.get(_ROOTED.get(name, ""))
+            if group is None or root is None:
+                break
+            return group, None if root == group.rank() else root
         if path.startswith(_DISTRIBUTED):
             is_waited_for = is_waited_for or name == "wait_tensor"
             if not is_waited_for:
-                return None
+                break
             if name == "redistribute_local_tensor":
-                return _redistributed_over(frame.f_locals)
-    return None
+                return _redistributed_over(frame.f_locals), None
+    return None, None
 
 
 def _argument(frame: FrameType) -> dist.ProcessGroup | None:
@@ -197,9 +211,10 @@ def _redistributed_over(names: Any) -> dist.ProcessGroup | None:
     return None if index is None else mesh.get_group(index)
 
 
-def _key(group: dist.ProcessGroup) -> int:
-    """The same on all ranks of the group; not 0."""
-    return _digest(f"{group.group_name} {dist.get_process_group_ranks(group)}")
+def _key(group: dist.ProcessGroup, root: int | None = None) -> int:
+    """The same on all ranks of the group; not 0. With a root one that this rank alone counts."""
+    only = "" if root is None else f" for {root}"
+    return _digest(f"{group.group_name} {dist.get_process_group_ranks(group)}{only}")
 
 
 def _digest(text: str) -> int:

@@ -7,11 +7,11 @@ import io
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_c._snapshots import _parts, _tensors
@@ -86,7 +86,7 @@ class Contents:
 
         parts = [self._models_part.get(make_pieces)]
         for optimizer, part in zip(self.optimizers, self._optimizer_parts, strict=True):
-            parts.append(part.get(make_pieces, functools.partial(self._form_of, optimizer)))
+            parts.append(part.get(make_pieces, functools.partial(self._kept_form_of, optimizer)))
         parts.append(_parts.pack(self._rest(), _tensors.Pieces(self._meshes_then, ())))
         head = {
             "format": FORMAT,
@@ -119,6 +119,25 @@ class Contents:
         tensors = [t for model in self.models for t in _parts.tensors_of(model).values()]
         tensors += [param for one in self.optimizers for param in _parts.params_of(one)]
         return _parts.meshes_of(tensors)
+
+    def _kept_form_of(self, optimizer: Any) -> Any:
+        """`_form_of` it.
+
+        Raises:
+            ValueError: it steps what no model has, which nobody keeps.
+        """
+        if _parts.is_stock(optimizer):  # others may keep parameters in their own state
+            known = {id(t) for model in self.models for t in _parts.tensors_of(model).values()}
+            for param in _parts.params_of(optimizer):
+                if id(param) not in known:
+                    at = next(n for n, one in enumerate(self.optimizers) if one is optimizer)
+                    raise ValueError(
+                        f"Snapshots: optimizer {at} ({type(optimizer).__name__}) has a parameter of"
+                        f" shape {tuple(param.shape)} that is in none of the models given, and its"
+                        " values would not be kept: give its module, too (of a loose one an"
+                        " nn.ParameterList), or the optimizer of these models"
+                    )
+        return self._form_of(optimizer)
 
     def _form_of(self, optimizer: Any) -> Any:
         """What has to be the same when it is loaded: the class, and names in groups."""
@@ -219,17 +238,53 @@ def _meshes_text(forms: Sequence[Any]) -> str:
     return ", ".join(f"{tuple(shape)} of ranks {ranks}" for shape, ranks in forms) or "none"
 
 
-def check(models: Sequence[Any], optimizers: Sequence[Any], extra: Any) -> None:
-    """Raises TypeError unless they are what they should be."""
+def models_of(given: Any) -> list[nn.Module]:
+    """Raises TypeError unless it is a module, or several."""
+    models = _listed("model", given, is_one=isinstance(given, nn.Module))
     for model in models:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"Snapshots: model is a {type(model).__name__}, not a module")
+            hint = ": the model comes first, then its optimizer" if _has_state(model) else ""
+            raise TypeError(f"Snapshots: model is a {type(model).__name__}, not a module{hint}")
+    return models
+
+
+def optimizers_of(given: Any) -> list[Any]:
+    """Raises TypeError unless it is None, an optimizer, or several."""
+    optimizers = _listed("optimizer", () if given is None else given, is_one=_has_state(given))
     for optimizer in optimizers:
-        if not (hasattr(optimizer, "state_dict") and hasattr(optimizer, "load_state_dict")):
+        kind = type(optimizer).__name__
+        if isinstance(optimizer, type):
+            raise TypeError(f"Snapshots: optimizer is the class {optimizer.__name__}, not one made")
+        if isinstance(optimizer, nn.Module):
             raise TypeError(
-                f"Snapshots: optimizer is a {type(optimizer).__name__} without state_dict and"
-                " load_state_dict"
+                f"Snapshots: optimizer is a {kind}, a module: several modules are given first, as a"
+                " list"
             )
+        if isinstance(optimizer, optim.lr_scheduler.LRScheduler):
+            raise TypeError(
+                f"Snapshots: optimizer is a {kind}, a scheduler: give the optimizer here, and"
+                " schedulers in extra={'scheduler': ...}"
+            )
+        if not _has_state(optimizer):
+            raise TypeError(
+                f"Snapshots: optimizer is a {kind} without state_dict and load_state_dict"
+            )
+    return optimizers
+
+
+def _listed(what: str, given: Any, is_one: bool) -> list[Any]:
+    if is_one:
+        return [given]
+    is_list = isinstance(given, Iterable) and not isinstance(given, (str, Mapping))
+    return list(given) if is_list else [given]
+
+
+def _has_state(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def check_extra(extra: Any) -> None:
+    """Raises TypeError unless it is a dict by names, or None."""
     if extra is not None and not isinstance(extra, MutableMapping):
         raise TypeError(f"Snapshots: extra is a {type(extra).__name__}, not a dict by names")
     for key in extra or ():
@@ -311,8 +366,7 @@ def _set_rng_states(states: dict[str, Any]) -> None:
 def _kind_of(value: Any) -> str:
     if isinstance(value, torch.Generator):
         return "generator"
-    has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-    return "state" if has_state else "value"
+    return "state" if _has_state(value) else "value"
 
 
 def _kept_of(value: Any) -> tuple[str, Any]:

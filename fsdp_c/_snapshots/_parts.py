@@ -192,7 +192,7 @@ def calls_hooks(optimizer: Any) -> bool:
     )
 
 
-def _is_stock(optimizer: Any) -> bool:
+def is_stock(optimizer: Any) -> bool:
     """Whether state and groups are all that it keeps, as torch.optim's own classes have it."""
     cls = type(optimizer)
     return (
@@ -220,7 +220,7 @@ class OptimizerPart(Kept):
             values = pickle.dumps(form()), state_of(self._optimizer)
             return pack([(self._what, value) for value in values], pieces)
 
-        seen = _leaves(self._optimizer) if _is_stock(self._optimizer) else None
+        seen = _leaves(self._optimizer) if is_stock(self._optimizer) else None
         return self.part(seen, _is_same_leaf, make)
 
 
@@ -261,7 +261,7 @@ def _is_same_leaf(now: Any, before: Any) -> bool:
 
 def state_of(optimizer: Any) -> Any:
     """Its state; of stock ones by the numbers of parameters, without torch's casts."""
-    if not _is_stock(optimizer):
+    if not is_stock(optimizer):
         return optimizer.state_dict()
     places = {id(param): place for place, param in enumerate(params_of(optimizer))}
     state = [
@@ -277,7 +277,7 @@ def state_of(optimizer: Any) -> Any:
 
 def set_state(optimizer: Any, saved: Any) -> None:
     """What `state_of` has returned."""
-    if not _is_stock(optimizer):
+    if not is_stock(optimizer):
         optimizer.load_state_dict(saved)
         return
     state, groups = saved

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import MutableMapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from torch import nn, optim
+from torch import nn
 
 from fsdp_c._snapshots import _contents, _files, _meeting, _peers, _resuming, _taking
 
@@ -83,10 +84,8 @@ class Snapshots:
         Raises:
             TypeError, ValueError: arguments that are none of these.
         """
-        models = [model] if isinstance(model, nn.Module) else list(model)
-        is_one = isinstance(optimizer, optim.Optimizer) or hasattr(optimizer, "state_dict")
-        optimizers = [optimizer] if is_one else list(optimizer or ())
-        _contents.check(models, optimizers, extra)
+        models, optimizers = _contents.models_of(model), _contents.optimizers_of(optimizer)
+        _contents.check_extra(extra)
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"Snapshots: every={every!r}: one is taken each 1 or more steps")
         if isinstance(copies, bool) or copies not in (1, 2):
@@ -145,10 +144,11 @@ class Snapshots:
         if self._is_closed or self._resuming is not None:
             how = "after close()" if self._is_closed else "before resume()"
             raise RuntimeError(f"Snapshots.take() {how}")
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        if isinstance(step, bool) or not hasattr(step, "__index__") or step < 0:
             raise ValueError(f"Snapshots.take: step={step!r} is no number of steps done")
-        if self._taking is not None and step % self._every == 0 and self._pid == os.getpid():
-            self._taking.take(step)
+        number = operator.index(step)  # one of NumPy's is one, too
+        if self._taking is not None and number % self._every == 0 and self._pid == os.getpid():
+            self._taking.take(number)
 
     def finish(self) -> None:
         """Returns when the last snapshot is whole, and nothing is read any more. Local.

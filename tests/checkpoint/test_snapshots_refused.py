@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from harness import run_ranks
 from one_process import Net, by_step, leave, resumed, train, trained
 from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.lr_scheduler import StepLR
 
 import fsdp_c
 from fsdp_c._comm import _rendezvous
@@ -37,6 +39,8 @@ def in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 # ---- arguments ----
 
+SGD = optim.SGD([nn.Parameter(torch.ones(1))])
+
 
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "match"),
@@ -48,6 +52,13 @@ def in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ((nn.Linear(1, 1),), {"extra": {1: 2}}, TypeError, "extra has the key 1"),
         (([3],), {}, TypeError, "model is a int"),
         ((nn.Linear(1, 1), [3]), {}, TypeError, "optimizer is a int"),
+        ((None,), {}, TypeError, "model is a NoneType, not a module$"),
+        (({"net": nn.Linear(1, 1)},), {}, TypeError, "model is a dict"),
+        ((nn.Linear(1, 1), 3), {}, TypeError, "optimizer is a int"),
+        ((nn.Linear(1, 1), optim.SGD), {}, TypeError, "optimizer is the class SGD, not one made"),
+        ((SGD, nn.Linear(1, 1)), {}, TypeError, "SGD, not a module: the model comes first"),
+        ((nn.Linear(1, 1), nn.Linear(1, 1)), {}, TypeError, "a Linear, a module: .* given first"),
+        ((nn.Linear(1, 1), StepLR(SGD, 1)), {}, TypeError, "a StepLR, a scheduler: .* in extra="),
     ],
 )
 def test_wrong_arguments(arguments: Any, options: Any, error: Any, match: str) -> None:
@@ -65,10 +76,24 @@ def test_calls_out_of_order(tmp_path: Path) -> None:
     for step in (-1, 1.0, True):
         with pytest.raises(ValueError, match="no number of steps"):
             snapshots.take(step)  # type: ignore[arg-type]
+    snapshots.take(np.int64(1))  # type: ignore[arg-type]
     snapshots.close()
     snapshots.close()
     with pytest.raises(RuntimeError, match=r"after close\(\)"):
         snapshots.take(1)
+
+
+def test_parameters_that_no_model_has(tmp_path: Path) -> None:
+    """Nothing else keeps the values of what the optimizer steps."""
+    model, other = nn.Linear(2, 2), nn.Linear(2, 3)
+    loose = nn.ParameterList([nn.Parameter(torch.ones(5))])
+    for optimizer, shape in (
+        (optim.SGD(other.parameters()), r"\(3, 2\)"),
+        (optim.SGD([*model.parameters(), *loose]), r"\(5,\)"),
+    ):
+        with pytest.raises(ValueError, match=rf"optimizer 0 \(SGD\).* shape {shape} .* in none of"):
+            resumed(tmp_path, model, optimizer)
+    assert resumed(tmp_path, [model, loose], optimizer) == 0
 
 
 def test_extra_that_cannot_be_pickled(tmp_path: Path) -> None:

@@ -45,11 +45,22 @@ def add_up(net: nn.Module) -> None:
     dist.all_reduce(torch.ones(3))
 
 
+def spread(net: nn.Module) -> None:
+    """Its root waits for all who receive."""
+    dist.scatter(torch.ones(1), [torch.ones(1)] * dist.get_world_size(), src=0)
+
+
+def receive(net: nn.Module) -> None:
+    dist.broadcast(torch.ones(1), src=1)
+
+
 ALONE = {
     gather_one: r"in a gather of full parameters .*:\d+ in gather_one, in DTensor.full_tensor\)",
     save: r"in a gather of full parameters .*:\d+ in save, in get_model_state_dict\)",
     meet: r"in a collective .*:\d+ in meet, in torch.distributed's barrier\)",
     add_up: r"in a collective .*:\d+ in add_up, in torch.distributed's all_reduce\)",
+    spread: r"in a collective .*:\d+ in spread, in torch.distributed's scatter\)",
+    receive: r"in a collective .*:\d+ in receive, in torch.distributed's broadcast\)",
 }
 
 
