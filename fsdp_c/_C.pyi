@@ -31,6 +31,10 @@ def set_place(*, tell: Callable[[], Any], count: Callable[[int], int | None]) ->
     """`tell() -> Place`: where this rank's program is, for peers that wait for it. `count(group)`:
     how many of its collectives have begun."""
 
+def rail_messages(group: str) -> int:
+    """How many messages between hosts a process group has carried for this rank, by its name: it
+    numbers them among its collectives."""
+
 def open_window(*, run: str, rank: int, world: int, start_ticks: int, traces: bool) -> None:
     """This process is seen from outside from now on; see window/window.h."""
 

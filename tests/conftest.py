@@ -2,6 +2,7 @@
 
 import random
 import sys
+import zlib
 from collections import defaultdict
 from pathlib import Path
 
@@ -25,6 +26,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--first-seed", type=int, default=0, help="the seed of the first of them")
     parser.addoption("--one-world", action="store_true", help="two ranks where a test has several")
     parser.addoption("--all-worlds", action="store_true", help="each case on all numbers of ranks")
+    parser.addoption(
+        "--part", type=part, default=(1, 1), metavar="K/N", help="each N-th case of each test"
+    )
+
+
+def part(text: str) -> tuple[int, int]:
+    place, _, n = text.partition("/")
+    return int(place), int(n)
 
 
 # Of a test's cases, how many run on other numbers of ranks than two: one in so many.
@@ -35,8 +44,24 @@ OTHER_WORLDS = 3
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """All cases of a test run on two ranks, or else the smallest number that it has, and some of
     them on each other number: none with `--one-world`, all with `--all-worlds`."""
-    if config.getoption("--all-worlds"):
-        return
+    if not config.getoption("--all-worlds"):
+        keep_some_worlds(config, items)
+    keep_part(*config.getoption("--part"), items)
+
+
+def keep_part(place: int, n: int, items: list[pytest.Item]) -> None:
+    """Of a test's cases each n-th, and never none; which ones differs from test to test."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    kept: set[pytest.Item] = set()
+    for test, of in cases.items():
+        first = (zlib.crc32(test.encode()) + place) % n
+        kept.update(of[first::n] or of[:1])
+    items[:] = [item for item in items if item in kept]
+
+
+def keep_some_worlds(config: pytest.Config, items: list[pytest.Item]) -> None:
     worlds: dict[str, dict[int, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
         worlds[item.nodeid.partition("[")[0]][n_ranks_of(item)].append(item)

@@ -5,6 +5,7 @@
 #include "bind/python/objects.h"
 #include "bind/tensor/tensors.h"
 #include "kernels/kernels.h"
+#include "libtorch/process_group.h"
 
 namespace fc {
 
@@ -16,6 +17,7 @@ PyMethodDef functions[] = {
     function<close_interpreter>("close"),
     function<find_end>("find_end"),
     function<set_place>("set_place"),
+    function<[](PyObject *group) { return rail_messages(text_from(group)); }>("rail_messages"),
     function<open_window>("open_window"),
     function<names_of_calls>("callbacks"),
     function<set_callbacks>("set_callbacks"),

@@ -7,8 +7,11 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <atomic>
 #include <deque>
 #include <exception>
+#include <map>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -31,9 +34,19 @@ struct Lines {
     std::deque<Message> sent, received; /* that nobody has awaited */
 };
 
+/* What has gone over one backend, which numbers it among its collectives. */
+struct Traffic {
+    c10::weak_intrusive_ptr<c10d::Backend> backend; /* ends with its process group */
+    std::shared_ptr<std::atomic<size_t>> n_messages;
+};
+
+std::mutex traffics_mutex;
+std::map<std::string, Traffic> traffics; /* by the group's name, which a later one may have */
+
 struct GroupRails {
     c10::weak_intrusive_ptr<c10d::Backend> backend; /* ends with its process group */
-    std::vector<Lines> lines;                       /* by rank */
+    std::shared_ptr<std::atomic<size_t>> n_messages;
+    std::vector<Lines> lines; /* by rank */
     /* Of the thread that waits and one that ends its wait. */
     std::mutex mutex;
     c10::intrusive_ptr<c10d::Work> awaited;
@@ -77,6 +90,7 @@ fc_status rail_send(void *context, int rank, uint32_t key, const void *data, siz
     return unlocked([&] {
         Message message = message_of(data, bytes);
         message.work = backend_of(rails)->send(message.memory, rank, tag_of(key));
+        rails.n_messages->fetch_add(1, std::memory_order_relaxed);
         rails.lines[(size_t)rank].sent.push_back(std::move(message));
     });
 }
@@ -87,6 +101,7 @@ fc_status rail_receive(void *context, int rank, uint32_t key, void *data, size_t
     return unlocked([&] {
         Message message = message_of(data, bytes);
         message.work = backend_of(rails)->recv(message.memory, rank, tag_of(key));
+        rails.n_messages->fetch_add(1, std::memory_order_relaxed);
         rails.lines[(size_t)rank].received.push_back(std::move(message));
     });
 }
@@ -155,9 +170,18 @@ void rail_release(void *context)
 fc_rail_ops group_rails(const std::string &group, int n_ranks)
 {
     const auto found = c10d::resolve_process_group(group);
-    auto backend = c10::weak_intrusive_ptr<c10d::Backend>(found->getBackend(c10::DeviceType::CPU));
+    const auto strong = found->getBackend(c10::DeviceType::CPU);
+    auto backend = c10::weak_intrusive_ptr<c10d::Backend>(strong);
+    const std::lock_guard<std::mutex> guard(traffics_mutex);
+    const auto known = traffics.find(group);
+    if (known == traffics.end() || known->second.backend.lock() != strong) {
+        traffics.insert_or_assign(group,
+                                  Traffic{backend, std::make_shared<std::atomic<size_t>>(0)});
+    }
+    auto n_messages = traffics.at(group).n_messages;
 
-    return {.context = new GroupRails{std::move(backend), std::vector<Lines>((size_t)n_ranks)},
+    return {.context = new GroupRails{std::move(backend), std::move(n_messages),
+                                      std::vector<Lines>((size_t)n_ranks)},
             .send = rail_send,
             .receive = rail_receive,
             .await_sent = rail_await_sent,
@@ -165,6 +189,15 @@ fc_rail_ops group_rails(const std::string &group, int n_ranks)
             .interrupt = rail_interrupt,
             .drop = rail_drop,
             .release = rail_release};
+}
+
+size_t rail_messages(const std::string &group)
+{
+    const std::lock_guard<std::mutex> guard(traffics_mutex);
+    const auto known = traffics.find(group);
+    const bool is_there = known != traffics.end() && !known->second.backend.expired();
+
+    return is_there ? known->second.n_messages->load(std::memory_order_relaxed) : 0;
 }
 
 } // namespace fc

@@ -20,6 +20,9 @@ fc_collectives_group group_collectives(c10::Device device, const std::string &gr
 fc_collectives_host collectives_host(const c10::Device *device);
 
 fc_rail_ops group_rails(const std::string &group, int n_ranks);
+// How many messages of rails this process has sent and received over it: gloo numbers them among
+// the group's collectives, of which ranks have called equally many.
+size_t rail_messages(const std::string &group);
 
 fc_beats_ops group_beats(const std::string &group);
 

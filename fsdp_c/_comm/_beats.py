@@ -4,7 +4,8 @@ A connection to a host that has lost its power or its network does not break: th
 would wait for its timeout. Each rank leaves a sign of life in the group's store every second. A
 rank that waits for another host looks for the signs of its ranks. Beside them stands which phases a
 rank has left by exceptions, and which processes of its host have ended: who waits for those gives
-up at once.
+up at once; and in which collective of torch's it sits, which ends waits of those that have not
+called it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from fsdp_c._native import _C
 _LOOK_S = 1.0
 _ASK_S = 1.0  # most waits are over by then, and ask nothing
 _SILENT_S = 3.0  # of signs that come every second
+_STUCK_S = 5.0  # in a collective that the waiting rank has not called
 _SAID_BYTES = 200  # of it that travel, in csrc/comm/beats.c
 
 
@@ -40,6 +42,8 @@ class _Watched(_hosts.Hosts):
     transport: _C.Transport
     began: float = 0.0  # the wait
     n_notices: int = 0
+    sits: str = ""  # in which collective the peer does
+    sits_since: float = 0.0
 
 
 def _failures_of(watched: list[_Watched]) -> str:
@@ -55,11 +59,27 @@ def _ended_in(words: str) -> list[int]:
 
 
 def _place() -> str:
-    """Where this rank's program is, or nothing: a group of its script may be going just now."""
+    """In which collective this rank's program sits, and where it is; or nothing of either: a group
+    of its script may be going just now."""
     try:
-        return _peer_location.tell().text
+        place = _peer_location.tell()
     except Exception:
-        return ""
+        return "- "
+    sits = f"{place.group:x}:{place.sequence}:{int(place.is_gather)}" if place.group else "-"
+    return f"{sits} {place.text}"
+
+
+def _place_in(words: str) -> tuple[str, str]:
+    """What `_place` has said in a rank's sign of life."""
+    fields = words.split(" ", 3)
+    return (fields[2], fields[3]) if len(fields) > 3 else ("-", "")
+
+
+def _waits_for_us(sits: str) -> bool:
+    """Whether a peer is in a collective that this rank has not called."""
+    key, *numbers = sits.split(":")
+    mine = _peer_location.count(int(key, 16)) if len(numbers) == 2 else None
+    return mine is not None and int(numbers[0]) > mine
 
 
 def _hear(watched: _Watched, peer: int, words: str) -> None:
@@ -154,7 +174,7 @@ class Watch:
         peer, waited_s = awaited
         began = time.monotonic() - waited_s
         if abs(began - watched.began) > 0.1:  # another one
-            watched.began, watched.n_notices = began, 0
+            watched.began, watched.n_notices, watched.sits = began, 0, ""
         self._judge(watched, peer, waited_s)
         return watched.peers_of(peer)
 
@@ -172,6 +192,23 @@ class Watch:
             watched.transport.interrupt(why)
         elif said := self._beats.heard(watched.ranks[peer]):
             _hear(watched, peer, said[0])
+            self._judge_place(watched, *_place_in(said[0]))
+
+    def _judge_place(self, watched: _Watched, sits: str, text: str) -> None:
+        """Ends a wait for a peer that waits for a call of this rank's, since some time."""
+        now = time.monotonic()
+        if sits != watched.sits or not _waits_for_us(sits):
+            watched.sits, watched.sits_since = sits, now
+        elif now - watched.sits_since >= _STUCK_S:
+            is_gather = sits.endswith(":1")
+            what = "a gather of full parameters" if is_gather else "a collective"
+            whom = (
+                "is it saving alone? All ranks" if is_gather else "all ranks of its process group"
+            )
+            watched.transport.interrupt(
+                f"it is in {what} ({text}) that rank {self._rank} has not called: {whom} must call"
+                " it. Neither could go on"
+            )
 
     def _silence(self, hosts: _hosts.Hosts, peer: int, asked_s: float) -> tuple[float, str]:
         """For how long the peer's host has been silent, and what to say of the peer."""
@@ -189,7 +226,7 @@ class Watch:
         silent = {rank: min(row[1] if row else asked_s, asked_s) for rank, row in heard.items()}
         rank, host = hosts.ranks[peer], hosts.names[hosts.hosts[peer]]
         if silent[rank] < _SILENT_S:
-            words = heard[rank][0].split(" ", 2)[-1] if heard[rank] else ""
+            words = _place_in(heard[rank][0])[1] if heard[rank] else ""
             return 0.0, f"it is at {words}" if words else f"host {host} answers"
         host_s = min(silent.values())
         if host_s < _SILENT_S:

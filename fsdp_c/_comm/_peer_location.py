@@ -224,9 +224,10 @@ def _digest(text: str) -> int:
 def _count(group: dist.ProcessGroup) -> int | None:
     """None: groups of several backends count nothing."""
     try:
-        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        n_called = int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
     except RuntimeError:
         return None
+    return n_called - _C.rail_messages(str(group.group_name))
 
 
 _C.set_place(tell=tell, count=count)

@@ -10,7 +10,7 @@ from differential.generate import make_program
 from differential.program import WORLDS, Program
 
 # Under the torch that development uses; another one gets a tenth.
-N_SEEDS = 80
+N_SEEDS = 50
 CHUNK = 25
 # Of programs with rare features, by the number of ranks.
 FEATURE_SEEDS = {2: range(743, 752), 4: range(404, 415)}

@@ -187,3 +187,51 @@ def test_a_second_world_has_looks_of_its_own(tmp_path: Path) -> None:
     assert [outcome.value for outcome in outcomes] == ["through"] * 2, outcomes
     told = r"rank 1 has waited \d+ s for rank 0 \(host host1\); it is at .* in train_in_two_worlds"
     assert re.search(told, outcomes[0].output), outcomes
+
+
+def gather_alone(rank: int, n_ranks: int, who: int) -> str:
+    import fsdp_c
+
+    model: Any = models.Net()
+    models.shard_blocks(model, fsdp_c)
+    model(models.data(rank, 0)).square().mean().backward()
+    try:
+        if rank == who:
+            next(model.parameters()).full_tensor()
+        for step in range(2):
+            model(models.data(rank, step)).square().mean().backward()
+    except RuntimeError as error:
+        print(f"<{error}>", flush=True)
+        os._exit(0)  # as a script does, which ends the waits of the others
+    return "through"
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_collective_that_one_rank_calls_alone(who: int) -> None:
+    """Counts of messages between hosts, which differ, are not taken for those of collectives."""
+    outcomes = run_hosts(gather_alone, (2, 1), who, timeout=40, fresh=True)
+    texts = "".join(outcome.output for outcome in outcomes if outcome.rank != who)
+    told = r"is in a gather of full parameters \(.*\) that rank \d has not called: is it saving"
+    assert re.search(told, texts) and "in gather_alone" in texts, outcomes
+    assert all(outcome.value is None and "<" in outcome.output for outcome in outcomes), outcomes
+
+
+def wait_for_another_host(rank: int, n_ranks: int) -> float:
+    """Rank 1 has called the collective, too, in which rank 0 waits for rank 2, and goes on."""
+    import fsdp_c
+
+    model: Any = models.Net()
+    models.shard_blocks(model, fsdp_c)
+    model(models.data(rank, 0)).square().mean().backward()
+    total = torch.ones(1)
+    if rank == 2:
+        time.sleep(5)
+    work: Any = dist.all_reduce(total, async_op=True) if rank == 1 else dist.all_reduce(total)
+    model(models.data(rank, 0)).square().mean().backward()
+    if work is not None:
+        work.wait()
+    return total.item()
+
+
+def test_a_collective_that_waits_for_another_host() -> None:
+    assert run_hosts(wait_for_another_host, (2, 1), timeout=50) == [3.0] * 3
