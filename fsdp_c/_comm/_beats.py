@@ -200,15 +200,17 @@ class Watch:
         if sits != watched.sits or not _waits_for_us(sits):
             watched.sits, watched.sits_since = sits, now
         elif now - watched.sits_since >= _STUCK_S:
-            is_gather = sits.endswith(":1")
-            what = "a gather of full parameters" if is_gather else "a collective"
-            whom = (
-                "is it saving alone? All ranks" if is_gather else "all ranks of its process group"
-            )
-            watched.transport.interrupt(
-                f"it is in {what} ({text}) that rank {self._rank} has not called: {whom} must call"
-                " it. Neither could go on"
-            )
+            if sits.endswith(":1"):
+                why = (
+                    f"it is in a gather of full parameters ({text}) that rank {self._rank} has not"
+                    " called: is it saving alone? All ranks must call it. Neither could go on"
+                )
+            else:
+                why = (
+                    f"it is in a collective ({text}) that rank {self._rank} has not called: all"
+                    " ranks of its process group must call it. Neither could go on"
+                )
+            watched.transport.interrupt(why)
 
     def _silence(self, hosts: _hosts.Hosts, peer: int, asked_s: float) -> tuple[float, str]:
         """For how long the peer's host has been silent, and what to say of the peer."""
